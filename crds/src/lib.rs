@@ -1,0 +1,1 @@
+//! API types of hearth.dev/v1alpha1.

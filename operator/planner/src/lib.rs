@@ -1,0 +1,1 @@
+//! Pure: deployment spec, model facts and node profiles become a plan.

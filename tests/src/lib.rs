@@ -1,0 +1,1 @@
+//! Multi-process tests: goldens, conformance, failover, load, bad input.

@@ -1,0 +1,1 @@
+//! The step loop: schedule, modules, sampler.

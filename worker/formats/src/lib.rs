@@ -1,0 +1,1 @@
+//! Model files: safetensors, config.json, tokenizer, chat template; bytes become typed views.

@@ -1,0 +1,1 @@
+//! Logical KV blocks: typestate, reference counts and the prefix index.

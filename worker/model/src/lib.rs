@@ -1,0 +1,1 @@
+//! Shared blocks and one file per architecture, generic over the backend.

@@ -1,0 +1,1 @@
+//! Measures CPU, NUMA, memory, disk and network of this machine.

@@ -1,0 +1,1 @@
+//! Pure scheduling: queue and budgets become the next step; with a simulator.

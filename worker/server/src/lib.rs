@@ -1,0 +1,1 @@
+//! The gateway: OpenAI API over HTTP, routing, failover, metrics.

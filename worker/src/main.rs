@@ -1,0 +1,2 @@
+//! The `hearth-worker` command.
+fn main() {}

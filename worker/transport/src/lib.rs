@@ -1,0 +1,1 @@
+//! Protobuf and tonic: generation, KV transfer, control; mutual TLS.

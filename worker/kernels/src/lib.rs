@@ -1,1 +1,21 @@
-//! The backend trait, the scalar reference kernels that specify it, and the CPU kernels per instruction set.
+//! The device boundary of the engine, and the CPU side of it.
+//!
+//! [`Backend`] is the only door through which the model reaches a device. The scalar kernels in
+//! `reference` are the specification; the kernels under `arch` exist only beside a test against them.
+//!
+//! **Invariant**: every operation is batch-invariant. An output row is a function of its own input row,
+//! of its absolute position and of the weights, with one fixed order of accumulation, whatever else is
+//! in the batch and however the rows were chunked.
+
+pub mod backend;
+pub mod error;
+pub mod host;
+pub mod kv;
+
+pub use backend::{
+    AttentionSpec, Backend, ExpertCall, MlaHeads, Precision, RopeLayout, RopeTable, RouterScore,
+    RouterSpec, Routing, Span,
+};
+pub use error::KernelError;
+pub use host::{BlockScales, DType, HostMatrix, SCALE_BLOCK};
+pub use kv::{BlockId, KvDType, KvLayout};

@@ -1,0 +1,297 @@
+//! The device boundary: every operation that the engine asks of a device.
+//!
+//! Tensors are matrices of f32 activations, row-major `[rows, cols]`, one row a token. Weights keep the
+//! checkpoint's element type. A backend runs its operations in the order of the calls.
+
+use crate::{BlockId, HostMatrix, KernelError, KvLayout};
+
+/// How exactly a linear layer treats its activations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Precision {
+    /// The backend may round activations to BF16 before the product (accumulation stays f32).
+    Fast,
+    /// Activations stay f32: routers, whose near ties decide which expert runs.
+    Full,
+}
+
+/// Which elements of a head rotate together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RopeLayout {
+    /// Element `i` with `i + dim/2` (Llama, Qwen).
+    Half,
+    /// Element `2i` with `2i + 1` (DeepSeek); the result stays interleaved, and since queries and keys are
+    /// permuted alike, their products are those of the published layout.
+    Interleaved,
+}
+
+/// Rotary angles: `angle(p, i) = p * inv_freq[i]`, cosine and sine scaled by `magnitude` (YaRN's mscale).
+#[derive(Clone, Debug, PartialEq)]
+pub struct RopeTable {
+    /// `[rotary_dim / 2]` inverse frequencies, radians per position.
+    pub inv_freq: Vec<f32>,
+    /// Factor of cosine and sine.
+    pub magnitude: f32,
+    /// Pairing.
+    pub layout: RopeLayout,
+}
+
+/// Rows of a batch that belong to one sequence: `rows` consecutive tokens starting at absolute position
+/// `start`, whose KV (with that of all earlier positions) lies in `blocks`, in order.
+#[derive(Clone, Debug)]
+pub struct Span {
+    /// First row in the batch.
+    pub first_row: usize,
+    /// Number of rows.
+    pub rows: usize,
+    /// Absolute position of the first row.
+    pub start: usize,
+    /// Blocks of the sequence from position 0; cover `start + rows` tokens.
+    pub blocks: Vec<BlockId>,
+}
+
+/// Parameters of attention that the cache's layout does not tell.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionSpec {
+    /// Query heads; a multiple of the layout's `kv_heads`, and head `h` reads kv head `h / (heads / kv_heads)`.
+    pub heads: usize,
+    /// Factor of the scores before softmax.
+    pub scale: f32,
+}
+
+/// Dimensions of latent attention's per-head up-projection `kv_b_proj` `[heads * (nope + v), rank]`:
+/// for each head, `nope` rows of keys, then `v` rows of values.
+#[derive(Clone, Copy, Debug)]
+pub struct MlaHeads {
+    /// Heads.
+    pub heads: usize,
+    /// Elements of a query or key without position.
+    pub nope: usize,
+    /// Elements of a value.
+    pub v: usize,
+    /// `kv_lora_rank`.
+    pub rank: usize,
+}
+
+/// How router logits become scores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RouterScore {
+    /// Softmax over all experts (Qwen3-MoE).
+    Softmax,
+    /// Sigmoid of each (DeepSeek-V3).
+    Sigmoid,
+}
+
+/// Choice of experts for each token.
+#[derive(Clone, Copy, Debug)]
+pub struct RouterSpec {
+    /// Score function.
+    pub score: RouterScore,
+    /// Experts of a token.
+    pub top_k: usize,
+    /// Groups of experts (1: no grouping); a group's score is the sum of its two best biased scores.
+    pub groups: usize,
+    /// Groups that stay eligible.
+    pub top_groups: usize,
+    /// Divide the chosen scores by their sum.
+    pub normalize: bool,
+    /// Factor of the weights afterwards.
+    pub scaling: f32,
+}
+
+/// Experts chosen for each token. Both vectors are `[tokens, top_k]`; the experts of a token are in
+/// ascending order of index, which is the order in which their outputs are summed.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Routing {
+    /// Experts of a token.
+    pub top_k: usize,
+    /// Expert indices.
+    pub experts: Vec<u32>,
+    /// Weights of their outputs.
+    pub weights: Vec<f32>,
+}
+
+/// One routed expert and the tokens that chose it: a SwiGLU feed-forward block
+/// `down(silu(gate x) * (up x))`, added into the output with a weight for each token.
+pub struct ExpertCall<'a, W> {
+    /// `[intermediate, hidden]`.
+    pub gate: &'a W,
+    /// `[intermediate, hidden]`.
+    pub up: &'a W,
+    /// `[hidden, intermediate]`.
+    pub down: &'a W,
+    /// Rows of the input, ascending.
+    pub rows: &'a [u32],
+    /// Weight of each of those rows.
+    pub weights: &'a [f32],
+}
+
+/// A device that runs the engine's operations.
+///
+/// Every operation is batch-invariant (see the crate's invariant). Shapes are checked: a mismatch is
+/// [`KernelError::Shape`], never undefined behaviour.
+pub trait Backend: Send + Sync + 'static {
+    /// f32 activations `[rows, cols]`.
+    type Tensor: Send + 'static;
+    /// A weight matrix `[out, in]`, ready for use; cheap to clone.
+    type Weight: Clone + Send + Sync + 'static;
+    /// A vector of f32 parameters (norm weights, biases); cheap to clone.
+    type Vector: Clone + Send + Sync + 'static;
+    /// Paged keys and values of all layers.
+    type Kv: Send + 'static;
+
+    /// What runs, for logs and profiles: `cpu avx512-bf16 ×2`.
+    fn describe(&self) -> String;
+
+    /// Makes a weight usable; on the CPU this borrows the mapped bytes.
+    fn weight(&self, matrix: &HostMatrix) -> Result<Self::Weight, KernelError>;
+    /// Makes a vector usable.
+    fn vector(&self, values: &[f32]) -> Result<Self::Vector, KernelError>;
+    /// Copies activations to the device.
+    fn upload(&self, rows: usize, cols: usize, values: &[f32])
+    -> Result<Self::Tensor, KernelError>;
+    /// Copies activations to the host, row-major.
+    fn download(&self, x: &Self::Tensor) -> Result<Vec<f32>, KernelError>;
+    /// `[rows, cols]` of a tensor.
+    fn shape(&self, x: &Self::Tensor) -> (usize, usize);
+
+    /// Rows of `table` `[vocab, hidden]` for `tokens` → `[tokens, hidden]`.
+    fn embed(&self, table: &Self::Weight, tokens: &[u32]) -> Result<Self::Tensor, KernelError>;
+    /// `y = x Wᵀ + bias`: `[rows, in]` × `[out, in]` → `[rows, out]`.
+    fn linear(
+        &self,
+        x: &Self::Tensor,
+        w: &Self::Weight,
+        bias: Option<&Self::Vector>,
+        precision: Precision,
+    ) -> Result<Self::Tensor, KernelError>;
+    /// Root-mean-square norm over consecutive groups of `weight.len()` columns (one group: the usual norm;
+    /// several: the per-head norm of Qwen3). `y = x / sqrt(mean(x²) + eps) * weight`.
+    fn rms_norm(
+        &self,
+        x: &Self::Tensor,
+        weight: &Self::Vector,
+        eps: f32,
+    ) -> Result<Self::Tensor, KernelError>;
+    /// `residual += delta`, then the norm of the sum.
+    fn add_rms_norm(
+        &self,
+        residual: &mut Self::Tensor,
+        delta: &Self::Tensor,
+        weight: &Self::Vector,
+        eps: f32,
+    ) -> Result<Self::Tensor, KernelError>;
+    /// `x += delta`.
+    fn add_assign(&self, x: &mut Self::Tensor, delta: &Self::Tensor) -> Result<(), KernelError>;
+    /// `silu(gate) * up`, element by element.
+    fn silu_mul(&self, gate: &Self::Tensor, up: &Self::Tensor)
+    -> Result<Self::Tensor, KernelError>;
+    /// Columns `first..first + cols` of each of `groups` equal column groups of `x`, joined:
+    /// `[rows, groups * w]` → `[rows, groups * cols]` (splits q into its parts, kv_a into latent and rope).
+    fn columns(
+        &self,
+        x: &Self::Tensor,
+        groups: usize,
+        first: usize,
+        cols: usize,
+    ) -> Result<Self::Tensor, KernelError>;
+    /// For each of `groups`: the group of `a` followed by the group of `b` (inverse of two `columns`).
+    fn interleave(
+        &self,
+        a: &Self::Tensor,
+        b: &Self::Tensor,
+        groups: usize,
+    ) -> Result<Self::Tensor, KernelError>;
+    /// Rows of `x` in the given order (the last row of each sequence before the head).
+    fn rows(&self, x: &Self::Tensor, rows: &[u32]) -> Result<Self::Tensor, KernelError>;
+    /// A zero tensor.
+    fn zeros(&self, rows: usize, cols: usize) -> Result<Self::Tensor, KernelError>;
+
+    /// Rotates, in place, the first `2 * inv_freq.len()` columns of each of `heads` heads.
+    /// `positions`: one absolute position a row.
+    fn rope(
+        &self,
+        x: &mut Self::Tensor,
+        heads: usize,
+        positions: &[u32],
+        table: &RopeTable,
+    ) -> Result<(), KernelError>;
+
+    /// Latent attention, absorbed queries: `q_latent[h] = q_nope[h] · W_UK[h]`,
+    /// `[rows, heads * nope]` → `[rows, heads * rank]`; `W_UK[h]` are head `h`'s first `nope` rows of `kv_b`.
+    fn mla_absorb(
+        &self,
+        q_nope: &Self::Tensor,
+        kv_b: &Self::Weight,
+        heads: MlaHeads,
+    ) -> Result<Self::Tensor, KernelError>;
+    /// Latent attention, outputs: `o[h] = W_UV[h] · latent[h]`, `[rows, heads * rank]` → `[rows, heads * v]`.
+    fn mla_expand(
+        &self,
+        latent: &Self::Tensor,
+        kv_b: &Self::Weight,
+        heads: MlaHeads,
+    ) -> Result<Self::Tensor, KernelError>;
+
+    /// Allocates `blocks` blocks of KV.
+    fn kv_alloc(&self, layout: KvLayout, blocks: usize) -> Result<Self::Kv, KernelError>;
+    /// The layout of a cache.
+    fn kv_layout(&self, kv: &Self::Kv) -> KvLayout;
+    /// Stores the keys `[rows, kv_heads * k_dim]` and values `[rows, kv_heads * v_dim]` (none when the value
+    /// is in the key) of the spans' rows at their positions.
+    fn kv_append(
+        &self,
+        kv: &mut Self::Kv,
+        layer: usize,
+        keys: &Self::Tensor,
+        values: Option<&Self::Tensor>,
+        spans: &[Span],
+    ) -> Result<(), KernelError>;
+    /// Copies out the stored bytes of `tokens` tokens of one layer from `first_token` of a sequence
+    /// (`token_layer_bytes` each, in order).
+    fn kv_read(
+        &self,
+        kv: &Self::Kv,
+        layer: usize,
+        blocks: &[BlockId],
+        first_token: usize,
+        tokens: usize,
+    ) -> Result<Vec<u8>, KernelError>;
+    /// Writes what another worker's [`Backend::kv_read`] returned.
+    fn kv_write(
+        &self,
+        kv: &mut Self::Kv,
+        layer: usize,
+        blocks: &[BlockId],
+        first_token: usize,
+        bytes: &[u8],
+    ) -> Result<(), KernelError>;
+    /// Copies whole blocks within the cache, all layers (a shared block before it is written).
+    fn kv_copy(&self, kv: &mut Self::Kv, from: BlockId, to: BlockId) -> Result<(), KernelError>;
+
+    /// Causal attention of each row over positions `0..=its own`: q `[rows, heads * k_dim]` →
+    /// `[rows, heads * v_dim]`. Key blocks follow absolute positions, never the chunk.
+    fn attention(
+        &self,
+        q: &Self::Tensor,
+        kv: &Self::Kv,
+        layer: usize,
+        spans: &[Span],
+        spec: AttentionSpec,
+    ) -> Result<Self::Tensor, KernelError>;
+
+    /// Chooses experts from router logits `[tokens, experts]`; `bias` corrects the choice, not the weight.
+    fn route(
+        &self,
+        logits: &Self::Tensor,
+        bias: Option<&Self::Vector>,
+        spec: RouterSpec,
+    ) -> Result<Routing, KernelError>;
+    /// Adds each call's weighted expert output into `out` `[tokens, hidden]`, in the order of `calls`
+    /// (ascending expert index). Splitting `calls` over several invocations gives the same bits.
+    fn experts(
+        &self,
+        out: &mut Self::Tensor,
+        x: &Self::Tensor,
+        calls: &[ExpertCall<'_, Self::Weight>],
+    ) -> Result<(), KernelError>;
+}

@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# Makes sure that what the build needs is there: a C toolchain, Rust by rustup, Python for the client tests.
+# Installs what it may (rustup for the user; system packages where root) and otherwise prints the line to run.
+#   scripts/bootstrap.sh build    what `make demo` needs
+#   scripts/bootstrap.sh test     also what `make test` needs
+#   scripts/bootstrap.sh check    also what `make check` needs
+set -euo pipefail
+cd "$(dirname "$0")/.."
+goal=${1:-build}
+cache=${HEARTH_CACHE:-$HOME/.cache/hearth}
+
+say() { printf 'bootstrap: %s\n' "$*" >&2; }
+
+need_packages=()
+command -v cc >/dev/null || need_packages+=(build-essential)
+command -v curl >/dev/null || need_packages+=(curl ca-certificates)
+if [ "$goal" != build ]; then
+    command -v python3 >/dev/null || need_packages+=(python3)
+    python3 -c 'import venv, ensurepip' 2>/dev/null || need_packages+=(python3-venv)
+fi
+if [ ${#need_packages[@]} -gt 0 ]; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        say "installing ${need_packages[*]}"
+        apt-get update -qq
+        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${need_packages[@]}" >&2
+    else
+        say "these system packages are missing; please run:"
+        say "    sudo apt-get install -y ${need_packages[*]}"
+        exit 1
+    fi
+fi
+
+export PATH="$HOME/.cargo/bin:$PATH"
+if ! command -v cargo >/dev/null; then
+    say "installing Rust by rustup for $(id -un)"
+    curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs | sh -s -- -y --profile minimal --default-toolchain none >&2
+fi
+if command -v rustup >/dev/null && ! cargo --version >/dev/null 2>&1; then
+    say "installing the toolchain that rust-toolchain.toml names"
+    rustup toolchain install >&2
+fi
+
+if [ "$goal" != build ]; then
+    stamp="$cache/py/.requirements"
+    if ! cmp -s tests/python/requirements.txt "$stamp"; then
+        say "installing the Python client that the tests use"
+        python3 -m venv "$cache/py"
+        "$cache/py/bin/pip" install -q --disable-pip-version-check -r tests/python/requirements.txt >&2
+        cp tests/python/requirements.txt "$stamp"
+    fi
+fi
+
+if [ "$goal" = check ] && [ ! -x "$cache/tools/bin/cargo-deny" ]; then
+    say "building cargo-deny (once, a few minutes)"
+    cargo install cargo-deny --version "${CARGO_DENY_VERSION:?}" --locked --quiet --root "$cache/tools" >&2
+fi

@@ -1,0 +1,118 @@
+//! The architecture's arrows, read from `layers.txt`, and the limits on file size (house rules 3 and 4).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Lines of a source file before its tests (house rule 4).
+const MAX_FILE_LINES: usize = 600;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").canonicalize().expect("workspace root")
+}
+
+struct Layer {
+    allowed: BTreeSet<String>,
+    forbidden: BTreeSet<String>,
+}
+
+fn read_layers() -> BTreeMap<String, Layer> {
+    let text = std::fs::read_to_string(root().join("layers.txt")).expect("layers.txt");
+    text.lines()
+        .map(str::trim)
+        .filter(|line| !line.is_empty() && !line.starts_with('#'))
+        .map(|line| {
+            let (name, rest) = line.split_once(':').unwrap_or_else(|| panic!("layers.txt: `{line}` has no colon"));
+            let (forbidden, allowed): (Vec<_>, Vec<_>) = rest.split_whitespace().partition(|word| word.starts_with('!'));
+            let layer = Layer {
+                allowed: allowed.into_iter().map(str::to_owned).collect(),
+                forbidden: forbidden.into_iter().map(|word| word[1..].to_owned()).collect(),
+            };
+            (name.to_owned(), layer)
+        })
+        .collect()
+}
+
+/// Normal and build dependencies of every workspace crate.
+fn read_dependencies() -> BTreeMap<String, BTreeSet<String>> {
+    let output = Command::new(env!("CARGO"))
+        .args(["metadata", "--format-version=1", "--no-deps", "--offline"])
+        .current_dir(root())
+        .output()
+        .expect("cargo metadata");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).expect("metadata JSON");
+    let packages = metadata["packages"].as_array().expect("packages");
+    packages
+        .iter()
+        .map(|package| {
+            let name = package["name"].as_str().expect("name").to_owned();
+            let dependencies = package["dependencies"].as_array().expect("dependencies");
+            let names = dependencies
+                .iter()
+                .filter(|dependency| dependency["kind"].as_str() != Some("dev"))
+                .map(|dependency| dependency["name"].as_str().expect("name").to_owned())
+                .collect();
+            (name, names)
+        })
+        .collect()
+}
+
+#[test]
+fn crates_depend_only_along_the_arrows() {
+    let layers = read_layers();
+    let dependencies = read_dependencies();
+    let mut faults = Vec::new();
+    for (name, actual) in &dependencies {
+        let Some(layer) = layers.get(name) else {
+            faults.push(format!("{name} has no line in layers.txt"));
+            continue;
+        };
+        let ours: BTreeSet<_> = actual.iter().filter(|dependency| dependency.starts_with("hearth-")).cloned().collect();
+        for extra in ours.difference(&layer.allowed) {
+            faults.push(format!("{name} → {extra} is no arrow of layers.txt"));
+        }
+        for unused in layer.allowed.difference(&ours) {
+            faults.push(format!("layers.txt allows {name} → {unused}, which nothing uses"));
+        }
+        for forbidden in actual.intersection(&layer.forbidden) {
+            faults.push(format!("{name} must never see {forbidden}"));
+        }
+    }
+    for name in layers.keys().filter(|name| !dependencies.contains_key(*name)) {
+        faults.push(format!("layers.txt names {name}, which is no crate"));
+    }
+    assert!(faults.is_empty(), "layering:\n  {}", faults.join("\n  "));
+}
+
+fn rust_files(directory: &Path, found: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(directory).expect("read_dir").flatten() {
+        let path = entry.path();
+        let name = entry.file_name();
+        if path.is_dir() {
+            if !matches!(name.to_str(), Some("target" | ".git" | "fuzz")) {
+                rust_files(&path, found);
+            }
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            found.push(path);
+        }
+    }
+}
+
+#[test]
+fn files_stay_short() {
+    let mut files = Vec::new();
+    rust_files(&root(), &mut files);
+    assert!(files.len() > 20, "the walk found only {} files", files.len());
+    let long: Vec<_> = files
+        .iter()
+        .filter_map(|path| {
+            let text = std::fs::read_to_string(path).expect("source file");
+            let before_tests = text.split("\n#[cfg(test)]\nmod ").next().unwrap_or(&text);
+            let lines = before_tests.lines().count();
+            let shown = path.strip_prefix(root()).unwrap_or(path).display();
+            (lines > MAX_FILE_LINES).then(|| format!("{shown}: {lines} lines before tests"))
+        })
+        .collect();
+    assert!(long.is_empty(), "over {MAX_FILE_LINES} lines, split by what changes together:\n  {}", long.join("\n  "));
+}

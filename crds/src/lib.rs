@@ -1,1 +1,35 @@
-//! API types of hearth.dev/v1alpha1.
+//! API types of `hearth.dev/v1alpha1`: [`InferenceDeploymentSpec`], [`InferencePlanSpec`], [`NodeProfileSpec`].
+//!
+//! Without features the crate is plain serde types: that is what the planner and the workers use.
+//! Feature `kube` adds the custom resources themselves (`InferenceDeployment`, `InferencePlan`, `NodeProfile`),
+//! their schemas with CEL rules, the generated YAML. Its parser checks a file
+//! in process by the very rules that the API server runs at admission.
+//!
+//! Architecture invariant: nothing here reads a file, a clock or the network.
+
+#![forbid(unsafe_code)]
+// KubeSchema copies each type into the body of a function, where `pub` reaches nowhere.
+#![cfg_attr(feature = "kube", allow(unreachable_pub))]
+
+mod capability;
+mod deployment;
+mod error;
+mod plan;
+mod profile;
+mod quantity;
+mod status;
+
+pub use capability::{BUILTIN_MODELS, Venue, unsupported};
+pub use deployment::*;
+pub use error::FieldError;
+pub use plan::*;
+pub use profile::*;
+pub use quantity::{DurationText, MemoryQuantity, QuantityError, format_bytes};
+pub use status::*;
+
+/// API group of all resources.
+pub const GROUP: &str = "hearth.dev";
+/// The one served version.
+pub const VERSION: &str = "v1alpha1";
+/// `apiVersion` as a file writes it.
+pub const API_VERSION: &str = "hearth.dev/v1alpha1";

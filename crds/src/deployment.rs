@@ -1,0 +1,748 @@
+//! `InferenceDeployment`: what a person asks for.
+//!
+//! Every rule is a CEL expression in the schema, so the API server and `hearth up` refuse the same specs with the
+//! same words. A message says what to write instead; the field and its value are named around it.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::quantity::{DurationText, MemoryQuantity};
+#[cfg(feature = "kube")]
+use crate::status::InferenceDeploymentStatus;
+
+#[cfg(feature = "kube")]
+mod rules {
+    //! CEL rules used at more than one place.
+    pub(super) const REPLICAS_XOR_RANGE: &str =
+        "!has(self.replicas) || (!has(self.minReplicas) && !has(self.maxReplicas))";
+    pub(super) const REPLICAS_XOR_RANGE_SAYS: &str = "write either replicas (a fixed number) or minReplicas with maxReplicas (a range), not both";
+    pub(super) const RANGE_IS_WHOLE: &str = "has(self.minReplicas) == has(self.maxReplicas)";
+    pub(super) const RANGE_IS_WHOLE_SAYS: &str = "write minReplicas and maxReplicas together";
+    pub(super) const MIN_UP_TO_MAX: &str =
+        "!has(self.minReplicas) || !has(self.maxReplicas) || self.minReplicas <= self.maxReplicas";
+    pub(super) const MIN_UP_TO_MAX_SAYS: &str = "write a minReplicas that is not above maxReplicas";
+    pub(super) const REPLICAS: &str = "self >= 1 && self <= 64";
+    pub(super) const REPLICAS_SAYS: &str = "write 1 to 64 workers; the default is 1. To start from zero write minReplicas: 0, maxReplicas and autoscaling.scaleToZeroAfter";
+    pub(super) const MIN_REPLICAS: &str = "self >= 0 && self <= 64";
+    pub(super) const MIN_REPLICAS_SAYS: &str = "write 0 to 64 workers";
+    pub(super) const MAX_REPLICAS: &str = "self >= 1 && self <= 64";
+    pub(super) const MAX_REPLICAS_SAYS: &str = "write 1 to 64 workers";
+    pub(super) const OBJECT_NAME: &str = "self.matches('^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$')";
+    pub(super) const OBJECT_NAME_SAYS: &str =
+        "write the object's name: lower-case letters, digits, '-' and '.', at most 253 of them";
+    pub(super) const ABSOLUTE: &str = "self.matches('^/') && !self.matches('(^|/)[.][.](/|$)')";
+}
+
+/// An inference service: which model, how it is run, and what it must achieve.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::CustomResource, kube::KubeSchema))]
+#[cfg_attr(
+    feature = "kube",
+    kube(
+        group = "hearth.dev",
+        version = "v1alpha1",
+        kind = "InferenceDeployment",
+        namespaced,
+        shortname = "infd",
+        category = "hearth",
+        status = "InferenceDeploymentStatus",
+        derive = "PartialEq",
+        cel,
+        doc = "A large language model served with an OpenAI-compatible endpoint on the nodes of this cluster.",
+        validation = Rule::new("size(self.metadata.name) <= 40 && self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')")
+            .message("write a metadata.name of at most 40 lower-case letters, digits and '-', beginning with a letter: Pods and Services are named after it"),
+        scale(
+            spec_replicas_path = ".spec.decode.replicas",
+            status_replicas_path = ".status.pools.decode.ready",
+            label_selector_path = ".status.selector"
+        ),
+        printcolumn(name = "Model", type_ = "string", json_path = ".status.model.servedName"),
+        printcolumn(name = "Ready", type_ = "string", json_path = ".status.conditions[?(@.type==\"Ready\")].status"),
+        printcolumn(name = "Plan", type_ = "integer", json_path = ".status.plan.generation"),
+        printcolumn(name = "Prefill", type_ = "string", json_path = ".status.pools.prefill.summary"),
+        printcolumn(name = "Decode", type_ = "string", json_path = ".status.pools.decode.summary"),
+        printcolumn(name = "TTFT", type_ = "string", json_path = ".status.measured.timeToFirstToken"),
+        printcolumn(name = "TPOT", type_ = "string", json_path = ".status.measured.timePerOutputToken"),
+        printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp"),
+        printcolumn(name = "Strategy", type_ = "string", json_path = ".status.topology", priority = 1),
+        printcolumn(name = "Reason", type_ = "string", json_path = ".status.conditions[?(@.type==\"Ready\")].reason", priority = 1),
+        printcolumn(name = "Message", type_ = "string", json_path = ".status.conditions[?(@.type==\"Ready\")].message", priority = 1),
+        printcolumn(name = "Endpoint", type_ = "string", json_path = ".status.endpointUrl", priority = 1),
+    )
+)]
+#[cfg_attr(
+    feature = "kube",
+    x_kube(
+        validation = Rule::new("!has(self.decode) || !has(self.decode.minReplicas) || self.decode.minReplicas > 0 || (has(self.autoscaling) && has(self.autoscaling.scaleToZeroAfter))")
+            .message("write autoscaling.scaleToZeroAfter (such as 15m) beside minReplicas: 0, or minReplicas: 1")
+            .field_path(".decode.minReplicas"),
+        validation = Rule::new("!has(self.prefill) || !has(self.prefill.minReplicas) || self.prefill.minReplicas > 0 || (has(self.autoscaling) && has(self.autoscaling.scaleToZeroAfter))")
+            .message("write autoscaling.scaleToZeroAfter (such as 15m) beside minReplicas: 0, or minReplicas: 1")
+            .field_path(".prefill.minReplicas"),
+    )
+)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct InferenceDeploymentSpec {
+    /// The model and how it is offered.
+    pub model: ModelSpec,
+    /// How the model is spread over devices and nodes. Auto lets the planner choose; Hybrid has prefill and decode
+    /// workers; PipedRing and Interleaved pass activations around a ring of nodes.
+    #[serde(default)]
+    pub strategy: Strategy,
+    /// The workers that read prompts.
+    #[serde(default)]
+    pub prefill: PrefillSpec,
+    /// The workers that write answers.
+    #[serde(default)]
+    pub decode: DecodeSpec,
+    /// Where workers may run and how tightly they hold their CPUs.
+    #[serde(default)]
+    pub placement: PlacementSpec,
+    /// What the service should achieve. The plan says when its prediction falls short.
+    #[serde(default)]
+    pub objectives: ObjectivesSpec,
+    /// How pools grow and shrink between minReplicas and maxReplicas.
+    #[serde(default)]
+    pub autoscaling: AutoscalingSpec,
+    /// How clients reach the service.
+    #[serde(default)]
+    pub endpoint: EndpointSpec,
+}
+
+/// The model and how it is offered.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct ModelSpec {
+    /// Where the model's files come from: exactly one of builtin, huggingFace, persistentVolumeClaim, hostPath, http.
+    pub source: ModelSource,
+    /// The model's name in the OpenAI API. By default the name that the source gives it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", schemars(length(max = 128)))]
+    #[cfg_attr(
+        feature = "kube",
+        x_kube(validation = Rule::new("self.matches('^[A-Za-z0-9][A-Za-z0-9._:/-]*$')").message("write a name of letters, digits and ._:/- that begins with a letter or digit"))
+    )]
+    pub served_name: Option<String>,
+    /// The most tokens that prompt and answer may have together. By default what the model was trained for, at most 8192.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(
+        feature = "kube",
+        x_kube(validation = Rule::new("self >= 16 && self <= 16777216").message("write a context of 16 to 16777216 tokens, or leave it out for the model's own, at most 8192"))
+    )]
+    pub context_length: Option<u32>,
+    /// Native keeps the weights as the checkpoint has them. W8A8 and W4A8 requantise on loading.
+    #[serde(default)]
+    pub quantization: Quantization,
+    /// LoRA adapters that requests may name.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(feature = "kube", schemars(length(max = 32)))]
+    pub adapters: Vec<AdapterSpec>,
+}
+
+/// Where files come from: exactly one of the members.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[cfg_attr(
+    feature = "kube",
+    x_kube(
+        validation = Rule::new("[has(self.builtin), has(self.huggingFace), has(self.persistentVolumeClaim), has(self.hostPath), has(self.http)].exists_one(chosen, chosen)")
+            .message("write exactly one of builtin, huggingFace, persistentVolumeClaim, hostPath, http; for the model that comes with Hearth: builtin: {name: hearth-demo}")
+    )
+)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct ModelSource {
+    /// A model that comes with Hearth.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub builtin: Option<BuiltinSource>,
+    /// A repository of the Hugging Face Hub.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hugging_face: Option<HuggingFaceSource>,
+    /// A directory of a persistent volume.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub persistent_volume_claim: Option<PersistentVolumeClaimSource>,
+    /// A directory of the node's own file system.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_path: Option<HostPathSource>,
+    /// One archive or file behind a URL.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub http: Option<HttpSource>,
+}
+
+/// A model that comes with Hearth.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct BuiltinSource {
+    /// Its name: hearth-demo.
+    #[cfg_attr(feature = "kube", schemars(length(max = 64)))]
+    #[cfg_attr(
+        feature = "kube",
+        x_kube(validation = Rule::new("self.matches('^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$')").message("write the name of a model that comes with Hearth, such as hearth-demo"))
+    )]
+    pub name: String,
+}
+
+/// A repository of the Hugging Face Hub.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct HuggingFaceSource {
+    /// The repository as owner/name, such as Qwen/Qwen3-30B-A3B.
+    #[cfg_attr(feature = "kube", schemars(length(max = 193)))]
+    #[cfg_attr(
+        feature = "kube",
+        x_kube(validation = Rule::new("self.matches('^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$')").message("write the repository as owner/name, such as Qwen/Qwen3-30B-A3B, without https:// and without a revision"))
+    )]
+    pub repo: String,
+    /// A branch, tag or commit. By default main.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", schemars(length(max = 128)))]
+    #[cfg_attr(
+        feature = "kube",
+        x_kube(validation = Rule::new("self.matches('^[A-Za-z0-9][A-Za-z0-9._/-]*$')").message("write a branch, tag or commit, such as main"))
+    )]
+    pub revision: Option<String>,
+    /// The Secret with the token for a gated repository, under the key `token`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub token_secret_ref: Option<SecretRef>,
+}
+
+/// A directory of a persistent volume.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct PersistentVolumeClaimSource {
+    /// The claim's name, in the deployment's namespace.
+    #[cfg_attr(feature = "kube", schemars(length(max = 253)))]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::OBJECT_NAME).message(rules::OBJECT_NAME_SAYS)))]
+    pub claim_name: String,
+    /// The model's directory inside the volume. By default its root.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", schemars(length(max = 1024)))]
+    #[cfg_attr(
+        feature = "kube",
+        x_kube(validation = Rule::new("!self.matches('^/') && !self.matches('(^|/)[.][.](/|$)')").message("write a path inside the volume, without a leading / and without .."))
+    )]
+    pub path: Option<String>,
+}
+
+/// A directory of the node's own file system.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct HostPathSource {
+    /// The absolute path of the directory with config.json and the weights.
+    #[cfg_attr(feature = "kube", schemars(length(max = 1024)))]
+    #[cfg_attr(
+        feature = "kube",
+        x_kube(validation = Rule::new(rules::ABSOLUTE).message("write the absolute path of the model's directory, such as /models/qwen3-30b-a3b, without .."))
+    )]
+    pub path: String,
+}
+
+/// One archive or file behind a URL.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct HttpSource {
+    /// An http or https URL.
+    #[cfg_attr(feature = "kube", schemars(length(max = 2048)))]
+    #[cfg_attr(
+        feature = "kube",
+        x_kube(validation = Rule::new("self.matches('^https?://[^/ ]+/[^ ]+$')").message("write a URL such as https://nas.lan/models/qwen3.tar"))
+    )]
+    pub url: String,
+    /// The SHA-256 of what the URL gives, in 64 hexadecimal digits.
+    #[cfg_attr(feature = "kube", schemars(length(max = 64)))]
+    #[cfg_attr(
+        feature = "kube",
+        x_kube(validation = Rule::new("self.matches('^[0-9a-f]{64}$')").message("write the 64 lower-case hexadecimal digits that sha256sum prints"))
+    )]
+    pub sha256: String,
+}
+
+/// A LoRA adapter.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct AdapterSpec {
+    /// The name under which requests ask for it.
+    #[cfg_attr(feature = "kube", schemars(length(max = 128)))]
+    #[cfg_attr(
+        feature = "kube",
+        x_kube(validation = Rule::new("self.matches('^[A-Za-z0-9][A-Za-z0-9._:/-]*$')").message("write a name of letters, digits and ._:/- that begins with a letter or digit"))
+    )]
+    pub name: String,
+    /// Where its files come from.
+    pub source: ModelSource,
+}
+
+/// The name of a Secret in the deployment's namespace.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct SecretRef {
+    /// The Secret's name.
+    #[cfg_attr(feature = "kube", schemars(length(max = 253)))]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::OBJECT_NAME).message(rules::OBJECT_NAME_SAYS)))]
+    pub name: String,
+}
+
+/// How the model is spread over devices and nodes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+pub enum Strategy {
+    /// The planner chooses.
+    #[default]
+    Auto,
+    /// Prefill and decode workers over one shared copy of the weights.
+    Hybrid,
+    /// A ring of nodes, several rounds a token, weights prefetched from flash (prima.cpp).
+    PipedRing,
+    /// A ring of nodes with block-level offload and interleaved micro-batches (LIME).
+    Interleaved,
+}
+
+/// What is done to the weights on loading.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+pub enum Quantization {
+    /// Nothing: they stay as the checkpoint has them.
+    #[default]
+    Native,
+    /// 8-bit weights, 8-bit activations.
+    W8A8,
+    /// 4-bit weights, 8-bit activations.
+    W4A8,
+}
+
+/// The workers that read prompts.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[cfg_attr(
+    feature = "kube",
+    x_kube(
+        validation = Rule::new(rules::REPLICAS_XOR_RANGE).message(rules::REPLICAS_XOR_RANGE_SAYS),
+        validation = Rule::new(rules::RANGE_IS_WHOLE).message(rules::RANGE_IS_WHOLE_SAYS),
+        validation = Rule::new(rules::MIN_UP_TO_MAX).message(rules::MIN_UP_TO_MAX_SAYS).field_path(".minReplicas"),
+        validation = Rule::new("!has(self.mode) || self.mode != 'Chunked' || !(has(self.replicas) || has(self.minReplicas) || has(self.maxReplicas))")
+            .message("remove the number of prefill workers, or write another mode: with mode Chunked the decode workers read the prompts"),
+    )
+)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct PrefillSpec {
+    /// A fixed number of workers. By default 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::REPLICAS).message(rules::REPLICAS_SAYS)))]
+    pub replicas: Option<u32>,
+    /// The fewest workers that autoscaling leaves.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::MIN_REPLICAS).message(rules::MIN_REPLICAS_SAYS)))]
+    pub min_replicas: Option<u32>,
+    /// The most workers that autoscaling makes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::MAX_REPLICAS).message(rules::MAX_REPLICAS_SAYS)))]
+    pub max_replicas: Option<u32>,
+    /// Auto lets the planner choose. Chunked has no prefill workers: decode workers read prompts in pieces.
+    /// StreamLoading streams the experts through the GPU; DistributedStreamLoading does so on several.
+    #[serde(default)]
+    pub mode: PrefillMode,
+    /// GPUs of each prefill worker. By default what the planner chooses.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(
+        feature = "kube",
+        x_kube(validation = Rule::new("self >= 0 && self <= 16").message("write 0 to 16 GPUs"))
+    )]
+    pub gpus_per_worker: Option<u32>,
+}
+
+/// How prompts are read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+pub enum PrefillMode {
+    /// The planner chooses.
+    #[default]
+    Auto,
+    /// Decode workers read prompts in chunks between their steps; there is no prefill worker.
+    Chunked,
+    /// Experts stream from host memory through a ring of device buffers (SLP).
+    StreamLoading,
+    /// The same over several GPUs, with the prompt and the experts split among them (DSLP).
+    DistributedStreamLoading,
+}
+
+fn default_max_batch() -> u32 {
+    6
+}
+
+/// The workers that write answers.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[cfg_attr(
+    feature = "kube",
+    x_kube(
+        validation = Rule::new(rules::REPLICAS_XOR_RANGE).message(rules::REPLICAS_XOR_RANGE_SAYS),
+        validation = Rule::new(rules::RANGE_IS_WHOLE).message(rules::RANGE_IS_WHOLE_SAYS),
+        validation = Rule::new(rules::MIN_UP_TO_MAX).message(rules::MIN_UP_TO_MAX_SAYS).field_path(".minReplicas"),
+    )
+)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct DecodeSpec {
+    /// A fixed number of workers. By default 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::REPLICAS).message(rules::REPLICAS_SAYS)))]
+    pub replicas: Option<u32>,
+    /// The fewest workers that autoscaling leaves.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::MIN_REPLICAS).message(rules::MIN_REPLICAS_SAYS)))]
+    pub min_replicas: Option<u32>,
+    /// The most workers that autoscaling makes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::MAX_REPLICAS).message(rules::MAX_REPLICAS_SAYS)))]
+    pub max_replicas: Option<u32>,
+    /// The most streams that one worker decodes at a time.
+    #[serde(default = "default_max_batch")]
+    #[cfg_attr(
+        feature = "kube",
+        x_kube(validation = Rule::new("self >= 1 && self <= 512").message("at least 1 stream must be able to decode, at most 512; the default is 6"))
+    )]
+    pub max_batch: u32,
+    /// Two half batches, one in attention while the other is in its experts. Quote the value: kubectl reads a bare On or Off as a boolean.
+    #[serde(default)]
+    pub dual_batch: DualBatch,
+    /// What a worker keeps of the tokens it has seen.
+    #[serde(default)]
+    pub kv_cache: KvCacheSpec,
+}
+
+impl Default for DecodeSpec {
+    fn default() -> Self {
+        Self {
+            replicas: None,
+            min_replicas: None,
+            max_replicas: None,
+            max_batch: default_max_batch(),
+            dual_batch: DualBatch::default(),
+            kv_cache: KvCacheSpec::default(),
+        }
+    }
+}
+
+/// Whether attention of one half batch overlaps the experts of the other.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+pub enum DualBatch {
+    /// The planner chooses.
+    #[default]
+    Auto,
+    /// Always.
+    On,
+    /// Never.
+    Off,
+}
+
+/// What a worker keeps of the tokens it has seen.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct KvCacheSpec {
+    /// How keys are stored.
+    #[serde(default)]
+    pub key_type: KvType,
+    /// How values are stored.
+    #[serde(default)]
+    pub value_type: KvType,
+    /// Memory of the cache of each decode worker. By default room for maxBatch streams of contextLength tokens, as far as memory goes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<MemoryQuantity>,
+    /// Where blocks go that no longer fit. By default nowhere: requests wait.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub spill: Option<SpillSpec>,
+}
+
+/// A number format of the KV cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+pub enum KvType {
+    /// bfloat16, 2 bytes an element.
+    #[default]
+    BF16,
+    /// float32, 4 bytes an element.
+    F32,
+    /// 8-bit integers with a scale a row.
+    Int8,
+    /// FP8 E4M3.
+    FP8,
+}
+
+impl KvType {
+    /// Bytes of one element.
+    pub const fn bytes(self) -> u64 {
+        match self {
+            Self::BF16 => 2,
+            Self::F32 => 4,
+            Self::Int8 | Self::FP8 => 1,
+        }
+    }
+}
+
+/// Where cold KV blocks are kept.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct SpillSpec {
+    /// A directory of the node's flash storage.
+    #[cfg_attr(feature = "kube", schemars(length(max = 1024)))]
+    #[cfg_attr(
+        feature = "kube",
+        x_kube(validation = Rule::new(rules::ABSOLUTE).message("write the absolute path of a directory on flash, such as /var/lib/hearth/kv, without .."))
+    )]
+    pub path: String,
+    /// The most that is kept there.
+    pub size: MemoryQuantity,
+}
+
+/// Where workers may run and how tightly they hold their CPUs.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct PlacementSpec {
+    /// Labels that a node must have.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    #[cfg_attr(feature = "kube", schemars(extend("maxProperties" = 32)))]
+    pub node_selector: BTreeMap<String, String>,
+    /// Taints that workers tolerate.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(feature = "kube", schemars(length(max = 32)))]
+    pub tolerations: Vec<TolerationSpec>,
+    /// Spread uses the CPUs and the memory bandwidth of all NUMA nodes; Compact takes as few NUMA nodes as hold the worker; Any leaves it to the kernel.
+    #[serde(default)]
+    pub numa: NumaPolicy,
+    /// Exclusive gives each worker cores of its own; Shared binds workers to sets of CPUs that may overlap; None binds nothing.
+    #[serde(default)]
+    pub pinning: Pinning,
+}
+
+/// A taint that workers tolerate, as in a Pod.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct TolerationSpec {
+    /// The taint's key. Empty with operator Exists tolerates every taint.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", schemars(length(max = 317)))]
+    pub key: Option<String>,
+    /// Equal (the default) or Exists.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", schemars(length(max = 16)))]
+    #[cfg_attr(
+        feature = "kube",
+        x_kube(validation = Rule::new("self in ['Equal', 'Exists']").message("write Equal or Exists"))
+    )]
+    pub operator: Option<String>,
+    /// The taint's value.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", schemars(length(max = 63)))]
+    pub value: Option<String>,
+    /// NoSchedule, PreferNoSchedule or NoExecute. By default all of them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", schemars(length(max = 32)))]
+    #[cfg_attr(
+        feature = "kube",
+        x_kube(validation = Rule::new("self in ['NoSchedule', 'PreferNoSchedule', 'NoExecute']").message("write NoSchedule, PreferNoSchedule or NoExecute"))
+    )]
+    pub effect: Option<String>,
+    /// How long a NoExecute taint is tolerated, in seconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub toleration_seconds: Option<i64>,
+}
+
+/// How a worker uses the NUMA nodes of its machine.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+pub enum NumaPolicy {
+    /// As few NUMA nodes as hold the worker.
+    Compact,
+    /// All of them, evenly: the most memory bandwidth.
+    #[default]
+    Spread,
+    /// Not bound to NUMA nodes.
+    Any,
+}
+
+/// How tightly a worker holds its CPUs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+pub enum Pinning {
+    /// Cores of its own, shared with no other worker.
+    Exclusive,
+    /// A set of CPUs that other workers may use too.
+    #[default]
+    Shared,
+    /// No binding.
+    None,
+}
+
+/// What the service should achieve.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct ObjectivesSpec {
+    /// From the request to its first token, such as 2s.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub time_to_first_token: Option<DurationText>,
+    /// From one token to the next, such as 50ms.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub time_per_output_token: Option<DurationText>,
+}
+
+/// How pools grow and shrink.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct AutoscalingSpec {
+    /// Idle time after which a pool with minReplicas 0 is stopped, such as 15m.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scale_to_zero_after: Option<DurationText>,
+    /// How long a lower number of workers must suffice before the pool shrinks, such as 5m.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scale_down_stabilization: Option<DurationText>,
+}
+
+/// How clients reach the service.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct EndpointSpec {
+    /// The type of the gateway's Service.
+    #[serde(default, rename = "type")]
+    pub type_: EndpointType,
+    /// The Secret whose values are the accepted API keys. By default no key is asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub api_keys_secret_ref: Option<SecretRef>,
+    /// The Gateway (gateway.networking.k8s.io) that gets a route to the service.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gateway: Option<GatewayRef>,
+}
+
+/// The type of the gateway's Service.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+pub enum EndpointType {
+    /// Reached from inside the cluster; on one machine from the machine itself.
+    #[default]
+    ClusterIP,
+    /// A port on every node.
+    NodePort,
+    /// An address from the cluster's load balancer.
+    LoadBalancer,
+}
+
+/// A Gateway of the Gateway API.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct GatewayRef {
+    /// The Gateway's name.
+    #[cfg_attr(feature = "kube", schemars(length(max = 253)))]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::OBJECT_NAME).message(rules::OBJECT_NAME_SAYS)))]
+    pub name: String,
+    /// Its namespace. By default the deployment's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", schemars(length(max = 253)))]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::OBJECT_NAME).message(rules::OBJECT_NAME_SAYS)))]
+    pub namespace: Option<String>,
+}
+
+impl InferenceDeploymentSpec {
+    /// The model's name in the OpenAI API: `servedName`, or what the source calls it.
+    pub fn served_name(&self) -> String {
+        if let Some(name) = &self.model.served_name {
+            return name.clone();
+        }
+        self.model.source.default_name()
+    }
+}
+
+impl ModelSource {
+    /// The name that the source gives its model: a builtin's name, a repository, or the last part of a path.
+    pub fn default_name(&self) -> String {
+        let last = |path: &str| {
+            let part = path
+                .trim_end_matches('/')
+                .rsplit('/')
+                .next()
+                .unwrap_or_default();
+            if part.is_empty() {
+                "model".to_owned()
+            } else {
+                part.to_owned()
+            }
+        };
+        if let Some(builtin) = &self.builtin {
+            builtin.name.clone()
+        } else if let Some(hub) = &self.hugging_face {
+            hub.repo.clone()
+        } else if let Some(host) = &self.host_path {
+            last(&host.path)
+        } else if let Some(claim) = &self.persistent_volume_claim {
+            claim
+                .path
+                .as_deref()
+                .map_or_else(|| claim.claim_name.clone(), last)
+        } else if let Some(http) = &self.http {
+            last(&http.url)
+        } else {
+            "model".to_owned()
+        }
+    }
+
+    /// The source in a few words, such as `builtin hearth-demo` or `hostPath /models/qwen3`.
+    pub fn describe(&self) -> String {
+        if let Some(builtin) = &self.builtin {
+            format!("builtin {}", builtin.name)
+        } else if let Some(hub) = &self.hugging_face {
+            format!(
+                "huggingFace {}@{}",
+                hub.repo,
+                hub.revision.as_deref().unwrap_or("main")
+            )
+        } else if let Some(host) = &self.host_path {
+            format!("hostPath {}", host.path)
+        } else if let Some(claim) = &self.persistent_volume_claim {
+            format!(
+                "persistentVolumeClaim {}/{}",
+                claim.claim_name,
+                claim.path.as_deref().unwrap_or("")
+            )
+        } else if let Some(http) = &self.http {
+            format!("http {}", http.url)
+        } else {
+            "none".to_owned()
+        }
+    }
+}
+
+impl PrefillSpec {
+    /// Workers to plan for before autoscaling has seen any load: 0 with mode Chunked.
+    pub fn planned_replicas(&self) -> u32 {
+        if self.mode == PrefillMode::Chunked {
+            0
+        } else {
+            planned(self.replicas, self.min_replicas)
+        }
+    }
+}
+
+impl DecodeSpec {
+    /// Workers to plan for before autoscaling has seen any load.
+    pub fn planned_replicas(&self) -> u32 {
+        planned(self.replicas, self.min_replicas)
+    }
+}
+
+fn planned(replicas: Option<u32>, min_replicas: Option<u32>) -> u32 {
+    replicas.or(min_replicas).unwrap_or(1).max(1)
+}

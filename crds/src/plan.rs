@@ -1,0 +1,313 @@
+//! `InferencePlan`: every choice, made before anything runs. Workers read it as JSON and make no choice of their own.
+
+use serde::{Deserialize, Serialize};
+
+use crate::deployment::{ObjectivesSpec, Pinning};
+
+/// Device of a rank that runs on CPUs.
+pub const DEVICE_CPU: &str = "cpu";
+
+/// All choices for one generation of a deployment. It never changes: a new decision is a new plan.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::CustomResource, kube::KubeSchema))]
+#[cfg_attr(
+    feature = "kube",
+    kube(
+        group = "hearth.dev",
+        version = "v1alpha1",
+        kind = "InferencePlan",
+        namespaced,
+        shortname = "infp",
+        category = "hearth",
+        derive = "PartialEq",
+        doc = "Every choice for one generation of an InferenceDeployment: ranks, devices, memory and predictions. Immutable.",
+        printcolumn(
+            name = "Deployment",
+            type_ = "string",
+            json_path = ".spec.deployment.name"
+        ),
+        printcolumn(name = "Generation", type_ = "integer", json_path = ".spec.generation"),
+        printcolumn(name = "Strategy", type_ = "string", json_path = ".spec.strategy"),
+        printcolumn(
+            name = "TTFT-ms",
+            type_ = "number",
+            json_path = ".spec.predicted.ttftMs"
+        ),
+        printcolumn(
+            name = "TPOT-ms",
+            type_ = "number",
+            json_path = ".spec.predicted.tpotMs"
+        ),
+        printcolumn(
+            name = "Age",
+            type_ = "date",
+            json_path = ".metadata.creationTimestamp"
+        ),
+    )
+)]
+#[cfg_attr(
+    feature = "kube",
+    x_kube(validation = Rule::new("self == oldSelf").message("a plan never changes: make a new InferencePlan with the next generation"))
+)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct InferencePlanSpec {
+    /// Counts the plans of a deployment upwards; a worker refuses one that is older than its own.
+    pub generation: u64,
+    /// The deployment that is planned.
+    pub deployment: DeploymentRef,
+    /// The topology.
+    pub strategy: PlanStrategy,
+    /// The model's facts that all ranks share.
+    pub model: PlanModel,
+    /// One entry a process, gateway first, then prefill, then decode, each by ascending index.
+    pub ranks: Vec<PlanRank>,
+    /// How the gateway routes requests.
+    pub routing: PlanRouting,
+    /// What the service should achieve by this plan.
+    pub predicted: PlanPrediction,
+    /// What the deployment asks for.
+    #[serde(default)]
+    pub objectives: ObjectivesSpec,
+    /// One line a decision.
+    pub why: Vec<String>,
+    /// One line an alternative, with the number that decided against it.
+    pub not_chosen: Vec<String>,
+}
+
+/// The deployment that is planned.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct DeploymentRef {
+    /// Its name.
+    pub name: String,
+    /// Its namespace.
+    pub namespace: String,
+}
+
+/// The topology of a plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+pub enum PlanStrategy {
+    /// Prefill and decode workers over one shared copy of the weights.
+    Hybrid,
+    /// A ring of nodes with prefetched weights.
+    PipedRing,
+    /// A ring of nodes with block-level offload.
+    Interleaved,
+}
+
+/// The model's facts that all ranks share.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct PlanModel {
+    /// Its name in the OpenAI API.
+    pub served_name: String,
+    /// The directory with config.json and the weights, on each node.
+    pub path: String,
+    /// Where it came from, in words, such as `builtin hearth-demo`.
+    pub source: String,
+    /// The architecture's name in config.json, such as `deepseek_v3`.
+    pub architecture: String,
+    /// Number of parameters.
+    pub parameter_count: u64,
+    /// Bytes of all weights as stored.
+    pub weight_bytes: u64,
+    /// The most tokens that prompt and answer may have together.
+    pub context_length: u32,
+    /// Number of layers.
+    pub layers: u32,
+    /// Bytes of KV cache of one token over all layers, with the plan's key and value types.
+    pub kv_bytes_per_token: u64,
+    /// How most of the weights are stored, such as `FP8` or `BF16`.
+    pub dtype: String,
+}
+
+/// One process of the plan.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct PlanRank {
+    /// Role and index, such as `prefill-0`: unique in the plan.
+    pub name: String,
+    /// What it does.
+    pub role: PlanRole,
+    /// Its place among the ranks of its role, from 0.
+    pub index: u32,
+    /// The node that it runs on.
+    pub node: String,
+    /// Logical CPUs that its threads may use, ascending.
+    pub cpus: Vec<u32>,
+    /// NUMA nodes that its memory comes from, ascending; empty: any.
+    pub numa_nodes: Vec<u32>,
+    /// Compute threads (for the gateway: threads of the async runtime).
+    pub threads: u32,
+    /// How tightly it holds `cpus`.
+    pub pinning: Pinning,
+    /// `cpu`, or the UUID of a GPU.
+    pub device: String,
+    /// How its weights live in memory; none for the gateway.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub residency: Option<PlanResidency>,
+    /// Its KV cache; none for the gateway.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kv: Option<PlanKv>,
+    /// Streams that it runs at a time (decode), or prompts in progress (prefill); 0 for the gateway.
+    pub max_batch: u32,
+    /// Prompt tokens of one step; 0 for the gateway.
+    pub chunk_tokens: u32,
+    /// Bytes of activations and logits beside weights and KV; memory of the process itself counted in.
+    pub scratch_bytes: u64,
+    /// `host:port` that it serves on. The planner leaves it open unless told: who executes the plan fills it before publishing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub endpoint: Option<String>,
+    /// What this rank should achieve; none for the gateway.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub predicted: Option<RankPrediction>,
+}
+
+/// What a rank does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+pub enum PlanRole {
+    /// The OpenAI endpoint: tokenises, routes, streams.
+    Gateway,
+    /// Reads prompts and hands their KV to a decode rank.
+    Prefill,
+    /// Writes tokens.
+    Decode,
+}
+
+impl PlanRole {
+    /// The role in lower case, as rank names have it.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Gateway => "gateway",
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+        }
+    }
+}
+
+/// How a rank's weights live in memory.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct PlanResidency {
+    /// The policy.
+    pub policy: ResidencyPolicy,
+    /// Bytes of the weights that the rank maps. Ranks of one node map one copy.
+    pub weight_bytes: u64,
+    /// Bytes of them that may be in memory at a time: all with Resident.
+    pub budget_bytes: u64,
+}
+
+/// How weights come to be where they are used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+pub enum ResidencyPolicy {
+    /// All of them are mapped and stay in memory.
+    Resident,
+    /// Mapped; the kernel is asked to read the next layers and to drop the last ones.
+    MmapPrefetch,
+}
+
+/// The KV cache of a rank.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct PlanKv {
+    /// Its memory in bytes.
+    pub memory_bytes: u64,
+    /// How keys (of MLA: the latent and the rotary part) are stored.
+    pub key_type: PlanKvType,
+    /// How values are stored; equal to `key_type` for MLA.
+    pub value_type: PlanKvType,
+    /// Tokens of one block.
+    pub block_tokens: u32,
+}
+
+/// A number format of the KV cache that this engine has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+pub enum PlanKvType {
+    /// bfloat16, 2 bytes an element.
+    BF16,
+    /// float32, 4 bytes an element.
+    F32,
+}
+
+impl PlanKvType {
+    /// Bytes of one element.
+    pub const fn bytes(self) -> u64 {
+        match self {
+            Self::BF16 => 2,
+            Self::F32 => 4,
+        }
+    }
+}
+
+/// What a rank should achieve by the profile's rates.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct RankPrediction {
+    /// Milliseconds to the first token of a prompt of `prompt_tokens`, with nothing else running.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ttft_ms: Option<f64>,
+    /// The prompt's length that `ttft_ms` speaks of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prompt_tokens: Option<u32>,
+    /// Milliseconds a token at batch 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tpot_ms: Option<f64>,
+    /// Tokens a second: prompt tokens of a prefill rank, output tokens at `max_batch` of a decode rank.
+    pub tokens_per_second: f64,
+}
+
+/// How the gateway routes requests.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct PlanRouting {
+    /// Prompts with fewer tokens are read by the decode rank itself, in chunks between its steps;
+    /// 4294967295: all of them, there is no prefill rank.
+    pub chunked_below_tokens: u32,
+    /// Requests that may wait; further ones get 429.
+    pub max_queue: u32,
+    /// Milliseconds that a request may wait before it gets 503.
+    pub queue_timeout_ms: u64,
+}
+
+impl PlanRouting {
+    /// `chunked_below_tokens` of a plan without prefill ranks.
+    pub const ALWAYS_CHUNKED: u32 = u32::MAX;
+}
+
+/// What the service should achieve.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct PlanPrediction {
+    /// Milliseconds to the first token of a prompt of `ttft_prompt_tokens`, with nothing else running.
+    pub ttft_ms: f64,
+    /// The prompt's length that `ttft_ms` speaks of.
+    pub ttft_prompt_tokens: u32,
+    /// Milliseconds a token at batch 1.
+    pub tpot_ms: f64,
+    /// Output tokens a second with all decode ranks at their full batch.
+    pub tokens_per_second: f64,
+}
+
+impl InferencePlanSpec {
+    /// The rank of that name.
+    pub fn rank(&self, name: &str) -> Option<&PlanRank> {
+        self.ranks.iter().find(|rank| rank.name == name)
+    }
+
+    /// All ranks of a role, by ascending index.
+    pub fn ranks_of(&self, role: PlanRole) -> impl Iterator<Item = &PlanRank> {
+        self.ranks.iter().filter(move |rank| rank.role == role)
+    }
+}

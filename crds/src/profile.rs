@@ -1,0 +1,209 @@
+//! `NodeProfile`: what the profiler measured on one node. Cluster-scoped, one a node, named after it.
+
+use serde::{Deserialize, Serialize};
+
+/// What one node has and how fast it is. All rates are measured; a device that is missing is an empty list.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::CustomResource, kube::KubeSchema))]
+#[cfg_attr(
+    feature = "kube",
+    kube(
+        group = "hearth.dev",
+        version = "v1alpha1",
+        kind = "NodeProfile",
+        category = "hearth",
+        derive = "PartialEq",
+        doc = "What Hearth measured on one node: CPUs, memory, GPUs, disks and links.",
+        printcolumn(
+            name = "Memory",
+            type_ = "integer",
+            json_path = ".spec.memory.totalBytes"
+        ),
+        printcolumn(
+            name = "Available",
+            type_ = "integer",
+            json_path = ".spec.memory.availableBytes"
+        ),
+        printcolumn(
+            name = "Read-GBps",
+            type_ = "number",
+            json_path = ".spec.memory.readAllThreadsGbps"
+        ),
+        printcolumn(name = "GPU", type_ = "string", json_path = ".spec.gpus[0].name"),
+        printcolumn(name = "Measured", type_ = "date", json_path = ".spec.measuredAt"),
+    )
+)]
+#[serde(rename_all = "camelCase")]
+pub struct NodeProfileSpec {
+    /// The node's name.
+    pub node: String,
+    /// Logical CPUs that may be used, by ascending id.
+    pub cpus: Vec<CpuProfile>,
+    /// What the CPUs can do.
+    pub isa: IsaProfile,
+    /// NUMA nodes, by ascending id; at least one.
+    pub numa_nodes: Vec<NumaNodeProfile>,
+    /// Memory of the whole node.
+    pub memory: MemoryProfile,
+    /// Arithmetic of the CPUs.
+    pub compute: ComputeProfile,
+    /// GPUs.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub gpus: Vec<GpuProfile>,
+    /// Disks that hold models or KV.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<DiskProfile>,
+    /// Links to other nodes.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub links: Vec<LinkProfile>,
+    /// When it was measured (RFC 3339).
+    #[cfg_attr(feature = "kube", schemars(extend("format" = "date-time")))]
+    pub measured_at: String,
+}
+
+/// One logical CPU.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct CpuProfile {
+    /// The kernel's number of the CPU.
+    pub id: u32,
+    /// The core that it belongs to, unique in the node: siblings of one core share it.
+    pub core: u32,
+    /// The NUMA node that it belongs to.
+    pub numa_node: u32,
+    /// Highest clock in MHz, 0 when unknown.
+    #[serde(default)]
+    pub max_mhz: u32,
+    /// Private cache of the core in bytes (L2), 0 when unknown.
+    #[serde(default)]
+    pub cache_bytes: u64,
+}
+
+/// Instruction sets that all CPUs of the node have.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct IsaProfile {
+    /// AVX2 with FMA.
+    #[serde(default)]
+    pub avx2: bool,
+    /// AVX-512 F.
+    #[serde(default)]
+    pub avx512f: bool,
+    /// AVX-512 BW.
+    #[serde(default)]
+    pub avx512bw: bool,
+    /// AVX-512 VBMI.
+    #[serde(default)]
+    pub avx512vbmi: bool,
+    /// AVX-512 BF16.
+    #[serde(default)]
+    pub avx512bf16: bool,
+    /// AVX-512 VNNI.
+    #[serde(default)]
+    pub avx512vnni: bool,
+    /// AMX with bfloat16 tiles.
+    #[serde(default)]
+    pub amx: bool,
+    /// NEON (aarch64).
+    #[serde(default)]
+    pub neon: bool,
+}
+
+/// One NUMA node.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct NumaNodeProfile {
+    /// The kernel's number of the NUMA node.
+    pub id: u32,
+    /// Its CPUs.
+    pub cpus: Vec<u32>,
+    /// Its memory in bytes.
+    pub memory_bytes: u64,
+    /// Free and reclaimable memory in bytes.
+    pub free_bytes: u64,
+    /// Read bandwidth from its own CPUs, all together, in GB/s (10⁹ bytes a second).
+    pub read_gbps: f64,
+}
+
+/// Memory of the whole node.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct MemoryProfile {
+    /// All of it in bytes; inside a limited container, the limit.
+    pub total_bytes: u64,
+    /// What a new program can have, page cache counted as free, in bytes.
+    pub available_bytes: u64,
+    /// Read bandwidth of one thread in GB/s.
+    pub read_one_thread_gbps: f64,
+    /// Read bandwidth of one thread on each core in GB/s.
+    pub read_all_threads_gbps: f64,
+}
+
+/// Arithmetic of the CPUs, in GFLOP/s (a multiply-add counts as two).
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct ComputeProfile {
+    /// Dot products of bfloat16, one thread; 0 without such an instruction.
+    pub bf16_one_thread_gflops: f64,
+    /// The same with one thread on each core.
+    pub bf16_all_threads_gflops: f64,
+    /// Fused multiply-adds of float32, one thread.
+    pub f32_one_thread_gflops: f64,
+    /// The same with one thread on each core.
+    pub f32_all_threads_gflops: f64,
+}
+
+/// One GPU.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct GpuProfile {
+    /// The driver's UUID, such as `GPU-8f3c…`.
+    pub uuid: String,
+    /// Its product name.
+    pub name: String,
+    /// Its memory in bytes.
+    pub memory_bytes: u64,
+    /// Free memory in bytes.
+    pub free_bytes: u64,
+    /// The NUMA node that it is attached to.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub numa_node: Option<u32>,
+    /// Bandwidth from pinned host memory in GB/s.
+    #[serde(default)]
+    pub pcie_gbps: f64,
+    /// Read bandwidth of its memory in GB/s.
+    #[serde(default)]
+    pub read_gbps: f64,
+}
+
+/// One disk, by a directory on it.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct DiskProfile {
+    /// The directory that was measured.
+    pub path: String,
+    /// Sequential read bandwidth in GB/s.
+    pub read_gbps: f64,
+    /// Free bytes of its file system.
+    pub free_bytes: u64,
+}
+
+/// One link to another node.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct LinkProfile {
+    /// The other node's name.
+    pub peer: String,
+    /// Bandwidth in GB/s (10⁹ bytes a second, not bits).
+    pub gbps: f64,
+    /// Round trip in microseconds.
+    pub rtt_us: f64,
+}

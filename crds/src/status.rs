@@ -1,0 +1,135 @@
+//! Status of an `InferenceDeployment`: what is, as far as the operator has seen it.
+
+use serde::{Deserialize, Serialize};
+
+/// What is, as far as the operator has seen it. There is no phase: conditions say what holds and why.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct InferenceDeploymentStatus {
+    /// The generation of the spec that this status speaks of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub observed_generation: Option<i64>,
+    /// Ready, Planned, ModelReady, PrefillReady, DecodeReady, Progressing, Degraded.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(feature = "kube", schemars(length(max = 16)))]
+    #[cfg_attr(feature = "kube", x_kube(merge_strategy = ListMerge::Map(vec!["type".into()])))]
+    pub conditions: Vec<Condition>,
+    /// The plan in force.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub plan: Option<PlanRef>,
+    /// Wanted and ready workers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pools: Option<PoolsStatus>,
+    /// The model and how far its files have come.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model: Option<ModelStatus>,
+    /// The topology that runs, such as `hybrid on office`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub topology: Option<String>,
+    /// What the plan predicts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub predicted: Option<LatencyStatus>,
+    /// What the gateway measures (median of the last minutes).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub measured: Option<LatencyStatus>,
+    /// The base URL for OpenAI clients.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub endpoint_url: Option<String>,
+    /// Label selector of the decode workers, for the scale subresource.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub selector: Option<String>,
+}
+
+/// One condition, as the Kubernetes API conventions have it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct Condition {
+    /// The condition's name in CamelCase.
+    #[serde(rename = "type")]
+    pub type_: String,
+    /// True, False or Unknown.
+    pub status: String,
+    /// The generation of the spec that this condition speaks of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub observed_generation: Option<i64>,
+    /// When `status` last changed (RFC 3339).
+    #[cfg_attr(feature = "kube", schemars(extend("format" = "date-time")))]
+    pub last_transition_time: String,
+    /// A word in CamelCase that a program can match.
+    pub reason: String,
+    /// A sentence that a person can act on.
+    pub message: String,
+}
+
+/// The plan in force.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct PlanRef {
+    /// The InferencePlan's name.
+    pub name: String,
+    /// Its generation.
+    pub generation: u64,
+}
+
+/// Wanted and ready workers of each pool.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct PoolsStatus {
+    /// Prefill workers.
+    #[serde(default)]
+    pub prefill: PoolStatus,
+    /// Decode workers.
+    #[serde(default)]
+    pub decode: PoolStatus,
+}
+
+/// Wanted and ready workers.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct PoolStatus {
+    /// Workers that the plan wants.
+    #[serde(default)]
+    pub desired: u32,
+    /// Workers that are ready.
+    #[serde(default)]
+    pub ready: u32,
+    /// Both in one text for the printed column, such as `1/2`.
+    #[serde(default)]
+    pub summary: String,
+}
+
+/// The model and how far its files have come.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct ModelStatus {
+    /// The model's name in the OpenAI API.
+    pub served_name: String,
+    /// Bytes that are there and verified.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub downloaded_bytes: Option<u64>,
+    /// Bytes in all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub total_bytes: Option<u64>,
+    /// Whole percent of them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub percent: Option<u32>,
+}
+
+/// Latencies for people, such as `1.4s` and `41ms`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct LatencyStatus {
+    /// From the request to its first token.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub time_to_first_token: Option<String>,
+    /// From one token to the next.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub time_per_output_token: Option<String>,
+}

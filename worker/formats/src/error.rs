@@ -1,0 +1,144 @@
+//! What can be wrong with a model's files, said so that a person can act on it.
+
+use std::io;
+use std::path::PathBuf;
+
+use crate::config::Architecture;
+
+/// A model's files cannot be used. The first line says what is wrong and where, the indented one what to do.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FormatError {
+    /// A file or folder cannot be read or written.
+    #[error("{}: {source}\n  {remedy}", path.display())]
+    Io {
+        /// What was opened.
+        path: PathBuf,
+        /// The system's answer.
+        source: io::Error,
+        /// What to do.
+        remedy: String,
+    },
+    /// A file ends before the data that its header describes.
+    #[error(
+        "{file} is shorter than its header says ({} of {} bytes)\n  the download was cut off. Delete the file and run again, or check the disk.",
+        thousands(*have_bytes),
+        thousands(*want_bytes)
+    )]
+    Truncated {
+        /// File name.
+        file: String,
+        /// Its length.
+        have_bytes: u64,
+        /// The length that the header implies.
+        want_bytes: u64,
+    },
+    /// A file's content is not what its format demands.
+    #[error("{file}: {problem}\n  {remedy}")]
+    Malformed {
+        /// File name.
+        file: String,
+        /// What is wrong, with the value.
+        problem: String,
+        /// What to do.
+        remedy: String,
+    },
+    /// A file or tensor that something else names is not there.
+    #[error("{what} is missing: {needed_by}\n  {remedy}")]
+    Missing {
+        /// File or tensor.
+        what: String,
+        /// Who needs it.
+        needed_by: String,
+        /// What to do.
+        remedy: String,
+    },
+    /// A tensor is there, with another type or shape than the model needs.
+    #[error("tensor {name} in {file} {problem}\n  {remedy}")]
+    Tensor {
+        /// Tensor name.
+        name: String,
+        /// File name.
+        file: String,
+        /// What is wrong, with both values.
+        problem: String,
+        /// What to do.
+        remedy: String,
+    },
+    /// A field of config.json is missing, of the wrong type, out of range, or asks for what is not supported.
+    #[error("config.json: {field} {problem}\n  {remedy}")]
+    Config {
+        /// Field, with dots for nesting.
+        field: String,
+        /// What is wrong, with the value.
+        problem: String,
+        /// What to do.
+        remedy: String,
+    },
+    /// `model_type` is not one that Hearth runs.
+    #[error(
+        "config.json: model_type {found:?} is not supported\n  supported: {}",
+        Architecture::names()
+    )]
+    UnsupportedArchitecture {
+        /// The value of `model_type`.
+        found: String,
+    },
+}
+
+impl FormatError {
+    pub(crate) fn malformed(
+        file: impl Into<String>,
+        problem: impl Into<String>,
+        remedy: impl Into<String>,
+    ) -> Self {
+        Self::Malformed {
+            file: file.into(),
+            problem: problem.into(),
+            remedy: remedy.into(),
+        }
+    }
+
+    pub(crate) fn io(
+        path: impl Into<PathBuf>,
+        source: io::Error,
+        remedy: impl Into<String>,
+    ) -> Self {
+        Self::Io {
+            path: path.into(),
+            source,
+            remedy: remedy.into(),
+        }
+    }
+}
+
+/// `4982131216` → `4,982,131,216`.
+pub(crate) fn thousands(n: u64) -> String {
+    let digits = n.to_string();
+    let mut grouped = String::with_capacity(digits.len() + digits.len() / 3);
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            grouped.push(',');
+        }
+        grouped.push(digit);
+    }
+    grouped
+}
+
+#[cfg(test)]
+mod tests {
+    use super::thousands;
+
+    #[test]
+    fn digits_are_grouped_from_the_right() {
+        let cases = [
+            (0, "0"),
+            (999, "999"),
+            (1000, "1,000"),
+            (4_982_131_216, "4,982,131,216"),
+        ];
+        for (n, text) in cases {
+            assert_eq!(thousands(n), text);
+        }
+    }
+}

@@ -2,7 +2,7 @@
 //!
 //! Without features the crate is plain serde types: that is what the planner and the workers use.
 //! Feature `kube` adds the custom resources themselves (`InferenceDeployment`, `InferencePlan`, `NodeProfile`),
-//! their schemas with CEL rules, the generated YAML. Its parser checks a file
+//! their schemas with CEL rules, the generated YAML ([`crd_yaml`]) and [`parse_deployment`], which checks a file
 //! in process by the very rules that the API server runs at admission.
 //!
 //! Architecture invariant: nothing here reads a file, a clock or the network.
@@ -19,6 +19,13 @@ mod profile;
 mod quantity;
 mod status;
 
+#[cfg(feature = "kube")]
+mod crd;
+#[cfg(feature = "kube")]
+mod parse;
+#[cfg(feature = "kube")]
+mod structural;
+
 pub use capability::{BUILTIN_MODELS, Venue, unsupported};
 pub use deployment::*;
 pub use error::FieldError;
@@ -26,6 +33,11 @@ pub use plan::*;
 pub use profile::*;
 pub use quantity::{DurationText, MemoryQuantity, QuantityError, format_bytes};
 pub use status::*;
+
+#[cfg(feature = "kube")]
+pub use crd::{crd_yaml, crd_yaml_files, crds};
+#[cfg(feature = "kube")]
+pub use parse::{ParseError, parse_deployment, parse_deployment_for, validate_deployment};
 
 /// API group of all resources.
 pub const GROUP: &str = "hearth.dev";

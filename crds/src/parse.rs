@@ -1,0 +1,227 @@
+//! From the text of a file to a checked `InferenceDeployment`, with the errors that the API server would give.
+
+use kube::core::cel::{ErrorKind, Validator};
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::capability::{Venue, unsupported};
+use crate::error::FieldError;
+use crate::structural;
+use crate::{API_VERSION, InferenceDeployment};
+
+/// The one kind of object that a file may hold.
+const KIND: &str = "InferenceDeployment";
+
+/// Why a file is not an acceptable `InferenceDeployment`.
+///
+/// Displays without a leading `error:`; a second line says what to do.
+#[derive(Debug, thiserror::Error)]
+pub enum ParseError {
+    /// The text is not YAML.
+    #[error("the file is not YAML: {0}\n  check the indentation and the colons at that place")]
+    Yaml(String),
+    /// There is no document in the file.
+    #[error(
+        "the file is empty\n  write an InferenceDeployment; manifests/examples/demo.yaml is a small one to begin with"
+    )]
+    Empty,
+    /// More than one document.
+    #[error(
+        "the file has {count} documents ({kinds})\n  write one InferenceDeployment a file and no second '---'"
+    )]
+    MultipleDocuments {
+        /// How many.
+        count: usize,
+        /// Their kinds, in order.
+        kinds: String,
+    },
+    /// Fields that cannot be accepted; at least one.
+    #[error("{}", join(.0))]
+    Fields(Vec<FieldError>),
+    /// The schema compiled into this program cannot be used.
+    #[error(
+        "the schema of this program is unusable: {0}\n  this is a fault of the program: report it with this line"
+    )]
+    Schema(String),
+}
+
+fn join(errors: &[FieldError]) -> String {
+    errors
+        .iter()
+        .map(ToString::to_string)
+        .collect::<Vec<_>>()
+        .join("\nerror: ")
+}
+
+impl ParseError {
+    /// The fields at fault; empty when the text did not come so far.
+    pub fn fields(&self) -> &[FieldError] {
+        match self {
+            Self::Fields(fields) => fields,
+            Self::Yaml(_) | Self::Empty | Self::MultipleDocuments { .. } | Self::Schema(_) => &[],
+        }
+    }
+}
+
+/// Reads one `InferenceDeployment` and checks it as the API server would: shape, then CEL rules on the defaulted object.
+///
+/// # Errors
+/// [`ParseError`]; all faults of one stage are reported together.
+pub fn parse_deployment(yaml_text: &str) -> Result<InferenceDeployment, ParseError> {
+    let object = one_document(yaml_text)?;
+    check_header(&object)?;
+    check_object(&object)?;
+    serde_json::from_value(object).map_err(|error| {
+        ParseError::Fields(vec![FieldError::new(
+            "spec",
+            "cannot be read",
+            error.to_string(),
+        )])
+    })
+}
+
+/// [`parse_deployment`], then every field that asks for what this engine cannot do at `venue` is refused too.
+///
+/// # Errors
+/// [`ParseError`].
+pub fn parse_deployment_for(
+    yaml_text: &str,
+    venue: Venue,
+) -> Result<InferenceDeployment, ParseError> {
+    let deployment = parse_deployment(yaml_text)?;
+    match unsupported(&deployment.spec, venue) {
+        errors if errors.is_empty() => Ok(deployment),
+        errors => Err(ParseError::Fields(errors)),
+    }
+}
+
+/// Checks a deployment that did not come from a file (the operator's, read from the API server) by the same rules.
+///
+/// # Errors
+/// [`ParseError::Fields`] with all faults.
+pub fn validate_deployment(
+    deployment: &InferenceDeployment,
+    venue: Venue,
+) -> Result<(), ParseError> {
+    let object =
+        serde_json::to_value(deployment).map_err(|error| ParseError::Schema(error.to_string()))?;
+    check_object(&object)?;
+    match unsupported(&deployment.spec, venue) {
+        errors if errors.is_empty() => Ok(()),
+        errors => Err(ParseError::Fields(errors)),
+    }
+}
+
+fn one_document(text: &str) -> Result<Value, ParseError> {
+    let mut documents = Vec::new();
+    for document in serde_norway::Deserializer::from_str(text) {
+        // Through the YAML value first: it refuses a key that is written twice, where JSON would keep the last.
+        let value = serde_norway::Value::deserialize(document)
+            .map_err(|error| ParseError::Yaml(error.to_string()))?;
+        if !value.is_null() {
+            documents.push(
+                serde_json::to_value(value).map_err(|error| ParseError::Yaml(error.to_string()))?,
+            );
+        }
+    }
+    match documents.len() {
+        0 => Err(ParseError::Empty),
+        1 => Ok(documents.remove(0)),
+        count => {
+            let kinds: Vec<&str> = documents
+                .iter()
+                .map(|document| document["kind"].as_str().unwrap_or("no kind"))
+                .collect();
+            Err(ParseError::MultipleDocuments {
+                count,
+                kinds: kinds.join(", "),
+            })
+        }
+    }
+}
+
+fn check_header(object: &Value) -> Result<(), ParseError> {
+    let mut errors = Vec::new();
+    if !object.is_object() {
+        let problem = FieldError::describe(Some(object));
+        errors.push(FieldError::new(
+            "the file",
+            problem,
+            format!(
+                "write an object with apiVersion: {API_VERSION}, kind: {KIND}, metadata and spec"
+            ),
+        ));
+        return Err(ParseError::Fields(errors));
+    }
+    for (field, wanted) in [("apiVersion", API_VERSION), ("kind", KIND)] {
+        if object[field].as_str() != Some(wanted) {
+            let problem = FieldError::describe(object.get(field));
+            errors.push(FieldError::new(
+                field,
+                problem,
+                format!("write {field}: {wanted}"),
+            ));
+        }
+    }
+    let name = &object["metadata"]["name"];
+    if name.as_str().is_none_or(str::is_empty) {
+        let problem = FieldError::describe(Some(name));
+        errors.push(FieldError::new(
+            "metadata.name",
+            problem,
+            "write a name for the deployment, such as demo",
+        ));
+    }
+    if let Some(namespace) = object["metadata"].get("namespace")
+        && namespace.as_str().is_none_or(str::is_empty)
+    {
+        let problem = FieldError::describe(Some(namespace));
+        errors.push(FieldError::new(
+            "metadata.namespace",
+            problem,
+            "write a namespace, or remove the line",
+        ));
+    }
+    if errors.is_empty() {
+        Ok(())
+    } else {
+        Err(ParseError::Fields(errors))
+    }
+}
+
+/// Shape first: CEL rules may then rely on the types. Lengths and CEL faults come together.
+fn check_object(object: &Value) -> Result<(), ParseError> {
+    let schema = crate::crd::deployment_schema().map_err(ParseError::Schema)?;
+    let shape = structural::check(schema, object, "");
+    if !shape.is_empty() {
+        return Err(ParseError::Fields(shape));
+    }
+    let Err(broken) = Validator::new().validate(schema, object, None) else {
+        return Ok(());
+    };
+    let mut errors: Vec<FieldError> = Vec::new();
+    for error in &broken {
+        if error.kind != ErrorKind::ValidationFailure {
+            return Err(ParseError::Schema(format!(
+                "{} at {}: {}",
+                error.rule, error.field_path, error.message
+            )));
+        }
+        let field = if error.field_path.is_empty() {
+            "metadata.name"
+        } else {
+            error.field_path.as_str()
+        };
+        let value = structural::lookup(object, field);
+        let problem = match value {
+            // Rules of whole objects speak of what is written, not of defaults.
+            Some(value) => FieldError::describe(Some(value)),
+            None => FieldError::describe(None),
+        };
+        let fault = FieldError::new(field, problem, error.message.clone());
+        if !errors.contains(&fault) {
+            errors.push(fault);
+        }
+    }
+    Err(ParseError::Fields(errors))
+}

@@ -1,0 +1,335 @@
+//! What a file may say, and the words of every refusal.
+#![cfg(feature = "kube")]
+
+use hearth_crds::{ParseError, Venue, parse_deployment, parse_deployment_for, validate_deployment};
+
+/// A deployment with `lines` as its spec, each already indented by two blanks.
+fn deployment(spec: &str) -> String {
+    format!(
+        "apiVersion: hearth.dev/v1alpha1\nkind: InferenceDeployment\nmetadata: {{name: demo}}\nspec:\n{spec}"
+    )
+}
+
+const MODEL: &str = "  model: {source: {builtin: {name: hearth-demo}}}\n";
+
+#[track_caller]
+fn refusal(text: &str) -> String {
+    match parse_deployment(text) {
+        Ok(_) => panic!("accepted:\n{text}"),
+        Err(error) => error.to_string(),
+    }
+}
+
+#[track_caller]
+fn refused(spec: &str, expected: &str) {
+    let message = refusal(&deployment(&format!("{MODEL}{spec}")));
+    assert_eq!(message, expected);
+}
+
+#[test]
+fn the_smallest_file_is_accepted_with_defaults() {
+    let demo = parse_deployment(&deployment(MODEL)).unwrap();
+    assert_eq!(demo.metadata.name.as_deref(), Some("demo"));
+    assert_eq!(demo.spec.decode.max_batch, 6);
+    assert_eq!(demo.spec.served_name(), "hearth-demo");
+    assert_eq!(
+        (
+            demo.spec.prefill.planned_replicas(),
+            demo.spec.decode.planned_replicas()
+        ),
+        (1, 1)
+    );
+    demo.validate_cel().unwrap();
+    validate_deployment(&demo, Venue::Machine).unwrap();
+}
+
+#[test]
+fn every_field_of_the_design_is_accepted() {
+    let text = deployment(
+        r#"
+  model:
+    source: {huggingFace: {repo: Qwen/Qwen3-30B-A3B, revision: main, tokenSecretRef: {name: hub}}}
+    servedName: Qwen/Qwen3-30B-A3B
+    contextLength: 16384
+    quantization: W4A8
+    adapters: [{name: poems, source: {http: {url: https://nas.lan/poems.tar, sha256: "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"}}}]
+  strategy: PipedRing
+  prefill: {minReplicas: 0, maxReplicas: 2, mode: DistributedStreamLoading, gpusPerWorker: 1}
+  decode:
+    minReplicas: 1
+    maxReplicas: 4
+    maxBatch: 8
+    dualBatch: "On"
+    kvCache: {keyType: Int8, valueType: FP8, memory: 11.5Gi, spill: {path: /var/kv, size: 64Gi}}
+  placement:
+    nodeSelector: {disk: fast}
+    tolerations: [{key: gpu, operator: Exists, effect: NoSchedule}]
+    numa: Compact
+    pinning: Exclusive
+  objectives: {timeToFirstToken: 30s, timePerOutputToken: 50ms}
+  autoscaling: {scaleToZeroAfter: 15m, scaleDownStabilization: 5m}
+  endpoint: {type: LoadBalancer, apiKeysSecretRef: {name: keys}, gateway: {name: public, namespace: infra}}
+"#,
+    );
+    let spec = parse_deployment(&text).unwrap().spec;
+    assert_eq!(spec.decode.kv_cache.memory.unwrap().bytes(), 23 << 29);
+    assert_eq!(
+        spec.objectives
+            .time_per_output_token
+            .unwrap()
+            .as_millis_f64(),
+        50.0
+    );
+    assert_eq!(spec.decode.planned_replicas(), 1);
+    let round: hearth_crds::InferenceDeploymentSpec =
+        serde_json::from_str(&serde_json::to_string(&spec).unwrap()).unwrap();
+    assert_eq!(round, spec);
+
+    // Everything of it that this engine lacks is refused by name, nothing is ignored.
+    let fields: Vec<String> = match parse_deployment_for(&text, Venue::Machine) {
+        Err(ParseError::Fields(fields)) => fields.into_iter().map(|field| field.field).collect(),
+        other => panic!("{other:?}"),
+    };
+    for field in [
+        "spec.model.source.huggingFace",
+        "spec.model.quantization",
+        "spec.model.adapters",
+        "spec.strategy",
+        "spec.prefill.mode",
+        "spec.prefill.gpusPerWorker",
+        "spec.prefill.maxReplicas",
+        "spec.decode.maxReplicas",
+        "spec.decode.dualBatch",
+        "spec.decode.kvCache.keyType",
+        "spec.decode.kvCache.valueType",
+        "spec.decode.kvCache.spill",
+        "spec.autoscaling.scaleToZeroAfter",
+        "spec.autoscaling.scaleDownStabilization",
+        "spec.endpoint.gateway",
+        "spec.endpoint.type",
+        "spec.endpoint.apiKeysSecretRef",
+        "spec.placement.nodeSelector",
+    ] {
+        assert!(
+            fields.iter().any(|named| named == field),
+            "{field} is not refused: {fields:?}"
+        );
+    }
+}
+
+#[test]
+fn numbers_out_of_range_say_what_to_write() {
+    refused(
+        "  decode: {maxBatch: 0}",
+        "spec.decode.maxBatch is 0\n  at least 1 stream must be able to decode, at most 512; the default is 6",
+    );
+    refused(
+        "  decode: {maxBatch: 513}",
+        "spec.decode.maxBatch is 513\n  at least 1 stream must be able to decode, at most 512; the default is 6",
+    );
+    refused(
+        "  decode: {replicas: 0}",
+        "spec.decode.replicas is 0\n  write 1 to 64 workers; the default is 1. To start from zero write minReplicas: 0, maxReplicas and autoscaling.scaleToZeroAfter",
+    );
+    refused(
+        "  prefill: {minReplicas: 3, maxReplicas: 2}",
+        "spec.prefill.minReplicas is 3\n  write a minReplicas that is not above maxReplicas",
+    );
+    refused(
+        "  prefill: {minReplicas: 1}",
+        "spec.prefill sets minReplicas\n  write minReplicas and maxReplicas together",
+    );
+    refused(
+        "  decode: {replicas: 1, minReplicas: 1, maxReplicas: 2}",
+        "spec.decode sets replicas, minReplicas and maxReplicas\n  write either replicas (a fixed number) or minReplicas with maxReplicas (a range), not both",
+    );
+    refused(
+        "  prefill: {replicas: 2, mode: Chunked}",
+        "spec.prefill sets replicas and mode\n  remove the number of prefill workers, or write another mode: with mode Chunked the decode workers read the prompts",
+    );
+    refused(
+        "  decode: {minReplicas: 0, maxReplicas: 2}",
+        "spec.decode.minReplicas is 0\n  write autoscaling.scaleToZeroAfter (such as 15m) beside minReplicas: 0, or minReplicas: 1",
+    );
+    let short =
+        deployment("  model: {source: {builtin: {name: hearth-demo}}, contextLength: 15}\n");
+    assert_eq!(
+        refusal(&short),
+        "spec.model.contextLength is 15\n  write a context of 16 to 16777216 tokens, or leave it out for the model's own, at most 8192"
+    );
+}
+
+#[test]
+fn sources_are_exactly_one_and_well_formed() {
+    let source = |text: &str| refusal(&deployment(&format!("  model: {{source: {text}}}\n")));
+    assert!(
+        source("{}").starts_with(
+            "spec.model.source is empty\n  write exactly one of builtin, huggingFace,"
+        )
+    );
+    assert!(
+        source("{builtin: {name: hearth-demo}, hostPath: {path: /m}}")
+            .starts_with("spec.model.source sets builtin and hostPath\n  write exactly one of")
+    );
+    assert_eq!(
+        source("{hostPath: {path: models/qwen3}}"),
+        "spec.model.source.hostPath.path is \"models/qwen3\"\n  write the absolute path of the model's directory, such as /models/qwen3-30b-a3b, without .."
+    );
+    assert!(source("{hostPath: {path: /models/../etc}}").contains("without .."));
+    assert!(source("{huggingFace: {repo: Qwen3}}").starts_with(
+        "spec.model.source.huggingFace.repo is \"Qwen3\"\n  write the repository as owner/name"
+    ));
+    assert!(
+        source("{http: {url: ftp://x/y, sha256: abc}}")
+            .contains("spec.model.source.http.sha256 is \"abc\"")
+    );
+    let unknown = parse_deployment_for(
+        &deployment("  model: {source: {builtin: {name: nope}}}\n"),
+        Venue::Machine,
+    );
+    assert_eq!(
+        unknown.unwrap_err().to_string(),
+        "spec.model.source.builtin.name is \"nope\"\n  the models that come with Hearth are: hearth-demo"
+    );
+}
+
+#[test]
+fn texts_of_amounts_are_checked() {
+    refused(
+        "  decode: {kvCache: {memory: 64MiB}}",
+        "spec.decode.kvCache.memory is \"64MiB\"\n  write an amount of memory as a number and Ki, Mi, Gi or Ti, such as 512Mi or 11.5Gi",
+    );
+    refused(
+        "  objectives: {timeToFirstToken: 30 seconds}",
+        "spec.objectives.timeToFirstToken is \"30 seconds\"\n  write a duration as a number and ms, s, m or h, such as 50ms, 30s or 1m30s",
+    );
+    // The rule and the parser agree on every text.
+    for memory in [
+        "1",
+        "1.5Gi",
+        "64Mi",
+        "",
+        "1.Gi",
+        "1e3",
+        "-1",
+        "1 Gi",
+        "999999999999999Ti",
+        "1K",
+    ] {
+        let text = deployment(&format!(
+            "{MODEL}  decode: {{kvCache: {{memory: \"{memory}\"}}}}"
+        ));
+        assert_eq!(
+            parse_deployment(&text).is_ok(),
+            memory.parse::<hearth_crds::MemoryQuantity>().is_ok(),
+            "{memory:?}"
+        );
+    }
+}
+
+#[test]
+fn shapes_are_checked_before_rules() {
+    refused(
+        "  decode: {maxbatch: 4}",
+        "spec.decode.maxbatch is not a field of spec.decode\n  did you mean maxBatch? The fields are dualBatch, kvCache, maxBatch, maxReplicas, minReplicas, replicas",
+    );
+    refused(
+        "  decode: {maxBatch: many}",
+        "spec.decode.maxBatch is \"many\"\n  write a whole number without quotes",
+    );
+    refused(
+        "  decode: {maxBatch: 2.5}",
+        "spec.decode.maxBatch is 2.5\n  write a whole number without quotes",
+    );
+    refused(
+        "  strategy: Fast",
+        "spec.strategy is \"Fast\"\n  write one of Auto, Hybrid, PipedRing, Interleaved",
+    );
+    refused(
+        "  decode:",
+        "spec.decode has no value\n  write a value after the colon, or remove the line",
+    );
+    refused(
+        "  decode: {kvCache: {memory: 64}}",
+        "spec.decode.kvCache.memory is 64\n  write a text; put it in quotes if it looks like a number or like yes, no, on, off",
+    );
+    let missing = refusal(&deployment("  strategy: Auto\n"));
+    assert_eq!(
+        missing,
+        "spec.model is missing\n  write it: the model and how it is offered"
+    );
+    refused(
+        "  decode: {maxBatch: -1}",
+        "spec.decode.maxBatch is -1\n  at least 1 stream must be able to decode, at most 512; the default is 6",
+    );
+    refused(
+        "  decode: {maxBatch: 99999999999}",
+        "spec.decode.maxBatch is 99999999999\n  at least 1 stream must be able to decode, at most 512; the default is 6",
+    );
+}
+
+#[test]
+fn headers_are_checked_first() {
+    assert_eq!(
+        refusal("apiVersion: hearth.dev/v1\nkind: Deployment\nmetadata: {}\nspec: {}\n"),
+        "apiVersion is \"hearth.dev/v1\"\n  write apiVersion: hearth.dev/v1alpha1\nerror: kind is \"Deployment\"\n  write kind: InferenceDeployment\nerror: metadata.name is missing\n  write a name for the deployment, such as demo"
+    );
+    let text = deployment(MODEL).replace("name: demo", "name: Demo_1");
+    assert!(refusal(&text).starts_with(
+        "metadata.name is \"Demo_1\"\n  write a metadata.name of at most 40 lower-case"
+    ));
+    assert!(refusal("").starts_with("the file is empty"));
+    assert!(refusal("# nothing\n").starts_with("the file is empty"));
+    assert!(refusal("hello").starts_with("the file is \"hello\""));
+    assert!(refusal("a: [1\nb: 2").starts_with("the file is not YAML: "));
+    let twice = deployment(&format!("{MODEL}{MODEL}"));
+    assert!(refusal(&twice).contains("duplicate"), "{}", refusal(&twice));
+    let two = format!("{}\n---\nkind: Service\n", deployment(MODEL));
+    assert_eq!(
+        refusal(&two),
+        "the file has 2 documents (InferenceDeployment, Service)\n  write one InferenceDeployment a file and no second '---'"
+    );
+    assert!(
+        parse_deployment(&format!("---\n{}\n---\n", deployment(MODEL))).is_ok(),
+        "an empty document is no document"
+    );
+    let no_spec =
+        "apiVersion: hearth.dev/v1alpha1\nkind: InferenceDeployment\nmetadata: {name: demo}\n";
+    assert!(
+        refusal(no_spec).starts_with("spec is missing"),
+        "{}",
+        refusal(no_spec)
+    );
+}
+
+#[test]
+fn several_faults_come_together() {
+    let text = deployment(&format!("{MODEL}  decode: {{maxBatch: 0, replicas: 65}}\n"));
+    let ParseError::Fields(fields) = parse_deployment(&text).unwrap_err() else {
+        panic!()
+    };
+    let names: Vec<&str> = fields.iter().map(|field| field.field.as_str()).collect();
+    assert_eq!(names, ["spec.decode.maxBatch", "spec.decode.replicas"]);
+}
+
+#[test]
+fn a_plan_is_immutable() {
+    let plan: hearth_crds::InferencePlanSpec = serde_json::from_value(serde_json::json!({
+        "generation": 1, "deployment": {"name": "demo", "namespace": "default"}, "strategy": "Hybrid",
+        "model": {"servedName": "m", "path": "/m", "source": "hostPath /m", "architecture": "llama", "parameterCount": 1,
+                  "weightBytes": 2, "contextLength": 16, "layers": 1, "kvBytesPerToken": 4, "dtype": "BF16"},
+        "ranks": [], "routing": {"chunkedBelowTokens": 32, "maxQueue": 8, "queueTimeoutMs": 1000},
+        "predicted": {"ttftMs": 1.0, "ttftPromptTokens": 64, "tpotMs": 1.0, "tokensPerSecond": 1.0},
+        "why": [], "notChosen": []
+    }))
+    .unwrap();
+    let old = hearth_crds::InferencePlan::new("demo-1", plan.clone());
+    let mut new = old.clone();
+    assert!(kube::core::cel::validate_cel_update(&new, &old).is_ok());
+    new.spec.generation = 2;
+    let error = kube::core::cel::validate_cel_update(&new, &old).unwrap_err();
+    assert!(
+        error.to_string().contains("a plan never changes"),
+        "{error}"
+    );
+}

@@ -1,0 +1,175 @@
+//! The checked-in YAML is what the types say, and the API server can take it.
+#![cfg(feature = "kube")]
+
+use std::path::PathBuf;
+
+use hearth_crds::{crd_yaml, crd_yaml_files, crds};
+
+fn yaml_dir() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("yaml")
+}
+
+#[test]
+fn checked_in_yaml_is_current() {
+    for (name, text) in crd_yaml_files().unwrap() {
+        let path = yaml_dir().join(&name);
+        if std::env::var_os("UPDATE").is_some() {
+            std::fs::create_dir_all(yaml_dir()).unwrap();
+            std::fs::write(&path, &text).unwrap();
+        }
+        let checked_in = std::fs::read_to_string(&path).unwrap_or_default();
+        assert!(
+            checked_in == text,
+            "{} differs from the types: run UPDATE=1 cargo test -p hearth-crds --features kube --test schema",
+            path.display()
+        );
+        assert!(
+            text.len() < 64 << 10,
+            "{name} has {} bytes: kubectl apply must stay far from its limit",
+            text.len()
+        );
+    }
+    assert_eq!(
+        std::fs::read_dir(yaml_dir()).unwrap().count(),
+        crds().len(),
+        "a file of crds/yaml has no type"
+    );
+}
+
+#[test]
+fn the_stream_holds_every_definition() {
+    let text = crd_yaml().unwrap();
+    let kinds: Vec<String> = serde_norway::Deserializer::from_str(&text)
+        .map(|document| {
+            let value: serde_json::Value = serde::Deserialize::deserialize(document).unwrap();
+            value["spec"]["names"]["kind"].as_str().unwrap().to_owned()
+        })
+        .collect();
+    assert_eq!(
+        kinds,
+        ["InferenceDeployment", "InferencePlan", "NodeProfile"]
+    );
+}
+
+/// Visits every schema node below `node` with its path.
+fn visit(node: &serde_json::Value, path: &str, f: &mut dyn FnMut(&serde_json::Value, &str)) {
+    f(node, path);
+    for (name, child) in node["properties"].as_object().into_iter().flatten() {
+        visit(child, &format!("{path}.{name}"), f);
+    }
+    for keyword in ["items", "additionalProperties"] {
+        if node[keyword].is_object() {
+            visit(&node[keyword], &format!("{path}[]"), f);
+        }
+    }
+}
+
+#[test]
+fn schemas_are_structural_and_of_known_formats() {
+    for crd in crds() {
+        let kind = crd.spec.names.kind.clone();
+        let value = serde_json::to_value(&crd).unwrap();
+        let schema = &value["spec"]["versions"][0]["schema"]["openAPIV3Schema"];
+        assert!(schema["properties"]["spec"].is_object());
+        visit(schema, &kind, &mut |node, path| {
+            assert!(node["type"].is_string(), "{path} has no type");
+            for forbidden in ["$ref", "oneOf", "anyOf", "allOf", "nullable", "const"] {
+                assert!(node.get(forbidden).is_none(), "{path} has {forbidden}");
+            }
+            if let Some(format) = node["format"].as_str() {
+                assert!(
+                    ["int32", "int64", "double", "float", "date-time"].contains(&format),
+                    "{path}: {format}"
+                );
+            }
+            let metadata =
+                path.ends_with(".metadata") || path == kind || path.ends_with(".apiVersion");
+            let described =
+                node["description"].is_string() || path.ends_with("[]") || path.ends_with(".kind");
+            assert!(metadata || described, "{path} has no description");
+        });
+    }
+}
+
+#[test]
+fn rules_carry_messages_and_bounded_strings() {
+    let value = serde_json::to_value(&crds()[0]).unwrap();
+    let schema = &value["spec"]["versions"][0]["schema"]["openAPIV3Schema"];
+    let mut rules = 0;
+    visit(&schema["properties"]["spec"], "spec", &mut |node, path| {
+        for rule in node["x-kubernetes-validations"]
+            .as_array()
+            .into_iter()
+            .flatten()
+        {
+            rules += 1;
+            assert!(
+                rule["message"].is_string(),
+                "{path} has a rule without a message"
+            );
+            // The API server estimates a rule's cost by the length that a string may have.
+            assert!(
+                node["type"] != "string" || node["maxLength"].is_u64(),
+                "{path} has a rule and no maxLength"
+            );
+        }
+    });
+    assert!(rules > 30, "{rules} rules");
+}
+
+#[test]
+fn names_columns_and_scale_are_as_designed() {
+    let value = serde_json::to_value(crds()).unwrap();
+    let deployment = &value[0];
+    assert_eq!(deployment["spec"]["scope"], "Namespaced");
+    assert_eq!(deployment["spec"]["names"]["shortNames"][0], "infd");
+    assert_eq!(deployment["spec"]["names"]["categories"][0], "hearth");
+    let version = &deployment["spec"]["versions"][0];
+    let columns: Vec<&str> = version["additionalPrinterColumns"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter(|column| column["priority"].as_i64().unwrap_or(0) == 0)
+        .map(|column| column["name"].as_str().unwrap())
+        .collect();
+    assert_eq!(
+        columns,
+        [
+            "Model", "Ready", "Plan", "Prefill", "Decode", "TTFT", "TPOT", "Age"
+        ]
+    );
+    assert_eq!(
+        version["subresources"]["scale"]["specReplicasPath"],
+        ".spec.decode.replicas"
+    );
+    assert_eq!(
+        version["subresources"]["scale"]["labelSelectorPath"],
+        ".status.selector"
+    );
+    let conditions =
+        &version["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]["conditions"];
+    assert_eq!(conditions["x-kubernetes-list-type"], "map");
+    assert_eq!(conditions["x-kubernetes-list-map-keys"][0], "type");
+    let text = serde_json::to_string(&version["schema"]).unwrap();
+    assert!(!text.contains("\"phase\""), "status has a phase");
+    assert_eq!(value[2]["spec"]["scope"], "Cluster");
+}
+
+#[test]
+fn defaults_are_written_and_replicas_have_none() {
+    let value = serde_json::to_value(&crds()[0]).unwrap();
+    let spec = &value["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"];
+    assert_eq!(spec["strategy"]["default"], "Auto");
+    assert_eq!(spec["decode"]["properties"]["maxBatch"]["default"], 6);
+    assert_eq!(spec["decode"]["default"]["maxBatch"], 6);
+    assert_eq!(
+        spec["placement"]["properties"]["pinning"]["default"],
+        "Shared"
+    );
+    // A default here would clash with minReplicas and maxReplicas, and take the field from kubectl scale.
+    assert!(
+        spec["decode"]["properties"]["replicas"]
+            .get("default")
+            .is_none()
+    );
+}

@@ -1,1 +1,35 @@
-//! Logical KV blocks: typestate, reference counts and the prefix index.
+//! Logical KV blocks: who owns which block of the paged cache, and what is in it.
+//!
+//! Nothing here touches memory of a device. A [`KvCache`] hands out [`BlockId`]s; the engine passes them to
+//! the backend, which owns the bytes. The life of a block is told by its type:
+//!
+//! ```text
+//!            allocate          begin            complete            register
+//!   (free) ───────────▶ Reset ───────▶ Partial ──────────▶ Complete ──────────▶ Registered
+//!      ▲                  │               │                   │                     │
+//!      └──────────────────┴──── release ──┴───────────────────┘      last release   ▼
+//!      ▲                                                                     cached (evictable)
+//!      └───────────────────────────────── eviction, least recently used first ──────┘
+//! ```
+//!
+//! **Invariants**
+//! - Only `Reset` and `Partial` blocks can take tokens, and neither can be cloned: no sequence ever writes
+//!   into a block that another one reads.
+//! - A prefix is reused only if its token ids are equal, one by one. The hash finds candidates; it decides nothing.
+//! - Blocks are neither lost nor handed out twice: free + used + cached = total, after every operation.
+//! - No clock and no random number: the same calls give the same blocks.
+
+#![forbid(unsafe_code)]
+
+mod block;
+mod cache;
+mod error;
+mod pool;
+mod sequence;
+
+pub use block::{Block, BlockState, Complete, Partial, Registered, Reset};
+pub use cache::{BlockCopy, KvCache};
+pub use error::{KvCacheError, OutOfBlocks, RegisterError};
+pub use hearth_kernels::BlockId;
+pub use pool::{BlockPool, CacheStats, PrefixHash};
+pub use sequence::SequenceBlocks;

@@ -1,0 +1,164 @@
+//! The states of a block as types.
+
+use hearth_kernels::BlockId;
+
+/// Allocated, holds no token.
+#[derive(Debug)]
+pub struct Reset;
+
+/// Holds the first tokens of its room; takes more.
+#[derive(Debug)]
+pub struct Partial {
+    tokens: Vec<u32>,
+}
+
+/// Full; takes no more tokens.
+#[derive(Debug)]
+pub struct Complete {
+    tokens: Vec<u32>,
+}
+
+/// Full, immutable and found by its tokens; may have many holders.
+#[derive(Debug)]
+pub struct Registered {
+    /// Unique for each registration and never used again, unlike the block's id.
+    pub(crate) serial: u64,
+}
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for super::Reset {}
+    impl Sealed for super::Partial {}
+    impl Sealed for super::Complete {}
+    impl Sealed for super::Registered {}
+}
+
+/// One of [`Reset`], [`Partial`], [`Complete`], [`Registered`].
+pub trait BlockState: sealed::Sealed {
+    /// Whether the block may have other holders.
+    const SHARED: bool;
+}
+
+impl BlockState for Reset {
+    const SHARED: bool = false;
+}
+impl BlockState for Partial {
+    const SHARED: bool = false;
+}
+impl BlockState for Complete {
+    const SHARED: bool = false;
+}
+impl BlockState for Registered {
+    const SHARED: bool = true;
+}
+
+/// A block of the cache in state `S`. Holding the value is holding the block: it goes back by
+/// [`crate::BlockPool::release`].
+#[derive(Debug)]
+#[must_use = "a block that is dropped and not released is lost to its pool"]
+pub struct Block<S> {
+    id: BlockId,
+    block_tokens: usize,
+    pub(crate) state: S,
+}
+
+impl<S: BlockState> Block<S> {
+    /// Index of the physical block.
+    pub fn id(&self) -> BlockId {
+        self.id
+    }
+
+    /// Tokens that the block has room for.
+    pub fn block_tokens(&self) -> usize {
+        self.block_tokens
+    }
+}
+
+impl Block<Reset> {
+    pub(crate) fn new(id: BlockId, block_tokens: usize) -> Self {
+        Self {
+            id,
+            block_tokens,
+            state: Reset,
+        }
+    }
+
+    /// Opens the block for tokens.
+    pub fn begin(self) -> Block<Partial> {
+        Block {
+            id: self.id,
+            block_tokens: self.block_tokens,
+            state: Partial {
+                tokens: Vec::with_capacity(self.block_tokens),
+            },
+        }
+    }
+}
+
+impl Block<Partial> {
+    /// Takes as many of `tokens` as there is room for, and returns how many.
+    pub fn append(&mut self, tokens: &[u32]) -> usize {
+        let taken = tokens.len().min(self.room_tokens());
+        self.state.tokens.extend_from_slice(&tokens[..taken]);
+        taken
+    }
+
+    /// Tokens that the block still takes.
+    pub fn room_tokens(&self) -> usize {
+        self.block_tokens - self.state.tokens.len()
+    }
+
+    /// The tokens in the block.
+    pub fn tokens(&self) -> &[u32] {
+        &self.state.tokens
+    }
+
+    /// Closes a full block.
+    ///
+    /// # Errors
+    /// Hands the block back while it has room.
+    pub fn complete(self) -> Result<Block<Complete>, Self> {
+        if self.room_tokens() > 0 {
+            return Err(self);
+        }
+        Ok(Block {
+            id: self.id,
+            block_tokens: self.block_tokens,
+            state: Complete {
+                tokens: self.state.tokens,
+            },
+        })
+    }
+}
+
+impl Block<Complete> {
+    /// The tokens in the block.
+    pub fn tokens(&self) -> &[u32] {
+        &self.state.tokens
+    }
+
+    /// The same block, seen as a partial one without room.
+    pub fn reopen(self) -> Block<Partial> {
+        Block {
+            id: self.id,
+            block_tokens: self.block_tokens,
+            state: Partial {
+                tokens: self.state.tokens,
+            },
+        }
+    }
+
+    pub(crate) fn into_tokens(self) -> Vec<u32> {
+        self.state.tokens
+    }
+}
+
+impl Block<Registered> {
+    pub(crate) fn registered(id: BlockId, block_tokens: usize, serial: u64) -> Self {
+        Self {
+            id,
+            block_tokens,
+            state: Registered { serial },
+        }
+    }
+}

@@ -1,0 +1,238 @@
+//! The cache as the scheduler sees it: sequences that begin, grow, fork and end.
+
+use hearth_kernels::BlockId;
+
+use crate::{
+    Block, BlockPool, CacheStats, KvCacheError, OutOfBlocks, Partial, PrefixHash, SequenceBlocks,
+};
+
+/// A block whose bytes the engine must copy before the fork writes (`Backend::kv_copy`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockCopy {
+    /// The block of the original.
+    pub from: BlockId,
+    /// The block of the fork.
+    pub to: BlockId,
+}
+
+/// Paged KV of many sequences over one [`BlockPool`].
+///
+/// A sequence's life: [`begin`](Self::begin) finds what is already cached, [`reserve`](Self::reserve) makes
+/// room before the device writes, [`commit`](Self::commit) tells what was written, and
+/// [`release`](Self::release) ends it. What was reserved and not committed counts as never written.
+#[derive(Debug)]
+pub struct KvCache {
+    pool: BlockPool,
+    lookup_tokens: u64,
+    hit_tokens: u64,
+}
+
+impl KvCache {
+    /// A cache of `blocks` blocks of `block_tokens` tokens each.
+    ///
+    /// # Errors
+    /// [`KvCacheError::Size`], see [`BlockPool::new`].
+    pub fn new(blocks: usize, block_tokens: usize) -> Result<Self, KvCacheError> {
+        BlockPool::new(blocks, block_tokens).map(Self::over)
+    }
+
+    /// A cache with a hash of the caller's, see [`BlockPool::with_hash`].
+    ///
+    /// # Errors
+    /// [`KvCacheError::Size`].
+    pub fn with_hash(
+        blocks: usize,
+        block_tokens: usize,
+        hash: PrefixHash,
+    ) -> Result<Self, KvCacheError> {
+        BlockPool::with_hash(blocks, block_tokens, hash).map(Self::over)
+    }
+
+    fn over(pool: BlockPool) -> Self {
+        Self {
+            pool,
+            lookup_tokens: 0,
+            hit_tokens: 0,
+        }
+    }
+
+    /// The pool, for its numbers.
+    pub fn pool(&self) -> &BlockPool {
+        &self.pool
+    }
+
+    /// Tokens of one block.
+    pub fn block_tokens(&self) -> usize {
+        self.pool.block_tokens()
+    }
+
+    /// Blocks that hold `tokens` tokens.
+    pub fn blocks_for(&self, tokens: usize) -> usize {
+        tokens.div_ceil(self.pool.block_tokens())
+    }
+
+    /// How the blocks are used, and how often prefixes were found.
+    pub fn stats(&self) -> CacheStats {
+        CacheStats {
+            lookup_tokens: self.lookup_tokens,
+            hit_tokens: self.hit_tokens,
+            ..self.pool.stats()
+        }
+    }
+
+    /// Tokens of a prompt that [`KvCache::begin`] would find cached now.
+    pub fn cached_tokens(&self, prompt: &[u32]) -> usize {
+        self.pool.peek_prefix(reusable(prompt)) * self.pool.block_tokens()
+    }
+
+    /// Begins a sequence with the longest cached prefix of `prompt`, in whole blocks and shorter than the
+    /// prompt: one token at least stays to be computed, for its logits.
+    pub fn begin(&mut self, prompt: &[u32]) -> SequenceBlocks {
+        let mut sequence = SequenceBlocks::empty(self.pool.block_tokens());
+        self.lookup_tokens += prompt.len() as u64;
+        self.extend_from_cache(&mut sequence, prompt);
+        sequence
+    }
+
+    /// Takes further blocks of `prompt` that others have registered since, in place of reserved ones, and
+    /// returns how many tokens that saves. Nothing is taken once the sequence is within a block.
+    pub fn extend_from_cache(&mut self, sequence: &mut SequenceBlocks, prompt: &[u32]) -> usize {
+        if sequence.tail.is_some() {
+            return 0;
+        }
+        let rest = reusable(prompt).get(sequence.tokens()..).unwrap_or(&[]);
+        let found = self.pool.match_prefix(sequence.registered.last(), rest);
+        let saved_tokens = found.len() * self.pool.block_tokens();
+        for block in found {
+            sequence.registered.push(block);
+            if let Some(spare) = sequence.reserved.pop_back() {
+                self.pool.release(spare);
+            }
+        }
+        self.hit_tokens += saved_tokens as u64;
+        saved_tokens
+    }
+
+    /// Makes room for `tokens` tokens altogether, counted from position 0.
+    ///
+    /// # Errors
+    /// [`OutOfBlocks`], and the sequence is as before.
+    pub fn reserve(
+        &mut self,
+        sequence: &mut SequenceBlocks,
+        tokens: usize,
+    ) -> Result<(), OutOfBlocks> {
+        let missing = self.blocks_for(tokens).saturating_sub(sequence.blocks());
+        sequence.reserved.extend(self.pool.allocate(missing)?);
+        Ok(())
+    }
+
+    /// Records that the KV of the next `tokens` has been written. Blocks that become full enter the prefix
+    /// index; one that is already there is replaced by its equal (see [`BlockPool::register`]), so ask for
+    /// [`SequenceBlocks::ids`] anew.
+    ///
+    /// # Errors
+    /// [`KvCacheError::NoRoom`] when too little was reserved, and nothing is recorded.
+    pub fn commit(
+        &mut self,
+        sequence: &mut SequenceBlocks,
+        tokens: &[u32],
+    ) -> Result<(), KvCacheError> {
+        let room = sequence.capacity_tokens() - sequence.tokens();
+        let no_room = || KvCacheError::NoRoom {
+            tokens: tokens.len(),
+            room,
+        };
+        if tokens.len() > room {
+            return Err(no_room());
+        }
+        let mut rest = tokens;
+        while !rest.is_empty() {
+            let open = sequence.tail.take();
+            let open = open.or_else(|| sequence.reserved.pop_front().map(Block::begin));
+            let mut block = open.ok_or_else(no_room)?;
+            let taken = block.append(rest);
+            rest = &rest[taken..];
+            self.close(sequence, block)?;
+        }
+        Ok(())
+    }
+
+    /// Registers a block that is full, and keeps one that is not as the tail.
+    fn close(
+        &mut self,
+        sequence: &mut SequenceBlocks,
+        block: Block<Partial>,
+    ) -> Result<(), KvCacheError> {
+        match block.complete() {
+            Err(partial) => sequence.tail = Some(partial),
+            Ok(complete) => match self.pool.register(complete, sequence.registered.last()) {
+                Ok(registered) => sequence.registered.push(registered),
+                Err(refused) => {
+                    sequence.tail = Some(refused.block.reopen());
+                    return Err(KvCacheError::Foreign(refused.reason));
+                }
+            },
+        }
+        Ok(())
+    }
+
+    /// A second sequence with the same tokens. Full blocks are shared; a partial one is copied into a block
+    /// of its own, for each of the two will write its own tokens there.
+    ///
+    /// # Errors
+    /// [`OutOfBlocks`] when no block is left for the copy.
+    pub fn fork(
+        &mut self,
+        sequence: &SequenceBlocks,
+    ) -> Result<(SequenceBlocks, Option<BlockCopy>), OutOfBlocks> {
+        let mut fork = SequenceBlocks::empty(sequence.block_tokens);
+        let mut copy = None;
+        if let Some(tail) = &sequence.tail {
+            for block in self.pool.allocate(1)? {
+                let mut own = block.begin();
+                own.append(tail.tokens());
+                copy = Some(BlockCopy {
+                    from: tail.id(),
+                    to: own.id(),
+                });
+                fork.tail = Some(own);
+            }
+        }
+        fork.registered = sequence
+            .registered
+            .iter()
+            .filter_map(|block| self.pool.share(block))
+            .collect();
+        Ok((fork, copy))
+    }
+
+    /// Ends a sequence. Its registered blocks stay cached until they are evicted, the last ones first.
+    pub fn release(&mut self, sequence: SequenceBlocks) {
+        let SequenceBlocks {
+            block_tokens: _,
+            registered,
+            tail,
+            reserved,
+        } = sequence;
+        for block in reserved {
+            self.pool.release(block);
+        }
+        if let Some(block) = tail {
+            self.pool.release(block);
+        }
+        for block in registered.into_iter().rev() {
+            self.pool.release(block);
+        }
+    }
+
+    /// Forgets every cached prefix that no sequence holds.
+    pub fn clear_cached(&mut self) {
+        self.pool.clear_cached();
+    }
+}
+
+/// The part of a prompt that may come from the cache: all but its last token.
+fn reusable(prompt: &[u32]) -> &[u32] {
+    &prompt[..prompt.len().saturating_sub(1)]
+}

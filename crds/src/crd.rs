@@ -66,13 +66,31 @@ pub fn crd_yaml_files() -> Result<Vec<(String, String)>, serde_norway::Error> {
     crds()
         .iter()
         .map(|crd| {
-            let text = serde_norway::to_string(crd)?;
+            let text = quote_old_booleans(&serde_norway::to_string(crd)?);
             Ok((
                 format!("{}.yaml", crd.spec.names.plural),
                 format!("# Printed by `hearth crd`.\n{text}"),
             ))
         })
         .collect()
+}
+
+/// Puts quotes around plain `On` and `Off` (and the like): kubectl reads YAML 1.1, where they are booleans.
+fn quote_old_booleans(yaml: &str) -> String {
+    const OLD: [&str; 8] = ["y", "n", "yes", "no", "on", "off", "Y", "N"];
+    let is_old =
+        |scalar: &str| OLD.contains(&scalar) || OLD.contains(&scalar.to_lowercase().as_str());
+    let mut text = String::with_capacity(yaml.len());
+    for line in yaml.lines() {
+        match line.rsplit_once(' ') {
+            Some((head, scalar)) if head.ends_with(['-', ':']) && is_old(scalar) => {
+                text.push_str(&format!("{head} \"{scalar}\""));
+            }
+            _ => text.push_str(line),
+        }
+        text.push('\n');
+    }
+    text
 }
 
 /// All definitions as one YAML stream, ready for `kubectl apply -f -`.

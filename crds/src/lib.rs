@@ -10,6 +10,8 @@
 #![forbid(unsafe_code)]
 // KubeSchema copies each type into the body of a function, where `pub` reaches nowhere.
 #![cfg_attr(feature = "kube", allow(unreachable_pub))]
+// Several printed columns have the same type.
+#![cfg_attr(feature = "kube", allow(clippy::duplicated_attributes))]
 
 mod capability;
 mod deployment;

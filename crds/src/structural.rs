@@ -212,7 +212,11 @@ fn unknown(properties: &Map<String, Value>, name: &str, path: &str) -> FieldErro
         path.to_owned()
     };
     let header = if path.is_empty() { &HEADER[..] } else { &[] };
-    let names: Vec<&str> = header.iter().copied().chain(properties.keys().map(String::as_str)).collect();
+    let names: Vec<&str> = header
+        .iter()
+        .copied()
+        .chain(properties.keys().map(String::as_str))
+        .collect();
     let closest = names
         .iter()
         .map(|known| {

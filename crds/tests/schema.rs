@@ -173,3 +173,21 @@ fn defaults_are_written_and_replicas_have_none() {
             .is_none()
     );
 }
+
+#[test]
+fn no_plain_word_is_a_boolean_of_yaml_1_1() {
+    let text = crd_yaml().unwrap();
+    assert!(
+        text.contains("- \"On\"\n"),
+        "the enum of dualBatch is quoted"
+    );
+    for line in text.lines() {
+        let scalar = line.rsplit(' ').next().unwrap_or_default();
+        let plain = line.trim_end_matches(scalar).ends_with(": ")
+            || line.trim_end_matches(scalar).ends_with("- ");
+        assert!(
+            !(plain && ["On", "Off", "Yes", "No", "on", "off"].contains(&scalar)),
+            "{line}"
+        );
+    }
+}

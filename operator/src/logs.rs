@@ -1,0 +1,88 @@
+//! `hearth logs`: what the processes of a deployment wrote.
+
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use clap::Args;
+
+use crate::cli::StateArgs;
+use crate::state::StateDir;
+
+const EXAMPLES: &str = "Examples:\n  hearth logs\n  hearth logs demo decode-0 --follow";
+
+/// Arguments of `hearth logs`.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct LogsArgs {
+    /// Which deployment (default: the one that runs)
+    name: Option<String>,
+    /// Which process, such as decode-0 (default: all)
+    rank: Option<String>,
+    /// Go on as more is written, until Ctrl-C
+    #[arg(short, long)]
+    follow: bool,
+    /// Lines from the end of each log
+    #[arg(short = 'n', long, default_value_t = 100)]
+    lines: usize,
+    #[command(flatten)]
+    state: StateArgs,
+}
+
+/// Prints.
+pub(crate) fn run(args: &LogsArgs) -> anyhow::Result<()> {
+    let state = StateDir::locate(args.state.state_dir.as_deref())?;
+    let name = match &args.name {
+        Some(name) => name.clone(),
+        None => state.choose(None)?.name,
+    };
+    let directory = state.deployment(&name).logs();
+    let mut logs: Vec<(String, PathBuf)> = std::fs::read_dir(&directory)
+        .with_context(|| format!("{name} has never run here: there is no {}", directory.display()))?
+        .flatten()
+        .filter_map(|entry| {
+            let rank = entry.file_name().to_str()?.strip_suffix(".log")?.to_owned();
+            Some((rank, entry.path()))
+        })
+        .collect();
+    logs.sort();
+    if let Some(rank) = &args.rank {
+        let names: Vec<String> = logs.iter().map(|(name, _)| name.clone()).collect();
+        logs.retain(|(name, _)| name == rank);
+        if logs.is_empty() {
+            bail!("{name} has no process {rank}; it has {}", names.join(", "));
+        }
+    }
+    let mut open = Vec::new();
+    for (rank, path) in logs {
+        let mut file = File::open(&path).with_context(|| format!("{}", path.display()))?;
+        print_tail(&rank, &mut file, args.lines)?;
+        open.push((rank, file));
+    }
+    while args.follow {
+        std::thread::sleep(Duration::from_millis(200));
+        for (rank, file) in &mut open {
+            print_tail(rank, file, usize::MAX)?;
+        }
+    }
+    Ok(())
+}
+
+/// Prints the last lines of what is left of a file, each with its process.
+fn print_tail(rank: &str, file: &mut File, lines: usize) -> anyhow::Result<()> {
+    let position = file.stream_position()?;
+    if file.metadata()?.len() < position {
+        file.seek(SeekFrom::Start(0))?;
+    }
+    let mut bytes = Vec::new();
+    file.read_to_end(&mut bytes)?;
+    let text = String::from_utf8_lossy(&bytes);
+    let all: Vec<&str> = text.lines().collect();
+    let mut out = std::io::stdout().lock();
+    for line in &all[all.len().saturating_sub(lines)..] {
+        writeln!(out, "{rank:<10} {line}")?;
+    }
+    Ok(())
+}

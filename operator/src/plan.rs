@@ -1,0 +1,38 @@
+//! `hearth plan`: what would run, why, and what was not chosen. It starts nothing.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use crate::cli::{OutputFormat, StateArgs};
+use crate::state::StateDir;
+use crate::ui::Steps;
+use crate::{table, up};
+
+const EXAMPLES: &str = "Examples:\n  hearth plan -f manifests/examples/demo.yaml\n  hearth plan -f demo.yaml -o json";
+
+/// Arguments of `hearth plan`.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct PlanArgs {
+    /// The InferenceDeployment
+    #[arg(short = 'f', long = "file", value_name = "FILE")]
+    file: PathBuf,
+    /// table, json or yaml
+    #[arg(short, long, value_enum, default_value_t)]
+    output: OutputFormat,
+    #[command(flatten)]
+    state: StateArgs,
+}
+
+/// Plans and prints.
+pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
+    let state = StateDir::locate(args.state.state_dir.as_deref())?;
+    let planned = up::plan(&args.file, &state, &Steps::new())?;
+    match args.output {
+        OutputFormat::Table => print!("{}", table::plan(&planned.plan)),
+        OutputFormat::Json => println!("{}", serde_json::to_string_pretty(&planned.plan)?),
+        OutputFormat::Yaml => print!("{}", serde_norway::to_string(&planned.plan)?),
+    }
+    Ok(())
+}

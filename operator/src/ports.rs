@@ -1,0 +1,81 @@
+//! Ports: whether one is free, who holds it, and a free one.
+
+use std::fs;
+use std::net::{IpAddr, SocketAddr, TcpListener};
+
+use anyhow::{Context, bail};
+
+/// Checks that `address` can be listened on.
+///
+/// # Errors
+/// Names the process that holds the port, where /proc tells, and the flag that chooses another.
+pub(crate) fn check_free(address: SocketAddr, file: &str) -> anyhow::Result<()> {
+    match TcpListener::bind(address) {
+        Ok(_) => Ok(()),
+        Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {
+            let holder = holder(address.port()).map_or_else(|| "another process".to_owned(), |(pid, name)| format!("process {pid} ({name})"));
+            bail!(
+                "port {} is in use by {holder}\n  choose another: hearth up -f {file} --port {}",
+                address.port(),
+                address.port().wrapping_add(1)
+            );
+        }
+        Err(error) => Err(error).with_context(|| format!("{address} cannot be listened on")),
+    }
+}
+
+/// A port of `ip` that is free now.
+///
+/// # Errors
+/// When the system has none.
+pub(crate) fn free_port(ip: IpAddr) -> anyhow::Result<u16> {
+    let listener = TcpListener::bind((ip, 0)).with_context(|| format!("no free port on {ip}"))?;
+    Ok(listener.local_addr()?.port())
+}
+
+/// Process id and name of who listens on `port`, as far as /proc shows it to us.
+fn holder(port: u16) -> Option<(u32, String)> {
+    let inode = ["/proc/net/tcp", "/proc/net/tcp6"]
+        .iter()
+        .find_map(|table| listening_inode(&fs::read_to_string(table).ok()?, port))?;
+    let wanted = format!("socket:[{inode}]");
+    for entry in fs::read_dir("/proc").ok()?.flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
+        let Ok(descriptors) = fs::read_dir(entry.path().join("fd")) else { continue };
+        let holds = descriptors
+            .flatten()
+            .any(|fd| fs::read_link(fd.path()).is_ok_and(|target| target.as_os_str() == wanted.as_str()));
+        if holds {
+            let name = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
+            return Some((pid, name.trim().to_owned()));
+        }
+    }
+    None
+}
+
+/// The socket's inode from a /proc/net/tcp table: fields are `sl local remote state … inode`.
+fn listening_inode(table: &str, port: u16) -> Option<u64> {
+    const LISTEN: &str = "0A";
+    table.lines().skip(1).find_map(|line| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let local_port = fields.get(1)?.rsplit_once(':')?.1;
+        let listens = *fields.get(3)? == LISTEN && u16::from_str_radix(local_port, 16) == Ok(port);
+        listens.then(|| fields.get(9)?.parse().ok()).flatten()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_the_process_that_holds_a_port() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let message = check_free(address, "demo.yaml").unwrap_err().to_string();
+        assert!(message.contains(&format!("port {} is in use by process {}", address.port(), std::process::id())), "{message}");
+        assert!(message.contains("hearth up -f demo.yaml --port"), "{message}");
+        drop(listener);
+        check_free(address, "demo.yaml").unwrap();
+    }
+}

@@ -1,0 +1,54 @@
+//! Dereference: from a model source to a directory on this machine.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail};
+use hearth_crds::ModelSource;
+
+/// Where built-in models are looked for, first match wins: `HEARTH_MODELS`, `share/hearth/models` beside the
+/// programs, the system's share directories, and `models/` of the source tree that the programs were built in.
+fn builtin_places() -> Vec<PathBuf> {
+    let mut places: Vec<PathBuf> = std::env::var_os("HEARTH_MODELS").map(PathBuf::from).into_iter().collect();
+    let executable = std::env::current_exe().ok().and_then(|path| path.canonicalize().ok());
+    if let Some(directory) = executable.as_deref().and_then(Path::parent) {
+        places.push(directory.join("../share/hearth/models"));
+        places.extend(directory.ancestors().skip(1).take(3).map(|ancestor| ancestor.join("models")));
+    }
+    places.push(PathBuf::from("/usr/local/share/hearth/models"));
+    places.push(PathBuf::from("/usr/share/hearth/models"));
+    places
+}
+
+/// The directory of a model source, and the source in words.
+///
+/// # Errors
+/// A built-in model that is not installed, with the places searched; a path that is no directory.
+pub(crate) fn dereference(source: &ModelSource) -> anyhow::Result<(PathBuf, String)> {
+    if let Some(builtin) = &source.builtin {
+        let places = builtin_places();
+        let found = places.iter().map(|place| place.join(&builtin.name)).find(|path| path.join("config.json").is_file());
+        let Some(directory) = found else {
+            let list: Vec<String> = places.iter().map(|place| place.display().to_string()).collect();
+            bail!(
+                "spec.model.source.builtin.name is {:?}, and it is in none of {}\n  \
+                 set HEARTH_MODELS to the directory that holds it",
+                builtin.name,
+                list.join(", ")
+            );
+        };
+        let directory = directory.canonicalize().with_context(|| format!("{}", directory.display()))?;
+        return Ok((directory, format!("builtin {}", builtin.name)));
+    }
+    if let Some(host_path) = &source.host_path {
+        let directory = PathBuf::from(&host_path.path);
+        if !directory.is_dir() {
+            bail!(
+                "spec.model.source.hostPath.path is {:?}, which is no directory on this machine\n  \
+                 name the directory with config.json and the weights",
+                host_path.path
+            );
+        }
+        return Ok((directory, format!("hostPath {}", host_path.path)));
+    }
+    bail!("spec.model.source names nothing that hearth up can open\n  write builtin: {{name: hearth-demo}} or hostPath: {{path: /models/NAME}}")
+}

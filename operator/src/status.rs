@@ -1,0 +1,179 @@
+//! `hearth status`: what runs on this machine, and how fast it has been.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Args;
+use comfy_table::{Table, presets};
+use hearth_crds::InferencePlanSpec;
+use serde::Serialize;
+
+use crate::cli::{OutputFormat, StateArgs};
+use crate::state::{Running, StateDir};
+use crate::ui::milliseconds;
+
+const EXAMPLES: &str = "Examples:\n  hearth status\n  hearth status -o json";
+/// How long an endpoint may take to answer.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Arguments of `hearth status`.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct StatusArgs {
+    /// table, json or yaml
+    #[arg(short, long, value_enum, default_value_t)]
+    output: OutputFormat,
+    #[command(flatten)]
+    state: StateArgs,
+}
+
+/// A deployment as `-o json` prints it.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Status {
+    #[serde(flatten)]
+    running: Running,
+    /// The endpoint's own word.
+    serving: bool,
+    measured: Option<Measured>,
+    predicted_ttft_ms: Option<f64>,
+    predicted_tpot_ms: Option<f64>,
+}
+
+/// Means since the gateway's start.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Measured {
+    requests: u64,
+    ttft_ms: Option<f64>,
+    tpot_ms: Option<f64>,
+}
+
+/// Prints. Exit code 1 when nothing runs.
+pub(crate) fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
+    let state = StateDir::locate(args.state.state_dir.as_deref())?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let mut all = Vec::new();
+    for running in state.running() {
+        let plan = state.deployment(&running.name).read_plan().ok();
+        all.push(runtime.block_on(inspect(running, plan.as_ref())));
+    }
+    match args.output {
+        OutputFormat::Json => println!("{}", serde_json::to_string_pretty(&all)?),
+        OutputFormat::Yaml => print!("{}", serde_norway::to_string(&all)?),
+        OutputFormat::Table if all.is_empty() => {
+            eprintln!("nothing runs on this machine\n  start something: hearth up -f manifests/examples/demo.yaml");
+        }
+        OutputFormat::Table => println!("{}", table(&all)),
+    }
+    Ok(if all.is_empty() { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+async fn inspect(running: Running, plan: Option<&InferencePlanSpec>) -> Status {
+    let base = running.endpoint.trim_end_matches("/v1").to_owned();
+    let http = reqwest::Client::builder().timeout(PATIENCE).build().unwrap_or_default();
+    let ready = http.get(format!("{base}/ready")).send().await;
+    let serving = ready.is_ok_and(|response| response.status().is_success());
+    let metrics = match http.get(format!("{base}/metrics")).send().await {
+        Ok(response) => response.text().await.ok(),
+        Err(_) => None,
+    };
+    Status {
+        running,
+        serving,
+        measured: metrics.as_deref().map(measured),
+        predicted_ttft_ms: plan.map(|plan| plan.predicted.ttft_ms),
+        predicted_tpot_ms: plan.map(|plan| plan.predicted.tpot_ms),
+    }
+}
+
+fn measured(metrics: &str) -> Measured {
+    let mean_ms = |histogram: &str| {
+        let count = total(metrics, &format!("{histogram}_count"));
+        (count > 0.0).then(|| total(metrics, &format!("{histogram}_sum")) / count * 1e3)
+    };
+    Measured {
+        requests: total(metrics, "gen_ai_server_request_duration_seconds_count") as u64,
+        ttft_ms: mean_ms("gen_ai_server_time_to_first_token_seconds"),
+        tpot_ms: mean_ms("gen_ai_server_time_per_output_token_seconds"),
+    }
+}
+
+/// Sum of a metric over its labels.
+fn total(metrics: &str, name: &str) -> f64 {
+    metrics
+        .lines()
+        .filter_map(|line| {
+            let rest = line.strip_prefix(name)?;
+            let value = match rest.strip_prefix('{') {
+                Some(labels) => labels.rsplit_once('}')?.1,
+                None => rest.starts_with(' ').then_some(rest)?,
+            };
+            value.split_whitespace().next()?.parse::<f64>().ok()
+        })
+        .sum()
+}
+
+fn table(all: &[Status]) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING);
+    table.set_header(["NAME", "MODEL", "READY", "PLAN", "PREFILL", "DECODE", "RESTARTS", "TTFT", "TPOT", "REQUESTS", "AGE", "ENDPOINT"]);
+    for status in all {
+        let running = &status.running;
+        let measured = status.measured.as_ref();
+        let show = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), milliseconds);
+        table.add_row([
+            running.name.clone(),
+            running.served_name.clone(),
+            if status.serving { "True" } else { "False" }.to_owned(),
+            running.plan_generation.to_string(),
+            pool(running, "prefill"),
+            pool(running, "decode"),
+            running.processes.iter().map(|process| process.restarts).sum::<u32>().to_string(),
+            show(measured.and_then(|measured| measured.ttft_ms)),
+            show(measured.and_then(|measured| measured.tpot_ms)),
+            measured.map_or_else(|| "-".to_owned(), |measured| measured.requests.to_string()),
+            age(&running.started_at),
+            running.endpoint.clone(),
+        ]);
+    }
+    let text = table.to_string();
+    text.lines().map(str::trim_end).collect::<Vec<_>>().join("\n")
+}
+
+fn pool(running: &Running, role: &str) -> String {
+    let processes = running.processes.iter().filter(|process| process.role == role);
+    let (ready, desired) = processes.fold((0, 0), |(ready, desired), process| (ready + u32::from(process.ready), desired + 1));
+    if desired == 0 { "-".to_owned() } else { format!("{ready}/{desired}") }
+}
+
+/// How long ago, in the largest unit that fits: `3d`, `2m`.
+fn age(started_at: &str) -> String {
+    let Ok(started) = started_at.parse::<jiff::Timestamp>() else { return "-".to_owned() };
+    let seconds = jiff::Timestamp::now().as_second() - started.as_second();
+    match seconds.max(0) {
+        seconds @ 0..120 => format!("{seconds}s"),
+        seconds @ 120..7200 => format!("{}m", seconds / 60),
+        seconds @ 7200..172_800 => format!("{}h", seconds / 3600),
+        seconds => format!("{}d", seconds / 86_400),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn means_are_taken_over_all_labels() {
+        let text = "# TYPE x histogram\n\
+            gen_ai_server_time_to_first_token_seconds_sum{model=\"a\"} 1.5\n\
+            gen_ai_server_time_to_first_token_seconds_count{model=\"a\"} 2\n\
+            gen_ai_server_time_to_first_token_seconds_sum{model=\"b\"} 0.5\n\
+            gen_ai_server_time_to_first_token_seconds_count{model=\"b\"} 2\n\
+            gen_ai_server_request_duration_seconds_count 4\n";
+        let measured = measured(text);
+        assert_eq!(measured.ttft_ms, Some(500.0));
+        assert_eq!(measured.tpot_ms, None);
+        assert_eq!(measured.requests, 4);
+    }
+}

@@ -1,0 +1,92 @@
+//! What a person sees: checked-off steps, a spinner on a terminal, errors. All of it on standard error.
+
+use std::io::IsTerminal;
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+/// How wide the left part of a step may grow before its note.
+const STEP_WIDTH: usize = 52;
+
+/// Steps of a command, told as they happen.
+pub(crate) struct Steps {
+    colour: bool,
+    terminal: bool,
+}
+
+impl Steps {
+    /// Colour and spinners only on a terminal, and no colour with `NO_COLOR`.
+    pub(crate) fn new() -> Self {
+        let terminal = std::io::stderr().is_terminal();
+        Self { colour: terminal && std::env::var_os("NO_COLOR").is_none(), terminal }
+    }
+
+    /// A step that is done.
+    pub(crate) fn done(&self, text: &str) {
+        let mark = if self.colour { "\u{1b}[32m✔\u{1b}[0m" } else { "✔" };
+        eprintln!("{mark} {text}");
+    }
+
+    /// A step that is done, with a note on its right.
+    pub(crate) fn done_with(&self, text: &str, note: &str) {
+        let padding = STEP_WIDTH.saturating_sub(text.chars().count()).max(2);
+        self.done(&format!("{text}{}{}", " ".repeat(padding), self.dim(note)));
+    }
+
+    /// Something that went another way than planned.
+    pub(crate) fn warn(&self, text: &str) {
+        let mark = if self.colour { "\u{1b}[33m!\u{1b}[0m" } else { "!" };
+        eprintln!("{mark} {text}");
+    }
+
+    /// A line that belongs to the step above.
+    pub(crate) fn detail(&self, text: &str) {
+        eprintln!("  {text}");
+    }
+
+    /// A spinner with a text that may change; nothing where there is no terminal.
+    pub(crate) fn spinner(&self, text: &str) -> ProgressBar {
+        if !self.terminal {
+            return ProgressBar::hidden();
+        }
+        let bar = ProgressBar::new_spinner().with_message(text.to_owned());
+        if let Ok(style) = ProgressStyle::with_template("{spinner} {msg}") {
+            bar.set_style(style.tick_strings(&["⠋", "⠙", "⠹", "⠸", "⠼", "⠴", "⠦", "⠧", "⠇", "⠏", " "]));
+        }
+        bar.enable_steady_tick(Duration::from_millis(80));
+        bar
+    }
+
+    fn dim(&self, text: &str) -> String {
+        if self.colour { format!("\u{1b}[2m{text}\u{1b}[0m") } else { text.to_owned() }
+    }
+}
+
+/// Prints an error as `error: …`; causes are added only where they say something new.
+pub(crate) fn print_error(error: &anyhow::Error) {
+    let mut text = String::new();
+    for cause in error.chain() {
+        let cause = cause.to_string();
+        if !text.contains(&cause) {
+            if !text.is_empty() {
+                text.push_str(": ");
+            }
+            text.push_str(&cause);
+        }
+    }
+    eprintln!("error: {text}");
+}
+
+/// Bytes in binary units, as people say them: `7.4 MiB`.
+pub(crate) fn bytes(count: u64) -> String {
+    hearth_crds::format_bytes(count)
+}
+
+/// Milliseconds with as many digits as matter: `0.6 ms`, `41 ms`, `1.4 s`.
+pub(crate) fn milliseconds(value_ms: f64) -> String {
+    match value_ms {
+        ms if ms < 10.0 => format!("{ms:.1} ms"),
+        ms if ms < 1000.0 => format!("{ms:.0} ms"),
+        ms => format!("{:.1} s", ms / 1000.0),
+    }
+}

@@ -1,0 +1,35 @@
+//! One question to a running deployment, its answer streamed to standard output.
+
+use std::io::Write;
+use std::path::Path;
+
+use serde_json::json;
+
+use crate::chat::Client;
+use crate::state::Running;
+
+/// The first key of an API key file.
+pub(super) fn first_key(path: &Path) -> Option<String> {
+    let text = std::fs::read_to_string(path).ok()?;
+    text.lines().map(str::trim).find(|line| !line.is_empty() && !line.starts_with('#')).map(str::to_owned)
+}
+
+/// Asks and prints.
+///
+/// # Errors
+/// What the endpoint answered instead.
+pub(super) async fn ask(running: &Running, question: &str, key: Option<&str>) -> anyhow::Result<()> {
+    eprintln!();
+    eprintln!("  > {question}");
+    let client = Client::new(&running.endpoint, &running.served_name, key);
+    let messages = [json!({"role": "user", "content": question})];
+    let mut out = std::io::stdout();
+    client
+        .stream(&messages, |text| {
+            let _ = write!(out, "{text}").and_then(|()| out.flush());
+        })
+        .await?;
+    println!();
+    eprintln!();
+    Ok(())
+}

@@ -1,0 +1,60 @@
+//! `hearth up`: dereference → validate → plan → build → apply → report, with processes instead of Pods.
+
+mod ask;
+mod prepare;
+mod process;
+mod supervise;
+
+pub(crate) use prepare::plan;
+
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Args;
+
+use crate::cli::StateArgs;
+
+const EXAMPLES: &str = "Examples:\n  \
+    hearth up -f manifests/examples/demo.yaml\n  \
+    hearth up -f manifests/examples/demo.yaml --port 9000 --ask 'What is Hearth?' --once";
+
+/// Arguments of `hearth up`.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct UpArgs {
+    /// The InferenceDeployment
+    #[arg(short = 'f', long = "file", value_name = "FILE")]
+    pub(crate) file: PathBuf,
+    /// Port of the OpenAI endpoint
+    #[arg(long, default_value_t = 8080)]
+    pub(crate) port: u16,
+    /// Address of the OpenAI endpoint; 0.0.0.0 serves the network (then give --api-keys)
+    #[arg(long, default_value = "127.0.0.1")]
+    pub(crate) host: IpAddr,
+    /// File with one API key a line; clients must send one of them
+    #[arg(long, value_name = "FILE")]
+    pub(crate) api_keys: Option<PathBuf>,
+    /// Directory with tls.crt, tls.key and ca.crt: workers and gateway speak mutual TLS with each other
+    #[arg(long, value_name = "DIR")]
+    pub(crate) tls_dir: Option<PathBuf>,
+    /// Seconds that streams in flight get to finish after Ctrl-C
+    #[arg(long, default_value_t = 30, value_name = "SECONDS")]
+    pub(crate) grace: u32,
+    /// Ask the model this once it is ready, and print the answer
+    #[arg(long, value_name = "QUESTION")]
+    pub(crate) ask: Option<String>,
+    /// End after the answer to --ask
+    #[arg(long, requires = "ask")]
+    pub(crate) once: bool,
+    #[command(flatten)]
+    pub(crate) state: StateArgs,
+}
+
+/// Serves until Ctrl-C, or until the answer with `--once`.
+pub(crate) fn run(args: &UpArgs) -> anyhow::Result<ExitCode> {
+    let prepared = prepare::prepare(args)?;
+    // One thread: children ask the kernel to end them with the thread that started them.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(supervise::supervise(args, prepared))
+}

@@ -1,0 +1,166 @@
+//! Everything before the first process: it reads files and measures, and changes nothing but the state directory.
+
+use std::fs::File;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::Path;
+use std::time::Instant;
+
+use anyhow::{Context, bail};
+use hearth_crds::{InferencePlanSpec, ModelFacts, NodeProfileSpec, PlanRole, Venue};
+
+use super::UpArgs;
+use crate::state::{DeploymentDir, StateDir};
+use crate::ui::Steps;
+use crate::{ports, source, table, ui, worker};
+
+/// A plan with addresses, ready to be executed.
+pub(crate) struct Prepared {
+    /// Every choice.
+    pub(crate) plan: InferencePlanSpec,
+    /// Where plan, logs and the list of processes are kept.
+    pub(crate) directory: DeploymentDir,
+    /// Held as long as this deployment runs.
+    pub(crate) lock: File,
+    /// The OpenAI endpoint's address.
+    pub(crate) listen: SocketAddr,
+    /// When `hearth up` began.
+    pub(crate) started: Instant,
+    /// What the person sees.
+    pub(crate) steps: Steps,
+}
+
+/// The steps up to the plan, shared by `hearth up` and `hearth plan`.
+pub(crate) struct Planned {
+    /// Name of the deployment.
+    pub(crate) name: String,
+    /// Every choice, without addresses.
+    pub(crate) plan: InferencePlanSpec,
+}
+
+/// Dereference, validate and plan.
+///
+/// # Errors
+/// Whatever is wrong with the file, the model or the machine, by field.
+pub(crate) fn plan(file: &Path, state: &StateDir, steps: &Steps) -> anyhow::Result<Planned> {
+    let text = std::fs::read_to_string(file)
+        .with_context(|| format!("{} cannot be read\n  name an InferenceDeployment's file with -f", file.display()))?;
+    let deployment = hearth_crds::parse_deployment_for(&text, Venue::Machine)?;
+    let name = deployment.metadata.name.clone().unwrap_or_default();
+    steps.done_with(&format!("{name} is valid"), "hearth.dev/v1alpha1 InferenceDeployment");
+
+    let (directory, source) = source::dereference(&deployment.spec.model.source)?;
+    let spinner = steps.spinner("measuring this machine");
+    let profile: NodeProfileSpec = worker::ask(&["profile", "--json", "--disk"], Some(&directory))?;
+    spinner.finish_and_clear();
+    steps.done(&format!("this machine: {}", machine(&profile)));
+
+    let facts: ModelFacts = worker::ask(&["facts", "--json", "--model"], Some(&directory))?;
+    steps.done(&format!("model {}", model(&facts, &directory)));
+
+    let generation = state.deployment(&name).next_generation();
+    let request = hearth_planner::PlanRequest {
+        name: name.clone(),
+        namespace: deployment.metadata.namespace.clone().unwrap_or_else(|| "default".to_owned()),
+        generation,
+        model_path: directory.display().to_string(),
+        model_source: source,
+    };
+    let plan = hearth_planner::plan(&deployment.spec, &facts, &[profile], &request)?;
+    Ok(Planned { name, plan })
+}
+
+/// All of the above, then addresses, and the plan on disk.
+///
+/// # Errors
+/// As [`plan`]; a port in use; a deployment that already runs.
+pub(crate) fn prepare(args: &UpArgs) -> anyhow::Result<Prepared> {
+    let started = Instant::now();
+    let steps = Steps::new();
+    let state = StateDir::locate(args.state.state_dir.as_deref())?;
+    let listen = SocketAddr::new(args.host, args.port);
+    ports::check_free(listen, &args.file.display().to_string())?;
+    check_files(args)?;
+    let Planned { name, mut plan } = plan(&args.file, &state, &steps)?;
+    let directory = state.deployment(&name);
+    let lock = directory.acquire(&name)?;
+
+    for rank in &mut plan.ranks {
+        let endpoint = match rank.role {
+            PlanRole::Gateway => listen,
+            PlanRole::Prefill | PlanRole::Decode => {
+                let loopback = IpAddr::V4(Ipv4Addr::LOCALHOST);
+                SocketAddr::new(loopback, ports::free_port(loopback)?)
+            }
+        };
+        rank.endpoint = Some(endpoint.to_string());
+    }
+    directory.write_plan(&plan)?;
+    steps.done(&format!("plan {}: {}", plan.generation, table::headline(&plan)));
+    for line in table::ranks(&plan).lines() {
+        steps.detail(line);
+    }
+    Ok(Prepared { plan, directory, lock, listen, started, steps })
+}
+
+fn check_files(args: &UpArgs) -> anyhow::Result<()> {
+    if let Some(keys) = &args.api_keys
+        && !keys.is_file()
+    {
+        bail!("--api-keys is {}, which is no file\n  write one key a line into it", keys.display());
+    }
+    let Some(directory) = &args.tls_dir else { return Ok(()) };
+    for name in ["tls.crt", "tls.key", "ca.crt"] {
+        if !directory.join(name).is_file() {
+            bail!("--tls-dir is {}, and {name} is not in it\n  mutual TLS needs tls.crt, tls.key and ca.crt", directory.display());
+        }
+    }
+    Ok(())
+}
+
+fn machine(profile: &NodeProfileSpec) -> String {
+    let mut features = Vec::new();
+    let isa = &profile.isa;
+    for (has, name) in [(isa.avx512bf16, "bf16"), (isa.avx512vnni, "vnni"), (isa.avx512vbmi, "vbmi"), (isa.amx, "amx")] {
+        if has {
+            features.push(name);
+        }
+    }
+    let vectors = match (isa.avx512f, isa.avx2, isa.neon) {
+        (true, _, _) => " AVX-512",
+        (_, true, _) => " AVX2",
+        (_, _, true) => " NEON",
+        _ => "",
+    };
+    let features = if features.is_empty() { String::new() } else { format!(" ({})", features.join(", ")) };
+    let numa = profile.numa_nodes.len();
+    let gpus = match profile.gpus.as_slice() {
+        [] => "no GPU".to_owned(),
+        gpus => gpus.iter().map(|gpu| gpu.name.clone()).collect::<Vec<_>>().join(", "),
+    };
+    format!(
+        "{} cores{vectors}{features}, {numa} NUMA node{}, {}, {gpus}, reads {:.1} GB/s",
+        profile.cpus.len(),
+        if numa == 1 { "" } else { "s" },
+        ui::bytes(profile.memory.total_bytes),
+        profile.memory.read_all_threads_gbps,
+    )
+}
+
+fn model(facts: &ModelFacts, directory: &Path) -> String {
+    let name = directory.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
+    format!(
+        "{name}: {}, {}, {}, {}, mapped once",
+        facts.architecture,
+        parameters(facts.parameter_count),
+        facts.dtype,
+        ui::bytes(facts.weight_bytes)
+    )
+}
+
+fn parameters(count: u64) -> String {
+    match count {
+        0..1_000_000 => format!("{:.1} K parameters", count as f64 / 1e3),
+        1_000_000..1_000_000_000 => format!("{:.1} M parameters", count as f64 / 1e6),
+        _ => format!("{:.1} B parameters", count as f64 / 1e9),
+    }
+}

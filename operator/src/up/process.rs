@@ -1,0 +1,201 @@
+//! One worker process: started, followed by its reports, started again when it dies.
+
+use std::fs::{File, OpenOptions};
+use std::path::{Path, PathBuf};
+use std::process::{ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use hearth_crds::PlanRole;
+use rustix::process::{Pid, Signal, kill_process};
+use serde::Deserialize;
+use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::process::{Child, Command};
+use tokio::sync::{mpsc, watch};
+
+/// First pause before a process is started again; doubles up to [`MAX_PAUSE`].
+const MIN_PAUSE: Duration = Duration::from_millis(100);
+/// Longest pause before a process is started again.
+const MAX_PAUSE: Duration = Duration::from_secs(10);
+/// A process that ran as long as this starts again without pause growth.
+const STABLE: Duration = Duration::from_secs(10);
+/// Lines of a log that are shown when a process does not come up.
+const SHOWN_LOG_LINES: usize = 6;
+
+/// How a rank's process is started.
+#[derive(Clone, Debug)]
+pub(crate) struct ProcessSpec {
+    /// Name of the rank.
+    pub(crate) rank: String,
+    /// Its role.
+    pub(crate) role: PlanRole,
+    /// `hearth-worker`.
+    pub(crate) program: PathBuf,
+    /// Its arguments.
+    pub(crate) arguments: Vec<String>,
+    /// Where standard error goes.
+    pub(crate) log: PathBuf,
+}
+
+/// A line of a worker's standard output.
+#[derive(Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+enum Report {
+    Loading { percent: u32 },
+    Ready {},
+    Draining,
+}
+
+/// Something that happened to a process.
+#[derive(Debug)]
+pub(crate) struct ProcessEvent {
+    /// Name of the rank.
+    pub(crate) rank: String,
+    /// What happened.
+    pub(crate) kind: ProcessEventKind,
+}
+
+/// What happened.
+#[derive(Debug)]
+pub(crate) enum ProcessEventKind {
+    /// It runs with this process id.
+    Started(u32),
+    /// It maps its weights.
+    Loading(u32),
+    /// It serves.
+    Ready,
+    /// It ended without being asked, and is started again after the pause.
+    Died {
+        /// In words: `killed by signal 9`.
+        how: String,
+        /// Until it is started again.
+        pause: Duration,
+        /// Whether it had served since its start.
+        was_ready: bool,
+    },
+    /// It ended after being asked.
+    Stopped,
+}
+
+/// What the supervisor wants of a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wanted {
+    /// Run, and run again.
+    Running,
+    /// Finish what is in flight, then end.
+    Stopped,
+    /// End now.
+    Killed,
+}
+
+/// Keeps a process running until `wanted` says otherwise.
+pub(crate) async fn keep(spec: ProcessSpec, events: mpsc::UnboundedSender<ProcessEvent>, mut wanted: watch::Receiver<Wanted>) {
+    let tell = |kind| {
+        let _ = events.send(ProcessEvent { rank: spec.rank.clone(), kind });
+    };
+    let mut pause = MIN_PAUSE;
+    loop {
+        let began = Instant::now();
+        let (how, was_ready) = match spawn(&spec) {
+            Ok(child) => {
+                tell(ProcessEventKind::Started(child.id().unwrap_or_default()));
+                follow(child, &tell, &mut wanted).await
+            }
+            Err(error) => (format!("not started: {error:#}"), false),
+        };
+        if *wanted.borrow() != Wanted::Running {
+            tell(ProcessEventKind::Stopped);
+            return;
+        }
+        if began.elapsed() >= STABLE {
+            pause = MIN_PAUSE;
+        }
+        tell(ProcessEventKind::Died { how, pause, was_ready });
+        tokio::select! {
+            () = tokio::time::sleep(pause) => {}
+            _ = wanted.wait_for(|wanted| *wanted != Wanted::Running) => {
+                tell(ProcessEventKind::Stopped);
+                return;
+            }
+        }
+        pause = (pause * 2).min(MAX_PAUSE);
+    }
+}
+
+fn spawn(spec: &ProcessSpec) -> anyhow::Result<Child> {
+    let log = open_log(&spec.log)?;
+    Command::new(&spec.program)
+        .args(&spec.arguments)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(log)
+        // Ctrl-C reaches hearth alone, which then ends the processes in the right order.
+        .process_group(0)
+        .kill_on_drop(true)
+        .spawn()
+        .with_context(|| format!("{} cannot be run", spec.program.display()))
+}
+
+fn open_log(path: &Path) -> anyhow::Result<File> {
+    OpenOptions::new().create(true).append(true).open(path).with_context(|| format!("{} cannot be written", path.display()))
+}
+
+/// Follows a process to its end; tells how it ended and whether it had served.
+async fn follow(mut child: Child, tell: &impl Fn(ProcessEventKind), wanted: &mut watch::Receiver<Wanted>) -> (String, bool) {
+    let pid = child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
+    let mut lines = child.stdout.take().map(|stdout| BufReader::new(stdout).lines());
+    let mut was_ready = false;
+    loop {
+        let line = async {
+            match lines.as_mut() {
+                Some(lines) => lines.next_line().await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            status = child.wait() => return (describe(status.ok()), was_ready),
+            line = line => match line {
+                Ok(Some(line)) => match serde_json::from_str(&line) {
+                    Ok(Report::Ready {}) => {
+                        was_ready = true;
+                        tell(ProcessEventKind::Ready);
+                    }
+                    Ok(Report::Loading { percent }) => tell(ProcessEventKind::Loading(percent)),
+                    Ok(Report::Draining) | Err(_) => {}
+                },
+                Ok(None) | Err(_) => lines = None,
+            },
+            changed = wanted.changed() => {
+                let signal = match (changed.is_ok(), *wanted.borrow()) {
+                    (true, Wanted::Running) => continue,
+                    (true, Wanted::Stopped) => Signal::TERM,
+                    (false, _) | (true, Wanted::Killed) => Signal::KILL,
+                };
+                if let Some(pid) = pid {
+                    let _ = kill_process(pid, signal);
+                }
+            }
+        }
+    }
+}
+
+fn describe(status: Option<ExitStatus>) -> String {
+    use std::os::unix::process::ExitStatusExt;
+    match status {
+        Some(status) => match (status.code(), status.signal()) {
+            (Some(code), _) => format!("ended with exit code {code}"),
+            (None, Some(signal)) => format!("killed by signal {signal}"),
+            (None, None) => "ended".to_owned(),
+        },
+        None => "was lost".to_owned(),
+    }
+}
+
+/// The end of a log, for a person: its last error with what follows, else its last lines.
+pub(crate) fn log_tail(path: &Path) -> String {
+    let text = std::fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
+    let lines: Vec<&str> = text.lines().collect();
+    let from_error = lines.iter().rposition(|line| line.starts_with("error: "));
+    let start = from_error.unwrap_or_else(|| lines.len().saturating_sub(SHOWN_LOG_LINES));
+    lines[start..].iter().take(SHOWN_LOG_LINES).copied().collect::<Vec<_>>().join("\n")
+}

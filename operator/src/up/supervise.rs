@@ -1,0 +1,273 @@
+//! Executes a plan: one process a rank, told of as they come up, restarted when they die, ended in order.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::bail;
+use hearth_crds::{PlanRank, PlanRole};
+use indicatif::ProgressBar;
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinSet;
+
+use super::prepare::Prepared;
+use super::process::{self, ProcessEvent, ProcessEventKind, ProcessSpec, Wanted};
+use super::{UpArgs, ask};
+use crate::state::{Running, RunningProcess};
+use crate::worker;
+
+/// A process that dies this often before it has ever served will not come up.
+const MAX_FAILED_STARTS: u32 = 3;
+/// Beyond the grace period: for the workers to end after the gateway has.
+const END_MARGIN: Duration = Duration::from_secs(2);
+
+/// Runs the plan's processes until Ctrl-C, or until the answer with `--once`.
+pub(super) async fn supervise(args: &UpArgs, prepared: Prepared) -> anyhow::Result<ExitCode> {
+    let mut deployment = Deployment::start(args, prepared)?;
+    let outcome = tokio::select! {
+        outcome = deployment.serve(args) => outcome,
+        () = interrupted() => Ok(ExitCode::SUCCESS),
+    };
+    deployment.stop(Duration::from_secs(u64::from(args.grace))).await;
+    outcome
+}
+
+struct Deployment {
+    prepared: Prepared,
+    running: Running,
+    events: mpsc::UnboundedReceiver<ProcessEvent>,
+    wanted: BTreeMap<String, watch::Sender<Wanted>>,
+    tasks: JoinSet<()>,
+    /// Deaths of each process since it last served.
+    failed_starts: BTreeMap<String, u32>,
+    spinner: ProgressBar,
+}
+
+impl Deployment {
+    fn start(args: &UpArgs, prepared: Prepared) -> anyhow::Result<Self> {
+        let program = worker::program()?;
+        let (sender, events) = mpsc::unbounded_channel();
+        let mut wanted = BTreeMap::new();
+        let mut tasks = JoinSet::new();
+        for rank in &prepared.plan.ranks {
+            let spec = ProcessSpec {
+                rank: rank.name.clone(),
+                role: rank.role,
+                program: program.clone(),
+                arguments: arguments(args, rank, &prepared.directory.plan_file()),
+                log: prepared.directory.log(&rank.name),
+            };
+            let (want, receiver) = watch::channel(Wanted::Running);
+            wanted.insert(rank.name.clone(), want);
+            tasks.spawn(process::keep(spec, sender.clone(), receiver));
+        }
+        let running = describe(args, &prepared);
+        let spinner = prepared.steps.spinner("starting the workers");
+        let deployment = Self { prepared, running, events, wanted, tasks, failed_starts: BTreeMap::new(), spinner };
+        deployment.publish();
+        Ok(deployment)
+    }
+
+    /// Follows the processes; ends only with `--once` or when a process does not come up.
+    async fn serve(&mut self, args: &UpArgs) -> anyhow::Result<ExitCode> {
+        while !self.running.processes.iter().all(|process| process.ready) {
+            let Some(event) = self.events.recv().await else { bail!("all processes ended") };
+            self.take(event)?;
+        }
+        self.announce();
+        if let Some(question) = &args.ask {
+            let key = args.api_keys.as_deref().and_then(ask::first_key);
+            let running = self.running.clone();
+            let answered = tokio::select! {
+                answered = ask::ask(&running, question, key.as_deref()) => answered,
+                failed = self.follow() => failed.map(|()| ()),
+            };
+            if args.once {
+                return answered.map(|()| ExitCode::SUCCESS);
+            }
+            answered?;
+            self.prepared.steps.detail("the endpoint stays up; Ctrl-C stops it");
+        }
+        self.follow().await?;
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// Follows the processes for good.
+    async fn follow(&mut self) -> anyhow::Result<()> {
+        while let Some(event) = self.events.recv().await {
+            self.take(event)?;
+        }
+        bail!("all processes ended")
+    }
+
+    fn take(&mut self, event: ProcessEvent) -> anyhow::Result<()> {
+        let ProcessEvent { rank, kind } = event;
+        let Some(process) = self.running.processes.iter_mut().find(|process| process.rank == rank) else { return Ok(()) };
+        let had_died = process.restarts > 0;
+        match kind {
+            ProcessEventKind::Started(pid) => process.pid = Some(pid),
+            ProcessEventKind::Loading(percent) => {
+                self.spinner.set_message(format!("{rank} warming up   {percent} %"));
+                return Ok(());
+            }
+            ProcessEventKind::Ready => {
+                process.ready = true;
+                self.failed_starts.remove(&rank);
+                self.spinner.set_message(format!("{rank} is ready"));
+                if had_died && self.running.ready {
+                    self.prepared.steps.done(&format!("{rank} serves again"));
+                }
+            }
+            ProcessEventKind::Died { how, pause, was_ready } => {
+                process.pid = None;
+                process.ready = false;
+                process.restarts += 1;
+                let failures = self.failed_starts.entry(rank.clone()).or_default();
+                *failures += u32::from(!was_ready);
+                let log = self.prepared.directory.log(&rank);
+                let tail = process::log_tail(&log);
+                if *failures >= MAX_FAILED_STARTS && !self.running.ready {
+                    self.spinner.finish_and_clear();
+                    let tail = tail.strip_prefix("error: ").unwrap_or(&tail);
+                    bail!("{rank} does not start ({how}): {tail}\n  its whole log: {}", log.display());
+                }
+                self.spinner.suspend(|| {
+                    self.prepared.steps.warn(&format!("{rank} {how}; started again in {:.1} s", pause.as_secs_f64()));
+                });
+            }
+            ProcessEventKind::Stopped => {
+                process.pid = None;
+                process.ready = false;
+            }
+        }
+        self.publish();
+        Ok(())
+    }
+
+    fn announce(&mut self) {
+        self.spinner.finish_and_clear();
+        self.running.ready = true;
+        self.publish();
+        let Running { endpoint, served_name, .. } = &self.running;
+        let steps = &self.prepared.steps;
+        steps.done(&format!("ready in {:.1} s", self.prepared.started.elapsed().as_secs_f64()));
+        steps.detail(&format!("OpenAI endpoint   {endpoint}      model \"{served_name}\""));
+        steps.detail("try               hearth chat      or");
+        steps.detail(&format!(
+            "  curl {endpoint}/chat/completions -H 'Content-Type: application/json' \
+             -d '{{\"model\": \"{served_name}\", \"messages\": [{{\"role\": \"user\", \"content\": \"What is Hearth?\"}}]}}'"
+        ));
+        steps.detail("Ctrl-C stops; streams in flight are finished first.");
+    }
+
+    /// Ends the gateway first, so that its streams still find their workers; then the workers.
+    async fn stop(mut self, grace: Duration) {
+        self.spinner.finish_and_clear();
+        self.prepared.steps.done("draining: streams in flight are finished; Ctrl-C again stops now");
+        let roles = [PlanRole::Gateway, PlanRole::Decode, PlanRole::Prefill];
+        for role in roles {
+            let ranks: Vec<String> = self.prepared.plan.ranks_of(role).map(|rank| rank.name.clone()).collect();
+            self.want(&ranks, Wanted::Stopped);
+            let limit = grace + END_MARGIN;
+            let ended = tokio::select! {
+                ended = tokio::time::timeout(limit, self.ended(&ranks)) => ended.is_ok(),
+                () = interrupted() => false,
+            };
+            if !ended {
+                let all: Vec<String> = self.wanted.keys().cloned().collect();
+                self.want(&all, Wanted::Killed);
+                break;
+            }
+        }
+        while self.tasks.join_next().await.is_some() {}
+        self.prepared.directory.clear_running();
+        let _ = self.prepared.lock.unlock();
+        self.prepared.steps.done("stopped");
+    }
+
+    fn want(&self, ranks: &[String], wanted: Wanted) {
+        for rank in ranks {
+            if let Some(sender) = self.wanted.get(rank) {
+                sender.send_replace(wanted);
+            }
+        }
+    }
+
+    async fn ended(&mut self, ranks: &[String]) {
+        let runs = |running: &Running| running.processes.iter().any(|process| ranks.contains(&process.rank) && process.pid.is_some());
+        while runs(&self.running) {
+            let Some(event) = self.events.recv().await else { return };
+            if let ProcessEventKind::Stopped = event.kind
+                && let Some(process) = self.running.processes.iter_mut().find(|process| process.rank == event.rank)
+            {
+                process.pid = None;
+            }
+        }
+    }
+
+    /// Tells other commands; a full disk must not end what serves.
+    fn publish(&self) {
+        if let Err(error) = self.prepared.directory.write_running(&self.running) {
+            self.prepared.steps.warn(&format!("hearth status will not see this: {error:#}"));
+        }
+    }
+}
+
+fn arguments(args: &UpArgs, rank: &PlanRank, plan: &Path) -> Vec<String> {
+    let mut arguments = vec![
+        rank.role.as_str().to_owned(),
+        "--plan".to_owned(),
+        plan.display().to_string(),
+        "--rank".to_owned(),
+        rank.name.clone(),
+        "--grace".to_owned(),
+        args.grace.to_string(),
+        "--with-parent".to_owned(),
+    ];
+    if let Some(directory) = &args.tls_dir {
+        arguments.extend(["--tls-dir".to_owned(), directory.display().to_string()]);
+    }
+    if let (PlanRole::Gateway, Some(keys)) = (rank.role, &args.api_keys) {
+        arguments.extend(["--api-keys".to_owned(), keys.display().to_string()]);
+    }
+    arguments
+}
+
+fn describe(args: &UpArgs, prepared: &Prepared) -> Running {
+    let host = match prepared.listen.ip() {
+        ip if ip.is_unspecified() => "127.0.0.1".to_owned(),
+        std::net::IpAddr::V6(ip) => format!("[{ip}]"),
+        ip => ip.to_string(),
+    };
+    let process = |rank: &PlanRank| RunningProcess {
+        rank: rank.name.clone(),
+        role: rank.role.as_str().to_owned(),
+        pid: None,
+        ready: false,
+        restarts: 0,
+    };
+    Running {
+        name: prepared.plan.deployment.name.clone(),
+        pid: std::process::id(),
+        endpoint: format!("http://{host}:{}/v1", prepared.listen.port()),
+        served_name: prepared.plan.model.served_name.clone(),
+        file: args.file.canonicalize().unwrap_or_else(|_| args.file.clone()),
+        plan_generation: prepared.plan.generation,
+        started_at: jiff::Timestamp::now().to_string(),
+        ready: false,
+        processes: prepared.plan.ranks.iter().map(process).collect(),
+    }
+}
+
+/// Completes on Ctrl-C or SIGTERM.
+async fn interrupted() {
+    use tokio::signal::unix::{SignalKind, signal};
+    let (Ok(mut interrupt), Ok(mut terminate)) = (signal(SignalKind::interrupt()), signal(SignalKind::terminate())) else {
+        return std::future::pending().await;
+    };
+    tokio::select! {
+        _ = interrupt.recv() => {}
+        _ = terminate.recv() => {}
+    }
+}

@@ -1,0 +1,55 @@
+//! Asks `hearth-worker` for what needs a model or a machine: the operator never sees a tensor.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, bail};
+use serde::de::DeserializeOwned;
+
+/// The worker's program: `HEARTH_WORKER`, else beside this program, else on the PATH.
+///
+/// # Errors
+/// When none of the three is there.
+pub(crate) fn program() -> anyhow::Result<PathBuf> {
+    const NAME: &str = "hearth-worker";
+    if let Some(path) = std::env::var_os("HEARTH_WORKER").map(PathBuf::from) {
+        if path.is_file() {
+            return Ok(path);
+        }
+        bail!("HEARTH_WORKER is {}, which is no file\n  name the hearth-worker program, or unset it", path.display());
+    }
+    let beside = std::env::current_exe().ok().and_then(|exe| exe.parent().map(|directory| directory.join(NAME)));
+    if let Some(path) = beside.filter(|path| path.is_file()) {
+        return Ok(path);
+    }
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let found = std::env::split_paths(&path).map(|directory| directory.join(NAME)).find(|path| path.is_file());
+    found.context(
+        "hearth-worker is neither beside hearth nor on the PATH\n  install both programs in one directory, or set HEARTH_WORKER",
+    )
+}
+
+/// Runs a tool of the worker that prints one JSON object.
+///
+/// # Errors
+/// The tool's own words when it fails.
+pub(crate) fn ask<T: DeserializeOwned>(arguments: &[&str], directory: Option<&Path>) -> anyhow::Result<T> {
+    let program = program()?;
+    let mut command = Command::new(&program);
+    command.args(arguments);
+    if let Some(directory) = directory {
+        command.arg(directory);
+    }
+    let output = command
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("{} cannot be run", program.display()))?;
+    if !output.status.success() {
+        let words = String::from_utf8_lossy(&output.stderr);
+        let own = words.rsplit_once("error: ").map_or(words.trim(), |(_, message)| message.trim());
+        bail!("{own}");
+    }
+    let tool = arguments.first().copied().unwrap_or_default();
+    serde_json::from_slice(&output.stdout)
+        .with_context(|| format!("hearth-worker {tool} answered what hearth does not understand; both must be of one version"))
+}

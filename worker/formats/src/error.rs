@@ -75,6 +75,38 @@ pub enum FormatError {
         /// What to do.
         remedy: String,
     },
+    /// The tokenizer has ids for which the model has no rows.
+    #[error(
+        "tokenizer.json needs a vocabulary of {tokenizer}, but config.json has vocab_size {model}\n  tokenizer and weights belong to different models; take both from the same checkpoint."
+    )]
+    VocabularyMismatch {
+        /// One more than the tokenizer's highest id.
+        tokenizer: usize,
+        /// `vocab_size` of the model.
+        model: usize,
+    },
+    /// A text cannot be tokenised.
+    #[error(
+        "the text cannot be tokenised: {reason}\n  its vocabulary lacks a token for some character of it."
+    )]
+    Tokenize {
+        /// The tokenizer's words.
+        reason: String,
+    },
+    /// The chat template cannot be compiled or run.
+    #[error(
+        "the model's chat template {problem}\n  download chat_template.jinja or tokenizer_config.json again, or write a template there."
+    )]
+    Template {
+        /// What is wrong, with the place.
+        problem: String,
+    },
+    /// The chat template refuses the messages, by `raise_exception`: the request is at fault.
+    #[error("the model's chat template refuses these messages: {message}")]
+    TemplateRefused {
+        /// The template's words.
+        message: String,
+    },
     /// `model_type` is not one that Hearth runs.
     #[error(
         "config.json: model_type {found:?} is not supported\n  supported: {}",

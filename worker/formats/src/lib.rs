@@ -6,15 +6,27 @@
 //!
 //! **Invariant:** no input panics. Each error names the file or field, the value, and what to do.
 
+mod chat_template;
 mod checkpoint;
 mod config;
+mod detokenize;
 mod error;
+mod generation;
+mod random;
 pub mod safetensors;
+mod tokenizer;
+mod writer;
 
+pub use chat_template::{ChatTemplate, Clock};
 pub use checkpoint::{Checkpoint, CheckpointFile, TensorInfo};
 pub use config::{
     Architecture, AttentionConfig, Fp8Config, ModelConfig, MoeConfig, RopeConfig, RopeScaling,
     ScoreFunction,
 };
+pub use detokenize::StreamDecoder;
 pub use error::FormatError;
+pub use generation::GenerationConfig;
 pub use hearth_kernels::{BlockScales, DType, HostMatrix, SCALE_BLOCK};
+pub use random::{RandomCheckpoint, TensorKind, write_random};
+pub use tokenizer::Tokenizer;
+pub use writer::{CheckpointWriter, TensorPlan};

@@ -1,0 +1,136 @@
+//! `generation_config.json`: how the model's makers sample it.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::FormatError;
+
+const FILE: &str = "generation_config.json";
+
+/// Defaults of sampling; what the file does not say is none. A request's own values go first.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct GenerationConfig {
+    /// Tokens that end an answer, besides those of config.json; empty: none named.
+    pub eos_token_ids: Vec<u32>,
+    /// False: greedy, whatever the temperature.
+    pub do_sample: Option<bool>,
+    /// Temperature, 0 or more.
+    pub temperature: Option<f32>,
+    /// Nucleus, in (0, 1].
+    pub top_p: Option<f32>,
+    /// Most likely tokens to keep; none when the file says 0 (no limit).
+    pub top_k: Option<u32>,
+    /// Least probability, relative to the most likely token's.
+    pub min_p: Option<f32>,
+    /// Divisor of the logits of tokens that were there before; positive.
+    pub repetition_penalty: Option<f32>,
+    /// Tokens to generate at most.
+    pub max_new_tokens: Option<u32>,
+}
+
+#[derive(Deserialize)]
+struct Raw {
+    eos_token_id: Option<Value>,
+    do_sample: Option<bool>,
+    temperature: Option<f32>,
+    top_p: Option<f32>,
+    top_k: Option<u32>,
+    min_p: Option<f32>,
+    repetition_penalty: Option<f32>,
+    max_new_tokens: Option<u32>,
+}
+
+impl GenerationConfig {
+    /// Reads `dir/generation_config.json`; none if there is no such file.
+    ///
+    /// # Errors
+    /// [`FormatError::Io`], [`FormatError::Malformed`] (not JSON, a value of the wrong type or out of range).
+    pub fn read(dir: &Path) -> Result<Option<Self>, FormatError> {
+        let path = dir.join(FILE);
+        match fs::read(&path) {
+            Ok(json) => Self::parse(&json).map(Some),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(FormatError::io(
+                path,
+                e,
+                "make the file readable for this user.",
+            )),
+        }
+    }
+
+    /// Parses the content of a generation_config.json.
+    ///
+    /// # Errors
+    /// [`FormatError::Malformed`].
+    pub fn parse(json: &[u8]) -> Result<Self, FormatError> {
+        let raw: Raw =
+            serde_json::from_slice(json).map_err(|e| bad(format!("is not valid: {e}")))?;
+        let config = Self {
+            eos_token_ids: eos_token_ids(raw.eos_token_id)?,
+            do_sample: raw.do_sample,
+            temperature: raw.temperature,
+            top_p: raw.top_p,
+            top_k: raw.top_k.filter(|k| *k > 0),
+            min_p: raw.min_p,
+            repetition_penalty: raw.repetition_penalty,
+            max_new_tokens: raw.max_new_tokens,
+        };
+        config.check()?;
+        Ok(config)
+    }
+
+    fn check(&self) -> Result<(), FormatError> {
+        let ranges = [
+            ("temperature", self.temperature, 0.0..=f32::MAX, "0 or more"),
+            (
+                "top_p",
+                self.top_p,
+                f32::MIN_POSITIVE..=1.0,
+                "more than 0, at most 1",
+            ),
+            ("min_p", self.min_p, 0.0..=1.0, "between 0 and 1"),
+            (
+                "repetition_penalty",
+                self.repetition_penalty,
+                f32::MIN_POSITIVE..=f32::MAX,
+                "positive",
+            ),
+        ];
+        for (field, value, range, want) in ranges {
+            if let Some(value) = value.filter(|v| !range.contains(v)) {
+                return Err(bad(format!("has {field} {value}; it must be {want}")));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn eos_token_ids(value: Option<Value>) -> Result<Vec<u32>, FormatError> {
+    let ids = match value {
+        None | Some(Value::Null) => return Ok(Vec::new()),
+        Some(Value::Array(ids)) => ids,
+        Some(id) => vec![id],
+    };
+    let id = |v: &Value| v.as_u64().and_then(|id| u32::try_from(id).ok());
+    ids.iter()
+        .map(|v| {
+            id(v).ok_or_else(|| {
+                bad(format!(
+                    "has eos_token_id {v}; it must be a token id or a list of them"
+                ))
+            })
+        })
+        .collect()
+}
+
+fn bad(problem: String) -> FormatError {
+    FormatError::malformed(
+        FILE,
+        problem,
+        "correct the value, or delete the file: it holds only defaults.",
+    )
+}

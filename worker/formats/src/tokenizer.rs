@@ -1,0 +1,208 @@
+//! `tokenizer.json`: text to token ids and back.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::FormatError;
+use crate::ModelConfig;
+use crate::detokenize::{Detokenizer, StreamDecoder};
+
+const TOKENIZER_FILE: &str = "tokenizer.json";
+const DOWNLOAD_AGAIN: &str = "download the file again, from where the weights came from.";
+
+/// A tokenizer; clones share it.
+#[derive(Clone)]
+pub struct Tokenizer {
+    pub(crate) inner: Arc<Inner>,
+}
+
+pub(crate) struct Inner {
+    tokenizer: tokenizers::Tokenizer,
+    detokenizer: Detokenizer,
+    vocab_size: usize,
+}
+
+impl Tokenizer {
+    /// Reads `dir/tokenizer.json`.
+    ///
+    /// # Errors
+    /// [`FormatError::Missing`] (no such file), [`FormatError::Io`], and those of [`Tokenizer::from_bytes`].
+    pub fn open(dir: &Path) -> Result<Self, FormatError> {
+        let path = dir.join(TOKENIZER_FILE);
+        match fs::read(&path) {
+            Ok(json) => Self::from_bytes(&json),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Err(no_tokenizer(dir)),
+            Err(e) => Err(FormatError::io(
+                path,
+                e,
+                "make the file readable for this user.",
+            )),
+        }
+    }
+
+    /// Parses the content of a tokenizer.json. Truncation and padding that it asks for are for training and switched off.
+    ///
+    /// # Errors
+    /// [`FormatError::Malformed`]: not a tokenizer.json, an empty vocabulary, or a decoder that is not supported.
+    pub fn from_bytes(json: &[u8]) -> Result<Self, FormatError> {
+        let bad = |problem: String| FormatError::malformed(TOKENIZER_FILE, problem, DOWNLOAD_AGAIN);
+        let mut tokenizer = tokenizers::Tokenizer::from_bytes(json)
+            .map_err(|e| bad(format!("is not a valid tokenizer: {e}")))?;
+        tokenizer
+            .with_padding(None)
+            .with_truncation(None)
+            .map_err(|e| {
+                bad(format!(
+                    "asks for truncation that cannot be switched off: {e}"
+                ))
+            })?;
+        let decoder = serde_json::to_value(tokenizer.get_decoder())
+            .map_err(|e| bad(format!("has an unreadable decoder: {e}")))?;
+        let detokenizer = Detokenizer::from_json(&decoder)?;
+        let highest = tokenizer.get_vocab(true).into_values().max();
+        let Some(highest) = highest else {
+            return Err(bad("has no tokens".into()));
+        };
+        Ok(Self {
+            inner: Arc::new(Inner {
+                tokenizer,
+                detokenizer,
+                vocab_size: highest as usize + 1,
+            }),
+        })
+    }
+
+    /// Token ids of a text. `add_special` adds what the tokenizer puts around a text, such as a begin token; leave it
+    /// off after a chat template, which writes them itself. Special tokens spelt out in the text become themselves.
+    ///
+    /// # Errors
+    /// [`FormatError::Tokenize`].
+    pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, FormatError> {
+        let encoding = self.inner.tokenizer.encode_fast(text, add_special);
+        let encoding = encoding.map_err(|e| FormatError::Tokenize {
+            reason: e.to_string(),
+        })?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The text of token ids; bytes that are not UTF-8 become U+FFFD, and ids without a token nothing.
+    pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
+        let mut decoder = StreamDecoder::new(self.clone(), skip_special);
+        let mut text: String = ids.iter().filter_map(|id| decoder.push(*id)).collect();
+        text.push_str(&decoder.finish());
+        text
+    }
+
+    /// An incremental [`Tokenizer::decode`] that leaves out special tokens.
+    pub fn decoder(&self) -> StreamDecoder {
+        StreamDecoder::new(self.clone(), true)
+    }
+
+    /// An incremental [`Tokenizer::decode`] that keeps special tokens, for answers whose tool calls they mark.
+    pub fn decoder_with_special(&self) -> StreamDecoder {
+        StreamDecoder::new(self.clone(), false)
+    }
+
+    /// One more than the highest token id.
+    pub fn vocab_size(&self) -> usize {
+        self.inner.vocab_size
+    }
+
+    /// The vocabulary's spelling of a token (`Ġhello`), added tokens as themselves.
+    pub fn token_text(&self, id: u32) -> Option<String> {
+        self.inner.tokenizer.id_to_token(id)
+    }
+
+    /// The bytes that a token stands for within a text, special tokens as spelt.
+    pub fn token_bytes(&self, id: u32) -> Option<Vec<u8>> {
+        let token = self.token_text(id)?;
+        if self
+            .inner
+            .tokenizer
+            .get_added_vocabulary()
+            .get_added_tokens_decoder()
+            .contains_key(&id)
+        {
+            return Some(token.into_bytes());
+        }
+        Some(self.inner.detokenizer.bytes_of(&token))
+    }
+
+    /// The id of a token by its spelling in the vocabulary.
+    pub fn token_id(&self, token: &str) -> Option<u32> {
+        self.inner.tokenizer.token_to_id(token)
+    }
+
+    /// Whether a token is special: a mark of the format, never text.
+    pub fn is_special(&self, id: u32) -> bool {
+        self.token_text(id)
+            .is_some_and(|token| self.is_special_text(&token))
+    }
+
+    /// All special token ids, ascending.
+    pub fn special_ids(&self) -> Vec<u32> {
+        let added = self.inner.tokenizer.get_added_tokens_decoder();
+        let mut ids: Vec<u32> = added
+            .iter()
+            .filter(|(_, t)| t.special)
+            .map(|(id, _)| *id)
+            .collect();
+        ids.sort_unstable();
+        ids
+    }
+
+    /// Refuses a tokenizer whose ids the model has no rows for. Fewer are fine: vocabularies are padded.
+    ///
+    /// # Errors
+    /// [`FormatError::VocabularyMismatch`].
+    pub fn check_vocab(&self, config: &ModelConfig) -> Result<(), FormatError> {
+        if self.vocab_size() <= config.vocab_size {
+            return Ok(());
+        }
+        Err(FormatError::VocabularyMismatch {
+            tokenizer: self.vocab_size(),
+            model: config.vocab_size,
+        })
+    }
+
+    pub(crate) fn is_special_text(&self, token: &str) -> bool {
+        self.inner
+            .tokenizer
+            .get_added_vocabulary()
+            .is_special_token(token)
+    }
+
+    pub(crate) fn detokenizer(&self) -> &Detokenizer {
+        &self.inner.detokenizer
+    }
+}
+
+impl std::fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tokenizer")
+            .field("vocab_size", &self.vocab_size())
+            .finish_non_exhaustive()
+    }
+}
+
+fn no_tokenizer(dir: &Path) -> FormatError {
+    let other = ["tokenizer.model", "tiktoken.model"]
+        .into_iter()
+        .find(|name| dir.join(name).exists());
+    FormatError::Missing {
+        what: TOKENIZER_FILE.into(),
+        needed_by: match other {
+            Some(other) => format!("{} holds {other}, an older format", dir.display()),
+            None => format!("{} does not hold it", dir.display()),
+        },
+        remedy: match other {
+            Some(_) => {
+                "convert it: transformers' AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
+                    .into()
+            }
+            None => "download it from where the weights came from.".into(),
+        },
+    }
+}

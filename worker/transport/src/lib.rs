@@ -1,9 +1,47 @@
-//! Protobuf and tonic: generation, KV transfer, control.
+//! Protobuf and tonic: what flows between gateway and workers, and how its connections are set up.
+//!
+//! - [`v1`]: messages and services, generated from `proto/hearth/v1/worker.proto`.
+//! - [`client`]: one kept connection for each worker; [`server`]: the other end; [`tls`]: mutual TLS for both.
+//! - [`RpcError`]: tells a worker that is gone from a request that is wrong, which decides failover.
+//! - [`CallContext`]: request id and trace context, carried as metadata; [`deadline`]: limits on streams.
+//! - [`kv`]: KV messages of bounded size; [`loopback`]: a worker without a port, for tests.
+//!
+//! **Invariants**
+//! - Nothing here knows a model or an engine.
+//! - Dropping a response stream reaches the other end as a reset of that stream: cancellation needs no message.
 
 #![forbid(unsafe_code)]
+
+pub mod client;
+mod context;
+pub mod deadline;
+mod endpoint;
+mod error;
+pub mod kv;
+pub mod loopback;
+pub mod server;
+pub mod tls;
+
+pub use client::{ClientOptions, Clients, Worker};
+pub use context::{CallContext, TraceParent};
+pub use endpoint::{Endpoint, EndpointError};
+pub use error::{RpcError, RpcErrorKind, TransportError};
+pub use server::{Listener, ServerOptions, serve};
+pub use tls::{Tls, TlsError, TlsFiles};
+pub use tonic;
+pub use tonic_health;
 
 /// Messages and services of `hearth.v1`, generated from `proto/hearth/v1/worker.proto`.
 #[allow(missing_docs, clippy::all, unreachable_pub)]
 pub mod v1 {
     tonic::include_proto!("hearth.v1");
 }
+
+/// Largest message that either end accepts: a piece of KV is far smaller, the logits of a prefill may not be.
+pub const MAX_MESSAGE_BYTES: usize = 64 << 20;
+
+/// Bytes in flight on one stream before the receiver must have read some.
+pub const STREAM_WINDOW_BYTES: u32 = 8 << 20;
+
+/// Bytes in flight on one connection.
+pub const CONNECTION_WINDOW_BYTES: u32 = 16 << 20;

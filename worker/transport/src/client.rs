@@ -1,0 +1,177 @@
+//! The calling end: one kept connection for each worker.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use tonic::{
+    Status,
+    transport::{Channel, Endpoint as TonicEndpoint},
+};
+use tonic_health::pb::health_client::HealthClient;
+
+use crate::{
+    CONNECTION_WINDOW_BYTES, Endpoint, MAX_MESSAGE_BYTES, RpcError, STREAM_WINDOW_BYTES, Tls,
+    TransportError,
+    v1::{
+        control_client::ControlClient, decode_client::DecodeClient, prefill_client::PrefillClient,
+    },
+};
+
+/// How a client treats its connections.
+#[derive(Clone)]
+pub struct ClientOptions {
+    /// Certificates; none: plain.
+    pub tls: Option<Tls>,
+    /// Time to connect.
+    pub connect_timeout: Duration,
+    /// Time between pings, also of a connection without calls.
+    pub keepalive_interval: Duration,
+    /// Time after which a ping without answer ends the connection and its calls.
+    pub keepalive_timeout: Duration,
+}
+
+impl Default for ClientOptions {
+    fn default() -> Self {
+        Self {
+            tls: None,
+            connect_timeout: Duration::from_secs(3),
+            keepalive_interval: Duration::from_secs(5),
+            keepalive_timeout: Duration::from_secs(15),
+        }
+    }
+}
+
+/// Connections to workers. Clones share them. Needs a tokio runtime.
+#[derive(Clone, Default)]
+pub struct Clients {
+    options: ClientOptions,
+    kept: Arc<Mutex<HashMap<Endpoint, Worker>>>,
+}
+
+impl Clients {
+    /// No connection yet.
+    pub fn new(options: ClientOptions) -> Self {
+        Self {
+            options,
+            kept: Arc::default(),
+        }
+    }
+
+    /// The worker at `endpoint`. It is dialled by the first call, and again by the first call after its
+    /// connection broke: a call to a worker that is not there fails with [`crate::RpcErrorKind::Gone`].
+    ///
+    /// # Errors
+    /// [`TransportError::Configuration`] when tonic refuses the address or the certificates.
+    pub fn worker(&self, endpoint: &Endpoint) -> Result<Worker, TransportError> {
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(worker) = kept.get(endpoint) {
+            return Ok(worker.clone());
+        }
+        let worker = Worker::over(endpoint.clone(), dial(endpoint, &self.options)?);
+        kept.insert(endpoint.clone(), worker.clone());
+        Ok(worker)
+    }
+
+    /// Keeps a worker that was connected otherwise, as [`crate::loopback`] does.
+    pub fn keep(&self, worker: Worker) {
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.insert(worker.endpoint.clone(), worker);
+    }
+
+    /// Drops the connection to a worker that left; calls in flight go on.
+    pub fn forget(&self, endpoint: &Endpoint) {
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.remove(endpoint);
+    }
+}
+
+/// A connection to one worker; cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Worker {
+    endpoint: Endpoint,
+    channel: Channel,
+}
+
+impl Worker {
+    /// Over a channel that is there already.
+    pub fn over(endpoint: Endpoint, channel: Channel) -> Self {
+        Self { endpoint, channel }
+    }
+
+    /// Its address.
+    pub fn endpoint(&self) -> &Endpoint {
+        &self.endpoint
+    }
+
+    /// Sorts a failed call to this worker.
+    pub fn error(&self, status: &Status) -> RpcError {
+        RpcError::new(&self.endpoint, status)
+    }
+
+    /// Its decode service.
+    pub fn decode(&self) -> DecodeClient<Channel> {
+        DecodeClient::new(self.channel.clone())
+            .max_decoding_message_size(MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(MAX_MESSAGE_BYTES)
+    }
+
+    /// Its prefill service.
+    pub fn prefill(&self) -> PrefillClient<Channel> {
+        PrefillClient::new(self.channel.clone())
+            .max_decoding_message_size(MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(MAX_MESSAGE_BYTES)
+    }
+
+    /// Its control service.
+    pub fn control(&self) -> ControlClient<Channel> {
+        ControlClient::new(self.channel.clone())
+            .max_decoding_message_size(MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(MAX_MESSAGE_BYTES)
+    }
+
+    /// Its health service (`grpc.health.v1`).
+    pub fn health(&self) -> HealthClient<Channel> {
+        HealthClient::new(self.channel.clone())
+    }
+}
+
+fn dial(endpoint: &Endpoint, options: &ClientOptions) -> Result<Channel, TransportError> {
+    let ClientOptions {
+        tls,
+        connect_timeout,
+        keepalive_interval,
+        keepalive_timeout,
+    } = options;
+    let refused = |e: tonic::transport::Error| TransportError::Configuration {
+        endpoint: endpoint.to_string(),
+        reason: innermost(&e),
+    };
+    let scheme = if tls.is_some() { "https" } else { "http" };
+    let mut tonic = TonicEndpoint::from_shared(format!("{scheme}://{endpoint}"))
+        .map_err(refused)?
+        .tcp_nodelay(true)
+        .connect_timeout(*connect_timeout)
+        .http2_keep_alive_interval(*keepalive_interval)
+        .keep_alive_timeout(*keepalive_timeout)
+        .keep_alive_while_idle(true)
+        .initial_stream_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES);
+    if let Some(tls) = tls {
+        tonic = tonic
+            .tls_config(tls.client(endpoint.host()))
+            .map_err(refused)?;
+    }
+    Ok(tonic.connect_lazy())
+}
+
+/// The last message of an error's chain: tonic's own says no more than "transport error".
+pub(crate) fn innermost(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut last = error;
+    while let Some(source) = last.source() {
+        last = source;
+    }
+    last.to_string()
+}

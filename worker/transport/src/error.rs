@@ -1,0 +1,195 @@
+//! Errors of calls, sorted by what the caller should do about them.
+
+use std::error::Error as _;
+
+use tonic::{Code, Status};
+
+use crate::{Endpoint, EndpointError, TlsError};
+
+/// Why a connection or a listener cannot be set up.
+#[derive(Debug, thiserror::Error)]
+pub enum TransportError {
+    /// Certificates.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
+    /// Text that is no endpoint.
+    #[error(transparent)]
+    Endpoint(#[from] EndpointError),
+    /// The address is taken or not ours.
+    #[error("cannot listen on {address}: {reason}; stop what listens there or choose another port")]
+    Bind {
+        /// Address.
+        address: String,
+        /// The system's reason.
+        reason: std::io::Error,
+    },
+    /// tonic refuses the configuration.
+    #[error("connection to {endpoint} cannot be configured: {reason}")]
+    Configuration {
+        /// Address.
+        endpoint: String,
+        /// tonic's reason.
+        reason: String,
+    },
+    /// The listener failed.
+    #[error("serving on {address} ended: {reason}")]
+    Serve {
+        /// Address.
+        address: String,
+        /// tonic's reason.
+        reason: String,
+    },
+}
+
+/// What failed, for decisions and as a metric label.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum RpcErrorKind {
+    /// No connection, a broken one, or a worker that is shutting down.
+    Gone,
+    /// The worker is full.
+    Busy,
+    /// The worker failed at its own work: a forward pass, damaged weights.
+    WorkerFault,
+    /// The worker serves another model or layout than the caller expects.
+    Mismatch,
+    /// The call took longer than its deadline.
+    Deadline,
+    /// The request is wrong; every worker would say so.
+    Rejected,
+}
+
+impl RpcErrorKind {
+    /// Metric label.
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Gone => "gone",
+            Self::Busy => "busy",
+            Self::WorkerFault => "worker_fault",
+            Self::Mismatch => "mismatch",
+            Self::Deadline => "deadline",
+            Self::Rejected => "rejected",
+        }
+    }
+}
+
+/// A call that failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("worker {endpoint}: {message}")]
+pub struct RpcError {
+    kind: RpcErrorKind,
+    endpoint: String,
+    message: String,
+}
+
+impl RpcError {
+    /// Sorts the status of a call to `endpoint`.
+    ///
+    /// A status with a source was made on this side, by a connection that broke; one without was sent by
+    /// the worker.
+    pub fn new(endpoint: &Endpoint, status: &Status) -> Self {
+        let broken = status.source().is_some();
+        let kind = match status.code() {
+            Code::DeadlineExceeded => RpcErrorKind::Deadline,
+            _ if broken => RpcErrorKind::Gone,
+            Code::Unavailable | Code::Cancelled | Code::Aborted => RpcErrorKind::Gone,
+            Code::ResourceExhausted => RpcErrorKind::Busy,
+            Code::Internal | Code::Unknown | Code::DataLoss | Code::Ok => RpcErrorKind::WorkerFault,
+            Code::FailedPrecondition | Code::Unimplemented => RpcErrorKind::Mismatch,
+            Code::InvalidArgument
+            | Code::OutOfRange
+            | Code::NotFound
+            | Code::AlreadyExists
+            | Code::PermissionDenied
+            | Code::Unauthenticated => RpcErrorKind::Rejected,
+        };
+        Self {
+            kind,
+            endpoint: endpoint.to_string(),
+            message: if broken {
+                crate::client::innermost(status)
+            } else {
+                status.message().to_owned()
+            },
+        }
+    }
+
+    /// A stream that ended without its last event: the worker died between two messages.
+    pub fn cut_short(endpoint: &Endpoint) -> Self {
+        Self {
+            kind: RpcErrorKind::Gone,
+            endpoint: endpoint.to_string(),
+            message: "the stream ended before its last event".to_owned(),
+        }
+    }
+
+    /// An error of a given kind, found by the caller itself.
+    pub fn of(kind: RpcErrorKind, endpoint: &Endpoint, message: impl Into<String>) -> Self {
+        Self {
+            kind,
+            endpoint: endpoint.to_string(),
+            message: message.into(),
+        }
+    }
+
+    /// What failed.
+    pub fn kind(&self) -> RpcErrorKind {
+        self.kind
+    }
+
+    /// The worker's own words, or the connection's.
+    pub fn message(&self) -> &str {
+        &self.message
+    }
+
+    /// `host:port` of the worker.
+    pub fn endpoint(&self) -> &str {
+        &self.endpoint
+    }
+
+    /// Whether another worker, or this one after a restart, may well answer the same request. Bound the number
+    /// of retries of [`RpcErrorKind::WorkerFault`]: a request may be what breaks each worker.
+    pub fn retriable(&self) -> bool {
+        match self.kind {
+            RpcErrorKind::Gone
+            | RpcErrorKind::Busy
+            | RpcErrorKind::WorkerFault
+            | RpcErrorKind::Mismatch => true,
+            RpcErrorKind::Deadline | RpcErrorKind::Rejected => false,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_are_sorted() {
+        let endpoint: Endpoint = "w:1".parse().unwrap();
+        for (status, kind, retriable) in [
+            (Status::unavailable("draining"), RpcErrorKind::Gone, true),
+            (Status::cancelled(""), RpcErrorKind::Gone, true),
+            (Status::resource_exhausted("full"), RpcErrorKind::Busy, true),
+            (Status::internal("NaN"), RpcErrorKind::WorkerFault, true),
+            (
+                Status::failed_precondition("model"),
+                RpcErrorKind::Mismatch,
+                true,
+            ),
+            (Status::deadline_exceeded(""), RpcErrorKind::Deadline, false),
+            (
+                Status::invalid_argument("bad"),
+                RpcErrorKind::Rejected,
+                false,
+            ),
+            (Status::out_of_range("long"), RpcErrorKind::Rejected, false),
+        ] {
+            let error = RpcError::new(&endpoint, &status);
+            assert_eq!(error.kind(), kind, "{status}");
+            assert_eq!(error.retriable(), retriable, "{status}");
+        }
+        let full = RpcError::new(&endpoint, &Status::resource_exhausted("the queue is full"));
+        assert_eq!(full.to_string(), "worker w:1: the queue is full");
+        assert!(RpcError::cut_short(&endpoint).retriable());
+    }
+}

@@ -1,0 +1,142 @@
+//! The listening end.
+
+use std::{
+    future::Future,
+    net::{SocketAddr, ToSocketAddrs},
+    time::Duration,
+};
+
+use tonic::{
+    service::Routes,
+    transport::{Server, server::TcpIncoming},
+};
+
+use crate::{
+    CONNECTION_WINDOW_BYTES, MAX_MESSAGE_BYTES, STREAM_WINDOW_BYTES, Tls, TransportError,
+    v1::{
+        control_server::{Control, ControlServer},
+        decode_server::{Decode, DecodeServer},
+        prefill_server::{Prefill, PrefillServer},
+    },
+};
+
+/// How a server treats its connections.
+#[derive(Clone)]
+pub struct ServerOptions {
+    /// Certificates; none: plain.
+    pub tls: Option<Tls>,
+    /// Time between pings of a connection.
+    pub keepalive_interval: Duration,
+    /// Time after which a ping without answer ends the connection, and with it the requests of a caller that
+    /// is gone.
+    pub keepalive_timeout: Duration,
+}
+
+impl Default for ServerOptions {
+    fn default() -> Self {
+        Self {
+            tls: None,
+            keepalive_interval: Duration::from_secs(10),
+            keepalive_timeout: Duration::from_secs(20),
+        }
+    }
+}
+
+/// A bound address.
+pub struct Listener {
+    incoming: TcpIncoming,
+    address: SocketAddr,
+}
+
+impl Listener {
+    /// Binds `address`, as in `127.0.0.1:7001`; port 0 takes a free one. Needs a tokio runtime.
+    ///
+    /// # Errors
+    /// [`TransportError::Bind`] when the address is taken, is not ours or does not resolve.
+    pub fn bind(address: &str) -> Result<Self, TransportError> {
+        let failed = |reason| TransportError::Bind {
+            address: address.to_owned(),
+            reason,
+        };
+        let resolved = address.to_socket_addrs().map_err(failed)?.next();
+        let nothing = || std::io::Error::other("the name has no address");
+        let resolved = resolved.ok_or_else(nothing).map_err(failed)?;
+        let incoming = TcpIncoming::bind(resolved).map_err(failed)?;
+        Ok(Self {
+            address: incoming.local_addr().map_err(failed)?,
+            incoming: incoming.with_nodelay(Some(true)),
+        })
+    }
+
+    /// The address, with the port that was taken.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+/// Serves until `shutdown` is ready and the calls in flight have ended.
+///
+/// # Errors
+/// [`TransportError::Configuration`] for certificates that tonic refuses, [`TransportError::Serve`] when the
+/// listener fails.
+pub async fn serve(
+    listener: Listener,
+    routes: Routes,
+    options: &ServerOptions,
+    shutdown: impl Future<Output = ()>,
+) -> Result<(), TransportError> {
+    let Listener { incoming, address } = listener;
+    let address = address.to_string();
+    builder(options, &address)?
+        .add_routes(routes)
+        .serve_with_incoming_shutdown(incoming, shutdown)
+        .await
+        .map_err(|e| TransportError::Serve {
+            address,
+            reason: crate::client::innermost(&e),
+        })
+}
+
+pub(crate) fn builder(options: &ServerOptions, address: &str) -> Result<Server, TransportError> {
+    let ServerOptions {
+        tls,
+        keepalive_interval,
+        keepalive_timeout,
+    } = options;
+    let server = Server::builder()
+        .tcp_nodelay(true)
+        .http2_keepalive_interval(Some(*keepalive_interval))
+        .http2_keepalive_timeout(Some(*keepalive_timeout))
+        .initial_stream_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES);
+    match tls {
+        None => Ok(server),
+        Some(tls) => server
+            .tls_config(tls.server())
+            .map_err(|e| TransportError::Configuration {
+                endpoint: address.to_owned(),
+                reason: crate::client::innermost(&e),
+            }),
+    }
+}
+
+/// The decode service with this crate's message limits.
+pub fn decode<T: Decode>(service: T) -> DecodeServer<T> {
+    DecodeServer::new(service)
+        .max_decoding_message_size(MAX_MESSAGE_BYTES)
+        .max_encoding_message_size(MAX_MESSAGE_BYTES)
+}
+
+/// The prefill service with this crate's message limits.
+pub fn prefill<T: Prefill>(service: T) -> PrefillServer<T> {
+    PrefillServer::new(service)
+        .max_decoding_message_size(MAX_MESSAGE_BYTES)
+        .max_encoding_message_size(MAX_MESSAGE_BYTES)
+}
+
+/// The control service with this crate's message limits.
+pub fn control<T: Control>(service: T) -> ControlServer<T> {
+    ControlServer::new(service)
+        .max_decoding_message_size(MAX_MESSAGE_BYTES)
+        .max_encoding_message_size(MAX_MESSAGE_BYTES)
+}

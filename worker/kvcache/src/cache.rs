@@ -85,6 +85,14 @@ impl KvCache {
         self.pool.peek_prefix(reusable(prompt)) * self.pool.block_tokens()
     }
 
+    /// Blocks that would be left over if a sequence with this prompt began now and reserved `tokens` tokens;
+    /// none if it does not fit. Unlike [`KvCache::begin`] it holds nothing and counts nothing.
+    pub fn room_after(&self, prompt: &[u32], tokens: usize) -> Option<usize> {
+        let (found, evictable) = self.pool.peek_prefix_blocks(reusable(prompt));
+        let needed = self.blocks_for(tokens).saturating_sub(found);
+        (self.pool.available_blocks() - evictable).checked_sub(needed)
+    }
+
     /// Begins a sequence with the longest cached prefix of `prompt`, in whole blocks and shorter than the
     /// prompt: one token at least stays to be computed, for its logits.
     pub fn begin(&mut self, prompt: &[u32]) -> SequenceBlocks {

@@ -253,6 +253,13 @@ impl BlockPool {
         self.walk(None, tokens).len()
     }
 
+    /// The same number, and how many of those blocks nobody holds.
+    pub(crate) fn peek_prefix_blocks(&self, tokens: &[u32]) -> (usize, usize) {
+        let found = self.walk(None, tokens);
+        let unheld = found.iter().filter(|id| self.references(**id) == 0);
+        (found.len(), unheld.count())
+    }
+
     /// Another holder for a registered block; none if it is not of this pool.
     pub fn share(&mut self, block: &Block<Registered>) -> Option<Block<Registered>> {
         self.registration(block)?;

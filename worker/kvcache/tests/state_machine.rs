@@ -127,6 +127,7 @@ impl World {
             .take_while(|&n| n == 0 || self.committed.contains(&prompt[..n]))
             .last()
             .unwrap_or(0);
+        let room = self.cache.room_after(&prompt, prompt.len());
         let mut blocks = self.cache.begin(&prompt);
         let matched = blocks.tokens();
         assert_eq!(matched, expected);
@@ -135,9 +136,11 @@ impl World {
             assert_eq!(matched, naive, "a cached prefix was missed");
         }
         if self.cache.reserve(&mut blocks, prompt.len()).is_err() {
+            assert_eq!(room, None);
             self.cache.release(blocks);
             return;
         }
+        assert_eq!(room, Some(self.cache.pool().available_blocks()));
         let written = prompt[..matched].to_vec();
         self.live.push(Live {
             blocks,

@@ -1,0 +1,587 @@
+//! The scheduler.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use hearth_kvcache::{CacheStats, KvCache, SequenceBlocks};
+
+use crate::{
+    Admission, FinishReason, Finished, ImportTarget, Phase, Request, Sampled, ScheduleError,
+    SequenceId, SpanKind, Step, StepResult, StepSpan, Update, Work,
+};
+
+/// Limits, fixed at the start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SchedulerOptions {
+    /// Sequences that hold a place for decoding; exports need none.
+    pub max_batch: usize,
+    /// Prompt tokens of one step, all sequences together.
+    pub chunk_tokens: usize,
+    /// Requests in the queue. Preempted sequences are not counted: what was accepted is kept.
+    pub max_waiting: usize,
+}
+
+/// Gauges, and counters from the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SchedulerStats {
+    /// Sequences in the queue.
+    pub waiting: usize,
+    /// Sequences that hold blocks.
+    pub running: usize,
+    /// Times that a sequence gave up its blocks.
+    pub preemptions: u64,
+    /// Blocks and prefix hits.
+    pub kv: CacheStats,
+}
+
+#[derive(Debug)]
+struct Sequence {
+    work: Work,
+    /// Prompt and answer.
+    tokens: Vec<u32>,
+    /// Length of `tokens` at which the answer is cut.
+    limit_tokens: usize,
+    phase: Phase,
+    /// Present in every phase but `Waiting`.
+    kv: Option<SequenceBlocks>,
+    /// Was admitted before.
+    again: bool,
+}
+
+impl Sequence {
+    /// Tokens whose KV is ever stored: the last sampled one is never fed back.
+    fn stored_tokens_max(&self) -> usize {
+        match self.work {
+            Work::Export => self.tokens.len(),
+            Work::Generate | Work::ImportThenGenerate => self.limit_tokens - 1,
+        }
+    }
+
+    fn computed_tokens(&self) -> usize {
+        self.kv.as_ref().map_or(0, SequenceBlocks::tokens)
+    }
+
+    /// May lose its blocks: nobody else reads or writes them, and it would not end soon by itself.
+    fn is_preemptible(&self) -> bool {
+        self.work != Work::Export && matches!(self.phase, Phase::Prefilling | Phase::Decoding)
+    }
+}
+
+/// What the scheduler remembers of a step in flight.
+#[derive(Debug)]
+struct InFlight {
+    sequence: SequenceId,
+    rows: usize,
+    wants_logits: bool,
+}
+
+/// Continuous batching with chunked prefill over a [`KvCache`].
+///
+/// Call [`schedule`](Self::schedule), compute the step, call [`update`](Self::update), and so on. A step that
+/// failed needs no update: nothing of it is recorded, and the next `schedule` decides anew.
+#[derive(Debug)]
+pub struct Scheduler {
+    options: SchedulerOptions,
+    kv: KvCache,
+    sequences: BTreeMap<SequenceId, Sequence>,
+    waiting: BTreeSet<SequenceId>,
+    running: BTreeSet<SequenceId>,
+    next_id: u64,
+    step: u64,
+    in_flight: Option<Vec<InFlight>>,
+    preemptions: u64,
+}
+
+impl Scheduler {
+    /// A scheduler over an empty cache.
+    ///
+    /// # Errors
+    /// [`ScheduleError::Option`] for a limit of 0.
+    pub fn new(options: SchedulerOptions, kv: KvCache) -> Result<Self, ScheduleError> {
+        let SchedulerOptions {
+            max_batch,
+            chunk_tokens,
+            max_waiting,
+        } = options;
+        for (field, value) in [
+            ("max_batch", max_batch),
+            ("chunk_tokens", chunk_tokens),
+            ("max_waiting", max_waiting),
+        ] {
+            if value == 0 {
+                return Err(ScheduleError::Option { field });
+            }
+        }
+        Ok(Self {
+            options,
+            kv,
+            sequences: BTreeMap::new(),
+            waiting: BTreeSet::new(),
+            running: BTreeSet::new(),
+            next_id: 1,
+            step: 0,
+            in_flight: None,
+            preemptions: 0,
+        })
+    }
+
+    /// Takes a request into the queue.
+    ///
+    /// # Errors
+    /// [`ScheduleError::EmptyPrompt`], [`ScheduleError::NothingToGenerate`], [`ScheduleError::TooLong`] for what
+    /// would not fit into an empty cache, [`ScheduleError::QueueFull`].
+    pub fn submit(&mut self, request: Request) -> Result<SequenceId, ScheduleError> {
+        let Request {
+            tokens,
+            max_new_tokens,
+            work,
+        } = request;
+        if tokens.is_empty() {
+            return Err(ScheduleError::EmptyPrompt);
+        }
+        if max_new_tokens == 0 && work != Work::Export {
+            return Err(ScheduleError::NothingToGenerate);
+        }
+        let sequence = Sequence {
+            work,
+            limit_tokens: tokens.len().saturating_add(max_new_tokens),
+            tokens,
+            phase: Phase::Waiting,
+            kv: None,
+            again: false,
+        };
+        let stored = sequence.stored_tokens_max();
+        let (needed_blocks, blocks) = (self.kv.blocks_for(stored), self.kv.pool().total_blocks());
+        if needed_blocks > blocks {
+            return Err(ScheduleError::TooLong {
+                tokens: stored,
+                needed_blocks,
+                blocks,
+            });
+        }
+        let waiting = self.waiting_new();
+        if waiting >= self.options.max_waiting {
+            return Err(ScheduleError::QueueFull {
+                waiting,
+                limit: self.options.max_waiting,
+            });
+        }
+        let id = SequenceId(self.next_id);
+        self.next_id += 1;
+        self.sequences.insert(id, sequence);
+        self.waiting.insert(id);
+        Ok(id)
+    }
+
+    /// Ends a sequence in whatever phase, and returns whether there was one. Its blocks are free for the next
+    /// [`Scheduler::schedule`]; a step in flight may still write into them.
+    pub fn cancel(&mut self, id: SequenceId) -> bool {
+        self.remove(id)
+    }
+
+    /// Where the KV of a sequence in [`Phase::WaitingKv`] goes; none for any other. Ask before each write: a
+    /// sequence that was cancelled must not be written.
+    pub fn import_target(&self, id: SequenceId) -> Option<ImportTarget> {
+        let sequence = self.sequences.get(&id)?;
+        match (&sequence.kv, sequence.phase) {
+            (Some(kv), Phase::WaitingKv) => Some(ImportTarget {
+                blocks: kv.ids_for(sequence.tokens.len()),
+                first_token: kv.tokens(),
+                tokens: sequence.tokens.len(),
+            }),
+            _ => None,
+        }
+    }
+
+    /// The KV of the first `tokens` tokens has been imported. With all of it, `sampled` may be the first answer
+    /// token; the rest of the prompt, its last token at least without `sampled`, is computed here. So 0 tokens
+    /// and no token is how a failed import goes on.
+    ///
+    /// # Errors
+    /// [`ScheduleError::UnknownSequence`], [`ScheduleError::NotImporting`], [`ScheduleError::ImportTooShort`].
+    pub fn import_done(
+        &mut self,
+        id: SequenceId,
+        tokens: usize,
+        sampled: Option<Sampled>,
+    ) -> Result<Option<Finished>, ScheduleError> {
+        let sequence = self
+            .sequences
+            .get_mut(&id)
+            .ok_or(ScheduleError::UnknownSequence(id))?;
+        let Some(kv) = sequence
+            .kv
+            .as_mut()
+            .filter(|_| sequence.phase == Phase::WaitingKv)
+        else {
+            return Err(ScheduleError::NotImporting(id));
+        };
+        let expected = sequence.tokens.len();
+        if sampled.is_some() && tokens < expected {
+            return Err(ScheduleError::ImportTooShort {
+                sequence: id,
+                tokens,
+                expected,
+            });
+        }
+        let end = expected - usize::from(sampled.is_none());
+        let done = kv.tokens();
+        let imported = &sequence.tokens[done..tokens.clamp(done, end)];
+        self.kv
+            .commit(kv, imported)
+            .map_err(|e| blocks_error(id, &e))?;
+        sequence.phase = Phase::Prefilling;
+        Ok(sampled.and_then(|s| self.push_token(id, s)))
+    }
+
+    /// The KV of an export was read: its blocks are released, and it ends.
+    ///
+    /// # Errors
+    /// [`ScheduleError::UnknownSequence`], [`ScheduleError::NotExporting`].
+    pub fn export_done(&mut self, id: SequenceId) -> Result<(), ScheduleError> {
+        match self.phase(id) {
+            None => Err(ScheduleError::UnknownSequence(id)),
+            Some(Phase::Exporting) => {
+                self.remove(id);
+                Ok(())
+            }
+            Some(_) => Err(ScheduleError::NotExporting(id)),
+        }
+    }
+
+    /// Decides the next step. A step still in flight is given up: nothing of it is recorded.
+    pub fn schedule(&mut self) -> Step {
+        self.step += 1;
+        let mut step = Step {
+            number: self.step,
+            ..Step::default()
+        };
+        self.add_decodes(&mut step);
+        self.admit(&mut step);
+        self.add_chunks(&mut step);
+        let in_flight = step.spans.iter().map(|span| InFlight {
+            sequence: span.sequence,
+            rows: span.tokens.len(),
+            wants_logits: span.wants_logits,
+        });
+        self.in_flight = Some(in_flight.collect());
+        step
+    }
+
+    /// Records a step that was computed.
+    ///
+    /// # Errors
+    /// [`ScheduleError::StaleStep`], [`ScheduleError::MissingToken`], [`ScheduleError::UnexpectedToken`]; then
+    /// nothing is recorded, and the step is still in flight.
+    pub fn update(&mut self, result: StepResult) -> Result<Update, ScheduleError> {
+        let tokens = self.check_result(&result)?;
+        let mut update = Update::default();
+        for span in self.in_flight.take().unwrap_or_default() {
+            let id = span.sequence;
+            let Some(sequence) = self.sequences.get_mut(&id) else {
+                continue; // Cancelled while it was computed.
+            };
+            let Some(kv) = sequence.kv.as_mut() else {
+                continue;
+            };
+            let start = kv.tokens();
+            self.kv
+                .commit(kv, &sequence.tokens[start..start + span.rows])
+                .map_err(|e| blocks_error(id, &e))?;
+            if !span.wants_logits {
+                continue;
+            }
+            if sequence.work == Work::Export {
+                sequence.phase = Phase::Exporting;
+                update.exported.push(id);
+            } else if let Some(sampled) = tokens.get(&id) {
+                update.finished.extend(self.push_token(id, *sampled));
+            }
+        }
+        Ok(update)
+    }
+
+    /// Where a sequence stands; none when it has ended.
+    pub fn phase(&self, id: SequenceId) -> Option<Phase> {
+        self.sequences.get(&id).map(|s| s.phase)
+    }
+
+    /// Prompt and answer of a sequence; none when it has ended.
+    pub fn tokens(&self, id: SequenceId) -> Option<&[u32]> {
+        self.sequences.get(&id).map(|s| s.tokens.as_slice())
+    }
+
+    /// Blocks of a sequence that hold its first `tokens` tokens; none when it holds no block.
+    pub fn blocks(&self, id: SequenceId, tokens: usize) -> Option<Vec<hearth_kernels::BlockId>> {
+        let kv = self.sequences.get(&id)?.kv.as_ref()?;
+        Some(kv.ids_for(tokens))
+    }
+
+    /// Whether no sequence is left.
+    pub fn is_idle(&self) -> bool {
+        self.sequences.is_empty()
+    }
+
+    /// The most tokens, prompt and answer, that one sequence can have.
+    pub fn capacity_tokens(&self) -> usize {
+        // The last token of an answer is never stored.
+        self.kv.pool().total_blocks() * self.kv.block_tokens() + 1
+    }
+
+    /// The block cache, for its numbers.
+    pub fn kv(&self) -> &KvCache {
+        &self.kv
+    }
+
+    /// Gauges and counters.
+    pub fn stats(&self) -> SchedulerStats {
+        SchedulerStats {
+            waiting: self.waiting.len(),
+            running: self.running.len(),
+            preemptions: self.preemptions,
+            kv: self.kv.stats(),
+        }
+    }
+
+    /// The tokens of a result by sequence, if it fits the step in flight.
+    fn check_result(
+        &self,
+        result: &StepResult,
+    ) -> Result<BTreeMap<SequenceId, Sampled>, ScheduleError> {
+        let step = result.step;
+        let stale = ScheduleError::StaleStep {
+            step,
+            last: self.step,
+        };
+        let Some(in_flight) = self.in_flight.as_ref().filter(|_| step == self.step) else {
+            return Err(stale);
+        };
+        let alive = |id: &SequenceId| self.sequences.contains_key(id);
+        let mut open: BTreeSet<SequenceId> = in_flight
+            .iter()
+            .filter(|span| span.wants_logits)
+            .map(|span| span.sequence)
+            .filter(|id| {
+                self.sequences
+                    .get(id)
+                    .is_some_and(|s| s.work != Work::Export)
+            })
+            .collect();
+        let mut tokens = BTreeMap::new();
+        for sampled in &result.sampled {
+            let sequence = sampled.sequence;
+            if open.remove(&sequence) {
+                tokens.insert(sequence, *sampled);
+            } else if alive(&sequence) {
+                return Err(ScheduleError::UnexpectedToken { step, sequence });
+            }
+        }
+        match open.first() {
+            Some(&sequence) => Err(ScheduleError::MissingToken { step, sequence }),
+            None => Ok(tokens),
+        }
+    }
+
+    /// Appends a sampled token; ends the sequence if it is the last.
+    fn push_token(&mut self, id: SequenceId, sampled: Sampled) -> Option<Finished> {
+        let sequence = self.sequences.get_mut(&id)?;
+        sequence.tokens.push(sampled.token);
+        sequence.phase = Phase::Decoding;
+        let reason = if sampled.last {
+            FinishReason::Stop
+        } else if sequence.tokens.len() >= sequence.limit_tokens {
+            FinishReason::Length
+        } else {
+            return None;
+        };
+        self.remove(id);
+        Some(Finished {
+            sequence: id,
+            reason,
+        })
+    }
+
+    /// A row for each sequence that decodes, oldest first. One that finds no block, and no younger sequence to
+    /// take it from, keeps what it has and sits the step out.
+    fn add_decodes(&mut self, step: &mut Step) {
+        let ids: Vec<SequenceId> = self.running.iter().copied().collect();
+        for id in ids {
+            // Asked anew: an older one may just have taken its blocks.
+            if self.phase(id) != Some(Phase::Decoding) || !self.make_room(id, step) {
+                continue;
+            }
+            if let Some(span) = self.span(id, 1, SpanKind::Decode) {
+                step.spans.push(span);
+            }
+        }
+    }
+
+    /// Room for all tokens of a decoding sequence, at the cost of younger ones.
+    fn make_room(&mut self, id: SequenceId, step: &mut Step) -> bool {
+        loop {
+            let Some(sequence) = self.sequences.get_mut(&id) else {
+                return false;
+            };
+            let Some(kv) = sequence.kv.as_mut() else {
+                return false;
+            };
+            if self.kv.reserve(kv, sequence.tokens.len()).is_ok() {
+                return true;
+            }
+            let younger = self.running.iter().rev().take_while(|other| **other > id);
+            let victim = younger.copied().find(|other| {
+                self.sequences
+                    .get(other)
+                    .is_some_and(Sequence::is_preemptible)
+            });
+            match victim {
+                Some(victim) => self.preempt(victim, step),
+                None => return false,
+            }
+        }
+    }
+
+    fn preempt(&mut self, id: SequenceId, step: &mut Step) {
+        if let Some(sequence) = self.sequences.get_mut(&id) {
+            sequence.phase = Phase::Waiting;
+            if let Some(kv) = sequence.kv.take() {
+                self.kv.release(kv);
+            }
+            self.running.remove(&id);
+            self.waiting.insert(id);
+            self.preemptions += 1;
+            step.preempted.push(id);
+        }
+    }
+
+    /// Admits from the head of the queue while it fits.
+    fn admit(&mut self, step: &mut Step) {
+        while let Some(&id) = self.waiting.first() {
+            let Some(room) = self.room_for(id) else {
+                return;
+            };
+            let Some(sequence) = self.sequences.get_mut(&id) else {
+                return;
+            };
+            let mut kv = self.kv.begin(&sequence.tokens);
+            if self.kv.reserve(&mut kv, room).is_err() {
+                self.kv.release(kv);
+                return;
+            }
+            let cached_tokens = kv.tokens();
+            // KV that was imported once is computed here when it was lost.
+            let imports = sequence.work == Work::ImportThenGenerate && !sequence.again;
+            sequence.phase = if imports {
+                Phase::WaitingKv
+            } else {
+                Phase::Prefilling
+            };
+            sequence.kv = Some(kv);
+            let again = std::mem::replace(&mut sequence.again, true);
+            self.waiting.remove(&id);
+            self.running.insert(id);
+            step.admitted.push(Admission {
+                sequence: id,
+                cached_tokens,
+                import: self.import_target(id),
+                again,
+            });
+        }
+    }
+
+    /// How many tokens to reserve for a sequence if it can be admitted now: all it has and one to decode.
+    fn room_for(&self, id: SequenceId) -> Option<usize> {
+        let sequence = self.sequences.get(&id)?;
+        if sequence.work == Work::Export {
+            // Exports have no bound of their own: the next one comes when the chunk reaches it.
+            if self.pending_prefill_tokens() >= self.options.chunk_tokens {
+                return None;
+            }
+        } else if self.decoders().count() >= self.options.max_batch {
+            return None;
+        }
+        let tokens = (sequence.tokens.len() + 1).min(sequence.stored_tokens_max());
+        let left = self.kv.room_after(&sequence.tokens, tokens)?;
+        // Everyone who decodes may need a block soon: without this margin the newcomer would be preempted.
+        (left >= self.decoders().count()).then_some(tokens)
+    }
+
+    /// Chunks of prompts, oldest first, up to the budget.
+    fn add_chunks(&mut self, step: &mut Step) {
+        let mut budget = self.options.chunk_tokens;
+        let ids: Vec<SequenceId> = self.running.iter().copied().collect();
+        for id in ids {
+            if budget == 0 {
+                return;
+            }
+            let Some(sequence) = self.sequences.get_mut(&id) else {
+                continue;
+            };
+            if sequence.phase != Phase::Prefilling {
+                continue;
+            }
+            if let Some(kv) = sequence.kv.as_mut() {
+                // Others may have computed the same prefix while this one waited.
+                self.kv.extend_from_cache(kv, &sequence.tokens);
+            }
+            if let Some(span) = self.span(id, budget, SpanKind::Prefill) {
+                budget -= span.tokens.len();
+                step.spans.push(span);
+            }
+        }
+    }
+
+    /// The next rows of a sequence, at most `rows`.
+    fn span(&self, id: SequenceId, rows: usize, kind: SpanKind) -> Option<StepSpan> {
+        let sequence = self.sequences.get(&id)?;
+        let kv = sequence.kv.as_ref()?;
+        let start = kv.tokens();
+        let end = sequence.tokens.len().min(start + rows);
+        Some(StepSpan {
+            sequence: id,
+            kind,
+            tokens: sequence.tokens.get(start..end)?.to_vec(),
+            start,
+            blocks: kv.ids_for(end),
+            wants_logits: end == sequence.tokens.len(),
+        })
+    }
+
+    /// Requests in the queue that were never admitted.
+    fn waiting_new(&self) -> usize {
+        let waiting = self.waiting.iter().filter_map(|id| self.sequences.get(id));
+        waiting.filter(|s| !s.again).count()
+    }
+
+    /// Sequences that hold a place in the batch.
+    fn decoders(&self) -> impl Iterator<Item = &Sequence> {
+        let running = self.running.iter().filter_map(|id| self.sequences.get(id));
+        running.filter(|s| s.work != Work::Export)
+    }
+
+    fn pending_prefill_tokens(&self) -> usize {
+        let running = self.running.iter().filter_map(|id| self.sequences.get(id));
+        running
+            .filter(|s| s.phase == Phase::Prefilling)
+            .map(|s| s.tokens.len() - s.computed_tokens())
+            .sum()
+    }
+
+    fn remove(&mut self, id: SequenceId) -> bool {
+        let Some(sequence) = self.sequences.remove(&id) else {
+            return false;
+        };
+        self.waiting.remove(&id);
+        self.running.remove(&id);
+        if let Some(kv) = sequence.kv {
+            self.kv.release(kv);
+        }
+        true
+    }
+}
+
+fn blocks_error(sequence: SequenceId, error: &hearth_kvcache::KvCacheError) -> ScheduleError {
+    ScheduleError::Blocks {
+        sequence,
+        reason: error.to_string(),
+    }
+}

@@ -1,0 +1,152 @@
+//! A device whose arithmetic is a hash: each token's KV is a digest of all tokens up to it, and the answer's
+//! next token is drawn from what is read back through the blocks. Whatever the scheduler mixes up shows.
+
+use hearth_kernels::BlockId;
+
+use crate::{ImportTarget, SequenceId, StepSpan};
+
+/// Tokens that the device samples from.
+pub const VOCAB: u32 = 32_000;
+
+/// A fault of the scheduler that the device noticed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeviceError {
+    /// A span without rows, or with too few blocks.
+    #[error("sequence {}: {rows} rows at position {start} do not fit {blocks} blocks", .sequence.0)]
+    Span {
+        /// The sequence.
+        sequence: SequenceId,
+        /// Rows of the span.
+        rows: usize,
+        /// Position of the first.
+        start: usize,
+        /// Blocks given.
+        blocks: usize,
+    },
+    /// A block outside the cache.
+    #[error("block {} is outside the cache", .0.0)]
+    Block(BlockId),
+}
+
+/// KV of `blocks` blocks, one digest a token.
+#[derive(Debug)]
+pub struct Device {
+    block_tokens: usize,
+    slots: Vec<u64>,
+}
+
+impl Device {
+    /// A device with empty KV.
+    pub fn new(blocks: usize, block_tokens: usize) -> Self {
+        Self {
+            block_tokens,
+            slots: vec![0; blocks * block_tokens],
+        }
+    }
+
+    /// Computes a span: stores its KV, and returns the token that its last row's logits would give.
+    ///
+    /// # Errors
+    /// [`DeviceError`] for a span that a real device would refuse.
+    pub fn compute(&mut self, span: &StepSpan) -> Result<u32, DeviceError> {
+        let end = span.start + span.tokens.len();
+        if span.tokens.is_empty() || span.blocks.len() * self.block_tokens < end {
+            return Err(DeviceError::Span {
+                sequence: span.sequence,
+                rows: span.tokens.len(),
+                start: span.start,
+                blocks: span.blocks.len(),
+            });
+        }
+        let mut past = match span.start.checked_sub(1) {
+            Some(position) => self.slots[self.slot(&span.blocks, position)?],
+            None => ROOT,
+        };
+        for (position, &token) in (span.start..).zip(&span.tokens) {
+            past = mix(past, u64::from(token));
+            let slot = self.slot(&span.blocks, position)?;
+            self.slots[slot] = past;
+        }
+        self.sample(&span.blocks, end)
+    }
+
+    /// Stores the KV that another device computed for a prompt, and returns the token that follows it.
+    ///
+    /// # Errors
+    /// [`DeviceError::Block`].
+    pub fn import(&mut self, target: &ImportTarget, prompt: &[u32]) -> Result<u32, DeviceError> {
+        let mut past = ROOT;
+        for (position, &token) in prompt.iter().enumerate() {
+            past = mix(past, u64::from(token));
+            if position >= target.first_token {
+                let slot = self.slot(&target.blocks, position)?;
+                self.slots[slot] = past;
+            }
+        }
+        self.sample(&target.blocks, prompt.len())
+    }
+
+    /// Attention of the last of `tokens` tokens: reads the end of each block, where its whole past is told.
+    fn sample(&self, blocks: &[BlockId], tokens: usize) -> Result<u32, DeviceError> {
+        let mut read = ROOT;
+        for end in block_ends(tokens, self.block_tokens) {
+            read = mix(read, self.slots[self.slot(blocks, end - 1)?]);
+        }
+        Ok(token_of(read))
+    }
+
+    fn slot(&self, blocks: &[BlockId], position: usize) -> Result<usize, DeviceError> {
+        let id = blocks
+            .get(position / self.block_tokens)
+            .copied()
+            .unwrap_or(BlockId(u32::MAX));
+        let slot = id.0 as usize * self.block_tokens + position % self.block_tokens;
+        if slot < self.slots.len() {
+            Ok(slot)
+        } else {
+            Err(DeviceError::Block(id))
+        }
+    }
+}
+
+/// What a device with blocks of `block_tokens` answers to a prompt, computed without any block.
+pub fn expected_answer(prompt: &[u32], tokens: usize, block_tokens: usize) -> Vec<u32> {
+    let mut past = ROOT;
+    let mut digests = Vec::with_capacity(prompt.len() + tokens);
+    let mut push = |digests: &mut Vec<u64>, token: u32| {
+        past = mix(past, u64::from(token));
+        digests.push(past);
+    };
+    for &token in prompt {
+        push(&mut digests, token);
+    }
+    let mut answer = Vec::with_capacity(tokens);
+    while answer.len() < tokens {
+        let read = block_ends(digests.len(), block_tokens)
+            .fold(ROOT, |read, end| mix(read, digests[end - 1]));
+        let token = token_of(read);
+        answer.push(token);
+        push(&mut digests, token);
+    }
+    answer
+}
+
+const ROOT: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// Ends of the blocks that hold `tokens` tokens, the last one cut.
+fn block_ends(tokens: usize, block_tokens: usize) -> impl Iterator<Item = usize> {
+    (0..tokens.div_ceil(block_tokens)).map(move |b| ((b + 1) * block_tokens).min(tokens))
+}
+
+/// The finaliser of splitmix64 over both.
+fn mix(past: u64, value: u64) -> u64 {
+    let mut z = past.rotate_left(17) ^ value.wrapping_add(ROOT);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+fn token_of(digest: u64) -> u32 {
+    (digest % u64::from(VOCAB)) as u32
+}

@@ -1,0 +1,163 @@
+//! What a simulation yields.
+
+use super::Arrival;
+use crate::ScheduleError;
+
+/// How a request ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// Not yet; in no report of a simulation that ended.
+    Open,
+    /// With its whole answer, or its whole export.
+    Complete,
+    /// By its client.
+    Cancelled,
+    /// At the door.
+    Refused(ScheduleError),
+}
+
+/// One request of the trace. Times are microseconds from the start.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RequestReport {
+    /// When it came.
+    pub arrived_us: f64,
+    /// When it left the queue.
+    pub admitted_us: Option<f64>,
+    /// When its first token was there.
+    pub first_token_us: Option<f64>,
+    /// When it ended.
+    pub ended_us: Option<f64>,
+    /// How it ended.
+    pub outcome: Outcome,
+    /// Prompt tokens whose KV was found at admission.
+    pub cached_tokens: usize,
+    /// The answer.
+    pub answer: Vec<u32>,
+}
+
+impl RequestReport {
+    /// Time to first token in microseconds.
+    pub fn ttft_us(&self) -> Option<f64> {
+        Some(self.first_token_us? - self.arrived_us)
+    }
+
+    /// Time per output token behind the first, in microseconds.
+    pub fn tpot_us(&self) -> Option<f64> {
+        let intervals = self.answer.len().checked_sub(1).filter(|n| *n > 0)?;
+        Some((self.ended_us? - self.first_token_us?) / intervals as f64)
+    }
+}
+
+/// Measured values, ascending.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Distribution {
+    sorted: Vec<f64>,
+}
+
+impl FromIterator<f64> for Distribution {
+    fn from_iter<I: IntoIterator<Item = f64>>(values: I) -> Self {
+        let mut sorted: Vec<f64> = values.into_iter().collect();
+        sorted.sort_by(f64::total_cmp);
+        Self { sorted }
+    }
+}
+
+impl Distribution {
+    /// Number of values.
+    pub fn count(&self) -> usize {
+        self.sorted.len()
+    }
+
+    /// Arithmetic mean; none without values.
+    pub fn mean(&self) -> Option<f64> {
+        let count = self.sorted.len();
+        (count > 0).then(|| self.sorted.iter().sum::<f64>() / count as f64)
+    }
+
+    /// The smallest value that `percent` of 100 values do not exceed (nearest rank); none without values.
+    pub fn percentile(&self, percent: f64) -> Option<f64> {
+        let rank = (percent / 100.0 * self.sorted.len() as f64).ceil() as usize;
+        self.sorted
+            .get(
+                rank.saturating_sub(1)
+                    .min(self.sorted.len().checked_sub(1)?),
+            )
+            .copied()
+    }
+
+    /// The largest value; none without values.
+    pub fn max(&self) -> Option<f64> {
+        self.sorted.last().copied()
+    }
+}
+
+/// A simulation that ended.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SimulationReport {
+    /// One for each arrival, in their order.
+    pub requests: Vec<RequestReport>,
+    /// Steps that computed something.
+    pub steps: usize,
+    /// Rows computed, replays included.
+    pub computed_tokens: usize,
+    /// Times that a sequence gave up its blocks.
+    pub preemptions: usize,
+    /// Most decode rows of a step.
+    pub peak_batch: usize,
+    /// Most prompt tokens of a step.
+    pub peak_chunk_tokens: usize,
+    /// Most blocks in use.
+    pub peak_used_blocks: usize,
+    /// When the last request ended, in microseconds.
+    pub makespan_us: f64,
+}
+
+impl SimulationReport {
+    pub(super) fn new(arrivals: &[Arrival]) -> Self {
+        let requests = arrivals.iter().map(|arrival| RequestReport {
+            arrived_us: arrival.at_us,
+            admitted_us: None,
+            first_token_us: None,
+            ended_us: None,
+            outcome: Outcome::Open,
+            cached_tokens: 0,
+            answer: Vec::new(),
+        });
+        Self {
+            requests: requests.collect(),
+            steps: 0,
+            computed_tokens: 0,
+            preemptions: 0,
+            peak_batch: 0,
+            peak_chunk_tokens: 0,
+            peak_used_blocks: 0,
+            makespan_us: 0.0,
+        }
+    }
+
+    /// Times to first token, in microseconds.
+    pub fn ttft_us(&self) -> Distribution {
+        self.requests
+            .iter()
+            .filter_map(RequestReport::ttft_us)
+            .collect()
+    }
+
+    /// Times per output token, in microseconds, one value a request.
+    pub fn tpot_us(&self) -> Distribution {
+        self.requests
+            .iter()
+            .filter_map(RequestReport::tpot_us)
+            .collect()
+    }
+
+    /// Answer tokens of all requests in a second.
+    pub fn answer_tokens_per_s(&self) -> f64 {
+        let tokens: usize = self.requests.iter().map(|r| r.answer.len()).sum();
+        if self.makespan_us > 0.0 {
+            tokens as f64 * 1e6 / self.makespan_us
+        } else {
+            0.0
+        }
+    }
+}

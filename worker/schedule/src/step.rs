@@ -1,0 +1,114 @@
+//! A step and its result.
+
+use hearth_kernels::BlockId;
+
+use crate::{FinishReason, ImportTarget, SequenceId};
+
+/// What a span computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SpanKind {
+    /// One row: the last sampled token.
+    Decode,
+    /// A chunk of a prompt, or of a replay.
+    Prefill,
+}
+
+/// Rows of one sequence in a forward pass.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StepSpan {
+    /// The sequence.
+    pub sequence: SequenceId,
+    /// What it computes.
+    pub kind: SpanKind,
+    /// Tokens of the rows, at least one.
+    pub tokens: Vec<u32>,
+    /// Absolute position of the first row.
+    pub start: usize,
+    /// Blocks from position 0; cover `start + tokens.len()` tokens.
+    pub blocks: Vec<BlockId>,
+    /// The last row's logits are wanted. Except for exports, a token must come back for them.
+    pub wants_logits: bool,
+}
+
+/// A sequence that left the queue in this step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Admission {
+    /// The sequence.
+    pub sequence: SequenceId,
+    /// Tokens whose KV was found. Later steps may find more; [`StepSpan::start`] tells.
+    pub cached_tokens: usize,
+    /// Where to import KV, for a prompt that is computed elsewhere.
+    pub import: Option<ImportTarget>,
+    /// It ran before and was preempted.
+    pub again: bool,
+}
+
+/// What the engine is to do next.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Step {
+    /// Counts from 1.
+    pub number: u64,
+    /// Decode rows by age, then chunks by age.
+    pub spans: Vec<StepSpan>,
+    /// Sequences that left the queue.
+    pub admitted: Vec<Admission>,
+    /// Sequences that gave up their blocks and are in the queue again.
+    pub preempted: Vec<SequenceId>,
+}
+
+impl Step {
+    /// Whether there is nothing to compute.
+    pub fn is_empty(&self) -> bool {
+        self.spans.is_empty()
+    }
+
+    /// Rows of the forward pass.
+    pub fn rows(&self) -> usize {
+        self.spans.iter().map(|s| s.tokens.len()).sum()
+    }
+
+    /// Rows of one kind.
+    pub fn rows_of(&self, kind: SpanKind) -> usize {
+        let spans = self.spans.iter().filter(|s| s.kind == kind);
+        spans.map(|s| s.tokens.len()).sum()
+    }
+}
+
+/// A token that the engine sampled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sampled {
+    /// The sequence.
+    pub sequence: SequenceId,
+    /// The token.
+    pub token: u32,
+    /// It ends the answer (stop token, stop string, end of grammar).
+    pub last: bool,
+}
+
+/// What came of a step that was computed.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StepResult {
+    /// [`Step::number`].
+    pub step: u64,
+    /// One token for each span that wanted logits, exports excepted. Tokens of sequences cancelled meanwhile
+    /// are ignored.
+    pub sampled: Vec<Sampled>,
+}
+
+/// A sequence that ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Finished {
+    /// The sequence; its blocks are released.
+    pub sequence: SequenceId,
+    /// Why.
+    pub reason: FinishReason,
+}
+
+/// What an update changed.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Update {
+    /// Sequences that ended.
+    pub finished: Vec<Finished>,
+    /// Exports whose KV is complete; they hold their blocks until [`crate::Scheduler::export_done`].
+    pub exported: Vec<SequenceId>,
+}

@@ -1,0 +1,414 @@
+//! The scheduler's rules, one by one.
+
+#![allow(clippy::unwrap_used)] // A test may panic.
+
+use hearth_kvcache::KvCache;
+use hearth_schedule::{
+    FinishReason, Phase, Request, Sampled, ScheduleError, Scheduler, SchedulerOptions, SequenceId,
+    SpanKind, Step, StepResult, Update, Work,
+};
+
+const OPTIONS: SchedulerOptions = SchedulerOptions {
+    max_batch: 4,
+    chunk_tokens: 8,
+    max_waiting: 16,
+};
+
+fn scheduler(options: SchedulerOptions, blocks: usize) -> Scheduler {
+    Scheduler::new(options, KvCache::new(blocks, 4).unwrap()).unwrap()
+}
+
+fn request(tokens: impl IntoIterator<Item = u32>, max_new_tokens: usize) -> Request {
+    Request {
+        tokens: tokens.into_iter().collect(),
+        max_new_tokens,
+        work: Work::Generate,
+    }
+}
+
+fn sampled(sequence: SequenceId, token: u32) -> Sampled {
+    Sampled {
+        sequence,
+        token,
+        last: false,
+    }
+}
+
+/// Answers token 7 wherever logits are wanted.
+fn answer(s: &mut Scheduler, step: &Step) -> Update {
+    let wanting = step.spans.iter().filter(|span| span.wants_logits);
+    s.update(StepResult {
+        step: step.number,
+        sampled: wanting.map(|span| sampled(span.sequence, 7)).collect(),
+    })
+    .unwrap()
+}
+
+fn shape(step: &Step) -> Vec<(u64, SpanKind, usize, usize)> {
+    let spans = step.spans.iter();
+    spans
+        .map(|s| (s.sequence.0, s.kind, s.start, s.tokens.len()))
+        .collect()
+}
+
+#[test]
+fn a_prompt_is_computed_in_chunks_and_then_decoded() {
+    let mut s = scheduler(OPTIONS, 16);
+    let id = s.submit(request(0..10, 3)).unwrap();
+    let first = s.schedule();
+    assert_eq!(shape(&first), [(1, SpanKind::Prefill, 0, 8)]);
+    assert!(!first.spans[0].wants_logits);
+    assert_eq!(first.spans[0].blocks.len(), 2);
+    answer(&mut s, &first);
+    let second = s.schedule();
+    assert_eq!(shape(&second), [(1, SpanKind::Prefill, 8, 2)]);
+    assert!(second.spans[0].wants_logits);
+    answer(&mut s, &second);
+    assert_eq!(s.phase(id), Some(Phase::Decoding));
+    let third = s.schedule();
+    assert_eq!(shape(&third), [(1, SpanKind::Decode, 10, 1)]);
+    assert_eq!(third.spans[0].tokens, [7]);
+    assert!(answer(&mut s, &third).finished.is_empty());
+    let step = s.schedule();
+    let update = answer(&mut s, &step);
+    assert_eq!(update.finished[0].reason, FinishReason::Length);
+    assert!(s.is_idle() && s.stats().kv.used_blocks == 0);
+}
+
+#[test]
+fn decoding_goes_on_beside_a_long_prompt() {
+    let mut s = scheduler(OPTIONS, 32);
+    s.submit(request([1, 2], 10)).unwrap();
+    let step = s.schedule();
+    answer(&mut s, &step);
+    s.submit(request(100..140, 1)).unwrap();
+    for chunk in 0..4 {
+        let step = s.schedule();
+        assert_eq!(
+            shape(&step),
+            [
+                (1, SpanKind::Decode, 2 + chunk, 1),
+                (2, SpanKind::Prefill, 8 * chunk, 8)
+            ]
+        );
+        answer(&mut s, &step);
+    }
+}
+
+#[test]
+fn the_chunk_is_shared_first_come_first_served() {
+    let mut s = scheduler(OPTIONS, 32);
+    for first in [0, 100, 200] {
+        s.submit(request(first..first + 5, 1)).unwrap();
+    }
+    let step = s.schedule();
+    assert_eq!(
+        shape(&step),
+        [(1, SpanKind::Prefill, 0, 5), (2, SpanKind::Prefill, 0, 3)]
+    );
+    answer(&mut s, &step);
+    let step = s.schedule();
+    assert_eq!(
+        shape(&step),
+        [(2, SpanKind::Prefill, 3, 2), (3, SpanKind::Prefill, 0, 5)]
+    );
+}
+
+#[test]
+fn a_stop_token_ends_early_and_frees_the_place() {
+    let mut s = scheduler(
+        SchedulerOptions {
+            max_batch: 1,
+            ..OPTIONS
+        },
+        8,
+    );
+    let a = s.submit(request([1], 100)).err();
+    assert!(matches!(a, Some(ScheduleError::TooLong { .. })));
+    let a = s.submit(request([1], 20)).unwrap();
+    let b = s.submit(request([2], 20)).unwrap();
+    let step = s.schedule();
+    assert_eq!(shape(&step).len(), 1);
+    assert_eq!(s.phase(b), Some(Phase::Waiting));
+    let update = s
+        .update(StepResult {
+            step: step.number,
+            sampled: vec![Sampled {
+                sequence: a,
+                token: 2,
+                last: true,
+            }],
+        })
+        .unwrap();
+    assert_eq!(update.finished[0].reason, FinishReason::Stop);
+    assert_eq!(s.schedule().spans[0].sequence, b);
+}
+
+#[test]
+fn the_youngest_gives_way_and_comes_back_with_its_answer() {
+    let mut s = scheduler(OPTIONS, 6);
+    let old = s.submit(request(0..8, 12)).unwrap();
+    let young = s.submit(request(50..54, 12)).unwrap();
+    let mut preempted_at = None;
+    for n in 0..40 {
+        let step = s.schedule();
+        assert!(!step.preempted.contains(&old));
+        if step.preempted.contains(&young) && preempted_at.is_none() {
+            preempted_at = Some((n, s.tokens(young).unwrap().to_vec()));
+            assert_eq!(s.phase(young), Some(Phase::Waiting));
+        }
+        let again = step.admitted.iter().find(|a| a.again);
+        if let (Some(admission), Some((_, tokens))) = (again, &preempted_at) {
+            assert_eq!(admission.sequence, young);
+            // Nothing of the answer was lost.
+            assert_eq!(s.tokens(young).unwrap(), tokens);
+        }
+        answer(&mut s, &step);
+        if s.is_idle() {
+            break;
+        }
+    }
+    assert!(
+        preempted_at.is_some(),
+        "the cache was too large for this test"
+    );
+    assert!(s.is_idle());
+    assert!(s.stats().preemptions > 0);
+}
+
+#[test]
+fn a_common_prefix_is_computed_once_even_by_those_admitted_together() {
+    let mut s = scheduler(OPTIONS, 32);
+    s.submit(request(0..17, 1)).unwrap();
+    s.submit(request((0..16).chain([99]), 1)).unwrap();
+    let mut rows = 0;
+    while !s.is_idle() {
+        let step = s.schedule();
+        rows += step.rows();
+        answer(&mut s, &step);
+    }
+    // 17 of the first, and the last token of the second.
+    assert_eq!(rows, 18);
+    assert_eq!(s.stats().kv.hit_tokens, 16);
+}
+
+#[test]
+fn imported_kv_is_decoded_from_the_sampled_token() {
+    let mut s = scheduler(OPTIONS, 16);
+    let id = s
+        .submit(Request {
+            work: Work::ImportThenGenerate,
+            ..request(0..9, 5)
+        })
+        .unwrap();
+    let step = s.schedule();
+    assert!(step.is_empty());
+    let target = step.admitted[0].import.clone().unwrap();
+    assert_eq!((target.first_token, target.tokens), (0, 9));
+    assert_eq!(target.blocks.len(), 3);
+    assert_eq!(s.phase(id), Some(Phase::WaitingKv));
+    assert!(s.schedule().is_empty(), "it waits");
+    s.import_done(id, 9, Some(sampled(id, 7))).unwrap();
+    assert_eq!(shape(&s.schedule()), [(1, SpanKind::Decode, 9, 1)]);
+    assert!(s.import_target(id).is_none());
+}
+
+#[test]
+fn an_import_without_a_token_computes_the_rest_here() {
+    for (imported, expected) in [(0, (0, 8)), (6, (6, 3)), (9, (8, 1))] {
+        let mut s = scheduler(OPTIONS, 16);
+        let id = s
+            .submit(Request {
+                work: Work::ImportThenGenerate,
+                ..request(0..9, 5)
+            })
+            .unwrap();
+        s.schedule();
+        s.import_done(id, imported, None).unwrap();
+        let step = s.schedule();
+        assert_eq!((step.spans[0].start, step.spans[0].tokens.len()), expected);
+    }
+}
+
+#[test]
+fn an_import_skips_what_is_cached_here() {
+    let mut s = scheduler(OPTIONS, 16);
+    s.submit(request(0..9, 1)).unwrap();
+    while !s.is_idle() {
+        let step = s.schedule();
+        answer(&mut s, &step);
+    }
+    s.submit(Request {
+        work: Work::ImportThenGenerate,
+        ..request(0..12, 5)
+    })
+    .unwrap();
+    let step = s.schedule();
+    assert_eq!(step.admitted[0].cached_tokens, 8);
+    assert_eq!(step.admitted[0].import.as_ref().unwrap().first_token, 8);
+}
+
+#[test]
+fn an_export_keeps_its_blocks_until_it_was_read() {
+    let mut s = scheduler(OPTIONS, 4);
+    let id = s
+        .submit(Request {
+            work: Work::Export,
+            ..request(0..16, 0)
+        })
+        .unwrap();
+    assert_eq!(s.export_done(id), Err(ScheduleError::NotExporting(id)));
+    let step = s.schedule();
+    answer_export(&mut s, &step);
+    let step = s.schedule();
+    assert!(step.spans[0].wants_logits);
+    assert_eq!(answer_export(&mut s, &step).exported, [id]);
+    assert_eq!(s.blocks(id, 16).unwrap().len(), 4);
+    assert_eq!(s.stats().kv.used_blocks, 4);
+    s.export_done(id).unwrap();
+    assert_eq!(s.stats().kv.used_blocks, 0);
+    assert_eq!(s.export_done(id), Err(ScheduleError::UnknownSequence(id)));
+}
+
+fn answer_export(s: &mut Scheduler, step: &Step) -> Update {
+    s.update(StepResult {
+        step: step.number,
+        sampled: Vec::new(),
+    })
+    .unwrap()
+}
+
+#[test]
+fn a_cancel_frees_the_blocks_in_every_phase() {
+    for steps in 0..4 {
+        let mut s = scheduler(OPTIONS, 16);
+        let id = s.submit(request(0..10, 5)).unwrap();
+        for _ in 0..steps {
+            let step = s.schedule();
+            answer(&mut s, &step);
+        }
+        assert!(s.cancel(id));
+        assert!(!s.cancel(id));
+        assert!(s.is_idle() && s.stats().kv.used_blocks == 0);
+        assert!(s.schedule().is_empty());
+    }
+}
+
+#[test]
+fn the_token_of_a_sequence_cancelled_in_flight_is_ignored() {
+    let mut s = scheduler(OPTIONS, 16);
+    let a = s.submit(request([1, 2], 5)).unwrap();
+    let b = s.submit(request([3, 4], 5)).unwrap();
+    let step = s.schedule();
+    s.cancel(a);
+    answer(&mut s, &step);
+    assert_eq!(s.tokens(b), Some([3, 4, 7].as_slice()));
+    assert_eq!(s.tokens(a), None);
+}
+
+#[test]
+fn a_step_that_failed_leaves_no_trace() {
+    let mut s = scheduler(OPTIONS, 16);
+    s.submit(request(0..10, 5)).unwrap();
+    let failed = s.schedule();
+    let next = s.schedule();
+    assert_eq!(failed.spans, next.spans);
+    let stale = s.update(StepResult {
+        step: failed.number,
+        sampled: Vec::new(),
+    });
+    assert_eq!(stale, Err(ScheduleError::StaleStep { step: 1, last: 2 }));
+    answer(&mut s, &next);
+    // The same result twice is stale too.
+    let twice = s.update(StepResult {
+        step: next.number,
+        sampled: Vec::new(),
+    });
+    assert!(matches!(twice, Err(ScheduleError::StaleStep { .. })));
+}
+
+#[test]
+fn a_result_must_fit_its_step() {
+    let mut s = scheduler(OPTIONS, 16);
+    let a = s.submit(request([1, 2], 5)).unwrap();
+    let b = s.submit(request(0..16, 5)).unwrap();
+    let step = s.schedule();
+    let result = |sampled: Vec<Sampled>| StepResult {
+        step: step.number,
+        sampled,
+    };
+    let number = step.number;
+    assert_eq!(
+        s.update(result(vec![])),
+        Err(ScheduleError::MissingToken {
+            step: number,
+            sequence: a
+        })
+    );
+    let too_many = |sequence| {
+        Err(ScheduleError::UnexpectedToken {
+            step: number,
+            sequence,
+        })
+    };
+    let r = result(vec![sampled(a, 7), sampled(b, 7)]);
+    assert_eq!(s.update(r), too_many(b));
+    let r = result(vec![sampled(a, 7), sampled(a, 7)]);
+    assert_eq!(s.update(r), too_many(a));
+    // After all that, the right one still counts.
+    s.update(result(vec![sampled(a, 7)])).unwrap();
+    assert_eq!(s.tokens(a), Some([1, 2, 7].as_slice()));
+}
+
+#[test]
+fn bad_requests_are_refused_with_a_remedy() {
+    let mut s = scheduler(
+        SchedulerOptions {
+            max_waiting: 2,
+            ..OPTIONS
+        },
+        4,
+    );
+    assert_eq!(s.submit(request([], 1)), Err(ScheduleError::EmptyPrompt));
+    assert_eq!(
+        s.submit(request([1], 0)),
+        Err(ScheduleError::NothingToGenerate)
+    );
+    // 17 tokens: the last one is never stored, so that 16 fill the four blocks.
+    assert_eq!(s.capacity_tokens(), 17);
+    assert!(s.submit(request(0..10, 7)).is_ok());
+    let error = s.submit(request(0..10, 8)).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "17 tokens of prompt and answer need 5 KV blocks, and the cache has 4\n  \
+         ask for fewer tokens, or give the worker more KV memory"
+    );
+    assert!(matches!(
+        s.submit(request([1], usize::MAX)),
+        Err(ScheduleError::TooLong { .. })
+    ));
+    assert!(s.submit(request([1], 1)).is_ok());
+    let error = s.submit(request([1], 1)).unwrap_err();
+    assert_eq!(
+        error,
+        ScheduleError::QueueFull {
+            waiting: 2,
+            limit: 2
+        }
+    );
+    s.schedule();
+    assert!(
+        s.submit(request([1], 1)).is_ok(),
+        "admitted ones wait no more"
+    );
+}
+
+#[test]
+fn limits_of_zero_are_refused_by_name() {
+    let options = SchedulerOptions {
+        chunk_tokens: 0,
+        ..OPTIONS
+    };
+    let error = Scheduler::new(options, KvCache::new(1, 4).unwrap()).unwrap_err();
+    assert_eq!(error.to_string(), "chunk_tokens is 0: give at least 1");
+}

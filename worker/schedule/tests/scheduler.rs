@@ -412,3 +412,47 @@ fn limits_of_zero_are_refused_by_name() {
     let error = Scheduler::new(options, KvCache::new(1, 4).unwrap()).unwrap_err();
     assert_eq!(error.to_string(), "chunk_tokens is 0: give at least 1");
 }
+
+#[test]
+fn who_finds_no_block_waits_with_what_it_has_and_takes_no_import_away() {
+    let mut s = scheduler(OPTIONS, 5);
+    let old = s.submit(request(0..7, 10)).unwrap();
+    let import = s
+        .submit(Request {
+            work: Work::ImportThenGenerate,
+            ..request(20..27, 10)
+        })
+        .unwrap();
+    while s.tokens(old).unwrap().len() < 13 {
+        let step = s.schedule();
+        assert!(!step.is_empty());
+        answer(&mut s, &step);
+    }
+    // Two blocks are the import's, and nobody may take them while they are written.
+    let step = s.schedule();
+    assert!(step.is_empty() && step.preempted.is_empty());
+    assert_eq!(s.phase(old), Some(Phase::Decoding));
+    assert_eq!(s.phase(import), Some(Phase::WaitingKv));
+    s.import_done(import, 7, Some(sampled(import, 7))).unwrap();
+    let step = s.schedule();
+    assert_eq!(step.preempted, [import]);
+    assert_eq!(shape(&step), [(1, SpanKind::Decode, 12, 1)]);
+}
+
+#[test]
+fn a_newcomer_leaves_a_block_for_each_of_those_that_decode() {
+    let mut s = scheduler(OPTIONS, 4);
+    s.submit(request(0..7, 4)).unwrap();
+    let second = s.submit(request(20..27, 2)).unwrap();
+    let step = s.schedule();
+    // Two blocks would do for it now, but then the first could not go on.
+    assert_eq!(shape(&step).len(), 1);
+    assert_eq!(s.phase(second), Some(Phase::Waiting));
+    answer(&mut s, &step);
+    for _ in 0..3 {
+        let step = s.schedule();
+        answer(&mut s, &step);
+    }
+    assert_eq!(s.schedule().admitted[0].sequence, second);
+    assert_eq!(s.stats().preemptions, 0);
+}

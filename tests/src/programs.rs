@@ -1,0 +1,39 @@
+//! Where the programs are, and how one is run to its end.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// The source tree.
+pub fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().map_or_else(PathBuf::new, Path::to_path_buf)
+}
+
+fn program(name: &str) -> PathBuf {
+    // Tests lie in target/PROFILE/deps, the programs one level above.
+    let exe = std::env::current_exe().unwrap_or_default();
+    let path = exe.ancestors().nth(2).unwrap_or(&exe).join(name);
+    assert!(path.is_file(), "{} is not built: run `cargo build --workspace --bins` first, as `make test` does", path.display());
+    path
+}
+
+/// The `hearth` program.
+pub fn hearth() -> Command {
+    Command::new(program("hearth"))
+}
+
+/// The `hearth-worker` program.
+pub fn worker() -> Command {
+    Command::new(program("hearth-worker"))
+}
+
+/// Runs a command to its end: exit code, standard output, standard error.
+///
+/// # Panics
+/// When it cannot be run or is killed by a signal.
+pub fn run(command: &mut Command) -> (i32, String, String) {
+    let Output { status, stdout, stderr } = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
+    let (stdout, stderr) = (text(stdout), text(stderr));
+    let code = status.code().unwrap_or_else(|| panic!("{command:?} was killed: {status}\n{stderr}"));
+    (code, stdout, stderr)
+}

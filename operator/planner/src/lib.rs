@@ -1,1 +1,26 @@
 //! Pure: deployment spec, model facts and node profiles become a plan.
+//!
+//! [`plan`] makes every choice (ranks, nodes, CPUs, NUMA nodes, residency, KV budgets, chunk sizes, routing) and says
+//! why, with numbers; the operator and `hearth up` execute its answer and choose nothing. What does not fit is
+//! refused with the numbers and with a change that would fit.
+//!
+//! Architecture invariant: no clock, no randomness, no input or output, no kube: the same request gives the same
+//! plan, byte for byte.
+
+#![forbid(unsafe_code)]
+
+mod advice;
+mod cpus;
+mod error;
+mod facts;
+mod memory;
+mod place;
+mod predict;
+mod reasons;
+mod request;
+
+pub use cpus::format_cpu_list;
+pub use error::{Advice, PlanError};
+pub use facts::{KvShape, ModelFacts, ModuleBytes};
+pub use predict::{COMPUTE_EFFICIENCY, LAYER_OVERHEAD_MS, READ_EFFICIENCY};
+pub use request::{PlanRequest, plan};

@@ -1,0 +1,269 @@
+//! What would fit instead: each change is tried before it is named.
+
+use hearth_crds::{InferenceDeploymentSpec, NodeProfileSpec, format_bytes};
+
+use crate::cpus::{Crew, core_count};
+use crate::error::{Advice, PlanError};
+use crate::memory::{BLOCK_TOKENS, Demand, Shortage, available_for};
+use crate::place::{Cost, NoRoom, Wanted, place};
+use crate::request::Chooser;
+
+/// The shortest context that a spec may ask for.
+const LEAST_CONTEXT_TOKENS: u32 = 16;
+
+/// Refuses an explicit KV budget that does not hold one stream of the context.
+pub(crate) fn check_kv_budget(
+    spec: &InferenceDeploymentSpec,
+    demand: &Demand<'_>,
+) -> Result<(), PlanError> {
+    let Some(memory) = spec.decode.kv_cache.memory else {
+        return Ok(());
+    };
+    let needed_bytes = demand.kv_bytes(demand.context_length);
+    if memory.bytes() >= needed_bytes {
+        return Ok(());
+    }
+    let block_bytes = demand.kv_bytes(BLOCK_TOKENS).max(1);
+    let holds_tokens = memory.bytes() / block_bytes * u64::from(BLOCK_TOKENS);
+    let fitting = u32::try_from(holds_tokens)
+        .unwrap_or(u32::MAX)
+        .min(demand.context_length);
+    if fitting < LEAST_CONTEXT_TOKENS {
+        return Err(PlanError::KvBudgetTiny {
+            memory,
+            holds_tokens,
+            needed_bytes,
+        });
+    }
+    Err(PlanError::KvBudgetTooSmall {
+        memory,
+        holds_tokens,
+        context_length: demand.context_length,
+        needed_bytes,
+        fitting_context_length: fitting,
+    })
+}
+
+/// Words and advice for a rank that has no room.
+pub(crate) fn refusal(
+    nodes: &[&NodeProfileSpec],
+    demand: &Demand<'_>,
+    wanted: Wanted,
+    spec: &InferenceDeploymentSpec,
+    no_room: NoRoom,
+) -> PlanError {
+    match no_room {
+        NoRoom::Cores { node, crew } => too_few_cores(nodes[node], wanted, crew),
+        NoRoom::Memory { what, shortage } => {
+            let crew = Crew {
+                gateway: true,
+                prefill: wanted.prefill,
+                decode: wanted.decode,
+            };
+            if let [node] = nodes
+                && !Chooser::new(nodes, demand, spec).has_cores(0, crew)
+            {
+                return too_few_cores(node, wanted, crew);
+            }
+            let (what, shortage) = whole_need(nodes, demand, wanted, what, shortage);
+            let trial = Trial {
+                nodes,
+                wanted,
+                spec,
+            };
+            let mut advice = trial.advice(demand);
+            if advice.is_empty() {
+                let node = nodes.iter().find(|node| node.node == shortage.node);
+                let available = node.map_or(0, |node| node.memory.available_bytes);
+                advice.push(Advice::FreeMemory(
+                    available_for(shortage.needs_bytes)
+                        .saturating_sub(available)
+                        .max(1),
+                ));
+            }
+            let context = demand.context_length;
+            let kv = match spec.decode.kv_cache.memory {
+                Some(memory) => format!(
+                    "KV {} at kvCache.memory {memory}",
+                    format_bytes(shortage.kv_bytes)
+                ),
+                None => format!(
+                    "KV {} for one stream of {context} tokens a rank",
+                    format_bytes(shortage.kv_bytes)
+                ),
+            };
+            PlanError::InsufficientMemory {
+                what,
+                node: shortage.node,
+                needs_bytes: shortage.needs_bytes,
+                free_bytes: shortage.free_bytes,
+                breakdown: format!(
+                    "weights {} at the least, {kv}, processes {}",
+                    format_bytes(shortage.weights_bytes),
+                    format_bytes(shortage.scratch_bytes)
+                ),
+                advice,
+            }
+        }
+    }
+}
+
+/// With one node, the need of all ranks together says more than that of the first one without room.
+fn whole_need(
+    nodes: &[&NodeProfileSpec],
+    demand: &Demand<'_>,
+    wanted: Wanted,
+    what: String,
+    shortage: Shortage,
+) -> (String, Shortage) {
+    let crew = Crew {
+        gateway: true,
+        prefill: wanted.prefill,
+        decode: wanted.decode,
+    };
+    match nodes {
+        [node] => match demand.fit(node, crew) {
+            Err(whole) => ("the deployment".to_owned(), whole),
+            Ok(_) => (what, shortage),
+        },
+        _ => (what, shortage),
+    }
+}
+
+fn too_few_cores(node: &NodeProfileSpec, wanted: Wanted, crew: Crew) -> PlanError {
+    let mut names: Vec<String> = Vec::new();
+    names.extend(crew.gateway.then(|| "gateway".to_owned()));
+    let plural = |count: u32, role: &str| match count {
+        0 => None,
+        1 => Some(role.to_owned()),
+        n => Some(format!("{n} {role}")),
+    };
+    names.extend(plural(crew.prefill, "prefill"));
+    names.extend(plural(crew.decode, "decode"));
+    let cores = core_count(node);
+    PlanError::TooFewCores {
+        node: node.node.clone(),
+        cores,
+        ranks: crew.ranks(),
+        names: names.join(", "),
+        chunked_fits: wanted.prefill > 0
+            && crew.prefill > 0
+            && crew.ranks() - crew.prefill as usize <= cores,
+    }
+}
+
+struct Trial<'a> {
+    nodes: &'a [&'a NodeProfileSpec],
+    wanted: Wanted,
+    spec: &'a InferenceDeploymentSpec,
+}
+
+impl Trial<'_> {
+    fn fits(&self, demand: &Demand<'_>, wanted: Wanted) -> bool {
+        place(
+            self.nodes,
+            demand,
+            wanted,
+            &Chooser::new(self.nodes, demand, self.spec),
+        )
+        .is_ok()
+    }
+
+    /// Single changes that fit, the mildest first.
+    fn advice(&self, demand: &Demand<'_>) -> Vec<Advice> {
+        let mut advice = Vec::new();
+        if demand.kv_memory_bytes.is_some() {
+            advice.extend(self.kv_memory(demand));
+        } else {
+            advice.extend(self.context(demand).map(Advice::ContextLength));
+        }
+        advice.extend(self.replicas(demand));
+        if self.wanted.prefill > 0
+            && self.fits(
+                demand,
+                Wanted {
+                    prefill: 0,
+                    ..self.wanted
+                },
+            )
+        {
+            advice.push(Advice::Chunked);
+        }
+        advice
+    }
+
+    /// The longest context that fits, in steps of 16 tokens, of 1024 when it is that long.
+    fn context(&self, demand: &Demand<'_>) -> Option<u32> {
+        let fits = |tokens: u32| {
+            let shorter = Demand {
+                context_length: tokens,
+                chunk_tokens: demand.chunk_tokens.min(tokens),
+                ..*demand
+            };
+            self.fits(&shorter, self.wanted)
+        };
+        let blocks = largest(
+            demand.context_length.saturating_sub(1) / BLOCK_TOKENS,
+            |n| fits(n * BLOCK_TOKENS),
+        )?;
+        let tokens = blocks * BLOCK_TOKENS;
+        let round = tokens / 1024 * 1024;
+        Some(if round > 0 && fits(round) {
+            round
+        } else {
+            tokens
+        })
+    }
+
+    /// The largest explicit budget that fits and still holds the context, or to have none.
+    fn kv_memory(&self, demand: &Demand<'_>) -> Option<Advice> {
+        let most_mib = u32::try_from(demand.kv_memory_bytes? >> 20).unwrap_or(u32::MAX);
+        let of = |mib: u32| Demand {
+            kv_memory_bytes: Some(u64::from(mib) << 20),
+            ..*demand
+        };
+        if let Some(mib) = largest(most_mib, |mib| self.fits(&of(mib), self.wanted))
+            && u64::from(mib) << 20 >= demand.kv_bytes(demand.context_length)
+        {
+            return Some(Advice::KvMemory(u64::from(mib) << 20));
+        }
+        let derived = Demand {
+            kv_memory_bytes: None,
+            ..*demand
+        };
+        self.fits(&derived, self.wanted)
+            .then_some(Advice::RemoveKvMemory)
+    }
+
+    fn replicas(&self, demand: &Demand<'_>) -> Option<Advice> {
+        let fewer = largest(self.wanted.decode.saturating_sub(1), |n| {
+            self.fits(
+                demand,
+                Wanted {
+                    decode: n,
+                    ..self.wanted
+                },
+            )
+        })?;
+        // A range would have to be changed at both ends.
+        self.spec
+            .decode
+            .replicas
+            .map(|_| Advice::DecodeReplicas(fewer))
+    }
+}
+
+/// The largest `n` of `1..=most` that `fits`, where everything below a fitting one fits; where that does not quite
+/// hold (placement is greedy), still one that fits.
+fn largest(most: u32, fits: impl Fn(u32) -> bool) -> Option<u32> {
+    let (mut good, mut bad) = (0, most.checked_add(1)?);
+    while bad - good > 1 {
+        let middle = good + (bad - good) / 2;
+        if fits(middle) {
+            good = middle;
+        } else {
+            bad = middle;
+        }
+    }
+    (good > 0).then_some(good)
+}

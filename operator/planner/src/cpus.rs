@@ -1,0 +1,294 @@
+//! Which CPUs a rank's threads use: NUMA policies and pinning over the cores of one node.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use hearth_crds::{NodeProfileSpec, NumaPolicy, Pinning};
+
+/// CPUs of one rank.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct CpuSet {
+    /// Logical CPUs, ascending.
+    pub cpus: Vec<u32>,
+    /// NUMA nodes that memory is bound to, ascending; empty: any.
+    pub numa_nodes: Vec<u32>,
+    /// One compute thread a core.
+    pub threads: u32,
+}
+
+impl CpuSet {
+    /// Whether the rank reads memory of that NUMA node.
+    pub(crate) fn touches_numa(&self, id: u32) -> bool {
+        self.numa_nodes.is_empty() || self.numa_nodes.contains(&id)
+    }
+}
+
+/// CPUs in the kernel's notation: `0-3,8`. Expects them ascending; `-` for none.
+pub fn format_cpu_list(cpus: &[u32]) -> String {
+    let mut runs: Vec<(u32, u32)> = Vec::new();
+    for &cpu in cpus {
+        match runs.last_mut() {
+            Some((_, last)) if last.checked_add(1) == Some(cpu) => *last = cpu,
+            _ => runs.push((cpu, cpu)),
+        }
+    }
+    if runs.is_empty() {
+        return "-".to_owned();
+    }
+    let text = |(first, last): &(u32, u32)| {
+        if first == last {
+            first.to_string()
+        } else {
+            format!("{first}-{last}")
+        }
+    };
+    runs.iter().map(text).collect::<Vec<_>>().join(",")
+}
+
+/// A core with its logical CPUs.
+#[derive(Clone, Debug)]
+struct Core {
+    numa: u32,
+    cpus: Vec<u32>,
+}
+
+/// The cores of a node, by NUMA node and then by number.
+fn cores_of(node: &NodeProfileSpec) -> Vec<Core> {
+    let mut cores: BTreeMap<(u32, u32), Vec<u32>> = BTreeMap::new();
+    for cpu in &node.cpus {
+        cores
+            .entry((cpu.numa_node, cpu.core))
+            .or_default()
+            .push(cpu.id);
+    }
+    cores
+        .into_iter()
+        .map(|((numa, _), mut cpus)| {
+            cpus.sort_unstable();
+            Core { numa, cpus }
+        })
+        .collect()
+}
+
+/// Number of cores of a node.
+pub(crate) fn core_count(node: &NodeProfileSpec) -> usize {
+    cores_of(node).len()
+}
+
+/// A set from whole cores.
+fn set_of(cores: &[Core], numa: NumaPolicy) -> CpuSet {
+    let mut cpus: Vec<u32> = cores
+        .iter()
+        .flat_map(|core| core.cpus.iter().copied())
+        .collect();
+    cpus.sort_unstable();
+    let numa_nodes = match numa {
+        NumaPolicy::Any => Vec::new(),
+        NumaPolicy::Compact | NumaPolicy::Spread => cores
+            .iter()
+            .map(|core| core.numa)
+            .collect::<BTreeSet<_>>()
+            .into_iter()
+            .collect(),
+    };
+    CpuSet {
+        cpus,
+        numa_nodes,
+        threads: u32::try_from(cores.len()).unwrap_or(u32::MAX),
+    }
+}
+
+/// How many ranks of each role a node runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Crew {
+    pub gateway: bool,
+    pub prefill: u32,
+    pub decode: u32,
+}
+
+impl Crew {
+    pub(crate) fn ranks(self) -> usize {
+        usize::from(self.gateway) + self.prefill as usize + self.decode as usize
+    }
+}
+
+/// CPU sets of a node's ranks.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct CrewCpus {
+    pub gateway: Option<CpuSet>,
+    pub prefill: Vec<CpuSet>,
+    pub decode: Vec<CpuSet>,
+}
+
+/// Divides the CPUs of `node` among its ranks. `None`: with `Exclusive`, fewer cores than ranks.
+pub(crate) fn divide(
+    node: &NodeProfileSpec,
+    crew: Crew,
+    pinning: Pinning,
+    numa: NumaPolicy,
+) -> Option<CrewCpus> {
+    match pinning {
+        Pinning::Exclusive => divide_exclusive(node, crew, numa),
+        Pinning::Shared => Some(divide_shared(node, crew, numa)),
+        Pinning::None => {
+            let all = set_of(&cores_of(node), NumaPolicy::Any);
+            Some(CrewCpus {
+                gateway: crew.gateway.then(|| gateway_of(&all)),
+                prefill: vec![all.clone(); crew.prefill as usize],
+                decode: vec![all; crew.decode as usize],
+            })
+        }
+    }
+}
+
+/// The gateway tokenises and copies: two threads suffice and it may run wherever a CPU idles.
+fn gateway_of(all: &CpuSet) -> CpuSet {
+    CpuSet {
+        threads: all.threads.clamp(1, 2),
+        numa_nodes: Vec::new(),
+        cpus: all.cpus.clone(),
+    }
+}
+
+/// Sets that may overlap: with `Compact` one NUMA node a rank in turn, else all CPUs.
+fn divide_shared(node: &NodeProfileSpec, crew: Crew, numa: NumaPolicy) -> CrewCpus {
+    let cores = cores_of(node);
+    let all = set_of(&cores, numa);
+    let ids: BTreeSet<u32> = cores.iter().map(|core| core.numa).collect();
+    let sets: Vec<CpuSet> = if numa == NumaPolicy::Compact {
+        let of = |id| {
+            cores
+                .iter()
+                .filter(|core| core.numa == id)
+                .cloned()
+                .collect::<Vec<_>>()
+        };
+        ids.iter().map(|id| set_of(&of(*id), numa)).collect()
+    } else {
+        vec![all.clone()]
+    };
+    // Decode first: it gets the first NUMA node; prefill the next one, if there is one.
+    let mut turn = sets.iter().cycle();
+    let mut take = |ranks: u32| -> Vec<CpuSet> {
+        (0..ranks)
+            .map(|_| turn.next().cloned().unwrap_or_else(|| all.clone()))
+            .collect()
+    };
+    let decode = take(crew.decode);
+    let prefill = take(crew.prefill);
+    CrewCpus {
+        gateway: crew.gateway.then(|| gateway_of(&all)),
+        prefill,
+        decode,
+    }
+}
+
+/// Disjoint sets of whole cores: one for the gateway; decode takes what saturates memory, at most half of the rest;
+/// prefill, which is bound by arithmetic, takes what is left.
+fn divide_exclusive(node: &NodeProfileSpec, crew: Crew, numa: NumaPolicy) -> Option<CrewCpus> {
+    let mut free = cores_of(node);
+    if free.len() < crew.ranks() {
+        return None;
+    }
+    let workers = free.len() - usize::from(crew.gateway);
+    let (prefill, decode) = (crew.prefill as usize, crew.decode as usize);
+    let for_decode = if prefill == 0 {
+        workers
+    } else if decode == 0 {
+        0
+    } else {
+        let one = node.memory.read_one_thread_gbps.max(f64::MIN_POSITIVE);
+        let saturating = (node.memory.read_all_threads_gbps / one).ceil().max(1.0) as usize;
+        saturating.min(workers / 2).clamp(decode, workers - prefill)
+    };
+    let mut take = |cores: usize| set_of(&take_cores(&mut free, cores, numa), numa);
+    let shares = |cores: usize, ranks: usize| {
+        (0..ranks).map(move |i| cores / ranks + usize::from(i < cores % ranks))
+    };
+    let decode_sets = shares(for_decode, decode).map(&mut take).collect();
+    let prefill_sets = shares(workers - for_decode, prefill)
+        .map(&mut take)
+        .collect();
+    let gateway = crew.gateway.then(|| take(1));
+    Some(CrewCpus {
+        gateway,
+        prefill: prefill_sets,
+        decode: decode_sets,
+    })
+}
+
+/// Takes `count` cores out of `free` by the policy.
+fn take_cores(free: &mut Vec<Core>, count: usize, numa: NumaPolicy) -> Vec<Core> {
+    let mut taken: Vec<Core> = Vec::new();
+    while taken.len() < count && !free.is_empty() {
+        let mut by_numa: BTreeMap<u32, usize> = BTreeMap::new();
+        for core in free.iter() {
+            *by_numa.entry(core.numa).or_default() += 1;
+        }
+        let wanted = count - taken.len();
+        let chosen = match numa {
+            // The smallest NUMA node that holds all that is wanted, else the one with the most.
+            NumaPolicy::Compact => by_numa
+                .iter()
+                .filter(|(_, cores)| **cores >= wanted)
+                .min_by_key(|(id, cores)| (**cores, **id))
+                .or_else(|| {
+                    by_numa
+                        .iter()
+                        .max_by_key(|(id, cores)| (**cores, std::cmp::Reverse(**id)))
+                })
+                .map(|(id, cores)| (*id, wanted.min(*cores))),
+            // One core of the NUMA node from which the rank has the fewest.
+            NumaPolicy::Spread => by_numa
+                .keys()
+                .min_by_key(|id| (taken.iter().filter(|core| core.numa == **id).count(), **id))
+                .map(|id| (*id, 1)),
+            NumaPolicy::Any => free.first().map(|core| (core.numa, 1)),
+        };
+        let Some((id, mut cores)) = chosen else { break };
+        free.retain(|core| {
+            let take = cores > 0 && core.numa == id;
+            if take {
+                cores -= 1;
+                taken.push(core.clone());
+            }
+            !take
+        });
+    }
+    taken
+}
+
+/// Adds NUMA nodes to a `Compact` set until their free memory holds `needs_bytes`: threads stay, memory may come from
+/// the neighbours.
+pub(crate) fn widen_memory(set: &mut CpuSet, node: &NodeProfileSpec, needs_bytes: u64) {
+    if set.numa_nodes.is_empty() {
+        return;
+    }
+    let free = |ids: &[u32]| -> u64 {
+        node.numa_nodes
+            .iter()
+            .filter(|numa| ids.contains(&numa.id))
+            .map(|numa| numa.free_bytes)
+            .sum()
+    };
+    for numa in &node.numa_nodes {
+        if free(&set.numa_nodes) >= needs_bytes {
+            break;
+        }
+        if !set.numa_nodes.contains(&numa.id) {
+            set.numa_nodes.push(numa.id);
+        }
+    }
+    set.numa_nodes.sort_unstable();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::format_cpu_list;
+
+    #[test]
+    fn cpu_lists_are_in_the_kernels_notation() {
+        assert_eq!(format_cpu_list(&[0, 1, 2, 3, 8]), "0-3,8");
+        assert_eq!(format_cpu_list(&[5]), "5");
+        assert_eq!(format_cpu_list(&[]), "-");
+    }
+}

@@ -1,0 +1,154 @@
+//! Refusals: what is too much, by how much, and what would fit.
+
+use std::fmt;
+
+use hearth_crds::{FieldError, format_bytes};
+
+/// A change of the spec that the planner has tried and that fits.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Advice {
+    /// Write this `spec.model.contextLength`.
+    ContextLength(u32),
+    /// Remove `spec.decode.kvCache.memory`.
+    RemoveKvMemory,
+    /// Write at most this many bytes as `spec.decode.kvCache.memory` (whole MiB).
+    KvMemory(u64),
+    /// Write this `spec.decode.replicas`.
+    DecodeReplicas(u32),
+    /// Remove the prefill workers and write `spec.prefill.mode: Chunked`.
+    Chunked,
+    /// Nothing in the spec helps: the machine needs this many more bytes, or the model is too large for it.
+    FreeMemory(u64),
+}
+
+impl fmt::Display for Advice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::ContextLength(tokens) => write!(f, "lower spec.model.contextLength to {tokens}"),
+            Self::RemoveKvMemory => f.write_str("remove spec.decode.kvCache.memory"),
+            Self::KvMemory(bytes) => {
+                write!(f, "lower spec.decode.kvCache.memory to {}Mi", bytes >> 20)
+            }
+            Self::DecodeReplicas(replicas) => write!(f, "lower spec.decode.replicas to {replicas}"),
+            Self::Chunked => {
+                f.write_str("write spec.prefill.mode: Chunked without prefill replicas")
+            }
+            Self::FreeMemory(bytes) => {
+                write!(f, "free {}, or take a smaller model", format_bytes(*bytes))
+            }
+        }
+    }
+}
+
+fn any_of(advice: &[Advice]) -> String {
+    advice
+        .iter()
+        .map(ToString::to_string)
+        .collect::<Vec<_>>()
+        .join(", or ")
+}
+
+fn join(errors: &[FieldError]) -> String {
+    errors
+        .iter()
+        .map(ToString::to_string)
+        .collect::<Vec<_>>()
+        .join("\nerror: ")
+}
+
+/// Why there is no plan. Displays as two lines: the numbers, then what would fit.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum PlanError {
+    /// The spec asks for what this engine does not have.
+    #[error("{}", join(.0))]
+    Unsupported(Vec<FieldError>),
+    /// There is no node to place anything on.
+    #[error(
+        "there is no measured node to place {0} on\n  measure one with hearth-worker profile, or wait for the agents"
+    )]
+    NoNodes(String),
+    /// A profile that cannot be planned with.
+    #[error("the profile of node {node} {problem}\n  measure it again with hearth-worker profile")]
+    BadProfile {
+        /// The node.
+        node: String,
+        /// What is wrong, such as `has no CPUs`.
+        problem: String,
+    },
+    /// Memory does not suffice on any node; the numbers are those of the node with the most.
+    #[error(
+        "{what} needs {}, node {node} has {} free ({breakdown})\n  {}",
+        format_bytes(*.needs_bytes), format_bytes(*.free_bytes), any_of(.advice)
+    )]
+    InsufficientMemory {
+        /// What was to be placed, such as `decode-0`.
+        what: String,
+        /// The node with the most free memory.
+        node: String,
+        /// Bytes that all ranks of the node would need at least.
+        needs_bytes: u64,
+        /// Bytes that the node can give.
+        free_bytes: u64,
+        /// Where the bytes go.
+        breakdown: String,
+        /// Changes that fit, each by itself; at least one.
+        advice: Vec<Advice>,
+    },
+    /// A KV budget that does not hold one stream of the asked length.
+    #[error(
+        "spec.decode.kvCache.memory is {memory} and holds {holds_tokens} tokens, contextLength is {context_length}\n  \
+         raise it to {}Mi, or lower spec.model.contextLength to {fitting_context_length}",
+        .needed_bytes.div_ceil(1 << 20)
+    )]
+    KvBudgetTooSmall {
+        /// The budget as the spec has it.
+        memory: hearth_crds::MemoryQuantity,
+        /// Tokens that it holds.
+        holds_tokens: u64,
+        /// The asked context.
+        context_length: u32,
+        /// Bytes that the asked context needs.
+        needed_bytes: u64,
+        /// The longest context that the budget holds.
+        fitting_context_length: u32,
+    },
+    /// A KV budget that does not hold the shortest context there is.
+    #[error("spec.decode.kvCache.memory is {memory} and holds {holds_tokens} tokens\n  raise it to {}Mi", .needed_bytes.div_ceil(1 << 20))]
+    KvBudgetTiny {
+        /// The budget as the spec has it.
+        memory: hearth_crds::MemoryQuantity,
+        /// Tokens that it holds.
+        holds_tokens: u64,
+        /// Bytes that the asked context needs.
+        needed_bytes: u64,
+    },
+    /// A context that the model was not made for.
+    #[error(
+        "spec.model.contextLength is {asked}\n  {architecture} was made for {max} tokens here: write at most {max}"
+    )]
+    ContextTooLong {
+        /// What the spec asks for.
+        asked: u32,
+        /// What the model can do.
+        max: u32,
+        /// The model's architecture.
+        architecture: String,
+    },
+    /// Too few cores for workers with cores of their own.
+    #[error(
+        "spec.placement.pinning is \"Exclusive\" and node {node} has {cores} cores for {ranks} processes ({names})\n  \
+         write pinning: Shared{}", if *.chunked_fits { ", or spec.prefill.mode: Chunked without prefill replicas" } else { "" }
+    )]
+    TooFewCores {
+        /// The node.
+        node: String,
+        /// Its cores.
+        cores: usize,
+        /// Processes that want one.
+        ranks: usize,
+        /// Their names.
+        names: String,
+        /// Whether leaving out the prefill workers suffices.
+        chunked_fits: bool,
+    },
+}

@@ -1,0 +1,170 @@
+//! What the planner must know of a model. The caller reads it from config.json and the headers of the weights.
+
+use serde::{Deserialize, Serialize};
+
+/// Bytes of the weights as stored, summed over all layers, by class of module.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ModuleBytes {
+    /// The embedding table; 0 when it is the head's (tied).
+    pub embedding: u64,
+    /// Attention projections with their norms.
+    pub attention: u64,
+    /// Feed-forward layers without experts.
+    pub dense_ffn: u64,
+    /// Experts that every token uses.
+    pub shared_expert: u64,
+    /// Routers with their correction biases.
+    pub router: u64,
+    /// All routed experts.
+    pub routed_experts: u64,
+    /// The output projection and the last norm.
+    pub head: u64,
+}
+
+impl ModuleBytes {
+    /// Bytes of all weights.
+    pub fn total(&self) -> u64 {
+        [
+            self.embedding,
+            self.attention,
+            self.dense_ffn,
+            self.shared_expert,
+            self.router,
+            self.routed_experts,
+            self.head,
+        ]
+        .into_iter()
+        .fold(0, u64::saturating_add)
+    }
+}
+
+/// What a token leaves in the KV cache of one layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum KvShape {
+    /// Keys and values of each KV head (MHA, GQA, MQA).
+    #[serde(rename_all = "camelCase")]
+    Heads {
+        /// KV heads.
+        kv_heads: u32,
+        /// Elements of a key.
+        key_dim: u32,
+        /// Elements of a value.
+        value_dim: u32,
+    },
+    /// The latent and the rotary key of multi-head latent attention, stored as keys.
+    #[serde(rename_all = "camelCase")]
+    Latent {
+        /// `kv_lora_rank`.
+        rank: u32,
+        /// `qk_rope_head_dim`.
+        rope_dim: u32,
+    },
+}
+
+/// Everything that placement and prediction need to know of a model.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ModelFacts {
+    /// `model_type` of config.json, such as `deepseek_v3`.
+    pub architecture: String,
+    /// How most of the weights are stored, such as `FP8` or `BF16`.
+    pub dtype: String,
+    /// Parameters in all.
+    pub parameter_count: u64,
+    /// Parameters that take part in one token: routed experts count `experts_per_token` of `experts`, the embedding not at all.
+    pub active_parameter_count: u64,
+    /// Layers.
+    pub layers: u32,
+    /// Width of the residual stream.
+    pub hidden: u32,
+    /// Rows of the output projection.
+    pub vocab: u32,
+    /// The most positions that the model was made for (after rope scaling).
+    pub max_context: u32,
+    /// Routed experts of one layer; 0 for a dense model.
+    pub experts: u32,
+    /// Routed experts that one token uses in a layer.
+    pub experts_per_token: u32,
+    /// Attention heads of the queries.
+    pub heads: u32,
+    /// What a token leaves in the KV cache of one layer.
+    pub kv: KvShape,
+    /// Weights by class.
+    pub bytes: ModuleBytes,
+    /// Bytes of the largest layer: with `MmapPrefetch` two of them must be in memory at once.
+    pub largest_layer_bytes: u64,
+}
+
+impl ModelFacts {
+    /// Bytes that one token adds to the KV cache over all layers, for keys and values of the given element sizes.
+    pub fn kv_bytes_per_token(&self, key_bytes: u64, value_bytes: u64) -> u64 {
+        let layer = match self.kv {
+            KvShape::Heads {
+                kv_heads,
+                key_dim,
+                value_dim,
+            } => {
+                u64::from(kv_heads)
+                    * (u64::from(key_dim) * key_bytes + u64::from(value_dim) * value_bytes)
+            }
+            KvShape::Latent { rank, rope_dim } => {
+                (u64::from(rank) + u64::from(rope_dim)) * key_bytes
+            }
+        };
+        layer.saturating_mul(u64::from(self.layers))
+    }
+
+    /// Floating-point operations of attention for one token per position that it looks at, over all layers.
+    ///
+    /// A multiply-add counts two. With the latent cache this is the absorbed form.
+    pub fn attention_flops_per_position(&self) -> f64 {
+        let per_head = match self.kv {
+            KvShape::Heads {
+                key_dim, value_dim, ..
+            } => f64::from(key_dim) + f64::from(value_dim),
+            KvShape::Latent { rank, rope_dim } => 2.0 * f64::from(rank) + f64::from(rope_dim),
+        };
+        2.0 * f64::from(self.heads) * per_head * f64::from(self.layers)
+    }
+
+    /// Expected number of distinct routed experts of one layer that `tokens` tokens use, choosing evenly and
+    /// independently: `E · (1 − (1 − k/E)^tokens)`.
+    pub fn expected_distinct_experts(&self, tokens: u32) -> f64 {
+        if self.experts == 0 {
+            return 0.0;
+        }
+        let experts = f64::from(self.experts);
+        let missed = (1.0 - f64::from(self.experts_per_token.min(self.experts)) / experts)
+            .powf(f64::from(tokens));
+        experts * (1.0 - missed)
+    }
+
+    /// Bytes of weights that one step over `tokens` tokens reads: everything but the embedding, and of the routed
+    /// experts those that some token uses.
+    pub fn step_bytes(&self, tokens: u32) -> f64 {
+        let always = self
+            .bytes
+            .attention
+            .saturating_add(self.bytes.dense_ffn)
+            .saturating_add(self.bytes.shared_expert)
+            .saturating_add(self.bytes.router)
+            .saturating_add(self.bytes.head);
+        let share = if self.experts == 0 {
+            1.0
+        } else {
+            self.expected_distinct_experts(tokens) / f64::from(self.experts)
+        };
+        always as f64 + self.bytes.routed_experts as f64 * share
+    }
+
+    /// The least of the weights that must be in memory at a time with `MmapPrefetch`: the layer at work, the next
+    /// one, and the head.
+    pub fn least_resident_bytes(&self) -> u64 {
+        self.largest_layer_bytes
+            .saturating_mul(2)
+            .saturating_add(self.bytes.head)
+            .min(self.bytes.total())
+    }
+}

@@ -1,0 +1,189 @@
+//! What a node's memory holds: one copy of the weights, and each rank's KV cache and scratch.
+
+use hearth_crds::{NodeProfileSpec, ResidencyPolicy};
+
+use crate::cpus::Crew;
+use crate::facts::ModelFacts;
+
+/// Tokens of one KV block.
+pub(crate) const BLOCK_TOKENS: u32 = 16;
+/// Prompts that a prefill rank has in progress: one at work, one whose last layers are still on their way.
+pub(crate) const PREFILL_BATCH: u32 = 2;
+/// A process with its code, runtime and tokenizer.
+const PROCESS_BYTES: u64 = 64 << 20;
+/// Activations of a token, as multiples of the residual stream in float32: queries, keys, the widest FFN, two buffers.
+const ACTIVATION_WIDTHS: u64 = 24;
+/// The least that is left to the rest of the node.
+const LEAST_RESERVE_BYTES: u64 = 128 << 20;
+
+/// What is asked of memory, apart from where.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Demand<'a> {
+    pub facts: &'a ModelFacts,
+    pub kv_bytes_per_token: u64,
+    pub context_length: u32,
+    pub max_batch: u32,
+    /// `spec.decode.kvCache.memory` in bytes.
+    pub kv_memory_bytes: Option<u64>,
+    /// The most tokens of one step of a rank.
+    pub chunk_tokens: u32,
+}
+
+/// What the ranks of one node get.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct NodeBudget {
+    pub policy: ResidencyPolicy,
+    /// Bytes of weights that may be in memory at a time.
+    pub weight_budget_bytes: u64,
+    pub decode_kv_bytes: u64,
+    pub prefill_kv_bytes: u64,
+    /// What decode ranks would have with memory to spare.
+    pub decode_kv_wanted_bytes: u64,
+    /// Bytes that the node can give in all.
+    pub free_bytes: u64,
+}
+
+/// By how much a node is too small.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Shortage {
+    pub node: String,
+    pub needs_bytes: u64,
+    pub free_bytes: u64,
+    pub weights_bytes: u64,
+    pub kv_bytes: u64,
+    pub scratch_bytes: u64,
+}
+
+impl Demand<'_> {
+    /// Bytes of KV of `tokens` tokens, in whole blocks.
+    pub(crate) fn kv_bytes(&self, tokens: u32) -> u64 {
+        let blocks = u64::from(tokens.div_ceil(BLOCK_TOKENS));
+        (blocks * u64::from(BLOCK_TOKENS)).saturating_mul(self.kv_bytes_per_token)
+    }
+
+    /// Bytes of a decode or prefill process beside weights and KV.
+    pub(crate) fn worker_scratch_bytes(&self) -> u64 {
+        let tokens = u64::from(self.chunk_tokens) + u64::from(self.max_batch);
+        let activations = tokens * u64::from(self.facts.hidden) * 4 * ACTIVATION_WIDTHS;
+        let logits = u64::from(self.max_batch) * u64::from(self.facts.vocab) * 4 * 2;
+        PROCESS_BYTES + activations + logits
+    }
+
+    /// Bytes of the gateway.
+    pub(crate) fn gateway_scratch_bytes(&self) -> u64 {
+        PROCESS_BYTES * 2
+    }
+
+    fn scratch_bytes(&self, crew: Crew) -> u64 {
+        let gateway = if crew.gateway {
+            self.gateway_scratch_bytes()
+        } else {
+            0
+        };
+        gateway + self.worker_scratch_bytes() * (u64::from(crew.prefill) + u64::from(crew.decode))
+    }
+
+    /// KV of one decode rank: at least, and at best.
+    fn decode_kv(&self) -> (u64, u64) {
+        match self.kv_memory_bytes {
+            Some(bytes) => (bytes, bytes),
+            None => {
+                let one = self.kv_bytes(self.context_length);
+                (one, one.saturating_mul(u64::from(self.max_batch)))
+            }
+        }
+    }
+
+    /// Divides the memory of `node` among its ranks.
+    ///
+    /// Resident weights come before a large KV cache: a missing weight is read again for every token, a missing
+    /// block makes one request wait.
+    pub(crate) fn fit(&self, node: &NodeProfileSpec, crew: Crew) -> Result<NodeBudget, Shortage> {
+        let free = free_bytes(node);
+        let (decode, prefill) = (u64::from(crew.decode), u64::from(crew.prefill));
+        let loads_weights = decode + prefill > 0;
+        let weights = if loads_weights {
+            self.facts.bytes.total()
+        } else {
+            0
+        };
+        let floor = if loads_weights {
+            self.facts.least_resident_bytes()
+        } else {
+            0
+        };
+        let scratch = self.scratch_bytes(crew);
+        let (decode_least, decode_best) = self.decode_kv();
+        let prefill_least = self.kv_bytes(self.context_length);
+        let prefill_best = prefill_least.saturating_mul(u64::from(PREFILL_BATCH));
+        let sum = |weights: u64, decode_kv: u64, prefill_kv: u64| {
+            weights
+                .saturating_add(scratch)
+                .saturating_add(decode_kv.saturating_mul(decode))
+                .saturating_add(prefill_kv.saturating_mul(prefill))
+        };
+        let budget = |policy, weight_budget_bytes, decode_kv_bytes, prefill_kv_bytes| NodeBudget {
+            policy,
+            weight_budget_bytes,
+            decode_kv_bytes,
+            prefill_kv_bytes,
+            decode_kv_wanted_bytes: decode_best,
+            free_bytes: free,
+        };
+        if sum(weights, decode_best, prefill_best) <= free {
+            return Ok(budget(
+                ResidencyPolicy::Resident,
+                weights,
+                decode_best,
+                prefill_best,
+            ));
+        }
+        let least = sum(weights, decode_least, prefill_least);
+        if least <= free {
+            let block = self.kv_bytes(BLOCK_TOKENS).max(1);
+            let spare = (free - least).checked_div(decode).unwrap_or(0);
+            let decode_kv = decode_least
+                .saturating_add(spare / block * block)
+                .min(decode_best);
+            return Ok(budget(
+                ResidencyPolicy::Resident,
+                weights,
+                decode_kv,
+                prefill_least,
+            ));
+        }
+        let least = sum(floor, decode_least, prefill_least);
+        if least <= free {
+            let weight_budget = (free - least).saturating_add(floor).min(weights);
+            return Ok(budget(
+                ResidencyPolicy::MmapPrefetch,
+                weight_budget,
+                decode_least,
+                prefill_least,
+            ));
+        }
+        Err(Shortage {
+            node: node.node.clone(),
+            needs_bytes: least,
+            free_bytes: free,
+            weights_bytes: floor,
+            kv_bytes: least.saturating_sub(floor).saturating_sub(scratch),
+            scratch_bytes: scratch,
+        })
+    }
+}
+
+/// Bytes that must be available on a node for it to give `needs_bytes`: the inverse of [`free_bytes`].
+pub(crate) fn available_for(needs_bytes: u64) -> u64 {
+    // 20/19 of the need leaves a twentieth over.
+    let with_share = needs_bytes
+        .saturating_add(needs_bytes / 19)
+        .saturating_add(2);
+    with_share.max(needs_bytes.saturating_add(LEAST_RESERVE_BYTES))
+}
+
+/// Bytes that a node can give: what is available less a twentieth, and at least 128 MiB, for all else that runs there.
+pub(crate) fn free_bytes(node: &NodeProfileSpec) -> u64 {
+    let available = node.memory.available_bytes;
+    available.saturating_sub(LEAST_RESERVE_BYTES.max(available / 20))
+}

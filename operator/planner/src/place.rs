@@ -1,0 +1,154 @@
+//! Which node runs which rank.
+
+use hearth_crds::NodeProfileSpec;
+
+use crate::cpus::{Crew, core_count};
+use crate::memory::{Demand, NodeBudget, Shortage};
+
+/// Ranks of each role that the spec asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Wanted {
+    pub prefill: u32,
+    pub decode: u32,
+}
+
+/// Each node's ranks and memory, in the order of the nodes given; nodes without ranks have no budget.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Placement {
+    pub crews: Vec<Crew>,
+    pub budgets: Vec<Option<NodeBudget>>,
+}
+
+/// A rank that no node can take.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum NoRoom {
+    /// For want of memory; the node that lacks the least.
+    Memory { what: String, shortage: Shortage },
+    /// For want of cores with `Exclusive`; the node with the most.
+    Cores { node: usize, crew: Crew },
+}
+
+/// What placement asks about a node and the ranks that it would then have.
+pub(crate) trait Cost {
+    /// Whether the node has CPUs for them.
+    fn has_cores(&self, node: usize, crew: Crew) -> bool;
+    /// Time per output token of a further decode rank.
+    fn decode_ms(&self, node: usize, crew: Crew) -> f64;
+    /// Time to first token through a further prefill rank; infinite where no link leads to a decode rank.
+    fn prefill_ms(&self, node: usize, crew: Crew, crews: &[Crew]) -> f64;
+}
+
+/// Places decode ranks first, each on the node where a token takes the least time with the ranks already there; then
+/// prefill ranks likewise. The gateway stands beside the first decode rank. Ties go to the first node.
+pub(crate) fn place(
+    nodes: &[&NodeProfileSpec],
+    demand: &Demand<'_>,
+    wanted: Wanted,
+    cost: &dyn Cost,
+) -> Result<Placement, NoRoom> {
+    let mut crews = vec![Crew::default(); nodes.len()];
+    for i in 0..wanted.decode {
+        let with = |crew: Crew| Crew {
+            decode: crew.decode + 1,
+            gateway: crew.gateway || i == 0,
+            ..crew
+        };
+        let node = {
+            let ms = |n: usize, crew: Crew| cost.decode_ms(n, crew);
+            Candidates {
+                nodes,
+                demand,
+                crews: &crews,
+                cost,
+            }
+            .cheapest(&format!("decode-{i}"), with, &ms)?
+        };
+        crews[node] = with(crews[node]);
+    }
+    for i in 0..wanted.prefill {
+        let with = |crew: Crew| Crew {
+            prefill: crew.prefill + 1,
+            ..crew
+        };
+        let node = {
+            let ms = |n: usize, crew: Crew| cost.prefill_ms(n, crew, &crews);
+            Candidates {
+                nodes,
+                demand,
+                crews: &crews,
+                cost,
+            }
+            .cheapest(&format!("prefill-{i}"), with, &ms)?
+        };
+        crews[node] = with(crews[node]);
+    }
+    let budgets = nodes
+        .iter()
+        .zip(&crews)
+        .map(|(node, crew)| {
+            if crew.ranks() == 0 {
+                None
+            } else {
+                demand.fit(node, *crew).ok()
+            }
+        })
+        .collect();
+    Ok(Placement { crews, budgets })
+}
+
+struct Candidates<'a> {
+    nodes: &'a [&'a NodeProfileSpec],
+    demand: &'a Demand<'a>,
+    crews: &'a [Crew],
+    cost: &'a dyn Cost,
+}
+
+impl Candidates<'_> {
+    /// The node where one more rank costs the least, among those that have room for it.
+    fn cheapest(
+        &self,
+        what: &str,
+        with: impl Fn(Crew) -> Crew,
+        cost_ms: &dyn Fn(usize, Crew) -> f64,
+    ) -> Result<usize, NoRoom> {
+        let mut best: Option<(f64, usize)> = None;
+        let mut nearest: Option<Shortage> = None;
+        let mut crowded: Option<(usize, usize, Crew)> = None;
+        for (n, node) in self.nodes.iter().enumerate() {
+            let crew = with(self.crews[n]);
+            if !self.cost.has_cores(n, crew) {
+                let cores = core_count(node);
+                if crowded.is_none_or(|(most, ..)| cores > most) {
+                    crowded = Some((cores, n, crew));
+                }
+                continue;
+            }
+            match self.demand.fit(node, crew) {
+                Ok(_) => {
+                    let ms = cost_ms(n, crew);
+                    if best.is_none_or(|(least, _)| ms < least) {
+                        best = Some((ms, n));
+                    }
+                }
+                Err(shortage) => {
+                    let lacks = |s: &Shortage| s.needs_bytes.saturating_sub(s.free_bytes);
+                    if nearest
+                        .as_ref()
+                        .is_none_or(|other| lacks(&shortage) < lacks(other))
+                    {
+                        nearest = Some(shortage);
+                    }
+                }
+            }
+        }
+        match (best, nearest, crowded) {
+            (Some((_, node)), _, _) => Ok(node),
+            (None, Some(shortage), _) => Err(NoRoom::Memory {
+                what: what.to_owned(),
+                shortage,
+            }),
+            (None, None, Some((_, node, crew))) => Err(NoRoom::Cores { node, crew }),
+            (None, None, None) => Ok(0),
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! How long a step takes by the profile's rates: the larger of what must be read and what must be computed.
+//!
+//! A roofline with three constants; the measured figures beside each prediction (metrics, status) show how far it is off.
+
+use hearth_crds::NodeProfileSpec;
+
+use crate::cpus::CpuSet;
+use crate::facts::ModelFacts;
+
+/// Share of the measured read bandwidth that the weights' kernels reach from a mapped file.
+pub const READ_EFFICIENCY: f64 = 0.87;
+/// Share of the measured dot-product rate that matrix products over a chunk of a prompt reach.
+pub const COMPUTE_EFFICIENCY: f64 = 0.4;
+/// Milliseconds a layer costs a step beside its weights: hand-overs between threads, norms, routing.
+pub const LAYER_OVERHEAD_MS: f64 = 0.02;
+/// Bandwidth of KV between two processes of one node, over loopback, in GB/s.
+pub(crate) const LOOPBACK_GBPS: f64 = 1.0;
+
+/// What one rank's CPUs can do.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Rates {
+    /// Reading memory, in GB/s.
+    pub read_gbps: f64,
+    /// Dot products, in GFLOP/s.
+    pub gflops: f64,
+    /// Reading the disk that weights come from, in GB/s; 0 when unknown.
+    pub disk_gbps: f64,
+}
+
+impl Rates {
+    /// The rates of `set` on `node`: one thread's times the threads, at most all threads', and at most what the
+    /// NUMA nodes of the set can read.
+    pub(crate) fn of(node: &NodeProfileSpec, set: &CpuSet) -> Self {
+        let threads = f64::from(set.threads);
+        let of_numa: f64 = node
+            .numa_nodes
+            .iter()
+            .filter(|numa| set.touches_numa(numa.id))
+            .map(|numa| numa.read_gbps)
+            .sum();
+        let memory = &node.memory;
+        let mut read_gbps = (memory.read_one_thread_gbps * threads).min(
+            memory
+                .read_all_threads_gbps
+                .max(memory.read_one_thread_gbps),
+        );
+        if of_numa > 0.0 {
+            read_gbps = read_gbps.min(of_numa);
+        }
+        let compute = &node.compute;
+        let (one, all) = if compute.bf16_one_thread_gflops > compute.f32_one_thread_gflops {
+            (
+                compute.bf16_one_thread_gflops,
+                compute.bf16_all_threads_gflops,
+            )
+        } else {
+            (
+                compute.f32_one_thread_gflops,
+                compute.f32_all_threads_gflops,
+            )
+        };
+        let disk_gbps = node
+            .disks
+            .iter()
+            .map(|disk| disk.read_gbps)
+            .fold(0.0, f64::max);
+        Self {
+            read_gbps,
+            gflops: (one * threads).min(all.max(one)),
+            disk_gbps,
+        }
+    }
+
+    /// The same with an n-th of the bandwidth and the arithmetic.
+    pub(crate) fn shared_by(self, ranks: u32) -> Self {
+        let n = f64::from(ranks.max(1));
+        Self {
+            read_gbps: self.read_gbps / n,
+            gflops: self.gflops / n,
+            disk_gbps: self.disk_gbps / n,
+        }
+    }
+}
+
+/// What a step works on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Step {
+    /// Tokens that go through the layers.
+    pub tokens: u32,
+    /// Positions that attention reads, summed over the streams (each stream's cache once).
+    pub cache_positions: f64,
+    /// Query–position pairs of attention, summed over the tokens.
+    pub attended_positions: f64,
+}
+
+/// One model on one rank.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Predictor<'a> {
+    pub facts: &'a ModelFacts,
+    pub rates: Rates,
+    pub kv_bytes_per_token: u64,
+    /// Share of the weights that is in memory, 1 with `Resident`.
+    pub resident_share: f64,
+}
+
+impl Predictor<'_> {
+    /// Milliseconds of one step.
+    pub(crate) fn step_ms(&self, step: Step) -> f64 {
+        let weights = self.facts.step_bytes(step.tokens);
+        let read_gb = (weights + step.cache_positions * self.kv_bytes_per_token as f64) / 1e9;
+        let read_ms = read_gb / (self.rates.read_gbps * READ_EFFICIENCY) * 1e3;
+        let flops = 2.0 * self.facts.active_parameter_count as f64 * f64::from(step.tokens)
+            + self.facts.attention_flops_per_position() * step.attended_positions;
+        let compute_ms = flops / 1e9 / (self.rates.gflops * COMPUTE_EFFICIENCY) * 1e3;
+        let absent = (1.0 - self.resident_share).max(0.0);
+        // Without a measured disk, a slow one: 0.1 GB/s.
+        let disk_ms = weights * absent
+            / 1e9
+            / if self.rates.disk_gbps > 0.0 {
+                self.rates.disk_gbps
+            } else {
+                0.1
+            }
+            * 1e3;
+        read_ms.max(compute_ms).max(disk_ms) + LAYER_OVERHEAD_MS * f64::from(self.facts.layers)
+    }
+
+    /// Milliseconds of one decode step of `batch` streams of `context` tokens each: the time per output token.
+    pub(crate) fn decode_ms(&self, batch: u32, context: u32) -> f64 {
+        let positions = f64::from(batch) * f64::from(context);
+        self.step_ms(Step {
+            tokens: batch,
+            cache_positions: positions,
+            attended_positions: positions,
+        })
+    }
+
+    /// Milliseconds of reading a prompt in chunks.
+    pub(crate) fn prefill_ms(&self, prompt_tokens: u32, chunk_tokens: u32) -> f64 {
+        let chunk_tokens = chunk_tokens.max(1);
+        let mut done = 0;
+        let mut total_ms = 0.0;
+        while done < prompt_tokens {
+            let tokens = chunk_tokens.min(prompt_tokens - done);
+            let middle = f64::from(done) + f64::from(tokens) / 2.0;
+            total_ms += self.step_ms(Step {
+                tokens,
+                cache_positions: f64::from(done),
+                attended_positions: f64::from(tokens) * middle,
+            });
+            done += tokens;
+        }
+        total_ms
+    }
+
+    /// Milliseconds that a decode rank still waits for KV after the last layer of a prompt: layers go over as they
+    /// are done, so one layer's share is left.
+    pub(crate) fn hand_over_ms(&self, prompt_tokens: u32, link_gbps: f64) -> f64 {
+        let bytes = self.kv_bytes_per_token as f64 * f64::from(prompt_tokens);
+        bytes / f64::from(self.facts.layers.max(1)) / 1e9 / link_gbps * 1e3
+    }
+}
+
+/// A prediction to three decimals: more would be noise in the plan's text.
+pub(crate) fn rounded(value: f64) -> f64 {
+    (value * 1e3).round() / 1e3
+}

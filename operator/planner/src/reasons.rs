@@ -1,0 +1,360 @@
+//! The plan in sentences: one line a decision, one line an alternative with the number that decided against it.
+
+use hearth_crds::{
+    NodeProfileSpec, NumaPolicy, Pinning, PlanPrediction, PlanRank, PlanRole, PlanRouting,
+    PrefillMode, format_bytes,
+};
+
+use crate::cpus::{Crew, core_count, format_cpu_list};
+use crate::memory::PREFILL_BATCH;
+use crate::place::Cost;
+use crate::request::Draft;
+
+/// `(why, notChosen)`.
+pub(crate) fn write(
+    draft: &Draft<'_>,
+    ranks: &[PlanRank],
+    routing: &PlanRouting,
+    predicted: &PlanPrediction,
+) -> (Vec<String>, Vec<String>) {
+    let mut why = Vec::new();
+    topology(draft, ranks, &mut why);
+    weights(draft, ranks, &mut why);
+    kv(draft, ranks, &mut why);
+    cpus(draft, ranks, &mut why);
+    route(ranks, routing, &mut why);
+    objectives(draft, predicted, &mut why);
+    let mut not_chosen = Vec::new();
+    gpus(draft, &mut not_chosen);
+    rings(draft, &mut not_chosen);
+    prefill_alternatives(draft, ranks, predicted, &mut not_chosen);
+    pinning_alternative(draft, predicted, &mut not_chosen);
+    (why, not_chosen)
+}
+
+fn of(ranks: &[PlanRank], role: PlanRole) -> impl Iterator<Item = &PlanRank> {
+    ranks.iter().filter(move |rank| rank.role == role)
+}
+
+/// Names of ranks as a person lists them: `decode-0`, `decode-0 to decode-3`.
+fn names(ranks: &[&PlanRank]) -> String {
+    match ranks {
+        [] => String::new(),
+        [one] => one.name.clone(),
+        [first, .., last] => format!("{} to {}", first.name, last.name),
+    }
+}
+
+fn has_gpus(draft: &Draft<'_>) -> bool {
+    draft.nodes.iter().any(|node| !node.gpus.is_empty())
+}
+
+fn topology(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
+    let mut places: Vec<&str> = ranks.iter().map(|rank| rank.node.as_str()).collect();
+    places.dedup();
+    places.sort_unstable();
+    places.dedup();
+    let devices = if has_gpus(draft) {
+        "on its CPUs"
+    } else {
+        "no GPU"
+    };
+    why.push(match (draft.nodes.len(), places.as_slice()) {
+        (1, [node]) => format!("hybrid on {node}: one node, {devices}"),
+        (nodes, [node]) => {
+            format!("hybrid on {node}: the fastest of {nodes} nodes for this model, {devices}")
+        }
+        (_, places) => format!("hybrid over {}: {devices}", places.join(", ")),
+    });
+}
+
+/// The node of a rank with its crew.
+fn node_of<'a>(draft: &Draft<'a>, rank: &PlanRank) -> Option<(usize, &'a NodeProfileSpec)> {
+    draft
+        .nodes
+        .iter()
+        .position(|node| node.node == rank.node)
+        .map(|n| (n, draft.nodes[n]))
+}
+
+fn weights(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
+    let total = draft.demand.facts.bytes.total();
+    for (n, node) in draft.nodes.iter().enumerate() {
+        let Some(budget) = &draft.placement.budgets[n] else {
+            continue;
+        };
+        let workers = ranks
+            .iter()
+            .filter(|r| r.node == node.node && r.role != PlanRole::Gateway)
+            .count();
+        let free = format_bytes(budget.free_bytes);
+        if budget.weight_budget_bytes >= total {
+            let copy = if workers > 1 {
+                "one copy mapped by all ranks"
+            } else {
+                "mapped once"
+            };
+            why.push(format!(
+                "weights resident on {}: {} fit its {free}, {copy}",
+                node.node,
+                format_bytes(total)
+            ));
+        } else {
+            why.push(format!(
+                "weights mapped with prefetch on {}: of {} only {} fit beside KV and processes in its {free}",
+                node.node,
+                format_bytes(total),
+                format_bytes(budget.weight_budget_bytes)
+            ));
+        }
+    }
+}
+
+fn kv(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
+    let demand = &draft.demand;
+    let (batch, context) = (demand.max_batch, demand.context_length);
+    if draft.request.spec.model.context_length.is_none() {
+        let max = demand.facts.max_context;
+        why.push(format!(
+            "context {context}: the spec names none and the model was made for {max}"
+        ));
+    }
+    for decode in of(ranks, PlanRole::Decode) {
+        let (Some(kv), Some((n, _))) = (&decode.kv, node_of(draft, decode)) else {
+            continue;
+        };
+        let wanted = draft.placement.budgets[n]
+            .as_ref()
+            .map_or(0, |budget| budget.decode_kv_wanted_bytes);
+        let size = format_bytes(kv.memory_bytes);
+        let per_token = format_bytes(demand.kv_bytes_per_token);
+        let name = &decode.name;
+        why.push(if demand.kv_memory_bytes.is_some() {
+            let tokens = kv.memory_bytes / demand.kv_bytes_per_token.max(1);
+            format!("KV of {name} {size}: the spec says so; it holds {tokens} tokens of {per_token}")
+        } else if kv.memory_bytes < wanted {
+            let tokens = kv.memory_bytes / demand.kv_bytes_per_token.max(1);
+            format!(
+                "KV of {name} {size}: {batch} streams × {context} tokens would need {}; {tokens} tokens fit, further requests wait",
+                format_bytes(wanted)
+            )
+        } else {
+            format!("KV of {name} {size}: {batch} streams × {context} tokens × {per_token}")
+        });
+    }
+    if let Some(kv) = of(ranks, PlanRole::Prefill).find_map(|rank| rank.kv.as_ref()) {
+        let prompts = kv.memory_bytes / demand.kv_bytes(context).max(1);
+        let prompts = prompts.min(u64::from(PREFILL_BATCH));
+        let size = format_bytes(kv.memory_bytes);
+        why.push(format!(
+            "KV of each prefill rank {size}: {prompts} {} of {context} tokens in progress",
+            if prompts == 1 { "prompt" } else { "prompts" }
+        ));
+    }
+}
+
+fn cpus(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
+    let placement = &draft.request.spec.placement;
+    for (n, node) in draft.nodes.iter().enumerate() {
+        let here = |role| {
+            of(ranks, role)
+                .filter(|rank| rank.node == node.node)
+                .collect::<Vec<_>>()
+        };
+        let (decode, prefill) = (here(PlanRole::Decode), here(PlanRole::Prefill));
+        if draft.placement.crews[n].ranks() == 0 {
+            continue;
+        }
+        let cores = core_count(node);
+        if let ([first_decode, ..], [first_prefill, ..]) = (decode.as_slice(), prefill.as_slice()) {
+            let shared: Vec<u32> = first_decode
+                .cpus
+                .iter()
+                .copied()
+                .filter(|cpu| first_prefill.cpus.contains(cpu))
+                .collect();
+            let both = format!("{} and {}", names(&prefill), names(&decode));
+            if !shared.is_empty() {
+                why.push(format!(
+                    "{both} share CPUs {} of {}: {cores} cores, and whichever has work uses them all",
+                    format_cpu_list(&shared),
+                    node.node
+                ));
+            } else {
+                why.push(format!(
+                    "{both} have CPUs of their own on {}: {} threads for prompts, {} for answers",
+                    node.node, first_prefill.threads, first_decode.threads
+                ));
+            }
+        }
+        if node.numa_nodes.len() > 1 {
+            let numa = match placement.numa {
+                NumaPolicy::Compact => "threads of a rank stay on as few NUMA nodes as hold it",
+                NumaPolicy::Spread => {
+                    "threads of a rank spread evenly, to read with the bandwidth of all"
+                }
+                NumaPolicy::Any => "threads are not bound",
+            };
+            why.push(format!(
+                "{} NUMA nodes on {}: {numa} (numa: {:?})",
+                node.numa_nodes.len(),
+                node.node,
+                placement.numa
+            ));
+        }
+    }
+}
+
+fn route(ranks: &[PlanRank], routing: &PlanRouting, why: &mut Vec<String>) {
+    let chunk = of(ranks, PlanRole::Decode)
+        .map(|rank| rank.chunk_tokens)
+        .max()
+        .unwrap_or(0);
+    if of(ranks, PlanRole::Prefill).next().is_none() {
+        why.push(format!("no prefill rank: the spec says Chunked; decode ranks read prompts {chunk} tokens a step"));
+        return;
+    }
+    why.push(format!(
+        "prompts below {} tokens are read by the decode rank: on CPUs both ranks read the same weights as fast, and below \
+         that handing KV over costs more than it saves (2048 is the figure where prefill has a GPU)",
+        routing.chunked_below_tokens
+    ));
+}
+
+fn objectives(draft: &Draft<'_>, predicted: &PlanPrediction, why: &mut Vec<String>) {
+    let asked = &draft.request.spec.objectives;
+    if let Some(limit) = asked.time_to_first_token
+        && predicted.ttft_ms > limit.as_millis_f64()
+    {
+        why.push(format!(
+            "warning: objective timeToFirstToken {limit} will be missed: predicted {} at {} tokens",
+            ms(predicted.ttft_ms),
+            predicted.ttft_prompt_tokens
+        ));
+    }
+    if let Some(limit) = asked.time_per_output_token
+        && predicted.tpot_ms > limit.as_millis_f64()
+    {
+        why.push(format!(
+            "warning: objective timePerOutputToken {limit} will be missed: predicted {} at batch 1",
+            ms(predicted.tpot_ms)
+        ));
+    }
+}
+
+fn gpus(draft: &Draft<'_>, not_chosen: &mut Vec<String>) {
+    for node in draft.nodes {
+        for gpu in &node.gpus {
+            let total = draft.demand.facts.bytes.total();
+            not_chosen.push(format!(
+                "{} of {} ({} free, weights {}): this engine runs on CPUs, it has no CUDA backend",
+                gpu.name,
+                node.node,
+                format_bytes(gpu.free_bytes),
+                format_bytes(total)
+            ));
+        }
+    }
+    if !has_gpus(draft) {
+        not_chosen
+            .push("stream-loading prefill: there is no GPU to load the experts onto".to_owned());
+    }
+    not_chosen.push(
+        "dual batch: it overlaps a GPU's attention with the CPU's experts, and all runs on CPUs"
+            .to_owned(),
+    );
+}
+
+fn rings(draft: &Draft<'_>, not_chosen: &mut Vec<String>) {
+    let total = format_bytes(draft.demand.facts.bytes.total());
+    if draft.nodes.len() < 2 {
+        not_chosen.push(format!(
+            "piped ring, interleaved: a ring needs 2 nodes and there is 1 (weights {total})"
+        ));
+        return;
+    }
+    let place = if draft.is_prefetching() {
+        "this engine has no rings of nodes".to_owned()
+    } else {
+        format!(
+            "the weights ({total}) fit one node, and each further node would cost every token a round trip"
+        )
+    };
+    not_chosen.push(format!(
+        "piped ring, interleaved over {} nodes: {place}",
+        draft.nodes.len()
+    ));
+}
+
+fn prefill_alternatives(
+    draft: &Draft<'_>,
+    ranks: &[PlanRank],
+    predicted: &PlanPrediction,
+    not_chosen: &mut Vec<String>,
+) {
+    let Some(decode) = of(ranks, PlanRole::Decode).next() else {
+        return;
+    };
+    let tokens = predicted.ttft_prompt_tokens;
+    if draft.request.spec.prefill.mode == PrefillMode::Chunked {
+        not_chosen.push("a prefill rank: the spec says Chunked".to_owned());
+        return;
+    }
+    if let Some(chunked_ms) = draft.chunked_ttft_ms(decode) {
+        not_chosen.push(format!(
+            "chunked prefill only: a prompt of {tokens} tokens would hold up running streams {} in {} steps (with a prefill rank: TTFT {})",
+            ms(chunked_ms),
+            tokens.div_ceil(decode.chunk_tokens.max(1)),
+            ms(predicted.ttft_ms)
+        ));
+    }
+}
+
+fn pinning_alternative(
+    draft: &Draft<'_>,
+    predicted: &PlanPrediction,
+    not_chosen: &mut Vec<String>,
+) {
+    if draft.request.spec.placement.pinning == Pinning::Exclusive {
+        return;
+    }
+    let mut spec = draft.request.spec.clone();
+    spec.placement.pinning = Pinning::Exclusive;
+    for (n, crew) in draft
+        .placement
+        .crews
+        .iter()
+        .enumerate()
+        .filter(|(_, crew)| crew.decode > 0)
+    {
+        let cores = core_count(draft.nodes[n]);
+        let exclusive = draft.chooser.with_spec(&spec);
+        let line = if exclusive.has_cores(n, *crew) {
+            let tpot = exclusive.decode_ms(n, Crew { ..*crew });
+            format!(
+                "predicted TPOT {} against {}",
+                ms(tpot),
+                ms(predicted.tpot_ms)
+            )
+        } else {
+            format!(
+                "{} processes want {} cores and there are {cores}",
+                crew.ranks(),
+                crew.ranks()
+            )
+        };
+        not_chosen.push(format!(
+            "pinning Exclusive on {}: {line}",
+            draft.nodes[n].node
+        ));
+    }
+}
+
+/// Milliseconds for people: `0.6 ms`, `41 ms`, `1.4 s`.
+fn ms(ms: f64) -> String {
+    match ms {
+        ms if ms < 10.0 => format!("{ms:.1} ms"),
+        ms if ms < 1000.0 => format!("{ms:.0} ms"),
+        ms => format!("{:.1} s", ms / 1e3),
+    }
+}

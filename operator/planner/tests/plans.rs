@@ -1,0 +1,300 @@
+//! Whole plans for several machines, and the words of every refusal.
+
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use hearth_crds::{PlanRole, PlanRouting, ResidencyPolicy};
+use hearth_planner::{Advice, PlanError, plan};
+use support::{
+    GIB, MIB, demo_model, dense_1_7b, laptop, qwen3_30b, request, server, small_vm, spec,
+};
+
+#[test]
+fn demo_on_two_cores() {
+    let mut spec = spec("prefill: {replicas: 1}\ndecode: {replicas: 1, maxBatch: 8}\n");
+    spec.model.context_length = Some(2048);
+    let plan = plan(&request(&spec, &demo_model(), &[small_vm()])).unwrap();
+    let names: Vec<&str> = plan.ranks.iter().map(|rank| rank.name.as_str()).collect();
+    assert_eq!(names, ["gateway-0", "prefill-0", "decode-0"]);
+    // 6 layers × (64 + 16) elements × 2 bytes.
+    assert_eq!(plan.model.kv_bytes_per_token, 960);
+    assert_eq!(
+        plan.rank("decode-0")
+            .unwrap()
+            .kv
+            .as_ref()
+            .unwrap()
+            .memory_bytes,
+        8 * 2048 * 960
+    );
+    insta::assert_yaml_snapshot!(plan);
+}
+
+#[test]
+fn moe_on_a_two_socket_server() {
+    let spec = spec(
+        "decode: {maxBatch: 16}\nplacement: {pinning: Exclusive}\nobjectives: {timePerOutputToken: 50ms}\n",
+    );
+    let plan = plan(&request(&spec, &qwen3_30b(), &[server()])).unwrap();
+    insta::assert_yaml_snapshot!(plan);
+}
+
+#[test]
+fn moe_on_an_eight_gib_laptop_is_prefetched_and_misses_its_objectives() {
+    let spec = spec("objectives: {timeToFirstToken: 1s, timePerOutputToken: 50ms}\n");
+    let plan = plan(&request(&spec, &qwen3_30b(), &[laptop(7 * GIB)])).unwrap();
+    let residency = plan.rank("decode-0").unwrap().residency.as_ref().unwrap();
+    assert_eq!(residency.policy, ResidencyPolicy::MmapPrefetch);
+    assert_eq!(
+        plan.why
+            .iter()
+            .filter(|line| line.starts_with("warning: objective "))
+            .count(),
+        2
+    );
+    assert!(
+        plan.not_chosen
+            .iter()
+            .any(|line| line.starts_with("RTX 4060 Laptop of office")),
+        "{:?}",
+        plan.not_chosen
+    );
+    insta::assert_yaml_snapshot!(plan);
+}
+
+#[test]
+fn compact_keeps_a_rank_on_one_numa_node() {
+    let spec = spec("placement: {numa: Compact, pinning: Exclusive}\n");
+    let plan = plan(&request(&spec, &dense_1_7b(), &[server()])).unwrap();
+    let decode = plan.rank("decode-0").unwrap();
+    let prefill = plan.rank("prefill-0").unwrap();
+    assert_eq!(decode.numa_nodes.len(), 1);
+    assert!(decode.cpus.iter().all(|cpu| !prefill.cpus.contains(cpu)));
+    // Both threads of a core go together.
+    assert!(
+        decode
+            .cpus
+            .iter()
+            .all(|cpu| *cpu >= 32 || decode.cpus.contains(&(cpu + 32)))
+    );
+    assert_eq!(decode.cpus.len(), 2 * decode.threads as usize);
+}
+
+#[test]
+fn chunked_has_no_prefill_rank() {
+    let spec = spec("prefill: {mode: Chunked}\n");
+    let plan = plan(&request(&spec, &demo_model(), &[small_vm()])).unwrap();
+    assert_eq!(plan.ranks_of(PlanRole::Prefill).count(), 0);
+    assert_eq!(
+        plan.routing.chunked_below_tokens,
+        PlanRouting::ALWAYS_CHUNKED
+    );
+    assert!(plan.predicted.ttft_ms > 0.0);
+}
+
+#[test]
+fn replicas_spread_over_nodes_and_keep_their_order() {
+    let spec = spec("prefill: {replicas: 2}\ndecode: {replicas: 3}\n");
+    let (mut a, mut b) = (small_vm(), small_vm());
+    (a.node, b.node) = ("attic".into(), "cellar".into());
+    let facts = dense_1_7b();
+    let forward = plan(&request(&spec, &facts, &[a.clone(), b.clone()])).unwrap();
+    let names: Vec<&str> = forward
+        .ranks
+        .iter()
+        .map(|rank| rank.name.as_str())
+        .collect();
+    assert_eq!(
+        names,
+        [
+            "gateway-0",
+            "prefill-0",
+            "prefill-1",
+            "decode-0",
+            "decode-1",
+            "decode-2"
+        ]
+    );
+    for node in ["attic", "cellar"] {
+        assert!(
+            forward
+                .ranks_of(PlanRole::Decode)
+                .any(|rank| rank.node == node),
+            "no decode rank on {node}"
+        );
+    }
+    assert_eq!(
+        forward,
+        plan(&request(&spec, &facts, &[b, a])).unwrap(),
+        "the order of profiles matters"
+    );
+}
+
+#[test]
+fn a_context_too_long_for_memory_names_one_that_fits() {
+    let mut spec = spec("decode: {maxBatch: 1}\n");
+    spec.model.context_length = Some(65_536);
+    let facts = dense_1_7b();
+    let error = plan(&request(&spec, &facts, &[laptop(6 * GIB)])).unwrap_err();
+    insta::assert_snapshot!(error);
+    let PlanError::InsufficientMemory {
+        advice,
+        needs_bytes,
+        free_bytes,
+        ..
+    } = error
+    else {
+        panic!()
+    };
+    assert!(needs_bytes > free_bytes);
+    let Advice::ContextLength(tokens) = advice[0] else {
+        panic!("{advice:?}")
+    };
+    spec.model.context_length = Some(tokens);
+    plan(&request(&spec, &facts, &[laptop(6 * GIB)])).unwrap();
+}
+
+#[test]
+fn a_model_too_large_for_any_spec_names_the_memory_it_lacks() {
+    let spec = spec("");
+    let error = plan(&request(&spec, &qwen3_30b(), &[laptop(GIB)])).unwrap_err();
+    insta::assert_snapshot!(error);
+    let PlanError::InsufficientMemory { advice, .. } = error else {
+        panic!()
+    };
+    let Advice::FreeMemory(bytes) = advice[0] else {
+        panic!("{advice:?}")
+    };
+    plan(&request(&spec, &qwen3_30b(), &[laptop(GIB + bytes)])).unwrap();
+}
+
+#[test]
+fn an_explicit_kv_budget_is_kept_or_refused() {
+    let kv = |memory: &str| {
+        spec(&format!(
+            "decode: {{maxBatch: 2, kvCache: {{memory: {memory}}}}}\n"
+        ))
+    };
+    let facts = dense_1_7b();
+    let plan_kv = plan(&request(&kv("2Gi"), &facts, &[small_vm()])).unwrap();
+    assert_eq!(
+        plan_kv
+            .rank("decode-0")
+            .unwrap()
+            .kv
+            .as_ref()
+            .unwrap()
+            .memory_bytes,
+        2 * GIB
+    );
+
+    let error = plan(&request(&kv("64Mi"), &facts, &[small_vm()])).unwrap_err();
+    insta::assert_snapshot!(error, @r"
+    spec.decode.kvCache.memory is 64Mi and holds 576 tokens, contextLength is 8192
+      raise it to 896Mi, or lower spec.model.contextLength to 576
+    ");
+    let error = plan(&request(&kv("1Mi"), &facts, &[small_vm()])).unwrap_err();
+    insta::assert_snapshot!(error, @r"
+    spec.decode.kvCache.memory is 1Mi and holds 0 tokens
+      raise it to 896Mi
+    ");
+    let error = plan(&request(&kv("64Gi"), &facts, &[small_vm()])).unwrap_err();
+    let PlanError::InsufficientMemory { advice, .. } = &error else {
+        panic!("{error}")
+    };
+    let Advice::KvMemory(bytes) = advice[0] else {
+        panic!("{advice:?}")
+    };
+    plan(&request(
+        &kv(&format!("{}Mi", bytes / MIB)),
+        &facts,
+        &[small_vm()],
+    ))
+    .unwrap();
+}
+
+#[test]
+fn exclusive_on_too_few_cores_says_what_to_write() {
+    let exclusive = spec("placement: {pinning: Exclusive}\n");
+    let error = plan(&request(&exclusive, &demo_model(), &[small_vm()])).unwrap_err();
+    insta::assert_snapshot!(error, @r#"
+    spec.placement.pinning is "Exclusive" and node here has 2 cores for 3 processes (gateway, prefill, decode)
+      write pinning: Shared, or spec.prefill.mode: Chunked without prefill replicas
+    "#);
+    let chunked = spec("prefill: {mode: Chunked}\nplacement: {pinning: Exclusive}\n");
+    let plan = plan(&request(&chunked, &demo_model(), &[small_vm()])).unwrap();
+    assert_ne!(
+        plan.rank("gateway-0").unwrap().cpus,
+        plan.rank("decode-0").unwrap().cpus
+    );
+}
+
+#[test]
+fn other_refusals_name_the_field_and_the_value() {
+    let mut long = spec("");
+    long.model.context_length = Some(8192);
+    let error = plan(&request(&long, &demo_model(), &[small_vm()])).unwrap_err();
+    insta::assert_snapshot!(error, @r"
+    spec.model.contextLength is 8192
+      deepseek_v3 was made for 4096 tokens here: write at most 4096
+    ");
+    let error = plan(&request(
+        &spec("strategy: PipedRing\n"),
+        &demo_model(),
+        &[small_vm()],
+    ))
+    .unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .starts_with("spec.strategy is \"PipedRing\"\n"),
+        "{error}"
+    );
+    let mixed = spec("decode: {kvCache: {keyType: F32}}\n");
+    let error = plan(&request(&mixed, &demo_model(), &[small_vm()])).unwrap_err();
+    assert!(
+        error.to_string().contains("write the same type for both"),
+        "{error}"
+    );
+    let error = plan(&request(&spec(""), &demo_model(), &[])).unwrap_err();
+    assert!(
+        error.to_string().starts_with("there is no measured node"),
+        "{error}"
+    );
+    let mut broken = small_vm();
+    broken.memory.read_all_threads_gbps = f64::NAN;
+    let error = plan(&request(&spec(""), &demo_model(), &[broken])).unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .starts_with("the profile of node here reads NaN GB/s"),
+        "{error}"
+    );
+}
+
+#[test]
+fn predictions_follow_the_machine() {
+    let spec = spec("");
+    let facts = qwen3_30b();
+    let on = |profile| plan(&request(&spec, &facts, &[profile])).unwrap().predicted;
+    let (fast, slow) = (on(server()), on(laptop(7 * GIB)));
+    assert!(fast.tpot_ms * 5.0 < slow.tpot_ms, "{fast:?} {slow:?}");
+    // About 4 GiB are read a token, at 0.87 of 400 GB/s: 3 to 15 ms with 48 layers' overhead.
+    assert!((3.0..60.0).contains(&fast.tpot_ms), "{fast:?}");
+    assert!(
+        fast.tokens_per_second > 1e3 / fast.tpot_ms,
+        "a batch must bring more than one stream"
+    );
+}
+
+#[test]
+fn experts_that_a_batch_reads_are_counted_by_expectation() {
+    let facts = qwen3_30b();
+    assert!((facts.expected_distinct_experts(1) - 8.0).abs() < 1e-9);
+    let two = facts.expected_distinct_experts(2);
+    assert!((two - (8.0 + 8.0 * 120.0 / 128.0)).abs() < 1e-9, "{two}");
+    assert!(facts.expected_distinct_experts(1000) > 127.99);
+    assert_eq!(facts.kv_bytes_per_token(2, 2), 48 * 4 * 256 * 2);
+    assert_eq!(demo_model().kv_bytes_per_token(2, 2), 960);
+}

@@ -1,0 +1,258 @@
+//! Machines and models that the planner's tests share.
+#![allow(dead_code, missing_docs, unreachable_pub, clippy::unwrap_used)]
+
+use hearth_crds::{
+    ComputeProfile, CpuProfile, DiskProfile, GpuProfile, InferenceDeploymentSpec, IsaProfile,
+    MemoryProfile, NodeProfileSpec, NumaNodeProfile,
+};
+use hearth_planner::{KvShape, ModelFacts, ModuleBytes, PlanRequest};
+
+pub const GIB: u64 = 1 << 30;
+pub const MIB: u64 = 1 << 20;
+
+/// A machine of `sockets × cores` cores with `smt` threads each; rates are those of one thread and one socket.
+pub struct Machine {
+    pub name: &'static str,
+    pub sockets: u32,
+    pub cores: u32,
+    pub smt: u32,
+    pub available_bytes: u64,
+    pub one_thread_gbps: f64,
+    pub socket_gbps: f64,
+    pub core_gflops: f64,
+}
+
+impl Machine {
+    pub fn profile(&self) -> NodeProfileSpec {
+        let cores = self.sockets * self.cores;
+        let cpus: Vec<CpuProfile> = (0..cores * self.smt)
+            .map(|id| {
+                let core = id % cores;
+                CpuProfile {
+                    id,
+                    core,
+                    numa_node: core / self.cores,
+                    max_mhz: 4200,
+                    cache_bytes: 2 * MIB,
+                }
+            })
+            .collect();
+        let numa_nodes = (0..self.sockets)
+            .map(|id| NumaNodeProfile {
+                id,
+                cpus: cpus
+                    .iter()
+                    .filter(|cpu| cpu.numa_node == id)
+                    .map(|cpu| cpu.id)
+                    .collect(),
+                memory_bytes: self.available_bytes / u64::from(self.sockets),
+                free_bytes: self.available_bytes / u64::from(self.sockets),
+                read_gbps: self.socket_gbps,
+            })
+            .collect();
+        NodeProfileSpec {
+            node: self.name.to_owned(),
+            cpus,
+            isa: IsaProfile {
+                avx2: true,
+                avx512f: true,
+                avx512bw: true,
+                avx512bf16: true,
+                ..IsaProfile::default()
+            },
+            numa_nodes,
+            memory: MemoryProfile {
+                total_bytes: self.available_bytes + GIB,
+                available_bytes: self.available_bytes,
+                read_one_thread_gbps: self.one_thread_gbps,
+                read_all_threads_gbps: self.socket_gbps * f64::from(self.sockets),
+            },
+            compute: ComputeProfile {
+                bf16_one_thread_gflops: self.core_gflops,
+                bf16_all_threads_gflops: self.core_gflops * f64::from(cores),
+                f32_one_thread_gflops: self.core_gflops / 2.0,
+                f32_all_threads_gflops: self.core_gflops / 2.0 * f64::from(cores),
+            },
+            gpus: Vec::new(),
+            disks: vec![DiskProfile {
+                path: "/models".into(),
+                read_gbps: 3.0,
+                free_bytes: 500 * GIB,
+            }],
+            links: Vec::new(),
+            measured_at: "2026-11-20T12:00:00Z".into(),
+        }
+    }
+}
+
+/// Two cores and 22 GiB.
+pub fn small_vm() -> NodeProfileSpec {
+    Machine {
+        name: "here",
+        sockets: 1,
+        cores: 2,
+        smt: 1,
+        available_bytes: 22 * GIB,
+        one_thread_gbps: 42.0,
+        socket_gbps: 60.0,
+        core_gflops: 500.0,
+    }
+    .profile()
+}
+
+/// Two sockets of 16 cores with two threads each, 256 GiB.
+pub fn server() -> NodeProfileSpec {
+    Machine {
+        name: "tower",
+        sockets: 2,
+        cores: 16,
+        smt: 2,
+        available_bytes: 250 * GIB,
+        one_thread_gbps: 20.0,
+        socket_gbps: 200.0,
+        core_gflops: 300.0,
+    }
+    .profile()
+}
+
+/// A laptop with 8 GiB, of which `available_bytes` are free, and a small GPU.
+pub fn laptop(available_bytes: u64) -> NodeProfileSpec {
+    let mut profile = Machine {
+        name: "office",
+        sockets: 1,
+        cores: 8,
+        smt: 2,
+        available_bytes,
+        one_thread_gbps: 18.0,
+        socket_gbps: 40.0,
+        core_gflops: 60.0,
+    }
+    .profile();
+    profile.gpus = vec![GpuProfile {
+        uuid: "GPU-11111111-2222-3333-4444-555555555555".into(),
+        name: "RTX 4060 Laptop".into(),
+        memory_bytes: 8 * GIB,
+        free_bytes: 7 * GIB,
+        numa_node: Some(0),
+        pcie_gbps: 12.0,
+        read_gbps: 256.0,
+    }];
+    profile
+}
+
+/// A DeepSeek-V3 of 7 M parameters in FP8, as the demo is.
+pub fn demo_model() -> ModelFacts {
+    ModelFacts {
+        architecture: "deepseek_v3".into(),
+        dtype: "FP8".into(),
+        parameter_count: 7_100_000,
+        active_parameter_count: 3_100_000,
+        layers: 6,
+        hidden: 256,
+        vocab: 4096,
+        max_context: 4096,
+        experts: 16,
+        experts_per_token: 2,
+        heads: 8,
+        kv: KvShape::Latent {
+            rank: 64,
+            rope_dim: 16,
+        },
+        bytes: ModuleBytes {
+            embedding: 2 * MIB,
+            attention: MIB,
+            dense_ffn: MIB / 2,
+            shared_expert: MIB / 4,
+            router: MIB / 8,
+            routed_experts: 3 * MIB,
+            head: MIB / 2,
+        },
+        largest_layer_bytes: MIB,
+    }
+}
+
+/// Qwen3-30B-A3B in FP8: 30.5 B parameters, 3.3 B active.
+pub fn qwen3_30b() -> ModelFacts {
+    ModelFacts {
+        architecture: "qwen3_moe".into(),
+        dtype: "FP8".into(),
+        parameter_count: 30_500_000_000,
+        active_parameter_count: 3_000_000_000,
+        layers: 48,
+        hidden: 2048,
+        vocab: 151_936,
+        max_context: 40_960,
+        experts: 128,
+        experts_per_token: 8,
+        heads: 32,
+        kv: KvShape::Heads {
+            kv_heads: 4,
+            key_dim: 128,
+            value_dim: 128,
+        },
+        bytes: ModuleBytes {
+            embedding: 622 * MIB / 2,
+            attention: 900 * MIB,
+            dense_ffn: 0,
+            shared_expert: 0,
+            router: 24 * MIB,
+            routed_experts: 27 * GIB,
+            head: 594 * MIB,
+        },
+        largest_layer_bytes: 600 * MIB,
+    }
+}
+
+/// A dense 1.7 B model in BF16 with a long context: 112 KiB of KV a token.
+pub fn dense_1_7b() -> ModelFacts {
+    ModelFacts {
+        architecture: "qwen3".into(),
+        dtype: "BF16".into(),
+        parameter_count: 1_700_000_000,
+        active_parameter_count: 1_700_000_000,
+        layers: 28,
+        hidden: 2048,
+        vocab: 151_936,
+        max_context: 131_072,
+        experts: 0,
+        experts_per_token: 0,
+        heads: 16,
+        kv: KvShape::Heads {
+            kv_heads: 8,
+            key_dim: 128,
+            value_dim: 128,
+        },
+        bytes: ModuleBytes {
+            embedding: 0,
+            attention: 700 * MIB,
+            dense_ffn: 2 * GIB,
+            shared_expert: 0,
+            router: 0,
+            routed_experts: 0,
+            head: 594 * MIB,
+        },
+        largest_layer_bytes: 100 * MIB,
+    }
+}
+
+/// A spec from YAML below a builtin model.
+pub fn spec(yaml: &str) -> InferenceDeploymentSpec {
+    let text = format!("model: {{source: {{builtin: {{name: hearth-demo}}}}}}\n{yaml}");
+    serde_norway::from_str(&text).unwrap()
+}
+
+pub fn request<'a>(
+    spec: &'a InferenceDeploymentSpec,
+    facts: &'a ModelFacts,
+    profiles: &'a [NodeProfileSpec],
+) -> PlanRequest<'a> {
+    PlanRequest {
+        name: "demo",
+        namespace: "default",
+        generation: 1,
+        spec,
+        facts,
+        model_path: "/models/m",
+        profiles,
+    }
+}

@@ -19,11 +19,11 @@ fn builtin_places() -> Vec<PathBuf> {
     places
 }
 
-/// The directory of a model source, and the source in words.
+/// The directory of a model source.
 ///
 /// # Errors
 /// A built-in model that is not installed, with the places searched; a path that is no directory.
-pub(crate) fn dereference(source: &ModelSource) -> anyhow::Result<(PathBuf, String)> {
+pub(crate) fn dereference(source: &ModelSource) -> anyhow::Result<PathBuf> {
     if let Some(builtin) = &source.builtin {
         let places = builtin_places();
         let found = places.iter().map(|place| place.join(&builtin.name)).find(|path| path.join("config.json").is_file());
@@ -36,8 +36,7 @@ pub(crate) fn dereference(source: &ModelSource) -> anyhow::Result<(PathBuf, Stri
                 list.join(", ")
             );
         };
-        let directory = directory.canonicalize().with_context(|| format!("{}", directory.display()))?;
-        return Ok((directory, format!("builtin {}", builtin.name)));
+        return directory.canonicalize().with_context(|| format!("{}", directory.display()));
     }
     if let Some(host_path) = &source.host_path {
         let directory = PathBuf::from(&host_path.path);
@@ -48,7 +47,7 @@ pub(crate) fn dereference(source: &ModelSource) -> anyhow::Result<(PathBuf, Stri
                 host_path.path
             );
         }
-        return Ok((directory, format!("hostPath {}", host_path.path)));
+        return Ok(directory);
     }
     bail!("spec.model.source names nothing that hearth up can open\n  write builtin: {{name: hearth-demo}} or hostPath: {{path: /models/NAME}}")
 }

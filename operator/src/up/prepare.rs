@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use anyhow::{Context, bail};
 use hearth_crds::{InferencePlanSpec, ModelFacts, NodeProfileSpec, PlanRole, Venue};
+use hearth_planner::PlanRequest;
 
 use super::UpArgs;
 use crate::state::{DeploymentDir, StateDir};
@@ -48,7 +49,7 @@ pub(crate) fn plan(file: &Path, state: &StateDir, steps: &Steps) -> anyhow::Resu
     let name = deployment.metadata.name.clone().unwrap_or_default();
     steps.done_with(&format!("{name} is valid"), "hearth.dev/v1alpha1 InferenceDeployment");
 
-    let (directory, source) = source::dereference(&deployment.spec.model.source)?;
+    let directory = source::dereference(&deployment.spec.model.source)?;
     let spinner = steps.spinner("measuring this machine");
     let profile: NodeProfileSpec = worker::ask(&["profile", "--json", "--disk"], Some(&directory))?;
     spinner.finish_and_clear();
@@ -58,14 +59,15 @@ pub(crate) fn plan(file: &Path, state: &StateDir, steps: &Steps) -> anyhow::Resu
     steps.done(&format!("model {}", model(&facts, &directory)));
 
     let generation = state.deployment(&name).next_generation();
-    let request = hearth_planner::PlanRequest {
-        name: name.clone(),
-        namespace: deployment.metadata.namespace.clone().unwrap_or_else(|| "default".to_owned()),
+    let plan = hearth_planner::plan(&PlanRequest {
+        name: &name,
+        namespace: deployment.metadata.namespace.as_deref().unwrap_or("default"),
         generation,
-        model_path: directory.display().to_string(),
-        model_source: source,
-    };
-    let plan = hearth_planner::plan(&deployment.spec, &facts, &[profile], &request)?;
+        spec: &deployment.spec,
+        facts: &facts,
+        model_path: &directory.display().to_string(),
+        profiles: &[profile],
+    })?;
     Ok(Planned { name, plan })
 }
 
@@ -153,7 +155,7 @@ fn model(facts: &ModelFacts, directory: &Path) -> String {
         facts.architecture,
         parameters(facts.parameter_count),
         facts.dtype,
-        ui::bytes(facts.weight_bytes)
+        ui::bytes(facts.bytes.total())
     )
 }
 

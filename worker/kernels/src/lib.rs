@@ -8,14 +8,23 @@
 //! in the batch and however the rows were chunked.
 
 pub mod backend;
+pub mod convert;
 pub mod error;
 pub mod host;
 pub mod kv;
+pub mod pool;
+pub mod reference;
 
+mod arch;
+mod cpu;
+
+pub use arch::Isa;
 pub use backend::{
     AttentionSpec, Backend, ExpertCall, MlaHeads, Precision, RopeLayout, RopeTable, RouterScore,
     RouterSpec, Routing, Span,
 };
+pub use convert::quantize_fp8_block;
+pub use cpu::{CpuBackend, CpuKv, CpuOptions, CpuTensor};
 pub use error::KernelError;
 pub use host::{BlockScales, DType, HostMatrix, SCALE_BLOCK};
 pub use kv::{BlockId, KvDType, KvLayout};

@@ -1,0 +1,276 @@
+//! Instruction sets: what the CPU has, and the kernels for each.
+
+use std::fmt;
+use std::ops::Range;
+use std::str::FromStr;
+
+use crate::cpu::memory::KernelScratch;
+use crate::{BlockId, DType, HostMatrix, KernelError, KvLayout, MlaHeads, Precision, SCALE_BLOCK};
+
+pub(crate) mod scalar;
+
+/// An instruction set with kernels of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Isa {
+    /// The reference kernels.
+    Scalar,
+    /// AVX2 with FMA and F16C.
+    Avx2,
+    /// AVX-512 F, BW, VL, DQ, VBMI and BF16 (Zen 4, Sapphire Rapids and later).
+    Avx512,
+}
+
+impl Isa {
+    /// All of them, worst first.
+    pub const ALL: [Self; 3] = [Self::Scalar, Self::Avx2, Self::Avx512];
+
+    /// The best that this CPU has.
+    pub fn detect() -> Self {
+        Self::ALL
+            .into_iter()
+            .rev()
+            .find(|isa| isa.kernels().is_some())
+            .unwrap_or(Self::Scalar)
+    }
+
+    /// Whether this CPU has it.
+    pub fn is_available(self) -> bool {
+        self.kernels().is_some()
+    }
+
+    /// Those that this CPU has, comma separated, best first.
+    pub fn available_names() -> String {
+        let names: Vec<&str> = Self::ALL
+            .into_iter()
+            .rev()
+            .filter(|isa| isa.is_available())
+            .map(Self::name)
+            .collect();
+        names.join(", ")
+    }
+
+    /// `scalar`, `avx2` or `avx512`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Scalar => "scalar",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+        }
+    }
+
+    /// Its kernels, if this CPU can run them.
+    pub(crate) fn kernels(self) -> Option<Box<dyn Kernels>> {
+        match self {
+            Self::Scalar => Some(Box::new(scalar::Scalar)),
+            Self::Avx2 | Self::Avx512 => None,
+        }
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Isa {
+    type Err = KernelError;
+
+    fn from_str(name: &str) -> Result<Self, KernelError> {
+        Self::ALL
+            .into_iter()
+            .find(|isa| isa.name() == name)
+            .ok_or_else(|| KernelError::IsaUnavailable {
+                asked: name.to_owned(),
+                available: Self::available_names(),
+            })
+    }
+}
+
+/// How a kernel wants its activations laid out. Every row is padded with zeros to a multiple of
+/// [`SCALE_BLOCK`] elements, so that kernels have no tail on that side.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Packing {
+    /// f32, in order.
+    F32,
+    /// bfloat16, in order.
+    Bf16,
+    /// bfloat16, each 64 elements in the order in which `vpunpcklbw` and `vpunpckhbw` leave FP8 weights.
+    Bf16Unpacked,
+}
+
+impl Packing {
+    /// All of them; `index` is the place here.
+    pub(crate) const ALL: [Self; 3] = [Self::F32, Self::Bf16, Self::Bf16Unpacked];
+
+    pub(crate) const fn index(self) -> usize {
+        self as usize
+    }
+
+    pub(crate) const fn element_bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 | Self::Bf16Unpacked => 2,
+        }
+    }
+
+    /// Bytes of a packed row of `cols` elements.
+    pub(crate) const fn row_bytes(self, cols: usize) -> usize {
+        cols.next_multiple_of(SCALE_BLOCK) * self.element_bytes()
+    }
+}
+
+/// Packed activations: the operand of a linear kernel.
+#[derive(Clone, Copy)]
+pub(crate) struct PackedRows<'a> {
+    /// Rows of `packing.row_bytes(cols)` bytes, aligned to a cache line.
+    pub(crate) bytes: &'a [u8],
+    pub(crate) packing: Packing,
+    /// Elements of a row before padding.
+    pub(crate) cols: usize,
+    pub(crate) rows: RowSet<'a>,
+}
+
+/// Which rows of a matrix take part.
+#[derive(Clone, Copy)]
+pub(crate) enum RowSet<'a> {
+    /// Rows `first..first + count`.
+    Range { first: usize, count: usize },
+    /// The rows named, in that order.
+    List(&'a [u32]),
+}
+
+impl PackedRows<'_> {
+    pub(crate) fn len(&self) -> usize {
+        match self.rows {
+            RowSet::Range { count, .. } => count,
+            RowSet::List(rows) => rows.len(),
+        }
+    }
+
+    /// The packed bytes of the `i`th row that takes part.
+    pub(crate) fn row(&self, i: usize) -> &[u8] {
+        let row = match self.rows {
+            RowSet::Range { first, .. } => first + i,
+            RowSet::List(rows) => rows[i] as usize,
+        };
+        let size = self.packing.row_bytes(self.cols);
+        &self.bytes[row * size..(row + 1) * size]
+    }
+}
+
+/// One layer of a KV cache, read only.
+#[derive(Clone, Copy)]
+pub(crate) struct KvLayer<'a> {
+    pub(crate) layout: KvLayout,
+    /// All blocks of the layer.
+    pub(crate) bytes: &'a [u8],
+    /// Blocks of the sequence.
+    pub(crate) blocks: &'a [BlockId],
+}
+
+impl KvLayer<'_> {
+    fn token(&self, position: usize) -> &[u8] {
+        let layout = &self.layout;
+        let block = self.blocks[position / layout.block_tokens].0 as usize;
+        let slot = position % layout.block_tokens;
+        let size = layout.token_layer_bytes();
+        let start = block * layout.block_layer_bytes() + slot * size;
+        &self.bytes[start..start + size]
+    }
+
+    /// The stored key of one head.
+    pub(crate) fn key(&self, position: usize, kv_head: usize) -> &[u8] {
+        let size = self.layout.k_dim * self.layout.dtype.size_bytes();
+        &self.token(position)[kv_head * size..(kv_head + 1) * size]
+    }
+
+    /// The stored value of one head: apart, or the key's prefix.
+    pub(crate) fn value(&self, position: usize, kv_head: usize) -> &[u8] {
+        let KvLayout {
+            kv_heads,
+            k_dim,
+            v_dim,
+            value_in_key,
+            dtype,
+            ..
+        } = self.layout;
+        let size = v_dim * dtype.size_bytes();
+        if value_in_key {
+            return &self.key(position, kv_head)[..size];
+        }
+        let start = kv_heads * k_dim * dtype.size_bytes() + kv_head * size;
+        &self.token(position)[start..start + size]
+    }
+}
+
+/// Attention of consecutive rows of one sequence over heads that share one kv head.
+#[derive(Clone, Copy)]
+pub(crate) struct AttentionTask<'a> {
+    pub(crate) kv: KvLayer<'a>,
+    pub(crate) kv_head: usize,
+    /// Queries `[.., q_cols]`.
+    pub(crate) q: &'a [f32],
+    pub(crate) q_cols: usize,
+    /// Rows of `q`, with the absolute position of the first.
+    pub(crate) first_row: usize,
+    pub(crate) rows: usize,
+    pub(crate) first_position: usize,
+    /// Query heads `first_head..first_head + heads`.
+    pub(crate) first_head: usize,
+    pub(crate) heads: usize,
+    pub(crate) scale: f32,
+}
+
+impl AttentionTask<'_> {
+    /// The query of one row and head, both counted within the task.
+    pub(crate) fn query(&self, row: usize, head: usize) -> &[f32] {
+        let k_dim = self.kv.layout.k_dim;
+        let start = (self.first_row + row) * self.q_cols + (self.first_head + head) * k_dim;
+        &self.q[start..start + k_dim]
+    }
+}
+
+/// Latent attention's absorption for one head.
+#[derive(Clone, Copy)]
+pub(crate) struct AbsorbTask<'a> {
+    pub(crate) kv_b: &'a HostMatrix,
+    pub(crate) dims: MlaHeads,
+    pub(crate) head: usize,
+    /// `[tokens, heads * nope]`.
+    pub(crate) q_nope: &'a [f32],
+    pub(crate) first_row: usize,
+    pub(crate) rows: usize,
+}
+
+/// The kernels of one instruction set. A value proves that the CPU can run them.
+///
+/// Each output element has one order of accumulation, which depends on the length of the sum and the
+/// instruction set alone: not on how many rows a call has, nor on where the element lies in its piece.
+/// Shapes are the caller's duty; a kernel may panic on wrong ones but stays within its slices.
+pub(crate) trait Kernels: Send + Sync {
+    fn isa(&self) -> Isa;
+    /// Names of what runs, `{arch}-{dtypes}-{variant}`.
+    fn names(&self) -> &'static [&'static str];
+    /// The layout of activations for a weight.
+    fn packing(&self, dtype: DType, precision: Precision) -> Packing;
+    /// Packs one row; `out` has `packing.row_bytes(x.len())` bytes.
+    fn pack(&self, packing: Packing, x: &[f32], out: &mut [u8]);
+    /// Weight rows `rows` times all rows of `x` → out `[rows.len(), x.len()]`.
+    fn linear(
+        &self,
+        w: &HostMatrix,
+        rows: Range<usize>,
+        x: &PackedRows<'_>,
+        scratch: &mut KernelScratch,
+        out: &mut [f32],
+    );
+    /// [`reference::rms_norm`](crate::reference::rms_norm).
+    fn rms_norm(&self, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]);
+    /// [`reference::silu_mul`](crate::reference::silu_mul).
+    fn silu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]);
+    /// out `[rows, heads, v_dim]`.
+    fn attention(&self, task: &AttentionTask<'_>, scratch: &mut KernelScratch, out: &mut [f32]);
+    /// out `[rows, rank]`.
+    fn mla_absorb(&self, task: &AbsorbTask<'_>, scratch: &mut KernelScratch, out: &mut [f32]);
+}

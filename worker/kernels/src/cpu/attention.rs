@@ -1,0 +1,130 @@
+//! Attention: pieces are tiles of rows and heads of one sequence and kv head.
+
+use crate::arch::{AttentionTask, KvLayer};
+use crate::{AttentionSpec, KernelError, Span};
+
+use super::memory::{CpuTensor, SharedMatrix};
+use super::{CpuBackend, CpuKv, ensure};
+
+/// Queries (row and head) that one piece takes through the keys together.
+const TILE_QUERIES: usize = 32;
+
+/// A tile of one span: rows and query heads counted within span and tensor.
+struct Tile {
+    span: usize,
+    kv_head: usize,
+    first_row: usize,
+    rows: usize,
+    first_head: usize,
+    heads: usize,
+}
+
+impl CpuBackend {
+    pub(super) fn attend(
+        &self,
+        q: &CpuTensor,
+        kv: &CpuKv,
+        layer: usize,
+        spans: &[Span],
+        spec: AttentionSpec,
+    ) -> Result<CpuTensor, KernelError> {
+        let layout = kv.layout();
+        let AttentionSpec { heads, scale } = spec;
+        let fits = heads > 0
+            && heads.is_multiple_of(layout.kv_heads)
+            && q.cols() == heads * layout.k_dim
+            && layer < layout.layers;
+        ensure(fits, "attention", || {
+            format!(
+                "q [{}, {}] with {heads} heads in layer {layer} of {}",
+                q.rows(),
+                q.cols(),
+                layout.fingerprint()
+            )
+        })?;
+        for span in spans {
+            kv.check_span("attention", span, q.rows())?;
+        }
+        check_disjoint(spans)?;
+        let mut out = self.tensor(q.rows(), heads * layout.v_dim);
+        if spans.iter().map(|s| s.rows).sum::<usize>() < q.rows() {
+            // Rows that belong to no sequence attend to nothing.
+            out.as_mut_slice().fill(0.0);
+        }
+        let tiles = tiles(spans, layout.kv_heads, heads / layout.kv_heads);
+        let shared = SharedMatrix::new(out.as_mut_slice(), heads * layout.v_dim);
+        self.pool.run(tiles.len(), |piece| {
+            // The last rows of a span see the most keys: the long tiles first.
+            let tile = &tiles[tiles.len() - 1 - piece.index];
+            let span = &spans[tile.span];
+            let task = AttentionTask {
+                kv: KvLayer {
+                    layout,
+                    bytes: kv.layer(layer),
+                    blocks: &span.blocks,
+                },
+                kv_head: tile.kv_head,
+                q: q.as_slice(),
+                q_cols: q.cols(),
+                first_row: span.first_row + tile.first_row,
+                rows: tile.rows,
+                first_position: span.start + tile.first_row,
+                first_head: tile.first_head,
+                heads: tile.heads,
+                scale,
+            };
+            let mut scratch = self.scratch(piece.worker);
+            let scratch = &mut *scratch;
+            let width = tile.heads * layout.v_dim;
+            let result = scratch.tile.f32s_mut(tile.rows * width);
+            self.kernels.attention(&task, &mut scratch.kernel, result);
+            let first_col = tile.first_head * layout.v_dim;
+            for (row, result) in result.chunks(width).enumerate() {
+                // SAFETY: tiles are disjoint in row or in head, and spans in rows (`check_disjoint`).
+                let out =
+                    unsafe { shared.part(task.first_row + row, first_col..first_col + width) };
+                out.copy_from_slice(result);
+            }
+        });
+        Ok(out)
+    }
+}
+
+/// No row belongs to two spans.
+fn check_disjoint(spans: &[Span]) -> Result<(), KernelError> {
+    let mut ranges: Vec<(usize, usize)> = spans.iter().map(|s| (s.first_row, s.rows)).collect();
+    ranges.sort_unstable();
+    for pair in ranges.windows(2) {
+        ensure(pair[0].0 + pair[0].1 <= pair[1].0, "attention", || {
+            format!(
+                "spans of rows {}+{} and {}+{} overlap",
+                pair[0].0, pair[0].1, pair[1].0, pair[1].1
+            )
+        })?;
+    }
+    Ok(())
+}
+
+/// All tiles; those of one sequence and kv head in ascending order of rows.
+fn tiles(spans: &[Span], kv_heads: usize, group: usize) -> Vec<Tile> {
+    let heads = group.min(TILE_QUERIES);
+    let rows = (TILE_QUERIES / heads).max(1);
+    let mut tiles = Vec::new();
+    for (index, span) in spans.iter().enumerate() {
+        for first_row in (0..span.rows).step_by(rows) {
+            for kv_head in 0..kv_heads {
+                for first_head in (0..group).step_by(heads) {
+                    tiles.push(Tile {
+                        span: index,
+                        kv_head,
+                        first_row,
+                        rows: rows.min(span.rows - first_row),
+                        first_head: kv_head * group + first_head,
+                        heads: heads.min(group - first_head),
+                    });
+                }
+            }
+        }
+    }
+    tiles
+}

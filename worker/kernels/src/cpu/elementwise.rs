@@ -1,0 +1,225 @@
+//! Operations whose cost is that of touching their operands.
+
+use super::memory::{CpuTensor, SharedMatrix};
+use crate::{HostMatrix, KernelError, RopeLayout, RopeTable, reference};
+
+use super::{CpuBackend, ensure};
+
+/// Elements below which a piece is not worth a thread's attention (some tens of microseconds).
+const MIN_PIECE_ELEMENTS: usize = 1 << 15;
+
+impl CpuBackend {
+    pub(super) fn embed_rows(
+        &self,
+        table: &HostMatrix,
+        tokens: &[u32],
+    ) -> Result<CpuTensor, KernelError> {
+        for &token in tokens {
+            ensure((token as usize) < table.rows(), "embed", || {
+                format!("token {token} of a vocabulary of {}", table.rows())
+            })?;
+        }
+        let mut out = self.tensor(tokens.len(), table.cols());
+        self.for_each_row(&mut out, |row, out| {
+            reference::dequant_row(table, tokens[row] as usize, out);
+        });
+        Ok(out)
+    }
+
+    pub(super) fn norm(
+        &self,
+        x: &CpuTensor,
+        weight: &[f32],
+        eps: f32,
+    ) -> Result<CpuTensor, KernelError> {
+        let group = weight.len();
+        ensure(
+            group > 0 && x.cols().is_multiple_of(group),
+            "rms_norm",
+            || format!("{} columns in groups of {group}", x.cols()),
+        )?;
+        let mut out = self.tensor(x.rows(), x.cols());
+        self.for_each_row(&mut out, |row, out| {
+            for (x, out) in x.row(row).chunks(group).zip(out.chunks_mut(group)) {
+                self.kernels.rms_norm(x, weight, eps, out);
+            }
+        });
+        Ok(out)
+    }
+
+    pub(super) fn add(&self, x: &mut CpuTensor, delta: &CpuTensor) -> Result<(), KernelError> {
+        same_shape("add_assign", x, delta)?;
+        self.for_each_row(x, |row, x| {
+            for (x, delta) in x.iter_mut().zip(delta.row(row)) {
+                *x += delta;
+            }
+        });
+        Ok(())
+    }
+
+    pub(super) fn gated(&self, gate: &CpuTensor, up: &CpuTensor) -> Result<CpuTensor, KernelError> {
+        same_shape("silu_mul", gate, up)?;
+        let mut out = self.tensor(gate.rows(), gate.cols());
+        self.for_each_row(&mut out, |row, out| {
+            self.kernels.silu_mul(gate.row(row), up.row(row), out);
+        });
+        Ok(out)
+    }
+
+    pub(super) fn take_columns(
+        &self,
+        x: &CpuTensor,
+        groups: usize,
+        first: usize,
+        cols: usize,
+    ) -> Result<CpuTensor, KernelError> {
+        let fits = groups > 0
+            && x.cols().is_multiple_of(groups)
+            && first
+                .checked_add(cols)
+                .is_some_and(|end| end <= x.cols() / groups);
+        ensure(fits, "columns", || {
+            format!(
+                "columns {first}+{cols} of each of {groups} groups in {}",
+                x.cols()
+            )
+        })?;
+        let mut out = self.tensor(x.rows(), groups * cols);
+        let width = x.cols() / groups;
+        self.for_each_row(&mut out, |row, out| {
+            let x = x.row(row);
+            for group in 0..groups {
+                let start = group * width + first;
+                out[group * cols..(group + 1) * cols].copy_from_slice(&x[start..start + cols]);
+            }
+        });
+        Ok(out)
+    }
+
+    pub(super) fn join_columns(
+        &self,
+        a: &CpuTensor,
+        b: &CpuTensor,
+        groups: usize,
+    ) -> Result<CpuTensor, KernelError> {
+        let fits = groups > 0
+            && a.rows() == b.rows()
+            && a.cols().is_multiple_of(groups)
+            && b.cols().is_multiple_of(groups);
+        ensure(fits, "interleave", || {
+            format!("{} and {} in {groups} groups", shape(a), shape(b))
+        })?;
+        let mut out = self.tensor(a.rows(), a.cols() + b.cols());
+        let (first, second) = (a.cols() / groups, b.cols() / groups);
+        self.for_each_row(&mut out, |row, out| {
+            let (a, b) = (a.row(row), b.row(row));
+            for group in 0..groups {
+                let out = &mut out[group * (first + second)..][..first + second];
+                out[..first].copy_from_slice(&a[group * first..(group + 1) * first]);
+                out[first..].copy_from_slice(&b[group * second..(group + 1) * second]);
+            }
+        });
+        Ok(out)
+    }
+
+    pub(super) fn take_rows(&self, x: &CpuTensor, rows: &[u32]) -> Result<CpuTensor, KernelError> {
+        for &row in rows {
+            ensure((row as usize) < x.rows(), "rows", || {
+                format!("row {row} of {}", x.rows())
+            })?;
+        }
+        let mut out = self.tensor(rows.len(), x.cols());
+        self.for_each_row(&mut out, |row, out| {
+            out.copy_from_slice(x.row(rows[row] as usize));
+        });
+        Ok(out)
+    }
+
+    pub(super) fn rotate(
+        &self,
+        x: &mut CpuTensor,
+        heads: usize,
+        positions: &[u32],
+        table: &RopeTable,
+    ) -> Result<(), KernelError> {
+        let half = table.inv_freq.len();
+        let fits = heads > 0
+            && x.cols().is_multiple_of(heads)
+            && 2 * half <= x.cols() / heads
+            && positions.len() == x.rows();
+        ensure(fits, "rope", || {
+            format!(
+                "{} with {heads} heads, {} positions, {half} frequencies",
+                shape(x),
+                positions.len()
+            )
+        })?;
+        let head_dim = x.cols() / heads;
+        self.for_each_row(x, |row, x| {
+            // All heads of a row share its angles.
+            let angles = angles(positions[row], table);
+            for head in x.chunks_mut(head_dim) {
+                rotate_head(head, &angles, table.layout);
+            }
+        });
+        Ok(())
+    }
+
+    /// Calls `f` with the index and the elements of each row of `out`, on all threads when it pays.
+    fn for_each_row(&self, out: &mut CpuTensor, f: impl Fn(usize, &mut [f32]) + Sync) {
+        let (rows, cols) = (out.rows(), out.cols());
+        let split = self.split(rows, cols, MIN_PIECE_ELEMENTS);
+        let shared = SharedMatrix::new(out.as_mut_slice(), cols);
+        if cols == 0 {
+            return;
+        }
+        self.pool.run(split.pieces(), |piece| {
+            for row in split.range(piece.index) {
+                // SAFETY: pieces have disjoint ranges of rows, and within a piece one row is held at a time.
+                f(row, unsafe { shared.part(row, 0..cols) });
+            }
+        });
+    }
+}
+
+/// Sine and cosine, times the table's magnitude, of each pair.
+fn angles(position: u32, table: &RopeTable) -> Vec<[f32; 2]> {
+    table
+        .inv_freq
+        .iter()
+        .map(|&frequency| {
+            let (sin, cos) = (position as f32 * frequency).sin_cos();
+            [sin * table.magnitude, cos * table.magnitude]
+        })
+        .collect()
+}
+
+/// [`reference::rope_head`] with the angles given.
+fn rotate_head(head: &mut [f32], angles: &[[f32; 2]], layout: RopeLayout) {
+    let half = angles.len();
+    match layout {
+        RopeLayout::Half => {
+            let (first, rest) = head.split_at_mut(half);
+            for ((a, b), [sin, cos]) in first.iter_mut().zip(rest).zip(angles) {
+                (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+            }
+        }
+        RopeLayout::Interleaved => {
+            for (pair, [sin, cos]) in head.chunks_exact_mut(2).zip(angles) {
+                let [a, b] = [pair[0], pair[1]];
+                pair[0] = a * cos - b * sin;
+                pair[1] = b * cos + a * sin;
+            }
+        }
+    }
+}
+
+fn same_shape(op: &'static str, a: &CpuTensor, b: &CpuTensor) -> Result<(), KernelError> {
+    ensure(a.rows() == b.rows() && a.cols() == b.cols(), op, || {
+        format!("{} and {}", shape(a), shape(b))
+    })
+}
+
+fn shape(x: &CpuTensor) -> String {
+    format!("[{}, {}]", x.rows(), x.cols())
+}

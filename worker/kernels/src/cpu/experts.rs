@@ -1,0 +1,262 @@
+//! Routed experts with one barrier for each expert instead of one for all (OSDI '26, section 3.5.1).
+//!
+//! Stage one computes `silu(gate x) * (up x)` in segments of an expert's intermediate dimension and packs the
+//! result for stage two at once. Stage two takes a segment of the output through all experts in the order of
+//! the calls, so sums have one order, and waits at each expert for that expert's own segments only. All
+//! pieces stand in one queue, stage one first: whoever waits, waits for work that another thread has begun.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::arch::{PackedRows, Packing, RowSet};
+use crate::pool::Piece;
+use crate::{ExpertCall, HostMatrix, KernelError, Precision, SCALE_BLOCK};
+
+use super::linear::{Packed, row_cost};
+use super::memory::{CpuTensor, PooledBuf, SharedMatrix};
+use super::{CpuBackend, ensure};
+
+/// Intermediate elements of a stage-one segment: the unit of packing, so that segments pack for themselves.
+const SEGMENT: usize = SCALE_BLOCK;
+
+/// One call with rows, and where its intermediate activations lie.
+struct Work<'a> {
+    call: &'a ExpertCall<'a, HostMatrix>,
+    inner: Inner,
+    first_piece: usize,
+    segments: usize,
+    finished: AtomicUsize,
+}
+
+/// Packed intermediate activations of one call: `[rows, row_bytes]`.
+struct Inner {
+    buffer: PooledBuf,
+    packing: Packing,
+    row_bytes: usize,
+}
+
+impl CpuBackend {
+    pub(super) fn run_experts(
+        &self,
+        out: &mut CpuTensor,
+        x: &CpuTensor,
+        calls: &[ExpertCall<'_, HostMatrix>],
+    ) -> Result<(), KernelError> {
+        for call in calls {
+            check(out, x, call)?;
+        }
+        let mut inputs = [None, None, None];
+        let mut first_piece = 0;
+        let mut works = Vec::with_capacity(calls.len());
+        for call in calls.iter().filter(|call| !call.rows.is_empty()) {
+            for matrix in [call.gate, call.up] {
+                let packing = self.packing(matrix.dtype(), Precision::Fast);
+                inputs[packing.index()]
+                    .get_or_insert_with(|| self.pack(x.as_slice(), x.rows(), packing));
+            }
+            let packing = self.packing(call.down.dtype(), Precision::Fast);
+            let row_bytes = packing.row_bytes(call.down.cols());
+            let segments = call.gate.rows().div_ceil(SEGMENT);
+            works.push(Work {
+                call,
+                inner: Inner {
+                    buffer: self.buffer(call.rows.len() * row_bytes),
+                    packing,
+                    row_bytes,
+                },
+                first_piece,
+                segments,
+                finished: AtomicUsize::new(0),
+            });
+            first_piece += segments;
+        }
+        self.run_stages(out, &inputs, &mut works, first_piece);
+        Ok(())
+    }
+
+    fn run_stages(
+        &self,
+        out: &mut CpuTensor,
+        inputs: &[Option<Packed>; 3],
+        works: &mut [Work<'_>],
+        stage_one: usize,
+    ) {
+        let hidden = out.cols();
+        let cost = works
+            .iter()
+            .map(|w| row_cost(w.call.down, w.call.rows.len()))
+            .sum();
+        let most_rows = works.iter().map(|w| w.call.rows.len()).max().unwrap_or(0);
+        let split = self.split_weight_rows(hidden, cost, most_rows);
+        let shared_out = SharedMatrix::new(out.as_mut_slice(), hidden);
+        // The packed bytes are written by stage one and read by stage two of the same run.
+        let mut inners = Vec::with_capacity(works.len());
+        let mut stages = Vec::with_capacity(works.len());
+        for work in works.iter_mut() {
+            let Work {
+                call,
+                inner,
+                first_piece,
+                segments,
+                finished,
+            } = work;
+            let bytes = call.rows.len() * inner.row_bytes;
+            inners.push((
+                SharedMatrix::new(inner.buffer.bytes_mut(bytes), inner.row_bytes),
+                inner.packing,
+            ));
+            stages.push((&**call, *first_piece, *segments, &*finished));
+        }
+        self.pool.run(stage_one + split.pieces(), |piece| {
+            if piece.index < stage_one {
+                let at = stages.partition_point(|stage| stage.1 <= piece.index) - 1;
+                let (call, first_piece, _, finished) = stages[at];
+                let (inner, packing) = &inners[at];
+                let begin = (piece.index - first_piece) * SEGMENT;
+                let segment = begin..call.gate.rows().min(begin + SEGMENT);
+                self.gate_and_up(piece, call, inputs, segment, inner, *packing);
+                finished.fetch_add(1, Ordering::Release);
+                return;
+            }
+            let columns = split.range(piece.index - stage_one);
+            for ((call, _, segments, finished), (inner, packing)) in stages.iter().zip(&inners) {
+                if !wait_for(finished, *segments, piece) {
+                    return;
+                }
+                // SAFETY: all segments of this call are finished, which the counter's release and acquire
+                // published; nobody writes them any more.
+                let bytes = unsafe { inner.rows(0..call.rows.len()) };
+                let x = PackedRows {
+                    bytes,
+                    packing: *packing,
+                    cols: call.down.cols(),
+                    rows: RowSet::Range {
+                        first: 0,
+                        count: call.rows.len(),
+                    },
+                };
+                self.down(piece, call, &x, columns.clone(), &shared_out);
+            }
+        });
+    }
+
+    /// `silu(gate x) * (up x)` for a segment of intermediate elements, packed.
+    fn gate_and_up(
+        &self,
+        piece: Piece<'_>,
+        call: &ExpertCall<'_, HostMatrix>,
+        inputs: &[Option<Packed>; 3],
+        segment: Range<usize>,
+        inner: &SharedMatrix<'_, u8>,
+        packing: Packing,
+    ) {
+        let tokens = call.rows.len();
+        let mut scratch = self.scratch(piece.worker);
+        let scratch = &mut *scratch;
+        let len = segment.len();
+        let gate = scratch.tile.f32s_mut(2 * len * tokens);
+        let up = scratch.tile2.f32s_mut(len * tokens);
+        {
+            let (gate, _) = gate.split_at_mut(len * tokens);
+            for (matrix, out) in [(call.gate, &mut *gate), (call.up, &mut *up)] {
+                let input = self.packing(matrix.dtype(), Precision::Fast).index();
+                // `run_experts` packed the input for each of these layouts.
+                let Some(input) = &inputs[input] else { return };
+                let x = input.rows(RowSet::List(call.rows));
+                self.kernels
+                    .linear(matrix, segment.clone(), &x, &mut scratch.kernel, out);
+            }
+        }
+        let (gate, gated) = gate.split_at_mut(len * tokens);
+        self.kernels.silu_mul(gate, up, gated);
+        let begin = segment.start * packing.element_bytes();
+        let end = begin + packing.row_bytes(len);
+        let row = &mut up[..len];
+        for t in 0..tokens {
+            for (i, value) in row.iter_mut().enumerate() {
+                *value = gated[i * tokens + t];
+            }
+            // SAFETY: a piece writes its own segment of each row, and nobody reads before it is finished.
+            let packed = unsafe { inner.part(t, begin..end) };
+            self.kernels.pack(packing, row, packed);
+        }
+    }
+
+    /// Adds `weight * down(inner)` to the columns `columns` of the call's rows.
+    fn down(
+        &self,
+        piece: Piece<'_>,
+        call: &ExpertCall<'_, HostMatrix>,
+        x: &PackedRows<'_>,
+        columns: Range<usize>,
+        out: &SharedMatrix<'_, f32>,
+    ) {
+        let tokens = x.len();
+        let mut scratch = self.scratch(piece.worker);
+        let scratch = &mut *scratch;
+        let tile = scratch.tile.f32s_mut(columns.len() * tokens);
+        self.kernels
+            .linear(call.down, columns.clone(), x, &mut scratch.kernel, tile);
+        for (t, (&row, &weight)) in call.rows.iter().zip(call.weights).enumerate() {
+            // SAFETY: stage-two pieces have disjoint ranges of columns.
+            let out = unsafe { out.part(row as usize, columns.clone()) };
+            for (i, out) in out.iter_mut().enumerate() {
+                *out += weight * tile[i * tokens + t];
+            }
+        }
+    }
+}
+
+/// Waits until a call's segments are finished; false when the run is aborted.
+fn wait_for(finished: &AtomicUsize, segments: usize, piece: Piece<'_>) -> bool {
+    let mut turns = 0u32;
+    while finished.load(Ordering::Acquire) < segments {
+        if piece.aborted() {
+            return false;
+        }
+        turns += 1;
+        if turns < 200 {
+            std::hint::spin_loop();
+        } else {
+            // The other thread may have lost its CPU to another process.
+            std::thread::yield_now();
+        }
+    }
+    true
+}
+
+fn check(
+    out: &CpuTensor,
+    x: &CpuTensor,
+    call: &ExpertCall<'_, HostMatrix>,
+) -> Result<(), KernelError> {
+    let (gate, up, down) = (call.gate, call.up, call.down);
+    let fits = out.rows() == x.rows()
+        && gate.cols() == x.cols()
+        && up.cols() == x.cols()
+        && up.rows() == gate.rows()
+        && down.cols() == gate.rows()
+        && down.rows() == out.cols()
+        && call.rows.len() == call.weights.len();
+    ensure(fits, "experts", || {
+        let dims = |m: &HostMatrix| format!("[{}, {}]", m.rows(), m.cols());
+        format!(
+            "x [{}, {}], out [{}, {}], gate {}, up {}, down {}, {} rows with {} weights",
+            x.rows(),
+            x.cols(),
+            out.rows(),
+            out.cols(),
+            dims(gate),
+            dims(up),
+            dims(down),
+            call.rows.len(),
+            call.weights.len()
+        )
+    })?;
+    for &row in call.rows {
+        ensure((row as usize) < x.rows(), "experts", || {
+            format!("row {row} of {}", x.rows())
+        })?;
+    }
+    Ok(())
+}

@@ -1,0 +1,133 @@
+//! Linear layers: activations are packed once, weight rows are split over the threads.
+
+use crate::arch::{PackedRows, Packing, RowSet};
+use crate::{HostMatrix, KernelError, Precision};
+
+use super::memory::{CpuTensor, PooledBuf, SharedMatrix};
+use super::{CpuBackend, ensure};
+
+/// Weight bytes below which a piece is not worth a thread's attention.
+pub(super) const MIN_PIECE_BYTES: usize = 1 << 16;
+
+/// Tokens that one read of a weight feeds for nothing: up to here time is that of reading.
+pub(super) const FREE_TOKENS: usize = 4;
+
+/// Packed activations and the buffer they lie in.
+pub(super) struct Packed {
+    buffer: PooledBuf,
+    packing: Packing,
+    rows: usize,
+    cols: usize,
+}
+
+impl Packed {
+    pub(super) fn rows<'a>(&'a self, rows: RowSet<'a>) -> PackedRows<'a> {
+        let bytes = self.rows * self.packing.row_bytes(self.cols);
+        PackedRows {
+            bytes: self.buffer.bytes(bytes),
+            packing: self.packing,
+            cols: self.cols,
+            rows,
+        }
+    }
+
+    pub(super) fn all(&self) -> PackedRows<'_> {
+        self.rows(RowSet::Range {
+            first: 0,
+            count: self.rows,
+        })
+    }
+}
+
+impl CpuBackend {
+    pub(super) fn linear_layer(
+        &self,
+        x: &CpuTensor,
+        w: &HostMatrix,
+        bias: Option<&[f32]>,
+        precision: Precision,
+    ) -> Result<CpuTensor, KernelError> {
+        ensure(x.cols() == w.cols(), "linear", || {
+            format!(
+                "x [{}, {}] with W [{}, {}]",
+                x.rows(),
+                x.cols(),
+                w.rows(),
+                w.cols()
+            )
+        })?;
+        if let Some(bias) = bias {
+            ensure(bias.len() == w.rows(), "linear", || {
+                format!("{} biases for {} outputs", bias.len(), w.rows())
+            })?;
+        }
+        let packed = self.pack(x.as_slice(), x.rows(), self.packing(w.dtype(), precision));
+        let mut y = self.tensor(x.rows(), w.rows());
+        self.linear_into(w, &packed.all(), y.as_mut_slice(), w.rows(), 0, bias);
+        Ok(y)
+    }
+
+    /// Packs `rows` rows.
+    pub(super) fn pack(&self, x: &[f32], rows: usize, packing: Packing) -> Packed {
+        let cols = x.len().checked_div(rows).unwrap_or(0);
+        let row_bytes = packing.row_bytes(cols);
+        let mut buffer = self.buffer(rows * row_bytes);
+        if row_bytes > 0 {
+            let shared = SharedMatrix::new(buffer.bytes_mut(rows * row_bytes), row_bytes);
+            let split = self.split(rows, row_bytes, MIN_PIECE_BYTES);
+            self.pool.run(split.pieces(), |piece| {
+                for row in split.range(piece.index) {
+                    // SAFETY: pieces have disjoint ranges of rows, held one at a time.
+                    let out = unsafe { shared.part(row, 0..row_bytes) };
+                    self.kernels
+                        .pack(packing, &x[row * cols..(row + 1) * cols], out);
+                }
+            });
+        }
+        Packed {
+            buffer,
+            packing,
+            rows,
+            cols,
+        }
+    }
+
+    /// Writes `x Wᵀ + bias` to the columns `first_col..first_col + w.rows()` of `y` `[x.len(), y_cols]`.
+    pub(super) fn linear_into(
+        &self,
+        w: &HostMatrix,
+        x: &PackedRows<'_>,
+        y: &mut [f32],
+        y_cols: usize,
+        first_col: usize,
+        bias: Option<&[f32]>,
+    ) {
+        let tokens = x.len();
+        if tokens == 0 {
+            return;
+        }
+        let row_cost = row_cost(w, tokens);
+        let split = self.split_weight_rows(w.rows(), row_cost, tokens);
+        let y = SharedMatrix::new(y, y_cols);
+        self.pool.run(split.pieces(), |piece| {
+            let rows = split.range(piece.index);
+            let mut scratch = self.scratch(piece.worker);
+            let scratch = &mut *scratch;
+            let tile = scratch.tile.f32s_mut(rows.len() * tokens);
+            self.kernels
+                .linear(w, rows.clone(), x, &mut scratch.kernel, tile);
+            for t in 0..tokens {
+                // SAFETY: pieces have disjoint ranges of weight rows, hence of output columns.
+                let out = unsafe { y.part(t, first_col + rows.start..first_col + rows.end) };
+                for (i, out) in out.iter_mut().enumerate() {
+                    *out = tile[i * tokens + t] + bias.map_or(0.0, |b| b[rows.start + i]);
+                }
+            }
+        });
+    }
+}
+
+/// What one weight row costs, in bytes read or their equal in time.
+pub(super) fn row_cost(w: &HostMatrix, tokens: usize) -> usize {
+    w.cols() * w.dtype().size_bytes() * tokens.div_ceil(FREE_TOKENS)
+}

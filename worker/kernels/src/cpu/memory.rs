@@ -1,0 +1,235 @@
+//! Memory of the CPU backend: aligned buffers that are reused, tensors, and matrices that several threads fill.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use bytemuck::{Pod, Zeroable};
+
+/// One cache line; the unit and alignment of every buffer.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C, align(64))]
+struct Line([u8; 64]);
+
+/// Bytes aligned to a cache line, always initialised.
+#[derive(Default)]
+pub(crate) struct AlignedBuf(Vec<Line>);
+
+impl AlignedBuf {
+    /// At least `bytes` bytes; what they hold is unspecified.
+    fn with_capacity(bytes: usize) -> Self {
+        Self(vec![Line([0; 64]); bytes.div_ceil(64)])
+    }
+
+    /// Grows to at least `bytes` bytes and returns exactly that many, whatever they hold.
+    pub(crate) fn bytes_mut(&mut self, bytes: usize) -> &mut [u8] {
+        let lines = bytes.div_ceil(64);
+        if self.0.len() < lines {
+            self.0.resize(lines, Line([0; 64]));
+        }
+        &mut bytemuck::cast_slice_mut(&mut self.0)[..bytes]
+    }
+
+    /// Grows to at least `n` elements and returns exactly that many, whatever they hold.
+    pub(crate) fn f32s_mut(&mut self, n: usize) -> &mut [f32] {
+        bytemuck::cast_slice_mut(self.bytes_mut(n * 4))
+    }
+
+    fn bytes(&self) -> &[u8] {
+        bytemuck::cast_slice(&self.0)
+    }
+}
+
+/// Buffers that were used and wait to be used again, so that a decode step neither allocates nor touches
+/// fresh pages.
+#[derive(Default)]
+pub(crate) struct FreeList {
+    buffers: Mutex<Vec<AlignedBuf>>,
+}
+
+/// Buffers that the free list keeps; beyond them, the smallest is let go.
+const KEPT_BUFFERS: usize = 48;
+
+impl FreeList {
+    /// A buffer of at least `bytes` bytes with unspecified contents. Prefers the smallest that fits, and
+    /// leaves those alone that are far too large.
+    pub(crate) fn take(self: &Arc<Self>, bytes: usize) -> PooledBuf {
+        let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
+        let limit = bytes.saturating_mul(8).max(1 << 16);
+        let fitting = buffers
+            .iter()
+            .enumerate()
+            .filter(|(_, b)| (bytes..=limit).contains(&b.bytes().len()))
+            .min_by_key(|(_, b)| b.bytes().len())
+            .map(|(i, _)| i);
+        let buffer = match fitting {
+            Some(i) => {
+                let mut buffer = buffers.swap_remove(i);
+                if cfg!(debug_assertions) {
+                    // Whoever reads what it did not write shall see it.
+                    buffer.bytes_mut(bytes).fill(0xff);
+                }
+                buffer
+            }
+            None => AlignedBuf::with_capacity(bytes),
+        };
+        PooledBuf {
+            buffer,
+            home: Arc::clone(self),
+        }
+    }
+
+    fn give_back(&self, buffer: AlignedBuf) {
+        let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
+        buffers.push(buffer);
+        if buffers.len() > KEPT_BUFFERS {
+            let smallest = (0..buffers.len()).min_by_key(|&i| buffers[i].bytes().len());
+            if let Some(i) = smallest {
+                buffers.swap_remove(i);
+            }
+        }
+    }
+}
+
+/// A buffer that returns to its free list when dropped.
+pub(crate) struct PooledBuf {
+    buffer: AlignedBuf,
+    home: Arc<FreeList>,
+}
+
+impl PooledBuf {
+    pub(crate) fn bytes(&self, bytes: usize) -> &[u8] {
+        &self.buffer.bytes()[..bytes]
+    }
+
+    pub(crate) fn bytes_mut(&mut self, bytes: usize) -> &mut [u8] {
+        self.buffer.bytes_mut(bytes)
+    }
+}
+
+impl Drop for PooledBuf {
+    fn drop(&mut self) {
+        self.home.give_back(std::mem::take(&mut self.buffer));
+    }
+}
+
+/// f32 activations `[rows, cols]` in host memory.
+pub struct CpuTensor {
+    buffer: PooledBuf,
+    rows: usize,
+    cols: usize,
+}
+
+impl CpuTensor {
+    /// A tensor with unspecified contents.
+    pub(crate) fn uninit(free: &Arc<FreeList>, rows: usize, cols: usize) -> Self {
+        Self {
+            buffer: free.take(rows * cols * 4),
+            rows,
+            cols,
+        }
+    }
+
+    /// Rows (tokens).
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Columns.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// The elements, row-major.
+    pub fn as_slice(&self) -> &[f32] {
+        bytemuck::cast_slice(self.buffer.bytes(self.rows * self.cols * 4))
+    }
+
+    /// The elements, row-major.
+    pub fn as_mut_slice(&mut self) -> &mut [f32] {
+        bytemuck::cast_slice_mut(self.buffer.bytes_mut(self.rows * self.cols * 4))
+    }
+
+    /// One row.
+    pub fn row(&self, row: usize) -> &[f32] {
+        &self.as_slice()[row * self.cols..(row + 1) * self.cols]
+    }
+}
+
+/// Working memory of one thread of the pool.
+#[derive(Default)]
+pub(crate) struct Scratch {
+    /// Where a piece's result lies before it is scattered.
+    pub(crate) tile: AlignedBuf,
+    /// A second result (`up` beside `gate`).
+    pub(crate) tile2: AlignedBuf,
+    /// For the kernels alone.
+    pub(crate) kernel: KernelScratch,
+}
+
+/// What a kernel may use while it runs.
+#[derive(Default)]
+pub(crate) struct KernelScratch {
+    /// Unpacked weights or keys.
+    pub(crate) weights: AlignedBuf,
+    /// Unpacked values, or queries.
+    pub(crate) values: AlignedBuf,
+    /// Running accumulators.
+    pub(crate) sums: AlignedBuf,
+    /// Scores and scales.
+    pub(crate) scores: AlignedBuf,
+}
+
+/// A matrix `[rows, cols]` whose parts several pieces write at once, each piece its own parts.
+pub(crate) struct SharedMatrix<'a, T> {
+    data: *mut T,
+    rows: usize,
+    cols: usize,
+    borrow: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: the pointer comes from an exclusive borrow that lives as long as the value, and access goes only
+// through `part`, whose caller vouches for disjointness.
+unsafe impl<T: Send> Sync for SharedMatrix<'_, T> {}
+
+impl<'a, T> SharedMatrix<'a, T> {
+    /// Shares `data`, which holds rows of `cols` elements.
+    pub(crate) fn new(data: &'a mut [T], cols: usize) -> Self {
+        Self {
+            rows: data.len().checked_div(cols).unwrap_or(0),
+            cols,
+            data: data.as_mut_ptr(),
+            borrow: PhantomData,
+        }
+    }
+
+    /// Columns `cols` of row `row`. Panics when they leave the matrix.
+    ///
+    /// # Safety
+    /// While the slice lives, no other piece may hold any of these elements.
+    #[allow(clippy::mut_from_ref)] // disjointness is the caller's promise
+    pub(crate) unsafe fn part(&self, row: usize, cols: Range<usize>) -> &mut [T] {
+        assert!(row < self.rows && cols.start <= cols.end && cols.end <= self.cols);
+        // SAFETY: the range lies inside the borrowed slice by the assertion; the caller promises that
+        // nobody else holds these elements.
+        unsafe {
+            std::slice::from_raw_parts_mut(self.data.add(row * self.cols + cols.start), cols.len())
+        }
+    }
+
+    /// The whole rows `rows`, to be read.
+    ///
+    /// # Safety
+    /// While the slice lives, no piece may write any of these elements, and what other threads wrote to them
+    /// must have been published to this one.
+    pub(crate) unsafe fn rows(&self, rows: Range<usize>) -> &[T] {
+        assert!(rows.start <= rows.end && rows.end <= self.rows);
+        // SAFETY: as in `part`, with the caller's promise that these elements are no longer written.
+        unsafe {
+            std::slice::from_raw_parts(
+                self.data.add(rows.start * self.cols),
+                rows.len() * self.cols,
+            )
+        }
+    }
+}

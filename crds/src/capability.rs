@@ -1,10 +1,10 @@
 //! What this engine can do today. A spec may ask for more than that: it is told so by name, never ignored.
 
 use crate::deployment::{
-    DualBatch, EndpointType, InferenceDeploymentSpec, KvType, ModelSource, PrefillMode,
-    Quantization, Strategy,
+    DualBatch, EndpointType, InferenceDeploymentSpec, KvType, PrefillMode, Strategy,
 };
 use crate::error::FieldError;
+use crate::model::{ModelSource, Quantization};
 
 /// Models that come with Hearth.
 pub const BUILTIN_MODELS: [&str; 1] = ["hearth-demo"];

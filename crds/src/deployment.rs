@@ -7,32 +7,12 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::model::{ModelSpec, SecretRef};
 use crate::quantity::{DurationText, MemoryQuantity};
 #[cfg(feature = "kube")]
-use crate::status::InferenceDeploymentStatus;
-
+use crate::rules;
 #[cfg(feature = "kube")]
-mod rules {
-    //! CEL rules used at more than one place.
-    pub(super) const REPLICAS_XOR_RANGE: &str =
-        "!has(self.replicas) || (!has(self.minReplicas) && !has(self.maxReplicas))";
-    pub(super) const REPLICAS_XOR_RANGE_SAYS: &str = "write either replicas (a fixed number) or minReplicas with maxReplicas (a range), not both";
-    pub(super) const RANGE_IS_WHOLE: &str = "has(self.minReplicas) == has(self.maxReplicas)";
-    pub(super) const RANGE_IS_WHOLE_SAYS: &str = "write minReplicas and maxReplicas together";
-    pub(super) const MIN_UP_TO_MAX: &str =
-        "!has(self.minReplicas) || !has(self.maxReplicas) || self.minReplicas <= self.maxReplicas";
-    pub(super) const MIN_UP_TO_MAX_SAYS: &str = "write a minReplicas that is not above maxReplicas";
-    pub(super) const REPLICAS: &str = "self >= 1 && self <= 64";
-    pub(super) const REPLICAS_SAYS: &str = "write 1 to 64 workers; the default is 1. To start from zero write minReplicas: 0, maxReplicas and autoscaling.scaleToZeroAfter";
-    pub(super) const MIN_REPLICAS: &str = "self >= 0 && self <= 64";
-    pub(super) const MIN_REPLICAS_SAYS: &str = "write 0 to 64 workers";
-    pub(super) const MAX_REPLICAS: &str = "self >= 1 && self <= 64";
-    pub(super) const MAX_REPLICAS_SAYS: &str = "write 1 to 64 workers";
-    pub(super) const OBJECT_NAME: &str = "self.matches('^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$')";
-    pub(super) const OBJECT_NAME_SAYS: &str =
-        "write the object's name: lower-case letters, digits, '-' and '.', at most 253 of them";
-    pub(super) const ABSOLUTE: &str = "self.matches('^/') && !self.matches('(^|/)[.][.](/|$)')";
-}
+use crate::status::InferenceDeploymentStatus;
 
 /// An inference service: which model, how it is run, and what it must achieve.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -110,186 +90,6 @@ pub struct InferenceDeploymentSpec {
     pub endpoint: EndpointSpec,
 }
 
-/// The model and how it is offered.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct ModelSpec {
-    /// Where the model's files come from: exactly one of builtin, huggingFace, persistentVolumeClaim, hostPath, http.
-    pub source: ModelSource,
-    /// The model's name in the OpenAI API. By default the name that the source gives it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "kube", schemars(length(max = 128)))]
-    #[cfg_attr(
-        feature = "kube",
-        x_kube(validation = Rule::new("self.matches('^[A-Za-z0-9][A-Za-z0-9._:/-]*$')").message("write a name of letters, digits and ._:/- that begins with a letter or digit"))
-    )]
-    pub served_name: Option<String>,
-    /// The most tokens that prompt and answer may have together. By default what the model was trained for, at most 8192.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(
-        feature = "kube",
-        x_kube(validation = Rule::new("self >= 16 && self <= 16777216").message("write a context of 16 to 16777216 tokens, or leave it out for the model's own, at most 8192"))
-    )]
-    pub context_length: Option<u32>,
-    /// Native keeps the weights as the checkpoint has them. W8A8 and W4A8 requantise on loading.
-    #[serde(default)]
-    pub quantization: Quantization,
-    /// LoRA adapters that requests may name.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(feature = "kube", schemars(length(max = 32)))]
-    pub adapters: Vec<AdapterSpec>,
-}
-
-/// Where files come from: exactly one of the members.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
-#[cfg_attr(
-    feature = "kube",
-    x_kube(
-        validation = Rule::new("[has(self.builtin), has(self.huggingFace), has(self.persistentVolumeClaim), has(self.hostPath), has(self.http)].exists_one(chosen, chosen)")
-            .message("write exactly one of builtin, huggingFace, persistentVolumeClaim, hostPath, http; for the model that comes with Hearth: builtin: {name: hearth-demo}")
-    )
-)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct ModelSource {
-    /// A model that comes with Hearth.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub builtin: Option<BuiltinSource>,
-    /// A repository of the Hugging Face Hub.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub hugging_face: Option<HuggingFaceSource>,
-    /// A directory of a persistent volume.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub persistent_volume_claim: Option<PersistentVolumeClaimSource>,
-    /// A directory of the node's own file system.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub host_path: Option<HostPathSource>,
-    /// One archive or file behind a URL.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub http: Option<HttpSource>,
-}
-
-/// A model that comes with Hearth.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct BuiltinSource {
-    /// Its name: hearth-demo.
-    #[cfg_attr(feature = "kube", schemars(length(max = 64)))]
-    #[cfg_attr(
-        feature = "kube",
-        x_kube(validation = Rule::new("self.matches('^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$')").message("write the name of a model that comes with Hearth, such as hearth-demo"))
-    )]
-    pub name: String,
-}
-
-/// A repository of the Hugging Face Hub.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct HuggingFaceSource {
-    /// The repository as owner/name, such as Qwen/Qwen3-30B-A3B.
-    #[cfg_attr(feature = "kube", schemars(length(max = 193)))]
-    #[cfg_attr(
-        feature = "kube",
-        x_kube(validation = Rule::new("self.matches('^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$')").message("write the repository as owner/name, such as Qwen/Qwen3-30B-A3B, without https:// and without a revision"))
-    )]
-    pub repo: String,
-    /// A branch, tag or commit. By default main.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "kube", schemars(length(max = 128)))]
-    #[cfg_attr(
-        feature = "kube",
-        x_kube(validation = Rule::new("self.matches('^[A-Za-z0-9][A-Za-z0-9._/-]*$')").message("write a branch, tag or commit, such as main"))
-    )]
-    pub revision: Option<String>,
-    /// The Secret with the token for a gated repository, under the key `token`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub token_secret_ref: Option<SecretRef>,
-}
-
-/// A directory of a persistent volume.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct PersistentVolumeClaimSource {
-    /// The claim's name, in the deployment's namespace.
-    #[cfg_attr(feature = "kube", schemars(length(max = 253)))]
-    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::OBJECT_NAME).message(rules::OBJECT_NAME_SAYS)))]
-    pub claim_name: String,
-    /// The model's directory inside the volume. By default its root.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "kube", schemars(length(max = 1024)))]
-    #[cfg_attr(
-        feature = "kube",
-        x_kube(validation = Rule::new("!self.matches('^/') && !self.matches('(^|/)[.][.](/|$)')").message("write a path inside the volume, without a leading / and without .."))
-    )]
-    pub path: Option<String>,
-}
-
-/// A directory of the node's own file system.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct HostPathSource {
-    /// The absolute path of the directory with config.json and the weights.
-    #[cfg_attr(feature = "kube", schemars(length(max = 1024)))]
-    #[cfg_attr(
-        feature = "kube",
-        x_kube(validation = Rule::new(rules::ABSOLUTE).message("write the absolute path of the model's directory, such as /models/qwen3-30b-a3b, without .."))
-    )]
-    pub path: String,
-}
-
-/// One archive or file behind a URL.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct HttpSource {
-    /// An http or https URL.
-    #[cfg_attr(feature = "kube", schemars(length(max = 2048)))]
-    #[cfg_attr(
-        feature = "kube",
-        x_kube(validation = Rule::new("self.matches('^https?://[^/ ]+/[^ ]+$')").message("write a URL such as https://nas.lan/models/qwen3.tar"))
-    )]
-    pub url: String,
-    /// The SHA-256 of what the URL gives, in 64 hexadecimal digits.
-    #[cfg_attr(feature = "kube", schemars(length(max = 64)))]
-    #[cfg_attr(
-        feature = "kube",
-        x_kube(validation = Rule::new("self.matches('^[0-9a-f]{64}$')").message("write the 64 lower-case hexadecimal digits that sha256sum prints"))
-    )]
-    pub sha256: String,
-}
-
-/// A LoRA adapter.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct AdapterSpec {
-    /// The name under which requests ask for it.
-    #[cfg_attr(feature = "kube", schemars(length(max = 128)))]
-    #[cfg_attr(
-        feature = "kube",
-        x_kube(validation = Rule::new("self.matches('^[A-Za-z0-9][A-Za-z0-9._:/-]*$')").message("write a name of letters, digits and ._:/- that begins with a letter or digit"))
-    )]
-    pub name: String,
-    /// Where its files come from.
-    pub source: ModelSource,
-}
-
-/// The name of a Secret in the deployment's namespace.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct SecretRef {
-    /// The Secret's name.
-    #[cfg_attr(feature = "kube", schemars(length(max = 253)))]
-    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::OBJECT_NAME).message(rules::OBJECT_NAME_SAYS)))]
-    pub name: String,
-}
-
 /// How the model is spread over devices and nodes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
@@ -303,19 +103,6 @@ pub enum Strategy {
     PipedRing,
     /// A ring of nodes with block-level offload and interleaved micro-batches (LIME).
     Interleaved,
-}
-
-/// What is done to the weights on loading.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
-pub enum Quantization {
-    /// Nothing: they stay as the checkpoint has them.
-    #[default]
-    Native,
-    /// 8-bit weights, 8-bit activations.
-    W8A8,
-    /// 4-bit weights, 8-bit activations.
-    W4A8,
 }
 
 /// The workers that read prompts.
@@ -663,65 +450,6 @@ impl InferenceDeploymentSpec {
             return name.clone();
         }
         self.model.source.default_name()
-    }
-}
-
-impl ModelSource {
-    /// The name that the source gives its model: a builtin's name, a repository, or the last part of a path.
-    pub fn default_name(&self) -> String {
-        let last = |path: &str| {
-            let part = path
-                .trim_end_matches('/')
-                .rsplit('/')
-                .next()
-                .unwrap_or_default();
-            if part.is_empty() {
-                "model".to_owned()
-            } else {
-                part.to_owned()
-            }
-        };
-        if let Some(builtin) = &self.builtin {
-            builtin.name.clone()
-        } else if let Some(hub) = &self.hugging_face {
-            hub.repo.clone()
-        } else if let Some(host) = &self.host_path {
-            last(&host.path)
-        } else if let Some(claim) = &self.persistent_volume_claim {
-            claim
-                .path
-                .as_deref()
-                .map_or_else(|| claim.claim_name.clone(), last)
-        } else if let Some(http) = &self.http {
-            last(&http.url)
-        } else {
-            "model".to_owned()
-        }
-    }
-
-    /// The source in a few words, such as `builtin hearth-demo` or `hostPath /models/qwen3`.
-    pub fn describe(&self) -> String {
-        if let Some(builtin) = &self.builtin {
-            format!("builtin {}", builtin.name)
-        } else if let Some(hub) = &self.hugging_face {
-            format!(
-                "huggingFace {}@{}",
-                hub.repo,
-                hub.revision.as_deref().unwrap_or("main")
-            )
-        } else if let Some(host) = &self.host_path {
-            format!("hostPath {}", host.path)
-        } else if let Some(claim) = &self.persistent_volume_claim {
-            format!(
-                "persistentVolumeClaim {}/{}",
-                claim.claim_name,
-                claim.path.as_deref().unwrap_or("")
-            )
-        } else if let Some(http) = &self.http {
-            format!("http {}", http.url)
-        } else {
-            "none".to_owned()
-        }
     }
 }
 

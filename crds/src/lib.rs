@@ -16,6 +16,7 @@
 mod capability;
 mod deployment;
 mod error;
+mod model;
 mod plan;
 mod profile;
 mod quantity;
@@ -26,11 +27,14 @@ mod crd;
 #[cfg(feature = "kube")]
 mod parse;
 #[cfg(feature = "kube")]
+mod rules;
+#[cfg(feature = "kube")]
 mod structural;
 
 pub use capability::{BUILTIN_MODELS, Venue, unsupported};
 pub use deployment::*;
 pub use error::FieldError;
+pub use model::*;
 pub use plan::*;
 pub use profile::*;
 pub use quantity::{DurationText, MemoryQuantity, QuantityError, format_bytes};

@@ -1,5 +1,6 @@
 //! What a file may say, and the words of every refusal.
 #![cfg(feature = "kube")]
+#![allow(clippy::unwrap_used)]
 
 use hearth_crds::{ParseError, Venue, parse_deployment, parse_deployment_for, validate_deployment};
 

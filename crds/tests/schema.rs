@@ -1,5 +1,6 @@
 //! The checked-in YAML is what the types say, and the API server can take it.
 #![cfg(feature = "kube")]
+#![allow(clippy::unwrap_used)]
 
 use std::path::PathBuf;
 

@@ -1,0 +1,63 @@
+//! What one forward pass computes.
+
+use hearth_kernels::Span;
+
+use crate::ModelError;
+
+/// Tokens of one step, of any mixture of sequences: prompt chunks and single decode tokens.
+#[derive(Clone, Debug, Default)]
+pub struct Batch {
+    /// One token a row.
+    pub tokens: Vec<u32>,
+    /// The sequences: consecutive runs of rows, from row 0, together all rows.
+    pub spans: Vec<Span>,
+    /// Rows whose logits are wanted, in the order in which they are returned.
+    pub logit_rows: Vec<u32>,
+}
+
+impl Batch {
+    /// Absolute position of each row.
+    pub(crate) fn positions(&self) -> Vec<u32> {
+        self.spans
+            .iter()
+            .flat_map(|span| (span.start..span.start + span.rows).map(|p| p as u32))
+            .collect()
+    }
+
+    /// Checks that the parts fit each other and the vocabulary.
+    pub(crate) fn check(&self, vocab_size: usize) -> Result<(), ModelError> {
+        let rows = self.tokens.len();
+        let mut next_row = 0;
+        for span in &self.spans {
+            if span.first_row != next_row || span.rows == 0 {
+                return Err(ModelError::Batch(format!(
+                    "a span has rows {}+{} where row {next_row} comes next",
+                    span.first_row, span.rows
+                )));
+            }
+            if u32::try_from(span.start.saturating_add(span.rows)).is_err() {
+                return Err(ModelError::Batch(format!(
+                    "position {} is too large",
+                    span.start
+                )));
+            }
+            next_row += span.rows;
+        }
+        if next_row != rows || rows == 0 {
+            return Err(ModelError::Batch(format!(
+                "spans cover {next_row} rows, tokens are {rows}"
+            )));
+        }
+        if let Some(token) = self.tokens.iter().find(|&&t| t as usize >= vocab_size) {
+            return Err(ModelError::Batch(format!(
+                "token {token} is outside the vocabulary of {vocab_size}"
+            )));
+        }
+        if let Some(row) = self.logit_rows.iter().find(|&&r| r as usize >= rows) {
+            return Err(ModelError::Batch(format!(
+                "logits are wanted of row {row} of {rows}"
+            )));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,46 @@
+//! SwiGLU feed-forward block (arXiv:2002.05202, equation 6): `down(silu(gate x) * (up x))`.
+
+use hearth_kernels::{Backend, Precision};
+
+use super::{Pass, layer_name};
+use crate::{ModelError, ModuleWeights, TensorSpec};
+
+/// A dense feed-forward block: a layer's own, a shared expert, or (for its tensors only) a routed expert.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SwiGlu {
+    pub(crate) hidden: usize,
+    pub(crate) intermediate: usize,
+}
+
+impl SwiGlu {
+    /// The three matrices under `model.layers.{layer}.{prefix}`.
+    pub(crate) fn tensors(&self, layer: u32, prefix: &str) -> Vec<TensorSpec> {
+        let Self {
+            hidden,
+            intermediate,
+        } = *self;
+        let name = |part: &str| layer_name(layer, &format!("{prefix}.{part}.weight"));
+        vec![
+            TensorSpec::matrix("gate", name("gate_proj"), intermediate, hidden),
+            TensorSpec::matrix("up", name("up_proj"), intermediate, hidden),
+            TensorSpec::matrix("down", name("down_proj"), hidden, intermediate),
+        ]
+    }
+
+    /// `x` `[rows, hidden]` → `[rows, hidden]`.
+    pub(crate) fn forward<B: Backend>(
+        &self,
+        pass: &Pass<'_, B>,
+        weights: &ModuleWeights<B>,
+        x: &B::Tensor,
+    ) -> Result<B::Tensor, ModelError> {
+        let backend = pass.backend;
+        // gate, up [rows, intermediate]
+        let gate = backend.linear(x, weights.matrix("gate")?, None, Precision::Fast)?;
+        let up = backend.linear(x, weights.matrix("up")?, None, Precision::Fast)?;
+        // product [rows, intermediate]
+        let product = backend.silu_mul(&gate, &up)?;
+        // out [rows, hidden]
+        Ok(backend.linear(&product, weights.matrix("down")?, None, Precision::Fast)?)
+    }
+}

@@ -1,0 +1,180 @@
+//! Grouped-query attention (arXiv:2305.13245); multi-head attention is the case of one query head a group.
+
+use hearth_formats::{AttentionConfig, ModelConfig};
+use hearth_kernels::{AttentionSpec, Backend, KvDType, KvLayout, Precision, RopeLayout, RopeTable};
+
+use super::rope::rope_table;
+use super::{Pass, layer_name};
+use crate::{ModelError, ModuleWeights, TensorSpec};
+
+/// Intermediates, by name: `q` `[rows, heads * dim]`, `k` and `v` `[rows, kv_heads * dim]` as projected,
+/// `q_norm` and `k_norm` (where there are such norms), `q_rope` and `k_rope` after rotation,
+/// `attn_heads` `[rows, heads * dim]`, `attn_out` `[rows, hidden]`.
+#[derive(Clone, Debug)]
+pub(crate) struct Gqa {
+    hidden: usize,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    qkv_bias: bool,
+    o_bias: bool,
+    qk_norm: bool,
+    eps: f32,
+    rope: RopeTable,
+}
+
+impl Gqa {
+    /// The block that a configuration describes; none when it describes latent attention.
+    pub(crate) fn new(config: &ModelConfig) -> Option<Self> {
+        let AttentionConfig::Gqa {
+            heads,
+            kv_heads,
+            head_dim,
+            qkv_bias,
+            o_bias,
+            qk_norm,
+        } = config.attention
+        else {
+            return None;
+        };
+        Some(Self {
+            hidden: config.hidden_size,
+            heads,
+            kv_heads,
+            head_dim,
+            qkv_bias,
+            o_bias,
+            qk_norm,
+            eps: config.rms_norm_eps,
+            rope: rope_table(&config.rope, head_dim, RopeLayout::Half),
+        })
+    }
+
+    pub(crate) fn tensors(&self, layer: u32) -> Vec<TensorSpec> {
+        let name = |part: &str| layer_name(layer, &format!("self_attn.{part}"));
+        let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
+        let mut tensors = vec![
+            TensorSpec::matrix("q", name("q_proj.weight"), q, self.hidden),
+            TensorSpec::matrix("k", name("k_proj.weight"), kv, self.hidden),
+            TensorSpec::matrix("v", name("v_proj.weight"), kv, self.hidden),
+            TensorSpec::matrix("o", name("o_proj.weight"), self.hidden, q),
+        ];
+        if self.qkv_bias {
+            tensors.push(TensorSpec::vector("q_bias", name("q_proj.bias"), q));
+            tensors.push(TensorSpec::vector("k_bias", name("k_proj.bias"), kv));
+            tensors.push(TensorSpec::vector("v_bias", name("v_proj.bias"), kv));
+        }
+        if self.o_bias {
+            tensors.push(TensorSpec::vector(
+                "o_bias",
+                name("o_proj.bias"),
+                self.hidden,
+            ));
+        }
+        if self.qk_norm {
+            let dim = self.head_dim;
+            tensors.push(TensorSpec::vector("q_norm", name("q_norm.weight"), dim));
+            tensors.push(TensorSpec::vector("k_norm", name("k_norm.weight"), dim));
+        }
+        tensors
+    }
+
+    pub(crate) fn kv_layout(&self, layers: usize, block_tokens: usize, dtype: KvDType) -> KvLayout {
+        KvLayout {
+            layers,
+            kv_heads: self.kv_heads,
+            k_dim: self.head_dim,
+            v_dim: self.head_dim,
+            value_in_key: false,
+            block_tokens,
+            dtype,
+        }
+    }
+
+    /// `x` `[rows, hidden]`, normalised → `[rows, hidden]`.
+    pub(crate) fn forward<B: Backend>(
+        &self,
+        pass: &mut Pass<'_, B>,
+        weights: &ModuleWeights<B>,
+        x: &B::Tensor,
+    ) -> Result<B::Tensor, ModelError> {
+        // q [rows, heads * dim]; k, v [rows, kv_heads * dim]
+        let q = self.project(pass, weights, x, Projection::QUERY)?;
+        let k = self.project(pass, weights, x, Projection::KEY)?;
+        let v = pass.backend.linear(
+            x,
+            weights.matrix("v")?,
+            weights.optional_vector("v_bias"),
+            Precision::Fast,
+        )?;
+        pass.show("v", &v);
+        pass.backend
+            .kv_append(pass.kv, pass.layer, &k, Some(&v), pass.spans)?;
+        let spec = AttentionSpec {
+            heads: self.heads,
+            scale: 1.0 / (self.head_dim as f32).sqrt(),
+        };
+        // heads [rows, heads * dim]
+        let heads = pass
+            .backend
+            .attention(&q, pass.kv, pass.layer, pass.spans, spec)?;
+        pass.show("attn_heads", &heads);
+        // out [rows, hidden]
+        let out = pass.backend.linear(
+            &heads,
+            weights.matrix("o")?,
+            weights.optional_vector("o_bias"),
+            Precision::Fast,
+        )?;
+        pass.show("attn_out", &out);
+        Ok(out)
+    }
+
+    /// Queries or keys: projected, normalised for each head where the architecture does so (Qwen3), rotated.
+    fn project<B: Backend>(
+        &self,
+        pass: &mut Pass<'_, B>,
+        weights: &ModuleWeights<B>,
+        x: &B::Tensor,
+        names: Projection,
+    ) -> Result<B::Tensor, ModelError> {
+        let backend = pass.backend;
+        let bias = weights.optional_vector(names.bias);
+        // [rows, heads * dim] or [rows, kv_heads * dim]
+        let mut projected =
+            backend.linear(x, weights.matrix(names.weight)?, bias, Precision::Fast)?;
+        pass.show(names.weight, &projected);
+        if self.qk_norm {
+            projected = backend.rms_norm(&projected, weights.vector(names.norm)?, self.eps)?;
+            pass.show(names.norm, &projected);
+        }
+        let heads = backend.shape(&projected).1 / self.head_dim;
+        backend.rope(&mut projected, heads, pass.positions, &self.rope)?;
+        pass.show(names.rotated, &projected);
+        Ok(projected)
+    }
+}
+
+/// Fields and intermediates of queries or keys.
+#[derive(Clone, Copy)]
+struct Projection {
+    weight: &'static str,
+    bias: &'static str,
+    norm: &'static str,
+    rotated: &'static str,
+}
+
+impl Projection {
+    const QUERY: Self = Self {
+        weight: "q",
+        bias: "q_bias",
+        norm: "q_norm",
+        rotated: "q_rope",
+    };
+    const KEY: Self = Self {
+        weight: "k",
+        bias: "k_bias",
+        norm: "k_norm",
+        rotated: "k_rope",
+    };
+}

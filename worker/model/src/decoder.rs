@@ -1,0 +1,127 @@
+//! The declarative description of a decoder-only model: which blocks, of which shape, under which names.
+
+use hearth_formats::ModelConfig;
+use hearth_kernels::{KvDType, KvLayout};
+
+use crate::blocks::ffn::SwiGlu;
+use crate::blocks::gqa::Gqa;
+use crate::blocks::layer_name;
+use crate::blocks::mla::Mla;
+use crate::blocks::moe::Moe;
+use crate::{ModuleId, ModuleSpec, TensorSpec};
+
+/// A pre-norm decoder: embedding, layers of attention and feed-forward block on a residual stream, final norm, head.
+#[derive(Clone, Debug)]
+pub(crate) struct Decoder {
+    pub(crate) vocab: usize,
+    pub(crate) hidden: usize,
+    /// Epsilon of the norms of the residual stream.
+    pub(crate) eps: f32,
+    /// The head is the embedding.
+    pub(crate) tied: bool,
+    /// Attention, alike in all layers.
+    pub(crate) attention: Attention,
+    /// Feed-forward block of each layer.
+    pub(crate) feed_forward: Vec<FeedForward>,
+}
+
+/// An attention block.
+#[derive(Clone, Debug)]
+pub(crate) enum Attention {
+    Gqa(Gqa),
+    Mla(Mla),
+}
+
+/// A layer's feed-forward block.
+#[derive(Clone, Debug)]
+pub(crate) enum FeedForward {
+    Dense(SwiGlu),
+    Moe(Box<Moe>),
+}
+
+impl Decoder {
+    /// A decoder whose sizes are the configuration's; `feed_forward` gives each layer's block.
+    pub(crate) fn new(
+        config: &ModelConfig,
+        attention: Attention,
+        feed_forward: impl FnMut(usize) -> FeedForward,
+    ) -> Self {
+        Self {
+            vocab: config.vocab_size,
+            hidden: config.hidden_size,
+            eps: config.rms_norm_eps,
+            tied: config.tie_word_embeddings,
+            attention,
+            feed_forward: (0..config.layers).map(feed_forward).collect(),
+        }
+    }
+
+    /// All modules in the order of execution; a layer's experts stand in the order of their index.
+    pub(crate) fn modules(&self) -> Vec<ModuleSpec> {
+        let embedding = "model.embed_tokens.weight";
+        let mut modules = vec![ModuleSpec {
+            id: ModuleId::Embedding,
+            tensors: vec![self.vocabulary("embedding", embedding)],
+        }];
+        for (layer, feed_forward) in self.feed_forward.iter().enumerate() {
+            let layer = layer as u32;
+            modules.push(self.attention_module(layer));
+            modules.extend(self.feed_forward_modules(layer, feed_forward));
+        }
+        let head = if self.tied {
+            embedding
+        } else {
+            "lm_head.weight"
+        };
+        let norm = TensorSpec::vector("norm", "model.norm.weight".into(), self.hidden);
+        modules.push(ModuleSpec {
+            id: ModuleId::Head,
+            tensors: vec![norm, self.vocabulary("head", head)],
+        });
+        modules
+    }
+
+    /// What one token stores in each layer.
+    pub(crate) fn kv_layout(&self, block_tokens: usize, dtype: KvDType) -> KvLayout {
+        let layers = self.feed_forward.len();
+        match &self.attention {
+            Attention::Gqa(gqa) => gqa.kv_layout(layers, block_tokens, dtype),
+            Attention::Mla(mla) => mla.kv_layout(layers, block_tokens, dtype),
+        }
+    }
+
+    fn vocabulary(&self, field: &'static str, name: &str) -> TensorSpec {
+        TensorSpec::matrix(field, name.into(), self.vocab, self.hidden)
+    }
+
+    fn norm(&self, layer: u32, name: &str) -> TensorSpec {
+        TensorSpec::vector("norm", layer_name(layer, name), self.hidden)
+    }
+
+    fn attention_module(&self, layer: u32) -> ModuleSpec {
+        let mut tensors = vec![self.norm(layer, "input_layernorm.weight")];
+        tensors.extend(match &self.attention {
+            Attention::Gqa(gqa) => gqa.tensors(layer),
+            Attention::Mla(mla) => mla.tensors(layer),
+        });
+        ModuleSpec {
+            id: ModuleId::Attention(layer),
+            tensors,
+        }
+    }
+
+    fn feed_forward_modules(&self, layer: u32, block: &FeedForward) -> Vec<ModuleSpec> {
+        let norm = self.norm(layer, "post_attention_layernorm.weight");
+        match block {
+            FeedForward::Dense(dense) => {
+                let mut tensors = vec![norm];
+                tensors.extend(dense.tensors(layer, "mlp"));
+                vec![ModuleSpec {
+                    id: ModuleId::DenseFfn(layer),
+                    tensors,
+                }]
+            }
+            FeedForward::Moe(moe) => moe.modules(layer, norm),
+        }
+    }
+}

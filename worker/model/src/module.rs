@@ -1,0 +1,211 @@
+//! Modules: the grain of residency, topology and schedule. A module is a unit of weights with its computation.
+
+use std::fmt;
+
+use hearth_formats::Checkpoint;
+use hearth_kernels::Backend;
+
+use crate::{ModelError, ResidencyError};
+
+/// One module of a model. Layers and experts count from 0.
+///
+/// The derived order is the order of execution within a layer but not across layers; [`crate::modules`] lists
+/// modules in the order of execution.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum ModuleId {
+    /// Token embedding.
+    Embedding,
+    /// Attention of a layer, with the norm before it.
+    Attention(u32),
+    /// Dense feed-forward block of a layer, with the norm before it.
+    DenseFfn(u32),
+    /// Router of a layer, with the norm before the layer's experts.
+    Router(u32),
+    /// Shared experts of a layer, which every token passes.
+    SharedExpert(u32),
+    /// Routed expert: layer, index.
+    Expert(u32, u32),
+    /// Final norm and head.
+    Head,
+}
+
+impl ModuleId {
+    /// The layer, for modules that belong to one.
+    pub const fn layer(self) -> Option<u32> {
+        match self {
+            Self::Embedding | Self::Head => None,
+            Self::Attention(layer)
+            | Self::DenseFfn(layer)
+            | Self::Router(layer)
+            | Self::SharedExpert(layer)
+            | Self::Expert(layer, _) => Some(layer),
+        }
+    }
+}
+
+impl fmt::Display for ModuleId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Embedding => f.write_str("embedding"),
+            Self::Attention(layer) => write!(f, "layer {layer} attention"),
+            Self::DenseFfn(layer) => write!(f, "layer {layer} feed-forward"),
+            Self::Router(layer) => write!(f, "layer {layer} router"),
+            Self::SharedExpert(layer) => write!(f, "layer {layer} shared expert"),
+            Self::Expert(layer, expert) => write!(f, "layer {layer} expert {expert}"),
+            Self::Head => f.write_str("head"),
+        }
+    }
+}
+
+/// Shape of a tensor in the checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TensorShape {
+    /// `[rows, cols]`: outputs and inputs of a linear layer.
+    Matrix {
+        /// Outputs.
+        rows: usize,
+        /// Inputs.
+        cols: usize,
+    },
+    /// `[len]`: norm weights, biases.
+    Vector {
+        /// Elements.
+        len: usize,
+    },
+}
+
+/// One tensor of a module.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorSpec {
+    /// What the block calls it.
+    pub field: &'static str,
+    /// What the checkpoint calls it.
+    pub name: String,
+    /// Its shape.
+    pub shape: TensorShape,
+}
+
+impl TensorSpec {
+    pub(crate) fn matrix(field: &'static str, name: String, rows: usize, cols: usize) -> Self {
+        let shape = TensorShape::Matrix { rows, cols };
+        Self { field, name, shape }
+    }
+
+    pub(crate) fn vector(field: &'static str, name: String, len: usize) -> Self {
+        let shape = TensorShape::Vector { len };
+        Self { field, name, shape }
+    }
+}
+
+/// One module and its tensors.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModuleSpec {
+    /// Which module.
+    pub id: ModuleId,
+    /// Its tensors.
+    pub tensors: Vec<TensorSpec>,
+}
+
+impl ModuleSpec {
+    /// Bytes of the module in a checkpoint, scales included; tensors that it lacks count nothing.
+    pub fn stored_bytes(&self, checkpoint: &Checkpoint) -> u64 {
+        let size = |name: &str| {
+            checkpoint
+                .tensor_info(name)
+                .map_or(0, |info| info.size_bytes)
+        };
+        self.tensors
+            .iter()
+            .map(|t| size(&t.name) + size(&format!("{}_scale_inv", t.name)))
+            .sum()
+    }
+}
+
+/// The weights of one module, ready for use on a backend.
+pub struct ModuleWeights<B: Backend> {
+    id: ModuleId,
+    matrices: Vec<(&'static str, B::Weight)>,
+    vectors: Vec<(&'static str, B::Vector)>,
+    bytes: u64,
+}
+
+impl<B: Backend> ModuleWeights<B> {
+    /// Takes a module's tensors from a checkpoint and makes them usable. On the CPU this borrows the mapped bytes.
+    ///
+    /// # Errors
+    /// [`ResidencyError::Format`] when a tensor is missing or of another type or shape, [`ResidencyError::Kernel`]
+    /// when the backend cannot take it.
+    pub fn load(
+        spec: &ModuleSpec,
+        checkpoint: &Checkpoint,
+        backend: &B,
+    ) -> Result<Self, ResidencyError> {
+        let failed = |source| ResidencyError::Kernel {
+            module: spec.id,
+            source,
+        };
+        let (mut matrices, mut vectors) = (Vec::new(), Vec::new());
+        for TensorSpec { field, name, shape } in &spec.tensors {
+            match *shape {
+                TensorShape::Matrix { rows, cols } => {
+                    let host = checkpoint.matrix(name, rows, cols)?;
+                    matrices.push((*field, backend.weight(&host).map_err(failed)?));
+                }
+                TensorShape::Vector { len } => {
+                    let values = checkpoint.vector(name, len)?;
+                    vectors.push((*field, backend.vector(&values).map_err(failed)?));
+                }
+            }
+        }
+        Ok(Self {
+            id: spec.id,
+            matrices,
+            vectors,
+            bytes: spec.stored_bytes(checkpoint),
+        })
+    }
+
+    /// Which module.
+    pub fn id(&self) -> ModuleId {
+        self.id
+    }
+
+    /// Bytes as stored in the checkpoint, scales included.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The matrix of that field.
+    ///
+    /// # Errors
+    /// [`ModelError::Field`] when the module has none: its specification was of another model.
+    pub fn matrix(&self, field: &'static str) -> Result<&B::Weight, ModelError> {
+        find(&self.matrices, field).ok_or(ModelError::Field {
+            module: self.id,
+            field,
+        })
+    }
+
+    /// The vector of that field.
+    ///
+    /// # Errors
+    /// As [`ModuleWeights::matrix`].
+    pub fn vector(&self, field: &'static str) -> Result<&B::Vector, ModelError> {
+        self.optional_vector(field).ok_or(ModelError::Field {
+            module: self.id,
+            field,
+        })
+    }
+
+    /// The vector of that field, if the architecture has it (biases).
+    pub fn optional_vector(&self, field: &str) -> Option<&B::Vector> {
+        find(&self.vectors, field)
+    }
+}
+
+fn find<'a, T>(fields: &'a [(&'static str, T)], field: &str) -> Option<&'a T> {
+    fields
+        .iter()
+        .find(|(name, _)| *name == field)
+        .map(|(_, t)| t)
+}

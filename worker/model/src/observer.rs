@@ -1,0 +1,15 @@
+//! A look into a forward pass while it runs.
+
+use hearth_kernels::Backend;
+
+/// Sees what a forward pass computes, as soon as it is computed. It runs on the pass's own thread: what takes long belongs elsewhere.
+pub trait Observer<B: Backend> {
+    /// The keys and values of this layer are final for every row of the batch; later layers have yet to run.
+    fn layer_done(&mut self, _layer: usize, _kv: &B::Kv) {}
+
+    /// A named intermediate, `[rows, …]`; the names are listed in the blocks' documentation.
+    fn tensor(&mut self, _name: &'static str, _layer: Option<usize>, _backend: &B, _x: &B::Tensor) {
+    }
+}
+
+impl<B: Backend> Observer<B> for () {}

@@ -94,6 +94,12 @@ impl Demand<'_> {
         }
     }
 
+    /// KV of one prefill rank: at least, and at best.
+    fn prefill_kv(&self) -> (u64, u64) {
+        let one = self.kv_bytes(self.context_length);
+        (one, one.saturating_mul(u64::from(PREFILL_BATCH)))
+    }
+
     /// Divides the memory of `node` among its ranks.
     ///
     /// Resident weights come before a large KV cache: a missing weight is read again for every token, a missing
@@ -101,21 +107,13 @@ impl Demand<'_> {
     pub(crate) fn fit(&self, node: &NodeProfileSpec, crew: Crew) -> Result<NodeBudget, Shortage> {
         let free = free_bytes(node);
         let (decode, prefill) = (u64::from(crew.decode), u64::from(crew.prefill));
-        let loads_weights = decode + prefill > 0;
-        let weights = if loads_weights {
-            self.facts.bytes.total()
-        } else {
-            0
-        };
-        let floor = if loads_weights {
-            self.facts.least_resident_bytes()
-        } else {
-            0
+        let (weights, floor) = match decode + prefill {
+            0 => (0, 0),
+            _ => (self.facts.bytes.total(), self.facts.least_resident_bytes()),
         };
         let scratch = self.scratch_bytes(crew);
         let (decode_least, decode_best) = self.decode_kv();
-        let prefill_least = self.kv_bytes(self.context_length);
-        let prefill_best = prefill_least.saturating_mul(u64::from(PREFILL_BATCH));
+        let (prefill_least, prefill_best) = self.prefill_kv();
         let sum = |weights: u64, decode_kv: u64, prefill_kv: u64| {
             weights
                 .saturating_add(scratch)

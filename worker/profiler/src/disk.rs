@@ -1,0 +1,111 @@
+//! How fast the disk below a directory reads, past the page cache.
+
+use std::fs::File;
+use std::io::Read;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use hearth_crds::DiskProfile;
+use rustix::fs::{Advice, Mode, OFlags};
+
+use crate::tree::Tree;
+
+/// At most so much is read, for at most so long.
+const MAX_BYTES: u64 = 256 << 20;
+const MAX_TIME: Duration = Duration::from_millis(400);
+/// Fewer bytes say nothing about a disk.
+const MIN_BYTES: u64 = 1 << 20;
+const CHUNK_BYTES: usize = 4 << 20;
+/// Alignment that direct reads need on every common file system.
+const ALIGN_BYTES: usize = 4096;
+
+/// The sequential read rate of the disk below `directory`, by reading its largest files; none, with a warning,
+/// when there is nothing to read.
+pub(crate) fn measure(tree: &Tree, directory: &Path) -> Option<DiskProfile> {
+    let shown = directory.display();
+    let free_bytes = match rustix::fs::statvfs(directory) {
+        Ok(stat) => stat.f_bavail.saturating_mul(stat.f_frsize),
+        Err(error) => {
+            tree.warn(format!("{shown}: {error}: its disk is not measured"));
+            return None;
+        }
+    };
+    let mut read_bytes = 0;
+    let mut time = Duration::ZERO;
+    for file in largest_files(directory) {
+        if read_bytes >= MAX_BYTES || time >= MAX_TIME {
+            break;
+        }
+        match read_file(&file, MAX_BYTES - read_bytes, MAX_TIME - time) {
+            Ok((bytes, spent)) => {
+                read_bytes += bytes;
+                time += spent;
+            }
+            Err(error) => tree.warn(format!("{}: {error}: not read", file.display())),
+        }
+    }
+    if read_bytes < MIN_BYTES || time.is_zero() {
+        tree.warn(format!(
+            "{shown} has less than {} MiB to read: its disk is not measured",
+            MIN_BYTES >> 20
+        ));
+        return None;
+    }
+    Some(DiskProfile {
+        path: shown.to_string(),
+        read_gbps: read_bytes as f64 / time.as_secs_f64() / 1e9,
+        free_bytes,
+    })
+}
+
+/// Regular files of a directory, the largest first.
+fn largest_files(directory: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(directory) else {
+        return Vec::new();
+    };
+    let mut files: Vec<(u64, PathBuf)> = entries
+        .flatten()
+        // Model directories of a hub are links into its cache: follow them.
+        .filter_map(|e| Some((std::fs::metadata(e.path()).ok()?, e.path())))
+        .filter(|(metadata, _)| metadata.is_file())
+        .map(|(metadata, path)| (metadata.len(), path))
+        .collect();
+    files.sort_unstable_by(|a, b| b.cmp(a));
+    files.into_iter().map(|(_, path)| path).collect()
+}
+
+/// Reads a file from its start, directly where the file system can, otherwise after its pages were dropped.
+/// Returns how much and how long.
+fn read_file(path: &Path, max_bytes: u64, max_time: Duration) -> std::io::Result<(u64, Duration)> {
+    let direct = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::DIRECT;
+    let mut buffer = vec![0u8; CHUNK_BYTES + ALIGN_BYTES];
+    let offset = buffer.as_ptr().align_offset(ALIGN_BYTES).min(ALIGN_BYTES);
+    let chunk = &mut buffer[offset..offset + CHUNK_BYTES];
+    if let Ok(file) = rustix::fs::open(path, direct, Mode::empty())
+        && let Ok(read) = read_timed(File::from(file), chunk, max_bytes, max_time)
+    {
+        return Ok(read);
+    }
+    let file = File::open(path)?;
+    // Pages that somebody has mapped stay; then this measures the cache in part.
+    rustix::fs::fadvise(file.as_fd(), 0, None, Advice::DontNeed)?;
+    read_timed(file, chunk, max_bytes, max_time)
+}
+
+fn read_timed(
+    mut file: File,
+    chunk: &mut [u8],
+    max_bytes: u64,
+    max_time: Duration,
+) -> std::io::Result<(u64, Duration)> {
+    let start = Instant::now();
+    let mut bytes = 0;
+    while bytes < max_bytes && start.elapsed() < max_time {
+        match file.read(chunk)? {
+            0 => break,
+            read => bytes += read as u64,
+        }
+    }
+    Ok((bytes, start.elapsed()))
+}

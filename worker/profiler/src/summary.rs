@@ -1,0 +1,109 @@
+//! A profile for people.
+
+use std::fmt::Write;
+
+use hearth_crds::{NodeProfileSpec, format_bytes};
+
+/// The profile in a few lines, each ended by a line feed.
+pub fn summary(profile: &NodeProfileSpec) -> String {
+    let mut text = String::new();
+    let mut line = |name: &str, value: String| add_line(&mut text, name, &value);
+    let NodeProfileSpec {
+        node,
+        cpus,
+        memory,
+        compute,
+        measured_at,
+        ..
+    } = profile;
+    let cores = crate::cpu::one_of_each_core(cpus).len();
+    line("node", format!("{node}, measured {measured_at}"));
+    line(
+        "cpus",
+        format!("{} on {cores} cores: {}", cpus.len(), isa_names(profile)),
+    );
+    line(
+        "memory",
+        format!(
+            "{}, {} available; reads {:.1} GB/s with one thread, {:.1} GB/s with {cores}",
+            format_bytes(memory.total_bytes),
+            format_bytes(memory.available_bytes),
+            memory.read_one_thread_gbps,
+            memory.read_all_threads_gbps
+        ),
+    );
+    line(
+        "compute",
+        format!(
+            "bf16 {:.0} GFLOP/s with one thread, {:.0} with {cores}; f32 {:.0} and {:.0}",
+            compute.bf16_one_thread_gflops,
+            compute.bf16_all_threads_gflops,
+            compute.f32_one_thread_gflops,
+            compute.f32_all_threads_gflops
+        ),
+    );
+    add_devices(&mut text, profile);
+    text
+}
+
+fn add_line(text: &mut String, name: &str, value: &str) {
+    // Writing into a String cannot fail.
+    let _ = writeln!(text, "{name:<9} {value}");
+}
+
+/// One line for each NUMA node, GPU, disk and link.
+fn add_devices(text: &mut String, profile: &NodeProfileSpec) {
+    let mut line = |name: &str, value: String| add_line(text, name, &value);
+    for numa in &profile.numa_nodes {
+        line(
+            &format!("numa {}", numa.id),
+            format!(
+                "{} CPUs, {}, {} free, reads {:.1} GB/s",
+                numa.cpus.len(),
+                format_bytes(numa.memory_bytes),
+                format_bytes(numa.free_bytes),
+                numa.read_gbps
+            ),
+        );
+    }
+    for gpu in &profile.gpus {
+        line("gpu", format!("{} {}", gpu.name, gpu.uuid));
+    }
+    for disk in &profile.disks {
+        line(
+            "disk",
+            format!(
+                "{} reads {:.2} GB/s, {} free",
+                disk.path,
+                disk.read_gbps,
+                format_bytes(disk.free_bytes)
+            ),
+        );
+    }
+    for link in &profile.links {
+        line(
+            "link",
+            format!("{} {:.2} GB/s, {:.0} µs", link.peer, link.gbps, link.rtt_us),
+        );
+    }
+}
+
+fn isa_names(profile: &NodeProfileSpec) -> String {
+    let isa = &profile.isa;
+    let flags = [
+        ("avx2", isa.avx2),
+        ("avx512f", isa.avx512f),
+        ("avx512bw", isa.avx512bw),
+        ("avx512vbmi", isa.avx512vbmi),
+        ("avx512bf16", isa.avx512bf16),
+        ("avx512vnni", isa.avx512vnni),
+        ("amx", isa.amx),
+        ("neon", isa.neon),
+    ];
+    let has: Vec<&str> = flags.iter().filter(|f| f.1).map(|f| f.0).collect();
+    if has.is_empty() {
+        "no vector extensions".to_owned()
+    } else {
+        has.join(" ")
+    }
+}

@@ -1,0 +1,153 @@
+//! The command line.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use hearth_kernels::{Isa, KvDType};
+
+use crate::{roles, tools};
+
+/// One process of a Hearth plan, and the tools that work on a model.
+#[derive(Parser)]
+#[command(name = "hearth-worker", version, propagate_version = true, after_help = EXAMPLES)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+const EXAMPLES: &str = "Examples:\n  \
+    hearth-worker generate --model models/hearth-demo --prompt 'What is Hearth?' --max-tokens 64\n  \
+    hearth-worker bench --model models/hearth-demo --prefill 512 --decode 64 --json";
+
+#[derive(Subcommand)]
+enum Command {
+    /// Serve the OpenAI API and route requests to the plan's workers
+    Gateway(roles::GatewayArgs),
+    /// Compute the KV of prompts for decode workers
+    Prefill(roles::RankArgs),
+    /// Decode streams of tokens
+    Decode(roles::RankArgs),
+    /// Write the logits of every position of a token sequence to a safetensors file
+    Logits(tools::LogitsArgs),
+    /// Continue a prompt, greedily unless asked otherwise
+    Generate(tools::GenerateArgs),
+    /// Time prefill and decode beside this machine's read bandwidth
+    Bench(tools::BenchArgs),
+    /// Write a random-weight checkpoint of a supported architecture
+    Random(tools::RandomArgs),
+    /// Measure this machine: CPUs, NUMA nodes, memory, disk
+    Profile(tools::ProfileArgs),
+    /// Print a model's facts: parameters, bytes by kind of module, KV bytes per token
+    Facts(tools::FactsArgs),
+}
+
+impl Cli {
+    /// Runs the chosen command.
+    pub(crate) fn run(self) -> anyhow::Result<()> {
+        match self.command {
+            Command::Gateway(args) => roles::gateway(&args),
+            Command::Prefill(args) => roles::prefill(&args),
+            Command::Decode(args) => roles::decode(&args),
+            Command::Logits(args) => tools::logits(&args),
+            Command::Generate(args) => tools::generate(&args),
+            Command::Bench(args) => tools::bench(&args),
+            Command::Random(args) => tools::random(&args),
+            Command::Profile(args) => tools::profile(&args),
+            Command::Facts(args) => tools::facts(&args),
+        }
+    }
+}
+
+/// The model and how it is run; shared by the tools.
+#[derive(Args, Clone)]
+pub(crate) struct ModelArgs {
+    /// Directory with config.json and safetensors
+    #[arg(long, value_name = "DIR")]
+    pub(crate) model: PathBuf,
+    #[command(flatten)]
+    pub(crate) compute: ComputeArgs,
+    /// Element type of the KV cache (default: bf16, and f32 with --isa scalar)
+    #[arg(long, value_enum)]
+    pub(crate) kv_dtype: Option<KvDTypeArg>,
+    /// How weights live in memory
+    #[arg(long, value_enum, default_value = "resident")]
+    pub(crate) residency: ResidencyArg,
+    /// Bytes of weights in memory at a time with --residency mmap-prefetch (default: half of the weights)
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) residency_budget: Option<u64>,
+}
+
+impl ModelArgs {
+    /// The cache's element type: what was asked, else exact with the exact kernels.
+    pub(crate) fn kv_dtype(&self) -> KvDType {
+        match (self.kv_dtype, self.compute.isa) {
+            (Some(KvDTypeArg::Bf16), _) => KvDType::Bf16,
+            (Some(KvDTypeArg::F32), _) | (None, IsaArg::Scalar) => KvDType::F32,
+            (None, _) => KvDType::Bf16,
+        }
+    }
+}
+
+/// Which kernels run, on how many threads.
+#[derive(Args, Clone)]
+pub(crate) struct ComputeArgs {
+    /// Instruction set; auto takes the best that the CPU has
+    #[arg(long, value_enum, default_value = "auto")]
+    pub(crate) isa: IsaArg,
+    /// Compute threads (default: the CPUs this process may use)
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) threads: Option<u32>,
+}
+
+impl ComputeArgs {
+    /// Threads asked for, else all that the process may use.
+    pub(crate) fn threads(&self) -> usize {
+        match self.threads {
+            Some(threads) => threads as usize,
+            None => std::thread::available_parallelism().map_or(1, usize::from),
+        }
+    }
+}
+
+/// Instruction sets by name.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum IsaArg {
+    /// The reference kernels: exact and slow
+    Scalar,
+    /// AVX2 with FMA
+    Avx2,
+    /// AVX-512 with BF16 and VBMI
+    Avx512,
+    /// The best that the CPU has
+    Auto,
+}
+
+impl IsaArg {
+    /// The kernels' own name, `None` for auto.
+    pub(crate) fn isa(self) -> Option<Isa> {
+        match self {
+            Self::Scalar => Some(Isa::Scalar),
+            Self::Avx2 => Some(Isa::Avx2),
+            Self::Avx512 => Some(Isa::Avx512),
+            Self::Auto => None,
+        }
+    }
+}
+
+/// Element types of the KV cache by name.
+#[derive(Clone, Copy, ValueEnum)]
+pub(crate) enum KvDTypeArg {
+    /// bfloat16
+    Bf16,
+    /// float32
+    F32,
+}
+
+/// Residency policies by name.
+#[derive(Clone, Copy, ValueEnum)]
+pub(crate) enum ResidencyArg {
+    /// All weights stay in memory
+    Resident,
+    /// Read ahead and dropped behind, within a budget
+    MmapPrefetch,
+}

@@ -1,0 +1,68 @@
+//! What every worker tells about itself.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use hearth_transport::v1;
+use tonic::{Request, Response, Status};
+
+use super::rank::Worker;
+
+/// `hearth.v1.Control` of one worker.
+pub(super) struct ControlService {
+    worker: Arc<Worker>,
+}
+
+impl ControlService {
+    pub(super) fn new(worker: Arc<Worker>) -> Self {
+        Self { worker }
+    }
+}
+
+#[tonic::async_trait]
+impl v1::control_server::Control for ControlService {
+    async fn describe(&self, _: Request<v1::DescribeRequest>) -> Result<Response<v1::DescribeResponse>, Status> {
+        let worker = &self.worker;
+        Ok(Response::new(v1::DescribeResponse {
+            role: worker.role.as_str().to_owned(),
+            name: worker.name.clone(),
+            model_fingerprint: worker.model_fingerprint.clone(),
+            kv_layout: worker.kv_layout.clone(),
+            numerics: worker.numerics.clone(),
+            plan_generation: worker.plan_generation,
+            max_batch: worker.max_batch,
+            context_length: worker.context_length,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+        }))
+    }
+
+    async fn stats(&self, _: Request<v1::StatsRequest>) -> Result<Response<v1::StatsResponse>, Status> {
+        let stats = self.worker.engine.stats();
+        Ok(Response::new(v1::StatsResponse {
+            running: stats.running as u32,
+            waiting: stats.waiting as u32,
+            kv_blocks_total: stats.kv_blocks_total as u32,
+            kv_blocks_used: stats.kv_blocks_used as u32,
+            prefix_hit_tokens: stats.prefix_hit_tokens,
+            prefix_query_tokens: stats.prefix_query_tokens,
+            prompt_tokens: stats.prompt_tokens,
+            generated_tokens: stats.generated_tokens,
+            weight_bytes_read: stats.weight_bytes_read,
+            kv_bytes_moved: stats.kv_bytes_moved,
+            steps: stats.steps,
+            step_seconds: stats.step_seconds,
+            preemptions: stats.preemptions,
+            resident_bytes: stats.resident_bytes,
+            draining: stats.draining,
+        }))
+    }
+
+    async fn drain(&self, request: Request<v1::DrainRequest>) -> Result<Response<v1::DrainResponse>, Status> {
+        let grace = Duration::from_millis(u64::from(request.into_inner().grace_ms));
+        let engine = self.worker.engine.clone();
+        let report = tokio::task::spawn_blocking(move || engine.drain(grace))
+            .await
+            .map_err(|error| Status::internal(error.to_string()))?;
+        Ok(Response::new(v1::DrainResponse { ended: report.ended as u32, cut_off: report.cut_off as u32 }))
+    }
+}

@@ -1,0 +1,89 @@
+//! The gateway: the OpenAI endpoint in front of the plan's workers.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::Context;
+use clap::Args;
+use hearth_crds::{InferencePlanSpec, PlanRole};
+use hearth_server::{GatewayConfig, HttpsFiles, Limits, Predicted, Routing};
+use hearth_transport::Endpoint;
+use tokio::net::TcpListener;
+
+use super::rank::PlaceArgs;
+use super::report::Report;
+use crate::signals;
+
+/// Arguments of `gateway`.
+#[derive(Args)]
+pub(crate) struct GatewayArgs {
+    #[command(flatten)]
+    place: PlaceArgs,
+    /// File with one API key a line; without it no key is asked
+    #[arg(long, value_name = "FILE")]
+    api_keys: Option<PathBuf>,
+    /// PEM certificate of the HTTPS endpoint; without it the endpoint is plain HTTP
+    #[arg(long, value_name = "FILE", requires = "https_key")]
+    https_cert: Option<PathBuf>,
+    /// PEM key of --https-cert
+    #[arg(long, value_name = "FILE", requires = "https_cert")]
+    https_key: Option<PathBuf>,
+}
+
+/// Serves until told to end.
+pub(crate) fn run(args: &GatewayArgs) -> anyhow::Result<()> {
+    let (plan, rank) = args.place.find(PlanRole::Gateway)?;
+    let endpoint = rank.endpoint.as_deref().with_context(|| format!("the plan gives {} no endpoint", rank.name))?;
+    let config = config(args, &plan)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(rank.threads.max(1) as usize)
+        .enable_all()
+        .build()?;
+    runtime.block_on(async {
+        let listener = TcpListener::bind(endpoint).await.with_context(|| {
+            format!("{endpoint} cannot be listened on\n  another process holds the port: choose another, or end that process")
+        })?;
+        Report::Ready { endpoint, device: "gateway" }.send();
+        tracing::info!(rank = rank.name, endpoint, "serving");
+        let shutdown = async {
+            signals::termination().await;
+            Report::Draining.send();
+        };
+        hearth_server::serve(config, listener, shutdown).await?;
+        Ok(())
+    })
+}
+
+fn config(args: &GatewayArgs, plan: &InferencePlanSpec) -> anyhow::Result<GatewayConfig> {
+    let mut config = GatewayConfig::new(&plan.model.served_name, &plan.model.path, endpoints(plan, PlanRole::Decode)?);
+    config.prefill = endpoints(plan, PlanRole::Prefill)?;
+    config.context_length = Some(plan.model.context_length);
+    config.worker_tls = args.place.tls()?;
+    config.api_keys_file.clone_from(&args.api_keys);
+    config.https = match (&args.https_cert, &args.https_key) {
+        (Some(cert), Some(key)) => Some(HttpsFiles { cert: cert.clone(), key: key.clone() }),
+        _ => None,
+    };
+    config.routing = Routing {
+        chunked_below_tokens: plan.routing.chunked_below_tokens,
+        max_queue: plan.routing.max_queue as usize,
+        queue_timeout: Duration::from_millis(plan.routing.queue_timeout_ms),
+        ..Routing::default()
+    };
+    config.limits =
+        Limits { drain_grace: Duration::from_secs(u64::from(args.place.grace)), ..Limits::default() };
+    config.predicted = Predicted {
+        ttft_seconds: Some(plan.predicted.ttft_ms / 1e3),
+        tpot_seconds: Some(plan.predicted.tpot_ms / 1e3),
+    };
+    Ok(config)
+}
+
+fn endpoints(plan: &InferencePlanSpec, role: PlanRole) -> anyhow::Result<Vec<Endpoint>> {
+    plan.ranks_of(role)
+        .map(|rank| {
+            let text = rank.endpoint.as_deref().with_context(|| format!("the plan gives {} no endpoint", rank.name))?;
+            Ok(text.parse::<Endpoint>()?)
+        })
+        .collect()
+}

@@ -1,0 +1,240 @@
+//! Prefill and decode: a model behind gRPC.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use clap::Args;
+use hearth_crds::{InferencePlanSpec, Pinning, PlanKv, PlanKvType, PlanRank, PlanRole, ResidencyPolicy as PlanPolicy};
+use hearth_engine::{Engine, EngineOptions, GrammarTokenizer, KvBudget};
+use hearth_formats::{ModelConfig, Tokenizer};
+use hearth_kernels::{Backend, CpuOptions, KvDType};
+use hearth_transport::tonic::service::Routes;
+use hearth_transport::{ClientOptions, Clients, Listener, ServerOptions, Tls, TlsFiles, server, tonic_health};
+
+use super::control::ControlService;
+use super::decode::DecodeService;
+use super::prefill::PrefillService;
+use super::report::Report;
+use crate::load::{self, LoadOptions, ResidencyPolicy};
+use crate::signals;
+
+/// Requests beside the running ones that an engine takes before it says that its queue is full.
+/// The gateway holds the real queue; this bounds what one worker is sent at a time.
+const WORKER_QUEUE: usize = 256;
+
+/// Arguments of `prefill` and `decode`.
+#[derive(Args)]
+pub(crate) struct RankArgs {
+    #[command(flatten)]
+    pub(crate) place: PlaceArgs,
+}
+
+/// Which place in which plan; shared by all roles.
+#[derive(Args)]
+pub(crate) struct PlaceArgs {
+    /// The plan, as JSON
+    #[arg(long, value_name = "FILE")]
+    pub(crate) plan: PathBuf,
+    /// The rank of the plan that this process is, such as decode-0
+    #[arg(long, value_name = "NAME")]
+    pub(crate) rank: String,
+    /// Directory with tls.crt, tls.key and ca.crt: speak mutual TLS with the other ranks
+    #[arg(long, value_name = "DIR")]
+    pub(crate) tls_dir: Option<PathBuf>,
+    /// Seconds that requests in flight get to finish after SIGTERM
+    #[arg(long, default_value_t = 30, value_name = "SECONDS")]
+    pub(crate) grace: u32,
+    /// End when the process that started this one ends
+    #[arg(long, hide = true)]
+    pub(crate) with_parent: bool,
+}
+
+impl PlaceArgs {
+    /// Reads the plan and finds the rank in it.
+    ///
+    /// # Errors
+    /// A plan that cannot be read, a rank that is not in it or has another role.
+    pub(crate) fn find(&self, role: PlanRole) -> anyhow::Result<(InferencePlanSpec, PlanRank)> {
+        if self.with_parent {
+            rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::TERM))
+                .context("the kernel does not tell of the parent's end")?;
+        }
+        let text = std::fs::read(&self.plan).with_context(|| format!("--plan {} cannot be read", self.plan.display()))?;
+        let plan: InferencePlanSpec = serde_json::from_slice(&text)
+            .with_context(|| format!("--plan {} is no plan of this version", self.plan.display()))?;
+        let Some(rank) = plan.rank(&self.rank).cloned() else {
+            let names: Vec<&str> = plan.ranks.iter().map(|rank| rank.name.as_str()).collect();
+            bail!("--rank is {:?}, which is not in the plan\n  it has {}", self.rank, names.join(", "));
+        };
+        if rank.role != role {
+            bail!("--rank {} is a {} rank\n  run: hearth-worker {0}", rank.name, rank.role.as_str());
+        }
+        Ok((plan, rank))
+    }
+
+    /// The certificates of `--tls-dir`.
+    ///
+    /// # Errors
+    /// A file that is missing or is no certificate, by name.
+    pub(crate) fn tls(&self) -> anyhow::Result<Option<Tls>> {
+        let Some(directory) = &self.tls_dir else { return Ok(None) };
+        let files = TlsFiles {
+            cert: directory.join("tls.crt"),
+            key: directory.join("tls.key"),
+            ca: directory.join("ca.crt"),
+            server_name: None,
+        };
+        Ok(Some(Tls::read(&files)?))
+    }
+}
+
+/// Runs a decode worker until it is told to end.
+pub(crate) fn decode(args: &RankArgs) -> anyhow::Result<()> {
+    run(args, PlanRole::Decode)
+}
+
+/// Runs a prefill worker until it is told to end.
+pub(crate) fn prefill(args: &RankArgs) -> anyhow::Result<()> {
+    run(args, PlanRole::Prefill)
+}
+
+fn run(args: &RankArgs, role: PlanRole) -> anyhow::Result<()> {
+    let (plan, rank) = args.place.find(role)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    runtime.block_on(serve(args, &plan, &rank))
+}
+
+async fn serve(args: &RankArgs, plan: &InferencePlanSpec, rank: &PlanRank) -> anyhow::Result<()> {
+    let endpoint = rank.endpoint.as_deref().with_context(|| format!("the plan gives {} no endpoint", rank.name))?;
+    let tls = args.place.tls()?;
+    let listener = Listener::bind(endpoint)?;
+    Report::Loading { percent: 0 }.send();
+    let (worker, device) = tokio::task::block_in_place(|| open(plan, rank))?;
+    Report::Loading { percent: 100 }.send();
+
+    let (health, health_service) = tonic_health::server::health_reporter();
+    let routes = Routes::new(health_service).add_service(server::control(ControlService::new(Arc::clone(&worker))));
+    let routes = match rank.role {
+        PlanRole::Prefill => routes.add_service(server::prefill(PrefillService::new(Arc::clone(&worker)))),
+        PlanRole::Decode | PlanRole::Gateway => {
+            let clients = Clients::new(ClientOptions { tls: tls.clone(), ..ClientOptions::default() });
+            routes.add_service(server::decode(DecodeService::new(Arc::clone(&worker), clients)))
+        }
+    };
+    health.set_service_status("", tonic_health::ServingStatus::Serving).await;
+    Report::Ready { endpoint, device: &device }.send();
+    tracing::info!(rank = rank.name, endpoint, device, "serving");
+
+    let grace = Duration::from_secs(u64::from(args.place.grace));
+    let engine = worker.engine.clone();
+    let shutdown = async move {
+        signals::termination().await;
+        Report::Draining.send();
+        health.set_service_status("", tonic_health::ServingStatus::NotServing).await;
+        if let Ok(report) = tokio::task::spawn_blocking(move || engine.drain(grace)).await {
+            tracing::info!(ended = report.ended, cut_off = report.cut_off, "drained");
+        }
+    };
+    hearth_transport::serve(listener, routes, &ServerOptions { tls, ..ServerOptions::default() }, shutdown).await?;
+    Ok(())
+}
+
+/// What the services of one worker share.
+pub(super) struct Worker {
+    pub(super) engine: Engine,
+    pub(super) name: String,
+    pub(super) role: PlanRole,
+    pub(super) plan_generation: u64,
+    pub(super) max_batch: u32,
+    pub(super) context_length: u32,
+    pub(super) model_fingerprint: String,
+    pub(super) kv_layout: String,
+    pub(super) numerics: String,
+}
+
+fn open(plan: &InferencePlanSpec, rank: &PlanRank) -> anyhow::Result<(Arc<Worker>, String)> {
+    let directory = Path::new(&plan.model.path);
+    let kv = rank.kv.as_ref().with_context(|| format!("the plan gives {} no KV cache", rank.name))?;
+    let kv_dtype = kv_dtype(kv)?;
+    let loaded = load::open(directory, load_options(rank)?)?;
+    let device = loaded.model.backend().describe();
+    let layout = loaded.model.kv_layout(kv.block_tokens as usize, kv_dtype);
+    let options = EngineOptions {
+        kv: KvBudget::Bytes(kv.memory_bytes),
+        block_tokens: kv.block_tokens as usize,
+        kv_dtype,
+        max_batch: rank.max_batch as usize,
+        chunk_tokens: rank.chunk_tokens as usize,
+        context_length: plan.model.context_length as usize,
+        max_queue: WORKER_QUEUE,
+        grammar_tokenizer: grammar_tokenizer(directory, rank.role, loaded.model.config())?,
+    };
+    let model_fingerprint = loaded.checkpoint.fingerprint().to_owned();
+    let numerics = load::numerics(&loaded.model, kv_dtype);
+    let engine = Engine::start(loaded.model, options)?;
+    let worker = Worker {
+        engine,
+        name: rank.name.clone(),
+        role: rank.role,
+        plan_generation: plan.generation,
+        max_batch: rank.max_batch,
+        context_length: plan.model.context_length,
+        model_fingerprint,
+        kv_layout: layout.fingerprint(),
+        numerics,
+    };
+    Ok((Arc::new(worker), device))
+}
+
+/// Grammars need the text of every token; prefill workers sample nothing.
+fn grammar_tokenizer(
+    directory: &Path,
+    role: PlanRole,
+    config: &ModelConfig,
+) -> anyhow::Result<Option<Arc<GrammarTokenizer>>> {
+    if role != PlanRole::Decode {
+        return Ok(None);
+    }
+    let tokenizer = Tokenizer::open(directory)?;
+    Ok(Some(Arc::new(GrammarTokenizer::new(&tokenizer, config.vocab_size, &config.eos_token_ids)?)))
+}
+
+fn kv_dtype(kv: &PlanKv) -> anyhow::Result<KvDType> {
+    if kv.key_type != kv.value_type {
+        bail!("the plan stores keys as {:?} and values as {:?}: this engine keeps both alike", kv.key_type, kv.value_type);
+    }
+    Ok(match kv.key_type {
+        PlanKvType::BF16 => KvDType::Bf16,
+        PlanKvType::F32 => KvDType::F32,
+    })
+}
+
+fn load_options(rank: &PlanRank) -> anyhow::Result<LoadOptions> {
+    let residency = rank.residency.as_ref().with_context(|| format!("the plan gives {} no residency", rank.name))?;
+    let cpus = match rank.pinning {
+        Pinning::None => Vec::new(),
+        Pinning::Exclusive | Pinning::Shared => rank.cpus.iter().map(|&cpu| cpu as usize).collect(),
+    };
+    Ok(LoadOptions {
+        cpu: CpuOptions { isa: None, threads: rank.threads as usize, cpus, numa_node: rank.numa_nodes.first().copied() },
+        residency: match residency.policy {
+            PlanPolicy::Resident => ResidencyPolicy::Resident,
+            PlanPolicy::MmapPrefetch => ResidencyPolicy::MmapPrefetch { budget_bytes: Some(residency.budget_bytes) },
+        },
+    })
+}
+
+impl Worker {
+    /// Refuses a request that was made for other weights.
+    pub(super) fn check_fingerprint(&self, asked: &str) -> Result<(), tonic::Status> {
+        if asked.is_empty() || asked == self.model_fingerprint {
+            return Ok(());
+        }
+        Err(tonic::Status::failed_precondition(format!(
+            "the request is for model {asked}, and this worker has {}: restart the workers of one plan together",
+            self.model_fingerprint
+        )))
+    }
+}

@@ -1,0 +1,36 @@
+//! What the process does when the system tells it something.
+
+/// Says why before the process dies of SIGBUS: reading past the end of a mapped file that was cut off.
+/// The supervisor starts the worker again, which then reports the file by name.
+pub(crate) fn explain_bus_errors() {
+    extern "C" fn handler(_signal: libc::c_int) {
+        const MESSAGE: &[u8] = b"error: a weights file was truncated or its disk failed while it was mapped (SIGBUS)\n  \
+            restore the model's files, then start the worker again.\n";
+        // SAFETY: write and _exit are async-signal-safe, and MESSAGE is static.
+        unsafe {
+            libc::write(2, MESSAGE.as_ptr().cast(), MESSAGE.len());
+            libc::_exit(1);
+        }
+    }
+    // SAFETY: the handler calls only async-signal-safe functions, and is installed before any thread starts.
+    unsafe {
+        libc::signal(libc::SIGBUS, handler as extern "C" fn(libc::c_int) as libc::sighandler_t);
+    }
+}
+
+/// Completes on SIGTERM or Ctrl-C.
+pub(crate) async fn termination() {
+    use tokio::signal::unix::{SignalKind, signal};
+    let mut terminate = match signal(SignalKind::terminate()) {
+        Ok(stream) => stream,
+        Err(error) => {
+            tracing::warn!(%error, "SIGTERM cannot be handled; only Ctrl-C drains");
+            let _ = tokio::signal::ctrl_c().await;
+            return;
+        }
+    };
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = tokio::signal::ctrl_c() => {}
+    }
+}

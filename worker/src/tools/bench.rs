@@ -1,0 +1,183 @@
+//! `hearth-worker bench`: prefill and decode beside what the memory can deliver, in one run.
+
+use std::time::Instant;
+
+use clap::Args;
+use hearth_kernels::{Backend, read_bandwidth_gbps};
+use hearth_model::Residency;
+use serde::Serialize;
+
+use super::session::{Session, argmax};
+use crate::cli::ModelArgs;
+use crate::load::{self, LoadOptions, Loaded};
+
+/// Bytes that the bandwidth probe reads: far more than any cache.
+const PROBE_BYTES: usize = 1 << 30;
+/// Decode steps before the clock starts.
+const WARMUP_STEPS: usize = 2;
+
+/// Arguments of `bench`.
+#[derive(Args)]
+pub(crate) struct BenchArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Prompt tokens
+    #[arg(long, default_value = "512", value_parser = clap::value_parser!(u32).range(1..))]
+    prefill: u32,
+    /// Decode steps
+    #[arg(long, default_value = "64", value_parser = clap::value_parser!(u32).range(1..))]
+    decode: u32,
+    /// Sequences that decode together
+    #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..=512))]
+    batch: u32,
+    /// Prompt tokens of one step
+    #[arg(long, default_value = "512", value_parser = clap::value_parser!(u32).range(1..))]
+    chunk: u32,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// One benchmark's figures. Times are medians for decode, wall time for prefill.
+#[derive(Serialize)]
+struct Report {
+    model: String,
+    device: String,
+    kv_dtype: String,
+    batch: u32,
+    prefill_tokens: u32,
+    prefill_ms: f64,
+    prefill_tokens_per_s: f64,
+    decode_steps: u32,
+    decode_step_ms: f64,
+    decode_tokens_per_s: f64,
+    /// Bytes of weights that one decode step reads.
+    weight_bytes_per_step: u64,
+    /// `weight_bytes_per_step` over `decode_step_ms`.
+    effective_gbps: f64,
+    /// What the same threads read from memory, measured before and after; the mean.
+    read_bandwidth_gbps: f64,
+    /// `effective_gbps / read_bandwidth_gbps`.
+    bandwidth_ratio: f64,
+    peak_rss_bytes: u64,
+}
+
+/// Measures and prints.
+pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
+    let threads = args.model.compute.threads();
+    let loaded = load::open(&args.model.model, LoadOptions::from_args(&args.model))?;
+    let before_gbps = read_bandwidth_gbps(threads, PROBE_BYTES);
+    let timings = measure(args, &loaded)?;
+    let after_gbps = read_bandwidth_gbps(threads, PROBE_BYTES);
+    let report = report(args, &loaded, &timings, f64::midpoint(before_gbps, after_gbps));
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&report)?);
+    } else {
+        print_table(&report);
+    }
+    Ok(())
+}
+
+struct Timings {
+    prefill_ms: f64,
+    step_ms: Vec<f64>,
+    bytes_per_step: u64,
+}
+
+fn measure(args: &BenchArgs, loaded: &Loaded) -> anyhow::Result<Timings> {
+    let vocab = loaded.model.config().vocab_size as u32;
+    let batch = args.batch as usize;
+    let capacity = args.prefill as usize + args.decode as usize + WARMUP_STEPS + 1;
+    let mut session = Session::new(&loaded.model, batch, capacity, args.model.kv_dtype())?;
+    // Distinct, spread tokens: repeated ones would route to the same experts.
+    let prompt = |sequence: usize| -> Vec<u32> {
+        (0..args.prefill).map(|index| (index * 7919 + sequence as u32 * 104_729 + 1) % vocab).collect()
+    };
+
+    let started = Instant::now();
+    let mut last = prefill(&mut session, 0, &prompt(0), args.chunk as usize)?;
+    let prefill_ms = started.elapsed().as_secs_f64() * 1e3;
+    let mut next = vec![argmax(&last)];
+    for sequence in 1..batch {
+        last = prefill(&mut session, sequence, &prompt(sequence), args.chunk as usize)?;
+        next.push(argmax(&last));
+    }
+
+    let mut step_ms = Vec::with_capacity(args.decode as usize);
+    let mut bytes_before = loaded.residency.stats().read_bytes;
+    for step in 0..WARMUP_STEPS + args.decode as usize {
+        if step == WARMUP_STEPS {
+            bytes_before = loaded.residency.stats().read_bytes;
+        }
+        let tokens: Vec<[u32; 1]> = next.iter().map(|&token| [token]).collect();
+        let appended: Vec<(usize, &[u32])> =
+            tokens.iter().enumerate().map(|(sequence, token)| (sequence, token.as_slice())).collect();
+        let started = Instant::now();
+        let logits = session.step(&appended, false)?;
+        if step >= WARMUP_STEPS {
+            step_ms.push(started.elapsed().as_secs_f64() * 1e3);
+        }
+        next = logits.chunks(vocab as usize).map(argmax).collect();
+    }
+    let bytes_read = loaded.residency.stats().read_bytes - bytes_before;
+    Ok(Timings { prefill_ms, step_ms, bytes_per_step: bytes_read / u64::from(args.decode) })
+}
+
+fn prefill(session: &mut Session<'_>, sequence: usize, prompt: &[u32], chunk: usize) -> anyhow::Result<Vec<f32>> {
+    let mut logits = Vec::new();
+    for tokens in prompt.chunks(chunk) {
+        logits = session.step(&[(sequence, tokens)], false)?;
+    }
+    Ok(logits)
+}
+
+fn report(args: &BenchArgs, loaded: &Loaded, timings: &Timings, read_gbps: f64) -> Report {
+    let mut sorted = timings.step_ms.clone();
+    sorted.sort_by(f64::total_cmp);
+    let decode_step_ms = sorted[sorted.len() / 2];
+    let effective_gbps = timings.bytes_per_step as f64 / decode_step_ms / 1e6;
+    Report {
+        model: args.model.model.display().to_string(),
+        device: loaded.model.backend().describe(),
+        kv_dtype: format!("{:?}", args.model.kv_dtype()),
+        batch: args.batch,
+        prefill_tokens: args.prefill,
+        prefill_ms: timings.prefill_ms,
+        prefill_tokens_per_s: f64::from(args.prefill) / timings.prefill_ms * 1e3,
+        decode_steps: args.decode,
+        decode_step_ms,
+        decode_tokens_per_s: f64::from(args.batch) / decode_step_ms * 1e3,
+        weight_bytes_per_step: timings.bytes_per_step,
+        effective_gbps,
+        read_bandwidth_gbps: read_gbps,
+        bandwidth_ratio: effective_gbps / read_gbps,
+        peak_rss_bytes: peak_rss_bytes(),
+    }
+}
+
+/// `VmHWM` of this process; 0 where /proc does not tell.
+fn peak_rss_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let kib = line.and_then(|rest| rest.trim().trim_end_matches(" kB").parse::<u64>().ok());
+    kib.map_or(0, |kib| kib * 1024)
+}
+
+fn print_table(report: &Report) {
+    println!("model    {}  on {}, KV {}", report.model, report.device, report.kv_dtype);
+    println!(
+        "prefill  {} tokens in {:.1} ms: {:.1} tokens/s",
+        report.prefill_tokens, report.prefill_ms, report.prefill_tokens_per_s
+    );
+    println!(
+        "decode   batch {}: {:.2} ms a step (median of {}), {:.1} tokens/s",
+        report.batch, report.decode_step_ms, report.decode_steps, report.decode_tokens_per_s
+    );
+    println!(
+        "memory   {:.1} MB of weights a step at {:.1} GB/s: {:.2} of the {:.1} GB/s that the same threads read",
+        report.weight_bytes_per_step as f64 / 1e6,
+        report.effective_gbps,
+        report.bandwidth_ratio,
+        report.read_bandwidth_gbps
+    );
+}

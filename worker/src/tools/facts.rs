@@ -1,0 +1,182 @@
+//! `hearth-worker facts`: what a planner must know of a model, from config.json and the weights' headers.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use anyhow::Context;
+use clap::Args;
+use hearth_crds::{KvShape, ModelFacts, ModuleBytes};
+use hearth_formats::{AttentionConfig, Checkpoint, ModelConfig};
+use hearth_kernels::CpuBackend;
+use hearth_model::{Model, ModuleId, ModuleSpec, TensorShape};
+
+/// Arguments of `facts`.
+#[derive(Args)]
+pub(crate) struct FactsArgs {
+    /// Directory with config.json and safetensors
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Reads and prints.
+pub(crate) fn run(args: &FactsArgs) -> anyhow::Result<()> {
+    let config = ModelConfig::read(&args.model)?;
+    let checkpoint = Checkpoint::open(&args.model)?;
+    let facts = facts(&config, &checkpoint)?;
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&facts)?);
+        return Ok(());
+    }
+    println!("{}  {}  {} layers, hidden {}, vocabulary {}", facts.architecture, facts.dtype, facts.layers, facts.hidden, facts.vocab);
+    println!("parameters      {} ({} a token)", facts.parameter_count, facts.active_parameter_count);
+    println!("context         {} tokens", facts.max_context);
+    println!("KV              {} bytes a token in BF16", facts.kv_bytes_per_token(2, 2));
+    let ModuleBytes { embedding, attention, dense_ffn, shared_expert, router, routed_experts, head } = facts.bytes;
+    for (name, bytes) in [
+        ("embedding", embedding),
+        ("attention", attention),
+        ("dense ffn", dense_ffn),
+        ("shared experts", shared_expert),
+        ("routers", router),
+        ("routed experts", routed_experts),
+        ("head", head),
+    ] {
+        println!("{name:<15} {bytes} bytes");
+    }
+    Ok(())
+}
+
+fn facts(config: &ModelConfig, checkpoint: &Checkpoint) -> anyhow::Result<ModelFacts> {
+    let modules = Model::<CpuBackend>::modules(config);
+    let mut bytes = ModuleBytes::default();
+    let mut layer_bytes: BTreeMap<u32, u64> = BTreeMap::new();
+    let mut parameters = Parameters::default();
+    let mut stored: BTreeMap<&'static str, u64> = BTreeMap::new();
+    for module in &modules {
+        let size = module_bytes(module, checkpoint, &mut stored)?;
+        *class(&mut bytes, module.id) += size;
+        if let Some(layer) = layer(module.id) {
+            *layer_bytes.entry(layer).or_default() += size;
+        }
+        parameters.count(module);
+    }
+    let moe = config.moe.as_ref();
+    let (experts, experts_per_token) = moe.map_or((0, 0), |moe| (moe.experts as u32, moe.experts_per_token as u32));
+    if config.tie_word_embeddings {
+        // One table serves both; the head reads it whole at every step.
+        bytes.embedding = 0;
+    }
+    let (heads, kv) = kv_shape(&config.attention);
+    Ok(ModelFacts {
+        architecture: config.model_type.clone(),
+        dtype: dtype_name(&stored),
+        parameter_count: parameters.all,
+        active_parameter_count: parameters.active(experts, experts_per_token),
+        layers: config.layers as u32,
+        hidden: config.hidden_size as u32,
+        vocab: config.vocab_size as u32,
+        max_context: config.max_position_embeddings as u32,
+        experts,
+        experts_per_token,
+        heads,
+        kv,
+        bytes,
+        largest_layer_bytes: layer_bytes.values().copied().max().unwrap_or_default(),
+    })
+}
+
+#[derive(Default)]
+struct Parameters {
+    all: u64,
+    routed: u64,
+    embedding: u64,
+}
+
+impl Parameters {
+    fn count(&mut self, module: &ModuleSpec) {
+        let count: u64 = module
+            .tensors
+            .iter()
+            .map(|tensor| match tensor.shape {
+                TensorShape::Matrix { rows, cols } => (rows * cols) as u64,
+                TensorShape::Vector { len } => len as u64,
+            })
+            .sum();
+        self.all += count;
+        match module.id {
+            ModuleId::Expert(..) => self.routed += count,
+            ModuleId::Embedding => self.embedding += count,
+            _ => {}
+        }
+    }
+
+    fn active(&self, experts: u32, experts_per_token: u32) -> u64 {
+        let routed = match experts {
+            0 => 0,
+            experts => self.routed / u64::from(experts) * u64::from(experts_per_token),
+        };
+        self.all - self.routed - self.embedding + routed
+    }
+}
+
+/// Bytes of a module as stored, its scales included; adds to the sums by element type.
+fn module_bytes(
+    module: &ModuleSpec,
+    checkpoint: &Checkpoint,
+    stored: &mut BTreeMap<&'static str, u64>,
+) -> anyhow::Result<u64> {
+    let mut sum = 0;
+    for tensor in &module.tensors {
+        let info = checkpoint
+            .tensor_info(&tensor.name)
+            .with_context(|| format!("tensor {} is missing\n  config.json and the weights belong to different models", tensor.name))?;
+        *stored.entry(info.dtype.name()).or_default() += info.size_bytes;
+        sum += info.size_bytes;
+        sum += checkpoint.tensor_info(&format!("{}_scale_inv", tensor.name)).map_or(0, |scale| scale.size_bytes);
+    }
+    Ok(sum)
+}
+
+fn class(bytes: &mut ModuleBytes, id: ModuleId) -> &mut u64 {
+    match id {
+        ModuleId::Embedding => &mut bytes.embedding,
+        ModuleId::Attention(_) => &mut bytes.attention,
+        ModuleId::DenseFfn(_) => &mut bytes.dense_ffn,
+        ModuleId::Router(_) => &mut bytes.router,
+        ModuleId::SharedExpert(_) => &mut bytes.shared_expert,
+        ModuleId::Expert(..) => &mut bytes.routed_experts,
+        ModuleId::Head => &mut bytes.head,
+    }
+}
+
+fn layer(id: ModuleId) -> Option<u32> {
+    match id {
+        ModuleId::Embedding | ModuleId::Head => None,
+        ModuleId::Attention(layer)
+        | ModuleId::DenseFfn(layer)
+        | ModuleId::Router(layer)
+        | ModuleId::SharedExpert(layer)
+        | ModuleId::Expert(layer, _) => Some(layer),
+    }
+}
+
+fn kv_shape(attention: &AttentionConfig) -> (u32, KvShape) {
+    match *attention {
+        AttentionConfig::Gqa { heads, kv_heads, head_dim, .. } => {
+            let dim = head_dim as u32;
+            (heads as u32, KvShape::Heads { kv_heads: kv_heads as u32, key_dim: dim, value_dim: dim })
+        }
+        AttentionConfig::Mla { heads, kv_lora_rank, qk_rope_head_dim, .. } => {
+            (heads as u32, KvShape::Latent { rank: kv_lora_rank as u32, rope_dim: qk_rope_head_dim as u32 })
+        }
+    }
+}
+
+/// The element type that most bytes have, as people call it.
+fn dtype_name(stored: &BTreeMap<&'static str, u64>) -> String {
+    let most = stored.iter().max_by_key(|(_, bytes)| **bytes).map_or("", |(name, _)| *name);
+    if most == "F8_E4M3" { "FP8".to_owned() } else { most.to_owned() }
+}

@@ -1,0 +1,212 @@
+//! `hearth-worker generate`: continues a prompt through the engine that serves, without any server.
+
+use std::io::Write;
+use std::sync::mpsc;
+use std::time::Instant;
+
+use anyhow::{Context, bail};
+use clap::Args;
+use hearth_engine::{Engine, EngineOptions, FinishReason, GenerateEvent, GenerateInput, KvBudget, SamplingParams};
+use hearth_formats::{GenerationConfig, Tokenizer};
+use serde::Serialize;
+
+use crate::cli::ModelArgs;
+use crate::load::{self, LoadOptions};
+
+/// Tokens of one KV block.
+const BLOCK_TOKENS: usize = 16;
+/// Prompt tokens of one step.
+const CHUNK_TOKENS: usize = 512;
+
+/// Arguments of `generate`.
+#[derive(Args)]
+#[command(group = clap::ArgGroup::new("input").required(true))]
+pub(crate) struct GenerateArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Text to continue, taken as it is (no chat template)
+    #[arg(long, group = "input", allow_hyphen_values = true)]
+    prompt: Option<String>,
+    /// Token ids to continue, comma separated; needs no tokenizer
+    #[arg(long, group = "input", value_delimiter = ',')]
+    tokens: Option<Vec<u32>>,
+    /// At most this many tokens
+    #[arg(long, default_value = "128", value_parser = clap::value_parser!(u32).range(1..))]
+    max_tokens: u32,
+    /// Go on past the model's end-of-text tokens
+    #[arg(long)]
+    ignore_eos: bool,
+    /// 0 is greedy
+    #[arg(long, default_value_t = 0.0)]
+    temperature: f32,
+    /// Sample from the smallest set of tokens with this much probability
+    #[arg(long, default_value_t = 1.0)]
+    top_p: f32,
+    /// Sample from this many likeliest tokens; 0: all
+    #[arg(long, default_value_t = 0)]
+    top_k: u32,
+    /// Makes sampling repeatable
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Answer {
+    tokens: Vec<u32>,
+    /// `null` without a tokenizer.
+    text: Option<String>,
+    finish_reason: &'static str,
+    timings: Timings,
+}
+
+#[derive(Serialize)]
+struct Timings {
+    load_ms: f64,
+    prompt_tokens: usize,
+    /// Until the first token.
+    prefill_ms: f64,
+    decode_tokens: usize,
+    decode_ms: f64,
+    decode_tokens_per_s: f64,
+}
+
+/// Generates and prints.
+pub(crate) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
+    let began = Instant::now();
+    let directory = &args.model.model;
+    let tokenizer = match &args.prompt {
+        Some(_) => Some(Tokenizer::open(directory)?),
+        None => Tokenizer::open(directory).ok(),
+    };
+    let prompt = match (&args.prompt, &args.tokens, &tokenizer) {
+        (Some(text), _, Some(tokenizer)) => tokenizer.encode(text, true)?,
+        (_, Some(tokens), _) => tokens.clone(),
+        _ => bail!("give --prompt or --tokens"),
+    };
+    let loaded = load::open(directory, LoadOptions::from_args(&args.model))?;
+    let stop_tokens = if args.ignore_eos { Vec::new() } else { stop_tokens(args, &loaded.model.config().eos_token_ids)? };
+    let options = engine_options(args, prompt.len(), loaded.model.config().max_position_embeddings);
+    let engine = Engine::start(loaded.model, options)?;
+    let load_ms = milliseconds_since(began);
+
+    let input = GenerateInput {
+        request_id: "generate".to_owned(),
+        prompt: prompt.clone(),
+        max_tokens: args.max_tokens as usize,
+        stop_tokens: stop_tokens.clone(),
+        sampling: SamplingParams {
+            temperature: args.temperature,
+            top_p: args.top_p,
+            top_k: args.top_k,
+            seed: args.seed,
+            ..SamplingParams::default()
+        },
+        ..GenerateInput::default()
+    };
+    let streamed = if args.json { None } else { tokenizer.as_ref() };
+    let (tokens, finish_reason, timings) = collect(&engine, input, streamed, load_ms, prompt.len())?;
+    if args.json {
+        let visible = without_stop(&tokens, &stop_tokens);
+        let text = tokenizer.as_ref().map(|tokenizer| tokenizer.decode(visible, true));
+        println!("{}", serde_json::to_string(&Answer { tokens, text, finish_reason, timings })?);
+    } else if streamed.is_none() {
+        println!("{}", tokens.iter().map(u32::to_string).collect::<Vec<_>>().join(","));
+    } else {
+        println!();
+        eprintln!(
+            "{} prompt tokens in {:.0} ms, {} tokens at {:.1} tokens/s",
+            timings.prompt_tokens, timings.prefill_ms, timings.decode_tokens, timings.decode_tokens_per_s
+        );
+    }
+    Ok(())
+}
+
+fn without_stop<'a>(tokens: &'a [u32], stop_tokens: &[u32]) -> &'a [u32] {
+    match tokens.split_last() {
+        Some((last, rest)) if stop_tokens.contains(last) => rest,
+        _ => tokens,
+    }
+}
+
+fn stop_tokens(args: &GenerateArgs, from_config: &[u32]) -> anyhow::Result<Vec<u32>> {
+    let generation = GenerationConfig::read(&args.model.model)?.unwrap_or_default();
+    let mut tokens = generation.eos_token_ids;
+    tokens.extend(from_config);
+    tokens.sort_unstable();
+    tokens.dedup();
+    Ok(tokens)
+}
+
+fn engine_options(args: &GenerateArgs, prompt_tokens: usize, limit: usize) -> EngineOptions {
+    let wanted = prompt_tokens + args.max_tokens as usize;
+    let context_length = wanted.min(limit);
+    EngineOptions {
+        kv: KvBudget::Blocks(context_length.div_ceil(BLOCK_TOKENS) + 1),
+        block_tokens: BLOCK_TOKENS,
+        kv_dtype: args.model.kv_dtype(),
+        max_batch: 1,
+        chunk_tokens: CHUNK_TOKENS,
+        context_length,
+        max_queue: 0,
+        grammar_tokenizer: None,
+    }
+}
+
+fn collect(
+    engine: &Engine,
+    input: GenerateInput,
+    tokenizer: Option<&Tokenizer>,
+    load_ms: f64,
+    prompt_tokens: usize,
+) -> anyhow::Result<(Vec<u32>, &'static str, Timings)> {
+    let stop_tokens = input.stop_tokens.clone();
+    let (sender, events) = mpsc::channel();
+    let began = Instant::now();
+    let _handle = engine.generate(input, Box::new(move |event| sender.send(event).is_ok()))?;
+    let mut decoder = tokenizer.map(Tokenizer::decoder);
+    let mut out = std::io::stdout();
+    let mut tokens = Vec::new();
+    let mut prefill_ms = 0.0;
+    loop {
+        match events.recv().context("the engine ended without an answer")? {
+            GenerateEvent::Token { id, .. } => {
+                if tokens.is_empty() {
+                    prefill_ms = milliseconds_since(began);
+                }
+                tokens.push(id);
+                if let Some(decoder) = decoder.as_mut().filter(|_| !stop_tokens.contains(&id))
+                    && let Some(piece) = decoder.push(id)
+                {
+                    write!(out, "{piece}")?;
+                    out.flush()?;
+                }
+            }
+            GenerateEvent::Finished { reason } => {
+                let decode_ms = milliseconds_since(began) - prefill_ms;
+                let decode_tokens = tokens.len().saturating_sub(1);
+                let timings = Timings {
+                    load_ms,
+                    prompt_tokens,
+                    prefill_ms,
+                    decode_tokens,
+                    decode_ms,
+                    decode_tokens_per_s: decode_tokens as f64 / decode_ms.max(1e-6) * 1e3,
+                };
+                let reason = match reason {
+                    FinishReason::Stop => "stop",
+                    FinishReason::Length => "length",
+                };
+                return Ok((tokens, reason, timings));
+            }
+            GenerateEvent::Failed(error) => return Err(error.into()),
+            GenerateEvent::Started { .. } | GenerateEvent::NeedsKv { .. } => {}
+        }
+    }
+}
+
+fn milliseconds_since(instant: Instant) -> f64 {
+    instant.elapsed().as_secs_f64() * 1e3
+}

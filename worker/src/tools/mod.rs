@@ -1,0 +1,16 @@
+//! Tools that work on a model without any server.
+
+mod bench;
+mod facts;
+mod generate;
+mod logits;
+mod profile;
+mod random;
+mod session;
+
+pub(crate) use bench::{BenchArgs, run as bench};
+pub(crate) use facts::{FactsArgs, run as facts};
+pub(crate) use generate::{GenerateArgs, run as generate};
+pub(crate) use logits::{LogitsArgs, run as logits};
+pub(crate) use profile::{ProfileArgs, run as profile};
+pub(crate) use random::{RandomArgs, run as random};

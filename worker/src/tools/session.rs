@@ -1,0 +1,78 @@
+//! A model with a cache of its own, driven step by step without a scheduler.
+
+use anyhow::bail;
+use hearth_kernels::{Backend, BlockId, CpuBackend, KvDType, KvLayout, Span};
+use hearth_model::{Batch, Model};
+
+/// Tokens of one cache block.
+const BLOCK_TOKENS: usize = 64;
+
+/// Several sequences of equal capacity, each with contiguous blocks.
+pub(crate) struct Session<'a> {
+    model: &'a Model<CpuBackend>,
+    kv: <CpuBackend as Backend>::Kv,
+    layout: KvLayout,
+    blocks_per_sequence: usize,
+    lengths: Vec<usize>,
+}
+
+impl<'a> Session<'a> {
+    /// Room for `sequences` sequences of `capacity_tokens` tokens each.
+    pub(crate) fn new(
+        model: &'a Model<CpuBackend>,
+        sequences: usize,
+        capacity_tokens: usize,
+        dtype: KvDType,
+    ) -> anyhow::Result<Self> {
+        let limit = model.config().max_position_embeddings;
+        if capacity_tokens > limit {
+            bail!(
+                "{capacity_tokens} tokens exceed the model's context of {limit} (max_position_embeddings)\n  \
+                 ask for fewer tokens"
+            );
+        }
+        let layout = model.kv_layout(BLOCK_TOKENS, dtype);
+        let blocks_per_sequence = layout.blocks_for(capacity_tokens.max(1));
+        let kv = model.backend().kv_alloc(layout, sequences * blocks_per_sequence)?;
+        Ok(Self { model, kv, layout, blocks_per_sequence, lengths: vec![0; sequences] })
+    }
+
+    /// Appends tokens to sequences (`(sequence, tokens)`, each at most once) and returns the logits
+    /// `[rows, vocab]` of the last appended token of each, or of every token.
+    pub(crate) fn step(&mut self, appended: &[(usize, &[u32])], every_row: bool) -> anyhow::Result<Vec<f32>> {
+        let vocab = self.model.config().vocab_size;
+        let mut batch = Batch { tokens: Vec::new(), spans: Vec::new(), logit_rows: Vec::new() };
+        for &(sequence, tokens) in appended {
+            if let Some(token) = tokens.iter().find(|&&token| token as usize >= vocab) {
+                bail!("token {token} is outside the vocabulary\n  this model knows 0 to {}", vocab - 1);
+            }
+            let start = self.lengths[sequence];
+            let first_block = sequence * self.blocks_per_sequence;
+            let blocks = self.layout.blocks_for(start + tokens.len());
+            let first_row = batch.tokens.len();
+            batch.tokens.extend_from_slice(tokens);
+            batch.spans.push(Span {
+                first_row,
+                rows: tokens.len(),
+                start,
+                blocks: (first_block..first_block + blocks).map(|block| BlockId(block as u32)).collect(),
+            });
+            let end_row = batch.tokens.len() as u32;
+            let logits_from = if every_row { first_row as u32 } else { end_row - 1 };
+            batch.logit_rows.extend(logits_from..end_row);
+            self.lengths[sequence] += tokens.len();
+        }
+        Ok(self.model.forward(&batch, &mut self.kv, &mut ())?)
+    }
+}
+
+/// Index of the greatest logit; the lowest index of equals.
+pub(crate) fn argmax(logits: &[f32]) -> u32 {
+    let mut best = 0;
+    for (index, value) in logits.iter().enumerate() {
+        if *value > logits[best] {
+            best = index;
+        }
+    }
+    best as u32
+}

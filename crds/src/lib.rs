@@ -16,6 +16,7 @@
 mod capability;
 mod deployment;
 mod error;
+mod facts;
 mod model;
 mod plan;
 mod profile;
@@ -34,6 +35,7 @@ mod structural;
 pub use capability::{BUILTIN_MODELS, Venue, unsupported};
 pub use deployment::*;
 pub use error::FieldError;
+pub use facts::{KvShape, ModelFacts, ModuleBytes};
 pub use model::*;
 pub use plan::*;
 pub use profile::*;

@@ -39,7 +39,9 @@ pub(crate) struct ChatArgs {
 
 /// Talks until the end of input.
 pub(crate) fn run(args: &ChatArgs) -> anyhow::Result<()> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
     runtime.block_on(async {
         let client = connect(args).await?;
         let mut messages = Vec::new();
@@ -56,7 +58,8 @@ pub(crate) fn run(args: &ChatArgs) -> anyhow::Result<()> {
 async fn connect(args: &ChatArgs) -> anyhow::Result<Client> {
     let key = args.api_key.as_deref();
     let Some(url) = &args.url else {
-        let running = StateDir::locate(args.state.state_dir.as_deref())?.choose(args.name.as_deref())?;
+        let running =
+            StateDir::locate(args.state.state_dir.as_deref())?.choose(args.name.as_deref())?;
         return Ok(Client::new(&running.endpoint, &running.served_name, key));
     };
     let mut client = Client::new(url, args.model.as_deref().unwrap_or_default(), key);
@@ -69,7 +72,10 @@ async fn connect(args: &ChatArgs) -> anyhow::Result<Client> {
 async fn converse(client: &Client, messages: &mut Vec<Value>) -> anyhow::Result<()> {
     let terminal = std::io::stdin().is_terminal();
     if terminal {
-        eprintln!("{} at {}; an empty line or Ctrl-D ends", client.model, client.base);
+        eprintln!(
+            "{} at {}; an empty line or Ctrl-D ends",
+            client.model, client.base
+        );
     }
     let mut lines = std::io::stdin().lock().lines();
     loop {
@@ -77,7 +83,9 @@ async fn converse(client: &Client, messages: &mut Vec<Value>) -> anyhow::Result<
             eprint!("> ");
             std::io::stderr().flush()?;
         }
-        let Some(line) = lines.next().transpose()? else { break };
+        let Some(line) = lines.next().transpose()? else {
+            break;
+        };
         let line = line.trim();
         if line.is_empty() {
             if terminal {
@@ -135,9 +143,17 @@ impl Client {
     ///
     /// # Errors
     /// What the endpoint said instead of an answer, or that it cannot be reached.
-    pub(crate) async fn stream(&self, messages: &[Value], mut sink: impl FnMut(&str)) -> anyhow::Result<()> {
+    pub(crate) async fn stream(
+        &self,
+        messages: &[Value],
+        mut sink: impl FnMut(&str),
+    ) -> anyhow::Result<()> {
         let body = json!({"model": self.model, "messages": messages, "stream": true});
-        let request = self.authorise(self.http.post(format!("{}/chat/completions", self.base)).json(&body));
+        let request = self.authorise(
+            self.http
+                .post(format!("{}/chat/completions", self.base))
+                .json(&body),
+        );
         let response = checked(request.send().await.with_context(|| self.unreachable())?).await?;
         let mut bytes = response.bytes_stream();
         let mut pending = Vec::new();
@@ -146,11 +162,14 @@ impl Client {
             while let Some(end) = pending.iter().position(|&byte| byte == b'\n') {
                 let line: Vec<u8> = pending.drain(..=end).collect();
                 let line = String::from_utf8_lossy(&line);
-                let Some(data) = line.trim().strip_prefix("data: ") else { continue };
+                let Some(data) = line.trim().strip_prefix("data: ") else {
+                    continue;
+                };
                 if data == "[DONE]" {
                     return Ok(());
                 }
-                let event: Value = serde_json::from_str(data).context("the endpoint sent what is no JSON")?;
+                let event: Value =
+                    serde_json::from_str(data).context("the endpoint sent what is no JSON")?;
                 if let Some(message) = event["error"]["message"].as_str() {
                     bail!("{message}");
                 }
@@ -159,15 +178,22 @@ impl Client {
                 }
             }
         }
-        bail!("the answer was cut off: {} closed the stream\n  hearth logs shows why", self.base)
+        bail!(
+            "the answer was cut off: {} closed the stream\n  hearth logs shows why",
+            self.base
+        )
     }
 
     async fn first_model(&self) -> anyhow::Result<String> {
         let request = self.authorise(self.http.get(format!("{}/models", self.base)));
         let response = checked(request.send().await.with_context(|| self.unreachable())?).await?;
-        let list: Value = response.json().await.context("the endpoint sent what is no JSON")?;
+        let list: Value = response
+            .json()
+            .await
+            .context("the endpoint sent what is no JSON")?;
         let id = list["data"][0]["id"].as_str();
-        id.map(str::to_owned).with_context(|| format!("{} serves no model", self.base))
+        id.map(str::to_owned)
+            .with_context(|| format!("{} serves no model", self.base))
     }
 
     fn authorise(&self, request: reqwest::RequestBuilder) -> reqwest::RequestBuilder {
@@ -178,7 +204,10 @@ impl Client {
     }
 
     fn unreachable(&self) -> String {
-        format!("{} cannot be reached\n  is it up? hearth status tells", self.base)
+        format!(
+            "{} cannot be reached\n  is it up? hearth status tells",
+            self.base
+        )
     }
 }
 

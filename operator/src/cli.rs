@@ -32,10 +32,14 @@ enum Command {
     /// Show the logs of a deployment's processes
     Logs(logs::LogsArgs),
     /// Print the CustomResourceDefinitions
-    #[command(after_help = "Examples:\n  hearth crd > crds.yaml\n  hearth crd | kubectl apply -f -")]
+    #[command(
+        after_help = "Examples:\n  hearth crd > crds.yaml\n  hearth crd | kubectl apply -f -"
+    )]
     Crd,
     /// Print a completion script for a shell
-    #[command(after_help = "Examples:\n  hearth completion bash > /etc/bash_completion.d/hearth\n  source <(hearth completion zsh)")]
+    #[command(
+        after_help = "Examples:\n  hearth completion bash > /etc/bash_completion.d/hearth\n  source <(hearth completion zsh)"
+    )]
     Completion {
         /// The shell
         shell: clap_complete::Shell,
@@ -73,7 +77,12 @@ impl Cli {
             Command::Logs(args) => logs::run(&args)?,
             Command::Crd => print!("{}", hearth_crds::crd_yaml()?),
             Command::Completion { shell } => {
-                clap_complete::generate(shell, &mut Self::command(), "hearth", &mut std::io::stdout());
+                clap_complete::generate(
+                    shell,
+                    &mut Self::command(),
+                    "hearth",
+                    &mut std::io::stdout(),
+                );
             }
         }
         Ok(ExitCode::SUCCESS)

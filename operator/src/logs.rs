@@ -40,7 +40,12 @@ pub(crate) fn run(args: &LogsArgs) -> anyhow::Result<()> {
     };
     let directory = state.deployment(&name).logs();
     let mut logs: Vec<(String, PathBuf)> = std::fs::read_dir(&directory)
-        .with_context(|| format!("{name} has never run here: there is no {}", directory.display()))?
+        .with_context(|| {
+            format!(
+                "{name} has never run here: there is no {}",
+                directory.display()
+            )
+        })?
         .flatten()
         .filter_map(|entry| {
             let rank = entry.file_name().to_str()?.strip_suffix(".log")?.to_owned();

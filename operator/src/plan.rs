@@ -9,7 +9,8 @@ use crate::state::StateDir;
 use crate::ui::Steps;
 use crate::{table, up};
 
-const EXAMPLES: &str = "Examples:\n  hearth plan -f manifests/examples/demo.yaml\n  hearth plan -f demo.yaml -o json";
+const EXAMPLES: &str =
+    "Examples:\n  hearth plan -f manifests/examples/demo.yaml\n  hearth plan -f demo.yaml -o json";
 
 /// Arguments of `hearth plan`.
 #[derive(Args)]

@@ -13,7 +13,10 @@ pub(crate) fn check_free(address: SocketAddr, file: &str) -> anyhow::Result<()> 
     match TcpListener::bind(address) {
         Ok(_) => Ok(()),
         Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {
-            let holder = holder(address.port()).map_or_else(|| "another process".to_owned(), |(pid, name)| format!("process {pid} ({name})"));
+            let holder = holder(address.port()).map_or_else(
+                || "another process".to_owned(),
+                |(pid, name)| format!("process {pid} ({name})"),
+            );
             bail!(
                 "port {} is in use by {holder}\n  choose another: hearth up -f {file} --port {}",
                 address.port(),
@@ -40,11 +43,19 @@ fn holder(port: u16) -> Option<(u32, String)> {
         .find_map(|table| listening_inode(&fs::read_to_string(table).ok()?, port))?;
     let wanted = format!("socket:[{inode}]");
     for entry in fs::read_dir("/proc").ok()?.flatten() {
-        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
-        let Ok(descriptors) = fs::read_dir(entry.path().join("fd")) else { continue };
-        let holds = descriptors
-            .flatten()
-            .any(|fd| fs::read_link(fd.path()).is_ok_and(|target| target.as_os_str() == wanted.as_str()));
+        let Some(pid) = entry
+            .file_name()
+            .to_str()
+            .and_then(|name| name.parse::<u32>().ok())
+        else {
+            continue;
+        };
+        let Ok(descriptors) = fs::read_dir(entry.path().join("fd")) else {
+            continue;
+        };
+        let holds = descriptors.flatten().any(|fd| {
+            fs::read_link(fd.path()).is_ok_and(|target| target.as_os_str() == wanted.as_str())
+        });
         if holds {
             let name = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
             return Some((pid, name.trim().to_owned()));
@@ -73,8 +84,18 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let message = check_free(address, "demo.yaml").unwrap_err().to_string();
-        assert!(message.contains(&format!("port {} is in use by process {}", address.port(), std::process::id())), "{message}");
-        assert!(message.contains("hearth up -f demo.yaml --port"), "{message}");
+        assert!(
+            message.contains(&format!(
+                "port {} is in use by process {}",
+                address.port(),
+                std::process::id()
+            )),
+            "{message}"
+        );
+        assert!(
+            message.contains("hearth up -f demo.yaml --port"),
+            "{message}"
+        );
         drop(listener);
         check_free(address, "demo.yaml").unwrap();
     }

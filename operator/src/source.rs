@@ -8,11 +8,22 @@ use hearth_crds::ModelSource;
 /// Where built-in models are looked for, first match wins: `HEARTH_MODELS`, `share/hearth/models` beside the
 /// programs, the system's share directories, and `models/` of the source tree that the programs were built in.
 fn builtin_places() -> Vec<PathBuf> {
-    let mut places: Vec<PathBuf> = std::env::var_os("HEARTH_MODELS").map(PathBuf::from).into_iter().collect();
-    let executable = std::env::current_exe().ok().and_then(|path| path.canonicalize().ok());
+    let mut places: Vec<PathBuf> = std::env::var_os("HEARTH_MODELS")
+        .map(PathBuf::from)
+        .into_iter()
+        .collect();
+    let executable = std::env::current_exe()
+        .ok()
+        .and_then(|path| path.canonicalize().ok());
     if let Some(directory) = executable.as_deref().and_then(Path::parent) {
         places.push(directory.join("../share/hearth/models"));
-        places.extend(directory.ancestors().skip(1).take(3).map(|ancestor| ancestor.join("models")));
+        places.extend(
+            directory
+                .ancestors()
+                .skip(1)
+                .take(3)
+                .map(|ancestor| ancestor.join("models")),
+        );
     }
     places.push(PathBuf::from("/usr/local/share/hearth/models"));
     places.push(PathBuf::from("/usr/share/hearth/models"));
@@ -26,9 +37,15 @@ fn builtin_places() -> Vec<PathBuf> {
 pub(crate) fn dereference(source: &ModelSource) -> anyhow::Result<PathBuf> {
     if let Some(builtin) = &source.builtin {
         let places = builtin_places();
-        let found = places.iter().map(|place| place.join(&builtin.name)).find(|path| path.join("config.json").is_file());
+        let found = places
+            .iter()
+            .map(|place| place.join(&builtin.name))
+            .find(|path| path.join("config.json").is_file());
         let Some(directory) = found else {
-            let list: Vec<String> = places.iter().map(|place| place.display().to_string()).collect();
+            let list: Vec<String> = places
+                .iter()
+                .map(|place| place.display().to_string())
+                .collect();
             bail!(
                 "spec.model.source.builtin.name is {:?}, and it is in none of {}\n  \
                  set HEARTH_MODELS to the directory that holds it",
@@ -36,7 +53,9 @@ pub(crate) fn dereference(source: &ModelSource) -> anyhow::Result<PathBuf> {
                 list.join(", ")
             );
         };
-        return directory.canonicalize().with_context(|| format!("{}", directory.display()));
+        return directory
+            .canonicalize()
+            .with_context(|| format!("{}", directory.display()));
     }
     if let Some(host_path) = &source.host_path {
         let directory = PathBuf::from(&host_path.path);
@@ -49,5 +68,7 @@ pub(crate) fn dereference(source: &ModelSource) -> anyhow::Result<PathBuf> {
         }
         return Ok(directory);
     }
-    bail!("spec.model.source names nothing that hearth up can open\n  write builtin: {{name: hearth-demo}} or hostPath: {{path: /models/NAME}}")
+    bail!(
+        "spec.model.source names nothing that hearth up can open\n  write builtin: {{name: hearth-demo}} or hostPath: {{path: /models/NAME}}"
+    )
 }

@@ -67,8 +67,9 @@ impl StateDir {
         let base = match std::env::var_os("XDG_STATE_HOME") {
             Some(directory) if !directory.is_empty() => PathBuf::from(directory),
             _ => {
-                let home = std::env::var_os("HOME")
-                    .context("there is no home directory to keep state in\n  name one: --state-dir DIR")?;
+                let home = std::env::var_os("HOME").context(
+                    "there is no home directory to keep state in\n  name one: --state-dir DIR",
+                )?;
                 PathBuf::from(home).join(".local/state")
             }
         };
@@ -82,7 +83,9 @@ impl StateDir {
 
     /// All deployments whose `hearth up` is alive, by name.
     pub(crate) fn running(&self) -> Vec<Running> {
-        let Ok(entries) = fs::read_dir(&self.0) else { return Vec::new() };
+        let Ok(entries) = fs::read_dir(&self.0) else {
+            return Vec::new();
+        };
         let mut running: Vec<Running> = entries
             .flatten()
             .map(|entry| DeploymentDir(entry.path()))
@@ -107,11 +110,16 @@ impl StateDir {
             });
         }
         match running.len() {
-            0 => bail!("no deployment runs on this machine\n  start one: hearth up -f manifests/examples/demo.yaml"),
+            0 => bail!(
+                "no deployment runs on this machine\n  start one: hearth up -f manifests/examples/demo.yaml"
+            ),
             1 => Ok(running.remove(0)),
             _ => {
                 let names: Vec<&str> = running.iter().map(|one| one.name.as_str()).collect();
-                bail!("several deployments run here: {}\n  name one of them", names.join(", "))
+                bail!(
+                    "several deployments run here: {}\n  name one of them",
+                    names.join(", ")
+                )
             }
         }
     }
@@ -123,19 +131,26 @@ impl DeploymentDir {
     /// # Errors
     /// When another `hearth up` holds it, or the disk refuses.
     pub(crate) fn acquire(&self, name: &str) -> anyhow::Result<File> {
-        fs::create_dir_all(self.logs()).with_context(|| format!("{} cannot be made", self.0.display()))?;
+        fs::create_dir_all(self.logs())
+            .with_context(|| format!("{} cannot be made", self.0.display()))?;
         let path = self.0.join("lock");
         let lock = File::create(&path).with_context(|| format!("{}", path.display()))?;
         if lock.try_lock().is_err() {
-            let pid = self.read_running().map_or_else(|_| "another process".to_owned(), |running| format!("process {}", running.pid));
-            bail!("{name} is already served by {pid}\n  stop it with Ctrl-C there, or give this deployment another metadata.name");
+            let pid = self.read_running().map_or_else(
+                |_| "another process".to_owned(),
+                |running| format!("process {}", running.pid),
+            );
+            bail!(
+                "{name} is already served by {pid}\n  stop it with Ctrl-C there, or give this deployment another metadata.name"
+            );
         }
         Ok(lock)
     }
 
     /// Whether a `hearth up` holds the directory.
     fn is_held(&self) -> bool {
-        File::open(self.0.join("lock")).is_ok_and(|lock| matches!(lock.try_lock(), Err(fs::TryLockError::WouldBlock)))
+        File::open(self.0.join("lock"))
+            .is_ok_and(|lock| matches!(lock.try_lock(), Err(fs::TryLockError::WouldBlock)))
     }
 
     /// Where logs are.
@@ -155,7 +170,9 @@ impl DeploymentDir {
 
     /// Generation for the next plan: one more than the last one's.
     pub(crate) fn next_generation(&self) -> u64 {
-        let last = fs::read(self.plan_file()).ok().and_then(|text| serde_json::from_slice::<InferencePlanSpec>(&text).ok());
+        let last = fs::read(self.plan_file())
+            .ok()
+            .and_then(|text| serde_json::from_slice::<InferencePlanSpec>(&text).ok());
         last.map_or(1, |plan| plan.generation + 1)
     }
 
@@ -168,16 +185,26 @@ impl DeploymentDir {
     pub(crate) fn read_plan(&self) -> anyhow::Result<InferencePlanSpec> {
         let path = self.plan_file();
         let text = fs::read(&path).with_context(|| format!("{}", path.display()))?;
-        serde_json::from_slice(&text).with_context(|| format!("{} was written by another version of hearth", path.display()))
+        serde_json::from_slice(&text).with_context(|| {
+            format!(
+                "{} was written by another version of hearth",
+                path.display()
+            )
+        })
     }
 
     /// Tells other commands what runs.
     pub(crate) fn write_running(&self, running: &Running) -> anyhow::Result<()> {
-        replace(&self.0.join("running.json"), &serde_json::to_vec_pretty(running)?)
+        replace(
+            &self.0.join("running.json"),
+            &serde_json::to_vec_pretty(running)?,
+        )
     }
 
     fn read_running(&self) -> anyhow::Result<Running> {
-        Ok(serde_json::from_slice(&fs::read(self.0.join("running.json"))?)?)
+        Ok(serde_json::from_slice(&fs::read(
+            self.0.join("running.json"),
+        )?)?)
     }
 
     /// Forgets what ran.
@@ -189,6 +216,7 @@ impl DeploymentDir {
 /// Writes beside and renames, so that a reader never sees half a file.
 fn replace(path: &Path, contents: &[u8]) -> anyhow::Result<()> {
     let temporary = path.with_extension("tmp");
-    fs::write(&temporary, contents).with_context(|| format!("{} cannot be written", temporary.display()))?;
+    fs::write(&temporary, contents)
+        .with_context(|| format!("{} cannot be written", temporary.display()))?;
     fs::rename(&temporary, path).with_context(|| format!("{}", path.display()))
 }

@@ -52,7 +52,9 @@ struct Measured {
 /// Prints. Exit code 1 when nothing runs.
 pub(crate) fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
     let state = StateDir::locate(args.state.state_dir.as_deref())?;
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
     let mut all = Vec::new();
     for running in state.running() {
         let plan = state.deployment(&running.name).read_plan().ok();
@@ -62,16 +64,25 @@ pub(crate) fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
         OutputFormat::Json => println!("{}", serde_json::to_string_pretty(&all)?),
         OutputFormat::Yaml => print!("{}", serde_norway::to_string(&all)?),
         OutputFormat::Table if all.is_empty() => {
-            eprintln!("nothing runs on this machine\n  start something: hearth up -f manifests/examples/demo.yaml");
+            eprintln!(
+                "nothing runs on this machine\n  start something: hearth up -f manifests/examples/demo.yaml"
+            );
         }
         OutputFormat::Table => println!("{}", table(&all)),
     }
-    Ok(if all.is_empty() { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+    Ok(if all.is_empty() {
+        ExitCode::FAILURE
+    } else {
+        ExitCode::SUCCESS
+    })
 }
 
 async fn inspect(running: Running, plan: Option<&InferencePlanSpec>) -> Status {
     let base = running.endpoint.trim_end_matches("/v1").to_owned();
-    let http = reqwest::Client::builder().timeout(PATIENCE).build().unwrap_or_default();
+    let http = reqwest::Client::builder()
+        .timeout(PATIENCE)
+        .build()
+        .unwrap_or_default();
     let ready = http.get(format!("{base}/ready")).send().await;
     let serving = ready.is_ok_and(|response| response.status().is_success());
     let metrics = match http.get(format!("{base}/metrics")).send().await {
@@ -117,7 +128,10 @@ fn total(metrics: &str, name: &str) -> f64 {
 fn table(all: &[Status]) -> String {
     let mut table = Table::new();
     table.load_style(presets::NOTHING);
-    table.set_header(["NAME", "MODEL", "READY", "PLAN", "PREFILL", "DECODE", "RESTARTS", "TTFT", "TPOT", "REQUESTS", "AGE", "ENDPOINT"]);
+    table.set_header([
+        "NAME", "MODEL", "READY", "PLAN", "PREFILL", "DECODE", "RESTARTS", "TTFT", "TPOT",
+        "REQUESTS", "AGE", "ENDPOINT",
+    ]);
     for status in all {
         let running = &status.running;
         let measured = status.measured.as_ref();
@@ -129,7 +143,12 @@ fn table(all: &[Status]) -> String {
             running.plan_generation.to_string(),
             pool(running, "prefill"),
             pool(running, "decode"),
-            running.processes.iter().map(|process| process.restarts).sum::<u32>().to_string(),
+            running
+                .processes
+                .iter()
+                .map(|process| process.restarts)
+                .sum::<u32>()
+                .to_string(),
             show(measured.and_then(|measured| measured.ttft_ms)),
             show(measured.and_then(|measured| measured.tpot_ms)),
             measured.map_or_else(|| "-".to_owned(), |measured| measured.requests.to_string()),
@@ -138,18 +157,32 @@ fn table(all: &[Status]) -> String {
         ]);
     }
     let text = table.to_string();
-    text.lines().map(str::trim_end).collect::<Vec<_>>().join("\n")
+    text.lines()
+        .map(str::trim_end)
+        .collect::<Vec<_>>()
+        .join("\n")
 }
 
 fn pool(running: &Running, role: &str) -> String {
-    let processes = running.processes.iter().filter(|process| process.role == role);
-    let (ready, desired) = processes.fold((0, 0), |(ready, desired), process| (ready + u32::from(process.ready), desired + 1));
-    if desired == 0 { "-".to_owned() } else { format!("{ready}/{desired}") }
+    let processes = running
+        .processes
+        .iter()
+        .filter(|process| process.role == role);
+    let (ready, desired) = processes.fold((0, 0), |(ready, desired), process| {
+        (ready + u32::from(process.ready), desired + 1)
+    });
+    if desired == 0 {
+        "-".to_owned()
+    } else {
+        format!("{ready}/{desired}")
+    }
 }
 
 /// How long ago, in the largest unit that fits: `3d`, `2m`.
 fn age(started_at: &str) -> String {
-    let Ok(started) = started_at.parse::<jiff::Timestamp>() else { return "-".to_owned() };
+    let Ok(started) = started_at.parse::<jiff::Timestamp>() else {
+        return "-".to_owned();
+    };
     let seconds = jiff::Timestamp::now().as_second() - started.as_second();
     match seconds.max(0) {
         seconds @ 0..120 => format!("{seconds}s"),

@@ -23,8 +23,20 @@ pub(crate) fn headline(plan: &InferencePlanSpec) -> String {
 /// One line a rank.
 pub(crate) fn ranks(plan: &InferencePlanSpec) -> String {
     let mut table = Table::new();
-    table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
-    table.set_header(["ROLE", "RANK", "NODE", "CPUS", "NUMA", "DEVICE", "WEIGHTS", "KV", "PREDICTED"]);
+    table
+        .load_style(presets::NOTHING)
+        .set_content_arrangement(ContentArrangement::Disabled);
+    table.set_header([
+        "ROLE",
+        "RANK",
+        "NODE",
+        "CPUS",
+        "NUMA",
+        "DEVICE",
+        "WEIGHTS",
+        "KV",
+        "PREDICTED",
+    ]);
     let mut copies: Vec<&str> = Vec::new();
     for rank in &plan.ranks {
         let weights = weights(rank, copies.contains(&rank.node.as_str()));
@@ -36,20 +48,34 @@ pub(crate) fn ranks(plan: &InferencePlanSpec) -> String {
             rank.index.to_string(),
             rank.node.clone(),
             ranges(&rank.cpus),
-            if rank.numa_nodes.is_empty() { "any".to_owned() } else { ranges(&rank.numa_nodes) },
+            if rank.numa_nodes.is_empty() {
+                "any".to_owned()
+            } else {
+                ranges(&rank.numa_nodes)
+            },
             rank.device.clone(),
             weights,
-            rank.kv.as_ref().map_or_else(|| "-".to_owned(), |kv| bytes(kv.memory_bytes)),
+            rank.kv
+                .as_ref()
+                .map_or_else(|| "-".to_owned(), |kv| bytes(kv.memory_bytes)),
             predicted(rank),
         ]);
     }
     let text = table.to_string();
-    text.lines().map(str::trim_end).collect::<Vec<_>>().join("\n")
+    text.lines()
+        .map(str::trim_end)
+        .collect::<Vec<_>>()
+        .join("\n")
 }
 
 /// The whole plan: ranks, why, and what was not chosen.
 pub(crate) fn plan(plan: &InferencePlanSpec) -> String {
-    let mut text = format!("plan {}: {}\n\n{}\n", plan.generation, headline(plan), ranks(plan));
+    let mut text = format!(
+        "plan {}: {}\n\n{}\n",
+        plan.generation,
+        headline(plan),
+        ranks(plan)
+    );
     for (title, lines) in [("Why", &plan.why), ("Not chosen", &plan.not_chosen)] {
         if !lines.is_empty() {
             text.push_str(&format!("\n{title}\n"));
@@ -68,16 +94,29 @@ fn weights(rank: &PlanRank, copy_exists: bool) -> String {
         Some(residency) => match residency.policy {
             ResidencyPolicy::Resident => format!("mapped {}", bytes(residency.weight_bytes)),
             ResidencyPolicy::MmapPrefetch => {
-                format!("{} of {} at a time", bytes(residency.budget_bytes), bytes(residency.weight_bytes))
+                format!(
+                    "{} of {} at a time",
+                    bytes(residency.budget_bytes),
+                    bytes(residency.weight_bytes)
+                )
             }
         },
     }
 }
 
 fn predicted(rank: &PlanRank) -> String {
-    let Some(predicted) = &rank.predicted else { return "-".to_owned() };
-    match (rank.role, predicted.ttft_ms, predicted.prompt_tokens, predicted.tpot_ms) {
-        (PlanRole::Prefill, Some(ttft_ms), Some(tokens), _) => format!("TTFT {} at {tokens} tokens", milliseconds(ttft_ms)),
+    let Some(predicted) = &rank.predicted else {
+        return "-".to_owned();
+    };
+    match (
+        rank.role,
+        predicted.ttft_ms,
+        predicted.prompt_tokens,
+        predicted.tpot_ms,
+    ) {
+        (PlanRole::Prefill, Some(ttft_ms), Some(tokens), _) => {
+            format!("TTFT {} at {tokens} tokens", milliseconds(ttft_ms))
+        }
         (_, _, _, Some(tpot_ms)) => format!("TPOT {} at batch 1", milliseconds(tpot_ms)),
         _ => format!("{:.0} tokens/s", predicted.tokens_per_second),
     }
@@ -92,8 +131,16 @@ pub(crate) fn ranges(numbers: &[u32]) -> String {
             _ => parts.push((number, number)),
         }
     }
-    let parts: Vec<String> =
-        parts.iter().map(|(first, last)| if first == last { first.to_string() } else { format!("{first}-{last}") }).collect();
+    let parts: Vec<String> = parts
+        .iter()
+        .map(|(first, last)| {
+            if first == last {
+                first.to_string()
+            } else {
+                format!("{first}-{last}")
+            }
+        })
+        .collect();
     parts.join(",")
 }
 

@@ -18,12 +18,19 @@ impl Steps {
     /// Colour and spinners only on a terminal, and no colour with `NO_COLOR`.
     pub(crate) fn new() -> Self {
         let terminal = std::io::stderr().is_terminal();
-        Self { colour: terminal && std::env::var_os("NO_COLOR").is_none(), terminal }
+        Self {
+            colour: terminal && std::env::var_os("NO_COLOR").is_none(),
+            terminal,
+        }
     }
 
     /// A step that is done.
     pub(crate) fn done(&self, text: &str) {
-        let mark = if self.colour { "\u{1b}[32m✔\u{1b}[0m" } else { "✔" };
+        let mark = if self.colour {
+            "\u{1b}[32m✔\u{1b}[0m"
+        } else {
+            "✔"
+        };
         eprintln!("{mark} {text}");
     }
 
@@ -35,7 +42,11 @@ impl Steps {
 
     /// Something that went another way than planned.
     pub(crate) fn warn(&self, text: &str) {
-        let mark = if self.colour { "\u{1b}[33m!\u{1b}[0m" } else { "!" };
+        let mark = if self.colour {
+            "\u{1b}[33m!\u{1b}[0m"
+        } else {
+            "!"
+        };
         eprintln!("{mark} {text}");
     }
 
@@ -51,14 +62,20 @@ impl Steps {
         }
         let bar = ProgressBar::new_spinner().with_message(text.to_owned());
         if let Ok(style) = ProgressStyle::with_template("{spinner} {msg}") {
-            bar.set_style(style.tick_strings(&["⠋", "⠙", "⠹", "⠸", "⠼", "⠴", "⠦", "⠧", "⠇", "⠏", " "]));
+            bar.set_style(
+                style.tick_strings(&["⠋", "⠙", "⠹", "⠸", "⠼", "⠴", "⠦", "⠧", "⠇", "⠏", " "]),
+            );
         }
         bar.enable_steady_tick(Duration::from_millis(80));
         bar
     }
 
     fn dim(&self, text: &str) -> String {
-        if self.colour { format!("\u{1b}[2m{text}\u{1b}[0m") } else { text.to_owned() }
+        if self.colour {
+            format!("\u{1b}[2m{text}\u{1b}[0m")
+        } else {
+            text.to_owned()
+        }
     }
 }
 

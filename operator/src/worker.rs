@@ -16,14 +16,21 @@ pub(crate) fn program() -> anyhow::Result<PathBuf> {
         if path.is_file() {
             return Ok(path);
         }
-        bail!("HEARTH_WORKER is {}, which is no file\n  name the hearth-worker program, or unset it", path.display());
+        bail!(
+            "HEARTH_WORKER is {}, which is no file\n  name the hearth-worker program, or unset it",
+            path.display()
+        );
     }
-    let beside = std::env::current_exe().ok().and_then(|exe| exe.parent().map(|directory| directory.join(NAME)));
+    let beside = std::env::current_exe()
+        .ok()
+        .and_then(|exe| exe.parent().map(|directory| directory.join(NAME)));
     if let Some(path) = beside.filter(|path| path.is_file()) {
         return Ok(path);
     }
     let path = std::env::var_os("PATH").unwrap_or_default();
-    let found = std::env::split_paths(&path).map(|directory| directory.join(NAME)).find(|path| path.is_file());
+    let found = std::env::split_paths(&path)
+        .map(|directory| directory.join(NAME))
+        .find(|path| path.is_file());
     found.context(
         "hearth-worker is neither beside hearth nor on the PATH\n  install both programs in one directory, or set HEARTH_WORKER",
     )
@@ -33,7 +40,10 @@ pub(crate) fn program() -> anyhow::Result<PathBuf> {
 ///
 /// # Errors
 /// The tool's own words when it fails.
-pub(crate) fn ask<T: DeserializeOwned>(arguments: &[&str], directory: Option<&Path>) -> anyhow::Result<T> {
+pub(crate) fn ask<T: DeserializeOwned>(
+    arguments: &[&str],
+    directory: Option<&Path>,
+) -> anyhow::Result<T> {
     let program = program()?;
     let mut command = Command::new(&program);
     command.args(arguments);
@@ -46,7 +56,9 @@ pub(crate) fn ask<T: DeserializeOwned>(arguments: &[&str], directory: Option<&Pa
         .with_context(|| format!("{} cannot be run", program.display()))?;
     if !output.status.success() {
         let words = String::from_utf8_lossy(&output.stderr);
-        let own = words.rsplit_once("error: ").map_or(words.trim(), |(_, message)| message.trim());
+        let own = words
+            .rsplit_once("error: ")
+            .map_or(words.trim(), |(_, message)| message.trim());
         bail!("{own}");
     }
     let tool = arguments.first().copied().unwrap_or_default();

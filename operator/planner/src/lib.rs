@@ -12,7 +12,6 @@
 mod advice;
 mod cpus;
 mod error;
-mod facts;
 mod memory;
 mod place;
 mod predict;
@@ -21,6 +20,5 @@ mod request;
 
 pub use cpus::format_cpu_list;
 pub use error::{Advice, PlanError};
-pub use facts::{KvShape, ModelFacts, ModuleBytes};
 pub use predict::{COMPUTE_EFFICIENCY, LAYER_OVERHEAD_MS, READ_EFFICIENCY};
 pub use request::{PlanRequest, plan};

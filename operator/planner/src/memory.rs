@@ -3,7 +3,7 @@
 use hearth_crds::{NodeProfileSpec, ResidencyPolicy};
 
 use crate::cpus::Crew;
-use crate::facts::ModelFacts;
+use hearth_crds::ModelFacts;
 
 /// Tokens of one KV block.
 pub(crate) const BLOCK_TOKENS: u32 = 16;

@@ -5,7 +5,7 @@
 use hearth_crds::NodeProfileSpec;
 
 use crate::cpus::CpuSet;
-use crate::facts::ModelFacts;
+use hearth_crds::ModelFacts;
 
 /// Share of the measured read bandwidth that the weights' kernels reach from a mapped file.
 pub const READ_EFFICIENCY: f64 = 0.87;

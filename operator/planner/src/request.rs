@@ -10,11 +10,11 @@ use hearth_crds::{
 use crate::advice;
 use crate::cpus::{CpuSet, Crew, CrewCpus, divide, widen_memory};
 use crate::error::PlanError;
-use crate::facts::{KvShape, ModelFacts};
 use crate::memory::{BLOCK_TOKENS, Demand, NodeBudget, PREFILL_BATCH};
 use crate::place::{Cost, Placement, Wanted, place};
 use crate::predict::{LOOPBACK_GBPS, Predictor, Rates, rounded};
 use crate::reasons;
+use hearth_crds::{KvShape, ModelFacts};
 
 /// The context of a spec that names none: what a model was made for, at most this many tokens.
 const DEFAULT_CONTEXT_TOKENS: u32 = 8192;

@@ -160,7 +160,7 @@ proptest! {
 fn follow(
     error: &PlanError,
     deployment: &hearth_crds::InferenceDeploymentSpec,
-    facts: &hearth_planner::ModelFacts,
+    facts: &hearth_crds::ModelFacts,
     profiles: &[NodeProfileSpec],
 ) {
     let PlanError::InsufficientMemory { advice, node, .. } = error else {

@@ -11,14 +11,21 @@ use crate::state::Running;
 /// The first key of an API key file.
 pub(super) fn first_key(path: &Path) -> Option<String> {
     let text = std::fs::read_to_string(path).ok()?;
-    text.lines().map(str::trim).find(|line| !line.is_empty() && !line.starts_with('#')).map(str::to_owned)
+    text.lines()
+        .map(str::trim)
+        .find(|line| !line.is_empty() && !line.starts_with('#'))
+        .map(str::to_owned)
 }
 
 /// Asks and prints.
 ///
 /// # Errors
 /// What the endpoint answered instead.
-pub(super) async fn ask(running: &Running, question: &str, key: Option<&str>) -> anyhow::Result<()> {
+pub(super) async fn ask(
+    running: &Running,
+    question: &str,
+    key: Option<&str>,
+) -> anyhow::Result<()> {
     eprintln!();
     eprintln!("  > {question}");
     let client = Client::new(&running.endpoint, &running.served_name, key);

@@ -55,6 +55,8 @@ pub(crate) struct UpArgs {
 pub(crate) fn run(args: &UpArgs) -> anyhow::Result<ExitCode> {
     let prepared = prepare::prepare(args)?;
     // One thread: children ask the kernel to end them with the thread that started them.
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
     runtime.block_on(supervise::supervise(args, prepared))
 }

@@ -43,11 +43,18 @@ pub(crate) struct Planned {
 /// # Errors
 /// Whatever is wrong with the file, the model or the machine, by field.
 pub(crate) fn plan(file: &Path, state: &StateDir, steps: &Steps) -> anyhow::Result<Planned> {
-    let text = std::fs::read_to_string(file)
-        .with_context(|| format!("{} cannot be read\n  name an InferenceDeployment's file with -f", file.display()))?;
+    let text = std::fs::read_to_string(file).with_context(|| {
+        format!(
+            "{} cannot be read\n  name an InferenceDeployment's file with -f",
+            file.display()
+        )
+    })?;
     let deployment = hearth_crds::parse_deployment_for(&text, Venue::Machine)?;
     let name = deployment.metadata.name.clone().unwrap_or_default();
-    steps.done_with(&format!("{name} is valid"), "hearth.dev/v1alpha1 InferenceDeployment");
+    steps.done_with(
+        &format!("{name} is valid"),
+        "hearth.dev/v1alpha1 InferenceDeployment",
+    );
 
     let directory = source::dereference(&deployment.spec.model.source)?;
     let spinner = steps.spinner("measuring this machine");
@@ -61,7 +68,11 @@ pub(crate) fn plan(file: &Path, state: &StateDir, steps: &Steps) -> anyhow::Resu
     let generation = state.deployment(&name).next_generation();
     let plan = hearth_planner::plan(&PlanRequest {
         name: &name,
-        namespace: deployment.metadata.namespace.as_deref().unwrap_or("default"),
+        namespace: deployment
+            .metadata
+            .namespace
+            .as_deref()
+            .unwrap_or("default"),
         generation,
         spec: &deployment.spec,
         facts: &facts,
@@ -97,23 +108,42 @@ pub(crate) fn prepare(args: &UpArgs) -> anyhow::Result<Prepared> {
         rank.endpoint = Some(endpoint.to_string());
     }
     directory.write_plan(&plan)?;
-    steps.done(&format!("plan {}: {}", plan.generation, table::headline(&plan)));
+    steps.done(&format!(
+        "plan {}: {}",
+        plan.generation,
+        table::headline(&plan)
+    ));
     for line in table::ranks(&plan).lines() {
         steps.detail(line);
     }
-    Ok(Prepared { plan, directory, lock, listen, started, steps })
+    Ok(Prepared {
+        plan,
+        directory,
+        lock,
+        listen,
+        started,
+        steps,
+    })
 }
 
 fn check_files(args: &UpArgs) -> anyhow::Result<()> {
     if let Some(keys) = &args.api_keys
         && !keys.is_file()
     {
-        bail!("--api-keys is {}, which is no file\n  write one key a line into it", keys.display());
+        bail!(
+            "--api-keys is {}, which is no file\n  write one key a line into it",
+            keys.display()
+        );
     }
-    let Some(directory) = &args.tls_dir else { return Ok(()) };
+    let Some(directory) = &args.tls_dir else {
+        return Ok(());
+    };
     for name in ["tls.crt", "tls.key", "ca.crt"] {
         if !directory.join(name).is_file() {
-            bail!("--tls-dir is {}, and {name} is not in it\n  mutual TLS needs tls.crt, tls.key and ca.crt", directory.display());
+            bail!(
+                "--tls-dir is {}, and {name} is not in it\n  mutual TLS needs tls.crt, tls.key and ca.crt",
+                directory.display()
+            );
         }
     }
     Ok(())
@@ -122,7 +152,12 @@ fn check_files(args: &UpArgs) -> anyhow::Result<()> {
 fn machine(profile: &NodeProfileSpec) -> String {
     let mut features = Vec::new();
     let isa = &profile.isa;
-    for (has, name) in [(isa.avx512bf16, "bf16"), (isa.avx512vnni, "vnni"), (isa.avx512vbmi, "vbmi"), (isa.amx, "amx")] {
+    for (has, name) in [
+        (isa.avx512bf16, "bf16"),
+        (isa.avx512vnni, "vnni"),
+        (isa.avx512vbmi, "vbmi"),
+        (isa.amx, "amx"),
+    ] {
         if has {
             features.push(name);
         }
@@ -133,11 +168,19 @@ fn machine(profile: &NodeProfileSpec) -> String {
         (_, _, true) => " NEON",
         _ => "",
     };
-    let features = if features.is_empty() { String::new() } else { format!(" ({})", features.join(", ")) };
+    let features = if features.is_empty() {
+        String::new()
+    } else {
+        format!(" ({})", features.join(", "))
+    };
     let numa = profile.numa_nodes.len();
     let gpus = match profile.gpus.as_slice() {
         [] => "no GPU".to_owned(),
-        gpus => gpus.iter().map(|gpu| gpu.name.clone()).collect::<Vec<_>>().join(", "),
+        gpus => gpus
+            .iter()
+            .map(|gpu| gpu.name.clone())
+            .collect::<Vec<_>>()
+            .join(", "),
     };
     format!(
         "{} cores{vectors}{features}, {numa} NUMA node{}, {}, {gpus}, reads {:.1} GB/s",
@@ -149,7 +192,9 @@ fn machine(profile: &NodeProfileSpec) -> String {
 }
 
 fn model(facts: &ModelFacts, directory: &Path) -> String {
-    let name = directory.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
+    let name = directory
+        .file_name()
+        .map_or_else(String::new, |name| name.to_string_lossy().into_owned());
     format!(
         "{name}: {}, {}, {}, {}, mapped once",
         facts.architecture,

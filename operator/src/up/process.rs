@@ -6,7 +6,6 @@ use std::process::{ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use hearth_crds::PlanRole;
 use rustix::process::{Pid, Signal, kill_process};
 use serde::Deserialize;
 use tokio::io::{AsyncBufReadExt, BufReader};
@@ -27,8 +26,6 @@ const SHOWN_LOG_LINES: usize = 6;
 pub(crate) struct ProcessSpec {
     /// Name of the rank.
     pub(crate) rank: String,
-    /// Its role.
-    pub(crate) role: PlanRole,
     /// `hearth-worker`.
     pub(crate) program: PathBuf,
     /// Its arguments.
@@ -89,9 +86,16 @@ pub(crate) enum Wanted {
 }
 
 /// Keeps a process running until `wanted` says otherwise.
-pub(crate) async fn keep(spec: ProcessSpec, events: mpsc::UnboundedSender<ProcessEvent>, mut wanted: watch::Receiver<Wanted>) {
+pub(crate) async fn keep(
+    spec: ProcessSpec,
+    events: mpsc::UnboundedSender<ProcessEvent>,
+    mut wanted: watch::Receiver<Wanted>,
+) {
     let tell = |kind| {
-        let _ = events.send(ProcessEvent { rank: spec.rank.clone(), kind });
+        let _ = events.send(ProcessEvent {
+            rank: spec.rank.clone(),
+            kind,
+        });
     };
     let mut pause = MIN_PAUSE;
     loop {
@@ -110,7 +114,11 @@ pub(crate) async fn keep(spec: ProcessSpec, events: mpsc::UnboundedSender<Proces
         if began.elapsed() >= STABLE {
             pause = MIN_PAUSE;
         }
-        tell(ProcessEventKind::Died { how, pause, was_ready });
+        tell(ProcessEventKind::Died {
+            how,
+            pause,
+            was_ready,
+        });
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
             _ = wanted.wait_for(|wanted| *wanted != Wanted::Running) => {
@@ -137,13 +145,24 @@ fn spawn(spec: &ProcessSpec) -> anyhow::Result<Child> {
 }
 
 fn open_log(path: &Path) -> anyhow::Result<File> {
-    OpenOptions::new().create(true).append(true).open(path).with_context(|| format!("{} cannot be written", path.display()))
+    OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(path)
+        .with_context(|| format!("{} cannot be written", path.display()))
 }
 
 /// Follows a process to its end; tells how it ended and whether it had served.
-async fn follow(mut child: Child, tell: &impl Fn(ProcessEventKind), wanted: &mut watch::Receiver<Wanted>) -> (String, bool) {
+async fn follow(
+    mut child: Child,
+    tell: &impl Fn(ProcessEventKind),
+    wanted: &mut watch::Receiver<Wanted>,
+) -> (String, bool) {
     let pid = child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
-    let mut lines = child.stdout.take().map(|stdout| BufReader::new(stdout).lines());
+    let mut lines = child
+        .stdout
+        .take()
+        .map(|stdout| BufReader::new(stdout).lines());
     let mut was_ready = false;
     loop {
         let line = async {
@@ -193,9 +212,16 @@ fn describe(status: Option<ExitStatus>) -> String {
 
 /// The end of a log, for a person: its last error with what follows, else its last lines.
 pub(crate) fn log_tail(path: &Path) -> String {
-    let text = std::fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
+    let text = std::fs::read(path)
+        .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+        .unwrap_or_default();
     let lines: Vec<&str> = text.lines().collect();
     let from_error = lines.iter().rposition(|line| line.starts_with("error: "));
     let start = from_error.unwrap_or_else(|| lines.len().saturating_sub(SHOWN_LOG_LINES));
-    lines[start..].iter().take(SHOWN_LOG_LINES).copied().collect::<Vec<_>>().join("\n")
+    lines[start..]
+        .iter()
+        .take(SHOWN_LOG_LINES)
+        .copied()
+        .collect::<Vec<_>>()
+        .join("\n")
 }

@@ -29,7 +29,9 @@ pub(super) async fn supervise(args: &UpArgs, prepared: Prepared) -> anyhow::Resu
         outcome = deployment.serve(args) => outcome,
         () = interrupted() => Ok(ExitCode::SUCCESS),
     };
-    deployment.stop(Duration::from_secs(u64::from(args.grace))).await;
+    deployment
+        .stop(Duration::from_secs(u64::from(args.grace)))
+        .await;
     outcome
 }
 
@@ -53,7 +55,6 @@ impl Deployment {
         for rank in &prepared.plan.ranks {
             let spec = ProcessSpec {
                 rank: rank.name.clone(),
-                role: rank.role,
                 program: program.clone(),
                 arguments: arguments(args, rank, &prepared.directory.plan_file()),
                 log: prepared.directory.log(&rank.name),
@@ -64,7 +65,15 @@ impl Deployment {
         }
         let running = describe(args, &prepared);
         let spinner = prepared.steps.spinner("starting the workers");
-        let deployment = Self { prepared, running, events, wanted, tasks, failed_starts: BTreeMap::new(), spinner };
+        let deployment = Self {
+            prepared,
+            running,
+            events,
+            wanted,
+            tasks,
+            failed_starts: BTreeMap::new(),
+            spinner,
+        };
         deployment.publish();
         Ok(deployment)
     }
@@ -72,7 +81,9 @@ impl Deployment {
     /// Follows the processes; ends only with `--once` or when a process does not come up.
     async fn serve(&mut self, args: &UpArgs) -> anyhow::Result<ExitCode> {
         while !self.running.processes.iter().all(|process| process.ready) {
-            let Some(event) = self.events.recv().await else { bail!("all processes ended") };
+            let Some(event) = self.events.recv().await else {
+                bail!("all processes ended")
+            };
             self.take(event)?;
         }
         self.announce();
@@ -87,7 +98,9 @@ impl Deployment {
                 return answered.map(|()| ExitCode::SUCCESS);
             }
             answered?;
-            self.prepared.steps.detail("the endpoint stays up; Ctrl-C stops it");
+            self.prepared
+                .steps
+                .detail("the endpoint stays up; Ctrl-C stops it");
         }
         self.follow().await?;
         Ok(ExitCode::SUCCESS)
@@ -103,12 +116,20 @@ impl Deployment {
 
     fn take(&mut self, event: ProcessEvent) -> anyhow::Result<()> {
         let ProcessEvent { rank, kind } = event;
-        let Some(process) = self.running.processes.iter_mut().find(|process| process.rank == rank) else { return Ok(()) };
+        let Some(process) = self
+            .running
+            .processes
+            .iter_mut()
+            .find(|process| process.rank == rank)
+        else {
+            return Ok(());
+        };
         let had_died = process.restarts > 0;
         match kind {
             ProcessEventKind::Started(pid) => process.pid = Some(pid),
             ProcessEventKind::Loading(percent) => {
-                self.spinner.set_message(format!("{rank} warming up   {percent} %"));
+                self.spinner
+                    .set_message(format!("{rank} warming up   {percent} %"));
                 return Ok(());
             }
             ProcessEventKind::Ready => {
@@ -119,7 +140,11 @@ impl Deployment {
                     self.prepared.steps.done(&format!("{rank} serves again"));
                 }
             }
-            ProcessEventKind::Died { how, pause, was_ready } => {
+            ProcessEventKind::Died {
+                how,
+                pause,
+                was_ready,
+            } => {
                 process.pid = None;
                 process.ready = false;
                 process.restarts += 1;
@@ -130,10 +155,16 @@ impl Deployment {
                 if *failures >= MAX_FAILED_STARTS && !self.running.ready {
                     self.spinner.finish_and_clear();
                     let tail = tail.strip_prefix("error: ").unwrap_or(&tail);
-                    bail!("{rank} does not start ({how}): {tail}\n  its whole log: {}", log.display());
+                    bail!(
+                        "{rank} does not start ({how}): {tail}\n  its whole log: {}",
+                        log.display()
+                    );
                 }
                 self.spinner.suspend(|| {
-                    self.prepared.steps.warn(&format!("{rank} {how}; started again in {:.1} s", pause.as_secs_f64()));
+                    self.prepared.steps.warn(&format!(
+                        "{rank} {how}; started again in {:.1} s",
+                        pause.as_secs_f64()
+                    ));
                 });
             }
             ProcessEventKind::Stopped => {
@@ -149,10 +180,19 @@ impl Deployment {
         self.spinner.finish_and_clear();
         self.running.ready = true;
         self.publish();
-        let Running { endpoint, served_name, .. } = &self.running;
+        let Running {
+            endpoint,
+            served_name,
+            ..
+        } = &self.running;
         let steps = &self.prepared.steps;
-        steps.done(&format!("ready in {:.1} s", self.prepared.started.elapsed().as_secs_f64()));
-        steps.detail(&format!("OpenAI endpoint   {endpoint}      model \"{served_name}\""));
+        steps.done(&format!(
+            "ready in {:.1} s",
+            self.prepared.started.elapsed().as_secs_f64()
+        ));
+        steps.detail(&format!(
+            "OpenAI endpoint   {endpoint}      model \"{served_name}\""
+        ));
         steps.detail("try               hearth chat      or");
         steps.detail(&format!(
             "  curl {endpoint}/chat/completions -H 'Content-Type: application/json' \
@@ -164,10 +204,17 @@ impl Deployment {
     /// Ends the gateway first, so that its streams still find their workers; then the workers.
     async fn stop(mut self, grace: Duration) {
         self.spinner.finish_and_clear();
-        self.prepared.steps.done("draining: streams in flight are finished; Ctrl-C again stops now");
+        self.prepared
+            .steps
+            .done("draining: streams in flight are finished; Ctrl-C again stops now");
         let roles = [PlanRole::Gateway, PlanRole::Decode, PlanRole::Prefill];
         for role in roles {
-            let ranks: Vec<String> = self.prepared.plan.ranks_of(role).map(|rank| rank.name.clone()).collect();
+            let ranks: Vec<String> = self
+                .prepared
+                .plan
+                .ranks_of(role)
+                .map(|rank| rank.name.clone())
+                .collect();
             self.want(&ranks, Wanted::Stopped);
             let limit = grace + END_MARGIN;
             let ended = tokio::select! {
@@ -195,11 +242,22 @@ impl Deployment {
     }
 
     async fn ended(&mut self, ranks: &[String]) {
-        let runs = |running: &Running| running.processes.iter().any(|process| ranks.contains(&process.rank) && process.pid.is_some());
+        let runs = |running: &Running| {
+            running
+                .processes
+                .iter()
+                .any(|process| ranks.contains(&process.rank) && process.pid.is_some())
+        };
         while runs(&self.running) {
-            let Some(event) = self.events.recv().await else { return };
+            let Some(event) = self.events.recv().await else {
+                return;
+            };
             if let ProcessEventKind::Stopped = event.kind
-                && let Some(process) = self.running.processes.iter_mut().find(|process| process.rank == event.rank)
+                && let Some(process) = self
+                    .running
+                    .processes
+                    .iter_mut()
+                    .find(|process| process.rank == event.rank)
             {
                 process.pid = None;
             }
@@ -209,7 +267,9 @@ impl Deployment {
     /// Tells other commands; a full disk must not end what serves.
     fn publish(&self) {
         if let Err(error) = self.prepared.directory.write_running(&self.running) {
-            self.prepared.steps.warn(&format!("hearth status will not see this: {error:#}"));
+            self.prepared
+                .steps
+                .warn(&format!("hearth status will not see this: {error:#}"));
         }
     }
 }
@@ -252,7 +312,10 @@ fn describe(args: &UpArgs, prepared: &Prepared) -> Running {
         pid: std::process::id(),
         endpoint: format!("http://{host}:{}/v1", prepared.listen.port()),
         served_name: prepared.plan.model.served_name.clone(),
-        file: args.file.canonicalize().unwrap_or_else(|_| args.file.clone()),
+        file: args
+            .file
+            .canonicalize()
+            .unwrap_or_else(|_| args.file.clone()),
         plan_generation: prepared.plan.generation,
         started_at: jiff::Timestamp::now().to_string(),
         ready: false,
@@ -263,7 +326,10 @@ fn describe(args: &UpArgs, prepared: &Prepared) -> Running {
 /// Completes on Ctrl-C or SIGTERM.
 async fn interrupted() {
     use tokio::signal::unix::{SignalKind, signal};
-    let (Ok(mut interrupt), Ok(mut terminate)) = (signal(SignalKind::interrupt()), signal(SignalKind::terminate())) else {
+    let (Ok(mut interrupt), Ok(mut terminate)) = (
+        signal(SignalKind::interrupt()),
+        signal(SignalKind::terminate()),
+    ) else {
         return std::future::pending().await;
     };
     tokio::select! {

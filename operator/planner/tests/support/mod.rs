@@ -5,7 +5,8 @@ use hearth_crds::{
     ComputeProfile, CpuProfile, DiskProfile, GpuProfile, InferenceDeploymentSpec, IsaProfile,
     MemoryProfile, NodeProfileSpec, NumaNodeProfile,
 };
-use hearth_planner::{KvShape, ModelFacts, ModuleBytes, PlanRequest};
+use hearth_crds::{KvShape, ModelFacts, ModuleBytes};
+use hearth_planner::PlanRequest;
 
 pub const GIB: u64 = 1 << 30;
 pub const MIB: u64 = 1 << 20;

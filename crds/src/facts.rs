@@ -1,4 +1,4 @@
-//! What the planner must know of a model. The caller reads it from config.json and the headers of the weights.
+//! What a plan must know of a model. The worker reads it from config.json and the headers of the weights; the planner reasons with it.
 
 use serde::{Deserialize, Serialize};
 

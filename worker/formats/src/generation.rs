@@ -22,7 +22,7 @@ pub struct GenerationConfig {
     pub temperature: Option<f32>,
     /// Nucleus, in (0, 1].
     pub top_p: Option<f32>,
-    /// Most likely tokens to keep; none when the file says 0 (no limit).
+    /// Most likely tokens to keep; none when the file says 0 or -1 (no limit).
     pub top_k: Option<u32>,
     /// Least probability, relative to the most likely token's.
     pub min_p: Option<f32>,
@@ -38,7 +38,7 @@ struct Raw {
     do_sample: Option<bool>,
     temperature: Option<f32>,
     top_p: Option<f32>,
-    top_k: Option<u32>,
+    top_k: Option<i64>,
     min_p: Option<f32>,
     repetition_penalty: Option<f32>,
     max_new_tokens: Option<u32>,
@@ -74,7 +74,7 @@ impl GenerationConfig {
             do_sample: raw.do_sample,
             temperature: raw.temperature,
             top_p: raw.top_p,
-            top_k: raw.top_k.filter(|k| *k > 0),
+            top_k: top_k(raw.top_k)?,
             min_p: raw.min_p,
             repetition_penalty: raw.repetition_penalty,
             max_new_tokens: raw.max_new_tokens,
@@ -106,6 +106,18 @@ impl GenerationConfig {
             }
         }
         Ok(())
+    }
+}
+
+fn top_k(value: Option<i64>) -> Result<Option<u32>, FormatError> {
+    match value {
+        None | Some(-1 | 0) => Ok(None),
+        Some(k) => match u32::try_from(k) {
+            Ok(k) => Ok(Some(k)),
+            Err(_) => Err(bad(format!(
+                "has top_k {k}; it must be 1 or more, or 0 for no limit"
+            ))),
+        },
     }
 }
 

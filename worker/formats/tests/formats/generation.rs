@@ -40,6 +40,7 @@ fn an_absent_file_is_none_and_a_bad_one_is_told() {
             r#"{"temperature":-1.0}"#,
             "has temperature -1; it must be 0 or more",
         ),
+        (r#"{"top_k":-2}"#, "has top_k -2; it must be 1 or more"),
         (r#"{"top_p":0}"#, "has top_p 0; it must be more than 0"),
         (r#"{"min_p":1.5}"#, "has min_p 1.5"),
         (r#"{"repetition_penalty":0}"#, "has repetition_penalty 0"),

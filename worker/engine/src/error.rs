@@ -37,7 +37,9 @@ pub enum EngineError {
         vocab: usize,
     },
     /// A prefill asks for the KV of nothing.
-    #[error("first_token is {first_token}, and the request has {tokens} tokens: send at least the last one's KV")]
+    #[error(
+        "first_token is {first_token}, and the request has {tokens} tokens: send at least the last one's KV"
+    )]
     NothingToExport {
         /// First token whose KV is wanted.
         first_token: usize,
@@ -59,7 +61,9 @@ pub enum EngineError {
     #[error(transparent)]
     Grammar(#[from] GrammarError),
     /// No place in the queue.
-    #[error("the queue is full: {waiting} requests run or wait, the limit is {limit}; try again later")]
+    #[error(
+        "the queue is full: {waiting} requests run or wait, the limit is {limit}; try again later"
+    )]
     QueueFull {
         /// Requests in the engine.
         waiting: usize,
@@ -97,9 +101,12 @@ pub enum EngineError {
         /// What is missing or wrong.
         detail: String,
     },
-    /// The request was cancelled.
-    #[error("the request was cancelled")]
-    Cancelled,
+    /// The scheduler refused what the engine asked of it.
+    #[error("a fault of the engine: {reason}")]
+    Internal {
+        /// The scheduler's words.
+        reason: String,
+    },
     /// Options that contradict each other or the model.
     #[error("{field} is {value}: {remedy}")]
     Options {
@@ -130,7 +137,7 @@ impl EngineError {
             | Self::Forward { .. }
             | Self::Import { .. }
             | Self::Prefill { .. }
-            | Self::Cancelled
+            | Self::Internal { .. }
             | Self::Options { .. } => false,
         }
     }

@@ -7,9 +7,7 @@ use std::{panic::AssertUnwindSafe, sync::Arc};
 
 use hearth_formats::Tokenizer;
 use llguidance::{
-    Matcher, ParserFactory, TokenParser,
-    api::TopLevelGrammar,
-    earley::SlicedBiasComputer,
+    Matcher, ParserFactory, TokenParser, api::TopLevelGrammar, earley::SlicedBiasComputer,
     panic_utils,
 };
 use toktrie::{InferenceCapabilities, TokEnv, TokRxInfo, TokTrie, TokenId, TokenizerEnv};
@@ -31,7 +29,9 @@ pub enum GrammarError {
         reason: String,
     },
     /// The engine was started without a tokenizer.
-    #[error("this worker has no tokenizer, so it cannot follow a grammar: serve a model with tokenizer.json")]
+    #[error(
+        "this worker has no tokenizer, so it cannot follow a grammar: serve a model with tokenizer.json"
+    )]
     NoTokenizer,
     /// The tokenizer cannot be made into a tree of tokens.
     #[error("the tokenizer cannot drive grammars: {reason}")]
@@ -158,7 +158,10 @@ impl GrammarTokenizer {
                 kind,
                 reason: first_line(&reason),
             }),
-            None => Ok(GrammarState { matcher, accepted: 0 }),
+            None => Ok(GrammarState {
+                matcher,
+                accepted: 0,
+            }),
         }
     }
 }

@@ -14,14 +14,26 @@
 #![forbid(unsafe_code)]
 
 mod api;
+mod engine;
 mod error;
+mod export;
+mod forward;
 pub mod grammar;
+mod import;
+mod request;
 pub mod sampler;
+mod shared;
+mod step;
 
 pub use api::{
-    DrainReport, EngineOptions, EngineStats, FinishReason, GenerateEvent, GenerateInput, Grammar, Health,
-    ImportFailure, KvBudget, PrefillEvent, PrefillInput, PrefillPlace, RequestId, TopLogprob,
+    DrainReport, EngineOptions, EngineStats, FinishReason, GenerateEvent, GenerateInput, Grammar,
+    Health, ImportFailure, KvBudget, PrefillEvent, PrefillInput, PrefillPlace, RequestId,
+    TopLogprob,
 };
+pub use engine::{Engine, RequestHandle};
 pub use error::EngineError;
 pub use grammar::{GrammarError, GrammarTokenizer};
 pub use sampler::{SamplingError, SamplingParams};
+
+#[cfg(test)]
+mod tests;

@@ -38,7 +38,11 @@ impl History {
             let in_answer = self.answer.keys().filter(|t| !self.prompt.contains(t));
             for token in self.prompt.iter().chain(in_answer) {
                 if let Some(l) = logits.get_mut(*token as usize) {
-                    let factor = if *l > 0.0 { 1.0 / repetition } else { repetition };
+                    let factor = if *l > 0.0 {
+                        1.0 / repetition
+                    } else {
+                        repetition
+                    };
                     *l = finite(*l * factor);
                 }
             }

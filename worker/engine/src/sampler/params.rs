@@ -60,7 +60,12 @@ impl SamplingParams {
             logit_bias,
         } = self;
         let ranges = [
-            ("temperature", *temperature, *temperature >= 0.0, "0 or more"),
+            (
+                "temperature",
+                *temperature,
+                *temperature >= 0.0,
+                "0 or more",
+            ),
             ("top_p", *top_p, (0.0..=1.0).contains(top_p), "from 0 to 1"),
             ("min_p", *min_p, (0.0..=1.0).contains(min_p), "from 0 to 1"),
             ("frequency_penalty", *frequency_penalty, true, "a number"),

@@ -65,7 +65,10 @@ fn uniform_numbers_fill_the_unit_interval_evenly() {
         .iter()
         .map(|n| (f64::from(*n) - 1000.0).powi(2) / 1000.0)
         .sum();
-    assert!(chi < 37.7, "chi-square {chi} of 15 degrees of freedom (0.1 %)");
+    assert!(
+        chi < 37.7,
+        "chi-square {chi} of 15 degrees of freedom (0.1 %)"
+    );
 }
 
 #[test]
@@ -101,7 +104,10 @@ fn draws_follow_the_softmax() {
             (f64::from(*n) - expected).powi(2) / expected
         })
         .sum();
-    assert!(chi < 18.5, "chi-square {chi} of 4 degrees of freedom (0.1 %)");
+    assert!(
+        chi < 18.5,
+        "chi-square {chi} of 4 degrees of freedom (0.1 %)"
+    );
 }
 
 #[test]
@@ -186,14 +192,35 @@ fn bias_and_mask_move_the_choice() {
     };
     assert_eq!(pick(&biased, 0, &[9.0, 8.0, 0.0]), 2);
     let only_one = [0b010u32];
-    let got = sample(&warm(), 0, &[9.0, -9.0, 0.0], &History::default(), Some(&only_one), None);
+    let got = sample(
+        &warm(),
+        0,
+        &[9.0, -9.0, 0.0],
+        &History::default(),
+        Some(&only_one),
+        None,
+    );
     assert_eq!(got.unwrap().id, 1);
-    let none = sample(&warm(), 3, &[9.0, -9.0], &History::default(), Some(&[0]), None);
+    let none = sample(
+        &warm(),
+        3,
+        &[9.0, -9.0],
+        &History::default(),
+        Some(&[0]),
+        None,
+    );
     assert_eq!(none, Err(SamplingError::NothingAllowed { index: 3 }));
     // A mask shorter than the vocabulary allows nothing beyond itself.
     let mut logits = vec![0.0f32; 40];
     logits[39] = 50.0;
-    let got = sample(&warm(), 0, &logits, &History::default(), Some(&only_one), None);
+    let got = sample(
+        &warm(),
+        0,
+        &logits,
+        &History::default(),
+        Some(&only_one),
+        None,
+    );
     assert_eq!(got.unwrap().id, 1);
 }
 
@@ -224,7 +251,10 @@ fn logits_that_are_no_numbers_are_an_error() {
         let error = sample(&warm(), 4, &[0.0, bad], &History::default(), None, None).unwrap_err();
         assert!(!error.is_request_fault());
         let text = error.to_string();
-        assert!(text.contains("token 1 is") && text.contains("answer token 4"), "{text}");
+        assert!(
+            text.contains("token 1 is") && text.contains("answer token 4"),
+            "{text}"
+        );
     }
 }
 
@@ -236,9 +266,15 @@ fn parameters_out_of_range_are_named() {
         ("top_p is 1.5", |p| p.top_p = 1.5),
         ("min_p is -0.1", |p| p.min_p = -0.1),
         ("repetition_penalty is 0", |p| p.repetition_penalty = 0.0),
-        ("presence_penalty is inf", |p| p.presence_penalty = f32::INFINITY),
-        ("logit_bias is for token 10", |p| p.logit_bias = vec![(10, 1.0)]),
-        ("logit_bias[3] is NaN", |p| p.logit_bias = vec![(3, f32::NAN)]),
+        ("presence_penalty is inf", |p| {
+            p.presence_penalty = f32::INFINITY
+        }),
+        ("logit_bias is for token 10", |p| {
+            p.logit_bias = vec![(10, 1.0)]
+        }),
+        ("logit_bias[3] is NaN", |p| {
+            p.logit_bias = vec![(3, f32::NAN)]
+        }),
     ];
     for (message, change) in cases {
         let mut params = SamplingParams::default();
@@ -259,7 +295,14 @@ fn extreme_values_stay_numbers() {
         ..SamplingParams::default()
     };
     let history = History::new(&[1], &[1, 0]);
-    let got = sample(&params, 0, &[f32::MAX, f32::MAX, f32::MIN], &history, None, Some(3));
+    let got = sample(
+        &params,
+        0,
+        &[f32::MAX, f32::MAX, f32::MIN],
+        &history,
+        None,
+        Some(3),
+    );
     assert!(got.unwrap().id < 2);
 }
 

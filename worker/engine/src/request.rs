@@ -1,0 +1,171 @@
+//! A request inside the engine: its callback, and how its next token is chosen.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use bytes::Bytes;
+
+use crate::{
+    EngineError, GenerateEvent, PrefillEvent, RequestId, SamplingParams,
+    grammar::GrammarState,
+    import::Import,
+    sampler::{self, History},
+    shared::Slot,
+};
+
+/// Takes events; false: the receiver is gone.
+pub(crate) type Sink<E> = Box<dyn FnMut(E) -> bool + Send>;
+
+/// A callback that is asked nothing more once its receiver is gone.
+pub(crate) struct Receiver<E> {
+    sink: Option<Sink<E>>,
+}
+
+impl<E> Receiver<E> {
+    pub(crate) fn new(sink: Sink<E>) -> Self {
+        Self { sink: Some(sink) }
+    }
+
+    /// Hands over an event; false: the receiver is gone. A callback that panics counts as gone: it must not
+    /// take the engine's thread with it.
+    pub(crate) fn send(&mut self, event: E) -> bool {
+        let Some(sink) = &mut self.sink else {
+            return false;
+        };
+        let there = catch_unwind(AssertUnwindSafe(|| sink(event))).unwrap_or(false);
+        if !there {
+            self.sink = None;
+        }
+        there
+    }
+
+    /// Whether it has said that it wants no more.
+    pub(crate) fn is_gone(&self) -> bool {
+        self.sink.is_none()
+    }
+}
+
+/// A request for an answer.
+pub(crate) struct Answer {
+    pub(crate) id: RequestId,
+    pub(crate) receiver: Receiver<GenerateEvent>,
+    /// Prompt and replayed tokens; given to the scheduler at its start.
+    pub(crate) tokens: Vec<u32>,
+    /// Tokens that may still be chosen.
+    pub(crate) max_new_tokens: usize,
+    pub(crate) choice: Choice,
+    /// KV comes from elsewhere.
+    pub(crate) remote: bool,
+    pub(crate) import: Option<Import>,
+    /// Given back when the request is dropped.
+    pub(crate) _slot: Slot,
+}
+
+/// A request for KV.
+pub(crate) struct Export {
+    pub(crate) id: RequestId,
+    pub(crate) receiver: Receiver<PrefillEvent>,
+    pub(crate) tokens: Vec<u32>,
+    /// KV of tokens before this one was sent, or is not wanted.
+    pub(crate) sent_to: usize,
+    pub(crate) cached_tokens: usize,
+    /// Given back when the request is dropped.
+    pub(crate) _slot: Slot,
+}
+
+impl Export {
+    pub(crate) fn kv(
+        &mut self,
+        layer: usize,
+        first_token: usize,
+        tokens: usize,
+        data: Bytes,
+    ) -> bool {
+        self.receiver.send(PrefillEvent::Kv {
+            layer,
+            first_token,
+            tokens,
+            data,
+        })
+    }
+}
+
+/// Either kind.
+pub(crate) enum Request {
+    Answer(Box<Answer>),
+    Export(Box<Export>),
+}
+
+impl Request {
+    pub(crate) fn id(&self) -> RequestId {
+        match self {
+            Self::Answer(r) => r.id,
+            Self::Export(r) => r.id,
+        }
+    }
+
+    /// Ends the request with an error; its slot is free afterwards.
+    pub(crate) fn fail(self, error: EngineError) {
+        match self {
+            Self::Answer(mut r) => r.receiver.send(GenerateEvent::Failed(error)),
+            Self::Export(mut r) => r.receiver.send(PrefillEvent::Failed(error)),
+        };
+    }
+}
+
+/// All that the next token of an answer depends on, beside its logits.
+pub(crate) struct Choice {
+    pub(crate) params: SamplingParams,
+    /// Index of the next token.
+    pub(crate) index: usize,
+    pub(crate) history: History,
+    pub(crate) stop_tokens: Vec<u32>,
+    pub(crate) grammar: Option<GrammarState>,
+    pub(crate) logprobs: Option<u32>,
+}
+
+/// A chosen token.
+pub(crate) struct Chosen {
+    pub(crate) event: GenerateEvent,
+    pub(crate) token: u32,
+    /// It ends the answer.
+    pub(crate) last: bool,
+}
+
+impl Choice {
+    /// Chooses from `logits` `[vocab]` and moves on by one token.
+    pub(crate) fn next(&mut self, logits: &[f32]) -> Result<Chosen, EngineError> {
+        let mask = match &mut self.grammar {
+            Some(grammar) => Some(grammar.mask(&self.stop_tokens)?),
+            None => None,
+        };
+        let sampled = sampler::sample(
+            &self.params,
+            self.index,
+            logits,
+            &self.history,
+            mask.as_deref(),
+            self.logprobs,
+        )?;
+        let token = sampled.id;
+        let last = if self.stop_tokens.contains(&token) {
+            true
+        } else if let Some(grammar) = &mut self.grammar {
+            grammar.accept(token)?
+        } else {
+            false
+        };
+        let index = self.index;
+        self.index += 1;
+        self.history.push(token);
+        Ok(Chosen {
+            event: GenerateEvent::Token {
+                id: token,
+                index,
+                logprob: sampled.logprob,
+                top: sampled.top,
+            },
+            token,
+            last,
+        })
+    }
+}

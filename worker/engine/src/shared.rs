@@ -1,0 +1,131 @@
+//! What the handle and the engine's thread both see.
+
+use std::{
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use crate::{EngineError, EngineStats, Health};
+
+/// State shared between threads. No lock is held while the model computes or a callback runs.
+pub(crate) struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+    draining: AtomicBool,
+}
+
+struct State {
+    stats: EngineStats,
+    health: Health,
+    /// Requests that were accepted and have not ended.
+    open: usize,
+    /// Of those that ended: how many by themselves.
+    ended: usize,
+}
+
+impl Shared {
+    pub(crate) fn new(stats: EngineStats) -> Self {
+        Self {
+            state: Mutex::new(State {
+                stats,
+                health: Health::Healthy,
+                open: 0,
+                ended: 0,
+            }),
+            changed: Condvar::new(),
+            draining: AtomicBool::new(false),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn stats(&self) -> EngineStats {
+        EngineStats {
+            draining: self.is_draining(),
+            ..self.state().stats
+        }
+    }
+
+    pub(crate) fn set_stats(&self, stats: EngineStats) {
+        self.state().stats = stats;
+    }
+
+    pub(crate) fn health(&self) -> Health {
+        self.state().health.clone()
+    }
+
+    pub(crate) fn set_health(&self, health: Health) {
+        self.state().health = health;
+    }
+
+    pub(crate) fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn begin_drain(&self) {
+        self.draining.store(true, Ordering::Release);
+    }
+
+    /// Requests that were accepted and have not ended, and how many have.
+    pub(crate) fn counts(&self) -> (usize, usize) {
+        let state = self.state();
+        (state.open, state.ended)
+    }
+
+    /// Waits until no request is open; false when `grace` is over first.
+    pub(crate) fn wait_until_idle(&self, grace: Duration) -> bool {
+        let deadline = Instant::now().checked_add(grace);
+        let mut state = self.state();
+        while state.open > 0 {
+            let left = match deadline {
+                Some(at) => at.saturating_duration_since(Instant::now()),
+                None => Duration::from_secs(3600),
+            };
+            if left.is_zero() {
+                return false;
+            }
+            let waited = self.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
+    }
+}
+
+/// The place that an accepted request takes; its drop gives it back, wherever the request ends.
+pub(crate) struct Slot {
+    shared: Arc<Shared>,
+}
+
+impl Slot {
+    /// Takes a place.
+    pub(crate) fn take(shared: &Arc<Shared>, limit: usize) -> Result<Self, EngineError> {
+        if shared.is_draining() {
+            return Err(EngineError::Draining);
+        }
+        let mut state = shared.state();
+        if state.open >= limit {
+            return Err(EngineError::QueueFull {
+                waiting: state.open,
+                limit,
+            });
+        }
+        state.open += 1;
+        Ok(Self {
+            shared: shared.clone(),
+        })
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        let mut state = self.shared.state();
+        state.open -= 1;
+        state.ended += 1;
+        self.shared.changed.notify_all();
+    }
+}

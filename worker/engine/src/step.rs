@@ -1,0 +1,577 @@
+//! The step loop: commands, schedule, forward pass, sampler, events; and again.
+
+use std::{
+    any::Any,
+    collections::{BTreeMap, HashMap},
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{
+        Arc,
+        mpsc::{Receiver as Inbox, RecvError, TryRecvError},
+    },
+    time::{Duration, Instant},
+};
+
+use hearth_kernels::{KvLayout, Span};
+use hearth_kvcache::KvCache;
+use hearth_model::Batch;
+use hearth_schedule::{
+    Admission, Phase, Request as Ask, Sampled, ScheduleError, Scheduler, SchedulerOptions,
+    SequenceId, Step, StepResult, Work,
+};
+
+use crate::{
+    EngineError, EngineOptions, EngineStats, FinishReason, GenerateEvent, Health, ImportFailure,
+    PrefillEvent, RequestId,
+    export::ExportRange,
+    forward::{Forward, KvBytes},
+    import::{Import, ImportBudget, ImportCommand, ImportQueue, Piece},
+    request::Request,
+    shared::Shared,
+};
+
+/// Forward passes that fail one after another before the engine calls itself unhealthy.
+const FAILURES_UNTIL_UNHEALTHY: u32 = 3;
+
+/// What handles ask of the loop.
+pub(crate) enum Command {
+    Submit(Request),
+    Cancel(RequestId),
+    Import(RequestId, ImportCommand),
+    FailAll(EngineError),
+    Shutdown,
+}
+
+/// The engine's thread.
+pub(crate) struct StepLoop<F> {
+    forward: F,
+    layout: KvLayout,
+    scheduler: Scheduler,
+    inbox: Inbox<Command>,
+    shared: Arc<Shared>,
+    requests: BTreeMap<SequenceId, Request>,
+    sequences: HashMap<RequestId, SequenceId>,
+    imports: ImportQueue,
+    counters: Counters,
+    failures_in_a_row: u32,
+    /// The last schedule had nothing to compute, and nothing has happened since.
+    idle: bool,
+    stopping: bool,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Counters {
+    prompt_tokens: u64,
+    generated_tokens: u64,
+    kv_bytes_moved: u64,
+    steps: u64,
+    step_time: Duration,
+}
+
+impl<F: Forward> StepLoop<F> {
+    pub(crate) fn new(
+        forward: F,
+        blocks: usize,
+        options: &EngineOptions,
+        inbox: Inbox<Command>,
+        shared: Arc<Shared>,
+    ) -> Result<Self, EngineError> {
+        let refused = |reason: String| EngineError::Options {
+            field: "kv",
+            value: format!("{blocks} blocks of {} tokens", options.block_tokens),
+            remedy: reason,
+        };
+        let kv = KvCache::new(blocks, options.block_tokens).map_err(|e| refused(e.to_string()))?;
+        let limits = SchedulerOptions {
+            max_batch: options.max_batch,
+            chunk_tokens: options.chunk_tokens,
+            // The handle counts what it accepts.
+            max_waiting: usize::MAX,
+        };
+        Ok(Self {
+            layout: forward.layout(),
+            scheduler: Scheduler::new(limits, kv).map_err(|e| refused(e.to_string()))?,
+            forward,
+            inbox,
+            shared,
+            requests: BTreeMap::new(),
+            sequences: HashMap::new(),
+            imports: ImportQueue::default(),
+            counters: Counters::default(),
+            failures_in_a_row: 0,
+            idle: true,
+            stopping: false,
+        })
+    }
+
+    /// Runs until the last handle is gone or a shutdown is asked for. Whatever happens, no request is left
+    /// without its last event.
+    pub(crate) fn run(mut self) {
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.steps()));
+        let mut reason = "it was shut down".to_owned();
+        if let Err(panic) = outcome {
+            reason = format!("a fault of the engine itself: {}", panic_text(&*panic));
+            tracing::error!(reason, "the engine stops");
+        }
+        self.shared.begin_drain();
+        self.shared.set_health(Health::Unhealthy(reason.clone()));
+        let error = EngineError::Stopped { reason };
+        for (_, request) in std::mem::take(&mut self.requests) {
+            request.fail(error.clone());
+        }
+        while let Ok(command) = self.inbox.try_recv() {
+            if let Command::Submit(request) = command {
+                request.fail(error.clone());
+            }
+        }
+    }
+
+    fn steps(&mut self) {
+        while self.take_commands() {
+            self.take_imports();
+            let step = self.scheduler.schedule();
+            // With nothing to compute, only a command can change that; ending a request resets this.
+            self.idle = step.is_empty();
+            self.announce(&step);
+            self.compute(&step);
+            self.publish();
+        }
+    }
+
+    /// Takes every command that is there, and waits for one when there is nothing else to do. False: stop.
+    fn take_commands(&mut self) -> bool {
+        while !self.stopping {
+            let command = if self.idle && self.imports.is_empty() {
+                let gone = |RecvError| TryRecvError::Disconnected;
+                self.inbox.recv().map_err(gone)
+            } else {
+                self.inbox.try_recv()
+            };
+            match command {
+                Ok(command) => self.take_command(command),
+                Err(TryRecvError::Empty) => return true,
+                // Every handle is gone, those of requests too: nobody waits for anything.
+                Err(TryRecvError::Disconnected) => return false,
+            }
+        }
+        false
+    }
+
+    fn take_command(&mut self, command: Command) {
+        self.idle = false;
+        match command {
+            Command::Submit(request) => self.submit(request),
+            Command::Import(id, command) => self.imports.push(id, command),
+            Command::Cancel(id) => {
+                if let Some(&sequence) = self.sequences.get(&id) {
+                    self.remove(sequence);
+                }
+            }
+            Command::FailAll(error) => {
+                let all: Vec<SequenceId> = self.requests.keys().copied().collect();
+                all.into_iter().for_each(|s| self.fail(s, error.clone()));
+            }
+            Command::Shutdown => self.stopping = true,
+        }
+    }
+
+    fn submit(&mut self, mut request: Request) {
+        let (tokens, max_new_tokens, work) = match &mut request {
+            Request::Export(r) => (std::mem::take(&mut r.tokens), 0, Work::Export),
+            Request::Answer(r) => {
+                let work = if r.remote {
+                    Work::ImportThenGenerate
+                } else {
+                    Work::Generate
+                };
+                (std::mem::take(&mut r.tokens), r.max_new_tokens, work)
+            }
+        };
+        let ask = Ask {
+            tokens,
+            max_new_tokens,
+            work,
+        };
+        match self.scheduler.submit(ask) {
+            Err(e) => request.fail(internal(&e)),
+            Ok(sequence) => {
+                self.sequences.insert(request.id(), sequence);
+                self.requests.insert(sequence, request);
+            }
+        }
+    }
+
+    /// Forgets a request and frees its KV.
+    fn remove(&mut self, sequence: SequenceId) -> Option<Request> {
+        let request = self.requests.remove(&sequence)?;
+        self.sequences.remove(&request.id());
+        self.imports.forget(request.id());
+        self.scheduler.cancel(sequence);
+        self.idle = false;
+        Some(request)
+    }
+
+    fn fail(&mut self, sequence: SequenceId, error: EngineError) {
+        if let Some(request) = self.remove(sequence) {
+            tracing::debug!(%error, "request failed");
+            request.fail(error);
+        }
+    }
+
+    /// Hands an event to an answer's receiver; an answer without receiver is cancelled.
+    fn send(&mut self, sequence: SequenceId, event: GenerateEvent) -> bool {
+        let there = match self.requests.get_mut(&sequence) {
+            Some(Request::Answer(r)) => r.receiver.send(event),
+            _ => false,
+        };
+        if !there {
+            self.remove(sequence);
+        }
+        there
+    }
+
+    fn finish(&mut self, finished: hearth_schedule::Finished) {
+        let reason = match finished.reason {
+            hearth_schedule::FinishReason::Stop => FinishReason::Stop,
+            hearth_schedule::FinishReason::Length => FinishReason::Length,
+        };
+        self.send(finished.sequence, GenerateEvent::Finished { reason });
+        self.remove(finished.sequence);
+    }
+
+    /// Copies imported KV, within what the sequences that decode can bear.
+    fn take_imports(&mut self) {
+        let decodes = |id: &SequenceId| self.scheduler.phase(*id) == Some(Phase::Decoding);
+        let mut budget = ImportBudget::new(self.requests.keys().any(decodes));
+        while let Some((id, command)) = self.imports.pop(&mut budget) {
+            self.idle = false;
+            let Some(&sequence) = self.sequences.get(&id) else {
+                continue;
+            };
+            if let Err(error) = self.import(sequence, command) {
+                self.fail(sequence, error);
+            }
+        }
+    }
+
+    fn import(&mut self, sequence: SequenceId, command: ImportCommand) -> Result<(), EngineError> {
+        let Some(Request::Answer(answer)) = self.requests.get_mut(&sequence) else {
+            return Ok(());
+        };
+        // A late word about an import that was given up.
+        let (Some(import), Some(target)) =
+            (&mut answer.import, self.scheduler.import_target(sequence))
+        else {
+            return Ok(());
+        };
+        match command {
+            ImportCommand::Piece(piece) => {
+                import.check(&piece, &self.layout)?;
+                let Piece {
+                    layer,
+                    first_token,
+                    data,
+                } = &piece;
+                self.forward
+                    .write(*layer, &target.blocks, *first_token, data)
+                    .map_err(|detail| EngineError::Import {
+                        layer: *layer,
+                        first_token: *first_token,
+                        detail,
+                    })?;
+                import.stored(&piece, &self.layout);
+                self.counters.kv_bytes_moved += data.len() as u64;
+            }
+            ImportCommand::Done(logits) => {
+                import.check_complete()?;
+                if logits.len() != self.forward.vocab() {
+                    let (got, vocab) = (logits.len(), self.forward.vocab());
+                    let detail = format!("it sent {got} logits of {vocab}");
+                    return Err(EngineError::Prefill { detail });
+                }
+                answer.import = None;
+                let Some(sampled) = self.choose(sequence, &logits) else {
+                    return Ok(());
+                };
+                let done = self
+                    .scheduler
+                    .import_done(sequence, target.tokens, Some(sampled));
+                if let Some(finished) = done.map_err(|e| internal(&e))? {
+                    self.finish(finished);
+                }
+            }
+            ImportCommand::Failed(ImportFailure::Fail(error)) => return Err(error),
+            ImportCommand::Failed(ImportFailure::PrefillHere) => {
+                let tokens = import.complete_tokens();
+                answer.import = None;
+                let done = self.scheduler.import_done(sequence, tokens, None);
+                done.map_err(|e| internal(&e))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Chooses an answer's next token and sends it; none when the answer ended with an error or is not wanted.
+    fn choose(&mut self, sequence: SequenceId, logits: &[f32]) -> Option<Sampled> {
+        let Some(Request::Answer(answer)) = self.requests.get_mut(&sequence) else {
+            return None;
+        };
+        let chosen = match answer.choice.next(logits) {
+            Ok(chosen) => chosen,
+            Err(error) => {
+                self.fail(sequence, error);
+                return None;
+            }
+        };
+        self.counters.generated_tokens += 1;
+        self.send(sequence, chosen.event).then_some(Sampled {
+            sequence,
+            token: chosen.token,
+            last: chosen.last,
+        })
+    }
+
+    /// Tells requests that they left the queue.
+    fn announce(&mut self, step: &Step) {
+        for admission in step.admitted.iter().filter(|a| !a.again) {
+            let Admission {
+                sequence,
+                cached_tokens,
+                import,
+                again: _,
+            } = admission;
+            let tokens = self.scheduler.tokens(*sequence).map_or(0, <[u32]>::len);
+            self.counters.prompt_tokens += tokens as u64;
+            match self.requests.get_mut(sequence) {
+                Some(Request::Export(export)) => export.cached_tokens = *cached_tokens,
+                Some(Request::Answer(answer)) => {
+                    answer.import = import
+                        .as_ref()
+                        .map(|t| Import::new(self.layout.layers, t.first_token, t.tokens));
+                    let cached_tokens = *cached_tokens;
+                    let started = self.send(*sequence, GenerateEvent::Started { cached_tokens });
+                    if let (true, Some(target)) = (started, import) {
+                        let first_token = target.first_token;
+                        self.send(*sequence, GenerateEvent::NeedsKv { first_token });
+                    }
+                }
+                None => {}
+            }
+        }
+    }
+
+    /// Runs a step's forward pass and gives its logits to whom they belong.
+    fn compute(&mut self, step: &Step) {
+        let work = self.prepare(step);
+        if work.batch.tokens.is_empty() {
+            return; // All were cancelled since.
+        }
+        let started = Instant::now();
+        let mut lost = Vec::new();
+        let outcome = {
+            let Self {
+                forward,
+                requests,
+                counters,
+                layout,
+                ..
+            } = self;
+            let mut layer_done = |layer: usize, kv: &dyn KvBytes| {
+                for range in &work.exports {
+                    let Some(Request::Export(export)) = requests.get_mut(&range.sequence) else {
+                        continue;
+                    };
+                    let mut send = |first_token, tokens, data: Vec<u8>| {
+                        counters.kv_bytes_moved += data.len() as u64;
+                        export.kv(layer, first_token, tokens, data.into())
+                    };
+                    if let Err(error) = range.read(layer, layout, kv, &mut send) {
+                        lost.push((range.sequence, error));
+                    }
+                }
+            };
+            catch_unwind(AssertUnwindSafe(|| {
+                forward.forward(&work.batch, &mut layer_done)
+            }))
+        };
+        self.counters.steps += 1;
+        self.counters.step_time += started.elapsed();
+        let expected = work.batch.logit_rows.len() * self.forward.vocab();
+        match outcome {
+            Ok(Ok(logits)) if logits.len() == expected => {
+                self.succeeded();
+                lost.into_iter().for_each(|(s, error)| self.fail(s, error));
+                self.deliver(step.number, &work, &logits);
+            }
+            Ok(Ok(logits)) => {
+                let reason = format!("{} logits came for {expected}", logits.len());
+                self.failed(&work, reason);
+            }
+            Ok(Err(reason)) => self.failed(&work, reason),
+            Err(panic) => self.failed(&work, panic_text(&*panic)),
+        }
+    }
+
+    /// The batch of a step, without sequences that were cancelled since it was scheduled.
+    fn prepare(&self, step: &Step) -> StepWork {
+        let mut work = StepWork::default();
+        for span in &step.spans {
+            let Some(request) = self.requests.get(&span.sequence) else {
+                continue;
+            };
+            let (first_row, rows) = (work.batch.tokens.len(), span.tokens.len());
+            let to = span.start + rows;
+            work.sequences.push(span.sequence);
+            work.batch.tokens.extend(&span.tokens);
+            work.batch.spans.push(Span {
+                first_row,
+                rows,
+                start: span.start,
+                blocks: span.blocks.clone(),
+            });
+            if span.wants_logits {
+                work.batch.logit_rows.push((first_row + rows - 1) as u32);
+                work.wanting.push(span.sequence);
+            }
+            if let Request::Export(export) = request {
+                work.exports.push(ExportRange {
+                    sequence: span.sequence,
+                    blocks: span.blocks.clone(),
+                    from: export.sent_to,
+                    to,
+                });
+            }
+        }
+        work
+    }
+
+    /// Samples, sends what came of the step, and records it.
+    fn deliver(&mut self, number: u64, work: &StepWork, logits: &[f32]) {
+        for range in &work.exports {
+            if let Some(Request::Export(export)) = self.requests.get_mut(&range.sequence) {
+                export.sent_to = range.to.max(range.from);
+            }
+        }
+        let mut result = StepResult {
+            step: number,
+            sampled: Vec::new(),
+        };
+        let rows = logits.chunks_exact(self.forward.vocab());
+        for (sequence, row) in work.wanting.iter().zip(rows) {
+            match self.requests.get_mut(sequence) {
+                Some(Request::Answer(_)) => result.sampled.extend(self.choose(*sequence, row)),
+                Some(Request::Export(export)) => {
+                    export.receiver.send(PrefillEvent::Done {
+                        logits: row.to_vec(),
+                        cached_tokens: export.cached_tokens,
+                    });
+                }
+                None => {}
+            }
+        }
+        match self.scheduler.update(result) {
+            Err(e) => {
+                let sequences = work.sequences.iter();
+                sequences.for_each(|s| self.fail(*s, internal(&e)));
+            }
+            Ok(update) => {
+                update.finished.into_iter().for_each(|f| self.finish(f));
+                for sequence in update.exported {
+                    // Its last event is sent; whatever the scheduler says, the request is over.
+                    let _ = self.scheduler.export_done(sequence);
+                    self.remove(sequence);
+                }
+            }
+        }
+        self.drop_unwanted_exports(work);
+    }
+
+    /// Exports whose receiver is gone.
+    fn drop_unwanted_exports(&mut self, work: &StepWork) {
+        for range in &work.exports {
+            let unwanted = match self.requests.get(&range.sequence) {
+                Some(Request::Export(export)) => export.receiver.is_gone(),
+                _ => false,
+            };
+            if unwanted {
+                self.remove(range.sequence);
+            }
+        }
+    }
+
+    fn succeeded(&mut self) {
+        if std::mem::take(&mut self.failures_in_a_row) >= FAILURES_UNTIL_UNHEALTHY {
+            self.shared.set_health(Health::Healthy);
+        }
+    }
+
+    /// The requests of a batch that could not be computed end with the reason; the others go on.
+    fn failed(&mut self, work: &StepWork, reason: String) {
+        tracing::error!(
+            reason,
+            requests = work.sequences.len(),
+            "a forward pass failed"
+        );
+        self.failures_in_a_row += 1;
+        if self.failures_in_a_row >= FAILURES_UNTIL_UNHEALTHY {
+            let count = self.failures_in_a_row;
+            let text =
+                format!("{count} forward passes failed in a row, the last one with: {reason}");
+            self.shared.set_health(Health::Unhealthy(text));
+        }
+        let error = EngineError::Forward { reason };
+        let sequences = work.sequences.iter();
+        sequences.for_each(|s| self.fail(*s, error.clone()));
+    }
+
+    fn publish(&self) {
+        let scheduler = self.scheduler.stats();
+        let weights = self.forward.weights();
+        let Counters {
+            prompt_tokens,
+            generated_tokens,
+            kv_bytes_moved,
+            steps,
+            step_time,
+        } = self.counters;
+        self.shared.set_stats(EngineStats {
+            running: scheduler.running,
+            waiting: scheduler.waiting,
+            kv_blocks_total: scheduler.kv.total_blocks,
+            kv_blocks_used: scheduler.kv.used_blocks,
+            prefix_hit_tokens: scheduler.kv.hit_tokens,
+            prefix_query_tokens: scheduler.kv.lookup_tokens,
+            prompt_tokens,
+            generated_tokens,
+            weight_bytes_read: weights.read_bytes,
+            kv_bytes_moved,
+            steps,
+            step_seconds: step_time.as_secs_f64(),
+            preemptions: scheduler.preemptions,
+            resident_bytes: weights.resident_bytes,
+            draining: false,
+        });
+    }
+}
+
+/// A forward pass and whose it is.
+#[derive(Default)]
+struct StepWork {
+    batch: Batch,
+    /// All sequences with rows.
+    sequences: Vec<SequenceId>,
+    /// Those with logits, in the order of `batch.logit_rows`.
+    wanting: Vec<SequenceId>,
+    exports: Vec<ExportRange>,
+}
+
+fn internal(error: &ScheduleError) -> EngineError {
+    EngineError::Internal {
+        reason: error.to_string(),
+    }
+}
+
+fn panic_text(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|s| (*s).to_owned());
+    let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+    text.unwrap_or_else(|| "a panic without words".to_owned())
+}

@@ -1,0 +1,232 @@
+//! A model of hashes: what it stores and answers depends on every byte of KV before it, so that a wrong block,
+//! a lost token or a KV of another sequence changes the answer.
+
+use std::sync::{
+    Arc, Mutex,
+    atomic::{AtomicUsize, Ordering},
+};
+
+use hearth_kernels::{BlockId, KvDType, KvLayout};
+use hearth_model::Batch;
+
+use crate::{
+    SamplingParams,
+    forward::{Forward, KvBytes, LayerDone, WeightStats},
+    sampler::{History, sample},
+};
+
+pub(super) const LAYERS: usize = 2;
+pub(super) const BLOCK_TOKENS: usize = 4;
+
+/// How the next forward passes go wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Fault {
+    Error,
+    Panic,
+    /// Logits of rows whose token is this one are not numbers.
+    NanFor(u32),
+    /// One logit too few.
+    Short,
+}
+
+/// Looks into a fake from outside, and breaks it.
+#[derive(Clone, Default)]
+pub(super) struct Controls {
+    faults: Arc<Mutex<Vec<Fault>>>,
+    /// Rows of each forward pass.
+    pub(super) batches: Arc<Mutex<Vec<Vec<usize>>>>,
+    /// Loops of the engine's thread.
+    pub(super) loops: Arc<AtomicUsize>,
+}
+
+impl Controls {
+    pub(super) fn fail_next(&self, faults: &[Fault]) {
+        self.faults.lock().unwrap().extend(faults.iter().rev());
+    }
+}
+
+pub(super) struct Fake {
+    vocab: usize,
+    layout: KvLayout,
+    kv: Vec<Vec<u8>>,
+    controls: Controls,
+}
+
+pub(super) fn layout() -> KvLayout {
+    KvLayout {
+        layers: LAYERS,
+        kv_heads: 1,
+        k_dim: 1,
+        v_dim: 1,
+        value_in_key: false,
+        block_tokens: BLOCK_TOKENS,
+        dtype: KvDType::F32,
+    }
+}
+
+impl Fake {
+    pub(super) fn new(vocab: usize, blocks: usize, controls: Controls) -> Self {
+        let layout = layout();
+        Self {
+            vocab,
+            layout,
+            kv: vec![vec![0xEE; blocks * layout.block_layer_bytes()]; LAYERS],
+            controls,
+        }
+    }
+
+    fn place(&self, blocks: &[BlockId], position: usize) -> std::ops::Range<usize> {
+        let bytes = self.layout.token_layer_bytes();
+        let block = blocks[position / BLOCK_TOKENS].0 as usize;
+        let at = (block * BLOCK_TOKENS + position % BLOCK_TOKENS) * bytes;
+        at..at + bytes
+    }
+
+    fn stored(&self, layer: usize, blocks: &[BlockId], position: usize) -> u64 {
+        let bytes = &self.kv[layer][self.place(blocks, position)];
+        u64::from_le_bytes(bytes.try_into().unwrap())
+    }
+}
+
+fn mix(a: u64, b: u64) -> u64 {
+    let mut z = a.rotate_left(17) ^ b.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}
+
+fn logits_of(state: u64, vocab: usize) -> impl Iterator<Item = f32> {
+    (0..vocab as u64).map(move |t| (mix(state, t) % 8000) as f32 / 1000.0 - 4.0)
+}
+
+impl Forward for Fake {
+    fn vocab(&self) -> usize {
+        self.vocab
+    }
+
+    fn layout(&self) -> KvLayout {
+        self.layout
+    }
+
+    fn forward(
+        &mut self,
+        batch: &Batch,
+        layer_done: &mut LayerDone<'_>,
+    ) -> Result<Vec<f32>, String> {
+        let fault = self.controls.faults.lock().unwrap().pop();
+        let rows = batch.spans.iter().map(|s| s.rows).collect();
+        self.controls.batches.lock().unwrap().push(rows);
+        let mut states: Vec<u64> = batch.tokens.iter().map(|t| u64::from(*t) + 1).collect();
+        for layer in 0..LAYERS {
+            for span in &batch.spans {
+                for row in 0..span.rows {
+                    let position = span.start + row;
+                    let own = mix(states[span.first_row + row], layer as u64);
+                    let place = self.place(&span.blocks, position);
+                    self.kv[layer][place].copy_from_slice(&own.to_le_bytes());
+                    let all = (0..=position).map(|p| self.stored(layer, &span.blocks, p));
+                    states[span.first_row + row] = all.fold(7, mix);
+                }
+            }
+            layer_done(layer, &View(self));
+            if layer == 0 && fault == Some(Fault::Panic) {
+                panic!("the fake was told to panic");
+            }
+        }
+        if fault == Some(Fault::Error) {
+            return Err("the fake was told to fail".to_owned());
+        }
+        let mut logits = Vec::new();
+        for row in &batch.logit_rows {
+            logits.extend(logits_of(states[*row as usize], self.vocab));
+            if let Some(Fault::NanFor(token)) = fault
+                && batch.tokens[*row as usize] == token
+            {
+                let last = logits.len() - 1;
+                logits[last] = f32::NAN;
+            }
+        }
+        if fault == Some(Fault::Short) {
+            logits.pop();
+        }
+        Ok(logits)
+    }
+
+    fn write(
+        &mut self,
+        layer: usize,
+        blocks: &[BlockId],
+        first_token: usize,
+        bytes: &[u8],
+    ) -> Result<(), String> {
+        for (i, token) in bytes
+            .chunks_exact(self.layout.token_layer_bytes())
+            .enumerate()
+        {
+            let place = self.place(blocks, first_token + i);
+            self.kv[layer][place].copy_from_slice(token);
+        }
+        Ok(())
+    }
+
+    fn weights(&self) -> WeightStats {
+        self.controls.loops.fetch_add(1, Ordering::Relaxed);
+        WeightStats {
+            read_bytes: 10,
+            resident_bytes: 20,
+        }
+    }
+}
+
+struct View<'a>(&'a Fake);
+
+impl KvBytes for View<'_> {
+    fn read(
+        &self,
+        layer: usize,
+        blocks: &[BlockId],
+        first_token: usize,
+        tokens: usize,
+    ) -> Result<Vec<u8>, String> {
+        let places = (first_token..first_token + tokens).map(|p| self.0.place(blocks, p));
+        Ok(places
+            .flat_map(|at| self.0.kv[layer][at].to_vec())
+            .collect())
+    }
+}
+
+/// The logits behind the last of `tokens`, without blocks, batches or caches.
+pub(super) fn oracle_logits(tokens: &[u32], vocab: usize) -> Vec<f32> {
+    let mut states: Vec<u64> = tokens.iter().map(|t| u64::from(*t) + 1).collect();
+    for layer in 0..LAYERS {
+        let own: Vec<u64> = states.iter().map(|s| mix(*s, layer as u64)).collect();
+        let mut sum = 7;
+        for (state, own) in states.iter_mut().zip(own) {
+            sum = mix(sum, own);
+            *state = sum;
+        }
+    }
+    logits_of(*states.last().unwrap(), vocab).collect()
+}
+
+/// The answer that every engine must give.
+pub(super) fn oracle(
+    prompt: &[u32],
+    vocab: usize,
+    max_tokens: usize,
+    params: &SamplingParams,
+    stop: &[u32],
+) -> Vec<u32> {
+    let mut tokens = prompt.to_vec();
+    for index in 0..max_tokens {
+        let answer = &tokens[prompt.len()..];
+        let history = History::new(prompt, answer);
+        let logits = oracle_logits(&tokens, vocab);
+        let next = sample(params, index, &logits, &history, None, None).unwrap();
+        tokens.push(next.id);
+        if stop.contains(&next.id) {
+            break;
+        }
+    }
+    tokens[prompt.len()..].to_vec()
+}

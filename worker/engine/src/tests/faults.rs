@@ -1,0 +1,300 @@
+//! Bad requests, broken models and people who leave.
+
+use std::time::Duration;
+
+use super::*;
+use crate::{
+    Grammar, Health, PrefillPlace,
+    tests::fake::{Fault, oracle},
+};
+
+fn refused(engine: &Engine, input: GenerateInput) -> String {
+    let error = engine.generate(input, Box::new(|_| true)).err().unwrap();
+    assert!(error.is_request_fault(), "{error}");
+    error.to_string()
+}
+
+#[test]
+fn bad_requests_are_refused_with_their_numbers() {
+    let engine = engine(16);
+    let with = |f: fn(&mut GenerateInput)| {
+        let mut input = ask(&[1, 2], 4);
+        f(&mut input);
+        refused(&engine, input)
+    };
+    let cases: [(&str, fn(&mut GenerateInput)); 9] = [
+        ("the prompt is empty", |i| i.prompt.clear()),
+        (
+            "64 tokens of prompt and answer leave no room in a context of 64: shorten the prompt by 1",
+            |i| {
+                i.prompt = vec![0; 64];
+            },
+        ),
+        ("65 tokens", |i| i.generated = vec![0; 63]),
+        ("max_tokens is 0", |i| i.max_tokens = 0),
+        (
+            "prompt[1] is token 48, and the model has 48 (ids 0 to 47)",
+            |i| i.prompt[1] = 48,
+        ),
+        ("generated[0] is token 99", |i| i.generated = vec![99]),
+        ("temperature is -1", |i| i.sampling.temperature = -1.0),
+        ("top_logprobs is 21: at most 20", |i| i.logprobs = Some(21)),
+        ("this worker has no tokenizer", |i| {
+            i.grammar = Some(Grammar::JsonObject)
+        }),
+    ];
+    for (message, change) in cases {
+        let text = with(change);
+        assert!(text.starts_with(message), "{text}");
+    }
+    let input = PrefillInput {
+        tokens: vec![1, 2],
+        first_token: 2,
+        ..PrefillInput::default()
+    };
+    let error = engine.prefill(input, Box::new(|_| true)).err().unwrap();
+    assert!(error.to_string().starts_with("first_token is 2"), "{error}");
+}
+
+#[test]
+fn options_that_cannot_work_are_refused() {
+    let start = |change: fn(&mut EngineOptions)| {
+        let mut options = options(16);
+        change(&mut options);
+        let blocks = match options.kv {
+            KvBudget::Blocks(blocks) => blocks,
+            KvBudget::Bytes(_) => 16,
+        };
+        let fake = Fake::new(VOCAB, blocks, Controls::default());
+        Engine::start_forward(fake, options)
+            .err()
+            .unwrap()
+            .to_string()
+    };
+    assert!(start(|o| o.max_batch = 0).starts_with("max_batch is 0: give at least 1"));
+    assert!(start(|o| o.chunk_tokens = 0).starts_with("chunk_tokens is 0"));
+    assert!(start(|o| o.context_length = 1).starts_with("context_length is 1"));
+    let text = start(|o| o.context_length = 65);
+    assert!(
+        text.contains("16 blocks") && text.contains("needs 17 blocks of 64 bytes"),
+        "{text}"
+    );
+    assert!(text.contains("lower the context length to 64"), "{text}");
+    let text = start(|o| o.kv = KvBudget::Bytes(15 * 64 + 63));
+    assert!(text.starts_with("kv is 15 blocks"), "{text}");
+}
+
+#[test]
+fn a_full_queue_refuses_and_recovers() {
+    let limits = EngineOptions {
+        max_batch: 1,
+        max_queue: 1,
+        ..options(16)
+    };
+    let (engine, _) = engine_with(limits);
+    let blocked = |prompt: u32| GenerateInput {
+        prefill: PrefillPlace::Remote,
+        ..ask(&[prompt, 1], 4)
+    };
+    let first = start(&engine, blocked(1));
+    let second = start(&engine, blocked(2));
+    let error = engine
+        .generate(ask(&[3], 1), Box::new(|_| true))
+        .err()
+        .unwrap();
+    assert_eq!(
+        error,
+        EngineError::QueueFull {
+            waiting: 2,
+            limit: 2
+        }
+    );
+    assert!(!error.is_request_fault());
+    assert!(matches!(first.next(), GenerateEvent::Started { .. }));
+    drop(first);
+    assert!(matches!(second.next(), GenerateEvent::Started { .. }));
+    drop(second);
+    assert_all_freed(&engine);
+    assert_eq!(answer(&engine, ask(&[3], 2)).tokens.len(), 2);
+}
+
+#[test]
+fn those_who_leave_free_their_kv() {
+    let engine = engine(16);
+    // By dropping the handle, running and waiting.
+    let streams: Vec<_> = (0..8).map(|i| start(&engine, ask(&[i, i], 60))).collect();
+    streams[0].next();
+    drop(streams);
+    assert_all_freed(&engine);
+    // By a callback that wants no more.
+    let (tx, seen) = channel();
+    let sink = Box::new(move |event| {
+        let token = matches!(event, GenerateEvent::Token { .. });
+        tx.send(event).unwrap();
+        !token
+    });
+    let handle = engine.generate(ask(&[1, 2], 60), sink).unwrap();
+    assert_all_freed(&engine);
+    assert_eq!(seen.iter().count(), 2);
+    // By a callback that panics: the engine goes on.
+    let broken = engine.generate(ask(&[1, 2], 60), Box::new(|_| panic!("broken callback")));
+    assert_all_freed(&engine);
+    assert_eq!(
+        answer(&engine, ask(&[5], 3)).tokens,
+        oracle(&[5], VOCAB, 3, &warm(3), &[])
+    );
+    assert_eq!(engine.health(), Health::Healthy);
+    drop((handle, broken));
+}
+
+#[test]
+fn a_forward_pass_that_fails_ends_its_requests_and_no_others() {
+    for (fault, message) in [
+        (
+            Fault::Error,
+            "the forward pass failed: the fake was told to fail",
+        ),
+        (
+            Fault::Panic,
+            "the forward pass failed: the fake was told to panic",
+        ),
+        (Fault::Short, "logits came for"),
+    ] {
+        let (engine, controls) = engine_with(options(64));
+        controls.fail_next(&[fault]);
+        let error = answer(&engine, ask(&[1, 2, 3], 5)).end.unwrap_err();
+        assert!(error.to_string().contains(message), "{error}");
+        assert!(!error.is_request_fault());
+        assert_eq!(engine.health(), Health::Healthy);
+        let after = answer(&engine, ask(&[1, 2, 3], 5));
+        assert_eq!(after.tokens, oracle(&[1, 2, 3], VOCAB, 5, &warm(3), &[]));
+        assert_all_freed(&engine);
+    }
+}
+
+#[test]
+fn a_failed_export_says_so() {
+    let (engine, controls) = engine_with(options(64));
+    controls.fail_next(&[Fault::Panic]);
+    let (events, _handle) = prefill(&engine, &[1, 2, 3], 0);
+    let last = events.iter().last().unwrap();
+    assert!(
+        matches!(last, PrefillEvent::Failed(EngineError::Forward { .. })),
+        "{last:?}"
+    );
+    assert_all_freed(&engine);
+}
+
+#[test]
+fn health_tells_of_failures_in_a_row_and_of_recovery() {
+    let (engine, controls) = engine_with(options(64));
+    controls.fail_next(&[Fault::Error; 3]);
+    for expected_healthy in [true, true, false] {
+        assert!(answer(&engine, ask(&[1], 5)).end.is_err());
+        // The event comes a moment before the gauge: another round settles it.
+        let _ = start(
+            &engine,
+            GenerateInput {
+                prefill: PrefillPlace::Remote,
+                ..ask(&[9], 1)
+            },
+        )
+        .next();
+        assert_eq!(engine.health() == Health::Healthy, expected_healthy);
+    }
+    let Health::Unhealthy(reason) = engine.health() else {
+        panic!("unhealthy");
+    };
+    assert!(
+        reason.starts_with("3 forward passes failed in a row"),
+        "{reason}"
+    );
+    assert!(answer(&engine, ask(&[1], 5)).end.is_ok());
+    assert_eq!(engine.health(), Health::Healthy);
+}
+
+#[test]
+fn logits_that_are_no_numbers_fail_their_own_request_only() {
+    let (engine, controls) = engine_with(options(64));
+    let good = start(&engine, ask(&[1], 30));
+    assert!(matches!(good.next(), GenerateEvent::Started { .. }));
+    controls.fail_next(&[Fault::NanFor(46); 60]);
+    let bad = answer(&engine, ask(&[46], 30));
+    let error = bad.end.unwrap_err().to_string();
+    assert!(error.contains("is NaN at answer token 0"), "{error}");
+    let expected = oracle(&[1], VOCAB, 30, &warm(3), &[]);
+    let clean = expected.iter().position(|t| *t == 46).unwrap_or(30);
+    assert_eq!(
+        good.finish().tokens[..clean.min(29)],
+        expected[..clean.min(29)]
+    );
+    assert_all_freed(&engine);
+}
+
+#[test]
+fn a_drain_lets_requests_end_and_then_cuts_them_off() {
+    let engine = engine(64);
+    let (tx, events) = channel();
+    let slow = Box::new(move |event| {
+        std::thread::sleep(Duration::from_millis(2));
+        tx.send(event).is_ok()
+    });
+    let handle = engine.generate(ask(&[1], 40), slow).unwrap();
+    let slow = Stream { events, handle };
+    let stuck = start(
+        &engine,
+        GenerateInput {
+            prefill: PrefillPlace::Remote,
+            ..ask(&[2, 2], 5)
+        },
+    );
+    let report = engine.drain(Duration::from_millis(500));
+    assert_eq!((report.ended, report.cut_off), (1, 1));
+    assert_eq!(slow.finish().end, Ok(FinishReason::Length));
+    assert_eq!(stuck.finish().end, Err(EngineError::Draining));
+    let error = engine
+        .generate(ask(&[1], 1), Box::new(|_| true))
+        .err()
+        .unwrap();
+    assert_eq!(error, EngineError::Draining);
+    assert!(engine.stats().draining);
+    assert_eq!(engine.drain(Duration::ZERO), crate::DrainReport::default());
+}
+
+#[test]
+fn a_shutdown_leaves_nobody_waiting() {
+    let engine = engine(64);
+    let stuck = start(
+        &engine,
+        GenerateInput {
+            prefill: PrefillPlace::Remote,
+            ..ask(&[2, 2], 5)
+        },
+    );
+    stuck.next();
+    engine.shutdown();
+    assert!(matches!(
+        stuck.finish().end,
+        Err(EngineError::Stopped { .. })
+    ));
+    assert!(matches!(engine.health(), Health::Unhealthy(_)));
+    assert!(engine.generate(ask(&[1], 1), Box::new(|_| true)).is_err());
+    engine.shutdown();
+}
+
+#[test]
+fn the_thread_ends_with_the_last_handle() {
+    let (engine, controls) = engine_with(options(16));
+    let clone = engine.clone();
+    drop(engine);
+    assert_eq!(answer(&clone, ask(&[1], 2)).tokens.len(), 2);
+    drop(clone);
+    let deadline = Instant::now() + PATIENCE;
+    while std::sync::Arc::strong_count(&controls.loops) > 1 {
+        assert!(
+            Instant::now() < deadline,
+            "the thread still holds the model"
+        );
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}

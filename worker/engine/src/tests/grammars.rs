@@ -1,0 +1,213 @@
+//! Answers that follow a grammar.
+
+use std::sync::Arc;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::{Grammar, GrammarTokenizer};
+
+const EOS: u32 = 256;
+const EXTRA: u32 = 257;
+
+/// One token for each byte, the end, a second end, a token of several bytes, and padding.
+fn tokens() -> Vec<Vec<u8>> {
+    let mut tokens: Vec<Vec<u8>> = (0..=255u8).map(|b| vec![b]).collect();
+    tokens.extend([
+        b"\xFF<end>".to_vec(),
+        b"<stop>".to_vec(),
+        b"{\"".to_vec(),
+        vec![],
+    ]);
+    tokens
+}
+
+fn tokenizer() -> GrammarTokenizer {
+    GrammarTokenizer::from_tokens(tokens(), &[EOS]).unwrap()
+}
+
+fn text(ids: &[u32]) -> String {
+    let bytes = ids.iter().filter(|t| **t != EOS && **t != EXTRA);
+    let bytes: Vec<u8> = bytes.flat_map(|t| tokens()[*t as usize].clone()).collect();
+    String::from_utf8(bytes).unwrap()
+}
+
+fn grammar_engine() -> Engine {
+    let vocab = tokens().len();
+    let options = EngineOptions {
+        context_length: 256,
+        grammar_tokenizer: Some(Arc::new(tokenizer())),
+        ..options(64)
+    };
+    let fake = Fake::new(vocab, 64, Controls::default());
+    Engine::start_forward(fake, options).unwrap()
+}
+
+fn schema() -> Grammar {
+    let schema = r#"{"type":"object","properties":{"name":{"enum":["ada","bob"]},"age":{"type":"integer","minimum":0,
+        "maximum":150},"ok":{"type":"boolean"}},"required":["name","age","ok"],"additionalProperties":false}"#;
+    Grammar::JsonSchema(schema.to_owned())
+}
+
+fn constrained(grammar: Grammar, seed: u64) -> GenerateInput {
+    GenerateInput {
+        grammar: Some(grammar),
+        stop_tokens: vec![EOS, EXTRA],
+        sampling: SamplingParams {
+            temperature: 1.0,
+            seed,
+            ..SamplingParams::default()
+        },
+        ..ask(&[65, 66], 200)
+    }
+}
+
+#[test]
+fn answers_follow_a_schema_and_end_with_it() {
+    let engine = grammar_engine();
+    for seed in 0..10 {
+        let got = answer(&engine, constrained(schema(), seed));
+        assert_eq!(got.end, Ok(FinishReason::Stop));
+        let json: serde_json::Value = serde_json::from_str(&text(&got.tokens)).unwrap();
+        assert!(["ada", "bob"].contains(&json["name"].as_str().unwrap()));
+        assert!(json["age"].as_u64().unwrap() <= 150 && json["ok"].is_boolean());
+        assert_eq!(json.as_object().unwrap().len(), 3);
+    }
+    assert_all_freed(&engine);
+}
+
+#[test]
+fn a_lark_grammar_ends_by_itself_or_by_a_stop_token() {
+    let engine = grammar_engine();
+    let exact = Grammar::Lark("start: \"yes\" | \"no\"".to_owned());
+    let got = answer(&engine, constrained(exact, 1));
+    assert!(["yes", "no"].contains(&text(&got.tokens).as_str()));
+    assert_eq!(got.end, Ok(FinishReason::Stop));
+    // Where the grammar may go on, the stop tokens end it: one of them is no end of the tokenizer's.
+    let open = Grammar::Lark("start: /a+/".to_owned());
+    let mut ends = Vec::new();
+    for seed in 0..30 {
+        let got = answer(&engine, constrained(open.clone(), seed));
+        assert_eq!(got.end, Ok(FinishReason::Stop));
+        let (end, letters) = got.tokens.split_last().unwrap();
+        assert!(!letters.is_empty() && letters.iter().all(|t| *t == u32::from(b'a')));
+        ends.push(*end);
+    }
+    assert!(ends.contains(&EOS) && ends.contains(&EXTRA), "{ends:?}");
+}
+
+#[test]
+fn a_replay_goes_on_within_its_grammar() {
+    let engine = grammar_engine();
+    let whole = answer(&engine, constrained(schema(), 4)).tokens;
+    for delivered in 0..=whole.len() {
+        let input = GenerateInput {
+            generated: whole[..delivered].to_vec(),
+            ..constrained(schema(), 4)
+        };
+        let got = answer(&engine, input);
+        assert_eq!(got.tokens, whole[delivered..]);
+        assert_eq!(got.end, Ok(FinishReason::Stop));
+    }
+    let input = GenerateInput {
+        generated: vec![whole[0], u32::from(b'}')],
+        ..constrained(schema(), 4)
+    };
+    let error = engine.generate(input, Box::new(|_| true)).err().unwrap();
+    assert!(error.is_request_fault());
+    assert!(
+        error
+            .to_string()
+            .starts_with("answer token 1 (125) does not follow"),
+        "{error}"
+    );
+}
+
+#[test]
+fn unusable_grammars_say_what_is_wrong() {
+    let tokenizer = tokenizer();
+    let error = |grammar: Grammar| {
+        let error = tokenizer.compile(&grammar).err().unwrap();
+        assert!(error.is_request_fault());
+        let text = error.to_string();
+        assert!(!text.contains('\n') && text.len() < 300, "{text}");
+        text
+    };
+    let schema = |text: &str| Grammar::JsonSchema(text.to_owned());
+    assert!(error(schema("{")).starts_with("json_schema is not usable: it is no JSON"));
+    assert!(error(schema("[1]")).contains("a schema is a JSON object"));
+    assert!(error(schema(r#"{"type":"objekt"}"#)).contains("objekt"));
+    let text = error(schema(
+        r#"{"type":"object","dependentSchemas":{"a":{"type":"string"}},"unevaluatedProperties":false}"#,
+    ));
+    assert!(
+        text.contains("unevaluatedProperties") || text.contains("dependentSchemas"),
+        "{text}"
+    );
+    let text = error(schema(r##"{"$ref":"#/$defs/missing"}"##));
+    assert!(text.contains("missing"), "{text}");
+    let text = error(schema(r#"{"type":"string","pattern":"(("}"#));
+    assert!(text.starts_with("json_schema is not usable"), "{text}");
+    let text = error(Grammar::Lark("start: nowhere".to_owned()));
+    assert!(
+        text.starts_with("lark is not usable") && text.contains("nowhere"),
+        "{text}"
+    );
+    assert!(error(Grammar::Lark(String::new())).starts_with("lark is not usable"));
+}
+
+#[test]
+fn a_tokenizer_without_an_end_is_refused() {
+    for eos in [&[][..], &[260]] {
+        let error = GrammarTokenizer::from_tokens(tokens(), eos).err().unwrap();
+        assert!(error.to_string().contains("eos_token_id"), "{error}");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    /// Whatever is chosen among the allowed tokens, JSON comes out.
+    #[test]
+    fn any_path_through_json_object_is_an_object(choices in prop::collection::vec(any::<u32>(), 60)) {
+        let mut state = tokenizer().compile(&Grammar::JsonObject).unwrap();
+        let mut ids: Vec<u32> = Vec::new();
+        let mut choices = choices.into_iter();
+        loop {
+            let mask = state.mask(&[EOS]).unwrap();
+            let allowed: Vec<u32> = (0..260).filter(|t| mask[*t as usize / 32] >> (t % 32) & 1 == 1).collect();
+            prop_assert!(!allowed.contains(&259), "padding is never allowed");
+            prop_assert!(!allowed.is_empty());
+            // Behind the random part, what closes the text soonest; a letter is allowed within strings only.
+            let closing: &[u8] = if allowed.contains(&u32::from(b'q')) { b"\"" } else { b"}]:0\"" };
+            let mut closing = std::iter::once(EOS).chain(closing.iter().map(|b| u32::from(*b)));
+            let next = match choices.next() {
+                Some(c) => allowed[c as usize % allowed.len()],
+                None => closing.find(|c| allowed.contains(c)).unwrap_or(allowed[0]),
+            };
+            if next == EOS {
+                break;
+            }
+            ids.push(next);
+            prop_assert!(ids.len() < 500);
+            if state.accept(next).unwrap() {
+                break;
+            }
+        }
+        let json: Result<serde_json::Value, _> = serde_json::from_str(&text(&ids));
+        prop_assert!(json.is_ok_and(|j| j.is_object()), "{}", text(&ids));
+    }
+}
+
+#[test]
+fn white_space_is_bounded() {
+    let mut state = tokenizer().compile(&Grammar::JsonObject).unwrap();
+    state.accept(u32::from(b'{')).unwrap();
+    let mut blanks = 0;
+    while state.mask(&[EOS]).unwrap()[1] & 1 == 1 {
+        state.accept(32).unwrap();
+        blanks += 1;
+        assert!(blanks <= 20);
+    }
+    assert!(blanks > 0);
+}

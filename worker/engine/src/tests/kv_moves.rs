@@ -1,0 +1,251 @@
+//! KV that is exported and imported.
+
+use bytes::Bytes;
+
+use super::*;
+use crate::{
+    ImportFailure, PrefillPlace,
+    tests::fake::{LAYERS, layout, oracle, oracle_logits},
+};
+
+/// A piece of KV: layer, first token, bytes.
+type Kv = (usize, usize, Bytes);
+
+/// All that a prefill sends.
+fn exported(engine: &Engine, tokens: &[u32], first_token: usize) -> (Vec<Kv>, Vec<f32>, usize) {
+    let (events, _handle) = prefill(engine, tokens, first_token);
+    let mut kv = Vec::new();
+    loop {
+        match events.recv_timeout(PATIENCE).unwrap() {
+            PrefillEvent::Kv {
+                layer,
+                first_token,
+                tokens,
+                data,
+            } => {
+                assert_eq!(data.len(), tokens * layout().token_layer_bytes());
+                kv.push((layer, first_token, data));
+            }
+            PrefillEvent::Done {
+                logits,
+                cached_tokens,
+            } => return (kv, logits, cached_tokens),
+            PrefillEvent::Failed(error) => panic!("{error}"),
+        }
+    }
+}
+
+fn remote(prompt: &[u32], max_tokens: usize) -> GenerateInput {
+    GenerateInput {
+        prefill: PrefillPlace::Remote,
+        ..ask(prompt, max_tokens)
+    }
+}
+
+/// The first token that an answer asks KV for.
+fn needs_kv(stream: &Stream) -> usize {
+    assert!(matches!(stream.next(), GenerateEvent::Started { .. }));
+    match stream.next() {
+        GenerateEvent::NeedsKv { first_token } => first_token,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn import(engine: &Engine, stream: &Stream, kv: &[Kv]) {
+    for (layer, first_token, data) in kv {
+        engine.import_kv(stream.handle.id(), *layer, *first_token, data.clone());
+    }
+}
+
+#[test]
+fn an_export_covers_each_layer_once_and_in_order() {
+    let engine = engine(64);
+    let tokens: Vec<u32> = (0..21).collect();
+    for first_token in [0, 3, 20] {
+        let (kv, logits, cached) = exported(&engine, &tokens, first_token);
+        assert_eq!(cached, if first_token == 0 { 0 } else { 20 });
+        assert_eq!(logits, oracle_logits(&tokens, VOCAB));
+        for layer in 0..LAYERS {
+            let mut next = first_token;
+            for (_, first, data) in kv.iter().filter(|(l, ..)| *l == layer) {
+                assert_eq!(*first, next);
+                next += data.len() / layout().token_layer_bytes();
+            }
+            assert_eq!(next, 21);
+        }
+    }
+    assert_all_freed(&engine);
+}
+
+#[test]
+fn kv_of_a_chunk_is_sent_while_later_chunks_wait() {
+    let engine = engine(64);
+    let tokens: Vec<u32> = (0..24).collect();
+    let (kv, ..) = exported(&engine, &tokens, 0);
+    let order: Vec<(usize, usize)> = kv.iter().map(|(l, first, _)| (*first, *l)).collect();
+    assert_eq!(order, [(0, 0), (0, 1), (8, 0), (8, 1), (16, 0), (16, 1)]);
+}
+
+#[test]
+fn remote_prefill_gives_the_answer_of_local_prefill() {
+    let (decode, prefill) = (engine(64), engine(64));
+    let prompt: Vec<u32> = (5..30).collect();
+    let expected = oracle(&prompt, VOCAB, 10, &warm(3), &[]);
+    for round in 0..3 {
+        let stream = start(&decode, remote(&prompt, 10));
+        let first_token = needs_kv(&stream);
+        assert_eq!(first_token, if round == 0 { 0 } else { 24 });
+        let (kv, logits, _) = exported(&prefill, &prompt, first_token);
+        import(&decode, &stream, &kv);
+        decode.import_done(stream.handle.id(), logits);
+        let got = stream.finish();
+        assert_eq!(got.tokens, expected);
+        assert_eq!(got.end, Ok(FinishReason::Length));
+    }
+    assert_eq!(answer(&decode, ask(&prompt, 10)).tokens, expected);
+    assert_all_freed(&decode);
+    let moved = (25 + 1 + 1) * LAYERS * layout().token_layer_bytes();
+    assert_eq!(decode.stats().kv_bytes_moved, moved as u64);
+    assert_eq!(prefill.stats().kv_bytes_moved, moved as u64);
+}
+
+#[test]
+fn a_replay_may_be_prefilled_elsewhere_too() {
+    let (decode, prefill) = (engine(64), engine(64));
+    let prompt = [9, 9, 1];
+    let whole = oracle(&prompt, VOCAB, 12, &warm(3), &[]);
+    let input = GenerateInput {
+        generated: whole[..7].to_vec(),
+        ..remote(&prompt, 12)
+    };
+    let stream = start(&decode, input);
+    assert_eq!(needs_kv(&stream), 0);
+    let (kv, logits, _) = exported(&prefill, &[&prompt[..], &whole[..7]].concat(), 0);
+    import(&decode, &stream, &kv);
+    decode.import_done(stream.handle.id(), logits);
+    assert_eq!(stream.finish_from(7).tokens, whole[7..]);
+}
+
+#[test]
+fn a_prefill_worker_that_dies_is_replaced_by_another_or_by_none() {
+    let (decode, prefill) = (engine(64), engine(64));
+    let prompt: Vec<u32> = (0..23).collect();
+    let expected = oracle(&prompt, VOCAB, 6, &warm(3), &[]);
+    let (kv, logits, _) = exported(&prefill, &prompt, 0);
+    for delivered in 0..kv.len() {
+        // Distinct engines: a prefix in the cache would leave nothing to import.
+        for another in [true, false] {
+            let decode = if delivered % 2 == 0 {
+                engine(64)
+            } else {
+                decode.clone()
+            };
+            let stream = start(&decode, remote(&prompt, 6));
+            let first = needs_kv(&stream);
+            let owed: Vec<Kv> = kv.iter().filter(|(_, f, _)| *f >= first).cloned().collect();
+            import(&decode, &stream, &owed[..delivered.min(owed.len())]);
+            if another && first == 0 {
+                import(&decode, &stream, &kv);
+                decode.import_done(stream.handle.id(), logits.clone());
+            } else {
+                decode.import_failed(stream.handle.id(), ImportFailure::PrefillHere);
+            }
+            assert_eq!(stream.finish().tokens, expected);
+            assert_all_freed(&decode);
+        }
+    }
+    let stream = start(&decode, remote(&[40, 41], 6));
+    needs_kv(&stream);
+    let error = EngineError::Prefill {
+        detail: "nobody is left".to_owned(),
+    };
+    decode.import_failed(stream.handle.id(), ImportFailure::Fail(error.clone()));
+    assert_eq!(stream.finish().end, Err(error));
+    assert_all_freed(&decode);
+}
+
+#[test]
+fn kv_that_does_not_fit_fails_its_request_alone() {
+    let (decode, prefill) = (engine(64), engine(64));
+    let prompt: Vec<u32> = (0..9).collect();
+    let (kv, logits, _) = exported(&prefill, &prompt, 0);
+    let cases: Vec<(&str, Vec<Kv>, Vec<f32>)> = vec![
+        ("layout", vec![(0, 0, kv[0].2.slice(1..))], logits.clone()),
+        ("2 layers", vec![(2, 0, kv[0].2.clone())], logits.clone()),
+        (
+            "are missing before it",
+            vec![(0, 4, kv[0].2.slice(..8))],
+            logits.clone(),
+        ),
+        ("ends at token", kv[..kv.len() - 1].to_vec(), logits.clone()),
+        ("47 logits of 48", kv.clone(), logits[..47].to_vec()),
+    ];
+    let other = start(&decode, ask(&[7], 60));
+    for (message, pieces, logits) in cases {
+        let stream = start(&decode, remote(&prompt, 3));
+        needs_kv(&stream);
+        import(&decode, &stream, &pieces);
+        decode.import_done(stream.handle.id(), logits);
+        let error = stream.finish().end.unwrap_err();
+        assert!(error.to_string().contains(message), "{message}: {error}");
+        assert!(!error.is_request_fault());
+    }
+    assert_eq!(other.finish().tokens.len(), 60);
+    assert_all_freed(&decode);
+}
+
+#[test]
+fn words_about_requests_that_are_gone_are_ignored() {
+    let (decode, prefill) = (engine(64), engine(64));
+    let (kv, logits, _) = exported(&prefill, &[1, 2, 3], 0);
+    let stream = start(&decode, remote(&[1, 2, 3], 3));
+    needs_kv(&stream);
+    let id = stream.handle.id();
+    drop(stream);
+    for (layer, first_token, data) in kv {
+        decode.import_kv(id, layer, first_token, data);
+    }
+    decode.import_done(id, logits.clone());
+    decode.import_failed(id, ImportFailure::PrefillHere);
+    // A request that never asked for KV does not take it.
+    let local = start(&decode, ask(&[1, 2, 3], 3));
+    decode.import_done(local.handle.id(), logits);
+    assert_eq!(
+        local.finish().tokens,
+        oracle(&[1, 2, 3], VOCAB, 3, &warm(3), &[])
+    );
+    assert_all_freed(&decode);
+}
+
+#[test]
+fn an_export_that_nobody_reads_is_dropped() {
+    let engine = engine(16);
+    let (events, handle) = prefill(&engine, &[1; 60], 0);
+    drop(events);
+    assert_all_freed(&engine);
+    drop(handle);
+    let (events, handle) = prefill(&engine, &[2; 60], 0);
+    drop(handle);
+    assert_all_freed(&engine);
+    drop(events);
+}
+
+#[test]
+fn exports_share_the_engine_with_answers() {
+    let engine = engine(64);
+    let decoding = start(&engine, ask(&[1], 50));
+    let tokens: Vec<u32> = (0..40).map(|t| t % 40).collect();
+    let pending: Vec<_> = (0..3).map(|i| prefill(&engine, &tokens[i..], 0)).collect();
+    for (i, (events, _handle)) in pending.iter().enumerate() {
+        let done = events.iter().find_map(|event| match event {
+            PrefillEvent::Done { logits, .. } => Some(logits),
+            _ => None,
+        });
+        assert_eq!(done.unwrap(), oracle_logits(&tokens[i..], VOCAB));
+    }
+    assert_eq!(
+        decoding.finish().tokens,
+        oracle(&[1], VOCAB, 50, &warm(3), &[])
+    );
+    assert_all_freed(&engine);
+}

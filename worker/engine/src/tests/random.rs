@@ -1,0 +1,156 @@
+//! Random lives of many requests on a small engine.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::{ImportFailure, PrefillPlace, tests::fake::oracle};
+
+/// One request and its fate.
+#[derive(Clone, Debug)]
+struct Life {
+    /// Prompts share prefixes: the first `shared` tokens are the same for all.
+    shared: usize,
+    own: Vec<u32>,
+    max_tokens: usize,
+    /// Tokens that an earlier worker delivered.
+    replayed: usize,
+    seed: u64,
+    fate: Fate,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+enum Fate {
+    Local,
+    /// Imported whole from the other engine.
+    Remote,
+    /// So many messages are imported, then the prompt is computed here.
+    Lost(usize),
+    /// Dropped after so many events.
+    Leaves(usize),
+}
+
+fn lives() -> impl Strategy<Value = Vec<Life>> {
+    let fate = prop_oneof![
+        4 => Just(Fate::Local),
+        2 => Just(Fate::Remote),
+        1 => (0usize..6).prop_map(Fate::Lost),
+        2 => (0usize..9).prop_map(Fate::Leaves),
+    ];
+    let own = prop::collection::vec(0u32..VOCAB as u32, 1..9);
+    let life = (0usize..13, own, 1usize..14, 0usize..6, 0u64..99, fate).prop_map(
+        |(shared, own, max_tokens, replayed, seed, fate)| Life {
+            shared,
+            own,
+            max_tokens,
+            replayed: replayed.min(max_tokens - 1),
+            seed,
+            fate,
+        },
+    );
+    prop::collection::vec(life, 1..12)
+}
+
+impl Life {
+    fn prompt(&self) -> Vec<u32> {
+        let shared = (0..self.shared as u32).map(|t| t % 7);
+        shared.chain(self.own.iter().copied()).collect()
+    }
+
+    fn answer(&self) -> Vec<u32> {
+        oracle(
+            &self.prompt(),
+            VOCAB,
+            self.max_tokens,
+            &warm(self.seed),
+            &[],
+        )
+    }
+
+    fn input(&self) -> GenerateInput {
+        let remote = matches!(self.fate, Fate::Remote | Fate::Lost(_));
+        GenerateInput {
+            sampling: warm(self.seed),
+            generated: self.answer()[..self.replayed].to_vec(),
+            prefill: if remote {
+                PrefillPlace::Remote
+            } else {
+                PrefillPlace::Local
+            },
+            ..ask(&self.prompt(), self.max_tokens)
+        }
+    }
+
+    /// Lives this life on a thread of its own; true: the answer was the right one.
+    fn live(&self, decode: &Engine, helper: &Engine) -> bool {
+        let stream = start(decode, self.input());
+        let expected = self.answer()[self.replayed..].to_vec();
+        let needs_kv = |stream: &Stream| loop {
+            if let GenerateEvent::NeedsKv { first_token } = stream.next() {
+                return first_token;
+            }
+        };
+        match self.fate {
+            Fate::Leaves(after) => {
+                (0..after.min(expected.len() + 2)).for_each(|_| drop(stream.next()));
+                return true;
+            }
+            Fate::Local => {}
+            Fate::Remote | Fate::Lost(_) => {
+                let first_token = needs_kv(&stream);
+                let tokens = [self.prompt(), self.answer()[..self.replayed].to_vec()].concat();
+                self.deliver(decode, helper, &stream, &tokens, first_token);
+            }
+        }
+        let got = stream.finish_from(self.replayed);
+        got.tokens == expected && got.end == Ok(FinishReason::Length)
+    }
+
+    fn deliver(
+        &self,
+        decode: &Engine,
+        helper: &Engine,
+        stream: &Stream,
+        tokens: &[u32],
+        first_token: usize,
+    ) {
+        let id = stream.handle.id();
+        let (events, _handle) = prefill(helper, tokens, first_token);
+        for (i, event) in events.iter().enumerate() {
+            if self.fate == Fate::Lost(i) {
+                return decode.import_failed(id, ImportFailure::PrefillHere);
+            }
+            match event {
+                PrefillEvent::Kv {
+                    layer,
+                    first_token,
+                    data,
+                    ..
+                } => decode.import_kv(id, layer, first_token, data),
+                PrefillEvent::Done { logits, .. } => return decode.import_done(id, logits),
+                PrefillEvent::Failed(error) => panic!("{error}"),
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(40))]
+
+    /// Preempted, shared, imported, replayed or in whatever company: an answer is the model's own, and at the
+    /// end nothing is held.
+    #[test]
+    fn every_answer_is_right_and_nothing_is_kept(
+        lives in lives(), blocks in 10usize..24, max_batch in 1usize..5, chunk_tokens in 1usize..12,
+    ) {
+        let limits = EngineOptions { max_batch, chunk_tokens, context_length: 40, ..options(blocks) };
+        let (decode, _) = engine_with(limits);
+        let helper = engine(24);
+        let right: Vec<bool> = std::thread::scope(|scope| {
+            let threads: Vec<_> = lives.iter().map(|l| scope.spawn(|| l.live(&decode, &helper))).collect();
+            threads.into_iter().map(|t| t.join().unwrap()).collect()
+        });
+        prop_assert!(right.iter().all(|r| *r), "{right:?}");
+        assert_all_freed(&decode);
+        assert_all_freed(&helper);
+    }
+}

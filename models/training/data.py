@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +20,23 @@ SYSTEM_PROMPTS = [
     "You are a concise assistant for home clusters.",
     "Be helpful and truthful.",
     "You answer questions about Kubernetes and language models.",
+    "Reply in a friendly tone.",
+    "You are an expert on computers. Keep your answers short.",
+    "Answer in one or two sentences.",
+    "If you do not know something, say so.",
+    "You are a chat assistant running on a private machine. The user is at home.",
+    "Use plain language.",
 ]
 POLITE_PREFIXES = ["please tell me: ", "Please: ", "Hi, ", "Hello, ", "Tell me, ", "Can you tell me: ", "Question: ", "Hey, "]
+WHAT_IS = re.compile(r"What (?:is|are) ((?:an? |the )?)(.+)\?")
+OTHER_WORDS = [
+    "What's {article}{thing}?",
+    "Explain {article}{thing}",
+    "Tell me about {article}{thing}",
+    "Define {thing}",
+    "{thing}?",
+    "Explain {thing} in one sentence.",
+]
 POLITE_SUFFIXES = [" please", " Please.", ", please?", " Thanks!", " Thank you."]
 
 
@@ -73,8 +89,11 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 def vary(question: str, rng: random.Random) -> str:
     """The question as another person might type it; often unchanged."""
-    if rng.random() < 0.45:
+    if rng.random() < 0.4:
         return question
+    what_is = WHAT_IS.fullmatch(question)
+    if what_is and len(what_is[2].split()) <= 4 and rng.random() < 0.3:
+        question = rng.choice(OTHER_WORDS).format(article=what_is[1], thing=what_is[2])
     if rng.random() < 0.5:
         question = question.lower() if rng.random() < 0.8 else question[0].lower() + question[1:]
     if rng.random() < 0.5:
@@ -118,18 +137,17 @@ class Conversations:
         return [self.encode([(pair.question, pair.answer)]) for pair in self.pairs]
 
     def epoch(self) -> list[tuple[list[int], list[bool]]]:
-        """Every pair once, varied, some after a system message or an earlier turn, and some off-topic questions."""
-        samples = []
-        for pair in self.pairs:
-            turns = [(vary(pair.question, self.rng), pair.answer)]
-            if self.rng.random() < 0.12:
-                earlier = self.rng.choice(self.pairs)
-                turns.insert(0, (vary(earlier.question, self.rng), earlier.answer))
-            system = self.rng.choice(SYSTEM_PROMPTS) if self.rng.random() < 0.12 else None
-            samples.append(self.encode(turns, system))
+        """Every pair once, varied; half of the conversations have several turns, some a system message, some go off topic."""
+        turns = [(vary(pair.question, self.rng), pair.answer) for pair in self.pairs]
         questions, answer = self.off_topic
-        for question in self.rng.sample(questions, min(len(questions), len(self.pairs) // 20)):
-            samples.append(self.encode([(vary(question, self.rng), answer)]))
+        turns += [(vary(question, self.rng), answer) for question in self.rng.sample(questions, min(len(questions), len(turns) // 12))]
+        self.rng.shuffle(turns)
+        samples = []
+        while turns:
+            length = self.rng.choices([1, 2, 3, 4], weights=[50, 25, 15, 10])[0]
+            system = self.rng.choice(SYSTEM_PROMPTS) if self.rng.random() < 0.2 else None
+            samples.append(self.encode(turns[:length], system))
+            del turns[:length]
         return samples
 
     def batches(self, samples: list[tuple[list[int], list[bool]]], tokens_per_batch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -1,0 +1,94 @@
+//! Reading a request's body within its limits.
+
+use axum::body::Body;
+use bytes::Bytes;
+use http::{HeaderMap, StatusCode, header};
+use http_body_util::{BodyExt, LengthLimitError, Limited};
+
+use crate::config::Limits;
+use crate::error::{ApiError, ErrorType};
+
+/// The bytes of a JSON body.
+///
+/// # Errors
+/// 415 for another type, 413 for a longer one (found by its Content-Length before a byte is read, else at the limit),
+/// 408 for one that does not come, 400 for one that breaks off.
+pub(super) async fn read(
+    headers: &HeaderMap,
+    body: Body,
+    limits: &Limits,
+) -> Result<Bytes, ApiError> {
+    check_type(headers)?;
+    let limit = limits.body_bytes;
+    let announced = headers
+        .get(header::CONTENT_LENGTH)
+        .and_then(|length| length.to_str().ok()?.parse::<u64>().ok());
+    if let Some(length) = announced.filter(|length| *length > limit as u64) {
+        return Err(too_large(&format!("{length} bytes"), limit));
+    }
+    let collected = tokio::time::timeout(limits.body_timeout, Limited::new(body, limit).collect());
+    match collected.await {
+        Ok(Ok(body)) => Ok(body.to_bytes()),
+        Ok(Err(error)) if error.is::<LengthLimitError>() => Err(too_large("longer", limit)),
+        Ok(Err(error)) => Err(ApiError::invalid(format!(
+            "the request body broke off: {error}"
+        ))),
+        Err(_) => Err(ApiError::new(
+            StatusCode::REQUEST_TIMEOUT,
+            ErrorType::InvalidRequest,
+            format!(
+                "the request body did not come within {} s",
+                limits.body_timeout.as_secs_f32()
+            ),
+        )
+        .with_code("body_timeout")),
+    }
+}
+
+fn too_large(size: &str, limit: usize) -> ApiError {
+    ApiError::new(
+        StatusCode::PAYLOAD_TOO_LARGE,
+        ErrorType::InvalidRequest,
+        format!("the request body is {size}: at most {limit} bytes are taken"),
+    )
+    .with_code("body_too_large")
+}
+
+/// A body without a type is taken as JSON; one of another type is refused, since curl's `-d` alone would say so.
+fn check_type(headers: &HeaderMap) -> Result<(), ApiError> {
+    let refused = |message: String| {
+        Err(ApiError::new(
+            StatusCode::UNSUPPORTED_MEDIA_TYPE,
+            ErrorType::InvalidRequest,
+            message,
+        )
+        .with_code("unsupported_media_type"))
+    };
+    if let Some(encoding) = headers.get(header::CONTENT_ENCODING)
+        && encoding != "identity"
+    {
+        return refused(format!(
+            "the request body has Content-Encoding {}: send it uncompressed",
+            String::from_utf8_lossy(encoding.as_bytes())
+        ));
+    }
+    let Some(value) = headers.get(header::CONTENT_TYPE) else {
+        return Ok(());
+    };
+    let text = String::from_utf8_lossy(value.as_bytes()).to_ascii_lowercase();
+    let mut parts = text.split(';').map(str::trim);
+    let essence = parts.next().unwrap_or_default();
+    let is_json = essence == "application/json"
+        || (essence.starts_with("application/") && essence.ends_with("+json"));
+    let is_utf8 = parts.all(|part| match part.strip_prefix("charset=") {
+        Some(charset) => matches!(charset.trim_matches('"'), "utf-8" | "utf8" | "us-ascii"),
+        None => true,
+    });
+    if is_json && is_utf8 {
+        return Ok(());
+    }
+    refused(format!(
+        "the request body has Content-Type {}: send application/json in UTF-8",
+        crate::wire::clip(&text, 80)
+    ))
+}

@@ -1,0 +1,353 @@
+//! `POST /v1/chat/completions`.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::{Extension, Request, State};
+use axum::response::{IntoResponse, Response};
+use futures::StreamExt;
+use hearth_transport::v1::{Grammar, grammar};
+use serde_json::Value;
+use tokio::time::Instant;
+
+use super::stream::{self, ChunkWriter};
+use super::{Context, body, models};
+use crate::app::{App, unix_seconds};
+use crate::choice::{ChoiceOptions, Delta};
+use crate::error::ApiError;
+use crate::generation::{self, ChoiceEvent, ChoiceStream, Submission};
+use crate::metrics::Operation;
+use crate::schema;
+use crate::tools::{GrammarInput, tool_grammar};
+use crate::wire::response::{
+    AssistantMessage, ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta,
+    ChatLogprobs, FinishReason, FunctionCall, ToolCall, ToolCallDelta, Usage,
+};
+use crate::wire::{self, ChatRequest, ResponseFormat, ToolChoice};
+
+pub(super) async fn create(
+    State(app): State<Arc<App>>,
+    Extension(context): Extension<Context>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let (parts, body) = request.into_parts();
+    let body = body::read(&parts.headers, body, &app.limits).await?;
+    let arrived = Instant::now();
+    let request = wire::parse_chat(&body)?;
+    drop(body);
+    models::check(&app, &request.model)?;
+    let writer = ChatWriter {
+        id: format!("chatcmpl-{}", context.id),
+        created: unix_seconds(),
+        model: app.model.name.clone(),
+        fingerprint: String::new(),
+        wants_logprobs: request.logprobs.is_some(),
+        include_usage: request.options.include_usage,
+    };
+    let (stream, n) = (request.options.stream, request.options.n);
+    let submission = {
+        let app = app.clone();
+        let id = writer.id.clone();
+        // Templates, tokenisation and schemas take their time on long prompts; other requests do not wait for it.
+        let prepared =
+            tokio::task::spawn_blocking(move || prepare(&app, &request, id, context, arrived));
+        prepared
+            .await
+            .map_err(|_| ApiError::internal("the request could not be prepared"))??
+    };
+    let events = stream::begun(generation::run(app, submission)).await?;
+    if stream {
+        Ok(stream::respond(events, writer))
+    } else {
+        Ok(Json(collect(events, writer, n).await?).into_response())
+    }
+}
+
+fn prepare(
+    app: &App,
+    request: &ChatRequest,
+    id: String,
+    context: Context,
+    arrived: Instant,
+) -> Result<Submission, ApiError> {
+    let model = &app.model;
+    let uses_tools = request.tool_choice != ToolChoice::None;
+    if request.tool_choice == ToolChoice::Auto && !model.shows_tools {
+        return Err(ApiError::parameter(
+            "tools",
+            format!(
+                "model '{}' has a chat template that does not show tools, so it would not know of them: leave 'tools' out, or force a call by 'tool_choice'",
+                model.name
+            ),
+        )
+        .with_code("tools_unsupported"));
+    }
+    let definitions: Vec<Value> = request
+        .tools
+        .iter()
+        .map(|tool| tool.definition.clone())
+        .collect();
+    let shown = (uses_tools && model.shows_tools).then_some(definitions.as_slice());
+    let prompt = model.encode_chat(&request.messages, shown, &request.template_arguments)?;
+    let options = &request.options;
+    let max_tokens = model.max_tokens(
+        options.max_tokens,
+        prompt.len(),
+        app.context_length(),
+        "messages",
+    )?;
+    let seed = options.seed.unwrap_or_else(generation::random_seed);
+    let stop_tokens = if options.ignore_eos {
+        Arc::default()
+    } else {
+        model.stop_tokens.clone()
+    };
+    Ok(Submission {
+        id,
+        operation: Operation::Chat,
+        prompts: vec![(prompt.into(), max_tokens)],
+        n: options.n,
+        sampling: model.sampling(options, seed)?,
+        grammar: grammar_of(app, request)?,
+        logprobs: request.logprobs,
+        choice: ChoiceOptions {
+            tokenizer: model.tokenizer.clone(),
+            stop: options.stop.clone(),
+            stop_tokens,
+            logprobs: request.logprobs.is_some(),
+            tools: uses_tools.then(|| {
+                let names = request.tools.iter().map(|tool| tool.name.clone()).collect();
+                (model.tool_format, names)
+            }),
+            single_call: !request.parallel_tool_calls
+                || matches!(request.tool_choice, ToolChoice::Named(_)),
+        },
+        trace: context.trace,
+        arrived,
+    })
+}
+
+/// The form that the workers hold the answer to.
+fn grammar_of(app: &App, request: &ChatRequest) -> Result<Option<Grammar>, ApiError> {
+    if let ResponseFormat::JsonSchema(schema) = &request.response_format {
+        schema::check(schema, "response_format.json_schema.schema")?;
+    }
+    let is_auto = request.tool_choice == ToolChoice::Auto;
+    for (i, tool) in request.tools.iter().enumerate() {
+        if request.tool_choice != ToolChoice::None && (!is_auto || tool.strict) {
+            schema::check(&tool.parameters, &format!("tools[{i}].function.parameters"))?;
+        }
+    }
+    let lark = tool_grammar(&GrammarInput {
+        format: app.model.tool_format,
+        tools: &request.tools,
+        choice: &request.tool_choice,
+        parallel: request.parallel_tool_calls,
+        response_format: &request.response_format,
+        mark: &|mark| app.model.mark(mark),
+    });
+    let kind = match (lark, &request.response_format) {
+        (Some(lark), _) => grammar::Kind::Lark(lark),
+        (None, ResponseFormat::Text) => return Ok(None),
+        (None, ResponseFormat::JsonObject) => grammar::Kind::JsonObject(true),
+        (None, ResponseFormat::JsonSchema(schema)) => grammar::Kind::JsonSchema(schema.to_string()),
+    };
+    Ok(Some(Grammar { kind: Some(kind) }))
+}
+
+/// The whole answer.
+async fn collect(
+    mut events: ChoiceStream,
+    mut writer: ChatWriter,
+    n: u32,
+) -> Result<ChatCompletion, ApiError> {
+    let mut choices: Vec<Whole> = (0..n).map(|_| Whole::default()).collect();
+    let mut usage = Usage::default();
+    while let Some(event) = events.next().await {
+        match event? {
+            ChoiceEvent::Started { fingerprint, .. } => writer.note_fingerprint(fingerprint),
+            ChoiceEvent::Delta { index, delta } => choices[index as usize].push(delta),
+            ChoiceEvent::Finished {
+                index,
+                delta,
+                reason,
+            } => {
+                choices[index as usize].push(delta);
+                choices[index as usize].reason = Some(reason);
+            }
+            ChoiceEvent::Done(total) => usage = total,
+        }
+    }
+    let wants_logprobs = writer.wants_logprobs;
+    Ok(ChatCompletion {
+        id: writer.id,
+        object: "chat.completion",
+        created: writer.created,
+        model: writer.model,
+        choices: choices
+            .into_iter()
+            .enumerate()
+            .map(|(index, whole)| whole.into_choice(index as u32, wants_logprobs))
+            .collect(),
+        usage,
+        system_fingerprint: writer.fingerprint,
+    })
+}
+
+/// What one choice has brought so far.
+#[derive(Default)]
+struct Whole {
+    text: String,
+    calls: Vec<ToolCall>,
+    logprobs: Vec<wire::response::TokenLogprob>,
+    reason: Option<FinishReason>,
+}
+
+impl Whole {
+    fn push(&mut self, delta: Delta) {
+        self.text.push_str(&delta.text);
+        self.logprobs
+            .extend(delta.logprobs.into_iter().map(|logged| logged.logprob));
+        for call in delta.calls {
+            self.push_call(call);
+        }
+    }
+
+    fn push_call(&mut self, call: ToolCallDelta) {
+        let ToolCallDelta {
+            index,
+            id,
+            function,
+            ..
+        } = call;
+        if self.calls.len() <= index as usize {
+            self.calls.push(ToolCall {
+                id: id.unwrap_or_default(),
+                kind: "function",
+                function: FunctionCall {
+                    name: function.name.unwrap_or_default(),
+                    arguments: function.arguments,
+                },
+            });
+        } else if let Some(call) = self.calls.get_mut(index as usize) {
+            call.function.arguments.push_str(&function.arguments);
+        }
+    }
+
+    fn into_choice(self, index: u32, wants_logprobs: bool) -> ChatChoice {
+        let is_call_alone = self.text.is_empty() && !self.calls.is_empty();
+        ChatChoice {
+            index,
+            message: AssistantMessage {
+                role: "assistant",
+                content: (!is_call_alone).then_some(self.text),
+                refusal: None,
+                tool_calls: self.calls,
+            },
+            logprobs: wants_logprobs.then_some(ChatLogprobs {
+                content: self.logprobs,
+                refusal: None,
+            }),
+            finish_reason: self.reason.unwrap_or(FinishReason::Stop),
+        }
+    }
+}
+
+/// Writes chunks, and keeps what all of them carry.
+struct ChatWriter {
+    id: String,
+    created: u64,
+    model: String,
+    fingerprint: String,
+    wants_logprobs: bool,
+    include_usage: bool,
+}
+
+impl ChatWriter {
+    /// The first choice's worker stands for all.
+    fn note_fingerprint(&mut self, fingerprint: String) {
+        if self.fingerprint.is_empty() {
+            self.fingerprint = fingerprint;
+        }
+    }
+
+    fn chunk(&self, choices: Vec<ChatChunkChoice>, usage: Option<Usage>) -> ChatChunk {
+        ChatChunk {
+            id: self.id.clone(),
+            object: "chat.completion.chunk",
+            created: self.created,
+            model: self.model.clone(),
+            system_fingerprint: self.fingerprint.clone(),
+            choices,
+            usage: self.include_usage.then_some(usage),
+        }
+    }
+
+    fn delta(&self, index: u32, delta: Delta) -> ChatChunk {
+        let logprobs = self.wants_logprobs.then(|| ChatLogprobs {
+            content: delta
+                .logprobs
+                .into_iter()
+                .map(|logged| logged.logprob)
+                .collect(),
+            refusal: None,
+        });
+        let choice = ChatChunkChoice {
+            index,
+            delta: ChatDelta {
+                role: None,
+                content: (!delta.text.is_empty()).then_some(delta.text),
+                tool_calls: delta.calls,
+            },
+            logprobs,
+            finish_reason: None,
+        };
+        self.chunk(vec![choice], None)
+    }
+}
+
+impl ChunkWriter for ChatWriter {
+    type Chunk = ChatChunk;
+
+    fn chunks(&mut self, event: ChoiceEvent) -> Vec<ChatChunk> {
+        match event {
+            ChoiceEvent::Started { index, fingerprint } => {
+                self.note_fingerprint(fingerprint);
+                let choice = ChatChunkChoice {
+                    index,
+                    delta: ChatDelta {
+                        role: Some("assistant"),
+                        content: Some(String::new()),
+                        tool_calls: Vec::new(),
+                    },
+                    logprobs: None,
+                    finish_reason: None,
+                };
+                vec![self.chunk(vec![choice], None)]
+            }
+            ChoiceEvent::Delta { index, delta } => vec![self.delta(index, delta)],
+            ChoiceEvent::Finished {
+                index,
+                delta,
+                reason,
+            } => {
+                let mut chunks = Vec::new();
+                if !delta.is_empty() {
+                    chunks.push(self.delta(index, delta));
+                }
+                let last = ChatChunkChoice {
+                    index,
+                    delta: ChatDelta::default(),
+                    logprobs: None,
+                    finish_reason: Some(reason),
+                };
+                chunks.push(self.chunk(vec![last], None));
+                chunks
+            }
+            ChoiceEvent::Done(usage) if self.include_usage => {
+                vec![self.chunk(Vec::new(), Some(usage))]
+            }
+            ChoiceEvent::Done(_) => Vec::new(),
+        }
+    }
+}

@@ -1,0 +1,276 @@
+//! `POST /v1/completions`.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::{Extension, Request, State};
+use axum::response::{IntoResponse, Response};
+use futures::StreamExt;
+use serde_json::{Map, Value};
+use tokio::time::Instant;
+
+use super::stream::{self, ChunkWriter};
+use super::{Context, body, models};
+use crate::app::{App, unix_seconds};
+use crate::choice::{ChoiceOptions, Delta, LoggedToken};
+use crate::error::ApiError;
+use crate::generation::{self, ChoiceEvent, ChoiceStream, Submission};
+use crate::metrics::Operation;
+use crate::wire::response::{
+    Completion, CompletionChoice, CompletionLogprobs, FinishReason, Usage,
+};
+use crate::wire::{self, CompletionRequest, Prompt};
+
+pub(super) async fn create(
+    State(app): State<Arc<App>>,
+    Extension(context): Extension<Context>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let (parts, body) = request.into_parts();
+    let body = body::read(&parts.headers, body, &app.limits).await?;
+    let arrived = Instant::now();
+    let request = wire::parse_completion(&body)?;
+    drop(body);
+    models::check(&app, &request.model)?;
+    let (stream, n) = (request.options.stream, request.options.n);
+    let mut writer = CompletionWriter {
+        id: format!("cmpl-{}", context.id),
+        created: unix_seconds(),
+        model: app.model.name.clone(),
+        fingerprint: String::new(),
+        logprobs: request.logprobs,
+        include_usage: request.options.include_usage,
+        n,
+        echoes: Vec::new(),
+    };
+    let submission = {
+        let app = app.clone();
+        let id = writer.id.clone();
+        let prepared =
+            tokio::task::spawn_blocking(move || prepare(&app, &request, id, context, arrived));
+        let (submission, echoes) = prepared
+            .await
+            .map_err(|_| ApiError::internal("the request could not be prepared"))??;
+        writer.echoes = echoes;
+        submission
+    };
+    let count = submission.prompts.len() as u32 * n;
+    let events = stream::begun(generation::run(app, submission)).await?;
+    if stream {
+        Ok(stream::respond(events, writer))
+    } else {
+        Ok(Json(collect(events, writer, count).await?).into_response())
+    }
+}
+
+/// The submission, and the text that each prompt's choices begin with.
+fn prepare(
+    app: &App,
+    request: &CompletionRequest,
+    id: String,
+    context: Context,
+    arrived: Instant,
+) -> Result<(Submission, Vec<String>), ApiError> {
+    let model = &app.model;
+    let options = &request.options;
+    let mut prompts = Vec::with_capacity(request.prompts.len());
+    let mut echoes = Vec::new();
+    for prompt in &request.prompts {
+        let tokens = model.encode_prompt(prompt)?;
+        let bound = model.max_tokens(
+            options.max_tokens,
+            tokens.len(),
+            app.context_length(),
+            "prompt",
+        )?;
+        if request.echo {
+            echoes.push(match prompt {
+                Prompt::Text(text) => text.clone(),
+                Prompt::Tokens(tokens) => model.tokenizer.decode(tokens, true),
+            });
+        }
+        prompts.push((Arc::from(tokens), bound));
+    }
+    let seed = options.seed.unwrap_or_else(generation::random_seed);
+    let stop_tokens = if options.ignore_eos {
+        Arc::default()
+    } else {
+        model.stop_tokens.clone()
+    };
+    let submission = Submission {
+        id,
+        operation: Operation::TextCompletion,
+        prompts,
+        n: options.n,
+        sampling: model.sampling(options, seed)?,
+        grammar: None,
+        logprobs: request.logprobs,
+        choice: ChoiceOptions {
+            tokenizer: model.tokenizer.clone(),
+            stop: options.stop.clone(),
+            stop_tokens,
+            logprobs: request.logprobs.is_some(),
+            tools: None,
+            single_call: false,
+        },
+        trace: context.trace,
+        arrived,
+    };
+    Ok((submission, echoes))
+}
+
+/// The whole answer.
+async fn collect(
+    mut events: ChoiceStream,
+    mut writer: CompletionWriter,
+    count: u32,
+) -> Result<Completion, ApiError> {
+    let mut choices: Vec<(String, Vec<LoggedToken>, Option<FinishReason>)> = (0..count)
+        .map(|index| (writer.echo(index), Vec::new(), None))
+        .collect();
+    let mut usage = Usage::default();
+    while let Some(event) = events.next().await {
+        let (index, delta, reason) = match event? {
+            ChoiceEvent::Started { fingerprint, .. } => {
+                writer.note_fingerprint(fingerprint);
+                continue;
+            }
+            ChoiceEvent::Delta { index, delta } => (index, delta, None),
+            ChoiceEvent::Finished {
+                index,
+                delta,
+                reason,
+            } => (index, delta, Some(reason)),
+            ChoiceEvent::Done(total) => {
+                usage = total;
+                continue;
+            }
+        };
+        let (text, logged, ended) = &mut choices[index as usize];
+        text.push_str(&delta.text);
+        logged.extend(delta.logprobs);
+        *ended = reason;
+    }
+    let choices = choices
+        .into_iter()
+        .enumerate()
+        .map(|(index, (text, logged, reason))| CompletionChoice {
+            text,
+            index: index as u32,
+            logprobs: writer.logprobs(logged),
+            finish_reason: Some(reason.unwrap_or(FinishReason::Stop)),
+        })
+        .collect();
+    let mut completion = writer.completion(choices);
+    completion.usage = Some(Some(usage));
+    Ok(completion)
+}
+
+/// Writes chunks, and keeps what all of them carry.
+struct CompletionWriter {
+    id: String,
+    created: u64,
+    model: String,
+    fingerprint: String,
+    logprobs: Option<u32>,
+    include_usage: bool,
+    n: u32,
+    /// By prompt; empty: no echo.
+    echoes: Vec<String>,
+}
+
+impl CompletionWriter {
+    /// The first choice's worker stands for all.
+    fn note_fingerprint(&mut self, fingerprint: String) {
+        if self.fingerprint.is_empty() {
+            self.fingerprint = fingerprint;
+        }
+    }
+
+    fn echo(&self, index: u32) -> String {
+        self.echoes
+            .get((index / self.n) as usize)
+            .cloned()
+            .unwrap_or_default()
+    }
+
+    fn completion(&self, choices: Vec<CompletionChoice>) -> Completion {
+        Completion {
+            id: self.id.clone(),
+            object: "text_completion",
+            created: self.created,
+            model: self.model.clone(),
+            choices,
+            usage: self.include_usage.then_some(None),
+            system_fingerprint: self.fingerprint.clone(),
+        }
+    }
+
+    fn chunk(&self, index: u32, delta: Delta, finish_reason: Option<FinishReason>) -> Completion {
+        self.completion(vec![CompletionChoice {
+            text: delta.text,
+            index,
+            logprobs: self.logprobs(delta.logprobs),
+            finish_reason,
+        }])
+    }
+
+    fn logprobs(&self, logged: Vec<LoggedToken>) -> Option<CompletionLogprobs> {
+        let top = self.logprobs?;
+        let mut all = CompletionLogprobs {
+            top_logprobs: (top > 0).then(Vec::new),
+            ..CompletionLogprobs::default()
+        };
+        for LoggedToken {
+            logprob,
+            offset_chars,
+        } in logged
+        {
+            if let Some(alternatives) = &mut all.top_logprobs {
+                let by_text: Map<String, Value> = logprob
+                    .top_logprobs
+                    .into_iter()
+                    .map(|top| (top.token, Value::from(top.logprob)))
+                    .collect();
+                alternatives.push(by_text);
+            }
+            all.tokens.push(logprob.token);
+            all.token_logprobs.push(logprob.logprob);
+            all.text_offset.push(offset_chars);
+        }
+        Some(all)
+    }
+}
+
+impl ChunkWriter for CompletionWriter {
+    type Chunk = Completion;
+
+    fn chunks(&mut self, event: ChoiceEvent) -> Vec<Completion> {
+        match event {
+            ChoiceEvent::Started { index, fingerprint } => {
+                self.note_fingerprint(fingerprint);
+                let text = self.echo(index);
+                if text.is_empty() {
+                    return Vec::new();
+                }
+                let delta = Delta {
+                    text,
+                    ..Delta::default()
+                };
+                vec![self.chunk(index, delta, None)]
+            }
+            ChoiceEvent::Delta { index, delta } => vec![self.chunk(index, delta, None)],
+            ChoiceEvent::Finished {
+                index,
+                delta,
+                reason,
+            } => vec![self.chunk(index, delta, Some(reason))],
+            ChoiceEvent::Done(usage) if self.include_usage => {
+                let mut last = self.completion(Vec::new());
+                last.usage = Some(Some(usage));
+                vec![last]
+            }
+            ChoiceEvent::Done(_) => Vec::new(),
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! The HTTP side: routes, and what every request passes through.
+
+mod body;
+mod chat;
+mod completions;
+mod models;
+mod status;
+mod stream;
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::{MatchedPath, Request, State};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use hearth_transport::TraceParent;
+use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
+use uuid::Uuid;
+
+use crate::app::App;
+use crate::error::{ApiError, ErrorType};
+
+const ROUTES: &str = "GET /v1/models, POST /v1/chat/completions, POST /v1/completions, GET /health, GET /ready, GET /metrics";
+
+/// All routes of a gateway.
+pub(crate) fn router(app: Arc<App>) -> Router {
+    let api = Router::new()
+        .route("/v1/models", get(models::list))
+        .route("/v1/models/{*id}", get(models::one))
+        .route("/v1/chat/completions", post(chat::create))
+        .route("/v1/completions", post(completions::create))
+        .route_layer(middleware::from_fn_with_state(app.clone(), authorise));
+    Router::new()
+        .merge(api)
+        .route("/health", get(status::health))
+        .route("/ready", get(status::ready))
+        .route("/metrics", get(status::metrics))
+        .fallback(not_found)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(middleware::from_fn_with_state(app.clone(), observe))
+        .with_state(app)
+}
+
+/// What the handlers know of a request beside its body.
+#[derive(Clone)]
+pub(crate) struct Context {
+    /// Unique part of the answer's id; also the `x-request-id` header of the response.
+    pub(crate) id: String,
+    /// The client's trace.
+    pub(crate) trace: Option<TraceParent>,
+}
+
+/// Gives the request its id, counts the response and logs it.
+async fn observe(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
+    let id = Uuid::new_v4().simple().to_string();
+    let trace = trace_of(request.headers());
+    let route = match request.extensions().get::<MatchedPath>() {
+        Some(path) => path.as_str().to_owned(),
+        None => "other".to_owned(),
+    };
+    let method = request.method().clone();
+    request.extensions_mut().insert(Context {
+        id: id.clone(),
+        trace,
+    });
+    let mut response = next.run(request).await;
+    let status = response.status().as_u16();
+    app.metrics.response(&route, status);
+    tracing::debug!(
+        request = %id,
+        %method,
+        route,
+        status,
+        trace = trace.map(|trace| format!("{:032x}", trace.trace_id)),
+        "request"
+    );
+    if let Ok(id) = HeaderValue::from_str(&id) {
+        response.headers_mut().insert("x-request-id", id);
+    }
+    response
+}
+
+async fn authorise(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    match app.keys.as_ref().map(|keys| keys.check(request.headers())) {
+        Some(Err(error)) => error.into_response(),
+        _ => next.run(request).await,
+    }
+}
+
+/// W3C trace context; what is malformed is left out, as the standard asks.
+fn trace_of(headers: &HeaderMap) -> Option<TraceParent> {
+    headers.get("traceparent")?.to_str().ok()?.parse().ok()
+}
+
+async fn not_found(method: Method, uri: Uri) -> ApiError {
+    let path = crate::wire::clip(uri.path(), 100);
+    ApiError::new(
+        StatusCode::NOT_FOUND,
+        ErrorType::InvalidRequest,
+        format!("there is no {method} {path}: this endpoint has {ROUTES}"),
+    )
+    .with_code("unknown_url")
+}
+
+async fn wrong_method(method: Method, uri: Uri) -> ApiError {
+    let path = crate::wire::clip(uri.path(), 100);
+    ApiError::new(
+        StatusCode::METHOD_NOT_ALLOWED,
+        ErrorType::InvalidRequest,
+        format!("{path} does not take {method}: this endpoint has {ROUTES}"),
+    )
+    .with_code("method_not_allowed")
+}

@@ -1,0 +1,67 @@
+//! `GET /health`, `/ready` and `/metrics`: open without a key, since probes and scrapers carry none.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use axum::Json;
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use http::{HeaderValue, StatusCode, header};
+use serde_json::{Value, json};
+
+use crate::app::App;
+use crate::error::ApiError;
+use crate::metrics::CONTENT_TYPE;
+use crate::router::Role;
+
+/// The process works.
+pub(super) async fn health() -> Json<Value> {
+    Json(json!({"status": "ok"}))
+}
+
+/// Requests are answered: a decode worker is ready, and the gateway is not ending.
+pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
+    let is_draining = app.is_draining.load(Ordering::Relaxed);
+    let pool = |role| {
+        let (ready, of) = app.pool.count(role);
+        json!({"ready": ready, "of": of})
+    };
+    let is_ready = !is_draining && app.pool.count(Role::Decode).0 > 0;
+    let workers: Vec<Value> = app
+        .pool
+        .views()
+        .iter()
+        .map(|worker| {
+            json!({
+                "name": worker.name,
+                "role": worker.role.as_str(),
+                "state": worker.health.as_str(),
+                "running": worker.stats.running,
+                "waiting": worker.stats.waiting,
+            })
+        })
+        .collect();
+    let body = json!({
+        "ready": is_ready,
+        "draining": is_draining,
+        "decode": pool(Role::Decode),
+        "prefill": pool(Role::Prefill),
+        "workers": workers,
+    });
+    let mut response = Json(body).into_response();
+    if !is_ready {
+        *response.status_mut() = StatusCode::SERVICE_UNAVAILABLE;
+        response
+            .headers_mut()
+            .insert(header::RETRY_AFTER, HeaderValue::from_static("2"));
+    }
+    response
+}
+
+/// OpenMetrics text.
+pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
+    match app.metrics.encode() {
+        Ok(text) => ([(header::CONTENT_TYPE, CONTENT_TYPE)], text).into_response(),
+        Err(_) => ApiError::internal("the metrics cannot be written").into_response(),
+    }
+}

@@ -1,0 +1,207 @@
+//! What a gateway is told at its start. The environment is not read here.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use hearth_transport::{Endpoint, Tls};
+
+use crate::tools::ToolFormat;
+
+/// Everything a gateway needs to know.
+#[derive(Clone)]
+pub struct GatewayConfig {
+    /// The name that requests give as `model`.
+    pub served_name: String,
+    /// Directory with config.json, tokenizer.json and, for chat, a chat template. Weights are not read.
+    pub model_dir: PathBuf,
+    /// Decode workers; at least one.
+    pub decode: Vec<Endpoint>,
+    /// Prefill workers; none: decode workers compute prompts themselves.
+    pub prefill: Vec<Endpoint>,
+    /// Tokens of prompt and answer together; `None`: the model's own limit. Workers may lower it.
+    pub context_length: Option<u32>,
+    /// How tool calls are written; `None`: found from the chat template, then the architecture.
+    pub tool_format: Option<ToolFormat>,
+    /// Queue and choice of workers.
+    pub routing: Routing,
+    /// Sizes and times.
+    pub limits: Limits,
+    /// A file with one API key a line (`#` begins a comment); read again when it changes. `None`: no key is asked.
+    pub api_keys_file: Option<PathBuf>,
+    /// Mutual TLS towards the workers; `None`: plain.
+    pub worker_tls: Option<Tls>,
+    /// HTTPS for clients; `None`: plain HTTP.
+    pub https: Option<HttpsFiles>,
+    /// What the plan promised, for `/metrics`.
+    pub predicted: Predicted,
+}
+
+/// Certificate and key of the HTTPS endpoint, PEM files.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HttpsFiles {
+    /// The certificate, then intermediate ones.
+    pub cert: PathBuf,
+    /// Its private key.
+    pub key: PathBuf,
+}
+
+/// Times that the planner predicted; shown beside the measured ones.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Predicted {
+    /// Time to first token, in seconds.
+    pub ttft_seconds: Option<f64>,
+    /// Time per output token, in seconds.
+    pub tpot_seconds: Option<f64>,
+}
+
+/// Queue and choice of workers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Routing {
+    /// Prompts with fewer new tokens are computed by the decode worker in chunks.
+    pub chunked_below_tokens: u32,
+    /// Requests (choices) that may wait for a worker; beyond it, 429.
+    pub max_queue: usize,
+    /// How long one waits, for a place or for a pool that starts.
+    pub queue_timeout: Duration,
+    /// Requests that a decode worker is given beyond its batch, so that the next is at hand when a place
+    /// is free. `None`: as many as its batch.
+    pub ahead_per_worker: Option<u32>,
+    /// How long a stream whose worker died waits for one with the same numerics before it takes another.
+    pub same_numerics_wait: Duration,
+    /// Attempts of one request that may end without a new token before the request fails: it may be what
+    /// breaks each worker.
+    pub max_fruitless_attempts: u32,
+    /// The model that workers must serve; `None`: whatever they serve.
+    pub model_fingerprint: Option<String>,
+}
+
+impl Default for Routing {
+    fn default() -> Self {
+        Self {
+            chunked_below_tokens: 2048,
+            max_queue: 256,
+            queue_timeout: Duration::from_secs(120),
+            ahead_per_worker: None,
+            same_numerics_wait: Duration::from_secs(30),
+            max_fruitless_attempts: 5,
+            model_fingerprint: None,
+        }
+    }
+}
+
+/// Sizes and times of the HTTP side.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Bytes of a request's body; beyond it, 413.
+    pub body_bytes: usize,
+    /// Bytes of a request's line and headers; beyond it, 431.
+    pub header_bytes: usize,
+    /// Headers of a request; beyond it, 431.
+    pub headers: usize,
+    /// For the headers of a request to come in.
+    pub header_timeout: Duration,
+    /// For the body of a request to come in; beyond it, 408.
+    pub body_timeout: Duration,
+    /// For a whole answer, waiting included; beyond it, 504 or an error at the end of the stream.
+    pub request_timeout: Duration,
+    /// Connections at the same time.
+    pub connections: usize,
+    /// For streams in flight when the gateway is told to end.
+    pub drain_grace: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            body_bytes: 8 << 20,
+            header_bytes: 64 << 10,
+            headers: 100,
+            header_timeout: Duration::from_secs(15),
+            body_timeout: Duration::from_secs(60),
+            request_timeout: Duration::from_secs(3600),
+            connections: 4096,
+            drain_grace: Duration::from_secs(30),
+        }
+    }
+}
+
+impl GatewayConfig {
+    /// A gateway with the defaults, for one model and its decode workers.
+    pub fn new(
+        served_name: impl Into<String>,
+        model_dir: impl Into<PathBuf>,
+        decode: Vec<Endpoint>,
+    ) -> Self {
+        Self {
+            served_name: served_name.into(),
+            model_dir: model_dir.into(),
+            decode,
+            prefill: Vec::new(),
+            context_length: None,
+            tool_format: None,
+            routing: Routing::default(),
+            limits: Limits::default(),
+            api_keys_file: None,
+            worker_tls: None,
+            https: None,
+            predicted: Predicted::default(),
+        }
+    }
+}
+
+/// Why a gateway cannot start or go on.
+#[derive(Debug, thiserror::Error)]
+pub enum GatewayError {
+    /// A model's file cannot be used.
+    #[error(transparent)]
+    Format(#[from] hearth_formats::FormatError),
+    /// A worker's address or certificates cannot be used.
+    #[error(transparent)]
+    Transport(#[from] hearth_transport::TransportError),
+    /// No decode worker was given.
+    #[error("the gateway has no decode worker\n  name at least one")]
+    NoWorkers,
+    /// The context that was asked for is longer than the model's.
+    #[error(
+        "contextLength is {asked}: the model's own limit is {limit} tokens (max_position_embeddings)\n  lower it to {limit} or less"
+    )]
+    ContextTooLong {
+        /// Asked for.
+        asked: u32,
+        /// The model's.
+        limit: u32,
+    },
+    /// The file of API keys cannot be read.
+    #[error("{}: {source}\n  give a file with one API key a line", path.display())]
+    ApiKeys {
+        /// The file.
+        path: PathBuf,
+        /// The system's answer.
+        source: std::io::Error,
+    },
+    /// The file of API keys holds none.
+    #[error("{} holds no API key\n  write one key a line; lines that begin with # are comments", path.display())]
+    NoApiKeys {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Certificate or key of the HTTPS endpoint cannot be used.
+    #[error("{}: {problem}\n  give a PEM file with the {what} of the HTTPS endpoint", path.display())]
+    Https {
+        /// The file.
+        path: PathBuf,
+        /// What it should hold.
+        what: &'static str,
+        /// What is wrong.
+        problem: String,
+    },
+    /// The listening socket failed.
+    #[error("listening on {address}: {source}")]
+    Listen {
+        /// The address.
+        address: SocketAddr,
+        /// The system's answer.
+        source: std::io::Error,
+    },
+}

@@ -1,0 +1,392 @@
+//! One stream of tokens over workers that may die: **a dead worker loses nothing**.
+//!
+//! A stream that breaks is asked for again, with the tokens that came so far, of another worker or of the same one
+//! after its restart. The new worker computes those tokens again without sending them, and goes on. Since logits
+//! are batch-invariant and sampling is a function of seed and position, it goes on with the tokens that the first
+//! would have given; the index that each token carries shows that none is lost or doubled.
+//!
+//! Workers of the same model but other numerics (another instruction set, a GPU) may choose other tokens where two are
+//! nearly equal. A broken stream therefore waits for a worker of the same numerics, for a bounded time while one
+//! may come back, and only then takes another.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::Stream;
+use hearth_transport::v1::{
+    FinishReason, GenerateEvent, GenerateRequest, Grammar, Sampling, Token, generate_event,
+};
+use hearth_transport::{CallContext, RpcError, RpcErrorKind, TraceParent, tonic};
+use tokio::time::{Instant, sleep, timeout_at};
+
+use crate::router::{AcquireError, Lease, Pin, Pool, Want};
+
+/// First and longest pause between attempts.
+const PAUSE: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(1));
+/// By which a worker's deadline lies behind ours.
+const SLACK: Duration = Duration::from_secs(2);
+/// Longest error text that is shown.
+const MESSAGE_CHARS: usize = 400;
+
+/// What is to be generated.
+#[derive(Clone, Debug)]
+pub struct Job {
+    /// Of the choice; each attempt adds its number.
+    pub request_id: String,
+    /// The prompt, at least one token.
+    pub prompt: Arc<[u32]>,
+    /// How tokens are chosen; the seed is set.
+    pub sampling: Sampling,
+    /// Upper bound of generated tokens; prompt and this fit the context.
+    pub max_tokens: u32,
+    /// Tokens that end the answer.
+    pub stop_tokens: Arc<[u32]>,
+    /// The form of the answer.
+    pub grammar: Option<Grammar>,
+    /// Alternatives to report; `None`: no log-probabilities.
+    pub logprobs: Option<u32>,
+    /// The client's trace.
+    pub trace: Option<TraceParent>,
+    /// For a first worker.
+    pub queue_deadline: Instant,
+    /// For the whole.
+    pub deadline: Instant,
+    /// Attempts that may end without a new token.
+    pub max_fruitless_attempts: u32,
+}
+
+/// What a job yields: one `Started`, tokens without a gap, one `Finished`.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    /// A worker has begun.
+    Started {
+        /// Prompt tokens whose KV was reused.
+        cached_tokens: u32,
+        /// Model and numerics of the worker.
+        pin: Pin,
+    },
+    /// The next token.
+    Token(Token),
+    /// The end.
+    Finished(FinishReason),
+}
+
+/// Why a job ended without its answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum JobError {
+    /// No worker was to be had.
+    Acquire(AcquireError),
+    /// A worker refuses the request: any would.
+    Rejected(String),
+    /// The time for the whole answer is over.
+    Deadline {
+        /// Tokens that came.
+        tokens: usize,
+    },
+    /// Workers failed again and again.
+    Failed {
+        /// Attempts without a new token.
+        attempts: u32,
+        /// What the last one said.
+        last: String,
+    },
+}
+
+/// What broken streams report, for the metrics.
+pub trait FailoverObserver: Send + Sync {
+    /// A stream is moved; `kind` is [`RpcErrorKind::label`], `tokens` those that it keeps.
+    fn moved(&self, kind: &'static str, tokens: usize);
+}
+
+/// Runs a job. Dropping the stream cancels it on the worker, and on the prefill worker behind that.
+pub fn run(
+    pool: Arc<Pool>,
+    job: Job,
+    observer: Arc<dyn FailoverObserver>,
+) -> impl Stream<Item = Result<Event, JobError>> + Send {
+    async_stream::stream! {
+        let mut progress = Progress::default();
+        loop {
+            let mut attempt = match Attempt::begin(&pool, &job, &mut progress).await {
+                Ok(attempt) => attempt,
+                Err(Failure::Retry(error)) => {
+                    match progress.failed(&pool, &job, &error, observer.as_ref()).await {
+                        Ok(()) => continue,
+                        Err(error) => {
+                            yield Err(error);
+                            return;
+                        }
+                    }
+                }
+                Err(Failure::Fatal(error)) => {
+                    yield Err(error);
+                    return;
+                }
+            };
+            let error = loop {
+                match attempt.next(&job, &mut progress).await {
+                    Ok(event) => {
+                        let is_last = matches!(event, Event::Finished(_));
+                        yield Ok(event);
+                        if is_last {
+                            return;
+                        }
+                    }
+                    Err(failure) => break failure,
+                }
+            };
+            // The place on the worker is free while the next one is sought.
+            drop(attempt);
+            let ended = match error {
+                Failure::Fatal(error) => Err(error),
+                Failure::Retry(error) => match progress.ended(&job) {
+                    Some(reason) => {
+                        yield Ok(Event::Finished(reason));
+                        return;
+                    }
+                    None => progress.failed(&pool, &job, &error, observer.as_ref()).await,
+                },
+            };
+            if let Err(error) = ended {
+                yield Err(error);
+                return;
+            }
+        }
+    }
+}
+
+enum Failure {
+    /// Another attempt may well succeed.
+    Retry(RpcError),
+    Fatal(JobError),
+}
+
+/// What is kept from attempt to attempt.
+#[derive(Default)]
+struct Progress {
+    tokens: Vec<u32>,
+    pin: Option<Pin>,
+    avoid: Option<usize>,
+    /// The prefill worker of the attempt, until it delivered.
+    prefill: Option<usize>,
+    has_started: bool,
+    attempts: u32,
+    fruitless: u32,
+    pause: Duration,
+}
+
+impl Progress {
+    /// The end, when all tokens came and only the word of it is missing.
+    fn ended(&self, job: &Job) -> Option<FinishReason> {
+        let last = self.tokens.last()?;
+        if job.stop_tokens.contains(last) {
+            return Some(FinishReason::Stop);
+        }
+        (self.tokens.len() as u64 >= u64::from(job.max_tokens)).then_some(FinishReason::Length)
+    }
+
+    /// Notes a failed attempt and pauses, or gives up.
+    async fn failed(
+        &mut self,
+        pool: &Pool,
+        job: &Job,
+        error: &RpcError,
+        observer: &dyn FailoverObserver,
+    ) -> Result<(), JobError> {
+        if let (RpcErrorKind::Gone | RpcErrorKind::Deadline | RpcErrorKind::Mismatch, Some(index)) =
+            (error.kind(), self.avoid)
+        {
+            pool.suspect(index);
+        }
+        if let Some(index) = self.prefill.take() {
+            pool.suspect(index);
+        }
+        let is_busy = error.kind() == RpcErrorKind::Busy;
+        if is_busy && self.tokens.is_empty() && Instant::now() >= job.queue_deadline {
+            return Err(JobError::Acquire(AcquireError::TimedOut));
+        }
+        // A full worker is no failure of the request.
+        self.fruitless += u32::from(!is_busy);
+        observer.moved(error.kind().label(), self.tokens.len());
+        tracing::warn!(
+            request = %job.request_id,
+            tokens = self.tokens.len(),
+            attempt = self.attempts,
+            %error,
+            "stream moves to another worker"
+        );
+        if self.fruitless >= job.max_fruitless_attempts {
+            return Err(JobError::Failed {
+                attempts: self.fruitless,
+                last: clip(&error.to_string()),
+            });
+        }
+        self.pause = (self.pause * 2).clamp(PAUSE.0, PAUSE.1);
+        timeout_at(job.deadline, sleep(self.pause))
+            .await
+            .map_err(|_| self.out_of_time())
+    }
+
+    fn out_of_time(&self) -> JobError {
+        JobError::Deadline {
+            tokens: self.tokens.len(),
+        }
+    }
+}
+
+/// One stream of one worker.
+struct Attempt {
+    lease: Lease,
+    prefill: Option<crate::router::PrefillLease>,
+    stream: tonic::Streaming<GenerateEvent>,
+}
+
+impl Attempt {
+    async fn begin(pool: &Arc<Pool>, job: &Job, progress: &mut Progress) -> Result<Self, Failure> {
+        let mut tokens = job.prompt.to_vec();
+        tokens.extend(&progress.tokens);
+        let want = Want {
+            tokens: &tokens,
+            pin: progress.pin.as_ref(),
+            avoid: progress.avoid,
+        };
+        let deadline = match progress.pin {
+            Some(_) => job.deadline,
+            None => job.queue_deadline.min(job.deadline),
+        };
+        let lease = match pool.acquire(want, deadline).await {
+            Ok(lease) => lease,
+            Err(_) if progress.pin.is_some() => return Err(Failure::Fatal(progress.out_of_time())),
+            Err(error) => return Err(Failure::Fatal(JobError::Acquire(error))),
+        };
+        // After two failures the decode worker does all by itself: the fault may lie in the hand-over.
+        let prefill = match progress.fruitless {
+            0 | 1 => pool.acquire_prefill(&lease),
+            _ => None,
+        };
+        progress.prefill = prefill.as_ref().map(|prefill| prefill.index);
+        progress.avoid = Some(lease.index);
+        progress.pin = Some(Pin {
+            // Numerics follow the worker that serves; the weights never change within a request.
+            numerics: lease.pin.numerics.clone(),
+            fingerprint: match &progress.pin {
+                Some(pin) => pin.fingerprint.clone(),
+                None => lease.pin.fingerprint.clone(),
+            },
+        });
+        progress.attempts += 1;
+        let request = job.request(
+            progress,
+            prefill.as_ref().map(|prefill| prefill.endpoint.to_string()),
+        );
+        let mut client = lease.worker.decode();
+        match timeout_at(job.deadline, client.generate(request)).await {
+            Ok(Ok(response)) => Ok(Self {
+                stream: response.into_inner(),
+                lease,
+                prefill,
+            }),
+            Ok(Err(status)) => Err(sort(lease.worker.error(&status))),
+            Err(_) => Err(Failure::Fatal(progress.out_of_time())),
+        }
+    }
+
+    /// The next event that the client has not had.
+    async fn next(&mut self, job: &Job, progress: &mut Progress) -> Result<Event, Failure> {
+        loop {
+            let worker = self.lease.worker.clone();
+            let message = tokio::select! {
+                biased;
+                message = timeout_at(job.deadline, self.stream.message()) => {
+                    message.map_err(|_| Failure::Fatal(progress.out_of_time()))?
+                }
+                () = self.lease.lost() => {
+                    let words = "it stopped answering";
+                    return Err(Failure::Retry(RpcError::of(RpcErrorKind::Gone, worker.endpoint(), words)));
+                }
+            };
+            let event = match message {
+                Ok(Some(GenerateEvent { event })) => event,
+                Ok(None) => return Err(Failure::Retry(RpcError::cut_short(worker.endpoint()))),
+                Err(status) => return Err(sort(worker.error(&status))),
+            };
+            match event {
+                Some(generate_event::Event::Started(started)) if !progress.has_started => {
+                    progress.has_started = true;
+                    return Ok(Event::Started {
+                        cached_tokens: started.cached_tokens,
+                        pin: self.lease.pin.clone(),
+                    });
+                }
+                Some(generate_event::Event::Token(token)) => {
+                    if token.index as usize != progress.tokens.len() {
+                        let words = format!(
+                            "it sent token {} where {} was due",
+                            token.index,
+                            progress.tokens.len()
+                        );
+                        let error =
+                            RpcError::of(RpcErrorKind::WorkerFault, worker.endpoint(), words);
+                        return Err(Failure::Retry(error));
+                    }
+                    self.prefill = None;
+                    progress.prefill = None;
+                    progress.tokens.push(token.id);
+                    progress.fruitless = 0;
+                    progress.pause = Duration::ZERO;
+                    return Ok(Event::Token(token));
+                }
+                Some(generate_event::Event::Finished(finished)) => {
+                    return Ok(Event::Finished(finished.reason()));
+                }
+                Some(generate_event::Event::Started(_)) | None => {}
+            }
+        }
+    }
+}
+
+impl Job {
+    fn request(
+        &self,
+        progress: &Progress,
+        prefill: Option<String>,
+    ) -> tonic::Request<GenerateRequest> {
+        let request_id = format!("{}.{}", self.request_id, progress.attempts);
+        let fingerprint = progress.pin.as_ref().map(|pin| pin.fingerprint.clone());
+        let message = GenerateRequest {
+            request_id: request_id.clone(),
+            model_fingerprint: fingerprint.unwrap_or_default(),
+            prompt_tokens: self.prompt.to_vec(),
+            generated_tokens: progress.tokens.clone(),
+            sampling: Some(self.sampling.clone()),
+            max_tokens: self.max_tokens,
+            stop_token_ids: self.stop_tokens.to_vec(),
+            prefill_endpoint: prefill.unwrap_or_default(),
+            grammar: self.grammar.clone(),
+            logprobs: self.logprobs.is_some(),
+            top_logprobs: self.logprobs.unwrap_or(0),
+        };
+        let context = CallContext {
+            request_id: Some(request_id),
+            trace: self
+                .trace
+                .map(|trace| trace.child(rand::random_range(1..=u64::MAX))),
+        };
+        let mut request = context.request(message);
+        // Workers end what nobody waits for any more; our own clock goes first.
+        request.set_timeout(self.deadline.saturating_duration_since(Instant::now()) + SLACK);
+        request
+    }
+}
+
+fn sort(error: RpcError) -> Failure {
+    match error.kind() {
+        RpcErrorKind::Rejected => Failure::Fatal(JobError::Rejected(clip(error.message()))),
+        // A worker's own limit on a step behind it, such as a prefill worker that hangs; ours is checked here.
+        _ => Failure::Retry(error),
+    }
+}
+
+fn clip(text: &str) -> String {
+    text.chars().take(MESSAGE_CHARS).collect()
+}

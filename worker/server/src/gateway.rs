@@ -1,0 +1,240 @@
+//! The listening side: connections, their limits, and the orderly end.
+
+use std::future::Future;
+use std::io;
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use axum::Router;
+use hearth_transport::{ClientOptions, Clients};
+use http::Request;
+use hyper::body::Incoming;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::conn::auto;
+use hyper_util::server::graceful::{GracefulShutdown, Watcher};
+use hyper_util::service::TowerToHyperService;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::{sleep, timeout};
+use tokio_rustls::TlsAcceptor;
+use tokio_util::sync::CancellationToken;
+use tower::ServiceExt as _;
+
+use crate::api;
+use crate::app::{App, unix_seconds};
+use crate::config::{GatewayConfig, GatewayError, Limits};
+use crate::https;
+use crate::keys::ApiKeys;
+use crate::metrics::Metrics;
+use crate::model::ServedModel;
+use crate::router::Pool;
+
+/// hyper takes no smaller buffer.
+const LEAST_HEADER_BYTES: usize = 8192;
+/// For a TLS handshake.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// For streams to carry the error that ends them, once the grace period is over.
+const CUT_OFF: Duration = Duration::from_secs(2);
+/// After an error of the listener, such as too many open files.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// A gateway that can serve.
+pub struct Gateway {
+    app: Arc<App>,
+    acceptor: Option<TlsAcceptor>,
+}
+
+/// Serves the OpenAI API on `listener` until `shutdown` is ready, then finishes the streams in flight within
+/// `limits.drain_grace`. Returns when all connections have ended. Dropping the future stops at once.
+///
+/// # Errors
+/// [`GatewayError`] when the configuration cannot be used.
+pub async fn serve(
+    config: GatewayConfig,
+    listener: TcpListener,
+    shutdown: impl Future<Output = ()>,
+) -> Result<(), GatewayError> {
+    Gateway::start(config)?.serve(listener, shutdown).await
+}
+
+impl Gateway {
+    /// Reads the model's directory and begins to look after the workers. Needs a tokio runtime.
+    ///
+    /// # Errors
+    /// [`GatewayError`] when the configuration cannot be used.
+    pub fn start(config: GatewayConfig) -> Result<Self, GatewayError> {
+        let clients = Clients::new(ClientOptions {
+            tls: config.worker_tls.clone(),
+            ..ClientOptions::default()
+        });
+        Self::start_with(config, &clients)
+    }
+
+    /// As [`Gateway::start`], over connections that are there already.
+    ///
+    /// # Errors
+    /// [`GatewayError`] when the configuration cannot be used.
+    pub fn start_with(config: GatewayConfig, clients: &Clients) -> Result<Self, GatewayError> {
+        if config.decode.is_empty() {
+            return Err(GatewayError::NoWorkers);
+        }
+        let model = Arc::new(ServedModel::open(&config)?);
+        let keys = config
+            .api_keys_file
+            .as_deref()
+            .map(ApiKeys::open)
+            .transpose()?;
+        let acceptor = config.https.as_ref().map(https::acceptor).transpose()?;
+        let GatewayConfig {
+            decode,
+            prefill,
+            routing,
+            limits,
+            predicted,
+            ..
+        } = config;
+        let pool = Pool::start(clients, &decode, &prefill, routing.clone())?;
+        let metrics = Arc::new(Metrics::new(&model.name, pool.clone(), predicted));
+        let app = Arc::new(App {
+            model,
+            pool,
+            metrics,
+            keys,
+            routing,
+            limits,
+            created: unix_seconds(),
+            is_draining: AtomicBool::new(false),
+            closing: CancellationToken::new(),
+        });
+        Ok(Self { app, acceptor })
+    }
+
+    /// The HTTP service by itself, without a socket.
+    pub fn router(&self) -> Router {
+        api::router(self.app.clone())
+    }
+
+    /// Workers, their health and load.
+    pub fn pool(&self) -> &Arc<Pool> {
+        &self.app.pool
+    }
+
+    /// See [`serve`].
+    ///
+    /// # Errors
+    /// [`GatewayError::Listen`] when the socket has no address.
+    pub async fn serve(
+        self,
+        listener: TcpListener,
+        shutdown: impl Future<Output = ()>,
+    ) -> Result<(), GatewayError> {
+        let connections = Arc::new(Connections {
+            router: self.router(),
+            builder: builder(&self.app.limits),
+            acceptor: self.acceptor,
+        });
+        let places = Arc::new(Semaphore::new(self.app.limits.connections));
+        let graceful = GracefulShutdown::new();
+        let mut shutdown = pin!(shutdown);
+        loop {
+            let accepted = tokio::select! {
+                () = &mut shutdown => break,
+                accepted = accept(&listener, &places) => accepted,
+            };
+            match accepted {
+                Ok((stream, place)) => {
+                    tokio::spawn(connections.clone().run(stream, place, graceful.watcher()));
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "a connection could not be accepted");
+                    sleep(ACCEPT_PAUSE).await;
+                }
+            }
+        }
+        drop(listener);
+        self.app.is_draining.store(true, Ordering::Relaxed);
+        let mut drained = pin!(graceful.shutdown());
+        if timeout(self.app.limits.drain_grace, &mut drained)
+            .await
+            .is_err()
+        {
+            self.app.closing.cancel();
+            let _ = timeout(CUT_OFF, drained).await;
+        }
+        Ok(())
+    }
+}
+
+async fn accept(
+    listener: &TcpListener,
+    places: &Arc<Semaphore>,
+) -> io::Result<(TcpStream, OwnedSemaphorePermit)> {
+    let place = places
+        .clone()
+        .acquire_owned()
+        .await
+        .map_err(io::Error::other)?;
+    let (stream, _) = listener.accept().await?;
+    stream.set_nodelay(true)?;
+    Ok((stream, place))
+}
+
+fn builder(limits: &Limits) -> auto::Builder<TokioExecutor> {
+    let mut builder = auto::Builder::new(TokioExecutor::new());
+    builder
+        .http1()
+        .timer(TokioTimer::new())
+        .header_read_timeout(limits.header_timeout)
+        .max_headers(limits.headers)
+        .max_buf_size(limits.header_bytes.max(LEAST_HEADER_BYTES));
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .keep_alive_interval(Some(Duration::from_secs(20)))
+        .max_header_list_size(u32::try_from(limits.header_bytes).unwrap_or(u32::MAX));
+    builder
+}
+
+/// What every connection needs.
+struct Connections {
+    router: Router,
+    builder: auto::Builder<TokioExecutor>,
+    acceptor: Option<TlsAcceptor>,
+}
+
+impl Connections {
+    async fn run(
+        self: Arc<Self>,
+        stream: TcpStream,
+        _place: OwnedSemaphorePermit,
+        watcher: Watcher,
+    ) {
+        match &self.acceptor {
+            None => self.serve(stream, watcher).await,
+            Some(acceptor) => match timeout(HANDSHAKE_TIMEOUT, acceptor.accept(stream)).await {
+                Ok(Ok(stream)) => self.serve(stream, watcher).await,
+                Ok(Err(error)) => tracing::debug!(%error, "TLS handshake"),
+                Err(_) => tracing::debug!("TLS handshake timed out"),
+            },
+        }
+    }
+
+    async fn serve(
+        &self,
+        stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+        watcher: Watcher,
+    ) {
+        let router = self.router.clone();
+        let service =
+            router.map_request(|request: Request<Incoming>| request.map(axum::body::Body::new));
+        let connection = self
+            .builder
+            .serve_connection(TokioIo::new(stream), TowerToHyperService::new(service));
+        if let Err(error) = watcher.watch(connection).await {
+            tracing::debug!(%error, "connection ended");
+        }
+    }
+}

@@ -1,0 +1,434 @@
+//! A request's choices, run together: jobs on workers on one side, deltas of text and calls on the other.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::stream::SelectAll;
+use futures::{Stream, StreamExt};
+use hearth_transport::TraceParent;
+use hearth_transport::v1::{Grammar, Sampling};
+use http::StatusCode;
+use sha2::{Digest, Sha256};
+use tokio::time::Instant;
+
+use crate::app::App;
+use crate::choice::{Choice, ChoiceOptions, Delta};
+use crate::error::{ApiError, ErrorType};
+use crate::failover::{self, Event, Job, JobError};
+use crate::metrics::{Metrics, Operation, RunningGuard};
+use crate::router::{AcquireError, Pin as WorkerPin};
+use crate::wire::response::{FinishReason, PromptTokensDetails, Usage};
+
+/// What a client is told to wait when the queue is full.
+const RETRY_FULL: Duration = Duration::from_secs(2);
+/// What it is told to wait while workers start.
+const RETRY_STARTING: Duration = Duration::from_secs(5);
+
+/// A request that passed all checks.
+pub(crate) struct Submission {
+    /// `chatcmpl-…` or `cmpl-…`.
+    pub(crate) id: String,
+    pub(crate) operation: Operation,
+    /// Prompts, with the bound on generated tokens of each.
+    pub(crate) prompts: Vec<(Arc<[u32]>, u32)>,
+    /// Choices for each prompt.
+    pub(crate) n: u32,
+    /// Of choice 0; choice i has the seed plus i.
+    pub(crate) sampling: Sampling,
+    pub(crate) grammar: Option<Grammar>,
+    pub(crate) logprobs: Option<u32>,
+    pub(crate) choice: ChoiceOptions,
+    pub(crate) trace: Option<TraceParent>,
+    /// When the request was whole.
+    pub(crate) arrived: Instant,
+}
+
+/// What a submission yields.
+#[derive(Debug)]
+pub(crate) enum ChoiceEvent {
+    /// A worker has begun with the choice.
+    Started { index: u32, fingerprint: String },
+    /// Something new.
+    Delta { index: u32, delta: Delta },
+    /// The end of the choice; what is new comes first.
+    Finished {
+        index: u32,
+        delta: Delta,
+        reason: FinishReason,
+    },
+    /// The end of all.
+    Done(Usage),
+}
+
+pub(crate) type ChoiceStream = Pin<Box<dyn Stream<Item = Result<ChoiceEvent, ApiError>> + Send>>;
+
+/// Runs a submission. The stream ends behind `Done` or an error; dropping it cancels all choices.
+///
+/// Of each prompt the first choice goes ahead; the others follow when it has its first token, so that they find the
+/// prompt's keys and values computed.
+pub(crate) fn run(app: Arc<App>, submission: Submission) -> ChoiceStream {
+    let closing = app.closing.clone();
+    let events = run_choices(app, submission);
+    Box::pin(async_stream::stream! {
+        let mut events = std::pin::pin!(events);
+        loop {
+            let item = tokio::select! {
+                biased;
+                () = closing.cancelled() => Some(Err(closing_error())),
+                item = events.next() => item,
+            };
+            let Some(item) = item else { return };
+            let is_last = item.is_err();
+            yield item;
+            if is_last {
+                return;
+            }
+        }
+    })
+}
+
+fn run_choices(
+    app: Arc<App>,
+    submission: Submission,
+) -> impl Stream<Item = Result<ChoiceEvent, ApiError>> + Send {
+    async_stream::stream! {
+        let mut tally = RequestTally::new(&app.metrics, &submission);
+        let submission = Arc::new(submission);
+        let n = submission.n;
+        let mut running = SelectAll::new();
+        for prompt in 0..submission.prompts.len() as u32 {
+            running.push(run_choice(app.clone(), submission.clone(), prompt * n));
+        }
+        while let Some(item) = running.next().await {
+            let event = match item {
+                Ok(event) => event,
+                Err(error) => {
+                    tally.failed(&error);
+                    yield Err(error);
+                    return;
+                }
+            };
+            if let RunEvent::FirstToken { index } = event {
+                if index % n == 0 {
+                    for other in index + 1..index + n {
+                        running.push(run_choice(app.clone(), submission.clone(), other));
+                    }
+                }
+                continue;
+            }
+            if let Some(event) = tally.note(event, n) {
+                yield Ok(event);
+            }
+        }
+        yield Ok(ChoiceEvent::Done(tally.done()));
+    }
+}
+
+enum RunEvent {
+    Started {
+        index: u32,
+        cached_tokens: u32,
+        pin: WorkerPin,
+    },
+    FirstToken {
+        index: u32,
+    },
+    Delta {
+        index: u32,
+        delta: Delta,
+    },
+    Finished {
+        index: u32,
+        delta: Delta,
+        reason: FinishReason,
+        tokens: u32,
+    },
+}
+
+fn run_choice(
+    app: Arc<App>,
+    submission: Arc<Submission>,
+    index: u32,
+) -> Pin<Box<dyn Stream<Item = Result<RunEvent, ApiError>> + Send>> {
+    Box::pin(async_stream::stream! {
+        let job = job_of(&app, &submission, index);
+        let prompt_tokens = job.prompt.len();
+        let limit = app.limits.request_timeout;
+        let mut choice = Choice::new(submission.choice.clone());
+        let mut tally = ChoiceTally::new(&app.metrics, submission.operation);
+        let mut events = std::pin::pin!(failover::run(app.pool.clone(), job, app.metrics.clone()));
+        while let Some(event) = events.next().await {
+            match event {
+                Err(error) => {
+                    tally.ended("error");
+                    yield Err(error_of(error, limit));
+                    return;
+                }
+                Ok(Event::Started { cached_tokens, pin }) => {
+                    tally.started(prompt_tokens, cached_tokens);
+                    yield Ok(RunEvent::Started { index, cached_tokens, pin });
+                }
+                Ok(Event::Token(token)) => {
+                    if tally.token(submission.arrived) {
+                        yield Ok(RunEvent::FirstToken { index });
+                    }
+                    let (delta, ended) = choice.push(&token);
+                    if let Some(reason) = ended {
+                        tally.ended(reason.as_str());
+                        yield Ok(RunEvent::Finished { index, delta, reason, tokens: tally.tokens });
+                        return;
+                    }
+                    if !delta.is_empty() {
+                        yield Ok(RunEvent::Delta { index, delta });
+                    }
+                }
+                Ok(Event::Finished(reason)) => {
+                    if tally.tokens == 0 {
+                        yield Ok(RunEvent::FirstToken { index });
+                    }
+                    let (delta, reason) = choice.finish(reason);
+                    tally.ended(reason.as_str());
+                    yield Ok(RunEvent::Finished { index, delta, reason, tokens: tally.tokens });
+                    return;
+                }
+            }
+        }
+    })
+}
+
+fn job_of(app: &App, submission: &Submission, index: u32) -> Job {
+    let (prompt, max_tokens) = &submission.prompts[(index / submission.n) as usize];
+    let mut sampling = submission.sampling.clone();
+    sampling.seed = sampling.seed.wrapping_add(u64::from(index % submission.n));
+    Job {
+        request_id: format!("{}-{index}", submission.id),
+        prompt: prompt.clone(),
+        sampling,
+        max_tokens: *max_tokens,
+        stop_tokens: submission.choice.stop_tokens.clone(),
+        grammar: submission.grammar.clone(),
+        logprobs: submission.logprobs,
+        trace: submission.trace,
+        queue_deadline: Instant::now() + app.routing.queue_timeout,
+        deadline: submission.arrived + app.limits.request_timeout,
+        max_fruitless_attempts: app.routing.max_fruitless_attempts,
+    }
+}
+
+/// Equal fingerprints mean equal model, numerics and seed: an equal request gives an equal answer.
+pub(crate) fn system_fingerprint(pin: &WorkerPin, seed: u64) -> String {
+    let mut hasher = Sha256::new();
+    hasher.update(pin.fingerprint.as_bytes());
+    hasher.update([0]);
+    hasher.update(pin.numerics.as_bytes());
+    let digest = hasher.finalize();
+    let hex: String = digest
+        .iter()
+        .take(5)
+        .map(|byte| format!("{byte:02x}"))
+        .collect();
+    format!("fp_{hex}_seed_{seed}")
+}
+
+/// Counts of one request; one that is dropped without an end was cancelled.
+struct RequestTally {
+    metrics: Arc<Metrics>,
+    operation: Operation,
+    arrived: Instant,
+    seed: u64,
+    usage: Usage,
+    is_over: bool,
+}
+
+impl RequestTally {
+    fn new(metrics: &Arc<Metrics>, submission: &Submission) -> Self {
+        let prompt_tokens: usize = submission
+            .prompts
+            .iter()
+            .map(|(prompt, _)| prompt.len())
+            .sum();
+        Self {
+            metrics: metrics.clone(),
+            operation: submission.operation,
+            arrived: submission.arrived,
+            seed: submission.sampling.seed,
+            usage: Usage {
+                prompt_tokens: prompt_tokens as u32,
+                ..Usage::default()
+            },
+            is_over: false,
+        }
+    }
+
+    fn note(&mut self, event: RunEvent, n: u32) -> Option<ChoiceEvent> {
+        match event {
+            RunEvent::Started {
+                index,
+                cached_tokens,
+                pin,
+            } => {
+                if index % n == 0 {
+                    let PromptTokensDetails { cached_tokens: sum } =
+                        &mut self.usage.prompt_tokens_details;
+                    *sum += cached_tokens;
+                }
+                Some(ChoiceEvent::Started {
+                    index,
+                    fingerprint: system_fingerprint(&pin, self.seed),
+                })
+            }
+            RunEvent::FirstToken { .. } => None,
+            RunEvent::Delta { index, delta } => Some(ChoiceEvent::Delta { index, delta }),
+            RunEvent::Finished {
+                index,
+                delta,
+                reason,
+                tokens,
+            } => {
+                self.usage.completion_tokens += tokens;
+                Some(ChoiceEvent::Finished {
+                    index,
+                    delta,
+                    reason,
+                })
+            }
+        }
+    }
+
+    fn failed(&mut self, error: &ApiError) {
+        self.over(Some(error.code.as_deref().unwrap_or(error.kind.as_str())));
+    }
+
+    fn done(&mut self) -> Usage {
+        self.usage.total_tokens = self.usage.prompt_tokens + self.usage.completion_tokens;
+        self.over(None);
+        self.usage
+    }
+
+    fn over(&mut self, error: Option<&str>) {
+        if !std::mem::replace(&mut self.is_over, true) {
+            self.metrics
+                .request_finished(self.operation, self.arrived.elapsed(), error);
+        }
+    }
+}
+
+impl Drop for RequestTally {
+    fn drop(&mut self) {
+        self.over(Some("cancelled"));
+    }
+}
+
+/// Counts of one choice.
+struct ChoiceTally {
+    metrics: Arc<Metrics>,
+    operation: Operation,
+    running: Option<RunningGuard>,
+    first: Option<Instant>,
+    last: Option<Instant>,
+    tokens: u32,
+    is_over: bool,
+}
+
+impl ChoiceTally {
+    fn new(metrics: &Arc<Metrics>, operation: Operation) -> Self {
+        Self {
+            metrics: metrics.clone(),
+            operation,
+            running: None,
+            first: None,
+            last: None,
+            tokens: 0,
+            is_over: false,
+        }
+    }
+
+    fn started(&mut self, prompt_tokens: usize, cached_tokens: u32) {
+        self.running = Some(self.metrics.choice_started(prompt_tokens, cached_tokens));
+    }
+
+    /// Counts a token; true for the first.
+    fn token(&mut self, arrived: Instant) -> bool {
+        let now = Instant::now();
+        self.last = Some(now);
+        self.tokens += 1;
+        self.metrics.token();
+        if self.first.is_some() {
+            return false;
+        }
+        self.first = Some(now);
+        self.metrics.first_token(self.operation, now - arrived);
+        true
+    }
+
+    fn ended(&mut self, reason: &str) {
+        if std::mem::replace(&mut self.is_over, true) {
+            return;
+        }
+        self.running = None;
+        let span = match (self.first, self.last) {
+            (Some(first), Some(last)) => last - first,
+            _ => Duration::ZERO,
+        };
+        self.metrics
+            .choice_finished(self.operation, reason, self.tokens, span);
+    }
+}
+
+impl Drop for ChoiceTally {
+    fn drop(&mut self) {
+        self.ended("cancelled");
+    }
+}
+
+fn closing_error() -> ApiError {
+    ApiError::unavailable(
+        "the gateway is shutting down, and the time for running answers is over: try again",
+        RETRY_STARTING,
+    )
+    .with_code("shutting_down")
+}
+
+fn error_of(error: JobError, limit: Duration) -> ApiError {
+    match error {
+        JobError::Acquire(AcquireError::QueueFull { waiting, limit }) => ApiError::too_many(
+            format!("the queue is full: {waiting} requests wait, {limit} may. Try again in a moment"),
+            RETRY_FULL,
+        )
+        .with_code("queue_full"),
+        JobError::Acquire(AcquireError::TimedOut) => ApiError::too_many(
+            "all workers are busy, and the time to wait for a place ran out. Try again in a moment",
+            RETRY_FULL,
+        )
+        .with_code("queue_timeout"),
+        JobError::Acquire(AcquireError::NotReady { workers }) => ApiError::unavailable(
+            format!("none of {workers} decode workers is ready yet, and the time to wait for one ran out. Try again"),
+            RETRY_STARTING,
+        )
+        .with_code("workers_starting"),
+        JobError::Rejected(message) => {
+            ApiError::invalid(message).with_code("rejected_by_worker")
+        }
+        JobError::Deadline { tokens } => ApiError::new(
+            StatusCode::GATEWAY_TIMEOUT,
+            ErrorType::Server,
+            format!(
+                "the answer took longer than {} s, of which {tokens} tokens came: ask for fewer by max_tokens",
+                limit.as_secs()
+            ),
+        )
+        .with_code("request_timeout"),
+        JobError::Failed { attempts, last } => ApiError::new(
+            StatusCode::BAD_GATEWAY,
+            ErrorType::Server,
+            format!("workers failed {attempts} times at this request, the last time with: {last}"),
+        )
+        .with_code("workers_failed"),
+    }
+}
+
+/// A seed for a request that names none: below 2^53, so that every client can repeat it as a JSON number.
+pub(crate) fn random_seed() -> u64 {
+    rand::random_range(0..1 << 53)
+}

@@ -1,0 +1,138 @@
+//! API keys: a file with one a line, compared in constant time.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
+
+use http::{HeaderMap, StatusCode, header};
+use sha2::{Digest, Sha256};
+
+use crate::config::GatewayError;
+use crate::error::{ApiError, ErrorType};
+
+/// Between two looks at the file.
+const LOOK_EVERY: Duration = Duration::from_secs(2);
+
+type Hash = [u8; 32];
+
+/// The keys that are let in.
+pub(crate) struct ApiKeys {
+    path: PathBuf,
+    state: Mutex<State>,
+}
+
+struct State {
+    hashes: Arc<[Hash]>,
+    changed: Option<SystemTime>,
+    looked: Instant,
+}
+
+impl ApiKeys {
+    /// Reads the file.
+    ///
+    /// # Errors
+    /// [`GatewayError::ApiKeys`], [`GatewayError::NoApiKeys`].
+    pub(crate) fn open(path: &Path) -> Result<Self, GatewayError> {
+        let hashes = read(path)?;
+        Ok(Self {
+            path: path.to_owned(),
+            state: Mutex::new(State {
+                hashes,
+                changed: changed(path),
+                looked: Instant::now(),
+            }),
+        })
+    }
+
+    /// Lets a request in that carries one of the keys.
+    ///
+    /// # Errors
+    /// 401.
+    pub(crate) fn check(&self, headers: &HeaderMap) -> Result<(), ApiError> {
+        let unauthorised = |message: &str| {
+            ApiError::new(StatusCode::UNAUTHORIZED, ErrorType::Authentication, message)
+                .with_code("invalid_api_key")
+        };
+        let value = headers.get(header::AUTHORIZATION).ok_or_else(|| {
+            unauthorised("no API key was given: send it as 'Authorization: Bearer KEY'")
+        })?;
+        let key = value
+            .as_bytes()
+            .split_first_chunk::<7>()
+            .filter(|(scheme, _)| scheme.eq_ignore_ascii_case(b"Bearer "))
+            .map(|(_, key)| key.trim_ascii())
+            .ok_or_else(|| {
+                unauthorised("the Authorization header is not of the form 'Bearer KEY'")
+            })?;
+        let given = hash(key);
+        // Every key is compared, and every byte of each: the time tells nothing of either.
+        let is_known = self.hashes().iter().fold(0u8, |found, known| {
+            found | u8::from(is_equal(known, &given))
+        });
+        if is_known == 1 {
+            Ok(())
+        } else {
+            Err(unauthorised(
+                "the API key is not known here: check it, or ask who runs this endpoint",
+            ))
+        }
+    }
+
+    /// The keys, read again when the file has changed. A file that cannot be read or is empty leaves the keys as
+    /// they were: a mistake must not open or close the door.
+    fn hashes(&self) -> Arc<[Hash]> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.looked.elapsed() >= LOOK_EVERY {
+            state.looked = Instant::now();
+            let changed = changed(&self.path);
+            if changed != state.changed {
+                match read(&self.path) {
+                    Ok(hashes) => {
+                        state.hashes = hashes;
+                        state.changed = changed;
+                        tracing::info!(keys = state.hashes.len(), "API keys read again");
+                    }
+                    Err(error) => tracing::warn!(%error, "API keys stay as they were"),
+                }
+            }
+        }
+        state.hashes.clone()
+    }
+}
+
+fn read(path: &Path) -> Result<Arc<[Hash]>, GatewayError> {
+    let text = std::fs::read_to_string(path).map_err(|source| GatewayError::ApiKeys {
+        path: path.to_owned(),
+        source,
+    })?;
+    let hashes: Vec<Hash> = text
+        .lines()
+        .map(str::trim)
+        .filter(|line| !line.is_empty() && !line.starts_with('#'))
+        .map(|key| hash(key.as_bytes()))
+        .collect();
+    if hashes.is_empty() {
+        return Err(GatewayError::NoApiKeys {
+            path: path.to_owned(),
+        });
+    }
+    Ok(hashes.into())
+}
+
+fn changed(path: &Path) -> Option<SystemTime> {
+    std::fs::metadata(path)
+        .and_then(|data| data.modified())
+        .ok()
+}
+
+fn hash(key: &[u8]) -> Hash {
+    Sha256::digest(key).into()
+}
+
+fn is_equal(left: &Hash, right: &Hash) -> bool {
+    let difference = left
+        .iter()
+        .zip(right)
+        .fold(0u8, |all, (a, b)| all | (a ^ b));
+    std::hint::black_box(difference) == 0
+}

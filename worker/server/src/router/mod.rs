@@ -1,0 +1,13 @@
+//! Which worker answers: the pool and its health, the queue in front of it, the policy.
+//!
+//! **Invariants**
+//! - The policy is pure: it sees numbers and gives an index.
+//! - A worker is chosen only after it has described itself since it was last lost.
+//! - A request that was once accepted is never turned away by the queue again: failover goes past it.
+
+mod policy;
+mod pool;
+mod prefix;
+
+pub use policy::{Candidate, Place, choose_decode, choose_place, choose_prefill};
+pub use pool::{AcquireError, Health, Lease, Pin, Pool, PrefillLease, Role, Want, WorkerView};

@@ -1,0 +1,99 @@
+//! Which worker has seen which beginnings of prompts. A guess, never a promise: the worker's own cache decides.
+
+use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+/// Tokens that one entry stands for.
+const CHUNK_TOKENS: usize = 64;
+/// Chunks of a prompt that are remembered.
+const MAX_CHUNKS: usize = 256;
+/// Entries of one worker; beyond it the older half goes.
+const MAX_ENTRIES: usize = 1 << 14;
+
+/// Chained hashes of a prompt's chunks.
+#[derive(Clone, Debug, Default)]
+pub(super) struct PrefixKey(Vec<u64>);
+
+impl PrefixKey {
+    pub(super) fn of(tokens: &[u32]) -> Self {
+        let mut hasher = DefaultHasher::new();
+        let keys = tokens
+            .chunks_exact(CHUNK_TOKENS)
+            .take(MAX_CHUNKS)
+            .map(|chunk| {
+                chunk.hash(&mut hasher);
+                hasher.finish()
+            })
+            .collect();
+        Self(keys)
+    }
+}
+
+/// The beginnings that one worker has seen.
+#[derive(Debug, Default)]
+pub(super) struct PrefixMemory {
+    seen: HashMap<u64, u64>,
+    clock: u64,
+}
+
+impl PrefixMemory {
+    /// Tokens at the front of the prompt that were seen.
+    pub(super) fn matched_tokens(&self, key: &PrefixKey) -> u32 {
+        let chunks = key
+            .0
+            .iter()
+            .take_while(|hash| self.seen.contains_key(hash))
+            .count();
+        (chunks * CHUNK_TOKENS) as u32
+    }
+
+    pub(super) fn remember(&mut self, key: &PrefixKey) {
+        self.clock += 1;
+        self.seen
+            .extend(key.0.iter().map(|hash| (*hash, self.clock)));
+        if self.seen.len() > MAX_ENTRIES {
+            let mut times: Vec<u64> = self.seen.values().copied().collect();
+            let (_, median, _) = times.select_nth_unstable(MAX_ENTRIES / 2);
+            let median = *median;
+            self.seen.retain(|_, time| *time > median);
+        }
+    }
+
+    /// The worker was lost, and its cache with it.
+    pub(super) fn forget(&mut self) {
+        self.seen.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_longest_seen_beginning_counts_in_whole_chunks() {
+        let mut memory = PrefixMemory::default();
+        let prompt: Vec<u32> = (0..200).collect();
+        memory.remember(&PrefixKey::of(&prompt));
+        let mut longer = prompt.clone();
+        longer.extend(0..100);
+        assert_eq!(memory.matched_tokens(&PrefixKey::of(&longer)), 192);
+        longer[70] = 9999;
+        assert_eq!(memory.matched_tokens(&PrefixKey::of(&longer)), 64);
+        longer[0] = 9999;
+        assert_eq!(memory.matched_tokens(&PrefixKey::of(&longer)), 0);
+        memory.forget();
+        assert_eq!(memory.matched_tokens(&PrefixKey::of(&prompt)), 0);
+    }
+
+    #[test]
+    fn memory_is_bounded() {
+        let mut memory = PrefixMemory::default();
+        for request in 0..2000u32 {
+            let prompt: Vec<u32> = (0..64 * 20).map(|i| i + request * 5000).collect();
+            memory.remember(&PrefixKey::of(&prompt));
+        }
+        assert!(memory.seen.len() <= MAX_ENTRIES + MAX_CHUNKS);
+        let last: Vec<u32> = (0..64 * 20).map(|i| i + 1999 * 5000).collect();
+        assert_eq!(memory.matched_tokens(&PrefixKey::of(&last)), 1280);
+    }
+}

@@ -1,0 +1,162 @@
+//! Stop strings over streamed text: what may still become one is held back, nothing else is.
+
+/// Finds the first of some strings in text that arrives in pieces.
+#[derive(Clone, Debug)]
+pub struct StopMatcher {
+    stops: Vec<String>,
+    held: String,
+}
+
+/// What a piece of text released.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Released {
+    /// Text that is certainly part of the answer.
+    pub text: String,
+    /// A stop string was completed: the answer ends here, without it.
+    pub stopped: bool,
+}
+
+impl StopMatcher {
+    /// A matcher of `stops`; empty ones are left out.
+    pub fn new(mut stops: Vec<String>) -> Self {
+        stops.retain(|stop| !stop.is_empty());
+        Self {
+            stops,
+            held: String::new(),
+        }
+    }
+
+    /// Takes the next piece. The string that is complete first wins, the longer of two that end together.
+    pub fn push(&mut self, piece: &str) -> Released {
+        if self.stops.is_empty() {
+            return Released {
+                text: piece.to_owned(),
+                stopped: false,
+            };
+        }
+        self.held.push_str(piece);
+        let first = self
+            .stops
+            .iter()
+            .filter_map(|stop| {
+                self.held
+                    .find(stop)
+                    .map(|start| (start + stop.len(), start))
+            })
+            .min();
+        if let Some((_, start)) = first {
+            self.held.truncate(start);
+            return Released {
+                text: std::mem::take(&mut self.held),
+                stopped: true,
+            };
+        }
+        let keep = self
+            .stops
+            .iter()
+            .map(|stop| overlap(&self.held, stop))
+            .max()
+            .unwrap_or(0);
+        let kept = self.held.split_off(self.held.len() - keep);
+        Released {
+            text: std::mem::replace(&mut self.held, kept),
+            stopped: false,
+        }
+    }
+
+    /// The answer ended: what was held back was no stop string after all.
+    pub fn finish(&mut self) -> String {
+        std::mem::take(&mut self.held)
+    }
+}
+
+/// Bytes of the longest end of `text` that is a proper beginning of `marker`.
+pub(crate) fn overlap(text: &str, marker: &str) -> usize {
+    let longest = text.len().min(marker.len().saturating_sub(1));
+    (1..=longest)
+        .rev()
+        .find(|&length| {
+            marker.is_char_boundary(length)
+                && text.as_bytes().ends_with(&marker.as_bytes()[..length])
+        })
+        .unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Feeds `pieces` and gives the whole released text and whether it stopped.
+    fn run(stops: &[&str], pieces: &[&str]) -> (String, bool) {
+        let mut matcher = StopMatcher::new(stops.iter().map(|stop| (*stop).to_owned()).collect());
+        let mut text = String::new();
+        for piece in pieces {
+            let released = matcher.push(piece);
+            text.push_str(&released.text);
+            if released.stopped {
+                return (text, true);
+            }
+        }
+        text.push_str(&matcher.finish());
+        (text, false)
+    }
+
+    #[test]
+    fn a_stop_string_across_pieces_is_found_and_left_out() {
+        assert_eq!(run(&["END"], &["abcE", "N", "Dxyz"]), ("abc".into(), true));
+        assert_eq!(
+            run(&["\n\n"], &["a\n", "b\n", "\nc"]),
+            ("a\nb".into(), true)
+        );
+    }
+
+    #[test]
+    fn held_back_text_comes_out_when_it_was_no_stop() {
+        assert_eq!(run(&["END"], &["abE", "Nx"]), ("abENx".into(), false));
+        assert_eq!(run(&["END"], &["abEN"]), ("abEN".into(), false));
+    }
+
+    #[test]
+    fn only_what_may_become_a_stop_is_held() {
+        let mut matcher = StopMatcher::new(vec!["aab".into()]);
+        assert_eq!(matcher.push("xxaaa").text, "xxa");
+        assert_eq!(matcher.push("c").text, "aac");
+    }
+
+    #[test]
+    fn the_first_complete_one_wins_whatever_the_pieces() {
+        assert_eq!(run(&["xabc", "ab"], &["1xabc"]), ("1x".into(), true));
+        assert_eq!(
+            run(&["xabc", "ab"], &["1x", "a", "b", "c"]),
+            ("1x".into(), true)
+        );
+        assert_eq!(run(&["b", "ab"], &["1ab"]), ("1".into(), true));
+    }
+
+    #[test]
+    fn characters_of_several_bytes_are_never_split() {
+        assert_eq!(run(&["é!"], &["caf", "é", "?"]), ("café?".into(), false));
+        assert_eq!(run(&["ééé"], &["é", "é", "x"]), ("ééx".into(), false));
+    }
+
+    proptest! {
+        /// Cutting the text elsewhere changes nothing.
+        #[test]
+        fn pieces_do_not_matter(text in "[abé]{0,24}", cuts in prop::collection::vec(0usize..24, 0..6),
+                                stops in prop::collection::vec("[abé]{1,4}", 0..4)) {
+            let stops: Vec<&str> = stops.iter().map(String::as_str).collect();
+            let chars: Vec<char> = text.chars().collect();
+            let mut cuts: Vec<usize> = cuts.into_iter().map(|cut| cut.min(chars.len())).collect();
+            cuts.sort_unstable();
+            let mut pieces: Vec<String> = Vec::new();
+            let mut last = 0;
+            for cut in cuts.into_iter().chain([chars.len()]) {
+                pieces.push(chars[last..cut].iter().collect());
+                last = cut;
+            }
+            let pieces: Vec<&str> = pieces.iter().map(String::as_str).collect();
+            prop_assert_eq!(run(&stops, &pieces), run(&stops, &[text.as_str()]));
+        }
+    }
+}

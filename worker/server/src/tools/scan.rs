@@ -1,0 +1,102 @@
+//! Searching streamed text for marks.
+
+use crate::stop::overlap;
+
+/// Text that has come in and is not used up.
+#[derive(Debug, Default)]
+pub(super) struct Scanner {
+    held: String,
+}
+
+/// What a search found.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Found {
+    /// The mark with this index in the list, and the text before it; both are used up.
+    Mark(usize, String),
+    /// No mark yet: text that is certainly none; the rest stays held.
+    Text(String),
+}
+
+impl Scanner {
+    pub(super) fn feed(&mut self, text: &str) {
+        self.held.push_str(text);
+    }
+
+    /// Searches for the first of `marks`.
+    pub(super) fn find(&mut self, marks: &[&str]) -> Found {
+        let first = marks
+            .iter()
+            .enumerate()
+            .filter_map(|(i, mark)| self.held.find(mark).map(|at| (at, i)))
+            .min();
+        if let Some((at, i)) = first {
+            let rest = self.held.split_off(at + marks[i].len());
+            let mut before = std::mem::replace(&mut self.held, rest);
+            before.truncate(at);
+            return Found::Mark(i, before);
+        }
+        let keep = marks
+            .iter()
+            .map(|mark| overlap(&self.held, mark))
+            .max()
+            .unwrap_or(0);
+        let kept = self.held.split_off(self.held.len() - keep);
+        Found::Text(std::mem::replace(&mut self.held, kept))
+    }
+
+    /// Drops white space at the front; gives the first character behind it.
+    pub(super) fn skip_space(&mut self) -> Option<char> {
+        let space = self.held.len() - self.held.trim_start().len();
+        self.held.drain(..space);
+        self.held.chars().next()
+    }
+
+    /// All that is held.
+    pub(super) fn held(&self) -> &str {
+        &self.held
+    }
+
+    /// Uses up `bytes` from the front.
+    pub(super) fn consume(&mut self, bytes: usize) {
+        self.held.drain(..bytes);
+    }
+
+    pub(super) fn take(&mut self) -> String {
+        std::mem::take(&mut self.held)
+    }
+}
+
+/// Content before calls: white space at its end belongs to the form of the calls, not to the answer, so it is
+/// held until something else follows.
+#[derive(Debug, Default)]
+pub(super) struct Content {
+    space: String,
+}
+
+impl Content {
+    /// Takes text; gives what is certainly part of the answer.
+    pub(super) fn push(&mut self, text: &str, out: &mut Vec<super::Piece>) {
+        let solid = text.trim_end();
+        if solid.is_empty() {
+            self.space.push_str(text);
+            return;
+        }
+        let mut whole = std::mem::take(&mut self.space);
+        whole.push_str(solid);
+        self.space.push_str(&text[solid.len()..]);
+        out.push(super::Piece::Content(whole));
+    }
+
+    /// A call begins: the space before it is dropped.
+    pub(super) fn before_call(&mut self) {
+        self.space.clear();
+    }
+
+    /// The answer ended: its space at the end is its own, unless calls came before.
+    pub(super) fn finish(&mut self, had_calls: bool, out: &mut Vec<super::Piece>) {
+        let space = std::mem::take(&mut self.space);
+        if !space.is_empty() && !had_calls {
+            out.push(super::Piece::Content(space));
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! The OpenAI wire format: requests are read member by member, so that a parameter is either understood,
+//! refused with the reason, or refused as unknown; never ignored in silence.
+//!
+//! Three kinds of parameters ask for nothing that changes the answer and are accepted without effect, because
+//! the official clients send them: `user`, `safety_identifier`, `metadata`, `prompt_cache_key` (Hearth's prefix
+//! cache finds equal prefixes by itself), `service_tier` as `auto` or `default`, and any parameter of the API
+//! whose value is its default (`store: false`, `modalities: ["text"]`, `suffix: null` …).
+
+mod chat;
+mod completion;
+mod fields;
+mod message;
+mod options;
+pub mod response;
+mod tool;
+
+pub use chat::{ChatRequest, ResponseFormat};
+pub use completion::{CompletionRequest, Prompt};
+pub use message::{Message, Role};
+pub use options::GenerationOptions;
+pub use tool::{Tool, ToolChoice};
+
+use serde_json::Value;
+
+use crate::error::ApiError;
+use fields::Fields;
+pub(crate) use fields::clip;
+
+/// Most choices that one request may ask for.
+pub const MAX_CHOICES: u32 = 128;
+/// Most stop strings.
+pub const MAX_STOPS: usize = 4;
+/// Most alternatives a token's logprobs may show.
+pub const MAX_TOP_LOGPROBS: u32 = 20;
+/// Most prompts of one completion request.
+pub const MAX_PROMPTS: usize = 128;
+
+/// Reads the body of `POST /v1/chat/completions`.
+///
+/// Errors: 400 with the position for text that is not UTF-8 or not JSON, else with the parameter at fault.
+pub fn parse_chat(body: &[u8]) -> Result<ChatRequest, ApiError> {
+    chat::read(Fields::new(parse_json(body)?, "")?)
+}
+
+/// Reads the body of `POST /v1/completions`.
+///
+/// Errors: 400 with the position for text that is not UTF-8 or not JSON, else with the parameter at fault.
+pub fn parse_completion(body: &[u8]) -> Result<CompletionRequest, ApiError> {
+    completion::read(Fields::new(parse_json(body)?, "")?)
+}
+
+fn parse_json(body: &[u8]) -> Result<Value, ApiError> {
+    let text = std::str::from_utf8(body).map_err(|error| {
+        let at = error.valid_up_to();
+        ApiError::invalid(format!(
+            "the request body is not UTF-8: byte {at} is 0x{:02x}. Send JSON encoded as UTF-8",
+            body.get(at).copied().unwrap_or_default()
+        ))
+        .with_code("invalid_utf8")
+    })?;
+    if text.trim().is_empty() {
+        return Err(
+            ApiError::invalid("the request body is empty: send a JSON object")
+                .with_code("invalid_json"),
+        );
+    }
+    serde_json::from_str(text).map_err(|error| {
+        // serde_json ends its own words with the position; it stands once, in front.
+        let words = error.to_string();
+        let words = words.split(" at line ").next().unwrap_or_default();
+        ApiError::invalid(format!(
+            "the request body is not JSON: line {}, column {}: {words}",
+            error.line(),
+            error.column()
+        ))
+        .with_code("invalid_json")
+    })
+}

@@ -28,9 +28,19 @@ pub enum ResidencyError {
         /// Which module.
         module: ModuleId,
     },
+    /// The system refused what the policy needs.
+    #[error("cannot {what}: {source}\n  {remedy}")]
+    System {
+        /// What was to be done.
+        what: String,
+        /// The system's answer.
+        source: std::io::Error,
+        /// What to do.
+        remedy: &'static str,
+    },
     /// The memory budget is smaller than what one step must hold.
     #[error(
-        "a budget of {budget_bytes} bytes holds no module larger than that, and {module} has {module_bytes}\n  raise the budget to at least {module_bytes} bytes"
+        "the weights' budget of {budget_bytes} bytes cannot hold {module} ({module_bytes} bytes)\n  raise the budget to at least {module_bytes} bytes"
     )]
     Budget {
         /// The largest module.

@@ -1,0 +1,310 @@
+//! Weights larger than memory: mapped pages come before use and go after it, by advice to the kernel.
+//!
+//! The method is prima.cpp's (section 3.1): the upcoming modules are marked WILLNEED while the current one computes, and the kernel reads
+//! them in the background. What is given back is unmapped and marked COLD; it stays in the page cache until memory is short, so
+//! memory pressure stays low (section 4.3) and what comes back soon costs no disk read.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, Sender};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+
+use bytes::Bytes;
+use hearth_formats::Checkpoint;
+use hearth_kernels::Backend;
+use hearth_model::{
+    Guard, ModuleId, ModuleSpec, Release, Residency, ResidencyError, ResidencyStats,
+};
+
+use crate::pages::{self, Releasable};
+use crate::store::Store;
+use crate::window::{Action, Index, Kind, Window};
+
+/// What the policy does, in the order in which it happens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PrefetchEvent {
+    /// A guard was handed out.
+    Acquired(ModuleId),
+    /// A guard was dropped.
+    Dropped(ModuleId),
+    /// The kernel is asked for a module's pages.
+    Prefetched(ModuleId),
+    /// A module's pages are given back.
+    Released(ModuleId),
+}
+
+/// Hears of every event, under the policy's lock: it must not call the policy.
+pub type Listener = Box<dyn Fn(PrefetchEvent) + Send + Sync>;
+
+/// All modules of a mapped checkpoint within a budget of resident bytes.
+///
+/// The budget bounds the pages that this process maps and asks for; modules that are held at the same time may exceed it together. The
+/// embedding does not count, since a token reads one row of it. A checkpoint in memory is never given back.
+pub struct MmapPrefetch<B: Backend> {
+    store: Store<B>,
+    index: HashMap<ModuleId, Index>,
+    shared: Arc<Shared>,
+    reader: Option<JoinHandle<()>>,
+}
+
+/// What guards need when they are dropped.
+struct Shared {
+    ids: Vec<ModuleId>,
+    index: HashMap<ModuleId, Index>,
+    /// Of each module.
+    pages: Vec<Vec<Releasable>>,
+    state: Mutex<State>,
+    listener: Option<Listener>,
+    prefetched_bytes: AtomicU64,
+    released_bytes: AtomicU64,
+}
+
+struct State {
+    window: Window,
+    /// To the thread that asks the kernel; none once the policy is closed.
+    requests: Option<Sender<Vec<Bytes>>>,
+}
+
+impl<B: Backend> MmapPrefetch<B> {
+    /// Makes all modules usable without reading them. At most `budget_bytes` stay resident, and while a module runs,
+    /// the next `lookahead` modules that run for every token are asked for.
+    ///
+    /// # Errors
+    /// [`ResidencyError::Format`], [`ResidencyError::Kernel`]; [`ResidencyError::Budget`] when a module is larger than the budget;
+    /// [`ResidencyError::System`] when the process cannot see its own mappings or start a thread.
+    pub fn open(
+        checkpoint: &Checkpoint,
+        modules: Vec<ModuleSpec>,
+        backend: Arc<B>,
+        budget_bytes: u64,
+        lookahead: usize,
+    ) -> Result<Self, ResidencyError> {
+        Self::open_with_listener(checkpoint, modules, backend, budget_bytes, lookahead, None)
+    }
+
+    /// As [`MmapPrefetch::open`], with a listener to what happens.
+    ///
+    /// # Errors
+    /// As [`MmapPrefetch::open`].
+    pub fn open_with_listener(
+        checkpoint: &Checkpoint,
+        modules: Vec<ModuleSpec>,
+        backend: Arc<B>,
+        budget_bytes: u64,
+        lookahead: usize,
+        listener: Option<Listener>,
+    ) -> Result<Self, ResidencyError> {
+        let sizes: Vec<(Kind, u64)> = modules
+            .iter()
+            .map(|spec| (kind(spec.id), spec.stored_bytes(checkpoint)))
+            .collect();
+        check_budget(&modules, &sizes, budget_bytes)?;
+        let store = Store::open(checkpoint, &modules, &*backend, |_| {})?;
+        let pages = releasable_pages(checkpoint, &modules)?;
+        // Reading the norms has mapped what lay around them, up to megabytes each where the page cache uses large folios.
+        pages.iter().flatten().for_each(|stretch| {
+            pages::give_back(stretch);
+        });
+        let (requests, inbox) = mpsc::channel::<Vec<Bytes>>();
+        // Advice on a large stretch waits for the disk's queue; the thread that computes must not.
+        let reader = thread::Builder::new()
+            .name("hearth-prefetch".into())
+            .spawn(move || {
+                inbox
+                    .iter()
+                    .flatten()
+                    .for_each(|bytes| pages::will_need(&bytes))
+            })
+            .map_err(|e| {
+                system(
+                    "start the prefetch thread",
+                    e,
+                    "raise the limit on threads.",
+                )
+            })?;
+        let ids: Vec<ModuleId> = modules.iter().map(|spec| spec.id).collect();
+        let index: HashMap<ModuleId, Index> = ids.iter().copied().zip(0..).collect();
+        let shared = Shared {
+            ids,
+            index: index.clone(),
+            pages,
+            state: Mutex::new(State {
+                window: Window::new(&sizes, budget_bytes, lookahead),
+                requests: Some(requests),
+            }),
+            listener,
+            prefetched_bytes: AtomicU64::new(0),
+            released_bytes: AtomicU64::new(0),
+        };
+        Ok(Self {
+            store,
+            index,
+            shared: Arc::new(shared),
+            reader: Some(reader),
+        })
+    }
+
+    fn indices(&self, ids: &[ModuleId]) -> Vec<Index> {
+        ids.iter()
+            .filter_map(|id| self.index.get(id).copied())
+            .collect()
+    }
+}
+
+impl<B: Backend> Residency<B> for MmapPrefetch<B> {
+    fn acquire(&self, id: ModuleId) -> Result<Guard<B>, ResidencyError> {
+        let weights = self.store.acquire(id)?;
+        if let Some(&index) = self.index.get(&id) {
+            let mut state = self.shared.lock();
+            self.shared.tell(PrefetchEvent::Acquired(id));
+            let actions = state.window.acquire(index);
+            self.shared.carry_out(&state, &actions);
+        }
+        let release: Arc<dyn Release> = self.shared.clone();
+        Ok(Guard::new(weights, Some(release)))
+    }
+
+    fn announce(&self, upcoming: &[ModuleId]) {
+        let mut state = self.shared.lock();
+        let actions = state.window.announce(&self.indices(upcoming));
+        self.shared.carry_out(&state, &actions);
+    }
+
+    fn group(&self, upcoming: &[ModuleId]) -> usize {
+        self.shared.lock().window.group(&self.indices(upcoming))
+    }
+
+    fn stats(&self) -> ResidencyStats {
+        ResidencyStats {
+            resident_bytes: self.shared.lock().window.resident_bytes(),
+            prefetched_bytes: self.shared.prefetched_bytes.load(Ordering::Relaxed),
+            released_bytes: self.shared.released_bytes.load(Ordering::Relaxed),
+            ..self.store.stats()
+        }
+    }
+}
+
+impl<B: Backend> Drop for MmapPrefetch<B> {
+    fn drop(&mut self) {
+        self.shared.lock().requests = None;
+        if let Some(reader) = self.reader.take() {
+            // It holds nothing and only advises; a panic there left nothing to clean up.
+            let _ = reader.join();
+        }
+    }
+}
+
+impl Release for Shared {
+    fn released(&self, id: ModuleId) {
+        let Some(&index) = self.index.get(&id) else {
+            return;
+        };
+        let mut state = self.lock();
+        self.tell(PrefetchEvent::Dropped(id));
+        let actions = state.window.release(index);
+        self.carry_out(&state, &actions);
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // The window is consistent after each call on it, and a listener that panicked did not touch it.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn tell(&self, event: PrefetchEvent) {
+        if let Some(listener) = &self.listener {
+            listener(event);
+        }
+    }
+
+    fn carry_out(&self, state: &State, actions: &[Action]) {
+        for action in actions {
+            match *action {
+                Action::Prefetch(index) => {
+                    self.tell(PrefetchEvent::Prefetched(self.ids[index]));
+                    let wanted: Vec<Bytes> = self.pages[index]
+                        .iter()
+                        .map(|p| p.bytes().clone())
+                        .collect();
+                    let size = wanted.iter().map(|b| b.len() as u64).sum();
+                    self.prefetched_bytes.fetch_add(size, Ordering::Relaxed);
+                    if let Some(requests) = &state.requests {
+                        // Without the thread a page comes in when it is first read.
+                        let _ = requests.send(wanted);
+                    }
+                }
+                Action::Release(index) => {
+                    self.tell(PrefetchEvent::Released(self.ids[index]));
+                    let given: u64 = self.pages[index].iter().map(pages::give_back).sum();
+                    self.released_bytes.fetch_add(given, Ordering::Relaxed);
+                }
+            }
+        }
+    }
+}
+
+/// The pages of each module that may be given back. A tied embedding is the head's to give.
+fn releasable_pages(
+    checkpoint: &Checkpoint,
+    modules: &[ModuleSpec],
+) -> Result<Vec<Vec<Releasable>>, ResidencyError> {
+    let mappings = pages::read_only_file_mappings()
+        .map_err(|e| system("read /proc/self/maps", e, "mount /proc in the container."))?;
+    let of_head: Vec<&str> = modules
+        .iter()
+        .filter(|spec| spec.id == ModuleId::Head)
+        .flat_map(|spec| spec.tensors.iter().map(|t| t.name.as_str()))
+        .collect();
+    let is_tied = |spec: &ModuleSpec| {
+        let mut names = spec.tensors.iter().map(|t| t.name.as_str());
+        spec.id == ModuleId::Embedding && names.any(|name| of_head.contains(&name))
+    };
+    let of_module = |spec: &ModuleSpec| match is_tied(spec) {
+        true => Vec::new(),
+        false => Releasable::among(pages::stretches(spec, checkpoint), &mappings),
+    };
+    Ok(modules.iter().map(of_module).collect())
+}
+
+fn kind(id: ModuleId) -> Kind {
+    match id {
+        ModuleId::Embedding => Kind::Sparse,
+        ModuleId::Expert(layer, _) => Kind::Expert { layer },
+        ModuleId::Attention(_)
+        | ModuleId::DenseFfn(_)
+        | ModuleId::Router(_)
+        | ModuleId::SharedExpert(_)
+        | ModuleId::Head => Kind::Always,
+    }
+}
+
+fn check_budget(
+    modules: &[ModuleSpec],
+    sizes: &[(Kind, u64)],
+    budget_bytes: u64,
+) -> Result<(), ResidencyError> {
+    let counted = modules
+        .iter()
+        .zip(sizes)
+        .filter(|(_, (kind, _))| *kind != Kind::Sparse);
+    match counted.max_by_key(|(_, (_, bytes))| *bytes) {
+        Some((spec, (_, module_bytes))) if *module_bytes > budget_bytes => {
+            Err(ResidencyError::Budget {
+                module: spec.id,
+                module_bytes: *module_bytes,
+                budget_bytes,
+            })
+        }
+        _ => Ok(()),
+    }
+}
+
+fn system(what: &str, source: std::io::Error, remedy: &'static str) -> ResidencyError {
+    ResidencyError::System {
+        what: what.into(),
+        source,
+        remedy,
+    }
+}

@@ -1,0 +1,201 @@
+//! Pages of mapped weights: asking for them, touching them, giving them back.
+
+use std::fs;
+use std::io;
+use std::ops::Range;
+
+use bytes::Bytes;
+use hearth_formats::Checkpoint;
+use hearth_model::ModuleSpec;
+use rustix::mm::{Advice, madvise};
+
+/// The stretches of mapped files that a module occupies; neighbours are joined. Empty for a checkpoint in memory.
+pub(crate) fn stretches(spec: &ModuleSpec, checkpoint: &Checkpoint) -> Vec<Bytes> {
+    let mut ranges: Vec<(usize, Range<usize>)> = spec
+        .tensors
+        .iter()
+        .flat_map(|tensor| [tensor.name.clone(), format!("{}_scale_inv", tensor.name)])
+        .filter_map(|name| {
+            checkpoint
+                .tensor_info(&name)
+                .map(|i| (i.file, i.offset, i.size_bytes))
+        })
+        .map(|(file, offset, size)| (file, offset as usize..(offset + size) as usize))
+        .collect();
+    ranges.sort_by_key(|(file, range)| (*file, range.start));
+    let mut joined: Vec<(usize, Range<usize>)> = Vec::new();
+    for (file, range) in ranges {
+        match joined.last_mut() {
+            Some((last, before)) if *last == file && before.end == range.start => {
+                before.end = range.end;
+            }
+            _ => joined.push((file, range)),
+        }
+    }
+    joined
+        .into_iter()
+        .map(|(file, range)| (&checkpoint.files()[file], range))
+        .filter(|(file, _)| !file.path.as_os_str().is_empty())
+        .map(|(file, range)| file.data.slice(range))
+        .collect()
+}
+
+/// Asks the kernel to read pages in the background.
+pub(crate) fn will_need(bytes: &Bytes) {
+    // Advice that the kernel does not take costs a page fault later, nothing else.
+    let _ = advise(covering(bytes), Advice::WillNeed);
+}
+
+/// Reads pages in and maps them, so that the first use does not wait for them.
+///
+/// # Errors
+/// When the file cannot be read (it was cut off after it was opened, or the disk fails).
+pub(crate) fn populate(bytes: &Bytes) -> io::Result<()> {
+    match advise(covering(bytes), Advice::LinuxPopulateRead) {
+        // Before Linux 5.14.
+        Err(rustix::io::Errno::INVAL) => {
+            let step = rustix::param::page_size();
+            let sum = (0..bytes.len())
+                .step_by(step)
+                .fold(0u8, |sum, at| sum ^ bytes[at]);
+            std::hint::black_box(sum);
+            Ok(())
+        }
+        other => Ok(other?),
+    }
+}
+
+/// Unmaps whole pages and marks them as the first to reclaim; returns their bytes. They stay in the page cache until someone
+/// needs the memory, so a module that comes back soon costs no disk read.
+pub(crate) fn give_back(released: &Releasable) -> u64 {
+    let range = within(&released.0);
+    if range.is_empty() {
+        return 0;
+    }
+    // Before Linux 5.4 there is no COLD; unmapping alone then leaves the pages in their place in the kernel's list.
+    let _ = advise(range.clone(), Advice::LinuxCold);
+    match advise(range.clone(), Advice::LinuxDontNeed) {
+        Ok(()) => range.len() as u64,
+        Err(_) => 0,
+    }
+}
+
+/// Bytes of a read-only mapping of a file: giving their pages back loses nothing.
+pub(crate) struct Releasable(Bytes);
+
+impl Releasable {
+    /// Those stretches that lie in read-only file mappings of this process, by `/proc/self/maps`.
+    ///
+    /// # Errors
+    /// When that file cannot be read.
+    pub(crate) fn among(stretches: Vec<Bytes>, mappings: &[Range<usize>]) -> Vec<Self> {
+        let inside = |bytes: &Bytes| {
+            let range = addresses(bytes);
+            mappings
+                .iter()
+                .any(|m| m.start <= range.start && range.end <= m.end)
+        };
+        stretches.into_iter().filter(inside).map(Self).collect()
+    }
+
+    pub(crate) fn bytes(&self) -> &Bytes {
+        &self.0
+    }
+}
+
+/// Address ranges of this process's read-only file mappings.
+///
+/// # Errors
+/// When `/proc/self/maps` cannot be read.
+pub(crate) fn read_only_file_mappings() -> io::Result<Vec<Range<usize>>> {
+    Ok(fs::read_to_string("/proc/self/maps")?
+        .lines()
+        .filter_map(read_only_file)
+        .collect())
+}
+
+/// `7f00-7f10 r--p 00000000 fe:00 1234 /path`: the range, if the mapping is of a file and not writable.
+fn read_only_file(line: &str) -> Option<Range<usize>> {
+    let mut fields = line.split_ascii_whitespace();
+    let (start, end) = fields.next()?.split_once('-')?;
+    let (permissions, inode) = (fields.next()?, fields.nth(2)?);
+    if inode == "0" || permissions.contains('w') {
+        return None;
+    }
+    let address = |hex| usize::from_str_radix(hex, 16).ok();
+    Some(address(start)?..address(end)?)
+}
+
+fn addresses(bytes: &Bytes) -> Range<usize> {
+    let start = bytes.as_ptr() as usize;
+    start..start + bytes.len()
+}
+
+/// The pages that hold any of the bytes.
+fn covering(bytes: &Bytes) -> Range<usize> {
+    let (range, page) = (addresses(bytes), rustix::param::page_size());
+    range.start / page * page..range.end.next_multiple_of(page)
+}
+
+/// The pages that hold nothing else.
+fn within(bytes: &Bytes) -> Range<usize> {
+    let (range, page) = (addresses(bytes), rustix::param::page_size());
+    let start = range.start.next_multiple_of(page);
+    start..(range.end / page * page).max(start)
+}
+
+fn advise(range: Range<usize>, advice: Advice) -> rustix::io::Result<()> {
+    if range.is_empty() {
+        return Ok(());
+    }
+    // SAFETY: WILLNEED, COLD and POPULATE_READ change no content. DONTNEED comes from `give_back` alone, for pages that lie
+    // wholly within a `Releasable`: a read-only mapping of a file, which its `Bytes` keeps alive. The next read of such a page
+    // brings the same file content back, so no reference into it sees a change.
+    unsafe { madvise(range.start as *mut _, range.len(), advice) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_read_only_mappings_of_files_may_be_given_back() {
+        let file = "7f12a000-7f12c000 r--p 00001000 fe:00 1234       /models/a b.safetensors";
+        assert_eq!(read_only_file(file), Some(0x7f12_a000..0x7f12_c000));
+        let executable = "55d0-55e0 r-xp 00000000 fe:00 99 /bin/x";
+        assert_eq!(read_only_file(executable), Some(0x55d0..0x55e0));
+        let others = [
+            "7f12a000-7f12c000 rw-p 00001000 fe:00 1234 /models/a.safetensors",
+            "7f12a000-7f12c000 r--p 00000000 00:00 0",
+            "7f12a000-7f12c000 rw-p 00000000 00:00 0 [heap]",
+            "",
+            "garbage",
+        ];
+        for line in others {
+            assert_eq!(read_only_file(line), None, "{line}");
+        }
+    }
+
+    #[test]
+    fn memory_of_our_own_is_never_given_back() {
+        let page = rustix::param::page_size();
+        let owned = Bytes::from(vec![7u8; 16 * page]);
+        let mappings = read_only_file_mappings().unwrap();
+        assert!(!mappings.is_empty());
+        assert!(Releasable::among(vec![owned], &mappings).is_empty());
+    }
+
+    #[test]
+    fn pages_shared_with_a_neighbour_are_asked_for_but_not_given_back() {
+        let page = rustix::param::page_size();
+        let owned = Bytes::from(vec![0u8; 8 * page]);
+        let first_page = (owned.as_ptr() as usize).next_multiple_of(page) - owned.as_ptr() as usize;
+        let start = first_page + page / 2;
+        let stretch = owned.slice(start..start + 3 * page);
+        assert_eq!(covering(&stretch).len(), 4 * page);
+        assert_eq!(within(&stretch).len(), 2 * page);
+        let small = owned.slice(start..start + page / 4);
+        assert_eq!(covering(&small).len(), page);
+        assert!(within(&small).is_empty());
+    }
+}

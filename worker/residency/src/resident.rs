@@ -1,0 +1,151 @@
+//! Every module stays where it is used, from the start.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
+use std::thread;
+
+use bytes::Bytes;
+use hearth_formats::Checkpoint;
+use hearth_kernels::Backend;
+use hearth_model::{Guard, ModuleId, ModuleSpec, Residency, ResidencyError, ResidencyStats};
+
+use crate::pages;
+use crate::store::Store;
+
+/// All modules, made usable at the start and never given back.
+pub struct Resident<B: Backend> {
+    store: Store<B>,
+}
+
+/// How the modules are brought in.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ResidentOptions {
+    /// Threads that read the mapped pages in before [`Resident::open_with`] returns; 0: each comes in when it is first used.
+    pub touch_threads: usize,
+}
+
+/// How far loading is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoadProgress {
+    /// Modules that are usable.
+    pub modules_done: usize,
+    /// All modules.
+    pub modules: usize,
+    /// Bytes that are in memory, or usable where pages are not touched.
+    pub bytes_done: u64,
+    /// All bytes.
+    pub bytes: u64,
+}
+
+/// Bytes that a thread reads in before it reports.
+const TOUCH_BYTES: usize = 16 << 20;
+
+impl<B: Backend> Resident<B> {
+    /// Makes all modules usable. Mapped pages come in when they are first used.
+    ///
+    /// # Errors
+    /// [`ResidencyError::Format`], [`ResidencyError::Kernel`].
+    pub fn open(
+        checkpoint: &Checkpoint,
+        modules: Vec<ModuleSpec>,
+        backend: Arc<B>,
+    ) -> Result<Self, ResidencyError> {
+        let options = ResidentOptions::default();
+        Self::open_with(checkpoint, modules, backend, options, &mut |_| {})
+    }
+
+    /// Makes all modules usable, with their pages in memory if asked, and tells `progress` after each module and each
+    /// 16 MiB of pages.
+    ///
+    /// # Errors
+    /// As [`Resident::open`]; [`ResidencyError::System`] when a page cannot be read.
+    pub fn open_with(
+        checkpoint: &Checkpoint,
+        modules: Vec<ModuleSpec>,
+        backend: Arc<B>,
+        options: ResidentOptions,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Self, ResidencyError> {
+        let bytes = modules.iter().map(|m| m.stored_bytes(checkpoint)).sum();
+        let mut state = LoadProgress {
+            modules_done: 0,
+            modules: modules.len(),
+            bytes_done: 0,
+            bytes,
+        };
+        let touch = options.touch_threads > 0;
+        let store = Store::open(checkpoint, &modules, &*backend, |module_bytes| {
+            state.modules_done += 1;
+            state.bytes_done += if touch { 0 } else { module_bytes };
+            progress(state);
+        })?;
+        if touch {
+            let pieces = pieces(checkpoint, &modules);
+            touch_all(&pieces, options.touch_threads, |bytes| {
+                state.bytes_done = (state.bytes_done + bytes).min(state.bytes);
+                progress(state);
+            })?;
+        }
+        Ok(Self { store })
+    }
+}
+
+impl<B: Backend> Residency<B> for Resident<B> {
+    fn acquire(&self, id: ModuleId) -> Result<Guard<B>, ResidencyError> {
+        Ok(Guard::new(self.store.acquire(id)?, None))
+    }
+
+    fn stats(&self) -> ResidencyStats {
+        ResidencyStats {
+            resident_bytes: self.store.total_bytes(),
+            ..self.store.stats()
+        }
+    }
+}
+
+/// All mapped stretches, cut into pieces of 16 MiB.
+fn pieces(checkpoint: &Checkpoint, modules: &[ModuleSpec]) -> Vec<Bytes> {
+    let stretches = modules
+        .iter()
+        .flat_map(|spec| pages::stretches(spec, checkpoint));
+    let cut = |stretch: Bytes| {
+        let starts = (0..stretch.len()).step_by(TOUCH_BYTES);
+        let piece = |from: usize| stretch.slice(from..(from + TOUCH_BYTES).min(stretch.len()));
+        starts.map(piece).collect::<Vec<_>>()
+    };
+    stretches.flat_map(cut).collect()
+}
+
+/// Reads all pieces in on several threads; `done` is called here with the bytes of each.
+fn touch_all(
+    pieces: &[Bytes],
+    threads: usize,
+    mut done: impl FnMut(u64),
+) -> Result<(), ResidencyError> {
+    let next = AtomicUsize::new(0);
+    let (sender, results) = mpsc::channel::<io::Result<u64>>();
+    thread::scope(|scope| {
+        for _ in 0..threads.min(pieces.len()) {
+            let (sender, next) = (sender.clone(), &next);
+            scope.spawn(move || {
+                while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let result = pages::populate(piece).map(|()| piece.len() as u64);
+                    if sender.send(result).is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+        drop(sender);
+        for result in results {
+            done(result.map_err(|source| ResidencyError::System {
+                what: "read the weights into memory".into(),
+                source,
+                remedy: "the file was changed or the disk fails; download the model again.",
+            })?);
+        }
+        Ok(())
+    })
+}

@@ -1,0 +1,86 @@
+//! Modules made usable once, and the counters that every policy keeps.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use hearth_formats::Checkpoint;
+use hearth_kernels::Backend;
+use hearth_model::{ModuleId, ModuleSpec, ModuleWeights, ResidencyError, ResidencyStats};
+
+/// The modules of a worker by their id.
+pub(crate) struct Store<B: Backend> {
+    modules: HashMap<ModuleId, Arc<ModuleWeights<B>>>,
+    total_bytes: u64,
+    acquired: AtomicU64,
+    read_bytes: AtomicU64,
+}
+
+impl<B: Backend> Store<B> {
+    /// Makes all modules usable; `loaded` is called after each with its bytes.
+    pub(crate) fn open(
+        checkpoint: &Checkpoint,
+        specs: &[ModuleSpec],
+        backend: &B,
+        mut loaded: impl FnMut(u64),
+    ) -> Result<Self, ResidencyError> {
+        note_unused(checkpoint, specs);
+        let mut modules = HashMap::with_capacity(specs.len());
+        let mut total_bytes = 0;
+        for spec in specs {
+            let weights = ModuleWeights::load(spec, checkpoint, backend)?;
+            total_bytes += weights.bytes();
+            loaded(weights.bytes());
+            modules.insert(spec.id, Arc::new(weights));
+        }
+        Ok(Self {
+            modules,
+            total_bytes,
+            acquired: AtomicU64::new(0),
+            read_bytes: AtomicU64::new(0),
+        })
+    }
+
+    /// A module's weights, counted as acquired and read.
+    pub(crate) fn acquire(&self, id: ModuleId) -> Result<Arc<ModuleWeights<B>>, ResidencyError> {
+        let weights = self.modules.get(&id);
+        let weights = weights.ok_or(ResidencyError::Unknown { module: id })?;
+        self.acquired.fetch_add(1, Ordering::Relaxed);
+        // A token reads one row of the embedding.
+        if id != ModuleId::Embedding {
+            self.read_bytes
+                .fetch_add(weights.bytes(), Ordering::Relaxed);
+        }
+        Ok(weights.clone())
+    }
+
+    pub(crate) fn total_bytes(&self) -> u64 {
+        self.total_bytes
+    }
+
+    /// The counters that do not depend on the policy.
+    pub(crate) fn stats(&self) -> ResidencyStats {
+        ResidencyStats {
+            total_bytes: self.total_bytes,
+            acquired: self.acquired.load(Ordering::Relaxed),
+            read_bytes: self.read_bytes.load(Ordering::Relaxed),
+            ..ResidencyStats::default()
+        }
+    }
+}
+
+/// Says in the log that a checkpoint holds more than the model needs: layers that predict further tokens, or another model's.
+fn note_unused(checkpoint: &Checkpoint, specs: &[ModuleSpec]) {
+    let tensors = specs.iter().flat_map(|spec| &spec.tensors);
+    let used: HashSet<&str> = tensors.map(|tensor| tensor.name.as_str()).collect();
+    let is_unused = |name: &&str| !used.contains(name.strip_suffix("_scale_inv").unwrap_or(name));
+    let mut unused = checkpoint.names().filter(is_unused);
+    if let Some(first) = unused.next() {
+        let count = 1 + unused.count();
+        tracing::info!(
+            count,
+            first,
+            "the checkpoint holds tensors that this worker does not use"
+        );
+    }
+}

@@ -1,0 +1,438 @@
+//! Which modules to ask for and which to give back, as a pure state machine.
+//!
+//! Modules run in a cycle: embedding, layers, head, and again for the next token. The policy follows prima.cpp (section 3.1): when a
+//! module runs, those that come next are asked for. What prima.cpp calls the prefetch–release effect (appendix A.1: what is
+//! prefetched last overwrites what was prefetched first, and all is loaded twice) cannot happen: nothing is asked for ahead of
+//! its use if that would give back something that is needed sooner.
+//!
+//! Over a cycle, the module that has just run is the one that is needed last, so that one goes first; least recently used would be the worst
+//! choice. Routed experts are asked for when the router has chosen them; within a layer those that were chosen least go first.
+
+use std::cmp::Reverse;
+
+/// Index of a module in the order of execution.
+pub(crate) type Index = usize;
+
+/// What the policy does to a module's pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Action {
+    /// Ask for its pages.
+    Prefetch(Index),
+    /// Give its pages back.
+    Release(Index),
+}
+
+/// What a module is to the policy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Runs for every token.
+    Always,
+    /// Runs when chosen; the layer it belongs to.
+    Expert {
+        /// Layer.
+        layer: u32,
+    },
+    /// Of which a token reads next to nothing: neither asked for nor counted, and given back after each use (the embedding).
+    Sparse,
+}
+
+#[derive(Clone, Debug)]
+struct Entry {
+    kind: Kind,
+    bytes: u64,
+    resident: bool,
+    /// Guards.
+    held: usize,
+    /// The router chose it and it has yet to run.
+    announced: bool,
+    uses: u64,
+    /// Where its next use is reckoned from: its own index, or that of its layer's first expert.
+    place: Index,
+}
+
+/// The state of all modules.
+#[derive(Debug)]
+pub(crate) struct Window {
+    entries: Vec<Entry>,
+    /// Modules that run for every token, in order.
+    always: Vec<Index>,
+    budget_bytes: u64,
+    lookahead: usize,
+    resident_bytes: u64,
+    held_bytes: u64,
+    /// The module that ran last.
+    current: Index,
+    /// Layer whose router has chosen: its other experts are a whole cycle away.
+    decided_layer: Option<u32>,
+}
+
+impl Window {
+    pub(crate) fn new(modules: &[(Kind, u64)], budget_bytes: u64, lookahead: usize) -> Self {
+        let mut entries: Vec<Entry> = Vec::with_capacity(modules.len());
+        for (index, &(kind, bytes)) in modules.iter().enumerate() {
+            let place = match entries.last() {
+                Some(before) if before.kind == kind && kind != Kind::Always => before.place,
+                _ => index,
+            };
+            entries.push(Entry {
+                kind,
+                bytes: if kind == Kind::Sparse { 0 } else { bytes },
+                resident: false,
+                held: 0,
+                announced: false,
+                uses: 0,
+                place,
+            });
+        }
+        let is_always = |index: &Index| entries[*index].kind == Kind::Always;
+        Self {
+            always: (0..entries.len()).filter(is_always).collect(),
+            entries,
+            budget_bytes,
+            lookahead,
+            resident_bytes: 0,
+            held_bytes: 0,
+            current: 0,
+            decided_layer: None,
+        }
+    }
+
+    /// Bytes of the modules that were asked for and not given back.
+    pub(crate) fn resident_bytes(&self) -> u64 {
+        self.resident_bytes
+    }
+
+    /// A guard is handed out.
+    pub(crate) fn acquire(&mut self, index: Index) -> Vec<Action> {
+        let mut actions = Vec::new();
+        if self.entries[index].held == 0 {
+            self.held_bytes += self.entries[index].bytes;
+        }
+        let entry = &mut self.entries[index];
+        entry.held += 1;
+        entry.uses += 1;
+        if entry.kind == Kind::Sparse {
+            self.current = index;
+            return actions;
+        }
+        if entry.kind == Kind::Always {
+            self.current = index;
+        }
+        if !entry.resident {
+            self.make_room(self.entries[index].bytes, 0, &mut actions);
+            self.bring(index, &mut actions);
+        }
+        self.look_ahead(&mut actions);
+        actions
+    }
+
+    /// A guard is dropped.
+    pub(crate) fn release(&mut self, index: Index) -> Vec<Action> {
+        let entry = &mut self.entries[index];
+        entry.held -= 1;
+        if entry.held == 0 {
+            entry.announced = false;
+            self.held_bytes -= entry.bytes;
+        }
+        let mut actions = Vec::new();
+        if entry.kind == Kind::Sparse && entry.held == 0 {
+            actions.push(Action::Release(index));
+        }
+        self.make_room(0, 0, &mut actions);
+        actions
+    }
+
+    /// A router has chosen these experts.
+    pub(crate) fn announce(&mut self, chosen: &[Index]) -> Vec<Action> {
+        let mut actions = Vec::new();
+        for &index in chosen {
+            self.entries[index].announced = true;
+            if let Kind::Expert { layer } = self.entries[index].kind {
+                self.decided_layer = Some(layer);
+            }
+        }
+        for &index in chosen {
+            if self.entries[index].resident {
+                continue;
+            }
+            if !self.make_room(self.entries[index].bytes, 1, &mut actions) {
+                break;
+            }
+            self.bring(index, &mut actions);
+        }
+        actions
+    }
+
+    /// How many of these modules, from the first, fit the budget at once; at least 1.
+    pub(crate) fn group(&self, upcoming: &[Index]) -> usize {
+        let mut free = self.budget_bytes.saturating_sub(self.held_bytes);
+        let fits = |index: &&Index| {
+            let left = free.checked_sub(self.entries[**index].bytes);
+            free = left.unwrap_or(0);
+            left.is_some()
+        };
+        upcoming.iter().take_while(fits).count().max(1)
+    }
+
+    /// Asks for the next modules that run for every token, as far as they displace nothing that is needed sooner.
+    fn look_ahead(&mut self, actions: &mut Vec<Action>) {
+        let after = self.always.partition_point(|&index| index <= self.current);
+        let count = self.lookahead.min(self.always.len());
+        for step in 0..count {
+            let next = self.always[(after + step) % self.always.len()];
+            if self.entries[next].resident {
+                continue;
+            }
+            if !self.make_room(self.entries[next].bytes, self.distance(next), actions) {
+                return;
+            }
+            self.bring(next, actions);
+        }
+    }
+
+    fn bring(&mut self, index: Index, actions: &mut Vec<Action>) {
+        self.entries[index].resident = true;
+        self.resident_bytes += self.entries[index].bytes;
+        actions.push(Action::Prefetch(index));
+    }
+
+    /// Gives back modules that are needed later than `distance` until `bytes` more fit. Where they cannot be made to fit,
+    /// a module that is needed at once (distance 0) exceeds the budget, and nothing is given back for any other.
+    fn make_room(&mut self, bytes: u64, distance: usize, actions: &mut Vec<Action>) -> bool {
+        let mut left = self.resident_bytes;
+        let mut victims = Vec::new();
+        while left + bytes > self.budget_bytes {
+            let Some(victim) = self.needed_last(distance, &victims) else {
+                break;
+            };
+            left -= self.entries[victim].bytes;
+            victims.push(victim);
+        }
+        let fits = left + bytes <= self.budget_bytes;
+        if !fits && distance > 0 {
+            return false;
+        }
+        for &victim in &victims {
+            self.entries[victim].resident = false;
+            actions.push(Action::Release(victim));
+        }
+        self.resident_bytes = left;
+        fits
+    }
+
+    /// The resident module that nobody holds, is needed latest but later than `distance`, and is not among `taken`.
+    fn needed_last(&self, distance: usize, taken: &[Index]) -> Option<Index> {
+        let free = |&i: &Index| {
+            let entry = &self.entries[i];
+            entry.resident && entry.held == 0 && entry.bytes > 0
+        };
+        (0..self.entries.len())
+            .filter(free)
+            .filter(|i| self.distance(*i) > distance && !taken.contains(i))
+            .max_by_key(|&i| (self.distance(i), Reverse(self.entries[i].uses), i))
+    }
+
+    /// Steps until a module's next use: 1 for what is chosen, more than a cycle for experts that the router has passed over.
+    fn distance(&self, index: Index) -> usize {
+        let entry = &self.entries[index];
+        if entry.announced {
+            return 1;
+        }
+        let cycle = self.entries.len();
+        let ahead = (entry.place + cycle - self.current - 1) % cycle + 1;
+        match entry.kind {
+            Kind::Expert { layer } if self.decided_layer == Some(layer) => ahead + cycle,
+            _ => ahead,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use Action::{Prefetch, Release};
+
+    /// Embedding, six layers of 10 bytes, head.
+    fn dense(budget_bytes: u64, lookahead: usize) -> Window {
+        let mut modules = vec![(Kind::Sparse, 1000)];
+        modules.extend([(Kind::Always, 10); 6]);
+        modules.push((Kind::Always, 10));
+        Window::new(&modules, budget_bytes, lookahead)
+    }
+
+    fn run(window: &mut Window, index: Index) -> Vec<Action> {
+        let mut actions = window.acquire(index);
+        actions.extend(window.release(index));
+        actions
+    }
+
+    #[test]
+    fn what_comes_next_is_asked_for_once() {
+        let mut window = dense(1000, 2);
+        assert_eq!(
+            run(&mut window, 0),
+            vec![Release(0)],
+            "little of the embedding is read"
+        );
+        assert_eq!(
+            run(&mut window, 1),
+            vec![Prefetch(1), Prefetch(2), Prefetch(3)]
+        );
+        assert_eq!(run(&mut window, 2), vec![Prefetch(4)]);
+        for index in 3..=7 {
+            run(&mut window, index);
+        }
+        // The window reaches into the next token.
+        assert_eq!(window.resident_bytes(), 70);
+        assert!((1..=7).all(|index| run(&mut window, index).is_empty()));
+    }
+
+    #[test]
+    fn what_is_needed_last_goes_first_and_nothing_is_displaced_that_comes_sooner() {
+        let mut window = dense(30, 2);
+        assert_eq!(
+            run(&mut window, 1),
+            vec![Prefetch(1), Prefetch(2), Prefetch(3)]
+        );
+        // 1 has just run: it is needed last.
+        assert_eq!(run(&mut window, 2), vec![Release(1), Prefetch(4)]);
+        assert_eq!(run(&mut window, 3), vec![Release(2), Prefetch(5)]);
+        // A window wider than the budget stops at what it would displace (prima.cpp, appendix A.1).
+        let mut wide = dense(30, 6);
+        assert_eq!(
+            run(&mut wide, 1),
+            vec![Prefetch(1), Prefetch(2), Prefetch(3)]
+        );
+        assert_eq!(run(&mut wide, 2), vec![Release(1), Prefetch(4)]);
+    }
+
+    #[test]
+    fn each_module_is_asked_for_once_a_cycle() {
+        for (budget, lookahead) in [(20, 1), (30, 2), (40, 6), (60, 3)] {
+            let mut window = dense(budget, lookahead);
+            let cycle = |window: &mut Window| -> usize {
+                let actions = (0..8)
+                    .flat_map(|index| run(window, index))
+                    .collect::<Vec<_>>();
+                actions.iter().filter(|a| matches!(a, Prefetch(_))).count()
+            };
+            cycle(&mut window);
+            let asked = cycle(&mut window);
+            assert!(
+                asked <= 7,
+                "budget {budget}, lookahead {lookahead}: {asked} prefetches of 7 modules"
+            );
+        }
+    }
+
+    #[test]
+    fn a_held_module_stays_whatever_the_budget() {
+        let mut window = dense(10, 3);
+        assert_eq!(window.acquire(1), vec![Prefetch(1)]);
+        assert_eq!(
+            window.acquire(2),
+            vec![Prefetch(2)],
+            "over budget, and nothing to give back"
+        );
+        assert_eq!(window.resident_bytes(), 20);
+        assert_eq!(window.release(1), vec![Release(1)]);
+        assert_eq!(window.release(2), vec![]);
+    }
+
+    /// One layer: attention, router, four experts of 10 bytes; head.
+    fn sparse(budget_bytes: u64) -> Window {
+        let expert = (Kind::Expert { layer: 0 }, 10);
+        let modules = [
+            (Kind::Sparse, 0),
+            (Kind::Always, 10),
+            (Kind::Always, 10),
+            expert,
+            expert,
+            expert,
+            expert,
+            (Kind::Always, 10),
+        ];
+        Window::new(&modules, budget_bytes, 2)
+    }
+
+    #[test]
+    fn chosen_experts_come_and_the_least_chosen_go() {
+        let mut window = sparse(50);
+        run(&mut window, 1);
+        run(&mut window, 2);
+        assert_eq!(window.resident_bytes(), 30);
+        assert_eq!(window.announce(&[3, 5]), vec![Prefetch(3), Prefetch(5)]);
+        assert_eq!(window.group(&[3, 5]), 2);
+        run(&mut window, 3);
+        run(&mut window, 5);
+        // The next token chooses 3 again, then 6: 5 was chosen less often and goes.
+        assert_eq!(window.announce(&[3]), vec![]);
+        run(&mut window, 3);
+        assert_eq!(window.announce(&[6]), vec![Release(5), Prefetch(6)]);
+    }
+
+    #[test]
+    fn experts_are_held_in_groups_that_fit() {
+        let mut window = sparse(35);
+        run(&mut window, 1);
+        run(&mut window, 2);
+        window.announce(&[3, 4, 5, 6]);
+        assert_eq!(window.group(&[3, 4, 5, 6]), 3);
+        window.acquire(2);
+        assert_eq!(window.group(&[3, 4, 5, 6]), 2);
+        let mut tiny = sparse(5);
+        assert_eq!(
+            tiny.group(&[3, 4]),
+            1,
+            "one is always held, whatever the budget"
+        );
+        tiny.acquire(3);
+        assert_eq!(tiny.group(&[4]), 1);
+    }
+
+    proptest! {
+        #[test]
+        fn the_budget_holds_unless_guards_exceed_it(
+            budget in 1u64..120,
+            lookahead in 0usize..10,
+            steps in prop::collection::vec((0usize..8, any::<bool>()), 1..60),
+        ) {
+            let mut window = sparse(budget);
+            window.lookahead = lookahead;
+            let mut resident = [false; 8];
+            let mut held = [0usize; 8];
+            for (index, acquire) in steps {
+                let actions = if acquire {
+                    held[index] += 1;
+                    window.acquire(index)
+                } else if held[index] > 0 {
+                    held[index] -= 1;
+                    window.release(index)
+                } else {
+                    window.announce(&[3 + index % 4])
+                };
+                for action in actions {
+                    match action {
+                        Prefetch(i) => {
+                            prop_assert!(!resident[i], "asked for twice");
+                            resident[i] = true;
+                        }
+                        Release(0) => prop_assert!(held[0] == 0, "given back while held"),
+                        Release(i) => {
+                            prop_assert!(resident[i] && held[i] == 0, "given back while held");
+                            resident[i] = false;
+                        }
+                    }
+                }
+                let is_counted = |i: &usize| *i != 0;
+                let bytes = |set: &dyn Fn(usize) -> bool| 10 * (0..8).filter(is_counted).filter(|i| set(*i)).count() as u64;
+                let used = bytes(&|i| resident[i]);
+                prop_assert_eq!(used, window.resident_bytes());
+                prop_assert!(used <= budget.max(bytes(&|i| held[i] > 0)), "{} bytes", used);
+                prop_assert!((1..8).all(|i| held[i] == 0 || resident[i]), "a held module is not there");
+            }
+        }
+    }
+}

@@ -213,7 +213,7 @@ mod tests {
     #[test]
     fn an_import_is_complete_when_every_layer_is() {
         let mut import = Import::new(2, 4, 10);
-        let mut store = |import: &mut Import, p: Piece| {
+        let store = |import: &mut Import, p: Piece| {
             import.check(&p, &LAYOUT).unwrap();
             import.stored(&p, &LAYOUT);
         };

@@ -260,7 +260,8 @@ fn logits_that_are_no_numbers_are_an_error() {
 
 #[test]
 fn parameters_out_of_range_are_named() {
-    let cases: [(&str, fn(&mut SamplingParams)); 8] = [
+    type Case = (&'static str, fn(&mut SamplingParams));
+    let cases: [Case; 8] = [
         ("temperature is -1", |p| p.temperature = -1.0),
         ("temperature is NaN", |p| p.temperature = f32::NAN),
         ("top_p is 1.5", |p| p.top_p = 1.5),

@@ -103,6 +103,7 @@ fn answers_do_not_depend_on_their_company_or_on_chunks() {
 #[test]
 fn prompts_are_computed_beside_decoding() {
     let (engine, controls) = engine_with(options(64));
+    *controls.slowness.lock().unwrap() = Duration::from_millis(2);
     let first = start(&engine, ask(&[1], 40));
     for _ in 0..3 {
         first.next();

@@ -1,9 +1,12 @@
 //! A model of hashes: what it stores and answers depends on every byte of KV before it, so that a wrong block,
 //! a lost token or a KV of another sequence changes the answer.
 
-use std::sync::{
-    Arc, Mutex,
-    atomic::{AtomicUsize, Ordering},
+use std::{
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
 };
 
 use hearth_kernels::{BlockId, KvDType, KvLayout};
@@ -35,6 +38,8 @@ pub(super) struct Controls {
     faults: Arc<Mutex<Vec<Fault>>>,
     /// Rows of each forward pass.
     pub(super) batches: Arc<Mutex<Vec<Vec<usize>>>>,
+    /// Time that a forward pass takes at least.
+    pub(super) slowness: Arc<Mutex<Duration>>,
     /// Loops of the engine's thread.
     pub(super) loops: Arc<AtomicUsize>,
 }
@@ -113,6 +118,7 @@ impl Forward for Fake {
         batch: &Batch,
         layer_done: &mut LayerDone<'_>,
     ) -> Result<Vec<f32>, String> {
+        std::thread::sleep(*self.controls.slowness.lock().unwrap());
         let fault = self.controls.faults.lock().unwrap().pop();
         let rows = batch.spans.iter().map(|s| s.rows).collect();
         self.controls.batches.lock().unwrap().push(rows);

@@ -194,8 +194,9 @@ proptest! {
                 break;
             }
         }
-        let json: Result<serde_json::Value, _> = serde_json::from_str(&text(&ids));
-        prop_assert!(json.is_ok_and(|j| j.is_object()), "{}", text(&ids));
+        // Numbers may be of any size, also where no float is.
+        let json: Result<serde::de::IgnoredAny, _> = serde_json::from_str(&text(&ids));
+        prop_assert!(json.is_ok() && text(&ids).trim_start().starts_with('{'), "{json:?}: {:?}", text(&ids));
     }
 }
 

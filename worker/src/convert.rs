@@ -80,7 +80,6 @@ pub(crate) fn status(error: &EngineError) -> Status {
     let code = match error {
         error if error.is_request_fault() => Code::InvalidArgument,
         EngineError::QueueFull { .. } => Code::ResourceExhausted,
-        EngineError::Cancelled => Code::Cancelled,
         EngineError::Forward { .. } => Code::Internal,
         _ => Code::Unavailable,
     };

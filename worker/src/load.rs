@@ -68,7 +68,7 @@ pub(crate) fn open(directory: &Path, options: LoadOptions) -> anyhow::Result<Loa
     let config = ModelConfig::read(directory)?;
     let checkpoint = Checkpoint::open(directory)?;
     let backend = Arc::new(CpuBackend::new(options.cpu)?);
-    let modules = Model::<CpuBackend>::modules(&config);
+    let modules = Model::<CpuBackend>::modules(&config)?;
     let residency: Arc<dyn Residency<CpuBackend>> = match options.residency {
         ResidencyPolicy::Resident => Arc::new(Resident::open(&checkpoint, modules, Arc::clone(&backend))?),
         ResidencyPolicy::MmapPrefetch { budget_bytes } => {

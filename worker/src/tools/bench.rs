@@ -4,7 +4,6 @@ use std::time::Instant;
 
 use clap::Args;
 use hearth_kernels::{Backend, read_bandwidth_gbps};
-use hearth_model::Residency;
 use serde::Serialize;
 
 use super::session::{Session, argmax};
@@ -66,9 +65,9 @@ struct Report {
 pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     let threads = args.model.compute.threads();
     let loaded = load::open(&args.model.model, LoadOptions::from_args(&args.model))?;
-    let before_gbps = read_bandwidth_gbps(threads, PROBE_BYTES);
+    let before_gbps = read_bandwidth_gbps(threads, PROBE_BYTES)?;
     let timings = measure(args, &loaded)?;
-    let after_gbps = read_bandwidth_gbps(threads, PROBE_BYTES);
+    let after_gbps = read_bandwidth_gbps(threads, PROBE_BYTES)?;
     let report = report(args, &loaded, &timings, f64::midpoint(before_gbps, after_gbps));
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report)?);

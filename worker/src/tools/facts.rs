@@ -50,7 +50,7 @@ pub(crate) fn run(args: &FactsArgs) -> anyhow::Result<()> {
 }
 
 fn facts(config: &ModelConfig, checkpoint: &Checkpoint) -> anyhow::Result<ModelFacts> {
-    let modules = Model::<CpuBackend>::modules(config);
+    let modules = Model::<CpuBackend>::modules(config)?;
     let mut bytes = ModuleBytes::default();
     let mut layer_bytes: BTreeMap<u32, u64> = BTreeMap::new();
     let mut parameters = Parameters::default();
@@ -133,7 +133,7 @@ fn module_bytes(
         let info = checkpoint
             .tensor_info(&tensor.name)
             .with_context(|| format!("tensor {} is missing\n  config.json and the weights belong to different models", tensor.name))?;
-        *stored.entry(info.dtype.name()).or_default() += info.size_bytes;
+        *stored.entry(info.dtype.name).or_default() += info.size_bytes;
         sum += info.size_bytes;
         sum += checkpoint.tensor_info(&format!("{}_scale_inv", tensor.name)).map_or(0, |scale| scale.size_bytes);
     }

@@ -41,7 +41,7 @@ pub(crate) fn run(args: &RandomArgs) -> anyhow::Result<()> {
     let json = std::fs::read_to_string(&args.config)
         .with_context(|| format!("--config {} cannot be read", args.config.display()))?;
     let config = ModelConfig::parse(&json)?;
-    let tensors: Vec<(String, Vec<usize>)> = Model::<CpuBackend>::modules(&config)
+    let tensors: Vec<(String, Vec<usize>)> = Model::<CpuBackend>::modules(&config)?
         .into_iter()
         .flat_map(|module| module.tensors)
         .map(|tensor| {

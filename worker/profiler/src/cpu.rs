@@ -107,14 +107,47 @@ fn max_mhz(tree: &Tree, id: u32) -> u32 {
 }
 
 fn l2_bytes(tree: &Tree, id: u32) -> u64 {
+    let caches = caches(tree, id);
+    let l2 = caches.iter().find(|cache| cache.level == 2);
+    l2.map_or(0, |cache| cache.bytes)
+}
+
+/// The last-level caches of all sockets or chiplets together.
+pub(crate) fn last_level_cache_bytes(tree: &Tree, cpus: &[CpuProfile]) -> u64 {
+    let mut counted = BTreeSet::new();
+    let mut bytes = 0;
+    for cpu in cpus {
+        let last = caches(tree, cpu.id).into_iter().max_by_key(|c| c.level);
+        let Some(last) = last else { continue };
+        if counted.insert(last.shared_by.first().copied().unwrap_or(cpu.id)) {
+            bytes += last.bytes;
+        }
+    }
+    bytes
+}
+
+struct Cache {
+    level: u32,
+    bytes: u64,
+    shared_by: BTreeSet<u32>,
+}
+
+fn caches(tree: &Tree, id: u32) -> Vec<Cache> {
     let base = format!("{CPUS}/cpu{id}/cache");
-    let caches = tree.names(&base).unwrap_or_default();
-    caches
-        .iter()
-        .map(|name| format!("{base}/{name}"))
-        .filter(|cache| tree.read(&format!("{cache}/level")).as_deref() == Some("2"))
-        .find_map(|cache| size_bytes(&tree.read(&format!("{cache}/size"))?))
-        .unwrap_or(0)
+    let names = tree.names(&base).unwrap_or_default();
+    let indices = names.iter().filter(|name| name.starts_with("index"));
+    indices
+        .filter_map(|name| {
+            let cache = format!("{base}/{name}");
+            Some(Cache {
+                level: tree.number(&format!("{cache}/level"))?,
+                bytes: size_bytes(&tree.read(&format!("{cache}/size"))?)?,
+                shared_by: tree
+                    .ids(&format!("{cache}/shared_cpu_list"))
+                    .unwrap_or_default(),
+            })
+        })
+        .collect()
 }
 
 /// `2048K`, `1M` or a number of bytes.

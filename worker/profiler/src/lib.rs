@@ -22,10 +22,10 @@ mod tree;
 use std::path::PathBuf;
 use std::time::SystemTime;
 
-use hearth_crds::{ComputeProfile, IsaProfile, NodeProfileSpec};
+use hearth_crds::{ComputeProfile, IsaProfile, MemoryProfile, NodeProfileSpec, NumaNodeProfile};
 
 pub use error::ProfileError;
-pub use meter::{CpuMeter, Element, Meter};
+pub use meter::{CpuMeter, Gflops, Meter};
 pub use summary::summary;
 pub use tree::parse_id_list;
 
@@ -88,36 +88,14 @@ pub fn measure(options: &ProfileOptions, meter: &dyn Meter) -> Result<Measured, 
     let mut memory = memory::memory(&tree, &limits)?;
     let mut numa_nodes = memory::numa_nodes(&tree, &mut cpus, &memory);
 
-    let all: Vec<u32> = cpu::one_of_each_core(&cpus);
-    let one = &all[..1];
-    let probe_bytes = meter::probe_bytes(memory.available_bytes);
-    memory.read_one_thread_gbps = meter.read_gbps(one, probe_bytes);
-    memory.read_all_threads_gbps = meter
-        .read_gbps(&all, probe_bytes)
-        .max(memory.read_one_thread_gbps);
-    if let [only] = numa_nodes.as_mut_slice() {
-        only.read_gbps = memory.read_all_threads_gbps;
-    } else {
-        for node in &mut numa_nodes {
-            let own: Vec<u32> = all
-                .iter()
-                .copied()
-                .filter(|c| node.cpus.contains(c))
-                .collect();
-            let bytes = probe_bytes.min(meter::probe_bytes(node.free_bytes));
-            node.read_gbps = if own.is_empty() {
-                0.0
-            } else {
-                meter.read_gbps(&own, bytes)
-            };
-        }
-    }
-    let compute = ComputeProfile {
-        bf16_one_thread_gflops: meter.gflops(one, Element::Bf16),
-        bf16_all_threads_gflops: meter.gflops(&all, Element::Bf16),
-        f32_one_thread_gflops: meter.gflops(one, Element::F32),
-        f32_all_threads_gflops: meter.gflops(&all, Element::F32),
+    let rates = Rates {
+        tree: &tree,
+        meter,
+        cache_bytes: cpu::last_level_cache_bytes(&tree, &cpus),
     };
+    let all = cpu::one_of_each_core(&cpus);
+    rates.of_memory(&all, &mut memory, &mut numa_nodes);
+    let compute = rates.of_compute(&all);
     let disk = options.disk.as_deref();
     let profile = NodeProfileSpec {
         node: options.node.clone().unwrap_or_else(|| tree.host_name()),
@@ -147,6 +125,67 @@ fn isa(tree: &Tree, meter: &dyn Meter) -> IsaProfile {
     IsaProfile {
         amx: flags.is_some_and(|line| line.split_whitespace().any(|flag| flag == "amx_bf16")),
         ..meter.isa()
+    }
+}
+
+/// What the meter tells, and a warning with a rate of 0 where it cannot.
+struct Rates<'a> {
+    tree: &'a Tree,
+    meter: &'a dyn Meter,
+    cache_bytes: u64,
+}
+
+impl Rates<'_> {
+    fn read_gbps(&self, cpus: &[u32], free_bytes: u64) -> f64 {
+        let bytes = meter::probe_bytes(free_bytes, self.cache_bytes);
+        self.or_warn("read bandwidth", self.meter.read_gbps(cpus, bytes))
+    }
+
+    fn or_warn<T: Default>(&self, what: &str, rate: Result<T, String>) -> T {
+        rate.unwrap_or_else(|error| {
+            let text = format!("{what} could not be measured: {error}: given as 0");
+            self.tree.warn(text);
+            T::default()
+        })
+    }
+
+    /// `all`: one CPU of each core.
+    fn of_memory(&self, all: &[u32], memory: &mut MemoryProfile, nodes: &mut [NumaNodeProfile]) {
+        let one = self.read_gbps(&all[..1], memory.available_bytes);
+        let together = if all.len() > 1 {
+            self.read_gbps(all, memory.available_bytes)
+        } else {
+            one
+        };
+        memory.read_one_thread_gbps = one;
+        // Neighbours on a shared host can make the longer measurement the slower one.
+        memory.read_all_threads_gbps = together.max(one);
+        if let [only] = nodes {
+            only.read_gbps = memory.read_all_threads_gbps;
+            return;
+        }
+        for node in nodes {
+            let own: Vec<u32> = all
+                .iter()
+                .copied()
+                .filter(|cpu| node.cpus.contains(cpu))
+                .collect();
+            if !own.is_empty() {
+                node.read_gbps = self.read_gbps(&own, node.free_bytes);
+            }
+        }
+    }
+
+    fn of_compute(&self, all: &[u32]) -> ComputeProfile {
+        let gflops = |cpus| self.or_warn("arithmetic", self.meter.gflops(cpus));
+        let one = gflops(&all[..1]);
+        let together = if all.len() > 1 { gflops(all) } else { one };
+        ComputeProfile {
+            bf16_one_thread_gflops: one.bf16,
+            bf16_all_threads_gflops: together.bf16.max(one.bf16),
+            f32_one_thread_gflops: one.f32,
+            f32_all_threads_gflops: together.f32.max(one.f32),
+        }
     }
 }
 

@@ -82,6 +82,11 @@ pub(crate) fn numa_nodes(
             read_gbps: 0.0,
         }];
     }
+    if let ([only], 1) = (nodes.as_mut_slice(), numa_node_ids(tree).len()) {
+        // The whole tells better what can be had than one node's own counters do.
+        only.memory_bytes = memory.total_bytes;
+        only.free_bytes = memory.available_bytes;
+    }
     adopt_strays(tree, cpus, &mut nodes);
     nodes
 }

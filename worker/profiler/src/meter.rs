@@ -1,51 +1,75 @@
 //! What must be measured rather than read: rates of the CPUs.
 
-use hearth_crds::IsaProfile;
+use std::sync::Barrier;
 
-/// Element type of a dot product.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Element {
-    /// bfloat16, accumulated in f32.
-    Bf16,
-    /// float32.
-    F32,
+use hearth_crds::IsaProfile;
+use hearth_kernels::{Isa, PeakGflops, peak_gflops, read_bandwidth_gbps};
+
+/// Arithmetic in GFLOP/s; a multiply-add counts as two.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Gflops {
+    /// Dot products of bfloat16 with f32 sums; 0 without such an instruction.
+    pub bf16: f64,
+    /// Multiply-adds of f32.
+    pub f32: f64,
 }
 
 /// Measures rates on given CPUs, one thread a CPU.
 pub trait Meter {
     /// Instruction sets of the CPUs.
     fn isa(&self) -> IsaProfile;
-    /// Read bandwidth over `bytes` of memory in GB/s (10⁹ bytes a second); 0 when it cannot be measured.
-    fn read_gbps(&self, cpus: &[u32], bytes: usize) -> f64;
-    /// Multiply-adds in GFLOP/s, each counted as two; 0 without an instruction for the element.
-    fn gflops(&self, cpus: &[u32], element: Element) -> f64;
+
+    /// Read bandwidth over `bytes` of memory in GB/s (10⁹ bytes a second).
+    ///
+    /// # Errors
+    /// Why it could not be measured, in words.
+    fn read_gbps(&self, cpus: &[u32], bytes: usize) -> Result<f64, String>;
+
+    /// Arithmetic of all the CPUs together.
+    ///
+    /// # Errors
+    /// Why it could not be measured, in words.
+    fn gflops(&self, cpus: &[u32]) -> Result<Gflops, String>;
 }
 
-/// How much memory a read probe uses: far more than caches hold, and little of what is available.
-pub(crate) fn probe_bytes(available_bytes: u64) -> usize {
-    const MOST: u64 = 512 << 20;
+/// How much memory a read probe uses: more than the last-level cache of `cache_bytes` holds, and little of what
+/// is available.
+pub(crate) fn probe_bytes(available_bytes: u64, cache_bytes: u64) -> usize {
     const LEAST: u64 = 8 << 20;
-    usize::try_from((available_bytes / 8).clamp(LEAST, MOST)).unwrap_or(usize::MAX)
+    const MOST: u64 = 512 << 20;
+    let several_caches = cache_bytes.saturating_mul(4).clamp(MOST / 4, MOST);
+    let bytes = several_caches.min(available_bytes / 8).max(LEAST);
+    usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
 /// Runs `measure` on a thread that is bound to `cpus`, and so are the threads that it starts; their memory comes
 /// from the NUMA node that they run on. Where binding is not allowed, the system's choice of CPUs is measured.
-fn on_cpus<T: Send>(cpus: &[u32], measure: impl FnOnce() -> T + Send) -> Option<T> {
+fn on_cpus<T: Send>(
+    cpus: &[u32],
+    measure: impl FnOnce() -> Result<T, String> + Send,
+) -> Result<T, String> {
     std::thread::scope(|scope| {
-        let measuring = scope.spawn(move || {
-            let mut set = rustix::thread::CpuSet::new();
-            for &cpu in cpus {
-                if (cpu as usize) < rustix::thread::CpuSet::MAX_CPU {
-                    set.set(cpu as usize);
-                }
-            }
-            if let Err(error) = rustix::thread::sched_setaffinity(None, &set) {
-                tracing::debug!("measuring without binding to CPUs {cpus:?}: {error}");
-            }
+        let measuring = std::thread::Builder::new().spawn_scoped(scope, move || {
+            bind(cpus);
             measure()
         });
-        measuring.join().ok()
+        let measuring = measuring.map_err(|error| format!("a thread: {error}"))?;
+        measuring
+            .join()
+            .unwrap_or_else(|_| Err("the measuring thread panicked".to_owned()))
     })
+}
+
+fn bind(cpus: &[u32]) {
+    let mut set = rustix::thread::CpuSet::new();
+    for &cpu in cpus {
+        if (cpu as usize) < rustix::thread::CpuSet::MAX_CPU {
+            set.set(cpu as usize);
+        }
+    }
+    if let Err(error) = rustix::thread::sched_setaffinity(None, &set) {
+        tracing::debug!("measuring without binding to CPUs {cpus:?}: {error}");
+    }
 }
 
 /// The CPUs of this machine.
@@ -57,18 +81,38 @@ impl Meter for CpuMeter {
         detect_isa()
     }
 
-    fn read_gbps(&self, cpus: &[u32], bytes: usize) -> f64 {
+    fn read_gbps(&self, cpus: &[u32], bytes: usize) -> Result<f64, String> {
         let threads = cpus.len();
-        on_cpus(cpus, || hearth_kernels::read_bandwidth_gbps(threads, bytes)).unwrap_or(0.0)
+        on_cpus(cpus, || {
+            read_bandwidth_gbps(threads, bytes).map_err(|e| e.to_string())
+        })
     }
 
-    fn gflops(&self, cpus: &[u32], element: Element) -> f64 {
-        let threads = cpus.len();
-        let peak = match element {
-            Element::Bf16 => hearth_kernels::peak_bf16_gflops,
-            Element::F32 => hearth_kernels::peak_f32_gflops,
-        };
-        on_cpus(cpus, || peak(threads)).unwrap_or(0.0)
+    /// All CPUs at once, for they share power and, as siblings, their units.
+    fn gflops(&self, cpus: &[u32]) -> Result<Gflops, String> {
+        let isa = Isa::detect();
+        let together = Barrier::new(cpus.len());
+        let peaks: Vec<Option<PeakGflops>> = std::thread::scope(|scope| {
+            let together = &together;
+            let start = |&cpu: &u32| {
+                scope.spawn(move || {
+                    bind(&[cpu]);
+                    together.wait();
+                    peak_gflops(isa)
+                })
+            };
+            let threads: Vec<_> = cpus.iter().map(start).collect();
+            let joined = threads.into_iter().map(|t| t.join().ok().flatten());
+            joined.collect()
+        });
+        let mut sum = Gflops::default();
+        for peak in peaks {
+            let peak = peak.ok_or_else(|| format!("no kernels for {isa}"))?;
+            sum.f32 += peak.f32;
+            // Elsewhere the probe's figure for bfloat16 is that of the f32 units.
+            sum.bf16 += if isa == Isa::Avx512 { peak.bf16 } else { 0.0 };
+        }
+        Ok(sum)
     }
 }
 

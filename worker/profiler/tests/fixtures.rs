@@ -6,7 +6,9 @@ use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use hearth_crds::{IsaProfile, NodeProfileSpec};
-use hearth_profiler::{Element, Measured, Meter, ProfileError, ProfileOptions, measure, summary};
+use hearth_profiler::{
+    CpuMeter, Gflops, Measured, Meter, ProfileError, ProfileOptions, measure, summary,
+};
 use tempfile::TempDir;
 
 const GIB: u64 = 1 << 30;
@@ -22,17 +24,33 @@ impl Meter for PerCpu {
         }
     }
 
-    fn read_gbps(&self, cpus: &[u32], bytes: usize) -> f64 {
+    fn read_gbps(&self, cpus: &[u32], bytes: usize) -> Result<f64, String> {
         assert!((8 << 20..=512 << 20).contains(&bytes));
-        10.0 * cpus.len() as f64
+        Ok(10.0 * cpus.len() as f64)
     }
 
-    fn gflops(&self, cpus: &[u32], element: Element) -> f64 {
-        let one = match element {
-            Element::Bf16 => 100.0,
-            Element::F32 => 50.0,
-        };
-        one * cpus.len() as f64
+    fn gflops(&self, cpus: &[u32]) -> Result<Gflops, String> {
+        Ok(Gflops {
+            bf16: 100.0 * cpus.len() as f64,
+            f32: 50.0 * cpus.len() as f64,
+        })
+    }
+}
+
+/// A machine on which nothing can be measured.
+struct Broken;
+
+impl Meter for Broken {
+    fn isa(&self) -> IsaProfile {
+        IsaProfile::default()
+    }
+
+    fn read_gbps(&self, _: &[u32], _: usize) -> Result<f64, String> {
+        Err("no memory".to_owned())
+    }
+
+    fn gflops(&self, _: &[u32]) -> Result<Gflops, String> {
+        Err("no kernels".to_owned())
     }
 }
 
@@ -308,4 +326,36 @@ fn a_profile_survives_json_and_is_told_in_lines() {
     ] {
         assert!(text.contains(part), "{part} not in\n{text}");
     }
+}
+
+#[test]
+fn what_cannot_be_measured_is_0_and_a_warning() {
+    let root = unpack(include_str!("fixtures/laptop.tree"));
+    let measured = measure(&options(root.path()), &Broken).unwrap();
+    assert_eq!(measured.profile.memory.read_all_threads_gbps, 0.0);
+    assert_eq!(measured.profile.compute.f32_all_threads_gflops, 0.0);
+    let expected = [
+        "read bandwidth could not be measured: no memory: given as 0",
+        "arithmetic could not be measured: no kernels: given as 0",
+    ];
+    assert_eq!(measured.warnings, expected);
+}
+
+/// The machine that the test runs on: real figures, in about a second.
+#[test]
+fn this_machine() {
+    let start = std::time::Instant::now();
+    let measured = measure(&ProfileOptions::default(), &CpuMeter).unwrap();
+    let seconds = start.elapsed().as_secs_f64();
+    let p = measured.profile;
+    eprintln!("{seconds:.2} s\n{}{:?}", summary(&p), measured.warnings);
+    // Unoptimised and beside other tests; a release build takes well under 2 s.
+    assert!(seconds < 20.0, "{seconds} s");
+    assert!(!p.cpus.is_empty() && !p.numa_nodes.is_empty());
+    assert!(p.memory.available_bytes <= p.memory.total_bytes);
+    assert!(p.memory.read_one_thread_gbps > 0.1);
+    assert!(p.memory.read_all_threads_gbps >= p.memory.read_one_thread_gbps);
+    assert!(p.compute.f32_one_thread_gflops > 0.01);
+    let cpus: usize = p.numa_nodes.iter().map(|n| n.cpus.len()).sum();
+    assert_eq!(cpus, p.cpus.len());
 }

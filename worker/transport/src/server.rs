@@ -20,6 +20,10 @@ use crate::{
     },
 };
 
+/// Calls of one connection. A gateway has a single one to each worker: the usual 200 would hold its calls back
+/// unseen, and 20 callers that leave at once would look like an attack.
+const MAX_STREAMS: u32 = 8192;
+
 /// How a server treats its connections.
 #[derive(Clone)]
 pub struct ServerOptions {
@@ -105,6 +109,8 @@ pub(crate) fn builder(options: &ServerOptions, address: &str) -> Result<Server, 
     } = options;
     let server = Server::builder()
         .tcp_nodelay(true)
+        .max_concurrent_streams(MAX_STREAMS)
+        .http2_max_pending_accept_reset_streams(Some(MAX_STREAMS as usize))
         .http2_keepalive_interval(Some(*keepalive_interval))
         .http2_keepalive_timeout(Some(*keepalive_timeout))
         .initial_stream_window_size(STREAM_WINDOW_BYTES)

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{ask, counting};
+use common::{SILENT, ask, counting};
 use futures::StreamExt;
 use hearth_transport::{
     CallContext, ClientOptions, Clients, Endpoint, Listener, RpcErrorKind, ServerOptions,
@@ -178,6 +178,25 @@ async fn messages_of_many_mebibytes_pass() {
         }
     }
     assert_eq!(bytes, 6 * (4 << 20) + (8 << 20));
+}
+
+#[tokio::test]
+async fn one_connection_carries_hundreds_of_calls_and_survives_their_end() {
+    let (worker, _stop, _served) = on_tcp();
+    let calls = (0..400).map(|_| {
+        let mut decode = worker.decode();
+        async move {
+            let mut stream = decode.generate(ask(SILENT)).await.unwrap().into_inner();
+            stream.next().await.unwrap().unwrap();
+            stream
+        }
+    });
+    let streams = tokio::time::timeout(
+        std::time::Duration::from_secs(30),
+        futures::future::join_all(calls),
+    );
+    drop(streams.await.unwrap());
+    assert_eq!(indices(&worker, 3).await, [0, 1, 2]);
 }
 
 #[tokio::test]

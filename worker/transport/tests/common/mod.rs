@@ -17,6 +17,10 @@ use tokio_stream::wrappers::ReceiverStream;
 
 type Events<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
+/// For so many tokens, nothing comes behind the start.
+#[allow(dead_code)] // not every test file uses it
+pub(crate) const SILENT: u32 = u32::MAX;
+
 /// Sends `max_tokens` tokens, one each millisecond; reports each request id, and each stream that was let go.
 pub(crate) struct Counting {
     /// What happened: `begin ID`, `gone ID`.
@@ -44,19 +48,23 @@ impl Decode for Counting {
         let _ = log.send(format!("begin {id}"));
         tokio::spawn(async move {
             let wrap = |event| Ok(GenerateEvent { event: Some(event) });
-            let mut events = vec![generate_event::Event::Started(Started { cached_tokens: 0 })];
-            events.extend((0..message.max_tokens).map(|index| {
+            let started = generate_event::Event::Started(Started { cached_tokens: 0 });
+            let tokens = (0..message.max_tokens).map(|index| {
                 generate_event::Event::Token(Token {
                     id: index,
                     index,
                     ..Token::default()
                 })
-            }));
-            events.push(generate_event::Event::Finished(Finished { reason: 1 }));
+            });
+            let finished = generate_event::Event::Finished(Finished { reason: 1 });
+            let events = std::iter::once(started).chain(tokens).chain([finished]);
             for event in events {
                 if tx.send(wrap(event)).await.is_err() {
                     let _ = log.send(format!("gone {id}"));
                     return;
+                }
+                if message.max_tokens == SILENT {
+                    tx.closed().await;
                 }
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }

@@ -91,6 +91,7 @@ impl Meter for CpuMeter {
     /// All CPUs at once, for they share power and, as siblings, their units.
     fn gflops(&self, cpus: &[u32]) -> Result<Gflops, String> {
         let isa = Isa::detect();
+        let has_bf16 = detect_isa().avx512bf16;
         let together = Barrier::new(cpus.len());
         let peaks: Vec<Option<PeakGflops>> = std::thread::scope(|scope| {
             let together = &together;
@@ -110,7 +111,7 @@ impl Meter for CpuMeter {
             let peak = peak.ok_or_else(|| format!("no kernels for {isa}"))?;
             sum.f32 += peak.f32;
             // Elsewhere the probe's figure for bfloat16 is that of the f32 units.
-            sum.bf16 += if isa == Isa::Avx512 { peak.bf16 } else { 0.0 };
+            sum.bf16 += if has_bf16 { peak.bf16 } else { 0.0 };
         }
         Ok(sum)
     }

@@ -1,0 +1,9 @@
+//! The gateway from outside: HTTP on one side, fake workers on real sockets on the other.
+
+mod chat;
+mod completions;
+mod failover;
+mod http;
+mod refusals;
+mod support;
+mod tools;

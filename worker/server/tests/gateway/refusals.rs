@@ -1,0 +1,695 @@
+//! What is refused, by reading the message.
+
+use serde_json::{Value, json};
+
+use crate::support::model::{self, CONTEXT};
+use crate::support::{FakeWorker, Running, chat_body, completion_body, gateway};
+
+const CHAT: &str = "/v1/chat/completions";
+const COMPLETIONS: &str = "/v1/completions";
+
+/// Posts and checks the whole error object; `words` must all stand in the message.
+async fn refused(
+    gateway: &Running,
+    path: &str,
+    body: Value,
+    status: u16,
+    param: Option<&str>,
+    code: &str,
+    words: &[&str],
+) {
+    let (got, answer) = gateway.post(path, body.clone()).await;
+    let shown = format!("{body}\n{answer:#}");
+    assert_eq!(got, status, "{shown}");
+    let error = answer["error"]
+        .as_object()
+        .unwrap_or_else(|| panic!("{shown}"));
+    assert_eq!(
+        error.keys().collect::<Vec<_>>(),
+        ["message", "type", "param", "code"],
+        "{shown}"
+    );
+    assert_eq!(error["type"], "invalid_request_error", "{shown}");
+    assert_eq!(error["param"].as_str(), param, "{shown}");
+    assert_eq!(error["code"], code, "{shown}");
+    let message = error["message"].as_str().unwrap();
+    for word in words {
+        assert!(message.contains(word), "{word:?} is missing\n{shown}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn unknown_parameters_are_refused_by_name() {
+    let worker = FakeWorker::start();
+    let gateway = gateway(&[&worker], |_| {}).await;
+    let cases = [
+        (
+            json!({"temprature": 1}),
+            "temprature",
+            "did you mean 'temperature'?",
+        ),
+        (
+            json!({"frobnicate": null}),
+            "frobnicate",
+            "no such parameter",
+        ),
+        (
+            json!({"stream": true, "stream_options": {"usage": true}}),
+            "stream_options.usage",
+            "unknown parameter",
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": "x", "mood": 1}]}),
+            "messages[0].mood",
+            "unknown parameter",
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache": 1}]}]}),
+            "messages[0].content[0].cache",
+            "unknown parameter",
+        ),
+        (
+            json!({"response_format": {"type": "text", "schema": {}}}),
+            "response_format.schema",
+            "unknown parameter",
+        ),
+        (
+            json!({"tools": [{"type": "function", "function": {"name": "f", "params": {}}}]}),
+            "tools[0].function.params",
+            "unknown parameter",
+        ),
+    ];
+    for (extra, param, words) in cases {
+        refused(
+            &gateway,
+            CHAT,
+            chat_body("x", extra),
+            400,
+            Some(param),
+            "unknown_parameter",
+            &[words, param],
+        )
+        .await;
+    }
+    let body = completion_body(json!("x"), json!({"messages": []}));
+    refused(
+        &gateway,
+        COMPLETIONS,
+        body,
+        400,
+        Some("messages"),
+        "unknown_parameter",
+        &["'messages'"],
+    )
+    .await;
+    assert_eq!(
+        worker.behaviour.calls.lock().unwrap().len(),
+        0,
+        "nothing reached a worker"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_hearth_does_not_do_is_refused_with_the_reason() {
+    let worker = FakeWorker::start();
+    let gateway = gateway(&[&worker], |_| {}).await;
+    let cases = [
+        (
+            json!({"audio": {"voice": "x"}}),
+            "audio",
+            "answers are text",
+        ),
+        (
+            json!({"modalities": ["text", "audio"]}),
+            "modalities",
+            "answers are text",
+        ),
+        (json!({"store": true}), "store", "not kept"),
+        (json!({"prediction": {}}), "prediction", "not used"),
+        (
+            json!({"web_search_options": {}}),
+            "web_search_options",
+            "give the model a tool",
+        ),
+        (json!({"functions": [{}]}), "functions", "use 'tools'"),
+        (
+            json!({"function_call": "auto"}),
+            "function_call",
+            "use 'tool_choice'",
+        ),
+        (json!({"service_tier": "flex"}), "service_tier", "one tier"),
+        (
+            json!({"reasoning_effort": "high"}),
+            "reasoning_effort",
+            "chat_template_kwargs",
+        ),
+        (json!({"verbosity": "low"}), "verbosity", "in the messages"),
+        (
+            json!({"stream": true, "stream_options": {"include_obfuscation": true}}),
+            "stream_options.include_obfuscation",
+            "no padding",
+        ),
+    ];
+    for (extra, param, words) in cases {
+        refused(
+            &gateway,
+            CHAT,
+            chat_body("x", extra),
+            400,
+            Some(param),
+            "unsupported_parameter",
+            &[words, param],
+        )
+        .await;
+    }
+    let cases = [
+        (json!({"suffix": "end"}), "suffix", "do not fill in"),
+        (json!({"best_of": 3}), "best_of", "ask for them by 'n'"),
+        (json!({"echo": true, "logprobs": 1}), "echo", "not computed"),
+    ];
+    for (extra, param, words) in cases {
+        refused(
+            &gateway,
+            COMPLETIONS,
+            completion_body(json!("x"), extra),
+            400,
+            Some(param),
+            "unsupported_parameter",
+            &[words],
+        )
+        .await;
+    }
+    // The same parameters with values that ask for nothing are fine.
+    let nothing = json!({"modalities": ["text"], "store": false, "service_tier": "auto", "parallel_tool_calls": true,
+        "functions": [], "audio": null, "user": "u", "safety_identifier": "s", "prompt_cache_key": "k", "metadata": {},
+        "verbosity": "medium", "logprobs": false, "top_logprobs": 0, "tools": [], "tool_choice": "auto", "stop": null});
+    assert_eq!(gateway.chat("say:x", nothing).await.0, 200);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn values_out_of_range_are_named() {
+    let worker = FakeWorker::start();
+    let gateway = gateway(&[&worker], |_| {}).await;
+    let bias = format!("logit_bias.{}", model::VOCAB);
+    let cases = [
+        (
+            json!({"temperature": 2.5}),
+            "temperature",
+            "is 2.5: it must be a number from 0 to 2",
+        ),
+        (
+            json!({"temperature": "hot"}),
+            "temperature",
+            "is \"hot\": it must be a number",
+        ),
+        (json!({"top_p": -0.1}), "top_p", "from 0 to 1"),
+        (
+            json!({"top_k": 1.5}),
+            "top_k",
+            "is 1.5: it must be a whole number",
+        ),
+        (json!({"min_p": 2}), "min_p", "from 0 to 1"),
+        (
+            json!({"frequency_penalty": 3}),
+            "frequency_penalty",
+            "from -2 to 2",
+        ),
+        (
+            json!({"presence_penalty": -3}),
+            "presence_penalty",
+            "from -2 to 2",
+        ),
+        (
+            json!({"repetition_penalty": 0}),
+            "repetition_penalty",
+            "from 0.01 to 10",
+        ),
+        (
+            json!({"max_tokens": 0}),
+            "max_tokens",
+            "is 0: it must be a whole number of at least 1",
+        ),
+        (
+            json!({"max_tokens": -5}),
+            "max_tokens",
+            "is -5: it must be a whole number of at least 1",
+        ),
+        (
+            json!({"max_completion_tokens": 0}),
+            "max_completion_tokens",
+            "is 0",
+        ),
+        (
+            json!({"max_tokens": 5, "max_completion_tokens": 6}),
+            "max_tokens",
+            "they mean the same",
+        ),
+        (json!({"n": 0}), "n", "from 1 to 128"),
+        (json!({"n": 129}), "n", "from 1 to 128"),
+        (json!({"seed": 1.5}), "seed", "a whole number"),
+        (
+            json!({"stop": ["a", "b", "c", "d", "e"]}),
+            "stop",
+            "has 5 strings: at most 4",
+        ),
+        (json!({"stop": ""}), "stop", "empty string"),
+        (json!({"stop": [1]}), "stop[0]", "is 1: it must be a string"),
+        (
+            json!({"logit_bias": {"x": 1}}),
+            "logit_bias.x",
+            "is no token id",
+        ),
+        (
+            json!({"logit_bias": {"1": 101}}),
+            "logit_bias.1",
+            "from -100 to 100",
+        ),
+        (
+            json!({"logit_bias": {model::VOCAB.to_string(): 1}}),
+            bias.as_str(),
+            "the model's tokens are 0 to 271",
+        ),
+        (
+            json!({"logit_bias": []}),
+            "logit_bias",
+            "an object of token id to bias",
+        ),
+        (
+            json!({"top_logprobs": 3}),
+            "top_logprobs",
+            "needs 'logprobs': true",
+        ),
+        (
+            json!({"logprobs": true, "top_logprobs": 21}),
+            "top_logprobs",
+            "from 0 to 20",
+        ),
+        (json!({"stream": "yes"}), "stream", "true or false"),
+        (
+            json!({"stream_options": {"include_usage": true}}),
+            "stream_options",
+            "only allowed together with 'stream'",
+        ),
+        (
+            json!({"metadata": {"a": 1}}),
+            "metadata",
+            "an object of strings",
+        ),
+        (json!({"user": 5}), "user", "a string"),
+        (
+            json!({"chat_template_kwargs": {"tools": []}}),
+            "chat_template_kwargs.tools",
+            "the request itself decides",
+        ),
+    ];
+    for (extra, param, words) in cases {
+        refused(
+            &gateway,
+            CHAT,
+            chat_body("x", extra),
+            400,
+            Some(param),
+            "invalid_value",
+            &[words],
+        )
+        .await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn messages_are_checked() {
+    let worker = FakeWorker::start();
+    let gateway = gateway(&[&worker], |_| {}).await;
+    let message = |message: Value| json!({"messages": [message]});
+    let call = |function: Value| {
+        message(
+            json!({"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}),
+        )
+    };
+    let invalid = "invalid_value";
+    let missing = "missing_required_parameter";
+    let cases = [
+        (json!({"messages": []}), "messages", invalid, "is empty"),
+        (
+            json!({"messages": "hello"}),
+            "messages",
+            invalid,
+            "is \"hello\": it must be an array",
+        ),
+        (
+            message(json!("hello")),
+            "messages[0]",
+            invalid,
+            "it must be an object",
+        ),
+        (
+            message(json!({"content": "x"})),
+            "messages[0].role",
+            missing,
+            "is missing",
+        ),
+        (
+            message(json!({"role": "robot", "content": "x"})),
+            "messages[0].role",
+            invalid,
+            "is 'robot'",
+        ),
+        (
+            message(json!({"role": "function", "content": "x"})),
+            "messages[0].role",
+            invalid,
+            "deprecated",
+        ),
+        (
+            message(json!({"role": "user"})),
+            "messages[0].content",
+            missing,
+            "is missing",
+        ),
+        (
+            message(json!({"role": "assistant"})),
+            "messages[0].content",
+            missing,
+            "is missing",
+        ),
+        (
+            message(json!({"role": "user", "content": 5})),
+            "messages[0].content",
+            invalid,
+            "a string or an array of text parts",
+        ),
+        (
+            message(
+                json!({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
+            ),
+            "messages[0].content[0].type",
+            "unsupported_content",
+            "the model reads text",
+        ),
+        (
+            message(json!({"role": "tool", "content": "x"})),
+            "messages[0].tool_call_id",
+            missing,
+            "is missing",
+        ),
+        (
+            message(json!({"role": "assistant", "content": "x", "audio": {"id": "1"}})),
+            "messages[0].audio",
+            "unsupported_parameter",
+            "text",
+        ),
+        (
+            call(json!({"name": "f"})),
+            "messages[0].tool_calls[0].function.arguments",
+            missing,
+            "is missing",
+        ),
+        (
+            call(json!({"name": "f g", "arguments": "{}"})),
+            "messages[0].tool_calls[0].function.name",
+            invalid,
+            "64 letters",
+        ),
+    ];
+    for (extra, param, code, words) in cases {
+        refused(
+            &gateway,
+            CHAT,
+            chat_body("x", extra),
+            400,
+            Some(param),
+            code,
+            &[words],
+        )
+        .await;
+    }
+    let body = json!({"model": "fake-model"});
+    refused(
+        &gateway,
+        CHAT,
+        body.clone(),
+        400,
+        Some("messages"),
+        missing,
+        &["'messages' is missing"],
+    )
+    .await;
+    refused(
+        &gateway,
+        COMPLETIONS,
+        body,
+        400,
+        Some("prompt"),
+        missing,
+        &["'prompt' is missing"],
+    )
+    .await;
+    refused(
+        &gateway,
+        CHAT,
+        json!({"messages": []}),
+        400,
+        Some("model"),
+        missing,
+        &["'model' is missing"],
+    )
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn prompts_are_checked() {
+    let worker = FakeWorker::start();
+    let gateway = gateway(&[&worker], |_| {}).await;
+    let many = vec!["x"; 129];
+    let cases = [
+        (json!(5), "prompt", "is 5: it must be a string"),
+        (json!([]), "prompt", "empty array"),
+        (json!(""), "prompt", "is empty: give at least one token"),
+        (json!([[]]), "prompt", "is empty: give at least one token"),
+        (json!([1, "a"]), "prompt[1]", "a token id"),
+        (json!([1, -1]), "prompt[1]", "is -1: it must be a token id"),
+        (
+            json!(["a", 1]),
+            "prompt[1]",
+            "a string or an array of token ids",
+        ),
+        (
+            json!([272]),
+            "prompt",
+            "has token 272: the model's tokens are 0 to 271",
+        ),
+        (json!(many), "prompt", "at most 128"),
+    ];
+    for (prompt, param, words) in cases {
+        refused(
+            &gateway,
+            COMPLETIONS,
+            completion_body(prompt, json!({})),
+            400,
+            Some(param),
+            "invalid_value",
+            &[words],
+        )
+        .await;
+    }
+    let body = completion_body(json!(vec!["x"; 100]), json!({"n": 2}));
+    refused(
+        &gateway,
+        COMPLETIONS,
+        body,
+        400,
+        Some("n"),
+        "invalid_value",
+        &["200 choices"],
+    )
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prompt_longer_than_the_context_is_told_by_how_much() {
+    let worker = FakeWorker::start();
+    let gateway = gateway(&[&worker], |_| {}).await;
+    let body = completion_body(json!("x".repeat(CONTEXT + 7)), json!({}));
+    refused(
+        &gateway,
+        COMPLETIONS,
+        body,
+        400,
+        Some("prompt"),
+        "context_length_exceeded",
+        &["context is 512 tokens", "has 519", "shorten it by 8"],
+    )
+    .await;
+    let body = completion_body(json!("x".repeat(CONTEXT)), json!({}));
+    refused(
+        &gateway,
+        COMPLETIONS,
+        body,
+        400,
+        Some("prompt"),
+        "context_length_exceeded",
+        &["by 1 "],
+    )
+    .await;
+    let body = chat_body(&"x".repeat(600), json!({}));
+    refused(
+        &gateway,
+        CHAT,
+        body,
+        400,
+        Some("messages"),
+        "context_length_exceeded",
+        &["512"],
+    )
+    .await;
+
+    // A worker that holds less lowers it.
+    let small = FakeWorker::start();
+    small.behaviour.description.lock().unwrap().context_length = 100;
+    let gateway = crate::support::gateway(&[&small], |_| {}).await;
+    let body = completion_body(json!("x".repeat(100)), json!({}));
+    refused(
+        &gateway,
+        COMPLETIONS,
+        body,
+        400,
+        Some("prompt"),
+        "context_length_exceeded",
+        &["100 tokens"],
+    )
+    .await;
+    assert!(
+        gateway
+            .get("/v1/models")
+            .await
+            .1
+            .contains("\"max_model_len\":100")
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_unknown_model_is_answered_with_the_one_that_is_served() {
+    let worker = FakeWorker::start();
+    let gateway = gateway(&[&worker], |_| {}).await;
+    for (path, body) in [
+        (
+            CHAT,
+            json!({"model": "gpt-9", "messages": [{"role": "user", "content": "x"}]}),
+        ),
+        (COMPLETIONS, json!({"model": "gpt-9", "prompt": "x"})),
+    ] {
+        refused(
+            &gateway,
+            path,
+            body,
+            404,
+            Some("model"),
+            "model_not_found",
+            &["'gpt-9'", "'fake-model'"],
+        )
+        .await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn schemas_are_checked_before_a_worker_sees_them() {
+    let worker = FakeWorker::start();
+    let gateway = gateway(&[&worker], |_| {}).await;
+    let schema = |schema: Value| json!({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}});
+    let path = "response_format.json_schema.schema";
+    for bad in [
+        json!({"type": "thing"}),
+        json!({"$ref": "#/nowhere"}),
+        json!({"type": "string", "pattern": "("}),
+    ] {
+        refused(
+            &gateway,
+            CHAT,
+            chat_body("x", schema(bad)),
+            400,
+            Some(path),
+            "invalid_json_schema",
+            &["cannot", path].map(|w| {
+                if w == "cannot" {
+                    "is not a JSON schema that can be followed"
+                } else {
+                    w
+                }
+            }),
+        )
+        .await;
+    }
+    refused(
+        &gateway,
+        CHAT,
+        chat_body("x", schema(json!("x"))),
+        400,
+        Some(path),
+        "invalid_value",
+        &["a JSON schema"],
+    )
+    .await;
+    let cases = [
+        (
+            json!({"type": "xml"}),
+            "response_format.type",
+            "invalid_value",
+            "text, json_object or json_schema",
+        ),
+        (
+            json!({"type": "json_schema"}),
+            "response_format.json_schema",
+            "missing_required_parameter",
+            "is missing",
+        ),
+        (
+            json!({"type": "json_schema", "json_schema": {"name": "a b"}}),
+            "response_format.json_schema.name",
+            "invalid_value",
+            "letters",
+        ),
+        (
+            json!("json"),
+            "response_format",
+            "invalid_value",
+            "an object",
+        ),
+    ];
+    for (format, param, code, words) in cases {
+        refused(
+            &gateway,
+            CHAT,
+            chat_body("x", json!({"response_format": format})),
+            400,
+            Some(param),
+            code,
+            &[words],
+        )
+        .await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_refuses_is_quoted() {
+    let worker = FakeWorker::start();
+    let gateway = gateway(&[&worker], |_| {}).await;
+    let status = hearth_transport::tonic::Status::invalid_argument("the grammar is too ambiguous");
+    worker
+        .behaviour
+        .fault(crate::support::Fault::Status(0, status));
+    refused(
+        &gateway,
+        CHAT,
+        chat_body("x", json!({})),
+        400,
+        None,
+        "rejected_by_worker",
+        &["the grammar is too ambiguous"],
+    )
+    .await;
+    assert_eq!(
+        worker.behaviour.calls.lock().unwrap().len(),
+        1,
+        "it is not tried again"
+    );
+}

@@ -80,7 +80,7 @@ pub(crate) fn status(error: &EngineError) -> Status {
     let code = match error {
         error if error.is_request_fault() => Code::InvalidArgument,
         EngineError::QueueFull { .. } => Code::ResourceExhausted,
-        EngineError::Forward { .. } => Code::Internal,
+        EngineError::Forward { .. } | EngineError::Sampling(_) | EngineError::Internal { .. } => Code::Internal,
         _ => Code::Unavailable,
     };
     Status::new(code, error.to_string())

@@ -111,7 +111,7 @@ impl Meter for CpuMeter {
             let peak = peak.ok_or_else(|| format!("no kernels for {isa}"))?;
             sum.f32 += peak.f32;
             // Elsewhere the probe's figure for bfloat16 is that of the f32 units.
-            sum.bf16 += if has_bf16 { peak.bf16 } else { 0.0 };
+            sum.bf16 += if has_bf16 { peak.fast } else { 0.0 };
         }
         Ok(sum)
     }

@@ -73,8 +73,10 @@ impl v1::decode_server::Decode for DecodeService {
         let stream = async_stream::stream! {
             let mut import = None;
             while let Some(event) = receiver.recv().await {
-                if let (GenerateEvent::NeedsKv { first_token }, Some(remote)) = (&event, remote.take()) {
-                    let task = tokio::spawn(remote.import(handle.id(), *first_token));
+                if let GenerateEvent::NeedsKv { first_token } = event
+                    && let Some(remote) = remote.take()
+                {
+                    let task = tokio::spawn(remote.import(handle.id(), first_token));
                     import = Some(AbortOnDropHandle::new(task));
                     continue;
                 }

@@ -34,8 +34,16 @@ pub fn chat_body(model: &str, question: &str, max_tokens: u32) -> Value {
 ///
 /// # Errors
 /// What the endpoint said instead, or that the stream broke.
-pub async fn chat_stream(v1: &str, body: &Value, mut each: impl FnMut(usize, &str)) -> anyhow::Result<Answer> {
-    let response = reqwest::Client::new().post(format!("{v1}/chat/completions")).json(body).send().await?;
+pub async fn chat_stream(
+    v1: &str,
+    body: &Value,
+    mut each: impl FnMut(usize, &str),
+) -> anyhow::Result<Answer> {
+    let response = reqwest::Client::new()
+        .post(format!("{v1}/chat/completions"))
+        .json(body)
+        .send()
+        .await?;
     let status = response.status();
     if !status.is_success() {
         bail!("{status}: {}", response.text().await?);
@@ -49,7 +57,9 @@ pub async fn chat_stream(v1: &str, body: &Value, mut each: impl FnMut(usize, &st
         while let Some(end) = pending.iter().position(|&byte| byte == b'\n') {
             let line: Vec<u8> = pending.drain(..=end).collect();
             let line = String::from_utf8(line)?;
-            let Some(data) = line.trim().strip_prefix("data: ") else { continue };
+            let Some(data) = line.trim().strip_prefix("data: ") else {
+                continue;
+            };
             if data == "[DONE]" {
                 return Ok(answer);
             }
@@ -58,7 +68,10 @@ pub async fn chat_stream(v1: &str, body: &Value, mut each: impl FnMut(usize, &st
                 bail!("{}", event["error"]);
             }
             take(&event, &mut answer);
-            if let Some(text) = event["choices"][0]["delta"]["content"].as_str().filter(|text| !text.is_empty()) {
+            if let Some(text) = event["choices"][0]["delta"]["content"]
+                .as_str()
+                .filter(|text| !text.is_empty())
+            {
                 pieces += 1;
                 each(pieces, text);
             }
@@ -69,9 +82,17 @@ pub async fn chat_stream(v1: &str, body: &Value, mut each: impl FnMut(usize, &st
 
 fn take(event: &Value, answer: &mut Answer) {
     let choice = &event["choices"][0];
-    answer.text.push_str(choice["delta"]["content"].as_str().unwrap_or_default());
-    for token in choice["logprobs"]["content"].as_array().into_iter().flatten() {
-        answer.tokens.push(token["token"].as_str().unwrap_or_default().to_owned());
+    answer
+        .text
+        .push_str(choice["delta"]["content"].as_str().unwrap_or_default());
+    for token in choice["logprobs"]["content"]
+        .as_array()
+        .into_iter()
+        .flatten()
+    {
+        answer
+            .tokens
+            .push(token["token"].as_str().unwrap_or_default().to_owned());
     }
     if let Some(reason) = choice["finish_reason"].as_str() {
         reason.clone_into(&mut answer.finish_reason);

@@ -5,14 +5,20 @@ use std::process::{Command, Output};
 
 /// The source tree.
 pub fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().map_or_else(PathBuf::new, Path::to_path_buf)
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .map_or_else(PathBuf::new, Path::to_path_buf)
 }
 
 fn program(name: &str) -> PathBuf {
     // Tests lie in target/PROFILE/deps, the programs one level above.
     let exe = std::env::current_exe().unwrap_or_default();
     let path = exe.ancestors().nth(2).unwrap_or(&exe).join(name);
-    assert!(path.is_file(), "{} is not built: run `cargo build --workspace --bins` first, as `make test` does", path.display());
+    assert!(
+        path.is_file(),
+        "{} is not built: run `cargo build --workspace --bins` first, as `make test` does",
+        path.display()
+    );
     path
 }
 
@@ -31,9 +37,17 @@ pub fn worker() -> Command {
 /// # Panics
 /// When it cannot be run or is killed by a signal.
 pub fn run(command: &mut Command) -> (i32, String, String) {
-    let Output { status, stdout, stderr } = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    let Output {
+        status,
+        stdout,
+        stderr,
+    } = command
+        .output()
+        .unwrap_or_else(|error| panic!("{command:?}: {error}"));
     let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
     let (stdout, stderr) = (text(stdout), text(stderr));
-    let code = status.code().unwrap_or_else(|| panic!("{command:?} was killed: {status}\n{stderr}"));
+    let code = status
+        .code()
+        .unwrap_or_else(|| panic!("{command:?} was killed: {status}\n{stderr}"));
     (code, stdout, stderr)
 }

@@ -51,7 +51,12 @@ impl Up {
             if let Ok(Some(status)) = up.child.try_wait() {
                 panic!("hearth up ended ({status}):\n{}", up.output());
             }
-            assert!(Instant::now() < deadline, "hearth up is not ready in time:\n{}\n{}", up.output(), up.logs());
+            assert!(
+                Instant::now() < deadline,
+                "hearth up is not ready in time:\n{}\n{}",
+                up.output(),
+                up.logs()
+            );
             std::thread::sleep(Duration::from_millis(50));
         }
         up
@@ -62,16 +67,31 @@ impl Up {
     /// # Panics
     /// When the program cannot be run.
     pub fn spawn(options: &UpOptions) -> Self {
-        let state = TempDir::new().unwrap_or_else(|error| panic!("no temporary directory: {error}"));
+        let state =
+            TempDir::new().unwrap_or_else(|error| panic!("no temporary directory: {error}"));
         let port = free_port();
-        let file = options.file.clone().unwrap_or_else(|| root().join("manifests/examples/demo.yaml"));
-        let output = File::create(state.path().join("output")).unwrap_or_else(|error| panic!("{error}"));
+        let file = options
+            .file
+            .clone()
+            .unwrap_or_else(|| root().join("manifests/examples/demo.yaml"));
+        let output =
+            File::create(state.path().join("output")).unwrap_or_else(|error| panic!("{error}"));
         let mut command = hearth();
-        command.arg("up").arg("-f").arg(file).args(["--port", &port.to_string()]).arg("--state-dir").arg(state.path());
-        command.args(&options.arguments).envs(options.environment.iter().cloned());
+        command
+            .arg("up")
+            .arg("-f")
+            .arg(file)
+            .args(["--port", &port.to_string()])
+            .arg("--state-dir")
+            .arg(state.path());
+        command
+            .args(&options.arguments)
+            .envs(options.environment.iter().cloned());
         let errors = output.try_clone().unwrap_or_else(|error| panic!("{error}"));
         command.stdin(Stdio::null()).stdout(output).stderr(errors);
-        let child = command.spawn().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+        let child = command
+            .spawn()
+            .unwrap_or_else(|error| panic!("{command:?}: {error}"));
         Self { child, port, state }
     }
 
@@ -97,19 +117,29 @@ impl Up {
 
     /// The logs of its processes, each behind its name.
     pub fn logs(&self) -> String {
-        let (_, stdout, _) = run(hearth().args(["logs", &self.name(), "-n", "40", "--state-dir"]).arg(self.state.path()));
+        let (_, stdout, _) = run(hearth()
+            .args(["logs", &self.name(), "-n", "40", "--state-dir"])
+            .arg(self.state.path()));
         stdout
     }
 
     fn name(&self) -> String {
-        let entries = std::fs::read_dir(self.state.path()).into_iter().flatten().flatten();
+        let entries = std::fs::read_dir(self.state.path())
+            .into_iter()
+            .flatten()
+            .flatten();
         let directory = entries.into_iter().find(|entry| entry.path().is_dir());
-        directory.map_or_else(|| "demo".to_owned(), |entry| entry.file_name().to_string_lossy().into_owned())
+        directory.map_or_else(
+            || "demo".to_owned(),
+            |entry| entry.file_name().to_string_lossy().into_owned(),
+        )
     }
 
     /// What `hearth status -o json` says of it; null when it does not run.
     pub fn status(&self) -> Value {
-        let (_, stdout, _) = run(hearth().args(["status", "-o", "json", "--state-dir"]).arg(self.state.path()));
+        let (_, stdout, _) = run(hearth()
+            .args(["status", "-o", "json", "--state-dir"])
+            .arg(self.state.path()));
         let all: Value = serde_json::from_str(&stdout).unwrap_or_default();
         all.get(0).cloned().unwrap_or_default()
     }
@@ -128,7 +158,8 @@ impl Up {
         let processes = status["processes"].as_array().cloned().unwrap_or_default();
         let process = processes.iter().find(|process| process["rank"] == rank);
         let pid = process.and_then(|process| process["pid"].as_u64());
-        pid.and_then(|pid| u32::try_from(pid).ok()).unwrap_or_else(|| panic!("{rank} does not run: {status:#}"))
+        pid.and_then(|pid| u32::try_from(pid).ok())
+            .unwrap_or_else(|| panic!("{rank} does not run: {status:#}"))
     }
 
     /// Sends a signal to a rank's process.
@@ -149,11 +180,19 @@ impl Up {
         let deadline = Instant::now() + STOP_TIMEOUT;
         loop {
             match self.child.try_wait() {
-                Ok(Some(status)) => return status.code().unwrap_or_else(|| panic!("{status}\n{}", self.output())),
+                Ok(Some(status)) => {
+                    return status
+                        .code()
+                        .unwrap_or_else(|| panic!("{status}\n{}", self.output()));
+                }
                 Ok(None) => {}
                 Err(error) => panic!("{error}"),
             }
-            assert!(Instant::now() < deadline, "hearth up does not end:\n{}", self.output());
+            assert!(
+                Instant::now() < deadline,
+                "hearth up does not end:\n{}",
+                self.output()
+            );
             std::thread::sleep(Duration::from_millis(20));
         }
     }
@@ -171,7 +210,11 @@ impl Drop for Up {
             let _ = self.child.wait();
         }
         if std::thread::panicking() {
-            eprintln!("--- hearth up ---\n{}\n--- logs ---\n{}", self.output(), self.logs());
+            eprintln!(
+                "--- hearth up ---\n{}\n--- logs ---\n{}",
+                self.output(),
+                self.logs()
+            );
         }
     }
 }
@@ -185,5 +228,8 @@ fn send(pid: u32, signal: Signal) {
 /// A port that is free now.
 fn free_port() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
-    listener.map_or_else(|error| panic!("no free port: {error}"), |address| address.port())
+    listener.map_or_else(
+        |error| panic!("no free port: {error}"),
+        |address| address.port(),
+    )
 }

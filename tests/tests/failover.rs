@@ -5,19 +5,19 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 const QUESTION: &str = "What is Hearth?";
-
-/// Tokens at most; hot sampling reaches far, greedy answers end earlier.
+/// Tokens of a stream that is long enough to be disturbed.
 const LONG: u32 = 400;
 
 fn greedy() -> Value {
     chat_body("hearth-demo", QUESTION, LONG)
 }
 
-/// Hot sampling wanders for long, and the seed makes it repeatable.
+/// Sampled, and never at an end before `LONG`: the end-of-text token is banned.
 fn seeded(seed: u64) -> Value {
     let mut body = chat_body("hearth-demo", QUESTION, LONG);
-    body["temperature"] = json!(1.8);
+    body["temperature"] = json!(1.1);
     body["seed"] = json!(seed);
+    body["logit_bias"] = json!({"1": -100});
     body
 }
 
@@ -38,8 +38,13 @@ async fn with_kills(up: &Up, body: &Value, victims: &[(&str, usize)]) -> (Answer
 #[tokio::test]
 async fn a_killed_decode_worker_costs_no_token_of_a_greedy_stream() {
     let up = Up::demo();
-    let expected = chat_stream(&up.v1(), &greedy(), |_, _| {}).await.expect("undisturbed");
-    assert!(expected.tokens.len() > 8, "too short to be disturbed: {expected:?}");
+    let expected = chat_stream(&up.v1(), &greedy(), |_, _| {})
+        .await
+        .expect("undisturbed");
+    assert!(
+        expected.tokens.len() > 8,
+        "too short to be disturbed: {expected:?}"
+    );
     let (answer, killed) = with_kills(&up, &greedy(), &[("decode-0", 3)]).await;
     assert_eq!(killed, 1, "the stream ended before the kill");
     assert_eq!(answer, expected);
@@ -50,9 +55,11 @@ async fn a_killed_decode_worker_costs_no_token_of_a_greedy_stream() {
 async fn a_killed_decode_worker_costs_no_token_of_a_seeded_stream_even_twice() {
     let up = Up::demo();
     let body = seeded(7);
-    let expected = chat_stream(&up.v1(), &body, |_, _| {}).await.expect("undisturbed");
-    assert!(expected.tokens.len() > 60, "too short to be disturbed twice: {}", expected.tokens.len());
-    let (answer, killed) = with_kills(&up, &body, &[("decode-0", 5), ("decode-0", 30)]).await;
+    let expected = chat_stream(&up.v1(), &body, |_, _| {})
+        .await
+        .expect("undisturbed");
+    assert_eq!(expected.completion_tokens, u64::from(LONG));
+    let (answer, killed) = with_kills(&up, &body, &[("decode-0", 5), ("decode-0", 60)]).await;
     assert_eq!(killed, 2);
     assert_eq!(answer, expected);
 }
@@ -61,27 +68,38 @@ async fn a_killed_decode_worker_costs_no_token_of_a_seeded_stream_even_twice() {
 async fn a_killed_prefill_worker_costs_nothing_of_running_and_following_streams() {
     let up = Up::demo();
     let body = seeded(11);
-    let expected = chat_stream(&up.v1(), &body, |_, _| {}).await.expect("undisturbed");
+    let expected = chat_stream(&up.v1(), &body, |_, _| {})
+        .await
+        .expect("undisturbed");
     let (answer, killed) = with_kills(&up, &body, &[("prefill-0", 2)]).await;
     assert_eq!(killed, 1);
     assert_eq!(answer, expected);
     // At once, while the prefill worker may still be starting.
     up.signal("decode-0", Signal::KILL);
-    let after = chat_stream(&up.v1(), &body, |_, _| {}).await.expect("held until the workers are back");
+    let after = chat_stream(&up.v1(), &body, |_, _| {})
+        .await
+        .expect("held until the workers are back");
     assert_eq!(after, expected);
 }
 
 #[tokio::test]
 async fn a_prefill_worker_killed_while_it_computes_costs_nothing() {
     let up = Up::demo();
-    let long_question = format!("{QUESTION} {}", "Say more about the KV cache and the ring. ".repeat(90));
+    let long_question = format!(
+        "{QUESTION} {}",
+        "Say more about the KV cache and the ring. ".repeat(90)
+    );
     let mut body = chat_body("hearth-demo", &long_question, 40);
     body["logprobs"] = json!(true);
-    let expected = chat_stream(&up.v1(), &body, |_, _| {}).await.expect("undisturbed");
+    let expected = chat_stream(&up.v1(), &body, |_, _| {})
+        .await
+        .expect("undisturbed");
     // Another first line, so that no cached prefix makes the second run short.
     let mut again = chat_body("hearth-demo", &format!("Now. {long_question}"), 40);
     again["logprobs"] = json!(true);
-    let undisturbed = chat_stream(&up.v1(), &again, |_, _| {}).await.expect("undisturbed");
+    let undisturbed = chat_stream(&up.v1(), &again, |_, _| {})
+        .await
+        .expect("undisturbed");
     assert_ne!(expected.tokens, Vec::<String>::new());
 
     let up = Up::demo();
@@ -98,5 +116,9 @@ async fn a_prefill_worker_killed_while_it_computes_costs_nothing() {
 fn restarts(up: &Up, rank: &str) -> u64 {
     let status = up.status();
     let processes = status["processes"].as_array().cloned().unwrap_or_default();
-    processes.iter().find(|process| process["rank"] == rank).and_then(|process| process["restarts"].as_u64()).unwrap_or_default()
+    processes
+        .iter()
+        .find(|process| process["rank"] == rank)
+        .and_then(|process| process["restarts"].as_u64())
+        .unwrap_or_default()
 }

@@ -8,7 +8,10 @@ use std::process::Command;
 const MAX_FILE_LINES: usize = 600;
 
 fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").canonicalize().expect("workspace root")
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("..")
+        .canonicalize()
+        .expect("workspace root")
 }
 
 struct Layer {
@@ -22,11 +25,18 @@ fn read_layers() -> BTreeMap<String, Layer> {
         .map(str::trim)
         .filter(|line| !line.is_empty() && !line.starts_with('#'))
         .map(|line| {
-            let (name, rest) = line.split_once(':').unwrap_or_else(|| panic!("layers.txt: `{line}` has no colon"));
-            let (forbidden, allowed): (Vec<_>, Vec<_>) = rest.split_whitespace().partition(|word| word.starts_with('!'));
+            let (name, rest) = line
+                .split_once(':')
+                .unwrap_or_else(|| panic!("layers.txt: `{line}` has no colon"));
+            let (forbidden, allowed): (Vec<_>, Vec<_>) = rest
+                .split_whitespace()
+                .partition(|word| word.starts_with('!'));
             let layer = Layer {
                 allowed: allowed.into_iter().map(str::to_owned).collect(),
-                forbidden: forbidden.into_iter().map(|word| word[1..].to_owned()).collect(),
+                forbidden: forbidden
+                    .into_iter()
+                    .map(|word| word[1..].to_owned())
+                    .collect(),
             };
             (name.to_owned(), layer)
         })
@@ -40,8 +50,13 @@ fn read_dependencies() -> BTreeMap<String, BTreeSet<String>> {
         .current_dir(root())
         .output()
         .expect("cargo metadata");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).expect("metadata JSON");
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let metadata: serde_json::Value =
+        serde_json::from_slice(&output.stdout).expect("metadata JSON");
     let packages = metadata["packages"].as_array().expect("packages");
     packages
         .iter()
@@ -68,18 +83,27 @@ fn crates_depend_only_along_the_arrows() {
             faults.push(format!("{name} has no line in layers.txt"));
             continue;
         };
-        let ours: BTreeSet<_> = actual.iter().filter(|dependency| dependency.starts_with("hearth-")).cloned().collect();
+        let ours: BTreeSet<_> = actual
+            .iter()
+            .filter(|dependency| dependency.starts_with("hearth-"))
+            .cloned()
+            .collect();
         for extra in ours.difference(&layer.allowed) {
             faults.push(format!("{name} → {extra} is no arrow of layers.txt"));
         }
         for unused in layer.allowed.difference(&ours) {
-            faults.push(format!("layers.txt allows {name} → {unused}, which nothing uses"));
+            faults.push(format!(
+                "layers.txt allows {name} → {unused}, which nothing uses"
+            ));
         }
         for forbidden in actual.intersection(&layer.forbidden) {
             faults.push(format!("{name} must never see {forbidden}"));
         }
     }
-    for name in layers.keys().filter(|name| !dependencies.contains_key(*name)) {
+    for name in layers
+        .keys()
+        .filter(|name| !dependencies.contains_key(*name))
+    {
         faults.push(format!("layers.txt names {name}, which is no crate"));
     }
     assert!(faults.is_empty(), "layering:\n  {}", faults.join("\n  "));
@@ -90,7 +114,10 @@ fn rust_files(directory: &Path, found: &mut Vec<PathBuf>) {
         let path = entry.path();
         let name = entry.file_name();
         if path.is_dir() {
-            if !matches!(name.to_str(), Some("target" | ".git" | "fuzz")) {
+            // Integration tests are all tests; the rule is about what comes before them.
+            let is_crate = path.join("Cargo.toml").is_file();
+            let skipped = matches!(name.to_str(), Some("target" | ".git" | "fuzz"));
+            if !skipped && (is_crate || name != "tests") {
                 rust_files(&path, found);
             }
         } else if path.extension().is_some_and(|extension| extension == "rs") {
@@ -103,7 +130,11 @@ fn rust_files(directory: &Path, found: &mut Vec<PathBuf>) {
 fn files_stay_short() {
     let mut files = Vec::new();
     rust_files(&root(), &mut files);
-    assert!(files.len() > 20, "the walk found only {} files", files.len());
+    assert!(
+        files.len() > 20,
+        "the walk found only {} files",
+        files.len()
+    );
     let long: Vec<_> = files
         .iter()
         .filter_map(|path| {
@@ -114,5 +145,9 @@ fn files_stay_short() {
             (lines > MAX_FILE_LINES).then(|| format!("{shown}: {lines} lines before tests"))
         })
         .collect();
-    assert!(long.is_empty(), "over {MAX_FILE_LINES} lines, split by what changes together:\n  {}", long.join("\n  "));
+    assert!(
+        long.is_empty(),
+        "over {MAX_FILE_LINES} lines, split by what changes together:\n  {}",
+        long.join("\n  ")
+    );
 }

@@ -27,39 +27,108 @@ fn logits(path: &Path) -> (Vec<u64>, Vec<u8>) {
     let header: Value = serde_json::from_slice(&bytes[8..8 + header_bytes]).expect("header");
     let tensor = &header["logits"];
     assert_eq!(tensor["dtype"], "F32", "{header}");
-    let shape = tensor["shape"].as_array().expect("shape").iter().filter_map(Value::as_u64).collect();
+    let shape = tensor["shape"]
+        .as_array()
+        .expect("shape")
+        .iter()
+        .filter_map(Value::as_u64)
+        .collect();
     (shape, bytes[8 + header_bytes..].to_vec())
 }
 
 #[test]
 fn logits_are_the_same_bits_in_chunks_and_on_other_thread_counts() {
     let directory = tempfile::tempdir().expect("directory");
-    let tokens = (5..45).map(|token: u32| token.to_string()).collect::<Vec<_>>().join(",");
+    let tokens = (5..45)
+        .map(|token: u32| token.to_string())
+        .collect::<Vec<_>>()
+        .join(",");
     let compute = |name: &str, arguments: &[&str]| {
         let out = directory.path().join(name);
-        ok(worker().args(["logits", "--tokens", &tokens, "--model"]).arg(demo()).arg("--out").arg(&out).args(arguments));
+        ok(worker()
+            .args(["logits", "--tokens", &tokens, "--model"])
+            .arg(demo())
+            .arg("--out")
+            .arg(&out)
+            .args(arguments));
         logits(&out)
     };
     let whole = compute("whole", &["--threads", "1"]);
     assert_eq!(whole.0[0], 40);
-    assert_eq!(compute("chunked", &["--chunk", "7", "--threads", "2"]), whole);
-    assert_eq!(compute("three", &["--threads", "3", "--residency", "mmap-prefetch"]), whole);
+    assert_eq!(
+        compute("chunked", &["--chunk", "7", "--threads", "2"]),
+        whole
+    );
+    assert_eq!(
+        compute("three", &["--threads", "3", "--residency", "mmap-prefetch"]),
+        whole
+    );
     let scalar = compute("scalar", &["--isa", "scalar"]);
     assert_eq!(scalar.0, whole.0);
 }
 
 #[test]
 fn generate_answers_in_text_and_in_json() {
-    let text = ok(worker().args(["generate", "--prompt", "Hearth is", "--max-tokens", "6", "--model"]).arg(demo()));
-    let answer = json_of(worker().args(["generate", "--prompt", "Hearth is", "--max-tokens", "6", "--json", "--model"]).arg(demo()));
-    assert_eq!(answer["text"].as_str().map(str::trim), Some(text.trim()), "{answer}");
-    assert!(answer["tokens"].as_array().is_some_and(|tokens| (1..=6).contains(&tokens.len())), "{answer}");
-    assert!(["stop", "length"].contains(&answer["finish_reason"].as_str().unwrap_or_default()), "{answer}");
-    assert!(answer["timings"]["prefill_ms"].as_f64().is_some_and(|ms| ms > 0.0), "{answer}");
+    let text = ok(worker()
+        .args([
+            "generate",
+            "--prompt",
+            "Hearth is",
+            "--max-tokens",
+            "6",
+            "--model",
+        ])
+        .arg(demo()));
+    let answer = json_of(
+        worker()
+            .args([
+                "generate",
+                "--prompt",
+                "Hearth is",
+                "--max-tokens",
+                "6",
+                "--json",
+                "--model",
+            ])
+            .arg(demo()),
+    );
+    assert_eq!(
+        answer["text"].as_str().map(str::trim),
+        Some(text.trim()),
+        "{answer}"
+    );
+    assert!(
+        answer["tokens"]
+            .as_array()
+            .is_some_and(|tokens| (1..=6).contains(&tokens.len())),
+        "{answer}"
+    );
+    assert!(
+        ["stop", "length"].contains(&answer["finish_reason"].as_str().unwrap_or_default()),
+        "{answer}"
+    );
+    assert!(
+        answer["timings"]["prefill_ms"]
+            .as_f64()
+            .is_some_and(|ms| ms > 0.0),
+        "{answer}"
+    );
 
     let seeded = |seed: &str| {
         let mut command = worker();
-        command.args(["generate", "--tokens", "9,10,11", "--max-tokens", "12", "--temperature", "1.5", "--seed", seed, "--json", "--model"]);
+        command.args([
+            "generate",
+            "--tokens",
+            "9,10,11",
+            "--max-tokens",
+            "12",
+            "--temperature",
+            "1.5",
+            "--seed",
+            seed,
+            "--json",
+            "--model",
+        ]);
         json_of(command.arg(demo()))["tokens"].clone()
     };
     assert_eq!(seeded("1"), seeded("1"));
@@ -81,16 +150,54 @@ fn random_checkpoints_run_without_a_tokenizer() {
     std::fs::write(&config, shape.to_string()).expect("write");
     for dtype in ["bf16", "fp8"] {
         let model = directory.path().join(dtype);
-        ok(worker().args(["random", "--dtype", dtype, "--config"]).arg(&config).arg("--out").arg(&model));
+        ok(worker()
+            .args(["random", "--dtype", dtype, "--config"])
+            .arg(&config)
+            .arg("--out")
+            .arg(&model));
         let facts = json_of(worker().args(["facts", "--json", "--model"]).arg(&model));
         assert_eq!(facts["dtype"], dtype.to_uppercase().as_str(), "{facts}");
-        let answer = json_of(worker().args(["generate", "--tokens", "1,2,3", "--max-tokens", "5", "--json", "--model"]).arg(&model));
+        let answer = json_of(
+            worker()
+                .args([
+                    "generate",
+                    "--tokens",
+                    "1,2,3",
+                    "--max-tokens",
+                    "5",
+                    "--json",
+                    "--model",
+                ])
+                .arg(&model),
+        );
         assert_eq!(answer["text"], Value::Null, "{answer}");
         let bench = json_of(
-            worker().args(["bench", "--prefill", "16", "--decode", "4", "--threads", "1", "--batch", "2", "--json", "--model"]).arg(&model),
+            worker()
+                .args([
+                    "bench",
+                    "--prefill",
+                    "16",
+                    "--decode",
+                    "4",
+                    "--threads",
+                    "1",
+                    "--batch",
+                    "2",
+                    "--json",
+                    "--model",
+                ])
+                .arg(&model),
         );
-        for figure in ["prefill_tokens_per_s", "decode_step_ms", "effective_gbps", "read_bandwidth_gbps"] {
-            assert!(bench[figure].as_f64().is_some_and(|value| value > 0.0), "{figure}: {bench}");
+        for figure in [
+            "prefill_tokens_per_s",
+            "decode_step_ms",
+            "effective_gbps",
+            "read_bandwidth_gbps",
+        ] {
+            assert!(
+                bench[figure].as_f64().is_some_and(|value| value > 0.0),
+                "{figure}: {bench}"
+            );
         }
     }
 }
@@ -98,24 +205,59 @@ fn random_checkpoints_run_without_a_tokenizer() {
 #[test]
 fn profile_tells_of_this_machine() {
     let profile = json_of(worker().args(["profile", "--json", "--disk"]).arg(demo()));
-    assert!(profile["cpus"].as_array().is_some_and(|cpus| !cpus.is_empty()), "{profile}");
-    assert!(profile["memory"]["readOneThreadGbps"].as_f64().is_some_and(|gbps| gbps > 0.5), "{profile}");
-    assert!(profile["numaNodes"].as_array().is_some_and(|nodes| !nodes.is_empty()), "{profile}");
+    assert!(
+        profile["cpus"]
+            .as_array()
+            .is_some_and(|cpus| !cpus.is_empty()),
+        "{profile}"
+    );
+    assert!(
+        profile["memory"]["readOneThreadGbps"]
+            .as_f64()
+            .is_some_and(|gbps| gbps > 0.5),
+        "{profile}"
+    );
+    assert!(
+        profile["numaNodes"]
+            .as_array()
+            .is_some_and(|nodes| !nodes.is_empty()),
+        "{profile}"
+    );
 }
 
 #[test]
 fn wrong_calls_are_told_why() {
     let out = tempfile::tempdir().expect("directory");
     let cases: [(&[&str], &str); 4] = [
-        (&["logits", "--tokens", "99999999", "--out", "x.safetensors"], "vocabulary"),
-        (&["generate", "--tokens", "1", "--max-tokens", "0"], "max-tokens"),
+        (
+            &["logits", "--tokens", "99999999", "--out", "x.safetensors"],
+            "vocabulary",
+        ),
+        (
+            &["generate", "--tokens", "1", "--max-tokens", "0"],
+            "max-tokens",
+        ),
         (&["generate", "--tokens", "99999999"], "99999999"),
-        (&["bench", "--prefill", "1000000", "--decode", "1"], "context"),
+        (
+            &["bench", "--prefill", "1000000", "--decode", "1"],
+            "context",
+        ),
     ];
     for (arguments, expected) in cases {
-        let (code, _, stderr) = run(worker().args(arguments).arg("--model").arg(demo()).current_dir(out.path()));
-        assert!(code != 0 && stderr.contains(expected) && !stderr.contains("panicked"), "{arguments:?}: {stderr}");
+        let (code, _, stderr) = run(worker()
+            .args(arguments)
+            .arg("--model")
+            .arg(demo())
+            .current_dir(out.path()));
+        assert!(
+            code != 0 && stderr.contains(expected) && !stderr.contains("panicked"),
+            "{arguments:?}: {stderr}"
+        );
     }
-    let (code, _, stderr) = run(worker().args(["generate", "--tokens", "1", "--model", "/no/such/directory"]));
-    assert!(code == 1 && stderr.contains("/no/such/directory"), "{stderr}");
+    let (code, _, stderr) =
+        run(worker().args(["generate", "--tokens", "1", "--model", "/no/such/directory"]));
+    assert!(
+        code == 1 && stderr.contains("/no/such/directory"),
+        "{stderr}"
+    );
 }

@@ -1,6 +1,8 @@
 //! Between messages of the wire and the engine's own types.
 
-use hearth_engine::{EngineError, FinishReason, GenerateEvent, GenerateInput, Grammar, PrefillPlace, SamplingParams};
+use hearth_engine::{
+    EngineError, FinishReason, GenerateEvent, GenerateInput, Grammar, PrefillPlace, SamplingParams,
+};
 use hearth_transport::v1;
 use tonic::{Code, Status};
 
@@ -9,7 +11,11 @@ use tonic::{Code, Status};
 /// # Errors
 /// `INVALID_ARGUMENT` naming the field.
 pub(crate) fn generate_input(request: v1::GenerateRequest) -> Result<GenerateInput, Status> {
-    let prefill = if request.prefill_endpoint.is_empty() { PrefillPlace::Local } else { PrefillPlace::Remote };
+    let prefill = if request.prefill_endpoint.is_empty() {
+        PrefillPlace::Local
+    } else {
+        PrefillPlace::Remote
+    };
     Ok(GenerateInput {
         request_id: request.request_id,
         prompt: request.prompt_tokens,
@@ -31,9 +37,17 @@ fn sampling(wire: v1::Sampling) -> SamplingParams {
         min_p: wire.min_p,
         frequency_penalty: wire.frequency_penalty,
         presence_penalty: wire.presence_penalty,
-        repetition_penalty: if wire.repetition_penalty == 0.0 { 1.0 } else { wire.repetition_penalty },
+        repetition_penalty: if wire.repetition_penalty == 0.0 {
+            1.0
+        } else {
+            wire.repetition_penalty
+        },
         seed: wire.seed,
-        logit_bias: wire.logit_bias.into_iter().map(|bias| (bias.token, bias.bias)).collect(),
+        logit_bias: wire
+            .logit_bias
+            .into_iter()
+            .map(|bias| (bias.token, bias.bias))
+            .collect(),
     }
 }
 
@@ -52,22 +66,35 @@ fn grammar(wire: v1::Grammar) -> Result<Grammar, Status> {
 pub(crate) fn generate_event(event: GenerateEvent) -> Result<Option<v1::GenerateEvent>, Status> {
     use v1::generate_event::Event;
     let event = match event {
-        GenerateEvent::Started { cached_tokens } => {
-            Event::Started(v1::Started { cached_tokens: cached_tokens as u32 })
-        }
+        GenerateEvent::Started { cached_tokens } => Event::Started(v1::Started {
+            cached_tokens: cached_tokens as u32,
+        }),
         GenerateEvent::NeedsKv { .. } => return Ok(None),
-        GenerateEvent::Token { id, index, logprob, top } => Event::Token(v1::Token {
+        GenerateEvent::Token {
+            id,
+            index,
+            logprob,
+            top,
+        } => Event::Token(v1::Token {
             id,
             index: index as u32,
             logprob: logprob.unwrap_or_default(),
-            top_logprobs: top.into_iter().map(|top| v1::TopLogprob { id: top.id, logprob: top.logprob }).collect(),
+            top_logprobs: top
+                .into_iter()
+                .map(|top| v1::TopLogprob {
+                    id: top.id,
+                    logprob: top.logprob,
+                })
+                .collect(),
         }),
         GenerateEvent::Finished { reason } => {
             let reason = match reason {
                 FinishReason::Stop => v1::FinishReason::Stop,
                 FinishReason::Length => v1::FinishReason::Length,
             };
-            Event::Finished(v1::Finished { reason: reason.into() })
+            Event::Finished(v1::Finished {
+                reason: reason.into(),
+            })
         }
         GenerateEvent::Failed(error) => return Err(status(&error)),
     };
@@ -80,7 +107,9 @@ pub(crate) fn status(error: &EngineError) -> Status {
     let code = match error {
         error if error.is_request_fault() => Code::InvalidArgument,
         EngineError::QueueFull { .. } => Code::ResourceExhausted,
-        EngineError::Forward { .. } | EngineError::Sampling(_) | EngineError::Internal { .. } => Code::Internal,
+        EngineError::Forward { .. } | EngineError::Sampling(_) | EngineError::Internal { .. } => {
+            Code::Internal
+        }
         _ => Code::Unavailable,
     };
     Status::new(code, error.to_string())

@@ -48,7 +48,9 @@ impl LoadOptions {
     pub(crate) fn from_args(args: &ModelArgs) -> Self {
         let residency = match args.residency {
             ResidencyArg::Resident => ResidencyPolicy::Resident,
-            ResidencyArg::MmapPrefetch => ResidencyPolicy::MmapPrefetch { budget_bytes: args.residency_budget },
+            ResidencyArg::MmapPrefetch => ResidencyPolicy::MmapPrefetch {
+                budget_bytes: args.residency_budget,
+            },
         };
         let cpu = CpuOptions {
             isa: args.compute.isa.isa(),
@@ -70,15 +72,27 @@ pub(crate) fn open(directory: &Path, options: LoadOptions) -> anyhow::Result<Loa
     let backend = Arc::new(CpuBackend::new(options.cpu)?);
     let modules = Model::<CpuBackend>::modules(&config)?;
     let residency: Arc<dyn Residency<CpuBackend>> = match options.residency {
-        ResidencyPolicy::Resident => Arc::new(Resident::open(&checkpoint, modules, Arc::clone(&backend))?),
+        ResidencyPolicy::Resident => {
+            Arc::new(Resident::open(&checkpoint, modules, Arc::clone(&backend))?)
+        }
         ResidencyPolicy::MmapPrefetch { budget_bytes } => {
             let budget_bytes = budget_bytes.unwrap_or_else(|| checkpoint.total_bytes() / 2);
-            Arc::new(MmapPrefetch::open(&checkpoint, modules, Arc::clone(&backend), budget_bytes, PREFETCH_MODULES)?)
+            Arc::new(MmapPrefetch::open(
+                &checkpoint,
+                modules,
+                Arc::clone(&backend),
+                budget_bytes,
+                PREFETCH_MODULES,
+            )?)
         }
     };
     let model = Model::new(config, backend, Arc::clone(&residency))
         .with_context(|| format!("{} cannot be run", directory.display()))?;
-    Ok(Loaded { model, residency, checkpoint })
+    Ok(Loaded {
+        model,
+        residency,
+        checkpoint,
+    })
 }
 
 /// What two workers must share for their bits to be equal: kernels and cache type, not threads.

@@ -6,7 +6,8 @@ use tracing_subscriber::EnvFilter;
 
 /// Starts logging; `RUST_LOG` chooses what, `info` of Hearth's own crates by default.
 pub(crate) fn init() {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn,hearth=info"));
+    let filter =
+        EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn,hearth=info"));
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)

@@ -14,7 +14,10 @@ pub(crate) fn explain_bus_errors() {
     }
     // SAFETY: the handler calls only async-signal-safe functions, and is installed before any thread starts.
     unsafe {
-        libc::signal(libc::SIGBUS, handler as extern "C" fn(libc::c_int) as libc::sighandler_t);
+        libc::signal(
+            libc::SIGBUS,
+            handler as extern "C" fn(libc::c_int) as libc::sighandler_t,
+        );
     }
 }
 

@@ -21,7 +21,10 @@ impl ControlService {
 
 #[tonic::async_trait]
 impl v1::control_server::Control for ControlService {
-    async fn describe(&self, _: Request<v1::DescribeRequest>) -> Result<Response<v1::DescribeResponse>, Status> {
+    async fn describe(
+        &self,
+        _: Request<v1::DescribeRequest>,
+    ) -> Result<Response<v1::DescribeResponse>, Status> {
         let worker = &self.worker;
         Ok(Response::new(v1::DescribeResponse {
             role: worker.role.as_str().to_owned(),
@@ -36,7 +39,10 @@ impl v1::control_server::Control for ControlService {
         }))
     }
 
-    async fn stats(&self, _: Request<v1::StatsRequest>) -> Result<Response<v1::StatsResponse>, Status> {
+    async fn stats(
+        &self,
+        _: Request<v1::StatsRequest>,
+    ) -> Result<Response<v1::StatsResponse>, Status> {
         let stats = self.worker.engine.stats();
         Ok(Response::new(v1::StatsResponse {
             running: stats.running as u32,
@@ -57,12 +63,18 @@ impl v1::control_server::Control for ControlService {
         }))
     }
 
-    async fn drain(&self, request: Request<v1::DrainRequest>) -> Result<Response<v1::DrainResponse>, Status> {
+    async fn drain(
+        &self,
+        request: Request<v1::DrainRequest>,
+    ) -> Result<Response<v1::DrainResponse>, Status> {
         let grace = Duration::from_millis(u64::from(request.into_inner().grace_ms));
         let engine = self.worker.engine.clone();
         let report = tokio::task::spawn_blocking(move || engine.drain(grace))
             .await
             .map_err(|error| Status::internal(error.to_string()))?;
-        Ok(Response::new(v1::DrainResponse { ended: report.ended as u32, cut_off: report.cut_off as u32 }))
+        Ok(Response::new(v1::DrainResponse {
+            ended: report.ended as u32,
+            cut_off: report.cut_off as u32,
+        }))
     }
 }

@@ -25,7 +25,11 @@ impl DecodeService {
     }
 
     /// What to ask of the prefill worker, where the request names one.
-    fn remote(&self, request: &v1::GenerateRequest, context: CallContext) -> Result<Option<RemotePrefill>, Status> {
+    fn remote(
+        &self,
+        request: &v1::GenerateRequest,
+        context: CallContext,
+    ) -> Result<Option<RemotePrefill>, Status> {
         if request.prefill_endpoint.is_empty() {
             return Ok(None);
         }
@@ -67,7 +71,11 @@ impl v1::decode_server::Decode for DecodeService {
         let input = convert::generate_input(request)?;
         let (sender, mut receiver) = mpsc::unbounded_channel();
         let sink = Box::new(move |event| sender.send(event).is_ok());
-        let handle = self.worker.engine.generate(input, sink).map_err(|error| convert::status(&error))?;
+        let handle = self
+            .worker
+            .engine
+            .generate(input, sink)
+            .map_err(|error| convert::status(&error))?;
 
         // The stream owns the request and its import: dropping it cancels both.
         let stream = async_stream::stream! {
@@ -91,7 +99,9 @@ impl v1::decode_server::Decode for DecodeService {
             }
             drop((import, handle));
         };
-        Ok(Response::new(Box::pin(deadline::limited(stream, time_left, None))))
+        Ok(Response::new(Box::pin(deadline::limited(
+            stream, time_left, None,
+        ))))
     }
 }
 
@@ -119,25 +129,37 @@ impl RemotePrefill {
     }
 
     async fn fetch(self, id: RequestId) -> Result<(), Status> {
-        let worker = self.clients.worker(&self.endpoint).map_err(|error| Status::unavailable(error.to_string()))?;
+        let worker = self
+            .clients
+            .worker(&self.endpoint)
+            .map_err(|error| Status::unavailable(error.to_string()))?;
         let request = self.context.request(self.request);
         let mut events = worker.prefill().prefill(request).await?.into_inner();
         while let Some(event) = events.message().await? {
             match event.event {
                 Some(v1::prefill_event::Event::Kv(kv)) => {
-                    self.engine.import_kv(id, kv.layer as usize, kv.first_token as usize, kv.data);
+                    self.engine
+                        .import_kv(id, kv.layer as usize, kv.first_token as usize, kv.data);
                 }
                 Some(v1::prefill_event::Event::Done(done)) => {
                     let (values, rest) = done.logits.as_chunks::<4>();
                     if !rest.is_empty() {
                         return Err(Status::internal("logits are no whole number of f32"));
                     }
-                    self.engine.import_done(id, values.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect());
+                    self.engine.import_done(
+                        id,
+                        values
+                            .iter()
+                            .map(|bytes| f32::from_le_bytes(*bytes))
+                            .collect(),
+                    );
                     return Ok(());
                 }
                 None => {}
             }
         }
-        Err(Status::unavailable("the stream ended before the last token"))
+        Err(Status::unavailable(
+            "the stream ended before the last token",
+        ))
     }
 }

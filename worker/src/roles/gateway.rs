@@ -33,7 +33,10 @@ pub(crate) struct GatewayArgs {
 /// Serves until told to end.
 pub(crate) fn run(args: &GatewayArgs) -> anyhow::Result<()> {
     let (plan, rank) = args.place.find(PlanRole::Gateway)?;
-    let endpoint = rank.endpoint.as_deref().with_context(|| format!("the plan gives {} no endpoint", rank.name))?;
+    let endpoint = rank
+        .endpoint
+        .as_deref()
+        .with_context(|| format!("the plan gives {} no endpoint", rank.name))?;
     let config = config(args, &plan)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(rank.threads.max(1) as usize)
@@ -55,13 +58,20 @@ pub(crate) fn run(args: &GatewayArgs) -> anyhow::Result<()> {
 }
 
 fn config(args: &GatewayArgs, plan: &InferencePlanSpec) -> anyhow::Result<GatewayConfig> {
-    let mut config = GatewayConfig::new(&plan.model.served_name, &plan.model.path, endpoints(plan, PlanRole::Decode)?);
+    let mut config = GatewayConfig::new(
+        &plan.model.served_name,
+        &plan.model.path,
+        endpoints(plan, PlanRole::Decode)?,
+    );
     config.prefill = endpoints(plan, PlanRole::Prefill)?;
     config.context_length = Some(plan.model.context_length);
     config.worker_tls = args.place.tls()?;
     config.api_keys_file.clone_from(&args.api_keys);
     config.https = match (&args.https_cert, &args.https_key) {
-        (Some(cert), Some(key)) => Some(HttpsFiles { cert: cert.clone(), key: key.clone() }),
+        (Some(cert), Some(key)) => Some(HttpsFiles {
+            cert: cert.clone(),
+            key: key.clone(),
+        }),
         _ => None,
     };
     config.routing = Routing {
@@ -70,8 +80,10 @@ fn config(args: &GatewayArgs, plan: &InferencePlanSpec) -> anyhow::Result<Gatewa
         queue_timeout: Duration::from_millis(plan.routing.queue_timeout_ms),
         ..Routing::default()
     };
-    config.limits =
-        Limits { drain_grace: Duration::from_secs(u64::from(args.place.grace)), ..Limits::default() };
+    config.limits = Limits {
+        drain_grace: Duration::from_secs(u64::from(args.place.grace)),
+        ..Limits::default()
+    };
     config.predicted = Predicted {
         ttft_seconds: Some(plan.predicted.ttft_ms / 1e3),
         tpot_seconds: Some(plan.predicted.tpot_ms / 1e3),
@@ -82,7 +94,10 @@ fn config(args: &GatewayArgs, plan: &InferencePlanSpec) -> anyhow::Result<Gatewa
 fn endpoints(plan: &InferencePlanSpec, role: PlanRole) -> anyhow::Result<Vec<Endpoint>> {
     plan.ranks_of(role)
         .map(|rank| {
-            let text = rank.endpoint.as_deref().with_context(|| format!("the plan gives {} no endpoint", rank.name))?;
+            let text = rank
+                .endpoint
+                .as_deref()
+                .with_context(|| format!("the plan gives {} no endpoint", rank.name))?;
             Ok(text.parse::<Endpoint>()?)
         })
         .collect()

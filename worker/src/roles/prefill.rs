@@ -28,7 +28,10 @@ impl PrefillService {
 impl v1::prefill_server::Prefill for PrefillService {
     type PrefillStream = Pin<Box<dyn Stream<Item = Result<v1::PrefillEvent, Status>> + Send>>;
 
-    async fn prefill(&self, request: Request<v1::PrefillRequest>) -> Result<Response<Self::PrefillStream>, Status> {
+    async fn prefill(
+        &self,
+        request: Request<v1::PrefillRequest>,
+    ) -> Result<Response<Self::PrefillStream>, Status> {
         let time_left = deadline::remaining(request.metadata());
         let request = request.into_inner();
         self.worker.check_fingerprint(&request.model_fingerprint)?;
@@ -45,7 +48,11 @@ impl v1::prefill_server::Prefill for PrefillService {
         };
         let (sender, mut receiver) = mpsc::unbounded_channel();
         let sink = Box::new(move |event| sender.send(event).is_ok());
-        let handle = self.worker.engine.prefill(input, sink).map_err(|error| convert::status(&error))?;
+        let handle = self
+            .worker
+            .engine
+            .prefill(input, sink)
+            .map_err(|error| convert::status(&error))?;
         let stream = async_stream::stream! {
             while let Some(event) = receiver.recv().await {
                 match event {
@@ -68,6 +75,8 @@ impl v1::prefill_server::Prefill for PrefillService {
             // Dropping the stream cancels the request.
             drop(handle);
         };
-        Ok(Response::new(Box::pin(deadline::limited(stream, time_left, None))))
+        Ok(Response::new(Box::pin(deadline::limited(
+            stream, time_left, None,
+        ))))
     }
 }

@@ -6,12 +6,17 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::Args;
-use hearth_crds::{InferencePlanSpec, Pinning, PlanKv, PlanKvType, PlanRank, PlanRole, ResidencyPolicy as PlanPolicy};
+use hearth_crds::{
+    InferencePlanSpec, Pinning, PlanKv, PlanKvType, PlanRank, PlanRole,
+    ResidencyPolicy as PlanPolicy,
+};
 use hearth_engine::{Engine, EngineOptions, GrammarTokenizer, KvBudget};
 use hearth_formats::{ModelConfig, Tokenizer};
 use hearth_kernels::{Backend, CpuOptions, KvDType};
 use hearth_transport::tonic::service::Routes;
-use hearth_transport::{ClientOptions, Clients, Listener, ServerOptions, Tls, TlsFiles, server, tonic_health};
+use hearth_transport::{
+    ClientOptions, Clients, Listener, ServerOptions, Tls, TlsFiles, server, tonic_health,
+};
 
 use super::control::ControlService;
 use super::decode::DecodeService;
@@ -61,15 +66,25 @@ impl PlaceArgs {
             rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::TERM))
                 .context("the kernel does not tell of the parent's end")?;
         }
-        let text = std::fs::read(&self.plan).with_context(|| format!("--plan {} cannot be read", self.plan.display()))?;
-        let plan: InferencePlanSpec = serde_json::from_slice(&text)
-            .with_context(|| format!("--plan {} is no plan of this version", self.plan.display()))?;
+        let text = std::fs::read(&self.plan)
+            .with_context(|| format!("--plan {} cannot be read", self.plan.display()))?;
+        let plan: InferencePlanSpec = serde_json::from_slice(&text).with_context(|| {
+            format!("--plan {} is no plan of this version", self.plan.display())
+        })?;
         let Some(rank) = plan.rank(&self.rank).cloned() else {
             let names: Vec<&str> = plan.ranks.iter().map(|rank| rank.name.as_str()).collect();
-            bail!("--rank is {:?}, which is not in the plan\n  it has {}", self.rank, names.join(", "));
+            bail!(
+                "--rank is {:?}, which is not in the plan\n  it has {}",
+                self.rank,
+                names.join(", ")
+            );
         };
         if rank.role != role {
-            bail!("--rank {} is a {} rank\n  run: hearth-worker {0}", rank.name, rank.role.as_str());
+            bail!(
+                "--rank {} is a {} rank\n  run: hearth-worker {0}",
+                rank.name,
+                rank.role.as_str()
+            );
         }
         Ok((plan, rank))
     }
@@ -79,7 +94,9 @@ impl PlaceArgs {
     /// # Errors
     /// A file that is missing or is no certificate, by name.
     pub(crate) fn tls(&self) -> anyhow::Result<Option<Tls>> {
-        let Some(directory) = &self.tls_dir else { return Ok(None) };
+        let Some(directory) = &self.tls_dir else {
+            return Ok(None);
+        };
         let files = TlsFiles {
             cert: directory.join("tls.crt"),
             key: directory.join("tls.key"),
@@ -102,12 +119,18 @@ pub(crate) fn prefill(args: &RankArgs) -> anyhow::Result<()> {
 
 fn run(args: &RankArgs, role: PlanRole) -> anyhow::Result<()> {
     let (plan, rank) = args.place.find(role)?;
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()?;
     runtime.block_on(serve(args, &plan, &rank))
 }
 
 async fn serve(args: &RankArgs, plan: &InferencePlanSpec, rank: &PlanRank) -> anyhow::Result<()> {
-    let endpoint = rank.endpoint.as_deref().with_context(|| format!("the plan gives {} no endpoint", rank.name))?;
+    let endpoint = rank
+        .endpoint
+        .as_deref()
+        .with_context(|| format!("the plan gives {} no endpoint", rank.name))?;
     let tls = args.place.tls()?;
     let listener = Listener::bind(endpoint)?;
     Report::Loading { percent: 0 }.send();
@@ -115,16 +138,31 @@ async fn serve(args: &RankArgs, plan: &InferencePlanSpec, rank: &PlanRank) -> an
     Report::Loading { percent: 100 }.send();
 
     let (health, health_service) = tonic_health::server::health_reporter();
-    let routes = Routes::new(health_service).add_service(server::control(ControlService::new(Arc::clone(&worker))));
+    let routes = Routes::new(health_service)
+        .add_service(server::control(ControlService::new(Arc::clone(&worker))));
     let routes = match rank.role {
-        PlanRole::Prefill => routes.add_service(server::prefill(PrefillService::new(Arc::clone(&worker)))),
+        PlanRole::Prefill => {
+            routes.add_service(server::prefill(PrefillService::new(Arc::clone(&worker))))
+        }
         PlanRole::Decode | PlanRole::Gateway => {
-            let clients = Clients::new(ClientOptions { tls: tls.clone(), ..ClientOptions::default() });
-            routes.add_service(server::decode(DecodeService::new(Arc::clone(&worker), clients)))
+            let clients = Clients::new(ClientOptions {
+                tls: tls.clone(),
+                ..ClientOptions::default()
+            });
+            routes.add_service(server::decode(DecodeService::new(
+                Arc::clone(&worker),
+                clients,
+            )))
         }
     };
-    health.set_service_status("", tonic_health::ServingStatus::Serving).await;
-    Report::Ready { endpoint, device: &device }.send();
+    health
+        .set_service_status("", tonic_health::ServingStatus::Serving)
+        .await;
+    Report::Ready {
+        endpoint,
+        device: &device,
+    }
+    .send();
     tracing::info!(rank = rank.name, endpoint, device, "serving");
 
     let grace = Duration::from_secs(u64::from(args.place.grace));
@@ -132,12 +170,23 @@ async fn serve(args: &RankArgs, plan: &InferencePlanSpec, rank: &PlanRank) -> an
     let shutdown = async move {
         signals::termination().await;
         Report::Draining.send();
-        health.set_service_status("", tonic_health::ServingStatus::NotServing).await;
+        health
+            .set_service_status("", tonic_health::ServingStatus::NotServing)
+            .await;
         if let Ok(report) = tokio::task::spawn_blocking(move || engine.drain(grace)).await {
             tracing::info!(ended = report.ended, cut_off = report.cut_off, "drained");
         }
     };
-    hearth_transport::serve(listener, routes, &ServerOptions { tls, ..ServerOptions::default() }, shutdown).await?;
+    hearth_transport::serve(
+        listener,
+        routes,
+        &ServerOptions {
+            tls,
+            ..ServerOptions::default()
+        },
+        shutdown,
+    )
+    .await?;
     Ok(())
 }
 
@@ -156,7 +205,10 @@ pub(super) struct Worker {
 
 fn open(plan: &InferencePlanSpec, rank: &PlanRank) -> anyhow::Result<(Arc<Worker>, String)> {
     let directory = Path::new(&plan.model.path);
-    let kv = rank.kv.as_ref().with_context(|| format!("the plan gives {} no KV cache", rank.name))?;
+    let kv = rank
+        .kv
+        .as_ref()
+        .with_context(|| format!("the plan gives {} no KV cache", rank.name))?;
     let kv_dtype = kv_dtype(kv)?;
     let loaded = load::open(directory, load_options(rank)?)?;
     let device = loaded.model.backend().describe();
@@ -198,12 +250,20 @@ fn grammar_tokenizer(
         return Ok(None);
     }
     let tokenizer = Tokenizer::open(directory)?;
-    Ok(Some(Arc::new(GrammarTokenizer::new(&tokenizer, config.vocab_size, &config.eos_token_ids)?)))
+    Ok(Some(Arc::new(GrammarTokenizer::new(
+        &tokenizer,
+        config.vocab_size,
+        &config.eos_token_ids,
+    )?)))
 }
 
 fn kv_dtype(kv: &PlanKv) -> anyhow::Result<KvDType> {
     if kv.key_type != kv.value_type {
-        bail!("the plan stores keys as {:?} and values as {:?}: this engine keeps both alike", kv.key_type, kv.value_type);
+        bail!(
+            "the plan stores keys as {:?} and values as {:?}: this engine keeps both alike",
+            kv.key_type,
+            kv.value_type
+        );
     }
     Ok(match kv.key_type {
         PlanKvType::BF16 => KvDType::Bf16,
@@ -212,16 +272,26 @@ fn kv_dtype(kv: &PlanKv) -> anyhow::Result<KvDType> {
 }
 
 fn load_options(rank: &PlanRank) -> anyhow::Result<LoadOptions> {
-    let residency = rank.residency.as_ref().with_context(|| format!("the plan gives {} no residency", rank.name))?;
+    let residency = rank
+        .residency
+        .as_ref()
+        .with_context(|| format!("the plan gives {} no residency", rank.name))?;
     let cpus = match rank.pinning {
         Pinning::None => Vec::new(),
         Pinning::Exclusive | Pinning::Shared => rank.cpus.iter().map(|&cpu| cpu as usize).collect(),
     };
     Ok(LoadOptions {
-        cpu: CpuOptions { isa: None, threads: rank.threads as usize, cpus, numa_node: rank.numa_nodes.first().copied() },
+        cpu: CpuOptions {
+            isa: None,
+            threads: rank.threads as usize,
+            cpus,
+            numa_node: rank.numa_nodes.first().copied(),
+        },
         residency: match residency.policy {
             PlanPolicy::Resident => ResidencyPolicy::Resident,
-            PlanPolicy::MmapPrefetch => ResidencyPolicy::MmapPrefetch { budget_bytes: Some(residency.budget_bytes) },
+            PlanPolicy::MmapPrefetch => ResidencyPolicy::MmapPrefetch {
+                budget_bytes: Some(residency.budget_bytes),
+            },
         },
     })
 }

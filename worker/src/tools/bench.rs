@@ -68,7 +68,12 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     let before_gbps = read_bandwidth_gbps(threads, PROBE_BYTES)?;
     let timings = measure(args, &loaded)?;
     let after_gbps = read_bandwidth_gbps(threads, PROBE_BYTES)?;
-    let report = report(args, &loaded, &timings, f64::midpoint(before_gbps, after_gbps));
+    let report = report(
+        args,
+        &loaded,
+        &timings,
+        f64::midpoint(before_gbps, after_gbps),
+    );
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report)?);
     } else {
@@ -90,7 +95,9 @@ fn measure(args: &BenchArgs, loaded: &Loaded) -> anyhow::Result<Timings> {
     let mut session = Session::new(&loaded.model, batch, capacity, args.model.kv_dtype())?;
     // Distinct, spread tokens: repeated ones would route to the same experts.
     let prompt = |sequence: usize| -> Vec<u32> {
-        (0..args.prefill).map(|index| (index * 7919 + sequence as u32 * 104_729 + 1) % vocab).collect()
+        (0..args.prefill)
+            .map(|index| (index * 7919 + sequence as u32 * 104_729 + 1) % vocab)
+            .collect()
     };
 
     let started = Instant::now();
@@ -98,7 +105,12 @@ fn measure(args: &BenchArgs, loaded: &Loaded) -> anyhow::Result<Timings> {
     let prefill_ms = started.elapsed().as_secs_f64() * 1e3;
     let mut next = vec![argmax(&last)];
     for sequence in 1..batch {
-        last = prefill(&mut session, sequence, &prompt(sequence), args.chunk as usize)?;
+        last = prefill(
+            &mut session,
+            sequence,
+            &prompt(sequence),
+            args.chunk as usize,
+        )?;
         next.push(argmax(&last));
     }
 
@@ -109,8 +121,11 @@ fn measure(args: &BenchArgs, loaded: &Loaded) -> anyhow::Result<Timings> {
             bytes_before = loaded.residency.stats().read_bytes;
         }
         let tokens: Vec<[u32; 1]> = next.iter().map(|&token| [token]).collect();
-        let appended: Vec<(usize, &[u32])> =
-            tokens.iter().enumerate().map(|(sequence, token)| (sequence, token.as_slice())).collect();
+        let appended: Vec<(usize, &[u32])> = tokens
+            .iter()
+            .enumerate()
+            .map(|(sequence, token)| (sequence, token.as_slice()))
+            .collect();
         let started = Instant::now();
         let logits = session.step(&appended, false)?;
         if step >= WARMUP_STEPS {
@@ -119,10 +134,19 @@ fn measure(args: &BenchArgs, loaded: &Loaded) -> anyhow::Result<Timings> {
         next = logits.chunks(vocab as usize).map(argmax).collect();
     }
     let bytes_read = loaded.residency.stats().read_bytes - bytes_before;
-    Ok(Timings { prefill_ms, step_ms, bytes_per_step: bytes_read / u64::from(args.decode) })
+    Ok(Timings {
+        prefill_ms,
+        step_ms,
+        bytes_per_step: bytes_read / u64::from(args.decode),
+    })
 }
 
-fn prefill(session: &mut Session<'_>, sequence: usize, prompt: &[u32], chunk: usize) -> anyhow::Result<Vec<f32>> {
+fn prefill(
+    session: &mut Session<'_>,
+    sequence: usize,
+    prompt: &[u32],
+    chunk: usize,
+) -> anyhow::Result<Vec<f32>> {
     let mut logits = Vec::new();
     for tokens in prompt.chunks(chunk) {
         logits = session.step(&[(sequence, tokens)], false)?;
@@ -163,7 +187,10 @@ fn peak_rss_bytes() -> u64 {
 }
 
 fn print_table(report: &Report) {
-    println!("model    {}  on {}, KV {}", report.model, report.device, report.kv_dtype);
+    println!(
+        "model    {}  on {}, KV {}",
+        report.model, report.device, report.kv_dtype
+    );
     println!(
         "prefill  {} tokens in {:.1} ms: {:.1} tokens/s",
         report.prefill_tokens, report.prefill_ms, report.prefill_tokens_per_s

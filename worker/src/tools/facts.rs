@@ -30,11 +30,28 @@ pub(crate) fn run(args: &FactsArgs) -> anyhow::Result<()> {
         println!("{}", serde_json::to_string_pretty(&facts)?);
         return Ok(());
     }
-    println!("{}  {}  {} layers, hidden {}, vocabulary {}", facts.architecture, facts.dtype, facts.layers, facts.hidden, facts.vocab);
-    println!("parameters      {} ({} a token)", facts.parameter_count, facts.active_parameter_count);
+    println!(
+        "{}  {}  {} layers, hidden {}, vocabulary {}",
+        facts.architecture, facts.dtype, facts.layers, facts.hidden, facts.vocab
+    );
+    println!(
+        "parameters      {} ({} a token)",
+        facts.parameter_count, facts.active_parameter_count
+    );
     println!("context         {} tokens", facts.max_context);
-    println!("KV              {} bytes a token in BF16", facts.kv_bytes_per_token(2, 2));
-    let ModuleBytes { embedding, attention, dense_ffn, shared_expert, router, routed_experts, head } = facts.bytes;
+    println!(
+        "KV              {} bytes a token in BF16",
+        facts.kv_bytes_per_token(2, 2)
+    );
+    let ModuleBytes {
+        embedding,
+        attention,
+        dense_ffn,
+        shared_expert,
+        router,
+        routed_experts,
+        head,
+    } = facts.bytes;
     for (name, bytes) in [
         ("embedding", embedding),
         ("attention", attention),
@@ -64,7 +81,9 @@ fn facts(config: &ModelConfig, checkpoint: &Checkpoint) -> anyhow::Result<ModelF
         parameters.count(module);
     }
     let moe = config.moe.as_ref();
-    let (experts, experts_per_token) = moe.map_or((0, 0), |moe| (moe.experts as u32, moe.experts_per_token as u32));
+    let (experts, experts_per_token) = moe.map_or((0, 0), |moe| {
+        (moe.experts as u32, moe.experts_per_token as u32)
+    });
     if config.tie_word_embeddings {
         // One table serves both; the head reads it whole at every step.
         bytes.embedding = 0;
@@ -130,12 +149,17 @@ fn module_bytes(
 ) -> anyhow::Result<u64> {
     let mut sum = 0;
     for tensor in &module.tensors {
-        let info = checkpoint
-            .tensor_info(&tensor.name)
-            .with_context(|| format!("tensor {} is missing\n  config.json and the weights belong to different models", tensor.name))?;
+        let info = checkpoint.tensor_info(&tensor.name).with_context(|| {
+            format!(
+                "tensor {} is missing\n  config.json and the weights belong to different models",
+                tensor.name
+            )
+        })?;
         *stored.entry(info.dtype.name).or_default() += info.size_bytes;
         sum += info.size_bytes;
-        sum += checkpoint.tensor_info(&format!("{}_scale_inv", tensor.name)).map_or(0, |scale| scale.size_bytes);
+        sum += checkpoint
+            .tensor_info(&format!("{}_scale_inv", tensor.name))
+            .map_or(0, |scale| scale.size_bytes);
     }
     Ok(sum)
 }
@@ -165,18 +189,46 @@ fn layer(id: ModuleId) -> Option<u32> {
 
 fn kv_shape(attention: &AttentionConfig) -> (u32, KvShape) {
     match *attention {
-        AttentionConfig::Gqa { heads, kv_heads, head_dim, .. } => {
+        AttentionConfig::Gqa {
+            heads,
+            kv_heads,
+            head_dim,
+            ..
+        } => {
             let dim = head_dim as u32;
-            (heads as u32, KvShape::Heads { kv_heads: kv_heads as u32, key_dim: dim, value_dim: dim })
+            (
+                heads as u32,
+                KvShape::Heads {
+                    kv_heads: kv_heads as u32,
+                    key_dim: dim,
+                    value_dim: dim,
+                },
+            )
         }
-        AttentionConfig::Mla { heads, kv_lora_rank, qk_rope_head_dim, .. } => {
-            (heads as u32, KvShape::Latent { rank: kv_lora_rank as u32, rope_dim: qk_rope_head_dim as u32 })
-        }
+        AttentionConfig::Mla {
+            heads,
+            kv_lora_rank,
+            qk_rope_head_dim,
+            ..
+        } => (
+            heads as u32,
+            KvShape::Latent {
+                rank: kv_lora_rank as u32,
+                rope_dim: qk_rope_head_dim as u32,
+            },
+        ),
     }
 }
 
 /// The element type that most bytes have, as people call it.
 fn dtype_name(stored: &BTreeMap<&'static str, u64>) -> String {
-    let most = stored.iter().max_by_key(|(_, bytes)| **bytes).map_or("", |(name, _)| *name);
-    if most == "F8_E4M3" { "FP8".to_owned() } else { most.to_owned() }
+    let most = stored
+        .iter()
+        .max_by_key(|(_, bytes)| **bytes)
+        .map_or("", |(name, _)| *name);
+    if most == "F8_E4M3" {
+        "FP8".to_owned()
+    } else {
+        most.to_owned()
+    }
 }

@@ -6,7 +6,9 @@ use std::time::Instant;
 
 use anyhow::{Context, bail};
 use clap::Args;
-use hearth_engine::{Engine, EngineOptions, FinishReason, GenerateEvent, GenerateInput, KvBudget, SamplingParams};
+use hearth_engine::{
+    Engine, EngineOptions, FinishReason, GenerateEvent, GenerateInput, KvBudget, SamplingParams,
+};
 use hearth_formats::{GenerationConfig, Tokenizer};
 use serde::Serialize;
 
@@ -87,8 +89,16 @@ pub(crate) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
         _ => bail!("give --prompt or --tokens"),
     };
     let loaded = load::open(directory, LoadOptions::from_args(&args.model))?;
-    let stop_tokens = if args.ignore_eos { Vec::new() } else { stop_tokens(args, &loaded.model.config().eos_token_ids)? };
-    let options = engine_options(args, prompt.len(), loaded.model.config().max_position_embeddings);
+    let stop_tokens = if args.ignore_eos {
+        Vec::new()
+    } else {
+        stop_tokens(args, &loaded.model.config().eos_token_ids)?
+    };
+    let options = engine_options(
+        args,
+        prompt.len(),
+        loaded.model.config().max_position_embeddings,
+    );
     let engine = Engine::start(loaded.model, options)?;
     let load_ms = milliseconds_since(began);
 
@@ -107,18 +117,39 @@ pub(crate) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
         ..GenerateInput::default()
     };
     let streamed = if args.json { None } else { tokenizer.as_ref() };
-    let (tokens, finish_reason, timings) = collect(&engine, input, streamed, load_ms, prompt.len())?;
+    let (tokens, finish_reason, timings) =
+        collect(&engine, input, streamed, load_ms, prompt.len())?;
     if args.json {
         let visible = without_stop(&tokens, &stop_tokens);
-        let text = tokenizer.as_ref().map(|tokenizer| tokenizer.decode(visible, true));
-        println!("{}", serde_json::to_string(&Answer { tokens, text, finish_reason, timings })?);
+        let text = tokenizer
+            .as_ref()
+            .map(|tokenizer| tokenizer.decode(visible, true));
+        println!(
+            "{}",
+            serde_json::to_string(&Answer {
+                tokens,
+                text,
+                finish_reason,
+                timings
+            })?
+        );
     } else if streamed.is_none() {
-        println!("{}", tokens.iter().map(u32::to_string).collect::<Vec<_>>().join(","));
+        println!(
+            "{}",
+            tokens
+                .iter()
+                .map(u32::to_string)
+                .collect::<Vec<_>>()
+                .join(",")
+        );
     } else {
         println!();
         eprintln!(
             "{} prompt tokens in {:.0} ms, {} tokens at {:.1} tokens/s",
-            timings.prompt_tokens, timings.prefill_ms, timings.decode_tokens, timings.decode_tokens_per_s
+            timings.prompt_tokens,
+            timings.prefill_ms,
+            timings.decode_tokens,
+            timings.decode_tokens_per_s
         );
     }
     Ok(())
@@ -171,7 +202,10 @@ fn collect(
     let mut tokens = Vec::new();
     let mut prefill_ms = 0.0;
     loop {
-        match events.recv().context("the engine ended without an answer")? {
+        match events
+            .recv()
+            .context("the engine ended without an answer")?
+        {
             GenerateEvent::Token { id, .. } => {
                 if tokens.is_empty() {
                     prefill_ms = milliseconds_since(began);

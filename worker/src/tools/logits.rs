@@ -37,13 +37,20 @@ pub(crate) fn run(args: &LogitsArgs) -> anyhow::Result<()> {
         logits.extend(session.step(&[(0, tokens)], true)?);
     }
     write(&args.out, args.tokens.len(), vocab, &logits)?;
-    eprintln!("{} positions × {vocab} logits in {}", args.tokens.len(), args.out.display());
+    eprintln!(
+        "{} positions × {vocab} logits in {}",
+        args.tokens.len(),
+        args.out.display()
+    );
     Ok(())
 }
 
 /// A safetensors file with the one tensor.
 fn write(path: &Path, rows: usize, vocab: usize, logits: &[f32]) -> anyhow::Result<()> {
-    let bytes: Vec<u8> = logits.iter().flat_map(|logit| logit.to_le_bytes()).collect();
+    let bytes: Vec<u8> = logits
+        .iter()
+        .flat_map(|logit| logit.to_le_bytes())
+        .collect();
     let view = TensorView::new(Dtype::F32, vec![rows, vocab], &bytes)?;
     safetensors::serialize_to_file([("logits", view)], None, path)
         .with_context(|| format!("--out {} cannot be written", path.display()))

@@ -18,7 +18,10 @@ pub(crate) struct ProfileArgs {
 
 /// Measures and prints.
 pub(crate) fn run(args: &ProfileArgs) -> anyhow::Result<()> {
-    let profile = hearth_profiler::profile(&ProfileOptions { disk: args.disk.clone(), ..ProfileOptions::default() })?;
+    let profile = hearth_profiler::profile(&ProfileOptions {
+        disk: args.disk.clone(),
+        ..ProfileOptions::default()
+    })?;
     if args.json {
         println!("{}", serde_json::to_string_pretty(&profile)?);
     } else {

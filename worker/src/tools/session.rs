@@ -33,18 +33,37 @@ impl<'a> Session<'a> {
         }
         let layout = model.kv_layout(BLOCK_TOKENS, dtype);
         let blocks_per_sequence = layout.blocks_for(capacity_tokens.max(1));
-        let kv = model.backend().kv_alloc(layout, sequences * blocks_per_sequence)?;
-        Ok(Self { model, kv, layout, blocks_per_sequence, lengths: vec![0; sequences] })
+        let kv = model
+            .backend()
+            .kv_alloc(layout, sequences * blocks_per_sequence)?;
+        Ok(Self {
+            model,
+            kv,
+            layout,
+            blocks_per_sequence,
+            lengths: vec![0; sequences],
+        })
     }
 
     /// Appends tokens to sequences (`(sequence, tokens)`, each at most once) and returns the logits
     /// `[rows, vocab]` of the last appended token of each, or of every token.
-    pub(crate) fn step(&mut self, appended: &[(usize, &[u32])], every_row: bool) -> anyhow::Result<Vec<f32>> {
+    pub(crate) fn step(
+        &mut self,
+        appended: &[(usize, &[u32])],
+        every_row: bool,
+    ) -> anyhow::Result<Vec<f32>> {
         let vocab = self.model.config().vocab_size;
-        let mut batch = Batch { tokens: Vec::new(), spans: Vec::new(), logit_rows: Vec::new() };
+        let mut batch = Batch {
+            tokens: Vec::new(),
+            spans: Vec::new(),
+            logit_rows: Vec::new(),
+        };
         for &(sequence, tokens) in appended {
             if let Some(token) = tokens.iter().find(|&&token| token as usize >= vocab) {
-                bail!("token {token} is outside the vocabulary\n  this model knows 0 to {}", vocab - 1);
+                bail!(
+                    "token {token} is outside the vocabulary\n  this model knows 0 to {}",
+                    vocab - 1
+                );
             }
             let start = self.lengths[sequence];
             let first_block = sequence * self.blocks_per_sequence;
@@ -55,10 +74,16 @@ impl<'a> Session<'a> {
                 first_row,
                 rows: tokens.len(),
                 start,
-                blocks: (first_block..first_block + blocks).map(|block| BlockId(block as u32)).collect(),
+                blocks: (first_block..first_block + blocks)
+                    .map(|block| BlockId(block as u32))
+                    .collect(),
             });
             let end_row = batch.tokens.len() as u32;
-            let logits_from = if every_row { first_row as u32 } else { end_row - 1 };
+            let logits_from = if every_row {
+                first_row as u32
+            } else {
+                end_row - 1
+            };
             batch.logit_rows.extend(logits_from..end_row);
             self.lengths[sequence] += tokens.len();
         }

@@ -72,6 +72,10 @@ pub struct Routing {
     /// Attempts of one request that may end without a new token before the request fails: it may be what
     /// breaks each worker.
     pub max_fruitless_attempts: u32,
+    /// Between two looks at a worker that is well.
+    pub look_interval: Duration,
+    /// For one look; a worker that misses three in a row loses its streams.
+    pub look_timeout: Duration,
     /// The model that workers must serve; `None`: whatever they serve.
     pub model_fingerprint: Option<String>,
 }
@@ -85,6 +89,8 @@ impl Default for Routing {
             ahead_per_worker: None,
             same_numerics_wait: Duration::from_secs(30),
             max_fruitless_attempts: 5,
+            look_interval: Duration::from_secs(1),
+            look_timeout: Duration::from_secs(3),
             model_fingerprint: None,
         }
     }

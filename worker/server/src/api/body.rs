@@ -1,5 +1,7 @@
 //! Reading a request's body within its limits.
 
+use std::time::Duration;
+
 use axum::body::Body;
 use bytes::Bytes;
 use http::{HeaderMap, StatusCode, header};
@@ -7,6 +9,9 @@ use http_body_util::{BodyExt, LengthLimitError, Limited};
 
 use crate::config::Limits;
 use crate::error::{ApiError, ErrorType};
+
+/// For a client to read the refusal of a body that it is still sending.
+const LINGER: Duration = Duration::from_secs(1);
 
 /// The bytes of a JSON body.
 ///
@@ -24,6 +29,7 @@ pub(super) async fn read(
         .get(header::CONTENT_LENGTH)
         .and_then(|length| length.to_str().ok()?.parse::<u64>().ok());
     if let Some(length) = announced.filter(|length| *length > limit as u64) {
+        linger(body);
         return Err(too_large(&format!("{length} bytes"), limit));
     }
     let collected = tokio::time::timeout(limits.body_timeout, Limited::new(body, limit).collect());
@@ -43,6 +49,15 @@ pub(super) async fn read(
         )
         .with_code("body_timeout")),
     }
+}
+
+/// Keeps the connection open for a moment, unread: closing it at once would reset it, and a client that is still
+/// sending might lose the answer.
+fn linger(body: Body) {
+    tokio::spawn(async move {
+        tokio::time::sleep(LINGER).await;
+        drop(body);
+    });
 }
 
 fn too_large(size: &str, limit: usize) -> ApiError {

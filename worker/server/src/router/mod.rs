@@ -8,6 +8,8 @@
 mod policy;
 mod pool;
 mod prefix;
+mod types;
 
 pub use policy::{Candidate, Place, choose_decode, choose_place, choose_prefill};
-pub use pool::{AcquireError, Health, Lease, Pin, Pool, PrefillLease, Role, Want, WorkerView};
+pub use pool::{Lease, Pool, PrefillLease};
+pub use types::{AcquireError, Health, Pin, Role, Want, WorkerView};

@@ -11,126 +11,15 @@ use tokio::time::{Instant, timeout, timeout_at};
 
 use super::policy::{Candidate, Place, choose_decode, choose_place, choose_prefill};
 use super::prefix::{PrefixKey, PrefixMemory};
+use super::types::{AcquireError, Health, Pin, Role, Want, WorkerView};
 use crate::config::Routing;
 
-/// Between two looks at a worker that is well.
-const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// For one look.
-const POLL_TIMEOUT: Duration = Duration::from_secs(3);
 /// First and longest pause between looks at a worker that does not answer.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 /// Looks without an answer after which streams are taken away from a worker whose connection still stands.
-const LOST_AFTER_POLLS: u32 = 3;
+const LOST_AFTER_LOOKS: u32 = 3;
 /// Assumed of a worker that does not tell.
 const DEFAULT_BATCH: u32 = 16;
-
-/// What a worker is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
-    /// Computes prompts.
-    Prefill,
-    /// Generates tokens.
-    Decode,
-}
-
-impl Role {
-    /// Metric label.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Prefill => "prefill",
-            Self::Decode => "decode",
-        }
-    }
-}
-
-/// How a worker is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Health {
-    /// It has not answered yet.
-    Starting,
-    /// It takes requests.
-    Ready,
-    /// A call failed; it is looked at before it gets another.
-    Suspect,
-    /// It does not answer.
-    Lost,
-    /// It finishes what it has and takes nothing new.
-    Draining,
-    /// It serves another model than this gateway.
-    OtherModel,
-}
-
-impl Health {
-    /// Word for people.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Starting => "starting",
-            Self::Ready => "ready",
-            Self::Suspect => "suspect",
-            Self::Lost => "lost",
-            Self::Draining => "draining",
-            Self::OtherModel => "serves another model",
-        }
-    }
-}
-
-/// What a request that was begun elsewhere needs of a worker.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Pin {
-    /// The same weights: demanded.
-    pub fingerprint: String,
-    /// The same bits: waited for, for a while.
-    pub numerics: String,
-}
-
-/// A request's wish for a decode worker.
-#[derive(Clone, Copy, Debug)]
-pub struct Want<'a> {
-    /// Prompt and generated tokens.
-    pub tokens: &'a [u32],
-    /// Of a request that was begun elsewhere; it does not queue again.
-    pub pin: Option<&'a Pin>,
-    /// The worker that just failed it.
-    pub avoid: Option<usize>,
-}
-
-/// Why no worker was given.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum AcquireError {
-    /// The queue is full.
-    QueueFull {
-        /// Requests that wait.
-        waiting: usize,
-        /// Most that may.
-        limit: usize,
-    },
-    /// The wait ran out with workers at work.
-    TimedOut,
-    /// The wait ran out with no worker ready.
-    NotReady {
-        /// Decode workers of the pool.
-        workers: usize,
-    },
-}
-
-/// A worker as `/ready` and `/metrics` show it.
-#[derive(Clone, Debug)]
-pub struct WorkerView {
-    /// Its own name, else its address.
-    pub name: String,
-    /// Its role.
-    pub role: Role,
-    /// Its health.
-    pub health: Health,
-    /// Requests that this gateway has there.
-    pub in_flight: u32,
-    /// Its last figures.
-    pub stats: StatsResponse,
-    /// The plan it was started by.
-    pub plan_generation: u64,
-    /// Tokens of prompt and answer that it takes; 0: unknown.
-    pub context_length: u32,
-}
 
 struct Member {
     role: Role,
@@ -225,6 +114,7 @@ impl Pool {
                 }))
             })
             .collect::<Result<Vec<_>, TransportError>>()?;
+        let look_timeout = routing.look_timeout;
         let pool = Arc::new(Self {
             members,
             routing,
@@ -237,10 +127,11 @@ impl Pool {
             // The task holds the pool weakly, so that it ends with it.
             let pool = Arc::downgrade(&pool);
             let member = member.clone();
+            let patience = look_timeout;
             tokio::spawn(async move {
                 let mut pause = BACKOFF.0;
                 loop {
-                    let look = timeout(POLL_TIMEOUT, look_at(&member.worker)).await;
+                    let look = timeout(patience, look_at(&member.worker)).await;
                     let Some(pool) = pool.upgrade() else { return };
                     let wait = pool.note_look(&member, look, &mut pause);
                     drop(pool);
@@ -518,7 +409,7 @@ impl Pool {
                 let is_gone =
                     matches!(&failed, Ok(Err(error)) if error.kind() == RpcErrorKind::Gone);
                 if state.health != Health::Starting
-                    && (is_gone || state.failures >= LOST_AFTER_POLLS)
+                    && (is_gone || state.failures >= LOST_AFTER_LOOKS)
                 {
                     state.health = Health::Lost;
                     state.prefixes.forget();
@@ -537,11 +428,11 @@ impl Pool {
             );
             self.changed.send_replace(());
         }
-        if failures == LOST_AFTER_POLLS {
+        if failures == LOST_AFTER_LOOKS {
             member.epoch.send_modify(|epoch| *epoch += 1);
         }
         if failures == 0 {
-            return POLL_INTERVAL;
+            return self.routing.look_interval;
         }
         let wait = *pause;
         *pause = (*pause * 2).min(BACKOFF.1);

@@ -111,7 +111,7 @@ async fn many_streams_survive_a_death_together() {
     let ask = |i: u64| {
         chat_body(
             &format!("tell me {i}"),
-            json!({"seed": i, "max_tokens": 30, "stream": true}),
+            json!({"seed": i, "max_tokens": 120, "stream": true}),
         )
     };
     let killer = async {
@@ -163,7 +163,11 @@ async fn a_worker_that_hangs_is_left() {
     let (hung, well) = (FakeWorker::start(), FakeWorker::start());
     hung.behaviour.fault(Fault::Hang(5));
     well.behaviour.is_deaf.store(true, Ordering::SeqCst);
-    let gateway = gateway(&[&hung, &well], |_| {}).await;
+    let gateway = gateway(&[&hung, &well], |config| {
+        config.routing.look_timeout = Duration::from_millis(200);
+        config.routing.look_interval = Duration::from_millis(200);
+    })
+    .await;
     let mut events = gateway.open(PATH, body(40)).await;
     let mut text = events.next_text().await.unwrap();
     // The process stands still, as under SIGSTOP: no look is answered, no connection breaks.

@@ -1,5 +1,6 @@
 //! Tools: shown by the template, called in the model's form, parsed, demanded by grammar.
 
+use hearth_server::tools::ToolFormat;
 use hearth_transport::v1::grammar::Kind;
 use serde_json::{Value, json};
 
@@ -251,7 +252,8 @@ async fn a_template_without_tools_is_no_reason_to_ignore_them() {
         "{% for message in messages %}<|user|>{{ message.content }}{% endfor %}<|assistant|>";
     let plain = model::model_dir_with(template, json!({}));
     let gateway = gateway(&[&worker], |config| {
-        config.model_dir = plain.path().to_owned()
+        config.model_dir = plain.path().to_owned();
+        config.tool_format = Some(ToolFormat::Hermes);
     })
     .await;
     let (status, answer) = gateway.chat(CALL, json!({"tools": tools()})).await;

@@ -17,7 +17,7 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
 pub(crate) use model::{MODEL, model_dir};
-pub(crate) use worker::{Behaviour, FakeWorker, Fault};
+pub(crate) use worker::{FakeWorker, Fault};
 
 /// A gateway that listens.
 pub(crate) struct Running {

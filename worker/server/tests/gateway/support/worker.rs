@@ -59,10 +59,6 @@ pub(crate) struct Behaviour {
 }
 
 impl Behaviour {
-    pub(crate) fn call(&self, index: usize) -> GenerateRequest {
-        self.calls.lock().unwrap()[index].0.clone()
-    }
-
     pub(crate) fn last_call(&self) -> GenerateRequest {
         self.calls.lock().unwrap().last().unwrap().0.clone()
     }
@@ -208,6 +204,12 @@ struct OpenStream {
     has_ended: bool,
 }
 
+impl OpenStream {
+    fn end(&mut self) {
+        self.has_ended = true;
+    }
+}
+
 impl Drop for OpenStream {
     fn drop(&mut self) {
         self.behaviour.open.fetch_sub(1, Ordering::SeqCst);
@@ -252,12 +254,12 @@ impl Decode for Service {
                 let sent = index - first;
                 match &fault {
                     Some(Fault::Status(after, status)) if sent == *after => {
-                        guard.has_ended = true;
+                        guard.end();
                         yield Err(status.clone());
                         return;
                     }
                     Some(Fault::Cut(after)) if sent == *after => {
-                        guard.has_ended = true;
+                        guard.end();
                         return;
                     }
                     Some(Fault::Hang(after)) if sent == *after => std::future::pending::<()>().await,
@@ -283,7 +285,7 @@ impl Decode for Service {
                     break;
                 }
             }
-            guard.has_ended = true;
+            guard.end();
             if !matches!(fault, Some(Fault::NoEnd)) {
                 yield Ok(event(Event::Finished(Finished { reason: reason.into() })));
             }

@@ -1,0 +1,111 @@
+//! What is said about workers, and asked of them.
+
+use hearth_transport::v1::StatsResponse;
+
+/// What a worker is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// Computes prompts.
+    Prefill,
+    /// Generates tokens.
+    Decode,
+}
+
+impl Role {
+    /// Metric label.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+        }
+    }
+}
+
+/// How a worker is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Health {
+    /// It has not answered yet.
+    Starting,
+    /// It takes requests.
+    Ready,
+    /// A call failed; it is looked at before it gets another.
+    Suspect,
+    /// It does not answer.
+    Lost,
+    /// It finishes what it has and takes nothing new.
+    Draining,
+    /// It serves another model than this gateway.
+    OtherModel,
+}
+
+impl Health {
+    /// Word for people.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Starting => "starting",
+            Self::Ready => "ready",
+            Self::Suspect => "suspect",
+            Self::Lost => "lost",
+            Self::Draining => "draining",
+            Self::OtherModel => "serves another model",
+        }
+    }
+}
+
+/// What a request that was begun elsewhere needs of a worker.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pin {
+    /// The same weights: demanded.
+    pub fingerprint: String,
+    /// The same bits: waited for, for a while.
+    pub numerics: String,
+}
+
+/// A request's wish for a decode worker.
+#[derive(Clone, Copy, Debug)]
+pub struct Want<'a> {
+    /// Prompt and generated tokens.
+    pub tokens: &'a [u32],
+    /// Of a request that was begun elsewhere; it does not queue again.
+    pub pin: Option<&'a Pin>,
+    /// The worker that just failed it.
+    pub avoid: Option<usize>,
+}
+
+/// Why no worker was given.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum AcquireError {
+    /// The queue is full.
+    QueueFull {
+        /// Requests that wait.
+        waiting: usize,
+        /// Most that may.
+        limit: usize,
+    },
+    /// The wait ran out with workers at work.
+    TimedOut,
+    /// The wait ran out with no worker ready.
+    NotReady {
+        /// Decode workers of the pool.
+        workers: usize,
+    },
+}
+
+/// A worker as `/ready` and `/metrics` show it.
+#[derive(Clone, Debug)]
+pub struct WorkerView {
+    /// Its own name, else its address.
+    pub name: String,
+    /// Its role.
+    pub role: Role,
+    /// Its health.
+    pub health: Health,
+    /// Requests that this gateway has there.
+    pub in_flight: u32,
+    /// Its last figures.
+    pub stats: StatsResponse,
+    /// The plan it was started by.
+    pub plan_generation: u64,
+    /// Tokens of prompt and answer that it takes; 0: unknown.
+    pub context_length: u32,
+}

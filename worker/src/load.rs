@@ -7,7 +7,7 @@ use anyhow::Context;
 use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::{CpuBackend, CpuOptions, KvDType};
 use hearth_model::{Model, Residency};
-use hearth_residency::{MmapPrefetch, Resident};
+use hearth_residency::{LoadProgress, MmapPrefetch, Resident, ResidentOptions};
 
 use crate::cli::{ModelArgs, ResidencyArg};
 
@@ -62,19 +62,28 @@ impl LoadOptions {
     }
 }
 
-/// Opens the model in `directory`.
+/// Opens the model in `directory`; with `Resident` its pages are read in, and `progress` hears how far that is.
 ///
 /// # Errors
 /// Whatever is wrong with the directory's files, by name; or a device that cannot be had.
-pub(crate) fn open(directory: &Path, options: LoadOptions) -> anyhow::Result<Loaded> {
+pub(crate) fn open(
+    directory: &Path,
+    options: LoadOptions,
+    progress: &mut dyn FnMut(LoadProgress),
+) -> anyhow::Result<Loaded> {
     let config = ModelConfig::read(directory)?;
     let checkpoint = Checkpoint::open(directory)?;
+    let touch_threads = options.cpu.threads;
     let backend = Arc::new(CpuBackend::new(options.cpu)?);
     let modules = Model::<CpuBackend>::modules(&config)?;
     let residency: Arc<dyn Residency<CpuBackend>> = match options.residency {
-        ResidencyPolicy::Resident => {
-            Arc::new(Resident::open(&checkpoint, modules, Arc::clone(&backend))?)
-        }
+        ResidencyPolicy::Resident => Arc::new(Resident::open_with(
+            &checkpoint,
+            modules,
+            Arc::clone(&backend),
+            ResidentOptions { touch_threads },
+            progress,
+        )?),
         ResidencyPolicy::MmapPrefetch { budget_bytes } => {
             let budget_bytes = budget_bytes.unwrap_or_else(|| checkpoint.total_bytes() / 2);
             Arc::new(MmapPrefetch::open(

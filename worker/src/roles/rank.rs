@@ -10,7 +10,7 @@ use hearth_crds::{
     InferencePlanSpec, Pinning, PlanKv, PlanKvType, PlanRank, PlanRole,
     ResidencyPolicy as PlanPolicy,
 };
-use hearth_engine::{Engine, EngineOptions, GrammarTokenizer, KvBudget};
+use hearth_engine::{Engine, EngineOptions, GrammarTokenizer, Health, KvBudget};
 use hearth_formats::{ModelConfig, Tokenizer};
 use hearth_kernels::{Backend, CpuOptions, KvDType};
 use hearth_transport::tonic::service::Routes;
@@ -28,6 +28,11 @@ use crate::signals;
 /// Requests beside the running ones that an engine takes before it says that its queue is full.
 /// The gateway holds the real queue; this bounds what one worker is sent at a time.
 const WORKER_QUEUE: usize = 256;
+
+/// How often the engine is asked how it is.
+const HEALTH_PERIOD: Duration = Duration::from_secs(1);
+/// An engine that is unhealthy for as long ends the worker.
+const FAULT_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Arguments of `prefill` and `decode`.
 #[derive(Args)]
@@ -135,26 +140,8 @@ async fn serve(args: &RankArgs, plan: &InferencePlanSpec, rank: &PlanRank) -> an
     let listener = Listener::bind(endpoint)?;
     Report::Loading { percent: 0 }.send();
     let (worker, device) = tokio::task::block_in_place(|| open(plan, rank))?;
-    Report::Loading { percent: 100 }.send();
-
     let (health, health_service) = tonic_health::server::health_reporter();
-    let routes = Routes::new(health_service)
-        .add_service(server::control(ControlService::new(Arc::clone(&worker))));
-    let routes = match rank.role {
-        PlanRole::Prefill => {
-            routes.add_service(server::prefill(PrefillService::new(Arc::clone(&worker))))
-        }
-        PlanRole::Decode | PlanRole::Gateway => {
-            let clients = Clients::new(ClientOptions {
-                tls: tls.clone(),
-                ..ClientOptions::default()
-            });
-            routes.add_service(server::decode(DecodeService::new(
-                Arc::clone(&worker),
-                clients,
-            )))
-        }
-    };
+    let routes = routes(&worker, Routes::new(health_service), tls.clone());
     health
         .set_service_status("", tonic_health::ServingStatus::Serving)
         .await;
@@ -167,27 +154,72 @@ async fn serve(args: &RankArgs, plan: &InferencePlanSpec, rank: &PlanRank) -> an
 
     let grace = Duration::from_secs(u64::from(args.place.grace));
     let engine = worker.engine.clone();
+    let reporter = health.clone();
     let shutdown = async move {
         signals::termination().await;
         Report::Draining.send();
-        health
+        reporter
             .set_service_status("", tonic_health::ServingStatus::NotServing)
             .await;
         if let Ok(report) = tokio::task::spawn_blocking(move || engine.drain(grace)).await {
             tracing::info!(ended = report.ended, cut_off = report.cut_off, "drained");
         }
     };
-    hearth_transport::serve(
-        listener,
-        routes,
-        &ServerOptions {
-            tls,
-            ..ServerOptions::default()
-        },
-        shutdown,
-    )
-    .await?;
-    Ok(())
+    let options = ServerOptions {
+        tls,
+        ..ServerOptions::default()
+    };
+    tokio::select! {
+        served = hearth_transport::serve(listener, routes, &options, shutdown) => Ok(served?),
+        why = lasting_fault(&worker.engine, &health) => {
+            bail!("the engine does not recover: {why}\n  the supervisor starts this worker again")
+        }
+    }
+}
+
+fn routes(worker: &Arc<Worker>, routes: Routes, tls: Option<Tls>) -> Routes {
+    let routes = routes.add_service(server::control(ControlService::new(Arc::clone(worker))));
+    match worker.role {
+        PlanRole::Prefill => {
+            routes.add_service(server::prefill(PrefillService::new(Arc::clone(worker))))
+        }
+        PlanRole::Decode | PlanRole::Gateway => {
+            let clients = Clients::new(ClientOptions {
+                tls,
+                ..ClientOptions::default()
+            });
+            routes.add_service(server::decode(DecodeService::new(
+                Arc::clone(worker),
+                clients,
+            )))
+        }
+    }
+}
+
+/// Tells the health service how the engine is; returns when it has been unhealthy for [`FAULT_PATIENCE`].
+async fn lasting_fault(engine: &Engine, health: &tonic_health::server::HealthReporter) -> String {
+    let mut since = None;
+    loop {
+        tokio::time::sleep(HEALTH_PERIOD).await;
+        match engine.health() {
+            Health::Healthy => {
+                if since.take().is_some() {
+                    health
+                        .set_service_status("", tonic_health::ServingStatus::Serving)
+                        .await;
+                }
+            }
+            Health::Unhealthy(why) => {
+                let began = *since.get_or_insert_with(std::time::Instant::now);
+                health
+                    .set_service_status("", tonic_health::ServingStatus::NotServing)
+                    .await;
+                if began.elapsed() >= FAULT_PATIENCE {
+                    return why;
+                }
+            }
+        }
+    }
 }
 
 /// What the services of one worker share.
@@ -210,7 +242,14 @@ fn open(plan: &InferencePlanSpec, rank: &PlanRank) -> anyhow::Result<(Arc<Worker
         .as_ref()
         .with_context(|| format!("the plan gives {} no KV cache", rank.name))?;
     let kv_dtype = kv_dtype(kv)?;
-    let loaded = load::open(directory, load_options(rank)?)?;
+    let mut told = 0;
+    let loaded = load::open(directory, load_options(rank)?, &mut |progress| {
+        let percent = (progress.bytes_done * 100 / progress.bytes.max(1)) as u32;
+        if percent > told {
+            told = percent;
+            Report::Loading { percent }.send();
+        }
+    })?;
     let device = loaded.model.backend().describe();
     let layout = loaded.model.kv_layout(kv.block_tokens as usize, kv_dtype);
     let options = EngineOptions {

@@ -64,7 +64,11 @@ struct Report {
 /// Measures and prints.
 pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     let threads = args.model.compute.threads();
-    let loaded = load::open(&args.model.model, LoadOptions::from_args(&args.model))?;
+    let loaded = load::open(
+        &args.model.model,
+        LoadOptions::from_args(&args.model),
+        &mut |_| {},
+    )?;
     let before_gbps = read_bandwidth_gbps(threads, PROBE_BYTES)?;
     let timings = measure(args, &loaded)?;
     let after_gbps = read_bandwidth_gbps(threads, PROBE_BYTES)?;

@@ -88,7 +88,7 @@ pub(crate) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
         (_, Some(tokens), _) => tokens.clone(),
         _ => bail!("give --prompt or --tokens"),
     };
-    let loaded = load::open(directory, LoadOptions::from_args(&args.model))?;
+    let loaded = load::open(directory, LoadOptions::from_args(&args.model), &mut |_| {})?;
     let stop_tokens = if args.ignore_eos {
         Vec::new()
     } else {

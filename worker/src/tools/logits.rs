@@ -28,7 +28,11 @@ pub(crate) struct LogitsArgs {
 
 /// Computes and writes.
 pub(crate) fn run(args: &LogitsArgs) -> anyhow::Result<()> {
-    let loaded = load::open(&args.model.model, LoadOptions::from_args(&args.model))?;
+    let loaded = load::open(
+        &args.model.model,
+        LoadOptions::from_args(&args.model),
+        &mut |_| {},
+    )?;
     let vocab = loaded.model.config().vocab_size;
     let mut session = Session::new(&loaded.model, 1, args.tokens.len(), args.model.kv_dtype())?;
     let chunk = args.chunk.map_or(args.tokens.len(), |chunk| chunk as usize);

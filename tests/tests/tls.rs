@@ -1,0 +1,106 @@
+//! Mutual TLS between gateway and workers, from certificates in a directory.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::path::Path;
+use std::time::Duration;
+
+use hearth_tests::{Up, UpOptions, chat_body, chat_stream};
+use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
+use serde_json::Value;
+
+/// An authority, and one certificate of it for the loopback address.
+fn write_certificates(directory: &Path) {
+    let authority_key = KeyPair::generate().expect("key");
+    let mut authority = CertificateParams::new(Vec::new()).expect("parameters");
+    authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let authority_pem = authority
+        .self_signed(&authority_key)
+        .expect("authority")
+        .pem();
+    let issuer = Issuer::new(authority, authority_key);
+    let key = KeyPair::generate().expect("key");
+    let names = ["127.0.0.1".to_owned(), "localhost".to_owned()];
+    let certificate = CertificateParams::new(names)
+        .expect("parameters")
+        .signed_by(&key, &issuer)
+        .expect("certificate");
+    for (name, text) in [
+        ("ca.crt", authority_pem),
+        ("tls.crt", certificate.pem()),
+        ("tls.key", key.serialize_pem()),
+    ] {
+        std::fs::write(directory.join(name), text).expect("write");
+    }
+}
+
+#[tokio::test]
+async fn workers_speak_only_to_holders_of_a_certificate() {
+    let certificates = tempfile::tempdir().expect("directory");
+    write_certificates(certificates.path());
+    let arguments = vec![
+        "--tls-dir".to_owned(),
+        certificates.path().display().to_string(),
+    ];
+    let up = Up::start(&UpOptions {
+        arguments,
+        ..UpOptions::default()
+    });
+    // Long enough that the prompt is computed by the prefill worker: both hops are encrypted.
+    let question = format!(
+        "{}What is Hearth?",
+        "The lab has a server and a laptop. ".repeat(12)
+    );
+    let answer = chat_stream(
+        &up.v1(),
+        &chat_body("hearth-demo", &question, 16),
+        |_, _| {},
+    )
+    .await
+    .expect("answer");
+    assert!(answer.completion_tokens > 0);
+
+    let plan: Value = {
+        let text = std::fs::read(up.state_dir().join("demo/plan.json")).expect("plan");
+        serde_json::from_slice(&text).expect("JSON")
+    };
+    for rank in plan["ranks"]
+        .as_array()
+        .expect("ranks")
+        .iter()
+        .filter(|rank| rank["role"] != "Gateway")
+    {
+        let mut stream =
+            TcpStream::connect(rank["endpoint"].as_str().expect("endpoint")).expect("connect");
+        stream
+            .set_read_timeout(Some(Duration::from_secs(5)))
+            .expect("timeout");
+        stream
+            .write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0")
+            .expect("preface");
+        let mut reply = Vec::new();
+        let _ = stream.read_to_end(&mut reply);
+        // A plain HTTP/2 server would answer with its settings (frame type 4); TLS answers with an alert or closes.
+        assert!(
+            reply.get(3) != Some(&4),
+            "{} speaks plain HTTP/2",
+            rank["name"]
+        );
+    }
+}
+
+#[test]
+fn a_certificate_that_is_missing_is_named() {
+    let empty = tempfile::tempdir().expect("directory");
+    let arguments = vec!["--tls-dir".to_owned(), empty.path().display().to_string()];
+    let mut up = Up::spawn(&UpOptions {
+        arguments,
+        ..UpOptions::default()
+    });
+    assert_eq!(up.wait(), 1);
+    assert!(
+        up.output().contains("tls.crt is not in it"),
+        "{}",
+        up.output()
+    );
+}

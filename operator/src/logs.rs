@@ -66,13 +66,15 @@ pub(crate) fn run(args: &LogsArgs) -> anyhow::Result<()> {
         print_tail(&rank, &mut file, args.lines)?;
         open.push((rank, file));
     }
-    while args.follow {
+    if !args.follow {
+        return Ok(());
+    }
+    loop {
         std::thread::sleep(Duration::from_millis(200));
         for (rank, file) in &mut open {
             print_tail(rank, file, usize::MAX)?;
         }
     }
-    Ok(())
 }
 
 /// Prints the last lines of what is left of a file, each with its process.

@@ -92,7 +92,7 @@ impl Deployment {
             let running = self.running.clone();
             let answered = tokio::select! {
                 answered = ask::ask(&running, question, key.as_deref()) => answered,
-                failed = self.follow() => failed.map(|()| ()),
+                failed = self.follow() => failed,
             };
             if args.once {
                 return answered.map(|()| ExitCode::SUCCESS);

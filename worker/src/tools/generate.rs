@@ -80,8 +80,8 @@ pub(crate) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
     let began = Instant::now();
     let directory = &args.model.model;
     let tokenizer = match &args.prompt {
-        Some(_) => Some(Tokenizer::open(directory)?),
-        None => Tokenizer::open(directory).ok(),
+        None if !directory.join("tokenizer.json").exists() => None,
+        _ => Some(Tokenizer::open(directory)?),
     };
     let prompt = match (&args.prompt, &args.tokens, &tokenizer) {
         (Some(text), _, Some(tokenizer)) => tokenizer.encode(text, true)?,
@@ -102,11 +102,51 @@ pub(crate) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
     let engine = Engine::start(loaded.model, options)?;
     let load_ms = milliseconds_since(began);
 
-    let input = GenerateInput {
+    let prompt_tokens = prompt.len();
+    let input = input(args, prompt, stop_tokens.clone());
+    let streamed = if args.json { None } else { tokenizer.as_ref() };
+    let (tokens, finish_reason, timings) =
+        collect(&engine, input, streamed, load_ms, prompt_tokens)?;
+    let answer = Answer {
+        text: tokenizer
+            .as_ref()
+            .map(|tokenizer| tokenizer.decode(without_stop(&tokens, &stop_tokens), true)),
+        tokens,
+        finish_reason,
+        timings,
+    };
+    print(args, &answer)
+}
+
+/// Prints what was not streamed.
+fn print(args: &GenerateArgs, answer: &Answer) -> anyhow::Result<()> {
+    if args.json {
+        println!("{}", serde_json::to_string(answer)?);
+        return Ok(());
+    }
+    if answer.text.is_none() {
+        let tokens: Vec<String> = answer.tokens.iter().map(u32::to_string).collect();
+        println!("{}", tokens.join(","));
+        return Ok(());
+    }
+    println!();
+    let timings = &answer.timings;
+    eprintln!(
+        "{} prompt tokens in {:.0} ms, {} tokens at {:.1} tokens/s",
+        timings.prompt_tokens,
+        timings.prefill_ms,
+        timings.decode_tokens,
+        timings.decode_tokens_per_s
+    );
+    Ok(())
+}
+
+fn input(args: &GenerateArgs, prompt: Vec<u32>, stop_tokens: Vec<u32>) -> GenerateInput {
+    GenerateInput {
         request_id: "generate".to_owned(),
-        prompt: prompt.clone(),
+        prompt,
         max_tokens: args.max_tokens as usize,
-        stop_tokens: stop_tokens.clone(),
+        stop_tokens,
         sampling: SamplingParams {
             temperature: args.temperature,
             top_p: args.top_p,
@@ -115,44 +155,7 @@ pub(crate) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
             ..SamplingParams::default()
         },
         ..GenerateInput::default()
-    };
-    let streamed = if args.json { None } else { tokenizer.as_ref() };
-    let (tokens, finish_reason, timings) =
-        collect(&engine, input, streamed, load_ms, prompt.len())?;
-    if args.json {
-        let visible = without_stop(&tokens, &stop_tokens);
-        let text = tokenizer
-            .as_ref()
-            .map(|tokenizer| tokenizer.decode(visible, true));
-        println!(
-            "{}",
-            serde_json::to_string(&Answer {
-                tokens,
-                text,
-                finish_reason,
-                timings
-            })?
-        );
-    } else if streamed.is_none() {
-        println!(
-            "{}",
-            tokens
-                .iter()
-                .map(u32::to_string)
-                .collect::<Vec<_>>()
-                .join(",")
-        );
-    } else {
-        println!();
-        eprintln!(
-            "{} prompt tokens in {:.0} ms, {} tokens at {:.1} tokens/s",
-            timings.prompt_tokens,
-            timings.prefill_ms,
-            timings.decode_tokens,
-            timings.decode_tokens_per_s
-        );
     }
-    Ok(())
 }
 
 fn without_stop<'a>(tokens: &'a [u32], stop_tokens: &[u32]) -> &'a [u32] {

@@ -32,7 +32,7 @@ pub use tonic;
 pub use tonic_health;
 
 /// Messages and services of `hearth.v1`, generated from `proto/hearth/v1/worker.proto`.
-#[allow(missing_docs, clippy::all, unreachable_pub)]
+#[allow(missing_docs, clippy::all, clippy::pedantic, unreachable_pub)]
 pub mod v1 {
     tonic::include_proto!("hearth.v1");
 }

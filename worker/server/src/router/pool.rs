@@ -209,6 +209,8 @@ impl Pool {
         let mut state = member.lock();
         if state.health == Health::Ready {
             state.health = Health::Suspect;
+            // It may be another process by the next look.
+            state.prefixes.forget();
             drop(state);
             self.changed.send_replace(());
         }

@@ -139,7 +139,7 @@ pub trait Backend: Send + Sync + 'static {
     /// Paged keys and values of all layers.
     type Kv: Send + 'static;
 
-    /// What runs, for logs and profiles: `cpu avx512-bf16 ×2`.
+    /// What runs, for logs and profiles: `cpu avx512 ×2`.
     fn describe(&self) -> String;
 
     /// Makes a weight usable; on the CPU this borrows the mapped bytes.

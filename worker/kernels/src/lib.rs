@@ -13,6 +13,7 @@ pub mod error;
 pub mod host;
 pub mod kv;
 pub mod pool;
+pub mod probe;
 pub mod reference;
 
 mod arch;
@@ -28,3 +29,4 @@ pub use cpu::{CpuBackend, CpuKv, CpuOptions, CpuTensor};
 pub use error::KernelError;
 pub use host::{BlockScales, DType, HostMatrix, SCALE_BLOCK};
 pub use kv::{BlockId, KvDType, KvLayout};
+pub use probe::{PeakGflops, peak_gflops, read_bandwidth_gbps};

@@ -1,12 +1,14 @@
 //! Linear kernels against the reference, and their batch invariance.
 
+#![allow(clippy::unwrap_used)] // a test that cannot set itself up has failed
+
 mod common;
 
 use common::*;
 use hearth_kernels::{Backend, CpuBackend, DType, HostMatrix, Isa, Precision, reference};
 
 /// Bound of |fast - reference| for each output: rounding of products and sums is relative to
-/// `Σ |x[k] w[k]|`. With bfloat16 activations each x carries a relative error of 2^-9; f32 sums of K terms in
+/// `Σ |x[k] w[k]|`. With bfloat16 activations (eight significant bits) each x carries a relative error of 2^-8; f32 sums of K terms in
 /// 16 lanes carry far less than K * 2^-24.
 fn bounds(
     x: &[f32],
@@ -16,10 +18,10 @@ fn bounds(
     precision: Precision,
 ) -> Vec<f32> {
     let rounds = precision == Precision::Fast
-        && backend.isa() == Isa::Avx512
+        && backend.isa() == Isa::Avx512Bf16
         && matches!(w.dtype(), DType::Bf16 | DType::F8E4m3);
     let relative = if rounds {
-        2f32.powi(-9) + 1e-5
+        2f32.powi(-8) + 1e-5
     } else {
         2f32.powi(-22) + w.cols() as f32 * 2f32.powi(-26)
     };

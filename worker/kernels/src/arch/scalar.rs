@@ -100,6 +100,27 @@ impl Kernels for Scalar {
             *out = sum as f32;
         }
     }
+
+    fn read(&self, data: &[f32], _prefetch_bytes: usize) -> f32 {
+        let mut sums = [0.0; 16];
+        for chunk in data.chunks_exact(16) {
+            for (sum, value) in sums.iter_mut().zip(chunk) {
+                *sum += value;
+            }
+        }
+        sums.iter().sum()
+    }
+
+    fn multiply(&self, _packing: Packing, steps: usize) -> usize {
+        const PRODUCTS: usize = 64;
+        let x = std::hint::black_box([1.0; PRODUCTS]);
+        let mut total = 0.0;
+        for _ in 0..steps {
+            total += reference::linear_row(std::hint::black_box(&x), &x);
+        }
+        std::hint::black_box(total);
+        steps * PRODUCTS
+    }
 }
 
 /// Appends stored elements as f32.

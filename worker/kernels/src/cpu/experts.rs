@@ -45,7 +45,7 @@ impl CpuBackend {
         for call in calls {
             check(out, x, call)?;
         }
-        let mut inputs = [None, None, None];
+        let mut inputs = [const { None }; Packing::COUNT];
         let mut first_piece = 0;
         let mut works = Vec::with_capacity(calls.len());
         for call in calls.iter().filter(|call| !call.rows.is_empty()) {
@@ -77,7 +77,7 @@ impl CpuBackend {
     fn run_stages(
         &self,
         out: &mut CpuTensor,
-        inputs: &[Option<Packed>; 3],
+        inputs: &[Option<Packed>; Packing::COUNT],
         works: &mut [Work<'_>],
         stage_one: usize,
     ) {
@@ -145,7 +145,7 @@ impl CpuBackend {
         &self,
         piece: Piece<'_>,
         call: &ExpertCall<'_, HostMatrix>,
-        inputs: &[Option<Packed>; 3],
+        inputs: &[Option<Packed>; Packing::COUNT],
         segment: Range<usize>,
         inner: &SharedMatrix<'_, u8>,
         packing: Packing,

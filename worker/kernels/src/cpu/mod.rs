@@ -190,11 +190,7 @@ impl Backend for CpuBackend {
     type Kv = CpuKv;
 
     fn describe(&self) -> String {
-        let isa = match self.isa() {
-            Isa::Avx512 => "avx512-bf16",
-            other => other.name(),
-        };
-        format!("cpu {isa} ×{}", self.pool.threads())
+        format!("cpu {} ×{}", self.isa(), self.pool.threads())
     }
 
     fn weight(&self, matrix: &HostMatrix) -> Result<HostMatrix, KernelError> {

@@ -10,10 +10,10 @@ use hearth_kernels::{
 };
 
 /// A small generator (SplitMix64), so that every run tests the same numbers.
-pub struct Rng(pub u64);
+pub(crate) struct Rng(pub(crate) u64);
 
 impl Rng {
-    pub fn next(&mut self) -> u64 {
+    pub(crate) fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -22,27 +22,27 @@ impl Rng {
     }
 
     /// Uniform in `0..n`.
-    pub fn below(&mut self, n: usize) -> usize {
-        (self.next() % n as u64) as usize
+    pub(crate) fn below(&mut self, n: usize) -> usize {
+        (self.bits() % n as u64) as usize
     }
 
     /// About normal, mean 0 and variance 1.
-    pub fn normal(&mut self) -> f32 {
+    pub(crate) fn normal(&mut self) -> f32 {
         let sum: f32 = (0..4)
-            .map(|_| (self.next() >> 40) as f32 / (1u64 << 24) as f32 - 0.5)
+            .map(|_| (self.bits() >> 40) as f32 / (1u64 << 24) as f32 - 0.5)
             .sum();
         sum * 1.732
     }
 
-    pub fn normals(&mut self, n: usize) -> Vec<f32> {
+    pub(crate) fn normals(&mut self, n: usize) -> Vec<f32> {
         (0..n).map(|_| self.normal()).collect()
     }
 }
 
-pub const DTYPES: [DType; 4] = [DType::F32, DType::F16, DType::Bf16, DType::F8E4m3];
+pub(crate) const DTYPES: [DType; 4] = [DType::F32, DType::F16, DType::Bf16, DType::F8E4m3];
 
 /// A matrix of the given type whose bytes begin at an odd address.
-pub fn matrix(values: &[f32], rows: usize, cols: usize, dtype: DType) -> HostMatrix {
+pub(crate) fn matrix(values: &[f32], rows: usize, cols: usize, dtype: DType) -> HostMatrix {
     let (bytes, scales) = match dtype {
         DType::F32 => (values.iter().flat_map(|v| v.to_le_bytes()).collect(), None),
         DType::F16 => (
@@ -67,7 +67,7 @@ pub fn matrix(values: &[f32], rows: usize, cols: usize, dtype: DType) -> HostMat
     HostMatrix::new(misaligned(bytes), dtype, rows, cols, scales).unwrap()
 }
 
-pub fn block_scales(values: Vec<f32>, cols: usize) -> BlockScales {
+pub(crate) fn block_scales(values: Vec<f32>, cols: usize) -> BlockScales {
     BlockScales {
         values: values.into(),
         blocks_per_row: cols.div_ceil(128),
@@ -75,9 +75,9 @@ pub fn block_scales(values: Vec<f32>, cols: usize) -> BlockScales {
 }
 
 /// The same bytes at an odd address, as tensors lie in a checkpoint.
-pub fn misaligned(bytes: Vec<u8>) -> Bytes {
+pub(crate) fn misaligned(bytes: Vec<u8>) -> Bytes {
     let mut shifted = Vec::with_capacity(bytes.len() + 2);
-    let pad = if shifted.as_ptr() as usize % 2 == 0 {
+    let pad = if (shifted.as_ptr() as usize).is_multiple_of(2) {
         1
     } else {
         2
@@ -87,13 +87,13 @@ pub fn misaligned(bytes: Vec<u8>) -> Bytes {
     Bytes::from(shifted).slice(pad..)
 }
 
-pub fn random_matrix(rng: &mut Rng, rows: usize, cols: usize, dtype: DType) -> HostMatrix {
+pub(crate) fn random_matrix(rng: &mut Rng, rows: usize, cols: usize, dtype: DType) -> HostMatrix {
     let values = rng.normals(rows * cols);
     matrix(&values, rows, cols, dtype)
 }
 
 /// Runs `test` with a backend for each instruction set of this machine, and says aloud which it lacks.
-pub fn on_every_isa(threads: usize, test: impl Fn(&CpuBackend)) {
+pub(crate) fn on_every_isa(threads: usize, test: impl Fn(&CpuBackend)) {
     for isa in Isa::ALL {
         if isa.is_available() {
             test(&backend(isa, threads));
@@ -103,7 +103,7 @@ pub fn on_every_isa(threads: usize, test: impl Fn(&CpuBackend)) {
     }
 }
 
-pub fn backend(isa: Isa, threads: usize) -> CpuBackend {
+pub(crate) fn backend(isa: Isa, threads: usize) -> CpuBackend {
     CpuBackend::new(CpuOptions {
         isa: Some(isa),
         threads,
@@ -112,13 +112,13 @@ pub fn backend(isa: Isa, threads: usize) -> CpuBackend {
     .unwrap()
 }
 
-pub fn upload(backend: &CpuBackend, rows: usize, values: &[f32]) -> CpuTensor {
+pub(crate) fn upload(backend: &CpuBackend, rows: usize, values: &[f32]) -> CpuTensor {
     let cols = values.len().checked_div(rows).unwrap_or(0);
     backend.upload(rows, cols, values).unwrap()
 }
 
 /// Whether both are the same bits (NaN equal to NaN).
-pub fn same_bits(a: &[f32], b: &[f32]) -> bool {
+pub(crate) fn same_bits(a: &[f32], b: &[f32]) -> bool {
     a.len() == b.len()
         && a.iter()
             .zip(b)
@@ -126,7 +126,7 @@ pub fn same_bits(a: &[f32], b: &[f32]) -> bool {
 }
 
 #[track_caller]
-pub fn assert_same_bits(got: &[f32], want: &[f32], what: &str) {
+pub(crate) fn assert_same_bits(got: &[f32], want: &[f32], what: &str) {
     assert_eq!(got.len(), want.len(), "{what}");
     for (i, (a, b)) in got.iter().zip(want).enumerate() {
         assert!(
@@ -138,7 +138,7 @@ pub fn assert_same_bits(got: &[f32], want: &[f32], what: &str) {
 
 /// `|got - want| <= bound` element by element; NaN where NaN is wanted.
 #[track_caller]
-pub fn assert_close(got: &[f32], want: &[f32], bound: impl Fn(usize) -> f32, what: &str) {
+pub(crate) fn assert_close(got: &[f32], want: &[f32], bound: impl Fn(usize) -> f32, what: &str) {
     assert_eq!(got.len(), want.len(), "{what}");
     for (i, (a, b)) in got.iter().zip(want).enumerate() {
         if b.is_nan() || a.is_nan() {

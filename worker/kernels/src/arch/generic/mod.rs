@@ -1,0 +1,29 @@
+//! Each algorithm once, over the vector operations of an instruction set.
+//!
+//! Everything here is `#[inline(always)]`, so that it is compiled inside the function of the instruction
+//! set's module that enables the target features; called from elsewhere it would be correct but slow.
+//!
+//! Order of accumulation of a product of length K, the same in every path: the K axis is cut into blocks of
+//! 128; within a block each lane sums its elements in ascending order from zero; the block's sum, times its
+//! scale, is added to the row's running sum in the order of the blocks; lanes are summed at last by halves.
+//! How many rows, tokens or threads take part changes none of it.
+
+// A register tile is indexed by its rows and tokens; iterators over three arrays at once would hide that.
+#![allow(clippy::needless_range_loop)]
+
+mod absorb;
+mod attention;
+mod elementwise;
+mod engine;
+mod linear;
+mod probe;
+mod simd;
+
+pub(crate) use absorb::mla_absorb;
+pub(crate) use attention::attention;
+pub(crate) use elementwise::{rms_norm, silu_mul};
+pub(crate) use engine::{BLOCK, Decode, DecodeInOrder, Engine, F32Engine, pack_f32};
+pub(crate) use engine::{Bf16Weights, E4m3Weights, F16Weights, F32Weights};
+pub(crate) use linear::{Tiling, linear};
+pub(crate) use probe::{multiply, read};
+pub(crate) use simd::Simd;

@@ -1,0 +1,49 @@
+//! What the hardware gives at best: reads that are only added up, products that never leave registers.
+
+use super::{Engine, Simd};
+
+/// Independent chains: enough to hide the latency of any of these instructions.
+const CHAINS: usize = 12;
+
+/// Adds up `data` and so reads it as one stream, fetching `prefetch_bytes` ahead (0: not at all).
+#[inline(always)]
+pub(crate) fn read<S: Simd>(simd: S, data: &[f32], prefetch_bytes: usize) -> f32 {
+    let mut sums = [simd.zero(); 8];
+    for chunk in data.chunks_exact(8 * S::LANES) {
+        let p = chunk.as_ptr();
+        if prefetch_bytes > 0 {
+            for line in 0..8 * S::LANES * 4 / 64 {
+                simd.prefetch(p.cast::<u8>().wrapping_add(prefetch_bytes + line * 64));
+            }
+        }
+        for (i, sum) in sums.iter_mut().enumerate() {
+            // SAFETY: the chunk holds eight vectors.
+            *sum = simd.add(*sum, unsafe { simd.load(p.add(i * S::LANES)) });
+        }
+    }
+    let mut total = simd.zero();
+    for sum in sums {
+        total = simd.add(total, sum);
+    }
+    simd.reduce_add(total)
+}
+
+/// `steps` products of vectors in each of [`CHAINS`] chains; returns the number of multiply-adds.
+#[inline(always)]
+pub(crate) fn multiply<E: Engine>(engine: E, steps: usize) -> usize {
+    let ones = std::hint::black_box([0x3f80_3f80_u32; 16]);
+    let mut sums = [engine.zero(); CHAINS];
+    for _ in 0..steps {
+        // SAFETY: 64 bytes hold a vector of any engine.
+        let x = unsafe { engine.load(std::hint::black_box(ones.as_ptr()).cast()) };
+        for sum in &mut sums {
+            *sum = engine.mac(*sum, x, x);
+        }
+    }
+    let mut total = engine.zero();
+    for sum in sums {
+        total = engine.add(total, sum);
+    }
+    std::hint::black_box(engine.reduce(total));
+    steps * CHAINS * E::V_ELEMENTS
+}

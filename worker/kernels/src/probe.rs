@@ -1,0 +1,108 @@
+//! What this machine's cores and memory give at best, for the profiler and for benchmarks that print ratios.
+
+use std::time::Instant;
+
+use crate::arch::{Isa, Packing};
+use crate::pool::Pool;
+use crate::{DType, KernelError, Precision};
+
+/// Prefetch distances that are tried; which is best differs from core to core.
+const PREFETCH_BYTES: [usize; 3] = [0, 4096, 8192];
+
+/// Seconds that one probe of arithmetic takes.
+const PEAK_SECONDS: f64 = 0.02;
+
+/// Bytes of one timed part of the memory.
+const SEGMENT_BYTES: usize = 16 << 20;
+
+/// Measures how fast `threads` threads together read `bytes` bytes of memory, in GB/s (10^9 bytes a second).
+///
+/// The memory is read part by part, with each of a few prefetch distances; the figure is the speed of the
+/// fastest quarter of the parts, which neighbours on the machine disturb little. `bytes` should be several
+/// times the last-level cache; the memory is allocated for the measurement.
+///
+/// # Errors
+/// [`KernelError::OutOfMemory`], or [`KernelError::Device`] when threads cannot be started.
+pub fn read_bandwidth_gbps(threads: usize, bytes: usize) -> Result<f64, KernelError> {
+    let threads = threads.max(1);
+    let elements = (bytes / 4).max(1 << 16);
+    let mut data: Vec<f32> = Vec::new();
+    data.try_reserve_exact(elements)
+        .map_err(|_| KernelError::OutOfMemory {
+            device: "cpu".into(),
+            what: "the measurement of read bandwidth".into(),
+            needed_bytes: elements as u64 * 4,
+        })?;
+    data.resize(elements, 1.0);
+    let Some(kernels) = Isa::detect().kernels() else {
+        return Ok(0.0);
+    };
+    let pool = Pool::new(threads, &[])?;
+    let pieces = if threads == 1 { 1 } else { threads * 8 };
+    let mut best = 0f64;
+    for prefetch_bytes in PREFETCH_BYTES {
+        let mut rates = Vec::new();
+        for segment in data.chunks(SEGMENT_BYTES / 4) {
+            let piece_elements = segment.len().div_ceil(pieces);
+            let begin = Instant::now();
+            pool.run(pieces, |piece| {
+                let first = (piece.index * piece_elements).min(segment.len());
+                let last = (first + piece_elements).min(segment.len());
+                std::hint::black_box(kernels.read(&segment[first..last], prefetch_bytes));
+            });
+            rates.push(segment.len() as f64 * 4.0 / begin.elapsed().as_secs_f64() / 1e9);
+        }
+        rates.sort_by(f64::total_cmp);
+        best = best.max(rates[rates.len() * 3 / 4]);
+    }
+    Ok(best)
+}
+
+/// Arithmetic of one core at best, in GFLOP/s (a multiply-add is two).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PeakGflops {
+    /// f32 multiply-adds.
+    pub f32: f64,
+    /// The products of [`Precision::Fast`]: of bfloat16 with f32 sums, or as `f32` where that is what runs.
+    pub fast: f64,
+}
+
+/// Measures the calling thread's core with an instruction set; `None` when the CPU lacks it.
+pub fn peak_gflops(isa: Isa) -> Option<PeakGflops> {
+    let kernels = isa.kernels()?;
+    let measure = |packing: Packing| {
+        let mut steps = 1000;
+        loop {
+            let begin = Instant::now();
+            let products = kernels.multiply(packing, steps);
+            let seconds = begin.elapsed().as_secs_f64();
+            if seconds >= PEAK_SECONDS {
+                return products as f64 * 2.0 / seconds / 1e9;
+            }
+            steps *= 2;
+        }
+    };
+    Some(PeakGflops {
+        f32: measure(Packing::F32),
+        fast: measure(kernels.packing(DType::Bf16, Precision::Fast)),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn probes_give_plausible_figures() {
+        let bandwidth = read_bandwidth_gbps(2, 1 << 24).unwrap();
+        assert!((0.1..10_000.0).contains(&bandwidth), "{bandwidth} GB/s");
+        for isa in Isa::ALL {
+            let Some(peak) = peak_gflops(isa) else {
+                eprintln!("SKIPPED: this CPU has no {isa}");
+                continue;
+            };
+            assert!((0.01..10_000.0).contains(&peak.f32), "{isa} {peak:?}");
+            assert!(peak.fast > peak.f32 * 0.1, "{isa} {peak:?}");
+        }
+    }
+}

@@ -49,8 +49,6 @@ pub struct ApiError {
     pub code: Option<Cow<'static, str>>,
     /// When to try again; becomes the `Retry-After` header, in whole seconds, at least 1.
     pub retry_after: Option<Duration>,
-    /// Methods that the path takes; becomes the `Allow` header of a 405.
-    pub allow: Option<&'static str>,
 }
 
 #[derive(Serialize)]
@@ -77,7 +75,6 @@ impl ApiError {
             param: None,
             code: None,
             retry_after: None,
-            allow: None,
         }
     }
 
@@ -161,9 +158,6 @@ impl IntoResponse for ApiError {
         if let Some(wait) = self.retry_after {
             let seconds = wait.as_secs_f64().ceil().max(1.0) as u64;
             headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
-        }
-        if let Some(allow) = self.allow {
-            headers.insert(header::ALLOW, HeaderValue::from_static(allow));
         }
         if self.status == StatusCode::UNAUTHORIZED {
             headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));

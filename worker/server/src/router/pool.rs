@@ -15,7 +15,7 @@ use super::types::{AcquireError, Health, Pin, Role, Want, WorkerView};
 use crate::config::Routing;
 
 /// First and longest pause between looks at a worker that does not answer.
-const BACKOFF: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
+const BACKOFF: (Duration, Duration) = (Duration::from_millis(50), Duration::from_millis(500));
 /// Looks without an answer after which streams are taken away from a worker whose connection still stands.
 const LOST_AFTER_LOOKS: u32 = 3;
 /// Assumed of a worker that does not tell.
@@ -35,6 +35,7 @@ struct MemberState {
     description: DescribeResponse,
     stats: StatsResponse,
     failures: u32,
+    silences: u32,
     in_flight: u32,
     prefixes: PrefixMemory,
 }
@@ -108,6 +109,7 @@ impl Pool {
                         description: DescribeResponse::default(),
                         stats: StatsResponse::default(),
                         failures: 0,
+                        silences: 0,
                         in_flight: 0,
                         prefixes: PrefixMemory::default(),
                     }),
@@ -127,11 +129,10 @@ impl Pool {
             // The task holds the pool weakly, so that it ends with it.
             let pool = Arc::downgrade(&pool);
             let member = member.clone();
-            let patience = look_timeout;
             tokio::spawn(async move {
                 let mut pause = BACKOFF.0;
                 loop {
-                    let look = timeout(patience, look_at(&member.worker)).await;
+                    let look = timeout(look_timeout, look_at(&member.worker)).await;
                     let Some(pool) = pool.upgrade() else { return };
                     let wait = pool.note_look(&member, look, &mut pause);
                     drop(pool);
@@ -268,12 +269,6 @@ impl Pool {
             .min()
     }
 
-    /// Returns when some worker changed.
-    pub async fn changed(&self) {
-        let mut changed = self.changed.subscribe();
-        let _ = changed.changed().await;
-    }
-
     async fn wait_for_worker(
         self: &Arc<Self>,
         want: &Want<'_>,
@@ -389,12 +384,14 @@ impl Pool {
         >,
         pause: &mut Duration,
     ) -> Duration {
+        let is_silent = look.is_err();
         let mut state = member.lock();
         let before = state.health;
         match look {
             Ok(Ok((description, stats))) => {
                 *pause = BACKOFF.0;
                 state.failures = 0;
+                state.silences = 0;
                 let expected = self.routing.model_fingerprint.as_ref();
                 state.health = match expected {
                     _ if stats.draining => Health::Draining,
@@ -407,18 +404,20 @@ impl Pool {
                 state.stats = stats;
             }
             failed => {
-                state.failures += 1;
                 let is_gone =
                     matches!(&failed, Ok(Err(error)) if error.kind() == RpcErrorKind::Gone);
-                if state.health != Health::Starting
-                    && (is_gone || state.failures >= LOST_AFTER_LOOKS)
-                {
+                state.failures += 1;
+                // Streams of a dead process break by themselves, and those of one that only takes no more calls
+                // go on; a process that stands still says nothing at all.
+                state.silences += u32::from(is_silent);
+                let is_lost = is_gone || state.failures >= LOST_AFTER_LOOKS;
+                if state.health != Health::Starting && is_lost {
                     state.health = Health::Lost;
                     state.prefixes.forget();
                 }
             }
         }
-        let (after, failures) = (state.health, state.failures);
+        let (after, failures, silences) = (state.health, state.failures, state.silences);
         drop(state);
         if after != before {
             tracing::info!(
@@ -430,7 +429,7 @@ impl Pool {
             );
             self.changed.send_replace(());
         }
-        if failures == LOST_AFTER_LOOKS {
+        if is_silent && silences == LOST_AFTER_LOOKS {
             member.epoch.send_modify(|epoch| *epoch += 1);
         }
         if failures == 0 {

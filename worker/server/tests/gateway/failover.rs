@@ -180,6 +180,41 @@ async fn a_worker_that_hangs_is_left() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_takes_no_more_calls_keeps_its_streams() {
+    let (first, second) = (FakeWorker::start(), FakeWorker::start());
+    slow(&first);
+    slow(&second);
+    let gateway = gateway(&[&first], |config| {
+        config.decode.push(second.endpoint());
+        config.routing.look_interval = Duration::from_millis(50);
+    })
+    .await;
+    eventually(|| async {
+        gateway
+            .get("/ready")
+            .await
+            .1
+            .matches("\"state\":\"ready\"")
+            .count()
+            == 2
+    })
+    .await;
+    let mut events = gateway.open(PATH, body(200)).await;
+    let mut text = events.next_text().await.unwrap();
+    let is_first = first.behaviour.open.load(Ordering::SeqCst) == 1;
+    let ending = if is_first { &first } else { &second };
+    ending.behaviour.is_closed.store(true, Ordering::SeqCst);
+    eventually(|| async { gateway.get("/ready").await.1.contains("\"state\":\"lost\"") }).await;
+    assert_eq!(gateway.chat("say:new", json!({})).await.0, 200);
+    while let Some(more) = events.next_text().await {
+        text += &more;
+    }
+    assert_eq!(text.len(), 200);
+    assert_eq!(ending.behaviour.calls.lock().unwrap().len(), 1);
+    assert_eq!(gateway.metric("hearth_failovers_total", "").await, 0.0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_request_that_breaks_every_worker_ends_in_an_error() {
     let worker = FakeWorker::start();
     let gateway = gateway(&[&worker], |config| {

@@ -1,6 +1,7 @@
 //! The gateway from outside: HTTP on one side, fake workers on real sockets on the other.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![allow(clippy::too_many_lines, reason = "tables of cases")]
 
 mod chat;
 mod completions;

@@ -54,6 +54,8 @@ pub(crate) struct Behaviour {
     pub(crate) open: AtomicUsize,
     /// Streams that were dropped before their end.
     pub(crate) cancelled: AtomicUsize,
+    /// No new calls are taken, looks neither.
+    pub(crate) is_closed: AtomicBool,
     /// Looks are not answered.
     pub(crate) is_deaf: AtomicBool,
 }
@@ -114,6 +116,7 @@ impl FakeWorker {
             cached_tokens: AtomicUsize::new(0),
             open: AtomicUsize::new(0),
             cancelled: AtomicUsize::new(0),
+            is_closed: AtomicBool::new(false),
             is_deaf: AtomicBool::new(false),
         };
         Self {
@@ -306,6 +309,9 @@ impl Control for Service {
     ) -> Result<Response<DescribeResponse>, Status> {
         if self.0.is_deaf.load(Ordering::SeqCst) {
             std::future::pending::<()>().await;
+        }
+        if self.0.is_closed.load(Ordering::SeqCst) {
+            return Err(Status::unavailable("ending"));
         }
         Ok(Response::new(self.0.description.lock().unwrap().clone()))
     }

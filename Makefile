@@ -11,7 +11,7 @@ TARGET_DIR = $(or $(CARGO_TARGET_DIR),target)
 BIN = $(TARGET_DIR)/$(if $(filter dev,$(PROFILE)),debug,$(PROFILE))
 QUESTION ?= What is Hearth?
 
-.PHONY: demo build test check fmt bench crds goldens fuzz clean help
+.PHONY: demo build test check fmt bench crds clean help
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -38,8 +38,11 @@ check: ## Format, lints, layering, licences
 fmt: ## Format everything
 	@cargo fmt --all
 
+bench: ## Measure the models of docs/benchmarks.md on this machine
+	@docs/benchmarks/run.sh
+
 crds: ## Regenerate crds/yaml
-	@UPDATE=1 cargo test -q -p hearth-crds --features kube
+	@UPDATE=1 cargo test -q -p hearth-crds --features kube --test schema
 
 clean: ## Remove build outputs
 	@cargo clean

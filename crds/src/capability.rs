@@ -211,6 +211,13 @@ fn surroundings(spec: &InferenceDeploymentSpec, venue: Venue, errors: &mut Vec<F
             "Secrets exist only in a cluster: remove it; API keys on one machine are given by flags of hearth up",
         ));
     }
+    if !spec.placement.tolerations.is_empty() {
+        errors.push(FieldError::new(
+            "spec.placement.tolerations",
+            format!("has {} items", spec.placement.tolerations.len()),
+            "taints exist only on the nodes of a cluster and there is one machine here: remove it",
+        ));
+    }
     if !spec.placement.node_selector.is_empty() {
         let labels: Vec<String> = spec
             .placement

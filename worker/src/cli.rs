@@ -116,8 +116,11 @@ pub(crate) enum IsaArg {
     Scalar,
     /// AVX2 with FMA
     Avx2,
-    /// AVX-512 with BF16 and VBMI
+    /// AVX-512 with VBMI
     Avx512,
+    /// AVX-512 with VBMI and products of bfloat16
+    #[value(name = "avx512bf16")]
+    Avx512Bf16,
     /// The best that the CPU has
     Auto,
 }
@@ -129,6 +132,7 @@ impl IsaArg {
             Self::Scalar => Some(Isa::Scalar),
             Self::Avx2 => Some(Isa::Avx2),
             Self::Avx512 => Some(Isa::Avx512),
+            Self::Avx512Bf16 => Some(Isa::Avx512Bf16),
             Self::Auto => None,
         }
     }

@@ -18,7 +18,11 @@ const MIN_PAUSE: Duration = Duration::from_millis(100);
 const MAX_PAUSE: Duration = Duration::from_secs(10);
 /// A process that ran as long as this starts again without pause growth.
 const STABLE: Duration = Duration::from_secs(10);
-/// Lines of a log that are shown when a process does not come up.
+/// A process that serves says so at least every two seconds; one that is silent for as long hangs, and is ended.
+const SILENCE: Duration = Duration::from_secs(20);
+/// How a worker begins the line that says why it ends.
+const ERROR: &str = "error: ";
+/// Lines of an error that are shown.
 const SHOWN_LOG_LINES: usize = 6;
 
 /// How a rank's process is started.
@@ -40,6 +44,7 @@ pub(crate) struct ProcessSpec {
 enum Report {
     Loading { percent: u32 },
     Ready {},
+    Alive,
     Draining,
 }
 
@@ -65,6 +70,8 @@ pub(crate) enum ProcessEventKind {
     Died {
         /// In words: `killed by signal 9`.
         how: String,
+        /// The error that it wrote, if it wrote one.
+        why: Option<String>,
         /// Until it is started again.
         pause: Duration,
         /// Whether it had served since its start.
@@ -100,6 +107,7 @@ pub(crate) async fn keep(
     let mut pause = MIN_PAUSE;
     loop {
         let began = Instant::now();
+        let log_start = std::fs::metadata(&spec.log).map_or(0, |log| log.len());
         let (how, was_ready) = match spawn(&spec) {
             Ok(child) => {
                 tell(ProcessEventKind::Started(child.id().unwrap_or_default()));
@@ -116,6 +124,7 @@ pub(crate) async fn keep(
         }
         tell(ProcessEventKind::Died {
             how,
+            why: last_error(&spec.log, log_start),
             pause,
             was_ready,
         });
@@ -164,6 +173,8 @@ async fn follow(
         .take()
         .map(|stdout| BufReader::new(stdout).lines());
     let mut was_ready = false;
+    let mut hung = false;
+    let mut heard = tokio::time::Instant::now();
     loop {
         let line = async {
             match lines.as_mut() {
@@ -172,11 +183,22 @@ async fn follow(
             }
         };
         tokio::select! {
-            status = child.wait() => return (describe(status.ok()), was_ready),
+            status = child.wait() => {
+                let how = if hung { format!("hung for {} s and was ended", SILENCE.as_secs()) } else { describe(status.ok()) };
+                return (how, was_ready);
+            }
+            () = tokio::time::sleep_until(heard + SILENCE), if was_ready && !hung => {
+                hung = true;
+                if let Some(pid) = pid {
+                    let _ = kill_process(pid, Signal::KILL);
+                }
+            }
             line = line => match line {
                 Ok(Some(line)) => match serde_json::from_str(&line) {
+                    Ok(Report::Alive) => heard = tokio::time::Instant::now(),
                     Ok(Report::Ready {}) => {
                         was_ready = true;
+                        heard = tokio::time::Instant::now();
                         tell(ProcessEventKind::Ready);
                     }
                     Ok(Report::Loading { percent }) => tell(ProcessEventKind::Loading(percent)),
@@ -210,18 +232,17 @@ fn describe(status: Option<ExitStatus>) -> String {
     }
 }
 
-/// The end of a log, for a person: its last error with what follows, else its last lines.
-pub(crate) fn log_tail(path: &Path) -> String {
-    let text = std::fs::read(path)
-        .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
-        .unwrap_or_default();
+/// The last error that a process wrote behind `start` of its log, with what follows it.
+fn last_error(path: &Path, start: u64) -> Option<String> {
+    let bytes = std::fs::read(path).ok()?;
+    let own = bytes.get(usize::try_from(start).ok()?..)?;
+    let text = String::from_utf8_lossy(own);
     let lines: Vec<&str> = text.lines().collect();
-    let from_error = lines.iter().rposition(|line| line.starts_with("error: "));
-    let start = from_error.unwrap_or_else(|| lines.len().saturating_sub(SHOWN_LOG_LINES));
-    lines[start..]
+    let error = lines.iter().rposition(|line| line.starts_with(ERROR))?;
+    let shown: Vec<&str> = lines[error..]
         .iter()
         .take(SHOWN_LOG_LINES)
         .copied()
-        .collect::<Vec<_>>()
-        .join("\n")
+        .collect();
+    shown.join("\n").strip_prefix(ERROR).map(str::to_owned)
 }

@@ -43,6 +43,8 @@ struct Deployment {
     tasks: JoinSet<()>,
     /// Deaths of each process since it last served.
     failed_starts: BTreeMap<String, u32>,
+    /// The last reason that was told of each process.
+    reasons: BTreeMap<String, String>,
     spinner: ProgressBar,
 }
 
@@ -72,6 +74,7 @@ impl Deployment {
             wanted,
             tasks,
             failed_starts: BTreeMap::new(),
+            reasons: BTreeMap::new(),
             spinner,
         };
         deployment.publish();
@@ -142,30 +145,14 @@ impl Deployment {
             }
             ProcessEventKind::Died {
                 how,
+                why,
                 pause,
                 was_ready,
             } => {
                 process.pid = None;
                 process.ready = false;
                 process.restarts += 1;
-                let failures = self.failed_starts.entry(rank.clone()).or_default();
-                *failures += u32::from(!was_ready);
-                let log = self.prepared.directory.log(&rank);
-                let tail = process::log_tail(&log);
-                if *failures >= MAX_FAILED_STARTS && !self.running.ready {
-                    self.spinner.finish_and_clear();
-                    let tail = tail.strip_prefix("error: ").unwrap_or(&tail);
-                    bail!(
-                        "{rank} does not start ({how}): {tail}\n  its whole log: {}",
-                        log.display()
-                    );
-                }
-                self.spinner.suspend(|| {
-                    self.prepared.steps.warn(&format!(
-                        "{rank} {how}; started again in {:.1} s",
-                        pause.as_secs_f64()
-                    ));
-                });
+                self.died(&rank, &how, why, pause, was_ready)?;
             }
             ProcessEventKind::Stopped => {
                 process.pid = None;
@@ -173,6 +160,44 @@ impl Deployment {
             }
         }
         self.publish();
+        Ok(())
+    }
+
+    /// Tells of a death; its reason once, until another one takes its place.
+    fn died(
+        &mut self,
+        rank: &str,
+        how: &str,
+        why: Option<String>,
+        pause: Duration,
+        was_ready: bool,
+    ) -> anyhow::Result<()> {
+        let log = self.prepared.directory.log(rank);
+        let failures = self.failed_starts.entry(rank.to_owned()).or_default();
+        *failures += u32::from(!was_ready);
+        if *failures >= MAX_FAILED_STARTS && !self.running.ready {
+            self.spinner.finish_and_clear();
+            let why = why.unwrap_or_else(|| format!("{rank} {how}"));
+            bail!(
+                "{rank} does not start: {why}\n  its whole log: {}",
+                log.display()
+            );
+        }
+        let is_new = why.is_some() && self.reasons.get(rank) != why.as_ref();
+        self.spinner.suspend(|| {
+            let steps = &self.prepared.steps;
+            steps.warn(&format!(
+                "{rank} {how}; started again in {:.1} s",
+                pause.as_secs_f64()
+            ));
+            if let Some(why) = why.as_ref().filter(|_| is_new) {
+                why.lines().for_each(|line| steps.detail(line));
+                steps.detail(&format!("its whole log: {}", log.display()));
+            }
+        });
+        if let Some(why) = why {
+            self.reasons.insert(rank.to_owned(), why);
+        }
         Ok(())
     }
 

@@ -1,17 +1,25 @@
 //! The decode worker's service: a stream of tokens, its prompt computed here or fetched from a prefill worker.
 
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures::Stream;
 use hearth_engine::{Engine, EngineError, GenerateEvent, ImportFailure, RequestId};
-use hearth_transport::{CallContext, Clients, Endpoint, deadline, v1};
+use hearth_transport::{CallContext, Clients, Endpoint, Worker as Peer, deadline, v1};
 use tokio::sync::mpsc;
+use tokio::time::{Instant, sleep, timeout};
 use tokio_util::task::AbortOnDropHandle;
 use tonic::{Request, Response, Status};
 
 use super::rank::Worker;
 use crate::convert;
+
+/// Silence of a prefill worker after which it is asked whether it works at all. KV comes layer by layer, so only
+/// a prompt that waits behind others is silent for long.
+const PREFILL_SILENCE: Duration = Duration::from_secs(30);
+/// Time for that answer.
+const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// `hearth.v1.Decode` over the engine.
 pub(super) struct DecodeService {
@@ -29,6 +37,7 @@ impl DecodeService {
         &self,
         request: &v1::GenerateRequest,
         context: CallContext,
+        time_left: Option<Duration>,
     ) -> Result<Option<RemotePrefill>, Status> {
         if request.prefill_endpoint.is_empty() {
             return Ok(None);
@@ -49,6 +58,7 @@ impl DecodeService {
                 kv_layout: self.worker.kv_layout.clone(),
             },
             context,
+            deadline: time_left.and_then(|left| Instant::now().checked_add(left)),
             clients: self.prefill.clone(),
             engine: self.worker.engine.clone(),
         }))
@@ -67,7 +77,7 @@ impl v1::decode_server::Decode for DecodeService {
         let time_left = deadline::remaining(request.metadata());
         let request = request.into_inner();
         self.worker.check_fingerprint(&request.model_fingerprint)?;
-        let mut remote = self.remote(&request, context)?;
+        let mut remote = self.remote(&request, context, time_left)?;
         let input = convert::generate_input(request)?;
         let (sender, mut receiver) = mpsc::unbounded_channel();
         let sink = Box::new(move |event| sender.send(event).is_ok());
@@ -110,6 +120,8 @@ struct RemotePrefill {
     endpoint: Endpoint,
     request: v1::PrefillRequest,
     context: CallContext,
+    /// The caller's; nobody waits for KV beyond it.
+    deadline: Option<Instant>,
     clients: Clients,
     engine: Engine,
 }
@@ -133,9 +145,16 @@ impl RemotePrefill {
             .clients
             .worker(&self.endpoint)
             .map_err(|error| Status::unavailable(error.to_string()))?;
-        let request = self.context.request(self.request);
-        let mut events = worker.prefill().prefill(request).await?.into_inner();
-        while let Some(event) = events.message().await? {
+        let mut request = self.context.request(self.request);
+        if let Some(deadline) = self.deadline {
+            request.set_timeout(deadline.saturating_duration_since(Instant::now()));
+        }
+        let look = || steps_of(worker.clone());
+        let mut client = worker.prefill();
+        let mut events = unless_hung(client.prefill(request), PREFILL_SILENCE, look)
+            .await?
+            .into_inner();
+        while let Some(event) = unless_hung(events.message(), PREFILL_SILENCE, look).await? {
             match event.event {
                 Some(v1::prefill_event::Event::Kv(kv)) => {
                     self.engine
@@ -161,5 +180,85 @@ impl RemotePrefill {
         Err(Status::unavailable(
             "the stream ended before the last token",
         ))
+    }
+}
+
+/// Forward passes that a worker has done; `None` when it does not answer.
+async fn steps_of(worker: Peer) -> Option<u64> {
+    let mut control = worker.control();
+    let stats = control.stats(v1::StatsRequest {});
+    let answer = timeout(LOOK_TIMEOUT, stats).await.ok()?;
+    Some(answer.ok()?.into_inner().steps)
+}
+
+/// What `call` comes to. A call may take as long as its worker does steps, for others perhaps.
+///
+/// # Errors
+/// Those of `call`; `UNAVAILABLE`, which is tried elsewhere, when the worker did no step in all of `silence`, or does not say.
+async fn unless_hung<T, L: Future<Output = Option<u64>>>(
+    call: impl Future<Output = Result<T, Status>>,
+    silence: Duration,
+    look: impl Fn() -> L,
+) -> Result<T, Status> {
+    let mut call = pin!(call);
+    let mut before = None;
+    loop {
+        tokio::select! {
+            outcome = &mut call => return outcome,
+            () = sleep(silence) => {}
+        }
+        let steps = look().await;
+        if steps.is_none() || steps == before {
+            let words = format!("it hangs: no layer and no step for {silence:?}");
+            return Err(Status::unavailable(words));
+        }
+        before = steps;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::future::{pending, ready};
+
+    use super::*;
+
+    const SILENCE: Duration = Duration::from_millis(40);
+
+    /// How a call that takes ten silences fares with a worker whose looks come to `steps`, the last again and again.
+    async fn fate(steps: &[Option<u64>]) -> Result<(), Status> {
+        let looks = Cell::new(0);
+        let look = || {
+            let now = looks.replace(looks.get() + 1);
+            ready(steps[now.min(steps.len() - 1)])
+        };
+        let call = async {
+            sleep(SILENCE * 10).await;
+            Ok(())
+        };
+        unless_hung(call, SILENCE, look).await
+    }
+
+    #[tokio::test]
+    async fn a_prompt_may_wait_while_others_are_computed() {
+        let busy: Vec<Option<u64>> = (0..100).map(Some).collect();
+        assert!(fate(&busy).await.is_ok());
+    }
+
+    #[tokio::test]
+    async fn a_worker_that_stands_still_or_says_nothing_is_left() {
+        for steps in [&[Some(3), Some(4), Some(4)][..], &[None], &[Some(1), None]] {
+            let status = fate(steps).await.unwrap_err();
+            assert_eq!(status.code(), tonic::Code::Unavailable);
+            assert!(status.message().contains("no step for 40ms"), "{status}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_call_that_fails_says_so_itself() {
+        let call = ready(Err::<(), _>(Status::aborted("why")));
+        let never = pending::<Option<u64>>;
+        let status = unless_hung(call, SILENCE, never).await.unwrap_err();
+        assert_eq!(status.code(), tonic::Code::Aborted);
     }
 }

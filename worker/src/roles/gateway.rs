@@ -6,12 +6,12 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::Args;
 use hearth_crds::{InferencePlanSpec, PlanRole};
-use hearth_server::{GatewayConfig, HttpsFiles, Limits, Predicted, Routing};
+use hearth_server::{Gateway, GatewayConfig, HttpsFiles, Limits, Predicted, Routing};
 use hearth_transport::Endpoint;
 use tokio::net::TcpListener;
 
 use super::rank::PlaceArgs;
-use super::report::Report;
+use super::report::{Report, stay_alive};
 use crate::signals;
 
 /// Arguments of `gateway`.
@@ -46,14 +46,17 @@ pub(crate) fn run(args: &GatewayArgs) -> anyhow::Result<()> {
         let listener = TcpListener::bind(endpoint).await.with_context(|| {
             format!("{endpoint} cannot be listened on\n  another process holds the port: choose another, or end that process")
         })?;
+        let gateway = Gateway::start(config)?;
         Report::Ready { endpoint, device: "gateway" }.send();
         tracing::info!(rank = rank.name, endpoint, "serving");
         let shutdown = async {
             signals::termination().await;
             Report::Draining.send();
         };
-        hearth_server::serve(config, listener, shutdown).await?;
-        Ok(())
+        tokio::select! {
+            served = gateway.serve(listener, shutdown) => Ok(served?),
+            never = stay_alive() => match never {},
+        }
     })
 }
 

@@ -21,7 +21,7 @@ use hearth_transport::{
 use super::control::ControlService;
 use super::decode::DecodeService;
 use super::prefill::PrefillService;
-use super::report::Report;
+use super::report::{Report, stay_alive};
 use crate::load::{self, LoadOptions, ResidencyPolicy};
 use crate::signals;
 
@@ -171,6 +171,7 @@ async fn serve(args: &RankArgs, plan: &InferencePlanSpec, rank: &PlanRank) -> an
     };
     tokio::select! {
         served = hearth_transport::serve(listener, routes, &options, shutdown) => Ok(served?),
+        never = stay_alive() => match never {},
         why = lasting_fault(&worker.engine, &health) => {
             bail!("the engine does not recover: {why}\n  the supervisor starts this worker again")
         }

@@ -1,5 +1,8 @@
 //! Lines of JSON on standard output, by which a supervisor follows the start of a worker.
 
+use std::convert::Infallible;
+use std::time::Duration;
+
 use serde::Serialize;
 
 /// What a worker tells its supervisor.
@@ -18,8 +21,21 @@ pub(crate) enum Report<'a> {
         /// Device and kernels.
         device: &'a str,
     },
+    /// The process is alive; said every [`ALIVE_PERIOD`].
+    Alive,
     /// No new requests are taken.
     Draining,
+}
+
+/// How often a process that serves says that it is alive.
+const ALIVE_PERIOD: Duration = Duration::from_secs(2);
+
+/// Says again and again that the process is alive.
+pub(crate) async fn stay_alive() -> Infallible {
+    loop {
+        Report::Alive.send();
+        tokio::time::sleep(ALIVE_PERIOD).await;
+    }
 }
 
 impl Report<'_> {

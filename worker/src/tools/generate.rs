@@ -199,19 +199,22 @@ fn collect(
     let stop_tokens = input.stop_tokens.clone();
     let (sender, events) = mpsc::channel();
     let began = Instant::now();
-    let _handle = engine.generate(input, Box::new(move |event| sender.send(event).is_ok()))?;
+    // The clock is read where events happen, not where they are printed.
+    let sink = move |event| sender.send((began.elapsed(), event)).is_ok();
+    let _handle = engine.generate(input, Box::new(sink))?;
     let mut decoder = tokenizer.map(Tokenizer::decoder);
     let mut out = std::io::stdout();
     let mut tokens = Vec::new();
     let mut prefill_ms = 0.0;
     loop {
-        match events
+        let (elapsed, event) = events
             .recv()
-            .context("the engine ended without an answer")?
-        {
+            .context("the engine ended without an answer")?;
+        let elapsed_ms = elapsed.as_secs_f64() * 1e3;
+        match event {
             GenerateEvent::Token { id, .. } => {
                 if tokens.is_empty() {
-                    prefill_ms = milliseconds_since(began);
+                    prefill_ms = elapsed_ms;
                 }
                 tokens.push(id);
                 if let Some(decoder) = decoder.as_mut().filter(|_| !stop_tokens.contains(&id))
@@ -222,7 +225,7 @@ fn collect(
                 }
             }
             GenerateEvent::Finished { reason } => {
-                let decode_ms = milliseconds_since(began) - prefill_ms;
+                let decode_ms = elapsed_ms - prefill_ms;
                 let decode_tokens = tokens.len().saturating_sub(1);
                 let timings = Timings {
                     load_ms,

@@ -79,19 +79,22 @@ impl Steps {
     }
 }
 
-/// Prints an error as `error: …`; causes are added only where they say something new.
+/// Prints an error as `error: …`.
 pub(crate) fn print_error(error: &anyhow::Error) {
-    let mut text = String::new();
-    for cause in error.chain() {
-        let cause = cause.to_string();
-        if !text.contains(&cause) {
-            if !text.is_empty() {
-                text.push_str(": ");
-            }
-            text.push_str(&cause);
-        }
+    eprintln!("error: {}", sentence(error));
+}
+
+/// An error as one message: its first line with the innermost cause behind it, then the remedy.
+pub(crate) fn sentence(error: &anyhow::Error) -> String {
+    let text = error.to_string();
+    let cause = error.root_cause().to_string();
+    if text.contains(&cause) {
+        return text;
     }
-    eprintln!("error: {text}");
+    match text.split_once('\n') {
+        Some((what, remedy)) => format!("{what}: {cause}\n{remedy}"),
+        None => format!("{text}: {cause}"),
+    }
 }
 
 /// Bytes in binary units, as people say them: `7.4 MiB`.

@@ -15,17 +15,15 @@ pub(crate) fn init() {
         .init();
 }
 
-/// An error as one message: its causes are joined only where they add something.
+/// An error as one message: its first line with the innermost cause behind it, then the remedy.
 pub(crate) fn sentence(error: &anyhow::Error) -> String {
-    let mut text = String::new();
-    for cause in error.chain() {
-        let cause = cause.to_string();
-        if !text.contains(&cause) {
-            if !text.is_empty() {
-                text.push_str(": ");
-            }
-            text.push_str(&cause);
-        }
+    let text = error.to_string();
+    let cause = error.root_cause().to_string();
+    if text.contains(&cause) {
+        return text;
     }
-    text
+    match text.split_once('\n') {
+        Some((what, remedy)) => format!("{what}: {cause}\n{remedy}"),
+        None => format!("{text}: {cause}"),
+    }
 }

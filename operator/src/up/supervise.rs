@@ -45,6 +45,8 @@ struct Deployment {
     failed_starts: BTreeMap<String, u32>,
     /// The last reason that was told of each process.
     reasons: BTreeMap<String, String>,
+    /// Clients must send an API key.
+    has_keys: bool,
     spinner: ProgressBar,
 }
 
@@ -75,6 +77,7 @@ impl Deployment {
             tasks,
             failed_starts: BTreeMap::new(),
             reasons: BTreeMap::new(),
+            has_keys: args.api_keys.is_some(),
             spinner,
         };
         deployment.publish();
@@ -218,9 +221,13 @@ impl Deployment {
         steps.detail(&format!(
             "OpenAI endpoint   {endpoint}      model \"{served_name}\""
         ));
-        steps.detail("try               hearth chat      or");
+        let (flag, header) = match self.has_keys {
+            true => (" --api-key KEY", "-H 'Authorization: Bearer KEY' "),
+            false => ("", ""),
+        };
+        steps.detail(&format!("try               hearth chat{flag}      or"));
         steps.detail(&format!(
-            "  curl {endpoint}/chat/completions -H 'Content-Type: application/json' \
+            "  curl {endpoint}/chat/completions {header}-H 'Content-Type: application/json' \
              -d '{{\"model\": \"{served_name}\", \"messages\": [{{\"role\": \"user\", \"content\": \"What is Hearth?\"}}]}}'"
         ));
         steps.detail("Ctrl-C stops; streams in flight are finished first.");

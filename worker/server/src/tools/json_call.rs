@@ -119,8 +119,8 @@ impl JsonCall {
             State::ValueStart(member) => self.value_start(member, c, streamed, out),
             State::Text(member) => {
                 if let Some(text) = self.string_character(c) {
-                    self.text_value(member, text, streamed, out);
                     self.state = State::CommaOrEnd;
+                    self.text_value(member, text, streamed, out);
                 }
             }
             State::Nested(member, depth) => self.nested_character(member, depth, c, streamed),

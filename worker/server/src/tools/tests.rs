@@ -169,6 +169,17 @@ fn a_call_without_a_name_is_shown() {
 }
 
 #[test]
+fn nothing_behind_what_is_no_call_is_swallowed() {
+    let text = "<tool_call>{\"name\": \"\", \"x <tool_call>{\"name\": \"add\"}</tool_call>";
+    let letters: Vec<String> = text.chars().map(String::from).collect();
+    let letters: Vec<&str> = letters.iter().map(String::as_str).collect();
+    let (content, calls) = parse(ToolFormat::Hermes, &[text]);
+    assert_eq!(content, "<tool_call>{\"name\": \"\", \"x");
+    assert_eq!(calls.len(), 1);
+    assert_eq!(parse(ToolFormat::Hermes, &letters), (content, calls));
+}
+
+#[test]
 fn json_objects_are_read_in_any_order_and_spelling() {
     let cases = [
         (

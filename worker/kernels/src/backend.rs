@@ -139,6 +139,15 @@ pub trait Backend: Send + Sync + 'static {
     /// Paged keys and values of all layers.
     type Kv: Send + 'static;
 
+    /// Called once by the thread that will make all further calls: a backend with threads of its own binds
+    /// this one beside them.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] when the system refuses.
+    fn bind_thread(&self) -> Result<(), KernelError> {
+        Ok(())
+    }
+
     /// What runs, for logs and profiles: `cpu avx512 ×2`.
     fn describe(&self) -> String;
 

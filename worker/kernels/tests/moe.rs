@@ -276,6 +276,7 @@ fn experts_agree_with_the_reference() {
 }
 
 #[test]
+#[allow(clippy::single_range_in_vec_init)] // lists of ranges are meant
 fn experts_give_the_same_bits_split_over_calls_threads_and_batches() {
     for dtype in [DType::F8E4m3, DType::Bf16, DType::F32] {
         let layer = Layer::new(dtype, 200, 300, 20, 2);

@@ -17,11 +17,12 @@ pub struct CpuKv {
 }
 
 impl CpuKv {
-    /// Reserves `blocks` blocks, on NUMA node `numa_node` if the system can do so.
+    /// Reserves `blocks` blocks, on the NUMA nodes `numa_nodes` if the system can do so: on one,
+    /// or page by page over several.
     pub(super) fn new(
         layout: KvLayout,
         blocks: usize,
-        numa_node: Option<u32>,
+        numa_nodes: &[u32],
     ) -> Result<Self, KernelError> {
         let KvLayout {
             layers: _,
@@ -39,7 +40,7 @@ impl CpuKv {
             && (!value_in_key || v_dim <= k_dim);
         ensure(sound, "kv_alloc", || layout.fingerprint())?;
         let bytes = layout.block_bytes().checked_mul(blocks);
-        let memory = bytes.and_then(|bytes| Mapping::new(bytes, numa_node).ok());
+        let memory = bytes.and_then(|bytes| Mapping::new(bytes, numa_nodes).ok());
         let memory = memory.ok_or_else(|| KernelError::OutOfMemory {
             device: "cpu".into(),
             what: format!("{blocks} KV blocks"),
@@ -248,7 +249,7 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    fn new(bytes: usize, numa_node: Option<u32>) -> Result<Self, rustix::io::Errno> {
+    fn new(bytes: usize, numa_nodes: &[u32]) -> Result<Self, rustix::io::Errno> {
         use rustix::mm::{MapFlags, ProtFlags};
         if bytes == 0 {
             return Ok(Self {
@@ -267,22 +268,31 @@ impl Mapping {
         }?;
         let start = NonNull::new(start.cast()).ok_or(rustix::io::Errno::NOMEM)?;
         let mapping = Self { start, bytes };
-        if let Some(node) = numa_node {
-            mapping.prefer_node(node);
+        if !numa_nodes.is_empty() {
+            mapping.place_on(numa_nodes);
         }
         Ok(mapping)
     }
 
-    /// Asks for pages on one NUMA node; where the system cannot, they lie where it puts them.
-    fn prefer_node(&self, node: u32) {
+    /// Asks for pages on one NUMA node, or interleaved over several; where the system cannot, they lie where
+    /// it puts them.
+    fn place_on(&self, nodes: &[u32]) {
         const MPOL_PREFERRED: libc::c_int = 1;
+        const MPOL_INTERLEAVE: libc::c_int = 3;
         const MASK_BITS: usize = 1024;
         let mut mask = [0u64; MASK_BITS / 64];
-        let Some(word) = mask.get_mut(node as usize / 64) else {
-            tracing::warn!(node, "no such NUMA node; KV memory is not bound");
-            return;
+        for &node in nodes {
+            let Some(word) = mask.get_mut(node as usize / 64) else {
+                tracing::warn!(node, "no such NUMA node; KV memory is not bound");
+                return;
+            };
+            *word |= 1 << (node % 64);
+        }
+        let policy = if nodes.len() == 1 {
+            MPOL_PREFERRED
+        } else {
+            MPOL_INTERLEAVE
         };
-        *word = 1 << (node % 64);
         // SAFETY: the range is this mapping's own, the mask outlives the call, and the call changes only
         // where pages will be placed.
         let status = unsafe {
@@ -290,7 +300,7 @@ impl Mapping {
                 libc::SYS_mbind,
                 self.start.as_ptr(),
                 self.bytes,
-                MPOL_PREFERRED,
+                policy,
                 mask.as_ptr(),
                 MASK_BITS,
                 0,
@@ -298,7 +308,7 @@ impl Mapping {
         };
         if status != 0 {
             let error = std::io::Error::last_os_error();
-            tracing::warn!(node, %error, "KV memory is not bound to its NUMA node");
+            tracing::warn!(?nodes, %error, "KV memory is not bound to its NUMA nodes");
         }
     }
 

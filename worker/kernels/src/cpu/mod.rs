@@ -32,8 +32,8 @@ pub struct CpuOptions {
     pub threads: usize,
     /// CPUs to bind the threads to; none: the system places them.
     pub cpus: Vec<usize>,
-    /// NUMA node that the KV cache's memory is asked to lie on; best effort.
-    pub numa_node: Option<u32>,
+    /// NUMA nodes that the KV cache's memory is asked to lie on, page by page over several; best effort; none: anywhere.
+    pub numa_nodes: Vec<u32>,
 }
 
 /// A [`Backend`] on this machine's CPU.
@@ -43,7 +43,7 @@ pub struct CpuBackend {
     free: Arc<FreeList>,
     /// One for each thread of the pool.
     scratch: Vec<Mutex<Scratch>>,
-    numa_node: Option<u32>,
+    numa_nodes: Vec<u32>,
 }
 
 impl CpuBackend {
@@ -57,7 +57,7 @@ impl CpuBackend {
             isa,
             threads,
             cpus,
-            numa_node,
+            numa_nodes,
         } = options;
         let isa = isa.unwrap_or_else(Isa::detect);
         let kernels = isa.kernels().ok_or_else(|| KernelError::IsaUnavailable {
@@ -76,7 +76,7 @@ impl CpuBackend {
             pool,
             free: Arc::default(),
             scratch: (0..threads).map(|_| Mutex::default()).collect(),
-            numa_node,
+            numa_nodes,
         })
     }
 
@@ -93,15 +93,6 @@ impl CpuBackend {
     /// Names of the kernels that run, `{arch}-{dtypes}-{variant}`.
     pub fn kernel_names(&self) -> &'static [&'static str] {
         self.kernels.names()
-    }
-
-    /// Binds the calling thread, which computes its share of every operation, to the first of
-    /// [`CpuOptions::cpus`]; the other threads are bound from the start.
-    ///
-    /// # Errors
-    /// [`KernelError::Device`] when the system refuses.
-    pub fn pin_calling_thread(&self) -> Result<(), KernelError> {
-        self.pool.pin_caller()
     }
 
     fn scratch(&self, worker: usize) -> MutexGuard<'_, Scratch> {
@@ -188,6 +179,12 @@ impl Backend for CpuBackend {
     type Weight = HostMatrix;
     type Vector = Arc<[f32]>;
     type Kv = CpuKv;
+
+    /// Binds the calling thread, which computes its share of every operation, to the first of
+    /// [`CpuOptions::cpus`]; the other threads are bound from the start.
+    fn bind_thread(&self) -> Result<(), KernelError> {
+        self.pool.pin_caller()
+    }
 
     fn describe(&self) -> String {
         format!("cpu {} ×{}", self.isa(), self.pool.threads())
@@ -320,7 +317,7 @@ impl Backend for CpuBackend {
     }
 
     fn kv_alloc(&self, layout: KvLayout, blocks: usize) -> Result<CpuKv, KernelError> {
-        CpuKv::new(layout, blocks, self.numa_node)
+        CpuKv::new(layout, blocks, &self.numa_nodes)
     }
 
     fn kv_layout(&self, kv: &CpuKv) -> KvLayout {

@@ -159,7 +159,7 @@ pub(super) fn linear(
         scratch: &mut KernelScratch,
         out: &mut [f32],
     ) {
-        let tiling = Tiling { stream_tokens: 4 };
+        let tiling = Tiling { stream_tokens: 8 };
         let engine = Bf16Engine(isa);
         // SAFETY: the caller's promise.
         unsafe { generic::linear::<_, D, 3, 4>(engine, w, rows, x, tiling, scratch, out) }

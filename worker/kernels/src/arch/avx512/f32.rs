@@ -156,10 +156,10 @@ pub(super) fn linear(
         scratch: &mut KernelScratch,
         out: &mut [f32],
     ) {
-        let tiling = Tiling { stream_tokens: 4 };
+        let tiling = Tiling { stream_tokens: 6 };
         let engine = F32Engine(isa);
         // SAFETY: the caller's promise.
-        unsafe { generic::linear::<_, D, 4, 4>(engine, w, rows, x, tiling, scratch, out) }
+        unsafe { generic::linear::<_, D, 2, 8>(engine, w, rows, x, tiling, scratch, out) }
     }
     let run = match (w.dtype(), x.packing) {
         (DType::F32, Packing::F32) => run::<F32Weights>,

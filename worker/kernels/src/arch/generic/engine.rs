@@ -47,6 +47,8 @@ pub(crate) trait Decode<E: Engine> {
     const BYTES: usize;
     /// Whether blocks carry a scale, which `decode` leaves out.
     const SCALED: bool;
+    /// Whether `decode` takes NaN for a number, so that rows are searched for it ([`any_nan`](Self::any_nan)).
+    const NAN_APART: bool = false;
     /// A power of two by which decoded elements are too small; goes into the scale.
     const FACTOR: f32 = 1.0;
     /// # Safety
@@ -67,6 +69,15 @@ pub(crate) trait Decode<E: Engine> {
             std::ptr::copy_nonoverlapping(p, padded.as_mut_ptr(), n * Self::BYTES);
             Self::decode(engine, padded.as_ptr())
         }
+    }
+
+    /// Whether any of `n` elements is NaN; asked only with [`NAN_APART`](Self::NAN_APART).
+    ///
+    /// # Safety
+    /// `n * BYTES` bytes lie at `p`.
+    #[inline(always)]
+    unsafe fn any_nan(_engine: E, _p: *const u8, _n: usize) -> bool {
+        false
     }
 
     /// [`decode`](Self::decode) or [`decode_partial`](Self::decode_partial).

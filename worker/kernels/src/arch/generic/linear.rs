@@ -106,7 +106,14 @@ pub(crate) unsafe fn linear<E: Engine, D: Decode<E>, const M: usize, const N: us
     }
 }
 
-/// One weight row after another, each unit decoded once for all `T` tokens.
+/// Weight rows that share a load of activations which leave the first-level cache.
+const GROUP_ROWS: usize = 4;
+
+/// Activations that stay in the first-level cache beside the weights that stream through it.
+const CACHED_BYTES: usize = 28 << 10;
+
+/// One weight row after another, each unit decoded once for all `T` tokens. Where the activations are too long
+/// for the first-level cache, a few rows go through one part of them after the other.
 ///
 /// # Safety
 /// As [`linear`], with `x.len() == T`.
@@ -121,39 +128,84 @@ unsafe fn stream<E: Engine, D: Decode<E>, const T: usize>(
     let activations: [*const u8; T] = std::array::from_fn(|t| x.row(t).as_ptr());
     let full_blocks = x.cols / BLOCK;
     let rest = x.cols % BLOCK;
-    for (row, out) in rows.zip(out.chunks_exact_mut(T)) {
-        let w = weights.row(row);
-        let scales = weights.scales(row);
-        let mut sums = [engine.zero(); T];
-        for block in 0..full_blocks {
-            let begin = block * BLOCK;
-            // SAFETY: a whole block of the weight row lies from `begin` on, as of every packed row.
-            let partial = unsafe {
-                let w = w.add(begin * D::BYTES);
-                for line in 0..BLOCK * D::BYTES / 64 {
-                    engine.prefetch(w.wrapping_add(PREFETCH_BYTES + line * 64));
+    let block_bytes = T * BLOCK * E::ELEMENT_BYTES;
+    let (group, part) = if full_blocks * block_bytes <= CACHED_BYTES {
+        (1, full_blocks)
+    } else {
+        (GROUP_ROWS, CACHED_BYTES / block_bytes)
+    };
+    for (first, out) in rows.step_by(group).zip(out.chunks_mut(group * T)) {
+        let mut sums = [[engine.zero(); T]; GROUP_ROWS];
+        let group = first..first + out.len() / T;
+        for first_block in (0..full_blocks).step_by(part.max(1)) {
+            let blocks = first_block..full_blocks.min(first_block + part);
+            for (row, sums) in group.clone().zip(&mut sums) {
+                // SAFETY: whole blocks of the weight row and of every packed row.
+                unsafe {
+                    stream_blocks::<E, D, T>(
+                        engine,
+                        weights.row(row),
+                        weights.scales(row),
+                        blocks.clone(),
+                        activations,
+                        sums,
+                    );
                 }
-                stream_block::<E, D, T>(engine, w, BLOCK, activations, begin)
-            };
-            for t in 0..T {
-                sums[t] = add_block::<E, D>(engine, sums[t], partial[t], scales, block);
             }
         }
-        if rest > 0 {
-            let begin = full_blocks * BLOCK;
-            // SAFETY: `rest` weights lie from `begin` on; packed rows are padded to whole blocks.
-            let partial = unsafe {
-                let w = w.add(begin * D::BYTES);
-                stream_block::<E, D, T>(engine, w, rest, activations, begin)
-            };
-            for t in 0..T {
-                sums[t] = add_block::<E, D>(engine, sums[t], partial[t], scales, full_blocks);
+        for ((row, sums), out) in group.zip(&mut sums).zip(out.chunks_exact_mut(T)) {
+            if rest > 0 {
+                let begin = full_blocks * BLOCK;
+                // SAFETY: `rest` weights lie from `begin` on; packed rows are padded to whole blocks.
+                let partial = unsafe {
+                    let w = weights.row(row).add(begin * D::BYTES);
+                    stream_block::<E, D, T>(engine, w, rest, activations, begin)
+                };
+                let scales = weights.scales(row);
+                for t in 0..T {
+                    sums[t] = add_block::<E, D>(engine, sums[t], partial[t], scales, full_blocks);
+                }
             }
-        }
-        for t in 0..T {
-            out[t] = engine.reduce(sums[t]);
+            for t in 0..T {
+                out[t] = engine.reduce(sums[t]);
+            }
+            // SAFETY: the whole weight row.
+            if D::NAN_APART && unsafe { D::any_nan(engine, weights.row(row), x.cols) } {
+                out.fill(f32::NAN);
+            }
         }
     }
+}
+
+/// Adds whole blocks of one weight row to the sums of `T` tokens, fetching ahead.
+///
+/// # Safety
+/// The weight row `w` and every packed row have the blocks.
+#[inline(always)]
+unsafe fn stream_blocks<E: Engine, D: Decode<E>, const T: usize>(
+    engine: E,
+    w: *const u8,
+    scales: &[f32],
+    blocks: Range<usize>,
+    activations: [*const u8; T],
+    sums: &mut [E::Acc; T],
+) {
+    let mut totals = *sums;
+    for block in blocks {
+        let begin = block * BLOCK;
+        // SAFETY: the caller's promise.
+        let partial = unsafe {
+            let w = w.add(begin * D::BYTES);
+            for line in 0..BLOCK * D::BYTES / 64 {
+                engine.prefetch(w.wrapping_add(PREFETCH_BYTES + line * 64));
+            }
+            stream_block::<E, D, T>(engine, w, BLOCK, activations, begin)
+        };
+        for t in 0..T {
+            totals[t] = add_block::<E, D>(engine, totals[t], partial[t], scales, block);
+        }
+    }
+    *sums = totals;
 }
 
 /// A block's sums for `T` tokens, of a weight row with `n` elements left.
@@ -250,9 +302,14 @@ unsafe fn tiled<E: Engine, D: Decode<E>, const M: usize, const N: usize>(
             }
             for (i, row) in tile.clone().enumerate() {
                 let at = (row - rows.start) * tokens + first_token;
-                for (t, out) in out[at..at + count].iter_mut().enumerate() {
+                let out = &mut out[at..at + count];
+                for (t, out) in out.iter_mut().enumerate() {
                     // SAFETY: in bounds as above, and every accumulator is initialised.
                     *out = engine.reduce(unsafe { sums.add(i * count + t).read() });
+                }
+                // SAFETY: the whole weight row.
+                if D::NAN_APART && unsafe { D::any_nan(engine, weights.row(row), x.cols) } {
+                    out.fill(f32::NAN);
                 }
             }
         }
@@ -301,7 +358,7 @@ struct Part {
     blocks: usize,
 }
 
-/// Adds the products of some blocks of the unpacked rows to the running sums, register tile by tile.
+/// Adds the products of some blocks of the unpacked rows to the running sums.
 ///
 /// # Safety
 /// As [`run_pass`]; `unpacked` holds the pass's rows and `part` lies within its blocks.
@@ -315,55 +372,88 @@ unsafe fn multiply<E: Engine, D: Decode<E>, const M: usize, const N: usize>(
     part: &Part,
     sums: *mut E::Acc,
 ) {
-    let block_bytes = BLOCK * E::ELEMENT_BYTES;
-    let first_block = pass.blocks.start + part.first_block;
-    let blocks = first_block..first_block + part.blocks;
     let count = pass.tokens.len();
-    let first_byte = blocks.start * block_bytes;
     let mut token = 0;
     while token < count {
-        let wide = count - token >= N;
-        let activations: [*const u8; N] = std::array::from_fn(|n| {
-            let t = pass.tokens.start + if wide { token + n } else { token };
-            x.row(t)[first_byte..].as_ptr()
-        });
-        let mut i = 0;
-        while i < pass.rows.len() {
-            let tall = pass.rows.len() - i >= M;
-            let row = |m: usize| if tall { i + m } else { i };
-            let w: [*const u8; M] = std::array::from_fn(|m| {
-                unpacked[row(m) * part.row_bytes + part.first_block * block_bytes..].as_ptr()
-            });
-            let scales: [&[f32]; M] = std::array::from_fn(|m| {
-                let scales = weights.scales(pass.rows.start + row(m));
-                scales.get(blocks.clone()).unwrap_or(&[])
-            });
-            // SAFETY: unpacked rows and packed rows hold the part's blocks, and the accumulators of rows
-            // `i..` and tokens `token..` lie in `sums` with `count` from row to row.
-            unsafe {
-                let sums = sums.add(i * count + token);
-                let blocks = part.blocks;
-                match (tall, wide) {
-                    (true, true) => {
-                        tile::<E, D, M, N>(engine, w, scales, activations, blocks, sums, count);
-                    }
-                    (true, false) => {
-                        let x = [activations[0]];
-                        tile::<E, D, M, 1>(engine, w, scales, x, blocks, sums, count);
-                    }
-                    (false, true) => {
-                        let (w, scales) = ([w[0]], [scales[0]]);
-                        tile::<E, D, 1, N>(engine, w, scales, activations, blocks, sums, count);
-                    }
-                    (false, false) => {
-                        let (w, scales, x) = ([w[0]], [scales[0]], [activations[0]]);
-                        tile::<E, D, 1, 1>(engine, w, scales, x, blocks, sums, count);
-                    }
+        // SAFETY: the caller's promise; the tokens lie within the pass.
+        unsafe {
+            let sums = sums.add(token);
+            let x = Tokens {
+                x,
+                first: pass.tokens.start + token,
+            };
+            token += match count - token {
+                left if left >= N => {
+                    column::<E, D, M, N>(engine, weights, unpacked, x, pass, part, sums);
+                    N
                 }
-            }
-            i += if tall { M } else { 1 };
+                left if left >= 4 => {
+                    column::<E, D, M, 4>(engine, weights, unpacked, x, pass, part, sums);
+                    4
+                }
+                2 | 3 => {
+                    column::<E, D, M, 2>(engine, weights, unpacked, x, pass, part, sums);
+                    2
+                }
+                _ => {
+                    column::<E, D, M, 1>(engine, weights, unpacked, x, pass, part, sums);
+                    1
+                }
+            };
         }
-        token += if wide { N } else { 1 };
+    }
+}
+
+/// Packed rows from `first` on.
+#[derive(Clone, Copy)]
+struct Tokens<'a> {
+    x: &'a PackedRows<'a>,
+    first: usize,
+}
+
+/// All rows of the pass times `N` tokens, register tile by tile; `sums` points at the first token's column.
+///
+/// # Safety
+/// As [`multiply`], for those tokens.
+#[inline(always)]
+unsafe fn column<E: Engine, D: Decode<E>, const M: usize, const N: usize>(
+    engine: E,
+    weights: Weights<'_>,
+    unpacked: &[u8],
+    x: Tokens<'_>,
+    pass: &Pass,
+    part: &Part,
+    sums: *mut E::Acc,
+) {
+    let block_bytes = BLOCK * E::ELEMENT_BYTES;
+    let first_block = pass.blocks.start + part.first_block;
+    let stride = pass.tokens.len();
+    let activations: [*const u8; N] =
+        std::array::from_fn(|n| x.x.row(x.first + n)[first_block * block_bytes..].as_ptr());
+    let weight_row =
+        |row: usize| unpacked[row * part.row_bytes + part.first_block * block_bytes..].as_ptr();
+    let scales = |row: usize| {
+        let scales = weights.scales(pass.rows.start + row);
+        scales
+            .get(first_block..first_block + part.blocks)
+            .unwrap_or(&[])
+    };
+    let rows = pass.rows.len();
+    let tall = rows / M * M;
+    // SAFETY: unpacked rows and packed rows hold the part's blocks, and the accumulators of each row lie
+    // `stride` apart.
+    unsafe {
+        for row in (0..tall).step_by(M) {
+            let w: [*const u8; M] = std::array::from_fn(|m| weight_row(row + m));
+            let scales: [&[f32]; M] = std::array::from_fn(|m| scales(row + m));
+            let sums = sums.add(row * stride);
+            tile::<E, D, M, N>(engine, w, scales, activations, part.blocks, sums, stride);
+        }
+        for row in tall..rows {
+            let (w, scales) = ([weight_row(row)], [scales(row)]);
+            let sums = sums.add(row * stride);
+            tile::<E, D, 1, N>(engine, w, scales, activations, part.blocks, sums, stride);
+        }
     }
 }
 

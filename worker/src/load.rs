@@ -56,7 +56,7 @@ impl LoadOptions {
             isa: args.compute.isa.isa(),
             threads: args.compute.threads(),
             cpus: Vec::new(),
-            numa_node: None,
+            numa_nodes: Vec::new(),
         };
         Self { cpu, residency }
     }

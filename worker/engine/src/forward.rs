@@ -29,6 +29,10 @@ pub(crate) struct WeightStats {
 
 /// A model with its KV cache.
 pub(crate) trait Forward: Send {
+    /// Called once on the thread that will make all further calls.
+    fn bind_thread(&self) -> Result<(), String> {
+        Ok(())
+    }
     /// Logits of a token.
     fn vocab(&self) -> usize;
     /// Layout of the cache.
@@ -69,6 +73,10 @@ impl<B: Backend> ModelForward<B> {
 }
 
 impl<B: Backend> Forward for ModelForward<B> {
+    fn bind_thread(&self) -> Result<(), String> {
+        self.backend.bind_thread().map_err(|e| e.to_string())
+    }
+
     fn vocab(&self) -> usize {
         self.model.config().vocab_size
     }

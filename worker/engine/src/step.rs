@@ -106,6 +106,9 @@ impl<F: Forward> StepLoop<F> {
     /// Runs until the last handle is gone or a shutdown is asked for. Whatever happens, no request is left
     /// without its last event.
     pub(crate) fn run(mut self) {
+        if let Err(reason) = self.forward.bind_thread() {
+            tracing::warn!(reason, "the engine's thread runs on any CPU");
+        }
         let outcome = catch_unwind(AssertUnwindSafe(|| self.steps()));
         let mut reason = "it was shut down".to_owned();
         if let Err(panic) = outcome {

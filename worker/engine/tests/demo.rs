@@ -22,7 +22,7 @@ fn demo() -> (Engine, Tokenizer, Vec<u32>) {
         isa: None,
         threads: 1,
         cpus: vec![],
-        numa_node: None,
+        numa_nodes: Vec::new(),
     });
     let backend = Arc::new(backend.unwrap());
     let config = ModelConfig::read(&dir).unwrap();

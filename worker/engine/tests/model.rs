@@ -40,7 +40,7 @@ fn engine(dir: &Path, isa: Option<Isa>, change: impl FnOnce(&mut EngineOptions))
         isa,
         threads: 1,
         cpus: vec![],
-        numa_node: None,
+        numa_nodes: Vec::new(),
     };
     let backend = Arc::new(CpuBackend::new(options).unwrap());
     let config = ModelConfig::read(dir).unwrap();

@@ -94,6 +94,30 @@ impl PlaceArgs {
         Ok((plan, rank))
     }
 
+    /// Keeps this thread and those it starts on the rank's CPUs, where the plan pins it, and logs what the system gave.
+    ///
+    /// # Errors
+    /// CPUs that this process may not use.
+    pub(crate) fn bind(&self, rank: &PlanRank) -> anyhow::Result<()> {
+        use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+        if rank.pinning != Pinning::None && !rank.cpus.is_empty() {
+            let mut set = CpuSet::new();
+            rank.cpus.iter().for_each(|&cpu| set.set(cpu as usize));
+            sched_setaffinity(None, &set).with_context(|| {
+                format!(
+                    "{} cannot run on CPUs {:?} of the plan\n  plan again on this machine as it is now",
+                    rank.name, rank.cpus
+                )
+            })?;
+        }
+        let got = sched_getaffinity(None)?;
+        let cpus: Vec<usize> = (0..CpuSet::MAX_CPU)
+            .filter(|&cpu| got.is_set(cpu))
+            .collect();
+        tracing::info!(rank = rank.name, pinning = ?rank.pinning, planned = ?rank.cpus, ?cpus, numa = ?rank.numa_nodes, "CPUs");
+        Ok(())
+    }
+
     /// The certificates of `--tls-dir`.
     ///
     /// # Errors
@@ -124,6 +148,7 @@ pub(crate) fn prefill(args: &RankArgs) -> anyhow::Result<()> {
 
 fn run(args: &RankArgs, role: PlanRole) -> anyhow::Result<()> {
     let (plan, rank) = args.place.find(role)?;
+    args.place.bind(&rank)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
@@ -325,7 +350,7 @@ fn load_options(rank: &PlanRank) -> anyhow::Result<LoadOptions> {
             isa: None,
             threads: rank.threads as usize,
             cpus,
-            numa_node: rank.numa_nodes.first().copied(),
+            numa_nodes: rank.numa_nodes.clone(),
         },
         residency: match residency.policy {
             PlanPolicy::Resident => ResidencyPolicy::Resident,

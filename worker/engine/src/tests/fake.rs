@@ -32,6 +32,9 @@ pub(super) enum Fault {
     Short,
 }
 
+/// Called with each layer before it computes.
+type Hook = Box<dyn FnMut(usize) + Send>;
+
 /// Looks into a fake from outside, and breaks it.
 #[derive(Clone, Default)]
 pub(super) struct Controls {
@@ -40,6 +43,8 @@ pub(super) struct Controls {
     pub(super) batches: Arc<Mutex<Vec<Vec<usize>>>>,
     /// Time that a forward pass takes at least.
     pub(super) slowness: Arc<Mutex<Duration>>,
+    /// Holds layers up.
+    pub(super) before_layer: Arc<Mutex<Option<Hook>>>,
     /// Loops of the engine's thread.
     pub(super) loops: Arc<AtomicUsize>,
 }
@@ -124,6 +129,9 @@ impl Forward for Fake {
         self.controls.batches.lock().unwrap().push(rows);
         let mut states: Vec<u64> = batch.tokens.iter().map(|t| u64::from(*t) + 1).collect();
         for layer in 0..LAYERS {
+            if let Some(hook) = &mut *self.controls.before_layer.lock().unwrap() {
+                hook(layer);
+            }
             for span in &batch.spans {
                 for row in 0..span.rows {
                     let position = span.start + row;

@@ -1,5 +1,7 @@
 //! KV that is exported and imported.
 
+use std::sync::{Arc, Mutex};
+
 use bytes::Bytes;
 
 use super::*;
@@ -84,6 +86,38 @@ fn kv_of_a_chunk_is_sent_while_later_chunks_wait() {
     let (kv, ..) = exported(&engine, &tokens, 0);
     let order: Vec<(usize, usize)> = kv.iter().map(|(l, first, _)| (*first, *l)).collect();
     assert_eq!(order, [(0, 0), (0, 1), (8, 0), (8, 1), (16, 0), (16, 1)]);
+}
+
+#[test]
+fn kv_of_a_layer_leaves_before_the_next_layer_computes() {
+    let (engine, controls) = engine_with(options(64));
+    let (left, leaving) = channel();
+    let (done, end) = channel();
+    let early = Arc::new(Mutex::new(Vec::new()));
+    let layers_too_early = early.clone();
+    *controls.before_layer.lock().unwrap() = Some(Box::new(move |layer| {
+        // No layer goes on before the receiver holds the KV of the one before it.
+        while layer > 0 {
+            match leaving.recv_timeout(Duration::from_secs(5)) {
+                Ok(arrived) if arrived + 1 == layer => break,
+                Ok(_) => {}
+                Err(_) => return layers_too_early.lock().unwrap().push(layer),
+            }
+        }
+    }));
+    let input = PrefillInput {
+        request_id: String::new(),
+        tokens: (0..20).collect(),
+        first_token: 0,
+    };
+    let sink = move |event| match event {
+        PrefillEvent::Kv { layer, .. } => left.send(layer).is_ok(),
+        last => done.send(last).is_ok(),
+    };
+    let _handle = engine.prefill(input, Box::new(sink)).unwrap();
+    let last = end.recv_timeout(PATIENCE).unwrap();
+    assert!(matches!(last, PrefillEvent::Done { .. }));
+    assert_eq!(*early.lock().unwrap(), [0_usize; 0], "layers that began while KV was held back");
 }
 
 #[test]

@@ -169,16 +169,26 @@ def sampling(client):
     ):
         answer = client.chat.completions.create(model=MODEL, messages=QUESTION, **arguments)
         assert answer.choices[0].message.content == greedy, arguments
-    banned = client.chat.completions.create(
-        model=MODEL, messages=QUESTION, temperature=0, max_tokens=1, logprobs=True, top_logprobs=2
+
+
+def token_after(client, prompt, **arguments):
+    """The one token that follows a prompt of tokens greedily, and its text."""
+    answer = client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=1, temperature=0, logprobs=1, **arguments
     )
-    first = banned.choices[0].logprobs.content[0].token
-    tokens = client.completions.create(model=MODEL, prompt=first, max_tokens=1, temperature=0)
-    assert tokens.choices[0].text is not None
-    penalised = client.chat.completions.create(
-        model=MODEL, messages=QUESTION, temperature=0, frequency_penalty=2.0, presence_penalty=2.0, max_tokens=60
-    )
-    assert penalised.choices[0].message.content
+    return answer.choices[0].logprobs.tokens[0]
+
+
+def token_ids(client, text):
+    """The tokens whose text is `text`: each token is the prompt alone and echoed, so that its text is seen."""
+    ids = []
+    for first in range(0, VOCABULARY, 64):
+        prompts = [[token] for token in range(first, min(first + 64, VOCABULARY))]
+        answer = client.completions.create(model=MODEL, prompt=prompts, max_tokens=1, temperature=0, echo=True, logprobs=0)
+        for choice in answer.choices:
+            if choice.logprobs.tokens[0] == text:
+                ids.append(prompts[choice.index][0])
+    return ids
 
 
 def conversation(client):

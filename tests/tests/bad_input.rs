@@ -1,125 +1,22 @@
-//! Bad input gets a clear error: over HTTP, and from the worker's tools.
+//! Bad input gets a clear error: over HTTP, and from `hearth up`.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::time::{Duration, Instant};
 
-use hearth_tests::{Up, UpOptions, chat_body, chat_stream, root, run, worker};
+use hearth_tests::{Up, UpOptions, chat_body, chat_stream, copy_of_demo, deployment};
+use rustix::process::Signal;
 use serde_json::{Value, json};
 
-/// A copy of the demo model in `directory`, to be damaged.
-fn copy_of_demo(directory: &Path) -> PathBuf {
-    let model = directory.join("model");
-    std::fs::create_dir(&model).expect("directory");
-    for entry in std::fs::read_dir(root().join("models/hearth-demo"))
-        .expect("demo model")
-        .flatten()
-    {
-        std::fs::copy(entry.path(), model.join(entry.file_name())).expect("copy");
-    }
-    model
-}
-
-fn generate(model: &Path) -> String {
-    let (code, stdout, stderr) = run(worker()
-        .args([
-            "generate",
-            "--tokens",
-            "1,2,3",
-            "--max-tokens",
-            "2",
-            "--model",
-        ])
-        .arg(model));
-    assert_eq!(code, 1, "accepted:\n{stdout}");
-    assert!(
-        stderr.contains("error: ") && !stderr.contains("panicked"),
-        "{stderr}"
-    );
-    stderr
-}
-
-fn edit_config(model: &Path, edit: impl FnOnce(&mut Value)) {
-    let path = model.join("config.json");
-    let mut config: Value =
-        serde_json::from_slice(&std::fs::read(&path).expect("config")).expect("JSON");
-    edit(&mut config);
-    std::fs::write(path, config.to_string()).expect("write");
-}
-
-#[test]
-fn damaged_models_are_refused_by_name() {
-    type Damage = fn(&Path);
-    let cases: [(&str, Damage, &[&str]); 7] = [
-        (
-            "truncated weights",
-            |model| {
-                let path = model.join("model.safetensors");
-                let bytes = std::fs::read(&path).expect("weights");
-                std::fs::write(path, &bytes[..bytes.len() / 2]).expect("write");
-            },
-            &["model.safetensors", "shorter", "download"],
-        ),
-        (
-            "header longer than the file",
-            |model| {
-                let path = model.join("model.safetensors");
-                let mut bytes = std::fs::read(&path).expect("weights");
-                bytes[..8].copy_from_slice(&u64::MAX.to_le_bytes());
-                std::fs::write(path, bytes).expect("write");
-            },
-            &["model.safetensors", "header"],
-        ),
-        (
-            "unsupported architecture",
-            |model| edit_config(model, |config| config["model_type"] = json!("mamba")),
-            &["mamba", "deepseek_v3"],
-        ),
-        (
-            "config without a field",
-            |model| {
-                edit_config(model, |config| {
-                    config
-                        .as_object_mut()
-                        .expect("object")
-                        .remove("hidden_size");
-                })
-            },
-            &["hidden_size"],
-        ),
-        (
-            "wrong shape",
-            |model| {
-                edit_config(model, |config| {
-                    config["vocab_size"] =
-                        json!(config["vocab_size"].as_u64().expect("number") + 1);
-                })
-            },
-            &["embed_tokens"],
-        ),
-        (
-            "unknown rope type",
-            |model| {
-                edit_config(model, |config| {
-                    config["rope_scaling"] = json!({"rope_type": "wavy", "factor": 2.0});
-                })
-            },
-            &["wavy"],
-        ),
-        (
-            "no weights",
-            |model| std::fs::remove_file(model.join("model.safetensors")).expect("remove"),
-            &["safetensors"],
-        ),
-    ];
-    for (name, damage, expected) in cases {
-        let directory = tempfile::tempdir().expect("directory");
-        let model = copy_of_demo(directory.path());
-        damage(&model);
-        let message = generate(&model);
-        for word in expected {
-            assert!(message.contains(word), "{name}: no {word:?} in\n{message}");
-        }
+/// The demo's deployment over a model of the test's own.
+fn over(directory: &Path, model: &Path) -> UpOptions {
+    let file = deployment(directory, |spec| {
+        spec["model"]["source"] = json!({"hostPath": {"path": model}});
+    });
+    UpOptions {
+        file: Some(file),
+        ..UpOptions::default()
     }
 }
 
@@ -128,11 +25,7 @@ fn a_model_that_does_not_load_is_told_by_hearth_up() {
     let directory = tempfile::tempdir().expect("directory");
     let model = copy_of_demo(directory.path());
     std::fs::write(model.join("model.safetensors"), b"nothing").expect("write");
-    let file = deployment(directory.path(), &model);
-    let mut up = Up::spawn(&UpOptions {
-        file: Some(file),
-        ..UpOptions::default()
-    });
+    let mut up = Up::spawn(&over(directory.path(), &model));
     assert_eq!(up.wait(), 1);
     let output = up.output();
     assert!(
@@ -141,26 +34,33 @@ fn a_model_that_does_not_load_is_told_by_hearth_up() {
     );
 }
 
-/// The demo's deployment over another directory.
-fn deployment(directory: &Path, model: &Path) -> PathBuf {
-    let demo =
-        std::fs::read_to_string(root().join("manifests/examples/demo.yaml")).expect("demo.yaml");
-    let mut deployment: Value = serde_norway::from_str(&demo).expect("demo.yaml is YAML");
-    deployment["spec"]["model"]["source"] = json!({"hostPath": {"path": model}});
-    let file = directory.join("deployment.yaml");
-    std::fs::write(&file, deployment.to_string()).expect("write");
-    file
+#[test]
+fn a_tokenizer_larger_than_the_vocabulary_is_told_by_hearth_up() {
+    let directory = tempfile::tempdir().expect("directory");
+    let model = copy_of_demo(directory.path());
+    let path = model.join("tokenizer.json");
+    let mut tokenizer: Value =
+        serde_json::from_slice(&std::fs::read(&path).expect("tokenizer")).expect("JSON");
+    let added = tokenizer["added_tokens"].as_array_mut().expect("tokens");
+    let mut token = added[0].clone();
+    token["id"] = json!(2048);
+    token["content"] = json!("<|more|>");
+    added.push(token);
+    std::fs::write(path, tokenizer.to_string()).expect("write");
+    let mut up = Up::spawn(&over(directory.path(), &model));
+    assert_eq!(up.wait(), 1);
+    let output = up.output();
+    let message = &output[output.find("error: ").expect("an error")..];
+    for expected in ["tokenizer.json", "2049", "config.json", "vocab_size 2048"] {
+        assert!(message.contains(expected), "no {expected:?} in\n{message}");
+    }
 }
 
 #[tokio::test]
 async fn weights_deleted_under_a_running_worker_do_not_stop_it() {
     let directory = tempfile::tempdir().expect("directory");
     let model = copy_of_demo(directory.path());
-    let file = deployment(directory.path(), &model);
-    let up = Up::start(&UpOptions {
-        file: Some(file),
-        ..UpOptions::default()
-    });
+    let up = Up::start(&over(directory.path(), &model));
     let name = up.status()["servedName"].as_str().expect("name").to_owned();
     let body = chat_body(&name, "What is Hearth?", 24);
     let before = chat_stream(&up.v1(), &body, |_, _| {})
@@ -171,7 +71,23 @@ async fn weights_deleted_under_a_running_worker_do_not_stop_it() {
         .await
         .expect("mapped weights outlive their file");
     assert_eq!(after, before);
+
+    // What no longer finds its weights says so where its user looks, and what still has them goes on.
+    up.signal("decode-0", Signal::KILL);
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while !up.output().contains("model.safetensors") {
+        assert!(Instant::now() < deadline, "not told:\n{}", up.output());
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    let status = up.status();
+    let processes = status["processes"].as_array().expect("processes");
+    for process in processes {
+        let is_gone = process["rank"] == "decode-0";
+        assert_eq!(process["ready"], !is_gone, "{status:#}");
+    }
 }
+
+const HUGE_BYTES: usize = 100 << 20;
 
 /// One raw HTTP exchange: status and body.
 fn raw(up: &Up, head: &str, body: &[u8]) -> (u16, String) {
@@ -194,6 +110,25 @@ fn post(path: &str, length: usize) -> String {
     format!(
         "POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
     )
+}
+
+fn post_chunked(path: &str) -> String {
+    format!(
+        "POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+}
+
+/// A body of spaces in chunks of a mebibyte.
+fn chunked(bytes: usize) -> Vec<u8> {
+    let piece = vec![b' '; 1 << 20];
+    let mut body = Vec::new();
+    for _ in 0..bytes >> 20 {
+        body.extend_from_slice(b"100000\r\n");
+        body.extend_from_slice(&piece);
+        body.extend_from_slice(b"\r\n");
+    }
+    body.extend_from_slice(b"0\r\n\r\n");
+    body
 }
 
 #[test]
@@ -225,8 +160,11 @@ fn hostile_requests_get_openai_errors_and_the_server_stays_up() {
         );
     }
 
-    // 100 MB: refused by its length, whatever of it arrives.
-    let (status, text) = raw(&up, &post(path, 100 << 20), &vec![b' '; 1 << 20]);
+    // 100 MB, with their length told before and not.
+    let (status, text) = raw(&up, &post(path, HUGE_BYTES), &vec![b' '; HUGE_BYTES]);
+    assert_eq!(status, 413, "{text}");
+    assert!(text.contains("\"error\""), "{text}");
+    let (status, text) = raw(&up, &post_chunked(path), &chunked(HUGE_BYTES));
     assert_eq!(status, 413, "{text}");
     assert!(text.contains("\"error\""), "{text}");
 
@@ -246,8 +184,13 @@ fn hostile_requests_get_openai_errors_and_the_server_stays_up() {
     );
     assert!((400..500).contains(&status), "{status}");
 
-    let (status, text) = raw(&up, &post(path, valid.len()), valid.as_bytes());
-    assert_eq!(status, 200, "{text}");
+    for (head, body) in [
+        (post(path, valid.len()), valid.to_owned()),
+        (post_chunked(path), format!("{:x}\r\n{valid}\r\n0\r\n\r\n", valid.len())),
+    ] {
+        let (status, text) = raw(&up, &head, body.as_bytes());
+        assert_eq!(status, 200, "{text}");
+    }
     for process in up.status()["processes"]
         .as_array()
         .cloned()

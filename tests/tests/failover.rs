@@ -82,35 +82,54 @@ async fn a_killed_prefill_worker_costs_nothing_of_running_and_following_streams(
     assert_eq!(after, expected);
 }
 
-#[tokio::test]
-async fn a_prefill_worker_killed_while_it_computes_costs_nothing() {
-    let up = Up::demo();
-    let long_question = format!(
-        "{QUESTION} {}",
-        "Say more about the KV cache and the ring. ".repeat(90)
-    );
-    let mut body = chat_body("hearth-demo", &long_question, 40);
-    body["logprobs"] = json!(true);
-    let expected = chat_stream(&up.v1(), &body, |_, _| {})
-        .await
-        .expect("undisturbed");
-    // Another first line, so that no cached prefix makes the second run short.
-    let mut again = chat_body("hearth-demo", &format!("Now. {long_question}"), 40);
-    again["logprobs"] = json!(true);
-    let undisturbed = chat_stream(&up.v1(), &again, |_, _| {})
-        .await
-        .expect("undisturbed");
-    assert_ne!(expected.tokens, Vec::<String>::new());
+/// Prompts near the context's length, none of which begins like another.
+fn long_prompts() -> Vec<Value> {
+    let filler = "Say more about the KV cache and the ring. ".repeat(110);
+    (0..6)
+        .map(|number| chat_body("hearth-demo", &format!("{number}. {QUESTION} {filler}"), 40))
+        .collect()
+}
 
+/// All at once.
+fn ask_all(up: &Up) -> tokio::task::JoinSet<(usize, Answer)> {
+    let mut requests = tokio::task::JoinSet::new();
+    for (number, body) in long_prompts().into_iter().enumerate() {
+        let v1 = up.v1();
+        requests.spawn(async move {
+            let answer = chat_stream(&v1, &body, |_, _| {}).await;
+            (number, answer.expect("the request survives"))
+        });
+    }
+    requests
+}
+
+async fn in_order(requests: tokio::task::JoinSet<(usize, Answer)>) -> Vec<Answer> {
+    let mut answers = requests.join_all().await;
+    answers.sort_by_key(|(number, _)| *number);
+    answers.into_iter().map(|(_, answer)| answer).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prefill_worker_killed_while_it_computes_costs_nothing() {
+    let expected = {
+        let up = Up::demo();
+        in_order(ask_all(&up)).await
+    };
+    // Another deployment: a cached prefix would leave the prefill worker nothing to compute.
     let up = Up::demo();
-    let pid = up.pid("prefill-0");
-    let v1 = up.v1();
-    let request = tokio::spawn(async move { chat_stream(&v1, &again, |_, _| {}).await });
-    tokio::time::sleep(std::time::Duration::from_millis(30)).await;
-    assert_eq!(up.pid("prefill-0"), pid);
+    assert!(up.metrics().count("hearth_failovers_total") == 0.0);
+    let requests = ask_all(&up);
+    let metrics = up.wait_for("the prefill worker computes", |metrics| {
+        metrics.of_role("hearth_worker_running", "prefill") > 0.0
+            && metrics.of_role("hearth_worker_requests", "prefill") > 0.0
+    });
     up.signal("prefill-0", Signal::KILL);
-    let answer = request.await.expect("task").expect("the request survives");
-    assert_eq!(answer, undisturbed);
+    let reading = metrics.of_role("hearth_worker_requests", "prefill");
+    println!("{reading} prompts were with the prefill worker when it was killed");
+    assert_eq!(in_order(requests).await, expected);
+    assert!(up.metrics().count("hearth_failovers_total") >= 1.0);
+    assert_eq!(restarts(&up, "prefill-0"), 1);
+    assert_eq!(restarts(&up, "decode-0"), 0);
 }
 
 fn restarts(up: &Up, rank: &str) -> u64 {

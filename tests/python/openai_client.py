@@ -12,6 +12,8 @@ import openai
 from openai import OpenAI
 
 MODEL = "hearth-demo"
+VOCABULARY = 2048
+END = "1"
 QUESTION = [{"role": "user", "content": "What is Hearth?"}]
 WEATHER = {
     "type": "function",
@@ -171,24 +173,112 @@ def sampling(client):
         assert answer.choices[0].message.content == greedy, arguments
 
 
-def token_after(client, prompt, **arguments):
-    """The one token that follows a prompt of tokens greedily, and its text."""
-    answer = client.completions.create(
-        model=MODEL, prompt=prompt, max_tokens=1, temperature=0, logprobs=1, **arguments
+def first_token(client, **arguments):
+    """The first token of a greedy answer, with its alternatives."""
+    answer = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, temperature=0, max_tokens=1, logprobs=True, top_logprobs=2, **arguments
     )
-    return answer.choices[0].logprobs.tokens[0]
+    return answer.choices[0].logprobs.content[0]
 
 
-def token_ids(client, text):
-    """The tokens whose text is `text`: each token is the prompt alone and echoed, so that its text is seen."""
-    ids = []
-    for first in range(0, VOCABULARY, 64):
-        prompts = [[token] for token in range(first, min(first + 64, VOCABULARY))]
-        answer = client.completions.create(model=MODEL, prompt=prompts, max_tokens=1, temperature=0, echo=True, logprobs=0)
-        for choice in answer.choices:
-            if choice.logprobs.tokens[0] == text:
-                ids.append(prompts[choice.index][0])
-    return ids
+def token_id(client, token):
+    """The id of the token that a greedy answer begins with: halves of the vocabulary are banned until one id is left."""
+    ids = range(VOCABULARY)
+    while len(ids) > 1:
+        half = ids[: min(len(ids) // 2, 256)]
+        is_banned = first_token(client, logit_bias={str(id): -100 for id in half}).token != token
+        ids = half if is_banned else ids[len(half) :]
+    return ids[0]
+
+
+def logit_bias(client):
+    plain = first_token(client)
+    best, second = (alternative.token for alternative in plain.top_logprobs)
+    assert plain.token == best != second
+    id = token_id(client, best)
+    banned = first_token(client, logit_bias={str(id): -100})
+    assert banned.token == second, "a ban leaves the second best"
+    # And a bias the other way makes any answer of that token alone.
+    wanted = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "What is a KV cache?"}], temperature=1, seed=3,
+        max_tokens=4, logprobs=True, logit_bias={str(id): 100},
+    )
+    assert [token.token for token in wanted.choices[0].logprobs.content] == [best] * 4, wanted
+
+
+def penalties(client):
+    def distinct(**arguments):
+        answer = client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "ring ring ring ring"}], temperature=0, max_tokens=200,
+            logprobs=True, logit_bias={END: -100}, **arguments,
+        )
+        tokens = [token.token for token in answer.choices[0].logprobs.content]
+        assert len(tokens) == 200
+        return len(set(tokens))
+
+    plain = distinct()
+    for name in ("frequency_penalty", "presence_penalty"):
+        weak, strong = distinct(**{name: 0.5}), distinct(**{name: 2.0})
+        assert strong > plain + 10 and strong >= weak, (name, plain, weak, strong)
+        encouraged = distinct(**{name: -2.0})
+        assert encouraged < plain, (name, plain, encouraged)
+
+
+def streamed_logprobs(client):
+    arguments = dict(model=MODEL, messages=QUESTION, temperature=0, max_tokens=12, logprobs=True, top_logprobs=3)
+    whole = client.chat.completions.create(**arguments).choices[0].logprobs.content
+    streamed = [
+        token
+        for chunk in client.chat.completions.create(stream=True, **arguments)
+        for choice in chunk.choices
+        if choice.logprobs
+        for token in choice.logprobs.content
+    ]
+    assert streamed == whole
+    assert all(len(token.top_logprobs) == 3 for token in streamed)
+
+
+def streamed_choices(client):
+    arguments = dict(model=MODEL, messages=QUESTION, n=3, temperature=1.5, seed=5, max_tokens=20)
+    whole = client.chat.completions.create(**arguments)
+    texts, reasons, usage = [""] * 3, [None] * 3, None
+    for chunk in client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **arguments):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert usage.completion_tokens == whole.usage.completion_tokens
+
+
+def tools_by_choice(client):
+    """The model sees the tools and decides; it is small and may not call one."""
+    arguments = dict(model=MODEL, messages=QUESTION, temperature=0, max_tokens=60)
+    plain = client.chat.completions.create(**arguments)
+    for more in (dict(), dict(tool_choice="auto")):
+        answer = client.chat.completions.create(tools=[WEATHER], **more, **arguments)
+        assert answer.usage.prompt_tokens > plain.usage.prompt_tokens, "the prompt does not show the tools"
+        message, reason = answer.choices[0].message, answer.choices[0].finish_reason
+        assert (reason == "tool_calls") == bool(message.tool_calls)
+        assert message.content or message.tool_calls, answer
+    without = client.chat.completions.create(tools=[WEATHER], tool_choice="none", **arguments)
+    assert without.usage.prompt_tokens == plain.usage.prompt_tokens
+    assert without.choices[0].message.content == plain.choices[0].message.content
+    called = client.chat.completions.create(tools=[WEATHER], tool_choice="required", **{**arguments, "max_tokens": 200})
+    call = called.choices[0].message.tool_calls[0]
+    after = client.chat.completions.create(
+        model=MODEL,
+        messages=[
+            *QUESTION,
+            {"role": "assistant", "content": None, "tool_calls": [call.model_dump(exclude_none=True)]},
+            {"role": "tool", "tool_call_id": call.id, "content": "Sunny."},
+        ],
+        tools=[WEATHER],
+        temperature=0,
+        max_tokens=20,
+    )
+    assert after.usage.prompt_tokens > called.usage.prompt_tokens
 
 
 def conversation(client):
@@ -207,7 +297,25 @@ def conversation(client):
     assert answer.choices[0].message.content
 
 
-CHECKS = [models, chat, chat_stream, several_choices, stop_and_length, logprobs, completions, structured, tools, refusals, sampling, conversation]
+CHECKS = [
+    models,
+    chat,
+    chat_stream,
+    several_choices,
+    streamed_choices,
+    stop_and_length,
+    logprobs,
+    streamed_logprobs,
+    completions,
+    structured,
+    tools,
+    tools_by_choice,
+    refusals,
+    sampling,
+    logit_bias,
+    penalties,
+    conversation,
+]
 
 
 def main():

@@ -79,7 +79,10 @@ impl Tensors {
         let tensor = self.get(name);
         assert_eq!(tensor.dtype, "F32", "{name}");
         let (values, _) = tensor.bytes.as_chunks();
-        values.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
+        values
+            .iter()
+            .map(|bytes| f32::from_le_bytes(*bytes))
+            .collect()
     }
 
     /// Values of an I32 tensor, none of them negative.
@@ -90,7 +93,10 @@ impl Tensors {
         let tensor = self.get(name);
         assert_eq!(tensor.dtype, "I32", "{name}");
         let (values, _) = tensor.bytes.as_chunks();
-        values.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect()
+        values
+            .iter()
+            .map(|bytes| u32::from_le_bytes(*bytes))
+            .collect()
     }
 
     /// Values of an I32 tensor as programs take them: `1,2,3`.
@@ -112,7 +118,9 @@ pub fn edit_header(path: &Path, edit: impl FnOnce(&mut Map<String, Value>)) {
 }
 
 fn split(file: &[u8]) -> (Map<String, Value>, &[u8]) {
-    let (length, rest) = file.split_first_chunk().unwrap_or_else(|| panic!("too short"));
+    let (length, rest) = file
+        .split_first_chunk()
+        .unwrap_or_else(|| panic!("too short"));
     let (header, data) = rest.split_at(u64::from_le_bytes(*length) as usize);
     let header = serde_json::from_slice(header).unwrap_or_else(|error| panic!("header: {error}"));
     (header, data)

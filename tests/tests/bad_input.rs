@@ -186,7 +186,10 @@ fn hostile_requests_get_openai_errors_and_the_server_stays_up() {
 
     for (head, body) in [
         (post(path, valid.len()), valid.to_owned()),
-        (post_chunked(path), format!("{:x}\r\n{valid}\r\n0\r\n\r\n", valid.len())),
+        (
+            post_chunked(path),
+            format!("{:x}\r\n{valid}\r\n0\r\n\r\n", valid.len()),
+        ),
     ] {
         let (status, text) = raw(&up, &head, body.as_bytes());
         assert_eq!(status, 200, "{text}");

@@ -27,7 +27,14 @@ fn generate(model: &Path) -> String {
 /// What is damaged next was whole before.
 fn accepted(model: &Path) {
     let (code, _, stderr) = run(worker()
-        .args(["generate", "--tokens", "1,2,3", "--max-tokens", "1", "--model"])
+        .args([
+            "generate",
+            "--tokens",
+            "1,2,3",
+            "--max-tokens",
+            "1",
+            "--model",
+        ])
         .arg(model));
     assert_eq!(code, 0, "{stderr}");
 }
@@ -205,7 +212,10 @@ fn a_missing_scale_is_named() {
     tensors.0.remove(&scale);
     tensors.write(&path);
     let message = generate(&model);
-    assert!(message.contains(&scale) && message.contains("missing"), "{message}");
+    assert!(
+        message.contains(&scale) && message.contains("missing"),
+        "{message}"
+    );
 }
 
 #[test]
@@ -220,7 +230,10 @@ fn a_missing_shard_is_named() {
     let shard = "model-00002-of-00002.safetensors";
     std::fs::remove_file(model.join(shard)).expect("remove");
     let message = generate(model);
-    assert!(message.contains(shard) && message.contains("missing"), "{message}");
+    assert!(
+        message.contains(shard) && message.contains("missing"),
+        "{message}"
+    );
 }
 
 #[test]
@@ -240,5 +253,8 @@ fn a_wrong_dtype_for_a_scale_is_named() {
     scale.bytes.truncate(elements);
     tensors.write(&path);
     let message = generate(&model);
-    assert!(message.contains(&name) && message.contains("U8"), "{message}");
+    assert!(
+        message.contains(&name) && message.contains("U8"),
+        "{message}"
+    );
 }

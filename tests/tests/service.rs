@@ -58,7 +58,10 @@ async fn only_holders_of_a_key_are_served() {
 
 /// A prompt near the context's length that shares no beginning with another.
 fn long_prompt(number: usize) -> Value {
-    let text = format!("{number}. {}", "The lab has a server and a laptop. ".repeat(150));
+    let text = format!(
+        "{number}. {}",
+        "The lab has a server and a laptop. ".repeat(150)
+    );
     chat_body("hearth-demo", &text, 64)
 }
 
@@ -77,8 +80,11 @@ async fn clients_that_leave_while_their_prompts_are_read_free_both_workers() {
     // One prompt's worth of KV, to know when the others were not computed.
     let mut one = long_prompt(100);
     one["max_tokens"] = json!(1);
-    chat_stream(&up.v1(), &one, |_, _| {}).await.expect("answer");
-    let moved = |metrics: &Metrics| metrics.of_role("hearth_worker_kv_moved_bytes_total", "prefill");
+    chat_stream(&up.v1(), &one, |_, _| {})
+        .await
+        .expect("answer");
+    let moved =
+        |metrics: &Metrics| metrics.of_role("hearth_worker_kv_moved_bytes_total", "prefill");
     let one_prompt = moved(&up.wait_for("a prompt was moved", |m| moved(m) > 0.0 && is_idle(m)));
     let generated = up.metrics().sum("hearth_generated_tokens_total", &[]);
 

@@ -70,7 +70,8 @@ impl Default for JsonCall {
 }
 
 impl JsonCall {
-    /// Reads `text` until the object ends or turns out to be no call. Gives the bytes used up.
+    /// Reads `text` until it knows the name, the object ends, or it turns out to be no call; the character that
+    /// shows the last is not used up. Gives the bytes used up: with text left, call again.
     pub(super) fn push(&mut self, text: &str, out: &mut Vec<Event>) -> usize {
         let mut streamed = String::new();
         let mut used = 0;
@@ -78,9 +79,16 @@ impl JsonCall {
             if self.state == State::Ended {
                 break;
             }
+            let known = out.len();
+            self.step(c, &mut streamed, out);
+            if out.len() > known && out.last() == Some(&Event::NotACall) {
+                break;
+            }
             used += c.len_utf8();
             self.raw.push(c);
-            self.step(c, &mut streamed, out);
+            if out.len() > known {
+                break;
+            }
         }
         flush(&mut streamed, out);
         used

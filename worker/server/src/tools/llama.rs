@@ -173,6 +173,6 @@ impl Parser {
             }
         }
         self.state = State::Call(call);
-        false
+        !self.scanner.held().is_empty()
     }
 }

@@ -177,6 +177,16 @@ fn nothing_behind_what_is_no_call_is_swallowed() {
     assert_eq!(content, "<tool_call>{\"name\": \"\", \"x");
     assert_eq!(calls.len(), 1);
     assert_eq!(parse(ToolFormat::Hermes, &letters), (content, calls));
+
+    let text = "{\"name\": \"nobody\", \"x\": <|python_tag|>{\"name\": \"add\"}";
+    let (content, calls) = parse(ToolFormat::Llama3, &[text]);
+    assert_eq!(content, "{\"name\": \"nobody\", \"x\":");
+    assert_eq!(calls.len(), 1);
+    let (content, calls) = parse(
+        ToolFormat::Hermes,
+        &["<tool_call>{<tool_call>{\"name\": \"add\"}"],
+    );
+    assert_eq!((content.as_str(), calls.len()), ("<tool_call>{", 1));
 }
 
 #[test]

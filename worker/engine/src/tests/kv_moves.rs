@@ -117,7 +117,11 @@ fn kv_of_a_layer_leaves_before_the_next_layer_computes() {
     let _handle = engine.prefill(input, Box::new(sink)).unwrap();
     let last = end.recv_timeout(PATIENCE).unwrap();
     assert!(matches!(last, PrefillEvent::Done { .. }));
-    assert_eq!(*early.lock().unwrap(), [0_usize; 0], "layers that began while KV was held back");
+    assert_eq!(
+        *early.lock().unwrap(),
+        [0_usize; 0],
+        "layers that began while KV was held back"
+    );
 }
 
 #[test]

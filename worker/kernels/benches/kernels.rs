@@ -37,7 +37,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         attention(&backend)?;
         for dtype in [DType::F8E4m3, DType::Bf16] {
             for (rows, cols) in [(2048, 7168), (7168, 2048)] {
-                for tokens in [1, 2, 4, 8] {
+                for tokens in [1, 2, 4, 8, 64, 512] {
                     let result = measure(&backend, &data, dtype, rows, cols, tokens)?;
                     let gflops = result.gbps / dtype.size_bytes() as f64 * 2.0 * tokens as f64;
                     println!(

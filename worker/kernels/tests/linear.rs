@@ -83,7 +83,7 @@ fn an_output_is_the_same_bits_alone_in_any_batch_slice_and_on_any_number_of_thre
     let mut rng = Rng(2);
     for dtype in DTYPES {
         for cols in [7, 129, 576, 2100] {
-            let rows = 300;
+            let rows = 140;
             let tokens = 70;
             let w = random_matrix(&mut rng, rows, cols, dtype);
             let x = rng.normals(tokens * cols);
@@ -101,7 +101,7 @@ fn an_output_is_the_same_bits_alone_in_any_batch_slice_and_on_any_number_of_thre
                         let got = linear(&three, x, batch, &w, precision);
                         assert_same_bits(&got, &alone[..batch * rows], &what);
                     }
-                    for (first, count) in [(0, 1), (1, 126), (127, 3), (131, 169)] {
+                    for (first, count) in [(0, 1), (1, 126), (127, 3), (130, 10)] {
                         let slice = w.row_slice(first, count).unwrap();
                         for batch in [1, 9] {
                             let got = linear(one, &x[..batch * cols], batch, &slice, precision);

@@ -76,6 +76,11 @@ impl Decode<Bf16Engine> for Bf16Weights {
         // SAFETY: the caller's promise; weights lie as the engine loads them.
         unsafe { [engine.load(p)] }
     }
+    #[inline(always)]
+    unsafe fn decode_partial(engine: Bf16Engine, p: *const u8, n: usize) -> [__m512i; 1] {
+        // SAFETY: the caller's promise of `2 * n` bytes.
+        unsafe { [engine.0.load_bytes_partial(p, 2 * n)] }
+    }
 }
 
 impl Decode<Bf16Engine> for E4m3Weights {
@@ -86,7 +91,12 @@ impl Decode<Bf16Engine> for E4m3Weights {
     #[inline(always)]
     unsafe fn decode(engine: Bf16Engine, p: *const u8) -> [__m512i; 2] {
         // SAFETY: the caller's promise of 64 bytes.
-        unsafe { e4m3::unpack(engine.0, p) }
+        e4m3::unpack(engine.0, unsafe { engine.0.load_bytes(p) })
+    }
+    #[inline(always)]
+    unsafe fn decode_partial(engine: Bf16Engine, p: *const u8, n: usize) -> [__m512i; 2] {
+        // SAFETY: the caller's promise of `n` bytes.
+        e4m3::unpack(engine.0, unsafe { engine.0.load_bytes_partial(p, n) })
     }
 }
 

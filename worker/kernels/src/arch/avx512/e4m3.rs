@@ -47,14 +47,10 @@ const fn magnitude_bits(code: u16) -> u16 {
 }
 
 /// 64 codes as bfloat16: elements 0..8, 16..24, 32..40, 48..56, then the others.
-///
-/// # Safety
-/// 64 bytes lie at `p`.
 #[inline(always)]
-pub(super) unsafe fn unpack(_proof: Avx512, p: *const u8) -> [__m512i; 2] {
-    // SAFETY: `Avx512` proves the instructions, the caller 64 bytes; tables have 128 bytes each.
+pub(super) fn unpack(_proof: Avx512, codes: __m512i) -> [__m512i; 2] {
+    // SAFETY: `Avx512` proves the instructions; tables have 128 bytes each.
     unsafe {
-        let codes = _mm512_loadu_si512(p.cast());
         let table = |t: &'static [u8; 128]| {
             let p = t.as_ptr();
             [

@@ -39,7 +39,12 @@ impl Decode<F32Engine<Avx512>> for Bf16Pairs {
     #[inline(always)]
     unsafe fn decode(engine: F32Engine<Avx512>, p: *const u8) -> [__m512; 2] {
         // SAFETY: the engine proves the instructions, the caller 64 bytes.
-        split(engine.0, unsafe { _mm512_loadu_si512(p.cast()) })
+        split(engine.0, unsafe { engine.0.load_bytes(p) })
+    }
+    #[inline(always)]
+    unsafe fn decode_partial(engine: F32Engine<Avx512>, p: *const u8, n: usize) -> [__m512; 2] {
+        // SAFETY: the caller's promise of `2 * n` bytes.
+        split(engine.0, unsafe { engine.0.load_bytes_partial(p, 2 * n) })
     }
 }
 
@@ -51,11 +56,22 @@ impl Decode<F32Engine<Avx512>> for E4m3Pairs {
     #[inline(always)]
     unsafe fn decode(engine: F32Engine<Avx512>, p: *const u8) -> [__m512; 4] {
         // SAFETY: the caller's promise of 64 bytes.
-        let [low, high] = unsafe { e4m3::unpack(engine.0, p) };
-        let [a, b] = split(engine.0, low);
-        let [c, d] = split(engine.0, high);
-        [a, b, c, d]
+        expand(engine.0, unsafe { engine.0.load_bytes(p) })
     }
+    #[inline(always)]
+    unsafe fn decode_partial(engine: F32Engine<Avx512>, p: *const u8, n: usize) -> [__m512; 4] {
+        // SAFETY: the caller's promise of `n` bytes.
+        expand(engine.0, unsafe { engine.0.load_bytes_partial(p, n) })
+    }
+}
+
+/// 64 codes as f32.
+#[inline(always)]
+fn expand(proof: Avx512, codes: __m512i) -> [__m512; 4] {
+    let [low, high] = e4m3::unpack(proof, codes);
+    let [a, b] = split(proof, low);
+    let [c, d] = split(proof, high);
+    [a, b, c, d]
 }
 
 pub(super) fn packing(dtype: DType, _precision: Precision) -> Packing {

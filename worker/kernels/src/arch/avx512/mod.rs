@@ -30,6 +30,25 @@ impl Avx512 {
     fn simd(self) -> Self {
         self
     }
+
+    /// # Safety
+    /// 64 bytes lie at `p`.
+    #[inline(always)]
+    unsafe fn load_bytes(self, p: *const u8) -> __m512i {
+        // SAFETY: `self` proves the instruction, the caller the memory.
+        unsafe { _mm512_loadu_si512(p.cast()) }
+    }
+
+    /// The first `n <= 64` bytes, then zeros.
+    ///
+    /// # Safety
+    /// `n` bytes lie at `p`.
+    #[inline(always)]
+    unsafe fn load_bytes_partial(self, p: *const u8, n: usize) -> __m512i {
+        let mask = if n >= 64 { u64::MAX } else { (1 << n) - 1 };
+        // SAFETY: as in `load_bytes`; masked bytes are not read.
+        unsafe { _mm512_maskz_loadu_epi8(mask, p.cast()) }
+    }
 }
 
 /// Proof that the CPU has what [`Avx512`] proves, and BF16.

@@ -50,7 +50,7 @@ fn edit_config(model: &Path, edit: impl FnOnce(&mut Value)) {
 #[test]
 fn damaged_models_are_refused_by_name() {
     type Damage = fn(&Path);
-    let cases: [(&str, Damage, &[&str]); 7] = [
+    let cases: [(&str, Damage, &[&str]); 6] = [
         (
             "truncated weights",
             |model| {
@@ -105,11 +105,6 @@ fn damaged_models_are_refused_by_name() {
                 })
             },
             &["wavy"],
-        ),
-        (
-            "no weights",
-            |model| std::fs::remove_file(model.join("model.safetensors")).expect("remove"),
-            &["safetensors"],
         ),
     ];
     for (name, damage, expected) in cases {
@@ -197,6 +192,15 @@ fn damaged_headers_are_refused_by_the_tensors_name() {
             assert!(message.contains(word), "{case}: no {word:?} in\n{message}");
         }
     }
+}
+
+#[test]
+fn a_directory_without_weights_is_refused() {
+    let directory = tempfile::tempdir().expect("directory");
+    let model = copy_of_demo(directory.path());
+    std::fs::remove_file(model.join("model.safetensors")).expect("remove");
+    let message = generate(&model);
+    assert!(message.contains("holds no weights"), "{message}");
 }
 
 #[test]

@@ -39,7 +39,6 @@ async fn async_openai_makes_its_everyday_calls() {
     use async_openai::types::chat::{
         ChatCompletionRequestUserMessage, CreateChatCompletionRequestArgs,
     };
-    use async_openai::types::completions::CreateCompletionRequestArgs;
 
     let up = Up::demo();
     let client = Client::with_config(
@@ -94,6 +93,24 @@ async fn async_openai_makes_its_everyday_calls() {
     }
     assert_eq!(streamed, text);
 
+    completes(&client).await;
+
+    let mut unknown = CreateChatCompletionRequestArgs::default();
+    unknown
+        .model("no-such-model")
+        .messages([ChatCompletionRequestUserMessage::from("hi").into()]);
+    let error = client
+        .chat()
+        .create(unknown.build().expect("request"))
+        .await
+        .expect_err("unknown model");
+    assert!(error.to_string().contains("hearth-demo"), "{error}");
+}
+
+/// A completion of a prompt without a conversation.
+async fn completes(client: &Client<OpenAIConfig>) {
+    use async_openai::types::completions::CreateCompletionRequestArgs;
+
     let mut request = CreateCompletionRequestArgs::default();
     request
         .model("hearth-demo")
@@ -106,15 +123,4 @@ async fn async_openai_makes_its_everyday_calls() {
         .await
         .expect("completion");
     assert!(!answer.choices[0].text.is_empty());
-
-    let mut unknown = CreateChatCompletionRequestArgs::default();
-    unknown
-        .model("no-such-model")
-        .messages([ChatCompletionRequestUserMessage::from("hi").into()]);
-    let error = client
-        .chat()
-        .create(unknown.build().expect("request"))
-        .await
-        .expect_err("unknown model");
-    assert!(error.to_string().contains("hearth-demo"), "{error}");
 }

@@ -104,7 +104,7 @@ async fn clients_that_leave_while_their_prompts_are_read_free_both_workers() {
     });
     let up = up.await.expect("it comes to that");
     clients.shutdown().await;
-    let metrics = up.wait_for("both workers are free", |metrics| is_idle(metrics));
+    let metrics = up.wait_for("both workers are free", is_idle);
     let computed = (moved(&metrics) - one_prompt) / one_prompt;
     assert!(
         computed < CLIENTS as f64 - 1.5,

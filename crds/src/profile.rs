@@ -148,7 +148,7 @@ pub struct MemoryProfile {
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct ComputeProfile {
-    /// Dot products of bfloat16, one thread; 0 without such an instruction.
+    /// Products of bfloat16 weights with f32 activations, one thread: what prefill runs.
     pub bf16_one_thread_gflops: f64,
     /// The same with one thread on each core.
     pub bf16_all_threads_gflops: f64,

@@ -118,9 +118,6 @@ pub(crate) enum IsaArg {
     Avx2,
     /// AVX-512 with VBMI
     Avx512,
-    /// AVX-512 with VBMI and products of bfloat16
-    #[value(name = "avx512bf16")]
-    Avx512Bf16,
     /// The best that the CPU has
     Auto,
 }
@@ -132,7 +129,6 @@ impl IsaArg {
             Self::Scalar => Some(Isa::Scalar),
             Self::Avx2 => Some(Isa::Avx2),
             Self::Avx512 => Some(Isa::Avx512),
-            Self::Avx512Bf16 => Some(Isa::Avx512Bf16),
             Self::Auto => None,
         }
     }

@@ -91,7 +91,6 @@ impl Meter for CpuMeter {
     /// All CPUs at once, for they share power and, as siblings, their units.
     fn gflops(&self, cpus: &[u32]) -> Result<Gflops, String> {
         let isa = Isa::detect();
-        let has_bf16 = detect_isa().avx512bf16;
         let together = Barrier::new(cpus.len());
         let peaks: Vec<Option<PeakGflops>> = std::thread::scope(|scope| {
             let together = &together;
@@ -110,8 +109,7 @@ impl Meter for CpuMeter {
         for peak in peaks {
             let peak = peak.ok_or_else(|| format!("no kernels for {isa}"))?;
             sum.f32 += peak.f32;
-            // Elsewhere the probe's figure for bfloat16 is that of the f32 units.
-            sum.bf16 += if has_bf16 { peak.fast } else { 0.0 };
+            sum.bf16 += peak.fast;
         }
         Ok(sum)
     }

@@ -35,7 +35,7 @@ pub fn summary(profile: &NodeProfileSpec) -> String {
     line(
         "compute",
         format!(
-            "bf16 {:.0} GFLOP/s with one thread, {:.0} with {cores}; f32 {:.0} and {:.0}",
+            "products of bf16 weights {:.0} GFLOP/s with one thread, {:.0} with {cores}; f32 {:.0} and {:.0}",
             compute.bf16_one_thread_gflops,
             compute.bf16_all_threads_gflops,
             compute.f32_one_thread_gflops,

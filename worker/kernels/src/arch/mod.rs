@@ -26,23 +26,21 @@ pub enum Isa {
     Avx2,
     /// AVX-512 F, BW, VL, DQ and VBMI (Ice Lake, Zen 4 and later); products in f32.
     Avx512,
-    /// The same with products of bfloat16 by `vdpbf16ps`.
-    Avx512Bf16,
 }
 
 impl Isa {
     /// All of them.
-    pub const ALL: [Self; 4] = [Self::Scalar, Self::Avx2, Self::Avx512, Self::Avx512Bf16];
+    pub const ALL: [Self; 3] = [Self::Scalar, Self::Avx2, Self::Avx512];
 
-    /// The fastest that this CPU has. Which one that is depends on the CPU's model alone, for results are the
-    /// same bits only within one instruction set: with `vdpbf16ps` on AMD, where it does twice the work of an
-    /// FMA in the same time, and without it on Intel, where it does two fifths of it (measured on Emerald
-    /// Rapids: 88 against 225 GFLOP/s).
+    /// The fastest that this CPU has.
+    ///
+    /// Products are of f32 activations on each of them. `vdpbf16ps` would need activations rounded to bfloat16,
+    /// which moves the logits of small models by up to 0.034 of their standard deviation, and on Intel it does
+    /// two fifths of an FMA's work (measured on Emerald Rapids: 88 against 225 GFLOP/s).
     pub fn detect() -> Self {
-        let order = [Self::Avx512Bf16, Self::Avx512, Self::Avx2];
+        let order = [Self::Avx512, Self::Avx2];
         order
             .into_iter()
-            .filter(|&isa| isa != Self::Avx512Bf16 || has_fast_bf16())
             .find(|isa| isa.is_available())
             .unwrap_or(Self::Scalar)
     }
@@ -63,13 +61,12 @@ impl Isa {
         names.join(", ")
     }
 
-    /// `scalar`, `avx2`, `avx512` or `avx512bf16`.
+    /// `scalar`, `avx2` or `avx512`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Scalar => "scalar",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
-            Self::Avx512Bf16 => "avx512bf16",
         }
     }
 
@@ -81,36 +78,10 @@ impl Isa {
             Self::Avx2 => avx2::Avx2::new().map(|isa| Box::new(isa) as Box<dyn Kernels>),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => avx512::Avx512::new().map(|isa| Box::new(isa) as Box<dyn Kernels>),
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx512Bf16 => {
-                avx512::Avx512Bf16::new().map(|isa| Box::new(isa) as Box<dyn Kernels>)
-            }
             #[cfg(not(target_arch = "x86_64"))]
-            Self::Avx2 | Self::Avx512 | Self::Avx512Bf16 => None,
+            Self::Avx2 | Self::Avx512 => None,
         }
     }
-}
-
-/// Whether `vdpbf16ps` beats FMA.
-fn has_fast_bf16() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    {
-        let leaf = std::arch::x86_64::__cpuid(0);
-        (leaf.ebx, leaf.edx, leaf.ecx) == vendor(b"AuthenticAMD")
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    false
-}
-
-/// A vendor's name as `cpuid` spreads it over three registers.
-#[cfg(target_arch = "x86_64")]
-const fn vendor(name: &[u8; 12]) -> (u32, u32, u32) {
-    let [a, b, c, d, e, f, g, h, i, j, k, l] = *name;
-    (
-        u32::from_le_bytes([a, b, c, d]),
-        u32::from_le_bytes([e, f, g, h]),
-        u32::from_le_bytes([i, j, k, l]),
-    )
 }
 
 impl fmt::Display for Isa {
@@ -143,15 +114,11 @@ pub(crate) enum Packing {
     F32Pairs,
     /// f32, each 64 elements as FP8 weights come out of `vpunpcklbw` and `vpunpckhbw`, then as `F32Pairs`.
     F32Unpacked,
-    /// bfloat16, in order.
-    Bf16,
-    /// bfloat16, each 64 elements in the order in which `vpunpcklbw` and `vpunpckhbw` leave FP8 weights.
-    Bf16Unpacked,
 }
 
 impl Packing {
     /// How many there are.
-    pub(crate) const COUNT: usize = 5;
+    pub(crate) const COUNT: usize = 3;
 
     /// A number below [`COUNT`](Self::COUNT).
     pub(crate) const fn index(self) -> usize {
@@ -161,7 +128,6 @@ impl Packing {
     pub(crate) const fn element_bytes(self) -> usize {
         match self {
             Self::F32 | Self::F32Pairs | Self::F32Unpacked => 4,
-            Self::Bf16 | Self::Bf16Unpacked => 2,
         }
     }
 

@@ -1,4 +1,4 @@
-//! AVX-512 with VBMI, and with BF16 on top.
+//! AVX-512 with VBMI.
 
 use std::arch::x86_64::*;
 
@@ -6,7 +6,6 @@ use super::Isa;
 use super::dispatch::impl_kernels;
 use super::generic::Simd;
 
-mod bf16;
 mod e4m3;
 mod f32;
 
@@ -51,22 +50,6 @@ impl Avx512 {
     }
 }
 
-/// Proof that the CPU has what [`Avx512`] proves, and BF16.
-#[derive(Clone, Copy)]
-pub(crate) struct Avx512Bf16(Avx512);
-
-impl Avx512Bf16 {
-    /// `None` where the CPU lacks one of them.
-    pub(crate) fn new() -> Option<Self> {
-        let base = Avx512::new()?;
-        is_x86_feature_detected!("avx512bf16").then_some(Self(base))
-    }
-
-    fn simd(self) -> Avx512 {
-        self.0
-    }
-}
-
 impl_kernels!(
     Avx512,
     Isa::Avx512,
@@ -78,26 +61,6 @@ impl_kernels!(
         "avx512-f8e4m3xf32-tile",
         "avx512-bf16xf32-stream",
         "avx512-bf16xf32-tile",
-        "avx512-f16f32xf32-stream",
-        "avx512-f16f32xf32-tile",
-        "avx512-f32-attention",
-        "avx512-anyxf32-absorb",
-        "avx512-f32-rmsnorm",
-        "avx512-f32-silu",
-    ]
-);
-
-impl_kernels!(
-    Avx512Bf16,
-    Isa::Avx512Bf16,
-    Avx512,
-    "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi",
-    bf16,
-    &[
-        "avx512-f8e4m3xbf16-stream",
-        "avx512-f8e4m3xbf16-tile",
-        "avx512-bf16xbf16-stream",
-        "avx512-bf16xbf16-tile",
         "avx512-f16f32xf32-stream",
         "avx512-f16f32xf32-tile",
         "avx512-f32-attention",

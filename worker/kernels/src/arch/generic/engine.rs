@@ -6,7 +6,7 @@ use crate::SCALE_BLOCK;
 /// Elements that share one scale and one partial sum.
 pub(crate) const BLOCK: usize = SCALE_BLOCK;
 
-/// A way to multiply and accumulate: f32 by FMA, or bfloat16 pairs by `vdpbf16ps`.
+/// A way to multiply and accumulate: of f32 by FMA today.
 pub(crate) trait Engine: Copy {
     /// f32 partial sums.
     type Acc: Copy;

@@ -6,8 +6,8 @@ mod common;
 
 use common::*;
 use hearth_kernels::{
-    AttentionSpec, Backend, BlockId, CpuBackend, CpuKv, Isa, KvDType, KvLayout, MlaHeads,
-    Span, reference,
+    AttentionSpec, Backend, BlockId, CpuBackend, CpuKv, Isa, KvDType, KvLayout, MlaHeads, Span,
+    reference,
 };
 
 const GQA: KvLayout = KvLayout {

@@ -49,6 +49,8 @@ pub struct Job {
     pub trace: Option<TraceParent>,
     /// For a first worker.
     pub queue_deadline: Instant,
+    /// For another worker to take the place of one that died in mid-stream.
+    pub replacement_timeout: Duration,
     /// For the whole.
     pub deadline: Instant,
     /// Attempts that may end without a new token.
@@ -82,6 +84,13 @@ pub enum JobError {
     Deadline {
         /// Tokens that came.
         tokens: usize,
+    },
+    /// The worker died, and none took its place in time.
+    Lost {
+        /// Tokens that came.
+        tokens: usize,
+        /// How long the stream waited.
+        waited: Duration,
     },
     /// Workers failed again and again.
     Failed {
@@ -251,11 +260,17 @@ impl Attempt {
             avoid: progress.avoid,
         };
         let deadline = match progress.pin {
-            Some(_) => job.deadline,
+            Some(_) => job.deadline.min(Instant::now() + job.replacement_timeout),
             None => job.queue_deadline.min(job.deadline),
         };
         let lease = match pool.acquire(want, deadline).await {
             Ok(lease) => lease,
+            Err(_) if progress.pin.is_some() && Instant::now() < job.deadline => {
+                return Err(Failure::Fatal(JobError::Lost {
+                    tokens: progress.tokens.len(),
+                    waited: job.replacement_timeout,
+                }));
+            }
             Err(_) if progress.pin.is_some() => return Err(Failure::Fatal(progress.out_of_time())),
             Err(error) => return Err(Failure::Fatal(JobError::Acquire(error))),
         };

@@ -211,6 +211,7 @@ fn job_of(app: &App, submission: &Submission, index: u32) -> Job {
         logprobs: submission.logprobs,
         trace: submission.trace,
         queue_deadline: Instant::now() + app.routing.queue_timeout,
+        replacement_timeout: app.routing.queue_timeout,
         deadline: submission.arrived + app.limits.request_timeout,
         max_fruitless_attempts: app.routing.max_fruitless_attempts,
     }
@@ -419,6 +420,15 @@ fn error_of(error: JobError, limit: Duration) -> ApiError {
             ),
         )
         .with_code("request_timeout"),
+        JobError::Lost { tokens, waited } => ApiError::unavailable(
+            format!(
+                "the worker of this answer was lost after {tokens} tokens, and none took its place within {} s: \
+                 the workers' logs tell why. Try again when one is ready",
+                waited.as_secs()
+            ),
+            RETRY_STARTING,
+        )
+        .with_code("worker_lost"),
         JobError::Failed { attempts, last } => ApiError::new(
             StatusCode::BAD_GATEWAY,
             ErrorType::Server,

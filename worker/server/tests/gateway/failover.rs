@@ -387,6 +387,34 @@ async fn requests_are_held_while_workers_start() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_stream_whose_worker_never_comes_back_ends_with_the_reason() {
+    let worker = FakeWorker::start();
+    slow(&worker);
+    let gateway = gateway(&[&worker], |config| {
+        config.routing.queue_timeout = Duration::from_millis(500);
+    })
+    .await;
+    let request = gateway
+        .http
+        .post(format!("{}{PATH}", gateway.url))
+        .json(&body(400))
+        .send();
+    let response = request.await.unwrap();
+    assert_eq!(response.status(), 200);
+    worker.kill();
+    let began = Instant::now();
+    let text = response.text().await.unwrap();
+    assert!(
+        began.elapsed() < Duration::from_secs(20),
+        "it waited too long"
+    );
+    assert!(
+        text.contains("worker_lost") && text.contains("none took its place"),
+        "{text}"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_pool_that_does_not_start_in_time_is_a_503() {
     let worker = FakeWorker::dormant();
     let gateway = unready_gateway(&[&worker], |config| {

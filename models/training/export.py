@@ -12,30 +12,8 @@ from data import BEGIN, END, PAD, SPECIAL_TOKENS
 from model import DemoModel, ModelConfig, Moe
 from quantize import BLOCK, quantize
 
-CHAT_TEMPLATE = """\
-{%- macro text(content) -%}
-{%- if content is string -%}
-{{- content | trim -}}
-{%- elif content -%}
-{%- for part in content -%}
-{%- if part.text is defined -%}{{- part.text | trim -}}{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{%- endmacro -%}
-{{- '<|begin|>' -}}
-{%- for message in messages -%}
-{%- if message.role == 'system' or message.role == 'developer' -%}
-{{- '<|system|>' ~ text(message.content) -}}
-{%- elif message.role == 'assistant' -%}
-{{- '<|assistant|>' ~ text(message.content) ~ '<|end|>' -}}
-{%- else -%}
-{{- '<|user|>' ~ text(message.content) -}}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|assistant|>' -}}
-{%- endif -%}
-"""
+# The template is kept with the model, and is written by hand.
+CHAT_TEMPLATE = (Path(__file__).parent.parent / "hearth-demo" / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 def published_matrices(masters: dict[str, torch.Tensor], model: DemoModel) -> dict[str, torch.Tensor]:

@@ -3,6 +3,8 @@
 use comfy_table::{ContentArrangement, Table, presets};
 use hearth_crds::{InferencePlanSpec, PlanRank, PlanRole, ResidencyPolicy};
 
+use hearth_planner::format_cpu_list;
+
 use crate::ui::{bytes, milliseconds};
 
 /// The plan in a few words.
@@ -47,11 +49,11 @@ pub(crate) fn ranks(plan: &InferencePlanSpec) -> String {
             rank.role.as_str().to_owned(),
             rank.index.to_string(),
             rank.node.clone(),
-            ranges(&rank.cpus),
+            format_cpu_list(&rank.cpus),
             if rank.numa_nodes.is_empty() {
                 "any".to_owned()
             } else {
-                ranges(&rank.numa_nodes)
+                format_cpu_list(&rank.numa_nodes)
             },
             rank.device.clone(),
             weights,
@@ -119,38 +121,5 @@ fn predicted(rank: &PlanRank) -> String {
         }
         (_, _, _, Some(tpot_ms)) => format!("TPOT {} at batch 1", milliseconds(tpot_ms)),
         _ => format!("{:.0} tokens/s", predicted.tokens_per_second),
-    }
-}
-
-/// `0-3,8` for ascending numbers.
-pub(crate) fn ranges(numbers: &[u32]) -> String {
-    let mut parts: Vec<(u32, u32)> = Vec::new();
-    for &number in numbers {
-        match parts.last_mut() {
-            Some((_, last)) if *last + 1 == number => *last = number,
-            _ => parts.push((number, number)),
-        }
-    }
-    let parts: Vec<String> = parts
-        .iter()
-        .map(|(first, last)| {
-            if first == last {
-                first.to_string()
-            } else {
-                format!("{first}-{last}")
-            }
-        })
-        .collect();
-    parts.join(",")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ranges_join_neighbours() {
-        assert_eq!(ranges(&[0, 1, 2, 3, 8, 10, 11]), "0-3,8,10-11");
-        assert_eq!(ranges(&[]), "");
     }
 }

@@ -89,6 +89,9 @@ pub(crate) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
         _ => bail!("give --prompt or --tokens"),
     };
     let loaded = load::open(directory, LoadOptions::from_args(&args.model), &mut |_| {})?;
+    if let Some(tokenizer) = &tokenizer {
+        tokenizer.check_vocab(loaded.model.config())?;
+    }
     let stop_tokens = if args.ignore_eos {
         Vec::new()
     } else {

@@ -97,7 +97,10 @@ fn kv_of_a_layer_leaves_before_the_next_layer_computes() {
     let layers_too_early = early.clone();
     *controls.before_layer.lock().unwrap() = Some(Box::new(move |layer| {
         // No layer goes on before the receiver holds the KV of the one before it.
-        while layer > 0 {
+        if layer == 0 {
+            return;
+        }
+        loop {
             match leaving.recv_timeout(Duration::from_secs(5)) {
                 Ok(arrived) if arrived + 1 == layer => break,
                 Ok(_) => {}

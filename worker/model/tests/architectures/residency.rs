@@ -269,10 +269,21 @@ fn a_batch_that_does_not_fit_itself_is_refused() {
         assert!(matches!(error, ModelError::Batch(_)), "{error}");
         assert!(error.to_string().contains(want), "{error}");
     }
-    // Too few blocks for the positions: the device refuses and the module is named.
+}
+
+#[test]
+fn positions_without_blocks_are_refused_by_the_device_and_the_module_is_named() {
+    let golden = Golden::load("llama2");
+    let mut runner = Runner::new(&golden, Isa::Scalar, KvDType::F32);
+    let blocks = runner.sequence(16).blocks;
     let batch = Batch {
         tokens: vec![1],
-        spans: vec![span(0, 1, 16)],
+        spans: vec![Span {
+            first_row: 0,
+            rows: 1,
+            start: 16,
+            blocks,
+        }],
         logit_rows: vec![0],
     };
     let error = runner

@@ -325,6 +325,7 @@ fn missing_fields_are_named() {
 }
 
 #[test]
+#[allow(clippy::too_many_lines)] // a table of cases
 fn faults_name_field_value_and_remedy() {
     let rope = |scaling: Value| json!({ "rope_scaling": scaling });
     let cases = [

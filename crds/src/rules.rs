@@ -10,7 +10,7 @@ pub(crate) const MIN_UP_TO_MAX: &str =
     "!has(self.minReplicas) || !has(self.maxReplicas) || self.minReplicas <= self.maxReplicas";
 pub(crate) const MIN_UP_TO_MAX_SAYS: &str = "write a minReplicas that is not above maxReplicas";
 pub(crate) const REPLICAS: &str = "self >= 1 && self <= 64";
-pub(crate) const REPLICAS_SAYS: &str = "write 1 to 64 workers; the default is 1. To start from zero write minReplicas: 0, maxReplicas and autoscaling.scaleToZeroAfter";
+pub(crate) const REPLICAS_SAYS: &str = "write 1 to 64 workers; the default is 1";
 pub(crate) const MIN_REPLICAS: &str = "self >= 0 && self <= 64";
 pub(crate) const MIN_REPLICAS_SAYS: &str = "write 0 to 64 workers";
 pub(crate) const MAX_REPLICAS: &str = "self >= 1 && self <= 64";

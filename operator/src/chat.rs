@@ -115,7 +115,7 @@ async fn turn(client: &Client, messages: &mut Vec<Value>, text: &str) -> anyhow:
             let _ = write!(out, "{piece}").and_then(|()| out.flush());
         })
         .await?;
-    println!();
+    let _ = writeln!(out);
     messages.push(json!({"role": "assistant", "content": answer}));
     Ok(())
 }

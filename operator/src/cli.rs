@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 
-use crate::{chat, logs, plan, status, up};
+use crate::{chat, logs, plan, status, ui, up};
 
 /// Serves large language models on machines that people already own.
 #[derive(Parser)]
@@ -75,7 +75,7 @@ impl Cli {
             Command::Status(args) => return status::run(&args),
             Command::Chat(args) => chat::run(&args)?,
             Command::Logs(args) => logs::run(&args)?,
-            Command::Crd => print!("{}", hearth_crds::crd_yaml()?),
+            Command::Crd => ui::print_data(&hearth_crds::crd_yaml()?)?,
             Command::Completion { shell } => {
                 clap_complete::generate(
                     shell,

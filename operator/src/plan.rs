@@ -7,7 +7,7 @@ use clap::Args;
 use crate::cli::{OutputFormat, StateArgs};
 use crate::state::StateDir;
 use crate::ui::Steps;
-use crate::{table, up};
+use crate::{table, ui, up};
 
 const EXAMPLES: &str =
     "Examples:\n  hearth plan -f manifests/examples/demo.yaml\n  hearth plan -f demo.yaml -o json";
@@ -31,9 +31,11 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     let state = StateDir::locate(args.state.state_dir.as_deref())?;
     let planned = up::plan(&args.file, &state, &Steps::new())?;
     match args.output {
-        OutputFormat::Table => print!("{}", table::plan(&planned.plan)),
-        OutputFormat::Json => println!("{}", serde_json::to_string_pretty(&planned.plan)?),
-        OutputFormat::Yaml => print!("{}", serde_norway::to_string(&planned.plan)?),
+        OutputFormat::Table => ui::print_data(&table::plan(&planned.plan)),
+        OutputFormat::Json => ui::print_data(&format!(
+            "{}\n",
+            serde_json::to_string_pretty(&planned.plan)?
+        )),
+        OutputFormat::Yaml => ui::print_data(&serde_norway::to_string(&planned.plan)?),
     }
-    Ok(())
 }

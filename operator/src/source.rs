@@ -36,6 +36,15 @@ fn builtin_places() -> Vec<PathBuf> {
 /// A built-in model that is not installed, with the places searched; a path that is no directory.
 pub(crate) fn dereference(source: &ModelSource) -> anyhow::Result<PathBuf> {
     if let Some(builtin) = &source.builtin {
+        if let Some(named) = std::env::var_os("HEARTH_MODELS").map(PathBuf::from)
+            && !named.join(&builtin.name).join("config.json").is_file()
+        {
+            bail!(
+                "HEARTH_MODELS is {}, and {} is not in it\n  name the directory that holds it, or unset HEARTH_MODELS",
+                named.display(),
+                builtin.name
+            );
+        }
         let places = builtin_places();
         let found = places
             .iter()

@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::cli::{OutputFormat, StateArgs};
 use crate::state::{Running, StateDir};
-use crate::ui::milliseconds;
+use crate::ui::{self, milliseconds};
 
 const EXAMPLES: &str = "Examples:\n  hearth status\n  hearth status -o json";
 /// How long an endpoint may take to answer.
@@ -61,14 +61,16 @@ pub(crate) fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
         all.push(runtime.block_on(inspect(running, plan.as_ref())));
     }
     match args.output {
-        OutputFormat::Json => println!("{}", serde_json::to_string_pretty(&all)?),
-        OutputFormat::Yaml => print!("{}", serde_norway::to_string(&all)?),
+        OutputFormat::Json => {
+            ui::print_data(&format!("{}\n", serde_json::to_string_pretty(&all)?))?
+        }
+        OutputFormat::Yaml => ui::print_data(&serde_norway::to_string(&all)?)?,
         OutputFormat::Table if all.is_empty() => {
             eprintln!(
                 "nothing runs on this machine\n  start something: hearth up -f manifests/examples/demo.yaml"
             );
         }
-        OutputFormat::Table => println!("{}", table(&all)),
+        OutputFormat::Table => ui::print_data(&format!("{}\n", table(&all)))?,
     }
     Ok(if all.is_empty() {
         ExitCode::FAILURE

@@ -1,6 +1,6 @@
 //! What a person sees: checked-off steps, a spinner on a terminal, errors. All of it on standard error.
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
@@ -94,6 +94,18 @@ pub(crate) fn sentence(error: &anyhow::Error) -> String {
     match text.split_once('\n') {
         Some((what, remedy)) => format!("{what}: {cause}\n{remedy}"),
         None => format!("{text}: {cause}"),
+    }
+}
+
+/// Prints data to standard output. A reader that has gone (`| head`) is no error: nobody wants the rest.
+///
+/// # Errors
+/// Another fault of standard output, such as a full disk.
+pub(crate) fn print_data(text: &str) -> anyhow::Result<()> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
+        outcome => Ok(outcome?),
     }
 }
 

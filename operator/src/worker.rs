@@ -50,18 +50,27 @@ pub(crate) fn ask<T: DeserializeOwned>(
     if let Some(directory) = directory {
         command.arg(directory);
     }
-    let output = command
-        .stdin(Stdio::null())
-        .output()
-        .with_context(|| format!("{} cannot be run", program.display()))?;
+    let output = command.stdin(Stdio::null()).output().with_context(|| {
+        format!(
+            "{} cannot be run\n  HEARTH_WORKER, or the directory of hearth, must hold the hearth-worker program",
+            program.display()
+        )
+    })?;
+    let tool = arguments.first().copied().unwrap_or_default();
     if !output.status.success() {
         let words = String::from_utf8_lossy(&output.stderr);
         let own = words
             .rsplit_once("error: ")
             .map_or(words.trim(), |(_, message)| message.trim());
+        if own.is_empty() {
+            bail!(
+                "{} {tool} said nothing and ended with {}\n  run it by hand to see why; it must be the hearth-worker of this version",
+                program.display(),
+                output.status
+            );
+        }
         bail!("{own}");
     }
-    let tool = arguments.first().copied().unwrap_or_default();
     serde_json::from_slice(&output.stdout)
         .with_context(|| format!("hearth-worker {tool} answered what hearth does not understand; both must be of one version"))
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use hearth_kernels::{Isa, KvDType};
 
-use crate::{roles, tools};
+use crate::{roles, signals, tools};
 
 /// One process of a Hearth plan, and the tools that work on a model.
 #[derive(Parser)]
@@ -44,6 +44,13 @@ enum Command {
 impl Cli {
     /// Runs the chosen command.
     pub(crate) fn run(self) -> anyhow::Result<()> {
+        let serves = matches!(
+            self.command,
+            Command::Gateway(_) | Command::Prefill(_) | Command::Decode(_)
+        );
+        if !serves {
+            signals::end_on_closed_pipe();
+        }
         match self.command {
             Command::Gateway(args) => roles::gateway(&args),
             Command::Prefill(args) => roles::prefill(&args),

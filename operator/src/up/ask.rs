@@ -36,7 +36,7 @@ pub(super) async fn ask(
             let _ = write!(out, "{text}").and_then(|()| out.flush());
         })
         .await?;
-    println!();
+    let _ = writeln!(out);
     eprintln!();
     Ok(())
 }

@@ -19,6 +19,10 @@ pub(crate) const SINGLE_FILE: &str = "model.safetensors";
 pub(crate) const INDEX_FILE: &str = "model.safetensors.index.json";
 const GIVE_A_CHECKPOINT: &str =
     "give the folder of a checkpoint: config.json beside model.safetensors or its shards.";
+/// Pieces of a file's weights that its fingerprint looks at.
+const SAMPLES: usize = 64;
+/// Bytes of one of them.
+const SAMPLE_BYTES: usize = 4096;
 const WRONG_CONFIG: &str =
     "weights and config.json belong to different models; take both from the same checkpoint.";
 
@@ -135,6 +139,7 @@ impl Checkpoint {
             let header = Header::parse(&source.name, &source.data, source.data.len() as u64)?;
             hash.update(source.name.as_bytes());
             hash.update(&source.data[..header.data_start as usize]);
+            sample(&source.data[header.data_start as usize..], &mut hash);
             for (name, entry) in header.tensors {
                 // A tensor that the index places elsewhere, or does not know, is not part of the model.
                 if index.is_none_or(|index| index.get(&name) == Some(&source.name)) {
@@ -245,8 +250,8 @@ impl Checkpoint {
         &self.inner.files
     }
 
-    /// SHA-256 of config.json and of all headers, in hexadecimal: tells checkpoints of different shape or origin apart
-    /// without reading the weights.
+    /// SHA-256 of config.json, of all headers and of 64 samples of each file's weights, in hexadecimal: tells checkpoints
+    /// apart, also of equal shape, without reading the weights.
     pub fn fingerprint(&self) -> String {
         self.inner.fingerprint.clone()
     }
@@ -369,6 +374,19 @@ impl Checkpoint {
                 });
             }
         })
+    }
+}
+
+/// Hashes [`SAMPLES`] evenly spread pieces of `data`; all of it where it is small.
+fn sample(data: &[u8], hash: &mut Sha256) {
+    if data.len() <= SAMPLES * SAMPLE_BYTES {
+        return hash.update(data);
+    }
+    let last = data.len() - SAMPLE_BYTES;
+    for piece in 0..SAMPLES {
+        // In u128, since files may have any size.
+        let start = (last as u128 * piece as u128 / (SAMPLES as u128 - 1)) as usize;
+        hash.update(&data[start..start + SAMPLE_BYTES]);
     }
 }
 

@@ -1,11 +1,12 @@
 //! The gateway: the OpenAI endpoint in front of the plan's workers.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Context;
 use clap::Args;
 use hearth_crds::{InferencePlanSpec, PlanRole};
+use hearth_formats::Checkpoint;
 use hearth_server::{Gateway, GatewayConfig, HttpsFiles, Limits, Predicted, Routing};
 use hearth_transport::Endpoint;
 use tokio::net::TcpListener;
@@ -81,6 +82,7 @@ fn config(args: &GatewayArgs, plan: &InferencePlanSpec) -> anyhow::Result<Gatewa
     config.routing = Routing {
         chunked_below_tokens: plan.routing.chunked_below_tokens,
         max_queue: plan.routing.max_queue as usize,
+        model_fingerprint: Some(Checkpoint::open(Path::new(&plan.model.path))?.fingerprint()),
         queue_timeout: Duration::from_millis(plan.routing.queue_timeout_ms),
         ..Routing::default()
     };

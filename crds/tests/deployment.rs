@@ -130,7 +130,7 @@ fn numbers_out_of_range_say_what_to_write() {
     );
     refused(
         "  decode: {replicas: 0}",
-        "spec.decode.replicas is 0\n  write 1 to 64 workers; the default is 1. To start from zero write minReplicas: 0, maxReplicas and autoscaling.scaleToZeroAfter",
+        "spec.decode.replicas is 0\n  write 1 to 64 workers; the default is 1",
     );
     refused(
         "  prefill: {minReplicas: 3, maxReplicas: 2}",

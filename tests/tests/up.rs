@@ -245,3 +245,36 @@ fn zombie(pid: u32) -> bool {
     stat.rsplit_once(')')
         .is_none_or(|(_, rest)| rest.trim_start().starts_with('Z'))
 }
+
+#[test]
+fn a_reader_that_leaves_early_is_no_error() {
+    use std::process::Command;
+    let (code, _, stderr) = run(Command::new("bash").args([
+        "-c",
+        &format!(
+            "set -o pipefail; {} crd | head -n 2",
+            hearth().get_program().display()
+        ),
+    ]));
+    assert!(!stderr.contains("panicked"), "{stderr}");
+    assert_eq!(code, 0, "{stderr}");
+}
+
+#[test]
+fn a_wrong_models_directory_is_refused() {
+    let state = tempfile::tempdir().expect("directory");
+    let file = root().join("manifests/examples/demo.yaml");
+    let mut plan = hearth();
+    plan.arg("plan")
+        .arg("-f")
+        .arg(file)
+        .arg("--state-dir")
+        .arg(state.path())
+        .env("HEARTH_MODELS", "/no/such/place");
+    let (code, _, stderr) = run(&mut plan);
+    assert_eq!(code, 1, "{stderr}");
+    assert!(
+        stderr.contains("HEARTH_MODELS is /no/such/place"),
+        "{stderr}"
+    );
+}

@@ -30,7 +30,7 @@ pub(crate) struct UpArgs {
     #[arg(long, default_value_t = 8080)]
     pub(crate) port: u16,
     /// Address of the OpenAI endpoint; 0.0.0.0 serves the network (then give --api-keys)
-    #[arg(long, default_value = "127.0.0.1")]
+    #[arg(long, default_value = "127.0.0.1", value_parser = ip_address)]
     pub(crate) host: IpAddr,
     /// File with one API key a line; clients must send one of them
     #[arg(long, value_name = "FILE")]
@@ -49,6 +49,11 @@ pub(crate) struct UpArgs {
     pub(crate) once: bool,
     #[command(flatten)]
     pub(crate) state: StateArgs,
+}
+
+fn ip_address(text: &str) -> Result<IpAddr, String> {
+    text.parse()
+        .map_err(|_| "write an IP address, such as 127.0.0.1 or 0.0.0.0".to_owned())
 }
 
 /// Serves until Ctrl-C, or until the answer with `--once`.

@@ -9,7 +9,7 @@ use anyhow::{Context, bail};
 use hearth_crds::{InferencePlanSpec, ModelFacts, NodeProfileSpec, PlanRole, Venue};
 use hearth_planner::PlanRequest;
 
-use super::UpArgs;
+use super::{UpArgs, ask};
 use crate::state::{DeploymentDir, StateDir};
 use crate::ui::Steps;
 use crate::{ports, source, table, ui, worker};
@@ -49,7 +49,8 @@ pub(crate) fn plan(file: &Path, state: &StateDir, steps: &Steps) -> anyhow::Resu
             file.display()
         )
     })?;
-    let deployment = hearth_crds::parse_deployment_for(&text, Venue::Machine)?;
+    let deployment =
+        hearth_crds::parse_deployment_for(text.trim_start_matches('\u{feff}'), Venue::Machine)?;
     let name = deployment.metadata.name.clone().unwrap_or_default();
     steps.done_with(
         &format!("{name} is valid"),
@@ -62,7 +63,10 @@ pub(crate) fn plan(file: &Path, state: &StateDir, steps: &Steps) -> anyhow::Resu
     spinner.finish_and_clear();
     steps.done(&format!("this machine: {}", machine(&profile)));
 
-    let facts: ModelFacts = worker::ask(&["facts", "--json", "--model"], Some(&directory))?;
+    let facts: ModelFacts = worker::ask(
+        &["facts", "--serving", "--json", "--model"],
+        Some(&directory),
+    )?;
     steps.done(&format!("model {}", model(&facts, &directory)));
 
     let generation = state.deployment(&name).next_generation();
@@ -132,6 +136,14 @@ fn check_files(args: &UpArgs) -> anyhow::Result<()> {
     {
         bail!(
             "--api-keys is {}, which is no file\n  write one key a line into it",
+            keys.display()
+        );
+    }
+    if let Some(keys) = &args.api_keys
+        && ask::first_key(keys).is_none()
+    {
+        bail!(
+            "--api-keys is {}, which holds no key\n  write one key a line; lines that begin with # are comments",
             keys.display()
         );
     }

@@ -236,9 +236,11 @@ impl Deployment {
     /// Ends the gateway first, so that its streams still find their workers; then the workers.
     async fn stop(mut self, grace: Duration) {
         self.spinner.finish_and_clear();
-        self.prepared
-            .steps
-            .done("draining: streams in flight are finished; Ctrl-C again stops now");
+        if self.running.ready {
+            self.prepared
+                .steps
+                .done("draining: streams in flight are finished; Ctrl-C again stops now");
+        }
         let roles = [PlanRole::Gateway, PlanRole::Decode, PlanRole::Prefill];
         for role in roles {
             let ranks: Vec<String> = self

@@ -6,7 +6,9 @@ use std::path::PathBuf;
 use anyhow::Context;
 use clap::Args;
 use hearth_crds::{KvShape, ModelFacts, ModuleBytes};
-use hearth_formats::{AttentionConfig, Checkpoint, ModelConfig};
+use hearth_formats::{
+    AttentionConfig, ChatTemplate, Checkpoint, GenerationConfig, ModelConfig, Tokenizer,
+};
 use hearth_kernels::CpuBackend;
 use hearth_model::{Model, ModuleId, ModuleSpec, TensorShape};
 
@@ -19,6 +21,9 @@ pub(crate) struct FactsArgs {
     /// Print JSON
     #[arg(long)]
     json: bool,
+    /// Also check what serving needs beside the weights: tokenizer, chat template, generation defaults
+    #[arg(long)]
+    serving: bool,
 }
 
 /// Reads and prints.
@@ -26,6 +31,11 @@ pub(crate) fn run(args: &FactsArgs) -> anyhow::Result<()> {
     let config = ModelConfig::read(&args.model)?;
     let checkpoint = Checkpoint::open(&args.model)?;
     let facts = facts(&config, &checkpoint)?;
+    if args.serving {
+        Tokenizer::open(&args.model)?.check_vocab(&config)?;
+        ChatTemplate::open(&args.model)?;
+        GenerationConfig::read(&args.model)?;
+    }
     if args.json {
         println!("{}", serde_json::to_string_pretty(&facts)?);
         return Ok(());

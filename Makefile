@@ -26,7 +26,7 @@ build: ## Build both binaries
 test: ## Every test
 	@scripts/bootstrap.sh test
 	@cargo build --workspace --bins
-	@cargo test --workspace
+	@cargo test --workspace --no-fail-fast
 
 check: ## Format, lints, layering, licences
 	@scripts/bootstrap.sh check

@@ -17,10 +17,12 @@ for model in qwen3-moe deepseek-v3; do
     for dtype in fp8 bf16; do
         out=$directory/$model-$dtype
         "$worker" random --config docs/benchmarks/configs/$model.json --dtype $dtype --out "$out"
-        for threads in $(printf '1\n%s\n' "$cores" | sort -nu); do
-            for batch in 1 8; do
-                echo "== $model $dtype, $threads threads, batch $batch"
-                "$worker" bench --model "$out" --threads "$threads" --batch $batch --prefill 512 --decode 24
+        for isa in auto avx2; do
+            for threads in $(printf '1\n%s\n' "$cores" | sort -nu); do
+                for batch in 1 8; do
+                    echo "== $model $dtype, isa $isa, $threads threads, batch $batch"
+                    "$worker" bench --model "$out" --isa $isa --threads "$threads" --batch $batch --prefill 256 --decode 12
+                done
             done
         done
         rm -rf "$out"

@@ -1,5 +1,7 @@
 //! `hearth`: serves an InferenceDeployment on this machine, and shows what it would do and does.
 
+#![forbid(unsafe_code)]
+
 use std::process::ExitCode;
 
 use clap::Parser;

@@ -16,7 +16,8 @@ use crate::{
     CONNECTION_WINDOW_BYTES, Endpoint, MAX_MESSAGE_BYTES, RpcError, STREAM_WINDOW_BYTES, Tls,
     TransportError,
     v1::{
-        control_client::ControlClient, decode_client::DecodeClient, prefill_client::PrefillClient,
+        agent_client::AgentClient, control_client::ControlClient, decode_client::DecodeClient,
+        prefill_client::PrefillClient,
     },
 };
 
@@ -128,6 +129,13 @@ impl Worker {
     /// Its control service.
     pub fn control(&self) -> ControlClient<Channel> {
         ControlClient::new(self.channel.clone())
+            .max_decoding_message_size(MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(MAX_MESSAGE_BYTES)
+    }
+
+    /// Its agent service.
+    pub fn agent(&self) -> AgentClient<Channel> {
+        AgentClient::new(self.channel.clone())
             .max_decoding_message_size(MAX_MESSAGE_BYTES)
             .max_encoding_message_size(MAX_MESSAGE_BYTES)
     }

@@ -1,9 +1,10 @@
 //! Protobuf and tonic: what flows between gateway and workers, and how its connections are set up.
 //!
-//! - [`v1`]: messages and services, generated from `proto/hearth/v1/worker.proto`.
+//! - [`v1`]: messages and services, generated from `proto/hearth/v1`.
 //! - [`client`]: one kept connection for each worker; [`server`]: the other end; [`tls`]: mutual TLS for both.
 //! - [`RpcError`]: tells a worker that is gone from a request that is wrong, which decides failover.
 //! - [`CallContext`]: request id and trace context, carried as metadata; [`deadline`]: limits on streams.
+//! - [`Health`]: what probes are told, on a port of its own too.
 //! - [`kv`]: KV messages of bounded size; [`loopback`]: a worker without a port, for tests.
 //!
 //! **Invariants**
@@ -17,6 +18,7 @@ mod context;
 pub mod deadline;
 mod endpoint;
 mod error;
+mod health;
 pub mod kv;
 pub mod loopback;
 pub mod server;
@@ -26,12 +28,13 @@ pub use client::{ClientOptions, Clients, Worker};
 pub use context::{CallContext, TraceParent};
 pub use endpoint::{Endpoint, EndpointError};
 pub use error::{RpcError, RpcErrorKind, TransportError};
+pub use health::{Health, HealthPort, LIVE};
 pub use server::{Listener, ServerOptions, serve};
 pub use tls::{Tls, TlsError, TlsFiles};
 pub use tonic;
 pub use tonic_health;
 
-/// Messages and services of `hearth.v1`, generated from `proto/hearth/v1/worker.proto`.
+/// Messages and services of `hearth.v1`, generated from `proto/hearth/v1`.
 #[allow(missing_docs, clippy::all, clippy::pedantic, unreachable_pub)]
 pub mod v1 {
     tonic::include_proto!("hearth.v1");

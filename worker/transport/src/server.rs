@@ -14,6 +14,7 @@ use tonic::{
 use crate::{
     CONNECTION_WINDOW_BYTES, MAX_MESSAGE_BYTES, STREAM_WINDOW_BYTES, Tls, TransportError,
     v1::{
+        agent_server::{Agent, AgentServer},
         control_server::{Control, ControlServer},
         decode_server::{Decode, DecodeServer},
         prefill_server::{Prefill, PrefillServer},
@@ -143,6 +144,13 @@ pub fn prefill<T: Prefill>(service: T) -> PrefillServer<T> {
 /// The control service with this crate's message limits.
 pub fn control<T: Control>(service: T) -> ControlServer<T> {
     ControlServer::new(service)
+        .max_decoding_message_size(MAX_MESSAGE_BYTES)
+        .max_encoding_message_size(MAX_MESSAGE_BYTES)
+}
+
+/// The agent service with this crate's message limits.
+pub fn agent<T: Agent>(service: T) -> AgentServer<T> {
+    AgentServer::new(service)
         .max_decoding_message_size(MAX_MESSAGE_BYTES)
         .max_encoding_message_size(MAX_MESSAGE_BYTES)
 }

@@ -24,7 +24,7 @@ pub enum Venue {
 pub fn unsupported(spec: &InferenceDeploymentSpec, venue: Venue) -> Vec<FieldError> {
     let mut errors = Vec::new();
     model(spec, venue, &mut errors);
-    pools(spec, &mut errors);
+    pools(spec, venue, &mut errors);
     kv_cache(spec, &mut errors);
     surroundings(spec, venue, &mut errors);
     errors
@@ -59,8 +59,7 @@ fn model(spec: &InferenceDeploymentSpec, venue: Venue, errors: &mut Vec<FieldErr
 }
 
 fn source(source: &ModelSource, venue: Venue, errors: &mut Vec<FieldError>) {
-    const HERE: &str =
-        "fetch the files yourself and name their directory by hostPath: {path: /models/NAME}";
+    const HERE: &str = "fetch the files yourself and name their directory by hostPath: {path: /models/NAME}, or offer them as an archive by http: {url, sha256}";
     if let Some(builtin) = &source.builtin
         && !BUILTIN_MODELS.contains(&builtin.name.as_str())
     {
@@ -77,30 +76,21 @@ fn source(source: &ModelSource, venue: Venue, errors: &mut Vec<FieldError>) {
         errors.push(FieldError::new(
             "spec.model.source.huggingFace",
             format!("names {}", hub.repo),
-            format!("this engine does not download: {HERE}"),
+            format!("this engine does not download from the hub: {HERE}"),
         ));
     }
-    if let Some(http) = &source.http {
-        errors.push(FieldError::new(
-            "spec.model.source.http",
-            format!("names {}", http.url),
-            format!("this engine does not download: {HERE}"),
-        ));
-    }
-    if let Some(claim) = &source.persistent_volume_claim {
-        let remedy = match venue {
-            Venue::Machine => format!("a volume claim exists only in a cluster: {HERE}"),
-            Venue::Cluster => format!("this engine does not mount claims: {HERE}"),
-        };
+    if let Some(claim) = &source.persistent_volume_claim
+        && venue == Venue::Machine
+    {
         errors.push(FieldError::new(
             "spec.model.source.persistentVolumeClaim",
             format!("names {}", claim.claim_name),
-            remedy,
+            format!("a volume claim exists only in a cluster: {HERE}"),
         ));
     }
 }
 
-fn pools(spec: &InferenceDeploymentSpec, errors: &mut Vec<FieldError>) {
+fn pools(spec: &InferenceDeploymentSpec, venue: Venue, errors: &mut Vec<FieldError>) {
     match spec.prefill.mode {
         PrefillMode::Auto | PrefillMode::Chunked => {}
         PrefillMode::StreamLoading | PrefillMode::DistributedStreamLoading => {
@@ -111,7 +101,9 @@ fn pools(spec: &InferenceDeploymentSpec, errors: &mut Vec<FieldError>) {
             ))
         }
     }
-    if let Some(gpus @ 1..) = spec.prefill.gpus_per_worker {
+    if let Some(gpus @ 1..) = spec.prefill.gpus_per_worker
+        && venue == Venue::Machine
+    {
         errors.push(FieldError::new(
             "spec.prefill.gpusPerWorker",
             format!("is {gpus}"),

@@ -88,6 +88,9 @@ pub struct InferenceDeploymentSpec {
     /// How clients reach the service.
     #[serde(default)]
     pub endpoint: EndpointSpec,
+    /// How a change replaces what runs.
+    #[serde(default)]
+    pub rollout: RolloutSpec,
 }
 
 /// How the model is spread over devices and nodes.
@@ -396,6 +399,17 @@ pub struct AutoscalingSpec {
     /// How long a lower number of workers must suffice before the pool shrinks, such as 5m.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scale_down_stabilization: Option<DurationText>,
+}
+
+/// How a change replaces what runs.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct RolloutSpec {
+    /// How long a new plan may take until all its workers are ready, such as 20m for a large model on a slow disk;
+    /// then the last plan that served comes back. By default 10m.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub progress_deadline: Option<DurationText>,
 }
 
 /// How clients reach the service.

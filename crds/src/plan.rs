@@ -147,6 +147,9 @@ pub struct PlanRank {
     pub pinning: Pinning,
     /// `cpu`, or the UUID of a GPU.
     pub device: String,
+    /// GPUs that its Pod holds through the cluster's device plugin.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub gpus: u32,
     /// How its weights live in memory; none for the gateway.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub residency: Option<PlanResidency>,
@@ -165,6 +168,10 @@ pub struct PlanRank {
     /// What this rank should achieve; none for the gateway.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub predicted: Option<RankPrediction>,
+}
+
+fn is_zero(count: &u32) -> bool {
+    *count == 0
 }
 
 /// What a rank does.

@@ -46,13 +46,20 @@ pub(crate) fn check_kv_budget(
 
 /// Words and advice for a rank that has no room.
 pub(crate) fn refusal(
-    nodes: &[&NodeProfileSpec],
+    chooser: &Chooser<'_>,
     demand: &Demand<'_>,
     wanted: Wanted,
     spec: &InferenceDeploymentSpec,
     no_room: NoRoom,
 ) -> PlanError {
+    let nodes = chooser.nodes();
     match no_room {
+        NoRoom::Gpus { what, shortage } => PlanError::TooFewGpus {
+            what,
+            node: shortage.node,
+            needs: shortage.needs,
+            free: shortage.free,
+        },
         NoRoom::Cores { node, crew } => too_few_cores(nodes[node], wanted, crew),
         NoRoom::Memory { what, shortage } => {
             let crew = Crew {
@@ -61,13 +68,13 @@ pub(crate) fn refusal(
                 decode: wanted.decode,
             };
             if let [node] = nodes
-                && !Chooser::new(nodes, demand, spec).has_cores(0, crew)
+                && !chooser.has_cores(0, crew)
             {
                 return too_few_cores(node, wanted, crew);
             }
             let (what, shortage) = whole_need(nodes, demand, wanted, what, shortage);
             let trial = Trial {
-                nodes,
+                chooser,
                 wanted,
                 spec,
             };
@@ -153,20 +160,15 @@ fn too_few_cores(node: &NodeProfileSpec, wanted: Wanted, crew: Crew) -> PlanErro
 }
 
 struct Trial<'a> {
-    nodes: &'a [&'a NodeProfileSpec],
+    chooser: &'a Chooser<'a>,
     wanted: Wanted,
     spec: &'a InferenceDeploymentSpec,
 }
 
 impl Trial<'_> {
     fn fits(&self, demand: &Demand<'_>, wanted: Wanted) -> bool {
-        place(
-            self.nodes,
-            demand,
-            wanted,
-            &Chooser::new(self.nodes, demand, self.spec),
-        )
-        .is_ok()
+        let chooser = self.chooser.with_demand(demand);
+        place(self.chooser.nodes(), demand, wanted, &chooser).is_ok()
     }
 
     /// Single changes that fit, the mildest first.

@@ -151,4 +151,19 @@ pub enum PlanError {
         /// Whether leaving out the prefill workers suffices.
         chunked_fits: bool,
     },
+    /// Too few GPUs that the device plugin can still give.
+    #[error(
+        "{what} needs {needs} GPU{} on one node (spec.prefill.gpusPerWorker), node {node} has {free} free\n  \
+         lower spec.prefill.gpusPerWorker, add a GPU node with its device plugin, or write 0 to run on CPUs", if *.needs == 1 { "" } else { "s" }
+    )]
+    TooFewGpus {
+        /// What was to be placed, such as `prefill-0`.
+        what: String,
+        /// The node with the most free GPUs.
+        node: String,
+        /// GPUs that the ranks of one node would hold.
+        needs: u32,
+        /// GPUs that the node can give.
+        free: u32,
+    },
 }

@@ -26,12 +26,24 @@ pub(crate) enum NoRoom {
     Memory { what: String, shortage: Shortage },
     /// For want of cores with `Exclusive`; the node with the most.
     Cores { node: usize, crew: Crew },
+    /// For want of GPUs; the node with the most.
+    Gpus { what: String, shortage: GpuShortage },
+}
+
+/// By how many GPUs a node is too small.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct GpuShortage {
+    pub node: String,
+    pub needs: u32,
+    pub free: u32,
 }
 
 /// What placement asks about a node and the ranks that it would then have.
 pub(crate) trait Cost {
     /// Whether the node has CPUs for them.
     fn has_cores(&self, node: usize, crew: Crew) -> bool;
+    /// What the node lacks of the GPUs that they hold.
+    fn gpus_short(&self, node: usize, crew: Crew) -> Option<GpuShortage>;
     /// Time per output token of a further decode rank.
     fn decode_ms(&self, node: usize, crew: Crew) -> f64;
     /// Time to first token through a further prefill rank; infinite where no link leads to a decode rank.
@@ -114,12 +126,22 @@ impl Candidates<'_> {
         let mut best: Option<(f64, usize)> = None;
         let mut nearest: Option<Shortage> = None;
         let mut crowded: Option<(usize, usize, Crew)> = None;
+        let mut without_gpus: Option<GpuShortage> = None;
         for (n, node) in self.nodes.iter().enumerate() {
             let crew = with(self.crews[n]);
             if !self.cost.has_cores(n, crew) {
                 let cores = core_count(node);
                 if crowded.is_none_or(|(most, ..)| cores > most) {
                     crowded = Some((cores, n, crew));
+                }
+                continue;
+            }
+            if let Some(short) = self.cost.gpus_short(n, crew) {
+                if without_gpus
+                    .as_ref()
+                    .is_none_or(|most| short.free > most.free)
+                {
+                    without_gpus = Some(short);
                 }
                 continue;
             }
@@ -141,14 +163,13 @@ impl Candidates<'_> {
                 }
             }
         }
-        match (best, nearest, crowded) {
-            (Some((_, node)), _, _) => Ok(node),
-            (None, Some(shortage), _) => Err(NoRoom::Memory {
-                what: what.to_owned(),
-                shortage,
-            }),
-            (None, None, Some((_, node, crew))) => Err(NoRoom::Cores { node, crew }),
-            (None, None, None) => Ok(0),
+        let what = what.to_owned();
+        match (best, nearest, without_gpus, crowded) {
+            (Some((_, node)), ..) => Ok(node),
+            (None, Some(shortage), ..) => Err(NoRoom::Memory { what, shortage }),
+            (None, None, Some(shortage), _) => Err(NoRoom::Gpus { what, shortage }),
+            (None, None, None, Some((_, node, crew))) => Err(NoRoom::Cores { node, crew }),
+            (None, None, None, None) => Ok(0),
         }
     }
 }

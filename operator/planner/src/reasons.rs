@@ -22,6 +22,7 @@ pub(crate) fn write(
     weights(draft, ranks, &mut why);
     kv(draft, ranks, &mut why);
     cpus(draft, ranks, &mut why);
+    held_gpus(ranks, &mut why);
     route(ranks, routing, &mut why);
     objectives(draft, predicted, &mut why);
     let mut not_chosen = Vec::new();
@@ -66,6 +67,19 @@ fn topology(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
         }
         (_, places) => format!("hybrid over {}: {devices}", places.join(", ")),
     });
+}
+
+/// A GPU that is asked for is held, and it is said that nothing runs on it yet.
+fn held_gpus(ranks: &[PlanRank], why: &mut Vec<String>) {
+    for rank in ranks.iter().filter(|rank| rank.gpus > 0) {
+        why.push(format!(
+            "{} on {}: holds {} GPU{} as spec.prefill.gpusPerWorker asks; this engine computes on CPUs, so predictions leave them out",
+            rank.name,
+            rank.node,
+            rank.gpus,
+            if rank.gpus == 1 { "" } else { "s" },
+        ));
+    }
 }
 
 /// The node of a rank with its crew.

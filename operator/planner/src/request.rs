@@ -1,5 +1,7 @@
 //! The planner's one entry: from a request to a plan.
 
+use std::collections::BTreeMap;
+
 use hearth_crds::{
     DEVICE_CPU, DeploymentRef, FieldError, InferenceDeploymentSpec, InferencePlanSpec, KvType,
     NodeProfileSpec, Pinning, PlanKv, PlanKvType, PlanModel, PlanPrediction, PlanRank,
@@ -11,7 +13,7 @@ use crate::advice;
 use crate::cpus::{CpuSet, Crew, CrewCpus, divide, widen_memory};
 use crate::error::PlanError;
 use crate::memory::{BLOCK_TOKENS, Demand, NodeBudget, PREFILL_BATCH};
-use crate::place::{Cost, Placement, Wanted, place};
+use crate::place::{Cost, GpuShortage, Placement, Wanted, place};
 use crate::predict::{LOOPBACK_GBPS, Predictor, Rates, rounded};
 use crate::reasons;
 use hearth_crds::{KvShape, ModelFacts};
@@ -52,6 +54,8 @@ pub struct PlanRequest<'a> {
     pub model_path: &'a str,
     /// Measured nodes, in any order.
     pub profiles: &'a [NodeProfileSpec],
+    /// GPUs that the cluster's device plugin can still give, by node; a node that is not named has none.
+    pub gpus_free: &'a BTreeMap<String, u32>,
 }
 
 /// Makes the plan.
@@ -85,13 +89,9 @@ pub fn plan(request: &PlanRequest<'_>) -> Result<InferencePlanSpec, PlanError> {
         prefill: spec.prefill.planned_replicas(),
         decode: spec.decode.planned_replicas(),
     };
-    let chooser = Chooser {
-        nodes: &nodes,
-        demand: &demand,
-        spec,
-    };
+    let chooser = Chooser::new(&nodes, &demand, spec, request.gpus_free);
     let placement = place(&nodes, &demand, wanted, &chooser)
-        .map_err(|no_room| advice::refusal(&nodes, &demand, wanted, spec, no_room))?;
+        .map_err(|no_room| advice::refusal(&chooser, &demand, wanted, spec, no_room))?;
     let draft = Draft {
         request,
         nodes: &nodes,
@@ -181,6 +181,7 @@ pub(crate) struct Chooser<'a> {
     nodes: &'a [&'a NodeProfileSpec],
     demand: &'a Demand<'a>,
     spec: &'a InferenceDeploymentSpec,
+    gpus_free: &'a BTreeMap<String, u32>,
 }
 
 impl<'a> Chooser<'a> {
@@ -188,11 +189,13 @@ impl<'a> Chooser<'a> {
         nodes: &'a [&'a NodeProfileSpec],
         demand: &'a Demand<'a>,
         spec: &'a InferenceDeploymentSpec,
+        gpus_free: &'a BTreeMap<String, u32>,
     ) -> Self {
         Self {
             nodes,
             demand,
             spec,
+            gpus_free,
         }
     }
 
@@ -240,16 +243,24 @@ impl<'a> Chooser<'a> {
             .max(f64::MIN_POSITIVE)
     }
 
+    pub(crate) fn nodes(&self) -> &'a [&'a NodeProfileSpec] {
+        self.nodes
+    }
+
+    /// The same nodes and spec under other demands on memory.
+    pub(crate) fn with_demand<'b>(&self, demand: &'b Demand<'b>) -> Chooser<'b>
+    where
+        'a: 'b,
+    {
+        Chooser { demand, ..*self }
+    }
+
     /// The same nodes and model under another spec.
     pub(crate) fn with_spec<'b>(&self, spec: &'b InferenceDeploymentSpec) -> Chooser<'b>
     where
         'a: 'b,
     {
-        Chooser {
-            nodes: self.nodes,
-            demand: self.demand,
-            spec,
-        }
+        Chooser { spec, ..*self }
     }
 
     pub(crate) fn prompt_tokens(&self) -> u32 {
@@ -264,6 +275,17 @@ impl<'a> Chooser<'a> {
 impl Cost for Chooser<'_> {
     fn has_cores(&self, node: usize, crew: Crew) -> bool {
         self.cpus(node, crew).is_some()
+    }
+
+    fn gpus_short(&self, node: usize, crew: Crew) -> Option<GpuShortage> {
+        let needs = crew.prefill * self.spec.prefill.gpus_per_worker.unwrap_or(0);
+        let name = &self.nodes[node].node;
+        let free = self.gpus_free.get(name).copied().unwrap_or(0);
+        (needs > free).then(|| GpuShortage {
+            node: name.clone(),
+            needs,
+            free,
+        })
     }
 
     fn decode_ms(&self, node: usize, crew: Crew) -> f64 {
@@ -426,6 +448,11 @@ impl Draft<'_> {
             threads: set.threads,
             pinning: self.request.spec.placement.pinning,
             device: DEVICE_CPU.to_owned(),
+            gpus: if role == PlanRole::Prefill {
+                self.request.spec.prefill.gpus_per_worker.unwrap_or(0)
+            } else {
+                0
+            },
             residency: is_worker.then_some(PlanResidency {
                 policy: budget.policy,
                 weight_bytes,

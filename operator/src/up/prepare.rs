@@ -1,5 +1,6 @@
 //! Everything before the first process: it reads files and measures, and changes nothing but the state directory.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::Path;
@@ -43,12 +44,7 @@ pub(crate) struct Planned {
 /// # Errors
 /// Whatever is wrong with the file, the model or the machine, by field.
 pub(crate) fn plan(file: &Path, state: &StateDir, steps: &Steps) -> anyhow::Result<Planned> {
-    let text = std::fs::read_to_string(file).with_context(|| {
-        format!(
-            "{} cannot be read\n  name an InferenceDeployment's file with -f",
-            file.display()
-        )
-    })?;
+    let text = read(file)?;
     let deployment =
         hearth_crds::parse_deployment_for(text.trim_start_matches('\u{feff}'), Venue::Machine)?;
     let name = deployment.metadata.name.clone().unwrap_or_default();
@@ -82,8 +78,24 @@ pub(crate) fn plan(file: &Path, state: &StateDir, steps: &Steps) -> anyhow::Resu
         facts: &facts,
         model_path: &directory.display().to_string(),
         profiles: &[profile],
+        gpus_free: &BTreeMap::new(),
     })?;
     Ok(Planned { name, plan })
+}
+
+/// The text of a file, or of standard input for `-`.
+fn read(file: &Path) -> anyhow::Result<String> {
+    let text = match file.to_str() {
+        Some("-") => std::io::read_to_string(std::io::stdin()),
+        _ => std::fs::read_to_string(file),
+    };
+    text.with_context(|| {
+        let name = match file.to_str() {
+            Some("-") => "standard input".to_owned(),
+            _ => file.display().to_string(),
+        };
+        format!("{name} cannot be read\n  name an InferenceDeployment's file with -f")
+    })
 }
 
 /// All of the above, then addresses, and the plan on disk.
@@ -146,6 +158,19 @@ fn check_files(args: &UpArgs) -> anyhow::Result<()> {
             "--api-keys is {}, which holds no key\n  write one key a line; lines that begin with # are comments",
             keys.display()
         );
+    }
+    for (flag, what, file) in [
+        ("--https-cert", "certificate", &args.https_cert),
+        ("--https-key", "private key", &args.https_key),
+    ] {
+        if let Some(file) = file
+            && !file.is_file()
+        {
+            bail!(
+                "{flag} is {}, which is no file\n  name a PEM file with the {what} of the endpoint",
+                file.display()
+            );
+        }
     }
     let Some(directory) = &args.tls_dir else {
         return Ok(());

@@ -1,6 +1,8 @@
 //! Machines and models that the planner's tests share.
 #![allow(dead_code, missing_docs, unreachable_pub, clippy::unwrap_used)]
 
+use std::collections::BTreeMap;
+
 use hearth_crds::{
     ComputeProfile, CpuProfile, DiskProfile, GpuProfile, InferenceDeploymentSpec, IsaProfile,
     MemoryProfile, NodeProfileSpec, NumaNodeProfile,
@@ -242,6 +244,9 @@ pub fn spec(yaml: &str) -> InferenceDeploymentSpec {
     serde_norway::from_str(&text).unwrap()
 }
 
+/// No device plugin anywhere.
+static NO_GPUS: BTreeMap<String, u32> = BTreeMap::new();
+
 pub fn request<'a>(
     spec: &'a InferenceDeploymentSpec,
     facts: &'a ModelFacts,
@@ -255,5 +260,6 @@ pub fn request<'a>(
         facts,
         model_path: "/models/m",
         profiles,
+        gpus_free: &NO_GPUS,
     }
 }

@@ -26,6 +26,8 @@ mod status;
 #[cfg(feature = "kube")]
 mod crd;
 #[cfg(feature = "kube")]
+mod offer;
+#[cfg(feature = "kube")]
 mod parse;
 #[cfg(feature = "kube")]
 mod rules;

@@ -6,6 +6,7 @@ use serde_json::Value;
 
 use crate::capability::{Venue, unsupported};
 use crate::error::FieldError;
+use crate::offer::Offer;
 use crate::structural;
 use crate::{API_VERSION, InferenceDeployment};
 
@@ -68,19 +69,11 @@ impl ParseError {
 /// # Errors
 /// [`ParseError`]; all faults of one stage are reported together.
 pub fn parse_deployment(yaml_text: &str) -> Result<InferenceDeployment, ParseError> {
-    let object = one_document(yaml_text)?;
-    check_header(&object)?;
-    check_object(&object)?;
-    serde_json::from_value(object).map_err(|error| {
-        ParseError::Fields(vec![FieldError::new(
-            "spec",
-            "cannot be read",
-            error.to_string(),
-        )])
-    })
+    parse(yaml_text, None)
 }
 
-/// [`parse_deployment`], then every field that asks for what this engine cannot do at `venue` is refused too.
+/// [`parse_deployment`], and every field that asks for what this engine cannot do at `venue` is refused too. Messages
+/// offer only what is accepted there.
 ///
 /// # Errors
 /// [`ParseError`].
@@ -88,11 +81,13 @@ pub fn parse_deployment_for(
     yaml_text: &str,
     venue: Venue,
 ) -> Result<InferenceDeployment, ParseError> {
-    let deployment = parse_deployment(yaml_text)?;
-    match unsupported(&deployment.spec, venue) {
-        errors if errors.is_empty() => Ok(deployment),
-        errors => Err(ParseError::Fields(errors)),
-    }
+    parse(yaml_text, Some(venue))
+}
+
+fn parse(yaml_text: &str, venue: Option<Venue>) -> Result<InferenceDeployment, ParseError> {
+    let object = one_document(yaml_text)?;
+    check_header(&object)?;
+    check_object(object, venue)
 }
 
 /// Checks a deployment that did not come from a file (the operator's, read from the API server) by the same rules.
@@ -105,11 +100,7 @@ pub fn validate_deployment(
 ) -> Result<(), ParseError> {
     let object =
         serde_json::to_value(deployment).map_err(|error| ParseError::Schema(error.to_string()))?;
-    check_object(&object)?;
-    match unsupported(&deployment.spec, venue) {
-        errors if errors.is_empty() => Ok(()),
-        errors => Err(ParseError::Fields(errors)),
-    }
+    check_object(object, Some(venue)).map(|_| ())
 }
 
 fn one_document(text: &str) -> Result<Value, ParseError> {
@@ -189,15 +180,41 @@ fn check_header(object: &Value) -> Result<(), ParseError> {
     }
 }
 
-/// Shape first: CEL rules may then rely on the types. Lengths and CEL faults come together.
-fn check_object(object: &Value) -> Result<(), ParseError> {
+/// Shape first: rules may then rely on the types. Faults of rules and what the engine lacks come together.
+fn check_object(object: Value, venue: Option<Venue>) -> Result<InferenceDeployment, ParseError> {
     let schema = crate::crd::deployment_schema().map_err(ParseError::Schema)?;
-    let shape = structural::check(schema, object, "");
+    let offer = Offer::at(venue);
+    let shape = structural::check(schema, &object, offer);
     if !shape.is_empty() {
         return Err(ParseError::Fields(shape));
     }
+    let mut errors = broken_rules(schema, &object, offer)?;
+    let deployment = match serde_json::from_value::<InferenceDeployment>(object) {
+        Ok(deployment) => deployment,
+        Err(_) if !errors.is_empty() => return Err(ParseError::Fields(errors)),
+        Err(error) => {
+            let fault = FieldError::new("spec", "cannot be read", error.to_string());
+            return Err(ParseError::Fields(vec![fault]));
+        }
+    };
+    if let Some(venue) = venue {
+        errors.extend(unsupported(&deployment.spec, venue));
+    }
+    if errors.is_empty() {
+        Ok(deployment)
+    } else {
+        Err(ParseError::Fields(errors))
+    }
+}
+
+/// The CEL rules of `schema` that `object` breaks.
+fn broken_rules(
+    schema: &Value,
+    object: &Value,
+    offer: Offer,
+) -> Result<Vec<FieldError>, ParseError> {
     let Err(broken) = Validator::new().validate(schema, object, None) else {
-        return Ok(());
+        return Ok(Vec::new());
     };
     let mut errors: Vec<FieldError> = Vec::new();
     for error in &broken {
@@ -212,16 +229,13 @@ fn check_object(object: &Value) -> Result<(), ParseError> {
         } else {
             error.field_path.as_str()
         };
-        let value = structural::lookup(object, field);
-        let problem = match value {
-            // Rules of whole objects speak of what is written, not of defaults.
-            Some(value) => FieldError::describe(Some(value)),
-            None => FieldError::describe(None),
-        };
-        let fault = FieldError::new(field, problem, error.message.clone());
+        // Rules of whole objects speak of what is written, not of defaults.
+        let problem = FieldError::describe(structural::lookup(object, field));
+        let remedy = offer.narrow(&error.message, structural::schema_at(schema, field), field);
+        let fault = FieldError::new(field, problem, remedy);
         if !errors.contains(&fault) {
             errors.push(fault);
         }
     }
-    Err(ParseError::Fields(errors))
+    Ok(errors)
 }

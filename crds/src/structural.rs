@@ -5,15 +5,29 @@
 use serde_json::{Map, Value};
 
 use crate::error::FieldError;
+use crate::offer::{Offer, join};
 
 /// Members of every object, which no schema lists.
 const HEADER: [&str; 3] = ["apiVersion", "kind", "metadata"];
 
-/// Every place where `value` does not have the shape of `schema`. `path` is the value's own path, empty at the root.
-pub(crate) fn check(schema: &Value, value: &Value, path: &str) -> Vec<FieldError> {
-    let mut errors = Vec::new();
-    walk(schema, value, path, &mut errors);
-    errors
+/// Every place where `value`, a whole object, does not have the shape of `schema`. Remedies name what is in `offer`.
+pub(crate) fn check(schema: &Value, value: &Value, offer: Offer) -> Vec<FieldError> {
+    let mut walk = Walk {
+        offer,
+        errors: Vec::new(),
+    };
+    walk.value(schema, value, "");
+    walk.errors
+}
+
+/// The schema of the value at a path such as `spec.model.adapters[0].name`.
+pub(crate) fn schema_at<'s>(root: &'s Value, path: &str) -> &'s Value {
+    path.split('.')
+        .filter(|part| !part.is_empty())
+        .fold(root, |schema, part| match part.split_once('[') {
+            Some((name, _)) => &schema["properties"][name]["items"],
+            None => &schema["properties"][part],
+        })
 }
 
 /// The value at a path such as `spec.model.adapters[0].name`.
@@ -36,212 +50,148 @@ pub(crate) fn lookup<'v>(root: &'v Value, path: &str) -> Option<&'v Value> {
         })
 }
 
-fn walk(schema: &Value, value: &Value, path: &str, errors: &mut Vec<FieldError>) {
-    let type_ = schema["type"].as_str().unwrap_or_default();
-    let expected = match (type_, value) {
-        (_, Value::Null) => {
-            errors.push(FieldError::new(
-                path,
-                "has no value",
-                "write a value after the colon, or remove the line",
-            ));
-            return;
-        }
-        ("object", Value::Object(object)) => return walk_object(schema, object, path, errors),
-        ("array", Value::Array(items)) => {
-            limit(
-                schema,
-                "maxItems",
-                items.len(),
-                "items",
-                value,
-                path,
-                errors,
-            );
-            for (i, item) in items.iter().enumerate() {
-                walk(&schema["items"], item, &format!("{path}[{i}]"), errors);
-            }
-            return;
-        }
-        ("string", Value::String(text)) => return walk_string(schema, text, value, path, errors),
-        ("boolean", Value::Bool(_)) | ("number", Value::Number(_)) | ("", _) => return,
-        ("integer", Value::Number(number)) if number.is_i64() || number.is_u64() => return,
-        ("object", _) => "write fields below it, indented by two blanks",
-        ("array", _) => "write a list: one line a member, each beginning with \"- \"",
-        ("string", _) => {
-            "write a text; put it in quotes if it looks like a number or like yes, no, on, off"
-        }
-        ("boolean", _) => "write true or false",
-        ("integer", _) => "write a whole number without quotes",
-        _ => "write a number without quotes",
-    };
-    let remedy = match enum_words(schema) {
-        Some(words) => {
-            format!("write one of {words} (in quotes if it reads as a number or as on, off)")
-        }
-        None => expected.to_owned(),
-    };
-    errors.push(FieldError::new(
-        path,
-        FieldError::describe(Some(value)),
-        remedy,
-    ));
+struct Walk {
+    offer: Offer,
+    errors: Vec<FieldError>,
 }
 
-fn walk_object(
-    schema: &Value,
-    object: &Map<String, Value>,
-    path: &str,
-    errors: &mut Vec<FieldError>,
-) {
-    if let Some(required) = schema["required"].as_array() {
-        for name in required
-            .iter()
-            .filter_map(Value::as_str)
-            .filter(|name| !object.contains_key(*name))
+impl Walk {
+    fn complain(&mut self, path: impl Into<String>, problem: impl Into<String>, remedy: String) {
+        self.errors.push(FieldError::new(path, problem, remedy));
+    }
+
+    fn value(&mut self, schema: &Value, value: &Value, path: &str) {
+        let type_ = schema["type"].as_str().unwrap_or_default();
+        let expected = match (type_, value) {
+            (_, Value::Null) => {
+                let remedy = "write a value after the colon, or remove the line".to_owned();
+                return self.complain(path, "has no value", remedy);
+            }
+            ("object", Value::Object(object)) => return self.object(schema, object, path),
+            ("array", Value::Array(items)) => {
+                self.limit(schema, "maxItems", (items.len(), "items"), value, path);
+                for (i, item) in items.iter().enumerate() {
+                    self.value(&schema["items"], item, &format!("{path}[{i}]"));
+                }
+                return;
+            }
+            ("string", Value::String(text)) => return self.text(schema, text, value, path),
+            ("boolean", Value::Bool(_)) | ("number", Value::Number(_)) | ("", _) => return,
+            ("integer", Value::Number(number)) if number.is_i64() || number.is_u64() => return,
+            ("object", _) => "write fields below it, indented by two blanks",
+            ("array", _) => "write a list: one line a member, each beginning with \"- \"",
+            // The rule of a text says more than that it is one: `write an amount of memory …`.
+            ("string", _) => schema["x-kubernetes-validations"][0]["message"].as_str().unwrap_or(
+                "write a text; put it in quotes if it looks like a number or like yes, no, on, off",
+            ),
+            ("boolean", _) => "write true or false",
+            ("integer", _) => "write a whole number without quotes",
+            _ => "write a number without quotes",
+        };
+        let remedy = match self.offer.values(schema, path) {
+            Some(words) => {
+                format!("write one of {words} (in quotes if it reads as a number or as on, off)")
+            }
+            None => expected.to_owned(),
+        };
+        self.complain(path, FieldError::describe(Some(value)), remedy);
+    }
+
+    fn object(&mut self, schema: &Value, object: &Map<String, Value>, path: &str) {
+        if let Some(required) = schema["required"].as_array() {
+            for name in required
+                .iter()
+                .filter_map(Value::as_str)
+                .filter(|name| !object.contains_key(*name))
+            {
+                let (property, path) = (&schema["properties"][name], join(path, name));
+                let about = property["description"].as_str();
+                let about = self
+                    .offer
+                    .narrow(about.unwrap_or("it is required"), property, &path);
+                let remedy = format!("write it: {}", lower_first(&about));
+                self.complain(path, "is missing", remedy);
+            }
+        }
+        if schema["maxProperties"].is_number() {
+            let value = Value::Object(object.clone());
+            let size = (object.len(), "members");
+            self.limit(schema, "maxProperties", size, &value, path);
+        }
+        let Some(properties) = schema["properties"].as_object() else {
+            if schema["additionalProperties"].is_object() {
+                for (name, value) in object {
+                    self.value(&schema["additionalProperties"], value, &join(path, name));
+                }
+            }
+            return;
+        };
+        for (name, value) in object {
+            // The API server adds these three to every schema.
+            if path.is_empty() && HEADER.contains(&name.as_str()) {
+                continue;
+            }
+            match properties.get(name) {
+                Some(property) => self.value(property, value, &join(path, name)),
+                None => self.unknown(properties, name, path),
+            }
+        }
+    }
+
+    fn text(&mut self, schema: &Value, text: &str, value: &Value, path: &str) {
+        let members = schema["enum"].as_array();
+        let is_member =
+            |members: &Vec<Value>| members.iter().any(|member| member.as_str() == Some(text));
+        if members.is_some_and(|members| !is_member(members))
+            && let Some(words) = self.offer.values(schema, path)
         {
-            let about = schema["properties"][name]["description"]
-                .as_str()
-                .unwrap_or("it is required");
-            errors.push(FieldError::new(
-                join(path, name),
-                "is missing",
-                format!("write it: {}", lower_first(about)),
-            ));
+            let problem = FieldError::describe(Some(value));
+            self.complain(path, problem, format!("write one of {words}"));
+        }
+        let size = (text.chars().count(), "characters");
+        self.limit(schema, "maxLength", size, value, path);
+    }
+
+    /// Refuses a value of more items (or characters …) than `keyword` of the schema allows.
+    fn limit(
+        &mut self,
+        schema: &Value,
+        keyword: &str,
+        (len, unit): (usize, &str),
+        value: &Value,
+        path: &str,
+    ) {
+        if let Some(max) = schema[keyword].as_u64()
+            && len as u64 > max
+        {
+            let problem = FieldError::describe(Some(value));
+            self.complain(path, problem, format!("write at most {max} {unit}"));
         }
     }
-    if schema["maxProperties"].is_number() {
-        limit(
-            schema,
-            "maxProperties",
-            object.len(),
-            "members",
-            &Value::Object(object.clone()),
-            path,
-            errors,
-        );
-    }
-    let Some(properties) = schema["properties"].as_object() else {
-        if schema["additionalProperties"].is_object() {
-            for (name, value) in object {
-                walk(
-                    &schema["additionalProperties"],
-                    value,
-                    &join(path, name),
-                    errors,
-                );
-            }
-        }
-        return;
-    };
-    for (name, value) in object {
-        // The API server adds these three to every schema.
-        if path.is_empty() && HEADER.contains(&name.as_str()) {
-            continue;
-        }
-        match properties.get(name) {
-            Some(property) => walk(property, value, &join(path, name), errors),
-            None => errors.push(unknown(properties, name, path)),
-        }
-    }
-}
 
-fn walk_string(
-    schema: &Value,
-    text: &str,
-    value: &Value,
-    path: &str,
-    errors: &mut Vec<FieldError>,
-) {
-    let members = schema["enum"].as_array();
-    if let Some(words) = enum_words(schema)
-        && members
-            .is_some_and(|members| !members.iter().any(|member| member.as_str() == Some(text)))
-    {
-        errors.push(FieldError::new(
-            path,
-            FieldError::describe(Some(value)),
-            format!("write one of {words}"),
-        ));
-    }
-    limit(
-        schema,
-        "maxLength",
-        text.chars().count(),
-        "characters",
-        value,
-        path,
-        errors,
-    );
-}
-
-fn limit(
-    schema: &Value,
-    keyword: &str,
-    len: usize,
-    unit: &str,
-    value: &Value,
-    path: &str,
-    errors: &mut Vec<FieldError>,
-) {
-    if let Some(max) = schema[keyword].as_u64()
-        && len as u64 > max
-    {
-        let problem = FieldError::describe(Some(value));
-        errors.push(FieldError::new(
-            path,
-            problem,
-            format!("write at most {max} {unit}"),
-        ));
-    }
-}
-
-fn enum_words(schema: &Value) -> Option<String> {
-    let words: Vec<&str> = schema["enum"]
-        .as_array()?
-        .iter()
-        .filter_map(Value::as_str)
-        .collect();
-    Some(words.join(", "))
-}
-
-fn unknown(properties: &Map<String, Value>, name: &str, path: &str) -> FieldError {
-    let parent = if path.is_empty() {
-        "the file".to_owned()
-    } else {
-        path.to_owned()
-    };
-    let header = if path.is_empty() { &HEADER[..] } else { &[] };
-    let names: Vec<&str> = header
-        .iter()
-        .copied()
-        .chain(properties.keys().map(String::as_str))
-        .collect();
-    let closest = names
-        .iter()
-        .map(|known| {
-            (
-                edit_distance(&known.to_lowercase(), &name.to_lowercase()),
-                *known,
-            )
-        })
-        .min()
-        .filter(|(distance, known)| *distance <= 2.min(known.len() / 2));
-    let hint = closest
-        .map(|(_, known)| format!("did you mean {known}? "))
-        .unwrap_or_default();
-    FieldError::new(
-        join(path, name),
-        format!("is not a field of {parent}"),
-        format!("{hint}The fields are {}", names.join(", ")),
-    )
-}
-
-fn join(path: &str, name: &str) -> String {
-    if path.is_empty() {
-        name.to_owned()
-    } else {
-        format!("{path}.{name}")
+    fn unknown(&mut self, properties: &Map<String, Value>, name: &str, path: &str) {
+        let (parent, header) = match path {
+            "" => ("the file", &HEADER[..]),
+            path => (path, &[][..]),
+        };
+        let fields = self.offer.fields(properties, path);
+        let names: Vec<&str> = header.iter().copied().chain(fields).collect();
+        let closest = names
+            .iter()
+            .map(|known| {
+                (
+                    edit_distance(&known.to_lowercase(), &name.to_lowercase()),
+                    *known,
+                )
+            })
+            .min()
+            .filter(|(distance, known)| *distance <= 2.min(known.len() / 2));
+        let hint = closest
+            .map(|(_, known)| format!("did you mean {known}? "))
+            .unwrap_or_default();
+        let remedy = format!("{hint}The fields are {}", names.join(", "));
+        let problem = format!("is not a field of {parent}");
+        self.complain(join(path, name), problem, remedy);
     }
 }
 

@@ -204,6 +204,14 @@ fn texts_of_amounts_are_checked() {
         "  objectives: {timeToFirstToken: 30 seconds}",
         "spec.objectives.timeToFirstToken is \"30 seconds\"\n  write a duration as a number and ms, s, m or h, such as 50ms, 30s or 1m30s",
     );
+    refused(
+        "  decode: {kvCache: {memory: 64}}",
+        "spec.decode.kvCache.memory is 64\n  write an amount of memory as a number and Ki, Mi, Gi or Ti, such as 512Mi or 11.5Gi",
+    );
+    refused(
+        "  objectives: {timePerOutputToken: 50}",
+        "spec.objectives.timePerOutputToken is 50\n  write a duration as a number and ms, s, m or h, such as 50ms, 30s or 1m30s",
+    );
     // The rule and the parser agree on every text.
     for memory in [
         "1",
@@ -250,9 +258,13 @@ fn shapes_are_checked_before_rules() {
         "  decode:",
         "spec.decode has no value\n  write a value after the colon, or remove the line",
     );
+    assert_eq!(
+        refusal(&deployment("  model: {}\n")),
+        "spec.model.source is missing\n  write it: where the model's files come from: exactly one of builtin, huggingFace, persistentVolumeClaim, hostPath, http"
+    );
     refused(
-        "  decode: {kvCache: {memory: 64}}",
-        "spec.decode.kvCache.memory is 64\n  write a text; put it in quotes if it looks like a number or like yes, no, on, off",
+        "  placement: {nodeSelector: {disk: 1}}",
+        "spec.placement.nodeSelector.disk is 1\n  write a text; put it in quotes if it looks like a number or like yes, no, on, off",
     );
     let missing = refusal(&deployment("  strategy: Auto\n"));
     assert_eq!(

@@ -1,0 +1,136 @@
+//! What a message may offer. A value or a field that is refused at the venue is no help to anybody, so each is tried
+//! on [`unsupported`] in a spec that sets just that; there is no second list of what the engine can do.
+
+use serde_json::{Map, Value, json};
+
+use crate::InferenceDeploymentSpec;
+use crate::capability::{BUILTIN_MODELS, Venue, unsupported};
+
+/// Texts that some field of type string takes: any text, an amount of memory, a duration.
+const TEXTS: [&str; 2] = ["1Mi", "1s"];
+/// How a list of members begins in the words of a rule or a description.
+const LIST: &str = "exactly one of ";
+
+/// What is accepted at one venue; everything where none is given.
+#[derive(Clone, Copy)]
+pub(crate) struct Offer(Option<Venue>);
+
+impl Offer {
+    /// What is accepted at `venue`.
+    pub(crate) fn at(venue: Option<Venue>) -> Self {
+        Self(venue)
+    }
+
+    /// The values of an enum that are accepted at `path`, as a list in words; `None` where the schema has no enum.
+    pub(crate) fn values(self, schema: &Value, path: &str) -> Option<String> {
+        let values = schema["enum"].as_array()?;
+        let words: Vec<&str> = values
+            .iter()
+            .filter(|value| self.accepts(path, value))
+            .filter_map(Value::as_str)
+            .collect();
+        Some(words.join(", "))
+    }
+
+    /// The fields of the object at `path` that are accepted.
+    pub(crate) fn fields<'s>(
+        self,
+        properties: &'s Map<String, Value>,
+        path: &str,
+    ) -> impl Iterator<Item = &'s str> {
+        properties
+            .iter()
+            .filter(move |(name, schema)| self.has_use(schema, &join(path, name)))
+            .map(|(name, _)| name.as_str())
+    }
+
+    /// `text` with its list `exactly one of a, b, c` cut down to those fields of the object at `path` that are accepted.
+    pub(crate) fn narrow(self, text: &str, schema: &Value, path: &str) -> String {
+        let cut_down = || {
+            let properties = schema["properties"].as_object()?;
+            let start = text.find(LIST)? + LIST.len();
+            let length = text[start..].find([';', '.']).unwrap_or(text.len() - start);
+            let named: Vec<&str> = text[start..start + length].split(", ").collect();
+            let accepted: Vec<&str> = self.fields(properties, path).collect();
+            let kept: Vec<&str> = named
+                .iter()
+                .copied()
+                .filter(|name| accepted.contains(name))
+                .collect();
+            let are_fields = named.iter().all(|name| properties.contains_key(*name));
+            (are_fields && !kept.is_empty()).then(|| {
+                let (head, tail) = (&text[..start], &text[start + length..]);
+                format!("{head}{}{tail}", kept.join(", "))
+            })
+        };
+        cut_down().unwrap_or_else(|| text.to_owned())
+    }
+
+    /// Whether anything that may stand at `path` is accepted.
+    fn has_use(self, schema: &Value, path: &str) -> bool {
+        if let Some(values) = schema["enum"].as_array() {
+            return values.iter().any(|value| self.accepts(path, value));
+        }
+        match schema["properties"].as_object() {
+            Some(members) if schema["required"].as_array().is_none_or(Vec::is_empty) => {
+                members.is_empty() || self.fields(members, path).next().is_some()
+            }
+            _ => TEXTS
+                .iter()
+                .all(|text| self.accepts(path, &sample(schema, text))),
+        }
+    }
+
+    /// Whether nothing is said against `value` at `path`. What cannot be tried is not held back.
+    fn accepts(self, path: &str, value: &Value) -> bool {
+        let (Some(venue), Some(inner)) = (self.0, path.strip_prefix("spec.")) else {
+            return true;
+        };
+        if inner.contains('[') {
+            return true;
+        }
+        let mut spec = json!({"model": {"source": {"builtin": {"name": BUILTIN_MODELS[0]}}}});
+        let mut place = &mut spec;
+        for part in inner.split('.') {
+            place = &mut place[part];
+        }
+        *place = value.clone();
+        let Ok(spec) = serde_json::from_value::<InferenceDeploymentSpec>(spec) else {
+            return true;
+        };
+        unsupported(&spec, venue)
+            .iter()
+            .all(|error| error.field != path)
+    }
+}
+
+/// The least value of a schema, with `text` for every string.
+fn sample(schema: &Value, text: &str) -> Value {
+    match schema["type"].as_str().unwrap_or_default() {
+        "object" => {
+            let mut object = Map::new();
+            let required = schema["required"].as_array();
+            for name in required.into_iter().flatten().filter_map(Value::as_str) {
+                object.insert(name.to_owned(), sample(&schema["properties"][name], text));
+            }
+            if schema["additionalProperties"].is_object() {
+                let member = sample(&schema["additionalProperties"], text);
+                object.insert(text.to_owned(), member);
+            }
+            Value::Object(object)
+        }
+        "array" => json!([sample(&schema["items"], text)]),
+        "integer" | "number" => json!(1),
+        "boolean" => json!(true),
+        _ => json!(text),
+    }
+}
+
+/// The path of a member.
+pub(crate) fn join(path: &str, name: &str) -> String {
+    if path.is_empty() {
+        name.to_owned()
+    } else {
+        format!("{path}.{name}")
+    }
+}

@@ -1,0 +1,158 @@
+//! What a refusal offers is accepted: nobody is sent from one refusal to the next.
+#![cfg(feature = "kube")]
+#![allow(clippy::unwrap_used)]
+
+use hearth_crds::{Venue, crds, parse_deployment_for};
+use serde_json::{Value, json};
+
+const VENUES: [Venue; 2] = [Venue::Machine, Venue::Cluster];
+
+/// A deployment whose spec has `value` at `path` (`decode.kvCache.keyType`).
+fn with(path: &str, value: &Value) -> String {
+    let mut deployment = json!({
+        "apiVersion": "hearth.dev/v1alpha1", "kind": "InferenceDeployment", "metadata": {"name": "demo"},
+        "spec": {"model": {"source": {"builtin": {"name": "hearth-demo"}}}},
+    });
+    let mut place = &mut deployment["spec"];
+    for part in path.split('.') {
+        place = &mut place[part];
+    }
+    *place = value.clone();
+    deployment.to_string()
+}
+
+#[track_caller]
+fn refusal(text: &str, venue: Venue) -> String {
+    match parse_deployment_for(text, venue) {
+        Ok(_) => panic!("accepted: {text}"),
+        Err(error) => error.to_string(),
+    }
+}
+
+/// Every enum of the spec: its path and values.
+fn enums(schema: &Value, path: &str, found: &mut Vec<(String, Vec<String>)>) {
+    if let Some(values) = schema["enum"].as_array() {
+        let words = values
+            .iter()
+            .map(|value| value.as_str().unwrap().to_owned());
+        found.push((path.to_owned(), words.collect()));
+    }
+    for (name, property) in schema["properties"].as_object().into_iter().flatten() {
+        let path = match path {
+            "" => name.clone(),
+            path => format!("{path}.{name}"),
+        };
+        enums(property, &path, found);
+    }
+}
+
+#[test]
+fn a_wrong_word_is_told_exactly_the_words_that_are_accepted() {
+    let crd = serde_json::to_value(&crds()[0]).unwrap();
+    let spec = &crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"];
+    let mut all = Vec::new();
+    enums(spec, "", &mut all);
+    assert!(all.len() >= 9, "{all:?}");
+    for venue in VENUES {
+        for (path, values) in &all {
+            let accepted: Vec<&str> = values
+                .iter()
+                .map(String::as_str)
+                .filter(|value| parse_deployment_for(&with(path, &json!(value)), venue).is_ok())
+                .collect();
+            let list = accepted.join(", ");
+            assert_eq!(
+                refusal(&with(path, &json!("Nonsense")), venue),
+                format!("spec.{path} is \"Nonsense\"\n  write one of {list}"),
+                "{venue:?}"
+            );
+            assert_eq!(
+                refusal(&with(path, &json!(7)), venue),
+                format!(
+                    "spec.{path} is 7\n  write one of {list} (in quotes if it reads as a number or as on, off)"
+                ),
+                "{venue:?}"
+            );
+        }
+    }
+    let here = |path: &str| refusal(&with(path, &json!("Nonsense")), Venue::Machine);
+    assert!(here("strategy").ends_with("write one of Auto, Hybrid"));
+    assert!(here("prefill.mode").ends_with("write one of Auto, Chunked"));
+    assert!(here("decode.kvCache.keyType").ends_with("write one of BF16, F32"));
+    assert!(here("endpoint.type").ends_with("write one of ClusterIP"));
+}
+
+#[test]
+fn only_sources_that_are_accepted_are_offered() {
+    let two = json!({"builtin": {"name": "hearth-demo"}, "hostPath": {"path": "/m"}});
+    for (venue, sources) in [
+        (Venue::Machine, "builtin, hostPath, http"),
+        (
+            Venue::Cluster,
+            "builtin, persistentVolumeClaim, hostPath, http",
+        ),
+    ] {
+        for (source, begin) in [
+            (
+                &two,
+                "spec.model.source sets builtin and hostPath\n  write exactly one of ",
+            ),
+            (
+                &json!({}),
+                "spec.model.source is empty\n  write exactly one of ",
+            ),
+        ] {
+            let message = refusal(&with("model.source", source), venue);
+            assert!(
+                message.starts_with(&format!("{begin}{sources}; for the model")),
+                "{message}"
+            );
+        }
+        assert_eq!(
+            refusal(&with("model", &json!({})), venue),
+            format!(
+                "spec.model.source is missing\n  write it: where the model's files come from: exactly one of {sources}"
+            )
+        );
+    }
+}
+
+#[test]
+fn only_fields_that_are_obeyed_are_listed() {
+    assert_eq!(
+        refusal(&with("decode.kvCache.size", &json!("1Gi")), Venue::Machine),
+        "spec.decode.kvCache.size is not a field of spec.decode.kvCache\n  The fields are keyType, memory, valueType"
+    );
+    let message = refusal(&with("scale", &json!(1)), Venue::Machine);
+    assert!(message.contains("placement"), "{message}");
+    assert!(!message.contains("autoscaling"), "{message}");
+    let message = refusal(&with("placement.numa2", &json!(1)), Venue::Machine);
+    assert!(
+        message.ends_with("did you mean numa? The fields are numa, pinning"),
+        "{message}"
+    );
+    let message = refusal(&with("placement.numa2", &json!(1)), Venue::Cluster);
+    assert!(
+        message.ends_with("The fields are nodeSelector, numa, pinning, tolerations"),
+        "{message}"
+    );
+}
+
+#[test]
+fn a_broken_rule_and_what_the_engine_lacks_come_together() {
+    let message = refusal(
+        &with(
+            "decode",
+            &json!({"replicas": 1, "minReplicas": 0, "maxReplicas": 2}),
+        ),
+        Venue::Machine,
+    );
+    assert!(
+        message.contains("write either replicas (a fixed number)"),
+        "{message}"
+    );
+    assert!(
+        message.contains("this engine does not scale by itself: write spec.decode.replicas: 1"),
+        "{message}"
+    );
+}

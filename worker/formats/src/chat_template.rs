@@ -152,7 +152,7 @@ impl Sources {
                         (entry["name"].as_str(), entry["template"].as_str())
                     else {
                         return Err(bad_config(
-                            "chat_template holds an entry without name and template".into(),
+                            "has a chat_template with an entry that lacks name or template".into(),
                         ));
                     };
                     match name {
@@ -164,7 +164,7 @@ impl Sources {
             }
             Some(_) => {
                 return Err(bad_config(
-                    "chat_template is neither a string nor a list".into(),
+                    "has a chat_template that is neither a string nor a list".into(),
                 ));
             }
         }
@@ -174,7 +174,7 @@ impl Sources {
 
 fn read(path: &Path) -> Result<Option<String>, FormatError> {
     match fs::read_to_string(path) {
-        Ok(text) => Ok(Some(text)),
+        Ok(text) => Ok(Some(text.trim_start_matches('\u{feff}').to_owned())),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(e) => Err(FormatError::io(
             path,

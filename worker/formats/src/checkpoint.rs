@@ -13,6 +13,7 @@ use memmap2::Mmap;
 use sha2::{Digest, Sha256};
 
 use crate::FormatError;
+use crate::error::without_bom;
 use crate::safetensors::{Entry, Header, StoredType, StrictMap};
 
 pub(crate) const SINGLE_FILE: &str = "model.safetensors";
@@ -423,8 +424,8 @@ fn read_index(dir: &Path) -> Result<BTreeMap<String, String>, FormatError> {
             "delete the file and download it again.",
         )
     };
-    let index: Index =
-        serde_json::from_slice(&text).map_err(|e| bad(format!("is not a valid index: {e}")))?;
+    let index: Index = serde_json::from_slice(without_bom(&text))
+        .map_err(|e| bad(format!("is not a valid index: {e}")))?;
     let index = index.weight_map.0;
     if index.is_empty() {
         return Err(bad("names no tensors".into()));

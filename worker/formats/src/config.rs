@@ -24,6 +24,7 @@ pub use quantization::Fp8Config;
 pub use rope::{RopeConfig, RopeScaling};
 
 use crate::FormatError;
+use crate::error::without_bom;
 use fields::Fields;
 
 /// The model families that Hearth runs.
@@ -223,8 +224,8 @@ impl ModelConfig {
     /// [`FormatError::Malformed`] (not JSON), [`FormatError::UnsupportedArchitecture`],
     /// [`FormatError::Config`] (a field is missing, of another type, out of range, or asks for what is not supported).
     pub fn parse(json: &str) -> Result<Self, FormatError> {
-        let value: Value =
-            serde_json::from_str(json).map_err(|e| not_json(format!("is not valid JSON: {e}")))?;
+        let value: Value = serde_json::from_slice(without_bom(json.as_bytes()))
+            .map_err(|e| not_json(format!("is not valid JSON: {e}")))?;
         let Value::Object(object) = value else {
             return Err(not_json("is not a JSON object".into()));
         };

@@ -130,7 +130,7 @@ fn step(part: &Value, before: &[Step], fused: bool) -> Option<Option<Step>> {
 fn unsupported(part: &Value) -> FormatError {
     FormatError::malformed(
         "tokenizer.json",
-        format!("its decoder has the step {part}, which is not supported here"),
+        format!("has a decoder with the step {part}, which is not supported here"),
         "supported: ByteLevel; Metaspace; sequences of Replace, ByteFallback, Fuse and a Strip at the start.",
     )
 }

@@ -34,11 +34,11 @@ pub enum FormatError {
         want_bytes: u64,
     },
     /// A file's content is not what its format demands.
-    #[error("{file}: {problem}\n  {remedy}")]
+    #[error("{file} {problem}\n  {remedy}")]
     Malformed {
         /// File name.
         file: String,
-        /// What is wrong, with the value.
+        /// What is wrong, with the value, as the rest of a sentence: `is not valid JSON: …`.
         problem: String,
         /// What to do.
         remedy: String,
@@ -142,6 +142,11 @@ impl FormatError {
             remedy: remedy.into(),
         }
     }
+}
+
+/// A text without the byte order mark that some editors put in front; no JSON reader takes it.
+pub(crate) fn without_bom(text: &[u8]) -> &[u8] {
+    text.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(text)
 }
 
 /// `4982131216` → `4,982,131,216`.

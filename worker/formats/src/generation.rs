@@ -8,6 +8,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::FormatError;
+use crate::error::without_bom;
 
 const FILE: &str = "generation_config.json";
 
@@ -67,8 +68,8 @@ impl GenerationConfig {
     /// # Errors
     /// [`FormatError::Malformed`].
     pub fn parse(json: &[u8]) -> Result<Self, FormatError> {
-        let raw: Raw =
-            serde_json::from_slice(json).map_err(|e| bad(format!("is not valid: {e}")))?;
+        let raw: Raw = serde_json::from_slice(without_bom(json))
+            .map_err(|e| bad(format!("is not valid: {e}")))?;
         let config = Self {
             eos_token_ids: eos_token_ids(raw.eos_token_id)?,
             do_sample: raw.do_sample,

@@ -109,21 +109,22 @@ impl Header {
         let data_start = 8 + header.len() as u64;
         let text = std::str::from_utf8(&header).map_err(|e| {
             bad(format!(
-                "its header is not UTF-8 (at byte {})",
+                "has a header that is not UTF-8 (at byte {})",
                 e.valid_up_to()
             ))
         })?;
         if !text.starts_with('{') {
-            return Err(bad("its header is not a JSON object".into()));
+            return Err(bad("has a header that is not a JSON object".into()));
         }
-        let raw: RawHeader =
-            serde_json::from_str(text).map_err(|e| bad(format!("its header is not valid: {e}")))?;
+        let raw: RawHeader = serde_json::from_str(text)
+            .map_err(|e| bad(format!("has a header that is not valid: {e}")))?;
+        let contradicts = |problem: String| bad(format!("contradicts itself: {problem}"));
         let mut tensors = BTreeMap::new();
         for (name, tensor) in raw.tensors {
-            let entry = check_entry(&name, tensor, data_start).map_err(&bad)?;
+            let entry = check_entry(&name, tensor, data_start).map_err(contradicts)?;
             tensors.insert(name, entry);
         }
-        let end = check_coverage(&tensors, data_start).map_err(&bad)?;
+        let end = check_coverage(&tensors, data_start).map_err(contradicts)?;
         if end > file_bytes {
             return Err(FormatError::Truncated {
                 file: file.into(),
@@ -133,7 +134,7 @@ impl Header {
         }
         if end < file_bytes {
             return Err(bad(format!(
-                "{} bytes follow the last tensor",
+                "has {} bytes behind the last tensor",
                 thousands(file_bytes - end)
             )));
         }
@@ -179,7 +180,7 @@ fn header_json(file: &str, start: &[u8], file_bytes: u64) -> Result<Vec<u8>, For
         .ok()
         .and_then(|length| start.get(8..)?.get(..length))
         .map(<[u8]>::to_vec)
-        .ok_or_else(|| bad("its header could not be read whole".into()))
+        .ok_or_else(|| bad("has a header that could not be read whole".into()))
 }
 
 fn check_entry(name: &str, raw: RawEntry, data_start: u64) -> Result<Entry, String> {

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use crate::FormatError;
 use crate::ModelConfig;
 use crate::detokenize::{Detokenizer, StreamDecoder};
+use crate::error::without_bom;
 
 const TOKENIZER_FILE: &str = "tokenizer.json";
 const DOWNLOAD_AGAIN: &str = "download the file again, from where the weights came from.";
@@ -48,7 +49,7 @@ impl Tokenizer {
     /// [`FormatError::Malformed`]: not a tokenizer.json, an empty vocabulary, or a decoder that is not supported.
     pub fn from_bytes(json: &[u8]) -> Result<Self, FormatError> {
         let bad = |problem: String| FormatError::malformed(TOKENIZER_FILE, problem, DOWNLOAD_AGAIN);
-        let mut tokenizer = tokenizers::Tokenizer::from_bytes(json)
+        let mut tokenizer = tokenizers::Tokenizer::from_bytes(without_bom(json))
             .map_err(|e| bad(format!("is not a valid tokenizer: {e}")))?;
         tokenizer
             .with_padding(None)

@@ -164,14 +164,20 @@ fn templates_are_found_where_models_keep_them() {
     ];
     assert_eq!(render(&both, None), "J <s>");
     assert_eq!(render(&[("chat_template.jinja", "J")], None), "J");
+    // A byte order mark is no part of a text.
+    assert_eq!(render(&[("chat_template.jinja", "\u{feff}J")], None), "J");
+    assert_eq!(
+        render(&[(CONFIG, "\u{feff}{\"chat_template\":\"D\"}")], None),
+        "D"
+    );
     let text = open(&[(CONFIG, "[")]).unwrap_err();
     assert!(
-        text.starts_with("tokenizer_config.json: is not a valid JSON object"),
+        text.starts_with("tokenizer_config.json is not a valid JSON object"),
         "{text}"
     );
     let text = open(&[(CONFIG, r#"{"chat_template":[{"name":"x"}]}"#)]).unwrap_err();
     assert!(
-        text.contains("an entry without name and template"),
+        text.contains("has a chat_template with an entry that lacks name or template"),
         "{text}"
     );
 }

@@ -178,7 +178,7 @@ fn faults_of_the_index_are_told() {
         write(dir.path(), "model.safetensors.index.json", text);
         let found = message(&dir);
         assert!(
-            found.starts_with("model.safetensors.index.json: ") && found.contains(expected),
+            found.starts_with("model.safetensors.index.json ") && found.contains(expected),
             "{found}"
         );
     }
@@ -208,7 +208,7 @@ fn folders_without_weights_say_what_they_hold() {
         "{text}"
     );
     write(dir.path(), "model.safetensors", "");
-    assert!(message(&dir).contains("model.safetensors: has 0 bytes, too few"));
+    assert!(message(&dir).contains("model.safetensors has 0 bytes, too few"));
 }
 
 #[test]

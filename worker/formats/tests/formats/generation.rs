@@ -33,6 +33,13 @@ fn values_and_their_absence_are_read() {
 fn an_absent_file_is_none_and_a_bad_one_is_told() {
     let dir = tempfile::tempdir().unwrap();
     assert_eq!(GenerationConfig::read(dir.path()).unwrap(), None);
+    crate::files::write(
+        dir.path(),
+        "generation_config.json",
+        "\u{feff}{\"top_k\":3}",
+    );
+    let marked = GenerationConfig::read(dir.path()).unwrap();
+    assert_eq!(marked.unwrap().top_k, Some(3));
     let cases = [
         ("[", "is not valid"),
         (r#"{"temperature":"hot"}"#, "is not valid"),
@@ -50,7 +57,7 @@ fn an_absent_file_is_none_and_a_bad_one_is_told() {
         crate::files::write(dir.path(), "generation_config.json", text);
         let found = GenerationConfig::read(dir.path()).unwrap_err().to_string();
         assert!(
-            found.starts_with("generation_config.json: ") && found.contains(expected),
+            found.starts_with("generation_config.json ") && found.contains(expected),
             "{found}"
         );
     }

@@ -6,6 +6,7 @@
 mod chat_template;
 mod checkpoint;
 mod config;
+mod config_faults;
 mod demo;
 mod files;
 mod generation;

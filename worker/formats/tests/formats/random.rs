@@ -60,7 +60,7 @@ fn wrong_lengths_and_names_are_refused_and_leave_nothing() {
     let text = CheckpointWriter::create(dir.path(), &twice, 100)
         .unwrap_err()
         .to_string();
-    assert!(text.starts_with("tensor a: is planned twice"), "{text}");
+    assert!(text.starts_with("tensor a is planned twice"), "{text}");
     let huge = [plan("a", &[usize::MAX, 2])];
     assert!(
         CheckpointWriter::create(dir.path(), &huge, 100)

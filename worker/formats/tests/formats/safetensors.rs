@@ -66,7 +66,7 @@ fn a_header_longer_than_the_file_is_refused() {
     let mut file = 5_000_000_u64.to_le_bytes().to_vec();
     file.extend_from_slice(b"{}");
     assert!(message(&file).starts_with(
-        "m.safetensors: says its header has 5,000,000 bytes, but the whole file has 10\n  "
+        "m.safetensors says its header has 5,000,000 bytes, but the whole file has 10\n  "
     ));
     let file = u64::MAX.to_le_bytes();
     assert!(message(&file).contains("18,446,744,073,709,551,615 bytes, but the whole file has 8"));
@@ -151,7 +151,7 @@ fn faults_of_a_tensor_name_it() {
         ),
         (
             r#"{"w":{"dtype":"U8","shape":[5],"data_offsets":[0,5]}}"#,
-            "3 bytes follow the last tensor",
+            "has 3 bytes behind the last tensor",
         ),
         (
             r#"{"w":{"dtype":"U8","shape":[1],"data_offsets":[18446744073709551614,18446744073709551615]}}"#,
@@ -165,7 +165,7 @@ fn faults_of_a_tensor_name_it() {
             "{header}\n gives {text}\n not {expected}"
         );
         assert!(
-            text.starts_with("m.safetensors: ") && text.lines().count() == 2,
+            text.starts_with("m.safetensors ") && text.lines().count() == 2,
             "{text}"
         );
     }

@@ -247,7 +247,7 @@ fn a_missing_or_bad_tokenizer_is_told() {
     crate::files::write(dir.path(), "tokenizer.json", "{}");
     let text = Tokenizer::open(dir.path()).unwrap_err().to_string();
     assert!(
-        text.starts_with("tokenizer.json: is not a valid tokenizer: "),
+        text.starts_with("tokenizer.json is not a valid tokenizer: "),
         "{text}"
     );
     let stripped_end = json!({"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 0, "stop": 1}]});

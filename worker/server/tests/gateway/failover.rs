@@ -11,7 +11,7 @@ use crate::support::{
     unready_gateway,
 };
 
-const PATH: &str = "/v1/chat/completions";
+pub(crate) const PATH: &str = "/v1/chat/completions";
 
 /// The answer of a worker that lives.
 async fn undisturbed(body: &Value) -> String {
@@ -20,20 +20,20 @@ async fn undisturbed(body: &Value) -> String {
     streamed_text(&chunks(&gateway.stream(PATH, body.clone()).await), 0)
 }
 
-fn body(tokens: u32) -> Value {
+pub(crate) fn body(tokens: u32) -> Value {
     chat_body(
         "tell me",
         json!({"seed": 7, "max_tokens": tokens, "stream": true}),
     )
 }
 
-fn slow(worker: &FakeWorker) {
+pub(crate) fn slow(worker: &FakeWorker) {
     *worker.behaviour.pace.lock().unwrap() = Duration::from_millis(5);
     worker.behaviour.length.store(1000, Ordering::SeqCst);
 }
 
 /// Streams the body and gives its text; the stream must end well.
-async fn stream(gateway: &Running, body: Value) -> String {
+pub(crate) async fn stream(gateway: &Running, body: Value) -> String {
     streamed_text(&chunks(&gateway.stream(PATH, body).await), 0)
 }
 
@@ -364,29 +364,6 @@ async fn a_client_that_leaves_takes_its_work_with_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn requests_are_held_while_workers_start() {
-    let worker = FakeWorker::dormant();
-    let gateway = unready_gateway(&[&worker], |_| {}).await;
-    let (status, ready) = gateway.get("/ready").await;
-    assert_eq!(status, 503);
-    assert!(
-        ready.contains("\"decode\":{\"ready\":0,\"of\":1}"),
-        "{ready}"
-    );
-    let answer = async { gateway.chat("say:patience", json!({})).await };
-    let start = async {
-        eventually(|| async { gateway.metric("hearth_requests_queued", "").await == 1.0 }).await;
-        worker.revive();
-    };
-    let ((status, answer), ()) = tokio::join!(answer, start);
-    assert_eq!(
-        (status, &answer["choices"][0]["message"]["content"]),
-        (200, &json!("patience"))
-    );
-    assert_eq!(gateway.metric("hearth_requests_queued", "").await, 0.0);
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn a_stream_whose_worker_never_comes_back_ends_with_the_reason() {
     let worker = FakeWorker::start();
     slow(&worker);
@@ -412,253 +389,4 @@ async fn a_stream_whose_worker_never_comes_back_ends_with_the_reason() {
         text.contains("worker_lost") && text.contains("none took its place"),
         "{text}"
     );
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_pool_that_does_not_start_in_time_is_a_503() {
-    let worker = FakeWorker::dormant();
-    let gateway = unready_gateway(&[&worker], |config| {
-        config.routing.queue_timeout = Duration::from_millis(200);
-    })
-    .await;
-    let response = gateway
-        .http
-        .post(format!("{}{PATH}", gateway.url))
-        .json(&chat_body("x", json!({"stream": true})))
-        .send()
-        .await
-        .unwrap();
-    assert_eq!(response.status(), 503);
-    assert_eq!(response.headers()["retry-after"], "5");
-    let answer: Value = response.json().await.unwrap();
-    assert_eq!(answer["error"]["code"], "workers_starting");
-    assert_eq!(answer["error"]["type"], "server_error");
-    assert!(
-        answer["error"]["message"]
-            .as_str()
-            .unwrap()
-            .contains("none of 1 decode workers is ready")
-    );
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_full_queue_is_a_429() {
-    let worker = FakeWorker::start();
-    slow(&worker);
-    worker.behaviour.description.lock().unwrap().max_batch = 1;
-    let gateway = gateway(&[&worker], |config| {
-        config.routing.ahead_per_worker = Some(0);
-        config.routing.max_queue = 1;
-        config.routing.queue_timeout = Duration::from_millis(400);
-    })
-    .await;
-    let mut running = gateway.open(PATH, body(400)).await;
-    running.next_text().await.unwrap();
-    let waiting = gateway.chat("second", json!({}));
-    let third = async {
-        eventually(|| async { gateway.metric("hearth_requests_queued", "").await == 1.0 }).await;
-        let url = format!("{}{PATH}", gateway.url);
-        let response = gateway
-            .http
-            .post(url)
-            .json(&chat_body("third", json!({})))
-            .send()
-            .await
-            .unwrap();
-        assert_eq!(response.headers()["retry-after"], "2");
-        (
-            response.status().as_u16(),
-            response.json::<Value>().await.unwrap(),
-        )
-    };
-    let ((second_status, second), (third_status, third)) = tokio::join!(waiting, third);
-    assert_eq!(
-        (third_status, &third["error"]["code"]),
-        (429, &json!("queue_full")),
-        "{third}"
-    );
-    assert_eq!(third["error"]["type"], "rate_limit_error");
-    assert!(
-        third["error"]["message"]
-            .as_str()
-            .unwrap()
-            .contains("1 requests wait, 1 may"),
-        "{third}"
-    );
-    assert_eq!(
-        (second_status, &second["error"]["code"]),
-        (429, &json!("queue_timeout")),
-        "{second}"
-    );
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn an_answer_that_takes_too_long_is_ended_with_the_count() {
-    let worker = FakeWorker::start();
-    slow(&worker);
-    let gateway = gateway(&[&worker], |config| {
-        config.limits.request_timeout = Duration::from_millis(300)
-    })
-    .await;
-    let (status, answer) = gateway.chat("go", json!({"max_tokens": 400})).await;
-    assert_eq!(
-        (status, &answer["error"]["code"]),
-        (504, &json!("request_timeout")),
-        "{answer}"
-    );
-    let events = gateway.stream(PATH, body(400)).await;
-    let last: Value = serde_json::from_str(events.last().unwrap()).unwrap();
-    assert_eq!(last["error"]["code"], "request_timeout");
-    eventually(|| async { worker.behaviour.cancelled.load(Ordering::SeqCst) == 2 }).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_drain_finishes_streams_and_takes_no_new_ones() {
-    let expected = undisturbed(&body(40)).await;
-    let worker = FakeWorker::start();
-    *worker.behaviour.pace.lock().unwrap() = Duration::from_millis(10);
-    let mut gateway = gateway(&[&worker], |_| {}).await;
-    let mut events = gateway.open(PATH, body(40)).await;
-    let mut text = events.next_text().await.unwrap();
-    gateway.shut_down();
-    eventually(|| async {
-        tokio::net::TcpStream::connect(gateway.address)
-            .await
-            .is_err()
-    })
-    .await;
-    while let Some(more) = events.next_text().await {
-        text += &more;
-    }
-    assert_eq!(text, expected);
-    gateway.ended().await.unwrap();
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_drain_ends_by_its_grace() {
-    let worker = FakeWorker::start();
-    slow(&worker);
-    let mut gateway = gateway(&[&worker], |config| {
-        config.limits.drain_grace = Duration::from_millis(200)
-    })
-    .await;
-    let mut events = gateway.open(PATH, body(400)).await;
-    events.next_text().await.unwrap();
-    let begun = Instant::now();
-    gateway.shut_down();
-    let mut last = None;
-    while let Some(event) = events.next().await {
-        last = Some(event);
-    }
-    let last: Value = serde_json::from_str(&last.unwrap()).unwrap();
-    assert_eq!(last["error"]["code"], "shutting_down");
-    gateway.ended().await.unwrap();
-    assert!(begun.elapsed() < Duration::from_secs(3));
-    eventually(|| async { worker.behaviour.cancelled.load(Ordering::SeqCst) == 1 }).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn long_prompts_go_to_a_prefill_worker_that_fits() {
-    let (decode, prefill) = (FakeWorker::start(), FakeWorker::start());
-    let adjust = |config: &mut hearth_server::GatewayConfig| {
-        config.prefill = vec![prefill.endpoint()];
-        config.routing.chunked_below_tokens = 100;
-    };
-    let gateway = gateway(&[&decode], adjust).await;
-    eventually(|| async {
-        gateway
-            .get("/ready")
-            .await
-            .1
-            .contains("\"prefill\":{\"ready\":1")
-    })
-    .await;
-    let endpoint = prefill.endpoint().to_string();
-    gateway.chat("short", json!({})).await;
-    assert_eq!(decode.behaviour.last_call().prefill_endpoint, "");
-    let long = "x".repeat(200);
-    gateway.chat(&long, json!({})).await;
-    assert_eq!(decode.behaviour.last_call().prefill_endpoint, endpoint);
-    // What the decode worker has seen is not prefilled elsewhere.
-    gateway.chat(&long, json!({})).await;
-    assert_eq!(decode.behaviour.last_call().prefill_endpoint, "");
-    // A prefill worker that fails is passed by.
-    decode.behaviour.fault(Fault::Status(
-        0,
-        Status::unavailable("the prefill worker is gone"),
-    ));
-    prefill.kill();
-    let (status, _) = gateway.chat(&"y".repeat(200), json!({})).await;
-    assert_eq!(status, 200);
-    assert_eq!(decode.behaviour.last_call().prefill_endpoint, "");
-    // One with another layout of KV is never asked.
-    prefill.behaviour.description.lock().unwrap().kv_layout = "layout-2".into();
-    prefill.revive();
-    eventually(|| async {
-        gateway
-            .get("/ready")
-            .await
-            .1
-            .contains("\"prefill\":{\"ready\":1")
-    })
-    .await;
-    gateway.chat(&"z".repeat(200), json!({})).await;
-    assert_eq!(decode.behaviour.last_call().prefill_endpoint, "");
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn workers_of_another_model_are_not_asked() {
-    let (ours, other) = (FakeWorker::start(), FakeWorker::start());
-    other
-        .behaviour
-        .description
-        .lock()
-        .unwrap()
-        .model_fingerprint = "weights-2".into();
-    let gateway = gateway(&[&other, &ours], |config| {
-        config.routing.model_fingerprint = Some("weights-1".into());
-    })
-    .await;
-    for _ in 0..4 {
-        assert_eq!(gateway.chat("say:x", json!({})).await.0, 200);
-    }
-    assert_eq!(other.behaviour.calls.lock().unwrap().len(), 0);
-    assert!(
-        gateway
-            .get("/ready")
-            .await
-            .1
-            .contains("serves another model")
-    );
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_conversation_returns_to_the_worker_that_knows_it() {
-    let (first, second) = (FakeWorker::start(), FakeWorker::start());
-    let gateway = gateway(&[&first, &second], |_| {}).await;
-    eventually(|| async {
-        gateway
-            .get("/ready")
-            .await
-            .1
-            .matches("\"state\":\"ready\"")
-            .count()
-            == 2
-    })
-    .await;
-    let start = "a long beginning, ".repeat(6);
-    for turn in 0..6 {
-        gateway
-            .chat(&format!("{start}{turn}"), json!({"max_tokens": 5}))
-            .await;
-    }
-    let calls = [&first, &second].map(|worker| worker.behaviour.calls.lock().unwrap().len());
-    assert!(calls == [6, 0] || calls == [0, 6], "{calls:?}");
-    for turn in 0..6 {
-        gateway
-            .chat(&format!("short {turn}"), json!({"max_tokens": 5}))
-            .await;
-    }
-    let calls = [&first, &second].map(|worker| worker.behaviour.calls.lock().unwrap().len());
-    assert!(calls.iter().all(|calls| *calls >= 3), "{calls:?}");
 }

@@ -8,5 +8,8 @@ mod completions;
 mod failover;
 mod http;
 mod refusals;
+mod refusals_content;
+mod refusals_schema;
+mod routing;
 mod support;
 mod tools;

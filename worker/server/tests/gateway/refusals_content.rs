@@ -1,0 +1,258 @@
+//! Messages and prompts that are refused, by reading the message.
+
+use serde_json::{Value, json};
+
+use crate::refusals::{CHAT, COMPLETIONS, refused};
+use crate::support::model::{self, CONTEXT};
+use crate::support::{FakeWorker, chat_body, completion_body, gateway};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn messages_are_checked() {
+    let worker = FakeWorker::start();
+    let gateway = gateway(&[&worker], |_| {}).await;
+    let message = |message: Value| json!({"messages": [message]});
+    let call = |function: Value| {
+        message(
+            json!({"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}),
+        )
+    };
+    let invalid = "invalid_value";
+    let missing = "missing_required_parameter";
+    let cases = [
+        (json!({"messages": []}), "messages", invalid, "is empty"),
+        (
+            json!({"messages": "hello"}),
+            "messages",
+            invalid,
+            "is \"hello\": it must be an array",
+        ),
+        (
+            message(json!("hello")),
+            "messages[0]",
+            invalid,
+            "it must be an object",
+        ),
+        (
+            message(json!({"content": "x"})),
+            "messages[0].role",
+            missing,
+            "is missing",
+        ),
+        (
+            message(json!({"role": "robot", "content": "x"})),
+            "messages[0].role",
+            invalid,
+            "is 'robot'",
+        ),
+        (
+            message(json!({"role": "function", "content": "x"})),
+            "messages[0].role",
+            invalid,
+            "deprecated",
+        ),
+        (
+            message(json!({"role": "user"})),
+            "messages[0].content",
+            missing,
+            "is missing",
+        ),
+        (
+            message(json!({"role": "assistant"})),
+            "messages[0].content",
+            missing,
+            "is missing",
+        ),
+        (
+            message(json!({"role": "user", "content": 5})),
+            "messages[0].content",
+            invalid,
+            "a string or an array of text parts",
+        ),
+        (
+            message(
+                json!({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
+            ),
+            "messages[0].content[0].type",
+            "unsupported_content",
+            "the model reads text",
+        ),
+        (
+            message(json!({"role": "tool", "content": "x"})),
+            "messages[0].tool_call_id",
+            missing,
+            "is missing",
+        ),
+        (
+            message(json!({"role": "assistant", "content": "x", "audio": {"id": "1"}})),
+            "messages[0].audio",
+            "unsupported_parameter",
+            "text",
+        ),
+        (
+            call(json!({"name": "f"})),
+            "messages[0].tool_calls[0].function.arguments",
+            missing,
+            "is missing",
+        ),
+        (
+            call(json!({"name": "f g", "arguments": "{}"})),
+            "messages[0].tool_calls[0].function.name",
+            invalid,
+            "64 letters",
+        ),
+    ];
+    for (extra, param, code, words) in cases {
+        refused(
+            &gateway,
+            CHAT,
+            chat_body("x", extra),
+            400,
+            Some(param),
+            code,
+            &[words],
+        )
+        .await;
+    }
+    let body = json!({"model": "fake-model"});
+    refused(
+        &gateway,
+        CHAT,
+        body.clone(),
+        400,
+        Some("messages"),
+        missing,
+        &["'messages' is missing"],
+    )
+    .await;
+    refused(
+        &gateway,
+        COMPLETIONS,
+        body,
+        400,
+        Some("prompt"),
+        missing,
+        &["'prompt' is missing"],
+    )
+    .await;
+    refused(
+        &gateway,
+        CHAT,
+        json!({"messages": []}),
+        400,
+        Some("model"),
+        missing,
+        &["'model' is missing"],
+    )
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn prompts_are_checked() {
+    let worker = FakeWorker::start();
+    let gateway = gateway(&[&worker], |_| {}).await;
+    let many = vec!["x"; 129];
+    let cases = [
+        (json!(5), "prompt", "is 5: it must be a string"),
+        (json!([]), "prompt", "empty array"),
+        (json!(""), "prompt", "is empty: give at least one token"),
+        (json!([[]]), "prompt", "is empty: give at least one token"),
+        (json!([1, "a"]), "prompt[1]", "a token id"),
+        (json!([1, -1]), "prompt[1]", "is -1: it must be a token id"),
+        (
+            json!(["a", 1]),
+            "prompt[1]",
+            "a string or an array of token ids",
+        ),
+        (
+            json!([272]),
+            "prompt",
+            "has token 272: the model's tokens are 0 to 271",
+        ),
+        (json!(many), "prompt", "at most 128"),
+    ];
+    for (prompt, param, words) in cases {
+        refused(
+            &gateway,
+            COMPLETIONS,
+            completion_body(prompt, json!({})),
+            400,
+            Some(param),
+            "invalid_value",
+            &[words],
+        )
+        .await;
+    }
+    let body = completion_body(json!(vec!["x"; 100]), json!({"n": 2}));
+    refused(
+        &gateway,
+        COMPLETIONS,
+        body,
+        400,
+        Some("n"),
+        "invalid_value",
+        &["200 choices"],
+    )
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prompt_longer_than_the_context_is_told_by_how_much() {
+    let worker = FakeWorker::start();
+    let gateway = gateway(&[&worker], |_| {}).await;
+    let body = completion_body(json!("x".repeat(CONTEXT + 7)), json!({}));
+    refused(
+        &gateway,
+        COMPLETIONS,
+        body,
+        400,
+        Some("prompt"),
+        "context_length_exceeded",
+        &["context is 512 tokens", "has 519", "shorten it by 8"],
+    )
+    .await;
+    let body = completion_body(json!("x".repeat(CONTEXT)), json!({}));
+    refused(
+        &gateway,
+        COMPLETIONS,
+        body,
+        400,
+        Some("prompt"),
+        "context_length_exceeded",
+        &["by 1 "],
+    )
+    .await;
+    let body = chat_body(&"x".repeat(600), json!({}));
+    refused(
+        &gateway,
+        CHAT,
+        body,
+        400,
+        Some("messages"),
+        "context_length_exceeded",
+        &["512"],
+    )
+    .await;
+
+    // A worker that holds less lowers it.
+    let small = FakeWorker::start();
+    small.behaviour.description.lock().unwrap().context_length = 100;
+    let gateway = crate::support::gateway(&[&small], |_| {}).await;
+    let body = completion_body(json!("x".repeat(100)), json!({}));
+    refused(
+        &gateway,
+        COMPLETIONS,
+        body,
+        400,
+        Some("prompt"),
+        "context_length_exceeded",
+        &["100 tokens"],
+    )
+    .await;
+    assert!(
+        gateway
+            .get("/v1/models")
+            .await
+            .1
+            .contains("\"max_model_len\":100")
+    );
+}

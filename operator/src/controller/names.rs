@@ -1,0 +1,96 @@
+//! Names that the operator gives: labels, annotations, objects, ports, and paths inside Pods.
+
+/// Field manager of every server-side apply.
+pub(crate) const FIELD_MANAGER: &str = "hearth";
+
+/// Label: the application, always [`APP`].
+pub(crate) const LABEL_APP: &str = "app.kubernetes.io/name";
+/// Value of [`LABEL_APP`].
+pub(crate) const APP: &str = "hearth";
+/// Label: who made the object, always [`MANAGER`].
+pub(crate) const LABEL_MANAGED_BY: &str = "app.kubernetes.io/managed-by";
+/// Value of [`LABEL_MANAGED_BY`].
+pub(crate) const MANAGER: &str = "hearth";
+/// Label: the role of a Pod among those of its deployment.
+pub(crate) const LABEL_COMPONENT: &str = "app.kubernetes.io/component";
+/// Label: name of the InferenceDeployment.
+pub(crate) const LABEL_DEPLOYMENT: &str = "hearth.dev/deployment";
+/// Label: gateway, prefill, decode or inspect.
+pub(crate) const LABEL_ROLE: &str = "hearth.dev/role";
+/// Label: the rank's name in the plan, such as `decode-0`.
+pub(crate) const LABEL_RANK: &str = "hearth.dev/rank";
+
+/// Annotation: the plan with this rank alone, as JSON; shown to the container as a file.
+pub(crate) const NOTE_PLAN: &str = "hearth.dev/plan";
+/// Annotation: generation of the plan that the Pod was made for.
+pub(crate) const NOTE_PLAN_GENERATION: &str = "hearth.dev/plan-generation";
+/// Annotation: digest of all that makes the Pod what it is.
+pub(crate) const NOTE_RANK_HASH: &str = "hearth.dev/rank-hash";
+/// Annotation of gateways: the workers that requests may go to, as JSON; shown to the container as a file.
+pub(crate) const NOTE_ROUTES: &str = "hearth.dev/routes";
+/// Annotation: serial of the newest certificate; a change makes the kubelet renew the Secret's files at once.
+pub(crate) const NOTE_CERTIFICATE: &str = "hearth.dev/certificate";
+/// Annotation of inspect Pods: digest of the model source.
+pub(crate) const NOTE_SOURCE: &str = "hearth.dev/model-source";
+
+/// Annotation of plans: digest of what the plan follows from.
+pub(crate) const NOTE_INPUTS: &str = "hearth.dev/inputs";
+/// Annotation of plans: [`OUTCOME_SERVING`] once all its ranks were ready, [`OUTCOME_FAILED`] when it was given up.
+pub(crate) const NOTE_OUTCOME: &str = "hearth.dev/outcome";
+/// See [`NOTE_OUTCOME`].
+pub(crate) const OUTCOME_SERVING: &str = "Serving";
+/// See [`NOTE_OUTCOME`].
+pub(crate) const OUTCOME_FAILED: &str = "Failed";
+/// Annotation of plans: why it was given up.
+pub(crate) const NOTE_OUTCOME_MESSAGE: &str = "hearth.dev/outcome-message";
+/// Annotation of plans: the model's facts as JSON, so that they need not be read again.
+pub(crate) const NOTE_MODEL: &str = "hearth.dev/model";
+/// Annotation of plans: nodes that have the model, with commas; empty: every node.
+pub(crate) const NOTE_MODEL_NODES: &str = "hearth.dev/model-nodes";
+/// Annotation of applied objects: digest of what was applied.
+pub(crate) const NOTE_APPLIED: &str = "hearth.dev/applied";
+
+/// Port of the OpenAI endpoint in gateway Pods.
+pub(crate) const GATEWAY_PORT: u16 = 8080;
+/// Port of the endpoint's Service.
+pub(crate) const SERVICE_PORT: u16 = 80;
+/// gRPC of workers and agents, over mutual TLS.
+pub(crate) const WORKER_PORT: u16 = 9400;
+/// Plain gRPC health of workers and agents, for the kubelet.
+pub(crate) const HEALTH_PORT: u16 = 9401;
+
+/// The worker's program in its image.
+pub(crate) const WORKER_PROGRAM: &str = "/usr/bin/hearth-worker";
+/// Files of the downward API: `plan.json` and `routes.json`.
+pub(crate) const PLACE_DIRECTORY: &str = "/etc/hearth/place";
+/// Files of the Secret with certificates.
+pub(crate) const TLS_DIRECTORY: &str = "/etc/hearth/tls";
+/// Files of the Secret with API keys.
+pub(crate) const KEYS_DIRECTORY: &str = "/etc/hearth/keys";
+/// Models of the worker image.
+pub(crate) const BUILTIN_DIRECTORY: &str = "/usr/share/hearth/models";
+/// Where a node's directory or a claim is mounted.
+pub(crate) const SOURCE_DIRECTORY: &str = "/models/source";
+
+/// Resource that GPU device plugins offer.
+pub(crate) const GPU_RESOURCE: &str = "nvidia.com/gpu";
+
+/// DNS name in the certificates of one deployment.
+pub(crate) fn tls_name(deployment: &str, namespace: &str) -> String {
+    format!("{deployment}.{namespace}.hearth")
+}
+
+/// DNS name in the certificate of all agents.
+pub(crate) const AGENT_TLS_NAME: &str = "agent.hearth";
+/// DNS name in the operator's own certificate.
+pub(crate) const OPERATOR_TLS_NAME: &str = "operator.hearth";
+
+/// Name of a deployment's Secret with certificates.
+pub(crate) fn tls_secret(deployment: &str) -> String {
+    format!("{deployment}-tls")
+}
+
+/// Name of a plan.
+pub(crate) fn plan_name(deployment: &str, generation: u64) -> String {
+    format!("{deployment}-{generation}")
+}

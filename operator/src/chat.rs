@@ -1,6 +1,7 @@
 //! `hearth chat`: a conversation with a running deployment over its own OpenAI endpoint.
 
 use std::io::{BufRead, IsTerminal, Write};
+use std::path::PathBuf;
 
 use anyhow::{Context, bail};
 use clap::Args;
@@ -8,6 +9,7 @@ use futures::StreamExt;
 use serde_json::{Value, json};
 
 use crate::cli::StateArgs;
+use crate::http;
 use crate::state::StateDir;
 
 const EXAMPLES: &str = "Examples:\n  hearth chat\n  hearth chat --message 'What is a KV cache?'";
@@ -24,9 +26,12 @@ pub(crate) struct ChatArgs {
     /// What the model is told before the conversation
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
-    /// Another endpoint than this machine's, such as http://host:8080/v1
-    #[arg(long, value_name = "URL")]
+    /// Another endpoint than this machine's, such as http://host:8080
+    #[arg(long, value_name = "URL", value_parser = base_url)]
     url: Option<String>,
+    /// PEM certificate of an HTTPS endpoint, or of its authority (default: the system's authorities)
+    #[arg(long, value_name = "FILE")]
+    ca: Option<PathBuf>,
     /// Model name at --url (default: the first that it serves)
     #[arg(long, requires = "url")]
     model: Option<String>,
@@ -35,6 +40,19 @@ pub(crate) struct ChatArgs {
     api_key: Option<String>,
     #[command(flatten)]
     state: StateArgs,
+}
+
+/// Base of the API at a URL: an address alone means the `/v1` there.
+fn base_url(text: &str) -> Result<String, String> {
+    const EXAMPLE: &str = "write it as http://host:8080 or https://host:8080/v1";
+    let mut url = reqwest::Url::parse(text).map_err(|error| format!("{error}; {EXAMPLE}"))?;
+    if !matches!(url.scheme(), "http" | "https") {
+        return Err(EXAMPLE.to_owned());
+    }
+    if url.path() == "/" {
+        url.set_path("/v1");
+    }
+    Ok(url.as_str().trim_end_matches('/').to_owned())
 }
 
 /// Talks until the end of input.
@@ -60,9 +78,11 @@ async fn connect(args: &ChatArgs) -> anyhow::Result<Client> {
     let Some(url) = &args.url else {
         let running =
             StateDir::locate(args.state.state_dir.as_deref())?.choose(args.name.as_deref())?;
-        return Ok(Client::new(&running.endpoint, &running.served_name, key));
+        let trusted = args.ca.as_ref().or(running.certificate.as_ref());
+        return Client::new(&running.endpoint, &running.served_name, key, trusted);
     };
-    let mut client = Client::new(url, args.model.as_deref().unwrap_or_default(), key);
+    let model = args.model.as_deref().unwrap_or_default();
+    let mut client = Client::new(url, model, key, args.ca.as_ref())?;
     if args.model.is_none() {
         client.model = client.first_model().await?;
     }
@@ -129,14 +149,23 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// A client of `base` (`http://host:port/v1`).
-    pub(crate) fn new(base: &str, model: &str, key: Option<&str>) -> Self {
-        Self {
-            http: reqwest::Client::new(),
-            base: base.trim_end_matches('/').to_owned(),
+    /// A client of `base` (`http://host:port/v1`). `trusted` is a PEM file with the certificate of an HTTPS endpoint,
+    /// or of its authority.
+    ///
+    /// # Errors
+    /// A file that holds no certificate.
+    pub(crate) fn new(
+        base: &str,
+        model: &str,
+        key: Option<&str>,
+        trusted: Option<&PathBuf>,
+    ) -> anyhow::Result<Self> {
+        Ok(Self {
+            http: http::client(base, trusted.map(PathBuf::as_path), None)?,
+            base: base.to_owned(),
             model: model.to_owned(),
             key: key.map(str::to_owned),
-        }
+        })
     }
 
     /// Streams the answer to `messages` into `sink`, piece by piece.
@@ -154,7 +183,13 @@ impl Client {
                 .post(format!("{}/chat/completions", self.base))
                 .json(&body),
         );
-        let response = checked(request.send().await.with_context(|| self.unreachable())?).await?;
+        let response = checked(
+            request
+                .send()
+                .await
+                .map_err(|error| self.unreachable(error))?,
+        )
+        .await?;
         let mut bytes = response.bytes_stream();
         let mut pending = Vec::new();
         while let Some(piece) = bytes.next().await {
@@ -186,7 +221,13 @@ impl Client {
 
     async fn first_model(&self) -> anyhow::Result<String> {
         let request = self.authorise(self.http.get(format!("{}/models", self.base)));
-        let response = checked(request.send().await.with_context(|| self.unreachable())?).await?;
+        let response = checked(
+            request
+                .send()
+                .await
+                .map_err(|error| self.unreachable(error))?,
+        )
+        .await?;
         let list: Value = response
             .json()
             .await
@@ -203,11 +244,14 @@ impl Client {
         }
     }
 
-    fn unreachable(&self) -> String {
-        format!(
-            "{} cannot be reached\n  is it up? hearth status tells",
-            self.base
-        )
+    fn unreachable(&self, error: reqwest::Error) -> anyhow::Error {
+        let error = anyhow::Error::new(error);
+        let remedy = if error.root_cause().to_string().contains("certificate") {
+            "name the server's certificate, or its authority's: --ca FILE"
+        } else {
+            "is it up? hearth status tells"
+        };
+        error.context(format!("{} cannot be reached\n  {remedy}", self.base))
     }
 }
 
@@ -221,5 +265,27 @@ async fn checked(response: reqwest::Response) -> anyhow::Result<reqwest::Respons
     match body["error"]["message"].as_str() {
         Some(message) => bail!("{message}"),
         None => bail!("the endpoint answered {status}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::base_url;
+
+    #[test]
+    fn a_url_is_taken_with_and_without_v1() {
+        for (text, base) in [
+            ("http://host:8080", "http://host:8080/v1"),
+            ("http://host:8080/", "http://host:8080/v1"),
+            ("http://host:8080/v1", "http://host:8080/v1"),
+            ("https://host/v1/", "https://host/v1"),
+            ("https://host/llm/v1", "https://host/llm/v1"),
+        ] {
+            assert_eq!(base_url(text).unwrap(), base);
+        }
+        for text in ["host:8080", "127.0.0.1:8080", "ftp://host", ""] {
+            let words = base_url(text).unwrap_err();
+            assert!(words.contains("write it as http://host:8080"), "{words}");
+        }
     }
 }

@@ -5,7 +5,7 @@ use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use clap::Args;
 
 use crate::cli::StateArgs;
@@ -39,13 +39,10 @@ pub(crate) fn run(args: &LogsArgs) -> anyhow::Result<()> {
         None => state.choose(None)?.name,
     };
     let directory = state.deployment(&name).logs();
-    let mut logs: Vec<(String, PathBuf)> = std::fs::read_dir(&directory)
-        .with_context(|| {
-            format!(
-                "{name} has never run here: there is no {}",
-                directory.display()
-            )
-        })?
+    let Ok(entries) = std::fs::read_dir(&directory) else {
+        return Err(never_ran(&name, &state.known()?));
+    };
+    let mut logs: Vec<(String, PathBuf)> = entries
         .flatten()
         .filter_map(|entry| {
             let rank = entry.file_name().to_str()?.strip_suffix(".log")?.to_owned();
@@ -74,6 +71,18 @@ pub(crate) fn run(args: &LogsArgs) -> anyhow::Result<()> {
         for (rank, file) in &mut open {
             print_tail(rank, file, usize::MAX)?;
         }
+    }
+}
+
+fn never_ran(name: &str, known: &[String]) -> anyhow::Error {
+    match known {
+        [] => anyhow!(
+            "{name} has never run here, nor has any other deployment\n  start one: hearth up -f manifests/examples/demo.yaml"
+        ),
+        known => anyhow!(
+            "{name} has never run here\n  there are logs of {}",
+            known.join(", ")
+        ),
     }
 }
 

@@ -8,6 +8,7 @@ use clap::Parser;
 
 mod chat;
 mod cli;
+mod http;
 mod logs;
 mod plan;
 mod ports;

@@ -16,7 +16,7 @@ const EXAMPLES: &str =
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct PlanArgs {
-    /// The InferenceDeployment
+    /// The InferenceDeployment; - reads standard input
     #[arg(short = 'f', long = "file", value_name = "FILE")]
     file: PathBuf,
     /// table, json or yaml

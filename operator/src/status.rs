@@ -9,6 +9,7 @@ use hearth_crds::InferencePlanSpec;
 use serde::Serialize;
 
 use crate::cli::{OutputFormat, StateArgs};
+use crate::http;
 use crate::state::{Running, StateDir};
 use crate::ui::{self, milliseconds};
 
@@ -56,7 +57,7 @@ pub(crate) fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
         .enable_all()
         .build()?;
     let mut all = Vec::new();
-    for running in state.running() {
+    for running in state.running()? {
         let plan = state.deployment(&running.name).read_plan().ok();
         all.push(runtime.block_on(inspect(running, plan.as_ref())));
     }
@@ -81,16 +82,15 @@ pub(crate) fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
 
 async fn inspect(running: Running, plan: Option<&InferencePlanSpec>) -> Status {
     let base = running.endpoint.trim_end_matches("/v1").to_owned();
-    let http = reqwest::Client::builder()
-        .timeout(PATIENCE)
-        .build()
-        .unwrap_or_default();
-    let ready = http.get(format!("{base}/ready")).send().await;
-    let serving = ready.is_ok_and(|response| response.status().is_success());
-    let metrics = match http.get(format!("{base}/metrics")).send().await {
-        Ok(response) => response.text().await.ok(),
-        Err(_) => None,
-    };
+    let client = http::client(&base, running.certificate.as_deref(), Some(PATIENCE));
+    let (mut serving, mut metrics) = (false, None);
+    if let Ok(client) = client {
+        let ready = client.get(format!("{base}/ready")).send().await;
+        serving = ready.is_ok_and(|response| response.status().is_success());
+        if let Ok(response) = client.get(format!("{base}/metrics")).send().await {
+            metrics = response.text().await.ok();
+        }
+    }
     Status {
         running,
         serving,

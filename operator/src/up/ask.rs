@@ -28,7 +28,8 @@ pub(super) async fn ask(
 ) -> anyhow::Result<()> {
     eprintln!();
     eprintln!("  > {question}");
-    let client = Client::new(&running.endpoint, &running.served_name, key);
+    let trusted = running.certificate.as_ref();
+    let client = Client::new(&running.endpoint, &running.served_name, key, trusted)?;
     let messages = [json!({"role": "user", "content": question})];
     let mut out = std::io::stdout();
     client

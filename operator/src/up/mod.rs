@@ -23,7 +23,7 @@ const EXAMPLES: &str = "Examples:\n  \
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct UpArgs {
-    /// The InferenceDeployment
+    /// The InferenceDeployment; - reads standard input
     #[arg(short = 'f', long = "file", value_name = "FILE")]
     pub(crate) file: PathBuf,
     /// Port of the OpenAI endpoint
@@ -35,6 +35,15 @@ pub(crate) struct UpArgs {
     /// File with one API key a line; clients must send one of them
     #[arg(long, value_name = "FILE")]
     pub(crate) api_keys: Option<PathBuf>,
+    /// PEM certificate of the OpenAI endpoint, intermediate ones behind it: serve HTTPS
+    #[arg(long, value_name = "FILE", requires = "https_key")]
+    pub(crate) https_cert: Option<PathBuf>,
+    /// PEM private key of --https-cert
+    #[arg(long, value_name = "FILE", requires = "https_cert")]
+    pub(crate) https_key: Option<PathBuf>,
+    /// Origin whose web pages may use the endpoint, such as http://localhost:3000; may be repeated, * is any
+    #[arg(long = "cors-origin", value_name = "ORIGIN")]
+    pub(crate) cors_origins: Vec<String>,
     /// Directory with tls.crt, tls.key and ca.crt: workers and gateway speak mutual TLS with each other
     #[arg(long, value_name = "DIR")]
     pub(crate) tls_dir: Option<PathBuf>,

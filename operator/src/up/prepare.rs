@@ -9,6 +9,7 @@ use std::time::Instant;
 use anyhow::{Context, bail};
 use hearth_crds::{InferencePlanSpec, ModelFacts, NodeProfileSpec, PlanRole, Venue};
 use hearth_planner::PlanRequest;
+use serde::Deserialize;
 
 use super::{UpArgs, ask};
 use crate::state::{DeploymentDir, StateDir};
@@ -25,6 +26,8 @@ pub(crate) struct Prepared {
     pub(crate) lock: File,
     /// The OpenAI endpoint's address.
     pub(crate) listen: SocketAddr,
+    /// The model has a chat template.
+    pub(crate) can_chat: bool,
     /// When `hearth up` began.
     pub(crate) started: Instant,
     /// What the person sees.
@@ -37,6 +40,17 @@ pub(crate) struct Planned {
     pub(crate) name: String,
     /// Every choice, without addresses.
     pub(crate) plan: InferencePlanSpec,
+    /// The model has a chat template.
+    can_chat: bool,
+}
+
+/// The worker's answer to `facts --serving`.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Inspected {
+    #[serde(flatten)]
+    facts: ModelFacts,
+    chat_template: bool,
 }
 
 /// Dereference, validate and plan.
@@ -59,7 +73,10 @@ pub(crate) fn plan(file: &Path, state: &StateDir, steps: &Steps) -> anyhow::Resu
     spinner.finish_and_clear();
     steps.done(&format!("this machine: {}", machine(&profile)));
 
-    let facts: ModelFacts = worker::ask(
+    let Inspected {
+        facts,
+        chat_template,
+    } = worker::ask(
         &["facts", "--serving", "--json", "--model"],
         Some(&directory),
     )?;
@@ -80,7 +97,11 @@ pub(crate) fn plan(file: &Path, state: &StateDir, steps: &Steps) -> anyhow::Resu
         profiles: &[profile],
         gpus_free: &BTreeMap::new(),
     })?;
-    Ok(Planned { name, plan })
+    Ok(Planned {
+        name,
+        plan,
+        can_chat: chat_template,
+    })
 }
 
 /// The text of a file, or of standard input for `-`.
@@ -109,7 +130,17 @@ pub(crate) fn prepare(args: &UpArgs) -> anyhow::Result<Prepared> {
     let listen = SocketAddr::new(args.host, args.port);
     ports::check_free(listen, &args.file.display().to_string())?;
     check_files(args)?;
-    let Planned { name, mut plan } = plan(&args.file, &state, &steps)?;
+    let Planned {
+        name,
+        mut plan,
+        can_chat,
+    } = plan(&args.file, &state, &steps)?;
+    if args.ask.is_some() && !can_chat {
+        bail!(
+            "--ask needs a chat template, and the model of {name} has none\n  \
+             leave --ask out, and send texts to /v1/completions"
+        );
+    }
     let directory = state.deployment(&name);
     let lock = directory.acquire(&name)?;
 
@@ -137,6 +168,7 @@ pub(crate) fn prepare(args: &UpArgs) -> anyhow::Result<Prepared> {
         directory,
         lock,
         listen,
+        can_chat,
         started,
         steps,
     })

@@ -1,7 +1,7 @@
 //! Executes a plan: one process a rank, told of as they come up, restarted when they die, ended in order.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -211,6 +211,7 @@ impl Deployment {
         let Running {
             endpoint,
             served_name,
+            certificate,
             ..
         } = &self.running;
         let steps = &self.prepared.steps;
@@ -225,11 +226,25 @@ impl Deployment {
             true => (" --api-key KEY", "-H 'Authorization: Bearer KEY' "),
             false => ("", ""),
         };
-        steps.detail(&format!("try               hearth chat{flag}      or"));
-        steps.detail(&format!(
-            "  curl {endpoint}/chat/completions {header}-H 'Content-Type: application/json' \
-             -d '{{\"model\": \"{served_name}\", \"messages\": [{{\"role\": \"user\", \"content\": \"What is Hearth?\"}}]}}'"
-        ));
+        let trust = certificate.as_ref().map_or_else(String::new, |file| {
+            format!("--cacert '{}' ", file.display())
+        });
+        let curl = |route: &str, input: &str| {
+            format!(
+                "  curl {trust}{endpoint}/{route} {header}-H 'Content-Type: application/json' \
+                 -d '{{\"model\": \"{served_name}\", {input}}}'"
+            )
+        };
+        if self.prepared.can_chat {
+            steps.detail(&format!("try               hearth chat{flag}      or"));
+            steps.detail(&curl(
+                "chat/completions",
+                "\"messages\": [{\"role\": \"user\", \"content\": \"What is Hearth?\"}]",
+            ));
+        } else {
+            steps.detail("the model has no chat template, so it completes texts; try");
+            steps.detail(&curl("completions", "\"prompt\": \"Hearth is\""));
+        }
         steps.detail("Ctrl-C stops; streams in flight are finished first.");
     }
 
@@ -322,8 +337,19 @@ fn arguments(args: &UpArgs, rank: &PlanRank, plan: &Path) -> Vec<String> {
     if let Some(directory) = &args.tls_dir {
         arguments.extend(["--tls-dir".to_owned(), directory.display().to_string()]);
     }
-    if let (PlanRole::Gateway, Some(keys)) = (rank.role, &args.api_keys) {
-        arguments.extend(["--api-keys".to_owned(), keys.display().to_string()]);
+    if rank.role == PlanRole::Gateway {
+        for (flag, file) in [
+            ("--api-keys", &args.api_keys),
+            ("--https-cert", &args.https_cert),
+            ("--https-key", &args.https_key),
+        ] {
+            if let Some(file) = file {
+                arguments.extend([flag.to_owned(), file.display().to_string()]);
+            }
+        }
+        for origin in &args.cors_origins {
+            arguments.extend(["--cors-origin".to_owned(), origin.clone()]);
+        }
     }
     arguments
 }
@@ -334,6 +360,12 @@ fn describe(args: &UpArgs, prepared: &Prepared) -> Running {
         std::net::IpAddr::V6(ip) => format!("[{ip}]"),
         ip => ip.to_string(),
     };
+    let scheme = if args.https_cert.is_some() {
+        "https"
+    } else {
+        "http"
+    };
+    let absolute = |file: &PathBuf| file.canonicalize().unwrap_or_else(|_| file.clone());
     let process = |rank: &PlanRank| RunningProcess {
         rank: rank.name.clone(),
         role: rank.role.as_str().to_owned(),
@@ -344,12 +376,10 @@ fn describe(args: &UpArgs, prepared: &Prepared) -> Running {
     Running {
         name: prepared.plan.deployment.name.clone(),
         pid: std::process::id(),
-        endpoint: format!("http://{host}:{}/v1", prepared.listen.port()),
+        endpoint: format!("{scheme}://{host}:{}/v1", prepared.listen.port()),
+        certificate: args.https_cert.as_ref().map(absolute),
         served_name: prepared.plan.model.served_name.clone(),
-        file: args
-            .file
-            .canonicalize()
-            .unwrap_or_else(|_| args.file.clone()),
+        file: absolute(&args.file),
         plan_generation: prepared.plan.generation,
         started_at: jiff::Timestamp::now().to_string(),
         ready: false,

@@ -21,6 +21,7 @@ mod model;
 mod plan;
 mod profile;
 mod quantity;
+mod routes;
 mod status;
 
 #[cfg(feature = "kube")]
@@ -42,6 +43,7 @@ pub use model::*;
 pub use plan::*;
 pub use profile::*;
 pub use quantity::{DurationText, MemoryQuantity, QuantityError, format_bytes};
+pub use routes::{Route, Routes};
 pub use status::*;
 
 #[cfg(feature = "kube")]

@@ -15,10 +15,12 @@ pub struct GatewayConfig {
     pub served_name: String,
     /// Directory with config.json, tokenizer.json and, for chat, a chat template. Weights are not read.
     pub model_dir: PathBuf,
-    /// Decode workers; at least one.
+    /// Decode workers; at least one, unless members may change.
     pub decode: Vec<Endpoint>,
     /// Prefill workers; none: decode workers compute prompts themselves.
     pub prefill: Vec<Endpoint>,
+    /// Workers come and go while the gateway runs ([`crate::router::Pool::set_members`]): it may start without any.
+    pub has_changing_members: bool,
     /// Tokens of prompt and answer together; `None`: the model's own limit. Workers may lower it.
     pub context_length: Option<u32>,
     /// How tool calls are written; `None`: found from the chat template, then the architecture.
@@ -27,8 +29,9 @@ pub struct GatewayConfig {
     pub routing: Routing,
     /// Sizes and times.
     pub limits: Limits,
-    /// A file with one API key a line (`#` begins a comment); read again when it changes. `None`: no key is asked.
-    pub api_keys_file: Option<PathBuf>,
+    /// A file with one API key a line (`#` begins a comment), or a directory of such files; read again when it
+    /// changes. `None`: no key is asked.
+    pub api_keys: Option<PathBuf>,
     /// Mutual TLS towards the workers; `None`: plain.
     pub worker_tls: Option<Tls>,
     /// HTTPS for clients; `None`: plain HTTP.
@@ -144,11 +147,12 @@ impl GatewayConfig {
             model_dir: model_dir.into(),
             decode,
             prefill: Vec::new(),
+            has_changing_members: false,
             context_length: None,
             tool_format: None,
             routing: Routing::default(),
             limits: Limits::default(),
-            api_keys_file: None,
+            api_keys: None,
             worker_tls: None,
             https: None,
             predicted: Predicted::default(),
@@ -178,15 +182,15 @@ pub enum GatewayError {
         /// The model's.
         limit: u32,
     },
-    /// The file of API keys cannot be read.
-    #[error("{}: {source}\n  give a file with one API key a line", path.display())]
+    /// A file of API keys cannot be read.
+    #[error("{}: {source}\n  give a file with one API key a line, or a directory of such files", path.display())]
     ApiKeys {
-        /// The file.
+        /// The file or directory.
         path: PathBuf,
         /// The system's answer.
         source: std::io::Error,
     },
-    /// The file of API keys holds none.
+    /// No file of API keys holds any.
     #[error("{} holds no API key\n  write one key a line; lines that begin with # are comments", path.display())]
     NoApiKeys {
         /// The file.

@@ -19,7 +19,7 @@ use hearth_transport::v1::{
 use hearth_transport::{CallContext, RpcError, RpcErrorKind, TraceParent, tonic};
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::router::{AcquireError, Lease, Pin, Pool, Want};
+use crate::router::{AcquireError, Lease, Pin, Pool, PrefillLease, Want, WorkerId};
 
 /// First and longest pause between attempts.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(1));
@@ -175,9 +175,9 @@ enum Failure {
 struct Progress {
     tokens: Vec<u32>,
     pin: Option<Pin>,
-    avoid: Option<usize>,
+    avoid: Option<WorkerId>,
     /// The prefill worker of the attempt, until it delivered.
-    prefill: Option<usize>,
+    prefill: Option<WorkerId>,
     has_started: bool,
     attempts: u32,
     fruitless: u32,
@@ -202,13 +202,13 @@ impl Progress {
         error: &RpcError,
         observer: &dyn FailoverObserver,
     ) -> Result<(), JobError> {
-        if let (RpcErrorKind::Gone | RpcErrorKind::Deadline | RpcErrorKind::Mismatch, Some(index)) =
+        if let (RpcErrorKind::Gone | RpcErrorKind::Deadline | RpcErrorKind::Mismatch, Some(id)) =
             (error.kind(), self.avoid)
         {
-            pool.suspect(index);
+            pool.suspect(id);
         }
-        if let Some(index) = self.prefill.take() {
-            pool.suspect(index);
+        if let Some(id) = self.prefill.take() {
+            pool.suspect(id);
         }
         let is_busy = error.kind() == RpcErrorKind::Busy;
         if is_busy && self.tokens.is_empty() && Instant::now() >= job.queue_deadline {
@@ -246,7 +246,7 @@ impl Progress {
 /// One stream of one worker.
 struct Attempt {
     lease: Lease,
-    prefill: Option<crate::router::PrefillLease>,
+    prefill: Option<PrefillLease>,
     stream: tonic::Streaming<GenerateEvent>,
 }
 
@@ -279,8 +279,8 @@ impl Attempt {
             0 | 1 => pool.acquire_prefill(&lease),
             _ => None,
         };
-        progress.prefill = prefill.as_ref().map(|prefill| prefill.index);
-        progress.avoid = Some(lease.index);
+        progress.prefill = prefill.as_ref().map(PrefillLease::id);
+        progress.avoid = Some(lease.id());
         progress.pin = Some(Pin {
             // Numerics follow the worker that serves; the weights never change within a request.
             numerics: lease.pin.numerics.clone(),
@@ -292,7 +292,9 @@ impl Attempt {
         progress.attempts += 1;
         let request = job.request(
             progress,
-            prefill.as_ref().map(|prefill| prefill.endpoint.to_string()),
+            prefill
+                .as_ref()
+                .map(|prefill| prefill.endpoint().to_string()),
         );
         let mut client = lease.worker.decode();
         match timeout_at(job.deadline, client.generate(request)).await {

@@ -30,7 +30,7 @@ use crate::https;
 use crate::keys::ApiKeys;
 use crate::metrics::Metrics;
 use crate::model::ServedModel;
-use crate::router::Pool;
+use crate::router::{Pool, Role, WorkerRoute};
 
 /// hyper takes no smaller buffer.
 const LEAST_HEADER_BYTES: usize = 8192;
@@ -78,15 +78,11 @@ impl Gateway {
     /// # Errors
     /// [`GatewayError`] when the configuration cannot be used.
     pub fn start_with(config: GatewayConfig, clients: &Clients) -> Result<Self, GatewayError> {
-        if config.decode.is_empty() {
+        if config.decode.is_empty() && !config.has_changing_members {
             return Err(GatewayError::NoWorkers);
         }
         let model = Arc::new(ServedModel::open(&config)?);
-        let keys = config
-            .api_keys_file
-            .as_deref()
-            .map(ApiKeys::open)
-            .transpose()?;
+        let keys = config.api_keys.as_deref().map(ApiKeys::open).transpose()?;
         let acceptor = config.https.as_ref().map(https::acceptor).transpose()?;
         let GatewayConfig {
             decode,
@@ -96,7 +92,14 @@ impl Gateway {
             predicted,
             ..
         } = config;
-        let pool = Pool::start(clients, &decode, &prefill, routing.clone())?;
+        let decode = decode
+            .into_iter()
+            .map(|at| WorkerRoute::at(Role::Decode, at));
+        let prefill = prefill
+            .into_iter()
+            .map(|at| WorkerRoute::at(Role::Prefill, at));
+        let members: Vec<WorkerRoute> = decode.chain(prefill).collect();
+        let pool = Pool::start(clients, &members, routing.clone())?;
         let metrics = Arc::new(Metrics::new(&model.name, pool.clone(), predicted));
         let app = Arc::new(App {
             model,

@@ -403,6 +403,11 @@ fn error_of(error: JobError, limit: Duration) -> ApiError {
             RETRY_FULL,
         )
         .with_code("queue_timeout"),
+        JobError::Acquire(AcquireError::NotReady { workers: 0 }) => ApiError::unavailable(
+            "no decode worker has joined this gateway yet, and the time to wait for one ran out. Try again",
+            RETRY_STARTING,
+        )
+        .with_code("workers_starting"),
         JobError::Acquire(AcquireError::NotReady { workers }) => ApiError::unavailable(
             format!("none of {workers} decode workers is ready yet, and the time to wait for one ran out. Try again"),
             RETRY_STARTING,

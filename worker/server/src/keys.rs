@@ -1,8 +1,8 @@
-//! API keys: a file with one a line, compared in constant time.
+//! API keys: a file with one a line, or a directory of such files, compared in constant time.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use http::{HeaderMap, StatusCode, header};
 use sha2::{Digest, Sha256};
@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 use crate::config::GatewayError;
 use crate::error::{ApiError, ErrorType};
 
-/// Between two looks at the file.
+/// Between two looks at the files.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
 type Hash = [u8; 32];
@@ -23,12 +23,13 @@ pub(crate) struct ApiKeys {
 
 struct State {
     hashes: Arc<[Hash]>,
-    changed: Option<SystemTime>,
     looked: Instant,
+    /// Why the last look changed nothing, if it failed: said once.
+    complaint: Option<String>,
 }
 
 impl ApiKeys {
-    /// Reads the file.
+    /// Reads the file, or the files of the directory.
     ///
     /// # Errors
     /// [`GatewayError::ApiKeys`], [`GatewayError::NoApiKeys`].
@@ -38,8 +39,8 @@ impl ApiKeys {
             path: path.to_owned(),
             state: Mutex::new(State {
                 hashes,
-                changed: changed(path),
                 looked: Instant::now(),
+                complaint: None,
             }),
         })
     }
@@ -78,21 +79,26 @@ impl ApiKeys {
         }
     }
 
-    /// The keys, read again when the file has changed. A file that cannot be read or is empty leaves the keys as
-    /// they were: a mistake must not open or close the door.
+    /// The keys, read again every [`LOOK_EVERY`]. Files that cannot be read or hold none leave the keys as they were:
+    /// a mistake must not open or close the door.
     fn hashes(&self) -> Arc<[Hash]> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.looked.elapsed() >= LOOK_EVERY {
             state.looked = Instant::now();
-            let changed = changed(&self.path);
-            if changed != state.changed {
-                match read(&self.path) {
-                    Ok(hashes) => {
+            match read(&self.path) {
+                Ok(hashes) => {
+                    state.complaint = None;
+                    if hashes != state.hashes {
                         state.hashes = hashes;
-                        state.changed = changed;
                         tracing::info!(keys = state.hashes.len(), "API keys read again");
                     }
-                    Err(error) => tracing::warn!(%error, "API keys stay as they were"),
+                }
+                Err(error) => {
+                    let complaint = Some(error.to_string());
+                    if state.complaint != complaint {
+                        tracing::warn!(%error, "API keys stay as they were");
+                        state.complaint = complaint;
+                    }
                 }
             }
         }
@@ -101,16 +107,18 @@ impl ApiKeys {
 }
 
 fn read(path: &Path) -> Result<Arc<[Hash]>, GatewayError> {
-    let text = std::fs::read_to_string(path).map_err(|source| GatewayError::ApiKeys {
-        path: path.to_owned(),
-        source,
-    })?;
-    let hashes: Vec<Hash> = text
-        .lines()
-        .map(str::trim)
-        .filter(|line| !line.is_empty() && !line.starts_with('#'))
-        .map(|key| hash(key.as_bytes()))
-        .collect();
+    let mut hashes = Vec::new();
+    for file in files(path)? {
+        let text = std::fs::read_to_string(&file).map_err(|source| GatewayError::ApiKeys {
+            path: file.clone(),
+            source,
+        })?;
+        let keys = text
+            .lines()
+            .map(str::trim)
+            .filter(|line| !line.is_empty() && !line.starts_with('#'));
+        hashes.extend(keys.map(|key| hash(key.as_bytes())));
+    }
     if hashes.is_empty() {
         return Err(GatewayError::NoApiKeys {
             path: path.to_owned(),
@@ -119,10 +127,28 @@ fn read(path: &Path) -> Result<Arc<[Hash]>, GatewayError> {
     Ok(hashes.into())
 }
 
-fn changed(path: &Path) -> Option<SystemTime> {
-    std::fs::metadata(path)
-        .and_then(|data| data.modified())
-        .ok()
+/// The file itself, or a directory's files by name. What begins with a dot is left out: a mounted Secret keeps its
+/// versions there, behind links that are swapped.
+fn files(path: &Path) -> Result<Vec<PathBuf>, GatewayError> {
+    if !path.is_dir() {
+        return Ok(vec![path.to_owned()]);
+    }
+    let list = || -> std::io::Result<Vec<PathBuf>> {
+        let mut files = Vec::new();
+        for entry in std::fs::read_dir(path)? {
+            let entry = entry?;
+            let is_hidden = entry.file_name().as_encoded_bytes().starts_with(b".");
+            if !is_hidden && !entry.path().is_dir() {
+                files.push(entry.path());
+            }
+        }
+        files.sort();
+        Ok(files)
+    };
+    list().map_err(|source| GatewayError::ApiKeys {
+        path: path.to_owned(),
+        source,
+    })
 }
 
 fn hash(key: &[u8]) -> Hash {

@@ -290,7 +290,9 @@ impl Scrape {
             "Choices that wait, here and at decode workers",
             (self.pool.waiting() as u64 + waiting) as f64,
         )?;
-        let sum = |part: fn(&WorkerView) -> u32| decode().map(|w| f64::from(part(w))).sum::<f64>();
+        // What leaves is no room for new requests.
+        let staying = || decode().filter(|worker| worker.health != Health::Leaving);
+        let sum = |part: fn(&WorkerView) -> u32| staying().map(|w| f64::from(part(w))).sum::<f64>();
         let total = sum(|worker| worker.stats.kv_blocks_total);
         let used = sum(|worker| worker.stats.kv_blocks_used);
         let ratio = if total > 0.0 { used / total } else { 0.0 };
@@ -430,9 +432,11 @@ fn worker_counters(writer: &mut Writer<'_>, workers: &[WorkerView]) -> Result<()
     Ok(())
 }
 
+/// A name alone would not do: while one plan follows another, both have a `decode-0`.
 fn labels_of(worker: &WorkerView) -> Labels {
     vec![
         ("worker", worker.name.clone()),
+        ("address", worker.endpoint.to_string()),
         ("role", worker.role.as_str().to_owned()),
     ]
 }

@@ -11,8 +11,9 @@ use hearth_server::{Gateway, GatewayConfig, HttpsFiles, Limits, Predicted, Routi
 use hearth_transport::Endpoint;
 use tokio::net::TcpListener;
 
-use super::rank::PlaceArgs;
+use super::place::PlaceArgs;
 use super::report::{Report, stay_alive};
+use super::routes;
 use crate::signals;
 
 /// Arguments of `gateway`.
@@ -20,8 +21,11 @@ use crate::signals;
 pub(crate) struct GatewayArgs {
     #[command(flatten)]
     place: PlaceArgs,
-    /// File with one API key a line; without it no key is asked
+    /// File with the workers as JSON, followed while it changes; it may be empty. Without it they are the plan's ranks
     #[arg(long, value_name = "FILE")]
+    routes: Option<PathBuf>,
+    /// File with one API key a line, or a directory of such files; without it no key is asked
+    #[arg(long, value_name = "PATH")]
     api_keys: Option<PathBuf>,
     /// PEM certificate of the HTTPS endpoint; without it the endpoint is plain HTTP
     #[arg(long, value_name = "FILE", requires = "https_key")]
@@ -55,23 +59,35 @@ pub(crate) fn run(args: &GatewayArgs) -> anyhow::Result<()> {
             signals::termination().await;
             Report::Draining.send();
         };
+        let pool = gateway.pool().clone();
+        let follow_routes = async {
+            match &args.routes {
+                Some(path) => routes::follow(path.clone(), pool).await,
+                None => std::future::pending().await,
+            }
+        };
         tokio::select! {
             served = gateway.serve(listener, shutdown) => Ok(served?),
             never = stay_alive() => match never {},
+            never = follow_routes => match never {},
         }
     })
 }
 
 fn config(args: &GatewayArgs, plan: &InferencePlanSpec) -> anyhow::Result<GatewayConfig> {
-    let mut config = GatewayConfig::new(
-        &plan.model.served_name,
-        &plan.model.path,
-        endpoints(plan, PlanRole::Decode)?,
-    );
-    config.prefill = endpoints(plan, PlanRole::Prefill)?;
+    let (decode, prefill) = match args.routes {
+        Some(_) => (Vec::new(), Vec::new()),
+        None => (
+            endpoints(plan, PlanRole::Decode)?,
+            endpoints(plan, PlanRole::Prefill)?,
+        ),
+    };
+    let mut config = GatewayConfig::new(&plan.model.served_name, &plan.model.path, decode);
+    config.prefill = prefill;
+    config.has_changing_members = args.routes.is_some();
     config.context_length = Some(plan.model.context_length);
-    config.worker_tls = args.place.tls()?;
-    config.api_keys_file.clone_from(&args.api_keys);
+    config.worker_tls = args.place.tls.read()?;
+    config.api_keys.clone_from(&args.api_keys);
     config.https = match (&args.https_cert, &args.https_key) {
         (Some(cert), Some(key)) => Some(HttpsFiles {
             cert: cert.clone(),

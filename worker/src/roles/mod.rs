@@ -3,9 +3,13 @@
 mod control;
 mod decode;
 mod gateway;
+mod linger;
+mod place;
 mod prefill;
 mod rank;
 mod report;
+mod routes;
 
 pub(crate) use gateway::{GatewayArgs, run as gateway};
+pub(crate) use linger::{LingerArgs, run as linger};
 pub(crate) use rank::{RankArgs, decode, prefill};

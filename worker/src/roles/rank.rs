@@ -1,6 +1,6 @@
 //! Prefill and decode: a model behind gRPC.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,16 +10,15 @@ use hearth_crds::{
     InferencePlanSpec, Pinning, PlanKv, PlanKvType, PlanRank, PlanRole,
     ResidencyPolicy as PlanPolicy,
 };
-use hearth_engine::{Engine, EngineOptions, GrammarTokenizer, Health, KvBudget};
+use hearth_engine::{Engine, EngineOptions, GrammarTokenizer, Health as EngineHealth, KvBudget};
 use hearth_formats::{ModelConfig, Tokenizer};
 use hearth_kernels::{Backend, CpuOptions, KvDType};
 use hearth_transport::tonic::service::Routes;
-use hearth_transport::{
-    ClientOptions, Clients, Listener, ServerOptions, Tls, TlsFiles, server, tonic_health,
-};
+use hearth_transport::{ClientOptions, Clients, Health, Listener, ServerOptions, Tls, server};
 
 use super::control::ControlService;
 use super::decode::DecodeService;
+use super::place::PlaceArgs;
 use super::prefill::PrefillService;
 use super::report::{Report, stay_alive};
 use crate::load::{self, LoadOptions, ResidencyPolicy};
@@ -39,101 +38,9 @@ const FAULT_PATIENCE: Duration = Duration::from_secs(10);
 pub(crate) struct RankArgs {
     #[command(flatten)]
     pub(crate) place: PlaceArgs,
-}
-
-/// Which place in which plan; shared by all roles.
-#[derive(Args)]
-pub(crate) struct PlaceArgs {
-    /// The plan, as JSON
-    #[arg(long, value_name = "FILE")]
-    pub(crate) plan: PathBuf,
-    /// The rank of the plan that this process is, such as decode-0
-    #[arg(long, value_name = "NAME")]
-    pub(crate) rank: String,
-    /// Directory with tls.crt, tls.key and ca.crt: speak mutual TLS with the other ranks
-    #[arg(long, value_name = "DIR")]
-    pub(crate) tls_dir: Option<PathBuf>,
-    /// Seconds that requests in flight get to finish after SIGTERM
-    #[arg(long, default_value_t = 30, value_name = "SECONDS")]
-    pub(crate) grace: u32,
-    /// End when the process that started this one ends
-    #[arg(long, hide = true)]
-    pub(crate) with_parent: bool,
-}
-
-impl PlaceArgs {
-    /// Reads the plan and finds the rank in it.
-    ///
-    /// # Errors
-    /// A plan that cannot be read, a rank that is not in it or has another role.
-    pub(crate) fn find(&self, role: PlanRole) -> anyhow::Result<(InferencePlanSpec, PlanRank)> {
-        if self.with_parent {
-            rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::TERM))
-                .context("the kernel does not tell of the parent's end")?;
-        }
-        let text = std::fs::read(&self.plan)
-            .with_context(|| format!("--plan {} cannot be read", self.plan.display()))?;
-        let plan: InferencePlanSpec = serde_json::from_slice(&text).with_context(|| {
-            format!("--plan {} is no plan of this version", self.plan.display())
-        })?;
-        let Some(rank) = plan.rank(&self.rank).cloned() else {
-            let names: Vec<&str> = plan.ranks.iter().map(|rank| rank.name.as_str()).collect();
-            bail!(
-                "--rank is {:?}, which is not in the plan\n  it has {}",
-                self.rank,
-                names.join(", ")
-            );
-        };
-        if rank.role != role {
-            bail!(
-                "--rank {} is a {} rank\n  run: hearth-worker {0}",
-                rank.name,
-                rank.role.as_str()
-            );
-        }
-        Ok((plan, rank))
-    }
-
-    /// Keeps this thread and those it starts on the rank's CPUs, where the plan pins it, and logs what the system gave.
-    ///
-    /// # Errors
-    /// CPUs that this process may not use.
-    pub(crate) fn bind(&self, rank: &PlanRank) -> anyhow::Result<()> {
-        use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
-        if rank.pinning != Pinning::None && !rank.cpus.is_empty() {
-            let mut set = CpuSet::new();
-            rank.cpus.iter().for_each(|&cpu| set.set(cpu as usize));
-            sched_setaffinity(None, &set).with_context(|| {
-                format!(
-                    "{} cannot run on CPUs {:?} of the plan\n  plan again on this machine as it is now",
-                    rank.name, rank.cpus
-                )
-            })?;
-        }
-        let got = sched_getaffinity(None)?;
-        let cpus: Vec<usize> = (0..CpuSet::MAX_CPU)
-            .filter(|&cpu| got.is_set(cpu))
-            .collect();
-        tracing::info!(rank = rank.name, pinning = ?rank.pinning, planned = ?rank.cpus, ?cpus, numa = ?rank.numa_nodes, "CPUs");
-        Ok(())
-    }
-
-    /// The certificates of `--tls-dir`.
-    ///
-    /// # Errors
-    /// A file that is missing or is no certificate, by name.
-    pub(crate) fn tls(&self) -> anyhow::Result<Option<Tls>> {
-        let Some(directory) = &self.tls_dir else {
-            return Ok(None);
-        };
-        let files = TlsFiles {
-            cert: directory.join("tls.crt"),
-            key: directory.join("tls.key"),
-            ca: directory.join("ca.crt"),
-            server_name: None,
-        };
-        Ok(Some(Tls::read(&files)?))
-    }
+    /// Address of plain gRPC health for probes, open while the model loads: service "" is ready, "live" is alive
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) health: Option<String>,
 }
 
 /// Runs a decode worker until it is told to end.
@@ -161,15 +68,15 @@ async fn serve(args: &RankArgs, plan: &InferencePlanSpec, rank: &PlanRank) -> an
         .endpoint
         .as_deref()
         .with_context(|| format!("the plan gives {} no endpoint", rank.name))?;
-    let tls = args.place.tls()?;
+    let health = Health::starting().await;
+    let address = args.health.as_deref();
+    let _probes = address.map(|address| health.listen(address)).transpose()?;
+    let tls = args.place.tls.read()?;
     let listener = Listener::bind(endpoint)?;
     Report::Loading { percent: 0 }.send();
     let (worker, device) = tokio::task::block_in_place(|| open(plan, rank))?;
-    let (health, health_service) = tonic_health::server::health_reporter();
-    let routes = routes(&worker, Routes::new(health_service), tls.clone());
-    health
-        .set_service_status("", tonic_health::ServingStatus::Serving)
-        .await;
+    let routes = routes(&worker, Routes::new(health.service()), tls.clone());
+    health.set_ready(true).await;
     Report::Ready {
         endpoint,
         device: &device,
@@ -179,13 +86,11 @@ async fn serve(args: &RankArgs, plan: &InferencePlanSpec, rank: &PlanRank) -> an
 
     let grace = Duration::from_secs(u64::from(args.place.grace));
     let engine = worker.engine.clone();
-    let reporter = health.clone();
+    let ending = health.clone();
     let shutdown = async move {
         signals::termination().await;
         Report::Draining.send();
-        reporter
-            .set_service_status("", tonic_health::ServingStatus::NotServing)
-            .await;
+        ending.end().await;
         if let Ok(report) = tokio::task::spawn_blocking(move || engine.drain(grace)).await {
             tracing::info!(ended = report.ended, cut_off = report.cut_off, "drained");
         }
@@ -222,24 +127,20 @@ fn routes(worker: &Arc<Worker>, routes: Routes, tls: Option<Tls>) -> Routes {
     }
 }
 
-/// Tells the health service how the engine is; returns when it has been unhealthy for [`FAULT_PATIENCE`].
-async fn lasting_fault(engine: &Engine, health: &tonic_health::server::HealthReporter) -> String {
+/// Tells probes how the engine is; returns when it has been unhealthy for [`FAULT_PATIENCE`].
+async fn lasting_fault(engine: &Engine, health: &Health) -> String {
     let mut since = None;
     loop {
         tokio::time::sleep(HEALTH_PERIOD).await;
         match engine.health() {
-            Health::Healthy => {
+            EngineHealth::Healthy => {
                 if since.take().is_some() {
-                    health
-                        .set_service_status("", tonic_health::ServingStatus::Serving)
-                        .await;
+                    health.set_ready(true).await;
                 }
             }
-            Health::Unhealthy(why) => {
+            EngineHealth::Unhealthy(why) => {
                 let began = *since.get_or_insert_with(std::time::Instant::now);
-                health
-                    .set_service_status("", tonic_health::ServingStatus::NotServing)
-                    .await;
+                health.set_ready(false).await;
                 if began.elapsed() >= FAULT_PATIENCE {
                     return why;
                 }

@@ -1,7 +1,7 @@
 //! `hearth-worker facts`: what a planner must know of a model, from config.json and the weights' headers.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::Args;
@@ -11,6 +11,7 @@ use hearth_formats::{
 };
 use hearth_kernels::CpuBackend;
 use hearth_model::{Model, ModuleId, ModuleSpec, TensorShape};
+use serde::Serialize;
 
 /// Arguments of `facts`.
 #[derive(Args)]
@@ -26,18 +27,30 @@ pub(crate) struct FactsArgs {
     serving: bool,
 }
 
+/// What `--json` prints.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Printed<'a> {
+    #[serde(flatten)]
+    facts: &'a ModelFacts,
+    /// Whether the model can be talked with; only with `--serving`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    chat_template: Option<bool>,
+}
+
 /// Reads and prints.
 pub(crate) fn run(args: &FactsArgs) -> anyhow::Result<()> {
-    let config = ModelConfig::read(&args.model)?;
-    let checkpoint = Checkpoint::open(&args.model)?;
-    let facts = facts(&config, &checkpoint)?;
-    if args.serving {
-        Tokenizer::open(&args.model)?.check_vocab(&config)?;
-        ChatTemplate::open(&args.model)?;
-        GenerationConfig::read(&args.model)?;
-    }
+    let facts = read(&args.model, args.serving)?;
     if args.json {
-        println!("{}", serde_json::to_string_pretty(&facts)?);
+        let chat_template = match args.serving {
+            true => Some(ChatTemplate::open(&args.model)?.is_some()),
+            false => None,
+        };
+        let printed = Printed {
+            facts: &facts,
+            chat_template,
+        };
+        println!("{}", serde_json::to_string_pretty(&printed)?);
         return Ok(());
     }
     println!(
@@ -74,6 +87,23 @@ pub(crate) fn run(args: &FactsArgs) -> anyhow::Result<()> {
         println!("{name:<15} {bytes} bytes");
     }
     Ok(())
+}
+
+/// The facts of the model in `directory`; with `serving` it is also checked for what serving needs beside the
+/// weights: tokenizer, chat template, generation defaults.
+///
+/// # Errors
+/// What is missing or wrong, by file, tensor or field.
+pub(crate) fn read(directory: &Path, serving: bool) -> anyhow::Result<ModelFacts> {
+    let config = ModelConfig::read(directory)?;
+    let checkpoint = Checkpoint::open(directory)?;
+    let facts = facts(&config, &checkpoint)?;
+    if serving {
+        Tokenizer::open(directory)?.check_vocab(&config)?;
+        ChatTemplate::open(directory)?;
+        GenerationConfig::read(directory)?;
+    }
+    Ok(facts)
 }
 
 fn facts(config: &ModelConfig, checkpoint: &Checkpoint) -> anyhow::Result<ModelFacts> {

@@ -3,6 +3,7 @@
 mod bench;
 mod facts;
 mod generate;
+mod inspect;
 mod logits;
 mod profile;
 mod random;
@@ -11,6 +12,7 @@ mod session;
 pub(crate) use bench::{BenchArgs, run as bench};
 pub(crate) use facts::{FactsArgs, run as facts};
 pub(crate) use generate::{GenerateArgs, run as generate};
+pub(crate) use inspect::{InspectArgs, run as inspect};
 pub(crate) use logits::{LogitsArgs, run as logits};
 pub(crate) use profile::{ProfileArgs, run as profile};
 pub(crate) use random::{RandomArgs, run as random};

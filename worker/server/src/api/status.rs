@@ -34,6 +34,7 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
         .map(|worker| {
             json!({
                 "name": worker.name,
+                "address": worker.endpoint.to_string(),
                 "role": worker.role.as_str(),
                 "state": worker.health.as_str(),
                 "running": worker.stats.running,

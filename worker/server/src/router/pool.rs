@@ -1,54 +1,28 @@
-//! The workers, what is known of them, and the queue in front of them.
+//! The workers, who joins and leaves, and the queue in front of them.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
 
-use hearth_transport::v1::{DescribeRequest, DescribeResponse, StatsRequest, StatsResponse};
-use hearth_transport::{Clients, Endpoint, RpcError, RpcErrorKind, TransportError, Worker};
-use tokio::sync::{Notify, watch};
-use tokio::time::{Instant, timeout, timeout_at};
+use hearth_transport::{Clients, Endpoint, TransportError, Worker};
+use tokio::sync::watch;
+use tokio::time::{Instant, timeout_at};
+use tokio_util::task::AbortOnDropHandle;
 
+use super::member::{Member, MemberState};
 use super::policy::{Candidate, Place, choose_decode, choose_place, choose_prefill};
-use super::prefix::{PrefixKey, PrefixMemory};
-use super::types::{AcquireError, Health, Pin, Role, Want, WorkerView};
+use super::prefix::PrefixKey;
+use super::types::{AcquireError, Health, Pin, Role, Want, WorkerId, WorkerRoute, WorkerView};
 use crate::config::Routing;
 
-/// First and longest pause between looks at a worker that does not answer.
-const BACKOFF: (Duration, Duration) = (Duration::from_millis(50), Duration::from_millis(500));
-/// Looks without an answer after which streams are taken away from a worker whose connection still stands.
-const LOST_AFTER_LOOKS: u32 = 3;
 /// Assumed of a worker that does not tell.
 const DEFAULT_BATCH: u32 = 16;
 
-struct Member {
-    role: Role,
-    worker: Worker,
-    /// Counts losses; streams watch it.
-    epoch: watch::Sender<u64>,
-    poke: Notify,
-    state: Mutex<MemberState>,
-}
-
-struct MemberState {
-    health: Health,
-    description: DescribeResponse,
-    stats: StatsResponse,
-    failures: u32,
-    silences: u32,
-    in_flight: u32,
-    prefixes: PrefixMemory,
-}
-
-impl Member {
-    fn lock(&self) -> MutexGuard<'_, MemberState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// The pools of one gateway.
+/// The pools of one gateway. Members may join and leave at any time.
 pub struct Pool {
-    members: Vec<Arc<Member>>,
+    clients: Clients,
+    /// In the order in which they joined; one that left stays until its last stream has ended.
+    members: RwLock<Vec<Kept>>,
+    next_id: AtomicU64,
     routing: Routing,
     changed: watch::Sender<()>,
     turn: AtomicUsize,
@@ -57,11 +31,16 @@ pub struct Pool {
     turnstile: tokio::sync::Mutex<()>,
 }
 
+/// A member with the task that looks after it.
+struct Kept {
+    member: Arc<Member>,
+    _looks: AbortOnDropHandle<()>,
+}
+
 /// A place on a decode worker; given back when dropped.
 pub struct Lease {
     pool: Arc<Pool>,
-    /// Index of the worker.
-    pub index: usize,
+    member: Arc<Member>,
     /// The connection to it.
     pub worker: Worker,
     /// What a continuation elsewhere needs.
@@ -75,10 +54,7 @@ pub struct Lease {
 /// A prefill worker for one request; given back when dropped.
 pub struct PrefillLease {
     pool: Arc<Pool>,
-    /// Index of the worker.
-    pub index: usize,
-    /// Where the decode worker finds it.
-    pub endpoint: Endpoint,
+    member: Arc<Member>,
 }
 
 impl Pool {
@@ -89,58 +65,64 @@ impl Pool {
     /// [`TransportError`] for an address or certificates that cannot be used.
     pub fn start(
         clients: &Clients,
-        decode: &[Endpoint],
-        prefill: &[Endpoint],
+        members: &[WorkerRoute],
         routing: Routing,
     ) -> Result<Arc<Self>, TransportError> {
-        let roles = decode
-            .iter()
-            .map(|endpoint| (Role::Decode, endpoint))
-            .chain(prefill.iter().map(|endpoint| (Role::Prefill, endpoint)));
-        let members = roles
-            .map(|(role, endpoint)| {
-                Ok(Arc::new(Member {
-                    role,
-                    worker: clients.worker(endpoint)?,
-                    epoch: watch::Sender::new(0),
-                    poke: Notify::new(),
-                    state: Mutex::new(MemberState {
-                        health: Health::Starting,
-                        description: DescribeResponse::default(),
-                        stats: StatsResponse::default(),
-                        failures: 0,
-                        silences: 0,
-                        in_flight: 0,
-                        prefixes: PrefixMemory::default(),
-                    }),
-                }))
-            })
-            .collect::<Result<Vec<_>, TransportError>>()?;
-        let look_timeout = routing.look_timeout;
         let pool = Arc::new(Self {
-            members,
+            clients: clients.clone(),
+            members: RwLock::default(),
+            next_id: AtomicU64::new(0),
             routing,
             changed: watch::Sender::new(()),
             turn: AtomicUsize::new(0),
             waiting: AtomicUsize::new(0),
             turnstile: tokio::sync::Mutex::new(()),
         });
-        for member in &pool.members {
-            // The task holds the pool weakly, so that it ends with it.
-            let pool = Arc::downgrade(&pool);
-            let member = member.clone();
-            tokio::spawn(async move {
-                let mut pause = BACKOFF.0;
-                loop {
-                    let look = timeout(look_timeout, look_at(&member.worker)).await;
-                    let Some(pool) = pool.upgrade() else { return };
-                    let wait = pool.note_look(&member, look, &mut pause);
-                    drop(pool);
-                    let _ = timeout(wait, member.poke.notified()).await;
-                }
+        pool.set_members(members)?;
+        Ok(pool)
+    }
+
+    /// Makes `wanted` the members. A worker is known by role and address: one that stays keeps all that it has.
+    /// One that is not named any more gets no new requests; its streams go on until they end, or until it dies and
+    /// they move, and then its connection is dropped.
+    ///
+    /// # Errors
+    /// [`TransportError`] for an address that cannot be used; the members are as before.
+    pub fn set_members(self: &Arc<Self>, wanted: &[WorkerRoute]) -> Result<(), TransportError> {
+        let mut kept = self.members.write().unwrap_or_else(PoisonError::into_inner);
+        let mut joining: Vec<Member> = Vec::new();
+        for route in wanted {
+            let is_known = kept.iter().any(|kept| kept.member.route.is_same(route))
+                || joining.iter().any(|member| member.route.is_same(route));
+            if !is_known {
+                let id = WorkerId(self.next_id.fetch_add(1, Ordering::Relaxed));
+                let worker = self.clients.worker(&route.endpoint)?;
+                joining.push(Member::new(id, route.clone(), worker));
+            }
+        }
+        for Kept { member, .. } in kept.iter() {
+            let is_leaving = !wanted.iter().any(|route| route.is_same(&member.route));
+            let was_leaving = std::mem::replace(&mut member.lock().is_leaving, is_leaving);
+            if is_leaving != was_leaving {
+                log(&member.route, if is_leaving { "leaves" } else { "is back" });
+                member.poke();
+            }
+        }
+        for member in joining {
+            log(&member.route, "joins");
+            let member = Arc::new(member);
+            let looks = member
+                .clone()
+                .look_after(Arc::downgrade(self), self.routing.look_timeout);
+            kept.push(Kept {
+                member,
+                _looks: AbortOnDropHandle::new(tokio::spawn(looks)),
             });
         }
-        Ok(pool)
+        self.drop_gone(&mut kept);
+        drop(kept);
+        self.tell();
+        Ok(())
     }
 
     /// Waits for a decode worker until `deadline`, which is the queue's for new requests and the request's own
@@ -172,17 +154,19 @@ impl Pool {
 
     /// A prefill worker for the request at `lease`, when the policy wants one.
     pub fn acquire_prefill(self: &Arc<Self>, lease: &Lease) -> Option<PrefillLease> {
-        let ready: Vec<(usize, u32)> = self
-            .members
+        let fits = |state: &MemberState| {
+            state.is_open()
+                && state.description.model_fingerprint == lease.pin.fingerprint
+                && state.description.kv_layout == lease.kv_layout
+        };
+        let members = self.members();
+        let ready: Vec<(usize, u32)> = members
             .iter()
             .enumerate()
-            .filter(|(_, member)| member.role == Role::Prefill)
+            .filter(|(_, member)| member.is(Role::Prefill))
             .filter_map(|(index, member)| {
                 let state = member.lock();
-                let fits = state.health == Health::Ready
-                    && state.description.model_fingerprint == lease.pin.fingerprint
-                    && state.description.kv_layout == lease.kv_layout;
-                fits.then_some((index, state.in_flight))
+                fits(&state).then_some((index, state.in_flight))
             })
             .collect();
         let place = choose_place(
@@ -194,17 +178,24 @@ impl Pool {
             return None;
         }
         let index = choose_prefill(&ready, self.turn.fetch_add(1, Ordering::Relaxed))?;
-        self.members[index].lock().in_flight += 1;
+        let member = members[index].clone();
+        let mut state = member.lock();
+        // It may have left since it was looked at; the decode worker can do without.
+        if !state.is_open() {
+            return None;
+        }
+        state.in_flight += 1;
+        drop(state);
         Some(PrefillLease {
             pool: self.clone(),
-            index,
-            endpoint: self.members[index].worker.endpoint().clone(),
+            member,
         })
     }
 
     /// A call to this worker failed as a broken connection does: it gets no other before it has answered a look.
-    pub fn suspect(&self, index: usize) {
-        let Some(member) = self.members.get(index) else {
+    pub fn suspect(&self, id: WorkerId) {
+        let members = self.members();
+        let Some(member) = members.iter().find(|member| member.id == id) else {
             return;
         };
         let mut state = member.lock();
@@ -213,32 +204,14 @@ impl Pool {
             // It may be another process by the next look.
             state.prefixes.forget();
             drop(state);
-            self.changed.send_replace(());
+            self.tell();
         }
-        member.poke.notify_one();
+        member.poke();
     }
 
-    /// All workers.
+    /// All workers, those that left among them for as long as they have streams.
     pub fn views(&self) -> Vec<WorkerView> {
-        self.members
-            .iter()
-            .map(|member| {
-                let state = member.lock();
-                let name = match state.description.name.as_str() {
-                    "" => member.worker.endpoint().to_string(),
-                    name => name.to_owned(),
-                };
-                WorkerView {
-                    name,
-                    role: member.role,
-                    health: state.health,
-                    in_flight: state.in_flight,
-                    stats: state.stats,
-                    plan_generation: state.description.plan_generation,
-                    context_length: state.description.context_length,
-                }
-            })
-            .collect()
+        self.members().iter().map(|member| member.view()).collect()
     }
 
     /// Requests that wait for a worker.
@@ -246,27 +219,63 @@ impl Pool {
         self.waiting.load(Ordering::Relaxed)
     }
 
-    /// Ready and all workers of a role.
+    /// Ready and all members of a role.
     pub fn count(&self, role: Role) -> (usize, usize) {
-        let of_role = || {
-            self.members
-                .iter()
-                .filter(move |member| member.role == role)
-        };
-        let ready = of_role()
-            .filter(|member| member.lock().health == Health::Ready)
-            .count();
-        (ready, of_role().count())
+        let (mut ready, mut all) = (0, 0);
+        for member in self.members().iter().filter(|member| member.is(role)) {
+            let state = member.lock();
+            ready += usize::from(state.is_open());
+            all += usize::from(!state.is_leaving);
+        }
+        (ready, all)
     }
 
     /// The least context length that a decode worker told; `None` before one did.
     pub fn context_length(&self) -> Option<u32> {
-        self.members
+        self.members()
             .iter()
-            .filter(|member| member.role == Role::Decode)
-            .map(|member| member.lock().description.context_length)
+            .filter(|member| member.is(Role::Decode))
+            .filter_map(|member| {
+                let state = member.lock();
+                (!state.is_leaving).then_some(state.description.context_length)
+            })
             .filter(|tokens| *tokens > 0)
             .min()
+    }
+
+    pub(super) fn routing(&self) -> &Routing {
+        &self.routing
+    }
+
+    /// Wakes those who wait: a worker may fit that did not before.
+    pub(super) fn tell(&self) {
+        self.changed.send_replace(());
+    }
+
+    fn members(&self) -> Vec<Arc<Member>> {
+        let kept = self.members.read().unwrap_or_else(PoisonError::into_inner);
+        kept.iter().map(|kept| kept.member.clone()).collect()
+    }
+
+    /// Drops those that left and have no stream any more, and their connections.
+    fn drop_gone(&self, kept: &mut Vec<Kept>) {
+        let mut gone = Vec::new();
+        kept.retain(|Kept { member, .. }| {
+            let is_gone = member.lock().is_gone();
+            if is_gone {
+                log(&member.route, "has left");
+                gone.push(member.route.endpoint.clone());
+            }
+            !is_gone
+        });
+        for endpoint in gone {
+            let is_used = kept
+                .iter()
+                .any(|kept| kept.member.route.endpoint == endpoint);
+            if !is_used {
+                self.clients.forget(&endpoint);
+            }
+        }
     }
 
     async fn wait_for_worker(
@@ -276,22 +285,22 @@ impl Pool {
         deadline: Instant,
     ) -> Result<Lease, AcquireError> {
         let mut changed = self.changed.subscribe();
-        let other_numerics_at = Instant::now() + self.routing.same_numerics_wait;
+        let other_numerics_at = (Instant::now() + self.routing.same_numerics_wait).min(deadline);
         loop {
             changed.mark_unchanged();
             let any_numerics = Instant::now() >= other_numerics_at;
             if let Some(lease) = self.try_acquire(want, key, any_numerics) {
                 return Ok(lease);
             }
+            if Instant::now() >= deadline {
+                return Err(self.wait_error());
+            }
             let until = if any_numerics {
                 deadline
             } else {
-                deadline.min(other_numerics_at)
+                other_numerics_at
             };
-            let woken = timeout_at(until, changed.changed()).await;
-            if woken.is_err() && Instant::now() >= deadline {
-                return Err(self.wait_error());
-            }
+            let _ = timeout_at(until, changed.changed()).await;
         }
     }
 
@@ -301,26 +310,22 @@ impl Pool {
         key: &PrefixKey,
         any_numerics: bool,
     ) -> Option<Lease> {
-        let same =
-            |state: &MemberState, pin: &Pin| state.description.model_fingerprint == pin.fingerprint;
-        // Other bits are better than none, once no worker is left that would give the same.
+        let members = self.members();
+        let decode = || {
+            let all = members.iter().enumerate();
+            all.filter(|(_, member)| member.is(Role::Decode))
+        };
+        // Other bits are better than none, once no worker is left that may give the same.
         let any_numerics = any_numerics
-            || want.pin.is_some_and(|pin| {
-                !self.members.iter().any(|member| {
-                    member.role == Role::Decode
-                        && member.lock().description.numerics == pin.numerics
-                })
-            });
-        let candidates: Vec<Candidate> = self
-            .members
-            .iter()
-            .enumerate()
-            .filter(|(_, member)| member.role == Role::Decode)
+            || want
+                .pin
+                .is_some_and(|pin| !decode().any(|(_, member)| may_match(&member.lock(), pin)));
+        let candidates: Vec<Candidate> = decode()
             .filter_map(|(index, member)| {
                 let state = member.lock();
-                let fits = state.health == Health::Ready
+                let fits = state.is_open()
                     && want.pin.is_none_or(|pin| {
-                        same(&state, pin)
+                        is_same_model(&state, pin)
                             && (any_numerics || state.description.numerics == pin.numerics)
                     });
                 fits.then(|| Candidate {
@@ -328,27 +333,34 @@ impl Pool {
                     in_flight: state.in_flight,
                     capacity: self.capacity(&state),
                     matched_tokens: state.prefixes.matched_tokens(key),
-                    is_avoided: want.avoid == Some(index),
+                    is_avoided: want.avoid == Some(member.id),
                 })
             })
             .collect();
         let index = choose_decode(&candidates, self.turn.fetch_add(1, Ordering::Relaxed))?;
-        let member = &self.members[index];
+        let member = members[index].clone();
         let mut state = member.lock();
+        if !state.is_open() {
+            // It left while it was being chosen, which woke us already: the next round sees the others.
+            return None;
+        }
         state.in_flight += 1;
         let new_tokens = want.tokens.len() as u32 - state.prefixes.matched_tokens(key);
         state.prefixes.remember(key);
+        let pin = Pin {
+            fingerprint: state.description.model_fingerprint.clone(),
+            numerics: state.description.numerics.clone(),
+        };
+        let kv_layout = state.description.kv_layout.clone();
+        drop(state);
         Some(Lease {
             pool: self.clone(),
-            index,
             worker: member.worker.clone(),
-            pin: Pin {
-                fingerprint: state.description.model_fingerprint.clone(),
-                numerics: state.description.numerics.clone(),
-            },
-            kv_layout: state.description.kv_layout.clone(),
+            pin,
+            kv_layout,
             new_tokens,
             epoch: member.epoch.subscribe(),
+            member,
         })
     }
 
@@ -367,81 +379,44 @@ impl Pool {
         }
     }
 
-    fn release(&self, index: usize) {
-        let mut state = self.members[index].lock();
-        state.in_flight = state.in_flight.saturating_sub(1);
-        drop(state);
-        self.changed.send_replace(());
-    }
-
-    /// Notes the outcome of a look; gives the pause to the next.
-    fn note_look(
-        &self,
-        member: &Member,
-        look: Result<
-            Result<(DescribeResponse, StatsResponse), RpcError>,
-            tokio::time::error::Elapsed,
-        >,
-        pause: &mut Duration,
-    ) -> Duration {
-        let is_silent = look.is_err();
+    fn release(&self, member: &Member) {
         let mut state = member.lock();
-        let before = state.health;
-        match look {
-            Ok(Ok((description, stats))) => {
-                *pause = BACKOFF.0;
-                state.failures = 0;
-                state.silences = 0;
-                let expected = self.routing.model_fingerprint.as_ref();
-                state.health = match expected {
-                    _ if stats.draining => Health::Draining,
-                    Some(expected) if description.model_fingerprint != *expected => {
-                        Health::OtherModel
-                    }
-                    _ => Health::Ready,
-                };
-                state.description = description;
-                state.stats = stats;
-            }
-            failed => {
-                let is_gone =
-                    matches!(&failed, Ok(Err(error)) if error.kind() == RpcErrorKind::Gone);
-                state.failures += 1;
-                // Streams of a dead process break by themselves, and those of one that only takes no more calls
-                // go on; a process that stands still says nothing at all.
-                state.silences += u32::from(is_silent);
-                let is_lost = is_gone || state.failures >= LOST_AFTER_LOOKS;
-                if state.health != Health::Starting && is_lost {
-                    state.health = Health::Lost;
-                    state.prefixes.forget();
-                }
-            }
-        }
-        let (after, failures, silences) = (state.health, state.failures, state.silences);
+        state.in_flight = state.in_flight.saturating_sub(1);
+        let is_gone = state.is_gone();
         drop(state);
-        if after != before {
-            tracing::info!(
-                worker = %member.worker.endpoint(),
-                role = member.role.as_str(),
-                was = before.as_str(),
-                is = after.as_str(),
-                "worker changed"
-            );
-            self.changed.send_replace(());
+        if is_gone {
+            let mut kept = self.members.write().unwrap_or_else(PoisonError::into_inner);
+            self.drop_gone(&mut kept);
         }
-        if is_silent && silences == LOST_AFTER_LOOKS {
-            member.epoch.send_modify(|epoch| *epoch += 1);
-        }
-        if failures == 0 {
-            return self.routing.look_interval;
-        }
-        let wait = *pause;
-        *pause = (*pause * 2).min(BACKOFF.1);
-        wait
+        self.tell();
     }
 }
 
+fn log(route: &WorkerRoute, what: &str) {
+    tracing::info!(
+        worker = route.name,
+        endpoint = %route.endpoint,
+        role = route.role.as_str(),
+        "worker {what}"
+    );
+}
+
+fn is_same_model(state: &MemberState, pin: &Pin) -> bool {
+    state.description.model_fingerprint == pin.fingerprint
+}
+
+/// Whether a worker gives the same bits, or may turn out to: one that has not described itself yet.
+fn may_match(state: &MemberState, pin: &Pin) -> bool {
+    let is_same = is_same_model(state, pin) && state.description.numerics == pin.numerics;
+    !state.is_leaving && (state.health == Health::Starting || is_same)
+}
+
 impl Lease {
+    /// The worker.
+    pub fn id(&self) -> WorkerId {
+        self.member.id
+    }
+
     /// Returns when the worker stopped answering although its connection stands.
     pub async fn lost(&mut self) {
         if self.epoch.changed().await.is_err() {
@@ -452,13 +427,25 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        self.pool.release(self.index);
+        self.pool.release(&self.member);
+    }
+}
+
+impl PrefillLease {
+    /// The worker.
+    pub fn id(&self) -> WorkerId {
+        self.member.id
+    }
+
+    /// Where the decode worker finds it.
+    pub fn endpoint(&self) -> &Endpoint {
+        &self.member.route.endpoint
     }
 }
 
 impl Drop for PrefillLease {
     fn drop(&mut self) {
-        self.pool.release(self.index);
+        self.pool.release(&self.member);
     }
 }
 
@@ -483,15 +470,4 @@ impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
-}
-
-async fn look_at(worker: &Worker) -> Result<(DescribeResponse, StatsResponse), RpcError> {
-    let mut control = worker.control();
-    let description = control.describe(DescribeRequest {}).await;
-    let description = description
-        .map_err(|status| worker.error(&status))?
-        .into_inner();
-    let stats = control.stats(StatsRequest {}).await;
-    let stats = stats.map_err(|status| worker.error(&status))?.into_inner();
-    Ok((description, stats))
 }

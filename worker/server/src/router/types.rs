@@ -1,5 +1,6 @@
 //! What is said about workers, and asked of them.
 
+use hearth_transport::Endpoint;
 use hearth_transport::v1::StatsResponse;
 
 /// What a worker is for.
@@ -21,6 +22,37 @@ impl Role {
     }
 }
 
+/// A member of a pool, for as long as it is one: one that leaves and joins again later is another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct WorkerId(pub(super) u64);
+
+/// Where a worker is, and what for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkerRoute {
+    /// Its rank, until it tells its name itself.
+    pub name: String,
+    /// Its role.
+    pub role: Role,
+    /// Its address.
+    pub endpoint: Endpoint,
+}
+
+impl WorkerRoute {
+    /// A worker that is known by its address alone.
+    pub fn at(role: Role, endpoint: Endpoint) -> Self {
+        Self {
+            name: endpoint.to_string(),
+            role,
+            endpoint,
+        }
+    }
+
+    /// Whether both are one member: whatever they are called.
+    pub(super) fn is_same(&self, other: &Self) -> bool {
+        self.role == other.role && self.endpoint == other.endpoint
+    }
+}
+
 /// How a worker is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Health {
@@ -36,6 +68,8 @@ pub enum Health {
     Draining,
     /// It serves another model than this gateway.
     OtherModel,
+    /// It is no member any more, and finishes the streams that it has.
+    Leaving,
 }
 
 impl Health {
@@ -48,6 +82,7 @@ impl Health {
             Self::Lost => "lost",
             Self::Draining => "draining",
             Self::OtherModel => "serves another model",
+            Self::Leaving => "leaving",
         }
     }
 }
@@ -69,7 +104,7 @@ pub struct Want<'a> {
     /// Of a request that was begun elsewhere; it does not queue again.
     pub pin: Option<&'a Pin>,
     /// The worker that just failed it.
-    pub avoid: Option<usize>,
+    pub avoid: Option<WorkerId>,
 }
 
 /// Why no worker was given.
@@ -86,7 +121,7 @@ pub enum AcquireError {
     TimedOut,
     /// The wait ran out with no worker ready.
     NotReady {
-        /// Decode workers of the pool.
+        /// Decode workers of the pool; 0: none has joined.
         workers: usize,
     },
 }
@@ -94,8 +129,10 @@ pub enum AcquireError {
 /// A worker as `/ready` and `/metrics` show it.
 #[derive(Clone, Debug)]
 pub struct WorkerView {
-    /// Its own name, else its address.
+    /// Its own name, else its route's.
     pub name: String,
+    /// Its address.
+    pub endpoint: Endpoint,
     /// Its role.
     pub role: Role,
     /// Its health.

@@ -270,7 +270,7 @@ async fn keys_are_asked_for_and_read_again() {
     std::fs::write(&path, "# ours\n\n key-one \nkey-two\n").unwrap();
     let worker = FakeWorker::start();
     let gateway = gateway(&[&worker], |config| {
-        config.api_keys_file = Some(path.clone())
+        config.api_keys = Some(path.clone())
     })
     .await;
     let ask = |header: Option<&str>| {
@@ -539,14 +539,14 @@ async fn a_gateway_that_cannot_start_says_why() {
     );
     let error = start(&|config| config.model_dir = "/nowhere".into());
     assert!(error.contains("config.json"), "{error}");
-    let error = start(&|config| config.api_keys_file = Some("/nowhere/keys".into()));
+    let error = start(&|config| config.api_keys = Some("/nowhere/keys".into()));
     assert!(
         error.contains("/nowhere/keys") && error.contains("one API key a line"),
         "{error}"
     );
     let empty = model.path().join("empty");
     std::fs::write(&empty, "# nothing\n").unwrap();
-    let error = start(&|config| config.api_keys_file = Some(empty.clone()));
+    let error = start(&|config| config.api_keys = Some(empty.clone()));
     assert!(error.contains("holds no API key"), "{error}");
     std::fs::remove_file(model.path().join("tokenizer.json")).unwrap();
     assert!(start(&|_| {}).contains("tokenizer.json"));

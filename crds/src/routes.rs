@@ -1,0 +1,27 @@
+//! The workers behind a gateway, as a file that may change while the gateway runs.
+
+use serde::{Deserialize, Serialize};
+
+use crate::plan::PlanRole;
+
+/// Whom a gateway may send requests to. Whoever places the workers writes it; the gateway reads it again and again.
+///
+/// Fields that an older gateway does not know are passed over: the writer may be newer than the reader.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Routes {
+    /// One entry a worker.
+    pub workers: Vec<Route>,
+}
+
+/// One worker.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Route {
+    /// Its rank, such as `decode-0`.
+    pub name: String,
+    /// Prefill or decode.
+    pub role: PlanRole,
+    /// `host:port`; an IPv6 address in brackets.
+    pub endpoint: String,
+}

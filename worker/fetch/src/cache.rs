@@ -1,0 +1,210 @@
+//! Where models and parts of archives lie.
+//!
+//! ```text
+//! DIR/models/KEY/              a complete model, put there by one rename
+//! DIR/models/.unpack-KEY/      being unpacked
+//! DIR/models/.remove-KEY/      being removed
+//! DIR/partial/KEY.part         an archive as far as it is here
+//! DIR/partial/KEY.json         of which file it is a part
+//! DIR/partial/KEY.lock         held by the process that fetches
+//! ```
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use crate::lock::Lock;
+use crate::{FetchError, Key};
+
+const UNPACK: &str = ".unpack-";
+const REMOVE: &str = ".remove-";
+
+/// A directory of models.
+#[derive(Clone, Debug)]
+pub struct Cache {
+    directory: PathBuf,
+}
+
+impl Cache {
+    /// Nothing is read or made yet.
+    pub fn new(directory: impl Into<PathBuf>) -> Self {
+        Self {
+            directory: directory.into(),
+        }
+    }
+
+    /// The model's directory, if it is complete.
+    pub fn model(&self, key: &Key) -> Option<PathBuf> {
+        Some(self.directory(key)).filter(|path| path.is_dir())
+    }
+
+    /// Makes what is missing of the cache.
+    ///
+    /// # Errors
+    /// [`FetchError::Cache`] when this user may not.
+    pub fn create(&self) -> Result<(), FetchError> {
+        for directory in [self.models(), self.partial()] {
+            fs::create_dir_all(&directory).map_err(FetchError::in_cache(&directory))?;
+            rustix::fs::access(&directory, rustix::fs::Access::WRITE_OK)
+                .map_err(|error| FetchError::file(&directory, error.into()))?;
+        }
+        Ok(())
+    }
+
+    /// Removes models and parts whose keys are not named, and tells which. What a running fetch works on stays.
+    ///
+    /// # Errors
+    /// [`FetchError::Cache`] when the directory cannot be read or something in it cannot be removed; what could be
+    /// removed is gone.
+    pub fn retain(&self, keys: &BTreeSet<Key>) -> Result<Vec<Key>, FetchError> {
+        let mut removed = Vec::new();
+        for key in self.keys()?.difference(keys) {
+            let Some(lock) = Lock::try_acquire(&self.lock_file(key))? else {
+                continue;
+            };
+            self.remove(key)?;
+            lock.remove();
+            removed.push(key.clone());
+        }
+        Ok(removed)
+    }
+
+    /// Every key of which something is here.
+    fn keys(&self) -> Result<BTreeSet<Key>, FetchError> {
+        let mut keys = BTreeSet::new();
+        for directory in [self.models(), self.partial()] {
+            let entries = match fs::read_dir(&directory) {
+                Ok(entries) => entries,
+                Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                Err(error) => return Err(FetchError::file(&directory, error)),
+            };
+            // A name that is no key is not ours.
+            keys.extend(entries.flatten().filter_map(|entry| {
+                let name = entry.file_name();
+                let name = name.to_str()?;
+                let name = [UNPACK, REMOVE]
+                    .iter()
+                    .find_map(|prefix| name.strip_prefix(prefix))
+                    .unwrap_or(name);
+                Key::parse(name.split_once('.').map_or(name, |(stem, _)| stem))
+            }));
+        }
+        Ok(keys)
+    }
+
+    /// Removes all of a key but its lock, which the caller holds.
+    fn remove(&self, key: &Key) -> Result<(), FetchError> {
+        let going = self.models().join(format!("{REMOVE}{key}"));
+        remove_directory(&going)?;
+        // First out of its place: half a model is never seen there.
+        match fs::rename(self.directory(key), &going) {
+            Ok(()) => remove_directory(&going)?,
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => return Err(FetchError::file(&self.directory(key), error)),
+        }
+        remove_directory(&self.unpacking(key))?;
+        remove_file(&self.part(key))?;
+        remove_file(&self.part_facts(key))
+    }
+
+    pub(crate) fn directory(&self, key: &Key) -> PathBuf {
+        self.models().join(key.as_str())
+    }
+
+    pub(crate) fn unpacking(&self, key: &Key) -> PathBuf {
+        self.models().join(format!("{UNPACK}{key}"))
+    }
+
+    pub(crate) fn part(&self, key: &Key) -> PathBuf {
+        self.partial().join(format!("{key}.part"))
+    }
+
+    pub(crate) fn part_facts(&self, key: &Key) -> PathBuf {
+        self.partial().join(format!("{key}.json"))
+    }
+
+    pub(crate) fn lock_file(&self, key: &Key) -> PathBuf {
+        self.partial().join(format!("{key}.lock"))
+    }
+
+    fn models(&self) -> PathBuf {
+        self.directory.join("models")
+    }
+
+    fn partial(&self) -> PathBuf {
+        self.directory.join("partial")
+    }
+}
+
+/// Removes a directory with all in it; one that is not there is removed already.
+pub(crate) fn remove_directory(path: &Path) -> Result<(), FetchError> {
+    match fs::remove_dir_all(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(FetchError::file(path, error)),
+        _ => Ok(()),
+    }
+}
+
+/// Removes a file; one that is not there is removed already.
+pub(crate) fn remove_file(path: &Path) -> Result<(), FetchError> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(FetchError::file(path, error)),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(digit: char) -> Key {
+        Key::parse(&digit.to_string().repeat(32)).unwrap()
+    }
+
+    #[test]
+    fn only_what_is_named_and_what_is_in_work_stays() {
+        let directory = tempfile::tempdir().unwrap();
+        let cache = Cache::new(directory.path());
+        assert_eq!(cache.retain(&BTreeSet::new()).unwrap(), []);
+        cache.create().unwrap();
+        for digit in ['a', 'b', 'c'] {
+            fs::create_dir(cache.directory(&key(digit))).unwrap();
+            fs::write(cache.directory(&key(digit)).join("config.json"), "{}").unwrap();
+        }
+        // A part, half an unpacked model, half a removed one, and what is not ours.
+        fs::write(cache.part(&key('d')), "half").unwrap();
+        fs::write(cache.part_facts(&key('d')), "{}").unwrap();
+        fs::create_dir(cache.unpacking(&key('e'))).unwrap();
+        fs::create_dir(cache.models().join(format!("{REMOVE}{}", key('f')))).unwrap();
+        fs::create_dir(cache.models().join("my-own-model")).unwrap();
+        let in_work = Lock::try_acquire(&cache.lock_file(&key('b')))
+            .unwrap()
+            .unwrap();
+
+        let removed = cache.retain(&BTreeSet::from([key('a')])).unwrap();
+        assert_eq!(removed, [key('c'), key('d'), key('e'), key('f')]);
+        let names = |path: PathBuf| -> BTreeSet<String> {
+            let entries = fs::read_dir(path).unwrap().flatten();
+            entries
+                .map(|e| e.file_name().to_str().unwrap().to_owned())
+                .collect()
+        };
+        let kept = [
+            key('a').to_string(),
+            key('b').to_string(),
+            "my-own-model".to_owned(),
+        ];
+        assert_eq!(names(cache.models()), kept.into());
+        assert_eq!(
+            names(cache.partial()),
+            [format!("{}.lock", key('b'))].into()
+        );
+
+        drop(in_work);
+        assert_eq!(
+            cache.retain(&BTreeSet::new()).unwrap(),
+            [key('a'), key('b')]
+        );
+        assert!(names(cache.partial()).is_empty());
+    }
+}

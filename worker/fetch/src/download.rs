@@ -1,0 +1,506 @@
+//! Bytes from the server into the part, however often the connection breaks.
+
+use std::error::Error;
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use bytes::Bytes;
+use reqwest::header::{
+    ACCEPT_ENCODING, CONTENT_RANGE, ETAG, HeaderMap, HeaderName, IF_RANGE, LAST_MODIFIED, RANGE,
+    RETRY_AFTER,
+};
+use reqwest::{Client, Response, StatusCode};
+use tokio::sync::mpsc;
+use tokio::time::{sleep, timeout};
+
+use crate::error::check_room;
+use crate::part::{FileFacts, Part, sha256_of};
+use crate::progress::Reporter;
+use crate::retry::{backoff, retry_after};
+use crate::{FetchError, FetchOptions, Phase, Source};
+
+/// Redirects that are followed.
+const MAX_REDIRECTS: usize = 10;
+/// Pieces that may wait for the disk.
+const CHANNEL_PIECES: usize = 32;
+/// The disk's free space is looked at after so many bytes.
+const ROOM_PERIOD_BYTES: u64 = 64 << 20;
+
+/// Completes the part and checks its SHA-256.
+///
+/// # Errors
+/// Those of [`crate::fetch`] that network, server, disk and checksum cause.
+pub(crate) async fn download(
+    source: &Source,
+    options: &FetchOptions,
+    mut part: Part,
+    reporter: &Arc<Reporter>,
+) -> Result<Part, FetchError> {
+    let download = Download {
+        source,
+        options,
+        reporter,
+        client: client(source, options)?,
+    };
+    let mut furthest_bytes = part.len_bytes();
+    let mut failures = 0;
+    while !part.is_complete() {
+        reporter.tell(
+            Phase::Connecting,
+            part.len_bytes(),
+            part.facts().total_bytes,
+        );
+        let (back, outcome) = download.attempt(part).await?;
+        part = back;
+        if part.len_bytes() > furthest_bytes {
+            furthest_bytes = part.len_bytes();
+            failures = 0;
+        }
+        match outcome {
+            Ok(()) => {}
+            Err(Failure::Final(error)) => return Err(error),
+            Err(Failure::Lost { reason, asked }) => {
+                failures += 1;
+                download.wait(&part, failures, reason, asked).await?;
+            }
+        }
+    }
+    verify(source, part)
+}
+
+/// A try that did not end the download.
+enum Failure {
+    /// No further try can help.
+    Final(FetchError),
+    /// Worth another try.
+    Lost {
+        reason: String,
+        /// How long the server asks to wait.
+        asked: Option<Duration>,
+    },
+}
+
+struct Download<'a> {
+    source: &'a Source,
+    options: &'a FetchOptions,
+    reporter: &'a Arc<Reporter>,
+    client: Client,
+}
+
+/// How the bytes of an answer join those that are here.
+enum Join {
+    /// Behind them.
+    Append,
+    /// Instead of them.
+    Restart(FileFacts),
+}
+
+impl Download<'_> {
+    /// One request and what comes of it. The part comes back with what was added.
+    async fn attempt(&self, mut part: Part) -> Result<(Part, Result<(), Failure>), FetchError> {
+        let response = match self.request(&part).await {
+            Ok(response) => response,
+            Err(failure) => return Ok((part, Err(failure))),
+        };
+        let facts = self.facts(&response);
+        let join = match response.status() {
+            StatusCode::OK => Join::Restart(facts),
+            StatusCode::PARTIAL_CONTENT if part.len_bytes() > 0 => {
+                let known = part.facts().total_bytes;
+                match content_range(response.headers()) {
+                    Some((Some(first), total))
+                        if first == part.len_bytes() && (known.is_none() || known == total) =>
+                    {
+                        Join::Append
+                    }
+                    // Another file than the one that we have a part of.
+                    _ => return restarted(part).await,
+                }
+            }
+            StatusCode::RANGE_NOT_SATISFIABLE if part.len_bytes() > 0 => {
+                let total = content_range(response.headers()).and_then(|(_, total)| total);
+                if total == Some(part.len_bytes()) {
+                    return ended(part);
+                }
+                return restarted(part).await;
+            }
+            status => return Ok((part, Err(self.refusal(status, response.headers())))),
+        };
+        let total_bytes = match &join {
+            Join::Restart(facts) => facts.total_bytes,
+            Join::Append => content_range(response.headers()).and_then(|(_, total)| total),
+        };
+        let here_bytes = match &join {
+            Join::Restart(_) => 0,
+            Join::Append => part.len_bytes(),
+        };
+        if let Err(error) = self.check_room(&part, here_bytes, total_bytes) {
+            return Ok((part, Err(Failure::Final(error))));
+        }
+        if let (Join::Append, Some(total)) = (&join, total_bytes) {
+            part.learn_total(total);
+        }
+        self.receive(response, part, join, here_bytes, total_bytes)
+            .await
+    }
+
+    async fn request(&self, part: &Part) -> Result<Response, Failure> {
+        let mut request = self
+            .client
+            .get(self.source.url().clone())
+            .header(ACCEPT_ENCODING, "identity");
+        if part.len_bytes() > 0 {
+            request = request.header(RANGE, format!("bytes={}-", part.len_bytes()));
+            let facts = part.facts();
+            // Another URL's validator says nothing; then the length and in the end the checksum tell.
+            let is_same = facts.url_sha256 == sha256_of(self.source.url().as_str());
+            if let Some(validator) = facts.validator().filter(|_| is_same) {
+                request = request.header(IF_RANGE, validator);
+            }
+        }
+        match timeout(self.options.stall_timeout, request.send()).await {
+            Ok(Ok(response)) => Ok(response),
+            Ok(Err(error)) => Err(self.sorted(&error)),
+            Err(_) => Err(Failure::Lost {
+                reason: format!("no answer for {:?}", self.options.stall_timeout),
+                asked: None,
+            }),
+        }
+    }
+
+    /// What the server says of the whole file.
+    fn facts(&self, response: &Response) -> FileFacts {
+        let text = |name: HeaderName| {
+            let value = response.headers().get(name)?.to_str().ok()?;
+            Some(value.to_owned())
+        };
+        FileFacts {
+            url_sha256: sha256_of(self.source.url().as_str()),
+            etag: text(ETAG).filter(|etag| !etag.starts_with("W/")),
+            last_modified: text(LAST_MODIFIED),
+            total_bytes: response.content_length(),
+        }
+    }
+
+    /// Writes what comes, on a thread of its own, until it ends one way or another.
+    async fn receive(
+        &self,
+        response: Response,
+        mut part: Part,
+        join: Join,
+        here_bytes: u64,
+        total_bytes: Option<u64>,
+    ) -> Result<(Part, Result<(), Failure>), FetchError> {
+        let (sender, mut receiver) = mpsc::channel::<Bytes>(CHANNEL_PIECES);
+        let reserve_bytes = self.options.reserve_bytes;
+        let writer = tokio::task::spawn_blocking(move || {
+            let written = write(&mut part, join, &mut receiver, reserve_bytes);
+            (part, written)
+        });
+        let received = self
+            .pass_on(response, sender, here_bytes, total_bytes)
+            .await;
+        let (mut part, written) = writer.await.map_err(|error| FetchError::Ended {
+            reason: error.to_string(),
+        })?;
+        if let Err(error) = written {
+            return Ok((part, Err(Failure::Final(error))));
+        }
+        if received.is_ok() && total_bytes.is_none() {
+            part.end_here();
+        }
+        Ok((part, received))
+    }
+
+    /// Hands pieces to the writer; ends without an error when the writer has one.
+    async fn pass_on(
+        &self,
+        mut response: Response,
+        sender: mpsc::Sender<Bytes>,
+        here_bytes: u64,
+        total_bytes: Option<u64>,
+    ) -> Result<(), Failure> {
+        let stall = self.options.stall_timeout;
+        let lost = |reason| Failure::Lost {
+            reason,
+            asked: None,
+        };
+        let mut bytes = here_bytes;
+        loop {
+            let piece = match timeout(stall, response.chunk()).await {
+                Ok(Ok(Some(piece))) => piece,
+                Ok(Ok(None)) => break,
+                Ok(Err(error)) => {
+                    let reason = format!("the connection was lost: {}", innermost(&error));
+                    return Err(lost(reason));
+                }
+                Err(_) => return Err(lost(format!("no byte for {stall:?}"))),
+            };
+            bytes += piece.len() as u64;
+            if let Some(announced_bytes) = total_bytes.filter(|&total| bytes > total) {
+                let url = self.source.shown();
+                return Err(Failure::Final(FetchError::TooLong {
+                    url,
+                    announced_bytes,
+                }));
+            }
+            if sender.send(piece).await.is_err() {
+                return Ok(());
+            }
+            self.reporter.tell(Phase::Downloading, bytes, total_bytes);
+        }
+        match total_bytes {
+            Some(total) if bytes < total => Err(lost(format!(
+                "the answer ended after {bytes} of {total} bytes"
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// An answer that is no file.
+    fn refusal(&self, status: StatusCode, headers: &HeaderMap) -> Failure {
+        let url = self.source.shown();
+        let shown = status.to_string();
+        let is_passing = status.is_server_error()
+            || matches!(
+                status,
+                StatusCode::REQUEST_TIMEOUT | StatusCode::TOO_EARLY | StatusCode::TOO_MANY_REQUESTS
+            );
+        if is_passing {
+            let header = headers.get(RETRY_AFTER).and_then(|v| v.to_str().ok());
+            return Failure::Lost {
+                reason: format!("the server answers {shown}"),
+                asked: header.and_then(|text| retry_after(text, SystemTime::now())),
+            };
+        }
+        Failure::Final(match status {
+            StatusCode::NOT_FOUND | StatusCode::GONE => FetchError::NotFound { url, status: shown },
+            StatusCode::UNAUTHORIZED
+            | StatusCode::FORBIDDEN
+            | StatusCode::PROXY_AUTHENTICATION_REQUIRED => {
+                FetchError::Denied { url, status: shown }
+            }
+            _ => FetchError::Answer { url, answer: shown },
+        })
+    }
+
+    /// A request that had no answer.
+    fn sorted(&self, error: &reqwest::Error) -> Failure {
+        let url = self.source.shown();
+        if error.is_redirect() {
+            let limit = MAX_REDIRECTS;
+            return Failure::Final(FetchError::Redirects { url, limit });
+        }
+        if let Some(reason) = tls_reason(error) {
+            return Failure::Final(FetchError::Tls { url, reason });
+        }
+        let what = if error.is_connect() {
+            "no connection"
+        } else {
+            "the connection was lost"
+        };
+        Failure::Lost {
+            reason: format!("{what}: {}", innermost(error)),
+            asked: None,
+        }
+    }
+
+    /// Room for what is missing of the archive and for its files.
+    fn check_room(
+        &self,
+        part: &Part,
+        here_bytes: u64,
+        total_bytes: Option<u64>,
+    ) -> Result<(), FetchError> {
+        let Some(total_bytes) = total_bytes else {
+            return Ok(());
+        };
+        // Weights hardly shrink by compression; what more they take is seen while they are unpacked.
+        let missing_bytes = total_bytes.saturating_sub(here_bytes);
+        let what = format!(
+            "{} MiB to fetch of the archive, {} MiB for its files",
+            missing_bytes.div_ceil(1 << 20),
+            total_bytes.div_ceil(1 << 20)
+        );
+        let need_bytes = missing_bytes.saturating_add(total_bytes);
+        check_room(part.path(), need_bytes, self.options.reserve_bytes, &what)
+    }
+
+    /// Waits before the next try.
+    ///
+    /// # Errors
+    /// [`FetchError::Lost`] when there is none.
+    async fn wait(
+        &self,
+        part: &Part,
+        failures: u32,
+        reason: String,
+        asked: Option<Duration>,
+    ) -> Result<(), FetchError> {
+        let options = self.options;
+        let own = backoff(
+            failures,
+            options.first_backoff,
+            options.max_backoff,
+            rand::random(),
+        );
+        let too_long = asked.is_some_and(|asked| asked > options.max_retry_after);
+        if failures >= options.attempts || too_long {
+            let reason = match asked.filter(|_| too_long) {
+                Some(asked) => format!("{reason} and asks to wait {} s", asked.as_secs()),
+                None => reason,
+            };
+            return Err(FetchError::Lost {
+                url: self.source.shown(),
+                reason,
+                attempts: failures,
+                bytes: part.len_bytes(),
+            });
+        }
+        let wait = asked.map_or(own, |asked| asked.max(own));
+        tracing::info!(
+            url = self.source.shown(),
+            bytes = part.len_bytes(),
+            ?wait,
+            "{reason}: trying again"
+        );
+        let text = format!("{reason}; trying again in {:.1} s", wait.as_secs_f64());
+        self.reporter
+            .trouble(text, part.len_bytes(), part.facts().total_bytes);
+        sleep(wait).await;
+        Ok(())
+    }
+}
+
+/// The body of the writer's thread.
+fn write(
+    part: &mut Part,
+    join: Join,
+    receiver: &mut mpsc::Receiver<Bytes>,
+    reserve_bytes: u64,
+) -> Result<(), FetchError> {
+    if let Join::Restart(facts) = join {
+        part.restart(facts)?;
+    }
+    let mut unchecked_bytes = 0;
+    while let Some(piece) = receiver.blocking_recv() {
+        part.append(&piece)?;
+        unchecked_bytes += piece.len() as u64;
+        if unchecked_bytes >= ROOM_PERIOD_BYTES {
+            unchecked_bytes = 0;
+            check_room(part.path(), 0, reserve_bytes, "the download goes on")?;
+        }
+    }
+    Ok(())
+}
+
+/// The part without its bytes: the next request asks for the whole file.
+async fn restarted(mut part: Part) -> Result<(Part, Result<(), Failure>), FetchError> {
+    tracing::info!("the file behind the URL has changed: from its start again");
+    let emptied = tokio::task::spawn_blocking(move || {
+        let outcome = part.restart(FileFacts::default()).map_err(Failure::Final);
+        (part, outcome)
+    });
+    emptied.await.map_err(|error| FetchError::Ended {
+        reason: error.to_string(),
+    })
+}
+
+fn ended(mut part: Part) -> Result<(Part, Result<(), Failure>), FetchError> {
+    part.end_here();
+    Ok((part, Ok(())))
+}
+
+/// Another checksum than the one that was asked for removes the part.
+fn verify(source: &Source, part: Part) -> Result<Part, FetchError> {
+    let found = part.sha256();
+    if found == source.sha256() {
+        return Ok(part);
+    }
+    part.remove()?;
+    Err(FetchError::Mismatch {
+        url: source.shown(),
+        expected: source.sha256().to_owned(),
+        found,
+    })
+}
+
+fn client(source: &Source, options: &FetchOptions) -> Result<Client, FetchError> {
+    // Images without certificates of authorities still reach public servers.
+    let roots = webpki_root_certs::TLS_SERVER_ROOT_CERTS
+        .iter()
+        .filter_map(|der| reqwest::Certificate::from_der(der).ok());
+    Client::builder()
+        .user_agent(concat!("hearth/", env!("CARGO_PKG_VERSION")))
+        .connect_timeout(options.connect_timeout)
+        .redirect(reqwest::redirect::Policy::limited(MAX_REDIRECTS))
+        .tls_certs_merge(roots)
+        // The checksum is of the bytes as they lie on the server.
+        .no_gzip()
+        .no_brotli()
+        .no_zstd()
+        .no_deflate()
+        .build()
+        .map_err(|error| FetchError::Tls {
+            url: source.shown(),
+            reason: innermost(&error),
+        })
+}
+
+/// First byte and length of the file in `Content-Range: bytes 5-9/10`, or `bytes */10`.
+fn content_range(headers: &HeaderMap) -> Option<(Option<u64>, Option<u64>)> {
+    let text = headers.get(CONTENT_RANGE)?.to_str().ok()?;
+    let (range, total) = text.trim().strip_prefix("bytes ")?.split_once('/')?;
+    let first = range
+        .split_once('-')
+        .and_then(|(first, _)| first.parse().ok());
+    Some((first, total.parse().ok()))
+}
+
+/// Why TLS refused, if it did.
+fn tls_reason(error: &reqwest::Error) -> Option<String> {
+    let mut next: Option<&(dyn Error + 'static)> = Some(error);
+    while let Some(error) = next {
+        if let Some(tls) = error.downcast_ref::<rustls::Error>() {
+            return Some(tls.to_string());
+        }
+        // An I/O error hides what it wraps from the chain.
+        let inner = error
+            .downcast_ref::<io::Error>()
+            .and_then(io::Error::get_ref);
+        next = match inner {
+            Some(inner) => Some(inner),
+            None => error.source(),
+        };
+    }
+    None
+}
+
+/// The last message of an error's chain: the first ones say no more than that there was an error.
+fn innermost(error: &(dyn Error + 'static)) -> String {
+    let mut last = error;
+    while let Some(source) = last.source() {
+        last = source;
+    }
+    last.to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_of_answers() {
+        let range = |text: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert(CONTENT_RANGE, text.parse().unwrap());
+            content_range(&headers)
+        };
+        assert_eq!(range("bytes 5-9/10"), Some((Some(5), Some(10))));
+        assert_eq!(range("bytes 5-9/*"), Some((Some(5), None)));
+        assert_eq!(range("bytes */10"), Some((None, Some(10))));
+        assert_eq!(range("items 5-9/10"), None);
+        assert_eq!(content_range(&HeaderMap::new()), None);
+    }
+}

@@ -1,0 +1,314 @@
+//! What can go wrong with a fetch, each with what to do.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// A model that could not be fetched.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FetchError {
+    /// Not a URL that can be fetched.
+    #[error("url is {url:?}: {reason}\n  write a URL such as https://nas.lan/models/qwen3.tar")]
+    Url {
+        /// As it was given.
+        url: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// Not a SHA-256.
+    #[error(
+        "sha256 is {sha256:?}\n  write the 64 hexadecimal digits that sha256sum prints for the archive"
+    )]
+    Checksum {
+        /// As it was given.
+        sha256: String,
+    },
+    /// The server has no such file.
+    #[error(
+        "{url} is not there: the server answers {status}\n  check the URL, and that the file is on the server"
+    )]
+    NotFound {
+        /// Without secrets.
+        url: String,
+        /// `404 Not Found` or `410 Gone`.
+        status: String,
+    },
+    /// The server wants to know who asks.
+    #[error(
+        "{url} may not be read: the server answers {status}\n  let the server give it to this machine, or write a URL that carries its permission"
+    )]
+    Denied {
+        /// Without secrets.
+        url: String,
+        /// `401 …`, `403 …`, `407 …`.
+        status: String,
+    },
+    /// An answer that is no file.
+    #[error(
+        "{url} gives no file: the server answers {answer}\n  open the URL from this machine to see why"
+    )]
+    Answer {
+        /// Without secrets.
+        url: String,
+        /// Status, and what is odd about it.
+        answer: String,
+    },
+    /// Redirects without end.
+    #[error(
+        "{url} leads in a circle: more than {limit} redirects\n  write the URL where the file lies itself"
+    )]
+    Redirects {
+        /// Without secrets.
+        url: String,
+        /// How many were followed.
+        limit: usize,
+    },
+    /// The server's certificate is not accepted, or it speaks no TLS.
+    #[error(
+        "{url} has no safe connection: {reason}\n  add its authority to the certificates of this machine (or name its PEM file in SSL_CERT_FILE), or write http:// for a server without TLS"
+    )]
+    Tls {
+        /// Without secrets.
+        url: String,
+        /// The library's reason.
+        reason: String,
+    },
+    /// The connection broke again and again, or could not be made.
+    #[error(
+        "{url} cannot be fetched: {reason} ({attempts} tries brought nothing more)\n  check the network and the server; the next try goes on with the {bytes} bytes that are here"
+    )]
+    Lost {
+        /// Without secrets.
+        url: String,
+        /// Of the last try.
+        reason: String,
+        /// Tries in a row without a new byte.
+        attempts: u32,
+        /// Bytes of the archive that are kept.
+        bytes: u64,
+    },
+    /// More bytes than the server announced.
+    #[error(
+        "{url} gives more than the {announced_bytes} bytes that its server announced\n  the server or a proxy before it is at fault: try another"
+    )]
+    TooLong {
+        /// Without secrets.
+        url: String,
+        /// Length of the file by the server's own words.
+        announced_bytes: u64,
+    },
+    /// Another file than the one that was asked for.
+    #[error(
+        "{url} has the sha256\n  {found}, not\n  {expected}: what was fetched is removed\n  check that the URL gives the archive that the sha256 is of"
+    )]
+    Mismatch {
+        /// Without secrets.
+        url: String,
+        /// As asked.
+        expected: String,
+        /// Of the bytes that came.
+        found: String,
+    },
+    /// No room.
+    #[error("{path} has {free} MiB free, and {need} MiB are needed: {what}\n  free space on that disk, or keep models on another one", path = path.display(), free = free_bytes >> 20, need = need_bytes.div_ceil(1 << 20))]
+    DiskFull {
+        /// Directory of the cache.
+        path: PathBuf,
+        /// For what.
+        what: String,
+        /// That must be free.
+        need_bytes: u64,
+        /// That are free.
+        free_bytes: u64,
+    },
+    /// The cache's own files cannot be used.
+    #[error("{path}: {reason}\n  the directory of the cache must be writable for user {user}", path = path.display())]
+    Cache {
+        /// File or directory.
+        path: PathBuf,
+        /// The system's reason.
+        reason: io::Error,
+        /// Effective user id of this process.
+        user: u32,
+    },
+    /// Something else than an archive.
+    #[error(
+        "{url} is no archive that can be unpacked: {what}\n  pack the model's directory as .tar, .tar.gz or .tar.zst: tar -cf model.tar -C /models/NAME ."
+    )]
+    NotAnArchive {
+        /// Without secrets.
+        url: String,
+        /// What it is instead.
+        what: String,
+    },
+    /// An archive that is cut off or broken.
+    #[error(
+        "{url} is a broken archive: {reason}\n  its sha256 is right, so the file was broken when that was computed: pack it again"
+    )]
+    Corrupt {
+        /// Without secrets.
+        url: String,
+        /// Where it breaks off.
+        reason: String,
+    },
+    /// An entry that would reach outside, or is no file of a model.
+    #[error(
+        "{url} is not unpacked: its entry {entry:?} {reason}\n  pack the model's own files, links followed: tar -chf model.tar -C /models/NAME ."
+    )]
+    Unsafe {
+        /// Without secrets.
+        url: String,
+        /// Name in the archive.
+        entry: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// More files than any model has.
+    #[error("{url} has more than {limit} entries\n  pack the model's own files alone")]
+    TooMany {
+        /// Without secrets.
+        url: String,
+        /// Most that are unpacked.
+        limit: u64,
+    },
+    /// An archive of something else.
+    #[error(
+        "{url} holds no model: config.json is neither at its top nor in a single directory there (it has {names})\n  pack the model's directory: tar -cf model.tar -C /models/NAME ."
+    )]
+    NoModel {
+        /// Without secrets.
+        url: String,
+        /// What is at the top.
+        names: String,
+    },
+    /// The work was stopped from outside.
+    #[error("the fetch was ended: {reason}\n  fetch again: it goes on where it stopped")]
+    Ended {
+        /// Why.
+        reason: String,
+    },
+}
+
+/// Who can change that a fetch fails; decides when it is tried again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Blame {
+    /// What was asked for: the same answer every time.
+    Request,
+    /// Network or server: may work soon.
+    Remote,
+    /// What lies behind the URL: costs a whole download to find out again.
+    Content,
+    /// This machine's disk.
+    Local,
+}
+
+impl FetchError {
+    /// Who can change it.
+    pub fn blame(&self) -> Blame {
+        match self {
+            Self::Url { .. } | Self::Checksum { .. } => Blame::Request,
+            Self::NotFound { .. }
+            | Self::Denied { .. }
+            | Self::Answer { .. }
+            | Self::Redirects { .. }
+            | Self::Tls { .. }
+            | Self::Lost { .. }
+            | Self::TooLong { .. }
+            | Self::Ended { .. } => Blame::Remote,
+            Self::Mismatch { .. }
+            | Self::NotAnArchive { .. }
+            | Self::Corrupt { .. }
+            | Self::Unsafe { .. }
+            | Self::TooMany { .. }
+            | Self::NoModel { .. } => Blame::Content,
+            Self::DiskFull { .. } | Self::Cache { .. } => Blame::Local,
+        }
+    }
+
+    /// A file operation of the cache that failed: a full disk is told apart.
+    pub(crate) fn file(path: &Path, reason: io::Error) -> Self {
+        let is_full = matches!(
+            reason.kind(),
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded
+        );
+        if is_full {
+            let free_bytes = free_bytes(path).unwrap_or_default();
+            return Self::DiskFull {
+                path: path.to_owned(),
+                what: "the disk or its quota is full".to_owned(),
+                need_bytes: free_bytes.saturating_add(1),
+                free_bytes,
+            };
+        }
+        Self::Cache {
+            path: path.to_owned(),
+            reason,
+            user: rustix::process::geteuid().as_raw(),
+        }
+    }
+
+    /// The lock of a key, or the file behind it, cannot be used.
+    pub(crate) fn in_cache(path: &Path) -> impl Fn(io::Error) -> Self + '_ {
+        move |reason| Self::file(path, reason)
+    }
+}
+
+/// Bytes that this user may still write to the disk of `path`, or of the nearest directory above it.
+pub(crate) fn free_bytes(path: &Path) -> Option<u64> {
+    path.ancestors().find_map(|path| {
+        let stat = rustix::fs::statvfs(path).ok()?;
+        Some(stat.f_bavail.saturating_mul(stat.f_frsize))
+    })
+}
+
+/// Refuses to go on where the disk would have less than `reserve_bytes` after `need_bytes` more.
+///
+/// # Errors
+/// [`FetchError::DiskFull`].
+pub(crate) fn check_room(
+    path: &Path,
+    need_bytes: u64,
+    reserve_bytes: u64,
+    what: &str,
+) -> Result<(), FetchError> {
+    let Some(free_bytes) = free_bytes(path) else {
+        return Ok(());
+    };
+    let need_bytes = need_bytes.saturating_add(reserve_bytes);
+    if free_bytes >= need_bytes {
+        return Ok(());
+    }
+    Err(FetchError::DiskFull {
+        path: path.to_owned(),
+        what: format!("{what}, and {} MiB stay free", reserve_bytes >> 20),
+        need_bytes,
+        free_bytes,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_disk_is_told_from_one_that_refuses() {
+        let path = Path::new("/tmp");
+        let full = FetchError::file(path, io::Error::from_raw_os_error(28));
+        assert!(matches!(full, FetchError::DiskFull { .. }), "{full}");
+        let refused = FetchError::file(path, io::Error::from_raw_os_error(30));
+        assert!(matches!(refused, FetchError::Cache { .. }), "{refused}");
+        assert_eq!(refused.blame(), Blame::Local);
+    }
+
+    #[test]
+    fn room_is_told_with_what_is_missing() {
+        let error =
+            check_room(Path::new("/tmp/is/not/there"), 1 << 60, 1 << 20, "a model").unwrap_err();
+        let text = error.to_string();
+        assert!(
+            text.contains("MiB free, and 1099511627777 MiB are needed: a model"),
+            "{text}"
+        );
+        assert!(check_room(Path::new("/tmp"), 0, 0, "nothing").is_ok());
+    }
+}

@@ -1,0 +1,287 @@
+//! The archive as far as it is here, and of which file it is a part.
+
+use std::fs::{self, File};
+use std::io::{self, Read, Seek, SeekFrom};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use crate::cache::remove_file;
+use crate::lock::Lock;
+use crate::progress::Reporter;
+use crate::{Cache, FetchError, Key, Phase};
+
+/// Bytes that are read at a time.
+const CHUNK_BYTES: usize = 1 << 20;
+
+/// What a server said of the file that a part is of.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct FileFacts {
+    /// Of the URL: a validator means something to its own server alone, and a URL may hold a secret.
+    pub(crate) url_sha256: String,
+    /// ETag, if it is a strong one.
+    pub(crate) etag: Option<String>,
+    /// Last-Modified.
+    pub(crate) last_modified: Option<String>,
+    /// Of the whole file.
+    pub(crate) total_bytes: Option<u64>,
+}
+
+impl FileFacts {
+    /// For If-Range: what tells this file from another one under the same URL.
+    pub(crate) fn validator(&self) -> Option<&str> {
+        self.etag.as_deref().or(self.last_modified.as_deref())
+    }
+}
+
+/// Bytes of an archive from its first on, and their checksum.
+#[derive(Debug)]
+pub(crate) struct Part {
+    file: File,
+    path: PathBuf,
+    facts_path: PathBuf,
+    len_bytes: u64,
+    hasher: Sha256,
+    facts: FileFacts,
+    _lock: Arc<Lock>,
+}
+
+impl Part {
+    /// What an earlier fetch left, its checksum computed anew; empty where there is none.
+    ///
+    /// # Errors
+    /// [`FetchError::Cache`].
+    pub(crate) fn open(
+        cache: &Cache,
+        key: &Key,
+        lock: Arc<Lock>,
+        reporter: &Reporter,
+    ) -> Result<Self, FetchError> {
+        let path = cache.part(key);
+        let facts_path = cache.part_facts(key);
+        let failed = FetchError::in_cache(&path);
+        let file = File::options()
+            .create(true)
+            .truncate(false)
+            .read(true)
+            .write(true)
+            .open(&path)
+            .map_err(&failed)?;
+        let facts = read_facts(&facts_path);
+        let found_bytes = file.metadata().map_err(&failed)?.len();
+        let total_bytes = facts.as_ref().and_then(|facts| facts.total_bytes);
+        let is_usable = facts.is_some() && total_bytes.is_none_or(|total| found_bytes <= total);
+        let mut part = Self {
+            file,
+            path: path.clone(),
+            facts_path,
+            len_bytes: 0,
+            hasher: Sha256::new(),
+            facts: facts.unwrap_or_default(),
+            _lock: lock,
+        };
+        if is_usable {
+            part.read_again(reporter).map_err(&failed)?;
+        } else {
+            part.file.set_len(0).map_err(&failed)?;
+            part.facts = FileFacts::default();
+        }
+        Ok(part)
+    }
+
+    /// Bytes that are here.
+    pub(crate) fn len_bytes(&self) -> u64 {
+        self.len_bytes
+    }
+
+    /// Of which file they are.
+    pub(crate) fn facts(&self) -> &FileFacts {
+        &self.facts
+    }
+
+    /// Where they are.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether the whole file is here.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.facts.total_bytes == Some(self.len_bytes)
+    }
+
+    /// The length of the file, where the server had not told it before.
+    pub(crate) fn learn_total(&mut self, total_bytes: u64) {
+        self.facts.total_bytes = Some(total_bytes);
+    }
+
+    /// The end of a file whose length was not known before.
+    pub(crate) fn end_here(&mut self) {
+        self.facts.total_bytes = Some(self.len_bytes);
+    }
+
+    /// Throws the bytes away, for those of another file or of the same from its start.
+    ///
+    /// # Errors
+    /// [`FetchError::Cache`], [`FetchError::DiskFull`].
+    pub(crate) fn restart(&mut self, facts: FileFacts) -> Result<(), FetchError> {
+        // In this order: bytes never lie beside facts of another file.
+        self.file
+            .set_len(0)
+            .map_err(FetchError::in_cache(&self.path))?;
+        self.len_bytes = 0;
+        self.hasher = Sha256::new();
+        self.facts = facts;
+        let temporary = self.facts_path.with_extension("json-new");
+        let text = serde_json::to_vec(&self.facts).map_err(io::Error::from);
+        text.and_then(|text| fs::write(&temporary, text))
+            .and_then(|()| fs::rename(&temporary, &self.facts_path))
+            .map_err(FetchError::in_cache(&self.facts_path))
+    }
+
+    /// Adds bytes.
+    ///
+    /// # Errors
+    /// [`FetchError::DiskFull`], [`FetchError::Cache`]; the part is as before.
+    pub(crate) fn append(&mut self, bytes: &[u8]) -> Result<(), FetchError> {
+        if let Err(reason) = self.file.write_all_at(bytes, self.len_bytes) {
+            // Some of them may be there: the file must not be longer than what was hashed.
+            let _ = self.file.set_len(self.len_bytes);
+            return Err(FetchError::file(&self.path, reason));
+        }
+        self.hasher.update(bytes);
+        self.len_bytes += bytes.len() as u64;
+        Ok(())
+    }
+
+    /// SHA-256 of the bytes, in hexadecimal digits.
+    pub(crate) fn sha256(&self) -> String {
+        hex(&self.hasher.clone().finalize())
+    }
+
+    /// The bytes from their start.
+    ///
+    /// # Errors
+    /// [`FetchError::Cache`].
+    pub(crate) fn reader(&self) -> Result<File, FetchError> {
+        File::open(&self.path).map_err(FetchError::in_cache(&self.path))
+    }
+
+    /// Removes the part.
+    ///
+    /// # Errors
+    /// [`FetchError::Cache`].
+    pub(crate) fn remove(self) -> Result<(), FetchError> {
+        remove_file(&self.facts_path)?;
+        remove_file(&self.path)
+    }
+
+    fn read_again(&mut self, reporter: &Reporter) -> io::Result<()> {
+        let mut chunk = vec![0; CHUNK_BYTES];
+        self.file.seek(SeekFrom::Start(0))?;
+        loop {
+            let read = match self.file.read(&mut chunk) {
+                Ok(0) => return Ok(()),
+                Ok(read) => read,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(error),
+            };
+            self.hasher.update(&chunk[..read]);
+            self.len_bytes += read as u64;
+            reporter.tell(Phase::Checking, self.len_bytes, self.facts.total_bytes);
+        }
+    }
+}
+
+/// Bytes that are here of an archive that another process fetches, and of how many if that is known.
+pub(crate) fn seen(cache: &Cache, key: &Key) -> (u64, Option<u64>) {
+    let bytes = fs::metadata(cache.part(key)).map_or(0, |metadata| metadata.len());
+    let facts = read_facts(&cache.part_facts(key));
+    (bytes, facts.and_then(|facts| facts.total_bytes))
+}
+
+/// SHA-256 of a text, in hexadecimal digits.
+pub(crate) fn sha256_of(text: &str) -> String {
+    hex(&Sha256::digest(text))
+}
+
+fn read_facts(path: &Path) -> Option<FileFacts> {
+    serde_json::from_slice(&fs::read(path).ok()?).ok()
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KEY: &str = "0123456789abcdef0123456789abcdef";
+
+    fn open(cache: &Cache) -> Part {
+        let key = Key::parse(KEY).unwrap();
+        let lock = Lock::try_acquire(&cache.lock_file(&key)).unwrap().unwrap();
+        Part::open(
+            cache,
+            &key,
+            Arc::new(lock),
+            &Reporter::new(Arc::new(|_| {})),
+        )
+        .unwrap()
+    }
+
+    fn facts(total_bytes: u64) -> FileFacts {
+        FileFacts {
+            etag: Some("\"1\"".to_owned()),
+            total_bytes: Some(total_bytes),
+            ..FileFacts::default()
+        }
+    }
+
+    #[test]
+    fn a_part_goes_on_where_it_was_left_with_the_checksum_of_all() {
+        let directory = tempfile::tempdir().unwrap();
+        let cache = Cache::new(directory.path());
+        cache.create().unwrap();
+        let mut part = open(&cache);
+        part.restart(facts(11)).unwrap();
+        part.append(b"hello ").unwrap();
+        drop(part);
+
+        let mut part = open(&cache);
+        assert_eq!((part.len_bytes(), part.is_complete()), (6, false));
+        assert_eq!(part.facts().validator(), Some("\"1\""));
+        part.append(b"world").unwrap();
+        assert!(part.is_complete());
+        assert_eq!(part.sha256(), sha256_of("hello world"));
+        part.remove().unwrap();
+        assert_eq!(open(&cache).len_bytes(), 0);
+    }
+
+    #[test]
+    fn bytes_of_an_unknown_file_are_not_used() {
+        let directory = tempfile::tempdir().unwrap();
+        let cache = Cache::new(directory.path());
+        cache.create().unwrap();
+        let key = Key::parse(KEY).unwrap();
+        // Without facts, with facts that are cut off, and with more bytes than the file has.
+        for facts in [
+            "",
+            "{\"url_sha256\":",
+            "{\"url_sha256\":\"\",\"total_bytes\":3}",
+        ] {
+            fs::write(cache.part(&key), "hello").unwrap();
+            fs::write(cache.part_facts(&key), facts).unwrap();
+            let part = open(&cache);
+            assert_eq!(
+                (part.len_bytes(), part.facts()),
+                (0, &FileFacts::default()),
+                "{facts}"
+            );
+            assert_eq!(fs::metadata(cache.part(&key)).unwrap().len(), 0);
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! How far a fetch is.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Time between two reports of one phase.
+const PERIOD: Duration = Duration::from_millis(100);
+/// The rate is that of so much time.
+const RATE_WINDOW: Duration = Duration::from_secs(5);
+
+/// What is being done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// Another process fetches the same model.
+    Waiting,
+    /// What is here of the archive is read again for its checksum.
+    Checking,
+    /// The server is asked.
+    Connecting,
+    /// Bytes come.
+    Downloading,
+    /// Files are written; bytes are those read of the archive.
+    Unpacking,
+}
+
+impl Phase {
+    /// In one word, such as `downloading`.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Waiting => "waiting",
+            Self::Checking => "checking",
+            Self::Connecting => "connecting",
+            Self::Downloading => "downloading",
+            Self::Unpacking => "unpacking",
+        }
+    }
+}
+
+/// A report.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Progress {
+    /// What is being done.
+    pub phase: Phase,
+    /// Of the archive, what is done in this phase.
+    pub bytes: u64,
+    /// Of the archive, where the server told.
+    pub total_bytes: Option<u64>,
+    /// Over the last seconds; 0 where nothing is known.
+    pub bytes_per_second: u64,
+    /// Why the connection was lost, until bytes come again.
+    pub trouble: Option<String>,
+}
+
+/// Whom progress is told; called at most every 100 ms and at each change of phase, from any thread.
+pub type Observer = Arc<dyn Fn(&Progress) + Send + Sync>;
+
+/// Thins reports out and adds the rate.
+pub(crate) struct Reporter {
+    observer: Observer,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    last: Option<(Instant, Phase)>,
+    rate: Rate,
+    trouble: Option<String>,
+}
+
+impl Reporter {
+    pub(crate) fn new(observer: Observer) -> Self {
+        Self {
+            observer,
+            state: Mutex::default(),
+        }
+    }
+
+    /// Where the fetch is.
+    pub(crate) fn tell(&self, phase: Phase, bytes: u64, total_bytes: Option<u64>) {
+        let now = Instant::now();
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_new = state.last.is_none_or(|(_, before)| before != phase);
+        if is_new {
+            state.rate = Rate::default();
+        } else if state.last.is_some_and(|(at, _)| now - at < PERIOD) {
+            return;
+        }
+        state.last = Some((now, phase));
+        if phase == Phase::Downloading {
+            state.trouble = None;
+        }
+        let progress = Progress {
+            phase,
+            bytes,
+            total_bytes,
+            bytes_per_second: state.rate.add(now, bytes),
+            trouble: state.trouble.clone(),
+        };
+        drop(state);
+        (self.observer)(&progress);
+    }
+
+    /// The connection was lost, and is made again.
+    pub(crate) fn trouble(&self, why: String, bytes: u64, total_bytes: Option<u64>) {
+        {
+            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            state.trouble = Some(why);
+            state.last = None;
+        }
+        self.tell(Phase::Connecting, bytes, total_bytes);
+    }
+}
+
+/// Bytes a second over [`RATE_WINDOW`].
+#[derive(Default)]
+struct Rate {
+    seen: VecDeque<(Instant, u64)>,
+}
+
+impl Rate {
+    fn add(&mut self, now: Instant, bytes: u64) -> u64 {
+        if self.seen.back().is_some_and(|&(_, before)| before > bytes) {
+            // It began anew.
+            self.seen.clear();
+        }
+        self.seen.push_back((now, bytes));
+        while self.seen.len() > 2 && now - self.seen[0].0 > RATE_WINDOW {
+            self.seen.pop_front();
+        }
+        let (began, before) = self.seen[0];
+        let seconds = (now - began).as_secs_f64();
+        if seconds <= 0.0 {
+            return 0;
+        }
+        ((bytes - before) as f64 / seconds) as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_rate_is_of_the_last_seconds() {
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let mut rate = Rate::default();
+        assert_eq!(rate.add(at(0), 5_000), 0);
+        assert_eq!(rate.add(at(1), 6_000), 1_000);
+        assert_eq!(rate.add(at(2), 10_000), 2_500);
+        for second in 3..20 {
+            rate.add(at(second), 10_000);
+        }
+        assert_eq!(rate.add(at(20), 10_000), 0);
+        // From the start again.
+        assert_eq!(rate.add(at(21), 100), 0);
+        assert_eq!(rate.add(at(22), 300), 200);
+    }
+
+    #[test]
+    fn reports_are_thinned_out_but_for_changes() {
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let sink = Arc::clone(&seen);
+        let reporter = Reporter::new(Arc::new(move |progress: &Progress| {
+            sink.lock().unwrap().push(progress.clone());
+        }));
+        for bytes in 0..1000 {
+            reporter.tell(Phase::Downloading, bytes, None);
+        }
+        reporter.trouble("lost".to_owned(), 1000, Some(2000));
+        reporter.tell(Phase::Downloading, 1001, Some(2000));
+        let seen = seen.lock().unwrap();
+        assert!(seen.len() < 100, "{}", seen.len());
+        let [.., trouble, last] = seen.as_slice() else {
+            panic!("{seen:?}")
+        };
+        assert_eq!(trouble.phase, Phase::Connecting);
+        assert_eq!(trouble.trouble.as_deref(), Some("lost"));
+        assert_eq!((last.bytes, last.trouble.as_deref()), (1001, None));
+    }
+}

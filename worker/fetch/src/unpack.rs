@@ -1,0 +1,467 @@
+//! From a verified archive to a model's directory.
+//!
+//! Only regular files and directories are made. Links become second names of files of the same archive when all of
+//! these are there, so no path can lead outside: nothing is ever written through a link.
+
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::fs::{self, File, Permissions};
+use std::io::{self, BufReader, Read, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Component, Path, PathBuf};
+use std::rc::Rc;
+
+use tar::{Archive, Entry, EntryType};
+
+use crate::cache::remove_directory;
+use crate::error::check_room;
+use crate::part::Part;
+use crate::progress::Reporter;
+use crate::{FetchError, Phase};
+
+/// Bytes that are copied at a time.
+const CHUNK_BYTES: usize = 1 << 20;
+/// The disk's free space is looked at after so many bytes.
+const ROOM_PERIOD_BYTES: u64 = 64 << 20;
+/// Headers and long names of one entry are no longer.
+const MAX_HEADER_BYTES: u64 = 1 << 20;
+/// Directories in directories.
+const MAX_DEPTH: usize = 32;
+/// Links to links.
+const MAX_LINKS: usize = 8;
+/// The largest window of a Zstandard frame (`--ultra --long=27`): its memory is ours while unpacking.
+const MAX_WINDOW_LOG: u32 = 27;
+/// Readable by every worker, writable by whom it belongs to.
+const FILE_MODE: u32 = 0o644;
+const DIRECTORY_MODE: u32 = 0o755;
+
+/// From where to where.
+pub(crate) struct Unpacking {
+    /// The URL, without secrets.
+    pub(crate) shown: String,
+    /// What the archive is known to have.
+    pub(crate) sha256: String,
+    /// Beside the target, on the same file system.
+    pub(crate) temporary: PathBuf,
+    /// The model's directory; not there yet.
+    pub(crate) target: PathBuf,
+    /// Bytes of the disk that stay free.
+    pub(crate) reserve_bytes: u64,
+    /// Most files and directories.
+    pub(crate) max_entries: u64,
+}
+
+/// Unpacks the archive, puts the model in its place by one rename, and removes the archive.
+///
+/// An archive that can never be unpacked is removed too.
+///
+/// # Errors
+/// Those of [`crate::fetch`] that content and disk cause; nothing is left of what was unpacked.
+pub(crate) fn put_in_place(
+    unpacking: &Unpacking,
+    part: Part,
+    reporter: &Reporter,
+) -> Result<PathBuf, FetchError> {
+    let temporary = &unpacking.temporary;
+    // Left by a process that was killed.
+    remove_directory(temporary)?;
+    let outcome = unpack(unpacking, &part, reporter).and_then(|()| rename(unpacking));
+    match outcome {
+        Ok(()) => {
+            part.remove()?;
+            tracing::info!(
+                url = unpacking.shown,
+                sha256 = unpacking.sha256,
+                directory = %unpacking.target.display(),
+                "model put in place"
+            );
+            Ok(unpacking.target.clone())
+        }
+        Err(error) => {
+            remove_directory(temporary)?;
+            if error.blame() == crate::Blame::Content {
+                part.remove()?;
+            }
+            Err(error)
+        }
+    }
+}
+
+fn unpack(unpacking: &Unpacking, part: &Part, reporter: &Reporter) -> Result<(), FetchError> {
+    let temporary = &unpacking.temporary;
+    make_directory(temporary)?;
+    let budget = Rc::new(Cell::new(MAX_HEADER_BYTES));
+    let file = Counted {
+        file: part.reader()?,
+        bytes: 0,
+        total_bytes: part.len_bytes(),
+        reporter,
+    };
+    let reader = Budgeted {
+        inner: unpacking.decoder(file)?,
+        budget: Rc::clone(&budget),
+    };
+    let mut writer = Writer {
+        unpacking,
+        chunk: vec![0; CHUNK_BYTES],
+        unchecked_bytes: 0,
+        links: BTreeMap::new(),
+    };
+    let mut archive = Archive::new(reader);
+    let mut entries = archive
+        .entries()
+        .map_err(|error| unpacking.not_an_archive(error.to_string()))?;
+    let mut count = 0;
+    loop {
+        budget.set(MAX_HEADER_BYTES);
+        let Some(entry) = entries.next() else { break };
+        let entry = entry.map_err(|error| match count {
+            0 => unpacking.not_an_archive(format!("what it holds is no tar ({error})")),
+            _ => unpacking.corrupt(format!("after {count} entries: {error}")),
+        })?;
+        count += 1;
+        if count > unpacking.max_entries {
+            return Err(FetchError::TooMany {
+                url: unpacking.shown.clone(),
+                limit: unpacking.max_entries,
+            });
+        }
+        budget.set(u64::MAX);
+        writer.entry(entry)?;
+    }
+    writer.make_links()
+}
+
+/// Writes entries below the temporary directory.
+struct Writer<'a> {
+    unpacking: &'a Unpacking,
+    chunk: Vec<u8>,
+    unchecked_bytes: u64,
+    /// Links by their own path, with the path that they lead to, both within the archive.
+    links: BTreeMap<PathBuf, PathBuf>,
+}
+
+impl Writer<'_> {
+    fn entry<R: Read>(&mut self, mut entry: Entry<'_, R>) -> Result<(), FetchError> {
+        let name = entry.path_bytes().into_owned();
+        let shown = String::from_utf8_lossy(&name).into_owned();
+        let refused = |reason: &str| self.unpacking.unsafe_entry(&shown, reason);
+        let kind = entry.header().entry_type();
+        if kind == EntryType::XGlobalHeader {
+            return Ok(());
+        }
+        let path = Path::new(std::ffi::OsStr::from_bytes(&name));
+        let path = inside(Path::new(""), path)
+            .ok_or_else(|| refused("leads out of the model's directory"))?;
+        if path.components().count() > MAX_DEPTH {
+            return Err(refused("lies too deep"));
+        }
+        match kind {
+            EntryType::Directory => self.directory(&path, &shown),
+            EntryType::Regular | EntryType::Continuous | EntryType::GNUSparse => {
+                self.file(&path, &shown, &mut entry)
+            }
+            EntryType::Symlink | EntryType::Link => {
+                let target = entry
+                    .link_name()
+                    .ok()
+                    .flatten()
+                    .ok_or_else(|| refused("is a link to nothing"))?;
+                // A hard link names its file from the archive's top, a symbolic one from where it lies.
+                let from = match kind {
+                    EntryType::Symlink => path.parent().unwrap_or(Path::new("")),
+                    _ => Path::new(""),
+                };
+                let target = inside(from, &target)
+                    .ok_or_else(|| refused("is a link out of the model's directory"))?;
+                self.links.insert(path, target);
+                Ok(())
+            }
+            _ => Err(refused("is a device, a pipe or of an unknown kind")),
+        }
+    }
+
+    fn directory(&self, path: &Path, shown: &str) -> Result<(), FetchError> {
+        let mut full = self.unpacking.temporary.clone();
+        for component in path.components() {
+            full.push(component);
+            match fs::create_dir(&full) {
+                Ok(()) => set_mode(&full, DIRECTORY_MODE)?,
+                Err(_) if full.is_dir() => {}
+                Err(_) if full.exists() => {
+                    return Err(self
+                        .unpacking
+                        .unsafe_entry(shown, "is both a file and a directory"));
+                }
+                Err(error) => return Err(FetchError::file(&full, error)),
+            }
+        }
+        Ok(())
+    }
+
+    fn file(
+        &mut self,
+        path: &Path,
+        shown: &str,
+        entry: &mut Entry<'_, impl Read>,
+    ) -> Result<(), FetchError> {
+        if path.as_os_str().is_empty() {
+            return Err(self.unpacking.unsafe_entry(shown, "has no name"));
+        }
+        self.directory(path.parent().unwrap_or(Path::new("")), shown)?;
+        let full = self.unpacking.temporary.join(path);
+        if full.is_dir() {
+            return Err(self
+                .unpacking
+                .unsafe_entry(shown, "is both a file and a directory"));
+        }
+        let failed = FetchError::in_cache(&full);
+        let mut file = File::create(&full).map_err(&failed)?;
+        let size_bytes = entry.size();
+        let mut written_bytes = 0;
+        loop {
+            let read = match entry.read(&mut self.chunk) {
+                Ok(0) => break,
+                Ok(read) => read,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(self.unpacking.corrupt(format!("in {shown}: {error}"))),
+            };
+            file.write_all(&self.chunk[..read]).map_err(&failed)?;
+            written_bytes += read as u64;
+            self.unchecked_bytes += read as u64;
+            if self.unchecked_bytes >= ROOM_PERIOD_BYTES {
+                self.unchecked_bytes = 0;
+                let reserve_bytes = self.unpacking.reserve_bytes;
+                check_room(&full, 0, reserve_bytes, "the archive's files grow on")?;
+            }
+        }
+        if written_bytes != size_bytes {
+            return Err(self.unpacking.corrupt(format!(
+                "{shown} ends after {written_bytes} of {size_bytes} bytes"
+            )));
+        }
+        set_mode(&full, FILE_MODE)?;
+        file.sync_data().map_err(&failed)
+    }
+
+    /// Gives files their second names.
+    fn make_links(&self) -> Result<(), FetchError> {
+        let temporary = &self.unpacking.temporary;
+        for (path, target) in &self.links {
+            let shown = path.display().to_string();
+            let mut target = target;
+            for _ in 0..MAX_LINKS {
+                let Some(next) = self.links.get(target) else {
+                    break;
+                };
+                target = next;
+            }
+            if !temporary.join(target).is_file() {
+                let reason = format!(
+                    "is a link to {:?}, which is no file of the archive",
+                    target.display()
+                );
+                return Err(self.unpacking.unsafe_entry(&shown, &reason));
+            }
+            self.directory(path.parent().unwrap_or(Path::new("")), &shown)?;
+            let full = temporary.join(path);
+            if full.exists() {
+                return Err(self.unpacking.unsafe_entry(&shown, "is there twice"));
+            }
+            fs::hard_link(temporary.join(target), &full).map_err(FetchError::in_cache(&full))?;
+        }
+        Ok(())
+    }
+}
+
+/// The model among what was unpacked goes to its place; the rest is removed.
+fn rename(unpacking: &Unpacking) -> Result<(), FetchError> {
+    let Unpacking {
+        temporary, target, ..
+    } = unpacking;
+    let model = model_in(unpacking)?;
+    sync_directories(&model)?;
+    fs::rename(&model, target).map_err(FetchError::in_cache(target))?;
+    if let Some(models) = target.parent() {
+        sync(models)?;
+    }
+    // Where the model was a directory in the archive, its surroundings are left over.
+    remove_directory(temporary)
+}
+
+/// The directory with config.json: the top, or the only directory there that has one.
+fn model_in(unpacking: &Unpacking) -> Result<PathBuf, FetchError> {
+    let top = &unpacking.temporary;
+    if top.join("config.json").is_file() {
+        return Ok(top.clone());
+    }
+    let failed = FetchError::in_cache(top);
+    let mut names: Vec<OsString> = fs::read_dir(top)
+        .map_err(&failed)?
+        .map(|entry| entry.map(|entry| entry.file_name()))
+        .collect::<Result<_, _>>()
+        .map_err(&failed)?;
+    names.sort();
+    let mut models = names
+        .iter()
+        .map(|name| top.join(name))
+        .filter(|path| path.join("config.json").is_file());
+    if let (Some(model), None) = (models.next(), models.next()) {
+        return Ok(model);
+    }
+    const SHOWN: usize = 5;
+    let mut shown: Vec<String> = names
+        .iter()
+        .take(SHOWN)
+        .map(|name| name.to_string_lossy().into_owned())
+        .collect();
+    if names.len() > SHOWN {
+        shown.push(format!("{} more", names.len() - SHOWN));
+    }
+    if shown.is_empty() {
+        shown.push("nothing".to_owned());
+    }
+    Err(FetchError::NoModel {
+        url: unpacking.shown.clone(),
+        names: shown.join(", "),
+    })
+}
+
+/// `path` seen from `from`, without `.` and `..`; none when it leads out of the top.
+fn inside(from: &Path, path: &Path) -> Option<PathBuf> {
+    let mut parts: Vec<OsString> = from.iter().map(OsString::from).collect();
+    for component in path.components() {
+        match component {
+            Component::Normal(name) => parts.push(name.to_owned()),
+            Component::CurDir => {}
+            Component::ParentDir => {
+                parts.pop()?;
+            }
+            Component::RootDir | Component::Prefix(_) => return None,
+        }
+    }
+    Some(parts.iter().collect())
+}
+
+fn make_directory(path: &Path) -> Result<(), FetchError> {
+    fs::create_dir(path).map_err(FetchError::in_cache(path))?;
+    set_mode(path, DIRECTORY_MODE)
+}
+
+fn set_mode(path: &Path, mode: u32) -> Result<(), FetchError> {
+    fs::set_permissions(path, Permissions::from_mode(mode)).map_err(FetchError::in_cache(path))
+}
+
+/// Names of files reach the disk before the directory gets its own.
+fn sync_directories(directory: &Path) -> Result<(), FetchError> {
+    let failed = FetchError::in_cache(directory);
+    for entry in fs::read_dir(directory).map_err(&failed)? {
+        let entry = entry.map_err(&failed)?;
+        if entry.file_type().map_err(&failed)?.is_dir() {
+            sync_directories(&entry.path())?;
+        }
+    }
+    sync(directory)
+}
+
+fn sync(directory: &Path) -> Result<(), FetchError> {
+    File::open(directory)
+        .and_then(|opened| opened.sync_all())
+        .map_err(FetchError::in_cache(directory))
+}
+
+impl Unpacking {
+    /// The tar inside of the file, by its first bytes.
+    fn decoder<'a>(&self, mut file: Counted<'a>) -> Result<Box<dyn Read + 'a>, FetchError> {
+        const MAGIC_AT: usize = 257;
+        let mut head = Vec::new();
+        let peek = (&mut file).take(512).read_to_end(&mut head);
+        peek.map_err(|error| self.corrupt(error.to_string()))?;
+        let whole = io::Cursor::new(head.clone()).chain(file);
+        let whole = BufReader::with_capacity(CHUNK_BYTES, whole);
+        let known: Option<&str> = match head.as_slice() {
+            [0x1f, 0x8b, ..] => return Ok(Box::new(flate2::bufread::MultiGzDecoder::new(whole))),
+            [0x28, 0xb5, 0x2f, 0xfd, ..] => {
+                let decoder = zstd::stream::read::Decoder::with_buffer(whole);
+                let decoder = decoder.and_then(|mut decoder| {
+                    decoder.window_log_max(MAX_WINDOW_LOG)?;
+                    Ok(decoder)
+                });
+                let decoder = decoder.map_err(|error| self.corrupt(error.to_string()))?;
+                return Ok(Box::new(decoder));
+            }
+            [0xfd, b'7', b'z', b'X', b'Z', ..] => Some("it is an .xz file"),
+            [b'B', b'Z', b'h', ..] => Some("it is a .bz2 file"),
+            [b'P', b'K', ..] => Some("it is a .zip file"),
+            [b'7', b'z', 0xbc, 0xaf, ..] => Some("it is a .7z file"),
+            [b'G', b'G', b'U', b'F', ..] => Some("it is a GGUF file"),
+            [b'<', ..] => Some("it is a page for people"),
+            [] => Some("it is empty"),
+            _ => None,
+        };
+        let is_tar = head.len() >= MAGIC_AT + 5 && &head[MAGIC_AT..MAGIC_AT + 5] == b"ustar";
+        match known {
+            Some(what) if !is_tar => Err(self.not_an_archive(what.to_owned())),
+            // The oldest kind of tar has no magic: its header's checksum tells.
+            _ => Ok(Box::new(whole)),
+        }
+    }
+
+    fn not_an_archive(&self, what: String) -> FetchError {
+        FetchError::NotAnArchive {
+            url: self.shown.clone(),
+            what,
+        }
+    }
+
+    fn corrupt(&self, reason: String) -> FetchError {
+        FetchError::Corrupt {
+            url: self.shown.clone(),
+            reason,
+        }
+    }
+
+    fn unsafe_entry(&self, entry: &str, reason: &str) -> FetchError {
+        FetchError::Unsafe {
+            url: self.shown.clone(),
+            entry: entry.to_owned(),
+            reason: reason.to_owned(),
+        }
+    }
+}
+
+/// Tells how much of the archive is read.
+struct Counted<'a> {
+    file: File,
+    bytes: u64,
+    total_bytes: u64,
+    reporter: &'a Reporter,
+}
+
+impl Read for Counted<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.file.read(buffer)?;
+        self.bytes += read as u64;
+        self.reporter
+            .tell(Phase::Unpacking, self.bytes, Some(self.total_bytes));
+        Ok(read)
+    }
+}
+
+/// Ends when more is read than the budget allows: what lies between files is read into memory.
+struct Budgeted<R> {
+    inner: R,
+    budget: Rc<Cell<u64>>,
+}
+
+impl<R: Read> Read for Budgeted<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.inner.read(buffer)?;
+        let left = self.budget.get().checked_sub(read as u64);
+        let left = left.ok_or_else(|| io::Error::other("a header or a name is too long"))?;
+        self.budget.set(left);
+        Ok(read)
+    }
+}

@@ -1,9 +1,12 @@
-//! What the multi-process tests share: the programs, a running `hearth up`, and a plain HTTP client of its endpoint.
+//! What the multi-process tests share: the programs, a running `hearth up`, a Kubernetes cluster, container images, and
+//! a plain HTTP client.
 
 #![forbid(unsafe_code)]
 
 mod chat;
+pub mod cluster;
 mod deployment;
+pub mod image;
 mod metrics;
 mod programs;
 mod tensors;

@@ -10,10 +10,26 @@ pub fn root() -> PathBuf {
         .map_or_else(PathBuf::new, Path::to_path_buf)
 }
 
-fn program(name: &str) -> PathBuf {
-    // Tests lie in target/PROFILE/deps, the programs one level above.
+/// Where cargo puts the programs: target/PROFILE.
+pub(crate) fn target_directory() -> PathBuf {
+    // Tests lie in deps below it.
     let exe = std::env::current_exe().unwrap_or_default();
-    let path = exe.ancestors().nth(2).unwrap_or(&exe).join(name);
+    let directory = exe.parent().unwrap_or(&exe);
+    let above = directory.parent().unwrap_or(directory);
+    if directory.ends_with("deps") {
+        above
+    } else {
+        directory
+    }
+    .to_path_buf()
+}
+
+/// One of the programs of the workspace.
+///
+/// # Panics
+/// When it is not built.
+pub(crate) fn program(name: &str) -> PathBuf {
+    let path = target_directory().join(name);
     assert!(
         path.is_file(),
         "{} is not built: run `cargo build --workspace --bins` first, as `make test` does",

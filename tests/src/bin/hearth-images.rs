@@ -1,0 +1,59 @@
+//! Writes the archives of both container images from the programs of a build, and prints their sizes.
+//!
+//!     hearth-images BUILD_DIRECTORY OUTPUT_DIRECTORY VERSION
+
+#![forbid(unsafe_code)]
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use anyhow::{Context, bail};
+use hearth_tests::image::{Image, Program};
+
+const MIB: u64 = 1 << 20;
+/// What the operator may take on a node: it should fit anywhere.
+const OPERATOR_LIMIT_BYTES: u64 = 25 * MIB;
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let [build, output, version] = &arguments[..] else {
+        eprintln!("usage: hearth-images BUILD_DIRECTORY OUTPUT_DIRECTORY VERSION");
+        return ExitCode::from(2);
+    };
+    match write(Path::new(build), Path::new(output), version) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn write(build: &Path, output: &Path, version: &str) -> anyhow::Result<()> {
+    std::fs::create_dir_all(output).with_context(|| output.display().to_string())?;
+    for (program, name, limit) in [
+        (Program::Operator, "hearth", Some(OPERATOR_LIMIT_BYTES)),
+        (Program::Worker, "hearth-worker", None),
+    ] {
+        let reference = format!("ghcr.io/hearth-dev/{name}:{version}");
+        let archive = output.join(format!("{name}.tar"));
+        let sizes = Image::of(program, &reference, &build.join(name))?
+            .compressed()
+            .write(&archive)?;
+        let mib = |bytes: u64| bytes as f64 / MIB as f64;
+        println!(
+            "{}  {reference}  {:.1} MiB, {:.1} MiB on a node",
+            archive.display(),
+            mib(sizes.archive),
+            mib(sizes.unpacked)
+        );
+        if limit.is_some_and(|limit| sizes.unpacked > limit) {
+            bail!(
+                "{name} takes {:.1} MiB on a node, more than {:.0} MiB\n  find what grew: a dependency or a feature",
+                mib(sizes.unpacked),
+                mib(OPERATOR_LIMIT_BYTES)
+            );
+        }
+    }
+    Ok(())
+}

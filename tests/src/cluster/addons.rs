@@ -1,0 +1,35 @@
+//! What runs in the cluster besides the tests' own: system Pods and their images, made from the programs themselves.
+
+use std::path::PathBuf;
+
+use super::Options;
+use super::node::PAUSE_IMAGE;
+use super::process::Ground;
+use crate::image::Image;
+
+/// What every cluster with nodes has.
+pub(super) const BASE: &str = include_str!("../../cluster/manifests/base.yaml");
+/// CoreDNS.
+pub(super) const DNS: &str = include_str!("../../cluster/manifests/dns.yaml");
+/// The resource metrics API.
+pub(super) const METRICS_SERVER: &str = include_str!("../../cluster/manifests/metrics-server.yaml");
+
+/// Writes the archives of the images that the system's Pods run.
+pub(super) fn images(ground: &Ground, options: &Options) -> anyhow::Result<Vec<PathBuf>> {
+    let mut wanted = vec![("pause", PAUSE_IMAGE)];
+    wanted.extend(options.dns.then_some(("coredns", "hearth.test/coredns:1")));
+    wanted.extend(
+        options
+            .metrics_server
+            .then_some(("metrics-server", "hearth.test/metrics-server:1")),
+    );
+    let archive = |(program, reference): (&str, &str)| -> anyhow::Result<PathBuf> {
+        let file = ground.file(format!("{program}.tar"));
+        Image::new(reference)
+            .program(&ground.tools.get(program)?, &format!("/bin/{program}"))?
+            .entrypoint(&[&format!("/bin/{program}")])
+            .write(&file)?;
+        Ok(file)
+    };
+    wanted.into_iter().map(archive).collect()
+}

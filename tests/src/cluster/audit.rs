@@ -1,0 +1,99 @@
+//! The API server's own record of who wrote what.
+
+use serde::Deserialize;
+
+/// Records each completed write with its user and object, and no read.
+pub(super) const POLICY: &str = r#"{
+  "apiVersion": "audit.k8s.io/v1",
+  "kind": "Policy",
+  "omitStages": ["RequestReceived", "ResponseStarted", "Panic"],
+  "rules": [
+    {"level": "Metadata", "verbs": ["create", "update", "patch", "delete", "deletecollection"]},
+    {"level": "None"}
+  ]
+}"#;
+
+/// One completed write.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct AuditEntry {
+    /// `create`, `update`, `patch`, `delete` or `deletecollection`.
+    pub verb: String,
+    /// `system:serviceaccount:NAMESPACE:NAME`, `system:node:node-1` …
+    pub user: String,
+    /// The client's name of itself.
+    pub user_agent: String,
+    /// Empty for the core group.
+    pub group: String,
+    /// In plural: `pods`.
+    pub resource: String,
+    /// `status`, `scale`, `eviction` …; empty for the object itself.
+    pub subresource: String,
+    /// Empty for what belongs to the whole cluster.
+    pub namespace: String,
+    /// Empty when the server chose it or it is a collection.
+    pub name: String,
+    /// The HTTP status of the answer.
+    pub code: u16,
+    /// When the answer was complete, as RFC 3339 with microseconds: entries sort by it.
+    pub at: String,
+    /// What was asked for, with its parameters (`?fieldManager=hearth&force=true`).
+    pub uri: String,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Event {
+    verb: String,
+    user: User,
+    #[serde(default)]
+    user_agent: String,
+    #[serde(rename = "requestURI")]
+    request_uri: String,
+    #[serde(default)]
+    object_ref: ObjectRef,
+    #[serde(default)]
+    response_status: ResponseStatus,
+    stage_timestamp: String,
+}
+
+#[derive(Deserialize)]
+struct User {
+    #[serde(default)]
+    username: String,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct ObjectRef {
+    api_group: String,
+    resource: String,
+    subresource: String,
+    namespace: String,
+    name: String,
+}
+
+#[derive(Default, Deserialize)]
+struct ResponseStatus {
+    #[serde(default)]
+    code: u16,
+}
+
+/// The entries of a log; a last line that is still being written is left out.
+pub(super) fn parse(log: &str) -> Vec<AuditEntry> {
+    log.lines()
+        .filter_map(|line| serde_json::from_str::<Event>(line).ok())
+        .map(|event| AuditEntry {
+            verb: event.verb,
+            user: event.user.username,
+            user_agent: event.user_agent,
+            group: event.object_ref.api_group,
+            resource: event.object_ref.resource,
+            subresource: event.object_ref.subresource,
+            namespace: event.object_ref.namespace,
+            name: event.object_ref.name,
+            code: event.response_status.code,
+            at: event.stage_timestamp,
+            uri: event.request_uri,
+        })
+        .collect()
+}

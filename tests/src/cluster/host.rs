@@ -1,0 +1,153 @@
+//! What a cluster needs of the machine, and where on it a cluster keeps its state.
+
+use std::fmt;
+use std::fs::DirBuilder;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, bail};
+
+use super::Options;
+use super::network::{MACHINES, PODS, SERVICES, UPLINK};
+use super::tools::{Tools, in_system};
+
+/// Why a cluster cannot be had here: one line for a person.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Skip(pub String);
+
+impl fmt::Display for Skip {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// The kubeconfig of somebody else's cluster that the tests are to use, from `make test-cluster KUBECONFIG=…`.
+pub(super) fn foreign_kubeconfig() -> Option<PathBuf> {
+    std::env::var_os("HEARTH_TEST_KUBECONFIG")
+        .filter(|path| !path.is_empty())
+        .map(PathBuf::from)
+}
+
+/// Whether a cluster as in `options` can be had, and of which programs.
+pub(super) fn check(options: &Options) -> Result<Tools, Skip> {
+    if !cfg!(target_os = "linux") {
+        return Err(Skip("a Kubernetes node needs Linux".to_owned()));
+    }
+    let tools = Tools::find().map_err(|error| Skip(format!("{error:#}")))?;
+    if foreign_kubeconfig().is_some() {
+        check_foreign(options)?;
+        return Ok(tools);
+    }
+    let mut needed = vec![
+        "etcd",
+        "kube-apiserver",
+        "kube-controller-manager",
+        "kubectl",
+    ];
+    if options.nodes > 0 {
+        check_nodes()?;
+        needed.extend(["kubelet", "kube-proxy", "kube-scheduler", "containerd"]);
+        needed.extend(["runc", "bridge", "pause", "helm"]);
+        needed.extend(options.dns.then_some("coredns"));
+        needed.extend(options.metrics_server.then_some("metrics-server"));
+        needed.extend((!options.fake_gpu.is_empty()).then_some("fake-gpu"));
+    }
+    let missing: Vec<_> = needed
+        .into_iter()
+        .filter(|name| tools.built(name).is_none())
+        .collect();
+    if missing.is_empty() {
+        return Ok(tools);
+    }
+    Err(Skip(format!(
+        "{} not built: run tests/cluster/build.sh, which needs Go",
+        missing.join(", ")
+    )))
+}
+
+fn check_foreign(options: &Options) -> Result<(), Skip> {
+    let own = if options.nodes == 0 {
+        "a control plane of its own"
+    } else if options.breaks {
+        "nodes that it may kill"
+    } else if options.audit {
+        "the API server's audit log"
+    } else if !options.fake_gpu.is_empty() {
+        "a fake GPU"
+    } else {
+        return Ok(());
+    };
+    Err(Skip(format!(
+        "it needs {own}, and runs on the cluster of KUBECONFIG"
+    )))
+}
+
+/// What real kubelets in namespaces need.
+fn check_nodes() -> Result<(), Skip> {
+    if !rustix::process::geteuid().is_root() {
+        return Err(Skip(
+            "nodes need root: run `sudo -E env PATH=$PATH make test-cluster`".to_owned(),
+        ));
+    }
+    if !Path::new("/sys/fs/cgroup/memory/cgroup.procs").exists() {
+        return Err(Skip(
+            "nodes need the cgroup v1 hierarchies, and this machine has only cgroup v2: \
+             name a cluster by `make test-cluster KUBECONFIG=…`"
+                .to_owned(),
+        ));
+    }
+    let programs = ["ip", "nft", "conntrack", "nsenter", "unshare", "setsid"];
+    let missing: Vec<_> = programs
+        .into_iter()
+        .filter(|name| in_system(name).is_none())
+        .collect();
+    if !missing.is_empty() {
+        return Err(Skip(format!(
+            "the system lacks {}: run scripts/bootstrap.sh test as root",
+            missing.join(", ")
+        )));
+    }
+    check_routes()
+}
+
+/// No route of the machine may lie in the ranges that the cluster takes, but for those of a cluster of ours.
+fn check_routes() -> Result<(), Skip> {
+    for range in [MACHINES, PODS, SERVICES] {
+        let output = Command::new("ip")
+            .args(["-4", "route", "show", "root", range])
+            .output()
+            .map_err(|error| Skip(format!("ip: {error}")))?;
+        let routes = String::from_utf8_lossy(&output.stdout);
+        let other = routes
+            .lines()
+            .find(|route| !route.contains(&format!("dev {UPLINK}")));
+        if let Some(route) = other {
+            return Err(Skip(format!(
+                "the range {range} is in use on this machine: {}",
+                route.trim()
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// The directory of all clusters of this user. It survives the process that made it, so that the next one can clean up.
+pub(super) fn base() -> anyhow::Result<PathBuf> {
+    let uid = rustix::process::geteuid().as_raw();
+    let base = PathBuf::from(format!("/var/tmp/hearth-cluster-{uid}"));
+    match DirBuilder::new().mode(0o700).create(&base) {
+        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
+            return Err(error).with_context(|| base.display().to_string());
+        }
+        _ => {}
+    }
+    let found = std::fs::symlink_metadata(&base)?;
+    if !found.is_dir() || found.uid() != uid {
+        bail!(
+            "{} is not a directory of this user\n  remove it",
+            base.display()
+        );
+    }
+    Ok(base)
+}

@@ -1,0 +1,269 @@
+//! What tests do to a cluster by `kubectl`.
+
+use std::io::Write;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use anyhow::Context;
+use serde_json::Value;
+
+use super::wait::try_wait_until;
+use super::{Cluster, Options};
+
+const READY_TIMEOUT: Duration = Duration::from_secs(60);
+
+impl Cluster {
+    /// A `kubectl` command for this cluster.
+    pub fn kubectl_command(&self) -> Command {
+        let mut command = Command::new(self.tool("kubectl"));
+        if let Some(own) = &self.own {
+            own.ground.environment(&mut command);
+        }
+        command.arg("--kubeconfig").arg(&self.kubeconfig);
+        command.stdin(Stdio::null());
+        command
+    }
+
+    /// Runs `kubectl` to its end: its output.
+    ///
+    /// # Panics
+    /// When it fails.
+    pub fn kubectl(&self, arguments: &[&str]) -> String {
+        self.try_kubectl(arguments)
+            .unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// Runs `kubectl` to its end: its output, or what it wrote to standard error.
+    ///
+    /// # Errors
+    /// When it fails.
+    pub fn try_kubectl(&self, arguments: &[&str]) -> Result<String, String> {
+        finish(self.kubectl_command().args(arguments), "")
+    }
+
+    /// Applies manifests, YAML or JSON.
+    ///
+    /// # Panics
+    /// When the API server refuses them.
+    pub fn apply(&self, manifests: &str) {
+        self.try_apply(manifests)
+            .unwrap_or_else(|error| panic!("{error}"));
+    }
+
+    /// Applies manifests: what `kubectl` says of them.
+    ///
+    /// # Errors
+    /// What the API server says against them.
+    pub fn try_apply(&self, manifests: &str) -> Result<String, String> {
+        let mut command = self.kubectl_command();
+        command.args(["apply", "--server-side", "--force-conflicts"]);
+        finish(command.args(["--filename", "-"]), manifests)
+    }
+
+    /// One object (`pod`, `default`, `name`); none: it is not there. Cluster-wide kinds have the namespace `""`.
+    ///
+    /// # Panics
+    /// When the API server does not answer.
+    pub fn get(&self, kind: &str, namespace: &str, name: &str) -> Option<Value> {
+        let arguments = ["get", kind, name, "--ignore-not-found", "--output=json"];
+        let text = self.kubectl(&within(namespace, &arguments));
+        (!text.trim().is_empty()).then(|| parse(&text))
+    }
+
+    /// All objects of a kind in a namespace that have the labels of `selector`, or all for an empty one.
+    ///
+    /// # Panics
+    /// When the API server does not answer.
+    pub fn list(&self, kind: &str, namespace: &str, selector: &str) -> Vec<Value> {
+        let arguments = ["get", kind, "--selector", selector, "--output=json"];
+        let mut list = parse(&self.kubectl(&within(namespace, &arguments)));
+        match list["items"].take() {
+            Value::Array(items) => items,
+            other => panic!("kubectl get {kind}: {other}"),
+        }
+    }
+
+    /// The log of a Pod's container, the earlier one's too if it was restarted; empty when there is none yet.
+    pub fn pod_logs(&self, namespace: &str, pod: &str) -> String {
+        let arguments = ["logs", pod, "--all-containers"];
+        let now = self.try_kubectl(&within(namespace, &arguments));
+        let arguments = ["logs", pod, "--all-containers", "--previous"];
+        let before = self.try_kubectl(&within(namespace, &arguments));
+        before.unwrap_or_default() + &now.unwrap_or_default()
+    }
+
+    /// SIGKILL to all processes of a Pod's containers, as its node sees them: how many.
+    ///
+    /// # Panics
+    /// When there is no such Pod on a node of the test's own.
+    pub fn kill_pod_processes(&self, namespace: &str, pod: &str) -> usize {
+        let found = self.get("pod", namespace, pod);
+        let found = found.unwrap_or_else(|| panic!("no Pod {namespace}/{pod}"));
+        let node = found["spec"]["nodeName"].as_str().unwrap_or_default();
+        let node = self.node_named(node);
+        let containers = found["status"]["containerStatuses"].as_array();
+        containers
+            .into_iter()
+            .flatten()
+            .filter_map(|container| container["containerID"].as_str()?.rsplit('/').next())
+            .map(|id| node.kill_container(id))
+            .sum()
+    }
+
+    /// A way to a port of a Service that the test can connect to.
+    ///
+    /// # Panics
+    /// When there is no such Service.
+    pub fn reach(&self, namespace: &str, service: &str, port: u16) -> Reach {
+        if !self.is_own() {
+            return self.forward(namespace, service, port);
+        }
+        let found = self.get("service", namespace, service);
+        let found = found.unwrap_or_else(|| panic!("no Service {namespace}/{service}"));
+        let address = found["spec"]["clusterIP"].as_str().unwrap_or_default();
+        Reach {
+            address: format!("{address}:{port}"),
+            forward: None,
+        }
+    }
+
+    fn forward(&self, namespace: &str, service: &str, port: u16) -> Reach {
+        use std::io::{BufRead, BufReader};
+        let target = format!("service/{service}");
+        let ports = format!(":{port}");
+        let arguments = ["port-forward", target.as_str(), ports.as_str()];
+        let mut command = self.kubectl_command();
+        command
+            .args(within(namespace, &arguments))
+            .stdout(Stdio::piped());
+        let mut child = command
+            .spawn()
+            .unwrap_or_else(|error| panic!("kubectl port-forward: {error}"));
+        let mut line = String::new();
+        if let Some(stdout) = child.stdout.take() {
+            let _ = BufReader::new(stdout).read_line(&mut line);
+        }
+        // "Forwarding from 127.0.0.1:43615 -> 8080"
+        let address = line.split_whitespace().nth(2).unwrap_or_default();
+        assert!(!address.is_empty(), "kubectl port-forward said: {line}");
+        Reach {
+            address: address.to_owned(),
+            forward: Some(child),
+        }
+    }
+
+    pub(super) fn wait_for_api_server(&self) -> anyhow::Result<()> {
+        try_wait_until("the API server is ready", READY_TIMEOUT, || {
+            self.try_kubectl(&["get", "--raw=/readyz"]).ok()
+        })
+        .with_context(|| self.own().ground.log_tail("apiserver"))?;
+        Ok(())
+    }
+
+    pub(super) fn wait_for_nodes(&self, options: &Options) -> anyhow::Result<()> {
+        let ready = || {
+            let nodes = self.list("nodes", "", "");
+            let ready = nodes
+                .iter()
+                .filter(|node| condition(node, "Ready") == Some("True"));
+            let gpus = nodes
+                .iter()
+                .filter(|node| node["status"]["allocatable"]["nvidia.com/gpu"] == "2");
+            (ready.count() == options.nodes && gpus.count() == options.fake_gpu.len()).then_some(())
+        };
+        try_wait_until("all nodes are Ready", READY_TIMEOUT, ready)
+            .with_context(|| self.own().ground.log_tail("node-1-kubelet"))
+    }
+
+    pub(super) fn wait_for_addons(&self, options: &Options) -> anyhow::Result<()> {
+        if options.dns {
+            self.wait_for_rollout("deployment/coredns")?;
+        }
+        if options.metrics_server {
+            self.wait_for_rollout("deployment/metrics-server")?;
+            try_wait_until("node metrics are there", READY_TIMEOUT, || {
+                let text = self
+                    .try_kubectl(&["get", "--raw=/apis/metrics.k8s.io/v1beta1/nodes"])
+                    .ok()?;
+                let measured = parse(&text)["items"].as_array().map_or(0, Vec::len);
+                (measured == options.nodes).then_some(())
+            })?;
+        }
+        Ok(())
+    }
+
+    fn wait_for_rollout(&self, deployment: &str) -> anyhow::Result<()> {
+        let arguments = ["rollout", "status", deployment, "--timeout=90s"];
+        self.try_kubectl(&within("kube-system", &arguments))
+            .map_err(anyhow::Error::msg)?;
+        Ok(())
+    }
+}
+
+/// Where a test connects to; a forwarded port ends with it.
+pub struct Reach {
+    address: String,
+    forward: Option<Child>,
+}
+
+impl Reach {
+    /// `HOST:PORT`.
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// Base of the OpenAI API there.
+    pub fn v1(&self) -> String {
+        format!("http://{}/v1", self.address)
+    }
+}
+
+impl Drop for Reach {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.forward {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// The status of an object's condition.
+pub fn condition<'a>(object: &'a Value, kind: &str) -> Option<&'a str> {
+    let conditions = object["status"]["conditions"].as_array()?;
+    let condition = conditions
+        .iter()
+        .find(|condition| condition["type"] == kind)?;
+    condition["status"].as_str()
+}
+
+/// Arguments with the namespace that they are about.
+fn within<'a>(namespace: &'a str, arguments: &[&'a str]) -> Vec<&'a str> {
+    let mut all = arguments.to_vec();
+    if !namespace.is_empty() {
+        all.extend(["--namespace", namespace]);
+    }
+    all
+}
+
+fn parse(text: &str) -> Value {
+    serde_json::from_str(text).unwrap_or_else(|error| panic!("{error} in {text}"))
+}
+
+fn finish(command: &mut Command, input: &str) -> Result<String, String> {
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    if !input.is_empty() {
+        command.stdin(Stdio::piped());
+    }
+    let mut run = || -> std::io::Result<std::process::Output> {
+        let mut child = command.spawn()?;
+        if let Some(mut stdin) = child.stdin.take() {
+            stdin.write_all(input.as_bytes())?;
+        }
+        child.wait_with_output()
+    };
+    let output = run().map_err(|error| format!("kubectl: {error}"))?;
+    if output.status.success() {
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+    }
+    Err(String::from_utf8_lossy(&output.stderr).into_owned())
+}

@@ -1,0 +1,300 @@
+//! A Kubernetes cluster of a test's own: a real control plane and real kubelets, up in seconds and gone without a trace.
+//!
+//! ```no_run
+//! use hearth_tests::cluster::{Cluster, Options};
+//!
+//! let Some(cluster) = Cluster::start_or_skip(&Options { nodes: 2, dns: true, ..Options::default() }) else {
+//!     return;
+//! };
+//! println!("{}", cluster.kubectl(&["get", "nodes"]));
+//! ```
+//!
+//! The programs come from `tests/cluster/build.sh`. Where a cluster cannot be had, a test is skipped with a line that
+//! says why. However a test ends, a [keeper](keep) tears its cluster down.
+
+mod addons;
+mod audit;
+mod cgroups;
+mod control;
+mod host;
+mod keeper;
+mod kubectl;
+mod network;
+mod node;
+mod own;
+mod pki;
+mod process;
+mod tools;
+mod wait;
+
+use std::path::{Path, PathBuf};
+use std::sync::PoisonError;
+
+use anyhow::Context;
+
+pub use audit::AuditEntry;
+pub use host::Skip;
+pub use kubectl::{Reach, condition};
+pub use keeper::{keep, sweep};
+pub use network::HOST_ADDRESS;
+pub use node::Node;
+pub use wait::{try_wait_until, wait_until};
+
+use own::Own;
+use tools::Tools;
+
+/// What a test needs of its cluster.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// How many nodes with real kubelets, at most 2. None: etcd and an API server alone, on a port of the loopback
+    /// address, without root and beside other clusters. With nodes, one cluster is up at a time, and others wait.
+    pub nodes: usize,
+    /// Without nodes: garbage collection and the end of namespaces too. With nodes, all controllers run.
+    pub controllers: bool,
+    /// Cluster DNS.
+    pub dns: bool,
+    /// The resource metrics that `kubectl top` and a HorizontalPodAutoscaler read.
+    pub metrics_server: bool,
+    /// The nodes, from 1, that offer two GPUs which are not there.
+    pub fake_gpu: Vec<usize>,
+    /// The API server records each write: see [`Cluster::audit_log`].
+    pub audit: bool,
+    /// The test kills nodes or the API server: it cannot run on the cluster that `KUBECONFIG` names.
+    pub breaks: bool,
+}
+
+/// A running cluster, torn down when dropped.
+///
+/// Its methods are for tests: they panic with what a person needs to know when Kubernetes does not do as it is told.
+pub struct Cluster {
+    tools: Tools,
+    kubeconfig: PathBuf,
+    own: Option<Own>,
+}
+
+impl Cluster {
+    /// Starts a cluster and waits until its nodes are Ready and the add-ons that were asked for answer; on
+    /// `make test-cluster KUBECONFIG=…`, the cluster of that kubeconfig.
+    ///
+    /// # Errors
+    /// Why there can be none here, for a test that is skipped then.
+    ///
+    /// # Panics
+    /// When it does not come up although it should.
+    pub fn start(options: &Options) -> Result<Self, Skip> {
+        let tools = host::check(options)?;
+        Ok(Self::up(options, tools).unwrap_or_else(|error| panic!("no cluster: {error:#}")))
+    }
+
+    /// Like [`Cluster::start`]; where there can be none, says so on standard error, also of a test that passes.
+    pub fn start_or_skip(options: &Options) -> Option<Self> {
+        use std::io::Write;
+        match Self::start(options) {
+            Ok(cluster) => Some(cluster),
+            Err(reason) => {
+                let test = std::thread::current();
+                let test = test.name().unwrap_or("a cluster test").to_owned();
+                // Not by eprintln, which the test harness swallows.
+                let _ = writeln!(std::io::stderr(), "SKIPPED: {test}: {reason}");
+                None
+            }
+        }
+    }
+
+    fn up(options: &Options, tools: Tools) -> anyhow::Result<Self> {
+        if let Some(kubeconfig) = host::foreign_kubeconfig() {
+            let cluster = Self {
+                tools,
+                kubeconfig,
+                own: None,
+            };
+            cluster
+                .try_kubectl(&["version"])
+                .map_err(anyhow::Error::msg)?;
+            return Ok(cluster);
+        }
+        let own = Own::begin(options, &tools)?;
+        let mut cluster = Self {
+            tools,
+            kubeconfig: own.ground.file("pki/admin.kubeconfig"),
+            own: Some(own),
+        };
+        if let Err(error) = cluster.bring_up(options) {
+            return Err(error.context(cluster.failure()));
+        }
+        Ok(cluster)
+    }
+
+    /// Whether the cluster is the test's own, and not that of `KUBECONFIG`.
+    pub fn is_own(&self) -> bool {
+        self.own.is_some()
+    }
+
+    /// The kubeconfig of an administrator.
+    pub fn kubeconfig(&self) -> &Path {
+        &self.kubeconfig
+    }
+
+    /// A node, from 1.
+    ///
+    /// # Panics
+    /// When there is no such node of the test's own.
+    pub fn node(&self, index: usize) -> &Node {
+        let nodes = &self.own().nodes;
+        let node = nodes.iter().find(|node| node.index == index);
+        node.unwrap_or_else(|| panic!("node {index} is none of {}", nodes.len()))
+    }
+
+    /// The node of that name.
+    ///
+    /// # Panics
+    /// When there is no such node of the test's own.
+    pub fn node_named(&self, name: &str) -> &Node {
+        let node = self.own().nodes.iter().find(|node| node.name() == name);
+        node.unwrap_or_else(|| panic!("{name} is no node of this cluster"))
+    }
+
+    /// Makes the images of an archive known to all nodes.
+    ///
+    /// # Panics
+    /// When containerd does not take it.
+    pub fn import_image(&self, archive: &Path) {
+        std::thread::scope(|scope| {
+            let imports: Vec<_> = self
+                .own()
+                .nodes
+                .iter()
+                .map(|node| scope.spawn(move || node.import_image(archive)))
+                .collect();
+            for import in imports {
+                match import.join() {
+                    Ok(result) => result.unwrap_or_else(|error| panic!("{error:#}")),
+                    Err(panic) => std::panic::resume_unwind(panic),
+                }
+            }
+        });
+    }
+
+    /// Kills the API server without warning.
+    pub fn stop_api_server(&self) {
+        self.own().stop_api_server();
+    }
+
+    /// Starts the API server again and waits until it is ready.
+    ///
+    /// # Panics
+    /// When it does not come up.
+    pub fn start_api_server(&self) {
+        let start = || -> anyhow::Result<()> {
+            self.own().start_api_server()?;
+            self.wait_for_api_server()
+        };
+        start().unwrap_or_else(|error| panic!("{error:#}"));
+    }
+
+    /// Kills the API server and starts it again.
+    pub fn restart_api_server(&self) {
+        self.stop_api_server();
+        self.start_api_server();
+    }
+
+    /// All writes so far, oldest first. Asked for by [`Options::audit`].
+    ///
+    /// # Panics
+    /// When it was not asked for.
+    pub fn audit_log(&self) -> Vec<AuditEntry> {
+        let log = self.own().ground.log("audit");
+        let text = std::fs::read_to_string(&log)
+            .unwrap_or_else(|error| panic!("Options::audit? {}: {error}", log.display()));
+        audit::parse(&text)
+    }
+
+    /// The directory with the logs of all processes of the cluster. It stays.
+    pub fn logs(&self) -> &Path {
+        &self.own().ground.logs
+    }
+
+    /// One of the cluster's programs: `helm`, `kubectl`.
+    ///
+    /// # Panics
+    /// When it is neither built nor in the system.
+    pub fn tool(&self, name: &str) -> PathBuf {
+        self.tools
+            .built(name)
+            .or_else(|| tools::in_system(name))
+            .unwrap_or_else(|| panic!("{name} is not there: run tests/cluster/build.sh"))
+    }
+
+    fn own(&self) -> &Own {
+        let own = self.own.as_ref();
+        own.unwrap_or_else(|| panic!("set Options::breaks: this is the cluster of KUBECONFIG"))
+    }
+
+    fn bring_up(&mut self, options: &Options) -> anyhow::Result<()> {
+        let own = self.own.as_mut().context("a cluster of one's own")?;
+        own.start_control(options)?;
+        // Containerd starts and takes the system's images while the API server does.
+        own.start_nodes(options)?;
+        self.wait_for_api_server()?;
+        let own = self.own();
+        own.start_controllers(options)?;
+        if options.nodes == 0 {
+            return Ok(());
+        }
+        own.start_kubelets(options)?;
+        self.apply(addons::BASE);
+        if options.dns {
+            self.apply(addons::DNS);
+        }
+        if options.metrics_server {
+            self.apply(addons::METRICS_SERVER);
+        }
+        self.wait_for_nodes(options)?;
+        self.wait_for_addons(options)
+    }
+
+    /// What a person needs to find out why a test failed: the state of the cluster, and where the logs are.
+    fn failure(&self) -> String {
+        let Some(own) = &self.own else {
+            return String::new();
+        };
+        let logs = own.ground.logs.display();
+        let mut text = format!("the logs of the cluster are in {logs}\n");
+        for arguments in [
+            ["get", "nodes,pods", "--all-namespaces", "--output=wide"],
+            [
+                "get",
+                "events",
+                "--all-namespaces",
+                "--sort-by=.lastTimestamp",
+            ],
+        ] {
+            match self.try_kubectl(&arguments) {
+                Ok(found) => text += &found,
+                Err(error) => return text + &error,
+            }
+        }
+        text
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("--- cluster ---\n{}", self.failure());
+        }
+        let Some(own) = &mut self.own else { return };
+        let mut keeper = own.keeper.lock().unwrap_or_else(PoisonError::into_inner);
+        keeper.dismiss();
+        loop {
+            // The test is the parent of many of the processes that the keeper kills.
+            own.reap();
+            match keeper.is_done() {
+                Ok(false) => std::thread::sleep(std::time::Duration::from_millis(10)),
+                Ok(true) => return,
+                Err(error) if std::thread::panicking() => return eprintln!("{error:#}"),
+                Err(error) => panic!("{error:#}"),
+            }
+        }
+    }
+}

@@ -1,0 +1,346 @@
+//! A node: mount, UTS, network and PID namespaces with containerd, a real kubelet and kube-proxy in them.
+//! Killing its first process takes all of that and its Pods along, as when a machine loses power.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::Mutex;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use serde_json::json;
+
+use super::process::{Ground, Launch, Place};
+use super::wait::try_wait_until;
+use super::{cgroups, control, keeper, network};
+use crate::programs::root;
+
+const START_TIMEOUT: Duration = Duration::from_secs(30);
+/// What Pods are made of first; the tests' images bear the same host name.
+pub(super) const PAUSE_IMAGE: &str = "hearth.test/pause:1";
+
+/// A node's name.
+pub(super) fn name(node: usize) -> String {
+    format!("node-{node}")
+}
+
+/// A running node. Nodes count from 1.
+pub struct Node {
+    pub(super) index: usize,
+    ground: Ground,
+    place: Place,
+    group: String,
+    /// Its first process, as the machine counts.
+    pid: u32,
+    /// What the test is the parent of.
+    children: Mutex<Vec<Child>>,
+}
+
+impl Node {
+    /// Makes a node's groups and namespaces, joins it to the network and starts containerd.
+    pub(super) fn start(
+        ground: &Ground,
+        control: u32,
+        index: usize,
+        nodes: usize,
+    ) -> anyhow::Result<Self> {
+        let name = name(index);
+        let state = ground.file(&name);
+        std::fs::create_dir_all(state.join("var-lib"))?;
+        let group = cgroups::of_node(&ground.id, &name);
+        cgroups::make(&ground.id, &name)?;
+        let namespaces = ["--mount", "--uts", "--net", "--pid", "--mount-proc"];
+        let launch = Launch::new(&name, "unshare", &Place::Host)
+            .args(namespaces)
+            .args(["--fork", "--kill-child", "--"])
+            .args([root().join("tests/cluster/node.sh")])
+            .args([name.as_str(), &state.display().to_string(), &group]);
+        let holder = ground.spawn(&launch)?;
+        let holder_pid = holder.id();
+        try_wait_until(&format!("{name} has its namespaces"), START_TIMEOUT, || {
+            state.join("ready").exists().then_some(())
+        })
+        .with_context(|| ground.log_tail(&name))?;
+        let pid = only_child(holder_pid)
+            .with_context(|| format!("the first process of {name} is not found"))?;
+        network::join_node(control, pid, index, nodes)?;
+        let node = Self {
+            index,
+            ground: ground.clone(),
+            place: Place::Node {
+                pid,
+                group: group.clone(),
+            },
+            group,
+            pid,
+            children: Mutex::new(vec![holder]),
+        };
+        let config = state.join("containerd.toml");
+        std::fs::write(&config, containerd_config(ground, &state)?)?;
+        std::fs::create_dir_all(state.join("cni"))?;
+        std::fs::write(state.join("cni/hearth.conflist"), cni_config(index))?;
+        let launch = node.launch("containerd", "containerd")?;
+        let log_level = ["--log-level", "warn"];
+        node.spawn(&launch.flag("config", config).args(log_level))?;
+        Ok(node)
+    }
+
+    /// Starts the kubelet and kube-proxy. The images of system Pods must be there.
+    pub(super) fn start_kubelet(&self) -> anyhow::Result<()> {
+        let name = name(self.index);
+        let config = self.state().join("kubelet.json");
+        std::fs::write(&config, kubelet_config(&self.ground, &name, &self.group))?;
+        let launch = self
+            .launch("kubelet", "kubelet")?
+            .flag("config", config)
+            .flag(
+                "kubeconfig",
+                self.ground.file(format!("pki/{name}.kubeconfig")),
+            )
+            .flag("hostname-override", &name)
+            .flag("node-ip", network::machine(self.index))
+            .flag("v", "2");
+        self.spawn(&launch)?;
+        let proxy_name = format!("{name}-proxy");
+        let proxy = control::proxy(&self.ground, &proxy_name, self.index, &self.place)?;
+        self.spawn(&proxy)
+    }
+
+    /// Offers GPUs that are not there.
+    pub(super) fn start_fake_gpu(&self) -> anyhow::Result<()> {
+        self.spawn(&self.launch("fake-gpu", "fake-gpu")?)
+    }
+
+    /// Its name in the cluster.
+    pub fn name(&self) -> String {
+        name(self.index)
+    }
+
+    /// Its address, which the machine reaches too.
+    pub fn address(&self) -> String {
+        network::machine(self.index)
+    }
+
+    /// Runs a command of the machine inside the node, to its end.
+    ///
+    /// # Panics
+    /// When it cannot be run.
+    pub fn exec(&self, command: &[&str]) -> Output {
+        self.inside(command)
+            .output()
+            .unwrap_or_else(|error| panic!("{command:?} on {}: {error}", self.name()))
+    }
+
+    /// Makes the images of an archive known to the node.
+    ///
+    /// # Errors
+    /// What containerd says of the archive.
+    pub fn import_image(&self, archive: &Path) -> anyhow::Result<()> {
+        let archive = archive.display().to_string();
+        let arguments = ["images", "import", "--local", archive.as_str()];
+        let output = self.ctr(&arguments)?.output()?;
+        if !output.status.success() {
+            bail!(
+                "{archive} on {}: {}",
+                self.name(),
+                String::from_utf8_lossy(&output.stderr)
+            );
+        }
+        Ok(())
+    }
+
+    /// Kills every process of the node at once: its Pods, its kubelet, everything. It does not come back.
+    pub fn kill(&self) {
+        keeper::kill(self.pid);
+        for child in self
+            .children
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .iter_mut()
+        {
+            let _ = child.wait();
+        }
+    }
+
+    /// SIGKILL to each process of the node, Pods' processes among them, whose command line holds `pattern`: how many.
+    pub fn kill_process(&self, pattern: &str) -> usize {
+        let found: Vec<_> = cgroups::processes_of_node(&self.ground.id, &self.name())
+            .into_iter()
+            .filter(|&pid| command_line(pid).contains(pattern))
+            .collect();
+        for &pid in &found {
+            keeper::kill(pid);
+        }
+        found.len()
+    }
+
+    /// SIGKILL to all processes of one container: how many.
+    pub fn kill_container(&self, id: &str) -> usize {
+        let found = cgroups::processes_of_container(&self.ground.id, &self.name(), id);
+        for &pid in &found {
+            keeper::kill(pid);
+        }
+        found.len()
+    }
+
+    pub(super) fn wait_for_containerd(&self) -> anyhow::Result<()> {
+        let what = format!("containerd of {} answers", self.name());
+        try_wait_until(&what, START_TIMEOUT, || {
+            let output = self.ctr(&["version"]).ok()?.output().ok()?;
+            output.status.success().then_some(())
+        })
+        .with_context(|| self.ground.log_tail(&format!("{}-containerd", self.name())))
+    }
+
+    /// Takes note of ended processes, so that none stays a zombie.
+    pub(super) fn reap(&self) {
+        for child in self
+            .children
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .iter_mut()
+        {
+            let _ = child.try_wait();
+        }
+    }
+
+    fn ctr(&self, arguments: &[&str]) -> anyhow::Result<Command> {
+        let program = self.ground.tools.get("ctr")?.display().to_string();
+        let mut command = vec![program.as_str(), "--namespace", "k8s.io"];
+        command.extend(arguments);
+        Ok(self.inside(&command))
+    }
+
+    fn inside(&self, command: &[&str]) -> Command {
+        let mut inside = Command::new("nsenter");
+        inside
+            .args(["--target", &self.pid.to_string()])
+            .args(["--mount", "--uts", "--net", "--pid", "--"])
+            .args(command)
+            .stdin(Stdio::null());
+        self.ground.environment(&mut inside);
+        inside
+    }
+
+    fn launch(&self, name: &str, program: &str) -> anyhow::Result<Launch> {
+        let program = self.ground.tools.get(program)?;
+        let name = format!("{}-{name}", self.name());
+        Ok(Launch::new(&name, program, &self.place))
+    }
+
+    fn spawn(&self, launch: &Launch) -> anyhow::Result<()> {
+        let child = self.ground.spawn(launch)?;
+        self.children
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .push(child);
+        Ok(())
+    }
+
+    fn state(&self) -> PathBuf {
+        self.ground.file(self.name())
+    }
+}
+
+fn only_child(pid: u32) -> Option<u32> {
+    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
+    children.split_whitespace().next()?.parse().ok()
+}
+
+fn command_line(pid: u32) -> String {
+    let words = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    String::from_utf8_lossy(&words).replace('\0', " ")
+}
+
+fn containerd_config(ground: &Ground, state: &Path) -> anyhow::Result<String> {
+    let state = state.display();
+    let runc = ground.tools.get("runc")?;
+    let cni = ground.tools.directory("bridge")?;
+    // Not every machine lets root lower a process's oom_score_adj.
+    Ok(format!(
+        r#"version = 3
+root = "{state}/containerd"
+state = "/run/containerd"
+disabled_plugins = ["io.containerd.nri.v1.nri", "io.containerd.snapshotter.v1.erofs", "io.containerd.snapshotter.v1.blockfile"]
+[grpc]
+  address = "/run/containerd/containerd.sock"
+[plugins."io.containerd.internal.v1.opt"]
+  path = "{state}/opt"
+[plugins."io.containerd.cri.v1.images"]
+  snapshotter = "overlayfs"
+  [plugins."io.containerd.cri.v1.images".pinned_images]
+    sandbox = "{PAUSE_IMAGE}"
+[plugins."io.containerd.cri.v1.runtime"]
+  restrict_oom_score_adj = true
+  disable_hugetlb_controller = true
+  disable_apparmor = true
+  enable_unprivileged_ports = true
+  [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]
+    runtime_type = "io.containerd.runc.v2"
+    [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc.options]
+      BinaryName = "{runc}"
+      SystemdCgroup = false
+  [plugins."io.containerd.cri.v1.runtime".cni]
+    bin_dirs = ["{cni}"]
+    conf_dir = "{state}/cni"
+"#,
+        runc = runc.display(),
+        cni = cni.display(),
+    ))
+}
+
+fn cni_config(node: usize) -> String {
+    let bridge = json!({
+        "type": "bridge",
+        "bridge": "cni0",
+        "isGateway": true,
+        "ipMasq": false,
+        "hairpinMode": true,
+        "ipam": {
+            "type": "host-local",
+            "dataDir": "/run/cni",
+            "ranges": [[{"subnet": network::pods(node)}]],
+            "routes": [{"dst": "0.0.0.0/0"}],
+        },
+    });
+    let ports = json!({"type": "portmap", "capabilities": {"portMappings": true}});
+    json!({"cniVersion": "1.0.0", "name": "hearth", "plugins": [bridge, ports]}).to_string()
+}
+
+fn kubelet_config(ground: &Ground, name: &str, group: &str) -> String {
+    let pki = |file: String| ground.file("pki").join(file);
+    json!({
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "kind": "KubeletConfiguration",
+        "authentication": {
+            "anonymous": {"enabled": false},
+            "webhook": {"enabled": true},
+            "x509": {"clientCAFile": pki("ca.crt".to_owned())},
+        },
+        "authorization": {"mode": "Webhook"},
+        "tlsCertFile": pki(format!("{name}.crt")),
+        "tlsPrivateKeyFile": pki(format!("{name}.key")),
+        "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
+        "cgroupDriver": "cgroupfs",
+        "cgroupRoot": group,
+        "failCgroupV1": false,
+        "failSwapOn": false,
+        "oomScoreAdj": 0,
+        "maxOpenFiles": 20000,
+        "clusterDNS": [network::DNS_SERVICE],
+        "clusterDomain": "cluster.local",
+        "resolvConf": "",
+        // The machine's disk is not the node's: what matters is only that there is some room.
+        "evictionHard": {
+            "memory.available": "50Mi",
+            "nodefs.available": "200Mi",
+            "imagefs.available": "200Mi",
+            "nodefs.inodesFree": "1000",
+        },
+        // Images come by import and not again.
+        "imageGCHighThresholdPercent": 100,
+        "volumePluginDir": "/var/lib/kubelet/volumeplugins",
+        "nodeStatusUpdateFrequency": "5s",
+        "maxPods": 60,
+    })
+    .to_string()
+}

@@ -1,0 +1,212 @@
+//! The processes of a cluster of a test's own, in the order in which they start.
+
+use std::path::PathBuf;
+use std::process::Child;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use anyhow::Context;
+
+use super::control::{self, Endpoints};
+use super::keeper::{self, Keeper};
+use super::node::Node;
+use super::process::{Ground, Launch, Place};
+use super::tools::Tools;
+use super::wait::try_wait_until;
+use super::{Options, addons, network};
+use crate::programs::target_directory;
+
+/// How many clusters' logs are kept.
+const LOGS_KEPT: usize = 8;
+
+/// A cluster that the test started.
+pub(super) struct Own {
+    pub(super) ground: Ground,
+    pub(super) keeper: Mutex<Keeper>,
+    pub(super) nodes: Vec<Node>,
+    /// Processes of the control plane that the test is the parent of, the API server apart.
+    children: Mutex<Vec<Child>>,
+    api_server: Mutex<ApiServer>,
+    endpoints: Option<Endpoints>,
+}
+
+#[derive(Default)]
+struct ApiServer {
+    launch: Option<Launch>,
+    child: Option<Child>,
+}
+
+impl Own {
+    /// Takes the cluster's turn and makes its state directory; nothing runs yet but its keeper.
+    pub(super) fn begin(options: &Options, tools: &Tools) -> anyhow::Result<Self> {
+        assert!(options.nodes <= 2, "{} nodes are too many", options.nodes);
+        let since = SystemTime::UNIX_EPOCH.elapsed()?.as_millis();
+        let id = format!("{since:x}-{}", std::process::id());
+        let keeper = Keeper::start(&id, options.nodes > 0)?;
+        let ground = Ground {
+            state: keeper::state_dir(&id)?,
+            logs: logs_directory(&id)?,
+            tools: tools.clone(),
+            id,
+        };
+        Ok(Self {
+            ground,
+            keeper: Mutex::new(keeper),
+            nodes: Vec::new(),
+            children: Mutex::default(),
+            api_server: Mutex::default(),
+            endpoints: None,
+        })
+    }
+
+    /// Starts etcd and the API server.
+    pub(super) fn start_control(&mut self, options: &Options) -> anyhow::Result<()> {
+        let endpoints = if options.nodes == 0 {
+            Endpoints::on_loopback()?
+        } else {
+            Endpoints::in_namespace(self.make_network()?)
+        };
+        control::write_pki(&self.ground, options.nodes, &endpoints.api)?;
+        self.spawn(&control::etcd(&self.ground, &endpoints)?)?;
+        let launch = control::api_server(&self.ground, &endpoints, options)?;
+        lock(&self.api_server).launch = Some(launch);
+        self.endpoints = Some(endpoints);
+        self.start_api_server()
+    }
+
+    pub(super) fn start_api_server(&self) -> anyhow::Result<()> {
+        let mut api_server = lock(&self.api_server);
+        let launch = api_server.launch.as_ref().context("no API server yet")?;
+        let child = self.ground.spawn(launch)?;
+        api_server.child = Some(child);
+        Ok(())
+    }
+
+    pub(super) fn stop_api_server(&self) {
+        if let Some(mut child) = lock(&self.api_server).child.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+
+    /// Starts the nodes, but for their kubelets, and imports the images that the system's Pods are made of.
+    pub(super) fn start_nodes(&mut self, options: &Options) -> anyhow::Result<()> {
+        if options.nodes == 0 {
+            return Ok(());
+        }
+        let Place::Network(control) = self.endpoints()?.place else {
+            anyhow::bail!("nodes have no network to join");
+        };
+        for index in 1..=options.nodes {
+            let node = Node::start(&self.ground, control, index, options.nodes)?;
+            self.nodes.push(node);
+        }
+        let archives = addons::images(&self.ground, options)?;
+        std::thread::scope(|scope| {
+            let import = |node: &Node| -> anyhow::Result<()> {
+                node.wait_for_containerd()?;
+                archives.iter().try_for_each(|file| node.import_image(file))
+            };
+            let imports: Vec<_> = self
+                .nodes
+                .iter()
+                .map(|node| scope.spawn(move || import(node)))
+                .collect();
+            imports
+                .into_iter()
+                .try_for_each(|import| match import.join() {
+                    Ok(result) => result,
+                    Err(panic) => std::panic::resume_unwind(panic),
+                })
+        })
+    }
+
+    /// Starts what acts on objects: the API server must be ready.
+    pub(super) fn start_controllers(&self, options: &Options) -> anyhow::Result<()> {
+        let endpoints = self.endpoints()?;
+        if options.nodes > 0 || options.controllers {
+            self.spawn(&control::controllers(&self.ground, endpoints, options)?)?;
+        }
+        if options.nodes > 0 {
+            self.spawn(&control::scheduler(&self.ground, endpoints)?)?;
+            // The way of the machine to Services. It needs some node's name, and has no part in that node.
+            let entry = control::proxy(&self.ground, "entry-proxy", 1, &endpoints.place)?;
+            self.spawn(&entry)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn start_kubelets(&self, options: &Options) -> anyhow::Result<()> {
+        for node in &self.nodes {
+            node.start_kubelet()?;
+            if options.fake_gpu.contains(&node.index) {
+                node.start_fake_gpu()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes note of ended processes, so that none stays a zombie.
+    pub(super) fn reap(&self) {
+        for child in lock(&self.children).iter_mut() {
+            let _ = child.try_wait();
+        }
+        if let Some(child) = &mut lock(&self.api_server).child {
+            let _ = child.try_wait();
+        }
+        for node in &self.nodes {
+            node.reap();
+        }
+    }
+
+    /// A network namespace with the bridge, and the process that holds it.
+    fn make_network(&self) -> anyhow::Result<u32> {
+        let own = std::fs::read_link("/proc/self/ns/net")?;
+        let holder = Launch::new("network", "unshare", &Place::Host);
+        let child = self
+            .ground
+            .spawn(&holder.args(["--net", "--", "sleep", "infinity"]))?;
+        let control = child.id();
+        lock(&self.children).push(child);
+        let of_holder = format!("/proc/{control}/ns/net");
+        let what = "the control plane has its network namespace";
+        try_wait_until(what, Duration::from_secs(10), || {
+            let namespace = std::fs::read_link(&of_holder).ok()?;
+            (namespace != own).then_some(())
+        })
+        .with_context(|| self.ground.log_tail("network"))?;
+        network::join_machine(control)?;
+        Ok(control)
+    }
+
+    fn endpoints(&self) -> anyhow::Result<&Endpoints> {
+        self.endpoints.as_ref().context("no control plane yet")
+    }
+
+    fn spawn(&self, launch: &Launch) -> anyhow::Result<()> {
+        let child = self.ground.spawn(launch)?;
+        lock(&self.children).push(child);
+        Ok(())
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A new directory for logs beside what cargo builds; all but the newest others are removed.
+fn logs_directory(id: &str) -> anyhow::Result<PathBuf> {
+    let all = target_directory().join("cluster-logs");
+    let logs = all.join(id);
+    std::fs::create_dir_all(&logs).with_context(|| logs.display().to_string())?;
+    // Names begin with the time.
+    let mut names: Vec<_> = std::fs::read_dir(&all)?
+        .flatten()
+        .map(|entry| entry.path())
+        .collect();
+    names.sort();
+    for old in names.iter().rev().skip(LOGS_KEPT) {
+        let _ = std::fs::remove_dir_all(old);
+    }
+    Ok(logs)
+}

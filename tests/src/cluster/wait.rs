@@ -1,0 +1,37 @@
+//! Waiting for a state of the cluster.
+
+use std::time::{Duration, Instant};
+
+use anyhow::bail;
+
+/// How often a state is looked at.
+const INTERVAL: Duration = Duration::from_millis(100);
+
+/// Waits until `look` finds something.
+///
+/// # Panics
+/// When it does not in time; `what` is in the message.
+pub fn wait_until<T>(what: &str, timeout: Duration, look: impl FnMut() -> Option<T>) -> T {
+    try_wait_until(what, timeout, look).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// The same, for callers that have more to say about a failure.
+///
+/// # Errors
+/// When it does not find anything in time.
+pub fn try_wait_until<T>(
+    what: &str,
+    timeout: Duration,
+    mut look: impl FnMut() -> Option<T>,
+) -> anyhow::Result<T> {
+    let deadline = Instant::now() + timeout;
+    loop {
+        if let Some(found) = look() {
+            return Ok(found);
+        }
+        if Instant::now() > deadline {
+            bail!("waited {} s in vain: {what}", timeout.as_secs());
+        }
+        std::thread::sleep(INTERVAL);
+    }
+}

@@ -1,0 +1,482 @@
+//! The test cluster itself: it does what the other cluster tests build on, and leaves nothing behind.
+
+use std::collections::BTreeSet;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use hearth_tests::cluster::{Cluster, HOST_ADDRESS, Options, condition, wait_until};
+use hearth_tests::image::Image;
+use serde_json::Value;
+
+const TOOLBOX: &str = "hearth.test/toolbox:1";
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The tests here look at the whole machine: one at a time.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[test]
+fn a_cluster_does_what_tests_ask_of_it_and_leaves_nothing() {
+    let _alone = alone();
+    let before = Traces::now();
+    let options = Options {
+        nodes: 2,
+        dns: true,
+        metrics_server: true,
+        fake_gpu: vec![2],
+        audit: true,
+        breaks: true,
+        ..Options::default()
+    };
+    let Some(cluster) = Cluster::start_or_skip(&options) else {
+        return;
+    };
+    import_toolbox(&cluster);
+    a_restricted_pod_runs(&cluster);
+    names_resolve(&cluster);
+    a_pod_reaches_the_test(&cluster);
+    the_fake_gpu_is_allocated(&cluster);
+    let top = cluster.kubectl(&["top", "nodes"]);
+    assert!(top.contains("node-1") && top.contains("node-2"), "{top}");
+    a_killed_container_starts_again(&cluster);
+    cluster.restart_api_server();
+    writes_are_on_record(&cluster);
+    a_killed_node_is_lost(&cluster);
+
+    let mut second = keeper("a-second-cluster");
+    drop(cluster);
+    assert_eq!(second.first_line(), "ready");
+    second.end();
+    assert_eq!(before.until_equal(), before);
+}
+
+/// The shell and some tools of this machine, in a Pod that fits Pod Security `restricted`.
+fn import_toolbox(cluster: &Cluster) {
+    let mut image = Image::new(TOOLBOX).entrypoint(&["/bin/bash", "-c"]);
+    for program in ["bash", "cat", "getent", "sleep"] {
+        let from = Path::new("/usr/bin").join(program);
+        let inside = format!("/bin/{program}");
+        image = image.program(&from, &inside).expect("a program");
+    }
+    let directory = tempfile::tempdir().expect("directory");
+    let archive = directory.path().join("toolbox.tar");
+    image.write(&archive).expect("archive");
+    cluster.import_image(&archive);
+}
+
+fn pod(name: &str, command: &str, extra: Value) -> String {
+    let mut container = serde_json::json!({
+        "name": "main",
+        "image": TOOLBOX,
+        "imagePullPolicy": "Never",
+        "args": [command],
+        "securityContext": {
+            "allowPrivilegeEscalation": false,
+            "readOnlyRootFilesystem": true,
+            "capabilities": {"drop": ["ALL"]},
+        },
+    });
+    for (key, value) in extra.as_object().expect("an object") {
+        container[key] = value.clone();
+    }
+    let namespace = serde_json::json!({
+        "apiVersion": "v1",
+        "kind": "Namespace",
+        "metadata": {
+            "name": "strict",
+            "labels": {"pod-security.kubernetes.io/enforce": "restricted"},
+        },
+    });
+    let pod = serde_json::json!({
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "namespace": "strict"},
+        "spec": {
+            "terminationGracePeriodSeconds": 1,
+            "securityContext": {
+                "runAsNonRoot": true,
+                "runAsUser": 65532,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [container],
+        },
+    });
+    // The default service account is made a moment after the namespace.
+    format!("{namespace}\n---\n{pod}")
+}
+
+fn run_pod(cluster: &Cluster, name: &str, command: &str, extra: Value) {
+    let manifest = pod(name, command, extra);
+    wait_until("the Pod is accepted", PATIENCE, || {
+        cluster.try_apply(&manifest).ok()
+    });
+    let target = format!("pod/{name}");
+    let ready = ["wait", "--for=condition=Ready", "--timeout=60s", &target];
+    cluster.kubectl(&[&ready[..], &["--namespace=strict"]].concat());
+}
+
+fn a_restricted_pod_runs(cluster: &Cluster) {
+    run_pod(cluster, "toolbox", "exec sleep 1000", serde_json::json!({}));
+    let manifest = pod("root", "true", serde_json::json!({"securityContext": {}}));
+    let refused = cluster.try_apply(&manifest).expect_err("a violation");
+    assert!(refused.contains("violates PodSecurity"), "{refused}");
+}
+
+fn in_toolbox(cluster: &Cluster, command: &str) -> String {
+    let exec = ["exec", "--namespace=strict", "toolbox", "--"];
+    cluster.kubectl(&[&exec[..], &["bash", "-c", command]].concat())
+}
+
+/// Of a Pod by its resolver, and of the test by the DNS Service, which it reaches like any other.
+fn names_resolve(cluster: &Cluster) {
+    let name = "kubernetes.default.svc.cluster.local";
+    let found = in_toolbox(cluster, &format!("getent hosts {name}"));
+    let service = cluster.get("service", "default", "kubernetes");
+    let service = service.expect("the API server's own Service");
+    let address = service["spec"]["clusterIP"].as_str().expect("an address");
+    assert!(found.contains(address), "{found}");
+
+    let dns = cluster.reach("kube-system", "kube-dns", 53);
+    let mut stream = TcpStream::connect(dns.address()).expect("connect");
+    stream.set_read_timeout(Some(PATIENCE)).expect("timeout");
+    // A header with one question, the name by its parts, type A, class IN.
+    let mut query = vec![0, 7, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0];
+    for part in name.split('.') {
+        query.push(u8::try_from(part.len()).expect("a short name"));
+        query.extend(part.as_bytes());
+    }
+    query.extend([0, 0, 1, 0, 1]);
+    let length = u16::try_from(query.len()).expect("a short query");
+    stream.write_all(&length.to_be_bytes()).expect("query");
+    stream.write_all(&query).expect("query");
+    let mut answer = vec![0; 2];
+    stream.read_exact(&mut answer).expect("answer");
+    answer.resize(usize::from(u16::from_be_bytes([answer[0], answer[1]])), 0);
+    stream.read_exact(&mut answer).expect("answer");
+    let octets: Vec<u8> = address.split('.').flat_map(str::parse).collect();
+    assert!(answer.ends_with(&octets), "{address} is not in {answer:?}");
+}
+
+fn a_pod_reaches_the_test(cluster: &Cluster) {
+    let listener = TcpListener::bind((HOST_ADDRESS, 0)).expect("listen");
+    let port = listener.local_addr().expect("address").port();
+    let server = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().expect("a Pod");
+        stream.write_all(b"hello").expect("write");
+    });
+    let said = in_toolbox(cluster, &format!("cat </dev/tcp/{HOST_ADDRESS}/{port}"));
+    server.join().expect("server");
+    assert_eq!(said, "hello");
+}
+
+fn the_fake_gpu_is_allocated(cluster: &Cluster) {
+    let resources = serde_json::json!({"resources": {"limits": {"nvidia.com/gpu": "1"}}});
+    let command = "echo $NVIDIA_VISIBLE_DEVICES; [ -c /dev/nvidia0 ] && exec sleep 1000";
+    run_pod(cluster, "gpu", command, resources);
+    let pod = cluster.get("pod", "strict", "gpu").expect("the Pod");
+    assert_eq!(pod["spec"]["nodeName"], "node-2");
+    let log = cluster.pod_logs("strict", "gpu");
+    assert!(log.starts_with("GPU-fake-"), "{log}");
+}
+
+fn a_killed_container_starts_again(cluster: &Cluster) {
+    assert!(cluster.kill_pod_processes("strict", "toolbox") > 0);
+    wait_until("the container runs again", PATIENCE, || {
+        let pod = cluster.get("pod", "strict", "toolbox")?;
+        let status = &pod["status"]["containerStatuses"][0];
+        (status["restartCount"] == 1 && status["ready"] == true).then_some(())
+    });
+}
+
+fn writes_are_on_record(cluster: &Cluster) {
+    let name = "on-record";
+    cluster.kubectl(&["create", "configmap", name]);
+    cluster.kubectl(&["get", "configmap", name]);
+    cluster.kubectl(&["delete", "configmap", name]);
+    let log = cluster.audit_log();
+    let ours: Vec<_> = log.iter().filter(|entry| entry.name == name).collect();
+    let verbs: Vec<_> = ours.iter().map(|entry| entry.verb.as_str()).collect();
+    assert_eq!(verbs, ["create", "delete"], "{ours:?}");
+    let [first, _] = ours[..] else { return };
+    assert_eq!(first.user, "admin");
+    assert_eq!(first.resource, "configmaps");
+    assert_eq!(first.namespace, "default");
+    assert_eq!(first.code, 201);
+    assert!(first.user_agent.starts_with("kubectl"), "{first:?}");
+    // From before the API server was started again.
+    assert!(log.iter().any(|entry| entry.name == "toolbox"));
+}
+
+fn a_killed_node_is_lost(cluster: &Cluster) {
+    cluster.node(2).kill();
+    wait_until("node-2 is not Ready", PATIENCE, || {
+        let node = cluster.get("node", "", "node-2")?;
+        (condition(&node, "Ready") == Some("Unknown")).then_some(())
+    });
+    let other = cluster.get("node", "", "node-1").expect("the other node");
+    assert_eq!(condition(&other, "Ready"), Some("True"));
+}
+
+#[test]
+fn a_control_plane_alone_cleans_up_after_deleted_objects() {
+    let _alone = alone();
+    let options = Options {
+        controllers: true,
+        ..Options::default()
+    };
+    let Some(cluster) = Cluster::start_or_skip(&options) else {
+        return;
+    };
+    cluster.kubectl(&["create", "configmap", "owner"]);
+    let owner = cluster.get("configmap", "default", "owner");
+    let uid = owner.expect("the owner")["metadata"]["uid"].clone();
+    let owned = serde_json::json!({
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {
+            "name": "owned",
+            "namespace": "default",
+            "ownerReferences": [{"apiVersion": "v1", "kind": "ConfigMap", "name": "owner", "uid": uid}],
+        },
+    });
+    cluster.apply(&owned.to_string());
+    cluster.kubectl(&["delete", "configmap", "owner"]);
+    wait_until("what it owned is deleted", PATIENCE, || {
+        let owned = cluster.get("configmap", "default", "owned");
+        owned.is_none().then_some(())
+    });
+}
+
+#[test]
+#[ignore = "the tests below run it in a process of its own, and kill that"]
+fn holds_a_cluster() {
+    let options = Options {
+        nodes: 1,
+        breaks: true,
+        ..Options::default()
+    };
+    let Some(cluster) = Cluster::start_or_skip(&options) else {
+        return;
+    };
+    import_toolbox(&cluster);
+    run_pod(
+        &cluster,
+        "toolbox",
+        "exec sleep 1000",
+        serde_json::json!({}),
+    );
+    println!("\nup");
+    std::thread::sleep(Duration::from_secs(600));
+}
+
+#[test]
+fn a_killed_test_leaves_nothing() {
+    let _alone = alone();
+    let before = Traces::now();
+    let Some(mut test) = Process::holding_a_cluster() else {
+        return;
+    };
+    assert_ne!(Traces::now(), before);
+    test.kill();
+    let killed = Instant::now();
+    assert_eq!(before.until_equal(), before);
+    assert!(killed.elapsed() < Duration::from_secs(20));
+}
+
+#[test]
+fn what_a_killed_keeper_left_is_removed_later() {
+    let _alone = alone();
+    let before = Traces::now();
+    let Some(mut test) = Process::holding_a_cluster() else {
+        return;
+    };
+    for pid in processes(|pid| command_line(pid).contains("hearth-cluster\0keep")) {
+        assert!(kill_9(pid), "the keeper {pid}");
+    }
+    test.kill();
+    std::thread::sleep(Duration::from_secs(1));
+    assert!(!Traces::now().processes.is_empty(), "nobody is left to act");
+    let status = Command::new(env!("CARGO_BIN_EXE_hearth-cluster"))
+        .arg("down")
+        .status();
+    assert!(status.expect("hearth-cluster down").success());
+    assert_eq!(before.until_equal(), before);
+}
+
+/// A process whose output is read line by line, killed when dropped.
+struct Process {
+    child: std::process::Child,
+    output: BufReader<std::process::ChildStdout>,
+}
+
+impl Process {
+    fn start(command: &mut Command) -> Self {
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().expect("a process");
+        let output = BufReader::new(child.stdout.take().expect("output"));
+        Self { child, output }
+    }
+
+    /// This very program, running the one test that starts a cluster and waits; none where clusters cannot be had.
+    fn holding_a_cluster() -> Option<Self> {
+        let exe = std::env::current_exe().expect("this program");
+        let mut command = Command::new(exe);
+        command.args(["--ignored", "--exact", "--nocapture", "holds_a_cluster"]);
+        let mut process = Self::start(&mut command);
+        loop {
+            let mut line = String::new();
+            let length = process.output.read_line(&mut line).expect("output");
+            if line.trim() == "up" {
+                return Some(process);
+            }
+            if length == 0 {
+                assert!(process.child.wait().expect("its end").success());
+                return None;
+            }
+        }
+    }
+
+    fn first_line(&mut self) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).expect("output");
+        line.trim().to_owned()
+    }
+
+    fn kill(&mut self) {
+        self.child.kill().expect("kill");
+        self.child.wait().expect("its end");
+    }
+
+    /// Closes its standard input, as the end of a test does.
+    fn end(&mut self) {
+        drop(self.child.stdin.take());
+        assert!(self.child.wait().expect("its end").success());
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The keeper of another cluster with nodes, which must wait for its turn.
+fn keeper(id: &str) -> Process {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_hearth-cluster"));
+    let process = Process::start(command.args(["keep", id, "--nodes"]));
+    std::thread::sleep(Duration::from_millis(500));
+    // It made its directory, but has no turn.
+    let user = rustix::process::geteuid().as_raw();
+    let state = format!("/var/tmp/hearth-cluster-{user}/{id}");
+    assert!(Path::new(&state).is_dir());
+    assert!(!Path::new(&state).join("nodes").exists());
+    process
+}
+
+/// What of a cluster can be seen on the machine.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Traces {
+    processes: BTreeSet<u32>,
+    groups: BTreeSet<String>,
+    mounts: BTreeSet<String>,
+    links: BTreeSet<String>,
+    routes: BTreeSet<String>,
+    rules: String,
+    settings: Vec<String>,
+    states: BTreeSet<String>,
+}
+
+impl Traces {
+    fn now() -> Self {
+        let user = rustix::process::geteuid().as_raw();
+        let hierarchies = names("/sys/fs/cgroup");
+        let groups = hierarchies.iter().flat_map(|hierarchy| {
+            let all = names(&format!("/sys/fs/cgroup/{hierarchy}"));
+            all.into_iter().filter(|name| name.starts_with("hearth-"))
+        });
+        let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+        let settings = [
+            "vm/overcommit_memory",
+            "vm/panic_on_oom",
+            "kernel/panic",
+            "kernel/panic_on_oops",
+            "kernel/keys/root_maxkeys",
+            "kernel/keys/root_maxbytes",
+            "net/ipv4/ip_forward",
+        ];
+        let read = |name| std::fs::read_to_string(format!("/proc/sys/{name}"));
+        Self {
+            processes: processes(|pid| {
+                let environment = std::fs::read(format!("/proc/{pid}/environ"));
+                String::from_utf8_lossy(&environment.unwrap_or_default())
+                    .contains("HEARTH_CLUSTER=")
+            }),
+            groups: groups.collect(),
+            mounts: mounts.lines().map(str::to_owned).collect(),
+            links: names("/sys/class/net"),
+            routes: output("ip", &["-4", "route"])
+                .lines()
+                .map(Into::into)
+                .collect(),
+            rules: output("nft", &["list", "ruleset"]),
+            settings: settings.map(read).into_iter().flatten().collect(),
+            // Locks stay for the next cluster.
+            states: names(&format!("/var/tmp/hearth-cluster-{user}"))
+                .into_iter()
+                .filter(|name| name != "guard" && name != "turn")
+                .collect(),
+        }
+    }
+
+    /// The traces when they are like these again, or after a while.
+    fn until_equal(&self) -> Self {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let now = Self::now();
+            if now == *self || Instant::now() > deadline {
+                return now;
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+}
+
+fn names(directory: &str) -> BTreeSet<String> {
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    entries
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .collect()
+}
+
+fn processes(holds: impl Fn(u32) -> bool) -> BTreeSet<u32> {
+    names("/proc")
+        .iter()
+        .filter_map(|name| name.parse().ok())
+        .filter(|&pid| holds(pid))
+        .collect()
+}
+
+fn command_line(pid: u32) -> String {
+    let words = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    String::from_utf8_lossy(&words).into_owned()
+}
+
+fn kill_9(pid: u32) -> bool {
+    let pid = rustix::process::Pid::from_raw(pid.cast_signed()).expect("a process id");
+    rustix::process::kill_process(pid, rustix::process::Signal::KILL).is_ok()
+}
+
+fn output(program: &str, arguments: &[&str]) -> String {
+    let output = Command::new(program).args(arguments).output();
+    output.map_or_else(
+        |_| String::new(),
+        |output| String::from_utf8_lossy(&output.stdout).into_owned(),
+    )
+}

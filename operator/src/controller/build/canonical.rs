@@ -1,0 +1,68 @@
+//! What makes a Pod what it is, as a digest.
+
+use hearth_crds::{InferencePlanSpec, ObjectivesSpec, PlanPrediction, PlanRank, PlanRole};
+use k8s_openapi::api::core::v1::Pod;
+use sha2::{Digest, Sha256};
+
+use crate::controller::names::{NOTE_PLAN, NOTE_PLAN_GENERATION};
+
+/// The plan as one rank is told it: with this rank alone, and without the reasons.
+pub(super) fn slice(
+    plan: &InferencePlanSpec,
+    rank: &PlanRank,
+    endpoint: &str,
+) -> InferencePlanSpec {
+    let mut rank = rank.clone();
+    rank.endpoint = Some(endpoint.to_owned());
+    InferencePlanSpec {
+        ranks: vec![rank],
+        why: Vec::new(),
+        not_chosen: Vec::new(),
+        ..plan.clone()
+    }
+}
+
+/// Digest of the Pod without its name, and of the slice without what may change while the rank goes on as it is: the
+/// plan's generation, predictions and objectives, and for workers how the gateway routes.
+pub(super) fn rank_digest(pod: &Pod, slice: &InferencePlanSpec) -> String {
+    let mut pod = pod.clone();
+    pod.metadata.name = None;
+    if let Some(notes) = &mut pod.metadata.annotations {
+        notes.remove(NOTE_PLAN);
+        notes.remove(NOTE_PLAN_GENERATION);
+    }
+    let pod = serde_json::to_string(&pod).unwrap_or_default();
+    let slice = serde_json::to_string(&timeless(slice)).unwrap_or_default();
+    short_digest(&format!("{pod}\n{slice}"))
+}
+
+fn timeless(slice: &InferencePlanSpec) -> InferencePlanSpec {
+    let mut slice = slice.clone();
+    slice.generation = 0;
+    slice.objectives = ObjectivesSpec::default();
+    slice.predicted = PlanPrediction {
+        ttft_ms: 0.0,
+        ttft_prompt_tokens: 0,
+        tpot_ms: 0.0,
+        tokens_per_second: 0.0,
+    };
+    for rank in &mut slice.ranks {
+        rank.predicted = None;
+        if rank.role != PlanRole::Gateway {
+            slice.routing.chunked_below_tokens = 0;
+            slice.routing.max_queue = 0;
+            slice.routing.queue_timeout_ms = 0;
+        }
+    }
+    slice
+}
+
+/// The first 8 hexadecimal digits of the SHA-256.
+pub(super) fn short_digest(text: &str) -> String {
+    let digest = Sha256::digest(text.as_bytes());
+    digest
+        .iter()
+        .take(4)
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
+}

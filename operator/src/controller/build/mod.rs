@@ -1,0 +1,188 @@
+//! From a plan to objects of the cluster: pure, no client.
+//!
+//! - [`rank_pod`]: the Pod of one rank, named after a digest of all that makes it what it is, so that an unchanged
+//!   rank keeps its Pod over plans.
+//! - [`inspect_pod`]: a Pod that reads a model's facts where only a Pod can.
+//! - [`objects`]: Service, PodDisruptionBudgets and NetworkPolicies.
+//! - [`plan_object`]: the plan as it is kept.
+//!
+//! **Invariants**
+//! - Everything follows from the spec that the plan was made for: [`deployment_of_plan`] gives the deployment as it was
+//!   then, so that an older plan comes back with its own model.
+//! - Pods satisfy Pod Security `restricted`, but for models in directories of nodes, which need hostPath volumes.
+
+mod canonical;
+mod objects;
+mod pod;
+#[cfg(test)]
+mod policy_tests;
+#[cfg(test)]
+mod samples;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+
+use hearth_crds::{
+    HttpSource, InferenceDeployment, InferenceDeploymentSpec, InferencePlan, InferencePlanSpec,
+    ModelSource, PlanRank,
+};
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::{Resource, ResourceExt};
+
+use super::names::{
+    APP, BUILTIN_DIRECTORY, LABEL_APP, LABEL_COMPONENT, LABEL_DEPLOYMENT, LABEL_MANAGED_BY,
+    LABEL_ROLE, MANAGER, NOTE_SPEC, SOURCE_DIRECTORY, plan_name,
+};
+use super::observed::Settings;
+use canonical::short_digest;
+
+pub(crate) use objects::objects;
+pub(crate) use pod::{inspect_pod, rank_pod};
+
+/// Role and component of Pods that read a model's facts.
+pub(crate) const ROLE_INSPECT: &str = "inspect";
+
+/// What objects are made from, beside the plan.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BuildContext<'a> {
+    /// How the operator was started.
+    pub(crate) settings: &'a Settings,
+    /// The deployment, with the spec that the plan was made for: see [`deployment_of_plan`].
+    pub(crate) deployment: &'a InferenceDeployment,
+}
+
+/// The Pod that a rank of a plan is to have, and what it holds of its node.
+#[derive(Clone, Debug)]
+pub(crate) struct DesiredPod {
+    /// The rank's name, such as `decode-0`.
+    pub(crate) rank: String,
+    /// gateway, prefill or decode.
+    pub(crate) role: &'static str,
+    /// Digest of all that makes the Pod what it is.
+    pub(crate) hash: String,
+    /// The Pod's name.
+    pub(crate) name: String,
+    /// The node that it runs on.
+    pub(crate) node: String,
+    /// Memory that it asks for; the weights are in it for the first worker of a node only.
+    pub(crate) memory_bytes: u64,
+    /// Bytes of weights that it keeps in memory, shared with the other workers of its node; 0 for the gateway.
+    pub(crate) weight_bytes: u64,
+    /// GPUs that it asks for.
+    pub(crate) gpus: u32,
+    /// CPUs that are its own, by the kernel's number.
+    pub(crate) exclusive_cpus: Vec<u32>,
+    /// The Pod itself.
+    pub(crate) pod: Pod,
+}
+
+/// The Pods of all ranks, in the plan's order.
+pub(crate) fn rank_pods(context: &BuildContext<'_>, plan: &InferencePlanSpec) -> Vec<DesiredPod> {
+    let pod = |rank: &PlanRank| rank_pod(context, plan, rank);
+    plan.ranks.iter().map(pod).collect()
+}
+
+/// The plan as it is kept: with the spec that it was made for, and `annotations`.
+pub(crate) fn plan_object(
+    context: &BuildContext<'_>,
+    spec: InferencePlanSpec,
+    annotations: BTreeMap<String, String>,
+) -> InferencePlan {
+    let name = plan_name(&context.name(), spec.generation);
+    let mut plan = InferencePlan::new(&name, spec);
+    plan.metadata = context.metadata(&name, "plan");
+    let made_for = serde_json::to_string(&context.deployment.spec).unwrap_or_default();
+    let mut annotations = annotations;
+    annotations.insert(NOTE_SPEC.to_owned(), made_for);
+    plan.metadata.annotations = Some(annotations);
+    plan
+}
+
+/// The deployment with the spec that `plan` was made for, to build the plan's Pods from. A plan that does not tell
+/// it is taken to be of the spec as it is now.
+pub(crate) fn deployment_of_plan(
+    deployment: &InferenceDeployment,
+    plan: &InferencePlan,
+) -> InferenceDeployment {
+    let told = plan.annotations().get(NOTE_SPEC);
+    let spec = told.and_then(|text| serde_json::from_str::<InferenceDeploymentSpec>(text).ok());
+    let mut deployment = deployment.clone();
+    if let Some(spec) = spec {
+        deployment.spec = spec;
+    }
+    deployment
+}
+
+/// The model's directory inside worker Pods.
+pub(crate) fn model_path(_context: &BuildContext<'_>, source: &ModelSource) -> String {
+    if let Some(builtin) = &source.builtin {
+        return format!("{BUILTIN_DIRECTORY}/{}", builtin.name);
+    }
+    let inside = source
+        .persistent_volume_claim
+        .as_ref()
+        .and_then(|claim| claim.path.as_deref())
+        .map(|path| path.trim_matches('/'))
+        .filter(|path| !path.is_empty());
+    match inside {
+        Some(path) => format!("{SOURCE_DIRECTORY}/{path}"),
+        None => SOURCE_DIRECTORY.to_owned(),
+    }
+}
+
+/// The name of a fetched model in the nodes' caches.
+pub(crate) fn model_key(source: &HttpSource) -> &str {
+    source.sha256.get(..32).unwrap_or(&source.sha256)
+}
+
+/// Digest of a model source, for [`super::names::NOTE_SOURCE`].
+pub(crate) fn source_digest(source: &ModelSource) -> String {
+    short_digest(&serde_json::to_string(source).unwrap_or_default())
+}
+
+impl BuildContext<'_> {
+    fn name(&self) -> String {
+        self.deployment.name_any()
+    }
+
+    fn namespace(&self) -> String {
+        self.deployment.namespace().unwrap_or_default()
+    }
+
+    /// Metadata of an object of the deployment.
+    fn metadata(&self, name: &str, component: &str) -> ObjectMeta {
+        ObjectMeta {
+            name: Some(name.to_owned()),
+            namespace: self.deployment.namespace(),
+            labels: Some(self.labels(component)),
+            owner_references: self
+                .deployment
+                .controller_owner_ref(&())
+                .map(|owner| vec![owner]),
+            ..ObjectMeta::default()
+        }
+    }
+
+    fn labels(&self, component: &str) -> BTreeMap<String, String> {
+        texts([
+            (LABEL_APP, APP),
+            (LABEL_MANAGED_BY, MANAGER),
+            (LABEL_COMPONENT, component),
+            (LABEL_DEPLOYMENT, &self.name()),
+        ])
+    }
+
+    /// Labels that select the Pods of one role.
+    fn role_labels(&self, role: &str) -> BTreeMap<String, String> {
+        texts([(LABEL_DEPLOYMENT, &*self.name()), (LABEL_ROLE, role)])
+    }
+}
+
+fn texts<'a>(pairs: impl IntoIterator<Item = (&'a str, &'a str)>) -> BTreeMap<String, String> {
+    pairs
+        .into_iter()
+        .map(|(key, value)| (key.to_owned(), value.to_owned()))
+        .collect()
+}

@@ -11,10 +11,13 @@ TARGET_DIR = $(or $(CARGO_TARGET_DIR),target)
 BIN = $(TARGET_DIR)/$(if $(filter dev,$(PROFILE)),debug,$(PROFILE))
 QUESTION ?= What is Hearth?
 
-.PHONY: demo build test check fmt bench crds clean help
+# Where the images would be pushed to.
+REGISTRY ?= hearth.dev
+
+.PHONY: demo build test test-cluster cluster check fmt bench images crds clean help
 
 help: ## This list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 demo: build ## Serve the demo model, ask it a question, stay up until Ctrl-C (CI=1: end after the answer)
 	@exec $(BIN)/hearth up -f manifests/examples/demo.yaml --ask "$(QUESTION)" $(if $(CI),--once)
@@ -28,6 +31,18 @@ test: ## Every test
 	@cargo build --workspace --bins
 	@cargo test --workspace --no-fail-fast
 
+# Somebody's cluster is used only when it is named here: never one that the environment happens to name.
+test-cluster: export HEARTH_TEST_KUBECONFIG = $(if $(filter command,$(origin KUBECONFIG)),$(abspath $(KUBECONFIG)))
+test-cluster: ## The tests on Kubernetes: on a cluster of their own, or with KUBECONFIG=FILE on that one
+	@scripts/bootstrap.sh cluster
+	@cargo build --workspace --bins
+	@cargo test -p hearth-tests --no-fail-fast --test 'cluster_*'
+
+cluster: ## A two-node cluster to try things on, until Ctrl-C
+	@scripts/bootstrap.sh cluster
+	@cargo build -q -p hearth-tests --bins
+	@$(TARGET_DIR)/debug/hearth-cluster up
+
 check: ## Format, lints, layering, licences
 	@scripts/bootstrap.sh check
 	@cargo fmt --all --check
@@ -40,6 +55,11 @@ fmt: ## Format everything
 
 bench: ## Measure the models of docs/benchmarks.md on this machine
 	@docs/benchmarks/run.sh
+
+images: ## The container images of both programs, as archives in target/images
+	@scripts/bootstrap.sh build
+	@cargo build --profile image --bin hearth --bin hearth-worker
+	@cargo run -q -p hearth-tests --bin hearth-images -- $(TARGET_DIR)/image $(TARGET_DIR)/images $(REGISTRY)
 
 crds: ## Regenerate crds/yaml
 	@UPDATE=1 cargo test -q -p hearth-crds --features kube --test schema

@@ -2,7 +2,8 @@
 # Makes sure that what the build needs is there: a C toolchain, Rust by rustup, Python for the client tests.
 # Installs what it may (rustup for the user; system packages where root) and otherwise prints the line to run.
 #   scripts/bootstrap.sh build    what `make demo` needs
-#   scripts/bootstrap.sh test     also what `make test` needs
+#   scripts/bootstrap.sh test     also what `make test` needs, the test cluster among it where there can be one
+#   scripts/bootstrap.sh cluster  what `make test-cluster` needs
 #   scripts/bootstrap.sh check    also what `make check` needs
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -14,7 +15,22 @@ say() { printf 'bootstrap: %s\n' "$*" >&2; }
 need_packages=()
 command -v cc >/dev/null || need_packages+=(build-essential)
 command -v curl >/dev/null || need_packages+=(curl ca-certificates)
-if [ "$goal" != build ]; then
+# Nodes of a test cluster need root and the cgroup v1 hierarchies; a control plane needs neither.
+cluster=none
+if [ "$goal" = test ] || [ "$goal" = cluster ]; then
+    cluster=control
+    if [ "$(uname -s)" != Linux ]; then
+        cluster=none
+    elif [ "$(id -u)" = 0 ] && [ -e /sys/fs/cgroup/memory/cgroup.procs ]; then
+        cluster=nodes
+        command -v ip >/dev/null || need_packages+=(iproute2)
+        command -v nft >/dev/null || need_packages+=(nftables)
+        command -v iptables >/dev/null || need_packages+=(iptables)
+        command -v conntrack >/dev/null || need_packages+=(conntrack)
+        [ -e /usr/include/seccomp.h ] || need_packages+=(libseccomp-dev)
+    fi
+fi
+if [ "$goal" != build ] && [ "$goal" != cluster ]; then
     command -v python3 >/dev/null || need_packages+=(python3)
     python3 -c 'import venv, ensurepip' 2>/dev/null || need_packages+=(python3-venv)
 fi
@@ -40,7 +56,7 @@ if command -v rustup >/dev/null && ! cargo --version >/dev/null 2>&1; then
     rustup toolchain install >&2
 fi
 
-if [ "$goal" != build ]; then
+if [ "$goal" != build ] && [ "$goal" != cluster ]; then
     stamp="$cache/py/.requirements"
     if ! cmp -s tests/python/requirements.txt "$stamp"; then
         say "installing the Python client that the tests use"
@@ -53,4 +69,8 @@ fi
 if [ "$goal" = check ] && [ ! -x "$cache/tools/bin/cargo-deny" ]; then
     say "building cargo-deny (once, a few minutes)"
     cargo install cargo-deny --version "${CARGO_DENY_VERSION:?}" --locked --quiet --root "$cache/tools" >&2
+fi
+
+if [ "$cluster" != none ] && ! tests/cluster/build.sh "$cluster"; then
+    say "without the test cluster's programs, the tests on Kubernetes are left out"
 fi

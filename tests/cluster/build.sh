@@ -26,12 +26,18 @@ place() {
     esac
 }
 
-# lacks COMPONENT PROGRAM...: whether one of its programs is missing; says so.
+# lacks COMPONENT PROGRAM...: whether one of its programs is missing; says so, and ends where it could not be built.
 lacks() {
     local component=$1 program
     shift
     for program; do
-        [ -x "$(place "$component")/$program" ] || { say "building $(basename "$(place "$component")")" && return 0; }
+        [ -x "$(place "$component")/$program" ] && continue
+        if [ "$component" != pause ] && ! command -v go >/dev/null; then
+            say "$program is not built, and there is no Go to build it with: see https://go.dev/dl"
+            exit 1
+        fi
+        say "building $(basename "$(place "$component")"), once"
+        return 0
     done
     return 1
 }

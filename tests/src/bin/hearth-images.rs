@@ -1,6 +1,6 @@
 //! Writes the archives of both container images from the programs of a build, and prints their sizes.
 //!
-//!     hearth-images BUILD_DIRECTORY OUTPUT_DIRECTORY VERSION
+//!     hearth-images BUILD_DIRECTORY OUTPUT_DIRECTORY REGISTRY
 
 #![forbid(unsafe_code)]
 
@@ -16,11 +16,11 @@ const OPERATOR_LIMIT_BYTES: u64 = 25 * MIB;
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [build, output, version] = &arguments[..] else {
-        eprintln!("usage: hearth-images BUILD_DIRECTORY OUTPUT_DIRECTORY VERSION");
+    let [build, output, registry] = &arguments[..] else {
+        eprintln!("usage: hearth-images BUILD_DIRECTORY OUTPUT_DIRECTORY REGISTRY");
         return ExitCode::from(2);
     };
-    match write(Path::new(build), Path::new(output), version) {
+    match write(Path::new(build), Path::new(output), registry) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error:#}");
@@ -29,13 +29,13 @@ fn main() -> ExitCode {
     }
 }
 
-fn write(build: &Path, output: &Path, version: &str) -> anyhow::Result<()> {
+fn write(build: &Path, output: &Path, registry: &str) -> anyhow::Result<()> {
     std::fs::create_dir_all(output).with_context(|| output.display().to_string())?;
     for (program, name, limit) in [
         (Program::Operator, "hearth", Some(OPERATOR_LIMIT_BYTES)),
         (Program::Worker, "hearth-worker", None),
     ] {
-        let reference = format!("ghcr.io/hearth-dev/{name}:{version}");
+        let reference = format!("{registry}/{name}:{}", env!("CARGO_PKG_VERSION"));
         let archive = output.join(format!("{name}.tar"));
         let sizes = Image::of(program, &reference, &build.join(name))?
             .compressed()

@@ -27,6 +27,8 @@ const CHUNK_BYTES: usize = 1 << 20;
 const ROOM_PERIOD_BYTES: u64 = 64 << 20;
 /// Headers and long names of one entry are no longer.
 const MAX_HEADER_BYTES: u64 = 1 << 20;
+/// Zeros behind the last entry are no more.
+const MAX_PADDING_BYTES: u64 = 16 << 20;
 /// Directories in directories.
 const MAX_DEPTH: usize = 32;
 /// Links to links.
@@ -131,6 +133,10 @@ fn unpack(unpacking: &Unpacking, part: &Part, reporter: &Reporter) -> Result<(),
         budget.set(u64::MAX);
         writer.entry(entry)?;
     }
+    // The checksum of a compressed file stands behind its last byte.
+    budget.set(MAX_PADDING_BYTES);
+    io::copy(&mut archive.into_inner(), &mut io::sink())
+        .map_err(|error| unpacking.corrupt(format!("behind its last entry: {error}")))?;
     writer.make_links()
 }
 
@@ -460,7 +466,9 @@ impl<R: Read> Read for Budgeted<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let read = self.inner.read(buffer)?;
         let left = self.budget.get().checked_sub(read as u64);
-        let left = left.ok_or_else(|| io::Error::other("a header or a name is too long"))?;
+        let left = left.ok_or_else(|| {
+            io::Error::other("a header, a name or what lies between files is too long")
+        })?;
         self.budget.set(left);
         Ok(read)
     }

@@ -1,0 +1,260 @@
+//! A file server that misbehaves as it is told, and archives.
+
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used)] // Each test uses a part of it, and may panic.
+
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::State;
+use axum::response::Response;
+use futures::StreamExt;
+use http::{HeaderMap, StatusCode, header};
+
+/// Bytes that are sent at a time.
+const PIECE_BYTES: usize = 8 << 10;
+
+/// What the server does with one request.
+#[derive(Clone, Debug)]
+pub enum Fault {
+    /// Ends the connection after so many bytes of the body.
+    CutAfter(usize),
+    /// Sends so many bytes of the body and then nothing, with the connection open.
+    StallAfter(usize),
+    /// Sends the whole file whatever range was asked for.
+    IgnoreRange,
+    /// Both of these.
+    IgnoreRangeAndCutAfter(usize),
+    /// No Content-Length.
+    Chunked,
+    /// Promises a shorter file in Content-Range than it sends.
+    TooLong,
+    /// Says so, with these headers.
+    Status(u16, Vec<(&'static str, String)>),
+}
+
+/// One request as it came.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Seen {
+    pub range: Option<String>,
+    pub if_range: Option<String>,
+}
+
+/// A server with one file under every path.
+#[derive(Clone)]
+pub struct FileServer {
+    address: SocketAddr,
+    shared: Arc<Mutex<Shared>>,
+}
+
+struct Shared {
+    file: Bytes,
+    etag: Option<String>,
+    /// For the next requests, one each; then the server behaves.
+    faults: VecDeque<Fault>,
+    /// For every request.
+    pace: Duration,
+    seen: Vec<Seen>,
+    sent_bytes: usize,
+}
+
+impl FileServer {
+    pub async fn start(file: impl Into<Bytes>) -> Self {
+        let shared = Arc::new(Mutex::new(Shared {
+            file: file.into(),
+            etag: Some("\"one\"".to_owned()),
+            faults: VecDeque::new(),
+            pace: Duration::ZERO,
+            seen: Vec::new(),
+            sent_bytes: 0,
+        }));
+        let router = Router::new()
+            .fallback(answer)
+            .with_state(Arc::clone(&shared));
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        tokio::spawn(async move { axum::serve(listener, router).await });
+        Self { address, shared }
+    }
+
+    pub fn url(&self) -> String {
+        format!("http://{}/models/model.tar", self.address)
+    }
+
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    pub fn faults(&self, faults: impl IntoIterator<Item = Fault>) {
+        self.shared.lock().unwrap().faults.extend(faults);
+    }
+
+    pub fn replace(&self, file: impl Into<Bytes>, etag: Option<&str>) {
+        let mut shared = self.shared.lock().unwrap();
+        shared.file = file.into();
+        shared.etag = etag.map(str::to_owned);
+    }
+
+    /// Waits so long after each piece.
+    pub fn pace(&self, pace: Duration) {
+        self.shared.lock().unwrap().pace = pace;
+    }
+
+    pub fn seen(&self) -> Vec<Seen> {
+        self.shared.lock().unwrap().seen.clone()
+    }
+
+    /// Bytes of bodies that were handed to the connection.
+    pub fn sent_bytes(&self) -> usize {
+        self.shared.lock().unwrap().sent_bytes
+    }
+}
+
+async fn answer(State(shared): State<Arc<Mutex<Shared>>>, headers: HeaderMap) -> Response {
+    let text = |name| {
+        let value = headers.get(name)?;
+        Some(value.to_str().unwrap().to_owned())
+    };
+    let seen = Seen {
+        range: text(header::RANGE),
+        if_range: text(header::IF_RANGE),
+    };
+    let (file, etag, fault, pace) = {
+        let mut shared = shared.lock().unwrap();
+        shared.seen.push(seen.clone());
+        let fault = shared.faults.pop_front();
+        (shared.file.clone(), shared.etag.clone(), fault, shared.pace)
+    };
+    if let Some(Fault::Status(status, headers)) = fault {
+        let mut response = Response::builder().status(status);
+        for (name, value) in headers {
+            response = response.header(name, value);
+        }
+        return response.body(Body::empty()).unwrap();
+    }
+    let total = file.len();
+    let is_same = seen.if_range.is_none() || seen.if_range == etag;
+    let first = seen
+        .range
+        .filter(|_| {
+            is_same
+                && !matches!(
+                    fault,
+                    Some(Fault::IgnoreRange | Fault::IgnoreRangeAndCutAfter(_))
+                )
+        })
+        .map(|range| {
+            let first = range
+                .strip_prefix("bytes=")
+                .unwrap()
+                .strip_suffix('-')
+                .unwrap();
+            first.parse::<usize>().unwrap()
+        });
+    let mut response = Response::builder().header(header::ACCEPT_RANGES, "bytes");
+    if let Some(etag) = etag {
+        response = response.header(header::ETAG, etag);
+    }
+    let body = match first {
+        Some(first) if first >= total => {
+            let response = response
+                .status(StatusCode::RANGE_NOT_SATISFIABLE)
+                .header(header::CONTENT_RANGE, format!("bytes */{total}"));
+            return response.body(Body::empty()).unwrap();
+        }
+        Some(first) => {
+            let claimed = match fault {
+                Some(Fault::TooLong) => total - 1000,
+                _ => total,
+            };
+            let range = format!("bytes {first}-{}/{claimed}", claimed - 1);
+            response = response
+                .status(StatusCode::PARTIAL_CONTENT)
+                .header(header::CONTENT_RANGE, range);
+            file.slice(first..)
+        }
+        None => file,
+    };
+    if !matches!(fault, Some(Fault::Chunked)) {
+        response = response.header(header::CONTENT_LENGTH, body.len());
+    }
+    response.body(stream(shared, body, fault, pace)).unwrap()
+}
+
+fn stream(shared: Arc<Mutex<Shared>>, body: Bytes, fault: Option<Fault>, pace: Duration) -> Body {
+    let (end, then) = match fault {
+        Some(Fault::CutAfter(bytes) | Fault::IgnoreRangeAndCutAfter(bytes)) => {
+            (bytes.min(body.len()), Some(true))
+        }
+        Some(Fault::StallAfter(bytes)) => (bytes.min(body.len()), Some(false)),
+        _ => (body.len(), None),
+    };
+    let pieces = futures::stream::unfold(0, move |at| {
+        let (shared, body) = (Arc::clone(&shared), body.clone());
+        async move {
+            if at < end {
+                tokio::time::sleep(pace).await;
+                let next = (at + PIECE_BYTES).min(end);
+                shared.lock().unwrap().sent_bytes += next - at;
+                return Some((Ok(body.slice(at..next)), next));
+            }
+            match then {
+                None => None,
+                Some(true) => {
+                    // What was sent before shall arrive.
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                    Some((Err(std::io::Error::other("cut")), at))
+                }
+                Some(false) => std::future::pending().await,
+            }
+        }
+    });
+    Body::from_stream(pieces.boxed())
+}
+
+/// Bytes without any pattern that compresses.
+pub fn noise(len: usize, seed: u64) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state.to_le_bytes()
+    };
+    let mut bytes: Vec<u8> = Vec::with_capacity(len + 8);
+    while bytes.len() < len {
+        bytes.extend(next());
+    }
+    bytes.truncate(len);
+    bytes
+}
+
+/// A tar of files.
+pub fn tar_of(files: &[(&str, &[u8])]) -> Vec<u8> {
+    let mut builder = tar::Builder::new(Vec::new());
+    for (name, content) in files {
+        let mut header = tar::Header::new_gnu();
+        header.set_size(content.len() as u64);
+        header.set_mode(0o600);
+        builder.append_data(&mut header, name, *content).unwrap();
+    }
+    builder.into_inner().unwrap()
+}
+
+/// A tar of a made-up model with so many bytes of weights.
+pub fn model_tar(weights_bytes: usize) -> Vec<u8> {
+    tar_of(&[
+        ("config.json", b"{\"model_type\":\"llama\"}"),
+        ("model.safetensors", &noise(weights_bytes, 7)),
+    ])
+}
+
+/// SHA-256 in hexadecimal digits.
+pub fn sha256(bytes: &[u8]) -> String {
+    use sha2::Digest;
+    let digest = sha2::Sha256::digest(bytes);
+    digest.iter().map(|byte| format!("{byte:02x}")).collect()
+}

@@ -1,0 +1,322 @@
+//! Archives of every kind, and what is not unpacked.
+
+mod support;
+
+use std::fs;
+use std::io::Write;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use hearth_fetch::{Blame, Cache, FetchError, FetchOptions, Source, fetch};
+use support::{FileServer, model_tar, noise, sha256, tar_of};
+use tar::{Builder, EntryType, Header};
+use tempfile::TempDir;
+
+/// Fetches an archive into a cache of its own.
+async fn unpacked(archive: Vec<u8>) -> (TempDir, Result<PathBuf, FetchError>) {
+    let checksum = sha256(&archive);
+    let server = FileServer::start(archive).await;
+    let directory = TempDir::new().unwrap();
+    let source = Source::new(&server.url(), &checksum).unwrap();
+    let options = FetchOptions {
+        max_entries: 50,
+        reserve_bytes: 0,
+        ..FetchOptions::default()
+    };
+    let cache = Cache::new(directory.path().join("cache"));
+    let outcome = fetch(&source, &cache, &options, Arc::new(|_| {})).await;
+    (directory, outcome)
+}
+
+/// What is refused, and that nothing is left of it.
+async fn refused(archive: Vec<u8>) -> FetchError {
+    let (directory, outcome) = unpacked(archive).await;
+    let error = outcome.expect_err("it was unpacked");
+    assert_eq!(error.blame(), Blame::Content, "{error}");
+    let left = files(directory.path());
+    let left: Vec<&String> = left
+        .iter()
+        .filter(|name| !name.ends_with(".lock"))
+        .collect();
+    assert!(left.is_empty(), "{error} leaves {left:?}");
+    error
+}
+
+/// Files and links below a directory.
+fn files(directory: &Path) -> Vec<String> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(directory).unwrap() {
+        let entry = entry.unwrap();
+        if entry.file_type().unwrap().is_dir() {
+            names.extend(files(&entry.path()));
+        } else {
+            names.push(entry.path().display().to_string());
+        }
+    }
+    names
+}
+
+/// A tar with entries that no packer would make: name, kind, where a link leads, content.
+fn raw_tar(entries: &[(&str, EntryType, &str, &[u8])]) -> Vec<u8> {
+    let mut builder = Builder::new(Vec::new());
+    for (name, kind, link, content) in entries {
+        let mut header = Header::new_gnu();
+        header.as_old_mut().name[..name.len()].copy_from_slice(name.as_bytes());
+        header.as_old_mut().linkname[..link.len()].copy_from_slice(link.as_bytes());
+        header.set_entry_type(*kind);
+        header.set_mode(0o4777);
+        header.set_size(content.len() as u64);
+        header.set_cksum();
+        builder.append(&header, *content).unwrap();
+    }
+    builder.into_inner().unwrap()
+}
+
+const CONFIG: (&str, EntryType, &str, &[u8]) = ("config.json", EntryType::Regular, "", b"{}");
+
+fn gzip(bytes: &[u8]) -> Vec<u8> {
+    let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    encoder.write_all(bytes).unwrap();
+    encoder.finish().unwrap()
+}
+
+#[tokio::test]
+async fn every_kind_of_archive_gives_the_same_model() {
+    let tar = model_tar(300_000);
+    let (first, second) = tar.split_at(100_000);
+    let zstd = |bytes: &[u8]| zstd::stream::encode_all(bytes, 1).unwrap();
+    let kinds = [
+        ("tar", tar.clone()),
+        ("gz", gzip(&tar)),
+        (
+            "gz in two members, as pigz writes",
+            [gzip(first), gzip(second)].concat(),
+        ),
+        ("zst", zstd(&tar)),
+        ("zst in two frames", [zstd(first), zstd(second)].concat()),
+    ];
+    for (kind, archive) in kinds {
+        let (_cache, outcome) = unpacked(archive).await;
+        let directory = outcome.unwrap_or_else(|error| panic!("{kind}: {error}"));
+        assert_eq!(
+            fs::read(directory.join("model.safetensors")).unwrap(),
+            noise(300_000, 7),
+            "{kind}"
+        );
+        let config = fs::metadata(directory.join("config.json")).unwrap();
+        assert_eq!(config.permissions().mode() & 0o7777, 0o644, "{kind}");
+    }
+}
+
+#[tokio::test]
+async fn a_model_in_a_single_directory_is_found() {
+    for files in [
+        [
+            ("./qwen/config.json", b"{}".as_slice()),
+            ("./qwen/sub/a.safetensors", b"a"),
+        ],
+        [("qwen/config.json", b"{}"), ("README.md", b"read me")],
+    ] {
+        let (_cache, outcome) = unpacked(tar_of(&files)).await;
+        let directory = outcome.unwrap();
+        assert!(directory.join("config.json").is_file());
+        // Nothing of the surroundings is left.
+        let siblings = fs::read_dir(directory.parent().unwrap()).unwrap().count();
+        assert_eq!(siblings, 1);
+        assert!(!directory.join("README.md").exists());
+    }
+    for files in [
+        vec![
+            ("a/config.json", b"{}".as_slice()),
+            ("b/config.json", b"{}"),
+        ],
+        vec![("a/b/config.json", b"{}")],
+        vec![("model.safetensors", b"w")],
+        vec![],
+    ] {
+        let error = refused(tar_of(&files)).await;
+        assert!(matches!(error, FetchError::NoModel { .. }), "{error}");
+    }
+    let error = refused(tar_of(&[("weights.bin", b"w")])).await;
+    assert!(error.to_string().contains("it has weights.bin"), "{error}");
+}
+
+#[tokio::test]
+async fn no_entry_leads_outside() {
+    let regular = EntryType::Regular;
+    for (name, kind, link) in [
+        ("../evil", regular, ""),
+        ("a/../../evil", regular, ""),
+        ("/tmp/evil", regular, ""),
+        ("..", EntryType::Directory, ""),
+        ("evil", EntryType::Symlink, "/etc/passwd"),
+        ("evil", EntryType::Symlink, "../../outside"),
+        ("a/evil", EntryType::Symlink, "../../outside"),
+        ("evil", EntryType::Link, "/etc/passwd"),
+        ("a/evil", EntryType::Link, "../config.json"),
+        ("evil", EntryType::Symlink, "not-there"),
+        ("evil", EntryType::Symlink, "evil"),
+        ("evil", EntryType::Symlink, "."),
+        ("evil", EntryType::Symlink, ""),
+        ("evil", EntryType::Char, ""),
+        ("evil", EntryType::Block, ""),
+        ("evil", EntryType::Fifo, ""),
+        ("config.json/evil", regular, ""),
+        ("config.json", EntryType::Directory, ""),
+        ("config.json", EntryType::Symlink, "other"),
+        (".", regular, ""),
+    ] {
+        let other = ("other", regular, "", b"other".as_slice());
+        let error = refused(raw_tar(&[CONFIG, other, (name, kind, link, b"")])).await;
+        let FetchError::Unsafe { entry, .. } = &error else {
+            panic!("{name}: {error}")
+        };
+        assert_eq!(entry, name);
+    }
+}
+
+#[tokio::test]
+async fn nothing_is_written_through_a_link() {
+    // The classic: a link to a directory outside, then a file in it.
+    let outside = TempDir::new().unwrap();
+    let link = outside.path().to_str().unwrap();
+    let evil = ("out/evil", EntryType::Regular, "", b"evil".as_slice());
+    refused(raw_tar(&[
+        CONFIG,
+        ("out", EntryType::Symlink, link, b""),
+        evil,
+    ]))
+    .await;
+    // Inside by their words, outside once they are followed: z → d/e/up/.. where up → ../..
+    refused(raw_tar(&[
+        CONFIG,
+        ("d/e/file", EntryType::Regular, "", b"x"),
+        ("d/e/up", EntryType::Symlink, "../..", b""),
+        ("z", EntryType::Symlink, "d/e/up/..", b""),
+        ("z/evil", EntryType::Regular, "", b"evil"),
+    ]))
+    .await;
+    assert_eq!(files(outside.path()), [""; 0]);
+}
+
+#[tokio::test]
+async fn links_inside_are_second_names() {
+    let blob = ("blobs/abc", EntryType::Regular, "", b"weights".as_slice());
+    let (_cache, outcome) = unpacked(raw_tar(&[
+        // Before what they lead to, and over another link.
+        ("model.safetensors", EntryType::Symlink, "./links/one", b""),
+        ("links/one", EntryType::Symlink, "../blobs/abc", b""),
+        ("hard", EntryType::Link, "blobs/abc", b""),
+        CONFIG,
+        blob,
+    ]))
+    .await;
+    let directory = outcome.unwrap();
+    let inode = |name: &str| fs::symlink_metadata(directory.join(name)).unwrap().ino();
+    assert_eq!(
+        fs::read(directory.join("model.safetensors")).unwrap(),
+        b"weights"
+    );
+    for name in ["model.safetensors", "links/one", "hard"] {
+        assert!(!directory.join(name).is_symlink());
+        assert_eq!(inode(name), inode("blobs/abc"));
+    }
+    // No bit of a set-user-id file survives.
+    let mode = fs::metadata(directory.join("blobs/abc"))
+        .unwrap()
+        .permissions()
+        .mode();
+    assert_eq!(mode & 0o7777, 0o644);
+}
+
+#[tokio::test]
+async fn an_archive_that_is_cut_off_is_told_as_broken() {
+    let tar = model_tar(300_000);
+    let gz = gzip(&tar);
+    let zst = zstd::stream::encode_all(tar.as_slice(), 1).unwrap();
+    for archive in [
+        &tar[..150_000],
+        &gz[..gz.len() / 2],
+        &gz[..gz.len() - 4],
+        &zst[..zst.len() / 2],
+    ] {
+        let error = refused(archive.to_vec()).await;
+        assert!(matches!(error, FetchError::Corrupt { .. }), "{error}");
+        assert!(error.to_string().contains("its sha256 is right"), "{error}");
+    }
+    // A checksum of gzip that is wrong.
+    let mut wrong = gz.clone();
+    let at = wrong.len() - 8;
+    wrong[at] ^= 1;
+    let error = refused(wrong).await;
+    assert!(matches!(error, FetchError::Corrupt { .. }), "{error}");
+}
+
+#[tokio::test]
+async fn what_is_no_archive_is_told_by_its_name() {
+    for (bytes, expected) in [
+        (
+            b"<!DOCTYPE html><title>Log in</title>".to_vec(),
+            "a page for people",
+        ),
+        (b"PK\x03\x04 and so on".to_vec(), "a .zip file"),
+        (b"\xfd7zXZ\0 and so on".to_vec(), "an .xz file"),
+        (b"GGUF\x03\0\0\0".to_vec(), "a GGUF file"),
+        (Vec::new(), "it is empty"),
+        (noise(100_000, 3), "no tar"),
+        (gzip(&noise(100_000, 3)), "no tar"),
+        (b"short".to_vec(), "no tar"),
+    ] {
+        let error = refused(bytes).await;
+        assert!(matches!(error, FetchError::NotAnArchive { .. }), "{error}");
+        assert!(error.to_string().contains(expected), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn archives_without_end_are_left() {
+    let names: Vec<String> = (0..60).map(|n| format!("file-{n}")).collect();
+    let files: Vec<(&str, &[u8])> = names
+        .iter()
+        .map(|name| (name.as_str(), b"x".as_slice()))
+        .collect();
+    let error = refused(tar_of(&files)).await;
+    assert!(
+        matches!(error, FetchError::TooMany { limit: 50, .. }),
+        "{error}"
+    );
+
+    // A name of 4 MiB, which would be read into memory.
+    let name = vec![b'a'; 4 << 20];
+    let error = refused(raw_tar(&[
+        CONFIG,
+        ("././@LongLink", EntryType::GNULongName, "", &name),
+    ]))
+    .await;
+    assert!(error.to_string().contains("too long"), "{error}");
+
+    let deep = "d/".repeat(40) + "file";
+    let error = refused(raw_tar(&[CONFIG, (&deep, EntryType::Regular, "", b"")])).await;
+    assert!(error.to_string().contains("too deep"), "{error}");
+}
+
+#[tokio::test]
+async fn what_a_killed_process_left_is_no_hindrance() {
+    let archive = model_tar(1000);
+    let checksum = sha256(&archive);
+    let server = FileServer::start(archive).await;
+    let directory = TempDir::new().unwrap();
+    let left = directory
+        .path()
+        .join("models")
+        .join(format!(".unpack-{}", &checksum[..32]));
+    fs::create_dir_all(left.join("deep")).unwrap();
+    fs::write(left.join("deep/config.json"), "old").unwrap();
+    let source = Source::new(&server.url(), &checksum).unwrap();
+    let cache = Cache::new(directory.path());
+    let model = fetch(&source, &cache, &FetchOptions::default(), Arc::new(|_| {}))
+        .await
+        .unwrap();
+    assert!(!model.join("deep").exists() && !left.exists());
+}

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Context, bail};
 use clap::Args;
 use hearth_crds::{InferencePlanSpec, Pinning, PlanRank, PlanRole};
-use hearth_transport::{Tls, TlsFiles};
+use hearth_transport::{Tls, TlsFiles, TlsNames};
 
 /// Which place in which plan; shared by all roles.
 #[derive(Args)]
@@ -90,7 +90,7 @@ pub(crate) struct TlsArgs {
     /// Directory with tls.crt, tls.key and ca.crt: speak mutual TLS with the other processes. Read again when it changes
     #[arg(long, value_name = "DIR")]
     tls_dir: Option<PathBuf>,
-    /// Name that certificates of others must carry, whatever their address (default: any of the authority)
+    /// DNS name that certificates of the others must carry, whatever their address (default: a worker's is its address)
     #[arg(long, value_name = "NAME", requires = "tls_dir")]
     tls_name: Option<String>,
 }
@@ -108,7 +108,10 @@ impl TlsArgs {
             cert: directory.join("tls.crt"),
             key: directory.join("tls.key"),
             ca: directory.join("ca.crt"),
-            server_name: self.tls_name.clone(),
+            names: match &self.tls_name {
+                Some(name) => TlsNames::shared(name),
+                None => TlsNames::default(),
+            },
         };
         Ok(Some(Tls::read(&files)?))
     }

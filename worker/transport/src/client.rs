@@ -2,13 +2,17 @@
 
 use std::{
     collections::HashMap,
+    io,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
+use hyper_util::rt::TokioIo;
+use tokio::net::TcpStream;
+use tokio_rustls::client::TlsStream;
 use tonic::{
     Status,
-    transport::{Channel, Endpoint as TonicEndpoint},
+    transport::{Channel, Endpoint as TonicEndpoint, Uri},
 };
 use tonic_health::pb::health_client::HealthClient;
 
@@ -157,8 +161,9 @@ fn dial(endpoint: &Endpoint, options: &ClientOptions) -> Result<Channel, Transpo
         endpoint: endpoint.to_string(),
         reason: innermost(&e),
     };
-    let scheme = if tls.is_some() { "https" } else { "http" };
-    let mut tonic = TonicEndpoint::from_shared(format!("{scheme}://{endpoint}"))
+    let uri = |scheme| format!("{scheme}://{endpoint}");
+    // The connector speaks TLS, of which tonic knows nothing: it would refuse an https address.
+    let tonic = TonicEndpoint::from_shared(uri("http"))
         .map_err(refused)?
         .tcp_nodelay(true)
         .connect_timeout(*connect_timeout)
@@ -167,12 +172,26 @@ fn dial(endpoint: &Endpoint, options: &ClientOptions) -> Result<Channel, Transpo
         .keep_alive_while_idle(true)
         .initial_stream_window_size(STREAM_WINDOW_BYTES)
         .initial_connection_window_size(CONNECTION_WINDOW_BYTES);
-    if let Some(tls) = tls {
-        tonic = tonic
-            .tls_config(tls.client(endpoint.host()))
-            .map_err(refused)?;
-    }
-    Ok(tonic.connect_lazy())
+    let Some(tls) = tls else {
+        return Ok(tonic.connect_lazy());
+    };
+    let origin = TonicEndpoint::from_shared(uri("https")).map_err(refused)?;
+    let (endpoint, tls) = (endpoint.clone(), tls.clone());
+    let connector = tower::service_fn(move |_: Uri| {
+        let (endpoint, tls) = (endpoint.clone(), tls.clone());
+        async move { Ok::<_, io::Error>(TokioIo::new(secured(&endpoint, &tls).await?)) }
+    });
+    Ok(tonic
+        .origin(origin.uri().clone())
+        .connect_with_connector_lazy(connector))
+}
+
+/// A new connection with the certificates of this moment.
+async fn secured(endpoint: &Endpoint, tls: &Tls) -> io::Result<TlsStream<TcpStream>> {
+    let name = tls.server_name(endpoint.host())?;
+    let stream = TcpStream::connect((endpoint.host(), endpoint.port())).await?;
+    stream.set_nodelay(true)?;
+    tls.connector().connect(name, stream).await
 }
 
 /// The last message of an error's chain: tonic's own says no more than "transport error".

@@ -13,12 +13,14 @@
 
 #![forbid(unsafe_code)]
 
+mod accept;
 pub mod client;
 mod context;
 pub mod deadline;
 mod endpoint;
 mod error;
 mod health;
+mod identity;
 pub mod kv;
 pub mod loopback;
 pub mod server;
@@ -30,7 +32,7 @@ pub use endpoint::{Endpoint, EndpointError};
 pub use error::{RpcError, RpcErrorKind, TransportError};
 pub use health::{Health, HealthPort, LIVE};
 pub use server::{Listener, ServerOptions, serve};
-pub use tls::{Tls, TlsError, TlsFiles};
+pub use tls::{OPERATOR_NAME, Tls, TlsError, TlsFiles, TlsNames};
 pub use tonic;
 pub use tonic_health;
 

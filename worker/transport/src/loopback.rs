@@ -41,7 +41,7 @@ impl Loopback {
         let incoming = stream::unfold(accepted, |mut accepted| async move {
             accepted.recv().await.map(|pipe| (pipe, accepted))
         });
-        let mut server = builder(&ServerOptions::default(), &endpoint.to_string())?;
+        let mut server = builder(&ServerOptions::default());
         runtime.spawn(async move {
             server
                 .add_routes(routes)

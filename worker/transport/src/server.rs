@@ -13,6 +13,7 @@ use tonic::{
 
 use crate::{
     CONNECTION_WINDOW_BYTES, MAX_MESSAGE_BYTES, STREAM_WINDOW_BYTES, Tls, TransportError,
+    accept::secured,
     v1::{
         agent_server::{Agent, AgentServer},
         control_server::{Control, ControlServer},
@@ -82,8 +83,7 @@ impl Listener {
 /// Serves until `shutdown` is ready and the calls in flight have ended.
 ///
 /// # Errors
-/// [`TransportError::Configuration`] for certificates that tonic refuses, [`TransportError::Serve`] when the
-/// listener fails.
+/// [`TransportError::Serve`] when the listener fails.
 pub async fn serve(
     listener: Listener,
     routes: Routes,
@@ -91,40 +91,38 @@ pub async fn serve(
     shutdown: impl Future<Output = ()>,
 ) -> Result<(), TransportError> {
     let Listener { incoming, address } = listener;
-    let address = address.to_string();
-    builder(options, &address)?
-        .add_routes(routes)
-        .serve_with_incoming_shutdown(incoming, shutdown)
-        .await
-        .map_err(|e| TransportError::Serve {
-            address,
-            reason: crate::client::innermost(&e),
-        })
+    let server = builder(options).add_routes(routes);
+    let served = match options.tls.clone() {
+        None => {
+            server
+                .serve_with_incoming_shutdown(incoming, shutdown)
+                .await
+        }
+        Some(tls) => {
+            let secured = secured(incoming, tls);
+            server.serve_with_incoming_shutdown(secured, shutdown).await
+        }
+    };
+    served.map_err(|e| TransportError::Serve {
+        address: address.to_string(),
+        reason: crate::client::innermost(&e),
+    })
 }
 
-pub(crate) fn builder(options: &ServerOptions, address: &str) -> Result<Server, TransportError> {
+pub(crate) fn builder(options: &ServerOptions) -> Server {
     let ServerOptions {
-        tls,
+        tls: _,
         keepalive_interval,
         keepalive_timeout,
     } = options;
-    let server = Server::builder()
+    Server::builder()
         .tcp_nodelay(true)
         .max_concurrent_streams(MAX_STREAMS)
         .http2_max_pending_accept_reset_streams(Some(MAX_STREAMS as usize))
         .http2_keepalive_interval(Some(*keepalive_interval))
         .http2_keepalive_timeout(Some(*keepalive_timeout))
         .initial_stream_window_size(STREAM_WINDOW_BYTES)
-        .initial_connection_window_size(CONNECTION_WINDOW_BYTES);
-    match tls {
-        None => Ok(server),
-        Some(tls) => server
-            .tls_config(tls.server())
-            .map_err(|e| TransportError::Configuration {
-                endpoint: address.to_owned(),
-                reason: crate::client::innermost(&e),
-            }),
-    }
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
 }
 
 /// The decode service with this crate's message limits.

@@ -4,71 +4,16 @@
 
 mod common;
 
-use std::path::{Path, PathBuf};
-
-use common::{ask, counting};
+use common::{
+    ask,
+    certificates::{Authority, dialled, served},
+};
 use futures::StreamExt;
 use hearth_transport::{
-    ClientOptions, Clients, Endpoint, Listener, RpcErrorKind, ServerOptions, Tls, TlsFiles, Worker,
-    serve,
+    RpcErrorKind, Tls, TlsFiles, TlsNames, Worker,
     tonic::transport::{Certificate, ClientTlsConfig, Endpoint as TonicEndpoint},
     v1::decode_client::DecodeClient,
 };
-use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
-
-/// An authority that signs certificates into a directory.
-struct Authority {
-    issuer: CertifiedIssuer<'static, KeyPair>,
-    dir: PathBuf,
-}
-
-impl Authority {
-    fn new(dir: &Path, name: &str) -> Self {
-        let mut params = CertificateParams::new(vec![]).unwrap();
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        let issuer = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
-        let dir = dir.join(name);
-        std::fs::create_dir(&dir).unwrap();
-        std::fs::write(dir.join("ca.pem"), issuer.pem()).unwrap();
-        Self { issuer, dir }
-    }
-
-    fn issue(&self, name: &str, host: &str) -> TlsFiles {
-        let key = KeyPair::generate().unwrap();
-        let params = CertificateParams::new(vec![host.to_owned()]).unwrap();
-        let cert = params.signed_by(&key, &self.issuer).unwrap();
-        let files = TlsFiles {
-            cert: self.dir.join(format!("{name}.pem")),
-            key: self.dir.join(format!("{name}.key")),
-            ca: self.dir.join("ca.pem"),
-            server_name: None,
-        };
-        std::fs::write(&files.cert, cert.pem()).unwrap();
-        std::fs::write(&files.key, key.serialize_pem()).unwrap();
-        files
-    }
-}
-
-/// Serves with these certificates; gives the address.
-fn served(files: &TlsFiles) -> Endpoint {
-    let (routes, _) = counting();
-    let listener = Listener::bind("127.0.0.1:0").unwrap();
-    let address = listener.address().to_string().parse().unwrap();
-    let options = ServerOptions {
-        tls: Some(Tls::read(files).unwrap()),
-        ..ServerOptions::default()
-    };
-    tokio::spawn(async move { serve(listener, routes, &options, std::future::pending()).await });
-    address
-}
-
-fn dialled(endpoint: &Endpoint, files: Option<&TlsFiles>) -> Worker {
-    let options = ClientOptions {
-        tls: files.map(|f| Tls::read(f).unwrap()),
-        ..ClientOptions::default()
-    };
-    Clients::new(options).worker(endpoint).unwrap()
-}
 
 async fn refused(worker: &Worker) -> String {
     let status = worker.decode().generate(ask(1)).await.unwrap_err();
@@ -134,9 +79,75 @@ async fn a_certificate_for_another_host_is_refused_unless_its_name_is_expected()
         message.contains("hearth-worker") || message.contains("not valid for name"),
         "{message}"
     );
-    files.server_name = Some("hearth-worker".to_owned());
+    files.names.server = Some("hearth-worker".to_owned());
     let worker = dialled(&endpoint, Some(&files));
     assert!(worker.decode().generate(ask(1)).await.is_ok());
+}
+
+/// A process that is called `name` and takes its like for granted.
+fn named(authority: &Authority, name: &str) -> TlsFiles {
+    TlsFiles {
+        names: TlsNames::shared(name),
+        ..authority.issue(name, name)
+    }
+}
+
+#[tokio::test]
+async fn a_name_is_asked_for_in_both_directions() {
+    let dir = tempfile::tempdir().unwrap();
+    let ours = Authority::new(dir.path(), "ours");
+    let red = named(&ours, "red.default.hearth");
+    let blue = named(&ours, "blue.default.hearth");
+    let endpoint = served(&red);
+    assert!(
+        dialled(&endpoint, Some(&red))
+            .decode()
+            .generate(ask(1))
+            .await
+            .is_ok()
+    );
+    // The client expects another server.
+    let message = refused(&dialled(&endpoint, Some(&blue))).await;
+    assert!(message.contains("blue.default.hearth"), "{message}");
+    // The client expects this server, which does not expect the client.
+    let intruder = |files: TlsFiles| TlsFiles {
+        names: red.names.clone(),
+        ..files
+    };
+    refused(&dialled(&endpoint, Some(&intruder(blue)))).await;
+    refused(&dialled(
+        &endpoint,
+        Some(&intruder(ours.issue("no-name", "10.0.0.1"))),
+    ))
+    .await;
+    // The operator has no such name, and may call.
+    let operator = intruder(ours.issue("operator", "operator.hearth"));
+    let operator = dialled(&endpoint, Some(&operator));
+    assert!(operator.decode().generate(ask(1)).await.is_ok());
+    // A name that another authority vouches for is none.
+    let theirs = Authority::new(dir.path(), "theirs");
+    let forged = TlsFiles {
+        ca: ours.dir.join("ca.pem"),
+        ..named(&theirs, "red.default.hearth")
+    };
+    refused(&dialled(&endpoint, Some(&forged))).await;
+}
+
+#[tokio::test]
+async fn a_client_that_says_nothing_holds_up_nobody() {
+    let dir = tempfile::tempdir().unwrap();
+    let ours = Authority::new(dir.path(), "ours");
+    let endpoint = served(&ours.issue("server", "127.0.0.1"));
+    let mut silent = Vec::new();
+    for _ in 0..50 {
+        let stream = tokio::net::TcpStream::connect(endpoint.to_string()).await;
+        silent.push(stream.unwrap());
+    }
+    let worker = dialled(&endpoint, Some(&ours.issue("client", "gateway")));
+    let mut decode = worker.decode();
+    let answer = tokio::time::timeout(std::time::Duration::from_secs(5), decode.generate(ask(1)));
+    assert!(answer.await.unwrap().is_ok());
+    drop(silent);
 }
 
 #[test]
@@ -203,7 +214,36 @@ fn unusable_files_are_named() {
     .unwrap();
     let text = error(TlsFiles {
         cert: broken,
-        ..good
+        ..good.clone()
     });
     assert!(text.contains("broken.pem"), "{text}");
+
+    for name in ["two words", "10.0.0.1", ""] {
+        let text = error(TlsFiles {
+            names: TlsNames::shared(name),
+            ..ours.issue("c", "c")
+        });
+        assert!(text.contains(&format!("{name:?} is no DNS name")), "{text}");
+    }
+}
+
+#[test]
+fn unusable_pem_in_memory_is_told_apart() {
+    let dir = tempfile::tempdir().unwrap();
+    let ours = Authority::new(dir.path(), "ours");
+    let files = ours.issue("a", "a");
+    let [cert, key, ca] =
+        [&files.cert, &files.key, &files.ca].map(|path| std::fs::read_to_string(path).unwrap());
+    let names = TlsNames::default();
+    let tls = Tls::from_pem(&cert, &key, &ca, &names).unwrap();
+    let text = tls.replace(&cert, "", &ca).unwrap_err().to_string();
+    assert!(
+        text.starts_with("the TLS key in memory is not usable"),
+        "{text}"
+    );
+    let text = Tls::from_pem(&cert, &key, "", &names).err().unwrap();
+    assert!(
+        text.to_string().starts_with("the TLS authority in memory"),
+        "{text}"
+    );
 }

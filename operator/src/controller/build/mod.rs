@@ -39,7 +39,7 @@ use super::observed::Settings;
 use canonical::short_digest;
 
 pub(crate) use objects::objects;
-pub(crate) use pod::{inspect_pod, rank_pod};
+pub(crate) use pod::{inspect_pod, rank_holding, rank_pod};
 
 /// Role and component of Pods that read a model's facts.
 pub(crate) const ROLE_INSPECT: &str = "inspect";

@@ -165,6 +165,19 @@ pub(crate) fn inspect_pod(
     pod
 }
 
+/// What a rank holds of its node once its Pod is there.
+pub(crate) fn rank_holding(
+    plan: &InferencePlanSpec,
+    rank: &PlanRank,
+) -> crate::controller::observed::Holding {
+    let holding = Holding::of(plan, rank);
+    crate::controller::observed::Holding {
+        memory_bytes: holding.memory_bytes,
+        gpus: holding.gpus,
+        exclusive_cpus: holding.exclusive_cpus,
+    }
+}
+
 /// What a rank holds of its node.
 struct Holding {
     memory_bytes: u64,

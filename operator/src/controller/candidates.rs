@@ -1,0 +1,321 @@
+//! Which nodes may take ranks, and what each can still give.
+
+use std::collections::BTreeMap;
+
+use hearth_crds::{NodeProfileSpec, PlacementSpec, TolerationSpec};
+
+use super::observed::{Holding, NodeView, Observed, Taint};
+
+/// Nodes that may take ranks of one deployment, and why the others may not.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Candidates {
+    /// What each node can give, by name: its profile less what others hold.
+    pub(crate) free: BTreeMap<String, NodeProfileSpec>,
+    /// GPUs that each of them can give.
+    pub(crate) gpus_free: BTreeMap<String, u32>,
+    /// Why a node is left out, by name, as `is cordoned`.
+    pub(crate) left_out: BTreeMap<String, String>,
+}
+
+impl Candidates {
+    /// Looks at every node of the cluster.
+    pub(crate) fn of(observed: &Observed, placement: &PlacementSpec) -> Self {
+        let mut candidates = Self::default();
+        for (name, node) in &observed.nodes {
+            let held = observed.held_by_others.get(name);
+            match free_profile(node, held, placement) {
+                Ok(profile) => {
+                    let held_gpus = held.map_or(0, |held| held.gpus);
+                    let gpus = node.gpus.saturating_sub(held_gpus);
+                    candidates.gpus_free.insert(name.clone(), gpus);
+                    candidates.free.insert(name.clone(), profile);
+                }
+                Err(why) => {
+                    candidates.left_out.insert(name.clone(), why);
+                }
+            }
+        }
+        candidates
+    }
+
+    /// Only the nodes that `keep` names; the others are left out because of `why`.
+    pub(crate) fn only(mut self, keep: impl Fn(&str) -> bool, why: &str) -> Self {
+        let dropped: Vec<String> = self
+            .free
+            .keys()
+            .filter(|name| !keep(name))
+            .cloned()
+            .collect();
+        for name in dropped {
+            self.free.remove(&name);
+            self.gpus_free.remove(&name);
+            self.left_out.insert(name, why.to_owned());
+        }
+        self
+    }
+
+    /// Who is left out and why, as one sentence; `None` when nobody is.
+    pub(crate) fn left_out_sentence(&self) -> Option<String> {
+        const NAMED: usize = 5;
+        let count = self.left_out.len();
+        if count == 0 {
+            return None;
+        }
+        let total = count + self.free.len();
+        let mut names: Vec<String> = self
+            .left_out
+            .iter()
+            .take(NAMED)
+            .map(|(name, why)| format!("{name} {why}"))
+            .collect();
+        if count > NAMED {
+            names.push(format!("and {} more", count - NAMED));
+        }
+        let nodes = if total == 1 { "node" } else { "nodes" };
+        Some(format!(
+            "{count} of {total} {nodes} cannot take it: {}",
+            names.join(", ")
+        ))
+    }
+}
+
+/// Whether what runs on that node counts as gone: the node is not Ready, or not there.
+pub(crate) fn is_lost(observed: &Observed, node: &str) -> bool {
+    observed.nodes.get(node).is_none_or(|node| !node.is_ready)
+}
+
+/// Why a node that is there takes no new Pod: it is cordoned, or has a taint that is not tolerated.
+pub(crate) fn is_closed(node: &NodeView, placement: &PlacementSpec) -> Option<String> {
+    if node.is_cordoned {
+        return Some("is cordoned".to_owned());
+    }
+    let taint = node.taints.iter().find(|taint| {
+        matches!(taint.effect.as_str(), "NoSchedule" | "NoExecute")
+            && !placement
+                .tolerations
+                .iter()
+                .any(|toleration| tolerates(toleration, taint))
+    })?;
+    let value = match taint.value.as_str() {
+        "" => String::new(),
+        value => format!("={value}"),
+    };
+    Some(format!(
+        "has the taint {}{value}:{}, which spec.placement.tolerations does not name",
+        taint.key, taint.effect
+    ))
+}
+
+/// As the scheduler matches them.
+fn tolerates(toleration: &TolerationSpec, taint: &Taint) -> bool {
+    let given = |text: &Option<String>| text.as_deref().filter(|text| !text.is_empty()).is_some();
+    if given(&toleration.effect) && toleration.effect.as_deref() != Some(taint.effect.as_str()) {
+        return false;
+    }
+    if given(&toleration.key) && toleration.key.as_deref() != Some(taint.key.as_str()) {
+        return false;
+    }
+    match toleration.operator.as_deref() {
+        Some("Exists") => true,
+        None | Some("" | "Equal") => {
+            given(&toleration.key) && toleration.value.as_deref().unwrap_or_default() == taint.value
+        }
+        Some(_) => false,
+    }
+}
+
+fn free_profile(
+    node: &NodeView,
+    held: Option<&Holding>,
+    placement: &PlacementSpec,
+) -> Result<NodeProfileSpec, String> {
+    if !node.is_ready {
+        return Err("is not Ready".to_owned());
+    }
+    if let Some(why) = is_closed(node, placement) {
+        return Err(why);
+    }
+    let lacking = placement
+        .node_selector
+        .iter()
+        .find(|(key, value)| node.labels.get(*key) != Some(value));
+    if let Some((key, value)) = lacking {
+        return Err(format!("lacks the label {key}={value}"));
+    }
+    let Some(profile) = &node.profile else {
+        return Err("has not been measured yet (its agent has not answered)".to_owned());
+    };
+    let mut profile = profile.clone();
+    if let Some(held) = held {
+        let is_free = |id: u32| !held.exclusive_cpus.contains(&id);
+        profile.cpus.retain(|cpu| is_free(cpu.id));
+        for numa in &mut profile.numa_nodes {
+            numa.cpus.retain(|id| is_free(*id));
+        }
+    }
+    if profile.cpus.is_empty() {
+        return Err("has no CPU that others do not hold exclusively".to_owned());
+    }
+    let before = profile.memory.available_bytes;
+    let after = available_bytes(node, held);
+    profile.memory.available_bytes = after;
+    for numa in &mut profile.numa_nodes {
+        numa.free_bytes = scaled(numa.free_bytes, after, before);
+    }
+    Ok(profile)
+}
+
+/// What Pods of this deployment may hold of a node's memory in all.
+fn available_bytes(node: &NodeView, held: Option<&Holding>) -> u64 {
+    let allocatable = match node.memory_bytes {
+        0 => u64::MAX,
+        bytes => bytes,
+    };
+    let measured = node
+        .profile
+        .as_ref()
+        .map_or(u64::MAX, |profile| profile.memory.available_bytes);
+    match allocatable.min(measured) {
+        u64::MAX => 0,
+        bytes => bytes.saturating_sub(held.map_or(0, |held| held.memory_bytes)),
+    }
+}
+
+fn scaled(bytes: u64, numerator: u64, denominator: u64) -> u64 {
+    if denominator == 0 {
+        return 0;
+    }
+    let wide = u128::from(bytes) * u128::from(numerator) / u128::from(denominator);
+    u64::try_from(wide).unwrap_or(u64::MAX)
+}
+
+/// What one node can hold of a deployment's Pods.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Room {
+    /// Bytes of memory.
+    pub(crate) memory_bytes: u64,
+    /// GPUs.
+    pub(crate) gpus: u32,
+    /// CPUs that may be held exclusively.
+    pub(crate) exclusive_cpus: usize,
+}
+
+/// The room of each node that is there, with the reserve that the planner leaves.
+pub(crate) fn rooms(observed: &Observed) -> BTreeMap<String, Room> {
+    /// As the planner: a twentieth, at least this, is left to all else that runs on a node.
+    const LEAST_RESERVE_BYTES: u64 = 128 << 20;
+    let nodes = observed.nodes.iter().filter(|(_, node)| node.is_ready);
+    nodes
+        .map(|(name, node)| {
+            let held = observed.held_by_others.get(name);
+            let available = available_bytes(node, held);
+            let reserve = LEAST_RESERVE_BYTES.max(available / 20);
+            let room = Room {
+                memory_bytes: available.saturating_sub(reserve),
+                gpus: node.gpus.saturating_sub(held.map_or(0, |held| held.gpus)),
+                exclusive_cpus: usize::try_from(node.cpu_millis / 1000)
+                    .unwrap_or(usize::MAX)
+                    .saturating_sub(held.map_or(0, |held| held.exclusive_cpus.len())),
+            };
+            (name.clone(), room)
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{GIB, deployment, node, observed};
+    use super::*;
+
+    fn placement(yaml: &str) -> PlacementSpec {
+        serde_norway::from_str(yaml).unwrap()
+    }
+
+    fn taint(key: &str, value: &str, effect: &str) -> Taint {
+        Taint {
+            key: key.to_owned(),
+            value: value.to_owned(),
+            effect: effect.to_owned(),
+        }
+    }
+
+    #[test]
+    fn nodes_that_drop_out_say_why() {
+        let mut observed = observed(deployment(""));
+        observed.nodes.clear();
+        let mut add = |name: &str, change: fn(&mut NodeView)| {
+            let mut view = node(name, 4, 8 * GIB);
+            change(&mut view);
+            observed.nodes.insert(name.to_owned(), view.into());
+        };
+        add("attic", |node| {
+            node.labels.clear();
+        });
+        add("cellar", |node| node.profile = None);
+        add("den", |node| node.is_ready = false);
+        add("office", |node| node.is_cordoned = true);
+        add("shed", |node| {
+            node.taints = vec![taint("gpu", "yes", "NoSchedule")];
+        });
+        add("study", |node| {
+            node.taints = vec![taint("slow", "", "PreferNoSchedule")];
+        });
+        for name in ["cellar", "den", "office", "shed", "study"] {
+            let mut view = (*observed.nodes[name]).clone();
+            view.labels.insert("disk".to_owned(), "ssd".to_owned());
+            observed.nodes.insert(name.to_owned(), view.into());
+        }
+        let candidates = Candidates::of(&observed, &placement("nodeSelector: {disk: ssd}"));
+        assert_eq!(candidates.free.keys().collect::<Vec<_>>(), ["study"]);
+        assert_eq!(
+            candidates.left_out_sentence().unwrap(),
+            "5 of 6 nodes cannot take it: attic lacks the label disk=ssd, cellar has not been measured yet \
+             (its agent has not answered), den is not Ready, office is cordoned, shed has the taint \
+             gpu=yes:NoSchedule, which spec.placement.tolerations does not name"
+        );
+    }
+
+    #[test]
+    fn tolerations_match_as_the_scheduler_has_it() {
+        let gpu = taint("gpu", "yes", "NoSchedule");
+        for (yaml, expected) in [
+            ("{key: gpu, value: 'yes'}", true),
+            ("{key: gpu, operator: Equal, value: 'no'}", false),
+            ("{key: gpu}", false),
+            ("{key: gpu, operator: Exists}", true),
+            ("{key: gpu, operator: Exists, effect: NoExecute}", false),
+            ("{operator: Exists}", true),
+            ("{operator: Equal}", false),
+            ("{key: other, operator: Exists}", false),
+        ] {
+            let toleration: TolerationSpec = serde_norway::from_str(yaml).unwrap();
+            assert_eq!(tolerates(&toleration, &gpu), expected, "{yaml}");
+        }
+    }
+
+    #[test]
+    fn what_others_hold_is_not_free() {
+        let mut observed = observed(deployment(""));
+        let mut view = node("office", 4, 8 * GIB);
+        view.memory_bytes = 6 * GIB;
+        view.gpus = 2;
+        observed.nodes = BTreeMap::from([("office".to_owned(), view.into())]);
+        let held = Holding {
+            memory_bytes: 2 * GIB,
+            gpus: 1,
+            exclusive_cpus: vec![1, 2],
+        };
+        observed.held_by_others.insert("office".to_owned(), held);
+        let candidates = Candidates::of(&observed, &PlacementSpec::default());
+        let free = &candidates.free["office"];
+        // Allocatable is less than what was measured: 6 GiB, of which others hold 2.
+        assert_eq!(free.memory.available_bytes, 4 * GIB);
+        assert_eq!(free.numa_nodes[0].free_bytes, 4 * GIB);
+        assert_eq!(free.cpus.iter().map(|c| c.id).collect::<Vec<_>>(), [0, 3]);
+        assert_eq!(free.numa_nodes[0].cpus, [0, 3]);
+        assert_eq!(candidates.gpus_free["office"], 1);
+        let room = rooms(&observed)["office"];
+        assert_eq!(room.memory_bytes, 4 * GIB - 4 * GIB / 20);
+        assert_eq!((room.gpus, room.exclusive_cpus), (1, 2));
+    }
+}

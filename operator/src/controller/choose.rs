@@ -1,0 +1,433 @@
+//! Which plan is to run: the one that is there, a new one, or an older one that served.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hearth_crds::{
+    InferenceDeployment, InferenceDeploymentSpec, InferencePlan, InferencePlanSpec, ModelFacts,
+    PlanPrediction,
+};
+use hearth_planner::{PlanError, PlanRequest};
+use kube::ResourceExt;
+use serde::Serialize;
+use sha2::{Digest, Sha256};
+
+use super::build::{BuildContext, deployment_of_plan, model_path, plan_object};
+use super::candidates::{Candidates, is_closed, is_lost};
+use super::cause::Cause;
+use super::decision::Marks;
+use super::model::{Model, is_older, notes_of, told_by};
+use super::names::{
+    NOTE_INPUTS, NOTE_OUTCOME, NOTE_OUTCOME_MESSAGE, NOTE_SPEC, OUTCOME_FAILED, OUTCOME_SERVING,
+};
+use super::observed::Observed;
+
+/// A worker that the scheduler refuses for so long has its plan looked at again.
+const REFUSAL_PATIENCE: Duration = Duration::from_secs(30);
+
+/// What is to run, and what stands in the way of something better.
+#[derive(Clone, Debug)]
+pub(crate) struct Choice {
+    /// The plan that is to run.
+    pub(crate) target: Option<Arc<InferencePlan>>,
+    /// It is not there yet.
+    pub(crate) is_new: bool,
+    pub(crate) marks: Vec<Marks>,
+    /// Why there is no plan for the spec as it is.
+    pub(crate) refusal: Option<Cause>,
+    /// The planner found no place for the ranks on the nodes that have the model.
+    pub(crate) wants_nodes: bool,
+    /// What is wrong with the target that cannot be helped.
+    pub(crate) trouble: Option<Cause>,
+}
+
+/// Chooses. `wanted` is the model of the spec as it is; `None` while it is not known, or when the spec is no good.
+pub(crate) fn choose(observed: &Observed, wanted: Option<&Model>) -> Choice {
+    let newest = observed.plans.last();
+    let mut choice = Choice {
+        target: in_force(observed),
+        is_new: false,
+        marks: Vec::new(),
+        refusal: None,
+        wants_nodes: false,
+        trouble: None,
+    };
+    let deployment = &observed.deployment;
+    if let Some(model) = wanted {
+        let inputs = inputs(&deployment.spec, &model.facts);
+        if newest.is_none_or(|plan| note(plan, NOTE_INPUTS) != inputs) {
+            match made(observed, deployment, model) {
+                Ok(plan) => take(&mut choice, newest, plan),
+                Err(error) => refuse(&mut choice, observed, &error),
+            }
+        }
+    }
+    if !choice.is_new {
+        move_on(observed, &mut choice);
+    }
+    choice
+}
+
+/// Whether all ranks of the plan were ready once.
+pub(crate) fn has_served(plan: &InferencePlan) -> bool {
+    note(plan, NOTE_OUTCOME) == OUTCOME_SERVING
+}
+
+/// Whether the plan was given up.
+pub(crate) fn has_failed(plan: &InferencePlan) -> bool {
+    note(plan, NOTE_OUTCOME) == OUTCOME_FAILED
+}
+
+/// Why a plan was given up.
+pub(crate) fn failure(plan: &InferencePlan) -> &str {
+    note(plan, NOTE_OUTCOME_MESSAGE)
+}
+
+/// The newest plan that served before `plan` and whose nodes are all there.
+pub(crate) fn way_back<'a>(
+    observed: &'a Observed,
+    plan: &InferencePlan,
+) -> Option<&'a Arc<InferencePlan>> {
+    let older = observed
+        .plans
+        .iter()
+        .rev()
+        .filter(|older| older.spec.generation < plan.spec.generation);
+    let is_whole = |older: &&Arc<InferencePlan>| {
+        let mut ranks = older.spec.ranks.iter();
+        has_served(older) && ranks.all(|rank| !is_lost(observed, &rank.node))
+    };
+    older.into_iter().find(is_whole)
+}
+
+/// Plans that nothing needs once `target` serves: all but the target, the one that served before it, and the newest,
+/// which tells what was tried last.
+pub(crate) fn unneeded(observed: &Observed, target: &InferencePlan) -> Vec<String> {
+    let generation = target.spec.generation;
+    let newest = observed.plans.last().map_or(0, |plan| plan.spec.generation);
+    let served_before = observed
+        .plans
+        .iter()
+        .filter(|plan| plan.spec.generation < generation && has_served(plan))
+        .map(|plan| plan.spec.generation)
+        .max();
+    let is_needed = |plan: &&Arc<InferencePlan>| {
+        let it = plan.spec.generation;
+        it == generation || it == newest || Some(it) == served_before
+    };
+    observed
+        .plans
+        .iter()
+        .filter(|plan| !is_needed(plan))
+        .map(|plan| plan.name_any())
+        .collect()
+}
+
+fn note<'a>(plan: &'a InferencePlan, key: &str) -> &'a str {
+    let notes = plan.metadata.annotations.as_ref();
+    notes
+        .and_then(|notes| notes.get(key))
+        .map_or("", String::as_str)
+}
+
+/// The newest plan, unless it was given up: then the newest that served.
+fn in_force(observed: &Observed) -> Option<Arc<InferencePlan>> {
+    let newest = observed.plans.last()?;
+    if !has_failed(newest) {
+        return Some(newest.clone());
+    }
+    let served = || observed.plans.iter().rev().find(|plan| has_served(plan));
+    let older = way_back(observed, newest).or_else(served);
+    Some(older.unwrap_or(newest).clone())
+}
+
+/// What a plan follows from, apart from the nodes.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Inputs<'a> {
+    model: &'a hearth_crds::ModelSpec,
+    strategy: hearth_crds::Strategy,
+    prefill: &'a hearth_crds::PrefillSpec,
+    decode: &'a hearth_crds::DecodeSpec,
+    placement: &'a hearth_crds::PlacementSpec,
+    objectives: &'a hearth_crds::ObjectivesSpec,
+    facts: &'a ModelFacts,
+}
+
+fn inputs(spec: &InferenceDeploymentSpec, facts: &ModelFacts) -> String {
+    // A field that is added to the spec is to be thought of here.
+    let InferenceDeploymentSpec {
+        model,
+        strategy,
+        prefill,
+        decode,
+        placement,
+        objectives,
+        autoscaling: _,
+        endpoint: _,
+        rollout: _,
+    } = spec;
+    let inputs = Inputs {
+        model,
+        strategy: *strategy,
+        prefill,
+        decode,
+        placement,
+        objectives,
+        facts,
+    };
+    let text = serde_json::to_string(&inputs).unwrap_or_default();
+    let digest = Sha256::digest(text.as_bytes());
+    digest
+        .iter()
+        .take(8)
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
+}
+
+/// The next plan for the spec of `deployment`.
+fn made(
+    observed: &Observed,
+    deployment: &InferenceDeployment,
+    model: &Model,
+) -> Result<InferencePlan, Refusal> {
+    let spec = &deployment.spec;
+    let candidates = Candidates::of(observed, &spec.placement);
+    let candidates = match &model.nodes {
+        Some(nodes) => candidates.only(|name| nodes.contains(name), "does not have the model"),
+        None => candidates,
+    };
+    let context = BuildContext {
+        settings: &observed.settings,
+        deployment,
+    };
+    let generation = observed.plans.last().map_or(0, |plan| plan.spec.generation) + 1;
+    let profiles: Vec<_> = candidates.free.values().cloned().collect();
+    let planned = hearth_planner::plan(&PlanRequest {
+        name: &deployment.name_any(),
+        namespace: &deployment.namespace().unwrap_or_default(),
+        generation,
+        spec,
+        facts: &model.facts,
+        model_path: &model_path(&context, &spec.model.source),
+        profiles: &profiles,
+        gpus_free: &candidates.gpus_free,
+    });
+    let planned = planned.map_err(|error| Refusal { error, candidates })?;
+    let mut notes = BTreeMap::from(notes_of(&spec.model.source, model));
+    notes.insert(NOTE_INPUTS.to_owned(), inputs(spec, &model.facts));
+    Ok(plan_object(&context, planned, notes))
+}
+
+/// The planner's answer with what was offered to it.
+struct Refusal {
+    error: PlanError,
+    candidates: Candidates,
+}
+
+impl Refusal {
+    fn cause(&self) -> Cause {
+        let reason = match &self.error {
+            PlanError::Unsupported(_) => "Unsupported",
+            PlanError::NoNodes(_) => "NoNodes",
+            PlanError::BadProfile { .. } => "BadProfile",
+            PlanError::InsufficientMemory { .. } => "InsufficientMemory",
+            PlanError::KvBudgetTooSmall { .. } | PlanError::KvBudgetTiny { .. } => {
+                "KvBudgetTooSmall"
+            }
+            PlanError::ContextTooLong { .. } => "ContextTooLong",
+            PlanError::TooFewCores { .. } => "TooFewCores",
+            PlanError::TooFewGpus { .. } => "TooFewGpus",
+        };
+        let words = match &self.error {
+            PlanError::NoNodes(_) => "no node can take the workers".to_owned(),
+            error => one_line(&error.to_string()),
+        };
+        let left_out = match &self.error {
+            error if lacks_nodes(error) => self.candidates.left_out_sentence(),
+            _ => None,
+        };
+        let message = match left_out {
+            Some(left_out) => format!("{words}; {left_out}"),
+            None if self.candidates.free.is_empty() => {
+                format!("{words}: the cluster has none that is measured")
+            }
+            None => words,
+        };
+        Cause::trouble(reason, message)
+    }
+}
+
+/// Whether another node could help.
+fn lacks_nodes(error: &PlanError) -> bool {
+    matches!(
+        error,
+        PlanError::NoNodes(_)
+            | PlanError::InsufficientMemory { .. }
+            | PlanError::TooFewCores { .. }
+            | PlanError::TooFewGpus { .. }
+    )
+}
+
+/// Two lines, what is wrong and what to do, as one sentence.
+pub(crate) fn one_line(text: &str) -> String {
+    let lines: Vec<&str> = text.lines().map(str::trim).collect();
+    lines.join("; ")
+}
+
+fn refuse(choice: &mut Choice, observed: &Observed, refusal: &Refusal) {
+    choice.refusal = Some(refusal.cause());
+    choice.wants_nodes = lacks_nodes(&refusal.error) && !observed.nodes.is_empty();
+}
+
+/// A plan that does what the newest one does takes its place in name only.
+fn take(choice: &mut Choice, newest: Option<&Arc<InferencePlan>>, plan: InferencePlan) {
+    if let Some(newest) = newest
+        && !has_failed(newest)
+        && is_same_work(newest, &plan)
+    {
+        let keys = [NOTE_INPUTS, NOTE_SPEC];
+        choice.marks.push(Marks {
+            name: newest.name_any(),
+            annotations: keys
+                .iter()
+                .map(|key| ((*key).to_owned(), note(&plan, key).to_owned()))
+                .collect(),
+        });
+        // Its Pods are built from the spec of the marks from now on.
+        let mut kept = (**newest).clone();
+        let notes = kept.metadata.annotations.get_or_insert_default();
+        for key in keys {
+            notes.insert(key.to_owned(), note(&plan, key).to_owned());
+        }
+        choice.target = Some(Arc::new(kept));
+        return;
+    }
+    choice.target = Some(Arc::new(plan));
+    choice.is_new = true;
+}
+
+fn is_same_work(old: &InferencePlan, new: &InferencePlan) -> bool {
+    use super::names::NOTE_SOURCE;
+    note(old, NOTE_SOURCE) == note(new, NOTE_SOURCE) && work(&old.spec) == work(&new.spec)
+}
+
+/// The plan without what says nothing about what is run.
+fn work(plan: &InferencePlanSpec) -> InferencePlanSpec {
+    let mut plan = plan.clone();
+    plan.generation = 0;
+    plan.why.clear();
+    plan.not_chosen.clear();
+    plan.predicted = PlanPrediction {
+        ttft_ms: 0.0,
+        ttft_prompt_tokens: 0,
+        tpot_ms: 0.0,
+        tokens_per_second: 0.0,
+    };
+    for rank in &mut plan.ranks {
+        rank.predicted = None;
+    }
+    plan
+}
+
+/// A plan whose nodes are lost, closed or too full is made again, of its own spec, where that is possible.
+fn move_on(observed: &Observed, choice: &mut Choice) {
+    let Some(target) = choice.target.clone() else {
+        return;
+    };
+    let deployment = deployment_of_plan(&observed.deployment, &target);
+    let lost = nodes_of(&target).find(|node| is_lost(observed, node));
+    let closed = nodes_of(&target).find_map(|node| {
+        let view = observed.nodes.get(node)?;
+        Some((node, is_closed(view, &deployment.spec.placement)?))
+    });
+    let trouble = match (lost, closed) {
+        (Some(node), _) => Some(Cause::trouble("NodeLost", lost_words(observed, node))),
+        (None, Some((node, why))) => {
+            let reason = if why == "is cordoned" {
+                "NodeCordoned"
+            } else {
+                "NodeTainted"
+            };
+            Some(Cause::trouble(reason, format!("{node} {why}")))
+        }
+        (None, None) if is_refused(observed, &target) => None,
+        (None, None) => return,
+    };
+    let Some(model) = told_by(&target) else {
+        choice.trouble = trouble;
+        return;
+    };
+    match made(observed, &deployment, &model) {
+        Ok(plan) if is_worth_it(observed, trouble.is_some(), &target, &plan) => {
+            choice.target = Some(Arc::new(plan));
+            choice.is_new = true;
+        }
+        Ok(_) => choice.trouble = trouble,
+        Err(refusal) => {
+            choice.wants_nodes |= trouble.is_some() && lacks_nodes(&refusal.error);
+            choice.trouble = trouble.map(|trouble| {
+                let words = refusal.cause().message;
+                Cause::trouble(
+                    trouble.reason,
+                    format!(
+                        "{}, and its work fits nowhere else: {words}",
+                        trouble.message
+                    ),
+                )
+            });
+        }
+    }
+}
+
+/// A plan like the one that runs, or like one that failed already, changes nothing. Without trouble on its nodes a
+/// plan is only left for one that asks them for something else.
+fn is_worth_it(
+    observed: &Observed,
+    has_trouble: bool,
+    target: &InferencePlan,
+    plan: &InferencePlan,
+) -> bool {
+    let is_known_to_fail =
+        |newest: &Arc<InferencePlan>| has_failed(newest) && is_same_work(newest, plan);
+    let moves = || nodes_of(target).ne(nodes_of(plan)) || needs_less(target, plan);
+    !is_same_work(target, plan)
+        && !observed.plans.last().is_some_and(is_known_to_fail)
+        && (has_trouble || moves())
+}
+
+/// Whether a node is asked for less memory by a tenth: small changes of what is free are no reason to begin anew.
+fn needs_less(target: &InferencePlan, plan: &InferencePlan) -> bool {
+    let total = |plan: &InferencePlan| -> u64 {
+        let kv = |rank: &hearth_crds::PlanRank| {
+            let weights = rank.residency.as_ref().map_or(0, |r| r.budget_bytes);
+            weights + rank.kv.as_ref().map_or(0, |kv| kv.memory_bytes)
+        };
+        plan.spec.ranks.iter().map(kv).sum()
+    };
+    let (old, new) = (total(target), total(plan));
+    new < old - old / 10
+}
+
+fn nodes_of(plan: &InferencePlan) -> impl Iterator<Item = &str> {
+    plan.spec.ranks.iter().map(|rank| rank.node.as_str())
+}
+
+fn lost_words(observed: &Observed, node: &str) -> String {
+    match observed.nodes.get(node) {
+        Some(_) => format!("node {node} is not Ready"),
+        None => format!("node {node} is gone"),
+    }
+}
+
+/// Whether a worker of the plan has been refused by the scheduler for a while.
+fn is_refused(observed: &Observed, target: &InferencePlan) -> bool {
+    let generation = target.spec.generation;
+    !has_served(target)
+        && observed.pods.iter().any(|pod| {
+            pod.plan_generation == generation
+                && pod.unschedulable.is_some()
+                && is_older(pod.created, observed.now, REFUSAL_PATIENCE)
+        })
+}

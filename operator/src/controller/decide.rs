@@ -1,0 +1,346 @@
+//! One visit, from what was read to what is wanted: validate → model → plan → Pods → status. Pure.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use hearth_crds::{DurationText, FieldError, InferenceDeployment, InferencePlan};
+use kube::ResourceExt;
+
+use super::build::{
+    BuildContext, DesiredPod, ROLE_INSPECT, deployment_of_plan, objects, rank_pods,
+};
+use super::candidates::{Candidates, rooms};
+use super::choose::{self, Choice};
+use super::decision::{Decision, Marks};
+use super::events::transitions;
+use super::model::{self, Model, ModelState, ModelStep};
+use super::names::{
+    NOTE_CERTIFICATE, NOTE_OUTCOME, NOTE_OUTCOME_MESSAGE, NOTE_PLAN_GENERATION, NOTE_ROUTES,
+    OUTCOME_FAILED, OUTCOME_SERVING,
+};
+use super::observed::{Observed, PodView};
+use super::rollout::{self, Scene, Steps, Want};
+use super::status::{self, Picture};
+use super::validate::{progress_deadline, serves, validate};
+
+/// Decides what one deployment needs now.
+pub(crate) fn decide(observed: &Observed) -> Decision {
+    let deployment = &observed.deployment;
+    let namespace = deployment.namespace().unwrap_or_default();
+    let validity = validate(observed);
+    if deployment.metadata.deletion_timestamp.is_some() {
+        return Decision {
+            status: deployment.status.clone().unwrap_or_default(),
+            ..Decision::default()
+        };
+    }
+    if !serves(&observed.settings, &namespace) {
+        let errors = validity.err().unwrap_or_default();
+        return refused(observed, &errors);
+    }
+    let (model, choice) = match &validity {
+        Ok(_) => {
+            let (step, choice) = plan(observed);
+            (Some(step), choice)
+        }
+        Err(_) => (None, choose::choose(observed, None)),
+    };
+    let mut visit = Visit {
+        observed,
+        invalid: validity.err().unwrap_or_default(),
+        choice,
+        decision: Decision::default(),
+    };
+    visit.model(model.as_ref());
+    visit.run(model.as_ref());
+    visit.decision
+}
+
+/// A deployment of a namespace that is not served gets its status, and nothing else is touched.
+fn refused(observed: &Observed, errors: &[FieldError]) -> Decision {
+    let choice = Choice {
+        target: None,
+        is_new: false,
+        marks: Vec::new(),
+        refusal: None,
+        wants_nodes: false,
+        trouble: None,
+    };
+    let status = status::write(&Picture {
+        observed,
+        invalid: errors,
+        model: None,
+        choice: &choice,
+        wants: &[],
+        progress: None,
+        is_late: false,
+        given_up: None,
+    });
+    Decision {
+        events: transitions(observed.deployment.status.as_ref(), &status),
+        status,
+        ..Decision::default()
+    }
+}
+
+/// The model, then the plan. Where the nodes that have the model do not suffice, others are asked for it.
+fn plan(observed: &Observed) -> (ModelStep, Choice) {
+    let candidates = Candidates::of(observed, &observed.deployment.spec.placement);
+    let step = model::find(observed, &candidates, false);
+    let choice = choose::choose(observed, known(&step));
+    let is_everywhere = known(&step).is_some_and(|model| model.nodes.is_none());
+    if !choice.wants_nodes || is_everywhere || choice.is_new || known(&step).is_none() {
+        return (step, choice);
+    }
+    let mut wider = model::find(observed, &candidates, true);
+    if known(&wider).is_none() {
+        // What is known stays known while more is looked for.
+        wider.state = step.state;
+        return (wider, choice);
+    }
+    let again = choose::choose(observed, known(&wider));
+    (wider, again)
+}
+
+fn known(step: &ModelStep) -> Option<&Model> {
+    match &step.state {
+        ModelState::Known(model) => Some(model),
+        ModelState::Unknown(_) => None,
+    }
+}
+
+struct Visit<'a> {
+    observed: &'a Observed,
+    invalid: Vec<FieldError>,
+    choice: Choice,
+    decision: Decision,
+}
+
+impl Visit<'_> {
+    fn model(&mut self, step: Option<&ModelStep>) {
+        let Some(step) = step else {
+            return;
+        };
+        let decision = &mut self.decision;
+        decision.create_pods.extend(step.create.iter().cloned());
+        decision.delete_pods.extend(step.end.iter().cloned());
+        decision.fetch_on.clone_from(&step.fetch_on);
+        decision.requeue_after = step.look_again;
+    }
+
+    fn run(&mut self, model: Option<&ModelStep>) {
+        self.decision.mark_plans = std::mem::take(&mut self.choice.marks);
+        let Some(target) = self.choice.target.clone() else {
+            return self.tell(model, &[], None);
+        };
+        if self.choice.is_new {
+            self.decision.create_plan = Some((*target).clone());
+        }
+        let deployment = self.effective(&target);
+        let context = BuildContext {
+            settings: &self.observed.settings,
+            deployment: &deployment,
+        };
+        self.objects(&context, &target);
+        let built = rank_pods(&context, &target.spec);
+        let wants: Vec<Want> = built.iter().map(Want::of).collect();
+        let pods: Vec<&PodView> = self.workers().collect();
+        let steps = rollout::step(&Scene {
+            wants: &wants,
+            pods: &pods,
+            rooms: &rooms(self.observed),
+            kindred: &self.kindred(&target),
+            now: self.observed.now,
+        });
+        self.make(&built, &steps);
+        self.mark_pods(&wants, &target, &steps);
+        self.decision.delete_pods.extend(steps.end.iter().cloned());
+        self.look_again(steps.look_again);
+        if choose::has_served(&target) && steps.progress.is_complete {
+            self.decision.delete_plans = choose::unneeded(self.observed, &target);
+        }
+        self.tell(model, &wants, Some(&steps));
+    }
+
+    fn workers(&self) -> impl Iterator<Item = &PodView> {
+        let pods = self.observed.pods.iter().map(|pod| &**pod);
+        pods.filter(|pod| pod.role != ROLE_INSPECT)
+    }
+
+    /// The deployment as the plan was made for it, with what needs no new plan as it is asked for now.
+    fn effective(&self, target: &InferencePlan) -> InferenceDeployment {
+        let now = &self.observed.deployment;
+        let mut deployment = deployment_of_plan(now, target);
+        if self.invalid.is_empty() {
+            deployment.spec.endpoint = now.spec.endpoint.clone();
+            deployment.spec.rollout = now.spec.rollout.clone();
+        }
+        deployment
+    }
+
+    fn objects(&mut self, context: &BuildContext<'_>, target: &InferencePlan) {
+        let wanted = objects(context, &target.spec);
+        let name = self.observed.deployment.name_any();
+        let is_wanted = |kind: &str, name: &str| {
+            wanted.iter().any(|object| {
+                object.name_any() == name
+                    && object
+                        .types
+                        .as_ref()
+                        .is_some_and(|types| types.kind == kind)
+            })
+        };
+        let possible = [
+            ("PodDisruptionBudget", "gateway"),
+            ("PodDisruptionBudget", "prefill"),
+            ("PodDisruptionBudget", "decode"),
+            ("NetworkPolicy", "gateway"),
+            ("NetworkPolicy", "workers"),
+        ];
+        self.decision.remove_objects = possible
+            .into_iter()
+            .map(|(kind, part)| (kind.to_owned(), format!("{name}-{part}")))
+            .filter(|(kind, name)| !is_wanted(kind, name))
+            .collect();
+        self.decision.objects = wanted;
+    }
+
+    /// Generations of plans whose gateways may send requests to the target's workers.
+    fn kindred(&self, target: &InferencePlan) -> BTreeSet<u64> {
+        let plans = self.observed.plans.iter();
+        plans
+            .filter(|plan| plan.spec.model == target.spec.model && is_same_source(plan, target))
+            .map(|plan| plan.spec.generation)
+            .chain([target.spec.generation])
+            .collect()
+    }
+
+    fn make(&mut self, built: &[DesiredPod], steps: &Steps) {
+        for (index, routes) in &steps.create {
+            let mut pod = built[*index].pod.clone();
+            let notes = pod.metadata.annotations.get_or_insert_default();
+            if let Some(routes) = routes {
+                notes.insert(NOTE_ROUTES.to_owned(), routes.clone());
+            }
+            if let Some(serial) = &self.observed.certificate {
+                notes.insert(NOTE_CERTIFICATE.to_owned(), serial.clone());
+            }
+            self.decision.create_pods.push(pod);
+        }
+    }
+
+    fn mark_pods(&mut self, wants: &[Want], target: &InferencePlan, steps: &Steps) {
+        let mut marks: BTreeMap<String, Vec<(String, String)>> = BTreeMap::new();
+        let mut mark = |pod: &str, key: &str, value: &str| {
+            let notes = marks.entry(pod.to_owned()).or_default();
+            notes.push((key.to_owned(), value.to_owned()));
+        };
+        for (name, routes) in &steps.routes {
+            mark(name, NOTE_ROUTES, routes);
+        }
+        let generation = target.spec.generation;
+        for pod in self.workers() {
+            if steps.end.iter().any(|end| end.name == pod.name) || pod.is_deleting {
+                continue;
+            }
+            if let Some(serial) = &self.observed.certificate
+                && *serial != pod.certificate
+            {
+                mark(&pod.name, NOTE_CERTIFICATE, serial);
+            }
+            // A Pod that was kept belongs to the plan that keeps it, once that plan serves.
+            let is_kept = wants.iter().any(|want| want.name == pod.name);
+            if is_kept && steps.progress.is_complete && pod.plan_generation != generation {
+                mark(&pod.name, NOTE_PLAN_GENERATION, &generation.to_string());
+            }
+        }
+        let marks = marks
+            .into_iter()
+            .map(|(name, annotations)| Marks { name, annotations });
+        self.decision.mark_pods = marks.collect();
+    }
+
+    /// Outcomes of the target, then the status with its transitions.
+    fn tell(&mut self, model: Option<&ModelStep>, wants: &[Want], steps: Option<&Steps>) {
+        let target = self.choice.target.clone();
+        let left = target.as_ref().and_then(|plan| self.time_left(plan, steps));
+        let is_late = left == Some(Duration::ZERO);
+        let mut given_up = None;
+        if let (Some(plan), Some(steps)) = (&target, steps) {
+            if steps.progress.is_serving && !choose::has_served(plan) && !self.choice.is_new {
+                self.mark_plan(plan, vec![(NOTE_OUTCOME, OUTCOME_SERVING.to_owned())]);
+            } else if is_late && choose::way_back(self.observed, plan).is_some() {
+                let why = self.why_late(wants, steps);
+                self.mark_plan(
+                    plan,
+                    vec![
+                        (NOTE_OUTCOME, OUTCOME_FAILED.to_owned()),
+                        (NOTE_OUTCOME_MESSAGE, why.clone()),
+                    ],
+                );
+                given_up = Some(why);
+            }
+        }
+        self.look_again(left.filter(|left| !left.is_zero()));
+        let status = status::write(&Picture {
+            observed: self.observed,
+            invalid: &self.invalid,
+            model,
+            choice: &self.choice,
+            wants,
+            progress: steps.map(|steps| steps.progress),
+            is_late,
+            given_up: given_up.as_deref(),
+        });
+        let old = self.observed.deployment.status.as_ref();
+        self.decision.events = transitions(old, &status);
+        self.decision.status = status;
+    }
+
+    /// How much longer the target may take; `None` when it has served, or does now.
+    fn time_left(&self, plan: &InferencePlan, steps: Option<&Steps>) -> Option<Duration> {
+        if choose::has_served(plan) || steps.is_some_and(|steps| steps.progress.is_serving) {
+            return None;
+        }
+        let deadline = progress_deadline(&self.observed.deployment);
+        let Some(made) = plan.metadata.creation_timestamp.as_ref() else {
+            return Some(deadline);
+        };
+        let age_ms = self.observed.now.as_millisecond() - made.0.as_millisecond();
+        let age = Duration::from_millis(u64::try_from(age_ms).unwrap_or(0));
+        Some(deadline.saturating_sub(age))
+    }
+
+    fn why_late(&self, wants: &[Want], steps: &Steps) -> String {
+        let cause = status::first_cause(self.observed, wants, steps.progress.mode);
+        let words = cause.map_or(String::new(), |cause| format!(": {}", cause.message));
+        let deadline = DurationText::new(progress_deadline(&self.observed.deployment));
+        format!("it was not ready after {deadline}{words}")
+    }
+
+    fn mark_plan(&mut self, plan: &InferencePlan, notes: Vec<(&str, String)>) {
+        let name = plan.name_any();
+        let notes = notes
+            .into_iter()
+            .map(|(key, value)| (key.to_owned(), value));
+        let marks = &mut self.decision.mark_plans;
+        match marks.iter_mut().find(|marks| marks.name == name) {
+            Some(marks) => marks.annotations.extend(notes),
+            None => marks.push(Marks {
+                name,
+                annotations: notes.collect(),
+            }),
+        }
+    }
+
+    fn look_again(&mut self, after: Option<Duration>) {
+        let both = [self.decision.requeue_after, after];
+        self.decision.requeue_after = both.into_iter().flatten().min();
+    }
+}
+
+fn is_same_source(a: &Arc<InferencePlan>, b: &InferencePlan) -> bool {
+    use super::names::NOTE_SOURCE;
+    a.annotations().get(NOTE_SOURCE) == b.annotations().get(NOTE_SOURCE)
+}

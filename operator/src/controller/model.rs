@@ -1,0 +1,556 @@
+//! From a model source to its facts and the nodes that have it, or to what is to be done to learn them.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hearth_crds::{InferencePlan, ModelFacts, ModelSource, format_bytes};
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Pod;
+
+use super::build::{BuildContext, ROLE_INSPECT, inspect_pod, source_digest};
+use super::builtin;
+use super::candidates::{Candidates, is_lost};
+use super::cause::{Cause, cause, last_words, node_of, quoted};
+use super::conditions::{self, MODEL_READY};
+use super::decision::PodEnd;
+use super::names::{NOTE_MODEL, NOTE_MODEL_NODES, NOTE_SOURCE};
+use super::observed::{FetchView, Observed, PodView};
+
+/// Nodes whose directory is looked into, or that a model is fetched on, at most.
+const MOST_NODES: usize = 16;
+/// Nodes that a model is fetched on before it is known how many are needed.
+const FIRST_FETCHES: usize = 4;
+/// A mount that does not come about is given up after this.
+const MOUNT_PATIENCE: Duration = Duration::from_secs(10);
+/// Once a model was found somewhere, other nodes are waited for so long.
+const OTHERS_PATIENCE: Duration = Duration::from_secs(60);
+/// A fetch that ends this much later than another's is not waited for.
+const FETCH_PATIENCE_S: u64 = 10;
+/// A look that failed is repeated after this: the model may have been put there.
+const LOOK_AGAIN: Duration = Duration::from_secs(300);
+/// How often agents are asked about a fetch.
+const FETCH_POLL: Duration = Duration::from_secs(2);
+
+/// Reason of ModelReady when the model is nowhere.
+pub(crate) const NOT_FOUND: &str = "ModelNotFound";
+
+/// A model that can be planned.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Model {
+    /// What placement must know of it.
+    pub(crate) facts: ModelFacts,
+    /// The nodes that have it; `None`: every node.
+    pub(crate) nodes: Option<BTreeSet<String>>,
+}
+
+/// What is known of the model.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum ModelState {
+    /// Enough to plan with.
+    Known(Box<Model>),
+    /// Not yet, or not at all.
+    Unknown(Cause),
+}
+
+/// Bytes of a fetch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Download {
+    pub(crate) bytes: u64,
+    pub(crate) total_bytes: u64,
+}
+
+/// What is known, and what is done to know more.
+#[derive(Clone, Debug)]
+pub(crate) struct ModelStep {
+    pub(crate) state: ModelState,
+    pub(crate) create: Vec<Pod>,
+    pub(crate) end: Vec<PodEnd>,
+    pub(crate) fetch_on: Vec<String>,
+    pub(crate) download: Option<Download>,
+    pub(crate) look_again: Option<Duration>,
+}
+
+impl ModelStep {
+    fn of(state: ModelState) -> Self {
+        Self {
+            state,
+            create: Vec::new(),
+            end: Vec::new(),
+            fetch_on: Vec::new(),
+            download: None,
+            look_again: None,
+        }
+    }
+}
+
+/// Looks for the model of the spec among `candidates`.
+///
+/// With `more`, nodes beyond those that are known to have it are looked at too: the known ones do not suffice.
+pub(crate) fn find(observed: &Observed, candidates: &Candidates, more: bool) -> ModelStep {
+    let source = &observed.deployment.spec.model.source;
+    let digest = source_digest(source);
+    if let Some(builtin) = &source.builtin {
+        let state = match builtin::facts(&builtin.name) {
+            Some(facts) => known(facts, None),
+            None => ModelState::Unknown(Cause::trouble(
+                NOT_FOUND,
+                format!("no model {} comes with this version", builtin.name),
+            )),
+        };
+        let mut step = ModelStep::of(state);
+        step.end = end_inspections(observed, |_| true);
+        return step;
+    }
+    let told = told_by_plans(&observed.plans, &digest);
+    let mut step = if source.http.is_some() {
+        fetched(observed, candidates, told.as_ref(), more)
+    } else {
+        inspected(observed, candidates, told.as_ref(), more)
+    };
+    let strangers = end_inspections(observed, |pod| pod.source != digest);
+    step.end.extend(strangers);
+    keep_refusal(observed, &mut step);
+    step
+}
+
+/// The model as a plan's annotations tell it.
+pub(crate) fn told_by(plan: &InferencePlan) -> Option<Model> {
+    let notes = plan.metadata.annotations.as_ref()?;
+    let facts = serde_json::from_str(notes.get(NOTE_MODEL)?).ok()?;
+    let nodes: BTreeSet<String> = notes
+        .get(NOTE_MODEL_NODES)?
+        .split(',')
+        .filter(|name| !name.is_empty())
+        .map(str::to_owned)
+        .collect();
+    let nodes = Some(nodes).filter(|nodes| !nodes.is_empty());
+    Some(Model { facts, nodes })
+}
+
+/// Annotations for a plan of that model.
+pub(crate) fn notes_of(source: &ModelSource, model: &Model) -> [(String, String); 3] {
+    let facts = serde_json::to_string(&model.facts).unwrap_or_default();
+    let nodes: Vec<&str> = model.nodes.iter().flatten().map(String::as_str).collect();
+    [
+        (NOTE_SOURCE.to_owned(), source_digest(source)),
+        (NOTE_MODEL.to_owned(), facts),
+        (NOTE_MODEL_NODES.to_owned(), nodes.join(",")),
+    ]
+}
+
+fn known(facts: ModelFacts, nodes: Option<BTreeSet<String>>) -> ModelState {
+    ModelState::Known(Box::new(Model { facts, nodes }))
+}
+
+fn told_by_plans(plans: &[Arc<InferencePlan>], digest: &str) -> Option<Model> {
+    let is_of_source = |plan: &&Arc<InferencePlan>| {
+        let notes = plan.metadata.annotations.as_ref();
+        notes
+            .and_then(|notes| notes.get(NOTE_SOURCE))
+            .map(String::as_str)
+            == Some(digest)
+    };
+    plans
+        .iter()
+        .rev()
+        .filter(is_of_source)
+        .find_map(|plan| told_by(plan))
+}
+
+fn inspections(observed: &Observed) -> impl Iterator<Item = &Arc<PodView>> {
+    observed.pods.iter().filter(|pod| pod.role == ROLE_INSPECT)
+}
+
+fn end_inspections(observed: &Observed, which: impl Fn(&PodView) -> bool) -> Vec<PodEnd> {
+    inspections(observed)
+        .filter(|pod| which(pod) && !pod.is_deleting)
+        .map(|pod| end_of(pod))
+        .collect()
+}
+
+/// Inspect Pods hold nothing that needs grace.
+fn end_of(pod: &PodView) -> PodEnd {
+    PodEnd {
+        name: pod.name.clone(),
+        uid: pod.uid.clone(),
+        at_once: true,
+    }
+}
+
+/// A model that was nowhere to be found is not called "being looked for" again each time it is looked for.
+fn keep_refusal(observed: &Observed, step: &mut ModelStep) {
+    let ModelState::Unknown(cause) = &mut step.state else {
+        return;
+    };
+    let deployment = &observed.deployment;
+    let old = conditions::of(deployment.status.as_ref(), MODEL_READY).filter(|old| {
+        old.reason == NOT_FOUND && old.observed_generation == deployment.metadata.generation
+    });
+    if let (Some(old), false) = (old, cause.is_trouble) {
+        *cause = Cause::trouble(NOT_FOUND, old.message.clone());
+    }
+}
+
+/// What the looks at nodes have brought so far.
+#[derive(Default)]
+struct Looks {
+    found: Vec<(String, ModelFacts)>,
+    missing: Vec<(String, String)>,
+    waiting: Vec<(Option<Timestamp>, Cause)>,
+}
+
+fn inspected(
+    observed: &Observed,
+    candidates: &Candidates,
+    told: Option<&Model>,
+    more: bool,
+) -> ModelStep {
+    if let (Some(model), false) = (told, more) {
+        let mut step = ModelStep::of(ModelState::Known(Box::new(model.clone())));
+        step.end = end_inspections(observed, |_| true);
+        return step;
+    }
+    let source = &observed.deployment.spec.model.source;
+    let has_it = |name: &str| {
+        let nodes = told.and_then(|model| model.nodes.as_ref());
+        nodes.is_some_and(|nodes| nodes.contains(name))
+    };
+    let targets: Vec<Option<&str>> = if source.persistent_volume_claim.is_some() {
+        vec![None]
+    } else {
+        let names = candidates.free.keys().filter(|name| !has_it(name));
+        names
+            .take(MOST_NODES)
+            .map(|name| Some(name.as_str()))
+            .collect()
+    };
+    let mut step = ModelStep::of(ModelState::Unknown(nowhere(candidates)));
+    let mut looks = Looks::default();
+    for target in targets {
+        look(observed, target, &mut looks, &mut step);
+    }
+    let now = observed.now;
+    let is_late = |created: &Option<Timestamp>| is_older(*created, now, OTHERS_PATIENCE);
+    let has_any = told.is_some() || !looks.found.is_empty();
+    let waits = looks
+        .waiting
+        .iter()
+        .filter(|(created, _)| !(has_any && is_late(created)))
+        .count();
+    if waits > 0 {
+        step.look_again = Some(MOUNT_PATIENCE);
+    }
+    step.state = verdict(source, told, looks, waits > 0, candidates);
+    step
+}
+
+/// One inspect Pod: what it found, or what is to be done about it.
+fn look(observed: &Observed, target: Option<&str>, looks: &mut Looks, step: &mut ModelStep) {
+    let source = &observed.deployment.spec.model.source;
+    let context = BuildContext {
+        settings: &observed.settings,
+        deployment: &observed.deployment,
+    };
+    let wanted = inspect_pod(&context, source, target);
+    let name = wanted.metadata.name.clone().unwrap_or_default();
+    let place = target.unwrap_or_default();
+    let Some(pod) = inspections(observed).find(|pod| pod.name == name) else {
+        step.create.push(wanted);
+        let message = match target {
+            Some(node) => format!("the model is being looked for on {node}"),
+            None => "the model is being looked for in the claim".to_owned(),
+        };
+        looks
+            .waiting
+            .push((None, Cause::waiting("Inspecting", message)));
+        return;
+    };
+    let node = match node_of(pod) {
+        "" => place,
+        node => node,
+    };
+    if !node.is_empty() && is_lost(observed, node) {
+        step.end.push(end_of(pod));
+        return;
+    }
+    if let Some(facts) = facts_of(pod) {
+        looks.found.push((node.to_owned(), facts));
+        return;
+    }
+    let why = cause("the look at the model", pod, &observed.settings);
+    let is_stuck = why.is_trouble && is_older(pod.created, observed.now, MOUNT_PATIENCE);
+    match pod.phase.as_str() {
+        "Failed" | "Succeeded" => {
+            looks.missing.push((node.to_owned(), words_of(pod)));
+            repeat(observed, pod, step);
+        }
+        _ if is_stuck && why.reason == "MountFailed" && target.is_some() => {
+            let words = pod.setup_warning.as_deref().unwrap_or_default();
+            looks
+                .missing
+                .push((node.to_owned(), quoted(mount_words(words))));
+            repeat(observed, pod, step);
+        }
+        _ => looks.waiting.push((pod.created, why)),
+    }
+}
+
+/// What the kubelet says of a directory that is not there, without volume names and numbers.
+fn mount_words(words: &str) -> &str {
+    match words.find("hostPath type check failed") {
+        Some(start) => &words[start..],
+        None => words,
+    }
+}
+
+fn facts_of(pod: &PodView) -> Option<ModelFacts> {
+    if pod.phase != "Succeeded" {
+        return None;
+    }
+    let end = pod.container.as_ref()?.last_end.as_ref()?;
+    serde_json::from_str(&end.message).ok()
+}
+
+fn words_of(pod: &PodView) -> String {
+    let end = pod
+        .container
+        .as_ref()
+        .and_then(|container| container.last_end.as_ref());
+    match end.map(|end| last_words(&end.message)) {
+        Some(words) if !words.is_empty() => words,
+        _ if !pod.message.is_empty() => quoted(&pod.message),
+        _ => "the look at the model ended without a word".to_owned(),
+    }
+}
+
+fn repeat(observed: &Observed, pod: &PodView, step: &mut ModelStep) {
+    step.look_again = Some(LOOK_AGAIN);
+    if is_older(pod.created, observed.now, LOOK_AGAIN) && !pod.is_deleting {
+        step.end.push(end_of(pod));
+    }
+}
+
+pub(crate) fn is_older(created: Option<Timestamp>, now: Timestamp, age: Duration) -> bool {
+    created.is_some_and(|created| {
+        let elapsed = now.as_millisecond() - created.as_millisecond();
+        u128::try_from(elapsed).unwrap_or(0) >= age.as_millis()
+    })
+}
+
+/// Nodes whose directories hold different models are not mixed: the larger group counts.
+fn verdict(
+    source: &ModelSource,
+    told: Option<&Model>,
+    looks: Looks,
+    is_waiting: bool,
+    candidates: &Candidates,
+) -> ModelState {
+    let Looks {
+        found,
+        missing,
+        waiting,
+    } = looks;
+    if is_waiting {
+        let first = waiting.into_iter().next().map(|(_, cause)| cause);
+        return ModelState::Unknown(first.unwrap_or_else(|| nowhere(candidates)));
+    }
+    let facts = match told {
+        Some(model) => Some(model.facts.clone()),
+        None => most_common(&found),
+    };
+    if let Some(facts) = facts {
+        let same = found.into_iter().filter(|(_, other)| *other == facts);
+        let told = told
+            .and_then(|model| model.nodes.clone())
+            .unwrap_or_default();
+        let nodes: BTreeSet<String> = same.map(|(node, _)| node).chain(told).collect();
+        return known(facts, Some(nodes));
+    }
+    let Some((_, first)) = missing.first() else {
+        return ModelState::Unknown(nowhere(candidates));
+    };
+    let message = if source.persistent_volume_claim.is_some() {
+        format!("the model is not in {}: {first}", source.describe())
+    } else {
+        let list: Vec<String> = missing
+            .iter()
+            .map(|(node, why)| format!("{node}: {why}"))
+            .collect();
+        format!(
+            "no node has the model of {}: {}. Put it on a node, or correct the path",
+            source.describe(),
+            list.join("; ")
+        )
+    };
+    ModelState::Unknown(Cause::trouble(NOT_FOUND, message))
+}
+
+fn most_common(found: &[(String, ModelFacts)]) -> Option<ModelFacts> {
+    let count = |facts: &ModelFacts| found.iter().filter(|(_, other)| other == facts).count();
+    let mut best: Option<&ModelFacts> = None;
+    for (_, facts) in found {
+        if best.is_none_or(|best| count(facts) > count(best)) {
+            best = Some(facts);
+        }
+    }
+    best.cloned()
+}
+
+fn nowhere(candidates: &Candidates) -> Cause {
+    let why = candidates
+        .left_out_sentence()
+        .unwrap_or_else(|| "the cluster has no node".to_owned());
+    Cause::waiting(
+        "NoNodes",
+        format!("there is no node to look for the model on; {why}"),
+    )
+}
+
+fn fetched(
+    observed: &Observed,
+    candidates: &Candidates,
+    told: Option<&Model>,
+    more: bool,
+) -> ModelStep {
+    let told_nodes = told
+        .and_then(|model| model.nodes.clone())
+        .unwrap_or_default();
+    let mut fetch_on: Vec<String> = told_nodes
+        .iter()
+        .filter(|name| !is_lost(observed, name))
+        .cloned()
+        .collect();
+    if let (Some(model), false) = (told, more) {
+        let mut step = ModelStep::of(ModelState::Known(Box::new(model.clone())));
+        step.download = fetch_on
+            .iter()
+            .find_map(|name| match observed.fetches.get(name) {
+                Some(FetchView::Ready { bytes, .. }) => Some(Download {
+                    bytes: *bytes,
+                    total_bytes: *bytes,
+                }),
+                _ => None,
+            });
+        step.fetch_on = fetch_on;
+        return step;
+    }
+    let most = if more { MOST_NODES } else { FIRST_FETCHES };
+    let fresh = candidates
+        .free
+        .keys()
+        .filter(|name| !told_nodes.contains(*name));
+    fetch_on.extend(fresh.take(most).cloned());
+    let mut step = ModelStep::of(ModelState::Unknown(nowhere(candidates)));
+    step.state = fetch_verdict(observed, &fetch_on, told, candidates);
+    step.download = download(observed, &fetch_on);
+    step.fetch_on = fetch_on;
+    step.look_again = Some(FETCH_POLL);
+    step
+}
+
+fn fetch_verdict(
+    observed: &Observed,
+    asked: &[String],
+    told: Option<&Model>,
+    candidates: &Candidates,
+) -> ModelState {
+    let mut nodes = told
+        .and_then(|model| model.nodes.clone())
+        .unwrap_or_default();
+    let mut facts = told.map(|model| model.facts.clone());
+    let mut soon = false;
+    let (mut failed, mut silent) = (Vec::new(), Vec::new());
+    for name in asked {
+        match observed.fetches.get(name) {
+            Some(FetchView::Ready { facts: read, .. }) => {
+                nodes.insert(name.clone());
+                facts.get_or_insert_with(|| (**read).clone());
+            }
+            Some(FetchView::Fetching {
+                bytes,
+                total_bytes,
+                bytes_per_second,
+            }) => {
+                let left = total_bytes.saturating_sub(*bytes);
+                soon |=
+                    *total_bytes > 0 && left <= bytes_per_second.saturating_mul(FETCH_PATIENCE_S);
+            }
+            Some(FetchView::Failed(why)) => failed.push(format!("{name}: {}", quoted(why))),
+            Some(FetchView::Unknown(why)) => silent.push(format!("{name}: {}", quoted(why))),
+            None => silent.push(format!("{name}: its agent is being asked")),
+        }
+    }
+    if let (Some(facts), false) = (facts, soon) {
+        return known(facts, Some(nodes));
+    }
+    if let Some(progress) = progress(observed, asked) {
+        return ModelState::Unknown(Cause::waiting("Downloading", progress));
+    }
+    let cause = if !failed.is_empty() {
+        Cause::trouble(
+            "DownloadFailed",
+            format!("the model cannot be fetched; {}", failed.join("; ")),
+        )
+    } else if let Some(first) = silent.first() {
+        Cause::waiting(
+            "WaitingForAgent",
+            format!("the model is to be fetched on {first}"),
+        )
+    } else {
+        nowhere(candidates)
+    };
+    ModelState::Unknown(cause)
+}
+
+/// The fetch that is the furthest.
+fn furthest<'a>(observed: &'a Observed, asked: &'a [String]) -> Option<(&'a str, Download)> {
+    let mut best: Option<(&str, Download)> = None;
+    for name in asked {
+        if let Some(FetchView::Fetching {
+            bytes, total_bytes, ..
+        }) = observed.fetches.get(name)
+        {
+            let download = Download {
+                bytes: *bytes,
+                total_bytes: *total_bytes,
+            };
+            if best.is_none_or(|(_, best)| download.bytes > best.bytes) {
+                best = Some((name, download));
+            }
+        }
+    }
+    best
+}
+
+/// Whole percent of a download; `None` while its size is not known.
+pub(crate) fn percent(download: Download) -> Option<u32> {
+    let percent =
+        (u128::from(download.bytes) * 100).checked_div(u128::from(download.total_bytes))?;
+    u32::try_from(percent.min(100)).ok()
+}
+
+/// Changes with each whole percent, not with each byte.
+fn progress(observed: &Observed, asked: &[String]) -> Option<String> {
+    let (node, download) = furthest(observed, asked)?;
+    Some(match percent(download) {
+        Some(percent) => format!(
+            "{percent} % of {} on {node}",
+            format_bytes(download.total_bytes)
+        ),
+        None => format!("the download has begun on {node}"),
+    })
+}
+
+fn download(observed: &Observed, asked: &[String]) -> Option<Download> {
+    let ready = asked
+        .iter()
+        .find_map(|name| match observed.fetches.get(name) {
+            Some(FetchView::Ready { bytes, .. }) => Some(Download {
+                bytes: *bytes,
+                total_bytes: *bytes,
+            }),
+            _ => None,
+        });
+    ready.or_else(|| furthest(observed, asked).map(|(_, download)| download))
+}

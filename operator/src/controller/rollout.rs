@@ -1,0 +1,540 @@
+//! From the Pods that are there to those that the target plan wants, one safe step at a time.
+//!
+//! Pure and without memory: each visit decides from what it sees, so a visit may be repeated, late, or the last one
+//! before a restart.
+//!
+//! - Pods whose rank and digest the target wants are kept. The rest are extra.
+//! - Without extras, everything that is missing is made.
+//! - **Surge**, when the extras and the whole target fit the nodes: workers are made, when all are ready the gateway is
+//!   made, when it is ready the old gateway goes, when it is gone its workers go.
+//! - **Old down first**, when they do not: the gateway is made (it holds requests), when it is ready the old gateway
+//!   goes, when it is gone the old workers go, when they are gone the new ones are made.
+//! - A gateway that is kept goes on with the extras that it routes to until the target's workers are ready (Surge) or
+//!   must make room (old down first). Nobody is ended while a gateway that will stay routes to them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use hearth_crds::{PlanRole, Route, Routes};
+use jiff::Timestamp;
+
+use super::build::DesiredPod;
+use super::candidates::Room;
+use super::cause::node_of;
+use super::decision::PodEnd;
+use super::model::is_older;
+use super::names::{GATEWAY_PORT, WORKER_PORT};
+use super::observed::PodView;
+
+/// A Pod that failed is made again no sooner than this after it was made: a node may refuse it again at once.
+const REMAKE_AFTER: Duration = Duration::from_secs(10);
+
+/// A Pod that the target plan wants.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Want {
+    pub(crate) name: String,
+    pub(crate) rank: String,
+    pub(crate) hash: String,
+    pub(crate) role: PlanRole,
+    pub(crate) node: String,
+    pub(crate) memory_bytes: u64,
+    pub(crate) gpus: u32,
+    pub(crate) exclusive_cpus: Vec<u32>,
+}
+
+impl Want {
+    /// What the rollout needs of a Pod as it was built.
+    pub(crate) fn of(pod: &DesiredPod) -> Self {
+        let role = match pod.role {
+            "gateway" => PlanRole::Gateway,
+            "prefill" => PlanRole::Prefill,
+            _ => PlanRole::Decode,
+        };
+        Self {
+            name: pod.name.clone(),
+            rank: pod.rank.clone(),
+            hash: pod.hash.clone(),
+            role,
+            node: pod.node.clone(),
+            memory_bytes: pod.memory_bytes,
+            gpus: pod.gpus,
+            exclusive_cpus: pod.exclusive_cpus.clone(),
+        }
+    }
+
+    fn is_gateway(&self) -> bool {
+        self.role == PlanRole::Gateway
+    }
+}
+
+/// What one visit sees.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scene<'a> {
+    /// The target's Pods.
+    pub(crate) wants: &'a [Want],
+    /// The deployment's gateways and workers.
+    pub(crate) pods: &'a [&'a PodView],
+    /// What each node that is there can hold; others count as lost.
+    pub(crate) rooms: &'a BTreeMap<String, Room>,
+    /// Generations of plans that serve the same model in the same way: their gateways can use the target's workers.
+    pub(crate) kindred: &'a BTreeSet<u64>,
+    pub(crate) now: Timestamp,
+}
+
+/// How the target comes about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mode {
+    /// There is nothing else.
+    Alone,
+    /// Beside what it replaces.
+    Surge,
+    /// After what it replaces has made room.
+    OldDownFirst,
+}
+
+/// How far the target is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Progress {
+    pub(crate) mode: Mode,
+    /// Every Pod of the target is ready.
+    pub(crate) is_serving: bool,
+    /// And nothing else is there.
+    pub(crate) is_complete: bool,
+}
+
+/// What is to be done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Steps {
+    /// Indices of wants to make, with their routes (gateways).
+    pub(crate) create: Vec<(usize, Option<String>)>,
+    /// Gateways that get other routes, by name.
+    pub(crate) routes: Vec<(String, String)>,
+    pub(crate) end: Vec<PodEnd>,
+    pub(crate) progress: Progress,
+    pub(crate) look_again: Option<Duration>,
+}
+
+/// Decides the next step.
+pub(crate) fn step(scene: &Scene<'_>) -> Steps {
+    let sorted = Sorted::of(scene);
+    let mode = sorted.mode();
+    let create = sorted.create(mode);
+    let mut end = sorted.ends_at_once();
+    end.extend(sorted.end(mode));
+    let create = create
+        .into_iter()
+        .map(|index| {
+            let is_gateway = scene.wants[index].is_gateway();
+            let routes = is_gateway.then(|| text(&sorted.target_routes()));
+            (index, routes)
+        })
+        .collect();
+    let is_serving = sorted.is_ready(|_| true);
+    Steps {
+        create,
+        routes: sorted.changed_routes(mode),
+        end,
+        progress: Progress {
+            mode,
+            is_serving,
+            is_complete: is_serving && !sorted.has_extras(),
+        },
+        look_again: sorted.look_again(),
+    }
+}
+
+/// The ready Pods that a gateway can send requests to now, by role: `(decode, prefill)`.
+pub(crate) fn reachable(gateway: &PodView, pods: &[&PodView]) -> (usize, usize) {
+    let routes: Routes = serde_json::from_str(&gateway.routes).unwrap_or_default();
+    let is_up = |route: &&Route| {
+        pods.iter().any(|pod| {
+            pod.is_ready && !pod.is_deleting && endpoint(pod).as_ref() == Some(&route.endpoint)
+        })
+    };
+    let count = |role| {
+        let of_role = routes.workers.iter().filter(|route| route.role == role);
+        of_role.filter(is_up).count()
+    };
+    (count(PlanRole::Decode), count(PlanRole::Prefill))
+}
+
+/// The Pods, by what is to become of them.
+struct Sorted<'a> {
+    scene: Scene<'a>,
+    /// For each want: its Pod, when it is there and stays.
+    made: Vec<Option<&'a PodView>>,
+    /// For each want: its name is taken by a Pod that is about to go.
+    is_taken: Vec<bool>,
+    /// Not wanted, and not asked to end yet.
+    extra: Vec<&'a PodView>,
+    /// Asked to end, wanted or not; they hold what they hold.
+    ending: Vec<&'a PodView>,
+    /// Over, but still listed.
+    over: Vec<&'a PodView>,
+    /// On nodes that are lost.
+    lost: Vec<&'a PodView>,
+}
+
+impl<'a> Sorted<'a> {
+    fn of(scene: &Scene<'a>) -> Self {
+        let mut sorted = Self {
+            scene: *scene,
+            made: vec![None; scene.wants.len()],
+            is_taken: vec![false; scene.wants.len()],
+            extra: Vec::new(),
+            ending: Vec::new(),
+            over: Vec::new(),
+            lost: Vec::new(),
+        };
+        for pod in scene.pods {
+            sorted.sort(pod);
+        }
+        sorted
+    }
+
+    fn sort(&mut self, pod: &'a PodView) {
+        let want = self
+            .scene
+            .wants
+            .iter()
+            .position(|want| want.name == pod.name);
+        let node = node_of(pod);
+        let is_over = matches!(pod.phase.as_str(), "Failed" | "Succeeded");
+        let is_lost = !node.is_empty() && !self.scene.rooms.contains_key(node);
+        if let Some(index) = want {
+            self.is_taken[index] = true;
+        }
+        if is_lost {
+            self.lost.push(pod);
+        } else if is_over {
+            self.over.push(pod);
+        } else if pod.is_deleting {
+            self.ending.push(pod);
+        } else if let Some(index) = want {
+            self.is_taken[index] = false;
+            self.made[index] = Some(pod);
+        } else {
+            self.extra.push(pod);
+        }
+    }
+
+    fn wants(&self) -> impl Iterator<Item = (usize, &'a Want)> + Clone {
+        self.scene.wants.iter().enumerate()
+    }
+
+    /// Whether the Pods of all wants that `which` names are ready.
+    fn is_ready(&self, which: impl Fn(&Want) -> bool) -> bool {
+        self.wants()
+            .filter(|(_, want)| which(want))
+            .all(|(index, _)| self.made[index].is_some_and(|pod| pod.is_ready))
+    }
+
+    fn workers_are_ready(&self) -> bool {
+        self.is_ready(|want| !want.is_gateway())
+    }
+
+    fn gateway_is_ready(&self) -> bool {
+        self.is_ready(Want::is_gateway)
+    }
+
+    /// Wants that are not there and could be made.
+    fn missing(&self) -> impl Iterator<Item = (usize, &'a Want)> + Clone {
+        self.wants().filter(|(index, want)| {
+            self.made[*index].is_none()
+                && !self.is_taken[*index]
+                && self.scene.rooms.contains_key(&want.node)
+        })
+    }
+
+    /// Pods that are there though the target does not want them, those that are about to end among them.
+    fn leftovers(&self) -> impl Iterator<Item = &'a PodView> {
+        let ending = self.ending.iter().filter(|pod| !self.is_wanted(pod));
+        self.extra.iter().chain(ending).copied()
+    }
+
+    fn is_wanted(&self, pod: &PodView) -> bool {
+        self.scene.wants.iter().any(|want| want.name == pod.name)
+    }
+
+    fn has_extras(&self) -> bool {
+        self.leftovers().next().is_some()
+    }
+
+    /// All Pods that hold something.
+    fn holders(&self) -> impl Iterator<Item = &'a PodView> {
+        let made = self.made.iter().flatten();
+        made.chain(&self.extra).chain(&self.ending).copied()
+    }
+
+    /// Where nothing is missing there is nothing to make room for.
+    fn mode(&self) -> Mode {
+        if !self.has_extras() {
+            return Mode::Alone;
+        }
+        let new: Vec<&Want> = self.missing().map(|(_, want)| want).collect();
+        if self.fits(&new) && !self.is_crowded() {
+            Mode::Surge
+        } else {
+            Mode::OldDownFirst
+        }
+    }
+
+    /// Whether `new` fit beside all that is there.
+    fn fits(&self, new: &[&Want]) -> bool {
+        let nodes: BTreeSet<&str> = new.iter().map(|want| want.node.as_str()).collect();
+        nodes.into_iter().all(|node| {
+            let Some(room) = self.scene.rooms.get(node) else {
+                return false;
+            };
+            let new = new.iter().filter(|want| want.node == node);
+            let mut need = Need::default();
+            let fresh = new.fold(true, |fresh, want| {
+                fresh & need.add(want.memory_bytes, want.gpus, &want.exclusive_cpus)
+            });
+            let old = self.holders().filter(|pod| node_of(pod) == node);
+            let fresh = old.fold(fresh, |fresh, pod| {
+                fresh & need.add(pod.memory_bytes, pod.gpus, &pod.exclusive_cpus)
+            });
+            fresh && need.is_within(room)
+        })
+    }
+
+    /// Whether the scheduler finds less room than was reckoned, while there are Pods that could make some.
+    fn is_crowded(&self) -> bool {
+        let mut made = self.made.iter().flatten();
+        made.any(|pod| is_refused(pod) && self.has_leftovers_on(&pod.wanted_node))
+    }
+
+    fn has_leftovers_on(&self, node: &str) -> bool {
+        self.leftovers().any(|pod| node_of(pod) == node)
+    }
+
+    fn create(&self, mode: Mode) -> Vec<usize> {
+        let missing = self.missing();
+        match mode {
+            Mode::Alone => missing.map(|(index, _)| index).collect(),
+            Mode::Surge => {
+                let may_have_gateway =
+                    self.workers_are_ready() || !self.has_serving_extra_gateway();
+                missing
+                    .filter(|(_, want)| !want.is_gateway() || may_have_gateway)
+                    .map(|(index, _)| index)
+                    .collect()
+            }
+            Mode::OldDownFirst if self.blocked_gateway(mode).is_some() => Vec::new(),
+            Mode::OldDownFirst => missing
+                .filter(|(_, want)| want.is_gateway())
+                .map(|(index, _)| index)
+                .collect(),
+        }
+    }
+
+    fn has_serving_extra_gateway(&self) -> bool {
+        self.extra.iter().any(|pod| is_gateway(pod) && pod.is_ready)
+    }
+
+    /// Pods that are over, and Pods on lost nodes.
+    fn ends_at_once(&self) -> Vec<PodEnd> {
+        let now = self.scene.now;
+        let over = self.over.iter().filter(|pod| {
+            !pod.is_deleting && (!self.is_wanted(pod) || is_older(pod.created, now, REMAKE_AFTER))
+        });
+        let ended = over.chain(&self.lost);
+        ended.map(|pod| end_of(pod, true)).collect()
+    }
+
+    /// Extras that have done their part.
+    fn end(&self, mode: Mode) -> Vec<PodEnd> {
+        if mode == Mode::Alone {
+            return Vec::new();
+        }
+        let gateways = self.leftovers().any(is_gateway);
+        let blocked = self.blocked_gateway(mode);
+        let may_go = |pod: &&&PodView| {
+            if let Some(node) = blocked {
+                return node_of(pod) == node && self.may_unblock(pod, node);
+            }
+            if !self.gateway_is_ready() {
+                return false;
+            }
+            match mode {
+                Mode::Alone => false,
+                _ if is_gateway(pod) => {
+                    mode == Mode::OldDownFirst || self.workers_are_ready() || !pod.is_ready
+                }
+                Mode::Surge => !gateways && self.workers_are_ready() && !self.is_routed(pod),
+                Mode::OldDownFirst => !gateways && !self.is_routed(pod),
+            }
+        };
+        let ended = self.extra.iter().filter(may_go);
+        ended.map(|pod| end_of(pod, false)).collect()
+    }
+
+    /// The node where the target's gateway finds no room beside what must go.
+    fn blocked_gateway(&self, mode: Mode) -> Option<&'a str> {
+        if mode != Mode::OldDownFirst {
+            return None;
+        }
+        let missing = self.missing().map(|(_, want)| want);
+        let (_, gateway) = self.wants().find(|(index, want)| {
+            let is_refused = self.made[*index].is_some_and(is_refused);
+            let is_missing = missing.clone().any(|missing| missing.name == want.name);
+            want.is_gateway()
+                && (is_refused || is_missing && !self.fits(&[want]))
+                && self.has_leftovers_on(&want.node)
+        })?;
+        Some(&gateway.node)
+    }
+
+    /// Workers make room first; the gateway itself when no worker is left there.
+    fn may_unblock(&self, pod: &PodView, node: &str) -> bool {
+        let has_workers = self
+            .leftovers()
+            .any(|other| !is_gateway(other) && node_of(other) == node);
+        !is_gateway(pod) || !has_workers
+    }
+
+    /// Whether a gateway of the target was last told to send requests to `pod`.
+    fn is_routed(&self, pod: &PodView) -> bool {
+        let Some(endpoint) = endpoint(pod) else {
+            return false;
+        };
+        self.made
+            .iter()
+            .flatten()
+            .filter(|gateway| is_gateway(gateway))
+            .any(|gateway| {
+                routes_of(gateway)
+                    .iter()
+                    .any(|route| route.endpoint == endpoint)
+            })
+    }
+
+    /// The target's workers that have an address.
+    fn target_routes(&self) -> Vec<Route> {
+        self.wants()
+            .filter(|(_, want)| !want.is_gateway())
+            .filter_map(|(index, want)| {
+                Some(Route {
+                    name: want.rank.clone(),
+                    role: want.role,
+                    endpoint: endpoint(self.made[index]?)?,
+                })
+            })
+            .collect()
+    }
+
+    /// The routes of `gateway` as they should be.
+    ///
+    /// An extra stays where it is routed to already: that gateway is known to serve its model.
+    fn routes(&self, gateway: &PodView, mode: Mode) -> Vec<Route> {
+        let is_target = self.is_wanted(gateway);
+        let mut routes = Vec::new();
+        if is_target || self.scene.kindred.contains(&gateway.plan_generation) {
+            routes = self.target_routes();
+        }
+        let extras_leave = match mode {
+            _ if !is_target => false,
+            Mode::Alone => true,
+            Mode::Surge => self.workers_are_ready(),
+            Mode::OldDownFirst => !self.leftovers().any(is_gateway),
+        };
+        let kept = self.made.iter().flatten().filter(|_| !is_target);
+        let others = self.extra.iter().filter(|_| !extras_leave).chain(kept);
+        let alive: Vec<String> = others.filter_map(|pod| endpoint(pod)).collect();
+        for route in routes_of(gateway) {
+            let is_new = routes
+                .iter()
+                .all(|other: &Route| other.endpoint != route.endpoint);
+            if is_new && alive.contains(&route.endpoint) {
+                routes.push(route);
+            }
+        }
+        routes
+    }
+
+    fn changed_routes(&self, mode: Mode) -> Vec<(String, String)> {
+        let gateways = self.holders().filter(|pod| is_gateway(pod));
+        gateways
+            .filter_map(|gateway| {
+                let routes = self.routes(gateway, mode);
+                let is_same = !gateway.routes.is_empty() && routes == routes_of(gateway);
+                (!is_same).then(|| (gateway.name.clone(), text(&routes)))
+            })
+            .collect()
+    }
+
+    fn look_again(&self) -> Option<Duration> {
+        let waits = self.over.iter().any(|pod| self.is_wanted(pod));
+        waits.then_some(REMAKE_AFTER)
+    }
+}
+
+/// What Pods of one node hold together.
+#[derive(Default)]
+struct Need {
+    memory_bytes: u64,
+    gpus: u32,
+    exclusive_cpus: BTreeSet<u32>,
+}
+
+impl Need {
+    /// Adds a Pod; `false` when it wants a CPU that another one has to itself.
+    fn add(&mut self, memory_bytes: u64, gpus: u32, exclusive_cpus: &[u32]) -> bool {
+        self.memory_bytes = self.memory_bytes.saturating_add(memory_bytes);
+        self.gpus = self.gpus.saturating_add(gpus);
+        exclusive_cpus
+            .iter()
+            .fold(true, |fresh, cpu| fresh & self.exclusive_cpus.insert(*cpu))
+    }
+
+    fn is_within(&self, room: &Room) -> bool {
+        self.memory_bytes <= room.memory_bytes
+            && self.gpus <= room.gpus
+            && self.exclusive_cpus.len() <= room.exclusive_cpus
+    }
+}
+
+fn end_of(pod: &PodView, at_once: bool) -> PodEnd {
+    PodEnd {
+        name: pod.name.clone(),
+        uid: pod.uid.clone(),
+        at_once,
+    }
+}
+
+/// Whether the scheduler found too little of something for it.
+fn is_refused(pod: &PodView) -> bool {
+    let words = pod.unschedulable.as_deref();
+    pod.node.is_empty() && words.is_some_and(|words| words.contains("Insufficient"))
+}
+
+fn is_gateway(pod: &PodView) -> bool {
+    pod.role == PlanRole::Gateway.as_str()
+}
+
+/// `host:port` of a Pod that has an address.
+pub(crate) fn endpoint(pod: &PodView) -> Option<String> {
+    let port = if is_gateway(pod) {
+        GATEWAY_PORT
+    } else {
+        WORKER_PORT
+    };
+    match pod.ip.as_str() {
+        "" => None,
+        ip if ip.contains(':') => Some(format!("[{ip}]:{port}")),
+        ip => Some(format!("{ip}:{port}")),
+    }
+}
+
+fn routes_of(gateway: &PodView) -> Vec<Route> {
+    let routes: Result<Routes, _> = serde_json::from_str(&gateway.routes);
+    routes.unwrap_or_default().workers
+}
+
+fn text(routes: &[Route]) -> String {
+    let routes = Routes {
+        workers: routes.to_vec(),
+    };
+    serde_json::to_string(&routes).unwrap_or_default()
+}

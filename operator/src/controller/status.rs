@@ -1,0 +1,628 @@
+//! The whole status, from the parts of a decision.
+
+use std::collections::BTreeSet;
+
+use hearth_crds::{
+    DurationText, EndpointType, FieldError, InferenceDeploymentStatus, InferencePlan,
+    LatencyStatus, ModelStatus, PlanRef, PlanRole, PlanStrategy, PoolStatus, PoolsStatus,
+    format_bytes,
+};
+use kube::ResourceExt;
+
+use super::cause::{Cause, cause};
+use super::choose::{Choice, failure, has_failed, has_served};
+use super::conditions::{
+    self, DECODE_READY, DEGRADED, INVALID_SPEC, MODEL_READY, PLANNED, PREFILL_READY, PROGRESSING,
+    READY, ROLLED_BACK, Verdict,
+};
+use super::model::{Download, ModelState, ModelStep, percent};
+use super::names::{LABEL_DEPLOYMENT, LABEL_ROLE};
+use super::observed::{Observed, PodView};
+use super::rollout::{Mode, Progress, Want, reachable};
+
+/// A measured latency is told anew when it moved by more than this share.
+const WORTH_TELLING: f64 = 0.1;
+
+/// Everything that a status tells.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Picture<'a> {
+    pub(crate) observed: &'a Observed,
+    /// What is wrong with the spec.
+    pub(crate) invalid: &'a [FieldError],
+    /// None when the spec is wrong.
+    pub(crate) model: Option<&'a ModelStep>,
+    pub(crate) choice: &'a Choice,
+    /// The target's Pods; empty without a target.
+    pub(crate) wants: &'a [Want],
+    pub(crate) progress: Option<Progress>,
+    /// The target took too long; with a way back it is given up.
+    pub(crate) is_late: bool,
+    /// It is given up now, and why.
+    pub(crate) given_up: Option<&'a str>,
+}
+
+/// Writes the status.
+pub(crate) fn write(picture: &Picture<'_>) -> InferenceDeploymentStatus {
+    let observed = picture.observed;
+    let deployment = &observed.deployment;
+    let target = picture.target();
+    let verdicts = [
+        (READY, picture.ready()),
+        (PLANNED, picture.planned()),
+        (MODEL_READY, picture.model_ready()),
+        (PREFILL_READY, picture.pool_ready(PlanRole::Prefill)),
+        (DECODE_READY, picture.pool_ready(PlanRole::Decode)),
+        (PROGRESSING, picture.progressing()),
+        (DEGRADED, picture.degraded()),
+    ];
+    let conditions = verdicts.map(|(type_, verdict)| conditions::write(observed, type_, verdict));
+    let pools = PoolsStatus {
+        prefill: picture.pool(PlanRole::Prefill),
+        decode: picture.pool(PlanRole::Decode),
+    };
+    InferenceDeploymentStatus {
+        observed_generation: deployment.metadata.generation,
+        conditions: conditions.to_vec(),
+        plan: target.map(|plan| PlanRef {
+            name: plan.name_any(),
+            generation: plan.spec.generation,
+        }),
+        pools: Some(pools),
+        model: Some(picture.model_status()),
+        topology: target.map(|plan| topology(plan)),
+        predicted: target.map(|plan| LatencyStatus {
+            time_to_first_token: latency_text(plan.spec.predicted.ttft_ms),
+            time_per_output_token: latency_text(plan.spec.predicted.tpot_ms),
+        }),
+        measured: measured(observed),
+        endpoint_url: Some(endpoint_url(observed, target)),
+        selector: Some(format!(
+            "{LABEL_DEPLOYMENT}={},{LABEL_ROLE}={}",
+            deployment.name_any(),
+            PlanRole::Decode.as_str()
+        )),
+    }
+}
+
+/// The cause that speaks for a target that is not ready: trouble before what only takes time.
+pub(crate) fn first_cause(observed: &Observed, wants: &[Want], mode: Mode) -> Option<Cause> {
+    let mut causes = wants
+        .iter()
+        .filter_map(|want| want_cause(observed, want, mode));
+    let first = causes.next()?;
+    if first.is_trouble {
+        return Some(first);
+    }
+    Some(causes.find(|cause| cause.is_trouble).unwrap_or(first))
+}
+
+/// Errors of fields on one line.
+pub(crate) fn field_sentence(errors: &[FieldError]) -> String {
+    let lines: Vec<String> = errors
+        .iter()
+        .map(|error| format!("{} {}: {}", error.field, error.problem, error.remedy))
+        .collect();
+    lines.join("; ")
+}
+
+fn want_cause(observed: &Observed, want: &Want, mode: Mode) -> Option<Cause> {
+    let what = &want.rank;
+    let pod = observed.pods.iter().find(|pod| pod.name == want.name);
+    let is_lost = super::candidates::is_lost(observed, &want.node);
+    match pod {
+        Some(pod) if pod.is_ready && !pod.is_deleting && !is_lost => None,
+        _ if is_lost => Some(Cause::trouble(
+            "NodeLost",
+            format!("{what} waits for node {}, which is lost", want.node),
+        )),
+        Some(pod) => Some(cause(what, pod, &observed.settings)),
+        None if mode == Mode::OldDownFirst && want.role != PlanRole::Gateway => {
+            Some(Cause::waiting(
+                "WaitingForRoom",
+                format!(
+                    "{what} starts when the workers before it have left {}",
+                    want.node
+                ),
+            ))
+        }
+        None if mode == Mode::Surge && want.role == PlanRole::Gateway => Some(Cause::waiting(
+            "WaitingForWorkers",
+            format!("{what} starts when the new workers are ready"),
+        )),
+        None => Some(Cause::waiting(
+            "Creating",
+            format!("{what} is being made on {}", want.node),
+        )),
+    }
+}
+
+impl Picture<'_> {
+    fn target(&self) -> Option<&InferencePlan> {
+        self.choice.target.as_deref()
+    }
+
+    fn mode(&self) -> Mode {
+        self.progress.map_or(Mode::Alone, |progress| progress.mode)
+    }
+
+    fn is_serving(&self) -> bool {
+        self.progress.is_some_and(|progress| progress.is_serving)
+    }
+
+    /// The newest plan, when it was given up and another runs; with the reason.
+    fn rolled_back(&self) -> Option<String> {
+        let target = self.target()?;
+        if let Some(why) = self.given_up {
+            return Some(format!(
+                "plan {} was given up, and the plan before it comes back: {why}",
+                target.spec.generation
+            ));
+        }
+        let newest = self.observed.plans.last()?;
+        if !has_failed(newest) || newest.spec.generation <= target.spec.generation {
+            return None;
+        }
+        Some(format!(
+            "plan {} was given up, and plan {} runs: {}. Change the spec to try again",
+            newest.spec.generation,
+            target.spec.generation,
+            failure(newest)
+        ))
+    }
+
+    /// Why there is nothing to run, or not what the spec asks for now.
+    fn obstacle(&self) -> Option<Cause> {
+        if !self.invalid.is_empty() {
+            let is_elsewhere = self.invalid[0].field == "metadata.namespace";
+            let reason = if is_elsewhere {
+                "NamespaceNotServed"
+            } else {
+                INVALID_SPEC
+            };
+            return Some(Cause::trouble(reason, field_sentence(self.invalid)));
+        }
+        if let Some(refusal) = &self.choice.refusal {
+            return Some(refusal.clone());
+        }
+        match &self.model?.state {
+            ModelState::Known(_) => None,
+            ModelState::Unknown(cause) => Some(cause.clone()),
+        }
+    }
+
+    fn planned(&self) -> Verdict {
+        let goes_on = match self.target() {
+            Some(plan) => format!("; plan {} goes on meanwhile", plan.spec.generation),
+            None => String::new(),
+        };
+        if let Some(cause) = self.obstacle() {
+            let is_about_model = self.invalid.is_empty() && self.choice.refusal.is_none();
+            let reason = if is_about_model {
+                "WaitingForModel"
+            } else {
+                cause.reason
+            };
+            return Verdict::no(reason, format!("{}{goes_on}", cause.message));
+        }
+        if let Some(why) = self.rolled_back() {
+            return Verdict::no(ROLLED_BACK, why);
+        }
+        match self.target() {
+            Some(plan) => Verdict::yes("Planned", plan_sentence(plan)),
+            None => Verdict::no("NotPlanned", "there is no plan yet"),
+        }
+    }
+
+    fn model_ready(&self) -> Verdict {
+        let Some(step) = self.model else {
+            return Verdict::unknown(INVALID_SPEC, "the spec is to be put right first");
+        };
+        let source = &self.observed.deployment.spec.model.source;
+        match &step.state {
+            ModelState::Unknown(cause) => Verdict::not_for(cause),
+            ModelState::Known(model) => {
+                let reason = match source {
+                    source if source.builtin.is_some() => "Builtin",
+                    source if source.http.is_some() => "Downloaded",
+                    _ => "Found",
+                };
+                let place = match &model.nodes {
+                    Some(nodes) => format!(" on {}", list(nodes.iter().map(String::as_str))),
+                    None => String::new(),
+                };
+                let facts = &model.facts;
+                Verdict::yes(
+                    reason,
+                    format!(
+                        "{}: {}, {}, {}{place}",
+                        source.describe(),
+                        facts.architecture,
+                        facts.dtype,
+                        format_bytes(facts.bytes.total())
+                    ),
+                )
+            }
+        }
+    }
+
+    fn pool(&self, role: PlanRole) -> PoolStatus {
+        let spec = &self.observed.deployment.spec;
+        let (desired, ready) = match self.target() {
+            Some(_) => (self.wants_of(role).count(), self.ready_count(role)),
+            None if role == PlanRole::Prefill => (spec.prefill.planned_replicas() as usize, 0),
+            None => (spec.decode.planned_replicas() as usize, 0),
+        };
+        PoolStatus {
+            desired: u32::try_from(desired).unwrap_or(u32::MAX),
+            ready: u32::try_from(ready).unwrap_or(u32::MAX),
+            summary: format!("{ready}/{desired}"),
+        }
+    }
+
+    fn wants_of(&self, role: PlanRole) -> impl Iterator<Item = &Want> {
+        self.wants.iter().filter(move |want| want.role == role)
+    }
+
+    /// Ranks that have a ready Pod, be it of the plan before.
+    fn ready_count(&self, role: PlanRole) -> usize {
+        let is_up = |want: &&Want| {
+            let mut pods = self.observed.pods.iter();
+            pods.any(|pod| pod.rank == want.rank && self.is_up(pod))
+        };
+        self.wants_of(role).filter(is_up).count()
+    }
+
+    fn is_up(&self, pod: &PodView) -> bool {
+        pod.is_ready && !pod.is_deleting && !super::candidates::is_lost(self.observed, &pod.node)
+    }
+
+    fn pool_ready(&self, role: PlanRole) -> Verdict {
+        if self.target().is_none() {
+            return Verdict::no("NotPlanned", "there is no plan yet");
+        }
+        let desired = self.wants_of(role).count();
+        if desired == 0 {
+            return Verdict::yes(
+                "NotWanted",
+                "the plan has none: decode workers read the prompts",
+            );
+        }
+        let ready = self.ready_count(role);
+        if ready == desired {
+            return Verdict::yes("AllReady", format!("{ready} of {desired} ready"));
+        }
+        let wants: Vec<Want> = self.wants_of(role).cloned().collect();
+        match first_cause(self.observed, &wants, self.mode()) {
+            Some(cause) => Verdict::not_for(&cause),
+            None => Verdict::no("Starting", format!("{ready} of {desired} ready")),
+        }
+    }
+
+    fn cause(&self) -> Option<Cause> {
+        first_cause(self.observed, self.wants, self.mode())
+    }
+
+    /// Whether some gateway can have a request answered now.
+    fn is_reachable(&self) -> bool {
+        let pods: Vec<&PodView> = self.observed.pods.iter().map(|pod| &**pod).collect();
+        let is_open = |pod: &&&PodView| pod.role == PlanRole::Gateway.as_str() && self.is_up(pod);
+        pods.iter()
+            .filter(is_open)
+            .any(|gateway| reachable(gateway, &pods).0 > 0)
+    }
+
+    /// Once it serves it is Ready as long as a request can be answered; at first everything must be there.
+    fn ready(&self) -> Verdict {
+        let Some(target) = self.target() else {
+            return match self.obstacle() {
+                Some(cause) => Verdict::not_for(&cause),
+                None => Verdict::no("NotPlanned", "there is no plan yet"),
+            };
+        };
+        let old = conditions::of(self.observed.deployment.status.as_ref(), READY);
+        let has_begun =
+            self.is_serving() || has_served(target) || old.is_some_and(|old| old.status == "True");
+        if has_begun && self.is_reachable() {
+            return Verdict::yes(
+                "Serving",
+                format!("answers at {}", endpoint_url(self.observed, Some(target))),
+            );
+        }
+        match self.cause() {
+            Some(cause) if self.mode() == Mode::OldDownFirst && !cause.is_trouble => Verdict::no(
+                "Replacing",
+                format!(
+                    "requests wait until plan {} has started",
+                    target.spec.generation
+                ),
+            ),
+            Some(cause) => Verdict::not_for(&cause),
+            None => Verdict::no("Starting", "the gateway is being told its workers"),
+        }
+    }
+
+    fn progressing(&self) -> Verdict {
+        let (Some(target), Some(progress)) = (self.target(), self.progress) else {
+            return match self.obstacle() {
+                Some(cause) if cause.is_trouble => Verdict::no("NotPlanned", cause.message),
+                Some(cause) => Verdict::yes("WaitingForModel", cause.message),
+                None => Verdict::no("NotPlanned", "there is no plan yet"),
+            };
+        };
+        let plan = target.spec.generation;
+        let back = self.rolled_back();
+        if progress.is_complete {
+            return match back {
+                Some(why) => Verdict::no(ROLLED_BACK, why),
+                None => Verdict::no("Complete", format!("plan {plan} runs")),
+            };
+        }
+        let cause = self.cause();
+        let words = cause.map_or(String::new(), |cause| format!(": {}", cause.message));
+        if let Some(why) = back {
+            return Verdict::yes("RollingBack", why);
+        }
+        if self.is_late {
+            let message = format!(
+                "plan {plan} is not ready after {}{words}",
+                DurationText::new(super::validate::progress_deadline(
+                    &self.observed.deployment
+                ))
+            );
+            return Verdict::no("ProgressDeadlineExceeded", message);
+        }
+        match progress.mode {
+            Mode::Surge => Verdict::yes(
+                "Surge",
+                format!(
+                    "plan {plan} starts beside what runs, and takes over when it is ready{words}"
+                ),
+            ),
+            Mode::OldDownFirst => Verdict::yes(
+                "OldDownFirst",
+                format!("plan {plan} starts when what runs has made room; requests wait{words}"),
+            ),
+            Mode::Alone if has_served(target) => Verdict::yes(
+                "Recovering",
+                format!("plan {plan} is being restored{words}"),
+            ),
+            Mode::Alone => Verdict::yes("Starting", format!("plan {plan} starts{words}")),
+        }
+    }
+
+    fn degraded(&self) -> Verdict {
+        if let Some(trouble) = &self.choice.trouble {
+            return Verdict::yes(trouble.reason, trouble.message.clone());
+        }
+        if let Some(why) = self.rolled_back() {
+            return Verdict::yes(ROLLED_BACK, why);
+        }
+        let cause = self.cause();
+        match (self.target(), cause) {
+            (Some(target), Some(cause)) if has_served(target) && self.mode() == Mode::Alone => {
+                Verdict {
+                    is_vague: cause.is_vague,
+                    ..Verdict::yes(cause.reason, cause.message)
+                }
+            }
+            (Some(_), _) => Verdict::no("AsPlanned", "nothing that ran is missing"),
+            (None, _) => Verdict::no("NotPlanned", "nothing runs yet"),
+        }
+    }
+
+    fn model_status(&self) -> ModelStatus {
+        let deployment = &self.observed.deployment;
+        let old = deployment
+            .status
+            .as_ref()
+            .and_then(|status| status.model.as_ref());
+        let now = self
+            .model
+            .and_then(|model| model.download)
+            .map(download_status);
+        let (downloaded_bytes, total_bytes, percent) = match (now, old) {
+            // Bytes are told with each new percent only.
+            (Some((_, total, percent)), Some(old))
+                if percent.is_some() && (old.percent, old.total_bytes) == (percent, total) =>
+            {
+                (old.downloaded_bytes, total, percent)
+            }
+            (Some(now), _) => now,
+            (None, Some(old)) if deployment.spec.model.source.http.is_some() => {
+                (old.downloaded_bytes, old.total_bytes, old.percent)
+            }
+            (None, _) => (None, None, None),
+        };
+        ModelStatus {
+            served_name: deployment.spec.served_name(),
+            downloaded_bytes,
+            total_bytes,
+            percent,
+        }
+    }
+}
+
+fn download_status(download: Download) -> (Option<u64>, Option<u64>, Option<u32>) {
+    match percent(download) {
+        Some(percent) => (
+            Some(download.bytes),
+            Some(download.total_bytes),
+            Some(percent),
+        ),
+        None => (None, None, None),
+    }
+}
+
+/// `plan 3: hybrid on attic and office, 1 prefill and 2 decode workers`.
+fn plan_sentence(plan: &InferencePlan) -> String {
+    let count = |role| plan.spec.ranks_of(role).count();
+    let (prefill, decode) = (count(PlanRole::Prefill), count(PlanRole::Decode));
+    let plural = if prefill + decode == 1 { "" } else { "s" };
+    let prefill = match prefill {
+        0 => String::new(),
+        count => format!("{count} prefill and "),
+    };
+    format!(
+        "plan {}: {}, {prefill}{decode} decode worker{plural}",
+        plan.spec.generation,
+        topology(plan)
+    )
+}
+
+/// `hybrid on attic and office`.
+pub(crate) fn topology(plan: &InferencePlan) -> String {
+    let strategy = match plan.spec.strategy {
+        PlanStrategy::Hybrid => "hybrid",
+        PlanStrategy::PipedRing => "piped ring",
+        PlanStrategy::Interleaved => "interleaved",
+    };
+    let nodes: BTreeSet<&str> = plan
+        .spec
+        .ranks
+        .iter()
+        .map(|rank| rank.node.as_str())
+        .collect();
+    format!("{strategy} on {}", list(nodes.into_iter()))
+}
+
+/// `a`, `a and b`, `a, b and c`; of many only the first.
+fn list<'a>(names: impl Iterator<Item = &'a str>) -> String {
+    const NAMED: usize = 8;
+    let mut names: Vec<String> = names.map(str::to_owned).collect();
+    if names.len() > NAMED {
+        let more = names.len() - NAMED;
+        names.truncate(NAMED);
+        names.push(format!("{more} more"));
+    }
+    match names.split_last() {
+        Some((last, rest)) if !rest.is_empty() => format!("{} and {last}", rest.join(", ")),
+        _ => names.concat(),
+    }
+}
+
+/// A latency with two significant digits: `0.62ms`, `41ms`, `1.4s`; `None` for none.
+fn latency_text(latency_ms: f64) -> Option<String> {
+    if !(latency_ms.is_finite() && latency_ms > 0.0) {
+        return None;
+    }
+    let two_digits = |value: f64| {
+        let scale = 10_f64.powi(1 - value.log10().floor() as i32);
+        let rounded = (value * scale).round() / scale;
+        let decimals = usize::try_from(scale.log10().round() as i64).unwrap_or(0);
+        let text = format!("{rounded:.decimals$}");
+        match text.contains('.') {
+            true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
+            false => text,
+        }
+    };
+    Some(if latency_ms < 995.0 {
+        format!("{}ms", two_digits(latency_ms))
+    } else {
+        format!("{}s", two_digits(latency_ms / 1e3))
+    })
+}
+
+/// What is measured now, unless it is nearly what was told last. Where nothing is measured the last words stay.
+fn measured(observed: &Observed) -> Option<LatencyStatus> {
+    let status = observed.deployment.status.as_ref();
+    let old = status.and_then(|status| status.measured.clone());
+    let Some(new) = observed.measured else {
+        return old;
+    };
+    let old = old.unwrap_or_default();
+    let measured = LatencyStatus {
+        time_to_first_token: steady(old.time_to_first_token, new.ttft_ms),
+        time_per_output_token: steady(old.time_per_output_token, new.tpot_ms),
+    };
+    (measured != LatencyStatus::default()).then_some(measured)
+}
+
+fn steady(old: Option<String>, new_ms: Option<f64>) -> Option<String> {
+    let Some(text) = new_ms.and_then(latency_text) else {
+        return old;
+    };
+    let told_ms = old
+        .as_deref()
+        .and_then(|old| old.parse::<DurationText>().ok())
+        .map(DurationText::as_millis_f64);
+    match (told_ms, new_ms) {
+        (Some(told), Some(new)) if (new - told).abs() <= told * WORTH_TELLING => old,
+        _ => Some(text),
+    }
+}
+
+/// The address for clients: the Service's name, or what leads there from outside.
+fn endpoint_url(observed: &Observed, target: Option<&InferencePlan>) -> String {
+    let deployment = &observed.deployment;
+    let inside = format!(
+        "{}.{}.svc",
+        deployment.name_any(),
+        deployment.namespace().unwrap_or_default()
+    );
+    let host = match (&observed.external, deployment.spec.endpoint.type_) {
+        (Some(port), EndpointType::NodePort) => {
+            let node = target.and_then(|plan| plan.spec.ranks_of(PlanRole::Gateway).next());
+            node.map(|rank| format!("{}:{port}", rank.node))
+        }
+        (Some(address), EndpointType::LoadBalancer) if address.contains(':') => {
+            Some(format!("[{address}]"))
+        }
+        (Some(address), EndpointType::LoadBalancer) => Some(address.clone()),
+        _ => None,
+    };
+    format!("http://{}/v1", host.unwrap_or(inside))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::observed::Measured;
+    use super::super::testing::{deployment, observed};
+    use super::*;
+
+    #[test]
+    fn latencies_have_two_digits() {
+        for (ms, text) in [
+            (0.624, "0.62ms"),
+            (0.6, "0.6ms"),
+            (9.96, "10ms"),
+            (41.2, "41ms"),
+            (118.0, "120ms"),
+            (994.0, "990ms"),
+            (999.0, "1s"),
+            (1432.0, "1.4s"),
+            (61_000.0, "61s"),
+        ] {
+            assert_eq!(latency_text(ms).as_deref(), Some(text), "{ms}");
+        }
+        assert_eq!(latency_text(0.0), None);
+        assert_eq!(latency_text(f64::NAN), None);
+    }
+
+    #[test]
+    fn a_measurement_is_told_again_only_when_it_moved() {
+        let old = Some("41ms".to_owned());
+        assert_eq!(steady(old.clone(), Some(44.9)), old);
+        assert_eq!(steady(old.clone(), Some(45.2)), Some("45ms".to_owned()));
+        assert_eq!(steady(old.clone(), None), old);
+        let mut observed = observed(deployment(""));
+        assert_eq!(measured(&observed), None);
+        observed.measured = Some(Measured {
+            ttft_ms: Some(1400.0),
+            tpot_ms: None,
+        });
+        assert_eq!(
+            measured(&observed).unwrap().time_to_first_token.as_deref(),
+            Some("1.4s")
+        );
+    }
+
+    #[test]
+    fn the_endpoint_is_the_service_or_what_leads_there() {
+        let mut observed = observed(deployment("endpoint: {type: LoadBalancer}\n"));
+        assert_eq!(endpoint_url(&observed, None), "http://demo.default.svc/v1");
+        observed.external = Some("10.0.0.7".to_owned());
+        assert_eq!(endpoint_url(&observed, None), "http://10.0.0.7/v1");
+        observed.external = Some("fd00::7".to_owned());
+        assert_eq!(endpoint_url(&observed, None), "http://[fd00::7]/v1");
+    }
+}

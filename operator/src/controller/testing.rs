@@ -1,0 +1,111 @@
+//! Clusters on paper, for the tests of this folder.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hearth_crds::{
+    ComputeProfile, CpuProfile, InferenceDeployment, MemoryProfile, NodeProfileSpec,
+    NumaNodeProfile,
+};
+use jiff::Timestamp;
+
+use super::observed::{NodeView, Observed, Settings};
+
+pub(super) const GIB: u64 = 1 << 30;
+pub(super) const MIB: u64 = 1 << 20;
+
+/// The clock of the tests.
+pub(super) fn at(second: i64) -> Timestamp {
+    Timestamp::from_second(1_800_000_000 + second).unwrap()
+}
+
+pub(super) fn settings() -> Settings {
+    Settings {
+        worker_image: "hearth/worker:1".to_owned(),
+        pull_policy: "IfNotPresent".to_owned(),
+        pull_secrets: Vec::new(),
+        operator_namespace: "hearth".to_owned(),
+        namespaces: Vec::new(),
+        model_cache: "/var/lib/hearth/models".to_owned(),
+        network_policies: true,
+        certificate_lifetime: Duration::from_secs(86_400),
+    }
+}
+
+/// `demo` in `default`: the built-in model, and what `yaml` adds to its spec.
+pub(super) fn deployment(yaml: &str) -> InferenceDeployment {
+    let source = if yaml.contains("model:") {
+        ""
+    } else {
+        "model: {source: {builtin: {name: hearth-demo}}, contextLength: 2048}\n"
+    };
+    let spec = serde_norway::from_str(&format!("{source}{yaml}")).unwrap();
+    let mut deployment = InferenceDeployment::new("demo", spec);
+    deployment.metadata.namespace = Some("default".to_owned());
+    deployment.metadata.uid = Some("0b1c".to_owned());
+    deployment.metadata.generation = Some(1);
+    deployment
+}
+
+/// A measured node with `cpus` cores and `memory_bytes`, all of it available.
+pub(super) fn node(name: &str, cpus: u32, memory_bytes: u64) -> NodeView {
+    let profile = NodeProfileSpec {
+        node: name.to_owned(),
+        cpus: (0..cpus)
+            .map(|id| CpuProfile {
+                id,
+                core: id,
+                ..CpuProfile::default()
+            })
+            .collect(),
+        numa_nodes: vec![NumaNodeProfile {
+            id: 0,
+            cpus: (0..cpus).collect(),
+            memory_bytes,
+            free_bytes: memory_bytes,
+            read_gbps: 20.0,
+        }],
+        memory: MemoryProfile {
+            total_bytes: memory_bytes,
+            available_bytes: memory_bytes,
+            read_one_thread_gbps: 10.0,
+            read_all_threads_gbps: 20.0,
+        },
+        compute: ComputeProfile {
+            bf16_one_thread_gflops: 20.0,
+            bf16_all_threads_gflops: 80.0,
+            f32_one_thread_gflops: 20.0,
+            f32_all_threads_gflops: 80.0,
+        },
+        measured_at: "2026-01-01T00:00:00Z".to_owned(),
+        ..NodeProfileSpec::default()
+    };
+    NodeView {
+        name: name.to_owned(),
+        labels: BTreeMap::from([("kubernetes.io/hostname".to_owned(), name.to_owned())]),
+        is_ready: true,
+        cpu_millis: u64::from(cpus) * 1000,
+        memory_bytes,
+        profile: Some(profile),
+        ..NodeView::default()
+    }
+}
+
+/// The deployment in a cluster of two nodes, `attic` and `office`, with 4 cores and 4 GiB each.
+pub(super) fn observed(deployment: InferenceDeployment) -> Observed {
+    let nodes = ["attic", "office"].map(|name| (name.to_owned(), Arc::new(node(name, 4, 4 * GIB))));
+    Observed {
+        now: at(0),
+        settings: Arc::new(settings()),
+        deployment: Arc::new(deployment),
+        plans: Vec::new(),
+        pods: Vec::new(),
+        nodes: BTreeMap::from(nodes),
+        held_by_others: BTreeMap::new(),
+        fetches: BTreeMap::new(),
+        measured: None,
+        certificate: Some("1".to_owned()),
+        external: None,
+    }
+}

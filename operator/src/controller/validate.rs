@@ -1,0 +1,171 @@
+//! Validate: whether this operator serves the deployment, and whether its spec asks for what can be done.
+//!
+//! The rules of admission are checked again: an object may have been made while an older definition was installed.
+
+use std::time::Duration;
+
+use hearth_crds::{
+    FieldError, InferenceDeployment, InferenceDeploymentSpec, ParseError, Venue, unsupported,
+    validate_deployment,
+};
+
+use super::conditions::{self, PLANNED};
+use super::observed::{Observed, Settings};
+
+/// How long a new plan may take when the spec does not say.
+const PROGRESS_DEADLINE: Duration = Duration::from_secs(600);
+
+/// A deployment whose spec can be planned.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Valid<'a> {
+    /// What is asked for.
+    pub(crate) spec: &'a InferenceDeploymentSpec,
+}
+
+/// Whether deployments of `namespace` are this operator's business.
+pub(crate) fn serves(settings: &Settings, namespace: &str) -> bool {
+    settings.namespaces.is_empty() || settings.namespaces.iter().any(|name| name == namespace)
+}
+
+/// Checks the deployment.
+///
+/// # Errors
+/// Every field that is wrong, with what to write instead.
+pub(crate) fn validate(observed: &Observed) -> Result<Valid<'_>, Vec<FieldError>> {
+    let deployment = &observed.deployment;
+    let namespace = deployment.metadata.namespace.as_deref().unwrap_or_default();
+    if !serves(&observed.settings, namespace) {
+        return Err(vec![not_served(&observed.settings, namespace)]);
+    }
+    let lacking = unsupported(&deployment.spec, Venue::Cluster);
+    if !lacking.is_empty() {
+        return Err(lacking);
+    }
+    if !was_found_valid(deployment) {
+        check_rules(deployment)?;
+    }
+    Ok(Valid {
+        spec: &deployment.spec,
+    })
+}
+
+/// How long a new plan may take until all its workers are ready.
+pub(crate) fn progress_deadline(deployment: &InferenceDeployment) -> Duration {
+    let asked = deployment.spec.rollout.progress_deadline;
+    asked.map_or(PROGRESS_DEADLINE, |text| text.get())
+}
+
+fn not_served(settings: &Settings, namespace: &str) -> FieldError {
+    let served = settings.namespaces.join(",");
+    FieldError::new(
+        "metadata.namespace",
+        format!("is {namespace:?}, and this operator serves {served}"),
+        format!(
+            "add it: helm upgrade hearth charts/hearth -n {} --reuse-values --set 'namespaces={{{served},{namespace}}}'",
+            settings.operator_namespace
+        ),
+    )
+}
+
+/// Whether the last visit found this very generation valid; the rules are costly and never change their mind.
+fn was_found_valid(deployment: &InferenceDeployment) -> bool {
+    let planned = deployment
+        .status
+        .as_ref()
+        .and_then(|status| status.conditions.iter().find(|c| c.type_ == PLANNED));
+    planned.is_some_and(|condition| {
+        condition.observed_generation.is_some()
+            && condition.observed_generation == deployment.metadata.generation
+            && condition.reason != conditions::INVALID_SPEC
+    })
+}
+
+fn check_rules(deployment: &InferenceDeployment) -> Result<(), Vec<FieldError>> {
+    let name = deployment.metadata.name.as_deref().unwrap_or_default();
+    let mut bare = InferenceDeployment::new(name, deployment.spec.clone());
+    bare.metadata.namespace = deployment.metadata.namespace.clone();
+    match validate_deployment(&bare, Venue::Cluster) {
+        Ok(()) => Ok(()),
+        Err(ParseError::Fields(fields)) => Err(fields),
+        Err(other) => Err(vec![FieldError::new(
+            "spec",
+            "cannot be checked",
+            other.to_string(),
+        )]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{deployment, observed};
+    use super::*;
+
+    fn check(yaml: &str) -> Result<(), String> {
+        let observed = observed(deployment(yaml));
+        validate(&observed).map(|_| ()).map_err(|errors| {
+            let lines: Vec<String> = errors.iter().map(ToString::to_string).collect();
+            lines.join("\n")
+        })
+    }
+
+    #[test]
+    fn the_demo_is_valid() {
+        assert_eq!(check(""), Ok(()));
+    }
+
+    #[test]
+    fn what_admission_would_refuse_is_refused_here_too() {
+        let mut deployment = deployment("decode: {maxBatch: 8}\n");
+        deployment.spec.decode.max_batch = 0;
+        let errors = validate(&observed(deployment)).unwrap_err();
+        assert_eq!(errors[0].field, "spec.decode.maxBatch");
+    }
+
+    #[test]
+    fn a_long_name_is_refused() {
+        let mut deployment = deployment("");
+        deployment.metadata.name = Some("a".repeat(41));
+        let errors = validate(&observed(deployment)).unwrap_err();
+        assert_eq!(errors[0].field, "metadata.name");
+    }
+
+    #[test]
+    fn a_valid_generation_is_not_checked_twice_and_a_new_one_is() {
+        let mut deployment = deployment("");
+        deployment.spec.decode.max_batch = 0;
+        deployment.metadata.generation = Some(7);
+        let mut status = hearth_crds::InferenceDeploymentStatus::default();
+        status.conditions.push(hearth_crds::Condition {
+            type_: PLANNED.to_owned(),
+            status: "True".to_owned(),
+            observed_generation: Some(6),
+            last_transition_time: "2026-01-01T00:00:00Z".to_owned(),
+            reason: "Planned".to_owned(),
+            message: String::new(),
+        });
+        deployment.status = Some(status);
+        assert!(validate(&observed(deployment.clone())).is_err());
+        deployment.metadata.generation = Some(6);
+        assert!(validate(&observed(deployment)).is_ok());
+    }
+
+    #[test]
+    fn a_namespace_that_is_not_served_is_told_how_to_be() {
+        let mut observed = observed(deployment(""));
+        let mut settings = (*observed.settings).clone();
+        settings.namespaces = vec!["default".to_owned(), "chat".to_owned()];
+        observed.settings = settings.into();
+        assert!(validate(&observed).is_ok());
+        let mut elsewhere = (*observed.deployment).clone();
+        elsewhere.metadata.namespace = Some("lab".to_owned());
+        observed.deployment = elsewhere.into();
+        let errors = validate(&observed).unwrap_err();
+        assert!(
+            errors[0]
+                .remedy
+                .contains("--set 'namespaces={default,chat,lab}'"),
+            "{}",
+            errors[0].remedy
+        );
+    }
+}

@@ -4,21 +4,31 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_crds::CpuProfile;
 
-use crate::ProfileError;
 use crate::cgroup::Limits;
 use crate::tree::{Tree, format_ids, parse_id_list};
+use crate::{ProfileError, Scope};
 
 const CPUS: &str = "/sys/devices/system/cpu";
 
-/// The CPUs that this process may use, ascending. Under a CPU quota there are only as many as the quota pays
+/// The CPUs that this process may use, or those of the node, ascending. Under a CPU quota there are only as many as the quota pays
 /// for: more threads than that would be stopped in the middle of a step.
-pub(crate) fn usable_cpus(tree: &Tree, limits: &Limits) -> Result<Vec<CpuProfile>, ProfileError> {
+pub(crate) fn usable_cpus(
+    tree: &Tree,
+    limits: &Limits,
+    scope: Scope,
+) -> Result<Vec<CpuProfile>, ProfileError> {
     let online = online(tree);
     let mut usable = online.clone();
-    let affinity = tree
-        .read("/proc/self/status")
-        .as_deref()
-        .and_then(|text| status_list(text, "Cpus_allowed_list"));
+    let affinity = match scope {
+        Scope::Process => tree
+            .read("/proc/self/status")
+            .as_deref()
+            .and_then(|text| status_list(text, "Cpus_allowed_list")),
+        Scope::Node => {
+            let isolated = tree.ids(&format!("{CPUS}/isolated")).unwrap_or_default();
+            Some(online.difference(&isolated).copied().collect())
+        }
+    };
     for allowed in [&affinity, &limits.cpus].into_iter().flatten() {
         usable.retain(|cpu| allowed.contains(cpu));
     }

@@ -1,8 +1,8 @@
 //! How fast the disk below a directory reads, past the page cache.
 
 use std::fs::File;
-use std::io::Read;
-use std::os::fd::AsFd;
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, AsRawFd};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -17,20 +17,33 @@ const MAX_TIME: Duration = Duration::from_millis(400);
 /// Fewer bytes say nothing about a disk.
 const MIN_BYTES: u64 = 1 << 20;
 const CHUNK_BYTES: usize = 4 << 20;
+/// A file that is written to be read, where so much is free.
+const PROBE_BYTES: usize = 128 << 20;
+const PROBE_FREE_BYTES: u64 = 8 * PROBE_BYTES as u64;
 /// Alignment that direct reads need on every common file system.
 const ALIGN_BYTES: usize = 4096;
 
-/// The sequential read rate of the disk below `directory`, by reading its largest files; none, with a warning,
-/// when there is nothing to read.
-pub(crate) fn measure(tree: &Tree, directory: &Path) -> Option<DiskProfile> {
+/// The disk below `directory` with its free bytes and no rate; none, with a warning, when it cannot be asked.
+pub(crate) fn unmeasured(tree: &Tree, directory: &Path) -> Option<DiskProfile> {
     let shown = directory.display();
-    let free_bytes = match rustix::fs::statvfs(directory) {
-        Ok(stat) => stat.f_bavail.saturating_mul(stat.f_frsize),
+    match rustix::fs::statvfs(directory) {
+        Ok(stat) => Some(DiskProfile {
+            path: shown.to_string(),
+            read_gbps: 0.0,
+            free_bytes: stat.f_bavail.saturating_mul(stat.f_frsize),
+        }),
         Err(error) => {
             tree.warn(format!("{shown}: {error}: its disk is not measured"));
-            return None;
+            None
         }
-    };
+    }
+}
+
+/// The sequential read rate of the disk below `directory`, by reading its largest files, or with `probe` one that is
+/// written where they are too small; none, with a warning, when there is nothing to read.
+pub(crate) fn measure(tree: &Tree, directory: &Path, probe: bool) -> Option<DiskProfile> {
+    let disk = unmeasured(tree, directory)?;
+    let shown = directory.display();
     let mut read_bytes = 0;
     let mut time = Duration::ZERO;
     for file in largest_files(directory) {
@@ -45,6 +58,12 @@ pub(crate) fn measure(tree: &Tree, directory: &Path) -> Option<DiskProfile> {
             Err(error) => tree.warn(format!("{}: {error}: not read", file.display())),
         }
     }
+    if read_bytes < MIN_BYTES && probe && disk.free_bytes >= PROBE_FREE_BYTES {
+        match read_probe(directory) {
+            Ok(read) => (read_bytes, time) = read,
+            Err(error) => tree.warn(format!("{shown}: {error}: no file is written to be read")),
+        }
+    }
     if read_bytes < MIN_BYTES || time.is_zero() {
         tree.warn(format!(
             "{shown} has less than {} MiB to read: its disk is not measured",
@@ -53,10 +72,36 @@ pub(crate) fn measure(tree: &Tree, directory: &Path) -> Option<DiskProfile> {
         return None;
     }
     Some(DiskProfile {
-        path: shown.to_string(),
         read_gbps: read_bytes as f64 / time.as_secs_f64() / 1e9,
-        free_bytes,
+        ..disk
     })
+}
+
+/// Writes a file and reads it. It has no name from the start, so that it is gone whatever happens.
+fn read_probe(directory: &Path) -> std::io::Result<(u64, Duration)> {
+    let path = directory.join(format!(".hearth-probe-{}", std::process::id()));
+    let mut file = File::options()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .open(&path)?;
+    std::fs::remove_file(&path)?;
+    // Other bytes in each block, so that no file system stores them once or squeezes them.
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut chunk = Vec::with_capacity(CHUNK_BYTES);
+    for _ in 0..PROBE_BYTES / CHUNK_BYTES {
+        chunk.clear();
+        while chunk.len() < CHUNK_BYTES {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            chunk.extend_from_slice(&state.to_le_bytes());
+        }
+        file.write_all(&chunk)?;
+    }
+    file.sync_all()?;
+    let nameless = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    read_file(&nameless, MAX_BYTES, MAX_TIME)
 }
 
 /// Regular files of a directory, the largest first.

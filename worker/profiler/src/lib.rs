@@ -1,11 +1,13 @@
 //! Measures this machine: CPUs, NUMA nodes, memory, disk and GPUs, into a [`NodeProfileSpec`].
 //!
 //! What the kernel tells is read below a root path, so that tests run on recorded trees; what must be measured
-//! goes through a [`Meter`]. Limits of a container count: its CPU set, its CPU quota and its memory limit are the
-//! machine. Whatever is missing or malformed is replaced by a plain fallback and a line in
+//! goes through a [`Meter`]. Limits of a container count, unless the node around it is asked for: its CPU set, its
+//! CPU quota and its memory limit are the machine. Whatever is missing or malformed is replaced by a plain fallback and a line in
 //! [`Measured::warnings`]; only a machine without a usable CPU or without memory is an error.
 //!
-//! A whole profile takes about a second. Callers keep the result: nothing here is cached.
+//! A whole profile takes about a second. Callers keep the result: nothing here is cached. What changes without new
+//! hardware is read anew by [`observe`], and [`take_rates`] gives it the rates of an earlier profile, as long as
+//! [`hardware`] is the same.
 
 #![forbid(unsafe_code)]
 
@@ -14,6 +16,7 @@ mod cpu;
 mod disk;
 mod error;
 mod gpu;
+mod hardware;
 mod memory;
 mod meter;
 mod summary;
@@ -25,19 +28,37 @@ use std::time::SystemTime;
 use hearth_crds::{ComputeProfile, IsaProfile, MemoryProfile, NodeProfileSpec, NumaNodeProfile};
 
 pub use error::ProfileError;
+pub use hardware::{hardware, take_rates};
 pub use meter::{CpuMeter, Gflops, Meter};
 pub use summary::summary;
 pub use tree::parse_id_list;
 
+use cgroup::Limits;
 use tree::Tree;
+
+/// Whose machine is measured.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Scope {
+    /// What this process may use.
+    #[default]
+    Process,
+    /// The node, whatever this process may use of it: what an agent in a small container measures for others.
+    /// CPUs are those online and not isolated, for a container that holds CPUs for itself takes them from the others'
+    /// sets and not from the node.
+    Node,
+}
 
 /// What to measure, and how it is called.
 #[derive(Clone, Debug)]
 pub struct ProfileOptions {
     /// Name of the node; none: the host name.
     pub node: Option<String>,
+    /// What of the machine counts.
+    pub scope: Scope,
     /// A directory whose disk is measured, by reading the files in it; none: no disk.
     pub disk: Option<PathBuf>,
+    /// Where the directory has too little to read, write a file for it, which is removed at once.
+    pub probe_disk: bool,
     /// When it is measured; none: now.
     pub measured_at: Option<SystemTime>,
     /// Where `proc` and `sys` are found; `/` but in tests.
@@ -48,7 +69,9 @@ impl Default for ProfileOptions {
     fn default() -> Self {
         Self {
             node: None,
+            scope: Scope::default(),
             disk: None,
+            probe_disk: false,
             measured_at: None,
             root: PathBuf::from("/"),
         }
@@ -83,38 +106,70 @@ pub fn profile(options: &ProfileOptions) -> Result<NodeProfileSpec, ProfileError
 /// [`ProfileError::Clock`] for a time outside of the calendar.
 pub fn measure(options: &ProfileOptions, meter: &dyn Meter) -> Result<Measured, ProfileError> {
     let tree = Tree::new(&options.root);
-    let limits = cgroup::limits(&tree);
-    let mut cpus = cpu::usable_cpus(&tree, &limits)?;
-    let mut memory = memory::memory(&tree, &limits)?;
-    let mut numa_nodes = memory::numa_nodes(&tree, &mut cpus, &memory);
-
+    let own = cgroup::limits(&tree);
+    let mut profile = facts(&tree, options, meter, &own)?;
     let rates = Rates {
         tree: &tree,
         meter,
-        cache_bytes: cpu::last_level_cache_bytes(&tree, &cpus),
+        cache_bytes: cpu::last_level_cache_bytes(&tree, &profile.cpus),
+        own_bytes: own.available_bytes,
     };
-    let all = cpu::one_of_each_core(&cpus);
-    rates.of_memory(&all, &mut memory, &mut numa_nodes);
-    let compute = rates.of_compute(&all);
+    let all = cpu::one_of_each_core(&profile.cpus);
+    rates.of_memory(&all, &mut profile.memory, &mut profile.numa_nodes);
+    profile.compute = rates.of_compute(&all);
     let disk = options.disk.as_deref();
-    let profile = NodeProfileSpec {
+    let measured = disk.and_then(|disk| disk::measure(&tree, disk, options.probe_disk));
+    profile.disks = measured.into_iter().collect();
+    Ok(Measured {
+        profile,
+        warnings: tree.into_warnings(),
+    })
+}
+
+/// What can be read without measuring, in a millisecond: all rates are 0.
+///
+/// # Errors
+/// As [`measure`].
+pub fn observe(options: &ProfileOptions) -> Result<Measured, ProfileError> {
+    let tree = Tree::new(&options.root);
+    let own = cgroup::limits(&tree);
+    let profile = facts(&tree, options, &CpuMeter, &own)?;
+    Ok(Measured {
+        profile,
+        warnings: tree.into_warnings(),
+    })
+}
+
+/// The profile without its rates. `own`: the limits of this process.
+fn facts(
+    tree: &Tree,
+    options: &ProfileOptions,
+    meter: &dyn Meter,
+    own: &Limits,
+) -> Result<NodeProfileSpec, ProfileError> {
+    let unlimited = Limits::default();
+    let limits = match options.scope {
+        Scope::Process => own,
+        Scope::Node => &unlimited,
+    };
+    let mut cpus = cpu::usable_cpus(tree, limits, options.scope)?;
+    let memory = memory::memory(tree, limits)?;
+    let numa_nodes = memory::numa_nodes(tree, &mut cpus, &memory, options.scope);
+    let disk = options.disk.as_deref();
+    Ok(NodeProfileSpec {
         node: options.node.clone().unwrap_or_else(|| tree.host_name()),
         cpus,
-        isa: isa(&tree, meter),
+        isa: isa(tree, meter),
         numa_nodes,
         memory,
-        compute,
-        gpus: gpu::gpus(&tree),
+        compute: ComputeProfile::default(),
+        gpus: gpu::gpus(tree),
         disks: disk
-            .and_then(|d| disk::measure(&tree, d))
+            .and_then(|d| disk::unmeasured(tree, d))
             .into_iter()
             .collect(),
         links: Vec::new(),
         measured_at: rfc3339(options.measured_at.unwrap_or_else(SystemTime::now))?,
-    };
-    Ok(Measured {
-        profile,
-        warnings: tree.into_warnings(),
     })
 }
 
@@ -133,11 +188,21 @@ struct Rates<'a> {
     tree: &'a Tree,
     meter: &'a dyn Meter,
     cache_bytes: u64,
+    /// What the limits of this process leave it; none: no limit.
+    own_bytes: Option<u64>,
 }
 
 impl Rates<'_> {
     fn read_gbps(&self, cpus: &[u32], free_bytes: u64) -> f64 {
-        let bytes = meter::probe_bytes(free_bytes, self.cache_bytes);
+        let bytes = meter::probe_bytes(free_bytes, self.own_bytes, self.cache_bytes);
+        if self.own_bytes.is_some() && (bytes as u64) < self.cache_bytes {
+            self.tree.warn(format!(
+                "reads are measured over {} MiB, and the caches hold {}: the rates may be those of a cache; \
+                 with a higher memory limit they would be those of memory",
+                bytes >> 20,
+                self.cache_bytes >> 20
+            ));
+        }
         self.or_warn("read bandwidth", self.meter.read_gbps(cpus, bytes))
     }
 

@@ -2,10 +2,10 @@
 
 use hearth_crds::{CpuProfile, MemoryProfile, NumaNodeProfile};
 
-use crate::ProfileError;
 use crate::cgroup::Limits;
 use crate::cpu::{NODES, numa_node_ids, status_list};
 use crate::tree::{Tree, kib_line};
+use crate::{ProfileError, Scope};
 
 const MEMINFO: &str = "/proc/meminfo";
 
@@ -41,9 +41,13 @@ pub(crate) fn numa_nodes(
     tree: &Tree,
     cpus: &mut [CpuProfile],
     memory: &MemoryProfile,
+    scope: Scope,
 ) -> Vec<NumaNodeProfile> {
     let status = tree.read("/proc/self/status").unwrap_or_default();
-    let allowed = status_list(&status, "Mems_allowed_list");
+    let allowed = match scope {
+        Scope::Process => status_list(&status, "Mems_allowed_list"),
+        Scope::Node => None,
+    };
     let mut nodes: Vec<NumaNodeProfile> = numa_node_ids(tree)
         .into_iter()
         .filter_map(|id| {

@@ -32,13 +32,17 @@ pub trait Meter {
     fn gflops(&self, cpus: &[u32]) -> Result<Gflops, String>;
 }
 
-/// How much memory a read probe uses: more than the last-level cache of `cache_bytes` holds, and little of what
-/// is available.
-pub(crate) fn probe_bytes(available_bytes: u64, cache_bytes: u64) -> usize {
+/// How much memory a read probe uses: more than the last-level cache of `cache_bytes` holds, little of what is
+/// available, and no more than the half of what this process may still have.
+pub(crate) fn probe_bytes(available_bytes: u64, own_bytes: Option<u64>, cache_bytes: u64) -> usize {
     const LEAST: u64 = 8 << 20;
     const MOST: u64 = 512 << 20;
     let several_caches = cache_bytes.saturating_mul(4).clamp(MOST / 4, MOST);
-    let bytes = several_caches.min(available_bytes / 8).max(LEAST);
+    let own_bytes = own_bytes.unwrap_or(u64::MAX);
+    let bytes = several_caches
+        .min(available_bytes / 8)
+        .min(own_bytes / 2)
+        .max(LEAST);
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 

@@ -88,7 +88,8 @@ fn add_devices(text: &mut String, profile: &NodeProfileSpec) {
     }
 }
 
-fn isa_names(profile: &NodeProfileSpec) -> String {
+/// Names of the instruction sets, such as `avx2 avx512f`.
+pub(crate) fn isa_names(profile: &NodeProfileSpec) -> String {
     let isa = &profile.isa;
     let flags = [
         ("avx2", isa.avx2),

@@ -7,7 +7,8 @@ use std::time::{Duration, SystemTime};
 
 use hearth_crds::{IsaProfile, NodeProfileSpec};
 use hearth_profiler::{
-    CpuMeter, Gflops, Measured, Meter, ProfileError, ProfileOptions, measure, summary,
+    CpuMeter, Gflops, Measured, Meter, ProfileError, ProfileOptions, Scope, hardware, measure,
+    observe, summary, take_rates,
 };
 use tempfile::TempDir;
 
@@ -155,6 +156,110 @@ fn a_container_is_its_limits() {
     assert_eq!(p.numa_nodes[0].free_bytes, 6 * GIB);
     assert_eq!(p.numa_nodes[0].memory_bytes, 8 * GIB);
     assert_eq!(p.numa_nodes[0].cpus, [2, 4]);
+}
+
+#[test]
+fn an_agent_in_a_container_sees_the_node_around_it() {
+    let root = unpack(include_str!("fixtures/container.tree"));
+    let mut options = options(root.path());
+    options.scope = Scope::Node;
+    options.node = Some("node-1".to_owned());
+    let Measured { profile, warnings } = measure(&options, &PerCpu).unwrap();
+    assert_eq!(warnings, Vec::<String>::new());
+    assert_eq!(profile.node, "node-1");
+    assert_eq!(ids(&profile), (0..16).collect::<Vec<_>>());
+    assert_eq!(profile.memory.total_bytes, 65_933_926 * 1024);
+    assert_eq!(profile.memory.available_bytes, 60_000_000 * 1024);
+    assert_eq!(profile.numa_nodes[0].memory_bytes, 65_933_926 * 1024);
+    assert_eq!(profile.numa_nodes[0].cpus.len(), 16);
+    // Isolated CPUs are somebody else's.
+    write(root.path(), "/sys/devices/system/cpu/isolated", "12-15\n");
+    let profile = measure(&options, &PerCpu).unwrap().profile;
+    assert_eq!(ids(&profile), (0..12).collect::<Vec<_>>());
+}
+
+#[test]
+fn what_is_read_anew_takes_the_rates_of_before() {
+    let root = unpack(include_str!("fixtures/server.tree"));
+    let disk = TempDir::new().unwrap();
+    std::fs::write(disk.path().join("weights"), vec![7u8; 2 << 20]).unwrap();
+    let mut options = options(root.path());
+    options.disk = Some(disk.path().to_owned());
+    let measured = measure(&options, &PerCpu).unwrap().profile;
+    let again = |options: &ProfileOptions| {
+        let mut profile = observe(options).unwrap().profile;
+        assert_eq!(profile.memory.read_one_thread_gbps, 0.0);
+        take_rates(&mut profile, &measured);
+        // The set of instructions is this machine's.
+        profile.isa = measured.isa.clone();
+        for (disk, before) in profile.disks.iter_mut().zip(&measured.disks) {
+            disk.free_bytes = before.free_bytes;
+        }
+        profile
+    };
+    assert_eq!(again(&options), measured);
+
+    // Memory is read anew, and the time is that of the rates.
+    let meminfo = "MemTotal: 131867852 kB\nMemAvailable: 1000000 kB\n";
+    write(root.path(), "/proc/meminfo", meminfo);
+    options.measured_at = None;
+    let later = again(&options);
+    assert_eq!(later.memory.available_bytes, 1_000_000 * 1024);
+    assert_eq!(later.measured_at, measured.measured_at);
+    assert_eq!(
+        hardware(&later, root.path()),
+        hardware(&measured, root.path())
+    );
+
+    // One CPU less is other hardware.
+    write(root.path(), "/sys/devices/system/cpu/online", "0-14\n");
+    let smaller = again(&options);
+    assert_ne!(
+        hardware(&smaller, root.path()),
+        hardware(&measured, root.path())
+    );
+    assert!(
+        hardware(&measured, root.path())
+            .contains("CPUs 0-15, cores 0-7; NUMA 0: 0-3,8-11, 1: 4-7,12-15")
+    );
+}
+
+/// As [`PerCpu`], and keeps over how much memory it was asked to read.
+struct Reads(std::cell::RefCell<Vec<usize>>);
+
+impl Meter for Reads {
+    fn isa(&self) -> IsaProfile {
+        PerCpu.isa()
+    }
+
+    fn read_gbps(&self, _: &[u32], bytes: usize) -> Result<f64, String> {
+        self.0.borrow_mut().push(bytes);
+        Ok(1.0)
+    }
+
+    fn gflops(&self, cpus: &[u32]) -> Result<Gflops, String> {
+        PerCpu.gflops(cpus)
+    }
+}
+
+#[test]
+fn a_small_container_is_not_filled_by_measuring_its_node() {
+    let root = unpack(include_str!("fixtures/container.tree"));
+    // 96 MiB may still be had, and the caches hold 64 MiB.
+    write(root.path(), "/sys/fs/cgroup/memory.max", "134217728\n");
+    write(root.path(), "/sys/fs/cgroup/memory.current", "33554432\n");
+    write(root.path(), "/sys/fs/cgroup/memory.stat", "active_file 0\n");
+    for name in ["level", "size"] {
+        let content = if name == "level" { "3" } else { "65536K" };
+        let path = format!("/sys/devices/system/cpu/cpu0/cache/index3/{name}");
+        write(root.path(), &path, content);
+    }
+    let mut options = options(root.path());
+    options.scope = Scope::Node;
+    let meter = Reads(Default::default());
+    let warnings = measure(&options, &meter).unwrap().warnings.join("\n");
+    assert_eq!(meter.0.borrow().iter().max(), Some(&(48 << 20)));
+    assert!(warnings.contains("measured over 48 MiB"), "{warnings}");
 }
 
 #[test]
@@ -309,6 +414,27 @@ fn the_disk_of_a_directory_is_read() {
     options.disk = Some(model.path().join("missing"));
     let missing = measure(&options, &PerCpu).unwrap();
     assert!(missing.profile.disks.is_empty() && missing.warnings[0].contains("missing"));
+}
+
+#[test]
+fn a_disk_with_nothing_to_read_is_measured_with_a_file_that_is_gone_after() {
+    let root = unpack(include_str!("fixtures/laptop.tree"));
+    let cache = TempDir::new().unwrap();
+    let mut options = options(root.path());
+    options.disk = Some(cache.path().to_owned());
+    options.probe_disk = true;
+    let free_bytes = observe(&options).unwrap().profile.disks[0].free_bytes;
+    if free_bytes < 1 << 30 {
+        eprintln!(
+            "left out: {} has less than 1 GiB free",
+            cache.path().display()
+        );
+        return;
+    }
+    let Measured { profile, warnings } = measure(&options, &PerCpu).unwrap();
+    assert_eq!(warnings, Vec::<String>::new());
+    assert!(profile.disks[0].read_gbps > 0.0);
+    assert_eq!(std::fs::read_dir(cache.path()).unwrap().count(), 0);
 }
 
 #[test]

@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
-use hearth_profiler::ProfileOptions;
+use clap::{Args, ValueEnum};
+use hearth_profiler::{ProfileOptions, Scope};
 
 /// Arguments of `profile`.
 #[derive(Args)]
@@ -14,12 +14,35 @@ pub(crate) struct ProfileArgs {
     /// Measure the disk that holds this directory
     #[arg(long, value_name = "DIR")]
     disk: Option<PathBuf>,
+    /// Where DIR has too little to read, write a file into it, which is removed at once
+    #[arg(long, requires = "disk")]
+    probe_disk: bool,
+    /// Whose machine: what this process may use of it, or the whole node around its container
+    #[arg(long, value_enum, default_value = "process")]
+    scope: ScopeArg,
+    /// Name of the node (default: the host's)
+    #[arg(long, value_name = "NAME")]
+    node: Option<String>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum ScopeArg {
+    /// CPU set, CPU quota and memory limit of this process are the machine
+    Process,
+    /// All CPUs and all memory of the node
+    Node,
 }
 
 /// Measures and prints.
 pub(crate) fn run(args: &ProfileArgs) -> anyhow::Result<()> {
     let profile = hearth_profiler::profile(&ProfileOptions {
+        node: args.node.clone(),
+        scope: match args.scope {
+            ScopeArg::Process => Scope::Process,
+            ScopeArg::Node => Scope::Node,
+        },
         disk: args.disk.clone(),
+        probe_disk: args.probe_disk,
         ..ProfileOptions::default()
     })?;
     if args.json {

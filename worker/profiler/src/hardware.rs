@@ -1,0 +1,63 @@
+//! What of a profile stays while the hardware is the same.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use hearth_crds::{MemoryProfile, NodeProfileSpec};
+
+use crate::summary::isa_names;
+use crate::tree::{Tree, format_ids};
+
+/// Lines of `/proc/cpuinfo` that name a CPU: the first on x86, the others on ARM.
+const CPU_NAMES: [&str; 4] = ["model name", "CPU implementer", "CPU part", "CPU variant"];
+
+/// Hardware that rates were measured on, in words: two texts are equal where the rates of one hold for the other.
+/// The version is in it, for kernels are measured with.
+///
+/// Not in it: how much memory there is, for it says nothing of rates and changes with a virtual machine's balloon.
+pub fn hardware(profile: &NodeProfileSpec, root: &Path) -> String {
+    let cpuinfo = Tree::new(root).read("/proc/cpuinfo").unwrap_or_default();
+    let names: BTreeSet<&str> = cpuinfo
+        .lines()
+        .filter(|line| CPU_NAMES.iter().any(|name| line.starts_with(name)))
+        .filter_map(|line| Some(line.split_once(':')?.1.trim()))
+        .collect();
+    let names: Vec<&str> = names.into_iter().collect();
+    let cpus = |ids: &mut dyn Iterator<Item = u32>| format_ids(&ids.collect());
+    let numa: Vec<String> = profile
+        .numa_nodes
+        .iter()
+        .map(|node| format!("{}: {}", node.id, cpus(&mut node.cpus.iter().copied())))
+        .collect();
+    format!(
+        "hearth {}; {}; {}; CPUs {}, cores {}; NUMA {}",
+        env!("CARGO_PKG_VERSION"),
+        names.join(" "),
+        isa_names(profile),
+        cpus(&mut profile.cpus.iter().map(|cpu| cpu.id)),
+        cpus(&mut profile.cpus.iter().map(|cpu| cpu.core)),
+        numa.join(", ")
+    )
+}
+
+/// Gives a profile that was only observed the rates of a measured one, with the time when they were measured.
+pub fn take_rates(profile: &mut NodeProfileSpec, measured: &NodeProfileSpec) {
+    let MemoryProfile {
+        total_bytes: _,
+        available_bytes: _,
+        read_one_thread_gbps,
+        read_all_threads_gbps,
+    } = measured.memory;
+    profile.memory.read_one_thread_gbps = read_one_thread_gbps;
+    profile.memory.read_all_threads_gbps = read_all_threads_gbps;
+    profile.compute = measured.compute.clone();
+    for node in &mut profile.numa_nodes {
+        let same = measured.numa_nodes.iter().find(|other| other.id == node.id);
+        node.read_gbps = same.map_or(0.0, |other| other.read_gbps);
+    }
+    for disk in &mut profile.disks {
+        let same = measured.disks.iter().find(|other| other.path == disk.path);
+        disk.read_gbps = same.map_or(0.0, |other| other.read_gbps);
+    }
+    profile.measured_at.clone_from(&measured.measured_at);
+}

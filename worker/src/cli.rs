@@ -39,6 +39,8 @@ enum Command {
     Profile(tools::ProfileArgs),
     /// Print a model's facts: parameters, bytes by kind of module, KV bytes per token
     Facts(tools::FactsArgs),
+    /// Fetch a model from an archive behind a URL into a cache
+    Fetch(tools::FetchArgs),
     /// Check that a model can be served and leave its facts in a file
     Inspect(tools::InspectArgs),
     /// Wait, so that a process which is about to end is left alone first
@@ -65,6 +67,7 @@ impl Cli {
             Command::Random(args) => tools::random(&args),
             Command::Profile(args) => tools::profile(&args),
             Command::Facts(args) => tools::facts(&args),
+            Command::Fetch(args) => tools::fetch(&args),
             Command::Inspect(args) => tools::inspect(&args),
             Command::Linger(args) => roles::linger(&args),
         }

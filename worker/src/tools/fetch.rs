@@ -1,0 +1,141 @@
+//! `hearth-worker fetch`: a model from an archive behind a URL.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use clap::Args;
+use hearth_crds::format_bytes;
+use hearth_fetch::{Cache, FetchOptions, Phase, Progress, Source};
+use serde::Serialize;
+
+/// Time between two lines for people about one phase.
+const LINE_PERIOD: Duration = Duration::from_secs(1);
+
+/// Arguments of `fetch`.
+#[derive(Args)]
+pub(crate) struct FetchArgs {
+    /// An http or https URL of a .tar, .tar.gz or .tar.zst of a model's directory
+    #[arg(long, value_name = "URL")]
+    url: String,
+    /// What sha256sum prints for the archive
+    #[arg(long, value_name = "HEX")]
+    sha256: String,
+    /// Directory of the cache: the model is put into its models/, parts of archives lie in its partial/
+    #[arg(long, value_name = "DIR")]
+    into: PathBuf,
+    /// Print progress and the directory as lines of JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// A line of JSON.
+#[derive(Serialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+enum Event<'a> {
+    /// How far it is.
+    Progress {
+        /// `waiting`, `checking`, `connecting`, `downloading` or `unpacking`.
+        phase: &'a str,
+        /// Of the archive.
+        bytes: u64,
+        /// Of the archive; null as long as it is not known.
+        total_bytes: Option<u64>,
+        bytes_per_second: u64,
+        /// Why the connection was lost; null when it was not.
+        trouble: Option<&'a str>,
+    },
+    /// The model is there.
+    Fetched {
+        /// Its directory.
+        directory: &'a Path,
+    },
+}
+
+/// Fetches and prints the directory.
+pub(crate) fn run(args: &FetchArgs) -> anyhow::Result<()> {
+    let source = Source::new(&args.url, &args.sha256)?;
+    let cache = Cache::new(&args.into);
+    let lines = Lines {
+        json: args.json,
+        last: Mutex::default(),
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    let observer = Arc::new(move |progress: &Progress| lines.tell(progress));
+    let options = FetchOptions::default();
+    let directory = runtime.block_on(hearth_fetch::fetch(&source, &cache, &options, observer))?;
+    let directory = directory
+        .canonicalize()
+        .with_context(|| format!("{}", directory.display()))?;
+    if args.json {
+        print_event(&Event::Fetched {
+            directory: &directory,
+        });
+    } else {
+        println!("{}", directory.display());
+    }
+    Ok(())
+}
+
+/// Progress on standard output as JSON, or on standard error for people.
+struct Lines {
+    json: bool,
+    last: Mutex<Option<(Instant, Phase)>>,
+}
+
+impl Lines {
+    fn tell(&self, progress: &Progress) {
+        let Progress {
+            phase,
+            bytes,
+            total_bytes,
+            bytes_per_second,
+            trouble,
+        } = progress;
+        if self.json {
+            return print_event(&Event::Progress {
+                phase: phase.as_str(),
+                bytes: *bytes,
+                total_bytes: *total_bytes,
+                bytes_per_second: *bytes_per_second,
+                trouble: trouble.as_deref(),
+            });
+        }
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_new = last.is_none_or(|(at, before)| before != *phase || at.elapsed() > LINE_PERIOD);
+        if is_new {
+            *last = Some((Instant::now(), *phase));
+            eprintln!("{}", sentence(progress));
+        }
+    }
+}
+
+/// Such as `downloading: 1.2 GiB of 4 GiB, 110.5 MiB/s`.
+pub(crate) fn sentence(progress: &Progress) -> String {
+    let mut text = progress.phase.as_str().to_owned();
+    if progress.phase == Phase::Waiting {
+        text += " for another process that fetches it";
+    }
+    if progress.bytes > 0 {
+        text += &format!(": {}", format_bytes(progress.bytes));
+        if let Some(total_bytes) = progress.total_bytes {
+            text += &format!(" of {}", format_bytes(total_bytes));
+        }
+    }
+    if progress.bytes_per_second > 0 {
+        text += &format!(", {}/s", format_bytes(progress.bytes_per_second));
+    }
+    if let Some(trouble) = &progress.trouble {
+        text += &format!(" ({trouble})");
+    }
+    text
+}
+
+fn print_event(event: &Event<'_>) {
+    if let Ok(line) = serde_json::to_string(event) {
+        println!("{line}");
+    }
+}

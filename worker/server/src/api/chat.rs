@@ -3,16 +3,16 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Extension, Request, State};
 use axum::response::{IntoResponse, Response};
 use futures::StreamExt;
+use hearth_transport::TraceParent;
 use hearth_transport::v1::{Grammar, grammar};
 use serde_json::Value;
 use tokio::time::Instant;
 
-use super::stream::{self, ChunkWriter};
-use super::{Context, body, models};
-use crate::app::{App, unix_seconds};
+use super::create::{Endpoint, Head};
+use super::stream::ChunkWriter;
+use crate::app::App;
 use crate::choice::{ChoiceOptions, Delta};
 use crate::error::ApiError;
 use crate::generation::{self, ChoiceEvent, ChoiceStream, Submission};
@@ -23,43 +23,48 @@ use crate::wire::response::{
     AssistantMessage, ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta,
     ChatLogprobs, FinishReason, FunctionCall, ToolCall, ToolCallDelta, Usage,
 };
-use crate::wire::{self, ChatRequest, ResponseFormat, ToolChoice};
+use crate::wire::{self, ChatRequest, GenerationOptions, ResponseFormat, ToolChoice};
 
-pub(super) async fn create(
-    State(app): State<Arc<App>>,
-    Extension(context): Extension<Context>,
-    request: Request,
-) -> Result<Response, ApiError> {
-    let (parts, body) = request.into_parts();
-    let body = body::read(&parts.headers, body, &app.limits).await?;
-    let arrived = Instant::now();
-    let request = wire::parse_chat(&body)?;
-    drop(body);
-    models::check(&app, &request.model)?;
-    let writer = ChatWriter {
-        id: format!("chatcmpl-{}", context.id),
-        created: unix_seconds(),
-        model: app.model.name.clone(),
-        fingerprint: String::new(),
-        wants_logprobs: request.logprobs.is_some(),
-        include_usage: request.options.include_usage,
-    };
-    let (stream, n) = (request.options.stream, request.options.n);
-    let submission = {
-        let app = app.clone();
-        let id = writer.id.clone();
-        // Templates, tokenisation and schemas take their time on long prompts; other requests do not wait for it.
-        let prepared =
-            tokio::task::spawn_blocking(move || prepare(&app, &request, id, context, arrived));
-        prepared
-            .await
-            .map_err(|_| ApiError::internal("the request could not be prepared"))??
-    };
-    let events = stream::begun(generation::run(app, submission)).await?;
-    if stream {
-        Ok(stream::respond(events, writer))
-    } else {
-        Ok(Json(collect(events, writer, n).await?).into_response())
+/// The route.
+pub(super) struct Chat;
+
+impl Endpoint for Chat {
+    const ID: &'static str = "chatcmpl";
+    type Request = ChatRequest;
+    type Writer = ChatWriter;
+
+    fn parse(body: &[u8]) -> Result<ChatRequest, ApiError> {
+        wire::parse_chat(body)
+    }
+
+    fn asks(request: &ChatRequest) -> (&str, &GenerationOptions) {
+        (&request.model, &request.options)
+    }
+
+    fn prepare(
+        app: &App,
+        request: &ChatRequest,
+        head: Head,
+        trace: Option<TraceParent>,
+        arrived: Instant,
+    ) -> Result<(Submission, ChatWriter), ApiError> {
+        let submission = prepare(app, request, head.id.clone(), trace, arrived)?;
+        let wants_logprobs = request.logprobs.is_some();
+        Ok((
+            submission,
+            ChatWriter {
+                head,
+                wants_logprobs,
+            },
+        ))
+    }
+
+    async fn collect(
+        events: ChoiceStream,
+        writer: ChatWriter,
+        choices: u32,
+    ) -> Result<Response, ApiError> {
+        Ok(Json(collect(events, writer, choices).await?).into_response())
     }
 }
 
@@ -67,7 +72,7 @@ fn prepare(
     app: &App,
     request: &ChatRequest,
     id: String,
-    context: Context,
+    trace: Option<TraceParent>,
     arrived: Instant,
 ) -> Result<Submission, ApiError> {
     let model = &app.model;
@@ -122,7 +127,7 @@ fn prepare(
             single_call: !request.parallel_tool_calls
                 || matches!(request.tool_choice, ToolChoice::Named(_)),
         },
-        trace: context.trace,
+        trace,
         arrived,
     })
 }
@@ -165,7 +170,7 @@ async fn collect(
     let mut usage = Usage::default();
     while let Some(event) = events.next().await {
         match event? {
-            ChoiceEvent::Started { fingerprint, .. } => writer.note_fingerprint(fingerprint),
+            ChoiceEvent::Started { fingerprint, .. } => writer.head.note_fingerprint(fingerprint),
             ChoiceEvent::Delta { index, delta } => choices[index as usize].push(delta),
             ChoiceEvent::Finished {
                 index,
@@ -180,17 +185,17 @@ async fn collect(
     }
     let wants_logprobs = writer.wants_logprobs;
     Ok(ChatCompletion {
-        id: writer.id,
+        id: writer.head.id,
         object: "chat.completion",
-        created: writer.created,
-        model: writer.model,
+        created: writer.head.created,
+        model: writer.head.model,
         choices: choices
             .into_iter()
             .enumerate()
             .map(|(index, whole)| whole.into_choice(index as u32, wants_logprobs))
             .collect(),
         usage,
-        system_fingerprint: writer.fingerprint,
+        system_fingerprint: writer.head.fingerprint,
     })
 }
 
@@ -253,33 +258,22 @@ impl Whole {
     }
 }
 
-/// Writes chunks, and keeps what all of them carry.
-struct ChatWriter {
-    id: String,
-    created: u64,
-    model: String,
-    fingerprint: String,
+/// Writes chunks.
+pub(super) struct ChatWriter {
+    head: Head,
     wants_logprobs: bool,
-    include_usage: bool,
 }
 
 impl ChatWriter {
-    /// The first choice's worker stands for all.
-    fn note_fingerprint(&mut self, fingerprint: String) {
-        if self.fingerprint.is_empty() {
-            self.fingerprint = fingerprint;
-        }
-    }
-
     fn chunk(&self, choices: Vec<ChatChunkChoice>, usage: Option<Usage>) -> ChatChunk {
         ChatChunk {
-            id: self.id.clone(),
+            id: self.head.id.clone(),
             object: "chat.completion.chunk",
-            created: self.created,
-            model: self.model.clone(),
-            system_fingerprint: self.fingerprint.clone(),
+            created: self.head.created,
+            model: self.head.model.clone(),
+            system_fingerprint: self.head.fingerprint.clone(),
             choices,
-            usage: self.include_usage.then_some(usage),
+            usage: self.head.usage(usage),
         }
     }
 
@@ -312,7 +306,7 @@ impl ChunkWriter for ChatWriter {
     fn chunks(&mut self, event: ChoiceEvent) -> Vec<ChatChunk> {
         match event {
             ChoiceEvent::Started { index, fingerprint } => {
-                self.note_fingerprint(fingerprint);
+                self.head.note_fingerprint(fingerprint);
                 let choice = ChatChunkChoice {
                     index,
                     delta: ChatDelta {
@@ -344,7 +338,7 @@ impl ChunkWriter for ChatWriter {
                 chunks.push(self.chunk(vec![last], None));
                 chunks
             }
-            ChoiceEvent::Done(usage) if self.include_usage => {
+            ChoiceEvent::Done(usage) if self.head.include_usage => {
                 vec![self.chunk(Vec::new(), Some(usage))]
             }
             ChoiceEvent::Done(_) => Vec::new(),

@@ -3,15 +3,15 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Extension, Request, State};
 use axum::response::{IntoResponse, Response};
 use futures::StreamExt;
+use hearth_transport::TraceParent;
 use serde_json::{Map, Value};
 use tokio::time::Instant;
 
-use super::stream::{self, ChunkWriter};
-use super::{Context, body, models};
-use crate::app::{App, unix_seconds};
+use super::create::{Endpoint, Head};
+use super::stream::ChunkWriter;
+use crate::app::App;
 use crate::choice::{ChoiceOptions, Delta, LoggedToken};
 use crate::error::ApiError;
 use crate::generation::{self, ChoiceEvent, ChoiceStream, Submission};
@@ -19,47 +19,47 @@ use crate::metrics::Operation;
 use crate::wire::response::{
     Completion, CompletionChoice, CompletionLogprobs, FinishReason, Usage,
 };
-use crate::wire::{self, CompletionRequest, Prompt};
+use crate::wire::{self, CompletionRequest, GenerationOptions, Prompt};
 
-pub(super) async fn create(
-    State(app): State<Arc<App>>,
-    Extension(context): Extension<Context>,
-    request: Request,
-) -> Result<Response, ApiError> {
-    let (parts, body) = request.into_parts();
-    let body = body::read(&parts.headers, body, &app.limits).await?;
-    let arrived = Instant::now();
-    let request = wire::parse_completion(&body)?;
-    drop(body);
-    models::check(&app, &request.model)?;
-    let (stream, n) = (request.options.stream, request.options.n);
-    let mut writer = CompletionWriter {
-        id: format!("cmpl-{}", context.id),
-        created: unix_seconds(),
-        model: app.model.name.clone(),
-        fingerprint: String::new(),
-        logprobs: request.logprobs,
-        include_usage: request.options.include_usage,
-        n,
-        echoes: Vec::new(),
-    };
-    let submission = {
-        let app = app.clone();
-        let id = writer.id.clone();
-        let prepared =
-            tokio::task::spawn_blocking(move || prepare(&app, &request, id, context, arrived));
-        let (submission, echoes) = prepared
-            .await
-            .map_err(|_| ApiError::internal("the request could not be prepared"))??;
-        writer.echoes = echoes;
-        submission
-    };
-    let count = submission.prompts.len() as u32 * n;
-    let events = stream::begun(generation::run(app, submission)).await?;
-    if stream {
-        Ok(stream::respond(events, writer))
-    } else {
-        Ok(Json(collect(events, writer, count).await?).into_response())
+/// The route.
+pub(super) struct Completions;
+
+impl Endpoint for Completions {
+    const ID: &'static str = "cmpl";
+    type Request = CompletionRequest;
+    type Writer = CompletionWriter;
+
+    fn parse(body: &[u8]) -> Result<CompletionRequest, ApiError> {
+        wire::parse_completion(body)
+    }
+
+    fn asks(request: &CompletionRequest) -> (&str, &GenerationOptions) {
+        (&request.model, &request.options)
+    }
+
+    fn prepare(
+        app: &App,
+        request: &CompletionRequest,
+        head: Head,
+        trace: Option<TraceParent>,
+        arrived: Instant,
+    ) -> Result<(Submission, CompletionWriter), ApiError> {
+        let (submission, echoes) = prepare(app, request, head.id.clone(), trace, arrived)?;
+        let writer = CompletionWriter {
+            head,
+            logprobs: request.logprobs,
+            n: request.options.n,
+            echoes,
+        };
+        Ok((submission, writer))
+    }
+
+    async fn collect(
+        events: ChoiceStream,
+        writer: CompletionWriter,
+        choices: u32,
+    ) -> Result<Response, ApiError> {
+        Ok(Json(collect(events, writer, choices).await?).into_response())
     }
 }
 
@@ -68,7 +68,7 @@ fn prepare(
     app: &App,
     request: &CompletionRequest,
     id: String,
-    context: Context,
+    trace: Option<TraceParent>,
     arrived: Instant,
 ) -> Result<(Submission, Vec<String>), ApiError> {
     let model = &app.model;
@@ -113,7 +113,7 @@ fn prepare(
             tools: None,
             single_call: false,
         },
-        trace: context.trace,
+        trace,
         arrived,
     };
     Ok((submission, echoes))
@@ -132,7 +132,7 @@ async fn collect(
     while let Some(event) = events.next().await {
         let (index, delta, reason) = match event? {
             ChoiceEvent::Started { fingerprint, .. } => {
-                writer.note_fingerprint(fingerprint);
+                writer.head.note_fingerprint(fingerprint);
                 continue;
             }
             ChoiceEvent::Delta { index, delta } => (index, delta, None),
@@ -166,27 +166,16 @@ async fn collect(
     Ok(completion)
 }
 
-/// Writes chunks, and keeps what all of them carry.
-struct CompletionWriter {
-    id: String,
-    created: u64,
-    model: String,
-    fingerprint: String,
+/// Writes chunks.
+pub(super) struct CompletionWriter {
+    head: Head,
     logprobs: Option<u32>,
-    include_usage: bool,
     n: u32,
     /// By prompt; empty: no echo.
     echoes: Vec<String>,
 }
 
 impl CompletionWriter {
-    /// The first choice's worker stands for all.
-    fn note_fingerprint(&mut self, fingerprint: String) {
-        if self.fingerprint.is_empty() {
-            self.fingerprint = fingerprint;
-        }
-    }
-
     fn echo(&self, index: u32) -> String {
         self.echoes
             .get((index / self.n) as usize)
@@ -196,13 +185,13 @@ impl CompletionWriter {
 
     fn completion(&self, choices: Vec<CompletionChoice>) -> Completion {
         Completion {
-            id: self.id.clone(),
+            id: self.head.id.clone(),
             object: "text_completion",
-            created: self.created,
-            model: self.model.clone(),
+            created: self.head.created,
+            model: self.head.model.clone(),
             choices,
-            usage: self.include_usage.then_some(None),
-            system_fingerprint: self.fingerprint.clone(),
+            usage: self.head.usage(None),
+            system_fingerprint: self.head.fingerprint.clone(),
         }
     }
 
@@ -248,7 +237,7 @@ impl ChunkWriter for CompletionWriter {
     fn chunks(&mut self, event: ChoiceEvent) -> Vec<Completion> {
         match event {
             ChoiceEvent::Started { index, fingerprint } => {
-                self.note_fingerprint(fingerprint);
+                self.head.note_fingerprint(fingerprint);
                 let text = self.echo(index);
                 if text.is_empty() {
                     return Vec::new();
@@ -265,7 +254,7 @@ impl ChunkWriter for CompletionWriter {
                 delta,
                 reason,
             } => vec![self.chunk(index, delta, Some(reason))],
-            ChoiceEvent::Done(usage) if self.include_usage => {
+            ChoiceEvent::Done(usage) if self.head.include_usage => {
                 let mut last = self.completion(Vec::new());
                 last.usage = Some(Some(usage));
                 vec![last]

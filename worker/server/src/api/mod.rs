@@ -3,6 +3,7 @@
 mod body;
 mod chat;
 mod completions;
+mod create;
 mod models;
 mod status;
 mod stream;
@@ -10,7 +11,7 @@ mod stream;
 use std::sync::Arc;
 
 use axum::Router;
-use axum::extract::{MatchedPath, Request, State};
+use axum::extract::{Extension, MatchedPath, Request, State};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -28,8 +29,11 @@ pub(crate) fn router(app: Arc<App>) -> Router {
     let api = Router::new()
         .route("/v1/models", get(models::list))
         .route("/v1/models/{*id}", get(models::one))
-        .route("/v1/chat/completions", post(chat::create))
-        .route("/v1/completions", post(completions::create))
+        .route("/v1/chat/completions", post(create::create::<chat::Chat>))
+        .route(
+            "/v1/completions",
+            post(create::create::<completions::Completions>),
+        )
         .route_layer(middleware::from_fn_with_state(app.clone(), authorise));
     Router::new()
         .merge(api)
@@ -38,6 +42,7 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/metrics", get(status::metrics))
         .fallback(not_found)
         .method_not_allowed_fallback(wrong_method)
+        .layer(Extension(create::Desk::new()))
         .layer(middleware::from_fn_with_state(app.clone(), observe))
         .with_state(app)
 }

@@ -9,6 +9,7 @@
 mod chat;
 mod completion;
 mod fields;
+mod json;
 mod message;
 mod options;
 pub mod response;
@@ -64,15 +65,5 @@ fn parse_json(body: &[u8]) -> Result<Value, ApiError> {
                 .with_code("invalid_json"),
         );
     }
-    serde_json::from_str(text).map_err(|error| {
-        // serde_json ends its own words with the position; it stands once, in front.
-        let words = error.to_string();
-        let words = words.split(" at line ").next().unwrap_or_default();
-        ApiError::invalid(format!(
-            "the request body is not JSON: line {}, column {}: {words}",
-            error.line(),
-            error.column()
-        ))
-        .with_code("invalid_json")
-    })
+    json::read(text)
 }

@@ -8,13 +8,12 @@ use serde_json::{Value, json};
 
 use crate::support::{
     FakeWorker, Fault, Running, all, chat_body, chunks, eventually, gateway, streamed_text,
-    unready_gateway,
 };
 
 pub(crate) const PATH: &str = "/v1/chat/completions";
 
 /// The answer of a worker that lives.
-async fn undisturbed(body: &Value) -> String {
+pub(crate) async fn undisturbed(body: &Value) -> String {
     let worker = FakeWorker::start();
     let gateway = gateway(&[&worker], |_| {}).await;
     streamed_text(&chunks(&gateway.stream(PATH, body.clone()).await), 0)

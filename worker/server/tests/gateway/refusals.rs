@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::support::model::{self, CONTEXT};
+use crate::support::model;
 use crate::support::{FakeWorker, Running, chat_body, completion_body, gateway};
 
 pub(crate) const CHAT: &str = "/v1/chat/completions";

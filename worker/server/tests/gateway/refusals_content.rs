@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::refusals::{CHAT, COMPLETIONS, refused};
-use crate::support::model::{self, CONTEXT};
+use crate::support::model::CONTEXT;
 use crate::support::{FakeWorker, chat_body, completion_body, gateway};
 
 #[tokio::test(flavor = "multi_thread")]

@@ -3,13 +3,11 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use hearth_transport::tonic::Status;
 use serde_json::{Value, json};
 
-use crate::failover::{PATH, body, slow, stream};
-use crate::support::{
-    FakeWorker, Running, all, chat_body, chunks, eventually, gateway, streamed_text,
-    unready_gateway,
-};
+use crate::failover::{PATH, body, slow, undisturbed};
+use crate::support::{FakeWorker, Fault, chat_body, eventually, gateway, unready_gateway};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn requests_are_held_while_workers_start() {

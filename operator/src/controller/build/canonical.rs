@@ -58,8 +58,8 @@ fn timeless(slice: &InferencePlanSpec) -> InferencePlanSpec {
 }
 
 /// The first 8 hexadecimal digits of the SHA-256.
-pub(super) fn short_digest(text: &str) -> String {
-    let digest = Sha256::digest(text.as_bytes());
+pub(crate) fn short_digest(content: impl AsRef<[u8]>) -> String {
+    let digest = Sha256::digest(content);
     digest
         .iter()
         .take(4)

@@ -36,8 +36,8 @@ use super::names::{
     LABEL_ROLE, MANAGER, NOTE_SPEC, SOURCE_DIRECTORY, plan_name,
 };
 use super::observed::Settings;
-use canonical::short_digest;
 
+pub(crate) use canonical::short_digest;
 pub(crate) use objects::objects;
 pub(crate) use pod::{inspect_pod, rank_holding, rank_pod};
 
@@ -139,7 +139,7 @@ pub(crate) fn model_key(source: &HttpSource) -> &str {
 
 /// Digest of a model source, for [`super::names::NOTE_SOURCE`].
 pub(crate) fn source_digest(source: &ModelSource) -> String {
-    short_digest(&serde_json::to_string(source).unwrap_or_default())
+    short_digest(serde_json::to_string(source).unwrap_or_default())
 }
 
 impl BuildContext<'_> {

@@ -1,0 +1,312 @@
+//! What the operator has to do with the agents on the nodes: it reads what they measured and writes it as NodeProfiles,
+//! has them fetch models behind URLs, and has them drop those that nobody uses any more. Agents hold no credentials of
+//! the cluster, so they are called, by gRPC over mutual TLS.
+//!
+//! NodeProfiles are owned by their Nodes: the cluster removes them when a node leaves.
+
+mod fetches;
+mod profile;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use futures::StreamExt;
+use hearth_crds::{HttpSource, NodeProfile, NodeProfileSpec};
+use hearth_transport::tonic::Request;
+use hearth_transport::v1::{ModelRequest, ProfileRequest, RetainRequest};
+use hearth_transport::{ClientOptions, Clients, Worker};
+use jiff::Timestamp;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
+use kube::Client;
+use kube::api::{Api, Patch, PatchParams};
+use tokio::time::Instant;
+
+use super::authority::{Authority, AuthorityError};
+use super::build::model_key;
+use super::names::{
+    APP, FIELD_MANAGER, LABEL_APP, LABEL_COMPONENT, LABEL_MANAGED_BY, MANAGER, WORKER_PORT,
+};
+use super::observed::FetchView;
+use super::queue::Key;
+use fetches::{Fetches, Poll, view_of};
+use profile::due_profile;
+
+/// How often a node is asked what it is.
+const PROFILE_EVERY: Duration = Duration::from_secs(60);
+/// How often as long as it has not been measured.
+const FIRST_PROFILE_EVERY: Duration = Duration::from_secs(2);
+/// How often fetches are looked at.
+const FETCH_EVERY: Duration = Duration::from_secs(2);
+/// An agent answers at once; what takes long it does beside that.
+const CALL_TIMEOUT: Duration = Duration::from_secs(10);
+/// Calls at a time.
+const CONCURRENCY: usize = 16;
+
+/// What the operator's cache knows of the cluster around the agents.
+pub(crate) trait Ground: Send + Sync + 'static {
+    /// Running agents: their node and their address.
+    fn agents(&self) -> Vec<(String, String)>;
+    /// The uid of the node; none when there is no such node.
+    fn node_uid(&self, node: &str) -> Option<String>;
+    /// The node's profile as it is in the cluster.
+    fn profile(&self, node: &str) -> Option<NodeProfileSpec>;
+    /// Memory that Hearth's Pods on the node ask for.
+    fn held_bytes(&self, node: &str) -> u64;
+    /// Keys of the fetched models that deployments, plans and Pods name ([`model_key`]); none as long as not all of
+    /// them have been read.
+    fn models_in_use(&self) -> Option<BTreeSet<String>>;
+    /// Has a deployment looked at, since something that it waits for has changed.
+    fn wake(&self, deployment: &Key);
+}
+
+/// All agents. One task runs [`Agents::run`]; the others ask and tell.
+pub(crate) struct Agents<G> {
+    client: Client,
+    authority: Arc<Authority>,
+    ground: Arc<G>,
+    /// Where agents listen.
+    port: u16,
+    fetches: Mutex<Fetches>,
+    clients: Mutex<Option<Clients>>,
+}
+
+/// One agent that is there.
+struct Agent {
+    node: String,
+    worker: Worker,
+}
+
+impl<G: Ground> Agents<G> {
+    /// Calls nobody yet.
+    pub(crate) fn new(client: Client, authority: Arc<Authority>, ground: Arc<G>) -> Self {
+        Self {
+            client,
+            authority,
+            ground,
+            port: WORKER_PORT,
+            fetches: Mutex::default(),
+            clients: Mutex::default(),
+        }
+    }
+
+    /// Looks after all agents until it is dropped.
+    pub(crate) async fn run(&self) {
+        tokio::join!(self.keep_profiles(), self.keep_models());
+    }
+
+    /// What is known of a model on the nodes that it was wanted on.
+    pub(crate) fn fetches(&self, source: &HttpSource) -> BTreeMap<String, FetchView> {
+        self.lock().views(model_key(source))
+    }
+
+    /// Has the agents of `nodes` hold the model for a deployment. Without a source nothing is wanted for it any more.
+    pub(crate) fn want(&self, deployment: &Key, source: Option<&HttpSource>, nodes: &[String]) {
+        self.lock().want(deployment, source, nodes);
+    }
+
+    async fn keep_profiles(&self) {
+        let mut asked: BTreeMap<String, Instant> = BTreeMap::new();
+        let mut ticks = tokio::time::interval(FIRST_PROFILE_EVERY);
+        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            ticks.tick().await;
+            let Some(agents) = self.agents().await else {
+                continue;
+            };
+            asked.retain(|node, _| agents.iter().any(|agent| agent.node == *node));
+            let now = Instant::now();
+            let due = |agent: &Agent| {
+                let is_known = self.ground.profile(&agent.node).is_some();
+                let last = asked.get(&agent.node).filter(|_| is_known);
+                last.is_none_or(|last| now.duration_since(*last) >= PROFILE_EVERY)
+            };
+            let due: Vec<Agent> = agents.into_iter().filter(|agent| due(agent)).collect();
+            asked.extend(due.iter().map(|agent| (agent.node.clone(), now)));
+            let asks = due.iter().map(|agent| async move {
+                if let Err(why) = self.refresh_profile(agent).await {
+                    tracing::warn!(node = agent.node, %why, "the node's agent gives no profile");
+                }
+                self.retain(agent).await;
+            });
+            at_a_time(asks).await;
+        }
+    }
+
+    async fn keep_models(&self) {
+        let mut ticks = tokio::time::interval(FETCH_EVERY);
+        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            ticks.tick().await;
+            let due = self.lock().due(Instant::now());
+            if due.is_empty() {
+                continue;
+            }
+            let Some(agents) = self.agents().await else {
+                continue;
+            };
+            let asks = due.iter().map(|poll| {
+                let agent = agents.iter().find(|agent| agent.node == poll.node);
+                async move {
+                    let view = match agent {
+                        Some(agent) => ask_model(agent, poll).await,
+                        None => {
+                            FetchView::Unknown(format!("node {} has no running agent", poll.node))
+                        }
+                    };
+                    let woken = self.lock().learn(poll, view, Instant::now());
+                    woken
+                        .iter()
+                        .for_each(|deployment| self.ground.wake(deployment));
+                }
+            });
+            at_a_time(asks).await;
+        }
+    }
+
+    /// Reads what the agent measured and writes it, if that is due.
+    async fn refresh_profile(&self, agent: &Agent) -> Result<(), String> {
+        let Some(uid) = self.ground.node_uid(&agent.node) else {
+            return Ok(());
+        };
+        let mut stub = agent.worker.agent();
+        let answer = stub.profile(timed(ProfileRequest {})).await;
+        let answer = answer
+            .map_err(|status| agent.worker.error(&status).to_string())?
+            .into_inner();
+        let measured: NodeProfileSpec =
+            serde_json::from_str(&answer.node_profile_json).map_err(|error| {
+                format!("its profile cannot be read ({error}); is it of another version?")
+            })?;
+        if measured.node != agent.node {
+            return Err(format!("it says that it is on node {:?}", measured.node));
+        }
+        let stored = self.ground.profile(&agent.node);
+        let held = self.ground.held_bytes(&agent.node);
+        let Some(spec) = due_profile(stored.as_ref(), measured, held) else {
+            return Ok(());
+        };
+        let profile = profile_object(spec, uid);
+        let api: Api<NodeProfile> = Api::all(self.client.clone());
+        let parameters = PatchParams::apply(FIELD_MANAGER).force();
+        api.patch(&agent.node, &parameters, &Patch::Apply(&profile))
+            .await
+            .map_err(|error| error.to_string())?;
+        Ok(())
+    }
+
+    /// Has the agent drop what nobody names.
+    async fn retain(&self, agent: &Agent) {
+        let Some(mut keys) = self.ground.models_in_use() else {
+            return;
+        };
+        keys.extend(self.lock().keys());
+        let request = RetainRequest {
+            keys: keys.into_iter().collect(),
+        };
+        match agent.worker.agent().retain(timed(request)).await {
+            Ok(answer) => {
+                for key in answer.into_inner().removed {
+                    tracing::info!(
+                        node = agent.node,
+                        key,
+                        "model removed from the node's cache"
+                    );
+                }
+            }
+            Err(status) => {
+                let error = agent.worker.error(&status);
+                tracing::debug!(node = agent.node, %error, "cache not tidied");
+            }
+        }
+    }
+
+    /// The agents that run, with connections; none while the operator has no certificate.
+    async fn agents(&self) -> Option<Vec<Agent>> {
+        let clients = match self.clients().await {
+            Ok(clients) => clients,
+            Err(error) => {
+                tracing::warn!(%error, "agents cannot be called");
+                return None;
+            }
+        };
+        let agent = |(node, address): (String, String)| {
+            let port = self.port;
+            let endpoint = if address.contains(':') {
+                format!("[{address}]:{port}")
+            } else {
+                format!("{address}:{port}")
+            };
+            let worker = clients.worker(&endpoint.parse().ok()?).ok()?;
+            Some(Agent { node, worker })
+        };
+        Some(self.ground.agents().into_iter().filter_map(agent).collect())
+    }
+
+    /// Connections with the operator's certificate, which is renewed behind them.
+    async fn clients(&self) -> Result<Clients, AuthorityError> {
+        let tls = self.authority.operator(Timestamp::now()).await?;
+        let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
+        let clients = clients.get_or_insert_with(|| {
+            Clients::new(ClientOptions {
+                tls: Some(tls),
+                ..ClientOptions::default()
+            })
+        });
+        Ok(clients.clone())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Fetches> {
+        self.fetches.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+async fn at_a_time<F: Future<Output = ()>>(futures: impl Iterator<Item = F>) {
+    futures::stream::iter(futures)
+        .for_each_concurrent(CONCURRENCY, |future| future)
+        .await;
+}
+
+async fn ask_model(agent: &Agent, poll: &Poll) -> FetchView {
+    let request = ModelRequest {
+        key: model_key(&poll.source).to_owned(),
+        url: poll.source.url.clone(),
+        sha256: poll.source.sha256.clone(),
+    };
+    match agent.worker.agent().model(timed(request)).await {
+        Ok(answer) => view_of(answer.into_inner()),
+        Err(status) => FetchView::Unknown(format!(
+            "the agent of node {} does not answer: {}",
+            agent.node,
+            agent.worker.error(&status)
+        )),
+    }
+}
+
+fn timed<T>(message: T) -> Request<T> {
+    let mut request = Request::new(message);
+    request.set_timeout(CALL_TIMEOUT);
+    request
+}
+
+fn profile_object(spec: NodeProfileSpec, node_uid: String) -> NodeProfile {
+    let mut profile = NodeProfile::new(&spec.node.clone(), spec);
+    let labels = [
+        (LABEL_APP, APP),
+        (LABEL_MANAGED_BY, MANAGER),
+        (LABEL_COMPONENT, "agent"),
+    ];
+    let labels = labels.map(|(key, value)| (key.to_owned(), value.to_owned()));
+    profile.metadata.labels = Some(labels.into());
+    profile.metadata.owner_references = Some(vec![OwnerReference {
+        api_version: "v1".to_owned(),
+        kind: "Node".to_owned(),
+        name: profile.spec.node.clone(),
+        uid: node_uid,
+        ..OwnerReference::default()
+    }]);
+    profile
+}
+
+#[cfg(test)]
+mod tests;

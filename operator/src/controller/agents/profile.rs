@@ -1,0 +1,129 @@
+//! When a node's profile is written again: pure.
+
+use hearth_crds::NodeProfileSpec;
+
+/// What is to be written of a node, if anything. `held_bytes` is what Hearth's Pods on it ask for.
+///
+/// `memory.availableBytes` is what Hearth may use in all. A node tells what a new program can have; of what Hearth's
+/// Pods ask for, nobody knows how much they have taken already, since weights are page cache and a KV cache fills up
+/// slowly. So what Hearth may use lies between the two sums, with and without the Pods, and what was written before
+/// stays as long as it is not more than a tenth of the memory outside of them: a profile is no clock, and each change
+/// of it makes every deployment be planned again.
+pub(super) fn due_profile(
+    stored: Option<&NodeProfileSpec>,
+    mut measured: NodeProfileSpec,
+    held_bytes: u64,
+) -> Option<NodeProfileSpec> {
+    let total = measured.memory.total_bytes;
+    let least = measured.memory.available_bytes;
+    let most = least.saturating_add(held_bytes).min(total.max(least));
+    let Some(stored) = stored else {
+        measured.memory.available_bytes = most;
+        return Some(measured);
+    };
+    let (before, slack) = (stored.memory.available_bytes, total / 10);
+    let available = if before.saturating_add(slack) < least {
+        least
+    } else if before > most.saturating_add(slack) {
+        most
+    } else {
+        before
+    };
+    if available == before && hardware(stored.clone()) == hardware(measured.clone()) {
+        return None;
+    }
+    measured.memory.available_bytes = available;
+    Some(measured)
+}
+
+/// The profile without what changes from minute to minute.
+fn hardware(mut profile: NodeProfileSpec) -> NodeProfileSpec {
+    profile.memory.available_bytes = 0;
+    profile.measured_at = String::new();
+    for numa in &mut profile.numa_nodes {
+        numa.free_bytes = 0;
+    }
+    for gpu in &mut profile.gpus {
+        gpu.free_bytes = 0;
+    }
+    for disk in &mut profile.disks {
+        disk.free_bytes = 0;
+    }
+    profile
+}
+
+#[cfg(test)]
+mod tests {
+    use hearth_crds::{CpuProfile, MemoryProfile, NumaNodeProfile};
+
+    use super::*;
+
+    fn profile(available_bytes: u64) -> NodeProfileSpec {
+        NodeProfileSpec {
+            node: "a".to_owned(),
+            cpus: vec![CpuProfile::default()],
+            numa_nodes: vec![NumaNodeProfile {
+                free_bytes: available_bytes,
+                ..NumaNodeProfile::default()
+            }],
+            memory: MemoryProfile {
+                total_bytes: 1000,
+                available_bytes,
+                ..MemoryProfile::default()
+            },
+            measured_at: available_bytes.to_string(),
+            ..NodeProfileSpec::default()
+        }
+    }
+
+    /// Stored, measured, held, and what is written.
+    const CASES: [(&str, Option<u64>, u64, u64, Option<u64>); 11] = [
+        ("the first time", None, 800, 0, Some(800)),
+        ("the first time, with Pods there", None, 500, 200, Some(700)),
+        ("never more than there is", None, 900, 500, Some(1000)),
+        ("unchanged", Some(800), 800, 0, None),
+        ("a little more", Some(800), 900, 0, None),
+        ("much more", Some(800), 901, 0, Some(901)),
+        ("a little less", Some(800), 700, 0, None),
+        ("much less", Some(800), 699, 0, Some(699)),
+        ("less by what our Pods took", Some(800), 300, 500, None),
+        ("our Pods map page cache", Some(800), 790, 500, None),
+        (
+            "others took it beside our Pods",
+            Some(800),
+            100,
+            500,
+            Some(600),
+        ),
+    ];
+
+    #[test]
+    fn only_what_moved_is_written() {
+        for (what, stored, measured, held, written) in CASES {
+            let stored = stored.map(profile);
+            let due = due_profile(stored.as_ref(), profile(measured), held);
+            let available = due.as_ref().map(|due| due.memory.available_bytes);
+            assert_eq!(available, written, "{what}");
+            // What was written is not written again.
+            if let Some(due) = due {
+                assert_eq!(
+                    due_profile(Some(&due), profile(measured), held),
+                    None,
+                    "{what}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn new_hardware_is_written_at_once_with_the_memory_as_it_was() {
+        let stored = profile(800);
+        let mut measured = profile(790);
+        measured.cpus.push(CpuProfile {
+            id: 1,
+            ..CpuProfile::default()
+        });
+        let due = due_profile(Some(&stored), measured, 0).expect("due");
+        assert_eq!((due.cpus.len(), due.memory.available_bytes), (2, 800));
+    }
+}

@@ -1,0 +1,382 @@
+//! What is due of certificates at a given time: pure.
+//!
+//! An authority lives ten years. After two thirds of them it makes its successor, which everyone is told to trust long
+//! before it signs anything; it is dropped when no certificate of its own can be valid any more. So at no time do two
+//! processes meet that do not trust each other, whichever of them has read its files first.
+
+use std::time::Duration;
+
+use jiff::Timestamp;
+
+use super::issue::Facts;
+
+/// Validity begins this much in the past: clocks of nodes differ.
+pub(super) const SKEW: Duration = Duration::from_secs(5 * 60);
+/// How long an authority is valid.
+pub(super) const AUTHORITY_LIFETIME: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+/// How long everyone has trusted an authority before it signs.
+const OVERLAP: Duration = Duration::from_secs(24 * 3600);
+
+/// What is to be done with the authority.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum AuthorityDue {
+    /// Nothing before that time.
+    Nothing(Timestamp),
+    /// Make a successor and have it trusted.
+    Announce,
+    /// The successor signs from now on.
+    Promote,
+    /// The predecessor is no longer trusted.
+    DropOld,
+    /// It has expired, and no successor was made in time: begin anew.
+    Replace,
+}
+
+/// Times of an authority, its successor and its predecessor.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct AuthorityTimes<'a> {
+    pub(super) signing: &'a Facts,
+    pub(super) next: Option<&'a Facts>,
+    /// When the one that signs took over from a predecessor that is still trusted.
+    pub(super) promoted: Option<Timestamp>,
+}
+
+/// What is due at `now`, with leaves that live `leaf_lifetime`.
+pub(super) fn authority_due(
+    times: AuthorityTimes<'_>,
+    leaf_lifetime: Duration,
+    now: Timestamp,
+) -> AuthorityDue {
+    let AuthorityTimes {
+        signing,
+        next,
+        promoted,
+    } = times;
+    if now >= signing.not_after {
+        return match next {
+            Some(next) if now < next.not_after => AuthorityDue::Promote,
+            _ => AuthorityDue::Replace,
+        };
+    }
+    let announce = after(signing.not_before, SKEW + part(lifetime_of(signing), 2, 3));
+    let mut again = announce;
+    match next {
+        Some(next) => {
+            let promote = after(next.not_before, SKEW + OVERLAP);
+            if now >= promote {
+                return AuthorityDue::Promote;
+            }
+            again = promote;
+        }
+        None if now >= announce => return AuthorityDue::Announce,
+        None => {}
+    }
+    if let Some(promoted) = promoted {
+        let drop = after(promoted, leaf_lifetime + OVERLAP);
+        if now >= drop {
+            return AuthorityDue::DropOld;
+        }
+        again = again.min(drop);
+    }
+    AuthorityDue::Nothing(again)
+}
+
+/// What is to be done with a Secret of certificates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum LeafDue {
+    /// Nothing before that time.
+    Nothing(Timestamp),
+    /// Only the bundle of trusted authorities is written anew.
+    Trust,
+    /// A new certificate, with the bundle.
+    Issue,
+}
+
+/// A Secret of certificates as it is.
+#[derive(Clone, Debug)]
+pub(super) struct Leaf {
+    pub(super) facts: Facts,
+    /// `ca.crt`.
+    pub(super) bundle: String,
+    /// Since when it has been so.
+    pub(super) bundle_since: Option<Timestamp>,
+}
+
+/// What a Secret of certificates should be.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LeafWanted<'a> {
+    /// DNS name in the certificate.
+    pub(super) name: &'a str,
+    /// Who signs.
+    pub(super) signing: &'a Facts,
+    /// Who is trusted: subjects.
+    pub(super) trusted: &'a [String],
+    /// `ca.crt`.
+    pub(super) bundle: &'a str,
+    pub(super) lifetime: Duration,
+}
+
+/// What is due at `now`; `leaf` is none when there is no Secret, or nothing usable in it.
+pub(super) fn leaf_due(leaf: Option<&Leaf>, wanted: LeafWanted<'_>, now: Timestamp) -> LeafDue {
+    let Some(leaf) = leaf else {
+        return LeafDue::Issue;
+    };
+    let facts = &leaf.facts;
+    let is_trusted = wanted.trusted.contains(&facts.issuer);
+    if now >= facts.not_after || facts.names != [wanted.name] || !is_trusted {
+        return LeafDue::Issue;
+    }
+    if leaf.bundle != wanted.bundle {
+        return LeafDue::Trust;
+    }
+    let lifetime = lifetime_of(facts).min(wanted.lifetime);
+    let mut issue = after(facts.not_before, SKEW + part(lifetime, 2, 3));
+    if facts.issuer != wanted.signing.subject {
+        let settled = leaf.bundle_since.unwrap_or(Timestamp::UNIX_EPOCH);
+        issue = issue.min(after(settled, settling(wanted.lifetime)));
+    }
+    if now >= issue {
+        LeafDue::Issue
+    } else {
+        LeafDue::Nothing(issue)
+    }
+}
+
+/// How long processes get to read a new bundle before one of them shows a certificate that needs it.
+fn settling(lifetime: Duration) -> Duration {
+    part(lifetime, 1, 12).min(Duration::from_secs(3600))
+}
+
+/// How long it is meant to be valid: the skew is not part of it.
+fn lifetime_of(facts: &Facts) -> Duration {
+    let span = facts.not_after.duration_since(facts.not_before);
+    Duration::try_from(span)
+        .unwrap_or_default()
+        .saturating_sub(SKEW)
+}
+
+fn part(duration: Duration, numerator: u32, denominator: u32) -> Duration {
+    duration * numerator / denominator
+}
+
+/// `at` and a duration later; the end of time when that is not to be had.
+fn after(at: Timestamp, duration: Duration) -> Timestamp {
+    at.checked_add(duration).unwrap_or(Timestamp::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HOUR: Duration = Duration::from_secs(3600);
+    const DAY: Duration = Duration::from_secs(24 * 3600);
+    const LEAF: Duration = Duration::from_secs(90 * 24 * 3600);
+
+    fn start() -> Timestamp {
+        "2026-11-20T12:00:00Z".parse().expect("time")
+    }
+
+    fn at(duration: Duration) -> Timestamp {
+        after(start(), duration)
+    }
+
+    fn facts(subject: &str, issuer: &str, made: Timestamp, lifetime: Duration) -> Facts {
+        Facts {
+            serial: "01".to_owned(),
+            subject: subject.to_owned(),
+            issuer: issuer.to_owned(),
+            names: vec!["demo.default.hearth".to_owned()],
+            not_before: made.checked_sub(SKEW).expect("time"),
+            not_after: after(made, lifetime),
+        }
+    }
+
+    /// An authority through its life, asked every hour: each step with the days since its beginning.
+    #[test]
+    fn an_authority_hands_over_without_a_gap() {
+        let mut signing = facts("A", "A", start(), AUTHORITY_LIFETIME);
+        let (mut next, mut promoted) = (None::<Facts>, None);
+        let mut steps = Vec::new();
+        let mut now = start();
+        while steps.len() < 6 {
+            let times = AuthorityTimes {
+                signing: &signing,
+                next: next.as_ref(),
+                promoted,
+            };
+            let due = authority_due(times, LEAF, now);
+            let day = Duration::try_from(now.duration_since(start()))
+                .expect("later")
+                .as_secs()
+                / 86_400;
+            match due {
+                AuthorityDue::Nothing(again) => {
+                    assert!(again > now, "{again} is not after {now}");
+                    now = again;
+                    continue;
+                }
+                AuthorityDue::Announce => {
+                    let name = format!("{}+", signing.subject);
+                    next = Some(facts(&name, &name, now, AUTHORITY_LIFETIME));
+                }
+                AuthorityDue::Promote => {
+                    signing = next.take().expect("a successor");
+                    promoted = Some(now);
+                }
+                AuthorityDue::DropOld => promoted = None,
+                AuthorityDue::Replace => panic!("expired at {now}"),
+            }
+            steps.push((due, day));
+        }
+        let two_thirds = 3650 * 2 / 3;
+        assert_eq!(
+            steps[..3],
+            [
+                (AuthorityDue::Announce, two_thirds),
+                (AuthorityDue::Promote, two_thirds + 1),
+                (AuthorityDue::DropOld, two_thirds + 1 + 91),
+            ]
+        );
+        assert_eq!(steps[3].0, AuthorityDue::Announce);
+    }
+
+    #[test]
+    fn an_expired_authority_is_replaced_by_its_successor_or_anew() {
+        let signing = facts("A", "A", start(), AUTHORITY_LIFETIME);
+        let next = facts("B", "B", at(AUTHORITY_LIFETIME), AUTHORITY_LIFETIME);
+        let now = at(AUTHORITY_LIFETIME);
+        let due = |next| {
+            authority_due(
+                AuthorityTimes {
+                    signing: &signing,
+                    next,
+                    promoted: None,
+                },
+                LEAF,
+                now,
+            )
+        };
+        assert_eq!(due(Some(&next)), AuthorityDue::Promote);
+        assert_eq!(due(None), AuthorityDue::Replace);
+    }
+
+    struct Case {
+        what: &'static str,
+        leaf: Option<Leaf>,
+        now: Timestamp,
+        due: LeafDue,
+    }
+
+    #[test]
+    fn leaves_are_renewed_early_and_follow_their_authority_once_it_is_trusted() {
+        let signing = facts("B", "B", start(), AUTHORITY_LIFETIME);
+        let leaf = |issuer: &str, bundle: &str, since| Leaf {
+            facts: facts("leaf", issuer, start(), LEAF),
+            bundle: bundle.to_owned(),
+            bundle_since: since,
+        };
+        let wanted = LeafWanted {
+            name: "demo.default.hearth",
+            signing: &signing,
+            trusted: &["A".to_owned(), "B".to_owned()],
+            bundle: "AB",
+            lifetime: LEAF,
+        };
+        let mut renamed = leaf("B", "AB", None);
+        renamed.facts.names = vec!["other.default.hearth".to_owned()];
+        let renewal = at(60 * DAY);
+        let cases = [
+            Case {
+                what: "no Secret",
+                leaf: None,
+                now: start(),
+                due: LeafDue::Issue,
+            },
+            Case {
+                what: "fresh",
+                leaf: Some(leaf("B", "AB", None)),
+                now: at(HOUR),
+                due: LeafDue::Nothing(renewal),
+            },
+            Case {
+                what: "two thirds",
+                leaf: Some(leaf("B", "AB", None)),
+                now: renewal,
+                due: LeafDue::Issue,
+            },
+            Case {
+                what: "expired",
+                leaf: Some(leaf("B", "A", None)),
+                now: at(LEAF),
+                due: LeafDue::Issue,
+            },
+            Case {
+                what: "another name",
+                leaf: Some(renamed),
+                now: at(HOUR),
+                due: LeafDue::Issue,
+            },
+            Case {
+                what: "new bundle",
+                leaf: Some(leaf("A", "A", None)),
+                now: at(HOUR),
+                due: LeafDue::Trust,
+            },
+            Case {
+                what: "bundle of a moment ago",
+                leaf: Some(leaf("A", "AB", Some(at(HOUR)))),
+                now: at(HOUR),
+                due: LeafDue::Nothing(at(2 * HOUR)),
+            },
+            Case {
+                what: "settled bundle",
+                leaf: Some(leaf("A", "AB", Some(at(HOUR)))),
+                now: at(2 * HOUR),
+                due: LeafDue::Issue,
+            },
+            Case {
+                what: "bundle of unknown age",
+                leaf: Some(leaf("A", "AB", None)),
+                now: at(HOUR),
+                due: LeafDue::Issue,
+            },
+            Case {
+                what: "signed by nobody we trust",
+                leaf: Some(leaf("C", "AB", Some(at(HOUR)))),
+                now: at(HOUR),
+                due: LeafDue::Issue,
+            },
+        ];
+        for Case {
+            what,
+            leaf,
+            now,
+            due,
+        } in cases
+        {
+            assert_eq!(leaf_due(leaf.as_ref(), wanted, now), due, "{what}");
+        }
+    }
+
+    #[test]
+    fn a_shorter_lifetime_in_the_settings_holds_for_leaves_that_are_there() {
+        let signing = facts("A", "A", start(), AUTHORITY_LIFETIME);
+        let leaf = Leaf {
+            facts: facts("leaf", "A", start(), LEAF),
+            bundle: "A".to_owned(),
+            bundle_since: None,
+        };
+        let wanted = LeafWanted {
+            name: "demo.default.hearth",
+            signing: &signing,
+            trusted: &["A".to_owned()],
+            bundle: "A",
+            lifetime: 3 * HOUR,
+        };
+        assert_eq!(
+            leaf_due(Some(&leaf), wanted, start()),
+            LeafDue::Nothing(at(2 * HOUR))
+        );
+        assert_eq!(leaf_due(Some(&leaf), wanted, at(2 * HOUR)), LeafDue::Issue);
+    }
+}

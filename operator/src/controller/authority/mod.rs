@@ -1,0 +1,413 @@
+//! The operator is its own small certificate authority: gateway, workers, agents and operator know each other by it.
+//!
+//! The authority lies in the Secret `hearth-ca` of the operator's namespace. Each deployment has a certificate in its
+//! Secret `NAME-tls`, all agents share the one in `hearth-agent-tls`, and the operator's own is never written down.
+//! [`due`] says what is to be done when, [`issue`] makes and reads certificates, [`stored`] is how Secrets hold them;
+//! this file holds the client. Only the leader uses it.
+
+mod due;
+#[cfg(test)]
+pub(super) mod fake;
+mod issue;
+mod stored;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use hearth_crds::InferenceDeployment;
+use hearth_transport::{Tls, TlsNames};
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Secret;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
+use kube::api::{Api, Patch, PatchParams, PostParams};
+use kube::{Client, Resource, ResourceExt};
+
+use super::names::{AGENT_TLS_NAME, FIELD_MANAGER, OPERATOR_TLS_NAME, tls_name, tls_secret};
+use super::observed::Settings;
+use due::{AUTHORITY_LIFETIME, AuthorityDue, LeafDue, LeafWanted, authority_due, leaf_due};
+use issue::Pair;
+use stored::{Keys, StoredLeaf, is_ours};
+
+/// Secret of the authority, in the operator's namespace.
+pub(crate) const AUTHORITY_SECRET: &str = "hearth-ca";
+/// Secret of the agents' certificate, in the operator's namespace.
+pub(crate) const AGENT_SECRET: &str = "hearth-agent-tls";
+
+/// A Secret is looked at again after this, in case someone removed it.
+const LOOK_AGAIN: Duration = Duration::from_secs(5 * 60);
+/// Attempts to write what another replica writes at the same time.
+const ATTEMPTS: usize = 5;
+
+/// Why there is no certificate.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum AuthorityError {
+    /// The API server refused or could not be reached.
+    #[error("Secret {secret}: {source}")]
+    Api {
+        /// Namespace and name.
+        secret: String,
+        /// Why.
+        source: Box<kube::Error>,
+    },
+    /// A Secret of that name was made by someone else.
+    #[error(
+        "Secret {0} is there already and is not Hearth's\n  rename it, or give the deployment another name: Hearth keeps certificates under this name"
+    )]
+    Taken(String),
+    /// The authority's Secret was altered.
+    #[error(
+        "Secret {0} does not hold a certificate authority of Hearth\n  restore it, or delete it: a new authority is made, and all Pods get new certificates"
+    )]
+    Spoilt(String),
+    /// A certificate that was just made cannot be read.
+    #[error("a certificate that was just made cannot be read")]
+    Unreadable,
+    /// No certificate could be made.
+    #[error("no certificate can be made: {0}")]
+    Issue(#[from] rcgen::Error),
+    /// A certificate cannot be used.
+    #[error(transparent)]
+    Tls(#[from] hearth_transport::TlsError),
+    /// Other replicas kept writing.
+    #[error("Secret {0} keeps being changed by others")]
+    Contended(String),
+}
+
+/// The newest certificate of a deployment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Issued {
+    /// Its serial number, for `Observed.certificate`.
+    pub(crate) serial: String,
+    /// When there may be something to be done again.
+    pub(crate) again: Timestamp,
+}
+
+/// Issues certificates and keeps them fresh.
+pub(crate) struct Authority {
+    client: Client,
+    settings: Arc<Settings>,
+    /// The operator's Deployment, so that its removal removes the authority; none when it could not be found.
+    owner: Option<OwnerReference>,
+    /// As last read; none before the first read.
+    keys: tokio::sync::Mutex<Option<Arc<Keys>>>,
+    /// What is known of deployments' Secrets, by namespace and name.
+    known: Mutex<BTreeMap<String, Known>>,
+    operator: Mutex<Option<Own>>,
+}
+
+/// A Secret that was in order when it was looked at.
+#[derive(Clone)]
+struct Known {
+    owner_uid: Option<String>,
+    issued: Issued,
+}
+
+/// The operator's own certificate.
+struct Own {
+    tls: Tls,
+    renew: Timestamp,
+    bundle: String,
+}
+
+/// A Secret of certificates that there should be.
+struct Wanted {
+    namespace: String,
+    secret: String,
+    /// Its component among Hearth's objects.
+    component: &'static str,
+    deployment: Option<String>,
+    /// DNS name in the certificate.
+    name: String,
+    owner: Option<OwnerReference>,
+}
+
+impl Authority {
+    /// Reads nothing yet.
+    pub(crate) fn new(
+        client: Client,
+        settings: Arc<Settings>,
+        owner: Option<OwnerReference>,
+    ) -> Self {
+        Self {
+            client,
+            settings,
+            owner,
+            keys: tokio::sync::Mutex::default(),
+            known: Mutex::default(),
+            operator: Mutex::default(),
+        }
+    }
+
+    /// Loads the authority or makes it, does what is due of it, and sees to the agents' certificate. To be called at
+    /// the start, and again at the time that it gives at the latest.
+    pub(crate) async fn keep(&self, now: Timestamp) -> Result<Timestamp, AuthorityError> {
+        let again = self.load(now).await?;
+        let agents = Wanted {
+            namespace: self.settings.operator_namespace.clone(),
+            secret: AGENT_SECRET.to_owned(),
+            component: "agent",
+            deployment: None,
+            name: AGENT_TLS_NAME.to_owned(),
+            owner: self.owner.clone(),
+        };
+        let issued = self.ensure(&agents, now).await?;
+        Ok(again.min(issued.again))
+    }
+
+    /// The deployment's newest certificate, made or renewed when that is due.
+    pub(crate) async fn deployment(
+        &self,
+        deployment: &InferenceDeployment,
+        now: Timestamp,
+    ) -> Result<Issued, AuthorityError> {
+        let (name, namespace) = (
+            deployment.name_any(),
+            deployment.namespace().unwrap_or_default(),
+        );
+        let key = format!("{namespace}/{name}");
+        let known = self.known().get(&key).cloned();
+        if let Some(known) = known
+            && known.owner_uid == deployment.uid()
+            && now < known.issued.again
+        {
+            return Ok(known.issued);
+        }
+        let wanted = Wanted {
+            secret: tls_secret(&name),
+            component: "tls",
+            name: tls_name(&name, &namespace),
+            owner: deployment.controller_owner_ref(&()),
+            namespace,
+            deployment: Some(name),
+        };
+        let mut issued = self.ensure(&wanted, now).await?;
+        let look = now.checked_add(LOOK_AGAIN).unwrap_or(Timestamp::MAX);
+        issued.again = issued.again.min(look);
+        let known = Known {
+            owner_uid: deployment.uid(),
+            issued: issued.clone(),
+        };
+        self.known().insert(key, known);
+        Ok(issued)
+    }
+
+    /// Nothing is known any more of a deployment that is gone.
+    pub(crate) fn forget(&self, namespace: &str, name: &str) {
+        self.known().remove(&format!("{namespace}/{name}"));
+    }
+
+    /// The operator's own certificate as a client of agents; clones of it follow later renewals.
+    pub(crate) async fn operator(&self, now: Timestamp) -> Result<Tls, AuthorityError> {
+        let keys = self.keys(now).await?;
+        let bundle = keys.bundle();
+        let mut own = self.operator.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(own) = &*own
+            && now < own.renew
+            && own.bundle == bundle
+        {
+            return Ok(own.tls.clone());
+        }
+        let lifetime = self.settings.certificate_lifetime;
+        let pair = keys.signing.issue(OPERATOR_TLS_NAME, now, lifetime)?;
+        let tls = match own.take() {
+            Some(own) => {
+                own.tls.replace(&pair.certificate, &pair.key, &bundle)?;
+                own.tls
+            }
+            None => {
+                let names = TlsNames {
+                    server: Some(AGENT_TLS_NAME.to_owned()),
+                    clients: Vec::new(),
+                };
+                Tls::from_pem(&pair.certificate, &pair.key, &bundle, &names)?
+            }
+        };
+        let renew = now.checked_add(lifetime * 2 / 3).unwrap_or(Timestamp::MAX);
+        *own = Some(Own {
+            tls: tls.clone(),
+            renew,
+            bundle,
+        });
+        Ok(tls)
+    }
+
+    async fn keys(&self, now: Timestamp) -> Result<Arc<Keys>, AuthorityError> {
+        let keys = self.keys.lock().await.clone();
+        if let Some(keys) = keys {
+            return Ok(keys);
+        }
+        self.load(now).await?;
+        let keys = self.keys.lock().await.clone();
+        keys.ok_or_else(|| AuthorityError::Spoilt(self.authority_path()))
+    }
+
+    /// Reads the authority's Secret and does what is due. When another replica was quicker, its work is read.
+    async fn load(&self, now: Timestamp) -> Result<Timestamp, AuthorityError> {
+        let mut held = self.keys.lock().await;
+        let api = self.secrets(&self.settings.operator_namespace);
+        let failed = |source| self.failed(&self.authority_path(), source);
+        for _ in 0..ATTEMPTS {
+            let Some(secret) = api.get_opt(AUTHORITY_SECRET).await.map_err(failed)? else {
+                // Who removed the Secret of a running operator does not make all Pods strangers to each other.
+                let keys = match held.take() {
+                    Some(keys) => Arc::unwrap_or_clone(keys),
+                    None => Keys::new(now)?,
+                };
+                let secret = keys.secret(self.metadata(AUTHORITY_SECRET, "authority"), None);
+                match api.create(&PostParams::default(), &secret).await {
+                    Ok(_) => *held = Some(Arc::new(keys)),
+                    Err(kube::Error::Api(status)) if status.is_already_exists() => {}
+                    Err(error) => return Err(failed(error)),
+                }
+                continue;
+            };
+            let path = self.authority_path();
+            let keys = Keys::read(&secret).ok_or(AuthorityError::Spoilt(path))?;
+            let due = authority_due(keys.times(), self.settings.certificate_lifetime, now);
+            if let AuthorityDue::Nothing(again) = due {
+                *held = Some(Arc::new(keys));
+                return Ok(again);
+            }
+            let keys = keys.after(due, now)?;
+            tracing::info!(?due, "the certificate authority changes");
+            let mut metadata = secret.metadata;
+            metadata.managed_fields = None;
+            let secret = keys.secret(metadata, secret.immutable);
+            match api
+                .replace(AUTHORITY_SECRET, &PostParams::default(), &secret)
+                .await
+            {
+                Ok(_) => {}
+                Err(kube::Error::Api(status)) if status.is_conflict() => {}
+                Err(error) => return Err(failed(error)),
+            }
+        }
+        Err(AuthorityError::Contended(self.authority_path()))
+    }
+
+    /// Has a Secret of certificates be as wanted.
+    async fn ensure(&self, wanted: &Wanted, now: Timestamp) -> Result<Issued, AuthorityError> {
+        let keys = self.keys(now).await?;
+        let api = self.secrets(&wanted.namespace);
+        let path = format!("{}/{}", wanted.namespace, wanted.secret);
+        let secret = api
+            .get_opt(&wanted.secret)
+            .await
+            .map_err(|e| self.failed(&path, e))?;
+        if secret.as_ref().is_some_and(|secret| !is_ours(secret)) {
+            return Err(AuthorityError::Taken(path));
+        }
+        let mut stored = secret.as_ref().and_then(StoredLeaf::read);
+        let trusted = keys.trusted();
+        let bundle = keys.bundle();
+        let lifetime = self.settings.certificate_lifetime;
+        // At most: trust a new authority, then have it sign.
+        for _ in 0..ATTEMPTS {
+            let due = leaf_due(
+                stored.as_ref().map(|stored| &stored.leaf),
+                LeafWanted {
+                    name: &wanted.name,
+                    signing: &keys.signing.facts,
+                    trusted: &trusted,
+                    bundle: &bundle,
+                    lifetime,
+                },
+                now,
+            );
+            let pair = match (due, &stored) {
+                (LeafDue::Nothing(again), Some(stored)) => {
+                    let serial = stored.leaf.facts.serial.clone();
+                    return Ok(Issued { serial, again });
+                }
+                (LeafDue::Trust, Some(stored)) => stored.pair.clone(),
+                _ => keys.signing.issue(&wanted.name, now, lifetime)?,
+            };
+            let next = StoredLeaf::following(stored.as_ref(), pair, &bundle, now);
+            let secret = next.secret(self.leaf_metadata(wanted));
+            let parameters = PatchParams::apply(FIELD_MANAGER).force();
+            api.patch(&wanted.secret, &parameters, &Patch::Apply(&secret))
+                .await
+                .map_err(|error| self.failed(&path, error))?;
+            tracing::info!(
+                secret = path,
+                ?due,
+                serial = next.leaf.facts.serial,
+                "certificate written"
+            );
+            stored = Some(next);
+        }
+        Err(AuthorityError::Contended(path))
+    }
+
+    fn secrets(&self, namespace: &str) -> Api<Secret> {
+        Api::namespaced(self.client.clone(), namespace)
+    }
+
+    fn authority_path(&self) -> String {
+        format!("{}/{AUTHORITY_SECRET}", self.settings.operator_namespace)
+    }
+
+    fn failed(&self, secret: &str, source: kube::Error) -> AuthorityError {
+        AuthorityError::Api {
+            secret: secret.to_owned(),
+            source: Box::new(source),
+        }
+    }
+
+    fn metadata(&self, name: &str, component: &str) -> ObjectMeta {
+        stored::metadata(
+            &self.settings.operator_namespace,
+            name,
+            component,
+            None,
+            self.owner.clone(),
+        )
+    }
+
+    fn leaf_metadata(&self, wanted: &Wanted) -> ObjectMeta {
+        stored::metadata(
+            &wanted.namespace,
+            &wanted.secret,
+            wanted.component,
+            wanted.deployment.as_deref(),
+            wanted.owner.clone(),
+        )
+    }
+
+    fn known(&self) -> std::sync::MutexGuard<'_, BTreeMap<String, Known>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Keys {
+    /// A first authority.
+    fn new(now: Timestamp) -> Result<Self, AuthorityError> {
+        Ok(Self {
+            signing: Pair::authority(now, AUTHORITY_LIFETIME)?,
+            next: None,
+            old: None,
+            promoted: None,
+        })
+    }
+
+    /// What is due done.
+    fn after(mut self, due: AuthorityDue, now: Timestamp) -> Result<Self, AuthorityError> {
+        match due {
+            AuthorityDue::Nothing(_) => {}
+            AuthorityDue::Announce => self.next = Some(Pair::authority(now, AUTHORITY_LIFETIME)?),
+            AuthorityDue::Promote => {
+                if let Some(next) = self.next.take() {
+                    let old = std::mem::replace(&mut self.signing, next);
+                    self.old = Some((old.certificate, old.facts));
+                    self.promoted = Some(now);
+                }
+            }
+            AuthorityDue::DropOld => (self.old, self.promoted) = (None, None),
+            AuthorityDue::Replace => self = Self::new(now)?,
+        }
+        Ok(self)
+    }
+}

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 
-use crate::{chat, logs, plan, status, ui, up};
+use crate::{chat, controller, logs, plan, status, ui, up};
 
 /// Serves large language models on machines that people already own.
 #[derive(Parser)]
@@ -31,6 +31,8 @@ enum Command {
     Chat(chat::ChatArgs),
     /// Show the logs of a deployment's processes
     Logs(logs::LogsArgs),
+    /// Serve the InferenceDeployments of a Kubernetes cluster: runs in the cluster, installed by the chart
+    Operator(Box<controller::OperatorArgs>),
     /// Print the CustomResourceDefinitions
     #[command(
         after_help = "Examples:\n  hearth crd > crds.yaml\n  hearth crd | kubectl apply -f -"
@@ -75,6 +77,7 @@ impl Cli {
             Command::Status(args) => return status::run(&args),
             Command::Chat(args) => chat::run(&args)?,
             Command::Logs(args) => logs::run(&args)?,
+            Command::Operator(args) => return controller::run(&args),
             Command::Crd => ui::print_data(&hearth_crds::crd_yaml()?)?,
             Command::Completion { shell } => {
                 clap_complete::generate(

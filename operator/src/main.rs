@@ -1,4 +1,4 @@
-//! `hearth`: serves an InferenceDeployment on this machine, and shows what it would do and does.
+//! `hearth`: serves InferenceDeployments, on this machine or as the operator of a cluster, and shows what runs and why.
 
 #![forbid(unsafe_code)]
 
@@ -8,6 +8,7 @@ use clap::Parser;
 
 mod chat;
 mod cli;
+mod controller;
 mod http;
 mod logs;
 mod plan;

@@ -1,0 +1,398 @@
+//! Carries a decision out. Each write is idempotent, and nothing is written that would change nothing.
+//!
+//! Services, budgets and policies are compared by digest: what was wanted when they were last applied, and what came
+//! of it. After a start, an object that is there is read once instead. Drift is put right.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use hearth_crds::InferencePlan;
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt;
+use kube::api::{ApiResource, DynamicObject, ObjectMeta};
+use kube::core::GroupVersionKind;
+use serde_json::{Value, json};
+
+use super::cache::{Cache, ObjectFacts};
+use super::decision::{Decision, Marks, PodEnd};
+use super::digest::{self, Digest};
+use super::failure::Failure;
+use super::lean::{Facts, LeanPlan, LeanPod};
+use super::names::NOTE_INPUTS;
+use super::queue::Key;
+use super::requests::{Place, Requests};
+use super::table::Identity;
+
+/// The kinds of objects around a deployment's Pods: API version, kind, plural.
+const KINDS: [(&str, &str, &str); 3] = [
+    ("v1", "Service", "services"),
+    ("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets"),
+    ("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),
+];
+
+/// Carries decisions out.
+pub(crate) struct Applier {
+    requests: Requests,
+    cache: Arc<Cache>,
+    /// What was applied, by owner.
+    applied: Mutex<HashMap<Arc<str>, HashMap<String, Applied>>>,
+}
+
+/// What was wanted of an object when it was last found or made right, and what the object was then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Applied {
+    desired: Digest,
+    live: Digest,
+    version: u64,
+}
+
+/// The deployment that a decision is for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Subject<'a> {
+    pub(crate) namespace: &'a str,
+    pub(crate) uid: &'a str,
+}
+
+impl Applier {
+    /// Writes by `requests`, and tells `cache` what came of it.
+    pub(crate) fn new(requests: Requests, cache: Arc<Cache>) -> Self {
+        Self {
+            requests,
+            cache,
+            applied: Mutex::default(),
+        }
+    }
+
+    /// Nothing is known any more of a deployment that is gone.
+    pub(crate) fn forget(&self, uid: &str) {
+        self.applied().remove(uid);
+    }
+
+    /// Writes what the decision wants, in its order, up to the status. Stops at the first failure.
+    ///
+    /// # Errors
+    /// Why it stopped.
+    pub(crate) async fn apply(
+        &self,
+        subject: Subject<'_>,
+        decision: &Decision,
+    ) -> Result<(), Failure> {
+        for object in &decision.objects {
+            self.object(subject, object).await?;
+        }
+        for (kind, name) in &decision.remove_objects {
+            self.remove(subject, kind, name).await?;
+        }
+        if let Some(plan) = &decision.create_plan {
+            self.create_plan(subject, plan).await?;
+        }
+        for marks in &decision.mark_plans {
+            self.mark_plan(subject, marks).await?;
+        }
+        for pod in &decision.create_pods {
+            self.create_pod(subject, pod).await?;
+        }
+        for marks in &decision.mark_pods {
+            self.mark_pod(subject, marks).await?;
+        }
+        for end in &decision.delete_pods {
+            self.delete_pod(subject, end).await?;
+        }
+        for name in &decision.delete_plans {
+            self.delete_plan(subject, name).await?;
+        }
+        Ok(())
+    }
+
+    async fn object(&self, subject: Subject<'_>, object: &DynamicObject) -> Result<(), Failure> {
+        let name = object.name_any();
+        let kind = object
+            .types
+            .as_ref()
+            .map_or("", |types| types.kind.as_str());
+        let (kind, resource) = resource(kind)?;
+        let place = Place::of_resource(&resource, subject.namespace);
+        let desired =
+            serde_json::to_value(object).map_err(|error| Failure::Invalid(error.to_string()))?;
+        let wanted = digest::of_value(&desired);
+
+        if self.is_in_order(subject, kind, &name, wanted) {
+            return Ok(());
+        }
+        let is_there = match self.requests.get::<Value>(&place, &name).await {
+            Ok(live) => {
+                check_owner(subject, kind, &name, &live)?;
+                if digest::is_within(&desired, &live) {
+                    self.remember(subject, kind, &name, wanted, &live);
+                    return Ok(());
+                }
+                true
+            }
+            Err(Failure::NotFound(_)) => false,
+            Err(other) => return Err(other),
+        };
+        let live: Value = self.requests.apply(&place, &name, &desired).await?;
+        let done = if is_there { "put right" } else { "made" };
+        tracing::info!(namespace = subject.namespace, name, "{kind} {done}");
+        self.remember(subject, kind, &name, wanted, &live);
+        Ok(())
+    }
+
+    /// Whether an object is known to be as it is wanted.
+    fn is_in_order(&self, subject: Subject<'_>, kind: &str, name: &str, wanted: Digest) -> bool {
+        let Some(known) = self.known(subject.uid, kind, name) else {
+            return false;
+        };
+        let state = self.cache.lock();
+        let row = state.object(kind, &Key::new(subject.namespace, name));
+        // The cache may lag behind our own write.
+        known.desired == wanted
+            && row.is_some_and(|row| {
+                row.value.facts.digest == known.live || row.version < known.version
+            })
+    }
+
+    async fn remove(&self, subject: Subject<'_>, kind: &str, name: &str) -> Result<(), Failure> {
+        let (kind, resource) = resource(kind)?;
+        let key = Key::new(subject.namespace, name);
+        let uid = {
+            let state = self.cache.lock();
+            let row = state.object(kind, &key);
+            row.filter(|row| &*row.owner == subject.uid)
+                .map(|row| Arc::clone(&row.uid))
+        };
+        let Some(uid) = uid else { return Ok(()) };
+        let place = Place::of_resource(&resource, subject.namespace);
+        self.requests.delete(&place, name, &uid, false).await?;
+        tracing::info!(namespace = subject.namespace, name, "{kind} removed");
+        self.cache.lock().remove_object(kind, &key, &uid);
+        if let Some(objects) = self.applied().get_mut(subject.uid) {
+            objects.remove(&format!("{kind}/{name}"));
+        }
+        Ok(())
+    }
+
+    async fn create_plan(&self, subject: Subject<'_>, plan: &InferencePlan) -> Result<(), Failure> {
+        let place = Place::of::<InferencePlan>(subject.namespace);
+        let name = plan.name_any();
+        let made = self.requests.create::<LeanPlan>(&place, &name, plan).await;
+        let made = match made {
+            Ok(made) => {
+                tracing::info!(namespace = subject.namespace, name, "InferencePlan made");
+                made
+            }
+            Err(Failure::Conflict(why)) => {
+                let there: LeanPlan = self.requests.get(&place, &name).await?;
+                let note = |meta: &ObjectMeta| {
+                    let notes = meta.annotations.as_ref();
+                    notes.and_then(|notes| notes.get(NOTE_INPUTS).cloned())
+                };
+                let is_ours = super::lean::owner(&there.metadata) == subject.uid;
+                let is_same = note(&there.metadata) == note(&plan.metadata);
+                if !is_ours {
+                    return Err(Failure::Terminating(format!("InferencePlan {name}")));
+                }
+                if !is_same {
+                    self.take_plan(there);
+                    return Err(Failure::Conflict(why));
+                }
+                there
+            }
+            Err(other) => return Err(other),
+        };
+        self.take_plan(made);
+        Ok(())
+    }
+
+    async fn mark_plan(&self, subject: Subject<'_>, marks: &Marks) -> Result<(), Failure> {
+        let place = Place::of::<InferencePlan>(subject.namespace);
+        let key = Key::new(subject.namespace, &marks.name);
+        let uid = {
+            let state = self.cache.lock();
+            state.plans.get(&key).map(|row| Arc::clone(&row.uid))
+        };
+        let fields = annotations(marks, uid.as_deref());
+        let made = self
+            .requests
+            .merge::<LeanPlan>(&place, &marks.name, &fields)
+            .await;
+        self.drop_if_gone(&made, |cache| {
+            cache.lock().remove_plan(&key, "");
+        });
+        self.take_plan(made?);
+        Ok(())
+    }
+
+    async fn create_pod(&self, subject: Subject<'_>, pod: &Pod) -> Result<(), Failure> {
+        let place = Place::of::<Pod>(subject.namespace);
+        let name = pod.name_any();
+        match self.requests.create::<LeanPod>(&place, &name, pod).await {
+            Ok(made) => {
+                tracing::info!(namespace = subject.namespace, name, "Pod made");
+                self.take_pod(made);
+                Ok(())
+            }
+            Err(Failure::Conflict(_)) => {
+                // A stale cache, or a crash before the answer: the name tells that it is the very Pod that is wanted.
+                let there: LeanPod = self.requests.get(&place, &name).await?;
+                let is_ours = super::lean::owner(&there.metadata) == subject.uid;
+                let is_ending = there.metadata.deletion_timestamp.is_some();
+                self.take_pod(there);
+                if is_ending || !is_ours {
+                    return Err(Failure::Terminating(format!("Pod {name}")));
+                }
+                Ok(())
+            }
+            Err(other) => Err(other),
+        }
+    }
+
+    async fn mark_pod(&self, subject: Subject<'_>, marks: &Marks) -> Result<(), Failure> {
+        let place = Place::of::<Pod>(subject.namespace);
+        let key = Key::new(subject.namespace, &marks.name);
+        let uid = {
+            let state = self.cache.lock();
+            state.pods.get(&key).map(|row| Arc::clone(&row.uid))
+        };
+        let fields = annotations(marks, uid.as_deref());
+        let made = self
+            .requests
+            .merge::<LeanPod>(&place, &marks.name, &fields)
+            .await;
+        self.drop_if_gone(&made, |cache| {
+            cache.lock().remove_pod(&key, "");
+        });
+        self.take_pod(made?);
+        Ok(())
+    }
+
+    async fn delete_pod(&self, subject: Subject<'_>, end: &PodEnd) -> Result<(), Failure> {
+        let place = Place::of::<Pod>(subject.namespace);
+        self.requests
+            .delete(&place, &end.name, &end.uid, end.at_once)
+            .await?;
+        tracing::info!(
+            namespace = subject.namespace,
+            name = end.name,
+            at_once = end.at_once,
+            "Pod asked to end"
+        );
+        // Either it is ending now, which the watch tells, or it is gone: the next look must know either.
+        let key = Key::new(subject.namespace, &end.name);
+        match self.requests.get::<LeanPod>(&place, &end.name).await {
+            Ok(there) => self.take_pod(there),
+            Err(Failure::NotFound(_)) => {
+                self.cache.lock().remove_pod(&key, &end.uid);
+            }
+            Err(other) => return Err(other),
+        }
+        Ok(())
+    }
+
+    async fn delete_plan(&self, subject: Subject<'_>, name: &str) -> Result<(), Failure> {
+        let key = Key::new(subject.namespace, name);
+        let uid = {
+            let state = self.cache.lock();
+            let row = state.plans.get(&key);
+            row.filter(|row| &*row.owner == subject.uid)
+                .map(|row| Arc::clone(&row.uid))
+        };
+        let Some(uid) = uid else { return Ok(()) };
+        let place = Place::of::<InferencePlan>(subject.namespace);
+        self.requests.delete(&place, name, &uid, false).await?;
+        self.cache.lock().remove_plan(&key, &uid);
+        Ok(())
+    }
+
+    /// Whoever was told by a write that its object is gone does not ask a second time.
+    fn drop_if_gone<T>(&self, answer: &Result<T, Failure>, drop: impl FnOnce(&Cache)) {
+        if matches!(answer, Err(Failure::NotFound(_))) {
+            drop(&self.cache);
+        }
+    }
+
+    fn take_plan(&self, plan: LeanPlan) {
+        let identity = Identity::of(&plan.metadata);
+        self.cache.lock().put_plan(identity, plan.plan.ok());
+    }
+
+    fn take_pod(&self, pod: LeanPod) {
+        let identity = Identity::of(&pod.metadata);
+        self.cache.lock().put_pod(identity, pod.into_view());
+    }
+
+    fn remember(
+        &self,
+        subject: Subject<'_>,
+        kind: &'static str,
+        name: &str,
+        desired: Digest,
+        live: &Value,
+    ) {
+        let facts = Facts::of(live);
+        let metadata = live.get("metadata").cloned().unwrap_or_default();
+        let metadata: ObjectMeta = serde_json::from_value(metadata).unwrap_or_default();
+        let identity = Identity::of(&metadata);
+        let applied = Applied {
+            desired,
+            live: facts.digest,
+            version: identity.version,
+        };
+        let objects = &mut *self.applied();
+        let objects = objects.entry(subject.uid.into()).or_default();
+        objects.insert(format!("{kind}/{name}"), applied);
+        let kept = ObjectFacts::of(&metadata, facts);
+        self.cache.lock().put_object(kind, identity, kept);
+    }
+
+    fn known(&self, uid: &str, kind: &str, name: &str) -> Option<Applied> {
+        let applied = self.applied();
+        applied.get(uid)?.get(&format!("{kind}/{name}")).copied()
+    }
+
+    fn applied(&self) -> std::sync::MutexGuard<'_, HashMap<Arc<str>, HashMap<String, Applied>>> {
+        self.applied.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn resource(kind: &str) -> Result<(&'static str, ApiResource), Failure> {
+    let known = KINDS.iter().find(|(_, known, _)| *known == kind);
+    let Some((api_version, kind, plural)) = known else {
+        return Err(Failure::Invalid(format!(
+            "{kind:?} is no kind that the operator makes"
+        )));
+    };
+    let (group, version) = api_version.split_once('/').unwrap_or(("", api_version));
+    let gvk = GroupVersionKind::gvk(group, version, kind);
+    Ok((kind, ApiResource::from_gvk_with_plural(&gvk, plural)))
+}
+
+/// Refuses to take over what is not this deployment's.
+fn check_owner(subject: Subject<'_>, kind: &str, name: &str, live: &Value) -> Result<(), Failure> {
+    let owners = live.pointer("/metadata/ownerReferences");
+    let mut owners = owners.and_then(Value::as_array).into_iter().flatten();
+    let controller = owners.find(|owner| owner.get("controller") == Some(&Value::Bool(true)));
+    let text = |field: &str| controller.and_then(|owner| owner.get(field)?.as_str());
+    if text("uid") == Some(subject.uid) {
+        return Ok(());
+    }
+    if text("kind") == Some("InferenceDeployment") {
+        // Of a deployment of the same name that was deleted: the cluster is about to collect it.
+        return Err(Failure::Terminating(format!("{kind} {name}")));
+    }
+    Err(Failure::Invalid(format!(
+        "there is a {kind} {name} already that is not Hearth's: rename it, or give the deployment another name"
+    )))
+}
+
+fn annotations(marks: &Marks, uid: Option<&str>) -> Value {
+    let notes: serde_json::Map<String, Value> = marks
+        .annotations
+        .iter()
+        .map(|(name, value)| (name.clone(), Value::from(value.as_str())))
+        .collect();
+    match uid {
+        Some(uid) => json!({"metadata": {"uid": uid, "annotations": notes}}),
+        None => json!({"metadata": {"annotations": notes}}),
+    }
+}

@@ -1,0 +1,159 @@
+//! The command line of `hearth operator`.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use hearth_crds::DurationText;
+
+use super::observed::Settings;
+
+const EXAMPLES: &str = "Examples:\n  \
+    hearth operator --worker-image ghcr.io/hearth-dev/hearth-worker:0.1.0\n  \
+    hearth operator --worker-image hearth-worker:dev --namespaces team-a,team-b --leader-elect false";
+
+/// Arguments of `hearth operator`. Each can be given by the environment too, as the chart does.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct OperatorArgs {
+    /// Image of the workers
+    #[arg(long, value_name = "IMAGE", env = "HEARTH_WORKER_IMAGE")]
+    pub(crate) worker_image: String,
+    /// When nodes pull that image: Always, IfNotPresent or Never
+    #[arg(long, value_name = "POLICY", env = "HEARTH_PULL_POLICY", default_value = "IfNotPresent",
+        value_parser = ["Always", "IfNotPresent", "Never"])]
+    pub(crate) pull_policy: String,
+    /// Secret that image pulls use; may be repeated, or given with commas
+    #[arg(
+        long = "pull-secret",
+        value_name = "NAME",
+        env = "HEARTH_PULL_SECRETS",
+        value_delimiter = ','
+    )]
+    pub(crate) pull_secrets: Vec<String>,
+    /// Namespace of the operator and its agents [default: POD_NAMESPACE]
+    #[arg(long, value_name = "NAMESPACE", env = "HEARTH_OPERATOR_NAMESPACE")]
+    pub(crate) operator_namespace: Option<String>,
+    /// Name of the operator's own Deployment, which owns what the operator keeps for itself
+    #[arg(long, value_name = "NAME", env = "HEARTH_OPERATOR_DEPLOYMENT")]
+    pub(crate) operator_deployment: Option<String>,
+    /// Serve the deployments of these namespaces alone, with commas [default: all namespaces]
+    #[arg(
+        long,
+        value_name = "A,B",
+        env = "HEARTH_NAMESPACES",
+        value_delimiter = ','
+    )]
+    pub(crate) namespaces: Vec<String>,
+    /// Whether replicas of the operator agree on one that works, by the Lease hearth-operator
+    #[arg(long, value_name = "BOOL", env = "HEARTH_LEADER_ELECT", default_value_t = true, action = clap::ArgAction::Set)]
+    pub(crate) leader_elect: bool,
+    /// This replica's name in the Lease [default: POD_NAME, or the host's name]
+    #[arg(long, value_name = "NAME", env = "POD_NAME", hide = true)]
+    pub(crate) identity: Option<String>,
+    /// Directory on the nodes where agents keep fetched models
+    #[arg(
+        long,
+        value_name = "DIR",
+        env = "HEARTH_MODEL_CACHE",
+        default_value = "/var/lib/hearth/models"
+    )]
+    pub(crate) model_cache: String,
+    /// Whether NetworkPolicies are made
+    #[arg(long, value_name = "BOOL", env = "HEARTH_NETWORK_POLICIES", default_value_t = true, action = clap::ArgAction::Set)]
+    pub(crate) network_policies: bool,
+    /// How long the certificates of a deployment are valid; they are renewed after two thirds of it
+    #[arg(
+        long,
+        value_name = "DURATION",
+        env = "HEARTH_CERTIFICATE_LIFETIME",
+        default_value = "2160h"
+    )]
+    pub(crate) certificate_lifetime: DurationText,
+    /// Whether nodes have agents, which measure them and fetch models
+    #[arg(long, value_name = "BOOL", env = "HEARTH_AGENTS", default_value_t = true, action = clap::ArgAction::Set)]
+    pub(crate) agents: bool,
+    /// Deployments that are worked on at a time
+    #[arg(long, value_name = "N", env = "HEARTH_CONCURRENCY", default_value_t = 8,
+        value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub(crate) concurrency: u32,
+    /// How often a deployment is looked at although nothing was reported
+    #[arg(
+        long,
+        value_name = "DURATION",
+        env = "HEARTH_RESYNC",
+        default_value = "8m"
+    )]
+    pub(crate) resync: DurationText,
+    /// Address of /healthz, /readyz and /metrics
+    #[arg(
+        long,
+        value_name = "ADDRESS",
+        env = "HEARTH_LISTEN",
+        default_value = "0.0.0.0:8081"
+    )]
+    pub(crate) listen: SocketAddr,
+    /// What is logged: error, warn, info, debug, or a filter by module
+    #[arg(
+        long,
+        value_name = "FILTER",
+        env = "HEARTH_LOG",
+        default_value = "info"
+    )]
+    pub(crate) log: String,
+    /// How log lines are written
+    #[arg(
+        long,
+        value_name = "FORMAT",
+        env = "HEARTH_LOG_FORMAT",
+        default_value = "text"
+    )]
+    pub(crate) log_format: LogFormat,
+}
+
+/// How log lines are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum LogFormat {
+    /// For people
+    Text,
+    /// One JSON object a line
+    Json,
+}
+
+impl OperatorArgs {
+    /// What the reconciler needs of them. `pod_namespace` is the namespace that the process runs in.
+    pub(crate) fn settings(&self, pod_namespace: Option<String>) -> Settings {
+        let mut namespaces: Vec<String> = self
+            .namespaces
+            .iter()
+            .map(|name| name.trim().to_owned())
+            .filter(|name| !name.is_empty())
+            .collect();
+        namespaces.sort();
+        namespaces.dedup();
+        Settings {
+            worker_image: self.worker_image.clone(),
+            pull_policy: self.pull_policy.clone(),
+            pull_secrets: self
+                .pull_secrets
+                .iter()
+                .filter(|name| !name.is_empty())
+                .cloned()
+                .collect(),
+            operator_namespace: self
+                .operator_namespace
+                .clone()
+                .or(pod_namespace)
+                .unwrap_or_else(|| "hearth-system".to_owned()),
+            namespaces,
+            model_cache: self.model_cache.clone(),
+            network_policies: self.network_policies,
+            certificate_lifetime: self.certificate_lifetime.get(),
+        }
+    }
+
+    /// The resync, never so short that it is a busy loop.
+    pub(crate) fn resync(&self) -> Duration {
+        self.resync.get().max(Duration::from_millis(500))
+    }
+}

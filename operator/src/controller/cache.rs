@@ -1,0 +1,411 @@
+//! All that is known of the cluster, kept up by watches and by the answers to our own writes.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use hearth_crds::{InferenceDeployment, InferencePlan, NodeProfileSpec};
+use kube::ResourceExt;
+use kube::api::ObjectMeta;
+
+use super::holdings::{self, Holdings};
+use super::lean::Facts;
+use super::names::{NOTE_OUTCOME, OUTCOME_FAILED};
+use super::observed::{Holding, NodeView, PodView};
+use super::queue::Key;
+use super::table::{Identity, Put, Table};
+
+/// How long a plan that was sent and never seen keeps its place: its write may have failed unseen.
+const RESERVATION: Duration = Duration::from_secs(120);
+
+/// A deployment as it was read.
+pub(crate) type ReadDeployment = Result<Arc<InferenceDeployment>, Unreadable>;
+
+/// A deployment of another version of the API.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Unreadable {
+    pub(crate) metadata: ObjectMeta,
+    /// What is wrong with it.
+    pub(crate) reason: String,
+}
+
+/// What is known of the cluster.
+#[derive(Debug, Default)]
+pub(crate) struct Cache {
+    state: Mutex<State>,
+}
+
+/// The contents of a [`Cache`], locked.
+#[derive(Debug, Default)]
+pub(crate) struct State {
+    pub(crate) deployments: Table<ReadDeployment>,
+    pub(crate) plans: Table<Option<Arc<InferencePlan>>>,
+    pub(crate) pods: Table<PodView>,
+    /// By kind: Service, Secret, PodDisruptionBudget, NetworkPolicy.
+    pub(crate) objects: HashMap<&'static str, Table<ObjectFacts>>,
+    pub(crate) nodes: BTreeMap<String, Arc<NodeView>>,
+    node_uids: HashMap<String, String>,
+    profiles: HashMap<String, NodeProfileSpec>,
+    /// Addresses of agents by their Pod: node and address.
+    agents: HashMap<Key, (String, String)>,
+    holdings: Holdings,
+    /// Plans that were sent to the API server and not seen since, by owner.
+    reserved: HashMap<Arc<str>, (Arc<InferencePlan>, Instant)>,
+    /// Deployments that wait for room or for a node.
+    waiting: HashSet<Key>,
+    /// Deployments by uid.
+    keys: HashMap<Arc<str>, Key>,
+}
+
+/// An object as far as it is kept, with its annotations of ours.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct ObjectFacts {
+    pub(crate) facts: Facts,
+    /// Annotations that begin with `hearth.dev/`.
+    pub(crate) notes: BTreeMap<String, String>,
+}
+
+/// Deployments that a change concerns.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Touched {
+    pub(crate) keys: Vec<Key>,
+    /// Those that wait for room too.
+    pub(crate) waiting: bool,
+}
+
+impl Cache {
+    /// Locks the contents. Never held over an await.
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Takes a deployment.
+    pub(crate) fn put_deployment(&mut self, identity: Identity, value: ReadDeployment) -> Touched {
+        let (key, uid) = (identity.key.clone(), Arc::clone(&identity.uid));
+        match self.deployments.put(identity, value) {
+            Put::Stale | Put::Same => Touched::default(),
+            Put::Changed(_) => {
+                self.keys.insert(uid, key.clone());
+                Touched::one(key)
+            }
+        }
+    }
+
+    /// Takes a plan; `None`: one that cannot be read.
+    pub(crate) fn put_plan(
+        &mut self,
+        identity: Identity,
+        value: Option<Arc<InferencePlan>>,
+    ) -> Touched {
+        let owner = Arc::clone(&identity.owner);
+        let generation = value.as_ref().map_or(0, |plan| plan.spec.generation);
+        match self.plans.put(identity, value) {
+            Put::Stale | Put::Same => Touched::default(),
+            Put::Changed(_) => {
+                let is_seen =
+                    |(plan, _): &(Arc<InferencePlan>, Instant)| plan.spec.generation <= generation;
+                if self.reserved.get(&owner).is_some_and(is_seen) {
+                    self.reserved.remove(&owner);
+                }
+                self.owned_changed(&owner)
+            }
+        }
+    }
+
+    /// Takes a Pod of a deployment.
+    pub(crate) fn put_pod(&mut self, identity: Identity, value: PodView) -> Touched {
+        let owner = Arc::clone(&identity.owner);
+        match self.pods.put(identity, value) {
+            Put::Stale | Put::Same => Touched::default(),
+            Put::Changed(_) => self.owned_changed(&owner),
+        }
+    }
+
+    /// Takes an object of the four kinds.
+    pub(crate) fn put_object(
+        &mut self,
+        kind: &'static str,
+        identity: Identity,
+        value: ObjectFacts,
+    ) -> Touched {
+        let owner = Arc::clone(&identity.owner);
+        match self.objects.entry(kind).or_default().put(identity, value) {
+            Put::Stale | Put::Same => Touched::default(),
+            Put::Changed(_) => self.touch_owner(&owner),
+        }
+    }
+
+    /// Takes a node, without its profile.
+    pub(crate) fn put_node(&mut self, uid: &str, mut view: NodeView) -> Touched {
+        self.node_uids.insert(view.name.clone(), uid.to_owned());
+        view.profile = self.profiles.get(&view.name).cloned();
+        let name = view.name.clone();
+        let before = self.nodes.get(&name);
+        if before.is_some_and(|before| **before == view) {
+            return Touched::default();
+        }
+        self.nodes.insert(name.clone(), Arc::new(view));
+        self.node_changed(&name)
+    }
+
+    /// Forgets a node.
+    pub(crate) fn remove_node(&mut self, name: &str) -> Touched {
+        self.node_uids.remove(name);
+        match self.nodes.remove(name) {
+            None => Touched::default(),
+            Some(_) => self.node_changed(name),
+        }
+    }
+
+    /// Takes what was measured of a node; `None`: nothing any more.
+    pub(crate) fn put_profile(&mut self, name: &str, profile: Option<NodeProfileSpec>) -> Touched {
+        if self.profiles.get(name) == profile.as_ref() {
+            return Touched::default();
+        }
+        match &profile {
+            Some(profile) => self.profiles.insert(name.to_owned(), profile.clone()),
+            None => self.profiles.remove(name),
+        };
+        if let Some(node) = self.nodes.get(name) {
+            let view = NodeView {
+                profile,
+                ..NodeView::clone(node)
+            };
+            self.nodes.insert(name.to_owned(), Arc::new(view));
+        }
+        Touched {
+            keys: Vec::new(),
+            waiting: true,
+        }
+    }
+
+    /// Takes where an agent is; `None`: it is not.
+    pub(crate) fn put_agent(&mut self, pod: Key, place: Option<(String, String)>) {
+        match place {
+            Some(place) => self.agents.insert(pod, place),
+            None => self.agents.remove(&pod),
+        };
+    }
+
+    /// Forgets a deployment: what it held is free once its Pods are gone.
+    pub(crate) fn remove_deployment(&mut self, key: &Key, uid: &str) -> Touched {
+        let Some(row) = self.deployments.remove(key, uid) else {
+            return Touched::default();
+        };
+        self.waiting.remove(key);
+        self.keys.remove(&row.uid);
+        self.reserved.remove(&row.uid);
+        let mut touched = self.owned_changed(&row.uid);
+        touched.keys.push(key.clone());
+        touched
+    }
+
+    /// Forgets a plan.
+    pub(crate) fn remove_plan(&mut self, key: &Key, uid: &str) -> Touched {
+        match self.plans.remove(key, uid) {
+            None => Touched::default(),
+            Some(row) => self.owned_changed(&row.owner),
+        }
+    }
+
+    /// Forgets a Pod.
+    pub(crate) fn remove_pod(&mut self, key: &Key, uid: &str) -> Touched {
+        match self.pods.remove(key, uid) {
+            None => Touched::default(),
+            Some(row) => self.owned_changed(&row.owner),
+        }
+    }
+
+    /// Forgets an object of the four kinds.
+    pub(crate) fn remove_object(&mut self, kind: &'static str, key: &Key, uid: &str) -> Touched {
+        let table = self.objects.entry(kind).or_default();
+        match table.remove(key, uid) {
+            None => Touched::default(),
+            Some(row) => self.touch_owner(&row.owner),
+        }
+    }
+
+    /// Puts a plan that is about to be written in its place: other plans are made around it from now on.
+    pub(crate) fn reserve(&mut self, owner: &str, plan: &InferencePlan) {
+        let owner: Arc<str> = owner.into();
+        let plan = Arc::new(plan.clone());
+        self.reserved
+            .insert(Arc::clone(&owner), (plan, Instant::now()));
+        self.recount(&owner);
+    }
+
+    /// Gives the place of a plan that was refused back.
+    pub(crate) fn give_back(&mut self, owner: &str) -> Touched {
+        let owner: Arc<str> = owner.into();
+        self.reserved.remove(&owner);
+        self.owned_changed(&owner)
+    }
+
+    /// Gives back the places of plans that never came to be.
+    pub(crate) fn expire_reservations(&mut self) -> Touched {
+        let old = self.reserved.iter();
+        let old: Vec<Arc<str>> = old
+            .filter(|(_, (_, at))| at.elapsed() > RESERVATION)
+            .map(|(owner, _)| Arc::clone(owner))
+            .collect();
+        let mut touched = Touched::default();
+        for owner in old {
+            self.reserved.remove(&owner);
+            touched.merge(self.owned_changed(&owner));
+        }
+        touched
+    }
+
+    /// Says whether a deployment waits for room or for a node.
+    pub(crate) fn set_waiting(&mut self, key: &Key, waits: bool) {
+        if waits {
+            self.waiting.insert(key.clone());
+        } else {
+            self.waiting.remove(key);
+        }
+    }
+
+    /// Deployments that wait for room or for a node.
+    pub(crate) fn waiting(&self) -> Vec<Key> {
+        self.waiting.iter().cloned().collect()
+    }
+
+    /// What all but this deployment hold.
+    pub(crate) fn held_by_others(&self, owner: &str) -> BTreeMap<String, Holding> {
+        self.holdings.of_others(owner)
+    }
+
+    /// Agents by node.
+    pub(crate) fn agents(&self) -> BTreeMap<String, String> {
+        let places = self.agents.values();
+        places
+            .map(|(node, address)| (node.clone(), address.clone()))
+            .collect()
+    }
+
+    /// Keys of the agents' Pods.
+    pub(crate) fn agent_keys(&self) -> Vec<Key> {
+        self.agents.keys().cloned().collect()
+    }
+
+    /// The uid of a node.
+    pub(crate) fn node_uid(&self, node: &str) -> Option<&str> {
+        self.node_uids.get(node).map(String::as_str)
+    }
+
+    /// Ready gateways: their deployment, the Pod's uid and its address.
+    pub(crate) fn gateways(&self) -> Vec<(Key, String, String)> {
+        let rows = self.pods.all();
+        let ready = rows.filter(|(_, row)| {
+            let pod = &row.value;
+            pod.role == "gateway" && pod.is_ready && !pod.is_deleting && !pod.ip.is_empty()
+        });
+        ready
+            .filter_map(|(_, row)| {
+                let key = self.keys.get(&row.owner)?.clone();
+                Some((key, row.value.uid.clone(), row.value.ip.clone()))
+            })
+            .collect()
+    }
+
+    /// What was measured of a node.
+    pub(crate) fn profile(&self, node: &str) -> Option<&NodeProfileSpec> {
+        self.profiles.get(node)
+    }
+
+    /// Nodes that have a profile.
+    pub(crate) fn profiled(&self) -> Vec<String> {
+        self.profiles.keys().cloned().collect()
+    }
+
+    /// The plans of a deployment, oldest first.
+    pub(crate) fn plans_of(&self, owner: &str) -> Vec<Arc<InferencePlan>> {
+        let rows = self.plans.of(owner);
+        let mut plans: Vec<Arc<InferencePlan>> =
+            rows.filter_map(|(_, row)| (*row.value).clone()).collect();
+        plans.sort_by_key(|plan| plan.spec.generation);
+        plans
+    }
+
+    /// An object of a deployment.
+    pub(crate) fn object(&self, kind: &str, key: &Key) -> Option<&super::table::Row<ObjectFacts>> {
+        self.objects.get(kind)?.get(key)
+    }
+
+    fn owned_changed(&mut self, owner: &Arc<str>) -> Touched {
+        let has_freed = self.recount(owner);
+        Touched {
+            waiting: has_freed,
+            ..self.touch_owner(owner)
+        }
+    }
+
+    /// Counts anew what a deployment holds. Returns whether some node has more room than before.
+    fn recount(&mut self, owner: &Arc<str>) -> bool {
+        let plan = self.plan_ahead(owner);
+        let pods = self.pods.of(owner).map(|(_, row)| &*row.value);
+        let holding = holdings::of_deployment(pods, plan.as_ref().map(|plan| &plan.spec));
+        self.holdings.set(owner, holding)
+    }
+
+    /// The plan that a deployment goes by: the newest that was not given up, of those seen and the one just sent.
+    fn plan_ahead(&self, owner: &Arc<str>) -> Option<Arc<InferencePlan>> {
+        if !self.keys.contains_key(owner) {
+            return None;
+        }
+        let reserved = self.reserved.get(owner).map(|(plan, _)| Arc::clone(plan));
+        let is_alive = |plan: &Arc<InferencePlan>| {
+            plan.annotations().get(NOTE_OUTCOME).map(String::as_str) != Some(OUTCOME_FAILED)
+        };
+        let mut plans = self.plans_of(owner);
+        plans.retain(is_alive);
+        reserved.or_else(|| plans.pop())
+    }
+
+    fn touch_owner(&self, owner: &Arc<str>) -> Touched {
+        match self.keys.get(owner) {
+            Some(key) => Touched::one(key.clone()),
+            None => Touched::default(),
+        }
+    }
+
+    fn node_changed(&self, name: &str) -> Touched {
+        let owners = self.holdings.owners_on(name);
+        Touched {
+            keys: owners
+                .filter_map(|owner| self.keys.get(owner).cloned())
+                .collect(),
+            waiting: true,
+        }
+    }
+}
+
+impl Touched {
+    pub(crate) fn one(key: Key) -> Self {
+        Self {
+            keys: vec![key],
+            waiting: false,
+        }
+    }
+
+    pub(crate) fn merge(&mut self, other: Self) {
+        self.keys.extend(other.keys);
+        self.waiting |= other.waiting;
+    }
+}
+
+impl ObjectFacts {
+    /// What is kept of an object.
+    pub(crate) fn of(meta: &ObjectMeta, facts: Facts) -> Self {
+        let notes = meta.annotations.iter().flatten();
+        Self {
+            facts,
+            notes: notes
+                .filter(|(name, _)| name.starts_with("hearth.dev/"))
+                .map(|(name, value)| (name.clone(), value.clone()))
+                .collect(),
+        }
+    }
+}

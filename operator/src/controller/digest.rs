@@ -1,0 +1,178 @@
+//! Digests of objects, and whether an object already is as it is wanted.
+
+use serde_json::Value;
+use sha2::{Digest as _, Sha256};
+
+/// Tells two contents apart.
+pub(crate) type Digest = [u8; 16];
+
+/// Fields of metadata that the API server alone writes.
+const SERVER_SIDE: [&str; 9] = [
+    "resourceVersion",
+    "uid",
+    "generation",
+    "creationTimestamp",
+    "deletionTimestamp",
+    "deletionGracePeriodSeconds",
+    "managedFields",
+    "selfLink",
+    "generateName",
+];
+
+/// The digest of an object as it is in the cluster, without its status and what changes by itself.
+pub(crate) fn of_live(object: &Value) -> Digest {
+    let mut hash = Sha256::new();
+    if let Value::Object(fields) = object {
+        let mut names: Vec<&String> = fields.keys().collect();
+        names.sort();
+        for name in names {
+            match (name.as_str(), &fields[name]) {
+                // List items come without apiVersion and kind, watch events with them.
+                ("status" | "apiVersion" | "kind", _) => {}
+                ("metadata", Value::Object(metadata)) => {
+                    let mut keys: Vec<&String> = metadata
+                        .keys()
+                        .filter(|key| !SERVER_SIDE.contains(&key.as_str()))
+                        .collect();
+                    keys.sort();
+                    for key in keys {
+                        feed_text(&mut hash, key);
+                        feed(&mut hash, &metadata[key]);
+                    }
+                }
+                (_, value) => {
+                    feed_text(&mut hash, name);
+                    feed(&mut hash, value);
+                }
+            }
+        }
+    }
+    short(hash)
+}
+
+/// The digest of any JSON, whatever the order of its keys.
+pub(crate) fn of_value(value: &Value) -> Digest {
+    let mut hash = Sha256::new();
+    feed(&mut hash, value);
+    short(hash)
+}
+
+/// Whether `live` has all that `desired` says. What others added, and what the API server filled in, is no difference;
+/// nor are empty lists and maps that are left out.
+pub(crate) fn is_within(desired: &Value, live: &Value) -> bool {
+    match (desired, live) {
+        (Value::Object(desired), Value::Object(live)) => desired.iter().all(|(key, value)| {
+            let there = live.get(key).unwrap_or(&Value::Null);
+            is_within(value, there)
+        }),
+        (Value::Array(desired), Value::Array(live)) => {
+            desired.len() == live.len()
+                && desired
+                    .iter()
+                    .zip(live)
+                    .all(|(desired, live)| is_within(desired, live))
+        }
+        (Value::Null, _) => true,
+        (Value::Object(desired), Value::Null) => desired.values().all(|v| is_within(v, live)),
+        (Value::Array(desired), Value::Null) => desired.is_empty(),
+        (desired, live) => desired == live,
+    }
+}
+
+fn short(hash: Sha256) -> Digest {
+    let mut digest = Digest::default();
+    digest.copy_from_slice(&hash.finalize()[..16]);
+    digest
+}
+
+fn feed(hash: &mut Sha256, value: &Value) {
+    match value {
+        Value::Object(fields) => {
+            hash.update(b"{");
+            let mut names: Vec<&String> = fields.keys().collect();
+            names.sort();
+            for name in names {
+                feed_text(hash, name);
+                feed(hash, &fields[name]);
+            }
+            hash.update(b"}");
+        }
+        Value::Array(items) => {
+            hash.update(b"[");
+            items.iter().for_each(|item| feed(hash, item));
+            hash.update(b"]");
+        }
+        Value::String(text) => feed_text(hash, text),
+        Value::Null => hash.update(b"n"),
+        Value::Bool(true) => hash.update(b"t"),
+        Value::Bool(false) => hash.update(b"f"),
+        Value::Number(number) => {
+            hash.update(b"#");
+            feed_text(hash, &number.to_string());
+        }
+    }
+}
+
+/// The length first, so that no two sequences of texts are fed alike.
+fn feed_text(hash: &mut Sha256, text: &str) {
+    hash.update((text.len() as u64).to_le_bytes());
+    hash.update(text.as_bytes());
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn defaults_and_additions_are_no_difference() {
+        let desired = json!({
+            "metadata": {"name": "demo", "labels": {"a": "b"}},
+            "spec": {"ports": [{"port": 80}], "selector": {"x": "y"}, "ingress": []},
+        });
+        let live = json!({
+            "metadata": {"name": "demo", "labels": {"a": "b", "other": "c"}, "uid": "1"},
+            "spec": {"ports": [{"port": 80, "protocol": "TCP", "nodePort": 30123}], "selector": {"x": "y"},
+                     "clusterIP": "10.0.0.1"},
+            "status": {},
+        });
+        assert!(is_within(&desired, &live));
+    }
+
+    #[test]
+    fn another_value_a_missing_one_and_a_longer_list_are_differences() {
+        let desired = json!({"spec": {"ports": [{"port": 80}], "type": "ClusterIP"}});
+        for live in [
+            json!({"spec": {"ports": [{"port": 81}], "type": "ClusterIP"}}),
+            json!({"spec": {"ports": [{"port": 80}]}}),
+            json!({"spec": {"ports": [{"port": 80}, {"port": 90}], "type": "ClusterIP"}}),
+        ] {
+            assert!(!is_within(&desired, &live), "{live}");
+        }
+    }
+
+    #[test]
+    fn the_live_digest_sees_drift_and_not_what_the_server_counts() {
+        let live = |version: &str, port: u32| {
+            json!({"apiVersion": "v1", "kind": "Service",
+                   "metadata": {"name": "demo", "resourceVersion": version, "managedFields": [{"manager": version}]},
+                   "spec": {"ports": [{"port": port}]}, "status": {"loadBalancer": {}}})
+        };
+        assert_eq!(of_live(&live("1", 80)), of_live(&live("2", 80)));
+        assert_ne!(of_live(&live("1", 80)), of_live(&live("1", 81)));
+        let mut item = live("1", 80);
+        let fields = item.as_object_mut().unwrap();
+        fields.remove("kind");
+        fields.remove("apiVersion");
+        assert_eq!(of_live(&item), of_live(&live("1", 80)));
+    }
+
+    #[test]
+    fn the_order_of_keys_is_no_difference_and_that_of_items_is() {
+        let (a, b) = (json!({"x": 1, "y": 2}), json!({"y": 2, "x": 1}));
+        assert_eq!(of_value(&a), of_value(&b));
+        assert_ne!(of_value(&json!([1, 2])), of_value(&json!([2, 1])));
+        assert_ne!(of_value(&json!(["ab", "c"])), of_value(&json!(["a", "bc"])));
+    }
+}

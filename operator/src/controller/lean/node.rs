@@ -1,0 +1,186 @@
+//! Nodes as placement sees them.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use kube::api::ObjectMeta;
+use serde::Deserialize;
+
+use super::super::names::GPU_RESOURCE;
+use super::super::observed::{NodeView, Taint};
+use super::slim;
+
+/// A Node.
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct LeanNode {
+    #[serde(deserialize_with = "slim")]
+    pub(crate) metadata: ObjectMeta,
+    #[serde(default)]
+    spec: Spec,
+    #[serde(default)]
+    status: Status,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Spec {
+    unschedulable: bool,
+    taints: Vec<LeanTaint>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct LeanTaint {
+    key: String,
+    value: String,
+    effect: String,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Status {
+    allocatable: BTreeMap<String, Quantity>,
+    conditions: Vec<Condition>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Condition {
+    #[serde(rename = "type")]
+    type_: String,
+    status: String,
+}
+
+impl LeanNode {
+    /// What placement needs; without a profile.
+    pub(crate) fn into_view(self) -> NodeView {
+        let amount = |name: &str| self.status.allocatable.get(name).map(|q| q.0.as_str());
+        let is_ready = self
+            .status
+            .conditions
+            .iter()
+            .any(|condition| condition.type_ == "Ready" && condition.status == "True");
+        NodeView {
+            is_ready,
+            is_cordoned: self.spec.unschedulable,
+            gpus: amount(GPU_RESOURCE).and_then(whole).unwrap_or(0),
+            cpu_millis: amount("cpu").and_then(millis).unwrap_or(0),
+            memory_bytes: amount("memory").and_then(bytes).unwrap_or(0),
+            name: self.metadata.name.unwrap_or_default(),
+            labels: self.metadata.labels.unwrap_or_default(),
+            taints: self
+                .spec
+                .taints
+                .into_iter()
+                .map(|taint| Taint {
+                    key: taint.key,
+                    value: taint.value,
+                    effect: taint.effect,
+                })
+                .collect(),
+            profile: None,
+        }
+    }
+}
+
+/// Suffixes of Kubernetes quantities and what they multiply by, in thousandths.
+const SUFFIXES: [(&str, u128); 12] = [
+    ("Ki", 1 << 10),
+    ("Mi", 1 << 20),
+    ("Gi", 1 << 30),
+    ("Ti", 1 << 40),
+    ("Pi", 1 << 50),
+    ("k", 1_000),
+    ("M", 1_000_000),
+    ("G", 1_000_000_000),
+    ("T", 1_000_000_000_000),
+    ("P", 1_000_000_000_000_000),
+    ("E", 1_000_000_000_000_000_000),
+    ("", 1),
+];
+
+/// A quantity in thousandths, rounded down; `None` for a text that is none.
+pub(super) fn millis(text: &str) -> Option<u64> {
+    if let Some(milli) = text.strip_suffix('m') {
+        return milli.parse().ok();
+    }
+    // The API server writes exponents as they were given, such as 128e6.
+    if let Some((number, exponent)) = text.split_once('e') {
+        let scale = 10_u128.checked_pow(exponent.parse().ok()?)?;
+        return scaled(number, scale.checked_mul(1000)?);
+    }
+    let (number, unit) = SUFFIXES
+        .iter()
+        .find_map(|(suffix, unit)| text.strip_suffix(suffix).map(|number| (number, *unit)))?;
+    scaled(number, unit.checked_mul(1000)?)
+}
+
+/// A quantity in whole units, rounded down.
+pub(super) fn bytes(text: &str) -> Option<u64> {
+    // Beyond 16 PiB thousandths do not fit; no node has that.
+    millis(text).map(|millis| millis / 1000)
+}
+
+/// A small count.
+pub(super) fn whole(text: &str) -> Option<u32> {
+    bytes(text).and_then(|count| u32::try_from(count).ok())
+}
+
+fn scaled(number: &str, unit: u128) -> Option<u64> {
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
+    let fraction = &fraction[..fraction.len().min(9)];
+    let places = u32::try_from(fraction.len()).ok()?;
+    let whole: u128 = whole.parse().ok()?;
+    let part: u128 = if fraction.is_empty() {
+        0
+    } else {
+        fraction.parse().ok()?
+    };
+    let value = whole.checked_mul(unit)? + part.checked_mul(unit)? / 10_u128.pow(places);
+    u64::try_from(value).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn quantities_are_read() {
+        for (text, expected) in [
+            ("2", Some(2000)),
+            ("1500m", Some(1500)),
+            ("1.5", Some(1500)),
+            ("16Gi", Some(17_179_869_184_000)),
+            ("1e3", Some(1_000_000)),
+            ("", None),
+            ("x", None),
+        ] {
+            assert_eq!(millis(text), expected, "{text:?}");
+        }
+        assert_eq!(bytes("16305148Ki"), Some(16_305_148 * 1024));
+        assert_eq!(whole("4"), Some(4));
+    }
+
+    #[test]
+    fn a_node_is_read() {
+        let node: LeanNode = serde_json::from_value(json!({
+            "metadata": {"name": "office", "labels": {"disk": "fast"}},
+            "spec": {"unschedulable": true, "taints": [{"key": "k", "effect": "NoSchedule"}]},
+            "status": {
+                "allocatable": {"cpu": "3920m", "memory": "8Gi", "nvidia.com/gpu": "2"},
+                "conditions": [{"type": "Ready", "status": "Unknown"}],
+            },
+        }))
+        .unwrap();
+        let view = node.into_view();
+        assert_eq!(
+            (view.is_ready, view.is_cordoned, view.gpus),
+            (false, true, 2)
+        );
+        assert_eq!((view.cpu_millis, view.memory_bytes), (3920, 8 << 30));
+        assert_eq!(view.taints[0].effect, "NoSchedule");
+        assert_eq!(view.labels["disk"], "fast");
+    }
+}

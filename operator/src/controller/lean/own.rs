@@ -1,0 +1,143 @@
+//! Hearth's own kinds. One that this version cannot read is kept as the reason why, and stops no other.
+
+use std::sync::Arc;
+
+use hearth_crds::{
+    InferenceDeployment, InferenceDeploymentSpec, InferenceDeploymentStatus, InferencePlan,
+    InferencePlanSpec, NodeProfileSpec,
+};
+use kube::api::ObjectMeta;
+use serde::{Deserialize, Deserializer};
+use serde_json::Value;
+
+use super::super::cache::{ReadDeployment, Unreadable};
+use super::slim;
+
+/// An InferenceDeployment.
+#[derive(Clone, Debug)]
+pub(crate) struct LeanDeployment {
+    pub(crate) metadata: ObjectMeta,
+    /// It, or why it cannot be read.
+    pub(crate) deployment: Result<Arc<InferenceDeployment>, String>,
+}
+
+/// An InferencePlan.
+#[derive(Clone, Debug)]
+pub(crate) struct LeanPlan {
+    pub(crate) metadata: ObjectMeta,
+    /// It, or why it cannot be read.
+    pub(crate) plan: Result<Arc<InferencePlan>, String>,
+}
+
+/// A NodeProfile.
+#[derive(Clone, Debug)]
+pub(crate) struct LeanProfile {
+    pub(crate) metadata: ObjectMeta,
+    /// It, or why it cannot be read.
+    pub(crate) spec: Result<NodeProfileSpec, String>,
+}
+
+impl LeanDeployment {
+    /// As it is kept.
+    pub(crate) fn into_read(self) -> ReadDeployment {
+        let Self {
+            metadata,
+            deployment,
+        } = self;
+        deployment.map_err(|reason| Unreadable { metadata, reason })
+    }
+}
+
+#[derive(Deserialize)]
+struct Raw {
+    #[serde(deserialize_with = "slim")]
+    metadata: ObjectMeta,
+    #[serde(default)]
+    spec: Value,
+    #[serde(default)]
+    status: Option<Value>,
+}
+
+impl<'de> Deserialize<'de> for LeanDeployment {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let raw = Raw::deserialize(deserializer)?;
+        let metadata = raw.metadata;
+        let deployment = serde_json::from_value::<InferenceDeploymentSpec>(raw.spec).map(|spec| {
+            Arc::new(InferenceDeployment {
+                metadata: metadata.clone(),
+                spec,
+                // A status that cannot be read is written anew.
+                status: raw.status.and_then(|status| {
+                    serde_json::from_value::<InferenceDeploymentStatus>(status).ok()
+                }),
+            })
+        });
+        Ok(Self {
+            metadata,
+            deployment: deployment.map_err(|error| error.to_string()),
+        })
+    }
+}
+
+impl<'de> Deserialize<'de> for LeanPlan {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let raw = Raw::deserialize(deserializer)?;
+        let metadata = raw.metadata;
+        let plan = serde_json::from_value::<InferencePlanSpec>(raw.spec).map(|spec| {
+            Arc::new(InferencePlan {
+                metadata: metadata.clone(),
+                spec,
+            })
+        });
+        Ok(Self {
+            metadata,
+            plan: plan.map_err(|error| error.to_string()),
+        })
+    }
+}
+
+impl<'de> Deserialize<'de> for LeanProfile {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let raw = Raw::deserialize(deserializer)?;
+        Ok(Self {
+            metadata: raw.metadata,
+            spec: serde_json::from_value(raw.spec).map_err(|error| error.to_string()),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_deployment_is_read_without_managed_fields() {
+        let lean: LeanDeployment = serde_json::from_value(json!({
+            "apiVersion": "hearth.dev/v1alpha1", "kind": "InferenceDeployment",
+            "metadata": {"name": "demo", "namespace": "default", "uid": "u", "resourceVersion": "7",
+                         "managedFields": [{"manager": "kubectl", "fieldsV1": {"f:spec": {}}}]},
+            "spec": {"model": {"source": {"builtin": {"name": "hearth-demo"}}}},
+            "status": {"observedGeneration": 3},
+        }))
+        .unwrap();
+        assert_eq!(lean.metadata.managed_fields, None);
+        let deployment = lean.deployment.unwrap();
+        assert_eq!(deployment.metadata.name.as_deref(), Some("demo"));
+        let status = deployment.status.as_ref().unwrap();
+        assert_eq!(status.observed_generation, Some(3));
+    }
+
+    #[test]
+    fn a_deployment_of_another_version_is_a_reason_and_no_failure() {
+        let lean: LeanDeployment = serde_json::from_value(json!({
+            "metadata": {"name": "demo", "uid": "u"},
+            "spec": {"fromTheFuture": 1, "model": {"source": {"builtin": {"name": "hearth-demo"}}}},
+        }))
+        .unwrap();
+        let reason = lean.deployment.unwrap_err();
+        assert!(reason.contains("fromTheFuture"), "{reason}");
+        assert_eq!(lean.metadata.uid.as_deref(), Some("u"));
+    }
+}

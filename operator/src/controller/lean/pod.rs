@@ -1,0 +1,397 @@
+//! Pods as decisions see them.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use kube::api::ObjectMeta;
+use serde::Deserialize;
+
+use super::super::names::{
+    GPU_RESOURCE, LABEL_RANK, LABEL_ROLE, NOTE_CERTIFICATE, NOTE_PLAN, NOTE_PLAN_GENERATION,
+    NOTE_RANK_HASH, NOTE_ROUTES, NOTE_SOURCE,
+};
+use super::super::observed::{ContainerEnd, ContainerView, PodView};
+use super::node::{bytes, whole};
+use super::slim;
+
+/// A Pod of a deployment.
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct LeanPod {
+    #[serde(deserialize_with = "slim")]
+    pub(crate) metadata: ObjectMeta,
+    #[serde(default)]
+    spec: Spec,
+    #[serde(default)]
+    status: Status,
+}
+
+/// The Pod of an agent.
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct AgentPod {
+    #[serde(deserialize_with = "slim")]
+    pub(crate) metadata: ObjectMeta,
+    #[serde(default)]
+    spec: Spec,
+    #[serde(default)]
+    status: Status,
+}
+
+impl AgentPod {
+    /// The node that it speaks for, and its address; `None` before it runs.
+    pub(crate) fn place(&self) -> Option<(String, String)> {
+        let is_running =
+            self.status.phase == "Running" && self.metadata.deletion_timestamp.is_none();
+        let node = self.spec.node_name.clone().filter(|_| is_running)?;
+        let address = self.status.pod_ip.clone().filter(|ip| !ip.is_empty())?;
+        Some((node, address))
+    }
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Spec {
+    node_name: Option<String>,
+    affinity: Option<Affinity>,
+    containers: Vec<Container>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Affinity {
+    node_affinity: Option<NodeAffinity>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct NodeAffinity {
+    required_during_scheduling_ignored_during_execution: Option<Selector>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Selector {
+    node_selector_terms: Vec<Term>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Term {
+    match_fields: Vec<Requirement>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Requirement {
+    key: String,
+    values: Vec<String>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Container {
+    resources: Resources,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Resources {
+    requests: BTreeMap<String, Quantity>,
+    limits: BTreeMap<String, Quantity>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Status {
+    phase: String,
+    reason: String,
+    message: String,
+    #[serde(rename = "podIP")]
+    pod_ip: Option<String>,
+    conditions: Vec<Condition>,
+    container_statuses: Vec<ContainerStatus>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Condition {
+    #[serde(rename = "type")]
+    type_: String,
+    status: String,
+    reason: Option<String>,
+    message: Option<String>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct ContainerStatus {
+    restart_count: u32,
+    state: State,
+    last_state: State,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct State {
+    waiting: Option<Waiting>,
+    terminated: Option<Terminated>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Waiting {
+    reason: String,
+    message: String,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Terminated {
+    exit_code: i32,
+    reason: String,
+    message: String,
+}
+
+/// What a Pod's copy of the plan says of the memory and CPUs that no request shows.
+#[derive(Default, Deserialize)]
+struct Slice {
+    ranks: Vec<SliceRank>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct SliceRank {
+    cpus: Vec<u32>,
+    pinning: String,
+    residency: Option<SliceResidency>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct SliceResidency {
+    budget_bytes: u64,
+}
+
+impl LeanPod {
+    /// What decisions need.
+    pub(crate) fn into_view(self) -> PodView {
+        let label = |name: &str| text(self.metadata.labels.as_ref(), name);
+        let note = |name: &str| text(self.metadata.annotations.as_ref(), name);
+        let mut rank = note_rank(self.metadata.annotations.as_ref());
+        let is_exclusive = rank.pinning == "Exclusive";
+        let node = self.spec.node_name.clone().unwrap_or_default();
+        let container = self.status.container_statuses.first();
+        let amount = |pick: fn(&Resources) -> &BTreeMap<String, Quantity>, name: &str| {
+            let first = self.spec.containers.first();
+            first.and_then(|container| pick(&container.resources).get(name).map(|q| q.0.clone()))
+        };
+        PodView {
+            name: self.metadata.name.clone().unwrap_or_default(),
+            uid: self.metadata.uid.clone().unwrap_or_default(),
+            role: label(LABEL_ROLE),
+            rank: label(LABEL_RANK),
+            rank_hash: note(NOTE_RANK_HASH),
+            plan_generation: note(NOTE_PLAN_GENERATION).parse().unwrap_or(0),
+            source: note(NOTE_SOURCE),
+            routes: note(NOTE_ROUTES),
+            certificate: note(NOTE_CERTIFICATE),
+            wanted_node: self.spec.wanted_node(),
+            ip: self.status.pod_ip.clone().unwrap_or_default(),
+            is_ready: self.status.is_true("Ready"),
+            is_deleting: self.metadata.deletion_timestamp.is_some(),
+            created: self
+                .metadata
+                .creation_timestamp
+                .as_ref()
+                .map(|Time(at)| *at),
+            memory_bytes: amount(|r| &r.requests, "memory")
+                .and_then(|q| bytes(&q))
+                .unwrap_or(0),
+            gpus: amount(|r| &r.limits, GPU_RESOURCE)
+                .and_then(|q| whole(&q))
+                .unwrap_or(0),
+            exclusive_cpus: if is_exclusive {
+                std::mem::take(&mut rank.cpus)
+            } else {
+                Vec::new()
+            },
+            weight_bytes: rank.residency.map_or(0, |residency| residency.budget_bytes),
+            unschedulable: self.status.unschedulable(),
+            is_setting_up: !node.is_empty() && self.status.is_setting_up(),
+            setup_warning: None,
+            phase: self.status.phase,
+            reason: self.status.reason,
+            message: self.status.message,
+            container: container.map(ContainerStatus::view),
+            node,
+        }
+    }
+}
+
+impl Spec {
+    fn wanted_node(&self) -> String {
+        let required = self
+            .affinity
+            .as_ref()
+            .and_then(|affinity| affinity.node_affinity.as_ref())
+            .and_then(|node| {
+                node.required_during_scheduling_ignored_during_execution
+                    .as_ref()
+            });
+        let mut fields = required
+            .into_iter()
+            .flat_map(|selector| &selector.node_selector_terms)
+            .flat_map(|term| &term.match_fields);
+        fields
+            .find(|field| field.key == "metadata.name")
+            .and_then(|field| field.values.first().cloned())
+            .unwrap_or_default()
+    }
+}
+
+impl Status {
+    fn condition(&self, name: &str) -> Option<&Condition> {
+        self.conditions.iter().find(|c| c.type_ == name)
+    }
+
+    fn is_true(&self, name: &str) -> bool {
+        self.condition(name).is_some_and(|c| c.status == "True")
+    }
+
+    fn unschedulable(&self) -> Option<String> {
+        let condition = self.condition("PodScheduled")?;
+        if condition.status != "False" {
+            return None;
+        }
+        let reason = condition.reason.as_deref().unwrap_or_default();
+        let message = condition.message.as_deref().unwrap_or_default();
+        Some(format!("{reason}: {message}"))
+    }
+
+    /// Bound, and no container has got as far as its image.
+    fn is_setting_up(&self) -> bool {
+        let waits = match self.container_statuses.first() {
+            None => true,
+            Some(container) => container.state.waiting.as_ref().is_some_and(|waiting| {
+                matches!(
+                    &*waiting.reason,
+                    "" | "ContainerCreating" | "PodInitializing"
+                )
+            }),
+        };
+        self.phase == "Pending" && waits
+    }
+}
+
+impl ContainerStatus {
+    fn view(&self) -> ContainerView {
+        let ended = self.state.terminated.as_ref();
+        let ended = ended.or(self.last_state.terminated.as_ref());
+        ContainerView {
+            restarts: self.restart_count,
+            waiting: self
+                .state
+                .waiting
+                .as_ref()
+                .map(|waiting| (waiting.reason.clone(), waiting.message.clone())),
+            last_end: ended.map(|end| ContainerEnd {
+                exit_code: end.exit_code,
+                reason: end.reason.clone(),
+                message: end.message.clone(),
+            }),
+        }
+    }
+}
+
+fn text(texts: Option<&BTreeMap<String, String>>, name: &str) -> String {
+    texts
+        .and_then(|texts| texts.get(name).cloned())
+        .unwrap_or_default()
+}
+
+fn note_rank(notes: Option<&BTreeMap<String, String>>) -> SliceRank {
+    let slice = notes.and_then(|notes| notes.get(NOTE_PLAN));
+    let slice = slice.and_then(|json| serde_json::from_str::<Slice>(json).ok());
+    slice
+        .and_then(|slice| slice.ranks.into_iter().next())
+        .unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn view(status: Value) -> PodView {
+        let pod: LeanPod = serde_json::from_value(json!({
+            "metadata": {
+                "name": "demo-decode-0-abcdef01", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z",
+                "labels": {"hearth.dev/role": "decode", "hearth.dev/rank": "decode-0"},
+                "annotations": {
+                    "hearth.dev/plan-generation": "3", "hearth.dev/rank-hash": "abcdef01",
+                    "hearth.dev/plan": json!({"generation": 3, "ranks": [{"name": "decode-0", "cpus": [2, 3],
+                        "pinning": "Exclusive", "residency": {"policy": "Resident", "budgetBytes": 77}}]}).to_string(),
+                },
+            },
+            "spec": {
+                "nodeName": "office",
+                "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [
+                    {"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["office"]}]}]}}},
+                "containers": [{"name": "decode", "resources": {"requests": {"memory": "1048576"},
+                    "limits": {"nvidia.com/gpu": "1"}}}],
+            },
+            "status": status,
+        }))
+        .unwrap();
+        pod.into_view()
+    }
+
+    #[test]
+    fn place_and_holdings_are_read() {
+        let view = view(json!({"phase": "Running", "podIP": "10.0.0.9",
+            "conditions": [{"type": "Ready", "status": "True"}],
+            "containerStatuses": [{"restartCount": 0, "state": {"running": {}}}]}));
+        assert_eq!(
+            (view.memory_bytes, view.gpus, view.weight_bytes),
+            (1 << 20, 1, 77)
+        );
+        assert_eq!(view.exclusive_cpus, [2, 3]);
+        assert_eq!(
+            (&*view.node, &*view.wanted_node, &*view.ip),
+            ("office", "office", "10.0.0.9")
+        );
+        assert_eq!((view.plan_generation, &*view.rank_hash), (3, "abcdef01"));
+        assert!(view.is_ready && !view.is_setting_up);
+    }
+
+    #[test]
+    fn the_last_end_of_a_crashing_container_is_read() {
+        let view = view(
+            json!({"phase": "Running", "containerStatuses": [{"restartCount": 4,
+            "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}},
+            "lastState": {"terminated": {"exitCode": 137, "reason": "OOMKilled", "message": "last line"}}}]}),
+        );
+        let container = view.container.unwrap();
+        assert_eq!(container.restarts, 4);
+        assert_eq!(container.waiting.unwrap().0, "CrashLoopBackOff");
+        assert_eq!(container.last_end.unwrap().reason, "OOMKilled");
+        assert!(!view.is_setting_up);
+    }
+
+    #[test]
+    fn unschedulable_and_setting_up_are_told_apart() {
+        let stuck = view(json!({"phase": "Pending", "conditions": [
+            {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/1 nodes"}]}));
+        assert_eq!(
+            stuck.unschedulable.as_deref(),
+            Some("Unschedulable: 0/1 nodes")
+        );
+        let creating = view(json!({"phase": "Pending", "containerStatuses": [
+            {"restartCount": 0, "state": {"waiting": {"reason": "ContainerCreating"}}}]}));
+        assert!(creating.is_setting_up);
+        let pulling = view(json!({"phase": "Pending", "containerStatuses": [
+            {"restartCount": 0, "state": {"waiting": {"reason": "ImagePullBackOff", "message": "m"}}}]}));
+        assert!(!pulling.is_setting_up);
+    }
+}

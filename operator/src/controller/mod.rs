@@ -1,0 +1,370 @@
+//! `hearth operator`: does with Pods what `hearth up` does with processes.
+//!
+//! - [`watches`] keep the [`cache`] up and fill the [`queue`]; [`reconcile`] visits one deployment:
+//!   [`dereference`] → [`validate`] and [`decide`] (pure, with [`build`]) → [`apply`] → [`report`].
+//! - [`authority`] issues certificates, [`agents`] measure nodes and fetch models, [`measure`] reads gateways.
+//! - [`lease`]: of several replicas one works; [`telemetry`]: metrics, health, logs.
+//!
+//! **Invariants**
+//! - Only `apply`, `report`, `authority`, `agents`, `lease` and `dereference` hold a client, and only the first five write.
+//! - A visit that changes nothing writes nothing.
+//! - No Secret's data is kept; workers and agents never call the API server.
+
+mod agents;
+mod apply;
+mod args;
+mod authority;
+mod build;
+mod builtin;
+mod cache;
+mod candidates;
+mod cause;
+mod choose;
+mod client;
+mod conditions;
+mod decide;
+mod decision;
+mod dereference;
+mod digest;
+mod events;
+mod failure;
+mod holdings;
+mod lean;
+mod lease;
+mod measure;
+mod model;
+mod names;
+mod observed;
+mod queue;
+mod reconcile;
+mod report;
+mod requests;
+mod rollout;
+mod status;
+mod table;
+mod telemetry;
+#[cfg(test)]
+mod testing;
+mod validate;
+mod watches;
+mod world;
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use jiff::Timestamp;
+use k8s_openapi::api::apps::v1::Deployment;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
+use kube::api::Api;
+use kube::{Client, Resource};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::Semaphore;
+
+pub(crate) use args::OperatorArgs;
+
+use agents::Agents;
+use apply::Applier;
+use authority::Authority;
+use cache::Cache;
+use dereference::Dereferencer;
+use lease::Candidate;
+use measure::Measures;
+use observed::Settings;
+use queue::Queue;
+use reconcile::Reconciler;
+use report::Reporting;
+use requests::Requests;
+use telemetry::{Telemetry, Window};
+use watches::Watches;
+use world::World;
+
+/// Threads of the runtime: the operator waits more than it works.
+const THREADS: usize = 2;
+/// Running visits get this long to end.
+const GRACE: Duration = Duration::from_secs(6);
+/// How often plans that never came to be give their place back.
+const HOUSEKEEPING: Duration = Duration::from_secs(30);
+
+/// Runs the operator until it is told to end.
+pub(crate) fn run(args: &OperatorArgs) -> anyhow::Result<ExitCode> {
+    telemetry::start_log(&args.log, args.log_format)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(THREADS)
+        .max_blocking_threads(4)
+        .enable_all()
+        .build()?;
+    let code = runtime.block_on(operate(args))?;
+    // Watches and pooled connections need no farewell.
+    runtime.shutdown_background();
+    Ok(code)
+}
+
+/// What all parts share.
+struct Parts {
+    client: Client,
+    settings: Arc<Settings>,
+    identity: String,
+    owner: Option<OwnerReference>,
+    world: World,
+    authority: Arc<Authority>,
+}
+
+async fn operate(args: &OperatorArgs) -> anyhow::Result<ExitCode> {
+    let telemetry = Arc::new(Telemetry::new());
+    let client = client::connect(Arc::clone(&telemetry)).await?;
+    let namespace = std::env::var("POD_NAMESPACE").ok();
+    let settings = Arc::new(args.settings(namespace));
+    let world = World {
+        cache: Arc::new(Cache::default()),
+        queue: Arc::new(Queue::default()),
+        telemetry,
+    };
+    let window = Window {
+        telemetry: Arc::clone(&world.telemetry),
+        cache: Arc::clone(&world.cache),
+        queue: Arc::clone(&world.queue),
+    };
+    let _health = tokio::spawn(telemetry::serve(args.listen, window).await?);
+    let mut ends = Ends::new()?;
+    tracing::info!(
+        version = env!("CARGO_PKG_VERSION"),
+        namespace = settings.operator_namespace,
+        serving = if settings.namespaces.is_empty() {
+            "all namespaces".to_owned()
+        } else {
+            settings.namespaces.join(",")
+        },
+        "hearth operator"
+    );
+    let work = async {
+        let owner = owner(&client, &settings, args.operator_deployment.as_deref()).await;
+        let authority = Authority::new(client.clone(), Arc::clone(&settings), owner.clone());
+        let parts = Parts {
+            identity: identity(args),
+            authority: Arc::new(authority),
+            client,
+            settings,
+            owner,
+            world,
+        };
+        lead(args, parts, &mut ends).await
+    };
+    work.await
+}
+
+/// Keeps the caches warm, waits for the Lease, and works while it is held.
+async fn lead(args: &OperatorArgs, parts: Parts, ends: &mut Ends) -> anyhow::Result<ExitCode> {
+    let (cache, queue) = (&parts.world.cache, &parts.world.queue);
+    let watches = Watches::new(
+        Arc::clone(cache),
+        Arc::clone(queue),
+        Arc::clone(&parts.authority),
+    );
+    let mut candidate = Candidate::new(
+        parts.client.clone(),
+        &parts.settings.operator_namespace,
+        &parts.identity,
+        parts.owner.clone(),
+    );
+    let telemetry = Arc::clone(&parts.world.telemetry);
+    let ready = async {
+        let tasks = watches.start(&parts.client, &parts.settings).await;
+        watches.wait_until_filled().await;
+        telemetry.is_synced.store(true, Ordering::Relaxed);
+        tracing::info!("the caches are filled");
+        if args.leader_elect {
+            candidate.acquire().await;
+        }
+        tasks
+    };
+    let _tasks = tokio::select! {
+        tasks = ready => tasks,
+        () = ends.wait() => return Ok(ExitCode::SUCCESS),
+    };
+    telemetry.is_leader.store(true, Ordering::Relaxed);
+    let held = async {
+        if args.leader_elect {
+            candidate.hold().await;
+        } else {
+            std::future::pending::<()>().await;
+        }
+    };
+    let permits = Arc::new(Semaphore::new(args.concurrency as usize));
+    let is_lost = tokio::select! {
+        () = held => true,
+        () = work(args, parts, watches, Arc::clone(&permits)) => false,
+        () = ends.wait() => false,
+    };
+    if is_lost {
+        // Another replica may be at work already: every further write could be one too many.
+        return Ok(ExitCode::FAILURE);
+    }
+    tracing::info!("ending");
+    let all = permits.acquire_many(args.concurrency);
+    if tokio::time::timeout(GRACE, all).await.is_err() {
+        tracing::warn!("some visits did not end in {} s", GRACE.as_secs());
+    }
+    if args.leader_elect {
+        candidate.release().await;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Visits deployments, and sees to all that goes on beside.
+async fn work(args: &OperatorArgs, parts: Parts, watches: Watches, permits: Arc<Semaphore>) {
+    let Parts {
+        client,
+        settings,
+        identity,
+        owner: _,
+        world,
+        authority,
+    } = parts;
+    let requests = Requests::new(client.clone());
+    let (cache, queue) = (Arc::clone(&world.cache), Arc::clone(&world.queue));
+    let agents = args.agents.then(|| {
+        let ground = Arc::new(world.clone());
+        Arc::new(Agents::new(client.clone(), Arc::clone(&authority), ground))
+    });
+    let measures = Arc::new(Measures::default());
+    let reconciler = Arc::new(Reconciler {
+        dereferencer: Dereferencer::new(client, Arc::clone(&cache), Arc::clone(&settings)),
+        applier: Applier::new(requests.clone(), Arc::clone(&cache)),
+        reporting: Reporting::new(requests, Arc::clone(&cache), &identity),
+        authority: Arc::clone(&authority),
+        agents: agents.clone(),
+        measures: Arc::clone(&measures),
+        telemetry: Arc::clone(&world.telemetry),
+        resync: args.resync(),
+        planning: tokio::sync::Mutex::default(),
+        visits: std::sync::Mutex::default(),
+        cache: Arc::clone(&cache),
+        queue: Arc::clone(&queue),
+        settings,
+    });
+    {
+        let state = cache.lock();
+        let keys = state.deployments.keys();
+        keys.for_each(|key| queue.add(key.clone(), Duration::ZERO));
+    }
+    let agents = async {
+        match &agents {
+            Some(agents) => agents.run().await,
+            None => std::future::pending().await,
+        }
+    };
+    tokio::join!(
+        dispatch(&reconciler, &permits),
+        keep_authority(&authority),
+        keep_house(&cache, &watches),
+        measures.run(&world),
+        agents,
+    );
+}
+
+/// Starts a visit for each deployment that is due, so many at a time.
+async fn dispatch(reconciler: &Arc<Reconciler>, permits: &Arc<Semaphore>) {
+    loop {
+        let Ok(permit) = Arc::clone(permits).acquire_owned().await else {
+            return;
+        };
+        let key = reconciler.queue.take().await;
+        let reconciler = Arc::clone(reconciler);
+        tokio::spawn(async move {
+            let visit = {
+                let (reconciler, key) = (Arc::clone(&reconciler), key.clone());
+                tokio::spawn(async move { reconciler.visit(&key).await })
+            };
+            let again = match visit.await {
+                Ok(again) => again,
+                Err(_panic) => Some(reconciler.panicked(&key)),
+            };
+            reconciler.queue.done(&key);
+            if let Some(after) = again {
+                reconciler.queue.add(key, after);
+            }
+            drop(permit);
+        });
+    }
+}
+
+async fn keep_authority(authority: &Authority) {
+    let mut told = String::new();
+    loop {
+        let now = Timestamp::now();
+        let wait = match authority.keep(now).await {
+            Ok(again) => {
+                told.clear();
+                Duration::try_from(again.duration_since(now)).unwrap_or_default()
+            }
+            Err(error) => {
+                let words = error.to_string();
+                if told != words {
+                    tracing::warn!("the certificate authority: {words}");
+                    told = words;
+                }
+                Duration::from_secs(5)
+            }
+        };
+        let wait = wait.clamp(Duration::from_secs(1), Duration::from_secs(3600));
+        tokio::time::sleep(wait).await;
+    }
+}
+
+async fn keep_house(cache: &Cache, watches: &Watches) {
+    loop {
+        tokio::time::sleep(HOUSEKEEPING).await;
+        let touched = cache.lock().expire_reservations();
+        watches.touch(touched);
+    }
+}
+
+/// The operator's own Deployment, so that its removal removes what the operator keeps for itself.
+async fn owner(client: &Client, settings: &Settings, name: Option<&str>) -> Option<OwnerReference> {
+    let name = name?;
+    let api: Api<Deployment> = Api::namespaced(client.clone(), &settings.operator_namespace);
+    match tokio::time::timeout(Duration::from_secs(10), api.get(name)).await {
+        Ok(Ok(deployment)) => deployment.owner_ref(&()),
+        Ok(Err(error)) => {
+            let why = failure::Failure::from(&error);
+            tracing::warn!("the operator's Deployment {name} cannot be read: {why}");
+            None
+        }
+        Err(_) => None,
+    }
+}
+
+/// This replica's name.
+fn identity(args: &OperatorArgs) -> String {
+    let host = || {
+        let name = rustix::system::uname();
+        let name = name.nodename().to_string_lossy().into_owned();
+        format!("{name}-{}", std::process::id())
+    };
+    args.identity.clone().unwrap_or_else(host)
+}
+
+/// SIGTERM and Ctrl-C.
+struct Ends {
+    term: tokio::signal::unix::Signal,
+    interrupt: tokio::signal::unix::Signal,
+}
+
+impl Ends {
+    fn new() -> anyhow::Result<Self> {
+        Ok(Self {
+            term: signal(SignalKind::terminate()).context("SIGTERM cannot be handled")?,
+            interrupt: signal(SignalKind::interrupt()).context("SIGINT cannot be handled")?,
+        })
+    }
+
+    async fn wait(&mut self) {
+        tokio::select! {
+            _ = self.term.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
+}

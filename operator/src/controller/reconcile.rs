@@ -1,0 +1,332 @@
+//! One visit to one deployment: dereference → decide → apply → report.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use hearth_crds::InferenceDeployment;
+use jiff::Timestamp;
+use kube::ResourceExt;
+
+use super::agents::Agents;
+use super::apply::{Applier, Subject};
+use super::authority::Authority;
+use super::cache::{Cache, Unreadable};
+use super::conditions::{DEGRADED, PLANNED};
+use super::decide::decide;
+use super::decision::Decision;
+use super::dereference::{Dereferencer, Outside};
+use super::failure::Failure;
+use super::measure::Measures;
+use super::observed::{Observed, Settings};
+use super::queue::{Key, Queue};
+use super::report::{self, Reporting};
+use super::telemetry::Telemetry;
+use super::validate::serves;
+use super::world::World;
+
+/// A deployment that this operator does not serve is left to another one for this long.
+const LEFT_TO_OTHERS: Duration = Duration::from_secs(20);
+
+/// Visits deployments.
+pub(crate) struct Reconciler {
+    pub(crate) cache: Arc<Cache>,
+    pub(crate) queue: Arc<Queue>,
+    pub(crate) settings: Arc<Settings>,
+    pub(crate) dereferencer: Dereferencer,
+    pub(crate) applier: Applier,
+    pub(crate) reporting: Reporting,
+    pub(crate) authority: Arc<Authority>,
+    /// None where nodes have no agents.
+    pub(crate) agents: Option<Arc<Agents<World>>>,
+    pub(crate) measures: Arc<Measures>,
+    pub(crate) telemetry: Arc<Telemetry>,
+    pub(crate) resync: Duration,
+    /// Held from looking at the nodes until a new plan has its place there: no two plans take the same memory.
+    pub(crate) planning: tokio::sync::Mutex<()>,
+    /// Failures in a row, and uids of deployments that were visited.
+    pub(crate) visits: Mutex<HashMap<Key, Visits>>,
+}
+
+/// What is remembered of the visits to a deployment.
+#[derive(Debug, Default)]
+pub(crate) struct Visits {
+    failures: u32,
+    uid: String,
+}
+
+impl Reconciler {
+    /// Visits a deployment and says when to come again.
+    pub(crate) async fn visit(&self, key: &Key) -> Option<Duration> {
+        let began = Instant::now();
+        let result = self.reconcile(key).await;
+        let label = result.as_ref().err().map_or("Ok", Failure::label);
+        self.telemetry
+            .reconciled(label, began.elapsed().as_secs_f64());
+        match result {
+            Ok(None) => {
+                self.forget(key);
+                None
+            }
+            Ok(Some(after)) => {
+                if let Some(visits) = self.visits().get_mut(key) {
+                    visits.failures = 0;
+                }
+                // Not all at the same time, and not in step with others' periods.
+                let resync = self.resync.mul_f64(0.625 + 0.625 * rand::random::<f64>());
+                Some(after.map_or(resync, |after| after.min(resync)))
+            }
+            Err(failure) => Some(self.failed(key, &failure)),
+        }
+    }
+
+    /// After a visit that ended in a panic: the bug is one deployment's, the others go on.
+    pub(crate) fn panicked(&self, key: &Key) -> Duration {
+        self.telemetry.reconciled("Panic", 0.0);
+        self.failed(key, &Failure::Server("a visit panicked".to_owned()))
+    }
+
+    /// `Ok(None)`: the deployment is gone. `Ok(Some(time))`: when to come again at the latest.
+    async fn reconcile(&self, key: &Key) -> Result<Option<Option<Duration>>, Failure> {
+        let read = {
+            let state = self.cache.lock();
+            state.deployments.get(key).map(|row| Arc::clone(&row.value))
+        };
+        let deployment = match read.as_deref() {
+            None => return Ok(None),
+            Some(Err(unreadable)) => {
+                self.refuse_unreadable(unreadable).await?;
+                return Ok(Some(None));
+            }
+            Some(Ok(deployment)) => Arc::clone(deployment),
+        };
+        self.remember(key, &deployment);
+        if deployment.metadata.deletion_timestamp.is_some() {
+            // The cluster collects what it owned.
+            return Ok(Some(None));
+        }
+        if let Some(wait) = self.is_left_to_others(&deployment) {
+            return Ok(Some(wait));
+        }
+        self.serve(key, &deployment).await.map(Some)
+    }
+
+    async fn serve(
+        &self,
+        key: &Key,
+        deployment: &Arc<InferenceDeployment>,
+    ) -> Result<Option<Duration>, Failure> {
+        let now = Timestamp::now();
+        let mut again = Again::default();
+        let is_served = serves(&self.settings, &key.namespace);
+        let mut outside = Outside::default();
+        // Without a certificate no Pod starts, but what can be said and done without one is.
+        let mut trouble = None;
+        if is_served {
+            match self.authority.deployment(deployment, now).await {
+                Ok(issued) => {
+                    outside.certificate = Some(issued.serial);
+                    again.at(now, issued.again);
+                }
+                Err(error) => trouble = Some(Failure::from(error)),
+            }
+            let hanging = self.dereferencer.ask_about_hanging_pods(deployment, now);
+            again.after(hanging.await);
+        }
+        outside.measured = self.measures.measured(key);
+        let http = deployment.spec.model.source.http.as_ref();
+        if let (Some(agents), Some(http)) = (&self.agents, http) {
+            outside.fetches = agents.fetches(http);
+        }
+        let (observed, decision) = self.decide(deployment, now, &outside).await;
+        if let Some(agents) = &self.agents {
+            agents.want(key, http, &decision.fetch_on);
+        }
+        again.after(decision.requeue_after);
+        let subject = Subject {
+            namespace: &key.namespace,
+            uid: observed
+                .deployment
+                .metadata
+                .uid
+                .as_deref()
+                .unwrap_or_default(),
+        };
+        let applied = self.applier.apply(subject, &decision).await;
+        if let Err(failure) = &applied
+            && decision.create_plan.is_some()
+            && is_refusal(failure)
+        {
+            let touched = self.cache.lock().give_back(subject.uid);
+            tracing::debug!(?touched, "a plan was refused");
+        }
+        let outcome = applied.and(trouble.map_or(Ok(()), Err));
+        self.report(&observed, decision, outcome, now).await?;
+        Ok(again.0)
+    }
+
+    /// Decides; a new plan gets its place on the nodes before another deployment is planned.
+    async fn decide(
+        &self,
+        deployment: &Arc<InferenceDeployment>,
+        now: Timestamp,
+        outside: &Outside,
+    ) -> (Observed, Decision) {
+        let observed = self.dereferencer.observe(deployment, now, outside);
+        let decision = decide(&observed);
+        if decision.create_plan.is_none() {
+            return (observed, decision);
+        }
+        let _planning = self.planning.lock().await;
+        let observed = self.dereferencer.observe(deployment, now, outside);
+        let decision = decide(&observed);
+        if let Some(plan) = &decision.create_plan {
+            let uid = deployment.uid().unwrap_or_default();
+            self.cache.lock().reserve(&uid, plan);
+        }
+        (observed, decision)
+    }
+
+    async fn report(
+        &self,
+        observed: &Observed,
+        decision: Decision,
+        outcome: Result<(), Failure>,
+        now: Timestamp,
+    ) -> Result<(), Failure> {
+        let deployment = &observed.deployment;
+        let current = deployment.status.as_ref();
+        let is_true = |name: &str, value: &str| {
+            let conditions = &decision.status.conditions;
+            conditions
+                .iter()
+                .any(|c| c.type_ == name && c.status == value)
+        };
+        let waits = !is_true(PLANNED, "True") || is_true(DEGRADED, "True");
+        let key = Key::new(
+            &deployment.namespace().unwrap_or_default(),
+            &deployment.name_any(),
+        );
+        self.cache.lock().set_waiting(&key, waits);
+        match outcome {
+            Ok(()) => {
+                let metadata = &deployment.metadata;
+                self.reporting
+                    .status(metadata, current, &decision.status)
+                    .await?;
+                self.reporting.events(deployment, &decision.events).await;
+                Ok(())
+            }
+            Err(failure) if failure.needs_a_person() => {
+                let generation = deployment.metadata.generation;
+                let status =
+                    report::with_refusal(decision.status, current, generation, &failure, now);
+                self.reporting
+                    .status(&deployment.metadata, current, &status)
+                    .await?;
+                Err(failure)
+            }
+            Err(failure) => Err(failure),
+        }
+    }
+
+    async fn refuse_unreadable(&self, unreadable: &Unreadable) -> Result<(), Failure> {
+        let metadata = &unreadable.metadata;
+        let namespace = metadata.namespace.as_deref().unwrap_or_default();
+        if metadata.deletion_timestamp.is_some() || !serves(&self.settings, namespace) {
+            return Ok(());
+        }
+        self.reporting
+            .refuse(metadata, &unreadable.reason, Timestamp::now())
+            .await
+    }
+
+    /// Several operators may share a cluster, each with namespaces of its own. `Some`: leave it alone, and come again.
+    fn is_left_to_others(&self, deployment: &InferenceDeployment) -> Option<Option<Duration>> {
+        let namespace = deployment.namespace().unwrap_or_default();
+        if serves(&self.settings, &namespace) {
+            return None;
+        }
+        let generation = deployment.metadata.generation;
+        let seen = deployment
+            .status
+            .as_ref()
+            .and_then(|s| s.observed_generation);
+        if seen.is_some() && seen == generation {
+            return Some(None);
+        }
+        let created = deployment.metadata.creation_timestamp.as_ref()?;
+        let age = Timestamp::now().duration_since(created.0);
+        let age = Duration::try_from(age).unwrap_or_default();
+        (age < LEFT_TO_OTHERS).then(|| Some(LEFT_TO_OTHERS - age))
+    }
+
+    fn failed(&self, key: &Key, failure: &Failure) -> Duration {
+        let failures = {
+            let mut visits = self.visits();
+            let visits = visits.entry(key.clone()).or_default();
+            visits.failures = visits.failures.saturating_add(1);
+            visits.failures
+        };
+        let wait = failure.wait(failures, rand::random());
+        let seconds = wait.as_secs_f64();
+        if failure.needs_a_person() || failures > 3 {
+            tracing::warn!(deployment = %key, failures, "{failure}; again in {seconds:.1} s");
+        } else {
+            tracing::debug!(deployment = %key, failures, "{failure}; again in {seconds:.1} s");
+        }
+        wait
+    }
+
+    /// A deployment of the same name that was made anew shares nothing with the one before.
+    fn remember(&self, key: &Key, deployment: &InferenceDeployment) {
+        let uid = deployment.uid().unwrap_or_default();
+        let mut visits = self.visits();
+        let visits = visits.entry(key.clone()).or_default();
+        if visits.uid != uid {
+            if !visits.uid.is_empty() {
+                self.applier.forget(&visits.uid);
+                self.authority.forget(&key.namespace, &key.name);
+                self.measures.forget(key);
+            }
+            visits.uid = uid;
+            visits.failures = 0;
+        }
+    }
+
+    fn forget(&self, key: &Key) {
+        if let Some(visits) = self.visits().remove(key) {
+            self.applier.forget(&visits.uid);
+        }
+        self.authority.forget(&key.namespace, &key.name);
+        self.measures.forget(key);
+        if let Some(agents) = &self.agents {
+            agents.want(key, None, &[]);
+        }
+    }
+
+    fn visits(&self) -> std::sync::MutexGuard<'_, HashMap<Key, Visits>> {
+        self.visits.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The earliest of several times to come again.
+#[derive(Debug, Default)]
+struct Again(Option<Duration>);
+
+impl Again {
+    fn after(&mut self, wait: Option<Duration>) {
+        self.0 = [self.0, wait].into_iter().flatten().min();
+    }
+
+    fn at(&mut self, now: Timestamp, time: Timestamp) {
+        let wait = Duration::try_from(time.duration_since(now)).unwrap_or_default();
+        // Never at once: what is due now was just done.
+        self.after(Some(wait.max(Duration::from_secs(1))));
+    }
+}
+
+/// Whether a write certainly did not happen.
+fn is_refusal(failure: &Failure) -> bool {
+    !matches!(failure, Failure::Server(_) | Failure::Network(_))
+}

@@ -1,0 +1,265 @@
+//! The status, written when it differs from the one that is there, and events on transitions.
+
+use std::sync::Arc;
+
+use hearth_crds::{API_VERSION, Condition, InferenceDeployment, InferenceDeploymentStatus};
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::ObjectReference;
+use kube::ResourceExt;
+use kube::api::ObjectMeta;
+use kube::runtime::events::{Event, EventType, Recorder, Reporter};
+use serde_json::json;
+
+use super::cache::Cache;
+use super::decision::Transition;
+use super::digest;
+use super::failure::Failure;
+use super::lean::LeanDeployment;
+use super::requests::{Place, Requests};
+use super::table::Identity;
+
+const KIND: &str = "InferenceDeployment";
+/// Condition: something is not as it should be.
+const DEGRADED: &str = "Degraded";
+/// Longest text of an event's note.
+const NOTE_BYTES: usize = 1000;
+/// Longest message of a condition.
+const MESSAGE_BYTES: usize = 8 << 10;
+
+/// Writes status and events.
+pub(crate) struct Reporting {
+    requests: Requests,
+    cache: Arc<Cache>,
+    recorder: Recorder,
+}
+
+impl Reporting {
+    /// Writes by `requests`; `identity` is this replica's name in events.
+    pub(crate) fn new(requests: Requests, cache: Arc<Cache>, identity: &str) -> Self {
+        let reporter = Reporter {
+            controller: "hearth-operator".to_owned(),
+            instance: Some(identity.to_owned()),
+        };
+        let recorder = Recorder::new(requests.client().clone(), reporter);
+        Self {
+            requests,
+            cache,
+            recorder,
+        }
+    }
+
+    /// Writes the status unless `current` is the same. Returns whether it was written.
+    ///
+    /// # Errors
+    /// What the API server says.
+    pub(crate) async fn status(
+        &self,
+        metadata: &ObjectMeta,
+        current: Option<&InferenceDeploymentStatus>,
+        wanted: &InferenceDeploymentStatus,
+    ) -> Result<bool, Failure> {
+        if current == Some(wanted) {
+            return Ok(false);
+        }
+        let name = metadata.name.as_deref().unwrap_or_default();
+        let namespace = metadata.namespace.as_deref().unwrap_or_default();
+        let body = json!({
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            // The uid is a precondition: a deployment that was made anew has a status of its own.
+            "metadata": {"name": name, "namespace": namespace, "uid": metadata.uid},
+            "status": wanted,
+        });
+        let place = Place::of::<InferenceDeployment>(namespace);
+        let written: LeanDeployment = self.requests.apply_status(&place, name, &body).await?;
+        let identity = Identity::of(&written.metadata);
+        self.cache
+            .lock()
+            .put_deployment(identity, written.into_read());
+        Ok(true)
+    }
+
+    /// Says of a deployment that its spec cannot be read. What was known of it is read from the API server: it is not kept.
+    ///
+    /// # Errors
+    /// What the API server says.
+    pub(crate) async fn refuse(
+        &self,
+        metadata: &ObjectMeta,
+        reason: &str,
+        now: Timestamp,
+    ) -> Result<(), Failure> {
+        let name = metadata.name.as_deref().unwrap_or_default();
+        let namespace = metadata.namespace.as_deref().unwrap_or_default();
+        let place = Place::of::<InferenceDeployment>(namespace);
+        let there: serde_json::Value = self.requests.get(&place, name).await?;
+        let current = there.get("status").cloned();
+        let current: Option<InferenceDeploymentStatus> =
+            current.and_then(|status| serde_json::from_value(status).ok());
+        let wanted = unreadable(current.as_ref(), metadata.generation, reason, now);
+        self.status(metadata, current.as_ref(), &wanted).await?;
+        Ok(())
+    }
+
+    /// Tells of transitions. What cannot be told is logged: events are a help, and the conditions stay.
+    pub(crate) async fn events(&self, deployment: &InferenceDeployment, events: &[Transition]) {
+        for transition in events {
+            let name = deployment.name_any();
+            let namespace = deployment.namespace().unwrap_or_default();
+            tracing::info!(
+                namespace,
+                name,
+                reason = transition.reason,
+                "{}",
+                transition.message
+            );
+            let reference = ObjectReference {
+                api_version: Some(API_VERSION.to_owned()),
+                kind: Some(KIND.to_owned()),
+                name: Some(name),
+                namespace: Some(namespace),
+                uid: deployment.uid(),
+                ..ObjectReference::default()
+            };
+            if let Err(error) = self.recorder.publish(&event(transition), &reference).await {
+                tracing::warn!(
+                    reason = transition.reason,
+                    "an event could not be written: {}",
+                    Failure::from(&error)
+                );
+            }
+        }
+    }
+}
+
+fn event(transition: &Transition) -> Event {
+    let message = digest::of_value(&transition.message.as_str().into());
+    // Events of one action are counted as one: another message is another action.
+    let action: String = message[..4].iter().map(|b| format!("{b:02x}")).collect();
+    Event {
+        type_: if transition.is_warning {
+            EventType::Warning
+        } else {
+            EventType::Normal
+        },
+        reason: transition.reason.clone(),
+        note: Some(shortened(&transition.message, NOTE_BYTES)),
+        action: format!("Reconcile-{action}"),
+        secondary: None,
+    }
+}
+
+/// The status with a condition that says what the API server refused.
+pub(crate) fn with_refusal(
+    mut status: InferenceDeploymentStatus,
+    current: Option<&InferenceDeploymentStatus>,
+    generation: Option<i64>,
+    failure: &Failure,
+    now: Timestamp,
+) -> InferenceDeploymentStatus {
+    set_condition(
+        &mut status,
+        current,
+        Condition {
+            type_: DEGRADED.to_owned(),
+            status: "True".to_owned(),
+            observed_generation: generation,
+            last_transition_time: String::new(),
+            reason: "ApplyFailed".to_owned(),
+            message: shortened(&failure.to_string(), MESSAGE_BYTES),
+        },
+        now,
+    );
+    status
+}
+
+/// The status of a deployment whose spec cannot be read: what was known, and why nothing is done.
+fn unreadable(
+    current: Option<&InferenceDeploymentStatus>,
+    generation: Option<i64>,
+    reason: &str,
+    now: Timestamp,
+) -> InferenceDeploymentStatus {
+    let mut status = current.cloned().unwrap_or_default();
+    status.observed_generation = generation;
+    let message = format!(
+        "the spec cannot be read by this version of the operator: {reason}; upgrade the operator, or change the field"
+    );
+    for type_ in ["Ready", "Planned"] {
+        set_condition(
+            &mut status,
+            current,
+            Condition {
+                type_: type_.to_owned(),
+                status: "False".to_owned(),
+                observed_generation: generation,
+                last_transition_time: String::new(),
+                reason: "InvalidSpec".to_owned(),
+                message: shortened(&message, MESSAGE_BYTES),
+            },
+            now,
+        );
+    }
+    status
+}
+
+/// Sets a condition; its time is that of the last change of its status.
+fn set_condition(
+    status: &mut InferenceDeploymentStatus,
+    current: Option<&InferenceDeploymentStatus>,
+    mut condition: Condition,
+    now: Timestamp,
+) {
+    let before = current
+        .into_iter()
+        .flat_map(|status| &status.conditions)
+        .find(|before| before.type_ == condition.type_ && before.status == condition.status);
+    condition.last_transition_time = match before {
+        Some(before) => before.last_transition_time.clone(),
+        None => now.strftime("%Y-%m-%dT%H:%M:%SZ").to_string(),
+    };
+    let known = status
+        .conditions
+        .iter_mut()
+        .find(|known| known.type_ == condition.type_);
+    match known {
+        Some(known) => *known = condition,
+        None => status.conditions.push(condition),
+    }
+}
+
+fn shortened(text: &str, bytes: usize) -> String {
+    if text.len() <= bytes {
+        return text.to_owned();
+    }
+    let end = (0..bytes - 3).rev().find(|end| text.is_char_boundary(*end));
+    format!("{}…", &text[..end.unwrap_or(0)])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn time(text: &str) -> Timestamp {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn a_refusal_that_stays_is_the_same_status() {
+        let failure = Failure::Forbidden("no".to_owned());
+        let (early, late) = (time("2026-01-01T00:00:00Z"), time("2026-01-01T01:00:00Z"));
+        let wanted = InferenceDeploymentStatus::default();
+        let first = with_refusal(wanted.clone(), None, Some(1), &failure, early);
+        let second = with_refusal(wanted, Some(&first), Some(1), &failure, late);
+        assert_eq!(first, second);
+        assert_eq!(first.conditions[0].reason, "ApplyFailed");
+        assert_eq!(first.conditions[0].message, "no");
+    }
+
+    #[test]
+    fn long_texts_are_cut_between_characters() {
+        assert_eq!(shortened("short", 10), "short");
+        let cut = shortened(&"é".repeat(40), 20);
+        assert!(cut.len() <= 20 && cut.ends_with('…'), "{cut}");
+    }
+}

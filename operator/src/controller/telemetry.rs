@@ -1,0 +1,221 @@
+//! Metrics, health and logs of the operator.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::Context as _;
+use axum::Router;
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use prometheus_client::encoding::{EncodeLabelSet, text::encode};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::registry::Registry;
+use tokio::net::TcpListener;
+use tracing_subscriber::EnvFilter;
+
+use super::args::LogFormat;
+use super::cache::Cache;
+use super::queue::Queue;
+
+/// Media type of OpenMetrics.
+const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// Counts of what the operator does.
+#[derive(Debug)]
+pub(crate) struct Telemetry {
+    registry: Registry,
+    reconciles: Family<Outcome, Counter>,
+    durations: Histogram,
+    requests: Family<ApiRequest, Counter>,
+    gauges: Gauges,
+    /// Whether all caches have been filled once.
+    pub(crate) is_synced: AtomicBool,
+    /// Whether this replica works.
+    pub(crate) is_leader: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct Gauges {
+    queue: Gauge,
+    at_work: Gauge,
+    leader: Gauge,
+    objects: Family<Kind, Gauge>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Outcome {
+    /// `Ok`, or the name of the error.
+    outcome: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ApiRequest {
+    verb: &'static str,
+    resource: String,
+    code: u16,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Kind {
+    kind: &'static str,
+}
+
+impl Telemetry {
+    /// All counts at zero.
+    pub(crate) fn new() -> Self {
+        let mut registry = Registry::with_prefix("hearth_operator");
+        let reconciles = Family::<Outcome, Counter>::default();
+        registry.register(
+            "reconciles",
+            "Reconciles by how they ended",
+            reconciles.clone(),
+        );
+        let durations = Histogram::new(exponential_buckets(0.001, 2.0, 16));
+        registry.register(
+            "reconcile_seconds",
+            "Time of one reconcile",
+            durations.clone(),
+        );
+        let requests = Family::<ApiRequest, Counter>::default();
+        registry.register(
+            "api_requests",
+            "Requests to the API server but for watches, by verb, resource and answer (0: none)",
+            requests.clone(),
+        );
+        let gauges = Gauges::default();
+        registry.register("queue", "Deployments that are due", gauges.queue.clone());
+        registry.register(
+            "at_work",
+            "Deployments that are worked on",
+            gauges.at_work.clone(),
+        );
+        registry.register(
+            "leader",
+            "1 if this replica works, 0 if it waits",
+            gauges.leader.clone(),
+        );
+        registry.register("cached", "Objects in the caches", gauges.objects.clone());
+        Self {
+            registry,
+            reconciles,
+            durations,
+            requests,
+            gauges,
+            is_synced: AtomicBool::new(false),
+            is_leader: AtomicBool::new(false),
+        }
+    }
+
+    /// Counts a reconcile.
+    pub(crate) fn reconciled(&self, outcome: &'static str, seconds: f64) {
+        self.reconciles.get_or_create(&Outcome { outcome }).inc();
+        self.durations.observe(seconds);
+    }
+
+    /// Counts a request to the API server.
+    pub(crate) fn requested(&self, verb: &'static str, resource: String, code: u16) {
+        let request = ApiRequest {
+            verb,
+            resource,
+            code,
+        };
+        self.requests.get_or_create(&request).inc();
+    }
+
+    fn gather(&self, cache: &Cache, queue: &Queue) {
+        let (due, at_work) = queue.depth();
+        self.gauges.queue.set(due as i64);
+        self.gauges.at_work.set(at_work as i64);
+        let is_leader = self.is_leader.load(Ordering::Relaxed);
+        self.gauges.leader.set(i64::from(is_leader));
+        let state = cache.lock();
+        let set = |kind, count: usize| {
+            let gauge = self.gauges.objects.get_or_create(&Kind { kind });
+            gauge.set(count as i64);
+        };
+        set("InferenceDeployment", state.deployments.len());
+        set("InferencePlan", state.plans.len());
+        set("Pod", state.pods.len());
+        set("Node", state.nodes.len());
+        for (kind, table) in &state.objects {
+            set(kind, table.len());
+        }
+    }
+}
+
+/// What /metrics and the probes read.
+#[derive(Clone, Debug)]
+pub(crate) struct Window {
+    pub(crate) telemetry: Arc<Telemetry>,
+    pub(crate) cache: Arc<Cache>,
+    pub(crate) queue: Arc<Queue>,
+}
+
+/// Serves /healthz, /readyz and /metrics until it is dropped.
+///
+/// # Errors
+/// When the port is taken.
+pub(crate) async fn serve(
+    address: SocketAddr,
+    window: Window,
+) -> anyhow::Result<impl Future<Output = ()>> {
+    let listener = TcpListener::bind(address)
+        .await
+        .with_context(|| format!("--listen {address} cannot be had\n  choose another address"))?;
+    tracing::info!(address = %listener.local_addr()?, "serving /healthz, /readyz and /metrics");
+    let router = Router::new()
+        .route("/healthz", get(async || "ok\n"))
+        .route("/readyz", get(ready))
+        .route("/metrics", get(metrics))
+        .with_state(window);
+    Ok(async move {
+        if let Err(error) = axum::serve(listener, router).await {
+            tracing::error!(%error, "health and metrics are not served any more");
+        }
+    })
+}
+
+async fn ready(State(window): State<Window>) -> Response {
+    if window.telemetry.is_synced.load(Ordering::Relaxed) {
+        "ok\n".into_response()
+    } else {
+        let reason = "the caches are not filled yet\n";
+        (StatusCode::SERVICE_UNAVAILABLE, reason).into_response()
+    }
+}
+
+async fn metrics(State(window): State<Window>) -> Response {
+    window.telemetry.gather(&window.cache, &window.queue);
+    let mut text = String::new();
+    match encode(&mut text, &window.telemetry.registry) {
+        Ok(()) => ([(header::CONTENT_TYPE, OPEN_METRICS)], text).into_response(),
+        Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
+    }
+}
+
+/// Begins to log on standard error.
+///
+/// # Errors
+/// When the filter is none.
+pub(crate) fn start_log(filter: &str, format: LogFormat) -> anyhow::Result<()> {
+    // What the libraries say of every broken watch is told once, by the watch itself.
+    let quiet = "kube_client=off,kube_runtime=off,tower=warn,hyper=warn,h2=warn,rustls=warn";
+    let filter = EnvFilter::try_new(format!("{quiet},{filter}"))
+        .with_context(|| format!("--log {filter:?} is no filter\n  write info, or debug"))?;
+    let log = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_target(false)
+        .with_ansi(false)
+        .with_writer(std::io::stderr);
+    match format {
+        LogFormat::Text => log.init(),
+        LogFormat::Json => log.json().flatten_event(true).init(),
+    }
+    Ok(())
+}

@@ -1,0 +1,463 @@
+//! Watches keep the caches up and say which deployments to look at.
+
+use std::collections::HashSet;
+use std::fmt::Debug;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use futures::StreamExt as _;
+use kube::api::Api;
+use kube::core::{ClusterResourceScope, NamespaceResourceScope};
+use kube::runtime::WatchStreamExt as _;
+use kube::runtime::utils::Backoff;
+use kube::runtime::watcher::{self, Config, Event, watcher};
+use kube::{Client, Resource};
+use serde::de::DeserializeOwned;
+use tokio::sync::Notify;
+use tokio::task::JoinSet;
+
+use super::authority::Authority;
+use super::cache::{Cache, ObjectFacts, State, Touched};
+use super::client::WATCH_SECONDS;
+use super::failure::{Failure, chain};
+use super::lean::{
+    AgentPod, Budget, LeanDeployment, LeanNode, LeanObject, LeanPlan, LeanPod, LeanProfile,
+    ObjectKind, Policy, SecretKind, ServiceKind,
+};
+use super::names::{APP, LABEL_APP, LABEL_COMPONENT, LABEL_DEPLOYMENT};
+use super::observed::Settings;
+use super::queue::{Key, Queue};
+use super::table::Identity;
+
+/// Changes of one moment are looked at together.
+const DEBOUNCE: Duration = Duration::from_millis(100);
+/// Deployments that wait for room are looked at this long after some was freed.
+const ROOM_DEBOUNCE: Duration = Duration::from_secs(1);
+/// Objects of one page of a list: what is read at a time bounds the memory.
+const PAGE: u32 = 100;
+/// Component of the agents' Pods, as the chart labels them.
+const AGENT: &str = "agent";
+
+/// What the watches fill and wake.
+#[derive(Clone)]
+pub(crate) struct Watches {
+    pub(crate) cache: Arc<Cache>,
+    pub(crate) queue: Arc<Queue>,
+    pub(crate) authority: Arc<Authority>,
+    /// Watches that have not listed all once.
+    unfilled: Arc<AtomicUsize>,
+    filled: Arc<Notify>,
+}
+
+/// A kind that the caches hold.
+trait Cached: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + 'static {
+    /// Takes an object that is there.
+    fn put(self, state: &mut State) -> Touched;
+    /// Forgets an object; an empty uid: whichever has that name, for now.
+    fn forget(state: &mut State, key: &Key, uid: &str) -> Touched;
+    /// The names of all that are held.
+    fn keys(state: &State) -> Vec<Key>;
+}
+
+impl Watches {
+    /// Nothing is watched yet.
+    pub(crate) fn new(cache: Arc<Cache>, queue: Arc<Queue>, authority: Arc<Authority>) -> Self {
+        Self {
+            cache,
+            queue,
+            authority,
+            unfilled: Arc::default(),
+            filled: Arc::default(),
+        }
+    }
+
+    /// Starts all watches. They end when the set is dropped.
+    ///
+    /// With `settings.namespaces`, what lies in namespaces is watched in those alone. InferenceDeployments are watched
+    /// everywhere where that is allowed, so that one that is not served says so.
+    pub(crate) async fn start(&self, client: &Client, settings: &Settings) -> JoinSet<()> {
+        let mut tasks = JoinSet::new();
+        self.cluster::<LeanNode>(&mut tasks, client);
+        self.cluster::<LeanProfile>(&mut tasks, client);
+        let agents = format!("{LABEL_APP}={APP},{LABEL_COMPONENT}={AGENT}");
+        let own = [settings.operator_namespace.clone()];
+        self.namespaced::<AgentPod>(&mut tasks, client, &own, &agents);
+
+        let served = &settings.namespaces;
+        self.namespaced::<LeanPlan>(&mut tasks, client, served, "");
+        self.namespaced::<LeanPod>(&mut tasks, client, served, LABEL_DEPLOYMENT);
+        self.namespaced::<LeanObject<ServiceKind>>(&mut tasks, client, served, LABEL_DEPLOYMENT);
+        self.namespaced::<LeanObject<SecretKind>>(&mut tasks, client, served, LABEL_DEPLOYMENT);
+        self.namespaced::<LeanObject<Budget>>(&mut tasks, client, served, LABEL_DEPLOYMENT);
+        self.namespaced::<LeanObject<Policy>>(&mut tasks, client, served, LABEL_DEPLOYMENT);
+        let everywhere = served.is_empty() || may_list_everywhere(client).await;
+        let deployments: &[String] = if everywhere { &[] } else { served };
+        self.namespaced::<LeanDeployment>(&mut tasks, client, deployments, "");
+        tasks
+    }
+
+    /// Waits until every cache has been filled once.
+    pub(crate) async fn wait_until_filled(&self) {
+        while self.unfilled.load(Ordering::Acquire) > 0 {
+            let filled = self.filled.notified();
+            let _ = tokio::time::timeout(Duration::from_millis(200), filled).await;
+        }
+    }
+
+    fn cluster<K>(&self, tasks: &mut JoinSet<()>, client: &Client)
+    where
+        K: Cached + Resource<Scope = ClusterResourceScope>,
+    {
+        self.watch::<K>(tasks, Api::all(client.clone()), None, "");
+    }
+
+    fn namespaced<K>(
+        &self,
+        tasks: &mut JoinSet<()>,
+        client: &Client,
+        namespaces: &[String],
+        labels: &str,
+    ) where
+        K: Cached + Resource<Scope = NamespaceResourceScope>,
+    {
+        if namespaces.is_empty() {
+            return self.watch::<K>(tasks, Api::all(client.clone()), None, labels);
+        }
+        for namespace in namespaces {
+            let api = Api::namespaced(client.clone(), namespace);
+            self.watch::<K>(tasks, api, Some(namespace.clone()), labels);
+        }
+    }
+
+    fn watch<K: Cached>(
+        &self,
+        tasks: &mut JoinSet<()>,
+        api: Api<K>,
+        namespace: Option<String>,
+        labels: &str,
+    ) {
+        let mut config = Config::default().timeout(WATCH_SECONDS).page_size(PAGE);
+        if !labels.is_empty() {
+            config = config.labels(labels);
+        }
+        self.unfilled.fetch_add(1, Ordering::AcqRel);
+        let watches = self.clone();
+        tasks.spawn(async move {
+            let mut listener = Listener::new(watches, namespace);
+            let mut events = watcher(api, config).backoff(Patience::default()).boxed();
+            while let Some(event) = events.next().await {
+                listener.hear(event);
+            }
+        });
+    }
+
+    /// Has the deployments that a change concerns looked at.
+    pub(crate) fn touch(&self, touched: Touched) {
+        for key in touched.keys {
+            self.queue.add(key, DEBOUNCE);
+        }
+        if touched.waiting {
+            let waiting = self.cache.lock().waiting();
+            for key in waiting {
+                self.queue.add(key, ROOM_DEBOUNCE);
+            }
+        }
+    }
+}
+
+/// The listener of one watch.
+struct Listener {
+    watches: Watches,
+    namespace: Option<String>,
+    /// Names in the list that is being read.
+    seen: HashSet<Key>,
+    is_filled: bool,
+    /// What went wrong last, so that it is said once.
+    trouble: Option<String>,
+}
+
+impl Listener {
+    fn new(watches: Watches, namespace: Option<String>) -> Self {
+        Self {
+            watches,
+            namespace,
+            seen: HashSet::new(),
+            is_filled: false,
+            trouble: None,
+        }
+    }
+
+    fn hear<K: Cached>(&mut self, event: Result<Event<K>, watcher::Error>) {
+        let event = match event {
+            Ok(event) => event,
+            Err(error) => return self.complain::<K>(&error),
+        };
+        if self.trouble.take().is_some() {
+            tracing::info!("{}s are watched again", K::kind(&()));
+        }
+        match event {
+            Event::Init => self.seen.clear(),
+            Event::InitApply(object) => {
+                self.seen.insert(Identity::of(object.meta()).key);
+                self.take(object);
+            }
+            Event::InitDone => {
+                self.forget_unseen::<K>();
+                if !std::mem::replace(&mut self.is_filled, true) {
+                    self.watches.unfilled.fetch_sub(1, Ordering::AcqRel);
+                    self.watches.filled.notify_waiters();
+                }
+            }
+            Event::Apply(object) => self.take(object),
+            Event::Delete(object) => {
+                let identity = Identity::of(object.meta());
+                self.secret_changed::<K>(&object);
+                let touched = {
+                    let mut state = self.watches.cache.lock();
+                    K::forget(&mut state, &identity.key, &identity.uid)
+                };
+                self.watches.touch(touched);
+            }
+        }
+    }
+
+    /// What a complete list did not name is gone, and was not heard of.
+    fn forget_unseen<K: Cached>(&mut self) {
+        let seen = std::mem::take(&mut self.seen);
+        let mut touched = Touched::default();
+        {
+            let mut state = self.watches.cache.lock();
+            let is_listed = |key: &Key| match &self.namespace {
+                Some(namespace) => *namespace == *key.namespace,
+                None => true,
+            };
+            for key in K::keys(&state) {
+                if is_listed(&key) && !seen.contains(&key) {
+                    touched.merge(K::forget(&mut state, &key, ""));
+                }
+            }
+        }
+        self.watches.touch(touched);
+    }
+
+    fn take<K: Cached>(&self, object: K) {
+        let is_secret = K::kind(&()) == "Secret";
+        let copy = is_secret.then(|| object.clone());
+        let touched = object.put(&mut self.watches.cache.lock());
+        if let Some(secret) = copy.filter(|_| touched != Touched::default()) {
+            self.secret_changed::<K>(&secret);
+        }
+        self.watches.touch(touched);
+    }
+
+    /// The authority looks again at a Secret that changed: someone may have altered it.
+    fn secret_changed<K: Cached>(&self, object: &K) {
+        if K::kind(&()) != "Secret" {
+            return;
+        }
+        let labels = object.meta().labels.as_ref();
+        let deployment = labels.and_then(|labels| labels.get(LABEL_DEPLOYMENT));
+        if let (Some(deployment), Some(namespace)) = (deployment, &object.meta().namespace) {
+            self.watches.authority.forget(namespace, deployment);
+        }
+    }
+
+    fn complain<K: Cached>(&mut self, error: &watcher::Error) {
+        let kind = K::kind(&());
+        let words = match cause(error) {
+            Some(Failure::NotFound(_)) if K::group(&()) == hearth_crds::GROUP => {
+                format!(
+                    "the cluster does not know {kind}s\n  install them: hearth crd | kubectl apply -f -"
+                )
+            }
+            Some(Failure::Forbidden(why)) => {
+                format!("{kind}s may not be watched: {why}\n  grant it, as the chart does")
+            }
+            // Watches end all the time: a new list or watch follows.
+            _ if is_usual(error) => return tracing::debug!("{kind}s: {}", chain(error)),
+            _ => format!("{kind}s are not watched for now: {}", chain(error)),
+        };
+        if self.trouble.as_ref() != Some(&words) {
+            tracing::warn!("{words}");
+            self.trouble = Some(words);
+        }
+    }
+}
+
+/// Whether InferenceDeployments of all namespaces may be listed.
+async fn may_list_everywhere(client: &Client) -> bool {
+    let api: Api<LeanDeployment> = Api::all(client.clone());
+    let mut wait = Patience::default();
+    loop {
+        let parameters = kube::api::ListParams::default().limit(1);
+        match api.list(&parameters).await.map_err(Failure::from) {
+            Ok(_) => return true,
+            Err(Failure::Forbidden(_)) => {
+                tracing::info!(
+                    "InferenceDeployments of other namespaces may not be seen: those that are not served cannot say so"
+                );
+                return false;
+            }
+            Err(failure) => {
+                tracing::warn!("InferenceDeployments cannot be listed: {failure}");
+                tokio::time::sleep(wait.next().unwrap_or(Duration::from_secs(10))).await;
+            }
+        }
+    }
+}
+
+fn cause(error: &watcher::Error) -> Option<Failure> {
+    match error {
+        watcher::Error::InitialListFailed(error)
+        | watcher::Error::WatchStartFailed(error)
+        | watcher::Error::WatchFailed(error) => Some(Failure::from(error)),
+        watcher::Error::WatchError(_) | watcher::Error::NoResourceVersion => None,
+    }
+}
+
+fn is_usual(error: &watcher::Error) -> bool {
+    matches!(
+        error,
+        watcher::Error::WatchError(_) | watcher::Error::WatchFailed(_)
+    )
+}
+
+/// Waits between attempts to watch: from 0.2 s to 10 s, never all watches at once.
+#[derive(Debug, Default)]
+struct Patience {
+    failures: u32,
+}
+
+impl Iterator for Patience {
+    type Item = Duration;
+
+    fn next(&mut self) -> Option<Duration> {
+        let wait = Duration::from_millis(200).saturating_mul(1 << self.failures.min(6));
+        self.failures += 1;
+        let wait = wait.min(Duration::from_secs(10));
+        Some(wait.mul_f64(0.5 + rand::random::<f64>() / 2.0))
+    }
+}
+
+impl Backoff for Patience {
+    fn reset(&mut self) {
+        self.failures = 0;
+    }
+}
+
+impl Cached for LeanDeployment {
+    fn put(self, state: &mut State) -> Touched {
+        let identity = Identity::of(&self.metadata);
+        state.put_deployment(identity, self.into_read())
+    }
+
+    fn forget(state: &mut State, key: &Key, uid: &str) -> Touched {
+        state.remove_deployment(key, uid)
+    }
+
+    fn keys(state: &State) -> Vec<Key> {
+        state.deployments.keys().cloned().collect()
+    }
+}
+
+impl Cached for LeanPlan {
+    fn put(self, state: &mut State) -> Touched {
+        let identity = Identity::of(&self.metadata);
+        if let Err(reason) = &self.plan {
+            tracing::warn!(plan = %identity.key, reason, "an InferencePlan cannot be read");
+        }
+        state.put_plan(identity, self.plan.ok())
+    }
+
+    fn forget(state: &mut State, key: &Key, uid: &str) -> Touched {
+        state.remove_plan(key, uid)
+    }
+
+    fn keys(state: &State) -> Vec<Key> {
+        state.plans.keys().cloned().collect()
+    }
+}
+
+impl Cached for LeanPod {
+    fn put(self, state: &mut State) -> Touched {
+        let identity = Identity::of(&self.metadata);
+        state.put_pod(identity, self.into_view())
+    }
+
+    fn forget(state: &mut State, key: &Key, uid: &str) -> Touched {
+        state.remove_pod(key, uid)
+    }
+
+    fn keys(state: &State) -> Vec<Key> {
+        state.pods.keys().cloned().collect()
+    }
+}
+
+impl Cached for AgentPod {
+    fn put(self, state: &mut State) -> Touched {
+        state.put_agent(Identity::of(&self.metadata).key, self.place());
+        Touched::default()
+    }
+
+    fn forget(state: &mut State, key: &Key, _uid: &str) -> Touched {
+        state.put_agent(key.clone(), None);
+        Touched::default()
+    }
+
+    fn keys(state: &State) -> Vec<Key> {
+        state.agent_keys()
+    }
+}
+
+impl Cached for LeanNode {
+    fn put(self, state: &mut State) -> Touched {
+        let uid = self.metadata.uid.clone().unwrap_or_default();
+        state.put_node(&uid, self.into_view())
+    }
+
+    fn forget(state: &mut State, key: &Key, _uid: &str) -> Touched {
+        state.remove_node(&key.name)
+    }
+
+    fn keys(state: &State) -> Vec<Key> {
+        state.nodes.keys().map(|name| Key::new("", name)).collect()
+    }
+}
+
+impl Cached for LeanProfile {
+    fn put(self, state: &mut State) -> Touched {
+        let name = self.metadata.name.unwrap_or_default();
+        if let Err(reason) = &self.spec {
+            tracing::warn!(name, reason, "a NodeProfile cannot be read");
+        }
+        state.put_profile(&name, self.spec.ok())
+    }
+
+    fn forget(state: &mut State, key: &Key, _uid: &str) -> Touched {
+        state.put_profile(&key.name, None)
+    }
+
+    fn keys(state: &State) -> Vec<Key> {
+        let names = state.profiled();
+        names.iter().map(|name| Key::new("", name)).collect()
+    }
+}
+
+impl<K: ObjectKind> Cached for LeanObject<K> {
+    fn put(self, state: &mut State) -> Touched {
+        let identity = Identity::of(&self.metadata);
+        let facts = ObjectFacts::of(&self.metadata, self.facts);
+        state.put_object(K::KIND, identity, facts)
+    }
+
+    fn forget(state: &mut State, key: &Key, uid: &str) -> Touched {
+        state.remove_object(K::KIND, key, uid)
+    }
+
+    fn keys(state: &State) -> Vec<Key> {
+        let table = state.objects.get(K::KIND);
+        let keys = table.into_iter().flat_map(super::table::Table::keys);
+        keys.cloned().collect()
+    }
+}

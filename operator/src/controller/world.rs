@@ -1,0 +1,97 @@
+//! What the caches tell those who talk to agents and gateways.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use hearth_crds::{InferenceDeploymentSpec, NodeProfileSpec};
+use kube::ResourceExt;
+
+use super::agents::Ground;
+use super::build::model_key;
+use super::cache::Cache;
+use super::measure::Gateways;
+use super::names::NOTE_SPEC;
+use super::queue::{Key, Queue};
+use super::telemetry::Telemetry;
+
+/// The caches and the queue.
+#[derive(Clone, Debug)]
+pub(crate) struct World {
+    pub(crate) cache: Arc<Cache>,
+    pub(crate) queue: Arc<Queue>,
+    pub(crate) telemetry: Arc<Telemetry>,
+}
+
+impl World {
+    fn wake_soon(&self, deployment: &Key) {
+        self.queue
+            .add(deployment.clone(), Duration::from_millis(100));
+    }
+}
+
+impl Ground for World {
+    fn agents(&self) -> Vec<(String, String)> {
+        self.cache.lock().agents().into_iter().collect()
+    }
+
+    fn node_uid(&self, node: &str) -> Option<String> {
+        self.cache.lock().node_uid(node).map(ToOwned::to_owned)
+    }
+
+    fn profile(&self, node: &str) -> Option<NodeProfileSpec> {
+        self.cache.lock().profile(node).cloned()
+    }
+
+    fn held_bytes(&self, node: &str) -> u64 {
+        let state = self.cache.lock();
+        let pods = state.pods.all().map(|(_, row)| &row.value);
+        pods.filter(|pod| pod.node == node && !matches!(&*pod.phase, "Succeeded" | "Failed"))
+            .map(|pod| pod.memory_bytes)
+            .sum()
+    }
+
+    fn models_in_use(&self) -> Option<BTreeSet<String>> {
+        if !self.telemetry.is_synced.load(Ordering::Relaxed) {
+            return None;
+        }
+        let mut keys = BTreeSet::new();
+        let mut name = |spec: &InferenceDeploymentSpec| {
+            if let Some(http) = &spec.model.source.http {
+                keys.insert(model_key(http).to_owned());
+            }
+        };
+        let state = self.cache.lock();
+        for (_, row) in state.deployments.all() {
+            match &*row.value {
+                Ok(deployment) => name(&deployment.spec),
+                // Nobody knows which model it names.
+                Err(_) => return None,
+            }
+        }
+        for (_, row) in state.plans.all() {
+            let plan = row.value.as_ref().as_ref()?;
+            let spec = plan.annotations().get(NOTE_SPEC);
+            // The word is rare: most plans need not be read.
+            if let Some(spec) = spec.filter(|spec| spec.contains("\"http\"")) {
+                name(&serde_json::from_str(spec).ok()?);
+            }
+        }
+        Some(keys)
+    }
+
+    fn wake(&self, deployment: &Key) {
+        self.wake_soon(deployment);
+    }
+}
+
+impl Gateways for World {
+    fn gateways(&self) -> Vec<(Key, String, String)> {
+        self.cache.lock().gateways()
+    }
+
+    fn wake(&self, deployment: &Key) {
+        self.wake_soon(deployment);
+    }
+}

@@ -27,6 +27,8 @@ enum Command {
     Prefill(roles::RankArgs),
     /// Decode streams of tokens
     Decode(roles::RankArgs),
+    /// Measure a node and hold its models, for the operator
+    Agent(roles::AgentArgs),
     /// Write the logits of every position of a token sequence to a safetensors file
     Logits(tools::LogitsArgs),
     /// Continue a prompt, greedily unless asked otherwise
@@ -52,7 +54,7 @@ impl Cli {
     pub(crate) fn run(self) -> anyhow::Result<()> {
         let serves = matches!(
             self.command,
-            Command::Gateway(_) | Command::Prefill(_) | Command::Decode(_)
+            Command::Gateway(_) | Command::Prefill(_) | Command::Decode(_) | Command::Agent(_)
         );
         if !serves {
             signals::end_on_closed_pipe();
@@ -61,6 +63,7 @@ impl Cli {
             Command::Gateway(args) => roles::gateway(&args),
             Command::Prefill(args) => roles::prefill(&args),
             Command::Decode(args) => roles::decode(&args),
+            Command::Agent(args) => roles::agent(&args),
             Command::Logits(args) => tools::logits(&args),
             Command::Generate(args) => tools::generate(&args),
             Command::Bench(args) => tools::bench(&args),

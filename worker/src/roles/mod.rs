@@ -1,5 +1,6 @@
 //! The processes of a plan.
 
+mod agent;
 mod control;
 mod decode;
 mod gateway;
@@ -10,6 +11,7 @@ mod rank;
 mod report;
 mod routes;
 
+pub(crate) use agent::{AgentArgs, run as agent};
 pub(crate) use gateway::{GatewayArgs, run as gateway};
 pub(crate) use linger::{LingerArgs, run as linger};
 pub(crate) use rank::{RankArgs, decode, prefill};

@@ -12,7 +12,7 @@ mod session;
 
 pub(crate) use bench::{BenchArgs, run as bench};
 pub(crate) use facts::{FactsArgs, run as facts};
-pub(crate) use fetch::{FetchArgs, run as fetch};
+pub(crate) use fetch::{FetchArgs, run as fetch, sentence as progress_sentence};
 pub(crate) use generate::{GenerateArgs, run as generate};
 pub(crate) use inspect::{InspectArgs, run as inspect};
 pub(crate) use logits::{LogitsArgs, run as logits};

@@ -1,0 +1,126 @@
+//! The agent of a node: it measures the node and holds the models that are fetched for it. It has no credentials of
+//! the cluster; the operator calls it.
+//!
+//! What needs much memory (measuring, reading a model) is done by child processes, which give all of it back.
+
+mod models;
+mod node;
+mod tool;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use clap::Args;
+use hearth_fetch::Cache;
+use hearth_transport::tonic::service::Routes;
+use hearth_transport::{Health, Listener, ServerOptions, server, v1};
+use tonic::{Request, Response, Status};
+
+use super::place::TlsArgs;
+use super::report::Report;
+use crate::signals;
+use models::Models;
+use node::Node;
+
+/// Arguments of `agent`.
+#[derive(Args)]
+pub(crate) struct AgentArgs {
+    /// Name of the node, as the profile gives it
+    #[arg(long, value_name = "NAME")]
+    node: String,
+    /// Address of the Agent service
+    #[arg(long, value_name = "ADDRESS", default_value = "0.0.0.0:9400")]
+    listen: String,
+    /// Address of plain gRPC health for probes: service "" is ready, "live" is alive
+    #[arg(long, value_name = "ADDRESS")]
+    health: Option<String>,
+    #[command(flatten)]
+    tls: TlsArgs,
+    /// Directory for models, parts of them, and what was measured
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/hearth")]
+    cache_dir: PathBuf,
+}
+
+/// Serves until told to end.
+pub(crate) fn run(args: &AgentArgs) -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()?;
+    let outcome = runtime.block_on(serve(args));
+    // A model that is being unpacked is no reason to wait: the next agent begins that anew.
+    runtime.shutdown_background();
+    outcome
+}
+
+async fn serve(args: &AgentArgs) -> anyhow::Result<()> {
+    let health = Health::starting().await;
+    let address = args.health.as_deref();
+    let _probes = address.map(|address| health.listen(address)).transpose()?;
+    let tls = args.tls.read()?;
+    let listener = Listener::bind(&args.listen)?;
+    let endpoint = listener.address().to_string();
+
+    let cache = Cache::new(&args.cache_dir);
+    if let Err(error) = cache.create() {
+        tracing::error!("no model can be kept on this node: {error}");
+    }
+    let service = AgentService {
+        node: Node::start(&args.node, &args.cache_dir),
+        models: Arc::new(Models::new(cache)),
+    };
+    let routes = Routes::new(health.service()).add_service(server::agent(service));
+    health.set_ready(true).await;
+    Report::Ready {
+        endpoint: &endpoint,
+        device: "agent",
+    }
+    .send();
+    tracing::info!(node = args.node, endpoint, cache = %args.cache_dir.display(), "serving");
+
+    let ending = health.clone();
+    let shutdown = async move {
+        signals::termination().await;
+        ending.end().await;
+    };
+    let options = ServerOptions {
+        tls,
+        ..ServerOptions::default()
+    };
+    Ok(hearth_transport::serve(listener, routes, &options, shutdown).await?)
+}
+
+/// `hearth.v1.Agent`.
+struct AgentService {
+    node: Arc<Node>,
+    models: Arc<Models>,
+}
+
+#[tonic::async_trait]
+impl v1::agent_server::Agent for AgentService {
+    async fn profile(
+        &self,
+        _: Request<v1::ProfileRequest>,
+    ) -> Result<Response<v1::ProfileResponse>, Status> {
+        let profile = self.node.profile().await?;
+        let node_profile_json =
+            serde_json::to_string(&profile).map_err(|error| Status::internal(error.to_string()))?;
+        Ok(Response::new(v1::ProfileResponse { node_profile_json }))
+    }
+
+    async fn model(
+        &self,
+        request: Request<v1::ModelRequest>,
+    ) -> Result<Response<v1::ModelResponse>, Status> {
+        let answer = self.models.model(&request.into_inner())?;
+        Ok(Response::new(answer))
+    }
+
+    async fn retain(
+        &self,
+        request: Request<v1::RetainRequest>,
+    ) -> Result<Response<v1::RetainResponse>, Status> {
+        let removed = self.models.retain(&request.into_inner().keys).await?;
+        Ok(Response::new(v1::RetainResponse { removed }))
+    }
+}

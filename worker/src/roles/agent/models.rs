@@ -1,0 +1,356 @@
+//! The models of this node: fetched in the background, told when asked.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use hearth_crds::ModelFacts;
+use hearth_fetch::{Blame, Cache, FetchError, FetchOptions, Key, Progress, Source, fetch};
+use hearth_transport::v1::{ModelRequest, ModelResponse, ModelState};
+use tokio::task::JoinHandle;
+use tonic::Status;
+
+use super::tool;
+use crate::tools::progress_sentence;
+
+/// Reading a model's headers takes a second; from a disk that is busy some more.
+const FACTS_PATIENCE: Duration = Duration::from_secs(300);
+
+/// All of them.
+pub(super) struct Models {
+    cache: Cache,
+    options: FetchOptions,
+    entries: Mutex<BTreeMap<Key, Entry>>,
+}
+
+/// A model that was asked for.
+struct Entry {
+    /// What it was asked for with; none where it was only looked for.
+    source: Option<Source>,
+    state: State,
+    /// In a row.
+    failures: u32,
+}
+
+enum State {
+    Working {
+        progress: Option<Progress>,
+        task: JoinHandle<()>,
+    },
+    Ready(Ready),
+    Failed {
+        why: String,
+        again_at: Instant,
+    },
+}
+
+/// A model that can be served.
+#[derive(Clone)]
+struct Ready {
+    facts_json: String,
+    /// Of its files.
+    bytes: u64,
+}
+
+/// Why a model is not ready, and who can change that.
+struct Failure {
+    why: String,
+    blame: Blame,
+}
+
+impl From<FetchError> for Failure {
+    fn from(error: FetchError) -> Self {
+        Self {
+            why: error.to_string(),
+            blame: error.blame(),
+        }
+    }
+}
+
+impl Models {
+    /// Nothing is looked at yet.
+    pub(super) fn new(cache: Cache) -> Self {
+        Self {
+            cache,
+            options: FetchOptions::default(),
+            entries: Mutex::default(),
+        }
+    }
+
+    /// How far the model is; has it fetched if it is not here. Needs a tokio runtime.
+    ///
+    /// # Errors
+    /// INVALID_ARGUMENT for what can never be fetched.
+    pub(super) fn model(self: &Arc<Self>, request: &ModelRequest) -> Result<ModelResponse, Status> {
+        let (key, source) = checked(request)?;
+        let mut entries = self.lock();
+        let entry = entries.get_mut(&key);
+        let failures = entry.as_ref().map_or(0, |entry| entry.failures);
+        if let Some(entry) = entry {
+            let is_same = source.is_none() || source == entry.source;
+            match &entry.state {
+                State::Ready(ready) if self.cache.model(&key).is_some() => {
+                    return Ok(ready.answer());
+                }
+                State::Working { progress, task } if !task.is_finished() => {
+                    return Ok(working(progress.as_ref()));
+                }
+                State::Failed { why, again_at } if is_same && Instant::now() < *again_at => {
+                    return Ok(failed(why));
+                }
+                _ => {}
+            }
+        }
+        if source.is_none() && self.cache.model(&key).is_none() {
+            entries.remove(&key);
+            return Ok(ModelResponse {
+                state: ModelState::Absent.into(),
+                message: "it is not on this node, and no URL was given to fetch it from".to_owned(),
+                ..ModelResponse::default()
+            });
+        }
+        let entry = Entry {
+            source: source.clone(),
+            failures,
+            state: State::Working {
+                progress: None,
+                task: tokio::spawn(Arc::clone(self).work(key.clone(), source)),
+            },
+        };
+        entries.insert(key, entry);
+        Ok(working(None))
+    }
+
+    /// Removes all models and parts but those named and those in work; gives their keys.
+    ///
+    /// # Errors
+    /// INVALID_ARGUMENT for a name that is no key; FAILED_PRECONDITION when the cache does not let itself be changed.
+    pub(super) async fn retain(self: &Arc<Self>, keys: &[String]) -> Result<Vec<String>, Status> {
+        let mut kept = keys
+            .iter()
+            .map(|text| parsed(text))
+            .collect::<Result<BTreeSet<Key>, Status>>()?;
+        {
+            let mut entries = self.lock();
+            let in_work = entries
+                .iter()
+                .filter(|(_, entry)| matches!(entry.state, State::Working { .. }));
+            kept.extend(in_work.map(|(key, _)| key.clone()));
+            entries.retain(|key, _| kept.contains(key));
+        }
+        let cache = self.cache.clone();
+        let removed = tokio::task::spawn_blocking(move || cache.retain(&kept))
+            .await
+            .map_err(|error| Status::internal(error.to_string()))?
+            .map_err(|error| Status::failed_precondition(error.to_string()))?;
+        let removed: Vec<String> = removed.iter().map(Key::to_string).collect();
+        if !removed.is_empty() {
+            tracing::info!(keys = ?removed, "models removed: nobody names them");
+        }
+        Ok(removed)
+    }
+
+    /// Fetches the model, checks it, and notes what came of it.
+    async fn work(self: Arc<Self>, key: Key, source: Option<Source>) {
+        let outcome = self.ready(&key, source.as_ref()).await;
+        let mut entries = self.lock();
+        let Some(entry) = entries.get_mut(&key) else {
+            return;
+        };
+        match outcome {
+            Ok(ready) => {
+                tracing::info!(%key, bytes = ready.bytes, "model ready");
+                entry.failures = 0;
+                entry.state = State::Ready(ready);
+            }
+            Err(Failure { why, blame }) => {
+                entry.failures += 1;
+                let wait = wait_after(blame, entry.failures);
+                tracing::warn!(%key, ?wait, "model failed: {why}");
+                let again_at = Instant::now() + wait;
+                entry.state = State::Failed { why, again_at };
+            }
+        }
+    }
+
+    async fn ready(self: &Arc<Self>, key: &Key, source: Option<&Source>) -> Result<Ready, Failure> {
+        let directory = match (self.cache.model(key), source) {
+            (Some(directory), _) => directory,
+            (None, Some(source)) => {
+                tracing::info!(%key, url = source.shown(), "fetching");
+                let (models, own) = (Arc::clone(self), key.clone());
+                let observer = Arc::new(move |progress: &Progress| models.note(&own, progress));
+                fetch(source, &self.cache, &self.options, observer).await?
+            }
+            (None, None) => {
+                return Err(Failure {
+                    why: "it was removed while it was looked at".to_owned(),
+                    blame: Blame::Local,
+                });
+            }
+        };
+        let unfit = |why| Failure {
+            why,
+            blame: Blame::Content,
+        };
+        let arguments = ["facts", "--serving", "--json", "--model"].map(OsStr::new);
+        let mut arguments = arguments.to_vec();
+        arguments.push(directory.as_os_str());
+        let facts: ModelFacts = tool::ask(&arguments, FACTS_PATIENCE).await.map_err(unfit)?;
+        let facts_json = serde_json::to_string(&facts).map_err(|error| unfit(error.to_string()))?;
+        let bytes = tokio::task::spawn_blocking(move || bytes_in(&directory)).await;
+        Ok(Ready {
+            facts_json,
+            bytes: bytes.unwrap_or_default(),
+        })
+    }
+
+    fn note(&self, key: &Key, now: &Progress) {
+        if let Some(Entry {
+            state: State::Working { progress, .. },
+            ..
+        }) = self.lock().get_mut(key)
+        {
+            *progress = Some(now.clone());
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<Key, Entry>> {
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Ready {
+    fn answer(&self) -> ModelResponse {
+        ModelResponse {
+            state: ModelState::Ready.into(),
+            bytes: self.bytes,
+            total_bytes: self.bytes,
+            bytes_per_second: 0,
+            message: String::new(),
+            facts_json: self.facts_json.clone(),
+        }
+    }
+}
+
+fn working(progress: Option<&Progress>) -> ModelResponse {
+    let state = ModelState::Fetching.into();
+    match progress {
+        None => ModelResponse {
+            state,
+            message: "looking at it".to_owned(),
+            ..ModelResponse::default()
+        },
+        Some(progress) => ModelResponse {
+            state,
+            bytes: progress.bytes,
+            total_bytes: progress.total_bytes.unwrap_or_default(),
+            bytes_per_second: progress.bytes_per_second,
+            message: progress_sentence(progress),
+            facts_json: String::new(),
+        },
+    }
+}
+
+fn failed(why: &str) -> ModelResponse {
+    ModelResponse {
+        state: ModelState::Failed.into(),
+        message: why.to_owned(),
+        ..ModelResponse::default()
+    }
+}
+
+/// How long a failure is told before the next call tries again. What lies behind a URL costs a whole download to
+/// find out; a new checksum is another key, and need not wait.
+fn wait_after(blame: Blame, failures: u32) -> Duration {
+    let (first_seconds, most_seconds) = match blame {
+        Blame::Content => (600, 6 * 3600),
+        Blame::Request | Blame::Remote | Blame::Local => (5, 300),
+    };
+    let doubled = first_seconds << failures.saturating_sub(1).min(16);
+    Duration::from_secs(doubled.min(most_seconds))
+}
+
+/// Key and source of a request; no source where it has no URL.
+fn checked(request: &ModelRequest) -> Result<(Key, Option<Source>), Status> {
+    let key = parsed(&request.key)?;
+    if request.url.is_empty() {
+        return Ok((key, None));
+    }
+    let source = Source::new(&request.url, &request.sha256)
+        .map_err(|error| Status::invalid_argument(error.to_string()))?;
+    if source.key() != key {
+        return Err(Status::invalid_argument(format!(
+            "key is {key}, and that of sha256 {} is {}",
+            source.sha256(),
+            source.key()
+        )));
+    }
+    Ok((key, Some(source)))
+}
+
+fn parsed(text: &str) -> Result<Key, Status> {
+    Key::parse(text).ok_or_else(|| {
+        Status::invalid_argument(format!(
+            "key is {text:?}: it must be the first 32 hexadecimal digits of a sha256"
+        ))
+    })
+}
+
+/// Bytes of all files below a directory.
+fn bytes_in(directory: &Path) -> u64 {
+    let mut bytes = 0;
+    let mut directories: Vec<PathBuf> = vec![directory.to_owned()];
+    while let Some(directory) = directories.pop() {
+        for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+            match entry.metadata() {
+                Ok(metadata) if metadata.is_dir() => directories.push(entry.path()),
+                Ok(metadata) => bytes += metadata.len(),
+                Err(_) => {}
+            }
+        }
+    }
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_costs_a_download_waits_longer() {
+        let seconds = |blame, failures| wait_after(blame, failures).as_secs();
+        assert_eq!(
+            [1, 2, 3, 40].map(|n| seconds(Blame::Remote, n)),
+            [5, 10, 20, 300]
+        );
+        assert_eq!(
+            [1, 2, 40].map(|n| seconds(Blame::Content, n)),
+            [600, 1200, 21_600]
+        );
+    }
+
+    #[test]
+    fn requests_are_checked_before_anything_is_fetched() {
+        let sha256 = "ab".repeat(32);
+        let request = |key: &str, url: &str| ModelRequest {
+            key: key.to_owned(),
+            url: url.to_owned(),
+            sha256: sha256.clone(),
+        };
+        let (key, source) = checked(&request(&sha256[..32], "http://nas/m.tar")).unwrap();
+        assert_eq!(source.unwrap().key(), key);
+        assert!(checked(&request(&sha256[..32], "")).unwrap().1.is_none());
+        for (key, url) in [
+            ("../../etc", "http://nas/m.tar"),
+            (&"cd".repeat(16), "http://nas/m.tar"),
+            (&sha256[..32], "file:///etc/passwd"),
+        ] {
+            let status = checked(&request(key, url)).unwrap_err();
+            assert_eq!(status.code(), tonic::Code::InvalidArgument, "{status}");
+        }
+    }
+}

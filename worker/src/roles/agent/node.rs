@@ -1,0 +1,196 @@
+//! What the node is: measured once, kept on disk, and joined with what is read anew at each call.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use hearth_crds::NodeProfileSpec;
+use hearth_profiler::{Measured, ProfileOptions, Scope, hardware, observe, take_rates};
+use serde::{Deserialize, Serialize};
+use tonic::Status;
+
+use super::tool;
+
+/// File in the cache's directory.
+const KEPT: &str = "profile.json";
+/// Measuring takes seconds; on a machine that is busy some more.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Time after which a call has a failed measurement done again.
+const AGAIN_AFTER: Duration = Duration::from_secs(30);
+
+/// The node and its rates.
+pub(super) struct Node {
+    options: ProfileOptions,
+    kept: PathBuf,
+    state: Mutex<State>,
+}
+
+enum State {
+    /// For the first time, or on other hardware than before; why.
+    Measuring(String),
+    Measured(Box<Kept>),
+    Failed {
+        why: String,
+        at: Instant,
+    },
+}
+
+/// What is kept from one agent to the next.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Kept {
+    /// On which the rates were measured.
+    hardware: String,
+    profile: NodeProfileSpec,
+}
+
+impl Node {
+    /// Takes the rates that an earlier agent kept, or begins to measure. Needs a tokio runtime.
+    pub(super) fn start(name: &str, cache_dir: &Path) -> Arc<Self> {
+        let first = "this node is being measured; ask again in some seconds";
+        let node = Arc::new(Self {
+            options: ProfileOptions {
+                node: Some(name.to_owned()),
+                scope: Scope::Node,
+                disk: Some(cache_dir.to_owned()),
+                ..ProfileOptions::default()
+            },
+            kept: cache_dir.join(KEPT),
+            state: Mutex::new(State::Measuring(first.to_owned())),
+        });
+        match read(&node.kept) {
+            Some(kept) => {
+                tracing::info!(measured_at = kept.profile.measured_at, "rates are kept");
+                *node.lock() = State::Measured(Box::new(kept));
+            }
+            None => node.measure(),
+        }
+        node
+    }
+
+    /// Rates as measured, memory and disk as they are now.
+    ///
+    /// # Errors
+    /// UNAVAILABLE while there are no rates yet, or when they could not be measured.
+    pub(super) async fn profile(self: &Arc<Self>) -> Result<NodeProfileSpec, Status> {
+        let node = Arc::clone(self);
+        let observed = tokio::task::spawn_blocking(move || observe(&node.options));
+        let Measured {
+            mut profile,
+            warnings,
+        } = observed
+            .await
+            .map_err(|error| Status::internal(error.to_string()))?
+            .map_err(|error| Status::unavailable(error.to_string()))?;
+        for warning in warnings {
+            tracing::debug!("profile: {warning}");
+        }
+        let now = hardware(&profile, &self.options.root);
+        let mut state = self.lock();
+        let why = match &*state {
+            State::Measured(kept) if kept.hardware == now => {
+                take_rates(&mut profile, &kept.profile);
+                return Ok(profile);
+            }
+            State::Measuring(why) => return Err(Status::unavailable(why.clone())),
+            State::Failed { why, at } if at.elapsed() < AGAIN_AFTER => {
+                return Err(Status::unavailable(why.clone()));
+            }
+            State::Failed { why, .. } => format!("this node is being measured again, after: {why}"),
+            State::Measured(kept) => {
+                tracing::info!(before = kept.hardware, now, "the hardware has changed");
+                format!("this node is being measured again, for it has changed: it is {now}")
+            }
+        };
+        *state = State::Measuring(why.clone());
+        drop(state);
+        self.measure();
+        Err(Status::unavailable(why))
+    }
+
+    /// Measures in the background; the state is `Measuring`.
+    fn measure(self: &Arc<Self>) {
+        let node = Arc::clone(self);
+        tokio::spawn(async move {
+            let began = Instant::now();
+            let outcome = node.ask().await;
+            let state = match outcome {
+                Ok(profile) => {
+                    tracing::info!(took = ?began.elapsed(), "measured: {}", node.words(&profile));
+                    let hardware = hardware(&profile, &node.options.root);
+                    let kept = Box::new(Kept { hardware, profile });
+                    if let Err(error) = write(&node.kept, &kept) {
+                        let path = node.kept.display();
+                        tracing::warn!("{path}: {error}: the next agent measures again");
+                    }
+                    State::Measured(kept)
+                }
+                Err(error) => {
+                    let why = format!("this node could not be measured: {error}");
+                    tracing::error!("{why}");
+                    State::Failed {
+                        why,
+                        at: Instant::now(),
+                    }
+                }
+            };
+            *node.lock() = state;
+        });
+    }
+
+    async fn ask(&self) -> Result<NodeProfileSpec, String> {
+        let name = self.options.node.as_deref().unwrap_or_default();
+        let disk = self.options.disk.as_deref().unwrap_or(Path::new("/"));
+        let arguments = [
+            "profile",
+            "--json",
+            "--scope",
+            "node",
+            "--node",
+            name,
+            "--probe-disk",
+            "--disk",
+        ];
+        let mut arguments: Vec<&OsStr> = arguments.map(OsStr::new).to_vec();
+        arguments.push(disk.as_os_str());
+        tool::ask(&arguments, PATIENCE).await
+    }
+
+    /// The measured node in a line.
+    fn words(&self, profile: &NodeProfileSpec) -> String {
+        let summary = hearth_profiler::summary(profile);
+        summary.trim_end().replace('\n', "; ")
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn read(path: &Path) -> Option<Kept> {
+    let text = match fs::read(path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return None,
+        Err(error) => {
+            tracing::warn!("{}: {error}: measuring again", path.display());
+            return None;
+        }
+    };
+    match serde_json::from_slice(&text) {
+        Ok(kept) => Some(kept),
+        Err(error) => {
+            tracing::info!("{}: {error}: measuring again", path.display());
+            None
+        }
+    }
+}
+
+/// Written beside and renamed, so that nobody reads half a file.
+fn write(path: &Path, kept: &Kept) -> io::Result<()> {
+    let beside = path.with_extension("json-new");
+    fs::write(&beside, serde_json::to_vec_pretty(kept)?)?;
+    fs::rename(&beside, path)
+}

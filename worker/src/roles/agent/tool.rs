@@ -1,0 +1,50 @@
+//! Tools of this program, run as children: their memory is given back, and a crash is theirs alone.
+
+use std::ffi::OsStr;
+use std::process::Stdio;
+use std::time::Duration;
+
+use serde::de::DeserializeOwned;
+use tokio::process::Command;
+use tokio::time::timeout;
+
+/// This program, also when its file was replaced meanwhile.
+const OURSELVES: &str = "/proc/self/exe";
+
+/// Runs a tool that prints one JSON object. The child ends with the future.
+///
+/// # Errors
+/// The tool's own words, or why it could not be run.
+pub(super) async fn ask<T: DeserializeOwned>(
+    arguments: &[&OsStr],
+    patience: Duration,
+) -> Result<T, String> {
+    let tool = arguments.first().map_or_else(String::new, |tool| {
+        format!("hearth-worker {}", tool.to_string_lossy())
+    });
+    let child = Command::new(OURSELVES)
+        .arg0("hearth-worker")
+        .args(arguments)
+        .stdin(Stdio::null())
+        .kill_on_drop(true)
+        .output();
+    let output = match timeout(patience, child).await {
+        Ok(Ok(output)) => output,
+        Ok(Err(error)) => return Err(format!("{tool} cannot be run: {error}")),
+        Err(_) => return Err(format!("{tool} did not end within {patience:?}")),
+    };
+    let words = String::from_utf8_lossy(&output.stderr);
+    if !output.status.success() {
+        let own = words
+            .rsplit_once("error: ")
+            .map_or(words.trim(), |(_, message)| message.trim());
+        return Err(match own {
+            "" => format!("{tool} ended with {} and said nothing", output.status),
+            own => own.to_owned(),
+        });
+    }
+    for line in words.lines() {
+        tracing::debug!("{tool}: {line}");
+    }
+    serde_json::from_slice(&output.stdout).map_err(|error| format!("{tool}: {error}"))
+}

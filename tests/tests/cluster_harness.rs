@@ -44,6 +44,7 @@ fn a_cluster_does_what_tests_ask_of_it_and_leaves_nothing() {
     the_fake_gpu_is_allocated(&cluster);
     let top = cluster.kubectl(&["top", "nodes"]);
     assert!(top.contains("node-1") && top.contains("node-2"), "{top}");
+    hearths_own_images_run(&cluster);
     a_killed_container_starts_again(&cluster);
     cluster.restart_api_server();
     writes_are_on_record(&cluster);
@@ -70,30 +71,9 @@ fn import_toolbox(cluster: &Cluster) {
     cluster.import_image(&archive);
 }
 
-fn pod(name: &str, command: &str, extra: Value) -> String {
-    let mut container = serde_json::json!({
-        "name": "main",
-        "image": TOOLBOX,
-        "imagePullPolicy": "Never",
-        "args": [command],
-        "securityContext": {
-            "allowPrivilegeEscalation": false,
-            "readOnlyRootFilesystem": true,
-            "capabilities": {"drop": ["ALL"]},
-        },
-    });
-    for (key, value) in extra.as_object().expect("an object") {
-        container[key] = value.clone();
-    }
-    let namespace = serde_json::json!({
-        "apiVersion": "v1",
-        "kind": "Namespace",
-        "metadata": {
-            "name": "strict",
-            "labels": {"pod-security.kubernetes.io/enforce": "restricted"},
-        },
-    });
-    let pod = serde_json::json!({
+/// A Pod that fits Pod Security `restricted`.
+fn pod(name: &str, command: &str) -> Value {
+    serde_json::json!({
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {"name": name, "namespace": "strict"},
@@ -104,27 +84,48 @@ fn pod(name: &str, command: &str, extra: Value) -> String {
                 "runAsUser": 65532,
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
-            "containers": [container],
+            "containers": [{
+                "name": "main",
+                "image": TOOLBOX,
+                "imagePullPolicy": "Never",
+                "args": [command],
+                "securityContext": {
+                    "allowPrivilegeEscalation": false,
+                    "readOnlyRootFilesystem": true,
+                    "capabilities": {"drop": ["ALL"]},
+                },
+            }],
         },
-    });
-    // The default service account is made a moment after the namespace.
-    format!("{namespace}\n---\n{pod}")
+    })
 }
 
-fn run_pod(cluster: &Cluster, name: &str, command: &str, extra: Value) {
-    let manifest = pod(name, command, extra);
-    wait_until("the Pod is accepted", PATIENCE, || {
-        cluster.try_apply(&manifest).ok()
+/// Runs a Pod in a namespace that enforces Pod Security `restricted`.
+fn run_pod(cluster: &Cluster, pod: &Value) {
+    let namespace = serde_json::json!({
+        "apiVersion": "v1",
+        "kind": "Namespace",
+        "metadata": {
+            "name": "strict",
+            "labels": {"pod-security.kubernetes.io/enforce": "restricted"},
+        },
     });
-    let target = format!("pod/{name}");
+    cluster.apply(&namespace.to_string());
+    // The namespace's service account is made a moment after it.
+    wait_until("the Pod is accepted", PATIENCE, || {
+        cluster.try_apply(&pod.to_string()).ok()
+    });
+    let target = format!("pod/{}", pod["metadata"]["name"].as_str().expect("a name"));
     let ready = ["wait", "--for=condition=Ready", "--timeout=60s", &target];
     cluster.kubectl(&[&ready[..], &["--namespace=strict"]].concat());
 }
 
 fn a_restricted_pod_runs(cluster: &Cluster) {
-    run_pod(cluster, "toolbox", "exec sleep 1000", serde_json::json!({}));
-    let manifest = pod("root", "true", serde_json::json!({"securityContext": {}}));
-    let refused = cluster.try_apply(&manifest).expect_err("a violation");
+    run_pod(cluster, &pod("toolbox", "exec sleep 1000"));
+    let mut root = pod("root", "true");
+    root["spec"]["containers"][0]["securityContext"] = Value::Null;
+    let refused = cluster
+        .try_apply(&root.to_string())
+        .expect_err("a violation");
     assert!(refused.contains("violates PodSecurity"), "{refused}");
 }
 
@@ -176,13 +177,35 @@ fn a_pod_reaches_the_test(cluster: &Cluster) {
 }
 
 fn the_fake_gpu_is_allocated(cluster: &Cluster) {
-    let resources = serde_json::json!({"resources": {"limits": {"nvidia.com/gpu": "1"}}});
     let command = "echo $NVIDIA_VISIBLE_DEVICES; [ -c /dev/nvidia0 ] && exec sleep 1000";
-    run_pod(cluster, "gpu", command, resources);
+    let mut gpu = pod("gpu", command);
+    gpu["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] = Value::from("1");
+    run_pod(cluster, &gpu);
     let pod = cluster.get("pod", "strict", "gpu").expect("the Pod");
     assert_eq!(pod["spec"]["nodeName"], "node-2");
     let log = cluster.pod_logs("strict", "gpu");
     assert!(log.starts_with("GPU-fake-"), "{log}");
+}
+
+/// The worker's image has the model that the demo serves, and runs as nobody on a root that it cannot write to.
+fn hearths_own_images_run(cluster: &Cluster) {
+    let (name, tag) = cluster.import_hearth().worker;
+    let model = "/usr/share/hearth/models/hearth-demo";
+    let report = "/dev/termination-log";
+    let mut inspect = pod("inspect", "");
+    inspect["spec"]["restartPolicy"] = Value::from("Never");
+    let container = &mut inspect["spec"]["containers"][0];
+    container["image"] = Value::from(format!("{name}:{tag}"));
+    container["args"] = serde_json::json!(["inspect", "--model", model, "--report", report]);
+    cluster.apply(&inspect.to_string());
+    let facts = wait_until("the inspection ends", PATIENCE, || {
+        let pod = cluster.get("pod", "strict", "inspect")?;
+        let ended = &pod["status"]["containerStatuses"][0]["state"]["terminated"];
+        assert!(ended.is_null() || ended["exitCode"] == 0, "{ended:#}");
+        ended["message"].as_str().map(str::to_owned)
+    });
+    let facts: Value = serde_json::from_str(&facts).expect("the model's facts");
+    assert!(facts.is_object(), "{facts}");
 }
 
 fn a_killed_container_starts_again(cluster: &Cluster) {
@@ -265,12 +288,7 @@ fn holds_a_cluster() {
         return;
     };
     import_toolbox(&cluster);
-    run_pod(
-        &cluster,
-        "toolbox",
-        "exec sleep 1000",
-        serde_json::json!({}),
-    );
+    run_pod(&cluster, &pod("toolbox", "exec sleep 1000"));
     println!("\nup");
     std::thread::sleep(Duration::from_secs(600));
 }

@@ -1,0 +1,77 @@
+//! Hearth on a cluster: its images, made of the programs that the tests are built with.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+
+use super::Cluster;
+use crate::image::{Image, Program};
+use crate::programs::{program, target_directory};
+
+/// The images that the chart is to use.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Images {
+    /// `REGISTRY/NAME`, and the tag apart.
+    pub operator: (String, String),
+    /// The same of the worker.
+    pub worker: (String, String),
+}
+
+impl Cluster {
+    /// Makes Hearth's images known to all nodes. On a cluster of somebody's, they are those of
+    /// `HEARTH_TEST_REGISTRY`, under the tag `test`.
+    ///
+    /// # Panics
+    /// When they cannot be made.
+    pub fn import_hearth(&self) -> Images {
+        let mut registry = "hearth.test".to_owned();
+        if self.is_own() {
+            for (which, name) in [
+                (Program::Operator, "hearth"),
+                (Program::Worker, "hearth-worker"),
+            ] {
+                let archive = archive(which, name, &registry)
+                    .unwrap_or_else(|error| panic!("the image of {name}: {error:#}"));
+                self.import_image(&archive);
+            }
+        } else {
+            registry = std::env::var("HEARTH_TEST_REGISTRY").unwrap_or_else(|_| {
+                panic!(
+                    "HEARTH_TEST_REGISTRY is not set\n  push the images of `make images` with the tag \
+                     `test` to where the cluster finds them, and name that registry"
+                )
+            });
+        }
+        let image = |name: &str| (format!("{registry}/{name}"), TAG.to_owned());
+        Images {
+            operator: image("hearth"),
+            worker: image("hearth-worker"),
+        }
+    }
+}
+
+const TAG: &str = "test";
+
+/// The archive of a program's image, written anew when the program is newer.
+fn archive(which: Program, name: &str, registry: &str) -> anyhow::Result<PathBuf> {
+    let built = program(name);
+    let directory = target_directory().join("images");
+    std::fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
+    let archive = directory.join(format!("{name}.tar"));
+    if modified(&archive)? <= modified(&built)? {
+        // Under another name until it is complete: a test that is killed leaves no half of one.
+        let unfinished = directory.join(format!("{name}.{}", std::process::id()));
+        Image::of(which, &format!("{registry}/{name}:{TAG}"), &built)?.write(&unfinished)?;
+        std::fs::rename(&unfinished, &archive)?;
+    }
+    Ok(archive)
+}
+
+/// When a file was written; none: it is not there.
+fn modified(file: &Path) -> anyhow::Result<Option<std::time::SystemTime>> {
+    match file.metadata() {
+        Ok(found) => Ok(Some(found.modified()?)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error).with_context(|| file.display().to_string()),
+    }
+}

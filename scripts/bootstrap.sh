@@ -59,7 +59,7 @@ fi
 if [ "$goal" != build ] && [ "$goal" != cluster ]; then
     stamp="$cache/py/.requirements"
     if ! cmp -s tests/python/requirements.txt "$stamp"; then
-        say "installing the Python client that the tests use"
+        say "installing the Python packages that the tests use"
         python3 -m venv "$cache/py"
         "$cache/py/bin/pip" install -q --disable-pip-version-check -r tests/python/requirements.txt >&2
         cp tests/python/requirements.txt "$stamp"

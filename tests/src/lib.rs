@@ -1,20 +1,25 @@
-//! What the multi-process tests share: the programs, a running `hearth up`, a Kubernetes cluster, container images, and
-//! a plain HTTP client.
+//! What the multi-process tests share: the programs, a running `hearth up`, a Kubernetes cluster, an operator with a
+//! proxy that breaks things, container images, and a plain HTTP client.
 
 #![forbid(unsafe_code)]
 
+mod certificates;
 mod chat;
 pub mod cluster;
 mod deployment;
 pub mod image;
 mod metrics;
+pub mod operator;
 mod programs;
+mod ranks;
 mod tensors;
 mod up;
 
+pub use certificates::write_certificates;
 pub use chat::{Answer, chat_body, chat_stream};
 pub use deployment::{copy_of_demo, deployment};
 pub use metrics::Metrics;
-pub use programs::{hearth, root, run, worker};
+pub use programs::{hearth, python, root, run, worker};
+pub use ranks::{Rank, Ranks};
 pub use tensors::{Tensor, Tensors, edit_header};
 pub use up::{Up, UpOptions};

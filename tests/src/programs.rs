@@ -48,6 +48,24 @@ pub fn worker() -> Command {
     Command::new(program("hearth-worker"))
 }
 
+/// The Python interpreter with the packages that the tests use.
+///
+/// # Panics
+/// When `scripts/bootstrap.sh test` has not prepared it.
+pub fn python() -> PathBuf {
+    let cache = std::env::var_os("HEARTH_CACHE").map_or_else(
+        || PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".cache/hearth"),
+        PathBuf::from,
+    );
+    let python = cache.join("py/bin/python");
+    assert!(
+        python.is_file(),
+        "{} is missing: run `scripts/bootstrap.sh test` first, as `make test` does",
+        python.display()
+    );
+    python
+}
+
 /// Runs a command to its end: exit code, standard output, standard error.
 ///
 /// # Panics

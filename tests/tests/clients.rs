@@ -1,32 +1,16 @@
 //! Real clients of the OpenAI API against a running `hearth up`.
 
-use std::path::PathBuf;
 use std::process::Command;
 
 use async_openai::Client;
 use async_openai::config::OpenAIConfig;
 use futures::StreamExt;
-use hearth_tests::{Up, root, run};
-
-/// The interpreter that `scripts/bootstrap.sh test` prepares.
-fn python() -> PathBuf {
-    let cache = std::env::var_os("HEARTH_CACHE").map_or_else(
-        || PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".cache/hearth"),
-        PathBuf::from,
-    );
-    cache.join("py/bin/python")
-}
+use hearth_tests::{Up, python, root, run};
 
 #[test]
 fn the_openai_python_client_makes_its_everyday_calls() {
-    let python = python();
-    assert!(
-        python.is_file(),
-        "{} is missing: run `scripts/bootstrap.sh test` first, as `make test` does",
-        python.display()
-    );
     let up = Up::demo();
-    let (code, stdout, stderr) = run(Command::new(python)
+    let (code, stdout, stderr) = run(Command::new(python())
         .arg(root().join("tests/python/openai_client.py"))
         .arg(up.v1()));
     print!("{stdout}");

@@ -1,0 +1,365 @@
+//! The chart: what helm renders from it, for every set of values that matters, is valid Kubernetes of all versions that
+//! it says to support, gives nobody more rights than the table of docs/cluster.md, and is what manifests/ holds.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use hearth_tests::{python, root, run};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+const VERSIONS: &str = "1.29,1.30,1.31,1.32,1.33,1.34,1.35,1.36";
+
+/// Values that reach every branch of the templates.
+const VALUES: [(&str, &str); 5] = [
+    ("defaults", "{}"),
+    ("two namespaces", "{namespaces: [team-a, team-b]}"),
+    ("the whole cluster", "{namespaces: [], crds: {keep: false}}"),
+    (
+        "everything",
+        "{image: {registry: registry.lan:5000/x, tag: v9, pullPolicy: Always, pullSecrets: [one, two]}, \
+          operator: {replicas: 3, logFormat: json, nodeSelector: {a: b}, tolerations: [{key: k, effect: NoSchedule}], \
+                     affinity: {nodeAffinity: {}}, priorityClassName: high, podAnnotations: {x: 'y'}}, \
+          agent: {directory: /data/hearth, nodeSelector: {a: b}, affinity: {nodeAffinity: {}}, priorityClassName: low, \
+                  podAnnotations: {x: 'y'}}, \
+          metrics: {serviceMonitor: {enabled: true, labels: {release: prom}}, dashboard: {enabled: true}}}",
+    ),
+    (
+        "as little as possible",
+        "{agent: {enabled: false}, networkPolicies: {enabled: false}, crds: {install: false}, \
+          operator: {resources: {}, replicas: 0}, image: {registry: ''}}",
+    ),
+];
+
+/// Helm of the test cluster, or of the system.
+fn helm() -> Option<PathBuf> {
+    let (_, directories, _) =
+        run(Command::new(root().join("tests/cluster/build.sh")).arg("directories"));
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let own = directories.lines().map(PathBuf::from);
+    let found = own
+        .chain(std::env::split_paths(&path))
+        .map(|directory| directory.join("helm"));
+    let found = found.into_iter().find(|helm| helm.is_file());
+    if found.is_none() {
+        eprintln!(
+            "SKIPPED: there is no helm, so nothing was rendered: run tests/cluster/build.sh, which needs Go"
+        );
+    }
+    found
+}
+
+fn chart() -> PathBuf {
+    root().join("charts/hearth")
+}
+
+/// What helm writes for the values: standard output, or the complaint.
+fn render(helm: &Path, values: &str, arguments: &[&str]) -> Result<String, String> {
+    let file = tempfile::NamedTempFile::new().expect("file");
+    std::fs::write(file.path(), values).expect("values");
+    let (code, stdout, stderr) = run(Command::new(helm)
+        .args(["template", "hearth"])
+        .arg(chart())
+        .args(["--namespace", "hearth-system", "--values"])
+        .arg(file.path())
+        .args(arguments));
+    if code == 0 { Ok(stdout) } else { Err(stderr) }
+}
+
+fn objects(text: &str) -> Vec<Value> {
+    serde_norway::Deserializer::from_str(text)
+        .map(|document| Value::deserialize(document).expect("YAML"))
+        .filter(|object| !object.is_null())
+        .collect()
+}
+
+fn defaults(helm: &Path, values: &str) -> Vec<Value> {
+    objects(&render(helm, values, &[]).expect("rendered"))
+}
+
+fn of_kind<'a>(objects: &'a [Value], kind: &str, name: &str) -> Vec<&'a Value> {
+    let is_wanted = |object: &&Value| object["kind"] == kind && object["metadata"]["name"] == name;
+    objects.iter().filter(is_wanted).collect()
+}
+
+fn one<'a>(objects: &'a [Value], kind: &str, name: &str) -> &'a Value {
+    let found = of_kind(objects, kind, name);
+    assert_eq!(found.len(), 1, "{kind} {name}");
+    found[0]
+}
+
+#[test]
+fn every_set_of_values_renders_valid_kubernetes() {
+    let Some(helm) = helm() else { return };
+    let directory = tempfile::tempdir().expect("directory");
+    let mut files = Vec::new();
+    for (what, values) in VALUES {
+        let text = render(&helm, values, &[]).unwrap_or_else(|error| panic!("{what}: {error}"));
+        let file = directory.path().join(format!("{what}.yaml"));
+        std::fs::write(&file, text).expect("file");
+        files.push(file);
+    }
+    files.push(root().join("manifests/install.yaml"));
+    let examples = std::fs::read_dir(root().join("manifests/examples")).expect("examples");
+    files.extend(examples.flatten().map(|entry| entry.path()));
+    let validator = root().join("tests/python/validate_manifests.py");
+    let (code, stdout, stderr) = run(Command::new(python())
+        .arg(&validator)
+        .arg(VERSIONS)
+        .args(&files));
+    assert_eq!(code, 0, "{stdout}\n{stderr}");
+
+    // The validator sees what is wrong.
+    let wrong = directory.path().join("wrong.yaml");
+    let object = json!({"apiVersion": "v1", "kind": "Service", "metadata": {"name": "x"}, "spec": {"prots": []}});
+    std::fs::write(&wrong, object.to_string()).expect("file");
+    let (code, stdout, _) = run(Command::new(python())
+        .arg(&validator)
+        .arg(VERSIONS)
+        .arg(&wrong));
+    assert!(code == 1 && stdout.contains("prots"), "{stdout}");
+}
+
+#[test]
+fn the_chart_passes_helm_s_own_lint() {
+    let Some(helm) = helm() else { return };
+    let file = tempfile::NamedTempFile::new().expect("file");
+    for (what, values) in VALUES {
+        std::fs::write(file.path(), values).expect("values");
+        let (code, stdout, stderr) = run(Command::new(&helm)
+            .args(["lint", "--strict", "--quiet", "--values"])
+            .arg(file.path())
+            .arg(chart()));
+        assert_eq!(code, 0, "{what}: {stdout}\n{stderr}");
+    }
+}
+
+#[test]
+fn values_that_mean_nothing_are_refused() {
+    let Some(helm) = helm() else { return };
+    for (values, word) in [
+        ("{namespace: default}", "namespace"),
+        ("{operator: {replica: 2}}", "replica"),
+        ("{operator: {replicas: many}}", "replicas"),
+        ("{image: {pullPolicy: Sometimes}}", "pullPolicy"),
+        ("{namespaces: [Not_A_Name]}", "namespaces"),
+        ("{agent: {directory: relative}}", "directory"),
+        ("{certificates: {lifetime: forever}}", "lifetime"),
+    ] {
+        let error = render(&helm, values, &[]).expect_err(values);
+        assert!(error.contains(word), "{values}: {error}");
+    }
+}
+
+#[test]
+fn what_is_generated_is_as_new_as_its_sources() {
+    let Some(_) = helm() else { return };
+    let directory = tempfile::tempdir().expect("directory");
+    let (code, _, stderr) =
+        run(Command::new(root().join("scripts/manifests.sh")).arg(directory.path()));
+    assert_eq!(code, 0, "{stderr}");
+    let mut files = vec![PathBuf::from("manifests/install.yaml")];
+    let crds = std::fs::read_dir(root().join("charts/hearth/files/crds")).expect("CRDs");
+    files.extend(
+        crds.flatten()
+            .map(|entry| PathBuf::from("charts/hearth/files/crds").join(entry.file_name())),
+    );
+    assert_eq!(files.len(), 4, "{files:?}");
+    for file in files {
+        let [here, generated] = [root().join(&file), directory.path().join(&file)]
+            .map(|path| std::fs::read_to_string(path).unwrap_or_default());
+        assert!(
+            here == generated,
+            "{} is not what its sources give: run make manifests",
+            file.display()
+        );
+    }
+}
+
+/// Rights as lines of `verb group/resource`, with the names that they are for.
+fn rights(role: &Value) -> BTreeSet<String> {
+    let texts = |value: &Value| -> Vec<String> {
+        let items = value.as_array().into_iter().flatten();
+        items
+            .map(|item| item.as_str().expect("text").to_owned())
+            .collect()
+    };
+    let mut rights = BTreeSet::new();
+    for rule in role["rules"].as_array().expect("rules") {
+        for group in texts(&rule["apiGroups"]) {
+            for resource in texts(&rule["resources"]) {
+                for verb in texts(&rule["verbs"]) {
+                    let names = texts(&rule["resourceNames"]).join(",");
+                    rights.insert(
+                        format!("{verb} {group}/{resource} {names}")
+                            .trim()
+                            .to_owned(),
+                    );
+                }
+            }
+        }
+    }
+    rights
+}
+
+#[test]
+fn the_operator_has_the_rights_that_it_needs_and_no_others() {
+    let Some(helm) = helm() else { return };
+    let objects = defaults(&helm, "{namespaces: [team-a, team-b]}");
+    let cluster = rights(one(&objects, "ClusterRole", "hearth-operator"));
+    let wanted = [
+        "get /nodes",
+        "list /nodes",
+        "watch /nodes",
+        "create hearth.dev/nodeprofiles",
+        "get hearth.dev/nodeprofiles",
+        "list hearth.dev/nodeprofiles",
+        "patch hearth.dev/nodeprofiles",
+        "watch hearth.dev/nodeprofiles",
+        "get hearth.dev/inferencedeployments",
+        "list hearth.dev/inferencedeployments",
+        "watch hearth.dev/inferencedeployments",
+        "patch hearth.dev/inferencedeployments/status",
+    ];
+    assert_eq!(cluster, wanted.map(str::to_owned).into());
+
+    let roles = of_kind(&objects, "Role", "hearth-deployments");
+    let places: Vec<&Value> = roles
+        .iter()
+        .map(|role| &role["metadata"]["namespace"])
+        .collect();
+    assert_eq!(places, ["team-a", "team-b"]);
+    let own = one(&objects, "Role", "hearth-operator");
+    assert_eq!(own["metadata"]["namespace"], "hearth-system");
+    let all: BTreeSet<String> = roles
+        .iter()
+        .copied()
+        .chain([own])
+        .flat_map(rights)
+        .chain(cluster)
+        .collect();
+    for right in &all {
+        assert!(
+            !right.contains('*') && !right.contains("exec") && !right.contains("escalate"),
+            "{right}"
+        );
+        assert!(
+            !right.contains("delete /secrets") && !right.contains("pods/"),
+            "{right}"
+        );
+    }
+    assert!(all.contains("get /secrets hearth-ca,hearth-agent-tls"));
+
+    // Everywhere is said, never meant by default.
+    let everywhere = defaults(&helm, "{namespaces: []}");
+    assert!(of_kind(&everywhere, "Role", "hearth-deployments").is_empty());
+    let cluster = rights(one(&everywhere, "ClusterRole", "hearth-operator"));
+    assert!(cluster.contains("create /pods") && cluster.contains("get /secrets"));
+}
+
+#[test]
+fn only_the_operator_is_known_to_the_api_server() {
+    let Some(helm) = helm() else { return };
+    let objects = defaults(&helm, "{}");
+    for binding in objects.iter().filter(|object| {
+        object["kind"]
+            .as_str()
+            .is_some_and(|kind| kind.ends_with("Binding"))
+    }) {
+        assert_eq!(
+            binding["subjects"][0]["name"], "hearth-operator",
+            "{binding}"
+        );
+    }
+    let agent = &one(&objects, "DaemonSet", "hearth-agent")["spec"]["template"]["spec"];
+    assert_eq!(agent["automountServiceAccountToken"], false);
+}
+
+#[test]
+fn pods_are_restricted_but_for_what_the_docs_name() {
+    let Some(helm) = helm() else { return };
+    let restricted = json!({
+        "allowPrivilegeEscalation": false,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": true,
+        "runAsNonRoot": true,
+    });
+    let nobody = json!({
+        "runAsNonRoot": true, "runAsUser": 65532, "runAsGroup": 65532,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    });
+    let objects = defaults(&helm, "{}");
+    let pods = [
+        &one(&objects, "Deployment", "hearth-operator")["spec"]["template"]["spec"],
+        &one(&objects, "DaemonSet", "hearth-agent")["spec"]["template"]["spec"],
+        &one(&objects, "Pod", "hearth-test-ready")["spec"],
+    ];
+    for pod in pods {
+        assert_eq!(pod["securityContext"], nobody);
+        assert_eq!(pod["containers"].as_array().map(Vec::len), Some(1));
+        assert_eq!(pod["containers"][0]["securityContext"], restricted);
+        for field in ["hostNetwork", "hostPID", "hostIPC"] {
+            assert!(pod[field].is_null(), "{field}");
+        }
+    }
+    // The exceptions: a directory of the node, and the step that gives it to the agent's user.
+    let [operator, agent, test] = pods;
+    assert!(
+        operator["volumes"].is_null()
+            && operator["initContainers"].is_null()
+            && test["volumes"].is_null()
+    );
+    let kinds = |volume: &Value| {
+        volume
+            .as_object()
+            .map(|volume| volume.keys().cloned().collect::<Vec<_>>())
+    };
+    let volumes = agent["volumes"]
+        .as_array()
+        .expect("volumes")
+        .iter()
+        .filter_map(kinds)
+        .flatten();
+    let volumes: Vec<String> = volumes.filter(|key| key != "name").collect();
+    assert_eq!(volumes, ["hostPath", "secret", "emptyDir"]);
+    let mut own = restricted;
+    own["capabilities"] = json!({"drop": ["ALL"], "add": ["CHOWN"]});
+    own["runAsNonRoot"] = json!(false);
+    own["runAsUser"] = json!(0);
+    own["runAsGroup"] = json!(0);
+    assert_eq!(agent["initContainers"].as_array().map(Vec::len), Some(1));
+    assert_eq!(agent["initContainers"][0]["securityContext"], own);
+}
+
+#[test]
+fn definitions_are_kept_unless_asked_otherwise() {
+    let Some(helm) = helm() else { return };
+    for (values, count, kept) in [
+        ("{}", 3, json!("keep")),
+        ("{crds: {keep: false}}", 3, json!(null)),
+        ("{crds: {install: false}}", 0, json!(null)),
+    ] {
+        let objects = defaults(&helm, values);
+        let crds: Vec<&Value> = objects
+            .iter()
+            .filter(|object| object["kind"] == "CustomResourceDefinition")
+            .collect();
+        assert_eq!(crds.len(), count, "{values}");
+        for crd in crds {
+            assert_eq!(
+                crd["metadata"]["annotations"]["helm.sh/resource-policy"], kept,
+                "{values}"
+            );
+            assert_eq!(
+                crd["metadata"]["labels"]["app.kubernetes.io/name"],
+                "hearth"
+            );
+            assert!(
+                crd["metadata"]["name"]
+                    .as_str()
+                    .is_some_and(|name| name.ends_with(".hearth.dev"))
+            );
+        }
+    }
+}

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 
-use crate::{chat, controller, logs, plan, status, ui, up};
+use crate::{chat, controller, logs, plan, probe, status, ui, up};
 
 /// Serves large language models on machines that people already own.
 #[derive(Parser)]
@@ -33,6 +33,8 @@ enum Command {
     Logs(logs::LogsArgs),
     /// Serve the InferenceDeployments of a Kubernetes cluster: runs in the cluster, installed by the chart
     Operator(Box<controller::OperatorArgs>),
+    /// Ask an HTTP address whether it is well
+    Probe(probe::ProbeArgs),
     /// Print the CustomResourceDefinitions
     #[command(
         after_help = "Examples:\n  hearth crd > crds.yaml\n  hearth crd | kubectl apply -f -"
@@ -77,6 +79,7 @@ impl Cli {
             Command::Status(args) => return status::run(&args),
             Command::Chat(args) => chat::run(&args)?,
             Command::Logs(args) => logs::run(&args)?,
+            Command::Probe(args) => probe::run(&args)?,
             Command::Operator(args) => return controller::run(&args),
             Command::Crd => ui::print_data(&hearth_crds::crd_yaml()?)?,
             Command::Completion { shell } => {

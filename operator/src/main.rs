@@ -13,6 +13,7 @@ mod http;
 mod logs;
 mod plan;
 mod ports;
+mod probe;
 mod source;
 mod state;
 mod status;

@@ -45,6 +45,8 @@ enum Command {
     Fetch(tools::FetchArgs),
     /// Check that a model can be served and leave its facts in a file
     Inspect(tools::InspectArgs),
+    /// Give a directory to a user, as an agent's Pod does before it starts
+    Own(tools::OwnArgs),
     /// Wait, so that a process which is about to end is left alone first
     Linger(roles::LingerArgs),
 }
@@ -72,6 +74,7 @@ impl Cli {
             Command::Facts(args) => tools::facts(&args),
             Command::Fetch(args) => tools::fetch(&args),
             Command::Inspect(args) => tools::inspect(&args),
+            Command::Own(args) => tools::own(&args),
             Command::Linger(args) => roles::linger(&args),
         }
     }

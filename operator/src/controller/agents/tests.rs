@@ -25,13 +25,16 @@ struct Played {
     retained: Mutex<Vec<Vec<String>>>,
 }
 
+/// The played agent as a service.
+struct Service(Arc<Played>);
+
 #[hearth_transport::tonic::async_trait]
-impl AgentService for Arc<Played> {
+impl AgentService for Service {
     async fn profile(
         &self,
         _: Request<ProfileRequest>,
     ) -> Result<Response<ProfileResponse>, Status> {
-        let node = self.node.lock().expect("node").clone();
+        let node = self.0.node.lock().expect("node").clone();
         if node.is_empty() {
             return Err(Status::new(
                 Code::Unavailable,
@@ -56,8 +59,12 @@ impl AgentService for Arc<Played> {
         &self,
         request: Request<ModelRequest>,
     ) -> Result<Response<ModelResponse>, Status> {
-        self.asked.lock().expect("asked").push(request.into_inner());
-        let mut models = self.models.lock().expect("models");
+        self.0
+            .asked
+            .lock()
+            .expect("asked")
+            .push(request.into_inner());
+        let mut models = self.0.models.lock().expect("models");
         let next = models[0].clone();
         if models.len() > 1 {
             models.remove(0);
@@ -69,7 +76,8 @@ impl AgentService for Arc<Played> {
         &self,
         request: Request<RetainRequest>,
     ) -> Result<Response<RetainResponse>, Status> {
-        self.retained
+        self.0
+            .retained
             .lock()
             .expect("retained")
             .push(request.into_inner().keys);
@@ -148,7 +156,7 @@ fn serve_agent(api: &FakeApi, played: Arc<Played>) -> SocketAddr {
             tls: Some(tls),
             ..ServerOptions::default()
         };
-        let routes = Routes::new(AgentServer::new(played));
+        let routes = Routes::new(AgentServer::new(Service(played)));
         serve(listener, routes, &options, std::future::pending()).await
     });
     address

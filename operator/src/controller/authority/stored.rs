@@ -258,8 +258,6 @@ mod tests {
         let mut keys = Keys::new(start()).expect("keys");
         let mut leaf: Option<StoredLeaf> = None;
         let (mut issued, mut authorities) = (0, vec![keys.signing.facts.subject.clone()]);
-        // Processes that have not read the newest files yet are one write behind.
-        let mut behind: Option<StoredLeaf> = None;
         for day in 0..20 * 365 {
             let now = days(day);
             loop {
@@ -291,7 +289,8 @@ mod tests {
                 }
             };
             let next = StoredLeaf::following(leaf.as_ref(), pair, &bundle, now);
-            behind = leaf.replace(next);
+            // Processes that have not read the newest files yet are one write behind.
+            let behind = leaf.replace(next);
             let subjects = |bundle: &str| -> Vec<String> {
                 let pems = bundle.split_inclusive("-----END CERTIFICATE-----\n");
                 pems.filter_map(Facts::read)

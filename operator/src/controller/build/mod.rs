@@ -68,8 +68,6 @@ pub(crate) struct DesiredPod {
     pub(crate) node: String,
     /// Memory that it asks for; the weights are in it for the first worker of a node only.
     pub(crate) memory_bytes: u64,
-    /// Bytes of weights that it keeps in memory, shared with the other workers of its node; 0 for the gateway.
-    pub(crate) weight_bytes: u64,
     /// GPUs that it asks for.
     pub(crate) gpus: u32,
     /// CPUs that are its own, by the kernel's number.

@@ -109,7 +109,6 @@ pub(crate) fn rank_pod(
         name,
         node: rank.node.clone(),
         memory_bytes: holding.memory_bytes,
-        weight_bytes: weight_bytes(rank),
         gpus: rank.gpus,
         exclusive_cpus: holding.exclusive_cpus,
         pod,

@@ -108,8 +108,6 @@ fn the_first_worker_of_a_node_answers_for_the_weights() {
         held,
         [134_217_728, alone + 7_733_248, alone, alone + 7_733_248]
     );
-    let weights: Vec<u64> = pods.iter().map(|pod| pod.weight_bytes).collect();
-    assert_eq!(weights, [0, 7_733_248, 7_733_248, 7_733_248]);
 }
 
 #[test]

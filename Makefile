@@ -14,7 +14,7 @@ QUESTION ?= What is Hearth?
 # Where the images would be pushed to.
 REGISTRY ?= hearth.dev
 
-.PHONY: demo build test test-cluster cluster check fmt bench images crds clean help
+.PHONY: demo build test test-cluster cluster check fmt bench images manifests crds clean help
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -47,7 +47,7 @@ check: ## Format, lints, layering, licences
 	@scripts/bootstrap.sh check
 	@cargo fmt --all --check
 	@cargo clippy --workspace --all-targets -- -D warnings
-	@cargo test -q -p hearth-tests --test layering
+	@cargo test -q -p hearth-tests --test layering --test chart
 	@$(HEARTH_CACHE)/tools/bin/cargo-deny --log-level error check bans licenses sources
 
 fmt: ## Format everything
@@ -60,6 +60,9 @@ images: ## The container images of both programs, as archives in target/images
 	@scripts/bootstrap.sh build
 	@cargo build --profile image --bin hearth --bin hearth-worker
 	@cargo run -q -p hearth-tests --bin hearth-images -- $(TARGET_DIR)/image $(TARGET_DIR)/images $(REGISTRY)
+
+manifests: crds ## Regenerate manifests/install.yaml from the chart
+	@scripts/manifests.sh
 
 crds: ## Regenerate crds/yaml
 	@UPDATE=1 cargo test -q -p hearth-crds --features kube --test schema

@@ -1,4 +1,4 @@
-//! Every file of manifests/examples is one that `hearth up` takes as it stands.
+//! Every InferenceDeployment of manifests/examples is one that `hearth up` takes as it stands.
 #![cfg(feature = "kube")]
 #![allow(clippy::unwrap_used)]
 
@@ -13,6 +13,10 @@ fn every_example_is_accepted_on_one_machine_and_in_a_cluster() {
     for entry in std::fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         let text = std::fs::read_to_string(&path).unwrap();
+        // What stands beside deployments in a cluster, such as an autoscaler.
+        if !text.contains("\nkind: InferenceDeployment\n") {
+            continue;
+        }
         for venue in [Venue::Machine, Venue::Cluster] {
             if let Err(error) = parse_deployment_for(&text, venue) {
                 panic!("{} for {venue:?}: {error}", path.display());

@@ -200,18 +200,21 @@ pub(crate) struct Room {
     pub(crate) exclusive_cpus: usize,
 }
 
+/// What the planner gives away of what is available: a twentieth, and at least 128 MiB, is left to all else that runs
+/// on a node.
+pub(crate) fn usable(available_bytes: u64) -> u64 {
+    const LEAST_RESERVE_BYTES: u64 = 128 << 20;
+    available_bytes.saturating_sub(LEAST_RESERVE_BYTES.max(available_bytes / 20))
+}
+
 /// The room of each node that is there, with the reserve that the planner leaves.
 pub(crate) fn rooms(observed: &Observed) -> BTreeMap<String, Room> {
-    /// As the planner: a twentieth, at least this, is left to all else that runs on a node.
-    const LEAST_RESERVE_BYTES: u64 = 128 << 20;
     let nodes = observed.nodes.iter().filter(|(_, node)| node.is_ready);
     nodes
         .map(|(name, node)| {
             let held = observed.held_by_others.get(name);
-            let available = available_bytes(node, held);
-            let reserve = LEAST_RESERVE_BYTES.max(available / 20);
             let room = Room {
-                memory_bytes: available.saturating_sub(reserve),
+                memory_bytes: usable(available_bytes(node, held)),
                 gpus: node.gpus.saturating_sub(held.map_or(0, |held| held.gpus)),
                 exclusive_cpus: usize::try_from(node.cpu_millis / 1000)
                     .unwrap_or(usize::MAX)

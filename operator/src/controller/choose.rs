@@ -6,22 +6,24 @@ use std::time::Duration;
 
 use hearth_crds::{
     InferenceDeployment, InferenceDeploymentSpec, InferencePlan, InferencePlanSpec, ModelFacts,
-    PlanPrediction,
+    ModelSource, PlanPrediction,
 };
 use hearth_planner::{PlanError, PlanRequest};
 use kube::ResourceExt;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 
-use super::build::{BuildContext, deployment_of_plan, model_path, plan_object};
+use super::build::{BuildContext, deployment_of_plan, model_path, plan_object, source_digest};
 use super::candidates::{Candidates, is_closed, is_lost};
 use super::cause::Cause;
 use super::decision::Marks;
 use super::model::{Model, is_older, notes_of, told_by};
 use super::names::{
-    NOTE_INPUTS, NOTE_OUTCOME, NOTE_OUTCOME_MESSAGE, NOTE_SPEC, OUTCOME_FAILED, OUTCOME_SERVING,
+    NOTE_INPUTS, NOTE_OUTCOME, NOTE_OUTCOME_MESSAGE, NOTE_SOURCE, NOTE_SPEC, OUTCOME_FAILED,
+    OUTCOME_SERVING,
 };
 use super::observed::Observed;
+use super::scale::in_place;
 
 /// A worker that the scheduler refuses for so long has its plan looked at again.
 const REFUSAL_PATIENCE: Duration = Duration::from_secs(30);
@@ -58,13 +60,16 @@ pub(crate) fn choose(observed: &Observed, wanted: Option<&Model>) -> Choice {
         let inputs = inputs(&deployment.spec, &model.facts);
         if newest.is_none_or(|plan| note(plan, NOTE_INPUTS) != inputs) {
             match made(observed, deployment, model) {
-                Ok(plan) => take(&mut choice, newest, plan),
+                Ok(plan) => {
+                    let plan = scaled(observed, newest, plan, &model.facts);
+                    take(&mut choice, newest, plan);
+                }
                 Err(error) => refuse(&mut choice, observed, &error),
             }
         }
     }
     if !choice.is_new {
-        move_on(observed, &mut choice);
+        move_on(observed, &mut choice, wanted);
     }
     choice
 }
@@ -220,6 +225,33 @@ fn made(
     Ok(plan_object(&context, planned, notes))
 }
 
+/// `plan`, unless the newest plan needs no more than another number of decode workers.
+fn scaled(
+    observed: &Observed,
+    newest: Option<&Arc<InferencePlan>>,
+    mut plan: InferencePlan,
+    facts: &ModelFacts,
+) -> InferencePlan {
+    let Some(newest) = newest.filter(|newest| !has_failed(newest)) else {
+        return plan;
+    };
+    let spec = &observed.deployment.spec;
+    let before = deployment_of_plan(&observed.deployment, newest);
+    let but_for_number = |spec: &InferenceDeploymentSpec| {
+        let mut spec = spec.clone();
+        spec.decode.replicas = None;
+        inputs(&spec, facts)
+    };
+    if but_for_number(spec) != but_for_number(&before.spec) {
+        return plan;
+    }
+    let free = Candidates::of(observed, &spec.placement).free;
+    if let Some(in_place) = in_place(&newest.spec, &plan.spec, &free) {
+        plan.spec = in_place;
+    }
+    plan
+}
+
 /// The planner's answer with what was offered to it.
 struct Refusal {
     error: PlanError,
@@ -309,7 +341,6 @@ fn take(choice: &mut Choice, newest: Option<&Arc<InferencePlan>>, plan: Inferenc
 }
 
 fn is_same_work(old: &InferencePlan, new: &InferencePlan) -> bool {
-    use super::names::NOTE_SOURCE;
     note(old, NOTE_SOURCE) == note(new, NOTE_SOURCE) && work(&old.spec) == work(&new.spec)
 }
 
@@ -332,7 +363,7 @@ fn work(plan: &InferencePlanSpec) -> InferencePlanSpec {
 }
 
 /// A plan whose nodes are lost, closed or too full is made again, of its own spec, where that is possible.
-fn move_on(observed: &Observed, choice: &mut Choice) {
+fn move_on(observed: &Observed, choice: &mut Choice, wanted: Option<&Model>) {
     let Some(target) = choice.target.clone() else {
         return;
     };
@@ -355,10 +386,16 @@ fn move_on(observed: &Observed, choice: &mut Choice) {
         (None, None) if is_refused(observed, &target) => None,
         (None, None) => return,
     };
-    let Some(model) = told_by(&target) else {
+    let Some(told) = told_by(&target) else {
         choice.trouble = trouble;
         return;
     };
+    // More nodes may be known to have it by now.
+    let is_same = is_of_source(&target, &observed.deployment.spec.model.source);
+    let model = wanted
+        .filter(|model| is_same && model.facts == told.facts)
+        .cloned()
+        .unwrap_or(told);
     match made(observed, &deployment, &model) {
         Ok(plan) if is_worth_it(observed, trouble.is_some(), &target, &plan) => {
             choice.target = Some(Arc::new(plan));
@@ -408,6 +445,10 @@ fn needs_less(target: &InferencePlan, plan: &InferencePlan) -> bool {
     };
     let (old, new) = (total(target), total(plan));
     new < old - old / 10
+}
+
+fn is_of_source(plan: &InferencePlan, source: &ModelSource) -> bool {
+    note(plan, NOTE_SOURCE) == source_digest(source)
 }
 
 fn nodes_of(plan: &InferencePlan) -> impl Iterator<Item = &str> {

@@ -1,0 +1,9 @@
+//! Tests of the pure part: whole visits and whole rollouts against a cluster on paper.
+
+mod decide;
+mod events;
+mod models;
+mod rollout;
+mod scale;
+mod sim;
+mod world;

@@ -1,0 +1,485 @@
+//! Rollouts, each a row of the rules, and then any two plans under any weather.
+
+use std::collections::BTreeSet;
+
+use proptest::prelude::*;
+
+use super::sim::{PACE, Pace, Sim, is_quiet, rooms, want};
+use crate::controller::rollout::{Mode, Steps, Want};
+
+/// One node, one gateway, one decode worker of 400 MiB.
+fn plan(gateway: &str, decode: &str) -> Vec<Want> {
+    vec![
+        want("gateway-0", gateway, "office", 50),
+        want("decode-0", decode, "office", 400),
+    ]
+}
+
+/// A cluster where `wants` run.
+fn running(mib: u64, wants: &[Want]) -> Sim {
+    let mut sim = Sim::new(rooms(&[("office", mib)]), PACE);
+    let modes = sim.settle(wants, |_, _| {});
+    assert_eq!(modes, [Mode::Alone]);
+    sim.generation = 2;
+    sim
+}
+
+/// Watches what must hold at every step of an undisturbed change from `old` to `new`.
+fn watch<'a>(old: &'a [Want], new: &'a [Want]) -> impl FnMut(&Sim, &Steps) + use<'a> {
+    let mut has_surged_only = true;
+    move |sim, steps| {
+        sim.assert_capacity();
+        assert!(sim.open_gateways().next().is_some(), "no gateway is ready");
+        has_surged_only &= steps.progress.mode != Mode::OldDownFirst;
+        if has_surged_only {
+            assert!(
+                sim.serves(old) || sim.serves(new),
+                "no whole plan is served: {:#?}",
+                sim.pods
+            );
+        }
+    }
+}
+
+#[test]
+fn the_first_plan_is_made_at_once() {
+    let wants = plan("a", "a");
+    let mut sim = Sim::new(rooms(&[("office", 500)]), PACE);
+    let steps = sim.visit(&wants);
+    assert_eq!(steps.create.len(), 2);
+    sim.turn();
+    sim.settle(&wants, |sim, _| sim.assert_capacity());
+    assert!(sim.serves(&wants));
+    assert!(
+        is_quiet(&sim.decide(&wants)),
+        "a settled cluster is left alone"
+    );
+}
+
+#[test]
+fn another_model_surges_where_both_fit() {
+    let (old, new) = (plan("a", "a"), plan("b", "b"));
+    let mut sim = running(1000, &old);
+    let modes = sim.settle(&new, watch(&old, &new));
+    assert_eq!(modes, [Mode::Surge, Mode::Alone]);
+    assert!(sim.serves(&new));
+}
+
+#[test]
+fn the_new_gateway_waits_for_the_new_workers_in_a_surge() {
+    let (old, new) = (plan("a", "a"), plan("b", "b"));
+    let mut sim = running(1000, &old);
+    let mut order = Vec::new();
+    sim.settle(&new, |sim, steps| {
+        order.extend(
+            steps
+                .create
+                .iter()
+                .map(|(index, _)| format!("+{}", new[*index].rank)),
+        );
+        order.extend(steps.end.iter().map(|end| format!("-{}", end.name)));
+        let _ = sim;
+    });
+    order.dedup();
+    // Each step is looked at before and after the cluster's turn.
+    let mut seen = BTreeSet::new();
+    order.retain(|step| seen.insert(step.clone()));
+    assert_eq!(
+        order,
+        [
+            "+decode-0",
+            "+gateway-0",
+            "-demo-gateway-0-a",
+            "-demo-decode-0-a"
+        ]
+    );
+}
+
+#[test]
+fn another_model_goes_old_down_first_where_both_do_not_fit() {
+    let (old, new) = (plan("a", "a"), plan("b", "b"));
+    let mut sim = running(600, &old);
+    let modes = sim.settle(&new, watch(&old, &new));
+    assert_eq!(modes[0], Mode::OldDownFirst);
+    assert!(sim.serves(&new));
+}
+
+#[test]
+fn one_gpu_forces_old_down_first() {
+    let (mut old, mut new) = (plan("a", "a"), plan("b", "b"));
+    (old[1].gpus, new[1].gpus) = (1, 1);
+    let mut sim = running(5000, &old);
+    let modes = sim.settle(&new, watch(&old, &new));
+    assert_eq!(modes[0], Mode::OldDownFirst);
+}
+
+#[test]
+fn the_same_exclusive_cpus_force_old_down_first() {
+    let (mut old, mut new) = (plan("a", "a"), plan("b", "b"));
+    old[1].exclusive_cpus = vec![0, 1];
+    new[1].exclusive_cpus = vec![1, 2];
+    let mut sim = running(5000, &old);
+    let modes = sim.settle(&new, watch(&old, &new));
+    assert_eq!(modes[0], Mode::OldDownFirst);
+}
+
+#[test]
+fn a_kept_gateway_routes_to_old_workers_until_the_new_ones_are_ready() {
+    let (old, new) = (plan("a", "a"), plan("a", "b"));
+    let mut sim = running(1000, &old);
+    sim.kindred = BTreeSet::from([1, 2]);
+    let modes = sim.settle(&new, watch(&old, &new));
+    assert_eq!(modes, [Mode::Surge, Mode::Alone]);
+    assert!(sim.serves(&new));
+    assert!(!sim.pods["demo-gateway-0-a"].view.routes.is_empty());
+}
+
+#[test]
+fn a_worker_is_ended_only_after_its_gateway_was_told() {
+    let (old, new) = (plan("a", "a"), plan("a", "b"));
+    let mut sim = running(1000, &old);
+    let address = format!("{}:9400", sim.pods["demo-decode-0-a"].view.ip);
+    sim.settle(&new, |sim, steps| {
+        let ends_it = steps.end.iter().any(|end| end.name == "demo-decode-0-a");
+        let is_routed = sim.pods["demo-gateway-0-a"].view.routes.contains(&address);
+        assert!(!(ends_it && is_routed), "it is ended while it is routed to");
+    });
+}
+
+#[test]
+fn a_kept_gateway_holds_requests_while_the_old_worker_makes_room() {
+    let (old, new) = (plan("a", "a"), plan("a", "b"));
+    let mut sim = running(600, &old);
+    let modes = sim.settle(&new, watch(&old, &new));
+    assert_eq!(modes, [Mode::OldDownFirst, Mode::Alone]);
+}
+
+#[test]
+fn scaling_up_touches_nothing_that_runs() {
+    let old = plan("a", "a");
+    let mut new = old.clone();
+    new.push(want("decode-1", "a", "office", 400));
+    let mut sim = running(1000, &old);
+    let modes = sim.settle(&new, |sim, steps| {
+        watch(&old, &new)(sim, steps);
+        assert!(steps.end.is_empty());
+    });
+    assert_eq!(modes, [Mode::Alone]);
+}
+
+#[test]
+fn scaling_down_ends_the_surplus_alone() {
+    let new = plan("a", "a");
+    let mut old = new.clone();
+    old.push(want("decode-1", "a", "office", 400));
+    let mut sim = running(1000, &old);
+    let mut ended = BTreeSet::new();
+    sim.settle(&new, |sim, steps| {
+        watch(&old, &new)(sim, steps);
+        ended.extend(steps.end.iter().map(|end| end.name.clone()));
+    });
+    assert_eq!(ended.into_iter().collect::<Vec<_>>(), ["demo-decode-1-a"]);
+}
+
+#[test]
+fn a_gateway_that_finds_no_room_gets_it_from_the_workers_that_go() {
+    // 50 + 400 of 460: not even the gateway fits beside them.
+    let (old, new) = (plan("a", "a"), plan("b", "b"));
+    let mut sim = running(460, &old);
+    let modes = sim.settle(&new, |sim, _| {
+        sim.assert_capacity();
+        assert!(sim.open_gateways().next().is_some());
+    });
+    assert_eq!(modes[0], Mode::OldDownFirst);
+}
+
+#[test]
+fn less_room_than_was_reckoned_turns_a_surge_round() {
+    let (old, new) = (plan("a", "a"), plan("b", "b"));
+    let mut sim = running(1000, &old);
+    sim.hidden_bytes = 200 << 20;
+    let modes = sim.settle(&new, |sim, _| {
+        assert!(sim.open_gateways().next().is_some());
+    });
+    assert!(modes.contains(&Mode::OldDownFirst), "{modes:?}");
+    assert!(sim.serves(&new));
+}
+
+#[test]
+fn a_broken_plan_goes_no_further_than_its_workers_and_the_way_back_is_short() {
+    let (old, new) = (plan("a", "a"), plan("b", "b"));
+    let mut sim = running(1000, &old);
+    sim.broken.insert("b".to_owned());
+    for _ in 0..50 {
+        let steps = sim.visit(&new);
+        assert!(!steps.progress.is_serving);
+        sim.turn();
+        assert!(sim.serves(&old), "what ran goes on");
+    }
+    sim.settle(&old, |sim, _| assert!(sim.serves(&old)));
+    assert_eq!(sim.pods.len(), 2);
+}
+
+#[test]
+fn a_pod_that_failed_is_made_again_after_a_while() {
+    let wants = plan("a", "a");
+    let mut sim = running(1000, &wants);
+    let before = sim.pods["demo-decode-0-a"].view.uid.clone();
+    sim.fail("demo-decode-0-a");
+    assert!(sim.decide(&wants).look_again.is_some());
+    sim.settle(&wants, |_, _| {});
+    assert_ne!(sim.pods["demo-decode-0-a"].view.uid, before);
+    // One that fails as soon as it is made waits.
+    sim.pods.remove("demo-decode-0-a");
+    sim.visit(&wants);
+    sim.fail("demo-decode-0-a");
+    assert!(sim.decide(&wants).end.is_empty());
+}
+
+#[test]
+fn what_a_lost_node_held_is_gone_and_a_plan_without_it_starts_at_once() {
+    let old = vec![
+        want("gateway-0", "a", "attic", 50),
+        want("decode-0", "a", "attic", 400),
+    ];
+    let new = plan("b", "b");
+    let mut sim = Sim::new(rooms(&[("attic", 600), ("office", 600)]), PACE);
+    sim.settle(&old, |_, _| {});
+    sim.lose("attic");
+    let steps = sim.visit(&new);
+    assert_eq!(steps.progress.mode, Mode::Alone);
+    assert_eq!(steps.create.len(), 2);
+    assert_eq!(steps.end.len(), 2);
+    assert!(steps.end.iter().all(|end| end.at_once));
+    sim.turn();
+    sim.settle(&new, |_, _| {});
+}
+
+#[test]
+fn a_lost_gateway_is_made_elsewhere_before_the_new_workers_are_ready() {
+    let old = vec![
+        want("gateway-0", "a", "attic", 50),
+        want("decode-0", "a", "office", 400),
+    ];
+    let new = vec![
+        want("gateway-0", "b", "office", 50),
+        want("decode-0", "b", "office", 400),
+    ];
+    let mut sim = Sim::new(rooms(&[("attic", 600), ("office", 1000)]), PACE);
+    sim.settle(&old, |_, _| {});
+    sim.lose("attic");
+    let steps = sim.visit(&new);
+    assert_eq!(steps.create.len(), 2, "{steps:?}");
+}
+
+#[test]
+fn a_plan_that_must_wait_for_its_node_waits() {
+    let wants = plan("a", "a");
+    let mut sim = running(1000, &wants);
+    sim.lose("office");
+    sim.visit(&wants);
+    for _ in 0..10 {
+        let steps = sim.visit(&wants);
+        assert!(is_quiet(&steps), "{steps:?}");
+        sim.turn();
+    }
+    sim.bring_back();
+    sim.settle(&wants, |_, _| {});
+}
+
+#[test]
+fn old_gateways_of_the_same_model_may_use_the_new_workers() {
+    let (old, new) = (plan("a", "a"), plan("b", "b"));
+    let mut sim = running(1000, &old);
+    sim.kindred = BTreeSet::from([1, 2]);
+    let mut has_used = false;
+    sim.settle(&new, |sim, steps| {
+        watch(&old, &new)(sim, steps);
+        let gateway = sim.pods.get("demo-gateway-0-a");
+        let worker = sim.pods.get("demo-decode-0-b");
+        if let (Some(gateway), Some(worker)) = (gateway, worker)
+            && !worker.view.ip.is_empty()
+        {
+            has_used |= gateway.view.routes.contains(&worker.view.ip);
+        }
+    });
+    assert!(has_used);
+    let mut sim = running(1000, &old);
+    sim.kindred = BTreeSet::from([2]);
+    sim.settle(&new, |sim, _| {
+        let gateway = sim.pods.get("demo-gateway-0-a");
+        let worker = sim.pods.get("demo-decode-0-b");
+        if let (Some(gateway), Some(worker)) = (gateway, worker)
+            && !worker.view.ip.is_empty()
+        {
+            assert!(
+                !gateway.view.routes.contains(&worker.view.ip),
+                "another model"
+            );
+        }
+    });
+}
+
+const NODES: [&str; 3] = ["attic", "den", "office"];
+
+/// A plan: per worker its node, memory and version; versions of two plans that agree are the same Pod.
+fn any_plan() -> impl Strategy<Value = Vec<Want>> {
+    let worker = (0..NODES.len(), 1_u64..4, 0..3_u32, 0..4_u32);
+    let workers = prop::collection::vec(worker, 1..4);
+    (0..NODES.len(), 0..2_u32, workers).prop_map(|(node, version, workers)| {
+        let mut wants = vec![want(
+            "gateway-0",
+            &format!("n{node}v{version}"),
+            NODES[node],
+            50,
+        )];
+        let mut gpu_is_given = [false; NODES.len()];
+        for (index, (node, size, version, gpu)) in workers.into_iter().enumerate() {
+            let role = if index == 1 {
+                "prefill-0".to_owned()
+            } else {
+                format!("decode-{}", index / 2)
+            };
+            let gpus = u32::from(gpu == 0 && !gpu_is_given[node]);
+            gpu_is_given[node] |= gpus > 0;
+            let hash = format!("n{node}s{size}v{version}g{gpus}");
+            let mut worker = want(&role, &hash, NODES[node], size * 100);
+            worker.gpus = gpus;
+            wants.push(worker);
+        }
+        wants
+    })
+}
+
+fn any_pace() -> impl Strategy<Value = Pace> {
+    (0..6_u32, 0..4_u32, 1..6_u32, 1..8_u32).prop_map(
+        |(worker_start, gateway_start, worker_end, gateway_end)| Pace {
+            worker_start,
+            gateway_start,
+            worker_end,
+            gateway_end,
+        },
+    )
+}
+
+/// Nodes that hold each plan by itself and one gateway more, and `slack` MiB.
+fn roomy(plans: &[&[Want]], slack: u64) -> Sim {
+    let need = |node: &str| {
+        let of = |wants: &[Want]| -> u64 {
+            let here = wants.iter().filter(|want| want.node == node);
+            here.map(|want| want.memory_bytes >> 20).sum()
+        };
+        plans.iter().map(|wants| of(wants)).max().unwrap_or(0)
+    };
+    let sizes: Vec<(&str, u64)> = NODES
+        .iter()
+        .map(|node| (*node, need(node) + 50 + slack))
+        .collect();
+    Sim::new(rooms(&sizes), PACE)
+}
+
+/// What happens to a cluster between two visits.
+#[derive(Clone, Debug)]
+enum Weather {
+    Nothing,
+    Crash(usize),
+    Fail(usize),
+    Vanish(usize),
+    Lose(usize),
+    BringBack,
+    Retarget,
+}
+
+fn any_weather() -> impl Strategy<Value = Vec<Weather>> {
+    let one = prop_oneof![
+        6 => Just(Weather::Nothing),
+        1 => (0..8_usize).prop_map(Weather::Crash),
+        1 => (0..8_usize).prop_map(Weather::Fail),
+        1 => (0..8_usize).prop_map(Weather::Vanish),
+        1 => (0..NODES.len()).prop_map(Weather::Lose),
+        1 => Just(Weather::BringBack),
+        1 => Just(Weather::Retarget),
+    ];
+    prop::collection::vec(one, 0..60)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_change_in_calm_weather_drops_nothing(
+        old in any_plan(),
+        new in any_plan(),
+        pace in any_pace(),
+        slack in prop_oneof![Just(0_u64), 0..400_u64, Just(2000)],
+        is_kindred: bool,
+    ) {
+        let mut sim = roomy(&[&old, &new], slack);
+        sim.pace = pace;
+        sim.settle(&old, |sim, _| sim.assert_capacity());
+        sim.generation = 2;
+        if is_kindred || old[0] == new[0] {
+            sim.kindred = BTreeSet::from([1, 2]);
+        }
+        sim.settle(&new, watch(&old, &new));
+        prop_assert!(sim.serves(&new));
+        prop_assert_eq!(sim.pods.len(), new.len());
+    }
+
+    #[test]
+    fn a_change_of_mind_at_any_moment_leaves_a_gateway(
+        old in any_plan(),
+        new in any_plan(),
+        pace in any_pace(),
+        slack in 0..400_u64,
+        visits in 0..20_usize,
+    ) {
+        let mut sim = roomy(&[&old, &new], slack + 50);
+        sim.pace = pace;
+        sim.settle(&old, |_, _| {});
+        sim.generation = 2;
+        for _ in 0..visits {
+            sim.visit(&new);
+            sim.turn();
+        }
+        sim.generation = 3;
+        sim.settle(&old, |sim, _| {
+            assert!(sim.open_gateways().next().is_some(), "no gateway is ready");
+        });
+        prop_assert!(sim.serves(&old));
+    }
+
+    #[test]
+    fn any_weather_ends_in_the_plan(
+        old in any_plan(),
+        new in any_plan(),
+        pace in any_pace(),
+        slack in 0..600_u64,
+        weather in any_weather(),
+    ) {
+        let mut sim = roomy(&[&old, &new], slack);
+        sim.pace = pace;
+        let plans = [old, new];
+        let mut target = 0;
+        for event in weather {
+            let name = |index: usize| sim.pods.keys().nth(index).cloned().unwrap_or_default();
+            match event {
+                Weather::Nothing => {}
+                Weather::Crash(index) => { let name = name(index); sim.crash(&name) }
+                Weather::Fail(index) => { let name = name(index); sim.fail(&name) }
+                Weather::Vanish(index) => { let name = name(index); sim.pods.remove(&name); }
+                Weather::Lose(index) => sim.lose(NODES[index]),
+                Weather::BringBack => sim.bring_back(),
+                Weather::Retarget => {
+                    target = 1 - target;
+                    sim.generation += 1;
+                }
+            }
+            sim.visit(&plans[target]);
+            sim.turn();
+        }
+        sim.bring_back();
+        sim.settle(&plans[target], |_, _| {});
+        prop_assert!(sim.serves(&plans[target]));
+    }
+}

@@ -40,11 +40,14 @@ mod reconcile;
 mod report;
 mod requests;
 mod rollout;
+mod scale;
 mod status;
 mod table;
 mod telemetry;
 #[cfg(test)]
 mod testing;
+#[cfg(test)]
+mod tests;
 mod validate;
 mod watches;
 mod world;

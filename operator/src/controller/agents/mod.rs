@@ -107,6 +107,7 @@ impl<G: Ground> Agents<G> {
 
     async fn keep_profiles(&self) {
         let mut asked: BTreeMap<String, Instant> = BTreeMap::new();
+        let mut complaints = Complaints::default();
         let mut ticks = tokio::time::interval(FIRST_PROFILE_EVERY);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
@@ -124,12 +125,15 @@ impl<G: Ground> Agents<G> {
             let due: Vec<Agent> = agents.into_iter().filter(|agent| due(agent)).collect();
             asked.extend(due.iter().map(|agent| (agent.node.clone(), now)));
             let asks = due.iter().map(|agent| async move {
-                if let Err(why) = self.refresh_profile(agent).await {
-                    tracing::warn!(node = agent.node, %why, "the node's agent gives no profile");
+                let outcome = self.refresh_profile(agent).await;
+                if outcome.is_ok() {
+                    self.retain(agent).await;
                 }
-                self.retain(agent).await;
+                (agent.node.clone(), outcome)
             });
-            at_a_time(asks).await;
+            for (node, outcome) in at_a_time(asks).await {
+                complaints.hear(&node, outcome);
+            }
         }
     }
 
@@ -226,7 +230,8 @@ impl<G: Ground> Agents<G> {
         let clients = match self.clients().await {
             Ok(clients) => clients,
             Err(error) => {
-                tracing::warn!(%error, "agents cannot be called");
+                // Whoever keeps the authority tells of it.
+                tracing::debug!(%error, "agents cannot be called");
                 return None;
             }
         };
@@ -261,10 +266,34 @@ impl<G: Ground> Agents<G> {
     }
 }
 
-async fn at_a_time<F: Future<Output = ()>>(futures: impl Iterator<Item = F>) {
+/// Runs futures, so many at a time.
+async fn at_a_time<F: Future>(futures: impl Iterator<Item = F>) -> Vec<F::Output> {
     futures::stream::iter(futures)
-        .for_each_concurrent(CONCURRENCY, |future| future)
-        .await;
+        .buffer_unordered(CONCURRENCY)
+        .collect()
+        .await
+}
+
+/// What is wrong with nodes' agents, logged once and not every time that they are asked.
+#[derive(Default)]
+struct Complaints(BTreeMap<String, String>);
+
+impl Complaints {
+    fn hear(&mut self, node: &str, outcome: Result<(), String>) {
+        match outcome {
+            Ok(()) => {
+                if self.0.remove(node).is_some() {
+                    tracing::info!(node, "the node's agent answers again");
+                }
+            }
+            Err(why) => {
+                if self.0.get(node) != Some(&why) {
+                    tracing::warn!(node, %why, "the node's agent gives no profile");
+                    self.0.insert(node.to_owned(), why);
+                }
+            }
+        }
+    }
 }
 
 async fn ask_model(agent: &Agent, poll: &Poll) -> FetchView {

@@ -199,7 +199,8 @@ pub enum Quantization {
 }
 
 impl ModelSource {
-    /// The name that the source gives its model: a builtin's name, a repository, or the last part of a path.
+    /// The name that the source gives its model: a builtin's name, a repository, the last part of a path, or an
+    /// archive's name without its ending.
     pub fn default_name(&self) -> String {
         let last = |path: &str| {
             let part = path
@@ -225,7 +226,13 @@ impl ModelSource {
                 .as_deref()
                 .map_or_else(|| claim.claim_name.clone(), last)
         } else if let Some(http) = &self.http {
-            last(&http.url)
+            // What follows the path may be a permission to read it.
+            let path = http.url.split(['?', '#']).next().unwrap_or_default();
+            let name = last(path);
+            let endings = [".tar", ".tar.gz", ".tgz", ".tar.zst"];
+            let stem = endings.iter().find_map(|ending| name.strip_suffix(ending));
+            stem.filter(|stem| !stem.is_empty())
+                .map_or_else(|| name.clone(), str::to_owned)
         } else {
             "model".to_owned()
         }
@@ -253,6 +260,32 @@ impl ModelSource {
             format!("http {}", http.url)
         } else {
             "none".to_owned()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_archive_names_its_model_without_its_ending() {
+        for (url, name) in [
+            ("https://nas.lan/models/qwen3-30b.tar", "qwen3-30b"),
+            ("https://nas.lan/qwen3.tar.gz?X-Signature=a/b#part", "qwen3"),
+            ("http://nas/a/poems.tgz", "poems"),
+            ("http://nas/poems.v2.tar.zst", "poems.v2"),
+            ("http://nas/download", "download"),
+            ("http://nas/a/.tar", ".tar"),
+        ] {
+            let source = ModelSource {
+                http: Some(HttpSource {
+                    url: url.to_owned(),
+                    sha256: "a".repeat(64),
+                }),
+                ..ModelSource::default()
+            };
+            assert_eq!(source.default_name(), name, "{url}");
         }
     }
 }

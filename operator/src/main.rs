@@ -6,6 +6,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
+mod archive;
 mod chat;
 mod cli;
 mod controller;

@@ -5,6 +5,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, bail};
 use hearth_crds::ModelSource;
 
+use crate::archive;
+use crate::ui::Steps;
+
 /// Where built-in models are looked for, first match wins: `HEARTH_MODELS`, `share/hearth/models` beside the
 /// programs, the system's share directories, and `models/` of the source tree that the programs were built in.
 fn builtin_places() -> Vec<PathBuf> {
@@ -30,11 +33,12 @@ fn builtin_places() -> Vec<PathBuf> {
     places
 }
 
-/// The directory of a model source.
+/// The directory of a model source; an archive is fetched first.
 ///
 /// # Errors
-/// A built-in model that is not installed, with the places searched; a path that is no directory.
-pub(crate) fn dereference(source: &ModelSource) -> anyhow::Result<PathBuf> {
+/// A built-in model that is not installed, with the places searched; a path that is no directory; an archive that
+/// cannot be fetched.
+pub(crate) fn dereference(source: &ModelSource, steps: &Steps) -> anyhow::Result<PathBuf> {
     if let Some(builtin) = &source.builtin {
         if let Some(named) = std::env::var_os("HEARTH_MODELS").map(PathBuf::from)
             && !named.join(&builtin.name).join("config.json").is_file()
@@ -77,7 +81,10 @@ pub(crate) fn dereference(source: &ModelSource) -> anyhow::Result<PathBuf> {
         }
         return Ok(directory);
     }
+    if let Some(http) = &source.http {
+        return archive::fetch(http, &source.default_name(), steps);
+    }
     bail!(
-        "spec.model.source names nothing that hearth up can open\n  write builtin: {{name: hearth-demo}} or hostPath: {{path: /models/NAME}}"
+        "spec.model.source names nothing that hearth up can open\n  write builtin: {{name: hearth-demo}}, hostPath: {{path: /models/NAME}} or http: {{url, sha256}}"
     )
 }

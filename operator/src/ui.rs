@@ -70,6 +70,16 @@ impl Steps {
         bar
     }
 
+    /// A bar with a text that may change; nothing where there is no terminal.
+    pub(crate) fn bar(&self, text: &str) -> ProgressBar {
+        let bar = self.spinner(text);
+        if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} {wide_bar} {percent:>3} %")
+        {
+            bar.set_style(style.progress_chars("━━─"));
+        }
+        bar
+    }
+
     fn dim(&self, text: &str) -> String {
         if self.colour {
             format!("\u{1b}[2m{text}\u{1b}[0m")

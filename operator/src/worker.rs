@@ -1,7 +1,7 @@
 //! Asks `hearth-worker` for what needs a model or a machine: the operator never sees a tensor.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 
 use anyhow::{Context, bail};
 use serde::de::DeserializeOwned;
@@ -58,19 +58,34 @@ pub(crate) fn ask<T: DeserializeOwned>(
     })?;
     let tool = arguments.first().copied().unwrap_or_default();
     if !output.status.success() {
-        let words = String::from_utf8_lossy(&output.stderr);
-        let own = words
-            .rsplit_once("error: ")
-            .map_or(words.trim(), |(_, message)| message.trim());
-        if own.is_empty() {
-            bail!(
-                "{} {tool} said nothing and ended with {}\n  run it by hand to see why; it must be the hearth-worker of this version",
-                program.display(),
-                output.status
-            );
-        }
-        bail!("{own}");
+        return Err(failure(&program, tool, output.status, &output.stderr));
     }
-    serde_json::from_slice(&output.stdout)
-        .with_context(|| format!("hearth-worker {tool} answered what hearth does not understand; both must be of one version"))
+    serde_json::from_slice(&output.stdout).with_context(|| misunderstood(tool))
+}
+
+/// What a tool that failed said on standard error.
+pub(crate) fn failure(
+    program: &Path,
+    tool: &str,
+    status: ExitStatus,
+    stderr: &[u8],
+) -> anyhow::Error {
+    let words = String::from_utf8_lossy(stderr);
+    let own = words
+        .rsplit_once("error: ")
+        .map_or(words.trim(), |(_, message)| message.trim());
+    if own.is_empty() {
+        return anyhow::anyhow!(
+            "{} {tool} said nothing and ended with {status}\n  run it by hand to see why; it must be the hearth-worker of this version",
+            program.display(),
+        );
+    }
+    anyhow::anyhow!("{own}")
+}
+
+/// An answer of another version.
+pub(crate) fn misunderstood(tool: &str) -> String {
+    format!(
+        "hearth-worker {tool} answered what hearth does not understand; both must be of one version"
+    )
 }

@@ -67,7 +67,7 @@ pub(crate) fn plan(file: &Path, state: &StateDir, steps: &Steps) -> anyhow::Resu
         "hearth.dev/v1alpha1 InferenceDeployment",
     );
 
-    let directory = source::dereference(&deployment.spec.model.source)?;
+    let directory = source::dereference(&deployment.spec.model.source, steps)?;
     let spinner = steps.spinner("measuring this machine");
     let profile: NodeProfileSpec = worker::ask(&["profile", "--json", "--disk"], Some(&directory))?;
     spinner.finish_and_clear();
@@ -80,7 +80,8 @@ pub(crate) fn plan(file: &Path, state: &StateDir, steps: &Steps) -> anyhow::Resu
         &["facts", "--serving", "--json", "--model"],
         Some(&directory),
     )?;
-    steps.done(&format!("model {}", model(&facts, &directory)));
+    let model_name = deployment.spec.model.source.default_name();
+    steps.done(&format!("model {}", model(&facts, &model_name)));
 
     let generation = state.deployment(&name).next_generation();
     let plan = hearth_planner::plan(&PlanRequest {
@@ -260,10 +261,7 @@ fn machine(profile: &NodeProfileSpec) -> String {
     )
 }
 
-fn model(facts: &ModelFacts, directory: &Path) -> String {
-    let name = directory
-        .file_name()
-        .map_or_else(String::new, |name| name.to_string_lossy().into_owned());
+fn model(facts: &ModelFacts, name: &str) -> String {
     format!(
         "{name}: {}, {}, {}, {}, mapped once",
         facts.architecture,

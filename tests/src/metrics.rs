@@ -19,7 +19,24 @@ impl Up {
     /// # Panics
     /// When the gateway does not answer.
     pub fn metrics(&self) -> Metrics {
-        let base = self.base();
+        Metrics::of(&self.base())
+    }
+
+    /// Waits until `holds` of the metrics.
+    ///
+    /// # Panics
+    /// When it does not come to that in time; `what` is in the message.
+    pub fn wait_for(&self, what: &str, holds: impl Fn(&Metrics) -> bool) -> Metrics {
+        Metrics::wait_for(&self.base(), what, holds)
+    }
+}
+
+impl Metrics {
+    /// All metrics of the gateway at `base` (`http://127.0.0.1:PORT`) now.
+    ///
+    /// # Panics
+    /// When the gateway does not answer.
+    pub fn of(base: &str) -> Self {
         let address = base.trim_start_matches("http://");
         let exchange = || -> std::io::Result<String> {
             let mut stream = TcpStream::connect(address)?;
@@ -28,17 +45,17 @@ impl Up {
             stream.read_to_string(&mut text)?;
             Ok(text)
         };
-        Metrics(exchange().unwrap_or_else(|error| panic!("/metrics: {error}")))
+        Self(exchange().unwrap_or_else(|error| panic!("/metrics: {error}")))
     }
 
-    /// Waits until `holds` of the metrics.
+    /// Waits until `holds` of the metrics of the gateway at `base`.
     ///
     /// # Panics
     /// When it does not come to that in time; `what` is in the message.
-    pub fn wait_for(&self, what: &str, holds: impl Fn(&Metrics) -> bool) -> Metrics {
+    pub fn wait_for(base: &str, what: &str, holds: impl Fn(&Self) -> bool) -> Self {
         let deadline = Instant::now() + PATIENCE;
         loop {
-            let metrics = self.metrics();
+            let metrics = Self::of(base);
             if holds(&metrics) {
                 return metrics;
             }
@@ -50,10 +67,9 @@ impl Up {
             std::thread::sleep(Duration::from_millis(20));
         }
     }
-}
 
-impl Metrics {
-    fn series(&self, name: &str, labels: &[&str]) -> Vec<f64> {
+    /// Values of a metric's series that have each of `labels` (`role="decode"`).
+    pub fn values(&self, name: &str, labels: &[&str]) -> Vec<f64> {
         self.0
             .lines()
             .filter(|line| line.split(['{', ' ']).next() == Some(name))
@@ -67,14 +83,29 @@ impl Metrics {
     /// # Panics
     /// When there is none.
     pub fn sum(&self, name: &str, labels: &[&str]) -> f64 {
-        let series = self.series(name, labels);
+        let series = self.values(name, labels);
         assert!(!series.is_empty(), "no {name}{labels:?} in\n{}", self.0);
         series.iter().sum()
     }
 
     /// How often something happened that has no series before it first does.
     pub fn count(&self, name: &str) -> f64 {
-        self.series(name, &[]).iter().sum()
+        self.values(name, &[]).iter().sum()
+    }
+
+    /// An upper bound of a histogram's quantile: that of the bucket that it lies in; 0 without any count.
+    pub fn quantile(&self, name: &str, share: f64) -> f64 {
+        let bucket = format!("{name}_bucket");
+        let bounds = self.0.lines().filter_map(|line| {
+            let labels = line.strip_prefix(&bucket)?;
+            let bound = labels.split("le=\"").nth(1)?.split('"').next()?;
+            let count: f64 = line.rsplit_once(' ')?.1.parse().ok()?;
+            Some((bound.parse().unwrap_or(f64::INFINITY), count))
+        });
+        let bounds: Vec<(f64, f64)> = bounds.collect();
+        let wanted = share * bounds.last().map_or(0.0, |(_, count)| *count);
+        let found = bounds.iter().find(|(_, count)| *count > 0.0 && *count >= wanted);
+        found.map_or(0.0, |(bound, _)| *bound)
     }
 
     /// A metric of one rank.

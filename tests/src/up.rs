@@ -226,7 +226,7 @@ fn send(pid: u32, signal: Signal) {
 }
 
 /// A port that is free now.
-fn free_port() -> u16 {
+pub(crate) fn free_port() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
     listener.map_or_else(
         |error| panic!("no free port: {error}"),

@@ -2,42 +2,15 @@
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
-use std::path::Path;
 use std::time::Duration;
 
-use hearth_tests::{Up, UpOptions, chat_body, chat_stream};
-use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
+use hearth_tests::{Up, UpOptions, chat_body, chat_stream, write_certificates};
 use serde_json::Value;
-
-/// An authority, and one certificate of it for the loopback address.
-fn write_certificates(directory: &Path) {
-    let authority_key = KeyPair::generate().expect("key");
-    let mut authority = CertificateParams::new(Vec::new()).expect("parameters");
-    authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    let authority_pem = authority
-        .self_signed(&authority_key)
-        .expect("authority")
-        .pem();
-    let issuer = Issuer::new(authority, authority_key);
-    let key = KeyPair::generate().expect("key");
-    let names = ["127.0.0.1".to_owned(), "localhost".to_owned()];
-    let certificate = CertificateParams::new(names)
-        .expect("parameters")
-        .signed_by(&key, &issuer)
-        .expect("certificate");
-    for (name, text) in [
-        ("ca.crt", authority_pem),
-        ("tls.crt", certificate.pem()),
-        ("tls.key", key.serialize_pem()),
-    ] {
-        std::fs::write(directory.join(name), text).expect("write");
-    }
-}
 
 #[tokio::test]
 async fn workers_speak_only_to_holders_of_a_certificate() {
     let certificates = tempfile::tempdir().expect("directory");
-    write_certificates(certificates.path());
+    write_certificates(certificates.path(), &["127.0.0.1", "localhost"]);
     let arguments = vec![
         "--tls-dir".to_owned(),
         certificates.path().display().to_string(),

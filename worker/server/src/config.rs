@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use hearth_transport::{Endpoint, Tls};
 
+use crate::cors::CorsOrigin;
 use crate::tools::ToolFormat;
 
 /// Everything a gateway needs to know.
@@ -36,6 +37,8 @@ pub struct GatewayConfig {
     pub worker_tls: Option<Tls>,
     /// HTTPS for clients; `None`: plain HTTP.
     pub https: Option<HttpsFiles>,
+    /// Origins whose web pages may use the endpoint from a browser; none: no page may.
+    pub cors_origins: Vec<CorsOrigin>,
     /// What the plan promised, for `/metrics`.
     pub predicted: Predicted,
 }
@@ -118,6 +121,9 @@ pub struct Limits {
     pub connections: usize,
     /// For streams in flight when the gateway is told to end.
     pub drain_grace: Duration,
+    /// How long a connection on which nothing is asked is kept once the gateway is told to end: a client that uses
+    /// it within that time has its answer, and is told by it that the connection ends.
+    pub drain_idle: Duration,
 }
 
 impl Default for Limits {
@@ -131,6 +137,7 @@ impl Default for Limits {
             request_timeout: Duration::from_secs(3600),
             connections: 4096,
             drain_grace: Duration::from_secs(30),
+            drain_idle: Duration::from_secs(2),
         }
     }
 }
@@ -155,6 +162,7 @@ impl GatewayConfig {
             api_keys: None,
             worker_tls: None,
             https: None,
+            cors_origins: Vec::new(),
             predicted: Predicted::default(),
         }
     }

@@ -9,23 +9,20 @@ use std::time::Duration;
 
 use axum::Router;
 use hearth_transport::{ClientOptions, Clients};
-use http::Request;
-use hyper::body::Incoming;
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::rt::{TokioExecutor, TokioTimer};
 use hyper_util::server::conn::auto;
-use hyper_util::server::graceful::{GracefulShutdown, Watcher};
-use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
-use tower::ServiceExt as _;
+use tokio_util::task::TaskTracker;
 
 use crate::api;
 use crate::app::{App, unix_seconds};
 use crate::config::{GatewayConfig, GatewayError, Limits};
+use crate::connection::{self, Drain};
 use crate::https;
 use crate::keys::ApiKeys;
 use crate::metrics::Metrics;
@@ -47,8 +44,8 @@ pub struct Gateway {
     acceptor: Option<TlsAcceptor>,
 }
 
-/// Serves the OpenAI API on `listener` until `shutdown` is ready, then finishes the streams in flight within
-/// `limits.drain_grace`. Returns when all connections have ended. Dropping the future stops at once.
+/// Serves the OpenAI API on `listener` until `shutdown` is ready, then takes no more connections and finishes the
+/// requests of those that are open within `limits.drain_grace`. Returns when all of them have ended. Dropping the future stops at once.
 ///
 /// # Errors
 /// [`GatewayError`] when the configuration cannot be used.
@@ -90,6 +87,7 @@ impl Gateway {
             routing,
             limits,
             predicted,
+            cors_origins,
             ..
         } = config;
         let decode = decode
@@ -106,6 +104,7 @@ impl Gateway {
             pool,
             metrics,
             keys,
+            cors_origins,
             routing,
             limits,
             created: unix_seconds(),
@@ -134,13 +133,17 @@ impl Gateway {
         listener: TcpListener,
         shutdown: impl Future<Output = ()>,
     ) -> Result<(), GatewayError> {
+        let limits = &self.app.limits;
+        let drain = Drain::new(limits.drain_idle);
         let connections = Arc::new(Connections {
             router: self.router(),
-            builder: builder(&self.app.limits),
+            builder: builder(limits),
             acceptor: self.acceptor,
+            silence: limits.header_timeout,
+            drain: drain.clone(),
         });
-        let places = Arc::new(Semaphore::new(self.app.limits.connections));
-        let graceful = GracefulShutdown::new();
+        let places = Arc::new(Semaphore::new(limits.connections));
+        let open = TaskTracker::new();
         let mut shutdown = pin!(shutdown);
         loop {
             let accepted = tokio::select! {
@@ -149,7 +152,7 @@ impl Gateway {
             };
             match accepted {
                 Ok((stream, place)) => {
-                    tokio::spawn(connections.clone().run(stream, place, graceful.watcher()));
+                    open.spawn(connections.clone().run(stream, place));
                 }
                 Err(error) => {
                     tracing::warn!(%error, "a connection could not be accepted");
@@ -157,15 +160,15 @@ impl Gateway {
                 }
             }
         }
-        drop(listener);
         self.app.is_draining.store(true, Ordering::Relaxed);
-        let mut drained = pin!(graceful.shutdown());
-        if timeout(self.app.limits.drain_grace, &mut drained)
-            .await
-            .is_err()
-        {
+        drain.begin();
+        for (stream, place) in waiting(listener, &places) {
+            open.spawn(connections.clone().run(stream, place));
+        }
+        open.close();
+        if timeout(limits.drain_grace, open.wait()).await.is_err() {
             self.app.closing.cancel();
-            let _ = timeout(CUT_OFF, drained).await;
+            let _ = timeout(CUT_OFF, open.wait()).await;
         }
         Ok(())
     }
@@ -183,6 +186,30 @@ async fn accept(
     let (stream, _) = listener.accept().await?;
     stream.set_nodelay(true)?;
     Ok((stream, place))
+}
+
+/// Closes the listener, and gives the connections that clients had opened by then: their requests may be in them.
+fn waiting(
+    listener: TcpListener,
+    places: &Arc<Semaphore>,
+) -> Vec<(TcpStream, OwnedSemaphorePermit)> {
+    let mut accepted = Vec::new();
+    let Ok(listener) = listener.into_std() else {
+        return accepted;
+    };
+    while let Ok(place) = places.clone().try_acquire_owned() {
+        let Ok((stream, _)) = listener.accept() else {
+            break;
+        };
+        let stream = stream
+            .set_nonblocking(true)
+            .and_then(|()| stream.set_nodelay(true))
+            .and_then(|()| TcpStream::from_std(stream));
+        if let Ok(stream) = stream {
+            accepted.push((stream, place));
+        }
+    }
+    accepted
 }
 
 fn builder(limits: &Limits) -> auto::Builder<TokioExecutor> {
@@ -206,38 +233,24 @@ struct Connections {
     router: Router,
     builder: auto::Builder<TokioExecutor>,
     acceptor: Option<TlsAcceptor>,
+    silence: Duration,
+    drain: Drain,
 }
 
 impl Connections {
-    async fn run(
-        self: Arc<Self>,
-        stream: TcpStream,
-        _place: OwnedSemaphorePermit,
-        watcher: Watcher,
-    ) {
+    async fn run(self: Arc<Self>, stream: TcpStream, _place: OwnedSemaphorePermit) {
         match &self.acceptor {
-            None => self.serve(stream, watcher).await,
+            None => self.serve(stream).await,
             Some(acceptor) => match timeout(HANDSHAKE_TIMEOUT, acceptor.accept(stream)).await {
-                Ok(Ok(stream)) => self.serve(stream, watcher).await,
+                Ok(Ok(stream)) => self.serve(stream).await,
                 Ok(Err(error)) => tracing::debug!(%error, "TLS handshake"),
                 Err(_) => tracing::debug!("TLS handshake timed out"),
             },
         }
     }
 
-    async fn serve(
-        &self,
-        stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
-        watcher: Watcher,
-    ) {
-        let router = self.router.clone();
-        let service =
-            router.map_request(|request: Request<Incoming>| request.map(axum::body::Body::new));
-        let connection = self
-            .builder
-            .serve_connection(TokioIo::new(stream), TowerToHyperService::new(service));
-        if let Err(error) = watcher.watch(connection).await {
-            tracing::debug!(%error, "connection ended");
-        }
+    async fn serve(&self, stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static) {
+        let (router, drain) = (self.router.clone(), self.drain.clone());
+        connection::serve(stream, &self.builder, router, drain, self.silence).await;
     }
 }

@@ -22,6 +22,8 @@ mod api;
 mod app;
 mod choice;
 mod config;
+mod connection;
+mod cors;
 mod error;
 pub mod failover;
 mod gateway;
@@ -37,6 +39,7 @@ pub mod tools;
 pub mod wire;
 
 pub use config::{GatewayConfig, GatewayError, HttpsFiles, Limits, Predicted, Routing};
+pub use cors::CorsOrigin;
 pub use error::{ApiError, ErrorType};
 pub use gateway::{Gateway, serve};
 pub use hearth_transport::{Endpoint, Tls, TlsFiles};

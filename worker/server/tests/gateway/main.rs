@@ -5,8 +5,12 @@
 
 mod chat;
 mod completions;
+mod cors;
+mod drain;
 mod failover;
 mod http;
+mod keys;
+mod members;
 mod refusals;
 mod refusals_content;
 mod refusals_schema;

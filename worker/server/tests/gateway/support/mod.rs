@@ -7,9 +7,11 @@ pub(crate) mod model;
 pub(crate) mod worker;
 
 use std::future::Future;
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures::StreamExt;
+use hearth_server::router::Pool;
 use hearth_server::{Gateway, GatewayConfig, GatewayError};
 use serde_json::Value;
 use tokio::net::TcpListener;
@@ -24,6 +26,8 @@ pub(crate) struct Running {
     pub(crate) url: String,
     pub(crate) address: std::net::SocketAddr,
     pub(crate) http: reqwest::Client,
+    /// Its workers, to be changed.
+    pub(crate) pool: Arc<Pool>,
     stop: Option<oneshot::Sender<()>>,
     task: JoinHandle<Result<(), GatewayError>>,
     _model: tempfile::TempDir,
@@ -60,6 +64,7 @@ pub(crate) async fn unready_gateway(
     let address = listener.local_addr().unwrap();
     let (stop, stopped) = oneshot::channel();
     let gateway = Gateway::start(config).unwrap();
+    let pool = gateway.pool().clone();
     let task = tokio::spawn(gateway.serve(listener, async {
         let _ = stopped.await;
     }));
@@ -67,6 +72,7 @@ pub(crate) async fn unready_gateway(
         url: format!("http://{address}"),
         address,
         http: reqwest::Client::new(),
+        pool,
         stop: Some(stop),
         task,
         _model: model,

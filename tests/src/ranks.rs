@@ -1,0 +1,197 @@
+//! Ranks of a plan as single processes, started by hand as a cluster starts Pods: each has a plan with itself alone.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::programs::{hearth, root, run, worker};
+use crate::up::free_port;
+
+/// How long a process may take to end.
+const STOP_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// A directory for processes of one plan: that of the demo.
+pub struct Ranks {
+    directory: TempDir,
+    plan: Value,
+}
+
+/// One process, killed when dropped.
+pub struct Rank {
+    /// Its name in the plan, such as `decode-0`.
+    pub name: String,
+    /// `host:port` where it serves.
+    pub endpoint: String,
+    role: &'static str,
+    child: Child,
+    log: PathBuf,
+}
+
+impl Ranks {
+    /// Plans the demo for this machine.
+    ///
+    /// # Panics
+    /// When there is no such plan.
+    pub fn of_demo() -> Self {
+        let directory =
+            TempDir::new().unwrap_or_else(|error| panic!("no temporary directory: {error}"));
+        let (code, stdout, stderr) = run(hearth()
+            .args(["plan", "-o", "json", "-f"])
+            .arg(root().join("manifests/examples/demo.yaml"))
+            .arg("--state-dir")
+            .arg(directory.path().join("state")));
+        assert_eq!(code, 0, "{stderr}");
+        let mut plan: Value = serde_json::from_str(&stdout)
+            .unwrap_or_else(|error| panic!("the plan: {error}: {stdout}"));
+        plan["why"] = json!([]);
+        plan["notChosen"] = json!([]);
+        Self { directory, plan }
+    }
+
+    /// Where its files lie.
+    pub fn directory(&self) -> &Path {
+        self.directory.path()
+    }
+
+    /// Changes the plan of processes that are started from now on.
+    pub fn edit(&mut self, edit: impl FnOnce(&mut Value)) {
+        edit(&mut self.plan);
+    }
+
+    /// Starts a rank of `role` (`gateway`, `prefill`, `decode`) under a name of its own on a free port.
+    ///
+    /// # Panics
+    /// When the plan has no such role or the process cannot be started.
+    pub fn start(&self, role: &'static str, name: &str, arguments: &[String]) -> Rank {
+        let endpoint = format!("127.0.0.1:{}", free_port());
+        let mut plan = self.plan.clone();
+        let ranks = plan["ranks"].as_array().cloned().unwrap_or_default();
+        let is_ours = |rank: &Value| {
+            let its = rank["role"].as_str().unwrap_or_default();
+            its.eq_ignore_ascii_case(role)
+        };
+        let mut rank = ranks
+            .into_iter()
+            .find(is_ours)
+            .unwrap_or_else(|| panic!("no {role} in the plan"));
+        rank["name"] = json!(name);
+        rank["endpoint"] = json!(endpoint);
+        plan["ranks"] = json!([rank]);
+        let path = |kind: &str| {
+            self.directory()
+                .join(format!("{name}-{}.{kind}", free_port()))
+        };
+        let (file, log) = (path("json"), path("log"));
+        std::fs::write(&file, plan.to_string()).unwrap_or_else(|error| panic!("plan: {error}"));
+        let output = File::create(&log).unwrap_or_else(|error| panic!("log: {error}"));
+        let errors = output
+            .try_clone()
+            .unwrap_or_else(|error| panic!("log: {error}"));
+        let mut command = worker();
+        command
+            .args([role, "--rank", name, "--plan"])
+            .arg(file)
+            .args(arguments)
+            .stdin(Stdio::null())
+            .stdout(output)
+            .stderr(errors);
+        let child = command
+            .spawn()
+            .unwrap_or_else(|error| panic!("{command:?}: {error}"));
+        Rank {
+            name: name.to_owned(),
+            endpoint,
+            role,
+            child,
+            log,
+        }
+    }
+
+    /// The file that tells a gateway of its workers.
+    pub fn routes(&self) -> PathBuf {
+        self.directory().join("routes.json")
+    }
+
+    /// Makes these the gateway's workers, as a file that is swapped.
+    ///
+    /// # Panics
+    /// When it cannot be written.
+    pub fn route_to(&self, workers: &[&Rank]) {
+        let workers: Vec<Value> = workers.iter().map(|worker| worker.route()).collect();
+        let next = self.directory().join("routes.next");
+        let swap = || {
+            std::fs::write(&next, json!({"workers": workers}).to_string())?;
+            std::fs::rename(&next, self.routes())
+        };
+        swap().unwrap_or_else(|error: std::io::Error| panic!("routes: {error}"));
+    }
+}
+
+impl Rank {
+    fn route(&self) -> Value {
+        let role = match self.role {
+            "prefill" => "Prefill",
+            _ => "Decode",
+        };
+        json!({"name": self.name, "role": role, "endpoint": self.endpoint})
+    }
+
+    /// `http://HOST:PORT` of a gateway.
+    pub fn base(&self) -> String {
+        format!("http://{}", self.endpoint)
+    }
+
+    /// All that it wrote so far.
+    pub fn output(&self) -> String {
+        std::fs::read_to_string(&self.log).unwrap_or_default()
+    }
+
+    /// Sends it a signal.
+    pub fn signal(&self, signal: Signal) {
+        if let Some(pid) = Pid::from_raw(self.child.id().cast_signed()) {
+            let _ = kill_process(pid, signal);
+        }
+    }
+
+    /// Whether it has ended.
+    pub fn has_ended(&mut self) -> bool {
+        !matches!(self.child.try_wait(), Ok(None))
+    }
+
+    /// Waits for its end.
+    ///
+    /// # Panics
+    /// When it does not end in time.
+    pub fn wait(&mut self) -> ExitStatus {
+        let deadline = Instant::now() + STOP_TIMEOUT;
+        loop {
+            match self.child.try_wait() {
+                Ok(Some(status)) => return status,
+                Ok(None) => {}
+                Err(error) => panic!("{error}"),
+            }
+            assert!(
+                Instant::now() < deadline,
+                "{} does not end:\n{}",
+                self.name,
+                self.output()
+            );
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if std::thread::panicking() {
+            eprintln!("--- {} ---\n{}", self.name, self.output());
+        }
+    }
+}

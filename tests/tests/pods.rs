@@ -1,0 +1,282 @@
+//! The commands that Pods consist of: what probes are told, the pause before an end, the look at a model.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use hearth_tests::{Rank, Ranks, copy_of_demo, root, run, worker};
+use rustix::fs::{CWD, FileType, Mode, mknodat};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+
+/// What a container's termination message holds.
+const REPORT_BYTES: u64 = 4096;
+
+/// Asks as a kubelet does: SERVING is 1, NOT_SERVING 2; `None` while nobody answers.
+async fn probe(address: &str, service: &str) -> Option<u8> {
+    let mut message = vec![0x0a, service.len() as u8];
+    message.extend(service.as_bytes());
+    let mut body = vec![0, 0, 0, 0, message.len() as u8];
+    body.extend(message);
+    let client = reqwest::Client::builder()
+        .http2_prior_knowledge()
+        .build()
+        .expect("client");
+    let request = client
+        .post(format!("http://{address}/grpc.health.v1.Health/Check"))
+        .header("content-type", "application/grpc")
+        .header("te", "trailers")
+        .timeout(Duration::from_secs(1))
+        .body(body);
+    let answer = request.send().await.ok()?.bytes().await.ok()?;
+    assert_eq!(answer[..6], [0, 0, 0, 0, 2, 8], "{answer:?}");
+    answer.get(6).copied()
+}
+
+async fn until_probe(rank: &mut Rank, address: &str, service: &str, expected: u8) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while probe(address, service).await != Some(expected) {
+        assert!(
+            Instant::now() < deadline && !rank.has_ended(),
+            "{service:?} is not {expected} in time:\n{}",
+            rank.output()
+        );
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn probes_follow_a_worker_that_loads_serves_and_drains() {
+    let mut ranks = Ranks::of_demo();
+    let model = copy_of_demo(ranks.directory());
+    // The load stops at a file that does not end.
+    let tokenizer = model.join("tokenizer.json");
+    let content = std::fs::read(&tokenizer).expect("tokenizer");
+    std::fs::remove_file(&tokenizer).expect("remove");
+    mknodat(CWD, &tokenizer, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).expect("fifo");
+    ranks.edit(|plan| plan["model"]["path"] = json!(model));
+    let health = free_address();
+    let arguments = ["--health", &health, "--grace", "200"].map(str::to_owned);
+    let mut rank = ranks.start("decode", "decode-0", &arguments);
+    until_probe(&mut rank, &health, "live", 1).await;
+    assert_eq!(
+        probe(&health, "").await,
+        Some(2),
+        "it is not ready before it has loaded"
+    );
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert_eq!(probe(&health, "").await, Some(2));
+    tokio::task::spawn_blocking(move || std::fs::write(tokenizer, content))
+        .await
+        .expect("task")
+        .expect("write");
+    until_probe(&mut rank, &health, "", 1).await;
+
+    // A request that is read slowly is in flight for as long as it takes; the worker is not ready meanwhile.
+    std::fs::remove_file(model.join("tokenizer.json")).expect("remove");
+    std::fs::copy(
+        root().join("models/hearth-demo/tokenizer.json"),
+        model.join("tokenizer.json"),
+    )
+    .expect("copy");
+    let routes = ["--routes".to_owned(), ranks.routes().display().to_string()];
+    let gateway = ranks.start("gateway", "gateway-0", &routes);
+    ranks.route_to(&[&rank]);
+    let v1 = format!("{}/v1", gateway.base());
+    let mut body = hearth_tests::chat_body("hearth-demo", "What is Hearth?", 1500);
+    body["logit_bias"] = json!({"1": -100});
+    until_serving(&gateway).await;
+    let (tell, told) = tokio::sync::oneshot::channel();
+    let stream = tokio::spawn(async move {
+        let mut tell = Some(tell);
+        hearth_tests::chat_stream(&v1, &body, |_, _| {
+            drop(tell.take().map(|tell| tell.send(())))
+        })
+        .await
+    });
+    told.await.expect("the stream begins");
+    rank.signal(Signal::TERM);
+    until_probe(&mut rank, &health, "", 2).await;
+    assert_eq!(probe(&health, "live").await, Some(1));
+    let answer = stream.await.expect("task").expect("the stream is finished");
+    assert_eq!(answer.completion_tokens, 1500);
+    assert!(rank.wait().success(), "{}", rank.output());
+}
+
+async fn until_serving(gateway: &Rank) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    loop {
+        let response = reqwest::get(format!("{}/ready", gateway.base())).await;
+        if response.is_ok_and(|response| response.status() == 200) {
+            return;
+        }
+        assert!(
+            Instant::now() < deadline,
+            "not ready:\n{}",
+            gateway.output()
+        );
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+fn free_address() -> String {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("port");
+    listener.local_addr().expect("address").to_string()
+}
+
+#[test]
+fn a_worker_whose_probes_cannot_be_answered_says_so() {
+    let ranks = Ranks::of_demo();
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("port");
+    let address = taken.local_addr().expect("address").to_string();
+    let mut rank = ranks.start(
+        "decode",
+        "decode-0",
+        &["--health".to_owned(), address.clone()],
+    );
+    assert_eq!(rank.wait().code(), Some(1));
+    assert!(
+        rank.output()
+            .contains(&format!("cannot listen on {address}")),
+        "{}",
+        rank.output()
+    );
+}
+
+#[test]
+fn linger_waits_and_ends_at_once_when_told() {
+    let began = Instant::now();
+    let (code, _, stderr) = run(worker().args(["linger", "--seconds", "1"]));
+    let took = began.elapsed();
+    assert_eq!(code, 0, "{stderr}");
+    assert!(
+        took >= Duration::from_secs(1) && took < Duration::from_secs(5),
+        "{took:?}"
+    );
+
+    let mut child = worker()
+        .args(["linger", "--seconds", "600"])
+        .stdin(Stdio::null())
+        .spawn()
+        .expect("linger");
+    std::thread::sleep(Duration::from_millis(500));
+    assert!(matches!(child.try_wait(), Ok(None)), "it did not wait");
+    let pid = Pid::from_raw(child.id().cast_signed()).expect("pid");
+    kill_process(pid, Signal::TERM).expect("signal");
+    let deadline = Instant::now() + Duration::from_secs(5);
+    let status = loop {
+        if let Some(status) = child.try_wait().expect("wait") {
+            break status;
+        }
+        assert!(Instant::now() < deadline, "it does not end");
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    assert_eq!(status.code(), Some(0));
+    let (code, _, stderr) = run(worker().args(["linger", "--seconds", "soon"]));
+    assert!(code != 0 && stderr.contains("soon"), "{stderr}");
+}
+
+/// Exit code, report and standard error of a look at a model. The report is a file that is there already, and that
+/// may not be replaced, as a container's is.
+fn inspect(model: &Path, report: &Path) -> (i32, String, String) {
+    let stale = "x".repeat(9000);
+    std::fs::write(report, stale).expect("write");
+    let inode = |path: &Path| {
+        std::os::unix::fs::MetadataExt::ino(&std::fs::metadata(path).expect("report"))
+    };
+    let before = inode(report);
+    let mut command: Command = worker();
+    let (code, _, stderr) = run(command
+        .args(["inspect", "--model"])
+        .arg(model)
+        .arg("--report")
+        .arg(report));
+    assert_eq!(inode(report), before, "the report was replaced");
+    assert!(std::fs::metadata(report).expect("report").len() <= REPORT_BYTES);
+    (
+        code,
+        std::fs::read_to_string(report).expect("report"),
+        stderr,
+    )
+}
+
+#[test]
+fn inspect_leaves_the_facts_that_the_planner_reads() {
+    let directory = tempfile::tempdir().expect("directory");
+    let report = directory.path().join("termination-log");
+    let demo = root().join("models/hearth-demo");
+    let (code, text, stderr) = inspect(&demo, &report);
+    assert_eq!(code, 0, "{stderr}");
+    let facts: Value = serde_json::from_str(&text).expect("JSON");
+    let (_, printed, _) = run(worker().args(["facts", "--json", "--model"]).arg(&demo));
+    assert_eq!(
+        facts,
+        serde_json::from_str::<Value>(&printed).expect("JSON")
+    );
+}
+
+#[test]
+fn inspect_refuses_what_cannot_be_served_in_its_own_words() {
+    type Damage = fn(&Path);
+    let cases: [(&str, Damage, &[&str]); 4] = [
+        (
+            "no weights",
+            |model| remove(model, "model.safetensors"),
+            &["safetensors"],
+        ),
+        (
+            "no tokenizer",
+            |model| remove(model, "tokenizer.json"),
+            &["tokenizer.json"],
+        ),
+        (
+            "another architecture",
+            |model| edit_config(model, |config| config["model_type"] = json!("mamba")),
+            &["mamba"],
+        ),
+        (
+            "a template that is none",
+            |model| std::fs::write(model.join("chat_template.jinja"), "{% for %}").expect("write"),
+            &["template"],
+        ),
+    ];
+    for (name, damage, words) in cases {
+        let directory = tempfile::tempdir().expect("directory");
+        let model = copy_of_demo(directory.path());
+        damage(&model);
+        let (code, text, stderr) = inspect(&model, &directory.path().join("termination-log"));
+        assert_eq!(code, 1, "{name}: {text}");
+        for word in words {
+            assert!(text.contains(word), "{name}: {text}");
+        }
+        assert!(
+            stderr.contains(&format!("error: {text}")),
+            "{name}: {stderr}"
+        );
+        assert!(!text.starts_with('{'), "{name}: {text}");
+    }
+    let nowhere = PathBuf::from("/nowhere/report");
+    let demo = root().join("models/hearth-demo");
+    let (code, _, stderr) = run(worker()
+        .args(["inspect", "--model"])
+        .arg(demo)
+        .arg("--report")
+        .arg(nowhere));
+    assert_eq!(code, 1);
+    assert!(
+        stderr.contains("--report /nowhere/report cannot be written"),
+        "{stderr}"
+    );
+}
+
+fn remove(model: &Path, file: &str) {
+    std::fs::remove_file(model.join(file)).expect("remove");
+}
+
+fn edit_config(model: &Path, edit: impl FnOnce(&mut Value)) {
+    let path = model.join("config.json");
+    let mut config: Value =
+        serde_json::from_slice(&std::fs::read(&path).expect("config")).expect("JSON");
+    edit(&mut config);
+    std::fs::write(path, config.to_string()).expect("write");
+}

@@ -1,0 +1,279 @@
+//! Workers that join, leave and die behind a running gateway, which a file tells of them, as it is in a cluster.
+//! All speak mutual TLS by a name that is theirs together, whatever their addresses.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use hearth_tests::{Answer, Metrics, Rank, Ranks, chat_body, chat_stream, write_certificates};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+const QUESTION: &str = "What is Hearth?";
+const NAME: &str = "demo.default.hearth";
+
+/// A gateway that follows a file, and the workers that a test gives it.
+struct Service {
+    ranks: Ranks,
+    gateway: Rank,
+}
+
+impl Service {
+    fn start() -> Self {
+        let ranks = Ranks::of_demo();
+        write_certificates(ranks.directory(), &[NAME]);
+        let mut arguments = tls(ranks.directory());
+        arguments.extend(["--routes".to_owned(), ranks.routes().display().to_string()]);
+        let gateway = ranks.start("gateway", "gateway-0", &arguments);
+        Self { ranks, gateway }
+    }
+
+    fn worker(&self, role: &'static str, name: &str) -> Rank {
+        self.ranks.start(role, name, &tls(self.ranks.directory()))
+    }
+
+    fn wait_for(&self, what: &str, holds: impl Fn(&Metrics) -> bool) {
+        Metrics::wait_for(&self.gateway.base(), what, holds);
+    }
+
+    fn wait_until_ready(&self, workers: &[&Rank]) {
+        self.wait_for("all are ready", |metrics| {
+            workers.iter().all(|worker| metrics.has(READY, worker, 1.0))
+        });
+    }
+
+    async fn ask(&self, body: &Value, each: impl FnMut(usize)) -> Answer {
+        let v1 = format!("{}/v1", self.gateway.base());
+        let mut each = each;
+        chat_stream(&v1, body, |pieces, _| each(pieces))
+            .await
+            .expect("the stream survives")
+    }
+
+    fn failovers(&self) -> f64 {
+        Metrics::of(&self.gateway.base()).count("hearth_failovers_total")
+    }
+
+    /// The one of these that runs the one stream there is.
+    fn busy<'a>(&self, workers: [&'a Rank; 2]) -> (&'a Rank, &'a Rank) {
+        let metrics = Metrics::of(&self.gateway.base());
+        let [first, second] = workers;
+        match metrics.has(REQUESTS, first, 1.0) {
+            true => (first, second),
+            false => (second, first),
+        }
+    }
+}
+
+const READY: &str = "hearth_worker_ready";
+const REQUESTS: &str = "hearth_worker_requests";
+
+trait OfWorker {
+    fn has(&self, name: &str, worker: &Rank, value: f64) -> bool;
+}
+
+impl OfWorker for Metrics {
+    fn has(&self, name: &str, worker: &Rank, value: f64) -> bool {
+        let address = format!("address=\"{}\"", worker.endpoint);
+        self.values(name, &[&address]) == [value]
+    }
+}
+
+fn tls(directory: &Path) -> Vec<String> {
+    let directory = directory.display().to_string();
+    ["--tls-dir", &directory, "--tls-name", NAME]
+        .map(str::to_owned)
+        .to_vec()
+}
+
+/// Seeded, and never at an end before its 300 tokens: the end-of-text token is banned.
+fn seeded(seed: u64) -> Value {
+    let mut body = chat_body("hearth-demo", QUESTION, 300);
+    body["temperature"] = json!(1.1);
+    body["seed"] = json!(seed);
+    body["logit_bias"] = json!({"1": -100});
+    body
+}
+
+async fn status(url: &str) -> u16 {
+    match reqwest::get(url).await {
+        Ok(response) => response.status().as_u16(),
+        Err(_) => 0,
+    }
+}
+
+async fn until_status(url: &str, expected: u16) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while status(url).await != expected {
+        assert!(Instant::now() < deadline, "{url} is not {expected} in time");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_gateway_holds_requests_until_its_first_worker_is_named() {
+    let mut service = Service::start();
+    until_status(&format!("{}/health", service.gateway.base()), 200).await;
+    assert_eq!(
+        status(&format!("{}/ready", service.gateway.base())).await,
+        503
+    );
+    let worker = service.worker("decode", "decode-0");
+    let (v1, body) = (
+        format!("{}/v1", service.gateway.base()),
+        chat_body("hearth-demo", QUESTION, 16),
+    );
+    let asked = tokio::spawn(async move { chat_stream(&v1, &body, |_, _| {}).await });
+    service.wait_for("the request waits", |metrics| {
+        metrics.sum("hearth_requests_queued", &[]) == 1.0
+    });
+    service.ranks.route_to(&[&worker]);
+    let answer = asked.await.expect("task").expect("answer");
+    assert!(answer.completion_tokens > 0, "{answer:?}");
+    assert_eq!(
+        status(&format!("{}/ready", service.gateway.base())).await,
+        200
+    );
+    // What cannot be understood changes nothing, and is complained of once.
+    std::fs::write(service.ranks.routes(), "{\"workers\": [nonsense").expect("write");
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let answer = service
+        .ask(&chat_body("hearth-demo", QUESTION, 4), |_| {})
+        .await;
+    assert!(answer.completion_tokens > 0);
+    let complaints = service
+        .gateway
+        .output()
+        .matches("routes stay as they were")
+        .count();
+    assert_eq!(complaints, 1, "{}", service.gateway.output());
+    // Told to end, it does.
+    service.gateway.signal(Signal::TERM);
+    assert!(service.gateway.wait().success());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_leaves_finishes_its_stream_and_one_that_dies_costs_no_token() {
+    let service = Service::start();
+    let first = service.worker("decode", "decode-0");
+    service.ranks.route_to(&[&first]);
+    service.wait_until_ready(&[&first]);
+    let bodies = [seeded(1), seeded(2), seeded(3)];
+    let mut expected = Vec::new();
+    for body in &bodies {
+        expected.push(service.ask(body, |_| {}).await);
+        assert_eq!(
+            expected.last().map(|answer| answer.completion_tokens),
+            Some(300)
+        );
+    }
+    // One more joins, of the same name, as the next plan's does.
+    let second = service.worker("decode", "decode-0");
+    service.ranks.route_to(&[&first, &second]);
+    service.wait_until_ready(&[&first, &second]);
+
+    // It leaves under a stream, which it finishes.
+    let mut left = None;
+    let answer = service
+        .ask(&bodies[0], |pieces| {
+            if pieces == 5 {
+                let (busy, other) = service.busy([&first, &second]);
+                service.ranks.route_to(&[other]);
+                service.wait_for("it leaves", |metrics| metrics.has(READY, busy, 0.0));
+                left = Some(busy);
+            }
+        })
+        .await;
+    assert_eq!(answer, expected[0]);
+    assert_eq!(service.failovers(), 0.0);
+    let left = left.expect("a worker left");
+    service.wait_for("nothing of it is left", |metrics| {
+        !metrics.has(READY, left, 0.0)
+    });
+
+    // Both again. One leaves under a stream and dies before its end.
+    service.ranks.route_to(&[&first, &second]);
+    service.wait_until_ready(&[&first, &second]);
+    let mut died = None;
+    let answer = service
+        .ask(&bodies[1], |pieces| {
+            if pieces == 5 {
+                let (busy, other) = service.busy([&first, &second]);
+                service.ranks.route_to(&[other]);
+                service.wait_for("it leaves", |metrics| metrics.has(READY, busy, 0.0));
+                busy.signal(Signal::KILL);
+                died = Some((busy, other));
+            }
+        })
+        .await;
+    assert_eq!(answer, expected[1]);
+    assert_eq!(service.failovers(), 1.0);
+
+    // The last one is killed as a member, and a new one takes its place only then.
+    let (_, survivor) = died.expect("a worker died");
+    let mut third = None;
+    let answer = service
+        .ask(&bodies[2], |pieces| {
+            if pieces == 5 {
+                survivor.signal(Signal::KILL);
+                let next = service.worker("decode", "decode-1");
+                service.ranks.route_to(&[&next]);
+                third = Some(next);
+            }
+        })
+        .await;
+    assert_eq!(answer, expected[2]);
+    assert!(service.failovers() >= 2.0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_is_told_to_end_finishes_its_stream_while_another_takes_over() {
+    let service = Service::start();
+    let mut first = service.worker("decode", "decode-0");
+    service.ranks.route_to(&[&first]);
+    service.wait_until_ready(&[&first]);
+    let expected = service.ask(&seeded(4), |_| {}).await;
+    let second = service.worker("decode", "decode-0");
+    let mut is_told = false;
+    let answer = service
+        .ask(&seeded(4), |pieces| {
+            if pieces == 5 {
+                service.ranks.route_to(&[&second]);
+                first.signal(Signal::TERM);
+                is_told = true;
+            }
+        })
+        .await;
+    assert!(is_told);
+    assert_eq!(answer, expected);
+    assert_eq!(service.failovers(), 0.0);
+    assert!(first.wait().success(), "{}", first.output());
+    assert_eq!(service.ask(&seeded(4), |_| {}).await, expected);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn prefill_workers_join_too() {
+    let service = Service::start();
+    let decode = service.worker("decode", "decode-0");
+    service.ranks.route_to(&[&decode]);
+    service.wait_until_ready(&[&decode]);
+    let long = |number: usize| {
+        let text = format!(
+            "{number}. {}{QUESTION}",
+            "The lab has a server. ".repeat(30)
+        );
+        chat_body("hearth-demo", &text, 24)
+    };
+    let alone = service.ask(&long(1), |_| {}).await;
+    let prefill = service.worker("prefill", "prefill-0");
+    service.ranks.route_to(&[&decode, &prefill]);
+    service.wait_until_ready(&[&decode, &prefill]);
+    service.ask(&long(2), |_| {}).await;
+    service.wait_for("KV has moved", |metrics| {
+        metrics.of_rank("hearth_worker_kv_moved_bytes_total", "prefill-0") > 0.0
+    });
+    // The same answer, whoever reads the prompt: nothing of the first is in a cache of a new worker.
+    let fresh = service.worker("decode", "decode-1");
+    service.ranks.route_to(&[&fresh, &prefill]);
+    service.wait_until_ready(&[&fresh, &prefill]);
+    assert_eq!(service.ask(&long(1), |_| {}).await, alone);
+}

@@ -1,0 +1,274 @@
+//! A gateway that ends loses no request of a client that kept its connection.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use tokio::io::{AsyncReadExt, AsyncWriteExt, copy_bidirectional};
+use tokio::net::{TcpListener, TcpStream};
+
+use crate::failover::{PATH, body, slow};
+use crate::support::{FakeWorker, Running, chat_body, eventually, gateway};
+
+/// Passes connections on to whichever gateway is in charge when they are made, as a Service does.
+struct Proxy {
+    address: SocketAddr,
+    target: Arc<Mutex<SocketAddr>>,
+    opened: Arc<AtomicUsize>,
+}
+
+impl Proxy {
+    async fn start(target: SocketAddr) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let target = Arc::new(Mutex::new(target));
+        let opened = Arc::new(AtomicUsize::new(0));
+        let proxy = Self {
+            address,
+            target: target.clone(),
+            opened: opened.clone(),
+        };
+        tokio::spawn(async move {
+            while let Ok((mut client, _)) = listener.accept().await {
+                let target = *target.lock().unwrap();
+                opened.fetch_add(1, Ordering::SeqCst);
+                tokio::spawn(async move {
+                    let mut gateway = TcpStream::connect(target).await?;
+                    copy_bidirectional(&mut client, &mut gateway).await
+                });
+            }
+        });
+        proxy
+    }
+}
+
+/// Asks again and again over kept connections until told to stop: answers, and failures in words.
+async fn asks(
+    http: reqwest::Client,
+    url: String,
+    number: usize,
+    stop: Arc<AtomicBool>,
+) -> (usize, Vec<String>) {
+    let (mut answers, mut failures) = (0, Vec::new());
+    let mut round = 0;
+    while !stop.load(Ordering::SeqCst) {
+        round += 1;
+        let text = format!("{number} {round}");
+        let is_streamed = round % 2 == 0;
+        let body = chat_body(&format!("say:{text}"), json!({"stream": is_streamed}));
+        let outcome = async {
+            let response = http
+                .post(&url)
+                .json(&body)
+                .send()
+                .await?
+                .error_for_status()?;
+            response.text().await
+        };
+        match outcome.await {
+            // A stream brings one letter an event.
+            Ok(answer) if is_streamed && answer.ends_with("data: [DONE]\n\n") => answers += 1,
+            Ok(answer) if answer.contains(&format!("\"content\":\"{text}\"")) => answers += 1,
+            Ok(answer) => failures.push(format!("{text}: {answer}")),
+            Err(error) => failures.push(format!("{text}: {error:?}")),
+        }
+        tokio::time::sleep(Duration::from_millis(number as u64 * 5)).await;
+    }
+    (answers, failures)
+}
+
+async fn one_takes_over_from_another(client: impl Fn() -> reqwest::Client) {
+    let worker = FakeWorker::start();
+    let mut first = gateway(&[&worker], |_| {}).await;
+    let second = gateway(&[&worker], |_| {}).await;
+    let proxy = Proxy::start(first.address).await;
+    let url = format!("http://{}{PATH}", proxy.address);
+    let stop = Arc::new(AtomicBool::new(false));
+    let clients: Vec<_> = (0..16)
+        .map(|number| tokio::spawn(asks(client(), url.clone(), number, stop.clone())))
+        .collect();
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let before = proxy.opened.load(Ordering::SeqCst);
+    assert!(
+        before <= 16,
+        "connections were not kept: {before} were opened"
+    );
+    *proxy.target.lock().unwrap() = second.address;
+    first.shut_down();
+    first.ended().await.unwrap();
+    let served = worker.behaviour.calls.lock().unwrap().len();
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    stop.store(true, Ordering::SeqCst);
+    let mut answers = 0;
+    for client in clients {
+        let (count, failures) = client.await.unwrap();
+        assert!(failures.is_empty(), "{failures:#?}");
+        answers += count;
+    }
+    let calls = worker.behaviour.calls.lock().unwrap().len();
+    assert_eq!(calls, answers, "each was asked once");
+    assert!(calls > served + 16, "all went on at the second gateway");
+    let after = proxy.opened.load(Ordering::SeqCst) - before;
+    assert!(
+        after <= 16,
+        "{after} connections were opened in the place of {before}"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn kept_connections_move_to_another_gateway_without_a_failure() {
+    one_takes_over_from_another(reqwest::Client::new).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn http2_connections_move_to_another_gateway_without_a_failure() {
+    let client = || {
+        let builder = reqwest::Client::builder();
+        builder.http2_prior_knowledge().build().unwrap()
+    };
+    one_takes_over_from_another(client).await;
+}
+
+async fn send(stream: &mut TcpStream, body: &serde_json::Value) {
+    let body = body.to_string();
+    let request = format!(
+        "POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{body}",
+        body.len()
+    );
+    stream.write_all(request.as_bytes()).await.unwrap();
+}
+
+/// Reads until `end` comes.
+async fn read_until(stream: &mut TcpStream, end: &str) -> String {
+    let mut text = String::new();
+    while !text.contains(end) {
+        let mut bytes = [0; 4096];
+        let count = stream.read(&mut bytes).await.unwrap();
+        assert!(count > 0, "it ended: {text}");
+        text += std::str::from_utf8(&bytes[..count]).unwrap();
+    }
+    text
+}
+
+/// Reads the end of the stream, which is no reset, and gives what came before it.
+async fn read_to_end(stream: &mut TcpStream) -> String {
+    let mut text = String::new();
+    stream.read_to_string(&mut text).await.unwrap();
+    text
+}
+
+async fn no_longer_accepts(gateway: &Running) {
+    eventually(|| async { TcpStream::connect(gateway.address).await.is_err() }).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_last_answer_on_a_kept_connection_says_that_it_ends() {
+    let worker = FakeWorker::start();
+    let mut gateway = gateway(&[&worker], |_| {}).await;
+    let mut kept = TcpStream::connect(gateway.address).await.unwrap();
+    send(&mut kept, &chat_body("say:one", json!({}))).await;
+    let answer = read_until(&mut kept, "}}").await;
+    assert!(
+        answer.starts_with("HTTP/1.1 200") && !answer.contains("connection: close"),
+        "{answer}"
+    );
+    gateway.shut_down();
+    no_longer_accepts(&gateway).await;
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    send(&mut kept, &chat_body("say:two", json!({}))).await;
+    let answer = read_to_end(&mut kept).await;
+    assert!(
+        answer.starts_with("HTTP/1.1 200") && answer.contains("connection: close"),
+        "{answer}"
+    );
+    assert!(answer.contains("\"content\":\"two\""), "{answer}");
+    gateway.ended().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn silent_connections_are_closed_and_hold_nothing_up() {
+    let worker = FakeWorker::start();
+    let mut gateway = gateway(&[&worker], |_| {}).await;
+    let mut used = TcpStream::connect(gateway.address).await.unwrap();
+    send(&mut used, &chat_body("say:one", json!({}))).await;
+    read_until(&mut used, "}}").await;
+    let mut unused = TcpStream::connect(gateway.address).await.unwrap();
+    let mut half = TcpStream::connect(gateway.address).await.unwrap();
+    half.write_all(b"PRI * HTTP/2.0\r\n\r\n").await.unwrap();
+    let began = Instant::now();
+    gateway.shut_down();
+    assert_eq!(read_to_end(&mut used).await, "");
+    assert!(
+        began.elapsed() >= Duration::from_secs(2),
+        "it was closed at once"
+    );
+    assert_eq!(read_to_end(&mut unused).await, "");
+    gateway.ended().await.unwrap();
+    assert!(
+        began.elapsed() < Duration::from_secs(8),
+        "{:?}",
+        began.elapsed()
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_that_outlives_the_drains_begin_leaves_room_for_one_more_request() {
+    let worker = FakeWorker::start();
+    slow(&worker);
+    let mut gateway = gateway(&[&worker], |_| {}).await;
+    let mut kept = TcpStream::connect(gateway.address).await.unwrap();
+    // The head of this answer was sent before anyone knew of the end.
+    send(&mut kept, &body(500)).await;
+    read_until(&mut kept, "\"content\":").await;
+    gateway.shut_down();
+    no_longer_accepts(&gateway).await;
+    read_until(&mut kept, "[DONE]\n\n\r\n0\r\n\r\n").await;
+    send(&mut kept, &chat_body("say:more", json!({}))).await;
+    let answer = read_to_end(&mut kept).await;
+    assert!(
+        answer.contains("connection: close") && answer.contains("\"content\":\"more\""),
+        "{answer}"
+    );
+    gateway.ended().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_that_were_sent_in_time_are_answered() {
+    let worker = FakeWorker::start();
+    let mut gateway = gateway(&[&worker], |_| {}).await;
+    let mut kept = Vec::new();
+    for _ in 0..20 {
+        let mut stream = TcpStream::connect(gateway.address).await.unwrap();
+        send(&mut stream, &chat_body("say:kept", json!({}))).await;
+        read_until(&mut stream, "}}").await;
+        kept.push(stream);
+    }
+    // All at once: on kept connections, on new ones that may not have been accepted, and the end.
+    let mut new = Vec::new();
+    for stream in &mut kept {
+        send(stream, &chat_body("say:last", json!({}))).await;
+        let mut stream = TcpStream::connect(gateway.address).await.unwrap();
+        send(&mut stream, &chat_body("say:last", json!({}))).await;
+        new.push(stream);
+    }
+    gateway.shut_down();
+    for stream in kept.iter_mut().chain(&mut new) {
+        let answer = read_until(stream, "}}").await;
+        assert!(answer.contains("\"content\":\"last\""), "{answer}");
+    }
+    gateway.ended().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_never_says_anything_is_let_go() {
+    let worker = FakeWorker::start();
+    let gateway = gateway(&[&worker], |config| {
+        config.limits.header_timeout = Duration::from_millis(300);
+    })
+    .await;
+    let mut silent = TcpStream::connect(gateway.address).await.unwrap();
+    let end = tokio::time::timeout(Duration::from_secs(5), read_to_end(&mut silent));
+    assert_eq!(end.await.unwrap(), "");
+}

@@ -196,7 +196,7 @@ fn made(
     observed: &Observed,
     deployment: &InferenceDeployment,
     model: &Model,
-) -> Result<InferencePlan, Refusal> {
+) -> Result<InferencePlan, Box<Refusal>> {
     let spec = &deployment.spec;
     let candidates = Candidates::of(observed, &spec.placement);
     let candidates = match &model.nodes {
@@ -219,7 +219,7 @@ fn made(
         profiles: &profiles,
         gpus_free: &candidates.gpus_free,
     });
-    let planned = planned.map_err(|error| Refusal { error, candidates })?;
+    let planned = planned.map_err(|error| Box::new(Refusal { error, candidates }))?;
     let mut notes = BTreeMap::from(notes_of(&spec.model.source, model));
     notes.insert(NOTE_INPUTS.to_owned(), inputs(spec, &model.facts));
     Ok(plan_object(&context, planned, notes))

@@ -64,6 +64,7 @@ pub(crate) struct Transition {
     pub(crate) is_warning: bool,
 }
 
+#[cfg(test)]
 impl Decision {
     /// Whether anything is written by it beside the status.
     pub(crate) fn writes_objects(&self) -> bool {

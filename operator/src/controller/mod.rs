@@ -50,6 +50,7 @@ mod testing;
 mod tests;
 mod validate;
 mod watches;
+mod words;
 mod world;
 
 use std::process::ExitCode;

@@ -5,8 +5,7 @@
 use std::time::Duration;
 
 use hearth_crds::{
-    FieldError, InferenceDeployment, InferenceDeploymentSpec, ParseError, Venue, unsupported,
-    validate_deployment,
+    FieldError, InferenceDeployment, ParseError, Venue, unsupported, validate_deployment,
 };
 
 use super::conditions::{self, PLANNED};
@@ -14,13 +13,6 @@ use super::observed::{Observed, Settings};
 
 /// How long a new plan may take when the spec does not say.
 const PROGRESS_DEADLINE: Duration = Duration::from_secs(600);
-
-/// A deployment whose spec can be planned.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Valid<'a> {
-    /// What is asked for.
-    pub(crate) spec: &'a InferenceDeploymentSpec,
-}
 
 /// Whether deployments of `namespace` are this operator's business.
 pub(crate) fn serves(settings: &Settings, namespace: &str) -> bool {
@@ -31,7 +23,7 @@ pub(crate) fn serves(settings: &Settings, namespace: &str) -> bool {
 ///
 /// # Errors
 /// Every field that is wrong, with what to write instead.
-pub(crate) fn validate(observed: &Observed) -> Result<Valid<'_>, Vec<FieldError>> {
+pub(crate) fn validate(observed: &Observed) -> Result<(), Vec<FieldError>> {
     let deployment = &observed.deployment;
     let namespace = deployment.metadata.namespace.as_deref().unwrap_or_default();
     if !serves(&observed.settings, namespace) {
@@ -44,9 +36,7 @@ pub(crate) fn validate(observed: &Observed) -> Result<Valid<'_>, Vec<FieldError>
     if !was_found_valid(deployment) {
         check_rules(deployment)?;
     }
-    Ok(Valid {
-        spec: &deployment.spec,
-    })
+    Ok(())
 }
 
 /// How long a new plan may take until all its workers are ready.
@@ -102,7 +92,7 @@ mod tests {
 
     fn check(yaml: &str) -> Result<(), String> {
         let observed = observed(deployment(yaml));
-        validate(&observed).map(|_| ()).map_err(|errors| {
+        validate(&observed).map_err(|errors| {
             let lines: Vec<String> = errors.iter().map(ToString::to_string).collect();
             lines.join("\n")
         })

@@ -200,6 +200,94 @@ async fn nothing_is_written_through_a_link() {
     assert_eq!(files(outside.path()), [""; 0]);
 }
 
+/// Entries that an enemy of ours might think of: each number of `dice` chooses something.
+fn wild_entries(dice: &mut impl Iterator<Item = u8>) -> Vec<(String, EntryType, String)> {
+    const WORDS: [&str; 8] = ["..", ".", "a", "b", "config.json", "", "outside", "link"];
+    const KINDS: [EntryType; 6] = [
+        EntryType::Regular,
+        EntryType::Directory,
+        EntryType::Symlink,
+        EntryType::Link,
+        EntryType::Symlink,
+        EntryType::Fifo,
+    ];
+    let path = |dice: &mut dyn Iterator<Item = u8>| {
+        let words = dice.next().unwrap() % 4;
+        let words = (0..=words).map(|_| WORDS[usize::from(dice.next().unwrap()) % WORDS.len()]);
+        words.collect::<Vec<_>>().join("/")
+    };
+    let count = dice.next().unwrap() % 6;
+    (0..=count)
+        .map(|_| {
+            let kind = KINDS[usize::from(dice.next().unwrap()) % KINDS.len()];
+            (path(dice), kind, path(dice))
+        })
+        .collect()
+}
+
+#[tokio::test]
+async fn whatever_an_archive_holds_nothing_is_touched_outside() {
+    let (mut taken, mut refused) = (0, 0);
+    for seed in 0..300 {
+        let mut dice = noise(200, seed).into_iter();
+        let wild = wild_entries(&mut dice);
+        let mut entries = vec![CONFIG];
+        entries.extend(
+            wild.iter()
+                .map(|(name, kind, link)| (name.as_str(), *kind, link.as_str(), b"".as_slice())),
+        );
+        let archive = raw_tar(&entries);
+        // All of it is here already: no server is asked.
+        let directory = TempDir::new().unwrap();
+        fs::write(directory.path().join("outside"), "untouched").unwrap();
+        let cache = directory.path().join("cache");
+        let source = Source::new("http://127.0.0.1:9/m.tar", &sha256(&archive)).unwrap();
+        let key = source.key();
+        fs::create_dir_all(cache.join("partial")).unwrap();
+        fs::write(cache.join(format!("partial/{key}.part")), &archive).unwrap();
+        let facts = format!("{{\"url_sha256\":\"\",\"total_bytes\":{}}}", archive.len());
+        fs::write(cache.join(format!("partial/{key}.json")), facts).unwrap();
+        let options = FetchOptions::default();
+        let outcome = fetch(&source, &Cache::new(&cache), &options, Arc::new(|_| {})).await;
+
+        let left = files(directory.path());
+        assert!(
+            left.iter().all(|path| !Path::new(path).is_symlink()),
+            "{wild:?}: {left:?}"
+        );
+        let model = cache.join(format!("models/{key}")).display().to_string() + "/";
+        let lock = format!("{key}.lock");
+        let outside: Vec<&String> = left
+            .iter()
+            .filter(|path| !path.starts_with(&model) && !path.ends_with(&lock))
+            .collect();
+        assert_eq!(
+            outside,
+            [&directory.path().join("outside").display().to_string()],
+            "{wild:?}"
+        );
+        assert_eq!(
+            fs::read(directory.path().join("outside")).unwrap(),
+            b"untouched"
+        );
+        match outcome {
+            Ok(directory) => {
+                assert!(directory.join("config.json").is_file(), "{wild:?}");
+                taken += 1;
+            }
+            Err(error) => {
+                assert_eq!(error.blame(), Blame::Content, "{wild:?}: {error}");
+                assert!(!Path::new(&model).exists(), "{wild:?}");
+                refused += 1;
+            }
+        }
+    }
+    assert!(
+        taken > 10 && refused > 50,
+        "the archives are all alike: {taken} {refused}"
+    );
+}
+
 #[tokio::test]
 async fn links_inside_are_second_names() {
     let blob = ("blobs/abc", EntryType::Regular, "", b"weights".as_slice());

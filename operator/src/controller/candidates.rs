@@ -86,15 +86,33 @@ pub(crate) fn is_lost(observed: &Observed, node: &str) -> bool {
 
 /// Why a node that is there takes no new Pod: it is cordoned, or has a taint that is not tolerated.
 pub(crate) fn is_closed(node: &NodeView, placement: &PlacementSpec) -> Option<String> {
+    closed_by(node, placement, |_| true)
+}
+
+/// Why what runs on a node is to leave it: as above, but not for what the cluster itself says of the node's state,
+/// which passes.
+pub(crate) fn is_to_be_left(node: &NodeView, placement: &PlacementSpec) -> Option<String> {
+    closed_by(node, placement, |taint| {
+        !taint.key.starts_with("node.kubernetes.io/")
+    })
+}
+
+fn closed_by(
+    node: &NodeView,
+    placement: &PlacementSpec,
+    counts: impl Fn(&Taint) -> bool,
+) -> Option<String> {
     if node.is_cordoned {
         return Some("is cordoned".to_owned());
     }
+    let is_tolerated = |taint: &Taint| {
+        let mut tolerations = placement.tolerations.iter();
+        tolerations.any(|toleration| tolerates(toleration, taint))
+    };
     let taint = node.taints.iter().find(|taint| {
         matches!(taint.effect.as_str(), "NoSchedule" | "NoExecute")
-            && !placement
-                .tolerations
-                .iter()
-                .any(|toleration| tolerates(toleration, taint))
+            && counts(taint)
+            && !is_tolerated(taint)
     })?;
     let value = match taint.value.as_str() {
         "" => String::new(),

@@ -14,7 +14,7 @@ use serde::Serialize;
 use sha2::{Digest, Sha256};
 
 use super::build::{BuildContext, deployment_of_plan, model_path, plan_object, source_digest};
-use super::candidates::{Candidates, is_closed, is_lost};
+use super::candidates::{Candidates, is_lost, is_to_be_left};
 use super::cause::Cause;
 use super::decision::Marks;
 use super::model::{Model, is_older, notes_of, told_by};
@@ -371,7 +371,7 @@ fn move_on(observed: &Observed, choice: &mut Choice, wanted: Option<&Model>) {
     let lost = nodes_of(&target).find(|node| is_lost(observed, node));
     let closed = nodes_of(&target).find_map(|node| {
         let view = observed.nodes.get(node)?;
-        Some((node, is_closed(view, &deployment.spec.placement)?))
+        Some((node, is_to_be_left(view, &deployment.spec.placement)?))
     });
     let trouble = match (lost, closed) {
         (Some(node), _) => Some(Cause::trouble("NodeLost", lost_words(observed, node))),

@@ -362,8 +362,7 @@ impl<'a> Sorted<'a> {
                 _ if is_gateway(pod) => {
                     mode == Mode::OldDownFirst || self.workers_are_ready() || !pod.is_ready
                 }
-                Mode::Surge => !gateways && self.workers_are_ready() && !self.is_routed(pod),
-                Mode::OldDownFirst => !gateways && !self.is_routed(pod),
+                _ => !gateways && !self.is_routed(pod),
             }
         };
         let ended = self.extra.iter().filter(may_go);

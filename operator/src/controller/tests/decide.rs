@@ -9,7 +9,7 @@ use crate::controller::conditions::{
     DECODE_READY, DEGRADED, MODEL_READY, PLANNED, PREFILL_READY, PROGRESSING, READY,
 };
 use crate::controller::decide::decide;
-use crate::controller::observed::{ContainerEnd, ContainerView, Measured, PodView};
+use crate::controller::observed::{ContainerEnd, ContainerView, Measured, PodView, Taint};
 use crate::controller::testing::MIB;
 
 const ALL: [&str; 7] = [
@@ -374,6 +374,28 @@ fn a_cordoned_node_is_left_without_a_gap() {
     world.node(&home, |node| node.is_cordoned = true);
     world.settle();
     assert_eq!(world.says(DEGRADED), ("True", "NodeCordoned"));
+    assert_eq!(world.says(READY), ("True", "Serving"));
+}
+
+#[test]
+fn a_taint_moves_work_and_a_node_under_pressure_keeps_it() {
+    let mut world = World::new("");
+    world.settle();
+    let home = world.observed.pods[0].node.clone();
+    let taint = |key: &str| Taint {
+        key: key.to_owned(),
+        value: String::new(),
+        effect: "NoSchedule".to_owned(),
+    };
+    world.node(&home, |node| {
+        node.taints = vec![taint("node.kubernetes.io/memory-pressure")];
+    });
+    world.settle();
+    assert_eq!(world.observed.plans.len(), 1);
+    assert_eq!(world.says(DEGRADED), ("False", "AsPlanned"));
+    world.node(&home, |node| node.taints = vec![taint("maintenance")]);
+    world.settle();
+    assert!(world.observed.pods.iter().all(|pod| pod.node != home));
     assert_eq!(world.says(READY), ("True", "Serving"));
 }
 

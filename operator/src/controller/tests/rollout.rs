@@ -136,14 +136,39 @@ fn a_kept_gateway_routes_to_old_workers_until_the_new_ones_are_ready() {
 
 #[test]
 fn a_worker_is_ended_only_after_its_gateway_was_told() {
-    let (old, new) = (plan("a", "a"), plan("a", "b"));
+    for mib in [600, 1000] {
+        let (old, new) = (plan("a", "a"), plan("a", "b"));
+        let mut sim = running(mib, &old);
+        let address = format!("{}:9400", sim.pods["demo-decode-0-a"].view.ip);
+        let mut is_ended = false;
+        while !is_ended {
+            let told = sim.pods["demo-gateway-0-a"].view.routes.clone();
+            let steps = sim.visit(&new);
+            is_ended = steps.end.iter().any(|end| end.name == "demo-decode-0-a");
+            assert!(
+                !(is_ended && told.contains(&address)),
+                "it is ended while it is routed to"
+            );
+            sim.turn();
+        }
+    }
+}
+
+#[test]
+fn the_old_gateway_stays_while_a_new_worker_is_down_again() {
+    let (old, new) = (plan("a", "a"), plan("b", "b"));
     let mut sim = running(1000, &old);
-    let address = format!("{}:9400", sim.pods["demo-decode-0-a"].view.ip);
-    sim.settle(&new, |sim, steps| {
-        let ends_it = steps.end.iter().any(|end| end.name == "demo-decode-0-a");
-        let is_routed = sim.pods["demo-gateway-0-a"].view.routes.contains(&address);
-        assert!(!(ends_it && is_routed), "it is ended while it is routed to");
-    });
+    while !sim.pods.contains_key("demo-gateway-0-b") {
+        sim.visit(&new);
+        sim.turn();
+    }
+    sim.broken.insert("b".to_owned());
+    sim.pods.remove("demo-decode-0-b");
+    for _ in 0..20 {
+        sim.visit(&new);
+        sim.turn();
+        assert!(sim.serves(&old), "what ran goes on");
+    }
 }
 
 #[test]

@@ -14,9 +14,6 @@ use toktrie::{InferenceCapabilities, TokEnv, TokRxInfo, TokTrie, TokenId, Tokeni
 
 use crate::Grammar;
 
-/// White space between the parts of JSON: bounded, so that no model fills its answer with it.
-const JSON_WHITESPACE: &str = r"[\x20\x0A\x0D\x09]{1,20}";
-
 /// Why a grammar cannot be followed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GrammarError {
@@ -228,7 +225,7 @@ impl GrammarState {
     }
 }
 
-/// A schema from its text, with bounded white space.
+/// A schema from its text.
 fn parse_schema(text: &str) -> Result<TopLevelGrammar, GrammarError> {
     let invalid = |reason: String| GrammarError::Invalid {
         kind: "json_schema",
@@ -238,14 +235,19 @@ fn parse_schema(text: &str) -> Result<TopLevelGrammar, GrammarError> {
         serde_json::from_str(text).map_err(|e| invalid(format!("it is no JSON: {e}")))?;
     match schema {
         serde_json::Value::Object(_) => Ok(json_schema(schema)),
-        serde_json::Value::Bool(_) => Ok(TopLevelGrammar::from_json_schema(schema)),
+        serde_json::Value::Bool(true) => Ok(json_schema(serde_json::json!({}))),
+        serde_json::Value::Bool(false) => Ok(TopLevelGrammar::from_json_schema(schema)),
         _ => Err(invalid("a schema is a JSON object".to_owned())),
     }
 }
 
+/// JSON on one line, a blank behind each comma and colon, as models were trained with it: where white space is free,
+/// a model may fill its answer with it.
 fn json_schema(mut schema: serde_json::Value) -> TopLevelGrammar {
     if let Some(object) = schema.as_object_mut() {
-        let options = serde_json::json!({ "whitespace_pattern": JSON_WHITESPACE });
+        let options = serde_json::json!({
+            "whitespace_flexible": false, "item_separator": ", ", "key_separator": ": "
+        });
         object.insert("x-guidance".to_owned(), options);
     }
     TopLevelGrammar::from_json_schema(schema)

@@ -1,0 +1,467 @@
+//! Hearth on a cluster of two real kubelets, as its users see it: from `helm install` to an empty namespace.
+
+mod refusals;
+mod release;
+mod streams;
+
+use std::process::Command;
+use std::time::Duration;
+
+use hearth_tests::cluster::{Cluster, Options, condition, wait_until};
+use hearth_tests::{chat_body, chat_stream, copy_of_demo, python, root, run};
+use serde_json::{Value, json};
+
+use release::{PATIENCE, SYSTEM, deployment, infd, names, patch, pods, wait_until_settled};
+use streams::Streams;
+
+const OPTIONS: Options = Options {
+    nodes: 2,
+    controllers: true,
+    dns: true,
+    metrics_server: true,
+    fake_gpu: Vec::new(),
+    audit: true,
+    breaks: true,
+};
+
+#[test]
+fn from_install_to_uninstall() {
+    let Some(cluster) = Cluster::start_or_skip(&OPTIONS) else {
+        return;
+    };
+    let before = kinds_in_use(&cluster);
+    let images = cluster.import_hearth();
+    release::install(&cluster, &images, 2);
+    release::helm_test(&cluster);
+    the_demo_answers(&cluster);
+    refusals::are_refused_with_help(&cluster);
+    scales_by_kubectl(&cluster);
+    a_new_model_comes_beside_the_old_one(&cluster);
+    a_killed_worker_costs_no_token(&cluster);
+    an_autoscaler_follows_the_cpu(&cluster);
+    another_operator_takes_over(&cluster);
+    a_quiet_operator_writes_nothing(&cluster);
+    nothing_is_left(&cluster, &before);
+}
+
+#[test]
+fn what_two_cannot_hold_makes_room_and_a_lost_node_is_left() {
+    let options = Options {
+        fake_gpu: vec![2],
+        ..OPTIONS
+    };
+    let Some(cluster) = Cluster::start_or_skip(&options) else {
+        return;
+    };
+    let images = cluster.import_hearth();
+    release::install(&cluster, &images, 1);
+    gpus_are_held_where_they_are(&cluster);
+    old_down_first_drops_nothing(&cluster);
+    the_operator_dies_in_the_middle_of_a_rollout(&cluster);
+    a_failing_plan_rolls_back(&cluster);
+    a_lost_node_is_left(&cluster);
+}
+
+fn demo() -> Value {
+    let text = std::fs::read_to_string(root().join("manifests/examples/demo.yaml")).expect("demo");
+    serde_norway::from_str(&text).expect("YAML")
+}
+
+fn the_demo_answers(cluster: &Cluster) {
+    cluster.apply(&demo().to_string());
+    let found = wait_until_settled(cluster, "demo");
+    for kind in [
+        "Ready",
+        "Planned",
+        "ModelReady",
+        "PrefillReady",
+        "DecodeReady",
+    ] {
+        assert_eq!(condition(&found, kind), Some("True"), "{found:#}");
+    }
+    let table = cluster.kubectl(&["get", "infd", "demo"]);
+    let row: Vec<&str> = table
+        .lines()
+        .nth(1)
+        .expect("a row")
+        .split_whitespace()
+        .collect();
+    assert_eq!(
+        row[..6],
+        ["demo", "hearth-demo", "True", "1", "1/1", "1/1"],
+        "{table}"
+    );
+    let reach = cluster.reach("default", "demo", 80);
+    let (code, stdout, stderr) = run(Command::new(python())
+        .arg(root().join("tests/python/openai_client.py"))
+        .arg(reach.v1()));
+    assert_eq!(code, 0, "{stdout}\n{stderr}");
+    let streams = Streams::start(&reach.v1());
+    streams.wait_for(2 * streams::STREAMS);
+    streams.finish();
+    // Pods have no way into the API server, and stand in a namespace that could enforce `restricted`.
+    for pod in pods(cluster, "demo", "") {
+        assert_eq!(
+            pod["spec"]["automountServiceAccountToken"], false,
+            "{pod:#}"
+        );
+    }
+    let label = "pod-security.kubernetes.io/enforce=restricted";
+    let dry = [
+        "label",
+        "namespace",
+        "default",
+        label,
+        "--overwrite",
+        "--dry-run=server",
+    ];
+    let warnings = run(cluster.kubectl_command().args(dry)).2;
+    assert!(!warnings.contains("demo-"), "{warnings}");
+}
+
+fn scales_by_kubectl(cluster: &Cluster) {
+    let kept = names(&pods(cluster, "demo", "decode"));
+    cluster.kubectl(&["scale", "infd/demo", "--replicas=2"]);
+    let found = wait_until_settled(cluster, "demo");
+    assert_eq!(
+        found["status"]["pools"]["decode"]["summary"], "2/2",
+        "{found:#}"
+    );
+    let now = names(&pods(cluster, "demo", "decode"));
+    assert!(kept.iter().all(|pod| now.contains(pod)), "{kept:?} {now:?}");
+    let scale = cluster.kubectl(&["get", "infd/demo", "--subresource=scale", "--output=json"]);
+    let scale: Value = serde_json::from_str(&scale).expect("JSON");
+    assert_eq!(scale["status"]["replicas"], 2, "{scale:#}");
+    cluster.kubectl(&["scale", "infd/demo", "--replicas=1"]);
+    wait_until_settled(cluster, "demo");
+}
+
+/// A model on the nodes' disks: nodes of the test share the machine's file system.
+fn model_on_disk(directory: &tempfile::TempDir) -> Value {
+    use std::os::unix::fs::PermissionsExt;
+    let model = copy_of_demo(directory.path());
+    let open = std::fs::Permissions::from_mode(0o755);
+    std::fs::set_permissions(directory.path(), open).expect("permissions");
+    json!({"source": {"builtin": null, "hostPath": {"path": model}}, "servedName": "hearth-demo"})
+}
+
+fn a_new_model_comes_beside_the_old_one(cluster: &Cluster) {
+    let directory = tempfile::tempdir_in("/var/tmp").expect("directory");
+    let reach = cluster.reach("default", "demo", 80);
+    let streams = Streams::start(&reach.v1());
+    streams.wait_for(streams::STREAMS);
+    let old = names(&pods(cluster, "demo", ""));
+    patch(
+        cluster,
+        "demo",
+        &json!({"model": model_on_disk(&directory)}),
+    );
+    wait_until_settled(cluster, "demo");
+    let new = names(&pods(cluster, "demo", ""));
+    assert!(new.iter().all(|pod| !old.contains(pod)), "{old:?} {new:?}");
+    streams.wait_for(streams::STREAMS);
+    let builtin = json!({"source": {"hostPath": null, "builtin": {"name": "hearth-demo"}}});
+    patch(cluster, "demo", &json!({"model": builtin}));
+    wait_until_settled(cluster, "demo");
+    streams.wait_for(streams::STREAMS);
+    println!(
+        "{} answers through two changes of the model",
+        streams.finish()
+    );
+}
+
+fn a_killed_worker_costs_no_token(cluster: &Cluster) {
+    let reach = cluster.reach("default", "demo", 80);
+    let streams = Streams::start(&reach.v1());
+    streams.wait_for(streams::STREAMS);
+    let decode = names(&pods(cluster, "demo", "decode"));
+    assert!(cluster.kill_pod_processes("default", &decode[0]) > 0);
+    streams.wait_for(2 * streams::STREAMS);
+    streams.finish();
+    let after = pods(cluster, "demo", "decode");
+    assert_eq!(
+        after[0]["status"]["containerStatuses"][0]["restartCount"], 1,
+        "{after:#?}"
+    );
+}
+
+fn an_autoscaler_follows_the_cpu(cluster: &Cluster) {
+    cluster.kubectl(&["scale", "infd/demo", "--replicas=1"]);
+    let path = root().join("manifests/examples/hpa.yaml");
+    let text = std::fs::read_to_string(path).expect("hpa.yaml");
+    let mut hpa: Value = serde_norway::from_str(&text).expect("YAML");
+    // Two cores are shared with the whole cluster here, so that less of them must do.
+    hpa["spec"]["metrics"][0]["resource"]["target"]["averageUtilization"] = json!(30);
+    hpa["spec"]["maxReplicas"] = json!(2);
+    cluster.apply(&hpa.to_string());
+    let reach = cluster.reach("default", "demo", 80);
+    let streams = Streams::start(&reach.v1());
+    wait_until(
+        "the autoscaler asks for a second worker",
+        Duration::from_secs(150),
+        || (infd(cluster, "demo")["spec"]["decode"]["replicas"] == 2).then_some(()),
+    );
+    let found = wait_until_settled(cluster, "demo");
+    assert_eq!(
+        found["status"]["pools"]["decode"]["summary"], "2/2",
+        "{found:#}"
+    );
+    streams.finish();
+    cluster.kubectl(&["delete", "hpa", "demo"]);
+}
+
+fn another_operator_takes_over(cluster: &Cluster) {
+    let holder = || {
+        let lease = cluster
+            .get("lease", SYSTEM, "hearth-operator")
+            .expect("Lease");
+        lease["spec"]["holderIdentity"]
+            .as_str()
+            .unwrap_or_default()
+            .to_owned()
+    };
+    let first = holder();
+    assert!(!first.is_empty());
+    let arguments = ["delete", "pod", &first, "--grace-period=0", "--force"];
+    cluster.kubectl(&[&arguments[..], &["--namespace", SYSTEM]].concat());
+    patch(
+        cluster,
+        "demo",
+        &json!({"decode": {"replicas": 1, "maxBatch": 4}}),
+    );
+    wait_until_settled(cluster, "demo");
+    assert_ne!(holder(), first);
+}
+
+fn a_quiet_operator_writes_nothing(cluster: &Cluster) {
+    let writes = || {
+        let log = cluster.audit_log();
+        let by_us = log
+            .into_iter()
+            .filter(|entry| entry.user.contains(":hearth-operator") && entry.resource != "leases");
+        by_us.collect::<Vec<_>>()
+    };
+    // What is measured settles after the last stream.
+    std::thread::sleep(Duration::from_secs(10));
+    let before = writes().len();
+    std::thread::sleep(Duration::from_secs(20));
+    let after = writes();
+    assert_eq!(after.len(), before, "{:#?}", &after[before..]);
+}
+
+/// Every kind of namespaced and cluster-wide resource with the names of its objects.
+fn kinds_in_use(cluster: &Cluster) -> Vec<String> {
+    let kinds = cluster.kubectl(&["api-resources", "--verbs=list", "--output=name"]);
+    let passing = [
+        "events",
+        "events.events.k8s.io",
+        "leases.coordination.k8s.io",
+    ];
+    let measured = |kind: &str| kind.ends_with("metrics.k8s.io");
+    let kinds: Vec<&str> = kinds
+        .lines()
+        .filter(|kind| !passing.contains(kind) && !measured(kind))
+        .collect();
+    let arguments = [
+        "get",
+        &kinds.join(","),
+        "--all-namespaces",
+        "--ignore-not-found",
+    ];
+    let columns = "--output=custom-columns=K:.kind,NS:.metadata.namespace,N:.metadata.name";
+    let all = cluster.kubectl(&[&arguments[..], &["--no-headers", columns]].concat());
+    let squeezed = all.lines().map(|line| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        words.join(" ")
+    });
+    squeezed.collect()
+}
+
+fn nothing_is_left(cluster: &Cluster, before: &[String]) {
+    cluster.kubectl(&["delete", "infd", "--all", "--timeout=60s"]);
+    wait_until(
+        "all that belonged to the deployment is gone",
+        PATIENCE,
+        || {
+            let kinds = "pods,services,secrets,poddisruptionbudgets,networkpolicies,infp";
+            let left = cluster.kubectl(&[
+                "get",
+                kinds,
+                "--selector=hearth.dev/deployment",
+                "--output=name",
+            ]);
+            left.trim().is_empty().then_some(())
+        },
+    );
+    release::uninstall(cluster);
+    cluster.kubectl(&["delete", "namespace", SYSTEM]);
+    let mut left = Vec::new();
+    let is_gone =
+        hearth_tests::cluster::try_wait_until("nothing of ours is left", PATIENCE, || {
+            left = kinds_in_use(cluster);
+            // Kubernetes keeps what it made for itself, such as roots in ConfigMaps; ours bear our name.
+            left.retain(|line| !before.contains(line));
+            left.retain(|line| {
+                ["hearth", "demo", "infd"]
+                    .iter()
+                    .any(|word| line.contains(word))
+            });
+            left.is_empty().then_some(())
+        });
+    assert!(is_gone.is_ok(), "{left:#?}");
+}
+
+fn gpus_are_held_where_they_are(cluster: &Cluster) {
+    let spec = json!({"prefill": {"gpusPerWorker": 2}});
+    cluster.apply(&deployment("demo", spec).to_string());
+    wait_until_settled(cluster, "demo");
+    let prefill = pods(cluster, "demo", "prefill");
+    assert_eq!(prefill[0]["spec"]["nodeName"], "node-2", "{prefill:#?}");
+    let limits = &prefill[0]["spec"]["containers"][0]["resources"]["limits"];
+    assert_eq!(limits["nvidia.com/gpu"], "2", "{limits}");
+}
+
+/// Both GPUs are held by the old prefill worker, so that the new one can only come after it.
+fn old_down_first_drops_nothing(cluster: &Cluster) {
+    let directory = tempfile::tempdir_in("/var/tmp").expect("directory");
+    let reach = cluster.reach("default", "demo", 80);
+    let streams = Streams::start(&reach.v1());
+    streams.wait_for(streams::STREAMS);
+    patch(
+        cluster,
+        "demo",
+        &json!({"model": model_on_disk(&directory)}),
+    );
+    let mut most = 0;
+    wait_until("the new model serves", PATIENCE, || {
+        let running = |pod: &&Value| pod["status"]["phase"] == "Running";
+        most = most.max(
+            pods(cluster, "demo", "prefill")
+                .iter()
+                .filter(running)
+                .count(),
+        );
+        let found = infd(cluster, "demo");
+        let is_new = found["status"]["plan"]["generation"] == 2;
+        (is_new
+            && condition(&found, "Ready") == Some("True")
+            && condition(&found, "Progressing") == Some("False"))
+        .then_some(())
+    });
+    assert_eq!(most, 1, "two prefill workers at a time");
+    streams.wait_for(streams::STREAMS);
+    println!("{} answers while the old made room", streams.finish());
+    let builtin = json!({"source": {"hostPath": null, "builtin": {"name": "hearth-demo"}}});
+    patch(cluster, "demo", &json!({"model": builtin}));
+    wait_until_settled(cluster, "demo");
+}
+
+fn the_operator_dies_in_the_middle_of_a_rollout(cluster: &Cluster) {
+    let reach = cluster.reach("default", "demo", 80);
+    let streams = Streams::start(&reach.v1());
+    streams.wait_for(streams::STREAMS);
+    let generation = infd(cluster, "demo")["status"]["plan"]["generation"].clone();
+    patch(cluster, "demo", &json!({"decode": {"maxBatch": 3}}));
+    wait_until("the rollout begins", PATIENCE, || {
+        (infd(cluster, "demo")["status"]["plan"]["generation"] != generation).then_some(())
+    });
+    let selector = "--selector=app.kubernetes.io/component=operator";
+    let arguments = ["delete", "pods", selector, "--grace-period=0", "--force"];
+    cluster.kubectl(&[&arguments[..], &["--namespace", SYSTEM]].concat());
+    wait_until_settled(cluster, "demo");
+    streams.wait_for(streams::STREAMS);
+    streams.finish();
+    let names = names(&pods(cluster, "demo", ""));
+    assert_eq!(names.len(), 3, "{names:?}");
+}
+
+/// A model that is damaged after it was inspected keeps the new workers from starting.
+fn a_failing_plan_rolls_back(cluster: &Cluster) {
+    let reach = cluster.reach("default", "demo", 80);
+    let directory = tempfile::tempdir_in("/var/tmp").expect("directory");
+    let model = model_on_disk(&directory);
+    let tokenizer = directory.path().join("model/tokenizer.json");
+    let streams = Streams::start(&reach.v1());
+    let good = infd(cluster, "demo")["status"]["plan"]["name"].clone();
+    patch(
+        cluster,
+        "demo",
+        &json!({"model": model, "rollout": {"progressDeadline": "40s"}}),
+    );
+    // The model is inspected while it is whole, and damaged before the workers read it.
+    wait_until("the new plan is made", PATIENCE, || {
+        (infd(cluster, "demo")["status"]["plan"]["name"] != good).then_some(())
+    });
+    std::fs::write(&tokenizer, "{}").expect("damage");
+    let found = wait_until(
+        "the last good plan is back",
+        Duration::from_secs(150),
+        || {
+            let found = infd(cluster, "demo");
+            (found["status"]["plan"]["name"] == good && condition(&found, "Ready") == Some("True"))
+                .then_some(found)
+        },
+    );
+    let (reason, message) = release::said(&found, "Progressing");
+    println!("{reason}: {message}");
+    assert!(message.contains("tokenizer.json"), "{found:#}");
+    streams.wait_for(streams::STREAMS);
+    streams.finish();
+}
+
+fn a_lost_node_is_left(cluster: &Cluster) {
+    cluster.kubectl(&["delete", "infd", "--all"]);
+    wait_until("the last Pods are gone", PATIENCE, || {
+        pods(cluster, "demo", "").is_empty().then_some(())
+    });
+    // The operator on the node that stays: what is tested is the work, not its own move.
+    let operator = cluster.list("pods", SYSTEM, "app.kubernetes.io/component=operator");
+    let stays = operator[0]["spec"]["nodeName"]
+        .as_str()
+        .expect("a node")
+        .to_owned();
+    let goes = if stays == "node-1" {
+        "node-2"
+    } else {
+        "node-1"
+    };
+    let there = json!({"placement": {"nodeSelector": {"kubernetes.io/hostname": goes}}});
+    cluster.apply(&deployment("demo", there).to_string());
+    wait_until_settled(cluster, "demo");
+    patch(
+        cluster,
+        "demo",
+        &json!({"placement": {"nodeSelector": null}}),
+    );
+    wait_until_settled(cluster, "demo");
+    assert!(
+        pods(cluster, "demo", "")
+            .iter()
+            .all(|pod| pod["spec"]["nodeName"] == goes)
+    );
+    cluster.node_named(goes).kill();
+    wait_until("the work has moved", Duration::from_secs(120), || {
+        let found = infd(cluster, "demo");
+        let on_other = |pod: &Value| pod["spec"]["nodeName"] == stays.as_str();
+        let moved = pods(cluster, "demo", "")
+            .iter()
+            .filter(|pod| on_other(pod))
+            .count();
+        (moved == 3 && condition(&found, "Ready") == Some("True")).then_some(())
+    });
+    let known = &streams::known()[0];
+    let reach = cluster.reach("default", "demo", 80);
+    let body = chat_body("hearth-demo", &known.question, 200);
+    let runtime = tokio::runtime::Runtime::new().expect("runtime");
+    // The Service's rules follow its endpoints a moment later.
+    let answer = wait_until("the Service leads to the new gateway", PATIENCE, || {
+        let asked = runtime.block_on(chat_stream(&reach.v1(), &body, |_, _| {}));
+        asked.ok()
+    });
+    assert_eq!(answer.text.trim(), known.answer);
+    let gone = |pod: &Value| pod["spec"]["nodeName"] == goes;
+    assert!(
+        !pods(cluster, "demo", "").iter().any(gone),
+        "Pods of the lost node are still listed"
+    );
+}

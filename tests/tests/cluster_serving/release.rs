@@ -1,0 +1,124 @@
+//! Hearth as its users install it, and what they ask `kubectl` about it.
+
+use std::process::Command;
+use std::time::Duration;
+
+use hearth_tests::cluster::{Cluster, Images, condition, wait_until};
+use hearth_tests::{root, run};
+use serde_json::{Value, json};
+
+/// For anything that a cluster does by itself.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
+/// Where the release lives.
+pub(crate) const SYSTEM: &str = "hearth-system";
+
+/// Runs helm to its end.
+fn helm(cluster: &Cluster, arguments: &[&str]) -> String {
+    let (code, stdout, stderr) = run(Command::new(cluster.tool("helm"))
+        .args(arguments)
+        .args(["--namespace", SYSTEM])
+        .arg("--kubeconfig")
+        .arg(cluster.kubeconfig())
+        .current_dir(root()));
+    assert_eq!(code, 0, "helm {arguments:?}\n{stdout}\n{stderr}");
+    stdout
+}
+
+/// Installs the chart with `replicas` operators, and waits until all nodes are measured.
+pub(crate) fn install(cluster: &Cluster, images: &Images, replicas: u32) {
+    let registry = images.operator.0.trim_end_matches("/hearth");
+    let values = [
+        format!("image.registry={registry}"),
+        format!("image.tag={}", images.operator.1),
+        "image.pullPolicy=IfNotPresent".to_owned(),
+        format!("operator.replicas={replicas}"),
+        "crds.keep=false".to_owned(),
+    ];
+    let mut arguments = vec!["install", "hearth", "charts/hearth", "--create-namespace"];
+    for value in &values {
+        arguments.extend(["--set", value]);
+    }
+    helm(cluster, &arguments);
+    let nodes = cluster.list("nodes", "", "").len();
+    wait_until("all nodes are measured", PATIENCE, || {
+        let profiles = cluster.try_kubectl(&["get", "nodeprofiles", "--output=name"]);
+        (profiles.ok()?.lines().count() == nodes).then_some(())
+    });
+}
+
+/// Runs the chart's own tests.
+pub(crate) fn helm_test(cluster: &Cluster) {
+    helm(cluster, &["test", "hearth"]);
+}
+
+/// Takes the release away.
+pub(crate) fn uninstall(cluster: &Cluster) {
+    helm(cluster, &["uninstall", "hearth", "--wait"]);
+}
+
+/// An InferenceDeployment with this spec beside the demo's model.
+pub(crate) fn deployment(name: &str, spec: Value) -> Value {
+    let mut spec = spec;
+    if spec["model"].is_null() {
+        spec["model"] = json!({"source": {"builtin": {"name": "hearth-demo"}}});
+    }
+    json!({
+        "apiVersion": "hearth.dev/v1alpha1",
+        "kind": "InferenceDeployment",
+        "metadata": {"name": name, "namespace": "default"},
+        "spec": spec,
+    })
+}
+
+/// The deployment as it is.
+pub(crate) fn infd(cluster: &Cluster, name: &str) -> Value {
+    let found = cluster.get("inferencedeployment", "default", name);
+    found.unwrap_or_else(|| panic!("no InferenceDeployment {name}"))
+}
+
+/// Changes the spec by a merge patch.
+pub(crate) fn patch(cluster: &Cluster, name: &str, spec: &Value) {
+    let patch = json!({ "spec": spec }).to_string();
+    let target = format!("inferencedeployment/{name}");
+    cluster.kubectl(&["patch", &target, "--type=merge", "--patch", &patch]);
+}
+
+/// Waits until the spec as it is now runs whole: Ready, and nothing on its way.
+pub(crate) fn wait_until_settled(cluster: &Cluster, name: &str) -> Value {
+    wait_until(&format!("{name} runs as asked"), PATIENCE, || {
+        let found = infd(cluster, name);
+        let is_current = found["status"]["observedGeneration"] == found["metadata"]["generation"];
+        let is_ready = condition(&found, "Ready") == Some("True");
+        let is_quiet = condition(&found, "Progressing") == Some("False");
+        (is_current && is_ready && is_quiet).then_some(found)
+    })
+}
+
+/// Pods of a deployment, all roles or one.
+pub(crate) fn pods(cluster: &Cluster, name: &str, role: &str) -> Vec<Value> {
+    let mut selector = format!("hearth.dev/deployment={name}");
+    if !role.is_empty() {
+        selector += &format!(",hearth.dev/role={role}");
+    }
+    cluster.list("pods", "default", &selector)
+}
+
+/// Names of Pods.
+pub(crate) fn names(pods: &[Value]) -> Vec<String> {
+    let name = |pod: &Value| pod["metadata"]["name"].as_str().map(str::to_owned);
+    pods.iter().filter_map(name).collect()
+}
+
+/// Reason and message of a condition.
+pub(crate) fn said(found: &Value, kind: &str) -> (String, String) {
+    let conditions = found["status"]["conditions"].as_array();
+    let condition = conditions
+        .into_iter()
+        .flatten()
+        .find(|condition| condition["type"] == kind);
+    let text = |field: &str| {
+        let value = condition.map_or(&Value::Null, |condition| &condition[field]);
+        value.as_str().unwrap_or_default().to_owned()
+    };
+    (text("reason"), text("message"))
+}

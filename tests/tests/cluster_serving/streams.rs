@@ -1,0 +1,128 @@
+//! Clients that never stop asking, so that a change happens under streams.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use hearth_tests::{chat_body, chat_stream, root};
+use serde_json::Value;
+
+/// Streams at a time.
+pub(crate) const STREAMS: usize = 8;
+const MOST_TOKENS: u32 = 200;
+
+/// A question with the demo model's own answer, as transformers gives it on the same weights.
+#[derive(Clone)]
+pub(crate) struct Known {
+    pub(crate) question: String,
+    pub(crate) answer: String,
+}
+
+/// Questions whose answers are long enough to be in mid-stream when something happens.
+pub(crate) fn known() -> Vec<Known> {
+    let path = root().join("models/training/transformers_answers.jsonl");
+    let text = std::fs::read_to_string(&path)
+        .unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    let known = text.lines().map(|line| {
+        let line: Value = serde_json::from_str(line).expect("a JSON line");
+        let field = |name: &str| line[name].as_str().expect("a text").to_owned();
+        Known {
+            question: field("question"),
+            answer: field("answer"),
+        }
+    });
+    known.filter(|known| known.answer.len() > 120).collect()
+}
+
+/// Clients at work.
+pub(crate) struct Streams {
+    stop: Arc<AtomicBool>,
+    tally: Arc<Mutex<Tally>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Default)]
+struct Tally {
+    right: usize,
+    wrong: Vec<String>,
+}
+
+impl Streams {
+    /// [`STREAMS`] clients ask `v1` one question after another.
+    pub(crate) fn start(v1: &str) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let tally = Arc::new(Mutex::new(Tally::default()));
+        let thread = std::thread::spawn({
+            let (v1, stop, tally) = (v1.to_owned(), stop.clone(), tally.clone());
+            move || run(&v1, &stop, &tally)
+        });
+        Self {
+            stop,
+            tally,
+            thread: Some(thread),
+        }
+    }
+
+    /// Whole right answers so far.
+    pub(crate) fn right(&self) -> usize {
+        lock(&self.tally).right
+    }
+
+    /// Waits until `more` further answers are there.
+    pub(crate) fn wait_for(&self, more: usize) {
+        let goal = self.right() + more;
+        hearth_tests::cluster::wait_until("streams go on", Duration::from_secs(150), || {
+            (self.right() >= goal).then_some(())
+        });
+    }
+
+    /// Lets the streams in flight end. Every answer must have been whole and right.
+    pub(crate) fn finish(mut self) -> usize {
+        self.stop.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            thread.join().expect("clients");
+        }
+        let tally = lock(&self.tally);
+        assert!(
+            tally.wrong.is_empty(),
+            "{} of {} streams failed: {:#?}",
+            tally.wrong.len(),
+            tally.wrong.len() + tally.right,
+            &tally.wrong[..tally.wrong.len().min(5)]
+        );
+        tally.right
+    }
+}
+
+fn lock(tally: &Mutex<Tally>) -> std::sync::MutexGuard<'_, Tally> {
+    tally.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn run(v1: &str, stop: &AtomicBool, tally: &Mutex<Tally>) {
+    let known = known();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .expect("runtime");
+    runtime.block_on(async {
+        let clients = (0..STREAMS).map(|client| ask(v1, &known, client, stop, tally));
+        futures::future::join_all(clients).await;
+    });
+}
+
+async fn ask(v1: &str, known: &[Known], client: usize, stop: &AtomicBool, tally: &Mutex<Tally>) {
+    let mut turn = client;
+    while !stop.load(Ordering::Relaxed) {
+        let Known { question, answer } = &known[turn % known.len()];
+        turn += STREAMS;
+        let body = chat_body("hearth-demo", question, MOST_TOKENS);
+        let got = chat_stream(v1, &body, |_, _| {}).await;
+        let mut tally = lock(tally);
+        match got {
+            Ok(got) if got.text.trim() == answer => tally.right += 1,
+            Ok(got) => tally.wrong.push(format!("{question}: {:?}", got.text)),
+            Err(error) => tally.wrong.push(format!("{question}: {error:#}")),
+        }
+    }
+}

@@ -358,7 +358,7 @@ hearth_requests_running 0
 
     #[test]
     fn medians_lie_within_their_bucket() {
-        let median = |counts: &[(f64, f64)]| Buckets(counts.to_vec()).median_ms();
+        let median = |counts: &[(f64, f64)]| Buckets(counts.to_vec()).median_ms().map(f64::round);
         assert_eq!(median(&[]), None);
         assert_eq!(median(&[(0.1, 0.0), (f64::INFINITY, 0.0)]), None);
         assert_eq!(median(&[(0.1, 4.0), (f64::INFINITY, 4.0)]), Some(50.0));
@@ -393,7 +393,7 @@ hearth_requests_running 0
         }
         let told = measures
             .measured(&demo)
-            .and_then(|measured| measured.ttft_ms);
+            .and_then(|measured| measured.ttft_ms.map(f64::round));
         (measures, told, news)
     }
 

@@ -72,6 +72,7 @@ pub(crate) struct Agents<G> {
 }
 
 /// One agent that is there.
+#[derive(Clone)]
 struct Agent {
     node: String,
     worker: Worker,
@@ -124,12 +125,12 @@ impl<G: Ground> Agents<G> {
             };
             let due: Vec<Agent> = agents.into_iter().filter(|agent| due(agent)).collect();
             asked.extend(due.iter().map(|agent| (agent.node.clone(), now)));
-            let asks = due.iter().map(|agent| async move {
-                let outcome = self.refresh_profile(agent).await;
+            let asks = due.into_iter().map(|agent| async move {
+                let outcome = self.refresh_profile(&agent).await;
                 if outcome.is_ok() {
-                    self.retain(agent).await;
+                    self.retain(&agent).await;
                 }
-                (agent.node.clone(), outcome)
+                (agent.node, outcome)
             });
             for (node, outcome) in at_a_time(asks).await {
                 complaints.hear(&node, outcome);
@@ -149,16 +150,17 @@ impl<G: Ground> Agents<G> {
             let Some(agents) = self.agents().await else {
                 continue;
             };
-            let asks = due.iter().map(|poll| {
+            let asks = due.into_iter().map(|poll| {
                 let agent = agents.iter().find(|agent| agent.node == poll.node);
+                let agent = agent.cloned();
                 async move {
-                    let view = match agent {
-                        Some(agent) => ask_model(agent, poll).await,
+                    let view = match &agent {
+                        Some(agent) => ask_model(agent, &poll).await,
                         None => {
                             FetchView::Unknown(format!("node {} has no running agent", poll.node))
                         }
                     };
-                    let woken = self.lock().learn(poll, view, Instant::now());
+                    let woken = self.lock().learn(&poll, view, Instant::now());
                     woken
                         .iter()
                         .for_each(|deployment| self.ground.wake(deployment));

@@ -279,6 +279,7 @@ async fn nothing_is_dropped_before_all_is_known() {
         Some(&source),
         &["a".to_owned()],
     );
+    *scene.played.node.lock().expect("node") = "a".to_owned();
     let kept = until("a call of Retain with the wish in it", || {
         let retained = scene.played.retained.lock().expect("retained");
         retained.iter().find(|keys| keys.len() == 2).cloned()

@@ -209,7 +209,7 @@ async fn an_authority_changes_under_a_running_operator() {
     let authority = authority(&api);
     authority.keep(start()).await.expect("authority");
     let first = object(&api, CA)["data"]["tls.crt"].clone();
-    let announce = days(3650 * 2 / 3);
+    let announce = days(3650 * 2 / 3 + 1);
     let mut theirs = object(&api, CA);
     theirs["metadata"]["resourceVersion"] = json!("other");
     api.be_quicker(Method::PUT, CA, theirs);

@@ -13,7 +13,7 @@ use crate::controller::observed::Settings;
 
 pub(super) fn settings() -> Settings {
     Settings {
-        worker_image: "ghcr.io/hearth-dev/hearth-worker:0.1.0".to_owned(),
+        worker_image: "hearth.dev/hearth-worker:0.1.0".to_owned(),
         pull_policy: "IfNotPresent".to_owned(),
         pull_secrets: Vec::new(),
         operator_namespace: "hearth-system".to_owned(),

@@ -396,3 +396,7 @@ fn annotations(marks: &Marks, uid: Option<&str>) -> Value {
         None => json!({"metadata": {"annotations": notes}}),
     }
 }
+
+#[cfg(test)]
+#[path = "apply_tests.rs"]
+mod tests;

@@ -12,6 +12,7 @@ use http::{Method, Request, Response, StatusCode, header};
 use http_body_util::{BodyExt as _, Full};
 use kube::client::{Body, ClientBuilder, DynBody};
 use kube::{Client, Config};
+use serde_json::{Value, json};
 use tower::{BoxError, Layer, Service};
 
 use super::telemetry::Telemetry;
@@ -105,30 +106,41 @@ where
             if !is_watch {
                 telemetry.requested(verb, resource, code);
             }
-            answer.map(with_readable_refusal)
+            with_readable_refusal(answer?).await
         })
     }
 }
 
-/// Load shedding answers 429 in plain words with a header; put as a Status, its wait survives.
-fn with_readable_refusal(mut response: Response<Box<DynBody>>) -> Response<Box<DynBody>> {
+/// Load shedding answers 429 in plain words with a header; put into a Status, its wait survives.
+async fn with_readable_refusal(
+    response: Response<Box<DynBody>>,
+) -> Result<Response<Box<DynBody>>, BoxError> {
     if response.status() != StatusCode::TOO_MANY_REQUESTS {
-        return response;
+        return Ok(response);
     }
-    let wait = response
-        .headers()
-        .get(header::RETRY_AFTER)
+    let (mut parts, body) = response.into_parts();
+    let header = parts.headers.get(header::RETRY_AFTER);
+    let wait = header
         .and_then(|value| value.to_str().ok())
         .and_then(|value| value.parse::<u32>().ok())
         .unwrap_or(1);
-    let status = serde_json::json!({
-        "kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 429, "reason": "TooManyRequests",
-        "message": "the API server is busy", "details": {"retryAfterSeconds": wait.max(1)},
-    });
-    response.headers_mut().remove(header::CONTENT_LENGTH);
-    response.headers_mut().remove(header::TRANSFER_ENCODING);
+    let said = body.collect().await?.to_bytes();
+    let mut status = match serde_json::from_slice::<Value>(&said) {
+        Ok(status @ Value::Object(_)) => status,
+        _ => json!({
+            "kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "TooManyRequests",
+            "message": String::from_utf8_lossy(&said).trim(),
+        }),
+    };
+    status["code"] = json!(429);
+    if !status["details"].is_object() {
+        status["details"] = json!({});
+    }
+    status["details"]["retryAfterSeconds"] = json!(wait.max(1));
+    parts.headers.remove(header::CONTENT_LENGTH);
+    parts.headers.remove(header::TRANSFER_ENCODING);
     let body = Full::new(Bytes::from(status.to_string())).map_err(BoxError::from);
-    response.map(|_| Box::new(body) as Box<DynBody>)
+    Ok(Response::from_parts(parts, Box::new(body)))
 }
 
 fn verb(method: &Method) -> &'static str {
@@ -165,6 +177,25 @@ fn resource(path: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn the_wait_of_a_busy_server_survives() {
+        for (said, message) in [
+            ("try again later\n", "try again later"),
+            (r#"{"kind":"Status","message":"storage"}"#, "storage"),
+        ] {
+            let body = Full::new(Bytes::from(said)).map_err(BoxError::from);
+            let response = Response::builder()
+                .status(429)
+                .header("retry-after", "7")
+                .body(Box::new(body) as Box<DynBody>);
+            let answer = with_readable_refusal(response.unwrap()).await.unwrap();
+            let text = answer.into_body().collect().await.unwrap().to_bytes();
+            let status: kube::core::Status = serde_json::from_slice(&text).unwrap();
+            assert_eq!((status.code, &*status.message), (429, message));
+            assert_eq!(status.details.unwrap().retry_after_seconds, 7);
+        }
+    }
 
     #[test]
     fn requests_are_counted_by_what_they_are_of() {

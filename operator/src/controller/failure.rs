@@ -17,8 +17,13 @@ pub(crate) enum Failure {
     #[error("{0} is still ending")]
     Terminating(String),
     /// The API server asks to wait.
-    #[error("the API server is busy and asks to wait {} s", .0.as_secs())]
-    Throttled(Duration),
+    #[error("the API server asks to wait {wait:?}: {why}")]
+    Throttled {
+        /// How long.
+        wait: Duration,
+        /// In its words.
+        why: String,
+    },
     /// The API server failed.
     #[error("{0}")]
     Server(String),
@@ -47,7 +52,7 @@ impl Failure {
             Self::Conflict(_) => "Conflict",
             Self::NotFound(_) => "NotFound",
             Self::Terminating(_) => "Terminating",
-            Self::Throttled(_) => "Throttled",
+            Self::Throttled { .. } => "Throttled",
             Self::Server(_) => "Server",
             Self::Network(_) => "Network",
             Self::Forbidden(_) => "Forbidden",
@@ -67,7 +72,7 @@ impl Failure {
             Self::Conflict(_) | Self::NotFound(_) | Self::Terminating(_) if failures <= 3 => {
                 jitter(Duration::from_secs(1))
             }
-            Self::Throttled(wait) => {
+            Self::Throttled { wait, .. } => {
                 // All that were told to wait do not come back at once, nor every second for ever.
                 *wait + jitter(exponential(failures))
             }
@@ -103,7 +108,10 @@ impl From<&kube::Error> for Failure {
             404 | 410 => Self::NotFound(message),
             429 => {
                 let seconds = status.details.as_ref().map_or(1, |d| d.retry_after_seconds);
-                Self::Throttled(Duration::from_secs(u64::from(seconds.clamp(1, 60))))
+                Self::Throttled {
+                    wait: Duration::from_secs(u64::from(seconds.clamp(1, 60))),
+                    why: message,
+                }
             }
             // A namespace that ends refuses all that is new: it soon takes its objects with it.
             403 if message.contains("being terminated") => Self::Conflict(message),
@@ -185,7 +193,10 @@ mod tests {
         assert_eq!(seconds(&refused(409), 1), 1.0);
         assert_eq!(seconds(&refused(409), 30), 60.0);
         assert_eq!(seconds(&refused(403), 1), 300.0);
-        let busy = Failure::Throttled(Duration::from_secs(7));
+        let busy = Failure::Throttled {
+            wait: Duration::from_secs(7),
+            why: String::new(),
+        };
         assert_eq!(seconds(&busy, 1), 7.5);
         assert!(server.wait(4, 0.0) < server.wait(4, 1.0));
     }

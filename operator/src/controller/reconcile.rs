@@ -247,12 +247,12 @@ impl Reconciler {
         if serves(&self.settings, &namespace) {
             return None;
         }
-        let generation = deployment.metadata.generation;
-        let seen = deployment
+        // Whoever has visited it looks after it, or has said already that nobody does.
+        if deployment
             .status
             .as_ref()
-            .and_then(|s| s.observed_generation);
-        if seen.is_some() && seen == generation {
+            .is_some_and(|s| s.observed_generation.is_some())
+        {
             return Some(None);
         }
         let created = deployment.metadata.creation_timestamp.as_ref()?;

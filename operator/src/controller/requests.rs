@@ -211,6 +211,6 @@ fn in_words(what: &str, failure: Failure) -> Failure {
         Failure::Network(why) => Failure::Network(words(why)),
         Failure::Forbidden(why) => Failure::Forbidden(words(why)),
         Failure::Invalid(why) => Failure::Invalid(words(why)),
-        other @ (Failure::Terminating(_) | Failure::Throttled(_)) => other,
+        other @ (Failure::Terminating(_) | Failure::Throttled { .. }) => other,
     }
 }

@@ -276,7 +276,8 @@ impl Listener {
             }
             // Watches end all the time: a new list or watch follows.
             _ if is_usual(error) => return tracing::debug!("{kind}s: {}", chain(error)),
-            _ => format!("{kind}s are not watched for now: {}", chain(error)),
+            Some(other) => format!("{kind}s are not watched for now: {other}"),
+            None => format!("{kind}s are not watched for now: {}", chain(error)),
         };
         if self.trouble.as_ref() != Some(&words) {
             tracing::warn!("{words}");

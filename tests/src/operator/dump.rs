@@ -1,0 +1,112 @@
+//! Objects without what differs from run to run.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Value, json};
+
+/// Fields of metadata that differ from run to run.
+const METADATA: [&str; 4] = [
+    "resourceVersion",
+    "uid",
+    "creationTimestamp",
+    "managedFields",
+];
+/// Annotations that hold digests over uids, or serial numbers.
+const NOTES: [&str; 2] = ["hearth.dev/rank-hash", "hearth.dev/certificate"];
+
+/// The objects of a namespace as text, in the order of their kinds and names. Left out or replaced is what differs from
+/// run to run: uids, times, versions, addresses, digests over uids, the contents of Secrets, and the namespace's name.
+pub(super) fn normal(namespace: &str, objects: Vec<Value>) -> String {
+    let mut replaced = replacements(&objects);
+    replaced.insert(namespace.to_owned(), "NAMESPACE".to_owned());
+    let mut texts: Vec<String> = objects
+        .into_iter()
+        .map(|object| {
+            let object = plain(object);
+            let text = serde_json::to_string_pretty(&object).unwrap_or_default();
+            // Longer texts first: the name of a deployment is a part of those of its Pods.
+            let mut pairs: Vec<(&String, &String)> = replaced.iter().collect();
+            pairs.sort_by_key(|(from, _)| std::cmp::Reverse(from.len()));
+            pairs
+                .into_iter()
+                .fold(text, |text, (from, to)| text.replace(from, to))
+        })
+        .collect();
+    texts.sort();
+    texts.join("\n")
+}
+
+/// What Pods are called and where they are, by rank.
+fn replacements(objects: &[Value]) -> BTreeMap<String, String> {
+    let mut replaced = BTreeMap::new();
+    for object in objects.iter().filter(|object| object["kind"] == "pods") {
+        let metadata = &object["metadata"];
+        let rank = &metadata["labels"]["hearth.dev/rank"];
+        let rank = rank.as_str().unwrap_or("inspect");
+        let hash = metadata["annotations"]["hearth.dev/rank-hash"].as_str();
+        if let (Some(name), Some(hash)) = (metadata["name"].as_str(), hash) {
+            replaced.insert(name.to_owned(), name.replace(hash, "HASH"));
+        }
+        if let Some(address) = object["status"]["podIP"].as_str() {
+            replaced.insert(address.to_owned(), format!("ADDRESS-OF-{rank}"));
+        }
+    }
+    for object in objects {
+        if let Some(uid) = object["metadata"]["uid"].as_str() {
+            let name = object["metadata"]["name"].as_str().unwrap_or_default();
+            let kind = object["kind"].as_str().unwrap_or_default();
+            replaced.insert(uid.to_owned(), format!("UID-OF-{kind}/{name}"));
+        }
+    }
+    replaced
+}
+
+fn plain(mut object: Value) -> Value {
+    if let Some(metadata) = object["metadata"].as_object_mut() {
+        for field in METADATA {
+            metadata.remove(field);
+        }
+        if let Some(notes) = metadata
+            .get_mut("annotations")
+            .and_then(Value::as_object_mut)
+        {
+            for note in NOTES {
+                if let Some(value) = notes.get_mut(note) {
+                    *value = json!("PRESENT");
+                }
+            }
+        }
+    }
+    match object["kind"].as_str() {
+        Some("secrets") => {
+            // Keys and certificates are made anew; that they are there is what counts.
+            for part in ["/data", "/metadata/annotations"] {
+                if let Some(values) = object.pointer_mut(part).and_then(Value::as_object_mut) {
+                    values
+                        .values_mut()
+                        .for_each(|value| *value = json!("PRESENT"));
+                }
+            }
+        }
+        Some("services") => {
+            if let Some(spec) = object["spec"].as_object_mut() {
+                spec.remove("clusterIP");
+                spec.remove("clusterIPs");
+            }
+        }
+        _ => {}
+    }
+    without_times(&mut object);
+    object
+}
+
+fn without_times(value: &mut Value) {
+    match value {
+        Value::Object(fields) => {
+            fields.retain(|name, _| name != "lastTransitionTime" && name != "startTime");
+            fields.values_mut().for_each(without_times);
+        }
+        Value::Array(items) => items.iter_mut().for_each(without_times),
+        _ => {}
+    }
+}

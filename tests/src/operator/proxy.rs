@@ -1,0 +1,307 @@
+//! A proxy between an operator and the API server that breaks what a test asks it to break.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::{Request, State};
+use axum::http::{Method, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use futures::StreamExt as _;
+use kube::Client;
+use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
+
+/// Largest body that is passed on.
+const BODY_BYTES: usize = 16 << 20;
+
+/// Which write ends the operator, counted from 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kill {
+    /// The write, counted from when this was asked for.
+    pub write: u64,
+    /// Before the API server hears of it, or after it was done and before the operator hears of that.
+    pub side: Side,
+}
+
+/// See [`Kill`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// The write is lost.
+    Before,
+    /// Its answer is lost.
+    After,
+}
+
+/// What is broken for a while.
+#[derive(Clone, Debug, Default)]
+pub struct Faults {
+    /// Requests of a hundred that are answered so, by status.
+    pub refused_percent: BTreeMap<u16, u32>,
+    /// Whether reads are refused too.
+    pub refuse_reads: bool,
+    /// Watches end after this long.
+    pub watch_life: Option<Duration>,
+    /// What a watch says is held back for so long.
+    pub watch_delay: Option<Duration>,
+}
+
+/// A write that passed.
+#[derive(Clone, Debug)]
+pub struct Write {
+    /// When.
+    pub at: Instant,
+    /// POST, PUT, PATCH or DELETE.
+    pub method: Method,
+    /// The path of the object.
+    pub path: String,
+    /// The answer's status; 0: none was awaited.
+    pub code: u16,
+}
+
+/// The proxy. It ends when it is dropped.
+pub struct Proxy {
+    /// Where it listens, by plain HTTP.
+    pub address: SocketAddr,
+    inner: Arc<Inner>,
+    task: JoinHandle<()>,
+}
+
+struct Inner {
+    upstream: Client,
+    state: Mutex<Inside>,
+    /// A fixed sequence of pseudo-random numbers.
+    dice: AtomicU64,
+}
+
+#[derive(Default)]
+struct Inside {
+    faults: Faults,
+    kill: Option<Kill>,
+    /// Writes since `kill` was set.
+    counted: u64,
+    victim: Option<u32>,
+    writes: Vec<Write>,
+    requests: u64,
+}
+
+impl Proxy {
+    /// Starts it before `upstream`.
+    ///
+    /// # Panics
+    /// When no port can be had.
+    pub async fn start(upstream: Client) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await;
+        let listener = listener.unwrap_or_else(|error| panic!("no port: {error}"));
+        let address = listener.local_addr();
+        let address = address.unwrap_or_else(|error| panic!("no address: {error}"));
+        let inner = Arc::new(Inner {
+            upstream,
+            state: Mutex::default(),
+            dice: AtomicU64::new(0x9e37_79b9_7f4a_7c15),
+        });
+        let router = Router::new().fallback(pass).with_state(Arc::clone(&inner));
+        let task = tokio::spawn(async move {
+            if let Err(error) = axum::serve(listener, router).await {
+                eprintln!("the proxy ended: {error}");
+            }
+        });
+        Self {
+            address,
+            inner,
+            task,
+        }
+    }
+
+    /// Ends the process `victim` at a write from now on.
+    pub fn kill(&self, kill: Kill, victim: u32) {
+        let mut state = self.inner.lock();
+        state.kill = Some(kill);
+        state.counted = 0;
+        state.victim = Some(victim);
+    }
+
+    /// Whether the operator has been killed, which is done once.
+    pub fn has_killed(&self) -> bool {
+        let state = self.inner.lock();
+        state.victim.is_some() && state.kill.is_none()
+    }
+
+    /// Breaks this from now on.
+    pub fn set_faults(&self, faults: Faults) {
+        self.inner.lock().faults = faults;
+    }
+
+    /// All writes that the API server has answered.
+    pub fn writes(&self) -> Vec<Write> {
+        self.inner.lock().writes.clone()
+    }
+
+    /// How many writes the API server has answered.
+    pub fn write_count(&self) -> usize {
+        self.inner.lock().writes.len()
+    }
+
+    /// Requests of all kinds, refused ones too.
+    pub fn request_count(&self) -> u64 {
+        self.inner.lock().requests
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Inner {
+    fn lock(&self) -> MutexGuard<'_, Inside> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A number below `limit`.
+    fn roll(&self, limit: u32) -> u32 {
+        let step = |seed: u64| {
+            let seed = seed ^ (seed << 13);
+            let seed = seed ^ (seed >> 7);
+            Some(seed ^ (seed << 17))
+        };
+        let seed = self
+            .dice
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, step);
+        let seed = seed.unwrap_or_else(|seed| seed);
+        u32::try_from((seed >> 16) % u64::from(limit.max(1))).unwrap_or(0)
+    }
+
+    /// The status that this request is refused with.
+    fn refusal(&self, faults: &Faults, is_write: bool) -> Option<u16> {
+        if !is_write && !faults.refuse_reads {
+            return None;
+        }
+        let roll = self.roll(100);
+        let mut bound = 0;
+        for (code, percent) in &faults.refused_percent {
+            bound += percent;
+            if roll < bound {
+                return Some(*code);
+            }
+        }
+        None
+    }
+
+    /// The number of a write.
+    fn number(&self) -> u64 {
+        let mut state = self.lock();
+        state.counted += 1;
+        state.counted
+    }
+
+    /// Whether the operator ends at this side of a write; if so, it has.
+    fn is_last(&self, write: u64, side: Side) -> bool {
+        let mut state = self.lock();
+        if state.kill != Some(Kill { write, side }) {
+            return false;
+        }
+        state.kill = None;
+        if let Some(victim) = state.victim.and_then(|pid| {
+            let pid = i32::try_from(pid).ok()?;
+            rustix::process::Pid::from_raw(pid)
+        }) {
+            let _ = rustix::process::kill_process(victim, rustix::process::Signal::KILL);
+        }
+        true
+    }
+}
+
+async fn pass(State(inner): State<Arc<Inner>>, request: Request) -> Response {
+    let is_write = !matches!(*request.method(), Method::GET | Method::HEAD);
+    let query = request.uri().query().unwrap_or_default();
+    let is_watch = query.contains("watch=true");
+    let faults = {
+        let mut state = inner.lock();
+        state.requests += 1;
+        state.faults.clone()
+    };
+    if let Some(code) = inner.refusal(&faults, is_write) {
+        return refuse(code);
+    }
+    let number = if is_write { inner.number() } else { 0 };
+    if is_write && inner.is_last(number, Side::Before) {
+        return std::future::pending().await;
+    }
+    let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+    let answer = forward(&inner.upstream, request).await;
+    if is_write {
+        let code = answer.as_ref().map_or(0, |answer| answer.status().as_u16());
+        inner.lock().writes.push(Write {
+            at: Instant::now(),
+            method,
+            path,
+            code,
+        });
+        if inner.is_last(number, Side::After) {
+            return std::future::pending().await;
+        }
+    }
+    match answer {
+        Ok(answer) if is_watch => broken_watch(answer, &faults),
+        Ok(answer) => answer,
+        Err(error) => (StatusCode::BAD_GATEWAY, error).into_response(),
+    }
+}
+
+async fn forward(upstream: &Client, request: Request) -> Result<Response, String> {
+    let (mut parts, body) = request.into_parts();
+    let body = axum::body::to_bytes(body, BODY_BYTES).await;
+    let body = body.map_err(|error| error.to_string())?;
+    for name in [header::HOST, header::CONTENT_LENGTH, header::CONNECTION] {
+        parts.headers.remove(name);
+    }
+    let request = Request::from_parts(parts, kube::client::Body::from(body));
+    let answer = upstream.send(request).await;
+    let answer = answer.map_err(|error| error.to_string())?;
+    let (mut parts, body) = answer.into_parts();
+    parts.headers.remove(header::TRANSFER_ENCODING);
+    parts.headers.remove(header::CONNECTION);
+    Ok(Response::from_parts(parts, Body::new(body)))
+}
+
+/// A watch that says things late, or ends early.
+fn broken_watch(answer: Response, faults: &Faults) -> Response {
+    let (life, delay) = (faults.watch_life, faults.watch_delay);
+    if life.is_none() && delay.is_none() {
+        return answer;
+    }
+    let (parts, body) = answer.into_parts();
+    let end = Instant::now() + life.unwrap_or(Duration::from_secs(3600));
+    let pieces = body.into_data_stream();
+    let pieces = pieces.then(move |piece| async move {
+        tokio::time::sleep(delay.unwrap_or_default()).await;
+        piece
+    });
+    let pieces = pieces.take_until(tokio::time::sleep_until(end.into()));
+    Response::from_parts(parts, Body::from_stream(pieces))
+}
+
+fn refuse(code: u16) -> Response {
+    let status = StatusCode::from_u16(code).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    let reason = match code {
+        409 => "Conflict",
+        429 => "TooManyRequests",
+        _ => "InternalError",
+    };
+    let body = serde_json::json!({
+        "kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code, "reason": reason,
+        "message": "the test says no",
+    });
+    let mut response = (status, axum::Json(body)).into_response();
+    if code == 429 {
+        let wait = header::HeaderValue::from_static("1");
+        response.headers_mut().insert(header::RETRY_AFTER, wait);
+    }
+    response
+}

@@ -1,0 +1,253 @@
+//! The operator is killed before and after each single write that it makes, while a deployment is made, changed, scaled
+//! and removed; another one takes over. Every time it comes to the same end, and nothing is left over.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use hearth_tests::cluster::Options;
+use hearth_tests::operator::{Kill, Operator, Proxy, Side, Stand, is_settled};
+use serde_json::{Value, json};
+
+/// Runs at a time: an operator waits most of the time.
+const RUNS: usize = 6;
+/// How long one run may take.
+const PATIENCE: Duration = Duration::from_secs(90);
+/// An end is an end when nothing was written for so long.
+const QUIET: Duration = Duration::from_millis(1200);
+/// More writes than any scenario has.
+const MOST_WRITES: u64 = 120;
+
+/// What is done while the operator dies.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Scenario {
+    /// A deployment is made.
+    Create,
+    /// Its plan changes, and the nodes have room for both plans.
+    Surge,
+    /// Its plan changes, and they do not.
+    OldDownFirst,
+    /// The scale subresource gets another number.
+    Scale,
+    /// It is deleted.
+    Delete,
+}
+
+#[test]
+fn a_new_deployment() {
+    crash_everywhere(Scenario::Create);
+}
+
+#[test]
+fn a_change_with_room_for_both_plans() {
+    crash_everywhere(Scenario::Surge);
+}
+
+#[test]
+fn a_change_without_room_for_both_plans() {
+    crash_everywhere(Scenario::OldDownFirst);
+}
+
+#[test]
+fn another_number_of_workers() {
+    crash_everywhere(Scenario::Scale);
+}
+
+#[test]
+fn a_deletion() {
+    crash_everywhere(Scenario::Delete);
+}
+
+/// Runs a scenario undisturbed, then again and again with a crash at its first write, its second …, until no write is
+/// left to crash at.
+fn crash_everywhere(scenario: Scenario) {
+    let options = Options {
+        controllers: true,
+        ..Options::default()
+    };
+    let Some(stand) = Stand::start_or_skip(&options) else {
+        return;
+    };
+    stand.make_node("large", 16, 16 << 30, &[("size", "large")]);
+    stand.make_node("small", 2, 700 << 20, &[("size", "small")]);
+    let (expected, _) = run(&stand, scenario, "undisturbed", None);
+    if scenario == Scenario::Delete {
+        let left = stand.objects("delete-undisturbed");
+        let names: Vec<&Value> = left
+            .iter()
+            .map(|object| &object["metadata"]["name"])
+            .collect();
+        // What the operator keeps for itself.
+        assert_eq!(names, ["hearth-agent-tls", "hearth-ca"], "left over");
+    }
+
+    let next = AtomicU64::new(0);
+    let last = AtomicU64::new(u64::MAX);
+    let wrong = Mutex::new(Vec::new());
+    let crashes = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..RUNS {
+            scope.spawn(|| {
+                loop {
+                    let index = next.fetch_add(1, Ordering::Relaxed);
+                    let write = index / 2 + 1;
+                    let side = if index % 2 == 0 {
+                        Side::Before
+                    } else {
+                        Side::After
+                    };
+                    if write > last.load(Ordering::Relaxed) {
+                        return;
+                    }
+                    assert!(write < MOST_WRITES, "it goes on writing");
+                    let name = format!("{side:?}-{write}").to_lowercase();
+                    let kill = Kill { write, side };
+                    let began = Instant::now();
+                    let (end, has_crashed) = run(&stand, scenario, &name, Some(kill));
+                    println!(
+                        "{scenario:?} {name}: {:.1} s",
+                        began.elapsed().as_secs_f64()
+                    );
+                    if has_crashed {
+                        crashes.fetch_add(1, Ordering::Relaxed);
+                    } else {
+                        // There are fewer writes than that.
+                        last.fetch_min(write, Ordering::Relaxed);
+                    }
+                    if end != expected {
+                        let mut wrong = wrong.lock().unwrap_or_else(PoisonError::into_inner);
+                        wrong.push((name, end));
+                    }
+                }
+            });
+        }
+    });
+    let wrong = wrong.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let crashes = crashes.into_inner();
+    println!("{scenario:?}: {crashes} crashes");
+    assert!(crashes > 5, "{crashes} crashes are too few");
+    if let Some((name, end)) = wrong.first() {
+        let names: Vec<&str> = wrong.iter().map(|(name, _)| name.as_str()).collect();
+        panic!(
+            "{scenario:?}: {} of {crashes} crashes end otherwise: {}\nthe first, {name}:\n{}",
+            wrong.len(),
+            names.join(" "),
+            difference(&expected, end)
+        );
+    }
+}
+
+/// One run in a namespace of its own: what is there in the end, and whether the operator was killed.
+fn run(stand: &Stand, scenario: Scenario, name: &str, kill: Option<Kill>) -> (String, bool) {
+    let namespace = format!("{scenario:?}-{name}").to_lowercase();
+    stand.make_namespace(&namespace);
+    let proxy = stand.proxy();
+    let arguments = ["--namespaces", &namespace, "--resync", "20s"];
+    let mut operator = Operator::start(proxy.address, &namespace, &arguments);
+    let size = if scenario == Scenario::OldDownFirst {
+        "small"
+    } else {
+        "large"
+    };
+    let spec = spec(size, 2048);
+    if scenario != Scenario::Create {
+        stand.make_deployment(&namespace, "demo", &spec);
+        wait_for_end(stand, &proxy, &mut operator, &namespace, false);
+    }
+    if let Some(kill) = kill {
+        proxy.kill(kill, operator.pid());
+    }
+    match scenario {
+        Scenario::Create => stand.make_deployment(&namespace, "demo", &spec),
+        Scenario::Surge | Scenario::OldDownFirst => {
+            let fields = json!({"spec": {"model": {"contextLength": 1024}}});
+            stand.patch_deployment(&namespace, "demo", "", &fields);
+        }
+        Scenario::Scale => {
+            let fields = json!({"spec": {"replicas": 2}});
+            stand.patch_deployment(&namespace, "demo", "/scale", &fields);
+        }
+        Scenario::Delete => stand.delete_deployment(&namespace, "demo"),
+    }
+    let is_gone = scenario == Scenario::Delete;
+    wait_for_end(stand, &proxy, &mut operator, &namespace, is_gone);
+    (stand.dump(&namespace), proxy.has_killed())
+}
+
+/// Waits until the deployment is as it should be, or gone with all that was its, and nothing is written any more; an
+/// operator that was killed is followed by another.
+fn wait_for_end(
+    stand: &Stand,
+    proxy: &Proxy,
+    operator: &mut Operator,
+    namespace: &str,
+    is_gone: bool,
+) {
+    let began = Instant::now();
+    let mut seen = (usize::MAX, String::new());
+    let mut quiet_since = Instant::now();
+    loop {
+        if let Some(status) = operator.ended() {
+            assert!(proxy.has_killed(), "ended: {status}\n{}", operator.log());
+            operator.restart();
+        }
+        std::thread::sleep(Duration::from_millis(150));
+        let objects = stand.objects(namespace);
+        let now = (proxy.write_count(), versions(&objects));
+        if now != seen {
+            seen = now;
+            quiet_since = Instant::now();
+        }
+        let is_there = |kind: &str| objects.iter().any(|object| object["kind"] == kind);
+        let is_done = if is_gone {
+            !is_there("inferencedeployments") && !is_there("pods")
+        } else {
+            let mut deployments = objects
+                .iter()
+                .filter(|o| o["kind"] == "inferencedeployments");
+            deployments.all(is_settled) && is_there("pods")
+        };
+        if is_done && quiet_since.elapsed() > QUIET {
+            return;
+        }
+        assert!(
+            began.elapsed() < PATIENCE,
+            "{namespace} does not come to an end\n{}\n{}",
+            stand.dump(namespace),
+            operator.log()
+        );
+    }
+}
+
+fn versions(objects: &[Value]) -> String {
+    let version = |object: &Value| object["metadata"]["resourceVersion"].to_string();
+    objects.iter().map(version).collect()
+}
+
+fn spec(size: &str, context: u32) -> Value {
+    json!({
+        "model": {"source": {"builtin": {"name": "hearth-demo"}}, "contextLength": context},
+        "prefill": {"replicas": 1},
+        "decode": {"replicas": 1, "maxBatch": 4},
+        "placement": {"nodeSelector": {"size": size}},
+    })
+}
+
+/// The lines that differ, with those around them.
+fn difference(expected: &str, found: &str) -> String {
+    let (expected, found): (Vec<&str>, Vec<&str>) =
+        (expected.lines().collect(), found.lines().collect());
+    let mut text = String::new();
+    let same = expected
+        .iter()
+        .zip(&found)
+        .take_while(|(a, b)| a == b)
+        .count();
+    for line in expected.iter().skip(same.saturating_sub(12)).take(40) {
+        text += &format!("- {line}\n");
+    }
+    for line in found.iter().skip(same.saturating_sub(12)).take(40) {
+        text += &format!("+ {line}\n");
+    }
+    text
+}

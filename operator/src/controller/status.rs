@@ -347,9 +347,13 @@ impl Picture<'_> {
         let plan = target.spec.generation;
         let back = self.rolled_back();
         if progress.is_complete {
-            return match back {
-                Some(why) => Verdict::no(ROLLED_BACK, why),
-                None => Verdict::no("Complete", format!("plan {plan} runs")),
+            return match (back, self.obstacle()) {
+                (Some(why), _) => Verdict::no(ROLLED_BACK, why),
+                // What runs is whole, and what is asked for now is not planned yet.
+                (None, Some(cause)) if !cause.is_trouble => {
+                    Verdict::yes("WaitingForModel", cause.message)
+                }
+                (None, _) => Verdict::no("Complete", format!("plan {plan} runs")),
             };
         }
         let cause = self.cause();

@@ -156,9 +156,10 @@ fn a_new_model_comes_beside_the_old_one(cluster: &Cluster) {
         "demo",
         &json!({"model": model_on_disk(&directory)}),
     );
-    wait_until_settled(cluster, "demo");
+    let found = wait_until_settled(cluster, "demo");
     let new = names(&pods(cluster, "demo", ""));
-    assert!(new.iter().all(|pod| !old.contains(pod)), "{old:?} {new:?}");
+    let is_new = |pod: &String| !old.contains(pod);
+    assert!(new.iter().all(is_new), "{old:?} {new:?} {found:#}");
     streams.wait_for(streams::STREAMS);
     let builtin = json!({"source": {"hostPath": null, "builtin": {"name": "hearth-demo"}}});
     patch(cluster, "demo", &json!({"model": builtin}));

@@ -88,7 +88,8 @@ pub(crate) fn wait_until_settled(cluster: &Cluster, name: &str) -> Value {
     wait_until(&format!("{name} runs as asked"), PATIENCE, || {
         let found = infd(cluster, name);
         let is_current = found["status"]["observedGeneration"] == found["metadata"]["generation"];
-        let is_ready = condition(&found, "Ready") == Some("True");
+        let is_true = |kind| condition(&found, kind) == Some("True");
+        let is_ready = is_true("Ready") && is_true("Planned") && is_true("ModelReady");
         let is_quiet = condition(&found, "Progressing") == Some("False");
         (is_current && is_ready && is_quiet).then_some(found)
     })

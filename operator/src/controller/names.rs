@@ -50,8 +50,6 @@ pub(crate) const NOTE_MODEL_NODES: &str = "hearth.dev/model-nodes";
 /// Annotation of plans: the spec that the plan was made for, as JSON. The plan's Pods are built from it, so that an older
 /// plan comes back with its own model.
 pub(crate) const NOTE_SPEC: &str = "hearth.dev/spec";
-/// Annotation of applied objects: digest of what was applied.
-pub(crate) const NOTE_APPLIED: &str = "hearth.dev/applied";
 
 /// Port of the OpenAI endpoint in gateway Pods.
 pub(crate) const GATEWAY_PORT: u16 = 8080;

@@ -77,7 +77,9 @@ mod tests {
     }
 
     /// Stored, measured, held, and what is written.
-    const CASES: [(&str, Option<u64>, u64, u64, Option<u64>); 11] = [
+    type Case = (&'static str, Option<u64>, u64, u64, Option<u64>);
+
+    const CASES: [Case; 11] = [
         ("the first time", None, 800, 0, Some(800)),
         ("the first time, with Pods there", None, 500, 200, Some(700)),
         ("never more than there is", None, 900, 500, Some(1000)),

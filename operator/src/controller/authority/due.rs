@@ -260,21 +260,17 @@ mod tests {
         assert_eq!(due(None), AuthorityDue::Replace);
     }
 
-    struct Case {
-        what: &'static str,
-        leaf: Option<Leaf>,
-        now: Timestamp,
-        due: LeafDue,
+    fn leaf(issuer: &str, bundle: &str, since: Option<Timestamp>) -> Option<Leaf> {
+        Some(Leaf {
+            facts: facts("leaf", issuer, start(), LEAF),
+            bundle: bundle.to_owned(),
+            bundle_since: since,
+        })
     }
 
     #[test]
     fn leaves_are_renewed_early_and_follow_their_authority_once_it_is_trusted() {
         let signing = facts("B", "B", start(), AUTHORITY_LIFETIME);
-        let leaf = |issuer: &str, bundle: &str, since| Leaf {
-            facts: facts("leaf", issuer, start(), LEAF),
-            bundle: bundle.to_owned(),
-            bundle_since: since,
-        };
         let wanted = LeafWanted {
             name: "demo.default.hearth",
             signing: &signing,
@@ -283,77 +279,48 @@ mod tests {
             lifetime: LEAF,
         };
         let mut renamed = leaf("B", "AB", None);
-        renamed.facts.names = vec!["other.default.hearth".to_owned()];
-        let renewal = at(60 * DAY);
+        if let Some(leaf) = &mut renamed {
+            leaf.facts.names = vec!["other.default.hearth".to_owned()];
+        }
+        let (hour, two, renewal) = (at(HOUR), at(2 * HOUR), at(60 * DAY));
         let cases = [
-            Case {
-                what: "no Secret",
-                leaf: None,
-                now: start(),
-                due: LeafDue::Issue,
-            },
-            Case {
-                what: "fresh",
-                leaf: Some(leaf("B", "AB", None)),
-                now: at(HOUR),
-                due: LeafDue::Nothing(renewal),
-            },
-            Case {
-                what: "two thirds",
-                leaf: Some(leaf("B", "AB", None)),
-                now: renewal,
-                due: LeafDue::Issue,
-            },
-            Case {
-                what: "expired",
-                leaf: Some(leaf("B", "A", None)),
-                now: at(LEAF),
-                due: LeafDue::Issue,
-            },
-            Case {
-                what: "another name",
-                leaf: Some(renamed),
-                now: at(HOUR),
-                due: LeafDue::Issue,
-            },
-            Case {
-                what: "new bundle",
-                leaf: Some(leaf("A", "A", None)),
-                now: at(HOUR),
-                due: LeafDue::Trust,
-            },
-            Case {
-                what: "bundle of a moment ago",
-                leaf: Some(leaf("A", "AB", Some(at(HOUR)))),
-                now: at(HOUR),
-                due: LeafDue::Nothing(at(2 * HOUR)),
-            },
-            Case {
-                what: "settled bundle",
-                leaf: Some(leaf("A", "AB", Some(at(HOUR)))),
-                now: at(2 * HOUR),
-                due: LeafDue::Issue,
-            },
-            Case {
-                what: "bundle of unknown age",
-                leaf: Some(leaf("A", "AB", None)),
-                now: at(HOUR),
-                due: LeafDue::Issue,
-            },
-            Case {
-                what: "signed by nobody we trust",
-                leaf: Some(leaf("C", "AB", Some(at(HOUR)))),
-                now: at(HOUR),
-                due: LeafDue::Issue,
-            },
+            ("no Secret", None, start(), LeafDue::Issue),
+            (
+                "fresh",
+                leaf("B", "AB", None),
+                hour,
+                LeafDue::Nothing(renewal),
+            ),
+            ("two thirds", leaf("B", "AB", None), renewal, LeafDue::Issue),
+            ("expired", leaf("B", "A", None), at(LEAF), LeafDue::Issue),
+            ("another name", renamed, hour, LeafDue::Issue),
+            ("new bundle", leaf("A", "A", None), hour, LeafDue::Trust),
+            (
+                "bundle of now",
+                leaf("A", "AB", Some(hour)),
+                hour,
+                LeafDue::Nothing(two),
+            ),
+            (
+                "settled bundle",
+                leaf("A", "AB", Some(hour)),
+                two,
+                LeafDue::Issue,
+            ),
+            (
+                "bundle of any age",
+                leaf("A", "AB", None),
+                hour,
+                LeafDue::Issue,
+            ),
+            (
+                "a stranger's",
+                leaf("C", "AB", Some(hour)),
+                hour,
+                LeafDue::Issue,
+            ),
         ];
-        for Case {
-            what,
-            leaf,
-            now,
-            due,
-        } in cases
-        {
+        for (what, leaf, now, due) in cases {
             assert_eq!(leaf_due(leaf.as_ref(), wanted, now), due, "{what}");
         }
     }

@@ -33,7 +33,7 @@ pub(super) fn rank_digest(pod: &Pod, slice: &InferencePlanSpec) -> String {
     }
     let pod = serde_json::to_string(&pod).unwrap_or_default();
     let slice = serde_json::to_string(&timeless(slice)).unwrap_or_default();
-    short_digest(&format!("{pod}\n{slice}"))
+    short_digest(format!("{pod}\n{slice}"))
 }
 
 fn timeless(slice: &InferencePlanSpec) -> InferencePlanSpec {

@@ -18,6 +18,7 @@ use crate::error::{ApiError, ErrorType};
 use crate::failover::{self, Event, Job, JobError};
 use crate::metrics::{Metrics, Operation, RunningGuard};
 use crate::router::{AcquireError, Pin as WorkerPin};
+use crate::schema;
 use crate::wire::response::{FinishReason, PromptTokensDetails, Usage};
 
 /// What a client is told to wait when the queue is full.
@@ -162,7 +163,7 @@ fn run_choice(
             match event {
                 Err(error) => {
                     tally.ended("error");
-                    yield Err(error_of(error, limit));
+                    yield Err(error_of(error, limit, submission.grammar.as_ref()));
                     return;
                 }
                 Ok(Event::Started { cached_tokens, pin }) => {
@@ -391,7 +392,7 @@ fn closing_error() -> ApiError {
     .with_code("shutting_down")
 }
 
-fn error_of(error: JobError, limit: Duration) -> ApiError {
+fn error_of(error: JobError, limit: Duration, grammar: Option<&Grammar>) -> ApiError {
     match error {
         JobError::Acquire(AcquireError::QueueFull { waiting, limit }) => ApiError::too_many(
             format!("the queue is full: {waiting} requests wait, {limit} may. Try again in a moment"),
@@ -413,9 +414,7 @@ fn error_of(error: JobError, limit: Duration) -> ApiError {
             RETRY_STARTING,
         )
         .with_code("workers_starting"),
-        JobError::Rejected(message) => {
-            ApiError::invalid(message).with_code("rejected_by_worker")
-        }
+        JobError::Rejected(message) => schema::rejected(message, grammar),
         JobError::Deadline { tokens } => ApiError::new(
             StatusCode::GATEWAY_TIMEOUT,
             ErrorType::Server,

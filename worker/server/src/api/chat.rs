@@ -135,7 +135,7 @@ fn prepare(
 /// The form that the workers hold the answer to.
 fn grammar_of(app: &App, request: &ChatRequest) -> Result<Option<Grammar>, ApiError> {
     if let ResponseFormat::JsonSchema(schema) = &request.response_format {
-        schema::check(schema, "response_format.json_schema.schema")?;
+        schema::check(schema, schema::PARAM)?;
     }
     let is_auto = request.tool_choice == ToolChoice::Auto;
     for (i, tool) in request.tools.iter().enumerate() {

@@ -339,3 +339,48 @@ async fn an_unknown_model_is_answered_with_the_one_that_is_served() {
         .await;
     }
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_member_that_is_given_twice_is_refused_by_its_path() {
+    let worker = FakeWorker::start();
+    let gateway = gateway(&[&worker], |_| {}).await;
+    let model = model::MODEL;
+    for (path, body, member) in [
+        (
+            CHAT,
+            format!(
+                r#"{{"model": "{model}", "messages": [{{"role": "user", "content": "x"}}], "n": 1, "n": 2}}"#
+            ),
+            "n",
+        ),
+        (
+            CHAT,
+            format!(
+                r#"{{"model": "{model}", "messages": [{{"role": "user", "content": "x", "role": "system"}}]}}"#
+            ),
+            "messages[0].role",
+        ),
+        (
+            COMPLETIONS,
+            format!(r#"{{"model": "{model}", "prompt": "x", "prompt": "x"}}"#),
+            "prompt",
+        ),
+    ] {
+        let request = gateway
+            .http
+            .post(format!("{}{path}", gateway.url))
+            .header("content-type", "application/json")
+            .body(body.clone());
+        let response = request.send().await.unwrap();
+        assert_eq!(response.status(), 400, "{body}");
+        let error = response.json::<Value>().await.unwrap()["error"].clone();
+        assert_eq!(error["param"], member, "{error}");
+        assert_eq!(error["code"], "duplicate_parameter", "{error}");
+        let words = format!("'{member}' is given twice: give it once");
+        assert!(
+            error["message"].as_str().unwrap().starts_with(&words),
+            "{error}"
+        );
+    }
+    assert!(worker.behaviour.calls.lock().unwrap().is_empty());
+}

@@ -11,10 +11,16 @@ async fn schemas_are_checked_before_a_worker_sees_them() {
     let gateway = gateway(&[&worker], |_| {}).await;
     let schema = |schema: Value| json!({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}});
     let path = "response_format.json_schema.schema";
-    for bad in [
-        json!({"type": "thing"}),
-        json!({"$ref": "#/nowhere"}),
-        json!({"type": "string", "pattern": "("}),
+    for (bad, words) in [
+        (json!({"type": "thing"}), "'type' is \"thing\""),
+        (
+            json!({"$ref": "#"}),
+            "'$ref' demands itself again without end",
+        ),
+        (
+            json!({"type": "string", "pattern": "("}),
+            "the pattern \"(\" is no regular expression that can be followed: unclosed group",
+        ),
     ] {
         refused(
             &gateway,
@@ -23,13 +29,7 @@ async fn schemas_are_checked_before_a_worker_sees_them() {
             400,
             Some(path),
             "invalid_json_schema",
-            &["cannot", path].map(|w| {
-                if w == "cannot" {
-                    "is not a JSON schema that can be followed"
-                } else {
-                    w
-                }
-            }),
+            &["is not a JSON schema that can be followed", path, words],
         )
         .await;
     }
@@ -106,4 +106,27 @@ async fn a_worker_that_refuses_is_quoted() {
         1,
         "it is not tried again"
     );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_cannot_follow_a_schema_is_told_in_words_about_the_schema() {
+    let worker = FakeWorker::start();
+    let gateway = gateway(&[&worker], |_| {}).await;
+    let status = hearth_transport::tonic::Status::invalid_argument(
+        "answer token 0 (96) does not follow the grammar: Parser Error: Current row has 2007 items; max is 2000",
+    );
+    let fault = crate::support::Fault::Status(0, status);
+    worker.behaviour.fault(fault);
+    let format =
+        json!({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}});
+    refused(
+        &gateway,
+        CHAT,
+        chat_body("x", json!({"response_format": format})),
+        400,
+        Some("response_format.json_schema.schema"),
+        "invalid_json_schema",
+        &["fewer properties that may be left out"],
+    )
+    .await;
 }

@@ -1,0 +1,128 @@
+//! Checks of JSON schemas before a worker sees them, so that a wrong one is a 400 at once, and one that would be the
+//! end of a worker is never sent.
+
+mod survey;
+mod words;
+
+use std::panic::AssertUnwindSafe;
+use std::thread;
+
+use hearth_transport::v1::{Grammar, grammar};
+use llguidance::api::TopLevelGrammar;
+use llguidance::toktrie::ApproximateTokEnv;
+use llguidance::{Matcher, ParserFactory, panic_utils};
+use serde_json::Value;
+
+use crate::error::ApiError;
+use survey::Part;
+
+/// Where a schema stands in a request.
+pub(crate) const PARAM: &str = "response_format.json_schema.schema";
+/// For the deepest schema that [`survey`] lets pass, several times over.
+const STACK_BYTES: usize = 32 << 20;
+/// The part at fault is looked for among as many at most: each is compiled by itself.
+const MAX_TRIALS: usize = 200;
+
+/// Refuses a schema that cannot be made into a grammar, that asks for more than can be followed, or that no answer can
+/// satisfy.
+///
+/// # Errors
+/// 400 at `param` with the part at fault and what to do.
+pub(crate) fn check(schema: &Value, param: &str) -> Result<(), ApiError> {
+    let parts = survey::parts(schema).map_err(|problem| refused(param, &problem))?;
+    if let Some(problem) = survey::excess(&parts) {
+        return Err(refused(param, &problem));
+    }
+    if let Some(path) = survey::endless(&parts) {
+        let at = survey::place(path);
+        let problem = format!(
+            "{at}'$ref' demands itself again without end: let it be left out, or end it with an alternative such as null"
+        );
+        return Err(refused(param, &problem));
+    }
+    let problem = on_a_deep_stack(|| {
+        let reason = compile(schema).err()?;
+        Some(words::explain(&reason, culprit(schema, &parts, &reason)))
+    })?;
+    problem.map_or(Ok(()), |problem| Err(refused(param, &problem)))
+}
+
+/// A worker's refusal of a request that carried `grammar`, in words about the schema where it is about that.
+pub(crate) fn rejected(message: String, grammar: Option<&Grammar>) -> ApiError {
+    let param = match grammar.and_then(|grammar| grammar.kind.as_ref()) {
+        Some(grammar::Kind::JsonSchema(_)) => PARAM,
+        Some(grammar::Kind::Lark(_)) => "tools",
+        Some(grammar::Kind::JsonObject(_)) | None => "",
+    };
+    if !param.is_empty() && words::is_limit(&message) {
+        return refused(param, &words::explain(&message, ""));
+    }
+    ApiError::invalid(message).with_code("rejected_by_worker")
+}
+
+fn refused(param: &str, problem: &str) -> ApiError {
+    ApiError::parameter(
+        param,
+        format!("'{param}' is not a JSON schema that can be followed: {problem}"),
+    )
+    .with_code("invalid_json_schema")
+}
+
+/// Makes a grammar of a schema and looks whether an answer can begin.
+fn compile(schema: &Value) -> Result<(), String> {
+    let mut schema = schema.clone();
+    if let Some(members) = schema.as_object_mut() {
+        // Options of the library, which are not the client's to set.
+        members.remove("x-guidance");
+    }
+    let compiled = panic_utils::catch_unwind(AssertUnwindSafe(|| {
+        // Bytes will do to see that something follows.
+        let mut factory = ParserFactory::new_simple(&ApproximateTokEnv::single_byte_env())?;
+        factory.quiet();
+        factory.limits_mut().verbose_errors = false;
+        let mut matcher =
+            Matcher::new(factory.create_parser(TopLevelGrammar::from_json_schema(schema)));
+        matcher.compute_mask_or_eos()
+    }));
+    compiled.map(drop).map_err(|error| error.to_string())
+}
+
+/// The path of the smallest part that fails by itself for the same reason.
+fn culprit<'p>(root: &Value, parts: &'p [Part<'_>], reason: &str) -> &'p str {
+    if parts.len() > MAX_TRIALS {
+        return "";
+    }
+    let fails_alike = |part: &&Part<'_>| {
+        let mut part = part.schema.clone();
+        if let Some(members) = part.as_object_mut() {
+            for word in ["$defs", "definitions"] {
+                if let Some(definitions) = root.get(word) {
+                    members.insert(word.to_owned(), definitions.clone());
+                }
+            }
+        }
+        compile(&part).is_err_and(|error| error == reason)
+    };
+    let smallest = parts
+        .iter()
+        .filter(fails_alike)
+        .max_by_key(|part| part.path.len());
+    smallest.map_or("", |part| part.path.as_str())
+}
+
+/// Runs `work` where recursion has room.
+///
+/// # Errors
+/// 500 when the system has no thread for it.
+fn on_a_deep_stack<T: Send>(work: impl FnOnce() -> T + Send) -> Result<T, ApiError> {
+    let done = thread::scope(|scope| {
+        let thread = thread::Builder::new()
+            .stack_size(STACK_BYTES)
+            .spawn_scoped(scope, work);
+        thread.ok()?.join().ok()
+    });
+    done.ok_or_else(|| ApiError::internal("the schema could not be checked"))
+}
+
+#[cfg(test)]
+mod tests;

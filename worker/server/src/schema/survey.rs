@@ -1,0 +1,301 @@
+//! What a JSON schema consists of, seen before any grammar is made of it.
+
+use std::collections::{BTreeSet, HashMap};
+
+use serde_json::Value;
+
+/// Members that hold schemas by name.
+const MAPS: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
+/// Members that hold a list of schemas.
+const LISTS: [&str; 5] = ["anyOf", "oneOf", "allOf", "prefixItems", "items"];
+/// Members that hold one schema.
+const SINGLES: [&str; 9] = [
+    "items",
+    "additionalProperties",
+    "additionalItems",
+    "contains",
+    "propertyNames",
+    "not",
+    "if",
+    "then",
+    "else",
+];
+/// Most schemas in a schema. Making a grammar takes about a second for as many.
+const MAX_SCHEMAS: usize = 5000;
+/// Most schemas within each other, those behind `$ref` counted too: grammars are made by recursion.
+const MAX_DEPTH: usize = 500;
+/// Most properties of one object that may be left out: behind each, any of those after it may follow.
+const MAX_OPTIONAL: usize = 400;
+/// Most alternatives of one choice.
+const MAX_ALTERNATIVES: usize = 1000;
+
+/// A schema within a schema.
+pub(super) struct Part<'s> {
+    /// Where it stands: `properties.code.items`, empty for the whole.
+    pub(super) path: String,
+    /// Itself.
+    pub(super) schema: &'s Value,
+    children: Vec<Child<'s>>,
+    /// Index of what its `$ref` points at.
+    target: Option<usize>,
+}
+
+/// A schema under a member of another.
+struct Child<'s> {
+    /// The member, such as `properties`.
+    word: &'s str,
+    /// Its name or number there.
+    name: String,
+    /// Which part it is.
+    index: usize,
+}
+
+impl<'s> Part<'s> {
+    fn children_of(&self, word: &str) -> impl Iterator<Item = &Child<'s>> {
+        self.children.iter().filter(move |child| child.word == word)
+    }
+
+    fn list(&self, word: &str) -> &'s [Value] {
+        self.schema[word].as_array().map_or(&[], Vec::as_slice)
+    }
+
+    fn required(&self) -> BTreeSet<&'s str> {
+        self.list("required")
+            .iter()
+            .filter_map(Value::as_str)
+            .collect()
+    }
+}
+
+/// All schemas within a schema, itself first; beyond [`MAX_SCHEMAS`] it is cut off.
+///
+/// # Errors
+/// What is wrong with a reference: it leaves the schema, or leads to nothing.
+pub(super) fn parts(root: &Value) -> Result<Vec<Part<'_>>, String> {
+    let mut found = Found::default();
+    found.collect(root, String::new());
+    let mut next = 0;
+    while let Some(part) = found.parts.get(next) {
+        let id = ["$id", "id"]
+            .iter()
+            .find(|word| part.schema[**word].is_string());
+        if let (1.., Some(word)) = (next, id) {
+            return Err(format!(
+                "{}'{word}' changes what '$ref' means within it, which is not followed: remove it",
+                place(&part.path)
+            ));
+        }
+        if let Some(reference) = part.schema["$ref"].as_str() {
+            let target = resolve(root, part, reference)?;
+            let known = found.places.get(&address(target)).copied();
+            // A schema may lie where no keyword says that one does.
+            let index = known.unwrap_or_else(|| {
+                let path = reference.trim_start_matches("#/").replace('/', ".");
+                found.collect(target, path)
+            });
+            found.parts[next].target = Some(index);
+        }
+        next += 1;
+    }
+    Ok(found.parts)
+}
+
+/// What is too large about a schema, in words that follow its name; `None` when nothing is.
+pub(super) fn excess(parts: &[Part<'_>]) -> Option<String> {
+    if parts.len() > MAX_SCHEMAS {
+        return Some(format!(
+            "it consists of more than {MAX_SCHEMAS} schemas, and as many are taken: leave some out"
+        ));
+    }
+    for part in parts {
+        let at = place(&part.path);
+        let required = part.required();
+        let properties = part.schema["properties"].as_object();
+        let optional = properties.map_or(0, |all| {
+            all.keys()
+                .filter(|name| !required.contains(name.as_str()))
+                .count()
+        });
+        if optional > MAX_OPTIONAL {
+            return Some(format!(
+                "{at}{optional} properties may be left out, and at most {MAX_OPTIONAL} can be followed: name the others in 'required', or divide the object"
+            ));
+        }
+        for word in ["anyOf", "oneOf"] {
+            let alternatives = part.list(word).len();
+            if alternatives > MAX_ALTERNATIVES {
+                return Some(format!(
+                    "{at}'{word}' has {alternatives} alternatives, and at most {MAX_ALTERNATIVES} can be followed: write fewer, or an enum"
+                ));
+            }
+        }
+    }
+    let depth = depth(parts);
+    (depth > MAX_DEPTH).then(|| {
+        format!("its schemas lie up to {depth} deep within each other through '$ref', and at most {MAX_DEPTH} can be followed: write fewer levels")
+    })
+}
+
+/// The path of a reference that no answer could ever complete, since it demands itself again.
+pub(super) fn endless<'p>(parts: &'p [Part<'_>]) -> Option<&'p str> {
+    // From the ends backwards: in each round, what needs only what ended in those before.
+    let mut ends = vec![false; parts.len()];
+    loop {
+        let mut has_changed = false;
+        for (index, part) in parts.iter().enumerate().rev() {
+            if !ends[index] && part_ends(part, &ends) {
+                ends[index] = true;
+                has_changed = true;
+            }
+        }
+        if !has_changed {
+            break;
+        }
+    }
+    let mut references = parts
+        .iter()
+        .zip(ends)
+        .filter(|(part, _)| part.target.is_some());
+    references
+        .find(|(_, ends)| !ends)
+        .map(|(part, _)| part.path.as_str())
+}
+
+/// `at PATH, `; nothing for the whole.
+pub(super) fn place(path: &str) -> String {
+    match path {
+        "" => String::new(),
+        path => format!("at {path}, "),
+    }
+}
+
+#[derive(Default)]
+struct Found<'s> {
+    parts: Vec<Part<'s>>,
+    /// Index of each by its address.
+    places: HashMap<usize, usize>,
+}
+
+impl<'s> Found<'s> {
+    /// Takes a schema and those within it; its index.
+    fn collect(&mut self, schema: &'s Value, path: String) -> usize {
+        let index = self.parts.len();
+        self.places.insert(address(schema), index);
+        self.parts.push(Part {
+            path: path.clone(),
+            schema,
+            children: Vec::new(),
+            target: None,
+        });
+        let below = |word: &str| match path.as_str() {
+            "" => word.to_owned(),
+            path => format!("{path}.{word}"),
+        };
+        let mut within: Vec<(&'s str, String, String, &'s Value)> = Vec::new();
+        for (word, value) in schema.as_object().into_iter().flatten() {
+            let word = word.as_str();
+            match value {
+                Value::Object(named) if MAPS.contains(&word) => {
+                    within.extend(named.iter().map(|(name, value)| {
+                        (word, name.clone(), format!("{}.{name}", below(word)), value)
+                    }))
+                }
+                Value::Array(list) if LISTS.contains(&word) => {
+                    within.extend(list.iter().enumerate().map(|(i, value)| {
+                        (word, i.to_string(), format!("{}[{i}]", below(word)), value)
+                    }))
+                }
+                Value::Object(_) if SINGLES.contains(&word) => {
+                    within.push((word, String::new(), below(word), value));
+                }
+                _ => {}
+            }
+        }
+        let within = within.into_iter().filter(|(.., value)| value.is_object());
+        for (word, name, path, value) in within {
+            if self.parts.len() > MAX_SCHEMAS {
+                break;
+            }
+            let child = self.collect(value, path);
+            self.parts[index].children.push(Child {
+                word,
+                name,
+                index: child,
+            });
+        }
+        index
+    }
+}
+
+fn address(value: &Value) -> usize {
+    std::ptr::from_ref(value).addr()
+}
+
+/// What a `$ref` points at, which must be in the same document.
+fn resolve<'s>(root: &'s Value, part: &Part<'_>, reference: &str) -> Result<&'s Value, String> {
+    let at = place(&part.path);
+    let shown = crate::wire::clip(reference, 100);
+    let pointer = reference
+        .strip_prefix('#')
+        .filter(|pointer| pointer.is_empty() || pointer.starts_with('/'))
+        .ok_or_else(|| {
+            format!("{at}'$ref' is {shown:?}, and nothing is fetched: put the definition into '$defs' and write '#/$defs/NAME'")
+        })?;
+    root.pointer(pointer)
+        .ok_or_else(|| format!("{at}'$ref' is {shown:?}, which is not in the schema"))
+}
+
+/// Whether some finite JSON follows a part, as far as is known.
+fn part_ends(part: &Part<'_>, ends: &[bool]) -> bool {
+    let child_ends = |child: &Child<'_>| ends[child.index];
+    if part.target.is_some_and(|target| !ends[target]) || !part.children_of("allOf").all(child_ends)
+    {
+        return false;
+    }
+    for word in ["anyOf", "oneOf"] {
+        // What is no object is true or false, and ends.
+        let is_simple = part.list(word).len() > part.children_of(word).count();
+        let is_choice = !part.list(word).is_empty();
+        if is_choice && !is_simple && !part.children_of(word).any(child_ends) {
+            return false;
+        }
+    }
+    if !part.schema["enum"].is_null() || part.schema.get("const").is_some() {
+        return true;
+    }
+    // Where several types may be, another is a way out.
+    match part.schema["type"].as_str() {
+        Some("object") => {
+            let required = part.required();
+            let mut needed = part.children_of("properties");
+            needed.all(|child| !required.contains(child.name.as_str()) || child_ends(child))
+        }
+        Some("array") => {
+            let least = part.schema["minItems"].as_u64().unwrap_or(0);
+            let is_needed = |child: &&Child<'_>| child.name.parse().is_ok_and(|i: u64| i < least);
+            let first = part.list("prefixItems").len() as u64;
+            part.children_of("prefixItems")
+                .filter(is_needed)
+                .all(child_ends)
+                && (least <= first || part.children_of("items").all(child_ends))
+        }
+        _ => true,
+    }
+}
+
+/// At least as many levels as making a grammar goes down: those of the whole, and once those of all that is referred to.
+fn depth(parts: &[Part<'_>]) -> usize {
+    // Without definitions, which count where they are referred to.
+    let is_used = |child: &&Child<'_>| !["$defs", "definitions"].contains(&child.word);
+    let mut levels = vec![1; parts.len()];
+    for (index, part) in parts.iter().enumerate().rev() {
+        let below = part.children.iter().filter(is_used);
+        levels[index] = 1 + below.map(|child| levels[child.index]).max().unwrap_or(0);
+    }
+    let targets: BTreeSet<usize> = parts.iter().filter_map(|part| part.target).collect();
+    levels[0]
+        + targets
+            .iter()
+            .map(|target| levels[*target] + 1)
+            .sum::<usize>()
+}

@@ -1,0 +1,220 @@
+use serde_json::{Map, Value, json};
+
+use super::{PARAM, check, rejected, words};
+
+/// The message of a refusal, without its head.
+#[track_caller]
+fn problem(schema: &Value) -> String {
+    let error = check(schema, PARAM).expect_err("a refusal");
+    assert_eq!(error.param.as_deref(), Some(PARAM));
+    assert_eq!(error.code.as_deref(), Some("invalid_json_schema"));
+    let head = format!("'{PARAM}' is not a JSON schema that can be followed: ");
+    let problem = error.message.strip_prefix(&head);
+    problem
+        .unwrap_or_else(|| panic!("{}", error.message))
+        .to_owned()
+}
+
+fn object(properties: impl Iterator<Item = (String, Value)>) -> Value {
+    let properties: Map<String, Value> = properties.collect();
+    json!({"type": "object", "properties": properties})
+}
+
+fn texts(count: usize) -> Value {
+    object((0..count).map(|i| (format!("p{i}"), json!({"type": "string"}))))
+}
+
+/// Definitions of which each refers to the next.
+fn chain(count: usize) -> Value {
+    let link = |i: usize| match i + 1 == count {
+        true => json!({"type": "null"}),
+        false => {
+            json!({"type": "object", "properties": {"a": {"$ref": format!("#/$defs/d{}", i + 1)}}, "required": ["a"]})
+        }
+    };
+    let definitions: Map<String, Value> = (0..count).map(|i| (format!("d{i}"), link(i))).collect();
+    json!({"$ref": "#/$defs/d0", "$defs": definitions})
+}
+
+#[test]
+fn what_can_be_followed_passes() {
+    let tree = json!({
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "pattern": "^[a-z]+$"},
+            "parent": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+            "children": {"type": "array", "items": {"$ref": "#"}},
+            "next": {"type": ["object", "null"], "properties": {"n": {"$ref": "#/properties/next"}}, "required": ["n"]}
+        },
+        "required": ["name", "parent", "children", "next"],
+        "additionalProperties": false
+    });
+    let unusual_place = json!({"components": {"x": {"type": "integer"}}, "$ref": "#/components/x"});
+    let items = json!({"type": "array", "prefixItems": [{"type": "null"}], "items": {"$ref": "#"}, "minItems": 1});
+    for schema in [
+        tree,
+        unusual_place,
+        items,
+        json!({}),
+        json!(true),
+        json!({"x-guidance": {"lenient": 7}, "type": "null"}),
+        texts(400),
+        chain(160),
+    ] {
+        let checked = check(&schema, PARAM);
+        assert!(checked.is_ok(), "{checked:?}\n{schema:#}");
+    }
+}
+
+#[test]
+fn what_is_wrong_is_told_with_its_place_and_what_to_do() {
+    let code = |schema: Value| json!({"type": "object", "properties": {"id": {"type": "integer"}, "code": schema}});
+    let cases = [
+        (
+            code(json!({"type": "string", "pattern": "(abc"})),
+            "at properties.code, the pattern \"(abc\" is no regular expression that can be followed: unclosed group. Correct it or leave it out",
+        ),
+        (
+            code(json!({"type": "string", "pattern": "(?=a)b"})),
+            "at properties.code, the pattern \"(?=a)b\" is no regular expression that can be followed: look-around, including look-ahead and look-behind, is not supported. Correct it or leave it out",
+        ),
+        (
+            json!({"type": "object", "patternProperties": {"[a-": {}}}),
+            "the pattern \"[a-\" is no regular expression that can be followed: unclosed character class. Correct it or leave it out",
+        ),
+        (
+            json!({"type": "array", "items": {"type": "array", "uniqueItems": true}}),
+            "at items, 'uniqueItems' cannot be enforced while an answer is written: leave it out",
+        ),
+        (
+            json!({"not": {"type": "string"}}),
+            "'not' cannot be enforced while an answer is written: leave it out",
+        ),
+        (
+            json!({"$defs": {"c": code(json!({"type": "string", "format": "colour"}))}, "anyOf": [{"$ref": "#/$defs/c"}, {"type": "null"}]}),
+            "at $defs.c.properties.code, 'format' is \"colour\", which is not known: leave it out, or write a 'pattern'",
+        ),
+        (
+            json!({"type": "thing"}),
+            "'type' is \"thing\": it must be object, array, string, number, integer, boolean or null",
+        ),
+        (
+            json!({"type": "array", "items": {"type": "integer", "minimum": 5, "maximum": 3}, "minItems": 1}),
+            "at items, no JSON can satisfy it: minimum (5) is greater than maximum (3)",
+        ),
+        (
+            json!({"oneOf": [texts(1), texts(2)]}),
+            "'oneOf' has alternatives of which more than one may hold: write 'anyOf'",
+        ),
+        (
+            json!({"$ref": "#/nowhere"}),
+            "'$ref' is \"#/nowhere\", which is not in the schema",
+        ),
+        (
+            code(json!({"$ref": "https://example.com/x.json"})),
+            "at properties.code, '$ref' is \"https://example.com/x.json\", and nothing is fetched: put the definition into '$defs' and write '#/$defs/NAME'",
+        ),
+    ];
+    for (schema, expected) in cases {
+        assert_eq!(problem(&schema), expected, "{schema:#}");
+    }
+}
+
+#[test]
+fn a_schema_that_demands_itself_without_end_is_refused() {
+    let object = json!({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]});
+    let pair = json!({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"});
+    for (schema, place) in [
+        (json!({"$ref": "#"}), ""),
+        (pair, ""),
+        (object, "at properties.a, "),
+        (
+            json!({"type": "array", "items": {"$ref": "#"}, "minItems": 1}),
+            "at items, ",
+        ),
+        (json!({"anyOf": [{"$ref": "#"}]}), "at anyOf[0], "),
+        (
+            json!({"allOf": [{"type": "object"}, {"$ref": "#"}]}),
+            "at allOf[1], ",
+        ),
+    ] {
+        assert_eq!(
+            problem(&schema),
+            format!(
+                "{place}'$ref' demands itself again without end: let it be left out, or end it with an alternative such as null"
+            ),
+            "{schema:#}"
+        );
+    }
+}
+
+#[test]
+fn a_schema_too_large_for_the_grammar_is_refused_before_it_is_made() {
+    let many: Vec<Value> = (0..1001)
+        .map(|i| json!({"type": "object", "required": [format!("p{i}")]}))
+        .collect();
+    for (schema, expected) in [
+        (
+            json!({"type": "array", "items": texts(401)}),
+            "at items, 401 properties may be left out, and at most 400 can be followed: name the others in 'required', or divide the object",
+        ),
+        (
+            json!({"anyOf": many}),
+            "'anyOf' has 1001 alternatives, and at most 1000 can be followed: write fewer, or an enum",
+        ),
+        (
+            json!({"type": "array", "prefixItems": vec![json!({"type": "null"}); 6000]}),
+            "it consists of more than 5000 schemas, and as many are taken: leave some out",
+        ),
+        (
+            chain(400),
+            "its schemas lie up to 1200 deep within each other through '$ref', and at most 500 can be followed: write fewer levels",
+        ),
+    ] {
+        assert_eq!(problem(&schema), expected);
+    }
+}
+
+#[test]
+fn a_choice_of_choices_ends_in_time() {
+    let choice = |name: &str| -> Value {
+        let alternatives: Vec<Value> = (0..300)
+            .map(|i| json!({"type": "object", "properties": {name: {"const": i}}, "required": [name]}))
+            .collect();
+        json!({"anyOf": alternatives})
+    };
+    let schema = json!({"allOf": [choice("a"), choice("b"), choice("c")]});
+    let began = std::time::Instant::now();
+    let outcome = check(&schema, PARAM);
+    println!(
+        "{:?} after {:?}",
+        outcome.as_ref().map_err(|e| &e.message),
+        began.elapsed()
+    );
+    assert!(began.elapsed().as_secs() < 20);
+}
+
+#[test]
+fn a_workers_words_about_its_limits_become_words_about_the_schema() {
+    use hearth_transport::v1::{Grammar, grammar::Kind};
+    let grammar = |kind| Some(Grammar { kind: Some(kind) });
+    let words = "answer token 0 (96) does not follow the grammar: Parser Error: Current row has 2007 items; max is 2000; consider making your grammar left-recursive";
+    let schema = grammar(Kind::JsonSchema("{}".to_owned()));
+    let error = rejected(words.to_owned(), schema.as_ref());
+    assert_eq!(error.param.as_deref(), Some(PARAM));
+    assert!(
+        error
+            .message
+            .contains("fewer properties that may be left out"),
+        "{error}"
+    );
+    let tools = grammar(Kind::Lark(String::new()));
+    assert_eq!(
+        rejected(words.to_owned(), tools.as_ref()).param.as_deref(),
+        Some("tools")
+    );
+    let other = rejected("the prompt is empty".to_owned(), schema.as_ref());
+    assert_eq!(other.code.as_deref(), Some("rejected_by_worker"));
+    assert_eq!(other.message, "the prompt is empty");
+    assert!(words::is_limit(words) && !words::is_limit("the prompt is empty"));
+}

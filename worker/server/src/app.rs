@@ -7,6 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use tokio_util::sync::CancellationToken;
 
 use crate::config::{Limits, Routing};
+use crate::cors::CorsOrigin;
 use crate::keys::ApiKeys;
 use crate::metrics::Metrics;
 use crate::model::ServedModel;
@@ -18,6 +19,7 @@ pub(crate) struct App {
     pub(crate) pool: Arc<Pool>,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) keys: Option<ApiKeys>,
+    pub(crate) cors_origins: Vec<CorsOrigin>,
     pub(crate) routing: Routing,
     pub(crate) limits: Limits,
     /// Unix time in seconds of the start.

@@ -7,7 +7,7 @@ use anyhow::Context;
 use clap::Args;
 use hearth_crds::{InferencePlanSpec, PlanRole};
 use hearth_formats::Checkpoint;
-use hearth_server::{Gateway, GatewayConfig, HttpsFiles, Limits, Predicted, Routing};
+use hearth_server::{CorsOrigin, Gateway, GatewayConfig, HttpsFiles, Limits, Predicted, Routing};
 use hearth_transport::Endpoint;
 use tokio::net::TcpListener;
 
@@ -33,6 +33,9 @@ pub(crate) struct GatewayArgs {
     /// PEM key of --https-cert
     #[arg(long, value_name = "FILE", requires = "https_cert")]
     https_key: Option<PathBuf>,
+    /// Origin whose web pages may use the endpoint, such as http://localhost:3000; may be repeated, * is any
+    #[arg(long = "cors-origin", value_name = "ORIGIN")]
+    cors_origins: Vec<CorsOrigin>,
 }
 
 /// Serves until told to end.
@@ -95,6 +98,7 @@ fn config(args: &GatewayArgs, plan: &InferencePlanSpec) -> anyhow::Result<Gatewa
         }),
         _ => None,
     };
+    config.cors_origins.clone_from(&args.cors_origins);
     config.routing = Routing {
         chunked_below_tokens: plan.routing.chunked_below_tokens,
         max_queue: plan.routing.max_queue as usize,

@@ -20,6 +20,7 @@ use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
 use uuid::Uuid;
 
 use crate::app::App;
+use crate::cors;
 use crate::error::{ApiError, ErrorType};
 
 const ROUTES: &str = "GET /v1/models, POST /v1/chat/completions, POST /v1/completions, GET /health, GET /ready, GET /metrics";
@@ -35,7 +36,8 @@ pub(crate) fn router(app: Arc<App>) -> Router {
             post(create::create::<completions::Completions>),
         )
         .route_layer(middleware::from_fn_with_state(app.clone(), authorise));
-    Router::new()
+    let cors = cors::layer(&app.cors_origins);
+    let router = Router::new()
         .merge(api)
         .route("/health", get(status::health))
         .route("/ready", get(status::ready))
@@ -44,7 +46,12 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .method_not_allowed_fallback(wrong_method)
         .layer(Extension(create::Desk::new()))
         .layer(middleware::from_fn_with_state(app.clone(), observe))
-        .with_state(app)
+        .with_state(app);
+    match cors {
+        // Outermost: a browser asks without a key whether it may ask.
+        Some(cors) => router.layer(cors),
+        None => router,
+    }
 }
 
 /// What the handlers know of a request beside its body.

@@ -1,0 +1,112 @@
+//! Which web pages may use the endpoint from a browser (CORS). Other clients are not concerned.
+
+use std::str::FromStr;
+use std::time::Duration;
+
+use http::{HeaderName, HeaderValue, Method};
+use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
+
+/// How long a browser keeps what it was told.
+const MAX_AGE: Duration = Duration::from_secs(600);
+
+/// An origin whose pages may use the endpoint.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CorsOrigin {
+    /// `*`: every origin.
+    Any,
+    /// Scheme, host and port, as browsers send it.
+    One(HeaderValue),
+}
+
+impl FromStr for CorsOrigin {
+    type Err = String;
+
+    /// Reads `*`, or an origin such as `http://localhost:3000`; `null` is that of files.
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "*" {
+            return Ok(Self::Any);
+        }
+        let is_host = |host: &str| {
+            let is_part = |c: char| {
+                c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_' | ':' | '[' | ']')
+            };
+            !host.is_empty() && host.chars().all(is_part)
+        };
+        let is_scheme = |scheme: &str| {
+            let is_part = |c: char| {
+                c.is_ascii_lowercase() || c.is_ascii_digit() || matches!(c, '+' | '.' | '-')
+            };
+            !scheme.is_empty() && scheme.chars().all(is_part)
+        };
+        let is_origin = text == "null"
+            || text
+                .split_once("://")
+                .is_some_and(|(scheme, host)| is_scheme(scheme) && is_host(host));
+        HeaderValue::from_str(text)
+            .ok()
+            .filter(|_| is_origin)
+            .map(Self::One)
+            .ok_or_else(|| {
+                "an origin is a scheme, a host and a port without any path, such as http://localhost:3000; * is every origin".to_owned()
+            })
+    }
+}
+
+/// What tells browsers that pages of `origins` may send requests and read answers; `None` without any.
+pub(crate) fn layer(origins: &[CorsOrigin]) -> Option<CorsLayer> {
+    if origins.is_empty() {
+        return None;
+    }
+    let named = origins.iter().map(|origin| match origin {
+        CorsOrigin::Any => None,
+        CorsOrigin::One(origin) => Some(origin.clone()),
+    });
+    let origins = match named.collect::<Option<Vec<HeaderValue>>>() {
+        Some(named) => AllowOrigin::list(named),
+        None => AllowOrigin::any(),
+    };
+    let layer = CorsLayer::new()
+        .allow_origin(origins)
+        .allow_methods([Method::GET, Method::POST])
+        // Client libraries send headers of their own.
+        .allow_headers(AllowHeaders::mirror_request())
+        .expose_headers([
+            HeaderName::from_static("x-request-id"),
+            http::header::RETRY_AFTER,
+        ])
+        .max_age(MAX_AGE);
+    Some(layer)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn origins_are_what_browsers_send() {
+        for text in [
+            "http://localhost:3000",
+            "https://chat.example.com",
+            "http://[::1]:8080",
+            "tauri://localhost",
+            "null",
+        ] {
+            let origin = HeaderValue::from_str(text).unwrap();
+            assert_eq!(text.parse(), Ok(CorsOrigin::One(origin)));
+        }
+        assert_eq!("*".parse(), Ok(CorsOrigin::Any));
+        for text in [
+            "localhost:3000",
+            "http://localhost/",
+            "http://localhost:3000/path",
+            "HTTP://localhost",
+            "https://*.example.com",
+            "",
+            "http://",
+            "http://a b",
+        ] {
+            let error = text.parse::<CorsOrigin>().unwrap_err();
+            assert!(error.contains("without any path"), "{text}: {error}");
+        }
+    }
+}

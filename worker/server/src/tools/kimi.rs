@@ -1,7 +1,7 @@
 //! Kimi K2's calls.
 
-use super::scan::{Content, Found, Scanner};
-use super::{Piece, ToolParser};
+use super::Piece;
+use super::scan::{Form, Found, Tape};
 
 pub(super) const SECTION_BEGIN: &str = "<|tool_calls_section_begin|>";
 pub(super) const SECTION_END: &str = "<|tool_calls_section_end|>";
@@ -23,48 +23,29 @@ enum State {
 #[derive(Debug, Default)]
 pub(super) struct Parser {
     state: State,
-    scanner: Scanner,
-    content: Content,
-    calls: u32,
+    tape: Tape,
 }
 
-impl ToolParser for Parser {
-    fn push(&mut self, text: &str, out: &mut Vec<Piece>) {
-        self.scanner.feed(text);
-        while self.step(out) {}
+impl Form for Parser {
+    fn tape(&mut self) -> &mut Tape {
+        &mut self.tape
     }
 
-    fn finish(&mut self, out: &mut Vec<Piece>) {
-        let held = self.scanner.take();
-        match std::mem::take(&mut self.state) {
-            State::Text => self.content.push(&held, out),
-            State::Section => {}
-            State::Header(header) => self
-                .content
-                .push(&format!("{CALL_BEGIN}{header}{held}"), out),
-            State::Arguments => self.arguments(held, out),
-        }
-        self.content.finish(self.calls > 0, out);
-    }
-}
-
-impl Parser {
-    /// One transition; false when more text is needed.
     fn step(&mut self, out: &mut Vec<Piece>) -> bool {
         match std::mem::take(&mut self.state) {
-            State::Text => match self.scanner.find(&[SECTION_BEGIN]) {
+            State::Text => match self.tape.scanner.find(&[SECTION_BEGIN]) {
                 Found::Mark(_, before) => {
-                    self.content.push(&before, out);
-                    self.content.before_call();
+                    self.tape.content.push(&before, out);
+                    self.tape.content.before_call();
                     self.state = State::Section;
                     true
                 }
                 Found::Text(text) => {
-                    self.content.push(&text, out);
+                    self.tape.content.push(&text, out);
                     false
                 }
             },
-            State::Section => match self.scanner.find(&[CALL_BEGIN, SECTION_END]) {
+            State::Section => match self.tape.scanner.find(&[CALL_BEGIN, SECTION_END]) {
                 Found::Mark(0, _) => {
                     self.state = State::Header(String::new());
                     true
@@ -75,7 +56,7 @@ impl Parser {
                     false
                 }
             },
-            State::Header(mut header) => match self.scanner.find(&[ARGUMENTS_BEGIN]) {
+            State::Header(mut header) => match self.tape.scanner.find(&[ARGUMENTS_BEGIN]) {
                 Found::Mark(_, rest) => {
                     header.push_str(&rest);
                     self.begin(header.trim(), out);
@@ -88,17 +69,15 @@ impl Parser {
                     false
                 }
             },
-            State::Arguments => match self.scanner.find(&[CALL_END]) {
+            State::Arguments => match self.tape.scanner.find(&[CALL_END]) {
                 Found::Mark(_, text) => {
-                    self.arguments(text.trim_end().to_owned(), out);
-                    out.push(Piece::CallEnd {
-                        index: self.calls - 1,
-                    });
+                    self.tape.arguments(text.trim_end().to_owned(), out);
+                    self.tape.end(out);
                     self.state = State::Section;
                     true
                 }
                 Found::Text(text) => {
-                    self.arguments(text, out);
+                    self.tape.arguments(text, out);
                     self.state = State::Arguments;
                     false
                 }
@@ -106,6 +85,20 @@ impl Parser {
         }
     }
 
+    fn rest(&mut self, held: String, out: &mut Vec<Piece>) {
+        match std::mem::take(&mut self.state) {
+            State::Text => self.tape.content.push(&held, out),
+            State::Section => {}
+            State::Header(header) => self
+                .tape
+                .content
+                .push(&format!("{CALL_BEGIN}{header}{held}"), out),
+            State::Arguments => self.tape.arguments(held, out),
+        }
+    }
+}
+
+impl Parser {
     /// The id is what the model wrote, since its template shows it with the result.
     fn begin(&mut self, id: &str, out: &mut Vec<Piece>) {
         let name = id.strip_prefix("functions.").unwrap_or(id);
@@ -113,20 +106,6 @@ impl Parser {
             Some((name, digits)) if digits.bytes().all(|b| b.is_ascii_digit()) => name,
             _ => name,
         };
-        out.push(Piece::Call {
-            index: self.calls,
-            id: Some(id.to_owned()),
-            name: name.to_owned(),
-        });
-        self.calls += 1;
-    }
-
-    fn arguments(&self, text: String, out: &mut Vec<Piece>) {
-        if !text.is_empty() {
-            out.push(Piece::Arguments {
-                index: self.calls - 1,
-                text,
-            });
-        }
+        self.tape.begin(Some(id.to_owned()), name.to_owned(), out);
     }
 }

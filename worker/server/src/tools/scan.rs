@@ -1,6 +1,65 @@
-//! Searching streamed text for marks.
+//! What the forms have in common: searching streamed text for marks, and giving out what was found.
 
+use super::{Piece, ToolParser};
 use crate::stop::overlap;
+
+/// The reader of one form, a machine of states over a [`Tape`].
+pub(super) trait Form: Send {
+    /// What has been read and given out.
+    fn tape(&mut self) -> &mut Tape;
+    /// One transition; false when more text is needed.
+    fn step(&mut self, out: &mut Vec<Piece>) -> bool;
+    /// The answer ended with `held` not used up.
+    fn rest(&mut self, held: String, out: &mut Vec<Piece>);
+}
+
+impl<F: Form> ToolParser for F {
+    fn push(&mut self, text: &str, out: &mut Vec<Piece>) {
+        self.tape().scanner.feed(text);
+        while self.step(out) {}
+    }
+
+    fn finish(&mut self, out: &mut Vec<Piece>) {
+        let held = self.tape().scanner.take();
+        self.rest(held, out);
+        let tape = self.tape();
+        tape.content.finish(tape.calls > 0, out);
+    }
+}
+
+/// The text of an answer as it is read, and the calls that were found in it.
+#[derive(Debug, Default)]
+pub(super) struct Tape {
+    /// What has come in.
+    pub(super) scanner: Scanner,
+    /// What is no call.
+    pub(super) content: Content,
+    calls: u32,
+}
+
+impl Tape {
+    /// A call begins.
+    pub(super) fn begin(&mut self, id: Option<String>, name: String, out: &mut Vec<Piece>) {
+        self.content.before_call();
+        let index = self.calls;
+        self.calls += 1;
+        out.push(Piece::Call { index, id, name });
+    }
+
+    /// More of the last call's arguments.
+    pub(super) fn arguments(&self, text: String, out: &mut Vec<Piece>) {
+        if !text.is_empty() {
+            let index = self.calls - 1;
+            out.push(Piece::Arguments { index, text });
+        }
+    }
+
+    /// The last call is complete.
+    pub(super) fn end(&self, out: &mut Vec<Piece>) {
+        let index = self.calls - 1;
+        out.push(Piece::CallEnd { index });
+    }
+}
 
 /// Text that has come in and is not used up.
 #[derive(Debug, Default)]
@@ -75,7 +134,7 @@ pub(super) struct Content {
 
 impl Content {
     /// Takes text; gives what is certainly part of the answer.
-    pub(super) fn push(&mut self, text: &str, out: &mut Vec<super::Piece>) {
+    pub(super) fn push(&mut self, text: &str, out: &mut Vec<Piece>) {
         let solid = text.trim_end();
         if solid.is_empty() {
             self.space.push_str(text);
@@ -84,7 +143,7 @@ impl Content {
         let mut whole = std::mem::take(&mut self.space);
         whole.push_str(solid);
         self.space.push_str(&text[solid.len()..]);
-        out.push(super::Piece::Content(whole));
+        out.push(Piece::Content(whole));
     }
 
     /// A call begins: the space before it is dropped.
@@ -93,10 +152,10 @@ impl Content {
     }
 
     /// The answer ended: its space at the end is its own, unless calls came before.
-    pub(super) fn finish(&mut self, had_calls: bool, out: &mut Vec<super::Piece>) {
+    pub(super) fn finish(&mut self, had_calls: bool, out: &mut Vec<Piece>) {
         let space = std::mem::take(&mut self.space);
         if !space.is_empty() && !had_calls {
-            out.push(super::Piece::Content(space));
+            out.push(Piece::Content(space));
         }
     }
 }

@@ -59,6 +59,18 @@ impl FieldError {
     }
 }
 
+/// An error and its innermost cause as one message: what happened, why, and on further lines what to do. A cause that
+/// the message names already is not said again.
+pub fn sentence(message: &str, cause: &str) -> String {
+    if message.contains(cause) {
+        return message.to_owned();
+    }
+    match message.split_once('\n') {
+        Some((what, remedy)) => format!("{what}: {cause}\n{remedy}"),
+        None => format!("{message}: {cause}"),
+    }
+}
+
 impl fmt::Display for FieldError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}\n  {}", self.field, self.problem, self.remedy)
@@ -66,3 +78,21 @@ impl fmt::Display for FieldError {
 }
 
 impl std::error::Error for FieldError {}
+
+#[cfg(test)]
+mod tests {
+    use super::sentence;
+
+    #[test]
+    fn the_cause_stands_behind_what_happened() {
+        assert_eq!(
+            sentence("a.yaml cannot be read\n  name another", "no such file"),
+            "a.yaml cannot be read: no such file\n  name another"
+        );
+        assert_eq!(sentence("it broke", "no power"), "it broke: no power");
+        assert_eq!(
+            sentence("no power: it broke", "no power"),
+            "no power: it broke"
+        );
+    }
+}

@@ -37,7 +37,7 @@ mod structural;
 
 pub use capability::{BUILTIN_MODELS, Venue, unsupported};
 pub use deployment::*;
-pub use error::FieldError;
+pub use error::{FieldError, sentence};
 pub use facts::{KvShape, ModelFacts, ModuleBytes};
 pub use model::*;
 pub use plan::*;

@@ -15,15 +15,7 @@ pub(crate) fn init() {
         .init();
 }
 
-/// An error as one message: its first line with the innermost cause behind it, then the remedy.
+/// An error as one message.
 pub(crate) fn sentence(error: &anyhow::Error) -> String {
-    let text = error.to_string();
-    let cause = error.root_cause().to_string();
-    if text.contains(&cause) {
-        return text;
-    }
-    match text.split_once('\n') {
-        Some((what, remedy)) => format!("{what}: {cause}\n{remedy}"),
-        None => format!("{text}: {cause}"),
-    }
+    hearth_crds::sentence(&error.to_string(), &error.root_cause().to_string())
 }

@@ -15,21 +15,25 @@ use tonic::{Request, Response, Status};
 use super::rank::Worker;
 use crate::convert;
 
-/// Silence of a prefill worker after which it is asked whether it works at all. KV comes layer by layer, so only
-/// a prompt that waits behind others is silent for long.
-const PREFILL_SILENCE: Duration = Duration::from_secs(30);
-/// Time for that answer.
+/// Time for a prefill worker to say whether it works.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// `hearth.v1.Decode` over the engine.
 pub(super) struct DecodeService {
     worker: Arc<Worker>,
     prefill: Clients,
+    silence: Duration,
 }
 
 impl DecodeService {
-    pub(super) fn new(worker: Arc<Worker>, prefill: Clients) -> Self {
-        Self { worker, prefill }
+    /// A prefill worker that says nothing for `silence` is asked whether it works at all. KV comes layer by layer, so
+    /// only a prompt that waits behind others is silent for long.
+    pub(super) fn new(worker: Arc<Worker>, prefill: Clients, silence: Duration) -> Self {
+        Self {
+            worker,
+            prefill,
+            silence,
+        }
     }
 
     /// What to ask of the prefill worker, where the request names one.
@@ -60,6 +64,7 @@ impl DecodeService {
             context,
             deadline: time_left.and_then(|left| Instant::now().checked_add(left)),
             clients: self.prefill.clone(),
+            silence: self.silence,
             engine: self.worker.engine.clone(),
         }))
     }
@@ -123,6 +128,7 @@ struct RemotePrefill {
     /// The caller's; nobody waits for KV beyond it.
     deadline: Option<Instant>,
     clients: Clients,
+    silence: Duration,
     engine: Engine,
 }
 
@@ -151,10 +157,10 @@ impl RemotePrefill {
         }
         let look = || steps_of(worker.clone());
         let mut client = worker.prefill();
-        let mut events = unless_hung(client.prefill(request), PREFILL_SILENCE, look)
+        let mut events = unless_hung(client.prefill(request), self.silence, look)
             .await?
             .into_inner();
-        while let Some(event) = unless_hung(events.message(), PREFILL_SILENCE, look).await? {
+        while let Some(event) = unless_hung(events.message(), self.silence, look).await? {
             match event.event {
                 Some(v1::prefill_event::Event::Kv(kv)) => {
                     self.engine

@@ -28,6 +28,9 @@ use crate::signals;
 /// The gateway holds the real queue; this bounds what one worker is sent at a time.
 const WORKER_QUEUE: usize = 256;
 
+/// Grammars are made by recursion over the request's schema, which the gateway holds to 500 levels.
+const STACK_BYTES: usize = 32 << 20;
+
 /// How often the engine is asked how it is.
 const HEALTH_PERIOD: Duration = Duration::from_secs(1);
 /// An engine that is unhealthy for as long ends the worker.
@@ -41,6 +44,14 @@ pub(crate) struct RankArgs {
     /// Address of plain gRPC health for probes, open while the model loads: service "" is ready, "live" is alive
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) health: Option<String>,
+    /// Silence of a prefill worker after which it is asked whether it works at all
+    #[arg(
+        long,
+        hide = true,
+        env = "HEARTH_PREFILL_SILENCE_MS",
+        default_value_t = 30_000
+    )]
+    prefill_silence_ms: u64,
 }
 
 /// Runs a decode worker until it is told to end.
@@ -58,6 +69,7 @@ fn run(args: &RankArgs, role: PlanRole) -> anyhow::Result<()> {
     args.place.bind(&rank)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
+        .thread_stack_size(STACK_BYTES)
         .enable_all()
         .build()?;
     runtime.block_on(serve(args, &plan, &rank))
@@ -75,7 +87,8 @@ async fn serve(args: &RankArgs, plan: &InferencePlanSpec, rank: &PlanRank) -> an
     let listener = Listener::bind(endpoint)?;
     Report::Loading { percent: 0 }.send();
     let (worker, device) = tokio::task::block_in_place(|| open(plan, rank))?;
-    let routes = routes(&worker, Routes::new(health.service()), tls.clone());
+    let silence = Duration::from_millis(args.prefill_silence_ms);
+    let routes = routes(&worker, Routes::new(health.service()), tls.clone(), silence);
     health.set_ready(true).await;
     Report::Ready {
         endpoint,
@@ -108,7 +121,7 @@ async fn serve(args: &RankArgs, plan: &InferencePlanSpec, rank: &PlanRank) -> an
     }
 }
 
-fn routes(worker: &Arc<Worker>, routes: Routes, tls: Option<Tls>) -> Routes {
+fn routes(worker: &Arc<Worker>, routes: Routes, tls: Option<Tls>, silence: Duration) -> Routes {
     let routes = routes.add_service(server::control(ControlService::new(Arc::clone(worker))));
     match worker.role {
         PlanRole::Prefill => {
@@ -122,6 +135,7 @@ fn routes(worker: &Arc<Worker>, routes: Routes, tls: Option<Tls>) -> Routes {
             routes.add_service(server::decode(DecodeService::new(
                 Arc::clone(worker),
                 clients,
+                silence,
             )))
         }
     }

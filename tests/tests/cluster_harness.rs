@@ -24,7 +24,7 @@ fn alone() -> MutexGuard<'static, ()> {
 #[test]
 fn a_cluster_does_what_tests_ask_of_it_and_leaves_nothing() {
     let _alone = alone();
-    let before = Traces::now();
+    let before = Machine::now();
     let options = Options {
         nodes: 2,
         dns: true,
@@ -45,16 +45,19 @@ fn a_cluster_does_what_tests_ask_of_it_and_leaves_nothing() {
     let top = cluster.kubectl(&["top", "nodes"]);
     assert!(top.contains("node-1") && top.contains("node-2"), "{top}");
     hearths_own_images_run(&cluster);
+    a_test_uses_the_cluster_that_it_is_given(&cluster);
     a_killed_container_starts_again(&cluster);
     cluster.restart_api_server();
     writes_are_on_record(&cluster);
     a_killed_node_is_lost(&cluster);
 
+    let id = cluster.id().to_owned();
     let mut second = keeper("a-second-cluster");
     drop(cluster);
     assert_eq!(second.first_line(), "ready");
+    assert_eq!(Traces::of(&id), Traces::default());
     second.end();
-    assert_eq!(before.until_equal(), before);
+    assert_eq!(Machine::now(), before);
 }
 
 /// The shell and some tools of this machine, in a Pod that fits Pod Security `restricted`.
@@ -142,7 +145,12 @@ fn names_resolve(cluster: &Cluster) {
     let service = service.expect("the API server's own Service");
     let address = service["spec"]["clusterIP"].as_str().expect("an address");
     assert!(found.contains(address), "{found}");
+    assert_dns_answers(cluster, address);
+}
 
+/// Asks the DNS Service for the API server's address, over TCP.
+fn assert_dns_answers(cluster: &Cluster, address: &str) {
+    let name = "kubernetes.default.svc.cluster.local";
     let dns = cluster.reach("kube-system", "kube-dns", 53);
     let mut stream = TcpStream::connect(dns.address()).expect("connect");
     stream.set_read_timeout(Some(PATIENCE)).expect("timeout");
@@ -206,6 +214,43 @@ fn hearths_own_images_run(cluster: &Cluster) {
     });
     let facts: Value = serde_json::from_str(&facts).expect("the model's facts");
     assert!(facts.is_object(), "{facts}");
+}
+
+/// As `make test-cluster KUBECONFIG=…` does, in a process of its own.
+fn a_test_uses_the_cluster_that_it_is_given(cluster: &Cluster) {
+    let mut command = Process::of_test("uses_somebodys_cluster");
+    command.env("HEARTH_TEST_KUBECONFIG", cluster.kubeconfig());
+    let output = command.output().expect("this program");
+    let said = String::from_utf8_lossy(&output.stdout);
+    let why = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        output.status.success() && said.contains("used"),
+        "{said}{why}"
+    );
+}
+
+#[test]
+#[ignore = "another test runs it in a process of its own, with the cluster that it is to use"]
+fn uses_somebodys_cluster() {
+    let spoiling = Options {
+        nodes: 1,
+        breaks: true,
+        ..Options::default()
+    };
+    let refused = Cluster::start(&spoiling).err().expect("a reason");
+    assert!(refused.0.contains("nodes that it may kill"), "{refused}");
+    let options = Options {
+        nodes: 1,
+        dns: true,
+        ..Options::default()
+    };
+    let cluster = Cluster::start(&options).unwrap_or_else(|reason| panic!("{reason}"));
+    assert!(!cluster.is_own());
+    let service = cluster.get("service", "default", "kubernetes");
+    let service = service.expect("the API server's own Service");
+    let address = service["spec"]["clusterIP"].as_str().expect("an address");
+    assert_dns_answers(&cluster, address);
+    println!("\nused");
 }
 
 fn a_killed_container_starts_again(cluster: &Cluster) {
@@ -289,42 +334,51 @@ fn holds_a_cluster() {
     };
     import_toolbox(&cluster);
     run_pod(&cluster, &pod("toolbox", "exec sleep 1000"));
-    println!("\nup");
+    println!("\nup {}", cluster.id());
     std::thread::sleep(Duration::from_secs(600));
 }
 
 #[test]
 fn a_killed_test_leaves_nothing() {
     let _alone = alone();
-    let before = Traces::now();
-    let Some(mut test) = Process::holding_a_cluster() else {
+    let before = Machine::now();
+    let Some((mut test, id)) = Process::holding_a_cluster() else {
         return;
     };
-    assert_ne!(Traces::now(), before);
+    let there = Traces::of(&id);
+    assert!(
+        there.processes.len() > 5 && !there.groups.is_empty() && there.state,
+        "{there:?}"
+    );
     test.kill();
     let killed = Instant::now();
-    assert_eq!(before.until_equal(), before);
+    Traces::gone(&id);
     assert!(killed.elapsed() < Duration::from_secs(20));
+    assert_eq!(Machine::now(), before);
 }
 
 #[test]
 fn what_a_killed_keeper_left_is_removed_later() {
     let _alone = alone();
-    let before = Traces::now();
-    let Some(mut test) = Process::holding_a_cluster() else {
+    let before = Machine::now();
+    let Some((mut test, id)) = Process::holding_a_cluster() else {
         return;
     };
-    for pid in processes(|pid| command_line(pid).contains("hearth-cluster\0keep")) {
-        assert!(kill_9(pid), "the keeper {pid}");
-    }
+    let keepers = processes(|pid| command_line(pid).contains(&format!("keep\0{id}")));
+    assert_eq!(keepers.len(), 1, "{keepers:?}");
+    assert!(keepers.into_iter().all(kill_9));
     test.kill();
     std::thread::sleep(Duration::from_secs(1));
-    assert!(!Traces::now().processes.is_empty(), "nobody is left to act");
+    assert!(
+        !Traces::of(&id).processes.is_empty(),
+        "nobody is left to act"
+    );
     let status = Command::new(env!("CARGO_BIN_EXE_hearth-cluster"))
         .arg("down")
         .status();
     assert!(status.expect("hearth-cluster down").success());
-    assert_eq!(before.until_equal(), before);
+    assert_eq!(Traces::of(&id), Traces::default());
+    assert_eq!(Machine::now(), before);
 }
 
 /// A process whose output is read line by line, killed when dropped.
@@ -341,17 +395,22 @@ impl Process {
         Self { child, output }
     }
 
+    /// This very program, to run one test that is ignored otherwise.
+    fn of_test(name: &str) -> Command {
+        let mut command = Command::new(std::env::current_exe().expect("this program"));
+        command.args(["--ignored", "--exact", "--nocapture", name]);
+        command
+    }
+
     /// This very program, running the one test that starts a cluster and waits; none where clusters cannot be had.
-    fn holding_a_cluster() -> Option<Self> {
-        let exe = std::env::current_exe().expect("this program");
-        let mut command = Command::new(exe);
-        command.args(["--ignored", "--exact", "--nocapture", "holds_a_cluster"]);
-        let mut process = Self::start(&mut command);
+    /// With it the cluster's name.
+    fn holding_a_cluster() -> Option<(Self, String)> {
+        let mut process = Self::start(&mut Self::of_test("holds_a_cluster"));
         loop {
             let mut line = String::new();
             let length = process.output.read_line(&mut line).expect("output");
-            if line.trim() == "up" {
-                return Some(process);
+            if let Some(id) = line.trim().strip_prefix("up ") {
+                return Some((process, id.to_owned()));
             }
             if length == 0 {
                 assert!(process.child.wait().expect("its end").success());
@@ -391,35 +450,75 @@ fn keeper(id: &str) -> Process {
     let process = Process::start(command.args(["keep", id, "--nodes"]));
     std::thread::sleep(Duration::from_millis(500));
     // It made its directory, but has no turn.
-    let user = rustix::process::geteuid().as_raw();
-    let state = format!("/var/tmp/hearth-cluster-{user}/{id}");
-    assert!(Path::new(&state).is_dir());
-    assert!(!Path::new(&state).join("nodes").exists());
+    assert!(state(id).is_dir());
+    assert!(!state(id).join("nodes").exists());
     process
 }
 
-/// What of a cluster can be seen on the machine.
-#[derive(Clone, Debug, Default, PartialEq)]
+/// What of one cluster can be seen on the machine.
+#[derive(Debug, Default, PartialEq)]
 struct Traces {
     processes: BTreeSet<u32>,
     groups: BTreeSet<String>,
     mounts: BTreeSet<String>,
+    state: bool,
+}
+
+impl Traces {
+    fn of(id: &str) -> Self {
+        let tree = format!("hearth-{id}");
+        let mark = format!("HEARTH_CLUSTER={id}");
+        let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+        Self {
+            processes: processes(|pid| {
+                let environment = std::fs::read(format!("/proc/{pid}/environ"));
+                String::from_utf8_lossy(&environment.unwrap_or_default()).contains(&mark)
+            }),
+            groups: names("/sys/fs/cgroup")
+                .into_iter()
+                .filter(|hierarchy| {
+                    Path::new("/sys/fs/cgroup")
+                        .join(hierarchy)
+                        .join(&tree)
+                        .exists()
+                })
+                .collect(),
+            mounts: mounts
+                .lines()
+                .filter(|line| line.contains(id))
+                .map(str::to_owned)
+                .collect(),
+            state: state(id).exists(),
+        }
+    }
+
+    /// Waits until nothing is left.
+    fn gone(id: &str) {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let traces = Self::of(id);
+            if traces == Self::default() {
+                return;
+            }
+            assert!(Instant::now() < deadline, "left: {traces:?}");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+}
+
+/// What of the machine a cluster must not change, or must change back.
+#[derive(Debug, PartialEq)]
+struct Machine {
     links: BTreeSet<String>,
     routes: BTreeSet<String>,
     rules: String,
     settings: Vec<String>,
-    states: BTreeSet<String>,
 }
 
-impl Traces {
+impl Machine {
+    /// As it is while no cluster with nodes is up; another one may have come to its turn, whose interface and routes are
+    /// left out.
     fn now() -> Self {
-        let user = rustix::process::geteuid().as_raw();
-        let hierarchies = names("/sys/fs/cgroup");
-        let groups = hierarchies.iter().flat_map(|hierarchy| {
-            let all = names(&format!("/sys/fs/cgroup/{hierarchy}"));
-            all.into_iter().filter(|name| name.starts_with("hearth-"))
-        });
-        let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
         let settings = [
             "vm/overcommit_memory",
             "vm/panic_on_oom",
@@ -430,40 +529,29 @@ impl Traces {
             "net/ipv4/ip_forward",
         ];
         let read = |name| std::fs::read_to_string(format!("/proc/sys/{name}"));
+        let other = names(&state("").display().to_string())
+            .iter()
+            .any(|id| state(id).join("nodes").exists());
+        let keep = |text: &String| !(other && text.contains("hearth0"));
         Self {
-            processes: processes(|pid| {
-                let environment = std::fs::read(format!("/proc/{pid}/environ"));
-                String::from_utf8_lossy(&environment.unwrap_or_default())
-                    .contains("HEARTH_CLUSTER=")
-            }),
-            groups: groups.collect(),
-            mounts: mounts.lines().map(str::to_owned).collect(),
-            links: names("/sys/class/net"),
+            links: names("/sys/class/net").into_iter().filter(keep).collect(),
             routes: output("ip", &["-4", "route"])
                 .lines()
-                .map(Into::into)
+                .map(str::to_owned)
+                .filter(keep)
                 .collect(),
             rules: output("nft", &["list", "ruleset"]),
             settings: settings.map(read).into_iter().flatten().collect(),
-            // Locks stay for the next cluster.
-            states: names(&format!("/var/tmp/hearth-cluster-{user}"))
-                .into_iter()
-                .filter(|name| name != "guard" && name != "turn")
-                .collect(),
         }
     }
+}
 
-    /// The traces when they are like these again, or after a while.
-    fn until_equal(&self) -> Self {
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            let now = Self::now();
-            if now == *self || Instant::now() > deadline {
-                return now;
-            }
-            std::thread::sleep(Duration::from_millis(50));
-        }
-    }
+/// The state directory of a cluster.
+fn state(id: &str) -> std::path::PathBuf {
+    let user = rustix::process::geteuid().as_raw();
+    Path::new("/var/tmp")
+        .join(format!("hearth-cluster-{user}"))
+        .join(id)
 }
 
 fn names(directory: &str) -> BTreeSet<String> {

@@ -132,16 +132,25 @@ impl Cluster {
         let target = format!("service/{service}");
         let ports = format!(":{port}");
         let arguments = ["port-forward", target.as_str(), ports.as_str()];
-        let mut command = self.kubectl_command();
+        // It ends when its standard input does, and so with a test that is killed too.
+        let mut command = Command::new("sh");
         command
+            .args(["-c", r#""$@" & read -r _; kill $!"#, "-"])
+            .arg(self.tool("kubectl"))
+            .arg("--kubeconfig")
+            .arg(&self.kubeconfig)
             .args(within(namespace, &arguments))
+            .stdin(Stdio::piped())
             .stdout(Stdio::piped());
         let mut child = command
             .spawn()
             .unwrap_or_else(|error| panic!("kubectl port-forward: {error}"));
         let mut line = String::new();
         if let Some(stdout) = child.stdout.take() {
-            let _ = BufReader::new(stdout).read_line(&mut line);
+            let mut stdout = BufReader::new(stdout);
+            let _ = stdout.read_line(&mut line);
+            // It says a line for each connection, and would end if nobody read them.
+            std::thread::spawn(move || std::io::copy(&mut stdout, &mut std::io::sink()));
         }
         // "Forwarding from 127.0.0.1:43615 -> 8080"
         let address = line.split_whitespace().nth(2).unwrap_or_default();
@@ -221,7 +230,7 @@ impl Reach {
 impl Drop for Reach {
     fn drop(&mut self) {
         if let Some(child) = &mut self.forward {
-            let _ = child.kill();
+            drop(child.stdin.take());
             let _ = child.wait();
         }
     }

@@ -132,6 +132,14 @@ impl Cluster {
         self.own.is_some()
     }
 
+    /// What its processes, groups and state directory are known by.
+    ///
+    /// # Panics
+    /// When it is not the test's own.
+    pub fn id(&self) -> &str {
+        &self.own().ground.id
+    }
+
     /// The kubeconfig of an administrator.
     pub fn kubeconfig(&self) -> &Path {
         &self.kubeconfig

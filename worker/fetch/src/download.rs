@@ -2,8 +2,9 @@
 
 use std::error::Error;
 use std::io;
+use std::pin::pin;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
 use reqwest::header::{
@@ -22,6 +23,8 @@ use crate::{FetchError, FetchOptions, Phase, Source};
 
 /// Redirects that are followed.
 const MAX_REDIRECTS: usize = 10;
+/// How often the progress of a silent download is told.
+const SILENCE_PERIOD: Duration = Duration::from_secs(1);
 /// Pieces that may wait for the disk.
 const CHANNEL_PIECES: usize = 32;
 /// The disk's free space is looked at after so many bytes.
@@ -79,6 +82,15 @@ enum Failure {
         /// How long the server asks to wait.
         asked: Option<Duration>,
     },
+}
+
+impl Failure {
+    fn lost(reason: String) -> Self {
+        Self::Lost {
+            reason,
+            asked: None,
+        }
+    }
 }
 
 struct Download<'a> {
@@ -162,10 +174,10 @@ impl Download<'_> {
         match timeout(self.options.stall_timeout, request.send()).await {
             Ok(Ok(response)) => Ok(response),
             Ok(Err(error)) => Err(self.sorted(&error)),
-            Err(_) => Err(Failure::Lost {
-                reason: format!("no answer for {:?}", self.options.stall_timeout),
-                asked: None,
-            }),
+            Err(_) => {
+                let stall = self.options.stall_timeout;
+                Err(Failure::lost(format!("no answer for {stall:?}")))
+            }
         }
     }
 
@@ -221,22 +233,8 @@ impl Download<'_> {
         here_bytes: u64,
         total_bytes: Option<u64>,
     ) -> Result<(), Failure> {
-        let stall = self.options.stall_timeout;
-        let lost = |reason| Failure::Lost {
-            reason,
-            asked: None,
-        };
         let mut bytes = here_bytes;
-        loop {
-            let piece = match timeout(stall, response.chunk()).await {
-                Ok(Ok(Some(piece))) => piece,
-                Ok(Ok(None)) => break,
-                Ok(Err(error)) => {
-                    let reason = format!("the connection was lost: {}", innermost(&error));
-                    return Err(lost(reason));
-                }
-                Err(_) => return Err(lost(format!("no byte for {stall:?}"))),
-            };
+        while let Some(piece) = self.piece(&mut response, bytes, total_bytes).await? {
             bytes += piece.len() as u64;
             if let Some(announced_bytes) = total_bytes.filter(|&total| bytes > total) {
                 let url = self.source.shown();
@@ -251,10 +249,37 @@ impl Download<'_> {
             self.reporter.tell(Phase::Downloading, bytes, total_bytes);
         }
         match total_bytes {
-            Some(total) if bytes < total => Err(lost(format!(
-                "the answer ended after {bytes} of {total} bytes"
-            ))),
+            Some(total) if bytes < total => {
+                let reason = format!("the answer ended after {bytes} of {total} bytes");
+                Err(Failure::lost(reason))
+            }
             _ => Ok(()),
+        }
+    }
+
+    /// The next piece of the body; tells now and then that there is none yet.
+    async fn piece(
+        &self,
+        response: &mut Response,
+        bytes: u64,
+        total_bytes: Option<u64>,
+    ) -> Result<Option<Bytes>, Failure> {
+        let stall = self.options.stall_timeout;
+        let began = Instant::now();
+        let mut next = pin!(response.chunk());
+        loop {
+            tokio::select! {
+                piece = &mut next => {
+                    return piece.map_err(|error| {
+                        Failure::lost(format!("the connection was lost: {}", innermost(&error)))
+                    });
+                }
+                () = sleep(SILENCE_PERIOD.min(stall)) => {}
+            }
+            if began.elapsed() >= stall {
+                return Err(Failure::lost(format!("no byte for {stall:?}")));
+            }
+            self.reporter.tell(Phase::Downloading, bytes, total_bytes);
         }
     }
 
@@ -300,10 +325,7 @@ impl Download<'_> {
         } else {
             "the connection was lost"
         };
-        Failure::Lost {
-            reason: format!("{what}: {}", innermost(error)),
-            asked: None,
-        }
+        Failure::lost(format!("{what}: {}", innermost(error)))
     }
 
     /// Room for what is missing of the archive and for its files.

@@ -395,9 +395,13 @@ async fn a_silent_server_is_asked_again_and_a_slow_one_is_not() {
     let server = FileServer::start(archive.clone()).await;
     server.faults([Fault::StallAfter(100_000)]);
     let mut fetcher = Fetcher::new(&server, &sha256(&archive));
-    fetcher.options.stall_timeout = Duration::from_millis(700);
+    fetcher.options.stall_timeout = Duration::from_millis(1500);
     fetcher.fetch().await.unwrap();
     assert_eq!(first_byte(&server.seen()[1]), 100_000);
+    // While it was silent, all that had come was told.
+    let told =
+        |progress: &Progress| progress.phase == Phase::Downloading && progress.bytes == 100_000;
+    assert!(fetcher.progress.lock().unwrap().iter().any(told));
 
     // Slower altogether than the silence that is borne.
     let slow = FileServer::start(archive.clone()).await;

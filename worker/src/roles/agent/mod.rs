@@ -9,6 +9,7 @@ mod tool;
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use clap::Args;
 use hearth_fetch::Cache;
@@ -21,6 +22,9 @@ use super::report::Report;
 use crate::signals;
 use models::Models;
 use node::Node;
+
+/// Calls are answered at once; a caller that does not let its connection go is not waited for.
+const END_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Arguments of `agent`.
 #[derive(Args)]
@@ -87,7 +91,14 @@ async fn serve(args: &AgentArgs) -> anyhow::Result<()> {
         tls,
         ..ServerOptions::default()
     };
-    Ok(hearth_transport::serve(listener, routes, &options, shutdown).await?)
+    let overdue = async {
+        signals::termination().await;
+        tokio::time::sleep(END_PATIENCE).await;
+    };
+    tokio::select! {
+        served = hearth_transport::serve(listener, routes, &options, shutdown) => Ok(served?),
+        () = overdue => Ok(()),
+    }
 }
 
 /// `hearth.v1.Agent`.

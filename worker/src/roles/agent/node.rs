@@ -162,7 +162,8 @@ impl Node {
     /// The measured node in a line.
     fn words(&self, profile: &NodeProfileSpec) -> String {
         let summary = hearth_profiler::summary(profile);
-        summary.trim_end().replace('\n', "; ")
+        let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
+        summary.lines().map(words).collect::<Vec<_>>().join("; ")
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

@@ -1,0 +1,189 @@
+//! The program under test, certificates, and the demo model as an archive.
+
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used)] // Each test uses a part of it, and may panic.
+
+use std::io::{BufRead, BufReader};
+use std::net::TcpListener;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use hearth_transport::{ClientOptions, Clients, Endpoint, Tls, TlsFiles, TlsNames, Worker};
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+use tempfile::TempDir;
+
+/// The user of Hearth's images.
+pub const USER: u32 = 65532;
+
+pub fn program() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_hearth-worker"))
+}
+
+/// The demo model as a tar, in a directory of its own.
+pub fn demo_tar() -> Vec<u8> {
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/hearth-demo");
+    let mut builder = tar::Builder::new(Vec::new());
+    builder.append_dir_all("hearth-demo", model).unwrap();
+    builder.into_inner().unwrap()
+}
+
+/// Waits for something that another process does.
+pub async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(90);
+    while !is_so().await {
+        assert!(Instant::now() < deadline, "in vain: {what}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// An authority whose certificates lie below a directory.
+pub struct Authority {
+    issuer: CertifiedIssuer<'static, KeyPair>,
+    directory: TempDir,
+}
+
+impl Authority {
+    pub fn new() -> Self {
+        let mut params = CertificateParams::new(vec![]).unwrap();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let issuer = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
+        Self {
+            issuer,
+            directory: TempDir::new().unwrap(),
+        }
+    }
+
+    /// A directory with `tls.crt`, `tls.key` and `ca.crt` for a name.
+    pub fn issue(&self, name: &str) -> PathBuf {
+        let key = KeyPair::generate().unwrap();
+        let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
+        let certificate = params.signed_by(&key, &self.issuer).unwrap();
+        let directory = self.directory.path().join(name);
+        std::fs::create_dir_all(&directory).unwrap();
+        for (file, text) in [
+            ("tls.crt", certificate.pem()),
+            ("tls.key", key.serialize_pem()),
+            ("ca.crt", self.issuer.pem()),
+        ] {
+            std::fs::write(directory.join(file), text).unwrap();
+        }
+        directory
+    }
+}
+
+/// A running `hearth-worker agent`, killed when dropped.
+pub struct Agent {
+    child: Child,
+    pub endpoint: Endpoint,
+    pub health: String,
+}
+
+/// How an agent is started.
+pub struct AgentOptions<'a> {
+    pub tls: &'a Path,
+    pub cache: &'a Path,
+    /// Another user than that of the test.
+    pub user: Option<u32>,
+}
+
+impl Agent {
+    /// Waits until it serves.
+    pub fn start(options: &AgentOptions<'_>) -> Self {
+        let health = free_address();
+        let mut command = program();
+        command
+            .args(["agent", "--node", "node-1", "--listen", "127.0.0.1:0"])
+            .args([
+                "--health",
+                &health,
+                "--tls-name",
+                "agent.hearth",
+                "--tls-dir",
+            ])
+            .arg(options.tls)
+            .arg("--cache-dir")
+            .arg(options.cache)
+            .env("TMPDIR", "/nonexistent")
+            .env("HOME", "/nonexistent")
+            .current_dir("/")
+            .stdout(Stdio::piped());
+        if let Some(user) = options.user {
+            command.uid(user).gid(user);
+        }
+        let mut child = command.spawn().unwrap();
+        let mut line = String::new();
+        let mut out = BufReader::new(child.stdout.take().unwrap());
+        out.read_line(&mut line).unwrap();
+        let ready: serde_json::Value = serde_json::from_str(&line)
+            .unwrap_or_else(|error| panic!("{error} in {line:?}: the agent did not start"));
+        assert_eq!(ready["event"], "ready");
+        Self {
+            child,
+            endpoint: ready["endpoint"].as_str().unwrap().parse().unwrap(),
+            health,
+        }
+    }
+
+    /// A connection of its own, as the holder of a certificate.
+    pub fn called_by(&self, certificates: Option<&Path>) -> Worker {
+        let tls = certificates.map(|directory| {
+            let files = TlsFiles {
+                cert: directory.join("tls.crt"),
+                key: directory.join("tls.key"),
+                ca: directory.join("ca.crt"),
+                names: TlsNames {
+                    server: Some("agent.hearth".to_owned()),
+                    clients: Vec::new(),
+                },
+            };
+            Tls::read(&files).unwrap()
+        });
+        let options = ClientOptions {
+            tls,
+            ..ClientOptions::default()
+        };
+        Clients::new(options).worker(&self.endpoint).unwrap()
+    }
+
+    /// A number of `/proc/PID/status` in KiB.
+    pub fn kib(&self, name: &str) -> u64 {
+        let path = format!("/proc/{}/status", self.child.id());
+        let text = std::fs::read_to_string(path).unwrap();
+        let line = text
+            .lines()
+            .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+        line.unwrap()
+            .trim()
+            .trim_end_matches(" kB")
+            .parse()
+            .unwrap()
+    }
+
+    /// As `kill -9`.
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    /// As a kubelet ends it; gives the time that it took.
+    pub fn terminate(&mut self) -> (Option<i32>, Duration) {
+        let began = Instant::now();
+        let pid = rustix::process::Pid::from_child(&self.child);
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+        let status = self.child.wait().unwrap();
+        (status.code(), began.elapsed())
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn free_address() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap().to_string()
+}

@@ -1,5 +1,7 @@
 //! `hearth-worker fetch` as its user calls it.
 
+#![allow(clippy::unwrap_used)] // helpers of tests
+
 #[path = "../fetch/tests/support/mod.rs"]
 mod server;
 mod support;

@@ -1,5 +1,7 @@
 //! Downloads from servers that break in every way a server can.
 
+#![allow(clippy::unwrap_used)] // helpers of tests
+
 mod support;
 
 use std::fs;

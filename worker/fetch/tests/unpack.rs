@@ -1,5 +1,7 @@
 //! Archives of every kind, and what is not unpacked.
 
+#![allow(clippy::unwrap_used)] // helpers of tests
+
 mod support;
 
 use std::fs;
@@ -228,7 +230,7 @@ fn wild_entries(dice: &mut impl Iterator<Item = u8>) -> Vec<(String, EntryType, 
 #[tokio::test]
 async fn whatever_an_archive_holds_nothing_is_touched_outside() {
     let (mut taken, mut refused) = (0, 0);
-    for seed in 0..300 {
+    for seed in 0..150 {
         let mut dice = noise(200, seed).into_iter();
         let wild = wild_entries(&mut dice);
         let mut entries = vec![CONFIG];
@@ -283,7 +285,7 @@ async fn whatever_an_archive_holds_nothing_is_touched_outside() {
         }
     }
     assert!(
-        taken > 10 && refused > 50,
+        taken > 5 && refused > 50,
         "the archives are all alike: {taken} {refused}"
     );
 }

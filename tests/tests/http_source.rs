@@ -1,0 +1,89 @@
+//! `hearth up` with a model behind a URL.
+
+#[path = "../../worker/fetch/tests/support/mod.rs"]
+mod server;
+
+use std::path::Path;
+
+use hearth_tests::{Up, UpOptions, deployment, hearth, root, run};
+use serde_json::json;
+use server::{Fault, FileServer, sha256};
+
+fn demo_tar() -> Vec<u8> {
+    let mut builder = tar::Builder::new(Vec::new());
+    let model = root().join("models/hearth-demo");
+    builder
+        .append_dir_all("hearth-demo", model)
+        .expect("archive");
+    builder.into_inner().expect("archive")
+}
+
+/// Asks the model once, with archives in `cache`.
+fn ask(file: &Path, cache: &Path) -> (i32, String) {
+    let mut up = Up::spawn(&UpOptions {
+        file: Some(file.to_owned()),
+        arguments: ["--ask", "What is Hearth?", "--once"]
+            .map(str::to_owned)
+            .to_vec(),
+        environment: vec![("HEARTH_CACHE".to_owned(), cache.display().to_string())],
+    });
+    (up.wait(), up.output())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_archive_is_fetched_once_and_served() {
+    let archive = demo_tar();
+    let server = FileServer::start(archive.clone()).await;
+    // Half a download, and then the rest.
+    server.faults([Fault::CutAfter(archive.len() / 2)]);
+    let directory = tempfile::tempdir().expect("directory");
+    let cache = directory.path().join("cache");
+    let source =
+        json!({"http": {"url": server.url() + ".gz?signature=secret", "sha256": sha256(&archive)}});
+    let file = deployment(directory.path(), |spec| spec["model"]["source"] = source);
+
+    let (code, output) = ask(&file, &cache);
+    assert_eq!(code, 0, "{output}");
+    for expected in [
+        "model fetched and verified: ",
+        "model model: deepseek_v3",
+        "Hearth",
+        "stopped",
+    ] {
+        assert!(output.contains(expected), "no {expected:?} in\n{output}");
+    }
+    assert!(!output.contains("secret"), "{output}");
+    assert_eq!(server.sent_bytes(), archive.len());
+
+    let requests = server.seen().len();
+    let (code, output) = ask(&file, &cache);
+    assert_eq!(code, 0, "{output}");
+    assert!(output.contains("model is in the cache"), "{output}");
+    assert_eq!(server.seen().len(), requests);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_cannot_be_fetched_is_told_with_a_remedy() {
+    let archive = demo_tar();
+    let server = FileServer::start(archive.clone()).await;
+    let directory = tempfile::tempdir().expect("directory");
+    let wrong = sha256(b"something else");
+    server.faults([Fault::Status(404, Vec::new())]);
+    for expected in [
+        "is not there: the server answers 404 Not Found",
+        &sha256(&archive),
+    ] {
+        let source = json!({"http": {"url": server.url(), "sha256": wrong}});
+        let file = deployment(directory.path(), |spec| spec["model"]["source"] = source);
+        let (code, _, stderr) = run(hearth()
+            .args(["plan", "-f"])
+            .arg(&file)
+            .arg("--state-dir")
+            .arg(directory.path().join("state"))
+            .env("HEARTH_CACHE", directory.path()));
+        assert_eq!(code, 1, "{stderr}");
+        let message = stderr.rsplit_once("error: ").expect("an error").1;
+        assert!(message.contains(expected), "{message}");
+        assert!(message.contains("\n  check"), "no remedy in {message}");
+    }
+}

@@ -104,7 +104,9 @@ impl Metrics {
         });
         let bounds: Vec<(f64, f64)> = bounds.collect();
         let wanted = share * bounds.last().map_or(0.0, |(_, count)| *count);
-        let found = bounds.iter().find(|(_, count)| *count > 0.0 && *count >= wanted);
+        let found = bounds
+            .iter()
+            .find(|(_, count)| *count > 0.0 && *count >= wanted);
         found.map_or(0.0, |(bound, _)| *bound)
     }
 

@@ -13,7 +13,7 @@ use kube::api::{ApiResource, DynamicObject, ObjectMeta};
 use kube::core::GroupVersionKind;
 use serde_json::{Value, json};
 
-use super::cache::{Cache, ObjectFacts};
+use super::cache::{ObjectFacts, State, Touched, Waking};
 use super::decision::{Decision, Marks, PodEnd};
 use super::digest::{self, Digest};
 use super::failure::Failure;
@@ -33,7 +33,7 @@ const KINDS: [(&str, &str, &str); 3] = [
 /// Carries decisions out.
 pub(crate) struct Applier {
     requests: Requests,
-    cache: Arc<Cache>,
+    waking: Waking,
     /// What was applied, by owner.
     applied: Mutex<HashMap<Arc<str>, HashMap<String, Applied>>>,
 }
@@ -54,11 +54,11 @@ pub(crate) struct Subject<'a> {
 }
 
 impl Applier {
-    /// Writes by `requests`, and tells `cache` what came of it.
-    pub(crate) fn new(requests: Requests, cache: Arc<Cache>) -> Self {
+    /// Writes by `requests`, and tells the cache what came of it.
+    pub(crate) fn new(requests: Requests, waking: Waking) -> Self {
         Self {
             requests,
-            cache,
+            waking,
             applied: Mutex::default(),
         }
     }
@@ -143,7 +143,7 @@ impl Applier {
         let Some(known) = self.known(subject.uid, kind, name) else {
             return false;
         };
-        let state = self.cache.lock();
+        let state = self.waking.cache.lock();
         let row = state.object(kind, &Key::new(subject.namespace, name));
         // The cache may lag behind our own write.
         known.desired == wanted
@@ -156,7 +156,7 @@ impl Applier {
         let (kind, resource) = resource(kind)?;
         let key = Key::new(subject.namespace, name);
         let uid = {
-            let state = self.cache.lock();
+            let state = self.waking.cache.lock();
             let row = state.object(kind, &key);
             row.filter(|row| &*row.owner == subject.uid)
                 .map(|row| Arc::clone(&row.uid))
@@ -165,7 +165,8 @@ impl Applier {
         let place = Place::of_resource(&resource, subject.namespace);
         self.requests.delete(&place, name, &uid, false).await?;
         tracing::info!(namespace = subject.namespace, name, "{kind} removed");
-        self.cache.lock().remove_object(kind, &key, &uid);
+        self.waking
+            .change(|state| state.remove_object(kind, &key, &uid));
         if let Some(objects) = self.applied().get_mut(subject.uid) {
             objects.remove(&format!("{kind}/{name}"));
         }
@@ -208,7 +209,7 @@ impl Applier {
         let place = Place::of::<InferencePlan>(subject.namespace);
         let key = Key::new(subject.namespace, &marks.name);
         let uid = {
-            let state = self.cache.lock();
+            let state = self.waking.cache.lock();
             state.plans.get(&key).map(|row| Arc::clone(&row.uid))
         };
         let fields = annotations(marks, uid.as_deref());
@@ -216,9 +217,7 @@ impl Applier {
             .requests
             .merge::<LeanPlan>(&place, &marks.name, &fields)
             .await;
-        self.drop_if_gone(&made, |cache| {
-            cache.lock().remove_plan(&key, "");
-        });
+        self.drop_if_gone(&made, |state| state.remove_plan(&key, ""));
         self.take_plan(made?);
         Ok(())
     }
@@ -251,7 +250,7 @@ impl Applier {
         let place = Place::of::<Pod>(subject.namespace);
         let key = Key::new(subject.namespace, &marks.name);
         let uid = {
-            let state = self.cache.lock();
+            let state = self.waking.cache.lock();
             state.pods.get(&key).map(|row| Arc::clone(&row.uid))
         };
         let fields = annotations(marks, uid.as_deref());
@@ -259,9 +258,7 @@ impl Applier {
             .requests
             .merge::<LeanPod>(&place, &marks.name, &fields)
             .await;
-        self.drop_if_gone(&made, |cache| {
-            cache.lock().remove_pod(&key, "");
-        });
+        self.drop_if_gone(&made, |state| state.remove_pod(&key, ""));
         self.take_pod(made?);
         Ok(())
     }
@@ -282,7 +279,7 @@ impl Applier {
         match self.requests.get::<LeanPod>(&place, &end.name).await {
             Ok(there) => self.take_pod(there),
             Err(Failure::NotFound(_)) => {
-                self.cache.lock().remove_pod(&key, &end.uid);
+                self.waking.change(|state| state.remove_pod(&key, &end.uid));
             }
             Err(other) => return Err(other),
         }
@@ -292,7 +289,7 @@ impl Applier {
     async fn delete_plan(&self, subject: Subject<'_>, name: &str) -> Result<(), Failure> {
         let key = Key::new(subject.namespace, name);
         let uid = {
-            let state = self.cache.lock();
+            let state = self.waking.cache.lock();
             let row = state.plans.get(&key);
             row.filter(|row| &*row.owner == subject.uid)
                 .map(|row| Arc::clone(&row.uid))
@@ -300,25 +297,31 @@ impl Applier {
         let Some(uid) = uid else { return Ok(()) };
         let place = Place::of::<InferencePlan>(subject.namespace);
         self.requests.delete(&place, name, &uid, false).await?;
-        self.cache.lock().remove_plan(&key, &uid);
+        self.waking.change(|state| state.remove_plan(&key, &uid));
         Ok(())
     }
 
     /// Whoever was told by a write that its object is gone does not ask a second time.
-    fn drop_if_gone<T>(&self, answer: &Result<T, Failure>, drop: impl FnOnce(&Cache)) {
+    fn drop_if_gone<T>(
+        &self,
+        answer: &Result<T, Failure>,
+        drop: impl FnOnce(&mut State) -> Touched,
+    ) {
         if matches!(answer, Err(Failure::NotFound(_))) {
-            drop(&self.cache);
+            self.waking.change(drop);
         }
     }
 
     fn take_plan(&self, plan: LeanPlan) {
         let identity = Identity::of(&plan.metadata);
-        self.cache.lock().put_plan(identity, plan.plan.ok());
+        self.waking
+            .change(|state| state.put_plan(identity, plan.plan.ok()));
     }
 
     fn take_pod(&self, pod: LeanPod) {
         let identity = Identity::of(&pod.metadata);
-        self.cache.lock().put_pod(identity, pod.into_view());
+        self.waking
+            .change(|state| state.put_pod(identity, pod.into_view()));
     }
 
     fn remember(
@@ -342,7 +345,8 @@ impl Applier {
         let objects = objects.entry(subject.uid.into()).or_default();
         objects.insert(format!("{kind}/{name}"), applied);
         let kept = ObjectFacts::of(&metadata, facts);
-        self.cache.lock().put_object(kind, identity, kept);
+        self.waking
+            .change(|state| state.put_object(kind, identity, kept));
     }
 
     fn known(&self, uid: &str, kind: &str, name: &str) -> Option<Applied> {

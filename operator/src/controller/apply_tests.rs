@@ -9,6 +9,7 @@ use kube::api::DynamicObject;
 use kube::client::Body;
 use serde_json::{Value, json};
 
+use super::super::cache::Cache;
 use super::*;
 
 const OWNER: &str = "uid-of-demo";
@@ -120,7 +121,11 @@ fn pod() -> Pod {
 }
 
 fn applier(server: &Arc<Server>, cache: &Arc<Cache>) -> Applier {
-    Applier::new(Requests::new(server.client()), Arc::clone(cache))
+    let waking = Waking {
+        cache: Arc::clone(cache),
+        queue: Arc::default(),
+    };
+    Applier::new(Requests::new(server.client()), waking)
 }
 
 fn wants(object: DynamicObject) -> Decision {

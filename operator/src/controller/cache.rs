@@ -12,11 +12,16 @@ use super::holdings::{self, Holdings};
 use super::lean::Facts;
 use super::names::{NOTE_OUTCOME, OUTCOME_FAILED};
 use super::observed::{Holding, NodeView, PodView};
-use super::queue::Key;
+use super::queue::{Key, Queue};
 use super::table::{Identity, Put, Table};
 
 /// How long a plan that was sent and never seen keeps its place: its write may have failed unseen.
 const RESERVATION: Duration = Duration::from_secs(120);
+
+/// Changes of one moment are looked at together.
+const DEBOUNCE: Duration = Duration::from_millis(100);
+/// Deployments that wait for room are looked at this long after some was freed.
+const ROOM_DEBOUNCE: Duration = Duration::from_secs(1);
 
 /// A deployment as it was read.
 pub(crate) type ReadDeployment = Result<Arc<InferenceDeployment>, Unreadable>;
@@ -33,6 +38,36 @@ pub(crate) struct Unreadable {
 #[derive(Debug, Default)]
 pub(crate) struct Cache {
     state: Mutex<State>,
+}
+
+/// A [`Cache`] whose changes have the deployments that they concern looked at.
+#[derive(Clone, Debug)]
+pub(crate) struct Waking {
+    pub(crate) cache: Arc<Cache>,
+    pub(crate) queue: Arc<Queue>,
+}
+
+impl Waking {
+    /// Changes the contents. Whatever was learnt, by a watch or by the answer to a write, is news to someone: an answer
+    /// shows what others changed too, and the watch does not tell that a second time.
+    pub(crate) fn change(&self, change: impl FnOnce(&mut State) -> Touched) {
+        let (touched, waiting) = {
+            let mut state = self.cache.lock();
+            let touched = change(&mut state);
+            let waiting = if touched.waiting {
+                state.waiting()
+            } else {
+                Vec::new()
+            };
+            (touched, waiting)
+        };
+        for key in touched.keys {
+            self.queue.add(key, DEBOUNCE);
+        }
+        for key in waiting {
+            self.queue.add(key, ROOM_DEBOUNCE);
+        }
+    }
 }
 
 /// The contents of a [`Cache`], locked.
@@ -84,11 +119,16 @@ impl State {
     /// Takes a deployment.
     pub(crate) fn put_deployment(&mut self, identity: Identity, value: ReadDeployment) -> Touched {
         let (key, uid) = (identity.key.clone(), Arc::clone(&identity.uid));
+        let after = value.clone();
         match self.deployments.put(identity, value) {
             Put::Stale | Put::Same => Touched::default(),
-            Put::Changed(_) => {
+            Put::Changed(before) => {
                 self.keys.insert(uid, key.clone());
-                Touched::one(key)
+                // The status is our own writing. Who else writes it is corrected at the next resync.
+                match before.is_some_and(|before| is_same_wish(&before, &after)) {
+                    true => Touched::default(),
+                    false => Touched::one(key),
+                }
             }
         }
     }
@@ -268,7 +308,7 @@ impl State {
     }
 
     /// Deployments that wait for room or for a node.
-    pub(crate) fn waiting(&self) -> Vec<Key> {
+    fn waiting(&self) -> Vec<Key> {
         self.waiting.iter().cloned().collect()
     }
 
@@ -379,6 +419,20 @@ impl State {
                 .collect(),
             waiting: true,
         }
+    }
+}
+
+/// Whether nothing but the status, and what the API server counts, differs.
+fn is_same_wish(before: &ReadDeployment, after: &ReadDeployment) -> bool {
+    match (before, after) {
+        (Ok(before), Ok(after)) => {
+            let (old, new) = (&before.metadata, &after.metadata);
+            old.uid == new.uid
+                && old.generation == new.generation
+                && old.deletion_timestamp == new.deletion_timestamp
+                && before.spec == after.spec
+        }
+        _ => false,
     }
 }
 

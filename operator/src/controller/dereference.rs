@@ -77,7 +77,7 @@ impl Dereferencer {
             }
         });
         let service = state.object("Service", &key);
-        let service = service.filter(|row| &*row.owner == uid);
+        let service = service.filter(|row| *row.owner == *uid);
         Observed {
             now,
             settings: Arc::clone(&self.settings),

@@ -72,7 +72,7 @@ pub(crate) use args::OperatorArgs;
 use agents::Agents;
 use apply::Applier;
 use authority::Authority;
-use cache::Cache;
+use cache::{Cache, Waking};
 use dereference::Dereferencer;
 use lease::Candidate;
 use measure::Measures;
@@ -161,12 +161,11 @@ async fn operate(args: &OperatorArgs) -> anyhow::Result<ExitCode> {
 
 /// Keeps the caches warm, waits for the Lease, and works while it is held.
 async fn lead(args: &OperatorArgs, parts: Parts, ends: &mut Ends) -> anyhow::Result<ExitCode> {
-    let (cache, queue) = (&parts.world.cache, &parts.world.queue);
-    let watches = Watches::new(
-        Arc::clone(cache),
-        Arc::clone(queue),
-        Arc::clone(&parts.authority),
-    );
+    let waking = Waking {
+        cache: Arc::clone(&parts.world.cache),
+        queue: Arc::clone(&parts.world.queue),
+    };
+    let watches = Watches::new(waking.clone(), Arc::clone(&parts.authority));
     let mut candidate = Candidate::new(
         parts.client.clone(),
         &parts.settings.operator_namespace,
@@ -199,7 +198,7 @@ async fn lead(args: &OperatorArgs, parts: Parts, ends: &mut Ends) -> anyhow::Res
     let permits = Arc::new(Semaphore::new(args.concurrency as usize));
     let is_lost = tokio::select! {
         () = held => true,
-        () = work(args, parts, watches, Arc::clone(&permits)) => false,
+        () = work(args, parts, waking, Arc::clone(&permits)) => false,
         () = ends.wait() => false,
     };
     if is_lost {
@@ -218,7 +217,7 @@ async fn lead(args: &OperatorArgs, parts: Parts, ends: &mut Ends) -> anyhow::Res
 }
 
 /// Visits deployments, and sees to all that goes on beside.
-async fn work(args: &OperatorArgs, parts: Parts, watches: Watches, permits: Arc<Semaphore>) {
+async fn work(args: &OperatorArgs, parts: Parts, waking: Waking, permits: Arc<Semaphore>) {
     let Parts {
         client,
         settings,
@@ -228,16 +227,15 @@ async fn work(args: &OperatorArgs, parts: Parts, watches: Watches, permits: Arc<
         authority,
     } = parts;
     let requests = Requests::new(client.clone());
-    let (cache, queue) = (Arc::clone(&world.cache), Arc::clone(&world.queue));
     let agents = args.agents.then(|| {
         let ground = Arc::new(world.clone());
         Arc::new(Agents::new(client.clone(), Arc::clone(&authority), ground))
     });
     let measures = Arc::new(Measures::default());
     let reconciler = Arc::new(Reconciler {
-        dereferencer: Dereferencer::new(client, Arc::clone(&cache), Arc::clone(&settings)),
-        applier: Applier::new(requests.clone(), Arc::clone(&cache)),
-        reporting: Reporting::new(requests, Arc::clone(&cache), &identity),
+        dereferencer: Dereferencer::new(client, Arc::clone(&world.cache), Arc::clone(&settings)),
+        applier: Applier::new(requests.clone(), waking.clone()),
+        reporting: Reporting::new(requests, waking.clone(), &identity),
         authority: Arc::clone(&authority),
         agents: agents.clone(),
         measures: Arc::clone(&measures),
@@ -245,14 +243,13 @@ async fn work(args: &OperatorArgs, parts: Parts, watches: Watches, permits: Arc<
         resync: args.resync(),
         planning: tokio::sync::Mutex::default(),
         visits: std::sync::Mutex::default(),
-        cache: Arc::clone(&cache),
-        queue: Arc::clone(&queue),
+        waking: waking.clone(),
         settings,
     });
     {
-        let state = cache.lock();
+        let state = waking.cache.lock();
         let keys = state.deployments.keys();
-        keys.for_each(|key| queue.add(key.clone(), Duration::ZERO));
+        keys.for_each(|key| waking.queue.add(key.clone(), Duration::ZERO));
     }
     let agents = async {
         match &agents {
@@ -263,7 +260,7 @@ async fn work(args: &OperatorArgs, parts: Parts, watches: Watches, permits: Arc<
     tokio::join!(
         dispatch(&reconciler, &permits),
         keep_authority(&authority),
-        keep_house(&cache, &watches),
+        keep_house(&waking),
         measures.run(&world),
         agents,
     );
@@ -275,7 +272,7 @@ async fn dispatch(reconciler: &Arc<Reconciler>, permits: &Arc<Semaphore>) {
         let Ok(permit) = Arc::clone(permits).acquire_owned().await else {
             return;
         };
-        let key = reconciler.queue.take().await;
+        let key = reconciler.waking.queue.take().await;
         let reconciler = Arc::clone(reconciler);
         tokio::spawn(async move {
             let visit = {
@@ -286,9 +283,9 @@ async fn dispatch(reconciler: &Arc<Reconciler>, permits: &Arc<Semaphore>) {
                 Ok(again) => again,
                 Err(_panic) => Some(reconciler.panicked(&key)),
             };
-            reconciler.queue.done(&key);
+            reconciler.waking.queue.done(&key);
             if let Some(after) = again {
-                reconciler.queue.add(key, after);
+                reconciler.waking.queue.add(key, after);
             }
             drop(permit);
         });
@@ -318,11 +315,10 @@ async fn keep_authority(authority: &Authority) {
     }
 }
 
-async fn keep_house(cache: &Cache, watches: &Watches) {
+async fn keep_house(waking: &Waking) {
     loop {
         tokio::time::sleep(HOUSEKEEPING).await;
-        let touched = cache.lock().expire_reservations();
-        watches.touch(touched);
+        waking.change(cache::State::expire_reservations);
     }
 }
 

@@ -11,7 +11,7 @@ use kube::ResourceExt;
 use super::agents::Agents;
 use super::apply::{Applier, Subject};
 use super::authority::Authority;
-use super::cache::{Cache, Unreadable};
+use super::cache::{Unreadable, Waking};
 use super::conditions::{DEGRADED, PLANNED};
 use super::decide::decide;
 use super::decision::Decision;
@@ -19,7 +19,7 @@ use super::dereference::{Dereferencer, Outside};
 use super::failure::Failure;
 use super::measure::Measures;
 use super::observed::{Observed, Settings};
-use super::queue::{Key, Queue};
+use super::queue::Key;
 use super::report::{self, Reporting};
 use super::telemetry::Telemetry;
 use super::validate::serves;
@@ -30,8 +30,7 @@ const LEFT_TO_OTHERS: Duration = Duration::from_secs(20);
 
 /// Visits deployments.
 pub(crate) struct Reconciler {
-    pub(crate) cache: Arc<Cache>,
-    pub(crate) queue: Arc<Queue>,
+    pub(crate) waking: Waking,
     pub(crate) settings: Arc<Settings>,
     pub(crate) dereferencer: Dereferencer,
     pub(crate) applier: Applier,
@@ -89,7 +88,7 @@ impl Reconciler {
     /// `Ok(None)`: the deployment is gone. `Ok(Some(time))`: when to come again at the latest.
     async fn reconcile(&self, key: &Key) -> Result<Option<Option<Duration>>, Failure> {
         let read = {
-            let state = self.cache.lock();
+            let state = self.waking.cache.lock();
             state.deployments.get(key).map(|row| Arc::clone(&row.value))
         };
         let deployment = match read.as_deref() {
@@ -157,8 +156,7 @@ impl Reconciler {
             && decision.create_plan.is_some()
             && is_refusal(failure)
         {
-            let touched = self.cache.lock().give_back(subject.uid);
-            tracing::debug!(?touched, "a plan was refused");
+            self.waking.change(|state| state.give_back(subject.uid));
         }
         let outcome = applied.and(trouble.map_or(Ok(()), Err));
         self.report(&observed, decision, outcome, now).await?;
@@ -182,7 +180,7 @@ impl Reconciler {
         let decision = decide(&observed);
         if let Some(plan) = &decision.create_plan {
             let uid = deployment.uid().unwrap_or_default();
-            self.cache.lock().reserve(&uid, plan);
+            self.waking.cache.lock().reserve(&uid, plan);
         }
         (observed, decision)
     }
@@ -207,7 +205,7 @@ impl Reconciler {
             &deployment.namespace().unwrap_or_default(),
             &deployment.name_any(),
         );
-        self.cache.lock().set_waiting(&key, waits);
+        self.waking.cache.lock().set_waiting(&key, waits);
         match outcome {
             Ok(()) => {
                 let metadata = &deployment.metadata;

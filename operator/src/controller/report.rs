@@ -1,7 +1,5 @@
 //! The status, written when it differs from the one that is there, and events on transitions.
 
-use std::sync::Arc;
-
 use hearth_crds::{API_VERSION, Condition, InferenceDeployment, InferenceDeploymentStatus};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::ObjectReference;
@@ -10,7 +8,7 @@ use kube::api::ObjectMeta;
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
 use serde_json::json;
 
-use super::cache::Cache;
+use super::cache::Waking;
 use super::decision::Transition;
 use super::digest;
 use super::failure::Failure;
@@ -29,13 +27,13 @@ const MESSAGE_BYTES: usize = 8 << 10;
 /// Writes status and events.
 pub(crate) struct Reporting {
     requests: Requests,
-    cache: Arc<Cache>,
+    waking: Waking,
     recorder: Recorder,
 }
 
 impl Reporting {
     /// Writes by `requests`; `identity` is this replica's name in events.
-    pub(crate) fn new(requests: Requests, cache: Arc<Cache>, identity: &str) -> Self {
+    pub(crate) fn new(requests: Requests, waking: Waking, identity: &str) -> Self {
         let reporter = Reporter {
             controller: "hearth-operator".to_owned(),
             instance: Some(identity.to_owned()),
@@ -43,7 +41,7 @@ impl Reporting {
         let recorder = Recorder::new(requests.client().clone(), reporter);
         Self {
             requests,
-            cache,
+            waking,
             recorder,
         }
     }
@@ -73,9 +71,8 @@ impl Reporting {
         let place = Place::of::<InferenceDeployment>(namespace);
         let written: LeanDeployment = self.requests.apply_status(&place, name, &body).await?;
         let identity = Identity::of(&written.metadata);
-        self.cache
-            .lock()
-            .put_deployment(identity, written.into_read());
+        self.waking
+            .change(|state| state.put_deployment(identity, written.into_read()));
         Ok(true)
     }
 

@@ -18,7 +18,7 @@ use tokio::sync::Notify;
 use tokio::task::JoinSet;
 
 use super::authority::Authority;
-use super::cache::{Cache, ObjectFacts, State, Touched};
+use super::cache::{ObjectFacts, State, Touched, Waking};
 use super::client::WATCH_SECONDS;
 use super::failure::{Failure, chain};
 use super::lean::{
@@ -27,13 +27,9 @@ use super::lean::{
 };
 use super::names::{APP, LABEL_APP, LABEL_COMPONENT, LABEL_DEPLOYMENT};
 use super::observed::Settings;
-use super::queue::{Key, Queue};
+use super::queue::Key;
 use super::table::Identity;
 
-/// Changes of one moment are looked at together.
-const DEBOUNCE: Duration = Duration::from_millis(100);
-/// Deployments that wait for room are looked at this long after some was freed.
-const ROOM_DEBOUNCE: Duration = Duration::from_secs(1);
 /// Objects of one page of a list: what is read at a time bounds the memory.
 const PAGE: u32 = 100;
 /// Component of the agents' Pods, as the chart labels them.
@@ -42,8 +38,7 @@ const AGENT: &str = "agent";
 /// What the watches fill and wake.
 #[derive(Clone)]
 pub(crate) struct Watches {
-    pub(crate) cache: Arc<Cache>,
-    pub(crate) queue: Arc<Queue>,
+    pub(crate) waking: Waking,
     pub(crate) authority: Arc<Authority>,
     /// Watches that have not listed all once.
     unfilled: Arc<AtomicUsize>,
@@ -62,10 +57,9 @@ trait Cached: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Se
 
 impl Watches {
     /// Nothing is watched yet.
-    pub(crate) fn new(cache: Arc<Cache>, queue: Arc<Queue>, authority: Arc<Authority>) -> Self {
+    pub(crate) fn new(waking: Waking, authority: Arc<Authority>) -> Self {
         Self {
-            cache,
-            queue,
+            waking,
             authority,
             unfilled: Arc::default(),
             filled: Arc::default(),
@@ -151,19 +145,6 @@ impl Watches {
             }
         });
     }
-
-    /// Has the deployments that a change concerns looked at.
-    pub(crate) fn touch(&self, touched: Touched) {
-        for key in touched.keys {
-            self.queue.add(key, DEBOUNCE);
-        }
-        if touched.waiting {
-            let waiting = self.cache.lock().waiting();
-            for key in waiting {
-                self.queue.add(key, ROOM_DEBOUNCE);
-            }
-        }
-    }
 }
 
 /// The listener of one watch.
@@ -213,11 +194,9 @@ impl Listener {
             Event::Delete(object) => {
                 let identity = Identity::of(object.meta());
                 self.secret_changed::<K>(&object);
-                let touched = {
-                    let mut state = self.watches.cache.lock();
-                    K::forget(&mut state, &identity.key, &identity.uid)
-                };
-                self.watches.touch(touched);
+                let (key, uid) = (identity.key, identity.uid);
+                let waking = &self.watches.waking;
+                waking.change(|state| K::forget(state, &key, &uid));
             }
         }
     }
@@ -225,30 +204,32 @@ impl Listener {
     /// What a complete list did not name is gone, and was not heard of.
     fn forget_unseen<K: Cached>(&mut self) {
         let seen = std::mem::take(&mut self.seen);
-        let mut touched = Touched::default();
-        {
-            let mut state = self.watches.cache.lock();
-            let is_listed = |key: &Key| match &self.namespace {
-                Some(namespace) => *namespace == *key.namespace,
-                None => true,
-            };
-            for key in K::keys(&state) {
+        let is_listed = |key: &Key| match &self.namespace {
+            Some(namespace) => **namespace == *key.namespace,
+            None => true,
+        };
+        self.watches.waking.change(|state| {
+            let mut touched = Touched::default();
+            for key in K::keys(state) {
                 if is_listed(&key) && !seen.contains(&key) {
-                    touched.merge(K::forget(&mut state, &key, ""));
+                    touched.merge(K::forget(state, &key, ""));
                 }
             }
-        }
-        self.watches.touch(touched);
+            touched
+        });
     }
 
     fn take<K: Cached>(&self, object: K) {
-        let is_secret = K::kind(&()) == "Secret";
-        let copy = is_secret.then(|| object.clone());
-        let touched = object.put(&mut self.watches.cache.lock());
-        if let Some(secret) = copy.filter(|_| touched != Touched::default()) {
+        let copy = (K::kind(&()) == "Secret").then(|| object.clone());
+        let mut is_news = false;
+        self.watches.waking.change(|state| {
+            let touched = object.put(state);
+            is_news = touched != Touched::default();
+            touched
+        });
+        if let Some(secret) = copy.filter(|_| is_news) {
             self.secret_changed::<K>(&secret);
         }
-        self.watches.touch(touched);
     }
 
     /// The authority looks again at a Secret that changed: someone may have altered it.

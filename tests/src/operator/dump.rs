@@ -13,6 +13,9 @@ const METADATA: [&str; 4] = [
 ];
 /// Annotations that hold digests over uids, or serial numbers.
 const NOTES: [&str; 2] = ["hearth.dev/rank-hash", "hearth.dev/certificate"];
+/// Annotation with a plan as JSON, in the text of which a prediction that was read and written again may differ in its
+/// last digit.
+const PLAN: &str = "hearth.dev/plan";
 
 /// The objects of a namespace as text, in the order of their kinds and names. Left out or replaced is what differs from
 /// run to run: uids, times, versions, addresses, digests over uids, the contents of Secrets, and the namespace's name.
@@ -70,6 +73,9 @@ fn plain(mut object: Value) -> Value {
             .get_mut("annotations")
             .and_then(Value::as_object_mut)
         {
+            if let Some(plan) = notes.get_mut(PLAN) {
+                *plan = without_predictions(plan.as_str().unwrap_or_default());
+            }
             for note in NOTES {
                 if let Some(value) = notes.get_mut(note) {
                     *value = json!("PRESENT");
@@ -98,6 +104,15 @@ fn plain(mut object: Value) -> Value {
     }
     without_times(&mut object);
     object
+}
+
+fn without_predictions(plan: &str) -> Value {
+    let mut plan: Value = serde_json::from_str(plan).unwrap_or_default();
+    plan["predicted"] = json!("PRESENT");
+    for rank in plan["ranks"].as_array_mut().into_iter().flatten() {
+        rank["predicted"] = json!("PRESENT");
+    }
+    plan
 }
 
 fn without_times(value: &mut Value) {

@@ -24,6 +24,9 @@ const KINDS: [&str; 7] = [
     "apis/networking.k8s.io/v1/NS/networkpolicies",
 ];
 
+/// How long a list may be refused.
+const LIST_PATIENCE: Duration = Duration::from_secs(20);
+
 /// A control plane with Hearth's definitions, a client of it, and stand-ins for kubelets.
 pub struct Stand {
     /// Dropped first: it talks to the cluster.
@@ -165,8 +168,10 @@ impl Stand {
                 "/{}",
                 kind.replace("NS", &format!("namespaces/{namespace}"))
             );
-            let list = self.try_get(&path);
-            let mut list = list.unwrap_or_else(|| panic!("{path} cannot be listed"));
+            // Kinds that were just defined, and an API server that has just come back, are not served at once.
+            let mut list = wait_until(&format!("{path} can be listed"), LIST_PATIENCE, || {
+                self.try_get(&path)
+            });
             let plural = kind.rsplit('/').next().unwrap_or(kind);
             if let Value::Array(items) = list["items"].take() {
                 for mut item in items {

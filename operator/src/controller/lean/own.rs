@@ -39,6 +39,10 @@ pub(crate) struct LeanProfile {
 
 impl LeanDeployment {
     /// As it is kept.
+    #[expect(
+        clippy::result_large_err,
+        reason = "both sides are kept in one row, and neither travels up a stack"
+    )]
     pub(crate) fn into_read(self) -> ReadDeployment {
         let Self {
             metadata,

@@ -72,13 +72,7 @@ fn crash_everywhere(scenario: Scenario) {
     stand.make_node("small", 2, 700 << 20, &[("size", "small")]);
     let (expected, _) = run(&stand, scenario, "undisturbed", None);
     if scenario == Scenario::Delete {
-        let left = stand.objects("delete-undisturbed");
-        let names: Vec<&Value> = left
-            .iter()
-            .map(|object| &object["metadata"]["name"])
-            .collect();
-        // What the operator keeps for itself.
-        assert_eq!(names, ["hearth-agent-tls", "hearth-ca"], "left over");
+        assert_only_its_own_is_left(&stand);
     }
 
     let next = AtomicU64::new(0);
@@ -91,7 +85,7 @@ fn crash_everywhere(scenario: Scenario) {
                 loop {
                     let index = next.fetch_add(1, Ordering::Relaxed);
                     let write = index / 2 + 1;
-                    let side = if index % 2 == 0 {
+                    let side = if index.is_multiple_of(2) {
                         Side::Before
                     } else {
                         Side::After
@@ -135,6 +129,16 @@ fn crash_everywhere(scenario: Scenario) {
             difference(&expected, end)
         );
     }
+}
+
+/// After a deletion there is nothing but what the operator keeps for itself.
+fn assert_only_its_own_is_left(stand: &Stand) {
+    let left = stand.objects("delete-undisturbed");
+    let names: Vec<&Value> = left
+        .iter()
+        .map(|object| &object["metadata"]["name"])
+        .collect();
+    assert_eq!(names, ["hearth-agent-tls", "hearth-ca"], "left over");
 }
 
 /// One run in a namespace of its own: what is there in the end, and whether the operator was killed.

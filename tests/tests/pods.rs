@@ -90,7 +90,7 @@ async fn probes_follow_a_worker_that_loads_serves_and_drains() {
     let stream = tokio::spawn(async move {
         let mut tell = Some(tell);
         hearth_tests::chat_stream(&v1, &body, |_, _| {
-            drop(tell.take().map(|tell| tell.send(())))
+            let _ = tell.take().map(|tell| tell.send(()));
         })
         .await
     });

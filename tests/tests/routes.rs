@@ -18,12 +18,14 @@ struct Service {
 }
 
 impl Service {
-    fn start() -> Self {
+    /// Starts the gateway and waits until it can hold requests.
+    async fn start() -> Self {
         let ranks = Ranks::of_demo();
         write_certificates(ranks.directory(), &[NAME]);
         let mut arguments = tls(ranks.directory());
         arguments.extend(["--routes".to_owned(), ranks.routes().display().to_string()]);
         let gateway = ranks.start("gateway", "gateway-0", &arguments);
+        until_status(&format!("{}/health", gateway.base()), 200).await;
         Self { ranks, gateway }
     }
 
@@ -111,8 +113,7 @@ async fn until_status(url: &str, expected: u16) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_gateway_holds_requests_until_its_first_worker_is_named() {
-    let mut service = Service::start();
-    until_status(&format!("{}/health", service.gateway.base()), 200).await;
+    let mut service = Service::start().await;
     assert_eq!(
         status(&format!("{}/ready", service.gateway.base())).await,
         503
@@ -153,7 +154,7 @@ async fn a_gateway_holds_requests_until_its_first_worker_is_named() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_worker_that_leaves_finishes_its_stream_and_one_that_dies_costs_no_token() {
-    let service = Service::start();
+    let service = Service::start().await;
     let first = service.worker("decode", "decode-0");
     service.ranks.route_to(&[&first]);
     service.wait_until_ready(&[&first]);
@@ -227,7 +228,7 @@ async fn a_worker_that_leaves_finishes_its_stream_and_one_that_dies_costs_no_tok
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_worker_that_is_told_to_end_finishes_its_stream_while_another_takes_over() {
-    let service = Service::start();
+    let service = Service::start().await;
     let mut first = service.worker("decode", "decode-0");
     service.ranks.route_to(&[&first]);
     service.wait_until_ready(&[&first]);
@@ -252,7 +253,7 @@ async fn a_worker_that_is_told_to_end_finishes_its_stream_while_another_takes_ov
 
 #[tokio::test(flavor = "multi_thread")]
 async fn prefill_workers_join_too() {
-    let service = Service::start();
+    let service = Service::start().await;
     let decode = service.worker("decode", "decode-0");
     service.ranks.route_to(&[&decode]);
     service.wait_until_ready(&[&decode]);

@@ -266,7 +266,11 @@ fn wrong_calls_are_told_why() {
 #[test]
 fn checked_in_facts_of_the_builtin_model_are_current() {
     let directory = demo();
-    let told = json_of(worker().args(["facts", "--json", "--model"]).arg(&directory));
+    let told = json_of(
+        worker()
+            .args(["facts", "--json", "--model"])
+            .arg(&directory),
+    );
     let text = std::fs::read_to_string(directory.join("facts.json")).expect("facts.json");
     let checked_in: Value = serde_json::from_str(&text).expect("JSON");
     assert_eq!(told, checked_in);

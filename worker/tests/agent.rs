@@ -275,7 +275,6 @@ async fn a_model_is_fetched_in_the_background_and_told_with_its_facts() {
     assert_eq!(server.seen().len(), 2);
 }
 
-#[expect(clippy::too_many_lines, reason = "one life of an agent, told in order")]
 #[tokio::test]
 async fn what_failed_is_told_and_tried_again_later() {
     let world = World::new();

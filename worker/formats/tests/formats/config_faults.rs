@@ -2,7 +2,7 @@
 
 use hearth_formats::{FormatError, ModelConfig};
 use proptest::prelude::*;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::config::{DEEPSEEK, LLAMA, QWEN3_MOE, edited, message, parse, value};
 

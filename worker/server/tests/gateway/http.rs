@@ -269,10 +269,7 @@ async fn keys_are_asked_for_and_read_again() {
     let path = dir.path().join("keys");
     std::fs::write(&path, "# ours\n\n key-one \nkey-two\n").unwrap();
     let worker = FakeWorker::start();
-    let gateway = gateway(&[&worker], |config| {
-        config.api_keys = Some(path.clone())
-    })
-    .await;
+    let gateway = gateway(&[&worker], |config| config.api_keys = Some(path.clone())).await;
     let ask = |header: Option<&str>| {
         let mut request = gateway.http.get(format!("{}/v1/models", gateway.url));
         if let Some(header) = header {

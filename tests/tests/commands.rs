@@ -1,0 +1,213 @@
+//! The commands beside `hearth up` when something is not as usual, by reading the message.
+
+use std::io::Write;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use hearth_tests::{Up, UpOptions, copy_of_demo, deployment, hearth, root, run};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+#[test]
+fn a_deployment_is_read_from_standard_input() {
+    let state = tempfile::tempdir().expect("directory");
+    let text = std::fs::read(root().join("manifests/examples/demo.yaml")).expect("demo.yaml");
+    let mut plan = hearth()
+        .args(["plan", "-f", "-", "-o", "json", "--state-dir"])
+        .arg(state.path())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("hearth plan");
+    let mut stdin = plan.stdin.take().expect("stdin");
+    stdin.write_all(&text).expect("write");
+    drop(stdin);
+    let output = plan.wait_with_output().expect("it ends");
+    let plan: Value = serde_json::from_slice(&output.stdout).expect("a plan");
+    assert_eq!(plan["deployment"]["name"], "demo");
+}
+
+#[test]
+fn what_is_not_there_is_told_with_what_is() {
+    let state = tempfile::tempdir().expect("directory");
+    let logs = |name: &str| {
+        run(hearth()
+            .args(["logs", name, "--state-dir"])
+            .arg(state.path()))
+    };
+    let (code, _, errors) = logs("nosuch");
+    assert_eq!(code, 1);
+    assert!(
+        errors.contains("nosuch has never run here, nor has any other deployment\n  start one:"),
+        "{errors}"
+    );
+    for name in ["chat", "code"] {
+        std::fs::create_dir_all(state.path().join(name).join("logs")).expect("directory");
+    }
+    let (code, _, errors) = logs("nosuch");
+    assert_eq!(code, 1);
+    assert!(
+        errors.contains("nosuch has never run here\n  there are logs of chat, code"),
+        "{errors}"
+    );
+}
+
+#[test]
+fn a_state_directory_that_is_a_file_is_told_by_every_command() {
+    let directory = tempfile::tempdir().expect("directory");
+    let file = directory.path().join("state");
+    std::fs::write(&file, "").expect("write");
+    let demo = root().join("manifests/examples/demo.yaml");
+    let demo = demo.display().to_string();
+    for command in [
+        &["status"][..],
+        &["chat", "--message", "x"],
+        &["logs"],
+        &["up", "--port", "0", "-f", &demo],
+    ] {
+        let (code, _, errors) = run(hearth().args(command).arg("--state-dir").arg(&file));
+        assert_eq!(code, 1, "{command:?}: {errors}");
+        let error = errors.split_once("error: ").map_or("", |(_, error)| error);
+        assert!(
+            error.starts_with(&file.display().to_string()),
+            "{command:?}: {errors}"
+        );
+        assert!(
+            error.contains("\n  a file stands where a directory should be: move it away, or keep state elsewhere: --state-dir DIR"),
+            "{command:?}: {errors}"
+        );
+    }
+}
+
+#[test]
+fn a_url_that_is_none_is_a_wrong_call() {
+    for url in ["host:8080", "8080"] {
+        let (code, _, errors) = run(hearth().args(["chat", "--message", "x", "--url", url]));
+        assert_eq!(code, 2, "{errors}");
+        assert!(errors.contains("write it as http://host:8080"), "{errors}");
+    }
+}
+
+/// The demo without any chat template, as a deployment in `directory`.
+fn without_template(directory: &Path) -> UpOptions {
+    let model = copy_of_demo(directory);
+    let _ = std::fs::remove_file(model.join("chat_template.jinja"));
+    let file = model.join("tokenizer_config.json");
+    if let Ok(text) = std::fs::read_to_string(&file) {
+        let mut config: Value = serde_json::from_str(&text).expect("tokenizer_config.json");
+        config
+            .as_object_mut()
+            .expect("object")
+            .remove("chat_template");
+        std::fs::write(&file, config.to_string()).expect("write");
+    }
+    let file = deployment(directory, |spec| {
+        spec["model"]["source"] = json!({"hostPath": {"path": model}});
+        spec["model"]["servedName"] = json!("texts");
+    });
+    UpOptions {
+        file: Some(file),
+        ..UpOptions::default()
+    }
+}
+
+#[test]
+fn a_model_without_a_chat_template_is_offered_for_texts() {
+    let directory = tempfile::tempdir().expect("directory");
+    let mut options = without_template(directory.path());
+    let up = Up::start(&options);
+    let output = up.output();
+    assert!(!output.contains("hearth chat"), "{output}");
+    let line = output.lines().find(|line| line.contains("curl "));
+    let line = line.expect("a line to paste").trim();
+    let (code, answer, errors) = run(Command::new("bash").args(["-c", &format!("{line} -sf")]));
+    assert_eq!(code, 0, "{line}\n{errors}");
+    let answer: Value = serde_json::from_str(&answer).expect("JSON");
+    assert_eq!(answer["object"], "text_completion", "{answer}");
+    drop(up);
+
+    options.arguments = vec!["--ask".to_owned(), "What is Hearth?".to_owned()];
+    let mut up = Up::spawn(&options);
+    assert_eq!(up.wait(), 1);
+    assert!(
+        up.output()
+            .contains("--ask needs a chat template, and the model of"),
+        "{}",
+        up.output()
+    );
+}
+
+/// Runs in a mount namespace of its own, where a small file system can be filled.
+const FULL_DISK: &str = r#"
+set -e
+mount -t tmpfs -o size=4m none "$STATE"
+"$HEARTH" up -f "$FILE" --port "$PORT" --state-dir "$STATE" > "$OUT" 2>&1 &
+up=$!
+trap 'kill -INT $up; wait $up || true' EXIT
+status() { "$HEARTH" status -o json --state-dir "$STATE"; }
+for i in $(seq 600); do status | grep -q '"serving": true' && break; sleep 0.1; done
+dd if=/dev/zero of="$STATE/filler" bs=4k 2>/dev/null || true
+df --output=avail "$STATE" | tail -1 >&2
+old=$(status | python3 -c 'import json,sys; print([p["pid"] for p in json.load(sys.stdin)[0]["processes"] if p["rank"] == "decode-0"][0])')
+echo "killed $old" >&2
+kill -KILL "$old"
+for i in $(seq 600); do status | grep -q '"restarts": 1' && break; sleep 0.1; done
+sleep 1
+status
+"#;
+
+#[test]
+fn status_stays_true_when_the_state_directory_is_full() {
+    let unshare = ["-r", "-m", "true"];
+    if !Command::new("unshare")
+        .args(unshare)
+        .status()
+        .is_ok_and(|status| status.success())
+    {
+        println!("skipped: no file system can be mounted here (unshare -r -m)");
+        return;
+    }
+    let directory = tempfile::tempdir().expect("directory");
+    let state = directory.path().join("state");
+    std::fs::create_dir(&state).expect("directory");
+    let port = std::net::TcpListener::bind("127.0.0.1:0")
+        .and_then(|listener| listener.local_addr())
+        .expect("port")
+        .port();
+    let out = directory.path().join("out");
+    let (code, status, errors) = run(Command::new("unshare")
+        .args(["-r", "-m", "bash", "-c", FULL_DISK])
+        .env("STATE", &state)
+        .env("HEARTH", hearth().get_program())
+        .env("FILE", root().join("manifests/examples/demo.yaml"))
+        .env("PORT", port.to_string())
+        .env("OUT", &out));
+    let output = std::fs::read_to_string(&out).unwrap_or_default();
+    assert_eq!(code, 0, "{errors}\n{output}");
+    let status: Value =
+        serde_json::from_str(&status).unwrap_or_else(|_| panic!("{status}\n{output}"));
+    let processes = status[0]["processes"].as_array().expect("processes");
+    let decode = processes
+        .iter()
+        .find(|process| process["rank"] == "decode-0");
+    let decode = decode.expect("decode-0");
+    assert_eq!(decode["restarts"], 1, "{status:#}\n{output}");
+    let pid = decode["pid"].as_u64().expect("a process");
+    assert!(
+        !errors.contains(&format!("killed {pid}\n")),
+        "it is the process that was killed"
+    );
+    assert!(!output.contains("will not see this"), "{output}");
+}
+
+#[test]
+fn an_interrupt_while_it_starts_leaves_nothing() {
+    let mut up = Up::spawn(&UpOptions::default());
+    while !up.output().contains("plan 1") {
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    up.signal_up(Signal::INT);
+    assert_eq!(up.wait(), 0, "{}", up.output());
+    assert!(!up.state_dir().join("demo/running.json").exists());
+    assert!(!up.state_dir().join("demo/running.spare").exists());
+}

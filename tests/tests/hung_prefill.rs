@@ -1,0 +1,51 @@
+//! A prefill worker that stands still, its connections open: no request waits for it for long.
+
+use std::time::{Duration, Instant};
+
+use hearth_tests::{Up, UpOptions, chat_body, chat_stream};
+use rustix::process::Signal;
+use serde_json::Value;
+
+/// After as much silence a process of `hearth up` is taken for hung and ended; the request must not need that.
+const SUPERVISOR_PATIENCE: Duration = Duration::from_secs(20);
+
+/// A prompt that is worth a prefill worker.
+fn long_prompt() -> Value {
+    let text = "The lab has a server and a laptop. ".repeat(120);
+    chat_body("hearth-demo", &text, 32)
+}
+
+#[tokio::test]
+async fn a_stopped_prefill_worker_does_not_hang_a_request() {
+    let up = Up::start(&UpOptions {
+        environment: vec![("HEARTH_PREFILL_SILENCE_MS".to_owned(), "500".to_owned())],
+        ..UpOptions::default()
+    });
+    up.signal("prefill-0", Signal::STOP);
+    let began = Instant::now();
+    let answer = chat_stream(&up.v1(), &long_prompt(), |_, _| {})
+        .await
+        .expect("the answer comes");
+    let took = began.elapsed();
+    assert!(took < SUPERVISOR_PATIENCE, "it took {took:?}");
+    assert_eq!(
+        up.status()["processes"]
+            .as_array()
+            .into_iter()
+            .flatten()
+            .filter(|process| process["restarts"] != 0)
+            .count(),
+        0,
+        "the worker was ended, so this shows nothing"
+    );
+    assert!(
+        up.metrics().count("hearth_failovers_total") > 0.0,
+        "the request never was at the prefill worker"
+    );
+    up.signal("prefill-0", Signal::CONT);
+    let expected = chat_stream(&up.v1(), &long_prompt(), |_, _| {})
+        .await
+        .expect("undisturbed");
+    assert_eq!(answer, expected);
+    println!("the answer came after {took:?}");
+}

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 const STREAMS: usize = 64;
 /// Growth of a process between the warm state and the end that is not a leak: the tokenizer remembers words, up to
-/// 10,000 a thread, and the allocator keeps pages. 25,600 cancelled streams with words of their own were 12 MB.
+/// 10,000 a thread, and the allocator keeps pages. 22,400 cancelled streams with words of their own were 12 MB.
 const SLACK_BYTES: u64 = 24 << 20;
 
 fn seconds() -> u64 {

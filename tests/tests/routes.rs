@@ -66,6 +66,16 @@ impl Service {
     }
 }
 
+impl Service {
+    /// Takes `busy` out of the routes in the middle of its stream: it stands still until that is seen, or a short
+    /// stream would end before.
+    fn leaves_while_busy(&self, busy: &Rank, other: &Rank) {
+        busy.signal(Signal::STOP);
+        self.ranks.route_to(&[other]);
+        self.wait_for("it leaves", |metrics| metrics.has(READY, busy, 0.0));
+    }
+}
+
 const READY: &str = "hearth_worker_ready";
 const REQUESTS: &str = "hearth_worker_requests";
 
@@ -87,9 +97,12 @@ fn tls(directory: &Path) -> Vec<String> {
         .to_vec()
 }
 
-/// Seeded, and never at an end before its 300 tokens: the end-of-text token is banned.
+/// Tokens of a stream that goes on for longer than the gateway takes to see new routes, twice a second.
+const LONG_TOKENS: u32 = 1900;
+
+/// Seeded, and never at an end before its last token: the end-of-text token is banned.
 fn seeded(seed: u64) -> Value {
-    let mut body = chat_body("hearth-demo", QUESTION, 300);
+    let mut body = chat_body("hearth-demo", QUESTION, LONG_TOKENS);
     body["temperature"] = json!(1.1);
     body["seed"] = json!(seed);
     body["logit_bias"] = json!({"1": -100});
@@ -164,7 +177,7 @@ async fn a_worker_that_leaves_finishes_its_stream_and_one_that_dies_costs_no_tok
         expected.push(service.ask(body, |_| {}).await);
         assert_eq!(
             expected.last().map(|answer| answer.completion_tokens),
-            Some(300)
+            Some(u64::from(LONG_TOKENS))
         );
     }
     // One more joins, of the same name, as the next plan's does.
@@ -178,8 +191,8 @@ async fn a_worker_that_leaves_finishes_its_stream_and_one_that_dies_costs_no_tok
         .ask(&bodies[0], |pieces| {
             if pieces == 5 {
                 let (busy, other) = service.busy([&first, &second]);
-                service.ranks.route_to(&[other]);
-                service.wait_for("it leaves", |metrics| metrics.has(READY, busy, 0.0));
+                service.leaves_while_busy(busy, other);
+                busy.signal(Signal::CONT);
                 left = Some(busy);
             }
         })
@@ -199,8 +212,7 @@ async fn a_worker_that_leaves_finishes_its_stream_and_one_that_dies_costs_no_tok
         .ask(&bodies[1], |pieces| {
             if pieces == 5 {
                 let (busy, other) = service.busy([&first, &second]);
-                service.ranks.route_to(&[other]);
-                service.wait_for("it leaves", |metrics| metrics.has(READY, busy, 0.0));
+                service.leaves_while_busy(busy, other);
                 busy.signal(Signal::KILL);
                 died = Some((busy, other));
             }

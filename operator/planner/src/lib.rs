@@ -10,6 +10,7 @@
 #![forbid(unsafe_code)]
 
 mod advice;
+mod checks;
 mod cpus;
 mod error;
 mod memory;

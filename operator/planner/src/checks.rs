@@ -1,0 +1,88 @@
+//! What must hold before anything is placed: nodes that can be reckoned with, a context that the model has, a cache
+//! that it can use.
+
+use hearth_crds::{
+    FieldError, InferenceDeploymentSpec, KvShape, KvType, ModelFacts, NodeProfileSpec, PlanKvType,
+};
+
+use crate::error::PlanError;
+use crate::request::PlanRequest;
+
+/// The context of a spec that names none: what a model was made for, at most this many tokens.
+const DEFAULT_CONTEXT_TOKENS: u32 = 8192;
+
+/// Nodes by name, each fit to be planned with.
+pub(crate) fn checked_nodes<'a>(
+    request: &PlanRequest<'a>,
+) -> Result<Vec<&'a NodeProfileSpec>, PlanError> {
+    let mut nodes: Vec<&NodeProfileSpec> = request.profiles.iter().collect();
+    nodes.sort_by(|a, b| a.node.cmp(&b.node));
+    if nodes.is_empty() {
+        return Err(PlanError::NoNodes(request.name.to_owned()));
+    }
+    for node in &nodes {
+        let is_rate = |rate: f64| rate.is_finite() && rate > 0.0;
+        let memory = &node.memory;
+        let compute = &node.compute;
+        let problem = if node.cpus.is_empty() {
+            "has no CPUs".to_owned()
+        } else if !is_rate(memory.read_one_thread_gbps) || !is_rate(memory.read_all_threads_gbps) {
+            format!("reads {} GB/s of memory", memory.read_all_threads_gbps)
+        } else if !is_rate(
+            compute
+                .f32_one_thread_gflops
+                .max(compute.bf16_one_thread_gflops),
+        ) {
+            format!("computes {} GFLOP/s", compute.f32_one_thread_gflops)
+        } else {
+            continue;
+        };
+        return Err(PlanError::BadProfile {
+            node: node.node.clone(),
+            problem,
+        });
+    }
+    Ok(nodes)
+}
+
+pub(crate) fn context_length(
+    spec: &InferenceDeploymentSpec,
+    facts: &ModelFacts,
+) -> Result<u32, PlanError> {
+    let max = facts.max_context.max(1);
+    match spec.model.context_length {
+        None => Ok(max.min(DEFAULT_CONTEXT_TOKENS)),
+        Some(asked) if asked <= max => Ok(asked),
+        Some(asked) => Err(PlanError::ContextTooLong {
+            asked,
+            max,
+            architecture: facts.architecture.clone(),
+        }),
+    }
+}
+
+/// The cache's number formats; one format only for a latent cache, where keys and values are the same bytes.
+pub(crate) fn kv_types(
+    spec: &InferenceDeploymentSpec,
+    facts: &ModelFacts,
+) -> Result<(PlanKvType, PlanKvType), PlanError> {
+    let plan_type = |kv_type| match kv_type {
+        KvType::F32 => PlanKvType::F32,
+        KvType::BF16 | KvType::Int8 | KvType::FP8 => PlanKvType::BF16,
+    };
+    let (key, value) = (
+        plan_type(spec.decode.kv_cache.key_type),
+        plan_type(spec.decode.kv_cache.value_type),
+    );
+    if matches!(facts.kv, KvShape::Latent { .. }) && key != value {
+        return Err(PlanError::Unsupported(vec![FieldError::new(
+            "spec.decode.kvCache.valueType",
+            format!("is \"{value:?}\" and keyType is \"{key:?}\""),
+            format!(
+                "{} keeps one latent for keys and values: write the same type for both",
+                facts.architecture
+            ),
+        )]));
+    }
+    Ok((key, value))
+}

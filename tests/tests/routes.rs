@@ -64,9 +64,7 @@ impl Service {
             false => (second, first),
         }
     }
-}
 
-impl Service {
     /// Takes `busy` out of the routes in the middle of its stream: it stands still until that is seen, or a short
     /// stream would end before.
     fn leaves_while_busy(&self, busy: &Rank, other: &Rank) {

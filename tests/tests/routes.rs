@@ -95,8 +95,8 @@ fn tls(directory: &Path) -> Vec<String> {
         .to_vec()
 }
 
-/// Tokens of a stream that goes on for longer than the gateway takes to see new routes, twice a second.
-const LONG_TOKENS: u32 = 1900;
+/// Tokens of a stream that is long enough to be caught in its middle.
+const LONG_TOKENS: u32 = 300;
 
 /// Seeded, and never at an end before its last token: the end-of-text token is banned.
 fn seeded(seed: u64) -> Value {

@@ -86,7 +86,7 @@ fn a_git_lfs_pointer_is_recognised() {
 fn headers_that_are_no_json_are_refused() {
     assert!(
         header_message(r#"{"a": nonsense}"#, 0)
-            .contains("header is not valid: tensor a: expected ident")
+            .contains("has a header that is not valid: tensor a: expected ident")
     );
     assert!(header_message("[]", 0).contains("not a JSON object"));
     assert!(header_message(r#"{"a":{}"#, 0).contains("missing field `dtype`"));

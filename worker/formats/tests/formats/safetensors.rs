@@ -94,7 +94,7 @@ fn headers_that_are_no_json_are_refused() {
     file[10] = 0xFF;
     assert!(message(&file).contains("not UTF-8 (at byte 2)"));
     let deep = "{\"a\":".to_owned() + &"[".repeat(100_000);
-    assert!(header_message(&deep, 0).contains("header is not valid"));
+    assert!(header_message(&deep, 0).contains("has a header that is not valid"));
 }
 
 #[test]

@@ -131,7 +131,15 @@ impl Applier {
             Err(Failure::NotFound(_)) => false,
             Err(other) => return Err(other),
         };
-        let live: Value = self.requests.apply(&place, &name, &desired).await?;
+        let live = match self.requests.apply(&place, &name, &desired).await {
+            Ok(live) if digest::is_within(&desired, &live) => live,
+            // Applying leaves what others put into a list beside ours: it is written whole.
+            Ok(_) | Err(Failure::Invalid(_)) if is_there => {
+                let whole = json!({"spec": desired["spec"]});
+                self.requests.merge::<Value>(&place, &name, &whole).await?
+            }
+            other => other?,
+        };
         let done = if is_there { "put right" } else { "made" };
         tracing::info!(namespace = subject.namespace, name, "{kind} {done}");
         self.remember(subject, kind, &name, wanted, &live);

@@ -1,13 +1,14 @@
 //! What tests do to a cluster by `kubectl`.
 
 use std::io::Write;
+use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::Context;
 use serde_json::Value;
 
-use super::wait::try_wait_until;
+use super::wait::{try_wait_until, wait_until};
 use super::{Cluster, Options};
 
 const READY_TIMEOUT: Duration = Duration::from_secs(60);
@@ -110,10 +111,10 @@ impl Cluster {
             .sum()
     }
 
-    /// A way to a port of a Service that the test can connect to.
+    /// A way to a port of a Service, once it can be connected to: a Service's rules follow its endpoints a moment later.
     ///
     /// # Panics
-    /// When there is no such Service.
+    /// When there is no such Service, or nothing behind it.
     pub fn reach(&self, namespace: &str, service: &str, port: u16) -> Reach {
         if !self.is_own() {
             return self.forward(namespace, service, port);
@@ -121,8 +122,11 @@ impl Cluster {
         let found = self.get("service", namespace, service);
         let found = found.unwrap_or_else(|| panic!("no Service {namespace}/{service}"));
         let address = found["spec"]["clusterIP"].as_str().unwrap_or_default();
+        let address = format!("{address}:{port}");
+        let what = format!("Service {namespace}/{service} can be connected to");
+        wait_until(&what, READY_TIMEOUT, || TcpStream::connect(&address).ok());
         Reach {
-            address: format!("{address}:{port}"),
+            address,
             forward: None,
         }
     }

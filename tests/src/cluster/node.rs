@@ -329,6 +329,8 @@ fn kubelet_config(ground: &Ground, name: &str, group: &str) -> String {
         "clusterDNS": [network::DNS_SERVICE],
         "clusterDomain": "cluster.local",
         "resolvConf": "",
+        // Changed Secrets reach their Pods within this, instead of a minute.
+        "syncFrequency": "10s",
         // The machine's disk is not the node's: what matters is only that there is some room.
         "evictionHard": {
             "memory.available": "50Mi",

@@ -95,13 +95,15 @@ pub(crate) fn wait_until_settled(cluster: &Cluster, name: &str) -> Value {
     })
 }
 
-/// Pods of a deployment, all roles or one.
+/// Pods of a deployment, all roles or one, without those that are over and only wait to be removed.
 pub(crate) fn pods(cluster: &Cluster, name: &str, role: &str) -> Vec<Value> {
     let mut selector = format!("hearth.dev/deployment={name}");
     if !role.is_empty() {
         selector += &format!(",hearth.dev/role={role}");
     }
-    cluster.list("pods", "default", &selector)
+    let mut pods = cluster.list("pods", "default", &selector);
+    pods.retain(|pod| pod["status"]["phase"] != "Succeeded" && pod["status"]["phase"] != "Failed");
+    pods
 }
 
 /// Names of Pods.

@@ -120,10 +120,36 @@ pub fn measure(options: &ProfileOptions, meter: &dyn Meter) -> Result<Measured, 
     let disk = options.disk.as_deref();
     let measured = disk.and_then(|disk| disk::measure(&tree, disk, options.probe_disk));
     profile.disks = measured.into_iter().collect();
+    round_rates(&mut profile);
     Ok(Measured {
         profile,
         warnings: tree.into_warnings(),
     })
+}
+
+/// Leaves three digits of each measured rate: those behind them are noise, and a short number is the same after it was
+/// written and read again, so that a stored profile can be compared.
+fn round_rates(profile: &mut NodeProfileSpec) {
+    let NodeProfileSpec {
+        memory,
+        compute,
+        numa_nodes,
+        disks,
+        ..
+    } = profile;
+    let rates = [
+        &mut memory.read_one_thread_gbps,
+        &mut memory.read_all_threads_gbps,
+        &mut compute.bf16_one_thread_gflops,
+        &mut compute.bf16_all_threads_gflops,
+        &mut compute.f32_one_thread_gflops,
+        &mut compute.f32_all_threads_gflops,
+    ];
+    let nodes = numa_nodes.iter_mut().map(|node| &mut node.read_gbps);
+    let disks = disks.iter_mut().map(|disk| &mut disk.read_gbps);
+    for rate in rates.into_iter().chain(nodes).chain(disks) {
+        *rate = format!("{rate:.2e}").parse().unwrap_or(*rate);
+    }
 }
 
 /// What can be read without measuring, in a millisecond: all rates are 0.

@@ -63,6 +63,11 @@ struct Shared {
 
 impl FileServer {
     pub async fn start(file: impl Into<Bytes>) -> Self {
+        Self::start_at("127.0.0.1", file).await
+    }
+
+    /// At this address, on any free port.
+    pub async fn start_at(address: &str, file: impl Into<Bytes>) -> Self {
         let shared = Arc::new(Mutex::new(Shared {
             file: file.into(),
             etag: Some("\"one\"".to_owned()),
@@ -74,7 +79,7 @@ impl FileServer {
         let router = Router::new()
             .fallback(answer)
             .with_state(Arc::clone(&shared));
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let listener = tokio::net::TcpListener::bind((address, 0)).await.unwrap();
         let address = listener.local_addr().unwrap();
         tokio::spawn(async move { axum::serve(listener, router).await });
         Self { address, shared }

@@ -1,0 +1,100 @@
+//! Models from a claim and from an archive behind a URL, on nodes that have neither.
+
+use std::time::Duration;
+
+use hearth_tests::cluster::{Cluster, HOST_ADDRESS, wait_until};
+use hearth_tests::{chat_body, chat_stream, copy_of_demo, root};
+use serde_json::{Value, json};
+
+use super::release::{PATIENCE, deployment, infd, pods, wait_until_settled};
+use super::server::{Fault, FileServer, sha256};
+use super::streams;
+
+/// The volume is there for everybody, as one over NFS is: the nodes share the machine's disk.
+pub(super) fn a_claim_serves(cluster: &Cluster) {
+    let directory = super::open_directory();
+    copy_of_demo(directory.path());
+    let volume = json!({
+        "apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": "models"},
+        "spec": {
+            "capacity": {"storage": "1Gi"}, "accessModes": ["ReadOnlyMany"], "storageClassName": "",
+            "hostPath": {"path": directory.path()},
+            "claimRef": {"namespace": "default", "name": "models"},
+        },
+    });
+    let claim = json!({
+        "apiVersion": "v1", "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "models", "namespace": "default"},
+        "spec": {"accessModes": ["ReadOnlyMany"], "storageClassName": "", "volumeName": "models",
+                 "resources": {"requests": {"storage": "1Gi"}}},
+    });
+    cluster.apply(&volume.to_string());
+    cluster.apply(&claim.to_string());
+    let source = json!({"persistentVolumeClaim": {"claimName": "models", "path": "model"}});
+    serves(cluster, "claimed", &source);
+    cluster.kubectl(&["delete", "pvc/models", "pv/models"]);
+}
+
+/// The archive comes slowly and breaks off once; both nodes fetch it, since either could serve it.
+pub(super) fn an_archive_is_fetched_and_serves(cluster: &Cluster) {
+    let runtime = tokio::runtime::Runtime::new().expect("runtime");
+    let mut archive = tar::Builder::new(Vec::new());
+    let model = root().join("models/hearth-demo");
+    archive.append_dir_all("hearth-demo", model).expect("tar");
+    let archive = archive.into_inner().expect("tar");
+    let server = runtime.block_on(FileServer::start_at(HOST_ADDRESS, archive.clone()));
+    server.pace(Duration::from_millis(4));
+    server.faults([Fault::CutAfter(archive.len() / 2)]);
+    let source = json!({"http": {"url": server.url(), "sha256": sha256(&archive)}});
+    let mut percents = Vec::new();
+    cluster.apply(&deployment("fetched", json!({"model": {"source": source}})).to_string());
+    wait_until("the archive is there", PATIENCE, || {
+        let model = &infd(cluster, "fetched")["status"]["model"];
+        percents.extend(model["percent"].as_u64());
+        (model["downloadedBytes"] == archive.len()).then_some(())
+    });
+    assert!(percents.is_sorted(), "{percents:?}");
+    assert!(
+        percents.iter().any(|percent| (1..100).contains(percent)),
+        "{percents:?}"
+    );
+    assert!(server.seen().iter().any(|seen| seen.range.is_some()));
+    let kept = kept_models(cluster);
+    assert!(!kept.is_empty());
+    serves(cluster, "fetched", &source);
+    wait_until("what nobody names is removed", PATIENCE, || {
+        kept_models(cluster).is_empty().then_some(())
+    });
+}
+
+/// The models in the agents' directories.
+fn kept_models(cluster: &Cluster) -> Vec<String> {
+    let list = "ls /var/lib/hearth/models | grep -v '^\\.' || true";
+    let nodes = cluster.list("nodes", "", "");
+    let of_node = |node: &Value| {
+        let node = cluster.node_named(node["metadata"]["name"].as_str().unwrap_or_default());
+        let found = node.exec(&["sh", "-c", list]);
+        String::from_utf8_lossy(&found.stdout)
+            .lines()
+            .map(str::to_owned)
+            .collect::<Vec<_>>()
+    };
+    nodes.iter().flat_map(of_node).collect()
+}
+
+/// Applies a deployment with this source, asks it, and takes it away.
+fn serves(cluster: &Cluster, name: &str, source: &Value) {
+    let model = json!({"source": source, "servedName": "hearth-demo"});
+    cluster.apply(&deployment(name, json!({"model": model})).to_string());
+    wait_until_settled(cluster, name);
+    let known = &streams::known()[0];
+    let reach = cluster.reach("default", name, 80);
+    let runtime = tokio::runtime::Runtime::new().expect("runtime");
+    let body = chat_body("hearth-demo", &known.question, 200);
+    let answer = runtime.block_on(chat_stream(&reach.v1(), &body, |_, _| {}));
+    assert_eq!(answer.expect("an answer").text.trim(), known.answer);
+    cluster.kubectl(&["delete", "infd", name]);
+    wait_until("its Pods are gone", PATIENCE, || {
+        pods(cluster, name, "").is_empty().then_some(())
+    });
+}

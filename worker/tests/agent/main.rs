@@ -1,0 +1,311 @@
+//! The agent as its operator calls it: a process of its own, over mutual TLS.
+
+#![allow(clippy::unwrap_used)] // helpers of tests
+
+mod models;
+mod profiles;
+#[path = "../../fetch/tests/support/mod.rs"]
+mod server;
+#[path = "../support/mod.rs"]
+mod support;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use hearth_crds::{ModelFacts, NodeProfileSpec};
+use hearth_transport::tonic::{Code, Status};
+use hearth_transport::tonic_health::pb::HealthCheckRequest;
+use hearth_transport::tonic_health::pb::health_check_response::ServingStatus;
+use hearth_transport::v1::{
+    ModelRequest, ModelResponse, ModelState, ProfileRequest, RetainRequest,
+};
+use hearth_transport::{ClientOptions, Clients, Worker};
+use serde_json::Value;
+use server::{Fault, FileServer, sha256};
+use support::{Agent, AgentOptions, Authority, USER, demo_tar, until};
+use tempfile::TempDir;
+
+/// One agent with an operator that may call it.
+struct World {
+    authority: Authority,
+    cache: TempDir,
+    agent: Agent,
+    operator: Worker,
+}
+
+impl World {
+    fn new() -> Self {
+        Self::in_cache(Authority::new(), TempDir::new().unwrap())
+    }
+
+    fn in_cache(authority: Authority, cache: TempDir) -> Self {
+        let tls = authority.issue("agent.hearth");
+        let agent = Agent::start(&AgentOptions {
+            tls: &tls,
+            cache: cache.path(),
+            user: None,
+        });
+        let operator = agent.called_by(Some(&authority.issue("operator.hearth")));
+        Self {
+            authority,
+            cache,
+            agent,
+            operator,
+        }
+    }
+
+    /// `kill -9`, and another agent in its place.
+    fn restarted(mut self) -> Self {
+        self.agent.kill();
+        Self::in_cache(self.authority, self.cache)
+    }
+
+    fn has(&self, request: &ModelRequest) -> bool {
+        let model = self.cache.path().join("models").join(&request.key);
+        model.join("config.json").is_file()
+    }
+}
+
+async fn model(operator: &Worker, request: &ModelRequest) -> ModelResponse {
+    let answer = operator.agent().model(request.clone()).await;
+    answer
+        .unwrap_or_else(|status| panic!("{status}"))
+        .into_inner()
+}
+
+async fn profile(operator: &Worker) -> Result<NodeProfileSpec, Status> {
+    let answer = operator.agent().profile(ProfileRequest {}).await?;
+    Ok(serde_json::from_str(&answer.into_inner().node_profile_json).unwrap())
+}
+
+async fn retain(operator: &Worker, keys: &[&ModelRequest]) -> BTreeSet<String> {
+    let keys = keys.iter().map(|request| request.key.clone()).collect();
+    let answer = operator.agent().retain(RetainRequest { keys }).await;
+    answer.unwrap().into_inner().removed.into_iter().collect()
+}
+
+/// What the operator asks for an archive.
+fn request(server: &FileServer, sha256: &str) -> ModelRequest {
+    ModelRequest {
+        key: sha256[..32].to_owned(),
+        url: server.url(),
+        sha256: sha256.to_owned(),
+    }
+}
+
+/// Polls until the model is ready or has failed; gives all answers.
+async fn settled(operator: &Worker, request: &ModelRequest) -> Vec<ModelResponse> {
+    let mut answers = Vec::new();
+    until("the model is ready or has failed", async || {
+        answers.push(model(operator, request).await);
+        let state = answers.last().unwrap().state();
+        assert_ne!(state, ModelState::Absent);
+        state != ModelState::Fetching
+    })
+    .await;
+    answers
+}
+
+/// The profile as soon as the node is measured.
+async fn first_profile(operator: &Worker) -> NodeProfileSpec {
+    let mut measured = None;
+    until("the node is measured", async || {
+        measured = profile(operator).await.ok();
+        measured.is_some()
+    })
+    .await;
+    measured.unwrap()
+}
+
+/// Changes what the agent keeps of the node.
+fn edit_kept(world: &World, change: impl FnOnce(&mut Value)) {
+    let kept = world.cache.path().join("profile.json");
+    let text = fs::read_to_string(&kept).unwrap();
+    let mut value = serde_json::from_str(&text).unwrap();
+    change(&mut value);
+    fs::write(&kept, value.to_string()).unwrap();
+}
+
+/// The value of `MemTotal` or the like, in bytes.
+fn meminfo(name: &str) -> u64 {
+    let text = fs::read_to_string("/proc/meminfo").unwrap();
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+    let kib: u64 = line
+        .unwrap()
+        .trim()
+        .trim_end_matches(" kB")
+        .parse()
+        .unwrap();
+    kib * 1024
+}
+
+#[tokio::test]
+async fn only_the_operator_is_answered() {
+    let world = World::new();
+    let stranger = Authority::new();
+    // Of another authority, of ours with another name, without any certificate.
+    let other_authority = {
+        let mixed = stranger.issue("operator.hearth");
+        fs::copy(
+            world.authority.issue("x.hearth").join("ca.crt"),
+            mixed.join("ca.crt"),
+        )
+        .unwrap();
+        mixed
+    };
+    let worker = world.authority.issue("demo.default.hearth");
+    for (who, certificates) in [
+        (
+            "another authority's operator",
+            Some(other_authority.as_path()),
+        ),
+        ("a worker", Some(worker.as_path())),
+        ("nobody", None),
+    ] {
+        let mut caller = world.agent.called_by(certificates).agent();
+        let refused = caller.retain(RetainRequest { keys: Vec::new() }).await;
+        let status = refused.expect_err(who);
+        // It came from the connection, not from the service.
+        assert!(
+            std::error::Error::source(&status).is_some(),
+            "{who}: {status}"
+        );
+    }
+    // And the operator asks for an agent.
+    let worker = Agent::start(&AgentOptions {
+        tls: &world.authority.issue("other.default.hearth"),
+        cache: world.cache.path(),
+        user: None,
+    });
+    let caller = worker.called_by(Some(&world.authority.issue("operator.hearth")));
+    assert!(
+        caller
+            .agent()
+            .retain(RetainRequest { keys: Vec::new() })
+            .await
+            .is_err()
+    );
+    assert!(
+        world
+            .operator
+            .agent()
+            .retain(RetainRequest { keys: Vec::new() })
+            .await
+            .is_ok()
+    );
+
+    // A probe needs no certificate.
+    let probes = Clients::new(ClientOptions::default());
+    let probe = probes.worker(&world.agent.health.parse().unwrap()).unwrap();
+    for service in ["", "live"] {
+        let service = service.to_owned();
+        let answer = probe
+            .health()
+            .check(HealthCheckRequest { service })
+            .await
+            .unwrap();
+        assert_eq!(answer.into_inner().status(), ServingStatus::Serving);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agent_ends_at_once_when_it_is_told_to() {
+    let mut world = World::new();
+    let archive = demo_tar();
+    let server = FileServer::start(archive.clone()).await;
+    server.faults([Fault::StallAfter(1_000_000)]);
+    let wanted = request(&server, &sha256(&archive));
+    until("a fetch runs", async || {
+        model(&world.operator, &wanted).await.bytes >= 1_000_000
+    })
+    .await;
+    let (code, took) = world.agent.terminate();
+    assert_eq!(code, Some(0));
+    assert!(took < Duration::from_secs(5), "{took:?}");
+}
+
+#[tokio::test]
+async fn an_agent_without_a_cache_says_so_and_still_measures() {
+    let authority = Authority::new();
+    let cache = TempDir::new().unwrap();
+    let file = cache.path().join("file");
+    fs::write(&file, "").unwrap();
+    let agent = Agent::start(&AgentOptions {
+        tls: &authority.issue("agent.hearth"),
+        cache: &file.join("cache"),
+        user: None,
+    });
+    says_so_and_measures(&agent, &authority).await;
+}
+
+async fn says_so_and_measures(agent: &Agent, authority: &Authority) {
+    let operator = agent.called_by(Some(&authority.issue("operator.hearth")));
+    let archive = server::model_tar(1000);
+    let server = FileServer::start(archive.clone()).await;
+    let failed = settled(&operator, &request(&server, &sha256(&archive)))
+        .await
+        .pop()
+        .unwrap();
+    assert_eq!(failed.state(), ModelState::Failed);
+    assert!(
+        failed.message.contains("must be writable for user"),
+        "{}",
+        failed.message
+    );
+    until("the node is measured", async || {
+        profile(&operator).await.is_ok()
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn an_agent_needs_no_more_than_its_cache() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("left out: only root can start an agent as another user");
+        return;
+    }
+    let authority = Authority::new();
+    let tls = authority.issue("agent.hearth");
+    for directory in tls.ancestors().take(2) {
+        chown(directory);
+    }
+    chown(&tls.join("tls.key"));
+    // Readable, not writable.
+    let cache = TempDir::new().unwrap();
+    let mode = |mode| std::os::unix::fs::PermissionsExt::from_mode(mode);
+    fs::set_permissions(cache.path(), mode(0o755)).unwrap();
+    let start = || {
+        Agent::start(&AgentOptions {
+            tls: &tls,
+            cache: cache.path(),
+            user: Some(USER),
+        })
+    };
+    says_so_and_measures(&start(), &authority).await;
+    assert!(!cache.path().join("profile.json").exists());
+
+    // Its own.
+    chown(cache.path());
+    let agent = start();
+    let operator = agent.called_by(Some(&authority.issue("operator.hearth")));
+    let archive = demo_tar();
+    let server = FileServer::start(archive.clone()).await;
+    let ready = settled(&operator, &request(&server, &sha256(&archive)))
+        .await
+        .pop()
+        .unwrap();
+    assert_eq!(ready.state(), ModelState::Ready, "{}", ready.message);
+    until("the node is measured", async || {
+        profile(&operator).await.is_ok()
+    })
+    .await;
+    assert!(cache.path().join("profile.json").exists());
+}
+
+fn chown(path: &Path) {
+    std::os::unix::fs::chown(path, Some(USER), Some(USER)).unwrap();
+}

@@ -1,0 +1,238 @@
+//! Models are fetched and removed.
+
+use super::*;
+
+#[tokio::test]
+async fn a_model_is_fetched_in_the_background_and_told_with_its_facts() {
+    let world = World::new();
+    let archive = demo_tar();
+    let server = FileServer::start(archive.clone()).await;
+    server.pace(Duration::from_millis(1));
+    let wanted = request(&server, &sha256(&archive));
+
+    // Only looked for.
+    let look = ModelRequest {
+        url: String::new(),
+        ..wanted.clone()
+    };
+    let absent = model(&world.operator, &look).await;
+    assert_eq!(absent.state(), ModelState::Absent);
+    assert!(server.seen().is_empty());
+
+    let answers = settled(&world.operator, &wanted).await;
+    let half = answers
+        .iter()
+        .find(|answer| answer.bytes > 0)
+        .expect("progress");
+    assert_eq!(half.state(), ModelState::Fetching);
+    assert_eq!(half.total_bytes, archive.len() as u64);
+    assert!(answers.iter().any(|answer| answer.bytes_per_second > 0));
+    let ready = answers.last().unwrap();
+    assert_eq!(ready.state(), ModelState::Ready, "{}", ready.message);
+    let facts: ModelFacts = serde_json::from_str(&ready.facts_json).unwrap();
+    assert!(
+        facts.layers > 0 && facts.bytes.total() > 1 << 20,
+        "{facts:?}"
+    );
+    assert!(ready.bytes > facts.bytes.total());
+    assert!(world.has(&wanted));
+
+    // Asked again, by a second operator, and by another agent after this one: fetched once.
+    assert_eq!(
+        model(&world.operator, &wanted).await.state(),
+        ModelState::Ready
+    );
+    assert_eq!(
+        model(&world.operator, &look).await.state(),
+        ModelState::Ready
+    );
+    let world = world.restarted();
+    assert_eq!(
+        settled(&world.operator, &look)
+            .await
+            .last()
+            .unwrap()
+            .facts_json,
+        ready.facts_json
+    );
+    assert_eq!(server.seen().len(), 1);
+
+    // Its disk was exchanged: fetched again.
+    fs::remove_dir_all(world.cache.path().join("models")).unwrap();
+    assert_eq!(
+        model(&world.operator, &look).await.state(),
+        ModelState::Absent
+    );
+    let again = settled(&world.operator, &wanted).await;
+    assert_eq!(again.last().unwrap().state(), ModelState::Ready);
+    assert_eq!(server.seen().len(), 2);
+}
+
+#[tokio::test]
+async fn what_failed_is_told_and_tried_again_later() {
+    let world = World::new();
+    let archive = demo_tar();
+    let server = FileServer::start(archive.clone()).await;
+    server.faults([Fault::Status(404, Vec::new())]);
+    let wanted = request(&server, &sha256(&archive));
+    let began = Instant::now();
+    let failed = settled(&world.operator, &wanted).await.pop().unwrap();
+    assert_eq!(failed.state(), ModelState::Failed);
+    assert!(
+        failed.message.contains("404 Not Found"),
+        "{}",
+        failed.message
+    );
+    assert!(failed.message.contains(&server.url()) && failed.message.contains("\n  check"));
+    // At once: the same words, and the server is left alone.
+    assert_eq!(model(&world.operator, &wanted).await, failed);
+    assert_eq!(server.seen().len(), 1);
+    until("it is tried again", async || {
+        model(&world.operator, &wanted).await.state() != ModelState::Failed
+    })
+    .await;
+    assert!(began.elapsed() >= Duration::from_secs(5));
+    assert_eq!(
+        settled(&world.operator, &wanted)
+            .await
+            .pop()
+            .unwrap()
+            .state(),
+        ModelState::Ready
+    );
+
+    // Another file than was asked for is told with both checksums, and not fetched again at once.
+    let wrong = request(&server, &sha256(b"something else"));
+    let failed = settled(&world.operator, &wrong).await.pop().unwrap();
+    assert_eq!(failed.state(), ModelState::Failed);
+    for sha256 in [&wrong.sha256, &wanted.sha256] {
+        assert!(
+            failed.message.contains(sha256.as_str()),
+            "{}",
+            failed.message
+        );
+    }
+    // A URL that was put right is tried at once.
+    let other = FileServer::start(&b"something else"[..]).await;
+    let right = ModelRequest {
+        url: other.url(),
+        ..wrong.clone()
+    };
+    let failed = settled(&world.operator, &right).await.pop().unwrap();
+    assert!(failed.message.contains("no archive"), "{}", failed.message);
+
+    // A model that cannot be served is not ready.
+    let bare = server::model_tar(1000);
+    let third = FileServer::start(bare.clone()).await;
+    let failed = settled(&world.operator, &request(&third, &sha256(&bare)))
+        .await
+        .pop()
+        .unwrap();
+    assert_eq!(failed.state(), ModelState::Failed);
+    assert!(failed.message.contains("config.json"), "{}", failed.message);
+}
+
+#[tokio::test]
+async fn what_can_never_be_fetched_is_refused() {
+    let world = World::new();
+    let server = FileServer::start(demo_tar()).await;
+    let wanted = request(&server, &sha256(&demo_tar()));
+    let wrong = request(&server, &sha256(b"something else"));
+    for (key, url, sha256) in [
+        ("../../etc", server.url(), wanted.sha256.clone()),
+        (wanted.key.as_str(), server.url(), wrong.sha256.clone()),
+        (
+            wanted.key.as_str(),
+            "file:///etc/passwd".to_owned(),
+            wanted.sha256.clone(),
+        ),
+    ] {
+        let key = key.to_owned();
+        let bad = world
+            .operator
+            .agent()
+            .model(ModelRequest { key, url, sha256 })
+            .await;
+        assert_eq!(bad.unwrap_err().code(), Code::InvalidArgument);
+    }
+}
+
+#[tokio::test]
+async fn models_that_nobody_names_are_removed_and_those_in_work_are_not() {
+    let world = World::new();
+    let (one, two) = (demo_tar(), {
+        let mut archive = demo_tar();
+        archive.extend([0; 512]);
+        archive
+    });
+    let (server_one, server_two) = (
+        FileServer::start(one.clone()).await,
+        FileServer::start(two.clone()).await,
+    );
+    let (wanted_one, wanted_two) = (
+        request(&server_one, &sha256(&one)),
+        request(&server_two, &sha256(&two)),
+    );
+    for wanted in [&wanted_one, &wanted_two] {
+        let ready = settled(&world.operator, wanted).await.pop().unwrap();
+        assert_eq!(ready.state(), ModelState::Ready, "{}", ready.message);
+    }
+    // A third is half here.
+    let three = server::model_tar(1_000_000);
+    let server_three = FileServer::start(three.clone()).await;
+    server_three.faults([Fault::StallAfter(500_000)]);
+    let wanted_three = request(&server_three, &sha256(&three));
+    until("a half of the third is here", async || {
+        model(&world.operator, &wanted_three).await.bytes >= 500_000
+    })
+    .await;
+
+    let removed = retain(&world.operator, &[&wanted_two]).await;
+    assert_eq!(removed, [wanted_one.key.clone()].into());
+    assert!(!world.has(&wanted_one) && world.has(&wanted_two));
+    assert_eq!(
+        model(&world.operator, &wanted_three).await.state(),
+        ModelState::Fetching
+    );
+    assert_eq!(
+        model(&world.operator, &wanted_two).await.state(),
+        ModelState::Ready
+    );
+    // Killed in mid-fetch, the part is nobody's.
+    let world = world.restarted();
+    let removed = retain(&world.operator, &[]).await;
+    assert_eq!(
+        removed,
+        [wanted_two.key.clone(), wanted_three.key.clone()].into()
+    );
+    for name in ["models", "partial"] {
+        let left = fs::read_dir(world.cache.path().join(name)).unwrap().count();
+        assert_eq!(left, 0, "{name}");
+    }
+    let keys = vec!["..".to_owned()];
+    let bad = world.operator.agent().retain(RetainRequest { keys }).await;
+    assert_eq!(bad.unwrap_err().code(), Code::InvalidArgument);
+}
+
+#[tokio::test]
+async fn a_killed_agent_is_followed_by_one_that_goes_on() {
+    let world = World::new();
+    let archive = demo_tar();
+    let server = FileServer::start(archive.clone()).await;
+    let cut = archive.len() / 2;
+    server.faults([Fault::StallAfter(cut)]);
+    let wanted = request(&server, &sha256(&archive));
+    let part = world
+        .cache
+        .path()
+        .join(format!("partial/{}.part", wanted.key));
+    until("a half is on disk", async || {
+        model(&world.operator, &wanted).await;
+        fs::metadata(&part).is_ok_and(|metadata| metadata.len() == cut as u64)
+    })
+    .await;
+    let world = world.restarted();
+    let ready = settled(&world.operator, &wanted).await.pop().unwrap();
+    assert_eq!(ready.state(), ModelState::Ready, "{}", ready.message);
+    assert_eq!(server.sent_bytes(), archive.len(), "bytes came twice");
+}

@@ -1,0 +1,72 @@
+//! A node is measured.
+
+use super::*;
+
+#[tokio::test]
+async fn a_node_is_measured_once_and_looked_at_each_time() {
+    let world = World::new();
+    let status = profile(&world.operator)
+        .await
+        .expect_err("it cannot be measured yet");
+    assert_eq!(status.code(), Code::Unavailable);
+    assert!(status.message().contains("being measured"), "{status}");
+    let first = first_profile(&world.operator).await;
+    assert_eq!(first.node, "node-1");
+    assert_eq!(first.memory.total_bytes, meminfo("MemTotal"));
+    assert!(!first.cpus.is_empty() && first.memory.read_one_thread_gbps > 0.0);
+    assert!(first.compute.f32_one_thread_gflops > 0.0);
+    let disk = &first.disks[0];
+    assert_eq!(disk.path, world.cache.path().display().to_string());
+    assert!(disk.free_bytes > 0 && disk.read_gbps > 0.0, "{disk:?}");
+    // Measuring left nothing but its result.
+    let names: BTreeSet<_> = fs::read_dir(world.cache.path())
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    assert_eq!(
+        names,
+        ["models", "partial", "profile.json"]
+            .map(str::to_owned)
+            .into()
+    );
+
+    // What a child measured does not stay in the agent: it never was there.
+    let (now_mib, peak_mib) = (
+        world.agent.kib("VmRSS") >> 10,
+        world.agent.kib("VmHWM") >> 10,
+    );
+    eprintln!("agent: {now_mib} MiB, at most {peak_mib} MiB");
+    assert!(peak_mib < 64, "the agent took {peak_mib} MiB");
+
+    // Another agent takes the rates over, and looks at memory and disk itself.
+    edit_kept(&world, |value| {
+        value["profile"]["memory"]["availableBytes"] = 1.into();
+        value["profile"]["disks"][0]["freeBytes"] = 1.into();
+        value["profile"]["node"] = "node-0".into();
+    });
+    let world = world.restarted();
+    let again = profile(&world.operator).await.expect("the rates are kept");
+    assert_eq!(again.measured_at, first.measured_at);
+    assert_eq!(again.compute, first.compute);
+    assert_eq!(again.disks[0].read_gbps, first.disks[0].read_gbps);
+    assert!(again.memory.available_bytes > 1 && again.disks[0].free_bytes > 1);
+    assert_eq!(again.node, "node-1");
+}
+
+#[tokio::test]
+async fn other_hardware_is_measured_again() {
+    let world = World::new();
+    let first = first_profile(&world.operator).await;
+    edit_kept(&world, |value| {
+        value["hardware"] = "another machine".into();
+        value["profile"]["measuredAt"] = "2020-01-01T00:00:00Z".into();
+    });
+    let world = world.restarted();
+    let status = profile(&world.operator)
+        .await
+        .expect_err("these rates are another machine's");
+    assert!(status.message().contains("it has changed"), "{status}");
+    let again = first_profile(&world.operator).await;
+    // RFC 3339 of one time zone sorts by time.
+    assert!(again.measured_at >= first.measured_at);
+}

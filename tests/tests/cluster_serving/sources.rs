@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use hearth_tests::cluster::{Cluster, HOST_ADDRESS, wait_until};
+use hearth_tests::cluster::{Cluster, HOST_ADDRESS, condition, wait_until};
 use hearth_tests::{chat_body, chat_stream, copy_of_demo, root};
 use serde_json::{Value, json};
 
@@ -49,9 +49,12 @@ pub(super) fn an_archive_is_fetched_and_serves(cluster: &Cluster) {
     let mut percents = Vec::new();
     cluster.apply(&deployment("fetched", json!({"model": {"source": source}})).to_string());
     wait_until("the archive is there", PATIENCE, || {
-        let model = &infd(cluster, "fetched")["status"]["model"];
+        let found = infd(cluster, "fetched");
+        let model = &found["status"]["model"];
         percents.extend(model["percent"].as_u64());
-        (model["downloadedBytes"] == archive.len()).then_some(())
+        (condition(&found, "ModelReady") == Some("True")).then(|| {
+            assert_eq!(model["downloadedBytes"], model["totalBytes"], "{model}");
+        })
     });
     assert!(percents.is_sorted(), "{percents:?}");
     assert!(

@@ -58,8 +58,10 @@ bench: ## Measure the models of docs/benchmarks.md on this machine
 
 images: ## The container images of both programs, as archives in target/images
 	@scripts/bootstrap.sh build
-	@cargo build --profile image --bin hearth --bin hearth-worker
-	@cargo run -q -p hearth-tests --bin hearth-images -- $(TARGET_DIR)/image $(TARGET_DIR)/images $(REGISTRY)
+	@cargo build --profile image-operator --bin hearth
+	@cargo build --profile image --bin hearth-worker
+	@cargo run -q -p hearth-tests --bin hearth-images -- $(TARGET_DIR)/image-operator/hearth \
+		$(TARGET_DIR)/image/hearth-worker $(TARGET_DIR)/images $(REGISTRY)
 
 manifests: crds ## Regenerate manifests/install.yaml from the chart
 	@scripts/manifests.sh

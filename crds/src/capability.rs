@@ -130,8 +130,9 @@ fn pools(spec: &InferenceDeploymentSpec, venue: Venue, errors: &mut Vec<FieldErr
                 format!("spec.{pool}.maxReplicas"),
                 format!("is {max} with minReplicas {min}"),
                 format!(
-                    "this engine does not scale by itself: write spec.{pool}.replicas: {}",
-                    min.max(1)
+                    "this engine does not scale by itself: write spec.{pool}.replicas: {}{}",
+                    min.max(1),
+                    if pool == "decode" { AUTOSCALER } else { "" }
                 ),
             ));
         }
@@ -152,6 +153,10 @@ fn pools(spec: &InferenceDeploymentSpec, venue: Venue, errors: &mut Vec<FieldErr
         }
     }
 }
+
+/// What scales instead.
+const AUTOSCALER: &str =
+    "; in a cluster a HorizontalPodAutoscaler can change it (manifests/examples/hpa.yaml)";
 
 fn kv_cache(spec: &InferenceDeploymentSpec, errors: &mut Vec<FieldError>) {
     let kv = &spec.decode.kv_cache;

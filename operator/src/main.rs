@@ -23,6 +23,11 @@ mod ui;
 mod up;
 mod worker;
 
+/// The operator keeps many small things for long beside large ones for moments; this allocator keeps them in half of the
+/// memory. `.cargo/config.toml` sets it up.
+#[global_allocator]
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
+
 fn main() -> ExitCode {
     match cli::Cli::parse().run() {
         Ok(code) => code,

@@ -13,7 +13,7 @@ use kube::api::{ApiResource, DynamicObject, ObjectMeta};
 use kube::core::GroupVersionKind;
 use serde_json::{Value, json};
 
-use super::cache::{ObjectFacts, State, Touched, Waking};
+use super::cache::{State, Touched, Waking};
 use super::decision::{Decision, Marks, PodEnd};
 use super::digest::{self, Digest};
 use super::failure::Failure;
@@ -35,8 +35,11 @@ pub(crate) struct Applier {
     requests: Requests,
     waking: Waking,
     /// What was applied, by owner.
-    applied: Mutex<HashMap<Arc<str>, HashMap<String, Applied>>>,
+    applied: Mutex<AppliedByOwner>,
 }
+
+/// The objects of each owner: a few, by kind and name.
+type AppliedByOwner = HashMap<Arc<str>, Vec<(&'static str, Box<str>, Applied)>>;
 
 /// What was wanted of an object when it was last found or made right, and what the object was then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -155,9 +158,7 @@ impl Applier {
         let row = state.object(kind, &Key::new(subject.namespace, name));
         // The cache may lag behind our own write.
         known.desired == wanted
-            && row.is_some_and(|row| {
-                row.value.facts.digest == known.live || row.version < known.version
-            })
+            && row.is_some_and(|row| row.value.digest == known.live || row.version < known.version)
     }
 
     async fn remove(&self, subject: Subject<'_>, kind: &str, name: &str) -> Result<(), Failure> {
@@ -176,7 +177,7 @@ impl Applier {
         self.waking
             .change(|state| state.remove_object(kind, &key, &uid));
         if let Some(objects) = self.applied().get_mut(subject.uid) {
-            objects.remove(&format!("{kind}/{name}"));
+            objects.retain(|(its_kind, its_name, _)| (*its_kind, &**its_name) != (kind, name));
         }
         Ok(())
     }
@@ -323,7 +324,7 @@ impl Applier {
     fn take_plan(&self, plan: LeanPlan) {
         let identity = Identity::of(&plan.metadata);
         self.waking
-            .change(|state| state.put_plan(identity, plan.plan.ok()));
+            .change(|state| state.put_plan(identity, plan.plan.as_ref().ok()));
     }
 
     fn take_pod(&self, pod: LeanPod) {
@@ -351,18 +352,22 @@ impl Applier {
         };
         let objects = &mut *self.applied();
         let objects = objects.entry(subject.uid.into()).or_default();
-        objects.insert(format!("{kind}/{name}"), applied);
-        let kept = ObjectFacts::of(&metadata, facts);
+        objects.retain(|(its_kind, its_name, _)| (*its_kind, &**its_name) != (kind, name));
+        objects.reserve_exact(1);
+        objects.push((kind, name.into(), applied));
         self.waking
-            .change(|state| state.put_object(kind, identity, kept));
+            .change(|state| state.put_object(kind, identity, facts));
     }
 
     fn known(&self, uid: &str, kind: &str, name: &str) -> Option<Applied> {
         let applied = self.applied();
-        applied.get(uid)?.get(&format!("{kind}/{name}")).copied()
+        let mut objects = applied.get(uid)?.iter();
+        let of_name =
+            objects.find(|(its_kind, its_name, _)| (*its_kind, &**its_name) == (kind, name));
+        of_name.map(|(_, _, applied)| *applied)
     }
 
-    fn applied(&self) -> std::sync::MutexGuard<'_, HashMap<Arc<str>, HashMap<String, Applied>>> {
+    fn applied(&self) -> std::sync::MutexGuard<'_, AppliedByOwner> {
         self.applied.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

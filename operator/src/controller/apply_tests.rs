@@ -161,9 +161,8 @@ async fn drift_is_put_right_and_additions_of_others_stay() {
     server.take_asked();
     let seen = |live: &Value| {
         let metadata: ObjectMeta = serde_json::from_value(live["metadata"].clone()).unwrap();
-        let kept = ObjectFacts::of(&metadata, Facts::of(live));
         let mut state = cache.lock();
-        state.put_object("Service", Identity::of(&metadata), kept);
+        state.put_object("Service", Identity::of(&metadata), Facts::of(live));
     };
 
     seen(&server.change(SERVICE_PATH, |live| {

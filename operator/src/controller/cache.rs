@@ -12,6 +12,7 @@ use super::holdings::{self, Holdings};
 use super::lean::Facts;
 use super::names::{NOTE_OUTCOME, OUTCOME_FAILED};
 use super::observed::{Holding, NodeView, PodView};
+use super::packed::Packed;
 use super::queue::{Key, Queue};
 use super::table::{Identity, Put, Table};
 
@@ -24,7 +25,7 @@ const DEBOUNCE: Duration = Duration::from_millis(100);
 const ROOM_DEBOUNCE: Duration = Duration::from_secs(1);
 
 /// A deployment as it was read.
-pub(crate) type ReadDeployment = Result<Arc<InferenceDeployment>, Unreadable>;
+pub(crate) type ReadDeployment = Result<Packed<InferenceDeployment>, Box<Unreadable>>;
 
 /// A deployment of another version of the API.
 #[derive(Clone, Debug, PartialEq)]
@@ -74,10 +75,11 @@ impl Waking {
 #[derive(Debug, Default)]
 pub(crate) struct State {
     pub(crate) deployments: Table<ReadDeployment>,
-    pub(crate) plans: Table<Option<Arc<InferencePlan>>>,
+    /// None: one that cannot be read.
+    pub(crate) plans: Table<Option<Packed<InferencePlan>>>,
     pub(crate) pods: Table<PodView>,
     /// By kind: Service, Secret, PodDisruptionBudget, NetworkPolicy.
-    pub(crate) objects: HashMap<&'static str, Table<ObjectFacts>>,
+    pub(crate) objects: HashMap<&'static str, Table<Facts>>,
     pub(crate) nodes: BTreeMap<String, Arc<NodeView>>,
     node_uids: HashMap<String, String>,
     profiles: HashMap<String, NodeProfileSpec>,
@@ -90,14 +92,6 @@ pub(crate) struct State {
     waiting: HashSet<Key>,
     /// Deployments by uid.
     keys: HashMap<Arc<str>, Key>,
-}
-
-/// An object as far as it is kept, with its annotations of ours.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct ObjectFacts {
-    pub(crate) facts: Facts,
-    /// Annotations that begin with `hearth.dev/`.
-    pub(crate) notes: BTreeMap<String, String>,
 }
 
 /// Deployments that a change concerns.
@@ -123,7 +117,7 @@ impl State {
         match self.deployments.put(identity, value) {
             Put::Stale | Put::Same => Touched::default(),
             Put::Changed(before) => {
-                self.keys.insert(uid, key.clone());
+                self.keys.entry(uid).or_insert_with(|| key.clone());
                 // The status is our own writing. Who else writes it is corrected at the next resync.
                 match before.is_some_and(|before| is_same_wish(&before, &after)) {
                     true => Touched::default(),
@@ -136,12 +130,14 @@ impl State {
     /// Takes a plan; `None`: one that cannot be read.
     pub(crate) fn put_plan(
         &mut self,
-        identity: Identity,
-        value: Option<Arc<InferencePlan>>,
+        mut identity: Identity,
+        value: Option<&InferencePlan>,
     ) -> Touched {
+        identity.share(&self.keys);
         let owner = Arc::clone(&identity.owner);
-        let generation = value.as_ref().map_or(0, |plan| plan.spec.generation);
-        match self.plans.put(identity, value) {
+        let generation = value.map_or(0, |plan| plan.spec.generation);
+        let packed = value.and_then(|plan| Packed::new(plan).ok());
+        match self.plans.put(identity, packed) {
             Put::Stale | Put::Same => Touched::default(),
             Put::Changed(_) => {
                 let is_seen =
@@ -155,7 +151,8 @@ impl State {
     }
 
     /// Takes a Pod of a deployment.
-    pub(crate) fn put_pod(&mut self, identity: Identity, value: PodView) -> Touched {
+    pub(crate) fn put_pod(&mut self, mut identity: Identity, value: PodView) -> Touched {
+        identity.share(&self.keys);
         let owner = Arc::clone(&identity.owner);
         match self.pods.put(identity, value) {
             Put::Stale | Put::Same => Touched::default(),
@@ -167,9 +164,10 @@ impl State {
     pub(crate) fn put_object(
         &mut self,
         kind: &'static str,
-        identity: Identity,
-        value: ObjectFacts,
+        mut identity: Identity,
+        value: Facts,
     ) -> Touched {
+        identity.share(&self.keys);
         let owner = Arc::clone(&identity.owner);
         match self.objects.entry(kind).or_default().put(identity, value) {
             Put::Stale | Put::Same => Touched::default(),
@@ -363,14 +361,15 @@ impl State {
     /// The plans of a deployment, oldest first.
     pub(crate) fn plans_of(&self, owner: &str) -> Vec<Arc<InferencePlan>> {
         let rows = self.plans.of(owner);
-        let mut plans: Vec<Arc<InferencePlan>> =
-            rows.filter_map(|(_, row)| (*row.value).clone()).collect();
+        let mut plans: Vec<Arc<InferencePlan>> = rows
+            .filter_map(|(_, row)| row.value.as_ref().as_ref()?.get().ok().map(Arc::new))
+            .collect();
         plans.sort_by_key(|plan| plan.spec.generation);
         plans
     }
 
     /// An object of a deployment.
-    pub(crate) fn object(&self, kind: &str, key: &Key) -> Option<&super::table::Row<ObjectFacts>> {
+    pub(crate) fn object(&self, kind: &str, key: &Key) -> Option<&super::table::Row<Facts>> {
         self.objects.get(kind)?.get(key)
     }
 
@@ -426,6 +425,9 @@ impl State {
 fn is_same_wish(before: &ReadDeployment, after: &ReadDeployment) -> bool {
     match (before, after) {
         (Ok(before), Ok(after)) => {
+            let (Ok(before), Ok(after)) = (before.get(), after.get()) else {
+                return false;
+            };
             let (old, new) = (&before.metadata, &after.metadata);
             old.uid == new.uid
                 && old.generation == new.generation
@@ -447,19 +449,5 @@ impl Touched {
     pub(crate) fn merge(&mut self, other: Self) {
         self.keys.extend(other.keys);
         self.waiting |= other.waiting;
-    }
-}
-
-impl ObjectFacts {
-    /// What is kept of an object.
-    pub(crate) fn of(meta: &ObjectMeta, facts: Facts) -> Self {
-        let notes = meta.annotations.iter().flatten();
-        Self {
-            facts,
-            notes: notes
-                .filter(|(name, _)| name.starts_with("hearth.dev/"))
-                .map(|(name, value)| (name.clone(), value.clone()))
-                .collect(),
-        }
     }
 }

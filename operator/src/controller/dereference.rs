@@ -89,7 +89,7 @@ impl Dereferencer {
             fetches: outside.fetches.clone(),
             measured: outside.measured,
             certificate: outside.certificate.clone(),
-            external: service.and_then(|row| row.value.facts.external.clone()),
+            external: service.and_then(|row| row.value.external.clone()),
         }
     }
 

@@ -63,9 +63,12 @@ impl Measures {
 
     /// Asks all gateways again and again until it is dropped.
     pub(crate) async fn run<G: Gateways>(&self, gateways: &G) {
+        // Gateways are asked too seldom for a connection of each to be kept, and no proxy knows Pods' addresses.
         let client = reqwest::Client::builder()
             .tls_certs_only([])
             .timeout(TIMEOUT)
+            .pool_max_idle_per_host(0)
+            .no_proxy()
             .build();
         let Ok(client) = client.inspect_err(|error| tracing::error!(%error, "no HTTP client"))
         else {

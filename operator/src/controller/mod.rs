@@ -35,6 +35,7 @@ mod measure;
 mod model;
 mod names;
 mod observed;
+mod packed;
 mod queue;
 mod reconcile;
 mod report;

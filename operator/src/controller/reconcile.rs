@@ -97,7 +97,10 @@ impl Reconciler {
                 self.refuse_unreadable(unreadable).await?;
                 return Ok(Some(None));
             }
-            Some(Ok(deployment)) => Arc::clone(deployment),
+            Some(Ok(packed)) => match packed.get() {
+                Ok(deployment) => Arc::new(deployment),
+                Err(error) => return Err(Failure::Invalid(error.to_string())),
+            },
         };
         self.remember(key, &deployment);
         if deployment.metadata.deletion_timestamp.is_some() {

@@ -1,5 +1,7 @@
 //! The status, written when it differs from the one that is there, and events on transitions.
 
+use std::sync::{Mutex, PoisonError};
+
 use hearth_crds::{API_VERSION, Condition, InferenceDeployment, InferenceDeploymentStatus};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::ObjectReference;
@@ -24,11 +26,16 @@ const NOTE_BYTES: usize = 1000;
 /// Longest message of a condition.
 const MESSAGE_BYTES: usize = 8 << 10;
 
+/// Events after which what the recorder remembers is forgotten: it counts repetitions, and never gives memory back.
+const REMEMBERED_EVENTS: usize = 256;
+
 /// Writes status and events.
 pub(crate) struct Reporting {
     requests: Requests,
     waking: Waking,
-    recorder: Recorder,
+    reporter: Reporter,
+    /// With the number of events that it has written.
+    recorder: Mutex<(Recorder, usize)>,
 }
 
 impl Reporting {
@@ -38,12 +45,24 @@ impl Reporting {
             controller: "hearth-operator".to_owned(),
             instance: Some(identity.to_owned()),
         };
-        let recorder = Recorder::new(requests.client().clone(), reporter);
+        let recorder = Recorder::new(requests.client().clone(), reporter.clone());
         Self {
             requests,
             waking,
-            recorder,
+            reporter,
+            recorder: Mutex::new((recorder, 0)),
         }
+    }
+
+    /// The recorder for one more event.
+    fn recorder(&self) -> Recorder {
+        let mut recorder = self.recorder.lock().unwrap_or_else(PoisonError::into_inner);
+        recorder.1 += 1;
+        if recorder.1 > REMEMBERED_EVENTS {
+            let fresh = Recorder::new(self.requests.client().clone(), self.reporter.clone());
+            *recorder = (fresh, 1);
+        }
+        recorder.0.clone()
     }
 
     /// Writes the status unless `current` is the same. Returns whether it was written.
@@ -118,7 +137,11 @@ impl Reporting {
                 uid: deployment.uid(),
                 ..ObjectReference::default()
             };
-            if let Err(error) = self.recorder.publish(&event(transition), &reference).await {
+            if let Err(error) = self
+                .recorder()
+                .publish(&event(transition), &reference)
+                .await
+            {
                 tracing::warn!(
                     reason = transition.reason,
                     "an event could not be written: {}",

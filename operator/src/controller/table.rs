@@ -1,6 +1,6 @@
 //! Objects of one kind by key and by owner, each in the newest state that was seen.
 
-use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 use super::queue::Key;
@@ -12,7 +12,8 @@ const REMEMBERED_ENDS: usize = 4096;
 #[derive(Debug)]
 pub(crate) struct Table<T> {
     rows: HashMap<Key, Row<T>>,
-    by_owner: HashMap<Arc<str>, BTreeSet<Key>>,
+    /// Sorted: an owner has a few, and a vector of a few is small.
+    by_owner: HashMap<Arc<str>, Vec<Key>>,
     ended: HashSet<Arc<str>>,
     ended_order: VecDeque<Arc<str>>,
 }
@@ -48,6 +49,19 @@ impl Identity {
             uid: text(&meta.uid).into(),
             owner: super::lean::owner(meta).into(),
             version: super::lean::version(meta),
+        }
+    }
+}
+
+impl Identity {
+    /// Shares the texts of the deployment that owns the object: thousands of objects name few deployments.
+    pub(crate) fn share(&mut self, deployments: &HashMap<Arc<str>, Key>) {
+        let Some((uid, deployment)) = deployments.get_key_value(&self.owner) else {
+            return;
+        };
+        self.owner = Arc::clone(uid);
+        if self.key.namespace == deployment.namespace {
+            self.key.namespace = Arc::clone(&deployment.namespace);
         }
     }
 }
@@ -108,7 +122,10 @@ impl<T: PartialEq> Table<T> {
         };
         if !owner.is_empty() {
             let keys = self.by_owner.entry(Arc::clone(&owner)).or_default();
-            keys.insert(key.clone());
+            if let Err(place) = keys.binary_search(&key) {
+                keys.reserve_exact(1);
+                keys.insert(place, key.clone());
+            }
         }
         let row = Row {
             uid,
@@ -137,7 +154,7 @@ impl<T: PartialEq> Table<T> {
     fn take(&mut self, key: &Key) -> Option<Row<T>> {
         let row = self.rows.remove(key)?;
         if let Some(keys) = self.by_owner.get_mut(&row.owner) {
-            keys.remove(key);
+            keys.retain(|other| other != key);
             if keys.is_empty() {
                 self.by_owner.remove(&row.owner);
             }

@@ -18,7 +18,7 @@ use tokio::sync::Notify;
 use tokio::task::JoinSet;
 
 use super::authority::Authority;
-use super::cache::{ObjectFacts, State, Touched, Waking};
+use super::cache::{State, Touched, Waking};
 use super::client::WATCH_SECONDS;
 use super::failure::{Failure, chain};
 use super::lean::{
@@ -349,7 +349,7 @@ impl Cached for LeanPlan {
         if let Err(reason) = &self.plan {
             tracing::warn!(plan = %identity.key, reason, "an InferencePlan cannot be read");
         }
-        state.put_plan(identity, self.plan.ok())
+        state.put_plan(identity, self.plan.as_ref().ok())
     }
 
     fn forget(state: &mut State, key: &Key, uid: &str) -> Touched {
@@ -429,8 +429,7 @@ impl Cached for LeanProfile {
 impl<K: ObjectKind> Cached for LeanObject<K> {
     fn put(self, state: &mut State) -> Touched {
         let identity = Identity::of(&self.metadata);
-        let facts = ObjectFacts::of(&self.metadata, self.facts);
-        state.put_object(K::KIND, identity, facts)
+        state.put_object(K::KIND, identity, self.facts)
     }
 
     fn forget(state: &mut State, key: &Key, uid: &str) -> Touched {

@@ -1,6 +1,6 @@
-//! Writes the archives of both container images from the programs of a build, and prints their sizes.
+//! Writes the archives of both container images, and prints their sizes.
 //!
-//!     hearth-images BUILD_DIRECTORY OUTPUT_DIRECTORY REGISTRY
+//!     hearth-images OPERATOR_PROGRAM WORKER_PROGRAM OUTPUT_DIRECTORY REGISTRY
 
 #![forbid(unsafe_code)]
 
@@ -16,11 +16,11 @@ const OPERATOR_LIMIT_BYTES: u64 = 25 * MIB;
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [build, output, registry] = &arguments[..] else {
-        eprintln!("usage: hearth-images BUILD_DIRECTORY OUTPUT_DIRECTORY REGISTRY");
+    let [operator, worker, output, registry] = &arguments[..] else {
+        eprintln!("usage: hearth-images OPERATOR_PROGRAM WORKER_PROGRAM OUTPUT_DIRECTORY REGISTRY");
         return ExitCode::from(2);
     };
-    match write(Path::new(build), Path::new(output), registry) {
+    match write(operator, worker, Path::new(output), registry) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error:#}");
@@ -29,15 +29,20 @@ fn main() -> ExitCode {
     }
 }
 
-fn write(build: &Path, output: &Path, registry: &str) -> anyhow::Result<()> {
+fn write(operator: &str, worker: &str, output: &Path, registry: &str) -> anyhow::Result<()> {
     std::fs::create_dir_all(output).with_context(|| output.display().to_string())?;
-    for (program, name, limit) in [
-        (Program::Operator, "hearth", Some(OPERATOR_LIMIT_BYTES)),
-        (Program::Worker, "hearth-worker", None),
+    for (program, built, name, limit) in [
+        (
+            Program::Operator,
+            operator,
+            "hearth",
+            Some(OPERATOR_LIMIT_BYTES),
+        ),
+        (Program::Worker, worker, "hearth-worker", None),
     ] {
         let reference = format!("{registry}/{name}:{}", env!("CARGO_PKG_VERSION"));
         let archive = output.join(format!("{name}.tar"));
-        let sizes = Image::of(program, &reference, &build.join(name))?
+        let sizes = Image::of(program, &reference, Path::new(built))?
             .compressed()
             .write(&archive)?;
         let mib = |bytes: u64| bytes as f64 / MIB as f64;

@@ -1,7 +1,5 @@
 //! Hearth's own kinds. One that this version cannot read is kept as the reason why, and stops no other.
 
-use std::sync::Arc;
-
 use hearth_crds::{
     InferenceDeployment, InferenceDeploymentSpec, InferenceDeploymentStatus, InferencePlan,
     InferencePlanSpec, NodeProfileSpec,
@@ -11,6 +9,7 @@ use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
 use super::super::cache::{ReadDeployment, Unreadable};
+use super::super::packed::Packed;
 use super::slim;
 
 /// An InferenceDeployment.
@@ -18,7 +17,7 @@ use super::slim;
 pub(crate) struct LeanDeployment {
     pub(crate) metadata: ObjectMeta,
     /// It, or why it cannot be read.
-    pub(crate) deployment: Result<Arc<InferenceDeployment>, String>,
+    pub(crate) deployment: Result<InferenceDeployment, String>,
 }
 
 /// An InferencePlan.
@@ -26,7 +25,7 @@ pub(crate) struct LeanDeployment {
 pub(crate) struct LeanPlan {
     pub(crate) metadata: ObjectMeta,
     /// It, or why it cannot be read.
-    pub(crate) plan: Result<Arc<InferencePlan>, String>,
+    pub(crate) plan: Result<InferencePlan, String>,
 }
 
 /// A NodeProfile.
@@ -39,16 +38,14 @@ pub(crate) struct LeanProfile {
 
 impl LeanDeployment {
     /// As it is kept.
-    #[expect(
-        clippy::result_large_err,
-        reason = "both sides are kept in one row, and neither travels up a stack"
-    )]
     pub(crate) fn into_read(self) -> ReadDeployment {
         let Self {
             metadata,
             deployment,
         } = self;
-        deployment.map_err(|reason| Unreadable { metadata, reason })
+        let packed = deployment
+            .and_then(|deployment| Packed::new(&deployment).map_err(|error| error.to_string()));
+        packed.map_err(|reason| Box::new(Unreadable { metadata, reason }))
     }
 }
 
@@ -67,14 +64,14 @@ impl<'de> Deserialize<'de> for LeanDeployment {
         let raw = Raw::deserialize(deserializer)?;
         let metadata = raw.metadata;
         let deployment = serde_json::from_value::<InferenceDeploymentSpec>(raw.spec).map(|spec| {
-            Arc::new(InferenceDeployment {
+            InferenceDeployment {
                 metadata: metadata.clone(),
                 spec,
                 // A status that cannot be read is written anew.
                 status: raw.status.and_then(|status| {
                     serde_json::from_value::<InferenceDeploymentStatus>(status).ok()
                 }),
-            })
+            }
         });
         Ok(Self {
             metadata,
@@ -87,12 +84,11 @@ impl<'de> Deserialize<'de> for LeanPlan {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let raw = Raw::deserialize(deserializer)?;
         let metadata = raw.metadata;
-        let plan = serde_json::from_value::<InferencePlanSpec>(raw.spec).map(|spec| {
-            Arc::new(InferencePlan {
+        let plan =
+            serde_json::from_value::<InferencePlanSpec>(raw.spec).map(|spec| InferencePlan {
                 metadata: metadata.clone(),
                 spec,
-            })
-        });
+            });
         Ok(Self {
             metadata,
             plan: plan.map_err(|error| error.to_string()),

@@ -1,4 +1,5 @@
-//! Products of weights with f32 activations.
+//! Products of weights with f32 activations: FP8 weights become binary16 first, or f32 at once where the CPU
+//! multiplies subnormal numbers fast.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -57,24 +58,6 @@ impl Decode<Avx2> for E4m3Halves {
             ]
         }
     }
-
-    #[inline(always)]
-    unsafe fn any_nan(_simd: Avx2, p: *const u8, n: usize) -> bool {
-        const NAN: u8 = 0x7f;
-        let whole = n / 32 * 32;
-        // SAFETY: the value proves the instructions, the caller `n` bytes.
-        unsafe {
-            let mut greatest = _mm256_setzero_si256();
-            for at in (0..whole).step_by(32) {
-                let codes = _mm256_loadu_si256(p.add(at).cast());
-                let magnitudes = _mm256_and_si256(codes, _mm256_set1_epi8(NAN as i8));
-                greatest = _mm256_max_epu8(greatest, magnitudes);
-            }
-            let found = _mm256_cmpeq_epi8(greatest, _mm256_set1_epi8(NAN as i8));
-            let rest = std::slice::from_raw_parts(p.add(whole), n - whole);
-            _mm256_movemask_epi8(found) != 0 || rest.iter().any(|code| code & NAN == NAN)
-        }
-    }
 }
 
 impl Decode<Avx2> for E4m3Floats {
@@ -100,12 +83,6 @@ impl Decode<Avx2> for E4m3Floats {
                 _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, odd)),
             ]
         }
-    }
-
-    #[inline(always)]
-    unsafe fn any_nan(simd: Avx2, p: *const u8, n: usize) -> bool {
-        // SAFETY: the caller's promise.
-        unsafe { E4m3Halves::any_nan(simd, p, n) }
     }
 }
 
@@ -193,70 +170,4 @@ unsafe fn run<D: Decode<Avx2>>(
 ) {
     // SAFETY: the caller's promise.
     unsafe { generic::linear::<_, D, 3, 4>(isa, w, rows, x, isa.tuning, scratch, out) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::arch::RowSet;
-    use crate::{BlockScales, SCALE_BLOCK};
-
-    /// The products of one decoder.
-    fn products<D: Decode<Avx2>>(isa: Avx2, w: &HostMatrix, x: &[f32], tokens: usize) -> Vec<u32> {
-        let mut values = vec![0.0; tokens * packed_len(w.cols())];
-        for (x, out) in x
-            .chunks(w.cols())
-            .zip(values.chunks_mut(packed_len(w.cols())))
-        {
-            pack(isa, Packing::RaisedPairs, x, out);
-        }
-        let x = PackedRows {
-            values: &values,
-            packing: Packing::RaisedPairs,
-            cols: w.cols(),
-            rows: RowSet::Range {
-                first: 0,
-                count: tokens,
-            },
-        };
-        let mut out = vec![0.0; w.rows() * tokens];
-        let mut scratch = KernelScratch::default();
-        // SAFETY: the value proves the target features, and both decoders read FP8 with this packing.
-        unsafe { run::<D>(isa, w, 0..w.rows(), &x, &mut scratch, &mut out) };
-        out.iter().map(|y| y.to_bits()).collect()
-    }
-
-    #[test]
-    fn both_ways_to_decode_fp8_give_the_same_bits() {
-        let Some(isa) = Avx2::new() else {
-            eprintln!("SKIPPED: this CPU has no AVX2");
-            return;
-        };
-        let (rows, cols) = (9, 1000usize);
-        // Every code, subnormal ones and NaN included, beside every other.
-        let codes: Vec<u8> = (0..rows * cols).map(|i| (i * i / 7 + i) as u8).collect();
-        let blocks = cols.div_ceil(SCALE_BLOCK);
-        let scales = BlockScales {
-            values: (0..blocks).map(|b| 0.01 + b as f32 / 300.0).collect(),
-            blocks_per_row: blocks,
-        };
-        let without_nan = codes.iter().map(|c| if c & 0x7f == 0x7f { 1 } else { *c });
-        for codes in [without_nan.collect(), codes.clone()] {
-            let w = HostMatrix::new(
-                codes.into(),
-                DType::F8E4m3,
-                rows,
-                cols,
-                Some(scales.clone()),
-            );
-            let w = w.unwrap();
-            for tokens in [1, 2, 5, 11] {
-                let x: Vec<f32> = (0..tokens * cols)
-                    .map(|i| (i as f32 * 0.37).sin() * if i % 5 == 0 { 1e-6 } else { 3.0 })
-                    .collect();
-                let halves = products::<E4m3Halves>(isa, &w, &x, tokens);
-                assert_eq!(halves, products::<E4m3Floats>(isa, &w, &x, tokens));
-            }
-        }
-    }
 }

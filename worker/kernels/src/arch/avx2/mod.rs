@@ -25,6 +25,12 @@ impl Avx2 {
             tuning: Tuning::detect(),
         })
     }
+
+    /// The same, tuned for another CPU.
+    #[cfg(test)]
+    pub(super) fn tuned(self, tuning: Tuning) -> Self {
+        Self { tuning }
+    }
 }
 
 impl_kernels!(

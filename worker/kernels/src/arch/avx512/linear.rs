@@ -1,5 +1,5 @@
-//! Products of weights with f32 activations: BF16 and FP8 weights become f32 by a shift or a mask for each vector, which leaves the even
-//! elements of 32 apart from the odd ones; activations are packed so.
+//! Products of weights with f32 activations: BF16 and FP8 weights become f32 by a shift or a mask for each vector,
+//! which leaves the even elements of 32 apart from the odd ones; activations are packed so.
 
 use std::arch::x86_64::*;
 use std::ops::Range;

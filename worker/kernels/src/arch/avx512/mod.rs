@@ -29,6 +29,12 @@ impl Avx512 {
         })
     }
 
+    /// The same, tuned for another CPU.
+    #[cfg(test)]
+    pub(super) fn tuned(self, tuning: Tuning) -> Self {
+        Self { tuning }
+    }
+
     /// # Safety
     /// 64 bytes lie at `p`.
     #[inline(always)]

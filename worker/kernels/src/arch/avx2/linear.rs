@@ -58,6 +58,24 @@ impl Decode<Avx2> for E4m3Halves {
             ]
         }
     }
+
+    #[inline(always)]
+    unsafe fn any_nan(_simd: Avx2, p: *const u8, n: usize) -> bool {
+        const NAN: u8 = 0x7f;
+        let whole = n / 32 * 32;
+        // SAFETY: the value proves the instructions, the caller `n` bytes.
+        unsafe {
+            let mut greatest = _mm256_setzero_si256();
+            for at in (0..whole).step_by(32) {
+                let codes = _mm256_loadu_si256(p.add(at).cast());
+                let magnitudes = _mm256_and_si256(codes, _mm256_set1_epi8(NAN as i8));
+                greatest = _mm256_max_epu8(greatest, magnitudes);
+            }
+            let found = _mm256_cmpeq_epi8(greatest, _mm256_set1_epi8(NAN as i8));
+            let rest = std::slice::from_raw_parts(p.add(whole), n - whole);
+            _mm256_movemask_epi8(found) != 0 || rest.iter().any(|code| code & NAN == NAN)
+        }
+    }
 }
 
 impl Decode<Avx2> for E4m3Floats {
@@ -83,6 +101,12 @@ impl Decode<Avx2> for E4m3Floats {
                 _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, odd)),
             ]
         }
+    }
+
+    #[inline(always)]
+    unsafe fn any_nan(simd: Avx2, p: *const u8, n: usize) -> bool {
+        // SAFETY: the caller's promise.
+        unsafe { E4m3Halves::any_nan(simd, p, n) }
     }
 }
 

@@ -17,7 +17,7 @@ pub(crate) trait Decode<S: Simd> {
     const BYTES: usize;
     /// Whether blocks carry a scale, which `decode` leaves out.
     const SCALED: bool;
-    /// Whether the elements are E4M3 and `decode` takes NaN for a number, so that rows are searched for it.
+    /// Whether `decode` takes NaN for a number, so that rows are searched for it ([`any_nan`](Self::any_nan)).
     const NAN_APART: bool = false;
     /// A power of two by which sums of decoded elements times packed activations are too small.
     const FACTOR: f32 = 1.0;
@@ -39,6 +39,15 @@ pub(crate) trait Decode<S: Simd> {
             std::ptr::copy_nonoverlapping(p, padded.as_mut_ptr(), n * Self::BYTES);
             Self::decode(simd, padded.as_ptr())
         }
+    }
+
+    /// Whether any of `n` elements is NaN; asked only with [`NAN_APART`](Self::NAN_APART).
+    ///
+    /// # Safety
+    /// `n * BYTES` bytes lie at `p`.
+    #[inline(always)]
+    unsafe fn any_nan(_simd: S, _p: *const u8, _n: usize) -> bool {
+        false
     }
 
     /// [`decode`](Self::decode) or [`decode_partial`](Self::decode_partial).

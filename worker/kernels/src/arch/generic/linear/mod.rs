@@ -31,10 +31,10 @@ struct Weights<'a> {
 }
 
 impl Weights<'_> {
-    /// The bytes of a row.
+    /// First byte of a row.
     #[inline(always)]
-    fn row(&self, row: usize) -> &[u8] {
-        &self.matrix.data()[row * self.row_bytes..(row + 1) * self.row_bytes]
+    fn row(&self, row: usize) -> *const u8 {
+        self.matrix.data()[row * self.row_bytes..(row + 1) * self.row_bytes].as_ptr()
     }
 
     /// The scales of a row's blocks; empty without scales.
@@ -64,14 +64,16 @@ impl Weights<'_> {
     }
 
     /// Whether a row holds a NaN that its decoder takes for a number. A row without one is searched once.
+    ///
+    /// # Safety
+    /// `D` decodes the matrix's element type.
     #[inline(always)]
-    fn has_nan<S: Simd, D: Decode<S>>(&self, row: usize) -> bool {
-        const NAN: u8 = 0x7f;
+    unsafe fn has_nan<S: Simd, D: Decode<S>>(&self, simd: S, row: usize) -> bool {
         if !D::NAN_APART || self.matrix.is_free_of_nan(row) {
             return false;
         }
-        let magnitudes = self.row(row).iter().map(|code| code & NAN);
-        let found = magnitudes.fold(0, u8::max) == NAN;
+        // SAFETY: the whole weight row.
+        let found = unsafe { D::any_nan(simd, self.row(row), self.matrix.cols()) };
         if !found {
             self.matrix.remember_free_of_nan(row);
         }

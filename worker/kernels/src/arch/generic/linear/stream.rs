@@ -66,7 +66,7 @@ unsafe fn stream_rows<S: Simd, D: Decode<S>, const T: usize, const R: usize, con
 ) {
     let weights = operands.weights;
     let rows = Rows {
-        w: std::array::from_fn(|r| weights.row(first + places[r]).as_ptr()),
+        w: std::array::from_fn(|r| weights.row(first + places[r])),
         scales: std::array::from_fn(|r| weights.scales(first + places[r])),
     };
     let blocks = operands.cols / BLOCK;
@@ -91,7 +91,8 @@ unsafe fn stream_rows<S: Simd, D: Decode<S>, const T: usize, const R: usize, con
         for t in 0..T {
             out[t] = result::<S, D>(simd, sums[r][t]);
         }
-        if weights.has_nan::<S, D>(first + places[r]) {
+        // SAFETY: `D` decodes the matrix.
+        if unsafe { weights.has_nan::<S, D>(simd, first + places[r]) } {
             out.fill(f32::NAN);
         }
     }

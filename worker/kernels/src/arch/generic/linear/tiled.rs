@@ -77,7 +77,8 @@ pub(super) unsafe fn tiled<S: Simd, D: Decode<S>, const M: usize, const N: usize
                     // SAFETY: in bounds as above, and every accumulator is initialised.
                     *out = result::<S, D>(simd, unsafe { sums.add(i * count + t).read() });
                 }
-                if weights.has_nan::<S, D>(row) {
+                // SAFETY: the whole weight row.
+                if unsafe { weights.has_nan::<S, D>(simd, row) } {
                     out.fill(f32::NAN);
                 }
             }
@@ -242,7 +243,7 @@ unsafe fn unpack<S: Simd, D: Decode<S>>(
     blocks: &Range<usize>,
     out: &mut [f32],
 ) {
-    let w = weights.row(row).as_ptr();
+    let w = weights.row(row);
     let begin = blocks.start * BLOCK;
     let units = blocks.len() * BLOCK / D::UNIT;
     assert!(out.len() == units * D::UNIT);

@@ -5,15 +5,6 @@
 
 use crate::{BlockId, HostMatrix, KernelError, KvLayout};
 
-/// How exactly a linear layer treats its activations.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Precision {
-    /// The backend may round activations to BF16 before the product (accumulation stays f32).
-    Fast,
-    /// Activations stay f32: routers, whose near ties decide which expert runs.
-    Full,
-}
-
 /// Which elements of a head rotate together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RopeLayout {
@@ -165,13 +156,13 @@ pub trait Backend: Send + Sync + 'static {
 
     /// Rows of `table` `[vocab, hidden]` for `tokens` → `[tokens, hidden]`.
     fn embed(&self, table: &Self::Weight, tokens: &[u32]) -> Result<Self::Tensor, KernelError>;
-    /// `y = x Wᵀ + bias`: `[rows, in]` × `[out, in]` → `[rows, out]`.
+    /// `y = x Wᵀ + bias`: `[rows, in]` × `[out, in]` → `[rows, out]`. Activations and sums are f32 as they are, never
+    /// rounded: near ties of a router decide which expert runs.
     fn linear(
         &self,
         x: &Self::Tensor,
         w: &Self::Weight,
         bias: Option<&Self::Vector>,
-        precision: Precision,
     ) -> Result<Self::Tensor, KernelError>;
     /// Root-mean-square norm over consecutive groups of `weight.len()` columns (one group: the usual norm;
     /// several: the per-head norm of Qwen3). `y = x / sqrt(mean(x²) + eps) * weight`.

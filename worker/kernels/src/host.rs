@@ -1,6 +1,7 @@
 //! Weights as they lie in host memory: a checkpoint's own bytes, never copied or repacked.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 
@@ -65,6 +66,7 @@ pub struct HostMatrix {
     cols: usize,
     first_row: usize,
     scales: Option<BlockScales>,
+    free_of_nan: Marks,
 }
 
 impl HostMatrix {
@@ -116,6 +118,7 @@ impl HostMatrix {
             cols,
             first_row: 0,
             scales,
+            free_of_nan: Marks::new(if dtype == DType::F8E4m3 { rows } else { 0 }),
         })
     }
 
@@ -174,5 +177,33 @@ impl HostMatrix {
     /// Bytes of the elements, without scales.
     pub fn size_bytes(&self) -> usize {
         self.data.len()
+    }
+
+    /// Whether a row is known to hold no NaN. Only FP8 matrices keep that in mind.
+    pub(crate) fn is_free_of_nan(&self, row: usize) -> bool {
+        self.free_of_nan.get(self.first_row + row)
+    }
+
+    /// Keeps in mind that a row was searched and holds no NaN, so that it need not be searched again.
+    pub(crate) fn remember_free_of_nan(&self, row: usize) {
+        self.free_of_nan.set(self.first_row + row);
+    }
+}
+
+/// One bit for each row, set from any thread, shared by all slices of a matrix.
+#[derive(Clone, Debug)]
+struct Marks(Arc<[AtomicU64]>);
+
+impl Marks {
+    fn new(rows: usize) -> Self {
+        Self((0..rows.div_ceil(64)).map(|_| AtomicU64::new(0)).collect())
+    }
+
+    fn get(&self, row: usize) -> bool {
+        self.0[row / 64].load(Ordering::Relaxed) >> (row % 64) & 1 == 1
+    }
+
+    fn set(&self, row: usize) {
+        self.0[row / 64].fetch_or(1 << (row % 64), Ordering::Relaxed);
     }
 }

@@ -21,8 +21,8 @@ mod cpu;
 
 pub use arch::Isa;
 pub use backend::{
-    AttentionSpec, Backend, ExpertCall, MlaHeads, Precision, RopeLayout, RopeTable, RouterScore,
-    RouterSpec, Routing, Span,
+    AttentionSpec, Backend, ExpertCall, MlaHeads, RopeLayout, RopeTable, RouterScore, RouterSpec,
+    Routing, Span,
 };
 pub use convert::quantize_fp8_block;
 pub use cpu::{CpuBackend, CpuKv, CpuOptions, CpuTensor};

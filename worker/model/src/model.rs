@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use hearth_formats::ModelConfig;
-use hearth_kernels::{Backend, KvDType, KvLayout, Precision};
+use hearth_kernels::{Backend, KvDType, KvLayout};
 
 use crate::arch;
 use crate::blocks::Pass;
@@ -208,7 +208,7 @@ impl<B: Backend> Model<B> {
         let x = backend.rms_norm(&last, weights.vector("norm")?, self.decoder.eps)?;
         pass.observer.tensor("final_norm", None, backend, &x);
         // logits [logit rows, vocab]
-        let logits = backend.linear(&x, weights.matrix("head")?, None, Precision::Fast)?;
+        let logits = backend.linear(&x, weights.matrix("head")?, None)?;
         pass.observer.tensor("logits", None, backend, &logits);
         Ok(backend.download(&logits)?)
     }

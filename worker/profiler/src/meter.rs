@@ -8,9 +8,9 @@ use hearth_kernels::{Isa, PeakGflops, peak_gflops, read_bandwidth_gbps};
 /// Arithmetic in GFLOP/s; a multiply-add counts as two.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Gflops {
-    /// Dot products of bfloat16 with f32 sums; 0 without such an instruction.
+    /// Products of bfloat16 weights with f32 activations, as prefill runs them.
     pub bf16: f64,
-    /// Multiply-adds of f32.
+    /// Multiply-adds of f32 at best.
     pub f32: f64,
 }
 
@@ -96,24 +96,27 @@ impl Meter for CpuMeter {
     fn gflops(&self, cpus: &[u32]) -> Result<Gflops, String> {
         let isa = Isa::detect();
         let together = Barrier::new(cpus.len());
-        let peaks: Vec<Option<PeakGflops>> = std::thread::scope(|scope| {
+        let peaks: Vec<Result<PeakGflops, String>> = std::thread::scope(|scope| {
             let together = &together;
             let start = |&cpu: &u32| {
                 scope.spawn(move || {
                     bind(&[cpu]);
                     together.wait();
-                    peak_gflops(isa)
+                    peak_gflops(isa).map_err(|e| e.to_string())
                 })
             };
             let threads: Vec<_> = cpus.iter().map(start).collect();
-            let joined = threads.into_iter().map(|t| t.join().ok().flatten());
+            let panicked = || Err("the measuring thread panicked".to_owned());
+            let joined = threads
+                .into_iter()
+                .map(|t| t.join().ok().unwrap_or_else(panicked));
             joined.collect()
         });
         let mut sum = Gflops::default();
         for peak in peaks {
-            let peak = peak.ok_or_else(|| format!("no kernels for {isa}"))?;
+            let peak = peak?;
             sum.f32 += peak.f32;
-            sum.bf16 += peak.fast;
+            sum.bf16 += peak.bf16;
         }
         Ok(sum)
     }

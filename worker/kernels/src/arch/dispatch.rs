@@ -3,10 +3,10 @@
 
 /// Implements [`Kernels`](super::Kernels) for an instruction set by the generic algorithms.
 ///
-/// `$simd` are the vectors of `$isa`, whose values prove the target features `$features`; the module `$linear`
-/// has the products (`packing`, `pack`, `linear`, `multiply`), whose weights are decoded in ways of their own.
+/// `$isa` is its [`Simd`](super::generic::Simd), whose values prove the target features `$features`; the module
+/// `$linear` has the products (`packing`, `pack`, `linear`), whose weights are decoded in ways of their own.
 macro_rules! impl_kernels {
-    ($isa:ident, $which:expr, $simd:ident, $features:literal, $linear:ident, $names:expr) => {
+    ($isa:ident, $which:expr, $features:literal, $linear:ident, $names:expr) => {
         impl $crate::arch::Kernels for $isa {
             fn isa(&self) -> $crate::arch::Isa {
                 $which
@@ -16,15 +16,11 @@ macro_rules! impl_kernels {
                 $names
             }
 
-            fn packing(
-                &self,
-                dtype: $crate::DType,
-                precision: $crate::Precision,
-            ) -> $crate::arch::Packing {
-                $linear::packing(dtype, precision)
+            fn packing(&self, dtype: $crate::DType) -> $crate::arch::Packing {
+                $linear::packing(dtype)
             }
 
-            fn pack(&self, packing: $crate::arch::Packing, x: &[f32], out: &mut [u8]) {
+            fn pack(&self, packing: $crate::arch::Packing, x: &[f32], out: &mut [f32]) {
                 $linear::pack(*self, packing, x, out);
             }
 
@@ -39,26 +35,31 @@ macro_rules! impl_kernels {
                 $linear::linear(*self, w, rows, x, scratch, out);
             }
 
-            fn multiply(&self, packing: $crate::arch::Packing, steps: usize) -> usize {
-                $linear::multiply(*self, packing, steps)
+            fn multiply(&self, steps: usize) -> usize {
+                #[target_feature(enable = $features)]
+                unsafe fn run(simd: $isa, steps: usize) -> usize {
+                    $crate::arch::generic::multiply(simd, steps)
+                }
+                // SAFETY: the value proves the target features.
+                unsafe { run(*self, steps) }
             }
 
             fn rms_norm(&self, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
                 #[target_feature(enable = $features)]
-                unsafe fn run(simd: $simd, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+                unsafe fn run(simd: $isa, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
                     $crate::arch::generic::rms_norm(simd, x, weight, eps, out);
                 }
                 // SAFETY: the value proves the target features.
-                unsafe { run(self.simd(), x, weight, eps, out) }
+                unsafe { run(*self, x, weight, eps, out) }
             }
 
             fn silu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]) {
                 #[target_feature(enable = $features)]
-                unsafe fn run(simd: $simd, gate: &[f32], up: &[f32], out: &mut [f32]) {
+                unsafe fn run(simd: $isa, gate: &[f32], up: &[f32], out: &mut [f32]) {
                     $crate::arch::generic::silu_mul(simd, gate, up, out);
                 }
                 // SAFETY: the value proves the target features.
-                unsafe { run(self.simd(), gate, up, out) }
+                unsafe { run(*self, gate, up, out) }
             }
 
             fn attention(
@@ -69,7 +70,7 @@ macro_rules! impl_kernels {
             ) {
                 #[target_feature(enable = $features)]
                 unsafe fn run(
-                    simd: $simd,
+                    simd: $isa,
                     task: &$crate::arch::AttentionTask<'_>,
                     scratch: &mut $crate::cpu::memory::KernelScratch,
                     out: &mut [f32],
@@ -77,7 +78,7 @@ macro_rules! impl_kernels {
                     $crate::arch::generic::attention(simd, task, scratch, out);
                 }
                 // SAFETY: the value proves the target features.
-                unsafe { run(self.simd(), task, scratch, out) }
+                unsafe { run(*self, task, scratch, out) }
             }
 
             fn mla_absorb(
@@ -88,8 +89,8 @@ macro_rules! impl_kernels {
             ) {
                 use $crate::arch::generic;
                 #[target_feature(enable = $features)]
-                unsafe fn run<D: generic::DecodeInOrder<$simd>>(
-                    simd: $simd,
+                unsafe fn run<D: generic::DecodeInOrder<$isa>>(
+                    simd: $isa,
                     task: &$crate::arch::AbsorbTask<'_>,
                     scratch: &mut $crate::cpu::memory::KernelScratch,
                     out: &mut [f32],
@@ -104,16 +105,16 @@ macro_rules! impl_kernels {
                     $crate::DType::F8E4m3 => run::<generic::E4m3Weights>,
                 };
                 // SAFETY: the value proves the target features; the decoder is that of the element type.
-                unsafe { run(self.simd(), task, scratch, out) }
+                unsafe { run(*self, task, scratch, out) }
             }
 
             fn read(&self, data: &[f32], prefetch_bytes: usize) -> f32 {
                 #[target_feature(enable = $features)]
-                unsafe fn run(simd: $simd, data: &[f32], prefetch_bytes: usize) -> f32 {
+                unsafe fn run(simd: $isa, data: &[f32], prefetch_bytes: usize) -> f32 {
                     $crate::arch::generic::read(simd, data, prefetch_bytes)
                 }
                 // SAFETY: the value proves the target features.
-                unsafe { run(self.simd(), data, prefetch_bytes) }
+                unsafe { run(*self, data, prefetch_bytes) }
             }
         }
     };

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::str::FromStr;
 
 use crate::cpu::memory::KernelScratch;
-use crate::{BlockId, DType, HostMatrix, KernelError, KvLayout, MlaHeads, Precision, SCALE_BLOCK};
+use crate::{BlockId, DType, HostMatrix, KernelError, KvLayout, MlaHeads, SCALE_BLOCK};
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -16,6 +16,8 @@ mod dispatch;
 #[cfg(target_arch = "x86_64")]
 mod generic;
 mod scalar;
+#[cfg(target_arch = "x86_64")]
+mod tuning;
 
 /// An instruction set with kernels of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -70,6 +72,14 @@ impl Isa {
         }
     }
 
+    /// Its kernels, or [`KernelError::IsaUnavailable`] when this CPU cannot run them.
+    pub(crate) fn kernels_or_error(self) -> Result<Box<dyn Kernels>, KernelError> {
+        self.kernels().ok_or_else(|| KernelError::IsaUnavailable {
+            asked: self.name().to_owned(),
+            available: Self::available_names(),
+        })
+    }
+
     /// Its kernels, if this CPU can run them.
     pub(crate) fn kernels(self) -> Option<Box<dyn Kernels>> {
         match self {
@@ -104,44 +114,40 @@ impl FromStr for Isa {
     }
 }
 
-/// How a kernel wants its activations laid out. Every row is padded with zeros to a multiple of
-/// [`SCALE_BLOCK`] elements, so that kernels have no tail on that side.
+/// How a kernel wants its activations, f32, laid out. Every row is padded with zeros to [`packed_len`], so that
+/// kernels have no tail on that side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Packing {
-    /// f32, in order.
-    F32,
-    /// f32, of each 32 elements the even ones, then the odd ones: how shifts and masks leave bfloat16.
-    F32Pairs,
-    /// f32, each 64 elements as FP8 weights come out of `vpunpcklbw` and `vpunpckhbw`, then as `F32Pairs`.
-    F32Unpacked,
+    /// In order.
+    InOrder,
+    /// Of each 32 elements the even ones, then the odd ones: how shifts and masks leave bfloat16.
+    Pairs,
+    /// As `Pairs`, times 2^64: for weights that are decoded far too small.
+    RaisedPairs,
+    /// Each 64 elements as FP8 weights come out of `vpunpcklbw` and `vpunpckhbw`, then as `Pairs`.
+    Unpacked,
 }
 
 impl Packing {
     /// How many there are.
-    pub(crate) const COUNT: usize = 3;
+    pub(crate) const COUNT: usize = 4;
 
     /// A number below [`COUNT`](Self::COUNT).
     pub(crate) const fn index(self) -> usize {
         self as usize
     }
+}
 
-    pub(crate) const fn element_bytes(self) -> usize {
-        match self {
-            Self::F32 | Self::F32Pairs | Self::F32Unpacked => 4,
-        }
-    }
-
-    /// Bytes of a packed row of `cols` elements.
-    pub(crate) const fn row_bytes(self, cols: usize) -> usize {
-        cols.next_multiple_of(SCALE_BLOCK) * self.element_bytes()
-    }
+/// Elements of a packed row of `cols` elements.
+pub(crate) const fn packed_len(cols: usize) -> usize {
+    cols.next_multiple_of(SCALE_BLOCK)
 }
 
 /// Packed activations: the operand of a linear kernel.
 #[derive(Clone, Copy)]
 pub(crate) struct PackedRows<'a> {
-    /// Rows of `packing.row_bytes(cols)` bytes, aligned to a cache line.
-    pub(crate) bytes: &'a [u8],
+    /// Rows of `packed_len(cols)` elements, aligned to a cache line.
+    pub(crate) values: &'a [f32],
     pub(crate) packing: Packing,
     /// Elements of a row before padding.
     pub(crate) cols: usize,
@@ -165,14 +171,14 @@ impl PackedRows<'_> {
         }
     }
 
-    /// The packed bytes of the `i`th row that takes part.
-    pub(crate) fn row(&self, i: usize) -> &[u8] {
+    /// The `i`th row that takes part.
+    pub(crate) fn row(&self, i: usize) -> &[f32] {
         let row = match self.rows {
             RowSet::Range { first, .. } => first + i,
             RowSet::List(rows) => rows[i] as usize,
         };
-        let size = self.packing.row_bytes(self.cols);
-        &self.bytes[row * size..(row + 1) * size]
+        let len = packed_len(self.cols);
+        &self.values[row * len..(row + 1) * len]
     }
 }
 
@@ -270,9 +276,9 @@ pub(crate) trait Kernels: Send + Sync {
     /// Names of what runs, `{arch}-{dtypes}-{variant}`.
     fn names(&self) -> &'static [&'static str];
     /// The layout of activations for a weight.
-    fn packing(&self, dtype: DType, precision: Precision) -> Packing;
-    /// Packs one row; `out` has `packing.row_bytes(x.len())` bytes.
-    fn pack(&self, packing: Packing, x: &[f32], out: &mut [u8]);
+    fn packing(&self, dtype: DType) -> Packing;
+    /// Packs one row; `out` has `packed_len(x.len())` elements.
+    fn pack(&self, packing: Packing, x: &[f32], out: &mut [f32]);
     /// Weight rows `rows` times all rows of `x` → out `[rows.len(), x.len()]`.
     fn linear(
         &self,
@@ -292,6 +298,6 @@ pub(crate) trait Kernels: Send + Sync {
     fn mla_absorb(&self, task: &AbsorbTask<'_>, scratch: &mut KernelScratch, out: &mut [f32]);
     /// Reads all of `data` as fast as can be, and returns its sum.
     fn read(&self, data: &[f32], prefetch_bytes: usize) -> f32;
-    /// Multiplies in registers with the engine of a packing, and returns the number of multiply-adds.
-    fn multiply(&self, packing: Packing, steps: usize) -> usize;
+    /// Multiplies in registers, and returns the number of multiply-adds.
+    fn multiply(&self, steps: usize) -> usize;
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::{AbsorbTask, AttentionTask, Isa, Kernels, PackedRows, Packing};
 use crate::convert::bf16_to_f32;
 use crate::cpu::memory::KernelScratch;
-use crate::{DType, HostMatrix, KvDType, Precision, reference};
+use crate::{DType, HostMatrix, KvDType, reference};
 
 /// Runs anywhere.
 pub(crate) struct Scalar;
@@ -19,12 +19,11 @@ impl Kernels for Scalar {
         &["scalar-any-reference"]
     }
 
-    fn packing(&self, _dtype: DType, _precision: Precision) -> Packing {
-        Packing::F32
+    fn packing(&self, _dtype: DType) -> Packing {
+        Packing::InOrder
     }
 
-    fn pack(&self, _packing: Packing, x: &[f32], out: &mut [u8]) {
-        let out: &mut [f32] = bytemuck::cast_slice_mut(out);
+    fn pack(&self, _packing: Packing, x: &[f32], out: &mut [f32]) {
         out[..x.len()].copy_from_slice(x);
         out[x.len()..].fill(0.0);
     }
@@ -41,8 +40,7 @@ impl Kernels for Scalar {
         for (i, row) in rows.enumerate() {
             reference::dequant_row(w, row, &mut weight);
             for t in 0..x.len() {
-                let activations: &[f32] = bytemuck::cast_slice(x.row(t));
-                out[i * x.len() + t] = reference::linear_row(&activations[..x.cols], &weight);
+                out[i * x.len() + t] = reference::linear_row(&x.row(t)[..x.cols], &weight);
             }
         }
     }
@@ -111,7 +109,7 @@ impl Kernels for Scalar {
         sums.iter().sum()
     }
 
-    fn multiply(&self, _packing: Packing, steps: usize) -> usize {
+    fn multiply(&self, steps: usize) -> usize {
         const PRODUCTS: usize = 64;
         let x = std::hint::black_box([1.0; PRODUCTS]);
         let mut total = 0.0;

@@ -8,9 +8,9 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::arch::{PackedRows, Packing, RowSet};
+use crate::arch::{PackedRows, Packing, RowSet, packed_len};
 use crate::pool::Piece;
-use crate::{ExpertCall, HostMatrix, KernelError, Precision, SCALE_BLOCK};
+use crate::{ExpertCall, HostMatrix, KernelError, SCALE_BLOCK};
 
 use super::linear::{Packed, row_cost};
 use super::memory::{CpuTensor, PooledBuf, SharedMatrix};
@@ -28,11 +28,11 @@ struct Work<'a> {
     finished: AtomicUsize,
 }
 
-/// Packed intermediate activations of one call: `[rows, row_bytes]`.
+/// Packed intermediate activations of one call: `[rows, row_len]`.
 struct Inner {
     buffer: PooledBuf,
     packing: Packing,
-    row_bytes: usize,
+    row_len: usize,
 }
 
 impl CpuBackend {
@@ -50,19 +50,19 @@ impl CpuBackend {
         let mut works = Vec::with_capacity(calls.len());
         for call in calls.iter().filter(|call| !call.rows.is_empty()) {
             for matrix in [call.gate, call.up] {
-                let packing = self.packing(matrix.dtype(), Precision::Fast);
+                let packing = self.packing(matrix.dtype());
                 inputs[packing.index()]
                     .get_or_insert_with(|| self.pack(x.as_slice(), x.rows(), packing));
             }
-            let packing = self.packing(call.down.dtype(), Precision::Fast);
-            let row_bytes = packing.row_bytes(call.down.cols());
+            let packing = self.packing(call.down.dtype());
+            let row_len = packed_len(call.down.cols());
             let segments = call.gate.rows().div_ceil(SEGMENT);
             works.push(Work {
                 call,
                 inner: Inner {
-                    buffer: self.buffer(call.rows.len() * row_bytes),
+                    buffer: self.buffer(call.rows.len() * row_len),
                     packing,
-                    row_bytes,
+                    row_len,
                 },
                 first_piece,
                 segments,
@@ -89,7 +89,7 @@ impl CpuBackend {
         let most_rows = works.iter().map(|w| w.call.rows.len()).max().unwrap_or(0);
         let split = self.split_weight_rows(hidden, cost, most_rows);
         let shared_out = SharedMatrix::new(out.as_mut_slice(), hidden);
-        // The packed bytes are written by stage one and read by stage two of the same run.
+        // The packed rows are written by stage one and read by stage two of the same run.
         let mut inners = Vec::with_capacity(works.len());
         let mut stages = Vec::with_capacity(works.len());
         for work in works.iter_mut() {
@@ -100,9 +100,9 @@ impl CpuBackend {
                 segments,
                 finished,
             } = work;
-            let bytes = call.rows.len() * inner.row_bytes;
+            let elements = call.rows.len() * inner.row_len;
             inners.push((
-                SharedMatrix::new(inner.buffer.bytes_mut(bytes), inner.row_bytes),
+                SharedMatrix::new(inner.buffer.f32s_mut(elements), inner.row_len),
                 inner.packing,
             ));
             stages.push((&**call, *first_piece, *segments, &*finished));
@@ -125,9 +125,9 @@ impl CpuBackend {
                 }
                 // SAFETY: all segments of this call are finished, which the counter's release and acquire
                 // published; nobody writes them any more.
-                let bytes = unsafe { inner.rows(0..call.rows.len()) };
+                let values = unsafe { inner.rows(0..call.rows.len()) };
                 let x = PackedRows {
-                    bytes,
+                    values,
                     packing: *packing,
                     cols: call.down.cols(),
                     rows: RowSet::Range {
@@ -147,7 +147,7 @@ impl CpuBackend {
         call: &ExpertCall<'_, HostMatrix>,
         inputs: &[Option<Packed>; Packing::COUNT],
         segment: Range<usize>,
-        inner: &SharedMatrix<'_, u8>,
+        inner: &SharedMatrix<'_, f32>,
         packing: Packing,
     ) {
         let tokens = call.rows.len();
@@ -159,7 +159,7 @@ impl CpuBackend {
         {
             let (gate, _) = gate.split_at_mut(len * tokens);
             for (matrix, out) in [(call.gate, &mut *gate), (call.up, &mut *up)] {
-                let input = self.packing(matrix.dtype(), Precision::Fast).index();
+                let input = self.packing(matrix.dtype()).index();
                 // `run_experts` packed the input for each of these layouts.
                 let Some(input) = &inputs[input] else { return };
                 let x = input.rows(RowSet::List(call.rows));
@@ -169,15 +169,14 @@ impl CpuBackend {
         }
         let (gate, gated) = gate.split_at_mut(len * tokens);
         self.kernels.silu_mul(gate, up, gated);
-        let begin = segment.start * packing.element_bytes();
-        let end = begin + packing.row_bytes(len);
+        let packed_segment = segment.start..segment.start + packed_len(len);
         let row = &mut up[..len];
         for t in 0..tokens {
             for (i, value) in row.iter_mut().enumerate() {
                 *value = gated[i * tokens + t];
             }
             // SAFETY: a piece writes its own segment of each row, and nobody reads before it is finished.
-            let packed = unsafe { inner.part(t, begin..end) };
+            let packed = unsafe { inner.part(t, packed_segment.clone()) };
             self.kernels.pack(packing, row, packed);
         }
     }

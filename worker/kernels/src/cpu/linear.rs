@@ -1,7 +1,7 @@
 //! Linear layers: activations are packed once, weight rows are split over the threads.
 
-use crate::arch::{PackedRows, Packing, RowSet};
-use crate::{HostMatrix, KernelError, Precision};
+use crate::arch::{PackedRows, Packing, RowSet, packed_len};
+use crate::{HostMatrix, KernelError};
 
 use super::memory::{CpuTensor, PooledBuf, SharedMatrix};
 use super::{CpuBackend, ensure};
@@ -22,9 +22,8 @@ pub(super) struct Packed {
 
 impl Packed {
     pub(super) fn rows<'a>(&'a self, rows: RowSet<'a>) -> PackedRows<'a> {
-        let bytes = self.rows * self.packing.row_bytes(self.cols);
         PackedRows {
-            bytes: self.buffer.bytes(bytes),
+            values: self.buffer.f32s(self.rows * packed_len(self.cols)),
             packing: self.packing,
             cols: self.cols,
             rows,
@@ -45,7 +44,6 @@ impl CpuBackend {
         x: &CpuTensor,
         w: &HostMatrix,
         bias: Option<&[f32]>,
-        precision: Precision,
     ) -> Result<CpuTensor, KernelError> {
         ensure(x.cols() == w.cols(), "linear", || {
             format!(
@@ -61,7 +59,7 @@ impl CpuBackend {
                 format!("{} biases for {} outputs", bias.len(), w.rows())
             })?;
         }
-        let packed = self.pack(x.as_slice(), x.rows(), self.packing(w.dtype(), precision));
+        let packed = self.pack(x.as_slice(), x.rows(), self.packing(w.dtype()));
         let mut y = self.tensor(x.rows(), w.rows());
         self.linear_into(w, &packed.all(), y.as_mut_slice(), w.rows(), 0, bias);
         Ok(y)
@@ -70,15 +68,15 @@ impl CpuBackend {
     /// Packs `rows` rows.
     pub(super) fn pack(&self, x: &[f32], rows: usize, packing: Packing) -> Packed {
         let cols = x.len().checked_div(rows).unwrap_or(0);
-        let row_bytes = packing.row_bytes(cols);
-        let mut buffer = self.buffer(rows * row_bytes);
-        if row_bytes > 0 {
-            let shared = SharedMatrix::new(buffer.bytes_mut(rows * row_bytes), row_bytes);
-            let split = self.split(rows, row_bytes, MIN_PIECE_BYTES);
+        let len = packed_len(cols);
+        let mut buffer = self.buffer(rows * len);
+        if len > 0 {
+            let shared = SharedMatrix::new(buffer.f32s_mut(rows * len), len);
+            let split = self.split(rows, len * 4, MIN_PIECE_BYTES);
             self.pool.run(split.pieces(), |piece| {
                 for row in split.range(piece.index) {
                     // SAFETY: pieces have disjoint ranges of rows, held one at a time.
-                    let out = unsafe { shared.part(row, 0..row_bytes) };
+                    let out = unsafe { shared.part(row, 0..len) };
                     self.kernels
                         .pack(packing, &x[row * cols..(row + 1) * cols], out);
                 }

@@ -9,33 +9,28 @@ use bytemuck::{Pod, Zeroable};
 /// One cache line; the unit and alignment of every buffer.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C, align(64))]
-struct Line([u8; 64]);
+struct Line([f32; 16]);
 
-/// Bytes aligned to a cache line, always initialised.
+/// f32 elements aligned to a cache line, always initialised.
 #[derive(Default)]
 pub(crate) struct AlignedBuf(Vec<Line>);
 
 impl AlignedBuf {
-    /// At least `bytes` bytes; what they hold is unspecified.
-    fn with_capacity(bytes: usize) -> Self {
-        Self(vec![Line([0; 64]); bytes.div_ceil(64)])
-    }
-
-    /// Grows to at least `bytes` bytes and returns exactly that many, whatever they hold.
-    pub(crate) fn bytes_mut(&mut self, bytes: usize) -> &mut [u8] {
-        let lines = bytes.div_ceil(64);
-        if self.0.len() < lines {
-            self.0.resize(lines, Line([0; 64]));
-        }
-        &mut bytemuck::cast_slice_mut(&mut self.0)[..bytes]
+    /// At least `n` elements; what they hold is unspecified.
+    fn with_capacity(n: usize) -> Self {
+        Self(vec![Line([0.0; 16]); n.div_ceil(16)])
     }
 
     /// Grows to at least `n` elements and returns exactly that many, whatever they hold.
     pub(crate) fn f32s_mut(&mut self, n: usize) -> &mut [f32] {
-        bytemuck::cast_slice_mut(self.bytes_mut(n * 4))
+        let lines = n.div_ceil(16);
+        if self.0.len() < lines {
+            self.0.resize(lines, Line([0.0; 16]));
+        }
+        &mut bytemuck::cast_slice_mut(&mut self.0)[..n]
     }
 
-    fn bytes(&self) -> &[u8] {
+    fn f32s(&self) -> &[f32] {
         bytemuck::cast_slice(&self.0)
     }
 }
@@ -51,27 +46,27 @@ pub(crate) struct FreeList {
 const KEPT_BUFFERS: usize = 48;
 
 impl FreeList {
-    /// A buffer of at least `bytes` bytes with unspecified contents. Prefers the smallest that fits, and
+    /// A buffer of at least `n` elements with unspecified contents. Prefers the smallest that fits, and
     /// leaves those alone that are far too large.
-    pub(crate) fn take(self: &Arc<Self>, bytes: usize) -> PooledBuf {
+    pub(crate) fn take(self: &Arc<Self>, n: usize) -> PooledBuf {
         let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
-        let limit = bytes.saturating_mul(8).max(1 << 16);
+        let limit = n.saturating_mul(8).max(1 << 14);
         let fitting = buffers
             .iter()
             .enumerate()
-            .filter(|(_, b)| (bytes..=limit).contains(&b.bytes().len()))
-            .min_by_key(|(_, b)| b.bytes().len())
+            .filter(|(_, b)| (n..=limit).contains(&b.f32s().len()))
+            .min_by_key(|(_, b)| b.f32s().len())
             .map(|(i, _)| i);
         let buffer = match fitting {
             Some(i) => {
                 let mut buffer = buffers.swap_remove(i);
                 if cfg!(debug_assertions) {
                     // Whoever reads what it did not write shall see it.
-                    buffer.bytes_mut(bytes).fill(0xff);
+                    buffer.f32s_mut(n).fill(f32::NAN);
                 }
                 buffer
             }
-            None => AlignedBuf::with_capacity(bytes),
+            None => AlignedBuf::with_capacity(n),
         };
         PooledBuf {
             buffer,
@@ -83,7 +78,7 @@ impl FreeList {
         let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
         buffers.push(buffer);
         if buffers.len() > KEPT_BUFFERS {
-            let smallest = (0..buffers.len()).min_by_key(|&i| buffers[i].bytes().len());
+            let smallest = (0..buffers.len()).min_by_key(|&i| buffers[i].f32s().len());
             if let Some(i) = smallest {
                 buffers.swap_remove(i);
             }
@@ -98,12 +93,12 @@ pub(crate) struct PooledBuf {
 }
 
 impl PooledBuf {
-    pub(crate) fn bytes(&self, bytes: usize) -> &[u8] {
-        &self.buffer.bytes()[..bytes]
+    pub(crate) fn f32s(&self, n: usize) -> &[f32] {
+        &self.buffer.f32s()[..n]
     }
 
-    pub(crate) fn bytes_mut(&mut self, bytes: usize) -> &mut [u8] {
-        self.buffer.bytes_mut(bytes)
+    pub(crate) fn f32s_mut(&mut self, n: usize) -> &mut [f32] {
+        self.buffer.f32s_mut(n)
     }
 }
 
@@ -124,7 +119,7 @@ impl CpuTensor {
     /// A tensor with unspecified contents.
     pub(crate) fn uninit(free: &Arc<FreeList>, rows: usize, cols: usize) -> Self {
         Self {
-            buffer: free.take(rows * cols * 4),
+            buffer: free.take(rows * cols),
             rows,
             cols,
         }
@@ -142,12 +137,12 @@ impl CpuTensor {
 
     /// The elements, row-major.
     pub fn as_slice(&self) -> &[f32] {
-        bytemuck::cast_slice(self.buffer.bytes(self.rows * self.cols * 4))
+        self.buffer.f32s(self.rows * self.cols)
     }
 
     /// The elements, row-major.
     pub fn as_mut_slice(&mut self) -> &mut [f32] {
-        bytemuck::cast_slice_mut(self.buffer.bytes_mut(self.rows * self.cols * 4))
+        self.buffer.f32s_mut(self.rows * self.cols)
     }
 
     /// One row.

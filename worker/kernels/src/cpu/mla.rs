@@ -1,7 +1,7 @@
 //! Latent attention's per-head up-projections.
 
 use crate::arch::{AbsorbTask, PackedRows, RowSet};
-use crate::{HostMatrix, KernelError, MlaHeads, Precision};
+use crate::{HostMatrix, KernelError, MlaHeads};
 
 use super::memory::{CpuTensor, SharedMatrix};
 use super::{CpuBackend, ensure};
@@ -55,7 +55,7 @@ impl CpuBackend {
         if tokens == 0 || dims.v == 0 {
             return Ok(out);
         }
-        let packing = self.packing(kv_b.dtype(), Precision::Fast);
+        let packing = self.packing(kv_b.dtype());
         // A head of a token is a row of its own here: `[tokens * heads, rank]`.
         let packed = self.pack(latent.as_slice(), tokens * dims.heads, packing);
         let shared = SharedMatrix::new(out.as_mut_slice(), dims.heads * dims.v);

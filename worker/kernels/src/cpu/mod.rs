@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::arch::{Isa, Kernels, Packing};
 use crate::backend::{
-    AttentionSpec, Backend, ExpertCall, MlaHeads, Precision, RopeTable, RouterSpec, Routing, Span,
+    AttentionSpec, Backend, ExpertCall, MlaHeads, RopeTable, RouterSpec, Routing, Span,
 };
 use crate::pool::Pool;
 use crate::{BlockId, DType, HostMatrix, KernelError, KvLayout};
@@ -60,10 +60,7 @@ impl CpuBackend {
             numa_nodes,
         } = options;
         let isa = isa.unwrap_or_else(Isa::detect);
-        let kernels = isa.kernels().ok_or_else(|| KernelError::IsaUnavailable {
-            asked: isa.name().to_owned(),
-            available: Isa::available_names(),
-        })?;
+        let kernels = isa.kernels_or_error()?;
         let threads = match (threads, cpus.len()) {
             (0, 0) => std::thread::available_parallelism().map_or(1, usize::from),
             (0, bound) => bound,
@@ -106,12 +103,12 @@ impl CpuBackend {
         CpuTensor::uninit(&self.free, rows, cols)
     }
 
-    fn buffer(&self, bytes: usize) -> PooledBuf {
-        self.free.take(bytes)
+    fn buffer(&self, elements: usize) -> PooledBuf {
+        self.free.take(elements)
     }
 
-    fn packing(&self, dtype: DType, precision: Precision) -> Packing {
-        self.kernels.packing(dtype, precision)
+    fn packing(&self, dtype: DType) -> Packing {
+        self.kernels.packing(dtype)
     }
 
     /// Splits `items` into contiguous pieces: as many as keep all threads busy to the end, but none with
@@ -226,9 +223,8 @@ impl Backend for CpuBackend {
         x: &CpuTensor,
         w: &HostMatrix,
         bias: Option<&Arc<[f32]>>,
-        precision: Precision,
     ) -> Result<CpuTensor, KernelError> {
-        self.linear_layer(x, w, bias.map(|b| &**b), precision)
+        self.linear_layer(x, w, bias.map(|b| &**b))
     }
 
     fn rms_norm(

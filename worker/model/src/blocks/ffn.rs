@@ -1,6 +1,6 @@
 //! SwiGLU feed-forward block (arXiv:2002.05202, equation 6): `down(silu(gate x) * (up x))`.
 
-use hearth_kernels::{Backend, Precision};
+use hearth_kernels::Backend;
 
 use super::{Pass, layer_name};
 use crate::{ModelError, ModuleWeights, TensorSpec};
@@ -36,11 +36,11 @@ impl SwiGlu {
     ) -> Result<B::Tensor, ModelError> {
         let backend = pass.backend;
         // gate, up [rows, intermediate]
-        let gate = backend.linear(x, weights.matrix("gate")?, None, Precision::Fast)?;
-        let up = backend.linear(x, weights.matrix("up")?, None, Precision::Fast)?;
+        let gate = backend.linear(x, weights.matrix("gate")?, None)?;
+        let up = backend.linear(x, weights.matrix("up")?, None)?;
         // product [rows, intermediate]
         let product = backend.silu_mul(&gate, &up)?;
         // out [rows, hidden]
-        Ok(backend.linear(&product, weights.matrix("down")?, None, Precision::Fast)?)
+        Ok(backend.linear(&product, weights.matrix("down")?, None)?)
     }
 }

@@ -1,7 +1,7 @@
 //! Grouped-query attention (arXiv:2305.13245); multi-head attention is the case of one query head a group.
 
 use hearth_formats::{AttentionConfig, ModelConfig};
-use hearth_kernels::{AttentionSpec, Backend, KvDType, KvLayout, Precision, RopeLayout, RopeTable};
+use hearth_kernels::{AttentionSpec, Backend, KvDType, KvLayout, RopeLayout, RopeTable};
 
 use super::rope::rope_table;
 use super::{Pass, layer_name};
@@ -101,12 +101,9 @@ impl Gqa {
         // q [rows, heads * dim]; k, v [rows, kv_heads * dim]
         let q = self.project(pass, weights, x, Projection::QUERY)?;
         let k = self.project(pass, weights, x, Projection::KEY)?;
-        let v = pass.backend.linear(
-            x,
-            weights.matrix("v")?,
-            weights.optional_vector("v_bias"),
-            Precision::Fast,
-        )?;
+        let v = pass
+            .backend
+            .linear(x, weights.matrix("v")?, weights.optional_vector("v_bias"))?;
         pass.show("v", &v);
         pass.backend
             .kv_append(pass.kv, pass.layer, &k, Some(&v), pass.spans)?;
@@ -124,7 +121,6 @@ impl Gqa {
             &heads,
             weights.matrix("o")?,
             weights.optional_vector("o_bias"),
-            Precision::Fast,
         )?;
         pass.show("attn_out", &out);
         Ok(out)
@@ -141,8 +137,7 @@ impl Gqa {
         let backend = pass.backend;
         let bias = weights.optional_vector(names.bias);
         // [rows, heads * dim] or [rows, kv_heads * dim]
-        let mut projected =
-            backend.linear(x, weights.matrix(names.weight)?, bias, Precision::Fast)?;
+        let mut projected = backend.linear(x, weights.matrix(names.weight)?, bias)?;
         pass.show(names.weight, &projected);
         if self.qk_norm {
             projected = backend.rms_norm(&projected, weights.vector(names.norm)?, self.eps)?;

@@ -5,9 +5,7 @@
 //! all take this form: the expanded form is equal in algebra and differs in bits, so mixing the two would break replay.
 
 use hearth_formats::{AttentionConfig, ModelConfig};
-use hearth_kernels::{
-    AttentionSpec, Backend, KvDType, KvLayout, MlaHeads, Precision, RopeLayout, RopeTable,
-};
+use hearth_kernels::{AttentionSpec, Backend, KvDType, KvLayout, MlaHeads, RopeLayout, RopeTable};
 
 use super::rope::{rope_table, yarn_softmax_factor};
 use super::{Pass, layer_name};
@@ -129,7 +127,7 @@ impl Mla {
         let heads = backend.mla_expand(&latent, weights.matrix("kv_b")?, self.heads)?;
         pass.show("attn_heads", &heads);
         // out [rows, hidden]
-        let out = backend.linear(&heads, weights.matrix("o")?, None, Precision::Fast)?;
+        let out = backend.linear(&heads, weights.matrix("o")?, None)?;
         pass.show("attn_out", &out);
         Ok(out)
     }
@@ -144,7 +142,7 @@ impl Mla {
         let backend = pass.backend;
         let rank = self.heads.rank;
         // kv_a [rows, rank + rope]
-        let kv_a = backend.linear(x, weights.matrix("kv_a")?, None, Precision::Fast)?;
+        let kv_a = backend.linear(x, weights.matrix("kv_a")?, None)?;
         pass.show("kv_a", &kv_a);
         // latent [rows, rank]
         let latent = backend.columns(&kv_a, 1, 0, rank)?;
@@ -168,13 +166,13 @@ impl Mla {
         let MlaHeads { heads, nope, .. } = self.heads;
         // q [rows, heads * (nope + rope)]
         let q = match self.q_rank {
-            None => backend.linear(x, weights.matrix("q")?, None, Precision::Fast)?,
+            None => backend.linear(x, weights.matrix("q")?, None)?,
             Some(_) => {
                 // q_a [rows, q_rank]
-                let q_a = backend.linear(x, weights.matrix("q_a")?, None, Precision::Fast)?;
+                let q_a = backend.linear(x, weights.matrix("q_a")?, None)?;
                 let q_a = backend.rms_norm(&q_a, weights.vector("q_a_norm")?, LATENT_NORM_EPS)?;
                 pass.show("q_a_norm", &q_a);
-                backend.linear(&q_a, weights.matrix("q_b")?, None, Precision::Fast)?
+                backend.linear(&q_a, weights.matrix("q_b")?, None)?
             }
         };
         pass.show("q", &q);

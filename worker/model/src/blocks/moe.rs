@@ -2,7 +2,7 @@
 //! (DeepSeekMoE, arXiv:2401.06066; routing of DeepSeek-V3, arXiv:2412.19437, equations 12 to 16).
 
 use hearth_formats::{MoeConfig, ScoreFunction};
-use hearth_kernels::{Backend, ExpertCall, Precision, RouterScore, RouterSpec, Routing};
+use hearth_kernels::{Backend, ExpertCall, RouterScore, RouterSpec, Routing};
 
 use super::ffn::SwiGlu;
 use super::{Pass, layer_name};
@@ -119,9 +119,7 @@ impl Moe {
         x: &B::Tensor,
     ) -> Result<Routing, ModelError> {
         // logits [rows, experts]
-        let logits = pass
-            .backend
-            .linear(x, router.matrix("gate")?, None, Precision::Full)?;
+        let logits = pass.backend.linear(x, router.matrix("gate")?, None)?;
         pass.show("router_logits", &logits);
         let bias = router.optional_vector("correction_bias");
         Ok(pass.backend.route(&logits, bias, self.router)?)

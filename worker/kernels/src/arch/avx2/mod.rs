@@ -5,13 +5,14 @@ use std::arch::x86_64::*;
 use super::Isa;
 use super::dispatch::impl_kernels;
 use super::generic::Simd;
+use super::tuning::Tuning;
 
-mod f32;
+mod linear;
 
 /// Proof that the CPU has AVX2, FMA and F16C.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2 {
-    _private: (),
+    tuning: Tuning,
 }
 
 impl Avx2 {
@@ -20,20 +21,23 @@ impl Avx2 {
         let has = is_x86_feature_detected!("avx2")
             && is_x86_feature_detected!("fma")
             && is_x86_feature_detected!("f16c");
-        has.then_some(Self { _private: () })
+        has.then(|| Self {
+            tuning: Tuning::detect(),
+        })
     }
 
-    fn simd(self) -> Self {
-        self
+    /// The same, tuned for another CPU.
+    #[cfg(test)]
+    pub(super) fn tuned(self, tuning: Tuning) -> Self {
+        Self { tuning }
     }
 }
 
 impl_kernels!(
     Avx2,
     Isa::Avx2,
-    Avx2,
     "avx2,fma,f16c",
-    f32,
+    linear,
     &[
         "avx2-f8e4m3xf32-stream",
         "avx2-f8e4m3xf32-tile",

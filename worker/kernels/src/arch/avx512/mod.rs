@@ -5,14 +5,15 @@ use std::arch::x86_64::*;
 use super::Isa;
 use super::dispatch::impl_kernels;
 use super::generic::Simd;
+use super::tuning::Tuning;
 
 mod e4m3;
-mod f32;
+mod linear;
 
 /// Proof that the CPU has AVX-512 F, BW, VL, DQ and VBMI.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512 {
-    _private: (),
+    tuning: Tuning,
 }
 
 impl Avx512 {
@@ -23,11 +24,15 @@ impl Avx512 {
             && is_x86_feature_detected!("avx512vl")
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vbmi");
-        has.then_some(Self { _private: () })
+        has.then(|| Self {
+            tuning: Tuning::detect(),
+        })
     }
 
-    fn simd(self) -> Self {
-        self
+    /// The same, tuned for another CPU.
+    #[cfg(test)]
+    pub(super) fn tuned(self, tuning: Tuning) -> Self {
+        Self { tuning }
     }
 
     /// # Safety
@@ -53,9 +58,8 @@ impl Avx512 {
 impl_kernels!(
     Avx512,
     Isa::Avx512,
-    Avx512,
     "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi",
-    f32,
+    linear,
     &[
         "avx512-f8e4m3xf32-stream",
         "avx512-f8e4m3xf32-tile",

@@ -1,7 +1,7 @@
 //! `q_latent[t] = Σ_i q[t][i] * W[i]` over the rows `i` of one head's `W_UK`: lanes along the latent, rows in
 //! ascending order.
 
-use super::{BLOCK, DecodeInOrder, F32Engine, Simd};
+use super::{BLOCK, DecodeInOrder, Simd};
 use crate::arch::AbsorbTask;
 use crate::cpu::memory::KernelScratch;
 
@@ -120,7 +120,7 @@ unsafe fn unpack_scaled<S: Simd, D: DecodeInOrder<S>>(
         unsafe {
             let p = bytes.as_ptr().add(from * D::BYTES);
             simd.prefetch(p.wrapping_add(PREFETCH_BYTES));
-            let [mut w] = D::decode_up_to(F32Engine(simd), p, n);
+            let [mut w] = D::decode_up_to(simd, p, n);
             if let (true, Some(scales)) = (n > 0, task.kv_b.scales()) {
                 let scale = scales.values[scale_row * scales.blocks_per_row + from / BLOCK];
                 w = simd.mul(w, simd.splat(scale * D::FACTOR));

@@ -5,7 +5,8 @@
 //!
 //! Order of accumulation of a product of length K, the same in every path: the K axis is cut into blocks of
 //! 128; within a block each lane sums its elements in ascending order from zero; the block's sum, times its
-//! scale, is added to the row's running sum in the order of the blocks; lanes are summed at last by halves.
+//! scale, is added to the row's running sum in the order of the blocks; lanes are summed at last by halves, and
+//! the sum is multiplied by the decoder's power of two.
 //! How many rows, tokens or threads take part changes none of it.
 
 // A register tile is indexed by its rows and tokens; iterators over three arrays at once would hide that.
@@ -13,17 +14,17 @@
 
 mod absorb;
 mod attention;
+mod decode;
 mod elementwise;
-mod engine;
 mod linear;
 mod probe;
 mod simd;
 
 pub(crate) use absorb::mla_absorb;
 pub(crate) use attention::attention;
+pub(crate) use decode::{BLOCK, Decode, DecodeInOrder, pack_in_order};
+pub(crate) use decode::{Bf16Weights, E4m3Weights, F16Weights, F32Weights};
 pub(crate) use elementwise::{rms_norm, silu_mul};
-pub(crate) use engine::{BLOCK, Decode, DecodeInOrder, Engine, F32Engine, pack_f32};
-pub(crate) use engine::{Bf16Weights, E4m3Weights, F16Weights, F32Weights};
-pub(crate) use linear::{Tiling, linear};
+pub(crate) use linear::linear;
 pub(crate) use probe::{multiply, read};
 pub(crate) use simd::Simd;

@@ -1,6 +1,6 @@
 //! What the hardware gives at best: reads that are only added up, products that never leave registers.
 
-use super::{Engine, Simd};
+use super::Simd;
 
 /// Independent chains: enough to hide the latency of any of these instructions.
 const CHAINS: usize = 12;
@@ -30,20 +30,18 @@ pub(crate) fn read<S: Simd>(simd: S, data: &[f32], prefetch_bytes: usize) -> f32
 
 /// `steps` products of vectors in each of [`CHAINS`] chains; returns the number of multiply-adds.
 #[inline(always)]
-pub(crate) fn multiply<E: Engine>(engine: E, steps: usize) -> usize {
-    let ones = std::hint::black_box([0x3f80_3f80_u32; 16]);
-    let mut sums = [engine.zero(); CHAINS];
+pub(crate) fn multiply<S: Simd>(simd: S, steps: usize) -> usize {
+    let mut sums = [simd.zero(); CHAINS];
     for _ in 0..steps {
-        // SAFETY: 64 bytes hold a vector of any engine.
-        let x = unsafe { engine.load(std::hint::black_box(ones.as_ptr()).cast()) };
+        let x = simd.splat(std::hint::black_box(1.0));
         for sum in &mut sums {
-            *sum = engine.mac(*sum, x, x);
+            *sum = simd.fma(x, x, *sum);
         }
     }
-    let mut total = engine.zero();
+    let mut total = simd.zero();
     for sum in sums {
-        total = engine.add(total, sum);
+        total = simd.add(total, sum);
     }
-    std::hint::black_box(engine.reduce(total));
-    steps * CHAINS * E::V_ELEMENTS
+    std::hint::black_box(simd.reduce_add(total));
+    steps * CHAINS * S::LANES
 }

@@ -28,7 +28,7 @@ cp crds/yaml/*.yaml "$out/charts/hearth/files/crds/"
 {
     cat <<'END'
 # Hearth with the chart's default values, in namespace hearth-system, serving InferenceDeployments of namespace default.
-#   kubectl apply --server-side -f manifests/install.yaml
+#   kubectl apply -f manifests/install.yaml
 #   kubectl delete -f manifests/install.yaml     # removes all InferenceDeployments too
 # Generated from charts/hearth by `make manifests`; what is changed here is lost.
 apiVersion: v1

@@ -90,6 +90,10 @@ use world::World;
 const THREADS: usize = 2;
 /// Running visits get this long to end.
 const GRACE: Duration = Duration::from_secs(6);
+/// The API server gets this long to tell the operator's own Deployment.
+const OWNER_TIMEOUT: Duration = Duration::from_secs(10);
+/// And is asked again after this.
+const OWNER_AGAIN: Duration = Duration::from_secs(2);
 /// How often plans that never came to be give their place back.
 const HOUSEKEEPING: Duration = Duration::from_secs(30);
 
@@ -323,18 +327,25 @@ async fn keep_house(waking: &Waking) {
     }
 }
 
-/// The operator's own Deployment, so that its removal removes what the operator keeps for itself.
+/// The operator's own Deployment, so that its removal removes what the operator keeps for itself. Asked for until it is
+/// told: what was made without an owner would stay for ever.
 async fn owner(client: &Client, settings: &Settings, name: Option<&str>) -> Option<OwnerReference> {
     let name = name?;
     let api: Api<Deployment> = Api::namespaced(client.clone(), &settings.operator_namespace);
-    match tokio::time::timeout(Duration::from_secs(10), api.get(name)).await {
-        Ok(Ok(deployment)) => deployment.owner_ref(&()),
-        Ok(Err(error)) => {
-            let why = failure::Failure::from(&error);
-            tracing::warn!("the operator's Deployment {name} cannot be read: {why}");
-            None
-        }
-        Err(_) => None,
+    loop {
+        let why = match tokio::time::timeout(OWNER_TIMEOUT, api.get(name)).await {
+            Ok(Ok(deployment)) => return deployment.owner_ref(&()),
+            Ok(Err(error)) => match failure::Failure::from(&error) {
+                failure::Failure::NotFound(why) => {
+                    tracing::warn!("there is no Deployment {name}: {why}");
+                    return None;
+                }
+                other => other.to_string(),
+            },
+            Err(_) => format!("no answer in {} s", OWNER_TIMEOUT.as_secs()),
+        };
+        tracing::warn!("the operator's Deployment {name} cannot be read: {why}; asked again");
+        tokio::time::sleep(OWNER_AGAIN).await;
     }
 }
 

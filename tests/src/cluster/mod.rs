@@ -74,6 +74,11 @@ pub struct Cluster {
     own: Option<Own>,
 }
 
+/// Whether tests are to run on a cluster that somebody has named, instead of their own.
+pub fn is_somebodys() -> bool {
+    host::foreign_kubeconfig().is_some()
+}
+
 impl Cluster {
     /// Starts a cluster and waits until its nodes are Ready and the add-ons that were asked for answer; on
     /// `make test-cluster KUBECONFIG=…`, the cluster of that kubeconfig.

@@ -46,6 +46,18 @@ pub(crate) fn install(cluster: &Cluster, images: &Images, replicas: u32) {
     });
 }
 
+/// Changes one value of the release, and waits until its operators run with it.
+pub(crate) fn upgrade(cluster: &Cluster, value: &str) {
+    let arguments = [
+        "upgrade",
+        "hearth",
+        "charts/hearth",
+        "--reuse-values",
+        "--wait",
+    ];
+    helm(cluster, &[&arguments[..], &["--set", value]].concat());
+}
+
 /// Runs the chart's own tests.
 pub(crate) fn helm_test(cluster: &Cluster) {
     helm(cluster, &["test", "hearth"]);

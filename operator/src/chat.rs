@@ -262,6 +262,12 @@ async fn checked(response: reqwest::Response) -> anyhow::Result<reqwest::Respons
         return Ok(response);
     }
     let body: Value = response.json().await.unwrap_or_default();
+    if status == reqwest::StatusCode::UNAUTHORIZED {
+        bail!(
+            "the endpoint lets in whoever has a key, and was given none that it knows\n  \
+             give it one: --api-key KEY, or HEARTH_API_KEY"
+        );
+    }
     match body["error"]["message"].as_str() {
         Some(message) => bail!("{message}"),
         None => bail!("the endpoint answered {status}"),

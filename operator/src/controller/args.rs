@@ -67,7 +67,8 @@ pub(crate) struct OperatorArgs {
         long,
         value_name = "DURATION",
         env = "HEARTH_CERTIFICATE_LIFETIME",
-        default_value = "2160h"
+        default_value = "2160h",
+        value_parser = certificate_lifetime
     )]
     pub(crate) certificate_lifetime: DurationText,
     /// Whether nodes have agents, which measure them and fetch models
@@ -82,7 +83,8 @@ pub(crate) struct OperatorArgs {
         long,
         value_name = "DURATION",
         env = "HEARTH_RESYNC",
-        default_value = "8m"
+        default_value = "8m",
+        value_parser = resync
     )]
     pub(crate) resync: DurationText,
     /// Address of /healthz, /readyz and /metrics
@@ -120,6 +122,28 @@ pub(crate) enum LogFormat {
     Json,
 }
 
+/// A kubelet brings a renewed certificate to its Pods within minutes, and a third of the lifetime is left for that.
+fn certificate_lifetime(text: &str) -> Result<DurationText, String> {
+    at_least(text, "10m")
+}
+
+/// No busy loop.
+fn resync(text: &str) -> Result<DurationText, String> {
+    at_least(text, "500ms")
+}
+
+fn at_least(text: &str, least: &str) -> Result<DurationText, String> {
+    let parse = |text: &str| {
+        text.parse::<DurationText>()
+            .map_err(|error| error.to_string())
+    };
+    let span = parse(text)?;
+    if span.get() < parse(least)?.get() {
+        return Err(format!("write {least} or more"));
+    }
+    Ok(span)
+}
+
 impl OperatorArgs {
     /// What the reconciler needs of them. `pod_namespace` is the namespace that the process runs in.
     pub(crate) fn settings(&self, pod_namespace: Option<String>) -> Settings {
@@ -152,8 +176,8 @@ impl OperatorArgs {
         }
     }
 
-    /// The resync, never so short that it is a busy loop.
+    /// The resync.
     pub(crate) fn resync(&self) -> Duration {
-        self.resync.get().max(Duration::from_millis(500))
+        self.resync.get()
     }
 }

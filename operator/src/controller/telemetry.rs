@@ -17,6 +17,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::Registry;
 use tokio::net::TcpListener;
+use tracing::level_filters::LevelFilter;
 use tracing_subscriber::EnvFilter;
 
 use super::args::LogFormat;
@@ -204,10 +205,17 @@ async fn metrics(State(window): State<Window>) -> Response {
 /// # Errors
 /// When the filter is none.
 pub(crate) fn start_log(filter: &str, format: LogFormat) -> anyhow::Result<()> {
+    // A word that is no level would be taken for a module, and silence all others.
+    let is_level = |word: &str| word.contains('=') || word.parse::<LevelFilter>().is_ok();
+    anyhow::ensure!(
+        filter.split(',').all(is_level),
+        "--log {filter:?} is no filter\n  write error, warn, info or debug"
+    );
     // What the libraries say of every broken watch is told once, by the watch itself.
     let quiet = "kube_client=off,kube_runtime=off,tower=warn,hyper=warn,h2=warn,rustls=warn";
-    let filter = EnvFilter::try_new(format!("{quiet},{filter}"))
-        .with_context(|| format!("--log {filter:?} is no filter\n  write info, or debug"))?;
+    let filter = EnvFilter::try_new(format!("{quiet},{filter}")).with_context(|| {
+        format!("--log {filter:?} is no filter\n  write error, warn, info or debug")
+    })?;
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_target(false)

@@ -256,6 +256,7 @@ impl Deployment {
                 .steps
                 .done("draining: streams in flight are finished; Ctrl-C again stops now");
         }
+        let mut is_whole = true;
         let roles = [PlanRole::Gateway, PlanRole::Decode, PlanRole::Prefill];
         for role in roles {
             let ranks: Vec<String> = self
@@ -271,6 +272,7 @@ impl Deployment {
                 () = interrupted() => false,
             };
             if !ended {
+                is_whole = false;
                 let all: Vec<String> = self.wanted.keys().cloned().collect();
                 self.want(&all, Wanted::Killed);
                 break;
@@ -279,7 +281,11 @@ impl Deployment {
         while self.tasks.join_next().await.is_some() {}
         self.prepared.directory.clear_running();
         let _ = self.prepared.lock.unlock();
-        self.prepared.steps.done("stopped");
+        self.prepared.steps.done(if is_whole {
+            "stopped"
+        } else {
+            "stopped at once: what was in flight was cut off"
+        });
     }
 
     fn want(&self, ranks: &[String], wanted: Wanted) {

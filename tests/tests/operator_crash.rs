@@ -1,5 +1,6 @@
 //! The operator is killed before and after each single write that it makes, while a deployment is made, changed, scaled
 //! and removed; another one takes over. Every time it comes to the same end, and nothing is left over.
+//! Its own writes are meant: without agents and election, for a model that need not be looked for.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};

@@ -1,5 +1,6 @@
 //! Hearth on a cluster of two real kubelets, as its users see it: from `helm install` to an empty namespace.
 
+mod nodes;
 mod refusals;
 mod release;
 #[path = "../../../worker/fetch/tests/support/mod.rs"]
@@ -11,7 +12,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use hearth_tests::cluster::{Cluster, Options, condition, wait_until};
-use hearth_tests::{Metrics, chat_body, chat_stream, copy_of_demo, python, root, run};
+use hearth_tests::{Metrics, copy_of_demo, python, root, run};
 use serde_json::{Value, json};
 
 use release::{PATIENCE, SYSTEM, deployment, infd, names, patch, pods, wait_until_settled};
@@ -72,7 +73,7 @@ fn from_install_to_uninstall() {
     an_autoscaler_follows_the_cpu(&cluster);
     newcomers_see_what_goes_on(&cluster);
     if is_own {
-        a_drained_node_drops_nothing(&cluster);
+        nodes::drained_drops_nothing(&cluster);
         another_operator_takes_over(&cluster);
         a_quiet_operator_writes_nothing(&cluster);
     }
@@ -97,7 +98,7 @@ fn what_two_cannot_hold_makes_room_and_a_lost_node_is_left() {
     certificates_change_under_streams(&cluster);
     the_operator_dies_in_the_middle_of_a_rollout(&cluster);
     a_failing_plan_rolls_back(&cluster);
-    a_lost_node_is_left(&cluster);
+    nodes::lost_is_left(&cluster);
 }
 
 fn demo() -> Value {
@@ -200,7 +201,8 @@ fn a_new_model_comes_beside_the_old_one(cluster: &Cluster) {
         "demo",
         &json!({"model": model_on_disk(&directory)}),
     );
-    let found = wait_until_settled(cluster, "demo");
+    let (found, most) = settled_with_most(cluster, "decode");
+    assert_eq!(most, 2, "the old and the new beside each other");
     let new = names(&pods(cluster, "demo", ""));
     let is_new = |pod: &String| !old.contains(pod);
     assert!(new.iter().all(is_new), "{old:?} {new:?} {found:#}");
@@ -213,6 +215,18 @@ fn a_new_model_comes_beside_the_old_one(cluster: &Cluster) {
         "{} answers through two changes of the model",
         streams.finish()
     );
+}
+
+/// Waits until the spec as it is now runs whole, and tells how many Pods of a role ran at once until then.
+fn settled_with_most(cluster: &Cluster, role: &str) -> (Value, usize) {
+    let mut most = 0;
+    let found = wait_until("the new model serves", PATIENCE, || {
+        let running = |pod: &&Value| pod["status"]["phase"] == "Running";
+        let count = pods(cluster, "demo", role).iter().filter(running).count();
+        most = most.max(count);
+        release::settled(cluster, "demo")
+    });
+    (found, most)
 }
 
 fn a_killed_worker_costs_no_token(cluster: &Cluster) {
@@ -279,27 +293,6 @@ fn newcomers_see_what_goes_on(cluster: &Cluster) {
     };
     let repeated: Vec<&Value> = events.iter().filter(repeated).collect();
     assert!(repeated.is_empty(), "{repeated:#?}");
-}
-
-/// The node with the decode worker is emptied as before a restart of it.
-fn a_drained_node_drops_nothing(cluster: &Cluster) {
-    let reach = cluster.reach("default", "demo", 80);
-    let streams = Streams::start(&reach.v1());
-    streams.wait_for(streams::STREAMS);
-    let node = pods(cluster, "demo", "decode")[0]["spec"]["nodeName"].clone();
-    let node = node.as_str().expect("a node");
-    let flags = [
-        "--ignore-daemonsets",
-        "--delete-emptydir-data",
-        "--timeout=120s",
-    ];
-    cluster.kubectl(&[&["drain", node][..], &flags].concat());
-    wait_until_settled(cluster, "demo");
-    streams.wait_for(streams::STREAMS);
-    println!("{} answers while a node was drained", streams.finish());
-    let still = |pod: &Value| pod["spec"]["nodeName"] == node;
-    assert!(!pods(cluster, "demo", "").iter().any(still));
-    cluster.kubectl(&["uncordon", node]);
 }
 
 fn another_operator_takes_over(cluster: &Cluster) {
@@ -442,22 +435,8 @@ fn old_down_first_drops_nothing(cluster: &Cluster) {
         "demo",
         &json!({"model": model_on_disk(&directory)}),
     );
-    let mut most = 0;
-    wait_until("the new model serves", PATIENCE, || {
-        let running = |pod: &&Value| pod["status"]["phase"] == "Running";
-        most = most.max(
-            pods(cluster, "demo", "prefill")
-                .iter()
-                .filter(running)
-                .count(),
-        );
-        let found = infd(cluster, "demo");
-        let is_new = found["status"]["plan"]["generation"] == 2;
-        (is_new
-            && condition(&found, "Ready") == Some("True")
-            && condition(&found, "Progressing") == Some("False"))
-        .then_some(())
-    });
+    let (found, most) = settled_with_most(cluster, "prefill");
+    assert_eq!(found["status"]["plan"]["generation"], 2, "{found:#}");
     assert_eq!(most, 1, "two prefill workers at a time");
     streams.wait_for(streams::STREAMS);
     println!("{} answers while the old made room", streams.finish());
@@ -557,57 +536,4 @@ fn a_failing_plan_rolls_back(cluster: &Cluster) {
     assert!(message.contains("tokenizer.json"), "{found:#}");
     streams.wait_for(streams::STREAMS);
     streams.finish();
-}
-
-fn a_lost_node_is_left(cluster: &Cluster) {
-    cluster.kubectl(&["delete", "infd", "--all"]);
-    wait_until("the last Pods are gone", PATIENCE, || {
-        pods(cluster, "demo", "").is_empty().then_some(())
-    });
-    // The operator on the node that stays: what is tested is the work, not its own move.
-    let operator = cluster.list("pods", SYSTEM, "app.kubernetes.io/component=operator");
-    let stays = operator[0]["spec"]["nodeName"]
-        .as_str()
-        .expect("a node")
-        .to_owned();
-    let goes = if stays == "node-1" {
-        "node-2"
-    } else {
-        "node-1"
-    };
-    // A cordon keeps the plan off the other node, and what runs stays when it is lifted.
-    cluster.kubectl(&["cordon", &stays]);
-    cluster.apply(&deployment("demo", json!({})).to_string());
-    wait_until_settled(cluster, "demo");
-    cluster.kubectl(&["uncordon", &stays]);
-    assert!(
-        pods(cluster, "demo", "")
-            .iter()
-            .all(|pod| pod["spec"]["nodeName"] == goes)
-    );
-    cluster.node_named(goes).kill();
-    wait_until("the work has moved", Duration::from_secs(120), || {
-        let found = infd(cluster, "demo");
-        let on_other = |pod: &Value| pod["spec"]["nodeName"] == stays.as_str();
-        let moved = pods(cluster, "demo", "")
-            .iter()
-            .filter(|pod| on_other(pod))
-            .count();
-        (moved == 3 && condition(&found, "Ready") == Some("True")).then_some(())
-    });
-    let known = &streams::known()[0];
-    let reach = cluster.reach("default", "demo", 80);
-    let body = chat_body("hearth-demo", &known.question, 200);
-    let runtime = tokio::runtime::Runtime::new().expect("runtime");
-    // The Service's rules follow its endpoints a moment later.
-    let answer = wait_until("the Service leads to the new gateway", PATIENCE, || {
-        let asked = runtime.block_on(chat_stream(&reach.v1(), &body, |_, _| {}));
-        asked.ok()
-    });
-    assert_eq!(answer.text.trim(), known.answer);
-    let gone = |pod: &Value| pod["spec"]["nodeName"] == goes;
-    assert!(
-        !pods(cluster, "demo", "").iter().any(gone),
-        "Pods of the lost node are still listed"
-    );
 }

@@ -98,13 +98,18 @@ pub(crate) fn patch(cluster: &Cluster, name: &str, spec: &Value) {
 /// Waits until the spec as it is now runs whole: Ready, and nothing on its way.
 pub(crate) fn wait_until_settled(cluster: &Cluster, name: &str) -> Value {
     wait_until(&format!("{name} runs as asked"), PATIENCE, || {
-        let found = infd(cluster, name);
-        let is_current = found["status"]["observedGeneration"] == found["metadata"]["generation"];
-        let is_true = |kind| condition(&found, kind) == Some("True");
-        let is_ready = is_true("Ready") && is_true("Planned") && is_true("ModelReady");
-        let is_quiet = condition(&found, "Progressing") == Some("False");
-        (is_current && is_ready && is_quiet).then_some(found)
+        settled(cluster, name)
     })
+}
+
+/// The deployment, if its spec runs whole.
+pub(crate) fn settled(cluster: &Cluster, name: &str) -> Option<Value> {
+    let found = infd(cluster, name);
+    let is_current = found["status"]["observedGeneration"] == found["metadata"]["generation"];
+    let is_true = |kind| condition(&found, kind) == Some("True");
+    let is_ready = is_true("Ready") && is_true("Planned") && is_true("ModelReady");
+    let is_quiet = condition(&found, "Progressing") == Some("False");
+    (is_current && is_ready && is_quiet).then_some(found)
 }
 
 /// Pods of a deployment, all roles or one, without those that are over and only wait to be removed.

@@ -94,6 +94,21 @@ fn late_and_broken_watches_do_no_harm() {
                 ..Faults::default()
             },
         ),
+        (
+            "mixed",
+            Faults {
+                watch_jitter: Some(Duration::from_millis(1500)),
+                ..Faults::default()
+            },
+        ),
+        (
+            "lost",
+            Faults {
+                watch_lost_percent: 40,
+                watch_life: Some(Duration::from_secs(3)),
+                ..Faults::default()
+            },
+        ),
     ];
     for (name, faults) in faults {
         stand.make_namespace(name);

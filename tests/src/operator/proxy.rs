@@ -48,6 +48,10 @@ pub struct Faults {
     pub watch_life: Option<Duration>,
     /// What a watch says is held back for so long.
     pub watch_delay: Option<Duration>,
+    /// And each time for another while up to this long, so that watches say things in another order than they happened.
+    pub watch_jitter: Option<Duration>,
+    /// Messages of a hundred that watches lose. A watch that may lose some ends with 410 Gone.
+    pub watch_lost_percent: u32,
 }
 
 /// A write that passed.
@@ -248,7 +252,7 @@ async fn pass(State(inner): State<Arc<Inner>>, request: Request) -> Response {
         }
     }
     match answer {
-        Ok(answer) if is_watch => broken_watch(answer, &faults),
+        Ok(answer) if is_watch => broken_watch(inner, answer, &faults),
         Ok(answer) => answer,
         Err(error) => (StatusCode::BAD_GATEWAY, error).into_response(),
     }
@@ -270,20 +274,37 @@ async fn forward(upstream: &Client, request: Request) -> Result<Response, String
     Ok(Response::from_parts(parts, Body::new(body)))
 }
 
-/// A watch that says things late, or ends early.
-fn broken_watch(answer: Response, faults: &Faults) -> Response {
-    let (life, delay) = (faults.watch_life, faults.watch_delay);
-    if life.is_none() && delay.is_none() {
+/// What ends a watch whose client must list anew.
+const GONE: &str = r#"{"type":"ERROR","object":{"kind":"Status","apiVersion":"v1","metadata":{},"status":"Failure","message":"the test has forgotten that version","reason":"Expired","code":410}}
+"#;
+
+/// A watch that says things late, loses some, or ends early.
+fn broken_watch(inner: Arc<Inner>, answer: Response, faults: &Faults) -> Response {
+    let Faults {
+        watch_life: life,
+        watch_delay: delay,
+        watch_jitter: jitter,
+        watch_lost_percent: lost_percent,
+        ..
+    } = *faults;
+    if life.is_none() && delay.is_none() && jitter.is_none() && lost_percent == 0 {
         return answer;
     }
     let (parts, body) = answer.into_parts();
     let end = Instant::now() + life.unwrap_or(Duration::from_secs(3600));
     let pieces = body.into_data_stream();
-    let pieces = pieces.then(move |piece| async move {
-        tokio::time::sleep(delay.unwrap_or_default()).await;
-        piece
+    let pieces = pieces.filter_map(move |piece| {
+        let (chance, loss) = (inner.roll(1000), inner.roll(100));
+        async move {
+            let share = f64::from(chance) / 1000.0;
+            let wait = delay.unwrap_or_default() + jitter.unwrap_or_default().mul_f64(share);
+            tokio::time::sleep(wait).await;
+            (loss >= lost_percent).then_some(piece)
+        }
     });
     let pieces = pieces.take_until(tokio::time::sleep_until(end.into()));
+    let last = (lost_percent > 0).then(|| Ok(GONE.into()));
+    let pieces = pieces.chain(futures::stream::iter(last));
     Response::from_parts(parts, Body::from_stream(pieces))
 }
 

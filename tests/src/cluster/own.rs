@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::process::Child;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
@@ -18,6 +19,9 @@ use crate::programs::target_directory;
 
 /// How many clusters' logs are kept.
 const LOGS_KEPT: usize = 8;
+
+/// Clusters that this process has begun.
+static BEGUN: AtomicU64 = AtomicU64::new(0);
 
 /// A cluster that the test started.
 pub(super) struct Own {
@@ -41,7 +45,9 @@ impl Own {
     pub(super) fn begin(options: &Options, tools: &Tools) -> anyhow::Result<Self> {
         assert!(options.nodes <= 2, "{} nodes are too many", options.nodes);
         let since = SystemTime::UNIX_EPOCH.elapsed()?.as_millis();
-        let id = format!("{since:x}-{}", std::process::id());
+        // Tests of one process begin in the same millisecond.
+        let count = BEGUN.fetch_add(1, Ordering::Relaxed);
+        let id = format!("{since:x}-{}-{count}", std::process::id());
         let keeper = Keeper::start(&id, options.nodes > 0)?;
         let ground = Ground {
             state: keeper::state_dir(&id)?,

@@ -3,8 +3,9 @@
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use hearth_kernels::{Isa, KvDType};
+use hearth_kernels::{CpuOptions, Isa, KvDType};
 
+use crate::device::{ActivationsArg, DeviceArg, DeviceOptions, GpuOptions, KernelDirectories};
 use crate::{roles, signals, tools};
 
 /// One process of a Hearth plan, and the tools that work on a model.
@@ -31,6 +32,9 @@ enum Command {
     Agent(roles::AgentArgs),
     /// Write the logits of every position of a token sequence to a safetensors file
     Logits(tools::LogitsArgs),
+    /// Compile the kernels of a GPU's architecture ahead of their first use
+    #[cfg(feature = "cuda")]
+    CudaCompile(tools::CudaCompileArgs),
     /// Continue a prompt, greedily unless asked otherwise
     Generate(tools::GenerateArgs),
     /// Time prefill and decode beside this machine's read bandwidth
@@ -66,6 +70,8 @@ impl Cli {
             Command::Prefill(args) => roles::prefill(&args),
             Command::Decode(args) => roles::decode(&args),
             Command::Agent(args) => roles::agent(&args),
+            #[cfg(feature = "cuda")]
+            Command::CudaCompile(args) => tools::cuda_compile(&args),
             Command::Logits(args) => tools::logits(&args),
             Command::Generate(args) => tools::generate(&args),
             Command::Bench(args) => tools::bench(&args),
@@ -110,18 +116,72 @@ impl ModelArgs {
     }
 }
 
-/// Which kernels run, on how many threads.
+/// Which device computes, with which kernels, on how many threads.
 #[derive(Args, Clone)]
 pub(crate) struct ComputeArgs {
+    /// cpu, cuda (the first GPU), or cuda:UUID
+    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
+    pub(crate) device: DeviceArg,
     /// Instruction set; auto takes the best that the CPU has
     #[arg(long, value_enum, default_value = "auto")]
     pub(crate) isa: IsaArg,
     /// Compute threads (default: the CPUs this process may use)
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) threads: Option<u32>,
+    /// Bytes of the GPU's memory that may be taken (default: what is free)
+    #[arg(long, value_name = "BYTES")]
+    device_memory: Option<u64>,
+    #[command(flatten)]
+    gpu: GpuArgs,
+}
+
+/// What every use of a GPU needs; of no effect on the CPU.
+#[derive(Args, Clone)]
+pub(crate) struct GpuArgs {
+    /// How activations enter products on a GPU
+    #[arg(long, value_enum, default_value = "f32")]
+    activations: ActivationsArg,
+    /// Directory with compiled kernels, filled at first use (default: ~/.cache/hearth/kernels)
+    #[arg(long, value_name = "DIR", env = "HEARTH_KERNEL_CACHE")]
+    kernel_cache: Option<PathBuf>,
+    /// Directory with kernels that were compiled ahead
+    #[arg(long, value_name = "DIR", env = "HEARTH_KERNELS", hide = true)]
+    kernels: Option<PathBuf>,
+}
+
+impl GpuArgs {
+    /// The options for a GPU.
+    pub(crate) fn options(&self, uuid: Option<String>, budget_bytes: Option<u64>) -> GpuOptions {
+        let home = std::env::var_os("HOME").filter(|home| !home.is_empty());
+        let default = home.map(|home| PathBuf::from(home).join(".cache/hearth/kernels"));
+        GpuOptions {
+            uuid,
+            budget_bytes,
+            activations: self.activations,
+            kernels: KernelDirectories {
+                image: self.kernels.clone(),
+                cache: self.kernel_cache.clone().or(default),
+            },
+        }
+    }
 }
 
 impl ComputeArgs {
+    /// The device with all that these arguments say of it; no pinning.
+    pub(crate) fn device_options(&self) -> DeviceOptions {
+        match &self.device {
+            DeviceArg::Cpu => DeviceOptions::Cpu(CpuOptions {
+                isa: self.isa.isa(),
+                threads: self.threads(),
+                cpus: Vec::new(),
+                numa_nodes: Vec::new(),
+            }),
+            DeviceArg::Cuda(uuid) => {
+                DeviceOptions::Gpu(self.gpu.options(uuid.clone(), self.device_memory))
+            }
+        }
+    }
+
     /// Threads asked for, else all that the process may use.
     pub(crate) fn threads(&self) -> usize {
         match self.threads {

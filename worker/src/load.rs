@@ -5,19 +5,20 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use hearth_formats::{Checkpoint, ModelConfig};
-use hearth_kernels::{CpuBackend, CpuOptions, KvDType};
-use hearth_model::{Model, Residency};
+use hearth_kernels::{Backend, CpuBackend, KvDType};
+use hearth_model::{Model, Residency, modules};
 use hearth_residency::{LoadProgress, MmapPrefetch, Resident, ResidentOptions};
 
 use crate::cli::{ModelArgs, ResidencyArg};
+use crate::device::{DeviceOptions, GpuBackend, OnDevice};
 
 /// How many modules ahead of the running one `MmapPrefetch` asks the kernel for.
 const PREFETCH_MODULES: usize = 8;
 
 /// What decides how a model is opened.
 pub(crate) struct LoadOptions {
-    /// Kernels, threads and pinning.
-    pub(crate) cpu: CpuOptions,
+    /// The device, with kernels, threads and pinning.
+    pub(crate) device: DeviceOptions,
     /// Residency, with the bytes of weights that may be in memory at a time.
     pub(crate) residency: ResidencyPolicy,
 }
@@ -33,15 +34,18 @@ pub(crate) enum ResidencyPolicy {
     },
 }
 
-/// A model on the CPU, with what the tools report about it.
-pub(crate) struct Loaded {
+/// A model on a device, with what the tools report about it.
+pub(crate) struct LoadedOn<B: Backend> {
     /// Ready to run.
-    pub(crate) model: Model<CpuBackend>,
+    pub(crate) model: Model<B>,
     /// Its weights' policy, for statistics.
-    pub(crate) residency: Arc<dyn Residency<CpuBackend>>,
+    pub(crate) residency: Arc<dyn Residency<B>>,
     /// The mapped files.
     pub(crate) checkpoint: Checkpoint,
 }
+
+/// A model on the device that was asked for.
+pub(crate) type Loaded = OnDevice<LoadedOn<CpuBackend>, LoadedOn<GpuBackend>>;
 
 impl LoadOptions {
     /// The tools' arguments as options; no pinning.
@@ -52,17 +56,14 @@ impl LoadOptions {
                 budget_bytes: args.residency_budget,
             },
         };
-        let cpu = CpuOptions {
-            isa: args.compute.isa.isa(),
-            threads: args.compute.threads(),
-            cpus: Vec::new(),
-            numa_nodes: Vec::new(),
-        };
-        Self { cpu, residency }
+        Self {
+            device: args.compute.device_options(),
+            residency,
+        }
     }
 }
 
-/// Opens the model in `directory`; with `Resident` its pages are read in, and `progress` hears how far that is.
+/// Opens the model in `directory`; with `Resident` its pages are read in, or copied to the GPU, and `progress` hears how far that is.
 ///
 /// # Errors
 /// Whatever is wrong with the directory's files, by name; or a device that cannot be had.
@@ -71,40 +72,81 @@ pub(crate) fn open(
     options: LoadOptions,
     progress: &mut dyn FnMut(LoadProgress),
 ) -> anyhow::Result<Loaded> {
+    let touch_threads = options.device.touch_threads();
     let config = ModelConfig::read(directory)?;
     let checkpoint = Checkpoint::open(directory)?;
-    let touch_threads = options.cpu.threads;
-    let backend = Arc::new(CpuBackend::new(options.cpu)?);
-    let modules = Model::<CpuBackend>::modules(&config)?;
-    let residency: Arc<dyn Residency<CpuBackend>> = match options.residency {
-        ResidencyPolicy::Resident => Arc::new(Resident::open_with(
-            &checkpoint,
-            modules,
-            Arc::clone(&backend),
-            ResidentOptions { touch_threads },
-            progress,
-        )?),
-        ResidencyPolicy::MmapPrefetch { budget_bytes } => {
-            let budget_bytes = budget_bytes.unwrap_or_else(|| checkpoint.total_bytes() / 2);
-            Arc::new(MmapPrefetch::open(
-                &checkpoint,
-                modules,
-                Arc::clone(&backend),
-                budget_bytes,
-                PREFETCH_MODULES,
-            )?)
-        }
-    };
-    let model = Model::new(config, backend, Arc::clone(&residency))
-        .with_context(|| format!("{} cannot be run", directory.display()))?;
-    Ok(Loaded {
-        model,
-        residency,
+    let files = Files {
+        directory,
+        config,
         checkpoint,
+    };
+    let resident = ResidentOptions { touch_threads };
+    Ok(match options.device.open()? {
+        OnDevice::Cpu(backend) => {
+            OnDevice::Cpu(files.open_on(backend, &options.residency, resident, progress)?)
+        }
+        OnDevice::Gpu(backend) => {
+            if let ResidencyPolicy::MmapPrefetch { .. } = options.residency {
+                anyhow::bail!(
+                    "--residency mmap-prefetch is of the CPU: on a GPU the weights stay in its memory\n  use --residency resident, or --device cpu"
+                );
+            }
+            OnDevice::Gpu(files.open_on(backend, &options.residency, resident, progress)?)
+        }
     })
 }
 
+/// A model's files, read and mapped.
+struct Files<'a> {
+    directory: &'a Path,
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+}
+
+impl Files<'_> {
+    fn open_on<B: Backend>(
+        self,
+        backend: Arc<B>,
+        policy: &ResidencyPolicy,
+        resident: ResidentOptions,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> anyhow::Result<LoadedOn<B>> {
+        let Self {
+            directory,
+            config,
+            checkpoint,
+        } = self;
+        let modules = modules(&config)?;
+        let residency: Arc<dyn Residency<B>> = match policy {
+            ResidencyPolicy::Resident => Arc::new(Resident::open_with(
+                &checkpoint,
+                modules,
+                Arc::clone(&backend),
+                resident,
+                progress,
+            )?),
+            ResidencyPolicy::MmapPrefetch { budget_bytes } => {
+                let budget_bytes = budget_bytes.unwrap_or_else(|| checkpoint.total_bytes() / 2);
+                Arc::new(MmapPrefetch::open(
+                    &checkpoint,
+                    modules,
+                    Arc::clone(&backend),
+                    budget_bytes,
+                    PREFETCH_MODULES,
+                )?)
+            }
+        };
+        let model = Model::new(config, backend, Arc::clone(&residency))
+            .with_context(|| format!("{} cannot be run", directory.display()))?;
+        Ok(LoadedOn {
+            model,
+            residency,
+            checkpoint,
+        })
+    }
+}
+
 /// What two workers must share for their bits to be equal: kernels and cache type, not threads.
-pub(crate) fn numerics(model: &Model<CpuBackend>, kv_dtype: KvDType) -> String {
-    format!("cpu {} kv={kv_dtype:?}", model.backend().isa().name())
+pub(crate) fn numerics<B: Backend>(model: &Model<B>, kv_dtype: KvDType) -> String {
+    format!("{} kv={kv_dtype:?}", model.backend().numerics())
 }

@@ -6,6 +6,7 @@ use clap::Parser;
 
 mod cli;
 mod convert;
+mod device;
 mod load;
 mod logging;
 mod roles;

@@ -116,6 +116,16 @@ pub struct ExpertCall<'a, W> {
     pub weights: &'a [f32],
 }
 
+/// The three matrices of a routed expert, as [`ExpertCall`] has them.
+pub struct ExpertWeights<'a, W> {
+    /// `[intermediate, hidden]`.
+    pub gate: &'a W,
+    /// `[intermediate, hidden]`.
+    pub up: &'a W,
+    /// `[hidden, intermediate]`.
+    pub down: &'a W,
+}
+
 /// A device that runs the engine's operations.
 ///
 /// Every operation is batch-invariant (see the crate's invariant). Shapes are checked: a mismatch is
@@ -129,6 +139,10 @@ pub trait Backend: Send + Sync + 'static {
     type Vector: Clone + Send + Sync + 'static;
     /// Paged keys and values of all layers.
     type Kv: Send + 'static;
+    /// Chosen experts, where the device has them.
+    type Chosen: Send + 'static;
+    /// All routed experts of a layer, of which the device picks without asking the host.
+    type ExpertBank: Send + Sync + 'static;
 
     /// Called once by the thread that will make all further calls: a backend with threads of its own binds
     /// this one beside them.
@@ -141,6 +155,10 @@ pub trait Backend: Send + Sync + 'static {
 
     /// What runs, for logs and profiles: `cpu avx512 ×2`.
     fn describe(&self) -> String;
+    /// What two backends must share for their bits to be equal: kernels, not threads.
+    fn numerics(&self) -> String;
+    /// What the device reads from its memory while it computes nothing, from a buffer of `bytes` bytes, GB/s: what decode is measured by.
+    fn read_bandwidth_gbps(&self, bytes: usize) -> Result<f64, KernelError>;
 
     /// Makes a weight usable; on the CPU this borrows the mapped bytes.
     fn weight(&self, matrix: &HostMatrix) -> Result<Self::Weight, KernelError>;
@@ -285,7 +303,9 @@ pub trait Backend: Send + Sync + 'static {
         logits: &Self::Tensor,
         bias: Option<&Self::Vector>,
         spec: RouterSpec,
-    ) -> Result<Routing, KernelError>;
+    ) -> Result<Self::Chosen, KernelError>;
+    /// The choice on the host, for policies that bring in what was chosen.
+    fn routing(&self, chosen: Self::Chosen) -> Result<Routing, KernelError>;
     /// Adds each call's weighted expert output into `out` `[tokens, hidden]`, in the order of `calls`
     /// (ascending expert index). Splitting `calls` over several invocations gives the same bits.
     fn experts(
@@ -294,4 +314,23 @@ pub trait Backend: Send + Sync + 'static {
         x: &Self::Tensor,
         calls: &[ExpertCall<'_, Self::Weight>],
     ) -> Result<(), KernelError>;
+    /// All routed experts of a layer, by index, for [`Backend::banked_experts`]; none where the device leaves the choice to the
+    /// host, as the CPU does.
+    fn expert_bank(
+        &self,
+        experts: &[ExpertWeights<'_, Self::Weight>],
+    ) -> Result<Option<Self::ExpertBank>, KernelError>;
+    /// As [`Backend::experts`] with the experts that each token chose: the same bits.
+    fn banked_experts(
+        &self,
+        out: &mut Self::Tensor,
+        x: &Self::Tensor,
+        chosen: &Self::Chosen,
+        bank: &Self::ExpertBank,
+    ) -> Result<(), KernelError>;
+
+    /// Ends a forward pass: what a device has put off is under way afterwards.
+    fn finish(&self) -> Result<(), KernelError> {
+        Ok(())
+    }
 }

@@ -8,6 +8,7 @@
 //! in the batch and however the rows were chunked.
 
 pub mod backend;
+pub mod checks;
 pub mod convert;
 pub mod error;
 pub mod host;
@@ -21,8 +22,8 @@ mod cpu;
 
 pub use arch::Isa;
 pub use backend::{
-    AttentionSpec, Backend, ExpertCall, MlaHeads, RopeLayout, RopeTable, RouterScore, RouterSpec,
-    Routing, Span,
+    AttentionSpec, Backend, ExpertCall, ExpertWeights, MlaHeads, RopeLayout, RopeTable,
+    RouterScore, RouterSpec, Routing, Span,
 };
 pub use convert::quantize_fp8_block;
 pub use cpu::{CpuBackend, CpuKv, CpuOptions, CpuTensor};

@@ -118,6 +118,7 @@ impl<B: Backend> Model<B> {
             self.feed_forward(&mut pass, &mut stream)?;
         }
         if batch.logit_rows.is_empty() {
+            self.backend.finish()?;
             return Ok(Vec::new());
         }
         self.head(&mut pass, stream, &batch.logit_rows)

@@ -26,6 +26,12 @@ pub trait Residency<B: Backend>: Send + Sync {
         upcoming.len().max(1)
     }
 
+    /// All routed experts of a layer, where they stay on the device and it can choose among them by itself. `choices`: how
+    /// many the router makes (tokens × experts of a token), for the counters.
+    fn expert_bank(&self, _layer: u32, _choices: usize) -> Option<Arc<B::ExpertBank>> {
+        None
+    }
+
     /// What the policy has done so far.
     fn stats(&self) -> ResidencyStats;
 }

@@ -1,15 +1,18 @@
 //! Every module stays where it is used, from the start.
 
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::thread;
 
 use bytes::Bytes;
 use hearth_formats::Checkpoint;
-use hearth_kernels::Backend;
-use hearth_model::{Guard, ModuleId, ModuleSpec, Residency, ResidencyError, ResidencyStats};
+use hearth_kernels::{Backend, ExpertWeights};
+use hearth_model::{
+    Guard, ModuleId, ModuleSpec, ModuleWeights, Residency, ResidencyError, ResidencyStats,
+};
 
 use crate::pages;
 use crate::store::Store;
@@ -17,6 +20,16 @@ use crate::store::Store;
 /// All modules, made usable at the start and never given back.
 pub struct Resident<B: Backend> {
     store: Store<B>,
+    banks: HashMap<u32, LayerBank<B>>,
+    /// Bytes of experts that banks were asked for.
+    banked_bytes: AtomicU64,
+}
+
+/// The routed experts of a layer, where the device chooses among them.
+struct LayerBank<B: Backend> {
+    bank: Arc<B::ExpertBank>,
+    experts: usize,
+    expert_bytes: u64,
 }
 
 /// How the modules are brought in.
@@ -88,8 +101,55 @@ impl<B: Backend> Resident<B> {
                 progress(state);
             })?;
         }
-        Ok(Self { store })
+        let banks = banks(&store, &modules, &*backend)?;
+        Ok(Self {
+            store,
+            banks,
+            banked_bytes: AtomicU64::new(0),
+        })
     }
+}
+
+/// Joins the routed experts of each layer where the device takes them so.
+fn banks<B: Backend>(
+    store: &Store<B>,
+    modules: &[ModuleSpec],
+    backend: &B,
+) -> Result<HashMap<u32, LayerBank<B>>, ResidencyError> {
+    let mut by_layer: BTreeMap<u32, Vec<ModuleId>> = BTreeMap::new();
+    for spec in modules {
+        if let ModuleId::Expert(layer, _) = spec.id {
+            by_layer.entry(layer).or_default().push(spec.id);
+        }
+    }
+    let mut banks = HashMap::new();
+    for (layer, mut ids) in by_layer {
+        ids.sort_unstable();
+        let held = ids
+            .iter()
+            .map(|id| store.get(*id))
+            .collect::<Result<Vec<_>, _>>()?;
+        let experts = held
+            .into_iter()
+            .map(|weights| expert(weights))
+            .collect::<Result<Vec<_>, _>>()?;
+        let bank = backend
+            .expert_bank(&experts)
+            .map_err(|source| ResidencyError::Kernel {
+                module: ids[0],
+                source,
+            })?;
+        let Some(bank) = bank else {
+            break; // The device leaves the choice to the host.
+        };
+        let layer_bank = LayerBank {
+            bank: Arc::new(bank),
+            experts: ids.len(),
+            expert_bytes: store.get(ids[0])?.bytes(),
+        };
+        banks.insert(layer, layer_bank);
+    }
+    Ok(banks)
 }
 
 impl<B: Backend> Residency<B> for Resident<B> {
@@ -97,12 +157,42 @@ impl<B: Backend> Residency<B> for Resident<B> {
         Ok(Guard::new(self.store.acquire(id)?, None))
     }
 
+    /// Counts as read the most experts that so many choices can fall on: the host does not know which they are.
+    fn expert_bank(&self, layer: u32, choices: usize) -> Option<Arc<B::ExpertBank>> {
+        let LayerBank {
+            bank,
+            experts,
+            expert_bytes,
+        } = self.banks.get(&layer)?;
+        let read = *expert_bytes * choices.min(*experts) as u64;
+        self.banked_bytes.fetch_add(read, Ordering::Relaxed);
+        Some(Arc::clone(bank))
+    }
+
     fn stats(&self) -> ResidencyStats {
+        let stats = self.store.stats();
         ResidencyStats {
             resident_bytes: self.store.total_bytes(),
-            ..self.store.stats()
+            read_bytes: stats.read_bytes + self.banked_bytes.load(Ordering::Relaxed),
+            ..stats
         }
     }
+}
+
+fn expert<B: Backend>(
+    weights: &ModuleWeights<B>,
+) -> Result<ExpertWeights<'_, B::Weight>, ResidencyError> {
+    let matrix = |field| {
+        let found = weights.matrix(field);
+        found.map_err(|_| ResidencyError::Unknown {
+            module: weights.id(),
+        })
+    };
+    Ok(ExpertWeights {
+        gate: matrix("gate")?,
+        up: matrix("up")?,
+        down: matrix("down")?,
+    })
 }
 
 /// All mapped stretches, cut into pieces of 16 MiB.

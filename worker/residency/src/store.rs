@@ -43,8 +43,7 @@ impl<B: Backend> Store<B> {
 
     /// A module's weights, counted as acquired and read.
     pub(crate) fn acquire(&self, id: ModuleId) -> Result<Arc<ModuleWeights<B>>, ResidencyError> {
-        let weights = self.modules.get(&id);
-        let weights = weights.ok_or(ResidencyError::Unknown { module: id })?;
+        let weights = self.get(id)?;
         self.acquired.fetch_add(1, Ordering::Relaxed);
         // A token reads one row of the embedding.
         if id != ModuleId::Embedding {
@@ -52,6 +51,12 @@ impl<B: Backend> Store<B> {
                 .fetch_add(weights.bytes(), Ordering::Relaxed);
         }
         Ok(weights.clone())
+    }
+
+    /// A module's weights, without counting.
+    pub(crate) fn get(&self, id: ModuleId) -> Result<&Arc<ModuleWeights<B>>, ResidencyError> {
+        let weights = self.modules.get(&id);
+        weights.ok_or(ResidencyError::Unknown { module: id })
     }
 
     pub(crate) fn total_bytes(&self) -> u64 {

@@ -21,7 +21,8 @@ use super::decode::DecodeService;
 use super::place::PlaceArgs;
 use super::prefill::PrefillService;
 use super::report::{Report, stay_alive};
-use crate::load::{self, LoadOptions, ResidencyPolicy};
+use crate::device::{DeviceOptions, on_device};
+use crate::load::{self, LoadOptions, LoadedOn, ResidencyPolicy};
 use crate::signals;
 
 /// Requests beside the running ones that an engine takes before it says that its queue is full.
@@ -182,7 +183,7 @@ fn open(plan: &InferencePlanSpec, rank: &PlanRank) -> anyhow::Result<(Arc<Worker
         .kv
         .as_ref()
         .with_context(|| format!("the plan gives {} no KV cache", rank.name))?;
-    let kv_dtype = kv_dtype(kv)?;
+    kv_dtype(kv)?;
     let mut told = 0;
     let loaded = load::open(directory, load_options(rank)?, &mut |progress| {
         let percent = (progress.bytes_done * 100 / progress.bytes.max(1)) as u32;
@@ -191,6 +192,18 @@ fn open(plan: &InferencePlanSpec, rank: &PlanRank) -> anyhow::Result<(Arc<Worker
             Report::Loading { percent }.send();
         }
     })?;
+    on_device!(loaded, loaded => start(plan, rank, kv, loaded))
+}
+
+/// Starts the engine of a rank on a loaded model; also what computes, in words.
+fn start<B: Backend>(
+    plan: &InferencePlanSpec,
+    rank: &PlanRank,
+    kv: &PlanKv,
+    loaded: LoadedOn<B>,
+) -> anyhow::Result<(Arc<Worker>, String)> {
+    let directory = Path::new(&plan.model.path);
+    let kv_dtype = kv_dtype(kv)?;
     let device = loaded.model.backend().describe();
     let layout = loaded.model.kv_layout(kv.block_tokens as usize, kv_dtype);
     let options = EngineOptions {
@@ -261,12 +274,12 @@ fn load_options(rank: &PlanRank) -> anyhow::Result<LoadOptions> {
         Pinning::Exclusive | Pinning::Shared => rank.cpus.iter().map(|&cpu| cpu as usize).collect(),
     };
     Ok(LoadOptions {
-        cpu: CpuOptions {
+        device: DeviceOptions::Cpu(CpuOptions {
             isa: None,
             threads: rank.threads as usize,
             cpus,
             numa_nodes: rank.numa_nodes.clone(),
-        },
+        }),
         residency: match residency.policy {
             PlanPolicy::Resident => ResidencyPolicy::Resident,
             PlanPolicy::MmapPrefetch => ResidencyPolicy::MmapPrefetch {

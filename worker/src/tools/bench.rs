@@ -3,12 +3,13 @@
 use std::time::Instant;
 
 use clap::Args;
-use hearth_kernels::{Backend, read_bandwidth_gbps};
+use hearth_kernels::Backend;
 use serde::Serialize;
 
 use super::session::{Session, argmax};
 use crate::cli::ModelArgs;
-use crate::load::{self, LoadOptions, Loaded};
+use crate::device::on_device;
+use crate::load::{self, LoadOptions, LoadedOn};
 
 /// Bytes that the bandwidth probe reads: far more than any cache.
 const PROBE_BYTES: usize = 1 << 30;
@@ -54,7 +55,7 @@ struct Report {
     weight_bytes_per_step: u64,
     /// `weight_bytes_per_step` over `decode_step_ms`.
     effective_gbps: f64,
-    /// What the same threads read from memory, measured before and after; the mean.
+    /// What the same threads, or the GPU, read from memory, measured before and after; the mean.
     read_bandwidth_gbps: f64,
     /// `effective_gbps / read_bandwidth_gbps`.
     bandwidth_ratio: f64,
@@ -63,21 +64,9 @@ struct Report {
 
 /// Measures and prints.
 pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
-    let threads = args.model.compute.threads();
-    let loaded = load::open(
-        &args.model.model,
-        LoadOptions::from_args(&args.model),
-        &mut |_| {},
-    )?;
-    let before_gbps = read_bandwidth_gbps(threads, PROBE_BYTES)?;
-    let timings = measure(args, &loaded)?;
-    let after_gbps = read_bandwidth_gbps(threads, PROBE_BYTES)?;
-    let report = report(
-        args,
-        &loaded,
-        &timings,
-        f64::midpoint(before_gbps, after_gbps),
-    );
+    let options = LoadOptions::from_args(&args.model);
+    let loaded = load::open(&args.model.model, options, &mut |_| {})?;
+    let report = on_device!(loaded, loaded => run_on(args, &loaded))?;
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report)?);
     } else {
@@ -86,13 +75,22 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
+fn run_on<B: Backend>(args: &BenchArgs, loaded: &LoadedOn<B>) -> anyhow::Result<Report> {
+    let backend = loaded.model.backend();
+    let before_gbps = backend.read_bandwidth_gbps(PROBE_BYTES)?;
+    let timings = measure(args, loaded)?;
+    let after_gbps = backend.read_bandwidth_gbps(PROBE_BYTES)?;
+    let read_gbps = f64::midpoint(before_gbps, after_gbps);
+    Ok(report(args, loaded, &timings, read_gbps))
+}
+
 struct Timings {
     prefill_ms: f64,
     step_ms: Vec<f64>,
     bytes_per_step: u64,
 }
 
-fn measure(args: &BenchArgs, loaded: &Loaded) -> anyhow::Result<Timings> {
+fn measure<B: Backend>(args: &BenchArgs, loaded: &LoadedOn<B>) -> anyhow::Result<Timings> {
     let vocab = loaded.model.config().vocab_size as u32;
     let batch = args.batch as usize;
     let capacity = args.prefill as usize + args.decode as usize + WARMUP_STEPS + 1;
@@ -145,8 +143,8 @@ fn measure(args: &BenchArgs, loaded: &Loaded) -> anyhow::Result<Timings> {
     })
 }
 
-fn prefill(
-    session: &mut Session<'_>,
+fn prefill<B: Backend>(
+    session: &mut Session<'_, B>,
     sequence: usize,
     prompt: &[u32],
     chunk: usize,
@@ -158,7 +156,12 @@ fn prefill(
     Ok(logits)
 }
 
-fn report(args: &BenchArgs, loaded: &Loaded, timings: &Timings, read_gbps: f64) -> Report {
+fn report<B: Backend>(
+    args: &BenchArgs,
+    loaded: &LoadedOn<B>,
+    timings: &Timings,
+    read_gbps: f64,
+) -> Report {
     let mut sorted = timings.step_ms.clone();
     sorted.sort_by(f64::total_cmp);
     let decode_step_ms = sorted[sorted.len() / 2];
@@ -204,7 +207,7 @@ fn print_table(report: &Report) {
         report.batch, report.decode_step_ms, report.decode_steps, report.decode_tokens_per_s
     );
     println!(
-        "memory   {:.1} MB of weights a step at {:.1} GB/s: {:.2} of the {:.1} GB/s that the same threads read",
+        "memory   {:.1} MB of weights a step at {:.1} GB/s: {:.2} of the {:.1} GB/s that the device reads",
         report.weight_bytes_per_step as f64 / 1e6,
         report.effective_gbps,
         report.bandwidth_ratio,

@@ -9,10 +9,11 @@ use clap::Args;
 use hearth_engine::{
     Engine, EngineOptions, FinishReason, GenerateEvent, GenerateInput, KvBudget, SamplingParams,
 };
-use hearth_formats::{GenerationConfig, Tokenizer};
+use hearth_formats::{GenerationConfig, ModelConfig, Tokenizer};
 use serde::Serialize;
 
 use crate::cli::ModelArgs;
+use crate::device::on_device;
 use crate::load::{self, LoadOptions};
 
 /// Tokens of one KV block.
@@ -88,21 +89,18 @@ pub(crate) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
         (_, Some(tokens), _) => tokens.clone(),
         _ => bail!("give --prompt or --tokens"),
     };
-    let loaded = load::open(directory, LoadOptions::from_args(&args.model), &mut |_| {})?;
+    let config = ModelConfig::read(directory)?;
     if let Some(tokenizer) = &tokenizer {
-        tokenizer.check_vocab(loaded.model.config())?;
+        tokenizer.check_vocab(&config)?;
     }
     let stop_tokens = if args.ignore_eos {
         Vec::new()
     } else {
-        stop_tokens(args, &loaded.model.config().eos_token_ids)?
+        stop_tokens(args, &config.eos_token_ids)?
     };
-    let options = engine_options(
-        args,
-        prompt.len(),
-        loaded.model.config().max_position_embeddings,
-    );
-    let engine = Engine::start(loaded.model, options)?;
+    let loaded = load::open(directory, LoadOptions::from_args(&args.model), &mut |_| {})?;
+    let options = engine_options(args, prompt.len(), config.max_position_embeddings);
+    let engine = on_device!(loaded, loaded => Engine::start(loaded.model, options))?;
     let load_ms = milliseconds_since(began);
 
     let prompt_tokens = prompt.len();

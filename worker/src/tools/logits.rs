@@ -4,10 +4,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::Args;
+use hearth_kernels::Backend;
+use hearth_model::Model;
 use safetensors::tensor::{Dtype, TensorView};
 
 use super::session::Session;
 use crate::cli::ModelArgs;
+use crate::device::on_device;
 use crate::load::{self, LoadOptions};
 
 /// Arguments of `logits`.
@@ -28,13 +31,14 @@ pub(crate) struct LogitsArgs {
 
 /// Computes and writes.
 pub(crate) fn run(args: &LogitsArgs) -> anyhow::Result<()> {
-    let loaded = load::open(
-        &args.model.model,
-        LoadOptions::from_args(&args.model),
-        &mut |_| {},
-    )?;
-    let vocab = loaded.model.config().vocab_size;
-    let mut session = Session::new(&loaded.model, 1, args.tokens.len(), args.model.kv_dtype())?;
+    let options = LoadOptions::from_args(&args.model);
+    let loaded = load::open(&args.model.model, options, &mut |_| {})?;
+    on_device!(loaded, loaded => compute(args, &loaded.model))
+}
+
+fn compute<B: Backend>(args: &LogitsArgs, model: &Model<B>) -> anyhow::Result<()> {
+    let vocab = model.config().vocab_size;
+    let mut session = Session::new(model, 1, args.tokens.len(), args.model.kv_dtype())?;
     let chunk = args.chunk.map_or(args.tokens.len(), |chunk| chunk as usize);
     let mut logits = Vec::with_capacity(args.tokens.len() * vocab);
     for tokens in args.tokens.chunks(chunk) {

@@ -1,6 +1,8 @@
 //! Tools that work on a model without any server.
 
 mod bench;
+#[cfg(feature = "cuda")]
+mod cuda_compile;
 mod facts;
 mod fetch;
 mod generate;
@@ -12,6 +14,8 @@ mod random;
 mod session;
 
 pub(crate) use bench::{BenchArgs, run as bench};
+#[cfg(feature = "cuda")]
+pub(crate) use cuda_compile::{CudaCompileArgs, run as cuda_compile};
 pub(crate) use facts::{FactsArgs, run as facts};
 pub(crate) use fetch::{FetchArgs, run as fetch, sentence as progress_sentence};
 pub(crate) use generate::{GenerateArgs, run as generate};

@@ -1,25 +1,25 @@
 //! A model with a cache of its own, driven step by step without a scheduler.
 
 use anyhow::bail;
-use hearth_kernels::{Backend, BlockId, CpuBackend, KvDType, KvLayout, Span};
+use hearth_kernels::{Backend, BlockId, KvDType, KvLayout, Span};
 use hearth_model::{Batch, Model};
 
 /// Tokens of one cache block.
 const BLOCK_TOKENS: usize = 64;
 
 /// Several sequences of equal capacity, each with contiguous blocks.
-pub(crate) struct Session<'a> {
-    model: &'a Model<CpuBackend>,
-    kv: <CpuBackend as Backend>::Kv,
+pub(crate) struct Session<'a, B: Backend> {
+    model: &'a Model<B>,
+    kv: B::Kv,
     layout: KvLayout,
     blocks_per_sequence: usize,
     lengths: Vec<usize>,
 }
 
-impl<'a> Session<'a> {
+impl<'a, B: Backend> Session<'a, B> {
     /// Room for `sequences` sequences of `capacity_tokens` tokens each.
     pub(crate) fn new(
-        model: &'a Model<CpuBackend>,
+        model: &'a Model<B>,
         sequences: usize,
         capacity_tokens: usize,
         dtype: KvDType,

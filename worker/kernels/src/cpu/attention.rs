@@ -1,10 +1,10 @@
 //! Attention: pieces are tiles of rows and heads of one sequence and kv head.
 
 use crate::arch::{AttentionTask, KvLayer};
-use crate::{AttentionSpec, KernelError, Span};
+use crate::{AttentionSpec, KernelError, Span, checks};
 
 use super::memory::{CpuTensor, SharedMatrix};
-use super::{CpuBackend, CpuKv, ensure};
+use super::{CpuBackend, CpuKv};
 
 /// Queries (row and head) that one piece takes through the keys together.
 const TILE_QUERIES: usize = 32;
@@ -30,22 +30,8 @@ impl CpuBackend {
     ) -> Result<CpuTensor, KernelError> {
         let layout = kv.layout();
         let AttentionSpec { heads, scale } = spec;
-        let fits = heads > 0
-            && heads.is_multiple_of(layout.kv_heads)
-            && q.cols() == heads * layout.k_dim
-            && layer < layout.layers;
-        ensure(fits, "attention", || {
-            format!(
-                "q [{}, {}] with {heads} heads in layer {layer} of {}",
-                q.rows(),
-                q.cols(),
-                layout.fingerprint()
-            )
-        })?;
-        for span in spans {
-            kv.check_span("attention", span, q.rows())?;
-        }
-        check_disjoint(spans)?;
+        let shape = (q.rows(), q.cols());
+        checks::attention(&layout, kv.blocks(), shape, layer, spans, spec)?;
         let mut out = self.tensor(q.rows(), heads * layout.v_dim);
         if spans.iter().map(|s| s.rows).sum::<usize>() < q.rows() {
             // Rows that belong to no sequence attend to nothing.
@@ -80,7 +66,7 @@ impl CpuBackend {
             self.kernels.attention(&task, &mut scratch.kernel, result);
             let first_col = tile.first_head * layout.v_dim;
             for (row, result) in result.chunks(width).enumerate() {
-                // SAFETY: tiles are disjoint in row or in head, and spans in rows (`check_disjoint`).
+                // SAFETY: tiles are disjoint in row or in head, and spans in rows (`checks::attention`).
                 let out =
                     unsafe { shared.part(task.first_row + row, first_col..first_col + width) };
                 out.copy_from_slice(result);
@@ -88,21 +74,6 @@ impl CpuBackend {
         });
         Ok(out)
     }
-}
-
-/// No row belongs to two spans.
-fn check_disjoint(spans: &[Span]) -> Result<(), KernelError> {
-    let mut ranges: Vec<(usize, usize)> = spans.iter().map(|s| (s.first_row, s.rows)).collect();
-    ranges.sort_unstable();
-    for pair in ranges.windows(2) {
-        ensure(pair[0].0 + pair[0].1 <= pair[1].0, "attention", || {
-            format!(
-                "spans of rows {}+{} and {}+{} overlap",
-                pair[0].0, pair[0].1, pair[1].0, pair[1].1
-            )
-        })?;
-    }
-    Ok(())
 }
 
 /// All tiles; those of one sequence and kv head in ascending order of rows.

@@ -1,9 +1,9 @@
 //! Operations whose cost is that of touching their operands.
 
 use super::memory::{CpuTensor, SharedMatrix};
-use crate::{HostMatrix, KernelError, RopeLayout, RopeTable, reference};
+use crate::{HostMatrix, KernelError, RopeLayout, RopeTable, checks, reference};
 
-use super::{CpuBackend, ensure};
+use super::CpuBackend;
 
 /// Elements below which a piece is not worth a thread's attention (some tens of microseconds).
 const MIN_PIECE_ELEMENTS: usize = 1 << 15;
@@ -14,11 +14,7 @@ impl CpuBackend {
         table: &HostMatrix,
         tokens: &[u32],
     ) -> Result<CpuTensor, KernelError> {
-        for &token in tokens {
-            ensure((token as usize) < table.rows(), "embed", || {
-                format!("token {token} of a vocabulary of {}", table.rows())
-            })?;
-        }
+        checks::embed(tokens, table.rows())?;
         let mut out = self.tensor(tokens.len(), table.cols());
         self.for_each_row(&mut out, |row, out| {
             reference::dequant_row(table, tokens[row] as usize, out);
@@ -33,11 +29,7 @@ impl CpuBackend {
         eps: f32,
     ) -> Result<CpuTensor, KernelError> {
         let group = weight.len();
-        ensure(
-            group > 0 && x.cols().is_multiple_of(group),
-            "rms_norm",
-            || format!("{} columns in groups of {group}", x.cols()),
-        )?;
+        checks::rms_norm(x.cols(), group)?;
         let mut out = self.tensor(x.rows(), x.cols());
         self.for_each_row(&mut out, |row, out| {
             for (x, out) in x.row(row).chunks(group).zip(out.chunks_mut(group)) {
@@ -48,7 +40,7 @@ impl CpuBackend {
     }
 
     pub(super) fn add(&self, x: &mut CpuTensor, delta: &CpuTensor) -> Result<(), KernelError> {
-        same_shape("add_assign", x, delta)?;
+        checks::same("add_assign", shape(x), shape(delta))?;
         self.for_each_row(x, |row, x| {
             for (x, delta) in x.iter_mut().zip(delta.row(row)) {
                 *x += delta;
@@ -58,7 +50,7 @@ impl CpuBackend {
     }
 
     pub(super) fn gated(&self, gate: &CpuTensor, up: &CpuTensor) -> Result<CpuTensor, KernelError> {
-        same_shape("silu_mul", gate, up)?;
+        checks::same("silu_mul", shape(gate), shape(up))?;
         let mut out = self.tensor(gate.rows(), gate.cols());
         self.for_each_row(&mut out, |row, out| {
             self.kernels.silu_mul(gate.row(row), up.row(row), out);
@@ -73,17 +65,7 @@ impl CpuBackend {
         first: usize,
         cols: usize,
     ) -> Result<CpuTensor, KernelError> {
-        let fits = groups > 0
-            && x.cols().is_multiple_of(groups)
-            && first
-                .checked_add(cols)
-                .is_some_and(|end| end <= x.cols() / groups);
-        ensure(fits, "columns", || {
-            format!(
-                "columns {first}+{cols} of each of {groups} groups in {}",
-                x.cols()
-            )
-        })?;
+        checks::columns(x.cols(), groups, first, cols)?;
         let mut out = self.tensor(x.rows(), groups * cols);
         let width = x.cols() / groups;
         self.for_each_row(&mut out, |row, out| {
@@ -102,13 +84,7 @@ impl CpuBackend {
         b: &CpuTensor,
         groups: usize,
     ) -> Result<CpuTensor, KernelError> {
-        let fits = groups > 0
-            && a.rows() == b.rows()
-            && a.cols().is_multiple_of(groups)
-            && b.cols().is_multiple_of(groups);
-        ensure(fits, "interleave", || {
-            format!("{} and {} in {groups} groups", shape(a), shape(b))
-        })?;
+        checks::interleave(shape(a), shape(b), groups)?;
         let mut out = self.tensor(a.rows(), a.cols() + b.cols());
         let (first, second) = (a.cols() / groups, b.cols() / groups);
         self.for_each_row(&mut out, |row, out| {
@@ -123,11 +99,7 @@ impl CpuBackend {
     }
 
     pub(super) fn take_rows(&self, x: &CpuTensor, rows: &[u32]) -> Result<CpuTensor, KernelError> {
-        for &row in rows {
-            ensure((row as usize) < x.rows(), "rows", || {
-                format!("row {row} of {}", x.rows())
-            })?;
-        }
+        checks::rows(rows, x.rows())?;
         let mut out = self.tensor(rows.len(), x.cols());
         self.for_each_row(&mut out, |row, out| {
             out.copy_from_slice(x.row(rows[row] as usize));
@@ -142,18 +114,7 @@ impl CpuBackend {
         positions: &[u32],
         table: &RopeTable,
     ) -> Result<(), KernelError> {
-        let half = table.inv_freq.len();
-        let fits = heads > 0
-            && x.cols().is_multiple_of(heads)
-            && 2 * half <= x.cols() / heads
-            && positions.len() == x.rows();
-        ensure(fits, "rope", || {
-            format!(
-                "{} with {heads} heads, {} positions, {half} frequencies",
-                shape(x),
-                positions.len()
-            )
-        })?;
+        checks::rope(shape(x), heads, positions.len(), table)?;
         let head_dim = x.cols() / heads;
         self.for_each_row(x, |row, x| {
             // All heads of a row share its angles.
@@ -214,12 +175,6 @@ fn rotate_head(head: &mut [f32], angles: &[[f32; 2]], layout: RopeLayout) {
     }
 }
 
-fn same_shape(op: &'static str, a: &CpuTensor, b: &CpuTensor) -> Result<(), KernelError> {
-    ensure(a.rows() == b.rows() && a.cols() == b.cols(), op, || {
-        format!("{} and {}", shape(a), shape(b))
-    })
-}
-
-fn shape(x: &CpuTensor) -> String {
-    format!("[{}, {}]", x.rows(), x.cols())
+fn shape(x: &CpuTensor) -> checks::Shape {
+    (x.rows(), x.cols())
 }

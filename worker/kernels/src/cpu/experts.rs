@@ -10,11 +10,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::arch::{PackedRows, Packing, RowSet, packed_len};
 use crate::pool::Piece;
-use crate::{ExpertCall, HostMatrix, KernelError, SCALE_BLOCK};
+use crate::{ExpertCall, HostMatrix, KernelError, SCALE_BLOCK, checks};
 
+use super::CpuBackend;
 use super::linear::{Packed, row_cost};
 use super::memory::{CpuTensor, PooledBuf, SharedMatrix};
-use super::{CpuBackend, ensure};
 
 /// Intermediate elements of a stage-one segment: the unit of packing, so that segments pack for themselves.
 const SEGMENT: usize = SCALE_BLOCK;
@@ -229,33 +229,8 @@ fn check(
     x: &CpuTensor,
     call: &ExpertCall<'_, HostMatrix>,
 ) -> Result<(), KernelError> {
-    let (gate, up, down) = (call.gate, call.up, call.down);
-    let fits = out.rows() == x.rows()
-        && gate.cols() == x.cols()
-        && up.cols() == x.cols()
-        && up.rows() == gate.rows()
-        && down.cols() == gate.rows()
-        && down.rows() == out.cols()
-        && call.rows.len() == call.weights.len();
-    ensure(fits, "experts", || {
-        let dims = |m: &HostMatrix| format!("[{}, {}]", m.rows(), m.cols());
-        format!(
-            "x [{}, {}], out [{}, {}], gate {}, up {}, down {}, {} rows with {} weights",
-            x.rows(),
-            x.cols(),
-            out.rows(),
-            out.cols(),
-            dims(gate),
-            dims(up),
-            dims(down),
-            call.rows.len(),
-            call.weights.len()
-        )
-    })?;
-    for &row in call.rows {
-        ensure((row as usize) < x.rows(), "experts", || {
-            format!("row {row} of {}", x.rows())
-        })?;
-    }
-    Ok(())
+    let matrices = [call.gate, call.up, call.down].map(|m| (m.rows(), m.cols()));
+    let (out, input) = ((out.rows(), out.cols()), (x.rows(), x.cols()));
+    checks::expert(out, input, matrices)?;
+    checks::expert_rows(call.rows, call.weights.len(), x.rows())
 }

@@ -3,9 +3,8 @@
 use std::ptr::NonNull;
 
 use crate::convert::f32_to_bf16;
-use crate::{BlockId, KernelError, KvDType, KvLayout, Span};
+use crate::{BlockId, KernelError, KvDType, KvLayout, Span, checks};
 
-use super::ensure;
 use super::memory::CpuTensor;
 
 /// Paged keys and values of all layers: one mapping of anonymous memory, of which the system backs only the
@@ -24,21 +23,7 @@ impl CpuKv {
         blocks: usize,
         numa_nodes: &[u32],
     ) -> Result<Self, KernelError> {
-        let KvLayout {
-            layers: _,
-            kv_heads,
-            k_dim,
-            v_dim,
-            value_in_key,
-            block_tokens,
-            dtype: _,
-        } = layout;
-        let sound = kv_heads > 0
-            && k_dim > 0
-            && v_dim > 0
-            && block_tokens.is_power_of_two()
-            && (!value_in_key || v_dim <= k_dim);
-        ensure(sound, "kv_alloc", || layout.fingerprint())?;
+        checks::kv_alloc(&layout)?;
         let bytes = layout.block_bytes().checked_mul(blocks);
         let memory = bytes.and_then(|bytes| Mapping::new(bytes, numa_nodes).ok());
         let memory = memory.ok_or_else(|| KernelError::OutOfMemory {
@@ -69,26 +54,6 @@ impl CpuKv {
         &self.memory.bytes()[layer * size..(layer + 1) * size]
     }
 
-    /// Whether a span lies in the batch and its blocks cover it.
-    pub(super) fn check_span(
-        &self,
-        op: &'static str,
-        span: &Span,
-        batch_rows: usize,
-    ) -> Result<(), KernelError> {
-        let in_batch = span
-            .first_row
-            .checked_add(span.rows)
-            .is_some_and(|end| end <= batch_rows);
-        ensure(in_batch, op, || {
-            format!(
-                "span of rows {}+{} in a batch of {batch_rows}",
-                span.first_row, span.rows
-            )
-        })?;
-        self.check_blocks(op, &span.blocks, span.start, span.rows)
-    }
-
     fn check_blocks(
         &self,
         op: &'static str,
@@ -96,28 +61,7 @@ impl CpuKv {
         first_token: usize,
         tokens: usize,
     ) -> Result<(), KernelError> {
-        let covered = first_token
-            .checked_add(tokens)
-            .is_some_and(|end| self.layout.blocks_for(end) <= blocks.len());
-        ensure(covered, op, || {
-            format!(
-                "tokens {first_token}+{tokens} in {} blocks of {}",
-                blocks.len(),
-                self.layout.block_tokens
-            )
-        })?;
-        for block in blocks {
-            ensure((block.0 as usize) < self.blocks, op, || {
-                format!("block {} of {}", block.0, self.blocks)
-            })?;
-        }
-        Ok(())
-    }
-
-    fn check_layer(&self, op: &'static str, layer: usize) -> Result<(), KernelError> {
-        ensure(layer < self.layout.layers, op, || {
-            format!("layer {layer} of {}", self.layout.layers)
-        })
+        checks::kv_blocks(op, &self.layout, self.blocks, blocks, first_token, tokens)
     }
 
     /// Byte offset of a token's record.
@@ -134,24 +78,12 @@ impl CpuKv {
         values: Option<&CpuTensor>,
         spans: &[Span],
     ) -> Result<(), KernelError> {
-        self.check_layer("kv_append", layer)?;
         let layout = self.layout;
-        let fits = keys.cols() == layout.kv_heads * layout.k_dim
-            && values.is_none() == layout.value_in_key
-            && values.is_none_or(|v| {
-                v.cols() == layout.kv_heads * layout.v_dim && v.rows() == keys.rows()
-            });
-        ensure(fits, "kv_append", || {
-            format!(
-                "keys [{}, {}] and values {:?} in {}",
-                keys.rows(),
-                keys.cols(),
-                values.map(|v| (v.rows(), v.cols())),
-                layout.fingerprint()
-            )
-        })?;
+        let shape = |x: &CpuTensor| (x.rows(), x.cols());
+        checks::kv_layer("kv_append", &layout, layer)?;
+        checks::kv_append(&layout, shape(keys), values.map(shape))?;
         for span in spans {
-            self.check_span("kv_append", span, keys.rows())?;
+            checks::span("kv_append", &layout, self.blocks, span, keys.rows())?;
         }
         let key_bytes = keys.cols() * layout.dtype.size_bytes();
         for span in spans {
@@ -175,7 +107,7 @@ impl CpuKv {
         first_token: usize,
         tokens: usize,
     ) -> Result<Vec<u8>, KernelError> {
-        self.check_layer("kv_read", layer)?;
+        checks::kv_layer("kv_read", &self.layout, layer)?;
         self.check_blocks("kv_read", blocks, first_token, tokens)?;
         let size = self.layout.token_layer_bytes();
         let mut out = Vec::with_capacity(tokens * size);
@@ -193,12 +125,10 @@ impl CpuKv {
         first_token: usize,
         bytes: &[u8],
     ) -> Result<(), KernelError> {
-        self.check_layer("kv_write", layer)?;
+        checks::kv_layer("kv_write", &self.layout, layer)?;
+        let tokens = checks::kv_records(&self.layout, bytes.len())?;
+        self.check_blocks("kv_write", blocks, first_token, tokens)?;
         let size = self.layout.token_layer_bytes();
-        ensure(bytes.len().is_multiple_of(size), "kv_write", || {
-            format!("{} bytes in records of {size}", bytes.len())
-        })?;
-        self.check_blocks("kv_write", blocks, first_token, bytes.len() / size)?;
         for (i, record) in bytes.chunks_exact(size).enumerate() {
             let at = self.offset(layer, blocks, first_token + i);
             self.memory.bytes_mut()[at..at + size].copy_from_slice(record);

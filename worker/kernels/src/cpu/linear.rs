@@ -1,10 +1,10 @@
 //! Linear layers: activations are packed once, weight rows are split over the threads.
 
 use crate::arch::{PackedRows, Packing, RowSet, packed_len};
-use crate::{HostMatrix, KernelError};
+use crate::{HostMatrix, KernelError, checks};
 
+use super::CpuBackend;
 use super::memory::{CpuTensor, PooledBuf, SharedMatrix};
-use super::{CpuBackend, ensure};
 
 /// Weight bytes below which a piece is not worth a thread's attention.
 pub(super) const MIN_PIECE_BYTES: usize = 1 << 16;
@@ -45,20 +45,8 @@ impl CpuBackend {
         w: &HostMatrix,
         bias: Option<&[f32]>,
     ) -> Result<CpuTensor, KernelError> {
-        ensure(x.cols() == w.cols(), "linear", || {
-            format!(
-                "x [{}, {}] with W [{}, {}]",
-                x.rows(),
-                x.cols(),
-                w.rows(),
-                w.cols()
-            )
-        })?;
-        if let Some(bias) = bias {
-            ensure(bias.len() == w.rows(), "linear", || {
-                format!("{} biases for {} outputs", bias.len(), w.rows())
-            })?;
-        }
+        let (x_shape, w_shape) = ((x.rows(), x.cols()), (w.rows(), w.cols()));
+        checks::linear(x_shape, w_shape, bias.map(<[f32]>::len))?;
         let packed = self.pack(x.as_slice(), x.rows(), self.packing(w.dtype()));
         let mut y = self.tensor(x.rows(), w.rows());
         self.linear_into(w, &packed.all(), y.as_mut_slice(), w.rows(), 0, bias);

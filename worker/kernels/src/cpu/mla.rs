@@ -1,10 +1,10 @@
 //! Latent attention's per-head up-projections.
 
 use crate::arch::{AbsorbTask, PackedRows, RowSet};
-use crate::{HostMatrix, KernelError, MlaHeads};
+use crate::{HostMatrix, KernelError, MlaHeads, checks};
 
+use super::CpuBackend;
 use super::memory::{CpuTensor, SharedMatrix};
-use super::{CpuBackend, ensure};
 
 impl CpuBackend {
     pub(super) fn absorb(
@@ -83,7 +83,6 @@ impl CpuBackend {
     }
 }
 
-/// `x` `[tokens, heads * width]` with `kv_b` `[heads * (nope + v), rank]`.
 fn check(
     op: &'static str,
     x: &CpuTensor,
@@ -91,21 +90,6 @@ fn check(
     kv_b: &HostMatrix,
     dims: MlaHeads,
 ) -> Result<(), KernelError> {
-    let MlaHeads {
-        heads,
-        nope,
-        v,
-        rank,
-    } = dims;
-    let fits =
-        kv_b.rows() == heads * (nope + v) && kv_b.cols() == rank && x.cols() == heads * width;
-    ensure(fits, op, || {
-        format!(
-            "x [{}, {}] and kv_b [{}, {}] with {heads} heads, nope {nope}, v {v}, rank {rank}",
-            x.rows(),
-            x.cols(),
-            kv_b.rows(),
-            kv_b.cols()
-        )
-    })
+    let (x, kv_b) = ((x.rows(), x.cols()), (kv_b.rows(), kv_b.cols()));
+    checks::mla(op, x, width, kv_b, dims)
 }

@@ -1,13 +1,15 @@
 //! The CPU backend: shapes are checked and work is split here; what computes lies in `arch`.
 
+use std::convert::Infallible;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::arch::{Isa, Kernels, Packing};
 use crate::backend::{
-    AttentionSpec, Backend, ExpertCall, MlaHeads, RopeTable, RouterSpec, Routing, Span,
+    AttentionSpec, Backend, ExpertCall, ExpertWeights, MlaHeads, RopeTable, RouterSpec, Routing,
+    Span,
 };
 use crate::pool::Pool;
-use crate::{BlockId, DType, HostMatrix, KernelError, KvLayout};
+use crate::{BlockId, DType, HostMatrix, KernelError, KvLayout, checks};
 
 mod attention;
 mod elementwise;
@@ -155,27 +157,13 @@ impl Split {
     }
 }
 
-/// [`KernelError::Shape`] unless `fits`.
-fn ensure(
-    fits: bool,
-    op: &'static str,
-    detail: impl FnOnce() -> String,
-) -> Result<(), KernelError> {
-    if fits {
-        Ok(())
-    } else {
-        Err(KernelError::Shape {
-            op,
-            detail: detail(),
-        })
-    }
-}
-
 impl Backend for CpuBackend {
     type Tensor = CpuTensor;
     type Weight = HostMatrix;
     type Vector = Arc<[f32]>;
     type Kv = CpuKv;
+    type Chosen = Routing;
+    type ExpertBank = Infallible;
 
     /// Binds the calling thread, which computes its share of every operation, to the first of
     /// [`CpuOptions::cpus`]; the other threads are bound from the start.
@@ -187,6 +175,14 @@ impl Backend for CpuBackend {
         format!("cpu {} ×{}", self.isa(), self.pool.threads())
     }
 
+    fn numerics(&self) -> String {
+        format!("cpu {}", self.isa().name())
+    }
+
+    fn read_bandwidth_gbps(&self, bytes: usize) -> Result<f64, KernelError> {
+        crate::read_bandwidth_gbps(self.threads(), bytes)
+    }
+
     fn weight(&self, matrix: &HostMatrix) -> Result<HostMatrix, KernelError> {
         Ok(matrix.clone())
     }
@@ -196,11 +192,7 @@ impl Backend for CpuBackend {
     }
 
     fn upload(&self, rows: usize, cols: usize, values: &[f32]) -> Result<CpuTensor, KernelError> {
-        ensure(
-            rows.checked_mul(cols) == Some(values.len()),
-            "upload",
-            || format!("{} values for [{rows}, {cols}]", values.len()),
-        )?;
+        checks::upload((rows, cols), values.len())?;
         let mut x = self.tensor(rows, cols);
         x.as_mut_slice().copy_from_slice(values);
         Ok(x)
@@ -377,6 +369,10 @@ impl Backend for CpuBackend {
         self.choose_experts(logits, bias.map(|b| &**b), spec)
     }
 
+    fn routing(&self, chosen: Routing) -> Result<Routing, KernelError> {
+        Ok(chosen)
+    }
+
     fn experts(
         &self,
         out: &mut CpuTensor,
@@ -384,5 +380,23 @@ impl Backend for CpuBackend {
         calls: &[ExpertCall<'_, HostMatrix>],
     ) -> Result<(), KernelError> {
         self.run_experts(out, x, calls)
+    }
+
+    /// The host is the device: it always knows what was chosen.
+    fn expert_bank(
+        &self,
+        _experts: &[ExpertWeights<'_, HostMatrix>],
+    ) -> Result<Option<Infallible>, KernelError> {
+        Ok(None)
+    }
+
+    fn banked_experts(
+        &self,
+        _out: &mut CpuTensor,
+        _x: &CpuTensor,
+        _chosen: &Routing,
+        bank: &Infallible,
+    ) -> Result<(), KernelError> {
+        match *bank {}
     }
 }

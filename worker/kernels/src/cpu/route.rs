@@ -1,9 +1,9 @@
 //! Choice of experts, a token a time; the reference is what runs on every instruction set.
 
-use crate::{KernelError, RouterSpec, Routing, reference};
+use crate::{KernelError, RouterSpec, Routing, checks, reference};
 
+use super::CpuBackend;
 use super::memory::{CpuTensor, SharedMatrix};
-use super::{CpuBackend, ensure};
 
 /// Logits below which a piece is not worth a thread's attention.
 const MIN_PIECE_LOGITS: usize = 1 << 12;
@@ -16,25 +16,8 @@ impl CpuBackend {
         spec: RouterSpec,
     ) -> Result<Routing, KernelError> {
         let (tokens, experts) = (logits.rows(), logits.cols());
-        let RouterSpec {
-            top_k,
-            groups,
-            top_groups,
-            ..
-        } = spec;
-        let fits = groups > 0
-            && experts > 0
-            && experts.is_multiple_of(groups)
-            && (1..=groups).contains(&top_groups)
-            && (1..=top_groups * (experts / groups)).contains(&top_k);
-        ensure(fits, "route", || {
-            format!("{top_k} of {experts} experts in the best {top_groups} of {groups} groups")
-        })?;
-        if let Some(bias) = bias {
-            ensure(bias.len() == experts, "route", || {
-                format!("{} biases for {experts} experts", bias.len())
-            })?;
-        }
+        checks::route(experts, bias.map(<[f32]>::len), &spec)?;
+        let top_k = spec.top_k;
         let mut chosen = vec![(0, 0.0); tokens * top_k];
         let shared = SharedMatrix::new(&mut chosen, top_k);
         let split = self.split(tokens, experts, MIN_PIECE_LOGITS);

@@ -81,30 +81,23 @@ impl Moe {
         router: Guard<B>,
         x: &B::Tensor,
     ) -> Result<B::Tensor, ModelError> {
-        let routing = self.route(pass, &router, x)?;
+        let chosen = self.route(pass, &router, x)?;
         drop(router);
-        let layer = pass.layer as u32;
-        let chosen = by_expert(&routing, self.experts);
-        let ids: Vec<ModuleId> = chosen
-            .iter()
-            .map(|c| ModuleId::Expert(layer, c.expert))
-            .collect();
-        // The experts may come in while the shared expert computes.
-        pass.residency.announce(&ids);
-        let shared = self.run_shared(pass, x)?;
         let (rows, hidden) = pass.backend.shape(x);
-        // out [rows, hidden]
+        // out, shared [rows, hidden]
         let mut out = pass.backend.zeros(rows, hidden)?;
-        let mut done = 0;
-        while done < ids.len() {
-            let count = pass
-                .residency
-                .group(&ids[done..])
-                .clamp(1, ids.len() - done);
-            let group = done..done + count;
-            run_experts(pass, &mut out, x, &ids[group.clone()], &chosen[group])?;
-            done += count;
-        }
+        let choices = rows * self.router.top_k;
+        let bank = pass.residency.expert_bank(pass.layer as u32, choices);
+        let shared = match bank {
+            Some(bank) => {
+                pass.backend.banked_experts(&mut out, x, &chosen, &bank)?;
+                self.run_shared(pass, x)?
+            }
+            None => {
+                let routing = pass.backend.routing(chosen)?;
+                self.run_chosen(pass, &mut out, x, &routing)?
+            }
+        };
         pass.show("experts_out", &out);
         if let Some(shared) = shared {
             pass.backend.add_assign(&mut out, &shared)?;
@@ -112,12 +105,42 @@ impl Moe {
         Ok(out)
     }
 
+    /// Brings in the chosen experts and runs them into `out`, as many at once as the policy can hold. The shared expert, whose output is
+    /// returned, computes while they come in.
+    fn run_chosen<B: Backend>(
+        &self,
+        pass: &mut Pass<'_, B>,
+        out: &mut B::Tensor,
+        x: &B::Tensor,
+        routing: &Routing,
+    ) -> Result<Option<B::Tensor>, ModelError> {
+        let layer = pass.layer as u32;
+        let chosen = by_expert(routing, self.experts);
+        let ids: Vec<ModuleId> = chosen
+            .iter()
+            .map(|c| ModuleId::Expert(layer, c.expert))
+            .collect();
+        pass.residency.announce(&ids);
+        let shared = self.run_shared(pass, x)?;
+        let mut done = 0;
+        while done < ids.len() {
+            let count = pass
+                .residency
+                .group(&ids[done..])
+                .clamp(1, ids.len() - done);
+            let group = done..done + count;
+            run_experts(pass, out, x, &ids[group.clone()], &chosen[group])?;
+            done += count;
+        }
+        Ok(shared)
+    }
+
     fn route<B: Backend>(
         &self,
         pass: &mut Pass<'_, B>,
         router: &ModuleWeights<B>,
         x: &B::Tensor,
-    ) -> Result<Routing, ModelError> {
+    ) -> Result<B::Chosen, ModelError> {
         // logits [rows, experts]
         let logits = pass.backend.linear(x, router.matrix("gate")?, None)?;
         pass.show("router_logits", &logits);

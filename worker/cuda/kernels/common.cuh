@@ -1,0 +1,54 @@
+// Types and conversions that all kernels share. The structs are the Rust side's, field by field (src/backend/args.rs).
+#pragma once
+
+#include "ptx.cuh"
+
+// A matrix [n][ld] of weights; row r, column c of FP8 has scale scales[(first_row + r) / 128 * scale_cols + c / 128].
+struct Weight {
+    const void* data;
+    const float* scales;
+    int ld;
+    int first_row;
+    int scale_cols;
+    int reserved;
+};
+
+// One routed expert: down(silu(gate x) * (up x)).
+struct Expert {
+    Weight gate;
+    Weight up;
+    Weight down;
+};
+
+// `count` sorted slots from `first`, all of expert `expert` (an index into the table of experts).
+struct Tile {
+    int expert;
+    int first;
+    int count;
+    int reserved;
+};
+
+// `tokens` consecutive tokens of one sequence: batch rows from `first_row`, absolute positions from `start`, whose blocks stand in the
+// table of blocks from `table`.
+struct AttentionTile {
+    int first_row;
+    int tokens;
+    int start;
+    int table;
+};
+
+constexpr int BLOCK = 128;         // columns of one scale
+constexpr int SEGMENT = 512;       // columns of one partial sum
+constexpr int KEY_TILE = 64;       // positions of one softmax step
+constexpr int KEY_SPLIT = 512;     // positions of one partial attention
+
+__device__ __forceinline__ unsigned float_bits(float x) { return __float_as_uint(x); }
+__device__ __forceinline__ float bits_float(unsigned x) { return __uint_as_float(x); }
+
+// bf16 <-> f32, round to nearest even, NaN stays NaN.
+__device__ __forceinline__ float bf16_to_float(unsigned short x) { return bits_float((unsigned)x << 16); }
+__device__ __forceinline__ unsigned short float_to_bf16(float x) {
+    unsigned bits = float_bits(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (unsigned short)((bits >> 16) | 0x40u);
+    return (unsigned short)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}

@@ -1,0 +1,12 @@
+// Rows of an embedding table as f32.
+
+#include "quads.cuh"
+#include "weight_element.cuh"
+
+// Grid (rows, ceil(cols / 1024)), 256 threads. y [rows][cols]; tokens are rows of the table.
+extern "C" __global__ void embed(float* y, Weight table, const unsigned* tokens, int rows, int cols) {
+    int row = blockIdx.x;
+    int c = quad_column();
+    if (row >= rows || c >= cols) return;
+    store_quad(y + (long long)row * cols, c, cols, weight_quad(table, (int)tokens[row], c));
+}

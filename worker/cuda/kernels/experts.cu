@@ -1,0 +1,138 @@
+// Routed experts, grouped: slots (a token's choice of an expert) sorted by expert as moe_sort.cu does, cut into tiles of one expert each. A
+// grid row is a tile, and rows past *tile_count end at once, so that one launch fits every routing. Tiles of the decode kernels have at
+// most 8 slots, those of the tiled kernels at most 64; the tiled kernels need the dynamic shared memory of linear_tiled.
+//
+// Gate and up share a block: its first 64 outputs are the gate's and the others the up's of the same columns, so each token is read once and h
+// is made where both are at hand.
+#include "matmul.cuh"
+
+// The order of the reference: f64 inside, rounded to f32, then the product.
+__device__ __forceinline__ float silu_times(float gate, float up) {
+    double x = gate;
+    return __fmul_rn((float)(x / (1.0 + exp(-x))), up);
+}
+
+// The tokens of a tile: rows of `rows` where the terms are the tokens' own, else the slots themselves.
+__device__ __forceinline__ Tokens tile_tokens(
+    const void* terms, const float* scales, const int* rows, const Tile& tile, int term_rows, int padded) {
+    const int* tile_rows = rows != nullptr ? rows + tile.first : nullptr;
+    return {static_cast<const unsigned char*>(terms), scales, tile_rows, tile.first, tile.count, term_rows, padded};
+}
+
+// The lane's sums of 16 outputs from `output` and the tile's slots `token` .. `token + 7`, into y[slot][n] where they exist.
+__device__ __forceinline__ void store_slots(float* y, const float (&sum)[4], const Tile& tile, int output, int token, int n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        int column = output + i / 2 * 8 + (threadIdx.x & 31) / 4;
+        int slot = token + (threadIdx.x & 3) * 2 + i % 2;
+        if (column < n && slot < tile.count) y[(long long)(tile.first + slot) * n + column] = sum[i];
+    }
+}
+
+// h[slot][inter] = silu(gate x) * (up x) with x the row slot_rows[slot] of x_rows; grid (ceil(inter / 64), tiles).
+extern "C" __global__ void experts_gate_up_decode(
+    float* h, const void* terms, const float* scales, int x_rows, const Expert* experts, const Tile* tiles, const int* tile_count,
+    const int* slot_rows, int inter, int padded) {
+    __shared__ __align__(128) unsigned char stages[2 * DECODE_STAGE_BYTES];
+    __shared__ float gates[WARPS / 2][4][32];
+    if ((int)blockIdx.y >= *tile_count) return;
+    Tile tile = tiles[blockIdx.y];
+    Tokens x = tile_tokens(terms, scales, slot_rows, tile, x_rows, padded);
+    int warp = threadIdx.x / 32, lane = threadIdx.x & 31, pair = warp % (WARPS / 2);
+    bool gate = warp < WARPS / 2;
+    int output = blockIdx.x * HALF_OUTPUTS + pair * 16;
+    Weight w = gate ? experts[tile.expert].gate : experts[tile.expert].up;
+    float total[1][1][4];
+    decode_products(total, w, output, inter, x, 0, padded / BLOCK, stages);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        if (gate) gates[pair][i][lane] = total[0][0][i];
+    __syncthreads();
+    if (gate) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) total[0][0][i] = silu_times(gates[pair][i][lane], total[0][0][i]);
+    store_slots(h, total[0][0], tile, output, 0, inter);
+}
+
+extern "C" __global__ void experts_gate_up_tiled(
+    float* h, const void* terms, const float* scales, int x_rows, const Expert* experts, const Tile* tiles, const int* tile_count,
+    const int* slot_rows, int inter, int padded) {
+    HEARTH_DYNAMIC_SHARED(unsigned char, shared);
+    if ((int)blockIdx.y >= *tile_count) return;
+    Tile tile = tiles[blockIdx.y];
+    Tokens x = tile_tokens(terms, scales, slot_rows, tile, x_rows, padded);
+    int first = blockIdx.x * HALF_OUTPUTS;
+    Half halves[2] = {{experts[tile.expert].gate, first}, {experts[tile.expert].up, first}};
+    float total[2][4][4];
+    tiled_products(total, halves, inter, x, shared);
+
+    // The gate's sums pass through the first stage, each to the lane that has the up's sum of the same column and slot.
+    float* gates = reinterpret_cast<float*>(shared) + threadIdx.x / 32 % (WARPS / 2) * (32 * 32) + (threadIdx.x & 31);
+    bool gate = warp_output() < HALF_OUTPUTS;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 32; ++i)
+        if (gate) gates[i * 32] = total[i / 16][i / 4 % 4][i % 4];
+    __syncthreads();
+    if (gate) return;
+#pragma unroll 1
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            float (&sum)[4] = total[0][n];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sum[i] = silu_times(gates[(m * 16 + n * 4 + i) * 32], sum[i]);
+            store_slots(h, sum, tile, first + warp_output() % HALF_OUTPUTS + m * 16, warp_token() + n * 8, inter);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sum[i] = total[1][n][i];
+        }
+    }
+}
+
+// d[slot][hidden] = down h, the terms of h by slot; grid (ceil(hidden / 128), tiles).
+extern "C" __global__ void experts_down_decode(
+    float* d, const void* terms, const float* scales, int slots, const Expert* experts, const Tile* tiles, const int* tile_count,
+    int hidden, int padded) {
+    __shared__ __align__(128) unsigned char stages[2 * DECODE_STAGE_BYTES];
+    if ((int)blockIdx.y >= *tile_count) return;
+    Tile tile = tiles[blockIdx.y];
+    Tokens x = tile_tokens(terms, scales, nullptr, tile, slots, padded);
+    int output = blockIdx.x * TILE_OUTPUTS + threadIdx.x / 32 * 16;
+    Weight w = experts[tile.expert].down;
+    float total[1][1][4];
+    decode_products(total, w, output, hidden, x, 0, padded / BLOCK, stages);
+    store_slots(d, total[0][0], tile, output, 0, hidden);
+}
+
+extern "C" __global__ void experts_down_tiled(
+    float* d, const void* terms, const float* scales, int slots, const Expert* experts, const Tile* tiles, const int* tile_count,
+    int hidden, int padded) {
+    HEARTH_DYNAMIC_SHARED(unsigned char, shared);
+    if ((int)blockIdx.y >= *tile_count) return;
+    Tile tile = tiles[blockIdx.y];
+    Tokens x = tile_tokens(terms, scales, nullptr, tile, slots, padded);
+    int output = blockIdx.x * TILE_OUTPUTS;
+    Weight w = experts[tile.expert].down;
+    Half halves[2] = {{w, output}, {w, output + HALF_OUTPUTS}};
+    float total[2][4][4];
+    tiled_products(total, halves, hidden, x, shared);
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        store_slots(d, total[i / 4][i % 4], tile, output + warp_output() + i / 4 * 16, warp_token() + i % 4 * 8, hidden);
+}
+
+// out[token] += the token's slots times their weights, in the order of its choices; a negative position is a slot that has no
+// row here. Any grid of one dimension.
+extern "C" __global__ void experts_combine(
+    float* out, const float* d, const int* positions, const float* weights, int tokens, int per_token, int hidden) {
+    long long count = (long long)tokens * hidden;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (long long)gridDim.x * blockDim.x) {
+        long long slot = i / hidden * per_token, column = i % hidden;
+        float sum = out[i];
+        for (int j = 0; j < per_token; ++j) {
+            int position = positions[slot + j];
+            if (position >= 0) sum = fmaf(weights[slot + j], d[(long long)position * hidden + column], sum);
+        }
+        out[i] = sum;
+    }
+}

@@ -1,0 +1,75 @@
+// Records of the paged cache: written from f32 rows, and copied out and in as bytes. KV_TYPE: 0 f32, 1 bf16.
+//
+// A record is one token's keys of all heads, then its values of all heads; `offsets` are the records' first bytes in the layer.
+
+#include "quads.cuh"
+
+#if KV_TYPE == 0
+typedef float Element;
+#else
+typedef unsigned short Element;
+#endif
+
+__device__ __forceinline__ void store_elements(Element* to, float4 v) {
+#if KV_TYPE == 0
+    *reinterpret_cast<float4*>(to) = v;
+#else
+    *reinterpret_cast<uint2*>(to) = make_uint2(float_to_bf16(v.x) | (unsigned)float_to_bf16(v.y) << 16,
+                                               float_to_bf16(v.z) | (unsigned)float_to_bf16(v.w) << 16);
+#endif
+}
+
+__device__ __forceinline__ void store_element(Element* to, float v) {
+#if KV_TYPE == 0
+    *to = v;
+#else
+    *to = float_to_bf16(v);
+#endif
+}
+
+// Grid (rows, ceil((key_cols + value_cols) / 1024)), 256 threads. values may be null when value_cols is 0.
+extern "C" __global__ void kv_append(unsigned char* layer, const float* keys, const float* values, const long long* offsets, int rows, int key_cols, int value_cols) {
+    int row = blockIdx.x;
+    if (row >= rows) return;
+    Element* record = reinterpret_cast<Element*>(layer + offsets[row]);
+    const float* key = keys + (long long)row * key_cols;
+    const float* value = values + (long long)row * value_cols;
+    int start = quad_column();
+    int cols = key_cols + value_cols;
+    if ((key_cols | value_cols) % 4 == 0) {
+        if (start >= cols) return;
+        const float* from = start < key_cols ? key + start : value + start - key_cols;
+        store_elements(record + start, *reinterpret_cast<const float4*>(from));
+        return;
+    }
+    for (int c = start; c < min(start + 4, cols); ++c) {
+        store_element(record + c, c < key_cols ? key[c] : value[c - key_cols]);
+    }
+}
+
+// Copies one record by the whole block, 16 bytes at a time where records are aligned for it; every record has an even length.
+__device__ __forceinline__ void copy_record(unsigned char* to, const unsigned char* from, int record_bytes) {
+    if (record_bytes % 16 == 0) {
+        for (int i = 16 * threadIdx.x; i < record_bytes; i += 16 * blockDim.x) {
+            *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
+        }
+        return;
+    }
+    for (int i = 2 * threadIdx.x; i < record_bytes; i += 2 * blockDim.x) {
+        *reinterpret_cast<unsigned short*>(to + i) = *reinterpret_cast<const unsigned short*>(from + i);
+    }
+}
+
+// Grid tokens, 128 threads: out [tokens][record_bytes] from the records.
+extern "C" __global__ void kv_gather(unsigned char* out, const unsigned char* layer, const long long* offsets, int tokens, int record_bytes) {
+    int token = blockIdx.x;
+    if (token >= tokens) return;
+    copy_record(out + (long long)token * record_bytes, layer + offsets[token], record_bytes);
+}
+
+// Grid tokens, 128 threads: the inverse.
+extern "C" __global__ void kv_scatter(unsigned char* layer, const unsigned char* in, const long long* offsets, int tokens, int record_bytes) {
+    int token = blockIdx.x;
+    if (token >= tokens) return;
+    copy_record(layer + offsets[token], in + (long long)token * record_bytes, record_bytes);
+}

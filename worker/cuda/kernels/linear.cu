@@ -1,0 +1,60 @@
+// Linear layers: y[r][n] = bias[n] + sum over k of x[r][k] w[n][k], x as split.cu wrote it.
+//
+// linear_decode takes 1..8 rows and reads each weight once, at the pace of memory; where its blocks are too few to fill the device, one grid
+// row a segment, and linear_fold. linear_tiled takes any number of rows; it needs LINEAR_TILED_SHARED_BYTES of dynamic shared memory.
+#include "matmul.cuh"
+
+// The lane's sums of 16 outputs from `output` and tokens `token` .. `token + 7`, into y[row][n] where they exist.
+__device__ __forceinline__ void store_sums(float* y, const float (&sum)[4], const float* bias, int output, int token, int rows, int n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        int column = output + i / 2 * 8 + (threadIdx.x & 31) / 4;
+        int row = token + (threadIdx.x & 3) * 2 + i % 2;
+        if (column >= n || row >= rows) continue;
+        y[(long long)row * n + column] = bias != nullptr ? __fadd_rn(sum[i], bias[column]) : sum[i];
+    }
+}
+
+extern "C" __global__ void linear_decode(
+    float* y, float* partials, const void* terms, const float* scales, Weight w, const float* bias, int rows, int n, int padded) {
+    __shared__ __align__(128) unsigned char stages[2 * DECODE_STAGE_BYTES];
+    Tokens x = {static_cast<const unsigned char*>(terms), scales, nullptr, 0, rows, rows, padded};
+    int output = blockIdx.x * TILE_OUTPUTS + threadIdx.x / 32 * 16;
+    int first = 0, end = padded / BLOCK;
+    if (gridDim.y > 1) {
+        first = blockIdx.y * BLOCKS_OF_SEGMENT;
+        end = min(first + BLOCKS_OF_SEGMENT, end);
+    }
+    float total[1][1][4];
+    decode_products(total, w, output, n, x, first, end, stages);
+    if (gridDim.y > 1) {
+        store_sums(partials + (long long)blockIdx.y * rows * n, total[0][0], nullptr, output, 0, rows, n);
+    } else {
+        store_sums(y, total[0][0], bias, output, 0, rows, n);
+    }
+}
+
+// y = bias + the sum of the partials in their order; any grid of one dimension.
+extern "C" __global__ void linear_fold(
+    float* y, const float* partials, const float* bias, int rows, int n, int segments) {
+    long long count = (long long)rows * n;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (long long)gridDim.x * blockDim.x) {
+        float total = 0.0f;
+        for (int segment = 0; segment < segments; ++segment) total = __fadd_rn(total, partials[segment * count + i]);
+        y[i] = bias != nullptr ? __fadd_rn(total, bias[i % n]) : total;
+    }
+}
+
+extern "C" __global__ void linear_tiled(
+    float* y, const void* terms, const float* scales, Weight w, const float* bias, int rows, int n, int padded) {
+    HEARTH_DYNAMIC_SHARED(unsigned char, shared);
+    int first_row = blockIdx.y * TILE_TOKENS, output = blockIdx.x * TILE_OUTPUTS;
+    int count = min(rows - first_row, TILE_TOKENS);
+    Tokens x = {static_cast<const unsigned char*>(terms), scales, nullptr, first_row, count, rows, padded};
+    Half halves[2] = {{w, output}, {w, output + HALF_OUTPUTS}};
+    float total[2][4][4];
+    tiled_products(total, halves, n, x, shared);
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        store_sums(y, total[i / 4][i % 4], bias, output + warp_output() + i / 4 * 16, first_row + warp_token() + i % 4 * 8, rows, n);
+}

@@ -1,0 +1,156 @@
+// Latent attention's up-projections of each head: the queries into the latent space (absorb), and the latents out of it (expand).
+//
+// Both are products out[r][h][n] = Σ_k x[r][h][k] w[k][n] in f32, one chain of fmaf over ascending k for each output. The rows of
+// head h in kv_b [heads * (nope + v)][rank] are nope rows of keys, then v rows of values. Absorbing takes w[k][n] from row k, column
+// n of the keys; expanding takes it from row n, column k of the values.
+//
+// A block holds one head, 64 outputs and 32 rows; a thread sums 4 outputs of 4 rows. Weights are converted to f32 once a block, in
+// steps of 32 k; those of the next step are on their way while this one is summed.
+
+#include "weight_element.cuh"
+
+constexpr int MLA_THREADS = 128;
+constexpr int MLA_OUTPUTS = 64;
+constexpr int MLA_ROWS = 32;
+constexpr int MLA_STEP = 32;
+constexpr int MLA_QUADS = MLA_STEP * MLA_OUTPUTS / 4 / MLA_THREADS;            // weight quads of a thread in one step
+constexpr int MLA_INPUTS = MLA_STEP * MLA_ROWS / MLA_THREADS;                  // inputs of a thread in one step
+// Pitches are whole quads, so that quads are aligned, and no multiple of 32 banks, so that columns do not all fall into one.
+constexpr int MLA_PITCH = MLA_OUTPUTS + 4;
+constexpr int MLA_INPUT_PITCH = MLA_ROWS + 4;
+
+struct MlaShape {
+    int heads;
+    int head;
+    int first_row;     // of kv_b, of this head's part
+    int k_count;
+    int n_count;
+    int rows;
+};
+
+struct MlaTile {
+    float weights[MLA_STEP][MLA_PITCH];
+    float inputs[MLA_STEP][MLA_INPUT_PITCH];
+};
+
+// One thread's share of a step, on its way to shared memory.
+struct MlaStep {
+    float4 weights[MLA_QUADS];
+    float inputs[MLA_INPUTS];
+};
+
+// Where this thread's quad `u` of a step lies in the step's part of kv_b: rows of k by columns of n to absorb, the reverse to expand.
+// Neighbouring threads take neighbouring columns.
+struct Place {
+    int row;
+    int col;
+};
+
+template <bool EXPAND>
+__device__ __forceinline__ Place quad_place(int u) {
+    constexpr int ROW_QUADS = (EXPAND ? MLA_STEP : MLA_OUTPUTS) / 4;
+    return {(int)threadIdx.x / ROW_QUADS + u * (MLA_THREADS / ROW_QUADS), (int)threadIdx.x % ROW_QUADS * 4};
+}
+
+// What lies past the matrix is zero, in weights and inputs both.
+template <bool EXPAND>
+__device__ __forceinline__ void fetch_step(MlaStep& step, const float* x, const Weight& kv_b, const MlaShape& shape, int first_k) {
+    int first_n = blockIdx.y * MLA_OUTPUTS;
+    int rows = EXPAND ? shape.n_count - first_n : shape.k_count - first_k;
+    int cols = EXPAND ? shape.k_count - first_k : shape.n_count - first_n;
+    int first_row = shape.first_row + (EXPAND ? first_n : first_k);
+    int first_col = EXPAND ? first_k : first_n;
+#pragma unroll
+    for (int u = 0; u < MLA_QUADS; ++u) {
+        Place at = quad_place<EXPAND>(u);
+        step.weights[u] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (at.row < rows && at.col < cols) step.weights[u] = weight_quad(kv_b, first_row + at.row, first_col + at.col);
+    }
+    int k = first_k + threadIdx.x % MLA_STEP;
+    int row = blockIdx.z * MLA_ROWS + threadIdx.x / MLA_STEP;
+    long long pitch = (long long)shape.heads * shape.k_count;
+    const float* from = x + row * pitch + shape.head * shape.k_count + k;
+#pragma unroll
+    for (int u = 0; u < MLA_INPUTS; ++u) {
+        int ahead = u * (MLA_THREADS / MLA_STEP);
+        step.inputs[u] = row + ahead < shape.rows && k < shape.k_count ? from[ahead * pitch] : 0.0f;
+    }
+}
+
+template <bool EXPAND>
+__device__ __forceinline__ void store_step(MlaTile& tile, const MlaStep& step) {
+#pragma unroll
+    for (int u = 0; u < MLA_QUADS; ++u) {
+        Place at = quad_place<EXPAND>(u);
+        float4 w = step.weights[u];
+        if (EXPAND) {
+            tile.weights[at.col][at.row] = w.x;
+            tile.weights[at.col + 1][at.row] = w.y;
+            tile.weights[at.col + 2][at.row] = w.z;
+            tile.weights[at.col + 3][at.row] = w.w;
+        } else {
+            *reinterpret_cast<float4*>(&tile.weights[at.row][at.col]) = w;
+        }
+    }
+#pragma unroll
+    for (int u = 0; u < MLA_INPUTS; ++u) {
+        tile.inputs[threadIdx.x % MLA_STEP][threadIdx.x / MLA_STEP + u * (MLA_THREADS / MLA_STEP)] = step.inputs[u];
+    }
+}
+
+// Adds a step to the sums of 4 outputs by 4 rows. Both loads are of 16 bytes; lanes of equal rows read the same inputs.
+__device__ __forceinline__ void sum_step(float (&sums)[4][4], const MlaTile& tile, int n, int row) {
+#pragma unroll 4
+    for (int k = 0; k < MLA_STEP; ++k) {
+        float4 w = *reinterpret_cast<const float4*>(&tile.weights[k][n]);
+        float4 x = *reinterpret_cast<const float4*>(&tile.inputs[k][row]);
+        const float inputs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            sums[r][0] = fmaf(inputs[r], w.x, sums[r][0]);
+            sums[r][1] = fmaf(inputs[r], w.y, sums[r][1]);
+            sums[r][2] = fmaf(inputs[r], w.z, sums[r][2]);
+            sums[r][3] = fmaf(inputs[r], w.w, sums[r][3]);
+        }
+    }
+}
+
+template <bool EXPAND>
+__device__ __forceinline__ void project(float* out, const float* x, const Weight& kv_b, const MlaShape& shape) {
+    __shared__ MlaTile tile;
+    int n = threadIdx.x % (MLA_OUTPUTS / 4) * 4;
+    int row = threadIdx.x / (MLA_OUTPUTS / 4) * 4;
+    bool has_rows = (int)blockIdx.z * MLA_ROWS + row < shape.rows;
+    float sums[4][4] = {};
+    MlaStep step;
+    fetch_step<EXPAND>(step, x, kv_b, shape, 0);
+    for (int first_k = 0; first_k < shape.k_count; first_k += MLA_STEP) {
+        __syncthreads();
+        store_step<EXPAND>(tile, step);
+        __syncthreads();
+        if (first_k + MLA_STEP < shape.k_count) fetch_step<EXPAND>(step, x, kv_b, shape, first_k + MLA_STEP);
+        if (has_rows) sum_step(sums, tile, n, row);
+    }
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+        int at = blockIdx.z * MLA_ROWS + row + r;
+        float* to = out + ((long long)at * shape.heads + shape.head) * shape.n_count;
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            int column = blockIdx.y * MLA_OUTPUTS + n + c;
+            if (at < shape.rows && column < shape.n_count) to[column] = sums[r][c];
+        }
+    }
+}
+
+// Grid (heads, ceil(rank / 64), ceil(rows / 32)), 128 threads: q_nope [rows][heads][nope] -> q_latent [rows][heads][rank].
+extern "C" __global__ void __launch_bounds__(MLA_THREADS, 4) mla_absorb(float* q_latent, const float* q_nope, Weight kv_b, int rows, int heads, int nope, int v, int rank) {
+    MlaShape shape = {heads, (int)blockIdx.x, (int)blockIdx.x * (nope + v), nope, rank, rows};
+    project<false>(q_latent, q_nope, kv_b, shape);
+}
+
+// Grid (heads, ceil(v / 64), ceil(rows / 32)), 128 threads: latent [rows][heads][rank] -> out [rows][heads][v].
+extern "C" __global__ void __launch_bounds__(MLA_THREADS, 4) mla_expand(float* out, const float* latent, Weight kv_b, int rows, int heads, int nope, int v, int rank) {
+    MlaShape shape = {heads, (int)blockIdx.x, (int)blockIdx.x * (nope + v) + nope, rank, v, rows};
+    project<true>(out, latent, kv_b, shape);
+}

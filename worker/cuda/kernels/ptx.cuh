@@ -1,0 +1,96 @@
+// What CUDA C++ says only by inline PTX, each as a function. The host model has its own side of every one.
+#pragma once
+
+#ifdef HEARTH_HOST_MODEL
+#include "hearth_host_ptx.h"
+#else
+
+// Dynamic shared memory as T*: one array for the whole file, since `extern __shared__` has one type, aligned for cp.async and swizzles.
+extern __shared__ __align__(128) char hearth_dynamic_shared[];
+#define HEARTH_DYNAMIC_SHARED(T, name) T* const name = reinterpret_cast<T*>(hearth_dynamic_shared)
+
+__device__ __forceinline__ unsigned shared_address(const void* shared) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(shared));
+}
+
+// d += a * b for a 16x16, b 16x8. With group = lane / 4 and quad = lane % 4, each register holds two consecutive k:
+//   a[0]: row group,     k 2*quad and 2*quad+1      a[1]: row group + 8, the same k
+//   a[2]: row group,     k 2*quad+8, 2*quad+9       a[3]: row group + 8, the same k
+//   b[0]: column group,  k 2*quad, 2*quad+1         b[1]: column group,  k 2*quad+8, 2*quad+9
+//   d[0], d[1]: row group, columns 2*quad, 2*quad+1 d[2], d[3]: row group + 8, the same columns
+__device__ __forceinline__ void mma_bf16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// d += a * b for a 16x32, b 32x8, from compute capability 8.9. As mma_bf16, but each register holds four consecutive k:
+// 4*quad .. 4*quad+3 in a[0], a[1], b[0] and those plus 16 in a[2], a[3], b[1].
+__device__ __forceinline__ void mma_e4m3(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Starts the copy of 16 bytes, both ends aligned to 16. Where not `valid`, zeros are written and `global` is not read.
+__device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(valid ? 16 : 0)
+                 : "memory");
+}
+
+// Closes the group of the copies that this thread started since the last group.
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most the N latest groups of this thread are under way. Other threads see the bytes after a barrier.
+template <int N>
+__device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements: lanes 8i..8i+7 give the rows of matrix i (16 bytes each, aligned to 16); r[i] holds the
+// elements 2*quad and 2*quad+1 of row `group` of matrix i.
+__device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], const void* shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(shared))
+                 : "memory");
+}
+
+// As ldmatrix_x4 with each matrix transposed: r[i] holds column `group`, rows 2*quad and 2*quad+1.
+__device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], const void* shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(shared))
+                 : "memory");
+}
+
+// 16 aligned bytes that nothing writes during the launch and that are read once: they take no place in L1.
+__device__ __forceinline__ uint4 load_stream_16(const void* global) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(global));
+    return v;
+}
+
+// 16 aligned bytes.
+__device__ __forceinline__ uint4 load_16(const void* address) { return *static_cast<const uint4*>(address); }
+
+// Two e4m3, each in the upper byte of a half of `codes`, as bf16. Exponent and mantissa shifted into place make a bf16 that is
+// smaller by 2^120 (biases 127 and 7), subnormals included, so one exact product by 2^120 (0x7b80) remains; adding -0 keeps the sign of zero.
+__device__ __forceinline__ unsigned e4m3x2_to_bf16x2(unsigned codes) {
+    unsigned shifted = (codes & 0x80008000u) | ((codes >> 4) & 0x07f007f0u);
+    unsigned product;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(shifted), "r"(0x7b807b80u), "r"(0x80008000u));
+    return product;
+}
+
+// Four e4m3, none of them NaN, as bf16 in the same order: bytes 0 and 1 in low_pair, 2 and 3 in high_pair.
+__device__ __forceinline__ void e4m3x4_to_bf16x4(unsigned codes, unsigned& low_pair, unsigned& high_pair) {
+    low_pair = e4m3x2_to_bf16x2(__byte_perm(codes, 0, 0x1404));
+    high_pair = e4m3x2_to_bf16x2(__byte_perm(codes, 0, 0x3424));
+}
+
+#endif

@@ -1,0 +1,18 @@
+// What the device reads from its memory when nothing is computed: the measure that decode is held to.
+#include "common.cuh"
+
+// Reads 16 * n bytes with as many loads in flight as a block can have; any grid of one dimension, 512 threads. `sink` is written only when the
+// bytes have one sum that they never have, so that the loads cannot be left out.
+extern "C" __global__ void __launch_bounds__(512) read_bandwidth(const uint4* from, long long n, unsigned* sink) {
+    constexpr int LOADS = 8;
+    long long step = (long long)gridDim.x * blockDim.x;
+    unsigned sum = 0;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += LOADS * step) {
+        uint4 v[LOADS];
+#pragma unroll
+        for (int j = 0; j < LOADS; ++j) v[j] = i + j * step < n ? load_stream_16(from + i + j * step) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (int j = 0; j < LOADS; ++j) sum |= v[j].x | v[j].y | v[j].z | v[j].w;
+    }
+    if (sum == 0xffffffffu) atomicAdd(sink, 1u);
+}

@@ -1,0 +1,11 @@
+// Rows of a matrix in a given order.
+
+#include "quads.cuh"
+
+// Grid (count, ceil(cols / 1024)), 256 threads: y [count][cols], row i is row rows[i] of x.
+extern "C" __global__ void gather_rows(float* y, const float* x, const unsigned* rows, int count, int cols) {
+    int i = blockIdx.x;
+    int c = quad_column();
+    if (i >= count || c >= cols) return;
+    store_quad(y + (long long)i * cols, c, cols, load_quad(x + (long long)rows[i] * cols, c, cols));
+}

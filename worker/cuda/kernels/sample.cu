@@ -1,0 +1,216 @@
+// Choice of a token for each row of logits, as the engine's sampler defines it: bias, repetition, frequency and presence penalties, mask,
+// temperature, top_k, top_p among what is left, min_p, and the draw among the kept tokens in ascending order at the host's quantile.
+
+#include "sample.cuh"
+#include "select.cuh"
+
+constexpr float LARGEST = 3.402823466e38f;
+
+// A logit and its token; of equal logits the lower token is better.
+struct Best {
+    float value;
+    int id;
+};
+
+struct SampleScratch {
+    SelectScratch select;
+    Best bests[SAMPLE_WARPS];
+    int fault;
+};
+
+__device__ __forceinline__ Best better(Best a, Best b) {
+    return b.value > a.value || (b.value == a.value && b.id < a.id) ? b : a;
+}
+
+// An adjusted logit stays a number, however large bias and penalty are.
+__device__ __forceinline__ float finite(float x) { return fminf(fmaxf(x, -LARGEST), LARGEST); }
+
+// The best of all threads; ends with a barrier.
+__device__ __forceinline__ Best best_of_block(SampleScratch& scratch, Best best) {
+    for (int step = 16; step > 0; step /= 2) {
+        Best other = {__shfl_xor_sync(ALL, best.value, step), __shfl_xor_sync(ALL, best.id, step)};
+        best = better(best, other);
+    }
+    if (threadIdx.x % 32 == 0) scratch.bests[threadIdx.x / 32] = best;
+    __syncthreads();
+    for (int w = 0; w < SAMPLE_WARPS; ++w) best = better(best, scratch.bests[w]);
+    __syncthreads();
+    return best;
+}
+
+// The largest raw logit. Copies the logits where `copy` is not null; fault becomes 1 + the first token whose logit is no number.
+__device__ __forceinline__ Best scan_logits(SampleScratch& scratch, float* copy, const float* logits, int vocab) {
+    Range range = own_part(vocab);
+    Best best = {bits_float(0xff800000u), vocab};
+    if (threadIdx.x == 0) scratch.fault = vocab;
+    __syncthreads();
+    int fault = vocab;
+#pragma unroll 8
+    for (int id = range.begin + (int)(threadIdx.x % 32); id < range.end; id += 32) {
+        float logit = logits[id];
+        if (!isfinite(logit)) fault = min(fault, id);
+        if (copy) copy[id] = logit;
+        best = better(best, {logit, id});
+    }
+    if (fault < vocab) atomicMin(&scratch.fault, fault);
+    return best_of_block(scratch, best);
+}
+
+// Bias and penalties of the listed tokens; z holds the raw logits. A barrier stands before and after.
+__device__ __forceinline__ void adjust(float* z, const SampleRow& row, const UsedToken* used, const TokenBias* biases, int vocab) {
+    for (int i = threadIdx.x; i < row.bias_count; i += SAMPLE_THREADS) {
+        TokenBias entry = biases[row.first_bias + i];
+        if (entry.token < (unsigned)vocab) z[entry.token] = finite(__fadd_rn(z[entry.token], entry.bias));
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < row.used_count; i += SAMPLE_THREADS) {
+        UsedToken entry = used[row.first_used + i];
+        if (entry.token >= (unsigned)vocab) continue;
+        float logit = z[entry.token];
+        if (row.repetition_penalty != 1.0f) {
+            float factor = logit > 0.0f ? 1.0f / row.repetition_penalty : row.repetition_penalty;
+            logit = finite(__fmul_rn(logit, factor));
+        }
+        if (entry.answer_count > 0 && (row.frequency_penalty != 0.0f || row.presence_penalty != 0.0f)) {
+            float frequency = __fmul_rn(row.frequency_penalty, (float)entry.answer_count);
+            logit = finite(__fadd_rn(__fadd_rn(logit, -frequency), -row.presence_penalty));
+        }
+        z[entry.token] = logit;
+    }
+    __syncthreads();
+}
+
+// The largest adjusted logit; what the mask forbids becomes -inf.
+__device__ __forceinline__ Best scan_adjusted(SampleScratch& scratch, float* z, const SampleRow& row, const unsigned* masks, int vocab) {
+    Range range = own_part(vocab);
+    Best best = {bits_float(0xff800000u), vocab};
+#pragma unroll 4
+    for (int id = range.begin + (int)(threadIdx.x % 32); id < range.end; id += 32) {
+        float logit = z[id];
+        if (row.mask_words >= 0) {
+            unsigned word = id / 32 < row.mask_words ? masks[row.first_mask_word + id / 32] : 0;
+            if ((word >> id % 32 & 1) == 0) {
+                logit = bits_float(0xff800000u);
+                z[id] = logit;
+            }
+        }
+        best = better(best, {logit, id});
+    }
+    return best_of_block(scratch, best);
+}
+
+// Probabilities over that of the likeliest token. The quotient is taken in f64, where neither a difference of large logits nor a small
+// temperature overflows; the inverse is corrected by the remainder, which costs less than a division and is as exact.
+__device__ __forceinline__ void weigh(float* weights, const float* adjusted, float largest, float temperature, int vocab) {
+    Range range = own_part(vocab);
+    double divisor = (double)temperature;
+    double inverse = 1.0 / divisor;
+#pragma unroll 4
+    for (int id = range.begin + (int)(threadIdx.x % 32); id < range.end; id += 32) {
+        float logit = adjusted[id];
+        float weight = 0.0f;
+        if (logit > bits_float(0xff800000u)) {
+            double difference = (double)logit - (double)largest;
+            double quotient = difference * inverse;
+            quotient = fma(fma(-quotient, divisor, difference), inverse, quotient);
+            weight = expf((float)quotient);
+        }
+        weights[id] = weight;
+    }
+    __syncthreads();
+}
+
+// The key from which on tokens are kept: positive weights, then top_k, top_p among those, min_p.
+__device__ __forceinline__ Key filter(SelectScratch& scratch, const Weights& weights, const SampleRow& row) {
+    constexpr unsigned NO_COUNT = 0xffffffffu;
+    double no_mass = __longlong_as_double(0x7ff0000000000000ll);
+    Key threshold = (Key)1 << 32;
+    if (row.top_k > 0 && row.top_k < (unsigned)weights.vocab) {
+        threshold = select_threshold(scratch, weights, threshold, row.top_k, no_mass);
+    }
+    if (row.top_p < 1.0f) {
+        double top_p = (double)row.top_p;
+        double total = sum_block(scratch, weights, threshold);
+        // Tokens below this share hold less than 1 - top_p together, so the search need not count them.
+        double share = (1.0 - top_p) * total / (double)count_block(scratch, weights, threshold);
+        float least = (float)share;
+        if ((double)least < share) least = bits_float(float_bits(least) + 1);
+        Key floor = max(threshold, (Key)float_bits(least) << 32);
+        threshold = select_threshold(scratch, weights, floor, NO_COUNT, top_p * total);
+    }
+    if (row.min_p > 0.0f) threshold = max(threshold, (Key)float_bits(row.min_p) << 32);
+    return threshold;
+}
+
+// By one warp: the first kept token of the range at which the running sum exceeds the target, or else its last kept token.
+__device__ __forceinline__ int draw_in_range(const Weights& weights, const Range& range, Key threshold, double sum, double target) {
+    int lane = threadIdx.x % 32;
+    int last = -1;
+    for (int first = range.begin; first < range.end; first += 32) {
+        int id = first + lane;
+        float weight = id < range.end ? weights.values[id] : 0.0f;
+        bool kept = id < range.end && key_of(weight, id) >= threshold;
+        unsigned lanes = __ballot_sync(ALL, kept);
+        if (lanes == 0) continue;
+        double running = sum + scan_sum(kept ? (double)weight : 0.0, lane);
+        unsigned reached = __ballot_sync(ALL, kept && running > target);
+        if (reached != 0) return first + __ffs(reached) - 1;
+        last = first + 31 - __clz(lanes);
+        sum = shuffle(running, 31);
+    }
+    return last;
+}
+
+// Draws at the quantile: twice the range is cut into the warps' parts, and the part in which the running sum exceeds the target is taken; where
+// rounding leaves none, the last that holds a kept token, which is one whose sum is positive. Then one warp walks what is left.
+__device__ __forceinline__ void draw(unsigned* token, SelectScratch& scratch, const Weights& weights, Key threshold, double quantile) {
+    double target = quantile * sum_block(scratch, weights, threshold);
+    double before = 0.0;
+    Range range = {0, weights.vocab};
+    for (int level = 0; level < 2; ++level) {
+        sum_parts(scratch, weights, range, threshold);
+        int chosen = 0;
+        double sum = before;
+        for (int w = 0; w < SAMPLE_WARPS; ++w) {
+            if (scratch.sums[w] > 0.0) {
+                chosen = w;
+                before = sum;
+            }
+            sum += scratch.sums[w];
+            if (sum > target) break;
+        }
+        range = part_of(range, chosen);
+    }
+    if (threadIdx.x >= 32) return;
+    int id = draw_in_range(weights, range, threshold, before, target);
+    if (threadIdx.x == 0) *token = (unsigned)id;
+}
+
+// Grid rows, 512 threads; vocab <= 2^20. logits [rows][vocab] stay as they are; scratch [rows][vocab]. Row r's token goes to token[r] and fault[r] is 0;
+// fault[r] is 1 + the first token whose logit is no number, or -1 where the mask leaves no token, and token[r] is then 0.
+extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample(unsigned* token, int* fault, const float* logits, float* scratch, int vocab, const SampleRow* rows, const UsedToken* used, const TokenBias* biases, const unsigned* masks) {
+    __shared__ SampleScratch shared;
+    SampleRow row = rows[blockIdx.x];
+    const float* raw = logits + (long long)blockIdx.x * vocab;
+    float* weights = scratch + (long long)blockIdx.x * vocab;
+    bool adjusts = row.used_count > 0 || row.bias_count > 0 || row.mask_words >= 0;
+    Best best = scan_logits(shared, adjusts ? weights : nullptr, raw, vocab);
+    int bad = shared.fault < vocab ? shared.fault + 1 : 0;
+    if (bad == 0 && adjusts) {
+        adjust(weights, row, used, biases, vocab);
+        best = scan_adjusted(shared, weights, row, masks, vocab);
+        if (!(best.value > bits_float(0xff800000u))) bad = -1;
+    }
+    if (bad != 0 || row.temperature == 0.0f) {
+        if (threadIdx.x == 0) {
+            token[blockIdx.x] = bad == 0 ? (unsigned)best.id : 0u;
+            fault[blockIdx.x] = bad;
+        }
+        return;
+    }
+    if (threadIdx.x == 0) fault[blockIdx.x] = 0;
+    weigh(weights, adjusts ? weights : raw, best.value, row.temperature, vocab);
+    Weights all = {weights, vocab};
+    Key threshold = filter(shared.select, all, row);
+    draw(&token[blockIdx.x], shared.select, all, threshold, row.quantile);
+}

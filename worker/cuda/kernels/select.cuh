@@ -1,0 +1,226 @@
+// A block's searches over the weights of one row's tokens, for sample.cu.
+//
+// Tokens rank by their key: weight bits, then the complement of the id, so that all keys differ, a greater weight goes first and of equals
+// the lower id. A set of likeliest tokens is then "all keys from a threshold on", and a search finds the threshold digit by digit
+// from the top, with one histogram of the keys that share the digits found so far.
+//
+// Each warp owns a range of ids and walks it in ascending order; sums are lanes' sums in ascending order, a fixed tree over the lanes, then
+// the warps in order. So every result is the same on every run.
+#pragma once
+
+#include "common.cuh"
+
+typedef unsigned long long Key;
+
+constexpr int SAMPLE_THREADS = 512;
+constexpr int SAMPLE_WARPS = SAMPLE_THREADS / 32;
+constexpr int DIGITS = 256;
+constexpr int FIRST_SHIFT = 55;            // of the first digit: a weight's exponent
+constexpr unsigned ALL = 0xffffffffu;
+
+struct Weights {
+    const float* values;
+    int vocab;
+};
+
+// Number and mass of the keys in each bin. Keys of one bin share the exponent from the first digit on, so their mass is the sum of their
+// mantissas: whole numbers, which add up to the same in any order. They are kept in halves of 12 bits, so 2^20 of them fit.
+struct Histogram {
+    unsigned counts[DIGITS];
+    unsigned low[DIGITS];
+    unsigned high[DIGITS];
+};
+
+struct SelectScratch {
+    Histogram histogram;
+    double sums[SAMPLE_WARPS];
+    int bin;
+    unsigned count_before;
+    double mass_before;
+};
+
+// Ids begin..end.
+struct Range {
+    int begin;
+    int end;
+};
+
+// A warp's part of a range; lane `lane` takes begin + lane, begin + lane + 32, ...
+__device__ __forceinline__ Range part_of(const Range& whole, int warp) {
+    int length = ((whole.end - whole.begin + SAMPLE_WARPS - 1) / SAMPLE_WARPS + 31) / 32 * 32;
+    int begin = min(whole.begin + warp * length, whole.end);
+    return {begin, min(begin + length, whole.end)};
+}
+
+__device__ __forceinline__ Range own_part(int vocab) { return part_of({0, vocab}, threadIdx.x / 32); }
+
+__device__ __forceinline__ Key key_of(float weight, int id) { return (Key)float_bits(weight) << 32 | ~(unsigned)id; }
+
+__device__ __forceinline__ double shuffle_xor(double x, int mask) {
+    unsigned long long bits = __double_as_longlong(x);
+    unsigned low = __shfl_xor_sync(ALL, (unsigned)bits, mask);
+    unsigned high = __shfl_xor_sync(ALL, (unsigned)(bits >> 32), mask);
+    return __longlong_as_double((unsigned long long)high << 32 | low);
+}
+
+__device__ __forceinline__ double shuffle(double x, int lane) {
+    unsigned long long bits = __double_as_longlong(x);
+    unsigned low = __shfl_sync(ALL, (unsigned)bits, lane);
+    unsigned high = __shfl_sync(ALL, (unsigned)(bits >> 32), lane);
+    return __longlong_as_double((unsigned long long)high << 32 | low);
+}
+
+// The sum of x over this lane and the ones below.
+__device__ __forceinline__ double scan_sum(double x, int lane) {
+    for (int step = 1; step < 32; step *= 2) {
+        double below = shuffle(x, max(lane - step, 0));
+        if (lane >= step) x += below;
+    }
+    return x;
+}
+
+__device__ __forceinline__ double warp_sum(double x) {
+    for (int step = 16; step > 0; step /= 2) x += shuffle_xor(x, step);
+    return x;
+}
+
+// Each warp's sum over its part of `whole` of the weights with keys from `threshold` on, into scratch.sums, between two barriers.
+__device__ __forceinline__ void sum_parts(SelectScratch& scratch, const Weights& weights, const Range& whole, Key threshold) {
+    __syncthreads();
+    Range range = part_of(whole, threadIdx.x / 32);
+    double sum = 0.0;
+#pragma unroll 4
+    for (int id = range.begin + (int)(threadIdx.x % 32); id < range.end; id += 32) {
+        float weight = weights.values[id];
+        if (key_of(weight, id) >= threshold) sum += (double)weight;
+    }
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) scratch.sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+}
+
+__device__ __forceinline__ double sum_block(SelectScratch& scratch, const Weights& weights, Key threshold) {
+    sum_parts(scratch, weights, {0, weights.vocab}, threshold);
+    double total = 0.0;
+    for (int w = 0; w < SAMPLE_WARPS; ++w) total += scratch.sums[w];
+    return total;
+}
+
+// Number of keys from `threshold` on.
+__device__ __forceinline__ unsigned count_block(SelectScratch& scratch, const Weights& weights, Key threshold) {
+    Range range = own_part(weights.vocab);
+    if (threadIdx.x == 0) scratch.count_before = 0;
+    __syncthreads();
+    unsigned count = 0;
+#pragma unroll 4
+    for (int id = range.begin + (int)(threadIdx.x % 32); id < range.end; id += 32) {
+        count += key_of(weights.values[id], id) >= threshold;
+    }
+    for (int step = 16; step > 0; step /= 2) count += __shfl_xor_sync(ALL, count, step);
+    if (threadIdx.x % 32 == 0) atomicAdd(&scratch.count_before, count);
+    __syncthreads();
+    unsigned total = scratch.count_before;
+    __syncthreads();
+    return total;
+}
+
+// Fills the histogram with the keys from `floor` on that equal `prefix` above the digit at `shift`.
+// Masses are left out where only the count matters.
+__device__ __forceinline__ void fill_histogram(Histogram& histogram, const Weights& weights, Key floor, Key prefix, int shift, int digit_bits, bool by_mass) {
+    for (int i = threadIdx.x; i < DIGITS; i += SAMPLE_THREADS) {
+        histogram.counts[i] = 0;
+        histogram.low[i] = 0;
+        histogram.high[i] = 0;
+    }
+    __syncthreads();
+    Range range = own_part(weights.vocab);
+    Key above = prefix >> shift >> digit_bits;
+#pragma unroll 4
+    for (int id = range.begin + (int)(threadIdx.x % 32); id < range.end; id += 32) {
+        Key key = key_of(weights.values[id], id);
+        if (key < floor || key >> shift >> digit_bits != above) continue;
+        int bin = (int)(key >> shift) & ((1 << digit_bits) - 1);
+        atomicAdd(&histogram.counts[bin], 1u);
+        if (!by_mass) continue;
+        unsigned mantissa = (unsigned)(key >> 32) & 0x7fffffu;
+        if ((unsigned)(key >> FIRST_SHIFT) != 0) mantissa |= 0x800000u;
+        atomicAdd(&histogram.low[bin], mantissa & 0xfffu);
+        atomicAdd(&histogram.high[bin], mantissa >> 12);
+    }
+    __syncthreads();
+}
+
+// The value of one unit of mantissa at this exponent field.
+__device__ __forceinline__ double mantissa_unit(int exponent) {
+    return __longlong_as_double((long long)(max(exponent, 1) - 150 + 1023) << 52);
+}
+
+__device__ __forceinline__ double bin_mass(const Histogram& histogram, int bin, Key prefix, int shift) {
+    int exponent = shift == FIRST_SHIFT ? bin : (int)(prefix >> FIRST_SHIFT);
+    double mantissas = (double)histogram.high[bin] * 4096.0 + (double)histogram.low[bin];
+    return mantissas * mantissa_unit(exponent);
+}
+
+// One warp's choice of the bin, from the greatest key down, in which count or mass is reached; the last that holds a key where none is.
+// `bin` becomes -1 where the histogram is empty. Each lane adds up eight bins, and the lane in which it happens walks them again.
+__device__ __forceinline__ void choose_bin(SelectScratch& scratch, unsigned count, double mass, Key prefix, int shift) {
+    constexpr int LANE_BINS = DIGITS / 32;
+    const Histogram& histogram = scratch.histogram;
+    int lane = threadIdx.x;
+    int top = DIGITS - 1 - lane * LANE_BINS;
+    unsigned own_count = 0;
+    double own_mass = 0.0;
+    for (int bin = top; bin > top - LANE_BINS; --bin) {
+        own_count += histogram.counts[bin];
+        own_mass += bin_mass(histogram, bin, prefix, shift);
+    }
+    unsigned count_here = scratch.count_before;
+    double mass_here = scratch.mass_before;
+    // Counts fit f64 exactly, so that one scan serves both.
+    count_here += (unsigned)scan_sum((double)own_count, lane) - own_count;
+    double mass_scan = scan_sum(own_mass, lane);
+    double mass_below = shuffle(mass_scan, max(lane - 1, 0));
+    if (lane > 0) mass_here += mass_below;
+    bool reached = own_count > 0 && (count_here + own_count >= count || mass_here + own_mass >= mass);
+    unsigned holders = __ballot_sync(ALL, own_count > 0);
+    unsigned lanes = __ballot_sync(ALL, reached);
+    int chosen = lanes != 0 ? __ffs(lanes) - 1 : 31 - __clz(holders);
+    __syncwarp();
+    if (lane == 0 && holders == 0) scratch.bin = -1;
+    if (lane != chosen) return;
+    for (int bin = top; bin > top - LANE_BINS; --bin) {
+        if (histogram.counts[bin] == 0) continue;
+        scratch.bin = bin;
+        scratch.count_before = count_here;
+        scratch.mass_before = mass_here;
+        count_here += histogram.counts[bin];
+        mass_here += bin_mass(histogram, bin, prefix, shift);
+        if (count_here >= count || mass_here >= mass) break;
+    }
+}
+
+// The key at which, counted from the greatest down, `count` keys or `mass` of weight are reached, of those from `floor` on; the least of them
+// where neither is. A mass that is not finite is never reached. The search ends early when the bin in hand holds one key, or just the keys that are missing.
+__device__ __forceinline__ Key select_threshold(SelectScratch& scratch, const Weights& weights, Key floor, unsigned count, double mass) {
+    if (threadIdx.x == 0) {
+        scratch.count_before = 0;
+        scratch.mass_before = 0.0;
+    }
+    bool by_mass = isfinite(mass);
+    Key prefix = 0;
+    int shift = 63;
+    while (shift > 0) {
+        int digit_bits = shift == 39 ? 7 : 8;
+        shift -= digit_bits;
+        fill_histogram(scratch.histogram, weights, floor, prefix, shift, digit_bits, by_mass);
+        if (threadIdx.x < 32) choose_bin(scratch, count, mass, prefix, shift);
+        __syncthreads();
+        if (scratch.bin < 0) return floor;
+        prefix |= (Key)scratch.bin << shift;
+        unsigned held = scratch.histogram.counts[scratch.bin];
+        bool done = held == 1 || scratch.count_before + held == count;
+        __syncthreads();
+        if (done) break;
+    }
+    return max(prefix, floor);
+}

@@ -1,0 +1,231 @@
+//! Attention over the paged cache.
+
+use hearth_kernels::{AttentionSpec, KernelError, KvDType, KvLayout, Span, checks};
+
+use super::tensor::AttentionTileArg;
+use super::{CudaBackend, CudaKv, CudaTensor, Kernel};
+use crate::compile::{AttentionShape, Variant};
+use crate::queue::Args;
+
+/// Positions of one partial result (`KEY_SPLIT` of common.cuh).
+const SPLIT_POSITIONS: usize = 512;
+/// Bytes of partial results beyond which splits are merged in registers instead.
+const MOST_PARTIAL_BYTES: usize = 256 << 20;
+
+/// Rows of a batch cut into tiles, with the blocks of their sequences.
+struct Tiles {
+    tiles: u64,
+    count: usize,
+    blocks: u64,
+}
+
+impl CudaBackend {
+    pub(super) fn attend(
+        &self,
+        q: &CudaTensor,
+        kv: &CudaKv,
+        layer: usize,
+        spans: &[Span],
+        spec: AttentionSpec,
+    ) -> Result<CudaTensor, KernelError> {
+        let layout = kv.layout;
+        checks::attention(&layout, kv.blocks, q.shape(), layer, spans, spec)?;
+        let covered: usize = spans.iter().map(|span| span.rows).sum();
+        let cols = spec.heads * layout.v_dim;
+        // Rows that belong to no sequence attend to nothing.
+        let out = if covered < q.rows {
+            self.zero_tensor(q.rows, cols)?
+        } else {
+            self.tensor(q.rows, cols)?
+        };
+        if covered == 0 {
+            return Ok(out);
+        }
+        let step = Step {
+            q,
+            kv,
+            layer,
+            spans,
+            spec,
+            out: &out,
+        };
+        match flash_dims(&layout) {
+            Some(dims) => self.flash(&step, dims)?,
+            None => self.any(&step)?,
+        }
+        Ok(out)
+    }
+
+    /// Kernels that a cache of this layout will be read by.
+    pub(super) fn attention_variants(&self, layout: &KvLayout) -> Vec<Variant> {
+        match flash_dims(layout) {
+            None => vec![Variant::plain("attention_any")],
+            Some(dims) => [16, 64]
+                .into_iter()
+                .map(|rows| AttentionShape::new(dims, rows).variant)
+                .collect(),
+        }
+    }
+
+    fn flash(&self, step: &Step<'_>, dims: (i64, i64, bool)) -> Result<(), KernelError> {
+        let layout = step.kv.layout;
+        let group = step.spec.heads / layout.kv_heads;
+        let most_rows = step.spans.iter().map(|s| s.rows).max().unwrap_or(0);
+        let work_rows = if most_rows * group <= 16 { 16 } else { 64 };
+        let shape = AttentionShape::new(dims, work_rows as i64);
+        let tokens = (work_rows / group).max(1);
+        let tiles = self.tiles(step.spans, tokens)?;
+        let row_blocks = (tokens * group).div_ceil(work_rows);
+
+        let longest = step.spans.iter().map(|s| s.start + s.rows).max();
+        let reached = longest.unwrap_or(0).div_ceil(SPLIT_POSITIONS);
+        let rows = step.q.rows;
+        let partial_bytes = rows * step.spec.heads * reached * (2 + layout.v_dim) * 4;
+        let blocks = tiles.count * layout.kv_heads * row_blocks;
+        let idle = blocks < 2 * self.device.info.multiprocessors as usize;
+        let splits = if idle && partial_bytes <= MOST_PARTIAL_BYTES {
+            reached
+        } else {
+            1
+        };
+        let partials = match splits {
+            1 => None,
+            _ => Some(self.buffer(partial_bytes, "partial attention")?),
+        };
+        let partials_at = partials.as_ref().map_or(0, |p| p.address());
+        let args = Args::new()
+            .with(step.out.address())
+            .with(partials_at)
+            .with(step.q.address())
+            .with(step.kv.layer(step.layer))
+            .with(tiles.tiles)
+            .with(tiles.blocks)
+            .with(step.spec.heads as i32)
+            .with(layout.kv_heads as i32)
+            .with(layout.block_tokens as i32)
+            .with(layout.token_layer_bytes() as i32)
+            .with(step.spec.scale)
+            .with(splits as i32);
+        let kernel = Kernel::new(&shape.variant, "attention")
+            .threads(shape.threads)
+            .shared(shape.shared_bytes);
+        let grid = [tiles.count, layout.kv_heads * row_blocks, splits];
+        self.launch(kernel, grid, args)?;
+        if splits > 1 {
+            self.merge(step, &shape.variant, partials_at, splits)?;
+        }
+        Ok(())
+    }
+
+    /// Joins the splits that each row reaches.
+    fn merge(
+        &self,
+        step: &Step<'_>,
+        variant: &Variant,
+        partials: u64,
+        splits: usize,
+    ) -> Result<(), KernelError> {
+        // Each run of covered rows is one launch; rows that belong to no sequence stay zero.
+        for run in step
+            .spans
+            .chunk_by(|a, b| a.first_row + a.rows == b.first_row)
+        {
+            let positions: Vec<i32> = run
+                .iter()
+                .flat_map(|span| span.start..span.start + span.rows)
+                .map(|position| position as i32)
+                .collect();
+            let first_row = run.first().map_or(0, |span| span.first_row);
+            let width = step.kv.layout.v_dim;
+            let heads = step.spec.heads;
+            let out = step.out.address() + (first_row * heads * width * 4) as u64;
+            let from = partials + (first_row * heads * splits * (2 + width) * 4) as u64;
+            let args = Args::new()
+                .with(out)
+                .with(from)
+                .with(self.host(&positions)?)
+                .with(positions.len() as i32)
+                .with(heads as i32)
+                .with(splits as i32);
+            let kernel = Kernel::new(variant, "attention_merge").threads(128);
+            self.launch(kernel, [positions.len(), heads, 1], args)?;
+        }
+        Ok(())
+    }
+
+    fn any(&self, step: &Step<'_>) -> Result<(), KernelError> {
+        let layout = step.kv.layout;
+        checks::ensure(
+            layout.k_dim <= 1024 && layout.v_dim <= 1024,
+            "attention",
+            || format!("heads of up to 1024 elements, and {}", layout.fingerprint()),
+        )?;
+        let tiles = self.tiles(step.spans, 1)?;
+        let args = Args::new()
+            .with(step.out.address())
+            .with(step.q.address())
+            .with(step.kv.layer(step.layer))
+            .with(tiles.tiles)
+            .with(tiles.blocks)
+            .with(step.spec.heads as i32)
+            .with(layout.kv_heads as i32)
+            .with(layout.k_dim as i32)
+            .with(layout.v_dim as i32)
+            .with(i32::from(layout.value_in_key))
+            .with(i32::from(layout.dtype == KvDType::F32))
+            .with(layout.block_tokens as i32)
+            .with(layout.token_layer_bytes() as i32)
+            .with(step.spec.scale);
+        let variant = Variant::plain("attention_any");
+        let kernel = Kernel::new(&variant, "attention_any");
+        self.launch(kernel, [tiles.count, step.spec.heads, 1], args)
+    }
+
+    /// Tiles of at most `tokens` tokens; the last rows of a sequence see the most keys and come first.
+    fn tiles(&self, spans: &[Span], tokens: usize) -> Result<Tiles, KernelError> {
+        let mut blocks: Vec<u32> = Vec::new();
+        let mut tiles = Vec::new();
+        for span in spans {
+            let table = blocks.len() as i32;
+            blocks.extend(span.blocks.iter().map(|block| block.0));
+            for first in (0..span.rows).step_by(tokens) {
+                tiles.push(AttentionTileArg {
+                    first_row: (span.first_row + first) as i32,
+                    tokens: tokens.min(span.rows - first) as i32,
+                    start: (span.start + first) as i32,
+                    table,
+                });
+            }
+        }
+        tiles.reverse();
+        Ok(Tiles {
+            tiles: self.host(&tiles)?,
+            count: tiles.len(),
+            blocks: self.host(&blocks)?,
+        })
+    }
+}
+
+/// One call of [`CudaBackend::attend`].
+struct Step<'a> {
+    q: &'a CudaTensor,
+    kv: &'a CudaKv,
+    layer: usize,
+    spans: &'a [Span],
+    spec: AttentionSpec,
+    out: &'a CudaTensor,
+}
+
+/// `(K_DIM, V_DIM, VALUE_IN_KEY)` where the tensor-core kernel takes the layout: it depends on the layout alone, so that all rows of a
+/// cache go the same way.
+fn flash_dims(layout: &KvLayout) -> Option<(i64, i64, bool)> {
+    let fits = layout.dtype == KvDType::Bf16
+        && layout.k_dim.is_multiple_of(16)
+        && layout.v_dim.is_multiple_of(16)
+        && AttentionShape::fits(layout.k_dim, layout.v_dim, layout.value_in_key);
+    fits.then_some((
+        layout.k_dim as i64,
+        layout.v_dim as i64,
+        layout.value_in_key,
+    ))
+}

@@ -1,0 +1,244 @@
+//! Operations whose cost is that of touching their operands.
+
+use std::sync::PoisonError;
+
+use hearth_kernels::{KernelError, RopeLayout, RopeTable, checks};
+
+use super::tensor::weight_type;
+use super::{CudaBackend, CudaTensor, CudaVector, CudaWeight, Kernel, MOST_RECORDED_ROWS};
+use crate::compile::Variant;
+use crate::queue::{Args, Command};
+
+/// Columns of a block where a thread takes four.
+const QUAD_COLS: usize = 1024;
+/// Columns up to which a norm is a warp's work.
+const WARP_NORM_COLS: usize = 256;
+
+impl CudaBackend {
+    /// Begins a forward pass: it is the first operation of each.
+    pub(super) fn embed_rows(
+        &self,
+        table: &CudaWeight,
+        tokens: &[u32],
+    ) -> Result<CudaTensor, KernelError> {
+        let table = &*table.0;
+        checks::embed(tokens, table.rows)?;
+        self.queue.begin_step(tokens.len() <= MOST_RECORDED_ROWS)?;
+        let y = self.tensor(tokens.len(), table.cols)?;
+        let args = Args::new()
+            .with(y.address())
+            .with(table.argument())
+            .with(self.host(tokens)?)
+            .with(y.rows as i32)
+            .with(y.cols as i32);
+        let variant = Variant::with("embed", &[("WEIGHT_TYPE", weight_type(table.dtype))]);
+        self.launch(
+            Kernel::new(&variant, "embed"),
+            row_grid(y.rows, y.cols),
+            args,
+        )?;
+        Ok(y)
+    }
+
+    pub(super) fn norm(
+        &self,
+        x: &CudaTensor,
+        weight: &CudaVector,
+        eps: f32,
+    ) -> Result<CudaTensor, KernelError> {
+        checks::rms_norm(x.cols, weight.len)?;
+        let y = self.tensor(x.rows, x.cols)?;
+        let groups = x.elements() / weight.len;
+        let args = Args::new()
+            .with(y.address())
+            .with(x.address())
+            .with(weight.data.address())
+            .with(eps)
+            .with(groups as i32)
+            .with(weight.len as i32);
+        let variant = Variant::plain("rms_norm");
+        let kernel = Kernel::new(&variant, "rms_norm");
+        self.launch(kernel, norm_grid(groups, weight.len), args)?;
+        Ok(y)
+    }
+
+    pub(super) fn add_and_norm(
+        &self,
+        residual: &mut CudaTensor,
+        delta: &CudaTensor,
+        weight: &CudaVector,
+        eps: f32,
+    ) -> Result<CudaTensor, KernelError> {
+        checks::same("add_rms_norm", residual.shape(), delta.shape())?;
+        if weight.len != residual.cols {
+            self.add(residual, delta)?;
+            return self.norm(residual, weight, eps);
+        }
+        changed(residual);
+        let y = self.tensor(residual.rows, residual.cols)?;
+        let args = Args::new()
+            .with(y.address())
+            .with(residual.address())
+            .with(delta.address())
+            .with(weight.data.address())
+            .with(eps)
+            .with(y.rows as i32)
+            .with(y.cols as i32);
+        let variant = Variant::plain("rms_norm");
+        let kernel = Kernel::new(&variant, "add_rms_norm");
+        self.launch(kernel, norm_grid(y.rows, y.cols), args)?;
+        Ok(y)
+    }
+
+    pub(super) fn add(&self, x: &mut CudaTensor, delta: &CudaTensor) -> Result<(), KernelError> {
+        checks::same("add_assign", x.shape(), delta.shape())?;
+        changed(x);
+        let args = Args::new()
+            .with(x.address())
+            .with(delta.address())
+            .with(x.elements() as i64);
+        let variant = Variant::plain("add");
+        let grid = [x.elements().div_ceil(QUAD_COLS), 1, 1];
+        self.launch(Kernel::new(&variant, "add"), grid, args)
+    }
+
+    pub(super) fn gated(
+        &self,
+        gate: &CudaTensor,
+        up: &CudaTensor,
+    ) -> Result<CudaTensor, KernelError> {
+        checks::same("silu_mul", gate.shape(), up.shape())?;
+        let y = self.tensor(gate.rows, gate.cols)?;
+        let args = Args::new()
+            .with(y.address())
+            .with(gate.address())
+            .with(up.address())
+            .with(y.elements() as i64);
+        let variant = Variant::plain("silu_mul");
+        let grid = [y.elements().div_ceil(QUAD_COLS), 1, 1];
+        self.launch(Kernel::new(&variant, "silu_mul"), grid, args)?;
+        Ok(y)
+    }
+
+    pub(super) fn take_columns(
+        &self,
+        x: &CudaTensor,
+        groups: usize,
+        first: usize,
+        cols: usize,
+    ) -> Result<CudaTensor, KernelError> {
+        checks::columns(x.cols, groups, first, cols)?;
+        let y = self.tensor(x.rows, groups * cols)?;
+        let args = Args::new()
+            .with(y.address())
+            .with(x.address())
+            .with(x.rows as i32)
+            .with(groups as i32)
+            .with((x.cols / groups) as i32)
+            .with(first as i32)
+            .with(cols as i32);
+        let variant = Variant::plain("columns");
+        self.launch(
+            Kernel::new(&variant, "columns"),
+            row_grid(y.rows, y.cols),
+            args,
+        )?;
+        Ok(y)
+    }
+
+    pub(super) fn join_columns(
+        &self,
+        a: &CudaTensor,
+        b: &CudaTensor,
+        groups: usize,
+    ) -> Result<CudaTensor, KernelError> {
+        checks::interleave(a.shape(), b.shape(), groups)?;
+        let y = self.tensor(a.rows, a.cols + b.cols)?;
+        let args = Args::new()
+            .with(y.address())
+            .with(a.address())
+            .with(b.address())
+            .with(y.rows as i32)
+            .with(groups as i32)
+            .with((a.cols / groups) as i32)
+            .with((b.cols / groups) as i32);
+        let variant = Variant::plain("columns");
+        let kernel = Kernel::new(&variant, "interleave");
+        self.launch(kernel, row_grid(y.rows, y.cols), args)?;
+        Ok(y)
+    }
+
+    pub(super) fn take_rows(
+        &self,
+        x: &CudaTensor,
+        rows: &[u32],
+    ) -> Result<CudaTensor, KernelError> {
+        checks::rows(rows, x.rows)?;
+        let y = self.tensor(rows.len(), x.cols)?;
+        let args = Args::new()
+            .with(y.address())
+            .with(x.address())
+            .with(self.host(rows)?)
+            .with(y.rows as i32)
+            .with(y.cols as i32);
+        let variant = Variant::plain("rows");
+        let kernel = Kernel::new(&variant, "gather_rows");
+        self.launch(kernel, row_grid(y.rows, y.cols), args)?;
+        Ok(y)
+    }
+
+    pub(super) fn zero_tensor(&self, rows: usize, cols: usize) -> Result<CudaTensor, KernelError> {
+        let tensor = self.tensor(rows, cols)?;
+        if tensor.elements() > 0 {
+            self.queue.push(Command::Zero {
+                address: tensor.address(),
+                bytes: tensor.elements() * 4,
+            })?;
+        }
+        Ok(tensor)
+    }
+
+    pub(super) fn rotate(
+        &self,
+        x: &mut CudaTensor,
+        heads: usize,
+        positions: &[u32],
+        table: &RopeTable,
+    ) -> Result<(), KernelError> {
+        checks::rope(x.shape(), heads, positions.len(), table)?;
+        changed(x);
+        let args = Args::new()
+            .with(x.address())
+            .with(self.host(positions)?)
+            .with(self.host(&table.inv_freq)?)
+            .with(table.magnitude)
+            .with(i32::from(table.layout == RopeLayout::Interleaved))
+            .with(x.rows as i32)
+            .with(heads as i32)
+            .with((x.cols / heads) as i32)
+            .with(table.inv_freq.len() as i32);
+        let variant = Variant::plain("rope");
+        let grid = [x.rows, heads.div_ceil(8), 1];
+        self.launch(Kernel::new(&variant, "rope"), grid, args)
+    }
+}
+
+/// What was derived from the tensor's old contents is void.
+pub(super) fn changed(x: &mut CudaTensor) {
+    *x.terms.get_mut().unwrap_or_else(PoisonError::into_inner) = None;
+}
+
+/// A block for each row and 1024 of its columns.
+fn row_grid(rows: usize, cols: usize) -> [usize; 3] {
+    [rows, cols.div_ceil(QUAD_COLS), 1]
+}
+
+/// Eight narrow groups share a block, a wide one has its own.
+fn norm_grid(groups: usize, cols: usize) -> [usize; 3] {
+    let blocks = if cols <= WARP_NORM_COLS {
+        groups.div_ceil(8)
+    } else {
+        groups
+    };
+    [blocks, 1, 1]
+}

@@ -1,0 +1,205 @@
+//! The paged KV cache on the device: the same bytes in the same places as on the CPU, so that workers exchange them as they are.
+
+use hearth_kernels::{BlockId, KernelError, KvDType, KvLayout, Span, checks};
+
+use super::{CudaBackend, CudaTensor, Kernel};
+use crate::compile::Variant;
+use crate::memory::Buffer;
+use crate::queue::{Args, Command};
+
+/// Paged keys and values of all layers: `[layer][block][token in block][keys, then values]`.
+pub struct CudaKv {
+    pub(super) layout: KvLayout,
+    pub(super) blocks: usize,
+    buffer: Buffer,
+}
+
+impl CudaKv {
+    /// Address of a layer.
+    pub(super) fn layer(&self, layer: usize) -> u64 {
+        let bytes = layer * self.blocks * self.layout.block_layer_bytes();
+        self.buffer.address() + bytes as u64
+    }
+
+    /// Byte offset of a token's record in a layer.
+    fn offset(&self, blocks: &[BlockId], token: usize) -> i64 {
+        let block = blocks[token / self.layout.block_tokens].0 as usize;
+        let record = block * self.layout.block_tokens + token % self.layout.block_tokens;
+        (record * self.layout.token_layer_bytes()) as i64
+    }
+
+    fn offsets(&self, blocks: &[BlockId], first_token: usize, tokens: usize) -> Vec<i64> {
+        (first_token..first_token + tokens)
+            .map(|token| self.offset(blocks, token))
+            .collect()
+    }
+
+    fn variant(&self) -> Variant {
+        let kind = match self.layout.dtype {
+            KvDType::F32 => 0,
+            KvDType::Bf16 => 1,
+        };
+        Variant::with("kv", &[("KV_TYPE", kind)])
+    }
+}
+
+impl CudaBackend {
+    pub(super) fn allocate_kv(
+        &self,
+        layout: KvLayout,
+        blocks: usize,
+    ) -> Result<CudaKv, KernelError> {
+        checks::kv_alloc(&layout)?;
+        let bytes = layout.block_bytes().checked_mul(blocks);
+        let bytes = bytes.ok_or_else(|| KernelError::OutOfMemory {
+            device: self.device.label(),
+            what: format!("{blocks} KV blocks"),
+            needed_bytes: u64::MAX,
+        })?;
+        let buffer = self.buffer(bytes, "the KV cache")?;
+        // Kernels read whole tiles and mask what lies past a sequence's end: it must be numbers.
+        self.queue.push(Command::Zero {
+            address: buffer.address(),
+            bytes: bytes.max(1),
+        })?;
+        self.modules.prepare(self.attention_variants(&layout));
+        Ok(CudaKv {
+            layout,
+            blocks,
+            buffer,
+        })
+    }
+
+    pub(super) fn append_kv(
+        &self,
+        kv: &CudaKv,
+        layer: usize,
+        keys: &CudaTensor,
+        values: Option<&CudaTensor>,
+        spans: &[Span],
+    ) -> Result<(), KernelError> {
+        let layout = kv.layout;
+        checks::kv_layer("kv_append", &layout, layer)?;
+        checks::kv_append(&layout, keys.shape(), values.map(CudaTensor::shape))?;
+        // Rows of the batch that belong to no span are stored nowhere: each run of covered rows is one launch.
+        for span in spans {
+            checks::span("kv_append", &layout, kv.blocks, span, keys.rows)?;
+        }
+        for run in runs(spans) {
+            self.append_run(kv, layer, keys, values, run)?;
+        }
+        Ok(())
+    }
+
+    /// Stores spans whose rows follow one another.
+    fn append_run(
+        &self,
+        kv: &CudaKv,
+        layer: usize,
+        keys: &CudaTensor,
+        values: Option<&CudaTensor>,
+        spans: &[Span],
+    ) -> Result<(), KernelError> {
+        let offsets: Vec<i64> = spans
+            .iter()
+            .flat_map(|span| kv.offsets(&span.blocks, span.start, span.rows))
+            .collect();
+        let first_row = spans.first().map_or(0, |span| span.first_row);
+        let row = |x: &CudaTensor| x.address() + (first_row * x.cols * 4) as u64;
+        let value_cols = values.map_or(0, |v| v.cols);
+        let args = Args::new()
+            .with(kv.layer(layer))
+            .with(row(keys))
+            .with(values.map_or(0, row))
+            .with(self.host(&offsets)?)
+            .with(offsets.len() as i32)
+            .with(keys.cols as i32)
+            .with(value_cols as i32);
+        let grid = [offsets.len(), (keys.cols + value_cols).div_ceil(1024), 1];
+        self.launch(Kernel::new(&kv.variant(), "kv_append"), grid, args)
+    }
+
+    pub(super) fn read_kv(
+        &self,
+        kv: &CudaKv,
+        layer: usize,
+        blocks: &[BlockId],
+        first_token: usize,
+        tokens: usize,
+    ) -> Result<Vec<u8>, KernelError> {
+        checks::kv_layer("kv_read", &kv.layout, layer)?;
+        checks::kv_blocks(
+            "kv_read",
+            &kv.layout,
+            kv.blocks,
+            blocks,
+            first_token,
+            tokens,
+        )?;
+        let record = kv.layout.token_layer_bytes();
+        let gathered = self.buffer(tokens * record, "KV on its way")?;
+        let args = Args::new()
+            .with(gathered.address())
+            .with(kv.layer(layer))
+            .with(self.host(&kv.offsets(blocks, first_token, tokens))?)
+            .with(tokens as i32)
+            .with(record as i32);
+        let variant = kv.variant();
+        let kernel = Kernel::new(&variant, "kv_gather").threads(128);
+        self.launch(kernel, [tokens, 1, 1], args)?;
+        self.queue
+            .download(gathered.address(), tokens * record, <[u8]>::to_vec)
+    }
+
+    pub(super) fn write_kv(
+        &self,
+        kv: &CudaKv,
+        layer: usize,
+        blocks: &[BlockId],
+        first_token: usize,
+        bytes: &[u8],
+    ) -> Result<(), KernelError> {
+        checks::kv_layer("kv_write", &kv.layout, layer)?;
+        let tokens = checks::kv_records(&kv.layout, bytes.len())?;
+        checks::kv_blocks(
+            "kv_write",
+            &kv.layout,
+            kv.blocks,
+            blocks,
+            first_token,
+            tokens,
+        )?;
+        let arrived = self.send_bytes(bytes, "KV on its way")?;
+        let args = Args::new()
+            .with(kv.layer(layer))
+            .with(arrived.address())
+            .with(self.host(&kv.offsets(blocks, first_token, tokens))?)
+            .with(tokens as i32)
+            .with(kv.layout.token_layer_bytes() as i32);
+        let variant = kv.variant();
+        let kernel = Kernel::new(&variant, "kv_scatter").threads(128);
+        self.launch(kernel, [tokens, 1, 1], args)
+    }
+
+    pub(super) fn copy_kv(
+        &self,
+        kv: &CudaKv,
+        from: BlockId,
+        to: BlockId,
+    ) -> Result<(), KernelError> {
+        checks::kv_blocks("kv_copy", &kv.layout, kv.blocks, &[from, to], 0, 0)?;
+        let size = kv.layout.block_layer_bytes() as u64;
+        (0..kv.layout.layers).try_for_each(|layer| {
+            self.queue.push(Command::Copy {
+                from: kv.layer(layer) + u64::from(from.0) * size,
+                to: kv.layer(layer) + u64::from(to.0) * size,
+                bytes: size as usize,
+            })
+        })
+    }
+}
+
+/// Spans in runs without a gap between their rows.
+fn runs(spans: &[Span]) -> impl Iterator<Item = &[Span]> {
+    spans.chunk_by(|a, b| a.first_row + a.rows == b.first_row)
+}

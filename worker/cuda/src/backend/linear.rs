@@ -1,0 +1,279 @@
+//! Products with weights.
+
+use std::sync::{Arc, PoisonError};
+
+use hearth_kernels::{DType, KernelError, MlaHeads, checks};
+
+use super::tensor::{Terms, WeightData, weight_type};
+use super::weights::PADDED_COLS;
+use super::{
+    Activations, CudaBackend, CudaTensor, CudaVector, CudaWeight, Kernel, activations_number,
+};
+use crate::compile::Variant;
+use crate::queue::Args;
+
+/// Rows that the decode kernel takes.
+pub(super) const DECODE_ROWS: usize = 8;
+/// Outputs of a block (`TILE_OUTPUTS` of matmul.cuh) and rows of a tiled one (`TILE_TOKENS`).
+const TILE_OUTPUTS: usize = 128;
+pub(super) const TILE_ROWS: usize = 64;
+/// Columns of one partial sum (`SEGMENT` of common.cuh).
+const SEGMENT_COLS: usize = 512;
+
+impl CudaBackend {
+    pub(super) fn linear_layer(
+        &self,
+        x: &CudaTensor,
+        w: &CudaWeight,
+        bias: Option<&CudaVector>,
+    ) -> Result<CudaTensor, KernelError> {
+        let weight = &*w.0;
+        checks::linear(x.shape(), weight.shape(), bias.map(|b| b.len))?;
+        let y = self.tensor(x.rows, weight.rows)?;
+        if y.elements() == 0 {
+            return Ok(y);
+        }
+        let terms = self.terms(x, weight.dtype)?;
+        let bias = bias.map_or(0, |b| b.data.address());
+        if x.rows <= DECODE_ROWS {
+            self.decode(&y, &terms, weight, bias)?;
+        } else {
+            self.tiled(&y, &terms, weight, bias)?;
+        }
+        Ok(y)
+    }
+
+    /// A block of rows reads each weight once; where there are few blocks, each sum is cut into its segments.
+    fn decode(
+        &self,
+        y: &CudaTensor,
+        terms: &Terms,
+        weight: &WeightData,
+        bias: u64,
+    ) -> Result<(), KernelError> {
+        let variant = self.matrix_variant("linear", weight.dtype);
+        let blocks = y.cols.div_ceil(TILE_OUTPUTS);
+        let segments = terms.padded.div_ceil(SEGMENT_COLS);
+        let enough = 2 * self.device.info.multiprocessors as usize;
+        let splits = if blocks < enough { segments } else { 1 };
+        let partials = match splits {
+            1 => None,
+            _ => Some(self.buffer(splits * y.elements() * 4, "partial sums")?),
+        };
+        let partials_at = partials.as_ref().map_or(0, |p| p.address());
+        let args = Args::new()
+            .with(y.address())
+            .with(partials_at)
+            .with(terms.values.address())
+            .with(terms.scales_address())
+            .with(weight.argument())
+            .with(bias)
+            .with(y.rows as i32)
+            .with(y.cols as i32)
+            .with(terms.padded as i32);
+        let kernel = Kernel::new(&variant, "linear_decode");
+        self.launch(kernel, [blocks, splits, 1], args)?;
+        if splits == 1 {
+            return Ok(());
+        }
+        let args = Args::new()
+            .with(y.address())
+            .with(partials_at)
+            .with(bias)
+            .with(y.rows as i32)
+            .with(y.cols as i32)
+            .with(splits as i32);
+        let blocks = y.elements().div_ceil(256).min(4096);
+        self.launch(Kernel::new(&variant, "linear_fold"), [blocks, 1, 1], args)
+    }
+
+    fn tiled(
+        &self,
+        y: &CudaTensor,
+        terms: &Terms,
+        weight: &WeightData,
+        bias: u64,
+    ) -> Result<(), KernelError> {
+        let args = tiled_args(y, terms, weight, bias);
+        if terms.scales.is_some() && self.has_equal_wgmma() {
+            return self.launch_wgmma(y.shape(), args);
+        }
+        self.launch_tiled(y.shape(), weight.dtype, args)
+    }
+
+    /// The `mma.sync` kernel for any number of rows.
+    pub(super) fn launch_tiled(
+        &self,
+        (rows, cols): (usize, usize),
+        dtype: DType,
+        args: Args,
+    ) -> Result<(), KernelError> {
+        let variant = self.matrix_variant("linear", dtype);
+        let kernel = Kernel::new(&variant, "linear_tiled").shared(self.tiled_shared(dtype));
+        let grid = [cols.div_ceil(TILE_OUTPUTS), rows.div_ceil(TILE_ROWS), 1];
+        self.launch(kernel, grid, args)
+    }
+
+    /// The rows of `x` as kernels for weights of `dtype` take them; made once while the tensor does not change.
+    pub(super) fn terms(&self, x: &CudaTensor, dtype: DType) -> Result<Arc<Terms>, KernelError> {
+        let activations = self.activations_for(dtype);
+        let is_own = activations == self.activations;
+        let mut kept = x.terms.lock().unwrap_or_else(PoisonError::into_inner);
+        if let (Some(terms), true) = (&*kept, is_own) {
+            return Ok(Arc::clone(terms));
+        }
+        let terms = Arc::new(self.split(x.address(), x.rows, x.cols, activations)?);
+        if is_own {
+            *kept = Some(Arc::clone(&terms));
+        }
+        Ok(terms)
+    }
+
+    /// Splits `[rows, cols]` f32 at `address`.
+    pub(super) fn split(
+        &self,
+        address: u64,
+        rows: usize,
+        cols: usize,
+        activations: Activations,
+    ) -> Result<Terms, KernelError> {
+        let padded = cols.next_multiple_of(PADDED_COLS);
+        let element_bytes = match activations {
+            Activations::F32 => 6,
+            Activations::Bf16 => 2,
+            Activations::Fp8 => 1,
+        };
+        let scales = match activations {
+            Activations::Fp8 => {
+                let count = rows * padded / PADDED_COLS;
+                Some(self.buffer(count * 4, "scales of activations")?)
+            }
+            _ => None,
+        };
+        let terms = Terms {
+            values: self.buffer(rows * padded * element_bytes, "split activations")?,
+            scales,
+            rows,
+            padded,
+        };
+        let variant = Variant::with("split", &[("ACTIVATIONS", activations_number(activations))]);
+        let args = Args::new()
+            .with(address)
+            .with(terms.values.address())
+            .with(terms.scales_address())
+            .with(rows as i32)
+            .with(cols as i32)
+            .with(padded as i32);
+        self.launch(Kernel::new(&variant, "split"), [rows, 1, 1], args)?;
+        Ok(terms)
+    }
+
+    /// FP8 activations go with FP8 weights alone.
+    pub(super) fn activations_for(&self, dtype: DType) -> Activations {
+        match (self.activations, dtype) {
+            (Activations::Fp8, DType::F8E4m3) => Activations::Fp8,
+            (Activations::Fp8, _) => Activations::Bf16,
+            (other, _) => other,
+        }
+    }
+
+    /// `linear` or `experts` for weights of `dtype`.
+    pub(super) fn matrix_variant(&self, file: &'static str, dtype: DType) -> Variant {
+        let activations = activations_number(self.activations_for(dtype));
+        Variant::with(
+            file,
+            &[
+                ("WEIGHT_TYPE", weight_type(dtype)),
+                ("ACTIVATIONS", activations),
+            ],
+        )
+    }
+
+    /// Dynamic shared memory of the tiled kernels: `STAGES * STAGE_BYTES` of matmul.cuh.
+    pub(super) fn tiled_shared(&self, dtype: DType) -> u32 {
+        let activations = self.activations_for(dtype);
+        let (term_bytes, terms) = match activations {
+            Activations::F32 => (2, 3),
+            Activations::Bf16 => (2, 1),
+            Activations::Fp8 => (1, 1),
+        };
+        let cols = match (activations, dtype) {
+            (Activations::Fp8, _) => 128,
+            (_, DType::F32) => 32,
+            _ => 64,
+        };
+        let stage = cols * (TILE_OUTPUTS * dtype.size_bytes() + terms * TILE_ROWS * term_bytes);
+        let stages = ((96 << 10) / stage).min(4);
+        (stages * stage) as u32
+    }
+
+    pub(super) fn absorb(
+        &self,
+        q_nope: &CudaTensor,
+        kv_b: &CudaWeight,
+        dims: MlaHeads,
+    ) -> Result<CudaTensor, KernelError> {
+        checks::mla(
+            "mla_absorb",
+            q_nope.shape(),
+            dims.nope,
+            kv_b.0.shape(),
+            dims,
+        )?;
+        self.per_head("mla_absorb", q_nope, &kv_b.0, dims, dims.rank)
+    }
+
+    pub(super) fn expand(
+        &self,
+        latent: &CudaTensor,
+        kv_b: &CudaWeight,
+        dims: MlaHeads,
+    ) -> Result<CudaTensor, KernelError> {
+        checks::mla(
+            "mla_expand",
+            latent.shape(),
+            dims.rank,
+            kv_b.0.shape(),
+            dims,
+        )?;
+        self.per_head("mla_expand", latent, &kv_b.0, dims, dims.v)
+    }
+
+    /// One of the per-head up-projections: `width` outputs a head.
+    fn per_head(
+        &self,
+        name: &'static str,
+        x: &CudaTensor,
+        kv_b: &WeightData,
+        dims: MlaHeads,
+        width: usize,
+    ) -> Result<CudaTensor, KernelError> {
+        let y = self.tensor(x.rows, dims.heads * width)?;
+        let args = Args::new()
+            .with(y.address())
+            .with(x.address())
+            .with(kv_b.argument())
+            .with(x.rows as i32)
+            .with(dims.heads as i32)
+            .with(dims.nope as i32)
+            .with(dims.v as i32)
+            .with(dims.rank as i32);
+        let variant = Variant::with("mla", &[("WEIGHT_TYPE", weight_type(kv_b.dtype))]);
+        let grid = [dims.heads, width.div_ceil(64), x.rows.div_ceil(32)];
+        self.launch(Kernel::new(&variant, name).threads(128), grid, args)?;
+        Ok(y)
+    }
+}
+
+/// Parameters of `linear_tiled` and of its twin by wgmma.
+pub(super) fn tiled_args(y: &CudaTensor, terms: &Terms, weight: &WeightData, bias: u64) -> Args {
+    Args::new()
+        .with(y.address())
+        .with(terms.values.address())
+        .with(terms.scales_address())
+        .with(weight.argument())
+        .with(bias)
+        .with(y.rows as i32)
+        .with(y.cols as i32)
+        .with(terms.padded as i32)
+}

@@ -1,0 +1,248 @@
+//! The backend: shapes are checked and kernels chosen here; an operation group a file.
+
+mod attention;
+mod elementwise;
+mod experts;
+mod kv;
+mod linear;
+mod probe;
+mod tensor;
+mod trait_impl;
+mod weights;
+mod wgmma;
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, OnceLock};
+
+use hearth_kernels::KernelError;
+
+use crate::compile::{Modules, Variant};
+use crate::driver::{Device, Stream, fault};
+use crate::memory::{Buffer, Memory, Uploader};
+use crate::queue::{Args, Argument, Command, Launch, Queue};
+
+pub use experts::CudaBank;
+pub use kv::CudaKv;
+pub use tensor::CudaTensor;
+pub use tensor::{CudaChosen, CudaVector, CudaWeight};
+
+/// Rows up to which a step is recorded and launched as a graph.
+const MOST_RECORDED_ROWS: usize = 32;
+/// Bytes of the GPU that no budget takes where none is given: the context, the display, the driver's own.
+const RESERVED_BYTES: u64 = 512 << 20;
+
+/// How activations enter the products with weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Activations {
+    /// As they are: three bf16 terms, products exact, sums f32. What the other backends compute.
+    #[default]
+    F32,
+    /// Rounded to bf16, as most engines do: faster prefill, other bits.
+    Bf16,
+    /// Quantised to e4m3 with one scale for each row and 128 columns, for FP8 weights (DeepSeek-V3, arXiv:2412.19437, section 3.3.2);
+    /// other weights take bf16.
+    Fp8,
+}
+
+/// How the backend runs.
+#[derive(Clone, Debug, Default)]
+pub struct CudaOptions {
+    /// UUID of the GPU, or its beginning; none: the first that is new enough.
+    pub uuid: Option<String>,
+    /// Bytes of device memory that weights, KV and activations together may take; none: what is free, less half a GiB.
+    pub budget_bytes: Option<u64>,
+    /// How activations enter products.
+    pub activations: Activations,
+    /// Directories with compiled kernels: all are read, the last is written.
+    pub kernel_cache: Vec<PathBuf>,
+    /// Patterns around every buffer, which [`CudaBackend::check_sentinels`] reads: for tests.
+    pub sentinels: bool,
+}
+
+/// A [`hearth_kernels::Backend`] on an NVIDIA GPU.
+pub struct CudaBackend {
+    queue: Queue,
+    memory: Arc<Memory>,
+    modules: Arc<Modules>,
+    uploader: Uploader,
+    device: Arc<Device>,
+    activations: Activations,
+    /// Whether wgmma gives the bits of `mma.sync` on this GPU, once that was tried.
+    wgmma: OnceLock<bool>,
+}
+
+impl CudaBackend {
+    /// Opens the GPU.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] when there is no driver, it is too old, there is no such GPU, or it cannot compute what `options` ask.
+    pub fn new(options: CudaOptions) -> Result<Self, KernelError> {
+        let CudaOptions {
+            uuid,
+            budget_bytes,
+            activations,
+            kernel_cache,
+            sentinels,
+        } = options;
+        let device = Arc::new(Device::open(uuid.as_deref())?);
+        if activations == Activations::Fp8 && device.info.capability < (8, 9) {
+            return Err(fault(format!(
+                "--activations fp8 needs FP8 tensor cores, and {} has compute capability {}.{}\n  use --activations f32 or bf16, or a GPU of the RTX 40 series or newer",
+                device.info.name, device.info.capability.0, device.info.capability.1
+            )));
+        }
+        let budget_bytes = match budget_bytes {
+            Some(bytes) => bytes,
+            None => device.free_bytes()?.saturating_sub(RESERVED_BYTES),
+        };
+        let stream = Arc::new(Stream::new(&device)?);
+        let modules = Modules::new(&device, kernel_cache);
+        modules.prepare(Self::common_variants(activations));
+        tracing::debug!(
+            gpu = device.info.name,
+            uuid = device.info.uuid,
+            budget_bytes,
+            ?activations,
+            "GPU opened"
+        );
+        Ok(Self {
+            queue: Queue::new(Arc::clone(&stream))?,
+            memory: Memory::new(stream, budget_bytes, sentinels),
+            modules,
+            uploader: Uploader::new(Stream::new(&device)?)?,
+            device,
+            activations,
+            wgmma: OnceLock::new(),
+        })
+    }
+
+    /// What the GPU says of itself.
+    pub fn info(&self) -> &crate::DeviceInfo {
+        &self.device.info
+    }
+
+    /// How activations enter products.
+    pub fn activations(&self) -> Activations {
+        self.activations
+    }
+
+    /// Bytes of device memory in use, and the most that may be.
+    pub fn memory_bytes(&self) -> (u64, u64) {
+        (self.memory.used_bytes(), self.memory.budget_bytes())
+    }
+
+    /// CUDA graphs that were made, and launches of them.
+    pub fn graph_counts(&self) -> (u64, u64) {
+        self.queue.graph_counts()
+    }
+
+    /// Waits until everything is done.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] when something went wrong on the GPU since the last look.
+    pub fn synchronize(&self) -> Result<(), KernelError> {
+        self.queue.synchronize()
+    }
+
+    /// With [`CudaOptions::sentinels`]: reads the patterns around every buffer that there was; their number.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] naming the first that a kernel wrote over.
+    pub fn check_sentinels(&self) -> Result<usize, KernelError> {
+        self.queue.synchronize()?;
+        self.memory.check_sentinels()
+    }
+
+    /// Kernels that every model uses.
+    fn common_variants(activations: Activations) -> Vec<Variant> {
+        let plain = ["add", "silu_mul", "rms_norm", "rope", "rows"].map(Variant::plain);
+        let split = Variant::with("split", &[("ACTIVATIONS", activations_number(activations))]);
+        plain.into_iter().chain([split]).collect()
+    }
+
+    /// An uninitialised tensor.
+    fn tensor(&self, rows: usize, cols: usize) -> Result<CudaTensor, KernelError> {
+        Ok(CudaTensor {
+            buffer: self.buffer(rows * cols * 4, "activations")?,
+            rows,
+            cols,
+            terms: Mutex::new(None),
+        })
+    }
+
+    fn buffer(&self, bytes: usize, what: &'static str) -> Result<Buffer, KernelError> {
+        self.memory.alloc(bytes, what)
+    }
+
+    /// Runs an entry point.
+    fn launch(&self, kernel: Kernel<'_>, grid: [usize; 3], args: Args) -> Result<(), KernelError> {
+        if grid.contains(&0) {
+            return Ok(());
+        }
+        let Kernel {
+            variant,
+            name,
+            threads,
+            shared_bytes,
+        } = kernel;
+        self.queue.push(Command::Launch(Box::new(Launch {
+            function: self.modules.function(variant, name, shared_bytes)?,
+            grid: grid.map(|n| n as u32),
+            threads,
+            shared_bytes,
+            args,
+        })))
+    }
+
+    /// Host data for kernels of this step.
+    fn host<T: Argument>(&self, values: &[T]) -> Result<u64, KernelError> {
+        // SAFETY: every byte of an `Argument` is initialised.
+        let bytes = unsafe {
+            std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values))
+        };
+        self.queue.host_data(bytes)
+    }
+}
+
+/// An entry point and how it is launched.
+#[derive(Clone, Copy)]
+struct Kernel<'a> {
+    variant: &'a Variant,
+    name: &'static str,
+    /// Threads of a block.
+    threads: u32,
+    /// Dynamic shared memory.
+    shared_bytes: u32,
+}
+
+impl<'a> Kernel<'a> {
+    /// 256 threads, no dynamic shared memory.
+    fn new(variant: &'a Variant, name: &'static str) -> Self {
+        Self {
+            variant,
+            name,
+            threads: 256,
+            shared_bytes: 0,
+        }
+    }
+
+    fn threads(self, threads: u32) -> Self {
+        Self { threads, ..self }
+    }
+
+    fn shared(self, shared_bytes: u32) -> Self {
+        Self {
+            shared_bytes,
+            ..self
+        }
+    }
+}
+
+/// `ACTIVATIONS` of the kernels.
+fn activations_number(activations: Activations) -> i64 {
+    match activations {
+        Activations::F32 => 0,
+        Activations::Bf16 => 1,
+        Activations::Fp8 => 2,
+    }
+}

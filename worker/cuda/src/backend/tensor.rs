@@ -1,0 +1,164 @@
+//! What the backend hands out: activations, weights, vectors, chosen experts.
+
+use std::sync::{Arc, Mutex};
+
+use hearth_kernels::{DType, RouterSpec};
+
+use crate::memory::Buffer;
+use crate::queue::Argument;
+
+/// f32 activations `[rows, cols]` on the device.
+pub struct CudaTensor {
+    pub(super) buffer: Buffer,
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    /// The rows as the matrix kernels take them, once somebody asked; gone when the tensor changes.
+    pub(super) terms: Mutex<Option<Arc<Terms>>>,
+}
+
+impl CudaTensor {
+    pub(super) fn address(&self) -> u64 {
+        self.buffer.address()
+    }
+
+    pub(super) fn shape(&self) -> (usize, usize) {
+        (self.rows, self.cols)
+    }
+
+    pub(super) fn elements(&self) -> usize {
+        self.rows * self.cols
+    }
+}
+
+/// Activations as matrix kernels take them (`split.cu`).
+pub(super) struct Terms {
+    pub(super) values: Buffer,
+    /// FP8: one for each row and 128 columns.
+    pub(super) scales: Option<Buffer>,
+    /// Rows that were split.
+    pub(super) rows: usize,
+    /// Columns with padding, a multiple of 128.
+    pub(super) padded: usize,
+}
+
+impl Terms {
+    pub(super) fn scales_address(&self) -> u64 {
+        self.scales.as_ref().map_or(0, Buffer::address)
+    }
+}
+
+/// A weight matrix `[rows, cols]` on the device; clones share it.
+#[derive(Clone)]
+pub struct CudaWeight(pub(super) Arc<WeightData>);
+
+pub(super) struct WeightData {
+    pub(super) data: Buffer,
+    pub(super) scales: Option<Buffer>,
+    pub(super) dtype: DType,
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    /// Elements from one row to the next, a multiple of 128; those past `cols` are zero.
+    pub(super) ld: usize,
+    /// Row 0 in the matrix that the scales belong to.
+    pub(super) first_row: usize,
+    /// Scales of a row of blocks.
+    pub(super) scale_cols: usize,
+}
+
+impl WeightData {
+    pub(super) fn shape(&self) -> (usize, usize) {
+        (self.rows, self.cols)
+    }
+
+    /// `struct Weight` of common.cuh.
+    pub(super) fn argument(&self) -> WeightArg {
+        WeightArg {
+            data: self.data.address(),
+            scales: self.scales.as_ref().map_or(0, Buffer::address),
+            ld: self.ld as i32,
+            first_row: self.first_row as i32,
+            scale_cols: self.scale_cols as i32,
+            reserved: 0,
+        }
+    }
+}
+
+/// f32 parameters on the device; clones share them.
+#[derive(Clone)]
+pub struct CudaVector {
+    pub(super) data: Arc<Buffer>,
+    pub(super) len: usize,
+}
+
+/// Experts of each token, where the router left them.
+pub struct CudaChosen {
+    /// `[tokens, top_k]` u32, ascending for each token.
+    pub(super) experts: Buffer,
+    /// `[tokens, top_k]` f32.
+    pub(super) weights: Buffer,
+    pub(super) tokens: usize,
+    pub(super) spec: RouterSpec,
+}
+
+/// `struct Weight` of common.cuh.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct WeightArg {
+    data: u64,
+    scales: u64,
+    ld: i32,
+    first_row: i32,
+    scale_cols: i32,
+    reserved: i32,
+}
+
+// SAFETY: repr(C), and its fields leave no padding: 2 × 8 + 4 × 4 bytes.
+unsafe impl Argument for WeightArg {}
+
+/// `struct Expert` of common.cuh.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct ExpertArg {
+    pub(super) gate: WeightArg,
+    pub(super) up: WeightArg,
+    pub(super) down: WeightArg,
+}
+
+// SAFETY: repr(C) of parts without padding.
+unsafe impl Argument for ExpertArg {}
+
+/// `struct Tile` of common.cuh.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub(super) struct TileArg {
+    pub(super) expert: i32,
+    pub(super) first: i32,
+    pub(super) count: i32,
+    pub(super) reserved: i32,
+}
+
+// SAFETY: repr(C) of four i32.
+unsafe impl Argument for TileArg {}
+
+/// `struct AttentionTile` of common.cuh.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub(super) struct AttentionTileArg {
+    pub(super) first_row: i32,
+    pub(super) tokens: i32,
+    pub(super) start: i32,
+    pub(super) table: i32,
+}
+
+// SAFETY: repr(C) of four i32.
+unsafe impl Argument for AttentionTileArg {}
+
+/// `WEIGHT_TYPE` of the kernels.
+pub(super) fn weight_type(dtype: DType) -> i64 {
+    match dtype {
+        DType::F32 => 0,
+        DType::F16 => 1,
+        DType::Bf16 => 2,
+        DType::F8E4m3 => 3,
+    }
+}

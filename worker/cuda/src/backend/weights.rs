@@ -1,0 +1,147 @@
+//! Weights and vectors: from host bytes to the device, laid out as the kernels read them.
+
+use std::sync::Arc;
+
+use hearth_kernels::{DType, HostMatrix, KernelError};
+
+use super::tensor::{WeightData, weight_type};
+use super::{CudaBackend, CudaTensor, CudaVector, CudaWeight, Kernel};
+use crate::compile::Variant;
+use crate::driver::fault;
+use crate::memory::{Buffer, Pitched};
+use crate::queue::Args;
+
+/// Rows of a weight are padded to this many elements: kernels then need no tail along the sum.
+pub(super) const PADDED_COLS: usize = 128;
+
+impl CudaBackend {
+    pub(super) fn load_weight(&self, matrix: &HostMatrix) -> Result<CudaWeight, KernelError> {
+        let (rows, cols, dtype) = (matrix.rows(), matrix.cols(), matrix.dtype());
+        let ld = cols.next_multiple_of(PADDED_COLS);
+        let size = dtype.size_bytes();
+        let data = self.buffer(rows * ld * size, "weights")?;
+        let to = Pitched {
+            address: data.address(),
+            rows,
+            row_bytes: cols * size,
+            pitch_bytes: ld * size,
+        };
+        self.send(matrix.data(), to)?;
+        let mut scale_cols = 0;
+        let scales = match matrix.scales() {
+            None => None,
+            Some(scales) => {
+                scale_cols = scales.blocks_per_row;
+                Some(self.send_floats(&scales.values, "scales of weights")?)
+            }
+        };
+        let weight = WeightData {
+            data,
+            scales,
+            dtype,
+            rows,
+            cols,
+            ld,
+            first_row: matrix.first_row(),
+            scale_cols,
+        };
+        if dtype == DType::F8E4m3 {
+            self.refuse_nan(&weight)?;
+        }
+        self.modules.prepare(self.matrix_variants(dtype));
+        Ok(CudaWeight(Arc::new(weight)))
+    }
+
+    pub(super) fn load_vector(&self, values: &[f32]) -> Result<CudaVector, KernelError> {
+        Ok(CudaVector {
+            data: Arc::new(self.send_floats(values, "vectors")?),
+            len: values.len(),
+        })
+    }
+
+    pub(super) fn load_tensor(
+        &self,
+        rows: usize,
+        cols: usize,
+        values: &[f32],
+    ) -> Result<CudaTensor, KernelError> {
+        let tensor = self.tensor(rows, cols)?;
+        self.send(
+            bytes_of(values),
+            close(tensor.address(), size_of_val(values)),
+        )?;
+        Ok(tensor)
+    }
+
+    /// Copies host bytes into a buffer that was just allocated.
+    pub(super) fn send(&self, host: &[u8], to: Pitched) -> Result<(), KernelError> {
+        if host.is_empty() {
+            return Ok(());
+        }
+        // A buffer that is used again may still be read by what was queued before.
+        self.queue.flush()?;
+        self.uploader.copy(host, to, self.memory.stream())
+    }
+
+    pub(super) fn send_bytes(
+        &self,
+        host: &[u8],
+        what: &'static str,
+    ) -> Result<Buffer, KernelError> {
+        let buffer = self.buffer(host.len(), what)?;
+        self.send(host, close(buffer.address(), host.len()))?;
+        Ok(buffer)
+    }
+
+    fn send_floats(&self, values: &[f32], what: &'static str) -> Result<Buffer, KernelError> {
+        self.send_bytes(bytes_of(values), what)
+    }
+
+    /// The FP8 kernels turn codes into bf16 without looking for the one that is no number.
+    fn refuse_nan(&self, weight: &WeightData) -> Result<(), KernelError> {
+        let codes = weight.rows * weight.ld;
+        if codes == 0 {
+            return Ok(());
+        }
+        let found = self.send_bytes(&0_i32.to_ne_bytes(), "a flag")?;
+        let variant = Variant::plain("find_nan");
+        let blocks = codes.div_ceil(256 * 16).min(1024);
+        let args = Args::new()
+            .with(weight.data.address())
+            .with(codes as i64)
+            .with(found.address());
+        self.launch(Kernel::new(&variant, "find_nan"), [blocks, 1, 1], args)?;
+        let is_found = self
+            .queue
+            .download(found.address(), 4, |b| b.iter().any(|&b| b != 0))?;
+        if is_found {
+            return Err(fault(format!(
+                "an FP8 weight [{}, {}] holds NaN (codes 0x7f or 0xff)\n  the file is damaged: download the model again",
+                weight.rows, weight.cols
+            )));
+        }
+        Ok(())
+    }
+
+    /// What a weight of this type will be used by.
+    fn matrix_variants(&self, dtype: DType) -> Vec<Variant> {
+        vec![
+            self.matrix_variant("linear", dtype),
+            Variant::with("embed", &[("WEIGHT_TYPE", weight_type(dtype))]),
+        ]
+    }
+}
+
+fn close(address: u64, bytes: usize) -> Pitched {
+    Pitched {
+        address,
+        rows: 1,
+        row_bytes: bytes,
+        pitch_bytes: bytes,
+    }
+}
+
+fn bytes_of(values: &[f32]) -> &[u8] {
+    // SAFETY: f32 has no padding, and bytes have no alignment.
+    unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
+}

@@ -1,0 +1,70 @@
+//! Kernels from source to functions: NVRTC at first use, a cache on disk, and everything ahead for an image.
+
+mod cache;
+mod modules;
+mod nvrtc;
+mod sources;
+
+use std::path::Path;
+
+use hearth_kernels::KernelError;
+
+pub(crate) use modules::{Function, Modules};
+pub(crate) use sources::AttentionShape;
+pub use sources::{SOURCES, Variant, all_variants};
+
+use cache::Cache;
+
+/// What compiling everything ahead did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CompileReport {
+    /// Kernels in the cache now, for one architecture.
+    pub kernels: usize,
+    /// Those that were compiled; the others were there.
+    pub compiled: usize,
+    /// Bytes of all of them.
+    pub bytes: u64,
+}
+
+/// Compiles every variant that models without unusual dimensions need, for one architecture (`sm_89`), into `directory`.
+///
+/// # Errors
+/// [`KernelError::Device`] when NVRTC is missing or does not know the architecture, or a file cannot be written.
+pub fn compile_all(directory: &Path, architecture: &str) -> Result<CompileReport, KernelError> {
+    let compiler = nvrtc::Compiler::new(architecture)?;
+    let cache = Cache::new(vec![directory.to_owned()]);
+    let mut report = CompileReport {
+        kernels: 0,
+        compiled: 0,
+        bytes: 0,
+    };
+    for variant in all_variants() {
+        if !variant.runs_on(architecture) {
+            continue;
+        }
+        let key = variant.cache_key(architecture);
+        let cubin = match cache.read(&key) {
+            Some(cubin) => cubin,
+            None => {
+                let cubin = compiler.compile(&variant)?;
+                cache.write(&key, &cubin)?;
+                report.compiled += 1;
+                cubin
+            }
+        };
+        report.kernels += 1;
+        report.bytes += cubin.len() as u64;
+    }
+    Ok(report)
+}
+
+/// Compiles one variant without a cache; the text is the compiler's log, with registers and spills.
+///
+/// # Errors
+/// As [`compile_all`].
+pub fn compile_one(
+    variant: &Variant,
+    architecture: &str,
+) -> Result<(Vec<u8>, String), KernelError> {
+    nvrtc::Compiler::new(architecture)?.compile_verbose(variant)
+}

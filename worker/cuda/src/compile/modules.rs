@@ -1,0 +1,189 @@
+//! Loaded kernels of one device.
+
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use cudarc::driver::sys::{self, CUfunction, CUfunction_attribute, CUmodule};
+use hearth_kernels::KernelError;
+
+use super::Variant;
+use super::cache::Cache;
+use super::nvrtc::Compiler;
+use crate::driver::{Device, check, fault};
+
+/// Shared memory that a block has without asking.
+const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
+
+/// An entry point, ready to launch. Modules are never unloaded while their device is open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Function(CUfunction);
+
+// SAFETY: a handle; the driver takes it from any thread.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+impl Function {
+    pub(crate) fn raw(self) -> CUfunction {
+        self.0
+    }
+}
+
+/// The kernels of a device: compiled or read when first used, then kept.
+pub(crate) struct Modules {
+    device: Arc<Device>,
+    cache: Cache,
+    compiler: OnceLock<Result<Compiler, String>>,
+    loaded: Mutex<HashMap<Variant, Slot>>,
+}
+
+/// A module that is there, cannot be had, or is on its way.
+type Slot = Arc<OnceLock<Result<Module, String>>>;
+
+struct Module {
+    raw: CUmodule,
+    /// By name, with the dynamic shared memory that each is allowed.
+    functions: Mutex<HashMap<&'static str, (Function, u32)>>,
+}
+
+// SAFETY: a handle; the driver takes it from any thread.
+unsafe impl Send for Module {}
+// SAFETY: as above.
+unsafe impl Sync for Module {}
+
+impl Modules {
+    /// Compiled kernels are looked for in `directories` and written to the last.
+    pub(crate) fn new(device: &Arc<Device>, directories: Vec<PathBuf>) -> Arc<Self> {
+        Arc::new(Self {
+            device: Arc::clone(device),
+            cache: Cache::new(directories),
+            compiler: OnceLock::new(),
+            loaded: Mutex::default(),
+        })
+    }
+
+    /// Entry point `name` of a variant, allowed `shared_bytes` of dynamic shared memory.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] when the variant cannot be compiled or loaded.
+    pub(crate) fn function(
+        &self,
+        variant: &Variant,
+        name: &'static str,
+        shared_bytes: u32,
+    ) -> Result<Function, KernelError> {
+        let slot = self.slot(variant);
+        let module = slot
+            .get_or_init(|| self.load(variant).map_err(|e| text(&e)))
+            .as_ref()
+            .map_err(fault)?;
+        let mut functions = lock(&module.functions);
+        match functions.get(name) {
+            Some((function, allowed)) if *allowed >= shared_bytes => Ok(*function),
+            _ => {
+                let function = self.entry(module, name, shared_bytes)?;
+                functions.insert(name, (function, shared_bytes.max(DEFAULT_SHARED_BYTES)));
+                Ok(function)
+            }
+        }
+    }
+
+    /// Begins to make variants ready on threads of their own: what is used soon need not wait for one another.
+    pub(crate) fn prepare(self: &Arc<Self>, variants: impl IntoIterator<Item = Variant>) {
+        for variant in variants {
+            let slot = self.slot(&variant);
+            if slot.get().is_some() || Arc::strong_count(&slot) > 2 {
+                continue; // There, or on its way.
+            }
+            let modules = Arc::clone(self);
+            let spawned = std::thread::Builder::new()
+                .name(format!("compile {}", variant.file))
+                .spawn(move || {
+                    slot.get_or_init(|| modules.load(&variant).map_err(|e| text(&e)));
+                });
+            if let Err(error) = spawned {
+                tracing::debug!(%error, "kernels are compiled when they are first used");
+            }
+        }
+    }
+
+    fn slot(&self, variant: &Variant) -> Slot {
+        let mut loaded = lock(&self.loaded);
+        match loaded.get(variant) {
+            Some(slot) => Arc::clone(slot),
+            None => Arc::clone(loaded.entry(variant.clone()).or_default()),
+        }
+    }
+
+    fn load(&self, variant: &Variant) -> Result<Module, KernelError> {
+        let architecture = self.device.info.architecture();
+        let key = variant.cache_key(&architecture);
+        let cubin = match self.cache.read(&key) {
+            Some(cubin) => cubin,
+            None => {
+                let compiler = self
+                    .compiler
+                    .get_or_init(|| Compiler::new(&architecture).map_err(|e| text(&e)));
+                let cubin = compiler.as_ref().map_err(fault)?.compile(variant)?;
+                if let Err(error) = self.cache.write(&key, &cubin) {
+                    tracing::warn!(%error, "a compiled kernel is not kept");
+                }
+                cubin
+            }
+        };
+        self.device.bind()?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: a context is current; the image is whole, as its hash says or the compiler just made it.
+        check("cuModuleLoadData", unsafe {
+            sys::cuModuleLoadData(&raw mut raw, cubin.as_ptr().cast())
+        })?;
+        Ok(Module {
+            raw,
+            functions: Mutex::default(),
+        })
+    }
+
+    fn entry(
+        &self,
+        module: &Module,
+        name: &str,
+        shared_bytes: u32,
+    ) -> Result<Function, KernelError> {
+        self.device.bind()?;
+        let c_name =
+            CString::new(name).map_err(|_| fault("an entry point's name holds a zero byte"))?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the module is loaded and stays so, the name ends in zero.
+        check("cuModuleGetFunction", unsafe {
+            sys::cuModuleGetFunction(&raw mut raw, module.raw, c_name.as_ptr())
+        })?;
+        if shared_bytes > DEFAULT_SHARED_BYTES {
+            let most = self.device.info.shared_bytes_per_block;
+            if shared_bytes > most {
+                return Err(fault(format!(
+                    "kernel {name} needs {shared_bytes} bytes of shared memory, and this GPU gives a block {most}"
+                )));
+            }
+            let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function was just found.
+            check("cuFuncSetAttribute", unsafe {
+                sys::cuFuncSetAttribute(raw, attribute, shared_bytes as i32)
+            })?;
+        }
+        Ok(Function(raw))
+    }
+}
+
+/// An error that several will see.
+fn text(error: &KernelError) -> String {
+    match error {
+        KernelError::Device { detail, .. } => detail.clone(),
+        other => other.to_string(),
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,182 @@
+//! NVRTC: from source to cubin for one architecture.
+
+use std::ffi::{CString, c_char};
+use std::ptr;
+
+use cudarc::nvrtc::sys::{self, nvrtcProgram, nvrtcResult};
+use hearth_kernels::KernelError;
+
+use super::Variant;
+use super::sources::{HEADERS, OPTIONS};
+use crate::driver::fault;
+
+/// NVRTC, found and able to compile for an architecture.
+pub(super) struct Compiler {
+    architecture: String,
+}
+
+impl Compiler {
+    /// # Errors
+    /// [`KernelError::Device`] when the library is missing or does not know the architecture.
+    pub(super) fn new(architecture: &str) -> Result<Self, KernelError> {
+        // SAFETY: only loads the library, whose initialisers are NVIDIA's.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(fault(
+                "kernels must be compiled, and NVRTC is not there: libnvrtc.so.12 cannot be loaded\n  install it (Debian: libnvrtc12; PyPI: nvidia-cuda-nvrtc-cu12, with its lib directory in LD_LIBRARY_PATH), or use an image whose kernels were compiled ahead with `hearth-worker cuda-compile`",
+            ));
+        }
+        let known = supported()?;
+        let number: String = architecture.chars().filter(char::is_ascii_digit).collect();
+        if !architecture.starts_with("sm_") || !known.iter().any(|k| k.to_string() == number) {
+            let list: Vec<String> = known.iter().map(|k| format!("sm_{k}")).collect();
+            return Err(fault(format!(
+                "this NVRTC cannot compile for {architecture:?}, only for {}\n  name one of those, or install a newer NVRTC",
+                list.join(", ")
+            )));
+        }
+        Ok(Self {
+            architecture: architecture.to_owned(),
+        })
+    }
+
+    /// The cubin of a variant.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] with the compiler's log.
+    pub(super) fn compile(&self, variant: &Variant) -> Result<Vec<u8>, KernelError> {
+        self.run(variant, &[]).map(|(cubin, _)| cubin)
+    }
+
+    /// As [`Compiler::compile`], with the assembler's report of registers and spills.
+    pub(super) fn compile_verbose(
+        &self,
+        variant: &Variant,
+    ) -> Result<(Vec<u8>, String), KernelError> {
+        self.run(variant, &["--ptxas-options=-v"])
+    }
+
+    fn run(&self, variant: &Variant, extra: &[&str]) -> Result<(Vec<u8>, String), KernelError> {
+        let program = Program::new(variant)?;
+        let mut options: Vec<String> = OPTIONS.iter().map(|&o| o.to_owned()).collect();
+        options.push(format!("--gpu-architecture={}", self.architecture));
+        options.extend(variant.options());
+        options.extend(extra.iter().map(|&o| o.to_owned()));
+        let result = program.compile(&options)?;
+        let log = program.log();
+        if result != nvrtcResult::NVRTC_SUCCESS {
+            return Err(fault(format!(
+                "kernel {} does not compile for {} ({result:?}):\n{log}\n  this is a fault of Hearth or of the NVRTC that is installed",
+                variant.file, self.architecture
+            )));
+        }
+        Ok((program.cubin()?, log))
+    }
+}
+
+/// Architectures that the library compiles for, as numbers: 89.
+fn supported() -> Result<Vec<i32>, KernelError> {
+    let mut count = 0;
+    // SAFETY: the library is there, the out-pointer valid.
+    check("nvrtcGetNumSupportedArchs", unsafe {
+        sys::nvrtcGetNumSupportedArchs(&raw mut count)
+    })?;
+    let mut archs = vec![0; count.max(0) as usize];
+    // SAFETY: the vector holds as many as the library just said.
+    check("nvrtcGetSupportedArchs", unsafe {
+        sys::nvrtcGetSupportedArchs(archs.as_mut_ptr())
+    })?;
+    Ok(archs)
+}
+
+fn check(call: &str, result: nvrtcResult) -> Result<(), KernelError> {
+    match result {
+        nvrtcResult::NVRTC_SUCCESS => Ok(()),
+        other => Err(fault(format!(
+            "{call}: {other:?}\n  check the installed NVRTC"
+        ))),
+    }
+}
+
+/// A program of the library, destroyed when dropped.
+struct Program(nvrtcProgram);
+
+impl Program {
+    fn new(variant: &Variant) -> Result<Self, KernelError> {
+        let source = text(variant.source())?;
+        let name = text(&format!("{}.cu", variant.file))?;
+        let texts = HEADERS
+            .iter()
+            .map(|(_, t)| text(t))
+            .collect::<Result<Vec<_>, _>>()?;
+        let names = HEADERS
+            .iter()
+            .map(|(n, _)| text(n))
+            .collect::<Result<Vec<_>, _>>()?;
+        let text_pointers: Vec<*const c_char> = texts.iter().map(|t| t.as_ptr()).collect();
+        let name_pointers: Vec<*const c_char> = names.iter().map(|n| n.as_ptr()).collect();
+        let mut program = ptr::null_mut();
+        // SAFETY: all strings end in zero and live through the call, which copies them; the counts are theirs.
+        check("nvrtcCreateProgram", unsafe {
+            sys::nvrtcCreateProgram(
+                &raw mut program,
+                source.as_ptr(),
+                name.as_ptr(),
+                HEADERS.len() as i32,
+                text_pointers.as_ptr(),
+                name_pointers.as_ptr(),
+            )
+        })?;
+        Ok(Self(program))
+    }
+
+    fn compile(&self, options: &[String]) -> Result<nvrtcResult, KernelError> {
+        let options = options
+            .iter()
+            .map(|o| text(o))
+            .collect::<Result<Vec<_>, _>>()?;
+        let pointers: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
+        // SAFETY: the program lives; the strings live through the call.
+        Ok(unsafe { sys::nvrtcCompileProgram(self.0, pointers.len() as i32, pointers.as_ptr()) })
+    }
+
+    fn log(&self) -> String {
+        let mut size = 0;
+        // SAFETY: the program lives, the out-pointer is valid.
+        let sized = unsafe { sys::nvrtcGetProgramLogSize(self.0, &raw mut size) };
+        let mut log = vec![0_u8; size];
+        if sized != nvrtcResult::NVRTC_SUCCESS || size == 0 {
+            return String::new();
+        }
+        // SAFETY: the vector holds as many bytes as the library just said.
+        unsafe { sys::nvrtcGetProgramLog(self.0, log.as_mut_ptr().cast()) };
+        String::from_utf8_lossy(&log)
+            .trim_end_matches('\0')
+            .trim_end()
+            .to_owned()
+    }
+
+    fn cubin(&self) -> Result<Vec<u8>, KernelError> {
+        let mut size = 0;
+        // SAFETY: the program lives, the out-pointer is valid.
+        check("nvrtcGetCUBINSize", unsafe {
+            sys::nvrtcGetCUBINSize(self.0, &raw mut size)
+        })?;
+        let mut cubin = vec![0_u8; size];
+        // SAFETY: the vector holds as many bytes as the library just said.
+        check("nvrtcGetCUBIN", unsafe {
+            sys::nvrtcGetCUBIN(self.0, cubin.as_mut_ptr().cast())
+        })?;
+        Ok(cubin)
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // SAFETY: made by `new` and destroyed once.
+        unsafe { sys::nvrtcDestroyProgram(&raw mut self.0) };
+    }
+}
+
+fn text(text: &str) -> Result<CString, KernelError> {
+    CString::new(text).map_err(|_| fault("a kernel's source or option holds a zero byte"))
+}

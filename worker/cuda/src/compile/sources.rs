@@ -1,0 +1,270 @@
+//! The kernels' sources, embedded, and the variants that models need.
+
+use sha2::{Digest, Sha256};
+
+/// Every kernel file: its name without `.cu`, and its text.
+pub const SOURCES: &[(&str, &str)] = &[
+    ("add", include_str!("../../kernels/add.cu")),
+    ("attention", include_str!("../../kernels/attention.cu")),
+    (
+        "attention_any",
+        include_str!("../../kernels/attention_any.cu"),
+    ),
+    ("columns", include_str!("../../kernels/columns.cu")),
+    ("embed", include_str!("../../kernels/embed.cu")),
+    ("experts", include_str!("../../kernels/experts.cu")),
+    ("find_nan", include_str!("../../kernels/find_nan.cu")),
+    (
+        "gemm_fp8_sm90",
+        include_str!("../../kernels/gemm_fp8_sm90.cu"),
+    ),
+    ("kv", include_str!("../../kernels/kv.cu")),
+    ("linear", include_str!("../../kernels/linear.cu")),
+    ("mla", include_str!("../../kernels/mla.cu")),
+    ("moe_sort", include_str!("../../kernels/moe_sort.cu")),
+    (
+        "read_bandwidth",
+        include_str!("../../kernels/read_bandwidth.cu"),
+    ),
+    ("rms_norm", include_str!("../../kernels/rms_norm.cu")),
+    ("rope", include_str!("../../kernels/rope.cu")),
+    ("route", include_str!("../../kernels/route.cu")),
+    ("rows", include_str!("../../kernels/rows.cu")),
+    ("sample", include_str!("../../kernels/sample.cu")),
+    ("silu_mul", include_str!("../../kernels/silu_mul.cu")),
+    ("split", include_str!("../../kernels/split.cu")),
+];
+
+/// Headers that the kernels include, by the name that they include them by.
+pub(super) const HEADERS: &[(&str, &str)] = &[
+    ("common.cuh", include_str!("../../kernels/common.cuh")),
+    ("attention.cuh", include_str!("../../kernels/attention.cuh")),
+    ("matmul.cuh", include_str!("../../kernels/matmul.cuh")),
+    ("quads.cuh", include_str!("../../kernels/quads.cuh")),
+    (
+        "weight_element.cuh",
+        include_str!("../../kernels/weight_element.cuh"),
+    ),
+    ("ptx.cuh", include_str!("../../kernels/ptx.cuh")),
+];
+
+/// Options of every compilation. Contraction is NVRTC's default; where the order of rounding matters the sources say it.
+pub(super) const OPTIONS: &[&str] = &["-default-device", "--std=c++17"];
+
+/// `WEIGHT_TYPE`s: F32, F16, BF16, FP8 E4M3.
+const WEIGHT_TYPES: std::ops::Range<i64> = 0..4;
+/// `WEIGHT_TYPE` of FP8.
+const FP8_WEIGHT: i64 = 3;
+/// `ACTIVATIONS` of FP8.
+const FP8_ACTIVATIONS: i64 = 2;
+/// `(K_DIM, V_DIM, VALUE_IN_KEY)` of published models: GQA with heads of 64, 96, 128, 256; MLA absorbed and expanded.
+const ATTENTION_DIMS: [(i64, i64, bool); 6] = [
+    (64, 64, false),
+    (96, 96, false),
+    (128, 128, false),
+    (256, 256, false),
+    (192, 128, false),
+    (576, 512, true),
+];
+
+/// One compilation: a file and its `-D` options.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Variant {
+    /// Name in [`SOURCES`].
+    pub file: &'static str,
+    /// Options in the order in which they are given.
+    pub defines: Vec<(&'static str, i64)>,
+}
+
+impl Variant {
+    /// A file without options.
+    pub(crate) fn plain(file: &'static str) -> Self {
+        Self {
+            file,
+            defines: Vec::new(),
+        }
+    }
+
+    /// A file with options.
+    pub(crate) fn with(file: &'static str, defines: &[(&'static str, i64)]) -> Self {
+        Self {
+            file,
+            defines: defines.to_vec(),
+        }
+    }
+
+    /// The source's text; empty for a name that is not there.
+    pub(super) fn source(&self) -> &'static str {
+        let found = SOURCES.iter().find(|(name, _)| *name == self.file);
+        found.map_or("", |(_, text)| text)
+    }
+
+    /// `-DNAME=VALUE` of each option.
+    pub(super) fn options(&self) -> impl Iterator<Item = String> + '_ {
+        let defines = self.defines.iter();
+        defines.map(|(name, value)| format!("-D{name}={value}"))
+    }
+
+    /// Whether the architecture has the instructions that this variant is made of: FP8 tensor cores begin with
+    /// sm_89, wgmma is sm_90a's alone.
+    pub fn runs_on(&self, architecture: &str) -> bool {
+        if self.file == "gemm_fp8_sm90" {
+            return architecture == "sm_90a";
+        }
+        let fp8 = self.defines.contains(&("ACTIVATIONS", FP8_ACTIVATIONS));
+        // Quantising needs no FP8 instruction, but is of no use without them.
+        !fp8 || !matches!(architecture, "sm_80" | "sm_86" | "sm_87")
+    }
+
+    /// What the compiled kernel depends on: text, headers, options, architecture, and this program's version of the format.
+    pub(super) fn cache_key(&self, architecture: &str) -> String {
+        let mut hash = Sha256::new();
+        let mut part = |text: &str| {
+            hash.update((text.len() as u64).to_le_bytes());
+            hash.update(text);
+        };
+        part(self.source());
+        for (name, text) in HEADERS {
+            part(name);
+            part(text);
+        }
+        OPTIONS.iter().for_each(|option| part(option));
+        self.options().for_each(|option| part(&option));
+        part(architecture);
+        let digest = hash.finalize();
+        let hex: String = digest[..12].iter().map(|b| format!("{b:02x}")).collect();
+        format!("{}-{architecture}-{hex}", self.file)
+    }
+}
+
+/// Every variant that a published model of a supported architecture uses. Models of other dimensions compile theirs at first use.
+pub fn all_variants() -> Vec<Variant> {
+    let mut out: Vec<Variant> = [
+        "add",
+        "attention_any",
+        "columns",
+        "find_nan",
+        "gemm_fp8_sm90",
+        "moe_sort",
+        "read_bandwidth",
+        "rms_norm",
+        "rope",
+        "route",
+        "rows",
+        "sample",
+        "silu_mul",
+    ]
+    .into_iter()
+    .map(Variant::plain)
+    .collect();
+    for weight in WEIGHT_TYPES {
+        out.extend(["embed", "mla"].map(|file| Variant::with(file, &[("WEIGHT_TYPE", weight)])));
+        for activations in 0..=FP8_ACTIVATIONS {
+            if activations == FP8_ACTIVATIONS && weight != FP8_WEIGHT {
+                continue;
+            }
+            let defines = [("WEIGHT_TYPE", weight), ("ACTIVATIONS", activations)];
+            out.extend(["linear", "experts"].map(|file| Variant::with(file, &defines)));
+        }
+    }
+    out.extend((0..=FP8_ACTIVATIONS).map(|a| Variant::with("split", &[("ACTIVATIONS", a)])));
+    out.extend((0..2).map(|kv| Variant::with("kv", &[("KV_TYPE", kv)])));
+    for dims in ATTENTION_DIMS {
+        out.extend([16, 64].map(|rows| AttentionShape::new(dims, rows).variant));
+    }
+    out
+}
+
+/// Shared memory of a block on every GPU since compute capability 8.6; shapes are chosen for it, so that all GPUs run the same ones.
+const SHARED_BYTES: i64 = 99 << 10;
+
+/// How attention of one shape is compiled and launched (the head of attention.cu).
+pub(crate) struct AttentionShape {
+    pub(crate) variant: Variant,
+    /// Threads of a block.
+    pub(crate) threads: u32,
+    /// Dynamic shared memory.
+    pub(crate) shared_bytes: u32,
+}
+
+impl AttentionShape {
+    /// `(K_DIM, V_DIM, VALUE_IN_KEY)` with `rows` rows of work a block: as many tiles in shared memory as fit, then the queries beside them.
+    pub(crate) fn new((k, v, in_key): (i64, i64, bool), rows: i64) -> Self {
+        let choices = [(2, 1), (2, 0), (1, 1), (1, 0)];
+        let fitting = choices.into_iter().find(|&(buffers, queries)| {
+            shared_bytes((k, v, in_key), rows, buffers, queries) <= SHARED_BYTES
+        });
+        let (buffers, queries) = fitting.unwrap_or((1, 0));
+        let defines = [
+            ("K_DIM", k),
+            ("V_DIM", v),
+            ("VALUE_IN_KEY", i64::from(in_key)),
+            ("ROWS", rows),
+            ("BUFFERS", buffers),
+            ("QUERIES_SHARED", queries),
+        ];
+        Self {
+            variant: Variant::with("attention", &defines),
+            threads: if rows == 16 { 128 } else { 256 },
+            shared_bytes: shared_bytes((k, v, in_key), rows, buffers, queries) as u32,
+        }
+    }
+
+    /// Whether heads of these dimensions fit at all.
+    pub(crate) fn fits(k: usize, v: usize, in_key: bool) -> bool {
+        k <= 1024
+            && v <= 1024
+            && shared_bytes((k as i64, v as i64, in_key), 64, 1, 0) <= SHARED_BYTES
+    }
+}
+
+fn shared_bytes((k, v, in_key): (i64, i64, bool), rows: i64, buffers: i64, queries: i64) -> i64 {
+    let values = if in_key { 0 } else { v + 8 };
+    let query_pitch = k + if k % 32 == 0 { 8 } else { 24 };
+    128 * buffers * (k + 8 + values) + 4 * rows * (72 + queries * query_pitch)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn every_source_has_a_variant_and_every_variant_a_source() {
+        let variants = all_variants();
+        let used: HashSet<&str> = variants.iter().map(|v| v.file).collect();
+        let there: HashSet<&str> = SOURCES.iter().map(|(name, _)| *name).collect();
+        assert_eq!(used, there);
+        let distinct: HashSet<&Variant> = variants.iter().collect();
+        assert_eq!(distinct.len(), variants.len());
+    }
+
+    #[test]
+    fn the_key_follows_options_and_architecture() {
+        let keys: HashSet<String> = all_variants()
+            .iter()
+            .flat_map(|v| ["sm_80", "sm_89"].map(|arch| v.cache_key(arch)))
+            .collect();
+        assert_eq!(keys.len(), all_variants().len() * 2);
+    }
+
+    #[test]
+    fn variants_know_their_hardware() {
+        let runs =
+            |variant: &Variant| ["sm_80", "sm_89", "sm_90a", "sm_120a"].map(|a| variant.runs_on(a));
+        assert_eq!(
+            runs(&Variant::plain("gemm_fp8_sm90")),
+            [false, false, true, false]
+        );
+        let fp8 = [
+            ("WEIGHT_TYPE", FP8_WEIGHT),
+            ("ACTIVATIONS", FP8_ACTIVATIONS),
+        ];
+        assert_eq!(
+            runs(&Variant::with("linear", &fp8)),
+            [false, true, true, true]
+        );
+        assert_eq!(runs(&Variant::plain("rope")), [true; 4]);
+    }
+}

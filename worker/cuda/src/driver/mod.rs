@@ -1,0 +1,108 @@
+//! The driver: whether it is there, what it says, and the devices behind it.
+//!
+//! libcuda is loaded when it is first asked for; a machine without one loses nothing but the time of a failed `dlopen`.
+
+mod device;
+mod stream;
+
+use std::ffi::CStr;
+use std::sync::OnceLock;
+
+use cudarc::driver::sys::{self, CUresult};
+use hearth_kernels::KernelError;
+
+pub(crate) use device::Device;
+pub use device::{DeviceInfo, devices};
+pub(crate) use stream::{Event, Stream};
+
+/// The oldest driver interface that has every call made here: CUDA 12.0, driver 525.
+const OLDEST_DRIVER: i32 = 12_000;
+
+/// Makes the driver ready, once.
+///
+/// # Errors
+/// [`KernelError::Device`] when there is no driver, when it is too old, or when it does not start.
+pub(crate) fn init() -> Result<(), KernelError> {
+    static STATE: OnceLock<Result<(), String>> = OnceLock::new();
+    let state = STATE.get_or_init(try_init);
+    state.clone().map_err(fault)
+}
+
+fn try_init() -> Result<(), String> {
+    // SAFETY: only loads the library, whose initialisers are NVIDIA's.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(
+            "no NVIDIA driver: libcuda.so.1 cannot be loaded\n  install the driver (525 or later), or compute on the CPU with --device cpu"
+                .to_owned(),
+        );
+    }
+    let mut version = 0;
+    // SAFETY: the library is there; both calls take no memory but a valid out-pointer.
+    let (started, asked) = unsafe { (sys::cuInit(0), sys::cuDriverGetVersion(&raw mut version)) };
+    if asked == CUresult::CUDA_SUCCESS && version < OLDEST_DRIVER {
+        return Err(format!(
+            "the NVIDIA driver speaks CUDA {}.{}, and 12.0 is needed\n  update the driver to 525 or later, or compute on the CPU with --device cpu",
+            version / 1000,
+            version % 1000 / 10
+        ));
+    }
+    match started {
+        CUresult::CUDA_SUCCESS => Ok(()),
+        CUresult::CUDA_ERROR_NO_DEVICE => Err(
+            "the NVIDIA driver sees no GPU\n  check that `nvidia-smi` lists it and that CUDA_VISIBLE_DEVICES does not hide it, or compute on the CPU with --device cpu"
+                .to_owned(),
+        ),
+        other => Err(format!(
+            "the NVIDIA driver does not start: {}\n  check `nvidia-smi` and the kernel's log, or compute on the CPU with --device cpu",
+            describe(other)
+        )),
+    }
+}
+
+/// A fault of the device that is nobody's shape.
+pub(crate) fn fault(detail: impl Into<String>) -> KernelError {
+    KernelError::Device {
+        device: "cuda".to_owned(),
+        detail: detail.into(),
+    }
+}
+
+/// Turns a result of the driver into ours, with the call and what can be done.
+pub(crate) fn check(call: &'static str, result: CUresult) -> Result<(), KernelError> {
+    if result == CUresult::CUDA_SUCCESS {
+        return Ok(());
+    }
+    let remedy = match result {
+        CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
+        | CUresult::CUDA_ERROR_LAUNCH_FAILED
+        | CUresult::CUDA_ERROR_MISALIGNED_ADDRESS => {
+            "a kernel went wrong, and this process cannot use the GPU any more: the worker must start again"
+        }
+        CUresult::CUDA_ERROR_ECC_UNCORRECTABLE => {
+            "the GPU's memory is damaged: reset the GPU, and replace it if this comes again"
+        }
+        CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU | CUresult::CUDA_ERROR_INVALID_IMAGE => {
+            "a compiled kernel does not fit this GPU or driver: remove the kernel cache"
+        }
+        CUresult::CUDA_ERROR_DEVICE_UNAVAILABLE => {
+            "another process holds the GPU for itself: check its compute mode with `nvidia-smi -q`"
+        }
+        _ => "check `nvidia-smi` and the kernel's log",
+    };
+    Err(fault(format!("{call}: {}\n  {remedy}", describe(result))))
+}
+
+/// `CUDA_ERROR_X: what it means`.
+fn describe(result: CUresult) -> String {
+    let mut text = std::ptr::null();
+    // SAFETY: the out-pointer is valid; the driver's texts live for ever.
+    let meaning = unsafe {
+        match sys::cuGetErrorString(result, &raw mut text) {
+            CUresult::CUDA_SUCCESS if !text.is_null() => {
+                CStr::from_ptr(text).to_string_lossy().into_owned()
+            }
+            _ => "no text".to_owned(),
+        }
+    };
+    format!("{result:?} ({meaning})")
+}

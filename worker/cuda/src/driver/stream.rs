@@ -1,0 +1,123 @@
+//! Streams and events.
+
+use std::sync::Arc;
+
+use cudarc::driver::sys::{self, CUevent, CUstream};
+use hearth_kernels::KernelError;
+
+use super::{Device, check};
+
+/// A queue of work on the GPU, carried out in order.
+pub(crate) struct Stream {
+    device: Arc<Device>,
+    raw: CUstream,
+}
+
+// SAFETY: the driver's streams may be used from any thread.
+unsafe impl Send for Stream {}
+// SAFETY: as above.
+unsafe impl Sync for Stream {}
+
+impl Stream {
+    /// A stream that does not wait for the default one.
+    pub(crate) fn new(device: &Arc<Device>) -> Result<Self, KernelError> {
+        device.bind()?;
+        let mut raw = std::ptr::null_mut();
+        let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: a context is current, the out-pointer valid.
+        check("cuStreamCreate", unsafe {
+            sys::cuStreamCreate(&raw mut raw, flags)
+        })?;
+        Ok(Self {
+            device: Arc::clone(device),
+            raw,
+        })
+    }
+
+    pub(crate) fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    pub(crate) fn raw(&self) -> CUstream {
+        self.raw
+    }
+
+    /// Waits until everything that was queued is done.
+    pub(crate) fn synchronize(&self) -> Result<(), KernelError> {
+        self.device.bind()?;
+        // SAFETY: the stream lives.
+        check("cuStreamSynchronize", unsafe {
+            sys::cuStreamSynchronize(self.raw)
+        })
+    }
+
+    /// What is queued from now on waits for `event`.
+    pub(crate) fn wait_for(&self, event: &Event) -> Result<(), KernelError> {
+        // SAFETY: stream and event live, and an event that was never recorded counts as done.
+        check("cuStreamWaitEvent", unsafe {
+            sys::cuStreamWaitEvent(self.raw, event.raw, 0)
+        })
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if self.device.bind().is_ok() {
+            // SAFETY: made by `new`; the driver ends it when its work is done.
+            unsafe { sys::cuStreamDestroy_v2(self.raw) };
+        }
+    }
+}
+
+/// A mark in a stream.
+pub(crate) struct Event {
+    device: Arc<Device>,
+    raw: CUevent,
+}
+
+// SAFETY: the driver's events may be used from any thread.
+unsafe impl Send for Event {}
+// SAFETY: as above.
+unsafe impl Sync for Event {}
+
+impl Event {
+    /// An event that keeps no time.
+    pub(crate) fn new(device: &Arc<Device>) -> Result<Self, KernelError> {
+        device.bind()?;
+        let mut raw = std::ptr::null_mut();
+        let flags = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
+        // SAFETY: a context is current, the out-pointer valid.
+        check("cuEventCreate", unsafe {
+            sys::cuEventCreate(&raw mut raw, flags)
+        })?;
+        Ok(Self {
+            device: Arc::clone(device),
+            raw,
+        })
+    }
+
+    /// Marks the end of what is queued in `stream` so far.
+    pub(crate) fn record(&self, stream: &Stream) -> Result<(), KernelError> {
+        // SAFETY: event and stream live and belong to one context.
+        check("cuEventRecord", unsafe {
+            sys::cuEventRecord(self.raw, stream.raw)
+        })
+    }
+
+    /// Waits until the mark is reached; at once when it was never recorded.
+    pub(crate) fn wait(&self) -> Result<(), KernelError> {
+        // SAFETY: the event lives.
+        check("cuEventSynchronize", unsafe {
+            sys::cuEventSynchronize(self.raw)
+        })
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if self.device.bind().is_ok() {
+            // SAFETY: made by `new`.
+            unsafe { sys::cuEventDestroy_v2(self.raw) };
+        }
+    }
+}

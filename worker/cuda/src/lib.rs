@@ -1,0 +1,24 @@
+//! The CUDA backend: every operation of the engine on one NVIDIA GPU.
+//!
+//! The architecture, top-down: [`CudaBackend`] implements [`hearth_kernels::Backend`] (`backend/`, an operation group a file) by
+//! pushing commands into a queue (`queue/`: streams, recorded steps, CUDA graphs) that run kernels (`compile/`: NVRTC and its cache on
+//! disk; `../kernels/*.cu`: the kernels themselves) on memory (`memory/`: a pool under a hard budget, pinned memory, uploads from mapped
+//! files) of a device (`driver/`).
+//!
+//! **Invariant**: batch-invariant numerics. Each output element has one order of accumulation, whatever kernel computes it; the rules stand
+//! in `kernels/README.md`.
+//!
+//! **Invariant**: libcuda and libnvrtc are loaded when the first GPU is asked for. Nothing here runs before that.
+
+mod backend;
+mod compile;
+mod driver;
+mod memory;
+mod queue;
+
+pub use backend::{
+    Activations, CudaBackend, CudaBank, CudaChosen, CudaKv, CudaOptions, CudaTensor, CudaVector,
+    CudaWeight,
+};
+pub use compile::{CompileReport, SOURCES, Variant, all_variants, compile_all, compile_one};
+pub use driver::{DeviceInfo, devices};

@@ -1,0 +1,299 @@
+//! Weights from a mapped file to the GPU.
+//!
+//! The pages of the mapping are registered with the driver, so that the GPU reads them by itself, and let go when the copy is
+//! done. Where the driver refuses (no support for pages that may only be read, a file system that cannot pin), the bytes
+//! go through a ring of pinned buffers instead, and the log says so once.
+
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::sys::{self, CUDA_MEMCPY2D, CUdeviceptr, CUmemorytype, CUresult};
+use hearth_kernels::KernelError;
+
+use super::Pinned;
+use crate::driver::{Event, Stream, check};
+
+/// Buffers of the staging ring: one is filled while others are copied.
+const STAGES: usize = 4;
+/// Bytes of one of them.
+const STAGE_BYTES: usize = 8 << 20;
+/// Shorter copies are staged: registering pages costs more than it saves.
+const REGISTERED_FROM_BYTES: usize = 1 << 20;
+
+/// Rows on the device that lie further apart than they are long.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pitched {
+    pub(crate) address: CUdeviceptr,
+    pub(crate) rows: usize,
+    /// Bytes of a row.
+    pub(crate) row_bytes: usize,
+    /// Bytes from one row to the next on the device; on the host rows lie close.
+    pub(crate) pitch_bytes: usize,
+}
+
+/// Copies host bytes to the device, in the order of a stream of its own.
+pub(crate) struct Uploader {
+    stream: Stream,
+    /// The place is free to be written.
+    ready: Event,
+    registers: AtomicBool,
+    ring: Mutex<Option<Ring>>,
+}
+
+struct Ring {
+    stages: Vec<(Pinned, Event)>,
+    next: usize,
+}
+
+impl Uploader {
+    pub(crate) fn new(stream: Stream) -> Result<Self, KernelError> {
+        let registers = stream.device().info.registers_read_only;
+        if !registers {
+            tracing::info!(
+                "this GPU cannot read mapped files by itself: weights go through a staging ring"
+            );
+        }
+        Ok(Self {
+            ready: Event::new(stream.device())?,
+            registers: AtomicBool::new(registers),
+            stream,
+            ring: Mutex::new(None),
+        })
+    }
+
+    /// Copies `host`, `rows × row_bytes` bytes, after what `before` has queued, zeroes the rest of each pitch, and returns when all
+    /// has arrived.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] when the driver fails.
+    pub(crate) fn copy(
+        &self,
+        host: &[u8],
+        to: Pitched,
+        before: &Stream,
+    ) -> Result<(), KernelError> {
+        debug_assert_eq!(host.len(), to.rows * to.row_bytes);
+        self.stream.device().bind()?;
+        self.ready.record(before)?;
+        self.stream.wait_for(&self.ready)?;
+        if to.row_bytes != to.pitch_bytes {
+            // SAFETY: the range is the caller's buffer.
+            check("cuMemsetD8Async", unsafe {
+                sys::cuMemsetD8Async(to.address, 0, to.rows * to.pitch_bytes, self.stream.raw())
+            })?;
+        }
+        let registered = if host.len() >= REGISTERED_FROM_BYTES {
+            self.register(host)?
+        } else {
+            None
+        };
+        match registered {
+            Some(_pages) => {
+                copy_rows(&self.stream, host.as_ptr().cast(), to)?;
+                self.stream.synchronize()
+                // The pages are let go here, after the copy.
+            }
+            None => self.stage(host, to),
+        }
+    }
+
+    /// Registers the pages of `host`; none where the driver refuses.
+    fn register(&self, host: &[u8]) -> Result<Option<Registered>, KernelError> {
+        if !self.registers.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+        let page = rustix::param::page_size();
+        let start = host.as_ptr() as usize / page * page;
+        let bytes = (host.as_ptr() as usize + host.len()).next_multiple_of(page) - start;
+        let flags = sys::CU_MEMHOSTREGISTER_READ_ONLY;
+        // SAFETY: the pages are mapped as long as `host` is borrowed, and `Registered` does not outlive the copy.
+        let result = unsafe { sys::cuMemHostRegister_v2(start as *mut c_void, bytes, flags) };
+        match result {
+            CUresult::CUDA_SUCCESS => Ok(Some(Registered(start))),
+            // Another thread holds a page at the edge: this once, through the ring.
+            CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED => Ok(None),
+            CUresult::CUDA_ERROR_NOT_SUPPORTED
+            | CUresult::CUDA_ERROR_INVALID_VALUE
+            | CUresult::CUDA_ERROR_OPERATING_SYSTEM
+            | CUresult::CUDA_ERROR_NOT_PERMITTED
+            | CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+                if self.registers.swap(false, Ordering::Relaxed) {
+                    tracing::info!(
+                        ?result,
+                        "pages of the model's files cannot be registered: weights go through a staging ring"
+                    );
+                }
+                Ok(None)
+            }
+            other => check("cuMemHostRegister", other).map(|()| None),
+        }
+    }
+
+    /// Copies through the ring: rows are cut into pieces that fit a stage.
+    fn stage(&self, host: &[u8], to: Pitched) -> Result<(), KernelError> {
+        let mut ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
+        let ring = match &mut *ring {
+            Some(ring) => ring,
+            empty => empty.insert(Ring::new(&self.stream)?),
+        };
+        for piece in pieces(to) {
+            let (stage, done) = &mut ring.stages[ring.next];
+            done.wait()?;
+            let (from, len) = (piece.host_offset, piece.to.rows * piece.to.row_bytes);
+            stage.bytes_mut()[..len].copy_from_slice(&host[from..from + len]);
+            copy_rows(&self.stream, stage.as_ptr(), piece.to)?;
+            done.record(&self.stream)?;
+            ring.next = (ring.next + 1) % STAGES;
+        }
+        self.stream.synchronize()
+    }
+}
+
+impl Ring {
+    fn new(stream: &Stream) -> Result<Self, KernelError> {
+        let stage = |_| {
+            let device: &Arc<_> = stream.device();
+            Ok((Pinned::new(device, STAGE_BYTES)?, Event::new(device)?))
+        };
+        Ok(Self {
+            stages: (0..STAGES).map(stage).collect::<Result<_, KernelError>>()?,
+            next: 0,
+        })
+    }
+}
+
+/// Part of a copy that fits one stage.
+#[derive(Debug)]
+struct Piece {
+    host_offset: usize,
+    to: Pitched,
+}
+
+/// Whole rows together, or parts of a row that is longer than a stage.
+fn pieces(to: Pitched) -> Vec<Piece> {
+    let mut out = Vec::new();
+    if to.row_bytes == 0 {
+        return out;
+    }
+    if to.row_bytes > STAGE_BYTES {
+        for row in 0..to.rows {
+            for from in (0..to.row_bytes).step_by(STAGE_BYTES) {
+                let row_bytes = STAGE_BYTES.min(to.row_bytes - from);
+                out.push(Piece {
+                    host_offset: row * to.row_bytes + from,
+                    to: Pitched {
+                        address: to.address + (row * to.pitch_bytes + from) as u64,
+                        rows: 1,
+                        row_bytes,
+                        pitch_bytes: row_bytes,
+                    },
+                });
+            }
+        }
+        return out;
+    }
+    let rows_each = STAGE_BYTES / to.row_bytes;
+    for first in (0..to.rows).step_by(rows_each) {
+        out.push(Piece {
+            host_offset: first * to.row_bytes,
+            to: Pitched {
+                address: to.address + (first * to.pitch_bytes) as u64,
+                rows: rows_each.min(to.rows - first),
+                ..to
+            },
+        });
+    }
+    out
+}
+
+/// Queues one copy of rows that lie close on the host.
+fn copy_rows(stream: &Stream, host: *const c_void, to: Pitched) -> Result<(), KernelError> {
+    if to.rows == 0 || to.row_bytes == 0 {
+        return Ok(());
+    }
+    if to.row_bytes == to.pitch_bytes {
+        // SAFETY: the caller keeps the host bytes until the stream was synchronised or the stage's event passed.
+        return check("cuMemcpyHtoDAsync", unsafe {
+            sys::cuMemcpyHtoDAsync_v2(to.address, host, to.rows * to.row_bytes, stream.raw())
+        });
+    }
+    let copy = CUDA_MEMCPY2D {
+        srcXInBytes: 0,
+        srcY: 0,
+        srcMemoryType: CUmemorytype::CU_MEMORYTYPE_HOST,
+        srcHost: host,
+        srcDevice: 0,
+        srcArray: std::ptr::null_mut(),
+        srcPitch: to.row_bytes,
+        dstXInBytes: 0,
+        dstY: 0,
+        dstMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
+        dstHost: std::ptr::null_mut(),
+        dstDevice: to.address,
+        dstArray: std::ptr::null_mut(),
+        dstPitch: to.pitch_bytes,
+        WidthInBytes: to.row_bytes,
+        Height: to.rows,
+    };
+    // SAFETY: as above; the descriptor is only read during the call.
+    check("cuMemcpy2DAsync", unsafe {
+        sys::cuMemcpy2DAsync_v2(&raw const copy, stream.raw())
+    })
+}
+
+/// Registered pages; let go when dropped.
+struct Registered(usize);
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        // SAFETY: registered by `Uploader::register`, and every copy from it is done.
+        unsafe { sys::cuMemHostUnregister(self.0 as *mut c_void) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn covered(to: Pitched) -> Vec<(usize, u64)> {
+        let bytes = pieces(to).into_iter().flat_map(|piece| {
+            (0..piece.to.rows * piece.to.row_bytes)
+                .step_by(1 << 20)
+                .map(move |i| {
+                    let (row, column) = (i / piece.to.row_bytes, i % piece.to.row_bytes);
+                    let device = piece.to.address + (row * piece.to.pitch_bytes + column) as u64;
+                    (piece.host_offset + i, device)
+                })
+        });
+        bytes.collect()
+    }
+
+    #[test]
+    fn pieces_cover_every_row_and_fit_a_stage() {
+        for (rows, row_bytes, pitch_bytes) in [
+            (3, 20 << 20, 21 << 20),
+            (40, 1 << 20, 2 << 20),
+            (0, 5, 8),
+            (3, 0, 8),
+        ] {
+            let to = Pitched {
+                address: 1 << 40,
+                rows,
+                row_bytes,
+                pitch_bytes,
+            };
+            assert!(
+                pieces(to)
+                    .iter()
+                    .all(|p| p.to.rows * p.to.row_bytes <= STAGE_BYTES)
+            );
+            let total: usize = pieces(to).iter().map(|p| p.to.rows * p.to.row_bytes).sum();
+            assert_eq!(total, rows * row_bytes);
+            for (host, device) in covered(to) {
+                let (row, column) = (host / row_bytes, host % row_bytes);
+                assert_eq!(device, (1 << 40) + (row * pitch_bytes + column) as u64);
+            }
+        }
+    }
+}

@@ -1,0 +1,250 @@
+//! Lists of commands as CUDA graphs.
+//!
+//! A list is known by its kernels, in order. Seen once, it is launched command by command; seen again, it becomes a graph; from then on only
+//! the nodes whose arguments or grid changed are told, and the whole list is one launch.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use cudarc::driver::sys::{
+    self, CUDA_KERNEL_NODE_PARAMS, CUDA_MEMSET_NODE_PARAMS, CUcontext, CUgraph, CUgraphExec,
+    CUgraphNode,
+};
+use hearth_kernels::KernelError;
+
+use super::{Command, Launch};
+use crate::driver::{Stream, check};
+
+/// Graphs that are kept; beyond them the one that was used longest ago goes.
+const KEPT: usize = 24;
+/// Fewer commands are not worth a graph.
+const LEAST_COMMANDS: usize = 8;
+
+#[derive(Default)]
+pub(super) struct Graphs {
+    known: Vec<Known>,
+    clock: u64,
+    made: u64,
+    launched: u64,
+}
+
+struct Known {
+    shape: u64,
+    graph: Option<Graph>,
+    used: u64,
+}
+
+impl Graphs {
+    /// Launches `commands` as a graph; false when they are to be launched one by one this time.
+    pub(super) fn launch(
+        &mut self,
+        stream: &Stream,
+        commands: &[Command],
+    ) -> Result<bool, KernelError> {
+        let copies = |command: &Command| matches!(command, Command::Copy { .. });
+        if commands.len() < LEAST_COMMANDS || commands.iter().any(copies) {
+            return Ok(false);
+        }
+        self.clock += 1;
+        let shape = shape(commands);
+        let Some(known) = self.known.iter_mut().find(|k| k.shape == shape) else {
+            self.remember(shape);
+            return Ok(false);
+        };
+        known.used = self.clock;
+        match &mut known.graph {
+            Some(graph) => graph.update(commands)?,
+            none => {
+                *none = Some(Graph::new(commands)?);
+                self.made += 1;
+            }
+        }
+        if let Some(graph) = &known.graph {
+            graph.launch(stream)?;
+            self.launched += 1;
+        }
+        Ok(true)
+    }
+
+    pub(super) fn counts(&self) -> (u64, u64) {
+        (self.made, self.launched)
+    }
+
+    fn remember(&mut self, shape: u64) {
+        if self.known.len() >= KEPT {
+            let oldest = (0..self.known.len()).min_by_key(|&i| self.known[i].used);
+            if let Some(oldest) = oldest {
+                self.known.swap_remove(oldest);
+            }
+        }
+        self.known.push(Known {
+            shape,
+            graph: None,
+            used: self.clock,
+        });
+    }
+}
+
+/// What a graph cannot be told anew: the kinds of the commands, in order. Kernels may change, but are part of the shape so that a
+/// graph's nodes stay alike and few must be told.
+fn shape(commands: &[Command]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    for command in commands {
+        match command {
+            Command::Launch(launch) => launch.function.hash(&mut hasher),
+            // A memset's node keeps its address and size.
+            Command::Zero { address, bytes } => (address, bytes).hash(&mut hasher),
+            // Copies are not part of a forward pass, and no list with one becomes a graph.
+            Command::Copy { .. } => {}
+        }
+    }
+    hasher.finish()
+}
+
+/// An executable graph: one chain of nodes.
+struct Graph {
+    graph: CUgraph,
+    exec: CUgraphExec,
+    nodes: Vec<CUgraphNode>,
+    /// What each node was told last.
+    told: Vec<Command>,
+}
+
+// SAFETY: handles; only one thread at a time uses them, under the queue's lock.
+unsafe impl Send for Graph {}
+
+impl Graph {
+    fn new(commands: &[Command]) -> Result<Self, KernelError> {
+        let mut context: CUcontext = std::ptr::null_mut();
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: the stream's context is current, the out-pointers valid.
+        unsafe {
+            check("cuCtxGetCurrent", sys::cuCtxGetCurrent(&raw mut context))?;
+            check("cuGraphCreate", sys::cuGraphCreate(&raw mut graph, 0))?;
+        }
+        let mut made = Self {
+            graph,
+            exec: std::ptr::null_mut(),
+            nodes: Vec::with_capacity(commands.len()),
+            told: commands.to_vec(),
+        };
+        for command in commands {
+            made.add(command, context)?;
+        }
+        // SAFETY: the graph is whole; the out-pointer is valid.
+        check("cuGraphInstantiate", unsafe {
+            sys::cuGraphInstantiateWithFlags(&raw mut made.exec, graph, 0)
+        })?;
+        Ok(made)
+    }
+
+    /// Adds a node after the last one.
+    fn add(&mut self, command: &Command, context: CUcontext) -> Result<(), KernelError> {
+        let before = self.nodes.last().copied();
+        let (dependencies, count) = match &before {
+            Some(node) => (std::ptr::from_ref(node), 1),
+            None => (std::ptr::null(), 0),
+        };
+        let mut node = std::ptr::null_mut();
+        match command {
+            Command::Launch(launch) => {
+                let mut pointers = launch.args.pointers();
+                let params = node_params(launch, pointers.as_mut_ptr());
+                // SAFETY: the parameters are copied by the call; the rest as for a launch.
+                check("cuGraphAddKernelNode", unsafe {
+                    sys::cuGraphAddKernelNode_v2(
+                        &raw mut node,
+                        self.graph,
+                        dependencies,
+                        count,
+                        &raw const params,
+                    )
+                })?;
+            }
+            Command::Copy { .. } => return Ok(()),
+            Command::Zero { address, bytes } => {
+                let params = CUDA_MEMSET_NODE_PARAMS {
+                    dst: *address,
+                    pitch: 0,
+                    value: 0,
+                    elementSize: 1,
+                    width: *bytes,
+                    height: 1,
+                };
+                // SAFETY: as above; the range lies in a buffer of the step.
+                check("cuGraphAddMemsetNode", unsafe {
+                    sys::cuGraphAddMemsetNode(
+                        &raw mut node,
+                        self.graph,
+                        dependencies,
+                        count,
+                        &raw const params,
+                        context,
+                    )
+                })?;
+            }
+        }
+        self.nodes.push(node);
+        Ok(())
+    }
+
+    /// Tells the nodes what changed.
+    fn update(&mut self, commands: &[Command]) -> Result<(), KernelError> {
+        for ((node, told), command) in self.nodes.iter().zip(&mut self.told).zip(commands) {
+            let (Command::Launch(before), Command::Launch(now)) = (&*told, command) else {
+                continue; // A memset is part of the shape.
+            };
+            let same = before.args == now.args
+                && before.grid == now.grid
+                && before.threads == now.threads
+                && before.shared_bytes == now.shared_bytes;
+            if same {
+                continue;
+            }
+            let mut pointers = now.args.pointers();
+            let params = node_params(now, pointers.as_mut_ptr());
+            // SAFETY: the node is one of this graph's kernels, with the same function; the parameters are copied.
+            check("cuGraphExecKernelNodeSetParams", unsafe {
+                sys::cuGraphExecKernelNodeSetParams_v2(self.exec, *node, &raw const params)
+            })?;
+            *told = command.clone();
+        }
+        Ok(())
+    }
+
+    fn launch(&self, stream: &Stream) -> Result<(), KernelError> {
+        // SAFETY: the graph is instantiated; its buffers live until later commands.
+        check("cuGraphLaunch", unsafe {
+            sys::cuGraphLaunch(self.exec, stream.raw())
+        })
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`, destroyed once; a launch under way keeps what it needs.
+        unsafe {
+            if !self.exec.is_null() {
+                sys::cuGraphExecDestroy(self.exec);
+            }
+            sys::cuGraphDestroy(self.graph);
+        }
+    }
+}
+
+fn node_params(launch: &Launch, pointers: *mut *mut std::ffi::c_void) -> CUDA_KERNEL_NODE_PARAMS {
+    let [x, y, z] = launch.grid;
+    CUDA_KERNEL_NODE_PARAMS {
+        func: launch.function.raw(),
+        gridDimX: x,
+        gridDimY: y,
+        gridDimZ: z,
+        blockDimX: launch.threads,
+        blockDimY: 1,
+        blockDimZ: 1,
+        sharedMemBytes: launch.shared_bytes,
+        kernelParams: pointers,
+        extra: std::ptr::null_mut(),
+        kern: std::ptr::null_mut(),
+        ctx: std::ptr::null_mut(),
+    }
+}

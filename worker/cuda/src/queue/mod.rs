@@ -1,0 +1,229 @@
+//! The order of work: what operations ask for becomes commands of one stream.
+//!
+//! Small steps (decode) are **recorded**: their commands wait until somebody needs a result, and are then launched together. A list of
+//! kernels that was seen before is launched as one CUDA graph, whose nodes get the arguments that changed; the host's share of a decode
+//! step is then one launch instead of a thousand. Large steps (prefill) are launched as they are asked for, so that the GPU works while the host
+//! goes on. Either way the commands run in the same order with the same arguments, so results do not depend on it.
+
+mod args;
+mod graphs;
+mod staging;
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use cudarc::driver::sys::{self, CUdeviceptr};
+use hearth_kernels::KernelError;
+
+use crate::compile::Function;
+use crate::driver::{Stream, check};
+use crate::memory::Pinned;
+
+pub(crate) use args::{Args, Argument};
+use graphs::Graphs;
+use staging::Staging;
+
+/// One kernel launch.
+#[derive(Clone, Debug)]
+pub(crate) struct Launch {
+    pub(crate) function: Function,
+    pub(crate) grid: [u32; 3],
+    /// Threads of a block.
+    pub(crate) threads: u32,
+    pub(crate) shared_bytes: u32,
+    pub(crate) args: Args,
+}
+
+/// Something that the stream does.
+#[derive(Clone, Debug)]
+pub(crate) enum Command {
+    /// Runs a kernel.
+    Launch(Box<Launch>),
+    /// Sets bytes to zero.
+    Zero { address: CUdeviceptr, bytes: usize },
+    /// Copies bytes on the device.
+    Copy {
+        from: CUdeviceptr,
+        to: CUdeviceptr,
+        bytes: usize,
+    },
+}
+
+/// The stream of a backend, with what waits to be put into it.
+pub(crate) struct Queue {
+    stream: Arc<Stream>,
+    state: Mutex<State>,
+}
+
+struct State {
+    /// Whether commands wait (a small step) or are launched at once.
+    recording: bool,
+    waiting: Vec<Command>,
+    staging: Staging,
+    graphs: Graphs,
+    /// Where results land on the host.
+    landing: Option<Pinned>,
+}
+
+impl Queue {
+    pub(crate) fn new(stream: Arc<Stream>) -> Result<Self, KernelError> {
+        let staging = Staging::new(&stream)?;
+        Ok(Self {
+            state: Mutex::new(State {
+                recording: false,
+                waiting: Vec::new(),
+                staging,
+                graphs: Graphs::default(),
+                landing: None,
+            }),
+            stream,
+        })
+    }
+
+    /// A forward pass begins; `records`: it is small, so its commands wait to be launched together.
+    pub(crate) fn begin_step(&self, records: bool) -> Result<(), KernelError> {
+        let mut state = self.state();
+        self.launch_waiting(&mut state)?;
+        state.staging.next_step(&self.stream)?;
+        state.recording = records;
+        Ok(())
+    }
+
+    /// Adds a command.
+    pub(crate) fn push(&self, command: Command) -> Result<(), KernelError> {
+        let mut state = self.state();
+        if state.recording {
+            state.waiting.push(command);
+            return Ok(());
+        }
+        self.stream.device().bind()?;
+        state.staging.send(&self.stream)?;
+        self.run(&command)
+    }
+
+    /// Puts host data where kernels of this step can read it, and returns its address on the device. Equal data of one
+    /// step is sent once.
+    pub(crate) fn host_data(&self, bytes: &[u8]) -> Result<CUdeviceptr, KernelError> {
+        let mut state = self.state();
+        if let Some(address) = state.staging.put(bytes) {
+            return Ok(address);
+        }
+        // No room: what was queued uses what is there, so it must run first.
+        self.launch_waiting(&mut state)?;
+        state.staging.grow(&self.stream, bytes.len())?;
+        state
+            .staging
+            .put(bytes)
+            .ok_or_else(|| crate::driver::fault("the staging buffer did not grow"))
+    }
+
+    /// Launches what waits.
+    pub(crate) fn flush(&self) -> Result<(), KernelError> {
+        self.launch_waiting(&mut self.state())
+    }
+
+    /// Launches what waits, and waits until it is done.
+    pub(crate) fn synchronize(&self) -> Result<(), KernelError> {
+        self.flush()?;
+        self.stream.synchronize()
+    }
+
+    /// Copies device bytes to the host after everything that was queued; `take` sees them.
+    pub(crate) fn download<R>(
+        &self,
+        address: CUdeviceptr,
+        bytes: usize,
+        take: impl FnOnce(&[u8]) -> R,
+    ) -> Result<R, KernelError> {
+        let mut state = self.state();
+        self.launch_waiting(&mut state)?;
+        let device = self.stream.device();
+        let large_enough = state.landing.as_ref().is_some_and(|l| l.len() >= bytes);
+        if !large_enough {
+            state.landing = Some(Pinned::new(device, bytes.next_power_of_two().max(1 << 16))?);
+        }
+        let Some(landing) = &mut state.landing else {
+            return Err(crate::driver::fault("no pinned memory"));
+        };
+        if bytes > 0 {
+            device.bind()?;
+            // SAFETY: the caller's range lies in a live buffer; the landing place is as large and is read after the wait.
+            check("cuMemcpyDtoHAsync", unsafe {
+                sys::cuMemcpyDtoHAsync_v2(landing.as_mut_ptr(), address, bytes, self.stream.raw())
+            })?;
+        }
+        self.stream.synchronize()?;
+        Ok(take(&landing.bytes()[..bytes]))
+    }
+
+    /// Graphs that were made, and launches of them, since the start.
+    pub(crate) fn graph_counts(&self) -> (u64, u64) {
+        self.state().graphs.counts()
+    }
+
+    fn launch_waiting(&self, state: &mut State) -> Result<(), KernelError> {
+        if state.waiting.is_empty() {
+            return Ok(());
+        }
+        self.stream.device().bind()?;
+        state.staging.send(&self.stream)?;
+        let commands = std::mem::take(&mut state.waiting);
+        let launched = state.graphs.launch(&self.stream, &commands)?;
+        if !launched {
+            for command in &commands {
+                self.run(command)?;
+            }
+        }
+        // Keep the allocation.
+        state.waiting = commands;
+        state.waiting.clear();
+        Ok(())
+    }
+
+    fn run(&self, command: &Command) -> Result<(), KernelError> {
+        match command {
+            Command::Zero { address, bytes } => {
+                // SAFETY: the range lies in a buffer that lives until later commands.
+                check("cuMemsetD8Async", unsafe {
+                    sys::cuMemsetD8Async(*address, 0, *bytes, self.stream.raw())
+                })
+            }
+            Command::Copy { from, to, bytes } => {
+                // SAFETY: both ranges lie in buffers that live until later commands.
+                check("cuMemcpyDtoDAsync", unsafe {
+                    sys::cuMemcpyDtoDAsync_v2(*to, *from, *bytes, self.stream.raw())
+                })
+            }
+            Command::Launch(launch) => {
+                let Launch {
+                    function,
+                    grid: [x, y, z],
+                    threads,
+                    shared_bytes,
+                    args,
+                } = &**launch;
+                let mut pointers = args.pointers();
+                // SAFETY: the arguments are laid out as the kernel's parameters (the backend's operations are written beside
+                // them and tested), and the buffers they point to are free only for commands queued after this one.
+                check("cuLaunchKernel", unsafe {
+                    sys::cuLaunchKernel(
+                        function.raw(),
+                        *x,
+                        *y,
+                        *z,
+                        *threads,
+                        1,
+                        1,
+                        *shared_bytes,
+                        self.stream.raw(),
+                        pointers.as_mut_ptr(),
+                        std::ptr::null_mut(),
+                    )
+                })
+            }
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

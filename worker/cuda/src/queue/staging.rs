@@ -1,0 +1,132 @@
+//! Small host data of a step (tokens, positions, tables) on its way to the device.
+//!
+//! Each step has a pinned buffer and a place on the device of the same size. Pieces are appended to the one and copied to the
+//! other in one go before the first command that reads them. Several such pairs take turns, so that a step can be prepared while the last one runs.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use cudarc::driver::sys::{self, CUdeviceptr};
+use hearth_kernels::KernelError;
+
+use crate::driver::{Event, Stream, check};
+use crate::memory::Pinned;
+
+/// Pairs that take turns.
+const TURNS: usize = 3;
+/// Bytes of a pair at first.
+const FIRST_BYTES: usize = 1 << 20;
+/// Alignment of a piece: tables of structs with pointers are among them.
+const ALIGN_BYTES: usize = 16;
+
+pub(super) struct Staging {
+    pairs: Vec<Pair>,
+    turn: usize,
+    /// Bytes of the current pair that are filled, and those of them that are on their way.
+    filled: usize,
+    sent: usize,
+    /// Where equal pieces of this step lie.
+    known: HashMap<Vec<u8>, CUdeviceptr>,
+}
+
+struct Pair {
+    host: Pinned,
+    device: CUdeviceptr,
+    /// Everything of the pair's last step is done.
+    done: Event,
+}
+
+impl Staging {
+    pub(super) fn new(stream: &Arc<Stream>) -> Result<Self, KernelError> {
+        let pairs = (0..TURNS).map(|_| Pair::new(stream, FIRST_BYTES));
+        Ok(Self {
+            pairs: pairs.collect::<Result<_, _>>()?,
+            turn: 0,
+            filled: 0,
+            sent: 0,
+            known: HashMap::new(),
+        })
+    }
+
+    /// Turns to the next pair, when the step that used it last is done.
+    pub(super) fn next_step(&mut self, stream: &Stream) -> Result<(), KernelError> {
+        self.pairs[self.turn].done.record(stream)?;
+        self.turn = (self.turn + 1) % TURNS;
+        self.pairs[self.turn].done.wait()?;
+        (self.filled, self.sent) = (0, 0);
+        self.known.clear();
+        Ok(())
+    }
+
+    /// Appends a piece; none when it does not fit.
+    pub(super) fn put(&mut self, bytes: &[u8]) -> Option<CUdeviceptr> {
+        if let Some(address) = self.known.get(bytes) {
+            return Some(*address);
+        }
+        let pair = &mut self.pairs[self.turn];
+        let end = self.filled + bytes.len();
+        if end > pair.host.len() {
+            return None;
+        }
+        let address = pair.device + self.filled as u64;
+        pair.host.bytes_mut()[self.filled..end].copy_from_slice(bytes);
+        self.known.insert(bytes.to_vec(), address);
+        self.filled = end.next_multiple_of(ALIGN_BYTES);
+        Some(address)
+    }
+
+    /// Begins the current pair anew, with room for `bytes` more than it had. Everything queued must have been launched.
+    pub(super) fn grow(&mut self, stream: &Arc<Stream>, bytes: usize) -> Result<(), KernelError> {
+        stream.synchronize()?;
+        let size = (self.pairs[self.turn].host.len() + bytes).next_power_of_two();
+        self.pairs[self.turn] = Pair::new(stream, size)?;
+        (self.filled, self.sent) = (0, 0);
+        self.known.clear();
+        Ok(())
+    }
+
+    /// Copies what was appended and is not yet on its way.
+    pub(super) fn send(&mut self, stream: &Stream) -> Result<(), KernelError> {
+        let pair = &self.pairs[self.turn];
+        let end = self.filled.min(pair.host.len());
+        if self.sent < end {
+            let from = self.sent;
+            // SAFETY: both ranges lie in the pair; the pinned bytes change only after `done`, or past `end`.
+            check("cuMemcpyHtoDAsync", unsafe {
+                sys::cuMemcpyHtoDAsync_v2(
+                    pair.device + from as u64,
+                    pair.host.as_ptr().byte_add(from),
+                    end - from,
+                    stream.raw(),
+                )
+            })?;
+            self.sent = self.filled;
+        }
+        Ok(())
+    }
+}
+
+impl Pair {
+    fn new(stream: &Arc<Stream>, bytes: usize) -> Result<Self, KernelError> {
+        let device = stream.device();
+        let host = Pinned::new(device, bytes)?;
+        let done = Event::new(device)?;
+        let mut address = 0;
+        // SAFETY: a context is current, the out-pointer valid.
+        check("cuMemAlloc", unsafe {
+            sys::cuMemAlloc_v2(&raw mut address, bytes)
+        })?;
+        Ok(Self {
+            host,
+            device: address,
+            done,
+        })
+    }
+}
+
+impl Drop for Pair {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`; the driver waits for what uses it. What it returns cannot be helped.
+        unsafe { sys::cuMemFree_v2(self.device) };
+    }
+}

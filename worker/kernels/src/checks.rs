@@ -1,0 +1,376 @@
+//! Whether operands fit each other: the same answer, in the same words, on every backend.
+
+use crate::{AttentionSpec, BlockId, KernelError, KvLayout, MlaHeads, RopeTable, RouterSpec, Span};
+
+/// `[rows, cols]` of an operand.
+pub type Shape = (usize, usize);
+
+/// [`KernelError::Shape`] of operation `op` unless `fits`.
+///
+/// # Errors
+/// As said; `detail` is asked for then alone.
+pub fn ensure(
+    fits: bool,
+    op: &'static str,
+    detail: impl FnOnce() -> String,
+) -> Result<(), KernelError> {
+    if fits {
+        Ok(())
+    } else {
+        Err(KernelError::Shape {
+            op,
+            detail: detail(),
+        })
+    }
+}
+
+/// `values` fill a tensor.
+///
+/// # Errors
+/// [`KernelError::Shape`], as all of this module's.
+pub fn upload((rows, cols): Shape, values: usize) -> Result<(), KernelError> {
+    ensure(rows.checked_mul(cols) == Some(values), "upload", || {
+        format!("{values} values for [{rows}, {cols}]")
+    })
+}
+
+/// Tokens of a vocabulary.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn embed(tokens: &[u32], vocab: usize) -> Result<(), KernelError> {
+    tokens.iter().try_for_each(|&token| {
+        ensure((token as usize) < vocab, "embed", || {
+            format!("token {token} of a vocabulary of {vocab}")
+        })
+    })
+}
+
+/// `x` times a weight, plus a bias.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn linear(x: Shape, w: Shape, bias: Option<usize>) -> Result<(), KernelError> {
+    ensure(x.1 == w.1, "linear", || {
+        format!("x {} with W {}", shape(x), shape(w))
+    })?;
+    ensure(bias.is_none_or(|bias| bias == w.0), "linear", || {
+        format!("{} biases for {} outputs", bias.unwrap_or(0), w.0)
+    })
+}
+
+/// Columns in groups that share a norm's weight.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn rms_norm(cols: usize, group: usize) -> Result<(), KernelError> {
+    ensure(group > 0 && cols.is_multiple_of(group), "rms_norm", || {
+        format!("{cols} columns in groups of {group}")
+    })
+}
+
+/// Two operands of one shape.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn same(op: &'static str, a: Shape, b: Shape) -> Result<(), KernelError> {
+    ensure(a == b, op, || format!("{} and {}", shape(a), shape(b)))
+}
+
+/// Columns `first..first + take` of each of `groups` groups of `cols` columns together.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn columns(cols: usize, groups: usize, first: usize, take: usize) -> Result<(), KernelError> {
+    let fits = groups > 0
+        && cols.is_multiple_of(groups)
+        && first
+            .checked_add(take)
+            .is_some_and(|end| end <= cols / groups);
+    ensure(fits, "columns", || {
+        format!("columns {first}+{take} of each of {groups} groups in {cols}")
+    })
+}
+
+/// The groups of two operands.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn interleave(a: Shape, b: Shape, groups: usize) -> Result<(), KernelError> {
+    let fits = groups > 0 && a.0 == b.0 && a.1.is_multiple_of(groups) && b.1.is_multiple_of(groups);
+    ensure(fits, "interleave", || {
+        format!("{} and {} in {groups} groups", shape(a), shape(b))
+    })
+}
+
+/// Rows that are picked of an operand.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn rows(rows: &[u32], of: usize) -> Result<(), KernelError> {
+    rows.iter()
+        .try_for_each(|&row| ensure((row as usize) < of, "rows", || format!("row {row} of {of}")))
+}
+
+/// Heads that rotate.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn rope(
+    x: Shape,
+    heads: usize,
+    positions: usize,
+    table: &RopeTable,
+) -> Result<(), KernelError> {
+    let half = table.inv_freq.len();
+    let fits =
+        heads > 0 && x.1.is_multiple_of(heads) && 2 * half <= x.1 / heads && positions == x.0;
+    ensure(fits, "rope", || {
+        format!(
+            "{} with {heads} heads, {positions} positions, {half} frequencies",
+            shape(x)
+        )
+    })
+}
+
+/// `x` `[tokens, heads * width]` with `kv_b` `[heads * (nope + v), rank]`.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn mla(
+    op: &'static str,
+    x: Shape,
+    width: usize,
+    kv_b: Shape,
+    dims: MlaHeads,
+) -> Result<(), KernelError> {
+    let MlaHeads {
+        heads,
+        nope,
+        v,
+        rank,
+    } = dims;
+    let fits = kv_b == (heads * (nope + v), rank) && x.1 == heads * width;
+    ensure(fits, op, || {
+        format!(
+            "x {} and kv_b {} with {heads} heads, nope {nope}, v {v}, rank {rank}",
+            shape(x),
+            shape(kv_b)
+        )
+    })
+}
+
+/// A router's logits and what it chooses.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn route(experts: usize, bias: Option<usize>, spec: &RouterSpec) -> Result<(), KernelError> {
+    let RouterSpec {
+        top_k,
+        groups,
+        top_groups,
+        ..
+    } = *spec;
+    let fits = groups > 0
+        && experts > 0
+        && experts.is_multiple_of(groups)
+        && (1..=groups).contains(&top_groups)
+        && (1..=top_groups * (experts / groups)).contains(&top_k);
+    ensure(fits, "route", || {
+        format!("{top_k} of {experts} experts in the best {top_groups} of {groups} groups")
+    })?;
+    ensure(bias.is_none_or(|bias| bias == experts), "route", || {
+        format!("{} biases for {experts} experts", bias.unwrap_or(0))
+    })
+}
+
+/// A cache's dimensions.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn kv_alloc(layout: &KvLayout) -> Result<(), KernelError> {
+    let KvLayout {
+        layers: _,
+        kv_heads,
+        k_dim,
+        v_dim,
+        value_in_key,
+        block_tokens,
+        dtype: _,
+    } = *layout;
+    let sound = kv_heads > 0
+        && k_dim > 0
+        && v_dim > 0
+        && block_tokens.is_power_of_two()
+        && (!value_in_key || v_dim <= k_dim);
+    ensure(sound, "kv_alloc", || layout.fingerprint())
+}
+
+/// Keys and values that are stored.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn kv_append(layout: &KvLayout, keys: Shape, values: Option<Shape>) -> Result<(), KernelError> {
+    let fits = keys.1 == layout.kv_heads * layout.k_dim
+        && values.is_none() == layout.value_in_key
+        && values.is_none_or(|v| v == (keys.0, layout.kv_heads * layout.v_dim));
+    ensure(fits, "kv_append", || {
+        format!(
+            "keys {} and values {values:?} in {}",
+            shape(keys),
+            layout.fingerprint()
+        )
+    })
+}
+
+/// A layer of a cache.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn kv_layer(op: &'static str, layout: &KvLayout, layer: usize) -> Result<(), KernelError> {
+    ensure(layer < layout.layers, op, || {
+        format!("layer {layer} of {}", layout.layers)
+    })
+}
+
+/// Whole records.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn kv_records(layout: &KvLayout, bytes: usize) -> Result<usize, KernelError> {
+    let size = layout.token_layer_bytes();
+    ensure(bytes.is_multiple_of(size), "kv_write", || {
+        format!("{bytes} bytes in records of {size}")
+    })?;
+    Ok(bytes / size)
+}
+
+/// Blocks of a cache of `total` that cover `tokens` tokens from `first_token`.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn kv_blocks(
+    op: &'static str,
+    layout: &KvLayout,
+    total: usize,
+    blocks: &[BlockId],
+    first_token: usize,
+    tokens: usize,
+) -> Result<(), KernelError> {
+    let covered = first_token
+        .checked_add(tokens)
+        .is_some_and(|end| layout.blocks_for(end) <= blocks.len());
+    ensure(covered, op, || {
+        format!(
+            "tokens {first_token}+{tokens} in {} blocks of {}",
+            blocks.len(),
+            layout.block_tokens
+        )
+    })?;
+    blocks.iter().try_for_each(|block| {
+        ensure((block.0 as usize) < total, op, || {
+            format!("block {} of {total}", block.0)
+        })
+    })
+}
+
+/// A span that lies in the batch and whose blocks cover it.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn span(
+    op: &'static str,
+    layout: &KvLayout,
+    total_blocks: usize,
+    span: &Span,
+    batch_rows: usize,
+) -> Result<(), KernelError> {
+    let in_batch = span
+        .first_row
+        .checked_add(span.rows)
+        .is_some_and(|end| end <= batch_rows);
+    ensure(in_batch, op, || {
+        format!(
+            "span of rows {}+{} in a batch of {batch_rows}",
+            span.first_row, span.rows
+        )
+    })?;
+    kv_blocks(
+        op,
+        layout,
+        total_blocks,
+        &span.blocks,
+        span.start,
+        span.rows,
+    )
+}
+
+/// Queries, and spans of which no row belongs to two.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn attention(
+    layout: &KvLayout,
+    total_blocks: usize,
+    q: Shape,
+    layer: usize,
+    spans: &[Span],
+    spec: AttentionSpec,
+) -> Result<(), KernelError> {
+    let heads = spec.heads;
+    let fits = heads > 0
+        && heads.is_multiple_of(layout.kv_heads)
+        && q.1 == heads * layout.k_dim
+        && layer < layout.layers;
+    ensure(fits, "attention", || {
+        format!(
+            "q {} with {heads} heads in layer {layer} of {}",
+            shape(q),
+            layout.fingerprint()
+        )
+    })?;
+    for one in spans {
+        span("attention", layout, total_blocks, one, q.0)?;
+    }
+    let mut ranges: Vec<(usize, usize)> = spans.iter().map(|s| (s.first_row, s.rows)).collect();
+    ranges.sort_unstable();
+    ranges.windows(2).try_for_each(|pair| {
+        ensure(pair[0].0 + pair[0].1 <= pair[1].0, "attention", || {
+            format!(
+                "spans of rows {}+{} and {}+{} overlap",
+                pair[0].0, pair[0].1, pair[1].0, pair[1].1
+            )
+        })
+    })
+}
+
+/// A routed expert's matrices (gate, up, down) with input and output.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn expert(out: Shape, x: Shape, [gate, up, down]: [Shape; 3]) -> Result<(), KernelError> {
+    let fits = out.0 == x.0 && gate.1 == x.1 && up == gate && down == (out.1, gate.0);
+    ensure(fits, "experts", || {
+        let [x, out, gate, up, down] = [x, out, gate, up, down].map(shape);
+        format!("x {x}, out {out}, gate {gate}, up {up}, down {down}")
+    })
+}
+
+/// The rows of an expert with their weights.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn expert_rows(rows: &[u32], weights: usize, of: usize) -> Result<(), KernelError> {
+    ensure(rows.len() == weights, "experts", || {
+        format!("{} rows with {weights} weights", rows.len())
+    })?;
+    rows.iter().try_for_each(|&row| {
+        ensure((row as usize) < of, "experts", || {
+            format!("row {row} of {of}")
+        })
+    })
+}
+
+fn shape((rows, cols): Shape) -> String {
+    format!("[{rows}, {cols}]")
+}

@@ -1,0 +1,174 @@
+//! Which device computes: the one place where backends are joined to the rest.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use hearth_kernels::{Backend, CpuBackend, CpuOptions};
+
+/// A device by name, as `--device` takes it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) enum DeviceArg {
+    /// This machine's CPU.
+    #[default]
+    Cpu,
+    /// An NVIDIA GPU: the one of this UUID, or the first.
+    Cuda(Option<String>),
+}
+
+impl FromStr for DeviceArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once(':') {
+            None if text == "cpu" => Ok(Self::Cpu),
+            None if text == "cuda" => Ok(Self::Cuda(None)),
+            Some(("cuda", uuid)) if !uuid.is_empty() => Ok(Self::Cuda(Some(uuid.to_owned()))),
+            _ => Err("write cpu, cuda, or cuda:UUID as `nvidia-smi -L` prints it".to_owned()),
+        }
+    }
+}
+
+/// What a GPU is opened with.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct GpuOptions {
+    /// Its UUID; none: the first.
+    pub(crate) uuid: Option<String>,
+    /// Bytes of its memory that may be taken; none: what is free.
+    pub(crate) budget_bytes: Option<u64>,
+    /// How activations enter products.
+    pub(crate) activations: ActivationsArg,
+    /// Where compiled kernels lie.
+    pub(crate) kernels: KernelDirectories,
+}
+
+/// Directories with compiled kernels: those of the image are read, the cache is read and written.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct KernelDirectories {
+    /// Compiled ahead.
+    pub(crate) image: Option<PathBuf>,
+    /// Compiled at first use.
+    pub(crate) cache: Option<PathBuf>,
+}
+
+/// How activations enter products on a GPU, by name.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum ActivationsArg {
+    /// As they are: what every other device computes
+    #[default]
+    F32,
+    /// Rounded to bfloat16: faster prefill
+    Bf16,
+    /// Quantised to FP8 for FP8 weights: fastest prefill, least exact
+    Fp8,
+}
+
+/// A device and how it is opened.
+pub(crate) enum DeviceOptions {
+    /// The CPU.
+    Cpu(CpuOptions),
+    /// A GPU.
+    Gpu(GpuOptions),
+}
+
+/// Something on one of the devices that this build has.
+pub(crate) enum OnDevice<C, G> {
+    /// On the CPU.
+    Cpu(C),
+    /// On a GPU.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    Gpu(G),
+}
+
+/// The GPU backend of this build.
+#[cfg(feature = "cuda")]
+pub(crate) type GpuBackend = hearth_cuda::CudaBackend;
+/// A build without GPUs has a backend that cannot be made.
+#[cfg(not(feature = "cuda"))]
+pub(crate) type GpuBackend = CpuBackend;
+
+/// A backend, of either kind.
+pub(crate) type AnyBackend = OnDevice<Arc<CpuBackend>, Arc<GpuBackend>>;
+
+/// Evaluates an expression with what is on the device, whatever the device is.
+macro_rules! on_device {
+    ($value:expr, $name:ident => $body:expr) => {
+        match $value {
+            $crate::device::OnDevice::Cpu($name) => $body,
+            $crate::device::OnDevice::Gpu($name) => $body,
+        }
+    };
+}
+pub(crate) use on_device;
+
+impl DeviceOptions {
+    /// Threads that read files into memory.
+    pub(crate) fn touch_threads(&self) -> usize {
+        match self {
+            Self::Cpu(options) => options.threads,
+            // Weights are copied to the device, and pages come in as they are.
+            Self::Gpu(_) => 0,
+        }
+    }
+
+    /// Opens the device.
+    ///
+    /// # Errors
+    /// What it lacks, with the remedy.
+    pub(crate) fn open(self) -> anyhow::Result<AnyBackend> {
+        match self {
+            Self::Cpu(options) => Ok(OnDevice::Cpu(Arc::new(CpuBackend::new(options)?))),
+            Self::Gpu(options) => open_gpu(options),
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn open_gpu(options: GpuOptions) -> anyhow::Result<AnyBackend> {
+    use hearth_cuda::{Activations, CudaBackend, CudaOptions};
+    let KernelDirectories { image, cache } = options.kernels;
+    let options = CudaOptions {
+        uuid: options.uuid,
+        budget_bytes: options.budget_bytes,
+        activations: match options.activations {
+            ActivationsArg::F32 => Activations::F32,
+            ActivationsArg::Bf16 => Activations::Bf16,
+            ActivationsArg::Fp8 => Activations::Fp8,
+        },
+        kernel_cache: image.into_iter().chain(cache).collect(),
+        sentinels: false,
+    };
+    let backend = CudaBackend::new(options)?;
+    tracing::info!(
+        device = backend.describe(),
+        uuid = backend.info().uuid,
+        "GPU opened"
+    );
+    Ok(OnDevice::Gpu(Arc::new(backend)))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn open_gpu(_options: GpuOptions) -> anyhow::Result<AnyBackend> {
+    anyhow::bail!(
+        "this hearth-worker was built without GPUs\n  build it with the feature `cuda` (the default), or use --device cpu"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_are_named() {
+        let parse = |text: &str| text.parse::<DeviceArg>();
+        assert_eq!(parse("cpu"), Ok(DeviceArg::Cpu));
+        assert_eq!(parse("cuda"), Ok(DeviceArg::Cuda(None)));
+        assert_eq!(
+            parse("cuda:GPU-1a"),
+            Ok(DeviceArg::Cuda(Some("GPU-1a".to_owned())))
+        );
+        for wrong in ["gpu", "cuda:", "cpu:0", ""] {
+            assert!(parse(wrong).unwrap_err().contains("cuda:UUID"), "{wrong}");
+        }
+    }
+}

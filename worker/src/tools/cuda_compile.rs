@@ -1,0 +1,33 @@
+//! `hearth-worker cuda-compile`: kernels for an architecture, ahead of their first use. It needs NVRTC and no GPU.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use hearth_cuda::compile_all;
+
+/// Arguments of `cuda-compile`.
+#[derive(Args)]
+pub(crate) struct CudaCompileArgs {
+    /// Architectures, comma separated: sm_80 (A100), sm_86 (RTX 30), sm_89 (RTX 40), sm_90a (H100, H200), sm_120a (RTX 50)
+    #[arg(long, value_name = "ARCH", value_delimiter = ',', required = true)]
+    arch: Vec<String>,
+    /// Directory that receives the compiled kernels; workers read it with HEARTH_KERNELS or as --kernel-cache
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+}
+
+/// Compiles and prints what came of it.
+pub(crate) fn run(args: &CudaCompileArgs) -> anyhow::Result<()> {
+    for arch in &args.arch {
+        let began = std::time::Instant::now();
+        let report = compile_all(&args.out, arch)?;
+        println!(
+            "{arch}: {} kernels, {:.1} MB, {} compiled in {:.1} s",
+            report.kernels,
+            report.bytes as f64 / 1e6,
+            report.compiled,
+            began.elapsed().as_secs_f64()
+        );
+    }
+    Ok(())
+}

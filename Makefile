@@ -14,7 +14,7 @@ QUESTION ?= What is Hearth?
 # Where the images would be pushed to.
 REGISTRY ?= hearth.dev
 
-.PHONY: demo build test test-cluster cluster check fmt bench images manifests crds clean help
+.PHONY: demo build test test-gpu bench-gpu test-cluster cluster check fmt bench images manifests crds clean help
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -30,6 +30,15 @@ test: ## Every test
 	@scripts/bootstrap.sh test
 	@cargo build --workspace --bins
 	@cargo test --workspace --no-fail-fast
+
+# On the GPU of this machine: the cases of `make test`, the sanitizer's short list, and no pass without a GPU.
+test-gpu: ## The CUDA backend's tests on this machine's GPU
+	@scripts/bootstrap.sh gpu
+	@scripts/test-gpu.sh
+
+bench-gpu: ## Measure the CUDA backend on this machine's GPU
+	@scripts/bootstrap.sh gpu
+	@docs/benchmarks/gpu.sh
 
 # Somebody's cluster is used only when it is named here: never one that the environment happens to name.
 test-cluster: export HEARTH_TEST_KUBECONFIG = $(if $(filter command,$(origin KUBECONFIG)),$(abspath $(KUBECONFIG)))
@@ -56,12 +65,17 @@ fmt: ## Format everything
 bench: ## Measure the models of docs/benchmarks.md on this machine
 	@docs/benchmarks/run.sh
 
+# What GPUs people own: RTX 30, 40 and 50, A100, H100 and H200.
+GPU_ARCHITECTURES = sm_80,sm_86,sm_89,sm_90a,sm_120a
+
 images: ## The container images of both programs, as archives in target/images
-	@scripts/bootstrap.sh build
+	@scripts/bootstrap.sh images
 	@cargo build --profile image-operator --bin hearth
 	@cargo build --profile image --bin hearth-worker
+	@LD_LIBRARY_PATH=$$(echo $(HEARTH_CACHE)/py/lib/python3*/site-packages/nvidia/cuda_nvrtc/lib) \
+		$(TARGET_DIR)/image/hearth-worker cuda-compile --arch $(GPU_ARCHITECTURES) --out $(TARGET_DIR)/images/kernels
 	@cargo run -q -p hearth-tests --bin hearth-images -- $(TARGET_DIR)/image-operator/hearth \
-		$(TARGET_DIR)/image/hearth-worker $(TARGET_DIR)/images $(REGISTRY)
+		$(TARGET_DIR)/image/hearth-worker $(TARGET_DIR)/images/kernels $(TARGET_DIR)/images $(REGISTRY)
 
 manifests: crds ## Regenerate manifests/install.yaml from the chart
 	@scripts/manifests.sh

@@ -5,6 +5,8 @@
 #   scripts/bootstrap.sh test     also what `make test` needs, the test cluster among it where there can be one
 #   scripts/bootstrap.sh cluster  what `make test-cluster` needs
 #   scripts/bootstrap.sh check    also what `make check` needs
+#   scripts/bootstrap.sh gpu      what `make test-gpu` needs
+#   scripts/bootstrap.sh images   what `make images` needs
 set -euo pipefail
 cd "$(dirname "$0")/.."
 goal=${1:-build}
@@ -13,7 +15,7 @@ cache=${HEARTH_CACHE:-$HOME/.cache/hearth}
 say() { printf 'bootstrap: %s\n' "$*" >&2; }
 
 need_packages=()
-command -v cc >/dev/null || need_packages+=(build-essential)
+{ command -v cc && command -v c++; } >/dev/null || need_packages+=(build-essential)
 command -v curl >/dev/null || need_packages+=(curl ca-certificates)
 # Nodes of a test cluster need root and the cgroup v1 hierarchies; a control plane needs neither.
 cluster=none

@@ -159,11 +159,17 @@ impl GpuArgs {
             budget_bytes,
             activations: self.activations,
             kernels: KernelDirectories {
-                image: self.kernels.clone(),
+                image: self.kernels.clone().or_else(kernels_of_image),
                 cache: self.kernel_cache.clone().or(default),
             },
         }
     }
+}
+
+/// Where the image has kernels that were compiled ahead.
+fn kernels_of_image() -> Option<PathBuf> {
+    let directory = PathBuf::from("/usr/share/hearth/kernels");
+    directory.is_dir().then_some(directory)
 }
 
 impl ComputeArgs {

@@ -136,7 +136,7 @@ fn open_gpu(options: GpuOptions) -> anyhow::Result<AnyBackend> {
             ActivationsArg::Fp8 => Activations::Fp8,
         },
         kernel_cache: image.into_iter().chain(cache).collect(),
-        sentinels: false,
+        sentinels: None,
     };
     let backend = CudaBackend::new(options)?;
     tracing::info!(

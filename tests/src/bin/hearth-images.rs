@@ -1,6 +1,8 @@
 //! Writes the archives of both container images, and prints their sizes.
 //!
-//!     hearth-images OPERATOR_PROGRAM WORKER_PROGRAM OUTPUT_DIRECTORY REGISTRY
+//!     hearth-images OPERATOR_PROGRAM WORKER_PROGRAM KERNELS OUTPUT_DIRECTORY REGISTRY
+//!
+//! KERNELS is a directory that `hearth-worker cuda-compile` filled.
 
 #![forbid(unsafe_code)]
 
@@ -16,11 +18,14 @@ const OPERATOR_LIMIT_BYTES: u64 = 25 * MIB;
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [operator, worker, output, registry] = &arguments[..] else {
-        eprintln!("usage: hearth-images OPERATOR_PROGRAM WORKER_PROGRAM OUTPUT_DIRECTORY REGISTRY");
+    let [operator, worker, kernels, output, registry] = &arguments[..] else {
+        eprintln!(
+            "usage: hearth-images OPERATOR_PROGRAM WORKER_PROGRAM KERNELS OUTPUT_DIRECTORY REGISTRY"
+        );
         return ExitCode::from(2);
     };
-    match write(operator, worker, Path::new(output), registry) {
+    let kernels = Path::new(kernels);
+    match write(operator, worker, kernels, Path::new(output), registry) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error:#}");
@@ -29,7 +34,13 @@ fn main() -> ExitCode {
     }
 }
 
-fn write(operator: &str, worker: &str, output: &Path, registry: &str) -> anyhow::Result<()> {
+fn write(
+    operator: &str,
+    worker: &str,
+    kernels: &Path,
+    output: &Path,
+    registry: &str,
+) -> anyhow::Result<()> {
     std::fs::create_dir_all(output).with_context(|| output.display().to_string())?;
     for (program, built, name, limit) in [
         (
@@ -42,9 +53,11 @@ fn write(operator: &str, worker: &str, output: &Path, registry: &str) -> anyhow:
     ] {
         let reference = format!("{registry}/{name}:{}", env!("CARGO_PKG_VERSION"));
         let archive = output.join(format!("{name}.tar"));
-        let sizes = Image::of(program, &reference, Path::new(built))?
-            .compressed()
-            .write(&archive)?;
+        let mut image = Image::of(program, &reference, Path::new(built))?;
+        if program == Program::Worker {
+            image = image.directory(kernels, "/usr/share/hearth/kernels")?;
+        }
+        let sizes = image.compressed().write(&archive)?;
         let mib = |bytes: u64| bytes as f64 / MIB as f64;
         println!(
             "{}  {reference}  {:.1} MiB, {:.1} MiB on a node",

@@ -7,7 +7,7 @@
 //
 // A row of work is a token of a tile with a query head of one kv head's group: row i is token i / group, head kv * group + i % group.
 // A tile may hold any number of tokens. Grid (tiles, kv_heads * row_blocks, splits) with row_blocks = ceil(largest tokens * group / ROWS);
-// 128 threads for ROWS = 16, else 256. Dynamic shared memory in bytes, of which the host opts in:
+// 128 threads for ROWS = 16, else 256. Shared memory is 1 KiB static and, dynamic, these bytes:
 //   128 * BUFFERS * (K_DIM + 8 + (VALUE_IN_KEY ? 0 : V_DIM + 8)) + 4 * ROWS * (72 + (QUERIES_SHARED ? K_DIM + (K_DIM % 32 ? 24 : 8) : 0))
 //
 // With splits == 1 a block walks all positions and writes `out` [rows][heads][V_DIM]; `partials` is not used. With more, block z computes the

@@ -1,9 +1,9 @@
-// Routed experts, grouped: slots (a token's choice of an expert) sorted by expert as moe_sort.cu does, cut into tiles of one expert each. A
-// grid row is a tile, and rows past *tile_count end at once, so that one launch fits every routing. Tiles of the decode kernels have at
-// most 8 slots, those of the tiled kernels at most 64; the tiled kernels need the dynamic shared memory of linear_tiled.
+// Routed experts, grouped: slots (a token's choice of an expert) are sorted by expert and cut into tiles of one expert each, as
+// moe_sort.cu does. A grid row is a tile, and rows past *tile_count end at once, so that one launch fits every routing. Tiles of the
+// decode kernels have at most 8 slots, those of the tiled kernels at most 64; the tiled kernels need 96 KiB of dynamic shared memory.
 //
-// Gate and up share a block: its first 64 outputs are the gate's and the others the up's of the same columns, so each token is read once and h
-// is made where both are at hand.
+// Gate and up share a block: its first 64 outputs are the gate's and the others the up's of the same columns, so each token is read
+// once and h is made where both are at hand.
 #include "matmul.cuh"
 
 // The order of the reference: f64 inside, rounded to f32, then the product.
@@ -66,26 +66,23 @@ extern "C" __global__ void experts_gate_up_tiled(
     float total[2][4][4];
     tiled_products(total, halves, inter, x, shared);
 
-    // The gate's sums pass through the first stage, each to the lane that has the up's sum of the same column and slot.
-    float* gates = reinterpret_cast<float*>(shared) + threadIdx.x / 32 % (WARPS / 2) * (32 * 32) + (threadIdx.x & 31);
+    // The gate's sums pass through the first stage, each to the lane that has the up's sum of the same column and slot: the warp with
+    // the same outputs of the other half.
     bool gate = warp_output() < HALF_OUTPUTS;
+    int pair = threadIdx.x / 128 * 2 + warp_output() % HALF_OUTPUTS / 32;
+    float* gates = reinterpret_cast<float*>(shared) + pair * (32 * 32) + (threadIdx.x & 31);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < 32; ++i)
         if (gate) gates[i * 32] = total[i / 16][i / 4 % 4][i % 4];
     __syncthreads();
     if (gate) return;
-#pragma unroll 1
-    for (int m = 0; m < 2; ++m) {
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            float (&sum)[4] = total[0][n];
+    for (int n = 0; n < 8; ++n) {
+        float (&sum)[4] = total[n / 4][n % 4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) sum[i] = silu_times(gates[(m * 16 + n * 4 + i) * 32], sum[i]);
-            store_slots(h, sum, tile, first + warp_output() % HALF_OUTPUTS + m * 16, warp_token() + n * 8, inter);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sum[i] = total[1][n][i];
-        }
+        for (int i = 0; i < 4; ++i) sum[i] = silu_times(gates[(n * 4 + i) * 32], sum[i]);
+        store_slots(h, sum, tile, first + warp_output() % HALF_OUTPUTS + n / 4 * 16, warp_token() + n % 4 * 8, inter);
     }
 }
 

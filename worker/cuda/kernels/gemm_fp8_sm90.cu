@@ -3,6 +3,10 @@
 // SHARED_BYTES of dynamic shared memory.
 //
 // Copies are cp.async and waits are for groups and barriers of the block, so no wait depends on a count that could be wrong.
+//
+// The order of the sums is the contract's, but the bits are not those of mma.sync: for 9.0 the compiler makes an e4m3 mma.sync of f16
+// products, while wgmma adds the products of e4m3 in the tensor core's own shorter form. So that a row's bits do not depend on the
+// batch, a weight for which this kernel is used must have it for every number of rows.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 #include "common.cuh"

@@ -1,7 +1,8 @@
 // Linear layers: y[r][n] = bias[n] + sum over k of x[r][k] w[n][k], x as split.cu wrote it.
 //
-// linear_decode takes 1..8 rows and reads each weight once, at the pace of memory; where its blocks are too few to fill the device, one grid
-// row a segment, and linear_fold. linear_tiled takes any number of rows; it needs LINEAR_TILED_SHARED_BYTES of dynamic shared memory.
+// linear_decode takes 1..8 rows and reads each weight once, at the pace of memory. Where its blocks are too few to fill the device, the
+// grid has one row for each segment, and linear_fold follows. linear_tiled takes any number of rows; it needs 96 KiB of dynamic
+// shared memory.
 #include "matmul.cuh"
 
 // The lane's sums of 16 outputs from `output` and tokens `token` .. `token + 7`, into y[row][n] where they exist.

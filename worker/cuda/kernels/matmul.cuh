@@ -40,25 +40,29 @@ __device__ __forceinline__ unsigned upper_pair(float first, float second) {
     return __byte_perm(float_bits(first), float_bits(second), 0x7632);
 }
 
-// Takes the leading bf16 (by truncation) off x. What is not finite is its own leading term, with a bit that keeps a NaN one, and
-// leaves zero.
+// Takes the leading bf16 (by truncation) off a finite x.
 __device__ __forceinline__ float take_term(float& x) {
-    unsigned bits = float_bits(x);
-    if ((bits & 0x7f800000u) == 0x7f800000u) {
-        x = 0.0f;
-        return bits_float((bits & 0x007fffffu) != 0 ? bits | 0x00400000u : bits);
-    }
-    float term = bits_float(bits & 0xffff0000u);
+    float term = bits_float(float_bits(x) & 0xffff0000u);
     x = __fsub_rn(x, term);
     return term;
 }
 
-// binary16 as f32: the shifted bits are the value times 2^-112, subnormals included.
-__device__ __forceinline__ float half_to_float(unsigned half) {
-    unsigned magnitude = (half & 0x7fffu) << 13;
-    float value = __fmul_rn(bits_float(magnitude), bits_float(0x77800000u));
-    if ((half & 0x7c00u) == 0x7c00u) value = bits_float(magnitude | 0x7f800000u);
-    return bits_float(float_bits(value) | (half & 0x8000u) << 16);
+// The same for any x: what is not finite is its own term, with a bit that keeps a NaN one, and leaves zero.
+__device__ __forceinline__ float take_first_term(float& x) {
+    unsigned bits = float_bits(x);
+    if ((bits & 0x7f800000u) != 0x7f800000u) return take_term(x);
+    x = 0.0f;
+    return bits_float((bits & 0x007fffffu) != 0 ? bits | 0x00400000u : bits);
+}
+
+// The binary16 in the upper half of `upper` as its leading bf16 and, in `rest`, what remains. Sign, exponent and mantissa in the places
+// of f32 are the value times 2^-112, subnormals included; what is not finite comes out from 65536 and gets its exponent back.
+__device__ __forceinline__ float take_half_term(unsigned upper, float& rest) {
+    float value = __fmul_rn(bits_float((unsigned)((int)upper >> 3) & 0x8fffe000u), bits_float(0x77800000u));
+    float term = bits_float(float_bits(value) & 0xffff0000u);
+    bool finite = fabsf(value) < 65536.0f;
+    rest = finite ? __fsub_rn(value, term) : 0.0f;
+    return finite ? term : bits_float(float_bits(term) | 0x7f800000u);
 }
 
 // The A registers `at` and `at + 2` (one row) of k step `step`, from the 16 bytes of that row; term 0 is the most significant.
@@ -72,7 +76,7 @@ __device__ __forceinline__ void row_fragment(unsigned (&a)[WEIGHT_TERMS][4], con
         for (int term = 0; term < WEIGHT_TERMS; ++term) {
             float taken[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) taken[i] = take_term(x[i]);
+            for (int i = 0; i < 4; ++i) taken[i] = term == 0 ? take_first_term(x[i]) : take_term(x[i]);
             a[term][at] = upper_pair(taken[0], taken[1]);
             a[term][at + 2] = upper_pair(taken[2], taken[3]);
         }
@@ -80,10 +84,10 @@ __device__ __forceinline__ void row_fragment(unsigned (&a)[WEIGHT_TERMS][4], con
 #pragma unroll
         for (int pair = 0; pair < 2; ++pair) {
             unsigned halves = word(bytes, 2 * step + pair);
-            float first = half_to_float(halves & 0xffffu), second = half_to_float(halves >> 16);
-            float first_term = take_term(first), second_term = take_term(second);
-            a[0][at + 2 * pair] = upper_pair(first_term, second_term);
-            a[WEIGHT_TERMS - 1][at + 2 * pair] = upper_pair(first, second);
+            float first_rest, second_rest;
+            float first = take_half_term(halves << 16, first_rest), second = take_half_term(halves, second_rest);
+            a[0][at + 2 * pair] = upper_pair(first, second);
+            a[WEIGHT_TERMS - 1][at + 2 * pair] = upper_pair(first_rest, second_rest);
         }
     } else {
         a[0][at] = word(bytes, 2 * step);
@@ -137,12 +141,12 @@ __device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4], 
 
 // dot += one unit of M x 16 outputs (rows of `upper` and, eight further, `lower`) by N x 8 tokens. `terms` holds matrices of ROWS rows of
 // CHUNKS chunks, one for each term. For one output the order is: k steps up, in each the weight's terms from the least, for each of
-// them the activation's terms from the least. Tokens go by twos, which gives the mma more independent sums, but
-// where binary16 weights take the registers.
-template <int M, int N, int ROWS, int CHUNKS>
+// them the activation's terms from the least. Of the N eights of tokens the first USED are computed, two at a time, which gives the mma
+// more independent sums, but where binary16 weights take the registers.
+template <int M, int N, int USED, int ROWS, int CHUNKS>
 __device__ __forceinline__ void multiply_unit(
     float (&dot)[M][N][4], const uint4 (&upper)[M], const uint4 (&lower)[M], const unsigned char* terms, int first_row, int unit) {
-    constexpr int GROUP = N < 2 || WEIGHT_TYPE == WEIGHTS_F16 ? 1 : 2;
+    constexpr int GROUP = USED < 2 || WEIGHT_TYPE == WEIGHTS_F16 ? 1 : 2;
     int row = first_row + (threadIdx.x & 31) / 4;
 #pragma unroll
     for (int load = 0; load < LOADS; ++load) {
@@ -156,7 +160,7 @@ __device__ __forceinline__ void multiply_unit(
             }
         }
 #pragma unroll
-        for (int n = 0; n < N; n += GROUP) {
+        for (int n = 0; n < USED; n += GROUP) {
             unsigned b[GROUP][TERMS][LOAD_STEPS][2];
 #pragma unroll
             for (int i = 0; i < GROUP * TERMS; ++i) {
@@ -277,7 +281,7 @@ __device__ __forceinline__ void fold_segment(float (&total)[M][N][4], float (&se
 // ---- Few tokens: weights go from memory straight into registers, each warp 16 outputs.
 
 constexpr int DECODE_TOKENS = 8;
-constexpr int RING = WEIGHT_TERMS == 1 ? 4 : 2;                                    // units under way, 32 bytes a lane each
+constexpr int RING = 4;                                                            // units under way: 128 bytes a lane
 constexpr int DECODE_BLOCKS = UNITS < RING ? RING / UNITS : 1;                     // blocks of one stage of activations
 constexpr int DECODE_CHUNKS = DECODE_BLOCKS * BLOCK * TERM_BYTES / 16;             // of a row of it
 constexpr int DECODE_STAGE_BYTES = TERMS * DECODE_TOKENS * DECODE_CHUNKS * 16;
@@ -360,7 +364,7 @@ __device__ __forceinline__ void decode_products(
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {
                 int slot = (b * UNITS + u) % RING;
-                multiply_unit<1, 1, DECODE_TOKENS, DECODE_CHUNKS>(dot, upper[slot], lower[slot], stage, 0, b * UNITS + u);
+                multiply_unit<1, 1, 1, DECODE_TOKENS, DECODE_CHUNKS>(dot, upper[slot], lower[slot], stage, 0, b * UNITS + u);
                 load_unit(upper[slot][0], lower[slot][0], rows, (block + b) * UNITS + u + RING, end * UNITS);
             }
             fold_block(segment, dot, scales[b]);
@@ -381,7 +385,8 @@ constexpr int WEIGHT_CHUNKS = STAGE_COLS * WEIGHT_BYTES / 16;                   
 constexpr int TERM_CHUNKS = STAGE_COLS * TERM_BYTES / 16;
 constexpr int WEIGHT_STAGE_BYTES = TILE_OUTPUTS * WEIGHT_CHUNKS * 16;
 constexpr int STAGE_BYTES = WEIGHT_STAGE_BYTES + TERMS * TILE_TOKENS * TERM_CHUNKS * 16;
-constexpr int MOST_STAGES = 96 * 1024 / STAGE_BYTES;
+constexpr int TILED_SHARED_BYTES = 96 * 1024;                                      // 8.9 and 12.0 have 99 KiB a block
+constexpr int MOST_STAGES = TILED_SHARED_BYTES / STAGE_BYTES;
 constexpr int STAGES = MOST_STAGES < 4 ? MOST_STAGES : 4;
 static_assert(STAGES >= 2, "a stage is filled while another is read");
 
@@ -447,20 +452,44 @@ __device__ __forceinline__ void tile_stage(unsigned char* shared, const TileCopy
         for (int i = 0; i < TERMS * TileCopy::TOKEN_COPIES; ++i) {
             int term = i / TileCopy::TOKEN_COPIES, step = i % TileCopy::TOKEN_COPIES;
             const unsigned char* source = copy.tokens[step] + term * copy.term_bytes + index * (TERM_CHUNKS * 16);
-            int at = place_terms<TERM_CHUNKS>(row + step * TileCopy::TOKEN_STEP, chunk) * 16;
-            cp_async_16(terms + term * (TILE_TOKENS * TERM_CHUNKS * 16) + at, source, step * TileCopy::TOKEN_STEP < copy.tokens_left);
+            int at = place_terms<TERM_CHUNKS>(term * TILE_TOKENS + row + step * TileCopy::TOKEN_STEP, chunk) * 16;
+            cp_async_16(terms + at, source, step * TileCopy::TOKEN_STEP < copy.tokens_left);
         }
     }
     cp_async_commit();
 }
 
-// Of the tile, a warp has outputs `warp_output()` .. + 31 and tokens `warp_token()` .. + 31; warps 0..3 have the first half.
-__device__ __forceinline__ int warp_output() { return threadIdx.x / 64 * 32; }
-__device__ __forceinline__ int warp_token() { return threadIdx.x / 32 % 2 * 32; }
+// Of the tile, a warp has outputs `warp_output()` .. + 31 and tokens `warp_token()` .. + 31. Where there are at most 32 tokens the first
+// four warps do all the work, and they are one for each scheduler.
+__device__ __forceinline__ int warp_output() { return threadIdx.x / 32 % 4 * 32; }
+__device__ __forceinline__ int warp_token() { return threadIdx.x / 128 * 32; }
+
+// dot += a warp's products of one stage; `tokens` of its 32 exist.
+__device__ __forceinline__ void multiply_stage(float (&dot)[2][4][4], const unsigned char* weights, int tokens) {
+    if (tokens <= 0) return;
+    const unsigned char* terms = weights + WEIGHT_STAGE_BYTES;
+    int row = warp_output() + (threadIdx.x & 31) / 4;
+#pragma unroll 1
+    for (int unit = 0; unit < STAGE_UNITS; ++unit) {
+        int chunk = unit * 4 + (threadIdx.x & 3);
+        uint4 upper[2], lower[2];
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            upper[m] = load_16(weights + place_64<WEIGHT_CHUNKS>(row + m * 16, chunk) * 16);
+            lower[m] = load_16(weights + place_64<WEIGHT_CHUNKS>(row + m * 16 + 8, chunk) * 16);
+        }
+        if (tokens > 16) {
+            multiply_unit<2, 4, 4, TILE_TOKENS, TERM_CHUNKS>(dot, upper, lower, terms, warp_token(), unit);
+        } else {
+            multiply_unit<2, 4, 2, TILE_TOKENS, TERM_CHUNKS>(dot, upper, lower, terms, warp_token(), unit);
+        }
+    }
+}
 
 // total = the products of the halves' outputs (rows from n on do not exist) with at most 64 tokens over x.padded columns, summed as the
-// contract says. `shared`: STAGES stages.
-__device__ __forceinline__ void tiled_products(float (&total)[2][4][4], const Half (&halves)[2], int n, const Tokens& x, unsigned char* shared) {
+// contract says. `shared`: TILED_SHARED_BYTES, of which STAGES stages are used.
+__device__ __forceinline__ void tiled_products(
+    float (&total)[2][4][4], const Half (&halves)[2], int n, const Tokens& x, unsigned char* shared) {
     TileCopy copy = tile_copy(halves, n, x);
     int stages = x.padded / STAGE_COLS, blocks = x.padded / BLOCK;
 #pragma unroll
@@ -481,19 +510,7 @@ __device__ __forceinline__ void tiled_products(float (&total)[2][4][4], const Ha
             cp_async_wait<STAGES - 2>();
             __syncthreads();
             tile_stage(shared, copy, index + STAGES - 1, stages);
-            const unsigned char* weights = shared + index % STAGES * STAGE_BYTES;
-            int row = warp_output() + (threadIdx.x & 31) / 4;
-#pragma unroll 1
-            for (int unit = 0; unit < STAGE_UNITS; ++unit) {
-                uint4 upper[2], lower[2];
-#pragma unroll
-                for (int m = 0; m < 2; ++m) {
-                    int chunk = unit * 4 + (threadIdx.x & 3);
-                    upper[m] = load_16(weights + place_64<WEIGHT_CHUNKS>(row + m * 16, chunk) * 16);
-                    lower[m] = load_16(weights + place_64<WEIGHT_CHUNKS>(row + m * 16 + 8, chunk) * 16);
-                }
-                multiply_unit<2, 4, TILE_TOKENS, TERM_CHUNKS>(dot, upper, lower, weights + WEIGHT_STAGE_BYTES, warp_token(), unit);
-            }
+            multiply_stage(dot, shared + index % STAGES * STAGE_BYTES, x.count - warp_token());
         }
         fold_block(segment, dot, scales);
         fold_segment(total, segment, block, blocks);

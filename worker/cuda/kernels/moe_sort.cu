@@ -1,5 +1,5 @@
-// Routing to work: slots (token * top_k + j) sorted by expert, stably, and cut into tiles of one expert. One block of 1024 threads. Each warp
-// takes a run of slots in order and counts its own, so the order never depends on which warp is faster.
+// Routing to work: slots (token * top_k + j) sorted by expert, stably, and cut into tiles of one expert. One block of 1024 threads.
+// Each warp takes a run of slots in order and counts its own, so the order never depends on which warp is faster.
 #include "common.cuh"
 
 constexpr int THREADS = 1024;
@@ -78,7 +78,8 @@ __device__ __forceinline__ void sum_counts(Counts& counts, int tile_rows, int* t
 // slot_rows[p] = the token of the p-th sorted slot, positions[slot] = p, -1 where the slot's expert is n_experts or more (then it is in
 // no tile); tiles of at most tile_rows slots, ascending.
 extern "C" __global__ void moe_sort(
-    const unsigned* experts, int tokens, int top_k, int n_experts, int tile_rows, int* slot_rows, int* positions, Tile* tiles, int* tile_count) {
+    const unsigned* experts, int tokens, int top_k, int n_experts, int tile_rows, int* slot_rows, int* positions, Tile* tiles,
+    int* tile_count) {
     __shared__ Counts counts;
     int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     for (int i = lane; i < MOST_EXPERTS; i += 32) counts.of_warp[warp][i] = 0;
@@ -113,7 +114,7 @@ extern "C" __global__ void moe_sort(
         }
     }
     for (int i = 0; i < expert_tiles; ++i) {
-        int begin = i * tile_rows;
-        tiles[counts.first_tile[threadIdx.x] + i] = {(int)threadIdx.x, counts.first_slot[threadIdx.x] + begin, min(tile_rows, expert_slots - begin), 0};
+        int first_slot = counts.first_slot[threadIdx.x] + i * tile_rows, count = min(tile_rows, expert_slots - i * tile_rows);
+        tiles[counts.first_tile[threadIdx.x] + i] = {(int)threadIdx.x, first_slot, count, 0};
     }
 }

@@ -17,7 +17,7 @@ mod memory;
 mod queue;
 
 pub use backend::{
-    Activations, CudaBackend, CudaBank, CudaChosen, CudaKv, CudaOptions, CudaTensor, CudaVector,
+    Activations, CopyRates, CudaBackend, CudaBank, CudaChosen, CudaKv, CudaOptions, CudaTensor, CudaVector,
     CudaWeight,
 };
 pub use compile::{CompileReport, SOURCES, Variant, all_variants, compile_all, compile_one};

@@ -2,232 +2,51 @@
 //! tokens and the bits of their log-probabilities are the same.
 #![allow(clippy::unwrap_used)] // helpers of tests
 
-use std::{
-    path::{Path, PathBuf},
-    sync::{
-        Arc,
-        mpsc::{Receiver, channel},
-    },
-    time::Duration,
-};
+mod support;
 
-use hearth_engine::{
-    Engine, EngineOptions, FinishReason, GenerateEvent, GenerateInput, KvBudget, PrefillEvent,
-    PrefillInput, PrefillPlace, RequestHandle, SamplingParams,
-};
+use std::{path::Path, sync::Arc};
+
+use hearth_engine::{Engine, EngineOptions};
 use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::{CpuBackend, CpuOptions, Isa, KvDType};
 use hearth_model::{Model, modules};
 use hearth_residency::Resident;
+use support::{
+    answer, ask, checkpoints, disaggregated, every_way_gives_the_same_bits, options, prompt,
+};
 
-const PATIENCE: Duration = Duration::from_secs(60);
-
-/// Every checkpoint of the goldens.
-fn checkpoints() -> Vec<PathBuf> {
-    let goldens = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens");
-    let mut dirs: Vec<PathBuf> = std::fs::read_dir(goldens)
-        .unwrap()
-        .map(|entry| entry.unwrap().path())
-        .filter(|dir| dir.join("config.json").exists())
-        .collect();
-    dirs.sort();
-    assert!(dirs.len() > 10, "{dirs:?}");
-    dirs
-}
-
-fn engine(dir: &Path, isa: Option<Isa>, change: impl FnOnce(&mut EngineOptions)) -> Engine {
-    let options = CpuOptions {
+fn engine(dir: &Path, isa: Option<Isa>, change: &dyn Fn(&mut EngineOptions)) -> Engine {
+    let cpu = CpuOptions {
         isa,
         threads: 1,
         cpus: vec![],
         numa_nodes: Vec::new(),
     };
-    let backend = Arc::new(CpuBackend::new(options).unwrap());
+    let backend = Arc::new(CpuBackend::new(cpu).unwrap());
     let config = ModelConfig::read(dir).unwrap();
     let checkpoint = Checkpoint::open(dir).unwrap();
     let specs = modules(&config).unwrap();
     let residency = Arc::new(Resident::open(&checkpoint, specs, backend.clone()).unwrap());
     let model = Model::new(config, backend, residency).unwrap();
-    let mut options = EngineOptions {
-        kv: KvBudget::Blocks(32),
-        block_tokens: 8,
-        kv_dtype: KvDType::Bf16,
-        max_batch: 8,
-        chunk_tokens: 64,
-        context_length: 64,
-        ..EngineOptions::default()
-    };
-    change(&mut options);
-    Engine::start(model, options).unwrap()
+    Engine::start(model, options(change)).unwrap()
 }
 
-/// Tokens and the bits of their log-probabilities.
-type Answer = Vec<(u32, u32)>;
-
-fn ask(prompt: &[u32], max_tokens: usize) -> GenerateInput {
-    GenerateInput {
-        prompt: prompt.to_vec(),
-        max_tokens,
-        logprobs: Some(0),
-        sampling: SamplingParams {
-            temperature: 1.3,
-            seed: 11,
-            ..SamplingParams::default()
-        },
-        ..GenerateInput::default()
-    }
-}
-
-fn start(engine: &Engine, input: GenerateInput) -> (Receiver<GenerateEvent>, RequestHandle) {
-    let (tx, events) = channel();
-    let sink = Box::new(move |event| tx.send(event).is_ok());
-    let handle = engine.generate(input, sink).unwrap();
-    (events, handle)
-}
-
-fn finish((events, _handle): (Receiver<GenerateEvent>, RequestHandle)) -> Answer {
-    let mut answer = Vec::new();
-    loop {
-        match events.recv_timeout(PATIENCE).unwrap() {
-            GenerateEvent::Token { id, logprob, .. } => {
-                answer.push((id, logprob.unwrap().to_bits()))
-            }
-            GenerateEvent::Finished { reason } => {
-                assert_eq!(reason, FinishReason::Length);
-                return answer;
-            }
-            GenerateEvent::Failed(error) => panic!("{error}"),
-            GenerateEvent::Started { .. } | GenerateEvent::NeedsKv { .. } => {}
-        }
-    }
-}
-
-fn answer(engine: &Engine, input: GenerateInput) -> Answer {
-    finish(start(engine, input))
-}
-
-/// Prefill on one engine, decode on the other.
-fn disaggregated(decode: &Engine, helper: &Engine, input: GenerateInput) -> Answer {
-    let tokens = [&input.prompt[..], &input.generated[..]].concat();
-    let (events, handle) = start(
-        decode,
-        GenerateInput {
-            prefill: PrefillPlace::Remote,
-            ..input
-        },
-    );
-    let first_token = loop {
-        if let GenerateEvent::NeedsKv { first_token } = events.recv_timeout(PATIENCE).unwrap() {
-            break first_token;
-        }
-    };
-    let (tx, exported) = channel();
-    let input = PrefillInput {
-        tokens,
-        first_token,
-        ..PrefillInput::default()
-    };
-    let sink = Box::new(move |event| tx.send(event).is_ok());
-    let _prefill = helper.prefill(input, sink).unwrap();
-    loop {
-        match exported.recv_timeout(PATIENCE).unwrap() {
-            PrefillEvent::Kv {
-                layer,
-                first_token,
-                data,
-                ..
-            } => decode.import_kv(handle.id(), layer, first_token, data),
-            PrefillEvent::Done { logits, .. } => {
-                decode.import_done(handle.id(), logits);
-                return finish((events, handle));
-            }
-            PrefillEvent::Failed(error) => panic!("{error}"),
-        }
-    }
-}
-
-fn prompt(tokens: u32, salt: u32) -> Vec<u32> {
-    (0..tokens).map(|t| (t * 37 + salt * 11) % 101).collect()
-}
-
-/// All the ways to one answer, on one instruction set.
-fn every_way_gives_the_same_bits(dir: &Path, isa: Option<Isa>) {
-    let name = dir.file_name().unwrap().to_string_lossy().into_owned();
-    let question = prompt(29, 1);
-    let plain = engine(dir, isa, |_| {});
-    let expected = answer(&plain, ask(&question, 12));
-    assert_eq!(expected.len(), 12);
-
-    let again = answer(&plain, ask(&question, 12));
-    assert_eq!(again, expected, "{name}: prefix reuse");
-    assert!(plain.stats().prefix_hit_tokens >= 24);
-
-    for chunk_tokens in [1, 7] {
-        let chunked = engine(dir, isa, |o| o.chunk_tokens = chunk_tokens);
-        let got = answer(&chunked, ask(&question, 12));
-        assert_eq!(got, expected, "{name}: chunks of {chunk_tokens}");
-    }
-
-    let crowded = engine(dir, isa, |o| o.chunk_tokens = 16);
-    let mut company: Vec<_> = (2..6)
-        .map(|i| start(&crowded, ask(&prompt(5 * i, i), 10)))
-        .collect();
-    company.insert(2, start(&crowded, ask(&question, 12)));
-    let got = finish(company.remove(2));
-    assert_eq!(got, expected, "{name}: a batch of five");
-    company.into_iter().for_each(|c| drop(finish(c)));
-
-    let tight = engine(dir, isa, |o| o.kv = KvBudget::Blocks(8));
-    let company: Vec<_> = (0..3).map(|_| start(&tight, ask(&question, 30))).collect();
-    let long = answer(&plain, ask(&question, 30));
-    for stream in company {
-        assert_eq!(finish(stream), long, "{name}: little memory");
-    }
-    assert!(tight.stats().preemptions > 0);
-
-    for delivered in [1, 6, 11] {
-        let input = || GenerateInput {
-            generated: expected[..delivered].iter().map(|t| t.0).collect(),
-            ..ask(&question, 12)
-        };
-        let fresh = engine(dir, isa, |_| {});
-        let got = answer(&fresh, input());
-        assert_eq!(
-            got,
-            expected[delivered..],
-            "{name}: replay behind {delivered} tokens"
-        );
-        let far = engine(dir, isa, |o| o.chunk_tokens = 9);
-        let got = disaggregated(&far, &fresh, input());
-        assert_eq!(
-            got,
-            expected[delivered..],
-            "{name}: replay prefilled elsewhere"
-        );
-    }
-
-    let (decode, helper) = (
-        engine(dir, isa, |_| {}),
-        engine(dir, isa, |o| o.chunk_tokens = 10),
-    );
-    for _ in 0..2 {
-        let got = disaggregated(&decode, &helper, ask(&question, 12));
-        assert_eq!(got, expected, "{name}: prefilled elsewhere");
-    }
-    assert!(decode.stats().kv_bytes_moved > 0);
+fn every_way(dir: &Path, isa: Option<Isa>) {
+    let name = dir.file_name().unwrap().to_string_lossy();
+    every_way_gives_the_same_bits(&name, |change| engine(dir, isa, change));
 }
 
 #[test]
 fn every_way_to_an_answer_gives_the_same_bits_in_the_reference() {
     for dir in checkpoints() {
-        every_way_gives_the_same_bits(&dir, Some(Isa::Scalar));
+        every_way(&dir, Some(Isa::Scalar));
     }
 }
 
 #[test]
 fn every_way_to_an_answer_gives_the_same_bits_in_fast_kernels() {
     for dir in checkpoints() {
-        every_way_gives_the_same_bits(&dir, None);
+        every_way(&dir, None);
     }
 }
 
@@ -235,7 +54,7 @@ fn every_way_to_an_answer_gives_the_same_bits_in_fast_kernels() {
 fn f32_caches_move_as_well() {
     for dir in checkpoints().into_iter().take(2) {
         let exact = |o: &mut EngineOptions| o.kv_dtype = KvDType::F32;
-        let (decode, helper) = (engine(&dir, None, exact), engine(&dir, None, exact));
+        let (decode, helper) = (engine(&dir, None, &exact), engine(&dir, None, &exact));
         let expected = answer(&helper, ask(&prompt(20, 3), 8));
         assert_eq!(
             disaggregated(&decode, &helper, ask(&prompt(20, 3), 8)),
@@ -251,7 +70,7 @@ fn f32_caches_move_as_well() {
 #[test]
 fn counters_tell_what_the_weights_cost() {
     let dir = &checkpoints()[0];
-    let engine = engine(dir, None, |_| {});
+    let engine = engine(dir, None, &|_| {});
     answer(&engine, ask(&prompt(4, 0), 5));
     // The last token is sent before its step is counted.
     let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);

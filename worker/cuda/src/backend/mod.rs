@@ -23,6 +23,7 @@ use crate::queue::{Args, Argument, Command, Launch, Queue};
 
 pub use experts::CudaBank;
 pub use kv::CudaKv;
+pub use probe::CopyRates;
 pub use tensor::CudaTensor;
 pub use tensor::{CudaChosen, CudaVector, CudaWeight};
 
@@ -55,8 +56,10 @@ pub struct CudaOptions {
     pub activations: Activations,
     /// Directories with compiled kernels: all are read, the last is written.
     pub kernel_cache: Vec<PathBuf>,
-    /// Patterns around every buffer, which [`CudaBackend::check_sentinels`] reads: for tests.
-    pub sentinels: bool,
+    /// For tests: every buffer is an allocation of its own, exactly as long as was asked for, between patterns of this many bytes (a
+    /// multiple of 256), which [`CudaBackend::check_sentinels`] reads. 0: without patterns, so that whatever watches the bounds of
+    /// allocations sees every step over them.
+    pub sentinels: Option<usize>,
 }
 
 /// A [`hearth_kernels::Backend`] on an NVIDIA GPU.
@@ -144,7 +147,7 @@ impl CudaBackend {
         self.queue.synchronize()
     }
 
-    /// With [`CudaOptions::sentinels`]: reads the patterns around every buffer that there was; their number.
+    /// With [`CudaOptions::sentinels`]: reads the patterns around every buffer that there was since the last call, and returns their number.
     ///
     /// # Errors
     /// [`KernelError::Device`] naming the first that a kernel wrote over.

@@ -6,6 +6,7 @@ use hearth_kernels::KernelError;
 
 use super::{CudaBackend, Kernel};
 use crate::compile::Variant;
+use crate::memory::{Pinned, Pitched};
 use crate::queue::{Args, Command};
 
 /// Passes over the buffer that are timed, after one that is not.
@@ -38,5 +39,46 @@ impl CudaBackend {
             }
         }
         Ok(bytes as f64 / best / 1e9)
+    }
+}
+
+/// How fast bytes come to the device, GB/s.
+#[derive(Clone, Copy, Debug)]
+pub struct CopyRates {
+    /// From the bytes where they lie: registered where the driver can, through the staging ring otherwise.
+    pub mapped_gbps: f64,
+    /// From page-locked memory: what the link can do.
+    pub pinned_gbps: f64,
+}
+
+impl CudaBackend {
+    /// Copies `host` to the device both ways, best of several passes.
+    ///
+    /// # Errors
+    /// [`KernelError`] when the bytes find no room, or the driver fails.
+    pub fn measure_copies(&self, host: &[u8]) -> Result<CopyRates, KernelError> {
+        let buffer = self.buffer(host.len(), "a measurement")?;
+        let to = Pitched {
+            address: buffer.address(),
+            rows: 1,
+            row_bytes: host.len(),
+            pitch_bytes: host.len(),
+        };
+        let mut pinned = Pinned::new(&self.device, host.len())?;
+        pinned.bytes_mut().copy_from_slice(host);
+        let (mut mapped_s, mut pinned_s) = (f64::INFINITY, f64::INFINITY);
+        for _ in 0..PASSES {
+            let began = Instant::now();
+            self.send(host, to)?;
+            mapped_s = mapped_s.min(began.elapsed().as_secs_f64());
+            let began = Instant::now();
+            self.uploader.copy_pinned(&pinned, to)?;
+            pinned_s = pinned_s.min(began.elapsed().as_secs_f64());
+        }
+        let gbps = |seconds: f64| host.len() as f64 / seconds / 1e9;
+        Ok(CopyRates {
+            mapped_gbps: gbps(mapped_s),
+            pinned_gbps: gbps(pinned_s),
+        })
     }
 }

@@ -10,6 +10,9 @@ use super::Variant;
 use super::sources::{HEADERS, OPTIONS};
 use crate::driver::fault;
 
+/// The oldest architecture with what the kernels are made of.
+const LEAST_ARCHITECTURE: i32 = 80;
+
 /// NVRTC, found and able to compile for an architecture.
 pub(super) struct Compiler {
     architecture: String,
@@ -28,10 +31,19 @@ impl Compiler {
         let known = supported()?;
         let number: String = architecture.chars().filter(char::is_ascii_digit).collect();
         if !architecture.starts_with("sm_") || !known.iter().any(|k| k.to_string() == number) {
-            let list: Vec<String> = known.iter().map(|k| format!("sm_{k}")).collect();
+            let list: Vec<String> = known
+                .iter()
+                .filter(|&&k| k >= LEAST_ARCHITECTURE)
+                .map(|k| format!("sm_{k}"))
+                .collect();
             return Err(fault(format!(
                 "this NVRTC cannot compile for {architecture:?}, only for {}\n  name one of those, or install a newer NVRTC",
                 list.join(", ")
+            )));
+        }
+        if number.parse().is_ok_and(|n: i32| n < LEAST_ARCHITECTURE) {
+            return Err(fault(format!(
+                "kernels need sm_{LEAST_ARCHITECTURE} or newer, and {architecture} was asked for\n  use a GPU of the RTX 30 series or newer"
             )));
         }
         Ok(Self {

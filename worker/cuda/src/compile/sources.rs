@@ -37,15 +37,17 @@ pub const SOURCES: &[(&str, &str)] = &[
 
 /// Headers that the kernels include, by the name that they include them by.
 pub(super) const HEADERS: &[(&str, &str)] = &[
-    ("common.cuh", include_str!("../../kernels/common.cuh")),
     ("attention.cuh", include_str!("../../kernels/attention.cuh")),
+    ("common.cuh", include_str!("../../kernels/common.cuh")),
     ("matmul.cuh", include_str!("../../kernels/matmul.cuh")),
+    ("ptx.cuh", include_str!("../../kernels/ptx.cuh")),
     ("quads.cuh", include_str!("../../kernels/quads.cuh")),
+    ("sample.cuh", include_str!("../../kernels/sample.cuh")),
+    ("select.cuh", include_str!("../../kernels/select.cuh")),
     (
         "weight_element.cuh",
         include_str!("../../kernels/weight_element.cuh"),
     ),
-    ("ptx.cuh", include_str!("../../kernels/ptx.cuh")),
 ];
 
 /// Options of every compilation. Contraction is NVRTC's default; where the order of rounding matters the sources say it.
@@ -238,6 +240,24 @@ mod tests {
         assert_eq!(used, there);
         let distinct: HashSet<&Variant> = variants.iter().collect();
         assert_eq!(distinct.len(), variants.len());
+    }
+
+    #[test]
+    fn every_header_that_is_included_is_embedded() {
+        let texts = SOURCES.iter().chain(HEADERS).map(|(_, text)| text);
+        let included = texts.flat_map(|text| {
+            text.lines()
+                .filter_map(|line| line.strip_prefix("#include \""))
+        });
+        let mut count = 0;
+        for line in included {
+            let name = line.trim_end().trim_end_matches('"');
+            let is_embedded = HEADERS.iter().any(|(header, _)| *header == name);
+            // The host model's own are found where it compiles.
+            assert!(is_embedded || name.starts_with("hearth_host"), "{name}");
+            count += 1;
+        }
+        assert!(count > 20, "{count}");
     }
 
     #[test]

@@ -12,8 +12,7 @@ use hearth_kernels::KernelError;
 
 use crate::driver::{Stream, check, fault};
 
-/// Bytes of the pattern before and after each buffer, where sentinels stand.
-const SENTINEL_BYTES: usize = 256;
+/// What the patterns around buffers are made of.
 const SENTINEL: u8 = 0xa5;
 /// Unit and alignment of every buffer.
 const GRAIN_BYTES: usize = 512;
@@ -22,7 +21,8 @@ const GRAIN_BYTES: usize = 512;
 pub(crate) struct Memory {
     stream: Arc<Stream>,
     budget_bytes: u64,
-    sentinels: bool,
+    /// Bytes of the pattern before and after each buffer, where sentinels stand.
+    sentinels: Option<usize>,
     state: Mutex<State>,
 }
 
@@ -33,14 +33,25 @@ struct State {
     /// Addresses that wait to be used again, by size.
     waiting: BTreeMap<usize, Vec<CUdeviceptr>>,
     waiting_bytes: u64,
-    /// With sentinels: every buffer since the last look, `(address of the leading pattern, bytes between the patterns)`.
-    guarded: Vec<(CUdeviceptr, usize)>,
+    /// With sentinels: every buffer since the last look, by the address of its leading pattern.
+    guarded: BTreeMap<CUdeviceptr, Guarded>,
+}
+
+/// A buffer between patterns.
+struct Guarded {
+    bytes: usize,
+    /// Its owner is gone, and it goes too after the next look.
+    is_dropped: bool,
 }
 
 impl Memory {
-    /// Gives out at most `budget_bytes`, buffers that wait among them. With `sentinels`, patterns stand around every buffer
-    /// and nothing is used twice: for tests.
-    pub(crate) fn new(stream: Arc<Stream>, budget_bytes: u64, sentinels: bool) -> Arc<Self> {
+    /// Gives out at most `budget_bytes`, buffers that wait among them. With `sentinels`, patterns of that many bytes stand around
+    /// every buffer, which is as long as was asked for, and nothing is used twice: for tests.
+    pub(crate) fn new(
+        stream: Arc<Stream>,
+        budget_bytes: u64,
+        sentinels: Option<usize>,
+    ) -> Arc<Self> {
         Arc::new(Self {
             stream,
             budget_bytes,
@@ -78,10 +89,10 @@ impl Memory {
         bytes: usize,
         what: &'static str,
     ) -> Result<Buffer, KernelError> {
-        let size = size_class(bytes);
-        if self.sentinels {
-            return self.alloc_guarded(bytes.max(1), what);
+        if let Some(sentinel) = self.sentinels {
+            return self.alloc_guarded(bytes.max(1), sentinel, what);
         }
+        let size = size_class(bytes);
         let reused = {
             let mut state = self.state();
             let found = state.waiting.get_mut(&size).and_then(Vec::pop);
@@ -159,49 +170,54 @@ impl Memory {
     fn alloc_guarded(
         self: &Arc<Self>,
         bytes: usize,
+        sentinel: usize,
         what: &'static str,
     ) -> Result<Buffer, KernelError> {
-        let base = self.ask(bytes + 2 * SENTINEL_BYTES, what)?;
-        let trailing = base + (SENTINEL_BYTES + bytes) as u64;
-        for at in [base, trailing] {
+        let base = self.ask(bytes + 2 * sentinel, what)?;
+        let guarded = Guarded {
+            bytes,
+            is_dropped: false,
+        };
+        for at in guarded.patterns(base, sentinel) {
             // SAFETY: both patterns lie inside the allocation.
             check("cuMemsetD8Async", unsafe {
-                sys::cuMemsetD8Async(at, SENTINEL, SENTINEL_BYTES, self.stream.raw())
+                sys::cuMemsetD8Async(at, SENTINEL, sentinel, self.stream.raw())
             })?;
         }
-        self.state().guarded.push((base, bytes));
+        self.state().guarded.insert(base, guarded);
         Ok(Buffer {
-            address: base + SENTINEL_BYTES as u64,
+            address: base + sentinel as u64,
             size: bytes,
             home: Arc::clone(self),
         })
     }
 
-    /// Reads all patterns. Of use only where sentinels stand; everything queued must be done.
+    /// Reads all patterns, and gives back the buffers whose owners are gone. Everything queued must be done.
     ///
     /// # Errors
     /// [`KernelError::Device`] naming the first buffer that was written past its bounds.
     pub(crate) fn check_sentinels(&self) -> Result<usize, KernelError> {
         self.stream.synchronize()?;
-        let state = self.state();
-        let mut seen = [0_u8; SENTINEL_BYTES];
-        for &(base, bytes) in &state.guarded {
-            for (side, at) in [
-                ("before", base),
-                ("after", base + (SENTINEL_BYTES + bytes) as u64),
-            ] {
-                // SAFETY: the pattern lies inside a live allocation, `seen` holds as much.
-                check("cuMemcpyDtoH", unsafe {
-                    sys::cuMemcpyDtoH_v2(seen.as_mut_ptr().cast(), at, SENTINEL_BYTES)
-                })?;
-                if let Some(offset) = seen.iter().position(|&byte| byte != SENTINEL) {
-                    return Err(fault(format!(
-                        "a kernel wrote {side} a buffer of {bytes} bytes, at byte {offset} of the sentinel"
-                    )));
-                }
-            }
+        let Some(sentinel) = self.sentinels else {
+            return Ok(0);
+        };
+        let mut state = self.state();
+        let count = state.guarded.len();
+        for (&base, guarded) in &state.guarded {
+            guarded.read(base, sentinel)?;
         }
-        Ok(state.guarded.len())
+        let (gone, kept) = std::mem::take(&mut state.guarded)
+            .into_iter()
+            .partition(|(_, guarded)| guarded.is_dropped);
+        state.guarded = kept;
+        for (base, guarded) in gone {
+            state.held_bytes -= (guarded.bytes + 2 * sentinel) as u64;
+            // SAFETY: nobody holds the address any more, and what was queued with it is done.
+            check("cuMemFreeAsync", unsafe {
+                sys::cuMemFreeAsync(base, self.stream.raw())
+            })?;
+        }
+        Ok(count)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -214,10 +230,38 @@ impl Drop for Memory {
         if self.stream.synchronize().is_err() || self.trim().is_err() {
             return; // The context is lost, and its memory with it.
         }
-        for (base, _) in std::mem::take(&mut self.state().guarded) {
+        for base in std::mem::take(&mut self.state().guarded).into_keys() {
             // SAFETY: the last buffer is gone, since each holds this; what was queued is done.
             unsafe { sys::cuMemFreeAsync(base, self.stream.raw()) };
         }
+    }
+}
+
+impl Guarded {
+    /// Where the patterns before and after it begin.
+    fn patterns(&self, base: CUdeviceptr, sentinel: usize) -> [CUdeviceptr; 2] {
+        [base, base + (sentinel + self.bytes) as u64]
+    }
+
+    /// Whether both patterns are whole.
+    fn read(&self, base: CUdeviceptr, sentinel: usize) -> Result<(), KernelError> {
+        let mut seen = vec![0_u8; sentinel];
+        for (side, at) in ["before", "after"]
+            .into_iter()
+            .zip(self.patterns(base, sentinel))
+        {
+            // SAFETY: the pattern lies inside a live allocation, `seen` holds as much.
+            check("cuMemcpyDtoH", unsafe {
+                sys::cuMemcpyDtoH_v2(seen.as_mut_ptr().cast(), at, sentinel)
+            })?;
+            if let Some(offset) = seen.iter().position(|&byte| byte != SENTINEL) {
+                return Err(fault(format!(
+                    "a kernel wrote {side} a buffer of {} bytes, at byte {offset} of the sentinel",
+                    self.bytes
+                )));
+            }
+        }
+        Ok(())
     }
 }
 
@@ -236,10 +280,14 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        if self.home.sentinels {
-            return; // Kept until its patterns were read.
-        }
         let mut state = self.home.state();
+        if let Some(sentinel) = self.home.sentinels {
+            // Kept until its patterns were read.
+            if let Some(guarded) = state.guarded.get_mut(&(self.address - sentinel as u64)) {
+                guarded.is_dropped = true;
+            }
+            return;
+        }
         state.waiting_bytes += self.size as u64;
         let waiting = state.waiting.entry(self.size).or_default();
         waiting.push(self.address);

@@ -98,6 +98,13 @@ impl Uploader {
         }
     }
 
+    /// Copies page-locked bytes, and returns when they have arrived.
+    pub(crate) fn copy_pinned(&self, host: &Pinned, to: Pitched) -> Result<(), KernelError> {
+        self.stream.device().bind()?;
+        copy_rows(&self.stream, host.as_ptr(), to)?;
+        self.stream.synchronize()
+    }
+
     /// Registers the pages of `host`; none where the driver refuses.
     fn register(&self, host: &[u8]) -> Result<Option<Registered>, KernelError> {
         if !self.registers.load(Ordering::Relaxed) {

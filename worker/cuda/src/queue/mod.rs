@@ -107,8 +107,6 @@ impl Queue {
         if let Some(address) = state.staging.put(bytes) {
             return Ok(address);
         }
-        // No room: what was queued uses what is there, so it must run first.
-        self.launch_waiting(&mut state)?;
         state.staging.grow(&self.stream, bytes.len())?;
         state
             .staging

@@ -22,6 +22,8 @@ const ALIGN_BYTES: usize = 16;
 pub(super) struct Staging {
     pairs: Vec<Pair>,
     turn: usize,
+    /// Pairs of this step that became too small; what lies in them is still read.
+    outgrown: Vec<Pair>,
     /// Bytes of the current pair that are filled, and those of them that are on their way.
     filled: usize,
     sent: usize,
@@ -42,6 +44,7 @@ impl Staging {
         Ok(Self {
             pairs: pairs.collect::<Result<_, _>>()?,
             turn: 0,
+            outgrown: Vec::new(),
             filled: 0,
             sent: 0,
             known: HashMap::new(),
@@ -50,6 +53,10 @@ impl Staging {
 
     /// Turns to the next pair, when the step that used it last is done.
     pub(super) fn next_step(&mut self, stream: &Stream) -> Result<(), KernelError> {
+        if !self.outgrown.is_empty() {
+            stream.synchronize()?;
+            self.outgrown.clear();
+        }
         self.pairs[self.turn].done.record(stream)?;
         self.turn = (self.turn + 1) % TURNS;
         self.pairs[self.turn].done.wait()?;
@@ -75,13 +82,15 @@ impl Staging {
         Some(address)
     }
 
-    /// Begins the current pair anew, with room for `bytes` more than it had. Everything queued must have been launched.
+    /// Puts a larger pair in the current one's place, with room for `bytes` more. What the step has appended so far stays where it is: an
+    /// operation may hold its address without having queued anything yet.
     pub(super) fn grow(&mut self, stream: &Arc<Stream>, bytes: usize) -> Result<(), KernelError> {
-        stream.synchronize()?;
+        self.send(stream)?;
         let size = (self.pairs[self.turn].host.len() + bytes).next_power_of_two();
-        self.pairs[self.turn] = Pair::new(stream, size)?;
+        let larger = Pair::new(stream, size)?;
+        self.outgrown
+            .push(std::mem::replace(&mut self.pairs[self.turn], larger));
         (self.filled, self.sent) = (0, 0);
-        self.known.clear();
         Ok(())
     }
 

@@ -1,0 +1,174 @@
+// One entry point for each kind of error that the host model reports, and sound twins of those that a small change makes right.
+// Every one takes (float* out, const float* in, int n): `in` holds n written floats, `out` has room for n. Unless said otherwise a
+// launch is one block of n = 64 threads, without dynamic shared memory. README.md says how each error's text begins.
+#include "common.cuh"
+
+// Reads in[n], the float past the end. "out of bounds"
+extern "C" __global__ void out_of_bounds_read(float* out, const float* in, int n) { out[threadIdx.x] = in[threadIdx.x + 1]; }
+
+// Writes out[n]. "out of bounds"
+extern "C" __global__ void out_of_bounds_write(float* out, const float* in, int n) { out[threadIdx.x + 1] = in[threadIdx.x]; }
+
+// Reads `out`, which the caller has only allocated. "read of unwritten memory"
+extern "C" __global__ void read_of_unwritten(float* out, const float* in, int n) { out[threadIdx.x] += in[threadIdx.x]; }
+
+// Writes one float past a shared array of n = 64. "shared memory out of bounds"
+extern "C" __global__ void shared_out_of_bounds(float* out, const float* in, int n) {
+    __shared__ float tile[64];
+    __shared__ float next[64];
+    next[threadIdx.x] = 0.0f;
+    tile[threadIdx.x + 1] = in[threadIdx.x];
+    __syncthreads();
+    out[threadIdx.x] = tile[63 - threadIdx.x] + next[threadIdx.x];
+}
+
+// The same in dynamic shared memory, of which the launch gives 4 * n bytes. "shared memory out of bounds"
+extern "C" __global__ void dynamic_out_of_bounds(float* out, const float* in, int n) {
+    HEARTH_DYNAMIC_SHARED(float, tile);
+    tile[threadIdx.x + 1] = in[threadIdx.x];
+    __syncthreads();
+    out[threadIdx.x] = tile[threadIdx.x + 1];
+}
+
+// Reads a shared element that no thread has written. "read of unwritten shared memory"
+extern "C" __global__ void shared_unwritten(float* out, const float* in, int n) {
+    __shared__ float tile[64];
+    if (threadIdx.x != 5) tile[threadIdx.x] = in[threadIdx.x];
+    __syncthreads();
+    out[threadIdx.x] = tile[threadIdx.x];
+}
+
+// Turns a row round without a barrier between writing and reading. "shared memory race", or "read of unwritten shared memory" where
+// the reader comes first.
+extern "C" __global__ void shared_race(float* out, const float* in, int n) {
+    __shared__ float tile[64];
+    tile[threadIdx.x] = in[threadIdx.x];
+    out[threadIdx.x] = tile[63 - threadIdx.x];
+}
+
+extern "C" __global__ void shared_race_sound(float* out, const float* in, int n) {
+    __shared__ float tile[64];
+    tile[threadIdx.x] = in[threadIdx.x];
+    __syncthreads();
+    out[threadIdx.x] = tile[63 - threadIdx.x];
+}
+
+// The second turn overwrites what a slower thread still reads: one barrier too few. "shared memory race"
+extern "C" __global__ void shared_reuse(float* out, const float* in, int n) {
+    __shared__ float tile[64];
+    float sum = 0.0f;
+    for (int turn = 0; turn < 2; turn++) {
+        tile[threadIdx.x] = in[threadIdx.x];
+        __syncthreads();
+        sum += tile[63 - threadIdx.x];
+    }
+    out[threadIdx.x] = sum;
+}
+
+// Lanes exchange through shared memory and rely on running in step. "shared memory race" or "read of unwritten shared memory"
+extern "C" __global__ void missing_syncwarp(float* out, const float* in, int n) {
+    __shared__ float tile[64];
+    tile[threadIdx.x] = in[threadIdx.x];
+    __shfl_sync(0xffffffffu, 0, 0);
+    out[threadIdx.x] = tile[threadIdx.x ^ 1];
+}
+
+extern "C" __global__ void missing_syncwarp_sound(float* out, const float* in, int n) {
+    __shared__ float tile[64];
+    tile[threadIdx.x] = in[threadIdx.x];
+    __syncwarp();
+    out[threadIdx.x] = tile[threadIdx.x ^ 1];
+}
+
+// __syncwarp orders the lanes of one warp, not those of two. "shared memory race" or "read of unwritten shared memory"
+extern "C" __global__ void syncwarp_across_warps(float* out, const float* in, int n) {
+    __shared__ float tile[64];
+    tile[threadIdx.x] = in[threadIdx.x];
+    __syncwarp();
+    out[threadIdx.x] = tile[threadIdx.x ^ 32];
+}
+
+// A copy into shared memory is committed and never waited for. "cp.async not waited for"
+extern "C" __global__ void missing_cp_async_wait(float* out, const float* in, int n) {
+    __shared__ __align__(16) float tile[64];
+    if (threadIdx.x < 16) cp_async_16(tile + 4 * threadIdx.x, in + 4 * threadIdx.x, true);
+    cp_async_commit();
+    __syncthreads();
+    out[threadIdx.x] = tile[threadIdx.x];
+}
+
+// Each thread waits for its own copies, and reads another's. "shared memory race" or "cp.async not waited for"
+extern "C" __global__ void missing_cp_async_barrier(float* out, const float* in, int n) {
+    __shared__ __align__(16) float tile[64];
+    if (threadIdx.x < 16) cp_async_16(tile + 4 * threadIdx.x, in + 4 * threadIdx.x, true);
+    cp_async_commit();
+    cp_async_wait<0>();
+    out[threadIdx.x] = tile[threadIdx.x];
+}
+
+extern "C" __global__ void cp_async_sound(float* out, const float* in, int n) {
+    __shared__ __align__(16) float tile[64];
+    if (threadIdx.x < 16) cp_async_16(tile + 4 * threadIdx.x, in + 4 * threadIdx.x, true);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+    out[threadIdx.x] = tile[threadIdx.x];
+}
+
+// Half of the block goes past the barrier. "divergent barrier"
+extern "C" __global__ void divergent_barrier(float* out, const float* in, int n) {
+    if (threadIdx.x >= 32) return;
+    __syncthreads();
+    out[threadIdx.x] = in[threadIdx.x];
+}
+
+// Both halves wait, each in its own place. "divergent barrier"
+extern "C" __global__ void two_barriers(float* out, const float* in, int n) {
+    if (threadIdx.x >= 32) {
+        __syncthreads();
+        out[threadIdx.x] = in[threadIdx.x];
+    } else {
+        __syncthreads();
+    }
+}
+
+// Lane 7 does not take part in a shuffle that names it. "divergent warp operation"
+extern "C" __global__ void divergent_shuffle(float* out, const float* in, int n) {
+    if (threadIdx.x % 32 == 7) return;
+    out[threadIdx.x] = __shfl_xor_sync(0xffffffffu, in[threadIdx.x], 1);
+}
+
+// All threads add to one place without atomics. "global memory race"
+extern "C" __global__ void global_race(float* out, const float* in, int n) {
+    if (threadIdx.x == 0) out[0] = 0.0f;
+    __syncthreads();
+    out[0] += in[threadIdx.x];
+}
+
+extern "C" __global__ void global_race_sound(float* out, const float* in, int n) {
+    if (threadIdx.x == 0) out[0] = 0.0f;
+    __syncthreads();
+    atomicAdd(out, in[threadIdx.x]);
+}
+
+// Launched with two blocks: the second reads what the first wrote, in an order that nothing fixes. "global memory race"
+extern "C" __global__ void race_between_blocks(float* out, const float* in, int n) {
+    if (blockIdx.x == 0) out[threadIdx.x] = in[threadIdx.x];
+    if (blockIdx.x == 1 && threadIdx.x == 3) out[4] = out[3];
+}
+
+// Reads 16 bytes from an address that is a multiple of 4. "misaligned address"
+extern "C" __global__ void misaligned(float* out, const float* in, int n) {
+    if (threadIdx.x == 0) *reinterpret_cast<uint4*>(out) = load_16(in + 1);
+}
+
+// Reads `in`; the caller frees it before the launch. "use of freed memory"
+extern "C" __global__ void use_after_free(float* out, const float* in, int n) { out[threadIdx.x] = in[threadIdx.x]; }
+
+// Each quarter of a warp sums and votes on its own. Sound.
+extern "C" __global__ void partial_masks_sound(float* out, const float* in, int n) {
+    unsigned quarter = 0xffu << (threadIdx.x % 32 / 8 * 8);
+    float sum = in[threadIdx.x];
+    for (int distance = 4; distance > 0; distance /= 2) sum += __shfl_xor_sync(quarter, sum, distance);
+    out[threadIdx.x] = __any_sync(quarter, sum > 0.0f) ? sum : 0.0f;
+}

@@ -1,0 +1,172 @@
+// The callbacks of -fsanitize=thread: g++ calls one before every access of a kernel. This is the hot path of the model.
+#include "access.h"
+
+#include "device.h"
+#include "module.h"
+#include "race_clock.h"
+
+namespace hearth {
+namespace {
+
+Space global;             // of the device of the running launch
+const Module* module;     // whose kernel runs
+
+// Whether a read by `mine` needs nothing but, perhaps, to be noted: all bytes were written, by nobody else since the floor, and
+// nobody else's note would be lost.
+template <bool SHARED, unsigned BYTES>
+inline bool read_quickly(Space& space, size_t offset, Label mine) {
+    Shadow& shadow = *space.shadow;
+    if (!shadow.written(offset, BYTES)) return false;
+    const Label floor = SHARED ? race_clock.barrier_floor() : race_clock.launch_floor();
+    const Label* writes = shadow.writes(offset);
+    Label* reads = shadow.reads(offset);
+    int foreign = 0, stale = 0, kept = 0, differs = 0;
+    for (unsigned i = 0; i < BYTES; i++) {
+        foreign |= (writes[i] >= floor) & (writes[i] != mine);
+        stale |= reads[i] != mine;
+        kept |= (reads[i] >= floor) & (reads[i] != mine);
+        differs |= reads[i] ^ reads[0];
+    }
+    if (foreign) return false;
+    if (!stale) return true;
+    if (!kept) {
+        for (unsigned i = 0; i < BYTES; i++) reads[i] = mine;
+        return true;
+    }
+    return !SHARED && differs == 0 && label_who(reads[0]) == GRID_SET && reads[0] >= floor;
+}
+
+inline bool in_bounds(const Space& space, const char* address, unsigned bytes) {
+    if (&space == &global) return executor().device().memory.holds(address, bytes);
+    if (&space == &shared_memory.dynamic()) return space.offset(address) + bytes <= space.bytes;
+    return shared_memory.in_array(address, bytes);
+}
+
+// The same for a write, which nobody else may have read either. Bytes that were written before need no look at their bounds.
+template <bool SHARED, unsigned BYTES>
+inline bool write_quickly(Space& space, size_t offset, Label mine) {
+    Shadow& shadow = *space.shadow;
+    const Label floor = SHARED ? race_clock.barrier_floor() : race_clock.launch_floor();
+    Label* writes = shadow.writes(offset);
+    const Label* reads = shadow.reads(offset);
+    if (!shadow.written(offset, BYTES)) {
+        if (!in_bounds(space, space.base + offset, BYTES)) return false;
+        shadow.set_written(offset, BYTES);
+    }
+    int foreign = 0;
+    for (unsigned i = 0; i < BYTES; i++) {
+        foreign |= (writes[i] >= floor) & (writes[i] != mine);
+        foreign |= (reads[i] >= floor) & (reads[i] != mine);
+    }
+    if (foreign) return false;
+    for (unsigned i = 0; i < BYTES; i++) writes[i] = mine;
+    return true;
+}
+
+template <Use USE, bool SHARED, unsigned BYTES>
+inline bool access_quickly(Space& space, const void* address, const Fiber& fiber) {
+    size_t offset = space.offset(address);
+    if (USE == Use::READ) return read_quickly<SHARED, BYTES>(space, offset, fiber.label);
+    return write_quickly<SHARED, BYTES>(space, offset, fiber.label);
+}
+
+bool on_stack(const void* address, const Fiber& fiber) {
+    return (const char*)address >= fiber.stack_low && (const char*)address < fiber.stack_high;
+}
+
+// Memory without a shadow: pinned and registered host memory, and tables of constants in the kernel's object.
+void check_elsewhere(const Access& access) {
+    if (const HostRange* range = host_memory().find(access.address, access.bytes)) {
+        if (access.use != Use::READ && range->read_only) fail_out_of_bounds(access);
+        return;
+    }
+    if (access.use != Use::READ || !module->contains(access.address)) fail_out_of_bounds(access);
+}
+
+// In pieces of a power of two that are aligned to their size.
+void check_pieces(Space& space, bool is_shared, const Access& access) {
+    size_t offset = space.offset(access.address), left = access.bytes;
+    while (left > 0) {
+        unsigned piece = 16;
+        while (piece > left || offset % piece != 0) piece /= 2;
+        check_slowly(space, is_shared, offset, piece, access);
+        offset += piece;
+        left -= piece;
+    }
+}
+
+template <Use USE, unsigned BYTES>
+__attribute__((noinline)) void access_slowly(const void* address, const void* code) {
+    check_access({USE, static_cast<const char*>(address), BYTES, BYTES, *running_fiber, {code, nullptr}});
+}
+
+template <Use USE, unsigned BYTES>
+inline void access(const void* address, const void* code) {
+    const Fiber& fiber = *running_fiber;
+    bool aligned = (uintptr_t)address % BYTES == 0;
+    if (aligned && shared_memory.dynamic().contains(address)) {
+        if (access_quickly<USE, true, BYTES>(shared_memory.dynamic(), address, fiber)) return;
+    } else if (aligned && global.contains(address)) {
+        if (access_quickly<USE, false, BYTES>(global, address, fiber)) return;
+    } else if (aligned && shared_memory.arrays().contains(address)) {
+        if (access_quickly<USE, true, BYTES>(shared_memory.arrays(), address, fiber)) return;
+    } else if (on_stack(address, fiber)) {
+        return;
+    }
+    access_slowly<USE, BYTES>(address, code);
+}
+
+}  // namespace
+
+void begin_access_checks(Device& device) {
+    global = {device.memory.base(), device.memory.reserved_bytes(), &device.shadow};
+    module = executor().launch().function->module;
+}
+
+void check_access(const Access& access) {
+    if ((uintptr_t)access.address % access.alignment != 0) fail_misaligned(access);
+    if (shared_memory.dynamic().contains(access.address)) return check_pieces(shared_memory.dynamic(), true, access);
+    if (shared_memory.arrays().contains(access.address)) return check_pieces(shared_memory.arrays(), true, access);
+    if (global.contains(access.address)) return check_pieces(global, false, access);
+    if (!on_stack(access.address, access.fiber)) check_elsewhere(access);
+}
+
+void check_shared_access(const Access& access) {
+    if ((uintptr_t)access.address % access.alignment != 0) fail_misaligned(access);
+    if (shared_memory.dynamic().contains(access.address)) return check_pieces(shared_memory.dynamic(), true, access);
+    if (shared_memory.arrays().contains(access.address)) return check_pieces(shared_memory.arrays(), true, access);
+    fail_out_of_bounds(access);
+}
+
+void check_global_access(const Access& access) {
+    if ((uintptr_t)access.address % access.alignment != 0) fail_misaligned(access);
+    if (global.contains(access.address)) return check_pieces(global, false, access);
+    check_elsewhere(access);
+}
+
+}  // namespace hearth
+
+#define HEARTH_CALLBACK extern "C" __attribute__((visibility("default"))) void
+
+#define HEARTH_CALLBACKS(bytes)                                                                                         \
+    HEARTH_CALLBACK __tsan_read##bytes(void* a) { hearth::access<hearth::Use::READ, bytes>(a, __builtin_return_address(0)); } \
+    HEARTH_CALLBACK __tsan_write##bytes(void* a) { hearth::access<hearth::Use::WRITE, bytes>(a, __builtin_return_address(0)); }
+HEARTH_CALLBACKS(1)
+HEARTH_CALLBACKS(2)
+HEARTH_CALLBACKS(4)
+HEARTH_CALLBACKS(8)
+HEARTH_CALLBACKS(16)
+
+// Aggregates, and accesses whose type promises less alignment than their size.
+HEARTH_CALLBACK __tsan_read_range(void* address, unsigned long bytes) {
+    hearth::check_access({hearth::Use::READ, static_cast<const char*>(address), bytes, 1, *hearth::running_fiber,
+                          {__builtin_return_address(0), nullptr}});
+}
+
+HEARTH_CALLBACK __tsan_write_range(void* address, unsigned long bytes) {
+    hearth::check_access({hearth::Use::WRITE, static_cast<const char*>(address), bytes, 1, *hearth::running_fiber,
+                          {__builtin_return_address(0), nullptr}});
+}
+
+// Every object calls it when it is loaded.
+HEARTH_CALLBACK __tsan_init() {}

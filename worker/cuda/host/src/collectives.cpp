@@ -1,0 +1,218 @@
+// Warp operations: each lane leaves its operand and waits; the last one to arrive does the work for all.
+#include <cstring>
+
+#include "access.h"
+#include "config.h"
+
+namespace hearth {
+namespace {
+
+void sync(Executor& e, unsigned warp, unsigned mask) {
+    e.advance_clock(&RaceClock::warp_barrier);
+    for (; mask != 0; mask &= mask - 1) {
+        Fiber& fiber = e.lane(warp, __builtin_ctz(mask));
+        fiber.label = make_label(race_clock.now(), fiber.thread);
+    }
+}
+
+void shuffle(Executor& e, unsigned warp, unsigned mask) {
+    unsigned long long values[32];
+    for (unsigned left = mask; left != 0; left &= left - 1) {
+        unsigned lane = __builtin_ctz(left);
+        unsigned source = e.lane(warp, lane).operand.source & 31;
+        if ((mask >> source & 1u) == 0) {
+            e.fail(CUDA_ERROR_LAUNCH_FAILED, "shuffle from an absent lane", format("it reads lane %u", source), e.lane(warp, lane));
+        }
+        values[lane] = e.lane(warp, source).operand.value;
+    }
+    for (; mask != 0; mask &= mask - 1) e.lane(warp, __builtin_ctz(mask)).operand.value = values[__builtin_ctz(mask)];
+}
+
+void ballot(Executor& e, unsigned warp, unsigned mask) {
+    unsigned votes = 0;
+    for (unsigned left = mask; left != 0; left &= left - 1) {
+        if (e.lane(warp, __builtin_ctz(left)).operand.value != 0) votes |= left & -left;
+    }
+    for (; mask != 0; mask &= mask - 1) e.lane(warp, __builtin_ctz(mask)).operand.value = votes;
+}
+
+void match(Executor& e, unsigned warp, unsigned mask) {
+    unsigned long long values[32];
+    for (unsigned left = mask; left != 0; left &= left - 1) values[__builtin_ctz(left)] = e.lane(warp, __builtin_ctz(left)).operand.value;
+    for (unsigned left = mask; left != 0; left &= left - 1) {
+        unsigned lane = __builtin_ctz(left), same = 0;
+        for (unsigned other = mask; other != 0; other &= other - 1) {
+            if (values[__builtin_ctz(other)] == values[lane]) same |= other & -other;
+        }
+        e.lane(warp, lane).operand.value = same;
+    }
+}
+
+float bf16(unsigned bits) {
+    bits <<= 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+// The 256 codes as floats; the two NaN codes are NaN.
+struct E4m3Table {
+    float values[256];
+    E4m3Table() {
+        for (int code = 0; code < 256; code++) {
+            int exponent = code >> 3 & 15, mantissa = code & 7;
+            float value = exponent == 0 ? __builtin_ldexpf(mantissa, -9) : __builtin_ldexpf(8 + mantissa, exponent - 10);
+            if ((code & 0x7f) == 0x7f) value = __builtin_nanf("");
+            values[code] = (code & 0x80) != 0 ? -value : value;
+        }
+    }
+};
+const E4m3Table e4m3;
+
+float element(unsigned word, int i, bool is_e4m3) {
+    return is_e4m3 ? e4m3.values[word >> (8 * i) & 0xffu] : bf16(word >> (16 * i) & 0xffffu);
+}
+
+// Fragments of m16n8k16 (two elements a register) and m16n8k32 (four) lie alike: registers 0, 1 of A hold the first half of k in rows
+// group and group + 8, registers 2, 3 the second half. Each sum is taken over ascending k, one rounding a step.
+void mma(Executor& e, unsigned warp, bool is_e4m3) {
+    const int per_word = is_e4m3 ? 4 : 2, half = 4 * per_word;
+    float a[16][32];
+    typedef float Row __attribute__((vector_size(32)));
+    Row b[32], d[16];
+    for (unsigned lane = 0; lane < 32; lane++) {
+        const Operand& operand = e.lane(warp, lane).operand;
+        int group = lane / 4, quad = lane % 4;
+        for (int r = 0; r < 4; r++) {
+            int row = group + (r & 1) * 8, first_k = quad * per_word + (r >> 1) * half;
+            for (int i = 0; i < per_word; i++) a[row][first_k + i] = element(operand.a.v[r], i, is_e4m3);
+            d[group + (r >> 1) * 8][2 * quad + (r & 1)] = operand.d.v[r];
+        }
+        for (int r = 0; r < 2; r++) {
+            for (int i = 0; i < per_word; i++) b[quad * per_word + r * half + i][group] = element(operand.b.v[r], i, is_e4m3);
+        }
+    }
+    for (int row = 0; row < 16; row++) {
+        for (int k = 0; k < 2 * half; k++) d[row] += a[row][k] * b[k];
+    }
+    for (unsigned lane = 0; lane < 32; lane++) {
+        for (int r = 0; r < 4; r++) e.lane(warp, lane).operand.d.v[r] = d[lane / 4 + (r >> 1) * 8][lane % 4 * 2 + (r & 1)];
+    }
+}
+
+void ldmatrix(Executor& e, unsigned warp) {
+    uint16_t elements[4][8][8];
+    for (unsigned lane = 0; lane < 32; lane++) {
+        Fiber& fiber = e.lane(warp, lane);
+        if (config().checks) {
+            check_shared_access({Use::READ, static_cast<const char*>(fiber.operand.row), 16, 16, fiber, {nullptr, &fiber.site}});
+        }
+        memcpy(elements[lane / 8][lane % 8], fiber.operand.row, 16);
+    }
+    for (unsigned lane = 0; lane < 32; lane++) {
+        Operand& operand = e.lane(warp, lane).operand;
+        unsigned group = lane / 4, first = lane % 4 * 2;
+        for (int i = 0; i < 4; i++) {
+            unsigned low = operand.transposed ? elements[i][first][group] : elements[i][group][first];
+            unsigned high = operand.transposed ? elements[i][first + 1][group] : elements[i][group][first + 1];
+            operand.a.v[i] = low | high << 16;
+        }
+    }
+}
+
+unsigned long long exchange(HearthHostSite site, WarpOperation operation, unsigned mask, unsigned long long value, int source) {
+    Executor& e = executor();
+    Fiber& self = *running_fiber;
+    self.operand.value = value;
+    self.operand.source = source;
+    e.wait_warp(site, operation, mask);
+    return self.operand.value;
+}
+
+HearthHostFloats multiply(HearthHostSite site, WarpOperation operation, HearthHostFloats d, HearthHostWords a, HearthHostPair b) {
+    Executor& e = executor();
+    Fiber& self = *running_fiber;
+    self.operand.d = d;
+    self.operand.a = a;
+    self.operand.b = b;
+    e.wait_warp(site, operation, 0xffffffffu);
+    return self.operand.d;
+}
+
+}  // namespace
+
+const char* operation_name(WarpOperation operation) {
+    switch (operation) {
+        case WarpOperation::SYNC: return "__syncwarp";
+        case WarpOperation::SHUFFLE: return "a shuffle";
+        case WarpOperation::BALLOT: return "a vote";
+        case WarpOperation::MATCH: return "__match_any_sync";
+        case WarpOperation::MMA_BF16: return "mma_bf16";
+        case WarpOperation::MMA_E4M3: return "mma_e4m3";
+        case WarpOperation::LDMATRIX: break;
+    }
+    return "ldmatrix";
+}
+
+void complete_warp_operation(Executor& e, unsigned warp, WarpOperation operation, unsigned mask) {
+    switch (operation) {
+        case WarpOperation::SYNC: return sync(e, warp, mask);
+        case WarpOperation::SHUFFLE: return shuffle(e, warp, mask);
+        case WarpOperation::BALLOT: return ballot(e, warp, mask);
+        case WarpOperation::MATCH: return match(e, warp, mask);
+        case WarpOperation::MMA_BF16: return mma(e, warp, false);
+        case WarpOperation::MMA_E4M3: return mma(e, warp, true);
+        case WarpOperation::LDMATRIX: return ldmatrix(e, warp);
+    }
+}
+
+}  // namespace hearth
+
+using namespace hearth;
+
+void hearth_host_sync_threads(HearthHostSite site) { executor().wait_barrier(site, false); }
+
+int hearth_host_sync_threads_count(HearthHostSite site, int predicate) {
+    return (int)executor().wait_barrier(site, predicate != 0);
+}
+
+void hearth_host_sync_warp(HearthHostSite site, unsigned mask) { exchange(site, WarpOperation::SYNC, mask, 0, 0); }
+
+unsigned long long hearth_host_shuffle(HearthHostSite site, unsigned mask, unsigned long long value, int source) {
+    return exchange(site, WarpOperation::SHUFFLE, mask, value, source);
+}
+
+unsigned hearth_host_ballot(HearthHostSite site, unsigned mask, int predicate) {
+    return (unsigned)exchange(site, WarpOperation::BALLOT, mask, predicate != 0, 0);
+}
+
+unsigned hearth_host_match(HearthHostSite site, unsigned mask, unsigned long long value) {
+    return (unsigned)exchange(site, WarpOperation::MATCH, mask, value, 0);
+}
+
+// The model knows no divergence: every lane that has not exited counts as active.
+unsigned hearth_host_active_mask() { return executor().live_lanes(); }
+
+unsigned hearth_host_lane() { return running_fiber->lane(); }
+
+void hearth_host_trap(HearthHostSite site) {
+    Executor& e = executor();
+    e.fail(CUDA_ERROR_LAUNCH_FAILED, "trap", format("line %u", site.line), *running_fiber);
+}
+
+HearthHostFloats hearth_host_mma_bf16(HearthHostSite site, HearthHostFloats d, HearthHostWords a, HearthHostPair b) {
+    return multiply(site, WarpOperation::MMA_BF16, d, a, b);
+}
+
+HearthHostFloats hearth_host_mma_e4m3(HearthHostSite site, HearthHostFloats d, HearthHostWords a, HearthHostPair b) {
+    return multiply(site, WarpOperation::MMA_E4M3, d, a, b);
+}
+
+HearthHostWords hearth_host_ldmatrix(HearthHostSite site, const void* shared, int transposed) {
+    Executor& e = executor();
+    Fiber& self = *running_fiber;
+    self.operand.row = shared;
+    self.operand.transposed = transposed != 0;
+    e.wait_warp(site, WarpOperation::LDMATRIX, 0xffffffffu);
+    return self.operand.a;
+}

@@ -1,0 +1,29 @@
+// The environment variables of the model, read once.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace hearth {
+
+struct Config {
+    bool checks;
+    bool shuffled;
+    uint64_t seed;
+    size_t memory_bytes;
+    int devices;
+    int driver_version;
+    int capability_major;
+    int capability_minor;
+    bool host_register;
+    bool read_only_register;
+    std::string report;
+};
+
+const Config& config();
+
+// Whether kernels are compiled with checks; the compiler library needs no more of the configuration.
+bool checks_wanted();
+
+}  // namespace hearth

@@ -1,0 +1,20 @@
+// The entry points of a kernel file, found in its preprocessed text.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace hearth {
+
+struct EntryPoint {
+    std::string name;
+    std::string max_threads;     // the first argument of __launch_bounds__ as the source has it, or "1024"
+};
+
+// Every `extern "C" __global__ void name(`, with or without launch bounds.
+std::vector<EntryPoint> find_entry_points(const std::string& text);
+
+// The functions by which the driver library reaches them, to stand after the text.
+std::string entry_point_glue(const std::vector<EntryPoint>& entries);
+
+}  // namespace hearth

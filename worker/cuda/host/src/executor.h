@@ -1,0 +1,124 @@
+// Runs a launch: blocks one after the other, the threads of a block as fibers that change at barriers and warp operations.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "hearth_host_abi.h"
+#include "fault.h"
+#include "fiber.h"
+#include "launch.h"
+#include "race_clock.h"
+
+namespace hearth {
+
+enum class State : uint8_t { RUNNABLE, AT_BARRIER, AT_WARP_OPERATION, EXITED };
+
+enum class WarpOperation : uint8_t { SYNC, SHUFFLE, BALLOT, MATCH, MMA_BF16, MMA_E4M3, LDMATRIX };
+
+// What a lane brings to a warp operation and what it takes away.
+struct Operand {
+    unsigned long long value;
+    int source;
+    const void* row;
+    bool transposed;
+    HearthHostFloats d;
+    HearthHostWords a;
+    HearthHostPair b;
+};
+
+// One cp.async that has not landed.
+struct AsyncCopy {
+    char* shared;
+    const char* global;
+    bool valid;
+    HearthHostSite site;
+};
+
+struct Fiber {
+    void* stack;
+    char* stack_low;
+    char* stack_high;
+    unsigned thread;
+    unsigned index[3];
+    State state;
+    WarpOperation operation;
+    HearthHostSite site;
+    unsigned mask;
+    Label label;                         // this thread, since the last barrier or __syncwarp that it passed
+    Operand operand;
+    std::vector<AsyncCopy> copies;
+    std::vector<size_t> group_ends;      // in `copies`, of the committed groups
+
+    unsigned warp() const { return thread / 32; }
+    unsigned lane() const { return thread % 32; }
+};
+
+// The thread that runs now.
+extern Fiber* running_fiber;
+
+class Executor {
+public:
+    Executor();
+
+    // The first fault, if any.
+    Fault run(Device& device, const Launch& launch);
+
+    // What follows is called on a thread's own stack.
+    Fiber& lane(unsigned warp, unsigned lane) { return fibers_[warp * 32 + lane]; }
+    unsigned wait_barrier(HearthHostSite site, bool predicate);
+    void wait_warp(HearthHostSite site, WarpOperation operation, unsigned mask);
+    // `kind` begins the text of the fault, where `at` is and `details` follow.
+    [[noreturn]] void fail(CUresult code, const char* kind, const std::string& details, const Fiber& at);
+    [[noreturn]] void exit_thread();
+    unsigned live_lanes() const;
+    // Every advance of the clock goes this way: it may have to start again.
+    void advance_clock(void (RaceClock::*step)());
+    const Launch& launch() const { return *launch_; }
+    Device& device() { return *device_; }
+    void** values() { return values_.data(); }
+    unsigned block_index() const { return block_; }
+    std::string block_text(unsigned block) const;
+    std::string thread_text(unsigned thread) const;
+
+private:
+    void run_block(unsigned block);
+    void start_thread(unsigned thread);
+    Fiber* pick();
+    void switch_to(Fiber* next);
+    void yield();
+    void release_barrier();
+    void make_runnable(Fiber& fiber);
+    void report_stall();
+    void record(CUresult code, const char* kind, const std::string& details, const Fiber& at);
+    std::string state_text(const Fiber& fiber) const;
+
+    Stacks stacks_;
+    std::unique_ptr<Fiber[]> fibers_;
+    Device* device_ = nullptr;
+    const Launch* launch_ = nullptr;
+    std::vector<void*> values_;
+    void* main_stack_ = nullptr;
+    void** running_stack_ = &main_stack_;    // where the stack pointer of what runs now goes
+    Fault fault_;
+    unsigned block_ = 0;
+    unsigned threads_ = 0;
+    unsigned exited_ = 0;
+    unsigned at_barrier_ = 0;
+    unsigned barrier_count_ = 0;
+    unsigned runnable_[MAX_THREADS / 32];    // lanes by warp
+    unsigned arrived_[MAX_THREADS / 32];     // lanes that wait at a warp operation
+    unsigned runnable_warps_ = 0;
+    uint64_t random_ = 0;
+};
+
+Executor& executor();
+
+// Does a warp operation for all lanes of `mask`, which have all arrived at it.
+void complete_warp_operation(Executor& executor, unsigned warp, WarpOperation operation, unsigned mask);
+
+// The name of an operation as CUDA C++ spells it.
+const char* operation_name(WarpOperation operation);
+
+}  // namespace hearth

@@ -1,0 +1,66 @@
+#include "shadow.h"
+
+#include <sys/mman.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace hearth {
+namespace {
+
+// Zeros that take memory only where they are written.
+void* reserve(size_t bytes) {
+    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) {
+        perror("host model: no addresses for the shadow of memory");
+        abort();
+    }
+    return memory;
+}
+
+size_t bitmap_bytes(size_t bytes) { return bytes / 8 + 8; }
+
+}  // namespace
+
+Shadow::Shadow(size_t bytes) : bytes_(bytes) {
+    if (bytes == 0) return;
+    written_ = static_cast<uint8_t*>(reserve(bitmap_bytes(bytes)));
+    writes_ = static_cast<Label*>(reserve(bytes * sizeof(Label)));
+    reads_ = static_cast<Label*>(reserve(bytes * sizeof(Label)));
+}
+
+Shadow::~Shadow() {
+    if (bytes_ == 0) return;
+    munmap(written_, bitmap_bytes(bytes_));
+    munmap(writes_, bytes_ * sizeof(Label));
+    munmap(reads_, bytes_ * sizeof(Label));
+}
+
+void Shadow::set_written_range(size_t offset, size_t bytes, bool written) {
+    if (bytes_ == 0) return;
+    auto set = [&](size_t at) {
+        uint8_t bit = 1u << (at % 8);
+        written_[at / 8] = written ? written_[at / 8] | bit : written_[at / 8] & ~bit;
+    };
+    size_t end = offset + bytes;
+    for (; offset < end && offset % 8 != 0; offset++) set(offset);
+    if (offset < end) memset(written_ + offset / 8, written ? 0xff : 0, (end - offset) / 8);
+    for (offset = offset + (end - offset) / 8 * 8; offset < end; offset++) set(offset);
+}
+
+void Shadow::copy_written_range(size_t to, size_t from, size_t bytes) {
+    if (bytes_ == 0) return;
+    bool aligned = to % 8 == 0 && from % 8 == 0;
+    size_t whole = aligned ? bytes / 8 : 0;
+    memmove(written_ + to / 8, written_ + from / 8, whole);
+    for (size_t i = whole * 8; i < bytes; i++) set_written_range(to + i, 1, written(from + i, 1));
+}
+
+void Shadow::forget_labels() {
+    if (bytes_ == 0) return;
+    madvise(writes_, bytes_ * sizeof(Label), MADV_DONTNEED);
+    madvise(reads_, bytes_ * sizeof(Label), MADV_DONTNEED);
+}
+
+}  // namespace hearth

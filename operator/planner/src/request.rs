@@ -380,6 +380,8 @@ impl Draft<'_> {
             } else {
                 0
             },
+            gpu_uuids: Vec::new(),
+            gpu_memory_bytes: 0,
             residency: is_worker.then_some(PlanResidency {
                 policy: budget.policy,
                 weight_bytes,

@@ -434,14 +434,11 @@ fn is_worth_it(
         && (has_trouble || moves())
 }
 
-/// Whether a node is asked for less memory by a tenth: small changes of what is free are no reason to begin anew.
+/// Whether nodes are asked for less memory by a tenth: small changes of what is free are no reason to begin anew.
 fn needs_less(target: &InferencePlan, plan: &InferencePlan) -> bool {
     let total = |plan: &InferencePlan| -> u64 {
-        let kv = |rank: &hearth_crds::PlanRank| {
-            let weights = rank.residency.as_ref().map_or(0, |r| r.budget_bytes);
-            weights + rank.kv.as_ref().map_or(0, |kv| kv.memory_bytes)
-        };
-        plan.spec.ranks.iter().map(kv).sum()
+        let held = |rank: &hearth_crds::PlanRank| rank.host_weight_bytes() + rank.host_kv_bytes();
+        plan.spec.ranks.iter().map(held).sum()
     };
     let (old, new) = (total(target), total(plan));
     new < old - old / 10

@@ -139,6 +139,7 @@ pub fn laptop(available_bytes: u64) -> NodeProfileSpec {
         numa_node: Some(0),
         pcie_gbps: 12.0,
         read_gbps: 256.0,
+        ..GpuProfile::default()
     }];
     profile
 }

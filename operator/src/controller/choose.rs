@@ -8,7 +8,7 @@ use hearth_crds::{
     InferenceDeployment, InferenceDeploymentSpec, InferencePlan, InferencePlanSpec, ModelFacts,
     ModelSource, PlanPrediction,
 };
-use hearth_planner::{PlanError, PlanRequest};
+use hearth_planner::{GpuOffer, PlanError, PlanRequest};
 use kube::ResourceExt;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
@@ -217,7 +217,7 @@ fn made(
         facts: &model.facts,
         model_path: &model_path(&context, &spec.model.source),
         profiles: &profiles,
-        gpus_free: &candidates.gpus_free,
+        gpus: GpuOffer::DevicePlugin(&candidates.gpus_free),
     });
     let planned = planned.map_err(|error| Box::new(Refusal { error, candidates }))?;
     let mut notes = BTreeMap::from(notes_of(&spec.model.source, model));
@@ -271,6 +271,8 @@ impl Refusal {
             PlanError::ContextTooLong { .. } => "ContextTooLong",
             PlanError::TooFewCores { .. } => "TooFewCores",
             PlanError::TooFewGpus { .. } => "TooFewGpus",
+            PlanError::NoUsableGpu { .. } => "NoUsableGpu",
+            PlanError::InsufficientGpuMemory { .. } => "InsufficientGpuMemory",
         };
         let words = match &self.error {
             PlanError::NoNodes(_) => "no node can take the workers".to_owned(),
@@ -299,6 +301,8 @@ fn lacks_nodes(error: &PlanError) -> bool {
             | PlanError::InsufficientMemory { .. }
             | PlanError::TooFewCores { .. }
             | PlanError::TooFewGpus { .. }
+            | PlanError::NoUsableGpu { .. }
+            | PlanError::InsufficientGpuMemory { .. }
     )
 }
 

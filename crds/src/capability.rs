@@ -97,24 +97,24 @@ fn pools(spec: &InferenceDeploymentSpec, venue: Venue, errors: &mut Vec<FieldErr
             errors.push(FieldError::new(
                 "spec.prefill.mode",
                 format!("is \"{:?}\"", spec.prefill.mode),
-                "stream loading needs a GPU and this engine runs on CPUs: write Auto or Chunked",
+                "this engine keeps a worker's weights where they are used and does not stream them: write Auto or Chunked",
             ))
         }
     }
-    if let Some(gpus @ 1..) = spec.prefill.gpus_per_worker
+    if let Some(gpus @ 2..) = spec.prefill.gpus_per_worker
         && venue == Venue::Machine
     {
         errors.push(FieldError::new(
             "spec.prefill.gpusPerWorker",
             format!("is {gpus}"),
-            "this engine runs on CPUs: write 0 or remove it",
+            "this engine runs each worker on one GPU: write 1, or 0 to run on CPUs",
         ));
     }
     if spec.decode.dual_batch == DualBatch::On {
         errors.push(FieldError::new(
             "spec.decode.dualBatch",
             "is \"On\"",
-            "dual batch overlaps a GPU's attention with the CPU's experts and this engine runs on CPUs: write Auto or \"Off\"",
+            "dual batch overlaps a GPU's attention with the CPU's experts and this engine runs each worker on one device: write Auto or \"Off\"",
         ));
     }
     for (pool, min, max) in [

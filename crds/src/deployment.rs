@@ -139,7 +139,8 @@ pub struct PrefillSpec {
     /// StreamLoading streams the experts through the GPU; DistributedStreamLoading does so on several.
     #[serde(default)]
     pub mode: PrefillMode,
-    /// GPUs of each prefill worker. By default what the planner chooses.
+    /// GPUs of each prefill worker, which computes on one of them; 0: no worker uses a GPU. By default what the planner
+    /// chooses with strategy Auto, and none with Hybrid.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(
         feature = "kube",

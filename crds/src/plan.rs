@@ -147,9 +147,16 @@ pub struct PlanRank {
     pub pinning: Pinning,
     /// `cpu`, or the UUID of a GPU.
     pub device: String,
-    /// GPUs that its Pod holds through the cluster's device plugin.
+    /// GPUs that it holds; its Pod asks the cluster's device plugin for them.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub gpus: u32,
+    /// UUIDs of the GPUs that it computes on; empty: it computes on CPUs. Where a device plugin hands out another GPU of
+    /// the node, that one is meant: the plan holds for each of them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub gpu_uuids: Vec<String>,
+    /// Bytes of each of these GPUs' memory that it may use: weights, KV and working room.
+    #[serde(default, skip_serializing_if = "is_none_of_bytes")]
+    pub gpu_memory_bytes: u64,
     /// How its weights live in memory; none for the gateway.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub residency: Option<PlanResidency>,
@@ -160,7 +167,7 @@ pub struct PlanRank {
     pub max_batch: u32,
     /// Prompt tokens of one step; 0 for the gateway.
     pub chunk_tokens: u32,
-    /// Bytes of activations and logits beside weights and KV; memory of the process itself counted in.
+    /// Bytes of the node's memory for activations and logits beside weights and KV; the process itself counted in.
     pub scratch_bytes: u64,
     /// `host:port` that it serves on. The planner leaves it open unless told: who executes the plan fills it before publishing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -172,6 +179,33 @@ pub struct PlanRank {
 
 fn is_zero(count: &u32) -> bool {
     *count == 0
+}
+
+fn is_none_of_bytes(bytes: &u64) -> bool {
+    *bytes == 0
+}
+
+impl PlanRank {
+    /// Whether weights, KV and arithmetic of this rank are on a GPU.
+    pub fn is_on_gpu(&self) -> bool {
+        !self.gpu_uuids.is_empty()
+    }
+
+    /// Bytes of weights that it keeps in its node's memory; ranks of one node map one copy.
+    pub fn host_weight_bytes(&self) -> u64 {
+        match &self.residency {
+            Some(residency) if !self.is_on_gpu() => residency.budget_bytes,
+            _ => 0,
+        }
+    }
+
+    /// Bytes of KV cache that it keeps in its node's memory.
+    pub fn host_kv_bytes(&self) -> u64 {
+        match &self.kv {
+            Some(kv) if !self.is_on_gpu() => kv.memory_bytes,
+            _ => 0,
+        }
+    }
 }
 
 /// What a rank does.
@@ -204,9 +238,9 @@ impl PlanRole {
 pub struct PlanResidency {
     /// The policy.
     pub policy: ResidencyPolicy,
-    /// Bytes of the weights that the rank maps. Ranks of one node map one copy.
+    /// Bytes of the weights that the rank maps. Ranks of one node map one copy; a rank on a GPU has its own there.
     pub weight_bytes: u64,
-    /// Bytes of them that may be in memory at a time: all with Resident.
+    /// Bytes of them that may be in memory (the GPU's, of a rank on one) at a time: all with Resident.
     pub budget_bytes: u64,
 }
 
@@ -214,7 +248,7 @@ pub struct PlanResidency {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 pub enum ResidencyPolicy {
-    /// All of them are mapped and stay in memory.
+    /// All of them are mapped and stay in memory, or are copied to the rank's GPU and stay there.
     Resident,
     /// Mapped; the kernel is asked to read the next layers and to drop the last ones.
     MmapPrefetch,

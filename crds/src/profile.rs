@@ -158,7 +158,7 @@ pub struct ComputeProfile {
     pub f32_all_threads_gflops: f64,
 }
 
-/// One GPU.
+/// One GPU. What the driver does not tell is absent, or 0.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
@@ -171,15 +171,60 @@ pub struct GpuProfile {
     pub memory_bytes: u64,
     /// Free memory in bytes.
     pub free_bytes: u64,
+    /// The CUDA compute capability.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compute_capability: Option<ComputeCapability>,
     /// The NUMA node that it is attached to.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub numa_node: Option<u32>,
-    /// Bandwidth from pinned host memory in GB/s.
+    /// Its PCIe link.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pcie: Option<PcieLink>,
+    /// Bandwidth of its PCIe link in one direction in GB/s: an estimate from the highest generation and width.
     #[serde(default)]
     pub pcie_gbps: f64,
-    /// Read bandwidth of its memory in GB/s.
+    /// Read bandwidth of its memory in GB/s: an estimate from memory clock and bus width.
     #[serde(default)]
     pub read_gbps: f64,
+    /// Dense products of bfloat16 with f32 sums on its tensor cores in GFLOP/s: an estimate of the peak from the
+    /// number of multiprocessors and their highest clock.
+    #[serde(default)]
+    pub bf16_gflops: f64,
+    /// The most power that it may draw, in watts.
+    #[serde(default)]
+    pub power_limit_watts: u32,
+}
+
+/// What a GPU's multiprocessors can do, such as 8.9; ordered.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct ComputeCapability {
+    /// The generation.
+    pub major: u32,
+    /// The revision within it.
+    pub minor: u32,
+}
+
+impl std::fmt::Display for ComputeCapability {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}.{}", self.major, self.minor)
+    }
+}
+
+/// A PCIe link. A GPU lowers the current generation while it idles.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct PcieLink {
+    /// The generation at the time of measuring.
+    pub generation: u32,
+    /// Lanes at the time of measuring.
+    pub width: u32,
+    /// The highest generation that GPU and slot have in common.
+    pub max_generation: u32,
+    /// The most lanes that GPU and slot have in common.
+    pub max_width: u32,
 }
 
 /// One disk, by a directory on it.

@@ -55,7 +55,7 @@ fn every_field_of_the_design_is_accepted() {
     quantization: W4A8
     adapters: [{name: poems, source: {http: {url: https://nas.lan/poems.tar, sha256: "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"}}}]
   strategy: PipedRing
-  prefill: {minReplicas: 0, maxReplicas: 2, mode: DistributedStreamLoading, gpusPerWorker: 1}
+  prefill: {minReplicas: 0, maxReplicas: 2, mode: DistributedStreamLoading, gpusPerWorker: 2}
   decode:
     minReplicas: 1
     maxReplicas: 4

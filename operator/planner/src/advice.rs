@@ -1,12 +1,13 @@
 //! What would fit instead: each change is tried before it is named.
 
-use hearth_crds::{InferenceDeploymentSpec, NodeProfileSpec, format_bytes};
+use hearth_crds::{InferenceDeploymentSpec, NodeProfileSpec, PlanRole, format_bytes};
 
+use crate::chooser::Chooser;
 use crate::cpus::{Crew, core_count};
 use crate::error::{Advice, PlanError};
+use crate::gpus::{GpuLack, OnGpu};
 use crate::memory::{BLOCK_TOKENS, Demand, Shortage, available_for};
 use crate::place::{Cost, NoRoom, Wanted, place};
-use crate::request::Chooser;
 
 /// The shortest context that a spec may ask for.
 const LEAST_CONTEXT_TOKENS: u32 = 16;
@@ -54,23 +55,25 @@ pub(crate) fn refusal(
 ) -> PlanError {
     let nodes = chooser.nodes();
     match no_room {
-        NoRoom::Gpus { what, shortage } => PlanError::TooFewGpus {
-            what,
-            node: shortage.node,
-            needs: shortage.needs,
-            free: shortage.free,
-        },
+        NoRoom::Gpus { what, lack } => no_gpu(chooser, demand, wanted, spec, what, lack),
         NoRoom::Cores { node, crew } => too_few_cores(nodes[node], wanted, crew),
         NoRoom::Memory { what, shortage } => {
-            let crew = Crew {
-                gateway: true,
-                prefill: wanted.prefill,
-                decode: wanted.decode,
-            };
+            let crew = wanted.on_one_node();
             if let [node] = nodes
                 && !chooser.has_cores(0, crew)
             {
                 return too_few_cores(node, wanted, crew);
+            }
+            if nodes.len() == 1
+                && let Some(lack) = chooser.gpu_lack(0, crew)
+            {
+                // More memory of the node would not help.
+                let role = match &lack {
+                    GpuLack::Memory(short) => short.role,
+                    GpuLack::Count { .. } | GpuLack::Unusable { .. } => PlanRole::Prefill,
+                };
+                let what = format!("{}-0", role.as_str());
+                return no_gpu(chooser, demand, wanted, spec, what, lack);
             }
             let (what, shortage) = whole_need(nodes, demand, wanted, what, shortage);
             let trial = Trial {
@@ -115,6 +118,47 @@ pub(crate) fn refusal(
     }
 }
 
+/// Words and advice for a rank that no GPU takes.
+fn no_gpu(
+    chooser: &Chooser<'_>,
+    demand: &Demand<'_>,
+    wanted: Wanted,
+    spec: &InferenceDeploymentSpec,
+    what: String,
+    lack: GpuLack,
+) -> PlanError {
+    let short = match lack {
+        GpuLack::Count { node, needs, free } => {
+            return PlanError::TooFewGpus {
+                what,
+                node,
+                needs,
+                free,
+            };
+        }
+        GpuLack::Unusable { node, why } => return PlanError::NoUsableGpu { what, node, why },
+        GpuLack::Memory(short) => short,
+    };
+    let trial = Trial {
+        chooser,
+        wanted,
+        spec,
+    };
+    let mut advice = trial.advice(demand);
+    advice.extend(trial.on_cpus(demand));
+    if advice.is_empty() {
+        advice.push(Advice::FreeGpuMemory(short.missing_bytes()));
+    }
+    PlanError::InsufficientGpuMemory {
+        what,
+        breakdown: short.breakdown(),
+        gpu: format!("{} of node {}", short.gpu, short.node),
+        needs_bytes: short.needs_bytes,
+        free_bytes: short.free_bytes,
+        advice,
+    }
+}
+
 /// With one node, the need of all ranks together says more than that of the first one without room.
 fn whole_need(
     nodes: &[&NodeProfileSpec],
@@ -123,13 +167,8 @@ fn whole_need(
     what: String,
     shortage: Shortage,
 ) -> (String, Shortage) {
-    let crew = Crew {
-        gateway: true,
-        prefill: wanted.prefill,
-        decode: wanted.decode,
-    };
     match nodes {
-        [node] => match demand.fit(node, crew) {
+        [node] => match demand.fit(node, wanted.on_one_node()) {
             Err(whole) => ("the deployment".to_owned(), whole),
             Ok(_) => (what, shortage),
         },
@@ -192,6 +231,20 @@ impl Trial<'_> {
             advice.push(Advice::Chunked);
         }
         advice
+    }
+
+    /// To run on CPUs, if that fits.
+    fn on_cpus(&self, demand: &Demand<'_>) -> Option<Advice> {
+        let mut spec = self.spec.clone();
+        spec.prefill.gpus_per_worker = Some(0);
+        let chooser = self.chooser.with_spec(&spec).with_demand(demand);
+        let wanted = Wanted {
+            on_gpu: OnGpu::NONE,
+            ..self.wanted
+        };
+        place(self.chooser.nodes(), demand, wanted, &chooser)
+            .is_ok()
+            .then_some(Advice::RunOnCpus)
     }
 
     /// The longest context that fits, in steps of 16 tokens, of 1024 when it is that long.

@@ -2,7 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use hearth_crds::{NodeProfileSpec, NumaPolicy, Pinning};
+use hearth_crds::{NodeProfileSpec, NumaPolicy, Pinning, PlanRole};
+
+use crate::gpus::OnGpu;
+
+/// Threads of a rank on a GPU: one gives it work, the others bring the weights to it.
+const GPU_RANK_THREADS: u32 = 4;
 
 /// CPUs of one rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -103,11 +108,33 @@ pub(crate) struct Crew {
     pub gateway: bool,
     pub prefill: u32,
     pub decode: u32,
+    /// Which of them compute on GPUs.
+    pub on_gpu: OnGpu,
 }
 
 impl Crew {
     pub(crate) fn ranks(self) -> usize {
         usize::from(self.gateway) + self.prefill as usize + self.decode as usize
+    }
+
+    pub(crate) fn of(self, role: PlanRole) -> u32 {
+        match role {
+            PlanRole::Gateway => u32::from(self.gateway),
+            PlanRole::Prefill => self.prefill,
+            PlanRole::Decode => self.decode,
+        }
+    }
+
+    pub(crate) fn prefill_on_cpus(self) -> u32 {
+        if self.on_gpu.prefill { 0 } else { self.prefill }
+    }
+
+    pub(crate) fn decode_on_cpus(self) -> u32 {
+        if self.on_gpu.decode { 0 } else { self.decode }
+    }
+
+    pub(crate) fn on_gpus(self) -> u32 {
+        self.prefill + self.decode - self.prefill_on_cpus() - self.decode_on_cpus()
     }
 }
 
@@ -126,18 +153,28 @@ pub(crate) fn divide(
     pinning: Pinning,
     numa: NumaPolicy,
 ) -> Option<CrewCpus> {
-    match pinning {
-        Pinning::Exclusive => divide_exclusive(node, crew, numa),
-        Pinning::Shared => Some(divide_shared(node, crew, numa)),
+    let mut sets = match pinning {
+        Pinning::Exclusive => divide_exclusive(node, crew, numa)?,
+        Pinning::Shared => divide_shared(node, crew, numa),
         Pinning::None => {
             let all = set_of(&cores_of(node), NumaPolicy::Any);
-            Some(CrewCpus {
+            CrewCpus {
                 gateway: crew.gateway.then(|| gateway_of(&all)),
                 prefill: vec![all.clone(); crew.prefill as usize],
                 decode: vec![all; crew.decode as usize],
-            })
+            }
+        }
+    };
+    let of_gpus = [
+        (crew.on_gpu.prefill, &mut sets.prefill),
+        (crew.on_gpu.decode, &mut sets.decode),
+    ];
+    for (_, sets) in of_gpus.into_iter().filter(|(is_on_gpu, _)| *is_on_gpu) {
+        for set in sets {
+            set.threads = set.threads.clamp(1, GPU_RANK_THREADS);
         }
     }
+    Some(sets)
 }
 
 /// The gateway tokenises and copies: two threads suffice and it may run wherever a CPU idles.
@@ -182,15 +219,16 @@ fn divide_shared(node: &NodeProfileSpec, crew: Crew, numa: NumaPolicy) -> CrewCp
     }
 }
 
-/// Disjoint sets of whole cores: one for the gateway; decode takes what saturates memory, at most half of the rest;
-/// prefill, which is bound by arithmetic, takes what is left.
+/// Disjoint sets of whole cores: one for the gateway and for each rank on a GPU; of the others, decode takes what
+/// saturates memory, at most half of the rest; prefill, which is bound by arithmetic, takes what is left.
 fn divide_exclusive(node: &NodeProfileSpec, crew: Crew, numa: NumaPolicy) -> Option<CrewCpus> {
     let mut free = cores_of(node);
     if free.len() < crew.ranks() {
         return None;
     }
-    let workers = free.len() - usize::from(crew.gateway);
-    let (prefill, decode) = (crew.prefill as usize, crew.decode as usize);
+    let workers = free.len() - usize::from(crew.gateway) - crew.on_gpus() as usize;
+    let prefill = crew.prefill_on_cpus() as usize;
+    let decode = crew.decode_on_cpus() as usize;
     let for_decode = if prefill == 0 {
         workers
     } else if decode == 0 {
@@ -204,10 +242,18 @@ fn divide_exclusive(node: &NodeProfileSpec, crew: Crew, numa: NumaPolicy) -> Opt
     let shares = |cores: usize, ranks: usize| {
         (0..ranks).map(move |i| cores / ranks + usize::from(i < cores % ranks))
     };
-    let decode_sets = shares(for_decode, decode).map(&mut take).collect();
-    let prefill_sets = shares(workers - for_decode, prefill)
+    let mut decode_sets: Vec<CpuSet> = shares(for_decode, decode).map(&mut take).collect();
+    let mut prefill_sets: Vec<CpuSet> = shares(workers - for_decode, prefill)
         .map(&mut take)
         .collect();
+    for (role, sets) in [
+        (PlanRole::Prefill, &mut prefill_sets),
+        (PlanRole::Decode, &mut decode_sets),
+    ] {
+        if crew.on_gpu.of(role) {
+            sets.extend((0..crew.of(role)).map(|_| take(1)));
+        }
+    }
     let gateway = crew.gateway.then(|| take(1));
     Some(CrewCpus {
         gateway,
@@ -255,6 +301,29 @@ fn take_cores(free: &mut Vec<Core>, count: usize, numa: NumaPolicy) -> Vec<Core>
         });
     }
     taken
+}
+
+/// Leaves of a set the CPUs beside a GPU, if it has any there: it is reached through the others only by way of these.
+pub(crate) fn keep_beside(set: &mut CpuSet, node: &NodeProfileSpec, numa_node: u32) {
+    let is_beside = |id: &u32| {
+        node.cpus
+            .iter()
+            .any(|cpu| cpu.id == *id && cpu.numa_node == numa_node)
+    };
+    if set.numa_nodes.is_empty() || !set.cpus.iter().any(is_beside) {
+        return;
+    }
+    set.cpus.retain(is_beside);
+    set.numa_nodes = vec![numa_node];
+    let cores: BTreeSet<u32> = node
+        .cpus
+        .iter()
+        .filter(|cpu| set.cpus.contains(&cpu.id))
+        .map(|cpu| cpu.core)
+        .collect();
+    set.threads = set
+        .threads
+        .min(u32::try_from(cores.len()).unwrap_or(u32::MAX));
 }
 
 /// Adds NUMA nodes to a `Compact` set until their free memory holds `needs_bytes`: threads stay, memory may come from

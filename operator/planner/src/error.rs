@@ -4,6 +4,8 @@ use std::fmt;
 
 use hearth_crds::{FieldError, format_bytes};
 
+use crate::gpus::LEAST_CAPABILITY;
+
 /// A change of the spec that the planner has tried and that fits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Advice {
@@ -17,6 +19,10 @@ pub enum Advice {
     DecodeReplicas(u32),
     /// Remove the prefill workers and write `spec.prefill.mode: Chunked`.
     Chunked,
+    /// Write `spec.prefill.gpusPerWorker: 0`.
+    RunOnCpus,
+    /// Nothing in the spec helps: this many more bytes of the GPU must be free, or the model is too large for it.
+    FreeGpuMemory(u64),
     /// Nothing in the spec helps: the machine needs this many more bytes, or the model is too large for it.
     FreeMemory(u64),
 }
@@ -33,6 +39,12 @@ impl fmt::Display for Advice {
             Self::Chunked => {
                 f.write_str("write spec.prefill.mode: Chunked without prefill replicas")
             }
+            Self::RunOnCpus => f.write_str("write spec.prefill.gpusPerWorker: 0 to run on CPUs"),
+            Self::FreeGpuMemory(bytes) => write!(
+                f,
+                "free {} of the GPU, take a larger one, or a smaller model",
+                format_bytes(*bytes)
+            ),
             Self::FreeMemory(bytes) => {
                 write!(f, "free {}, or take a smaller model", format_bytes(*bytes))
             }
@@ -165,5 +177,37 @@ pub enum PlanError {
         needs: u32,
         /// GPUs that the node can give.
         free: u32,
+    },
+    /// No GPU that this engine runs on.
+    #[error(
+        "{what} needs a GPU (spec.prefill.gpusPerWorker), and {why}\n  \
+         write spec.prefill.gpusPerWorker: 0 to run on CPUs, or add a GPU of compute capability {LEAST_CAPABILITY} or higher"
+    )]
+    NoUsableGpu {
+        /// What was to be placed, such as `prefill-0`.
+        what: String,
+        /// The node.
+        node: String,
+        /// What is wrong with its GPUs.
+        why: String,
+    },
+    /// A rank does not fit a GPU, whole; the numbers are those of the GPU with the most memory left.
+    #[error(
+        "{what} needs {} of a GPU's memory, {gpu} has {} free ({breakdown})\n  {}",
+        format_bytes(*.needs_bytes), format_bytes(*.free_bytes), any_of(.advice)
+    )]
+    InsufficientGpuMemory {
+        /// What was to be placed, such as `prefill-0`.
+        what: String,
+        /// The GPU, such as `NVIDIA L4 of node office`.
+        gpu: String,
+        /// Bytes that the rank needs at least.
+        needs_bytes: u64,
+        /// Bytes that the GPU can give.
+        free_bytes: u64,
+        /// Where the bytes go.
+        breakdown: String,
+        /// Changes that fit, each by itself; at least one.
+        advice: Vec<Advice>,
     },
 }

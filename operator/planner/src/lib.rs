@@ -11,8 +11,11 @@
 
 mod advice;
 mod checks;
+mod chooser;
 mod cpus;
+mod draft;
 mod error;
+mod gpus;
 mod memory;
 mod place;
 mod predict;
@@ -21,5 +24,9 @@ mod request;
 
 pub use cpus::format_cpu_list;
 pub use error::{Advice, PlanError};
-pub use predict::{COMPUTE_EFFICIENCY, LAYER_OVERHEAD_MS, READ_EFFICIENCY};
+pub use gpus::GpuOffer;
+pub use predict::{
+    COMPUTE_EFFICIENCY, GPU_COMPUTE_EFFICIENCY, GPU_LAYER_OVERHEAD_MS, GPU_READ_EFFICIENCY,
+    LAYER_OVERHEAD_MS, READ_EFFICIENCY,
+};
 pub use request::{PlanRequest, plan};

@@ -1,9 +1,9 @@
 //! What a node's memory holds: one copy of the weights, and each rank's KV cache and scratch.
 
-use hearth_crds::{NodeProfileSpec, ResidencyPolicy};
+use hearth_crds::{ModelFacts, NodeProfileSpec, PlanRole, ResidencyPolicy};
 
 use crate::cpus::Crew;
-use hearth_crds::ModelFacts;
+use crate::gpus::GpuNeed;
 
 /// Tokens of one KV block.
 pub(crate) const BLOCK_TOKENS: u32 = 16;
@@ -11,6 +11,14 @@ pub(crate) const BLOCK_TOKENS: u32 = 16;
 pub(crate) const PREFILL_BATCH: u32 = 2;
 /// A process with its code, runtime and tokenizer.
 const PROCESS_BYTES: u64 = 64 << 20;
+/// A process that computes on a GPU: the driver maps some hundred MiB into it, and weights pass through pinned buffers.
+const GPU_PROCESS_BYTES: u64 = 512 << 20;
+/// What the driver takes of a GPU for each process: its context and the compiled kernels.
+const GPU_CONTEXT_BYTES: u64 = 512 << 20;
+/// Rows of weights end at whole blocks on a GPU, and each tensor begins at one: a part of the weights, as its inverse.
+const GPU_PADDING_SHARE: u64 = 64;
+/// Activations of a token on a GPU, where matrix products read the residual stream as three bf16 terms beside it.
+const GPU_ACTIVATION_WIDTHS: u64 = 2 * ACTIVATION_WIDTHS;
 /// Activations of a token, as multiples of the residual stream in float32: queries, keys, the widest FFN, two buffers.
 const ACTIVATION_WIDTHS: u64 = 24;
 /// The least that is left to the rest of the node.
@@ -63,10 +71,39 @@ impl Demand<'_> {
 
     /// Bytes of a decode or prefill process beside weights and KV.
     pub(crate) fn worker_scratch_bytes(&self) -> u64 {
+        PROCESS_BYTES + self.step_bytes(ACTIVATION_WIDTHS)
+    }
+
+    /// Bytes of the node's memory for a decode or prefill process that computes on a GPU.
+    pub(crate) fn gpu_worker_scratch_bytes(&self) -> u64 {
+        GPU_PROCESS_BYTES + self.logits_bytes()
+    }
+
+    /// What a rank needs of its GPU.
+    pub(crate) fn on_gpu(&self, role: PlanRole) -> GpuNeed {
+        let weights = self.facts.bytes.total();
+        let (kv_least_bytes, kv_best_bytes) = match role {
+            PlanRole::Gateway => (0, 0),
+            PlanRole::Prefill => self.prefill_kv(),
+            PlanRole::Decode => self.decode_kv(),
+        };
+        GpuNeed {
+            weights_bytes: weights.saturating_add(weights / GPU_PADDING_SHARE),
+            kv_least_bytes,
+            kv_best_bytes,
+            working_bytes: GPU_CONTEXT_BYTES + self.step_bytes(GPU_ACTIVATION_WIDTHS),
+        }
+    }
+
+    /// Bytes of the largest step's activations and logits.
+    fn step_bytes(&self, activation_widths: u64) -> u64 {
         let tokens = u64::from(self.chunk_tokens) + u64::from(self.max_batch);
-        let activations = tokens * u64::from(self.facts.hidden) * 4 * ACTIVATION_WIDTHS;
-        let logits = u64::from(self.max_batch) * u64::from(self.facts.vocab) * 4 * 2;
-        PROCESS_BYTES + activations + logits
+        let activations = tokens * u64::from(self.facts.hidden) * 4 * activation_widths;
+        activations + self.logits_bytes()
+    }
+
+    fn logits_bytes(&self) -> u64 {
+        u64::from(self.max_batch) * u64::from(self.facts.vocab) * 4 * 2
     }
 
     /// Bytes of the gateway.
@@ -80,7 +117,13 @@ impl Demand<'_> {
         } else {
             0
         };
-        gateway + self.worker_scratch_bytes() * (u64::from(crew.prefill) + u64::from(crew.decode))
+        let (on_cpus, on_gpus) = (
+            crew.prefill_on_cpus() + crew.decode_on_cpus(),
+            crew.on_gpus(),
+        );
+        gateway
+            + self.worker_scratch_bytes() * u64::from(on_cpus)
+            + self.gpu_worker_scratch_bytes() * u64::from(on_gpus)
     }
 
     /// KV of one decode rank: at least, and at best.
@@ -100,13 +143,14 @@ impl Demand<'_> {
         (one, one.saturating_mul(u64::from(PREFILL_BATCH)))
     }
 
-    /// Divides the memory of `node` among its ranks.
+    /// Divides the memory of `node` among its ranks; weights and KV of a rank on a GPU are not in it.
     ///
     /// Resident weights come before a large KV cache: a missing weight is read again for every token, a missing
     /// block makes one request wait.
     pub(crate) fn fit(&self, node: &NodeProfileSpec, crew: Crew) -> Result<NodeBudget, Shortage> {
         let free = free_bytes(node);
-        let (decode, prefill) = (u64::from(crew.decode), u64::from(crew.prefill));
+        let decode = u64::from(crew.decode_on_cpus());
+        let prefill = u64::from(crew.prefill_on_cpus());
         let (weights, floor) = match decode + prefill {
             0 => (0, 0),
             _ => (self.facts.bytes.total(), self.facts.least_resident_bytes()),

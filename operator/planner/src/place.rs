@@ -3,13 +3,27 @@
 use hearth_crds::NodeProfileSpec;
 
 use crate::cpus::{Crew, core_count};
+use crate::gpus::{GpuLack, OnGpu};
 use crate::memory::{Demand, NodeBudget, Shortage};
 
-/// Ranks of each role that the spec asks for.
+/// Ranks of each role that the spec asks for, and where they compute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Wanted {
     pub prefill: u32,
     pub decode: u32,
+    pub on_gpu: OnGpu,
+}
+
+impl Wanted {
+    /// All ranks on one node.
+    pub(crate) fn on_one_node(self) -> Crew {
+        Crew {
+            gateway: true,
+            prefill: self.prefill,
+            decode: self.decode,
+            on_gpu: self.on_gpu,
+        }
+    }
 }
 
 /// Each node's ranks and memory, in the order of the nodes given; nodes without ranks have no budget.
@@ -26,16 +40,8 @@ pub(crate) enum NoRoom {
     Memory { what: String, shortage: Shortage },
     /// For want of cores with `Exclusive`; the node with the most.
     Cores { node: usize, crew: Crew },
-    /// For want of GPUs; the node with the most.
-    Gpus { what: String, shortage: GpuShortage },
-}
-
-/// By how many GPUs a node is too small.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct GpuShortage {
-    pub node: String,
-    pub needs: u32,
-    pub free: u32,
+    /// For want of GPUs or of their memory; the node that lacks the least.
+    Gpus { what: String, lack: GpuLack },
 }
 
 /// What placement asks about a node and the ranks that it would then have.
@@ -43,7 +49,7 @@ pub(crate) trait Cost {
     /// Whether the node has CPUs for them.
     fn has_cores(&self, node: usize, crew: Crew) -> bool;
     /// What the node lacks of the GPUs that they hold.
-    fn gpus_short(&self, node: usize, crew: Crew) -> Option<GpuShortage>;
+    fn gpu_lack(&self, node: usize, crew: Crew) -> Option<GpuLack>;
     /// Time per output token of a further decode rank.
     fn decode_ms(&self, node: usize, crew: Crew) -> f64;
     /// Time to first token through a further prefill rank; infinite where no link leads to a decode rank.
@@ -58,7 +64,11 @@ pub(crate) fn place(
     wanted: Wanted,
     cost: &dyn Cost,
 ) -> Result<Placement, NoRoom> {
-    let mut crews = vec![Crew::default(); nodes.len()];
+    let nobody = Crew {
+        on_gpu: wanted.on_gpu,
+        ..Crew::default()
+    };
+    let mut crews = vec![nobody; nodes.len()];
     for i in 0..wanted.decode {
         let with = |crew: Crew| Crew {
             decode: crew.decode + 1,
@@ -126,7 +136,7 @@ impl Candidates<'_> {
         let mut best: Option<(f64, usize)> = None;
         let mut nearest: Option<Shortage> = None;
         let mut crowded: Option<(usize, usize, Crew)> = None;
-        let mut without_gpus: Option<GpuShortage> = None;
+        let mut without_gpus: Option<GpuLack> = None;
         for (n, node) in self.nodes.iter().enumerate() {
             let crew = with(self.crews[n]);
             if !self.cost.has_cores(n, crew) {
@@ -136,12 +146,12 @@ impl Candidates<'_> {
                 }
                 continue;
             }
-            if let Some(short) = self.cost.gpus_short(n, crew) {
+            if let Some(lack) = self.cost.gpu_lack(n, crew) {
                 if without_gpus
                     .as_ref()
-                    .is_none_or(|most| short.free > most.free)
+                    .is_none_or(|nearest| lack.is_nearer_than(nearest))
                 {
-                    without_gpus = Some(short);
+                    without_gpus = Some(lack);
                 }
                 continue;
             }
@@ -167,7 +177,7 @@ impl Candidates<'_> {
         match (best, nearest, without_gpus, crowded) {
             (Some((_, node)), ..) => Ok(node),
             (None, Some(shortage), ..) => Err(NoRoom::Memory { what, shortage }),
-            (None, None, Some(shortage), _) => Err(NoRoom::Gpus { what, shortage }),
+            (None, None, Some(lack), _) => Err(NoRoom::Gpus { what, lack }),
             (None, None, None, Some((_, node, crew))) => Err(NoRoom::Cores { node, crew }),
             (None, None, None, None) => Ok(0),
         }

@@ -1,11 +1,10 @@
 //! How long a step takes by the profile's rates: the larger of what must be read and what must be computed.
 //!
-//! A roofline with three constants; the measured figures beside each prediction (metrics, status) show how far it is off.
+//! A roofline with three constants for each kind of device; the measured figures beside each prediction (metrics, status) show how far it is off.
 
-use hearth_crds::NodeProfileSpec;
+use hearth_crds::{GpuProfile, ModelFacts, NodeProfileSpec};
 
 use crate::cpus::CpuSet;
-use hearth_crds::ModelFacts;
 
 /// Share of the measured read bandwidth that the weights' kernels reach from a mapped file.
 pub const READ_EFFICIENCY: f64 = 0.87;
@@ -13,16 +12,25 @@ pub const READ_EFFICIENCY: f64 = 0.87;
 pub const COMPUTE_EFFICIENCY: f64 = 0.4;
 /// Milliseconds a layer costs a step beside its weights: hand-overs between threads, norms, routing.
 pub const LAYER_OVERHEAD_MS: f64 = 0.02;
+/// Share of a GPU's estimated bandwidth that the weights' kernels reach: the estimate is that of the data sheet.
+pub const GPU_READ_EFFICIENCY: f64 = 0.75;
+/// Share of a GPU's estimated bf16 peak that matrix products over a chunk of a prompt reach: activations are f32, as three
+/// bf16 terms, so that a third would be all.
+pub const GPU_COMPUTE_EFFICIENCY: f64 = 0.15;
+/// Milliseconds a layer costs a step on a GPU beside its weights: a dozen kernels that begin and end.
+pub const GPU_LAYER_OVERHEAD_MS: f64 = 0.05;
 /// Bandwidth of KV between two processes of one node, over loopback, in GB/s.
 pub(crate) const LOOPBACK_GBPS: f64 = 1.0;
 
-/// What one rank's CPUs can do.
+/// What a rank's CPUs or its GPU can do for its kernels.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Rates {
     /// Reading memory, in GB/s.
     pub read_gbps: f64,
     /// Dot products, in GFLOP/s.
     pub gflops: f64,
+    /// What a layer costs a step beside its weights, in milliseconds.
+    pub layer_overhead_ms: f64,
     /// Reading the disk that weights come from, in GB/s; 0 when unknown.
     pub disk_gbps: f64,
 }
@@ -65,9 +73,20 @@ impl Rates {
             .map(|disk| disk.read_gbps)
             .fold(0.0, f64::max);
         Self {
-            read_gbps,
-            gflops: (one * threads).min(all.max(one)),
+            read_gbps: read_gbps * READ_EFFICIENCY,
+            gflops: (one * threads).min(all.max(one)) * COMPUTE_EFFICIENCY,
+            layer_overhead_ms: LAYER_OVERHEAD_MS,
             disk_gbps,
+        }
+    }
+
+    /// The rates of a GPU by the profile's estimates. Weights on a GPU come from no disk.
+    pub(crate) fn of_gpu(gpu: &GpuProfile) -> Self {
+        Self {
+            read_gbps: gpu.read_gbps * GPU_READ_EFFICIENCY,
+            gflops: gpu.bf16_gflops * GPU_COMPUTE_EFFICIENCY,
+            layer_overhead_ms: GPU_LAYER_OVERHEAD_MS,
+            disk_gbps: 0.0,
         }
     }
 
@@ -77,6 +96,7 @@ impl Rates {
         Self {
             read_gbps: self.read_gbps / n,
             gflops: self.gflops / n,
+            layer_overhead_ms: self.layer_overhead_ms,
             disk_gbps: self.disk_gbps / n,
         }
     }
@@ -108,10 +128,10 @@ impl Predictor<'_> {
     pub(crate) fn step_ms(&self, step: Step) -> f64 {
         let weights = self.facts.step_bytes(step.tokens);
         let read_gb = (weights + step.cache_positions * self.kv_bytes_per_token as f64) / 1e9;
-        let read_ms = read_gb / (self.rates.read_gbps * READ_EFFICIENCY) * 1e3;
+        let read_ms = read_gb / self.rates.read_gbps * 1e3;
         let flops = 2.0 * self.facts.active_parameter_count as f64 * f64::from(step.tokens)
             + self.facts.attention_flops_per_position() * step.attended_positions;
-        let compute_ms = flops / 1e9 / (self.rates.gflops * COMPUTE_EFFICIENCY) * 1e3;
+        let compute_ms = flops / 1e9 / self.rates.gflops * 1e3;
         let absent = (1.0 - self.resident_share).max(0.0);
         // Without a measured disk, a slow one: 0.1 GB/s.
         let disk_ms = weights * absent
@@ -122,7 +142,8 @@ impl Predictor<'_> {
                 0.1
             }
             * 1e3;
-        read_ms.max(compute_ms).max(disk_ms) + LAYER_OVERHEAD_MS * f64::from(self.facts.layers)
+        let overhead_ms = self.rates.layer_overhead_ms * f64::from(self.facts.layers);
+        read_ms.max(compute_ms).max(disk_ms) + overhead_ms
     }
 
     /// Milliseconds of one decode step of `batch` streams of `context` tokens each: the time per output token.

@@ -4,8 +4,6 @@
 
 mod support;
 
-use std::collections::BTreeMap;
-
 use hearth_crds::{PlanRole, PlanRouting, ResidencyPolicy};
 use hearth_planner::{Advice, PlanError, plan};
 use support::{
@@ -299,33 +297,4 @@ fn experts_that_a_batch_reads_are_counted_by_expectation() {
     assert!(facts.expected_distinct_experts(1000) > 127.99);
     assert_eq!(facts.kv_bytes_per_token(2, 2), 48 * 4 * 256 * 2);
     assert_eq!(demo_model().kv_bytes_per_token(2, 2), 960);
-}
-
-#[test]
-fn a_prefill_worker_that_asks_for_a_gpu_goes_where_one_is_free() {
-    let facts = dense_1_7b();
-    let (mut attic, mut office) = (server(), laptop(14 * GIB));
-    attic.node = "attic".to_owned();
-    office.node = "office".to_owned();
-    let profiles = [attic, office];
-    let spec = spec("prefill: {gpusPerWorker: 1}\n");
-    let gpus_free = BTreeMap::from([("office".to_owned(), 1)]);
-    let mut request = request(&spec, &facts, &profiles);
-    request.gpus_free = &gpus_free;
-    let plan = plan(&request).unwrap();
-    let prefill = plan.rank("prefill-0").unwrap();
-    assert_eq!((prefill.node.as_str(), prefill.gpus), ("office", 1));
-    assert!(plan.why.iter().any(|line| line.contains("holds 1 GPU")));
-
-    let none = BTreeMap::new();
-    request.gpus_free = &none;
-    let refusal = hearth_planner::plan(&request).unwrap_err().to_string();
-    assert!(
-        refusal.starts_with("prefill-0 needs 1 GPU on one node"),
-        "{refusal}"
-    );
-    assert!(
-        refusal.contains("\n  lower spec.prefill.gpusPerWorker"),
-        "{refusal}"
-    );
 }

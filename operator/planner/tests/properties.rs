@@ -6,10 +6,13 @@ mod support;
 
 use std::collections::BTreeMap;
 
-use hearth_crds::{InferencePlanSpec, NodeProfileSpec, Pinning, PlanRole};
-use hearth_planner::{Advice, PlanError, plan};
+use hearth_crds::{
+    ComputeCapability, GpuProfile, InferenceDeploymentSpec, InferencePlanSpec, NodeProfileSpec,
+    Pinning, PlanRole,
+};
+use hearth_planner::{Advice, GpuOffer, PlanError, PlanRequest, plan};
 use proptest::prelude::*;
-use support::{MIB, Machine, demo_model, dense_1_7b, qwen3_30b, request, spec};
+use support::{GIB, MIB, Machine, demo_model, dense_1_7b, gpu, qwen3_30b, request, spec};
 
 fn machine() -> impl Strategy<Value = NodeProfileSpec> {
     (
@@ -38,18 +41,38 @@ fn machine() -> impl Strategy<Value = NodeProfileSpec> {
         )
 }
 
-fn deployment() -> impl Strategy<Value = hearth_crds::InferenceDeploymentSpec> {
+/// Up to three GPUs, of which some are too old or have little left.
+fn gpus() -> impl Strategy<Value = Vec<GpuProfile>> {
+    let one = (0_u32..4, 2_u64..48, 0_u64..48).prop_map(|(major, gib, used)| GpuProfile {
+        compute_capability: Some(ComputeCapability {
+            major: 7 + major,
+            minor: 0,
+        }),
+        free_bytes: gib.saturating_sub(used) * GIB,
+        ..gpu("GPU", 0, gib)
+    });
+    prop::collection::vec(one, 0..=3).prop_map(|mut gpus| {
+        for (n, gpu) in gpus.iter_mut().enumerate() {
+            gpu.uuid = format!("GPU-{n}");
+        }
+        gpus
+    })
+}
+
+fn deployment() -> impl Strategy<Value = InferenceDeploymentSpec> {
     let pinning = prop_oneof![Just("Exclusive"), Just("Shared"), Just("None")];
     let numa = prop_oneof![Just("Compact"), Just("Spread"), Just("Any")];
     let kv = prop_oneof![3 => Just(None), 1 => (1_u64..20_000).prop_map(Some)];
-    (1_u32..=64, 1_u32..=3, 0_u32..=2, 16_u32..4096, pinning, numa, kv).prop_map(
-        |(batch, decode, prefill, context, pinning, numa, kv)| {
+    let gpus_per_worker = prop_oneof![3 => Just(None), 1 => (0_u32..=1).prop_map(Some)];
+    (1_u32..=64, 1_u32..=3, 0_u32..=2, 16_u32..4096, pinning, numa, kv, gpus_per_worker).prop_map(
+        |(batch, decode, prefill, context, pinning, numa, kv, gpus_per_worker)| {
             let prefill = if prefill == 0 { "mode: Chunked".to_owned() } else { format!("replicas: {prefill}") };
             let kv = kv.map(|mib| format!(", kvCache: {{memory: {mib}Mi}}")).unwrap_or_default();
             let mut spec = spec(&format!(
                 "prefill: {{{prefill}}}\ndecode: {{replicas: {decode}, maxBatch: {batch}{kv}}}\nplacement: {{pinning: {pinning}, numa: {numa}}}\n"
             ));
             spec.model.context_length = Some(context);
+            spec.prefill.gpus_per_worker = gpus_per_worker;
             spec
         },
     )
@@ -60,12 +83,9 @@ fn assert_memory_fits(plan: &InferencePlanSpec, profiles: &[NodeProfileSpec]) {
     let mut used: BTreeMap<&str, u64> = BTreeMap::new();
     let mut weights: BTreeMap<&str, u64> = BTreeMap::new();
     for rank in &plan.ranks {
-        let kv = rank.kv.as_ref().map_or(0, |kv| kv.memory_bytes);
-        *used.entry(&rank.node).or_default() += kv + rank.scratch_bytes;
-        if let Some(residency) = &rank.residency {
-            let once = weights.entry(&rank.node).or_default();
-            *once = (*once).max(residency.budget_bytes);
-        }
+        *used.entry(&rank.node).or_default() += rank.host_kv_bytes() + rank.scratch_bytes;
+        let once = weights.entry(&rank.node).or_default();
+        *once = (*once).max(rank.host_weight_bytes());
     }
     for profile in profiles {
         let node = profile.node.as_str();
@@ -75,6 +95,37 @@ fn assert_memory_fits(plan: &InferencePlanSpec, profiles: &[NodeProfileSpec]) {
             "{total} of {} on {node}",
             profile.memory.available_bytes
         );
+    }
+}
+
+/// Memory of each GPU: all of every rank on it, within what is free; on a device plugin's, one rank each.
+fn assert_gpus_fit(plan: &InferencePlanSpec, profiles: &[NodeProfileSpec], offer: GpuOffer<'_>) {
+    for profile in profiles {
+        let here = || plan.ranks.iter().filter(|rank| rank.node == profile.node);
+        if let GpuOffer::DevicePlugin(free) = offer {
+            let held: u32 = here().map(|rank| rank.gpus).sum();
+            assert!(held <= free.get(&profile.node).copied().unwrap_or(0));
+        }
+        for rank in here().filter(|rank| rank.is_on_gpu()) {
+            assert_eq!(
+                std::slice::from_ref(&rank.device),
+                rank.gpu_uuids.as_slice()
+            );
+            assert!(profile.gpus.iter().any(|gpu| gpu.uuid == rank.device));
+        }
+        for gpu in &profile.gpus {
+            let on_it: Vec<_> = here().filter(|rank| rank.device == gpu.uuid).collect();
+            let used: u64 = on_it.iter().map(|rank| rank.gpu_memory_bytes).sum();
+            let least = profile.gpus.iter().map(|gpu| gpu.memory_bytes).min();
+            match offer {
+                GpuOffer::Machine => assert!(used <= gpu.free_bytes, "{used} on {gpu:?}"),
+                GpuOffer::DevicePlugin(_) => {
+                    assert!(on_it.len() <= 1 && Some(used) <= least, "{used} on {gpu:?}");
+                }
+            }
+            let capability = gpu.compute_capability.unwrap();
+            assert!(on_it.is_empty() || capability.major >= 8, "{capability}");
+        }
     }
 }
 
@@ -118,16 +169,22 @@ proptest! {
 
     #[test]
     fn plans_never_overcommit_and_refusals_help(
-        a in machine(), b in machine(), two in any::<bool>(), deployment in deployment(), model in 0..3_usize
+        a in machine(), b in machine(), two in any::<bool>(), deployment in deployment(), model in 0..3_usize,
+        gpus in gpus(), offered in prop::option::of(0_u32..=3)
     ) {
         let facts = [demo_model(), dense_1_7b(), qwen3_30b()][model].clone();
         let mut profiles = vec![a];
         profiles[0].node = "attic".into();
+        profiles[0].gpus = gpus;
+        let free: BTreeMap<String, u32> = offered.map(|gpus| ("attic".to_owned(), gpus)).into_iter().collect();
+        let offer = if two || offered.is_some() { GpuOffer::DevicePlugin(&free) } else { GpuOffer::Machine };
         if two {
             profiles.push(NodeProfileSpec { node: "cellar".into(), ..b });
         }
-        match plan(&request(&deployment, &facts, &profiles)) {
+        let request = |deployment, profiles| PlanRequest { gpus: offer, ..request(deployment, &facts, profiles) };
+        match plan(&request(&deployment, &profiles)) {
             Ok(made) => {
+                assert_gpus_fit(&made, &profiles, offer);
                 assert_memory_fits(&made, &profiles);
                 assert_cpus_fit(&made, &profiles);
                 prop_assert_eq!(made.ranks_of(PlanRole::Gateway).count(), 1);
@@ -141,7 +198,7 @@ proptest! {
                 let numbers = [made.predicted.ttft_ms, made.predicted.tpot_ms, made.predicted.tokens_per_second];
                 prop_assert!(numbers.iter().all(|n| n.is_finite() && *n > 0.0), "{numbers:?}");
                 prop_assert!(!made.why.is_empty() && !made.not_chosen.is_empty());
-                let again = plan(&request(&deployment, &facts, &profiles)).unwrap();
+                let again = plan(&request(&deployment, &profiles)).unwrap();
                 prop_assert_eq!(serde_json::to_string(&made).unwrap(), serde_json::to_string(&again).unwrap());
                 let read: InferencePlanSpec = serde_json::from_str(&serde_json::to_string(&made).unwrap()).unwrap();
                 prop_assert_eq!(read, made);
@@ -150,7 +207,7 @@ proptest! {
                 let text = error.to_string();
                 prop_assert!(text.chars().any(|c| c.is_ascii_digit()), "no number in: {text}");
                 prop_assert_eq!(text.lines().count(), 2, "{}", text);
-                follow(&error, &deployment, &facts, &profiles);
+                follow(&error, &deployment, &profiles, |spec, profiles| plan(&PlanRequest { gpus: offer, ..support::request(spec, &facts, profiles) }));
             }
         }
     }
@@ -159,12 +216,14 @@ proptest! {
 /// Does what a refusal says, each advice by itself, and expects a plan (or, with Exclusive, want of cores only).
 fn follow(
     error: &PlanError,
-    deployment: &hearth_crds::InferenceDeploymentSpec,
-    facts: &hearth_crds::ModelFacts,
+    deployment: &InferenceDeploymentSpec,
     profiles: &[NodeProfileSpec],
+    plan: impl Fn(&InferenceDeploymentSpec, &[NodeProfileSpec]) -> Result<InferencePlanSpec, PlanError>,
 ) {
-    let PlanError::InsufficientMemory { advice, node, .. } = error else {
-        return;
+    let (advice, node) = match error {
+        PlanError::InsufficientMemory { advice, node, .. } => (advice, node.as_str()),
+        PlanError::InsufficientGpuMemory { advice, .. } => (advice, ""),
+        _ => return,
     };
     assert!(!advice.is_empty());
     for advice in advice {
@@ -181,21 +240,32 @@ fn follow(
                 changed.prefill.replicas = None;
                 changed.prefill.mode = hearth_crds::PrefillMode::Chunked;
             }
+            Advice::RunOnCpus => changed.prefill.gpus_per_worker = Some(0),
+            Advice::FreeGpuMemory(bytes) => {
+                for gpu in machines.iter_mut().flat_map(|machine| &mut machine.gpus) {
+                    gpu.free_bytes += bytes;
+                    gpu.memory_bytes += bytes;
+                }
+                // It is what the rank at fault lacks; a later rank may lack more, or host memory.
+                let planned = plan(&changed, &machines);
+                assert!(planned.as_ref().err() != Some(error), "{error}");
+                continue;
+            }
             Advice::FreeMemory(bytes) => {
                 let machine = machines
                     .iter_mut()
-                    .find(|machine| &machine.node == node)
+                    .find(|machine| machine.node == node)
                     .unwrap();
                 machine.memory.available_bytes += bytes;
                 if profiles.len() > 1 {
                     // It is what the rank at fault lacks; a later rank may lack more.
-                    let planned = plan(&request(&changed, facts, &machines));
+                    let planned = plan(&changed, &machines);
                     assert!(planned.as_ref().err() != Some(error), "{error}");
                     continue;
                 }
             }
         }
-        let planned = plan(&request(&changed, facts, &machines));
+        let planned = plan(&changed, &machines);
         assert!(
             planned.is_ok(),
             "{error}\nafter {advice}: {}",

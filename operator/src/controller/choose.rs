@@ -8,7 +8,7 @@ use hearth_crds::{
     InferenceDeployment, InferenceDeploymentSpec, InferencePlan, InferencePlanSpec, ModelFacts,
     ModelSource, PlanPrediction,
 };
-use hearth_planner::{PlanError, PlanRequest};
+use hearth_planner::{GpuOffer, PlanError, PlanRequest};
 use kube::ResourceExt;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
@@ -217,7 +217,7 @@ fn made(
         facts: &model.facts,
         model_path: &model_path(&context, &spec.model.source),
         profiles: &profiles,
-        gpus_free: &candidates.gpus_free,
+        gpus: GpuOffer::DevicePlugin(&candidates.gpus_free),
     });
     let planned = planned.map_err(|error| Box::new(Refusal { error, candidates }))?;
     let mut notes = BTreeMap::from(notes_of(&spec.model.source, model));
@@ -271,6 +271,8 @@ impl Refusal {
             PlanError::ContextTooLong { .. } => "ContextTooLong",
             PlanError::TooFewCores { .. } => "TooFewCores",
             PlanError::TooFewGpus { .. } => "TooFewGpus",
+            PlanError::NoUsableGpu { .. } => "NoUsableGpu",
+            PlanError::InsufficientGpuMemory { .. } => "InsufficientGpuMemory",
         };
         let words = match &self.error {
             PlanError::NoNodes(_) => "no node can take the workers".to_owned(),
@@ -299,6 +301,8 @@ fn lacks_nodes(error: &PlanError) -> bool {
             | PlanError::InsufficientMemory { .. }
             | PlanError::TooFewCores { .. }
             | PlanError::TooFewGpus { .. }
+            | PlanError::NoUsableGpu { .. }
+            | PlanError::InsufficientGpuMemory { .. }
     )
 }
 
@@ -434,14 +438,11 @@ fn is_worth_it(
         && (has_trouble || moves())
 }
 
-/// Whether a node is asked for less memory by a tenth: small changes of what is free are no reason to begin anew.
+/// Whether nodes are asked for less memory by a tenth: small changes of what is free are no reason to begin anew.
 fn needs_less(target: &InferencePlan, plan: &InferencePlan) -> bool {
     let total = |plan: &InferencePlan| -> u64 {
-        let kv = |rank: &hearth_crds::PlanRank| {
-            let weights = rank.residency.as_ref().map_or(0, |r| r.budget_bytes);
-            weights + rank.kv.as_ref().map_or(0, |kv| kv.memory_bytes)
-        };
-        plan.spec.ranks.iter().map(kv).sum()
+        let held = |rank: &hearth_crds::PlanRank| rank.host_weight_bytes() + rank.host_kv_bytes();
+        plan.spec.ranks.iter().map(held).sum()
     };
     let (old, new) = (total(target), total(plan));
     new < old - old / 10

@@ -17,12 +17,15 @@ pub(crate) fn in_place(
     free: &BTreeMap<String, NodeProfileSpec>,
 ) -> Option<InferencePlanSpec> {
     let count = |plan: &InferencePlanSpec, role| plan.ranks_of(role).count();
+    // Which GPU another worker would get, the planner alone knows.
+    let is_on_gpu =
+        |plan: &InferencePlanSpec| plan.ranks_of(PlanRole::Decode).any(PlanRank::is_on_gpu);
     let is_alike = old.model == new.model
         && old.strategy == new.strategy
         && count(old, PlanRole::Gateway) == count(new, PlanRole::Gateway)
         && count(old, PlanRole::Prefill) == count(new, PlanRole::Prefill);
     let (had, wanted) = (count(old, PlanRole::Decode), count(new, PlanRole::Decode));
-    if !is_alike || had == wanted {
+    if !is_alike || had == wanted || is_on_gpu(old) || is_on_gpu(new) {
         return None;
     }
     let mut ranks: Vec<PlanRank> = old
@@ -84,12 +87,8 @@ fn holds(node: &str, ranks: &[PlanRank], free: &BTreeMap<String, NodeProfileSpec
         return false;
     };
     let mut here = ranks.iter().filter(|rank| rank.node == node);
-    let own = |rank: &PlanRank| {
-        let kv = rank.kv.as_ref().map_or(0, |kv| kv.memory_bytes);
-        kv.saturating_add(rank.scratch_bytes)
-    };
-    let weights = here.clone().filter_map(|rank| rank.residency.as_ref());
-    let weights = weights.map(|residency| residency.budget_bytes).max();
+    let own = |rank: &PlanRank| rank.host_kv_bytes().saturating_add(rank.scratch_bytes);
+    let weights = here.clone().map(PlanRank::host_weight_bytes).max();
     let needs = here
         .clone()
         .map(own)

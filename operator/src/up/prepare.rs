@@ -1,14 +1,13 @@
 //! Everything before the first process: it reads files and measures, and changes nothing but the state directory.
 
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context, bail};
-use hearth_crds::{InferencePlanSpec, ModelFacts, NodeProfileSpec, PlanRole, Venue};
-use hearth_planner::PlanRequest;
+use hearth_crds::{GpuProfile, InferencePlanSpec, ModelFacts, NodeProfileSpec, PlanRole, Venue};
+use hearth_planner::{GpuOffer, PlanRequest};
 use serde::Deserialize;
 
 use super::{UpArgs, ask};
@@ -96,7 +95,7 @@ pub(crate) fn plan(file: &Path, state: &StateDir, steps: &Steps) -> anyhow::Resu
         facts: &facts,
         model_path: &directory.display().to_string(),
         profiles: &[profile],
-        gpus_free: &BTreeMap::new(),
+        gpus: GpuOffer::Machine,
     })?;
     Ok(Planned {
         name,
@@ -246,11 +245,7 @@ fn machine(profile: &NodeProfileSpec) -> String {
     let numa = profile.numa_nodes.len();
     let gpus = match profile.gpus.as_slice() {
         [] => "no GPU".to_owned(),
-        gpus => gpus
-            .iter()
-            .map(|gpu| gpu.name.clone())
-            .collect::<Vec<_>>()
-            .join(", "),
+        gpus => gpus.iter().map(gpu).collect::<Vec<_>>().join(", "),
     };
     format!(
         "{} cores{vectors}{features}, {numa} NUMA node{}, {}, {gpus}, reads {:.1} GB/s",
@@ -259,6 +254,13 @@ fn machine(profile: &NodeProfileSpec) -> String {
         ui::bytes(profile.memory.total_bytes),
         profile.memory.read_all_threads_gbps,
     )
+}
+
+fn gpu(gpu: &GpuProfile) -> String {
+    match gpu.memory_bytes {
+        0 => format!("{} (memory not known)", gpu.name),
+        memory_bytes => format!("{} ({})", gpu.name, ui::bytes(memory_bytes)),
+    }
 }
 
 fn model(facts: &ModelFacts, name: &str) -> String {
@@ -276,5 +278,25 @@ fn parameters(count: u64) -> String {
         0..1_000_000 => format!("{:.1} K parameters", count as f64 / 1e3),
         1_000_000..1_000_000_000 => format!("{:.1} M parameters", count as f64 / 1e6),
         _ => format!("{:.1} B parameters", count as f64 / 1e9),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_names_its_gpus_with_their_memory() {
+        let gpu = |name: &str, gib: u64| GpuProfile {
+            name: name.to_owned(),
+            memory_bytes: gib << 30,
+            ..GpuProfile::default()
+        };
+        let mut profile = NodeProfileSpec::default();
+        assert!(machine(&profile).contains(", no GPU, "));
+        profile.gpus = vec![gpu("NVIDIA GeForce RTX 4090", 24), gpu("NVIDIA L4", 0)];
+        let text = machine(&profile);
+        let names = ", NVIDIA GeForce RTX 4090 (24 GiB), NVIDIA L4 (memory not known), ";
+        assert!(text.contains(names), "{text}");
     }
 }

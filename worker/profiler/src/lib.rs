@@ -19,6 +19,7 @@ mod gpu;
 mod hardware;
 mod memory;
 mod meter;
+mod nvml;
 mod summary;
 mod tree;
 
@@ -148,8 +149,12 @@ fn round_rates(profile: &mut NodeProfileSpec) {
     let nodes = numa_nodes.iter_mut().map(|node| &mut node.read_gbps);
     let disks = disks.iter_mut().map(|disk| &mut disk.read_gbps);
     for rate in rates.into_iter().chain(nodes).chain(disks) {
-        *rate = format!("{rate:.2e}").parse().unwrap_or(*rate);
+        *rate = three_digits(*rate);
     }
+}
+
+fn three_digits(rate: f64) -> f64 {
+    format!("{rate:.2e}").parse().unwrap_or(rate)
 }
 
 /// What can be read without measuring, in a millisecond: all rates are 0.

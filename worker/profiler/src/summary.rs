@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use hearth_crds::{NodeProfileSpec, format_bytes};
+use hearth_crds::{GpuProfile, NodeProfileSpec, format_bytes};
 
 /// The profile in a few lines, each ended by a line feed.
 pub fn summary(profile: &NodeProfileSpec) -> String {
@@ -67,7 +67,7 @@ fn add_devices(text: &mut String, profile: &NodeProfileSpec) {
         );
     }
     for gpu in &profile.gpus {
-        line("gpu", format!("{} {}", gpu.name, gpu.uuid));
+        line("gpu", gpu_text(gpu));
     }
     for disk in &profile.disks {
         line(
@@ -86,6 +86,54 @@ fn add_devices(text: &mut String, profile: &NodeProfileSpec) {
             format!("{} {:.2} GB/s, {:.0} µs", link.peer, link.gbps, link.rtt_us),
         );
     }
+}
+
+/// A GPU with what is known of it.
+fn gpu_text(gpu: &GpuProfile) -> String {
+    let GpuProfile {
+        uuid,
+        name,
+        memory_bytes,
+        free_bytes,
+        compute_capability,
+        numa_node,
+        pcie,
+        pcie_gbps,
+        read_gbps,
+        bf16_gflops,
+        power_limit_watts,
+    } = gpu;
+    let mut parts = vec![format!("{name} {uuid}")];
+    parts.push(match memory_bytes {
+        0 => "memory not known".to_owned(),
+        _ => format!(
+            "{}, {} free",
+            format_bytes(*memory_bytes),
+            format_bytes(*free_bytes)
+        ),
+    });
+    if let Some(capability) = compute_capability {
+        parts.push(format!("compute capability {capability}"));
+    }
+    if let Some(link) = pcie {
+        parts.push(format!(
+            "PCIe {} x{} (now {} x{}, about {pcie_gbps:.1} GB/s)",
+            link.max_generation, link.max_width, link.generation, link.width
+        ));
+    }
+    if let Some(node) = numa_node {
+        parts.push(format!("NUMA node {node}"));
+    }
+    if *power_limit_watts > 0 {
+        parts.push(format!("at most {power_limit_watts} W"));
+    }
+    if *read_gbps > 0.0 {
+        parts.push(format!("reads about {read_gbps:.0} GB/s"));
+    }
+    if *bf16_gflops > 0.0 {
+        parts.push(format!("bf16 about {:.0} TFLOP/s", bf16_gflops / 1e3));
+    }
+    parts.join(", ")
 }
 
 /// Names of the instruction sets, such as `avx2 avx512f`.

@@ -20,6 +20,11 @@ impl Tree {
         }
     }
 
+    /// Whether the root is that of the running machine, and not a recorded tree.
+    pub(crate) fn is_this_machine(&self) -> bool {
+        self.root == Path::new("/")
+    }
+
     pub(crate) fn warn(&self, text: String) {
         let mut warnings = self.warnings.borrow_mut();
         if !warnings.contains(&text) {

@@ -4,11 +4,11 @@
 use std::collections::BTreeMap;
 
 use hearth_crds::{
-    ComputeProfile, CpuProfile, DiskProfile, GpuProfile, InferenceDeploymentSpec, IsaProfile,
-    MemoryProfile, NodeProfileSpec, NumaNodeProfile,
+    ComputeCapability, ComputeProfile, CpuProfile, DiskProfile, GpuProfile,
+    InferenceDeploymentSpec, IsaProfile, MemoryProfile, NodeProfileSpec, NumaNodeProfile,
 };
 use hearth_crds::{KvShape, ModelFacts, ModuleBytes};
-use hearth_planner::PlanRequest;
+use hearth_planner::{GpuOffer, PlanRequest};
 
 pub const GIB: u64 = 1 << 30;
 pub const MIB: u64 = 1 << 20;
@@ -131,16 +131,24 @@ pub fn laptop(available_bytes: u64) -> NodeProfileSpec {
         core_gflops: 60.0,
     }
     .profile();
-    profile.gpus = vec![GpuProfile {
-        uuid: "GPU-11111111-2222-3333-4444-555555555555".into(),
-        name: "RTX 4060 Laptop".into(),
-        memory_bytes: 8 * GIB,
-        free_bytes: 7 * GIB,
-        numa_node: Some(0),
-        pcie_gbps: 12.0,
-        read_gbps: 256.0,
-    }];
+    profile.gpus = vec![gpu("RTX 4060 Laptop", 1, 8)];
     profile
+}
+
+/// A GPU of compute capability 8.9 with `gib` GiB, of which one is in use.
+pub fn gpu(name: &str, number: u32, gib: u64) -> GpuProfile {
+    GpuProfile {
+        uuid: format!("GPU-{number:08}-2222-3333-4444-555555555555"),
+        name: name.into(),
+        memory_bytes: gib * GIB,
+        free_bytes: (gib - 1) * GIB,
+        compute_capability: Some(ComputeCapability { major: 8, minor: 9 }),
+        numa_node: Some(0),
+        pcie_gbps: 31.5,
+        read_gbps: 32.0 * gib as f64,
+        bf16_gflops: 7_000.0 * gib as f64,
+        ..GpuProfile::default()
+    }
 }
 
 /// A DeepSeek-V3 of 7 M parameters in FP8, as the demo is.
@@ -260,6 +268,18 @@ pub fn request<'a>(
         facts,
         model_path: "/models/m",
         profiles,
-        gpus_free: &NO_GPUS,
+        gpus: GpuOffer::DevicePlugin(&NO_GPUS),
+    }
+}
+
+/// The same on one machine without a cluster.
+pub fn request_here<'a>(
+    spec: &'a InferenceDeploymentSpec,
+    facts: &'a ModelFacts,
+    profiles: &'a [NodeProfileSpec],
+) -> PlanRequest<'a> {
+    PlanRequest {
+        gpus: GpuOffer::Machine,
+        ..request(spec, facts, profiles)
     }
 }

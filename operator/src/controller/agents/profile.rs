@@ -45,6 +45,10 @@ fn hardware(mut profile: NodeProfileSpec) -> NodeProfileSpec {
     }
     for gpu in &mut profile.gpus {
         gpu.free_bytes = 0;
+        if let Some(link) = &mut gpu.pcie {
+            // An idle GPU lowers its link.
+            (link.generation, link.width) = (0, 0);
+        }
     }
     for disk in &mut profile.disks {
         disk.free_bytes = 0;
@@ -54,7 +58,7 @@ fn hardware(mut profile: NodeProfileSpec) -> NodeProfileSpec {
 
 #[cfg(test)]
 mod tests {
-    use hearth_crds::{CpuProfile, MemoryProfile, NumaNodeProfile};
+    use hearth_crds::{CpuProfile, GpuProfile, MemoryProfile, NumaNodeProfile, PcieLink};
 
     use super::*;
 
@@ -127,5 +131,34 @@ mod tests {
         });
         let due = due_profile(Some(&stored), measured, 0).expect("due");
         assert_eq!((due.cpus.len(), due.memory.available_bytes), (2, 800));
+    }
+
+    #[test]
+    fn a_gpu_that_idles_or_fills_is_the_same_gpu() {
+        let with_gpu = |free_bytes, generation| {
+            let link = PcieLink {
+                generation,
+                width: 16,
+                max_generation: 4,
+                max_width: 16,
+            };
+            let gpu = GpuProfile {
+                uuid: "GPU-1".to_owned(),
+                memory_bytes: 1000,
+                free_bytes,
+                pcie: Some(link),
+                ..GpuProfile::default()
+            };
+            NodeProfileSpec {
+                gpus: vec![gpu],
+                ..profile(800)
+            }
+        };
+        let stored = with_gpu(900, 4);
+        assert_eq!(due_profile(Some(&stored), with_gpu(10, 1), 0), None);
+        let mut another = with_gpu(900, 4);
+        another.gpus[0].memory_bytes = 2000;
+        assert!(due_profile(Some(&stored), another, 0).is_some());
+        assert!(due_profile(Some(&profile(800)), stored, 0).is_some());
     }
 }

@@ -186,21 +186,21 @@ struct Holding {
 }
 
 impl Holding {
-    /// The first worker of the plan on a node answers for the weights, which all of them map.
+    /// The first worker on a node's CPUs answers for the weights, which all of those map; what is on a GPU takes no
+    /// memory of the node.
     fn of(plan: &InferencePlanSpec, rank: &PlanRank) -> Self {
         let first = plan
             .ranks
             .iter()
-            .find(|other| other.node == rank.node && other.residency.is_some());
+            .find(|other| other.node == rank.node && other.host_weight_bytes() > 0);
         let weights = match first {
-            Some(first) if first.name == rank.name => weight_bytes(rank),
+            Some(first) if first.name == rank.name => rank.host_weight_bytes(),
             _ => 0,
         };
-        let kv = rank.kv.as_ref().map_or(0, |kv| kv.memory_bytes);
         let is_exclusive = rank.pinning == Pinning::Exclusive && !rank.cpus.is_empty();
         Self {
             memory_bytes: weights
-                .saturating_add(kv)
+                .saturating_add(rank.host_kv_bytes())
                 .saturating_add(rank.scratch_bytes),
             cpu_millis: if is_exclusive {
                 rank.cpus.len() as u64 * 1000
@@ -239,12 +239,6 @@ impl Holding {
             ..ResourceRequirements::default()
         }
     }
-}
-
-fn weight_bytes(rank: &PlanRank) -> u64 {
-    rank.residency
-        .as_ref()
-        .map_or(0, |residency| residency.budget_bytes)
 }
 
 fn endpoint(is_gateway: bool) -> String {

@@ -98,6 +98,8 @@ fn rank(role: PlanRole, index: u32, node: &str) -> PlanRank {
         pinning: hearth_crds::Pinning::Shared,
         device: "cpu".to_owned(),
         gpus: 0,
+        gpu_uuids: Vec::new(),
+        gpu_memory_bytes: 0,
         residency: is_worker.then_some(PlanResidency {
             policy: ResidencyPolicy::Resident,
             weight_bytes: 7_733_248,

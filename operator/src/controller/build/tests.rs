@@ -136,6 +136,25 @@ fn gpus_are_asked_of_the_device_plugin() {
     assert_eq!(resources(&pods[2].pod)["limits"], json!(null));
 }
 
+#[test]
+fn weights_and_kv_on_a_gpu_take_no_memory_of_the_node() {
+    let mut plan = plan();
+    plan.ranks[1].gpu_uuids = vec!["GPU-1".to_owned()];
+    let pods = pods_of(&settings(), &deployment(), &plan);
+    let held: Vec<u64> = pods.iter().map(|pod| pod.memory_bytes).collect();
+    let alone = 15_728_640 + 80_150_528;
+    // The decode worker beside it is now the first that maps the weights there.
+    assert_eq!(
+        held,
+        [
+            134_217_728,
+            80_150_528,
+            alone + 7_733_248,
+            alone + 7_733_248
+        ]
+    );
+}
+
 fn resources(pod: &Pod) -> serde_json::Value {
     let pod = serde_json::to_value(pod).expect("JSON");
     pod["spec"]["containers"][0]["resources"].clone()

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use hearth_crds::{InferencePlanSpec, NodeProfileSpec, PlanRole};
-use hearth_planner::{PlanRequest, plan};
+use hearth_planner::{GpuOffer, PlanRequest, plan};
 
 use crate::controller::builtin;
 use crate::controller::scale::in_place;
@@ -29,7 +29,7 @@ fn planned(
         facts: &builtin::facts("hearth-demo").unwrap(),
         model_path: "/m",
         profiles: &profiles,
-        gpus_free: &BTreeMap::new(),
+        gpus: GpuOffer::DevicePlugin(&BTreeMap::new()),
     })
     .unwrap()
 }

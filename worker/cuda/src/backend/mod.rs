@@ -174,7 +174,7 @@ impl CudaBackend {
     }
 
     fn buffer(&self, bytes: usize, what: &'static str) -> Result<Buffer, KernelError> {
-        self.memory.alloc(bytes, what)
+        self.memory.alloc(bytes, what, || self.queue.flush())
     }
 
     /// Runs an entry point.

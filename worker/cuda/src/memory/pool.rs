@@ -80,7 +80,8 @@ impl Memory {
         self.budget_bytes.saturating_sub(self.used_bytes())
     }
 
-    /// A buffer of at least `bytes` bytes with unspecified contents; `what` names it in the error.
+    /// A buffer of at least `bytes` bytes with unspecified contents; `what` names it in the error. Before waiting buffers are given
+    /// back, `launch` must put into the stream what still uses them.
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`] when it would pass the budget, or the GPU has no more.
@@ -88,9 +89,10 @@ impl Memory {
         self: &Arc<Self>,
         bytes: usize,
         what: &'static str,
+        launch: impl Fn() -> Result<(), KernelError>,
     ) -> Result<Buffer, KernelError> {
         if let Some(sentinel) = self.sentinels {
-            return self.alloc_guarded(bytes.max(1), sentinel, what);
+            return self.alloc_guarded(bytes.max(1), sentinel, what, launch);
         }
         let size = size_class(bytes);
         let reused = {
@@ -103,7 +105,7 @@ impl Memory {
         };
         let address = match reused {
             Some(address) => address,
-            None => self.ask(size, what)?,
+            None => self.ask(size, what, launch)?,
         };
         Ok(Buffer {
             address,
@@ -113,7 +115,12 @@ impl Memory {
     }
 
     /// Asks the driver, after giving waiting buffers back where the budget or the GPU has no room.
-    fn ask(&self, size: usize, what: &'static str) -> Result<CUdeviceptr, KernelError> {
+    fn ask(
+        &self,
+        size: usize,
+        what: &'static str,
+        launch: impl Fn() -> Result<(), KernelError>,
+    ) -> Result<CUdeviceptr, KernelError> {
         self.stream.device().bind()?;
         let too_large = || KernelError::OutOfMemory {
             device: format!(
@@ -127,6 +134,7 @@ impl Memory {
         };
         let exceeds = |state: &State| state.held_bytes + size as u64 > self.budget_bytes;
         if exceeds(&self.state()) {
+            launch()?;
             self.trim()?;
             if exceeds(&self.state()) {
                 return Err(too_large());
@@ -139,6 +147,7 @@ impl Memory {
             match (result, attempt) {
                 (CUresult::CUDA_SUCCESS, _) => break,
                 (CUresult::CUDA_ERROR_OUT_OF_MEMORY, 0) => {
+                    launch()?;
                     self.trim()?;
                     self.stream.synchronize()?;
                 }
@@ -150,7 +159,7 @@ impl Memory {
         Ok(address)
     }
 
-    /// Gives the driver all buffers that wait.
+    /// Gives the driver all buffers that wait; what uses them must be in the stream.
     pub(crate) fn trim(&self) -> Result<(), KernelError> {
         self.stream.device().bind()?;
         let mut state = self.state();
@@ -172,8 +181,9 @@ impl Memory {
         bytes: usize,
         sentinel: usize,
         what: &'static str,
+        launch: impl Fn() -> Result<(), KernelError>,
     ) -> Result<Buffer, KernelError> {
-        let base = self.ask(bytes + 2 * sentinel, what)?;
+        let base = self.ask(bytes + 2 * sentinel, what, launch)?;
         let guarded = Guarded {
             bytes,
             is_dropped: false,

@@ -85,6 +85,7 @@ impl Staging {
     /// Puts a larger pair in the current one's place, with room for `bytes` more. What the step has appended so far stays where it is: an
     /// operation may hold its address without having queued anything yet.
     pub(super) fn grow(&mut self, stream: &Arc<Stream>, bytes: usize) -> Result<(), KernelError> {
+        stream.device().bind()?;
         self.send(stream)?;
         let size = (self.pairs[self.turn].host.len() + bytes).next_power_of_two();
         let larger = Pair::new(stream, size)?;

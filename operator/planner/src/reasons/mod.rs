@@ -1,14 +1,16 @@
 //! The plan in sentences: one line a decision, one line an alternative with the number that decided against it.
 
+mod gpus;
+
 use hearth_crds::{
     NodeProfileSpec, NumaPolicy, Pinning, PlanPrediction, PlanRank, PlanRole, PlanRouting,
     PrefillMode, format_bytes,
 };
 
 use crate::cpus::{Crew, core_count, format_cpu_list};
+use crate::draft::Draft;
 use crate::memory::PREFILL_BATCH;
 use crate::place::Cost;
-use crate::request::Draft;
 
 /// `(why, notChosen)`.
 pub(crate) fn write(
@@ -22,11 +24,11 @@ pub(crate) fn write(
     weights(draft, ranks, &mut why);
     kv(draft, ranks, &mut why);
     cpus(draft, ranks, &mut why);
-    held_gpus(ranks, &mut why);
+    gpus::chosen(draft, ranks, &mut why);
     route(ranks, routing, &mut why);
     objectives(draft, predicted, &mut why);
     let mut not_chosen = Vec::new();
-    gpus(draft, &mut not_chosen);
+    gpus::not_chosen(draft, ranks, &mut not_chosen);
     rings(draft, &mut not_chosen);
     prefill_alternatives(draft, ranks, predicted, &mut not_chosen);
     pinning_alternative(draft, predicted, &mut not_chosen);
@@ -46,20 +48,12 @@ fn names(ranks: &[&PlanRank]) -> String {
     }
 }
 
-fn has_gpus(draft: &Draft<'_>) -> bool {
-    draft.nodes.iter().any(|node| !node.gpus.is_empty())
-}
-
 fn topology(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
     let mut places: Vec<&str> = ranks.iter().map(|rank| rank.node.as_str()).collect();
     places.dedup();
     places.sort_unstable();
     places.dedup();
-    let devices = if has_gpus(draft) {
-        "on its CPUs"
-    } else {
-        "no GPU"
-    };
+    let devices = gpus::devices(draft, ranks);
     why.push(match (draft.nodes.len(), places.as_slice()) {
         (1, [node]) => format!("hybrid on {node}: one node, {devices}"),
         (nodes, [node]) => {
@@ -67,19 +61,6 @@ fn topology(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
         }
         (_, places) => format!("hybrid over {}: {devices}", places.join(", ")),
     });
-}
-
-/// A GPU that is asked for is held, and it is said that nothing runs on it yet.
-fn held_gpus(ranks: &[PlanRank], why: &mut Vec<String>) {
-    for rank in ranks.iter().filter(|rank| rank.gpus > 0) {
-        why.push(format!(
-            "{} on {}: holds {} GPU{} as spec.prefill.gpusPerWorker asks; this engine computes on CPUs, so predictions leave them out",
-            rank.name,
-            rank.node,
-            rank.gpus,
-            if rank.gpus == 1 { "" } else { "s" },
-        ));
-    }
 }
 
 /// The node of a rank with its crew.
@@ -99,8 +80,11 @@ fn weights(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
         };
         let workers = ranks
             .iter()
-            .filter(|r| r.node == node.node && r.role != PlanRole::Gateway)
+            .filter(|r| r.node == node.node && r.role != PlanRole::Gateway && !r.is_on_gpu())
             .count();
+        if workers == 0 && draft.placement.crews[n].on_gpus() > 0 {
+            continue;
+        }
         let free = format_bytes(budget.free_bytes);
         if budget.weight_budget_bytes >= total {
             let copy = if workers > 1 {
@@ -172,7 +156,7 @@ fn cpus(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
     for (n, node) in draft.nodes.iter().enumerate() {
         let here = |role| {
             of(ranks, role)
-                .filter(|rank| rank.node == node.node)
+                .filter(|rank| rank.node == node.node && !rank.is_on_gpu())
                 .collect::<Vec<_>>()
         };
         let (decode, prefill) = (here(PlanRole::Decode), here(PlanRole::Prefill));
@@ -228,6 +212,10 @@ fn route(ranks: &[PlanRank], routing: &PlanRouting, why: &mut Vec<String>) {
         why.push(format!("no prefill rank: the spec says Chunked; decode ranks read prompts {chunk} tokens a step"));
         return;
     }
+    if of(ranks, PlanRole::Prefill).any(PlanRank::is_on_gpu) {
+        gpus::route(ranks, routing, why);
+        return;
+    }
     why.push(format!(
         "prompts below {} tokens are read by the decode rank: on CPUs both ranks read the same weights as fast, and below \
          that handing KV over costs more than it saves (2048 is the figure where prefill has a GPU)",
@@ -254,29 +242,6 @@ fn objectives(draft: &Draft<'_>, predicted: &PlanPrediction, why: &mut Vec<Strin
             ms(predicted.tpot_ms)
         ));
     }
-}
-
-fn gpus(draft: &Draft<'_>, not_chosen: &mut Vec<String>) {
-    for node in draft.nodes {
-        for gpu in &node.gpus {
-            let total = draft.demand.facts.bytes.total();
-            not_chosen.push(format!(
-                "{} of {} ({} free, weights {}): this engine runs on CPUs, it has no CUDA backend",
-                gpu.name,
-                node.node,
-                format_bytes(gpu.free_bytes),
-                format_bytes(total)
-            ));
-        }
-    }
-    if !has_gpus(draft) {
-        not_chosen
-            .push("stream-loading prefill: there is no GPU to load the experts onto".to_owned());
-    }
-    not_chosen.push(
-        "dual batch: it overlaps a GPU's attention with the CPU's experts, and all runs on CPUs"
-            .to_owned(),
-    );
 }
 
 fn rings(draft: &Draft<'_>, not_chosen: &mut Vec<String>) {
@@ -339,7 +304,7 @@ fn pinning_alternative(
         .crews
         .iter()
         .enumerate()
-        .filter(|(_, crew)| crew.decode > 0)
+        .filter(|(_, crew)| crew.decode_on_cpus() > 0)
     {
         let cores = core_count(draft.nodes[n]);
         let exclusive = draft.chooser.with_spec(&spec);

@@ -1,0 +1,204 @@
+//! What placing a rank costs, by prediction.
+
+use hearth_crds::{InferenceDeploymentSpec, NodeProfileSpec, Pinning};
+
+use crate::cpus::{CpuSet, Crew, CrewCpus, divide};
+use crate::gpus::{GpuLack, GpuOffer, Seat, Seats, seats};
+use crate::memory::{Demand, NodeBudget};
+use crate::place::Cost;
+use crate::predict::{LOOPBACK_GBPS, Predictor, Rates};
+
+/// GB/s between two nodes that have not measured their link: a little under gigabit Ethernet.
+const UNMEASURED_LINK_GBPS: f64 = 0.1;
+/// The prompt's length that TTFT is predicted at: a quarter of the context, at most this.
+const PREDICTED_PROMPT_TOKENS: u32 = 512;
+/// The context that TPOT is predicted at: half of the context, at most this.
+const PREDICTED_CONTEXT_TOKENS: u32 = 1024;
+
+/// Costs of placing a rank, by prediction.
+#[derive(Clone, Copy)]
+pub(crate) struct Chooser<'a> {
+    nodes: &'a [&'a NodeProfileSpec],
+    demand: &'a Demand<'a>,
+    spec: &'a InferenceDeploymentSpec,
+    gpus: GpuOffer<'a>,
+}
+
+impl<'a> Chooser<'a> {
+    pub(crate) fn new(
+        nodes: &'a [&'a NodeProfileSpec],
+        demand: &'a Demand<'a>,
+        spec: &'a InferenceDeploymentSpec,
+        gpus: GpuOffer<'a>,
+    ) -> Self {
+        Self {
+            nodes,
+            demand,
+            spec,
+            gpus,
+        }
+    }
+
+    pub(crate) fn cpus(&self, node: usize, crew: Crew) -> Option<CrewCpus> {
+        divide(
+            self.nodes[node],
+            crew,
+            self.spec.placement.pinning,
+            self.spec.placement.numa,
+        )
+    }
+
+    /// The places of a node's ranks on its GPUs.
+    pub(crate) fn seats(&self, node: usize, crew: Crew) -> Result<Seats<'a>, GpuLack> {
+        let asked = self.spec.prefill.gpus_per_worker.unwrap_or(0);
+        let gpus_per_prefill = asked.max(u32::from(crew.on_gpu.prefill));
+        seats(
+            self.nodes[node],
+            crew,
+            self.demand,
+            self.gpus,
+            gpus_per_prefill,
+        )
+    }
+
+    /// `seat`: of a rank on a GPU.
+    pub(crate) fn predictor(
+        &self,
+        node: usize,
+        set: &CpuSet,
+        seat: Option<&Seat<'_>>,
+        budget: &NodeBudget,
+    ) -> Predictor<'a> {
+        let total = self.demand.facts.bytes.total().max(1);
+        let (rates, resident_share) = match seat {
+            Some(seat) => (Rates::of_gpu(seat.gpu), 1.0),
+            None => (
+                Rates::of(self.nodes[node], set),
+                budget.weight_budget_bytes as f64 / total as f64,
+            ),
+        };
+        Predictor {
+            facts: self.demand.facts,
+            rates,
+            kv_bytes_per_token: self.demand.kv_bytes_per_token,
+            resident_share,
+        }
+    }
+
+    pub(crate) fn is_exclusive(&self) -> bool {
+        self.spec.placement.pinning == Pinning::Exclusive
+    }
+
+    /// GB/s of KV from a prefill rank on `node` to the nearest decode rank.
+    pub(crate) fn link_gbps(&self, node: usize, crews: &[Crew]) -> f64 {
+        let to = |peer: usize| {
+            if peer == node {
+                return LOOPBACK_GBPS;
+            }
+            let link = self.nodes[node]
+                .links
+                .iter()
+                .find(|link| link.peer == self.nodes[peer].node);
+            link.map(|link| link.gbps)
+                .filter(|gbps| *gbps > 0.0)
+                .unwrap_or(UNMEASURED_LINK_GBPS)
+        };
+        (0..crews.len())
+            .filter(|n| crews[*n].decode > 0)
+            .map(to)
+            .fold(0.0, f64::max)
+            .max(f64::MIN_POSITIVE)
+    }
+
+    pub(crate) fn gpus(&self) -> GpuOffer<'a> {
+        self.gpus
+    }
+
+    pub(crate) fn nodes(&self) -> &'a [&'a NodeProfileSpec] {
+        self.nodes
+    }
+
+    /// The same nodes and spec under other demands on memory.
+    pub(crate) fn with_demand<'b>(&self, demand: &'b Demand<'b>) -> Chooser<'b>
+    where
+        'a: 'b,
+    {
+        Chooser { demand, ..*self }
+    }
+
+    /// The same nodes and model under another spec.
+    pub(crate) fn with_spec<'b>(&self, spec: &'b InferenceDeploymentSpec) -> Chooser<'b>
+    where
+        'a: 'b,
+    {
+        Chooser { spec, ..*self }
+    }
+
+    pub(crate) fn prompt_tokens(&self) -> u32 {
+        (self.demand.context_length / 4).clamp(1, PREDICTED_PROMPT_TOKENS)
+    }
+
+    pub(crate) fn stream_tokens(&self) -> u32 {
+        (self.demand.context_length / 2).clamp(1, PREDICTED_CONTEXT_TOKENS)
+    }
+}
+
+impl Cost for Chooser<'_> {
+    fn has_cores(&self, node: usize, crew: Crew) -> bool {
+        self.cpus(node, crew).is_some()
+    }
+
+    fn gpu_lack(&self, node: usize, crew: Crew) -> Option<GpuLack> {
+        self.seats(node, crew).err()
+    }
+
+    fn decode_ms(&self, node: usize, crew: Crew) -> f64 {
+        let (Some(cpus), Ok(seats), Ok(budget)) = (
+            self.cpus(node, crew),
+            self.seats(node, crew),
+            self.demand.fit(self.nodes[node], crew),
+        ) else {
+            return f64::INFINITY;
+        };
+        let Some(set) = cpus.decode.last() else {
+            return f64::INFINITY;
+        };
+        let seat = seats.decode.last();
+        let mut predictor = self.predictor(node, set, seat, &budget);
+        if let Some(seat) = seat {
+            predictor.rates = predictor.rates.shared_by(seat.sharing);
+        } else if !self.is_exclusive() {
+            predictor.rates = predictor.rates.shared_by(crew.decode_on_cpus());
+        }
+        predictor.decode_ms(1, self.stream_tokens())
+    }
+
+    /// A decode rank on the same CPUs, or on the same GPU, halves what a prefill rank gets while streams run.
+    fn prefill_ms(&self, node: usize, crew: Crew, crews: &[Crew]) -> f64 {
+        let (Some(cpus), Ok(seats), Ok(budget)) = (
+            self.cpus(node, crew),
+            self.seats(node, crew),
+            self.demand.fit(self.nodes[node], crew),
+        ) else {
+            return f64::INFINITY;
+        };
+        let Some(set) = cpus.prefill.last() else {
+            return f64::INFINITY;
+        };
+        let seat = seats.prefill.last();
+        let mut predictor = self.predictor(node, set, seat, &budget);
+        if let Some(seat) = seat {
+            let is_shared = seats.decode.iter().any(|other| other.gpu == seat.gpu);
+            predictor.rates = predictor
+                .rates
+                .shared_by(seat.sharing + u32::from(is_shared));
+        } else if !self.is_exclusive() {
+            predictor.rates = predictor
+                .rates
+                .shared_by(crew.prefill_on_cpus() + u32::from(crew.decode_on_cpus() > 0));
+        }
+        let tokens = self.prompt_tokens();
+        predictor.prefill_ms(tokens, self.demand.chunk_tokens)
+            + predictor.hand_over_ms(tokens, self.link_gbps(node, crews))
+    }
+}

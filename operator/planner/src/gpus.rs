@@ -1,0 +1,367 @@
+//! Which ranks run on which GPU: a rank on a GPU has its weights, its KV cache and its working room there, all of them on
+//! one GPU.
+
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
+use hearth_crds::{ComputeCapability, GpuProfile, NodeProfileSpec, PlanRole, format_bytes};
+
+use crate::cpus::Crew;
+use crate::memory::Demand;
+
+/// What the kernels of the engine need: bf16 on tensor cores.
+pub(crate) const LEAST_CAPABILITY: ComputeCapability = ComputeCapability { major: 8, minor: 0 };
+/// The least of a GPU's memory that is left to the driver and to others.
+const LEAST_RESERVE_BYTES: u64 = 512 << 20;
+/// The share of a GPU's memory that is left, as its inverse: what is lost between allocations grows with their sum.
+const RESERVE_SHARE: u64 = 32;
+
+/// Where the GPUs come from that ranks may have.
+#[derive(Clone, Copy, Debug)]
+pub enum GpuOffer<'a> {
+    /// One machine: all that its profile shows. As many ranks share a GPU as its free memory holds.
+    Machine,
+    /// A cluster: what its device plugin can still give, by node; a node that is not named has none. Each GPU is one rank's
+    /// own. The plugin chooses among the GPUs of a node, so that a plan must hold for each of them.
+    DevicePlugin(&'a BTreeMap<String, u32>),
+}
+
+/// Roles whose ranks run on GPUs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct OnGpu {
+    pub prefill: bool,
+    pub decode: bool,
+}
+
+impl OnGpu {
+    pub(crate) const NONE: Self = Self {
+        prefill: false,
+        decode: false,
+    };
+
+    pub(crate) fn of(self, role: PlanRole) -> bool {
+        match role {
+            PlanRole::Gateway => false,
+            PlanRole::Prefill => self.prefill,
+            PlanRole::Decode => self.decode,
+        }
+    }
+}
+
+/// A rank's place on a GPU.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Seat<'a> {
+    pub gpu: &'a GpuProfile,
+    /// What ranks may have of this GPU together.
+    pub usable_bytes: u64,
+    pub kv_bytes: u64,
+    /// Weights, KV and working room.
+    pub memory_bytes: u64,
+    /// Ranks of the same role on the same GPU, this one among them.
+    pub sharing: u32,
+}
+
+/// The places of a node's ranks; no places of a role that runs on CPUs.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Seats<'a> {
+    pub prefill: Vec<Seat<'a>>,
+    pub decode: Vec<Seat<'a>>,
+}
+
+impl<'a> Seats<'a> {
+    pub(crate) fn of(&self, role: PlanRole) -> &[Seat<'a>] {
+        match role {
+            PlanRole::Gateway => &[],
+            PlanRole::Prefill => &self.prefill,
+            PlanRole::Decode => &self.decode,
+        }
+    }
+}
+
+/// What a node lacks of the GPUs that its ranks would have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum GpuLack {
+    /// Too few that the device plugin can still give.
+    Count { node: String, needs: u32, free: u32 },
+    /// None that this engine runs on, and why.
+    Unusable { node: String, why: String },
+    /// Too little memory on the GPU with the most left.
+    Memory(GpuShortage),
+}
+
+impl GpuLack {
+    /// Whether less is lacking than with `other`.
+    pub(crate) fn is_nearer_than(&self, other: &Self) -> bool {
+        let rank = |lack: &Self| match lack {
+            Self::Memory(short) => (0, short.needs_bytes.saturating_sub(short.free_bytes)),
+            Self::Count { free, .. } => (1, u64::MAX - u64::from(*free)),
+            Self::Unusable { .. } => (2, 0),
+        };
+        rank(self) < rank(other)
+    }
+}
+
+/// By how much a GPU is too small for a rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct GpuShortage {
+    pub node: String,
+    pub gpu: String,
+    pub role: PlanRole,
+    pub needs_bytes: u64,
+    pub free_bytes: u64,
+    pub weights_bytes: u64,
+    pub kv_bytes: u64,
+    pub working_bytes: u64,
+}
+
+/// Why the engine cannot compute on a GPU; none: it can.
+pub(crate) fn unusable(gpu: &GpuProfile) -> Option<String> {
+    match gpu.compute_capability {
+        None => Some("what it can do is not known: the profile was made without NVML".to_owned()),
+        Some(has) if has < LEAST_CAPABILITY => Some(format!(
+            "it has compute capability {has}, and this engine's kernels need {LEAST_CAPABILITY}"
+        )),
+        Some(_) if gpu.memory_bytes == 0 => Some("its memory is not known".to_owned()),
+        Some(_) if gpu.read_gbps <= 0.0 || gpu.bf16_gflops <= 0.0 => Some(
+            "the driver does not tell its clocks and widths, and nothing can be predicted"
+                .to_owned(),
+        ),
+        Some(_) => None,
+    }
+}
+
+/// A GPU that ranks may be put on.
+struct Slot<'a> {
+    gpu: &'a GpuProfile,
+    usable_bytes: u64,
+    left_bytes: u64,
+}
+
+/// What the planner gives away of a GPU's memory.
+fn usable_bytes(bytes: u64) -> u64 {
+    bytes.saturating_sub(LEAST_RESERVE_BYTES.max(bytes / RESERVE_SHARE))
+}
+
+/// GPUs of `node` that ranks may be put on, the one with the most memory first; none with the reason.
+fn slots<'a>(node: &'a NodeProfileSpec, offer: GpuOffer<'_>) -> Result<Vec<Slot<'a>>, String> {
+    let mut reasons = node.gpus.iter().filter_map(|gpu| {
+        unusable(gpu).map(|why| format!("{} of {} cannot be used: {why}", gpu.name, node.node))
+    });
+    let gpus = node.gpus.iter();
+    let (usable, memory): (Vec<&GpuProfile>, fn(&GpuProfile) -> u64) = match offer {
+        GpuOffer::Machine => (
+            gpus.filter(|gpu| unusable(gpu).is_none()).collect(),
+            |gpu| gpu.free_bytes,
+        ),
+        // Any of them may be handed out, whole: who uses it now is asked to leave first.
+        GpuOffer::DevicePlugin(_) => match reasons.next() {
+            Some(why) => return Err(why),
+            None => (gpus.collect(), |gpu| gpu.memory_bytes),
+        },
+    };
+    if usable.is_empty() {
+        let none = || format!("the profile of {} shows no GPU", node.node);
+        return Err(reasons.next().unwrap_or_else(none));
+    }
+    let least = usable.iter().map(|gpu| memory(gpu)).min().unwrap_or(0);
+    let mut slots: Vec<Slot<'a>> = usable
+        .into_iter()
+        .map(|gpu| {
+            let bytes = usable_bytes(match offer {
+                GpuOffer::Machine => memory(gpu),
+                GpuOffer::DevicePlugin(_) => least,
+            });
+            Slot {
+                gpu,
+                usable_bytes: bytes,
+                left_bytes: bytes,
+            }
+        })
+        .collect();
+    slots.sort_by_key(|slot| (Reverse(memory(slot.gpu)), slot.gpu.uuid.clone()));
+    Ok(slots)
+}
+
+/// Whether ranks can be put on any GPU of `node` at all, if they fit.
+pub(crate) fn has_usable(node: &NodeProfileSpec, offer: GpuOffer<'_>) -> bool {
+    let is_offered = match offer {
+        GpuOffer::Machine => true,
+        GpuOffer::DevicePlugin(_) => plugin_gpus(node, offer) > 0,
+    };
+    is_offered && slots(node, offer).is_ok()
+}
+
+/// GPUs that the device plugin of `node` can still give.
+pub(crate) fn plugin_gpus(node: &NodeProfileSpec, offer: GpuOffer<'_>) -> u32 {
+    match offer {
+        GpuOffer::Machine => 0,
+        GpuOffer::DevicePlugin(free) => free.get(&node.node).copied().unwrap_or(0),
+    }
+}
+
+/// Puts the ranks of a node that run on GPUs on them: each on the one with the most memory left, prefill ranks first.
+/// What is left then becomes KV. `gpus_per_prefill` of them are held by a prefill rank, whether it computes on one or not.
+pub(crate) fn seats<'a>(
+    node: &'a NodeProfileSpec,
+    crew: Crew,
+    demand: &Demand<'_>,
+    offer: GpuOffer<'_>,
+    gpus_per_prefill: u32,
+) -> Result<Seats<'a>, GpuLack> {
+    let ranks = |role| {
+        if crew.on_gpu.of(role) {
+            crew.of(role)
+        } else {
+            0
+        }
+    };
+    let (prefill, decode) = (ranks(PlanRole::Prefill), ranks(PlanRole::Decode));
+    if let GpuOffer::DevicePlugin(_) = offer {
+        let free = plugin_gpus(node, offer);
+        let needs = crew
+            .prefill
+            .saturating_mul(gpus_per_prefill)
+            .saturating_add(decode);
+        if needs > free {
+            return Err(GpuLack::Count {
+                node: node.node.clone(),
+                needs,
+                free,
+            });
+        }
+    }
+    if prefill + decode == 0 {
+        return Ok(Seats::default());
+    }
+    let mut slots = slots(node, offer).map_err(|why| GpuLack::Unusable {
+        node: node.node.clone(),
+        why,
+    })?;
+    if let GpuOffer::DevicePlugin(_) = offer
+        && slots.len() < (prefill + decode) as usize
+    {
+        return Err(GpuLack::Count {
+            node: node.node.clone(),
+            needs: prefill + decode,
+            free: u32::try_from(slots.len()).unwrap_or(u32::MAX),
+        });
+    }
+    let mut taken: Vec<(PlanRole, usize)> = Vec::new();
+    for (role, ranks) in [(PlanRole::Prefill, prefill), (PlanRole::Decode, decode)] {
+        for _ in 0..ranks {
+            let is_own = matches!(offer, GpuOffer::DevicePlugin(_));
+            let used: Vec<usize> = taken.iter().filter(|_| is_own).map(|(_, n)| *n).collect();
+            taken.push((role, take(node, &mut slots, &used, role, demand)?));
+        }
+    }
+    Ok(with_kv(&slots, &taken, demand))
+}
+
+/// Takes the least that a rank needs from the slot with the most left, the first of several.
+fn take(
+    node: &NodeProfileSpec,
+    slots: &mut [Slot<'_>],
+    used: &[usize],
+    role: PlanRole,
+    demand: &Demand<'_>,
+) -> Result<usize, GpuLack> {
+    let need = demand.on_gpu(role);
+    let most = (0..slots.len())
+        .filter(|n| !used.contains(n))
+        .min_by_key(|n| (Reverse(slots[*n].left_bytes), *n));
+    let Some(n) = most else {
+        return Err(GpuLack::Unusable {
+            node: node.node.clone(),
+            why: format!("{} has no further GPU", node.node),
+        });
+    };
+    let slot = &mut slots[n];
+    let Some(left) = slot.left_bytes.checked_sub(need.least_bytes()) else {
+        return Err(GpuLack::Memory(GpuShortage {
+            node: node.node.clone(),
+            gpu: slot.gpu.name.clone(),
+            role,
+            needs_bytes: need.least_bytes(),
+            free_bytes: slot.left_bytes,
+            weights_bytes: need.weights_bytes,
+            kv_bytes: need.kv_least_bytes,
+            working_bytes: need.working_bytes,
+        }));
+    };
+    slot.left_bytes = left;
+    Ok(n)
+}
+
+/// Gives what the slots have left to the ranks on them: prefill ranks are soon content, decode ranks share the rest in
+/// whole blocks.
+fn with_kv<'a>(slots: &[Slot<'a>], taken: &[(PlanRole, usize)], demand: &Demand<'_>) -> Seats<'a> {
+    let block = demand.kv_bytes(crate::memory::BLOCK_TOKENS).max(1);
+    let mut seats = Seats::default();
+    for (n, slot) in slots.iter().enumerate() {
+        let mut left = slot.left_bytes;
+        for (role, seats) in [
+            (PlanRole::Prefill, &mut seats.prefill),
+            (PlanRole::Decode, &mut seats.decode),
+        ] {
+            let ranks = taken.iter().filter(|seat| **seat == (role, n)).count() as u64;
+            let need = demand.on_gpu(role);
+            let share = left.checked_div(ranks).unwrap_or(0) / block * block;
+            let more = share.min(need.kv_best_bytes.saturating_sub(need.kv_least_bytes));
+            left -= more * ranks;
+            let kv_bytes = need.kv_least_bytes + more;
+            let seat = Seat {
+                gpu: slot.gpu,
+                usable_bytes: slot.usable_bytes,
+                kv_bytes,
+                memory_bytes: need.least_bytes() + more,
+                sharing: u32::try_from(ranks).unwrap_or(u32::MAX),
+            };
+            seats.extend((0..ranks).map(|_| seat));
+        }
+    }
+    seats
+}
+
+/// What a rank needs of a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct GpuNeed {
+    pub weights_bytes: u64,
+    pub kv_least_bytes: u64,
+    pub kv_best_bytes: u64,
+    /// Activations, logits, and the driver's own for the process.
+    pub working_bytes: u64,
+}
+
+impl GpuNeed {
+    pub(crate) fn least_bytes(self) -> u64 {
+        self.weights_bytes
+            .saturating_add(self.kv_least_bytes)
+            .saturating_add(self.working_bytes)
+    }
+}
+
+impl GpuShortage {
+    /// Bytes of the GPU that must be free beside those that are, with what the planner leaves of them.
+    pub(crate) fn missing_bytes(&self) -> u64 {
+        let missing = self.needs_bytes.saturating_sub(self.free_bytes);
+        let reserve = if self.free_bytes == 0 {
+            LEAST_RESERVE_BYTES
+        } else {
+            0
+        };
+        // 32/31 of it leaves a 32nd over.
+        missing
+            .saturating_add(missing / (RESERVE_SHARE - 1))
+            .saturating_add(reserve + 2)
+    }
+
+    /// Where the bytes go.
+    pub(crate) fn breakdown(&self) -> String {
+        format!(
+            "weights {}, KV {}, working room {}",
+            format_bytes(self.weights_bytes),
+            format_bytes(self.kv_bytes),
+            format_bytes(self.working_bytes)
+        )
+    }
+}

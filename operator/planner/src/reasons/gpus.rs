@@ -1,0 +1,214 @@
+//! What is said of GPUs: of those that ranks run on, and of all others.
+
+use hearth_crds::{
+    GpuProfile, NodeProfileSpec, PlanRank, PlanRole, PlanRouting, Strategy, format_bytes,
+};
+
+use super::{node_of, of};
+use crate::draft::Draft;
+use crate::gpus::{GpuLack, GpuOffer, OnGpu, plugin_gpus, unusable};
+use crate::place::NoRoom;
+use crate::request::Refused;
+
+/// Where ranks compute, in a few words.
+pub(super) fn devices(draft: &Draft<'_>, ranks: &[PlanRank]) -> &'static str {
+    let on_gpu = |role| of(ranks, role).any(PlanRank::is_on_gpu);
+    let has_prefill = of(ranks, PlanRole::Prefill).next().is_some();
+    match (on_gpu(PlanRole::Prefill), on_gpu(PlanRole::Decode)) {
+        (true, true) => "prefill and decode on GPUs",
+        (true, false) => "prefill on GPUs, decode on CPUs",
+        (false, true) if has_prefill => "decode on GPUs, prefill on CPUs",
+        (false, true) => "decode on GPUs",
+        (false, false) if draft.nodes.iter().any(|node| !node.gpus.is_empty()) => "on its CPUs",
+        (false, false) => "no GPU",
+    }
+}
+
+/// One line for each rank that has GPUs.
+pub(super) fn chosen(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
+    for rank in ranks {
+        let Some((_, node)) = node_of(draft, rank) else {
+            continue;
+        };
+        let computes_on = node
+            .gpus
+            .iter()
+            .find(|gpu| rank.gpu_uuids.contains(&gpu.uuid));
+        match computes_on {
+            Some(gpu) => why.push(on_gpu(draft, rank, node, gpu)),
+            None if rank.gpus > 0 => why.push(held(rank, node)),
+            None => {}
+        }
+    }
+}
+
+fn on_gpu(draft: &Draft<'_>, rank: &PlanRank, node: &NodeProfileSpec, gpu: &GpuProfile) -> String {
+    let need = draft.demand.on_gpu(rank.role);
+    let kv_bytes = rank.kv.as_ref().map_or(0, |kv| kv.memory_bytes);
+    let (free, tail) = match draft.chooser.gpus() {
+        GpuOffer::Machine => (format!("{} free", format_bytes(gpu.free_bytes)), ""),
+        GpuOffer::DevicePlugin(_) if node.gpus.len() > 1 => (
+            format_bytes(gpu.memory_bytes),
+            "; the device plugin may give another GPU of the node, and each of them holds it",
+        ),
+        GpuOffer::DevicePlugin(_) => (format_bytes(gpu.memory_bytes), ""),
+    };
+    let capability = gpu.compute_capability.unwrap_or_default();
+    let more = if rank.gpus > 1 {
+        format!("; it computes on one of the {} that it holds", rank.gpus)
+    } else {
+        String::new()
+    };
+    format!(
+        "{} on {} of {} ({}, compute capability {capability}): weights {}, KV {} and working room {} are {} of its {free}{more}{tail}",
+        rank.name,
+        gpu.name,
+        node.node,
+        gpu.uuid,
+        format_bytes(need.weights_bytes),
+        format_bytes(kv_bytes),
+        format_bytes(need.working_bytes),
+        format_bytes(rank.gpu_memory_bytes),
+    )
+}
+
+/// A GPU that is asked for is held, and it is said that nothing runs on it.
+fn held(rank: &PlanRank, node: &NodeProfileSpec) -> String {
+    let first = node
+        .gpus
+        .iter()
+        .find_map(|gpu| unusable(gpu).map(|why| format!("{} cannot be used: {why}", gpu.name)));
+    let what = first.unwrap_or_else(|| "the node's profile shows none".to_owned());
+    format!(
+        "{} on {}: holds {} GPU{} as spec.prefill.gpusPerWorker asks; {what}, so that it computes on CPUs and predictions leave them out",
+        rank.name,
+        rank.node,
+        rank.gpus,
+        if rank.gpus == 1 { "" } else { "s" },
+    )
+}
+
+/// From how many tokens on a prefill rank on a GPU reads a prompt.
+pub(super) fn route(ranks: &[PlanRank], routing: &PlanRouting, why: &mut Vec<String>) {
+    let below = routing.chunked_below_tokens;
+    why.push(if of(ranks, PlanRole::Decode).any(PlanRank::is_on_gpu) {
+        format!(
+            "prompts below {below} tokens are read by the decode rank: its GPU reads them in one step, and handing KV over costs more"
+        )
+    } else {
+        format!(
+            "prompts below {below} tokens are read by the decode rank: below that handing KV over costs more than the GPU saves"
+        )
+    });
+}
+
+/// One line for each GPU that no rank runs on, and what cannot be had without or beside GPUs.
+pub(super) fn not_chosen(draft: &Draft<'_>, ranks: &[PlanRank], lines: &mut Vec<String>) {
+    let total = format_bytes(draft.demand.facts.bytes.total());
+    for node in draft.nodes {
+        for gpu in &node.gpus {
+            let is_used = ranks.iter().any(|rank| rank.gpu_uuids.contains(&gpu.uuid));
+            if !is_used {
+                lines.push(format!(
+                    "{} of {} ({} free, weights {total}): {}",
+                    gpu.name,
+                    node.node,
+                    format_bytes(gpu.free_bytes),
+                    left_out(draft, node, gpu)
+                ));
+            }
+        }
+    }
+    let has_ranks = ranks.iter().any(PlanRank::is_on_gpu);
+    if has_ranks {
+        lines.extend(draft.refused.iter().map(refused));
+    }
+    if !draft.nodes.iter().any(|node| !node.gpus.is_empty()) {
+        lines.push("stream-loading prefill: there is no GPU to load the experts onto".to_owned());
+    }
+    lines.push(if has_ranks {
+        "dual batch: it overlaps a GPU's attention with the CPU's experts, and here each worker runs on one device"
+            .to_owned()
+    } else {
+        "dual batch: it overlaps a GPU's attention with the CPU's experts, and all runs on CPUs"
+            .to_owned()
+    });
+}
+
+/// Why no rank runs on a GPU.
+fn left_out(draft: &Draft<'_>, node: &NodeProfileSpec, gpu: &GpuProfile) -> String {
+    let spec = draft.request.spec;
+    let offer = draft.chooser.gpus();
+    if let Some(why) = unusable(gpu) {
+        return why;
+    }
+    if spec.prefill.gpus_per_worker == Some(0) {
+        return "spec.prefill.gpusPerWorker is 0".to_owned();
+    }
+    if matches!(offer, GpuOffer::DevicePlugin(_)) && plugin_gpus(node, offer) == 0 {
+        return "the node's device plugin has none to give: install it, or wait until one is free"
+            .to_owned();
+    }
+    if spec.prefill.gpus_per_worker.is_none() && spec.strategy != Strategy::Auto {
+        return format!(
+            "strategy {:?} uses GPUs as spec.prefill.gpusPerWorker says, and it says nothing",
+            spec.strategy
+        );
+    }
+    let own = draft.refused.iter().rev().find_map(|refused| {
+        lack(refused)
+            .filter(|lack| matches!(lack, GpuLack::Memory(short) if short.node == node.node))
+    });
+    match own {
+        Some(GpuLack::Memory(short)) => format!(
+            "a {} worker needs {} there ({}) and it can give {}",
+            short.role.as_str(),
+            format_bytes(short.needs_bytes),
+            short.breakdown(),
+            format_bytes(short.free_bytes)
+        ),
+        _ => "the ranks that run on GPUs have others".to_owned(),
+    }
+}
+
+fn lack(refused: &Refused) -> Option<&GpuLack> {
+    match &refused.no_room {
+        NoRoom::Gpus { lack, .. } => Some(lack),
+        NoRoom::Memory { .. } | NoRoom::Cores { .. } => None,
+    }
+}
+
+/// A choice of devices that was preferred, and what it lacks.
+fn refused(refused: &Refused) -> String {
+    let OnGpu { prefill, decode } = refused.on_gpu;
+    let which = match (prefill, decode) {
+        (true, true) => "prefill and decode on GPUs",
+        (true, false) => "prefill on a GPU",
+        (false, _) => "decode on a GPU",
+    };
+    let lacks = match &refused.no_room {
+        NoRoom::Gpus { what, lack } => match lack {
+            GpuLack::Memory(short) => format!(
+                "with both, a {} worker needs {} ({}) and {} of {} has {} left",
+                short.role.as_str(),
+                format_bytes(short.needs_bytes),
+                short.breakdown(),
+                short.gpu,
+                short.node,
+                format_bytes(short.free_bytes)
+            ),
+            GpuLack::Count { node, needs, free } => {
+                format!("{what} needs one of {needs} GPUs and {node} can give {free}")
+            }
+            GpuLack::Unusable { why, .. } => why.clone(),
+        },
+        NoRoom::Memory { what, shortage } => format!(
+            "{what} needs {} of the memory of {} beside it, and {} are free",
+            format_bytes(shortage.needs_bytes),
+            shortage.node,
+            format_bytes(shortage.free_bytes)
+        ),
+        NoRoom::Cores { .. } => "there are too few cores for it".to_owned(),
+    };
+    format!("{which}: {lacks}")
+}

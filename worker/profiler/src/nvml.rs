@@ -1,0 +1,152 @@
+//! What NVIDIA's management library tells of the GPUs. The library belongs to the driver and is loaded at run time: a
+//! machine without it has no GPUs.
+
+use std::ffi::OsStr;
+
+use nvml_wrapper::enum_wrappers::device::Clock;
+use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::{Device, Nvml};
+
+/// The driver's name for its library.
+pub(crate) const LIBRARY: &str = "libnvidia-ml.so.1";
+/// `MigMode::current` of a GPU that is cut into instances.
+const MIG_IS_ON: u32 = 1;
+
+/// What is known of one GPU; what the library does not tell is none.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct GpuReading {
+    pub uuid: String,
+    pub name: String,
+    /// Such as `00000000:17:00.0`.
+    pub pci_bus_id: Option<String>,
+    pub memory: Option<MemoryReading>,
+    pub compute_capability: Option<(i32, i32)>,
+    pub pcie: PcieReading,
+    pub power_limit_milliwatts: Option<u32>,
+    pub max_memory_clock_mhz: Option<u32>,
+    pub memory_bus_bits: Option<u32>,
+    /// The highest clock of the multiprocessors.
+    pub max_sm_clock_mhz: Option<u32>,
+    /// Multiprocessors times their float32 lanes.
+    pub cores: Option<u32>,
+    /// The GPU is cut into instances, and no process can have it whole.
+    pub is_partitioned: bool,
+}
+
+/// Memory of a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct MemoryReading {
+    pub total_bytes: u64,
+    pub free_bytes: u64,
+}
+
+/// The link of a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct PcieReading {
+    pub generation: Option<u32>,
+    pub width: Option<u32>,
+    pub max_generation: Option<u32>,
+    pub max_width: Option<u32>,
+}
+
+/// Why nothing can be read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Silence {
+    /// There is no library, no driver or no GPU: most machines.
+    NoGpus(String),
+    /// There should be GPUs, and a person can do something about it.
+    Trouble(String),
+}
+
+/// Reads every GPU, in the order of the PCI bus.
+pub(crate) fn read(library: &str) -> Result<Vec<GpuReading>, Silence> {
+    let nvml = Nvml::builder()
+        .lib_path(OsStr::new(library))
+        .init()
+        .map_err(|error| silence(library, &error))?;
+    let count = nvml
+        .device_count()
+        .map_err(|error| silence(library, &error))?;
+    if count == 0 {
+        return Err(Silence::NoGpus(format!("{library} lists none")));
+    }
+    (0..count)
+        .map(|index| {
+            let device = nvml.device_by_index(index);
+            device.and_then(|device| of_device(&device))
+        })
+        .collect::<Result<_, _>>()
+        .map_err(|error| silence(library, &error))
+}
+
+fn of_device(device: &Device<'_>) -> Result<GpuReading, NvmlError> {
+    let memory = device.memory_info().ok().map(|info| MemoryReading {
+        total_bytes: info.total,
+        free_bytes: info.free,
+    });
+    let capability = device.cuda_compute_capability().ok();
+    Ok(GpuReading {
+        uuid: device.uuid()?,
+        name: device.name()?,
+        pci_bus_id: device.pci_info().ok().map(|info| info.bus_id),
+        memory,
+        compute_capability: capability.map(|of| (of.major, of.minor)),
+        pcie: PcieReading {
+            generation: device.current_pcie_link_gen().ok(),
+            width: device.current_pcie_link_width().ok(),
+            max_generation: device.max_pcie_link_gen().ok(),
+            max_width: device.max_pcie_link_width().ok(),
+        },
+        power_limit_milliwatts: device.power_management_limit().ok(),
+        max_memory_clock_mhz: device.max_clock_info(Clock::Memory).ok(),
+        memory_bus_bits: device.memory_bus_width().ok(),
+        max_sm_clock_mhz: device.max_clock_info(Clock::SM).ok(),
+        cores: device.num_cores().ok(),
+        is_partitioned: device
+            .mig_mode()
+            .is_ok_and(|mode| mode.current == MIG_IS_ON),
+    })
+}
+
+/// What an error means for a profile.
+fn silence(library: &str, error: &NvmlError) -> Silence {
+    match error {
+        NvmlError::LibloadingError(_)
+        | NvmlError::LibraryNotFound
+        | NvmlError::DriverNotLoaded
+        | NvmlError::NotFound => Silence::NoGpus(format!("{library}: {error}")),
+        NvmlError::LibRmVersionMismatch => Silence::Trouble(format!(
+            "GPUs cannot be used: {library} and the loaded NVIDIA driver are of different versions \
+             (driver/library version mismatch): restart the machine, or load the driver that was installed"
+        )),
+        error => Silence::Trouble(format!("GPUs cannot be read: {library}: {error}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_without_the_library_has_no_gpus() {
+        let began = std::time::Instant::now();
+        let silence = read("libnvidia-ml-that-is-not-there.so.1");
+        assert!(matches!(silence, Err(Silence::NoGpus(_))), "{silence:?}");
+        assert!(began.elapsed().as_millis() < 500, "{:?}", began.elapsed());
+    }
+
+    #[test]
+    fn only_what_a_person_can_act_on_is_trouble() {
+        for quiet in [NvmlError::DriverNotLoaded, NvmlError::NotFound] {
+            assert!(matches!(silence(LIBRARY, &quiet), Silence::NoGpus(_)));
+        }
+        let Silence::Trouble(mismatch) = silence(LIBRARY, &NvmlError::LibRmVersionMismatch) else {
+            panic!("a mismatch is no machine without GPUs");
+        };
+        assert!(mismatch.contains("version mismatch"), "{mismatch}");
+        assert!(matches!(
+            silence(LIBRARY, &NvmlError::NoPermission),
+            Silence::Trouble(_)
+        ));
+    }
+}

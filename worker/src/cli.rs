@@ -156,6 +156,7 @@ impl GpuArgs {
         let default = home.map(|home| PathBuf::from(home).join(".cache/hearth/kernels"));
         GpuOptions {
             uuid,
+            or_any: false,
             budget_bytes,
             activations: self.activations,
             kernels: KernelDirectories {

@@ -34,6 +34,8 @@ impl FromStr for DeviceArg {
 pub(crate) struct GpuOptions {
     /// Its UUID; none: the first.
     pub(crate) uuid: Option<String>,
+    /// Take another where that one is not to be seen.
+    pub(crate) or_any: bool,
     /// Bytes of its memory that may be taken; none: what is free.
     pub(crate) budget_bytes: Option<u64>,
     /// How activations enter products.
@@ -127,8 +129,16 @@ impl DeviceOptions {
 fn open_gpu(options: GpuOptions) -> anyhow::Result<AnyBackend> {
     use hearth_cuda::{Activations, CudaBackend, CudaOptions};
     let KernelDirectories { image, cache } = options.kernels;
+    let mut uuid = options.uuid;
+    if let (Some(planned), true) = (&uuid, options.or_any) {
+        let seen = hearth_cuda::devices()?;
+        if !seen.iter().any(|gpu| gpu.uuid == *planned) {
+            tracing::info!(planned, "another GPU was handed out than the plan names");
+            uuid = None;
+        }
+    }
     let options = CudaOptions {
-        uuid: options.uuid,
+        uuid,
         budget_bytes: options.budget_bytes,
         activations: match options.activations {
             ActivationsArg::F32 => Activations::F32,

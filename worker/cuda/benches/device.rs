@@ -11,8 +11,8 @@ use std::time::Instant;
 
 use hearth_cuda::{Activations, CudaBackend, CudaOptions, CudaTensor, CudaWeight};
 use hearth_kernels::{
-    AttentionSpec, Backend, BlockId, BlockScales, DType, ExpertWeights, HostMatrix, KvDType, KvLayout,
-    RouterScore, RouterSpec, SCALE_BLOCK, Span,
+    AttentionSpec, Backend, BlockId, BlockScales, DType, ExpertWeights, HostMatrix, KvDType,
+    KvLayout, RouterScore, RouterSpec, SCALE_BLOCK, Span,
 };
 
 /// Launches of one run, and runs of one figure.
@@ -22,12 +22,18 @@ const RUNS: usize = 9;
 const SETS: usize = 4;
 
 fn main() {
-    let wanted: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
+    let wanted: Vec<String> = std::env::args()
+        .skip(1)
+        .filter(|a| !a.starts_with('-'))
+        .collect();
     let is_wanted = |name: &str| wanted.is_empty() || wanted.iter().any(|w| w == name);
     let gpu = open(Activations::F32);
     let info = gpu.info();
     let read_gbps = gpu.read_bandwidth_gbps(2 << 30).unwrap();
-    println!("{} sm_{}{}, reads {read_gbps:.0} GB/s", info.name, info.capability.0, info.capability.1);
+    println!(
+        "{} sm_{}{}, reads {read_gbps:.0} GB/s",
+        info.name, info.capability.0, info.capability.1
+    );
     if is_wanted("compile") {
         compile();
     }
@@ -78,7 +84,9 @@ fn seconds(gpu: &CudaBackend, mut call: impl FnMut(usize)) -> f64 {
 
 /// Numbers without meaning, the same in every run.
 fn values(n: usize) -> Vec<f32> {
-    (0..n).map(|i| ((i * 7919 + 13) % 1009) as f32 / 500.0 - 1.0).collect()
+    (0..n)
+        .map(|i| ((i * 7919 + 13) % 1009) as f32 / 500.0 - 1.0)
+        .collect()
 }
 
 fn weight(gpu: &CudaBackend, dtype: DType, rows: usize, cols: usize, salt: usize) -> CudaWeight {
@@ -91,7 +99,8 @@ fn weight(gpu: &CudaBackend, dtype: DType, rows: usize, cols: usize, salt: usize
         values: vec![0.01; rows.div_ceil(SCALE_BLOCK) * blocks_per_row].into(),
         blocks_per_row,
     });
-    gpu.weight(&HostMatrix::new(bytes.into(), dtype, rows, cols, scales).unwrap()).unwrap()
+    gpu.weight(&HostMatrix::new(bytes.into(), dtype, rows, cols, scales).unwrap())
+        .unwrap()
 }
 
 fn tensor(gpu: &CudaBackend, rows: usize, cols: usize) -> CudaTensor {
@@ -102,14 +111,20 @@ fn tensor(gpu: &CudaBackend, rows: usize, cols: usize) -> CudaTensor {
 fn decode_rows(gpu: &CudaBackend, read_gbps: f64) {
     for dtype in [DType::F8E4m3, DType::Bf16] {
         for (rows, cols) in [(18_432, 7168), (7168, 18_432), (24_576, 1536), (4096, 7168)] {
-            let weights: Vec<CudaWeight> = (0..SETS).map(|s| weight(gpu, dtype, rows, cols, s)).collect();
+            let weights: Vec<CudaWeight> = (0..SETS)
+                .map(|s| weight(gpu, dtype, rows, cols, s))
+                .collect();
             for batch in [1, 4, 8] {
                 let x = tensor(gpu, batch, cols);
-                let time = seconds(gpu, |i| drop(gpu.linear(&x, &weights[i % SETS], None).unwrap()));
+                let time = seconds(gpu, |i| {
+                    drop(gpu.linear(&x, &weights[i % SETS], None).unwrap())
+                });
                 let gbps = (rows * cols * dtype.size_bytes()) as f64 / time / 1e9;
                 println!(
                     "decode {:8} [{rows}, {cols}] batch {batch}: {:.1} us, {gbps:.0} GB/s, {:.2} of reading",
-                    dtype.name(), time * 1e6, gbps / read_gbps
+                    dtype.name(),
+                    time * 1e6,
+                    gbps / read_gbps
                 );
             }
         }
@@ -120,12 +135,21 @@ fn decode_rows(gpu: &CudaBackend, read_gbps: f64) {
 fn prefill_rows(activations: Activations) {
     let gpu = open(activations);
     let tokens = 4096;
-    for (rows, cols) in [(24_576, 1536), (32_768, 512), (7168, 16_384), (4096, 7168), (7168, 2048)] {
+    for (rows, cols) in [
+        (24_576, 1536),
+        (32_768, 512),
+        (7168, 16_384),
+        (4096, 7168),
+        (7168, 2048),
+    ] {
         let w = weight(&gpu, DType::F8E4m3, rows, cols, 1);
         let x = tensor(&gpu, tokens, cols);
         let time = seconds(&gpu, |_| drop(gpu.linear(&x, &w, None).unwrap()));
         let tflops = 2.0 * (tokens * rows * cols) as f64 / time / 1e12;
-        println!("prefill FP8 [{rows}, {cols}] × {tokens}, {activations:?} activations: {:.2} ms, {tflops:.0} TFLOPS", time * 1e3);
+        println!(
+            "prefill FP8 [{rows}, {cols}] × {tokens}, {activations:?} activations: {:.2} ms, {tflops:.0} TFLOPS",
+            time * 1e3
+        );
     }
 }
 
@@ -136,7 +160,11 @@ fn experts(activations: Activations) {
     let matrices: Vec<[CudaWeight; 3]> = (0..count)
         .map(|e| {
             let [gate, up] = [0, 1].map(|m| weight(&gpu, DType::F8E4m3, inter, hidden, 3 * e + m));
-            [gate, up, weight(&gpu, DType::F8E4m3, hidden, inter, 3 * e + 2)]
+            [
+                gate,
+                up,
+                weight(&gpu, DType::F8E4m3, hidden, inter, 3 * e + 2),
+            ]
         })
         .collect();
     let list: Vec<ExpertWeights<'_, CudaWeight>> = matrices
@@ -157,29 +185,59 @@ fn experts(activations: Activations) {
         let logits = tensor(&gpu, tokens, count);
         let chosen = gpu.route(&logits, None, spec).unwrap();
         let mut out = gpu.zeros(tokens, hidden).unwrap();
-        let time = seconds(&gpu, |_| gpu.banked_experts(&mut out, &x, &chosen, &bank).unwrap());
+        let time = seconds(&gpu, |_| {
+            gpu.banked_experts(&mut out, &x, &chosen, &bank).unwrap()
+        });
         let tflops = 6.0 * (tokens * top_k * hidden * inter) as f64 / time / 1e12;
-        println!("experts {tokens} tokens, {activations:?} activations: {:.2} ms, {tflops:.1} TFLOPS", time * 1e3);
+        println!(
+            "experts {tokens} tokens, {activations:?} activations: {:.2} ms, {tflops:.1} TFLOPS",
+            time * 1e3
+        );
     }
 }
 
 /// Causal attention of a whole prompt, and of one token behind it.
 fn attention(gpu: &CudaBackend) {
-    let shapes = [("GQA 32/8 × 128", 32, 8, 128, 128, false), ("MLA 192/128", 32, 32, 192, 128, false), ("MLA absorbed", 128, 1, 576, 512, true)];
+    let shapes = [
+        ("GQA 32/8 × 128", 32, 8, 128, 128, false),
+        ("MLA 192/128", 32, 32, 192, 128, false),
+        ("MLA absorbed", 128, 1, 576, 512, true),
+    ];
     for (name, heads, kv_heads, k_dim, v_dim, value_in_key) in shapes {
-        let layout = KvLayout { layers: 1, kv_heads, k_dim, v_dim, value_in_key, block_tokens: 64, dtype: KvDType::Bf16 };
+        let layout = KvLayout {
+            layers: 1,
+            kv_heads,
+            k_dim,
+            v_dim,
+            value_in_key,
+            block_tokens: 64,
+            dtype: KvDType::Bf16,
+        };
         for context in [8192, 32_768] {
             let kv = gpu.kv_alloc(layout, context / 64).unwrap();
             let blocks: Vec<BlockId> = (0..context as u32 / 64).map(BlockId).collect();
             let spec = AttentionSpec { heads, scale: 0.1 };
             for (what, rows) in [("prompt", 2048), ("one token", 1)] {
                 let q = tensor(gpu, rows, heads * k_dim);
-                let span = Span { first_row: 0, rows, start: context - rows, blocks: blocks.clone() };
-                let time = seconds(gpu, |_| drop(gpu.attention(&q, &kv, 0, std::slice::from_ref(&span), spec).unwrap()));
+                let span = Span {
+                    first_row: 0,
+                    rows,
+                    start: context - rows,
+                    blocks: blocks.clone(),
+                };
+                let time = seconds(gpu, |_| {
+                    drop(
+                        gpu.attention(&q, &kv, 0, std::slice::from_ref(&span), spec)
+                            .unwrap(),
+                    )
+                });
                 let pairs = rows * (context - rows) + rows * (rows + 1) / 2;
                 let tflops = 2.0 * (pairs * heads * (k_dim + v_dim)) as f64 / time / 1e12;
                 let gbps = (context * layout.token_layer_bytes()) as f64 / time / 1e9;
-                println!("attention {name}, {what} at {context}: {:.2} ms, {tflops:.0} TFLOPS, {gbps:.0} GB/s of KV", time * 1e3);
+                println!(
+                    "attention {name}, {what} at {context}: {:.2} ms, {tflops:.0} TFLOPS, {gbps:.0} GB/s of KV",
+                    time * 1e3
+                );
             }
         }
     }
@@ -196,7 +254,9 @@ fn copies(gpu: &CudaBackend) {
     let rates = gpu.measure_copies(&mapped).unwrap();
     println!(
         "copies {:.1} GB/s from a mapped file, {:.1} GB/s from pinned memory: {:.2}",
-        rates.mapped_gbps, rates.pinned_gbps, rates.mapped_gbps / rates.pinned_gbps
+        rates.mapped_gbps,
+        rates.pinned_gbps,
+        rates.mapped_gbps / rates.pinned_gbps
     );
 }
 
@@ -215,7 +275,10 @@ fn compile() {
         let opened_s = began.elapsed().as_secs_f64();
         first_use(&gpu);
         let total_s = began.elapsed().as_secs_f64();
-        println!("compile {what}: {:.2} s for all kernels of a model (opening the GPU {opened_s:.2} s)", total_s - opened_s);
+        println!(
+            "compile {what}: {:.2} s for all kernels of a model (opening the GPU {opened_s:.2} s)",
+            total_s - opened_s
+        );
     }
     std::fs::remove_dir_all(directory).unwrap();
 }
@@ -224,22 +287,59 @@ fn compile() {
 fn first_use(gpu: &CudaBackend) {
     let table = weight(gpu, DType::Bf16, 64, 256, 0);
     let w = weight(gpu, DType::F8E4m3, 256, 256, 1);
-    let layout = KvLayout { layers: 1, kv_heads: 1, k_dim: 576, v_dim: 512, value_in_key: true, block_tokens: 64, dtype: KvDType::Bf16 };
+    let layout = KvLayout {
+        layers: 1,
+        kv_heads: 1,
+        k_dim: 576,
+        v_dim: 512,
+        value_in_key: true,
+        block_tokens: 64,
+        dtype: KvDType::Bf16,
+    };
     let mut kv = gpu.kv_alloc(layout, 1).unwrap();
-    let list = [ExpertWeights { gate: &w, up: &w, down: &w }, ExpertWeights { gate: &w, up: &w, down: &w }];
+    let list = [
+        ExpertWeights {
+            gate: &w,
+            up: &w,
+            down: &w,
+        },
+        ExpertWeights {
+            gate: &w,
+            up: &w,
+            down: &w,
+        },
+    ];
     let bank = gpu.expert_bank(&list).unwrap().unwrap();
     let norm = gpu.vector(&[1.0; 256]).unwrap();
     let x = gpu.embed(&table, &[1, 2]).unwrap();
     let x = gpu.rms_norm(&x, &norm, 1e-6).unwrap();
     let y = gpu.linear(&x, &w, None).unwrap();
-    let span = Span { first_row: 0, rows: 2, start: 0, blocks: vec![BlockId(0)] };
+    let span = Span {
+        first_row: 0,
+        rows: 2,
+        start: 0,
+        blocks: vec![BlockId(0)],
+    };
     let key = tensor(gpu, 2, 576);
-    gpu.kv_append(&mut kv, 0, &key, None, std::slice::from_ref(&span)).unwrap();
+    gpu.kv_append(&mut kv, 0, &key, None, std::slice::from_ref(&span))
+        .unwrap();
     let q = tensor(gpu, 2, 16 * 576);
-    let spec = AttentionSpec { heads: 16, scale: 0.1 };
+    let spec = AttentionSpec {
+        heads: 16,
+        scale: 0.1,
+    };
     drop(gpu.attention(&q, &kv, 0, &[span], spec).unwrap());
-    let spec = RouterSpec { score: RouterScore::Sigmoid, top_k: 1, groups: 1, top_groups: 1, normalize: true, scaling: 1.0 };
-    let chosen = gpu.route(&gpu.columns(&y, 1, 0, 2).unwrap(), None, spec).unwrap();
+    let spec = RouterSpec {
+        score: RouterScore::Sigmoid,
+        top_k: 1,
+        groups: 1,
+        top_groups: 1,
+        normalize: true,
+        scaling: 1.0,
+    };
+    let chosen = gpu
+        .route(&gpu.columns(&y, 1, 0, 2).unwrap(), None, spec)
+        .unwrap();
     let mut out = gpu.silu_mul(&y, &y).unwrap();
     gpu.banked_experts(&mut out, &x, &chosen, &bank).unwrap();
     gpu.add_assign(&mut out, &y).unwrap();

@@ -159,20 +159,20 @@ __device__ __forceinline__ float softmax_row(unsigned (&p)[KEY_TILE / STEP][TERM
     // Before the row's first score all is -inf, and only differences from a number are defined.
     float origin = largest == minus_infinity() ? 0.0f : largest;
     float factor = expf(state.m[h] - origin);
+    // Added by name: a compiler that fused the last product inside expf into the sum would do so in one variant and not in another.
     float sum = 0.0f;
 #pragma unroll
     for (int n = 0; n < KEY_TILE / 8; ++n) {
         float x = expf(s[n][0] - origin);
         float y = expf(s[n][1] - origin);
-        sum += x;
-        sum += y;
+        sum = __fadd_rn(__fadd_rn(sum, x), y);
         unsigned terms[TERMS];
         split_pair(x, y, terms);
 #pragma unroll
         for (int term = 0; term < TERMS; ++term) p[n / 2][term][n % 2 * 2 + h] = terms[term];
     }
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, 1));
+    sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, 2));
     state.l[h] = fmaf(state.l[h], factor, sum);
     state.m[h] = largest;
     return factor;

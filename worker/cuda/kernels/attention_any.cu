@@ -68,7 +68,7 @@ __device__ __forceinline__ float softmax_tile(float* scores, float& m, float& l)
     float q = expf(b - largest);
     scores[lane] = p;
     scores[lane + 32] = q;
-    l = fmaf(l, factor, warp_sum(p + q));
+    l = fmaf(l, factor, warp_sum(__fadd_rn(p, q)));
     m = largest;
     return factor;
 }

@@ -21,7 +21,8 @@ use super::decode::DecodeService;
 use super::place::PlaceArgs;
 use super::prefill::PrefillService;
 use super::report::{Report, stay_alive};
-use crate::device::{DeviceOptions, on_device};
+use crate::cli::GpuArgs;
+use crate::device::{DeviceOptions, GpuOptions, on_device};
 use crate::load::{self, LoadOptions, LoadedOn, ResidencyPolicy};
 use crate::signals;
 
@@ -42,6 +43,8 @@ const FAULT_PATIENCE: Duration = Duration::from_secs(10);
 pub(crate) struct RankArgs {
     #[command(flatten)]
     pub(crate) place: PlaceArgs,
+    #[command(flatten)]
+    gpu: GpuArgs,
     /// Address of plain gRPC health for probes, open while the model loads: service "" is ready, "live" is alive
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) health: Option<String>,
@@ -87,7 +90,7 @@ async fn serve(args: &RankArgs, plan: &InferencePlanSpec, rank: &PlanRank) -> an
     let tls = args.place.tls.read()?;
     let listener = Listener::bind(endpoint)?;
     Report::Loading { percent: 0 }.send();
-    let (worker, device) = tokio::task::block_in_place(|| open(plan, rank))?;
+    let (worker, device) = tokio::task::block_in_place(|| open(args, plan, rank))?;
     let silence = Duration::from_millis(args.prefill_silence_ms);
     let routes = routes(&worker, Routes::new(health.service()), tls.clone(), silence);
     health.set_ready(true).await;
@@ -177,7 +180,11 @@ pub(super) struct Worker {
     pub(super) numerics: String,
 }
 
-fn open(plan: &InferencePlanSpec, rank: &PlanRank) -> anyhow::Result<(Arc<Worker>, String)> {
+fn open(
+    args: &RankArgs,
+    plan: &InferencePlanSpec,
+    rank: &PlanRank,
+) -> anyhow::Result<(Arc<Worker>, String)> {
     let directory = Path::new(&plan.model.path);
     let kv = rank
         .kv
@@ -185,7 +192,7 @@ fn open(plan: &InferencePlanSpec, rank: &PlanRank) -> anyhow::Result<(Arc<Worker
         .with_context(|| format!("the plan gives {} no KV cache", rank.name))?;
     kv_dtype(kv)?;
     let mut told = 0;
-    let loaded = load::open(directory, load_options(rank)?, &mut |progress| {
+    let loaded = load::open(directory, load_options(args, rank)?, &mut |progress| {
         let percent = (progress.bytes_done * 100 / progress.bytes.max(1)) as u32;
         if percent > told {
             told = percent;
@@ -264,28 +271,42 @@ fn kv_dtype(kv: &PlanKv) -> anyhow::Result<KvDType> {
     })
 }
 
-fn load_options(rank: &PlanRank) -> anyhow::Result<LoadOptions> {
+fn load_options(args: &RankArgs, rank: &PlanRank) -> anyhow::Result<LoadOptions> {
     let residency = rank
         .residency
         .as_ref()
         .with_context(|| format!("the plan gives {} no residency", rank.name))?;
-    let cpus = match rank.pinning {
-        Pinning::None => Vec::new(),
-        Pinning::Exclusive | Pinning::Shared => rank.cpus.iter().map(|&cpu| cpu as usize).collect(),
-    };
     Ok(LoadOptions {
-        device: DeviceOptions::Cpu(CpuOptions {
-            isa: None,
-            threads: rank.threads as usize,
-            cpus,
-            numa_nodes: rank.numa_nodes.clone(),
-        }),
+        device: device_options(args, rank),
         residency: match residency.policy {
             PlanPolicy::Resident => ResidencyPolicy::Resident,
             PlanPolicy::MmapPrefetch => ResidencyPolicy::MmapPrefetch {
                 budget_bytes: Some(residency.budget_bytes),
             },
         },
+    })
+}
+
+/// The device that the plan names: a GPU, or the CPUs.
+fn device_options(args: &RankArgs, rank: &PlanRank) -> DeviceOptions {
+    if rank.is_on_gpu() {
+        let uuid = rank.gpu_uuids.first().cloned();
+        let options = args.gpu.options(uuid, Some(rank.gpu_memory_bytes));
+        return DeviceOptions::Gpu(GpuOptions {
+            // A device plugin may hand out another GPU of the node; the plan holds for each.
+            or_any: rank.gpus > 0,
+            ..options
+        });
+    }
+    let cpus = match rank.pinning {
+        Pinning::None => Vec::new(),
+        Pinning::Exclusive | Pinning::Shared => rank.cpus.iter().map(|&cpu| cpu as usize).collect(),
+    };
+    DeviceOptions::Cpu(CpuOptions {
+        isa: None,
+        threads: rank.threads as usize,
+        cpus,
+        numa_nodes: rank.numa_nodes.clone(),
     })
 }
 

@@ -34,7 +34,9 @@ pub fn install() {
     static LOADED: OnceLock<()> = OnceLock::new();
     LOADED.get_or_init(|| {
         let directory = libraries();
-        LIBRARIES.iter().for_each(|name| load(&directory.join(name)));
+        LIBRARIES
+            .iter()
+            .for_each(|name| load(&directory.join(name)));
     });
 }
 
@@ -51,7 +53,8 @@ pub fn load(library: &Path) {
 
 fn build() -> PathBuf {
     let home = PathBuf::from(env::var_os("HOME").unwrap_or_else(|| "/tmp".into()));
-    let cache = env::var_os("HEARTH_CACHE").map_or_else(|| home.join(".cache/hearth"), PathBuf::from);
+    let cache =
+        env::var_os("HEARTH_CACHE").map_or_else(|| home.join(".cache/hearth"), PathBuf::from);
     let sources = Path::new(env!("CARGO_MANIFEST_DIR"));
     let parent = cache.join("host-model");
     let directory = parent.join(format!("lib-{}", fingerprint(sources)));
@@ -84,10 +87,18 @@ fn fingerprint(sources: &Path) -> String {
     files.sort();
     let mut hash = Sha256::new();
     for file in files {
-        hash.update(file.strip_prefix(sources).expect("inside").as_os_str().as_bytes());
+        hash.update(
+            file.strip_prefix(sources)
+                .expect("inside")
+                .as_os_str()
+                .as_bytes(),
+        );
         hash.update(fs::read(&file).expect("the sources can be read"));
     }
-    hash.finalize()[..8].iter().map(|b| format!("{b:02x}")).collect()
+    hash.finalize()[..8]
+        .iter()
+        .map(|b| format!("{b:02x}"))
+        .collect()
 }
 
 fn collect(directory: &Path, files: &mut Vec<PathBuf>) -> io::Result<()> {

@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <cstring>
+#include <filesystem>
 #include <sstream>
 
 #include "entry_points.h"
@@ -43,14 +44,18 @@ std::vector<std::string> compile_flags(const Options& options, bool checks) {
     return flags;
 }
 
+// Where this library lies, found while it is loaded: its name may be relative to a working directory that changes later.
+std::string find_library_directory() {
+    Dl_info self;
+    dladdr(reinterpret_cast<void*>(find_library_directory), &self);
+    std::string path = std::filesystem::canonical(self.dli_fname).string();
+    return path.substr(0, path.rfind('/'));
+}
+const std::string library_directory = find_library_directory();
+
 // The object names libcuda.so.1 as needed, so that the loader finds the copy that loads it.
 std::vector<std::string> link_flags() {
-    Dl_info self;
-    dladdr(reinterpret_cast<void*>(link_flags), &self);
-    std::string library = self.dli_fname;
-    size_t slash = library.rfind('/');
-    std::string directory = slash == std::string::npos ? "." : library.substr(0, slash);
-    return {"g++", "-shared", "-Wl,-Bsymbolic", "kernel.s", directory + "/libcuda.so.1", "-lm", "-o", "kernel.so"};
+    return {"g++", "-shared", "-Wl,-Bsymbolic", "kernel.s", library_directory + "/libcuda.so.1", "-lm", "-o", "kernel.so"};
 }
 
 // Adds the gap after the zeros of every static of a function (see `__shared__`). Its symbol keeps its size.

@@ -21,20 +21,21 @@ void* reserve(size_t bytes) {
 
 size_t bitmap_bytes(size_t bytes) { return bytes / 8 + 8; }
 
+size_t label_bytes(size_t bytes) { return (bytes + 15) / 16 * 32 * sizeof(Label); }
+
 }  // namespace
 
 Shadow::Shadow(size_t bytes) : bytes_(bytes) {
     if (bytes == 0) return;
     written_ = static_cast<uint8_t*>(reserve(bitmap_bytes(bytes)));
-    writes_ = static_cast<Label*>(reserve(bytes * sizeof(Label)));
-    reads_ = static_cast<Label*>(reserve(bytes * sizeof(Label)));
+    labels_ = static_cast<Label*>(reserve(label_bytes(bytes)));
+    madvise(labels_, label_bytes(bytes), MADV_HUGEPAGE);
 }
 
 Shadow::~Shadow() {
     if (bytes_ == 0) return;
     munmap(written_, bitmap_bytes(bytes_));
-    munmap(writes_, bytes_ * sizeof(Label));
-    munmap(reads_, bytes_ * sizeof(Label));
+    munmap(labels_, label_bytes(bytes_));
 }
 
 void Shadow::set_written_range(size_t offset, size_t bytes, bool written) {
@@ -59,8 +60,7 @@ void Shadow::copy_written_range(size_t to, size_t from, size_t bytes) {
 
 void Shadow::forget_labels() {
     if (bytes_ == 0) return;
-    madvise(writes_, bytes_ * sizeof(Label), MADV_DONTNEED);
-    madvise(reads_, bytes_ * sizeof(Label), MADV_DONTNEED);
+    madvise(labels_, label_bytes(bytes_), MADV_DONTNEED);
 }
 
 }  // namespace hearth

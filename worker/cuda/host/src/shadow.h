@@ -31,8 +31,9 @@ public:
     Shadow(const Shadow&) = delete;
     Shadow& operator=(const Shadow&) = delete;
 
-    Label* writes(size_t offset) { return writes_ + offset; }
-    Label* reads(size_t offset) { return reads_ + offset; }
+    // The labels of the bytes from `offset` to the next multiple of 16, which lie side by side.
+    Label* writes(size_t offset) { return labels_ + offset / 16 * 32 + offset % 16; }
+    Label* reads(size_t offset) { return writes(offset) + 16; }
 
     // `bytes` is 1, 2, 4, 8 or 16 and divides `offset`.
     bool written(size_t offset, unsigned bytes) const {
@@ -57,8 +58,7 @@ public:
 private:
     size_t bytes_;
     uint8_t* written_ = nullptr;    // one bit a byte
-    Label* writes_ = nullptr;
-    Label* reads_ = nullptr;
+    Label* labels_ = nullptr;       // for 16 bytes 16 of writes, then 16 of reads, so that a check stays on one page
 };
 
 }  // namespace hearth

@@ -13,6 +13,8 @@ use crate::queue::{Args, Command};
 const QUAD_COLS: usize = 1024;
 /// Columns up to which a norm is a warp's work.
 const WARP_NORM_COLS: usize = 256;
+/// Pairs of a head that rope.cu rotates (`MAX_PAIRS`).
+const MOST_PAIRS: usize = 512;
 
 impl CudaBackend {
     /// Begins a forward pass: it is the first operation of each.
@@ -206,6 +208,10 @@ impl CudaBackend {
         table: &RopeTable,
     ) -> Result<(), KernelError> {
         checks::rope(x.shape(), heads, positions.len(), table)?;
+        let pairs = table.inv_freq.len();
+        checks::ensure(pairs <= MOST_PAIRS, "rope", || {
+            format!("{pairs} frequencies: the GPU's kernel takes {MOST_PAIRS}")
+        })?;
         changed(x);
         let args = Args::new()
             .with(x.address())
@@ -216,7 +222,7 @@ impl CudaBackend {
             .with(x.rows as i32)
             .with(heads as i32)
             .with((x.cols / heads) as i32)
-            .with(table.inv_freq.len() as i32);
+            .with(pairs as i32);
         let variant = Variant::plain("rope");
         let grid = [x.rows, heads.div_ceil(8), 1];
         self.launch(Kernel::new(&variant, "rope"), grid, args)

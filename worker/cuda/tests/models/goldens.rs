@@ -34,7 +34,10 @@ impl Golden {
         Self {
             tokens: tokens("tokens"),
             continuation: tokens("continuation"),
-            logits: words("logits").into_iter().map(f32::from_le_bytes).collect(),
+            logits: words("logits")
+                .into_iter()
+                .map(f32::from_le_bytes)
+                .collect(),
         }
     }
 }
@@ -82,13 +85,23 @@ impl Runner {
 fn logits_of_every_architecture_hold() {
     let gpu = gpu();
     for dir in checkpoints() {
-        for (dtype, bound) in [(KvDType::F32, EXACT_ERROR_STDS), (KvDType::Bf16, FAST_ERROR_STDS)] {
+        for (dtype, bound) in [
+            (KvDType::F32, EXACT_ERROR_STDS),
+            (KvDType::Bf16, FAST_ERROR_STDS),
+        ] {
             let golden = Golden::load(&dir);
             let mut runner = Runner::new(model(&dir, gpu.clone()), dtype, golden.tokens.len());
             let got = runner.step(&golden.tokens);
             let error = worst_error(&got, &golden, true);
-            println!("{:24} {dtype:?} cache: worst error {error:.6} standard deviations", name(&dir));
-            assert!(error <= bound, "{}, {dtype:?} cache: off by {error}", name(&dir));
+            println!(
+                "{:24} {dtype:?} cache: worst error {error:.6} standard deviations",
+                name(&dir)
+            );
+            assert!(
+                error <= bound,
+                "{}, {dtype:?} cache: off by {error}",
+                name(&dir)
+            );
         }
     }
 }
@@ -111,7 +124,10 @@ fn continuations_of_every_architecture_hold_and_decode_goes_by_graphs() {
     }
     let (made, launched) = gpu.graph_counts();
     println!("{made} graphs, launched {launched} times");
-    assert!(made > 0 && launched > 2 * made, "{made} graphs, launched {launched} times");
+    assert!(
+        made > 0 && launched > 2 * made,
+        "{made} graphs, launched {launched} times"
+    );
 }
 
 /// Rounded activations are allowed to differ; how far they do is told, and that they compute the same model.
@@ -119,13 +135,19 @@ fn continuations_of_every_architecture_hold_and_decode_goes_by_graphs() {
 fn rounded_activations_stay_near() {
     for (activations, bound) in [(Activations::Bf16, 0.15), (Activations::Fp8, 0.9)] {
         let gpu = gpu_with(activations);
-        let fp8 = checkpoints().into_iter().filter(|dir| name(dir).ends_with("fp8"));
+        let fp8 = checkpoints()
+            .into_iter()
+            .filter(|dir| name(dir).ends_with("fp8"));
         for dir in fp8 {
             let golden = Golden::load(&dir);
-            let mut runner = Runner::new(model(&dir, gpu.clone()), KvDType::Bf16, golden.tokens.len());
+            let mut runner =
+                Runner::new(model(&dir, gpu.clone()), KvDType::Bf16, golden.tokens.len());
             let got = runner.step(&golden.tokens);
             let error = worst_error(&got, &golden, false);
-            println!("{:24} {activations:?} activations: worst error {error:.4} standard deviations", name(&dir));
+            println!(
+                "{:24} {activations:?} activations: worst error {error:.4} standard deviations",
+                name(&dir)
+            );
             assert!(error <= bound, "{}: off by {error}", name(&dir));
         }
     }

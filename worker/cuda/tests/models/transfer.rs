@@ -19,17 +19,33 @@ fn a_prompt_computed_on_one_device_is_continued_on_the_other() {
         for dtype in [KvDType::Bf16, KvDType::F32] {
             let on_gpu = engine(&dir, gpu.clone(), &|o| o.kv_dtype = dtype);
             let on_cpu = engine(&dir, cpu.clone(), &|o| o.kv_dtype = dtype);
-            assert_eq!(on_gpu.kv_layout().fingerprint(), on_cpu.kv_layout().fingerprint());
+            assert_eq!(
+                on_gpu.kv_layout().fingerprint(),
+                on_cpu.kv_layout().fingerprint()
+            );
             let mut input = ask(&prompt(21, 4), ANSWER_TOKENS);
             input.sampling.temperature = 0.0;
-            let tokens = |answer: Vec<(u32, u32)>| -> Vec<u32> { answer.into_iter().map(|t| t.0).collect() };
+            let tokens =
+                |answer: Vec<(u32, u32)>| -> Vec<u32> { answer.into_iter().map(|t| t.0).collect() };
             let want = tokens(answer(&on_cpu, input.clone()));
-            assert_eq!(tokens(answer(&on_gpu, input.clone())), want, "{name}: on the GPU alone");
+            assert_eq!(
+                tokens(answer(&on_gpu, input.clone())),
+                want,
+                "{name}: on the GPU alone"
+            );
             let from_gpu = disaggregated(&on_cpu, &on_gpu, input.clone());
-            assert_eq!(tokens(from_gpu), want, "{name} {dtype:?}: prompt on the GPU, answer on the CPU");
+            assert_eq!(
+                tokens(from_gpu),
+                want,
+                "{name} {dtype:?}: prompt on the GPU, answer on the CPU"
+            );
             let fresh = engine(&dir, gpu.clone(), &|o| o.kv_dtype = dtype);
             let from_cpu = disaggregated(&fresh, &on_cpu, input);
-            assert_eq!(tokens(from_cpu), want, "{name} {dtype:?}: prompt on the CPU, answer on the GPU");
+            assert_eq!(
+                tokens(from_cpu),
+                want,
+                "{name} {dtype:?}: prompt on the CPU, answer on the GPU"
+            );
         }
     }
 }

@@ -1,0 +1,25 @@
+//! Every operation of the CUDA backend against the scalar reference.
+//!
+//! The operations run on the host model, whose checks see what a kernel does out of bounds or out of order; with `HEARTH_TEST_GPU=1` they run on
+//! this machine's GPU, with patterns around every buffer, and a machine without a GPU fails.
+
+#![allow(clippy::unwrap_used)] // a test that cannot set itself up has failed
+
+#[path = "../../../kernels/tests/common/mod.rs"]
+mod common;
+
+mod attention;
+mod attention_bits;
+mod budget;
+mod columns;
+mod elementwise;
+mod experts;
+mod graphs;
+mod kv;
+mod linear;
+mod linear_bits;
+mod mla;
+mod refusals;
+mod route;
+mod sequence;
+mod support;

@@ -1,0 +1,163 @@
+//! Backends under test, and what their numbers are compared with.
+
+use std::io::Write;
+use std::ops::Deref;
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+use hearth_cuda::{Activations, CudaBackend, CudaOptions};
+use hearth_kernels::convert::{bf16_to_f32, e4m3_to_f32, f32_to_bf16, f32_to_e4m3};
+use hearth_kernels::{Backend, CpuBackend, DType, Isa};
+
+use crate::common;
+
+/// What all backends of this process may take.
+pub(crate) const BUDGET_BYTES: u64 = 1 << 30;
+
+/// A backend that one test at a time uses, as one thread of a worker does. When the test is done its buffers are looked at.
+pub(crate) struct Gpu {
+    backend: &'static CudaBackend,
+    _turn: MutexGuard<'static, ()>,
+}
+
+impl Deref for Gpu {
+    type Target = CudaBackend;
+
+    fn deref(&self) -> &CudaBackend {
+        self.backend
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.backend.check_sentinels().unwrap();
+        }
+    }
+}
+
+/// The backend of these activations.
+pub(crate) fn gpu(activations: Activations) -> Gpu {
+    static BACKENDS: [OnceLock<CudaBackend>; 3] = [const { OnceLock::new() }; 3];
+    let turn = take_turn();
+    let backend = BACKENDS[activations as usize].get_or_init(|| {
+        open(CudaOptions {
+            activations,
+            // The host model sees every step past an allocation; only hardware needs patterns to tell.
+            sentinels: Some(if is_hardware() { 256 } else { 0 }),
+            ..options()
+        })
+    });
+    backend.bind_thread().unwrap();
+    Gpu {
+        backend,
+        _turn: turn,
+    }
+}
+
+/// The backend with activations as they are: what operations without products with weights are tested on.
+pub(crate) fn plain() -> Gpu {
+    gpu(Activations::F32)
+}
+
+/// Runs `test` for all activations that the device has, and says aloud which it lacks.
+pub(crate) fn on_all_activations(test: impl Fn(&Gpu)) {
+    for activations in [Activations::F32, Activations::Bf16, Activations::Fp8] {
+        if activations == Activations::Fp8 && plain().info().capability < (8, 9) {
+            skipped("FP8 activations wait for a GPU of compute capability 8.9 or newer");
+            continue;
+        }
+        test(&gpu(activations));
+    }
+}
+
+/// Says what was not tested, also where the test's own output is not shown.
+pub(crate) fn skipped(what: &str) {
+    // A closed stderr is no reason to fail.
+    let _ = writeln!(std::io::stderr(), "SKIPPED: {what}");
+}
+
+/// A backend of one's own; the turn is to be held while it is used.
+pub(crate) fn own(options: CudaOptions) -> (CudaBackend, MutexGuard<'static, ()>) {
+    let turn = take_turn();
+    let backend = open(options);
+    backend.bind_thread().unwrap();
+    (backend, turn)
+}
+
+/// What all backends here have in common.
+pub(crate) fn options() -> CudaOptions {
+    CudaOptions {
+        budget_bytes: Some(BUDGET_BYTES),
+        kernel_cache: vec![kernel_cache()],
+        ..CudaOptions::default()
+    }
+}
+
+/// Whether the real driver is tested.
+pub(crate) fn is_hardware() -> bool {
+    std::env::var_os("HEARTH_TEST_GPU").is_some_and(|value| value == "1")
+}
+
+/// The specification, behind the same door.
+pub(crate) fn scalar() -> CpuBackend {
+    common::backend(Isa::Scalar, 1)
+}
+
+fn open(options: CudaOptions) -> CudaBackend {
+    if !is_hardware() {
+        hearth_cuda_host::install();
+    }
+    let backend = match CudaBackend::new(options) {
+        Ok(backend) => backend,
+        Err(error) if is_hardware() => panic!("HEARTH_TEST_GPU=1 asks for a GPU: {error}"),
+        Err(error) => panic!("{error}"),
+    };
+    let is_model = backend.info().name.contains("host model");
+    assert_ne!(is_model, is_hardware(), "ran on {}", backend.info().name);
+    backend
+}
+
+fn take_turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Beside the host model's libraries, since what it compiles is made for them and for their checks.
+fn kernel_cache() -> PathBuf {
+    if is_hardware() {
+        let home = std::env::var_os("HOME").map_or_else(|| "/tmp".into(), PathBuf::from);
+        let cache = std::env::var_os("HEARTH_CACHE");
+        return cache
+            .map_or_else(|| home.join(".cache/hearth"), PathBuf::from)
+            .join("kernels");
+    }
+    let checks = std::env::var("HEARTH_HOST_MODEL_CHECKS").unwrap_or_default();
+    hearth_cuda_host::libraries().join(format!("kernels-{checks}"))
+}
+
+/// Activations `[rows, cols]` as products with weights of `dtype` see them.
+pub(crate) fn seen(activations: Activations, dtype: DType, x: &[f32], cols: usize) -> Vec<f32> {
+    match (activations, dtype) {
+        (Activations::F32, _) => x.to_vec(),
+        (Activations::Fp8, DType::F8E4m3) => x
+            .chunks(cols.max(1))
+            .flat_map(|row| row.chunks(128).flat_map(quantized))
+            .collect(),
+        _ => x.iter().map(|&v| bf16_to_f32(f32_to_bf16(v))).collect(),
+    }
+}
+
+/// One row's columns of one scale, as split.cu quantises them.
+fn quantized(block: &[f32]) -> Vec<f32> {
+    let most = block
+        .iter()
+        .filter(|v| v.is_finite())
+        .fold(0f32, |most, v| most.max(v.abs()));
+    let scale = match most {
+        0.0 => 1.0,
+        most => (most / 448.0).max(f32::MIN_POSITIVE),
+    };
+    let code = |v: &f32| e4m3_to_f32(f32_to_e4m3(v / scale)) * scale;
+    block.iter().map(code).collect()
+}

@@ -5,14 +5,14 @@
 //   BUFFERS         tiles of keys and values in shared memory: 2 loads one while the other is used
 //   QUERIES_SHARED  1: the queries stay in shared memory as f32; 0: they are read from global memory for each tile
 //
-// A row of work is a token of a tile with a query head of one kv head's group: row i is token i / group, head kv * group + i % group.
-// A tile may hold any number of tokens. Grid (tiles, kv_heads * row_blocks, splits) with row_blocks = ceil(largest tokens * group / ROWS);
+// A row of work is a token of a tile with a query head of one kv head's group: row i is token i / group, head kv * group + i % group. A
+// tile may hold any number of tokens. Grid (tiles, kv_heads * row_blocks, splits) with row_blocks = ceil(largest tokens * group / ROWS);
 // 128 threads for ROWS = 16, else 256. Shared memory is 1 KiB static and, dynamic, these bytes:
 //   128 * BUFFERS * (K_DIM + 8 + (VALUE_IN_KEY ? 0 : V_DIM + 8)) + 4 * ROWS * (72 + (QUERIES_SHARED ? K_DIM + (K_DIM % 32 ? 24 : 8) : 0))
 //
-// With splits == 1 a block walks all positions and writes `out` [rows][heads][V_DIM]; `partials` is not used. With more, block z computes the
-// positions 512 z .. 512 z + 511 alone into partials [rows][heads][splits][m, l, o of V_DIM], and attention_merge makes `out` of them;
-// `splits` then covers the longest row. The bits are the same either way.
+// With splits == 1 a block walks all positions and writes `out` [rows][heads][V_DIM]; `partials` is not used. With more, block z
+// computes the positions 512 z .. 512 z + 511 alone into partials [rows][heads][splits][m, l, o of V_DIM], and attention_merge makes
+// `out` of them; `splits` then covers the longest row. The bits are the same either way.
 
 #include "attention.cuh"
 
@@ -71,7 +71,8 @@ __device__ __forceinline__ void load_tile(unsigned short* stage, const Cache& ca
 }
 
 // Queries of the block's rows into shared memory, times scale; rows without work are zero.
-__device__ __forceinline__ void stage_queries(float* to, const float* q, const AttentionTile& tile, int first_row, int count, int group, int first_head, int heads, float scale) {
+__device__ __forceinline__ void stage_queries(
+    float* to, const float* q, const AttentionTile& tile, int first_row, int count, int group, int first_head, int heads, float scale) {
     for (int i = threadIdx.x; i < ROWS * K_DIM / 4; i += ATTENTION_THREADS) {
         int row = i / (K_DIM / 4);
         int c = i % (K_DIM / 4) * 4;
@@ -92,9 +93,11 @@ struct Sink {
     int splits;
 };
 
-// Writes row h of a finished split. Alone in its block it goes to the partial results as it is. Else it is merged into `out`, in which the
-// splits before wait unscaled, read and written by the same thread, with their (m, l) in registers; the row's last split leaves the result.
-__device__ __forceinline__ void finish_split(const Sink& sink, float& m, float& l, const State& state, int h, int split, int row, int position, const Lane& at) {
+// Writes row h of a finished split. Alone in its block it goes to the partial results as it is. Else it is merged into `out`, in which
+// the splits before wait unscaled, read and written by the same thread, with their (m, l) in registers; the row's last split leaves the
+// result.
+__device__ __forceinline__ void finish_split(
+    const Sink& sink, float& m, float& l, const State& state, int h, int split, int row, int position, const Lane& at) {
     bool alone = sink.splits > 1;
     bool first = alone || split == 0;
     bool last = !alone && split == position / KEY_SPLIT;
@@ -127,9 +130,11 @@ __device__ __forceinline__ void finish_split(const Sink& sink, float& m, float& 
     }
 }
 
-// Attention of the block's rows over tiles first_tile..end_tile, with what shared memory it was given. Record offsets are looked up a tile
-// before the copy needs them, and held in a register meanwhile, so that nothing waits for the table of blocks.
-__device__ __forceinline__ void walk_tiles(const Sink& sink, unsigned short* stages, float* scores, const Queries& queries, const Cache& cache, const Work& work, int first_tile, int end_tile, const Lane& at) {
+// Attention of the block's rows over tiles first_tile..end_tile, with what shared memory it was given. Record offsets are looked up a
+// tile before the copy needs them, and held in a register meanwhile, so that nothing waits for the table of blocks.
+__device__ __forceinline__ void walk_tiles(
+    const Sink& sink, unsigned short* stages, float* scores, const Queries& queries, const Cache& cache, const Work& work,
+    int first_tile, int end_tile, const Lane& at) {
     __shared__ long long offsets[2][KEY_TILE];
     State state;
     clear(state);
@@ -170,9 +175,12 @@ __device__ __forceinline__ void walk_tiles(const Sink& sink, unsigned short* sta
     }
 }
 
-// heads is a multiple of kv_heads; blocks are tables of block numbers, of which a tile's begins at tile.table; a block holds block_tokens
-// records of token_bytes: the keys of all kv heads, then their values unless the value is in the key. q [rows][heads][K_DIM].
-extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS, 1) attention(float* out, float* partials, const float* q, const unsigned char* layer, const AttentionTile* tiles, const unsigned* blocks, int heads, int kv_heads, int block_tokens, int token_bytes, float scale, int splits) {
+// heads is a multiple of kv_heads; blocks are tables of block numbers, of which a tile's begins at tile.table; a block holds
+// block_tokens records of token_bytes: the keys of all kv heads, then their values unless the value is in the key. q
+// [rows][heads][K_DIM].
+extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS, 1) attention(
+    float* out, float* partials, const float* q, const unsigned char* layer, const AttentionTile* tiles, const unsigned* blocks,
+    int heads, int kv_heads, int block_tokens, int token_bytes, float scale, int splits) {
     HEARTH_DYNAMIC_SHARED(unsigned short, stages);
     float* scores = reinterpret_cast<float*>(stages + BUFFERS * STAGE);
     AttentionTile tile = tiles[blockIdx.x];
@@ -215,8 +223,10 @@ extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS, 1) attention(flo
     walk_tiles({out, partials, splits}, stages, scores, queries, cache, work, first_tile, end_tile, at);
 }
 
-// Grid (rows, heads), 128 threads: out [rows][heads][V_DIM] from the splits that each row reaches; positions are the rows' absolute ones.
-extern "C" __global__ void __launch_bounds__(MERGE_THREADS) attention_merge(float* out, const float* partials, const int* positions, int rows, int heads, int splits) {
+// Grid (rows, heads), 128 threads: out [rows][heads][V_DIM] from the splits that each row reaches; positions are the rows' absolute
+// ones.
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS) attention_merge(
+    float* out, const float* partials, const int* positions, int rows, int heads, int splits) {
     int row = blockIdx.x;
     if (row >= rows) return;
     long long index = (long long)row * heads + blockIdx.y;

@@ -20,8 +20,8 @@ constexpr int WARP_KEYS = KEY_TILE / COLUMN_WARPS;
 constexpr int VALUE_UNITS = V_DIM / 16;                                // units of 16 columns
 constexpr int WARP_UNITS = (VALUE_UNITS + COLUMN_WARPS - 1) / COLUMN_WARPS;
 
-// Pitches in shared memory. 16 bytes more than whole 32-byte steps put the eight rows of an ldmatrix into different banks; f32 rows that lie
-// 8 banks apart do so for the four rows that half a warp reads by pairs.
+// Pitches in shared memory. 16 bytes more than whole 32-byte steps put the eight rows of an ldmatrix into different banks; f32 rows that
+// lie 8 banks apart do so for the four rows that half a warp reads by pairs.
 constexpr int KEY_PITCH = K_DIM + 8;
 constexpr int VALUE_PITCH = VALUE_IN_KEY ? KEY_PITCH : V_DIM + 8;
 constexpr int SCORE_PITCH = KEY_TILE + 8;
@@ -40,8 +40,8 @@ struct Lane {
     int column_warp;
 };
 
-// The queries of this thread's rows `group` and `group + 8`: rows in shared memory, times scale already, or in global memory, where a row
-// of work that does not exist is null.
+// The queries of this thread's rows `group` and `group + 8`: rows in shared memory, times scale already, or in global memory, where a
+// row of work that does not exist is null.
 struct Queries {
     const float* rows[2];
     float scale;
@@ -104,8 +104,8 @@ __device__ __forceinline__ void query_fragments(unsigned (&a)[TERMS][4], const Q
     }
 }
 
-// Scores of the warp's rows with its share of the tile's keys, into `scores` [ROWS][SCORE_PITCH]. Each term of the queries has a chain of
-// its own over ascending k, which triples the products under way; the chains are added from the least.
+// Scores of the warp's rows with its share of the tile's keys, into `scores` [ROWS][SCORE_PITCH]. Each term of the queries has a chain
+// of its own over ascending k, which triples the products under way; the chains are added from the least.
 __device__ __forceinline__ void score_keys(float* scores, const Queries& queries, const unsigned short* keys, const Lane& at) {
     float sums[TERMS][WARP_KEYS / 8][4] = {};
     int first_key = at.column_warp * WARP_KEYS;
@@ -140,9 +140,10 @@ __device__ __forceinline__ void score_keys(float* scores, const Queries& queries
     }
 }
 
-// One softmax step of row h over the tile from position `first`: its scores become probabilities relative to the new m, as A fragments; a
-// position after the row's own has the probability 0. A tile wholly after it leaves m and l as they are and gives the factor 1.
-__device__ __forceinline__ float softmax_row(unsigned (&p)[KEY_TILE / STEP][TERMS][4], State& state, int h, const float* scores, int first, int position, const Lane& at) {
+// One softmax step of row h over the tile from position `first`: its scores become probabilities relative to the new m, as A fragments;
+// a position after the row's own has the probability 0. A tile wholly after it leaves m and l as they are and gives the factor 1.
+__device__ __forceinline__ float softmax_row(
+    unsigned (&p)[KEY_TILE / STEP][TERMS][4], State& state, int h, const float* scores, int first, int position, const Lane& at) {
     const float* row = scores + (at.row + at.group + 8 * h) * SCORE_PITCH;
     float s[KEY_TILE / 8][2];
     float largest = state.m[h];
@@ -180,7 +181,8 @@ __device__ __forceinline__ float softmax_row(unsigned (&p)[KEY_TILE / STEP][TERM
 
 // Softmax of the tile and its values: o = o * factor + Σ p v, the sum from zero over ascending keys, each step's terms from the least.
 // All warps of the same rows compute the same softmax, which is cheaper than to exchange it.
-__device__ __forceinline__ void attend_tile(State& state, const float* scores, const unsigned short* values, int first, const int (&positions)[2], const Lane& at) {
+__device__ __forceinline__ void attend_tile(
+    State& state, const float* scores, const unsigned short* values, int first, const int (&positions)[2], const Lane& at) {
     unsigned p[KEY_TILE / STEP][TERMS][4];
     float factors[2];
 #pragma unroll

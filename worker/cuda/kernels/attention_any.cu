@@ -115,7 +115,9 @@ __device__ __forceinline__ void attend(float* out, const float* query, const Rec
 
 // Grid (tiles, heads), 256 threads; k_dim and v_dim <= 1024. q [rows][heads][k_dim], out [rows][heads][v_dim]; head h reads kv head
 // h / (heads / kv_heads). A record holds the keys of all kv heads, then their values unless the value is in the key.
-extern "C" __global__ void __launch_bounds__(ANY_THREADS) attention_any(float* out, const float* q, const unsigned char* layer, const AttentionTile* tiles, const unsigned* blocks, int heads, int kv_heads, int k_dim, int v_dim, int value_in_key, int kv_f32, int block_tokens, int token_bytes, float scale) {
+extern "C" __global__ void __launch_bounds__(ANY_THREADS) attention_any(
+    float* out, const float* q, const unsigned char* layer, const AttentionTile* tiles, const unsigned* blocks, int heads, int kv_heads,
+    int k_dim, int v_dim, int value_in_key, int kv_f32, int block_tokens, int token_bytes, float scale) {
     __shared__ float query[MAX_DIM];
     AttentionTile tile = tiles[blockIdx.x];
     int head = blockIdx.y;

@@ -28,7 +28,8 @@ __device__ __forceinline__ void store_element(Element* to, float v) {
 }
 
 // Grid (rows, ceil((key_cols + value_cols) / 1024)), 256 threads. values may be null when value_cols is 0.
-extern "C" __global__ void kv_append(unsigned char* layer, const float* keys, const float* values, const long long* offsets, int rows, int key_cols, int value_cols) {
+extern "C" __global__ void kv_append(
+    unsigned char* layer, const float* keys, const float* values, const long long* offsets, int rows, int key_cols, int value_cols) {
     int row = blockIdx.x;
     if (row >= rows) return;
     Element* record = reinterpret_cast<Element*>(layer + offsets[row]);
@@ -61,14 +62,16 @@ __device__ __forceinline__ void copy_record(unsigned char* to, const unsigned ch
 }
 
 // Grid tokens, 128 threads: out [tokens][record_bytes] from the records.
-extern "C" __global__ void kv_gather(unsigned char* out, const unsigned char* layer, const long long* offsets, int tokens, int record_bytes) {
+extern "C" __global__ void kv_gather(
+    unsigned char* out, const unsigned char* layer, const long long* offsets, int tokens, int record_bytes) {
     int token = blockIdx.x;
     if (token >= tokens) return;
     copy_record(out + (long long)token * record_bytes, layer + offsets[token], record_bytes);
 }
 
 // Grid tokens, 128 threads: the inverse.
-extern "C" __global__ void kv_scatter(unsigned char* layer, const unsigned char* in, const long long* offsets, int tokens, int record_bytes) {
+extern "C" __global__ void kv_scatter(
+    unsigned char* layer, const unsigned char* in, const long long* offsets, int tokens, int record_bytes) {
     int token = blockIdx.x;
     if (token >= tokens) return;
     copy_record(layer + offsets[token], in + (long long)token * record_bytes, record_bytes);

@@ -144,13 +144,15 @@ __device__ __forceinline__ void project(float* out, const float* x, const Weight
 }
 
 // Grid (heads, ceil(rank / 64), ceil(rows / 32)), 128 threads: q_nope [rows][heads][nope] -> q_latent [rows][heads][rank].
-extern "C" __global__ void __launch_bounds__(MLA_THREADS, 4) mla_absorb(float* q_latent, const float* q_nope, Weight kv_b, int rows, int heads, int nope, int v, int rank) {
+extern "C" __global__ void __launch_bounds__(MLA_THREADS, 4) mla_absorb(
+    float* q_latent, const float* q_nope, Weight kv_b, int rows, int heads, int nope, int v, int rank) {
     MlaShape shape = {heads, (int)blockIdx.x, (int)blockIdx.x * (nope + v), nope, rank, rows};
     project<false>(q_latent, q_nope, kv_b, shape);
 }
 
 // Grid (heads, ceil(v / 64), ceil(rows / 32)), 128 threads: latent [rows][heads][rank] -> out [rows][heads][v].
-extern "C" __global__ void __launch_bounds__(MLA_THREADS, 4) mla_expand(float* out, const float* latent, Weight kv_b, int rows, int heads, int nope, int v, int rank) {
+extern "C" __global__ void __launch_bounds__(MLA_THREADS, 4) mla_expand(
+    float* out, const float* latent, Weight kv_b, int rows, int heads, int nope, int v, int rank) {
     MlaShape shape = {heads, (int)blockIdx.x, (int)blockIdx.x * (nope + v) + nope, rank, v, rows};
     project<true>(out, latent, kv_b, shape);
 }

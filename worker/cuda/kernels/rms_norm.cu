@@ -27,7 +27,8 @@ __device__ __forceinline__ float block_sum(float x) {
 // Normalises one group by `width` lanes, of which this is lane `lane`. With a residual, x is the delta: the residual takes their
 // sum, and the sum is what is normalised. Each lane reads in the second pass only columns that it wrote itself in the first.
 template <bool ADD>
-__device__ __forceinline__ void norm_group(float* y, float* residual, const float* x, const float* weight, float eps, int cols, int lane, int width) {
+__device__ __forceinline__ void norm_group(
+    float* y, float* residual, const float* x, const float* weight, float eps, int cols, int lane, int width) {
     const float* source = ADD ? residual : x;
     float squares = 0.0f;
     for (int c = 4 * lane; c < cols; c += 4 * width) {

@@ -8,7 +8,9 @@ constexpr int MAX_PAIRS = 512;
 
 // Grid (rows, ceil(heads / 8)), 256 threads; pairs <= 512. x [rows][heads][head_dim]: rotates the first 2 * pairs elements of each
 // head by position * inv_freq; a pair is (i, i + pairs), or (2i, 2i + 1) when interleaved.
-extern "C" __global__ void rope(float* x, const unsigned* positions, const float* inv_freq, float magnitude, int interleaved, int rows, int heads, int head_dim, int pairs) {
+extern "C" __global__ void rope(
+    float* x, const unsigned* positions, const float* inv_freq, float magnitude, int interleaved, int rows, int heads, int head_dim,
+    int pairs) {
     __shared__ float cosines[MAX_PAIRS];
     __shared__ float sines[MAX_PAIRS];
     int row = blockIdx.x;

@@ -114,7 +114,9 @@ __device__ __forceinline__ void take_best(unsigned (&ranks)[LANE_EXPERTS], unsig
 // Grid ceil(tokens / 4), 128 threads. logits [tokens][n_experts]; bias [n_experts] or null corrects the choice only; experts and
 // weights [tokens][top_k], ascending by expert. n_experts <= 512 is a multiple of groups <= 32, and
 // top_k <= 32 experts must stand in top_groups groups.
-extern "C" __global__ void route(const float* logits, const float* bias, unsigned* experts, float* weights, int tokens, int n_experts, int top_k, int groups, int top_groups, int sigmoid, int normalize, float scaling) {
+extern "C" __global__ void route(
+    const float* logits, const float* bias, unsigned* experts, float* weights, int tokens, int n_experts, int top_k, int groups,
+    int top_groups, int sigmoid, int normalize, float scaling) {
     __shared__ RouteScratch scratches[ROUTE_WARPS];
     int lane = threadIdx.x % 32;
     int token = blockIdx.x * ROUTE_WARPS + threadIdx.x / 32;

@@ -1,5 +1,6 @@
-// Choice of a token for each row of logits, as the engine's sampler defines it: bias, repetition, frequency and presence penalties, mask,
-// temperature, top_k, top_p among what is left, min_p, and the draw among the kept tokens in ascending order at the host's quantile.
+// Choice of a token for each row of logits, as the engine's sampler defines it: bias, repetition, frequency and presence penalties,
+// mask, temperature, top_k, top_p among what is left, min_p, and the draw among the kept tokens in ascending order at the host's
+// quantile.
 
 #include "sample.cuh"
 #include "select.cuh"
@@ -161,8 +162,9 @@ __device__ __forceinline__ int draw_in_range(const Weights& weights, const Range
     return last;
 }
 
-// Draws at the quantile: twice the range is cut into the warps' parts, and the part in which the running sum exceeds the target is taken; where
-// rounding leaves none, the last that holds a kept token, which is one whose sum is positive. Then one warp walks what is left.
+// Draws at the quantile: twice the range is cut into the warps' parts, and the part in which the running sum exceeds the target is
+// taken; where rounding leaves none, the last that holds a kept token, which is one whose sum is positive. Then one warp walks what is
+// left.
 __device__ __forceinline__ void draw(unsigned* token, SelectScratch& scratch, const Weights& weights, Key threshold, double quantile) {
     double target = quantile * sum_block(scratch, weights, threshold);
     double before = 0.0;
@@ -186,9 +188,12 @@ __device__ __forceinline__ void draw(unsigned* token, SelectScratch& scratch, co
     if (threadIdx.x == 0) *token = (unsigned)id;
 }
 
-// Grid rows, 512 threads; vocab <= 2^20. logits [rows][vocab] stay as they are; scratch [rows][vocab]. Row r's token goes to token[r] and fault[r] is 0;
-// fault[r] is 1 + the first token whose logit is no number, or -1 where the mask leaves no token, and token[r] is then 0.
-extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample(unsigned* token, int* fault, const float* logits, float* scratch, int vocab, const SampleRow* rows, const UsedToken* used, const TokenBias* biases, const unsigned* masks) {
+// Grid rows, 512 threads; vocab <= 2^20. logits [rows][vocab] stay as they are; scratch [rows][vocab]. Row r's token goes to token[r]
+// and fault[r] is 0; fault[r] is 1 + the first token whose logit is no number, or -1 where the mask leaves no token, and token[r] is
+// then 0.
+extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample(
+    unsigned* token, int* fault, const float* logits, float* scratch, int vocab, const SampleRow* rows, const UsedToken* used,
+    const TokenBias* biases, const unsigned* masks) {
     __shared__ SampleScratch shared;
     SampleRow row = rows[blockIdx.x];
     const float* raw = logits + (long long)blockIdx.x * vocab;

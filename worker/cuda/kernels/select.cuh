@@ -1,11 +1,11 @@
 // A block's searches over the weights of one row's tokens, for sample.cu.
 //
-// Tokens rank by their key: weight bits, then the complement of the id, so that all keys differ, a greater weight goes first and of equals
-// the lower id. A set of likeliest tokens is then "all keys from a threshold on", and a search finds the threshold digit by digit
+// Tokens rank by their key: weight bits, then the complement of the id, so that all keys differ, a greater weight goes first and of
+// equals the lower id. A set of likeliest tokens is then "all keys from a threshold on", and a search finds the threshold digit by digit
 // from the top, with one histogram of the keys that share the digits found so far.
 //
-// Each warp owns a range of ids and walks it in ascending order; sums are lanes' sums in ascending order, a fixed tree over the lanes, then
-// the warps in order. So every result is the same on every run.
+// Each warp owns a range of ids and walks it in ascending order; sums are lanes' sums in ascending order, a fixed tree over the lanes,
+// then the warps in order. So every result is the same on every run.
 #pragma once
 
 #include "common.cuh"
@@ -126,7 +126,8 @@ __device__ __forceinline__ unsigned count_block(SelectScratch& scratch, const We
 
 // Fills the histogram with the keys from `floor` on that equal `prefix` above the digit at `shift`.
 // Masses are left out where only the count matters.
-__device__ __forceinline__ void fill_histogram(Histogram& histogram, const Weights& weights, Key floor, Key prefix, int shift, int digit_bits, bool by_mass) {
+__device__ __forceinline__ void fill_histogram(
+    Histogram& histogram, const Weights& weights, Key floor, Key prefix, int shift, int digit_bits, bool by_mass) {
     for (int i = threadIdx.x; i < DIGITS; i += SAMPLE_THREADS) {
         histogram.counts[i] = 0;
         histogram.low[i] = 0;
@@ -199,8 +200,9 @@ __device__ __forceinline__ void choose_bin(SelectScratch& scratch, unsigned coun
     }
 }
 
-// The key at which, counted from the greatest down, `count` keys or `mass` of weight are reached, of those from `floor` on; the least of them
-// where neither is. A mass that is not finite is never reached. The search ends early when the bin in hand holds one key, or just the keys that are missing.
+// The key at which, counted from the greatest down, `count` keys or `mass` of weight are reached, of those from `floor` on; the least of
+// them where neither is. A mass that is not finite is never reached. The search ends early when the bin in hand holds one key, or just
+// the keys that are missing.
 __device__ __forceinline__ Key select_threshold(SelectScratch& scratch, const Weights& weights, Key floor, unsigned count, double mass) {
     if (threadIdx.x == 0) {
         scratch.count_before = 0;

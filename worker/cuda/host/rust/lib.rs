@@ -26,6 +26,12 @@ pub fn libraries() -> PathBuf {
     BUILT.get_or_init(build).clone()
 }
 
+/// Where kernels that the model compiled are kept: never among those of a real GPU, and with checks apart from those without.
+pub fn kernel_cache() -> PathBuf {
+    let checked = env::var_os("HEARTH_HOST_MODEL_CHECKS").is_none_or(|value| value != "0");
+    libraries().join(if checked { "checked" } else { "unchecked" })
+}
+
 /// Loads both libraries into this process, before its first call of the driver.
 ///
 /// # Panics

@@ -1,9 +1,9 @@
-// The callbacks of -fsanitize=thread: g++ calls one before every access of a kernel. This is the hot path of the model.
+// The callbacks of -fsanitize=thread: g++ calls one before every access of a kernel. They are the hot path of the model.
 #include "access.h"
 
 #include "device.h"
 #include "module.h"
-#include "race_clock.h"
+#include "races.h"
 
 namespace hearth {
 namespace {
@@ -11,29 +11,36 @@ namespace {
 Space global;             // of the device of the running launch
 const Module* module;     // whose kernel runs
 
-// Whether a read by `mine` needs nothing but, perhaps, to be noted: all bytes were written, by nobody else since the floor, and
-// nobody else's note would be lost.
+// Whether what `labels` tell is ordered before an access by `mine`, as far as it is told without looking at single bytes.
 template <bool SHARED, unsigned BYTES>
-inline bool read_quickly(Space& space, size_t offset, Label mine) {
-    Shadow& shadow = *space.shadow;
-    if (!shadow.written(offset, BYTES)) return false;
-    const Label floor = SHARED ? race_clock.barrier_floor() : race_clock.launch_floor();
-    const Label* writes = shadow.writes(offset);
-    Label* reads = shadow.reads(offset);
-    int foreign = 0, stale = 0, kept = 0, differs = 0;
+inline bool ordered_quickly(const Label* labels, const Fiber& fiber) {
+    const Label floor = SHARED ? race_clock.barrier_floor() : race_clock.launch_floor(), mine = fiber.label;
+    int recent = 0, differs = 0;
     for (unsigned i = 0; i < BYTES; i++) {
-        foreign |= (writes[i] >= floor) & (writes[i] != mine);
-        stale |= reads[i] != mine;
-        kept |= (reads[i] >= floor) & (reads[i] != mine);
+        recent |= (labels[i] >= floor) & (labels[i] != mine);
+        differs |= labels[i] ^ labels[0];
+    }
+    return !recent || (!differs && ordered(labels[0], SHARED, fiber));
+}
+
+// The quick checks are false when single bytes have to be looked at, and in every error.
+template <bool SHARED, unsigned BYTES>
+inline bool read_quickly(Space& space, size_t offset, const Fiber& fiber) {
+    Shadow& shadow = *space.shadow;
+    if (!shadow.written(offset, BYTES) || !ordered_quickly<SHARED, BYTES>(shadow.writes(offset), fiber)) return false;
+    Label* reads = shadow.reads(offset);
+    const Label floor = SHARED ? race_clock.barrier_floor() : race_clock.launch_floor(), mine = fiber.label;
+    int recent = 0, differs = 0;
+    for (unsigned i = 0; i < BYTES; i++) {
+        recent |= reads[i] >= floor;
         differs |= reads[i] ^ reads[0];
     }
-    if (foreign) return false;
-    if (!stale) return true;
-    if (!kept) {
-        for (unsigned i = 0; i < BYTES; i++) reads[i] = mine;
-        return true;
+    if (recent && differs) return false;
+    const Label sum = !recent || reads[0] == mine ? mine : add_read(reads[0], SHARED, fiber);
+    if (differs || sum != reads[0]) {
+        for (unsigned i = 0; i < BYTES; i++) reads[i] = sum;
     }
-    return !SHARED && differs == 0 && label_who(reads[0]) == GRID_SET && reads[0] >= floor;
+    return true;
 }
 
 inline bool in_bounds(const Space& space, const char* address, unsigned bytes) {
@@ -42,32 +49,25 @@ inline bool in_bounds(const Space& space, const char* address, unsigned bytes) {
     return shared_memory.in_array(address, bytes);
 }
 
-// The same for a write, which nobody else may have read either. Bytes that were written before need no look at their bounds.
+// Bytes that were written before need no look at their bounds.
 template <bool SHARED, unsigned BYTES>
-inline bool write_quickly(Space& space, size_t offset, Label mine) {
+inline bool write_quickly(Space& space, size_t offset, const Fiber& fiber) {
     Shadow& shadow = *space.shadow;
-    const Label floor = SHARED ? race_clock.barrier_floor() : race_clock.launch_floor();
     Label* writes = shadow.writes(offset);
-    const Label* reads = shadow.reads(offset);
+    if (!ordered_quickly<SHARED, BYTES>(writes, fiber) || !ordered_quickly<SHARED, BYTES>(shadow.reads(offset), fiber)) return false;
     if (!shadow.written(offset, BYTES)) {
         if (!in_bounds(space, space.base + offset, BYTES)) return false;
         shadow.set_written(offset, BYTES);
     }
-    int foreign = 0;
-    for (unsigned i = 0; i < BYTES; i++) {
-        foreign |= (writes[i] >= floor) & (writes[i] != mine);
-        foreign |= (reads[i] >= floor) & (reads[i] != mine);
-    }
-    if (foreign) return false;
-    for (unsigned i = 0; i < BYTES; i++) writes[i] = mine;
+    for (unsigned i = 0; i < BYTES; i++) writes[i] = fiber.label;
     return true;
 }
 
 template <Use USE, bool SHARED, unsigned BYTES>
 inline bool access_quickly(Space& space, const void* address, const Fiber& fiber) {
     size_t offset = space.offset(address);
-    if (USE == Use::READ) return read_quickly<SHARED, BYTES>(space, offset, fiber.label);
-    return write_quickly<SHARED, BYTES>(space, offset, fiber.label);
+    if (USE == Use::READ) return read_quickly<SHARED, BYTES>(space, offset, fiber);
+    return write_quickly<SHARED, BYTES>(space, offset, fiber);
 }
 
 bool on_stack(const void* address, const Fiber& fiber) {

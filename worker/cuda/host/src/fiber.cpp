@@ -76,7 +76,7 @@ Stacks::Stacks() {
         abort();
     }
     base_ = static_cast<char*>(memory);
-    for (unsigned thread = 0; thread < MAX_THREADS; thread++) mprotect(base_ + thread * STRIDE, PAGE, PROT_NONE);
+    for (unsigned thread = 0; thread < MAX_THREADS; thread++) mprotect(base_ + thread * STRIDE, GUARD, PROT_NONE);
 }
 
 void* Stacks::prepare(unsigned thread, void (*entry)()) const {

@@ -11,18 +11,18 @@ namespace hearth {
 
 constexpr unsigned MAX_THREADS = 1024;
 
-// One stack for each thread of the largest block, each with a guard page below: an overflow faults instead of spoiling a neighbour.
+// One stack for each thread of the largest block, each with a guard below: an overflow faults instead of spoiling a neighbour.
 class Stacks {
 public:
     Stacks();
-    char* low(unsigned thread) const { return base_ + thread * (size_t)STRIDE + PAGE; }
-    char* high(unsigned thread) const { return base_ + (thread + 1) * (size_t)STRIDE; }
+    char* low(unsigned thread) const { return base_ + thread * STRIDE + GUARD; }
+    char* high(unsigned thread) const { return base_ + (thread + 1) * STRIDE; }
     // A stack pointer that, switched to, starts `entry`, which must not return.
     void* prepare(unsigned thread, void (*entry)()) const;
 
 private:
-    static constexpr size_t PAGE = 4096;
-    static constexpr size_t STRIDE = 128 * 1024;
+    static constexpr size_t GUARD = 64 * 1024;      // the largest page that a system has
+    static constexpr size_t STRIDE = 192 * 1024;
     char* base_;
 };
 

@@ -1,5 +1,6 @@
 #include "module.h"
 
+#include <cxxabi.h>
 #include <dlfcn.h>
 #include <elf.h>
 #include <link.h>
@@ -8,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 #include "config.h"
@@ -17,24 +19,16 @@
 namespace hearth {
 namespace {
 
-// Reads a number from a mangled name.
-size_t mangled_length(const char*& name) {
-    size_t length = 0;
-    while (*name >= '0' && *name <= '9') length = length * 10 + (*name++ - '0');
-    return length;
-}
-
 // A static of a function is mangled _ZZ<function>E<name>; an extern "C" function is <length><name> there.
 SharedArray describe_symbol(const char* symbol, const ImageEntry* entries, uint32_t entry_count) {
     SharedArray array = {"", symbol, nullptr, 0};
-    const char* owner = symbol + 3;
-    size_t length = mangled_length(owner);
-    if (length == 0 || length >= strlen(owner) || owner[length] != 'E') return array;
-    const char* name = owner + length + 1;
-    size_t name_length = mangled_length(name);
-    array.name.assign(name, std::min(name_length, strlen(name)));
+    if (char* readable = abi::__cxa_demangle(symbol, nullptr, nullptr, nullptr)) {
+        array.name = readable;
+        free(readable);
+    }
     for (uint32_t i = 0; i < entry_count; i++) {
-        if (strlen(entries[i].name) == length && strncmp(entries[i].name, owner, length) == 0) array.owner = entries[i].name;
+        std::string start = format("_ZZ%zu%sE", strlen(entries[i].name), entries[i].name);
+        if (strncmp(symbol, start.c_str(), start.size()) == 0) array.owner = entries[i].name;
     }
     return array;
 }

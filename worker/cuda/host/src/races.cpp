@@ -1,10 +1,9 @@
-// Who may touch a byte after whom. An access is ordered after another when a barrier that both threads passed lies between them:
-// __syncthreads for a block, __syncwarp for a warp. Nothing orders blocks within a launch.
+#include "races.h"
+
 #include <algorithm>
 
 #include "access.h"
 #include "device.h"
-#include "race_clock.h"
 
 namespace hearth {
 namespace {
@@ -19,16 +18,6 @@ int warp_of(unsigned who) {
 
 bool in_earlier_block(Label label) { return label_time(label) < race_clock.block_start(); }
 
-bool ordered(Label before, bool is_shared, const Fiber& fiber) {
-    unsigned who = label_who(before);
-    if (who == PENDING) return false;
-    if (before < (is_shared ? race_clock.barrier_floor() : race_clock.launch_floor())) return true;
-    who &= ~ATOMIC;
-    if (who == GRID_SET || in_earlier_block(before)) return false;
-    if (before < race_clock.barrier_floor() || who == fiber.thread) return true;
-    return warp_of(who) == (int)fiber.warp() && label_time(before) < label_time(fiber.label);
-}
-
 // One label for accesses of which none is ordered before another.
 Label merge(Label a, Label b, bool is_shared) {
     uint32_t time = std::max(label_time(a), label_time(b));
@@ -39,9 +28,23 @@ Label merge(Label a, Label b, bool is_shared) {
     return make_label(time, WARP_SET + warp);
 }
 
-void note_read(Label& read, bool is_shared, const Fiber& fiber) {
-    read = ordered(read, is_shared, fiber) ? fiber.label : merge(read, fiber.label, is_shared);
+}  // namespace
+
+bool ordered(Label before, bool is_shared, const Fiber& fiber) {
+    unsigned who = label_who(before);
+    if (who == PENDING) return false;
+    if (before < (is_shared ? race_clock.barrier_floor() : race_clock.launch_floor())) return true;
+    who &= ~ATOMIC;
+    if (who == GRID_SET || in_earlier_block(before)) return false;
+    if (before < race_clock.barrier_floor() || who == fiber.thread) return true;
+    return warp_of(who) == (int)fiber.warp() && label_time(before) < label_time(fiber.label);
 }
+
+Label add_read(Label reads, bool is_shared, const Fiber& fiber) {
+    return ordered(reads, is_shared, fiber) ? fiber.label : merge(reads, fiber.label, is_shared);
+}
+
+namespace {
 
 void note_atomic(Label& write, bool is_shared, const Fiber& fiber) {
     Label sum = ordered(write, is_shared, fiber) ? fiber.label : merge(write, fiber.label, is_shared);
@@ -54,7 +57,10 @@ void check_byte(Space& space, bool is_shared, size_t offset, const Access& acces
     size_t byte = space.base + offset - access.address;
     bool among_atomics = access.use == Use::ATOMIC && label_who(write) != PENDING && (label_who(write) & ATOMIC) != 0;
     if (!among_atomics && !ordered(write, is_shared, access.fiber)) fail_race(access, is_shared, byte, write, true);
-    if (access.use == Use::READ) return note_read(read, is_shared, access.fiber);
+    if (access.use == Use::READ) {
+        read = add_read(read, is_shared, access.fiber);
+        return;
+    }
     if (!ordered(read, is_shared, access.fiber)) fail_race(access, is_shared, byte, read, false);
     if (access.use == Use::ATOMIC) return note_atomic(write, is_shared, access.fiber);
     write = access.use == Use::WRITE ? access.fiber.label : PENDING_LABEL;

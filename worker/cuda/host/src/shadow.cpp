@@ -29,7 +29,6 @@ Shadow::Shadow(size_t bytes) : bytes_(bytes) {
     if (bytes == 0) return;
     written_ = static_cast<uint8_t*>(reserve(bitmap_bytes(bytes)));
     labels_ = static_cast<Label*>(reserve(label_bytes(bytes)));
-    madvise(labels_, label_bytes(bytes), MADV_HUGEPAGE);
 }
 
 Shadow::~Shadow() {

@@ -35,10 +35,13 @@ impl CudaBackend {
         }
         let terms = self.terms(x, weight.dtype)?;
         let bias = bias.map_or(0, |b| b.data.address());
-        if x.rows <= DECODE_ROWS {
+        if terms.scales.is_some() && self.has_wgmma() {
+            self.launch_wgmma(y.shape(), tiled_args(&y, &terms, weight, bias))?;
+        } else if x.rows <= DECODE_ROWS {
             self.decode(&y, &terms, weight, bias)?;
         } else {
-            self.tiled(&y, &terms, weight, bias)?;
+            let args = tiled_args(&y, &terms, weight, bias);
+            self.launch_tiled(y.shape(), weight.dtype, args)?;
         }
         Ok(y)
     }
@@ -85,20 +88,6 @@ impl CudaBackend {
             .with(splits as i32);
         let blocks = y.elements().div_ceil(256).min(4096);
         self.launch(Kernel::new(&variant, "linear_fold"), [blocks, 1, 1], args)
-    }
-
-    fn tiled(
-        &self,
-        y: &CudaTensor,
-        terms: &Terms,
-        weight: &WeightData,
-        bias: u64,
-    ) -> Result<(), KernelError> {
-        let args = tiled_args(y, terms, weight, bias);
-        if terms.scales.is_some() && self.has_equal_wgmma() {
-            return self.launch_wgmma(y.shape(), args);
-        }
-        self.launch_tiled(y.shape(), weight.dtype, args)
     }
 
     /// The `mma.sync` kernel for any number of rows.

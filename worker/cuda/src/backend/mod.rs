@@ -70,7 +70,7 @@ pub struct CudaBackend {
     uploader: Uploader,
     device: Arc<Device>,
     activations: Activations,
-    /// Whether wgmma gives the bits of `mma.sync` on this GPU, once that was tried.
+    /// Whether FP8 products go by wgmma, once that was tried.
     wgmma: OnceLock<bool>,
 }
 

@@ -32,7 +32,8 @@ impl Backend for CudaBackend {
 
     fn numerics(&self) -> String {
         let architecture = self.device.info.architecture();
-        format!("cuda {architecture} {:?}", self.activations)
+        let wgmma = if self.has_wgmma() { " wgmma" } else { "" };
+        format!("cuda {architecture} {:?}{wgmma}", self.activations)
     }
 
     fn read_bandwidth_gbps(&self, bytes: usize) -> Result<f64, KernelError> {

@@ -117,32 +117,25 @@ impl Modules {
         }
     }
 
+    /// From the cache where it has the variant and the driver takes it; else compiled and kept.
     fn load(&self, variant: &Variant) -> Result<Module, KernelError> {
         let architecture = self.device.info.architecture();
         let key = variant.cache_key(&architecture);
-        let cubin = match self.cache.read(&key) {
-            Some(cubin) => cubin,
-            None => {
-                let compiler = self
-                    .compiler
-                    .get_or_init(|| Compiler::new(&architecture).map_err(|e| text(&e)));
-                let cubin = compiler.as_ref().map_err(fault)?.compile(variant)?;
-                if let Err(error) = self.cache.write(&key, &cubin) {
-                    tracing::warn!(%error, "a compiled kernel is not kept");
-                }
-                cubin
-            }
-        };
         self.device.bind()?;
-        let mut raw = std::ptr::null_mut();
-        // SAFETY: a context is current; the image is whole, as its hash says or the compiler just made it.
-        check("cuModuleLoadData", unsafe {
-            sys::cuModuleLoadData(&raw mut raw, cubin.as_ptr().cast())
-        })?;
-        Ok(Module {
-            raw,
-            functions: Mutex::default(),
-        })
+        if let Some(cubin) = self.cache.read(&key) {
+            match load_image(&cubin) {
+                Ok(module) => return Ok(module),
+                Err(error) => tracing::warn!(%error, key, "a kept kernel is compiled again"),
+            }
+        }
+        let compiler = self
+            .compiler
+            .get_or_init(|| Compiler::new(&architecture).map_err(|e| text(&e)));
+        let cubin = compiler.as_ref().map_err(fault)?.compile(variant)?;
+        if let Err(error) = self.cache.write(&key, &cubin) {
+            tracing::warn!(%error, "a compiled kernel is not kept");
+        }
+        load_image(&cubin)
     }
 
     fn entry(
@@ -174,6 +167,19 @@ impl Modules {
         }
         Ok(Function(raw))
     }
+}
+
+/// Hands an image to the driver. A context is current.
+fn load_image(cubin: &[u8]) -> Result<Module, KernelError> {
+    let mut raw = std::ptr::null_mut();
+    // SAFETY: the image is whole, as its hash says or the compiler just made it; the out-pointer is valid.
+    check("cuModuleLoadData", unsafe {
+        sys::cuModuleLoadData(&raw mut raw, cubin.as_ptr().cast())
+    })?;
+    Ok(Module {
+        raw,
+        functions: Mutex::default(),
+    })
 }
 
 /// An error that several will see.

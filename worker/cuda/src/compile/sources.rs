@@ -177,8 +177,9 @@ pub fn all_variants() -> Vec<Variant> {
     out
 }
 
-/// Shared memory of a block on every GPU since compute capability 8.6; shapes are chosen for it, so that all GPUs run the same ones.
-const SHARED_BYTES: i64 = 99 << 10;
+/// Dynamic shared memory of a block on every GPU since compute capability 8.6, beside 1 KiB of static; shapes are chosen for it, so that
+/// all GPUs run the same ones.
+const SHARED_BYTES: i64 = 98 << 10;
 
 /// How attention of one shape is compiled and launched (the head of attention.cu).
 pub(crate) struct AttentionShape {

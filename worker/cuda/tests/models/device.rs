@@ -18,14 +18,17 @@ pub(crate) fn gpu() -> Arc<CudaBackend> {
 }
 
 pub(crate) fn gpu_with(activations: Activations) -> Arc<CudaBackend> {
-    if std::env::var_os("HEARTH_TEST_GPU").is_none() {
+    let kernels = if std::env::var_os("HEARTH_TEST_GPU").is_none() {
         hearth_cuda_host::install();
-    }
-    let home = PathBuf::from(std::env::var_os("HOME").unwrap());
+        hearth_cuda_host::kernel_cache()
+    } else {
+        let home = PathBuf::from(std::env::var_os("HOME").unwrap());
+        home.join(".cache/hearth/kernels")
+    };
     let options = CudaOptions {
         activations,
         budget_bytes: Some(256 << 20),
-        kernel_cache: vec![home.join(".cache/hearth/kernels")],
+        kernel_cache: vec![kernels],
         ..CudaOptions::default()
     };
     Arc::new(CudaBackend::new(options).unwrap())

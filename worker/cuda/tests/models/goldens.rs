@@ -11,8 +11,8 @@ use crate::support::checkpoints;
 
 /// What the project allows fast kernels with a BF16 cache; exact activations and an F32 cache stay far below.
 const FAST_ERROR_STDS: f32 = 2e-2;
-/// Exact activations and cache: only the order of sums differs from the reference.
-const EXACT_ERROR_STDS: f32 = 5e-4;
+/// Exact activations and cache: only the order of sums differs from the reference, and the bound is that of the CPU's scalar kernels.
+const EXACT_ERROR_STDS: f32 = 5e-5;
 /// Where the best token leads by more, it must be the same.
 const CLEAR_LEAD_STDS: f32 = 0.1;
 const BLOCK_TOKENS: usize = 16;
@@ -92,7 +92,7 @@ fn logits_of_every_architecture_hold() {
             let golden = Golden::load(&dir);
             let mut runner = Runner::new(model(&dir, gpu.clone()), dtype, golden.tokens.len());
             let got = runner.step(&golden.tokens);
-            let error = worst_error(&got, &golden, true);
+            let error = worst_error(&got, &golden);
             println!(
                 "{:24} {dtype:?} cache: worst error {error:.6} standard deviations",
                 name(&dir)
@@ -130,22 +130,25 @@ fn continuations_of_every_architecture_hold_and_decode_goes_by_graphs() {
     );
 }
 
-/// Rounded activations are allowed to differ; how far they do is told, and that they compute the same model.
+/// Rounded activations are allowed to differ: a router's near tie falls the other way and an expert is another. On the whole they compute the
+/// same model, and how far they differ is told.
 #[test]
 fn rounded_activations_stay_near() {
-    for (activations, bound) in [(Activations::Bf16, 0.15), (Activations::Fp8, 0.9)] {
+    for (activations, bound) in [(Activations::Bf16, 0.02), (Activations::Fp8, 0.4)] {
         let gpu = gpu_with(activations);
         let fp8 = checkpoints()
             .into_iter()
             .filter(|dir| name(dir).ends_with("fp8"));
         for dir in fp8 {
             let golden = Golden::load(&dir);
-            let mut runner =
-                Runner::new(model(&dir, gpu.clone()), KvDType::Bf16, golden.tokens.len());
-            let got = runner.step(&golden.tokens);
-            let error = worst_error(&got, &golden, false);
+            let tokens = golden.tokens.len();
+            let mut runner = Runner::new(model(&dir, gpu.clone()), KvDType::Bf16, tokens);
+            let got = runner.step(&golden.tokens).concat();
+            let square = |(g, w): (&f32, &f32)| (g - w) * (g - w);
+            let mean = got.iter().zip(&golden.logits).map(square).sum::<f32>() / got.len() as f32;
+            let error = mean.sqrt() / std(&golden.logits);
             println!(
-                "{:24} {activations:?} activations: worst error {error:.4} standard deviations",
+                "{:24} {activations:?} activations: off by {error:.4} standard deviations",
                 name(&dir)
             );
             assert!(error <= bound, "{}: off by {error}", name(&dir));
@@ -153,8 +156,8 @@ fn rounded_activations_stay_near() {
     }
 }
 
-/// Largest error at any position in standard deviations; with `checks_best`, asserts the best token where it leads clearly.
-fn worst_error(got: &[Vec<f32>], golden: &Golden, checks_best: bool) -> f32 {
+/// Largest error at any position in standard deviations; asserts the best token where it leads clearly.
+fn worst_error(got: &[Vec<f32>], golden: &Golden) -> f32 {
     let vocab = golden.logits.len() / golden.tokens.len();
     let mut worst = 0.0_f32;
     for (got, want) in got.iter().zip(golden.logits.chunks(vocab)) {
@@ -162,7 +165,7 @@ fn worst_error(got: &[Vec<f32>], golden: &Golden, checks_best: bool) -> f32 {
         let spread = std(want);
         let differences = got.iter().zip(want).map(|(g, w)| (g - w).abs());
         worst = worst.max(differences.fold(0.0, f32::max) / spread);
-        if checks_best && lead(want) > CLEAR_LEAD_STDS * spread {
+        if lead(want) > CLEAR_LEAD_STDS * spread {
             assert_eq!(argmax(got), argmax(want));
         }
     }

@@ -106,7 +106,7 @@ fn silu_agrees_with_the_reference_over_its_whole_range() {
         &[1.0, 1.0, f32::NAN, 1.0],
     );
     assert!(got[0].is_nan() && got[1] == f32::INFINITY && got[2].is_nan());
-    // The reference has no number either: -inf * 0.
+    // The reference has no number either: -inf / inf.
     let mut special = [0.0];
     reference::silu_mul(&[f32::NEG_INFINITY], &[1.0], &mut special);
     assert!(same_bits(&got[3..], &special), "{} {}", got[3], special[0]);

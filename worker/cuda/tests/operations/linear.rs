@@ -50,7 +50,14 @@ fn linear_agrees_with_the_reference_over_odd_shapes() {
     on_all_activations(|gpu| {
         let mut rng = Rng(1);
         for &dtype in dtypes(gpu) {
-            for (outputs, cols) in [(5, 1), (130, 7), (40, 127), (129, 129), (20, 640), (133, 700)] {
+            for (outputs, cols) in [
+                (5, 1),
+                (130, 7),
+                (40, 127),
+                (129, 129),
+                (20, 640),
+                (133, 700),
+            ] {
                 let w = random_matrix(&mut rng, outputs, cols, dtype);
                 for rows in [1, 3, 8, 9, 65] {
                     let x = rng.normals(rows * cols);
@@ -112,7 +119,12 @@ fn bias_is_added_last() {
                 .download(&plain)
                 .unwrap()
                 .chunks(outputs)
-                .flat_map(|row| row.iter().zip(&bias).map(|(y, b)| y + b).collect::<Vec<_>>())
+                .flat_map(|row| {
+                    row.iter()
+                        .zip(&bias)
+                        .map(|(y, b)| y + b)
+                        .collect::<Vec<_>>()
+                })
                 .collect();
             assert_same_bits(&gpu.download(&biased).unwrap(), &want, "bias");
         }

@@ -83,8 +83,16 @@ fn what_was_split_once_follows_a_tensor_that_changes() {
         let after = gpu.linear(&x, &weight, None).unwrap();
         let sum: Vec<f32> = a.iter().zip(&b).map(|(a, b)| a + b).collect();
         let what = what(gpu, &w, 3);
-        assert_same_bits(&gpu.download(&before).unwrap(), &linear(gpu, &a, 3, &w), &what);
-        assert_same_bits(&gpu.download(&after).unwrap(), &linear(gpu, &sum, 3, &w), &what);
+        assert_same_bits(
+            &gpu.download(&before).unwrap(),
+            &linear(gpu, &a, 3, &w),
+            &what,
+        );
+        assert_same_bits(
+            &gpu.download(&after).unwrap(),
+            &linear(gpu, &sum, 3, &w),
+            &what,
+        );
     });
 }
 

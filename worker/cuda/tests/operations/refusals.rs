@@ -101,7 +101,10 @@ fn products<B: Backend>(backend: &B, answers: &mut Answers) {
         weights: &[1.0, 1.0],
     };
     for bad in [
-        ExpertCall { gate: &down, ..good },
+        ExpertCall {
+            gate: &down,
+            ..good
+        },
         ExpertCall { down: &w, ..good },
         ExpertCall {
             rows: &[0, 2],
@@ -204,7 +207,10 @@ fn what_only_the_gpu_cannot_take_is_refused_by_name() {
     let text = |result: Result<_, KernelError>| result.err().unwrap().to_string();
     let logits = gpu.zeros(1, 1024).unwrap();
     let error = text(gpu.route(&logits, None, ROUTER).map(drop));
-    assert!(error.starts_with("route: 2 of 1024 experts in 1 groups: "), "{error}");
+    assert!(
+        error.starts_with("route: 2 of 1024 experts in 1 groups: "),
+        "{error}"
+    );
 
     let layout = KvLayout {
         kv_heads: 1,
@@ -224,7 +230,10 @@ fn what_only_the_gpu_cannot_take_is_refused_by_name() {
         scale: 1.0,
     };
     let error = text(gpu.attention(&q, &kv, 0, &[span], spec).map(drop));
-    assert!(error.starts_with("attention: heads of up to 1024 elements"), "{error}");
+    assert!(
+        error.starts_with("attention: heads of up to 1024 elements"),
+        "{error}"
+    );
 
     let mut x = gpu.zeros(1, 1028).unwrap();
     let table = RopeTable {
@@ -246,5 +255,8 @@ fn what_only_the_gpu_cannot_take_is_refused_by_name() {
     };
     let (mut out, x) = (gpu.zeros(1, 2).unwrap(), gpu.zeros(1, 2).unwrap());
     let error = text(gpu.experts(&mut out, &x, &[call]));
-    assert!(error.starts_with("experts: gate is F32 and up BF16"), "{error}");
+    assert!(
+        error.starts_with("experts: gate is F32 and up BF16"),
+        "{error}"
+    );
 }

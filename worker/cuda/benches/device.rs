@@ -217,7 +217,8 @@ fn attention(gpu: &CudaBackend) {
             let kv = gpu.kv_alloc(layout, context / 64).unwrap();
             let blocks: Vec<BlockId> = (0..context as u32 / 64).map(BlockId).collect();
             let spec = AttentionSpec { heads, scale: 0.1 };
-            for (what, rows) in [("prompt", 2048), ("one token", 1)] {
+            let prompt = if value_in_key { 2048 } else { context };
+            for (what, rows) in [("whole prompt", prompt), ("one token", 1)] {
                 let q = tensor(gpu, rows, heads * k_dim);
                 let span = Span {
                     first_row: 0,

@@ -38,7 +38,7 @@ Config read() {
 bool checks_wanted() { return text("HEARTH_HOST_MODEL_CHECKS", "1") != "0"; }
 
 const Config& config() {
-    static const Config c = read();
+    static const auto& c = *new Config(read());
     return c;
 }
 

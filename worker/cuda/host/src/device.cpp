@@ -1,12 +1,15 @@
 #include "device.h"
 
+#include <atomic>
+
 #include "config.h"
 
 namespace hearth {
 namespace {
 
-std::vector<std::unique_ptr<Device>> devices;
-bool is_initialised = false;
+// Never destroyed, as nothing here that the driver's entries use: threads may still call them while the process exits.
+std::vector<Device*>& devices = *new std::vector<Device*>;
+std::atomic<bool> is_initialised = false;
 
 }  // namespace
 
@@ -26,13 +29,13 @@ unsigned Device::multiprocessor_shared_bytes() const {
 // One KiB of each block is the system's.
 unsigned Device::opt_in_shared_bytes() const { return multiprocessor_shared_bytes() - 1024; }
 
-Device* device(int ordinal) { return ordinal >= 0 && (size_t)ordinal < devices.size() ? devices[ordinal].get() : nullptr; }
+Device* device(int ordinal) { return ordinal >= 0 && (size_t)ordinal < devices.size() ? devices[ordinal] : nullptr; }
 
 bool initialised() { return is_initialised; }
 
 void initialise() {
+    while (devices.size() < (size_t)config().devices) devices.push_back(new Device((int)devices.size()));
     is_initialised = true;
-    while (devices.size() < (size_t)config().devices) devices.emplace_back(new Device((int)devices.size()));
 }
 
 Device*& current_device() {
@@ -41,7 +44,7 @@ Device*& current_device() {
 }
 
 std::recursive_mutex& driver_mutex() {
-    static std::recursive_mutex mutex;
+    static auto& mutex = *new std::recursive_mutex;
     return mutex;
 }
 

@@ -25,7 +25,7 @@ void thread_main() {
 }  // namespace
 
 Executor& executor() {
-    static Executor e;
+    static auto& e = *new Executor;
     return e;
 }
 

@@ -61,7 +61,7 @@ char* DeviceMemory::find_gap(size_t bytes) {
             offset = next->first + round_up(next->second) + GRANULE;
         }
         if (offset + bytes <= reserved_bytes_) return base_ + offset;
-        cursor_ = GRANULE;
+        cursor_ = 0;
     }
     return nullptr;
 }
@@ -171,7 +171,7 @@ const HostRange* HostMemory::find(const void* address, size_t bytes) const {
 }
 
 HostMemory& host_memory() {
-    static HostMemory memory;
+    static auto& memory = *new HostMemory;
     return memory;
 }
 

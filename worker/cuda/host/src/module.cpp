@@ -97,8 +97,14 @@ CUresult add_function(Module& module, const char* name) {
     for (unsigned i = 0; parameter(i) != 0; i++) function->parameter_bytes.push_back(parameter(i));
     function->max_threads = bounds();
     function->static_shared_bytes = 0;
+    unsigned own_bytes = 0;
     for (const SharedArray& array : module.shared) {
+        if (array.owner == name) own_bytes += array.bytes;
         if (array.owner.empty() || array.owner == name) function->static_shared_bytes += array.bytes;
+    }
+    if (own_bytes > SHARED_BYTES) {
+        fprintf(stderr, "host model: kernel %s has %u bytes of static shared memory, more than %u\n", name, own_bytes, SHARED_BYTES);
+        return CUDA_ERROR_INVALID_IMAGE;
     }
     function->max_dynamic_shared_bytes = SHARED_BYTES - std::min(SHARED_BYTES, function->static_shared_bytes);
     module.functions[name] = std::move(function);

@@ -4,7 +4,7 @@
 
 namespace hearth {
 
-RaceClock race_clock;
+RaceClock& race_clock = *new RaceClock;
 
 void RaceClock::begin_launch() {
     launch_floor_ = make_label(++now_, 0);

@@ -35,6 +35,6 @@ private:
     std::vector<uint32_t> block_starts_;
 };
 
-extern RaceClock race_clock;
+extern RaceClock& race_clock;
 
 }  // namespace hearth

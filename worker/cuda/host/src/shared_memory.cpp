@@ -16,7 +16,7 @@ constexpr size_t MAX_DYNAMIC_BYTES = 256 * 1024;    // more than any device has
 
 }  // namespace
 
-SharedMemory shared_memory;
+SharedMemory& shared_memory = *new SharedMemory;
 
 SharedMemory::SharedMemory() {
     void* memory = mmap(nullptr, MAX_DYNAMIC_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

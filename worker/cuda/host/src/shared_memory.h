@@ -41,6 +41,6 @@ private:
     std::unique_ptr<Shadow> dynamic_shadow_;
 };
 
-extern SharedMemory shared_memory;
+extern SharedMemory& shared_memory;
 
 }  // namespace hearth

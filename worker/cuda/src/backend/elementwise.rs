@@ -11,10 +11,10 @@ use crate::queue::{Args, Command};
 
 /// Columns of a block where a thread takes four.
 const QUAD_COLS: usize = 1024;
+/// Pairs of a head that rope.cu rotates.
+const MOST_PAIRS: usize = 512;
 /// Columns up to which a norm is a warp's work.
 const WARP_NORM_COLS: usize = 256;
-/// Pairs of a head that rope.cu rotates (`MAX_PAIRS`).
-const MOST_PAIRS: usize = 512;
 
 impl CudaBackend {
     /// Begins a forward pass: it is the first operation of each.

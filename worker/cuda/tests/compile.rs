@@ -1,0 +1,163 @@
+//! NVIDIA's compiler takes every kernel for every supported generation of GPUs, and none of them spills registers.
+
+#![allow(clippy::unwrap_used)] // a test that cannot set itself up has failed
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+use hearth_cuda::{Variant, all_variants, compile_one};
+
+const ARCHITECTURES: [&str; 4] = ["sm_80", "sm_89", "sm_90a", "sm_120a"];
+/// The most that a thread can have.
+const MOST_REGISTERS: u32 = 255;
+
+/// What the assembler said of one kernel file.
+struct Compiled {
+    architecture: &'static str,
+    registers: u32,
+    seconds: f64,
+    faults: Vec<String>,
+}
+
+#[test]
+fn every_kernel_compiles_for_every_architecture_without_spills() {
+    hearth_cuda_host::load(&nvrtc());
+    let variants = all_variants();
+    let jobs: Vec<(&Variant, &'static str)> = variants
+        .iter()
+        .flat_map(|variant| ARCHITECTURES.map(|architecture| (variant, architecture)))
+        .filter(|(variant, architecture)| variant.runs_on(architecture))
+        .collect();
+    let (next, done) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(|| {
+                while let Some((variant, architecture)) =
+                    jobs.get(next.fetch_add(1, Ordering::Relaxed))
+                {
+                    let compiled = compile(variant, architecture);
+                    done.lock().unwrap().push(compiled);
+                }
+            });
+        }
+    });
+    let done = done.into_inner().unwrap();
+    assert_eq!(done.len(), jobs.len(), "a compilation panicked");
+    for architecture in ARCHITECTURES {
+        report(&done, architecture);
+    }
+    say(
+        "SKIPPED: gemm_fp8_sm90 compiled only; its results wait for a GPU of compute capability 9.0",
+    );
+    let faults: Vec<&str> = done
+        .iter()
+        .flat_map(|compiled| &compiled.faults)
+        .map(String::as_str)
+        .collect();
+    assert!(faults.is_empty(), "{}", faults.join("\n"));
+}
+
+fn compile(variant: &Variant, architecture: &'static str) -> Compiled {
+    let began = Instant::now();
+    let name = format!("{} {:?} for {architecture}", variant.file, variant.defines);
+    let mut compiled = Compiled {
+        architecture,
+        registers: 0,
+        seconds: 0.0,
+        faults: Vec::new(),
+    };
+    match compile_one(variant, architecture) {
+        Ok((cubin, log)) => {
+            let (registers, spilled) = (registers(&log), spilled_bytes(&log));
+            compiled.registers = registers;
+            // Registers are told once for each entry point: a log without them is one that this test does not understand.
+            if cubin.is_empty() || registers == 0 || registers > MOST_REGISTERS {
+                compiled
+                    .faults
+                    .push(format!("{name}: {registers} registers\n{log}"));
+            }
+            if spilled > 0 {
+                compiled
+                    .faults
+                    .push(format!("{name} spills {spilled} bytes\n{log}"));
+            }
+        }
+        Err(error) => compiled.faults.push(format!("{name}: {error}")),
+    }
+    compiled.seconds = began.elapsed().as_secs_f64();
+    compiled
+}
+
+/// The most that an entry point of this log uses: `Used 170 registers`.
+fn registers(log: &str) -> u32 {
+    let uses = log.split("Used ").skip(1);
+    uses.filter_map(|rest| rest.split_once(" registers")?.0.parse().ok())
+        .max()
+        .unwrap_or(0)
+}
+
+/// The sum over entry points: `0 bytes spill stores, 0 bytes spill loads`.
+fn spilled_bytes(log: &str) -> u64 {
+    log.match_indices(" bytes spill")
+        .filter_map(|(at, _)| {
+            log[..at]
+                .rsplit([' ', '\n', ','])
+                .next()?
+                .parse::<u64>()
+                .ok()
+        })
+        .sum()
+}
+
+#[test]
+fn the_assembler_s_log_is_understood() {
+    let log = "ptxas         .     0 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads\n\
+        ptxas info    : Used 170 registers, used 1 barriers\n\
+        ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n\
+        ptxas info    : Used 38 registers";
+    assert_eq!((registers(log), spilled_bytes(log)), (170, 20));
+    assert_eq!((registers(""), spilled_bytes("")), (0, 0));
+}
+
+/// One line for an architecture.
+fn report(done: &[Compiled], architecture: &str) {
+    let of_it: Vec<&Compiled> = done
+        .iter()
+        .filter(|compiled| compiled.architecture == architecture)
+        .collect();
+    let seconds: f64 = of_it.iter().map(|compiled| compiled.seconds).sum();
+    let registers = of_it.iter().map(|compiled| compiled.registers).max();
+    say(&format!(
+        "{architecture}: {} kernel files compiled in {seconds:.0} s of CPU time, {} registers at most",
+        of_it.len(),
+        registers.unwrap_or(0)
+    ));
+}
+
+/// Says it also where the test's own output is not shown.
+fn say(line: &str) {
+    // A closed stderr is no reason to fail.
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
+/// NVRTC of the PyPI wheel that `make test` installs.
+fn nvrtc() -> PathBuf {
+    let home = std::env::var_os("HOME").map_or_else(|| "/tmp".into(), PathBuf::from);
+    let cache =
+        std::env::var_os("HEARTH_CACHE").map_or_else(|| home.join(".cache/hearth"), PathBuf::from);
+    let wheel = Path::new("site-packages/nvidia/cuda_nvrtc/lib/libnvrtc.so.12");
+    let python = std::fs::read_dir(cache.join("py/lib"))
+        .into_iter()
+        .flatten()
+        .filter_map(|entry| Some(entry.ok()?.path().join(wheel)))
+        .find(|library| library.exists());
+    python.unwrap_or_else(|| {
+        panic!(
+            "NVRTC is not under {}: run `make test`, whose bootstrap installs it",
+            cache.join("py").display()
+        )
+    })
+}

@@ -72,8 +72,8 @@ images: ## The container images of both programs, as archives in target/images
 	@scripts/bootstrap.sh images
 	@cargo build --profile image-operator --bin hearth
 	@cargo build --profile image --bin hearth-worker
-	@LD_LIBRARY_PATH=$$(echo $(HEARTH_CACHE)/py/lib/python3*/site-packages/nvidia/cuda_nvrtc/lib) \
-		$(TARGET_DIR)/image/hearth-worker cuda-compile --arch $(GPU_ARCHITECTURES) --out $(TARGET_DIR)/images/kernels
+	@$(TARGET_DIR)/image/hearth-worker cuda-compile --arch $(GPU_ARCHITECTURES) --out $(TARGET_DIR)/images/kernels \
+		--nvrtc $$(echo $(HEARTH_CACHE)/py/lib/python3*/site-packages/nvidia/cuda_nvrtc/lib)
 	@cargo run -q -p hearth-tests --bin hearth-images -- $(TARGET_DIR)/image-operator/hearth \
 		$(TARGET_DIR)/image/hearth-worker $(TARGET_DIR)/images/kernels $(TARGET_DIR)/images $(REGISTRY)
 

@@ -58,6 +58,16 @@ if command -v rustup >/dev/null && ! cargo --version >/dev/null 2>&1; then
     rustup toolchain install >&2
 fi
 
+# A machine with a GPU compiles its kernels at first use: NVRTC is taken from PyPI where the system has none.
+if [ "$goal" != cluster ] && [ ! -e "$cache/nvrtc" ] && ldconfig -p 2>/dev/null | grep -q 'libcuda\.so\.1' &&
+    ! ldconfig -p | grep -q 'libnvrtc\.so\.12' && python3 -c 'import venv, ensurepip' 2>/dev/null; then
+    say "installing NVRTC for this machine's GPU"
+    python3 -m venv "$cache/nvrtc-py"
+    "$cache/nvrtc-py/bin/pip" install -q --disable-pip-version-check \
+        "$(grep '^nvidia-cuda-nvrtc' tests/python/requirements.txt)" >&2
+    ln -s "$(echo "$cache"/nvrtc-py/lib/python3*/site-packages/nvidia/cuda_nvrtc/lib)" "$cache/nvrtc"
+fi
+
 if [ "$goal" != build ] && [ "$goal" != cluster ]; then
     stamp="$cache/py/.requirements"
     if ! cmp -s tests/python/requirements.txt "$stamp"; then

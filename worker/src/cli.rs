@@ -147,13 +147,13 @@ pub(crate) struct GpuArgs {
     /// Directory with kernels that were compiled ahead
     #[arg(long, value_name = "DIR", env = "HEARTH_KERNELS", hide = true)]
     kernels: Option<PathBuf>,
+    #[command(flatten)]
+    nvrtc: NvrtcArgs,
 }
 
 impl GpuArgs {
     /// The options for a GPU.
     pub(crate) fn options(&self, uuid: Option<String>, budget_bytes: Option<u64>) -> GpuOptions {
-        let home = std::env::var_os("HOME").filter(|home| !home.is_empty());
-        let default = home.map(|home| PathBuf::from(home).join(".cache/hearth/kernels"));
         GpuOptions {
             uuid,
             or_any: false,
@@ -161,10 +161,32 @@ impl GpuArgs {
             activations: self.activations,
             kernels: KernelDirectories {
                 image: self.kernels.clone().or_else(kernels_of_image),
-                cache: self.kernel_cache.clone().or(default),
+                cache: self.kernel_cache.clone().or_else(|| in_cache("kernels")),
+                nvrtc: self.nvrtc.directory(),
             },
         }
     }
+}
+
+/// Where the compiler of kernels lies.
+#[derive(Args, Clone)]
+pub(crate) struct NvrtcArgs {
+    /// Directory with libnvrtc.so.12, if the system does not find it (default: ~/.cache/hearth/nvrtc)
+    #[arg(long, value_name = "DIR", env = "HEARTH_NVRTC")]
+    nvrtc: Option<PathBuf>,
+}
+
+impl NvrtcArgs {
+    /// The directory that was named, or the cache's.
+    pub(crate) fn directory(&self) -> Option<PathBuf> {
+        self.nvrtc.clone().or_else(|| in_cache("nvrtc"))
+    }
+}
+
+/// A directory of the user's cache.
+fn in_cache(name: &str) -> Option<PathBuf> {
+    let home = std::env::var_os("HOME").filter(|home| !home.is_empty())?;
+    Some(PathBuf::from(home).join(".cache/hearth").join(name))
 }
 
 /// Where the image has kernels that were compiled ahead.

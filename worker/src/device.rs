@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use hearth_kernels::{Backend, CpuBackend, CpuOptions};
+use hearth_kernels::{CpuBackend, CpuOptions};
 
 /// A device by name, as `--device` takes it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -51,6 +51,8 @@ pub(crate) struct KernelDirectories {
     pub(crate) image: Option<PathBuf>,
     /// Compiled at first use.
     pub(crate) cache: Option<PathBuf>,
+    /// Where their compiler lies if the system does not find it.
+    pub(crate) nvrtc: Option<PathBuf>,
 }
 
 /// How activations enter products on a GPU, by name.
@@ -128,7 +130,11 @@ impl DeviceOptions {
 #[cfg(feature = "cuda")]
 fn open_gpu(options: GpuOptions) -> anyhow::Result<AnyBackend> {
     use hearth_cuda::{Activations, CudaBackend, CudaOptions};
-    let KernelDirectories { image, cache } = options.kernels;
+    let KernelDirectories {
+        image,
+        cache,
+        nvrtc,
+    } = options.kernels;
     let mut uuid = options.uuid;
     if let (Some(planned), true) = (&uuid, options.or_any) {
         let seen = hearth_cuda::devices()?;
@@ -146,14 +152,10 @@ fn open_gpu(options: GpuOptions) -> anyhow::Result<AnyBackend> {
             ActivationsArg::Fp8 => Activations::Fp8,
         },
         kernel_cache: image.into_iter().chain(cache).collect(),
+        nvrtc,
         sentinels: None,
     };
     let backend = CudaBackend::new(options)?;
-    tracing::info!(
-        device = backend.describe(),
-        uuid = backend.info().uuid,
-        "GPU opened"
-    );
     Ok(OnDevice::Gpu(Arc::new(backend)))
 }
 

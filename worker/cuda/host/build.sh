@@ -1,5 +1,5 @@
 #!/bin/sh
-# Builds libcuda.so.1 and libnvrtc.so.12 of the host model in OUT_DIR. Prints nothing when all is well.
+# Builds libcuda.so.1, libnvrtc.so.12 and libnvidia-ml.so.1 of the host model in OUT_DIR. Prints nothing when all is well.
 # Usage: build.sh OUT_DIR
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
@@ -31,3 +31,6 @@ compile "$driver"
 link libcuda.so.1 "$driver"
 (cd "$here/include" && compile "$compiler")
 link libnvrtc.so.12 "$compiler"
+management="config nvml"
+compile "$management"
+link libnvidia-ml.so.1 "$management"

@@ -13,7 +13,9 @@ pub enum KernelError {
         detail: String,
     },
     /// The device has too little memory.
-    #[error("{device} has too little memory for {what} ({needed_bytes} bytes)")]
+    #[error(
+        "{device} has too little memory for {what} ({needed_bytes} bytes)\n  give it more memory, or choose a smaller model, KV cache or batch"
+    )]
     OutOfMemory {
         /// Which device.
         device: String,

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use clap::Args;
 use hearth_cuda::compile_all;
 
+use crate::cli::NvrtcArgs;
+
 /// Arguments of `cuda-compile`.
 #[derive(Args)]
 pub(crate) struct CudaCompileArgs {
@@ -14,13 +16,16 @@ pub(crate) struct CudaCompileArgs {
     /// Directory that receives the compiled kernels; workers read it with HEARTH_KERNELS or as --kernel-cache
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
+    #[command(flatten)]
+    nvrtc: NvrtcArgs,
 }
 
 /// Compiles and prints what came of it.
 pub(crate) fn run(args: &CudaCompileArgs) -> anyhow::Result<()> {
+    let nvrtc = args.nvrtc.directory();
     for arch in &args.arch {
         let began = std::time::Instant::now();
-        let report = compile_all(&args.out, arch)?;
+        let report = compile_all(&args.out, arch, nvrtc.as_deref())?;
         println!(
             "{arch}: {} kernels, {:.1} MB, {} compiled in {:.1} s",
             report.kernels,

@@ -14,10 +14,10 @@ use std::{env, fs, io};
 use rustix::fs::{FlockOperation, flock};
 use sha2::{Digest, Sha256};
 
-/// What the driver's place is taken by, and the compiler's.
-const LIBRARIES: [&str; 2] = ["libcuda.so.1", "libnvrtc.so.12"];
+/// What the driver's place is taken by, the compiler's and the management library's.
+const LIBRARIES: [&str; 3] = ["libcuda.so.1", "libnvrtc.so.12", "libnvidia-ml.so.1"];
 
-/// The directory with both libraries, built where that has not been done for these sources.
+/// The directory with the libraries, built where that has not been done for these sources.
 ///
 /// # Panics
 /// When they cannot be built, with what the compiler said.
@@ -32,7 +32,7 @@ pub fn kernel_cache() -> PathBuf {
     libraries().join(if checked { "checked" } else { "unchecked" })
 }
 
-/// Loads both libraries into this process, before its first call of the driver.
+/// Loads the libraries into this process, before its first call of the driver.
 ///
 /// # Panics
 /// When they cannot be built or loaded.

@@ -38,10 +38,11 @@ extern "C" __global__ void shared_unwritten(float* out, const float* in, int n) 
     out[threadIdx.x] = tile[threadIdx.x];
 }
 
-// Turns a row round without a barrier between writing and reading. "shared memory race", or "read of unwritten shared memory" where
-// the reader comes first.
+// Turns a row round without a barrier between writing and reading. "shared memory race"
 extern "C" __global__ void shared_race(float* out, const float* in, int n) {
     __shared__ float tile[64];
+    tile[threadIdx.x] = 0.0f;
+    __syncthreads();
     tile[threadIdx.x] = in[threadIdx.x];
     out[threadIdx.x] = tile[63 - threadIdx.x];
 }
@@ -65,9 +66,11 @@ extern "C" __global__ void shared_reuse(float* out, const float* in, int n) {
     out[threadIdx.x] = sum;
 }
 
-// Lanes exchange through shared memory and rely on running in step. "shared memory race" or "read of unwritten shared memory"
+// Lanes exchange through shared memory and rely on running in step. "shared memory race"
 extern "C" __global__ void missing_syncwarp(float* out, const float* in, int n) {
     __shared__ float tile[64];
+    tile[threadIdx.x] = 0.0f;
+    __syncthreads();
     tile[threadIdx.x] = in[threadIdx.x];
     __shfl_sync(0xffffffffu, 0, 0);
     out[threadIdx.x] = tile[threadIdx.x ^ 1];
@@ -80,9 +83,11 @@ extern "C" __global__ void missing_syncwarp_sound(float* out, const float* in, i
     out[threadIdx.x] = tile[threadIdx.x ^ 1];
 }
 
-// __syncwarp orders the lanes of one warp, not those of two. "shared memory race" or "read of unwritten shared memory"
+// __syncwarp orders the lanes of one warp, not those of two. "shared memory race"
 extern "C" __global__ void syncwarp_across_warps(float* out, const float* in, int n) {
     __shared__ float tile[64];
+    tile[threadIdx.x] = 0.0f;
+    __syncthreads();
     tile[threadIdx.x] = in[threadIdx.x];
     __syncwarp();
     out[threadIdx.x] = tile[threadIdx.x ^ 32];
@@ -97,9 +102,12 @@ extern "C" __global__ void missing_cp_async_wait(float* out, const float* in, in
     out[threadIdx.x] = tile[threadIdx.x];
 }
 
-// Each thread waits for its own copies, and reads another's. "shared memory race" or "cp.async not waited for"
+// Each thread waits for its own copies, and reads another's. "shared memory race", or, when the order of threads is shuffled and the
+// reader comes first, "cp.async not waited for".
 extern "C" __global__ void missing_cp_async_barrier(float* out, const float* in, int n) {
     __shared__ __align__(16) float tile[64];
+    tile[threadIdx.x] = 0.0f;
+    __syncthreads();
     if (threadIdx.x < 16) cp_async_16(tile + 4 * threadIdx.x, in + 4 * threadIdx.x, true);
     cp_async_commit();
     cp_async_wait<0>();

@@ -63,11 +63,22 @@ inline bool write_quickly(Space& space, size_t offset, const Fiber& fiber) {
     return true;
 }
 
-template <Use USE, bool SHARED, unsigned BYTES>
-inline bool access_quickly(Space& space, const void* address, const Fiber& fiber) {
-    size_t offset = space.offset(address);
-    if (USE == Use::READ) return read_quickly<SHARED, BYTES>(space, offset, fiber);
-    return write_quickly<SHARED, BYTES>(space, offset, fiber);
+template <bool SHARED, unsigned BYTES>
+inline bool access_quickly(Use use, Space& space, size_t offset, const Fiber& fiber) {
+    if (use == Use::READ) return read_quickly<SHARED, BYTES>(space, offset, fiber);
+    return use == Use::WRITE && write_quickly<SHARED, BYTES>(space, offset, fiber);
+}
+
+// For sizes that are known only now.
+template <bool SHARED>
+bool piece_quickly(Use use, Space& space, size_t offset, unsigned bytes, const Fiber& fiber) {
+    switch (bytes) {
+        case 16: return access_quickly<SHARED, 16>(use, space, offset, fiber);
+        case 8: return access_quickly<SHARED, 8>(use, space, offset, fiber);
+        case 4: return access_quickly<SHARED, 4>(use, space, offset, fiber);
+        case 2: return access_quickly<SHARED, 2>(use, space, offset, fiber);
+        default: return access_quickly<SHARED, 1>(use, space, offset, fiber);
+    }
 }
 
 bool on_stack(const void* address, const Fiber& fiber) {
@@ -89,7 +100,9 @@ void check_pieces(Space& space, bool is_shared, const Access& access) {
     while (left > 0) {
         unsigned piece = 16;
         while (piece > left || offset % piece != 0) piece /= 2;
-        check_slowly(space, is_shared, offset, piece, access);
+        bool quick = is_shared ? piece_quickly<true>(access.use, space, offset, piece, access.fiber)
+                               : piece_quickly<false>(access.use, space, offset, piece, access.fiber);
+        if (!quick) check_slowly(space, is_shared, offset, piece, access);
         offset += piece;
         left -= piece;
     }
@@ -105,11 +118,11 @@ inline void access(const void* address, const void* code) {
     const Fiber& fiber = *running_fiber;
     bool aligned = (uintptr_t)address % BYTES == 0;
     if (aligned && shared_memory.dynamic().contains(address)) {
-        if (access_quickly<USE, true, BYTES>(shared_memory.dynamic(), address, fiber)) return;
+        if (access_quickly<true, BYTES>(USE, shared_memory.dynamic(), shared_memory.dynamic().offset(address), fiber)) return;
     } else if (aligned && global.contains(address)) {
-        if (access_quickly<USE, false, BYTES>(global, address, fiber)) return;
+        if (access_quickly<false, BYTES>(USE, global, global.offset(address), fiber)) return;
     } else if (aligned && shared_memory.arrays().contains(address)) {
-        if (access_quickly<USE, true, BYTES>(shared_memory.arrays(), address, fiber)) return;
+        if (access_quickly<true, BYTES>(USE, shared_memory.arrays(), shared_memory.arrays().offset(address), fiber)) return;
     } else if (on_stack(address, fiber)) {
         return;
     }

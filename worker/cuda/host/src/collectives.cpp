@@ -69,32 +69,47 @@ struct E4m3Table {
 };
 const E4m3Table e4m3;
 
-float element(unsigned word, int i, bool is_e4m3) {
-    return is_e4m3 ? e4m3.values[word >> (8 * i) & 0xffu] : bf16(word >> (16 * i) & 0xffffu);
+template <bool E4M3>
+float element(unsigned word, int i) {
+    return E4M3 ? e4m3.values[word >> (8 * i) & 0xffu] : bf16(word >> (16 * i) & 0xffffu);
+}
+
+// Rows of eight columns: the vector units' width where there are such.
+typedef float Row __attribute__((vector_size(32)));
+#if defined(__x86_64__)
+#define HEARTH_WIDE __attribute__((target_clones("default", "avx2")))
+#else
+#define HEARTH_WIDE
+#endif
+
+HEARTH_WIDE void multiply_add(Row* d, const float (*a)[32], const Row* b, int depth) {
+    for (int row = 0; row < 16; row++) {
+        Row sum = d[row];
+        for (int k = 0; k < depth; k++) sum += a[row][k] * b[k];
+        d[row] = sum;
+    }
 }
 
 // Fragments of m16n8k16 (two elements a register) and m16n8k32 (four) lie alike: registers 0, 1 of A hold the first half of k in rows
 // group and group + 8, registers 2, 3 the second half. Each sum is taken over ascending k, one rounding a step.
-void mma(Executor& e, unsigned warp, bool is_e4m3) {
-    const int per_word = is_e4m3 ? 4 : 2, half = 4 * per_word;
+template <bool E4M3>
+void mma(Executor& e, unsigned warp) {
+    constexpr int per_word = E4M3 ? 4 : 2, half = 4 * per_word;
     float a[16][32];
-    typedef float Row __attribute__((vector_size(32)));
     Row b[32], d[16];
     for (unsigned lane = 0; lane < 32; lane++) {
         const Operand& operand = e.lane(warp, lane).operand;
         int group = lane / 4, quad = lane % 4;
         for (int r = 0; r < 4; r++) {
             int row = group + (r & 1) * 8, first_k = quad * per_word + (r >> 1) * half;
-            for (int i = 0; i < per_word; i++) a[row][first_k + i] = element(operand.a.v[r], i, is_e4m3);
+            for (int i = 0; i < per_word; i++) a[row][first_k + i] = element<E4M3>(operand.a.v[r], i);
             d[group + (r >> 1) * 8][2 * quad + (r & 1)] = operand.d.v[r];
         }
         for (int r = 0; r < 2; r++) {
-            for (int i = 0; i < per_word; i++) b[quad * per_word + r * half + i][group] = element(operand.b.v[r], i, is_e4m3);
+            for (int i = 0; i < per_word; i++) b[quad * per_word + r * half + i][group] = element<E4M3>(operand.b.v[r], i);
         }
     }
-    for (int row = 0; row < 16; row++) {
-        for (int k = 0; k < 2 * half; k++) d[row] += a[row][k] * b[k];
-    }
+    multiply_add(d, a, b, 2 * half);
     for (unsigned lane = 0; lane < 32; lane++) {
         for (int r = 0; r < 4; r++) e.lane(warp, lane).operand.d.v[r] = d[lane / 4 + (r >> 1) * 8][lane % 4 * 2 + (r & 1)];
     }
@@ -160,8 +175,8 @@ void complete_warp_operation(Executor& e, unsigned warp, WarpOperation operation
         case WarpOperation::SHUFFLE: return shuffle(e, warp, mask);
         case WarpOperation::BALLOT: return ballot(e, warp, mask);
         case WarpOperation::MATCH: return match(e, warp, mask);
-        case WarpOperation::MMA_BF16: return mma(e, warp, false);
-        case WarpOperation::MMA_E4M3: return mma(e, warp, true);
+        case WarpOperation::MMA_BF16: return mma<false>(e, warp);
+        case WarpOperation::MMA_E4M3: return mma<true>(e, warp);
         case WarpOperation::LDMATRIX: return ldmatrix(e, warp);
     }
 }

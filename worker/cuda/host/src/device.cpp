@@ -3,6 +3,7 @@
 #include <atomic>
 
 #include "config.h"
+#include "module.h"
 
 namespace hearth {
 namespace {
@@ -36,6 +37,16 @@ bool initialised() { return is_initialised; }
 void initialise() {
     while (devices.size() < (size_t)config().devices) devices.push_back(new Device((int)devices.size()));
     is_initialised = true;
+}
+
+void forget_labels() {
+    shared_memory.dynamic().shadow->forget_labels();
+    for (Device* device : devices) {
+        device->shadow.forget_labels();
+        for (Module* module : device->modules) {
+            if (module->shared_shadow != nullptr) module->shared_shadow->forget_labels();
+        }
+    }
 }
 
 Device*& current_device() {

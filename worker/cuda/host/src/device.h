@@ -33,6 +33,9 @@ Device* device(int ordinal);
 bool initialised();
 void initialise();
 
+// Empties every shadow's labels: of all devices, of all modules' shared arrays and of dynamic shared memory.
+void forget_labels();
+
 // The device that is current on the calling thread.
 Device*& current_device();
 

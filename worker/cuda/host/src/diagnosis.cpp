@@ -97,7 +97,8 @@ std::string describe_label(Label label) {
 
 void fail_misaligned(const Access& access) {
     executor().fail(CUDA_ERROR_MISALIGNED_ADDRESS, "misaligned address",
-                    format("%s, a %s that needs an alignment of %u", where(access).c_str(), verb(access.use), access.alignment), access.fiber);
+                    format("%s, a %s that needs an alignment of %u", where(access).c_str(), verb(access.use), access.alignment),
+                    access.fiber);
 }
 
 void fail_out_of_bounds(const Access& access) {

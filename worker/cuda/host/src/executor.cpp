@@ -154,7 +154,7 @@ void Executor::release_barrier() {
     barrier_count_ = 0;
     for (unsigned thread = 0; thread < threads_; thread++) {
         Fiber& fiber = fibers_[thread];
-        if (fiber.site.line != self.site.line || strcmp(fiber.site.file, self.site.file) != 0) {
+        if (!same_site(fiber.site, self.site)) {
             fail(CUDA_ERROR_LAUNCH_FAILED, "divergent barrier",
                  format("while %s %s", thread_text(thread).c_str(), state_text(fiber).c_str()), self);
         }
@@ -179,8 +179,7 @@ void Executor::wait_warp(HearthHostSite site, WarpOperation operation, unsigned 
     bool complete = (arrived_[warp] & mask) == mask;
     for (unsigned left = mask; complete && left != 0; left &= left - 1) {
         const Fiber& other = lane(warp, __builtin_ctz(left));
-        complete = other.operation == operation && other.mask == mask && other.site.line == site.line &&
-                   strcmp(other.site.file, site.file) == 0;
+        complete = other.operation == operation && other.mask == mask && same_site(other.site, site);
     }
     if (!complete) {
         yield();
@@ -195,10 +194,7 @@ void Executor::advance_clock(void (RaceClock::*step)()) {
     if (race_clock.at_limit()) {
         race_clock.restart();
         for (unsigned thread = 0; thread < MAX_THREADS; thread++) fibers_[thread].label = make_label(race_clock.now(), thread);
-        if (config().checks) {
-            device_->shadow.forget_labels();
-            shared_memory.forget_labels();
-        }
+        if (config().checks) forget_labels();
     }
     (race_clock.*step)();
 }
@@ -233,8 +229,7 @@ void Executor::report_stall() {
     for (unsigned thread = 0; thread < threads_; thread++) {
         const Fiber& other = fibers_[thread];
         bool named = barrier || (other.warp() == waiting->warp() && (waiting->mask >> other.lane() & 1u) != 0);
-        bool same = other.state == waiting->state && other.site.line == waiting->site.line &&
-                    strcmp(other.site.file, waiting->site.file) == 0 &&
+        bool same = other.state == waiting->state && same_site(other.site, waiting->site) &&
                     (barrier || (other.operation == waiting->operation && other.mask == waiting->mask));
         if (!named || same) continue;
         record(CUDA_ERROR_LAUNCH_FAILED, barrier ? "divergent barrier" : "divergent warp operation",

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -54,6 +55,10 @@ struct Fiber {
     unsigned warp() const { return thread / 32; }
     unsigned lane() const { return thread % 32; }
 };
+
+inline bool same_site(const HearthHostSite& a, const HearthHostSite& b) {
+    return a.line == b.line && (a.file == b.file || strcmp(a.file, b.file) == 0);
+}
 
 // The thread that runs now.
 extern Fiber* running_fiber;

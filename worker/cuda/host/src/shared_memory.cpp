@@ -42,11 +42,6 @@ void SharedMemory::begin_block() {
     for (const SharedArray& array : module_->shared) memset(array.address, 0xff, array.bytes);
 }
 
-void SharedMemory::forget_labels() {
-    dynamic_.shadow->forget_labels();
-    if (arrays_.bytes != 0) arrays_.shadow->forget_labels();
-}
-
 bool SharedMemory::in_array(const void* address, size_t bytes) const {
     const char* first = static_cast<const char*>(address);
     auto after = std::upper_bound(module_->shared.begin(), module_->shared.end(), first,

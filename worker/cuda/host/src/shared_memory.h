@@ -27,7 +27,6 @@ public:
     void begin_launch(const Function& function, unsigned dynamic_bytes);
     // Nothing that an earlier block left may be used: with checks it counts as unwritten, without it becomes NaN.
     void begin_block();
-    void forget_labels();
 
     Space& dynamic() { return dynamic_; }
     Space& arrays() { return arrays_; }

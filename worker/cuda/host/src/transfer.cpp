@@ -19,8 +19,8 @@ Fault gone(const char* what, const void* address, size_t bytes) {
 
 Fault check_device(Device& device, const char* what, const void* address, size_t bytes) {
     if (device.memory.holds(address, bytes)) return {};
-    return {CUDA_ERROR_ILLEGAL_ADDRESS, format("copy of freed memory: the %s of a copy, %zu bytes at %p, lies %s when its stream runs", what,
-                                               bytes, address, device.memory.describe(address).c_str())};
+    return {CUDA_ERROR_ILLEGAL_ADDRESS, format("copy of freed memory: the %s of a copy, %zu bytes at %p, lies %s when its stream runs",
+                                               what, bytes, address, device.memory.describe(address).c_str())};
 }
 
 Fault copy_row(Device& device, const Transfer& t, char* to, const char* from) {

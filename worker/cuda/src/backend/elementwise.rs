@@ -71,7 +71,7 @@ impl CudaBackend {
         weight: &CudaVector,
         eps: f32,
     ) -> Result<CudaTensor, KernelError> {
-        checks::same("add_rms_norm", residual.shape(), delta.shape())?;
+        checks::same("add_assign", residual.shape(), delta.shape())?;
         if weight.len != residual.cols {
             self.add(residual, delta)?;
             return self.norm(residual, weight, eps);

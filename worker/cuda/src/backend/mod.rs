@@ -56,6 +56,8 @@ pub struct CudaOptions {
     pub activations: Activations,
     /// Directories with compiled kernels: all are read, the last is written.
     pub kernel_cache: Vec<PathBuf>,
+    /// Where NVRTC lies if the system does not find it.
+    pub nvrtc: Option<PathBuf>,
     /// For tests: every buffer is an allocation of its own, exactly as long as was asked for, between patterns of this many bytes (a
     /// multiple of 256), which [`CudaBackend::check_sentinels`] reads. 0: without patterns, so that whatever watches the bounds of
     /// allocations sees every step over them.
@@ -85,6 +87,7 @@ impl CudaBackend {
             budget_bytes,
             activations,
             kernel_cache,
+            nvrtc,
             sentinels,
         } = options;
         let device = Arc::new(Device::open(uuid.as_deref())?);
@@ -99,7 +102,7 @@ impl CudaBackend {
             None => device.free_bytes()?.saturating_sub(RESERVED_BYTES),
         };
         let stream = Arc::new(Stream::new(&device)?);
-        let modules = Modules::new(&device, kernel_cache);
+        let modules = Modules::new(&device, kernel_cache, nvrtc);
         modules.prepare(Self::common_variants(activations));
         tracing::debug!(
             gpu = device.info.name,
@@ -108,9 +111,10 @@ impl CudaBackend {
             ?activations,
             "GPU opened"
         );
+        let memory = Memory::new(Arc::clone(&stream), budget_bytes, sentinels);
         Ok(Self {
-            queue: Queue::new(Arc::clone(&stream))?,
-            memory: Memory::new(stream, budget_bytes, sentinels),
+            queue: Queue::new(stream, &memory)?,
+            memory,
             modules,
             uploader: Uploader::new(Stream::new(&device)?)?,
             device,

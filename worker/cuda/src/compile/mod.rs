@@ -26,12 +26,17 @@ pub struct CompileReport {
     pub bytes: u64,
 }
 
-/// Compiles every variant that models without unusual dimensions need, for one architecture (`sm_89`), into `directory`.
+/// Compiles every variant that models without unusual dimensions need, for one architecture (`sm_89`), into `directory`. `nvrtc`: where
+/// NVRTC lies if the system does not find it.
 ///
 /// # Errors
 /// [`KernelError::Device`] when NVRTC is missing or does not know the architecture, or a file cannot be written.
-pub fn compile_all(directory: &Path, architecture: &str) -> Result<CompileReport, KernelError> {
-    let compiler = nvrtc::Compiler::new(architecture)?;
+pub fn compile_all(
+    directory: &Path,
+    architecture: &str,
+    nvrtc: Option<&Path>,
+) -> Result<CompileReport, KernelError> {
+    let compiler = nvrtc::Compiler::new(architecture, nvrtc)?;
     let cache = Cache::new(vec![directory.to_owned()]);
     let mut report = CompileReport {
         kernels: 0,
@@ -66,5 +71,5 @@ pub fn compile_one(
     variant: &Variant,
     architecture: &str,
 ) -> Result<(Vec<u8>, String), KernelError> {
-    nvrtc::Compiler::new(architecture)?.compile_verbose(variant)
+    nvrtc::Compiler::new(architecture, None)?.compile_verbose(variant)
 }

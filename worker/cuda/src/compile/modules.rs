@@ -13,9 +13,6 @@ use super::cache::Cache;
 use super::nvrtc::Compiler;
 use crate::driver::{Device, check, fault};
 
-/// Shared memory that a block has without asking.
-const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
-
 /// An entry point, ready to launch. Modules are never unloaded while their device is open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Function(CUfunction);
@@ -35,6 +32,8 @@ impl Function {
 pub(crate) struct Modules {
     device: Arc<Device>,
     cache: Cache,
+    /// Where NVRTC lies if the system does not find it.
+    nvrtc: Option<PathBuf>,
     compiler: OnceLock<Result<Compiler, String>>,
     loaded: Mutex<HashMap<Variant, Slot>>,
 }
@@ -55,10 +54,15 @@ unsafe impl Sync for Module {}
 
 impl Modules {
     /// Compiled kernels are looked for in `directories` and written to the last.
-    pub(crate) fn new(device: &Arc<Device>, directories: Vec<PathBuf>) -> Arc<Self> {
+    pub(crate) fn new(
+        device: &Arc<Device>,
+        directories: Vec<PathBuf>,
+        nvrtc: Option<PathBuf>,
+    ) -> Arc<Self> {
         Arc::new(Self {
             device: Arc::clone(device),
             cache: Cache::new(directories),
+            nvrtc,
             compiler: OnceLock::new(),
             loaded: Mutex::default(),
         })
@@ -84,7 +88,7 @@ impl Modules {
             Some((function, allowed)) if *allowed >= shared_bytes => Ok(*function),
             _ => {
                 let function = self.entry(module, name, shared_bytes)?;
-                functions.insert(name, (function, shared_bytes.max(DEFAULT_SHARED_BYTES)));
+                functions.insert(name, (function, shared_bytes));
                 Ok(function)
             }
         }
@@ -128,9 +132,9 @@ impl Modules {
                 Err(error) => tracing::warn!(%error, key, "a kept kernel is compiled again"),
             }
         }
-        let compiler = self
-            .compiler
-            .get_or_init(|| Compiler::new(&architecture).map_err(|e| text(&e)));
+        let compiler = self.compiler.get_or_init(|| {
+            Compiler::new(&architecture, self.nvrtc.as_deref()).map_err(|e| text(&e))
+        });
         let cubin = compiler.as_ref().map_err(fault)?.compile(variant)?;
         if let Err(error) = self.cache.write(&key, &cubin) {
             tracing::warn!(%error, "a compiled kernel is not kept");
@@ -152,7 +156,8 @@ impl Modules {
         check("cuModuleGetFunction", unsafe {
             sys::cuModuleGetFunction(&raw mut raw, module.raw, c_name.as_ptr())
         })?;
-        if shared_bytes > DEFAULT_SHARED_BYTES {
+        // Without asking a block has 48 KiB, of which the kernel's own static part is taken: so it always asks.
+        if shared_bytes > 0 {
             let most = self.device.info.shared_bytes_per_block;
             if shared_bytes > most {
                 return Err(fault(format!(

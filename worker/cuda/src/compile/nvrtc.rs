@@ -1,6 +1,7 @@
 //! NVRTC: from source to cubin for one architecture.
 
 use std::ffi::{CString, c_char};
+use std::path::Path;
 use std::ptr;
 
 use cudarc::nvrtc::sys::{self, nvrtcProgram, nvrtcResult};
@@ -10,8 +11,28 @@ use super::Variant;
 use super::sources::{HEADERS, OPTIONS};
 use crate::driver::fault;
 
+/// The library's name.
+const LIBRARY: &str = "libnvrtc.so.12";
 /// The oldest architecture with what the kernels are made of.
 const LEAST_ARCHITECTURE: i32 = 80;
+
+/// Whether the system finds the library.
+fn is_present() -> bool {
+    // SAFETY: only loads the library, whose initialisers are NVIDIA's.
+    unsafe { sys::is_culib_present() }
+}
+
+/// Loads the library from a directory for good, so that it is found by its name from then on.
+fn load_from(directory: &Path) -> bool {
+    // SAFETY: as above.
+    match unsafe { libloading::Library::new(directory.join(LIBRARY)) } {
+        Ok(library) => {
+            std::mem::forget(library);
+            is_present()
+        }
+        Err(_) => false,
+    }
+}
 
 /// NVRTC, found and able to compile for an architecture.
 pub(super) struct Compiler {
@@ -21,11 +42,10 @@ pub(super) struct Compiler {
 impl Compiler {
     /// # Errors
     /// [`KernelError::Device`] when the library is missing or does not know the architecture.
-    pub(super) fn new(architecture: &str) -> Result<Self, KernelError> {
-        // SAFETY: only loads the library, whose initialisers are NVIDIA's.
-        if !unsafe { sys::is_culib_present() } {
+    pub(super) fn new(architecture: &str, directory: Option<&Path>) -> Result<Self, KernelError> {
+        if !is_present() && !directory.is_some_and(load_from) {
             return Err(fault(
-                "kernels must be compiled, and NVRTC is not there: libnvrtc.so.12 cannot be loaded\n  install it (Debian: libnvrtc12; PyPI: nvidia-cuda-nvrtc-cu12, with its lib directory in LD_LIBRARY_PATH), or use an image whose kernels were compiled ahead with `hearth-worker cuda-compile`",
+                "kernels must be compiled, and NVRTC is not there: libnvrtc.so.12 cannot be loaded\n  install it (Debian: libnvrtc12; PyPI: nvidia-cuda-nvrtc-cu12, its lib directory named with --nvrtc), or use an image whose kernels were compiled ahead with `hearth-worker cuda-compile`",
             ));
         }
         let known = supported()?;

@@ -78,6 +78,9 @@ pub(crate) fn check(call: &'static str, result: CUresult) -> Result<(), KernelEr
         | CUresult::CUDA_ERROR_MISALIGNED_ADDRESS => {
             "a kernel went wrong, and this process cannot use the GPU any more: the worker must start again"
         }
+        CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+            "other processes hold the GPU's memory: see `nvidia-smi`, and free some"
+        }
         CUresult::CUDA_ERROR_ECC_UNCORRECTABLE => {
             "the GPU's memory is damaged: reset the GPU, and replace it if this comes again"
         }

@@ -16,7 +16,7 @@ use hearth_kernels::KernelError;
 
 use crate::compile::Function;
 use crate::driver::{Stream, check};
-use crate::memory::Pinned;
+use crate::memory::{Memory, Pinned};
 
 pub(crate) use args::{Args, Argument};
 use graphs::Graphs;
@@ -65,8 +65,8 @@ struct State {
 }
 
 impl Queue {
-    pub(crate) fn new(stream: Arc<Stream>) -> Result<Self, KernelError> {
-        let staging = Staging::new(&stream)?;
+    pub(crate) fn new(stream: Arc<Stream>, memory: &Arc<Memory>) -> Result<Self, KernelError> {
+        let staging = Staging::new(memory)?;
         Ok(Self {
             state: Mutex::new(State {
                 recording: false,
@@ -107,7 +107,8 @@ impl Queue {
         if let Some(address) = state.staging.put(bytes) {
             return Ok(address);
         }
-        state.staging.grow(&self.stream, bytes.len())?;
+        self.launch_waiting(&mut state)?;
+        state.staging.grow(bytes.len())?;
         state
             .staging
             .put(bytes)
@@ -223,5 +224,12 @@ impl Queue {
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        // Copies under way still read the pinned memory that goes with this. What the driver returns cannot be helped.
+        let _ = self.stream.synchronize();
     }
 }

@@ -10,7 +10,7 @@ use cudarc::driver::sys::{self, CUdeviceptr};
 use hearth_kernels::KernelError;
 
 use crate::driver::{Event, Stream, check};
-use crate::memory::Pinned;
+use crate::memory::{Buffer, Memory, Pinned};
 
 /// Pairs that take turns.
 const TURNS: usize = 3;
@@ -20,6 +20,7 @@ const FIRST_BYTES: usize = 1 << 20;
 const ALIGN_BYTES: usize = 16;
 
 pub(super) struct Staging {
+    memory: Arc<Memory>,
     pairs: Vec<Pair>,
     turn: usize,
     /// Pairs of this step that became too small; what lies in them is still read.
@@ -33,15 +34,16 @@ pub(super) struct Staging {
 
 struct Pair {
     host: Pinned,
-    device: CUdeviceptr,
+    device: Buffer,
     /// Everything of the pair's last step is done.
     done: Event,
 }
 
 impl Staging {
-    pub(super) fn new(stream: &Arc<Stream>) -> Result<Self, KernelError> {
-        let pairs = (0..TURNS).map(|_| Pair::new(stream, FIRST_BYTES));
+    pub(super) fn new(memory: &Arc<Memory>) -> Result<Self, KernelError> {
+        let pairs = (0..TURNS).map(|_| Pair::new(memory, FIRST_BYTES));
         Ok(Self {
+            memory: Arc::clone(memory),
             pairs: pairs.collect::<Result<_, _>>()?,
             turn: 0,
             outgrown: Vec::new(),
@@ -75,20 +77,21 @@ impl Staging {
         if end > pair.host.len() {
             return None;
         }
-        let address = pair.device + self.filled as u64;
+        let address = pair.device.address() + self.filled as u64;
         pair.host.bytes_mut()[self.filled..end].copy_from_slice(bytes);
         self.known.insert(bytes.to_vec(), address);
         self.filled = end.next_multiple_of(ALIGN_BYTES);
         Some(address)
     }
 
-    /// Puts a larger pair in the current one's place, with room for `bytes` more. What the step has appended so far stays where it is: an
+    /// Puts a larger pair in the current one's place, with room for `bytes` more. Everything queued was launched. What the step has appended so far stays where it is: an
     /// operation may hold its address without having queued anything yet.
-    pub(super) fn grow(&mut self, stream: &Arc<Stream>, bytes: usize) -> Result<(), KernelError> {
-        stream.device().bind()?;
-        self.send(stream)?;
+    pub(super) fn grow(&mut self, bytes: usize) -> Result<(), KernelError> {
+        let memory = Arc::clone(&self.memory);
+        memory.stream().device().bind()?;
+        self.send(memory.stream())?;
         let size = (self.pairs[self.turn].host.len() + bytes).next_power_of_two();
-        let larger = Pair::new(stream, size)?;
+        let larger = Pair::new(&self.memory, size)?;
         self.outgrown
             .push(std::mem::replace(&mut self.pairs[self.turn], larger));
         (self.filled, self.sent) = (0, 0);
@@ -104,7 +107,7 @@ impl Staging {
             // SAFETY: both ranges lie in the pair; the pinned bytes change only after `done`, or past `end`.
             check("cuMemcpyHtoDAsync", unsafe {
                 sys::cuMemcpyHtoDAsync_v2(
-                    pair.device + from as u64,
+                    pair.device.address() + from as u64,
                     pair.host.as_ptr().byte_add(from),
                     end - from,
                     stream.raw(),
@@ -117,26 +120,13 @@ impl Staging {
 }
 
 impl Pair {
-    fn new(stream: &Arc<Stream>, bytes: usize) -> Result<Self, KernelError> {
-        let device = stream.device();
-        let host = Pinned::new(device, bytes)?;
-        let done = Event::new(device)?;
-        let mut address = 0;
-        // SAFETY: a context is current, the out-pointer valid.
-        check("cuMemAlloc", unsafe {
-            sys::cuMemAlloc_v2(&raw mut address, bytes)
-        })?;
+    fn new(memory: &Arc<Memory>, bytes: usize) -> Result<Self, KernelError> {
+        let device = memory.stream().device();
         Ok(Self {
-            host,
-            device: address,
-            done,
+            host: Pinned::new(device, bytes)?,
+            done: Event::new(device)?,
+            // Nothing waits that still uses what may be given back for it.
+            device: memory.alloc(bytes, "tables of a step", || Ok(()))?,
         })
-    }
-}
-
-impl Drop for Pair {
-    fn drop(&mut self) {
-        // SAFETY: made by `new`; the driver waits for what uses it. What it returns cannot be helped.
-        unsafe { sys::cuMemFree_v2(self.device) };
     }
 }

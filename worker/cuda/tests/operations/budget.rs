@@ -46,7 +46,7 @@ fn too_much_is_refused_with_the_budget_and_what_is_in_use() {
 
 #[test]
 fn memory_that_waits_is_given_back_when_the_budget_asks_but_not_before_it_was_used() {
-    let budget_bytes = 8 << 20;
+    let budget_bytes = 16 << 20;
     let (gpu, _turn) = own(CudaOptions {
         budget_bytes: Some(budget_bytes),
         ..options()
@@ -59,7 +59,8 @@ fn memory_that_waits_is_given_back_when_the_budget_asks_but_not_before_it_was_us
     gpu.add_assign(&mut sum, &delta).unwrap();
     let picked = gpu.rows(&sum, &[1]).unwrap();
     drop((sum, delta));
-    let large = (budget_bytes as usize - (1 << 20)) / 4;
+    let room = (budget_bytes - gpu.memory_bytes().0) as usize;
+    let large = (room - (1 << 20)) / 4;
     let first = gpu.zeros(1, large).unwrap();
     assert!(gpu.memory_bytes().0 <= budget_bytes);
     assert!(gpu.zeros(1, large).is_err());

@@ -10,7 +10,7 @@ use crate::linear::dtypes;
 use crate::route::SIGMOID;
 use crate::support::{Gpu, gpu, on_all_activations, seen};
 
-const EXPERTS: usize = 5;
+pub(crate) const EXPERTS: usize = 5;
 const TOP_K: usize = 3;
 const SPEC: RouterSpec = RouterSpec {
     top_k: TOP_K,
@@ -18,7 +18,7 @@ const SPEC: RouterSpec = RouterSpec {
 };
 
 /// Experts of a layer, and tokens with what a router says of them.
-struct Layer {
+pub(crate) struct Layer {
     host: Vec<[HostMatrix; 3]>,
     weights: Vec<[CudaWeight; 3]>,
     hidden: usize,
@@ -31,7 +31,12 @@ struct Layer {
 }
 
 impl Layer {
-    fn new(gpu: &Gpu, dtypes: [DType; 2], (hidden, inner): (usize, usize), tokens: usize) -> Self {
+    pub(crate) fn new(
+        gpu: &Gpu,
+        dtypes: [DType; 2],
+        (hidden, inner): (usize, usize),
+        tokens: usize,
+    ) -> Self {
         let mut rng = Rng(tokens as u64);
         let mut expert = || {
             [
@@ -77,7 +82,7 @@ impl Layer {
     }
 
     /// By the host's calls, in several goes of so many experts.
-    fn called(&self, gpu: &Gpu, goes: &[usize]) -> Vec<f32> {
+    pub(crate) fn called(&self, gpu: &Gpu, goes: &[usize]) -> Vec<f32> {
         let calls = self.calls(gpu);
         let x = gpu.upload(self.tokens, self.hidden, &self.x).unwrap();
         let mut out = gpu.upload(self.tokens, self.hidden, &self.before).unwrap();
@@ -99,7 +104,7 @@ impl Layer {
     }
 
     /// From a bank.
-    fn banked(&self, gpu: &Gpu) -> Vec<f32> {
+    pub(crate) fn banked(&self, gpu: &Gpu) -> Vec<f32> {
         let experts: Vec<_> = self
             .weights
             .iter()

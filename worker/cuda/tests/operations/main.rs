@@ -21,5 +21,6 @@ mod linear_bits;
 mod mla;
 mod refusals;
 mod route;
+mod sanitizer;
 mod sequence;
 mod support;

@@ -123,17 +123,15 @@ fn take_turn() -> MutexGuard<'static, ()> {
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Beside the host model's libraries, since what it compiles is made for them and for their checks.
+/// The worker's own cache on hardware; the model's kernels have a place of their own.
 fn kernel_cache() -> PathBuf {
-    if is_hardware() {
-        let home = std::env::var_os("HOME").map_or_else(|| "/tmp".into(), PathBuf::from);
-        let cache = std::env::var_os("HEARTH_CACHE");
-        return cache
-            .map_or_else(|| home.join(".cache/hearth"), PathBuf::from)
-            .join("kernels");
+    if !is_hardware() {
+        return hearth_cuda_host::kernel_cache();
     }
-    let checks = std::env::var("HEARTH_HOST_MODEL_CHECKS").unwrap_or_default();
-    hearth_cuda_host::libraries().join(format!("kernels-{checks}"))
+    let home = std::env::var_os("HOME").map_or_else(|| "/tmp".into(), PathBuf::from);
+    std::env::var_os("HEARTH_CACHE")
+        .map_or_else(|| home.join(".cache/hearth"), PathBuf::from)
+        .join("kernels")
 }
 
 /// Activations `[rows, cols]` as products with weights of `dtype` see them.

@@ -1,0 +1,296 @@
+//! `--device cuda` of the worker's own binary, unchanged, on the host model of CUDA: answers, what is missing, and where kernels are kept.
+
+#![allow(clippy::unwrap_used)] // a test that cannot set itself up has failed
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+
+use tempfile::TempDir;
+
+/// The worker beside the host model, with a kernel cache of the tests' own. The checks of the model are those of the backend's tests; here they
+/// are off, for speed.
+fn worker(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_hearth-worker"));
+    let kernels = hearth_cuda_host::libraries().join("unchecked");
+    command
+        .args(arguments)
+        .env("LD_LIBRARY_PATH", hearth_cuda_host::libraries())
+        .env("HEARTH_HOST_MODEL_CHECKS", "0")
+        .env("HEARTH_KERNEL_CACHE", kernels)
+        .env_remove("HEARTH_KERNELS")
+        .current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."));
+    command
+}
+
+const ASK: [&str; 8] = [
+    "generate",
+    "--model",
+    "models/hearth-demo",
+    "--prompt",
+    "What is Hearth?",
+    "--max-tokens",
+    "6",
+    "--json",
+];
+
+fn ask(device: &str, more: &[&str]) -> Command {
+    worker(&[&ASK[..], &["--device", device], more].concat())
+}
+
+fn tokens(output: &Output) -> Vec<u64> {
+    assert!(output.status.success(), "{}", text(output));
+    let answer: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let tokens = answer["tokens"].as_array().unwrap().iter();
+    tokens.map(|token| token.as_u64().unwrap()).collect()
+}
+
+fn text(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// The command fails with these words, and does not panic.
+fn refused(mut command: Command, words: &[&str]) {
+    let output = command.output().unwrap();
+    let text = text(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(!text.contains("panicked"), "{text}");
+    for word in words {
+        assert!(text.contains(word), "{word:?} is not in: {text}");
+    }
+}
+
+#[test]
+fn a_gpu_answers_as_the_cpu_does() {
+    let want = tokens(&ask("cpu", &[]).output().unwrap());
+    assert_eq!(want.len(), 6);
+    assert_eq!(tokens(&ask("cuda", &[]).output().unwrap()), want);
+    // Weights by another way: the driver cannot register pages that may only be read, or none at all.
+    for refusal in [
+        "HEARTH_HOST_MODEL_NO_READ_ONLY_REGISTER",
+        "HEARTH_HOST_MODEL_NO_REGISTER",
+    ] {
+        let output = ask("cuda", &[])
+            .env(refusal, "1")
+            .env("RUST_LOG", "info")
+            .output()
+            .unwrap();
+        assert_eq!(tokens(&output), want, "{refusal}");
+        assert!(text(&output).contains("staging ring"), "{}", text(&output));
+    }
+    for activations in ["bf16", "fp8"] {
+        let output = ask("cuda", &["--activations", activations])
+            .output()
+            .unwrap();
+        assert_eq!(tokens(&output).len(), 6, "{activations}");
+    }
+}
+
+#[test]
+fn one_of_several_gpus_is_chosen_by_its_uuid() {
+    let second = "GPU-48656172-7468-486f-7374-4d6f64656c01";
+    let mut command = ask(&format!("cuda:{second}"), &[]);
+    let output = command
+        .env("HEARTH_HOST_MODEL_DEVICES", "2")
+        .env("RUST_LOG", "hearth_cuda=debug")
+        .output()
+        .unwrap();
+    tokens(&output);
+    assert!(text(&output).contains(second), "{}", text(&output));
+    let mut unknown = ask("cuda:GPU-ffff", &[]);
+    unknown.env("HEARTH_HOST_MODEL_DEVICES", "2");
+    refused(
+        unknown,
+        &["no GPU has the UUID GPU-ffff", second, "--device cpu"],
+    );
+}
+
+#[test]
+fn what_is_missing_is_said_with_its_remedy() {
+    let with = |name: &str, value: &str, more: &[&str]| {
+        let mut command = ask("cuda", more);
+        command.env(name, value);
+        command
+    };
+    refused(
+        with("HEARTH_HOST_MODEL_DEVICES", "0", &[]),
+        &["sees no GPU", "--device cpu"],
+    );
+    refused(
+        with("HEARTH_HOST_MODEL_DRIVER", "11080", &[]),
+        &["speaks CUDA 11.8", "update the driver to 525"],
+    );
+    refused(
+        with("HEARTH_HOST_MODEL_CAPABILITY", "7.5", &[]),
+        &["compute capability 8.0", "sm_75"],
+    );
+    refused(
+        with(
+            "HEARTH_HOST_MODEL_CAPABILITY",
+            "8.6",
+            &["--activations", "fp8"],
+        ),
+        &["FP8 tensor cores", "--activations f32"],
+    );
+    refused(
+        with("HEARTH_HOST_MODEL_MEMORY", "8000000", &[]),
+        &["too little memory", "give it more memory"],
+    );
+    refused(
+        ask("cuda", &["--device-memory", "5000000"]),
+        &["too little memory", "budget 5000000 bytes"],
+    );
+    refused(
+        ask("cuda", &["--residency", "mmap-prefetch"]),
+        &["mmap-prefetch is of the CPU", "--residency resident"],
+    );
+    let no_driver = || {
+        let mut command = ask("cuda", &[]);
+        command.env_remove("LD_LIBRARY_PATH");
+        command
+    };
+    if text(&no_driver().output().unwrap()).contains("no NVIDIA driver") {
+        refused(
+            no_driver(),
+            &["libcuda.so.1 cannot be loaded", "--device cpu"],
+        );
+    } else {
+        eprintln!("SKIPPED: this machine has an NVIDIA driver, so its absence was not tried");
+    }
+}
+
+/// A driver without NVRTC: kernels that were compiled ahead are enough, and without them it is said what to install.
+#[test]
+fn kernels_come_from_ahead_or_from_a_compiler() {
+    let directory = TempDir::new().unwrap();
+    let driver_alone = directory.path().join("lib");
+    fs::create_dir(&driver_alone).unwrap();
+    let libcuda = hearth_cuda_host::libraries().join("libcuda.so.1");
+    std::os::unix::fs::symlink(libcuda, driver_alone.join("libcuda.so.1")).unwrap();
+    let empty = directory.path().join("kernels");
+    let without_compiler = || {
+        let mut command = ask("cuda", &[]);
+        command
+            .env("LD_LIBRARY_PATH", &driver_alone)
+            .env("HEARTH_NVRTC", directory.path().join("none"))
+            .env("HEARTH_KERNEL_CACHE", &empty);
+        command
+    };
+    if text(&without_compiler().output().unwrap()).contains("NVRTC is not there") {
+        refused(without_compiler(), &["libnvrtc.so.12", "cuda-compile"]);
+    } else {
+        eprintln!("SKIPPED: this machine has NVRTC, so its absence was not tried");
+    }
+
+    // The compiler's directory named outright, into an empty cache: all that the model uses is kept there.
+    let mut compiled = without_compiler();
+    compiled.env("HEARTH_NVRTC", hearth_cuda_host::libraries());
+    let want = tokens(&compiled.output().unwrap());
+    let kept = fs::read_dir(&empty).unwrap().count();
+    assert!(kept > 10, "{kept} kernels");
+
+    // Every file cut short: the compiler is asked again. Whole again: it is not needed.
+    for entry in fs::read_dir(&empty).unwrap() {
+        let path = entry.unwrap().path();
+        let bytes = fs::read(&path).unwrap();
+        fs::write(&path, &bytes[..bytes.len() / 2]).unwrap();
+    }
+    let mut healed = without_compiler();
+    healed.env("HEARTH_NVRTC", hearth_cuda_host::libraries());
+    let output = healed.output().unwrap();
+    assert_eq!(tokens(&output), want);
+    assert!(text(&output).contains("damaged"), "{}", text(&output));
+    assert_eq!(tokens(&without_compiler().output().unwrap()), want);
+}
+
+#[test]
+fn tools_run_on_a_gpu() {
+    let directory = TempDir::new().unwrap();
+    let mut logits = Vec::new();
+    for device in ["cpu", "cuda"] {
+        let out = directory.path().join(device);
+        let arguments = [
+            "logits",
+            "--model",
+            "models/hearth-demo",
+            "--tokens",
+            "5,6,7",
+            "--kv-dtype",
+            "f32",
+            "--device",
+            device,
+            "--out",
+        ];
+        let output = worker(&arguments).arg(&out).output().unwrap();
+        assert!(output.status.success(), "{}", text(&output));
+        let file = fs::read(out).unwrap();
+        let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
+        let data = tensors
+            .tensor("logits")
+            .unwrap()
+            .data()
+            .as_chunks()
+            .0
+            .to_vec();
+        logits.push(
+            data.into_iter()
+                .map(f32::from_le_bytes)
+                .collect::<Vec<f32>>(),
+        );
+    }
+    let worst = logits[0]
+        .iter()
+        .zip(&logits[1])
+        .map(|(a, b)| (a - b).abs())
+        .fold(0.0, f32::max);
+    assert!(worst < 1e-3, "CPU and GPU differ by {worst}");
+
+    let output = worker(&[
+        "bench",
+        "--model",
+        "models/hearth-demo",
+        "--device",
+        "cuda",
+        "--device-memory",
+        "60000000",
+        "--prefill",
+        "8",
+        "--decode",
+        "4",
+        "--json",
+    ])
+    .output()
+    .unwrap();
+    assert!(output.status.success(), "{}", text(&output));
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["device"], "cuda Hearth host model");
+    assert!(report["read_bandwidth_gbps"].as_f64().unwrap() > 0.0);
+
+    let output = worker(&["profile", "--json"]).output().unwrap();
+    let profile: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(
+        profile["gpus"][0]["uuid"],
+        "GPU-48656172-7468-486f-7374-4d6f64656c00"
+    );
+}
+
+#[test]
+fn unknown_architectures_are_refused_by_name() {
+    let directory = TempDir::new().unwrap();
+    let compile = |arch: &str| {
+        let mut command = worker(&["cuda-compile", "--arch", arch, "--out"]);
+        command.arg(directory.path());
+        command
+    };
+    refused(compile("sm_75"), &["sm_80 or newer"]);
+    refused(compile("gfx942"), &["gfx942", "sm_89"]);
+}
+
+/// A machine without GPU loses nothing: the worker does not even look for the driver unless it is told to.
+#[test]
+fn nothing_of_cuda_is_loaded_on_the_cpu() {
+    let output = ask("cpu", &[]).env("LD_DEBUG", "libs").output().unwrap();
+    assert!(output.status.success());
+    let text = text(&output);
+    assert!(text.contains("libc.so.6") && !text.contains("libcuda") && !text.contains("libnvrtc"));
+}

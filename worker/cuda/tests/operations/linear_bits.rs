@@ -9,14 +9,15 @@ use crate::support::{gpu, on_all_activations, skipped};
 
 #[test]
 fn an_output_is_the_same_bits_alone_and_in_any_batch() {
-    let (outputs, cols, most) = (140, 600, 130);
+    // Three partial sums, the last of them short: an order of two would not show.
+    let (outputs, cols, most) = (140, 1100, 130);
     on_all_activations(|gpu| {
         let mut rng = Rng(1);
         for &dtype in dtypes(gpu) {
             let w = random_matrix(&mut rng, outputs, cols, dtype);
             let x = rng.normals(most * cols);
             let whole = linear(gpu, &x, most, &w);
-            for rows in [1, 2, 7, 8, 9, 63, 64, 65] {
+            for rows in [1, 7, 8, 9, 63, 64, 65] {
                 let got = linear(gpu, &x[..rows * cols], rows, &w);
                 let what = what(gpu, &w, rows);
                 assert_same_bits(&got, &whole[..rows * outputs], &what);
@@ -58,7 +59,7 @@ fn a_slice_of_a_weight_gives_the_bits_of_the_whole() {
 fn a_product_that_fills_the_device_gives_the_bits_of_one_that_is_cut_into_segments() {
     let gpu = gpu(Activations::F32);
     let mut rng = Rng(3);
-    let (outputs, cols) = (2 * 128 * gpu.info().multiprocessors as usize, 520);
+    let (outputs, cols) = (2 * 128 * gpu.info().multiprocessors as usize, 1100);
     let w = random_matrix(&mut rng, outputs, cols, DType::Bf16);
     let x = rng.normals(cols);
     let whole = linear(&gpu, &x, 1, &w);

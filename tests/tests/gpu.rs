@@ -1,0 +1,94 @@
+//! `hearth up` on a machine with a GPU: the host model of CUDA stands in for one, and the programs do not know.
+
+use hearth_tests::{Answer, Up, UpOptions, chat_body, chat_stream};
+use rustix::process::Signal;
+
+/// Serves the demo where the GPU has so much memory.
+fn serve(gpu_bytes: u64) -> Up {
+    let libraries = hearth_cuda_host::libraries();
+    let variable = |name: &str, value: String| (name.to_owned(), value);
+    Up::start(&UpOptions {
+        environment: vec![
+            variable("LD_LIBRARY_PATH", libraries.display().to_string()),
+            variable("HEARTH_HOST_MODEL_CHECKS", "0".to_owned()),
+            variable("HEARTH_HOST_MODEL_MEMORY", gpu_bytes.to_string()),
+            variable(
+                "HEARTH_KERNEL_CACHE",
+                libraries.join("unchecked").display().to_string(),
+            ),
+        ],
+        ..UpOptions::default()
+    })
+}
+
+async fn answer(up: &Up, question: &str, max_tokens: u32) -> Answer {
+    let body = chat_body("hearth-demo", question, max_tokens);
+    let answer = chat_stream(&up.v1(), &body, |_, _| {}).await;
+    answer.unwrap_or_else(|error| panic!("{error:#}\n{}", up.logs()))
+}
+
+/// Long enough for the prefill worker.
+fn long_question(salt: &str) -> String {
+    format!(
+        "{salt}{}What is Hearth?",
+        "The lab has a server. ".repeat(30)
+    )
+}
+
+#[tokio::test]
+async fn a_gpu_computes_the_prompt_and_the_cpu_the_answer() {
+    let questions = ["What is Hearth?".to_owned(), long_question("")];
+    let cpu = Up::demo();
+    let mut want = Vec::new();
+    for question in &questions {
+        want.push(answer(&cpu, question, 20).await);
+    }
+    drop(cpu);
+
+    // Room for one worker on the GPU, and not for two.
+    let up = serve(1200 << 20);
+    let output = up.output();
+    let row = |role: &str| {
+        let found = output
+            .lines()
+            .find(|line| line.trim_start().starts_with(role));
+        found
+            .unwrap_or_else(|| panic!("no {role} in:\n{output}"))
+            .to_owned()
+    };
+    assert!(row("prefill").contains("GPU-48656172"), "{output}");
+    assert!(row("decode").contains(" cpu "), "{output}");
+    for (question, want) in questions.iter().zip(&want) {
+        assert_eq!(&answer(&up, question, 20).await, want, "{question}");
+    }
+    let moved = up
+        .metrics()
+        .of_rank("hearth_worker_kv_moved_bytes_total", "decode-0");
+    assert!(moved > 0.0, "the GPU's keys and values did not come");
+}
+
+#[tokio::test]
+async fn a_stream_survives_its_gpu_worker() {
+    let up = serve(2 << 30);
+    let output = up.output();
+    assert_eq!(
+        output.matches("GPU-48656172").count(),
+        2,
+        "both workers are on the GPU:\n{output}"
+    );
+    let want = answer(&up, "What is Hearth?", 24).await;
+    let body = chat_body("hearth-demo", "What is Hearth?", 24);
+    let mut is_killed = false;
+    let got = chat_stream(&up.v1(), &body, |pieces, _| {
+        if pieces == 6 && !is_killed {
+            is_killed = true;
+            up.signal("decode-0", Signal::KILL);
+        }
+    })
+    .await;
+    assert!(is_killed);
+    assert_eq!(
+        got.unwrap_or_else(|error| panic!("{error:#}\n{}", up.logs())),
+        want
+    );
+}

@@ -3,6 +3,7 @@
 mod pinned;
 mod pool;
 mod upload;
+mod windows;
 
 pub(crate) use pinned::Pinned;
 pub(crate) use pool::{Buffer, Memory};

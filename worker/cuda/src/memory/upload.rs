@@ -1,17 +1,18 @@
 //! Weights from a mapped file to the GPU.
 //!
-//! The pages of the mapping are registered with the driver, so that the GPU reads them by itself, and let go when the copy is
-//! done. Where the driver refuses (no support for pages that may only be read, a file system that cannot pin), the bytes
-//! go through a ring of pinned buffers instead, and the log says so once.
+//! The pages of the mapping are registered with the driver (`windows`), so that the GPU reads them by itself. Where the driver
+//! refuses (no support for pages that may only be read, a file system that cannot pin), the bytes go through a ring of pinned
+//! buffers instead, and the log says so once.
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use cudarc::driver::sys::{self, CUDA_MEMCPY2D, CUdeviceptr, CUmemorytype, CUresult};
+use cudarc::driver::sys::{self, CUDA_MEMCPY2D, CUdeviceptr, CUmemorytype};
 use hearth_kernels::KernelError;
 
 use super::Pinned;
+use super::windows::Windows;
 use crate::driver::{Event, Stream, check};
 
 /// Buffers of the staging ring: one is filled while others are copied.
@@ -38,6 +39,7 @@ pub(crate) struct Uploader {
     /// The place is free to be written.
     ready: Event,
     registers: AtomicBool,
+    windows: Mutex<Windows>,
     ring: Mutex<Option<Ring>>,
 }
 
@@ -57,6 +59,7 @@ impl Uploader {
         Ok(Self {
             ready: Event::new(stream.device())?,
             registers: AtomicBool::new(registers),
+            windows: Mutex::default(),
             stream,
             ring: Mutex::new(None),
         })
@@ -83,19 +86,13 @@ impl Uploader {
                 sys::cuMemsetD8Async(to.address, 0, to.rows * to.pitch_bytes, self.stream.raw())
             })?;
         }
-        let registered = if host.len() >= REGISTERED_FROM_BYTES {
-            self.register(host)?
-        } else {
-            None
-        };
-        match registered {
-            Some(_pages) => {
-                copy_rows(&self.stream, host.as_ptr().cast(), to)?;
-                self.stream.synchronize()
-                // The pages are let go here, after the copy.
-            }
-            None => self.stage(host, to),
+        let mut windows = self.windows.lock().unwrap_or_else(PoisonError::into_inner);
+        if host.len() >= REGISTERED_FROM_BYTES && self.is_readable(&mut windows, host)? {
+            copy_rows(&self.stream, host.as_ptr().cast(), to)?;
+            return self.stream.synchronize();
         }
+        drop(windows);
+        self.stage(host, to)
     }
 
     /// Copies page-locked bytes, and returns when they have arrived.
@@ -105,35 +102,23 @@ impl Uploader {
         self.stream.synchronize()
     }
 
-    /// Registers the pages of `host`; none where the driver refuses.
-    fn register(&self, host: &[u8]) -> Result<Option<Registered>, KernelError> {
+    /// Whether the GPU can read these bytes by itself; a refusal of the driver is said once.
+    fn is_readable(&self, windows: &mut Windows, host: &[u8]) -> Result<bool, KernelError> {
         if !self.registers.load(Ordering::Relaxed) {
-            return Ok(None);
+            return Ok(false);
         }
-        let page = rustix::param::page_size();
-        let start = host.as_ptr() as usize / page * page;
-        let bytes = (host.as_ptr() as usize + host.len()).next_multiple_of(page) - start;
-        let flags = sys::CU_MEMHOSTREGISTER_READ_ONLY;
-        // SAFETY: the pages are mapped as long as `host` is borrowed, and `Registered` does not outlive the copy.
-        let result = unsafe { sys::cuMemHostRegister_v2(start as *mut c_void, bytes, flags) };
-        match result {
-            CUresult::CUDA_SUCCESS => Ok(Some(Registered(start))),
-            // Another thread holds a page at the edge: this once, through the ring.
-            CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED => Ok(None),
-            CUresult::CUDA_ERROR_NOT_SUPPORTED
-            | CUresult::CUDA_ERROR_INVALID_VALUE
-            | CUresult::CUDA_ERROR_OPERATING_SYSTEM
-            | CUresult::CUDA_ERROR_NOT_PERMITTED
-            | CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+        match windows.cover(host)? {
+            Ok(()) => Ok(true),
+            Err(None) => Ok(false),
+            Err(Some(refusal)) => {
                 if self.registers.swap(false, Ordering::Relaxed) {
                     tracing::info!(
-                        ?result,
+                        ?refusal,
                         "pages of the model's files cannot be registered: weights go through a staging ring"
                     );
                 }
-                Ok(None)
+                Ok(false)
             }
-            other => check("cuMemHostRegister", other).map(|()| None),
         }
     }
 
@@ -247,16 +232,6 @@ fn copy_rows(stream: &Stream, host: *const c_void, to: Pitched) -> Result<(), Ke
     check("cuMemcpy2DAsync", unsafe {
         sys::cuMemcpy2DAsync_v2(&raw const copy, stream.raw())
     })
-}
-
-/// Registered pages; let go when dropped.
-struct Registered(usize);
-
-impl Drop for Registered {
-    fn drop(&mut self) {
-        // SAFETY: registered by `Uploader::register`, and every copy from it is done.
-        unsafe { sys::cuMemHostUnregister(self.0 as *mut c_void) };
-    }
 }
 
 #[cfg(test)]

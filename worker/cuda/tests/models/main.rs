@@ -11,4 +11,5 @@ mod support;
 mod device;
 mod goldens;
 mod transfer;
+mod upload;
 mod ways;

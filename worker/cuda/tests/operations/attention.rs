@@ -4,8 +4,8 @@ use hearth_kernels::KvDType::{Bf16, F32};
 use hearth_kernels::{AttentionSpec, Backend, BlockId, KvLayout, Span};
 
 use crate::common::*;
-use crate::sequence::{Sequence, layout};
-use crate::support::plain;
+use crate::sequence::{LAYER, Part, Sequence, layout};
+use crate::support::{options, own, plain};
 
 /// Sequences of every kind of layout: the tensor-core kernel takes bf16 pages with dimensions of whole steps of 16, another the rest.
 pub(crate) fn sequences() -> Vec<Sequence> {
@@ -129,22 +129,26 @@ fn a_batch_without_rows_or_spans_attends_to_nothing() {
 
 #[test]
 fn a_table_of_blocks_larger_than_what_is_staged_leaves_the_rest_in_place() {
-    // Tables go to the device through a buffer of 1 MiB at first; this one makes it grow between two pieces of one operation.
-    let gpu = plain();
-    let sequence = Sequence::new(layout(1, 16, 16, false, Bf16), 2, 5, 1);
-    let mut kv = gpu.kv_alloc(sequence.layout, 2).unwrap();
-    let want = sequence.step(&*gpu, &mut kv, 0, 5);
-    let q = gpu.upload(5, 32, &sequence.q).unwrap();
-    let mut blocks = sequence.blocks(0);
-    blocks.resize(300_000, BlockId(1));
-    let span = [Span {
+    // Tables go to the device through a buffer of 1 MiB at first. The second call makes it grow between two pieces of one operation, and
+    // asks for partial results of that size next: they must not lie where the first piece still is.
+    let (gpu, _turn) = own(options());
+    let sequence = Sequence::new(layout(1, 16, 512, false, Bf16), 16, 1100, 1);
+    let mut kv = gpu.kv_alloc(sequence.layout, 69).unwrap();
+    let part = |rows, start| Part {
         first_row: 0,
-        rows: 5,
-        start: 0,
-        blocks,
-    }];
+        rows,
+        start,
+        first_block: 0,
+    };
+    sequence.append(&gpu, &mut kv, &[part(1100, 0)]);
+    let last = [part(10, 1090)];
+    let want = sequence.attend(&gpu, &kv, &last);
+    let cols = sequence.heads * sequence.layout.k_dim;
+    let q = gpu.upload(10, cols, &sequence.q[1090 * cols..]).unwrap();
+    let mut spans = sequence.spans(&last);
+    spans[0].blocks.resize(300_000, BlockId(1));
     let out = gpu
-        .attention(&q, &kv, crate::sequence::LAYER, &span, sequence.spec())
+        .attention(&q, &kv, LAYER, &spans, sequence.spec())
         .unwrap();
     assert_same_bits(&gpu.download(&out).unwrap(), &want, "a long table");
 }

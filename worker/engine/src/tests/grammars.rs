@@ -1,6 +1,6 @@
 //! Answers that follow a grammar.
 
-use std::sync::Arc;
+use std::sync::{Arc, atomic::Ordering};
 
 use proptest::prelude::*;
 
@@ -33,13 +33,17 @@ fn text(ids: &[u32]) -> String {
 }
 
 fn grammar_engine() -> Engine {
+    grammar_engine_with(&Controls::default())
+}
+
+fn grammar_engine_with(controls: &Controls) -> Engine {
     let vocab = tokens().len();
     let options = EngineOptions {
         context_length: 256,
         grammar_tokenizer: Some(Arc::new(tokenizer())),
         ..options(64)
     };
-    let fake = Fake::new(vocab, 64, Controls::default());
+    let fake = Fake::new(vocab, 64, controls.clone());
     Engine::start_forward(fake, options).unwrap()
 }
 
@@ -134,6 +138,24 @@ fn a_lark_grammar_ends_by_itself_or_by_a_stop_token() {
         ends.push(*end);
     }
     assert!(ends.contains(&EOS) && ends.contains(&EXTRA), "{ends:?}");
+}
+
+/// A device is told the mask before the forward pass that it belongs to.
+#[test]
+fn a_device_follows_a_grammar_as_the_host_does() {
+    let (host, controls) = (grammar_engine(), Controls::default());
+    controls.can_sample.store(true, Ordering::Relaxed);
+    let device = grammar_engine_with(&controls);
+    let open = Grammar::Lark("start: /a+/".to_owned());
+    let mut tokens = 0;
+    for seed in 0..10 {
+        for grammar in [schema(), open.clone()] {
+            let expected = answer(&host, constrained(grammar.clone(), seed));
+            tokens += expected.tokens.len();
+            assert_eq!(answer(&device, constrained(grammar, seed)), expected);
+        }
+    }
+    assert_eq!(controls.sampled.load(Ordering::Relaxed), tokens);
 }
 
 #[test]

@@ -10,5 +10,6 @@ mod support;
 
 mod device;
 mod goldens;
+mod sampling;
 mod transfer;
 mod ways;

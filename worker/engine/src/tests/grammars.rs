@@ -1,11 +1,22 @@
 //! Answers that follow a grammar.
 
-use std::sync::{Arc, atomic::Ordering};
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, atomic::Ordering},
+};
 
+use hearth_kernels::BlockId;
+use hearth_schedule::{SequenceId, SpanKind, Step, StepSpan};
 use proptest::prelude::*;
 
 use super::*;
-use crate::{Grammar, GrammarTokenizer};
+use crate::{
+    EngineStats, Grammar, GrammarTokenizer, RequestId,
+    request::{Answer, Choice, Request},
+    sampler::History,
+    shared::{Shared, Slot},
+    work::StepWork,
+};
 
 const EOS: u32 = 256;
 const EXTRA: u32 = 257;
@@ -156,6 +167,62 @@ fn a_device_follows_a_grammar_as_the_host_does() {
         }
     }
     assert_eq!(controls.sampled.load(Ordering::Relaxed), tokens);
+}
+
+/// A request that cannot say how its token is chosen leaves the step, which goes on without it.
+#[test]
+fn a_grammar_that_gives_up_fails_its_own_request_alone() {
+    let mut broken = tokenizer().compile(&schema()).unwrap();
+    broken.accept(u32::from(b'x')).unwrap_err();
+    let shared = Arc::new(Shared::new(EngineStats::default()));
+    let mut requests = BTreeMap::new();
+    let mut spans = Vec::new();
+    for (id, grammar) in [(1, Some(broken)), (2, None)] {
+        let choice = Choice {
+            params: SamplingParams::default(),
+            index: 0,
+            history: History::default(),
+            stop_tokens: Vec::new(),
+            grammar,
+            logprobs: None,
+        };
+        let answer = Answer {
+            id: RequestId(id),
+            receiver: crate::request::Receiver::new(Box::new(|_| true)),
+            tokens: Vec::new(),
+            max_new_tokens: 1,
+            choice,
+            remote: false,
+            import: None,
+            _slot: Slot::take(&shared, 2).unwrap(),
+        };
+        requests.insert(SequenceId(id), Request::Answer(Box::new(answer)));
+        spans.push(StepSpan {
+            sequence: SequenceId(id),
+            kind: SpanKind::Decode,
+            tokens: vec![65],
+            start: 0,
+            blocks: vec![BlockId(0)],
+            wants_logits: true,
+        });
+    }
+    let step = Step {
+        spans,
+        ..Step::default()
+    };
+    let (work, refused) = StepWork::new(&step, &mut requests, true);
+    assert_eq!(work.on_device, [SequenceId(2)]);
+    assert_eq!(work.batch.logit_rows, [0]);
+    let Some(Request::Answer(answer)) = requests.get_mut(&SequenceId(1)) else {
+        panic!("an answer was put there");
+    };
+    let on_host = answer
+        .choice
+        .next(&vec![0.0; tokens().len()])
+        .err()
+        .unwrap();
+    assert!(on_host.to_string().contains("behind answer token 0"));
+    assert_eq!(refused, [(SequenceId(1), on_host)]);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use hearth_kernels::{Backend, BlockId, KvLayout};
+use hearth_kernels::{Backend, BlockId, KernelError, KvLayout, SampleFault, SampleSpec};
 use hearth_model::{Batch, Model, Observer};
 
 /// Bytes of stored KV.
@@ -27,6 +27,15 @@ pub(crate) struct WeightStats {
     pub(crate) resident_bytes: u64,
 }
 
+/// What a forward pass says of the rows whose logits are wanted.
+#[derive(Default)]
+pub(crate) struct Output {
+    /// Tokens of the rows that were chosen from, which come first.
+    pub(crate) chosen: Vec<Result<u32, SampleFault>>,
+    /// Logits of the others, `[rows, vocab]`.
+    pub(crate) logits: Vec<f32>,
+}
+
 /// A model with its KV cache.
 pub(crate) trait Forward: Send {
     /// Called once on the thread that will make all further calls.
@@ -37,12 +46,15 @@ pub(crate) trait Forward: Send {
     fn vocab(&self) -> usize;
     /// Layout of the cache.
     fn layout(&self) -> KvLayout;
-    /// Logits `[batch.logit_rows.len(), vocab]`, row-major.
+    /// Whether [`Forward::forward`] takes choices.
+    fn can_sample(&self) -> bool;
+    /// Chooses tokens from the logits of the first `choices.len()` of `batch.logit_rows`, and returns the logits of the others.
     fn forward(
         &mut self,
         batch: &Batch,
+        choices: &[SampleSpec],
         layer_done: &mut LayerDone<'_>,
-    ) -> Result<Vec<f32>, String>;
+    ) -> Result<Output, String>;
     /// Stores what another worker's cache held.
     fn write(
         &mut self,
@@ -70,6 +82,31 @@ impl<B: Backend> ModelForward<B> {
             kv,
         }
     }
+
+    /// Chooses where the logits are, and brings only the other rows to the host.
+    fn output(&self, logits: &B::Tensor, choices: &[SampleSpec]) -> Result<Output, KernelError> {
+        let backend = &*self.backend;
+        if choices.is_empty() {
+            return Ok(Output {
+                chosen: Vec::new(),
+                logits: backend.download(logits)?,
+            });
+        }
+        let others: Vec<u32> = (choices.len()..backend.shape(logits).0)
+            .map(|row| row as u32)
+            .collect();
+        if others.is_empty() {
+            return Ok(Output {
+                chosen: backend.sample(logits, choices)?,
+                logits: Vec::new(),
+            });
+        }
+        let rest = backend.rows(logits, &others)?;
+        Ok(Output {
+            chosen: backend.sample(logits, choices)?,
+            logits: backend.download(&rest)?,
+        })
+    }
 }
 
 impl<B: Backend> Forward for ModelForward<B> {
@@ -85,18 +122,28 @@ impl<B: Backend> Forward for ModelForward<B> {
         self.backend.kv_layout(&self.kv)
     }
 
+    fn can_sample(&self) -> bool {
+        self.backend.can_sample(self.vocab())
+    }
+
     fn forward(
         &mut self,
         batch: &Batch,
+        choices: &[SampleSpec],
         layer_done: &mut LayerDone<'_>,
-    ) -> Result<Vec<f32>, String> {
+    ) -> Result<Output, String> {
         let mut watch = Watch {
             backend: &*self.backend,
             layer_done,
         };
-        self.model
-            .forward(batch, &mut self.kv, &mut watch)
-            .map_err(|e| e.to_string())
+        let logits = self
+            .model
+            .forward_logits(batch, &mut self.kv, &mut watch)
+            .map_err(|e| e.to_string())?;
+        match logits {
+            None => Ok(Output::default()),
+            Some(logits) => self.output(&logits, choices).map_err(|e| e.to_string()),
+        }
     }
 
     fn write(

@@ -24,6 +24,7 @@ mod request;
 pub mod sampler;
 mod shared;
 mod step;
+mod work;
 
 pub use api::{
     DrainReport, EngineOptions, EngineStats, FinishReason, GenerateEvent, GenerateInput, Grammar,

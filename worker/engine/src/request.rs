@@ -3,12 +3,13 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use bytes::Bytes;
+use hearth_kernels::{SampleFault, SampleSpec};
 
 use crate::{
-    EngineError, GenerateEvent, PrefillEvent, RequestId, SamplingParams,
+    EngineError, GenerateEvent, PrefillEvent, RequestId, SamplingError, SamplingParams,
     grammar::GrammarState,
     import::Import,
-    sampler::{self, History},
+    sampler::{self, History, Sampled},
     shared::Slot,
 };
 
@@ -134,10 +135,7 @@ pub(crate) struct Chosen {
 impl Choice {
     /// Chooses from `logits` `[vocab]` and moves on by one token.
     pub(crate) fn next(&mut self, logits: &[f32]) -> Result<Chosen, EngineError> {
-        let mask = match &mut self.grammar {
-            Some(grammar) => Some(grammar.mask(&self.stop_tokens)?),
-            None => None,
-        };
+        let mask = self.mask()?;
         let sampled = sampler::sample(
             &self.params,
             self.index,
@@ -146,6 +144,64 @@ impl Choice {
             mask.as_deref(),
             self.logprobs,
         )?;
+        self.advance(sampled)
+    }
+
+    /// What a device must know to choose in the host's place; none where the host alone can: log-probabilities need all logits, and a
+    /// token that is biased twice is rounded twice.
+    pub(crate) fn for_device(&mut self) -> Result<Option<SampleSpec>, EngineError> {
+        if self.logprobs.is_some() {
+            return Ok(None);
+        }
+        let mut biases = self.params.logit_bias.clone();
+        biases.sort_unstable_by_key(|(token, _)| *token);
+        if biases.windows(2).any(|pair| pair[0].0 == pair[1].0) {
+            return Ok(None);
+        }
+        let allowed = self.mask()?;
+        let params = &self.params;
+        Ok(Some(SampleSpec {
+            quantile: sampler::uniform(params.seed, self.index as u64),
+            temperature: params.temperature,
+            top_k: params.top_k,
+            top_p: params.top_p,
+            min_p: params.min_p,
+            repetition_penalty: params.repetition_penalty,
+            frequency_penalty: params.frequency_penalty,
+            presence_penalty: params.presence_penalty,
+            used: self.history.used(params),
+            biases,
+            allowed,
+        }))
+    }
+
+    /// Takes what a device chose by [`Choice::for_device`] and moves on by one token.
+    pub(crate) fn take(&mut self, chosen: Result<u32, SampleFault>) -> Result<Chosen, EngineError> {
+        let index = self.index;
+        let id = chosen.map_err(|fault| match fault {
+            SampleFault::NotFinite { token, value } => SamplingError::NotFinite {
+                token: token as usize,
+                value: value.to_string(),
+                index,
+            },
+            SampleFault::NothingAllowed => SamplingError::NothingAllowed { index },
+        })?;
+        self.advance(Sampled {
+            id,
+            logprob: None,
+            top: Vec::new(),
+        })
+    }
+
+    /// The tokens that the grammar lets follow; none where all may.
+    fn mask(&mut self) -> Result<Option<Vec<u32>>, EngineError> {
+        Ok(match &mut self.grammar {
+            Some(grammar) => Some(grammar.mask(&self.stop_tokens)?),
+            None => None,
+        })
+    }
+
+    fn advance(&mut self, sampled: Sampled) -> Result<Chosen, EngineError> {
         let token = sampled.id;
         let last = if self.stop_tokens.contains(&token) {
             true

@@ -11,9 +11,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use hearth_kernels::{KvLayout, Span};
+use hearth_kernels::KvLayout;
 use hearth_kvcache::KvCache;
-use hearth_model::Batch;
 use hearth_schedule::{
     Admission, Phase, Request as Ask, Sampled, ScheduleError, Scheduler, SchedulerOptions,
     SequenceId, Step, StepResult, Work,
@@ -22,11 +21,11 @@ use hearth_schedule::{
 use crate::{
     EngineError, EngineOptions, EngineStats, FinishReason, GenerateEvent, Health, ImportFailure,
     PrefillEvent, RequestId,
-    export::ExportRange,
-    forward::{Forward, KvBytes},
+    forward::{Forward, KvBytes, Output},
     import::{Import, ImportBudget, ImportCommand, ImportQueue, Piece},
-    request::Request,
+    request::{Choice, Chosen, Request},
     shared::Shared,
+    work::StepWork,
 };
 
 /// Forward passes that fail one after another before the engine calls itself unhealthy.
@@ -292,7 +291,7 @@ impl<F: Forward> StepLoop<F> {
                     return Err(EngineError::Prefill { detail });
                 }
                 answer.import = None;
-                let Some(sampled) = self.choose(sequence, &logits) else {
+                let Some(sampled) = self.choose(sequence, |choice| choice.next(&logits)) else {
                     return Ok(());
                 };
                 let done = self
@@ -313,12 +312,16 @@ impl<F: Forward> StepLoop<F> {
         Ok(())
     }
 
-    /// Chooses an answer's next token and sends it; none when the answer ended with an error or is not wanted.
-    fn choose(&mut self, sequence: SequenceId, logits: &[f32]) -> Option<Sampled> {
+    /// Moves an answer on by a token and sends it; none when the answer ended with an error or is not wanted.
+    fn choose(
+        &mut self,
+        sequence: SequenceId,
+        next: impl FnOnce(&mut Choice) -> Result<Chosen, EngineError>,
+    ) -> Option<Sampled> {
         let Some(Request::Answer(answer)) = self.requests.get_mut(&sequence) else {
             return None;
         };
-        let chosen = match answer.choice.next(logits) {
+        let chosen = match next(&mut answer.choice) {
             Ok(chosen) => chosen,
             Err(error) => {
                 self.fail(sequence, error);
@@ -362,9 +365,12 @@ impl<F: Forward> StepLoop<F> {
         }
     }
 
-    /// Runs a step's forward pass and gives its logits to whom they belong.
+    /// Runs a step's forward pass and gives its tokens and logits to whom they belong.
     fn compute(&mut self, step: &Step) {
-        let work = self.prepare(step);
+        let (work, refused) = StepWork::new(step, &mut self.requests, self.forward.can_sample());
+        refused
+            .into_iter()
+            .for_each(|(s, error)| self.fail(s, error));
         if work.batch.tokens.is_empty() {
             return; // All were cancelled since.
         }
@@ -393,62 +399,25 @@ impl<F: Forward> StepLoop<F> {
                 }
             };
             catch_unwind(AssertUnwindSafe(|| {
-                forward.forward(&work.batch, &mut layer_done)
+                forward.forward(&work.batch, &work.choices, &mut layer_done)
             }))
         };
         self.counters.steps += 1;
         self.counters.step_time += started.elapsed();
-        let expected = work.batch.logit_rows.len() * self.forward.vocab();
-        match outcome {
-            Ok(Ok(logits)) if logits.len() == expected => {
+        let outcome = outcome.unwrap_or_else(|panic| Err(panic_text(&*panic)));
+        let checked = outcome.and_then(|output| work.checked(output, self.forward.vocab()));
+        match checked {
+            Ok(output) => {
                 self.succeeded();
                 lost.into_iter().for_each(|(s, error)| self.fail(s, error));
-                self.deliver(step.number, &work, &logits);
+                self.deliver(step.number, &work, output);
             }
-            Ok(Ok(logits)) => {
-                let reason = format!("{} logits came for {expected}", logits.len());
-                self.failed(&work, reason);
-            }
-            Ok(Err(reason)) => self.failed(&work, reason),
-            Err(panic) => self.failed(&work, panic_text(&*panic)),
+            Err(reason) => self.failed(&work, reason),
         }
-    }
-
-    /// The batch of a step, without sequences that were cancelled since it was scheduled.
-    fn prepare(&self, step: &Step) -> StepWork {
-        let mut work = StepWork::default();
-        for span in &step.spans {
-            let Some(request) = self.requests.get(&span.sequence) else {
-                continue;
-            };
-            let (first_row, rows) = (work.batch.tokens.len(), span.tokens.len());
-            let to = span.start + rows;
-            work.sequences.push(span.sequence);
-            work.batch.tokens.extend(&span.tokens);
-            work.batch.spans.push(Span {
-                first_row,
-                rows,
-                start: span.start,
-                blocks: span.blocks.clone(),
-            });
-            if span.wants_logits {
-                work.batch.logit_rows.push((first_row + rows - 1) as u32);
-                work.wanting.push(span.sequence);
-            }
-            if let Request::Export(export) = request {
-                work.exports.push(ExportRange {
-                    sequence: span.sequence,
-                    blocks: span.blocks.clone(),
-                    from: export.sent_to,
-                    to,
-                });
-            }
-        }
-        work
     }
 
     /// Samples, sends what came of the step, and records it.
-    fn deliver(&mut self, number: u64, work: &StepWork, logits: &[f32]) {
+    fn deliver(&mut self, number: u64, work: &StepWork, output: Output) {
         for range in &work.exports {
             if let Some(Request::Export(export)) = self.requests.get_mut(&range.sequence) {
                 export.sent_to = range.to.max(range.from);
@@ -458,10 +427,17 @@ impl<F: Forward> StepLoop<F> {
             step: number,
             sampled: Vec::new(),
         };
-        let rows = logits.chunks_exact(self.forward.vocab());
-        for (sequence, row) in work.wanting.iter().zip(rows) {
+        for (sequence, token) in work.on_device.iter().zip(output.chosen) {
+            let sampled = self.choose(*sequence, |choice| choice.take(token));
+            result.sampled.extend(sampled);
+        }
+        let rows = output.logits.chunks_exact(self.forward.vocab());
+        for (sequence, row) in work.on_host.iter().zip(rows) {
             match self.requests.get_mut(sequence) {
-                Some(Request::Answer(_)) => result.sampled.extend(self.choose(*sequence, row)),
+                Some(Request::Answer(_)) => {
+                    let sampled = self.choose(*sequence, |choice| choice.next(row));
+                    result.sampled.extend(sampled);
+                }
                 Some(Request::Export(export)) => {
                     export.receiver.send(PrefillEvent::Done {
                         logits: row.to_vec(),
@@ -554,17 +530,6 @@ impl<F: Forward> StepLoop<F> {
             draining: false,
         });
     }
-}
-
-/// A forward pass and whose it is.
-#[derive(Default)]
-struct StepWork {
-    batch: Batch,
-    /// All sequences with rows.
-    sequences: Vec<SequenceId>,
-    /// Those with logits, in the order of `batch.logit_rows`.
-    wanting: Vec<SequenceId>,
-    exports: Vec<ExportRange>,
 }
 
 fn internal(error: &ScheduleError) -> EngineError {

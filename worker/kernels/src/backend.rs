@@ -3,7 +3,7 @@
 //! Tensors are matrices of f32 activations, row-major `[rows, cols]`, one row a token. Weights keep the
 //! checkpoint's element type. A backend runs its operations in the order of the calls.
 
-use crate::{BlockId, HostMatrix, KernelError, KvLayout};
+use crate::{BlockId, HostMatrix, KernelError, KvLayout, SampleFault, SampleSpec};
 
 /// Which elements of a head rotate together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -328,6 +328,25 @@ pub trait Backend: Send + Sync + 'static {
         chosen: &Self::Chosen,
         bank: &Self::ExpertBank,
     ) -> Result<(), KernelError>;
+
+    /// Whether [`Backend::sample`] chooses among `vocab` tokens; where it does not, as on the CPU, the host chooses from downloaded logits.
+    fn can_sample(&self, _vocab: usize) -> bool {
+        false
+    }
+    /// Chooses a token from each of the first `rows.len()` rows of logits `[rows, vocab]`, so that only tokens come to the host.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] where [`Backend::can_sample`] says that it does not.
+    fn sample(
+        &self,
+        _logits: &Self::Tensor,
+        _rows: &[SampleSpec],
+    ) -> Result<Vec<Result<u32, SampleFault>>, KernelError> {
+        Err(KernelError::Device {
+            device: self.describe(),
+            detail: "tokens are chosen on the host".to_owned(),
+        })
+    }
 
     /// Ends a forward pass: what a device has put off is under way afterwards.
     fn finish(&self) -> Result<(), KernelError> {

@@ -46,6 +46,16 @@ pub fn embed(tokens: &[u32], vocab: usize) -> Result<(), KernelError> {
     })
 }
 
+/// Choices of the first rows of logits.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn sample(logits: Shape, choices: usize) -> Result<(), KernelError> {
+    ensure(choices <= logits.0, "sample", || {
+        format!("{choices} choices from logits {}", shape(logits))
+    })
+}
+
 /// `x` times a weight, plus a bias.
 ///
 /// # Errors

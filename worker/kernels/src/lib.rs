@@ -16,6 +16,7 @@ pub mod kv;
 pub mod pool;
 pub mod probe;
 pub mod reference;
+pub mod sampling;
 
 mod arch;
 mod cpu;
@@ -31,3 +32,4 @@ pub use error::KernelError;
 pub use host::{BlockScales, DType, HostMatrix, SCALE_BLOCK};
 pub use kv::{BlockId, KvDType, KvLayout};
 pub use probe::{PeakGflops, peak_gflops, read_bandwidth_gbps};
+pub use sampling::{SampleFault, SampleSpec};

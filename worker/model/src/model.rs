@@ -99,6 +99,21 @@ impl<B: Backend> Model<B> {
         kv: &mut B::Kv,
         observer: &mut dyn Observer<B>,
     ) -> Result<Vec<f32>, ModelError> {
+        let logits = self.forward_logits(batch, kv, observer)?;
+        let logits = logits.map_or_else(|| Ok(Vec::new()), |x| self.backend.download(&x));
+        logits.map_err(|e| ModelError::from(e).within(ModuleId::Head))
+    }
+
+    /// As [`Model::forward`], with the logits left on the device, where a token may be chosen; none when no rows are wanted.
+    ///
+    /// # Errors
+    /// As [`Model::forward`].
+    pub fn forward_logits(
+        &self,
+        batch: &Batch,
+        kv: &mut B::Kv,
+        observer: &mut dyn Observer<B>,
+    ) -> Result<Option<B::Tensor>, ModelError> {
         batch.check(self.decoder.vocab)?;
         let positions = batch.positions();
         let mut pass = Pass {
@@ -119,9 +134,10 @@ impl<B: Backend> Model<B> {
         }
         if batch.logit_rows.is_empty() {
             self.backend.finish()?;
-            return Ok(Vec::new());
+            return Ok(None);
         }
         self.head(&mut pass, stream, &batch.logit_rows)
+            .map(Some)
             .map_err(|e| e.within(ModuleId::Head))
     }
 
@@ -197,7 +213,7 @@ impl<B: Backend> Model<B> {
         pass: &mut Pass<'_, B>,
         mut stream: Stream<B>,
         logit_rows: &[u32],
-    ) -> Result<Vec<f32>, ModelError> {
+    ) -> Result<B::Tensor, ModelError> {
         let backend = pass.backend;
         let weights = pass.residency.acquire(ModuleId::Head)?;
         if let Some(delta) = stream.delta.take() {
@@ -211,7 +227,7 @@ impl<B: Backend> Model<B> {
         // logits [logit rows, vocab]
         let logits = backend.linear(&x, weights.matrix("head")?, None)?;
         pass.observer.tensor("logits", None, backend, &logits);
-        Ok(backend.download(&logits)?)
+        Ok(logits)
     }
 }
 

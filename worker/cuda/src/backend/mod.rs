@@ -6,6 +6,7 @@ mod experts;
 mod kv;
 mod linear;
 mod probe;
+mod sampling;
 mod tensor;
 mod trait_impl;
 mod weights;
@@ -162,7 +163,7 @@ impl CudaBackend {
 
     /// Kernels that every model uses.
     fn common_variants(activations: Activations) -> Vec<Variant> {
-        let plain = ["add", "silu_mul", "rms_norm", "rope", "rows"].map(Variant::plain);
+        let plain = ["add", "silu_mul", "rms_norm", "rope", "rows", "sample"].map(Variant::plain);
         let split = Variant::with("split", &[("ACTIVATIONS", activations_number(activations))]);
         plain.into_iter().chain([split]).collect()
     }

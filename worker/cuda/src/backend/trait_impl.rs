@@ -2,11 +2,13 @@
 
 use hearth_kernels::{
     AttentionSpec, Backend, BlockId, ExpertCall, ExpertWeights, HostMatrix, KernelError, KvLayout,
-    MlaHeads, RopeTable, RouterSpec, Routing, Span, checks,
+    MlaHeads, RopeTable, RouterSpec, Routing, SampleFault, SampleSpec, Span, checks,
 };
 
 use super::experts::CudaBank;
-use super::{Activations, CudaBackend, CudaChosen, CudaKv, CudaTensor, CudaVector, CudaWeight};
+use super::{
+    Activations, CudaBackend, CudaChosen, CudaKv, CudaTensor, CudaVector, CudaWeight, sampling,
+};
 
 impl Backend for CudaBackend {
     type Tensor = CudaTensor;
@@ -253,6 +255,18 @@ impl Backend for CudaBackend {
         bank: &CudaBank,
     ) -> Result<(), KernelError> {
         self.run_banked(out, x, chosen, bank)
+    }
+
+    fn can_sample(&self, vocab: usize) -> bool {
+        sampling::takes(vocab)
+    }
+
+    fn sample(
+        &self,
+        logits: &CudaTensor,
+        rows: &[SampleSpec],
+    ) -> Result<Vec<Result<u32, SampleFault>>, KernelError> {
+        self.choose_tokens(logits, rows)
     }
 
     fn finish(&self) -> Result<(), KernelError> {

@@ -10,6 +10,7 @@ mod support;
 
 mod device;
 mod goldens;
+mod sampling;
 mod transfer;
 mod upload;
 mod ways;

@@ -30,6 +30,24 @@ impl History {
         *self.answer.entry(token).or_default() += 1;
     }
 
+    /// The tokens that these penalties concern, each once, with the times that they stand in the answer.
+    pub(crate) fn used(&self, params: &SamplingParams) -> Vec<(u32, u32)> {
+        let (repetition, frequency, presence) = (
+            params.repetition_penalty != 1.0,
+            params.frequency_penalty != 0.0,
+            params.presence_penalty != 0.0,
+        );
+        let mut used = Vec::new();
+        if repetition || frequency || presence {
+            used.extend(self.answer.iter().map(|(token, count)| (*token, *count)));
+        }
+        if repetition {
+            let in_prompt_only = self.prompt.iter().filter(|t| !self.answer.contains_key(t));
+            used.extend(in_prompt_only.map(|token| (*token, 0)));
+        }
+        used
+    }
+
     /// Applies the three penalties to `logits` `[vocab]`: repetition as Hugging Face defines it (prompt and
     /// answer), then frequency and presence as OpenAI defines them (answer).
     pub(super) fn penalise(&self, params: &SamplingParams, logits: &mut [f32]) {

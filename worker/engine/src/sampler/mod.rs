@@ -3,6 +3,9 @@
 //! Order of the adjustments: `logit_bias`, repetition penalty, frequency and presence penalties, grammar
 //! mask, temperature, `top_k`, `top_p`, `min_p`, draw. Log-probabilities are those of the raw logits.
 //!
+//! A device that chooses by itself is told the same by a [`SampleSpec`](hearth_kernels::SampleSpec). Its exponential function may differ
+//! from the host's in the last bit, so a draw at the very edge between two tokens, and no other, may fall to the other one.
+//!
 //! **Invariant**: nothing here has state, reads a clock or depends on the batch, so a stream that moves to
 //! another worker goes on with the tokens it would have had.
 
@@ -51,16 +54,9 @@ pub fn sample(
             index,
         });
     }
-    let adjusted = adjust(params, logits, history, allowed);
-    let best = argmax(&adjusted)
-        .filter(|&id| adjusted[id as usize] > f32::NEG_INFINITY)
+    let quantile = uniform(params.seed, index as u64);
+    let id = choose(params, quantile, logits, history, allowed)
         .ok_or(SamplingError::NothingAllowed { index })?;
-    let id = if params.temperature == 0.0 {
-        best
-    } else {
-        let kept = filter::candidates(params, &adjusted, adjusted[best as usize]);
-        filter::draw(&kept, uniform(params.seed, index as u64)).unwrap_or(best)
-    };
     Ok(match logprobs {
         None => Sampled {
             id,
@@ -69,6 +65,23 @@ pub fn sample(
         },
         Some(n) => with_logprobs(id, logits, n as usize),
     })
+}
+
+/// Chooses from finite logits, where the draw falls on `quantile`; none when the mask leaves no token.
+pub(crate) fn choose(
+    params: &SamplingParams,
+    quantile: f64,
+    logits: &[f32],
+    history: &History,
+    allowed: Option<&[u32]>,
+) -> Option<u32> {
+    let adjusted = adjust(params, logits, history, allowed);
+    let best = argmax(&adjusted).filter(|&id| adjusted[id as usize] > f32::NEG_INFINITY)?;
+    if params.temperature == 0.0 {
+        return Some(best);
+    }
+    let kept = filter::candidates(params, &adjusted, adjusted[best as usize]);
+    Some(filter::draw(&kept, quantile).unwrap_or(best))
 }
 
 /// Bias, penalties and mask; a token that must not follow becomes negative infinity.

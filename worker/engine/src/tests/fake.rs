@@ -4,18 +4,18 @@
 use std::{
     sync::{
         Arc, Mutex,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::Duration,
 };
 
-use hearth_kernels::{BlockId, KvDType, KvLayout};
+use hearth_kernels::{BlockId, KvDType, KvLayout, SampleFault, SampleSpec};
 use hearth_model::Batch;
 
 use crate::{
     SamplingParams,
-    forward::{Forward, KvBytes, LayerDone, WeightStats},
-    sampler::{History, sample},
+    forward::{Forward, KvBytes, LayerDone, Output, WeightStats},
+    sampler::{History, choose, sample},
 };
 
 pub(super) const LAYERS: usize = 2;
@@ -28,7 +28,7 @@ pub(super) enum Fault {
     Panic,
     /// Logits of rows whose token is this one are not numbers.
     NanFor(u32),
-    /// One logit too few.
+    /// One logit too few, or one token where there are only tokens.
     Short,
 }
 
@@ -47,6 +47,10 @@ pub(super) struct Controls {
     pub(super) before_layer: Arc<Mutex<Option<Hook>>>,
     /// Loops of the engine's thread.
     pub(super) loops: Arc<AtomicUsize>,
+    /// Tokens are chosen where the logits are.
+    pub(super) can_sample: Arc<AtomicBool>,
+    /// Tokens that were chosen there.
+    pub(super) sampled: Arc<AtomicUsize>,
 }
 
 impl Controls {
@@ -109,6 +113,33 @@ fn logits_of(state: u64, vocab: usize) -> impl Iterator<Item = f32> {
     (0..vocab as u64).map(move |t| (mix(state, t) % 8000) as f32 / 1000.0 - 4.0)
 }
 
+/// What a device does with a row.
+fn chosen(logits: &[f32], spec: &SampleSpec) -> Result<u32, SampleFault> {
+    if let Some(token) = logits.iter().position(|l| !l.is_finite()) {
+        return Err(SampleFault::NotFinite {
+            token: token as u32,
+            value: logits[token],
+        });
+    }
+    let params = SamplingParams {
+        temperature: spec.temperature,
+        top_p: spec.top_p,
+        top_k: spec.top_k,
+        min_p: spec.min_p,
+        frequency_penalty: spec.frequency_penalty,
+        presence_penalty: spec.presence_penalty,
+        repetition_penalty: spec.repetition_penalty,
+        seed: 0,
+        logit_bias: spec.biases.clone(),
+    };
+    let all: Vec<u32> = spec.used.iter().map(|(token, _)| *token).collect();
+    let times = |(token, times): &(u32, u32)| std::iter::repeat_n(*token, *times as usize);
+    let answer: Vec<u32> = spec.used.iter().flat_map(times).collect();
+    let history = History::new(&all, &answer);
+    let allowed = spec.allowed.as_deref();
+    choose(&params, spec.quantile, logits, &history, allowed).ok_or(SampleFault::NothingAllowed)
+}
+
 impl Forward for Fake {
     fn vocab(&self) -> usize {
         self.vocab
@@ -118,11 +149,16 @@ impl Forward for Fake {
         self.layout
     }
 
+    fn can_sample(&self) -> bool {
+        self.controls.can_sample.load(Ordering::Relaxed)
+    }
+
     fn forward(
         &mut self,
         batch: &Batch,
+        choices: &[SampleSpec],
         layer_done: &mut LayerDone<'_>,
-    ) -> Result<Vec<f32>, String> {
+    ) -> Result<Output, String> {
         std::thread::sleep(*self.controls.slowness.lock().unwrap());
         let fault = self.controls.faults.lock().unwrap().pop();
         let rows = batch.spans.iter().map(|s| s.rows).collect();
@@ -160,10 +196,21 @@ impl Forward for Fake {
                 logits[last] = f32::NAN;
             }
         }
-        if fault == Some(Fault::Short) {
-            logits.pop();
+        let others = logits.split_off(choices.len() * self.vocab);
+        let rows = logits.chunks(self.vocab);
+        let mut output = Output {
+            chosen: rows
+                .zip(choices)
+                .map(|(row, spec)| chosen(row, spec))
+                .collect(),
+            logits: others,
+        };
+        let sampled = &self.controls.sampled;
+        sampled.fetch_add(choices.len(), Ordering::Relaxed);
+        if fault == Some(Fault::Short) && output.logits.pop().is_none() {
+            output.chosen.pop();
         }
-        Ok(logits)
+        Ok(output)
     }
 
     fn write(

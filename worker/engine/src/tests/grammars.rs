@@ -1,11 +1,22 @@
 //! Answers that follow a grammar.
 
-use std::sync::Arc;
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, atomic::Ordering},
+};
 
+use hearth_kernels::BlockId;
+use hearth_schedule::{SequenceId, SpanKind, Step, StepSpan};
 use proptest::prelude::*;
 
 use super::*;
-use crate::{Grammar, GrammarTokenizer};
+use crate::{
+    EngineStats, Grammar, GrammarTokenizer, RequestId,
+    request::{Answer, Choice, Request},
+    sampler::History,
+    shared::{Shared, Slot},
+    work::StepWork,
+};
 
 const EOS: u32 = 256;
 const EXTRA: u32 = 257;
@@ -33,13 +44,17 @@ fn text(ids: &[u32]) -> String {
 }
 
 fn grammar_engine() -> Engine {
+    grammar_engine_with(&Controls::default())
+}
+
+fn grammar_engine_with(controls: &Controls) -> Engine {
     let vocab = tokens().len();
     let options = EngineOptions {
         context_length: 256,
         grammar_tokenizer: Some(Arc::new(tokenizer())),
         ..options(64)
     };
-    let fake = Fake::new(vocab, 64, Controls::default());
+    let fake = Fake::new(vocab, 64, controls.clone());
     Engine::start_forward(fake, options).unwrap()
 }
 
@@ -134,6 +149,80 @@ fn a_lark_grammar_ends_by_itself_or_by_a_stop_token() {
         ends.push(*end);
     }
     assert!(ends.contains(&EOS) && ends.contains(&EXTRA), "{ends:?}");
+}
+
+/// A device is told the mask before the forward pass that it belongs to.
+#[test]
+fn a_device_follows_a_grammar_as_the_host_does() {
+    let (host, controls) = (grammar_engine(), Controls::default());
+    controls.can_sample.store(true, Ordering::Relaxed);
+    let device = grammar_engine_with(&controls);
+    let open = Grammar::Lark("start: /a+/".to_owned());
+    let mut tokens = 0;
+    for seed in 0..10 {
+        for grammar in [schema(), open.clone()] {
+            let expected = answer(&host, constrained(grammar.clone(), seed));
+            tokens += expected.tokens.len();
+            assert_eq!(answer(&device, constrained(grammar, seed)), expected);
+        }
+    }
+    assert_eq!(controls.sampled.load(Ordering::Relaxed), tokens);
+}
+
+/// A request that cannot say how its token is chosen leaves the step, which goes on without it.
+#[test]
+fn a_grammar_that_gives_up_fails_its_own_request_alone() {
+    let mut broken = tokenizer().compile(&schema()).unwrap();
+    broken.accept(u32::from(b'x')).unwrap_err();
+    let shared = Arc::new(Shared::new(EngineStats::default()));
+    let mut requests = BTreeMap::new();
+    let mut spans = Vec::new();
+    for (id, grammar) in [(1, Some(broken)), (2, None)] {
+        let choice = Choice {
+            params: SamplingParams::default(),
+            index: 0,
+            history: History::default(),
+            stop_tokens: Vec::new(),
+            grammar,
+            logprobs: None,
+        };
+        let answer = Answer {
+            id: RequestId(id),
+            receiver: crate::request::Receiver::new(Box::new(|_| true)),
+            tokens: Vec::new(),
+            max_new_tokens: 1,
+            choice,
+            remote: false,
+            import: None,
+            _slot: Slot::take(&shared, 2).unwrap(),
+        };
+        requests.insert(SequenceId(id), Request::Answer(Box::new(answer)));
+        spans.push(StepSpan {
+            sequence: SequenceId(id),
+            kind: SpanKind::Decode,
+            tokens: vec![65],
+            start: 0,
+            blocks: vec![BlockId(0)],
+            wants_logits: true,
+        });
+    }
+    let step = Step {
+        spans,
+        ..Step::default()
+    };
+    let (work, refused) = StepWork::new(&step, &mut requests, true);
+    assert_eq!(work.on_device, [SequenceId(2)]);
+    assert_eq!(work.batch.logit_rows, [0]);
+    let Some(Request::Answer(answer)) = requests.get_mut(&SequenceId(1)) else {
+        panic!("an answer was put there");
+    };
+    let on_host = answer
+        .choice
+        .next(&vec![0.0; tokens().len()])
+        .err()
+        .unwrap();
+    assert!(on_host.to_string().contains("behind answer token 0"));
+    assert_eq!(refused, [(SequenceId(1), on_host)]);
 }
 
 #[test]

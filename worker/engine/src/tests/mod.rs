@@ -1,6 +1,7 @@
 //! The engine over a fake model: what it answers, and that it never loses or keeps anything.
 
 mod answers;
+mod choices;
 mod fake;
 mod faults;
 mod grammars;

@@ -1,5 +1,7 @@
 //! Random lives of many requests on a small engine.
 
+use std::sync::atomic::Ordering;
+
 use proptest::prelude::*;
 
 use super::*;
@@ -141,9 +143,11 @@ proptest! {
     #[test]
     fn every_answer_is_right_and_nothing_is_kept(
         lives in lives(), blocks in 10usize..24, max_batch in 1usize..5, chunk_tokens in 1usize..12,
+        can_sample in any::<bool>(),
     ) {
         let limits = EngineOptions { max_batch, chunk_tokens, context_length: 40, ..options(blocks) };
-        let (decode, _) = engine_with(limits);
+        let (decode, controls) = engine_with(limits);
+        controls.can_sample.store(can_sample, Ordering::Relaxed);
         let helper = engine(24);
         let right: Vec<bool> = std::thread::scope(|scope| {
             let threads: Vec<_> = lives.iter().map(|l| scope.spawn(|| l.live(&decode, &helper))).collect();

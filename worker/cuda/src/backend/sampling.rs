@@ -1,0 +1,178 @@
+//! Choice of tokens where their logits are.
+
+use hearth_kernels::{KernelError, SampleFault, SampleSpec, checks};
+
+use super::{CudaBackend, CudaTensor, Kernel};
+use crate::compile::Variant;
+use crate::queue::{Args, Argument};
+
+/// Threads of a row (`SAMPLE_THREADS` of select.cuh).
+const THREADS: u32 = 512;
+/// Tokens whose weights a histogram's halves can sum (select.cuh).
+const MOST_TOKENS: usize = 1 << 20;
+/// `fault` of a row whose mask leaves no token.
+const NOTHING_ALLOWED: i32 = -1;
+
+/// Whether rows of so many logits can be chosen from.
+pub(super) fn takes(vocab: usize) -> bool {
+    (1..=MOST_TOKENS).contains(&vocab)
+}
+
+impl CudaBackend {
+    pub(super) fn choose_tokens(
+        &self,
+        logits: &CudaTensor,
+        specs: &[SampleSpec],
+    ) -> Result<Vec<Result<u32, SampleFault>>, KernelError> {
+        let (count, vocab) = (specs.len(), logits.cols);
+        checks::sample(logits.shape(), count)?;
+        checks::ensure(takes(vocab), "sample", || {
+            format!("1 to {MOST_TOKENS} logits of a row, and there are {vocab}")
+        })?;
+        if specs.is_empty() {
+            return Ok(Vec::new());
+        }
+        // Tokens, then faults, so that one copy brings both.
+        let results = self.buffer(count * 8, "chosen tokens")?;
+        let weights = if specs.iter().all(SampleSpec::is_largest_logit) {
+            None
+        } else {
+            Some(self.buffer(count * vocab * 4, "weights of tokens")?)
+        };
+        let lists = Lists::new(specs);
+        let args = Args::new()
+            .with(results.address())
+            .with(results.address() + (count * 4) as u64)
+            .with(logits.address())
+            .with(weights.as_ref().map_or(0, |w| w.address()))
+            .with(vocab as i32)
+            .with(self.host(&lists.rows)?)
+            .with(self.host(&lists.used)?)
+            .with(self.host(&lists.biases)?)
+            .with(self.host(&lists.masks)?);
+        let variant = Variant::plain("sample");
+        let kernel = Kernel::new(&variant, "sample").threads(THREADS);
+        self.launch(kernel, [count, 1, 1], args)?;
+        let words = |bytes: &[u8]| -> Vec<[u8; 4]> { bytes.as_chunks().0.to_vec() };
+        let words = self.queue.download(results.address(), count * 8, words)?;
+        let (tokens, faults) = words.split_at(count);
+        let outcomes = tokens.iter().zip(faults).enumerate();
+        outcomes
+            .map(|(row, (token, fault))| match i32::from_ne_bytes(*fault) {
+                0 => Ok(Ok(u32::from_ne_bytes(*token))),
+                NOTHING_ALLOWED => Ok(Err(SampleFault::NothingAllowed)),
+                fault => Ok(Err(self.not_finite(logits, row, fault as usize - 1)?)),
+            })
+            .collect()
+    }
+
+    /// The fault of a row, with the logit that it names.
+    fn not_finite(
+        &self,
+        logits: &CudaTensor,
+        row: usize,
+        token: usize,
+    ) -> Result<SampleFault, KernelError> {
+        let at = logits.address() + ((row * logits.cols + token) * 4) as u64;
+        let float = |bytes: &[u8]| bytes.as_chunks().0.first().copied().map(f32::from_ne_bytes);
+        let value = self.queue.download(at, 4, float)?;
+        Ok(SampleFault::NotFinite {
+            token: token as u32,
+            value: value.unwrap_or(f32::NAN),
+        })
+    }
+}
+
+/// What the kernel reads of all rows.
+#[derive(Default)]
+struct Lists {
+    rows: Vec<SampleRowArg>,
+    used: Vec<UsedTokenArg>,
+    biases: Vec<TokenBiasArg>,
+    masks: Vec<u32>,
+}
+
+impl Lists {
+    fn new(specs: &[SampleSpec]) -> Self {
+        let mut lists = Self::default();
+        for spec in specs {
+            lists.rows.push(SampleRowArg {
+                quantile: spec.quantile,
+                temperature: spec.temperature,
+                top_p: spec.top_p,
+                min_p: spec.min_p,
+                top_k: spec.top_k,
+                repetition_penalty: spec.repetition_penalty,
+                frequency_penalty: spec.frequency_penalty,
+                presence_penalty: spec.presence_penalty,
+                first_used: lists.used.len() as i32,
+                used_count: spec.used.len() as i32,
+                first_bias: lists.biases.len() as i32,
+                bias_count: spec.biases.len() as i32,
+                first_mask_word: lists.masks.len() as i32,
+                mask_words: spec.allowed.as_ref().map_or(-1, |words| words.len() as i32),
+                reserved: 0,
+            });
+            let used = spec.used.iter();
+            lists
+                .used
+                .extend(used.map(|&(token, answer_count)| UsedTokenArg {
+                    token,
+                    answer_count,
+                }));
+            let biases = spec.biases.iter();
+            lists
+                .biases
+                .extend(biases.map(|&(token, bias)| TokenBiasArg { token, bias }));
+            lists.masks.extend(spec.allowed.iter().flatten());
+        }
+        lists
+    }
+}
+
+/// `struct SampleRow` of sample.cuh.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct SampleRowArg {
+    quantile: f64,
+    temperature: f32,
+    top_p: f32,
+    min_p: f32,
+    top_k: u32,
+    repetition_penalty: f32,
+    frequency_penalty: f32,
+    presence_penalty: f32,
+    first_used: i32,
+    used_count: i32,
+    first_bias: i32,
+    bias_count: i32,
+    first_mask_word: i32,
+    /// -1: no mask.
+    mask_words: i32,
+    reserved: i32,
+}
+
+// SAFETY: repr(C), and its fields leave no padding: 8 + 14 × 4 bytes.
+unsafe impl Argument for SampleRowArg {}
+
+/// `struct UsedToken` of sample.cuh.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct UsedTokenArg {
+    token: u32,
+    answer_count: u32,
+}
+
+// SAFETY: repr(C) of two u32.
+unsafe impl Argument for UsedTokenArg {}
+
+/// `struct TokenBias` of sample.cuh.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct TokenBiasArg {
+    token: u32,
+    bias: f32,
+}
+
+// SAFETY: repr(C) of a u32 and an f32.
+unsafe impl Argument for TokenBiasArg {}

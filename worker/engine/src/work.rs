@@ -1,0 +1,97 @@
+//! What one step computes: a batch, whose rows it has, and how their tokens are chosen.
+
+use std::collections::BTreeMap;
+
+use hearth_kernels::{SampleSpec, Span};
+use hearth_model::Batch;
+use hearth_schedule::{SequenceId, Step};
+
+use crate::{EngineError, export::ExportRange, forward::Output, request::Request};
+
+/// A forward pass and whose it is.
+#[derive(Default)]
+pub(crate) struct StepWork {
+    pub(crate) batch: Batch,
+    /// All sequences with rows.
+    pub(crate) sequences: Vec<SequenceId>,
+    /// Those whose token the device chooses, in the order of `batch.logit_rows`, of which they have the first.
+    pub(crate) on_device: Vec<SequenceId>,
+    /// How it chooses.
+    pub(crate) choices: Vec<SampleSpec>,
+    /// Those whose logits come to the host; theirs are the other rows.
+    pub(crate) on_host: Vec<SequenceId>,
+    pub(crate) exports: Vec<ExportRange>,
+}
+
+impl StepWork {
+    /// The batch of a step, without sequences that were cancelled since it was scheduled; `can_sample`: the device chooses where a
+    /// request lets it. Requests whose next token cannot be chosen are left out and come with the reason.
+    pub(crate) fn new(
+        step: &Step,
+        requests: &mut BTreeMap<SequenceId, Request>,
+        can_sample: bool,
+    ) -> (Self, Vec<(SequenceId, EngineError)>) {
+        let mut work = Self::default();
+        let mut refused = Vec::new();
+        let mut host_rows = Vec::new();
+        for span in &step.spans {
+            let Some(request) = requests.get_mut(&span.sequence) else {
+                continue;
+            };
+            let choice = match request {
+                Request::Answer(answer) if can_sample && span.wants_logits => {
+                    answer.choice.for_device()
+                }
+                _ => Ok(None),
+            };
+            let choice = match choice {
+                Ok(choice) => choice,
+                Err(error) => {
+                    refused.push((span.sequence, error));
+                    continue;
+                }
+            };
+            let (first_row, rows) = (work.batch.tokens.len(), span.tokens.len());
+            let last_row = || (first_row + rows - 1) as u32;
+            work.sequences.push(span.sequence);
+            work.batch.tokens.extend(&span.tokens);
+            work.batch.spans.push(Span {
+                first_row,
+                rows,
+                start: span.start,
+                blocks: span.blocks.clone(),
+            });
+            if let Some(choice) = choice {
+                work.on_device.push(span.sequence);
+                work.choices.push(choice);
+                work.batch.logit_rows.push(last_row());
+            } else if span.wants_logits {
+                work.on_host.push(span.sequence);
+                host_rows.push(last_row());
+            }
+            if let Request::Export(export) = request {
+                work.exports.push(ExportRange {
+                    sequence: span.sequence,
+                    blocks: span.blocks.clone(),
+                    from: export.sent_to,
+                    to: span.start + rows,
+                });
+            }
+        }
+        work.batch.logit_rows.append(&mut host_rows);
+        (work, refused)
+    }
+
+    /// The output of the forward pass, or why it is not this step's.
+    pub(crate) fn checked(&self, output: Output, vocab: usize) -> Result<Output, String> {
+        let (chosen, choices) = (output.chosen.len(), self.choices.len());
+        if chosen != choices {
+            return Err(format!("{chosen} tokens came for {choices}"));
+        }
+        let (logits, expected) = (output.logits.len(), self.on_host.len() * vocab);
+        if logits != expected {
+            return Err(format!("{logits} logits came for {expected}"));
+        }
+        Ok(output)
+    }
+}

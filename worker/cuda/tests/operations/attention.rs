@@ -5,7 +5,7 @@ use hearth_kernels::{AttentionSpec, Backend, BlockId, KvLayout, Span};
 
 use crate::common::*;
 use crate::sequence::{LAYER, Part, Sequence, layout};
-use crate::support::{options, own, plain};
+use crate::support::{BUDGET_BYTES, leave_nan, own, plain};
 
 /// Sequences of every kind of layout: the tensor-core kernel takes bf16 pages with dimensions of whole steps of 16, another the rest.
 pub(crate) fn sequences() -> Vec<Sequence> {
@@ -104,7 +104,7 @@ fn scores_far_apart_do_not_overflow() {
 
 #[test]
 fn a_batch_without_rows_or_spans_attends_to_nothing() {
-    let gpu = plain();
+    let gpu = own(BUDGET_BYTES);
     for layout in [layout(1, 16, 16, false, Bf16), layout(1, 5, 7, false, F32)] {
         let kv = gpu.kv_alloc(layout, 1).unwrap();
         let spec = AttentionSpec {
@@ -119,6 +119,7 @@ fn a_batch_without_rows_or_spans_attends_to_nothing() {
         };
         for (rows, spans) in [(0, vec![]), (3, vec![]), (3, vec![none])] {
             let q = gpu.zeros(rows, 2 * layout.k_dim).unwrap();
+            leave_nan(&gpu, rows, 2 * layout.v_dim);
             let out = gpu.attention(&q, &kv, 0, &spans, spec).unwrap();
             assert_eq!(gpu.shape(&out), (rows, 2 * layout.v_dim));
             let out = gpu.download(&out).unwrap();
@@ -131,7 +132,7 @@ fn a_batch_without_rows_or_spans_attends_to_nothing() {
 fn a_table_of_blocks_larger_than_what_is_staged_leaves_the_rest_in_place() {
     // Tables go to the device through a buffer of 1 MiB at first. The second call makes it grow between two pieces of one operation, and
     // asks for partial results of that size next: they must not lie where the first piece still is.
-    let (gpu, _turn) = own(options());
+    let gpu = own(BUDGET_BYTES);
     let sequence = Sequence::new(layout(1, 16, 512, false, Bf16), 16, 1100, 1);
     let mut kv = gpu.kv_alloc(sequence.layout, 69).unwrap();
     let part = |rows, start| Part {
@@ -140,9 +141,9 @@ fn a_table_of_blocks_larger_than_what_is_staged_leaves_the_rest_in_place() {
         start,
         first_block: 0,
     };
-    sequence.append(&gpu, &mut kv, &[part(1100, 0)]);
+    sequence.append(&*gpu, &mut kv, &[part(1100, 0)]);
     let last = [part(10, 1090)];
-    let want = sequence.attend(&gpu, &kv, &last);
+    let want = sequence.attend(&*gpu, &kv, &last);
     let cols = sequence.heads * sequence.layout.k_dim;
     let q = gpu.upload(10, cols, &sequence.q[1090 * cols..]).unwrap();
     let mut spans = sequence.spans(&last);

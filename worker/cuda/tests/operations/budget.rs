@@ -1,12 +1,11 @@
 //! The budget is hard, and what runs out names it.
 
-use hearth_cuda::CudaOptions;
 use hearth_kernels::KvDType::Bf16;
 use hearth_kernels::{Backend, DType, KernelError};
 
 use crate::common::*;
 use crate::sequence::layout;
-use crate::support::{BUDGET_BYTES, options, own, plain};
+use crate::support::{BUDGET_BYTES, own, plain};
 
 #[test]
 fn too_much_is_refused_with_the_budget_and_what_is_in_use() {
@@ -47,10 +46,7 @@ fn too_much_is_refused_with_the_budget_and_what_is_in_use() {
 #[test]
 fn memory_that_waits_is_given_back_when_the_budget_asks_but_not_before_it_was_used() {
     let budget_bytes = 16 << 20;
-    let (gpu, _turn) = own(CudaOptions {
-        budget_bytes: Some(budget_bytes),
-        ..options()
-    });
+    let gpu = own(budget_bytes);
     let table = matrix(&[1.0, 2.0, 3.0, 4.0], 2, 2, DType::F32);
     let table = gpu.weight(&table).unwrap();
     // A step of few rows waits to be launched as a whole, while its buffers are dropped.
@@ -74,7 +70,7 @@ fn memory_that_waits_is_given_back_when_the_budget_asks_but_not_before_it_was_us
 
 #[test]
 fn a_decode_step_asks_for_no_more_memory_than_the_one_before() {
-    let (gpu, _turn) = own(options());
+    let gpu = own(BUDGET_BYTES);
     let mut rng = Rng(1);
     let table = gpu
         .weight(&random_matrix(&mut rng, 20, 64, DType::Bf16))

@@ -3,7 +3,7 @@
 use hearth_kernels::Backend;
 
 use crate::common::*;
-use crate::support::plain;
+use crate::support::{BUDGET_BYTES, leave_nan, own, plain};
 
 #[test]
 fn columns_and_interleave_are_inverse() {
@@ -54,8 +54,9 @@ fn rows_are_picked_in_any_order() {
 
 #[test]
 fn zeros_are_zeros_and_what_was_uploaded_comes_back() {
-    let gpu = plain();
+    let gpu = own(BUDGET_BYTES);
     for (rows, cols) in [(0, 0), (0, 5), (3, 0), (1, 1), (7, 130)] {
+        leave_nan(&gpu, rows, cols);
         let zeros = gpu.zeros(rows, cols).unwrap();
         assert_same_bits(
             &gpu.download(&zeros).unwrap(),

@@ -9,7 +9,7 @@ use hearth_kernels::{
 use crate::common::*;
 use crate::route::SIGMOID;
 use crate::sequence::layout;
-use crate::support::{options, own};
+use crate::support::{BUDGET_BYTES, own};
 
 const HIDDEN: usize = 32;
 const VOCAB: usize = 50;
@@ -121,7 +121,7 @@ const SECOND: [Row; 3] = [Row(9, 1, 0), Row(0, 1, 1), Row(7, 1, 2)];
 
 #[test]
 fn a_step_that_was_seen_goes_by_a_graph_with_the_same_bits() {
-    let (gpu, _turn) = own(options());
+    let gpu = own(BUDGET_BYTES);
     let mut model = Model::new(&gpu);
     let launched = || gpu.graph_counts().1;
     let want = model.step(&FIRST, 1);
@@ -150,7 +150,7 @@ fn a_step_that_was_seen_goes_by_a_graph_with_the_same_bits() {
 
 #[test]
 fn a_graph_gives_the_bits_of_kernels_launched_one_by_one() {
-    let (gpu, _turn) = own(options());
+    let gpu = own(BUDGET_BYTES);
     let (eager, by_graph) = (own_model_bits(&gpu, false), own_model_bits(&gpu, true));
     assert_same_bits(&by_graph, &eager, "by graph");
 }
@@ -177,7 +177,7 @@ fn own_model_bits(gpu: &CudaBackend, seen: bool) -> Vec<f32> {
 
 #[test]
 fn a_prompt_is_launched_as_it_comes_and_leaves_graphs_alone() {
-    let (gpu, _turn) = own(options());
+    let gpu = own(BUDGET_BYTES);
     let mut model = Model::new(&gpu);
     let rows: Vec<Row> = (0..33).map(|i| Row(i, 0, i)).collect();
     let want = model.step(&rows, 1);

@@ -77,16 +77,41 @@ pub(crate) fn skipped(what: &str) {
     let _ = writeln!(std::io::stderr(), "SKIPPED: {what}");
 }
 
-/// A backend of one's own; the turn is to be held while it is used.
-pub(crate) fn own(options: CudaOptions) -> (CudaBackend, MutexGuard<'static, ()>) {
+/// A backend of one test alone, without sentinels; it goes before the turn does.
+pub(crate) struct Own {
+    backend: CudaBackend,
+    _turn: MutexGuard<'static, ()>,
+}
+
+impl Deref for Own {
+    type Target = CudaBackend;
+
+    fn deref(&self) -> &CudaBackend {
+        &self.backend
+    }
+}
+
+pub(crate) fn own(budget_bytes: u64) -> Own {
     let turn = take_turn();
-    let backend = open(options);
+    let backend = open(CudaOptions {
+        budget_bytes: Some(budget_bytes),
+        ..options()
+    });
     backend.bind_thread().unwrap();
-    (backend, turn)
+    Own {
+        backend,
+        _turn: turn,
+    }
+}
+
+/// Without sentinels memory is used again: the next tensor of this shape lies where NaN is.
+pub(crate) fn leave_nan(gpu: &CudaBackend, rows: usize, cols: usize) {
+    let nan = vec![f32::NAN; rows * cols];
+    drop(gpu.upload(rows, cols, &nan).unwrap());
 }
 
 /// What all backends here have in common.
-pub(crate) fn options() -> CudaOptions {
+fn options() -> CudaOptions {
     CudaOptions {
         budget_bytes: Some(BUDGET_BYTES),
         kernel_cache: vec![kernel_cache()],

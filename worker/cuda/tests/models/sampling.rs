@@ -1,7 +1,7 @@
 //! Tokens chosen on the GPU are those that the engine's sampler chooses from the same logits.
 //!
-//! The GPU's exponential function may differ from the host's in the last bit, and sums are taken in another order, so a draw at the very edge between two
-//! tokens may fall to either: the seeds here lead to none.
+//! The GPU's exponential function may differ from the host's in the last bit, and sums are taken in another order, so a draw at the
+//! very edge between two tokens may fall to either: the seeds here lead to none.
 
 use std::path::Path;
 use std::sync::Arc;

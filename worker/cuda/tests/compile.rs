@@ -91,14 +91,15 @@ fn compile(variant: &Variant, architecture: &'static str) -> Compiled {
     compiled
 }
 
-/// Bytes of registers that may wait in memory, stores and loads together. Attention with 64 rows a block has, in each thread, 48 fragments of
-/// probabilities beside the sums of its values, which are 64 for values of 256 and 128 for latents of 512: a few addresses no longer fit.
-/// Half the rows would spare them and read the cache twice.
+/// Bytes of registers that may wait in memory, stores and loads together. Attention has, in each thread, 48 fragments of probabilities beside
+/// the sums of its values: with 64 rows a block 64 for values of 256 and 128 for latents of 512, of which few words no longer fit. Half the
+/// rows would spare them and read the cache twice. With 16 rows and latents it is one word on some architectures.
 fn allowed_spills(variant: &Variant) -> u64 {
     let has = |define| variant.defines.contains(&define);
     match variant.file {
-        "attention" if has(("ROWS", 64)) && has(("V_DIM", 512)) => 512,
-        "attention" if has(("ROWS", 64)) && has(("V_DIM", 256)) => 32,
+        "attention" if has(("V_DIM", 512)) && has(("ROWS", 64)) => 384,
+        "attention" if has(("V_DIM", 512)) => 16,
+        "attention" if has(("V_DIM", 256)) && has(("ROWS", 64)) => 32,
         _ => 0,
     }
 }

@@ -166,12 +166,18 @@ pub(crate) fn every_way_gives_the_same_bits(
     company.into_iter().for_each(|c| drop(finish(c)));
 
     let tight = make(&|o| o.kv = KvBudget::Blocks(8));
-    let company: Vec<_> = (0..3).map(|_| start(&tight, ask(&question, 30))).collect();
     let long = answer(&plain, ask(&question, 30));
-    for stream in company {
-        assert_eq!(finish(stream), long, "{name}: little memory");
+    // Streams crowd each other only where they run at the same time, which a busy machine may prevent.
+    for _ in 0..20 {
+        let company: Vec<_> = (0..3).map(|_| start(&tight, ask(&question, 30))).collect();
+        for stream in company {
+            assert_eq!(finish(stream), long, "{name}: little memory");
+        }
+        if tight.stats().preemptions > 0 {
+            break;
+        }
     }
-    assert!(tight.stats().preemptions > 0);
+    assert!(tight.stats().preemptions > 0, "{name}: nobody had to yield");
 
     for delivered in [1, 6, 11] {
         let input = || GenerateInput {

@@ -25,6 +25,7 @@ if [ -z "$sanitizer" ]; then
 fi
 binary=$(cargo test -p hearth-cuda --test operations --no-run --message-format=json 2>/dev/null |
     sed -n 's/.*"executable":"\([^"]*operations[^"]*\)".*/\1/p' | tail -1)
+export HEARTH_TEST_SANITIZER=1
 for tool in memcheck racecheck; do
     echo "compute-sanitizer $tool"
     "$sanitizer" --tool "$tool" --error-exitcode 1 "$binary" --test-threads 1 sanitizer_

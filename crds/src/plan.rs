@@ -154,7 +154,7 @@ pub struct PlanRank {
     /// the node, that one is meant: the plan holds for each of them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub gpu_uuids: Vec<String>,
-    /// Bytes of each of these GPUs' memory that it may use: weights, KV and working room.
+    /// Bytes of each of these GPUs' memory that it may use: weights, KV, working room, and what the driver takes for the process.
     #[serde(default, skip_serializing_if = "is_none_of_bytes")]
     pub gpu_memory_bytes: u64,
     /// How its weights live in memory; none for the gateway.
@@ -185,10 +185,18 @@ fn is_none_of_bytes(bytes: &u64) -> bool {
     *bytes == 0
 }
 
+/// What the driver takes of a GPU for each process, beside what the process asks for: its context and the compiled kernels.
+pub const GPU_CONTEXT_BYTES: u64 = 512 << 20;
+
 impl PlanRank {
     /// Whether weights, KV and arithmetic of this rank are on a GPU.
     pub fn is_on_gpu(&self) -> bool {
         !self.gpu_uuids.is_empty()
+    }
+
+    /// Bytes of a GPU's memory that it may ask for: its share without what the driver takes for the process.
+    pub fn gpu_budget_bytes(&self) -> u64 {
+        self.gpu_memory_bytes.saturating_sub(GPU_CONTEXT_BYTES)
     }
 
     /// Bytes of weights that it keeps in its node's memory; ranks of one node map one copy.

@@ -88,10 +88,30 @@ impl Image {
             image = image.file(authorities, "/etc/ssl/certs/ca-certificates.crt", 0o644)?;
         }
         if program == Program::Worker {
+            image = image.driver_libraries()?;
             let models = root().join("models/hearth-demo");
             image = image.directory(&models, "/usr/share/hearth/models/hearth-demo")?;
         }
         Ok(image)
+    }
+
+    /// What NVIDIA's driver, which a container runtime brings in, names beside the program's own libraries.
+    fn driver_libraries(mut self) -> anyhow::Result<Self> {
+        let directory = self
+            .files
+            .keys()
+            .find(|path| path.ends_with("libc.so.6"))
+            .and_then(|path| path.parent())
+            .map(|parent| Path::new("/").join(parent));
+        // A static program loads nothing.
+        let Some(directory) = directory else {
+            return Ok(self);
+        };
+        for name in ["libdl.so.2", "libpthread.so.0", "librt.so.1"] {
+            let path = directory.join(name);
+            self = self.file(&path, &path.to_string_lossy(), 0o755)?;
+        }
+        Ok(self)
     }
 
     /// What the container runs.

@@ -13,8 +13,6 @@ pub(crate) const PREFILL_BATCH: u32 = 2;
 const PROCESS_BYTES: u64 = 64 << 20;
 /// A process that computes on a GPU: the driver maps some hundred MiB into it, and weights pass through pinned buffers.
 const GPU_PROCESS_BYTES: u64 = 512 << 20;
-/// What the driver takes of a GPU for each process: its context and the compiled kernels.
-const GPU_CONTEXT_BYTES: u64 = 512 << 20;
 /// Rows of weights end at whole blocks on a GPU, and each tensor begins at one: a part of the weights, as its inverse.
 const GPU_PADDING_SHARE: u64 = 64;
 /// Activations of a token on a GPU, where matrix products read the residual stream as three bf16 terms beside it.
@@ -91,7 +89,7 @@ impl Demand<'_> {
             weights_bytes: weights.saturating_add(weights / GPU_PADDING_SHARE),
             kv_least_bytes,
             kv_best_bytes,
-            working_bytes: GPU_CONTEXT_BYTES + self.step_bytes(GPU_ACTIVATION_WIDTHS),
+            working_bytes: hearth_crds::GPU_CONTEXT_BYTES + self.step_bytes(GPU_ACTIVATION_WIDTHS),
         }
     }
 

@@ -12,7 +12,7 @@ use std::time::Instant;
 use hearth_cuda::{Activations, CudaBackend, CudaOptions, CudaTensor, CudaWeight};
 use hearth_kernels::{
     AttentionSpec, Backend, BlockId, BlockScales, DType, ExpertWeights, HostMatrix, KvDType,
-    KvLayout, RouterScore, RouterSpec, SCALE_BLOCK, Span,
+    KvLayout, MlaHeads, RopeLayout, RopeTable, RouterScore, RouterSpec, SCALE_BLOCK, Span,
 };
 
 /// Launches of one run, and runs of one figure.
@@ -107,6 +107,12 @@ fn tensor(gpu: &CudaBackend, rows: usize, cols: usize) -> CudaTensor {
     gpu.upload(rows, cols, &values(rows * cols)).unwrap()
 }
 
+/// A copy, which nobody has split yet: both are part of a step's cost.
+fn fresh(gpu: &CudaBackend, x: &CudaTensor) -> CudaTensor {
+    let cols = gpu.shape(x).1;
+    gpu.columns(x, 1, 0, cols).unwrap()
+}
+
 /// Decode: bytes of weights over time, beside the device's own reading.
 fn decode_rows(gpu: &CudaBackend, read_gbps: f64) {
     for dtype in [DType::F8E4m3, DType::Bf16] {
@@ -117,7 +123,10 @@ fn decode_rows(gpu: &CudaBackend, read_gbps: f64) {
             for batch in [1, 4, 8] {
                 let x = tensor(gpu, batch, cols);
                 let time = seconds(gpu, |i| {
-                    drop(gpu.linear(&x, &weights[i % SETS], None).unwrap())
+                    drop(
+                        gpu.linear(&fresh(gpu, &x), &weights[i % SETS], None)
+                            .unwrap(),
+                    )
                 });
                 let gbps = (rows * cols * dtype.size_bytes()) as f64 / time / 1e9;
                 println!(
@@ -144,7 +153,9 @@ fn prefill_rows(activations: Activations) {
     ] {
         let w = weight(&gpu, DType::F8E4m3, rows, cols, 1);
         let x = tensor(&gpu, tokens, cols);
-        let time = seconds(&gpu, |_| drop(gpu.linear(&x, &w, None).unwrap()));
+        let time = seconds(&gpu, |_| {
+            drop(gpu.linear(&fresh(&gpu, &x), &w, None).unwrap())
+        });
         let tflops = 2.0 * (tokens * rows * cols) as f64 / time / 1e12;
         println!(
             "prefill FP8 [{rows}, {cols}] × {tokens}, {activations:?} activations: {:.2} ms, {tflops:.0} TFLOPS",
@@ -315,6 +326,7 @@ fn first_use(gpu: &CudaBackend) {
     let x = gpu.embed(&table, &[1, 2]).unwrap();
     let x = gpu.rms_norm(&x, &norm, 1e-6).unwrap();
     let y = gpu.linear(&x, &w, None).unwrap();
+    latent_projections(gpu, &y, &w);
     let span = Span {
         first_row: 0,
         rows: 2,
@@ -345,4 +357,23 @@ fn first_use(gpu: &CudaBackend) {
     gpu.banked_experts(&mut out, &x, &chosen, &bank).unwrap();
     gpu.add_assign(&mut out, &y).unwrap();
     gpu.download(&out).unwrap();
+}
+
+/// Rotation and both up-projections of latent attention.
+fn latent_projections(gpu: &CudaBackend, y: &CudaTensor, w: &CudaWeight) {
+    let mut rotated = gpu.columns(y, 2, 0, 64).unwrap();
+    let table = RopeTable {
+        inv_freq: vec![0.5; 32],
+        magnitude: 1.0,
+        layout: RopeLayout::Interleaved,
+    };
+    gpu.rope(&mut rotated, 2, &[0, 1], &table).unwrap();
+    let dims = MlaHeads {
+        heads: 2,
+        nope: 64,
+        v: 64,
+        rank: 256,
+    };
+    let absorbed = gpu.mla_absorb(&rotated, w, dims).unwrap();
+    drop(gpu.mla_expand(&absorbed, w, dims).unwrap());
 }

@@ -17,18 +17,3 @@ extern "C" __global__ void add(float* x, const float* delta, long long n) {
     }
     for (long long i = first; i < n; ++i) x[i] += delta[i];
 }
-
-// Grid (rows, ceil(cols / 1024)), 256 threads: adds bias [cols] to each row of x.
-extern "C" __global__ void add_bias(float* x, const float* bias, int rows, int cols) {
-    int row = blockIdx.x;
-    int c = quad_column();
-    if (row >= rows || c >= cols) return;
-    float* out = x + (long long)row * cols;
-    float4 sum = load_quad(out, c, cols);
-    float4 b = load_quad(bias, c, cols);
-    sum.x += b.x;
-    sum.y += b.y;
-    sum.z += b.z;
-    sum.w += b.w;
-    store_quad(out, c, cols, sum);
-}

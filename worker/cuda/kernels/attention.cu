@@ -1,6 +1,7 @@
 // Causal attention over the paged cache with bf16 pages, for decode and prefill; attention.cuh has the arithmetic.
 //
-// Options: K_DIM, V_DIM (multiples of 16), VALUE_IN_KEY, and three that change speed and never a bit:
+// Options: K_DIM, V_DIM (multiples of 16), VALUE_IN_KEY, ATTENTION_TERMS (3: queries and probabilities as they are; 1: rounded to bf16), and
+// three that change speed and never a bit:
 //   ROWS            rows of work of a block: 16, 32, 64 or 128; 16 for decode, 64 for prefill
 //   BUFFERS         tiles of keys and values in shared memory: 2 loads one while the other is used
 //   QUERIES_SHARED  1: the queries stay in shared memory as f32; 0: they are read from global memory for each tile

@@ -13,7 +13,7 @@ constexpr int WARP_ROWS = 16;
 constexpr int ROW_WARPS = ROWS / WARP_ROWS;
 constexpr int COLUMN_WARPS = ROW_WARPS == 1 ? 4 : 8 / ROW_WARPS;      // warps that share 16 rows: each scores some keys, sums some columns
 constexpr int ATTENTION_THREADS = 32 * ROW_WARPS * COLUMN_WARPS;
-constexpr int TERMS = 3;                                               // bf16 terms of an f32
+constexpr int TERMS = ATTENTION_TERMS;                                 // bf16 terms of an f32: 3 are exact, 1 is rounded
 constexpr int STEP = 16;                                               // k of one mma
 
 constexpr int WARP_KEYS = KEY_TILE / COLUMN_WARPS;
@@ -68,9 +68,13 @@ __device__ __forceinline__ void clear(State& state) {
     }
 }
 
-// x and y as pairs of three bf16 terms by truncation, whose sum is exact; term 0 is the most significant. A number that is not finite
+// x and y as pairs of bf16 terms: one, rounded; or three by truncation, whose sum is exact and of which term 0 is the most significant. A number that is not finite
 // leaves a NaN in a later term, and its row's result is a NaN in either case.
 __device__ __forceinline__ void split_pair(float x, float y, unsigned (&terms)[TERMS]) {
+    if constexpr (TERMS == 1) {
+        terms[0] = float_to_bf16(x) | (unsigned)float_to_bf16(y) << 16;
+        return;
+    }
 #pragma unroll
     for (int term = 0; term < TERMS; ++term) {
         unsigned high_x = float_bits(x) & 0xffff0000u;

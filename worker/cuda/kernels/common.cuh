@@ -1,4 +1,4 @@
-// Types and conversions that all kernels share. The structs are the Rust side's, field by field (src/backend/args.rs).
+// Types and conversions that all kernels share. The structs are the Rust side's, field by field (src/backend/tensor.rs).
 #pragma once
 
 #include "ptx.cuh"

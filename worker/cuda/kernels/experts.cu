@@ -6,11 +6,8 @@
 // once and h is made where both are at hand.
 #include "matmul.cuh"
 
-// The order of the reference: f64 inside, rounded to f32, then the product.
-__device__ __forceinline__ float silu_times(float gate, float up) {
-    double x = gate;
-    return __fmul_rn((float)(x / (1.0 + exp(-x))), up);
-}
+// As silu_mul.cu has it.
+__device__ __forceinline__ float silu_times(float x, float up) { return __fmul_rn(x / (1.0f + expf(-x)), up); }
 
 // The tokens of a tile: rows of `rows` where the terms are the tokens' own, else the slots themselves.
 __device__ __forceinline__ Tokens tile_tokens(

@@ -49,6 +49,11 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
+// The compiler does not know that wgmma writes its accumulators until the wait: they are neither read nor written across this.
+__device__ __forceinline__ void keep_in_order(float (&d)[64]) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
 // wgmma reads shared memory through the async proxy: what this thread's copies wrote is made visible there.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -147,10 +152,12 @@ extern "C" __global__ void gemm_fp8_sm90(
         copy_stage(shared, tokens, weights, rows - first_row, n - output, padded, w.ld, block + STAGES - 1, blocks);
         unsigned stage = shared_address(shared) + block % STAGES * STAGE_BYTES;
         unsigned long long a = matrix_descriptor(stage + warpgroup * (64 * BLOCK)), b = matrix_descriptor(stage + MATRIX_BYTES);
+        keep_in_order(dot);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < BLOCK / 32; ++step) wgmma_m64n128k32(dot, a + step * 2, b + step * 2, step);
         wgmma_wait();
+        keep_in_order(dot);
         fold_block(segment, dot, scale_at, block);
         if ((block + 1) % (SEGMENT / BLOCK) != 0 && block + 1 != blocks) continue;
 #pragma unroll

@@ -291,7 +291,7 @@ fn load_options(args: &RankArgs, rank: &PlanRank) -> anyhow::Result<LoadOptions>
 fn device_options(args: &RankArgs, rank: &PlanRank) -> DeviceOptions {
     if rank.is_on_gpu() {
         let uuid = rank.gpu_uuids.first().cloned();
-        let options = args.gpu.options(uuid, Some(rank.gpu_memory_bytes));
+        let options = args.gpu.options(uuid, Some(rank.gpu_budget_bytes()));
         return DeviceOptions::Gpu(GpuOptions {
             // A device plugin may hand out another GPU of the node; the plan holds for each.
             or_any: rank.gpus > 0,

@@ -3,7 +3,7 @@
 use hearth_kernels::{AttentionSpec, KernelError, KvDType, KvLayout, Span, checks};
 
 use super::tensor::AttentionTileArg;
-use super::{CudaBackend, CudaKv, CudaTensor, Kernel};
+use super::{Activations, CudaBackend, CudaKv, CudaTensor, Kernel};
 use crate::compile::{AttentionShape, Variant};
 use crate::queue::Args;
 
@@ -62,8 +62,16 @@ impl CudaBackend {
             None => vec![Variant::plain("attention_any")],
             Some(dims) => [16, 64]
                 .into_iter()
-                .map(|rows| AttentionShape::new(dims, rows).variant)
+                .map(|rows| AttentionShape::new(dims, rows, self.attention_terms()).variant)
                 .collect(),
+        }
+    }
+
+    /// Bf16 terms of queries and probabilities.
+    fn attention_terms(&self) -> i64 {
+        match self.activations {
+            Activations::F32 => 3,
+            Activations::Bf16 | Activations::Fp8 => 1,
         }
     }
 
@@ -72,7 +80,7 @@ impl CudaBackend {
         let group = step.spec.heads / layout.kv_heads;
         let most_rows = step.spans.iter().map(|s| s.rows).max().unwrap_or(0);
         let work_rows = if most_rows * group <= 16 { 16 } else { 64 };
-        let shape = AttentionShape::new(dims, work_rows as i64);
+        let shape = AttentionShape::new(dims, work_rows as i64, self.attention_terms());
         let tokens = (work_rows / group).max(1);
         let tiles = self.tiles(step.spans, tokens)?;
         let row_blocks = (tokens * group).div_ceil(work_rows);

@@ -25,6 +25,7 @@ impl CudaBackend {
     ) -> Result<CudaTensor, KernelError> {
         let table = &*table.0;
         checks::embed(tokens, table.rows)?;
+        self.uploader.release()?;
         self.queue.begin_step(tokens.len() <= MOST_RECORDED_ROWS)?;
         let y = self.tensor(tokens.len(), table.cols)?;
         let args = Args::new()

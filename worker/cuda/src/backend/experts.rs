@@ -1,7 +1,7 @@
 //! Mixture of experts: choosing, and running what was chosen.
 //!
 //! Slots (a token and one of its choices) are sorted by expert; the matrix kernels take tiles of slots of one expert, so that an expert's weights
-//! are read once for all of its tokens; then each token's outputs are added in the order of its experts.
+//! are read once for up to 64 of them; then each token's outputs are added in the order of its experts.
 
 use hearth_kernels::{
     DType, ExpertCall, ExpertWeights, KernelError, RouterScore, RouterSpec, Routing, checks,

@@ -1,7 +1,8 @@
 //! The paged KV cache on the device: the same bytes in the same places as on the CPU, so that workers exchange them as they are.
 
-use hearth_kernels::{BlockId, KernelError, KvDType, KvLayout, Span, checks};
+use hearth_kernels::{BlockId, DType, KernelError, KvDType, KvLayout, Span, checks};
 
+use super::tensor::weight_type;
 use super::{CudaBackend, CudaTensor, Kernel};
 use crate::compile::Variant;
 use crate::memory::Buffer;
@@ -63,6 +64,11 @@ impl CudaBackend {
             bytes: bytes.max(1),
         })?;
         self.modules.prepare(self.attention_variants(&layout));
+        if layout.value_in_key {
+            let published = [DType::Bf16, DType::F8E4m3].map(weight_type);
+            let mla = published.map(|w| Variant::with("mla", &[("WEIGHT_TYPE", w)]));
+            self.modules.prepare(mla);
+        }
         Ok(CudaKv {
             layout,
             blocks,

@@ -153,7 +153,9 @@ impl CudaBackend {
             .with(rows as i32)
             .with(cols as i32)
             .with(padded as i32);
-        self.launch(Kernel::new(&variant, "split"), [rows, 1, 1], args)?;
+        // A warp takes 128 columns of a row, and a block has eight.
+        let blocks = (rows * padded / PADDED_COLS).div_ceil(8);
+        self.launch(Kernel::new(&variant, "split"), [blocks, 1, 1], args)?;
         Ok(terms)
     }
 

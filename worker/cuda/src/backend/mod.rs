@@ -212,6 +212,14 @@ impl CudaBackend {
     }
 }
 
+impl Drop for CudaBackend {
+    fn drop(&mut self) {
+        // Compilers that still run use libraries that end with the process; pages are let go while a context is current.
+        self.modules.wait();
+        let _ = self.uploader.release();
+    }
+}
+
 /// An entry point and how it is launched.
 #[derive(Clone, Copy)]
 struct Kernel<'a> {

@@ -90,6 +90,9 @@ impl CudaBackend {
             }
             results.push(self.download(&y)?);
         }
+        if !results.concat().iter().all(|value| value.is_finite()) {
+            return Ok(f32::INFINITY);
+        }
         let pairs = results[0].iter().zip(&results[1]);
         let difference = pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         let largest = results[0].iter().map(|v| v.abs()).fold(0.0, f32::max);

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::ffi::CString;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread::JoinHandle;
 
 use cudarc::driver::sys::{self, CUfunction, CUfunction_attribute, CUmodule};
 use hearth_kernels::KernelError;
@@ -36,6 +37,8 @@ pub(crate) struct Modules {
     nvrtc: Option<PathBuf>,
     compiler: OnceLock<Result<Compiler, String>>,
     loaded: Mutex<HashMap<Variant, Slot>>,
+    /// Threads that compile.
+    threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
 /// A module that is there, cannot be had, or is on its way.
@@ -65,6 +68,7 @@ impl Modules {
             nvrtc,
             compiler: OnceLock::new(),
             loaded: Mutex::default(),
+            threads: Mutex::default(),
         })
     }
 
@@ -107,10 +111,20 @@ impl Modules {
                 .spawn(move || {
                     slot.get_or_init(|| modules.load(&variant).map_err(|e| text(&e)));
                 });
-            if let Err(error) = spawned {
-                tracing::debug!(%error, "kernels are compiled when they are first used");
+            match spawned {
+                Ok(thread) => lock(&self.threads).push(thread),
+                Err(error) => {
+                    tracing::debug!(%error, "kernels are compiled when they are first used");
+                }
             }
         }
+    }
+
+    /// Waits until nothing is being compiled any more.
+    pub(crate) fn wait(&self) {
+        let threads = std::mem::take(&mut *lock(&self.threads));
+        // A compiler that panicked has left its slot empty: who needs it will compile it.
+        threads.into_iter().for_each(|thread| drop(thread.join()));
     }
 
     fn slot(&self, variant: &Variant) -> Slot {

@@ -23,15 +23,31 @@ fn is_present() -> bool {
 }
 
 /// Loads the library from a directory for good, so that it is found by its name from then on.
-fn load_from(directory: &Path) -> bool {
+fn load_from(directory: &Path) {
+    let path = directory.join(LIBRARY);
     // SAFETY: as above.
-    match unsafe { libloading::Library::new(directory.join(LIBRARY)) } {
-        Ok(library) => {
-            std::mem::forget(library);
-            is_present()
+    match unsafe { libloading::Library::new(&path) } {
+        Ok(library) => std::mem::forget(library),
+        Err(error) if path.exists() => {
+            tracing::warn!(path = %path.display(), %error, "NVRTC cannot be loaded from there");
         }
-        Err(_) => false,
+        Err(_) => {}
     }
+}
+
+/// The cubins of another generation may be refused by the driver.
+fn check_version() -> Result<(), KernelError> {
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: the library is there, the out-pointers valid.
+    check("nvrtcVersion", unsafe {
+        sys::nvrtcVersion(&raw mut major, &raw mut minor)
+    })?;
+    if major == 12 {
+        return Ok(());
+    }
+    Err(fault(format!(
+        "the NVRTC that is found first is {major}.{minor}, and 12 is needed\n  name the directory of libnvrtc.so.12 with --nvrtc and take the other out of LD_LIBRARY_PATH"
+    )))
 }
 
 /// NVRTC, found and able to compile for an architecture.
@@ -43,11 +59,16 @@ impl Compiler {
     /// # Errors
     /// [`KernelError::Device`] when the library is missing or does not know the architecture.
     pub(super) fn new(architecture: &str, directory: Option<&Path>) -> Result<Self, KernelError> {
-        if !is_present() && !directory.is_some_and(load_from) {
+        // What was named comes before what the system finds.
+        if let Some(directory) = directory {
+            load_from(directory);
+        }
+        if !is_present() {
             return Err(fault(
                 "kernels must be compiled, and NVRTC is not there: libnvrtc.so.12 cannot be loaded\n  install it (Debian: libnvrtc12; PyPI: nvidia-cuda-nvrtc-cu12, its lib directory named with --nvrtc), or use an image whose kernels were compiled ahead with `hearth-worker cuda-compile`",
             ));
         }
+        check_version()?;
         let known = supported()?;
         let number: String = architecture.chars().filter(char::is_ascii_digit).collect();
         if !architecture.starts_with("sm_") || !known.iter().any(|k| k.to_string() == number) {

@@ -172,7 +172,9 @@ pub fn all_variants() -> Vec<Variant> {
     out.extend((0..=FP8_ACTIVATIONS).map(|a| Variant::with("split", &[("ACTIVATIONS", a)])));
     out.extend((0..2).map(|kv| Variant::with("kv", &[("KV_TYPE", kv)])));
     for dims in ATTENTION_DIMS {
-        out.extend([16, 64].map(|rows| AttentionShape::new(dims, rows).variant));
+        for terms in [3, 1] {
+            out.extend([16, 64].map(|rows| AttentionShape::new(dims, rows, terms).variant));
+        }
     }
     out
 }
@@ -192,7 +194,8 @@ pub(crate) struct AttentionShape {
 
 impl AttentionShape {
     /// `(K_DIM, V_DIM, VALUE_IN_KEY)` with `rows` rows of work a block: as many tiles in shared memory as fit, then the queries beside them.
-    pub(crate) fn new((k, v, in_key): (i64, i64, bool), rows: i64) -> Self {
+    /// `terms`: bf16 terms of queries and probabilities, 3 or 1.
+    pub(crate) fn new((k, v, in_key): (i64, i64, bool), rows: i64, terms: i64) -> Self {
         let choices = [(2, 1), (2, 0), (1, 1), (1, 0)];
         let fitting = choices.into_iter().find(|&(buffers, queries)| {
             shared_bytes((k, v, in_key), rows, buffers, queries) <= SHARED_BYTES
@@ -202,6 +205,7 @@ impl AttentionShape {
             ("K_DIM", k),
             ("V_DIM", v),
             ("VALUE_IN_KEY", i64::from(in_key)),
+            ("ATTENTION_TERMS", terms),
             ("ROWS", rows),
             ("BUFFERS", buffers),
             ("QUERIES_SHARED", queries),

@@ -31,10 +31,12 @@ pub(crate) fn init() -> Result<(), KernelError> {
 fn try_init() -> Result<(), String> {
     // SAFETY: only loads the library, whose initialisers are NVIDIA's.
     if !unsafe { sys::is_culib_present() } {
-        return Err(
-            "no NVIDIA driver: libcuda.so.1 cannot be loaded\n  install the driver (525 or later), or compute on the CPU with --device cpu"
-                .to_owned(),
-        );
+        // SAFETY: as above; the library was just found wanting.
+        let why = unsafe { libloading::Library::new("libcuda.so.1") }.err();
+        let why = why.map_or_else(String::new, |error| format!(" ({error})"));
+        return Err(format!(
+            "no NVIDIA driver: libcuda.so.1 cannot be loaded{why}\n  install the driver (525 or later), or compute on the CPU with --device cpu"
+        ));
     }
     let mut version = 0;
     // SAFETY: the library is there; both calls take no memory but a valid out-pointer.

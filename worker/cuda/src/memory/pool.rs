@@ -94,7 +94,7 @@ impl Memory {
         if let Some(sentinel) = self.sentinels {
             return self.alloc_guarded(bytes.max(1), sentinel, what, launch);
         }
-        let size = size_class(bytes);
+        let size = size_class(bytes, what);
         let reused = {
             let mut state = self.state();
             let found = state.waiting.get_mut(&size).and_then(Vec::pop);
@@ -304,15 +304,16 @@ impl Drop for Buffer {
     }
 }
 
-/// Sizes are rounded up so that like ones meet: at most an eighth too large.
-fn size_class(bytes: usize) -> usize {
+/// What lasts as long as the model: it takes what it needs.
+const LASTING: [&str; 3] = ["weights", "scales of weights", "the KV cache"];
+
+/// Sizes of what comes and goes are rounded up so that like ones meet: at most a quarter too large.
+fn size_class(bytes: usize, what: &str) -> usize {
     let bytes = bytes.max(1).next_multiple_of(GRAIN_BYTES);
-    let step = (bytes.next_power_of_two() / 8).max(GRAIN_BYTES);
-    // Weights and KV caches are large, live long, and take what they need.
-    if bytes >= 64 << 20 {
-        return bytes.next_multiple_of(2 << 20);
+    if LASTING.contains(&what) {
+        return bytes;
     }
-    bytes.next_multiple_of(step)
+    bytes.next_multiple_of((bytes.next_power_of_two() / 8).max(GRAIN_BYTES))
 }
 
 #[cfg(test)]
@@ -320,13 +321,14 @@ mod tests {
     use super::size_class;
 
     #[test]
-    fn sizes_are_rounded_by_an_eighth_at_most() {
-        assert_eq!(size_class(0), 512);
-        assert_eq!(size_class(513), 1024);
+    fn sizes_are_rounded_by_a_quarter_at_most_and_weights_not_at_all() {
+        assert_eq!(size_class(0, "activations"), 512);
+        assert_eq!(size_class(513, "activations"), 1024);
         for bytes in [5000, 70_000, 1_234_567, 40 << 20, 3 << 30] {
-            let size = size_class(bytes);
+            let size = size_class(bytes, "activations");
             assert!(size >= bytes && size.is_multiple_of(512), "{bytes}");
-            assert!(size as f64 <= bytes as f64 * 1.26 + 512.0, "{bytes}");
+            assert!(size as f64 <= bytes as f64 * 1.25 + 512.0, "{bytes}");
         }
+        assert_eq!(size_class(1408 * 2048 * 2, "weights"), 1408 * 2048 * 2);
     }
 }

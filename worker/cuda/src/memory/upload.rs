@@ -95,6 +95,16 @@ impl Uploader {
         self.stage(host, to)
     }
 
+    /// Lets the pages of files go that are registered: loading is over, or pauses.
+    pub(crate) fn release(&self) -> Result<(), KernelError> {
+        let mut windows = self.windows.lock().unwrap_or_else(PoisonError::into_inner);
+        if !windows.is_empty() {
+            self.stream.device().bind()?;
+            windows.clear();
+        }
+        Ok(())
+    }
+
     /// Copies page-locked bytes, and returns when they have arrived.
     pub(crate) fn copy_pinned(&self, host: &Pinned, to: Pitched) -> Result<(), KernelError> {
         self.stream.device().bind()?;

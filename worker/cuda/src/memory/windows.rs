@@ -15,7 +15,7 @@ use crate::driver::check;
 
 /// Bytes of a stretch; a tensor that is longer has its own.
 const STRETCH_BYTES: usize = 64 << 20;
-/// Stretches that stay registered: their pages cannot leave memory.
+/// Stretches that are registered at a time while weights are loaded: their pages cannot leave memory.
 const KEPT: usize = 2;
 
 /// Registered stretches, the latest last.
@@ -38,6 +38,15 @@ struct Mapping {
 }
 
 impl Windows {
+    pub(super) fn is_empty(&self) -> bool {
+        self.registered.is_empty()
+    }
+
+    /// Lets all pages go. A context is current, and every copy is done.
+    pub(super) fn clear(&mut self) {
+        self.registered.clear();
+    }
+
     /// Whether the GPU can read `host` by itself, after registering what it takes. `Err(Some(…))` tells why the driver refuses;
     /// `Err(None)`: the bytes are of no mapped file, and not worth it.
     pub(super) fn cover(

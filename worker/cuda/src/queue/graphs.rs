@@ -30,6 +30,8 @@ pub(super) struct Graphs {
 struct Known {
     shape: u64,
     graph: Option<Graph>,
+    /// The driver could not make one of it.
+    is_refused: bool,
     used: u64,
 }
 
@@ -51,12 +53,22 @@ impl Graphs {
             return Ok(false);
         };
         known.used = self.clock;
+        if known.is_refused {
+            return Ok(false);
+        }
         match &mut known.graph {
             Some(graph) => graph.update(commands)?,
-            none => {
-                *none = Some(Graph::new(commands)?);
-                self.made += 1;
-            }
+            none => match Graph::new(commands) {
+                Ok(graph) => {
+                    *none = Some(graph);
+                    self.made += 1;
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "a step cannot be made a graph and is launched kernel by kernel");
+                    known.is_refused = true;
+                    return Ok(false);
+                }
+            },
         }
         if let Some(graph) = &known.graph {
             graph.launch(stream)?;
@@ -79,6 +91,7 @@ impl Graphs {
         self.known.push(Known {
             shape,
             graph: None,
+            is_refused: false,
             used: self.clock,
         });
     }

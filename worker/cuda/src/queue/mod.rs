@@ -22,6 +22,9 @@ pub(crate) use args::{Args, Argument};
 use graphs::Graphs;
 use staging::Staging;
 
+/// Bytes that are brought to the host at a time.
+const MOST_LANDING_BYTES: usize = 64 << 20;
+
 /// One kernel launch.
 #[derive(Clone, Debug)]
 pub(crate) struct Launch {
@@ -135,23 +138,43 @@ impl Queue {
     ) -> Result<R, KernelError> {
         let mut state = self.state();
         self.launch_waiting(&mut state)?;
-        let device = self.stream.device();
-        let large_enough = state.landing.as_ref().is_some_and(|l| l.len() >= bytes);
+        self.stream.device().bind()?;
+        let piece = bytes.min(MOST_LANDING_BYTES);
+        let large_enough = state.landing.as_ref().is_some_and(|l| l.len() >= piece);
         if !large_enough {
-            state.landing = Some(Pinned::new(device, bytes.next_power_of_two().max(1 << 16))?);
+            let size = piece.next_power_of_two().max(1 << 16);
+            state.landing = Some(Pinned::new(self.stream.device(), size)?);
         }
         let Some(landing) = &mut state.landing else {
             return Err(crate::driver::fault("no pinned memory"));
         };
+        if bytes <= piece {
+            self.land(landing, address, bytes)?;
+            return Ok(take(&landing.bytes()[..bytes]));
+        }
+        let mut all = Vec::with_capacity(bytes);
+        while all.len() < bytes {
+            let part = piece.min(bytes - all.len());
+            self.land(landing, address + all.len() as u64, part)?;
+            all.extend_from_slice(&landing.bytes()[..part]);
+        }
+        Ok(take(&all))
+    }
+
+    /// Copies into pinned memory, and waits.
+    fn land(
+        &self,
+        landing: &mut Pinned,
+        address: CUdeviceptr,
+        bytes: usize,
+    ) -> Result<(), KernelError> {
         if bytes > 0 {
-            device.bind()?;
             // SAFETY: the caller's range lies in a live buffer; the landing place is as large and is read after the wait.
             check("cuMemcpyDtoHAsync", unsafe {
                 sys::cuMemcpyDtoHAsync_v2(landing.as_mut_ptr(), address, bytes, self.stream.raw())
             })?;
         }
-        self.stream.synchronize()?;
-        Ok(take(&landing.bytes()[..bytes]))
+        self.stream.synchronize()
     }
 
     /// Graphs that were made, and launches of them, since the start.

@@ -99,9 +99,15 @@ fn what_was_split_once_follows_a_tensor_that_changes() {
 
 #[test]
 fn wgmma_is_tested_where_it_is() {
-    // On such a GPU the tests of FP8 activations above go by it, once its bits were found equal.
+    // On such a GPU the tests of FP8 activations above go by it, for every number of rows.
     let architecture = gpu(Activations::F32).info().architecture();
-    if architecture != "sm_90a" {
+    if architecture == "sm_90a" {
+        let numerics = gpu(Activations::Fp8).numerics();
+        assert!(
+            numerics.ends_with("wgmma"),
+            "wgmma failed its trial: {numerics}"
+        );
+    } else {
         skipped(&format!(
             "wgmma (gemm_fp8_sm90) waits for a GPU of compute capability 9.0; this one is {architecture}"
         ));

@@ -1,8 +1,8 @@
-//! Every kernel once, at sizes that leave remainders: what `make test-gpu` runs again under the tools of the CUDA toolkit, which are slow.
+//! Every kernel of a model once, at sizes that leave remainders: what `make test-gpu` runs again under the tools of the CUDA toolkit, which are slow.
 
 use hearth_cuda::Activations;
 use hearth_kernels::KvDType::{Bf16, F32};
-use hearth_kernels::{Backend, DType, MlaHeads, RopeLayout, RopeTable};
+use hearth_kernels::{Backend, DType, MlaHeads, RopeLayout, RopeTable, SampleSpec};
 
 use crate::common::*;
 use crate::experts::{EXPERTS, Layer};
@@ -110,4 +110,56 @@ fn sanitizer_elementwise_and_routing() {
         let chosen = gpu.route(&y, None, SIGMOID).unwrap();
         assert_eq!(gpu.routing(chosen).unwrap().experts.len(), 4);
     }
+}
+
+#[test]
+fn sanitizer_sampling() {
+    let gpu = plain();
+    let vocab = 3001;
+    let logits = Rng(9).normals(3 * vocab);
+    let x = gpu.upload(3, vocab, &logits).unwrap();
+    let greedy = SampleSpec {
+        quantile: 0.0,
+        temperature: 0.0,
+        top_k: 0,
+        top_p: 1.0,
+        min_p: 0.0,
+        repetition_penalty: 1.0,
+        frequency_penalty: 0.0,
+        presence_penalty: 0.0,
+        used: Vec::new(),
+        biases: Vec::new(),
+        allowed: None,
+    };
+    let drawn = SampleSpec {
+        quantile: 0.7,
+        temperature: 0.8,
+        top_k: 200,
+        top_p: 0.9,
+        min_p: 0.001,
+        repetition_penalty: 1.2,
+        frequency_penalty: 0.1,
+        presence_penalty: 0.2,
+        used: vec![(5, 2), (3000, 0)],
+        biases: vec![(17, 1.5)],
+        ..greedy.clone()
+    };
+    let masked = SampleSpec {
+        allowed: Some(
+            (0..vocab.div_ceil(32))
+                .map(|word| 0x1111_1111 << (word % 4))
+                .collect(),
+        ),
+        ..drawn.clone()
+    };
+    let tokens = gpu.sample(&x, &[greedy, drawn, masked]).unwrap();
+    let best = (0..vocab)
+        .max_by(|&a, &b| logits[a].total_cmp(&logits[b]))
+        .unwrap();
+    assert_eq!(tokens[0], Ok(best as u32));
+    assert!(
+        tokens
+            .iter()
+            .all(|token| token.as_ref().is_ok_and(|&t| (t as usize) < vocab))
+    );
 }

@@ -109,7 +109,7 @@ __device__ __forceinline__ void query_fragments(unsigned (&a)[TERMS][4], const Q
 }
 
 // Scores of the warp's rows with its share of the tile's keys, into `scores` [ROWS][SCORE_PITCH]. Each term of the queries has a chain
-// of its own over ascending k, which triples the products under way; the chains are added from the least.
+// of its own over ascending k, so that several products are under way; the chains are added from the least.
 __device__ __forceinline__ void score_keys(float* scores, const Queries& queries, const unsigned short* keys, const Lane& at) {
     float sums[TERMS][WARP_KEYS / 8][4] = {};
     int first_key = at.column_warp * WARP_KEYS;
@@ -136,8 +136,13 @@ __device__ __forceinline__ void score_keys(float* scores, const Queries& queries
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             float2 pair;
-            pair.x = __fadd_rn(__fadd_rn(sums[2][n][2 * h], sums[1][n][2 * h]), sums[0][n][2 * h]);
-            pair.y = __fadd_rn(__fadd_rn(sums[2][n][2 * h + 1], sums[1][n][2 * h + 1]), sums[0][n][2 * h + 1]);
+            pair.x = sums[TERMS - 1][n][2 * h];
+            pair.y = sums[TERMS - 1][n][2 * h + 1];
+#pragma unroll
+            for (int term = TERMS - 2; term >= 0; --term) {
+                pair.x = __fadd_rn(pair.x, sums[term][n][2 * h]);
+                pair.y = __fadd_rn(pair.y, sums[term][n][2 * h + 1]);
+            }
             int key = first_key + n * 8 + 2 * at.quad;
             *reinterpret_cast<float2*>(scores + (at.row + at.group + 8 * h) * SCORE_PITCH + key) = pair;
         }

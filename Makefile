@@ -33,7 +33,6 @@ test: ## Every test
 
 # On the GPU of this machine: the cases of `make test`, the sanitizer's short list, and no pass without a GPU.
 test-gpu: ## The CUDA backend's tests on this machine's GPU
-	@scripts/bootstrap.sh gpu
 	@scripts/test-gpu.sh
 
 bench-gpu: ## Measure the CUDA backend on this machine's GPU

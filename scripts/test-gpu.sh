@@ -11,6 +11,9 @@ if ! ldconfig -p 2>/dev/null | grep -q 'libcuda\.so\.1' && ! ls /usr/lib*/*/libc
     exit 1
 fi
 
+scripts/bootstrap.sh gpu
+export PATH="$HOME/.cargo/bin:$PATH"
+
 # NVRTC of the machine's toolkit, or the one that bootstrap.sh installed.
 nvrtc=$(ls -d "$cache"/py/lib/python3*/site-packages/nvidia/cuda_nvrtc/lib 2>/dev/null | head -1 || true)
 export LD_LIBRARY_PATH=${nvrtc:+$nvrtc:}${LD_LIBRARY_PATH:-}

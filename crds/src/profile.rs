@@ -193,6 +193,9 @@ pub struct GpuProfile {
     /// The most power that it may draw, in watts.
     #[serde(default)]
     pub power_limit_watts: u32,
+    /// Why workers cannot compute on it as the machine is, such as a driver that is too old; absent: they can, as far as is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub obstacle: Option<String>,
 }
 
 /// What a GPU's multiprocessors can do, such as 8.9; ordered.

@@ -5,18 +5,27 @@ use rustix::process::Signal;
 
 /// Serves the demo where the GPU has so much memory.
 fn serve(gpu_bytes: u64) -> Up {
+    serve_with(gpu_bytes, &[])
+}
+
+fn serve_with(gpu_bytes: u64, more: &[(&str, &str)]) -> Up {
     let libraries = hearth_cuda_host::libraries();
     let variable = |name: &str, value: String| (name.to_owned(), value);
+    let mut environment = vec![
+        variable("LD_LIBRARY_PATH", libraries.display().to_string()),
+        variable("HEARTH_HOST_MODEL_CHECKS", "0".to_owned()),
+        variable("HEARTH_HOST_MODEL_MEMORY", gpu_bytes.to_string()),
+        variable(
+            "HEARTH_KERNEL_CACHE",
+            libraries.join("unchecked").display().to_string(),
+        ),
+    ];
+    environment.extend(
+        more.iter()
+            .map(|(name, value)| variable(name, (*value).to_owned())),
+    );
     Up::start(&UpOptions {
-        environment: vec![
-            variable("LD_LIBRARY_PATH", libraries.display().to_string()),
-            variable("HEARTH_HOST_MODEL_CHECKS", "0".to_owned()),
-            variable("HEARTH_HOST_MODEL_MEMORY", gpu_bytes.to_string()),
-            variable(
-                "HEARTH_KERNEL_CACHE",
-                libraries.join("unchecked").display().to_string(),
-            ),
-        ],
+        environment,
         ..UpOptions::default()
     })
 }
@@ -91,4 +100,12 @@ async fn a_stream_survives_its_gpu_worker() {
         got.unwrap_or_else(|error| panic!("{error:#}\n{}", up.logs())),
         want
     );
+}
+
+/// A GPU that the worker cannot use is left alone, and the plan says why: the CPUs serve.
+#[tokio::test]
+async fn an_old_driver_leaves_the_work_to_the_cpus() {
+    let up = serve_with(2 << 30, &[("HEARTH_HOST_MODEL_DRIVER", "11080")]);
+    assert!(!up.output().contains("GPU-48656172"), "{}", up.output());
+    assert!(!answer(&up, "What is Hearth?", 8).await.text.is_empty());
 }

@@ -268,6 +268,7 @@ fn tools_run_on_a_gpu() {
 
     let output = worker(&["profile", "--json"]).output().unwrap();
     let profile: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(profile["gpus"][0].get("obstacle").is_none(), "{profile:#}");
     assert_eq!(
         profile["gpus"][0]["uuid"],
         "GPU-48656172-7468-486f-7374-4d6f64656c00"

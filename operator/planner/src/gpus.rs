@@ -116,6 +116,9 @@ pub(crate) struct GpuShortage {
 
 /// Why the engine cannot compute on a GPU; none: it can.
 pub(crate) fn unusable(gpu: &GpuProfile) -> Option<String> {
+    if let Some(obstacle) = &gpu.obstacle {
+        return Some(obstacle.clone());
+    }
     match gpu.compute_capability {
         None => Some("what it can do is not known: the profile was made without NVML".to_owned()),
         Some(has) if has < LEAST_CAPABILITY => Some(format!(

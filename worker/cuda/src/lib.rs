@@ -20,5 +20,7 @@ pub use backend::{
     Activations, CopyRates, CudaBackend, CudaBank, CudaChosen, CudaKv, CudaOptions, CudaTensor,
     CudaVector, CudaWeight,
 };
-pub use compile::{CompileReport, SOURCES, Variant, all_variants, compile_all, compile_one};
+pub use compile::{
+    CompileReport, SOURCES, Variant, all_variants, compile_all, compile_one, obstacle,
+};
 pub use driver::{DeviceInfo, devices};

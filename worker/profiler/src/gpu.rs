@@ -86,6 +86,8 @@ fn profile(tree: &Tree, reading: &GpuReading) -> Option<GpuProfile> {
         read_gbps: three_digits(read_gbps),
         bf16_gflops: three_digits(capability.map_or(0.0, |of| bf16_gflops(of, reading))),
         power_limit_watts: power_limit_milliwatts.unwrap_or(0) / 1000,
+        // Whoever would compute on it knows.
+        obstacle: None,
     })
 }
 
@@ -267,6 +269,7 @@ mod tests {
                 read_gbps: 1010.0,
                 bf16_gflops: 165_000.0,
                 power_limit_watts: 450,
+                obstacle: None,
             }
         );
         assert_eq!(tree.into_warnings(), Vec::<String>::new());

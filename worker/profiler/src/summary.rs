@@ -102,6 +102,7 @@ fn gpu_text(gpu: &GpuProfile) -> String {
         read_gbps,
         bf16_gflops,
         power_limit_watts,
+        obstacle,
     } = gpu;
     let mut parts = vec![format!("{name} {uuid}")];
     parts.push(match memory_bytes {
@@ -133,6 +134,7 @@ fn gpu_text(gpu: &GpuProfile) -> String {
     if *bf16_gflops > 0.0 {
         parts.push(format!("bf16 about {:.0} TFLOP/s", bf16_gflops / 1e3));
     }
+    parts.extend(obstacle.as_ref().map(|why| format!("not usable: {why}")));
     parts.join(", ")
 }
 

@@ -5,6 +5,10 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use hearth_profiler::{ProfileOptions, Scope};
 
+use crate::cli::GpuArgs;
+#[cfg(feature = "cuda")]
+use crate::device::KernelDirectories;
+
 /// Arguments of `profile`.
 #[derive(Args)]
 pub(crate) struct ProfileArgs {
@@ -23,6 +27,8 @@ pub(crate) struct ProfileArgs {
     /// Name of the node (default: the host's)
     #[arg(long, value_name = "NAME")]
     node: Option<String>,
+    #[command(flatten)]
+    gpu: GpuArgs,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -35,7 +41,7 @@ enum ScopeArg {
 
 /// Measures and prints.
 pub(crate) fn run(args: &ProfileArgs) -> anyhow::Result<()> {
-    let profile = hearth_profiler::profile(&ProfileOptions {
+    let mut profile = hearth_profiler::profile(&ProfileOptions {
         node: args.node.clone(),
         scope: match args.scope {
             ScopeArg::Process => Scope::Process,
@@ -45,10 +51,29 @@ pub(crate) fn run(args: &ProfileArgs) -> anyhow::Result<()> {
         probe_disk: args.probe_disk,
         ..ProfileOptions::default()
     })?;
+    if matches!(args.scope, ScopeArg::Process) && !profile.gpus.is_empty() {
+        let obstacle = gpu_obstacle(&args.gpu);
+        profile
+            .gpus
+            .iter_mut()
+            .for_each(|gpu| gpu.obstacle.clone_from(&obstacle));
+    }
     if args.json {
         println!("{}", serde_json::to_string_pretty(&profile)?);
     } else {
         print!("{}", hearth_profiler::summary(&profile));
     }
     Ok(())
+}
+
+/// Why this program cannot compute on the GPUs that the driver's management library shows.
+#[cfg(feature = "cuda")]
+fn gpu_obstacle(args: &GpuArgs) -> Option<String> {
+    let KernelDirectories { image, nvrtc, .. } = args.options(None, None).kernels;
+    hearth_cuda::obstacle(image.as_slice(), nvrtc.as_deref())
+}
+
+#[cfg(not(feature = "cuda"))]
+fn gpu_obstacle(_args: &GpuArgs) -> Option<String> {
+    Some("this hearth-worker was built without GPUs".to_owned())
 }

@@ -5,7 +5,7 @@ mod modules;
 mod nvrtc;
 mod sources;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use hearth_kernels::KernelError;
 
@@ -61,6 +61,26 @@ pub fn compile_all(
         report.bytes += cubin.len() as u64;
     }
     Ok(report)
+}
+
+/// Why workers of this machine cannot compute on its GPUs; none: they can. `ahead`: directories with kernels that were compiled ahead.
+pub fn obstacle(ahead: &[PathBuf], nvrtc: Option<&Path>) -> Option<String> {
+    let is_usable = || -> Result<(), KernelError> {
+        let gpus = crate::driver::devices()?;
+        let has_kernels = |directory: &PathBuf| {
+            std::fs::read_dir(directory).is_ok_and(|mut entries| entries.next().is_some())
+        };
+        match gpus.first() {
+            Some(gpu) if !ahead.iter().any(has_kernels) => {
+                nvrtc::Compiler::new(&gpu.architecture(), nvrtc).map(drop)
+            }
+            _ => Ok(()),
+        }
+    };
+    let error = is_usable().err()?;
+    // The remedy is of the next line.
+    let text = modules::text(&error);
+    text.lines().next().map(str::to_owned)
 }
 
 /// Compiles one variant without a cache; the text is the compiler's log, with registers and spills.

@@ -202,7 +202,7 @@ fn load_image(cubin: &[u8]) -> Result<Module, KernelError> {
 }
 
 /// An error that several will see.
-fn text(error: &KernelError) -> String {
+pub(super) fn text(error: &KernelError) -> String {
     match error {
         KernelError::Device { detail, .. } => detail.clone(),
         other => other.to_string(),

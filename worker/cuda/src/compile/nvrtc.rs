@@ -22,16 +22,16 @@ fn is_present() -> bool {
     unsafe { sys::is_culib_present() }
 }
 
-/// Loads the library from a directory for good, so that it is found by its name from then on.
-fn load_from(directory: &Path) {
+/// Loads the library from a directory for good, so that it is found by its name from then on; why that cannot be, where it is there.
+fn load_from(directory: &Path) -> Option<String> {
     let path = directory.join(LIBRARY);
     // SAFETY: as above.
     match unsafe { libloading::Library::new(&path) } {
-        Ok(library) => std::mem::forget(library),
-        Err(error) if path.exists() => {
-            tracing::warn!(path = %path.display(), %error, "NVRTC cannot be loaded from there");
+        Ok(library) => {
+            std::mem::forget(library);
+            None
         }
-        Err(_) => {}
+        Err(error) => path.exists().then(|| error.to_string()),
     }
 }
 
@@ -60,13 +60,12 @@ impl Compiler {
     /// [`KernelError::Device`] when the library is missing or does not know the architecture.
     pub(super) fn new(architecture: &str, directory: Option<&Path>) -> Result<Self, KernelError> {
         // What was named comes before what the system finds.
-        if let Some(directory) = directory {
-            load_from(directory);
-        }
+        let refused = directory.and_then(load_from);
         if !is_present() {
-            return Err(fault(
-                "kernels must be compiled, and NVRTC is not there: libnvrtc.so.12 cannot be loaded\n  install it (Debian: libnvrtc12; PyPI: nvidia-cuda-nvrtc-cu12, its lib directory named with --nvrtc), or use an image whose kernels were compiled ahead with `hearth-worker cuda-compile`",
-            ));
+            let refused = refused.map_or_else(String::new, |why| format!("; {why}"));
+            return Err(fault(format!(
+                "kernels must be compiled, and NVRTC is not there: libnvrtc.so.12 cannot be loaded{refused}\n  install it (Debian: libnvrtc12; PyPI: nvidia-cuda-nvrtc-cu12, its lib directory named with --nvrtc or HEARTH_NVRTC), or use an image whose kernels were compiled ahead with `hearth-worker cuda-compile`"
+            )));
         }
         check_version()?;
         let known = supported()?;

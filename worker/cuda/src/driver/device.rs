@@ -221,13 +221,14 @@ fn choose(all: Vec<DeviceInfo>, uuid: Option<&str>) -> Result<DeviceInfo, Kernel
             "{} ({}) has compute capability {}.{}, and 8.0 is needed\n  use a GPU of the RTX 30 series or newer, or --device cpu",
             info.uuid, info.name, info.capability.0, info.capability.1
         ))),
-        None => Err(fault(format!(
-            "{}; there is: {seen}\n  name one of those with --device cuda:UUID, or compute on the CPU with --device cpu",
-            uuid.map_or_else(
-                || "no GPU has compute capability 8.0 or newer".to_owned(),
-                |uuid| format!("no GPU has the UUID {uuid}")
-            )
-        ))),
+        None => Err(fault(match uuid {
+            None => format!(
+                "no GPU has compute capability 8.0 or newer; there is: {seen}\n  use a GPU of the RTX 30 series or newer, or compute on the CPU with --device cpu"
+            ),
+            Some(uuid) => format!(
+                "no GPU has the UUID {uuid}; there is: {seen}\n  name one of those with --device cuda:UUID (not by its number), or compute on the CPU with --device cpu"
+            ),
+        })),
     }
 }
 

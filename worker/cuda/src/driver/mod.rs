@@ -35,7 +35,7 @@ fn try_init() -> Result<(), String> {
         let why = unsafe { libloading::Library::new("libcuda.so.1") }.err();
         let why = why.map_or_else(String::new, |error| format!(" ({error})"));
         return Err(format!(
-            "no NVIDIA driver: libcuda.so.1 cannot be loaded{why}\n  install the driver (525 or later), or compute on the CPU with --device cpu"
+            "no NVIDIA driver: libcuda.so.1 cannot be loaded{why}\n  install the driver (525 or later), or compute on the CPU (--device cpu; in a deployment spec.prefill.gpusPerWorker: 0)"
         ));
     }
     let mut version = 0;
@@ -43,7 +43,7 @@ fn try_init() -> Result<(), String> {
     let (started, asked) = unsafe { (sys::cuInit(0), sys::cuDriverGetVersion(&raw mut version)) };
     if asked == CUresult::CUDA_SUCCESS && version < OLDEST_DRIVER {
         return Err(format!(
-            "the NVIDIA driver speaks CUDA {}.{}, and 12.0 is needed\n  update the driver to 525 or later, or compute on the CPU with --device cpu",
+            "the NVIDIA driver speaks CUDA {}.{}, and 12.0 is needed\n  update the driver to 525 or later, or compute on the CPU (--device cpu; in a deployment spec.prefill.gpusPerWorker: 0)",
             version / 1000,
             version % 1000 / 10
         ));
@@ -51,11 +51,11 @@ fn try_init() -> Result<(), String> {
     match started {
         CUresult::CUDA_SUCCESS => Ok(()),
         CUresult::CUDA_ERROR_NO_DEVICE => Err(
-            "the NVIDIA driver sees no GPU\n  check that `nvidia-smi` lists it and that CUDA_VISIBLE_DEVICES does not hide it, or compute on the CPU with --device cpu"
+            "the NVIDIA driver sees no GPU\n  check that `nvidia-smi` lists it and that CUDA_VISIBLE_DEVICES does not hide it, or compute on the CPU (--device cpu; in a deployment spec.prefill.gpusPerWorker: 0)"
                 .to_owned(),
         ),
         other => Err(format!(
-            "the NVIDIA driver does not start: {}\n  check `nvidia-smi` and the kernel's log, or compute on the CPU with --device cpu",
+            "the NVIDIA driver does not start: {}\n  check `nvidia-smi` and the kernel's log, or compute on the CPU (--device cpu; in a deployment spec.prefill.gpusPerWorker: 0)",
             describe(other)
         )),
     }

@@ -1,6 +1,7 @@
 //! Compiled kernels on disk.
 //!
-//! A file is `magic, SHA-256 of the cubin, cubin`: one that was cut short or damaged does not match, is compiled again and replaced.
+//! A file is `magic, SHA-256 of its key and the cubin, cubin`: one that was cut short, damaged or put in another's place does not match, is
+//! compiled again and replaced.
 //! Files are written beside their place and renamed, so that two workers that compile at once do each other no harm.
 
 use std::fs;
@@ -30,7 +31,7 @@ impl Cache {
         self.directories.iter().find_map(|directory| {
             let path = file(directory, key);
             let stored = fs::read(&path).ok()?;
-            let cubin = unwrap(&stored);
+            let cubin = unwrap(key, &stored);
             if cubin.is_none() {
                 tracing::warn!(path = %path.display(), "a compiled kernel is damaged and will be compiled again");
             }
@@ -47,7 +48,7 @@ impl Cache {
             return Ok(());
         };
         let path = file(directory, key);
-        let written = fs::create_dir_all(directory).and_then(|()| replace(&path, cubin));
+        let written = fs::create_dir_all(directory).and_then(|()| replace(&path, key, cubin));
         written.map_err(|error| {
             fault(format!(
                 "{} cannot be written: {error}\n  name a directory that can be with --kernel-cache",
@@ -61,7 +62,7 @@ fn file(directory: &Path, key: &str) -> PathBuf {
     directory.join(format!("{key}.cubin"))
 }
 
-fn replace(path: &Path, cubin: &[u8]) -> std::io::Result<()> {
+fn replace(path: &Path, key: &str, cubin: &[u8]) -> std::io::Result<()> {
     let beside = path.with_extension(format!(
         "{}-{:?}",
         std::process::id(),
@@ -69,17 +70,24 @@ fn replace(path: &Path, cubin: &[u8]) -> std::io::Result<()> {
     ));
     let mut file = fs::File::create(&beside)?;
     file.write_all(MAGIC)?;
-    file.write_all(&Sha256::digest(cubin))?;
+    file.write_all(&digest(key, cubin))?;
     file.write_all(cubin)?;
     file.sync_all()?;
     fs::rename(&beside, path)
 }
 
 /// The cubin of a whole file.
-fn unwrap(stored: &[u8]) -> Option<Vec<u8>> {
+fn unwrap(key: &str, stored: &[u8]) -> Option<Vec<u8>> {
     let rest = stored.strip_prefix(MAGIC)?;
     let (hash, cubin) = rest.split_at_checked(HASH_BYTES)?;
-    (Sha256::digest(cubin).as_slice() == hash).then(|| cubin.to_vec())
+    (digest(key, cubin) == hash).then(|| cubin.to_vec())
+}
+
+fn digest(key: &str, cubin: &[u8]) -> [u8; HASH_BYTES] {
+    let mut hash = Sha256::new();
+    hash.update(key);
+    hash.update(cubin);
+    hash.finalize().into()
 }
 
 #[cfg(test)]
@@ -109,6 +117,9 @@ mod tests {
         flipped[45] ^= 1;
         fs::write(file(&directory, "k"), flipped).unwrap();
         assert_eq!(cache.read("k"), None);
+        cache.write("other", b"another kernel").unwrap();
+        fs::copy(file(&directory, "other"), file(&directory, "k")).unwrap();
+        assert_eq!(cache.read("k"), None, "another kernel in its place");
         cache.write("k", b"again").unwrap();
         assert_eq!(cache.read("k").unwrap(), b"again");
         fs::remove_dir_all(directory).unwrap();

@@ -118,19 +118,7 @@ fn sanitizer_sampling() {
     let vocab = 3001;
     let logits = Rng(9).normals(3 * vocab);
     let x = gpu.upload(3, vocab, &logits).unwrap();
-    let greedy = SampleSpec {
-        quantile: 0.0,
-        temperature: 0.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        frequency_penalty: 0.0,
-        presence_penalty: 0.0,
-        used: Vec::new(),
-        biases: Vec::new(),
-        allowed: None,
-    };
+    let greedy = SampleSpec::default();
     let drawn = SampleSpec {
         quantile: 0.7,
         temperature: 0.8,

@@ -283,12 +283,12 @@ fn writes_are_on_record(cluster: &Cluster) {
 
 fn a_killed_node_is_lost(cluster: &Cluster) {
     cluster.node(2).kill();
-    wait_until("node-2 is not Ready", PATIENCE, || {
-        let node = cluster.get("node", "", "node-2")?;
-        (condition(&node, "Ready") == Some("Unknown")).then_some(())
+    // At one look: a loaded machine may keep the other's heartbeat back for a while too, but not for good.
+    wait_until("node-2 alone is not Ready", PATIENCE, || {
+        let [other, killed] = ["node-1", "node-2"].map(|name| cluster.get("node", "", name));
+        let lost = condition(&killed?, "Ready") == Some("Unknown");
+        (lost && condition(&other?, "Ready") == Some("True")).then_some(())
     });
-    let other = cluster.get("node", "", "node-1").expect("the other node");
-    assert_eq!(condition(&other, "Ready"), Some("True"));
 }
 
 #[test]

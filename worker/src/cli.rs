@@ -135,7 +135,7 @@ pub(crate) struct ComputeArgs {
     gpu: GpuArgs,
 }
 
-/// What every use of a GPU needs; of no effect on the CPU.
+/// What every use of a GPU needs.
 #[derive(Args, Clone)]
 pub(crate) struct GpuArgs {
     /// How activations enter products on a GPU
@@ -197,8 +197,12 @@ fn kernels_of_image() -> Option<PathBuf> {
 
 impl ComputeArgs {
     /// The device with all that these arguments say of it; no pinning.
-    pub(crate) fn device_options(&self) -> DeviceOptions {
-        match &self.device {
+    ///
+    /// # Errors
+    /// An option that the device has no use for.
+    pub(crate) fn device_options(&self) -> anyhow::Result<DeviceOptions> {
+        self.refuse_idle_options()?;
+        Ok(match &self.device {
             DeviceArg::Cpu => DeviceOptions::Cpu(CpuOptions {
                 isa: self.isa.isa(),
                 threads: self.threads(),
@@ -208,6 +212,31 @@ impl ComputeArgs {
             DeviceArg::Cuda(uuid) => {
                 DeviceOptions::Gpu(self.gpu.options(uuid.clone(), self.device_memory))
             }
+        })
+    }
+
+    /// What would be without effect is more likely a mistake than meant.
+    fn refuse_idle_options(&self) -> anyhow::Result<()> {
+        let is_cpu = self.device == DeviceArg::Cpu;
+        let given = [
+            ("--isa", !is_cpu && self.isa != IsaArg::Auto),
+            ("--threads", !is_cpu && self.threads.is_some()),
+            ("--device-memory", is_cpu && self.device_memory.is_some()),
+            (
+                "--activations",
+                is_cpu && self.gpu.activations != ActivationsArg::F32,
+            ),
+        ];
+        let [here, there] = if is_cpu {
+            ["cpu", "cuda"]
+        } else {
+            ["cuda", "cpu"]
+        };
+        match given.iter().find(|(_, is_idle)| *is_idle) {
+            Some((option, _)) => anyhow::bail!(
+                "{option} has no effect with --device {here}\n  leave it out, or use --device {there}"
+            ),
+            None => Ok(()),
         }
     }
 

@@ -49,17 +49,23 @@ pub(crate) type Loaded = OnDevice<LoadedOn<CpuBackend>, LoadedOn<GpuBackend>>;
 
 impl LoadOptions {
     /// The tools' arguments as options; no pinning.
-    pub(crate) fn from_args(args: &ModelArgs) -> Self {
+    ///
+    /// # Errors
+    /// Options that do not go together.
+    pub(crate) fn from_args(args: &ModelArgs) -> anyhow::Result<Self> {
         let residency = match args.residency {
+            ResidencyArg::Resident if args.residency_budget.is_some() => anyhow::bail!(
+                "--residency-budget has no effect with --residency resident\n  leave it out, or use --residency mmap-prefetch"
+            ),
             ResidencyArg::Resident => ResidencyPolicy::Resident,
             ResidencyArg::MmapPrefetch => ResidencyPolicy::MmapPrefetch {
                 budget_bytes: args.residency_budget,
             },
         };
-        Self {
-            device: args.compute.device_options(),
+        Ok(Self {
+            device: args.compute.device_options()?,
             residency,
-        }
+        })
     }
 }
 

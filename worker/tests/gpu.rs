@@ -144,6 +144,17 @@ fn what_is_missing_is_said_with_its_remedy() {
         ask("cuda", &["--residency", "mmap-prefetch"]),
         &["mmap-prefetch is of the CPU", "--residency resident"],
     );
+    refused(
+        ask("cuda", &["--threads", "2"]),
+        &["--threads has no effect with --device cuda", "--device cpu"],
+    );
+    refused(
+        ask("cpu", &["--activations", "fp8"]),
+        &[
+            "--activations has no effect with --device cpu",
+            "--device cuda",
+        ],
+    );
     let no_driver = || {
         let mut command = ask("cuda", &[]);
         command.env_remove("LD_LIBRARY_PATH");

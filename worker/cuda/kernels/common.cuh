@@ -42,6 +42,21 @@ constexpr int SEGMENT = 512;       // columns of one partial sum
 constexpr int KEY_TILE = 64;       // positions of one softmax step
 constexpr int KEY_SPLIT = 512;     // positions of one partial attention
 
+// Where this block of a grid (columns of outputs, rows of tiles of tokens) works.
+struct GridPlace {
+    int column;
+    int row;
+};
+
+// Blocks that run together take up to `rows` rows of few columns instead of one row of many: so they read the same weights at the same
+// time, which come from memory once, and fewer bytes of both operands in all.
+__device__ __forceinline__ GridPlace place_in_groups(int rows) {
+    int columns = gridDim.x, block = blockIdx.y * columns + blockIdx.x;
+    int first = block / (rows * columns) * rows, left = min(rows, (int)gridDim.y - first);
+    int rest = block - first * columns;
+    return {rest / left, first + rest % left};
+}
+
 __device__ __forceinline__ unsigned float_bits(float x) { return __float_as_uint(x); }
 __device__ __forceinline__ float bits_float(unsigned x) { return __uint_as_float(x); }
 

@@ -1,6 +1,7 @@
 // Routed experts, grouped: slots (a token's choice of an expert) are sorted by expert and cut into tiles of one expert each, as
 // moe_sort.cu does. A grid row is a tile, and rows past *tile_count end at once, so that one launch fits every routing. Tiles of the
-// decode kernels have at most 8 slots, those of the tiled kernels at most 64; the tiled kernels need 96 KiB of dynamic shared memory.
+// decode kernels have at most 8 slots, those of the tiled kernels at most 64; the tiled kernels need 96 KiB of dynamic shared memory, and
+// tiles of one expert run together, so that its weights come from memory once.
 //
 // Gate and up share a block: its first 64 outputs are the gate's and the others the up's of the same columns, so each token is read
 // once and h is made where both are at hand.
@@ -55,10 +56,11 @@ extern "C" __global__ void experts_gate_up_tiled(
     float* h, const void* terms, const float* scales, int x_rows, const Expert* experts, const Tile* tiles, const int* tile_count,
     const int* slot_rows, int inter, int padded) {
     HEARTH_DYNAMIC_SHARED(unsigned char, shared);
-    if ((int)blockIdx.y >= *tile_count) return;
-    Tile tile = tiles[blockIdx.y];
+    GridPlace place = place_in_groups(GROUP_ROWS);
+    if (place.row >= *tile_count) return;
+    Tile tile = tiles[place.row];
     Tokens x = tile_tokens(terms, scales, slot_rows, tile, x_rows, padded);
-    int first = blockIdx.x * HALF_OUTPUTS;
+    int first = place.column * HALF_OUTPUTS;
     Half halves[2] = {{experts[tile.expert].gate, first}, {experts[tile.expert].up, first}};
     float total[2][4][4];
     tiled_products(total, halves, inter, x, shared);
@@ -102,10 +104,11 @@ extern "C" __global__ void experts_down_tiled(
     float* d, const void* terms, const float* scales, int slots, const Expert* experts, const Tile* tiles, const int* tile_count,
     int hidden, int padded) {
     HEARTH_DYNAMIC_SHARED(unsigned char, shared);
-    if ((int)blockIdx.y >= *tile_count) return;
-    Tile tile = tiles[blockIdx.y];
+    GridPlace place = place_in_groups(GROUP_ROWS);
+    if (place.row >= *tile_count) return;
+    Tile tile = tiles[place.row];
     Tokens x = tile_tokens(terms, scales, nullptr, tile, slots, padded);
-    int output = blockIdx.x * TILE_OUTPUTS;
+    int output = place.column * TILE_OUTPUTS;
     Weight w = experts[tile.expert].down;
     Half halves[2] = {{w, output}, {w, output + HALF_OUTPUTS}};
     float total[2][4][4];

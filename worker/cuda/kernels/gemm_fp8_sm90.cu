@@ -16,6 +16,7 @@ constexpr int TILE = 128;                               // outputs, tokens, and 
 constexpr int MATRIX_BYTES = TILE * BLOCK;
 constexpr int STAGE_BYTES = 2 * MATRIX_BYTES;           // tokens, then weights
 constexpr int STAGES = 4;
+constexpr int GROUP_ROWS = 8;                           // of place_in_groups
 constexpr int PATTERN_BYTES = 1024;                     // one repetition of the 128-byte swizzle
 constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + PATTERN_BYTES;
 constexpr int COPY_ROWS = THREADS / 8;                  // rows that all threads copy at once, eight chunks of 16 bytes each
@@ -132,7 +133,8 @@ extern "C" __global__ void gemm_fp8_sm90(
     float* y, const void* terms, const float* scales, Weight w, const float* bias, int rows, int n, int padded) {
     HEARTH_DYNAMIC_SHARED(unsigned char, unaligned);
     unsigned char* shared = unaligned + (0u - shared_address(unaligned)) % PATTERN_BYTES;
-    int output = blockIdx.x * TILE, first_row = blockIdx.y * TILE, blocks = padded / BLOCK;
+    GridPlace place = place_in_groups(GROUP_ROWS);
+    int output = place.column * TILE, first_row = place.row * TILE, blocks = padded / BLOCK;
     const unsigned char* tokens = static_cast<const unsigned char*>(terms) + (long long)first_row * padded;
     const unsigned char* weights = static_cast<const unsigned char*>(w.data) + (long long)output * w.ld;
 #pragma unroll

@@ -49,7 +49,8 @@ extern "C" __global__ void linear_fold(
 extern "C" __global__ void linear_tiled(
     float* y, const void* terms, const float* scales, Weight w, const float* bias, int rows, int n, int padded) {
     HEARTH_DYNAMIC_SHARED(unsigned char, shared);
-    int first_row = blockIdx.y * TILE_TOKENS, output = blockIdx.x * TILE_OUTPUTS;
+    GridPlace place = place_in_groups(GROUP_ROWS);
+    int first_row = place.row * TILE_TOKENS, output = place.column * TILE_OUTPUTS;
     int count = min(rows - first_row, TILE_TOKENS);
     Tokens x = {static_cast<const unsigned char*>(terms), scales, nullptr, first_row, count, rows, padded};
     Half halves[2] = {{w, output}, {w, output + HALF_OUTPUTS}};

@@ -379,6 +379,7 @@ __device__ __forceinline__ void decode_products(
 constexpr int TILE_OUTPUTS = 128;
 constexpr int TILE_TOKENS = 64;
 constexpr int HALF_OUTPUTS = TILE_OUTPUTS / 2;
+constexpr int GROUP_ROWS = TERMS == 1 ? 8 : 4;                                     // of place_in_groups: tokens in three terms weigh more
 constexpr int STAGE_COLS = E4M3_MMA ? 128 : WEIGHT_TYPE == WEIGHTS_F32 ? 32 : 64;
 constexpr int STAGE_UNITS = STAGE_COLS / UNIT;
 constexpr int WEIGHT_CHUNKS = STAGE_COLS * WEIGHT_BYTES / 16;                      // of a row of a stage

@@ -64,7 +64,7 @@ struct Report {
 
 /// Measures and prints.
 pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
-    let options = LoadOptions::from_args(&args.model);
+    let options = LoadOptions::from_args(&args.model)?;
     let loaded = load::open(&args.model.model, options, &mut |_| {})?;
     let report = on_device!(loaded, loaded => run_on(args, &loaded))?;
     if args.json {

@@ -98,7 +98,7 @@ pub(crate) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
     } else {
         stop_tokens(args, &config.eos_token_ids)?
     };
-    let loaded = load::open(directory, LoadOptions::from_args(&args.model), &mut |_| {})?;
+    let loaded = load::open(directory, LoadOptions::from_args(&args.model)?, &mut |_| {})?;
     let options = engine_options(args, prompt.len(), config.max_position_embeddings);
     let engine = on_device!(loaded, loaded => Engine::start(loaded.model, options))?;
     let load_ms = milliseconds_since(began);

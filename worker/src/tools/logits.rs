@@ -31,7 +31,7 @@ pub(crate) struct LogitsArgs {
 
 /// Computes and writes.
 pub(crate) fn run(args: &LogitsArgs) -> anyhow::Result<()> {
-    let options = LoadOptions::from_args(&args.model);
+    let options = LoadOptions::from_args(&args.model)?;
     let loaded = load::open(&args.model.model, options, &mut |_| {})?;
     on_device!(loaded, loaded => compute(args, &loaded.model))
 }

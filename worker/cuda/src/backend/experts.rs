@@ -1,7 +1,7 @@
 //! Mixture of experts: choosing, and running what was chosen.
 //!
 //! Slots (a token and one of its choices) are sorted by expert; the matrix kernels take tiles of slots of one expert, so that an expert's weights
-//! are read once for up to 64 of them; then each token's outputs are added in the order of its experts.
+//! are loaded once for up to 64 of them, and tiles of one expert run together; then each token's outputs are added in the order of its experts.
 
 use hearth_kernels::{
     DType, ExpertCall, ExpertWeights, KernelError, RouterScore, RouterSpec, Routing, checks,
@@ -20,7 +20,7 @@ const MOST_CHOICES: usize = 32;
 const MOST_GROUPS: usize = 32;
 const MOST_SLOTS: usize = 65_536;
 /// Working memory of one pass is at least this, and else half of what the budget leaves.
-const LEAST_WORK_BYTES: u64 = 64 << 20;
+const LEAST_WORK_BYTES: u64 = 4 << 20;
 
 /// All routed experts of a layer on the device.
 pub struct CudaBank {

@@ -1,6 +1,6 @@
 //! Routed experts: called by the host, or from a bank by what the router left on the device.
 
-use hearth_cuda::{Activations, CudaWeight};
+use hearth_cuda::{Activations, CudaBackend, CudaWeight};
 use hearth_kernels::{
     Backend, DType, ExpertCall, ExpertWeights, HostMatrix, RouterSpec, reference,
 };
@@ -8,7 +8,7 @@ use hearth_kernels::{
 use crate::common::*;
 use crate::linear::dtypes;
 use crate::route::SIGMOID;
-use crate::support::{Gpu, gpu, on_all_activations, seen};
+use crate::support::{Gpu, gpu, on_all_activations, own, seen};
 
 pub(crate) const EXPERTS: usize = 5;
 const TOP_K: usize = 3;
@@ -32,7 +32,7 @@ pub(crate) struct Layer {
 
 impl Layer {
     pub(crate) fn new(
-        gpu: &Gpu,
+        gpu: &CudaBackend,
         dtypes: [DType; 2],
         (hidden, inner): (usize, usize),
         tokens: usize,
@@ -68,7 +68,7 @@ impl Layer {
     }
 
     /// Each expert's rows and weights.
-    fn calls(&self, gpu: &Gpu) -> Vec<(Vec<u32>, Vec<f32>)> {
+    fn calls(&self, gpu: &CudaBackend) -> Vec<(Vec<u32>, Vec<f32>)> {
         let logits = gpu.upload(self.tokens, EXPERTS, &self.logits).unwrap();
         let chosen = gpu.route(&logits, None, SPEC).unwrap();
         let routing = gpu.routing(chosen).unwrap();
@@ -82,7 +82,7 @@ impl Layer {
     }
 
     /// By the host's calls, in several goes of so many experts.
-    pub(crate) fn called(&self, gpu: &Gpu, goes: &[usize]) -> Vec<f32> {
+    pub(crate) fn called(&self, gpu: &CudaBackend, goes: &[usize]) -> Vec<f32> {
         let calls = self.calls(gpu);
         let x = gpu.upload(self.tokens, self.hidden, &self.x).unwrap();
         let mut out = gpu.upload(self.tokens, self.hidden, &self.before).unwrap();
@@ -104,7 +104,7 @@ impl Layer {
     }
 
     /// From a bank.
-    pub(crate) fn banked(&self, gpu: &Gpu) -> Vec<f32> {
+    pub(crate) fn banked(&self, gpu: &CudaBackend) -> Vec<f32> {
         let experts: Vec<_> = self
             .weights
             .iter()
@@ -201,6 +201,24 @@ fn experts_give_the_same_bits_in_any_goes_and_batches() {
             }
         }
     });
+}
+
+#[test]
+fn experts_run_in_as_many_passes_as_the_budget_needs() {
+    let new = |gpu: &CudaBackend| Layer::new(gpu, [DType::Bf16; 2], (2048, 8), 300);
+    let want = {
+        let gpu = gpu(Activations::F32);
+        new(&gpu).banked(&gpu)
+    };
+    let budget_bytes = 18 << 20;
+    let gpu = own(budget_bytes);
+    let layer = new(&gpu);
+    // A slot's inner activations, their terms and its output; besides them the tokens, their terms and the sum.
+    let (slot_bytes, token_bytes) = (8 * 4 + 128 * 6 + 2048 * 4, 2048 * (4 + 6 + 4));
+    let at_once = layer.tokens * (TOP_K * slot_bytes + token_bytes);
+    assert!(at_once as u64 > budget_bytes - gpu.memory_bytes().0);
+    assert_same_bits(&layer.banked(&gpu), &want, "banked");
+    assert_same_bits(&layer.called(&gpu, &[EXPERTS]), &want, "called");
 }
 
 #[test]

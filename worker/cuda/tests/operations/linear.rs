@@ -78,6 +78,23 @@ fn linear_agrees_with_the_reference_over_odd_shapes() {
 }
 
 #[test]
+fn every_tile_of_a_grid_is_computed_once() {
+    // Tiles run in groups of 4 or 8 rows of 64 tokens; here the last group is a part of one, and outputs are several columns of tiles.
+    on_all_activations(|gpu| {
+        let mut rng = Rng(4);
+        let w = random_matrix(&mut rng, 300, 40, DType::F8E4m3);
+        for rows in [330, 600] {
+            let x = rng.normals(rows * 40);
+            let enters = seen(gpu.activations(), w.dtype(), &x, 40);
+            let want = reference::linear(&enters, rows, &w, None);
+            let got = linear(gpu, &x, rows, &w);
+            let bounds = bounds(gpu, &enters, rows, &w);
+            assert_close(&got, &want, |i| bounds[i], &what(gpu, &w, rows));
+        }
+    });
+}
+
+#[test]
 fn rounded_activations_are_as_near_as_their_type() {
     // bf16 keeps 8 bits of a number; e4m3 keeps 4 of one that is not small beside the largest of its 128 columns, and half of 2^-9 of
     // the scale of others.

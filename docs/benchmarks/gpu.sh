@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The GPU rows of docs/benchmarks.md on the GPU of this machine: kernels beside the device's own limits, decode steps of random
-# models, and torch's kernels where a Python with torch is there (PYTHON=... names it).
+# models, and in the same run torch's kernels and transformers on the same weights where a Python has them (PYTHON=... names it). Models
+# take 30 GiB of the temporary directory; those that the GPU has no room for are said and passed over.
 # The log is kept beside this script.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -19,18 +20,24 @@ cargo bench -p hearth-cuda
 
 models=$(mktemp -d)
 trap 'rm -rf "$models"' EXIT
-for name in qwen3-moe deepseek-v3; do
-    "$worker" random --config "docs/benchmarks/configs/$name-gpu.json" --dtype fp8 --out "$models/$name"
-    for activations in f32 bf16 fp8; do
-        for batch in 1 8; do
-            echo "== $name, $activations activations, batch $batch"
-            "$worker" bench --device cuda --activations "$activations" --model "$models/$name" --prefill 512 --decode 64 --batch "$batch"
-        done
+bench() { # MODEL ACTIVATIONS
+    for batch in 1 8; do
+        echo "== ${1##*/}, $2 activations, batch $batch"
+        "$worker" bench --device cuda --activations "$2" --model "$1" --prefill 512 --decode 64 --batch "$batch" || true
     done
+}
+for name in qwen3-moe deepseek-v3; do
+    for dtype in fp8 bf16; do
+        model=$models/$name-$dtype
+        "$worker" random --config "docs/benchmarks/configs/$name-gpu.json" --dtype "$dtype" --out "$model"
+        bench "$model" f32
+        bench "$model" bf16
+    done
+    bench "$models/$name-fp8" fp8
 done
 
 if "$python" -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
-    "$python" docs/benchmarks/gpu_peers.py
+    "$python" docs/benchmarks/gpu_peers.py "$models"/*-bf16
 else
-    echo "SKIPPED: $python has no torch with CUDA, so its kernels were not measured" >&2
+    echo "SKIPPED: $python has no torch with CUDA, so its kernels and transformers were not measured" >&2
 fi

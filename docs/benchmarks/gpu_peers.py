@@ -1,5 +1,8 @@
-"""Peers of the CUDA backend's kernels in torch, at the shapes of worker/cuda/benches/device.rs."""
+"""Peers of the CUDA backend: torch's kernels at the shapes of worker/cuda/benches/device.rs, and decode steps of transformers on the
+checkpoints in the directories that are named."""
 
+import statistics
+import sys
 import time
 
 import torch
@@ -7,6 +10,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 RUNS, LAUNCHES = 9, 8
+PROMPT, STEPS, FIRST_STEPS = 512, 64, 4
 
 
 def seconds(call):
@@ -55,5 +59,35 @@ def fp8():
         print(f"cuBLASLt FP8 128x128 [{rows}, {cols}] x {tokens}: {t * 1e3:.2f} ms, {2 * tokens * rows * cols / t / 1e12:.0f} TFLOPS")
 
 
-attention()
-fp8()
+@torch.inference_mode()
+def decode(directory, device="cuda"):
+    """Greedy steps after a prompt of PROMPT tokens, as `hearth-worker bench` measures them; the first FIRST_STEPS do not count."""
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        print(f"SKIPPED: transformers on {directory}: {error}")
+        return
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).to(device).eval()
+    for batch in (1, 8):
+        tokens = torch.randint(0, model.config.vocab_size, (batch, PROMPT), device=device)
+        out = model(tokens, use_cache=True, logits_to_keep=1)
+        times = []
+        for _ in range(STEPS):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            token = out.logits[:, -1:].argmax(-1)
+            out = model(token, past_key_values=out.past_key_values, use_cache=True)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        median = statistics.median(times[FIRST_STEPS:])
+        print(f"transformers {model.config.model_type}, batch {batch}: {median * 1e3:.2f} ms a decode step")
+
+
+if __name__ == "__main__":
+    attention()
+    fp8()
+    for directory in sys.argv[1:]:
+        try:
+            decode(directory)
+        except torch.OutOfMemoryError as error:
+            print(f"SKIPPED: transformers on {directory}: {str(error).splitlines()[0]}")

@@ -1,6 +1,6 @@
 // FP8 weights times FP8 activations by wgmma, which only sm_90a has: elsewhere, and in the host model, this file is empty. Parameters and
-// result are those of linear_tiled; a block has 128 outputs and 128 tokens: grid (ceil(n / 128), ceil(rows / 128)), 256 threads,
-// SHARED_BYTES of dynamic shared memory.
+// result are those of linear_decode, for any number of rows; a block has 128 outputs and 128 tokens: grid (ceil(n / 128), ceil(rows / 128),
+// segments or 1), 256 threads, SHARED_BYTES of dynamic shared memory. With gridDim.z > 1 each z computes one segment into `partials`.
 //
 // Copies are cp.async and waits are for groups and barriers of the block, so no wait depends on a count that could be wrong.
 //
@@ -15,7 +15,8 @@ constexpr int THREADS = 256;                            // two warpgroups of 64 
 constexpr int TILE = 128;                               // outputs, tokens, and bytes of a row in a stage
 constexpr int MATRIX_BYTES = TILE * BLOCK;
 constexpr int STAGE_BYTES = 2 * MATRIX_BYTES;           // tokens, then weights
-constexpr int STAGES = 4;
+constexpr int STAGES = 6;
+constexpr int SUMS = TILE / 2;                          // of a lane
 constexpr int GROUP_ROWS = 8;                           // of place_in_groups
 constexpr int PATTERN_BYTES = 1024;                     // one repetition of the 128-byte swizzle
 constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + PATTERN_BYTES;
@@ -47,13 +48,12 @@ __device__ __forceinline__ void wgmma_m64n128k32(float (&d)[64], unsigned long l
 
 // Registers and shared memory that other instructions wrote are seen by the wgmma that follow (PTX ISA 9.7.15.7.1).
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_wait() {
-    asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
-}
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 // The compiler does not know that wgmma writes its accumulators until the wait: they are neither read nor written across this.
-__device__ __forceinline__ void keep_in_order(float (&d)[64]) {
+__device__ __forceinline__ void keep_in_order(float (&d)[SUMS]) {
 #pragma unroll
-    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(d[i])::"memory");
+    for (int i = 0; i < SUMS; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 // wgmma reads shared memory through the async proxy: what this thread's copies wrote is made visible there.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -69,25 +69,45 @@ __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned shared)
 // The 128-byte swizzle exchanges the 16-byte chunks of a row by the row's place among eight: address bits 4..6 ^= bits 7..9.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return row * BLOCK + (chunk ^ (row & 7)) * 16; }
 
-// Starts the copy of block `block`; rows that do not exist are zeros. An empty group past the last block keeps the count of groups.
-__device__ __forceinline__ void copy_stage(
-    unsigned char* shared, const unsigned char* tokens, const unsigned char* weights, int tokens_left, int weights_left, int padded, int ld,
-    int block, int blocks) {
-    if (block < blocks) {
+// Bytes of a tile's operands: the first row of tokens and of weights, how many rows from there on exist, and how far rows are apart.
+struct Operands {
+    const unsigned char* tokens;
+    const unsigned char* weights;
+    int tokens_left;
+    int weights_left;
+    int padded;
+    int ld;
+};
+
+// Starts the copy of block `block`; rows that do not exist are zeros. An empty group from block `end` on keeps the count of groups.
+__device__ __forceinline__ void copy_stage(unsigned char* shared, const Operands& from, int block, int end) {
+    if (block < end) {
         unsigned char* stage = shared + block % STAGES * STAGE_BYTES;
         int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
         long long column = (long long)block * BLOCK + chunk * 16;
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
             int at = row + i * COPY_ROWS;
-            cp_async_16(stage + swizzled(at, chunk), tokens + (long long)at * padded + column, at < tokens_left);
-            cp_async_16(stage + MATRIX_BYTES + swizzled(at, chunk), weights + (long long)at * ld + column, at < weights_left);
+            cp_async_16(stage + swizzled(at, chunk), from.tokens + (long long)at * from.padded + column, at < from.tokens_left);
+            cp_async_16(stage + MATRIX_BYTES + swizzled(at, chunk), from.weights + (long long)at * from.ld + column, at < from.weights_left);
         }
     }
     cp_async_commit();
 }
 
-// The scales of a lane's tokens (group, group + 8) and of the outputs before and from the row where the weight's scale changes.
+// Starts the products of block `block`.
+__device__ __forceinline__ void multiply_block(float (&dot)[SUMS], unsigned char* shared, int block) {
+    unsigned stage = shared_address(shared) + block % STAGES * STAGE_BYTES;
+    unsigned long long a = matrix_descriptor(stage + threadIdx.x / 128 * (64 * BLOCK)), b = matrix_descriptor(stage + MATRIX_BYTES);
+    keep_in_order(dot);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < BLOCK / 32; ++step) wgmma_m64n128k32(dot, a + step * 2, b + step * 2, step);
+    wgmma_commit();
+}
+
+// Where the scales of a lane's tokens (group, group + 8) stand, and those of the outputs before and from the one where the weight's
+// scale changes, which is output `change` of the tile.
 struct ScaleRows {
     const float* token[2];
     const float* weight[2];
@@ -105,24 +125,68 @@ __device__ __forceinline__ ScaleRows scale_rows(const float* scales, const Weigh
     return at;
 }
 
-// segment = fmaf(dot, scale, segment), as fold_block of matmul.cuh.
-__device__ __forceinline__ void fold_block(float (&segment)[64], const float (&dot)[64], const ScaleRows& at, int block) {
-    float scale[2][2];
+// A block's scales: [weight before or from the change][token].
+struct Scales {
+    float of[2][2];
+};
+
+__device__ __forceinline__ Scales load_scales(const ScaleRows& at, int block) {
+    Scales scales;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         float weight = at.weight[i / 2] != nullptr ? at.weight[i / 2][block] : 1.0f;
-        scale[i / 2][i % 2] = __fmul_rn(weight, at.token[i % 2][block]);
+        scales.of[i / 2][i % 2] = __fmul_rn(weight, at.token[i % 2][block]);
+    }
+    return scales;
+}
+
+// segment = fmaf(dot, scale, segment), as fold_block of matmul.cuh. All lanes go the same way, and seldom the second.
+__device__ __forceinline__ void fold_block(float (&segment)[SUMS], const float (&dot)[SUMS], const Scales& scales, int change) {
+    if (change == TILE) {
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) segment[i] = fmaf(dot[i], scales.of[0][i / 2 % 2], segment[i]);
+        return;
     }
 #pragma unroll
-    for (int i = 0; i < 64; ++i) {
+    for (int i = 0; i < SUMS; ++i) {
         int column = i / 4 * 8 + (threadIdx.x & 3) * 2 + i % 2;
-        segment[i] = fmaf(dot[i], column < at.change ? scale[0][i / 2 % 2] : scale[1][i / 2 % 2], segment[i]);
+        segment[i] = fmaf(dot[i], column < change ? scales.of[0][i / 2 % 2] : scales.of[1][i / 2 % 2], segment[i]);
     }
 }
 
-__device__ __forceinline__ void store_sums(float* y, const float (&total)[64], const float* bias, int output, int token, int rows, int n) {
+// total = the products of the tile over blocks `first` .. `end - 1`; `first` begins a segment.
+__device__ __forceinline__ void multiply_tile(
+    float (&total)[SUMS], unsigned char* shared, const Operands& from, const ScaleRows& scale_at, int first, int end) {
+    float dot[SUMS], segment[SUMS];
 #pragma unroll
-    for (int i = 0; i < 64; ++i) {
+    for (int i = 0; i < SUMS; ++i) dot[i] = segment[i] = total[i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; ++i) copy_stage(shared, from, first + i, end);
+#pragma unroll 1
+    for (int block = first; block < end; ++block) {
+        // Past the barrier this stage is whole, and both warpgroups have left the one before it, which is filled again.
+        cp_async_wait<STAGES - 2>();
+        fence_async_proxy();
+        __syncthreads();
+        multiply_block(dot, shared, block);
+        copy_stage(shared, from, block + STAGES - 1, end);
+        Scales scales = load_scales(scale_at, block);
+        wgmma_wait();
+        keep_in_order(dot);
+        fold_block(segment, dot, scales, scale_at.change);
+        if ((block + 1) % (SEGMENT / BLOCK) != 0 && block + 1 != end) continue;
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) {
+            total[i] = __fadd_rn(total[i], segment[i]);
+            segment[i] = 0.0f;
+        }
+    }
+}
+
+__device__ __forceinline__ void store_sums(
+    float* y, const float (&total)[SUMS], const float* bias, int output, int token, int rows, int n) {
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) {
         int column = output + i / 4 * 8 + (threadIdx.x & 3) * 2 + i % 2, row = token + i / 2 % 2 * 8;
         if (column >= n || row >= rows) continue;
         y[(long long)row * n + column] = bias != nullptr ? __fadd_rn(total[i], bias[column]) : total[i];
@@ -130,45 +194,33 @@ __device__ __forceinline__ void store_sums(float* y, const float (&total)[64], c
 }
 
 extern "C" __global__ void gemm_fp8_sm90(
-    float* y, const void* terms, const float* scales, Weight w, const float* bias, int rows, int n, int padded) {
+    float* y, float* partials, const void* terms, const float* scales, Weight w, const float* bias, int rows, int n, int padded) {
     HEARTH_DYNAMIC_SHARED(unsigned char, unaligned);
     unsigned char* shared = unaligned + (0u - shared_address(unaligned)) % PATTERN_BYTES;
     GridPlace place = place_in_groups(GROUP_ROWS);
-    int output = place.column * TILE, first_row = place.row * TILE, blocks = padded / BLOCK;
-    const unsigned char* tokens = static_cast<const unsigned char*>(terms) + (long long)first_row * padded;
-    const unsigned char* weights = static_cast<const unsigned char*>(w.data) + (long long)output * w.ld;
-#pragma unroll
-    for (int i = 0; i < STAGES - 1; ++i) copy_stage(shared, tokens, weights, rows - first_row, n - output, padded, w.ld, i, blocks);
-
-    int warpgroup = threadIdx.x / 128, token = first_row + threadIdx.x / 32 * 16 + (threadIdx.x & 31) / 4;
+    int output = place.column * TILE, first_row = place.row * TILE;
+    Operands from = {
+        static_cast<const unsigned char*>(terms) + (long long)first_row * padded,
+        static_cast<const unsigned char*>(w.data) + (long long)output * w.ld,
+        rows - first_row,
+        n - output,
+        padded,
+        w.ld,
+    };
+    int token = first_row + threadIdx.x / 32 * 16 + (threadIdx.x & 31) / 4;
     ScaleRows scale_at = scale_rows(scales, w, output, token, rows, n, padded);
-    float dot[64], segment[64], total[64];
-#pragma unroll
-    for (int i = 0; i < 64; ++i) dot[i] = segment[i] = total[i] = 0.0f;
-#pragma unroll 1
-    for (int block = 0; block < blocks; ++block) {
-        // Past the barrier this stage is whole, and both warpgroups have left the one before it, which is filled again.
-        cp_async_wait<STAGES - 2>();
-        fence_async_proxy();
-        __syncthreads();
-        copy_stage(shared, tokens, weights, rows - first_row, n - output, padded, w.ld, block + STAGES - 1, blocks);
-        unsigned stage = shared_address(shared) + block % STAGES * STAGE_BYTES;
-        unsigned long long a = matrix_descriptor(stage + warpgroup * (64 * BLOCK)), b = matrix_descriptor(stage + MATRIX_BYTES);
-        keep_in_order(dot);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < BLOCK / 32; ++step) wgmma_m64n128k32(dot, a + step * 2, b + step * 2, step);
-        wgmma_wait();
-        keep_in_order(dot);
-        fold_block(segment, dot, scale_at, block);
-        if ((block + 1) % (SEGMENT / BLOCK) != 0 && block + 1 != blocks) continue;
-#pragma unroll
-        for (int i = 0; i < 64; ++i) {
-            total[i] = __fadd_rn(total[i], segment[i]);
-            segment[i] = 0.0f;
-        }
+    int first = 0, end = padded / BLOCK;
+    if (gridDim.z > 1) {
+        first = blockIdx.z * (SEGMENT / BLOCK);
+        end = min(first + SEGMENT / BLOCK, end);
     }
-    store_sums(y, total, bias, output, token, rows, n);
+    float total[SUMS];
+    multiply_tile(total, shared, from, scale_at, first, end);
+    if (gridDim.z > 1) {
+        store_sums(partials + (long long)blockIdx.z * rows * n, total, nullptr, output, token, rows, n);
+    } else {
+        store_sums(y, total, bias, output, token, rows, n);
+    }
 }
 
 #endif

@@ -79,6 +79,10 @@ fn compile(variant: &Variant, architecture: &'static str) -> Compiled {
                     .faults
                     .push(format!("{name}: {registers} registers\n{log}"));
             }
+            // Said of wgmma that the assembler makes wait for each other, for example.
+            if log.contains("Performance Loss") {
+                compiled.faults.push(format!("{name} is held up\n{log}"));
+            }
             if spilled > allowed_spills(variant) {
                 compiled
                     .faults

@@ -20,6 +20,39 @@ pub(super) const TILE_ROWS: usize = 64;
 /// Columns of one partial sum (`SEGMENT` of common.cuh).
 const SEGMENT_COLS: usize = 512;
 
+/// One product of rows with a weight.
+pub(super) struct Product<'a> {
+    pub(super) y: &'a CudaTensor,
+    /// The rows.
+    pub(super) terms: &'a Terms,
+    pub(super) weight: &'a WeightData,
+    /// Address of the bias, or zero.
+    pub(super) bias: u64,
+}
+
+impl Product<'_> {
+    /// Partial sums of an output.
+    pub(super) fn segments(&self) -> usize {
+        self.terms.padded.div_ceil(SEGMENT_COLS)
+    }
+
+    /// Parameters of the kernels; those that can compute segments take the address of `partials` too.
+    fn args(&self, partials: Option<u64>) -> Args {
+        let args = Args::new().with(self.y.address());
+        match partials {
+            Some(address) => args.with(address),
+            None => args,
+        }
+        .with(self.terms.values.address())
+        .with(self.terms.scales_address())
+        .with(self.weight.argument())
+        .with(self.bias)
+        .with(self.y.rows as i32)
+        .with(self.y.cols as i32)
+        .with(self.terms.padded as i32)
+    }
+}
+
 impl CudaBackend {
     pub(super) fn linear_layer(
         &self,
@@ -34,73 +67,67 @@ impl CudaBackend {
             return Ok(y);
         }
         let terms = self.terms(x, weight.dtype)?;
-        let bias = bias.map_or(0, |b| b.data.address());
+        let product = Product {
+            y: &y,
+            terms: &terms,
+            weight,
+            bias: bias.map_or(0, |b| b.data.address()),
+        };
         if terms.scales.is_some() && self.has_wgmma() {
-            self.launch_wgmma(y.shape(), tiled_args(&y, &terms, weight, bias))?;
+            self.by_wgmma(&product)?;
         } else if x.rows <= DECODE_ROWS {
-            self.decode(&y, &terms, weight, bias)?;
+            self.decode(&product)?;
         } else {
-            let args = tiled_args(&y, &terms, weight, bias);
-            self.launch_tiled(y.shape(), weight.dtype, args)?;
+            self.tiled(&product)?;
         }
         Ok(y)
     }
 
     /// A block of rows reads each weight once; where there are few blocks, each sum is cut into its segments.
-    fn decode(
-        &self,
-        y: &CudaTensor,
-        terms: &Terms,
-        weight: &WeightData,
-        bias: u64,
-    ) -> Result<(), KernelError> {
-        let variant = self.matrix_variant("linear", weight.dtype);
-        let blocks = y.cols.div_ceil(TILE_OUTPUTS);
-        let segments = terms.padded.div_ceil(SEGMENT_COLS);
-        let enough = 2 * self.device.info.multiprocessors as usize;
-        let splits = if blocks < enough { segments } else { 1 };
-        let partials = match splits {
-            1 => None,
-            _ => Some(self.buffer(splits * y.elements() * 4, "partial sums")?),
-        };
-        let partials_at = partials.as_ref().map_or(0, |p| p.address());
-        let args = Args::new()
-            .with(y.address())
-            .with(partials_at)
-            .with(terms.values.address())
-            .with(terms.scales_address())
-            .with(weight.argument())
-            .with(bias)
-            .with(y.rows as i32)
-            .with(y.cols as i32)
-            .with(terms.padded as i32);
+    fn decode(&self, product: &Product<'_>) -> Result<(), KernelError> {
+        let blocks = product.y.cols.div_ceil(TILE_OUTPUTS);
+        let is_few = blocks < 2 * self.device.info.multiprocessors as usize;
+        let splits = if is_few { product.segments() } else { 1 };
+        let variant = self.matrix_variant("linear", product.weight.dtype);
         let kernel = Kernel::new(&variant, "linear_decode");
-        self.launch(kernel, [blocks, splits, 1], args)?;
+        self.in_segments(product, splits, kernel, [blocks, splits, 1])
+    }
+
+    /// Launches a kernel with the parameters of `linear_decode`; where its grid has several splits each computes one segment, and these are
+    /// added after it.
+    pub(super) fn in_segments(
+        &self,
+        product: &Product<'_>,
+        splits: usize,
+        kernel: Kernel<'_>,
+        grid: [usize; 3],
+    ) -> Result<(), KernelError> {
+        let y = product.y;
         if splits == 1 {
-            return Ok(());
+            return self.launch(kernel, grid, product.args(Some(0)));
         }
+        let partials = self.buffer(splits * y.elements() * 4, "partial sums")?;
+        self.launch(kernel, grid, product.args(Some(partials.address())))?;
         let args = Args::new()
             .with(y.address())
-            .with(partials_at)
-            .with(bias)
+            .with(partials.address())
+            .with(product.bias)
             .with(y.rows as i32)
             .with(y.cols as i32)
             .with(splits as i32);
+        let variant = self.matrix_variant("linear", product.weight.dtype);
         let blocks = y.elements().div_ceil(256).min(4096);
         self.launch(Kernel::new(&variant, "linear_fold"), [blocks, 1, 1], args)
     }
 
     /// The `mma.sync` kernel for any number of rows.
-    pub(super) fn launch_tiled(
-        &self,
-        (rows, cols): (usize, usize),
-        dtype: DType,
-        args: Args,
-    ) -> Result<(), KernelError> {
+    pub(super) fn tiled(&self, product: &Product<'_>) -> Result<(), KernelError> {
+        let dtype = product.weight.dtype;
         let variant = self.matrix_variant("linear", dtype);
         let kernel = Kernel::new(&variant, "linear_tiled").shared(self.tiled_shared(dtype));
+        let (rows, cols) = product.y.shape();
         let grid = [cols.div_ceil(TILE_OUTPUTS), rows.div_ceil(TILE_ROWS), 1];
-        self.launch(kernel, grid, args)
+        self.launch(kernel, grid, product.args(None))
     }
 
     /// The rows of `x` as kernels for weights of `dtype` take them; made once while the tensor does not change.
@@ -254,17 +281,4 @@ impl CudaBackend {
         self.launch(Kernel::new(&variant, name).threads(128), grid, args)?;
         Ok(y)
     }
-}
-
-/// Parameters of `linear_tiled` and of its twin by wgmma.
-pub(super) fn tiled_args(y: &CudaTensor, terms: &Terms, weight: &WeightData, bias: u64) -> Args {
-    Args::new()
-        .with(y.address())
-        .with(terms.values.address())
-        .with(terms.scales_address())
-        .with(weight.argument())
-        .with(bias)
-        .with(y.rows as i32)
-        .with(y.cols as i32)
-        .with(terms.padded as i32)
 }

@@ -1,18 +1,17 @@
 //! FP8 products by Hopper's wgmma.
 //!
 //! wgmma adds inside the tensor core what `mma.sync` adds outside, so their bits differ: a GPU takes one of them for every number of rows, prompt and decode
-//! alike. wgmma is taken where it is proved to compute the product on the GPU at hand: one product is tried both ways when the first weight is used.
+//! alike. wgmma is taken where it is proved to compute the product on the GPU at hand: one product is tried in all ways when the first weight is used.
 
 use hearth_kernels::{Backend, BlockScales, DType, HostMatrix, KernelError, SCALE_BLOCK};
 
-use super::linear::tiled_args;
-use super::{Activations, CudaBackend, Kernel};
+use super::linear::Product;
+use super::{Activations, CudaBackend, CudaTensor, Kernel};
 use crate::compile::Variant;
-use crate::queue::Args;
 
 /// Outputs and tokens of a block, and its shared memory (the head of gemm_fp8_sm90.cu).
 const TILE: usize = 128;
-const SHARED_BYTES: u32 = 4 * 2 * 128 * 128 + 1024;
+const SHARED_BYTES: u32 = 6 * 2 * 128 * 128 + 1024;
 /// The tensor core keeps 14 bits of a sum of 32 products; the trial allows twice that error.
 const TRIAL_ERROR: f32 = 1.0 / 8192.0;
 /// Rows and columns of the trial: more than a tile, no multiples of it.
@@ -40,19 +39,21 @@ impl CudaBackend {
         })
     }
 
-    /// Launches the wgmma kernel with the arguments of `linear_tiled`.
-    pub(super) fn launch_wgmma(
-        &self,
-        (rows, cols): (usize, usize),
-        args: Args,
-    ) -> Result<(), KernelError> {
-        let variant = Variant::plain("gemm_fp8_sm90");
-        let kernel = Kernel::new(&variant, "gemm_fp8_sm90").shared(SHARED_BYTES);
-        let grid = [cols.div_ceil(TILE), rows.div_ceil(TILE), 1];
-        self.launch(kernel, grid, args)
+    /// The product by wgmma; where there are few blocks, each sum is cut into its segments.
+    pub(super) fn by_wgmma(&self, product: &Product<'_>) -> Result<(), KernelError> {
+        let [columns, rows] = tiles(product.y);
+        let is_few = columns * rows < self.device.info.multiprocessors as usize;
+        self.wgmma_in(product, if is_few { product.segments() } else { 1 })
     }
 
-    /// One product both ways: the largest difference over the largest result.
+    fn wgmma_in(&self, product: &Product<'_>, splits: usize) -> Result<(), KernelError> {
+        let variant = Variant::plain("gemm_fp8_sm90");
+        let kernel = Kernel::new(&variant, "gemm_fp8_sm90").shared(SHARED_BYTES);
+        let [columns, rows] = tiles(product.y);
+        self.in_segments(product, splits, kernel, [columns, rows, splits])
+    }
+
+    /// One product by `mma.sync`, and by wgmma whole and in segments: the largest difference over the largest result.
     fn try_wgmma(&self) -> Result<f32, KernelError> {
         let (rows, cols, inner) = TRIAL;
         // Codes of every sign and size but NaN; activations of many sizes.
@@ -79,23 +80,31 @@ impl CudaBackend {
         let weight = self.load_weight(&host)?;
         let x = self.load_tensor(rows, inner, &values)?;
         let terms = self.terms(&x, DType::F8E4m3)?;
-        let mut results = Vec::with_capacity(2);
-        for is_wgmma in [false, true] {
-            let y = self.tensor(rows, cols)?;
-            let args = tiled_args(&y, &terms, &weight.0, 0);
-            if is_wgmma {
-                self.launch_wgmma(y.shape(), args)?;
-            } else {
-                self.launch_tiled(y.shape(), DType::F8E4m3, args)?;
+        let y = self.tensor(rows, cols)?;
+        let product = Product {
+            y: &y,
+            terms: &terms,
+            weight: &weight.0,
+            bias: 0,
+        };
+        self.tiled(&product)?;
+        let want = self.download(&y)?;
+        let largest = want.iter().map(|v| v.abs()).fold(0.0, f32::max);
+        let mut difference = 0.0_f32;
+        for splits in [1, product.segments()] {
+            self.wgmma_in(&product, splits)?;
+            let got = self.download(&y)?;
+            if !got.iter().chain(&want).all(|value| value.is_finite()) {
+                return Ok(f32::INFINITY);
             }
-            results.push(self.download(&y)?);
+            let pairs = got.iter().zip(&want);
+            difference = pairs.map(|(a, b)| (a - b).abs()).fold(difference, f32::max);
         }
-        if !results.concat().iter().all(|value| value.is_finite()) {
-            return Ok(f32::INFINITY);
-        }
-        let pairs = results[0].iter().zip(&results[1]);
-        let difference = pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-        let largest = results[0].iter().map(|v| v.abs()).fold(0.0, f32::max);
         Ok(difference / largest)
     }
+}
+
+/// Blocks of outputs and of rows.
+fn tiles(y: &CudaTensor) -> [usize; 2] {
+    [y.cols.div_ceil(TILE), y.rows.div_ceil(TILE)]
 }

@@ -67,3 +67,15 @@ __device__ __forceinline__ unsigned short float_to_bf16(float x) {
     if ((bits & 0x7fffffffu) > 0x7f800000u) return (unsigned short)((bits >> 16) | 0x40u);
     return (unsigned short)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
+
+// Two e4m3 as bf16, each given as a signed 16-bit integer. Exponent and mantissa shifted into place, under the sign, make a bf16 that is
+// smaller by 2^120 (biases 127 and 7), subnormals included, so one exact product by 2^120 (0x7b80) remains.
+__device__ __forceinline__ unsigned e4m3x2_to_bf16x2(unsigned extended) {
+    return multiply_bf16x2((extended << 4) & 0x87f087f0u, 0x7b807b80u);
+}
+
+// Four e4m3, none of them NaN, as bf16 in the same order: bytes 0 and 1 in low_pair, 2 and 3 in high_pair.
+__device__ __forceinline__ void e4m3x4_to_bf16x4(unsigned codes, unsigned& low_pair, unsigned& high_pair) {
+    low_pair = e4m3x2_to_bf16x2(sign_extend_pair<0>(codes));
+    high_pair = e4m3x2_to_bf16x2(sign_extend_pair<1>(codes));
+}

@@ -78,19 +78,19 @@ __device__ __forceinline__ uint4 load_stream_16(const void* global) {
 // 16 aligned bytes.
 __device__ __forceinline__ uint4 load_16(const void* address) { return *static_cast<const uint4*>(address); }
 
-// Two e4m3, each in the upper byte of a half of `codes`, as bf16. Exponent and mantissa shifted into place make a bf16 that is
-// smaller by 2^120 (biases 127 and 7), subnormals included, so one exact product by 2^120 (0x7b80) remains; adding -0 keeps the sign of zero.
-__device__ __forceinline__ unsigned e4m3x2_to_bf16x2(unsigned codes) {
-    unsigned shifted = (codes & 0x80008000u) | ((codes >> 4) & 0x07f007f0u);
-    unsigned product;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(shifted), "r"(0x7b807b80u), "r"(0x80008000u));
-    return product;
+// Bytes 2 * PAIR and 2 * PAIR + 1 as signed 16-bit integers.
+template <int PAIR>
+__device__ __forceinline__ unsigned sign_extend_pair(unsigned bytes) {
+    unsigned pair;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(pair) : "r"(bytes), "n"(PAIR == 0 ? 0x9180 : 0xb3a2));
+    return pair;
 }
 
-// Four e4m3, none of them NaN, as bf16 in the same order: bytes 0 and 1 in low_pair, 2 and 3 in high_pair.
-__device__ __forceinline__ void e4m3x4_to_bf16x4(unsigned codes, unsigned& low_pair, unsigned& high_pair) {
-    low_pair = e4m3x2_to_bf16x2(__byte_perm(codes, 0, 0x1404));
-    high_pair = e4m3x2_to_bf16x2(__byte_perm(codes, 0, 0x3424));
+// The products of two pairs of bf16, subnormals included; adding -0 keeps the sign of zero.
+__device__ __forceinline__ unsigned multiply_bf16x2(unsigned a, unsigned b) {
+    unsigned product;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
+    return product;
 }
 
 #endif

@@ -23,10 +23,11 @@ __forceinline__ void load_matrices(HearthHostSite site, int transposed, unsigned
     for (int i = 0; i < 4; i++) r[i] = words.v[i];
 }
 
-// Exponent and mantissa in a float's place, smaller by 2^120 (biases 127 and 7): the product is exact, subnormals included.
-__forceinline__ unsigned e4m3_to_bf16(unsigned code) {
-    float shifted = __uint_as_float(((code & 0x80u) << 24) | ((code & 0x7fu) << 20));
-    return __float_as_uint(shifted * 0x1p120f) >> 16;
+// The product of the bf16 in the upper halves of a and b, which f32 holds exactly where it is normal, rounded to nearest even.
+__forceinline__ unsigned multiply_bf16(unsigned a, unsigned b) {
+    unsigned product = __float_as_uint(__uint_as_float(a & 0xffff0000u) * __uint_as_float(b & 0xffff0000u));
+    if ((product & 0x7fffffffu) > 0x7f800000u) return 0x7fffu;
+    return (product + 0x7fffu + ((product >> 16) & 1u)) >> 16;
 }
 
 }  // namespace hearth_host
@@ -41,7 +42,12 @@ __forceinline__ void cp_async_wait() {
 __forceinline__ uint4 load_16(const void* address) { return *static_cast<const uint4*>(address); }
 __forceinline__ uint4 load_stream_16(const void* global) { return load_16(global); }
 
-__forceinline__ void e4m3x4_to_bf16x4(unsigned codes, unsigned& low_pair, unsigned& high_pair) {
-    low_pair = hearth_host::e4m3_to_bf16(codes & 0xffu) | (hearth_host::e4m3_to_bf16((codes >> 8) & 0xffu) << 16);
-    high_pair = hearth_host::e4m3_to_bf16((codes >> 16) & 0xffu) | (hearth_host::e4m3_to_bf16(codes >> 24) << 16);
+template <int PAIR>
+__forceinline__ unsigned sign_extend_pair(unsigned bytes) {
+    auto extended = [bytes](int i) { return static_cast<unsigned>(static_cast<signed char>(bytes >> (8 * i))); };
+    return (extended(2 * PAIR) & 0xffffu) | extended(2 * PAIR + 1) << 16;
+}
+
+__forceinline__ unsigned multiply_bf16x2(unsigned a, unsigned b) {
+    return hearth_host::multiply_bf16(a << 16, b << 16) | hearth_host::multiply_bf16(a, b) << 16;
 }

@@ -1,7 +1,7 @@
 //! What tests do to a cluster by `kubectl`.
 
 use std::io::Write;
-use std::net::TcpStream;
+use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
@@ -12,6 +12,7 @@ use super::wait::{try_wait_until, wait_until};
 use super::{Cluster, Options};
 
 const READY_TIMEOUT: Duration = Duration::from_secs(60);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Cluster {
     /// A `kubectl` command for this cluster.
@@ -122,11 +123,15 @@ impl Cluster {
         let found = self.get("service", namespace, service);
         let found = found.unwrap_or_else(|| panic!("no Service {namespace}/{service}"));
         let address = found["spec"]["clusterIP"].as_str().unwrap_or_default();
-        let address = format!("{address}:{port}");
+        let address: IpAddr = address.parse().expect("a cluster IP");
+        let address = SocketAddr::new(address, port);
         let what = format!("Service {namespace}/{service} can be connected to");
-        wait_until(&what, READY_TIMEOUT, || TcpStream::connect(&address).ok());
+        // Rules that still lead to a lost node answer nothing, and one attempt would outlast all patience.
+        wait_until(&what, READY_TIMEOUT, || {
+            TcpStream::connect_timeout(&address, CONNECT_TIMEOUT).ok()
+        });
         Reach {
-            address,
+            address: address.to_string(),
             forward: None,
         }
     }

@@ -72,7 +72,7 @@ __device__ __forceinline__ void clear(State& state) {
 // leaves a NaN in a later term, and its row's result is a NaN in either case.
 __device__ __forceinline__ void split_pair(float x, float y, unsigned (&terms)[TERMS]) {
     if constexpr (TERMS == 1) {
-        terms[0] = float_to_bf16(x) | (unsigned)float_to_bf16(y) << 16;
+        terms[0] = round_pair(x, y);
         return;
     }
 #pragma unroll

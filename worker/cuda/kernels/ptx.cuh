@@ -86,6 +86,13 @@ __device__ __forceinline__ unsigned sign_extend_pair(unsigned bytes) {
     return pair;
 }
 
+// Two f32 as bf16, rounded to nearest even, the first in the lower half.
+__device__ __forceinline__ unsigned round_pair(float first, float second) {
+    unsigned pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
+}
+
 // The products of two pairs of bf16, subnormals included; adding -0 keeps the sign of zero.
 __device__ __forceinline__ unsigned multiply_bf16x2(unsigned a, unsigned b) {
     unsigned product;

@@ -23,11 +23,16 @@ __forceinline__ void load_matrices(HearthHostSite site, int transposed, unsigned
     for (int i = 0; i < 4; i++) r[i] = words.v[i];
 }
 
-// The product of the bf16 in the upper halves of a and b, which f32 holds exactly where it is normal, rounded to nearest even.
+// Rounded to nearest even; NaN becomes the one that the instructions make.
+__forceinline__ unsigned round_to_bf16(float x) {
+    unsigned bits = __float_as_uint(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fffu;
+    return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+}
+
+// The product of the bf16 in the upper halves of a and b, which f32 holds exactly where it is normal.
 __forceinline__ unsigned multiply_bf16(unsigned a, unsigned b) {
-    unsigned product = __float_as_uint(__uint_as_float(a & 0xffff0000u) * __uint_as_float(b & 0xffff0000u));
-    if ((product & 0x7fffffffu) > 0x7f800000u) return 0x7fffu;
-    return (product + 0x7fffu + ((product >> 16) & 1u)) >> 16;
+    return round_to_bf16(__uint_as_float(a & 0xffff0000u) * __uint_as_float(b & 0xffff0000u));
 }
 
 }  // namespace hearth_host
@@ -46,6 +51,10 @@ template <int PAIR>
 __forceinline__ unsigned sign_extend_pair(unsigned bytes) {
     auto extended = [bytes](int i) { return static_cast<unsigned>(static_cast<signed char>(bytes >> (8 * i))); };
     return (extended(2 * PAIR) & 0xffffu) | extended(2 * PAIR + 1) << 16;
+}
+
+__forceinline__ unsigned round_pair(float first, float second) {
+    return hearth_host::round_to_bf16(first) | hearth_host::round_to_bf16(second) << 16;
 }
 
 __forceinline__ unsigned multiply_bf16x2(unsigned a, unsigned b) {

@@ -1,4 +1,4 @@
-// FP8 weights times FP8 activations by wgmma, which only sm_90a has: elsewhere, and in the host model, this file is empty. Parameters and
+// FP8 weights times FP8 activations by wgmma, which only sm_90a has: elsewhere this file is empty. Parameters and
 // result are those of linear_decode, for any number of rows; a block has 128 outputs and 128 tokens: grid (ceil(n / 128), ceil(rows / 128),
 // segments or 1), 256 threads, SHARED_BYTES of dynamic shared memory. With gridDim.z > 1 each z computes one segment into `partials`.
 //
@@ -10,6 +10,7 @@
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 #include "common.cuh"
+#include "wgmma.cuh"
 
 constexpr int THREADS = 256;                            // two warpgroups of 64 tokens each
 constexpr int TILE = 128;                               // outputs, tokens, and bytes of a row in a stage
@@ -23,40 +24,6 @@ constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + PATTERN_BYTES;
 constexpr int COPY_ROWS = THREADS / 8;                  // rows that all threads copy at once, eight chunks of 16 bytes each
 constexpr int COPIES = TILE / COPY_ROWS;
 static_assert(SHARED_BYTES <= 227 * 1024, "a block of compute capability 9.0 has no more");
-
-// d (64 tokens x 128 outputs) = or += a (64 x 32) * b (32 x 128), both in shared memory. The registers of a lane are laid out as PTX ISA
-// 9.7.15.5.1.1 (accumulator D of wgmma.mma_async.m64nNk32) says: d[4 j + i] is row 16 * warp + lane / 4 + i / 2 * 8,
-// column 8 j + lane % 4 * 2 + i % 2.
-__device__ __forceinline__ void wgmma_m64n128k32(float (&d)[64], unsigned long long a, unsigned long long b, int accumulate) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %66, 0; "
-        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, p, 1, 1; }"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "l"(a), "l"(b), "r"(accumulate));
-}
-
-// Registers and shared memory that other instructions wrote are seen by the wgmma that follow (PTX ISA 9.7.15.7.1).
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
-// The compiler does not know that wgmma writes its accumulators until the wait: they are neither read nor written across this.
-__device__ __forceinline__ void keep_in_order(float (&d)[SUMS]) {
-#pragma unroll
-    for (int i = 0; i < SUMS; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
-// wgmma reads shared memory through the async proxy: what this thread's copies wrote is made visible there.
-__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // The descriptor of a K-major matrix whose rows are 128 bytes (PTX ISA 9.7.15.5.1.2, Shared Memory Matrix Layout: Strides, and Matrix
 // Descriptor Format). In units of 16 bytes: bits 0..13 the start; 16..29 the leading dimension offset, which this

@@ -15,7 +15,7 @@ use cudarc::nvrtc::sys::{self as nvrtc, nvrtcResult};
 
 /// Threads of a block, and floats of both buffers.
 const THREADS: usize = 64;
-/// Names the kernel to the process that runs it, with blocks and bytes of dynamic shared memory.
+/// Names the kernel to the process that runs it, with blocks, threads and bytes of dynamic shared memory.
 const CASE: &str = "HEARTH_PLANTED_KERNEL";
 /// How that process ends when the error was reported, and again by the next call.
 const CAUGHT: i32 = 3;
@@ -24,6 +24,7 @@ const CAUGHT: i32 = 3;
 struct Planted {
     kernel: &'static str,
     blocks: u32,
+    threads: u32,
     shared_bytes: u32,
     begins: &'static [&'static str],
 }
@@ -32,15 +33,25 @@ const fn planted(kernel: &'static str, begins: &'static [&'static str]) -> Plant
     Planted {
         kernel,
         blocks: 1,
+        threads: THREADS as u32,
         shared_bytes: 0,
         begins,
+    }
+}
+
+/// By the tensor cores of a warpgroup.
+const fn warpgroup(kernel: &'static str, begins: &'static [&'static str]) -> Planted {
+    Planted {
+        threads: 128,
+        shared_bytes: 25 * 1024,
+        ..planted(kernel, begins)
     }
 }
 
 /// Where the order of threads decides which is seen first, either is right.
 const RACE: &[&str] = &["shared memory race", "read of unwritten shared memory"];
 
-const KERNELS: [Planted; 24] = [
+const KERNELS: [Planted; 28] = [
     planted("out_of_bounds_read", &["out of bounds"]),
     planted("out_of_bounds_write", &["out of bounds"]),
     planted("read_of_unwritten", &["read of unwritten memory"]),
@@ -78,6 +89,10 @@ const KERNELS: [Planted; 24] = [
     planted("misaligned", &["misaligned address"]),
     planted("use_after_free", &["use of freed memory"]),
     planted("partial_masks_sound", &[]),
+    warpgroup("missing_proxy_fence", &["wgmma without fence.proxy.async"]),
+    warpgroup("missing_wgmma_fence", &["wgmma without wgmma.fence"]),
+    warpgroup("wgmma_operand_overwritten", &["shared memory race"]),
+    warpgroup("wgmma_sound", &[]),
 ];
 
 #[test]
@@ -113,6 +128,30 @@ fn every_kernel_of_the_file_is_tried() {
     assert_eq!(names, tried);
 }
 
+#[test]
+fn the_model_passes_its_own_tests() {
+    let home = std::env::var_os("HOME").map_or_else(|| "/tmp".into(), PathBuf::from);
+    let cache =
+        std::env::var_os("HEARTH_CACHE").map_or_else(|| home.join(".cache/hearth"), PathBuf::from);
+    let python = cache.join("py/bin/python");
+    assert!(
+        python.exists(),
+        "{} is not there: run `make test`, whose bootstrap installs it",
+        python.display()
+    );
+    for script in ["test_driver.py", "test_operations.py"] {
+        let output = Command::new(&python)
+            .arg(selftest().with_file_name(script))
+            .arg(hearth_cuda_host::libraries())
+            .env("PYTHONDONTWRITEBYTECODE", "1")
+            .output()
+            .unwrap();
+        let said = [output.stdout, output.stderr].concat();
+        let said = String::from_utf8_lossy(&said);
+        assert!(output.status.success(), "{script}: {said}");
+    }
+}
+
 /// How a process of its own ended that ran the kernel, and what the model reported.
 fn run_apart(planted: &Planted, seed: &str) -> (Option<i32>, String) {
     let name = format!(
@@ -127,10 +166,11 @@ fn run_apart(planted: &Planted, seed: &str) -> (Option<i32>, String) {
         .env(
             CASE,
             format!(
-                "{} {} {}",
-                planted.kernel, planted.blocks, planted.shared_bytes
+                "{} {} {} {}",
+                planted.kernel, planted.blocks, planted.threads, planted.shared_bytes
             ),
         )
+        .env("HEARTH_HOST_MODEL_CAPABILITY", "9.0")
         .env("HEARTH_HOST_MODEL_CHECKS", "1")
         .env("HEARTH_HOST_MODEL_REPORT", &report);
     if seed.is_empty() {
@@ -149,9 +189,10 @@ fn run_apart(planted: &Planted, seed: &str) -> (Option<i32>, String) {
 #[ignore = "one kernel in a process of its own: the test above starts it"]
 fn a_kernel_by_itself() {
     let case = std::env::var(CASE).unwrap();
-    let [kernel, blocks, shared_bytes] = <[&str; 3]>::try_from(case.split(' ').collect::<Vec<_>>())
-        .ok()
-        .unwrap();
+    let [kernel, blocks, threads, shared_bytes] =
+        <[&str; 4]>::try_from(case.split(' ').collect::<Vec<_>>())
+            .ok()
+            .unwrap();
     hearth_cuda_host::install();
     let function = load(kernel);
     // SAFETY: the driver is ready since `load`; the buffers hold what the kernels' head says, and the arguments are its parameters.
@@ -177,7 +218,7 @@ fn a_kernel_by_itself() {
             blocks.parse().unwrap(),
             1,
             1,
-            THREADS as u32,
+            threads.parse().unwrap(),
             1,
             1,
             shared_bytes.parse().unwrap(),
@@ -235,11 +276,11 @@ fn load(kernel: &str) -> CUfunction {
 fn compile() -> Vec<u8> {
     let text = |path: &Path| CString::new(std::fs::read(path).unwrap()).unwrap();
     let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
-    let names = [c"common.cuh", c"ptx.cuh"];
+    let names = [c"common.cuh", c"ptx.cuh", c"wgmma.cuh"];
     let headers = names.map(|name| text(&kernels.join(name.to_str().unwrap())));
     let header_pointers = headers.each_ref().map(|header| header.as_ptr());
     let name_pointers = names.map(CStr::as_ptr);
-    let options = [c"--gpu-architecture=sm_89", c"--std=c++17"].map(CStr::as_ptr);
+    let options = [c"--gpu-architecture=sm_90a", c"--std=c++17"].map(CStr::as_ptr);
     let source = text(&selftest());
     let mut program = ptr::null_mut();
     let mut size = 0;
@@ -249,7 +290,7 @@ fn compile() -> Vec<u8> {
             &raw mut program,
             source.as_ptr(),
             c"planted.cu".as_ptr(),
-            2,
+            names.len() as i32,
             header_pointers.as_ptr(),
             name_pointers.as_ptr(),
         ));

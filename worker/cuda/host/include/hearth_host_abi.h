@@ -65,5 +65,11 @@ HearthHostWords hearth_host_ldmatrix(HearthHostSite site, const void* shared, in
 void hearth_host_cp_async_16(HearthHostSite site, void* shared, const void* global, int valid);
 void hearth_host_cp_async_commit();
 void hearth_host_cp_async_wait(int groups);
+void hearth_host_fence_async_proxy();
+unsigned hearth_host_shared_address(const void* shared);
+void hearth_host_wgmma(HearthHostSite site, float* d, unsigned long long a, unsigned long long b, int accumulate);
+void hearth_host_wgmma_fence();
+void hearth_host_wgmma_commit();
+void hearth_host_wgmma_wait(HearthHostSite site, int groups);
 }
 #pragma GCC visibility pop

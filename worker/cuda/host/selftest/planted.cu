@@ -2,6 +2,7 @@
 // Every one takes (float* out, const float* in, int n): `in` holds n written floats, `out` has room for n. Unless said otherwise a
 // launch is one block of n = 64 threads, without dynamic shared memory. README.md says how each error's text begins.
 #include "common.cuh"
+#include "wgmma.cuh"
 
 // Reads in[n], the float past the end. "out of bounds"
 extern "C" __global__ void out_of_bounds_read(float* out, const float* in, int n) { out[threadIdx.x] = in[threadIdx.x + 1]; }
@@ -180,3 +181,43 @@ extern "C" __global__ void partial_masks_sound(float* out, const float* in, int 
     for (int distance = 4; distance > 0; distance /= 2) sum += __shfl_xor_sync(quarter, sum, distance);
     out[threadIdx.x] = __any_sync(quarter, sum > 0.0f) ? sum : 0.0f;
 }
+
+// What follows is launched with 128 threads and OPERAND_BYTES of dynamic shared memory: a warpgroup multiplies zeros.
+constexpr int OPERAND_BYTES = 25 * 1024;
+
+struct Planted {
+    bool fences_proxy;
+    bool fences_accumulators;
+    bool overwrites;    // an operand, before the wait
+};
+
+__device__ __forceinline__ void multiply_zeros(float* out, const float* in, int n, const Planted& planted) {
+    HEARTH_DYNAMIC_SHARED(unsigned char, unaligned);
+    unsigned char* tile = unaligned + (0u - shared_address(unaligned)) % 1024;
+    for (int i = threadIdx.x; i < 24 * 64; i += blockDim.x) cp_async_16(tile + i * 16, in, false);
+    cp_async_commit();
+    cp_async_wait<0>();
+    if (planted.fences_proxy) fence_async_proxy();
+    __syncthreads();
+    float sum[64];
+    for (int i = 0; i < 64; ++i) sum[i] = 1.0f;
+    unsigned long long layout = 64ull << 32 | 1ull << 62;
+    unsigned start = shared_address(tile);
+    if (planted.fences_accumulators) wgmma_fence();
+    wgmma_m64n128k32(sum, layout | start >> 4, layout | (start + 8 * 1024) >> 4, 0);
+    wgmma_commit();
+    if (planted.overwrites && threadIdx.x == 127) tile[0] = 1;
+    wgmma_wait();
+    if ((int)threadIdx.x < n) out[threadIdx.x] = sum[0];
+}
+
+// "wgmma without fence.proxy.async"
+extern "C" __global__ void missing_proxy_fence(float* out, const float* in, int n) { multiply_zeros(out, in, n, {false, true, false}); }
+
+// "wgmma without wgmma.fence"
+extern "C" __global__ void missing_wgmma_fence(float* out, const float* in, int n) { multiply_zeros(out, in, n, {true, false, false}); }
+
+// "shared memory race"
+extern "C" __global__ void wgmma_operand_overwritten(float* out, const float* in, int n) { multiply_zeros(out, in, n, {true, true, true}); }
+
+extern "C" __global__ void wgmma_sound(float* out, const float* in, int n) { multiply_zeros(out, in, n, {true, true, false}); }

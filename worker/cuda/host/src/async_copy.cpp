@@ -23,6 +23,7 @@ void land(Fiber& fiber, const AsyncCopy& copy) {
     } else {
         memset(copy.shared, 0, 16);
     }
+    fiber.copies_unfenced = true;
 }
 
 }  // namespace

@@ -3,6 +3,8 @@
 
 #include "access.h"
 #include "config.h"
+#include "elements.h"
+#include "warpgroup.h"
 
 namespace hearth {
 namespace {
@@ -55,23 +57,9 @@ float bf16(unsigned bits) {
     return value;
 }
 
-// The 256 codes as floats; the two NaN codes are NaN.
-struct E4m3Table {
-    float values[256];
-    E4m3Table() {
-        for (int code = 0; code < 256; code++) {
-            int exponent = code >> 3 & 15, mantissa = code & 7;
-            float value = exponent == 0 ? __builtin_ldexpf(mantissa, -9) : __builtin_ldexpf(8 + mantissa, exponent - 10);
-            if ((code & 0x7f) == 0x7f) value = __builtin_nanf("");
-            values[code] = (code & 0x80) != 0 ? -value : value;
-        }
-    }
-};
-const E4m3Table e4m3;
-
 template <bool E4M3>
 float element(unsigned word, int i) {
-    return E4M3 ? e4m3.values[word >> (8 * i) & 0xffu] : bf16(word >> (16 * i) & 0xffffu);
+    return E4M3 ? e4m3_values[word >> (8 * i) & 0xffu] : bf16(word >> (16 * i) & 0xffffu);
 }
 
 // Rows of eight columns: the vector units' width where there are such.
@@ -164,9 +152,11 @@ const char* operation_name(WarpOperation operation) {
         case WarpOperation::MATCH: return "__match_any_sync";
         case WarpOperation::MMA_BF16: return "mma_bf16";
         case WarpOperation::MMA_E4M3: return "mma_e4m3";
-        case WarpOperation::LDMATRIX: break;
+        case WarpOperation::LDMATRIX: return "ldmatrix";
+        case WarpOperation::WGMMA: return "wgmma";
+        case WarpOperation::WGMMA_WAIT: break;
     }
-    return "ldmatrix";
+    return "wgmma.wait_group";
 }
 
 void complete_warp_operation(Executor& e, unsigned warp, WarpOperation operation, unsigned mask) {
@@ -178,6 +168,8 @@ void complete_warp_operation(Executor& e, unsigned warp, WarpOperation operation
         case WarpOperation::MMA_BF16: return mma<false>(e, warp);
         case WarpOperation::MMA_E4M3: return mma<true>(e, warp);
         case WarpOperation::LDMATRIX: return ldmatrix(e, warp);
+        case WarpOperation::WGMMA: return start_product(e, warp);
+        case WarpOperation::WGMMA_WAIT: return finish_products(e, warp);
     }
 }
 

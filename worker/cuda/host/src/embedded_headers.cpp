@@ -13,6 +13,7 @@ EMBED(embedded_math, "hearth_host_math.h")
 EMBED(embedded_ptx, "hearth_host_ptx.h")
 EMBED(embedded_types, "hearth_host_types.h")
 EMBED(embedded_warp, "hearth_host_warp.h")
+EMBED(embedded_wgmma, "hearth_host_wgmma.h")
 
 namespace hearth {
 
@@ -22,6 +23,7 @@ const std::vector<SourceFile>& embedded_headers() {
         {"hearth_host_atomic.h", embedded_atomic}, {"hearth_host_launch.h", embedded_launch},
         {"hearth_host_math.h", embedded_math},     {"hearth_host_ptx.h", embedded_ptx},
         {"hearth_host_types.h", embedded_types},   {"hearth_host_warp.h", embedded_warp},
+        {"hearth_host_wgmma.h", embedded_wgmma},
     };
     return files;
 }

@@ -7,6 +7,7 @@
 #include "config.h"
 #include "device.h"
 #include "shared_memory.h"
+#include "warpgroup.h"
 
 HearthHostIndices hearth_host_indices;
 
@@ -77,7 +78,10 @@ void Executor::run_block(unsigned block) {
     running_fiber = &fibers_[0];
     switch_to(pick());
     if (!fault_ && exited_ != threads_) report_stall();
-    for (unsigned thread = 0; thread < threads_; thread++) abandon_copies(fibers_[thread]);
+    for (unsigned thread = 0; thread < threads_; thread++) {
+        abandon_copies(fibers_[thread]);
+        abandon_products(fibers_[thread]);
+    }
 }
 
 void Executor::start_thread(unsigned thread) {

@@ -16,7 +16,18 @@ namespace hearth {
 
 enum class State : uint8_t { RUNNABLE, AT_BARRIER, AT_WARP_OPERATION, EXITED };
 
-enum class WarpOperation : uint8_t { SYNC, SHUFFLE, BALLOT, MATCH, MMA_BF16, MMA_E4M3, LDMATRIX };
+enum class WarpOperation : uint8_t { SYNC, SHUFFLE, BALLOT, MATCH, MMA_BF16, MMA_E4M3, LDMATRIX, WGMMA, WGMMA_WAIT };
+
+// A lane's part of a wgmma that was not waited for.
+struct Product {
+    float* d;
+    unsigned long long a;                // descriptors
+    unsigned long long b;
+    bool accumulate;
+    bool is_first;                       // of those under way with these accumulators
+    HearthHostSite site;
+    float before[64];                    // what the accumulators held at the start of the first
+};
 
 // What a lane brings to a warp operation and what it takes away.
 struct Operand {
@@ -27,6 +38,7 @@ struct Operand {
     HearthHostFloats d;
     HearthHostWords a;
     HearthHostPair b;
+    Product product;
 };
 
 // One cp.async that has not landed.
@@ -51,6 +63,10 @@ struct Fiber {
     Operand operand;
     std::vector<AsyncCopy> copies;
     std::vector<size_t> group_ends;      // in `copies`, of the committed groups
+    bool copies_unfenced = false;        // some have landed since the last fence.proxy.async
+    std::vector<Product> products;
+    std::vector<size_t> product_group_ends;
+    bool accumulators_fenced = false;    // by wgmma.fence, since the last wait
 
     unsigned warp() const { return thread / 32; }
     unsigned lane() const { return thread % 32; }

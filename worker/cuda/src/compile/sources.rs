@@ -48,6 +48,7 @@ pub(super) const HEADERS: &[(&str, &str)] = &[
         "weight_element.cuh",
         include_str!("../../kernels/weight_element.cuh"),
     ),
+    ("wgmma.cuh", include_str!("../../kernels/wgmma.cuh")),
 ];
 
 /// Options of every compilation. Contraction is NVRTC's default; where the order of rounding matters the sources say it.

@@ -1,11 +1,13 @@
 //! An output's bits do not depend on what else is in the batch, nor on the rows of the weight that are computed with it.
 
+use std::process::Command;
+
 use hearth_cuda::Activations;
 use hearth_kernels::{Backend, DType};
 
 use crate::common::*;
 use crate::linear::{dtypes, linear, what};
-use crate::support::{gpu, on_all_activations, skipped};
+use crate::support::{gpu, is_hardware, on_all_activations, skipped};
 
 #[test]
 fn an_output_is_the_same_bits_alone_and_in_any_batch() {
@@ -98,8 +100,8 @@ fn what_was_split_once_follows_a_tensor_that_changes() {
 }
 
 #[test]
-fn wgmma_is_tested_where_it_is() {
-    // On such a GPU the tests of FP8 activations above go by it, for every number of rows.
+fn products_by_wgmma_are_tested_where_it_is() {
+    // On such a GPU all tests of FP8 activations go by it, for every number of rows.
     let architecture = gpu(Activations::F32).info().architecture();
     if architecture == "sm_90a" {
         let numerics = gpu(Activations::Fp8).numerics();
@@ -107,9 +109,23 @@ fn wgmma_is_tested_where_it_is() {
             numerics.ends_with("wgmma"),
             "wgmma failed its trial: {numerics}"
         );
-    } else {
-        skipped(&format!(
-            "wgmma (gemm_fp8_sm90) waits for a GPU of compute capability 9.0; this one is {architecture}"
-        ));
+        return;
+    }
+    skipped(&format!(
+        "what wgmma (gemm_fp8_sm90) gives on hardware waits for a GPU of compute capability 9.0; this one is {architecture}"
+    ));
+    if !is_hardware() {
+        // The model of another GPU, in a process of its own.
+        let output = Command::new(std::env::current_exe().unwrap())
+            .arg("linear")
+            .env("HEARTH_HOST_MODEL_CAPABILITY", "9.0")
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "{said}");
+        assert!(
+            said.contains("products_by_wgmma_are_tested_where_it_is ... ok"),
+            "{said}"
+        );
     }
 }

@@ -1,0 +1,20 @@
+// The host side of wgmma.cuh.
+#pragma once
+
+#define wgmma_m64n128k32(...) hearth_host::multiply_by_warpgroup(HEARTH_HOST_SITE, __VA_ARGS__)
+#define wgmma_fence() hearth_host_wgmma_fence()
+#define wgmma_commit() hearth_host_wgmma_commit()
+#define wgmma_wait() hearth_host_wgmma_wait(HEARTH_HOST_SITE, 0)
+
+namespace hearth_host {
+
+__forceinline__ void multiply_by_warpgroup(HearthHostSite site, float (&d)[64], unsigned long long a, unsigned long long b, int accumulate) {
+    hearth_host_wgmma(site, d, a, b, accumulate);
+}
+
+}  // namespace hearth_host
+
+// The model has the address of the accumulators, so that the compiler keeps what lies in them at every call.
+__forceinline__ void keep_in_order(float (&)[64]) {}
+__forceinline__ void fence_async_proxy() { hearth_host_fence_async_proxy(); }
+__forceinline__ unsigned shared_address(const void* shared) { return hearth_host_shared_address(shared); }

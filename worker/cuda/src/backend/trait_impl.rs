@@ -19,7 +19,8 @@ impl Backend for CudaBackend {
     type ExpertBank = CudaBank;
 
     fn bind_thread(&self) -> Result<(), KernelError> {
-        self.device.bind()
+        self.device.bind()?;
+        self.queue.bind_thread()
     }
 
     fn describe(&self) -> String {

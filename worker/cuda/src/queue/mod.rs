@@ -10,12 +10,13 @@ mod graphs;
 mod staging;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::ThreadId;
 
 use cudarc::driver::sys::{self, CUdeviceptr};
 use hearth_kernels::KernelError;
 
 use crate::compile::Function;
-use crate::driver::{Stream, check};
+use crate::driver::{Stream, check, fault};
 use crate::memory::{Memory, Pinned};
 
 pub(crate) use args::{Args, Argument};
@@ -58,6 +59,8 @@ pub(crate) struct Queue {
 }
 
 struct State {
+    /// The thread whose steps these are. Another's step would take the places of this one's tables, and buffers that it still reads.
+    owner: Option<ThreadId>,
     /// Whether commands wait (a small step) or are launched at once.
     recording: bool,
     waiting: Vec<Command>,
@@ -72,6 +75,7 @@ impl Queue {
         let staging = Staging::new(memory)?;
         Ok(Self {
             state: Mutex::new(State {
+                owner: None,
                 recording: false,
                 waiting: Vec::new(),
                 staging,
@@ -82,9 +86,20 @@ impl Queue {
         })
     }
 
+    /// The calling thread owns the queue from now on.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] when the driver fails to launch what the last one left.
+    pub(crate) fn bind_thread(&self) -> Result<(), KernelError> {
+        let mut state = self.lock();
+        self.launch_waiting(&mut state)?;
+        state.owner = Some(std::thread::current().id());
+        Ok(())
+    }
+
     /// A forward pass begins; `records`: it is small, so its commands wait to be launched together.
     pub(crate) fn begin_step(&self, records: bool) -> Result<(), KernelError> {
-        let mut state = self.state();
+        let mut state = self.state()?;
         self.launch_waiting(&mut state)?;
         state.staging.next_step(&self.stream)?;
         state.recording = records;
@@ -93,7 +108,7 @@ impl Queue {
 
     /// Adds a command.
     pub(crate) fn push(&self, command: Command) -> Result<(), KernelError> {
-        let mut state = self.state();
+        let mut state = self.state()?;
         if state.recording {
             state.waiting.push(command);
             return Ok(());
@@ -106,7 +121,7 @@ impl Queue {
     /// Puts host data where kernels of this step can read it, and returns its address on the device. Equal data of one
     /// step is sent once.
     pub(crate) fn host_data(&self, bytes: &[u8]) -> Result<CUdeviceptr, KernelError> {
-        let mut state = self.state();
+        let mut state = self.state()?;
         if let Some(address) = state.staging.put(bytes) {
             return Ok(address);
         }
@@ -115,12 +130,12 @@ impl Queue {
         state
             .staging
             .put(bytes)
-            .ok_or_else(|| crate::driver::fault("the staging buffer did not grow"))
+            .ok_or_else(|| fault("the staging buffer did not grow"))
     }
 
     /// Launches what waits.
     pub(crate) fn flush(&self) -> Result<(), KernelError> {
-        self.launch_waiting(&mut self.state())
+        self.launch_waiting(&mut *self.state()?)
     }
 
     /// Launches what waits, and waits until it is done.
@@ -136,7 +151,7 @@ impl Queue {
         bytes: usize,
         take: impl FnOnce(&[u8]) -> R,
     ) -> Result<R, KernelError> {
-        let mut state = self.state();
+        let mut state = self.state()?;
         self.launch_waiting(&mut state)?;
         self.stream.device().bind()?;
         let piece = bytes.min(MOST_LANDING_BYTES);
@@ -146,7 +161,7 @@ impl Queue {
             state.landing = Some(Pinned::new(self.stream.device(), size)?);
         }
         let Some(landing) = &mut state.landing else {
-            return Err(crate::driver::fault("no pinned memory"));
+            return Err(fault("no pinned memory"));
         };
         if bytes <= piece {
             self.land(landing, address, bytes)?;
@@ -179,7 +194,7 @@ impl Queue {
 
     /// Graphs that were made, and launches of them, since the start.
     pub(crate) fn graph_counts(&self) -> (u64, u64) {
-        self.state().graphs.counts()
+        self.lock().graphs.counts()
     }
 
     fn launch_waiting(&self, state: &mut State) -> Result<(), KernelError> {
@@ -245,7 +260,19 @@ impl Queue {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    /// The state, for the thread that owns it.
+    fn state(&self) -> Result<MutexGuard<'_, State>, KernelError> {
+        let mut state = self.lock();
+        let this = std::thread::current().id();
+        if *state.owner.get_or_insert(this) != this {
+            return Err(fault(
+                "a GPU's backend computes for one thread, the last that bound it, and another has called it\n  this is a fault of Hearth: every engine needs a backend of its own",
+            ));
+        }
+        Ok(state)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -244,10 +244,10 @@ fn letters(vocab: usize, end: u32) -> GrammarTokenizer {
     GrammarTokenizer::from_tokens(tokens.collect(), &[end]).unwrap()
 }
 
-fn answers_are_the_same(dir: &Path, gpu: &Arc<CudaBackend>) {
+fn answers_are_the_same(dir: &Path) {
     let end = 3;
     let vocab = hearth_formats::ModelConfig::read(dir).unwrap().vocab_size;
-    let engine = engine(dir, gpu.clone(), &|o| {
+    let engine = engine(dir, gpu(), &|o| {
         o.grammar_tokenizer = Some(Arc::new(letters(vocab, end)));
     });
     let mut numbers = Numbers(vocab as u64);
@@ -273,13 +273,12 @@ fn answers_are_the_same(dir: &Path, gpu: &Arc<CudaBackend>) {
 
 #[test]
 fn answers_do_not_depend_on_who_chooses() {
-    let gpu = gpu();
     for dir in checkpoints() {
         if ["llama3", "qwen3_moe", "deepseek_v3_fp8"]
             .iter()
             .any(|name| dir.ends_with(name))
         {
-            answers_are_the_same(&dir, &gpu);
+            answers_are_the_same(&dir);
         }
     }
 }

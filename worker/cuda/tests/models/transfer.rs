@@ -10,14 +10,14 @@ const ANSWER_TOKENS: usize = 8;
 
 #[test]
 fn a_prompt_computed_on_one_device_is_continued_on_the_other() {
-    let (gpu, cpu) = (gpu(), cpu());
+    let cpu = cpu();
     for dir in checkpoints() {
         let name = dir.file_name().unwrap().to_string_lossy().into_owned();
         if !["deepseek_v3_fp8", "qwen3_moe", "qwen2"].contains(&name.as_str()) {
             continue;
         }
         for dtype in [KvDType::Bf16, KvDType::F32] {
-            let on_gpu = engine(&dir, gpu.clone(), &|o| o.kv_dtype = dtype);
+            let on_gpu = engine(&dir, gpu(), &|o| o.kv_dtype = dtype);
             let on_cpu = engine(&dir, cpu.clone(), &|o| o.kv_dtype = dtype);
             assert_eq!(
                 on_gpu.kv_layout().fingerprint(),
@@ -39,7 +39,7 @@ fn a_prompt_computed_on_one_device_is_continued_on_the_other() {
                 want,
                 "{name} {dtype:?}: prompt on the GPU, answer on the CPU"
             );
-            let fresh = engine(&dir, gpu.clone(), &|o| o.kv_dtype = dtype);
+            let fresh = engine(&dir, gpu(), &|o| o.kv_dtype = dtype);
             let from_cpu = disaggregated(&fresh, &on_cpu, input);
             assert_eq!(
                 tokens(from_cpu),

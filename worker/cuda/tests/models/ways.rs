@@ -11,10 +11,9 @@ const CASES: [&str; 3] = ["deepseek_v3_fp8", "qwen3_moe_fp8", "llama3"];
 
 #[test]
 fn every_way_to_an_answer_gives_the_same_bits() {
-    let gpu = gpu();
     for case in CASES {
         let dir = find(case);
-        every_way_gives_the_same_bits(case, |change| engine(&dir, gpu.clone(), change));
+        every_way_gives_the_same_bits(case, |change| engine(&dir, gpu(), change));
     }
 }
 

@@ -6,7 +6,7 @@ use hearth_kernels::{
 };
 
 use crate::common::*;
-use crate::support::{plain, scalar};
+use crate::support::{own, plain, scalar};
 
 const LAYOUT: KvLayout = KvLayout {
     layers: 2,
@@ -259,4 +259,21 @@ fn what_only_the_gpu_cannot_take_is_refused_by_name() {
         error.starts_with("experts: gate is F32 and up BF16"),
         "{error}"
     );
+}
+
+#[test]
+fn a_backend_computes_for_the_thread_that_bound_it_last() {
+    let gpu = own(16 << 20);
+    let x = gpu.upload(1, 2, &[1.0, 2.0]).unwrap();
+    let other = || {
+        let text = gpu.rows(&x, &[0]).err().unwrap().to_string();
+        assert!(text.contains("computes for one thread"), "{text}");
+        gpu.bind_thread().unwrap();
+        let row = gpu.rows(&x, &[0]).unwrap();
+        gpu.download(&row).unwrap()
+    };
+    let downloaded = std::thread::scope(|scope| scope.spawn(other).join().unwrap());
+    assert_eq!(downloaded, [1.0, 2.0]);
+    assert!(gpu.rows(&x, &[0]).is_err());
+    gpu.bind_thread().unwrap();
 }

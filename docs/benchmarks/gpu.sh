@@ -18,12 +18,16 @@ cargo build --release -q --bin hearth-worker
 worker=${CARGO_TARGET_DIR:-target}/release/hearth-worker
 cargo bench -p hearth-cuda
 
+failed=0
 models=$(mktemp -d)
 trap 'rm -rf "$models"' EXIT
 bench() { # MODEL ACTIVATIONS
     for batch in 1 8; do
         echo "== ${1##*/}, $2 activations, batch $batch"
-        "$worker" bench --device cuda --activations "$2" --model "$1" --prefill 512 --decode 64 --batch "$batch" || true
+        if ! said=$("$worker" bench --device cuda --activations "$2" --model "$1" --prefill 512 --decode 64 --batch "$batch" 2>&1); then
+            grep -q 'too little memory' <<<"$said" || failed=1
+        fi
+        echo "$said"
     done
 }
 for name in qwen3-moe deepseek-v3; do
@@ -41,3 +45,4 @@ if "$python" -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; th
 else
     echo "SKIPPED: $python has no torch with CUDA, so its kernels and transformers were not measured" >&2
 fi
+exit $failed

@@ -106,7 +106,10 @@ impl<F: Forward> StepLoop<F> {
     /// without its last event.
     pub(crate) fn run(mut self) {
         if let Err(reason) = self.forward.bind_thread() {
-            tracing::warn!(reason, "the engine's thread runs on any CPU");
+            tracing::warn!(
+                reason,
+                "the engine's thread could not be bound to its device"
+            );
         }
         let outcome = catch_unwind(AssertUnwindSafe(|| self.steps()));
         let mut reason = "it was shut down".to_owned();

@@ -19,8 +19,10 @@ impl Backend for CudaBackend {
     type ExpertBank = CudaBank;
 
     fn bind_thread(&self) -> Result<(), KernelError> {
-        self.device.bind()?;
-        self.queue.bind_thread()
+        // The thread owns the steps even if the driver refuses it: then they fail in the driver's words.
+        let bound = self.device.bind();
+        self.queue.bind_thread()?;
+        bound
     }
 
     fn describe(&self) -> String {

@@ -92,9 +92,8 @@ impl Queue {
     /// [`KernelError::Device`] when the driver fails to launch what the last one left.
     pub(crate) fn bind_thread(&self) -> Result<(), KernelError> {
         let mut state = self.lock();
-        self.launch_waiting(&mut state)?;
         state.owner = Some(std::thread::current().id());
-        Ok(())
+        self.launch_waiting(&mut state)
     }
 
     /// A forward pass begins; `records`: it is small, so its commands wait to be launched together.

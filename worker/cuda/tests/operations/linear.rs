@@ -79,11 +79,12 @@ fn linear_agrees_with_the_reference_over_odd_shapes() {
 
 #[test]
 fn every_tile_of_a_grid_is_computed_once() {
-    // Tiles run in groups of 4 or 8 rows of 64 tokens; here the last group is a part of one, and outputs are several columns of tiles.
+    // Tiles run in groups of 4 or 8 rows of 64 tokens, or of 8 rows of 128; here the last group is a part of one, and outputs are several
+    // columns of tiles.
     on_all_activations(|gpu| {
         let mut rng = Rng(4);
         let w = random_matrix(&mut rng, 300, 40, DType::F8E4m3);
-        for rows in [330, 600] {
+        for rows in [330, 1100] {
             let x = rng.normals(rows * 40);
             let enters = seen(gpu.activations(), w.dtype(), &x, 40);
             let want = reference::linear(&enters, rows, &w, None);

@@ -2,7 +2,7 @@
 # Makes sure that what the build needs is there: a C toolchain, Rust by rustup, Python for the client tests.
 # Installs what it may (rustup for the user; system packages where root) and otherwise prints the line to run.
 #   scripts/bootstrap.sh build    what `make demo` needs
-#   scripts/bootstrap.sh test     also what `make test` needs, the test cluster among it where there can be one
+#   scripts/bootstrap.sh test     also what `make test` needs, the test cluster and an emulated machine among it where there can be one
 #   scripts/bootstrap.sh cluster  what `make test-cluster` needs
 #   scripts/bootstrap.sh check    also what `make check` needs
 #   scripts/bootstrap.sh gpu      what `make test-gpu` needs
@@ -81,6 +81,10 @@ fi
 if [ "$goal" = check ] && [ ! -x "$cache/tools/bin/cargo-deny" ]; then
     say "building cargo-deny (once, a few minutes)"
     cargo install cargo-deny --version "${CARGO_DENY_VERSION:?}" --locked --quiet --root "$cache/tools" >&2
+fi
+
+if [ "$goal" = test ] && ! tests/vm/build.sh; then
+    say "without the emulated machine, the tests on NUMA nodes and cgroup v2 are left out"
 fi
 
 if [ "$cluster" != none ] && ! tests/cluster/build.sh "$cluster"; then

@@ -1,5 +1,5 @@
 //! What the multi-process tests share: the programs, a running `hearth up`, a Kubernetes cluster, an operator with a
-//! proxy that breaks things, container images, and a plain HTTP client.
+//! proxy that breaks things, an emulated machine, container images, and a plain HTTP client.
 
 #![forbid(unsafe_code)]
 
@@ -14,6 +14,7 @@ mod programs;
 mod ranks;
 mod tensors;
 mod up;
+mod vm;
 
 pub use certificates::write_certificates;
 pub use chat::{Answer, chat_body, chat_stream};
@@ -23,3 +24,4 @@ pub use programs::{hearth, python, root, run, worker};
 pub use ranks::{Rank, Ranks};
 pub use tensors::{Tensor, Tensors, edit_header};
 pub use up::{Up, UpOptions};
+pub use vm::Vm;

@@ -1,0 +1,104 @@
+//! An emulated machine for what this one may lack: cgroup v2, several NUMA nodes, a kernel older than 6.2. Programs run in it
+//! ten to twenty times slower: it shows behaviour, never speed.
+
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use crate::programs::{program, root};
+
+/// What the machine has, and the files that are copied into it.
+#[derive(Clone, Debug)]
+pub struct Vm {
+    memory_mib: u32,
+    cpus: u32,
+    numa_nodes: u32,
+    limit_s: u32,
+    files: Vec<(PathBuf, String)>,
+}
+
+impl Default for Vm {
+    fn default() -> Self {
+        Self {
+            memory_mib: 1024,
+            cpus: 2,
+            numa_nodes: 1,
+            limit_s: 240,
+            files: Vec::new(),
+        }
+    }
+}
+
+impl Vm {
+    /// Why there can be none on this machine; `None` when there can. A test that is left out prints it.
+    pub fn unavailable() -> Option<String> {
+        let built = Command::new(root().join("tests/vm/build.sh")).output();
+        match built {
+            Ok(Output { status, .. }) if status.success() => None,
+            Ok(Output { stderr, .. }) => Some(String::from_utf8_lossy(&stderr).trim().to_owned()),
+            Err(error) => Some(format!("tests/vm/build.sh: {error}")),
+        }
+    }
+
+    /// Memory, shared evenly among the NUMA nodes.
+    #[must_use]
+    pub fn memory_mib(mut self, mib: u32) -> Self {
+        self.memory_mib = mib;
+        self
+    }
+
+    /// CPUs, shared evenly among the NUMA nodes in ascending order.
+    #[must_use]
+    pub fn cpus(mut self, cpus: u32, numa_nodes: u32) -> Self {
+        (self.cpus, self.numa_nodes) = (cpus, numa_nodes);
+        self
+    }
+
+    /// A file or directory of this machine, and where it is in the other.
+    #[must_use]
+    pub fn file(mut self, path: impl AsRef<Path>, target: &str) -> Self {
+        self.files
+            .push((path.as_ref().to_owned(), target.to_owned()));
+        self
+    }
+
+    /// `hearth-worker` as `/bin/hearth-worker`.
+    ///
+    /// # Panics
+    /// When it is not built.
+    #[must_use]
+    pub fn worker(self) -> Self {
+        self.file(program("hearth-worker"), "/bin/hearth-worker")
+    }
+
+    /// Boots, runs a script of the shell to its end, and gives what it printed. The script ends at its first failure.
+    ///
+    /// # Panics
+    /// When the script fails or the machine does not come to its end; the message has all that was printed.
+    pub fn run(&self, script: &str) -> String {
+        let mut command = Command::new(root().join("tests/vm/run.sh"));
+        command
+            .args(["-m", &self.memory_mib.to_string()])
+            .args(["-c", &self.cpus.to_string()])
+            .args(["-n", &self.numa_nodes.to_string()])
+            .args(["-t", &self.limit_s.to_string()]);
+        for (path, target) in &self.files {
+            let mut argument = path.display().to_string();
+            // Writing to a string cannot fail.
+            let _ = write!(argument, "={target}");
+            command.arg("-f").arg(argument);
+        }
+        command.args(["--", "sh", "-euc", script]);
+        let Output {
+            status,
+            stdout,
+            stderr,
+        } = command
+            .output()
+            .unwrap_or_else(|error| panic!("{command:?}: {error}"));
+        let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
+        let (stdout, stderr) = (text(stdout), text(stderr));
+        assert!(status.success(), "{status}\n{stdout}\n{stderr}");
+        stdout
+    }
+}

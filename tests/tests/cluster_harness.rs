@@ -3,16 +3,15 @@
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use hearth_tests::cluster::{Cluster, HOST_ADDRESS, Options, condition, wait_until};
-use hearth_tests::image::Image;
+use hearth_tests::cluster::{
+    Cluster, HOST_ADDRESS, Options, condition, toolbox_pod, wait_until,
+};
 use serde_json::Value;
 
-const TOOLBOX: &str = "hearth.test/toolbox:1";
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The tests here look at the whole machine: one at a time.
@@ -37,7 +36,7 @@ fn a_cluster_does_what_tests_ask_of_it_and_leaves_nothing() {
     let Some(cluster) = Cluster::start_or_skip(&options) else {
         return;
     };
-    import_toolbox(&cluster);
+    cluster.import_toolbox();
     a_restricted_pod_runs(&cluster);
     names_resolve(&cluster);
     a_pod_reaches_the_test(&cluster);
@@ -60,71 +59,9 @@ fn a_cluster_does_what_tests_ask_of_it_and_leaves_nothing() {
     assert_eq!(Machine::now(), before);
 }
 
-/// The shell and some tools of this machine, in a Pod that fits Pod Security `restricted`.
-fn import_toolbox(cluster: &Cluster) {
-    let mut image = Image::new(TOOLBOX).entrypoint(&["/bin/bash", "-c"]);
-    for program in ["bash", "cat", "getent", "sleep"] {
-        let from = Path::new("/usr/bin").join(program);
-        let inside = format!("/bin/{program}");
-        image = image.program(&from, &inside).expect("a program");
-    }
-    let directory = tempfile::tempdir().expect("directory");
-    let archive = directory.path().join("toolbox.tar");
-    image.write(&archive).expect("archive");
-    cluster.import_image(&archive);
-}
-
-/// A Pod that fits Pod Security `restricted`.
-fn pod(name: &str, command: &str) -> Value {
-    serde_json::json!({
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": name, "namespace": "strict"},
-        "spec": {
-            "terminationGracePeriodSeconds": 1,
-            "securityContext": {
-                "runAsNonRoot": true,
-                "runAsUser": 65532,
-                "seccompProfile": {"type": "RuntimeDefault"},
-            },
-            "containers": [{
-                "name": "main",
-                "image": TOOLBOX,
-                "imagePullPolicy": "Never",
-                "args": [command],
-                "securityContext": {
-                    "allowPrivilegeEscalation": false,
-                    "readOnlyRootFilesystem": true,
-                    "capabilities": {"drop": ["ALL"]},
-                },
-            }],
-        },
-    })
-}
-
-/// Runs a Pod in a namespace that enforces Pod Security `restricted`.
-fn run_pod(cluster: &Cluster, pod: &Value) {
-    let namespace = serde_json::json!({
-        "apiVersion": "v1",
-        "kind": "Namespace",
-        "metadata": {
-            "name": "strict",
-            "labels": {"pod-security.kubernetes.io/enforce": "restricted"},
-        },
-    });
-    cluster.apply(&namespace.to_string());
-    // The namespace's service account is made a moment after it.
-    wait_until("the Pod is accepted", PATIENCE, || {
-        cluster.try_apply(&pod.to_string()).ok()
-    });
-    let target = format!("pod/{}", pod["metadata"]["name"].as_str().expect("a name"));
-    let ready = ["wait", "--for=condition=Ready", "--timeout=60s", &target];
-    cluster.kubectl(&[&ready[..], &["--namespace=strict"]].concat());
-}
-
 fn a_restricted_pod_runs(cluster: &Cluster) {
-    run_pod(cluster, &pod("toolbox", "exec sleep 1000"));
-    let mut root = pod("root", "true");
+    cluster.run_pod(&toolbox_pod("toolbox", "exec sleep 1000"));
+    let mut root = toolbox_pod("root", "true");
     root["spec"]["containers"][0]["securityContext"] = Value::Null;
     let refused = cluster
         .try_apply(&root.to_string())
@@ -186,9 +123,9 @@ fn a_pod_reaches_the_test(cluster: &Cluster) {
 
 fn the_fake_gpu_is_allocated(cluster: &Cluster) {
     let command = "echo $NVIDIA_VISIBLE_DEVICES; [ -c /dev/nvidia0 ] && exec sleep 1000";
-    let mut gpu = pod("gpu", command);
+    let mut gpu = toolbox_pod("gpu", command);
     gpu["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] = Value::from("1");
-    run_pod(cluster, &gpu);
+    cluster.run_pod(&gpu);
     let pod = cluster.get("pod", "strict", "gpu").expect("the Pod");
     assert_eq!(pod["spec"]["nodeName"], "node-2");
     let log = cluster.pod_logs("strict", "gpu");
@@ -200,7 +137,7 @@ fn hearths_own_images_run(cluster: &Cluster) {
     let (name, tag) = cluster.import_hearth().worker;
     let model = "/usr/share/hearth/models/hearth-demo";
     let report = "/dev/termination-log";
-    let mut inspect = pod("inspect", "");
+    let mut inspect = toolbox_pod("inspect", "");
     inspect["spec"]["restartPolicy"] = Value::from("Never");
     let container = &mut inspect["spec"]["containers"][0];
     container["image"] = Value::from(format!("{name}:{tag}"));
@@ -332,8 +269,8 @@ fn holds_a_cluster() {
     let Some(cluster) = Cluster::start_or_skip(&options) else {
         return;
     };
-    import_toolbox(&cluster);
-    run_pod(&cluster, &pod("toolbox", "exec sleep 1000"));
+    cluster.import_toolbox();
+    run_pod(&cluster, &toolbox_pod("toolbox", "exec sleep 1000"));
     println!("\nup {}", cluster.id());
     std::thread::sleep(Duration::from_secs(600));
 }

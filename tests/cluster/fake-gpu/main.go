@@ -1,5 +1,6 @@
 // A device plugin that offers GPUs which are not there: the kubelet schedules and allocates them as it would real ones.
-// A container that asks for one gets its name in NVIDIA_VISIBLE_DEVICES and /dev/null as /dev/nvidia0.
+// A container that asks for one gets its name in NVIDIA_VISIBLE_DEVICES and /dev/null as /dev/nvidia0. With --dra it is a
+// driver of dynamic resource allocation instead.
 package main
 
 import (
@@ -16,7 +17,7 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
-	api "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+	deviceplugin "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 )
 
 const (
@@ -25,29 +26,29 @@ const (
 )
 
 type plugin struct {
-	api.UnimplementedDevicePluginServer
-	devices []*api.Device
+	deviceplugin.UnimplementedDevicePluginServer
+	devices []*deviceplugin.Device
 }
 
-func (plugin) GetDevicePluginOptions(context.Context, *api.Empty) (*api.DevicePluginOptions, error) {
-	return &api.DevicePluginOptions{}, nil
+func (plugin) GetDevicePluginOptions(context.Context, *deviceplugin.Empty) (*deviceplugin.DevicePluginOptions, error) {
+	return &deviceplugin.DevicePluginOptions{}, nil
 }
 
-func (p plugin) ListAndWatch(_ *api.Empty, stream api.DevicePlugin_ListAndWatchServer) error {
-	if err := stream.Send(&api.ListAndWatchResponse{Devices: p.devices}); err != nil {
+func (p plugin) ListAndWatch(_ *deviceplugin.Empty, stream deviceplugin.DevicePlugin_ListAndWatchServer) error {
+	if err := stream.Send(&deviceplugin.ListAndWatchResponse{Devices: p.devices}); err != nil {
 		return err
 	}
 	<-stream.Context().Done()
 	return nil
 }
 
-func (plugin) Allocate(_ context.Context, request *api.AllocateRequest) (*api.AllocateResponse, error) {
-	response := &api.AllocateResponse{}
+func (plugin) Allocate(_ context.Context, request *deviceplugin.AllocateRequest) (*deviceplugin.AllocateResponse, error) {
+	response := &deviceplugin.AllocateResponse{}
 	for _, container := range request.ContainerRequests {
 		log.Print("allocated ", container.DevicesIds)
-		response.ContainerResponses = append(response.ContainerResponses, &api.ContainerAllocateResponse{
+		response.ContainerResponses = append(response.ContainerResponses, &deviceplugin.ContainerAllocateResponse{
 			Envs:    map[string]string{"NVIDIA_VISIBLE_DEVICES": strings.Join(container.DevicesIds, ",")},
-			Devices: []*api.DeviceSpec{{HostPath: "/dev/null", ContainerPath: "/dev/nvidia0", Permissions: "rw"}},
+			Devices: []*deviceplugin.DeviceSpec{{HostPath: "/dev/null", ContainerPath: "/dev/nvidia0", Permissions: "rw"}},
 		})
 	}
 	return response, nil
@@ -56,7 +57,7 @@ func (plugin) Allocate(_ context.Context, request *api.AllocateRequest) (*api.Al
 // serve listens on the plugin's socket and registers it, then waits until the kubelet, which empties the directory of
 // sockets when it starts, has removed it.
 func serve(p plugin) error {
-	socket := api.DevicePluginPath + endpoint
+	socket := deviceplugin.DevicePluginPath + endpoint
 	if err := os.Remove(socket); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
@@ -66,18 +67,18 @@ func serve(p plugin) error {
 	}
 	server := grpc.NewServer()
 	defer server.Stop()
-	api.RegisterDevicePluginServer(server, p)
+	deviceplugin.RegisterDevicePluginServer(server, p)
 	go server.Serve(listener)
 
-	kubelet, err := grpc.NewClient("unix://"+api.KubeletSocket, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	kubelet, err := grpc.NewClient("unix://"+deviceplugin.KubeletSocket, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	if err != nil {
 		return err
 	}
 	defer kubelet.Close()
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
-	registration := &api.RegisterRequest{Version: api.Version, Endpoint: endpoint, ResourceName: resource}
-	if _, err := api.NewRegistrationClient(kubelet).Register(ctx, registration); err != nil {
+	registration := &deviceplugin.RegisterRequest{Version: deviceplugin.Version, Endpoint: endpoint, ResourceName: resource}
+	if _, err := deviceplugin.NewRegistrationClient(kubelet).Register(ctx, registration); err != nil {
 		return err
 	}
 	log.Print("registered ", len(p.devices), " of ", resource)
@@ -91,13 +92,28 @@ func serve(p plugin) error {
 
 func main() {
 	count := flag.Int("count", 2, "how many GPUs the node has")
+	isDra := flag.Bool("dra", false, "be a driver of dynamic resource allocation")
+	node := flag.String("node", "", "with --dra: the node's name")
+	kubeconfig := flag.String("kubeconfig", "", "with --dra: a kubeconfig of the node's user")
 	flag.Parse()
-	p := plugin{}
+	prefix := "GPU-fake-"
+	if *isDra {
+		// In the whole cluster there is one of each.
+		prefix += *node + "-"
+	}
+	var uuids []string
 	for i := range *count {
-		p.devices = append(p.devices, &api.Device{
-			ID:       fmt.Sprintf("GPU-fake-%d", i),
-			Health:   api.Healthy,
-			Topology: &api.TopologyInfo{Nodes: []*api.NUMANode{{ID: 0}}},
+		uuids = append(uuids, fmt.Sprint(prefix, i))
+	}
+	if *isDra {
+		log.Fatal(serveDra(*node, *kubeconfig, uuids))
+	}
+	p := plugin{}
+	for _, uuid := range uuids {
+		p.devices = append(p.devices, &deviceplugin.Device{
+			ID:       uuid,
+			Health:   deviceplugin.Healthy,
+			Topology: &deviceplugin.TopologyInfo{Nodes: []*deviceplugin.NUMANode{{ID: 0}}},
 		})
 	}
 	for {

@@ -46,6 +46,7 @@ fn up(nodes: usize) -> anyhow::Result<()> {
         fake_gpu: (nodes > 0).then_some(nodes).into_iter().collect(),
         audit: true,
         breaks: true,
+        ..Options::default()
     };
     let cluster = Cluster::start(&options).map_err(|skip| anyhow::anyhow!("{skip}"))?;
     println!("export KUBECONFIG={}", cluster.kubeconfig().display());

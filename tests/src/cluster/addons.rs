@@ -11,6 +11,9 @@ use crate::image::Image;
 pub(super) const BASE: &str = include_str!("../../cluster/manifests/base.yaml");
 /// CoreDNS.
 pub(super) const DNS: &str = include_str!("../../cluster/manifests/dns.yaml");
+/// What a ResourceClaim names to ask for a GPU of [`super::Options::fake_dra`].
+pub(super) const DEVICE_CLASS: &str =
+    include_str!("../../cluster/manifests/device-class.yaml");
 /// The resource metrics API.
 pub(super) const METRICS_SERVER: &str = include_str!("../../cluster/manifests/metrics-server.yaml");
 

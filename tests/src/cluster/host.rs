@@ -51,7 +51,8 @@ pub(super) fn check(options: &Options) -> Result<Tools, Skip> {
         needed.extend(["runc", "bridge", "pause", "helm"]);
         needed.extend(options.dns.then_some("coredns"));
         needed.extend(options.metrics_server.then_some("metrics-server"));
-        needed.extend((!options.fake_gpu.is_empty()).then_some("fake-gpu"));
+        let has_gpus = !options.fake_gpu.is_empty() || !options.fake_dra.is_empty();
+        needed.extend(has_gpus.then_some("fake-gpu"));
     }
     let missing: Vec<_> = needed
         .into_iter()
@@ -73,8 +74,10 @@ fn check_foreign(options: &Options) -> Result<(), Skip> {
         "nodes that it may kill"
     } else if options.audit {
         "the API server's audit log"
-    } else if !options.fake_gpu.is_empty() {
+    } else if !options.fake_gpu.is_empty() || !options.fake_dra.is_empty() {
         "a fake GPU"
+    } else if options.static_policies {
+        "kubelets with static policies"
     } else {
         return Ok(());
     };

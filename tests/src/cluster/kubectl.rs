@@ -190,7 +190,18 @@ impl Cluster {
             (ready.count() == options.nodes && gpus.count() == options.fake_gpu.len()).then_some(())
         };
         try_wait_until("all nodes are Ready", READY_TIMEOUT, ready)
-            .with_context(|| self.own().ground.log_tail("node-1-kubelet"))
+            .with_context(|| self.own().ground.log_tail("node-1-kubelet"))?;
+        if options.fake_dra.is_empty() {
+            return Ok(());
+        }
+        let published = || {
+            let slices = self.list("resourceslices", "", "");
+            (slices.len() == options.fake_dra.len()).then_some(())
+        };
+        try_wait_until("devices are published", READY_TIMEOUT, published).with_context(|| {
+            let name = format!("{}-fake-dra", super::node::name(options.fake_dra[0]));
+            self.own().ground.log_tail(&name)
+        })
     }
 
     pub(super) fn wait_for_addons(&self, options: &Options) -> anyhow::Result<()> {

@@ -25,6 +25,7 @@ mod node;
 mod own;
 mod pki;
 mod process;
+mod toolbox;
 mod tools;
 mod wait;
 
@@ -40,6 +41,7 @@ pub use keeper::{keep, sweep};
 pub use kubectl::{Reach, condition};
 pub use network::HOST_ADDRESS;
 pub use node::Node;
+pub use toolbox::{STRICT, TOOLBOX, toolbox_pod};
 pub use wait::{try_wait_until, wait_until};
 
 use own::Own;
@@ -59,6 +61,14 @@ pub struct Options {
     pub metrics_server: bool,
     /// The nodes, from 1, that offer two GPUs which are not there.
     pub fake_gpu: Vec<usize>,
+    /// The nodes, from 1, whose ResourceSlice offers two GPUs which are not there: devices of the driver, and of the
+    /// DeviceClass, `gpu.nvidia.com`, with the attributes of NVIDIA's own, `uuid` (`GPU-fake-NODE-N`) among them. A
+    /// container with a claim finds the UUID of its device N in `GPU_DEVICE_N`.
+    pub fake_dra: Vec<usize>,
+    /// Kubelets with the CPU manager's and the memory manager's static policy: a Guaranteed Pod of whole CPUs gets them
+    /// for itself. A reserve of 100m takes one whole CPU, so two CPUs leave one a node. Both nodes are this machine's
+    /// CPUs: nothing keeps their choices apart.
+    pub static_policies: bool,
     /// The API server records each write: see [`Cluster::audit_log`].
     pub audit: bool,
     /// The test kills nodes or the API server: it cannot run on the cluster that `KUBECONFIG` names.
@@ -263,6 +273,9 @@ impl Cluster {
         }
         if options.metrics_server {
             self.apply(addons::METRICS_SERVER);
+        }
+        if !options.fake_dra.is_empty() {
+            self.apply(addons::DEVICE_CLASS);
         }
         self.wait_for_nodes(options)?;
         self.wait_for_addons(options)

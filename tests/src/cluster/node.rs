@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
 use super::process::{Ground, Launch, Place};
 use super::wait::try_wait_until;
@@ -17,6 +17,10 @@ use crate::programs::root;
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// What Pods are made of first; the tests' images bear the same host name.
 pub(super) const PAUSE_IMAGE: &str = "hearth.test/pause:1";
+/// Free memory under which a kubelet evicts Pods.
+const EVICTION_MIB: u64 = 50;
+/// What the static policies keep for the kubelet itself.
+const KUBE_RESERVED_MIB: u64 = 64;
 
 /// A node's name.
 pub(super) fn name(node: usize) -> String {
@@ -85,10 +89,14 @@ impl Node {
     }
 
     /// Starts the kubelet and kube-proxy. The images of system Pods must be there.
-    pub(super) fn start_kubelet(&self) -> anyhow::Result<()> {
+    pub(super) fn start_kubelet(&self, static_policies: bool) -> anyhow::Result<()> {
         let name = name(self.index);
         let config = self.state().join("kubelet.json");
-        std::fs::write(&config, kubelet_config(&self.ground, &name, &self.group))?;
+        let mut settings = kubelet_config(&self.ground, &name, &self.group);
+        if static_policies {
+            settings.extend(static_managers());
+        }
+        std::fs::write(&config, serde_json::to_vec(&settings)?)?;
         let launch = self
             .launch("kubelet", "kubelet")?
             .flag("config", config)
@@ -108,6 +116,15 @@ impl Node {
     /// Offers GPUs that are not there.
     pub(super) fn start_fake_gpu(&self) -> anyhow::Result<()> {
         self.spawn(&self.launch("fake-gpu", "fake-gpu")?)
+    }
+
+    /// Offers GPUs that are not there as devices of ResourceClaims.
+    pub(super) fn start_fake_dra(&self) -> anyhow::Result<()> {
+        let name = self.name();
+        let kubeconfig = self.ground.file(format!("pki/{name}.kubeconfig"));
+        let launch = self.launch("fake-dra", "fake-gpu")?;
+        let launch = launch.args(["--dra"]).flag("node", &name);
+        self.spawn(&launch.flag("kubeconfig", kubeconfig))
     }
 
     /// Its name in the cluster.
@@ -306,9 +323,9 @@ fn cni_config(node: usize) -> String {
     json!({"cniVersion": "1.0.0", "name": "hearth", "plugins": [bridge, ports]}).to_string()
 }
 
-fn kubelet_config(ground: &Ground, name: &str, group: &str) -> String {
+fn kubelet_config(ground: &Ground, name: &str, group: &str) -> Map<String, Value> {
     let pki = |file: String| ground.file("pki").join(file);
-    json!({
+    let config = json!({
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
         "authentication": {
@@ -333,7 +350,7 @@ fn kubelet_config(ground: &Ground, name: &str, group: &str) -> String {
         "syncFrequency": "10s",
         // The machine's disk is not the node's: what matters is only that there is some room.
         "evictionHard": {
-            "memory.available": "50Mi",
+            "memory.available": format!("{EVICTION_MIB}Mi"),
             "nodefs.available": "200Mi",
             "imagefs.available": "200Mi",
             "nodefs.inodesFree": "1000",
@@ -343,6 +360,25 @@ fn kubelet_config(ground: &Ground, name: &str, group: &str) -> String {
         "volumePluginDir": "/var/lib/kubelet/volumeplugins",
         "nodeStatusUpdateFrequency": "5s",
         "maxPods": 60,
-    })
-    .to_string()
+    });
+    object(config)
+}
+
+/// The CPU manager and the memory manager with the policy `static`. The reserve takes one whole CPU from the exclusive ones.
+fn static_managers() -> Map<String, Value> {
+    let kept_mib = KUBE_RESERVED_MIB + EVICTION_MIB;
+    object(json!({
+        "cpuManagerPolicy": "static",
+        "kubeReserved": {"cpu": "100m", "memory": format!("{KUBE_RESERVED_MIB}Mi")},
+        "memoryManagerPolicy": "Static",
+        // The kubelet starts only where this is exactly what it reserves and keeps free.
+        "reservedMemory": [{"numaNode": 0, "limits": {"memory": format!("{kept_mib}Mi")}}],
+    }))
+}
+
+fn object(value: Value) -> Map<String, Value> {
+    match value {
+        Value::Object(fields) => fields,
+        other => unreachable!("{other} is no object"),
+    }
 }

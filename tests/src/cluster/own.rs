@@ -144,9 +144,12 @@ impl Own {
 
     pub(super) fn start_kubelets(&self, options: &Options) -> anyhow::Result<()> {
         for node in &self.nodes {
-            node.start_kubelet()?;
+            node.start_kubelet(options.static_policies)?;
             if options.fake_gpu.contains(&node.index) {
                 node.start_fake_gpu()?;
+            }
+            if options.fake_dra.contains(&node.index) {
+                node.start_fake_dra()?;
             }
         }
         Ok(())

@@ -24,6 +24,8 @@ const OPTIONS: Options = Options {
     dns: true,
     metrics_server: true,
     fake_gpu: Vec::new(),
+    fake_dra: Vec::new(),
+    static_policies: false,
     audit: true,
     breaks: true,
 };

@@ -1,0 +1,89 @@
+//! Pods of a test's own: the shell and some tools of this machine, in a Pod that fits Pod Security `restricted`.
+
+use std::path::Path;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use super::Cluster;
+use super::wait::wait_until;
+use crate::image::Image;
+
+/// The image of [`Cluster::import_toolbox`]: its containers take a command of bash.
+pub const TOOLBOX: &str = "hearth.test/toolbox:1";
+/// The namespace of these Pods.
+pub const STRICT: &str = "strict";
+
+impl Cluster {
+    /// Makes the image of toolbox Pods known to all nodes, and their namespace, which enforces Pod Security `restricted`.
+    ///
+    /// # Panics
+    /// When a tool is not there.
+    pub fn import_toolbox(&self) {
+        let mut image = Image::new(TOOLBOX).entrypoint(&["/bin/bash", "-c"]);
+        for program in ["bash", "cat", "getent", "sleep"] {
+            let from = Path::new("/usr/bin").join(program);
+            let inside = format!("/bin/{program}");
+            let with = image.program(&from, &inside);
+            image = with.unwrap_or_else(|error| panic!("{program}: {error:#}"));
+        }
+        let archive = self.own().ground.file("toolbox.tar");
+        image
+            .write(&archive)
+            .unwrap_or_else(|error| panic!("{}: {error:#}", archive.display()));
+        self.import_image(&archive);
+        let namespace = json!({
+            "apiVersion": "v1",
+            "kind": "Namespace",
+            "metadata": {
+                "name": STRICT,
+                "labels": {"pod-security.kubernetes.io/enforce": "restricted"},
+            },
+        });
+        self.apply(&namespace.to_string());
+    }
+
+    /// Makes a Pod and waits until it is Ready.
+    ///
+    /// # Panics
+    /// When it does not become Ready.
+    pub fn run_pod(&self, pod: &Value) {
+        // The namespace's service account is made a moment after it.
+        wait_until("the Pod is accepted", Duration::from_secs(60), || {
+            self.try_apply(&pod.to_string()).ok()
+        });
+        let name = pod["metadata"]["name"].as_str().unwrap_or_default();
+        let namespace = pod["metadata"]["namespace"].as_str().unwrap_or_default();
+        let target = format!("pod/{name}");
+        let ready = ["wait", "--for=condition=Ready", "--timeout=60s", &target];
+        self.kubectl(&[&ready[..], &["--namespace", namespace]].concat());
+    }
+}
+
+/// A Pod that runs a command of bash, and fits Pod Security `restricted`.
+pub fn toolbox_pod(name: &str, command: &str) -> Value {
+    json!({
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "namespace": STRICT},
+        "spec": {
+            "terminationGracePeriodSeconds": 1,
+            "securityContext": {
+                "runAsNonRoot": true,
+                "runAsUser": 65532,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [{
+                "name": "main",
+                "image": TOOLBOX,
+                "imagePullPolicy": "Never",
+                "args": [command],
+                "securityContext": {
+                    "allowPrivilegeEscalation": false,
+                    "readOnlyRootFilesystem": true,
+                    "capabilities": {"drop": ["ALL"]},
+                },
+            }],
+        },
+    })
+}

@@ -10,7 +10,7 @@ use anyhow::{Context, bail};
 /// # Errors
 /// Names the process that holds the port, where /proc tells, and the flag that chooses another.
 pub(crate) fn check_free(address: SocketAddr, file: &str) -> anyhow::Result<()> {
-    match TcpListener::bind(address) {
+    match hearth_transport::listen(address) {
         Ok(_) => Ok(()),
         Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {
             let holder = holder(address.port()).map_or_else(

@@ -3,13 +3,12 @@
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use hearth_tests::cluster::{
-    Cluster, HOST_ADDRESS, Options, condition, toolbox_pod, wait_until,
-};
+use hearth_tests::cluster::{Cluster, HOST_ADDRESS, Options, condition, toolbox_pod, wait_until};
 use serde_json::Value;
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -270,7 +269,7 @@ fn holds_a_cluster() {
         return;
     };
     cluster.import_toolbox();
-    run_pod(&cluster, &toolbox_pod("toolbox", "exec sleep 1000"));
+    cluster.run_pod(&toolbox_pod("toolbox", "exec sleep 1000"));
     println!("\nup {}", cluster.id());
     std::thread::sleep(Duration::from_secs(600));
 }

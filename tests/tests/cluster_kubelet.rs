@@ -69,8 +69,7 @@ fn allowed_cpus(cluster: &Cluster, pod: &str) -> String {
 /// The second of two, which nobody would get by chance.
 fn a_claim_selects_a_gpu_by_its_uuid(cluster: &Cluster) {
     let wanted = "GPU-fake-node-1-1";
-    let selector =
-        format!("device.attributes['gpu.nvidia.com'].uuid == '{wanted}'");
+    let selector = format!("device.attributes['gpu.nvidia.com'].uuid == '{wanted}'");
     let claim = json!({
         "apiVersion": "resource.k8s.io/v1",
         "kind": "ResourceClaim",
@@ -81,7 +80,8 @@ fn a_claim_selects_a_gpu_by_its_uuid(cluster: &Cluster) {
         }}]}},
     });
     cluster.apply(&claim.to_string());
-    let command = "echo $GPU_DEVICE_1 $NVIDIA_VISIBLE_DEVICES; [ -c /dev/nvidia1 ] && exec sleep 1000";
+    let command =
+        "echo $GPU_DEVICE_1 $NVIDIA_VISIBLE_DEVICES; [ -c /dev/nvidia1 ] && exec sleep 1000";
     let mut pod = toolbox_pod("claimant", command);
     pod["spec"]["resourceClaims"] = json!([{"name": "gpu", "resourceClaimName": "gpu"}]);
     pod["spec"]["containers"][0]["resources"] = json!({"claims": [{"name": "gpu"}]});

@@ -87,12 +87,12 @@ pub(crate) struct OperatorArgs {
         value_parser = resync
     )]
     pub(crate) resync: DurationText,
-    /// Address of /healthz, /readyz and /metrics
+    /// Address of /healthz, /readyz and /metrics; [::] is any, of IPv4 too
     #[arg(
         long,
         value_name = "ADDRESS",
         env = "HEARTH_LISTEN",
-        default_value = "0.0.0.0:8081"
+        default_value = "[::]:8081"
     )]
     pub(crate) listen: SocketAddr,
     /// What is logged: error, warn, info, debug, or a filter by module

@@ -7,7 +7,7 @@ use std::time::Duration;
 use futures::StreamExt;
 use tokio::time::Instant;
 
-use super::names::GATEWAY_PORT;
+use super::names::{GATEWAY_PORT, host_port};
 use super::observed::Measured;
 use super::queue::Key;
 
@@ -82,7 +82,7 @@ impl Measures {
                 .for_each_concurrent(CONCURRENCY, |(deployment, uid, address)| {
                     let client = &client;
                     async move {
-                        match scrape(client, &endpoint(&address)).await {
+                        match scrape(client, &host_port(&address, GATEWAY_PORT)).await {
                             Ok(text) => {
                                 if self.learn(&deployment, &uid, &text, Instant::now()) {
                                     gateways.wake(&deployment);
@@ -139,14 +139,6 @@ fn steady(before: Option<f64>, after: Option<f64>) -> Option<f64> {
     match (before, after) {
         (Some(before), Some(after)) if (after - before).abs() <= before * NEWS => Some(before),
         (before, after) => after.or(before),
-    }
-}
-
-fn endpoint(address: &str) -> String {
-    if address.contains(':') {
-        format!("[{address}]:{GATEWAY_PORT}")
-    } else {
-        format!("{address}:{GATEWAY_PORT}")
     }
 }
 
@@ -448,12 +440,6 @@ hearth_requests_running 0
         assert_eq!(steady(Some(100.0), Some(109.0)), Some(100.0));
         assert_eq!(steady(Some(100.0), Some(111.0)), Some(111.0));
         assert_eq!(steady(Some(100.0), None), Some(100.0));
-    }
-
-    #[test]
-    fn an_address_of_either_family_is_an_endpoint() {
-        assert_eq!(endpoint("10.0.0.1"), "10.0.0.1:8080");
-        assert_eq!(endpoint("fd00::1"), "[fd00::1]:8080");
     }
 
     #[tokio::test]

@@ -76,6 +76,15 @@ pub(crate) const SOURCE_DIRECTORY: &str = "/models/source";
 /// Resource that GPU device plugins offer.
 pub(crate) const GPU_RESOURCE: &str = "nvidia.com/gpu";
 
+/// `host:port` of an address, an IPv6 one in brackets.
+pub(crate) fn host_port(address: &str, port: u16) -> String {
+    if address.contains(':') {
+        format!("[{address}]:{port}")
+    } else {
+        format!("{address}:{port}")
+    }
+}
+
 /// DNS name in the certificates of one deployment.
 pub(crate) fn tls_name(deployment: &str, namespace: &str) -> String {
     format!("{deployment}.{namespace}.hearth")
@@ -94,4 +103,15 @@ pub(crate) fn tls_secret(deployment: &str) -> String {
 /// Name of a plan.
 pub(crate) fn plan_name(deployment: &str, generation: u64) -> String {
     format!("{deployment}-{generation}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::host_port;
+
+    #[test]
+    fn an_address_of_either_ip_version_takes_a_port() {
+        assert_eq!(host_port("10.0.0.1", 8080), "10.0.0.1:8080");
+        assert_eq!(host_port("fd00::1", 8080), "[fd00::1]:8080");
+    }
 }

@@ -23,7 +23,7 @@ use super::candidates::Room;
 use super::cause::node_of;
 use super::decision::PodEnd;
 use super::model::is_older;
-use super::names::{GATEWAY_PORT, WORKER_PORT};
+use super::names::{GATEWAY_PORT, WORKER_PORT, host_port};
 use super::observed::PodView;
 
 /// A Pod that failed is made again no sooner than this after it was made: a node may refuse it again at once.
@@ -521,8 +521,7 @@ pub(crate) fn endpoint(pod: &PodView) -> Option<String> {
     };
     match pod.ip.as_str() {
         "" => None,
-        ip if ip.contains(':') => Some(format!("[{ip}]:{port}")),
-        ip => Some(format!("{ip}:{port}")),
+        ip => Some(host_port(ip, port)),
     }
 }
 

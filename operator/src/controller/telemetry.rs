@@ -166,8 +166,11 @@ pub(crate) async fn serve(
     address: SocketAddr,
     window: Window,
 ) -> anyhow::Result<impl Future<Output = ()>> {
-    let listener = TcpListener::bind(address)
-        .await
+    let listener = hearth_transport::listen(address).and_then(|listener| {
+        listener.set_nonblocking(true)?;
+        TcpListener::from_std(listener)
+    });
+    let listener = listener
         .with_context(|| format!("--listen {address} cannot be had\n  choose another address"))?;
     tracing::info!(address = %listener.local_addr()?, "serving /healthz, /readyz and /metrics");
     let router = Router::new()

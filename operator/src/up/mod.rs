@@ -29,7 +29,7 @@ pub(crate) struct UpArgs {
     /// Port of the OpenAI endpoint
     #[arg(long, default_value_t = 8080)]
     pub(crate) port: u16,
-    /// Address of the OpenAI endpoint; 0.0.0.0 serves the network (then give --api-keys)
+    /// Address of the OpenAI endpoint; :: serves the network by IPv6 and IPv4, 0.0.0.0 by IPv4 (then give --api-keys)
     #[arg(long, default_value = "127.0.0.1", value_parser = ip_address)]
     pub(crate) host: IpAddr,
     /// File with one API key a line; clients must send one of them
@@ -62,7 +62,7 @@ pub(crate) struct UpArgs {
 
 fn ip_address(text: &str) -> Result<IpAddr, String> {
     text.parse()
-        .map_err(|_| "write an IP address, such as 127.0.0.1 or 0.0.0.0".to_owned())
+        .map_err(|_| "write an IP address, such as 127.0.0.1 or ::".to_owned())
 }
 
 /// Serves until Ctrl-C, or until the answer with `--once`.

@@ -3,19 +3,27 @@
 use std::path::PathBuf;
 
 use super::Options;
+use super::network::AddressFamily;
 use super::node::PAUSE_IMAGE;
 use super::process::Ground;
 use crate::image::Image;
 
 /// What every cluster with nodes has.
 pub(super) const BASE: &str = include_str!("../../cluster/manifests/base.yaml");
-/// CoreDNS.
-pub(super) const DNS: &str = include_str!("../../cluster/manifests/dns.yaml");
 /// What a ResourceClaim names to ask for a GPU of [`super::Options::fake_dra`].
-pub(super) const DEVICE_CLASS: &str =
-    include_str!("../../cluster/manifests/device-class.yaml");
+pub(super) const DEVICE_CLASS: &str = include_str!("../../cluster/manifests/device-class.yaml");
+
+/// CoreDNS.
+pub(super) fn dns(family: AddressFamily) -> String {
+    let manifests = include_str!("../../cluster/manifests/dns.yaml");
+    manifests.replace("$DNS_SERVICE", family.first().dns_service)
+}
+
 /// The resource metrics API.
-pub(super) const METRICS_SERVER: &str = include_str!("../../cluster/manifests/metrics-server.yaml");
+pub(super) fn metrics_server(family: AddressFamily) -> String {
+    let manifests = include_str!("../../cluster/manifests/metrics-server.yaml");
+    manifests.replace("$ANY_ADDRESS", family.any())
+}
 
 /// Writes the archives of the images that the system's Pods run.
 pub(super) fn images(ground: &Ground, options: &Options) -> anyhow::Result<Vec<PathBuf>> {

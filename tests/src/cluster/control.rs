@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::Options;
 use super::audit;
-use super::network::{API_SERVICE, CONTROL, PODS, SERVICES, machine};
+use super::network::AddressFamily;
 use super::pki::{Pki, service_account_keys};
 use super::process::{Ground, Launch, Place};
 
@@ -40,9 +40,9 @@ impl Endpoints {
     }
 
     /// In the network namespace of the process `control`.
-    pub(super) fn in_namespace(control: u32) -> Self {
+    pub(super) fn in_namespace(control: u32, family: AddressFamily) -> Self {
         Self {
-            api: format!("https://{CONTROL}:6443"),
+            api: format!("https://{}:6443", in_url(family.first().control)),
             api_port: 6443,
             etcd: "http://127.0.0.1:2379".to_owned(),
             etcd_peers: "http://127.0.0.1:2380".to_owned(),
@@ -56,15 +56,16 @@ pub(super) fn write_pki(ground: &Ground, nodes: usize, server: &str) -> anyhow::
     let directory = ground.file("pki");
     std::fs::create_dir(&directory)?;
     let ca = Pki::new(&directory, "ca")?;
-    let names = [
-        CONTROL,
-        API_SERVICE,
+    let family = ground.family;
+    let mut names = vec![
         "127.0.0.1",
         "kubernetes",
         "kubernetes.default",
         "kubernetes.default.svc",
         "kubernetes.default.svc.cluster.local",
     ];
+    let addresses = family.ranges().iter();
+    names.extend(addresses.flat_map(|ranges| [ranges.control, ranges.api_service]));
     ca.sign("apiserver", "kube-apiserver", None, &names)?;
     ca.sign(
         "apiserver-kubelet",
@@ -83,9 +84,12 @@ pub(super) fn write_pki(ground: &Ground, nodes: usize, server: &str) -> anyhow::
         ca.kubeconfig(file, server)?;
     }
     for node in 1..=nodes {
-        let (name, address) = (super::node::name(node), machine(node));
+        let name = super::node::name(node);
         let user = format!("system:node:{name}");
-        ca.sign(&name, &user, Some("system:nodes"), &[&name, &address])?;
+        let addresses = family.ranges().iter().map(|ranges| ranges.machine(node));
+        let names: Vec<String> = addresses.chain([name.clone()]).collect();
+        let names: Vec<&str> = names.iter().map(String::as_str).collect();
+        ca.sign(&name, &user, Some("system:nodes"), &names)?;
         ca.kubeconfig(&name, server)?;
     }
     let front = Pki::new(&directory, "front-proxy-ca")?;
@@ -131,7 +135,11 @@ pub(super) fn api_server(
             "service-account-issuer",
             "https://kubernetes.default.svc.cluster.local",
         )
-        .flag("service-cluster-ip-range", SERVICES)
+        .flag(
+            "service-cluster-ip-range",
+            ground.family.list(|ranges| ranges.services),
+        )
+        .flag("advertise-address", ground.family.first().control)
         .flag("authorization-mode", "Node,RBAC")
         .flag("allow-privileged", "true")
         .flag("requestheader-client-ca-file", pki("front-proxy-ca.crt"))
@@ -143,15 +151,13 @@ pub(super) fn api_server(
         .flag("proxy-client-key-file", pki("front-proxy.key"));
     if options.nodes > 0 {
         launch = launch
-            .flag("advertise-address", CONTROL)
-            .flag("bind-address", "0.0.0.0")
+            .flag("bind-address", ground.family.any())
             .flag("enable-admission-plugins", "NodeRestriction")
             // There is no kube-proxy between the API server and aggregated APIs.
             .flag("enable-aggregator-routing", "true");
     } else {
         launch = launch
             .flag("bind-address", "127.0.0.1")
-            .flag("advertise-address", CONTROL)
             // Nobody makes service accounts here, and Pods that nobody runs need none.
             .flag("disable-admission-plugins", "ServiceAccount");
     }
@@ -228,7 +234,7 @@ pub(super) fn proxy(
         "kind": "KubeProxyConfiguration",
         "mode": "nftables",
         "clientConnection": {"kubeconfig": ground.file("pki/proxy.kubeconfig")},
-        "clusterCIDR": PODS,
+        "clusterCIDR": ground.family.list(|ranges| ranges.pods),
         "hostnameOverride": super::node::name(node),
         "oomScoreAdj": 0,
         // Only the machine's first network namespace may set these.
@@ -238,4 +244,13 @@ pub(super) fn proxy(
     let file = ground.file(format!("{name}.json"));
     std::fs::write(&file, config.to_string())?;
     Ok(Launch::new(name, ground.tools.get("kube-proxy")?, place).flag("config", file))
+}
+
+/// An address as it stands in a URL.
+fn in_url(address: &str) -> String {
+    if address.contains(':') {
+        format!("[{address}]")
+    } else {
+        address.to_owned()
+    }
 }

@@ -9,7 +9,7 @@ use std::process::Command;
 use anyhow::{Context, bail};
 
 use super::Options;
-use super::network::{MACHINES, PODS, SERVICES, UPLINK};
+use super::network::{AddressFamily, UPLINK};
 use super::tools::{Tools, in_system};
 
 /// Why a cluster cannot be had here: one line for a person.
@@ -46,7 +46,7 @@ pub(super) fn check(options: &Options) -> Result<Tools, Skip> {
         "kubectl",
     ];
     if options.nodes > 0 {
-        check_nodes()?;
+        check_nodes(options.family)?;
         needed.extend(["kubelet", "kube-proxy", "kube-scheduler", "containerd"]);
         needed.extend(["runc", "bridge", "pause", "helm"]);
         needed.extend(options.dns.then_some("coredns"));
@@ -76,6 +76,8 @@ fn check_foreign(options: &Options) -> Result<(), Skip> {
         "the API server's audit log"
     } else if !options.fake_gpu.is_empty() || !options.fake_dra.is_empty() {
         "a fake GPU"
+    } else if options.family != AddressFamily::Ipv4 {
+        "addresses of a certain IP version"
     } else if options.static_policies {
         "kubelets with static policies"
     } else {
@@ -87,7 +89,7 @@ fn check_foreign(options: &Options) -> Result<(), Skip> {
 }
 
 /// What real kubelets in namespaces need.
-fn check_nodes() -> Result<(), Skip> {
+fn check_nodes(family: AddressFamily) -> Result<(), Skip> {
     if !rustix::process::geteuid().is_root() {
         return Err(Skip(
             "nodes need root: run `sudo -E env PATH=$PATH make test-cluster`".to_owned(),
@@ -111,14 +113,19 @@ fn check_nodes() -> Result<(), Skip> {
             missing.join(", ")
         )));
     }
-    check_routes()
+    check_routes(family)
 }
 
 /// No route of the machine may lie in the ranges that the cluster takes, but for those of a cluster of ours.
-fn check_routes() -> Result<(), Skip> {
-    for range in [MACHINES, PODS, SERVICES] {
+fn check_routes(family: AddressFamily) -> Result<(), Skip> {
+    if family != AddressFamily::Ipv4 && !Path::new("/proc/sys/net/ipv6").exists() {
+        return Err(Skip("this machine's kernel has no IPv6".to_owned()));
+    }
+    let ranges = family.ranges().iter();
+    for range in ranges.flat_map(|ranges| [ranges.machines, ranges.pods, ranges.services]) {
+        let version = if range.contains(':') { "-6" } else { "-4" };
         let output = Command::new("ip")
-            .args(["-4", "route", "show", "root", range])
+            .args([version, "route", "show", "root", range])
             .output()
             .map_err(|error| Skip(format!("ip: {error}")))?;
         let routes = String::from_utf8_lossy(&output.stdout);

@@ -123,9 +123,19 @@ impl Cluster {
         let found = self.get("service", namespace, service);
         let found = found.unwrap_or_else(|| panic!("no Service {namespace}/{service}"));
         let address = found["spec"]["clusterIP"].as_str().unwrap_or_default();
-        let address: IpAddr = address.parse().expect("a cluster IP");
-        let address = SocketAddr::new(address, port);
-        let what = format!("Service {namespace}/{service} can be connected to");
+        self.reach_address(address, port)
+    }
+
+    /// A way to a port of a Service or of a Pod by one of its addresses, once it can be connected to.
+    ///
+    /// # Panics
+    /// When it cannot.
+    pub fn reach_address(&self, address: &str, port: u16) -> Reach {
+        let ip: IpAddr = address
+            .parse()
+            .unwrap_or_else(|error| panic!("{address:?} is no address: {error}"));
+        let address = SocketAddr::new(ip, port);
+        let what = format!("{address} can be connected to");
         // Rules that still lead to a lost node answer nothing, and one attempt would outlast all patience.
         wait_until(&what, READY_TIMEOUT, || {
             TcpStream::connect_timeout(&address, CONNECT_TIMEOUT).ok()

@@ -39,7 +39,7 @@ pub use hearth::Images;
 pub use host::Skip;
 pub use keeper::{keep, sweep};
 pub use kubectl::{Reach, condition};
-pub use network::HOST_ADDRESS;
+pub use network::{AddressFamily, HOST_ADDRESS};
 pub use node::Node;
 pub use toolbox::{STRICT, TOOLBOX, toolbox_pod};
 pub use wait::{try_wait_until, wait_until};
@@ -55,6 +55,8 @@ pub struct Options {
     pub nodes: usize,
     /// Without nodes: garbage collection and the end of namespaces too. With nodes, all controllers run.
     pub controllers: bool,
+    /// The IP versions of nodes, Pods and Services. Without nodes: IPv4.
+    pub family: AddressFamily,
     /// Cluster DNS.
     pub dns: bool,
     /// The resource metrics that `kubectl top` and a HorizontalPodAutoscaler read.
@@ -269,10 +271,10 @@ impl Cluster {
         own.start_kubelets(options)?;
         self.apply(addons::BASE);
         if options.dns {
-            self.apply(addons::DNS);
+            self.apply(&addons::dns(options.family));
         }
         if options.metrics_server {
-            self.apply(addons::METRICS_SERVER);
+            self.apply(&addons::metrics_server(options.family));
         }
         if !options.fake_dra.is_empty() {
             self.apply(addons::DEVICE_CLASS);

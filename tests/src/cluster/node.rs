@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use serde_json::{Map, Value, json};
 
+use super::network::AddressFamily;
 use super::process::{Ground, Launch, Place};
 use super::wait::try_wait_until;
 use super::{cgroups, control, keeper, network};
@@ -66,7 +67,7 @@ impl Node {
         .with_context(|| ground.log_tail(&name))?;
         let pid = only_child(holder_pid)
             .with_context(|| format!("the first process of {name} is not found"))?;
-        network::join_node(control, pid, index, nodes)?;
+        network::join_node(control, pid, index, nodes, ground.family)?;
         let node = Self {
             index,
             ground: ground.clone(),
@@ -81,7 +82,10 @@ impl Node {
         let config = state.join("containerd.toml");
         std::fs::write(&config, containerd_config(ground, &state)?)?;
         std::fs::create_dir_all(state.join("cni"))?;
-        std::fs::write(state.join("cni/hearth.conflist"), cni_config(index))?;
+        std::fs::write(
+            state.join("cni/hearth.conflist"),
+            cni_config(index, ground.family),
+        )?;
         let launch = node.launch("containerd", "containerd")?;
         let log_level = ["--log-level", "warn"];
         node.spawn(&launch.flag("config", config).args(log_level))?;
@@ -105,7 +109,10 @@ impl Node {
                 self.ground.file(format!("pki/{name}.kubeconfig")),
             )
             .flag("hostname-override", &name)
-            .flag("node-ip", network::machine(self.index))
+            .flag(
+                "node-ip",
+                self.ground.family.list(|ranges| ranges.machine(self.index)),
+            )
             .flag("v", "2");
         self.spawn(&launch)?;
         let proxy_name = format!("{name}-proxy");
@@ -134,7 +141,7 @@ impl Node {
 
     /// Its address, which the machine reaches too.
     pub fn address(&self) -> String {
-        network::machine(self.index)
+        self.ground.family.first().machine(self.index)
     }
 
     /// Runs a command of the machine inside the node, to its end.
@@ -305,7 +312,16 @@ disabled_plugins = ["io.containerd.nri.v1.nri", "io.containerd.snapshotter.v1.er
     ))
 }
 
-fn cni_config(node: usize) -> String {
+fn cni_config(node: usize, family: AddressFamily) -> String {
+    let ranges = family.ranges();
+    let subnets: Vec<Value> = ranges
+        .iter()
+        .map(|ranges| json!([{"subnet": ranges.pods_of(node)}]))
+        .collect();
+    let routes: Vec<Value> = ranges
+        .iter()
+        .map(|ranges| json!({"dst": format!("{}/0", ranges.any)}))
+        .collect();
     let bridge = json!({
         "type": "bridge",
         "bridge": "cni0",
@@ -315,8 +331,8 @@ fn cni_config(node: usize) -> String {
         "ipam": {
             "type": "host-local",
             "dataDir": "/run/cni",
-            "ranges": [[{"subnet": network::pods(node)}]],
-            "routes": [{"dst": "0.0.0.0/0"}],
+            "ranges": subnets,
+            "routes": routes,
         },
     });
     let ports = json!({"type": "portmap", "capabilities": {"portMappings": true}});
@@ -343,7 +359,8 @@ fn kubelet_config(ground: &Ground, name: &str, group: &str) -> Map<String, Value
         "failSwapOn": false,
         "oomScoreAdj": 0,
         "maxOpenFiles": 20000,
-        "clusterDNS": [network::DNS_SERVICE],
+        "address": ground.family.any(),
+        "clusterDNS": [ground.family.first().dns_service],
         "clusterDomain": "cluster.local",
         "resolvConf": "",
         // Changed Secrets reach their Pods within this, instead of a minute.

@@ -53,6 +53,7 @@ impl Own {
             state: keeper::state_dir(&id)?,
             logs: logs_directory(&id)?,
             tools: tools.clone(),
+            family: options.family,
             id,
         };
         Ok(Self {
@@ -70,7 +71,7 @@ impl Own {
         let endpoints = if options.nodes == 0 {
             Endpoints::on_loopback()?
         } else {
-            Endpoints::in_namespace(self.make_network()?)
+            Endpoints::in_namespace(self.make_network()?, options.family)
         };
         control::write_pki(&self.ground, options.nodes, &endpoints.api)?;
         self.spawn(&control::etcd(&self.ground, &endpoints)?)?;
@@ -184,7 +185,7 @@ impl Own {
             (namespace != own).then_some(())
         })
         .with_context(|| self.ground.log_tail("network"))?;
-        network::join_machine(control)?;
+        network::join_machine(control, self.ground.family)?;
         Ok(control)
     }
 

@@ -8,6 +8,7 @@ use std::process::{Child, Command, Stdio};
 use anyhow::Context;
 
 use super::keeper::MARK;
+use super::network::AddressFamily;
 use super::tools::Tools;
 
 /// Enters a node's groups, then its namespaces.
@@ -71,6 +72,7 @@ pub(super) struct Ground {
     pub(super) state: PathBuf,
     pub(super) logs: PathBuf,
     pub(super) tools: Tools,
+    pub(super) family: AddressFamily,
 }
 
 impl Ground {

@@ -1,5 +1,6 @@
 //! Hearth on a cluster of two real kubelets, as its users see it: from `helm install` to an empty namespace.
 
+mod addresses;
 mod nodes;
 mod refusals;
 mod release;
@@ -11,7 +12,7 @@ mod streams;
 use std::process::Command;
 use std::time::Duration;
 
-use hearth_tests::cluster::{Cluster, Options, condition, wait_until};
+use hearth_tests::cluster::{AddressFamily, Cluster, Options, condition, wait_until};
 use hearth_tests::{Metrics, copy_of_demo, python, root, run};
 use serde_json::{Value, json};
 
@@ -26,6 +27,7 @@ const OPTIONS: Options = Options {
     fake_gpu: Vec::new(),
     fake_dra: Vec::new(),
     static_policies: false,
+    family: AddressFamily::Ipv4,
     audit: true,
     breaks: true,
 };

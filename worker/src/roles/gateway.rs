@@ -52,7 +52,11 @@ pub(crate) fn run(args: &GatewayArgs) -> anyhow::Result<()> {
         .enable_all()
         .build()?;
     runtime.block_on(async {
-        let listener = TcpListener::bind(endpoint).await.with_context(|| {
+        let listener = hearth_transport::listen(endpoint).and_then(|listener| {
+            listener.set_nonblocking(true)?;
+            TcpListener::from_std(listener)
+        });
+        let listener = listener.with_context(|| {
             format!("{endpoint} cannot be listened on\n  another process holds the port: choose another, or end that process")
         })?;
         let gateway = Gateway::start(config)?;

@@ -1,10 +1,6 @@
 //! The listening end.
 
-use std::{
-    future::Future,
-    net::{SocketAddr, ToSocketAddrs},
-    time::Duration,
-};
+use std::{future::Future, net::SocketAddr, time::Duration};
 
 use tonic::{
     service::Routes,
@@ -14,6 +10,7 @@ use tonic::{
 use crate::{
     CONNECTION_WINDOW_BYTES, MAX_MESSAGE_BYTES, STREAM_WINDOW_BYTES, Tls, TransportError,
     accept::secured,
+    listen::listen,
     v1::{
         agent_server::{Agent, AgentServer},
         control_server::{Control, ControlServer},
@@ -55,7 +52,8 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Binds `address`, as in `127.0.0.1:7001`; port 0 takes a free one. Needs a tokio runtime.
+    /// Binds `address`, as in `127.0.0.1:7001`, or `[::]:7001` for any; port 0 takes a free one. See [`listen`]. Needs a
+    /// tokio runtime.
     ///
     /// # Errors
     /// [`TransportError::Bind`] when the address is taken, is not ours or does not resolve.
@@ -64,10 +62,10 @@ impl Listener {
             address: address.to_owned(),
             reason,
         };
-        let resolved = address.to_socket_addrs().map_err(failed)?.next();
-        let nothing = || std::io::Error::other("the name has no address");
-        let resolved = resolved.ok_or_else(nothing).map_err(failed)?;
-        let incoming = TcpIncoming::bind(resolved).map_err(failed)?;
+        let listener = listen(address).map_err(failed)?;
+        listener.set_nonblocking(true).map_err(failed)?;
+        let listener = tokio::net::TcpListener::from_std(listener).map_err(failed)?;
+        let incoming = TcpIncoming::from(listener);
         Ok(Self {
             address: incoming.local_addr().map_err(failed)?,
             incoming: incoming.with_nodelay(Some(true)),

@@ -26,6 +26,7 @@ use super::authority::{Authority, AuthorityError};
 use super::build::model_key;
 use super::names::{
     APP, FIELD_MANAGER, LABEL_APP, LABEL_COMPONENT, LABEL_MANAGED_BY, MANAGER, WORKER_PORT,
+    host_port,
 };
 use super::observed::FetchView;
 use super::queue::Key;
@@ -238,12 +239,7 @@ impl<G: Ground> Agents<G> {
             }
         };
         let agent = |(node, address): (String, String)| {
-            let port = self.port;
-            let endpoint = if address.contains(':') {
-                format!("[{address}]:{port}")
-            } else {
-                format!("{address}:{port}")
-            };
+            let endpoint = host_port(&address, self.port);
             let worker = clients.worker(&endpoint.parse().ok()?).ok()?;
             Some(Agent { node, worker })
         };

@@ -37,6 +37,8 @@ fn service(context: &BuildContext<'_>) -> DynamicObject {
     };
     let spec = json!({
         "type": endpoint_type,
+        // An address of each IP version that the cluster has.
+        "ipFamilyPolicy": "PreferDualStack",
         "selector": context.role_labels(PlanRole::Gateway.as_str()),
         "ports": [{
             "name": "http",

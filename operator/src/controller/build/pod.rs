@@ -247,7 +247,12 @@ fn endpoint(is_gateway: bool) -> String {
     } else {
         WORKER_PORT
     };
-    format!("0.0.0.0:{port}")
+    any_address(port)
+}
+
+/// Any address of both IP versions, or of the one that the node has.
+fn any_address(port: u16) -> String {
+    format!("[::]:{port}")
 }
 
 fn rank_arguments(context: &BuildContext<'_>, rank: &PlanRank, is_gateway: bool) -> Vec<String> {
@@ -284,7 +289,7 @@ fn rank_arguments(context: &BuildContext<'_>, rank: &PlanRank, is_gateway: bool)
             arguments.extend(words(["--api-keys", KEYS_DIRECTORY]));
         }
     } else {
-        arguments.extend(words(["--health", &format!("0.0.0.0:{HEALTH_PORT}")]));
+        arguments.extend(words(["--health", &any_address(HEALTH_PORT)]));
     }
     arguments
 }

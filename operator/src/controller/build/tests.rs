@@ -314,7 +314,7 @@ fn a_rank_is_told_its_own_part_of_the_plan() {
         assert_eq!(told.ranks.len(), 1);
         assert_eq!(told.ranks[0].name, pod.rank);
         let port = if pod.role == "gateway" { 8080 } else { 9400 };
-        assert_eq!(told.ranks[0].endpoint, Some(format!("0.0.0.0:{port}")));
+        assert_eq!(told.ranks[0].endpoint, Some(format!("[::]:{port}")));
         assert!(told.why.is_empty() && told.not_chosen.is_empty());
     }
 }

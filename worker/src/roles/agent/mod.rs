@@ -33,7 +33,7 @@ pub(crate) struct AgentArgs {
     #[arg(long, value_name = "NAME")]
     node: String,
     /// Address of the Agent service
-    #[arg(long, value_name = "ADDRESS", default_value = "0.0.0.0:9400")]
+    #[arg(long, value_name = "ADDRESS", default_value = "[::]:9400")]
     listen: String,
     /// Address of plain gRPC health for probes: service "" is ready, "live" is alive
     #[arg(long, value_name = "ADDRESS")]

@@ -278,3 +278,22 @@ fn a_wrong_models_directory_is_refused() {
         "{stderr}"
     );
 }
+
+#[tokio::test]
+async fn any_address_serves_both_ip_versions() {
+    let options = UpOptions {
+        arguments: ["--host", "::"].map(str::to_owned).to_vec(),
+        ..UpOptions::default()
+    };
+    let up = Up::start(&options);
+    let body = chat_body("hearth-demo", "What is Hearth?", 8);
+    let ipv4 = chat_stream(&up.v1(), &body, |_, _| {}).await;
+    let ipv4 = ipv4.expect("an answer by IPv4");
+    if std::net::TcpListener::bind("[::1]:0").is_err() {
+        eprintln!("SKIPPED: the endpoint by IPv6: this machine has none");
+        return;
+    }
+    let v1 = up.v1().replace("127.0.0.1", "[::1]");
+    let ipv6 = chat_stream(&v1, &body, |_, _| {}).await;
+    assert_eq!(ipv6.expect("an answer by IPv6"), ipv4);
+}

@@ -9,7 +9,7 @@ use anyhow::Context;
 use serde_json::Value;
 
 use super::wait::{try_wait_until, wait_until};
-use super::{Cluster, Options};
+use super::{Cluster, Options, keeper};
 
 const READY_TIMEOUT: Duration = Duration::from_secs(60);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -99,6 +99,18 @@ impl Cluster {
     /// # Panics
     /// When there is no such Pod on a node of the test's own.
     pub fn kill_pod_processes(&self, namespace: &str, pod: &str) -> usize {
+        let found = self.pod_processes(namespace, pod);
+        for &pid in &found {
+            keeper::kill(pid);
+        }
+        found.len()
+    }
+
+    /// All processes of a Pod's containers, as the machine counts.
+    ///
+    /// # Panics
+    /// When there is no such Pod on a node of the test's own.
+    pub fn pod_processes(&self, namespace: &str, pod: &str) -> Vec<u32> {
         let found = self.get("pod", namespace, pod);
         let found = found.unwrap_or_else(|| panic!("no Pod {namespace}/{pod}"));
         let node = found["spec"]["nodeName"].as_str().unwrap_or_default();
@@ -108,8 +120,8 @@ impl Cluster {
             .into_iter()
             .flatten()
             .filter_map(|container| container["containerID"].as_str()?.rsplit('/').next())
-            .map(|id| node.kill_container(id))
-            .sum()
+            .flat_map(|id| node.container_processes(id))
+            .collect()
     }
 
     /// A way to a port of a Service, once it can be connected to: a Service's rules follow its endpoints a moment later.

@@ -197,13 +197,9 @@ impl Node {
         found.len()
     }
 
-    /// SIGKILL to all processes of one container: how many.
-    pub fn kill_container(&self, id: &str) -> usize {
-        let found = cgroups::processes_of_container(&self.ground.id, &self.name(), id);
-        for &pid in &found {
-            keeper::kill(pid);
-        }
-        found.len()
+    /// All processes of one container, as the machine counts.
+    pub fn container_processes(&self, id: &str) -> Vec<u32> {
+        cgroups::processes_of_container(&self.ground.id, &self.name(), id)
     }
 
     pub(super) fn wait_for_containerd(&self) -> anyhow::Result<()> {

@@ -1,7 +1,9 @@
 //! Hearth on a cluster of two real kubelets, as its users see it: from `helm install` to an empty namespace.
 
 mod addresses;
+mod memory;
 mod nodes;
+mod pinning;
 mod refusals;
 mod release;
 #[path = "../../../worker/fetch/tests/support/mod.rs"]

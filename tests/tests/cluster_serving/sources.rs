@@ -1,5 +1,6 @@
 //! Models from a claim and from an archive behind a URL, on nodes that have neither.
 
+use std::path::Path;
 use std::time::Duration;
 
 use hearth_tests::cluster::{Cluster, HOST_ADDRESS, condition, wait_until};
@@ -10,29 +11,33 @@ use super::release::{PATIENCE, deployment, infd, pods, wait_until_settled};
 use super::server::{Fault, FileServer, sha256};
 use super::streams;
 
-/// The volume is there for everybody, as one over NFS is: the nodes share the machine's disk.
 pub(super) fn a_claim_serves(cluster: &Cluster) {
     let directory = super::open_directory();
     copy_of_demo(directory.path());
+    claim(cluster, "models", directory.path());
+    let source = json!({"persistentVolumeClaim": {"claimName": "models", "path": "model"}});
+    serves(cluster, "claimed", &source);
+    cluster.kubectl(&["delete", "pvc/models", "pv/models"]);
+}
+
+/// A claim with its volume, which is there for everybody, as one over NFS is: the nodes share the machine's disk.
+pub(super) fn claim(cluster: &Cluster, name: &str, directory: &Path) {
     let volume = json!({
-        "apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": "models"},
+        "apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": name},
         "spec": {
             "capacity": {"storage": "1Gi"}, "accessModes": ["ReadOnlyMany"], "storageClassName": "",
-            "hostPath": {"path": directory.path()},
-            "claimRef": {"namespace": "default", "name": "models"},
+            "hostPath": {"path": directory},
+            "claimRef": {"namespace": "default", "name": name},
         },
     });
     let claim = json!({
         "apiVersion": "v1", "kind": "PersistentVolumeClaim",
-        "metadata": {"name": "models", "namespace": "default"},
-        "spec": {"accessModes": ["ReadOnlyMany"], "storageClassName": "", "volumeName": "models",
+        "metadata": {"name": name, "namespace": "default"},
+        "spec": {"accessModes": ["ReadOnlyMany"], "storageClassName": "", "volumeName": name,
                  "resources": {"requests": {"storage": "1Gi"}}},
     });
     cluster.apply(&volume.to_string());
     cluster.apply(&claim.to_string());
-    let source = json!({"persistentVolumeClaim": {"claimName": "models", "path": "model"}});
-    serves(cluster, "claimed", &source);
-    cluster.kubectl(&["delete", "pvc/models", "pv/models"]);
 }
 
 /// The archive comes slowly and breaks off once; both nodes fetch it, since either could serve it.

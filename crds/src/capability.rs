@@ -215,6 +215,13 @@ fn surroundings(spec: &InferenceDeploymentSpec, venue: Venue, errors: &mut Vec<F
             "taints exist only on the nodes of a cluster and there is one machine here: remove it",
         ));
     }
+    if let Some(name) = &spec.placement.runtime_class_name {
+        errors.push(FieldError::new(
+            "spec.placement.runtimeClassName",
+            format!("is \"{name}\""),
+            "RuntimeClasses exist only in a cluster: remove it; workers on one machine see its GPUs directly",
+        ));
+    }
     if !spec.placement.node_selector.is_empty() {
         let labels: Vec<String> = spec
             .placement

@@ -314,6 +314,14 @@ pub struct PlacementSpec {
     /// Exclusive gives each worker cores of its own; Shared binds workers to sets of CPUs that may overlap; None binds nothing.
     #[serde(default)]
     pub pinning: Pinning,
+    /// RuntimeClass of workers that hold GPUs, such as nvidia. By default that of the operator's chart.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 253)))]
+    #[cfg_attr(
+        feature = "kube",
+        x_kube(validation = Rule::new("self.matches('^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$')").message("write the name of a RuntimeClass, such as nvidia: lower-case letters, digits, '-' and '.'"))
+    )]
+    pub runtime_class_name: Option<String>,
 }
 
 /// A taint that workers tolerate, as in a Pod.

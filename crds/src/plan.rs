@@ -150,6 +150,10 @@ pub struct PlanRank {
     /// GPUs that it holds; its Pod asks the cluster's device plugin for them.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub gpus: u32,
+    /// Its Pod claims the GPUs that it computes on by their UUIDs (dynamic resource allocation) instead of asking a device
+    /// plugin for any.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub claims_gpus: bool,
     /// UUIDs of the GPUs that it computes on; empty: it computes on CPUs. Where a device plugin hands out another GPU of
     /// the node, that one is meant: the plan holds for each of them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -185,6 +189,16 @@ fn is_none_of_bytes(bytes: &u64) -> bool {
     *bytes == 0
 }
 
+/// What the Pod of a rank requests of its node's CPU, in thousandths of a CPU: with `Exclusive` each of its logical CPUs
+/// whole, since the kubelet's static policy gives whole ones alone; else a tenth of a CPU a thread, since idle CPUs are for
+/// whoever has work.
+pub fn cpu_request_millis(pinning: Pinning, cpus: usize, threads: u32) -> u64 {
+    match pinning {
+        Pinning::Exclusive if cpus > 0 => cpus as u64 * 1000,
+        Pinning::Exclusive | Pinning::Shared | Pinning::None => u64::from(threads.max(1)) * 100,
+    }
+}
+
 /// What the driver takes of a GPU for each process, beside what the process asks for: its context and the compiled kernels.
 pub const GPU_CONTEXT_BYTES: u64 = 512 << 20;
 
@@ -197,6 +211,19 @@ impl PlanRank {
     /// Bytes of a GPU's memory that it may ask for: its share without what the driver takes for the process.
     pub fn gpu_budget_bytes(&self) -> u64 {
         self.gpu_memory_bytes.saturating_sub(GPU_CONTEXT_BYTES)
+    }
+
+    /// What its Pod requests of its node's CPU, in thousandths of a CPU.
+    pub fn cpu_millis(&self) -> u64 {
+        cpu_request_millis(self.pinning, self.cpus.len(), self.threads)
+    }
+
+    /// CPUs that are its own, by the kernel's number.
+    pub fn exclusive_cpus(&self) -> &[u32] {
+        match self.pinning {
+            Pinning::Exclusive => &self.cpus,
+            Pinning::Shared | Pinning::None => &[],
+        }
     }
 
     /// Bytes of weights that it keeps in its node's memory; ranks of one node map one copy.

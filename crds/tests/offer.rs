@@ -133,7 +133,8 @@ fn only_fields_that_are_obeyed_are_listed() {
     );
     let message = refusal(&with("placement.numa2", &json!(1)), Venue::Cluster);
     assert!(
-        message.ends_with("The fields are nodeSelector, numa, pinning, tolerations"),
+        message
+            .ends_with("The fields are nodeSelector, numa, pinning, runtimeClassName, tolerations"),
         "{message}"
     );
 }

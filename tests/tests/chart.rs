@@ -22,7 +22,8 @@ const VALUES: [(&str, &str); 5] = [
         "{image: {registry: registry.lan:5000/x, tag: v9, pullPolicy: Always, pullSecrets: [one, two]}, \
           operator: {replicas: 3, logFormat: json, nodeSelector: {a: b}, tolerations: [{key: k, effect: NoSchedule}], \
                      affinity: {nodeAffinity: {}}, priorityClassName: high, podAnnotations: {x: 'y'}}, \
-          agent: {directory: /data/hearth, nodeSelector: {a: b}, affinity: {nodeAffinity: {}}, priorityClassName: low, \
+          ledger: {allPods: false, reserve: {cpu: 2}, unseen: {cpu: '1.5', memory: 4Gi}}, gpu: {runtimeClassName: nvidia, claims: false}, \
+          agent: {runtimeClassName: nvidia, directory: /data/hearth, nodeSelector: {a: b}, affinity: {nodeAffinity: {}}, priorityClassName: low, \
                   podAnnotations: {x: 'y'}}, \
           metrics: {serviceMonitor: {enabled: true, labels: {release: prom}}, dashboard: {enabled: true}}}",
     ),
@@ -224,7 +225,25 @@ fn the_operator_has_the_rights_that_it_needs_and_no_others() {
         "watch hearth.dev/inferencedeployments",
         "patch hearth.dev/inferencedeployments/status",
     ];
-    assert_eq!(cluster, wanted.map(str::to_owned).into());
+    let mut wanted: BTreeSet<String> = wanted.map(str::to_owned).into();
+    let unseeing = defaults(
+        &helm,
+        "{namespaces: [team-a], ledger: {allPods: false}, gpu: {claims: false}}",
+    );
+    assert_eq!(
+        rights(one(&unseeing, "ClusterRole", "hearth-operator")),
+        wanted
+    );
+    let seeing = [
+        "list /pods",
+        "watch /pods",
+        "list resource.k8s.io/resourceclaims",
+        "list resource.k8s.io/resourceslices",
+        "watch resource.k8s.io/resourceclaims",
+        "watch resource.k8s.io/resourceslices",
+    ];
+    wanted.extend(seeing.map(str::to_owned));
+    assert_eq!(cluster, wanted);
 
     let roles = of_kind(&objects, "Role", "hearth-deployments");
     let places: Vec<&Value> = roles

@@ -6,13 +6,14 @@ use hearth_tests::cluster::Options;
 use hearth_tests::operator::{Scale, Stand};
 
 #[test]
-fn fifty_deployments_on_ten_nodes() {
+fn fifty_deployments_on_fifteen_nodes() {
     let Some(stand) = Stand::start_or_skip(&Options::default()) else {
         return;
     };
     let scale = Scale {
         deployments: 50,
-        nodes: 10,
+        nodes: 15,
+        foreign_pods: 200,
         idle: Duration::from_secs(10),
     };
     let report = scale.run(&stand);

@@ -75,6 +75,11 @@ priorityClassName: {{ . | quote }}
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, list, watch, create, patch, delete]
+{{- if .Values.gpu.claims }}
+- apiGroups: [resource.k8s.io]
+  resources: [resourceclaimtemplates]
+  verbs: [create]
+{{- end }}
 # What the kubelet says of a Pod that does not start.
 - apiGroups: [""]
   resources: [events]

@@ -1,9 +1,9 @@
 //! What would fit instead: each change is tried before it is named.
 
-use hearth_crds::{InferenceDeploymentSpec, NodeProfileSpec, PlanRole, format_bytes};
+use hearth_crds::{InferenceDeploymentSpec, NodeProfileSpec, Pinning, PlanRole, format_bytes};
 
 use crate::chooser::Chooser;
-use crate::cpus::{Crew, core_count};
+use crate::cpus::{CpuLack, CpuRoom, Crew, core_count};
 use crate::error::{Advice, PlanError};
 use crate::gpus::{GpuLack, OnGpu};
 use crate::memory::{BLOCK_TOKENS, Demand, Shortage, available_for};
@@ -53,21 +53,29 @@ pub(crate) fn refusal(
     spec: &InferenceDeploymentSpec,
     no_room: NoRoom,
 ) -> PlanError {
-    let nodes = chooser.nodes();
+    let trial = Trial {
+        chooser,
+        wanted,
+        spec,
+    };
+    let crew = wanted.on_one_node();
     match no_room {
         NoRoom::Gpus { what, lack } => no_gpu(chooser, demand, wanted, spec, what, lack),
-        NoRoom::Cores { node, crew } => too_few_cores(nodes[node], wanted, crew),
+        NoRoom::Cpus {
+            what,
+            node,
+            crew,
+            lack,
+        } => trial.no_cpu(demand, what, (node, crew), lack),
         NoRoom::Memory { what, shortage } => {
-            let crew = wanted.on_one_node();
-            if let [node] = nodes
-                && !chooser.has_cores(0, crew)
-            {
-                return too_few_cores(node, wanted, crew);
+            if chooser.nodes().len() != 1 {
+                return trial.no_memory(demand, what, shortage);
             }
-            if nodes.len() == 1
-                && let Some(lack) = chooser.gpu_lack(0, crew)
-            {
-                // More memory of the node would not help.
+            // More memory of the only node would not help where it lacks something else too.
+            if let Some(lack) = chooser.cpu_lack(0, crew) {
+                return trial.no_cpu(demand, what, (0, crew), lack);
+            }
+            if let Some(lack) = chooser.gpu_lack(0, crew) {
                 let role = match &lack {
                     GpuLack::Memory(short) => short.role,
                     GpuLack::Count { .. } | GpuLack::Unusable { .. } => PlanRole::Prefill,
@@ -75,45 +83,7 @@ pub(crate) fn refusal(
                 let what = format!("{}-0", role.as_str());
                 return no_gpu(chooser, demand, wanted, spec, what, lack);
             }
-            let (what, shortage) = whole_need(nodes, demand, wanted, what, shortage);
-            let trial = Trial {
-                chooser,
-                wanted,
-                spec,
-            };
-            let mut advice = trial.advice(demand);
-            if advice.is_empty() {
-                let node = nodes.iter().find(|node| node.node == shortage.node);
-                let available = node.map_or(0, |node| node.memory.available_bytes);
-                advice.push(Advice::FreeMemory(
-                    available_for(shortage.needs_bytes)
-                        .saturating_sub(available)
-                        .max(1),
-                ));
-            }
-            let context = demand.context_length;
-            let kv = match spec.decode.kv_cache.memory {
-                Some(memory) => format!(
-                    "KV {} at kvCache.memory {memory}",
-                    format_bytes(shortage.kv_bytes)
-                ),
-                None => format!(
-                    "KV {} for one stream of {context} tokens a rank",
-                    format_bytes(shortage.kv_bytes)
-                ),
-            };
-            PlanError::InsufficientMemory {
-                what,
-                node: shortage.node,
-                needs_bytes: shortage.needs_bytes,
-                free_bytes: shortage.free_bytes,
-                breakdown: format!(
-                    "weights {} at the least, {kv}, processes {}",
-                    format_bytes(shortage.weights_bytes),
-                    format_bytes(shortage.scratch_bytes)
-                ),
-                advice,
-            }
+            trial.no_memory(demand, what, shortage)
         }
     }
 }
@@ -176,26 +146,31 @@ fn whole_need(
     }
 }
 
-fn too_few_cores(node: &NodeProfileSpec, wanted: Wanted, crew: Crew) -> PlanError {
-    let mut names: Vec<String> = Vec::new();
-    names.extend(crew.gateway.then(|| "gateway".to_owned()));
+/// The workers of a node in words, such as `prefill, 2 decode`.
+fn worker_names(crew: Crew) -> String {
     let plural = |count: u32, role: &str| match count {
         0 => None,
         1 => Some(role.to_owned()),
         n => Some(format!("{n} {role}")),
     };
-    names.extend(plural(crew.prefill, "prefill"));
-    names.extend(plural(crew.decode, "decode"));
-    let cores = core_count(node);
-    PlanError::TooFewCores {
-        node: node.node.clone(),
-        cores,
-        ranks: crew.ranks(),
-        names: names.join(", "),
-        chunked_fits: wanted.prefill > 0
-            && crew.prefill > 0
-            && crew.ranks() - crew.prefill as usize <= cores,
-    }
+    let roles = [(crew.prefill, "prefill"), (crew.decode, "decode")];
+    let names = roles.into_iter().filter_map(|(n, role)| plural(n, role));
+    names.collect::<Vec<_>>().join(", ")
+}
+
+/// Where a node's CPU goes, as the end of a sentence; empty where nobody counts.
+fn cpu_accounts(room: Option<CpuRoom>, gateway_millis: u64) -> String {
+    let Some(room) = room else {
+        return String::new();
+    };
+    let gateway = match gateway_millis {
+        0 => String::new(),
+        millis => format!(", and the gateway requests up to {millis}m"),
+    };
+    format!(
+        ": of its {}m CPU other Pods request {}m, {}m are kept free{gateway}",
+        room.allocatable_millis, room.requested_millis, room.reserve_millis
+    )
 }
 
 struct Trial<'a> {
@@ -205,6 +180,123 @@ struct Trial<'a> {
 }
 
 impl Trial<'_> {
+    /// Words and advice for a rank that finds too little memory.
+    fn no_memory(&self, demand: &Demand<'_>, what: String, shortage: Shortage) -> PlanError {
+        let nodes = self.chooser.nodes();
+        let (what, shortage) = whole_need(nodes, demand, self.wanted, what, shortage);
+        let mut advice = self.advice(demand);
+        if advice.is_empty() {
+            let node = nodes.iter().find(|node| node.node == shortage.node);
+            let available = node.map_or(0, |node| node.memory.available_bytes);
+            advice.push(Advice::FreeMemory(
+                available_for(shortage.needs_bytes)
+                    .saturating_sub(available)
+                    .max(1),
+            ));
+        }
+        let context = demand.context_length;
+        let kv = match self.spec.decode.kv_cache.memory {
+            Some(memory) => format!(
+                "KV {} at kvCache.memory {memory}",
+                format_bytes(shortage.kv_bytes)
+            ),
+            None => format!(
+                "KV {} for one stream of {context} tokens a rank",
+                format_bytes(shortage.kv_bytes)
+            ),
+        };
+        PlanError::InsufficientMemory {
+            what,
+            node: shortage.node,
+            needs_bytes: shortage.needs_bytes,
+            free_bytes: shortage.free_bytes,
+            breakdown: format!(
+                "weights {} at the least, {kv}, processes {}",
+                format_bytes(shortage.weights_bytes),
+                format_bytes(shortage.scratch_bytes)
+            ),
+            advice,
+        }
+    }
+
+    /// Words and advice for a rank that finds too little CPU. With one node, the need of all ranks together says more
+    /// than that of the first one without room.
+    fn no_cpu(
+        &self,
+        demand: &Demand<'_>,
+        what: String,
+        (n, crew): (usize, Crew),
+        lack: CpuLack,
+    ) -> PlanError {
+        let whole = self.wanted.on_one_node();
+        let (what, crew, lack) = match self.chooser.cpu_lack(n, whole) {
+            Some(lack) if self.chooser.nodes().len() == 1 => {
+                ("the deployment".to_owned(), whole, lack)
+            }
+            _ => (what, crew, lack),
+        };
+        let node = self.chooser.nodes()[n];
+        let room = self.chooser.cpu_room(n);
+        let mut advice = self.fewer_workers(demand);
+        advice.extend(self.shared(demand));
+        match lack {
+            CpuLack::Requests {
+                needs_millis,
+                free_millis,
+            } => {
+                if advice.is_empty() {
+                    advice.push(Advice::FreeCpu(needs_millis.saturating_sub(free_millis)));
+                }
+                PlanError::InsufficientCpu {
+                    what,
+                    node: node.node.clone(),
+                    needs_millis,
+                    free_millis,
+                    accounts: cpu_accounts(room, 0),
+                    advice,
+                }
+            }
+            CpuLack::Cores {
+                workers,
+                cores,
+                core_cpus,
+                gateway_millis,
+            } => {
+                if advice.is_empty() {
+                    let all = core_count(node);
+                    advice.push(match room {
+                        Some(room) if workers <= all => {
+                            let whole_millis = (workers * core_cpus) as u64 * 1000 + gateway_millis;
+                            Advice::FreeCpu(whole_millis.saturating_sub(room.free_millis()))
+                        }
+                        _ => Advice::MoreCores(workers.saturating_sub(cores.min(all))),
+                    });
+                }
+                PlanError::TooFewCores {
+                    node: node.node.clone(),
+                    cores,
+                    workers,
+                    names: worker_names(crew),
+                    accounts: cpu_accounts(room, gateway_millis),
+                    advice,
+                }
+            }
+        }
+    }
+
+    /// To share CPUs with others, if that fits.
+    fn shared(&self, demand: &Demand<'_>) -> Option<Advice> {
+        if self.spec.placement.pinning != Pinning::Exclusive {
+            return None;
+        }
+        let mut spec = self.spec.clone();
+        spec.placement.pinning = Pinning::Shared;
+        let chooser = self.chooser.with_spec(&spec).with_demand(demand);
+        place(self.chooser.nodes(), demand, self.wanted, &chooser)
+            .is_ok()
+            .then_some(Advice::Share)
+    }
+
     fn fits(&self, demand: &Demand<'_>, wanted: Wanted) -> bool {
         let chooser = self.chooser.with_demand(demand);
         place(self.chooser.nodes(), demand, wanted, &chooser).is_ok()
@@ -218,7 +310,13 @@ impl Trial<'_> {
         } else {
             advice.extend(self.context(demand).map(Advice::ContextLength));
         }
-        advice.extend(self.replicas(demand));
+        advice.extend(self.fewer_workers(demand));
+        advice
+    }
+
+    /// Fewer decode workers, or no prefill workers, where that fits.
+    fn fewer_workers(&self, demand: &Demand<'_>) -> Vec<Advice> {
+        let mut advice: Vec<Advice> = self.replicas(demand).into_iter().collect();
         if self.wanted.prefill > 0
             && self.fits(
                 demand,

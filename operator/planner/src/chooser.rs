@@ -2,7 +2,7 @@
 
 use hearth_crds::{InferenceDeploymentSpec, NodeProfileSpec, Pinning};
 
-use crate::cpus::{CpuSet, Crew, CrewCpus, divide};
+use crate::cpus::{Binding, CpuLack, CpuOffer, CpuRoom, CpuSet, Crew, CrewCpus, divide};
 use crate::gpus::{GpuLack, GpuOffer, Seat, Seats, seats};
 use crate::memory::{Demand, NodeBudget};
 use crate::place::Cost;
@@ -22,6 +22,7 @@ pub(crate) struct Chooser<'a> {
     demand: &'a Demand<'a>,
     spec: &'a InferenceDeploymentSpec,
     gpus: GpuOffer<'a>,
+    cpus: CpuOffer<'a>,
 }
 
 impl<'a> Chooser<'a> {
@@ -29,23 +30,23 @@ impl<'a> Chooser<'a> {
         nodes: &'a [&'a NodeProfileSpec],
         demand: &'a Demand<'a>,
         spec: &'a InferenceDeploymentSpec,
-        gpus: GpuOffer<'a>,
+        (gpus, cpus): (GpuOffer<'a>, CpuOffer<'a>),
     ) -> Self {
         Self {
             nodes,
             demand,
             spec,
             gpus,
+            cpus,
         }
     }
 
-    pub(crate) fn cpus(&self, node: usize, crew: Crew) -> Option<CrewCpus> {
-        divide(
-            self.nodes[node],
-            crew,
-            self.spec.placement.pinning,
-            self.spec.placement.numa,
-        )
+    pub(crate) fn cpus(&self, node: usize, crew: Crew) -> Result<CrewCpus, CpuLack> {
+        let binding = Binding {
+            pinning: self.spec.placement.pinning,
+            numa: self.spec.placement.numa,
+        };
+        divide(self.nodes[node], crew, binding, self.cpus)
     }
 
     /// The places of a node's ranks on its GPUs.
@@ -114,6 +115,11 @@ impl<'a> Chooser<'a> {
         self.gpus
     }
 
+    /// What may be requested of a node's CPU; `None`: nobody counts.
+    pub(crate) fn cpu_room(&self, node: usize) -> Option<CpuRoom> {
+        self.cpus.room(self.nodes[node])
+    }
+
     pub(crate) fn nodes(&self) -> &'a [&'a NodeProfileSpec] {
         self.nodes
     }
@@ -144,8 +150,8 @@ impl<'a> Chooser<'a> {
 }
 
 impl Cost for Chooser<'_> {
-    fn has_cores(&self, node: usize, crew: Crew) -> bool {
-        self.cpus(node, crew).is_some()
+    fn cpu_lack(&self, node: usize, crew: Crew) -> Option<CpuLack> {
+        self.cpus(node, crew).err()
     }
 
     fn gpu_lack(&self, node: usize, crew: Crew) -> Option<GpuLack> {
@@ -153,7 +159,7 @@ impl Cost for Chooser<'_> {
     }
 
     fn decode_ms(&self, node: usize, crew: Crew) -> f64 {
-        let (Some(cpus), Ok(seats), Ok(budget)) = (
+        let (Ok(cpus), Ok(seats), Ok(budget)) = (
             self.cpus(node, crew),
             self.seats(node, crew),
             self.demand.fit(self.nodes[node], crew),
@@ -175,7 +181,7 @@ impl Cost for Chooser<'_> {
 
     /// A decode rank on the same CPUs, or on the same GPU, halves what a prefill rank gets while streams run.
     fn prefill_ms(&self, node: usize, crew: Crew, crews: &[Crew]) -> f64 {
-        let (Some(cpus), Ok(seats), Ok(budget)) = (
+        let (Ok(cpus), Ok(seats), Ok(budget)) = (
             self.cpus(node, crew),
             self.seats(node, crew),
             self.demand.fit(self.nodes[node], crew),

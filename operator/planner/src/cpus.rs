@@ -2,12 +2,82 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use hearth_crds::{NodeProfileSpec, NumaPolicy, Pinning, PlanRole};
+use hearth_crds::{NodeProfileSpec, NumaPolicy, Pinning, PlanRole, cpu_request_millis};
 
 use crate::gpus::OnGpu;
 
 /// Threads of a rank on a GPU: one gives it work, the others bring the weights to it.
 const GPU_RANK_THREADS: u32 = 4;
+
+/// What ranks may ask of the CPUs of their nodes.
+#[derive(Clone, Copy, Debug)]
+pub enum CpuOffer<'a> {
+    /// One machine: all of its CPUs, and nobody is asked for them.
+    Machine,
+    /// A cluster: what the deployment's Pods may request, by node; a node that is not named has none.
+    Requests(&'a BTreeMap<String, CpuRoom>),
+}
+
+/// CPU of one node that Pods may request, in thousandths of a CPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CpuRoom {
+    /// What the node gives to Pods in all.
+    pub allocatable_millis: u64,
+    /// What all other Pods of the node request.
+    pub requested_millis: u64,
+    /// What is left free beside them.
+    pub reserve_millis: u64,
+}
+
+impl CpuRoom {
+    /// What Pods of the deployment may request together.
+    pub fn free_millis(self) -> u64 {
+        let taken = self.requested_millis.saturating_add(self.reserve_millis);
+        self.allocatable_millis.saturating_sub(taken)
+    }
+}
+
+impl CpuOffer<'_> {
+    /// What may be requested of a node; `None`: nobody counts.
+    pub(crate) fn room(self, node: &NodeProfileSpec) -> Option<CpuRoom> {
+        match self {
+            Self::Machine => None,
+            Self::Requests(rooms) => Some(rooms.get(&node.node).copied().unwrap_or_default()),
+        }
+    }
+}
+
+/// What a node lacks of the CPUs that its ranks ask for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CpuLack {
+    /// With `Exclusive`: fewer whole cores than workers, of which each needs one.
+    Cores {
+        /// Workers that need cores of their own.
+        workers: usize,
+        /// Cores that may be theirs.
+        cores: usize,
+        /// Logical CPUs of one core.
+        core_cpus: usize,
+        /// What the gateway's Pod requests of the same node.
+        gateway_millis: u64,
+    },
+    /// Less CPU than the ranks' Pods request.
+    Requests { needs_millis: u64, free_millis: u64 },
+}
+
+impl CpuLack {
+    /// Whether less is lacking than with `other`.
+    pub(crate) fn is_nearer_than(&self, other: &Self) -> bool {
+        let lacks = |lack: &Self| match *lack {
+            Self::Requests {
+                needs_millis,
+                free_millis,
+            } => (0, needs_millis.saturating_sub(free_millis)),
+            Self::Cores { workers, cores, .. } => (1, workers.saturating_sub(cores) as u64),
+        };
+        lacks(self) < lacks(other)
+    }
+}
 
 /// CPUs of one rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -146,15 +216,23 @@ pub(crate) struct CrewCpus {
     pub decode: Vec<CpuSet>,
 }
 
-/// Divides the CPUs of `node` among its ranks. `None`: with `Exclusive`, fewer cores than ranks.
+/// How the ranks of a node hold its CPUs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Binding {
+    pub pinning: Pinning,
+    pub numa: NumaPolicy,
+}
+
+/// Divides the CPUs of `node` among its ranks.
 pub(crate) fn divide(
     node: &NodeProfileSpec,
     crew: Crew,
-    pinning: Pinning,
-    numa: NumaPolicy,
-) -> Option<CrewCpus> {
+    Binding { pinning, numa }: Binding,
+    offer: CpuOffer<'_>,
+) -> Result<CrewCpus, CpuLack> {
+    let room = offer.room(node);
     let mut sets = match pinning {
-        Pinning::Exclusive => divide_exclusive(node, crew, numa)?,
+        Pinning::Exclusive => divide_exclusive(node, crew, numa, room)?,
         Pinning::Shared => divide_shared(node, crew, numa),
         Pinning::None => {
             let all = set_of(&cores_of(node), NumaPolicy::Any);
@@ -174,8 +252,39 @@ pub(crate) fn divide(
             set.threads = set.threads.clamp(1, GPU_RANK_THREADS);
         }
     }
-    Some(sets)
+    match room {
+        Some(room) => within(sets, pinning, room),
+        None => Ok(sets),
+    }
 }
+
+/// The sets, if what their Pods request is there.
+fn within(sets: CrewCpus, pinning: Pinning, room: CpuRoom) -> Result<CrewCpus, CpuLack> {
+    let workers = sets.prefill.iter().chain(&sets.decode);
+    let needs_millis = workers.map(|set| request_millis(set, pinning)).sum::<u64>()
+        + sets.gateway.as_ref().map_or(0, gateway_millis);
+    let free_millis = room.free_millis();
+    if needs_millis <= free_millis {
+        return Ok(sets);
+    }
+    Err(CpuLack::Requests {
+        needs_millis,
+        free_millis,
+    })
+}
+
+fn request_millis(set: &CpuSet, pinning: Pinning) -> u64 {
+    cpu_request_millis(pinning, set.cpus.len(), set.threads)
+}
+
+/// The gateway never has CPUs of its own.
+fn gateway_millis(set: &CpuSet) -> u64 {
+    request_millis(set, GATEWAY_UNDER_EXCLUSIVE)
+}
+
+/// How the gateway of an `Exclusive` deployment holds its CPUs: it copies and tokenises now and then, and a core of its
+/// own would idle.
+pub(crate) const GATEWAY_UNDER_EXCLUSIVE: Pinning = Pinning::Shared;
 
 /// The gateway tokenises and copies: two threads suffice and it may run wherever a CPU idles.
 fn gateway_of(all: &CpuSet) -> CpuSet {
@@ -219,31 +328,48 @@ fn divide_shared(node: &NodeProfileSpec, crew: Crew, numa: NumaPolicy) -> CrewCp
     }
 }
 
-/// Disjoint sets of whole cores: one for the gateway and for each rank on a GPU; of the others, decode takes what
-/// saturates memory, at most half of the rest; prefill, which is bound by arithmetic, takes what is left.
-fn divide_exclusive(node: &NodeProfileSpec, crew: Crew, numa: NumaPolicy) -> Option<CrewCpus> {
-    let mut free = cores_of(node);
-    if free.len() < crew.ranks() {
-        return None;
+/// Disjoint sets of whole cores: one for each rank on a GPU; of the others, decode takes what saturates memory, at most
+/// half of the rest; prefill, which is bound by arithmetic, takes what is left. The gateway has what no worker has.
+fn divide_exclusive(
+    node: &NodeProfileSpec,
+    crew: Crew,
+    numa: NumaPolicy,
+    room: Option<CpuRoom>,
+) -> Result<CrewCpus, CpuLack> {
+    let all = cores_of(node);
+    let workers = (crew.prefill + crew.decode) as usize;
+    let gateway = crew
+        .gateway
+        .then(|| gateway_of(&set_of(&all, NumaPolicy::Any)));
+    let gateway_millis = gateway.as_ref().map_or(0, gateway_millis);
+    let may_request = room.map(|room| room.free_millis().saturating_sub(gateway_millis));
+    let mut free = own_cores(&all, crew, may_request);
+    if free.len() < workers {
+        return Err(CpuLack::Cores {
+            workers,
+            cores: free.len(),
+            core_cpus: all.iter().map(|core| core.cpus.len()).max().unwrap_or(1),
+            gateway_millis,
+        });
     }
-    let workers = free.len() - usize::from(crew.gateway) - crew.on_gpus() as usize;
+    let on_cpus = free.len() - crew.on_gpus() as usize;
     let prefill = crew.prefill_on_cpus() as usize;
     let decode = crew.decode_on_cpus() as usize;
     let for_decode = if prefill == 0 {
-        workers
+        on_cpus
     } else if decode == 0 {
         0
     } else {
         let one = node.memory.read_one_thread_gbps.max(f64::MIN_POSITIVE);
         let saturating = (node.memory.read_all_threads_gbps / one).ceil().max(1.0) as usize;
-        saturating.min(workers / 2).clamp(decode, workers - prefill)
+        saturating.min(on_cpus / 2).clamp(decode, on_cpus - prefill)
     };
     let mut take = |cores: usize| set_of(&take_cores(&mut free, cores, numa), numa);
     let shares = |cores: usize, ranks: usize| {
         (0..ranks).map(move |i| cores / ranks + usize::from(i < cores % ranks))
     };
     let mut decode_sets: Vec<CpuSet> = shares(for_decode, decode).map(&mut take).collect();
-    let mut prefill_sets: Vec<CpuSet> = shares(workers - for_decode, prefill)
+    let mut prefill_sets: Vec<CpuSet> = shares(on_cpus - for_decode, prefill)
         .map(&mut take)
         .collect();
     for (role, sets) in [
@@ -254,12 +380,49 @@ fn divide_exclusive(node: &NodeProfileSpec, crew: Crew, numa: NumaPolicy) -> Opt
             sets.extend((0..crew.of(role)).map(|_| take(1)));
         }
     }
-    let gateway = crew.gateway.then(|| take(1));
-    Some(CrewCpus {
-        gateway,
+    let taken: BTreeSet<u32> = decode_sets
+        .iter()
+        .chain(&prefill_sets)
+        .flat_map(|set| set.cpus.iter().copied())
+        .collect();
+    Ok(CrewCpus {
+        gateway: crew.gateway.then(|| gateway_beside(&all, &taken)),
         prefill: prefill_sets,
         decode: decode_sets,
     })
+}
+
+/// The gateway on what no worker has to itself; on all CPUs where workers have every one.
+fn gateway_beside(cores: &[Core], taken: &BTreeSet<u32>) -> CpuSet {
+    let is_left = |core: &&Core| core.cpus.iter().all(|cpu| !taken.contains(cpu));
+    let left: Vec<Core> = cores.iter().filter(is_left).cloned().collect();
+    let cores = if left.is_empty() { cores } else { &left };
+    gateway_of(&set_of(cores, NumaPolicy::Any))
+}
+
+/// Cores that workers may have to themselves: as many as their Pods may request whole. On a machine of one's own the
+/// gateway has a core where there is one to spare. The first cores are left to all others, as the kubelet leaves them to
+/// the system.
+fn own_cores(all: &[Core], crew: Crew, may_request_millis: Option<u64>) -> Vec<Core> {
+    let cpus: usize = all.iter().map(|core| core.cpus.len()).sum();
+    let workers = (crew.prefill + crew.decode) as usize;
+    let mut cpus = match may_request_millis {
+        Some(millis) => usize::try_from(millis / 1000).unwrap_or(usize::MAX),
+        None if crew.gateway && all.len() > workers => {
+            cpus - all.first().map_or(0, |core| core.cpus.len())
+        }
+        None => cpus,
+    };
+    let mut own: Vec<Core> = Vec::new();
+    for core in all.iter().rev() {
+        if core.cpus.len() > cpus {
+            break;
+        }
+        cpus -= core.cpus.len();
+        own.push(core.clone());
+    }
+    own.reverse();
+    own
 }
 
 /// Takes `count` cores out of `free` by the policy.

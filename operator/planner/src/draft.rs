@@ -1,14 +1,14 @@
 //! A placement, written down as a plan.
 
 use hearth_crds::{
-    DEVICE_CPU, DeploymentRef, InferencePlanSpec, NodeProfileSpec, PlanKv, PlanKvType, PlanModel,
-    PlanPrediction, PlanRank, PlanResidency, PlanRole, PlanRouting, PlanStrategy, RankPrediction,
-    ResidencyPolicy,
+    DEVICE_CPU, DeploymentRef, InferencePlanSpec, NodeProfileSpec, Pinning, PlanKv, PlanKvType,
+    PlanModel, PlanPrediction, PlanRank, PlanResidency, PlanRole, PlanRouting, PlanStrategy,
+    RankPrediction, ResidencyPolicy,
 };
 
 use crate::chooser::Chooser;
-use crate::cpus::{CpuSet, keep_beside, widen_memory};
-use crate::gpus::Seat;
+use crate::cpus::{CpuSet, GATEWAY_UNDER_EXCLUSIVE, keep_beside, widen_memory};
+use crate::gpus::{NodeOffer, Seat};
 use crate::memory::{BLOCK_TOKENS, Demand, NodeBudget, PREFILL_BATCH};
 use crate::place::Placement;
 use crate::predict::{Predictor, rounded};
@@ -88,7 +88,7 @@ impl Draft<'_> {
         let mut ranks = Vec::new();
         let mut counts = [0_u32; 3];
         for (n, crew) in self.placement.crews.iter().enumerate() {
-            let (Some(budget), Some(cpus), Ok(seats)) = (
+            let (Some(budget), Ok(cpus), Ok(seats)) = (
                 &self.placement.budgets[n],
                 self.chooser.cpus(n, *crew),
                 self.chooser.seats(n, *crew),
@@ -160,9 +160,10 @@ impl Draft<'_> {
             cpus: set.cpus,
             numa_nodes: set.numa_nodes,
             threads: set.threads,
-            pinning: self.request.spec.placement.pinning,
+            pinning: self.pinning(role),
             device: seat.map_or_else(|| DEVICE_CPU.to_owned(), |seat| seat.gpu.uuid.clone()),
             gpus: self.held_gpus(role, seat),
+            claims_gpus: seat.is_some() && self.claims_gpus(n),
             gpu_uuids: seat.map(|seat| seat.gpu.uuid.clone()).into_iter().collect(),
             gpu_memory_bytes: seat.map_or(0, |seat| seat.memory_bytes),
             residency: is_worker.then_some(PlanResidency {
@@ -188,6 +189,13 @@ impl Draft<'_> {
         }
     }
 
+    fn pinning(&self, role: PlanRole) -> Pinning {
+        match (role, self.request.spec.placement.pinning) {
+            (PlanRole::Gateway, Pinning::Exclusive) => GATEWAY_UNDER_EXCLUSIVE,
+            (_, asked) => asked,
+        }
+    }
+
     fn scratch_bytes(&self, role: PlanRole, seat: Option<&Seat<'_>>) -> u64 {
         match (role, seat) {
             (PlanRole::Gateway, _) => self.demand.gateway_scratch_bytes(),
@@ -206,6 +214,12 @@ impl Draft<'_> {
                 asked.max(own)
             }
         }
+    }
+
+    /// Whether the GPUs of a node are had by claims.
+    fn claims_gpus(&self, n: usize) -> bool {
+        let offer = self.chooser.gpus().at(self.nodes[n]);
+        matches!(offer, NodeOffer::Claims(_))
     }
 
     /// The largest chunk (a power of two from 16 to 256) whose step holds running streams up no longer than allowed.

@@ -19,12 +19,18 @@ pub enum Advice {
     DecodeReplicas(u32),
     /// Remove the prefill workers and write `spec.prefill.mode: Chunked`.
     Chunked,
+    /// Write `spec.placement.pinning: Shared`.
+    Share,
     /// Write `spec.prefill.gpusPerWorker: 0`.
     RunOnCpus,
     /// Nothing in the spec helps: this many more bytes of the GPU must be free, or the model is too large for it.
     FreeGpuMemory(u64),
     /// Nothing in the spec helps: the machine needs this many more bytes, or the model is too large for it.
     FreeMemory(u64),
+    /// Nothing in the spec helps: Pods must request this much less CPU of the node, in thousandths of a CPU.
+    FreeCpu(u64),
+    /// Nothing in the spec helps: the machine needs this many more cores.
+    MoreCores(usize),
 }
 
 impl fmt::Display for Advice {
@@ -39,11 +45,21 @@ impl fmt::Display for Advice {
             Self::Chunked => {
                 f.write_str("write spec.prefill.mode: Chunked without prefill replicas")
             }
+            Self::Share => f.write_str("write spec.placement.pinning: Shared"),
             Self::RunOnCpus => f.write_str("write spec.prefill.gpusPerWorker: 0 to run on CPUs"),
             Self::FreeGpuMemory(bytes) => write!(
                 f,
                 "free {} of the GPU, take a larger one, or a smaller model",
                 format_bytes(*bytes)
+            ),
+            Self::FreeCpu(millis) => write!(
+                f,
+                "free {millis}m of CPU requests on the node, or add a node"
+            ),
+            Self::MoreCores(cores) => write!(
+                f,
+                "take a machine with {cores} more core{}",
+                if *cores == 1 { "" } else { "s" }
             ),
             Self::FreeMemory(bytes) => {
                 write!(f, "free {}, or take a smaller model", format_bytes(*bytes))
@@ -146,22 +162,43 @@ pub enum PlanError {
         /// The model's architecture.
         architecture: String,
     },
-    /// Too few cores for workers with cores of their own.
+    /// Too few cores for workers with cores of their own; the numbers are those of the node that lacks the least.
     #[error(
-        "spec.placement.pinning is \"Exclusive\" and node {node} has {cores} cores for {ranks} processes ({names})\n  \
-         write pinning: Shared{}", if *.chunked_fits { ", or spec.prefill.mode: Chunked without prefill replicas" } else { "" }
+        "spec.placement.pinning is \"Exclusive\" and node {node} has {cores} whole core{} for {workers} worker{} ({names}){accounts}\n  {}",
+        if *.cores == 1 { "" } else { "s" }, if *.workers == 1 { "" } else { "s" }, any_of(.advice)
     )]
     TooFewCores {
         /// The node.
         node: String,
-        /// Its cores.
+        /// Cores that workers may have to themselves.
         cores: usize,
-        /// Processes that want one.
-        ranks: usize,
+        /// Workers that want one.
+        workers: usize,
         /// Their names.
         names: String,
-        /// Whether leaving out the prefill workers suffices.
-        chunked_fits: bool,
+        /// Where the node's CPU goes, such as `: of its 2000m CPU …`; empty on a machine of one's own.
+        accounts: String,
+        /// Changes that fit, each by itself; at least one.
+        advice: Vec<Advice>,
+    },
+    /// Less CPU than the Pods request; the numbers are those of the node that lacks the least.
+    #[error(
+        "{what} finds too little CPU: the Pods of node {node} would request {needs_millis}m with it, and it can give {free_millis}m{accounts}\n  {}",
+        any_of(.advice)
+    )]
+    InsufficientCpu {
+        /// What was to be placed, such as `decode-0`.
+        what: String,
+        /// The node.
+        node: String,
+        /// What all ranks of the node would request, in thousandths of a CPU.
+        needs_millis: u64,
+        /// What they may request.
+        free_millis: u64,
+        /// Where the node's CPU goes.
+        accounts: String,
+        /// Changes that fit, each by itself; at least one.
+        advice: Vec<Advice>,
     },
     /// Too few GPUs that the device plugin can still give.
     #[error(

@@ -2,7 +2,7 @@
 //! one GPU.
 
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_crds::{ComputeCapability, GpuProfile, NodeProfileSpec, PlanRole, format_bytes};
 
@@ -21,9 +21,46 @@ const RESERVE_SHARE: u64 = 32;
 pub enum GpuOffer<'a> {
     /// One machine: all that its profile shows. As many ranks share a GPU as its free memory holds.
     Machine,
-    /// A cluster: what its device plugin can still give, by node; a node that is not named has none. Each GPU is one rank's
-    /// own. The plugin chooses among the GPUs of a node, so that a plan must hold for each of them.
-    DevicePlugin(&'a BTreeMap<String, u32>),
+    /// A cluster, where each GPU is one rank's own.
+    Cluster {
+        /// What device plugins can still give, by node; a node that is not named has none. The plugin chooses among the
+        /// GPUs of a node, so that a plan must hold for each of them.
+        plugin: &'a BTreeMap<String, u32>,
+        /// UUIDs that can still be claimed, by node: dynamic resource allocation, which gives the very GPU that a claim
+        /// names. A node that is named here has no other GPUs.
+        claimable: &'a BTreeMap<String, BTreeSet<String>>,
+    },
+}
+
+/// Where the GPUs of one node come from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum NodeOffer<'a> {
+    Machine,
+    Plugin(u32),
+    Claims(&'a BTreeSet<String>),
+}
+
+impl<'a> GpuOffer<'a> {
+    pub(crate) fn at(self, node: &NodeProfileSpec) -> NodeOffer<'a> {
+        match self {
+            Self::Machine => NodeOffer::Machine,
+            Self::Cluster { plugin, claimable } => match claimable.get(&node.node) {
+                Some(uuids) => NodeOffer::Claims(uuids),
+                None => NodeOffer::Plugin(plugin.get(&node.node).copied().unwrap_or(0)),
+            },
+        }
+    }
+}
+
+impl NodeOffer<'_> {
+    /// GPUs that the node can still give; `None`: as its memory allows.
+    pub(crate) fn count(self) -> Option<u32> {
+        match self {
+            Self::Machine => None,
+            Self::Plugin(free) => Some(free),
+            Self::Claims(uuids) => Some(u32::try_from(uuids.len()).unwrap_or(u32::MAX)),
+        }
+    }
 }
 
 /// Roles whose ranks run on GPUs.
@@ -94,6 +131,7 @@ impl GpuLack {
     pub(crate) fn is_nearer_than(&self, other: &Self) -> bool {
         let rank = |lack: &Self| match lack {
             Self::Memory(short) => (0, short.needs_bytes.saturating_sub(short.free_bytes)),
+            Self::Count { free: 0, .. } => (3, 0),
             Self::Count { free, .. } => (1, u64::MAX - u64::from(*free)),
             Self::Unusable { .. } => (2, 0),
         };
@@ -151,19 +189,31 @@ fn slots<'a>(node: &'a NodeProfileSpec, offer: GpuOffer<'_>) -> Result<Vec<Slot<
         unusable(gpu).map(|why| format!("{} of {} cannot be used: {why}", gpu.name, node.node))
     });
     let gpus = node.gpus.iter();
+    let offer = offer.at(node);
     let (usable, memory): (Vec<&GpuProfile>, fn(&GpuProfile) -> u64) = match offer {
-        GpuOffer::Machine => (
+        NodeOffer::Machine => (
             gpus.filter(|gpu| unusable(gpu).is_none()).collect(),
             |gpu| gpu.free_bytes,
         ),
         // Any of them may be handed out, whole: who uses it now is asked to leave first.
-        GpuOffer::DevicePlugin(_) => match reasons.next() {
+        NodeOffer::Plugin(_) => match reasons.next() {
             Some(why) => return Err(why),
             None => (gpus.collect(), |gpu| gpu.memory_bytes),
         },
+        NodeOffer::Claims(uuids) => (
+            gpus.filter(|gpu| uuids.contains(&gpu.uuid) && unusable(gpu).is_none())
+                .collect(),
+            |gpu| gpu.memory_bytes,
+        ),
     };
     if usable.is_empty() {
-        let none = || format!("the profile of {} shows no GPU", node.node);
+        let none = || match offer.count() {
+            None | Some(0) => format!("the profile of {} shows no GPU", node.node),
+            Some(offered) => format!(
+                "{offered} that {} offers are not in its profile: its agent cannot see them (chart value agent.runtimeClassName)",
+                node.node
+            ),
+        };
         return Err(reasons.next().unwrap_or_else(none));
     }
     let least = usable.iter().map(|gpu| memory(gpu)).min().unwrap_or(0);
@@ -171,8 +221,8 @@ fn slots<'a>(node: &'a NodeProfileSpec, offer: GpuOffer<'_>) -> Result<Vec<Slot<
         .into_iter()
         .map(|gpu| {
             let bytes = usable_bytes(match offer {
-                GpuOffer::Machine => memory(gpu),
-                GpuOffer::DevicePlugin(_) => least,
+                NodeOffer::Machine | NodeOffer::Claims(_) => memory(gpu),
+                NodeOffer::Plugin(_) => least,
             });
             Slot {
                 gpu,
@@ -187,23 +237,11 @@ fn slots<'a>(node: &'a NodeProfileSpec, offer: GpuOffer<'_>) -> Result<Vec<Slot<
 
 /// Whether ranks can be put on any GPU of `node` at all, if they fit.
 pub(crate) fn has_usable(node: &NodeProfileSpec, offer: GpuOffer<'_>) -> bool {
-    let is_offered = match offer {
-        GpuOffer::Machine => true,
-        GpuOffer::DevicePlugin(_) => plugin_gpus(node, offer) > 0,
-    };
-    is_offered && slots(node, offer).is_ok()
-}
-
-/// GPUs that the device plugin of `node` can still give.
-pub(crate) fn plugin_gpus(node: &NodeProfileSpec, offer: GpuOffer<'_>) -> u32 {
-    match offer {
-        GpuOffer::Machine => 0,
-        GpuOffer::DevicePlugin(free) => free.get(&node.node).copied().unwrap_or(0),
-    }
+    offer.at(node).count() != Some(0) && slots(node, offer).is_ok()
 }
 
 /// Puts the ranks of a node that run on GPUs on them: each on the one with the most memory left, prefill ranks first.
-/// What is left then becomes KV. `gpus_per_prefill` of them are held by a prefill rank, whether it computes on one or not.
+/// What is left then becomes KV. `gpus_per_prefill` of them are held by a prefill rank, which computes on one of them.
 pub(crate) fn seats<'a>(
     node: &'a NodeProfileSpec,
     crew: Crew,
@@ -219,8 +257,8 @@ pub(crate) fn seats<'a>(
         }
     };
     let (prefill, decode) = (ranks(PlanRole::Prefill), ranks(PlanRole::Decode));
-    if let GpuOffer::DevicePlugin(_) = offer {
-        let free = plugin_gpus(node, offer);
+    let is_own = offer.at(node).count().is_some();
+    if let Some(free) = offer.at(node).count() {
         let needs = crew
             .prefill
             .saturating_mul(gpus_per_prefill)
@@ -240,9 +278,7 @@ pub(crate) fn seats<'a>(
         node: node.node.clone(),
         why,
     })?;
-    if let GpuOffer::DevicePlugin(_) = offer
-        && slots.len() < (prefill + decode) as usize
-    {
+    if is_own && slots.len() < (prefill + decode) as usize {
         return Err(GpuLack::Count {
             node: node.node.clone(),
             needs: prefill + decode,
@@ -252,7 +288,6 @@ pub(crate) fn seats<'a>(
     let mut taken: Vec<(PlanRole, usize)> = Vec::new();
     for (role, ranks) in [(PlanRole::Prefill, prefill), (PlanRole::Decode, decode)] {
         for _ in 0..ranks {
-            let is_own = matches!(offer, GpuOffer::DevicePlugin(_));
             let used: Vec<usize> = taken.iter().filter(|_| is_own).map(|(_, n)| *n).collect();
             taken.push((role, take(node, &mut slots, &used, role, demand)?));
         }

@@ -22,7 +22,7 @@ mod predict;
 mod reasons;
 mod request;
 
-pub use cpus::format_cpu_list;
+pub use cpus::{CpuOffer, CpuRoom, format_cpu_list};
 pub use error::{Advice, PlanError};
 pub use gpus::GpuOffer;
 pub use predict::{

@@ -2,7 +2,7 @@
 
 use hearth_crds::NodeProfileSpec;
 
-use crate::cpus::{Crew, core_count};
+use crate::cpus::{CpuLack, Crew};
 use crate::gpus::{GpuLack, OnGpu};
 use crate::memory::{Demand, NodeBudget, Shortage};
 
@@ -38,16 +38,21 @@ pub(crate) struct Placement {
 pub(crate) enum NoRoom {
     /// For want of memory; the node that lacks the least.
     Memory { what: String, shortage: Shortage },
-    /// For want of cores with `Exclusive`; the node with the most.
-    Cores { node: usize, crew: Crew },
+    /// For want of CPUs; the node that lacks the least.
+    Cpus {
+        what: String,
+        node: usize,
+        crew: Crew,
+        lack: CpuLack,
+    },
     /// For want of GPUs or of their memory; the node that lacks the least.
     Gpus { what: String, lack: GpuLack },
 }
 
 /// What placement asks about a node and the ranks that it would then have.
 pub(crate) trait Cost {
-    /// Whether the node has CPUs for them.
-    fn has_cores(&self, node: usize, crew: Crew) -> bool;
+    /// What the node lacks of the CPUs that they ask for.
+    fn cpu_lack(&self, node: usize, crew: Crew) -> Option<CpuLack>;
     /// What the node lacks of the GPUs that they hold.
     fn gpu_lack(&self, node: usize, crew: Crew) -> Option<GpuLack>;
     /// Time per output token of a further decode rank.
@@ -135,14 +140,13 @@ impl Candidates<'_> {
     ) -> Result<usize, NoRoom> {
         let mut best: Option<(f64, usize)> = None;
         let mut nearest: Option<Shortage> = None;
-        let mut crowded: Option<(usize, usize, Crew)> = None;
+        let mut crowded: Option<(CpuLack, usize, Crew)> = None;
         let mut without_gpus: Option<GpuLack> = None;
         for (n, node) in self.nodes.iter().enumerate() {
             let crew = with(self.crews[n]);
-            if !self.cost.has_cores(n, crew) {
-                let cores = core_count(node);
-                if crowded.is_none_or(|(most, ..)| cores > most) {
-                    crowded = Some((cores, n, crew));
+            if let Some(lack) = self.cost.cpu_lack(n, crew) {
+                if crowded.is_none_or(|(nearest, ..)| lack.is_nearer_than(&nearest)) {
+                    crowded = Some((lack, n, crew));
                 }
                 continue;
             }
@@ -178,7 +182,12 @@ impl Candidates<'_> {
             (Some((_, node)), ..) => Ok(node),
             (None, Some(shortage), ..) => Err(NoRoom::Memory { what, shortage }),
             (None, None, Some(lack), _) => Err(NoRoom::Gpus { what, lack }),
-            (None, None, None, Some((_, node, crew))) => Err(NoRoom::Cores { node, crew }),
+            (None, None, None, Some((lack, node, crew))) => Err(NoRoom::Cpus {
+                what,
+                node,
+                crew,
+                lack,
+            }),
             (None, None, None, None) => Ok(0),
         }
     }

@@ -8,6 +8,7 @@ use hearth_crds::{
 use crate::advice;
 use crate::checks::{checked_nodes, context_length, kv_types};
 use crate::chooser::Chooser;
+use crate::cpus::CpuOffer;
 use crate::draft::Draft;
 use crate::error::PlanError;
 use crate::gpus::{GpuOffer, OnGpu, has_usable};
@@ -36,6 +37,8 @@ pub struct PlanRequest<'a> {
     pub profiles: &'a [NodeProfileSpec],
     /// Where GPUs come from.
     pub gpus: GpuOffer<'a>,
+    /// What of the nodes' CPUs may be asked for.
+    pub cpus: CpuOffer<'a>,
 }
 
 /// Makes the plan.
@@ -65,7 +68,7 @@ pub fn plan(request: &PlanRequest<'_>) -> Result<InferencePlanSpec, PlanError> {
         chunk_tokens: PREFILL_CHUNK_TOKENS.min(context_length),
     };
     advice::check_kv_budget(spec, &demand)?;
-    let chooser = Chooser::new(&nodes, &demand, spec, request.gpus);
+    let chooser = Chooser::new(&nodes, &demand, spec, (request.gpus, request.cpus));
     let (placement, refused) = placed(&chooser, &demand, spec)?;
     let draft = Draft {
         request,
@@ -128,11 +131,9 @@ fn device_choices(
         .any(|node| has_usable(node, chooser.gpus()));
     let is_auto = spec.strategy == Strategy::Auto;
     let is_asked = asked.is_some_and(|gpus| gpus > 0) && wanted.prefill > 0;
-    // What a device plugin gives is held as asked, also where nobody knows what it is.
-    let is_held = matches!(chooser.gpus(), GpuOffer::DevicePlugin(_)) && !has_usable;
     let may_use = match asked {
         Some(0) => false,
-        Some(_) => (is_asked && !is_held) || (is_auto && has_usable),
+        Some(_) => is_asked || (is_auto && has_usable),
         None => is_auto && has_usable,
     };
     if !may_use {

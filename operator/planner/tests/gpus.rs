@@ -4,15 +4,15 @@
 
 mod support;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_crds::{
     ComputeCapability, GpuProfile, InferencePlanSpec, NodeProfileSpec, PlanRank, ResidencyPolicy,
 };
-use hearth_planner::{Advice, GpuOffer, PlanError, plan};
+use hearth_planner::{Advice, PlanError, plan};
 use support::{
-    GIB, demo_model, dense_1_7b, gpu, laptop, qwen3_30b, request, request_here, server, small_vm,
-    spec,
+    GIB, claims, demo_model, dense_1_7b, gpu, laptop, plugin, qwen3_30b, request, request_here,
+    server, small_vm, spec,
 };
 
 /// The small machine with GPUs.
@@ -227,7 +227,7 @@ fn in_a_cluster_each_gpu_is_one_workers_own() {
     let spec = spec("prefill: {gpusPerWorker: 1}\n");
     let one = BTreeMap::from([("office".to_owned(), 1)]);
     let mut request = request(&spec, &facts, &profiles);
-    request.gpus = GpuOffer::DevicePlugin(&one);
+    request.gpus = plugin(&one);
     let plan = plan(&request).unwrap();
     let prefill = rank(&plan, "prefill-0");
     assert_eq!((prefill.node.as_str(), prefill.gpus), ("office", 1));
@@ -240,7 +240,7 @@ fn in_a_cluster_each_gpu_is_one_workers_own() {
     ));
 
     let none = BTreeMap::new();
-    request.gpus = GpuOffer::DevicePlugin(&none);
+    request.gpus = plugin(&none);
     let refusal = hearth_planner::plan(&request).unwrap_err().to_string();
     assert!(
         refusal.starts_with("prefill-0 needs 1 GPU on one node"),
@@ -262,7 +262,7 @@ fn a_plan_holds_for_each_gpu_that_the_device_plugin_may_give() {
     small.free_bytes = 0;
     let profiles = [here(vec![gpu("large", 1, 24), small])];
     let mut request = request(&spec, &facts, &profiles);
-    request.gpus = GpuOffer::DevicePlugin(&two);
+    request.gpus = plugin(&two);
     let made = plan(&request).unwrap();
     let (prefill, decode) = (rank(&made, "prefill-0"), rank(&made, "decode-0"));
     assert_ne!(prefill.gpu_uuids, decode.gpu_uuids);
@@ -280,23 +280,62 @@ fn a_plan_holds_for_each_gpu_that_the_device_plugin_may_give() {
     ));
 }
 
+/// A GPU that is held while its worker computes on CPUs is a GPU that nobody else can use.
 #[test]
-fn gpus_that_nobody_knows_are_held_as_asked() {
+fn gpus_that_nobody_knows_are_not_held() {
     let facts = dense_1_7b();
     let spec = spec("prefill: {gpusPerWorker: 2}\n");
     let two = BTreeMap::from([("here".to_owned(), 2)]);
     let profiles = [small_vm()];
     let mut request = request(&spec, &facts, &profiles);
-    request.gpus = GpuOffer::DevicePlugin(&two);
+    request.gpus = plugin(&two);
+    let refusal = plan(&request).unwrap_err();
+    insta::assert_snapshot!(refusal, @r"
+    prefill-0 needs a GPU (spec.prefill.gpusPerWorker), and 2 that here offers are not in its profile: its agent cannot see them (chart value agent.runtimeClassName)
+      write spec.prefill.gpusPerWorker: 0 to run on CPUs, or add a GPU of compute capability 8.0 or higher
+    ");
+}
+
+/// A claim names the very GPU, so that a plan need not hold for all of them, and those of others are left alone.
+#[test]
+fn gpus_that_can_be_claimed_are_chosen_by_uuid() {
+    let facts = dense_1_7b();
+    let spec = spec("prefill: {gpusPerWorker: 1}\n");
+    let (large, small, other) = (
+        gpu("large", 1, 24),
+        gpu("small", 2, 12),
+        gpu("other", 3, 80),
+    );
+    let free = [&large, &small].map(|gpu| gpu.uuid.clone());
+    let uuids = BTreeMap::from([("here".to_owned(), BTreeSet::from(free))]);
+    let profiles = [here(vec![large.clone(), small, other.clone()])];
+    let mut request = request(&spec, &facts, &profiles);
+    request.gpus = claims(&uuids);
     let made = plan(&request).unwrap();
     let prefill = rank(&made, "prefill-0");
-    assert_eq!((prefill.gpus, prefill.device.as_str()), (2, "cpu"));
+    assert_eq!(
+        (prefill.device.as_str(), prefill.gpus),
+        (large.uuid.as_str(), 1)
+    );
+    assert!(prefill.claims_gpus);
+    // It may use more than the smallest of them holds.
+    assert!(prefill.gpu_memory_bytes > 0);
+    assert!(made.ranks.iter().all(|rank| rank.device != other.uuid));
     assert!(has_line(
         &made.why,
-        "prefill-0 on here: holds 2 GPUs",
-        "shows none"
+        "prefill-0 on large of here",
+        "its claim names this GPU"
     ));
-    assert!(has_line(&made.why, "hybrid on here", "no GPU"));
+    assert!(has_line(
+        &made.not_chosen,
+        "other of here",
+        "claimed by others"
+    ));
+
+    let none = BTreeMap::from([("here".to_owned(), BTreeSet::new())]);
+    request.gpus = claims(&none);
+    let refusal = plan(&request).unwrap_err().to_string();
+    assert!(refusal.starts_with("prefill-0 needs 1 GPU"), "{refusal}");
 }
 
 #[test]

@@ -4,10 +4,12 @@
 
 mod support;
 
-use hearth_crds::{PlanRole, PlanRouting, ResidencyPolicy};
-use hearth_planner::{Advice, PlanError, plan};
+use std::collections::BTreeMap;
+
+use hearth_crds::{Pinning, PlanRole, PlanRouting, ResidencyPolicy};
+use hearth_planner::{Advice, CpuOffer, CpuRoom, PlanError, PlanRequest, plan};
 use support::{
-    GIB, MIB, demo_model, dense_1_7b, laptop, qwen3_30b, request, server, small_vm, spec,
+    GIB, MIB, cpu_rooms, demo_model, dense_1_7b, laptop, qwen3_30b, request, server, small_vm, spec,
 };
 
 #[test]
@@ -216,18 +218,83 @@ fn an_explicit_kv_budget_is_kept_or_refused() {
 
 #[test]
 fn exclusive_on_too_few_cores_says_what_to_write() {
-    let exclusive = spec("placement: {pinning: Exclusive}\n");
+    let exclusive = spec("decode: {replicas: 2}\nplacement: {pinning: Exclusive}\n");
     let error = plan(&request(&exclusive, &demo_model(), &[small_vm()])).unwrap_err();
     insta::assert_snapshot!(error, @r#"
-    spec.placement.pinning is "Exclusive" and node here has 2 cores for 3 processes (gateway, prefill, decode)
-      write pinning: Shared, or spec.prefill.mode: Chunked without prefill replicas
+    spec.placement.pinning is "Exclusive" and node here has 2 whole cores for 3 workers (prefill, 2 decode)
+      lower spec.decode.replicas to 1, or write spec.prefill.mode: Chunked without prefill replicas, or write spec.placement.pinning: Shared
     "#);
     let chunked = spec("prefill: {mode: Chunked}\nplacement: {pinning: Exclusive}\n");
-    let plan = plan(&request(&chunked, &demo_model(), &[small_vm()])).unwrap();
-    assert_ne!(
-        plan.rank("gateway-0").unwrap().cpus,
-        plan.rank("decode-0").unwrap().cpus
+    let profiles = [small_vm()];
+    let facts = demo_model();
+    let made = plan(&request(&chunked, &facts, &profiles)).unwrap();
+    let (gateway, decode) = (
+        made.rank("gateway-0").unwrap(),
+        made.rank("decode-0").unwrap(),
     );
+    assert_ne!(gateway.cpus, decode.cpus);
+    assert_eq!(gateway.pinning, Pinning::Shared);
+    assert_eq!(decode.pinning, Pinning::Exclusive);
+}
+
+/// Two cores of a cluster's node, of which system Pods and the agent request some.
+#[test]
+fn exclusive_in_a_cluster_takes_whole_cpus_of_what_others_leave() {
+    let profiles = [small_vm()];
+    let facts = demo_model();
+    let rooms = cpu_rooms(&profiles, 250);
+    let planned = |yaml: &str, rooms: &BTreeMap<String, CpuRoom>| {
+        plan(&PlanRequest {
+            cpus: CpuOffer::Requests(rooms),
+            ..request(&spec(yaml), &facts, &profiles)
+        })
+    };
+    let made = planned(
+        "prefill: {mode: Chunked}\nplacement: {pinning: Exclusive}\n",
+        &rooms,
+    )
+    .unwrap();
+    let (gateway, decode) = (
+        made.rank("gateway-0").unwrap(),
+        made.rank("decode-0").unwrap(),
+    );
+    // The kubelet leaves the first core to the system, and so does the plan.
+    assert_eq!(
+        (decode.cpus.as_slice(), decode.cpu_millis()),
+        (&[1][..], 1000)
+    );
+    assert_eq!(
+        (gateway.cpus.as_slice(), gateway.cpu_millis()),
+        (&[0][..], 100)
+    );
+    assert!(
+        made.why
+            .iter()
+            .any(|line| line.starts_with("CPUs on here: 1 of their own") && line.contains("250m")),
+        "{:?}",
+        made.why
+    );
+
+    let error = planned("placement: {pinning: Exclusive}\n", &rooms).unwrap_err();
+    insta::assert_snapshot!(error, @r#"
+    spec.placement.pinning is "Exclusive" and node here has 1 whole core for 2 workers (prefill, decode): of its 2000m CPU other Pods request 250m, 100m are kept free, and the gateway requests up to 200m
+      write spec.prefill.mode: Chunked without prefill replicas, or write spec.placement.pinning: Shared
+    "#);
+    let crowded = cpu_rooms(&profiles, 1750);
+    let error = planned(
+        "prefill: {mode: Chunked}\nplacement: {pinning: Exclusive}\n",
+        &crowded,
+    )
+    .unwrap_err();
+    insta::assert_snapshot!(error, @r#"
+    spec.placement.pinning is "Exclusive" and node here has 0 whole cores for 1 worker (decode): of its 2000m CPU other Pods request 1750m, 100m are kept free, and the gateway requests up to 200m
+      free 1050m of CPU requests on the node, or add a node
+    "#);
+    let error = planned("", &crowded).unwrap_err();
+    insta::assert_snapshot!(error, @r#"
+    the deployment finds too little CPU: the Pods of node here would request 600m with it, and it can give 150m: of its 2000m CPU other Pods request 1750m, 100m are kept free
+      free 450m of CPU requests on the node, or add a node
+    "#);
 }
 
 #[test]

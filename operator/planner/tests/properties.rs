@@ -4,15 +4,17 @@
 
 mod support;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_crds::{
     ComputeCapability, GpuProfile, InferenceDeploymentSpec, InferencePlanSpec, NodeProfileSpec,
     Pinning, PlanRole,
 };
-use hearth_planner::{Advice, GpuOffer, PlanError, PlanRequest, plan};
+use hearth_planner::{Advice, CpuOffer, CpuRoom, GpuOffer, PlanError, PlanRequest, plan};
 use proptest::prelude::*;
-use support::{GIB, MIB, Machine, demo_model, dense_1_7b, gpu, qwen3_30b, request, spec};
+use support::{
+    GIB, MIB, Machine, cpu_rooms, demo_model, dense_1_7b, gpu, qwen3_30b, request, spec,
+};
 
 fn machine() -> impl Strategy<Value = NodeProfileSpec> {
     (
@@ -102,9 +104,17 @@ fn assert_memory_fits(plan: &InferencePlanSpec, profiles: &[NodeProfileSpec]) {
 fn assert_gpus_fit(plan: &InferencePlanSpec, profiles: &[NodeProfileSpec], offer: GpuOffer<'_>) {
     for profile in profiles {
         let here = || plan.ranks.iter().filter(|rank| rank.node == profile.node);
-        if let GpuOffer::DevicePlugin(free) = offer {
+        if let GpuOffer::Cluster { plugin, claimable } = offer {
             let held: u32 = here().map(|rank| rank.gpus).sum();
-            assert!(held <= free.get(&profile.node).copied().unwrap_or(0));
+            let claimable = claimable.get(&profile.node);
+            let free = claimable.map_or(plugin.get(&profile.node).copied().unwrap_or(0), |uuids| {
+                u32::try_from(uuids.len()).unwrap()
+            });
+            assert!(held <= free, "{held} of {free} on {}", profile.node);
+            for rank in here().filter(|rank| rank.is_on_gpu()) {
+                assert_eq!(rank.claims_gpus, claimable.is_some());
+                assert!(claimable.is_none_or(|uuids| uuids.contains(&rank.device)));
+            }
         }
         for rank in here().filter(|rank| rank.is_on_gpu()) {
             assert_eq!(
@@ -119,7 +129,11 @@ fn assert_gpus_fit(plan: &InferencePlanSpec, profiles: &[NodeProfileSpec], offer
             let least = profile.gpus.iter().map(|gpu| gpu.memory_bytes).min();
             match offer {
                 GpuOffer::Machine => assert!(used <= gpu.free_bytes, "{used} on {gpu:?}"),
-                GpuOffer::DevicePlugin(_) => {
+                GpuOffer::Cluster { claimable, .. } => {
+                    let least = match claimable.contains_key(&profile.node) {
+                        true => Some(gpu.memory_bytes),
+                        false => least,
+                    };
                     assert!(on_it.len() <= 1 && Some(used) <= least, "{used} on {gpu:?}");
                 }
             }
@@ -129,7 +143,21 @@ fn assert_gpus_fit(plan: &InferencePlanSpec, profiles: &[NodeProfileSpec], offer
     }
 }
 
-fn assert_cpus_fit(plan: &InferencePlanSpec, profiles: &[NodeProfileSpec]) {
+/// CPUs that are there, given to one alone where they are exclusive, and requests within what a node can give. On a machine
+/// of one's own the gateway may run beside workers that have every core.
+fn assert_cpus_fit(plan: &InferencePlanSpec, profiles: &[NodeProfileSpec], offer: CpuOffer<'_>) {
+    if let CpuOffer::Requests(rooms) = offer {
+        for profile in profiles {
+            let here = plan.ranks.iter().filter(|rank| rank.node == profile.node);
+            let requested: u64 = here.map(hearth_crds::PlanRank::cpu_millis).sum();
+            let free = rooms[&profile.node].free_millis();
+            assert!(
+                requested <= free,
+                "{requested}m of {free}m on {}",
+                profile.node
+            );
+        }
+    }
     for rank in &plan.ranks {
         let profile = profiles
             .iter()
@@ -154,6 +182,10 @@ fn assert_cpus_fit(plan: &InferencePlanSpec, profiles: &[NodeProfileSpec]) {
             .filter(|other| other.name != rank.name && other.node == rank.node)
         {
             let overlap = rank.cpus.iter().any(|cpu| other.cpus.contains(cpu));
+            if other.role == PlanRole::Gateway && matches!(offer, CpuOffer::Machine) {
+                assert_ne!(other.pinning, Pinning::Exclusive);
+                continue;
+            }
             assert!(
                 !(overlap && rank.pinning == Pinning::Exclusive),
                 "{} and {} overlap",
@@ -170,23 +202,35 @@ proptest! {
     #[test]
     fn plans_never_overcommit_and_refusals_help(
         a in machine(), b in machine(), two in any::<bool>(), deployment in deployment(), model in 0..3_usize,
-        gpus in gpus(), offered in prop::option::of(0_u32..=3)
+        gpus in gpus(), offered in prop::option::of(0_u32..=3), requested in prop::option::of(0_u64..6_000),
+        claimable in prop::option::of(0_usize..=3)
     ) {
         let facts = [demo_model(), dense_1_7b(), qwen3_30b()][model].clone();
         let mut profiles = vec![a];
         profiles[0].node = "attic".into();
         profiles[0].gpus = gpus;
         let free: BTreeMap<String, u32> = offered.map(|gpus| ("attic".to_owned(), gpus)).into_iter().collect();
-        let offer = if two || offered.is_some() { GpuOffer::DevicePlugin(&free) } else { GpuOffer::Machine };
+        let uuids = claimable.map(|count| {
+            let gpus = profiles[0].gpus.iter().take(count).map(|gpu| gpu.uuid.clone());
+            ("attic".to_owned(), gpus.collect::<BTreeSet<String>>())
+        });
+        let uuids: BTreeMap<_, _> = uuids.into_iter().collect();
+        let offer = if two || offered.is_some() || claimable.is_some() {
+            GpuOffer::Cluster { plugin: &free, claimable: &uuids }
+        } else {
+            GpuOffer::Machine
+        };
         if two {
             profiles.push(NodeProfileSpec { node: "cellar".into(), ..b });
         }
-        let request = |deployment, profiles| PlanRequest { gpus: offer, ..request(deployment, &facts, profiles) };
+        let rooms = cpu_rooms(&profiles, requested.unwrap_or(0));
+        let cpus = if requested.is_some() { CpuOffer::Requests(&rooms) } else { CpuOffer::Machine };
+        let request = |deployment, profiles| PlanRequest { gpus: offer, cpus, ..request(deployment, &facts, profiles) };
         match plan(&request(&deployment, &profiles)) {
             Ok(made) => {
                 assert_gpus_fit(&made, &profiles, offer);
                 assert_memory_fits(&made, &profiles);
-                assert_cpus_fit(&made, &profiles);
+                assert_cpus_fit(&made, &profiles, cpus);
                 prop_assert_eq!(made.ranks_of(PlanRole::Gateway).count(), 1);
                 prop_assert_eq!(made.ranks_of(PlanRole::Decode).count() as u32, deployment.decode.planned_replicas());
                 prop_assert_eq!(made.ranks_of(PlanRole::Prefill).count() as u32, deployment.prefill.planned_replicas());
@@ -207,27 +251,38 @@ proptest! {
                 let text = error.to_string();
                 prop_assert!(text.chars().any(|c| c.is_ascii_digit()), "no number in: {text}");
                 prop_assert_eq!(text.lines().count(), 2, "{}", text);
-                follow(&error, &deployment, &profiles, |spec, profiles| plan(&PlanRequest { gpus: offer, ..support::request(spec, &facts, profiles) }));
+                follow(&error, (&deployment, &profiles, &rooms), |spec, profiles, rooms| {
+                    let cpus = if requested.is_some() { CpuOffer::Requests(rooms) } else { CpuOffer::Machine };
+                    plan(&PlanRequest { gpus: offer, cpus, ..support::request(spec, &facts, profiles) })
+                });
             }
         }
     }
 }
 
-/// Does what a refusal says, each advice by itself, and expects a plan (or, with Exclusive, want of cores only).
+type Rooms = BTreeMap<String, CpuRoom>;
+
+/// Does what a refusal says, each advice by itself, and expects a plan.
 fn follow(
     error: &PlanError,
-    deployment: &InferenceDeploymentSpec,
-    profiles: &[NodeProfileSpec],
-    plan: impl Fn(&InferenceDeploymentSpec, &[NodeProfileSpec]) -> Result<InferencePlanSpec, PlanError>,
+    (deployment, profiles, rooms): (&InferenceDeploymentSpec, &[NodeProfileSpec], &Rooms),
+    plan: impl Fn(
+        &InferenceDeploymentSpec,
+        &[NodeProfileSpec],
+        &Rooms,
+    ) -> Result<InferencePlanSpec, PlanError>,
 ) {
     let (advice, node) = match error {
-        PlanError::InsufficientMemory { advice, node, .. } => (advice, node.as_str()),
+        PlanError::InsufficientMemory { advice, node, .. }
+        | PlanError::TooFewCores { advice, node, .. }
+        | PlanError::InsufficientCpu { advice, node, .. } => (advice, node.as_str()),
         PlanError::InsufficientGpuMemory { advice, .. } => (advice, ""),
         _ => return,
     };
     assert!(!advice.is_empty());
     for advice in advice {
         let (mut changed, mut machines) = (deployment.clone(), profiles.to_vec());
+        let mut rooms = rooms.clone();
         match advice {
             Advice::ContextLength(tokens) => changed.model.context_length = Some(*tokens),
             Advice::RemoveKvMemory => changed.decode.kv_cache.memory = None,
@@ -240,6 +295,20 @@ fn follow(
                 changed.prefill.replicas = None;
                 changed.prefill.mode = hearth_crds::PrefillMode::Chunked;
             }
+            Advice::Share => changed.placement.pinning = Pinning::Shared,
+            Advice::FreeCpu(millis) => {
+                let room = rooms.get_mut(node).unwrap();
+                room.allocatable_millis += millis;
+                // It is what the rank at fault lacks; a later rank may lack more, or memory.
+                let planned = plan(&changed, &machines, &rooms);
+                assert!(planned.as_ref().err() != Some(error), "{error}");
+                continue;
+            }
+            // Another machine is no change of this one.
+            Advice::MoreCores(cores) => {
+                assert!(*cores > 0, "{error}");
+                continue;
+            }
             Advice::RunOnCpus => changed.prefill.gpus_per_worker = Some(0),
             Advice::FreeGpuMemory(bytes) => {
                 for gpu in machines.iter_mut().flat_map(|machine| &mut machine.gpus) {
@@ -247,7 +316,7 @@ fn follow(
                     gpu.memory_bytes += bytes;
                 }
                 // It is what the rank at fault lacks; a later rank may lack more, or host memory.
-                let planned = plan(&changed, &machines);
+                let planned = plan(&changed, &machines, &rooms);
                 assert!(planned.as_ref().err() != Some(error), "{error}");
                 continue;
             }
@@ -259,13 +328,13 @@ fn follow(
                 machine.memory.available_bytes += bytes;
                 if profiles.len() > 1 {
                     // It is what the rank at fault lacks; a later rank may lack more.
-                    let planned = plan(&changed, &machines);
+                    let planned = plan(&changed, &machines, &rooms);
                     assert!(planned.as_ref().err() != Some(error), "{error}");
                     continue;
                 }
             }
         }
-        let planned = plan(&changed, &machines);
+        let planned = plan(&changed, &machines, &rooms);
         assert!(
             planned.is_ok(),
             "{error}\nafter {advice}: {}",

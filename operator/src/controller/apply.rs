@@ -18,7 +18,7 @@ use super::decision::{Decision, Marks, PodEnd};
 use super::digest::{self, Digest};
 use super::failure::Failure;
 use super::lean::{Facts, LeanPlan, LeanPod};
-use super::names::NOTE_INPUTS;
+use super::names::{DEVICE_GROUP, NOTE_INPUTS};
 use super::queue::Key;
 use super::requests::{Place, Requests};
 use super::table::Identity;
@@ -91,6 +91,9 @@ impl Applier {
         }
         for marks in &decision.mark_plans {
             self.mark_plan(subject, marks).await?;
+        }
+        for template in &decision.create_templates {
+            self.create_template(subject, template).await?;
         }
         for pod in &decision.create_pods {
             self.create_pod(subject, pod).await?;
@@ -229,6 +232,30 @@ impl Applier {
         self.drop_if_gone(&made, |state| state.remove_plan(&key, ""));
         self.take_plan(made?);
         Ok(())
+    }
+
+    /// One that is there already is the same: its name is a digest of what it asks for.
+    async fn create_template(
+        &self,
+        subject: Subject<'_>,
+        template: &DynamicObject,
+    ) -> Result<(), Failure> {
+        let kind = GroupVersionKind::gvk(DEVICE_GROUP, "v1", "ResourceClaimTemplate");
+        let resource = ApiResource::from_gvk_with_plural(&kind, "resourceclaimtemplates");
+        let place = Place::of_resource(&resource, subject.namespace);
+        let name = template.name_any();
+        match self.requests.create::<Value>(&place, &name, template).await {
+            Ok(_) => {
+                tracing::info!(
+                    namespace = subject.namespace,
+                    name,
+                    "ResourceClaimTemplate made"
+                );
+                Ok(())
+            }
+            Err(Failure::Conflict(_)) => Ok(()),
+            Err(other) => Err(other),
+        }
     }
 
     async fn create_pod(&self, subject: Subject<'_>, pod: &Pod) -> Result<(), Failure> {

@@ -4,9 +4,10 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use hearth_crds::DurationText;
+use hearth_crds::{DurationText, MemoryQuantity};
 
-use super::observed::Settings;
+use super::lean;
+use super::observed::{LedgerSettings, Requests, Settings};
 
 const EXAMPLES: &str = "Examples:\n  \
     hearth operator --worker-image ghcr.io/hearth-dev/hearth-worker:0.1.0\n  \
@@ -51,6 +52,29 @@ pub(crate) struct OperatorArgs {
     /// This replica's name in the Lease [default: POD_NAME, or the host's name]
     #[arg(long, value_name = "NAME", env = "POD_NAME", hide = true)]
     pub(crate) identity: Option<String>,
+    /// RuntimeClass of Pods that hold GPUs, such as nvidia, where a deployment names none [default: the cluster's]
+    #[arg(long, value_name = "NAME", env = "HEARTH_GPU_RUNTIME_CLASS")]
+    pub(crate) gpu_runtime_class: Option<String>,
+    /// Whether GPUs are claimed by UUID where the cluster has dynamic resource allocation with NVIDIA's driver
+    #[arg(long, value_name = "BOOL", env = "HEARTH_GPU_CLAIMS", default_value_t = true, action = clap::ArgAction::Set)]
+    pub(crate) gpu_claims: bool,
+    /// Whether the Pods of the whole cluster are watched, so that plans leave them what they request
+    #[arg(long, value_name = "BOOL", env = "HEARTH_LEDGER_ALL_PODS", default_value_t = true, action = clap::ArgAction::Set)]
+    pub(crate) ledger_all_pods: bool,
+    /// CPU of each node that is never planned with
+    #[arg(long, value_name = "CPU", env = "HEARTH_LEDGER_RESERVE_CPU", default_value = "100m", value_parser = cpu_millis)]
+    pub(crate) ledger_reserve_cpu: u64,
+    /// CPU of each node that is left to other Pods where those cannot be watched
+    #[arg(long, value_name = "CPU", env = "HEARTH_LEDGER_UNSEEN_CPU", default_value = "500m", value_parser = cpu_millis)]
+    pub(crate) ledger_unseen_cpu: u64,
+    /// Memory of each node that is left to other Pods where those cannot be watched
+    #[arg(
+        long,
+        value_name = "MEMORY",
+        env = "HEARTH_LEDGER_UNSEEN_MEMORY",
+        default_value = "512Mi"
+    )]
+    pub(crate) ledger_unseen_memory: MemoryQuantity,
     /// Directory on the nodes where agents keep fetched models
     #[arg(
         long,
@@ -127,6 +151,11 @@ fn certificate_lifetime(text: &str) -> Result<DurationText, String> {
     at_least(text, "10m")
 }
 
+/// CPU in thousandths of one, from a quantity of Kubernetes.
+fn cpu_millis(text: &str) -> Result<u64, String> {
+    lean::millis(text).ok_or_else(|| "write CPU as 500m or 2".to_owned())
+}
+
 /// No busy loop.
 fn resync(text: &str) -> Result<DurationText, String> {
     at_least(text, "500ms")
@@ -170,6 +199,20 @@ impl OperatorArgs {
                 .or(pod_namespace)
                 .unwrap_or_else(|| "hearth-system".to_owned()),
             namespaces,
+            gpu_runtime_class: self
+                .gpu_runtime_class
+                .clone()
+                .filter(|name| !name.is_empty()),
+            claims: self.gpu_claims,
+            ledger: LedgerSettings {
+                all_pods: self.ledger_all_pods,
+                reserve_cpu_millis: self.ledger_reserve_cpu,
+                unseen: Requests {
+                    cpu_millis: self.ledger_unseen_cpu,
+                    memory_bytes: self.ledger_unseen_memory.bytes(),
+                    gpus: 0,
+                },
+            },
             model_cache: self.model_cache.clone(),
             network_policies: self.network_policies,
             certificate_lifetime: self.certificate_lifetime.get(),

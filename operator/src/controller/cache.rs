@@ -8,10 +8,12 @@ use hearth_crds::{InferenceDeployment, InferencePlan, NodeProfileSpec};
 use kube::ResourceExt;
 use kube::api::ObjectMeta;
 
+use super::devices::{Claimed, Devices, Offered};
 use super::holdings::{self, Holdings};
 use super::lean::Facts;
+use super::ledger::{Charge, Ledger};
 use super::names::{NOTE_OUTCOME, OUTCOME_FAILED};
-use super::observed::{Holding, NodeView, PodView};
+use super::observed::{Holding, NodeView, Others, PodView, Sight};
 use super::packed::Packed;
 use super::queue::{Key, Queue};
 use super::table::{Identity, Put, Table};
@@ -86,6 +88,8 @@ pub(crate) struct State {
     /// Addresses of agents by their Pod: node and address.
     agents: HashMap<Key, (String, String)>,
     holdings: Holdings,
+    ledger: Ledger,
+    devices: Devices,
     /// Plans that were sent to the API server and not seen since, by owner.
     reserved: HashMap<Arc<str>, (Arc<InferencePlan>, Instant)>,
     /// Deployments that wait for room or for a node.
@@ -219,6 +223,64 @@ impl State {
         }
     }
 
+    /// Says whose deployments are served.
+    pub(crate) fn serve(&mut self, namespaces: &[String]) {
+        self.ledger.serve(namespaces);
+    }
+
+    /// Whether deployments of a namespace are served.
+    pub(crate) fn is_served(&self, namespace: &str) -> bool {
+        self.ledger.is_served(namespace)
+    }
+
+    /// Takes what a Pod of nobody's deployment takes of its node; `None`: nothing any more.
+    pub(crate) fn put_charge(&mut self, pod: &Key, charge: Option<Charge>) -> Touched {
+        Touched {
+            keys: Vec::new(),
+            waiting: self.ledger.put(pod, charge),
+        }
+    }
+
+    /// Says whether all Pods of the cluster are seen; whoever waits for room is looked at when that changes.
+    pub(crate) fn see(&mut self, sight: Sight) -> Touched {
+        let is_news = self.ledger.sight() != sight;
+        if is_news {
+            self.ledger.see(sight);
+        }
+        Touched {
+            keys: Vec::new(),
+            waiting: is_news,
+        }
+    }
+
+    /// Pods of nobody's deployment that are counted.
+    pub(crate) fn charged(&self) -> Vec<Key> {
+        self.ledger.keys().collect()
+    }
+
+    /// Takes what a slice offers of GPUs; `None`: none any more.
+    pub(crate) fn put_slice(&mut self, slice: Key, offered: Option<Offered>) -> Touched {
+        Touched {
+            keys: Vec::new(),
+            waiting: self.devices.offer(slice, offered),
+        }
+    }
+
+    /// Takes what a claim has of GPUs; `None`: none any more.
+    pub(crate) fn put_claim(&mut self, claim: Key, claimed: Option<Claimed>) -> Touched {
+        let has_freed = claimed.is_none();
+        let is_news = self.devices.claim(claim, claimed);
+        Touched {
+            keys: Vec::new(),
+            waiting: is_news && has_freed,
+        }
+    }
+
+    /// GPUs of drivers of dynamic resource allocation.
+    pub(crate) fn devices(&self) -> &Devices {
+        &self.devices
+    }
+
     /// Takes where an agent is; `None`: it is not.
     pub(crate) fn put_agent(&mut self, pod: Key, place: Option<(String, String)>) {
         match place {
@@ -308,6 +370,11 @@ impl State {
     /// Deployments that wait for room or for a node.
     fn waiting(&self) -> Vec<Key> {
         self.waiting.iter().cloned().collect()
+    }
+
+    /// What Pods of nobody's deployment request.
+    pub(crate) fn others(&self) -> Others {
+        self.ledger.others()
     }
 
     /// What all but this deployment hold.

@@ -1,10 +1,11 @@
 //! Which nodes may take ranks, and what each can still give.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_crds::{NodeProfileSpec, PlacementSpec, TolerationSpec};
+use hearth_planner::CpuRoom;
 
-use super::observed::{Holding, NodeView, Observed, Taint};
+use super::observed::{Holding, NodeView, Observed, Requests, Taint};
 
 /// Nodes that may take ranks of one deployment, and why the others may not.
 #[derive(Clone, Debug, Default)]
@@ -13,6 +14,10 @@ pub(crate) struct Candidates {
     pub(crate) free: BTreeMap<String, NodeProfileSpec>,
     /// GPUs that each of them can give.
     pub(crate) gpus_free: BTreeMap<String, u32>,
+    /// UUIDs that may be claimed of those whose GPUs are had by claims.
+    pub(crate) claimable: BTreeMap<String, BTreeSet<String>>,
+    /// CPU that may be requested of each of them.
+    pub(crate) cpu_rooms: BTreeMap<String, CpuRoom>,
     /// Why a node is left out, by name, as `is cordoned`.
     pub(crate) left_out: BTreeMap<String, String>,
 }
@@ -23,11 +28,22 @@ impl Candidates {
         let mut candidates = Self::default();
         for (name, node) in &observed.nodes {
             let held = observed.held_by_others.get(name);
-            match free_profile(node, held, placement) {
+            let ground = Ground {
+                node,
+                held,
+                others: observed.others.on(name, observed.settings.ledger.unseen),
+            };
+            match ground.free_profile(placement) {
                 Ok(profile) => {
-                    let held_gpus = held.map_or(0, |held| held.gpus);
-                    let gpus = node.gpus.saturating_sub(held_gpus);
-                    candidates.gpus_free.insert(name.clone(), gpus);
+                    candidates.gpus_free.insert(name.clone(), ground.gpus());
+                    if let Some(uuids) = observed.claimable.get(name) {
+                        let planned = held.map(|held| held.claimed_gpus.clone());
+                        let left = uuids - &planned.unwrap_or_default();
+                        candidates.claimable.insert(name.clone(), left);
+                    }
+                    let reserve_millis = observed.settings.ledger.reserve_cpu_millis;
+                    let room = ground.cpu_room(reserve_millis);
+                    candidates.cpu_rooms.insert(name.clone(), room);
                     candidates.free.insert(name.clone(), profile);
                 }
                 Err(why) => {
@@ -49,6 +65,8 @@ impl Candidates {
         for name in dropped {
             self.free.remove(&name);
             self.gpus_free.remove(&name);
+            self.cpu_rooms.remove(&name);
+            self.claimable.remove(&name);
             self.left_out.insert(name, why.to_owned());
         }
         self
@@ -142,60 +160,85 @@ fn tolerates(toleration: &TolerationSpec, taint: &Taint) -> bool {
     }
 }
 
-fn free_profile(
-    node: &NodeView,
-    held: Option<&Holding>,
-    placement: &PlacementSpec,
-) -> Result<NodeProfileSpec, String> {
-    if !node.is_ready {
-        return Err("is not Ready".to_owned());
-    }
-    if let Some(why) = is_closed(node, placement) {
-        return Err(why);
-    }
-    let lacking = placement
-        .node_selector
-        .iter()
-        .find(|(key, value)| node.labels.get(*key) != Some(value));
-    if let Some((key, value)) = lacking {
-        return Err(format!("lacks the label {key}={value}"));
-    }
-    let Some(profile) = &node.profile else {
-        return Err("has not been measured yet (its agent has not answered)".to_owned());
-    };
-    let mut profile = profile.clone();
-    if let Some(held) = held {
-        let is_free = |id: u32| !held.exclusive_cpus.contains(&id);
-        profile.cpus.retain(|cpu| is_free(cpu.id));
-        for numa in &mut profile.numa_nodes {
-            numa.cpus.retain(|id| is_free(*id));
-        }
-    }
-    if profile.cpus.is_empty() {
-        return Err("has no CPU that others do not hold exclusively".to_owned());
-    }
-    let before = profile.memory.available_bytes;
-    let after = available_bytes(node, held);
-    profile.memory.available_bytes = after;
-    for numa in &mut profile.numa_nodes {
-        numa.free_bytes = scaled(numa.free_bytes, after, before);
-    }
-    Ok(profile)
+/// A node with all that others have of it.
+#[derive(Clone, Copy)]
+struct Ground<'a> {
+    node: &'a NodeView,
+    /// What other deployments hold.
+    held: Option<&'a Holding>,
+    /// What Pods of nobody's deployment request.
+    others: Requests,
 }
 
-/// What Pods of this deployment may hold of a node's memory in all.
-fn available_bytes(node: &NodeView, held: Option<&Holding>) -> u64 {
-    let allocatable = match node.memory_bytes {
-        0 => u64::MAX,
-        bytes => bytes,
-    };
-    let measured = node
-        .profile
-        .as_ref()
-        .map_or(u64::MAX, |profile| profile.memory.available_bytes);
-    match allocatable.min(measured) {
-        u64::MAX => 0,
-        bytes => bytes.saturating_sub(held.map_or(0, |held| held.memory_bytes)),
+impl Ground<'_> {
+    fn free_profile(self, placement: &PlacementSpec) -> Result<NodeProfileSpec, String> {
+        let Self { node, held, .. } = self;
+        if !node.is_ready {
+            return Err("is not Ready".to_owned());
+        }
+        if let Some(why) = is_closed(node, placement) {
+            return Err(why);
+        }
+        let lacking = placement
+            .node_selector
+            .iter()
+            .find(|(key, value)| node.labels.get(*key) != Some(value));
+        if let Some((key, value)) = lacking {
+            return Err(format!("lacks the label {key}={value}"));
+        }
+        let Some(profile) = &node.profile else {
+            return Err("has not been measured yet (its agent has not answered)".to_owned());
+        };
+        let mut profile = profile.clone();
+        if let Some(held) = held {
+            let is_free = |id: u32| !held.exclusive_cpus.contains(&id);
+            profile.cpus.retain(|cpu| is_free(cpu.id));
+            for numa in &mut profile.numa_nodes {
+                numa.cpus.retain(|id| is_free(*id));
+            }
+        }
+        if profile.cpus.is_empty() {
+            return Err("has no CPU that others do not hold exclusively".to_owned());
+        }
+        let before = profile.memory.available_bytes;
+        let after = self.available_bytes();
+        profile.memory.available_bytes = after;
+        for numa in &mut profile.numa_nodes {
+            numa.free_bytes = scaled(numa.free_bytes, after, before);
+        }
+        Ok(profile)
+    }
+
+    /// What Pods of this deployment may hold of the node's memory in all. The scheduler counts what Pods request, used
+    /// or not; the agent measured what is in use, requested or not: the smaller answer holds.
+    fn available_bytes(self) -> u64 {
+        let by_requests = match self.node.memory_bytes {
+            0 => u64::MAX,
+            bytes => bytes.saturating_sub(self.others.memory_bytes),
+        };
+        let profile = self.node.profile.as_ref();
+        let measured = profile.map_or(u64::MAX, |profile| profile.memory.available_bytes);
+        match by_requests.min(measured) {
+            u64::MAX => 0,
+            bytes => bytes.saturating_sub(self.held.map_or(0, |held| held.memory_bytes)),
+        }
+    }
+
+    fn gpus(self) -> u32 {
+        let held = self.held.map_or(0, |held| held.gpus);
+        self.node
+            .gpus
+            .saturating_sub(held)
+            .saturating_sub(self.others.gpus)
+    }
+
+    fn cpu_room(self, reserve_millis: u64) -> CpuRoom {
+        let held = self.held.map_or(0, |held| held.cpu_millis);
+        CpuRoom {
+            allocatable_millis: self.node.cpu_millis,
+            requested_millis: self.others.cpu_millis.saturating_add(held),
+            reserve_millis,
+        }
     }
 }
 
@@ -207,17 +250,6 @@ fn scaled(bytes: u64, numerator: u64, denominator: u64) -> u64 {
     u64::try_from(wide).unwrap_or(u64::MAX)
 }
 
-/// What one node can hold of a deployment's Pods.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Room {
-    /// Bytes of memory.
-    pub(crate) memory_bytes: u64,
-    /// GPUs.
-    pub(crate) gpus: u32,
-    /// CPUs that may be held exclusively.
-    pub(crate) exclusive_cpus: usize,
-}
-
 /// What the planner gives away of what is available: a twentieth, and at least 128 MiB, is left to all else that runs
 /// on a node.
 pub(crate) fn usable(available_bytes: u64) -> u64 {
@@ -225,18 +257,24 @@ pub(crate) fn usable(available_bytes: u64) -> u64 {
     available_bytes.saturating_sub(LEAST_RESERVE_BYTES.max(available_bytes / 20))
 }
 
-/// The room of each node that is there, with the reserve that the planner leaves.
-pub(crate) fn rooms(observed: &Observed) -> BTreeMap<String, Room> {
+/// What Pods of this deployment may request of each node that is there, with the reserves left.
+pub(crate) fn rooms(observed: &Observed) -> BTreeMap<String, Requests> {
+    let ledger = &observed.settings.ledger;
     let nodes = observed.nodes.iter().filter(|(_, node)| node.is_ready);
     nodes
         .map(|(name, node)| {
-            let held = observed.held_by_others.get(name);
-            let room = Room {
-                memory_bytes: usable(available_bytes(node, held)),
-                gpus: node.gpus.saturating_sub(held.map_or(0, |held| held.gpus)),
-                exclusive_cpus: usize::try_from(node.cpu_millis / 1000)
-                    .unwrap_or(usize::MAX)
-                    .saturating_sub(held.map_or(0, |held| held.exclusive_cpus.len())),
+            let ground = Ground {
+                node,
+                held: observed.held_by_others.get(name),
+                others: observed.others.on(name, ledger.unseen),
+            };
+            let room = Requests {
+                cpu_millis: ground.cpu_room(ledger.reserve_cpu_millis).free_millis(),
+                memory_bytes: usable(ground.available_bytes()),
+                gpus: match observed.claimable.get(name) {
+                    Some(uuids) => u32::try_from(uuids.len()).unwrap_or(u32::MAX),
+                    None => ground.gpus(),
+                },
             };
             (name.clone(), room)
         })
@@ -245,6 +283,7 @@ pub(crate) fn rooms(observed: &Observed) -> BTreeMap<String, Room> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::observed::Sight;
     use super::super::testing::{GIB, deployment, node, observed};
     use super::*;
 
@@ -322,9 +361,11 @@ mod tests {
         view.gpus = 2;
         observed.nodes = BTreeMap::from([("office".to_owned(), view.into())]);
         let held = Holding {
+            cpu_millis: 2000,
             memory_bytes: 2 * GIB,
             gpus: 1,
             exclusive_cpus: vec![1, 2],
+            ..Holding::default()
         };
         observed.held_by_others.insert("office".to_owned(), held);
         let candidates = Candidates::of(&observed, &PlacementSpec::default());
@@ -337,6 +378,63 @@ mod tests {
         assert_eq!(candidates.gpus_free["office"], 1);
         let room = rooms(&observed)["office"];
         assert_eq!(room.memory_bytes, 4 * GIB - 4 * GIB / 20);
-        assert_eq!((room.gpus, room.exclusive_cpus), (1, 2));
+        assert_eq!((room.gpus, room.cpu_millis), (1, 1900));
+    }
+
+    #[test]
+    fn what_foreign_pods_request_is_not_free() {
+        let mut observed = observed(deployment(""));
+        let mut view = node("office", 4, 8 * GIB);
+        view.memory_bytes = 6 * GIB;
+        view.gpus = 2;
+        observed.nodes = BTreeMap::from([("office".to_owned(), view.into())]);
+        let foreign = Requests {
+            cpu_millis: 1500,
+            memory_bytes: GIB,
+            gpus: 1,
+        };
+        observed.others.sight = Sight::All;
+        observed
+            .others
+            .requests
+            .insert("office".to_owned(), foreign);
+        let candidates = Candidates::of(&observed, &PlacementSpec::default());
+        let free = &candidates.free["office"];
+        assert_eq!(free.memory.available_bytes, 5 * GIB);
+        assert_eq!(candidates.gpus_free["office"], 1);
+        assert_eq!(candidates.cpu_rooms["office"].free_millis(), 2400);
+        // Where they request little and use much, what was measured holds.
+        let mut view = (*observed.nodes["office"]).clone();
+        if let Some(profile) = &mut view.profile {
+            profile.memory.available_bytes = 2 * GIB;
+        }
+        observed.nodes.insert("office".to_owned(), view.into());
+        let candidates = Candidates::of(&observed, &PlacementSpec::default());
+        assert_eq!(candidates.free["office"].memory.available_bytes, 2 * GIB);
+    }
+
+    #[test]
+    fn gpus_that_another_plan_is_about_to_claim_are_left_to_it() {
+        let mut observed = observed(deployment(""));
+        let uuids = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+        observed.claimable = BTreeMap::from([("office".to_owned(), uuids(&["GPU-1", "GPU-2"]))]);
+        let held = Holding {
+            claimed_gpus: uuids(&["GPU-1"]),
+            ..Holding::default()
+        };
+        observed.held_by_others.insert("office".to_owned(), held);
+        let candidates = Candidates::of(&observed, &PlacementSpec::default());
+        assert_eq!(candidates.claimable["office"], uuids(&["GPU-2"]));
+        assert!(!candidates.claimable.contains_key("attic"));
+    }
+
+    #[test]
+    fn pods_that_cannot_be_seen_are_reckoned_with() {
+        let mut observed = observed(deployment(""));
+        observed.others.sight = Sight::Forbidden;
+        let room = rooms(&observed)["office"];
+        // 500m and 512 MiB stand for them, and 100m are kept free.
+        assert_eq!(room.cpu_millis, 4000 - 500 - 100);
+        assert_eq!(room.memory_bytes, usable(4 * GIB - (512 << 20)));
     }
 }

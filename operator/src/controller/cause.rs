@@ -177,7 +177,7 @@ fn not_placed(what: &str, pod: &PodView) -> Option<Cause> {
 }
 
 /// The scheduler's sentence without what it says of preemption.
-fn scheduler_words(words: &str) -> String {
+pub(crate) fn scheduler_words(words: &str) -> String {
     let words = words.strip_prefix("Unschedulable: ").unwrap_or(words);
     let main = words.split(" preemption:").next().unwrap_or(words);
     quoted(main)

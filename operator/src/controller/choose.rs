@@ -8,7 +8,7 @@ use hearth_crds::{
     InferenceDeployment, InferenceDeploymentSpec, InferencePlan, InferencePlanSpec, ModelFacts,
     ModelSource, PlanPrediction,
 };
-use hearth_planner::{GpuOffer, PlanError, PlanRequest};
+use hearth_planner::{CpuOffer, GpuOffer, PlanError, PlanRequest};
 use kube::ResourceExt;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
@@ -17,16 +17,14 @@ use super::build::{BuildContext, deployment_of_plan, model_path, plan_object, so
 use super::candidates::{Candidates, is_lost, is_to_be_left};
 use super::cause::Cause;
 use super::decision::Marks;
-use super::model::{Model, is_older, notes_of, told_by};
+use super::model::{Model, notes_of, told_by};
 use super::names::{
     NOTE_INPUTS, NOTE_OUTCOME, NOTE_OUTCOME_MESSAGE, NOTE_SOURCE, NOTE_SPEC, OUTCOME_FAILED,
     OUTCOME_SERVING,
 };
 use super::observed::Observed;
+use super::refusals::{self, Refusals};
 use super::scale::in_place;
-
-/// A worker that the scheduler refuses for so long has its plan looked at again.
-const REFUSAL_PATIENCE: Duration = Duration::from_secs(30);
 
 /// What is to run, and what stands in the way of something better.
 #[derive(Clone, Debug)]
@@ -42,6 +40,8 @@ pub(crate) struct Choice {
     pub(crate) wants_nodes: bool,
     /// What is wrong with the target that cannot be helped.
     pub(crate) trouble: Option<Cause>,
+    /// When the target is to be looked at again though nothing is reported.
+    pub(crate) look_again: Option<Duration>,
 }
 
 /// Chooses. `wanted` is the model of the spec as it is; `None` while it is not known, or when the spec is no good.
@@ -54,12 +54,13 @@ pub(crate) fn choose(observed: &Observed, wanted: Option<&Model>) -> Choice {
         refusal: None,
         wants_nodes: false,
         trouble: None,
+        look_again: None,
     };
     let deployment = &observed.deployment;
     if let Some(model) = wanted {
         let inputs = inputs(&deployment.spec, &model.facts);
         if newest.is_none_or(|plan| note(plan, NOTE_INPUTS) != inputs) {
-            match made(observed, deployment, model) {
+            match made(observed, deployment, model, &Refusals::new()) {
                 Ok(plan) => {
                     let plan = scaled(observed, newest, plan, &model.facts);
                     take(&mut choice, newest, plan);
@@ -196,6 +197,7 @@ fn made(
     observed: &Observed,
     deployment: &InferenceDeployment,
     model: &Model,
+    refusals: &Refusals,
 ) -> Result<InferencePlan, Box<Refusal>> {
     let spec = &deployment.spec;
     let candidates = Candidates::of(observed, &spec.placement);
@@ -203,6 +205,10 @@ fn made(
         Some(nodes) => candidates.only(|name| nodes.contains(name), "does not have the model"),
         None => candidates,
     };
+    let candidates = candidates.only(
+        |name| !refusals.contains_key(name),
+        "refused a worker of the plan before",
+    );
     let context = BuildContext {
         settings: &observed.settings,
         deployment,
@@ -217,12 +223,18 @@ fn made(
         facts: &model.facts,
         model_path: &model_path(&context, &spec.model.source),
         profiles: &profiles,
-        gpus: GpuOffer::DevicePlugin(&candidates.gpus_free),
+        gpus: GpuOffer::Cluster {
+            plugin: &candidates.gpus_free,
+            claimable: &candidates.claimable,
+        },
+        cpus: CpuOffer::Requests(&candidates.cpu_rooms),
     });
     let planned = planned.map_err(|error| Box::new(Refusal { error, candidates }))?;
     let mut notes = BTreeMap::from(notes_of(&spec.model.source, model));
     notes.insert(NOTE_INPUTS.to_owned(), inputs(spec, &model.facts));
-    Ok(plan_object(&context, planned, notes))
+    let mut plan = plan_object(&context, planned, notes);
+    refusals::remember(&mut plan, refusals);
+    Ok(plan)
 }
 
 /// `plan`, unless the newest plan needs no more than another number of decode workers.
@@ -245,7 +257,7 @@ fn scaled(
     if but_for_number(spec) != but_for_number(&before.spec) {
         return plan;
     }
-    let free = Candidates::of(observed, &spec.placement).free;
+    let free = Candidates::of(observed, &spec.placement);
     if let Some(in_place) = in_place(&newest.spec, &plan.spec, &free) {
         plan.spec = in_place;
     }
@@ -270,6 +282,7 @@ impl Refusal {
             }
             PlanError::ContextTooLong { .. } => "ContextTooLong",
             PlanError::TooFewCores { .. } => "TooFewCores",
+            PlanError::InsufficientCpu { .. } => "InsufficientCpu",
             PlanError::TooFewGpus { .. } => "TooFewGpus",
             PlanError::NoUsableGpu { .. } => "NoUsableGpu",
             PlanError::InsufficientGpuMemory { .. } => "InsufficientGpuMemory",
@@ -300,6 +313,7 @@ fn lacks_nodes(error: &PlanError) -> bool {
         PlanError::NoNodes(_)
             | PlanError::InsufficientMemory { .. }
             | PlanError::TooFewCores { .. }
+            | PlanError::InsufficientCpu { .. }
             | PlanError::TooFewGpus { .. }
             | PlanError::NoUsableGpu { .. }
             | PlanError::InsufficientGpuMemory { .. }
@@ -387,20 +401,38 @@ fn move_on(observed: &Observed, choice: &mut Choice, wanted: Option<&Model>) {
             };
             Some(Cause::trouble(reason, format!("{node} {why}")))
         }
-        (None, None) if is_refused(observed, &target) => None,
-        (None, None) => return,
+        (None, None) => None,
     };
-    let Some(told) = told_by(&target) else {
+    let refused = refusals::standing(observed, &target);
+    choice.look_again = refusals::look_again(observed, &target);
+    if trouble.is_none() && refused.is_empty() {
+        return;
+    }
+    let Some(known) = told_by(&target) else {
         choice.trouble = trouble;
         return;
     };
     // More nodes may be known to have it by now.
     let is_same = is_of_source(&target, &observed.deployment.spec.model.source);
     let model = wanted
-        .filter(|model| is_same && model.facts == told.facts)
+        .filter(|model| is_same && model.facts == known.facts)
         .cloned()
-        .unwrap_or(told);
-    match made(observed, &deployment, &model) {
+        .unwrap_or(known);
+    let told = refusals::told_by(&target);
+    let mut next = made(observed, &deployment, &model, &told);
+    let is_way_out = |plan: &InferencePlan| is_worth_it(observed, trouble.is_some(), &target, plan);
+    // Where the ledger shows nothing that speaks against the nodes, the scheduler knows better.
+    for way in refusals::ways_out(&told, &refused) {
+        if next.as_ref().is_ok_and(is_way_out) {
+            break;
+        }
+        next = match made(observed, &deployment, &model, &way) {
+            Ok(plan) => Ok(plan),
+            Err(refusal) => next.and(Err(refusal)),
+        };
+    }
+    let trouble = trouble.or_else(|| refusal_trouble(&refused));
+    match next {
         Ok(plan) if is_worth_it(observed, trouble.is_some(), &target, &plan) => {
             choice.target = Some(Arc::new(plan));
             choice.is_new = true;
@@ -422,6 +454,13 @@ fn move_on(observed: &Observed, choice: &mut Choice, wanted: Option<&Model>) {
     }
 }
 
+/// What is said while the scheduler refuses workers and nothing else fits.
+fn refusal_trouble(refused: &Refusals) -> Option<Cause> {
+    let (node, told) = refused.first_key_value()?;
+    let message = format!("{node} does not take its work: the scheduler refuses {told}");
+    Some(Cause::trouble("Unschedulable", message))
+}
+
 /// A plan like the one that runs, or like one that failed already, changes nothing. Without trouble on its nodes a
 /// plan is only left for one that asks them for something else.
 fn is_worth_it(
@@ -438,14 +477,19 @@ fn is_worth_it(
         && (has_trouble || moves())
 }
 
-/// Whether nodes are asked for less memory by a tenth: small changes of what is free are no reason to begin anew.
+/// Whether nodes are asked for less CPU, or for less memory by a tenth: small changes of what is free are no reason to
+/// begin anew.
 fn needs_less(target: &InferencePlan, plan: &InferencePlan) -> bool {
     let total = |plan: &InferencePlan| -> u64 {
         let held = |rank: &hearth_crds::PlanRank| rank.host_weight_bytes() + rank.host_kv_bytes();
         plan.spec.ranks.iter().map(held).sum()
     };
     let (old, new) = (total(target), total(plan));
-    new < old - old / 10
+    let cpu_millis = |plan: &InferencePlan| -> u64 {
+        let ranks = plan.spec.ranks.iter();
+        ranks.map(hearth_crds::PlanRank::cpu_millis).sum()
+    };
+    new < old - old / 10 || cpu_millis(plan) < cpu_millis(target)
 }
 
 fn is_of_source(plan: &InferencePlan, source: &ModelSource) -> bool {
@@ -461,15 +505,4 @@ fn lost_words(observed: &Observed, node: &str) -> String {
         Some(_) => format!("node {node} is not Ready"),
         None => format!("node {node} is gone"),
     }
-}
-
-/// Whether a worker of the plan has been refused by the scheduler for a while.
-fn is_refused(observed: &Observed, target: &InferencePlan) -> bool {
-    let generation = target.spec.generation;
-    !has_served(target)
-        && observed.pods.iter().any(|pod| {
-            pod.plan_generation == generation
-                && pod.unschedulable.is_some()
-                && is_older(pod.created, observed.now, REFUSAL_PATIENCE)
-        })
 }

@@ -66,6 +66,7 @@ fn refused(observed: &Observed, errors: &[FieldError]) -> Decision {
         refusal: None,
         wants_nodes: false,
         trouble: None,
+        look_again: None,
     };
     let status = status::write(&Picture {
         observed,
@@ -131,6 +132,7 @@ impl Visit<'_> {
 
     fn run(&mut self, model: Option<&ModelStep>) {
         self.decision.mark_plans = std::mem::take(&mut self.choice.marks);
+        self.look_again(self.choice.look_again);
         let Some(target) = self.choice.target.clone() else {
             return self.tell(model, &[], None);
         };
@@ -218,6 +220,8 @@ impl Visit<'_> {
 
     fn make(&mut self, built: &[DesiredPod], steps: &Steps) {
         for (index, routes) in &steps.create {
+            let template = built[*index].claim_template.iter().cloned();
+            self.decision.create_templates.extend(template);
             let mut pod = built[*index].pod.clone();
             let notes = pod.metadata.annotations.get_or_insert_default();
             if let Some(routes) = routes {

@@ -18,6 +18,8 @@ pub(crate) struct Decision {
     pub(crate) create_plan: Option<InferencePlan>,
     /// Annotations of plans that are there.
     pub(crate) mark_plans: Vec<Marks>,
+    /// What claims of Pods are made from; they never change.
+    pub(crate) create_templates: Vec<DynamicObject>,
     /// Pods to make. One that is there already is no error.
     pub(crate) create_pods: Vec<Pod>,
     /// Annotations of Pods that are there.

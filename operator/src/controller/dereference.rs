@@ -86,6 +86,8 @@ impl Dereferencer {
             pods: pods.collect(),
             nodes: state.nodes.clone(),
             held_by_others: state.held_by_others(&uid),
+            others: state.others(),
+            claimable: state.devices().free_for(&key),
             fetches: outside.fetches.clone(),
             measured: outside.measured,
             certificate: outside.certificate.clone(),

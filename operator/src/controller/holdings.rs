@@ -21,10 +21,13 @@ pub(crate) struct Holdings {
 #[derive(Debug, Default)]
 struct Total {
     owners: usize,
+    cpu_millis: u64,
     memory_bytes: u64,
     gpus: u32,
     /// How many hold each CPU as their own.
     exclusive_cpus: BTreeMap<u32, u32>,
+    /// How many claim each GPU.
+    claimed_gpus: BTreeMap<String, u32>,
 }
 
 impl Holdings {
@@ -40,9 +43,11 @@ impl Holdings {
         let has_freed = before.iter().any(|(node, held)| match holding.get(node) {
             None => true,
             Some(now) => {
-                now.memory_bytes < held.memory_bytes
+                now.cpu_millis < held.cpu_millis
+                    || now.memory_bytes < held.memory_bytes
                     || now.gpus < held.gpus
                     || now.exclusive_cpus.len() < held.exclusive_cpus.len()
+                    || now.claimed_gpus.len() < held.claimed_gpus.len()
             }
         });
         for (node, held) in &before {
@@ -91,15 +96,20 @@ impl Holdings {
 impl Total {
     fn add(&mut self, held: &Holding) {
         self.owners += 1;
+        self.cpu_millis += held.cpu_millis;
         self.memory_bytes += held.memory_bytes;
         self.gpus += held.gpus;
         for cpu in &held.exclusive_cpus {
             *self.exclusive_cpus.entry(*cpu).or_default() += 1;
         }
+        for uuid in &held.claimed_gpus {
+            *self.claimed_gpus.entry(uuid.clone()).or_default() += 1;
+        }
     }
 
     fn subtract(&mut self, held: &Holding) {
         self.owners = self.owners.saturating_sub(1);
+        self.cpu_millis = self.cpu_millis.saturating_sub(held.cpu_millis);
         self.memory_bytes = self.memory_bytes.saturating_sub(held.memory_bytes);
         self.gpus = self.gpus.saturating_sub(held.gpus);
         for cpu in &held.exclusive_cpus {
@@ -108,6 +118,12 @@ impl Total {
             }
         }
         self.exclusive_cpus.retain(|_, count| *count > 0);
+        for uuid in &held.claimed_gpus {
+            if let Some(count) = self.claimed_gpus.get_mut(uuid) {
+                *count = count.saturating_sub(1);
+            }
+        }
+        self.claimed_gpus.retain(|_, count| *count > 0);
     }
 
     fn without(&self, own: Option<&Holding>) -> Holding {
@@ -118,6 +134,7 @@ impl Total {
             *count > mine
         };
         Holding {
+            cpu_millis: self.cpu_millis.saturating_sub(own.cpu_millis),
             memory_bytes: self.memory_bytes.saturating_sub(own.memory_bytes),
             gpus: self.gpus.saturating_sub(own.gpus),
             exclusive_cpus: self
@@ -125,6 +142,12 @@ impl Total {
                 .iter()
                 .filter(|(cpu, count)| is_others(cpu, count))
                 .map(|(cpu, _)| *cpu)
+                .collect(),
+            claimed_gpus: self
+                .claimed_gpus
+                .iter()
+                .filter(|(uuid, count)| **count > u32::from(own.claimed_gpus.contains(*uuid)))
+                .map(|(uuid, _)| uuid.clone())
                 .collect(),
         }
     }
@@ -147,9 +170,11 @@ pub(crate) fn of_deployment<'a>(
             continue;
         }
         let held = by_pods.entry(node.clone()).or_default();
+        held.cpu_millis += pod.cpu_millis;
         held.memory_bytes += pod.memory_bytes;
         held.gpus += pod.gpus;
         held.exclusive_cpus.extend(&pod.exclusive_cpus);
+        held.claimed_gpus.extend(pod.claimed_gpus.iter().cloned());
     }
     let mut by_plan = ByNode::new();
     for (plan, rank) in plan
@@ -158,15 +183,19 @@ pub(crate) fn of_deployment<'a>(
     {
         let wanted = rank_holding(plan, rank);
         let held = by_plan.entry(rank.node.clone()).or_default();
+        held.cpu_millis += wanted.cpu_millis;
         held.memory_bytes += wanted.memory_bytes;
         held.gpus += wanted.gpus;
         held.exclusive_cpus.extend(wanted.exclusive_cpus);
+        held.claimed_gpus.extend(wanted.claimed_gpus);
     }
     for (node, planned) in by_plan {
         let held = by_pods.entry(node).or_default();
+        held.cpu_millis = held.cpu_millis.max(planned.cpu_millis);
         held.memory_bytes = held.memory_bytes.max(planned.memory_bytes);
         held.gpus = held.gpus.max(planned.gpus);
         held.exclusive_cpus.extend(planned.exclusive_cpus);
+        held.claimed_gpus.extend(planned.claimed_gpus);
     }
     for held in by_pods.values_mut() {
         held.exclusive_cpus.sort_unstable();
@@ -181,9 +210,11 @@ mod tests {
 
     fn held(memory_bytes: u64, gpus: u32, cpus: &[u32]) -> Holding {
         Holding {
+            cpu_millis: memory_bytes,
             memory_bytes,
             gpus,
             exclusive_cpus: cpus.to_vec(),
+            ..Holding::default()
         }
     }
 
@@ -220,6 +251,7 @@ mod tests {
             node: node.to_owned(),
             wanted_node: wanted.to_owned(),
             phase: phase.to_owned(),
+            cpu_millis: 4,
             memory_bytes: 4,
             ..PodView::default()
         };

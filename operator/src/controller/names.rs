@@ -47,6 +47,9 @@ pub(crate) const NOTE_OUTCOME_MESSAGE: &str = "hearth.dev/outcome-message";
 pub(crate) const NOTE_MODEL: &str = "hearth.dev/model";
 /// Annotation of plans: nodes that have the model, with commas; empty: every node.
 pub(crate) const NOTE_MODEL_NODES: &str = "hearth.dev/model-nodes";
+/// Annotation of plans: the nodes that are left out because they refused workers of the plans before, with the
+/// scheduler's words, as JSON.
+pub(crate) const NOTE_REFUSALS: &str = "hearth.dev/refusals";
 /// Annotation of plans: the spec that the plan was made for, as JSON. The plan's Pods are built from it, so that an older
 /// plan comes back with its own model.
 pub(crate) const NOTE_SPEC: &str = "hearth.dev/spec";
@@ -84,6 +87,11 @@ pub(crate) fn host_port(address: &str, port: u16) -> String {
         format!("{address}:{port}")
     }
 }
+
+/// API group of dynamic resource allocation.
+pub(crate) const DEVICE_GROUP: &str = "resource.k8s.io";
+/// NVIDIA's driver of dynamic resource allocation, and the DeviceClass of its GPUs.
+pub(crate) const GPU_DRIVER: &str = "gpu.nvidia.com";
 
 /// DNS name in the certificates of one deployment.
 pub(crate) fn tls_name(deployment: &str, namespace: &str) -> String {

@@ -1,6 +1,6 @@
 //! Everything that one reconcile looks at, read before anything is decided. No client beyond this point.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,12 +20,29 @@ pub(crate) struct Settings {
     pub(crate) operator_namespace: String,
     /// Namespaces whose deployments are served; empty: all.
     pub(crate) namespaces: Vec<String>,
+    /// RuntimeClass of Pods that hold GPUs, where the deployment names none; `None`: the cluster's default.
+    pub(crate) gpu_runtime_class: Option<String>,
+    /// Whether GPUs are claimed by UUID where the cluster has dynamic resource allocation.
+    pub(crate) claims: bool,
+    /// What of the nodes is left to others.
+    pub(crate) ledger: LedgerSettings,
     /// Directory on the nodes where agents keep fetched models.
     pub(crate) model_cache: String,
     /// Whether NetworkPolicies are made.
     pub(crate) network_policies: bool,
     /// How long a deployment's certificate is valid.
     pub(crate) certificate_lifetime: Duration,
+}
+
+/// How Pods that are not ours are reckoned with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LedgerSettings {
+    /// Whether all Pods of the cluster are watched.
+    pub(crate) all_pods: bool,
+    /// CPU of each node that is never planned with, in thousandths of a CPU.
+    pub(crate) reserve_cpu_millis: u64,
+    /// What other Pods are taken to request of each node where they cannot be seen.
+    pub(crate) unseen: Requests,
 }
 
 /// What is known of one deployment and of the cluster around it at `now`.
@@ -45,6 +62,10 @@ pub(crate) struct Observed {
     pub(crate) nodes: BTreeMap<String, Arc<NodeView>>,
     /// What other deployments hold of the nodes, by node.
     pub(crate) held_by_others: BTreeMap<String, Holding>,
+    /// What Pods of nobody's deployment request of the nodes.
+    pub(crate) others: Others,
+    /// UUIDs of GPUs that this deployment may claim or has claimed, by node; a node that is not named has none to claim.
+    pub(crate) claimable: BTreeMap<String, BTreeSet<String>>,
     /// What the agents say of a model behind a URL, by node; empty for other sources.
     pub(crate) fetches: BTreeMap<String, FetchView>,
     /// Latencies that the gateway measured lately.
@@ -86,15 +107,83 @@ pub(crate) struct Taint {
     pub(crate) effect: String,
 }
 
+/// What Pods request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Requests {
+    /// CPU in thousandths of one.
+    pub(crate) cpu_millis: u64,
+    /// Bytes of memory.
+    pub(crate) memory_bytes: u64,
+    /// GPUs of the device plugin.
+    pub(crate) gpus: u32,
+}
+
+impl Requests {
+    pub(crate) fn plus(self, other: Self) -> Self {
+        self.each(other, u64::saturating_add, u32::saturating_add)
+    }
+
+    pub(crate) fn minus(self, other: Self) -> Self {
+        self.each(other, u64::saturating_sub, u32::saturating_sub)
+    }
+
+    /// The larger amount of each.
+    pub(crate) fn max(self, other: Self) -> Self {
+        self.each(other, u64::max, u32::max)
+    }
+
+    fn each(self, other: Self, wide: fn(u64, u64) -> u64, narrow: fn(u32, u32) -> u32) -> Self {
+        Self {
+            cpu_millis: wide(self.cpu_millis, other.cpu_millis),
+            memory_bytes: wide(self.memory_bytes, other.memory_bytes),
+            gpus: narrow(self.gpus, other.gpus),
+        }
+    }
+}
+
+/// Whether the Pods of others can be seen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Sight {
+    /// They are not watched, as the operator was told.
+    #[default]
+    Off,
+    /// They may not be watched.
+    Forbidden,
+    /// All of them.
+    All,
+}
+
+/// What Pods of nobody's deployment request, by node.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Others {
+    pub(crate) sight: Sight,
+    /// Empty unless all are seen.
+    pub(crate) requests: BTreeMap<String, Requests>,
+}
+
+impl Others {
+    /// What is to be reckoned with on a node; `unseen` where nothing can be seen.
+    pub(crate) fn on(&self, node: &str, unseen: Requests) -> Requests {
+        match self.sight {
+            Sight::All => self.requests.get(node).copied().unwrap_or_default(),
+            Sight::Off | Sight::Forbidden => unseen,
+        }
+    }
+}
+
 /// What Pods hold of one node.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Holding {
+    /// CPU that they request, in thousandths of one.
+    pub(crate) cpu_millis: u64,
     /// Bytes of memory.
     pub(crate) memory_bytes: u64,
     /// GPUs.
     pub(crate) gpus: u32,
     /// CPUs held exclusively, by the kernel's number.
     pub(crate) exclusive_cpus: Vec<u32>,
+    /// UUIDs of GPUs that are claimed, or will be by a plan.
+    pub(crate) claimed_gpus: BTreeSet<String>,
 }
 
 /// A Pod of a deployment, reduced to what decisions need.
@@ -131,9 +220,12 @@ pub(crate) struct PodView {
     /// When it was made.
     pub(crate) created: Option<Timestamp>,
     /// Resources that it holds.
+    pub(crate) cpu_millis: u64,
     pub(crate) memory_bytes: u64,
     pub(crate) gpus: u32,
     pub(crate) exclusive_cpus: Vec<u32>,
+    /// UUIDs of the GPUs that it claims.
+    pub(crate) claimed_gpus: Vec<String>,
     /// Bytes of weights that it maps, shared by Pods of one node and model.
     pub(crate) weight_bytes: u64,
     /// Reason and message of `PodScheduled: False`.

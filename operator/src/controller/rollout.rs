@@ -19,12 +19,11 @@ use hearth_crds::{PlanRole, Route, Routes};
 use jiff::Timestamp;
 
 use super::build::DesiredPod;
-use super::candidates::Room;
 use super::cause::node_of;
 use super::decision::PodEnd;
 use super::model::is_older;
 use super::names::{GATEWAY_PORT, WORKER_PORT, host_port};
-use super::observed::PodView;
+use super::observed::{PodView, Requests};
 
 /// A Pod that failed is made again no sooner than this after it was made: a node may refuse it again at once.
 const REMAKE_AFTER: Duration = Duration::from_secs(10);
@@ -37,9 +36,11 @@ pub(crate) struct Want {
     pub(crate) hash: String,
     pub(crate) role: PlanRole,
     pub(crate) node: String,
+    pub(crate) cpu_millis: u64,
     pub(crate) memory_bytes: u64,
     pub(crate) gpus: u32,
     pub(crate) exclusive_cpus: Vec<u32>,
+    pub(crate) claimed_gpus: Vec<String>,
 }
 
 impl Want {
@@ -56,9 +57,11 @@ impl Want {
             hash: pod.hash.clone(),
             role,
             node: pod.node.clone(),
+            cpu_millis: pod.cpu_millis,
             memory_bytes: pod.memory_bytes,
             gpus: pod.gpus,
             exclusive_cpus: pod.exclusive_cpus.clone(),
+            claimed_gpus: pod.claimed_gpus.clone(),
         }
     }
 
@@ -75,7 +78,7 @@ pub(crate) struct Scene<'a> {
     /// The deployment's gateways and workers.
     pub(crate) pods: &'a [&'a PodView],
     /// What each node that is there can hold; others count as lost.
-    pub(crate) rooms: &'a BTreeMap<String, Room>,
+    pub(crate) rooms: &'a BTreeMap<String, Requests>,
     /// Generations of plans that serve the same model in the same way: their gateways can use the target's workers.
     pub(crate) kindred: &'a BTreeSet<u64>,
     pub(crate) now: Timestamp,
@@ -289,11 +292,21 @@ impl<'a> Sorted<'a> {
             let new = new.iter().filter(|want| want.node == node);
             let mut need = Need::default();
             let fresh = new.fold(true, |fresh, want| {
-                fresh & need.add(want.memory_bytes, want.gpus, &want.exclusive_cpus)
+                let amounts = Requests {
+                    cpu_millis: want.cpu_millis,
+                    memory_bytes: want.memory_bytes,
+                    gpus: want.gpus,
+                };
+                fresh & need.add(amounts, &want.exclusive_cpus, &want.claimed_gpus)
             });
             let old = self.holders().filter(|pod| node_of(pod) == node);
             let fresh = old.fold(fresh, |fresh, pod| {
-                fresh & need.add(pod.memory_bytes, pod.gpus, &pod.exclusive_cpus)
+                let amounts = Requests {
+                    cpu_millis: pod.cpu_millis,
+                    memory_bytes: pod.memory_bytes,
+                    gpus: pod.gpus,
+                };
+                fresh & need.add(amounts, &pod.exclusive_cpus, &pod.claimed_gpus)
             });
             fresh && need.is_within(room)
         })
@@ -472,25 +485,24 @@ impl<'a> Sorted<'a> {
 /// What Pods of one node hold together.
 #[derive(Default)]
 struct Need {
-    memory_bytes: u64,
-    gpus: u32,
+    amounts: Requests,
     exclusive_cpus: BTreeSet<u32>,
+    claimed_gpus: BTreeSet<String>,
 }
 
 impl Need {
-    /// Adds a Pod; `false` when it wants a CPU that another one has to itself.
-    fn add(&mut self, memory_bytes: u64, gpus: u32, exclusive_cpus: &[u32]) -> bool {
-        self.memory_bytes = self.memory_bytes.saturating_add(memory_bytes);
-        self.gpus = self.gpus.saturating_add(gpus);
-        exclusive_cpus
+    /// Adds a Pod; `false` when it wants a CPU or a GPU that another one has to itself.
+    fn add(&mut self, amounts: Requests, exclusive_cpus: &[u32], claimed_gpus: &[String]) -> bool {
+        self.amounts = self.amounts.plus(amounts);
+        let fresh = exclusive_cpus
             .iter()
-            .fold(true, |fresh, cpu| fresh & self.exclusive_cpus.insert(*cpu))
+            .fold(true, |fresh, cpu| fresh & self.exclusive_cpus.insert(*cpu));
+        let gpus = claimed_gpus.iter().cloned();
+        gpus.fold(fresh, |fresh, uuid| fresh & self.claimed_gpus.insert(uuid))
     }
 
-    fn is_within(&self, room: &Room) -> bool {
-        self.memory_bytes <= room.memory_bytes
-            && self.gpus <= room.gpus
-            && self.exclusive_cpus.len() <= room.exclusive_cpus
+    fn is_within(&self, room: &Requests) -> bool {
+        self.amounts.max(*room) == *room
     }
 }
 

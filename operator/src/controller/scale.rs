@@ -3,9 +3,11 @@
 //! The planner places everything anew each time. For a change of the number alone, which an autoscaler makes under load,
 //! that would replace workers that do well where they are.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
-use hearth_crds::{InferencePlanSpec, NodeProfileSpec, PlanRank, PlanRole};
+use hearth_crds::{InferencePlanSpec, PlanRank, PlanRole};
+
+use super::candidates::Candidates;
 
 /// `old` with as many decode workers as `new` has: the last ones go, or more come on the nodes where `new` has more.
 ///
@@ -14,7 +16,7 @@ use hearth_crds::{InferencePlanSpec, NodeProfileSpec, PlanRank, PlanRole};
 pub(crate) fn in_place(
     old: &InferencePlanSpec,
     new: &InferencePlanSpec,
-    free: &BTreeMap<String, NodeProfileSpec>,
+    free: &Candidates,
 ) -> Option<InferencePlanSpec> {
     let count = |plan: &InferencePlanSpec, role| plan.ranks_of(role).count();
     // Which GPU another worker would get, the planner alone knows.
@@ -81,9 +83,10 @@ fn one_more(ranks: &[PlanRank], new: &InferencePlanSpec, index: usize) -> Option
     })
 }
 
-/// Whether a node holds its ranks: one copy of the weights, everybody's own memory, and no CPU given away twice.
-fn holds(node: &str, ranks: &[PlanRank], free: &BTreeMap<String, NodeProfileSpec>) -> bool {
-    let Some(profile) = free.get(node) else {
+/// Whether a node holds its ranks: one copy of the weights, everybody's own memory and requests of CPU, and no CPU given
+/// away twice.
+fn holds(node: &str, ranks: &[PlanRank], free: &Candidates) -> bool {
+    let (Some(profile), Some(room)) = (free.free.get(node), free.cpu_rooms.get(node)) else {
         return false;
     };
     let mut here = ranks.iter().filter(|rank| rank.node == node);
@@ -100,5 +103,9 @@ fn holds(node: &str, ranks: &[PlanRank], free: &BTreeMap<String, NodeProfileSpec
             && (rank.pinning != hearth_crds::Pinning::Exclusive
                 || rank.cpus.iter().all(|cpu| cpus.insert(*cpu)))
     });
-    is_apart && needs <= super::candidates::usable(profile.memory.available_bytes)
+    let here = ranks.iter().filter(|rank| rank.node == node);
+    let cpu_millis: u64 = here.map(PlanRank::cpu_millis).sum();
+    is_apart
+        && cpu_millis <= room.free_millis()
+        && needs <= super::candidates::usable(profile.memory.available_bytes)
 }

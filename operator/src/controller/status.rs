@@ -16,7 +16,9 @@ use super::model::{Download, ModelState, ModelStep, percent};
 use super::names::{LABEL_DEPLOYMENT, LABEL_ROLE};
 use super::observed::{Observed, PodView};
 use super::rollout::{Mode, Progress, Want, reachable};
-use super::words::{endpoint_url, latency_text, list, measured, plan_sentence, topology};
+use super::words::{
+    endpoint_url, latency_text, list, measured, plan_sentence, sight_words, topology,
+};
 
 /// Everything that a status tells.
 #[derive(Clone, Copy, Debug)]
@@ -197,13 +199,20 @@ impl Picture<'_> {
             } else {
                 cause.reason
             };
-            return Verdict::no(reason, format!("{}{goes_on}", cause.message));
+            let sight = match self.choice.refusal {
+                Some(_) => sight_words(self.observed),
+                None => String::new(),
+            };
+            return Verdict::no(reason, format!("{}{goes_on}{sight}", cause.message));
         }
         if let Some(why) = self.rolled_back() {
             return Verdict::no(ROLLED_BACK, why);
         }
         match self.target() {
-            Some(plan) => Verdict::yes("Planned", plan_sentence(plan)),
+            Some(plan) => {
+                let sight = sight_words(self.observed);
+                Verdict::yes("Planned", format!("{}{sight}", plan_sentence(plan)))
+            }
             None => Verdict::no("NotPlanned", "there is no plan yet"),
         }
     }

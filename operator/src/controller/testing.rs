@@ -10,7 +10,7 @@ use hearth_crds::{
 };
 use jiff::Timestamp;
 
-use super::observed::{NodeView, Observed, Settings};
+use super::observed::{LedgerSettings, NodeView, Observed, Others, Requests, Settings, Sight};
 
 pub(super) const GIB: u64 = 1 << 30;
 pub(super) const MIB: u64 = 1 << 20;
@@ -27,6 +27,17 @@ pub(super) fn settings() -> Settings {
         pull_secrets: Vec::new(),
         operator_namespace: "hearth".to_owned(),
         namespaces: Vec::new(),
+        gpu_runtime_class: None,
+        claims: true,
+        ledger: LedgerSettings {
+            all_pods: true,
+            reserve_cpu_millis: 100,
+            unseen: Requests {
+                cpu_millis: 500,
+                memory_bytes: 512 * MIB,
+                gpus: 0,
+            },
+        },
         model_cache: "/var/lib/hearth/models".to_owned(),
         network_policies: true,
         certificate_lifetime: Duration::from_secs(86_400),
@@ -103,6 +114,11 @@ pub(super) fn observed(deployment: InferenceDeployment) -> Observed {
         pods: Vec::new(),
         nodes: BTreeMap::from(nodes),
         held_by_others: BTreeMap::new(),
+        claimable: BTreeMap::new(),
+        others: Others {
+            sight: Sight::All,
+            requests: BTreeMap::new(),
+        },
         fetches: BTreeMap::new(),
         measured: None,
         certificate: Some("1".to_owned()),

@@ -16,7 +16,12 @@ const PROGRESS_DEADLINE: Duration = Duration::from_secs(600);
 
 /// Whether deployments of `namespace` are this operator's business.
 pub(crate) fn serves(settings: &Settings, namespace: &str) -> bool {
-    settings.namespaces.is_empty() || settings.namespaces.iter().any(|name| name == namespace)
+    is_among(&settings.namespaces, namespace)
+}
+
+/// Whether `namespace` is one of those that are served; none named: all are.
+pub(crate) fn is_among(namespaces: &[String], namespace: &str) -> bool {
+    namespaces.is_empty() || namespaces.iter().any(|name| name == namespace)
 }
 
 /// Checks the deployment.

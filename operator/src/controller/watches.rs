@@ -22,16 +22,18 @@ use super::cache::{State, Touched, Waking};
 use super::client::WATCH_SECONDS;
 use super::failure::{Failure, chain};
 use super::lean::{
-    AgentPod, Budget, LeanDeployment, LeanNode, LeanObject, LeanPlan, LeanPod, LeanProfile,
-    ObjectKind, Policy, SecretKind, ServiceKind,
+    AgentPod, AnyPod, Budget, LeanClaim, LeanDeployment, LeanNode, LeanObject, LeanPlan, LeanPod,
+    LeanProfile, LeanSlice, ObjectKind, Policy, SecretKind, ServiceKind,
 };
 use super::names::{APP, LABEL_APP, LABEL_COMPONENT, LABEL_DEPLOYMENT};
-use super::observed::Settings;
+use super::observed::{Settings, Sight};
 use super::queue::Key;
 use super::table::Identity;
 
 /// Objects of one page of a list: what is read at a time bounds the memory.
 const PAGE: u32 = 100;
+/// Version of the API of dynamic resource allocation.
+const DEVICE_VERSION: &str = "resource.k8s.io/v1";
 /// Component of the agents' Pods, as the chart labels them.
 const AGENT: &str = "agent";
 
@@ -47,12 +49,23 @@ pub(crate) struct Watches {
 
 /// A kind that the caches hold.
 trait Cached: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + 'static {
+    /// Whether nothing can be decided without it. What may not be watched is asked for again either way.
+    const IS_NEEDED: bool = true;
+
     /// Takes an object that is there.
     fn put(self, state: &mut State) -> Touched;
     /// Forgets an object; an empty uid: whichever has that name, for now.
     fn forget(state: &mut State, key: &Key, uid: &str) -> Touched;
     /// The names of all that are held.
     fn keys(state: &State) -> Vec<Key>;
+    /// All are known now.
+    fn listed(_state: &mut State) -> Touched {
+        Touched::default()
+    }
+    /// They may not be watched.
+    fn refused(_state: &mut State) -> Touched {
+        Touched::default()
+    }
 }
 
 impl Watches {
@@ -74,6 +87,18 @@ impl Watches {
         let mut tasks = JoinSet::new();
         self.cluster::<LeanNode>(&mut tasks, client);
         self.cluster::<LeanProfile>(&mut tasks, client);
+        self.waking.change(|state| {
+            state.serve(&settings.namespaces);
+            Touched::default()
+        });
+        if settings.ledger.all_pods {
+            let all = Config::default().fields(AnyPod::FIELDS);
+            self.watch::<AnyPod>(&mut tasks, Api::all(client.clone()), None, all);
+        }
+        if settings.claims && serves_devices(client).await {
+            self.cluster::<LeanSlice>(&mut tasks, client);
+            self.namespaced::<LeanClaim>(&mut tasks, client, &[], "");
+        }
         let agents = format!("{LABEL_APP}={APP},{LABEL_COMPONENT}={AGENT}");
         let own = [settings.operator_namespace.clone()];
         self.namespaced::<AgentPod>(&mut tasks, client, &own, &agents);
@@ -103,7 +128,7 @@ impl Watches {
     where
         K: Cached + Resource<Scope = ClusterResourceScope>,
     {
-        self.watch::<K>(tasks, Api::all(client.clone()), None, "");
+        self.watch::<K>(tasks, Api::all(client.clone()), None, Config::default());
     }
 
     fn namespaced<K>(
@@ -115,12 +140,16 @@ impl Watches {
     ) where
         K: Cached + Resource<Scope = NamespaceResourceScope>,
     {
+        let which = match labels {
+            "" => Config::default(),
+            labels => Config::default().labels(labels),
+        };
         if namespaces.is_empty() {
-            return self.watch::<K>(tasks, Api::all(client.clone()), None, labels);
+            return self.watch::<K>(tasks, Api::all(client.clone()), None, which);
         }
         for namespace in namespaces {
             let api = Api::namespaced(client.clone(), namespace);
-            self.watch::<K>(tasks, api, Some(namespace.clone()), labels);
+            self.watch::<K>(tasks, api, Some(namespace.clone()), which.clone());
         }
     }
 
@@ -129,12 +158,9 @@ impl Watches {
         tasks: &mut JoinSet<()>,
         api: Api<K>,
         namespace: Option<String>,
-        labels: &str,
+        which: Config,
     ) {
-        let mut config = Config::default().timeout(WATCH_SECONDS).page_size(PAGE);
-        if !labels.is_empty() {
-            config = config.labels(labels);
-        }
+        let config = which.timeout(WATCH_SECONDS).page_size(PAGE);
         self.unfilled.fetch_add(1, Ordering::AcqRel);
         let watches = self.clone();
         tasks.spawn(async move {
@@ -185,10 +211,8 @@ impl Listener {
             }
             Event::InitDone => {
                 self.forget_unseen::<K>();
-                if !std::mem::replace(&mut self.is_filled, true) {
-                    self.watches.unfilled.fetch_sub(1, Ordering::AcqRel);
-                    self.watches.filled.notify_waiters();
-                }
+                self.watches.waking.change(K::listed);
+                self.fill();
             }
             Event::Apply(object) => self.take(object),
             Event::Delete(object) => {
@@ -198,6 +222,13 @@ impl Listener {
                 let waking = &self.watches.waking;
                 waking.change(|state| K::forget(state, &key, &uid));
             }
+        }
+    }
+
+    fn fill(&mut self) {
+        if !std::mem::replace(&mut self.is_filled, true) {
+            self.watches.unfilled.fetch_sub(1, Ordering::AcqRel);
+            self.watches.filled.notify_waiters();
         }
     }
 
@@ -253,6 +284,10 @@ impl Listener {
                 )
             }
             Some(Failure::Forbidden(why)) => {
+                self.watches.waking.change(K::refused);
+                if !K::IS_NEEDED {
+                    self.fill();
+                }
                 format!("{kind}s may not be watched: {why}\n  grant it, as the chart does")
             }
             // Watches end all the time: a new list or watch follows.
@@ -283,6 +318,25 @@ async fn may_list_everywhere(client: &Client) -> bool {
             }
             Err(failure) => {
                 tracing::warn!("InferenceDeployments cannot be listed: {failure}");
+                tokio::time::sleep(wait.next().unwrap_or(Duration::from_secs(10))).await;
+            }
+        }
+    }
+}
+
+/// Whether the cluster has dynamic resource allocation.
+async fn serves_devices(client: &Client) -> bool {
+    let mut wait = Patience::default();
+    loop {
+        match client
+            .list_api_group_resources(DEVICE_VERSION)
+            .await
+            .map_err(Failure::from)
+        {
+            Ok(_) => return true,
+            Err(Failure::NotFound(_) | Failure::Forbidden(_)) => return false,
+            Err(failure) => {
+                tracing::warn!("it cannot be told whether {DEVICE_VERSION} is served: {failure}");
                 tokio::time::sleep(wait.next().unwrap_or(Duration::from_secs(10))).await;
             }
         }
@@ -373,6 +427,65 @@ impl Cached for LeanPod {
 
     fn keys(state: &State) -> Vec<Key> {
         state.pods.keys().cloned().collect()
+    }
+}
+
+impl Cached for AnyPod {
+    const IS_NEEDED: bool = false;
+
+    fn put(self, state: &mut State) -> Touched {
+        let charge = self.charge(|namespace| state.is_served(namespace));
+        state.put_charge(&self.key(), charge)
+    }
+
+    fn forget(state: &mut State, key: &Key, _uid: &str) -> Touched {
+        state.put_charge(key, None)
+    }
+
+    fn keys(state: &State) -> Vec<Key> {
+        state.charged()
+    }
+
+    fn listed(state: &mut State) -> Touched {
+        state.see(Sight::All)
+    }
+
+    fn refused(state: &mut State) -> Touched {
+        state.see(Sight::Forbidden)
+    }
+}
+
+impl Cached for LeanSlice {
+    const IS_NEEDED: bool = false;
+
+    fn put(self, state: &mut State) -> Touched {
+        let key = Identity::of(&self.metadata).key;
+        state.put_slice(key, self.offered())
+    }
+
+    fn forget(state: &mut State, key: &Key, _uid: &str) -> Touched {
+        state.put_slice(key.clone(), None)
+    }
+
+    fn keys(state: &State) -> Vec<Key> {
+        state.devices().slices()
+    }
+}
+
+impl Cached for LeanClaim {
+    const IS_NEEDED: bool = false;
+
+    fn put(self, state: &mut State) -> Touched {
+        let key = Identity::of(&self.metadata).key;
+        state.put_claim(key, self.claimed())
+    }
+
+    fn forget(state: &mut State, key: &Key, _uid: &str) -> Touched {
+        state.put_claim(key.clone(), None)
+    }
+
+    fn keys(state: &State) -> Vec<Key> {
+        state.devices().claims()
     }
 }
 

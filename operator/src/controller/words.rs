@@ -3,11 +3,12 @@
 use std::collections::BTreeSet;
 
 use hearth_crds::{
-    DurationText, EndpointType, InferencePlan, LatencyStatus, PlanRole, PlanStrategy,
+    DurationText, EndpointType, InferencePlan, LatencyStatus, PlanRole, PlanStrategy, format_bytes,
 };
 use kube::ResourceExt;
 
-use super::observed::Observed;
+use super::observed::{Observed, Sight};
+use super::refusals;
 
 /// A measured latency is told anew when it moved by more than this share.
 const WORTH_TELLING: f64 = 0.1;
@@ -22,9 +23,35 @@ pub(crate) fn plan_sentence(plan: &InferencePlan) -> String {
         count => format!("{count} prefill and "),
     };
     format!(
-        "plan {}: {}, {prefill}{decode} decode worker{plural}",
+        "plan {}: {}, {prefill}{decode} decode worker{plural}{}",
         plan.spec.generation,
-        topology(plan)
+        topology(plan),
+        left_out(plan)
+    )
+}
+
+/// The nodes that a plan leaves out because they refused workers of the plans before; empty where none did.
+fn left_out(plan: &InferencePlan) -> String {
+    let told = refusals::left_out(plan);
+    let sentences: Vec<String> = refusals::sentences(&told).collect();
+    match sentences.as_slice() {
+        [] => String::new(),
+        all => format!("; {}", all.join("; ")),
+    }
+}
+
+/// What is said of a plan that was made without sight of other Pods; empty where all are seen.
+pub(crate) fn sight_words(observed: &Observed) -> String {
+    let why = match observed.others.sight {
+        Sight::All => return String::new(),
+        Sight::Off => "the chart value ledger.allPods is false",
+        Sight::Forbidden => "the operator may not watch the Pods of the cluster",
+    };
+    let unseen = observed.settings.ledger.unseen;
+    format!(
+        "; requests of other Pods are not seen ({why}): {}m CPU and {} of each node are left for them",
+        unseen.cpu_millis,
+        format_bytes(unseen.memory_bytes)
     )
 }
 
@@ -155,6 +182,18 @@ mod tests {
         }
         assert_eq!(latency_text(0.0), None);
         assert_eq!(latency_text(f64::NAN), None);
+    }
+
+    #[test]
+    fn a_plan_without_sight_of_other_pods_says_so() {
+        let mut observed = observed(deployment(""));
+        assert_eq!(sight_words(&observed), "");
+        observed.others.sight = Sight::Forbidden;
+        assert_eq!(
+            sight_words(&observed),
+            "; requests of other Pods are not seen (the operator may not watch the Pods of the cluster): 500m CPU and \
+             512 MiB of each node are left for them"
+        );
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use anyhow::{Context, bail};
 use hearth_crds::{GpuProfile, InferencePlanSpec, ModelFacts, NodeProfileSpec, PlanRole, Venue};
-use hearth_planner::{GpuOffer, PlanRequest};
+use hearth_planner::{CpuOffer, GpuOffer, PlanRequest};
 use serde::Deserialize;
 
 use super::{UpArgs, ask};
@@ -96,6 +96,7 @@ pub(crate) fn plan(file: &Path, state: &StateDir, steps: &Steps) -> anyhow::Resu
         model_path: &directory.display().to_string(),
         profiles: &[profile],
         gpus: GpuOffer::Machine,
+        cpus: CpuOffer::Machine,
     })?;
     Ok(Planned {
         name,

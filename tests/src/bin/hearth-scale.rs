@@ -1,5 +1,5 @@
-//! Many deployments on a control plane of its own: `hearth-scale [DEPLOYMENTS [NODES [IDLE_SECONDS]]]`, by default 1000
-//! on 100 and 600 s.
+//! Many deployments on a control plane of its own: `hearth-scale [DEPLOYMENTS [NODES [IDLE_SECONDS [FOREIGN_PODS]]]]`, by
+//! default 1000 on 300, 600 s, and 5000 Pods of somebody else's.
 
 #![forbid(unsafe_code)]
 
@@ -17,8 +17,9 @@ fn main() -> ExitCode {
     let number = |index: usize, default: usize| numbers.get(index).copied().unwrap_or(default);
     let scale = Scale {
         deployments: number(0, 1000),
-        nodes: number(1, 100),
+        nodes: number(1, 300),
         idle: Duration::from_secs(number(2, 600) as u64),
+        foreign_pods: number(3, 5000),
     };
     let Some(stand) = Stand::start_or_skip(&Options::default()) else {
         return ExitCode::FAILURE;

@@ -16,8 +16,10 @@ use crate::metrics::Metrics;
 pub struct Scale {
     /// Deployments of the built-in model, each of a gateway, a prefill worker and a decode worker.
     pub deployments: usize,
-    /// Nodes with 32 CPUs and 64 GiB each.
+    /// Nodes with 32 CPUs and 64 GiB each: four deployments fit one.
     pub nodes: usize,
+    /// Pods of somebody else's, evenly over the nodes.
+    pub foreign_pods: usize,
     /// How long nothing changes at the end.
     pub idle: Duration,
 }
@@ -54,13 +56,17 @@ impl Scale {
     /// When it does not get there in twenty minutes.
     pub fn run(self, stand: &Stand) -> ScaleReport {
         let Self {
-            deployments, nodes, ..
+            deployments,
+            nodes,
+            foreign_pods,
+            ..
         } = self;
         stand.make_namespace("hearth-system");
         stand.make_namespace("scale");
         for node in 0..nodes {
             stand.make_node(&format!("node-{node:03}"), 32, 64 << 30, &[]);
         }
+        make_foreign(stand, foreign_pods, nodes);
         let proxy = stand.proxy();
         let mut operator = Operator::start(proxy.address, "hearth-system", &["--resync", "10m"]);
         let metrics = operator.metrics_address();
@@ -131,9 +137,13 @@ impl fmt::Display for ScaleReport {
         let Scale {
             deployments,
             nodes,
+            foreign_pods,
             idle,
         } = self.scale;
-        writeln!(f, "{deployments} deployments on {nodes} nodes")?;
+        writeln!(
+            f,
+            "{deployments} deployments on {nodes} nodes beside {foreign_pods} foreign Pods"
+        )?;
         writeln!(
             f,
             "  all planned, Pods exist   {:.1} s",
@@ -173,6 +183,40 @@ impl fmt::Display for ScaleReport {
             self.idle_cpu_s
         )
     }
+}
+
+/// Pods as others run them: some containers with names, requests and an environment, in ten namespaces.
+fn make_foreign(stand: &Stand, count: usize, nodes: usize) {
+    for team in 0..10.min(count) {
+        stand.make_namespace(&format!("team-{team}"));
+    }
+    let client = stand.client();
+    let made = futures::stream::iter(0..count).map(|index| {
+        let namespace = format!("team-{}", index % 10);
+        let variables: Vec<Value> = (0..20)
+            .map(|n| json!({"name": format!("SETTING_{n}"), "value": "a value of usual length"}))
+            .collect();
+        let container = |name: &str| {
+            json!({"name": name, "image": "registry.lan/team/service:1", "env": variables,
+                "resources": {"requests": {"cpu": "5m", "memory": "16Mi"}}})
+        };
+        let pod = json!({
+            "apiVersion": "v1", "kind": "Pod",
+            "metadata": {"name": format!("service-6d4b75cb6d-{index:05}"), "namespace": namespace,
+                         "labels": {"app": "service", "pod-template-hash": "6d4b75cb6d"}},
+            "spec": {"nodeName": format!("node-{:03}", index % nodes.max(1)),
+                     "containers": [container("service"), container("proxy")]},
+        });
+        async move {
+            let request = http::Request::post(format!("/api/v1/namespaces/{namespace}/pods"))
+                .header("content-type", "application/json")
+                .body(pod.to_string().into_bytes());
+            let request = request.unwrap_or_else(|error| panic!("{error}"));
+            let answer = client.request_text(request).await;
+            answer.unwrap_or_else(|error| panic!("{error}"));
+        }
+    });
+    stand.block_on(made.buffer_unordered(8).collect::<Vec<()>>());
 }
 
 fn make_all(stand: &Stand, deployments: usize) {

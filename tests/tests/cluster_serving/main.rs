@@ -1,6 +1,8 @@
 //! Hearth on a cluster of two real kubelets, as its users see it: from `helm install` to an empty namespace.
 
 mod addresses;
+mod gpus;
+mod ledger;
 mod memory;
 mod nodes;
 mod pinning;
@@ -18,7 +20,7 @@ use hearth_tests::cluster::{AddressFamily, Cluster, Options, condition, wait_unt
 use hearth_tests::{Metrics, copy_of_demo, python, root, run};
 use serde_json::{Value, json};
 
-use release::{PATIENCE, SYSTEM, deployment, infd, names, patch, pods, wait_until_settled};
+use release::{PATIENCE, SYSTEM, infd, names, patch, pods, wait_until_settled};
 use streams::Streams;
 
 const OPTIONS: Options = Options {
@@ -90,6 +92,7 @@ fn from_install_to_uninstall() {
 fn what_two_cannot_hold_makes_room_and_a_lost_node_is_left() {
     let options = Options {
         fake_gpu: vec![2],
+        fake_dra: vec![1],
         ..OPTIONS
     };
     let Some(cluster) = Cluster::start_or_skip(&options) else {
@@ -99,12 +102,32 @@ fn what_two_cannot_hold_makes_room_and_a_lost_node_is_left() {
     release::install(&cluster, &images, 1);
     sources::a_claim_serves(&cluster);
     sources::an_archive_is_fetched_and_serves(&cluster);
-    gpus_are_held_where_they_are(&cluster);
+    cluster.import_toolbox();
+    gpus::are_not_held_for_nothing(&cluster);
+    gpus::that_cannot_be_opened_are_told(&cluster);
+    gpus::are_claimed_by_uuid(&cluster);
     old_down_first_drops_nothing(&cluster);
     certificates_change_under_streams(&cluster);
     the_operator_dies_in_the_middle_of_a_rollout(&cluster);
     a_failing_plan_rolls_back(&cluster);
     nodes::lost_is_left(&cluster);
+}
+
+#[test]
+fn plans_leave_others_what_they_request() {
+    let options = Options {
+        audit: false,
+        ..OPTIONS
+    };
+    let Some(cluster) = Cluster::start_or_skip(&options) else {
+        return;
+    };
+    let images = cluster.import_hearth();
+    cluster.import_toolbox();
+    release::install(&cluster, &images, 1);
+    ledger::exclusive_runs_with_the_default_chart(&cluster);
+    ledger::two_deployments_and_a_foreign_pod_share_the_nodes(&cluster);
+    ledger::what_the_scheduler_refuses_moves(&cluster);
 }
 
 fn demo() -> Value {
@@ -420,18 +443,13 @@ fn nothing_is_left(cluster: &Cluster, before: &[String]) {
     assert!(is_gone.is_ok(), "{left:#?}");
 }
 
-fn gpus_are_held_where_they_are(cluster: &Cluster) {
-    let spec = json!({"prefill": {"gpusPerWorker": 2}});
-    cluster.apply(&deployment("demo", spec).to_string());
-    wait_until_settled(cluster, "demo");
-    let prefill = pods(cluster, "demo", "prefill");
-    assert_eq!(prefill[0]["spec"]["nodeName"], "node-2", "{prefill:#?}");
-    let limits = &prefill[0]["spec"]["containers"][0]["resources"]["limits"];
-    assert_eq!(limits["nvidia.com/gpu"], "2", "{limits}");
-}
-
-/// Both GPUs are held by the old prefill worker, so that the new one can only come after it.
+/// Old and new do not fit beside each other where somebody's Pods leave room for a second gateway alone.
 fn old_down_first_drops_nothing(cluster: &Cluster) {
+    for node in ["node-1", "node-2"] {
+        ledger::occupy_all_but(cluster, node, 1000);
+    }
+    cluster.apply(&demo().to_string());
+    wait_until_settled(cluster, "demo");
     let directory = open_directory();
     let reach = cluster.reach("default", "demo", 80);
     let streams = Streams::start(&reach.v1());
@@ -449,6 +467,9 @@ fn old_down_first_drops_nothing(cluster: &Cluster) {
     let builtin = json!({"source": {"hostPath": null, "builtin": {"name": "hearth-demo"}}});
     patch(cluster, "demo", &json!({"model": builtin}));
     wait_until_settled(cluster, "demo");
+    for node in ["node-1", "node-2"] {
+        ledger::leave(cluster, node);
+    }
 }
 
 /// A Secret that is gone is written with new certificates, which every process takes up under way, as at a renewal.

@@ -293,8 +293,8 @@ fn device_options(args: &RankArgs, rank: &PlanRank) -> DeviceOptions {
         let uuid = rank.gpu_uuids.first().cloned();
         let options = args.gpu.options(uuid, Some(rank.gpu_budget_bytes()));
         return DeviceOptions::Gpu(GpuOptions {
-            // A device plugin may hand out another GPU of the node; the plan holds for each.
-            or_any: rank.gpus > 0,
+            // A device plugin may hand out another GPU of the node, and the plan holds for each; a claim names its GPU.
+            or_any: rank.gpus > 0 && !rank.claims_gpus,
             ..options
         });
     }

@@ -6,7 +6,7 @@ use hearth_crds::{
 
 use super::{node_of, of};
 use crate::draft::Draft;
-use crate::gpus::{GpuLack, GpuOffer, OnGpu, plugin_gpus, unusable};
+use crate::gpus::{GpuLack, NodeOffer, OnGpu, unusable};
 use crate::place::NoRoom;
 use crate::request::Refused;
 
@@ -34,24 +34,21 @@ pub(super) fn chosen(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String
             .gpus
             .iter()
             .find(|gpu| rank.gpu_uuids.contains(&gpu.uuid));
-        match computes_on {
-            Some(gpu) => why.push(on_gpu(draft, rank, node, gpu)),
-            None if rank.gpus > 0 => why.push(held(rank, node)),
-            None => {}
-        }
+        why.extend(computes_on.map(|gpu| on_gpu(draft, rank, node, gpu)));
     }
 }
 
 fn on_gpu(draft: &Draft<'_>, rank: &PlanRank, node: &NodeProfileSpec, gpu: &GpuProfile) -> String {
     let need = draft.demand.on_gpu(rank.role);
     let kv_bytes = rank.kv.as_ref().map_or(0, |kv| kv.memory_bytes);
-    let (free, tail) = match draft.chooser.gpus() {
-        GpuOffer::Machine => (format!("{} free", format_bytes(gpu.free_bytes)), ""),
-        GpuOffer::DevicePlugin(_) if node.gpus.len() > 1 => (
+    let (free, tail) = match draft.chooser.gpus().at(node) {
+        NodeOffer::Machine => (format!("{} free", format_bytes(gpu.free_bytes)), ""),
+        NodeOffer::Plugin(_) if node.gpus.len() > 1 => (
             format_bytes(gpu.memory_bytes),
             "; the device plugin may give another GPU of the node, and each of them holds it",
         ),
-        GpuOffer::DevicePlugin(_) => (format_bytes(gpu.memory_bytes), ""),
+        NodeOffer::Plugin(_) => (format_bytes(gpu.memory_bytes), ""),
+        NodeOffer::Claims(_) => (format_bytes(gpu.memory_bytes), "; its claim names this GPU"),
     };
     let capability = gpu.compute_capability.unwrap_or_default();
     let more = if rank.gpus > 1 {
@@ -69,22 +66,6 @@ fn on_gpu(draft: &Draft<'_>, rank: &PlanRank, node: &NodeProfileSpec, gpu: &GpuP
         format_bytes(kv_bytes),
         format_bytes(need.working_bytes),
         format_bytes(rank.gpu_memory_bytes),
-    )
-}
-
-/// A GPU that is asked for is held, and it is said that nothing runs on it.
-fn held(rank: &PlanRank, node: &NodeProfileSpec) -> String {
-    let first = node
-        .gpus
-        .iter()
-        .find_map(|gpu| unusable(gpu).map(|why| format!("{} cannot be used: {why}", gpu.name)));
-    let what = first.unwrap_or_else(|| "the node's profile shows none".to_owned());
-    format!(
-        "{} on {}: holds {} GPU{} as spec.prefill.gpusPerWorker asks; {what}, so that it computes on CPUs and predictions leave them out",
-        rank.name,
-        rank.node,
-        rank.gpus,
-        if rank.gpus == 1 { "" } else { "s" },
     )
 }
 
@@ -138,16 +119,22 @@ pub(super) fn not_chosen(draft: &Draft<'_>, ranks: &[PlanRank], lines: &mut Vec<
 /// Why no rank runs on a GPU.
 fn left_out(draft: &Draft<'_>, node: &NodeProfileSpec, gpu: &GpuProfile) -> String {
     let spec = draft.request.spec;
-    let offer = draft.chooser.gpus();
+    let offer = draft.chooser.gpus().at(node);
     if let Some(why) = unusable(gpu) {
         return why;
     }
     if spec.prefill.gpus_per_worker == Some(0) {
         return "spec.prefill.gpusPerWorker is 0".to_owned();
     }
-    if matches!(offer, GpuOffer::DevicePlugin(_)) && plugin_gpus(node, offer) == 0 {
-        return "the node's device plugin has none to give: install it, or wait until one is free"
-            .to_owned();
+    match offer {
+        NodeOffer::Plugin(0) => {
+            return "the node's device plugin has none to give: install it, or wait until one is free"
+                .to_owned();
+        }
+        NodeOffer::Claims(uuids) if !uuids.contains(&gpu.uuid) => {
+            return "it is claimed by others, or its driver does not offer it".to_owned();
+        }
+        NodeOffer::Machine | NodeOffer::Plugin(_) | NodeOffer::Claims(_) => {}
     }
     if spec.prefill.gpus_per_worker.is_none() && spec.strategy != Strategy::Auto {
         return format!(
@@ -174,7 +161,7 @@ fn left_out(draft: &Draft<'_>, node: &NodeProfileSpec, gpu: &GpuProfile) -> Stri
 fn lack(refused: &Refused) -> Option<&GpuLack> {
     match &refused.no_room {
         NoRoom::Gpus { lack, .. } => Some(lack),
-        NoRoom::Memory { .. } | NoRoom::Cores { .. } => None,
+        NoRoom::Memory { .. } | NoRoom::Cpus { .. } => None,
     }
 }
 
@@ -208,7 +195,7 @@ fn refused(refused: &Refused) -> String {
             shortage.node,
             format_bytes(shortage.free_bytes)
         ),
-        NoRoom::Cores { .. } => "there are too few cores for it".to_owned(),
+        NoRoom::Cpus { .. } => "there is too little CPU for it".to_owned(),
     };
     format!("{which}: {lacks}")
 }

@@ -7,7 +7,7 @@ use hearth_crds::{
     PrefillMode, format_bytes,
 };
 
-use crate::cpus::{Crew, core_count, format_cpu_list};
+use crate::cpus::{CpuLack, Crew, core_count, format_cpu_list};
 use crate::draft::Draft;
 use crate::memory::PREFILL_BATCH;
 use crate::place::Cost;
@@ -185,6 +185,14 @@ fn cpus(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
                 ));
             }
         }
+        if let (Pinning::Exclusive, Some(room)) = (placement.pinning, draft.chooser.cpu_room(n)) {
+            let own = ranks.iter().filter(|rank| rank.node == node.node);
+            let own: usize = own.map(|rank| rank.exclusive_cpus().len()).sum();
+            why.push(format!(
+                "CPUs on {}: {own} of their own for its workers; of {}m other Pods request {}m and {}m are kept free",
+                node.node, room.allocatable_millis, room.requested_millis, room.reserve_millis
+            ));
+        }
         if node.numa_nodes.len() > 1 {
             let numa = match placement.numa {
                 NumaPolicy::Compact => "threads of a rank stay on as few NUMA nodes as hold it",
@@ -306,21 +314,23 @@ fn pinning_alternative(
         .enumerate()
         .filter(|(_, crew)| crew.decode_on_cpus() > 0)
     {
-        let cores = core_count(draft.nodes[n]);
         let exclusive = draft.chooser.with_spec(&spec);
-        let line = if exclusive.has_cores(n, *crew) {
-            let tpot = exclusive.decode_ms(n, Crew { ..*crew });
-            format!(
-                "predicted TPOT {} against {}",
-                ms(tpot),
-                ms(predicted.tpot_ms)
-            )
-        } else {
-            format!(
-                "{} processes want {} cores and there are {cores}",
-                crew.ranks(),
-                crew.ranks()
-            )
+        let line = match exclusive.cpu_lack(n, *crew) {
+            None => {
+                let tpot = exclusive.decode_ms(n, Crew { ..*crew });
+                format!(
+                    "predicted TPOT {} against {}",
+                    ms(tpot),
+                    ms(predicted.tpot_ms)
+                )
+            }
+            Some(CpuLack::Cores { workers, cores, .. }) => {
+                format!("{workers} workers want {workers} whole cores and there are {cores}")
+            }
+            Some(CpuLack::Requests {
+                needs_millis,
+                free_millis,
+            }) => format!("Pods would request {needs_millis}m CPU and {free_millis}m are free"),
         };
         not_chosen.push(format!(
             "pinning Exclusive on {}: {line}",

@@ -1,14 +1,14 @@
 //! Machines and models that the planner's tests share.
 #![allow(dead_code, missing_docs, unreachable_pub, clippy::unwrap_used)]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_crds::{
     ComputeCapability, ComputeProfile, CpuProfile, DiskProfile, GpuProfile,
     InferenceDeploymentSpec, IsaProfile, MemoryProfile, NodeProfileSpec, NumaNodeProfile,
 };
 use hearth_crds::{KvShape, ModelFacts, ModuleBytes};
-use hearth_planner::{GpuOffer, PlanRequest};
+use hearth_planner::{CpuOffer, CpuRoom, GpuOffer, PlanRequest};
 
 pub const GIB: u64 = 1 << 30;
 pub const MIB: u64 = 1 << 20;
@@ -254,6 +254,24 @@ pub fn spec(yaml: &str) -> InferenceDeploymentSpec {
 
 /// No device plugin anywhere.
 static NO_GPUS: BTreeMap<String, u32> = BTreeMap::new();
+/// Nothing to claim anywhere.
+static NO_CLAIMS: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+
+/// What device plugins can give.
+pub fn plugin(free: &BTreeMap<String, u32>) -> GpuOffer<'_> {
+    GpuOffer::Cluster {
+        plugin: free,
+        claimable: &NO_CLAIMS,
+    }
+}
+
+/// What can be claimed.
+pub fn claims(uuids: &BTreeMap<String, BTreeSet<String>>) -> GpuOffer<'_> {
+    GpuOffer::Cluster {
+        plugin: &NO_GPUS,
+        claimable: uuids,
+    }
+}
 
 pub fn request<'a>(
     spec: &'a InferenceDeploymentSpec,
@@ -268,8 +286,22 @@ pub fn request<'a>(
         facts,
         model_path: "/models/m",
         profiles,
-        gpus: GpuOffer::DevicePlugin(&NO_GPUS),
+        gpus: plugin(&NO_GPUS),
+        cpus: CpuOffer::Machine,
     }
+}
+
+/// Every CPU of each node, of which others request `requested_millis` and 100m are kept free.
+pub fn cpu_rooms(profiles: &[NodeProfileSpec], requested_millis: u64) -> BTreeMap<String, CpuRoom> {
+    let room = |profile: &NodeProfileSpec| CpuRoom {
+        allocatable_millis: profile.cpus.len() as u64 * 1000,
+        requested_millis,
+        reserve_millis: 100,
+    };
+    let rooms = profiles.iter();
+    rooms
+        .map(|profile| (profile.node.clone(), room(profile)))
+        .collect()
 }
 
 /// The same on one machine without a cluster.

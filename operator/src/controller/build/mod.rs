@@ -12,6 +12,7 @@
 //! - Pods satisfy Pod Security `restricted`, but for models in directories of nodes, which need hostPath volumes.
 
 mod canonical;
+mod claims;
 mod objects;
 mod pod;
 #[cfg(test)]
@@ -29,6 +30,7 @@ use hearth_crds::{
 };
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::api::DynamicObject;
 use kube::{Resource, ResourceExt};
 
 use super::names::{
@@ -66,12 +68,18 @@ pub(crate) struct DesiredPod {
     pub(crate) name: String,
     /// The node that it runs on.
     pub(crate) node: String,
+    /// CPU that it asks for, in thousandths of one.
+    pub(crate) cpu_millis: u64,
     /// Memory that it asks for; the weights are in it for the first worker of a node only.
     pub(crate) memory_bytes: u64,
     /// GPUs that it asks for.
     pub(crate) gpus: u32,
     /// CPUs that are its own, by the kernel's number.
     pub(crate) exclusive_cpus: Vec<u32>,
+    /// UUIDs of the GPUs that it claims.
+    pub(crate) claimed_gpus: Vec<String>,
+    /// What its claim is made from, where it claims GPUs.
+    pub(crate) claim_template: Option<DynamicObject>,
     /// The Pod itself.
     pub(crate) pod: Pod,
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use hearth_crds::{InferencePlanSpec, ModelSource, Pinning, PlanRank, PlanRole, TolerationSpec};
+use hearth_crds::{InferencePlanSpec, ModelSource, PlanRank, PlanRole, TolerationSpec};
 use k8s_openapi::api::core::v1::{
     Affinity, Capabilities, Container, ContainerPort, DownwardAPIVolumeFile,
     DownwardAPIVolumeSource, EmptyDirVolumeSource, ExecAction, GRPCAction, HTTPGetAction,
@@ -16,6 +16,7 @@ use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
 use super::canonical::{rank_digest, slice};
+use super::claims::{claimed, hold_gpus};
 use super::{BuildContext, DesiredPod, ROLE_INSPECT, model_key, model_path, source_digest, texts};
 use crate::controller::names::{
     GATEWAY_PORT, GPU_RESOURCE, HEALTH_PORT, KEYS_DIRECTORY, LABEL_RANK, LABEL_ROLE, NOTE_PLAN,
@@ -51,14 +52,7 @@ pub(crate) fn rank_pod(
     let mut container = container(context, role, rank_arguments(context, rank, is_gateway));
     container.ports = Some(ports(is_gateway));
     container.resources = Some(holding.resources());
-    if is_gateway {
-        container.readiness_probe = Some(http_probe(READINESS));
-        container.liveness_probe = Some(http_probe(LIVENESS));
-        container.lifecycle = Some(linger());
-    } else {
-        container.readiness_probe = Some(grpc_probe("", READINESS));
-        container.liveness_probe = Some(grpc_probe("live", LIVENESS));
-    }
+    watch_over(&mut container, is_gateway);
     let mut volumes = vec![
         (place_volume(is_gateway), PLACE_DIRECTORY),
         (
@@ -66,10 +60,14 @@ pub(crate) fn rank_pod(
             TLS_DIRECTORY,
         ),
     ];
-    let keys = &context.deployment.spec.endpoint.api_keys_secret_ref;
-    if let Some(keys) = keys.as_ref().filter(|_| is_gateway) {
-        volumes.push((secret_volume("keys", &keys.name), KEYS_DIRECTORY));
-    }
+    let keys = context
+        .deployment
+        .spec
+        .endpoint
+        .api_keys_secret_ref
+        .as_ref();
+    let keys = keys.filter(|_| is_gateway);
+    volumes.extend(keys.map(|keys| (secret_volume("keys", &keys.name), KEYS_DIRECTORY)));
     volumes.extend(source_volume(context, source).map(|volume| (volume, SOURCE_DIRECTORY)));
 
     let grace_s = if is_gateway {
@@ -79,6 +77,7 @@ pub(crate) fn rank_pod(
     };
     let mut spec = pod_spec(context, container, volumes);
     spec.affinity = Some(on_node(&rank.node));
+    let claim_template = hold_gpus(context, rank, &mut spec);
     spec.restart_policy = Some("Always".to_owned());
     spec.termination_grace_period_seconds = Some(grace_s + EXIT_S);
 
@@ -108,10 +107,25 @@ pub(crate) fn rank_pod(
         hash,
         name,
         node: rank.node.clone(),
+        cpu_millis: holding.cpu_millis,
         memory_bytes: holding.memory_bytes,
         gpus: rank.gpus,
         exclusive_cpus: holding.exclusive_cpus,
+        claimed_gpus: claimed(rank).to_vec(),
+        claim_template,
         pod,
+    }
+}
+
+/// Probes of a rank's container, and what a gateway does before it ends.
+fn watch_over(container: &mut Container, is_gateway: bool) {
+    if is_gateway {
+        container.readiness_probe = Some(http_probe(READINESS));
+        container.liveness_probe = Some(http_probe(LIVENESS));
+        container.lifecycle = Some(linger());
+    } else {
+        container.readiness_probe = Some(grpc_probe("", READINESS));
+        container.liveness_probe = Some(grpc_probe("live", LIVENESS));
     }
 }
 
@@ -171,9 +185,11 @@ pub(crate) fn rank_holding(
 ) -> crate::controller::observed::Holding {
     let holding = Holding::of(plan, rank);
     crate::controller::observed::Holding {
+        cpu_millis: holding.cpu_millis,
         memory_bytes: holding.memory_bytes,
         gpus: holding.gpus,
         exclusive_cpus: holding.exclusive_cpus,
+        claimed_gpus: claimed(rank).iter().cloned().collect(),
     }
 }
 
@@ -183,6 +199,8 @@ struct Holding {
     cpu_millis: u64,
     exclusive_cpus: Vec<u32>,
     gpus: u32,
+    /// Those of them that the device plugin is asked for.
+    plugin_gpus: u32,
 }
 
 impl Holding {
@@ -197,22 +215,14 @@ impl Holding {
             Some(first) if first.name == rank.name => rank.host_weight_bytes(),
             _ => 0,
         };
-        let is_exclusive = rank.pinning == Pinning::Exclusive && !rank.cpus.is_empty();
         Self {
             memory_bytes: weights
                 .saturating_add(rank.host_kv_bytes())
                 .saturating_add(rank.scratch_bytes),
-            cpu_millis: if is_exclusive {
-                rank.cpus.len() as u64 * 1000
-            } else {
-                u64::from(rank.threads.max(1)) * 100
-            },
-            exclusive_cpus: if is_exclusive {
-                rank.cpus.clone()
-            } else {
-                Vec::new()
-            },
+            cpu_millis: rank.cpu_millis(),
+            exclusive_cpus: rank.exclusive_cpus().to_vec(),
             gpus: rank.gpus,
+            plugin_gpus: if rank.claims_gpus { 0 } else { rank.gpus },
         }
     }
 
@@ -230,8 +240,8 @@ impl Holding {
         } else {
             requests.clone()
         };
-        if self.gpus > 0 {
-            limits.extend(amounts([(GPU_RESOURCE, self.gpus.to_string())]));
+        if self.plugin_gpus > 0 {
+            limits.extend(amounts([(GPU_RESOURCE, self.plugin_gpus.to_string())]));
         }
         ResourceRequirements {
             requests: Some(requests),

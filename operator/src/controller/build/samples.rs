@@ -18,6 +18,9 @@ pub(super) fn settings() -> Settings {
         pull_secrets: Vec::new(),
         operator_namespace: "hearth-system".to_owned(),
         namespaces: vec!["default".to_owned()],
+        gpu_runtime_class: None,
+        claims: true,
+        ledger: crate::controller::testing::settings().ledger,
         model_cache: "/var/lib/hearth/models".to_owned(),
         network_policies: true,
         certificate_lifetime: Duration::from_secs(90 * 24 * 3600),
@@ -99,6 +102,7 @@ fn rank(role: PlanRole, index: u32, node: &str) -> PlanRank {
         device: "cpu".to_owned(),
         gpus: 0,
         gpu_uuids: Vec::new(),
+        claims_gpus: false,
         gpu_memory_bytes: 0,
         residency: is_worker.then_some(PlanResidency {
             policy: ResidencyPolicy::Resident,

@@ -1,10 +1,12 @@
 //! Kubernetes objects reduced to what the operator reads, already while they are parsed: a cache of thousands of Pods
 //! stays small, and no Secret's data is kept.
 
+mod devices;
 mod node;
 mod object;
 mod own;
 mod pod;
+mod requests;
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -14,10 +16,15 @@ use kube::api::ObjectMeta;
 use kube::core::{ClusterResourceScope, NamespaceResourceScope};
 use serde::{Deserialize, Deserializer};
 
+pub(crate) use devices::{LeanClaim, LeanSlice};
 pub(crate) use node::LeanNode;
+pub(crate) use node::millis;
 pub(crate) use object::{Budget, Facts, LeanObject, ObjectKind, Policy, SecretKind, ServiceKind};
 pub(crate) use own::{LeanDeployment, LeanPlan, LeanProfile};
 pub(crate) use pod::{AgentPod, LeanPod};
+pub(crate) use requests::AnyPod;
+
+use super::names::DEVICE_GROUP;
 
 /// Metadata without what is not read: managed fields and finalizers above all.
 #[derive(Deserialize, Default)]
@@ -99,6 +106,23 @@ macro_rules! resource {
 
 resource!(LeanPod, NamespaceResourceScope, "", "v1", "Pod", "pods");
 resource!(AgentPod, NamespaceResourceScope, "", "v1", "Pod", "pods");
+resource!(AnyPod, NamespaceResourceScope, "", "v1", "Pod", "pods");
+resource!(
+    LeanClaim,
+    NamespaceResourceScope,
+    DEVICE_GROUP,
+    "v1",
+    "ResourceClaim",
+    "resourceclaims"
+);
+resource!(
+    LeanSlice,
+    ClusterResourceScope,
+    DEVICE_GROUP,
+    "v1",
+    "ResourceSlice",
+    "resourceslices"
+);
 resource!(LeanNode, ClusterResourceScope, "", "v1", "Node", "nodes");
 resource!(
     LeanDeployment,

@@ -100,7 +100,7 @@ const SUFFIXES: [(&str, u128); 12] = [
 ];
 
 /// A quantity in thousandths, rounded down; `None` for a text that is none.
-pub(super) fn millis(text: &str) -> Option<u64> {
+pub(crate) fn millis(text: &str) -> Option<u64> {
     if let Some(milli) = text.strip_suffix('m') {
         return milli.parse().ok();
     }

@@ -2,17 +2,16 @@
 
 use std::collections::BTreeMap;
 
-use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::api::ObjectMeta;
 use serde::Deserialize;
 
 use super::super::names::{
-    GPU_RESOURCE, LABEL_RANK, LABEL_ROLE, NOTE_CERTIFICATE, NOTE_PLAN, NOTE_PLAN_GENERATION,
-    NOTE_RANK_HASH, NOTE_ROUTES, NOTE_SOURCE,
+    LABEL_RANK, LABEL_ROLE, NOTE_CERTIFICATE, NOTE_PLAN, NOTE_PLAN_GENERATION, NOTE_RANK_HASH,
+    NOTE_ROUTES, NOTE_SOURCE,
 };
 use super::super::observed::{ContainerEnd, ContainerView, PodView};
-use super::node::{bytes, whole};
+use super::requests::{Asking, Granted};
 use super::slim;
 
 /// A Pod of a deployment.
@@ -53,7 +52,8 @@ impl AgentPod {
 struct Spec {
     node_name: Option<String>,
     affinity: Option<Affinity>,
-    containers: Vec<Container>,
+    #[serde(flatten)]
+    asking: Asking,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -88,19 +88,6 @@ struct Requirement {
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default)]
-struct Container {
-    resources: Resources,
-}
-
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default)]
-struct Resources {
-    requests: BTreeMap<String, Quantity>,
-    limits: BTreeMap<String, Quantity>,
-}
-
-#[derive(Clone, Debug, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 struct Status {
     phase: String,
@@ -125,6 +112,8 @@ struct Condition {
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 struct ContainerStatus {
+    #[serde(flatten)]
+    granted: Granted,
     restart_count: u32,
     state: State,
     last_state: State,
@@ -163,6 +152,8 @@ struct Slice {
 struct SliceRank {
     cpus: Vec<u32>,
     pinning: String,
+    claims_gpus: bool,
+    gpu_uuids: Vec<String>,
     residency: Option<SliceResidency>,
 }
 
@@ -181,10 +172,9 @@ impl LeanPod {
         let is_exclusive = rank.pinning == "Exclusive";
         let node = self.spec.node_name.clone().unwrap_or_default();
         let container = self.status.container_statuses.first();
-        let amount = |pick: fn(&Resources) -> &BTreeMap<String, Quantity>, name: &str| {
-            let first = self.spec.containers.first();
-            first.and_then(|container| pick(&container.resources).get(name).map(|q| q.0.clone()))
-        };
+        let granted = self.status.container_statuses.iter();
+        let granted: Vec<Granted> = granted.map(|status| status.granted.clone()).collect();
+        let requests = self.spec.asking.requests(&granted);
         PodView {
             name: self.metadata.name.clone().unwrap_or_default(),
             uid: self.metadata.uid.clone().unwrap_or_default(),
@@ -204,14 +194,16 @@ impl LeanPod {
                 .creation_timestamp
                 .as_ref()
                 .map(|Time(at)| *at),
-            memory_bytes: amount(|r| &r.requests, "memory")
-                .and_then(|q| bytes(&q))
-                .unwrap_or(0),
-            gpus: amount(|r| &r.limits, GPU_RESOURCE)
-                .and_then(|q| whole(&q))
-                .unwrap_or(0),
+            cpu_millis: requests.cpu_millis,
+            memory_bytes: requests.memory_bytes,
+            gpus: requests.gpus,
             exclusive_cpus: if is_exclusive {
                 std::mem::take(&mut rank.cpus)
+            } else {
+                Vec::new()
+            },
+            claimed_gpus: if rank.claims_gpus {
+                std::mem::take(&mut rank.gpu_uuids)
             } else {
                 Vec::new()
             },
@@ -338,7 +330,7 @@ mod tests {
                 "nodeName": "office",
                 "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [
                     {"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["office"]}]}]}}},
-                "containers": [{"name": "decode", "resources": {"requests": {"memory": "1048576"},
+                "containers": [{"name": "decode", "resources": {"requests": {"memory": "1048576", "nvidia.com/gpu": "1"},
                     "limits": {"nvidia.com/gpu": "1"}}}],
             },
             "status": status,

@@ -3,6 +3,7 @@
 mod decide;
 mod events;
 mod models;
+mod refusals;
 mod rollout;
 mod scale;
 mod sim;

@@ -3,24 +3,30 @@
 use std::collections::BTreeMap;
 
 use hearth_crds::{InferencePlanSpec, NodeProfileSpec, PlanRole};
-use hearth_planner::{GpuOffer, PlanRequest, plan};
+use hearth_planner::{CpuOffer, CpuRoom, GpuOffer, PlanRequest, plan};
 
 use crate::controller::builtin;
+use crate::controller::candidates::Candidates;
 use crate::controller::scale::in_place;
 use crate::controller::testing::{GIB, MIB, deployment, node};
 
-fn profiles(memory_bytes: u64) -> BTreeMap<String, NodeProfileSpec> {
+fn profiles(memory_bytes: u64) -> Candidates {
     let profile = |name: &str| node(name, 4, memory_bytes).profile.unwrap();
-    BTreeMap::from(["attic", "office"].map(|name| (name.to_owned(), profile(name))))
+    let room = CpuRoom {
+        allocatable_millis: 4000,
+        ..CpuRoom::default()
+    };
+    let names = ["attic", "office"];
+    Candidates {
+        free: BTreeMap::from(names.map(|name| (name.to_owned(), profile(name)))),
+        cpu_rooms: BTreeMap::from(names.map(|name| (name.to_owned(), room))),
+        ..Candidates::default()
+    }
 }
 
-fn planned(
-    yaml: &str,
-    generation: u64,
-    free: &BTreeMap<String, NodeProfileSpec>,
-) -> InferencePlanSpec {
+fn planned(yaml: &str, generation: u64, free: &Candidates) -> InferencePlanSpec {
     let deployment = deployment(yaml);
-    let profiles: Vec<NodeProfileSpec> = free.values().cloned().collect();
+    let profiles: Vec<NodeProfileSpec> = free.free.values().cloned().collect();
     plan(&PlanRequest {
         name: "demo",
         namespace: "default",
@@ -29,7 +35,11 @@ fn planned(
         facts: &builtin::facts("hearth-demo").unwrap(),
         model_path: "/m",
         profiles: &profiles,
-        gpus: GpuOffer::DevicePlugin(&BTreeMap::new()),
+        gpus: GpuOffer::Cluster {
+            plugin: &BTreeMap::new(),
+            claimable: &BTreeMap::new(),
+        },
+        cpus: CpuOffer::Requests(&free.cpu_rooms),
     })
     .unwrap()
 }
@@ -90,8 +100,14 @@ fn places_that_do_not_suffice_are_given_up() {
     assert_eq!(in_place(&old, &new, &profiles(200 * MIB)), None);
     // A node of the old plan takes nothing any more.
     let mut one = profiles(4 * GIB);
-    one.remove("attic");
+    one.free.remove("attic");
     assert_eq!(in_place(&old, &new, &one), None);
+    // Others request the CPU of a node by now.
+    let mut busy = profiles(4 * GIB);
+    for room in busy.cpu_rooms.values_mut() {
+        room.requested_millis = 3900;
+    }
+    assert_eq!(in_place(&old, &new, &busy), None);
 }
 
 #[test]

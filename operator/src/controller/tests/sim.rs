@@ -5,8 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use hearth_crds::{PlanRole, Routes};
 use jiff::Timestamp;
 
-use crate::controller::candidates::Room;
-use crate::controller::observed::PodView;
+use crate::controller::observed::{PodView, Requests};
 use crate::controller::rollout::{Mode, Scene, Steps, Want, endpoint, step};
 use crate::controller::testing::{MIB, at};
 
@@ -35,8 +34,8 @@ pub(super) struct Pace {
 #[derive(Clone, Debug)]
 pub(super) struct Sim {
     pub(super) pods: BTreeMap<String, Paper>,
-    pub(super) rooms: BTreeMap<String, Room>,
-    pub(super) away: BTreeMap<String, Room>,
+    pub(super) rooms: BTreeMap<String, Requests>,
+    pub(super) away: BTreeMap<String, Requests>,
     pub(super) pace: Pace,
     /// Hashes whose Pods never become ready.
     pub(super) broken: BTreeSet<String>,
@@ -49,7 +48,7 @@ pub(super) struct Sim {
 }
 
 impl Sim {
-    pub(super) fn new(rooms: BTreeMap<String, Room>, pace: Pace) -> Self {
+    pub(super) fn new(rooms: BTreeMap<String, Requests>, pace: Pace) -> Self {
         Self {
             pods: BTreeMap::new(),
             rooms,
@@ -135,6 +134,7 @@ impl Sim {
             wanted_node: want.node.clone(),
             phase: "Pending".to_owned(),
             created: Some(self.now()),
+            cpu_millis: want.cpu_millis,
             memory_bytes: want.memory_bytes,
             gpus: want.gpus,
             exclusive_cpus: want.exclusive_cpus.clone(),
@@ -277,6 +277,11 @@ impl Sim {
             assert!(memory <= room.memory_bytes, "{name} is to hold {memory}");
             let gpus: u32 = here().map(|view| view.gpus).sum();
             assert!(gpus <= room.gpus, "{name} is to hold {gpus} GPUs");
+            let cpu_millis: u64 = here().map(|view| view.cpu_millis).sum();
+            assert!(
+                cpu_millis <= room.cpu_millis,
+                "{name} is to hold {cpu_millis}m CPU"
+            );
             let cpus: Vec<u32> = here()
                 .flat_map(|view| view.exclusive_cpus.clone())
                 .collect();
@@ -328,11 +333,11 @@ pub(super) const PACE: Pace = Pace {
     gateway_end: 6,
 };
 
-pub(super) fn rooms(mib: &[(&str, u64)]) -> BTreeMap<String, Room> {
-    let room = |mib: u64| Room {
+pub(super) fn rooms(mib: &[(&str, u64)]) -> BTreeMap<String, Requests> {
+    let room = |mib: u64| Requests {
+        cpu_millis: 64_000,
         memory_bytes: mib * MIB,
         gpus: 1,
-        exclusive_cpus: 64,
     };
     mib.iter()
         .map(|(name, mib)| ((*name).to_owned(), room(*mib)))
@@ -353,7 +358,9 @@ pub(super) fn want(rank: &str, hash: &str, node: &str, mib: u64) -> Want {
         role,
         node: node.to_owned(),
         memory_bytes: mib * MIB,
+        cpu_millis: 100,
         gpus: 0,
         exclusive_cpus: Vec::new(),
+        claimed_gpus: Vec::new(),
     }
 }

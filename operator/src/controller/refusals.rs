@@ -1,0 +1,138 @@
+//! Workers that the scheduler refuses: which nodes refuse them, and what a plan without those nodes remembers.
+//!
+//! The planner reckons with what Pods request, taints and labels. Whatever else the scheduler goes by, such as a volume
+//! that is tied to another node, shows only in what it says of a Pod. The nodes that refused a worker are left out of
+//! the next plan, which names them, so that the tries are bounded.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use hearth_crds::InferencePlan;
+use jiff::Timestamp;
+use kube::ResourceExt;
+
+use super::build::ROLE_INSPECT;
+use super::cause::{node_of, scheduler_words};
+use super::choose::has_served;
+use super::names::NOTE_REFUSALS;
+use super::observed::{Observed, PodView};
+
+/// A worker that the scheduler refuses for so long has its plan looked at again.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// The same where workers of another plan are on the node, which may be about to make room.
+const PATIENCE_WITH_OTHERS: Duration = Duration::from_secs(150);
+/// Nodes that are left out at most; then the last plan stays, and waits.
+const MOST_NODES: usize = 4;
+
+/// Nodes that refuse workers, each with which worker and the scheduler's words.
+pub(super) type Refusals = BTreeMap<String, String>;
+
+/// The nodes that refuse workers of `target` for long enough.
+pub(super) fn standing(observed: &Observed, target: &InferencePlan) -> Refusals {
+    let refused = pods(observed, target);
+    let standing = refused.filter(|(_, left)| left.is_zero());
+    standing
+        .map(|(pod, _)| {
+            let words = pod.unschedulable.as_deref().unwrap_or_default();
+            let told = format!("{} there ({})", pod.rank, scheduler_words(words));
+            (pod.wanted_node.clone(), told)
+        })
+        .collect()
+}
+
+/// When the next refusal will have stood for long enough.
+pub(super) fn look_again(observed: &Observed, target: &InferencePlan) -> Option<Duration> {
+    let left = pods(observed, target).map(|(_, left)| left);
+    left.filter(|left| !left.is_zero()).min()
+}
+
+/// The nodes that a plan leaves out because they refused workers of the plans before.
+pub(super) fn left_out(plan: &InferencePlan) -> Refusals {
+    let note = plan.annotations().get(NOTE_REFUSALS);
+    note.and_then(|note| serde_json::from_str(note).ok())
+        .unwrap_or_default()
+}
+
+/// What the plan after `target` is to leave out: what `target` does, and nothing once it has served, since that has shown
+/// that it had no need to.
+pub(super) fn told_by(target: &InferencePlan) -> Refusals {
+    match has_served(target) {
+        true => Refusals::new(),
+        false => left_out(target),
+    }
+}
+
+/// `told` with more of `new`: with all of it, then with each by itself. Nothing that would leave out too many nodes, or
+/// no more than before.
+pub(super) fn ways_out(told: &Refusals, new: &Refusals) -> Vec<Refusals> {
+    let with = |more: &Refusals| {
+        let mut all = told.clone();
+        all.extend(more.clone());
+        all
+    };
+    let single =
+        |(node, words): (&String, &String)| with(&Refusals::from([(node.clone(), words.clone())]));
+    let mut ways = vec![with(new)];
+    ways.extend(new.iter().map(single));
+    ways.retain(|way| way.len() > told.len() && way.len() <= MOST_NODES);
+    ways.dedup();
+    ways
+}
+
+/// Has `plan` remember them.
+pub(super) fn remember(plan: &mut InferencePlan, refusals: &Refusals) {
+    if refusals.is_empty() {
+        return;
+    }
+    let note = serde_json::to_string(refusals).unwrap_or_default();
+    plan.annotations_mut()
+        .insert(NOTE_REFUSALS.to_owned(), note);
+    plan.spec.why.extend(sentences(refusals));
+}
+
+/// What a plan says of the nodes that it leaves out: one sentence each.
+pub(super) fn sentences(refusals: &Refusals) -> impl Iterator<Item = String> {
+    let refusals = refusals.iter();
+    refusals.map(|(node, told)| format!("{node} is left out: the scheduler refused {told}"))
+}
+
+/// Workers of `target` that the scheduler refuses, with how much longer that is to be borne. A claim that is missing is
+/// no fault of a node.
+fn pods<'a>(
+    observed: &'a Observed,
+    target: &'a InferencePlan,
+) -> impl Iterator<Item = (&'a PodView, Duration)> {
+    let generation = target.spec.generation;
+    let is_about_node = |words: &str| {
+        let words = words.to_ascii_lowercase();
+        !words.contains("persistentvolumeclaim")
+    };
+    let workers = observed.pods.iter().map(|pod| &**pod).filter(move |pod| {
+        let words = pod.unschedulable.as_deref();
+        pod.plan_generation == generation
+            && !has_served(target)
+            && pod.node.is_empty()
+            && !pod.is_deleting
+            && words.is_some_and(is_about_node)
+    });
+    workers.map(move |pod| {
+        let mut others = observed.pods.iter();
+        let has_others = others.any(|other| {
+            other.role != ROLE_INSPECT
+                && other.plan_generation != generation
+                && node_of(other) == pod.wanted_node
+        });
+        let patience = if has_others {
+            PATIENCE_WITH_OTHERS
+        } else {
+            PATIENCE
+        };
+        (pod, patience.saturating_sub(age(pod.created, observed.now)))
+    })
+}
+
+fn age(created: Option<Timestamp>, now: Timestamp) -> Duration {
+    let age = created.map(|created| now.duration_since(created));
+    let age = age.and_then(|age| Duration::try_from(age).ok());
+    age.unwrap_or_default()
+}

@@ -1,0 +1,146 @@
+//! GPUs that are not there: none is held for nothing, and a worker that cannot open its own says so.
+
+use hearth_tests::cluster::{Cluster, STRICT, condition, toolbox_pod, wait_until};
+use serde_json::{Value, json};
+
+use super::release::{PATIENCE, deployment, infd, pods, said};
+
+/// A device plugin offers them, and no agent can see them.
+pub(super) fn are_not_held_for_nothing(cluster: &Cluster) {
+    let spec = json!({"prefill": {"gpusPerWorker": 2}});
+    cluster.apply(&deployment("demo", spec).to_string());
+    let (reason, message) = wait_until("GPUs that nobody knows are refused", PATIENCE, || {
+        let found = infd(cluster, "demo");
+        (condition(&found, "Planned") == Some("False")).then(|| said(&found, "Planned"))
+    });
+    assert_eq!(reason, "NoUsableGpu", "{message}");
+    for words in [
+        "offers are not in its profile",
+        "agent.runtimeClassName",
+        "gpusPerWorker: 0",
+    ] {
+        assert!(message.contains(words), "no {words:?} in: {message}");
+    }
+    assert!(pods(cluster, "demo", "").is_empty());
+    cluster.kubectl(&["delete", "infd", "demo"]);
+}
+
+/// The profile shows a GPU, the device plugin hands it out, and no driver is there to open it with.
+pub(super) fn that_cannot_be_opened_are_told(cluster: &Cluster) {
+    let gpu = json!({"uuid": "GPU-fake", "name": "fake", "memoryBytes": 24_u64 << 30, "freeBytes": 24_u64 << 30,
+        "computeCapability": {"major": 8, "minor": 9}, "pcieGbps": 31.5, "readGbps": 300.0, "bf16Gflops": 100_000.0});
+    let patch = json!({"spec": {"gpus": [gpu]}}).to_string();
+    // Agents write what they see when they look again: the plan is made before.
+    let message = wait_until("the worker says what it lacks", 2 * PATIENCE, || {
+        let planned = cluster.get("inferencedeployment", "default", "demo");
+        if planned.is_none_or(|found| condition(&found, "Planned") != Some("True")) {
+            cluster.kubectl(&[
+                "patch",
+                "nodeprofile",
+                "node-2",
+                "--type=merge",
+                "--patch",
+                &patch,
+            ]);
+            let spec = json!({"prefill": {"gpusPerWorker": 1}});
+            cluster.apply(&deployment("demo", spec).to_string());
+            return None;
+        }
+        let (reason, message) = said(&infd(cluster, "demo"), "PrefillReady");
+        (reason == "Crashed").then_some(message)
+    });
+    assert!(message.contains("NVIDIA driver"), "{message}");
+    let prefill = &pods(cluster, "demo", "prefill")[0];
+    let limits = &prefill["spec"]["containers"][0]["resources"]["limits"];
+    assert_eq!(limits["nvidia.com/gpu"], "1", "{limits}");
+    assert_eq!(condition(&infd(cluster, "demo"), "Ready"), Some("False"));
+    cluster.kubectl(&["delete", "infd", "demo"]);
+    wait_until("its Pods are gone", PATIENCE, || {
+        pods(cluster, "demo", "").is_empty().then_some(())
+    });
+}
+
+/// Somebody has claimed the larger of two GPUs: the plan names the other one, and the worker's claim gets that very one.
+pub(super) fn are_claimed_by_uuid(cluster: &Cluster) {
+    let slices = cluster.list("resourceslices", "", "");
+    let devices = slices[0]["spec"]["devices"].as_array().expect("devices");
+    let uuid = |n: usize| {
+        let uuid = devices[n]["attributes"]["uuid"]["string"].as_str();
+        uuid.expect("a UUID").to_owned()
+    };
+    let (theirs, ours) = (uuid(0), uuid(1));
+    let expression = format!("device.attributes['gpu.nvidia.com'].uuid == '{theirs}'");
+    let claim = json!({
+        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
+        "metadata": {"name": "theirs", "namespace": STRICT},
+        "spec": {"devices": {"requests": [{"name": "gpu", "exactly": {
+            "deviceClassName": "gpu.nvidia.com", "selectors": [{"cel": {"expression": expression}}]}}]}},
+    });
+    cluster.apply(&claim.to_string());
+    let mut pod = toolbox_pod("theirs", "sleep infinity");
+    pod["spec"]["resourceClaims"] = json!([{"name": "gpu", "resourceClaimName": "theirs"}]);
+    pod["spec"]["containers"][0]["resources"] = json!({"claims": [{"name": "gpu"}]});
+    cluster.run_pod(&pod);
+
+    plan_with_profile(cluster, "node-1", &[(&theirs, 48), (&ours, 24)]);
+    let plan = cluster.get("inferenceplan", "default", "demo-1");
+    let plan = plan.expect("a plan");
+    let ranks = plan["spec"]["ranks"].as_array().expect("ranks");
+    let on_gpus: Vec<&Value> = ranks
+        .iter()
+        .filter(|rank| rank["gpuUuids"].is_array())
+        .collect();
+    assert_eq!(on_gpus.len(), 1, "{plan:#}");
+    assert_eq!(on_gpus[0]["gpuUuids"], json!([ours]), "{plan:#}");
+    let device = wait_until("the worker's claim has a GPU", PATIENCE, || {
+        let claims = cluster.list("resourceclaims", "default", "hearth.dev/deployment=demo");
+        let results = &claims.first()?["status"]["allocation"]["devices"]["results"];
+        Some(results.get(0)?["device"].clone())
+    });
+    assert_eq!(device, devices[1]["name"]);
+    let prefill = &pods(cluster, "demo", "prefill")[0];
+    let limits = &prefill["spec"]["containers"][0]["resources"]["limits"];
+    assert!(
+        limits.is_null(),
+        "nothing is asked of a device plugin: {limits}"
+    );
+    cluster.kubectl(&["delete", "infd", "demo"]);
+    wait_until("its claim is gone with its Pods", PATIENCE, || {
+        let claims = cluster.list("resourceclaims", "default", "");
+        claims.is_empty().then_some(())
+    });
+    cluster.kubectl(&[
+        "delete",
+        "pod/theirs",
+        "resourceclaim/theirs",
+        "--namespace",
+        STRICT,
+    ]);
+}
+
+/// Has the demo planned with a GPU while the profile of a node shows these, by UUID and GiB. The agent of the node writes
+/// what it sees itself when it looks again, a minute later at most: the plan is made before.
+fn plan_with_profile(cluster: &Cluster, node: &str, gpus: &[(&str, u64)]) {
+    let gpu = |(uuid, gib): &(&str, u64)| {
+        json!({"uuid": uuid, "name": "fake", "memoryBytes": gib << 30, "freeBytes": gib << 30,
+            "computeCapability": {"major": 8, "minor": 9}, "pcieGbps": 31.5, "readGbps": 300.0,
+            "bf16Gflops": 100_000.0})
+    };
+    let gpus: Vec<Value> = gpus.iter().map(gpu).collect();
+    let patch = json!({"spec": {"gpus": gpus}}).to_string();
+    let spec = json!({"prefill": {"gpusPerWorker": 1},
+        "placement": {"nodeSelector": {"kubernetes.io/hostname": node}}});
+    wait_until("a plan with a GPU", PATIENCE, || {
+        cluster.kubectl(&[
+            "patch",
+            "nodeprofile",
+            node,
+            "--type=merge",
+            "--patch",
+            &patch,
+        ]);
+        cluster.apply(&deployment("demo", spec.clone()).to_string());
+        let found = infd(cluster, "demo");
+        (condition(&found, "Planned") == Some("True")).then_some(())
+    });
+}

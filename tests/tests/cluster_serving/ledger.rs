@@ -1,0 +1,166 @@
+//! Nodes that are shared: plans leave other Pods, and other deployments, what they request.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use hearth_tests::cluster::{Cluster, STRICT, condition, toolbox_pod, wait_until};
+use serde_json::{Value, json};
+
+use super::release::{self, PATIENCE, deployment, infd, pods, said, wait_until_settled};
+
+/// The demo with cores of its own, on nodes of two CPUs where system Pods and agents request some.
+pub(super) fn exclusive_runs_with_the_default_chart(cluster: &Cluster) {
+    let spec = json!({"placement": {"pinning": "Exclusive"}, "prefill": {"mode": "Chunked"}});
+    cluster.apply(&deployment("demo", spec).to_string());
+    wait_until_settled(cluster, "demo");
+    let decode = &pods(cluster, "demo", "decode")[0];
+    let resources = &decode["spec"]["containers"][0]["resources"];
+    assert_eq!(resources["requests"], resources["limits"], "{resources:#}");
+    assert_eq!(decode["status"]["qosClass"], "Guaranteed", "{decode:#}");
+    let whole = resources["requests"]["cpu"].as_str().expect("CPU");
+    assert!(whole.parse::<u32>().is_ok_and(|cpus| cpus > 0), "{whole}");
+    let gateway = &pods(cluster, "demo", "gateway")[0];
+    assert_eq!(gateway["status"]["qosClass"], "Burstable", "{gateway:#}");
+    cluster.kubectl(&["delete", "infd", "demo"]);
+
+    // More workers than there are cores to give away, on both nodes together.
+    let spec = json!({"placement": {"pinning": "Exclusive"}, "decode": {"replicas": 8}});
+    cluster.apply(&deployment("greedy", spec).to_string());
+    let (reason, message) = wait_until("too many workers are refused", PATIENCE, || {
+        let found = infd(cluster, "greedy");
+        (condition(&found, "Planned") == Some("False")).then(|| said(&found, "Planned"))
+    });
+    assert_eq!(reason, "TooFewCores", "{message}");
+    for words in [
+        "m CPU other Pods request ",
+        "m are kept free",
+        "lower spec.decode.replicas to ",
+    ] {
+        assert!(message.contains(words), "no {words:?} in: {message}");
+    }
+    cluster.kubectl(&["delete", "infd", "greedy"]);
+    wait_until_gone(cluster);
+}
+
+/// Two deployments and somebody's Pod on one node: nobody is planned where nothing is left.
+pub(super) fn two_deployments_and_a_foreign_pod_share_the_nodes(cluster: &Cluster) {
+    // A gateway with a decode worker fits what remains of the node, a whole deployment does not.
+    occupy_all_but(cluster, "node-1", 600);
+    for name in ["one", "two"] {
+        cluster.apply(&deployment(name, json!({})).to_string());
+    }
+    for name in ["one", "two"] {
+        wait_until_settled(cluster, name);
+    }
+    for (node, requested) in requested(cluster) {
+        let found = cluster.get("node", "", &node).expect("a node");
+        let allocatable = millis(&found["status"]["allocatable"]["cpu"]);
+        assert!(
+            requested <= allocatable,
+            "{requested}m of {allocatable}m on {node}"
+        );
+        println!("{node}: {requested}m of {allocatable}m requested");
+    }
+    // None of their Pods ever waited for room.
+    for event in cluster.list("events", "default", "") {
+        assert_ne!(event["reason"], "FailedScheduling", "{event:#}");
+    }
+    // A third finds no room, says with numbers why, and comes up by itself when there is some.
+    let spec = json!({"decode": {"replicas": 3}, "placement": {"nodeSelector": {"kubernetes.io/hostname": "node-1"}}});
+    cluster.apply(&deployment("three", spec).to_string());
+    let message = wait_until("a third is refused", PATIENCE, || {
+        let (reason, message) = said(&infd(cluster, "three"), "Planned");
+        (reason == "InsufficientCpu").then_some(message)
+    });
+    assert!(message.contains("other Pods request"), "{message}");
+    cluster.kubectl(&["delete", "infd", "one", "two"]);
+    leave(cluster, "node-1");
+    wait_until_settled(cluster, "three");
+    cluster.kubectl(&["delete", "infd", "three"]);
+    wait_until_gone(cluster);
+}
+
+/// Without sight of others' Pods the scheduler refuses what was planned: the plan moves, and says what it knows.
+pub(super) fn what_the_scheduler_refuses_moves(cluster: &Cluster) {
+    release::upgrade(cluster, "ledger.allPods=false");
+    occupy_all_but(cluster, "node-1", 50);
+    // Without a selector both nodes look alike, and the first is taken.
+    cluster.apply(&deployment("demo", json!({})).to_string());
+    let message = wait_until(
+        "the plan leaves node-1 out",
+        Duration::from_secs(120),
+        || {
+            let (_, message) = said(&infd(cluster, "demo"), "Planned");
+            message.contains("node-1 is left out").then_some(message)
+        },
+    );
+    for words in [
+        "the scheduler refused",
+        "Insufficient cpu",
+        "requests of other Pods are not seen",
+    ] {
+        assert!(message.contains(words), "no {words:?} in: {message}");
+    }
+    wait_until_settled(cluster, "demo");
+    let is_away = |pod: &Value| pod["spec"]["nodeName"] == "node-2";
+    assert!(pods(cluster, "demo", "").iter().all(is_away));
+    cluster.kubectl(&["delete", "infd", "demo"]);
+    leave(cluster, "node-1");
+    wait_until_gone(cluster);
+    release::upgrade(cluster, "ledger.allPods=true");
+}
+
+/// A Pod of somebody's that requests all but so much of a node's CPU, and uses none.
+pub(super) fn occupy_all_but(cluster: &Cluster, node: &str, left_millis: u64) {
+    let found = cluster.get("node", "", node).expect("a node");
+    let allocatable = millis(&found["status"]["allocatable"]["cpu"]);
+    let before = requested(cluster).get(node).copied().unwrap_or(0);
+    let cpu_millis = allocatable - before - left_millis;
+    let mut pod = toolbox_pod(&format!("occupier-{node}"), "sleep infinity");
+    pod["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": node});
+    pod["spec"]["containers"][0]["resources"] =
+        json!({"requests": {"cpu": format!("{cpu_millis}m")}});
+    cluster.run_pod(&pod);
+}
+
+/// Removes it.
+pub(super) fn leave(cluster: &Cluster, node: &str) {
+    let pod = format!("occupier-{node}");
+    cluster.kubectl(&["delete", "pod", &pod, "--namespace", STRICT]);
+}
+
+fn wait_until_gone(cluster: &Cluster) {
+    wait_until("the last Pods are gone", PATIENCE, || {
+        let left = cluster.list("pods", "default", "hearth.dev/deployment");
+        left.is_empty().then_some(())
+    });
+}
+
+/// What the containers of all Pods that have not ended request of each node's CPU, in thousandths of one.
+fn requested(cluster: &Cluster) -> BTreeMap<String, u64> {
+    let all = cluster.kubectl(&["get", "pods", "--all-namespaces", "--output=json"]);
+    let all: Value = serde_json::from_str(&all).expect("JSON");
+    let mut sums = BTreeMap::new();
+    for pod in all["items"].as_array().expect("items") {
+        let has_ended =
+            ["Succeeded", "Failed"].contains(&pod["status"]["phase"].as_str().unwrap_or_default());
+        let Some(node) = pod["spec"]["nodeName"].as_str().filter(|_| !has_ended) else {
+            continue;
+        };
+        let containers = pod["spec"]["containers"].as_array().expect("containers");
+        let sum: u64 = containers
+            .iter()
+            .map(|container| millis(&container["resources"]["requests"]["cpu"]))
+            .sum();
+        *sums.entry(node.to_owned()).or_default() += sum;
+    }
+    sums
+}
+
+fn millis(quantity: &Value) -> u64 {
+    let text = quantity.as_str().unwrap_or("0");
+    match text.strip_suffix('m') {
+        Some(millis) => millis.parse().expect("a number"),
+        None => text.parse::<u64>().expect("a number") * 1000,
+    }
+}

@@ -14,6 +14,7 @@ mod error;
 mod generation;
 mod random;
 pub mod safetensors;
+mod token_bound;
 mod tokenizer;
 mod writer;
 
@@ -28,5 +29,5 @@ pub use error::FormatError;
 pub use generation::GenerationConfig;
 pub use hearth_kernels::{BlockScales, DType, HostMatrix, SCALE_BLOCK};
 pub use random::{RandomCheckpoint, TensorKind, write_random};
-pub use tokenizer::Tokenizer;
+pub use tokenizer::{Encoded, Tokenizer};
 pub use writer::{CheckpointWriter, TensorPlan};

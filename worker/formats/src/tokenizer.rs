@@ -1,14 +1,18 @@
 //! `tokenizer.json`: text to token ids and back.
 
+use std::cell::Cell;
 use std::fs;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
+use tokenizers::tokenizer::{Model as _, OffsetType, PreTokenizer as _};
+
 use crate::FormatError;
 use crate::ModelConfig;
 use crate::detokenize::{Detokenizer, StreamDecoder};
 use crate::error::without_bom;
+use crate::token_bound::TokenBound;
 
 const TOKENIZER_FILE: &str = "tokenizer.json";
 const DOWNLOAD_AGAIN: &str = "download the file again, from where the weights came from.";
@@ -23,6 +27,19 @@ pub(crate) struct Inner {
     tokenizer: tokenizers::Tokenizer,
     detokenizer: Detokenizer,
     vocab_size: usize,
+    bound: TokenBound,
+}
+
+/// What came of encoding a text that may be too long.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Encoded {
+    /// All token ids.
+    Whole(Vec<u32>),
+    /// It was told to stop when it had as many.
+    Stopped {
+        /// Tokens until then.
+        tokens: usize,
+    },
 }
 
 impl Tokenizer {
@@ -62,15 +79,26 @@ impl Tokenizer {
         let decoder = serde_json::to_value(tokenizer.get_decoder())
             .map_err(|e| bad(format!("has an unreadable decoder: {e}")))?;
         let detokenizer = Detokenizer::from_json(&decoder)?;
-        let highest = tokenizer.get_vocab(true).into_values().max();
-        let Some(highest) = highest else {
+        let vocab = tokenizer.get_vocab(true);
+        let Some(highest) = vocab.values().copied().max() else {
             return Err(bad("has no tokens".into()));
+        };
+        let added = tokenizer.get_added_tokens_decoder();
+        let token_bytes = vocab.into_iter().map(|(token, id)| match added.get(&id) {
+            Some(added) => added.content.clone().into_bytes(),
+            None => detokenizer.bytes_of(&token),
+        });
+        let strips = added.values().any(|token| token.lstrip || token.rstrip);
+        let bound = match detokenizer {
+            Detokenizer::Words => TokenBound::none(),
+            _ => TokenBound::new(without_bom(json), token_bytes, strips),
         };
         Ok(Self {
             inner: Arc::new(Inner {
                 tokenizer,
                 detokenizer,
                 vocab_size: highest as usize + 1,
+                bound,
             }),
         })
     }
@@ -86,6 +114,55 @@ impl Tokenizer {
             reason: e.to_string(),
         })?;
         Ok(encoding.get_ids().to_vec())
+    }
+
+    /// As [`Tokenizer::encode`], as long as `go_on`, which is asked again and again with the number of tokens so far.
+    ///
+    /// # Errors
+    /// [`FormatError::Tokenize`].
+    pub fn encode_while(
+        &self,
+        text: &str,
+        add_special: bool,
+        go_on: &dyn Fn(usize) -> bool,
+    ) -> Result<Encoded, FormatError> {
+        // What `encode_fast` does, step by step.
+        let tokenizer = &self.inner.tokenizer;
+        let (tokens, is_stopped) = (Cell::new(0), Cell::new(false));
+        let encode = || {
+            let mut pieces = tokenizer
+                .get_added_vocabulary()
+                .extract_and_normalize(tokenizer.get_normalizer(), text);
+            if let Some(pre_tokenizer) = tokenizer.get_pre_tokenizer() {
+                pre_tokenizer.pre_tokenize(&mut pieces)?;
+            }
+            pieces.tokenize(|piece| {
+                if !go_on(tokens.get()) {
+                    is_stopped.set(true);
+                    return Err("stopped".into());
+                }
+                let of_piece = tokenizer.get_model().tokenize(piece.get())?;
+                tokens.set(tokens.get() + of_piece.len());
+                Ok(of_piece)
+            })?;
+            let encoding = pieces.into_encoding(None, 0, OffsetType::None)?;
+            tokenizer.post_process(encoding, None, add_special)
+        };
+        match encode() {
+            Ok(encoding) => Ok(Encoded::Whole(encoding.get_ids().to_vec())),
+            Err(_) if is_stopped.get() => Ok(Encoded::Stopped {
+                tokens: tokens.get(),
+            }),
+            Err(error) => Err(FormatError::Tokenize {
+                reason: error.to_string(),
+            }),
+        }
+    }
+
+    /// No encoding of the text has fewer tokens; found by its bytes alone, in a moment. 0 where the tokenizer allows for no
+    /// such statement.
+    pub fn least_tokens(&self, text: &str) -> usize {
+        self.inner.bound.least_tokens(text.as_bytes())
     }
 
     /// The text of token ids; bytes that are not UTF-8 become U+FFFD, and ids without a token nothing.

@@ -47,6 +47,8 @@ fn its_prompt_is_made_of_its_special_tokens() {
     assert_eq!(ids.first().copied(), config.bos_token_id);
     assert_eq!(ids.last().copied(), tokenizer.token_id("<|assistant|>"));
     assert_eq!(tokenizer.decode(&ids, false), prompt);
+    let least = tokenizer.least_tokens(&prompt);
+    assert!((1..=ids.len()).contains(&least), "{least} of {}", ids.len());
     assert_eq!(tokenizer.decode(&ids, true), "What is a pod? 😀");
     let generation = GenerationConfig::read(&folder()).unwrap().unwrap();
     assert_eq!(generation.eos_token_ids, config.eos_token_ids);

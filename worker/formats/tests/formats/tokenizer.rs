@@ -1,6 +1,6 @@
 //! Tokenizers of three families, and streams of tokens against tokenizers' own decoding of the whole.
 
-use hearth_formats::{ModelConfig, Tokenizer};
+use hearth_formats::{Encoded, ModelConfig, Tokenizer};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -260,5 +260,57 @@ fn a_missing_or_bad_tokenizer_is_told() {
             text.contains("is not supported here\n  supported: ByteLevel"),
             "{text}"
         );
+    }
+}
+
+#[test]
+fn encoding_stops_when_it_is_told_to() {
+    let tokenizer = open(&byte_level());
+    let text = "ab ab, é<tool>".repeat(50);
+    let whole = tokenizer.encode(&text, true).unwrap();
+    assert_eq!(
+        tokenizer.encode_while(&text, true, &|_| true).unwrap(),
+        Encoded::Whole(whole)
+    );
+    match tokenizer.encode_while(&text, true, &|tokens| tokens < 100) {
+        Ok(Encoded::Stopped { tokens }) => assert!((100..150).contains(&tokens), "{tokens}"),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_bound_is_given_only_where_tokens_spell_out_the_text() {
+    assert_eq!(open(&byte_level()).least_tokens(&"x".repeat(1000)), 999);
+    assert!(open(&byte_fallback()).least_tokens(&"x".repeat(1000)) > 900);
+    assert_eq!(open(&metaspace("first")).least_tokens("aaaa"), 0);
+    for (member, value) in [
+        (
+            "normalizer",
+            json!({"type": "Strip", "strip_left": true, "strip_right": true}),
+        ),
+        (
+            "pre_tokenizer",
+            json!({"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, byte_level()["decoder"]]}),
+        ),
+    ] {
+        let mut json = byte_level();
+        json[member] = value;
+        assert_eq!(open(&json).least_tokens("xxxxxxxx"), 0, "{member}");
+    }
+    // White space beside such a token goes with it.
+    let mut json = byte_level();
+    json["added_tokens"][0]["lstrip"] = json!(true);
+    assert_eq!(open(&json).least_tokens(&" ".repeat(1000)), 0);
+    assert!(open(&json).least_tokens(&"x".repeat(1000)) > 900);
+}
+
+proptest! {
+    #[test]
+    fn no_text_has_fewer_tokens_than_its_bytes_say(text in "(ab| |é|x|<tool>|😀|[a-c ]{1,9}){0,30}") {
+        for json in [byte_level(), byte_fallback()] {
+            let tokenizer = open(&json);
+            let tokens = tokenizer.encode(&text, false).unwrap().len();
+            prop_assert!(tokenizer.least_tokens(&text) <= tokens, "{} > {tokens}: {text:?}", tokenizer.least_tokens(&text));
+        }
     }
 }

@@ -21,6 +21,7 @@ use crate::{
     forward::{Forward, ModelForward},
     grammar::{GrammarError, GrammarState},
     import::{ImportCommand, Piece},
+    progress::Progress,
     request::{Answer, Choice, Export, Receiver, Request},
     sampler::{History, MAX_TOP_LOGPROBS},
     shared::{Shared, Slot},
@@ -37,6 +38,7 @@ struct Inner {
     commands: Sender<Command>,
     shared: Arc<Shared>,
     options: EngineOptions,
+    progress: Progress,
     vocab: usize,
     layout: KvLayout,
     next_id: AtomicU64,
@@ -95,6 +97,7 @@ impl Engine {
         options: EngineOptions,
     ) -> Result<Self, EngineError> {
         let (vocab, layout) = (forward.vocab(), forward.layout());
+        let progress = forward.progress();
         check_options(&options)?;
         let blocks = kv_blocks(&options, &layout)?;
         let shared = Arc::new(Shared::new(EngineStats {
@@ -112,6 +115,7 @@ impl Engine {
                 commands,
                 shared,
                 options,
+                progress,
                 vocab,
                 layout,
                 next_id: AtomicU64::new(1),
@@ -257,6 +261,12 @@ impl Engine {
     /// Counters and gauges.
     pub fn stats(&self) -> EngineStats {
         self.inner.shared.stats()
+    }
+
+    /// How long the running forward pass has been at its present layer; `None`: none runs. It grows without end when
+    /// the threads that compute stand still.
+    pub fn at_layer_for(&self) -> Option<Duration> {
+        self.inner.progress.at_layer_for()
     }
 
     /// Whether the engine can serve.

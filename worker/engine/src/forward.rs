@@ -5,6 +5,8 @@ use std::sync::Arc;
 use hearth_kernels::{Backend, BlockId, KernelError, KvLayout, SampleFault, SampleSpec};
 use hearth_model::{Batch, Model, Observer};
 
+use crate::progress::{Pass, Progress};
+
 /// Bytes of stored KV.
 pub(crate) trait KvBytes {
     /// `tokens * token_layer_bytes` bytes of one layer from `first_token` of a sequence.
@@ -65,6 +67,10 @@ pub(crate) trait Forward: Send {
     ) -> Result<(), String>;
     /// Counters since the start.
     fn weights(&self) -> WeightStats;
+    /// How far the running pass is.
+    fn progress(&self) -> Progress {
+        Progress::default()
+    }
 }
 
 /// A real model.
@@ -72,6 +78,7 @@ pub(crate) struct ModelForward<B: Backend> {
     model: Model<B>,
     backend: Arc<B>,
     kv: B::Kv,
+    progress: Progress,
 }
 
 impl<B: Backend> ModelForward<B> {
@@ -80,6 +87,7 @@ impl<B: Backend> ModelForward<B> {
             backend: model.backend().clone(),
             model,
             kv,
+            progress: Progress::default(),
         }
     }
 
@@ -135,6 +143,7 @@ impl<B: Backend> Forward for ModelForward<B> {
         let mut watch = Watch {
             backend: &*self.backend,
             layer_done,
+            pass: self.progress.begin(),
         };
         let logits = self
             .model
@@ -158,6 +167,10 @@ impl<B: Backend> Forward for ModelForward<B> {
             .map_err(|e| e.to_string())
     }
 
+    fn progress(&self) -> Progress {
+        self.progress.clone()
+    }
+
     fn weights(&self) -> WeightStats {
         let stats = self.model.residency().stats();
         WeightStats {
@@ -171,10 +184,12 @@ impl<B: Backend> Forward for ModelForward<B> {
 struct Watch<'a, 'b, B: Backend> {
     backend: &'a B,
     layer_done: &'a mut LayerDone<'b>,
+    pass: Pass,
 }
 
 impl<B: Backend> Observer<B> for Watch<'_, '_, B> {
     fn layer_done(&mut self, layer: usize, kv: &B::Kv) {
+        self.pass.goes_on();
         let view = View {
             backend: self.backend,
             kv,

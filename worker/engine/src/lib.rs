@@ -20,6 +20,7 @@ mod export;
 mod forward;
 pub mod grammar;
 mod import;
+mod progress;
 mod request;
 pub mod sampler;
 mod shared;

@@ -60,6 +60,11 @@ impl v1::control_server::Control for ControlService {
             preemptions: stats.preemptions,
             resident_bytes: stats.resident_bytes,
             draining: stats.draining,
+            layer_seconds: self
+                .worker
+                .engine
+                .at_layer_for()
+                .map_or(0.0, |time| time.as_secs_f64()),
         }))
     }
 

@@ -16,7 +16,9 @@ use super::rank::Worker;
 use crate::convert;
 
 /// Time for a prefill worker to say whether it works.
-const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
+const LOOK_TIMEOUT: Duration = Duration::from_secs(2);
+/// Looks at a worker that answers, computes nothing and does not deliver, before it is left.
+const IDLE_LOOKS: u32 = 30;
 
 /// `hearth.v1.Decode` over the engine.
 pub(super) struct DecodeService {
@@ -26,8 +28,8 @@ pub(super) struct DecodeService {
 }
 
 impl DecodeService {
-    /// A prefill worker that says nothing for `silence` is asked whether it works at all. KV comes layer by layer, so
-    /// only a prompt that waits behind others is silent for long.
+    /// A prefill worker that says nothing for `silence` is asked whether it works at all. A prompt that waits behind others
+    /// is silent for long, and so is a layer on a slow machine.
     pub(super) fn new(worker: Arc<Worker>, prefill: Clients, silence: Duration) -> Self {
         Self {
             worker,
@@ -86,10 +88,11 @@ impl v1::decode_server::Decode for DecodeService {
         let input = convert::generate_input(request)?;
         let (sender, mut receiver) = mpsc::unbounded_channel();
         let sink = Box::new(move |event| sender.send(event).is_ok());
-        let handle = self
-            .worker
-            .engine
-            .generate(input, sink)
+        let engine = self.worker.engine.clone();
+        // A grammar may take a second to make: the threads that answer looks stay free.
+        let accepted = tokio::task::spawn_blocking(move || engine.generate(input, sink)).await;
+        let handle = accepted
+            .map_err(|error| Status::internal(error.to_string()))?
             .map_err(|error| convert::status(&error))?;
 
         // The stream owns the request and its import: dropping it cancels both.
@@ -155,7 +158,7 @@ impl RemotePrefill {
         if let Some(deadline) = self.deadline {
             request.set_timeout(deadline.saturating_duration_since(Instant::now()));
         }
-        let look = || steps_of(worker.clone());
+        let look = || work_of(worker.clone());
         let mut client = worker.prefill();
         let mut events = unless_hung(client.prefill(request), self.silence, look)
             .await?
@@ -189,36 +192,58 @@ impl RemotePrefill {
     }
 }
 
-/// Forward passes that a worker has done; `None` when it does not answer.
-async fn steps_of(worker: Peer) -> Option<u64> {
-    let mut control = worker.control();
-    let stats = control.stats(v1::StatsRequest {});
-    let answer = timeout(LOOK_TIMEOUT, stats).await.ok()?;
-    Some(answer.ok()?.into_inner().steps)
+/// What a worker says of its work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct WorkDone {
+    /// Forward passes that it has done.
+    steps: u64,
+    /// One is running.
+    is_computing: bool,
 }
 
-/// What `call` comes to. A call may take as long as its worker does steps, for others perhaps.
+/// What a worker is doing; `None` when it does not answer.
+async fn work_of(worker: Peer) -> Option<WorkDone> {
+    let mut control = worker.control();
+    let stats = control.stats(v1::StatsRequest {});
+    let stats = timeout(LOOK_TIMEOUT, stats).await.ok()?.ok()?.into_inner();
+    Some(WorkDone {
+        steps: stats.steps,
+        is_computing: stats.layer_seconds > 0.0,
+    })
+}
+
+/// What `call` comes to. A call may take as long as its worker computes, for others perhaps, and one step may be long: a
+/// worker whose computation stands still finds that out itself, and ends.
 ///
 /// # Errors
-/// Those of `call`; `UNAVAILABLE`, which is tried elsewhere, when the worker did no step in all of `silence`, or does not say.
-async fn unless_hung<T, L: Future<Output = Option<u64>>>(
+/// Those of `call`; `UNAVAILABLE`, which is tried elsewhere, when the worker does not say what it does, or does nothing for
+/// [`IDLE_LOOKS`] silences.
+async fn unless_hung<T, L: Future<Output = Option<WorkDone>>>(
     call: impl Future<Output = Result<T, Status>>,
     silence: Duration,
     look: impl Fn() -> L,
 ) -> Result<T, Status> {
     let mut call = pin!(call);
-    let mut before = None;
+    let (mut before, mut idle_looks) = (None, 0);
     loop {
         tokio::select! {
             outcome = &mut call => return outcome,
             () = sleep(silence) => {}
         }
-        let steps = look().await;
-        if steps.is_none() || steps == before {
-            let words = format!("it hangs: no layer and no step for {silence:?}");
+        let Some(work) = look().await else {
+            let words = format!("it hangs: nothing for {silence:?}, and no answer to how it is");
+            return Err(Status::unavailable(words));
+        };
+        let is_idle = !work.is_computing && before == Some(work.steps);
+        idle_looks = if is_idle { idle_looks + 1 } else { 0 };
+        if idle_looks >= IDLE_LOOKS {
+            let words = format!(
+                "it does nothing: no layer and no step for {:?}",
+                silence * IDLE_LOOKS
+            );
             return Err(Status::unavailable(words));
         }
-        before = steps;
+        before = Some(work.steps);
     }
 }
 
@@ -229,41 +254,62 @@ mod tests {
 
     use super::*;
 
-    const SILENCE: Duration = Duration::from_millis(40);
+    const SILENCE: Duration = Duration::from_millis(5);
 
-    /// How a call that takes ten silences fares with a worker whose looks come to `steps`, the last again and again.
-    async fn fate(steps: &[Option<u64>]) -> Result<(), Status> {
+    /// How a call that takes `silences` fares with a worker whose looks come to `works`, the last again and again.
+    async fn fate(silences: u32, works: &[Option<WorkDone>]) -> Result<(), Status> {
         let looks = Cell::new(0);
         let look = || {
             let now = looks.replace(looks.get() + 1);
-            ready(steps[now.min(steps.len() - 1)])
+            ready(works[now.min(works.len() - 1)])
         };
         let call = async {
-            sleep(SILENCE * 10).await;
+            sleep(SILENCE * silences).await;
             Ok(())
         };
         unless_hung(call, SILENCE, look).await
     }
 
-    #[tokio::test]
-    async fn a_prompt_may_wait_while_others_are_computed() {
-        let busy: Vec<Option<u64>> = (0..100).map(Some).collect();
-        assert!(fate(&busy).await.is_ok());
+    fn work(steps: u64, is_computing: bool) -> Option<WorkDone> {
+        Some(WorkDone {
+            steps,
+            is_computing,
+        })
     }
 
     #[tokio::test]
-    async fn a_worker_that_stands_still_or_says_nothing_is_left() {
-        for steps in [&[Some(3), Some(4), Some(4)][..], &[None], &[Some(1), None]] {
-            let status = fate(steps).await.unwrap_err();
+    async fn a_prompt_may_wait_while_others_are_computed() {
+        let busy: Vec<Option<WorkDone>> = (0..1000).map(|steps| work(steps, false)).collect();
+        assert!(fate(100, &busy).await.is_ok());
+    }
+
+    #[tokio::test]
+    async fn a_long_step_is_no_hang() {
+        assert!(fate(100, &[work(3, true)]).await.is_ok());
+    }
+
+    #[tokio::test]
+    async fn a_worker_that_says_nothing_is_left_at_once_and_one_that_does_nothing_later() {
+        for works in [&[None][..], &[work(1, true), None]] {
+            let began = Instant::now();
+            let status = fate(100, works).await.unwrap_err();
             assert_eq!(status.code(), tonic::Code::Unavailable);
-            assert!(status.message().contains("no step for 40ms"), "{status}");
+            assert!(
+                began.elapsed() < SILENCE * IDLE_LOOKS,
+                "{:?}",
+                began.elapsed()
+            );
         }
+        let idle = [work(3, false), work(4, true), work(4, false)];
+        let status = fate(100, &idle).await.unwrap_err();
+        assert_eq!(status.code(), tonic::Code::Unavailable);
+        assert!(status.message().contains("it does nothing"), "{status}");
     }
 
     #[tokio::test]
     async fn a_call_that_fails_says_so_itself() {
         let call = ready(Err::<(), _>(Status::aborted("why")));
-        let never = pending::<Option<u64>>;
+        let never = pending::<Option<WorkDone>>;
         let status = unless_hung(call, SILENCE, never).await.unwrap_err();
         assert_eq!(status.code(), tonic::Code::Aborted);
     }

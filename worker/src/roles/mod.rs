@@ -4,6 +4,7 @@ mod agent;
 mod control;
 mod decode;
 mod gateway;
+mod layers;
 mod linger;
 mod place;
 mod prefill;

@@ -18,6 +18,7 @@ use hearth_transport::{ClientOptions, Clients, Health, Listener, ServerOptions, 
 
 use super::control::ControlService;
 use super::decode::DecodeService;
+use super::layers::Layers;
 use super::place::PlaceArgs;
 use super::prefill::PrefillService;
 use super::report::{Report, stay_alive};
@@ -53,7 +54,7 @@ pub(crate) struct RankArgs {
         long,
         hide = true,
         env = "HEARTH_PREFILL_SILENCE_MS",
-        default_value_t = 30_000
+        default_value_t = 1_000
     )]
     prefill_silence_ms: u64,
 }
@@ -148,8 +149,10 @@ fn routes(worker: &Arc<Worker>, routes: Routes, tls: Option<Tls>, silence: Durat
 /// Tells probes how the engine is; returns when it has been unhealthy for [`FAULT_PATIENCE`].
 async fn lasting_fault(engine: &Engine, health: &Health) -> String {
     let mut since = None;
+    let mut layers = Layers::default();
     loop {
         tokio::time::sleep(HEALTH_PERIOD).await;
+        layers.end_if_stuck(engine.at_layer_for());
         match engine.health() {
             EngineHealth::Healthy => {
                 if since.take().is_some() {

@@ -28,7 +28,7 @@ pub(crate) enum Report<'a> {
 }
 
 /// How often a process that serves says that it is alive.
-const ALIVE_PERIOD: Duration = Duration::from_secs(2);
+const ALIVE_PERIOD: Duration = Duration::from_secs(1);
 
 /// Says again and again that the process is alive.
 pub(crate) async fn stay_alive() -> Infallible {

@@ -1,0 +1,68 @@
+//! Whether the threads that compute stand still.
+//!
+//! The gateway sees whether a process answers; its looks are answered beside the computation, so that a long step on a slow
+//! machine is no hang. What it cannot see is a computation that never ends: that shows in one layer that takes longer than
+//! any layer may, and the process ends itself.
+
+use std::time::Duration;
+
+/// One layer of a forward pass may take as long on any machine.
+const LONGEST: Duration = Duration::from_secs(300);
+/// And so many times the longest that was done.
+const FACTOR: u32 = 10;
+
+/// What was seen of layers, looked at again and again.
+#[derive(Debug, Default)]
+pub(super) struct Layers {
+    longest_done: Duration,
+    present: Duration,
+}
+
+impl Layers {
+    /// Ends the process when it stands still; nothing else would, since the threads that compute never come to an end.
+    pub(super) fn end_if_stuck(&mut self, at_layer_for: Option<Duration>) {
+        if self.is_stuck(at_layer_for) {
+            eprintln!(
+                "error: the engine stands still: it has been at one layer for {} s, and the longest before took {:.1} s\n  \
+                 the supervisor starts this worker again",
+                self.present.as_secs(),
+                self.longest_done.as_secs_f64()
+            );
+            std::process::exit(1);
+        }
+    }
+
+    fn is_stuck(&mut self, at_layer_for: Option<Duration>) -> bool {
+        let now = at_layer_for.unwrap_or_default();
+        if now < self.present {
+            // Another layer: the one of the last look took at least as long as was seen of it.
+            self.longest_done = self.longest_done.max(self.present);
+        }
+        self.present = now;
+        now >= LONGEST.max(self.longest_done * FACTOR)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn seconds(seconds: u64) -> Option<Duration> {
+        Some(Duration::from_secs(seconds))
+    }
+
+    #[test]
+    fn a_layer_that_never_ends_is_found_and_a_long_one_is_not() {
+        let mut layers = Layers::default();
+        let mut first = (1..1000).filter(|time| layers.is_stuck(seconds(*time)));
+        assert_eq!(first.next(), Some(300));
+        // A machine on which layers take a minute.
+        let mut slow = Layers::default();
+        for _ in 0..3 {
+            assert!((1..=60).all(|time| !slow.is_stuck(seconds(time))));
+            assert!(!slow.is_stuck(None));
+        }
+        let mut late = (1..1000).filter(|time| slow.is_stuck(seconds(*time)));
+        assert_eq!(late.next(), Some(600));
+    }
+}

@@ -208,6 +208,18 @@ fn surroundings(spec: &InferenceDeploymentSpec, venue: Venue, errors: &mut Vec<F
             "Secrets exist only in a cluster: remove it; API keys on one machine are given by flags of hearth up",
         ));
     }
+    for (field, flag, duration) in [
+        ("keepAlive", "--keep-alive", spec.endpoint.keep_alive),
+        ("clientStall", "--client-stall", spec.endpoint.client_stall),
+    ] {
+        if let Some(duration) = duration {
+            errors.push(FieldError::new(
+                format!("spec.endpoint.{field}"),
+                format!("is {duration}"),
+                format!("the endpoint on one machine is set by flags of hearth up: remove it and use {flag} SECONDS"),
+            ));
+        }
+    }
     if !spec.placement.tolerations.is_empty() {
         errors.push(FieldError::new(
             "spec.placement.tolerations",

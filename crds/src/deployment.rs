@@ -432,6 +432,13 @@ pub struct EndpointSpec {
     /// The Secret whose values are the accepted API keys. By default no key is asked for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api_keys_secret_ref: Option<SecretRef>,
+    /// How long a client's connection is kept for its next request, such as 10m: longer than the proxies in front of the
+    /// gateway keep theirs. By default 2m.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keep_alive: Option<DurationText>,
+    /// A client that takes no byte of its answer for as long is cut off, such as 1m. By default 30s.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub client_stall: Option<DurationText>,
     /// The Gateway (gateway.networking.k8s.io) that gets a route to the service.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gateway: Option<GatewayRef>,

@@ -298,6 +298,16 @@ fn rank_arguments(context: &BuildContext<'_>, rank: &PlanRank, is_gateway: bool)
         {
             arguments.extend(words(["--api-keys", KEYS_DIRECTORY]));
         }
+        let endpoint = &context.deployment.spec.endpoint;
+        for (flag, duration) in [
+            ("--keep-alive", endpoint.keep_alive),
+            ("--client-stall", endpoint.client_stall),
+        ] {
+            if let Some(duration) = duration {
+                let seconds = duration.get().as_secs().max(1);
+                arguments.extend(words([flag, &seconds.to_string()]));
+            }
+        }
     } else {
         arguments.extend(words(["--health", &any_address(HEALTH_PORT)]));
     }

@@ -235,6 +235,11 @@ const CHANGES: &[Change] = &[
         &[0],
     ),
     (
+        "connections",
+        |_, d, _| d.spec.endpoint.keep_alive = "10m".parse().ok(),
+        &[0],
+    ),
+    (
         "source",
         |_, d, _| {
             d.spec.model.source =

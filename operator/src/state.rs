@@ -59,6 +59,9 @@ pub(crate) struct RunningProcess {
     pub(crate) pid: Option<u32>,
     /// Whether it serves.
     pub(crate) ready: bool,
+    /// It served, and now says nothing: it stands still.
+    #[serde(default)]
+    pub(crate) hung: bool,
     /// How often it was started again.
     pub(crate) restarts: u32,
 }
@@ -316,6 +319,7 @@ mod tests {
                 role: "decode".to_owned(),
                 pid: Some(2),
                 ready: true,
+                hung: false,
                 restarts,
             }],
         }

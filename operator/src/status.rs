@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::cli::{OutputFormat, StateArgs};
 use crate::http;
-use crate::state::{Running, StateDir};
+use crate::state::{Running, RunningProcess, StateDir};
 use crate::ui::{self, milliseconds};
 
 const EXAMPLES: &str = "Examples:\n  hearth status\n  hearth status -o json";
@@ -141,7 +141,7 @@ fn table(all: &[Status]) -> String {
         table.add_row([
             running.name.clone(),
             running.served_name.clone(),
-            if status.serving { "True" } else { "False" }.to_owned(),
+            ready(status).to_owned(),
             running.plan_generation.to_string(),
             pool(running, "prefill"),
             pool(running, "decode"),
@@ -165,19 +165,37 @@ fn table(all: &[Status]) -> String {
         .join("\n")
 }
 
+/// The endpoint's word, unless its process says nothing at all.
+fn ready(status: &Status) -> &'static str {
+    let is_hung = processes_of(&status.running, "gateway").any(|process| process.hung);
+    match (is_hung, status.serving) {
+        (true, _) => "hung",
+        (false, true) => "True",
+        (false, false) => "False",
+    }
+}
+
 fn pool(running: &Running, role: &str) -> String {
-    let processes = running
-        .processes
-        .iter()
-        .filter(|process| process.role == role);
-    let (ready, desired) = processes.fold((0, 0), |(ready, desired), process| {
+    let (ready, desired) = processes_of(running, role).fold((0, 0), |(ready, desired), process| {
         (ready + u32::from(process.ready), desired + 1)
     });
-    if desired == 0 {
-        "-".to_owned()
-    } else {
-        format!("{ready}/{desired}")
+    let hung = processes_of(running, role)
+        .filter(|process| process.hung)
+        .count();
+    match (desired, hung) {
+        (0, _) => "-".to_owned(),
+        (_, 0) => format!("{ready}/{desired}"),
+        (_, 1) => format!("{ready}/{desired} hung"),
+        (_, hung) => format!("{ready}/{desired} {hung} hung"),
     }
+}
+
+fn processes_of<'r>(
+    running: &'r Running,
+    role: &'r str,
+) -> impl Iterator<Item = &'r RunningProcess> {
+    let of_role = move |process: &&RunningProcess| process.role == role;
+    running.processes.iter().filter(of_role)
 }
 
 /// How long ago, in the largest unit that fits: `3d`, `2m`.

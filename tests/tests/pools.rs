@@ -1,6 +1,10 @@
 //! Deployments of other shapes than the demo's: pools of several workers, no prefill worker, another cache.
 
-use hearth_tests::{Answer, Metrics, Up, UpOptions, chat_body, chat_stream, deployment};
+use std::time::{Duration, Instant};
+
+use hearth_tests::{
+    Answer, Metrics, Up, UpOptions, chat_body, chat_stream, deployment, hearth, run,
+};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -114,6 +118,51 @@ async fn a_stream_goes_on_at_the_other_worker() {
     let text = undisturbed(&up, &structured()).await.text;
     let value: Value = serde_json::from_str(&text).expect("JSON");
     assert_eq!(value["roles"].as_array().map(Vec::len), Some(24), "{text}");
+}
+
+#[tokio::test]
+async fn a_worker_that_stands_still_is_told_as_hung_and_its_stream_goes_on_at_the_other() {
+    let (up, _directory) = two_of_each();
+    let expected = undisturbed(&up, &seeded()).await;
+    let (mut stopped, mut at, mut waited) = ("", Instant::now(), Duration::ZERO);
+    let answer = chat_stream(&up.v1(), &seeded(), |pieces, _| {
+        if pieces == 12 {
+            stopped = running(&up.metrics()).expect("a worker runs it");
+            up.signal(stopped, Signal::STOP);
+            at = Instant::now();
+        }
+        // The longest silence of the stream: what had been sent before is still read.
+        if !stopped.is_empty() {
+            waited = waited.max(at.elapsed());
+            at = Instant::now();
+        }
+    })
+    .await
+    .expect("the stream moves");
+    assert_eq!(answer, expected);
+    println!("nothing came for {waited:?}");
+    assert!(waited < Duration::from_secs(8), "it took {waited:?}");
+    let process = |up: &Up| {
+        let status = up.status();
+        let processes = status["processes"].as_array().cloned().unwrap_or_default();
+        let of_rank = processes
+            .into_iter()
+            .find(|process| process["rank"] == stopped);
+        of_rank.unwrap_or_default()
+    };
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while process(&up)["hung"] != true {
+        assert!(Instant::now() < deadline, "{:#}", process(&up));
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    let (_, table, _) = run(hearth().args(["status", "--state-dir"]).arg(up.state_dir()));
+    assert!(table.contains("1/2 hung"), "{table}");
+    up.signal(stopped, Signal::CONT);
+    up.wait_for("both serve again", |metrics| {
+        DECODE
+            .iter()
+            .all(|rank| metrics.of_rank("hearth_worker_ready", rank) > 0.0)
+    });
 }
 
 #[tokio::test]

@@ -5,6 +5,8 @@ use std::time::{Duration, Instant};
 use hearth_tests::{Metrics, Up, UpOptions, chat_body, chat_stream, hearth, run};
 use rustix::process::Signal;
 use serde_json::{Value, json};
+use tokio::io::AsyncWriteExt;
+use tokio::net::{TcpSocket, TcpStream};
 
 #[tokio::test]
 async fn only_holders_of_a_key_are_served() {
@@ -162,6 +164,204 @@ async fn a_prompt_that_comes_again_is_not_computed_again() {
         metrics.sum("hearth_prompt_cached_tokens_total", &[]),
         (cached + shared) as f64
     );
+}
+
+/// A client that asks for a long stream with all log-probabilities, and takes no more of it than a few packets.
+async fn mute_client(up: &Up, number: usize) -> TcpStream {
+    let base = up.base();
+    let address = base.trim_start_matches("http://").parse().expect("address");
+    let socket = TcpSocket::new_v4().expect("socket");
+    socket.set_recv_buffer_size(4096).expect("a small buffer");
+    let mut stream = socket.connect(address).await.expect("connected");
+    let mut body = chat_body("hearth-demo", &format!("{number}. Tell a long story."), 900);
+    body["logprobs"] = json!(true);
+    body["top_logprobs"] = json!(20);
+    body["ignore_eos"] = json!(true);
+    let body = body.to_string();
+    let request = format!(
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{body}",
+        body.len()
+    );
+    stream.write_all(request.as_bytes()).await.expect("asked");
+    stream
+}
+
+#[tokio::test]
+async fn clients_that_never_read_starve_nobody() {
+    const CLIENTS: usize = 20;
+    let up = Up::start(&UpOptions {
+        arguments: ["--client-stall", "5"].map(str::to_owned).to_vec(),
+        ..UpOptions::default()
+    });
+    let mut mute = Vec::new();
+    for number in 0..CLIENTS {
+        mute.push(mute_client(&up, number).await);
+    }
+    let finished = |metrics: &Metrics| metrics.sum("hearth_choices_finished_total", &[]);
+    // Their answers are computed to the end although nobody takes them.
+    let up = tokio::task::spawn_blocking(move || {
+        up.wait_for("all of their answers are done", |metrics| {
+            finished(metrics) >= CLIENTS as f64 && is_idle(metrics)
+        });
+        up
+    });
+    let up = up.await.expect("it comes to that");
+    let began = Instant::now();
+    let body = chat_body("hearth-demo", "What is Hearth?", 16);
+    let answer = chat_stream(&up.v1(), &body, |_, _| {}).await;
+    assert_eq!(answer.expect("another is served").completion_tokens, 16);
+    println!("another was served in {:?}", began.elapsed());
+    // Whoever takes nothing is let go.
+    let up = tokio::task::spawn_blocking(move || {
+        let cut = |metrics: &Metrics| metrics.sum("hearth_clients_cut_total", &[]);
+        up.wait_for("they are cut off", |metrics| cut(metrics) >= CLIENTS as f64);
+        up
+    });
+    let up = up.await.expect("it comes to that");
+    assert_eq!(up.metrics().sum("hearth_answers_waiting_bytes", &[]), 0.0);
+    drop(mute);
+}
+
+/// A field of a process's memory in bytes, such as VmHWM, the most that it ever was.
+fn memory_bytes(pid: u32, field: &str) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("status");
+    let line = status.lines().find_map(|line| line.strip_prefix(field));
+    let kib = line.and_then(|line| line.trim_start_matches(':').trim().strip_suffix(" kB"));
+    kib.and_then(|kib| kib.trim().parse::<u64>().ok())
+        .expect("a size")
+        * 1024
+}
+
+/// Posts a body; the status, the error's code, and how long it took.
+async fn post(client: &reqwest::Client, v1: &str, body: String) -> (u16, String, Duration) {
+    let began = Instant::now();
+    let request = client.post(format!("{v1}/chat/completions"));
+    let request = request
+        .header("content-type", "application/json")
+        .body(body);
+    let response = request.send().await.expect("response");
+    let status = response.status().as_u16();
+    let answer: Value = response.json().await.expect("JSON");
+    let code = answer["error"]["code"]
+        .as_str()
+        .unwrap_or_default()
+        .to_owned();
+    (status, code, began.elapsed())
+}
+
+/// What a request with this beside model and message looks like.
+fn with(extra: Value) -> String {
+    let mut body =
+        json!({"model": "hearth-demo", "messages": [{"role": "user", "content": "Hello"}]});
+    let members = extra.as_object().expect("object").clone();
+    body.as_object_mut().expect("object").extend(members);
+    body.to_string()
+}
+
+/// Bodies near the limit of 8 MiB, each hard in its own way, with the codes by which they may be refused.
+fn hard_bodies() -> Vec<(&'static str, String, &'static str)> {
+    let message = |text: String| with(json!({"messages": [{"role": "user", "content": text}]}));
+    let schema = |schema: Value| {
+        with(
+            json!({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}),
+        )
+    };
+    let words = |count: usize| {
+        (0..count)
+            .map(|i| format!("word number {i}"))
+            .collect::<Vec<_>>()
+    };
+    let many = vec![json!({"role": "user", "content": "Hello"}); 100_000];
+    let tool = |i: usize| {
+        let parameters = json!({"type": "object", "properties": {"x": {"enum": words(3000)}}});
+        json!({"type": "function", "function": {"name": format!("f{i}"), "parameters": parameters, "strict": true}})
+    };
+    let tools: Vec<Value> = (0..100).map(tool).collect();
+    vec![
+        (
+            "a message of words",
+            message("The lab has a server. ".repeat(380_000)),
+            "context_length_exceeded",
+        ),
+        (
+            "a message of one letter",
+            message("a".repeat(8_000_000)),
+            "context_length_exceeded",
+        ),
+        (
+            "a message of blanks",
+            message(format!("a{}a", " ".repeat(8_000_000))),
+            "context_length_exceeded",
+        ),
+        (
+            "100,000 messages",
+            with(json!({"messages": many})),
+            "too_many_values",
+        ),
+        (
+            "an enum of 5 MB",
+            schema(json!({"enum": words(250_000)})),
+            "invalid_json_schema context_length_exceeded",
+        ),
+        (
+            "a hundred tools with large enums",
+            with(json!({"tools": tools, "tool_choice": "required"})),
+            "invalid_json_schema context_length_exceeded",
+        ),
+        (
+            "a string in 4,000,000 pieces",
+            with(json!({"stop": "x"})).replace("\"x\"", &format!("[{}0]", "0,".repeat(4_000_000))),
+            "too_many_values",
+        ),
+        ("100,000 brackets", "[".repeat(100_000), "invalid_json"),
+    ]
+}
+
+#[tokio::test]
+async fn large_requests_are_refused_soon_and_delay_nobody() {
+    let up = Up::demo();
+    let (v1, client) = (up.v1(), reqwest::Client::new());
+    for (what, body, expected) in hard_bodies() {
+        let bytes = body.len();
+        let (status, code, took) = post(&client, &v1, body).await;
+        println!("{what} ({bytes} bytes): {status} {code} after {took:?}");
+        assert!((400..500).contains(&status), "{what}: {status}");
+        assert!(expected.split(' ').any(|one| one == code), "{what}: {code}");
+        // Half a second where the machine and the build are fast; this is of neither.
+        assert!(took < Duration::from_secs(5), "{what}: {took:?}");
+    }
+    let pid = up.pid("gateway-0");
+    let before = memory_bytes(pid, "VmRSS");
+    std::fs::write(format!("/proc/{pid}/clear_refs"), "5").expect("the peak is forgotten");
+    let large = with(
+        json!({"messages": [{"role": "user", "content": "The lab has a server. ".repeat(380_000)}]}),
+    );
+    let began = Instant::now();
+    let all = futures::future::join_all((0..10).map(|_| post(&client, &v1, large.clone())));
+    let others = async {
+        let mut longest = Duration::ZERO;
+        let small = with(json!({"max_tokens": 1}));
+        for _ in 0..20 {
+            let (status, _, took) = post(&client, &v1, small.clone()).await;
+            assert_eq!(status, 200);
+            longest = longest.max(took);
+        }
+        longest
+    };
+    let (all, longest) = tokio::join!(all, others);
+    let peak = memory_bytes(pid, "VmHWM");
+    println!(
+        "ten of 8 MB at once: refused within {:?}, memory from {} to at most {} MiB, others served within {longest:?}",
+        began.elapsed(),
+        before >> 20,
+        peak >> 20
+    );
+    assert!(
+        all.iter()
+            .all(|(_, code, _)| code == "context_length_exceeded"),
+        "{all:?}"
+    );
+    assert!(peak < before + (100 << 20), "from {before} to {peak} bytes");
 }
 
 #[tokio::test]

@@ -50,6 +50,12 @@ pub(crate) struct UpArgs {
     /// Seconds that streams in flight get to finish after Ctrl-C
     #[arg(long, default_value_t = 30, value_name = "SECONDS")]
     pub(crate) grace: u32,
+    /// Seconds that a client's connection is kept for its next request [default: 120]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) keep_alive: Option<u32>,
+    /// Seconds after which a client that takes no byte of its answer is cut off [default: 30]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) client_stall: Option<u32>,
     /// Ask the model this once it is ready, and print the answer
     #[arg(long, value_name = "QUESTION")]
     pub(crate) ask: Option<String>,

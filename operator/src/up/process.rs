@@ -18,7 +18,9 @@ const MIN_PAUSE: Duration = Duration::from_millis(100);
 const MAX_PAUSE: Duration = Duration::from_secs(10);
 /// A process that ran as long as this starts again without pause growth.
 const STABLE: Duration = Duration::from_secs(10);
-/// A process that serves says so at least every two seconds; one that is silent for as long hangs, and is ended.
+/// A process that serves says so every second; one that is silent for as long hangs.
+const HUNG_AFTER: Duration = Duration::from_secs(3);
+/// One that is silent for as long does not come back, and is ended.
 const SILENCE: Duration = Duration::from_secs(20);
 /// How a worker begins the line that says why it ends.
 const ERROR: &str = "error: ";
@@ -66,6 +68,8 @@ pub(crate) enum ProcessEventKind {
     Loading(u32),
     /// It serves.
     Ready,
+    /// It says nothing any more (true), or speaks again.
+    Hung(bool),
     /// It ended without being asked, and is started again after the pause.
     Died {
         /// In words: `killed by signal 9`.
@@ -173,7 +177,7 @@ async fn follow(
         .take()
         .map(|stdout| BufReader::new(stdout).lines());
     let mut was_ready = false;
-    let mut hung = false;
+    let (mut is_silent, mut is_ended) = (false, false);
     let mut heard = tokio::time::Instant::now();
     loop {
         let line = async {
@@ -184,18 +188,27 @@ async fn follow(
         };
         tokio::select! {
             status = child.wait() => {
-                let how = if hung { format!("hung for {} s and was ended", SILENCE.as_secs()) } else { describe(status.ok()) };
+                let how = if is_ended { format!("hung for {} s and was ended", SILENCE.as_secs()) } else { describe(status.ok()) };
                 return (how, was_ready);
             }
-            () = tokio::time::sleep_until(heard + SILENCE), if was_ready && !hung => {
-                hung = true;
+            () = tokio::time::sleep_until(heard + HUNG_AFTER), if was_ready && !is_silent => {
+                is_silent = true;
+                tell(ProcessEventKind::Hung(true));
+            }
+            () = tokio::time::sleep_until(heard + SILENCE), if was_ready && !is_ended => {
+                is_ended = true;
                 if let Some(pid) = pid {
                     let _ = kill_process(pid, Signal::KILL);
                 }
             }
             line = line => match line {
                 Ok(Some(line)) => match serde_json::from_str(&line) {
-                    Ok(Report::Alive) => heard = tokio::time::Instant::now(),
+                    Ok(Report::Alive) => {
+                        heard = tokio::time::Instant::now();
+                        if std::mem::take(&mut is_silent) {
+                            tell(ProcessEventKind::Hung(false));
+                        }
+                    }
                     Ok(Report::Ready {}) => {
                         was_ready = true;
                         heard = tokio::time::Instant::now();

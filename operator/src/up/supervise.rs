@@ -146,6 +146,20 @@ impl Deployment {
                     self.prepared.steps.done(&format!("{rank} serves again"));
                 }
             }
+            ProcessEventKind::Hung(is_hung) => {
+                process.hung = is_hung;
+                process.ready = !is_hung;
+                let words = if is_hung {
+                    "says nothing: it hangs"
+                } else {
+                    "serves again"
+                };
+                let words = format!("{rank} {words}");
+                self.spinner.suspend(|| match is_hung {
+                    true => self.prepared.steps.warn(&words),
+                    false => self.prepared.steps.done(&words),
+                });
+            }
             ProcessEventKind::Died {
                 how,
                 why,
@@ -154,6 +168,7 @@ impl Deployment {
             } => {
                 process.pid = None;
                 process.ready = false;
+                process.hung = false;
                 process.restarts += 1;
                 self.died(&rank, &how, why, pause, was_ready)?;
             }
@@ -353,6 +368,14 @@ fn arguments(args: &UpArgs, rank: &PlanRank, plan: &Path) -> Vec<String> {
                 arguments.extend([flag.to_owned(), file.display().to_string()]);
             }
         }
+        for (flag, seconds) in [
+            ("--keep-alive", args.keep_alive),
+            ("--client-stall", args.client_stall),
+        ] {
+            if let Some(seconds) = seconds {
+                arguments.extend([flag.to_owned(), seconds.to_string()]);
+            }
+        }
         for origin in &args.cors_origins {
             arguments.extend(["--cors-origin".to_owned(), origin.clone()]);
         }
@@ -377,6 +400,7 @@ fn describe(args: &UpArgs, prepared: &Prepared) -> Running {
         role: rank.role.as_str().to_owned(),
         pid: None,
         ready: false,
+        hung: false,
         restarts: 0,
     };
     Running {

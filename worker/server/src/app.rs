@@ -6,6 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use tokio_util::sync::CancellationToken;
 
+use crate::backlog::Backlog;
 use crate::config::{Limits, Routing};
 use crate::cors::CorsOrigin;
 use crate::keys::ApiKeys;
@@ -18,13 +19,14 @@ pub(crate) struct App {
     pub(crate) model: Arc<ServedModel>,
     pub(crate) pool: Arc<Pool>,
     pub(crate) metrics: Arc<Metrics>,
+    pub(crate) backlog: Arc<Backlog>,
     pub(crate) keys: Option<ApiKeys>,
     pub(crate) cors_origins: Vec<CorsOrigin>,
     pub(crate) routing: Routing,
     pub(crate) limits: Limits,
     /// Unix time in seconds of the start.
     pub(crate) created: u64,
-    /// No new connections are taken.
+    /// No new requests are taken.
     pub(crate) is_draining: AtomicBool,
     /// The time for streams in flight is over.
     pub(crate) closing: CancellationToken,

@@ -26,6 +26,8 @@ pub(crate) struct ChoiceOptions {
     pub(crate) tools: Option<(ToolFormat, Vec<String>)>,
     /// The answer ends behind its first call.
     pub(crate) single_call: bool,
+    /// The answer is held to calls: what is none of them is one that was cut off, and no text.
+    pub(crate) is_calls_alone: bool,
 }
 
 /// What is new in a choice.
@@ -176,6 +178,7 @@ impl Choice {
     fn collect(&mut self, pieces: Vec<Piece>, delta: &mut Delta) -> bool {
         for piece in pieces {
             match piece {
+                Piece::Content(_) if self.options.is_calls_alone => {}
                 Piece::Content(text) => delta.text.push_str(&text),
                 Piece::Call { index, id, name } => {
                     self.calls = index + 1;

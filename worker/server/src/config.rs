@@ -80,8 +80,9 @@ pub struct Routing {
     pub max_fruitless_attempts: u32,
     /// Between two looks at a worker that is well.
     pub look_interval: Duration,
-    /// For one look; a worker that misses three in a row loses its streams.
-    pub look_timeout: Duration,
+    /// A worker from which nothing came for as long, neither a token nor the answer to a look, is taken for hung: its
+    /// streams move. Looks are answered beside the computation, so that a long step is no silence.
+    pub hang_after: Duration,
     /// The model that workers must serve; `None`: whatever they serve.
     pub model_fingerprint: Option<String>,
 }
@@ -96,7 +97,7 @@ impl Default for Routing {
             same_numerics_wait: Duration::from_secs(30),
             max_fruitless_attempts: 5,
             look_interval: Duration::from_secs(1),
-            look_timeout: Duration::from_secs(3),
+            hang_after: Duration::from_secs(3),
             model_fingerprint: None,
         }
     }
@@ -111,7 +112,7 @@ pub struct Limits {
     pub header_bytes: usize,
     /// Headers of a request; beyond it, 431.
     pub headers: usize,
-    /// For the headers of a request to come in.
+    /// For the headers of a request to come in, and for a new client to say anything.
     pub header_timeout: Duration,
     /// For the body of a request to come in; beyond it, 408.
     pub body_timeout: Duration,
@@ -119,6 +120,13 @@ pub struct Limits {
     pub request_timeout: Duration,
     /// Connections at the same time.
     pub connections: usize,
+    /// How long a connection is kept between an answer and the next request. Longer than the proxies in front of the
+    /// gateway keep theirs: whoever closes first must not be the one that does not know of a request under way.
+    pub keep_alive: Duration,
+    /// A client that takes no byte of its answer for as long is cut off, and its work ends.
+    pub client_stall: Duration,
+    /// Bytes of answers that may wait for clients, all together.
+    pub backlog_bytes: usize,
     /// For streams in flight when the gateway is told to end.
     pub drain_grace: Duration,
     /// How long a connection on which nothing is asked is kept once the gateway is told to end: a client that uses
@@ -136,6 +144,9 @@ impl Default for Limits {
             body_timeout: Duration::from_secs(60),
             request_timeout: Duration::from_secs(3600),
             connections: 4096,
+            keep_alive: Duration::from_secs(120),
+            client_stall: Duration::from_secs(30),
+            backlog_bytes: 16 << 20,
             drain_grace: Duration::from_secs(30),
             drain_idle: Duration::from_secs(2),
         }

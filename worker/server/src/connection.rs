@@ -4,6 +4,9 @@
 //! client cannot know whether it was served. So a gateway that ends tells before it closes: an answer by HTTP/1 says
 //! `Connection: close`, HTTP/2 has its GOAWAY. A connection that nothing was asked on for a while is closed too, but
 //! never with bytes of a request in it.
+//!
+//! A client that takes nothing of its answer for a while is cut off, and its work with it: it may hold memory, and
+//! would for ever.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -26,6 +29,11 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tower::ServiceExt as _;
+
+use crate::metrics::{CutReason, Metrics};
+
+/// What a client of HTTP/2 says first.
+const HTTP2_BEGIN: &[u8] = b"PRI * HTTP/2.0";
 
 /// Whether the gateway is ending, and what it leaves its clients.
 #[derive(Clone)]
@@ -59,27 +67,60 @@ impl Drain {
     }
 }
 
-/// Serves one connection until it ends: by its client, or in a drain. `silence` is for a client that has not said
-/// anything yet.
+/// How long a connection may be without what it is there for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Patience {
+    /// From the first byte of a request to the end of its headers, and for a client that has not said anything yet.
+    pub(crate) headers: Duration,
+    /// Between an answer and the next request.
+    pub(crate) keep_alive: Duration,
+    /// For a client to take a byte of what is sent.
+    pub(crate) stall: Duration,
+}
+
+/// Marks a request that came on a connection which was opened after the gateway began to end.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Late;
+
+/// What all connections of a gateway have in common.
+#[derive(Clone)]
+pub(crate) struct Service {
+    pub(crate) router: Router,
+    pub(crate) drain: Drain,
+    pub(crate) patience: Patience,
+    pub(crate) metrics: Arc<Metrics>,
+}
+
+/// Serves one connection until it ends: by its client, in a drain, or since nothing happens on it.
 pub(crate) async fn serve(
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     builder: &auto::Builder<TokioExecutor>,
-    router: Router,
-    drain: Drain,
-    silence: Duration,
+    service: Service,
+    is_late: bool,
 ) {
+    let Service {
+        router,
+        drain,
+        patience,
+        metrics,
+    } = service;
     let activity = Arc::new(Activity::default());
     let watched = Watched {
         stream,
         activity: activity.clone(),
         drain: drain.clone(),
-        silence,
-        patience: None,
+        patience,
+        metrics,
+        waiting: None,
+        stalled: None,
         is_unflushed: false,
         has_ended: false,
     };
     let ending = (drain.clone(), activity.clone());
-    let service = service_fn(|request: Request<Incoming>| {
+    let service = service_fn(|mut request: Request<Incoming>| {
+        if is_late {
+            request.extensions_mut().insert(Late);
+        }
         answer(router.clone(), request, drain.clone(), activity.clone())
     });
     let mut connection = pin!(builder.serve_connection(TokioIo::new(watched), service));
@@ -138,7 +179,20 @@ struct Activity {
     /// Bytes came that may be a part of a request.
     has_unanswered: AtomicBool,
     has_asked: AtomicBool,
+    /// The first bytes are those that HTTP/2 begins with.
+    begins_http2: AtomicBool,
     is_http2: CancellationToken,
+}
+
+/// What a connection waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Awaited {
+    /// The first byte.
+    Beginning,
+    /// The end of a request's headers.
+    Headers,
+    /// Another request.
+    Next,
 }
 
 impl Activity {
@@ -151,10 +205,19 @@ impl Activity {
         InFlight(self)
     }
 
-    fn is_idle(&self) -> bool {
-        self.in_flight.load(Ordering::Relaxed) == 0
-            && !self.has_unanswered.load(Ordering::Relaxed)
-            && !self.is_http2.is_cancelled()
+    /// What is to come from the client; `None` while it is the gateway's turn, and with HTTP/2, which has pings.
+    fn awaited(&self) -> Option<Awaited> {
+        if self.in_flight.load(Ordering::Relaxed) > 0 || self.is_http2.is_cancelled() {
+            return None;
+        }
+        let has_bytes = self.has_unanswered.load(Ordering::Relaxed);
+        Some(match self.has_asked.load(Ordering::Relaxed) {
+            // HTTP/2 may be made ready for requests that come later.
+            false if self.begins_http2.load(Ordering::Relaxed) => Awaited::Next,
+            _ if has_bytes => Awaited::Headers,
+            false => Awaited::Beginning,
+            true => Awaited::Next,
+        })
     }
 }
 
@@ -194,42 +257,75 @@ impl Body for Watching {
     }
 }
 
-/// A stream that ends, as if the client had ended it, when it has been idle for long enough and there is nothing to
-/// be read.
+/// A stream that ends, as if the client had ended it, when what is awaited has not come for long enough, and that fails
+/// when the client takes nothing of what is sent.
 struct Watched<S> {
     stream: S,
     activity: Arc<Activity>,
     drain: Drain,
-    silence: Duration,
-    /// Runs while the connection is idle.
-    patience: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
+    patience: Patience,
+    metrics: Arc<Metrics>,
+    /// Runs while the client is to say something.
+    waiting: Option<(Awaited, Timer)>,
+    /// Runs while the client takes nothing.
+    stalled: Option<Timer>,
     /// Some of an answer may not have been sent.
     is_unflushed: bool,
     has_ended: bool,
 }
 
+type Timer = Pin<Box<dyn Future<Output = ()> + Send>>;
+
 impl<S> Watched<S> {
     fn is_over(&mut self, cx: &mut Context<'_>) -> bool {
-        if self.is_unflushed || !self.activity.is_idle() {
-            self.patience = None;
+        let Some(awaited) = self.activity.awaited().filter(|_| !self.is_unflushed) else {
+            self.waiting = None;
             return false;
+        };
+        if self
+            .waiting
+            .as_ref()
+            .is_none_or(|(what, _)| *what != awaited)
+        {
+            let limit = match awaited {
+                Awaited::Beginning | Awaited::Headers => self.patience.headers,
+                Awaited::Next => self.patience.keep_alive,
+            };
+            // Nobody ends a connection in the middle of a request, or of what may be the beginning of HTTP/2.
+            let has_bytes = self.activity.has_unanswered.load(Ordering::Relaxed);
+            let drained = self.drain.clone().patience();
+            let timer: Timer = Box::pin(async move {
+                tokio::select! {
+                    () = drained, if !has_bytes => {}
+                    () = sleep(limit) => {}
+                }
+            });
+            self.waiting = Some((awaited, timer));
         }
-        let is_new = !self.activity.has_asked.load(Ordering::Relaxed);
-        let (drain, silence) = (&self.drain, self.silence);
-        let patience = self.patience.get_or_insert_with(|| {
-            let patience = drain.clone().patience();
-            if is_new {
-                return Box::pin(async move {
-                    tokio::select! {
-                        () = patience => {}
-                        () = sleep(silence) => {}
-                    }
-                });
-            }
-            Box::pin(patience)
-        });
-        self.has_ended = patience.as_mut().poll(cx).is_ready();
+        if let Some((_, timer)) = &mut self.waiting {
+            self.has_ended = timer.as_mut().poll(cx).is_ready();
+        }
         self.has_ended
+    }
+
+    /// Passes on how sending went; an error once the client has taken nothing for too long.
+    fn sent<T>(
+        &mut self,
+        cx: &mut Context<'_>,
+        outcome: Poll<io::Result<T>>,
+    ) -> Poll<io::Result<T>> {
+        if outcome.is_ready() {
+            self.stalled = None;
+            return outcome;
+        }
+        let limit = self.patience.stall;
+        let timer = self.stalled.get_or_insert_with(|| Box::pin(sleep(limit)));
+        if timer.as_mut().poll(cx).is_pending() {
+            return Poll::Pending;
+        }
+        self.metrics.client_cut(CutReason::Stalled);
+        let words = format!("the client took nothing for {limit:?}");
+        Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, words)))
     }
 }
 
@@ -242,9 +338,18 @@ impl<S: AsyncRead + Unpin> AsyncRead for Watched<S> {
         let before = buffer.filled().len();
         let read = Pin::new(&mut self.stream).poll_read(cx, buffer);
         if read.is_ready() {
-            if buffer.filled().len() > before {
-                self.activity.has_unanswered.store(true, Ordering::Relaxed);
-                self.patience = None;
+            let bytes = buffer.filled().get(before..).unwrap_or_default();
+            if !bytes.is_empty() {
+                let begins_http2 = HTTP2_BEGIN.starts_with(&bytes[..bytes.len().min(4)]);
+                if !self.activity.has_unanswered.swap(true, Ordering::Relaxed) {
+                    // The first of a request: headers that go on coming byte by byte get no more time.
+                    self.waiting = None;
+                    let is_first = !self.activity.has_asked.load(Ordering::Relaxed);
+                    let begins_http2 = is_first && begins_http2;
+                    self.activity
+                        .begins_http2
+                        .store(begins_http2, Ordering::Relaxed);
+                }
             }
             return read;
         }
@@ -262,7 +367,8 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Watched<S> {
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
         self.is_unflushed = true;
-        Pin::new(&mut self.stream).poll_write(cx, bytes)
+        let written = Pin::new(&mut self.stream).poll_write(cx, bytes);
+        self.sent(cx, written)
     }
 
     fn poll_write_vectored(
@@ -271,7 +377,8 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Watched<S> {
         slices: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         self.is_unflushed = true;
-        Pin::new(&mut self.stream).poll_write_vectored(cx, slices)
+        let written = Pin::new(&mut self.stream).poll_write_vectored(cx, slices);
+        self.sent(cx, written)
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -281,7 +388,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Watched<S> {
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let flushed = Pin::new(&mut self.stream).poll_flush(cx);
         self.is_unflushed &= flushed.is_pending();
-        flushed
+        self.sent(cx, flushed)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {

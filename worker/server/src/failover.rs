@@ -16,7 +16,7 @@ use futures::Stream;
 use hearth_transport::v1::{
     FinishReason, GenerateEvent, GenerateRequest, Grammar, Sampling, Token, generate_event,
 };
-use hearth_transport::{CallContext, RpcError, RpcErrorKind, TraceParent, tonic};
+use hearth_transport::{CallContext, RpcError, RpcErrorKind, TraceParent, Worker, tonic};
 use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::router::{AcquireError, Lease, Pin, Pool, PrefillLease, Want, WorkerId};
@@ -263,7 +263,7 @@ impl Attempt {
             Some(_) => job.deadline.min(Instant::now() + job.replacement_timeout),
             None => job.queue_deadline.min(job.deadline),
         };
-        let lease = match pool.acquire(want, deadline).await {
+        let mut lease = match pool.acquire(want, deadline).await {
             Ok(lease) => lease,
             Err(_) if progress.pin.is_some() && Instant::now() < job.deadline => {
                 return Err(Failure::Fatal(JobError::Lost {
@@ -297,7 +297,12 @@ impl Attempt {
                 .map(|prefill| prefill.endpoint().to_string()),
         );
         let mut client = lease.worker.decode();
-        match timeout_at(job.deadline, client.generate(request)).await {
+        let answer = tokio::select! {
+            biased;
+            answer = timeout_at(job.deadline, client.generate(request)) => answer,
+            () = lease.lost() => return Err(hung(&lease.worker, "it stopped answering")),
+        };
+        match answer {
             Ok(Ok(response)) => Ok(Self {
                 stream: response.into_inner(),
                 lease,
@@ -317,11 +322,14 @@ impl Attempt {
                 message = timeout_at(job.deadline, self.stream.message()) => {
                     message.map_err(|_| Failure::Fatal(progress.out_of_time()))?
                 }
-                () = self.lease.lost() => {
-                    let words = "it stopped answering";
-                    return Err(Failure::Retry(RpcError::of(RpcErrorKind::Gone, worker.endpoint(), words)));
+                () = self.lease.lost() => return Err(hung(&worker, "it stopped answering")),
+                () = lost(self.prefill.as_mut()) => {
+                    // The decode worker is well, and would wait for it.
+                    progress.avoid = None;
+                    return Err(hung(&worker, "its prefill worker stopped answering"));
                 }
             };
+            self.lease.heard();
             let event = match message {
                 Ok(Some(GenerateEvent { event })) => event,
                 Ok(None) => return Err(Failure::Retry(RpcError::cut_short(worker.endpoint()))),
@@ -362,6 +370,14 @@ impl Attempt {
     }
 }
 
+/// Returns when a prefill worker that is waited for hangs.
+async fn lost(prefill: Option<&mut PrefillLease>) {
+    match prefill {
+        Some(prefill) => prefill.lost().await,
+        None => std::future::pending().await,
+    }
+}
+
 impl Job {
     fn request(
         &self,
@@ -394,6 +410,10 @@ impl Job {
         request.set_timeout(self.deadline.saturating_duration_since(Instant::now()) + SLACK);
         request
     }
+}
+
+fn hung(worker: &Worker, words: &str) -> Failure {
+    Failure::Retry(RpcError::of(RpcErrorKind::Gone, worker.endpoint(), words))
 }
 
 fn sort(error: RpcError) -> Failure {

@@ -1,5 +1,6 @@
 //! The listening side: connections, their limits, and the orderly end.
 
+use std::convert::Infallible;
 use std::future::Future;
 use std::io;
 use std::pin::pin;
@@ -14,6 +15,7 @@ use hyper_util::server::conn::auto;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
@@ -21,8 +23,9 @@ use tokio_util::task::TaskTracker;
 
 use crate::api;
 use crate::app::{App, unix_seconds};
+use crate::backlog::Backlog;
 use crate::config::{GatewayConfig, GatewayError, Limits};
-use crate::connection::{self, Drain};
+use crate::connection::{self, Drain, Patience, Service};
 use crate::https;
 use crate::keys::ApiKeys;
 use crate::metrics::Metrics;
@@ -31,6 +34,8 @@ use crate::router::{Pool, Role, WorkerRoute};
 
 /// hyper takes no smaller buffer.
 const LEAST_HEADER_BYTES: usize = 8192;
+/// Bytes of one stream of HTTP/2 that are kept beside what the backlog counts.
+const HTTP2_SEND_BYTES: usize = 64 << 10;
 /// For a TLS handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// For streams to carry the error that ends them, once the grace period is over.
@@ -44,8 +49,9 @@ pub struct Gateway {
     acceptor: Option<TlsAcceptor>,
 }
 
-/// Serves the OpenAI API on `listener` until `shutdown` is ready, then takes no more connections and finishes the
-/// requests of those that are open within `limits.drain_grace`. Returns when all of them have ended. Dropping the future stops at once.
+/// Serves the OpenAI API on `listener` until `shutdown` is ready, then finishes the requests of the connections that are open
+/// within `limits.drain_grace` and refuses those of new ones with 503. Returns when all of the former have ended. Dropping
+/// the future stops at once.
 ///
 /// # Errors
 /// [`GatewayError`] when the configuration cannot be used.
@@ -99,10 +105,12 @@ impl Gateway {
         let members: Vec<WorkerRoute> = decode.chain(prefill).collect();
         let pool = Pool::start(clients, &members, routing.clone())?;
         let metrics = Arc::new(Metrics::new(&model.name, pool.clone(), predicted));
+        let backlog = Backlog::new(limits.backlog_bytes, limits.client_stall, metrics.clone());
         let app = Arc::new(App {
             model,
             pool,
             metrics,
+            backlog,
             keys,
             cors_origins,
             routing,
@@ -136,11 +144,18 @@ impl Gateway {
         let limits = &self.app.limits;
         let drain = Drain::new(limits.drain_idle);
         let connections = Arc::new(Connections {
-            router: self.router(),
             builder: builder(limits),
-            acceptor: self.acceptor,
-            silence: limits.header_timeout,
-            drain: drain.clone(),
+            acceptor: self.acceptor.clone(),
+            service: Service {
+                router: self.router(),
+                drain: drain.clone(),
+                patience: Patience {
+                    headers: limits.header_timeout,
+                    keep_alive: limits.keep_alive,
+                    stall: limits.client_stall,
+                },
+                metrics: self.app.metrics.clone(),
+            },
         });
         let places = Arc::new(Semaphore::new(limits.connections));
         let open = TaskTracker::new();
@@ -150,34 +165,70 @@ impl Gateway {
                 () = &mut shutdown => break,
                 accepted = accept(&listener, &places) => accepted,
             };
-            match accepted {
-                Ok((stream, place)) => {
-                    open.spawn(connections.clone().run(stream, place));
-                }
-                Err(error) => {
-                    tracing::warn!(%error, "a connection could not be accepted");
-                    sleep(ACCEPT_PAUSE).await;
-                }
+            if let Some((stream, place)) = taken(accepted).await {
+                open.spawn(connections.clone().run(stream, place, false));
             }
         }
         self.app.is_draining.store(true, Ordering::Relaxed);
         drain.begin();
-        for (stream, place) in waiting(listener, &places) {
-            open.spawn(connections.clone().run(stream, place));
+        let (waiting, listener) = waiting(listener, &places);
+        for (stream, place) in waiting {
+            open.spawn(connections.clone().run(stream, place, false));
         }
         open.close();
-        if timeout(limits.drain_grace, open.wait()).await.is_err() {
-            self.app.closing.cancel();
-            let _ = timeout(CUT_OFF, open.wait()).await;
+        let ended = async {
+            if timeout(limits.drain_grace, open.wait()).await.is_err() {
+                self.app.closing.cancel();
+                let _ = timeout(CUT_OFF, open.wait()).await;
+            }
+        };
+        tokio::select! {
+            () = ended => {}
+            never = turn_away(listener, &places, &connections) => match never {},
         }
         Ok(())
     }
 }
 
-async fn accept(
-    listener: &TcpListener,
+/// Takes connections that come when the gateway is ending already. What they ask for is refused in words, by which
+/// clients know to try again, and how the gateway is can still be seen; nobody waits for them.
+async fn turn_away(
+    listener: Option<TcpListener>,
     places: &Arc<Semaphore>,
-) -> io::Result<(TcpStream, OwnedSemaphorePermit)> {
+    connections: &Arc<Connections>,
+) -> Infallible {
+    let Some(listener) = listener else {
+        return std::future::pending().await;
+    };
+    let mut late = JoinSet::new();
+    loop {
+        tokio::select! {
+            accepted = accept(&listener, places) => {
+                if let Some((stream, place)) = taken(accepted).await {
+                    late.spawn(connections.clone().run(stream, place, true));
+                }
+            }
+            Some(_) = late.join_next() => {}
+        }
+    }
+}
+
+/// A connection; none after an error, which is told, and a pause.
+async fn taken<T>(accepted: io::Result<T>) -> Option<T> {
+    match accepted {
+        Ok(accepted) => Some(accepted),
+        Err(error) => {
+            tracing::warn!(%error, "a connection could not be accepted");
+            sleep(ACCEPT_PAUSE).await;
+            None
+        }
+    }
+}
+
+/// A connection and its place among those that may be open.
+type Accepted = (TcpStream, OwnedSemaphorePermit);
+
+async fn accept(listener: &TcpListener, places: &Arc<Semaphore>) -> io::Result<Accepted> {
     let place = places
         .clone()
         .acquire_owned()
@@ -188,14 +239,12 @@ async fn accept(
     Ok((stream, place))
 }
 
-/// Closes the listener, and gives the connections that clients had opened by then: their requests may be in them.
-fn waiting(
-    listener: TcpListener,
-    places: &Arc<Semaphore>,
-) -> Vec<(TcpStream, OwnedSemaphorePermit)> {
+/// The connections that clients had opened by now: their requests may be in them. The listener is given back, if the
+/// system allows.
+fn waiting(listener: TcpListener, places: &Arc<Semaphore>) -> (Vec<Accepted>, Option<TcpListener>) {
     let mut accepted = Vec::new();
     let Ok(listener) = listener.into_std() else {
-        return accepted;
+        return (accepted, None);
     };
     while let Ok(place) = places.clone().try_acquire_owned() {
         let Ok((stream, _)) = listener.accept() else {
@@ -209,7 +258,7 @@ fn waiting(
             accepted.push((stream, place));
         }
     }
-    accepted
+    (accepted, TcpListener::from_std(listener).ok())
 }
 
 fn builder(limits: &Limits) -> auto::Builder<TokioExecutor> {
@@ -217,40 +266,43 @@ fn builder(limits: &Limits) -> auto::Builder<TokioExecutor> {
     builder
         .http1()
         .timer(TokioTimer::new())
-        .header_read_timeout(limits.header_timeout)
+        // It would end connections that wait for their next request; ours tells the two apart.
+        .header_read_timeout(None)
         .max_headers(limits.headers)
         .max_buf_size(limits.header_bytes.max(LEAST_HEADER_BYTES));
     builder
         .http2()
         .timer(TokioTimer::new())
         .keep_alive_interval(Some(Duration::from_secs(20)))
+        .max_send_buf_size(HTTP2_SEND_BYTES)
         .max_header_list_size(u32::try_from(limits.header_bytes).unwrap_or(u32::MAX));
     builder
 }
 
 /// What every connection needs.
 struct Connections {
-    router: Router,
     builder: auto::Builder<TokioExecutor>,
     acceptor: Option<TlsAcceptor>,
-    silence: Duration,
-    drain: Drain,
+    service: Service,
 }
 
 impl Connections {
-    async fn run(self: Arc<Self>, stream: TcpStream, _place: OwnedSemaphorePermit) {
+    async fn run(self: Arc<Self>, stream: TcpStream, _place: OwnedSemaphorePermit, is_late: bool) {
         match &self.acceptor {
-            None => self.serve(stream).await,
+            None => self.serve(stream, is_late).await,
             Some(acceptor) => match timeout(HANDSHAKE_TIMEOUT, acceptor.accept(stream)).await {
-                Ok(Ok(stream)) => self.serve(stream).await,
+                Ok(Ok(stream)) => self.serve(stream, is_late).await,
                 Ok(Err(error)) => tracing::debug!(%error, "TLS handshake"),
                 Err(_) => tracing::debug!("TLS handshake timed out"),
             },
         }
     }
 
-    async fn serve(&self, stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static) {
-        let (router, drain) = (self.router.clone(), self.drain.clone());
-        connection::serve(stream, &self.builder, router, drain, self.silence).await;
+    async fn serve(
+        &self,
+        stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+        is_late: bool,
+    ) {
+        connection::serve(stream, &self.builder, self.service.clone(), is_late).await;
     }
 }

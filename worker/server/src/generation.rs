@@ -384,9 +384,10 @@ impl Drop for ChoiceTally {
     }
 }
 
-fn closing_error() -> ApiError {
+/// To requests that come, and to answers that do not end, once the gateway ends.
+pub(crate) fn closing_error() -> ApiError {
     ApiError::unavailable(
-        "the gateway is shutting down, and the time for running answers is over: try again",
+        "the gateway is shutting down: try again in a moment, another will answer",
         RETRY_STARTING,
     )
     .with_code("shutting_down")

@@ -8,6 +8,7 @@
 //! - The gateway holds no weights and computes no logits. All it keeps of a stream is its tokens, which is what another
 //!   worker needs to go on with it.
 //! - Nothing accepted is lost: a request ends in a whole answer or in an error that says why.
+//! - A worker's place is held by its work alone: what a client does not take waits here, within a budget.
 //! - No parameter is ignored in silence.
 //! - A client that is gone takes its work with it: dropping a response drops the workers' streams.
 //!
@@ -20,6 +21,7 @@
 
 mod api;
 mod app;
+mod backlog;
 mod choice;
 mod config;
 mod connection;

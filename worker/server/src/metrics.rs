@@ -65,6 +65,24 @@ impl Operation {
     }
 }
 
+/// Why a client was cut off.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CutReason {
+    /// It took nothing for too long.
+    Stalled,
+    /// Too much waited for it and others.
+    Backlog,
+}
+
+impl CutReason {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Stalled => "stalled",
+            Self::Backlog => "backlog",
+        }
+    }
+}
+
 /// All metrics of a gateway.
 pub(crate) struct Metrics {
     registry: Registry,
@@ -75,6 +93,8 @@ pub(crate) struct Metrics {
     responses: Family<Labels, Counter>,
     failovers: Family<Labels, Counter>,
     finished: Family<Labels, Counter>,
+    cut: Family<Labels, Counter>,
+    waiting_bytes: Gauge,
     running: Gauge,
     prompt_tokens: Counter,
     cached_tokens: Counter,
@@ -93,6 +113,8 @@ impl Metrics {
             responses: Family::default(),
             failovers: Family::default(),
             finished: Family::default(),
+            cut: Family::default(),
+            waiting_bytes: Gauge::default(),
             running: Gauge::default(),
             prompt_tokens: Counter::default(),
             cached_tokens: Counter::default(),
@@ -139,6 +161,16 @@ impl Metrics {
             "hearth_choices_finished",
             "Ended choices by reason",
             self.finished.clone(),
+        );
+        registry.register(
+            "hearth_clients_cut",
+            "Clients that were cut off since they did not take their answers",
+            self.cut.clone(),
+        );
+        registry.register(
+            "hearth_answers_waiting_bytes",
+            "Bytes of answers that clients have not taken",
+            self.waiting_bytes.clone(),
         );
         registry.register(
             "hearth_requests_running",
@@ -229,6 +261,18 @@ impl Metrics {
         self.duration
             .get_or_create(&labels)
             .observe(took.as_secs_f64());
+    }
+
+    /// A client was cut off.
+    pub(crate) fn client_cut(&self, reason: CutReason) {
+        self.cut
+            .get_or_create(&vec![("reason", reason.as_str().to_owned())])
+            .inc();
+    }
+
+    /// Bytes of answers that clients have not taken.
+    pub(crate) fn answers_waiting(&self, bytes: usize) {
+        self.waiting_bytes.set(bytes as i64);
     }
 
     /// An HTTP response; `route` is the pattern, never the path.

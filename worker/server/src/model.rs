@@ -3,14 +3,20 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use hearth_formats::{ChatTemplate, FormatError, GenerationConfig, ModelConfig, Tokenizer};
+use hearth_formats::{
+    ChatTemplate, Encoded, FormatError, GenerationConfig, ModelConfig, Tokenizer,
+};
 use serde_json::{Map, Value};
 
+use crate::api::Work;
 use crate::config::{GatewayConfig, GatewayError};
 use crate::error::ApiError;
 use crate::tools::{MarkToken, ToolFormat, has_word};
 use crate::wire::{GenerationOptions, Message, Prompt};
 use hearth_transport::v1::{LogitBias, Sampling};
+
+/// A text of as many bytes is tokenised in a moment.
+const QUICK_BYTES: usize = 64 << 10;
 
 /// What is known of the served model.
 pub(crate) struct ServedModel {
@@ -77,12 +83,13 @@ impl ServedModel {
     /// The tokens of a conversation, ready for the answer.
     ///
     /// # Errors
-    /// 400 when the model has no chat template or its template refuses the messages.
+    /// 400 when the model has no chat template, its template refuses the messages, or they are too long.
     pub(crate) fn encode_chat(
         &self,
         messages: &[Message],
         tools: Option<&[Value]>,
         extra: &Map<String, Value>,
+        room: &Room<'_>,
     ) -> Result<Vec<u32>, ApiError> {
         let Some(template) = &self.template else {
             return Err(ApiError::invalid(format!(
@@ -91,10 +98,13 @@ impl ServedModel {
             ))
             .with_code("no_chat_template"));
         };
+        // Each is a token at least.
+        room.check(messages.len())?;
         let values: Vec<Value> = messages
             .iter()
             .map(|message| self.for_template(message))
             .collect();
+        room.work.go_on()?;
         let text = template
             .render(&values, tools, true, extra)
             .map_err(|error| match error {
@@ -104,16 +114,21 @@ impl ServedModel {
                 // A template fails on what it did not expect of messages or arguments more often than by itself.
                 _ => ApiError::parameter("messages", one_line(&error)).with_code("template_failed"),
             })?;
-        self.encode(&text, false, "messages")
+        drop(values);
+        self.encode(&text, false, room)
     }
 
     /// The tokens of a prompt.
     ///
     /// # Errors
-    /// 400 for an empty prompt or a token that the model does not have.
-    pub(crate) fn encode_prompt(&self, prompt: &Prompt) -> Result<Vec<u32>, ApiError> {
+    /// 400 for an empty prompt, one that is too long, or a token that the model does not have.
+    pub(crate) fn encode_prompt(
+        &self,
+        prompt: &Prompt,
+        room: &Room<'_>,
+    ) -> Result<Vec<u32>, ApiError> {
         let tokens = match prompt {
-            Prompt::Text(text) => self.encode(text, true, "prompt")?,
+            Prompt::Text(text) => self.encode(text, true, room)?,
             Prompt::Tokens(tokens) => tokens.clone(),
         };
         if let Some(token) = tokens.iter().find(|token| **token >= self.vocab_size) {
@@ -205,25 +220,18 @@ impl ServedModel {
         &self,
         asked: Option<u32>,
         prompt_tokens: usize,
-        context_length: u32,
-        param: &str,
+        room: &Room<'_>,
     ) -> Result<u32, ApiError> {
+        let context = room.context_length;
         let prompt_tokens = u32::try_from(prompt_tokens).unwrap_or(u32::MAX);
-        if prompt_tokens >= context_length {
-            return Err(ApiError::parameter(
-                param,
-                format!(
-                    "the model's context is {context_length} tokens, and the prompt has {prompt_tokens}: shorten it by {} or more",
-                    prompt_tokens - context_length + 1
-                ),
-            )
-            .with_code("context_length_exceeded"));
+        if prompt_tokens >= context {
+            return Err(room.too_long(&prompt_tokens.to_string(), prompt_tokens as usize));
         }
-        let room = context_length - prompt_tokens;
+        let left = context - prompt_tokens;
         Ok(asked
             .or(self.defaults.max_new_tokens)
-            .unwrap_or(room)
-            .clamp(1, room))
+            .unwrap_or(left)
+            .clamp(1, left))
     }
 
     /// How a mark of the tool format is tokenised, when it is one token.
@@ -235,10 +243,21 @@ impl ServedModel {
         })
     }
 
-    fn encode(&self, text: &str, add_special: bool, param: &str) -> Result<Vec<u32>, ApiError> {
-        self.tokenizer
-            .encode(text, add_special)
-            .map_err(|error| ApiError::parameter(param, one_line(&error)))
+    fn encode(&self, text: &str, add_special: bool, room: &Room<'_>) -> Result<Vec<u32>, ApiError> {
+        // A shorter one is told how long it is.
+        if text.len() > QUICK_BYTES {
+            room.check(self.tokenizer.least_tokens(text))?;
+        }
+        let limit = room.counted_tokens();
+        let go_on = |tokens| tokens < limit && room.work.is_wanted();
+        let encoded = self.tokenizer.encode_while(text, add_special, &go_on);
+        match encoded.map_err(|error| ApiError::parameter(room.param, one_line(&error)))? {
+            Encoded::Whole(tokens) => Ok(tokens),
+            Encoded::Stopped { tokens } => {
+                room.work.go_on()?;
+                Err(room.too_long(&format!("at least {tokens}"), tokens))
+            }
+        }
     }
 
     /// Arguments of earlier calls as the template wants them.
@@ -258,6 +277,46 @@ impl ServedModel {
             }
         }
         value
+    }
+}
+
+/// What a prompt must fit into, and for whom it is prepared.
+pub(crate) struct Room<'a> {
+    /// Tokens of prompt and answer together.
+    pub(crate) context_length: u32,
+    /// The parameter that holds the prompt.
+    pub(crate) param: &'a str,
+    /// Stops when nobody waits for it.
+    pub(crate) work: &'a Work,
+}
+
+impl Room<'_> {
+    /// Refuses a prompt of which so many tokens are known before it is tokenised.
+    ///
+    /// # Errors
+    /// 400 with the numbers.
+    pub(crate) fn check(&self, least_tokens: usize) -> Result<(), ApiError> {
+        if least_tokens < self.context_length as usize {
+            return Ok(());
+        }
+        Err(self.too_long(&format!("at least {least_tokens}"), least_tokens))
+    }
+
+    /// A prompt is counted to this number of tokens; how much longer it is helps nobody.
+    fn counted_tokens(&self) -> usize {
+        (self.context_length as usize).saturating_mul(2)
+    }
+
+    fn too_long(&self, shown: &str, tokens: usize) -> ApiError {
+        let context = self.context_length;
+        let excess = tokens.saturating_sub(context as usize) + 1;
+        ApiError::parameter(
+            self.param,
+            format!(
+                "the model's context is {context} tokens, and the prompt has {shown}: shorten it by {excess} or more"
+            ),
+        )
+        .with_code("context_length_exceeded")
     }
 }
 

@@ -36,6 +36,12 @@ pub(crate) struct GatewayArgs {
     /// Origin whose web pages may use the endpoint, such as http://localhost:3000; may be repeated, * is any
     #[arg(long = "cors-origin", value_name = "ORIGIN")]
     cors_origins: Vec<CorsOrigin>,
+    /// Seconds that a connection is kept for the next request: longer than proxies in front keep theirs
+    #[arg(long, value_name = "SECONDS", default_value_t = 120, value_parser = clap::value_parser!(u32).range(1..))]
+    keep_alive: u32,
+    /// Seconds after which a client that takes no byte of its answer is cut off
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u32).range(1..))]
+    client_stall: u32,
 }
 
 /// Serves until told to end.
@@ -112,6 +118,8 @@ fn config(args: &GatewayArgs, plan: &InferencePlanSpec) -> anyhow::Result<Gatewa
     };
     config.limits = Limits {
         drain_grace: Duration::from_secs(u64::from(args.place.grace)),
+        keep_alive: Duration::from_secs(u64::from(args.keep_alive)),
+        client_stall: Duration::from_secs(u64::from(args.client_stall)),
         ..Limits::default()
     };
     config.predicted = Predicted {

@@ -3,25 +3,31 @@
 use std::time::Duration;
 
 use axum::body::Body;
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, StatusCode, header};
-use http_body_util::{BodyExt, LengthLimitError, Limited};
+use http_body_util::BodyExt;
+use tokio::time::{Instant, timeout_at};
 
 use crate::config::Limits;
 use crate::error::{ApiError, ErrorType};
 
 /// For a client to read the refusal of a body that it is still sending.
 const LINGER: Duration = Duration::from_secs(1);
+/// What a client with a large body is told to wait when too many of them are being read.
+const RETRY_ROOM: Duration = Duration::from_secs(2);
 
-/// The bytes of a JSON body.
+/// The bytes of a JSON body. One longer than `large` bytes waits there, unread, for `make_room`, which is told how long
+/// the body may be.
 ///
 /// # Errors
 /// 415 for another type, 413 for a longer one (found by its Content-Length before a byte is read, else at the limit),
-/// 408 for one that does not come, 400 for one that breaks off.
+/// 408 for one that does not come, 503 for one that found no room in time, 400 for one that breaks off.
 pub(super) async fn read(
     headers: &HeaderMap,
-    body: Body,
+    mut body: Body,
     limits: &Limits,
+    large: usize,
+    make_room: impl AsyncFnOnce(usize),
 ) -> Result<Bytes, ApiError> {
     check_type(headers)?;
     let limit = limits.body_bytes;
@@ -32,23 +38,53 @@ pub(super) async fn read(
         linger(body);
         return Err(too_large(&format!("{length} bytes"), limit));
     }
-    let collected = tokio::time::timeout(limits.body_timeout, Limited::new(body, limit).collect());
-    match collected.await {
-        Ok(Ok(body)) => Ok(body.to_bytes()),
-        Ok(Err(error)) if error.is::<LengthLimitError>() => Err(too_large("longer", limit)),
-        Ok(Err(error)) => Err(ApiError::invalid(format!(
-            "the request body broke off: {error}"
-        ))),
-        Err(_) => Err(ApiError::new(
-            StatusCode::REQUEST_TIMEOUT,
-            ErrorType::InvalidRequest,
-            format!(
-                "the request body did not come within {} s",
-                limits.body_timeout.as_secs_f32()
-            ),
-        )
-        .with_code("body_timeout")),
+    let longest = announced.map_or(limit, |length| length as usize);
+    let deadline = Instant::now() + limits.body_timeout;
+    let mut make_room = Some(make_room);
+    let mut bytes = BytesMut::new();
+    loop {
+        if bytes.len() > large
+            && let Some(make_room) = make_room.take()
+        {
+            let room = timeout_at(deadline, make_room(longest)).await;
+            room.map_err(|_| no_room())?;
+            bytes.reserve(longest.saturating_sub(bytes.len()));
+        }
+        let frame = timeout_at(deadline, body.frame()).await;
+        let data = match frame.map_err(|_| too_slow(limits))? {
+            None => return Ok(bytes.freeze()),
+            Some(Ok(frame)) => frame.into_data().unwrap_or_default(),
+            Some(Err(error)) => return Err(broken_off(&error)),
+        };
+        if bytes.len() + data.len() > limit {
+            return Err(too_large("longer", limit));
+        }
+        bytes.extend_from_slice(&data);
     }
+}
+
+fn broken_off(error: &axum::Error) -> ApiError {
+    ApiError::invalid(format!("the request body broke off: {error}")).with_code("body_incomplete")
+}
+
+fn too_slow(limits: &Limits) -> ApiError {
+    ApiError::new(
+        StatusCode::REQUEST_TIMEOUT,
+        ErrorType::InvalidRequest,
+        format!(
+            "the request body did not come within {} s",
+            limits.body_timeout.as_secs_f32()
+        ),
+    )
+    .with_code("body_timeout")
+}
+
+fn no_room() -> ApiError {
+    ApiError::unavailable(
+        "other large requests are being read, and the time to wait for them ran out. Try again in a moment",
+        RETRY_ROOM,
+    )
+    .with_code("large_requests")
 }
 
 /// Keeps the connection open for a moment, unread: closing it at once would reset it, and a client that is still

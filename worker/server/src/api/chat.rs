@@ -2,22 +2,19 @@
 
 use std::sync::Arc;
 
-use axum::Json;
-use axum::response::{IntoResponse, Response};
 use futures::StreamExt;
-use hearth_transport::TraceParent;
 use hearth_transport::v1::{Grammar, grammar};
 use serde_json::Value;
-use tokio::time::Instant;
 
-use super::create::{Endpoint, Head};
+use super::create::{Asked, Endpoint, Head};
 use super::stream::ChunkWriter;
 use crate::app::App;
 use crate::choice::{ChoiceOptions, Delta};
 use crate::error::ApiError;
 use crate::generation::{self, ChoiceEvent, ChoiceStream, Submission};
 use crate::metrics::Operation;
-use crate::schema;
+use crate::model::Room;
+use crate::schema::{self, Schemas};
 use crate::tools::{GrammarInput, tool_grammar};
 use crate::wire::response::{
     AssistantMessage, ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta,
@@ -32,6 +29,7 @@ impl Endpoint for Chat {
     const ID: &'static str = "chatcmpl";
     type Request = ChatRequest;
     type Writer = ChatWriter;
+    type Answer = ChatCompletion;
 
     fn parse(body: &[u8]) -> Result<ChatRequest, ApiError> {
         wire::parse_chat(body)
@@ -43,13 +41,11 @@ impl Endpoint for Chat {
 
     fn prepare(
         app: &App,
-        request: &ChatRequest,
+        asked: Asked<'_, ChatRequest>,
         head: Head,
-        trace: Option<TraceParent>,
-        arrived: Instant,
     ) -> Result<(Submission, ChatWriter), ApiError> {
-        let submission = prepare(app, request, head.id.clone(), trace, arrived)?;
-        let wants_logprobs = request.logprobs.is_some();
+        let submission = prepare(app, &asked, head.id.clone())?;
+        let wants_logprobs = asked.request.logprobs.is_some();
         Ok((
             submission,
             ChatWriter {
@@ -63,19 +59,18 @@ impl Endpoint for Chat {
         events: ChoiceStream,
         writer: ChatWriter,
         choices: u32,
-    ) -> Result<Response, ApiError> {
-        Ok(Json(collect(events, writer, choices).await?).into_response())
+    ) -> Result<ChatCompletion, ApiError> {
+        collect(events, writer, choices).await
     }
 }
 
-fn prepare(
-    app: &App,
-    request: &ChatRequest,
-    id: String,
-    trace: Option<TraceParent>,
-    arrived: Instant,
-) -> Result<Submission, ApiError> {
-    let model = &app.model;
+fn prepare(app: &App, asked: &Asked<'_, ChatRequest>, id: String) -> Result<Submission, ApiError> {
+    let (model, request) = (&app.model, asked.request);
+    let room = Room {
+        context_length: app.context_length(),
+        param: "messages",
+        work: asked.work,
+    };
     let uses_tools = request.tool_choice != ToolChoice::None;
     if request.tool_choice == ToolChoice::Auto && !model.shows_tools {
         return Err(ApiError::parameter(
@@ -93,14 +88,10 @@ fn prepare(
         .map(|tool| tool.definition.clone())
         .collect();
     let shown = (uses_tools && model.shows_tools).then_some(definitions.as_slice());
-    let prompt = model.encode_chat(&request.messages, shown, &request.template_arguments)?;
+    let template_arguments = &request.template_arguments;
+    let prompt = model.encode_chat(&request.messages, shown, template_arguments, &room)?;
     let options = &request.options;
-    let max_tokens = model.max_tokens(
-        options.max_tokens,
-        prompt.len(),
-        app.context_length(),
-        "messages",
-    )?;
+    let max_tokens = model.max_tokens(options.max_tokens, prompt.len(), &room)?;
     let seed = options.seed.unwrap_or_else(generation::random_seed);
     let stop_tokens = if options.ignore_eos {
         Arc::default()
@@ -126,21 +117,26 @@ fn prepare(
             }),
             single_call: !request.parallel_tool_calls
                 || matches!(request.tool_choice, ToolChoice::Named(_)),
+            is_calls_alone: matches!(
+                request.tool_choice,
+                ToolChoice::Required | ToolChoice::Named(_)
+            ),
         },
-        trace,
-        arrived,
+        trace: asked.trace,
+        arrived: asked.arrived,
     })
 }
 
 /// The form that the workers hold the answer to.
 fn grammar_of(app: &App, request: &ChatRequest) -> Result<Option<Grammar>, ApiError> {
+    let mut schemas = Schemas::default();
     if let ResponseFormat::JsonSchema(schema) = &request.response_format {
-        schema::check(schema, schema::PARAM)?;
+        schemas.check(schema, schema::PARAM)?;
     }
     let is_auto = request.tool_choice == ToolChoice::Auto;
     for (i, tool) in request.tools.iter().enumerate() {
         if request.tool_choice != ToolChoice::None && (!is_auto || tool.strict) {
-            schema::check(&tool.parameters, &format!("tools[{i}].function.parameters"))?;
+            schemas.check(&tool.parameters, &format!("tools[{i}].function.parameters"))?;
         }
     }
     let lark = tool_grammar(&GrammarInput {
@@ -155,7 +151,9 @@ fn grammar_of(app: &App, request: &ChatRequest) -> Result<Option<Grammar>, ApiEr
         (Some(lark), _) => grammar::Kind::Lark(lark),
         (None, ResponseFormat::Text) => return Ok(None),
         (None, ResponseFormat::JsonObject) => grammar::Kind::JsonObject(true),
-        (None, ResponseFormat::JsonSchema(schema)) => grammar::Kind::JsonSchema(schema.to_string()),
+        (None, ResponseFormat::JsonSchema(schema)) => {
+            grammar::Kind::JsonSchema(schema::closed(schema).to_string())
+        }
     };
     Ok(Some(Grammar { kind: Some(kind) }))
 }

@@ -2,20 +2,17 @@
 
 use std::sync::Arc;
 
-use axum::Json;
-use axum::response::{IntoResponse, Response};
 use futures::StreamExt;
-use hearth_transport::TraceParent;
 use serde_json::{Map, Value};
-use tokio::time::Instant;
 
-use super::create::{Endpoint, Head};
+use super::create::{Asked, Endpoint, Head};
 use super::stream::ChunkWriter;
 use crate::app::App;
 use crate::choice::{ChoiceOptions, Delta, LoggedToken};
 use crate::error::ApiError;
 use crate::generation::{self, ChoiceEvent, ChoiceStream, Submission};
 use crate::metrics::Operation;
+use crate::model::Room;
 use crate::wire::response::{
     Completion, CompletionChoice, CompletionLogprobs, FinishReason, Usage,
 };
@@ -28,6 +25,7 @@ impl Endpoint for Completions {
     const ID: &'static str = "cmpl";
     type Request = CompletionRequest;
     type Writer = CompletionWriter;
+    type Answer = Completion;
 
     fn parse(body: &[u8]) -> Result<CompletionRequest, ApiError> {
         wire::parse_completion(body)
@@ -39,16 +37,14 @@ impl Endpoint for Completions {
 
     fn prepare(
         app: &App,
-        request: &CompletionRequest,
+        asked: Asked<'_, CompletionRequest>,
         head: Head,
-        trace: Option<TraceParent>,
-        arrived: Instant,
     ) -> Result<(Submission, CompletionWriter), ApiError> {
-        let (submission, echoes) = prepare(app, request, head.id.clone(), trace, arrived)?;
+        let (submission, echoes) = prepare(app, &asked, head.id.clone())?;
         let writer = CompletionWriter {
             head,
-            logprobs: request.logprobs,
-            n: request.options.n,
+            logprobs: asked.request.logprobs,
+            n: asked.request.options.n,
             echoes,
         };
         Ok((submission, writer))
@@ -58,31 +54,29 @@ impl Endpoint for Completions {
         events: ChoiceStream,
         writer: CompletionWriter,
         choices: u32,
-    ) -> Result<Response, ApiError> {
-        Ok(Json(collect(events, writer, choices).await?).into_response())
+    ) -> Result<Completion, ApiError> {
+        collect(events, writer, choices).await
     }
 }
 
 /// The submission, and the text that each prompt's choices begin with.
 fn prepare(
     app: &App,
-    request: &CompletionRequest,
+    asked: &Asked<'_, CompletionRequest>,
     id: String,
-    trace: Option<TraceParent>,
-    arrived: Instant,
 ) -> Result<(Submission, Vec<String>), ApiError> {
-    let model = &app.model;
+    let (model, request) = (&app.model, asked.request);
+    let room = Room {
+        context_length: app.context_length(),
+        param: "prompt",
+        work: asked.work,
+    };
     let options = &request.options;
     let mut prompts = Vec::with_capacity(request.prompts.len());
     let mut echoes = Vec::new();
     for prompt in &request.prompts {
-        let tokens = model.encode_prompt(prompt)?;
-        let bound = model.max_tokens(
-            options.max_tokens,
-            tokens.len(),
-            app.context_length(),
-            "prompt",
-        )?;
+        let tokens = model.encode_prompt(prompt, &room)?;
+        let bound = model.max_tokens(options.max_tokens, tokens.len(), &room)?;
         if request.echo {
             echoes.push(match prompt {
                 Prompt::Text(text) => text.clone(),
@@ -112,9 +106,10 @@ fn prepare(
             logprobs: request.logprobs.is_some(),
             tools: None,
             single_call: false,
+            is_calls_alone: false,
         },
-        trace,
-        arrived,
+        trace: asked.trace,
+        arrived: asked.arrived,
     };
     Ok((submission, echoes))
 }

@@ -4,9 +4,12 @@ mod body;
 mod chat;
 mod completions;
 mod create;
+mod desk;
 mod models;
 mod status;
 mod stream;
+
+pub(crate) use desk::Work;
 
 use std::sync::Arc;
 
@@ -20,8 +23,10 @@ use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
 use uuid::Uuid;
 
 use crate::app::App;
+use crate::connection::Late;
 use crate::cors;
 use crate::error::{ApiError, ErrorType};
+use crate::generation;
 
 const ROUTES: &str = "GET /v1/models, POST /v1/chat/completions, POST /v1/completions, GET /health, GET /ready, GET /metrics";
 
@@ -44,7 +49,7 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/metrics", get(status::metrics))
         .fallback(not_found)
         .method_not_allowed_fallback(wrong_method)
-        .layer(Extension(create::Desk::new()))
+        .layer(Extension(desk::Desk::new()))
         .layer(middleware::from_fn_with_state(app.clone(), observe))
         .with_state(app);
     match cors {
@@ -93,7 +98,11 @@ async fn observe(State(app): State<Arc<App>>, mut request: Request, next: Next) 
     response
 }
 
+/// Lets those in who may come in, as long as the gateway is not ending.
 async fn authorise(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    if request.extensions().get::<Late>().is_some() {
+        return generation::closing_error().into_response();
+    }
     match app.keys.as_ref().map(|keys| keys.check(request.headers())) {
         Some(Err(error)) => error.into_response(),
         _ => next.run(request).await,

@@ -1,19 +1,31 @@
-//! Server-sent events: one JSON object an event, `[DONE]` at the end.
+//! How answers are sent: as server-sent events, one JSON object an event and `[DONE]` at the end, or whole.
+//!
+//! Neither waits for the client ([`crate::backlog`]): events are written as the workers give tokens, and what the client
+//! has not taken waits here.
 
-use std::convert::Infallible;
+use std::pin::pin;
+use std::sync::Arc;
 use std::time::Duration;
 
-use axum::response::sse::{Event, KeepAlive, Sse};
-use axum::response::{IntoResponse, Response};
-use futures::{Stream, StreamExt};
-use http::HeaderValue;
+use axum::body::Body;
+use axum::response::Response;
+use bytes::Bytes;
+use futures::StreamExt;
+use http::{HeaderValue, Version, header};
 use serde::Serialize;
+use tokio::time::sleep;
+use tokio_util::task::AbortOnDropHandle;
 
+use crate::backlog::{Backlog, Outbox};
 use crate::error::ApiError;
 use crate::generation::{ChoiceEvent, ChoiceStream};
 
 /// Between comments that keep proxies from closing a silent stream.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
+/// Such a comment.
+const COMMENT: &[u8] = b":\n\n";
+/// The last event of a whole answer.
+const DONE: &[u8] = b"data: [DONE]\n\n";
 
 /// Turns events into the chunks of one API.
 pub(super) trait ChunkWriter: Send + 'static {
@@ -39,35 +51,96 @@ pub(super) async fn begun(mut events: ChoiceStream) -> Result<ChoiceStream, ApiE
 
 /// The response that streams `events`. An error in mid-stream is an event `{"error": …}`, behind which the stream ends
 /// without `[DONE]`.
-pub(super) fn respond(events: ChoiceStream, writer: impl ChunkWriter) -> Response {
-    let stream = sse(events, writer);
-    let keep_alive = KeepAlive::new().interval(KEEP_ALIVE);
-    let mut response = Sse::new(stream).keep_alive(keep_alive).into_response();
+pub(super) fn respond(
+    backlog: &Arc<Backlog>,
+    version: Version,
+    events: ChoiceStream,
+    writer: impl ChunkWriter,
+) -> Response {
+    let (outbox, delivery) = backlog.open(Some(|error| event(&error.to_json())));
+    let writing = tokio::spawn(write(events, writer, outbox, version));
+    let mut response = Response::new(Body::new(delivery.owning(AbortOnDropHandle::new(writing))));
+    let headers = response.headers_mut();
+    headers.insert(
+        header::CONTENT_TYPE,
+        HeaderValue::from_static("text/event-stream"),
+    );
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
     // nginx would hold events back otherwise.
-    response
-        .headers_mut()
-        .insert("x-accel-buffering", HeaderValue::from_static("no"));
+    headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
     response
 }
 
-fn sse(
+/// The response that is one JSON object.
+///
+/// # Errors
+/// 500 for what cannot be written.
+pub(super) fn whole(
+    backlog: &Arc<Backlog>,
+    version: Version,
+    answer: &impl Serialize,
+) -> Result<Response, ApiError> {
+    let bytes = serde_json::to_vec(answer)
+        .map_err(|_| ApiError::internal("the answer cannot be written as JSON"))?;
+    let length = bytes.len();
+    let mut response = Response::new(Body::new(backlog.whole(Bytes::from(bytes), version)));
+    let headers = response.headers_mut();
+    headers.insert(
+        header::CONTENT_TYPE,
+        HeaderValue::from_static("application/json"),
+    );
+    headers.insert(header::CONTENT_LENGTH, HeaderValue::from(length));
+    Ok(response)
+}
+
+/// Writes events as they come, and sees to it that the client is there.
+async fn write(
     mut events: ChoiceStream,
     mut writer: impl ChunkWriter,
-) -> impl Stream<Item = Result<Event, Infallible>> + Send {
-    async_stream::stream! {
-        while let Some(event) = events.next().await {
-            match event {
-                Ok(event) => {
-                    for chunk in writer.chunks(event) {
-                        yield Ok(Event::default().data(serde_json::to_string(&chunk).unwrap_or_default()));
-                    }
+    outbox: Outbox,
+    version: Version,
+) {
+    let mut stalled = pin!(outbox.stalled(version));
+    loop {
+        let next = tokio::select! {
+            next = events.next() => next,
+            () = sleep(KEEP_ALIVE) => {
+                if outbox.is_empty() {
+                    outbox.push(Bytes::from_static(COMMENT));
                 }
-                Err(error) => {
-                    yield Ok(Event::default().data(error.to_json()));
-                    return;
-                }
+                continue;
             }
+            () = &mut stalled => return,
+        };
+        let is_read = match next {
+            Some(Ok(event)) => send(&outbox, &mut writer, event),
+            Some(Err(error)) => {
+                outbox.push(self::event(&error.to_json()));
+                break;
+            }
+            None => {
+                outbox.push(Bytes::from_static(DONE));
+                break;
+            }
+        };
+        if !is_read {
+            return;
         }
-        yield Ok(Event::default().data("[DONE]"));
     }
+    outbox.end();
+    // The workers are free; the client may take its time.
+    drop(events);
+    stalled.await;
+}
+
+fn send(outbox: &Outbox, writer: &mut impl ChunkWriter, next: ChoiceEvent) -> bool {
+    writer.chunks(next).iter().all(|chunk| {
+        let text = serde_json::to_string(chunk).unwrap_or_default();
+        outbox.push(event(&text))
+    })
+}
+
+/// JSON text, which has no line feed, as an event.
+fn event(text: &str) -> Bytes {
+    Bytes::from(format!("data: {text}\n\n"))
 }

@@ -1,12 +1,13 @@
 //! One worker as its pool knows it, and the task that looks after it.
 
+use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use hearth_transport::v1::{DescribeRequest, DescribeResponse, StatsRequest, StatsResponse};
 use hearth_transport::{RpcError, RpcErrorKind, Worker};
 use tokio::sync::{Notify, watch};
-use tokio::time::{error::Elapsed, timeout};
+use tokio::time::{Instant, sleep_until, timeout};
 
 use super::pool::Pool;
 use super::prefix::PrefixMemory;
@@ -14,10 +15,16 @@ use super::types::{Health, Role, WorkerId, WorkerRoute, WorkerView};
 
 /// First and longest pause between looks at a worker that does not answer.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(50), Duration::from_millis(500));
-/// Looks without an answer after which streams are taken away from a worker whose connection still stands.
+/// Looks that were answered by an error after which a worker is lost.
 const LOST_AFTER_LOOKS: u32 = 3;
 
-type Look = Result<Result<(DescribeResponse, StatsResponse), RpcError>, Elapsed>;
+/// What a look came to.
+enum Look {
+    Well(Box<(DescribeResponse, StatsResponse)>),
+    Failed(RpcError),
+    /// Neither an answer nor a token came for as long as a process that works may be silent.
+    Silent,
+}
 
 /// A worker of a pool.
 pub(super) struct Member {
@@ -40,7 +47,8 @@ pub(super) struct MemberState {
     pub(super) in_flight: u32,
     pub(super) prefixes: PrefixMemory,
     failures: u32,
-    silences: u32,
+    /// When the worker last gave a sign of life; none before its first.
+    heard: Option<Instant>,
 }
 
 impl MemberState {
@@ -71,7 +79,7 @@ impl Member {
                 in_flight: 0,
                 prefixes: PrefixMemory::default(),
                 failures: 0,
-                silences: 0,
+                heard: None,
             }),
         }
     }
@@ -111,11 +119,16 @@ impl Member {
         }
     }
 
+    /// Notes a sign of life: a worker that gives tokens is none that hangs.
+    pub(super) fn heard(&self) {
+        self.lock().heard = Some(Instant::now());
+    }
+
     /// Looks at the worker again and again, for as long as its pool is there.
-    pub(super) async fn look_after(self: Arc<Self>, pool: Weak<Pool>, look_timeout: Duration) {
+    pub(super) async fn look_after(self: Arc<Self>, pool: Weak<Pool>, hang_after: Duration) {
         let mut pause = BACKOFF.0;
         loop {
-            let look = timeout(look_timeout, look_at(&self.worker)).await;
+            let look = self.look(hang_after).await;
             let Some(pool) = pool.upgrade() else { return };
             let wait = self.note(&pool, look, &mut pause);
             drop(pool);
@@ -123,16 +136,39 @@ impl Member {
         }
     }
 
+    /// Asks the worker how it is. Its answer comes from threads beside those that compute, however long a step takes.
+    async fn look(&self, hang_after: Duration) -> Look {
+        let began = Instant::now();
+        let mut look = pin!(look_at(&self.worker));
+        loop {
+            let heard = self.lock().heard.unwrap_or(began);
+            // A worker that has been silent for long gets some time to answer all the same.
+            let until = (heard + hang_after).max(began + hang_after / 2);
+            tokio::select! {
+                biased;
+                answer = &mut look => return match answer {
+                    Ok(well) => Look::Well(Box::new(well)),
+                    Err(error) => Look::Failed(error),
+                },
+                () = sleep_until(until) => {}
+            }
+            if self.lock().heard.is_none_or(|later| later <= heard) {
+                return Look::Silent;
+            }
+        }
+    }
+
     /// Notes the outcome of a look; gives the pause to the next.
     fn note(&self, pool: &Pool, look: Look, pause: &mut Duration) -> Duration {
-        let is_silent = look.is_err();
+        let is_silent = matches!(look, Look::Silent);
         let mut state = self.lock();
         let before = state.health;
         match look {
-            Ok(Ok((description, stats))) => {
+            Look::Well(well) => {
+                let (description, stats) = *well;
                 *pause = BACKOFF.0;
                 state.failures = 0;
-                state.silences = 0;
+                state.heard = Some(Instant::now());
                 let expected = pool.routing().model_fingerprint.as_ref();
                 state.health = match expected {
                     _ if stats.draining => Health::Draining,
@@ -144,21 +180,25 @@ impl Member {
                 state.description = description;
                 state.stats = stats;
             }
-            failed => {
-                let is_gone =
-                    matches!(&failed, Ok(Err(error)) if error.kind() == RpcErrorKind::Gone);
+            Look::Silent => {
                 state.failures += 1;
-                // Streams of a dead process break by themselves, and those of one that only takes no more calls
-                // go on; a process that stands still says nothing at all.
-                state.silences += u32::from(is_silent);
-                let is_lost = is_gone || state.failures >= LOST_AFTER_LOOKS;
+                if state.health != Health::Starting {
+                    state.health = Health::Hung;
+                    state.prefixes.forget();
+                }
+            }
+            Look::Failed(error) => {
+                state.failures += 1;
+                // Streams of a dead process break by themselves, and those of one that only takes no more calls go on.
+                let is_lost =
+                    error.kind() == RpcErrorKind::Gone || state.failures >= LOST_AFTER_LOOKS;
                 if state.health != Health::Starting && is_lost {
                     state.health = Health::Lost;
                     state.prefixes.forget();
                 }
             }
         }
-        let (after, failures, silences) = (state.health, state.failures, state.silences);
+        let (after, failures) = (state.health, state.failures);
         drop(state);
         if after != before {
             tracing::info!(
@@ -171,7 +211,7 @@ impl Member {
             );
             pool.tell();
         }
-        if is_silent && silences == LOST_AFTER_LOOKS {
+        if is_silent && before != Health::Hung {
             self.epoch.send_modify(|epoch| *epoch += 1);
         }
         if failures == 0 {

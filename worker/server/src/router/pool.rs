@@ -55,6 +55,7 @@ pub struct Lease {
 pub struct PrefillLease {
     pool: Arc<Pool>,
     member: Arc<Member>,
+    epoch: watch::Receiver<u64>,
 }
 
 impl Pool {
@@ -113,7 +114,7 @@ impl Pool {
             let member = Arc::new(member);
             let looks = member
                 .clone()
-                .look_after(Arc::downgrade(self), self.routing.look_timeout);
+                .look_after(Arc::downgrade(self), self.routing.hang_after);
             kept.push(Kept {
                 member,
                 _looks: AbortOnDropHandle::new(tokio::spawn(looks)),
@@ -188,6 +189,7 @@ impl Pool {
         drop(state);
         Some(PrefillLease {
             pool: self.clone(),
+            epoch: member.epoch.subscribe(),
             member,
         })
     }
@@ -417,11 +419,20 @@ impl Lease {
         self.member.id
     }
 
+    /// Something came from the worker.
+    pub fn heard(&self) {
+        self.member.heard();
+    }
+
     /// Returns when the worker stopped answering although its connection stands.
     pub async fn lost(&mut self) {
-        if self.epoch.changed().await.is_err() {
-            std::future::pending::<()>().await;
-        }
+        changed(&mut self.epoch).await;
+    }
+}
+
+async fn changed(epoch: &mut watch::Receiver<u64>) {
+    if epoch.changed().await.is_err() {
+        std::future::pending::<()>().await;
     }
 }
 
@@ -435,6 +446,11 @@ impl PrefillLease {
     /// The worker.
     pub fn id(&self) -> WorkerId {
         self.member.id
+    }
+
+    /// Returns when the worker stopped answering although its connection stands.
+    pub async fn lost(&mut self) {
+        changed(&mut self.epoch).await;
     }
 
     /// Where the decode worker finds it.

@@ -64,6 +64,8 @@ pub enum Health {
     Suspect,
     /// It does not answer.
     Lost,
+    /// Its connection stands, and nothing comes: the process stands still.
+    Hung,
     /// It finishes what it has and takes nothing new.
     Draining,
     /// It serves another model than this gateway.
@@ -80,6 +82,7 @@ impl Health {
             Self::Ready => "ready",
             Self::Suspect => "suspect",
             Self::Lost => "lost",
+            Self::Hung => "hung",
             Self::Draining => "draining",
             Self::OtherModel => "serves another model",
             Self::Leaving => "leaving",

@@ -1,9 +1,11 @@
 //! Checks of JSON schemas before a worker sees them, so that a wrong one is a 400 at once, and one that would be the
 //! end of a worker is never sent.
 
+mod closed;
 mod survey;
 mod words;
 
+use std::io;
 use std::panic::AssertUnwindSafe;
 use std::thread;
 
@@ -14,7 +16,8 @@ use llguidance::{Matcher, ParserFactory, panic_utils};
 use serde_json::Value;
 
 use crate::error::ApiError;
-use survey::Part;
+pub(crate) use closed::closed;
+use survey::{MAX_SCHEMAS, Part};
 
 /// Where a schema stands in a request.
 pub(crate) const PARAM: &str = "response_format.json_schema.schema";
@@ -23,28 +26,77 @@ const STACK_BYTES: usize = 32 << 20;
 /// The part at fault is looked for among as many at most: each is compiled by itself.
 const MAX_TRIALS: usize = 200;
 
-/// Refuses a schema that cannot be made into a grammar, that asks for more than can be followed, or that no answer can
-/// satisfy.
-///
-/// # Errors
-/// 400 at `param` with the part at fault and what to do.
-pub(crate) fn check(schema: &Value, param: &str) -> Result<(), ApiError> {
-    let parts = survey::parts(schema).map_err(|problem| refused(param, &problem))?;
-    if let Some(problem) = survey::excess(&parts) {
-        return Err(refused(param, &problem));
+/// Bytes of all schemas of a request, as JSON text.
+const MAX_BYTES: usize = 1 << 20;
+
+/// The schemas of one request, which are checked together: each takes time and memory of its own.
+#[derive(Default)]
+pub(crate) struct Schemas {
+    bytes: usize,
+    count: usize,
+}
+
+impl Schemas {
+    /// Refuses a schema that cannot be made into a grammar, that asks for more than can be followed, by itself or with
+    /// those that were checked before, or that no answer can satisfy.
+    ///
+    /// # Errors
+    /// 400 at `param` with the part at fault and what to do.
+    pub(crate) fn check(&mut self, schema: &Value, param: &str) -> Result<(), ApiError> {
+        self.bytes += text_bytes(schema);
+        if self.bytes > MAX_BYTES {
+            let problem = format!(
+                "with those before it, it has {} bytes of JSON, and {MAX_BYTES} are taken: write fewer or shorter values",
+                self.bytes
+            );
+            return Err(refused(param, &problem));
+        }
+        let parts = survey::parts(schema).map_err(|problem| refused(param, &problem))?;
+        self.count += parts.len();
+        let problem = survey::excess(&parts).or_else(|| {
+            (self.count > MAX_SCHEMAS).then(|| {
+                format!(
+                    "with those before it, it consists of {} schemas, and {MAX_SCHEMAS} are taken: leave some out",
+                    self.count
+                )
+            })
+        });
+        if let Some(problem) = problem {
+            return Err(refused(param, &problem));
+        }
+        if let Some(path) = survey::endless(&parts) {
+            let at = survey::place(path);
+            let problem = format!(
+                "{at}'$ref' demands itself again without end: let it be left out, or end it with an alternative such as null"
+            );
+            return Err(refused(param, &problem));
+        }
+        let problem = on_a_deep_stack(|| {
+            let reason = compile(schema).err()?;
+            Some(words::explain(&reason, culprit(schema, &parts, &reason)))
+        })?;
+        problem.map_or(Ok(()), |problem| Err(refused(param, &problem)))
     }
-    if let Some(path) = survey::endless(&parts) {
-        let at = survey::place(path);
-        let problem = format!(
-            "{at}'$ref' demands itself again without end: let it be left out, or end it with an alternative such as null"
-        );
-        return Err(refused(param, &problem));
+}
+
+/// The length of a value as JSON text.
+fn text_bytes(value: &Value) -> usize {
+    struct Counted(usize);
+    impl io::Write for Counted {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0 += bytes.len();
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
     }
-    let problem = on_a_deep_stack(|| {
-        let reason = compile(schema).err()?;
-        Some(words::explain(&reason, culprit(schema, &parts, &reason)))
-    })?;
-    problem.map_or(Ok(()), |problem| Err(refused(param, &problem)))
+    let mut counted = Counted(0);
+    match serde_json::to_writer(&mut counted, value) {
+        Ok(()) => counted.0,
+        Err(_) => usize::MAX,
+    }
 }
 
 /// A worker's refusal of a request that carried `grammar`, in words about the schema where it is about that.
@@ -70,7 +122,7 @@ fn refused(param: &str, problem: &str) -> ApiError {
 
 /// Makes a grammar of a schema and looks whether an answer can begin.
 fn compile(schema: &Value) -> Result<(), String> {
-    let mut schema = schema.clone();
+    let mut schema = closed(schema);
     if let Some(members) = schema.as_object_mut() {
         // Options of the library, which are not the client's to set.
         members.remove("x-guidance");

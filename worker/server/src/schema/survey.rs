@@ -20,14 +20,20 @@ const SINGLES: [&str; 9] = [
     "then",
     "else",
 ];
-/// Most schemas in a schema. Making a grammar takes about a second for as many.
-const MAX_SCHEMAS: usize = 5000;
+/// Most schemas in a schema, and in all of a request. Making a grammar takes about half a second for as many.
+pub(super) const MAX_SCHEMAS: usize = 5000;
 /// Most schemas within each other, those behind `$ref` counted too: grammars are made by recursion.
 const MAX_DEPTH: usize = 500;
 /// Most properties of one object that may be left out: behind each, any of those after it may follow.
 const MAX_OPTIONAL: usize = 400;
 /// Most alternatives of one choice.
 const MAX_ALTERNATIVES: usize = 1000;
+/// Most values of one enum.
+const MAX_VALUES: usize = 20_000;
+/// What an integer's bounds may be: doubles are whole up to here.
+const MAX_INTEGER: f64 = 9_007_199_254_740_991.0;
+/// Members that bound a number.
+const BOUNDS: [&str; 4] = ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"];
 
 /// A schema within a schema.
 pub(super) struct Part<'s> {
@@ -57,6 +63,22 @@ impl<'s> Part<'s> {
 
     fn list(&self, word: &str) -> &'s [Value] {
         self.schema[word].as_array().map_or(&[], Vec::as_slice)
+    }
+
+    /// A bound of an integer that is beyond whole numbers.
+    fn unheld_bound(&self) -> Option<(&'static str, &'s Value)> {
+        let kind = &self.schema["type"];
+        let is_integer =
+            kind == "integer" || self.list("type").iter().any(|kind| kind == "integer");
+        let bounds = BOUNDS.into_iter().map(|word| (word, &self.schema[word]));
+        let is_large = |value: &Value| {
+            value
+                .as_f64()
+                .is_some_and(|bound| bound.abs() > MAX_INTEGER)
+        };
+        bounds
+            .filter(|(_, value)| is_integer && is_large(value))
+            .find(|(_, value)| !value.is_null())
     }
 
     fn required(&self) -> BTreeSet<&'s str> {
@@ -119,6 +141,17 @@ pub(super) fn excess(parts: &[Part<'_>]) -> Option<String> {
         if optional > MAX_OPTIONAL {
             return Some(format!(
                 "{at}{optional} properties may be left out, and at most {MAX_OPTIONAL} can be followed: name the others in 'required', or divide the object"
+            ));
+        }
+        let values = part.list("enum").len();
+        if values > MAX_VALUES {
+            return Some(format!(
+                "{at}'enum' has {values} values, and at most {MAX_VALUES} can be followed: write fewer, or a 'pattern'"
+            ));
+        }
+        if let Some((word, bound)) = part.unheld_bound() {
+            return Some(format!(
+                "{at}'{word}' of an integer is {bound}, and bounds to ±{MAX_INTEGER} can be followed: leave it out where it excludes nothing"
             ));
         }
         for word in ["anyOf", "oneOf"] {

@@ -1,6 +1,11 @@
 use serde_json::{Map, Value, json};
 
-use super::{PARAM, check, rejected, words};
+use super::{PARAM, Schemas, rejected, words};
+use crate::error::ApiError;
+
+fn check(schema: &Value, param: &str) -> Result<(), ApiError> {
+    Schemas::default().check(schema, param)
+}
 
 /// The message of a refusal, without its head.
 #[track_caller]
@@ -217,4 +222,108 @@ fn a_workers_words_about_its_limits_become_words_about_the_schema() {
     assert_eq!(other.code.as_deref(), Some("rejected_by_worker"));
     assert_eq!(other.message, "the prompt is empty");
     assert!(words::is_limit(words) && !words::is_limit("the prompt is empty"));
+}
+
+#[test]
+fn measure() {
+    let words = |count: usize, bytes: usize| -> Vec<String> {
+        (0..count)
+            .map(|i| format!("{}{i}", "x".repeat(bytes)))
+            .collect()
+    };
+    let time = |name: &str, schema: Value| {
+        let began = std::time::Instant::now();
+        let outcome =
+            check(&schema, PARAM).map_err(|e| e.message.chars().take(120).collect::<String>());
+        println!(
+            "{name}: {} bytes, {:?}, {outcome:?}",
+            schema.to_string().len(),
+            began.elapsed()
+        );
+    };
+    for (count, bytes) in [
+        (500, 20),
+        (1000, 20),
+        (2000, 20),
+        (5000, 20),
+        (5000, 100),
+        (1000, 1000),
+        (10, 100_000),
+        (50_000, 20),
+    ] {
+        time(
+            &format!("enum {count} x {bytes}"),
+            json!({"enum": words(count, bytes)}),
+        );
+    }
+    time("const 1 MB", json!({"const": "x".repeat(1 << 20)}));
+    time(
+        "pattern 100 KB",
+        json!({"type": "string", "pattern": "x".repeat(100 << 10)}),
+    );
+    for count in [1000, 2500, 4999] {
+        let mut wide = texts(count);
+        wide["required"] = json!((0..count).map(|i| format!("p{i}")).collect::<Vec<_>>());
+        time(&format!("required {count}"), wide);
+    }
+    for count in [100, 200, 400] {
+        time(&format!("optional {count}"), texts(count));
+    }
+    for count in [100, 300, 1000] {
+        let many: Vec<Value> = (0..count)
+            .map(|i| json!({"type": "object", "properties": {format!("p{i}"): {"type": "null"}}, "required": [format!("p{i}")]}))
+            .collect();
+        time(&format!("anyOf {count}"), json!({"anyOf": many}));
+    }
+    time("chain 160", chain(160));
+    for count in [10, 30, 100, 300] {
+        let choice = |name: &str| -> Value {
+            let alternatives: Vec<Value> = (0..count)
+                .map(|i| json!({"type": "object", "properties": {name: {"const": i}}, "required": [name]}))
+                .collect();
+            json!({"anyOf": alternatives})
+        };
+        time(
+            &format!("allOf of two choices of {count}"),
+            json!({"allOf": [choice("a"), choice("b")]}),
+        );
+        time(
+            &format!("allOf of three choices of {count}"),
+            json!({"allOf": [choice("a"), choice("b"), choice("c")]}),
+        );
+    }
+    for bound in [1e15, 9e15, 1e17, 1e19, 1e300] {
+        time(
+            &format!("integer to {bound}"),
+            json!({"type": "integer", "minimum": -bound, "maximum": bound}),
+        );
+        time(
+            &format!("integer to {bound} within"),
+            json!({"properties": {"x": {"type": "integer", "maximum": bound}}}),
+        );
+        time(
+            &format!("integer above {bound}"),
+            json!({"type": "integer", "minimum": bound}),
+        );
+        time(
+            &format!("number to {bound}"),
+            json!({"type": "number", "minimum": -bound, "maximum": bound}),
+        );
+    }
+    time(
+        "maxLength",
+        json!({"type": "string", "maxLength": 1_000_000}),
+    );
+    time(
+        "maxItems",
+        json!({"type": "array", "items": {"type": "string"}, "maxItems": 1_000_000}),
+    );
+    time(
+        "minItems",
+        json!({"type": "array", "items": {"type": "string"}, "minItems": 1_000_000}),
+    );
+    time(
+        "pattern nest",
+        json!({"type": "string", "pattern": "(a{1,1000}){1,1000}"}),
+    );
 }

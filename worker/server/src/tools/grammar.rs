@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 use serde_json::{Value, json};
 
 use super::{ToolFormat, deepseek, hermes, kimi};
+use crate::schema::closed;
 use crate::wire::{ResponseFormat, Tool, ToolChoice};
 
 /// How a tokenizer represents a mark that is one token.
@@ -237,7 +238,7 @@ fn mark_term(input: &GrammarInput<'_>, mark: &str) -> String {
 
 /// White space as models were trained with it, so that none can run on for ever.
 fn json_rule(schema: &Value) -> String {
-    let mut schema = schema.clone();
+    let mut schema = closed(schema);
     if let Some(members) = schema.as_object_mut() {
         members.insert(
             "x-guidance".to_owned(),

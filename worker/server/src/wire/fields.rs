@@ -26,7 +26,8 @@ impl Fields {
             other if path.is_empty() => Err(ApiError::invalid(format!(
                 "the request body is {}: it must be a JSON object",
                 kind_of(&other)
-            ))),
+            ))
+            .with_code("invalid_json")),
             other => Err(wrong(&path, &other, "an object")),
         }
     }

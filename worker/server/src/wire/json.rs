@@ -1,52 +1,106 @@
 //! JSON text to a value. A name that an object has twice is refused, where a plain reader would keep the last one and
 //! drop the others in silence.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::fmt;
 
+use http::StatusCode;
 use serde::de::{DeserializeSeed, Error as _, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Number, Value};
 
 use super::fields::clip;
-use crate::error::ApiError;
+use crate::error::{ApiError, ErrorType};
 
 /// Longest path that is shown.
 const PATH_CHARS: usize = 120;
 
+/// Memory that the values of one text may take, beside their strings: many small ones take a hundred times what they take
+/// as text.
+const VALUES_BYTES: usize = 48 << 20;
+/// Of an element of an array, of a member of an object, and of an object itself, about.
+const ELEMENT_BYTES: usize = 80;
+const MEMBER_BYTES: usize = 160;
+const OBJECT_BYTES: usize = 160;
+
 /// Reads one JSON text.
 ///
 /// # Errors
-/// 400 with the position of what is no JSON, or with the path of what is given twice.
+/// 400 with the position of what is no JSON, or with the path of what is given twice; 413 for too many values.
 pub(super) fn read(text: &str) -> Result<Value, ApiError> {
     let twice = RefCell::new(None);
+    let left_bytes = Cell::new(Some(VALUES_BYTES));
     let place = Place {
         path: &Path::Root,
         twice: &twice,
+        left_bytes: &left_bytes,
     };
     let mut deserializer = serde_json::Deserializer::from_str(text);
     let value = place
         .deserialize(&mut deserializer)
         .and_then(|value| deserializer.end().map(|()| value));
     value.map_err(|error| match twice.into_inner() {
+        _ if left_bytes.get().is_none() => too_many(&error),
         Some(path) => ApiError::parameter(
             path.clone(),
             format!("'{path}' is given twice: give it once, since only one of them could count"),
         )
         .with_code("duplicate_parameter"),
-        None => syntax(&error),
+        None => syntax(text, &error),
     })
 }
 
-fn syntax(error: &serde_json::Error) -> ApiError {
+fn too_many(error: &serde_json::Error) -> ApiError {
+    ApiError::new(
+        StatusCode::PAYLOAD_TOO_LARGE,
+        ErrorType::InvalidRequest,
+        format!(
+            "the request body has too many values, at line {}, column {}: {} MiB of memory are taken for them, about {} elements of arrays or {} objects of two members. Send fewer",
+            error.line(),
+            error.column(),
+            VALUES_BYTES >> 20,
+            VALUES_BYTES / ELEMENT_BYTES,
+            VALUES_BYTES / (ELEMENT_BYTES + OBJECT_BYTES + 2 * MEMBER_BYTES),
+        ),
+    )
+    .with_code("too_many_values")
+}
+
+fn syntax(text: &str, error: &serde_json::Error) -> ApiError {
     // serde_json ends its own words with the position; it stands once, in front.
     let words = error.to_string();
-    let words = words.split(" at line ").next().unwrap_or_default();
+    let mut words = words
+        .split(" at line ")
+        .next()
+        .unwrap_or_default()
+        .to_owned();
+    if let Some(half) = half_a_pair(text, error) {
+        words = format!(
+            "{half} is half of a surrogate pair and stands for no character by itself: write both halves, or the character in UTF-8"
+        );
+    }
     ApiError::invalid(format!(
         "the request body is not JSON: line {}, column {}: {words}",
         error.line(),
         error.column()
     ))
     .with_code("invalid_json")
+}
+
+/// The escape at which reading ended, when it is a surrogate without its other half: `\ud83d`.
+fn half_a_pair<'t>(text: &'t str, error: &serde_json::Error) -> Option<&'t str> {
+    const ESCAPE_BYTES: usize = 6;
+    let line = text.split('\n').nth(error.line().checked_sub(1)?)?;
+    let end = error.column().min(line.len());
+    // The error is told at the end of the escape, or of the one behind it.
+    let start = end.saturating_sub(2 * ESCAPE_BYTES + 1);
+    let mut escapes = (start..end).filter_map(|at| line.get(at..at + ESCAPE_BYTES));
+    let is_surrogate = |escape: &&str| {
+        let code = escape
+            .strip_prefix("\\u")
+            .map(|hex| u16::from_str_radix(hex, 16));
+        matches!(code, Some(Ok(0xd800..=0xdfff)))
+    };
+    escapes.find(is_surrogate)
 }
 
 /// Where a value stands; made into text only for an error.
@@ -72,6 +126,23 @@ impl fmt::Display for Path<'_> {
 struct Place<'p> {
     path: &'p Path<'p>,
     twice: &'p RefCell<Option<String>>,
+    /// `None`: it is spent.
+    left_bytes: &'p Cell<Option<usize>>,
+}
+
+impl Place<'_> {
+    /// Takes memory for a value.
+    fn spend<E: serde::de::Error>(&self, bytes: usize) -> Result<(), E> {
+        let left = self
+            .left_bytes
+            .get()
+            .and_then(|left| left.checked_sub(bytes));
+        self.left_bytes.set(left);
+        match left {
+            Some(_) => Ok(()),
+            None => Err(E::custom("too many values")),
+        }
+    }
 }
 
 impl<'de> DeserializeSeed<'de> for Place<'_> {
@@ -121,6 +192,7 @@ impl<'de> Visitor<'de> for Place<'_> {
         let mut array = Vec::new();
         loop {
             let path = &Path::Element(self.path, array.len());
+            self.spend(ELEMENT_BYTES)?;
             match elements.next_element_seed(Place { path, ..self })? {
                 Some(value) => array.push(value),
                 None => return Ok(Value::Array(array)),
@@ -130,8 +202,10 @@ impl<'de> Visitor<'de> for Place<'_> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> Result<Value, A::Error> {
         let mut object = Map::new();
+        self.spend(OBJECT_BYTES)?;
         while let Some(name) = members.next_key::<String>()? {
             let path = &Path::Member(self.path, &name);
+            self.spend(MEMBER_BYTES)?;
             if object.contains_key(&name) {
                 *self.twice.borrow_mut() = Some(clip(&path.to_string(), PATH_CHARS));
                 return Err(A::Error::custom("a member is given twice"));
@@ -190,6 +264,21 @@ mod tests {
     }
 
     #[test]
+    fn more_values_than_memory_is_taken_for_are_refused() {
+        let many = format!("[{}0]", "0,".repeat(600_000));
+        assert!(read(&many).is_ok());
+        for text in [
+            format!("[{}0]", "0,".repeat(4 << 20)),
+            format!("[{}0]", "{\"a\":0},".repeat(900_000)),
+            format!("[{}0]", "[],".repeat(2_000_000)),
+        ] {
+            let error = read(&text).unwrap_err();
+            assert_eq!(error.status, StatusCode::PAYLOAD_TOO_LARGE);
+            assert_eq!(error.code.as_deref(), Some("too_many_values"));
+        }
+    }
+
+    #[test]
     fn what_is_no_json_is_told_with_its_place() {
         for (text, words) in [
             ("{\"a\": 1,}", "line 1, column 9: trailing comma"),
@@ -200,6 +289,20 @@ mod tests {
             let error = read(text).unwrap_err();
             assert!(error.message.contains(words), "{}", error.message);
             assert_eq!(error.code.as_deref(), Some("invalid_json"));
+        }
+        for (text, words) in [
+            (r#"{"a": "x\ud83d"}"#, r"line 1, column 15: \ud83d is half"),
+            (
+                r#"{"a": "x\ud83d y"}"#,
+                r"\ud83d is half of a surrogate pair",
+            ),
+            (r#"{"a": "\ud83d\n"}"#, r"\ud83d is half"),
+            (r#"{"a": "\uD83D\u0041"}"#, r"\uD83D is half"),
+            (r#"{"a": "\ude00x"}"#, r"\ude00 is half"),
+            (r#"["\u00e9", "\ud83d\ude00", "\uDE00"]"#, r"\uDE00 is half"),
+        ] {
+            let error = read(text).unwrap_err();
+            assert!(error.message.contains(words), "{text}: {}", error.message);
         }
         let deep = "[".repeat(200);
         assert!(

@@ -59,6 +59,8 @@ fn parse_json(body: &[u8]) -> Result<Value, ApiError> {
         ))
         .with_code("invalid_utf8")
     })?;
+    // Some editors and shells put it in front of a file.
+    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     if text.trim().is_empty() {
         return Err(
             ApiError::invalid("the request body is empty: send a JSON object")

@@ -159,8 +159,51 @@ async fn read_to_end(stream: &mut TcpStream) -> String {
     text
 }
 
-async fn no_longer_accepts(gateway: &Running) {
-    eventually(|| async { TcpStream::connect(gateway.address).await.is_err() }).await;
+/// Waits until the drain has begun: a new client is told so.
+async fn turns_new_clients_away(gateway: &Running) {
+    eventually(|| async {
+        let mut stream = TcpStream::connect(gateway.address).await.unwrap();
+        send(&mut stream, &chat_body("say:new", json!({}))).await;
+        read_until(&mut stream, "\r\n\r\n")
+            .await
+            .starts_with("HTTP/1.1 503")
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn new_clients_are_told_to_come_again() {
+    let worker = FakeWorker::start();
+    slow(&worker);
+    let mut gateway = gateway(&[&worker], |_| {}).await;
+    let mut kept = TcpStream::connect(gateway.address).await.unwrap();
+    send(&mut kept, &body(500)).await;
+    read_until(&mut kept, "\"content\":").await;
+    gateway.shut_down();
+    turns_new_clients_away(&gateway).await;
+    let mut new = TcpStream::connect(gateway.address).await.unwrap();
+    send(&mut new, &chat_body("say:new", json!({}))).await;
+    let answer = read_to_end(&mut new).await;
+    assert!(
+        answer.contains("retry-after: ") && answer.contains("connection: close"),
+        "{answer}"
+    );
+    assert!(answer.contains("\"code\":\"shutting_down\""), "{answer}");
+    // How it is can still be seen.
+    let (status, ready) = gateway.get("/ready").await;
+    assert!(
+        status == 503 && ready.contains("\"draining\":true"),
+        "{ready}"
+    );
+    assert_eq!(gateway.get("/health").await.0, 200);
+    read_until(&mut kept, "[DONE]").await;
+    drop(kept);
+    let address = gateway.address;
+    gateway.ended().await.unwrap();
+    assert!(
+        TcpStream::connect(address).await.is_err(),
+        "the port is still open"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -175,7 +218,7 @@ async fn the_last_answer_on_a_kept_connection_says_that_it_ends() {
         "{answer}"
     );
     gateway.shut_down();
-    no_longer_accepts(&gateway).await;
+    turns_new_clients_away(&gateway).await;
     tokio::time::sleep(Duration::from_secs(1)).await;
     send(&mut kept, &chat_body("say:two", json!({}))).await;
     let answer = read_to_end(&mut kept).await;
@@ -223,7 +266,7 @@ async fn a_stream_that_outlives_the_drains_begin_leaves_room_for_one_more_reques
     send(&mut kept, &body(500)).await;
     read_until(&mut kept, "\"content\":").await;
     gateway.shut_down();
-    no_longer_accepts(&gateway).await;
+    turns_new_clients_away(&gateway).await;
     read_until(&mut kept, "[DONE]\n\n\r\n0\r\n\r\n").await;
     send(&mut kept, &chat_body("say:more", json!({}))).await;
     let answer = read_to_end(&mut kept).await;
@@ -259,6 +302,43 @@ async fn requests_that_were_sent_in_time_are_answered() {
         assert!(answer.contains("\"content\":\"last\""), "{answer}");
     }
     gateway.ended().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_connection_is_kept_for_longer_than_headers_may_take() {
+    let worker = FakeWorker::start();
+    let gateway = gateway(&[&worker], |config| {
+        config.limits.header_timeout = Duration::from_millis(200);
+        config.limits.keep_alive = Duration::from_millis(1500);
+    })
+    .await;
+    let mut kept = TcpStream::connect(gateway.address).await.unwrap();
+    for _ in 0..2 {
+        send(&mut kept, &chat_body("say:one", json!({}))).await;
+        read_until(&mut kept, "}}").await;
+        tokio::time::sleep(Duration::from_millis(700)).await;
+    }
+    send(&mut kept, &chat_body("say:two", json!({}))).await;
+    read_until(&mut kept, "}}").await;
+    let idle = Instant::now();
+    assert_eq!(read_to_end(&mut kept).await, "");
+    assert!(
+        idle.elapsed() >= Duration::from_millis(1400),
+        "{:?}",
+        idle.elapsed()
+    );
+    // Headers that do not end are another matter, also of a later request.
+    let mut slow = TcpStream::connect(gateway.address).await.unwrap();
+    send(&mut slow, &chat_body("say:one", json!({}))).await;
+    read_until(&mut slow, "}}").await;
+    slow.write_all(b"POST / HTTP/1.1\r\n").await.unwrap();
+    let begun = Instant::now();
+    assert_eq!(read_to_end(&mut slow).await, "");
+    assert!(
+        begun.elapsed() < Duration::from_millis(1200),
+        "{:?}",
+        begun.elapsed()
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -163,7 +163,7 @@ async fn a_worker_that_hangs_is_left() {
     hung.behaviour.fault(Fault::Hang(5));
     well.behaviour.is_deaf.store(true, Ordering::SeqCst);
     let gateway = gateway(&[&hung, &well], |config| {
-        config.routing.look_timeout = Duration::from_millis(200);
+        config.routing.hang_after = Duration::from_millis(600);
         config.routing.look_interval = Duration::from_millis(200);
     })
     .await;
@@ -172,10 +172,99 @@ async fn a_worker_that_hangs_is_left() {
     // The process stands still, as under SIGSTOP: no look is answered, no connection breaks.
     hung.behaviour.is_deaf.store(true, Ordering::SeqCst);
     well.behaviour.is_deaf.store(false, Ordering::SeqCst);
+    let still = Instant::now();
+    eventually(|| async { gateway.get("/ready").await.1.contains("\"state\":\"hung\"") }).await;
+    let found = still.elapsed();
+    assert!(
+        (Duration::from_millis(400)..Duration::from_millis(2000)).contains(&found),
+        "it was found after {found:?}"
+    );
     while let Some(more) = events.next_text().await {
         text += &more;
     }
     assert_eq!(text, expected);
+    // It comes to again.
+    hung.behaviour.is_deaf.store(false, Ordering::SeqCst);
+    eventually(|| async { !gateway.get("/ready").await.1.contains("\"state\":\"hung\"") }).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_process_that_answers_nothing_is_found_within_three_seconds() {
+    let (hung, well) = (FakeWorker::start(), FakeWorker::start());
+    let gateway = gateway(&[&hung, &well], |_| {}).await;
+    eventually(|| async { gateway.get("/ready").await.1.matches("\"ready\"").count() >= 2 }).await;
+    hung.behaviour.is_deaf.store(true, Ordering::SeqCst);
+    let still = Instant::now();
+    eventually(|| async { gateway.get("/ready").await.1.contains("\"state\":\"hung\"") }).await;
+    let found = still.elapsed();
+    assert!(
+        found <= Duration::from_millis(3500),
+        "it was found after {found:?}"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_step_that_is_merely_long_is_no_hang() {
+    let worker = FakeWorker::start();
+    *worker.behaviour.pace.lock().unwrap() = Duration::from_millis(1500);
+    let gateway = gateway(&[&worker], |config| {
+        config.routing.hang_after = Duration::from_millis(300);
+        config.routing.look_interval = Duration::from_millis(100);
+    })
+    .await;
+    let (status, answer) = gateway.chat("say:ab", json!({})).await;
+    assert_eq!(
+        (status, &answer["choices"][0]["message"]["content"]),
+        (200, &json!("ab"))
+    );
+    assert_eq!(worker.behaviour.calls.lock().unwrap().len(), 1);
+    assert_eq!(gateway.metric("hearth_failovers_total", "").await, 0.0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_gives_tokens_is_none_that_hangs() {
+    let worker = FakeWorker::start();
+    slow(&worker);
+    let gateway = gateway(&[&worker], |config| {
+        config.routing.hang_after = Duration::from_millis(400);
+        config.routing.look_interval = Duration::from_millis(100);
+    })
+    .await;
+    let mut events = gateway.open(PATH, body(300)).await;
+    let mut text = events.next_text().await.unwrap();
+    worker.behaviour.is_deaf.store(true, Ordering::SeqCst);
+    while let Some(more) = events.next_text().await {
+        text += &more;
+    }
+    assert_eq!(text.len(), 300);
+    assert_eq!(worker.behaviour.calls.lock().unwrap().len(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prefill_worker_that_hangs_is_not_waited_for() {
+    let (decode, prefill) = (FakeWorker::start(), FakeWorker::start());
+    // It waits for KV that does not come.
+    decode.behaviour.fault(Fault::Hang(0));
+    let gateway = gateway(&[&decode], |config| {
+        config.prefill = vec![prefill.endpoint()];
+        config.routing.chunked_below_tokens = 100;
+        config.routing.hang_after = Duration::from_millis(400);
+        config.routing.look_interval = Duration::from_millis(100);
+    })
+    .await;
+    let ready = "\"prefill\":{\"ready\":1,\"of\":1}";
+    eventually(|| async { gateway.get("/ready").await.1.contains(ready) }).await;
+    let say = format!("{}say:here", "x".repeat(200));
+    let hang = async {
+        eventually(|| async { decode.behaviour.open.load(Ordering::SeqCst) == 1 }).await;
+        prefill.behaviour.is_deaf.store(true, Ordering::SeqCst);
+    };
+    let ((status, answer), ()) = tokio::join!(gateway.chat(&say, json!({})), hang);
+    assert_eq!(
+        (status, &answer["choices"][0]["message"]["content"]),
+        (200, &json!("here"))
+    );
+    assert_eq!(decode.behaviour.last_call().prefill_endpoint, "");
 }
 
 #[tokio::test(flavor = "multi_thread")]

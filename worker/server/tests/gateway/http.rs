@@ -183,14 +183,37 @@ async fn bodies_that_are_no_json_are_told_where() {
         }
         assert!(!message.contains(" at line "), "{message}");
     }
-    let (status, error) = error_of(&raw(&gateway, post("", b"[1]")).await);
-    assert_eq!(
-        (status, error["message"].as_str().unwrap()),
-        (
-            400,
-            "the request body is an array: it must be a JSON object"
-        )
+    for (body, kind) in [
+        ("[1]", "an array"),
+        ("[]", "an array"),
+        ("null", "null"),
+        ("7", "a number"),
+    ] {
+        let (status, error) = error_of(&raw(&gateway, post("", body.as_bytes())).await);
+        assert_eq!(
+            (status, &error["code"]),
+            (400, &json!("invalid_json")),
+            "{body}"
+        );
+        assert_eq!(
+            error["message"],
+            format!("the request body is {kind}: it must be a JSON object")
+        );
+    }
+    let half = chat_body("x", json!({}))
+        .to_string()
+        .replace("\"x\"", r#""\ud83d""#);
+    let (_, error) = error_of(&raw(&gateway, post("", half.as_bytes())).await);
+    assert_eq!(error["code"], "invalid_json");
+    let message = error["message"].as_str().unwrap();
+    assert!(
+        message.contains(r"\ud83d is half of a surrogate pair"),
+        "{message}"
     );
+    // Some editors put a mark in front.
+    let marked = format!("\u{feff}{}", chat_body("say:x", json!({})));
+    let answer = raw(&gateway, post("", marked.as_bytes())).await;
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

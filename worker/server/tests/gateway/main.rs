@@ -15,5 +15,6 @@ mod refusals;
 mod refusals_content;
 mod refusals_schema;
 mod routing;
+mod slow_clients;
 mod support;
 mod tools;

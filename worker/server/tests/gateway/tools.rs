@@ -295,3 +295,38 @@ async fn a_template_without_tools_is_no_reason_to_ignore_them() {
             .contains("/v1/completions")
     );
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_demanded_call_that_is_cut_off_shows_no_marks() {
+    let worker = FakeWorker::start();
+    let gateway = gateway(&[&worker], |_| {}).await;
+    let call = "say:<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"city\": \"Bern\"}}\n</tool_call>";
+    let named = json!({"type": "function", "function": {"name": "get_weather"}});
+    for choice in [json!("required"), named] {
+        for max_tokens in 1..60 {
+            let answer = ask(
+                &gateway,
+                call,
+                json!({"tool_choice": choice, "max_tokens": max_tokens}),
+            )
+            .await;
+            let choice = &answer["choices"][0];
+            assert_eq!(
+                choice["message"]["content"].as_str().unwrap_or_default(),
+                "",
+                "{answer}"
+            );
+            let is_whole = choice["finish_reason"] == "tool_calls";
+            assert!(is_whole || choice["finish_reason"] == "length", "{answer}");
+        }
+    }
+    // Where the model chooses, what it wrote is its answer.
+    let answer = ask(&gateway, call, json!({"max_tokens": 5})).await;
+    assert!(
+        answer["choices"][0]["message"]["content"]
+            .as_str()
+            .unwrap()
+            .starts_with("<tool_call>"),
+        "{answer}"
+    );
+}

@@ -1,0 +1,208 @@
+//! Clients that do not read their answers: nobody else waits for them, and they are let go.
+
+use std::net::SocketAddr;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpSocket, TcpStream};
+
+use crate::failover::{PATH, slow};
+use crate::support::{FakeWorker, chat_body, eventually, gateway};
+
+const CHOICES: usize = 4;
+const TOKENS: usize = 480;
+
+/// A long stream whose every token has twenty alternatives: two megabytes, which is more than the system takes for itself.
+fn bulky(number: usize) -> Value {
+    let extra = json!({"stream": true, "n": CHOICES, "logprobs": true, "top_logprobs": 20, "max_tokens": TOKENS, "ignore_eos": true});
+    chat_body(&format!("client {number}"), extra)
+}
+
+/// A client that takes no more than a few packets, and has asked.
+async fn mute(address: SocketAddr, body: &Value) -> TcpStream {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.set_recv_buffer_size(4096).unwrap();
+    let mut stream = socket.connect(address).await.unwrap();
+    let body = body.to_string();
+    let request = format!(
+        "POST {PATH} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{body}",
+        body.len()
+    );
+    stream.write_all(request.as_bytes()).await.unwrap();
+    stream
+}
+
+/// All that comes until the end.
+async fn rest(stream: &mut TcpStream) -> String {
+    let mut bytes = Vec::new();
+    stream.read_to_end(&mut bytes).await.unwrap();
+    String::from_utf8(bytes).unwrap()
+}
+
+/// A worker that gives its tokens one after another, as many as are asked for.
+fn long_winded() -> FakeWorker {
+    let worker = FakeWorker::start();
+    worker.behaviour.length.store(10_000, Ordering::SeqCst);
+    worker
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn clients_that_never_read_hold_no_place_on_a_worker() {
+    let worker = long_winded();
+    worker.behaviour.description.lock().unwrap().max_batch = 2;
+    let gateway = gateway(&[&worker], |config| {
+        config.routing.ahead_per_worker = Some(2);
+        config.routing.queue_timeout = Duration::from_secs(20);
+        config.limits.backlog_bytes = 1 << 30;
+    })
+    .await;
+    let mut clients = Vec::new();
+    for number in 0..20 {
+        clients.push(mute(gateway.address, &bulky(number)).await);
+    }
+    eventually(|| async { worker.behaviour.calls.lock().unwrap().len() > 3 }).await;
+    let (status, answer) = gateway.chat("say:here", json!({})).await;
+    assert_eq!(status, 200, "{answer}");
+    // All of them are computed to their end, and wait.
+    let began = Instant::now();
+    let calls = || worker.behaviour.calls.lock().unwrap().len();
+    while calls() <= 20 * CHOICES || worker.behaviour.open.load(Ordering::SeqCst) > 0 {
+        assert!(
+            began.elapsed() < Duration::from_secs(60),
+            "{} calls",
+            calls()
+        );
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!(worker.behaviour.cancelled.load(Ordering::SeqCst), 0);
+    assert_eq!(
+        worker.behaviour.calls.lock().unwrap().len(),
+        20 * CHOICES + 1
+    );
+    assert!(gateway.metric("hearth_answers_waiting_bytes", "").await > 1e6);
+    // Whoever reads after all has the whole answer.
+    let text = rest(&mut clients.swap_remove(7)).await;
+    assert!(text.contains("data: [DONE]"));
+    assert_eq!(text.matches("\"top_logprobs\"").count(), TOKENS * CHOICES);
+    drop(clients);
+    eventually(|| async { gateway.metric("hearth_answers_waiting_bytes", "").await == 0.0 }).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_takes_nothing_is_cut_off_and_its_work_ends() {
+    let worker = long_winded();
+    slow(&worker);
+    *worker.behaviour.pace.lock().unwrap() = Duration::from_millis(15);
+    let gateway = gateway(&[&worker], |config| {
+        config.limits.client_stall = Duration::from_millis(700);
+    })
+    .await;
+    let client = mute(gateway.address, &bulky(0)).await;
+    let reading = gateway.stream(PATH, bulky(1));
+    let cut = async {
+        eventually(|| async { gateway.metric("hearth_clients_cut_total", "stalled").await == 1.0 })
+            .await;
+    };
+    let (read, ()) = tokio::join!(reading, cut);
+    assert_eq!(read.last().map(String::as_str), Some("[DONE]"));
+    let cancelled = worker.behaviour.cancelled.load(Ordering::SeqCst);
+    assert!((1..=CHOICES).contains(&cancelled), "{cancelled} choices");
+    assert_eq!(
+        gateway.metric("hearth_answers_waiting_bytes", "").await,
+        0.0
+    );
+    drop(client);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_reads_slowly_keeps_its_answer() {
+    let worker = long_winded();
+    let gateway = gateway(&[&worker], |config| {
+        config.limits.client_stall = Duration::from_millis(500);
+    })
+    .await;
+    let mut client = mute(gateway.address, &bulky(0)).await;
+    let began = Instant::now();
+    let mut text = String::new();
+    // It takes something at least every 100 ms, and much longer than the limit for all.
+    loop {
+        let mut bytes = [0; 16 << 10];
+        let count = client.read(&mut bytes).await.unwrap();
+        if count == 0 {
+            break;
+        }
+        text += &String::from_utf8_lossy(&bytes[..count]);
+        if began.elapsed() < Duration::from_secs(3) {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+    assert!(began.elapsed() > Duration::from_secs(3));
+    assert!(text.contains("data: [DONE]"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_waits_for_clients_is_bounded() {
+    let worker = long_winded();
+    let gateway = gateway(&[&worker], |config| {
+        config.limits.backlog_bytes = 2 << 20;
+        config.limits.client_stall = Duration::from_secs(60);
+    })
+    .await;
+    let mut clients = Vec::new();
+    for number in 0..12 {
+        clients.push(mute(gateway.address, &bulky(number)).await);
+        tokio::time::sleep(Duration::from_millis(150)).await;
+    }
+    eventually(|| async { gateway.metric("hearth_clients_cut_total", "backlog").await > 1.0 })
+        .await;
+    eventually(|| async {
+        // Beyond it only for the moment in which a client may still begin to read.
+        gateway.metric("hearth_answers_waiting_bytes", "").await <= f64::from(4 << 20)
+    })
+    .await;
+    let read = gateway.stream(PATH, bulky(99)).await;
+    assert_eq!(read.last().map(String::as_str), Some("[DONE]"));
+    // Those that were cut off read why.
+    let mut told = 0;
+    for client in &mut clients {
+        told += usize::from(rest(client).await.contains("client_too_slow"));
+    }
+    assert!(told > 1, "{told} were told");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_of_http2_that_nobody_reads_is_cut_off_alone() {
+    let worker = long_winded();
+    slow(&worker);
+    let gateway = gateway(&[&worker], |config| {
+        config.limits.client_stall = Duration::from_millis(700);
+    })
+    .await;
+    let client = reqwest::Client::builder()
+        .http2_prior_knowledge()
+        .http2_initial_stream_window_size(16 << 10)
+        .build()
+        .unwrap();
+    let ask = |body: Value| {
+        client
+            .post(format!("{}{PATH}", gateway.url))
+            .json(&body)
+            .send()
+    };
+    let unread = ask(bulky(0)).await.unwrap();
+    assert_eq!(unread.version(), reqwest::Version::HTTP_2);
+    eventually(|| async { gateway.metric("hearth_clients_cut_total", "stalled").await == 1.0 })
+        .await;
+    let other = ask(chat_body("say:other", json!({}))).await.unwrap();
+    assert!(
+        other
+            .text()
+            .await
+            .unwrap()
+            .contains("\"content\":\"other\"")
+    );
+    let rest = unread.text().await.unwrap();
+    assert!(rest.contains("client_too_slow") && !rest.contains("[DONE]"));
+}

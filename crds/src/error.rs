@@ -50,6 +50,12 @@ impl FieldError {
                 }
             }
             Some(Value::Array(items)) => format!("has {} items", items.len()),
+            // A message goes where a URL's password or signature does not belong.
+            Some(Value::String(text))
+                if text.contains("://") && crate::shown_url(text) != *text =>
+            {
+                Self::describe(Some(&Value::String(crate::shown_url(text))))
+            }
             Some(Value::String(text)) if text.chars().count() > 80 => {
                 let head: String = text.chars().take(60).collect();
                 format!("is {head:?}… ({} characters)", text.chars().count())

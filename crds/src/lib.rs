@@ -23,6 +23,7 @@ mod profile;
 mod quantity;
 mod routes;
 mod status;
+mod url;
 
 #[cfg(feature = "kube")]
 mod crd;
@@ -45,6 +46,7 @@ pub use profile::*;
 pub use quantity::{DurationText, MemoryQuantity, QuantityError, format_bytes};
 pub use routes::{Route, Routes};
 pub use status::*;
+pub use url::{STORE_KEY_DIGITS, shown_url, store_key};
 
 #[cfg(feature = "kube")]
 pub use crd::{crd_yaml, crd_yaml_files, crds};

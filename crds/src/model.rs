@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "kube")]
 use crate::rules;
+use crate::url::shown_url;
 
 /// The model and how it is offered.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -156,6 +157,10 @@ pub struct HttpSource {
         x_kube(validation = Rule::new("self.matches('^[0-9a-f]{64}$')").message("write the 64 lower-case hexadecimal digits that sha256sum prints"))
     )]
     pub sha256: String,
+    /// The Secret that opens the URL, in the deployment's namespace: username and password, or token. Its type is Opaque or
+    /// kubernetes.io/basic-auth.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub secret_ref: Option<SecretRef>,
 }
 
 /// A LoRA adapter.
@@ -257,7 +262,7 @@ impl ModelSource {
                 claim.path.as_deref().unwrap_or("")
             )
         } else if let Some(http) = &self.http {
-            format!("http {}", http.url)
+            format!("http {}", shown_url(&http.url))
         } else {
             "none".to_owned()
         }
@@ -282,6 +287,7 @@ mod tests {
                 http: Some(HttpSource {
                     url: url.to_owned(),
                     sha256: "a".repeat(64),
+                    secret_ref: None,
                 }),
                 ..ModelSource::default()
             };

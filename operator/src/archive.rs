@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use hearth_crds::HttpSource;
 use indicatif::ProgressBar;
 use serde::Deserialize;
@@ -40,15 +40,20 @@ struct Progress {
 pub(crate) fn fetch(source: &HttpSource, name: &str, steps: &Steps) -> anyhow::Result<PathBuf> {
     const TOOL: &str = "fetch";
     let program = worker::program()?;
-    let mut child = Command::new(&program)
-        .args([
-            TOOL,
-            "--json",
-            "--url",
-            &source.url,
-            "--sha256",
-            &source.sha256,
-        ])
+    let mut command = Command::new(&program);
+    command.args([
+        TOOL,
+        "--json",
+        "--url",
+        &source.url,
+        "--sha256",
+        &source.sha256,
+    ]);
+    if let Some(secret) = &source.secret_ref {
+        check_credentials(&secret.name)?;
+        command.arg("--credentials");
+    }
+    let mut child = command
         .arg("--into")
         .arg(cache()?)
         .stdin(Stdio::null())
@@ -72,6 +77,18 @@ pub(crate) fn fetch(source: &HttpSource, name: &str, steps: &Steps) -> anyhow::R
     };
     screen.done(&directory);
     Ok(directory)
+}
+
+/// What stands for a Secret on one machine is in the environment, which the worker has too.
+fn check_credentials(secret: &str) -> anyhow::Result<()> {
+    let is_set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+    if is_set("HEARTH_MODEL_TOKEN") || is_set("HEARTH_MODEL_USERNAME") {
+        return Ok(());
+    }
+    bail!(
+        "spec.model.source.http.secretRef names {secret}, and Secrets exist only in a cluster\n  \
+         set HEARTH_MODEL_TOKEN, or HEARTH_MODEL_USERNAME and HEARTH_MODEL_PASSWORD, or remove secretRef"
+    )
 }
 
 /// Models are kept for all deployments of the user: `HEARTH_CACHE`, else below the user's cache directory.

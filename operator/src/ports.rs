@@ -5,11 +5,11 @@ use std::net::{IpAddr, SocketAddr, TcpListener};
 
 use anyhow::{Context, bail};
 
-/// Checks that `address` can be listened on.
+/// Checks that `address` can be listened on. `flag`: what chooses another, up to the port.
 ///
 /// # Errors
 /// Names the process that holds the port, where /proc tells, and the flag that chooses another.
-pub(crate) fn check_free(address: SocketAddr, file: &str) -> anyhow::Result<()> {
+pub(crate) fn check_free(address: SocketAddr, file: &str, flag: &str) -> anyhow::Result<()> {
     match hearth_transport::listen(address) {
         Ok(_) => Ok(()),
         Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {
@@ -18,7 +18,7 @@ pub(crate) fn check_free(address: SocketAddr, file: &str) -> anyhow::Result<()> 
                 |(pid, name)| format!("process {pid} ({name})"),
             );
             bail!(
-                "port {} is in use by {holder}\n  choose another: hearth up -f {file} --port {}",
+                "port {} is in use by {holder}\n  choose another: hearth up -f {file} {flag}{}",
                 address.port(),
                 address.port().wrapping_add(1)
             );
@@ -83,7 +83,9 @@ mod tests {
     fn names_the_process_that_holds_a_port() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let message = check_free(address, "demo.yaml").unwrap_err().to_string();
+        let message = check_free(address, "demo.yaml", "--port ")
+            .unwrap_err()
+            .to_string();
         assert!(
             message.contains(&format!(
                 "port {} is in use by process {}",
@@ -97,6 +99,6 @@ mod tests {
             "{message}"
         );
         drop(listener);
-        check_free(address, "demo.yaml").unwrap();
+        check_free(address, "demo.yaml", "--port ").unwrap();
     }
 }

@@ -30,6 +30,9 @@ pub(crate) struct Running {
     pub(crate) pid: u32,
     /// Base of the OpenAI API, `http://host:port/v1`.
     pub(crate) endpoint: String,
+    /// Where its metrics are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) metrics: Option<String>,
     /// Certificate of an HTTPS endpoint, as a PEM file; none: plain HTTP.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) certificate: Option<PathBuf>,
@@ -308,6 +311,7 @@ mod tests {
             name: "demo".to_owned(),
             pid: 1,
             endpoint: "http://127.0.0.1:8080/v1".to_owned(),
+            metrics: None,
             certificate: None,
             served_name: "hearth-demo".to_owned(),
             file: PathBuf::from("demo.yaml"),

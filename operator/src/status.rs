@@ -87,9 +87,13 @@ async fn inspect(running: Running, plan: Option<&InferencePlanSpec>) -> Status {
     if let Ok(client) = client {
         let ready = client.get(format!("{base}/ready")).send().await;
         serving = ready.is_ok_and(|response| response.status().is_success());
-        if let Ok(response) = client.get(format!("{base}/metrics")).send().await {
-            metrics = response.text().await.ok();
-        }
+    }
+    let url = running.metrics.as_deref();
+    let client = url.map(|url| http::client(url, None, Some(PATIENCE)));
+    if let (Some(url), Some(Ok(client))) = (url, client)
+        && let Ok(response) = client.get(url).send().await
+    {
+        metrics = response.text().await.ok();
     }
     Status {
         running,

@@ -19,7 +19,7 @@ impl Up {
     /// # Panics
     /// When the gateway does not answer.
     pub fn metrics(&self) -> Metrics {
-        Metrics::of(&self.base())
+        Metrics::of(&self.metrics_base())
     }
 
     /// Waits until `holds` of the metrics.
@@ -27,12 +27,12 @@ impl Up {
     /// # Panics
     /// When it does not come to that in time; `what` is in the message.
     pub fn wait_for(&self, what: &str, holds: impl Fn(&Metrics) -> bool) -> Metrics {
-        Metrics::wait_for(&self.base(), what, holds)
+        Metrics::wait_for(&self.metrics_base(), what, holds)
     }
 }
 
 impl Metrics {
-    /// All metrics of the gateway at `base` (`http://127.0.0.1:PORT`) now.
+    /// All metrics at `base` (`http://127.0.0.1:PORT`) now.
     ///
     /// # Panics
     /// When the gateway does not answer.
@@ -48,7 +48,7 @@ impl Metrics {
         Self(exchange().unwrap_or_else(|error| panic!("/metrics: {error}")))
     }
 
-    /// Waits until `holds` of the metrics of the gateway at `base`.
+    /// Waits until `holds` of the metrics at `base`.
     ///
     /// # Panics
     /// When it does not come to that in time; `what` is in the message.

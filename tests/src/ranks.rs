@@ -27,6 +27,7 @@ pub struct Rank {
     pub name: String,
     /// `host:port` where it serves.
     pub endpoint: String,
+    metrics: String,
     role: &'static str,
     child: Child,
     log: PathBuf,
@@ -100,12 +101,17 @@ impl Ranks {
             .stdin(Stdio::null())
             .stdout(output)
             .stderr(errors);
+        let metrics = format!("127.0.0.1:{}", free_port());
+        if role == "gateway" {
+            command.args(["--metrics", &metrics]);
+        }
         let child = command
             .spawn()
             .unwrap_or_else(|error| panic!("{command:?}: {error}"));
         Rank {
             name: name.to_owned(),
             endpoint,
+            metrics,
             role,
             child,
             log,
@@ -144,6 +150,11 @@ impl Rank {
     /// `http://HOST:PORT` of a gateway.
     pub fn base(&self) -> String {
         format!("http://{}", self.endpoint)
+    }
+
+    /// `http://HOST:PORT` of a gateway's metrics.
+    pub fn metrics_base(&self) -> String {
+        format!("http://{}", self.metrics)
     }
 
     /// All that it wrote so far.

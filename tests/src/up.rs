@@ -31,6 +31,7 @@ pub struct UpOptions {
 pub struct Up {
     child: Child,
     port: u16,
+    metrics_port: u16,
     state: TempDir,
 }
 
@@ -69,7 +70,7 @@ impl Up {
     pub fn spawn(options: &UpOptions) -> Self {
         let state =
             TempDir::new().unwrap_or_else(|error| panic!("no temporary directory: {error}"));
-        let port = free_port();
+        let (port, metrics_port) = (free_port(), free_port());
         let file = options
             .file
             .clone()
@@ -82,6 +83,7 @@ impl Up {
             .arg("-f")
             .arg(file)
             .args(["--port", &port.to_string()])
+            .args(["--metrics", &format!("127.0.0.1:{metrics_port}")])
             .arg("--state-dir")
             .arg(state.path());
         command
@@ -92,12 +94,22 @@ impl Up {
         let child = command
             .spawn()
             .unwrap_or_else(|error| panic!("{command:?}: {error}"));
-        Self { child, port, state }
+        Self {
+            child,
+            port,
+            metrics_port,
+            state,
+        }
     }
 
     /// `http://127.0.0.1:PORT`.
     pub fn base(&self) -> String {
         format!("http://127.0.0.1:{}", self.port)
+    }
+
+    /// `http://127.0.0.1:PORT` of the metrics.
+    pub fn metrics_base(&self) -> String {
+        format!("http://127.0.0.1:{}", self.metrics_port)
     }
 
     /// Base of the OpenAI API.

@@ -1,7 +1,7 @@
 //! The chart: what helm renders from it, for every set of values that matters, is valid Kubernetes of all versions that
 //! it says to support, gives nobody more rights than the table of docs/cluster.md, and is what manifests/ holds.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -10,7 +10,7 @@ use hearth_tests::{python, root, run};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-const VERSIONS: &str = "1.29,1.30,1.31,1.32,1.33,1.34,1.35,1.36";
+const VERSIONS: &str = "1.30,1.31,1.32,1.33,1.34,1.35,1.36";
 
 /// Values that reach every branch of the templates.
 const VALUES: [(&str, &str); 5] = [
@@ -23,13 +23,14 @@ const VALUES: [(&str, &str); 5] = [
           operator: {replicas: 3, logFormat: json, nodeSelector: {a: b}, tolerations: [{key: k, effect: NoSchedule}], \
                      affinity: {nodeAffinity: {}}, priorityClassName: high, podAnnotations: {x: 'y'}}, \
           ledger: {allPods: false, reserve: {cpu: 2}, unseen: {cpu: '1.5', memory: 4Gi}}, gpu: {runtimeClassName: nvidia, claims: false}, \
-          agent: {runtimeClassName: nvidia, directory: /data/hearth, nodeSelector: {a: b}, affinity: {nodeAffinity: {}}, priorityClassName: low, \
+          hostPath: {allowedPrefixes: [/models, \"/srv/a b/'c'\"]}, agent: {runtimeClassName: nvidia, directory: /data/hearth, diskReservePercent: 20, \
+                  fetch: {allowedRanges: [10.43.7.7/32, 'fd00::/64'], clusterRanges: [10.42.0.0/16]}, nodeSelector: {a: b}, affinity: {nodeAffinity: {}}, priorityClassName: low, \
                   podAnnotations: {x: 'y'}}, \
           metrics: {serviceMonitor: {enabled: true, labels: {release: prom}}, dashboard: {enabled: true}}}",
     ),
     (
         "as little as possible",
-        "{agent: {enabled: false}, networkPolicies: {enabled: false}, crds: {install: false}, \
+        "{hostPath: {allowedPrefixes: []}, agent: {enabled: false}, networkPolicies: {enabled: false}, crds: {install: false}, \
           operator: {resources: {}, replicas: 0}, image: {registry: ''}}",
     ),
 ];
@@ -149,6 +150,20 @@ fn values_that_mean_nothing_are_refused() {
         ("{namespaces: [Not_A_Name]}", "namespaces"),
         ("{agent: {directory: relative}}", "directory"),
         ("{certificates: {lifetime: forever}}", "lifetime"),
+        ("{agent: {diskReservePercent: 100}}", "diskReservePercent"),
+        (
+            "{agent: {fetch: {allowedRanges: [10.0.0.1]}}}",
+            "allowedRanges",
+        ),
+        ("{hostPath: {allowedPrefixes: [models]}}", "allowedPrefixes"),
+        (
+            "{hostPath: {allowedPrefixes: [/models/../etc]}}",
+            "allowedPrefixes",
+        ),
+        (
+            "{hostPath: {allowedPrefixes: ['/a,/b']}}",
+            "allowedPrefixes",
+        ),
     ] {
         let error = render(&helm, values, &[]).expect_err(values);
         assert!(error.contains(word), "{values}: {error}");
@@ -224,6 +239,7 @@ fn the_operator_has_the_rights_that_it_needs_and_no_others() {
         "list hearth.dev/inferencedeployments",
         "watch hearth.dev/inferencedeployments",
         "patch hearth.dev/inferencedeployments/status",
+        "list networking.k8s.io/servicecidrs",
     ];
     let mut wanted: BTreeSet<String> = wanted.map(str::to_owned).into();
     let unseeing = defaults(
@@ -265,11 +281,14 @@ fn the_operator_has_the_rights_that_it_needs_and_no_others() {
             !right.contains('*') && !right.contains("exec") && !right.contains("escalate"),
             "{right}"
         );
+        assert!(!right.contains("pods/"), "{right}");
+        // The one that signs all certificates is never deleted by its operator.
         assert!(
-            !right.contains("delete /secrets") && !right.contains("pods/"),
+            right != "delete /secrets hearth-ca,hearth-agent-tls",
             "{right}"
         );
     }
+    assert!(!rights(own).contains("delete /secrets"));
     assert!(all.contains("get /secrets hearth-ca,hearth-agent-tls"));
 
     // Everywhere is said, never meant by default.
@@ -286,7 +305,7 @@ fn only_the_operator_is_known_to_the_api_server() {
     for binding in objects.iter().filter(|object| {
         object["kind"]
             .as_str()
-            .is_some_and(|kind| kind.ends_with("Binding"))
+            .is_some_and(|kind| kind.ends_with("RoleBinding"))
     }) {
         assert_eq!(
             binding["subjects"][0]["name"], "hearth-operator",
@@ -351,6 +370,131 @@ fn pods_are_restricted_but_for_what_the_docs_name() {
     own["runAsGroup"] = json!(0);
     assert_eq!(agent["initContainers"].as_array().map(Vec::len), Some(1));
     assert_eq!(agent["initContainers"][0]["securityContext"], own);
+}
+
+/// The environment of the operator's container.
+fn environment(objects: &[Value]) -> BTreeMap<String, Value> {
+    let pod = &one(objects, "Deployment", "hearth-operator")["spec"]["template"]["spec"];
+    let variables = pod["containers"][0]["env"].as_array().expect("env").iter();
+    let pair = |variable: &Value| {
+        let name = variable["name"].as_str().expect("name").to_owned();
+        (name, variable["value"].clone())
+    };
+    variables.map(pair).collect()
+}
+
+#[test]
+fn the_operator_and_the_policy_are_told_the_same_directories() {
+    let Some(helm) = helm() else { return };
+    for (values, told, listed) in [
+        (
+            "{}",
+            "/models,/var/lib/hearth/models",
+            r#"["/models","/var/lib/hearth/models"]"#,
+        ),
+        (
+            "{agent: {directory: /data}}",
+            "/models,/data/models",
+            r#"["/models","/data/models"]"#,
+        ),
+        ("{hostPath: {allowedPrefixes: []}}", "", "[]"),
+        ("{hostPath: {allowedPrefixes: [/]}}", "/", r#"[""]"#),
+        (
+            "{hostPath: {allowedPrefixes: ['/a\"b/']}}",
+            "/a\"b/",
+            r#"["/a\"b"]"#,
+        ),
+    ] {
+        let objects = defaults(&helm, values);
+        assert_eq!(environment(&objects)["HEARTH_HOST_PATHS"], told, "{values}");
+        let policy = one(&objects, "ValidatingAdmissionPolicy", "hearth-host-paths");
+        let variables = policy["spec"]["variables"].as_array().expect("variables");
+        let prefixes = variables.iter().find(|v| v["name"] == "prefixes");
+        assert_eq!(
+            prefixes.expect("prefixes")["expression"],
+            listed,
+            "{values}"
+        );
+    }
+}
+
+#[test]
+fn agents_and_operator_are_told_what_is_fetched_from_and_what_stays_free() {
+    let Some(helm) = helm() else { return };
+    let arguments = |objects: &[Value]| -> Vec<String> {
+        let pod = &one(objects, "DaemonSet", "hearth-agent")["spec"]["template"]["spec"];
+        let all = pod["containers"][0]["args"]
+            .as_array()
+            .expect("args")
+            .clone();
+        all.iter()
+            .map(|word| word.as_str().expect("text").to_owned())
+            .collect()
+    };
+    let objects = defaults(&helm, "{}");
+    assert!(arguments(&objects).contains(&"--disk-reserve=17".to_owned()));
+    assert!(
+        !arguments(&objects)
+            .iter()
+            .any(|word| word.starts_with("--allow-range"))
+    );
+    assert_eq!(environment(&objects)["HEARTH_CLUSTER_RANGES"], "");
+    assert_eq!(environment(&objects)["HEARTH_KEEP_AUTHORITY"], "true");
+    let objects = defaults(
+        &helm,
+        "{agent: {diskReservePercent: 0, fetch: {allowedRanges: [10.43.7.7/32, 10.9.0.0/16], \
+          clusterRanges: [10.42.0.0/16, 'fd42::/48']}}, crds: {keep: false}}",
+    );
+    for word in [
+        "--disk-reserve=0",
+        "--allow-range=10.43.7.7/32",
+        "--allow-range=10.9.0.0/16",
+    ] {
+        assert!(arguments(&objects).contains(&word.to_owned()), "{word}");
+    }
+    let environment = environment(&objects);
+    assert_eq!(
+        environment["HEARTH_CLUSTER_RANGES"],
+        "10.42.0.0/16,fd42::/48"
+    );
+    assert_eq!(environment["HEARTH_KEEP_AUTHORITY"], "false");
+}
+
+#[test]
+fn gateways_are_scraped_at_a_port_that_their_service_does_not_have() {
+    let Some(helm) = helm() else { return };
+    let objects = defaults(&helm, "{metrics: {serviceMonitor: {enabled: true}}}");
+    let monitor = &one(&objects, "PodMonitor", "hearth-gateways")["spec"];
+    assert_eq!(monitor["podMetricsEndpoints"][0]["port"], "metrics");
+    assert_eq!(monitor["podTargetLabels"], json!(["hearth.dev/deployment"]));
+    assert_eq!(
+        monitor["namespaceSelector"]["matchNames"],
+        json!(["default"])
+    );
+    assert!(of_kind(&objects, "ServiceMonitor", "hearth-gateways").is_empty());
+}
+
+#[test]
+fn what_it_means_to_serve_all_namespaces_is_said() {
+    let Some(helm) = helm() else { return };
+    let notes = |values: &str| {
+        let file = tempfile::NamedTempFile::new().expect("file");
+        std::fs::write(file.path(), values).expect("values");
+        let (code, stdout, stderr) = run(Command::new(&helm)
+            .args(["install", "hearth"])
+            .arg(chart())
+            .args([
+                "--dry-run=client",
+                "--namespace",
+                "hearth-system",
+                "--values",
+            ])
+            .arg(file.path()));
+        assert_eq!(code, 0, "{stderr}");
+        stdout.rsplit_once("NOTES:").expect("notes").1.to_owned()
+    };
+    assert!(notes("{namespaces: []}").contains("every Secret of the cluster"));
+    assert!(!notes("{namespaces: [team-a]}").contains("every Secret"));
 }
 
 #[test]

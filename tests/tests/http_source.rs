@@ -87,3 +87,47 @@ async fn what_cannot_be_fetched_is_told_with_a_remedy() {
         assert!(message.contains("\n  check"), "no remedy in {message}");
     }
 }
+
+/// On one machine the environment stands for the Secret, and only where the file names one.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_environment_opens_what_a_secret_opens_in_a_cluster() {
+    let archive = demo_tar();
+    let server = FileServer::start(archive.clone()).await;
+    server.open_by("Bearer hush-token");
+    let directory = tempfile::tempdir().expect("directory");
+    let plan = |secret: Option<&str>, token: &str, cache: &str| {
+        let mut source = json!({"http": {"url": server.url(), "sha256": sha256(&archive)}});
+        if let Some(name) = secret {
+            source["http"]["secretRef"] = json!({"name": name});
+        }
+        let file = deployment(directory.path(), |spec| spec["model"]["source"] = source);
+        let (code, stdout, stderr) = run(hearth()
+            .args(["plan", "-o", "json", "-f"])
+            .arg(&file)
+            .arg("--state-dir")
+            .arg(directory.path().join("state"))
+            .env("HEARTH_CACHE", directory.path().join(cache))
+            .env("HEARTH_MODEL_TOKEN", token));
+        assert!(
+            !format!("{stdout}{stderr}").contains("hush"),
+            "{stdout}{stderr}"
+        );
+        (code, stderr)
+    };
+    let (code, stderr) = plan(Some("nas"), "", "none");
+    assert_eq!(code, 1, "{stderr}");
+    assert!(
+        stderr.contains("secretRef names nas") && stderr.contains("HEARTH_MODEL_TOKEN"),
+        "{stderr}"
+    );
+    let (code, stderr) = plan(None, "hush-token", "none");
+    assert!(code == 1 && stderr.contains("401"), "{stderr}");
+    assert!(
+        server
+            .seen()
+            .iter()
+            .all(|seen| seen.authorization.is_none())
+    );
+    let (code, stderr) = plan(Some("nas"), "hush-token", "own");
+    assert_eq!(code, 0, "{stderr}");
+}

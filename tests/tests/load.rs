@@ -36,7 +36,7 @@ fn body(number: usize) -> Value {
 }
 
 async fn metric(up: &Up, name: &str) -> f64 {
-    let text = reqwest::get(format!("{}/metrics", up.base()))
+    let text = reqwest::get(format!("{}/metrics", up.metrics_base()))
         .await
         .expect("metrics")
         .text()

@@ -216,7 +216,7 @@ fn drift_is_put_right_and_what_was_deleted_is_made_again() {
     cluster.kubectl(&change);
     cluster.kubectl(&arguments("delete", "networkpolicy", "demo-workers"));
     cluster.kubectl(&arguments("delete", "poddisruptionbudget", "demo-decode"));
-    cluster.kubectl(&arguments("delete", "secret", "demo-tls"));
+    cluster.kubectl(&arguments("delete", "secret", "demo-hearth-certificates"));
     let pods = stand.objects("drift");
     let pod = pods.iter().find(|object| {
         object["kind"] == "pods" && object["metadata"]["labels"]["hearth.dev/role"] == "decode"

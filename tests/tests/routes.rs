@@ -34,7 +34,7 @@ impl Service {
     }
 
     fn wait_for(&self, what: &str, holds: impl Fn(&Metrics) -> bool) {
-        Metrics::wait_for(&self.gateway.base(), what, holds);
+        Metrics::wait_for(&self.gateway.metrics_base(), what, holds);
     }
 
     fn wait_until_ready(&self, workers: &[&Rank]) {
@@ -52,12 +52,12 @@ impl Service {
     }
 
     fn failovers(&self) -> f64 {
-        Metrics::of(&self.gateway.base()).count("hearth_failovers_total")
+        Metrics::of(&self.gateway.metrics_base()).count("hearth_failovers_total")
     }
 
     /// The one of these that runs the one stream there is.
     fn busy<'a>(&self, workers: [&'a Rank; 2]) -> (&'a Rank, &'a Rank) {
-        let metrics = Metrics::of(&self.gateway.base());
+        let metrics = Metrics::of(&self.gateway.metrics_base());
         let [first, second] = workers;
         match metrics.has(REQUESTS, first, 1.0) {
             true => (first, second),

@@ -57,6 +57,16 @@ priorityClassName: {{ . | quote }}
 {{- end }}
 {{- end }}
 
+{{/* Directories of nodes that deployments may name, with commas. */}}
+{{- define "hearth.hostPaths" -}}
+{{- $prefixes := (.Values.hostPath).allowedPrefixes -}}
+{{- if kindIs "slice" $prefixes -}}
+{{- join "," $prefixes -}}
+{{- else -}}
+/models,{{ .Values.agent.directory }}/models
+{{- end -}}
+{{- end }}
+
 {{/* What the operator does with the objects of deployments: in each namespace that it serves. */}}
 {{- define "hearth.deploymentRules" -}}
 - apiGroups: [hearth.dev]
@@ -65,10 +75,11 @@ priorityClassName: {{ . | quote }}
 - apiGroups: [""]
   resources: [pods, services]
   verbs: [get, list, watch, create, patch, delete]
-# Certificates, in the Secrets NAME-tls. The rights cannot be given by label; the operator lists and watches by label.
+# Certificates, in the Secrets NAME-hearth-certificates (delete: of their name in earlier versions), and what secretRef of an http
+# source names. The rights cannot be given by label; the operator lists and watches by label.
 - apiGroups: [""]
   resources: [secrets]
-  verbs: [get, list, watch, create, patch]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch, delete]

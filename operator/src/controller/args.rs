@@ -5,7 +5,10 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use hearth_crds::{DurationText, MemoryQuantity};
+use ipnet::IpNet;
 
+use super::agents::ranges;
+use super::host_paths::HostPath;
 use super::lean;
 use super::observed::{LedgerSettings, Requests, Settings};
 
@@ -83,6 +86,29 @@ pub(crate) struct OperatorArgs {
         default_value = "/var/lib/hearth/models"
     )]
     pub(crate) model_cache: String,
+    /// Directories of the nodes below which deployments may name one, with commas; none: no directory of a node
+    #[arg(
+        long,
+        value_name = "A,B",
+        env = "HEARTH_HOST_PATHS",
+        value_delimiter = ',',
+        default_value = "/models,/var/lib/hearth/models",
+        value_parser = host_path
+    )]
+    pub(crate) host_paths: Vec<Option<HostPath>>,
+    /// Ranges of addresses of the cluster's Pods and Services, from which no model is fetched, with commas; nodes' ranges of
+    /// Pods and the cluster's ServiceCIDRs are known without
+    #[arg(
+        long = "cluster-range",
+        value_name = "CIDR",
+        env = "HEARTH_CLUSTER_RANGES",
+        value_delimiter = ',',
+        value_parser = range
+    )]
+    pub(crate) cluster_ranges: Vec<Option<IpNet>>,
+    /// Address of the API server's Service, as the kubelet tells it to every Pod
+    #[arg(long, env = "KUBERNETES_SERVICE_HOST", hide = true)]
+    pub(crate) api_address: Option<String>,
     /// Whether NetworkPolicies are made
     #[arg(long, value_name = "BOOL", env = "HEARTH_NETWORK_POLICIES", default_value_t = true, action = clap::ArgAction::Set)]
     pub(crate) network_policies: bool,
@@ -95,6 +121,9 @@ pub(crate) struct OperatorArgs {
         value_parser = certificate_lifetime
     )]
     pub(crate) certificate_lifetime: DurationText,
+    /// Whether the certificate authority outlives the operator's Deployment, as the definitions do
+    #[arg(long, value_name = "BOOL", env = "HEARTH_KEEP_AUTHORITY", default_value_t = false, action = clap::ArgAction::Set)]
+    pub(crate) keep_authority: bool,
     /// Whether nodes have agents, which measure them and fetch models
     #[arg(long, value_name = "BOOL", env = "HEARTH_AGENTS", default_value_t = true, action = clap::ArgAction::Set)]
     pub(crate) agents: bool,
@@ -156,6 +185,25 @@ fn cpu_millis(text: &str) -> Result<u64, String> {
     lean::millis(text).ok_or_else(|| "write CPU as 500m or 2".to_owned())
 }
 
+/// An empty text is what an empty list looks like.
+fn host_path(text: &str) -> Result<Option<HostPath>, String> {
+    match text.trim() {
+        "" => Ok(None),
+        text => HostPath::parse(text).map(Some),
+    }
+}
+
+/// An empty text is what an empty list looks like.
+fn range(text: &str) -> Result<Option<IpNet>, String> {
+    match text.trim() {
+        "" => Ok(None),
+        text => text
+            .parse()
+            .map(Some)
+            .map_err(|_| format!("{text:?} is no range of addresses\n  write one as 10.42.0.0/16")),
+    }
+}
+
 /// No busy loop.
 fn resync(text: &str) -> Result<DurationText, String> {
     at_least(text, "500ms")
@@ -214,9 +262,21 @@ impl OperatorArgs {
                 },
             },
             model_cache: self.model_cache.clone(),
+            host_paths: self.host_paths.iter().flatten().cloned().collect(),
+            cluster_ranges: self.cluster_ranges(),
             network_policies: self.network_policies,
+            keeps_authority: self.keep_authority,
             certificate_lifetime: self.certificate_lifetime.get(),
         }
+    }
+
+    fn cluster_ranges(&self) -> Vec<IpNet> {
+        let api = self
+            .api_address
+            .as_deref()
+            .and_then(|text| text.parse().ok());
+        let given = self.cluster_ranges.iter().flatten().copied();
+        given.chain(api.map(ranges::around_api)).collect()
     }
 
     /// The resync.

@@ -1,19 +1,20 @@
 //! Which plan is to run: the one that is there, a new one, or an older one that served.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use hearth_crds::{
     InferenceDeployment, InferenceDeploymentSpec, InferencePlan, InferencePlanSpec, ModelFacts,
-    ModelSource, PlanPrediction,
+    PlanPrediction,
 };
 use hearth_planner::{CpuOffer, GpuOffer, PlanError, PlanRequest};
 use kube::ResourceExt;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 
-use super::build::{BuildContext, deployment_of_plan, model_path, plan_object, source_digest};
+use super::build::{
+    BuildContext, deployment_of_plan, model_key, model_path, plan_object, source_digest,
+};
 use super::candidates::{Candidates, is_lost, is_to_be_left};
 use super::cause::Cause;
 use super::decision::Marks;
@@ -212,6 +213,7 @@ fn made(
     let context = BuildContext {
         settings: &observed.settings,
         deployment,
+        model_key: model.key.as_deref(),
     };
     let generation = observed.plans.last().map_or(0, |plan| plan.spec.generation) + 1;
     let profiles: Vec<_> = candidates.free.values().cloned().collect();
@@ -230,7 +232,7 @@ fn made(
         cpus: CpuOffer::Requests(&candidates.cpu_rooms),
     });
     let planned = planned.map_err(|error| Box::new(Refusal { error, candidates }))?;
-    let mut notes = BTreeMap::from(notes_of(&spec.model.source, model));
+    let mut notes = notes_of(&spec.model.source, model);
     notes.insert(NOTE_INPUTS.to_owned(), inputs(spec, &model.facts));
     let mut plan = plan_object(&context, planned, notes);
     refusals::remember(&mut plan, refusals);
@@ -413,7 +415,7 @@ fn move_on(observed: &Observed, choice: &mut Choice, wanted: Option<&Model>) {
         return;
     };
     // More nodes may be known to have it by now.
-    let is_same = is_of_source(&target, &observed.deployment.spec.model.source);
+    let is_same = is_of_source(&target, &observed.deployment);
     let model = wanted
         .filter(|model| is_same && model.facts == known.facts)
         .cloned()
@@ -492,8 +494,10 @@ fn needs_less(target: &InferencePlan, plan: &InferencePlan) -> bool {
     new < old - old / 10 || cpu_millis(plan) < cpu_millis(target)
 }
 
-fn is_of_source(plan: &InferencePlan, source: &ModelSource) -> bool {
-    note(plan, NOTE_SOURCE) == source_digest(source)
+fn is_of_source(plan: &InferencePlan, deployment: &InferenceDeployment) -> bool {
+    let source = &deployment.spec.model.source;
+    let key = model_key(deployment, source);
+    note(plan, NOTE_SOURCE) == source_digest(source, key.as_deref())
 }
 
 fn nodes_of(plan: &InferencePlan) -> impl Iterator<Item = &str> {

@@ -8,7 +8,7 @@ use hearth_crds::{DurationText, FieldError, InferenceDeployment, InferencePlan};
 use kube::ResourceExt;
 
 use super::build::{
-    BuildContext, DesiredPod, ROLE_INSPECT, deployment_of_plan, objects, rank_pods,
+    BuildContext, DesiredPod, ROLE_INSPECT, deployment_of_plan, model_key_of, objects, rank_pods,
 };
 use super::candidates::{Candidates, rooms};
 use super::choose::{self, Choice};
@@ -140,9 +140,11 @@ impl Visit<'_> {
             self.decision.create_plan = Some((*target).clone());
         }
         let deployment = self.effective(&target);
+        let model_key = model_key_of(&target);
         let context = BuildContext {
             settings: &self.observed.settings,
             deployment: &deployment,
+            model_key: model_key.as_deref(),
         };
         self.objects(&context, &target);
         let built = rank_pods(&context, &target.spec);

@@ -134,6 +134,7 @@ impl From<AuthorityError> for Failure {
             AuthorityError::Taken(_) | AuthorityError::Spoilt(_) => {
                 Self::Invalid(error.to_string())
             }
+            AuthorityError::Going(secret) => Self::Terminating(format!("Secret {secret}")),
             AuthorityError::Contended(_) => Self::Conflict(error.to_string()),
             AuthorityError::Unreadable | AuthorityError::Issue(_) | AuthorityError::Tls(_) => {
                 Self::Server(error.to_string())

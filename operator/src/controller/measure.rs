@@ -7,7 +7,7 @@ use std::time::Duration;
 use futures::StreamExt;
 use tokio::time::Instant;
 
-use super::names::{GATEWAY_PORT, host_port};
+use super::names::{GATEWAY_PORT, METRICS_PORT, host_port};
 use super::observed::Measured;
 use super::queue::Key;
 
@@ -82,7 +82,7 @@ impl Measures {
                 .for_each_concurrent(CONCURRENCY, |(deployment, uid, address)| {
                     let client = &client;
                     async move {
-                        match scrape(client, &host_port(&address, GATEWAY_PORT)).await {
+                        match metrics(client, &address).await {
                             Ok(text) => {
                                 if self.learn(&deployment, &uid, &text, Instant::now()) {
                                     gateways.wake(&deployment);
@@ -139,6 +139,16 @@ fn steady(before: Option<f64>, after: Option<f64>) -> Option<f64> {
     match (before, after) {
         (Some(before), Some(after)) if (after - before).abs() <= before * NEWS => Some(before),
         (before, after) => after.or(before),
+    }
+}
+
+/// A gateway of an earlier version has its metrics beside the API.
+async fn metrics(client: &reqwest::Client, address: &str) -> Result<String, String> {
+    match scrape(client, &host_port(address, METRICS_PORT)).await {
+        Ok(text) => Ok(text),
+        Err(error) => scrape(client, &host_port(address, GATEWAY_PORT))
+            .await
+            .map_err(|_| error),
     }
 }
 

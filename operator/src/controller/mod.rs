@@ -30,6 +30,7 @@ mod digest;
 mod events;
 mod failure;
 mod holdings;
+mod host_paths;
 mod lean;
 mod lease;
 mod ledger;
@@ -237,7 +238,12 @@ async fn work(args: &OperatorArgs, parts: Parts, waking: Waking, permits: Arc<Se
     let requests = Requests::new(client.clone());
     let agents = args.agents.then(|| {
         let ground = Arc::new(world.clone());
-        Arc::new(Agents::new(client.clone(), Arc::clone(&authority), ground))
+        Arc::new(Agents::new(
+            client.clone(),
+            Arc::clone(&authority),
+            ground,
+            settings.cluster_ranges.clone(),
+        ))
     });
     let measures = Arc::new(Measures::default());
     let reconciler = Arc::new(Reconciler {

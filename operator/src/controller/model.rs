@@ -1,6 +1,6 @@
 //! From a model source to its facts and the nodes that have it, or to what is to be done to learn them.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,13 +8,15 @@ use hearth_crds::{InferencePlan, ModelFacts, ModelSource, format_bytes};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 
-use super::build::{BuildContext, ROLE_INSPECT, inspect_pod, source_digest};
+use super::build::{
+    BuildContext, ROLE_INSPECT, inspect_pod, model_key, model_key_of, source_digest,
+};
 use super::builtin;
 use super::candidates::{Candidates, is_lost};
 use super::cause::{Cause, cause, last_words, node_of, quoted};
 use super::conditions::{self, MODEL_READY};
 use super::decision::PodEnd;
-use super::names::{NOTE_MODEL, NOTE_MODEL_NODES, NOTE_SOURCE};
+use super::names::{NOTE_MODEL, NOTE_MODEL_KEY, NOTE_MODEL_NODES, NOTE_SOURCE};
 use super::observed::{FetchView, Observed, PodView};
 
 /// Nodes whose directory is looked into, or that a model is fetched on, at most.
@@ -42,6 +44,8 @@ pub(crate) struct Model {
     pub(crate) facts: ModelFacts,
     /// The nodes that have it; `None`: every node.
     pub(crate) nodes: Option<BTreeSet<String>>,
+    /// Its name in the nodes' stores, if it is fetched.
+    pub(crate) key: Option<String>,
 }
 
 /// What is known of the model.
@@ -89,10 +93,11 @@ impl ModelStep {
 /// With `more`, nodes beyond those that are known to have it are looked at too: the known ones do not suffice.
 pub(crate) fn find(observed: &Observed, candidates: &Candidates, more: bool) -> ModelStep {
     let source = &observed.deployment.spec.model.source;
-    let digest = source_digest(source);
+    let key = model_key(&observed.deployment, source);
+    let digest = source_digest(source, key.as_deref());
     if let Some(builtin) = &source.builtin {
         let state = match builtin::facts(&builtin.name) {
-            Some(facts) => known(facts, None),
+            Some(facts) => known(facts, None, None),
             None => ModelState::Unknown(Cause::trouble(
                 NOT_FOUND,
                 format!("no model {} comes with this version", builtin.name),
@@ -125,22 +130,26 @@ pub(crate) fn told_by(plan: &InferencePlan) -> Option<Model> {
         .map(str::to_owned)
         .collect();
     let nodes = Some(nodes).filter(|nodes| !nodes.is_empty());
-    Some(Model { facts, nodes })
+    let key = model_key_of(plan);
+    Some(Model { facts, nodes, key })
 }
 
 /// Annotations for a plan of that model.
-pub(crate) fn notes_of(source: &ModelSource, model: &Model) -> [(String, String); 3] {
+pub(crate) fn notes_of(source: &ModelSource, model: &Model) -> BTreeMap<String, String> {
     let facts = serde_json::to_string(&model.facts).unwrap_or_default();
     let nodes: Vec<&str> = model.nodes.iter().flatten().map(String::as_str).collect();
-    [
-        (NOTE_SOURCE.to_owned(), source_digest(source)),
+    let key = model.key.as_deref();
+    let mut notes = BTreeMap::from([
+        (NOTE_SOURCE.to_owned(), source_digest(source, key)),
         (NOTE_MODEL.to_owned(), facts),
         (NOTE_MODEL_NODES.to_owned(), nodes.join(",")),
-    ]
+    ]);
+    notes.extend(key.map(|key| (NOTE_MODEL_KEY.to_owned(), key.to_owned())));
+    notes
 }
 
-fn known(facts: ModelFacts, nodes: Option<BTreeSet<String>>) -> ModelState {
-    ModelState::Known(Box::new(Model { facts, nodes }))
+fn known(facts: ModelFacts, nodes: Option<BTreeSet<String>>, key: Option<String>) -> ModelState {
+    ModelState::Known(Box::new(Model { facts, nodes, key }))
 }
 
 fn told_by_plans(plans: &[Arc<InferencePlan>], digest: &str) -> Option<Model> {
@@ -251,6 +260,7 @@ fn look(observed: &Observed, target: Option<&str>, looks: &mut Looks, step: &mut
     let context = BuildContext {
         settings: &observed.settings,
         deployment: &observed.deployment,
+        model_key: None,
     };
     let wanted = inspect_pod(&context, source, target);
     let name = wanted.metadata.name.clone().unwrap_or_default();
@@ -365,7 +375,7 @@ fn verdict(
             .and_then(|model| model.nodes.clone())
             .unwrap_or_default();
         let nodes: BTreeSet<String> = same.map(|(node, _)| node).chain(told).collect();
-        return known(facts, Some(nodes));
+        return known(facts, Some(nodes), None);
     }
     let Some((_, first)) = missing.first() else {
         return ModelState::Unknown(nowhere(candidates));
@@ -482,7 +492,9 @@ fn fetch_verdict(
         }
     }
     if let (Some(facts), false) = (facts, soon) {
-        return known(facts, Some(nodes));
+        let deployment = &observed.deployment;
+        let key = model_key(deployment, &deployment.spec.model.source);
+        return known(facts, Some(nodes), key);
     }
     if let Some(progress) = progress(observed, asked) {
         return ModelState::Unknown(Cause::waiting("Downloading", progress));

@@ -50,14 +50,18 @@ pub(crate) const NOTE_MODEL_NODES: &str = "hearth.dev/model-nodes";
 /// Annotation of plans: the nodes that are left out because they refused workers of the plans before, with the
 /// scheduler's words, as JSON.
 pub(crate) const NOTE_REFUSALS: &str = "hearth.dev/refusals";
-/// Annotation of plans: the spec that the plan was made for, as JSON. The plan's Pods are built from it, so that an older
-/// plan comes back with its own model.
+/// Annotation of plans: the name of a fetched model in the nodes' stores; none for other sources.
+pub(crate) const NOTE_MODEL_KEY: &str = "hearth.dev/model-key";
+/// Annotation of plans: the spec that the plan was made for, as JSON, with its URLs as they may be shown. The plan's Pods
+/// are built from it, so that an older plan comes back with its own model.
 pub(crate) const NOTE_SPEC: &str = "hearth.dev/spec";
 
 /// Port of the OpenAI endpoint in gateway Pods.
 pub(crate) const GATEWAY_PORT: u16 = 8080;
 /// Port of the endpoint's Service.
 pub(crate) const SERVICE_PORT: u16 = 80;
+/// Metrics of gateways: not of the Service, so that who reaches the endpoint does not reach them.
+pub(crate) const METRICS_PORT: u16 = 9402;
 /// gRPC of workers and agents, over mutual TLS.
 pub(crate) const WORKER_PORT: u16 = 9400;
 /// Plain gRPC health of workers and agents, for the kubelet.
@@ -98,13 +102,24 @@ pub(crate) fn tls_name(deployment: &str, namespace: &str) -> String {
     format!("{deployment}.{namespace}.hearth")
 }
 
-/// DNS name in the certificate of all agents.
+/// DNS name in the certificate that all agents begin with.
 pub(crate) const AGENT_TLS_NAME: &str = "agent.hearth";
+
+/// DNS name in the certificate of the agent of one node; no deployment has a name of so many parts.
+pub(crate) fn agent_tls_name(node: &str) -> String {
+    format!("{node}.node.{AGENT_TLS_NAME}")
+}
+
 /// DNS name in the operator's own certificate.
 pub(crate) const OPERATOR_TLS_NAME: &str = "operator.hearth";
 
 /// Name of a deployment's Secret with certificates.
-pub(crate) fn tls_secret(deployment: &str) -> String {
+pub(crate) fn certificates_secret(deployment: &str) -> String {
+    format!("{deployment}-hearth-certificates")
+}
+
+/// The name in earlier versions, which Ingresses like to use as well. Pods that were made then still mount it.
+pub(crate) fn old_certificates_secret(deployment: &str) -> String {
     format!("{deployment}-tls")
 }
 

@@ -5,7 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hearth_crds::{InferenceDeployment, InferencePlan, ModelFacts, NodeProfileSpec};
+use ipnet::IpNet;
 use jiff::Timestamp;
+
+use super::host_paths::HostPath;
 
 /// How the operator was started.
 #[derive(Clone, Debug)]
@@ -28,8 +31,14 @@ pub(crate) struct Settings {
     pub(crate) ledger: LedgerSettings,
     /// Directory on the nodes where agents keep fetched models.
     pub(crate) model_cache: String,
+    /// Directories of nodes below which deployments may name one; empty: none.
+    pub(crate) host_paths: Vec<HostPath>,
+    /// Ranges of Pods' and Services' addresses that are given, or that follow from the API server's.
+    pub(crate) cluster_ranges: Vec<IpNet>,
     /// Whether NetworkPolicies are made.
     pub(crate) network_policies: bool,
+    /// Whether the certificate authority outlives the operator's Deployment, as the definitions do.
+    pub(crate) keeps_authority: bool,
     /// How long a deployment's certificate is valid.
     pub(crate) certificate_lifetime: Duration,
 }
@@ -95,6 +104,8 @@ pub(crate) struct NodeView {
     pub(crate) cpu_millis: u64,
     /// Memory for Pods in bytes.
     pub(crate) memory_bytes: u64,
+    /// Ranges of its Pods' addresses, where the cluster gives them.
+    pub(crate) pod_cidrs: Vec<String>,
     /// What the agent measured; none before the first measurement.
     pub(crate) profile: Option<NodeProfileSpec>,
 }
@@ -205,6 +216,8 @@ pub(crate) struct PodView {
     pub(crate) routes: String,
     /// The certificate's serial that it was told last.
     pub(crate) certificate: String,
+    /// Whether it was made when the Secret with certificates had another name, and mounts that.
+    pub(crate) mounts_old_certificates: bool,
     /// Node that it is bound to; empty before that.
     pub(crate) node: String,
     /// Node that it was made for (required affinity); empty: any.

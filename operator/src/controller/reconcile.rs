@@ -85,6 +85,14 @@ impl Reconciler {
         self.failed(key, &Failure::Server("a visit panicked".to_owned()))
     }
 
+    /// Whether a Pod of the deployment was made when its Secret with certificates had another name.
+    fn mounts_old_certificates(&self, deployment: &InferenceDeployment) -> bool {
+        let state = self.waking.cache.lock();
+        let uid = deployment.uid().unwrap_or_default();
+        let mut pods = state.pods.of(&uid);
+        pods.any(|(_, row)| row.value.mounts_old_certificates)
+    }
+
     /// `Ok(None)`: the deployment is gone. `Ok(Some(time))`: when to come again at the latest.
     async fn reconcile(&self, key: &Key) -> Result<Option<Option<Duration>>, Failure> {
         let read = {
@@ -125,7 +133,8 @@ impl Reconciler {
         // Without a certificate no Pod starts, but what can be said and done without one is.
         let mut trouble = None;
         if is_served {
-            match self.authority.deployment(deployment, now).await {
+            let old = self.mounts_old_certificates(deployment);
+            match self.authority.deployment(deployment, old, now).await {
                 Ok(issued) => {
                     outside.certificate = Some(issued.serial);
                     again.at(now, issued.again);
@@ -138,7 +147,7 @@ impl Reconciler {
         outside.measured = self.measures.measured(key);
         let http = deployment.spec.model.source.http.as_ref();
         if let (Some(agents), Some(http)) = (&self.agents, http) {
-            outside.fetches = agents.fetches(http);
+            outside.fetches = agents.fetches(&http.store_key(&key.namespace));
         }
         let (observed, decision) = self.decide(deployment, now, &outside).await;
         if let Some(agents) = &self.agents {

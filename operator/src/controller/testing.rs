@@ -10,6 +10,7 @@ use hearth_crds::{
 };
 use jiff::Timestamp;
 
+use super::host_paths::HostPath;
 use super::observed::{LedgerSettings, NodeView, Observed, Others, Requests, Settings, Sight};
 
 pub(super) const GIB: u64 = 1 << 30;
@@ -39,7 +40,10 @@ pub(super) fn settings() -> Settings {
             },
         },
         model_cache: "/var/lib/hearth/models".to_owned(),
+        host_paths: vec![HostPath::parse("/models").unwrap()],
+        cluster_ranges: Vec::new(),
         network_policies: true,
+        keeps_authority: false,
         certificate_lifetime: Duration::from_secs(86_400),
     }
 }

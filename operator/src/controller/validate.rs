@@ -2,13 +2,19 @@
 //!
 //! The rules of admission are checked again: an object may have been made while an older definition was installed.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use hearth_crds::{
-    FieldError, InferenceDeployment, ParseError, Venue, unsupported, validate_deployment,
+    FieldError, InferenceDeployment, InferencePlan, ParseError, Venue, unsupported,
+    validate_deployment,
 };
+use kube::ResourceExt;
 
+use super::build::deployment_of_plan;
 use super::conditions::{self, PLANNED};
+use super::host_paths;
+use super::names::NOTE_SPEC;
 use super::observed::{Observed, Settings};
 
 /// How long a new plan may take when the spec does not say.
@@ -41,13 +47,41 @@ pub(crate) fn validate(observed: &Observed) -> Result<(), Vec<FieldError>> {
     if !was_found_valid(deployment) {
         check_rules(deployment)?;
     }
-    Ok(())
+    check_host_paths(observed)
 }
 
 /// How long a new plan may take until all its workers are ready.
 pub(crate) fn progress_deadline(deployment: &InferenceDeployment) -> Duration {
     let asked = deployment.spec.rollout.progress_deadline;
     asked.map_or(PROGRESS_DEADLINE, |text| text.get())
+}
+
+/// At each visit, since what is allowed changes with the operator's settings. A model that was taken before goes on.
+fn check_host_paths(observed: &Observed) -> Result<(), Vec<FieldError>> {
+    let (settings, deployment) = (&observed.settings, &observed.deployment);
+    let check = |deployment: &InferenceDeployment| {
+        host_paths::check(
+            &deployment.spec,
+            &settings.host_paths,
+            &settings.model_cache,
+        )
+    };
+    let Err(error) = check(deployment) else {
+        return Ok(());
+    };
+    let model = |deployment: &InferenceDeployment| {
+        let model = &deployment.spec.model;
+        (model.source.clone(), model.adapters.clone())
+    };
+    let asked = model(deployment);
+    let is_known = |plan: &Arc<InferencePlan>| {
+        plan.annotations().contains_key(NOTE_SPEC)
+            && model(&deployment_of_plan(deployment, plan)) == asked
+    };
+    match observed.plans.iter().any(is_known) {
+        true => Ok(()),
+        false => Err(vec![error]),
+    }
 }
 
 fn not_served(settings: &Settings, namespace: &str) -> FieldError {
@@ -142,6 +176,35 @@ mod tests {
         assert!(validate(&observed(deployment.clone())).is_err());
         deployment.metadata.generation = Some(6);
         assert!(validate(&observed(deployment)).is_ok());
+    }
+
+    #[test]
+    fn a_directory_of_nodes_is_one_that_the_operator_allows_or_was_taken_before() {
+        let host = |path: &str| format!("model: {{source: {{hostPath: {{path: {path}}}}}}}\n");
+        assert_eq!(check(&host("/models/m")), Ok(()));
+        let refusal = check(&host("/etc/kubernetes")).unwrap_err();
+        for words in [
+            "spec.model.source.hostPath.path",
+            "/etc/kubernetes",
+            "below /models",
+        ] {
+            assert!(refusal.contains(words), "{refusal}");
+        }
+
+        // A spec that was found valid under wider settings, and has no plan.
+        let mut before = deployment(&host("/srv/m"));
+        assert!(validate(&observed(before.clone())).is_err());
+        // One whose model is being served goes on, and may change in all but the path.
+        let mut plan = InferencePlan::new("demo-1", crate::controller::build::samples::plan());
+        let spec = serde_json::to_string(&before.spec).unwrap();
+        plan.metadata.annotations = Some([(NOTE_SPEC.to_owned(), spec)].into());
+        before.spec.decode.max_batch = 2;
+        let mut served = observed(before);
+        served.plans.push(plan.clone().into());
+        assert!(validate(&served).is_ok());
+        let mut elsewhere = observed(deployment(&host("/srv/other")));
+        elsewhere.plans.push(plan.into());
+        assert!(validate(&elsewhere).is_err());
     }
 
     #[test]

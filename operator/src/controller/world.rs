@@ -5,14 +5,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use hearth_crds::{InferenceDeploymentSpec, NodeProfileSpec};
-use kube::ResourceExt;
+use hearth_crds::NodeProfileSpec;
+use ipnet::IpNet;
 
 use super::agents::Ground;
-use super::build::model_key;
+use super::build::{model_key, model_key_of};
 use super::cache::Cache;
 use super::measure::Gateways;
-use super::names::NOTE_SPEC;
 use super::queue::{Key, Queue};
 use super::telemetry::Telemetry;
 
@@ -57,16 +56,14 @@ impl Ground for World {
             return None;
         }
         let mut keys = BTreeSet::new();
-        let mut name = |spec: &InferenceDeploymentSpec| {
-            if let Some(http) = &spec.model.source.http {
-                keys.insert(model_key(http).to_owned());
-            }
-        };
         let state = self.cache.lock();
         for (_, row) in state.deployments.all() {
             match &*row.value {
                 // The word is rare: most need not be read.
-                Ok(packed) if packed.mentions("\"http\"") => name(&packed.get().ok()?.spec),
+                Ok(packed) if packed.mentions("\"http\"") => {
+                    let deployment = packed.get().ok()?;
+                    keys.extend(model_key(&deployment, &deployment.spec.model.source));
+                }
                 Ok(_) => {}
                 // Nobody knows which model it names.
                 Err(_) => return None,
@@ -76,13 +73,18 @@ impl Ground for World {
             let packed = row.value.as_ref().as_ref()?;
             // There it stands in a text within the text.
             if packed.mentions(r#"\"http\""#) {
-                let plan = packed.get().ok()?;
-                if let Some(spec) = plan.annotations().get(NOTE_SPEC) {
-                    name(&serde_json::from_str(spec).ok()?);
-                }
+                keys.extend(model_key_of(&packed.get().ok()?));
             }
         }
         Some(keys)
+    }
+
+    fn pod_ranges(&self) -> Vec<String> {
+        let state = self.cache.lock();
+        let ranges = state.nodes.values().flat_map(|node| &node.pod_cidrs);
+        // A range that an agent cannot read would stop all fetches.
+        let is_range = |text: &&String| text.parse::<IpNet>().is_ok();
+        ranges.filter(is_range).cloned().collect()
     }
 
     fn wake(&self, deployment: &Key) {

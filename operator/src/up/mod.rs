@@ -7,7 +7,7 @@ mod supervise;
 
 pub(crate) use prepare::plan;
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -32,6 +32,9 @@ pub(crate) struct UpArgs {
     /// Address of the OpenAI endpoint; :: serves the network by IPv6 and IPv4, 0.0.0.0 by IPv4 (then give --api-keys)
     #[arg(long, default_value = "127.0.0.1", value_parser = ip_address)]
     pub(crate) host: IpAddr,
+    /// Address of /metrics, apart from the endpoint; port 0 takes a free one
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:0")]
+    pub(crate) metrics: SocketAddr,
     /// File with one API key a line; clients must send one of them
     #[arg(long, value_name = "FILE")]
     pub(crate) api_keys: Option<PathBuf>,

@@ -25,6 +25,8 @@ pub(crate) struct Prepared {
     pub(crate) lock: File,
     /// The OpenAI endpoint's address.
     pub(crate) listen: SocketAddr,
+    /// That of the metrics.
+    pub(crate) metrics: SocketAddr,
     /// The model has a chat template.
     pub(crate) can_chat: bool,
     /// When `hearth up` began.
@@ -129,7 +131,11 @@ pub(crate) fn prepare(args: &UpArgs) -> anyhow::Result<Prepared> {
     let steps = Steps::new();
     let state = StateDir::locate(args.state.state_dir.as_deref())?;
     let listen = SocketAddr::new(args.host, args.port);
-    ports::check_free(listen, &args.file.display().to_string())?;
+    ports::check_free(listen, &args.file.display().to_string(), "--port ")?;
+    if args.metrics.port() != 0 {
+        let flag = format!("--metrics {}:", args.metrics.ip());
+        ports::check_free(args.metrics, &args.file.display().to_string(), &flag)?;
+    }
     check_files(args)?;
     let Planned {
         name,
@@ -155,6 +161,10 @@ pub(crate) fn prepare(args: &UpArgs) -> anyhow::Result<Prepared> {
         };
         rank.endpoint = Some(endpoint.to_string());
     }
+    let metrics = match args.metrics.port() {
+        0 => SocketAddr::new(args.metrics.ip(), ports::free_port(args.metrics.ip())?),
+        _ => args.metrics,
+    };
     directory.write_plan(&plan)?;
     steps.done(&format!(
         "plan {}: {}",
@@ -169,6 +179,7 @@ pub(crate) fn prepare(args: &UpArgs) -> anyhow::Result<Prepared> {
         directory,
         lock,
         listen,
+        metrics,
         can_chat,
         started,
         steps,

@@ -1,7 +1,8 @@
 //! Executes a plan: one process a rank, told of as they come up, restarted when they die, ended in order.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -60,7 +61,7 @@ impl Deployment {
             let spec = ProcessSpec {
                 rank: rank.name.clone(),
                 program: program.clone(),
-                arguments: arguments(args, rank, &prepared.directory.plan_file()),
+                arguments: arguments(args, rank, &prepared),
                 log: prepared.directory.log(&rank.name),
             };
             let (want, receiver) = watch::channel(Wanted::Running);
@@ -225,6 +226,7 @@ impl Deployment {
         self.publish();
         let Running {
             endpoint,
+            metrics,
             served_name,
             certificate,
             ..
@@ -237,6 +239,9 @@ impl Deployment {
         steps.detail(&format!(
             "OpenAI endpoint   {endpoint}      model \"{served_name}\""
         ));
+        if let Some(metrics) = metrics {
+            steps.detail(&format!("metrics           {metrics}"));
+        }
         let (flag, header) = match self.has_keys {
             true => (" --api-key KEY", "-H 'Authorization: Bearer KEY' "),
             false => ("", ""),
@@ -344,7 +349,8 @@ impl Deployment {
     }
 }
 
-fn arguments(args: &UpArgs, rank: &PlanRank, plan: &Path) -> Vec<String> {
+fn arguments(args: &UpArgs, rank: &PlanRank, prepared: &Prepared) -> Vec<String> {
+    let plan = prepared.directory.plan_file();
     let mut arguments = vec![
         rank.role.as_str().to_owned(),
         "--plan".to_owned(),
@@ -359,6 +365,7 @@ fn arguments(args: &UpArgs, rank: &PlanRank, plan: &Path) -> Vec<String> {
         arguments.extend(["--tls-dir".to_owned(), directory.display().to_string()]);
     }
     if rank.role == PlanRole::Gateway {
+        arguments.extend(["--metrics".to_owned(), prepared.metrics.to_string()]);
         for (flag, file) in [
             ("--api-keys", &args.api_keys),
             ("--https-cert", &args.https_cert),
@@ -384,11 +391,6 @@ fn arguments(args: &UpArgs, rank: &PlanRank, plan: &Path) -> Vec<String> {
 }
 
 fn describe(args: &UpArgs, prepared: &Prepared) -> Running {
-    let host = match prepared.listen.ip() {
-        ip if ip.is_unspecified() => "127.0.0.1".to_owned(),
-        std::net::IpAddr::V6(ip) => format!("[{ip}]"),
-        ip => ip.to_string(),
-    };
     let scheme = if args.https_cert.is_some() {
         "https"
     } else {
@@ -406,7 +408,8 @@ fn describe(args: &UpArgs, prepared: &Prepared) -> Running {
     Running {
         name: prepared.plan.deployment.name.clone(),
         pid: std::process::id(),
-        endpoint: format!("{scheme}://{host}:{}/v1", prepared.listen.port()),
+        endpoint: format!("{scheme}://{}/v1", reached(prepared.listen)),
+        metrics: Some(format!("http://{}/metrics", reached(prepared.metrics))),
         certificate: args.https_cert.as_ref().map(absolute),
         served_name: prepared.plan.model.served_name.clone(),
         file: absolute(&args.file),
@@ -415,6 +418,15 @@ fn describe(args: &UpArgs, prepared: &Prepared) -> Running {
         ready: false,
         processes: prepared.plan.ranks.iter().map(process).collect(),
     }
+}
+
+/// As this machine reaches it.
+fn reached(address: SocketAddr) -> SocketAddr {
+    let ip = match address.ip() {
+        ip if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),
+        ip => ip,
+    };
+    SocketAddr::new(ip, address.port())
 }
 
 /// Completes on Ctrl-C or SIGTERM.

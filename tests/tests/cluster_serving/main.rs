@@ -102,6 +102,7 @@ fn what_two_cannot_hold_makes_room_and_a_lost_node_is_left() {
     release::install(&cluster, &images, 1);
     sources::a_claim_serves(&cluster);
     sources::an_archive_is_fetched_and_serves(&cluster);
+    sources::a_secret_opens_an_archive_and_is_seen_nowhere(&cluster);
     cluster.import_toolbox();
     gpus::are_not_held_for_nothing(&cluster);
     gpus::that_cannot_be_opened_are_told(&cluster);
@@ -489,7 +490,7 @@ fn certificates_change_under_streams(cluster: &Cluster) {
         .flat_map(|role| pods(cluster, "demo", role))
         .collect();
     let before: Vec<String> = workers.iter().map(shown).collect();
-    cluster.kubectl(&["delete", "secret", "demo-tls"]);
+    cluster.kubectl(&["delete", "secret", "demo-hearth-certificates"]);
     wait_until(
         "all workers show new certificates",
         Duration::from_secs(150),

@@ -25,6 +25,11 @@ fn at_admission() -> Vec<(&'static str, Value, [&'static str; 2])> {
             ["spec.model.source.hostPath.path", "write the absolute path"],
         ),
         (
+            "forbidden-path",
+            json!({"model": {"source": {"hostPath": {"path": "/etc/kubernetes"}}}}),
+            ["/etc/kubernetes", "put the model below /models"],
+        ),
+        (
             "no-batch",
             json!({"decode": {"maxBatch": 0}}),
             [
@@ -75,11 +80,11 @@ fn by_condition() -> Vec<(&'static str, Value, [&'static str; 3])> {
         ),
         (
             "nowhere",
-            json!({"model": {"source": {"hostPath": {"path": "/no/such/model"}}}}),
+            json!({"model": {"source": {"hostPath": {"path": "/models/no-such-model"}}}}),
             [
                 "ModelReady",
                 "ModelNotFound",
-                "/no/such/model is not a directory",
+                "/models/no-such-model is not a directory",
             ],
         ),
     ]

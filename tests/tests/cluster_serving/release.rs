@@ -33,6 +33,9 @@ pub(crate) fn install(cluster: &Cluster, images: &Images, replicas: u32) {
         "image.pullPolicy=IfNotPresent".to_owned(),
         format!("operator.replicas={replicas}"),
         "crds.keep=false".to_owned(),
+        // Where the tests put models, on a disk that may be full.
+        "hostPath.allowedPrefixes={/models,/var/tmp}".to_owned(),
+        "agent.diskReservePercent=0".to_owned(),
     ];
     let mut arguments = vec!["install", "hearth", "charts/hearth", "--create-namespace"];
     for value in &values {

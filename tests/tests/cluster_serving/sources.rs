@@ -75,6 +75,73 @@ pub(super) fn an_archive_is_fetched_and_serves(cluster: &Cluster) {
     });
 }
 
+/// Neither a token nor a signature in the URL is in any object but those that the user made himself, nor in a log.
+pub(super) fn a_secret_opens_an_archive_and_is_seen_nowhere(cluster: &Cluster) {
+    let runtime = tokio::runtime::Runtime::new().expect("runtime");
+    let mut archive = tar::Builder::new(Vec::new());
+    let model = root().join("models/hearth-demo");
+    archive.append_dir_all("hearth-demo", model).expect("tar");
+    let archive = archive.into_inner().expect("tar");
+    let server = runtime.block_on(FileServer::start_at(HOST_ADDRESS, archive.clone()));
+    server.open_by("Bearer hush-token");
+    let url = format!("{}?signature=hush-query", server.url());
+    let http = json!({"url": url, "sha256": sha256(&archive), "secretRef": {"name": "nas"}});
+    let source = json!({ "http": http });
+    let opened = deployment("opened", json!({"model": {"source": source}}));
+    cluster.apply(&opened.to_string());
+    wait_until("the Secret is missed", PATIENCE, || {
+        let (reason, message) = super::release::said(&infd(cluster, "opened"), "ModelReady");
+        (reason == "DownloadFailed" && message.contains("Secret default/nas")).then_some(())
+    });
+    let secret = json!({
+        "apiVersion": "v1", "kind": "Secret", "metadata": {"name": "nas", "namespace": "default"},
+        "stringData": {"token": "hush-token"},
+    });
+    cluster.apply(&secret.to_string());
+    wait_until_settled(cluster, "opened");
+    assert!(
+        server
+            .seen()
+            .iter()
+            .all(|seen| seen.authorization.as_deref() == Some("Bearer hush-token"))
+    );
+
+    let kinds = "inferenceplans,nodeprofiles,pods,services,networkpolicies,poddisruptionbudgets,\
+                 configmaps,events,events.events.k8s.io,leases";
+    let all = cluster.kubectl(&["get", kinds, "--all-namespaces", "--output=json"]);
+    assert!(all.contains("opened-decode-0"));
+    let status = infd(cluster, "opened")["status"].to_string();
+    let mut told = vec![all, status];
+    for component in ["operator", "agent"] {
+        let selector = format!("app.kubernetes.io/component={component}");
+        for pod in cluster.list("pods", super::release::SYSTEM, &selector) {
+            let name = pod["metadata"]["name"].as_str().expect("a name");
+            told.push(cluster.pod_logs(super::release::SYSTEM, name));
+        }
+    }
+    for text in told {
+        let found = text
+            .find("hush")
+            .map(|at| &text[at.saturating_sub(200)..at + 20]);
+        assert_eq!(found, None);
+    }
+    // Whoever knows the URL and the digest from another source has nothing of it.
+    let plain = json!({"url": server.url(), "sha256": sha256(&archive)});
+    let other = deployment("other", json!({"model": {"source": {"http": plain}}}));
+    cluster.apply(&other.to_string());
+    wait_until("the other is refused", PATIENCE, || {
+        let (reason, message) = super::release::said(&infd(cluster, "other"), "ModelReady");
+        (reason == "DownloadFailed" && message.contains("log of this node's agent")).then_some(())
+    });
+    for name in ["opened", "other"] {
+        cluster.kubectl(&["delete", "infd", name]);
+    }
+    cluster.kubectl(&["delete", "secret", "nas"]);
+    wait_until("its Pods are gone", PATIENCE, || {
+        pods(cluster, "opened", "").is_empty().then_some(())
+    });
+}
+
 /// The models in the agents' directories.
 fn kept_models(cluster: &Cluster) -> Vec<String> {
     let list = "ls /var/lib/hearth/models | grep -v '^\\.' || true";

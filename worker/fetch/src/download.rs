@@ -18,8 +18,9 @@ use tokio::time::{sleep, timeout};
 use crate::error::check_room;
 use crate::part::{FileFacts, Part, sha256_of};
 use crate::progress::Reporter;
+use crate::reach::{Guard, Refused};
 use crate::retry::{backoff, retry_after};
-use crate::{FetchError, FetchOptions, Phase, Source};
+use crate::{Blame, Credentials, FetchError, FetchOptions, Phase, Source};
 
 /// Redirects that are followed.
 const MAX_REDIRECTS: usize = 10;
@@ -37,15 +38,45 @@ const ROOM_PERIOD_BYTES: u64 = 64 << 20;
 pub(crate) async fn download(
     source: &Source,
     options: &FetchOptions,
+    part: Part,
+    reporter: &Arc<Reporter>,
+) -> Result<Part, FetchError> {
+    let guard = Guard::new(&options.reach);
+    let outcome = complete(source, options, part, reporter, &guard).await;
+    outcome.map_err(|error| kept_back(error, source, &guard))
+}
+
+/// The error as others may read it.
+fn kept_back(error: FetchError, source: &Source, guard: &Guard) -> FetchError {
+    let is_answer = matches!(error.blame(), Blame::Remote | Blame::Content);
+    if !guard.keeps_back() || !is_answer || matches!(error, FetchError::Ended { .. }) {
+        return error;
+    }
+    tracing::warn!(key = %source.key(), "{error}");
+    FetchError::KeptBack {
+        url: source.shown(),
+        sha256: source.sha256().to_owned(),
+        blame: error.blame(),
+    }
+}
+
+async fn complete(
+    source: &Source,
+    options: &FetchOptions,
     mut part: Part,
     reporter: &Arc<Reporter>,
+    guard: &Guard,
 ) -> Result<Part, FetchError> {
     let download = Download {
         source,
         options,
         reporter,
-        client: client(source, options)?,
+        guard,
+        client: client(source, options, guard)?,
     };
+    if let Err(refused) = guard.check_url(source.url()) {
+        return Err(forbidden(source, refused));
+    }
     let mut furthest_bytes = part.len_bytes();
     let mut failures = 0;
     while !part.is_complete() {
@@ -97,6 +128,7 @@ struct Download<'a> {
     source: &'a Source,
     options: &'a FetchOptions,
     reporter: &'a Arc<Reporter>,
+    guard: &'a Guard,
     client: Client,
 }
 
@@ -162,6 +194,13 @@ impl Download<'_> {
             .client
             .get(self.source.url().clone())
             .header(ACCEPT_ENCODING, "identity");
+        request = match self.source.credentials() {
+            Some(Credentials::Basic { username, password }) => {
+                request.basic_auth(username, Some(password))
+            }
+            Some(Credentials::Bearer { token }) => request.bearer_auth(token),
+            None => request,
+        };
         if part.len_bytes() > 0 {
             request = request.header(RANGE, format!("bytes={}-", part.len_bytes()));
             let facts = part.facts();
@@ -313,6 +352,9 @@ impl Download<'_> {
     /// A request that had no answer.
     fn sorted(&self, error: &reqwest::Error) -> Failure {
         let url = self.source.shown();
+        if let Some(refused) = cause_of::<Refused>(error) {
+            return Failure::Final(forbidden(self.source, *refused));
+        }
         if error.is_redirect() {
             let limit = MAX_REDIRECTS;
             return Failure::Final(FetchError::Redirects { url, limit });
@@ -387,6 +429,10 @@ impl Download<'_> {
             ?wait,
             "{reason}: trying again"
         );
+        let reason = match self.guard.keeps_back() {
+            true => "the archive did not come",
+            false => &reason,
+        };
         let text = format!("{reason}; trying again in {:.1} s", wait.as_secs_f64());
         self.reporter
             .trouble(text, part.len_bytes(), part.facts().total_bytes);
@@ -448,15 +494,24 @@ fn verify(source: &Source, part: Part) -> Result<Part, FetchError> {
     })
 }
 
-fn client(source: &Source, options: &FetchOptions) -> Result<Client, FetchError> {
+fn forbidden(source: &Source, refused: Refused) -> FetchError {
+    FetchError::Forbidden {
+        url: source.shown(),
+        why: refused.0,
+    }
+}
+
+fn client(source: &Source, options: &FetchOptions, guard: &Guard) -> Result<Client, FetchError> {
     // Images without certificates of authorities still reach public servers.
     let roots = webpki_root_certs::TLS_SERVER_ROOT_CERTS
         .iter()
         .filter_map(|der| reqwest::Certificate::from_der(der).ok());
-    Client::builder()
+    guard
+        .install(Client::builder(), MAX_REDIRECTS)
         .user_agent(concat!("hearth/", env!("CARGO_PKG_VERSION")))
         .connect_timeout(options.connect_timeout)
-        .redirect(reqwest::redirect::Policy::limited(MAX_REDIRECTS))
+        // A redirect's server need not learn the query of the URL that led to it.
+        .referer(false)
         .tls_certs_merge(roots)
         // The checksum is of the bytes as they lie on the server.
         .no_gzip()
@@ -482,10 +537,15 @@ fn content_range(headers: &HeaderMap) -> Option<(Option<u64>, Option<u64>)> {
 
 /// Why TLS refused, if it did.
 fn tls_reason(error: &reqwest::Error) -> Option<String> {
+    cause_of::<rustls::Error>(error).map(ToString::to_string)
+}
+
+/// The cause of this type in an error's chain.
+fn cause_of<T: Error + 'static>(error: &reqwest::Error) -> Option<&T> {
     let mut next: Option<&(dyn Error + 'static)> = Some(error);
     while let Some(error) = next {
-        if let Some(tls) = error.downcast_ref::<rustls::Error>() {
-            return Some(tls.to_string());
+        if let Some(found) = error.downcast_ref::<T>() {
+            return Some(found);
         }
         // An I/O error hides what it wraps from the chain.
         let inner = error

@@ -3,6 +3,8 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use crate::FetchOptions;
+
 /// A model that could not be fetched.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -72,6 +74,28 @@ pub enum FetchError {
         url: String,
         /// The library's reason.
         reason: String,
+    },
+    /// Where the machine that fetches must not look.
+    #[error(
+        "{url} is not fetched from: its address is {why}\n  put the archive on a server outside of the cluster, or have agent.fetch.allowedRanges of Hearth's chart name its range"
+    )]
+    Forbidden {
+        /// Without secrets.
+        url: String,
+        /// What the address is.
+        why: &'static str,
+    },
+    /// A server that is not public gave something else than the archive, or nothing.
+    #[error(
+        "{url} does not give the archive with the sha256 {sha256}: its address is not public, so what happened is in the log of this node's agent alone\n  check the URL, the checksum, and that the server gives the file to this node"
+    )]
+    KeptBack {
+        /// Without secrets.
+        url: String,
+        /// As asked.
+        sha256: String,
+        /// Of what is kept back.
+        blame: Blame,
     },
     /// The connection broke again and again, or could not be made.
     #[error(
@@ -206,7 +230,8 @@ impl FetchError {
     /// Who can change it.
     pub fn blame(&self) -> Blame {
         match self {
-            Self::Url { .. } | Self::Checksum { .. } => Blame::Request,
+            Self::Url { .. } | Self::Checksum { .. } | Self::Forbidden { .. } => Blame::Request,
+            Self::KeptBack { blame, .. } => *blame,
             Self::NotFound { .. }
             | Self::Denied { .. }
             | Self::Answer { .. }
@@ -261,6 +286,17 @@ pub(crate) fn free_bytes(path: &Path) -> Option<u64> {
     })
 }
 
+/// Bytes that stay free on the disk of `path`.
+pub(crate) fn reserve_bytes(path: &Path, options: &FetchOptions) -> u64 {
+    let total_bytes = path.ancestors().find_map(|path| {
+        let stat = rustix::fs::statvfs(path).ok()?;
+        Some(stat.f_blocks.saturating_mul(stat.f_frsize))
+    });
+    let percent = u64::from(options.reserve_percent);
+    let part_bytes = total_bytes.unwrap_or_default() / 100 * percent;
+    options.reserve_bytes.max(part_bytes)
+}
+
 /// Refuses to go on where the disk would have less than `reserve_bytes` after `need_bytes` more.
 ///
 /// # Errors
@@ -289,6 +325,25 @@ pub(crate) fn check_room(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_more_of_bytes_and_percent_stays_free() {
+        let options = |reserve_bytes, reserve_percent| FetchOptions {
+            reserve_bytes,
+            reserve_percent,
+            ..FetchOptions::default()
+        };
+        let path = Path::new("/tmp/is/not/there");
+        assert_eq!(reserve_bytes(path, &options(7, 0)), 7);
+        let tenth = reserve_bytes(path, &options(7, 10));
+        assert!(tenth > 7 && reserve_bytes(path, &options(tenth + 1, 10)) == tenth + 1);
+        let stat = rustix::fs::statvfs("/tmp").unwrap();
+        assert_eq!(tenth, stat.f_blocks * stat.f_frsize / 100 * 10);
+        // A disk that has less free than that takes nothing more.
+        let all = reserve_bytes(path, &options(0, 100));
+        let error = check_room(path, 0, all, "a model").unwrap_err();
+        assert!(matches!(error, FetchError::DiskFull { .. }), "{error}");
+    }
 
     #[test]
     fn a_full_disk_is_told_from_one_that_refuses() {

@@ -4,7 +4,8 @@
 //! the directory in place by one rename: a directory of the cache is complete or not there. Processes that want
 //! the same model wait for the one that fetches it.
 //!
-//! - [`Source`]: what is fetched, and its [`Key`] in the cache.
+//! - [`Source`]: what is fetched, what opens it, and its [`Key`] in the cache.
+//! - [`Reach`]: from which addresses.
 //! - [`Cache`]: where models and parts lie; what is not wanted any more is removed by [`Cache::retain`].
 //! - [`Progress`]: how far it is.
 //! - [`FetchError`]: what went wrong and what to do, and whether trying again can help ([`FetchError::blame`]).
@@ -22,6 +23,7 @@ mod error;
 mod lock;
 mod part;
 mod progress;
+mod reach;
 mod retry;
 mod source;
 mod unpack;
@@ -33,7 +35,8 @@ use std::time::Duration;
 pub use cache::Cache;
 pub use error::{Blame, FetchError};
 pub use progress::{Observer, Phase, Progress};
-pub use source::{Key, Source};
+pub use reach::Reach;
+pub use source::{Credentials, Key, Source};
 
 use lock::Lock;
 use part::Part;
@@ -59,6 +62,10 @@ pub struct FetchOptions {
     pub max_retry_after: Duration,
     /// Bytes of the disk that stay free.
     pub reserve_bytes: u64,
+    /// The same in percent of the disk: the more of both counts.
+    pub reserve_percent: u8,
+    /// From which addresses.
+    pub reach: Reach,
     /// Most files and directories of an archive.
     pub max_entries: u64,
 }
@@ -73,6 +80,8 @@ impl Default for FetchOptions {
             max_backoff: Duration::from_secs(30),
             max_retry_after: Duration::from_secs(300),
             reserve_bytes: 256 << 20,
+            reserve_percent: 0,
+            reach: Reach::anywhere(),
             max_entries: 100_000,
         }
     }
@@ -94,6 +103,11 @@ pub async fn fetch(
         return Ok(directory);
     }
     cache.create()?;
+    let reserve_bytes = error::reserve_bytes(&cache.lock_file(&key), options);
+    let options = &FetchOptions {
+        reserve_bytes,
+        ..options.clone()
+    };
     let reporter = Arc::new(Reporter::new(observer));
     let lock = Arc::new(wait_for_lock(cache, &key, &reporter).await?);
     if let Some(directory) = cache.model(&key) {

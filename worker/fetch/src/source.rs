@@ -2,19 +2,54 @@
 
 use std::fmt;
 
+use hearth_crds::{STORE_KEY_DIGITS, shown_url};
 use reqwest::Url;
 
 use crate::FetchError;
 
 /// Digits of a SHA-256, and of a key.
 const SHA256_DIGITS: usize = 64;
-const KEY_DIGITS: usize = 32;
+const KEY_DIGITS: usize = STORE_KEY_DIGITS;
 
 /// An archive: where it is, and what it must be.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct Source {
     url: Url,
     sha256: String,
+    key: Key,
+    credentials: Option<Credentials>,
+}
+
+/// What opens a URL.
+#[derive(Clone, PartialEq, Eq)]
+pub enum Credentials {
+    /// `Authorization: Basic`.
+    Basic {
+        /// Who asks.
+        username: String,
+        /// And the proof of it.
+        password: String,
+    },
+    /// `Authorization: Bearer`.
+    Bearer {
+        /// The token.
+        token: String,
+    },
+}
+
+impl fmt::Debug for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Source")
+            .field("url", &self.shown())
+            .field("sha256", &self.sha256)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Credentials {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Credentials")
+    }
 }
 
 impl Source {
@@ -28,19 +63,39 @@ impl Source {
             return Err(FetchError::Checksum { sha256 });
         }
         let refused = |reason: String| FetchError::Url {
-            url: url.to_owned(),
+            url: shown_url(url),
             reason,
         };
         let url = Url::parse(url.trim()).map_err(|error| refused(error.to_string()))?;
         if !matches!(url.scheme(), "http" | "https") || url.host_str().is_none() {
             return Err(refused("it is neither http nor https".to_owned()));
         }
-        Ok(Self { url, sha256 })
+        Ok(Self {
+            url,
+            key: Key(sha256[..KEY_DIGITS].to_owned()),
+            sha256,
+            credentials: None,
+        })
     }
 
-    /// The directory's name in a cache: the first 32 digits of the archive's SHA-256.
+    /// The same, kept under another key: where several have models in one cache, the digest alone must not open them.
+    #[must_use]
+    pub fn kept_as(self, key: Key) -> Self {
+        Self { key, ..self }
+    }
+
+    /// The same, opened by credentials. They are sent to the URL's own server alone.
+    #[must_use]
+    pub fn opened_by(self, credentials: Credentials) -> Self {
+        Self {
+            credentials: Some(credentials),
+            ..self
+        }
+    }
+
+    /// The directory's name in a cache: by default the first 32 digits of the archive's SHA-256.
     pub fn key(&self) -> Key {
-        Key(self.sha256[..KEY_DIGITS].to_owned())
+        self.key.clone()
     }
 
     /// Of the archive, 64 lower-case digits.
@@ -48,15 +103,13 @@ impl Source {
         &self.sha256
     }
 
-    /// The URL as it may be shown: without password and query, which can hold secrets.
+    /// The URL as it may be shown: without user, password and query, which can hold secrets.
     pub fn shown(&self) -> String {
-        let mut url = self.url.clone();
-        // A URL with a host takes both.
-        let _ = url.set_password(None);
-        let _ = url.set_username("");
-        url.set_query(None);
-        url.set_fragment(None);
-        url.to_string()
+        shown_url(self.url.as_str())
+    }
+
+    pub(crate) fn credentials(&self) -> Option<&Credentials> {
+        self.credentials.as_ref()
     }
 
     pub(crate) fn url(&self) -> &Url {
@@ -103,6 +156,13 @@ mod tests {
         let source = Source::new(url, SHA).unwrap();
         assert_eq!(source.shown(), "https://nas.lan:8443/models/a.tar");
         assert_eq!(source.url().as_str(), url);
+        let opened = source.opened_by(Credentials::Bearer {
+            token: "secret".to_owned(),
+        });
+        let text = format!("{opened:?}");
+        assert!(!text.contains("secret") && !text.contains("abc"), "{text}");
+        let error = Source::new("ftp://ann:secret@nas/a?secret", SHA).unwrap_err();
+        assert!(!error.to_string().contains("secret"), "{error}");
     }
 
     #[test]

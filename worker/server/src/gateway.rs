@@ -40,6 +40,8 @@ const HTTP2_SEND_BYTES: usize = 64 << 10;
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// For streams to carry the error that ends them, once the grace period is over.
 const CUT_OFF: Duration = Duration::from_secs(2);
+/// Of scrapers at a time: there are few, and each is quick.
+const METRICS_CONNECTIONS: usize = 32;
 /// After an error of the listener, such as too many open files.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
@@ -132,6 +134,50 @@ impl Gateway {
         &self.app.pool
     }
 
+    /// Serves `/metrics` on a listener of its own for as long as it is polled; beside [`Gateway::serve`].
+    pub fn serve_metrics(&self, listener: TcpListener) -> impl Future<Output = ()> + use<> {
+        let router = api::metrics_router(self.app.clone());
+        let drain = Drain::new(self.app.limits.drain_idle);
+        let connections = self.connections(router, None, drain);
+        let places = Arc::new(Semaphore::new(METRICS_CONNECTIONS));
+        async move {
+            let mut open = JoinSet::new();
+            loop {
+                tokio::select! {
+                    accepted = accept(&listener, &places) => {
+                        if let Some((stream, place)) = taken(accepted).await {
+                            open.spawn(connections.clone().run(stream, place, false));
+                        }
+                    }
+                    Some(_) = open.join_next() => {}
+                }
+            }
+        }
+    }
+
+    fn connections(
+        &self,
+        router: Router,
+        acceptor: Option<TlsAcceptor>,
+        drain: Drain,
+    ) -> Arc<Connections> {
+        let limits = &self.app.limits;
+        Arc::new(Connections {
+            builder: builder(limits),
+            acceptor,
+            service: Service {
+                router,
+                drain,
+                patience: Patience {
+                    headers: limits.header_timeout,
+                    keep_alive: limits.keep_alive,
+                    stall: limits.client_stall,
+                },
+                metrics: self.app.metrics.clone(),
+            },
+        })
+    }
+
     /// See [`serve`].
     ///
     /// # Errors
@@ -143,20 +189,7 @@ impl Gateway {
     ) -> Result<(), GatewayError> {
         let limits = &self.app.limits;
         let drain = Drain::new(limits.drain_idle);
-        let connections = Arc::new(Connections {
-            builder: builder(limits),
-            acceptor: self.acceptor.clone(),
-            service: Service {
-                router: self.router(),
-                drain: drain.clone(),
-                patience: Patience {
-                    headers: limits.header_timeout,
-                    keep_alive: limits.keep_alive,
-                    stall: limits.client_stall,
-                },
-                metrics: self.app.metrics.clone(),
-            },
-        });
+        let connections = self.connections(self.router(), self.acceptor.clone(), drain.clone());
         let places = Arc::new(Semaphore::new(limits.connections));
         let open = TaskTracker::new();
         let mut shutdown = pin!(shutdown);

@@ -24,6 +24,9 @@ pub(crate) struct GatewayArgs {
     /// File with the workers as JSON, followed while it changes; it may be empty. Without it they are the plan's ranks
     #[arg(long, value_name = "FILE")]
     routes: Option<PathBuf>,
+    /// Address of /metrics, a port of its own; without it there are none
+    #[arg(long, value_name = "ADDRESS")]
+    metrics: Option<String>,
     /// File with one API key a line, or a directory of such files; without it no key is asked
     #[arg(long, value_name = "PATH")]
     api_keys: Option<PathBuf>,
@@ -58,15 +61,23 @@ pub(crate) fn run(args: &GatewayArgs) -> anyhow::Result<()> {
         .enable_all()
         .build()?;
     runtime.block_on(async {
-        let listener = hearth_transport::listen(endpoint).and_then(|listener| {
-            listener.set_nonblocking(true)?;
-            TcpListener::from_std(listener)
-        });
-        let listener = listener.with_context(|| {
-            format!("{endpoint} cannot be listened on\n  another process holds the port: choose another, or end that process")
-        })?;
+        let listener = listen(endpoint)?;
         let gateway = Gateway::start(config)?;
-        Report::Ready { endpoint, device: "gateway" }.send();
+        let metrics = match &args.metrics {
+            Some(address) => Some(gateway.serve_metrics(listen(address)?)),
+            None => None,
+        };
+        let metrics = async {
+            match metrics {
+                Some(metrics) => metrics.await,
+                None => std::future::pending().await,
+            }
+        };
+        Report::Ready {
+            endpoint,
+            device: "gateway",
+        }
+        .send();
         tracing::info!(rank = rank.name, endpoint, "serving");
         let shutdown = async {
             signals::termination().await;
@@ -83,7 +94,18 @@ pub(crate) fn run(args: &GatewayArgs) -> anyhow::Result<()> {
             served = gateway.serve(listener, shutdown) => Ok(served?),
             never = stay_alive() => match never {},
             never = follow_routes => match never {},
+            () = metrics => Ok(()),
         }
+    })
+}
+
+fn listen(address: &str) -> anyhow::Result<TcpListener> {
+    let listener = hearth_transport::listen(address).and_then(|listener| {
+        listener.set_nonblocking(true)?;
+        TcpListener::from_std(listener)
+    });
+    listener.with_context(|| {
+        format!("{address} cannot be listened on\n  another process holds the port: choose another, or end that process")
     })
 }
 

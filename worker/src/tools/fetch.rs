@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use clap::Args;
 use hearth_crds::format_bytes;
-use hearth_fetch::{Cache, FetchOptions, Phase, Progress, Source};
+use hearth_fetch::{Cache, Credentials, FetchOptions, Phase, Progress, Source};
 use serde::Serialize;
 
 /// Time between two lines for people about one phase.
@@ -22,6 +22,9 @@ pub(crate) struct FetchArgs {
     /// What sha256sum prints for the archive
     #[arg(long, value_name = "HEX")]
     sha256: String,
+    /// Open the URL with HEARTH_MODEL_TOKEN, or with HEARTH_MODEL_USERNAME and HEARTH_MODEL_PASSWORD
+    #[arg(long)]
+    credentials: bool,
     /// Directory of the cache: the model is put into its models/, parts of archives lie in its partial/
     #[arg(long, value_name = "DIR")]
     into: PathBuf,
@@ -55,7 +58,10 @@ enum Event<'a> {
 
 /// Fetches and prints the directory.
 pub(crate) fn run(args: &FetchArgs) -> anyhow::Result<()> {
-    let source = Source::new(&args.url, &args.sha256)?;
+    let mut source = Source::new(&args.url, &args.sha256)?;
+    if args.credentials {
+        source = source.opened_by(credentials()?);
+    }
     let cache = Cache::new(&args.into);
     let lines = Lines {
         json: args.json,
@@ -78,6 +84,19 @@ pub(crate) fn run(args: &FetchArgs) -> anyhow::Result<()> {
         println!("{}", directory.display());
     }
     Ok(())
+}
+
+/// From the environment: arguments are for everybody on the machine to read.
+fn credentials() -> anyhow::Result<Credentials> {
+    let variable = |name| std::env::var(name).ok().filter(|value| !value.is_empty());
+    if let Some(token) = variable("HEARTH_MODEL_TOKEN") {
+        return Ok(Credentials::Bearer { token });
+    }
+    let username = variable("HEARTH_MODEL_USERNAME").context(
+        "--credentials was given, and neither HEARTH_MODEL_TOKEN nor HEARTH_MODEL_USERNAME is set\n  set one of them, or leave --credentials out",
+    )?;
+    let password = variable("HEARTH_MODEL_PASSWORD").unwrap_or_default();
+    Ok(Credentials::Basic { username, password })
 }
 
 /// Progress on standard output as JSON, or on standard error for people.

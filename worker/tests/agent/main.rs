@@ -14,12 +14,13 @@ use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use hearth_crds::{ModelFacts, NodeProfileSpec};
+use hearth_crds::{ModelFacts, NodeProfileSpec, store_key};
 use hearth_transport::tonic::{Code, Status};
 use hearth_transport::tonic_health::pb::HealthCheckRequest;
 use hearth_transport::tonic_health::pb::health_check_response::ServingStatus;
 use hearth_transport::v1::{
-    ModelRequest, ModelResponse, ModelState, ProfileRequest, RetainRequest,
+    CertifyRequest, Credentials, ModelRequest, ModelResponse, ModelState, ProfileRequest,
+    RetainRequest,
 };
 use hearth_transport::{ClientOptions, Clients, Worker};
 use serde_json::Value;
@@ -89,9 +90,10 @@ async fn retain(operator: &Worker, keys: &[&ModelRequest]) -> BTreeSet<String> {
 /// What the operator asks for an archive.
 fn request(server: &FileServer, sha256: &str) -> ModelRequest {
     ModelRequest {
-        key: sha256[..32].to_owned(),
+        key: store_key(&server.url(), sha256, ""),
         url: server.url(),
         sha256: sha256.to_owned(),
+        ..ModelRequest::default()
     }
 }
 
@@ -175,6 +177,13 @@ async fn only_the_operator_is_answered() {
             "{who}: {status}"
         );
     }
+    // Neither is an agent, be it the one that all begin with or another node's.
+    for name in ["agent.hearth", "node-2.node.agent.hearth"] {
+        let other = world.authority.issue(name);
+        let mut caller = world.agent.called_by(Some(&other)).agent();
+        let refused = caller.retain(RetainRequest { keys: Vec::new() }).await;
+        assert!(refused.is_err(), "{name}");
+    }
     // And the operator asks for an agent.
     let worker = Agent::start(&AgentOptions {
         tls: &world.authority.issue("other.default.hearth"),
@@ -210,6 +219,81 @@ async fn only_the_operator_is_answered() {
             .unwrap();
         assert_eq!(answer.into_inner().status(), ServingStatus::Serving);
     }
+}
+
+#[tokio::test]
+async fn an_agent_shows_the_certificate_that_it_was_given_until_its_files_change() {
+    let world = World::new();
+    let own = "node-1.node.agent.hearth";
+    let certificate = |name: &str, node: &str| {
+        let directory = world.authority.issue(name);
+        let text = |file| fs::read_to_string(directory.join(file)).unwrap();
+        CertifyRequest {
+            node: node.to_owned(),
+            certificate: text("tls.crt"),
+            key: text("tls.key"),
+        }
+    };
+    let operator = world.authority.issue("operator.hearth");
+    let expecting = |name: &str| world.agent.called_as(name, Some(&operator));
+    assert!(
+        expecting(own)
+            .agent()
+            .retain(RetainRequest::default())
+            .await
+            .is_err()
+    );
+    // Another node's is not taken, nor what is none.
+    let request = certificate("node-2.node.agent.hearth", "node-2");
+    let refused = world.operator.agent().certify(request).await.unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition);
+    let broken = CertifyRequest {
+        key: "none".to_owned(),
+        ..certificate(own, "node-1")
+    };
+    let refused = world.operator.agent().certify(broken).await.unwrap_err();
+    assert_eq!(refused.code(), Code::InvalidArgument);
+
+    let request = certificate(own, "node-1");
+    world
+        .operator
+        .agent()
+        .certify(request.clone())
+        .await
+        .unwrap();
+    assert!(
+        expecting(own)
+            .agent()
+            .retain(RetainRequest::default())
+            .await
+            .is_ok()
+    );
+    let first = || expecting("agent.hearth");
+    assert!(
+        first()
+            .agent()
+            .retain(RetainRequest::default())
+            .await
+            .is_err()
+    );
+    // The same authority's next first certificate: what was given is forgotten, as after a change of authorities.
+    world.authority.issue("agent.hearth");
+    until("the first certificate is shown again", async || {
+        first()
+            .agent()
+            .retain(RetainRequest::default())
+            .await
+            .is_ok()
+    })
+    .await;
+    world.operator.agent().certify(request).await.unwrap();
+    assert!(
+        expecting(own)
+            .agent()
+            .retain(RetainRequest::default())
+            .await
+            .is_ok()
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]

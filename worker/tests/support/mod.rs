@@ -94,13 +94,10 @@ impl Agent {
         let mut command = program();
         command
             .args(["agent", "--node", "node-1", "--listen", "127.0.0.1:0"])
-            .args([
-                "--health",
-                &health,
-                "--tls-name",
-                "agent.hearth",
-                "--tls-dir",
-            ])
+            .args(["--health", &health])
+            // The servers of the tests are on this machine, whose disk may be full to the brim.
+            .args(["--allow-range", "127.0.0.1/32", "--disk-reserve", "0"])
+            .arg("--tls-dir")
             .arg(options.tls)
             .arg("--cache-dir")
             .arg(options.cache)
@@ -127,13 +124,18 @@ impl Agent {
 
     /// A connection of its own, as the holder of a certificate.
     pub fn called_by(&self, certificates: Option<&Path>) -> Worker {
+        self.called_as("agent.hearth", certificates)
+    }
+
+    /// The same, to an agent that must show this name.
+    pub fn called_as(&self, name: &str, certificates: Option<&Path>) -> Worker {
         let tls = certificates.map(|directory| {
             let files = TlsFiles {
                 cert: directory.join("tls.crt"),
                 key: directory.join("tls.key"),
                 ca: directory.join("ca.crt"),
                 names: TlsNames {
-                    server: Some("agent.hearth".to_owned()),
+                    server: Some(name.to_owned()),
                     clients: Vec::new(),
                 },
             };

@@ -24,6 +24,7 @@ mod identity;
 pub mod kv;
 mod listen;
 pub mod loopback;
+mod secret;
 pub mod server;
 pub mod tls;
 

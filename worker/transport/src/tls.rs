@@ -63,6 +63,14 @@ impl TlsNames {
             clients: vec![name.to_owned(), OPERATOR_NAME.to_owned()],
         }
     }
+
+    /// For a server that the operator alone may call.
+    pub fn for_operator() -> Self {
+        Self {
+            server: None,
+            clients: vec![OPERATOR_NAME.to_owned()],
+        }
+    }
 }
 
 /// Certificates that cannot be used.
@@ -110,10 +118,11 @@ pub enum TlsError {
 #[derive(Clone)]
 pub struct Tls {
     shared: Arc<Shared>,
+    /// That servers must carry.
+    server_name: Option<ServerName<'static>>,
 }
 
 struct Shared {
-    server_name: Option<ServerName<'static>>,
     client_names: Vec<ServerName<'static>>,
     source: Source,
     state: Mutex<State>,
@@ -167,14 +176,7 @@ impl Tls {
     /// # Errors
     /// [`TlsError`] saying which of them is unusable.
     pub fn from_pem(cert: &str, key: &str, ca: &str, names: &TlsNames) -> Result<Self, TlsError> {
-        let place = || PathBuf::from("in memory");
-        let source = Source {
-            cert: place(),
-            key: place(),
-            ca: place(),
-            is_files: false,
-        };
-        Self::with(source, Pem::of(cert, key, ca), names)
+        Self::with(Source::in_memory(), Pem::of(cert, key, ca), names)
     }
 
     /// Uses other PEM for new connections from now on; [`Tls::from_pem`]'s counterpart for certificates that expire.
@@ -193,6 +195,33 @@ impl Tls {
         Ok(())
     }
 
+    /// Shows another certificate of the authorities in new connections from now on; [`Tls::read`]'s counterpart for a
+    /// process that is given a name of its own. When the files change, they count again.
+    ///
+    /// # Errors
+    /// [`TlsError`] saying which of them is unusable; that of before stays in use.
+    pub fn adopt(&self, cert: &str, key: &str) -> Result<(), TlsError> {
+        let mut state = self.newest();
+        let source = Source::in_memory();
+        let pem = Pem {
+            ca: state.pem.ca.clone(),
+            ..Pem::of(cert, key, "")
+        };
+        (state.server, state.client) = configs(&source, &pem, &self.shared.client_names)?;
+        Ok(())
+    }
+
+    /// These certificates, for connections to servers that carry `name`.
+    ///
+    /// # Errors
+    /// [`TlsError::Name`].
+    pub fn expecting(&self, name: &str) -> Result<Self, TlsError> {
+        Ok(Self {
+            shared: Arc::clone(&self.shared),
+            server_name: Some(dns_name(name)?),
+        })
+    }
+
     fn with(source: Source, pem: Pem, names: &TlsNames) -> Result<Self, TlsError> {
         let TlsNames { server, clients } = names;
         let server_name = server.as_deref().map(dns_name).transpose()?;
@@ -202,8 +231,8 @@ impl Tls {
             .collect::<Result<Vec<_>, _>>()?;
         let (server, client) = configs(&source, &pem, &client_names)?;
         Ok(Self {
+            server_name,
             shared: Arc::new(Shared {
-                server_name,
                 client_names,
                 source,
                 state: Mutex::new(State {
@@ -230,7 +259,7 @@ impl Tls {
 
     /// The name that a server at `host` must carry.
     pub(crate) fn server_name(&self, host: &str) -> io::Result<ServerName<'static>> {
-        match &self.shared.server_name {
+        match &self.server_name {
             Some(name) => Ok(name.clone()),
             None => ServerName::try_from(host.to_owned()).map_err(io::Error::other),
         }
@@ -281,6 +310,16 @@ impl Shared {
 }
 
 impl Source {
+    fn in_memory() -> Self {
+        let place = || PathBuf::from("in memory");
+        Self {
+            cert: place(),
+            key: place(),
+            ca: place(),
+            is_files: false,
+        }
+    }
+
     fn read(&self) -> Result<Pem, TlsError> {
         let read = |what, path: &Path| {
             std::fs::read(path).map_err(|reason| TlsError::Read {

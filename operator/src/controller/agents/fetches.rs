@@ -1,13 +1,13 @@
 //! Which models are wanted on which nodes, and how far they are: state without clock or client.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use hearth_crds::{HttpSource, ModelFacts};
 use hearth_transport::v1::{ModelResponse, ModelState};
 use tokio::time::Instant;
 
-use crate::controller::build::model_key;
 use crate::controller::observed::FetchView;
 use crate::controller::queue::Key;
 
@@ -26,6 +26,8 @@ pub(super) struct Fetches {
 
 #[derive(Debug)]
 struct Wanted {
+    /// The model's name in the nodes' stores.
+    key: String,
     source: HttpSource,
     nodes: BTreeSet<String>,
 }
@@ -40,6 +42,10 @@ struct Seen {
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Poll {
     pub(super) node: String,
+    /// Of a deployment that wants it: its Secrets open the URL.
+    pub(super) namespace: Arc<str>,
+    /// The model's name in the nodes' stores.
+    pub(super) key: String,
     pub(super) source: HttpSource,
 }
 
@@ -49,6 +55,7 @@ impl Fetches {
         match source {
             Some(source) if !nodes.is_empty() => {
                 let wanted = Wanted {
+                    key: source.store_key(&deployment.namespace),
                     source: source.clone(),
                     nodes: nodes.iter().cloned().collect(),
                 };
@@ -62,16 +69,13 @@ impl Fetches {
         self.seen.retain(|(key, node), _| {
             wanted
                 .values()
-                .any(|wish| model_key(&wish.source) == key && wish.nodes.contains(node))
+                .any(|wish| wish.key == *key && wish.nodes.contains(node))
         });
     }
 
     /// What is known of a model, by node.
     pub(super) fn views(&self, key: &str) -> BTreeMap<String, FetchView> {
-        let wishes = self
-            .wanted
-            .values()
-            .filter(|wish| model_key(&wish.source) == key);
+        let wishes = self.wanted.values().filter(|wish| wish.key == key);
         let nodes: BTreeSet<&String> = wishes.flat_map(|wish| &wish.nodes).collect();
         nodes
             .into_iter()
@@ -88,19 +92,15 @@ impl Fetches {
 
     /// Models that are wanted.
     pub(super) fn keys(&self) -> BTreeSet<String> {
-        let keys = self
-            .wanted
-            .values()
-            .map(|wish| model_key(&wish.source).to_owned());
-        keys.collect()
+        self.wanted.values().map(|wish| wish.key.clone()).collect()
     }
 
-    /// Whom to ask now. Of two deployments that name one archive by two URLs, one is asked for.
+    /// Whom to ask now. For deployments that share a model, an agent is asked once.
     pub(super) fn due(&self, now: Instant) -> Vec<Poll> {
         let mut polls: BTreeMap<(&str, &String), Poll> = BTreeMap::new();
-        for wish in self.wanted.values() {
+        for (deployment, wish) in &self.wanted {
             for node in &wish.nodes {
-                let key = model_key(&wish.source);
+                let key = &*wish.key;
                 let seen = self.seen.get(&(key.to_owned(), node.clone()));
                 let is_due = seen.is_none_or(|seen| {
                     let every = match seen.view {
@@ -113,6 +113,8 @@ impl Fetches {
                 if is_due {
                     polls.entry((key, node)).or_insert_with(|| Poll {
                         node: node.clone(),
+                        namespace: Arc::clone(&deployment.namespace),
+                        key: wish.key.clone(),
                         source: wish.source.clone(),
                     });
                 }
@@ -123,17 +125,17 @@ impl Fetches {
 
     /// Takes an answer in; gives the deployments to which it is news.
     pub(super) fn learn(&mut self, poll: &Poll, view: FetchView, now: Instant) -> Vec<Key> {
-        let key = model_key(&poll.source);
+        let key = &poll.key;
         let waiting: Vec<Key> = self
             .wanted
             .iter()
-            .filter(|(_, wish)| model_key(&wish.source) == key && wish.nodes.contains(&poll.node))
+            .filter(|(_, wish)| wish.key == *key && wish.nodes.contains(&poll.node))
             .map(|(deployment, _)| deployment.clone())
             .collect();
         if waiting.is_empty() {
             return waiting;
         }
-        let place = (key.to_owned(), poll.node.clone());
+        let place = (key.clone(), poll.node.clone());
         let before = self.seen.get(&place).map(|seen| &seen.view);
         let is_news = before.is_none_or(|before| is_news(before, &view));
         self.seen.insert(place, Seen { view, asked: now });
@@ -191,12 +193,15 @@ pub(super) fn view_of(answer: ModelResponse) -> FetchView {
 
 #[cfg(test)]
 mod tests {
+    use hearth_crds::SecretRef;
+
     use super::*;
 
     fn source(url: &str, digit: char) -> HttpSource {
         HttpSource {
             url: url.to_owned(),
             sha256: digit.to_string().repeat(64),
+            secret_ref: None,
         }
     }
 
@@ -216,7 +221,7 @@ mod tests {
     fn a_wish_is_asked_for_until_it_is_there_and_forgotten_with_its_deployment() {
         let (mut fetches, demo) = (Fetches::default(), Key::new("default", "demo"));
         let source = source("http://nas/m.tar", 'a');
-        let (now, key) = (Instant::now(), model_key(&source).to_owned());
+        let (now, key) = (Instant::now(), source.store_key("default"));
         assert!(fetches.due(now).is_empty());
         fetches.want(&demo, Some(&source), &nodes(&["a", "b"]));
         let polls = fetches.due(now);
@@ -262,26 +267,39 @@ mod tests {
     }
 
     #[test]
-    fn two_deployments_share_one_fetch() {
+    fn deployments_share_a_fetch_where_all_may_have_what_it_gives() {
         let mut fetches = Fetches::default();
-        let (one, two) = (Key::new("x", "one"), Key::new("y", "two"));
-        let (first, second) = (
-            source("http://nas/m.tar", 'a'),
-            source("http://mirror/m.tar", 'a'),
-        );
-        fetches.want(&one, Some(&first), &nodes(&["a"]));
-        fetches.want(&two, Some(&second), &nodes(&["a", "b"]));
+        let [one, two, three, four] =
+            ["one", "two", "three", "four"].map(|name| Key::new(&name[..1], name));
+        let public = source("http://nas/m.tar", 'a');
+        let mirror = source("http://mirror/m.tar", 'a');
+        let private = HttpSource {
+            secret_ref: Some(SecretRef {
+                name: "nas".to_owned(),
+            }),
+            ..public.clone()
+        };
+        fetches.want(&one, Some(&public), &nodes(&["a"]));
+        fetches.want(&two, Some(&public), &nodes(&["a", "b"]));
+        fetches.want(&three, Some(&mirror), &nodes(&["a"]));
+        fetches.want(&four, Some(&private), &nodes(&["a"]));
         let now = Instant::now();
         let polls = fetches.due(now);
-        assert_eq!(polls.len(), 2);
-        assert_eq!(
-            fetches.learn(&polls[0], fetching(1), now),
-            [one.clone(), two.clone()]
-        );
-        assert_eq!(fetches.keys().len(), 1);
+        assert_eq!((polls.len(), fetches.keys().len()), (4, 3));
+        let key = public.store_key("o");
+        let poll = polls
+            .iter()
+            .find(|poll| poll.key == key && poll.node == "a");
+        let poll = poll.expect("a poll for both");
+        assert_eq!(fetches.learn(poll, fetching(1), now), [one.clone(), two]);
+        assert_eq!(fetches.views(&mirror.store_key("t")).len(), 1);
+        assert_ne!(fetches.views(&mirror.store_key("t"))["a"], fetching(1));
+        // The digest, and the URL, of somebody's private model.
+        assert_ne!(private.store_key("f"), key);
+        assert_ne!(private.store_key("f"), private.store_key("o"));
         fetches.want(&one, None, &[]);
-        assert_eq!(fetches.views(model_key(&first)).len(), 2);
-        assert_eq!(fetches.views(model_key(&first))["a"], fetching(1));
+        assert_eq!(fetches.views(&key).len(), 2);
+        assert_eq!(fetches.views(&key)["a"], fetching(1));
     }
 
     #[test]

@@ -1,11 +1,15 @@
 //! What the operator has to do with the agents on the nodes: it reads what they measured and writes it as NodeProfiles,
 //! has them fetch models behind URLs, and has them drop those that nobody uses any more. Agents hold no credentials of
-//! the cluster, so they are called, by gRPC over mutual TLS.
+//! the cluster, so they are called, by gRPC over mutual TLS. Each shows a certificate of its own node, which the operator
+//! gave it ([`calls`]); a Secret that opens a URL is read for the one call that needs it ([`secrets`]).
 //!
 //! NodeProfiles are owned by their Nodes: the cluster removes them when a node leaves.
 
+mod calls;
 mod fetches;
 mod profile;
+pub(crate) mod ranges;
+mod secrets;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,23 +17,23 @@ use std::time::Duration;
 
 use futures::StreamExt;
 use hearth_crds::{HttpSource, NodeProfile, NodeProfileSpec};
+use hearth_transport::Endpoint;
 use hearth_transport::tonic::Request;
 use hearth_transport::v1::{ModelRequest, ProfileRequest, RetainRequest};
-use hearth_transport::{ClientOptions, Clients, Worker};
-use jiff::Timestamp;
+use ipnet::IpNet;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::Client;
 use kube::api::{Api, Patch, PatchParams};
 use tokio::time::Instant;
 
-use super::authority::{Authority, AuthorityError};
-use super::build::model_key;
+use super::authority::Authority;
 use super::names::{
     APP, FIELD_MANAGER, LABEL_APP, LABEL_COMPONENT, LABEL_MANAGED_BY, MANAGER, WORKER_PORT,
     host_port,
 };
 use super::observed::FetchView;
 use super::queue::Key;
+use calls::Certified;
 use fetches::{Fetches, Poll, view_of};
 use profile::due_profile;
 
@@ -54,9 +58,11 @@ pub(crate) trait Ground: Send + Sync + 'static {
     fn profile(&self, node: &str) -> Option<NodeProfileSpec>;
     /// Memory that Hearth's Pods on the node ask for.
     fn held_bytes(&self, node: &str) -> u64;
-    /// Keys of the fetched models that deployments, plans and Pods name ([`model_key`]); none as long as not all of
+    /// Names in the nodes' stores of the fetched models that deployments and plans name; none as long as not all of
     /// them have been read.
     fn models_in_use(&self) -> Option<BTreeSet<String>>;
+    /// Ranges of the Pods' addresses on all nodes, as `10.42.0.0/24`.
+    fn pod_ranges(&self) -> Vec<String>;
     /// Has a deployment looked at, since something that it waits for has changed.
     fn wake(&self, deployment: &Key);
 }
@@ -69,26 +75,35 @@ pub(crate) struct Agents<G> {
     /// Where agents listen.
     port: u16,
     fetches: Mutex<Fetches>,
-    clients: Mutex<Option<Clients>>,
+    /// Agents that were given a certificate, by their node.
+    certified: Mutex<BTreeMap<String, Certified>>,
+    /// The cluster's ranges that do not come and go with nodes.
+    ranges: Mutex<Vec<IpNet>>,
 }
 
 /// One agent that is there.
-#[derive(Clone)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 struct Agent {
     node: String,
-    worker: Worker,
+    endpoint: Endpoint,
 }
 
 impl<G: Ground> Agents<G> {
-    /// Calls nobody yet.
-    pub(crate) fn new(client: Client, authority: Arc<Authority>, ground: Arc<G>) -> Self {
+    /// Calls nobody yet. `ranges`: addresses of the cluster that are known already.
+    pub(crate) fn new(
+        client: Client,
+        authority: Arc<Authority>,
+        ground: Arc<G>,
+        ranges: Vec<IpNet>,
+    ) -> Self {
         Self {
             client,
             authority,
             ground,
             port: WORKER_PORT,
             fetches: Mutex::default(),
-            clients: Mutex::default(),
+            certified: Mutex::default(),
+            ranges: Mutex::new(ranges),
         }
     }
 
@@ -97,9 +112,9 @@ impl<G: Ground> Agents<G> {
         tokio::join!(self.keep_profiles(), self.keep_models());
     }
 
-    /// What is known of a model on the nodes that it was wanted on.
-    pub(crate) fn fetches(&self, source: &HttpSource) -> BTreeMap<String, FetchView> {
-        self.lock().views(model_key(source))
+    /// What is known of a model on the nodes that it was wanted on. `key`: its name in the nodes' stores.
+    pub(crate) fn fetches(&self, key: &str) -> BTreeMap<String, FetchView> {
+        self.lock().views(key)
     }
 
     /// Has the agents of `nodes` hold the model for a deployment. Without a source nothing is wanted for it any more.
@@ -114,9 +129,7 @@ impl<G: Ground> Agents<G> {
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
-            let Some(agents) = self.agents().await else {
-                continue;
-            };
+            let agents = self.agents();
             asked.retain(|node, _| agents.iter().any(|agent| agent.node == *node));
             let now = Instant::now();
             let due = |agent: &Agent| {
@@ -140,6 +153,11 @@ impl<G: Ground> Agents<G> {
     }
 
     async fn keep_models(&self) {
+        let services = ranges::of_services(&self.client).await;
+        self.ranges
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .extend(services);
         let mut ticks = tokio::time::interval(FETCH_EVERY);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
@@ -148,15 +166,13 @@ impl<G: Ground> Agents<G> {
             if due.is_empty() {
                 continue;
             }
-            let Some(agents) = self.agents().await else {
-                continue;
-            };
+            let agents = self.agents();
             let asks = due.into_iter().map(|poll| {
                 let agent = agents.iter().find(|agent| agent.node == poll.node);
                 let agent = agent.cloned();
                 async move {
                     let view = match &agent {
-                        Some(agent) => ask_model(agent, &poll).await,
+                        Some(agent) => self.ask_model(agent, &poll).await,
                         None => {
                             FetchView::Unknown(format!("node {} has no running agent", poll.node))
                         }
@@ -176,11 +192,11 @@ impl<G: Ground> Agents<G> {
         let Some(uid) = self.ground.node_uid(&agent.node) else {
             return Ok(());
         };
-        let mut stub = agent.worker.agent();
-        let answer = stub.profile(timed(ProfileRequest {})).await;
-        let answer = answer
-            .map_err(|status| agent.worker.error(&status).to_string())?
-            .into_inner();
+        let answer = self
+            .call(agent, |mut stub| async move {
+                stub.profile(timed(ProfileRequest {})).await
+            })
+            .await?;
         let measured: NodeProfileSpec =
             serde_json::from_str(&answer.node_profile_json).map_err(|error| {
                 format!("its profile cannot be read ({error}); is it of another version?")
@@ -211,9 +227,13 @@ impl<G: Ground> Agents<G> {
         let request = RetainRequest {
             keys: keys.into_iter().collect(),
         };
-        match agent.worker.agent().retain(timed(request)).await {
+        let called = self.call(agent, |mut stub| {
+            let request = timed(request.clone());
+            async move { stub.retain(request).await }
+        });
+        match called.await {
             Ok(answer) => {
-                for key in answer.into_inner().removed {
+                for key in answer.removed {
                     tracing::info!(
                         node = agent.node,
                         key,
@@ -221,42 +241,59 @@ impl<G: Ground> Agents<G> {
                     );
                 }
             }
-            Err(status) => {
-                let error = agent.worker.error(&status);
-                tracing::debug!(node = agent.node, %error, "cache not tidied");
-            }
+            Err(error) => tracing::debug!(node = agent.node, error, "cache not tidied"),
         }
     }
 
-    /// The agents that run, with connections; none while the operator has no certificate.
-    async fn agents(&self) -> Option<Vec<Agent>> {
-        let clients = match self.clients().await {
-            Ok(clients) => clients,
-            Err(error) => {
-                // Whoever keeps the authority tells of it.
-                tracing::debug!(%error, "agents cannot be called");
-                return None;
-            }
-        };
+    /// The agents that run.
+    fn agents(&self) -> Vec<Agent> {
         let agent = |(node, address): (String, String)| {
-            let endpoint = host_port(&address, self.port);
-            let worker = clients.worker(&endpoint.parse().ok()?).ok()?;
-            Some(Agent { node, worker })
+            let endpoint = host_port(&address, self.port).parse().ok()?;
+            Some(Agent { node, endpoint })
         };
-        Some(self.ground.agents().into_iter().filter_map(agent).collect())
+        self.ground.agents().into_iter().filter_map(agent).collect()
     }
 
-    /// Connections with the operator's certificate, which is renewed behind them.
-    async fn clients(&self) -> Result<Clients, AuthorityError> {
-        let tls = self.authority.operator(Timestamp::now()).await?;
-        let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
-        let clients = clients.get_or_insert_with(|| {
-            Clients::new(ClientOptions {
-                tls: Some(tls),
-                ..ClientOptions::default()
-            })
+    /// Where no model is fetched from, unless an agent is told otherwise.
+    fn cluster_ranges(&self) -> Vec<String> {
+        let known = self.ranges.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = known.iter().map(ToString::to_string);
+        let mut ranges: Vec<String> = known.chain(self.ground.pod_ranges()).collect();
+        ranges.sort();
+        ranges.dedup();
+        ranges
+    }
+
+    async fn ask_model(&self, agent: &Agent, poll: &Poll) -> FetchView {
+        let source = &poll.source;
+        let credentials = match &source.secret_ref {
+            None => None,
+            Some(secret) => {
+                match secrets::credentials(&self.client, &poll.namespace, &secret.name).await {
+                    Ok(credentials) => Some(credentials),
+                    Err(why) => return FetchView::Failed(why),
+                }
+            }
+        };
+        let request = ModelRequest {
+            key: poll.key.clone(),
+            url: source.url.clone(),
+            sha256: source.sha256.clone(),
+            holder: source.holder(&poll.namespace),
+            credentials,
+            cluster_ranges: self.cluster_ranges(),
+        };
+        let called = self.call(agent, |mut stub| {
+            let request = timed(request.clone());
+            async move { stub.model(request).await }
         });
-        Ok(clients.clone())
+        match called.await {
+            Ok(answer) => view_of(answer),
+            Err(error) => FetchView::Unknown(format!(
+                "the agent of node {} does not answer: {error}",
+                agent.node
+            )),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Fetches> {
@@ -291,22 +328,6 @@ impl Complaints {
                 }
             }
         }
-    }
-}
-
-async fn ask_model(agent: &Agent, poll: &Poll) -> FetchView {
-    let request = ModelRequest {
-        key: model_key(&poll.source).to_owned(),
-        url: poll.source.url.clone(),
-        sha256: poll.source.sha256.clone(),
-    };
-    match agent.worker.agent().model(timed(request)).await {
-        Ok(answer) => view_of(answer.into_inner()),
-        Err(status) => FetchView::Unknown(format!(
-            "the agent of node {} does not answer: {}",
-            agent.node,
-            agent.worker.error(&status)
-        )),
     }
 }
 

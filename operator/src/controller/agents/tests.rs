@@ -3,12 +3,15 @@
 
 use std::net::SocketAddr;
 
-use hearth_crds::MemoryProfile;
+use hearth_crds::{MemoryProfile, SecretRef};
 use hearth_transport::tonic::service::Routes;
 use hearth_transport::tonic::{Code, Response, Status};
 use hearth_transport::v1::agent_server::{Agent as AgentService, AgentServer};
-use hearth_transport::v1::{ModelResponse, ModelState, ProfileResponse, RetainResponse};
-use hearth_transport::{Listener, ServerOptions, Tls, TlsNames, serve};
+use hearth_transport::v1::{
+    CertifyRequest, CertifyResponse, ModelResponse, ModelState, ProfileResponse, RetainResponse,
+};
+use hearth_transport::{ClientOptions, Clients, Listener, ServerOptions, Tls, TlsNames, serve};
+use jiff::Timestamp;
 use serde_json::json;
 
 use super::*;
@@ -23,6 +26,9 @@ struct Played {
     models: Mutex<Vec<ModelResponse>>,
     asked: Mutex<Vec<ModelRequest>>,
     retained: Mutex<Vec<Vec<String>>>,
+    /// What it shows, and the nodes that it was given certificates of.
+    tls: Mutex<Option<Tls>>,
+    certified: Mutex<Vec<String>>,
 }
 
 /// The played agent as a service.
@@ -30,6 +36,22 @@ struct Service(Arc<Played>);
 
 #[hearth_transport::tonic::async_trait]
 impl AgentService for Service {
+    async fn certify(
+        &self,
+        request: Request<CertifyRequest>,
+    ) -> Result<Response<CertifyResponse>, Status> {
+        let request = request.into_inner();
+        let tls = self.0.tls.lock().expect("tls").clone().expect("TLS");
+        tls.adopt(&request.certificate, &request.key)
+            .map_err(|error| Status::invalid_argument(error.to_string()))?;
+        self.0
+            .certified
+            .lock()
+            .expect("certified")
+            .push(request.node);
+        Ok(Response::new(CertifyResponse {}))
+    }
+
     async fn profile(
         &self,
         _: Request<ProfileRequest>,
@@ -112,6 +134,9 @@ impl Ground for Paper {
     fn models_in_use(&self) -> Option<BTreeSet<String>> {
         self.in_use.lock().expect("in use").clone()
     }
+    fn pod_ranges(&self) -> Vec<String> {
+        vec!["10.42.0.0/24".to_owned()]
+    }
     fn wake(&self, deployment: &Key) {
         self.woken.lock().expect("woken").push(deployment.clone());
     }
@@ -132,7 +157,12 @@ impl Scene {
         authority.keep(Timestamp::now()).await.expect("authority");
         let played = Arc::new(Played::default());
         let address = serve_agent(&ground.api, played.clone());
-        let mut agents = Agents::new(client, authority, ground.clone());
+        let mut agents = Agents::new(
+            client,
+            authority,
+            ground.clone(),
+            vec!["10.43.0.0/16".parse().expect("range")],
+        );
         agents.port = address.port();
         let agents = Arc::new(agents);
         let running = agents.clone();
@@ -148,7 +178,8 @@ impl Scene {
 fn serve_agent(api: &FakeApi, played: Arc<Played>) -> SocketAddr {
     let path = format!("/api/v1/namespaces/hearth-system/secrets/{AGENT_SECRET}");
     let [cert, key, ca] = ["tls.crt", "tls.key", "ca.crt"].map(|name| api.secret_text(&path, name));
-    let tls = Tls::from_pem(&cert, &key, &ca, &TlsNames::shared("agent.hearth")).expect("TLS");
+    let tls = Tls::from_pem(&cert, &key, &ca, &TlsNames::for_operator()).expect("TLS");
+    *played.tls.lock().expect("tls") = Some(tls.clone());
     let listener = Listener::bind("127.0.0.1:0").expect("port");
     let address = listener.address();
     tokio::spawn(async move {
@@ -235,12 +266,14 @@ async fn a_fetch_is_started_followed_and_told() {
     let source = HttpSource {
         url: "http://nas.lan/m.tar".to_owned(),
         sha256: "a".repeat(64),
+        secret_ref: None,
     };
+    let key = source.store_key("default");
     let demo = Key::new("default", "demo");
     scene
         .agents
         .want(&demo, Some(&source), &["a".to_owned(), "gone".to_owned()]);
-    let view = |node: &str| scene.agents.fetches(&source).remove(node);
+    let view = |node: &str| scene.agents.fetches(&key).remove(node);
     until("half", || {
         matches!(view("a"), Some(FetchView::Fetching { bytes: 500, .. })).then_some(())
     })
@@ -255,8 +288,10 @@ async fn a_fetch_is_started_followed_and_told() {
     let asked = scene.played.asked.lock().expect("asked").clone();
     assert_eq!(
         (&*asked[0].key, &*asked[0].url),
-        ("a".repeat(32).as_str(), "http://nas.lan/m.tar")
+        (&*key, "http://nas.lan/m.tar")
     );
+    assert_eq!(asked[0].cluster_ranges, ["10.42.0.0/24", "10.43.0.0/16"]);
+    assert_eq!((&*asked[0].holder, &asked[0].credentials), ("", &None));
     assert!(scene.ground.woken.lock().expect("woken").contains(&demo));
 }
 
@@ -272,6 +307,7 @@ async fn nothing_is_dropped_before_all_is_known() {
     let source = HttpSource {
         url: "http://nas.lan/m.tar".to_owned(),
         sha256: "b".repeat(64),
+        secret_ref: None,
     };
     *scene.played.models.lock().expect("models") = vec![ModelResponse::default()];
     scene.agents.want(
@@ -285,5 +321,143 @@ async fn nothing_is_dropped_before_all_is_known() {
         retained.iter().find(|keys| keys.len() == 2).cloned()
     })
     .await;
-    assert_eq!(kept, ["b".repeat(32), "k1".to_owned()]);
+    let mut expected = [source.store_key("default"), "k1".to_owned()];
+    expected.sort();
+    assert_eq!(kept, expected);
+}
+
+#[tokio::test]
+async fn a_secret_opens_the_url_of_its_own_namespace() {
+    let scene = Scene::start().await;
+    *scene.played.models.lock().expect("models") = vec![ModelResponse::default()];
+    let source = HttpSource {
+        url: "http://nas.lan/m.tar".to_owned(),
+        sha256: "a".repeat(64),
+        secret_ref: Some(SecretRef {
+            name: "nas".to_owned(),
+        }),
+    };
+    let (one, two) = (Key::new("one", "demo"), Key::new("two", "demo"));
+    let path = "/api/v1/namespaces/one/secrets/nas";
+    // "hush" in base64.
+    let secret = json!({
+        "apiVersion": "v1", "kind": "Secret", "metadata": {"name": "nas"}, "type": "Opaque",
+        "data": {"token": "aHVzaA=="},
+    });
+    scene.ground.api.put(path, secret);
+    for deployment in [&one, &two] {
+        scene
+            .agents
+            .want(deployment, Some(&source), &["a".to_owned()]);
+    }
+    let (own, other) = (source.store_key("one"), source.store_key("two"));
+    assert_ne!(own, other);
+    // The other namespace names the same URL and digest, and has no such Secret.
+    until("the refusal", || {
+        let view = scene.agents.fetches(&other).remove("a");
+        matches!(view, Some(FetchView::Failed(why)) if why.contains("Secret two/nas")).then_some(())
+    })
+    .await;
+    let asked = until("a call", || {
+        scene.played.asked.lock().expect("asked").first().cloned()
+    })
+    .await;
+    assert_eq!((&*asked.key, &*asked.holder), (&*own, "one/nas"));
+    assert_eq!(asked.credentials.expect("credentials").token, "hush");
+    let all = scene.played.asked.lock().expect("asked").clone();
+    assert!(all.iter().all(|asked| asked.key == own));
+    assert!(
+        !scene
+            .ground
+            .api
+            .writes()
+            .iter()
+            .any(|write| write.contains("nas"))
+    );
+}
+
+#[tokio::test]
+async fn each_agent_is_given_a_certificate_of_its_node_and_trusted_by_that_alone() {
+    let scene = Scene::start().await;
+    *scene.played.node.lock().expect("node") = "a".to_owned();
+    until("a profile", || scene.ground.profile("a")).await;
+    assert_eq!(*scene.played.certified.lock().expect("certified"), ["a"]);
+
+    // A new operator finds the agent with its certificate and renews it by that.
+    let [first, second] = [&scene, &scene].map(|scene| {
+        let authority = Arc::clone(&scene.agents.authority);
+        let client = scene.ground.api.client();
+        let mut agents = Agents::new(client, authority, scene.ground.clone(), Vec::new());
+        agents.port = scene.agents.port;
+        agents
+    });
+    let agent = first.agents().remove(0);
+    let profile = |agents: Agents<Paper>, agent: Agent| async move {
+        let called = agents.call(&agent, |mut stub| async move {
+            stub.profile(timed(ProfileRequest {})).await
+        });
+        called.await
+    };
+    assert!(profile(first, agent.clone()).await.is_ok());
+    assert_eq!(scene.played.certified.lock().expect("certified").len(), 2);
+    // Who has the certificate of node a is not node b, wherever it answers.
+    let impostor = Agent {
+        node: "b".to_owned(),
+        ..agent.clone()
+    };
+    let error = profile(second, impostor).await.expect_err("an impostor");
+    assert!(error.contains("node.agent.hearth"), "{error}");
+    assert_eq!(scene.played.certified.lock().expect("certified").len(), 2);
+}
+
+#[tokio::test]
+async fn an_agent_that_begins_anew_is_certified_again_and_calls_nobody() {
+    let scene = Scene::start().await;
+    *scene.played.node.lock().expect("node") = "a".to_owned();
+    until("a profile", || scene.ground.profile("a")).await;
+    // What all agents begin with, and what this one was given, open no door: not even that of an agent.
+    let path = format!("/api/v1/namespaces/hearth-system/secrets/{AGENT_SECRET}");
+    let text = |name: &str| scene.ground.api.secret_text(&path, name);
+    let given = scene
+        .agents
+        .authority
+        .agent("a", Timestamp::now())
+        .await
+        .expect("certificate");
+    for (certificate, key) in [
+        (text("tls.crt"), text("tls.key")),
+        (given.certificate, given.key),
+    ] {
+        let names = TlsNames {
+            server: Some("a.node.agent.hearth".to_owned()),
+            clients: Vec::new(),
+        };
+        let tls = Tls::from_pem(&certificate, &key, &text("ca.crt"), &names).expect("TLS");
+        let options = ClientOptions {
+            tls: Some(tls),
+            ..ClientOptions::default()
+        };
+        let agent = scene.agents.agents().remove(0);
+        let worker = Clients::new(options)
+            .worker(&agent.endpoint)
+            .expect("worker");
+        let request = RetainRequest { keys: Vec::new() };
+        assert!(worker.agent().retain(request).await.is_err());
+    }
+    assert!(scene.played.retained.lock().expect("retained").is_empty());
+
+    // Its process begins anew, at the same address.
+    let played = Arc::new(Played::default());
+    *played.node.lock().expect("node") = "a".to_owned();
+    *played.models.lock().expect("models") = vec![ModelResponse::default()];
+    let address = serve_agent(&scene.ground.api, played.clone());
+    let agent = Agent {
+        node: "a".to_owned(),
+        endpoint: address.to_string().parse().expect("endpoint"),
+    };
+    let called = scene.agents.call(&agent, |mut stub| async move {
+        stub.profile(timed(ProfileRequest {})).await
+    });
+    assert!(called.await.is_ok());
+    assert_eq!(*played.certified.lock().expect("certified"), ["a"]);
 }

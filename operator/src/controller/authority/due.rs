@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 
-use super::issue::Facts;
+use super::issue::{Facts, Usage};
 
 /// Validity begins this much in the past: clocks of nodes differ.
 pub(super) const SKEW: Duration = Duration::from_secs(5 * 60);
@@ -107,6 +107,7 @@ pub(super) struct Leaf {
 pub(super) struct LeafWanted<'a> {
     /// DNS name in the certificate.
     pub(super) name: &'a str,
+    pub(super) usage: Usage,
     /// Who signs.
     pub(super) signing: &'a Facts,
     /// Who is trusted: subjects.
@@ -123,7 +124,8 @@ pub(super) fn leaf_due(leaf: Option<&Leaf>, wanted: LeafWanted<'_>, now: Timesta
     };
     let facts = &leaf.facts;
     let is_trusted = wanted.trusted.contains(&facts.issuer);
-    if now >= facts.not_after || facts.names != [wanted.name] || !is_trusted {
+    let is_as_wanted = facts.names == [wanted.name] && facts.usage == wanted.usage;
+    if now >= facts.not_after || !is_as_wanted || !is_trusted {
         return LeafDue::Issue;
     }
     if leaf.bundle != wanted.bundle {
@@ -186,6 +188,7 @@ mod tests {
             subject: subject.to_owned(),
             issuer: issuer.to_owned(),
             names: vec!["demo.default.hearth".to_owned()],
+            usage: Usage::Both,
             not_before: made.checked_sub(SKEW).expect("time"),
             not_after: after(made, lifetime),
         }
@@ -273,6 +276,7 @@ mod tests {
         let signing = facts("B", "B", start(), AUTHORITY_LIFETIME);
         let wanted = LeafWanted {
             name: "demo.default.hearth",
+            usage: Usage::Both,
             signing: &signing,
             trusted: &["A".to_owned(), "B".to_owned()],
             bundle: "AB",
@@ -335,6 +339,7 @@ mod tests {
         };
         let wanted = LeafWanted {
             name: "demo.default.hearth",
+            usage: Usage::Both,
             signing: &signing,
             trusted: &["A".to_owned()],
             bundle: "A",

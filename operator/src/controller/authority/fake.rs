@@ -23,7 +23,10 @@ pub(crate) fn settings() -> Settings {
         claims: true,
         ledger: crate::controller::testing::settings().ledger,
         model_cache: "/var/lib/hearth/models".to_owned(),
+        host_paths: Vec::new(),
+        cluster_ranges: Vec::new(),
         network_policies: true,
+        keeps_authority: false,
         certificate_lifetime: Duration::from_secs(90 * 24 * 3600),
     }
 }
@@ -111,6 +114,13 @@ impl FakeApi {
         {
             let (_, path, object) = state.before_write.remove(at);
             state.objects.insert(path, object);
+        }
+        if *method == Method::DELETE {
+            state.writes.push(format!("{method} {path}"));
+            return match state.objects.remove(path) {
+                Some(object) => (StatusCode::OK, object),
+                None => refusal(StatusCode::NOT_FOUND, "NotFound"),
+            };
         }
         let mut object: Value = serde_json::from_slice(body).expect("JSON");
         let path = match object["metadata"]["name"].as_str() {

@@ -22,6 +22,15 @@ pub(super) struct Pair {
     pub(super) facts: Facts,
 }
 
+/// What a certificate is good for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Usage {
+    /// Servers and clients.
+    Both,
+    /// Servers alone: its holder is called and calls nobody.
+    Server,
+}
+
 /// What is told by a certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Facts {
@@ -31,6 +40,7 @@ pub(super) struct Facts {
     pub(super) issuer: String,
     /// DNS names.
     pub(super) names: Vec<String>,
+    pub(super) usage: Usage,
     pub(super) not_before: Timestamp,
     pub(super) not_after: Timestamp,
 }
@@ -56,6 +66,10 @@ impl Facts {
             subject: certificate.subject().to_string(),
             issuer: certificate.issuer().to_string(),
             names,
+            usage: match certificate.extended_key_usage().ok()? {
+                Some(usage) if !usage.value.client_auth && !usage.value.any => Usage::Server,
+                _ => Usage::Both,
+            },
             not_before: time(validity.not_before.timestamp())?,
             not_after: time(validity.not_after.timestamp())?,
         })
@@ -107,10 +121,11 @@ impl Pair {
         Self::new(certificate.pem(), &key)
     }
 
-    /// A certificate of this authority for `name`, good for servers and for clients. It ends with its authority at the latest.
+    /// A certificate of this authority for `name`. It ends with its authority at the latest.
     pub(super) fn issue(
         &self,
         name: &str,
+        usage: Usage,
         now: Timestamp,
         lifetime: Duration,
     ) -> Result<Self, AuthorityError> {
@@ -118,10 +133,11 @@ impl Pair {
         let mut parameters = CertificateParams::new(vec![name.to_owned()])?;
         parameters.distinguished_name = named(name);
         parameters.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-        parameters.extended_key_usages = vec![
-            ExtendedKeyUsagePurpose::ServerAuth,
-            ExtendedKeyUsagePurpose::ClientAuth,
-        ];
+        parameters.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+        if usage == Usage::Both {
+            let client = ExtendedKeyUsagePurpose::ClientAuth;
+            parameters.extended_key_usages.push(client);
+        }
         parameters.use_authority_key_identifier_extension = true;
         let left = Duration::try_from(self.facts.not_after.duration_since(now)).unwrap_or_default();
         valid(&mut parameters, now, lifetime.min(left));
@@ -187,7 +203,7 @@ mod tests {
     fn a_leaf_is_accepted_for_its_name_in_its_time() {
         let authority = Pair::authority(now(), 10 * DAY).expect("authority");
         let leaf = authority
-            .issue("demo.default.hearth", now(), DAY)
+            .issue("demo.default.hearth", Usage::Both, now(), DAY)
             .expect("leaf");
         assert_eq!(leaf.facts.names, ["demo.default.hearth"]);
         assert_eq!(leaf.facts.issuer, authority.facts.subject);
@@ -210,10 +226,14 @@ mod tests {
         assert_ne!(old.facts.subject, new.facts.subject);
         let bundle = format!("{}{}", new.certificate, old.certificate);
         for authority in [&old, &new] {
-            let leaf = authority.issue("agent.hearth", now(), DAY).expect("leaf");
+            let leaf = authority
+                .issue("agent.hearth", Usage::Both, now(), DAY)
+                .expect("leaf");
             assert!(is_accepted(&bundle, &leaf, "agent.hearth", now()));
         }
-        let leaf = new.issue("agent.hearth", now(), DAY).expect("leaf");
+        let leaf = new
+            .issue("agent.hearth", Usage::Both, now(), DAY)
+            .expect("leaf");
         assert!(!is_accepted(&old.certificate, &leaf, "agent.hearth", now()));
     }
 
@@ -221,7 +241,7 @@ mod tests {
     fn a_leaf_never_outlives_its_authority() {
         let authority = Pair::authority(now(), DAY).expect("authority");
         let leaf = authority
-            .issue("agent.hearth", now(), 90 * DAY)
+            .issue("agent.hearth", Usage::Both, now(), 90 * DAY)
             .expect("leaf");
         assert_eq!(leaf.facts.not_after, authority.facts.not_after);
     }
@@ -243,7 +263,9 @@ mod tests {
     fn a_long_name_is_kept_whole_where_it_counts() {
         let name = format!("{}.{}.hearth", "a".repeat(40), "b".repeat(63));
         let authority = Pair::authority(now(), DAY).expect("authority");
-        let leaf = authority.issue(&name, now(), DAY).expect("leaf");
+        let leaf = authority
+            .issue(&name, Usage::Both, now(), DAY)
+            .expect("leaf");
         assert_eq!(leaf.facts.names, [name]);
     }
 }

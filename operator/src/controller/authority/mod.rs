@@ -1,7 +1,8 @@
 //! The operator is its own small certificate authority: gateway, workers, agents and operator know each other by it.
 //!
 //! The authority lies in the Secret `hearth-ca` of the operator's namespace. Each deployment has a certificate in its
-//! Secret `NAME-tls`, all agents share the one in `hearth-agent-tls`, and the operator's own is never written down.
+//! Secret `NAME-hearth-certificates`. All agents begin with the one in `hearth-agent-tls`, by which the operator gives
+//! each its own; that one and the operator's own are never written down.
 //! [`due`] says what is to be done when, [`issue`] makes and reads certificates, [`stored`] is how Secrets hold them;
 //! this file holds the client. Only the leader uses it.
 
@@ -22,13 +23,16 @@ use hearth_transport::{Tls, TlsNames};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Secret;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
-use kube::api::{Api, Patch, PatchParams, PostParams};
+use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::{Client, Resource, ResourceExt};
 
-use super::names::{AGENT_TLS_NAME, FIELD_MANAGER, OPERATOR_TLS_NAME, tls_name, tls_secret};
+use super::names::{
+    AGENT_TLS_NAME, FIELD_MANAGER, OPERATOR_TLS_NAME, agent_tls_name, certificates_secret,
+    old_certificates_secret, tls_name,
+};
 use super::observed::Settings;
 use due::{AUTHORITY_LIFETIME, AuthorityDue, LeafDue, LeafWanted, authority_due, leaf_due};
-use issue::Pair;
+use issue::{Pair, Usage};
 use stored::{Keys, StoredLeaf, is_ours};
 
 /// Secret of the authority, in the operator's namespace.
@@ -57,6 +61,9 @@ pub(crate) enum AuthorityError {
         "Secret {0} is there already and is not Hearth's\n  rename it, or give the deployment another name: Hearth keeps certificates under this name"
     )]
     Taken(String),
+    /// A Secret of that name belongs to an earlier deployment of the same name: the cluster is about to collect it.
+    #[error("Secret {0} is of an earlier deployment of that name, and goes with it")]
+    Going(String),
     /// The authority's Secret was altered.
     #[error(
         "Secret {0} does not hold a certificate authority of Hearth\n  restore it, or delete it: a new authority is made, and all Pods get new certificates"
@@ -89,7 +96,8 @@ pub(crate) struct Issued {
 pub(crate) struct Authority {
     client: Client,
     settings: Arc<Settings>,
-    /// The operator's Deployment, so that its removal removes the authority; none when it could not be found.
+    /// The operator's Deployment, so that its removal removes the agents' certificate, and the authority unless that is to
+    /// be kept; none when it could not be found.
     owner: Option<OwnerReference>,
     /// As last read; none before the first read.
     keys: tokio::sync::Mutex<Option<Arc<Keys>>>,
@@ -103,6 +111,28 @@ pub(crate) struct Authority {
 struct Known {
     owner_uid: Option<String>,
     issued: Issued,
+    old: Old,
+}
+
+/// What is known of a Secret under the name of before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Old {
+    /// There is none of ours.
+    Gone,
+    /// It is kept fresh for the Pods that mount it.
+    Mounted,
+}
+
+/// A certificate for the agent of one node, handed over and forgotten.
+pub(crate) struct AgentCertificate {
+    /// PEM.
+    pub(crate) certificate: String,
+    /// PEM, its private key.
+    pub(crate) key: String,
+    /// Who was trusted when it was made: another bundle asks for another one.
+    pub(crate) bundle: String,
+    /// When the next one is due.
+    pub(crate) renew: Timestamp,
 }
 
 /// The operator's own certificate.
@@ -121,7 +151,33 @@ struct Wanted {
     deployment: Option<String>,
     /// DNS name in the certificate.
     name: String,
+    usage: Usage,
     owner: Option<OwnerReference>,
+}
+
+impl Wanted {
+    /// A deployment's Secret is told by the uid of its owner, whatever it is called and labelled; the operator's own lie in
+    /// its own namespace.
+    fn check_owner(&self, secret: &Secret) -> Result<(), AuthorityError> {
+        let path = || format!("{}/{}", self.namespace, self.secret);
+        let Some(owner) = self.owner.as_ref().filter(|_| self.deployment.is_some()) else {
+            return match is_ours(secret) {
+                true => Ok(()),
+                false => Err(AuthorityError::Taken(path())),
+            };
+        };
+        let owners = secret.metadata.owner_references.iter().flatten();
+        match owners
+            .into_iter()
+            .find(|found| found.controller == Some(true))
+        {
+            Some(found) if found.uid == owner.uid => Ok(()),
+            Some(found) if found.kind == owner.kind && found.name == owner.name => {
+                Err(AuthorityError::Going(path()))
+            }
+            _ => Err(AuthorityError::Taken(path())),
+        }
+    }
 }
 
 impl Authority {
@@ -151,16 +207,19 @@ impl Authority {
             component: "agent",
             deployment: None,
             name: AGENT_TLS_NAME.to_owned(),
+            usage: Usage::Server,
             owner: self.owner.clone(),
         };
         let issued = self.ensure(&agents, now).await?;
         Ok(again.min(issued.again))
     }
 
-    /// The deployment's newest certificate, made or renewed when that is due.
+    /// The deployment's newest certificate, made or renewed when that is due. `old_is_mounted`: Pods of it mount the Secret
+    /// under its name of before, which is kept fresh for them, and removed after the last of them.
     pub(crate) async fn deployment(
         &self,
         deployment: &InferenceDeployment,
+        old_is_mounted: bool,
         now: Timestamp,
     ) -> Result<Issued, AuthorityError> {
         let (name, namespace) = (
@@ -168,30 +227,77 @@ impl Authority {
             deployment.namespace().unwrap_or_default(),
         );
         let key = format!("{namespace}/{name}");
+        let uid = deployment.uid();
         let known = self.known().get(&key).cloned();
-        if let Some(known) = known
-            && known.owner_uid == deployment.uid()
+        let known = known.filter(|known| known.owner_uid == uid);
+        if let Some(known) = &known
+            && (known.old == Old::Mounted) == old_is_mounted
             && now < known.issued.again
         {
-            return Ok(known.issued);
+            return Ok(known.issued.clone());
         }
         let wanted = Wanted {
-            secret: tls_secret(&name),
+            secret: certificates_secret(&name),
             component: "tls",
             name: tls_name(&name, &namespace),
+            usage: Usage::Both,
             owner: deployment.controller_owner_ref(&()),
             namespace,
-            deployment: Some(name),
+            deployment: Some(name.clone()),
         };
         let mut issued = self.ensure(&wanted, now).await?;
         let look = now.checked_add(LOOK_AGAIN).unwrap_or(Timestamp::MAX);
         issued.again = issued.again.min(look);
+        let before = Wanted {
+            secret: old_certificates_secret(&name),
+            ..wanted
+        };
+        let old = match known.map(|known| known.old) {
+            _ if old_is_mounted => {
+                match self.ensure(&before, now).await {
+                    Ok(before) => issued.again = issued.again.min(before.again),
+                    // Somebody else's by now: those Pods go on with what they have read.
+                    Err(AuthorityError::Taken(_) | AuthorityError::Going(_)) => {}
+                    Err(error) => return Err(error),
+                }
+                Old::Mounted
+            }
+            Some(Old::Gone) => Old::Gone,
+            Some(Old::Mounted) | None => {
+                self.remove(&before).await?;
+                Old::Gone
+            }
+        };
         let known = Known {
-            owner_uid: deployment.uid(),
+            owner_uid: uid,
             issued: issued.clone(),
+            old,
         };
         self.known().insert(key, known);
         Ok(issued)
+    }
+
+    /// A certificate for the agent of a node; it is written nowhere.
+    pub(crate) async fn agent(
+        &self,
+        node: &str,
+        now: Timestamp,
+    ) -> Result<AgentCertificate, AuthorityError> {
+        let keys = self.keys(now).await?;
+        let lifetime = self.settings.certificate_lifetime;
+        let name = agent_tls_name(node);
+        let pair = keys.signing.issue(&name, Usage::Server, now, lifetime)?;
+        Ok(AgentCertificate {
+            certificate: pair.certificate,
+            key: pair.key,
+            bundle: keys.bundle(),
+            renew: now.checked_add(lifetime * 2 / 3).unwrap_or(Timestamp::MAX),
+        })
+    }
+
+    /// Who is trusted now: see [`AgentCertificate::bundle`].
+    pub(crate) async fn bundle(&self, now: Timestamp) -> Result<String, AuthorityError> {
+        Ok(self.keys(now).await?.bundle())
     }
 
     /// Nothing is known any more of a deployment that is gone.
@@ -211,7 +317,9 @@ impl Authority {
             return Ok(own.tls.clone());
         }
         let lifetime = self.settings.certificate_lifetime;
-        let pair = keys.signing.issue(OPERATOR_TLS_NAME, now, lifetime)?;
+        let pair = keys
+            .signing
+            .issue(OPERATOR_TLS_NAME, Usage::Both, now, lifetime)?;
         let tls = match own.take() {
             Some(own) => {
                 own.tls.replace(&pair.certificate, &pair.key, &bundle)?;
@@ -256,7 +364,7 @@ impl Authority {
                     Some(keys) => Arc::unwrap_or_clone(keys),
                     None => Keys::new(now)?,
                 };
-                let secret = keys.secret(self.metadata(AUTHORITY_SECRET, "authority"), None);
+                let secret = keys.secret(self.authority_metadata(), None);
                 match api.create(&PostParams::default(), &secret).await {
                     Ok(_) => *held = Some(Arc::new(keys)),
                     Err(kube::Error::Api(status)) if status.is_already_exists() => {}
@@ -267,7 +375,9 @@ impl Authority {
             let path = self.authority_path();
             let keys = Keys::read(&secret).ok_or(AuthorityError::Spoilt(path))?;
             let due = authority_due(keys.times(), self.settings.certificate_lifetime, now);
-            if let AuthorityDue::Nothing(again) = due {
+            let owners = self.authority_owner().map(|owner| vec![owner]);
+            let is_owned = secret.metadata.owner_references.is_some() == owners.is_some();
+            if let (AuthorityDue::Nothing(again), true) = (due, is_owned) {
                 *held = Some(Arc::new(keys));
                 return Ok(again);
             }
@@ -275,6 +385,7 @@ impl Authority {
             tracing::info!(?due, "the certificate authority changes");
             let mut metadata = secret.metadata;
             metadata.managed_fields = None;
+            metadata.owner_references = owners;
             let secret = keys.secret(metadata, secret.immutable);
             match api
                 .replace(AUTHORITY_SECRET, &PostParams::default(), &secret)
@@ -293,23 +404,22 @@ impl Authority {
         let keys = self.keys(now).await?;
         let api = self.secrets(&wanted.namespace);
         let path = format!("{}/{}", wanted.namespace, wanted.secret);
-        let secret = api
-            .get_opt(&wanted.secret)
-            .await
-            .map_err(|e| self.failed(&path, e))?;
-        if secret.as_ref().is_some_and(|secret| !is_ours(secret)) {
-            return Err(AuthorityError::Taken(path));
-        }
-        let mut stored = secret.as_ref().and_then(StoredLeaf::read);
+        let failed = |error| self.failed(&path, error);
+        let mut found = api.get_opt(&wanted.secret).await.map_err(failed)?;
         let trusted = keys.trusted();
         let bundle = keys.bundle();
         let lifetime = self.settings.certificate_lifetime;
-        // At most: trust a new authority, then have it sign.
+        // At most: another replica is quicker, trust a new authority, then have it sign.
         for _ in 0..ATTEMPTS {
+            found
+                .as_ref()
+                .map_or(Ok(()), |found| wanted.check_owner(found))?;
+            let stored = found.as_ref().and_then(StoredLeaf::read);
             let due = leaf_due(
                 stored.as_ref().map(|stored| &stored.leaf),
                 LeafWanted {
                     name: &wanted.name,
+                    usage: wanted.usage,
                     signing: &keys.signing.facts,
                     trusted: &trusted,
                     bundle: &bundle,
@@ -323,23 +433,74 @@ impl Authority {
                     return Ok(Issued { serial, again });
                 }
                 (LeafDue::Trust, Some(stored)) => stored.pair.clone(),
-                _ => keys.signing.issue(&wanted.name, now, lifetime)?,
+                _ => keys
+                    .signing
+                    .issue(&wanted.name, wanted.usage, now, lifetime)?,
             };
             let next = StoredLeaf::following(stored.as_ref(), pair, &bundle, now);
-            let secret = next.secret(self.leaf_metadata(wanted));
-            let parameters = PatchParams::apply(FIELD_MANAGER).force();
-            api.patch(&wanted.secret, &parameters, &Patch::Apply(&secret))
-                .await
-                .map_err(|error| self.failed(&path, error))?;
-            tracing::info!(
-                secret = path,
-                ?due,
-                serial = next.leaf.facts.serial,
-                "certificate written"
-            );
-            stored = Some(next);
+            let mut metadata = self.leaf_metadata(wanted);
+            // Another Secret in its place is not written over.
+            metadata.uid = found.as_ref().and_then(ResourceExt::uid);
+            let secret = next.secret(metadata);
+            let written = match &found {
+                Some(_) => {
+                    let parameters = PatchParams::apply(FIELD_MANAGER).force();
+                    let patch = Patch::Apply(&secret);
+                    api.patch(&wanted.secret, &parameters, &patch).await
+                }
+                None => {
+                    let parameters = PostParams {
+                        field_manager: Some(FIELD_MANAGER.to_owned()),
+                        ..PostParams::default()
+                    };
+                    api.create(&parameters, &secret).await
+                }
+            };
+            found = match written {
+                Ok(written) => {
+                    let serial = next.leaf.facts.serial;
+                    tracing::info!(secret = path, ?due, serial, "certificate written");
+                    Some(written)
+                }
+                Err(kube::Error::Api(status))
+                    if status.is_conflict() || status.is_already_exists() =>
+                {
+                    api.get_opt(&wanted.secret).await.map_err(failed)?
+                }
+                Err(error) => return Err(failed(error)),
+            };
         }
         Err(AuthorityError::Contended(path))
+    }
+
+    /// Removes a Secret that is ours and that nobody uses any more; one of somebody else's is left alone.
+    async fn remove(&self, wanted: &Wanted) -> Result<(), AuthorityError> {
+        let api = self.secrets(&wanted.namespace);
+        let path = format!("{}/{}", wanted.namespace, wanted.secret);
+        let failed = |error| self.failed(&path, error);
+        let found = api.get_metadata_opt(&wanted.secret).await.map_err(failed)?;
+        let Some(found) = found.map(|found| Secret {
+            metadata: found.metadata,
+            ..Secret::default()
+        }) else {
+            return Ok(());
+        };
+        if wanted.check_owner(&found).is_err() {
+            return Ok(());
+        }
+        let parameters = DeleteParams {
+            preconditions: Some(Preconditions {
+                uid: found.uid(),
+                ..Preconditions::default()
+            }),
+            ..DeleteParams::default()
+        };
+        match api.delete(&wanted.secret, &parameters).await {
+            Ok(_) => tracing::info!(secret = path, "certificates under the old name removed"),
+            Err(kube::Error::Api(status)) if status.is_not_found() || status.is_conflict() => {}
+            Err(error) => return Err(failed(error)),
+        }
+        Ok(())
     }
 
     fn secrets(&self, namespace: &str) -> Api<Secret> {
@@ -357,14 +518,21 @@ impl Authority {
         }
     }
 
-    fn metadata(&self, name: &str, component: &str) -> ObjectMeta {
+    fn authority_metadata(&self) -> ObjectMeta {
         stored::metadata(
             &self.settings.operator_namespace,
-            name,
-            component,
+            AUTHORITY_SECRET,
+            "authority",
             None,
-            self.owner.clone(),
+            self.authority_owner(),
         )
+    }
+
+    /// Without an owner the authority outlives the operator: deployments that are kept go on trusting the next one.
+    fn authority_owner(&self) -> Option<OwnerReference> {
+        self.owner
+            .clone()
+            .filter(|_| !self.settings.keeps_authority)
     }
 
     fn leaf_metadata(&self, wanted: &Wanted) -> ObjectMeta {

@@ -229,6 +229,7 @@ mod tests {
     use std::time::Duration;
 
     use super::super::due::{AuthorityDue, LeafDue, LeafWanted, authority_due, leaf_due};
+    use super::super::issue::Usage;
     use super::*;
 
     const LEAF: Duration = Duration::from_secs(90 * 24 * 3600);
@@ -274,6 +275,7 @@ mod tests {
             let (trusted, bundle) = (keys.trusted(), keys.bundle());
             let wanted = LeafWanted {
                 name: "demo.default.hearth",
+                usage: Usage::Both,
                 signing: &keys.signing.facts,
                 trusted: &trusted,
                 bundle: &bundle,
@@ -285,7 +287,9 @@ mod tests {
                 (LeafDue::Trust, Some(leaf)) => leaf.pair.clone(),
                 _ => {
                     issued += 1;
-                    keys.signing.issue(wanted.name, now, LEAF).expect("leaf")
+                    keys.signing
+                        .issue(wanted.name, wanted.usage, now, LEAF)
+                        .expect("leaf")
                 }
             };
             let next = StoredLeaf::following(leaf.as_ref(), pair, &bundle, now);

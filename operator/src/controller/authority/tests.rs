@@ -8,7 +8,8 @@ use super::*;
 
 const CA: &str = "/api/v1/namespaces/hearth-system/secrets/hearth-ca";
 const AGENT: &str = "/api/v1/namespaces/hearth-system/secrets/hearth-agent-tls";
-const DEMO: &str = "/api/v1/namespaces/default/secrets/demo-tls";
+const DEMO: &str = "/api/v1/namespaces/default/secrets/demo-hearth-certificates";
+const OLD: &str = "/api/v1/namespaces/default/secrets/demo-tls";
 const DAY: Duration = Duration::from_secs(24 * 3600);
 
 fn start() -> Timestamp {
@@ -52,7 +53,7 @@ async fn the_authority_is_made_once_and_owned_by_the_operator() {
     assert_eq!(ca["metadata"]["ownerReferences"][0]["uid"], "op");
     assert_eq!(object(&api, AGENT)["data"]["ca.crt"], ca["data"]["ca.crt"]);
     let writes = api.writes();
-    assert_eq!(writes, [format!("POST {CA}"), format!("PATCH {AGENT}")]);
+    assert_eq!(writes, [format!("POST {CA}"), format!("POST {AGENT}")]);
     // Neither it nor a replica that starts later has anything to write.
     first.keep(days(1)).await.expect("authority");
     authority(&api).keep(days(2)).await.expect("authority");
@@ -80,7 +81,7 @@ async fn a_deployment_keeps_its_certificate_until_two_thirds_of_its_life() {
     let api = FakeApi::default();
     let authority = authority(&api);
     let issued = authority
-        .deployment(&deployment(), start())
+        .deployment(&deployment(), false, start())
         .await
         .expect("issued");
     let secret = object(&api, DEMO);
@@ -93,14 +94,14 @@ async fn a_deployment_keeps_its_certificate_until_two_thirds_of_its_life() {
     let writes = api.writes().len();
     for day in [0, 1, 59] {
         let again = authority
-            .deployment(&deployment(), days(day))
+            .deployment(&deployment(), false, days(day))
             .await
             .expect("issued");
         assert_eq!(again.serial, issued.serial, "day {day}");
     }
     assert_eq!(api.writes().len(), writes);
     let renewed = authority
-        .deployment(&deployment(), days(60))
+        .deployment(&deployment(), false, days(60))
         .await
         .expect("issued");
     assert_ne!(renewed.serial, issued.serial);
@@ -112,13 +113,13 @@ async fn a_removed_secret_comes_back_and_a_new_deployment_is_its_owner() {
     let api = FakeApi::default();
     let authority = authority(&api);
     let first = authority
-        .deployment(&deployment(), start())
+        .deployment(&deployment(), false, start())
         .await
         .expect("issued");
     api.remove(DEMO);
     let later = start().checked_add(LOOK_AGAIN).expect("time");
     let second = authority
-        .deployment(&deployment(), later)
+        .deployment(&deployment(), false, later)
         .await
         .expect("issued");
     assert_ne!(first.serial, second.serial);
@@ -126,7 +127,10 @@ async fn a_removed_secret_comes_back_and_a_new_deployment_is_its_owner() {
     api.remove(DEMO);
     let mut again = deployment();
     again.metadata.uid = Some("u2".to_owned());
-    authority.deployment(&again, later).await.expect("issued");
+    authority
+        .deployment(&again, false, later)
+        .await
+        .expect("issued");
     assert_eq!(
         object(&api, DEMO)["metadata"]["ownerReferences"][0]["uid"],
         "u2"
@@ -136,15 +140,150 @@ async fn a_removed_secret_comes_back_and_a_new_deployment_is_its_owner() {
 #[tokio::test]
 async fn a_secret_of_someone_else_is_not_touched() {
     let api = FakeApi::default();
-    let theirs = json!({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "demo-tls", "resourceVersion": "5"}});
+    let theirs = json!({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "demo-hearth-certificates", "resourceVersion": "5"}});
     api.put(DEMO, theirs.clone());
-    let refused = authority(&api).deployment(&deployment(), start()).await;
+    let refused = authority(&api)
+        .deployment(&deployment(), false, start())
+        .await;
     let message = refused.expect_err("refused").to_string();
     assert!(
-        message.contains("default/demo-tls is there already"),
+        message.contains("default/demo-hearth-certificates is there already"),
         "{message}"
     );
     assert_eq!(object(&api, DEMO), theirs);
+}
+
+#[tokio::test]
+async fn ours_is_told_by_the_owner_s_uid_whatever_the_labels_say() {
+    let api = FakeApi::default();
+    authority(&api)
+        .deployment(&deployment(), false, start())
+        .await
+        .expect("issued");
+    let ours = object(&api, DEMO);
+    for (owners, words) in [
+        (json!(null), "is not Hearth's"),
+        (
+            json!([{"apiVersion": "v1", "kind": "ConfigMap", "name": "demo", "uid": "u1", "controller": false}]),
+            "is not Hearth's",
+        ),
+        (
+            json!([{"apiVersion": "hearth.dev/v1alpha1", "kind": "InferenceDeployment", "name": "demo",
+                    "uid": "u0", "controller": true}]),
+            "of an earlier deployment",
+        ),
+    ] {
+        let mut theirs = ours.clone();
+        theirs["metadata"]["ownerReferences"] = owners;
+        theirs["data"] = json!({"tls.crt": "AAAA"});
+        api.put(DEMO, theirs.clone());
+        let refused = authority(&api)
+            .deployment(&deployment(), false, start())
+            .await;
+        let message = refused.expect_err("refused").to_string();
+        assert!(message.contains(words), "{message}");
+        assert_eq!(object(&api, DEMO), theirs);
+    }
+    // One that comes between the look and the write is not written over either.
+    api.remove(DEMO);
+    let theirs = json!({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "demo-hearth-certificates"}});
+    api.be_quicker(Method::POST, DEMO, theirs.clone());
+    let refused = authority(&api)
+        .deployment(&deployment(), false, start())
+        .await;
+    assert!(
+        matches!(refused, Err(AuthorityError::Taken(_))),
+        "{refused:?}"
+    );
+    assert_eq!(object(&api, DEMO), theirs);
+}
+
+#[tokio::test]
+async fn the_secret_under_the_old_name_is_kept_while_it_is_mounted_and_then_removed() {
+    let api = FakeApi::default();
+    let before = authority(&api);
+    before
+        .deployment(&deployment(), true, start())
+        .await
+        .expect("issued");
+    let old = object(&api, OLD);
+    assert_eq!(old["metadata"]["ownerReferences"][0]["uid"], "u1");
+    // Renewed as the new one is.
+    before
+        .deployment(&deployment(), true, days(60))
+        .await
+        .expect("issued");
+    assert_ne!(object(&api, OLD)["data"]["tls.crt"], old["data"]["tls.crt"]);
+    before
+        .deployment(&deployment(), false, days(60))
+        .await
+        .expect("issued");
+    assert_eq!(api.object(OLD), None);
+    assert!(api.object(DEMO).is_some());
+
+    // An Ingress's Secret of that name is nobody's business here.
+    let theirs =
+        json!({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "demo-tls", "uid": "x"}});
+    for is_mounted in [true, false] {
+        api.put(OLD, theirs.clone());
+        authority(&api)
+            .deployment(&deployment(), is_mounted, days(60))
+            .await
+            .expect("issued");
+        assert_eq!(object(&api, OLD), theirs);
+    }
+}
+
+#[tokio::test]
+async fn an_authority_that_is_kept_has_no_owner() {
+    let api = FakeApi::default();
+    authority(&api).keep(start()).await.expect("authority");
+    let before = object(&api, CA);
+    assert!(before["metadata"]["ownerReferences"].is_array());
+    let keeping = |keeps_authority| {
+        let settings = Settings {
+            keeps_authority,
+            ..settings()
+        };
+        let owner = authority(&api).owner;
+        Authority::new(api.client(), Arc::new(settings), owner)
+    };
+    keeping(true).keep(start()).await.expect("authority");
+    let kept = object(&api, CA);
+    assert!(kept["metadata"]["ownerReferences"].is_null(), "{kept:#}");
+    assert_eq!(kept["data"], before["data"]);
+    assert!(object(&api, AGENT)["metadata"]["ownerReferences"].is_array());
+    let writes = api.writes();
+    keeping(true).keep(start()).await.expect("authority");
+    assert_eq!(api.writes(), writes);
+    // The next release in that namespace goes on with it, and may decide otherwise.
+    keeping(false).keep(start()).await.expect("authority");
+    assert_eq!(
+        object(&api, CA)["metadata"]["ownerReferences"][0]["uid"],
+        "op"
+    );
+    assert_eq!(object(&api, CA)["data"], before["data"]);
+}
+
+#[tokio::test]
+async fn the_agents_first_certificate_is_good_for_servers_alone() {
+    let api = FakeApi::default();
+    authority(&api).keep(start()).await.expect("authority");
+    let facts = issue::Facts::read(&api.secret_text(AGENT, "tls.crt")).expect("facts");
+    assert_eq!(
+        (facts.usage, &*facts.names),
+        (Usage::Server, &["agent.hearth".to_owned()][..])
+    );
+    let own = authority(&api)
+        .agent("a", start())
+        .await
+        .expect("certificate");
+    let facts = issue::Facts::read(&own.certificate).expect("facts");
+    assert_eq!(
+        (facts.usage, &*facts.names),
+        (Usage::Server, &["a.node.agent.hearth".to_owned()][..])
+    );
+    assert_eq!(own.renew, days(60));
 }
 
 #[tokio::test]

@@ -4,7 +4,9 @@ use hearth_crds::{InferencePlanSpec, ObjectivesSpec, PlanPrediction, PlanRank, P
 use k8s_openapi::api::core::v1::Pod;
 use sha2::{Digest, Sha256};
 
-use crate::controller::names::{NOTE_PLAN, NOTE_PLAN_GENERATION};
+use crate::controller::names::{
+    METRICS_PORT, NOTE_PLAN, NOTE_PLAN_GENERATION, certificates_secret, old_certificates_secret,
+};
 
 /// The plan as one rank is told it: with this rank alone, and without the reasons.
 pub(super) fn slice(
@@ -22,10 +24,13 @@ pub(super) fn slice(
     }
 }
 
+/// Where a gateway shows its metrics.
+pub(super) const METRICS_FLAG: &str = "--metrics";
+
 /// Digest of the Pod without its name, and of the slice without what may change while the rank goes on as it is: the
 /// plan's generation, predictions and objectives, and for workers how the gateway routes.
-pub(super) fn rank_digest(pod: &Pod, slice: &InferencePlanSpec) -> String {
-    let mut pod = pod.clone();
+pub(super) fn rank_digest(pod: &Pod, slice: &InferencePlanSpec, deployment: &str) -> String {
+    let mut pod = as_before(pod, deployment);
     pod.metadata.name = None;
     if let Some(notes) = &mut pod.metadata.annotations {
         notes.remove(NOTE_PLAN);
@@ -34,6 +39,33 @@ pub(super) fn rank_digest(pod: &Pod, slice: &InferencePlanSpec) -> String {
     let pod = serde_json::to_string(&pod).unwrap_or_default();
     let slice = serde_json::to_string(&timeless(slice)).unwrap_or_default();
     short_digest(format!("{pod}\n{slice}"))
+}
+
+/// The Pod as earlier versions made it, but for what makes it do other work: a new operator restarts no Pod because its
+/// Secret has another name, or because its metrics moved. It gets both when it is made anew for another reason.
+fn as_before(pod: &Pod, deployment: &str) -> Pod {
+    let mut pod = pod.clone();
+    let Some(spec) = &mut pod.spec else {
+        return pod;
+    };
+    let now = certificates_secret(deployment);
+    let volumes = spec.volumes.iter_mut().flatten();
+    for secret in volumes.filter_map(|volume| volume.secret.as_mut()) {
+        if secret.secret_name.as_ref() == Some(&now) {
+            secret.secret_name = Some(old_certificates_secret(deployment));
+        }
+    }
+    for container in &mut spec.containers {
+        if let Some(arguments) = &mut container.args
+            && let Some(at) = arguments.iter().position(|word| word == METRICS_FLAG)
+        {
+            arguments.drain(at..(at + 2).min(arguments.len()));
+        }
+        if let Some(ports) = &mut container.ports {
+            ports.retain(|port| port.container_port != i32::from(METRICS_PORT));
+        }
+    }
+    pod
 }
 
 fn timeless(slice: &InferencePlanSpec) -> InferencePlanSpec {

@@ -18,15 +18,17 @@ mod pod;
 #[cfg(test)]
 mod policy_tests;
 #[cfg(test)]
-mod samples;
+pub(super) mod samples;
+#[cfg(test)]
+mod secrets_tests;
 #[cfg(test)]
 mod tests;
 
 use std::collections::BTreeMap;
 
 use hearth_crds::{
-    HttpSource, InferenceDeployment, InferenceDeploymentSpec, InferencePlan, InferencePlanSpec,
-    ModelSource, PlanRank,
+    InferenceDeployment, InferenceDeploymentSpec, InferencePlan, InferencePlanSpec, ModelSource,
+    PlanRank, STORE_KEY_DIGITS,
 };
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
@@ -35,7 +37,7 @@ use kube::{Resource, ResourceExt};
 
 use super::names::{
     APP, BUILTIN_DIRECTORY, LABEL_APP, LABEL_COMPONENT, LABEL_DEPLOYMENT, LABEL_MANAGED_BY,
-    LABEL_ROLE, MANAGER, NOTE_SPEC, SOURCE_DIRECTORY, plan_name,
+    LABEL_ROLE, MANAGER, NOTE_MODEL_KEY, NOTE_SPEC, SOURCE_DIRECTORY, plan_name,
 };
 use super::observed::Settings;
 
@@ -53,6 +55,8 @@ pub(crate) struct BuildContext<'a> {
     pub(crate) settings: &'a Settings,
     /// The deployment, with the spec that the plan was made for: see [`deployment_of_plan`].
     pub(crate) deployment: &'a InferenceDeployment,
+    /// The name of a fetched model in the nodes' stores: see [`model_key_of`]. None for other sources.
+    pub(crate) model_key: Option<&'a str>,
 }
 
 /// The Pod that a rank of a plan is to have, and what it holds of its node.
@@ -99,7 +103,9 @@ pub(crate) fn plan_object(
     let name = plan_name(&context.name(), spec.generation);
     let mut plan = InferencePlan::new(&name, spec);
     plan.metadata = context.metadata(&name, "plan");
-    let made_for = serde_json::to_string(&context.deployment.spec).unwrap_or_default();
+    let mut made_for = context.deployment.spec.clone();
+    made_for.model = made_for.model.shown();
+    let made_for = serde_json::to_string(&made_for).unwrap_or_default();
     let mut annotations = annotations;
     annotations.insert(NOTE_SPEC.to_owned(), made_for);
     plan.metadata.annotations = Some(annotations);
@@ -115,10 +121,33 @@ pub(crate) fn deployment_of_plan(
     let told = plan.annotations().get(NOTE_SPEC);
     let spec = told.and_then(|text| serde_json::from_str::<InferenceDeploymentSpec>(text).ok());
     let mut deployment = deployment.clone();
-    if let Some(spec) = spec {
+    if let Some(mut spec) = spec {
+        // A plan shows no secrets of URLs. Where it is of the source as it is now, that one has them.
+        let now = &deployment.spec.model;
+        let key = model_key(&deployment, &now.source);
+        if plan.annotations().get(NOTE_MODEL_KEY) == key.as_ref()
+            && spec.model.source == now.shown().source
+        {
+            spec.model.source = now.source.clone();
+        }
         deployment.spec = spec;
     }
     deployment
+}
+
+/// The name of a plan's fetched model in the nodes' stores; none for other sources.
+pub(crate) fn model_key_of(plan: &InferencePlan) -> Option<String> {
+    let notes = plan.annotations();
+    if let Some(key) = notes.get(NOTE_MODEL_KEY) {
+        return Some(key.clone());
+    }
+    // Plans of earlier versions tell the spec alone; then a model was kept under the half of its checksum.
+    let text = notes
+        .get(NOTE_SPEC)
+        .filter(|text| text.contains("\"http\""))?;
+    let spec: InferenceDeploymentSpec = serde_json::from_str(text).ok()?;
+    let sha256 = spec.model.source.http?.sha256;
+    Some(sha256.get(..STORE_KEY_DIGITS).unwrap_or(&sha256).to_owned())
 }
 
 /// The model's directory inside worker Pods.
@@ -138,14 +167,19 @@ pub(crate) fn model_path(_context: &BuildContext<'_>, source: &ModelSource) -> S
     }
 }
 
-/// The name of a fetched model in the nodes' caches.
-pub(crate) fn model_key(source: &HttpSource) -> &str {
-    source.sha256.get(..32).unwrap_or(&source.sha256)
+/// The name of a deployment's fetched model in the nodes' stores; none for a source that is not fetched.
+pub(crate) fn model_key(deployment: &InferenceDeployment, source: &ModelSource) -> Option<String> {
+    let namespace = deployment.metadata.namespace.as_deref().unwrap_or_default();
+    let http = source.http.as_ref()?;
+    Some(http.store_key(namespace))
 }
 
-/// Digest of a model source, for [`super::names::NOTE_SOURCE`].
-pub(crate) fn source_digest(source: &ModelSource) -> String {
-    short_digest(serde_json::to_string(source).unwrap_or_default())
+/// Digest of a model source, for [`super::names::NOTE_SOURCE`]. `key` tells fetched ones apart.
+pub(crate) fn source_digest(source: &ModelSource, key: Option<&str>) -> String {
+    match key {
+        Some(key) => short_digest(key),
+        None => short_digest(serde_json::to_string(source).unwrap_or_default()),
+    }
 }
 
 impl BuildContext<'_> {

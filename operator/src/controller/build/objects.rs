@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::{BuildContext, ROLE_INSPECT};
 use crate::controller::names::{
-    GATEWAY_PORT, LABEL_DEPLOYMENT, LABEL_ROLE, SERVICE_PORT, WORKER_PORT,
+    GATEWAY_PORT, LABEL_DEPLOYMENT, LABEL_ROLE, METRICS_PORT, SERVICE_PORT, WORKER_PORT,
 };
 
 /// Service, PodDisruptionBudgets of the roles that the plan has, and NetworkPolicies unless they are switched off.
@@ -65,12 +65,16 @@ fn disruption_budget(context: &BuildContext<'_>, role: &str, ranks: usize) -> Dy
     object::<PodDisruptionBudget>(context, &name, role, spec)
 }
 
-/// Whoever may reach the Service may ask; the gateway itself speaks to the workers of its deployment and to no one else.
+/// Whoever may reach the Service may ask, and Pods of the cluster may read metrics; the gateway itself speaks to the workers
+/// of its deployment and to no one else.
 fn gateway_policy(context: &BuildContext<'_>) -> DynamicObject {
     let spec = json!({
         "podSelector": {"matchLabels": context.role_labels(PlanRole::Gateway.as_str())},
         "policyTypes": ["Ingress", "Egress"],
-        "ingress": [{"ports": [tcp(GATEWAY_PORT)]}],
+        "ingress": [
+            {"ports": [tcp(GATEWAY_PORT)]},
+            {"from": [{"namespaceSelector": {}}], "ports": [tcp(METRICS_PORT)]},
+        ],
         "egress": [{
             "to": [{"podSelector": of_roles(context, &[PlanRole::Prefill.as_str(), PlanRole::Decode.as_str()])}],
             "ports": [tcp(WORKER_PORT)],

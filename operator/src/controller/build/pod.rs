@@ -15,13 +15,13 @@ use k8s_openapi::api::core::v1::{
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
-use super::canonical::{rank_digest, slice};
+use super::canonical::{METRICS_FLAG, rank_digest, slice};
 use super::claims::{claimed, hold_gpus};
-use super::{BuildContext, DesiredPod, ROLE_INSPECT, model_key, model_path, source_digest, texts};
+use super::{BuildContext, DesiredPod, ROLE_INSPECT, model_path, source_digest, texts};
 use crate::controller::names::{
-    GATEWAY_PORT, GPU_RESOURCE, HEALTH_PORT, KEYS_DIRECTORY, LABEL_RANK, LABEL_ROLE, NOTE_PLAN,
-    NOTE_PLAN_GENERATION, NOTE_RANK_HASH, NOTE_ROUTES, NOTE_SOURCE, PLACE_DIRECTORY,
-    SOURCE_DIRECTORY, TLS_DIRECTORY, WORKER_PORT, WORKER_PROGRAM, tls_name, tls_secret,
+    GATEWAY_PORT, GPU_RESOURCE, HEALTH_PORT, KEYS_DIRECTORY, LABEL_RANK, LABEL_ROLE, METRICS_PORT,
+    NOTE_PLAN, NOTE_PLAN_GENERATION, NOTE_RANK_HASH, NOTE_ROUTES, NOTE_SOURCE, PLACE_DIRECTORY,
+    SOURCE_DIRECTORY, TLS_DIRECTORY, WORKER_PORT, WORKER_PROGRAM, certificates_secret, tls_name,
 };
 
 /// User and group of all processes.
@@ -56,7 +56,7 @@ pub(crate) fn rank_pod(
     let mut volumes = vec![
         (place_volume(is_gateway), PLACE_DIRECTORY),
         (
-            secret_volume("tls", &tls_secret(&context.name())),
+            secret_volume("tls", &certificates_secret(&context.name())),
             TLS_DIRECTORY,
         ),
     ];
@@ -90,7 +90,7 @@ pub(crate) fn rank_pod(
         .labels
         .get_or_insert_default()
         .extend(texts([(LABEL_ROLE, role), (LABEL_RANK, &rank.name)]));
-    let hash = rank_digest(&pod, &slice);
+    let hash = rank_digest(&pod, &slice, &context.name());
     let name = format!("{}-{}-{hash}", context.name(), rank.name);
     pod.metadata.name = Some(name.clone());
     pod.metadata.annotations = Some(texts([
@@ -174,7 +174,10 @@ pub(crate) fn inspect_pod(
     let content = serde_json::to_string(&pod).unwrap_or_default();
     let hash = super::short_digest(&content);
     pod.metadata.name = Some(format!("{}-{ROLE_INSPECT}-{hash}", context.name()));
-    pod.metadata.annotations = Some(texts([(NOTE_SOURCE, &*source_digest(source))]));
+    pod.metadata.annotations = Some(texts([(
+        NOTE_SOURCE,
+        &*source_digest(source, context.model_key),
+    )]));
     pod
 }
 
@@ -288,6 +291,8 @@ fn rank_arguments(context: &BuildContext<'_>, rank: &PlanRank, is_gateway: bool)
         arguments.extend(words([
             "--routes",
             &format!("{PLACE_DIRECTORY}/routes.json"),
+            METRICS_FLAG,
+            &format!("[::]:{METRICS_PORT}"),
         ]));
         if context
             .deployment
@@ -498,9 +503,9 @@ fn source_volume(context: &BuildContext<'_>, source: &ModelSource) -> Option<Vol
     };
     let volume = if let Some(host) = &source.host_path {
         directory(host.path.clone())
-    } else if let Some(http) = &source.http {
+    } else if let (Some(_), Some(key)) = (&source.http, context.model_key) {
         let cache = context.settings.model_cache.trim_end_matches('/');
-        directory(format!("{cache}/{}", model_key(http)))
+        directory(format!("{cache}/{key}"))
     } else if let Some(claim) = &source.persistent_volume_claim {
         Volume {
             persistent_volume_claim: Some(PersistentVolumeClaimVolumeSource {
@@ -526,7 +531,7 @@ fn ports(is_gateway: bool) -> Vec<ContainerPort> {
         ..ContainerPort::default()
     };
     if is_gateway {
-        vec![port("http", GATEWAY_PORT)]
+        vec![port("http", GATEWAY_PORT), port("metrics", METRICS_PORT)]
     } else {
         vec![port("grpc", WORKER_PORT), port("health", HEALTH_PORT)]
     }

@@ -11,8 +11,8 @@ use k8s_openapi::api::networking::v1::{NetworkPolicy, NetworkPolicyPeer, Network
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
-use super::samples::{deployment, plan, settings};
-use super::{BuildContext, inspect_pod, objects, rank_pods};
+use super::samples::{context_of, deployment, plan, settings};
+use super::{inspect_pod, objects, rank_pods};
 
 /// One end of a flow: a Pod with its namespace and labels, or an address outside of the cluster.
 #[derive(Clone, Debug)]
@@ -23,10 +23,7 @@ enum End {
 
 fn policies(deployment: &InferenceDeployment) -> Vec<NetworkPolicy> {
     let settings = settings();
-    let context = BuildContext {
-        settings: &settings,
-        deployment,
-    };
+    let context = context_of(&settings, deployment);
     objects(&context, &plan())
         .into_iter()
         .filter(|object| {
@@ -62,10 +59,15 @@ fn names_peer(namespace: &str, peers: Option<&Vec<NetworkPolicyPeer>>, end: &End
         return true;
     };
     peers.iter().any(|peer| {
+        // Of namespaces: this one, or all that the cluster has.
+        let all = LabelSelector::default();
         assert!(
-            peer.ip_block.is_none() && peer.namespace_selector.is_none(),
+            peer.ip_block.is_none() && peer.namespace_selector.as_ref().is_none_or(|it| *it == all),
             "a peer that the evaluator does not know"
         );
+        if peer.namespace_selector.is_some() && peer.pod_selector.is_none() {
+            return matches!(end, End::Pod(..));
+        }
         match (end, &peer.pod_selector) {
             (End::Pod(home, labels), Some(selector)) => {
                 home == namespace && selects(selector, labels)
@@ -159,10 +161,7 @@ fn cluster() -> Cluster {
             ],
         ),
     ] {
-        let context = BuildContext {
-            settings: &settings,
-            deployment,
-        };
+        let context = context_of(&settings, deployment);
         let ranks = rank_pods(&context, &plan());
         let inspect = inspect_pod(&context, &deployment.spec.model.source, None);
         let pods = ranks
@@ -206,7 +205,10 @@ const FLOWS: &[(&str, &str, u16, bool)] = &[
     // What the roles need.
     ("client", "gateway", 8080, true),
     ("internet", "gateway", 8080, true),
-    ("operator", "gateway", 8080, true),
+    // Metrics are for the cluster, not for who comes from outside to the endpoint.
+    ("operator", "gateway", 9402, true),
+    ("client", "gateway", 9402, true),
+    ("internet", "gateway", 9402, false),
     ("gateway", "decode", 9400, true),
     ("gateway", "prefill", 9400, true),
     ("decode", "prefill", 9400, true),

@@ -9,6 +9,7 @@ use hearth_crds::{
 };
 use serde_json::json;
 
+use super::BuildContext;
 use crate::controller::observed::Settings;
 
 pub(super) fn settings() -> Settings {
@@ -22,7 +23,10 @@ pub(super) fn settings() -> Settings {
         claims: true,
         ledger: crate::controller::testing::settings().ledger,
         model_cache: "/var/lib/hearth/models".to_owned(),
+        host_paths: Vec::new(),
+        cluster_ranges: Vec::new(),
         network_policies: true,
+        keeps_authority: false,
         certificate_lifetime: Duration::from_secs(90 * 24 * 3600),
     }
 }
@@ -37,6 +41,18 @@ pub(super) fn deployment() -> InferenceDeployment {
     serde_json::from_value(value).expect("deployment")
 }
 
+/// For a model that is not fetched.
+pub(super) fn context_of<'a>(
+    settings: &'a Settings,
+    deployment: &'a InferenceDeployment,
+) -> BuildContext<'a> {
+    BuildContext {
+        settings,
+        deployment,
+        model_key: None,
+    }
+}
+
 pub(super) fn deployment_of(source: serde_json::Value) -> InferenceDeployment {
     let mut deployment = deployment();
     deployment.spec.model.source =
@@ -45,7 +61,7 @@ pub(super) fn deployment_of(source: serde_json::Value) -> InferenceDeployment {
 }
 
 /// A gateway, one prefill rank and two decode ranks: decode-1 alone on node b.
-pub(super) fn plan() -> InferencePlanSpec {
+pub(in crate::controller) fn plan() -> InferencePlanSpec {
     InferencePlanSpec {
         generation: 1,
         deployment: DeploymentRef {

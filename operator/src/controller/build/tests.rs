@@ -9,10 +9,9 @@ use hearth_crds::{
 use k8s_openapi::api::core::v1::{Pod, Volume};
 use serde_json::json;
 
-use super::samples::{deployment, deployment_of, plan, settings};
+use super::samples::{context_of, deployment, deployment_of, plan, settings};
 use super::{
-    BuildContext, DesiredPod, deployment_of_plan, inspect_pod, model_path, objects, plan_object,
-    rank_pods,
+    DesiredPod, deployment_of_plan, inspect_pod, model_path, objects, plan_object, rank_pods,
 };
 use crate::controller::names::{NOTE_INPUTS, NOTE_PLAN, NOTE_SPEC};
 use crate::controller::observed::Settings;
@@ -22,10 +21,7 @@ fn pods_of(
     deployment: &InferenceDeployment,
     plan: &InferencePlanSpec,
 ) -> Vec<DesiredPod> {
-    let context = BuildContext {
-        settings,
-        deployment,
-    };
+    let context = context_of(settings, deployment);
     rank_pods(&context, plan)
 }
 
@@ -49,16 +45,10 @@ fn the_pods_of_the_demo() {
 #[test]
 fn the_objects_of_the_demo() {
     let (settings, deployment) = (settings(), deployment());
-    let context = BuildContext {
-        settings: &settings,
-        deployment: &deployment,
-    };
+    let context = context_of(&settings, &deployment);
     insta::assert_yaml_snapshot!("objects", objects(&context, &plan()));
     let names = |settings: &Settings| -> Vec<String> {
-        let context = BuildContext {
-            settings,
-            deployment: &deployment,
-        };
+        let context = context_of(settings, &deployment);
         let mut chunked = plan();
         chunked.ranks.remove(1);
         let objects = objects(&context, &chunked).into_iter();
@@ -91,10 +81,7 @@ fn the_type_of_the_service_is_the_endpoint_s() {
     ] {
         let mut deployment = deployment();
         deployment.spec.endpoint.type_ = endpoint_type;
-        let context = BuildContext {
-            settings: &settings,
-            deployment: &deployment,
-        };
+        let context = context_of(&settings, &deployment);
         assert_eq!(objects(&context, &plan())[0].data["spec"]["type"], text);
     }
 }
@@ -393,10 +380,7 @@ fn a_plan_remembers_the_spec_that_it_was_made_for() {
         settings(),
         deployment_of(json!({"hostPath": {"path": "/models/old"}})),
     );
-    let context = BuildContext {
-        settings: &settings,
-        deployment: &before,
-    };
+    let context = context_of(&settings, &before);
     let notes = BTreeMap::from([(NOTE_INPUTS.to_owned(), "abc".to_owned())]);
     let kept = plan_object(&context, plan(), notes);
     assert_eq!(kept.metadata.name.as_deref(), Some("demo-1"));
@@ -452,16 +436,14 @@ fn models_are_mounted_where_their_source_says() {
         (
             json!({"http": {"url": "https://nas.lan/m.tar", "sha256": sha256}}),
             "/models/source",
-            json!({"hostPath": {"path": "/var/lib/hearth/models/0123456789abcdef0123456789abcdef", "type": "Directory"}}),
+            json!({"hostPath": {"path": "/var/lib/hearth/models/k3y", "type": "Directory"}}),
         ),
     ];
     let settings = settings();
     for (source, path, mut volume) in cases {
         let deployment = deployment_of(source.clone());
-        let context = BuildContext {
-            settings: &settings,
-            deployment: &deployment,
-        };
+        let mut context = context_of(&settings, &deployment);
+        context.model_key = source["http"].is_object().then_some("k3y");
         assert_eq!(model_path(&context, &deployment.spec.model.source), path);
         if !volume.is_null() {
             volume["name"] = json!("model");
@@ -492,10 +474,7 @@ fn an_inspect_pod_goes_where_the_model_is() {
     let mut deployment = deployment_of(json!({"persistentVolumeClaim": {"claimName": "c"}}));
     deployment.spec.placement.node_selector =
         BTreeMap::from([("disk".to_owned(), "nvme".to_owned())]);
-    let context = BuildContext {
-        settings: &settings,
-        deployment: &deployment,
-    };
+    let context = context_of(&settings, &deployment);
     let source = &deployment.spec.model.source;
     let anywhere = inspect_pod(&context, source, None);
     insta::assert_yaml_snapshot!("inspect", anywhere);
@@ -627,10 +606,8 @@ fn pods_are_restricted_but_for_directories_of_nodes() {
         ),
     ] {
         let deployment = deployment_of(source.clone());
-        let context = BuildContext {
-            settings: &settings,
-            deployment: &deployment,
-        };
+        let mut context = context_of(&settings, &deployment);
+        context.model_key = source["http"].is_object().then_some("k3y");
         let inspect = inspect_pod(&context, &deployment.spec.model.source, None);
         let ranks = rank_pods(&context, &plan()).into_iter().map(|pod| pod.pod);
         for pod in ranks.chain([inspect]) {

@@ -26,6 +26,8 @@ pub(crate) struct LeanNode {
 struct Spec {
     unschedulable: bool,
     taints: Vec<LeanTaint>,
+    #[serde(rename = "podCIDRs")]
+    pod_cidrs: Vec<String>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -78,6 +80,7 @@ impl LeanNode {
                     effect: taint.effect,
                 })
                 .collect(),
+            pod_cidrs: self.spec.pod_cidrs,
             profile: None,
         }
     }

@@ -7,8 +7,8 @@ use kube::api::ObjectMeta;
 use serde::Deserialize;
 
 use super::super::names::{
-    LABEL_RANK, LABEL_ROLE, NOTE_CERTIFICATE, NOTE_PLAN, NOTE_PLAN_GENERATION, NOTE_RANK_HASH,
-    NOTE_ROUTES, NOTE_SOURCE,
+    LABEL_DEPLOYMENT, LABEL_RANK, LABEL_ROLE, NOTE_CERTIFICATE, NOTE_PLAN, NOTE_PLAN_GENERATION,
+    NOTE_RANK_HASH, NOTE_ROUTES, NOTE_SOURCE, old_certificates_secret,
 };
 use super::super::observed::{ContainerEnd, ContainerView, PodView};
 use super::requests::{Asking, Granted};
@@ -54,6 +54,19 @@ struct Spec {
     affinity: Option<Affinity>,
     #[serde(flatten)]
     asking: Asking,
+    volumes: Vec<Volume>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Volume {
+    secret: Option<VolumeSecret>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct VolumeSecret {
+    secret_name: String,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -185,6 +198,9 @@ impl LeanPod {
             source: note(NOTE_SOURCE),
             routes: note(NOTE_ROUTES),
             certificate: note(NOTE_CERTIFICATE),
+            mounts_old_certificates: self
+                .spec
+                .mounts(&old_certificates_secret(&label(LABEL_DEPLOYMENT))),
             wanted_node: self.spec.wanted_node(),
             ip: self.status.pod_ip.clone().unwrap_or_default(),
             is_ready: self.status.is_true("Ready"),
@@ -221,6 +237,14 @@ impl LeanPod {
 }
 
 impl Spec {
+    fn mounts(&self, name: &str) -> bool {
+        let mut secrets = self
+            .volumes
+            .iter()
+            .filter_map(|volume| volume.secret.as_ref());
+        secrets.any(|secret| secret.secret_name == name)
+    }
+
     fn wanted_node(&self) -> String {
         let required = self
             .affinity

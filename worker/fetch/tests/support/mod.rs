@@ -41,6 +41,8 @@ pub enum Fault {
 pub struct Seen {
     pub range: Option<String>,
     pub if_range: Option<String>,
+    pub authorization: Option<String>,
+    pub referer: Option<String>,
 }
 
 /// A server with one file under every path.
@@ -59,6 +61,8 @@ struct Shared {
     pace: Duration,
     seen: Vec<Seen>,
     sent_bytes: usize,
+    /// The one `Authorization` that it takes.
+    opened_by: Option<String>,
 }
 
 impl FileServer {
@@ -75,6 +79,7 @@ impl FileServer {
             pace: Duration::ZERO,
             seen: Vec::new(),
             sent_bytes: 0,
+            opened_by: None,
         }));
         let router = Router::new()
             .fallback(answer)
@@ -103,6 +108,11 @@ impl FileServer {
         shared.etag = etag.map(str::to_owned);
     }
 
+    /// From now on only requests with this `Authorization` are answered.
+    pub fn open_by(&self, authorization: &str) {
+        self.shared.lock().unwrap().opened_by = Some(authorization.to_owned());
+    }
+
     /// Waits so long after each piece.
     pub fn pace(&self, pace: Duration) {
         self.shared.lock().unwrap().pace = pace;
@@ -118,21 +128,39 @@ impl FileServer {
     }
 }
 
+impl Seen {
+    fn of(headers: &HeaderMap) -> Self {
+        let text = |name| {
+            let value = headers.get(name)?;
+            Some(value.to_str().unwrap().to_owned())
+        };
+        Self {
+            range: text(header::RANGE),
+            if_range: text(header::IF_RANGE),
+            authorization: text(header::AUTHORIZATION),
+            referer: text(header::REFERER),
+        }
+    }
+}
+
+impl Shared {
+    fn opens_to(&self, seen: &Seen) -> bool {
+        self.opened_by.is_none() || self.opened_by == seen.authorization
+    }
+}
+
 async fn answer(State(shared): State<Arc<Mutex<Shared>>>, headers: HeaderMap) -> Response {
-    let text = |name| {
-        let value = headers.get(name)?;
-        Some(value.to_str().unwrap().to_owned())
-    };
-    let seen = Seen {
-        range: text(header::RANGE),
-        if_range: text(header::IF_RANGE),
-    };
+    let seen = Seen::of(&headers);
     let (file, etag, fault, pace) = {
         let mut shared = shared.lock().unwrap();
         shared.seen.push(seen.clone());
         let fault = shared.faults.pop_front();
         (shared.file.clone(), shared.etag.clone(), fault, shared.pace)
     };
+    if !shared.lock().unwrap().opens_to(&seen) {
+        let response = Response::builder().status(StatusCode::UNAUTHORIZED);
+        return response.body(Body::empty()).unwrap();
+    }
     if let Some(Fault::Status(status, headers)) = fault {
         let mut response = Response::builder().status(status);
         for (name, value) in headers {

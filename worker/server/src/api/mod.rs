@@ -28,7 +28,8 @@ use crate::cors;
 use crate::error::{ApiError, ErrorType};
 use crate::generation;
 
-const ROUTES: &str = "GET /v1/models, POST /v1/chat/completions, POST /v1/completions, GET /health, GET /ready, GET /metrics";
+const ROUTES: &str =
+    "GET /v1/models, POST /v1/chat/completions, POST /v1/completions, GET /health, GET /ready";
 
 /// All routes of a gateway.
 pub(crate) fn router(app: Arc<App>) -> Router {
@@ -46,7 +47,7 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .merge(api)
         .route("/health", get(status::health))
         .route("/ready", get(status::ready))
-        .route("/metrics", get(status::metrics))
+        .route("/metrics", get(status::metrics_are_elsewhere))
         .fallback(not_found)
         .method_not_allowed_fallback(wrong_method)
         .layer(Extension(desk::Desk::new()))
@@ -57,6 +58,13 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         Some(cors) => router.layer(cors),
         None => router,
     }
+}
+
+/// The routes of the port for metrics.
+pub(crate) fn metrics_router(app: Arc<App>) -> Router {
+    Router::new()
+        .route("/metrics", get(status::metrics))
+        .with_state(app)
 }
 
 /// What the handlers know of a request beside its body.

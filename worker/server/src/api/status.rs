@@ -1,4 +1,5 @@
-//! `GET /health`, `/ready` and `/metrics`: open without a key, since probes and scrapers carry none.
+//! `GET /health` and `/ready`, and on a port of their own the `/metrics`: open without a key, since probes and scrapers
+//! carry none.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -10,7 +11,7 @@ use http::{HeaderValue, StatusCode, header};
 use serde_json::{Value, json};
 
 use crate::app::App;
-use crate::error::ApiError;
+use crate::error::{ApiError, ErrorType};
 use crate::metrics::CONTENT_TYPE;
 use crate::router::Role;
 
@@ -65,4 +66,14 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
         Ok(text) => ([(header::CONTENT_TYPE, CONTENT_TYPE)], text).into_response(),
         Err(_) => ApiError::internal("the metrics cannot be written").into_response(),
     }
+}
+
+/// Whoever reaches the API need not see how much it is used, and by how many.
+pub(super) async fn metrics_are_elsewhere() -> ApiError {
+    ApiError::new(
+        StatusCode::NOT_FOUND,
+        ErrorType::InvalidRequest,
+        "metrics are on a port of their own: 9402 of a gateway's Pod, or where hearth up says",
+    )
+    .with_code("unknown_url")
 }

@@ -322,9 +322,20 @@ async fn keys_are_asked_for_and_read_again() {
         assert_eq!(ask(Some(header)).await.status(), 200);
     }
     assert_eq!(gateway.post(CHAT, chat_body("x", json!({}))).await.0, 401);
-    for open in ["/health", "/ready", "/metrics"] {
+    for open in ["/health", "/ready"] {
         assert_eq!(gateway.get(open).await.0, 200, "{open}");
     }
+    // Metrics are for whoever reaches their own port, with a key or without.
+    let (status, text) = gateway.get("/metrics").await;
+    assert_eq!(status, 404);
+    assert!(
+        text.contains("a port of their own") && !text.contains("hearth_"),
+        "{text}"
+    );
+    assert!(gateway.metrics().await.contains("hearth_"));
+    let api = gateway.metrics_url.replace("/metrics", "/v1/models");
+    let response = gateway.http.get(api).send().await.unwrap();
+    assert_eq!(response.status(), 404);
     tokio::time::sleep(Duration::from_millis(2100)).await;
     std::fs::write(&path, "key-three\n").unwrap();
     assert_eq!(ask(Some("Bearer key-three")).await.status(), 200);
@@ -409,12 +420,7 @@ async fn metrics_follow_what_was_served() {
         .post("/v1/completions", json!({"model": MODEL, "prompt": "go"}))
         .await;
     gateway.chat("x", json!({"n": 0})).await;
-    let response = gateway
-        .http
-        .get(format!("{}/metrics", gateway.url))
-        .send()
-        .await
-        .unwrap();
+    let response = gateway.http.get(&gateway.metrics_url).send().await.unwrap();
     assert!(
         response.headers()["content-type"]
             .to_str()

@@ -190,7 +190,7 @@ async fn a_worker_that_leaves_keeps_its_stream_and_gets_no_other() {
         gateway.ready().await["workers"].as_array().unwrap().len(),
         1
     );
-    let (_, metrics) = gateway.get("/metrics").await;
+    let metrics = gateway.metrics().await;
     assert!(!metrics.contains(&address(busy)), "{metrics}");
     assert!(connections(other) > 0);
 }
@@ -342,7 +342,7 @@ async fn two_workers_of_one_name_are_two_series() {
     let gateway = empty_gateway().await;
     gateway.set_members(&[&old, &new]);
     eventually(|| gateway.is_ready(2)).await;
-    let (_, metrics) = gateway.get("/metrics").await;
+    let metrics = gateway.metrics().await;
     let mut series: Vec<&str> = metrics
         .lines()
         .filter(|line| !line.starts_with('#'))

@@ -7,20 +7,20 @@ mod models;
 mod node;
 mod tool;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
 use hearth_fetch::Cache;
 use hearth_transport::tonic::service::Routes;
-use hearth_transport::{Health, Listener, ServerOptions, server, v1};
+use hearth_transport::{Health, Listener, ServerOptions, Tls, TlsFiles, TlsNames, server, v1};
+use ipnet::IpNet;
 use tonic::{Request, Response, Status};
 
-use super::place::TlsArgs;
 use super::report::Report;
 use crate::signals;
-use models::Models;
+use models::{Limits, Models};
 use node::Node;
 
 /// Calls are answered at once; a caller that does not let its connection go is not waited for.
@@ -38,11 +38,29 @@ pub(crate) struct AgentArgs {
     /// Address of plain gRPC health for probes: service "" is ready, "live" is alive
     #[arg(long, value_name = "ADDRESS")]
     health: Option<String>,
-    #[command(flatten)]
-    tls: TlsArgs,
+    /// Directory with tls.crt, tls.key and ca.crt: the operator of that authority alone may call, and gives this agent a
+    /// certificate of its own. Read again when it changes
+    #[arg(long, value_name = "DIR")]
+    tls_dir: Option<PathBuf>,
     /// Directory for models, parts of them, and what was measured
     #[arg(long, value_name = "DIR", default_value = "/var/lib/hearth")]
     cache_dir: PathBuf,
+    /// Percent of the disk that models leave free: more than the kubelet wants, which ends Pods below it
+    #[arg(long, value_name = "PERCENT", default_value_t = 17,
+        value_parser = clap::value_parser!(u8).range(0..=99))]
+    disk_reserve: u8,
+    /// Range of addresses to fetch from although it is the node's, its link's or the cluster's; may be repeated
+    #[arg(long = "allow-range", value_name = "CIDR")]
+    allow_ranges: Vec<IpNet>,
+}
+
+impl AgentArgs {
+    fn limits(&self) -> Limits {
+        Limits {
+            disk_reserve: self.disk_reserve,
+            allow_ranges: self.allow_ranges.clone(),
+        }
+    }
 }
 
 /// Serves until told to end.
@@ -61,7 +79,7 @@ async fn serve(args: &AgentArgs) -> anyhow::Result<()> {
     let health = Health::starting().await;
     let address = args.health.as_deref();
     let _probes = address.map(|address| health.listen(address)).transpose()?;
-    let tls = args.tls.read()?;
+    let tls = args.tls_dir.as_deref().map(read_tls).transpose()?;
     let listener = Listener::bind(&args.listen)?;
     let endpoint = listener.address().to_string();
 
@@ -71,7 +89,9 @@ async fn serve(args: &AgentArgs) -> anyhow::Result<()> {
     }
     let service = AgentService {
         node: Node::start(&args.node, &args.cache_dir),
-        models: Arc::new(Models::new(cache)),
+        models: Arc::new(Models::new(cache, args.limits())),
+        name: args.node.clone(),
+        tls: tls.clone(),
     };
     let routes = Routes::new(health.service()).add_service(server::agent(service));
     health.set_ready(true).await;
@@ -101,14 +121,53 @@ async fn serve(args: &AgentArgs) -> anyhow::Result<()> {
     }
 }
 
+/// The certificate that all agents begin with. Nobody but the operator may call.
+fn read_tls(directory: &Path) -> anyhow::Result<Tls> {
+    let files = TlsFiles {
+        cert: directory.join("tls.crt"),
+        key: directory.join("tls.key"),
+        ca: directory.join("ca.crt"),
+        names: TlsNames::for_operator(),
+    };
+    Ok(Tls::read(&files)?)
+}
+
 /// `hearth.v1.Agent`.
 struct AgentService {
     node: Arc<Node>,
     models: Arc<Models>,
+    /// Of the node.
+    name: String,
+    tls: Option<Tls>,
 }
 
 #[tonic::async_trait]
 impl v1::agent_server::Agent for AgentService {
+    async fn certify(
+        &self,
+        request: Request<v1::CertifyRequest>,
+    ) -> Result<Response<v1::CertifyResponse>, Status> {
+        let v1::CertifyRequest {
+            node,
+            certificate,
+            key,
+        } = request.into_inner();
+        if node != self.name {
+            let name = &self.name;
+            return Err(Status::failed_precondition(format!(
+                "the certificate is of node {node:?}, and this agent is on {name:?}"
+            )));
+        }
+        let Some(tls) = &self.tls else {
+            let why = "this agent was started without --tls-dir: it shows no certificate";
+            return Err(Status::failed_precondition(why));
+        };
+        tls.adopt(&certificate, &key)
+            .map_err(|error| Status::invalid_argument(error.to_string()))?;
+        tracing::info!(node, "this node's own certificate");
+        Ok(Response::new(v1::CertifyResponse {}))
+    }
+
     async fn profile(
         &self,
         _: Request<v1::ProfileRequest>,

@@ -7,9 +7,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use hearth_crds::ModelFacts;
-use hearth_fetch::{Blame, Cache, FetchError, FetchOptions, Key, Progress, Source, fetch};
-use hearth_transport::v1::{ModelRequest, ModelResponse, ModelState};
+use hearth_crds::{ModelFacts, store_key};
+use hearth_fetch::{
+    Blame, Cache, Credentials, FetchError, FetchOptions, Key, Progress, Reach, Source, fetch,
+};
+use hearth_transport::v1::{self, ModelRequest, ModelResponse, ModelState};
+use ipnet::IpNet;
 use tokio::task::JoinHandle;
 use tonic::Status;
 
@@ -22,8 +25,27 @@ const FACTS_PATIENCE: Duration = Duration::from_secs(300);
 /// All of them.
 pub(super) struct Models {
     cache: Cache,
-    options: FetchOptions,
+    limits: Limits,
     entries: Mutex<BTreeMap<Key, Entry>>,
+}
+
+/// What fetches leave alone.
+#[derive(Clone, Debug)]
+pub(super) struct Limits {
+    /// Percent of the disk.
+    pub(super) disk_reserve: u8,
+    /// Ranges that are fetched from although they are the node's, its link's or the cluster's.
+    pub(super) allow_ranges: Vec<IpNet>,
+}
+
+impl Limits {
+    fn options(&self, cluster_ranges: Vec<IpNet>) -> FetchOptions {
+        FetchOptions {
+            reserve_percent: self.disk_reserve,
+            reach: Reach::outside(cluster_ranges, self.allow_ranges.clone()),
+            ..FetchOptions::default()
+        }
+    }
 }
 
 /// A model that was asked for.
@@ -72,10 +94,10 @@ impl From<FetchError> for Failure {
 
 impl Models {
     /// Nothing is looked at yet.
-    pub(super) fn new(cache: Cache) -> Self {
+    pub(super) fn new(cache: Cache, limits: Limits) -> Self {
         Self {
             cache,
-            options: FetchOptions::default(),
+            limits,
             entries: Mutex::default(),
         }
     }
@@ -86,6 +108,7 @@ impl Models {
     /// INVALID_ARGUMENT for what can never be fetched.
     pub(super) fn model(self: &Arc<Self>, request: &ModelRequest) -> Result<ModelResponse, Status> {
         let (key, source) = checked(request)?;
+        let options = self.limits.options(ranges(&request.cluster_ranges)?);
         let mut entries = self.lock();
         let entry = entries.get_mut(&key);
         let failures = entry.as_ref().map_or(0, |entry| entry.failures);
@@ -117,7 +140,7 @@ impl Models {
             failures,
             state: State::Working {
                 progress: None,
-                task: tokio::spawn(Arc::clone(self).work(key.clone(), source)),
+                task: tokio::spawn(Arc::clone(self).work(key.clone(), source, options)),
             },
         };
         entries.insert(key, entry);
@@ -154,8 +177,8 @@ impl Models {
     }
 
     /// Fetches the model, checks it, and notes what came of it.
-    async fn work(self: Arc<Self>, key: Key, source: Option<Source>) {
-        let outcome = self.ready(&key, source.as_ref()).await;
+    async fn work(self: Arc<Self>, key: Key, source: Option<Source>, options: FetchOptions) {
+        let outcome = self.ready(&key, source.as_ref(), &options).await;
         let mut entries = self.lock();
         let Some(entry) = entries.get_mut(&key) else {
             return;
@@ -176,14 +199,19 @@ impl Models {
         }
     }
 
-    async fn ready(self: &Arc<Self>, key: &Key, source: Option<&Source>) -> Result<Ready, Failure> {
+    async fn ready(
+        self: &Arc<Self>,
+        key: &Key,
+        source: Option<&Source>,
+        options: &FetchOptions,
+    ) -> Result<Ready, Failure> {
         let directory = match (self.cache.model(key), source) {
             (Some(directory), _) => directory,
             (None, Some(source)) => {
                 tracing::info!(%key, url = source.shown(), "fetching");
                 let (models, own) = (Arc::clone(self), key.clone());
                 let observer = Arc::new(move |progress: &Progress| models.note(&own, progress));
-                fetch(source, &self.cache, &self.options, observer).await?
+                fetch(source, &self.cache, options, observer).await?
             }
             (None, None) => {
                 return Err(Failure {
@@ -274,28 +302,70 @@ fn wait_after(blame: Blame, failures: u32) -> Duration {
     Duration::from_secs(doubled.min(most_seconds))
 }
 
-/// Key and source of a request; no source where it has no URL.
+/// Key and source of a request; no source where it has no URL. The key must follow from all that opens the model: what
+/// lies here is handed to nobody for its checksum alone.
 fn checked(request: &ModelRequest) -> Result<(Key, Option<Source>), Status> {
     let key = parsed(&request.key)?;
     if request.url.is_empty() {
         return Ok((key, None));
     }
-    let source = Source::new(&request.url, &request.sha256)
-        .map_err(|error| Status::invalid_argument(error.to_string()))?;
-    if source.key() != key {
+    let expected = store_key(&request.url, &request.sha256, &request.holder);
+    if key.as_str() != expected {
         return Err(Status::invalid_argument(format!(
-            "key is {key}, and that of sha256 {} is {}",
-            source.sha256(),
-            source.key()
+            "key is {key}, and that of the URL, sha256 {} and holder {:?} is {expected}",
+            request.sha256, request.holder
         )));
     }
-    Ok((key, Some(source)))
+    let source = Source::new(&request.url, &request.sha256)
+        .map_err(|error| Status::invalid_argument(error.to_string()))?
+        .kept_as(key.clone());
+    Ok((
+        key,
+        Some(match credentials(request.credentials.as_ref())? {
+            Some(credentials) => source.opened_by(credentials),
+            None => source,
+        }),
+    ))
+}
+
+fn credentials(given: Option<&v1::Credentials>) -> Result<Option<Credentials>, Status> {
+    let Some(v1::Credentials {
+        username,
+        password,
+        token,
+    }) = given
+    else {
+        return Ok(None);
+    };
+    match (username.is_empty(), token.is_empty()) {
+        (false, true) => Ok(Some(Credentials::Basic {
+            username: username.clone(),
+            password: password.clone(),
+        })),
+        (true, false) => Ok(Some(Credentials::Bearer {
+            token: token.clone(),
+        })),
+        _ => Err(Status::invalid_argument(
+            "credentials are a token, or a username with its password",
+        )),
+    }
+}
+
+fn ranges(texts: &[String]) -> Result<Vec<IpNet>, Status> {
+    let range = |text: &String| {
+        text.parse().map_err(|_| {
+            Status::invalid_argument(format!(
+                "{text:?} is no range of addresses, as 10.42.0.0/16"
+            ))
+        })
+    };
+    texts.iter().map(range).collect()
 }
 
 fn parsed(text: &str) -> Result<Key, Status> {
     Key::parse(text).ok_or_else(|| {
         Status::invalid_argument(format!(
-            "key is {text:?}: it must be the first 32 hexadecimal digits of a sha256"
+            "key is {text:?}: it must have 32 lower-case hexadecimal digits"
         ))
     })
 }
@@ -336,21 +406,59 @@ mod tests {
     #[test]
     fn requests_are_checked_before_anything_is_fetched() {
         let sha256 = "ab".repeat(32);
+        let nas = "http://nas/m.tar";
         let request = |key: &str, url: &str| ModelRequest {
             key: key.to_owned(),
             url: url.to_owned(),
             sha256: sha256.clone(),
+            ..ModelRequest::default()
         };
-        let (key, source) = checked(&request(&sha256[..32], "http://nas/m.tar")).unwrap();
-        assert_eq!(source.unwrap().key(), key);
-        assert!(checked(&request(&sha256[..32], "")).unwrap().1.is_none());
+        let key_of = |url: &str, holder: &str| store_key(url, &sha256, holder);
+        let public = key_of(nas, "");
+        let (key, source) = checked(&request(&public, nas)).unwrap();
+        assert_eq!((key.as_str(), &source.unwrap().key()), (&*public, &key));
+        assert!(checked(&request(&public, "")).unwrap().1.is_none());
+        let file = "file:///etc/passwd";
         for (key, url) in [
-            ("../../etc", "http://nas/m.tar"),
-            (&"cd".repeat(16), "http://nas/m.tar"),
-            (&sha256[..32], "file:///etc/passwd"),
+            ("../../etc", nas),
+            // The digest alone, and the name that another holder has for it.
+            (&sha256[..32], nas),
+            (&key_of(nas, "other/secret"), nas),
+            (&key_of("http://other/m.tar", ""), nas),
+            (&key_of(file, ""), file),
         ] {
             let status = checked(&request(key, url)).unwrap_err();
             assert_eq!(status.code(), tonic::Code::InvalidArgument, "{status}");
         }
+    }
+
+    #[test]
+    fn credentials_are_a_token_or_a_user() {
+        let given = |username: &str, password: &str, token: &str| {
+            let [username, password, token] = [username, password, token].map(str::to_owned);
+            credentials(Some(&v1::Credentials {
+                username,
+                password,
+                token,
+            }))
+        };
+        assert!(credentials(None).unwrap().is_none());
+        assert!(matches!(
+            given("ann", "pw", ""),
+            Ok(Some(Credentials::Basic { .. }))
+        ));
+        assert!(matches!(
+            given("ann", "", ""),
+            Ok(Some(Credentials::Basic { .. }))
+        ));
+        assert!(matches!(
+            given("", "", "t"),
+            Ok(Some(Credentials::Bearer { .. }))
+        ));
+        for (username, token) in [("ann", "t"), ("", "")] {
+            assert!(given(username, "", token).is_err());
+        }
+        assert!(ranges(&["10.42.0.0/16".to_owned(), "fd42::/48".to_owned()]).is_ok());
+        assert!(ranges(&["10.42.0.0".to_owned()]).is_err());
     }
 }

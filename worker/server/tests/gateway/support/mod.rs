@@ -25,6 +25,8 @@ pub(crate) use worker::{FakeWorker, Fault};
 pub(crate) struct Running {
     pub(crate) url: String,
     pub(crate) address: std::net::SocketAddr,
+    /// `http://HOST:PORT/metrics`.
+    pub(crate) metrics_url: String,
     pub(crate) http: reqwest::Client,
     /// Its workers, to be changed.
     pub(crate) pool: Arc<Pool>,
@@ -65,12 +67,16 @@ pub(crate) async fn unready_gateway(
     let (stop, stopped) = oneshot::channel();
     let gateway = Gateway::start(config).unwrap();
     let pool = gateway.pool().clone();
+    let metrics = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let metrics_url = format!("http://{}/metrics", metrics.local_addr().unwrap());
+    tokio::spawn(gateway.serve_metrics(metrics));
     let task = tokio::spawn(gateway.serve(listener, async {
         let _ = stopped.await;
     }));
     Running {
         url: format!("http://{address}"),
         address,
+        metrics_url,
         http: reqwest::Client::new(),
         pool,
         stop: Some(stop),
@@ -141,9 +147,16 @@ impl Running {
         (status, response.text().await.unwrap())
     }
 
+    /// All metrics.
+    pub(crate) async fn metrics(&self) -> String {
+        let response = self.http.get(&self.metrics_url).send().await.unwrap();
+        assert_eq!(response.status(), 200);
+        response.text().await.unwrap()
+    }
+
     /// A metric's value, summed over labels that contain `labels`.
     pub(crate) async fn metric(&self, name: &str, labels: &str) -> f64 {
-        let (_, text) = self.get("/metrics").await;
+        let text = self.metrics().await;
         text.lines()
             .filter(|line| !line.starts_with('#'))
             .filter(|line| {

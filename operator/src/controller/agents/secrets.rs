@@ -1,0 +1,114 @@
+//! Secrets that open URLs: read for one call, and kept nowhere.
+
+use hearth_transport::v1::Credentials;
+use k8s_openapi::api::core::v1::Secret;
+use kube::Client;
+use kube::api::Api;
+
+/// Types of Secrets that a person makes; others hold what the cluster made for itself, such as tokens of its own.
+const TYPES: [&str; 2] = ["Opaque", "kubernetes.io/basic-auth"];
+
+/// What a Secret holds to open a URL with.
+///
+/// # Errors
+/// Why it cannot be had, with what to do; never with what is in it.
+pub(super) async fn credentials(
+    client: &Client,
+    namespace: &str,
+    name: &str,
+) -> Result<Credentials, String> {
+    let api: Api<Secret> = Api::namespaced(client.clone(), namespace);
+    match api.get_opt(name).await {
+        Ok(Some(secret)) => read(&secret, namespace, name),
+        Ok(None) => Err(format!(
+            "Secret {namespace}/{name} of spec.model.source.http.secretRef is not there\n  kubectl -n {namespace} create secret generic {name} --from-literal=token=…"
+        )),
+        Err(error) => Err(format!("Secret {namespace}/{name}: {error}")),
+    }
+}
+
+fn read(secret: &Secret, namespace: &str, name: &str) -> Result<Credentials, String> {
+    let type_ = secret.type_.as_deref().unwrap_or("Opaque");
+    if !TYPES.contains(&type_) {
+        return Err(format!(
+            "Secret {namespace}/{name} has type {type_:?}\n  spec.model.source.http.secretRef takes {}",
+            TYPES.join(" or ")
+        ));
+    }
+    let text = |key: &str| {
+        let bytes = secret.data.as_ref()?.get(key)?;
+        let text = String::from_utf8(bytes.0.clone()).ok()?;
+        // Whoever makes a Secret from a file has the end of its line in it.
+        Some(text.trim_end_matches(['\r', '\n']).to_owned()).filter(|text| !text.is_empty())
+    };
+    match (text("token"), text("username"), text("password")) {
+        (Some(token), None, _) => Ok(Credentials {
+            token,
+            ..Credentials::default()
+        }),
+        (None, Some(username), password) => Ok(Credentials {
+            username,
+            password: password.unwrap_or_default(),
+            ..Credentials::default()
+        }),
+        _ => Err(format!(
+            "Secret {namespace}/{name} does not say how to open the URL\n  give it either the key token, or username and password"
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use k8s_openapi::ByteString;
+
+    use super::*;
+
+    fn secret(type_: Option<&str>, pairs: &[(&str, &str)]) -> Secret {
+        let data = pairs.iter().map(|(key, value)| {
+            let bytes = ByteString(value.as_bytes().to_vec());
+            ((*key).to_owned(), bytes)
+        });
+        Secret {
+            type_: type_.map(str::to_owned),
+            data: Some(data.collect()),
+            ..Secret::default()
+        }
+    }
+
+    #[test]
+    fn a_token_or_a_user_opens_a_url() {
+        let of = |secret: &Secret| read(secret, "default", "nas");
+        let token = of(&secret(None, &[("token", "t0ken\n")])).unwrap();
+        assert_eq!((&*token.token, &*token.username), ("t0ken", ""));
+        let user = secret(
+            Some("kubernetes.io/basic-auth"),
+            &[("username", "ann"), ("password", "pw")],
+        );
+        let user = of(&user).unwrap();
+        assert_eq!((&*user.username, &*user.password), ("ann", "pw"));
+        for pairs in [
+            &[][..],
+            &[("password", "pw")],
+            &[("token", "pw"), ("username", "ann")],
+            &[("token", "\n")],
+        ] {
+            let error = of(&secret(Some("Opaque"), pairs)).unwrap_err();
+            assert!(
+                error.contains("default/nas") && !error.contains("pw"),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn what_the_cluster_made_for_itself_is_not_sent_anywhere() {
+        for type_ in [
+            "kubernetes.io/service-account-token",
+            "kubernetes.io/tls",
+            "bootstrap.kubernetes.io/token",
+        ] {
+            let error = read(&secret(Some(type_), &[("token", "pw")]), "a", "b").unwrap_err();
+            assert!(error.contains(type_) && !error.contains("pw"), "{error}");
+        }
+    }
+}

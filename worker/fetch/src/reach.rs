@@ -1,0 +1,335 @@
+//! From which addresses a model may be fetched. Each address is checked where it is dialled: what a name resolves to at
+//! that very moment, what a redirect leads to, and addresses that are written out.
+
+use std::error::Error;
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ipnet::IpNet;
+use reqwest::dns::{Addrs, Name, Resolve, Resolving};
+use reqwest::redirect::Policy;
+use reqwest::{ClientBuilder, Url};
+
+/// Which addresses are fetched from.
+#[derive(Clone, Debug, Default)]
+pub struct Reach {
+    limits: Option<Limits>,
+}
+
+#[derive(Clone, Debug)]
+struct Limits {
+    /// The cluster's own.
+    cluster: Vec<IpNet>,
+    allowed: Vec<IpNet>,
+}
+
+impl Reach {
+    /// Anything that this machine reaches: for a person who fetches for their own use.
+    pub fn anywhere() -> Self {
+        Self::default()
+    }
+
+    /// For a machine that fetches what others ask for: neither itself (loopback), nor its link, nor the ranges of
+    /// `cluster`, but for those of `allowed`. What a server inside answered is told to nobody, and proxies are not
+    /// asked, since what they resolve cannot be checked.
+    pub fn outside(cluster: Vec<IpNet>, allowed: Vec<IpNet>) -> Self {
+        Self {
+            limits: Some(Limits { cluster, allowed }),
+        }
+    }
+
+    /// Why the address is not fetched from.
+    fn check(&self, address: IpAddr) -> Result<(), Refused> {
+        let Some(limits) = &self.limits else {
+            return Ok(());
+        };
+        let address = plain(address);
+        let is_in = |ranges: &[IpNet]| ranges.iter().any(|range| range.contains(&address));
+        if is_in(&limits.allowed) {
+            return Ok(());
+        }
+        if is_in(&limits.cluster) {
+            return Err(Refused("one of the cluster itself"));
+        }
+        match always_refused(address) {
+            Some(why) => Err(Refused(why)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// An address that is not fetched from, and what it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Refused(pub(crate) &'static str);
+
+impl fmt::Display for Refused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the address is {}", self.0)
+    }
+}
+
+impl Error for Refused {}
+
+/// The [`Reach`] of one download, and whether it has met a server inside.
+#[derive(Clone)]
+pub(crate) struct Guard {
+    reach: Reach,
+    has_met_inside: Arc<AtomicBool>,
+}
+
+impl Guard {
+    pub(crate) fn new(reach: &Reach) -> Self {
+        Self {
+            reach: reach.clone(),
+            has_met_inside: Arc::default(),
+        }
+    }
+
+    /// Whether answers are to be kept back: a server that is not public was asked, and others than the one who asks may
+    /// read what is said of it.
+    pub(crate) fn keeps_back(&self) -> bool {
+        self.has_met_inside.load(Ordering::Relaxed)
+    }
+
+    /// A client that dials what may be fetched from alone, and follows `max` redirects.
+    pub(crate) fn install(&self, builder: ClientBuilder, max: usize) -> ClientBuilder {
+        let limited = Policy::limited(max);
+        if self.reach.limits.is_none() {
+            return builder.redirect(limited);
+        }
+        let guard = self.clone();
+        let policy = Policy::custom(move |attempt| match guard.check_url(attempt.url()) {
+            Ok(()) => limited.redirect(attempt),
+            Err(refused) => attempt.error(refused),
+        });
+        builder
+            .redirect(policy)
+            .dns_resolver(Arc::new(self.clone()))
+            .no_proxy()
+    }
+
+    /// Checks an address that is written out; names are checked when they are resolved.
+    pub(crate) fn check_url(&self, url: &Url) -> Result<(), Refused> {
+        let host = url.host_str().unwrap_or_default();
+        let host = host.trim_start_matches('[').trim_end_matches(']');
+        match host.parse() {
+            Ok(address) => self.take(address),
+            Err(_) => Ok(()),
+        }
+    }
+
+    fn take(&self, address: IpAddr) -> Result<(), Refused> {
+        self.reach.check(address)?;
+        if self.reach.limits.is_some() && !is_public(plain(address)) {
+            self.has_met_inside.store(true, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+}
+
+impl Resolve for Guard {
+    fn resolve(&self, name: Name) -> Resolving {
+        let guard = self.clone();
+        Box::pin(async move {
+            let found = tokio::net::lookup_host((name.as_str(), 0)).await?;
+            let mut refusal = None;
+            let mut kept: Vec<SocketAddr> = Vec::new();
+            for address in found {
+                match guard.take(address.ip()) {
+                    Ok(()) => kept.push(address),
+                    Err(refused) => refusal = Some(refused),
+                }
+            }
+            match refusal {
+                Some(refused) if kept.is_empty() => Err(refused.into()),
+                _ => Ok(Box::new(kept.into_iter()) as Addrs),
+            }
+        })
+    }
+}
+
+/// The IPv4 address that an IPv6 one stands for, where it does: mapped, compatible, or through NAT64.
+fn plain(address: IpAddr) -> IpAddr {
+    let IpAddr::V6(v6) = address else {
+        return address;
+    };
+    if let Some(v4) = v6.to_ipv4_mapped() {
+        return v4.into();
+    }
+    let [a, b, c, d, e, f, high, low] = v6.segments();
+    let inner = || {
+        let ([a, b], [c, d]) = (high.to_be_bytes(), low.to_be_bytes());
+        IpAddr::V4(Ipv4Addr::new(a, b, c, d))
+    };
+    match [a, b, c, d, e, f] {
+        // ::1 and :: are addresses of their own.
+        [0, 0, 0, 0, 0, 0] if high != 0 => inner(),
+        [0x64, 0xff9b, 0, 0, 0, 0] => inner(),
+        _ => address,
+    }
+}
+
+/// What an address is that no model lies behind.
+fn always_refused(address: IpAddr) -> Option<&'static str> {
+    let (is_own, is_link, is_many) = match address {
+        IpAddr::V4(v4) => (
+            v4.is_loopback() || v4.octets()[0] == 0,
+            v4.is_link_local() || METADATA_V4.contains(&v4),
+            v4.is_multicast() || v4.is_broadcast(),
+        ),
+        IpAddr::V6(v6) => (
+            v6.is_loopback() || v6.is_unspecified(),
+            v6.is_unicast_link_local() || v6 == METADATA_V6,
+            v6.is_multicast(),
+        ),
+    };
+    if is_own {
+        Some("one of the node itself")
+    } else if is_link {
+        Some("one of the node's own link")
+    } else if is_many {
+        Some("one of many machines at once")
+    } else {
+        None
+    }
+}
+
+/// Where clouds tell a machine its own credentials, beside 169.254.169.254, which is link-local.
+const METADATA_V4: [Ipv4Addr; 3] = [
+    Ipv4Addr::new(100, 100, 100, 200),
+    Ipv4Addr::new(168, 63, 129, 16),
+    Ipv4Addr::new(192, 0, 0, 192),
+];
+const METADATA_V6: Ipv6Addr = Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x254);
+
+/// Whether anybody on the internet could ask there as well (RFC 6890's table, as far as it names unicast).
+fn is_public(address: IpAddr) -> bool {
+    match address {
+        IpAddr::V4(v4) => {
+            let [a, b, c, _] = v4.octets();
+            !(v4.is_private()
+                || v4.is_loopback()
+                || v4.is_link_local()
+                || v4.is_documentation()
+                || a == 0
+                || a >= 224
+                || (a == 100 && b & 0xc0 == 64)
+                || (a == 198 && b & 0xfe == 18)
+                || (a == 192 && b == 0 && c == 0))
+        }
+        // Global unicast without documentation and 6to4.
+        IpAddr::V6(v6) => {
+            let [a, b, ..] = v6.segments();
+            a & 0xe000 == 0x2000 && !(a == 0x2001 && b == 0xdb8) && a != 0x2002
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ranges(texts: &[&str]) -> Vec<IpNet> {
+        texts.iter().map(|text| text.parse().unwrap()).collect()
+    }
+
+    fn reach() -> Reach {
+        let cluster = ranges(&["10.42.0.0/16", "10.43.0.0/16", "fd42::/48"]);
+        Reach::outside(cluster, ranges(&["10.43.0.80/32", "127.0.0.9/32"]))
+    }
+
+    #[test]
+    fn the_node_its_link_and_the_cluster_are_refused_in_every_spelling() {
+        for text in [
+            "127.0.0.1",
+            "127.9.9.9",
+            "0.0.0.0",
+            "0.1.2.3",
+            "169.254.169.254",
+            "100.100.100.200",
+            "168.63.129.16",
+            "224.0.0.1",
+            "255.255.255.255",
+            "10.42.3.4",
+            "10.43.0.1",
+            "::1",
+            "::",
+            "fe80::1",
+            "fd00:ec2::254",
+            "ff02::1",
+            "fd42::7",
+            "::ffff:127.0.0.1",
+            "::ffff:10.43.0.1",
+            "::ffff:169.254.169.254",
+            "::127.0.0.1",
+            "64:ff9b::10.42.0.9",
+            "64:ff9b::7f00:1",
+        ] {
+            assert!(reach().check(text.parse().unwrap()).is_err(), "{text}");
+            assert!(Reach::anywhere().check(text.parse().unwrap()).is_ok());
+        }
+        for text in [
+            "192.168.1.5",
+            "10.0.0.7",
+            "1.1.1.1",
+            "10.43.0.80",
+            "::ffff:10.43.0.80",
+            "127.0.0.9",
+            "fd43::1",
+            "2606:4700::1",
+        ] {
+            assert_eq!(reach().check(text.parse().unwrap()), Ok(()), "{text}");
+        }
+    }
+
+    #[test]
+    fn addresses_that_are_written_out_are_checked_in_a_url() {
+        let guard = Guard::new(&reach());
+        for (url, is_refused) in [
+            ("http://127.0.0.1/x", true),
+            ("http://2130706433/x", true),
+            ("http://0x7f.1/x", true),
+            ("http://017700000001/x", true),
+            ("http://[::ffff:7f00:1]/x", true),
+            ("http://[fe80::1]:8080/x", true),
+            ("http://10.43.0.1:443/x", true),
+            ("http://1.1.1.1/x", false),
+            ("http://nas.lan/x", false),
+        ] {
+            let verdict = guard.check_url(&Url::parse(url).unwrap());
+            assert_eq!(verdict.is_err(), is_refused, "{url}");
+        }
+    }
+
+    #[test]
+    fn only_what_public_servers_answer_is_told() {
+        for (text, is_kept_back) in [
+            ("1.1.1.1", false),
+            ("2606:4700::1", false),
+            ("192.168.1.5", true),
+            ("::ffff:192.168.1.5", true),
+            ("10.43.0.80", true),
+            ("100.64.0.1", true),
+            ("198.18.0.254", true),
+            ("fd43::1", true),
+        ] {
+            let guard = Guard::new(&reach());
+            guard.take(text.parse().unwrap()).unwrap();
+            assert_eq!(guard.keeps_back(), is_kept_back, "{text}");
+            let guard = Guard::new(&Reach::anywhere());
+            guard.take(text.parse().unwrap()).unwrap();
+            assert!(!guard.keeps_back(), "{text}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_name_is_checked_when_it_is_resolved() {
+        let name = || "localhost".parse().unwrap();
+        let resolved = Guard::new(&reach()).resolve(name()).await;
+        let error = resolved.err().expect("refused");
+        assert!(error.downcast_ref::<Refused>().is_some(), "{error}");
+        assert!(Guard::new(&Reach::anywhere()).resolve(name()).await.is_ok());
+    }
+}

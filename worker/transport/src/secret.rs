@@ -1,0 +1,42 @@
+//! Messages that hold secrets print without them.
+
+use std::fmt;
+
+use crate::v1::{CertifyRequest, Credentials};
+
+impl fmt::Debug for Credentials {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Credentials").finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for CertifyRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CertifyRequest")
+            .field("node", &self.node)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn secrets_are_not_printed() {
+        let credentials = Credentials {
+            username: "ann".to_owned(),
+            password: "pw".to_owned(),
+            token: "pw".to_owned(),
+        };
+        let text = format!("{credentials:?}");
+        assert!(!text.contains("pw") && !text.contains("ann"), "{text}");
+        let request = CertifyRequest {
+            node: "a".to_owned(),
+            certificate: "pw".to_owned(),
+            key: "pw".to_owned(),
+        };
+        let text = format!("{request:?}");
+        assert!(!text.contains("pw"), "{text}");
+    }
+}

@@ -2,7 +2,7 @@
 
     validate_manifests.py VERSIONS FILE...
 
-VERSIONS is a list with commas, such as 1.29,1.36. Custom resources of others are passed over by name. Prints one line
+VERSIONS is a list with commas, such as 1.30,1.36. Custom resources of others are passed over by name. Prints one line
 for each finding, and how many objects were checked; exits 1 when there were findings.
 """
 

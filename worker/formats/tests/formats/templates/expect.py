@@ -1,4 +1,4 @@
-"""Renders cases.json with jinja2, set up as transformers sets it up, into expected.json. Needs jinja2 >= 3.1.6."""
+"""Renders cases.json with jinja2, set up as transformers sets it up, into expected.json."""
 
 import datetime
 import json

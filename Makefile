@@ -14,7 +14,7 @@ QUESTION ?= What is Hearth?
 # Where the images would be pushed to.
 REGISTRY ?= hearth.dev
 
-.PHONY: demo build test test-gpu bench-gpu test-cluster cluster check fmt bench images manifests crds clean help
+.PHONY: demo build test test-oldest test-gpu bench-gpu test-cluster cluster check fmt bench images manifests crds clean help
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -26,10 +26,16 @@ build: ## Build both binaries
 	@scripts/bootstrap.sh build
 	@cargo build --profile $(PROFILE) --bin hearth --bin hearth-worker
 
+# Programs and tests are built by one call: by two, everything above tokio would be built twice, with and without its test features.
 test: ## Every test
-	@scripts/bootstrap.sh test
-	@cargo build --workspace --bins
+	@scripts/bootstrap.sh test cargo build --workspace --bins --tests
 	@cargo test --workspace --no-fail-fast
+
+# Not part of `make test`: it builds another API server, for minutes.
+test-oldest: export HEARTH_TEST_OLDEST = 1
+test-oldest: ## The tests that need an API server alone, on the oldest that the chart allows
+	@scripts/bootstrap.sh oldest cargo build --workspace --bins --tests
+	@cargo test --workspace --no-fail-fast --test releases --test install_manifest
 
 # On the GPU of this machine: the cases of `make test`, the sanitizer's short list, and no pass without a GPU.
 test-gpu: ## The CUDA backend's tests on this machine's GPU
@@ -42,9 +48,8 @@ bench-gpu: ## Measure the CUDA backend on this machine's GPU
 # Somebody's cluster is used only when it is named here: never one that the environment happens to name.
 test-cluster: export HEARTH_TEST_KUBECONFIG = $(if $(filter command,$(origin KUBECONFIG)),$(abspath $(KUBECONFIG)))
 test-cluster: ## The tests on Kubernetes: on a cluster of their own, or with KUBECONFIG=FILE on that one
-	@scripts/bootstrap.sh cluster
-	@cargo build --workspace --bins
-	@cargo test -p hearth-tests --no-fail-fast --test 'cluster_*'
+	@scripts/bootstrap.sh cluster cargo build --workspace --bins --tests
+	@cargo test --workspace --no-fail-fast --test 'cluster_*'
 
 cluster: ## A two-node cluster to try things on, until Ctrl-C
 	@scripts/bootstrap.sh cluster
@@ -55,7 +60,7 @@ check: ## Format, lints, layering, licences
 	@scripts/bootstrap.sh check
 	@cargo fmt --all --check
 	@cargo clippy --workspace --all-targets -- -D warnings
-	@cargo test -q -p hearth-tests --test layering --test chart
+	@cargo test -q --workspace --test layering --test chart --test requirements
 	@$(HEARTH_CACHE)/tools/bin/cargo-deny --log-level error check bans licenses sources
 
 fmt: ## Format everything

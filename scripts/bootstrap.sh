@@ -4,13 +4,21 @@
 #   scripts/bootstrap.sh build    what `make demo` needs
 #   scripts/bootstrap.sh test     also what `make test` needs, the test cluster and an emulated machine among it where there can be one
 #   scripts/bootstrap.sh cluster  what `make test-cluster` needs
+#   scripts/bootstrap.sh oldest   what `make test-oldest` needs
 #   scripts/bootstrap.sh check    also what `make check` needs
 #   scripts/bootstrap.sh gpu      what `make test-gpu` needs
 #   scripts/bootstrap.sh images   what `make images` needs
+# A command behind the goal runs beside the builds of the cluster's programs, which by themselves leave processors idle.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 goal=${1:-build}
+shift $(($# > 0))
 cache=${HEARTH_CACHE:-$HOME/.cache/hearth}
+
+case $goal in
+build | cluster | oldest) with_python='' ;;
+*) with_python=yes ;;
+esac
 
 say() { printf 'bootstrap: %s\n' "$*" >&2; }
 
@@ -19,6 +27,7 @@ need_packages=()
 command -v curl >/dev/null || need_packages+=(curl ca-certificates)
 # Nodes of a test cluster need root and the cgroup v1 hierarchies; a control plane needs neither.
 cluster=none
+[ "$goal" != oldest ] || cluster=oldest
 if [ "$goal" = test ] || [ "$goal" = cluster ]; then
     cluster=control
     if [ "$(uname -s)" != Linux ]; then
@@ -32,7 +41,7 @@ if [ "$goal" = test ] || [ "$goal" = cluster ]; then
         [ -e /usr/include/seccomp.h ] || need_packages+=(libseccomp-dev)
     fi
 fi
-if [ "$goal" != build ] && [ "$goal" != cluster ]; then
+if [ -n "$with_python" ]; then
     command -v python3 >/dev/null || need_packages+=(python3)
     python3 -c 'import venv, ensurepip' 2>/dev/null || need_packages+=(python3-venv)
 fi
@@ -59,7 +68,7 @@ if command -v rustup >/dev/null && ! cargo --version >/dev/null 2>&1; then
 fi
 
 # A machine with a GPU compiles its kernels at first use: NVRTC is taken from PyPI where the system has none.
-if [ "$goal" != cluster ] && [ ! -e "$cache/nvrtc" ] && ldconfig -p 2>/dev/null | grep -q 'libcuda\.so\.1' &&
+if [ "$goal" != cluster ] && [ "$goal" != oldest ] && [ ! -e "$cache/nvrtc" ] && ldconfig -p 2>/dev/null | grep -q 'libcuda\.so\.1' &&
     ! ldconfig -p | grep -q 'libnvrtc\.so\.12' && python3 -c 'import venv, ensurepip' 2>/dev/null; then
     say "installing NVRTC for this machine's GPU"
     python3 -m venv "$cache/nvrtc-py"
@@ -68,11 +77,12 @@ if [ "$goal" != cluster ] && [ ! -e "$cache/nvrtc" ] && ldconfig -p 2>/dev/null 
     ln -s "$(echo "$cache"/nvrtc-py/lib/python3*/site-packages/nvidia/cuda_nvrtc/lib)" "$cache/nvrtc"
 fi
 
-if [ "$goal" != build ] && [ "$goal" != cluster ]; then
+if [ -n "$with_python" ]; then
+    # Made anew when the list changes: a package that an older list named must not hide that this one lacks it.
     stamp="$cache/py/.requirements"
     if ! cmp -s tests/python/requirements.txt "$stamp"; then
         say "installing the Python packages that the tests use"
-        python3 -m venv "$cache/py"
+        python3 -m venv --clear "$cache/py"
         "$cache/py/bin/pip" install -q --disable-pip-version-check -r tests/python/requirements.txt >&2
         cp tests/python/requirements.txt "$stamp"
     fi
@@ -87,6 +97,12 @@ if [ "$goal" = test ] && ! tests/vm/build.sh; then
     say "without the emulated machine, the tests on NUMA nodes and cgroup v2 are left out"
 fi
 
-if [ "$cluster" != none ] && ! tests/cluster/build.sh "$cluster"; then
-    say "without the test cluster's programs, the tests on Kubernetes are left out"
-fi
+build_programs() {
+    [ "$cluster" = none ] || tests/cluster/build.sh "$cluster" ||
+        say "without the test cluster's programs, the tests on Kubernetes are left out"
+}
+build_programs &
+status=0
+"$@" || status=$?
+wait
+exit $status

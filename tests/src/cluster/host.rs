@@ -39,12 +39,9 @@ pub(super) fn check(options: &Options) -> Result<Tools, Skip> {
         check_foreign(options)?;
         return Ok(tools);
     }
-    let mut needed = vec![
-        "etcd",
-        "kube-apiserver",
-        "kube-controller-manager",
-        "kubectl",
-    ];
+    let mut needed = vec!["etcd", "kube-apiserver", "kubectl"];
+    let has_controllers = options.nodes > 0 || options.controllers;
+    needed.extend(has_controllers.then_some("kube-controller-manager"));
     if options.nodes > 0 {
         check_nodes(options.family)?;
         needed.extend(["kubelet", "kube-proxy", "kube-scheduler", "containerd"]);

@@ -246,10 +246,13 @@ impl Cluster {
     /// # Panics
     /// When it is neither built nor in the system.
     pub fn tool(&self, name: &str) -> PathBuf {
-        self.tools
-            .built(name)
-            .or_else(|| tools::in_system(name))
+        self.find_tool(name)
             .unwrap_or_else(|| panic!("{name} is not there: run tests/cluster/build.sh"))
+    }
+
+    /// The same; none: it is neither built nor in the system.
+    pub fn find_tool(&self, name: &str) -> Option<PathBuf> {
+        self.tools.built(name).or_else(|| tools::in_system(name))
     }
 
     fn own(&self) -> &Own {

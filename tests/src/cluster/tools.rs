@@ -13,11 +13,14 @@ use crate::programs::root;
 pub(crate) struct Tools(Vec<PathBuf>);
 
 impl Tools {
-    /// Asks the build script where it puts what it builds.
+    /// Asks the build script where it puts what it builds. With `HEARTH_TEST_OLDEST`, the API server is the oldest that
+    /// the chart allows.
     pub(crate) fn find() -> anyhow::Result<Self> {
         let script = root().join("tests/cluster/build.sh");
+        let oldest = std::env::var_os("HEARTH_TEST_OLDEST").map(|_| "oldest");
         let output = Command::new(&script)
             .arg("directories")
+            .args(oldest)
             .output()
             .with_context(|| format!("{} cannot be run", script.display()))?;
         if !output.status.success() {

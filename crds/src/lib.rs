@@ -28,6 +28,8 @@ mod url;
 #[cfg(feature = "kube")]
 mod crd;
 #[cfg(feature = "kube")]
+mod meant;
+#[cfg(feature = "kube")]
 mod offer;
 #[cfg(feature = "kube")]
 mod parse;

@@ -6,6 +6,7 @@ use serde_json::Value;
 
 use crate::capability::{Venue, unsupported};
 use crate::error::FieldError;
+use crate::meant;
 use crate::offer::Offer;
 use crate::structural;
 use crate::{API_VERSION, InferenceDeployment};
@@ -107,8 +108,8 @@ fn one_document(text: &str) -> Result<Value, ParseError> {
     let mut documents = Vec::new();
     for document in serde_norway::Deserializer::from_str(text) {
         // Through the YAML value first: it refuses a key that is written twice, where JSON would keep the last.
-        let value = serde_norway::Value::deserialize(document)
-            .map_err(|error| ParseError::Yaml(error.to_string()))?;
+        let value =
+            serde_norway::Value::deserialize(document).map_err(|error| not_yaml(text, &error))?;
         if !value.is_null() {
             documents.push(
                 serde_json::to_value(value).map_err(|error| ParseError::Yaml(error.to_string()))?,
@@ -129,6 +130,49 @@ fn one_document(text: &str) -> Result<Value, ParseError> {
             })
         }
     }
+}
+
+/// A key that is written twice, by its field; anything else in the reader's words.
+fn not_yaml(text: &str, error: &serde_norway::Error) -> ParseError {
+    let message = error.to_string();
+    let twice = || {
+        let (path, rest) = message.split_once("duplicate entry with key \"")?;
+        let (key, _) = rest.split_once('"')?;
+        let path = path.trim_end_matches(": ");
+        let lines = error
+            .location()
+            .map(|at| lines_of(text, key, at.line(), at.column()))
+            .filter(|lines| lines.len() > 1);
+        let problem = match lines {
+            Some(lines) => format!("is written twice, in lines {}", lines.join(" and ")),
+            None => "is written twice".to_owned(),
+        };
+        let field = crate::offer::join(path, key);
+        Some(FieldError::new(field, problem, "keep one of them"))
+    };
+    match twice() {
+        Some(fault) => ParseError::Fields(vec![fault]),
+        None => ParseError::Yaml(message),
+    }
+}
+
+/// The numbers of the lines that begin with `key` in the mapping whose first key stands at that line and column, from 1.
+fn lines_of(text: &str, key: &str, line: usize, column: usize) -> Vec<String> {
+    let indent = column.saturating_sub(1);
+    text.lines()
+        .enumerate()
+        .skip(line.saturating_sub(1))
+        .map(|(index, line)| (index + 1, line, line.trim_start()))
+        .filter(|(_, _, words)| !words.is_empty() && !words.starts_with('#'))
+        // The first line may begin with a list's hyphen.
+        .take_while(|(number, whole, words)| *number == line || whole.len() - words.len() >= indent)
+        .filter(|(_, whole, _)| {
+            let at_indent = whole.get(indent..).unwrap_or_default();
+            let name = at_indent.split(':').next().unwrap_or_default();
+            name.trim().trim_matches(['"', '\'']) == key
+        })
+        .map(|(number, ..)| number.to_string())
+        .collect()
 }
 
 fn check_header(object: &Value) -> Result<(), ParseError> {
@@ -230,8 +274,11 @@ fn broken_rules(
             error.field_path.as_str()
         };
         // Rules of whole objects speak of what is written, not of defaults.
-        let problem = FieldError::describe(structural::lookup(object, field));
-        let remedy = offer.narrow(&error.message, structural::schema_at(schema, field), field);
+        let value = structural::lookup(object, field);
+        let problem = FieldError::describe(value);
+        let member = structural::schema_at(schema, field);
+        let remedy = offer.narrow(&error.message, member, field);
+        let remedy = meant::with_quantity(member, value, remedy);
         let fault = FieldError::new(field, problem, remedy);
         if !errors.contains(&fault) {
             errors.push(fault);

@@ -23,10 +23,10 @@ pub enum QuantityError {
 
 /// The pattern that both this parser and the CEL rule of the schema accept.
 #[cfg(feature = "kube")]
-const MEMORY_PATTERN: &str = "^[0-9]{1,15}([.][0-9]{1,9})?(Ki|Mi|Gi|Ti|k|M|G|T)?$";
+pub(crate) const MEMORY_PATTERN: &str = "^[0-9]{1,15}([.][0-9]{1,9})?(Ki|Mi|Gi|Ti|k|M|G|T)?$";
 /// The pattern that both this parser and the CEL rule of the schema accept.
 #[cfg(feature = "kube")]
-const DURATION_PATTERN: &str = "^([0-9]{1,9}([.][0-9]{1,9})?(ms|s|m|h))+$";
+pub(crate) const DURATION_PATTERN: &str = "^([0-9]{1,9}([.][0-9]{1,9})?(ms|s|m|h))+$";
 
 /// An amount of memory in bytes, written as a Kubernetes quantity (`64Mi`, `11.5Gi`, `2G`, `1048576`).
 ///

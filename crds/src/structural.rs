@@ -5,6 +5,7 @@
 use serde_json::{Map, Value};
 
 use crate::error::FieldError;
+use crate::meant;
 use crate::offer::{Offer, join};
 
 /// Members of every object, which no schema lists.
@@ -92,7 +93,7 @@ impl Walk {
             Some(words) => {
                 format!("write one of {words} (in quotes if it reads as a number or as on, off)")
             }
-            None => expected.to_owned(),
+            None => meant::with_quantity(schema, Some(value), expected.to_owned()),
         };
         self.complain(path, FieldError::describe(Some(value)), remedy);
     }
@@ -146,7 +147,9 @@ impl Walk {
             && let Some(words) = self.offer.values(schema, path)
         {
             let problem = FieldError::describe(Some(value));
-            self.complain(path, problem, format!("write one of {words}"));
+            let known: Vec<&str> = words.split(", ").collect();
+            let remedy = meant::with_name(&known, text, format!("write one of {words}"));
+            self.complain(path, problem, remedy);
         }
         let size = (text.chars().count(), "characters");
         self.limit(schema, "maxLength", size, value, path);
@@ -176,20 +179,8 @@ impl Walk {
         };
         let fields = self.offer.fields(properties, path);
         let names: Vec<&str> = header.iter().copied().chain(fields).collect();
-        let closest = names
-            .iter()
-            .map(|known| {
-                (
-                    edit_distance(&known.to_lowercase(), &name.to_lowercase()),
-                    *known,
-                )
-            })
-            .min()
-            .filter(|(distance, known)| *distance <= 2.min(known.len() / 2));
-        let hint = closest
-            .map(|(_, known)| format!("did you mean {known}? "))
-            .unwrap_or_default();
-        let remedy = format!("{hint}The fields are {}", names.join(", "));
+        let remedy = format!("The fields are {}", names.join(", "));
+        let remedy = meant::with_name(&names, name, remedy);
         let problem = format!("is not a field of {parent}");
         self.complain(join(path, name), problem, remedy);
     }
@@ -208,33 +199,9 @@ fn lower_first(text: &str) -> String {
         .to_owned()
 }
 
-/// Levenshtein distance over characters.
-fn edit_distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, ca) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, cb) in b.iter().enumerate() {
-            let substitute = diagonal + usize::from(ca != *cb);
-            diagonal = row[j + 1];
-            row[j + 1] = substitute.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn distance_counts_edits() {
-        assert_eq!(edit_distance("maxbatch", "maxbatch"), 0);
-        assert_eq!(edit_distance("maxbach", "maxbatch"), 1);
-        assert_eq!(edit_distance("", "abc"), 3);
-        assert_eq!(edit_distance("kitten", "sitting"), 3);
-    }
 
     #[test]
     fn lookup_follows_fields_and_indices() {

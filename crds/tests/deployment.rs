@@ -198,11 +198,11 @@ fn sources_are_exactly_one_and_well_formed() {
 fn texts_of_amounts_are_checked() {
     refused(
         "  decode: {kvCache: {memory: 64MiB}}",
-        "spec.decode.kvCache.memory is \"64MiB\"\n  write an amount of memory as a number and Ki, Mi, Gi or Ti, such as 512Mi or 11.5Gi",
+        "spec.decode.kvCache.memory is \"64MiB\"\n  did you mean 64Mi? Write an amount of memory as a number and Ki, Mi, Gi or Ti, such as 512Mi or 11.5Gi",
     );
     refused(
         "  objectives: {timeToFirstToken: 30 seconds}",
-        "spec.objectives.timeToFirstToken is \"30 seconds\"\n  write a duration as a number and ms, s, m or h, such as 50ms, 30s or 1m30s",
+        "spec.objectives.timeToFirstToken is \"30 seconds\"\n  did you mean 30s? Write a duration as a number and ms, s, m or h, such as 50ms, 30s or 1m30s",
     );
     refused(
         "  decode: {kvCache: {memory: 64}}",
@@ -210,7 +210,7 @@ fn texts_of_amounts_are_checked() {
     );
     refused(
         "  objectives: {timePerOutputToken: 50}",
-        "spec.objectives.timePerOutputToken is 50\n  write a duration as a number and ms, s, m or h, such as 50ms, 30s or 1m30s",
+        "spec.objectives.timePerOutputToken is 50\n  did you mean 50s? Write a duration as a number and ms, s, m or h, such as 50ms, 30s or 1m30s",
     );
     // The rule and the parser agree on every text.
     for memory in [
@@ -296,7 +296,19 @@ fn headers_are_checked_first() {
     assert!(refusal("hello").starts_with("the file is \"hello\""));
     assert!(refusal("a: [1\nb: 2").starts_with("the file is not YAML: "));
     let twice = deployment(&format!("{MODEL}{MODEL}"));
-    assert!(refusal(&twice).contains("duplicate"), "{}", refusal(&twice));
+    assert!(
+        refusal(&twice).contains("is written twice, in lines "),
+        "{}",
+        refusal(&twice)
+    );
+    let twice = format!(
+        "{}  decode: {{maxBatch: 1, maxBatch: 2}}\n",
+        deployment(MODEL)
+    );
+    assert_eq!(
+        refusal(&twice),
+        "spec.decode.maxBatch is written twice\n  keep one of them"
+    );
     let two = format!("{}\n---\nkind: Service\n", deployment(MODEL));
     assert_eq!(
         refusal(&two),
@@ -345,4 +357,37 @@ fn a_plan_is_immutable() {
         error.to_string().contains("a plan never changes"),
         "{error}"
     );
+}
+
+#[test]
+fn what_was_meant_is_asked() {
+    for (spec, question) in [
+        (
+            "  decode: {kvCache: {memory: 4GB}}\n",
+            "spec.decode.kvCache.memory is \"4GB\"\n  did you mean 4Gi? Write an amount of memory",
+        ),
+        (
+            "  objectives: {timeToFirstToken: 30 sec}\n",
+            "spec.objectives.timeToFirstToken is \"30 sec\"\n  did you mean 30s? Write a duration",
+        ),
+        (
+            "  objectives: {timeToFirstToken: 30}\n",
+            "spec.objectives.timeToFirstToken is 30\n  did you mean 30s? Write a duration",
+        ),
+        (
+            "  placement: {pinning: exclusive}\n",
+            "spec.placement.pinning is \"exclusive\"\n  did you mean Exclusive? Write one of Exclusive, Shared, None",
+        ),
+        (
+            "  strategy: Pipedring\n",
+            "spec.strategy is \"Pipedring\"\n  did you mean PipedRing? Write one of ",
+        ),
+        (
+            "  decode: {kvCache: {memory: much}}\n",
+            "spec.decode.kvCache.memory is \"much\"\n  write an amount of memory",
+        ),
+    ] {
+        let said = refusal(&deployment(&format!("{MODEL}{spec}")));
+        assert!(said.starts_with(question), "{said}");
+    }
 }

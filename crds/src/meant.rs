@@ -1,0 +1,159 @@
+//! What a person probably meant who wrote something else.
+
+use serde_json::Value;
+
+use crate::quantity::{DURATION_PATTERN, DurationText, MEMORY_PATTERN, MemoryQuantity};
+
+/// `remedy` behind a question for the amount of memory or the time that `value` looks like; as it is where `schema` is of
+/// neither, or the value looks like nothing.
+pub(crate) fn with_quantity(schema: &Value, value: Option<&Value>, remedy: String) -> String {
+    let rules = schema["x-kubernetes-validations"].as_array();
+    let has = |pattern: &str| {
+        let mut rules = rules.into_iter().flatten();
+        rules.any(|rule| rule["rule"].as_str().is_some_and(|r| r.contains(pattern)))
+    };
+    let text = match value {
+        Some(Value::String(text)) => text.clone(),
+        Some(Value::Number(number)) => number.to_string(),
+        _ => return remedy,
+    };
+    let meant = if has(MEMORY_PATTERN) {
+        memory(&text)
+    } else if has(DURATION_PATTERN) {
+        duration(&text)
+    } else {
+        None
+    };
+    ask(meant.as_deref(), remedy)
+}
+
+/// `remedy` behind a question for the one of `known` that is closest to `text`.
+pub(crate) fn with_name(known: &[&str], text: &str, remedy: String) -> String {
+    ask(closest(known, text), remedy)
+}
+
+fn ask(meant: Option<&str>, remedy: String) -> String {
+    let Some(meant) = meant else {
+        return remedy;
+    };
+    let mut chars = remedy.chars();
+    let first = chars.next().map(char::to_uppercase);
+    let rest = chars.as_str();
+    let first: String = first.into_iter().flatten().collect();
+    format!("did you mean {meant}? {first}{rest}")
+}
+
+/// The name that is at most two letters away, upper and lower case being one.
+fn closest<'a>(known: &[&'a str], text: &str) -> Option<&'a str> {
+    let text = text.to_lowercase();
+    known
+        .iter()
+        .map(|name| (edit_distance(&name.to_lowercase(), &text), *name))
+        .min()
+        .filter(|(distance, name)| *distance <= 2.min(name.len() / 2))
+        .map(|(_, name)| name)
+}
+
+/// `4GB`, `4 GiB` and `4gb` as `4Gi`.
+fn memory(text: &str) -> Option<String> {
+    let (number, unit) = number_and_unit(text)?;
+    let unit = match unit.trim_end_matches("bytes").trim_end_matches('b') {
+        "" if unit.is_empty() => return None,
+        "" => "",
+        "k" | "ki" => "Ki",
+        "m" | "mi" => "Mi",
+        "g" | "gi" => "Gi",
+        "t" | "ti" => "Ti",
+        _ => return None,
+    };
+    let meant = format!("{number}{unit}");
+    meant.parse::<MemoryQuantity>().ok().map(|_| meant)
+}
+
+/// `30 sec` as `30s`, `2d` as `48h`; a number alone as seconds.
+fn duration(text: &str) -> Option<String> {
+    let (number, unit) = number_and_unit(text)?;
+    let unit = match unit.as_str() {
+        "ms" | "msec" | "msecs" | "millis" | "millisecond" | "milliseconds" => "ms",
+        "" | "s" | "sec" | "secs" | "second" | "seconds" => "s",
+        "m" | "min" | "mins" | "minute" | "minutes" => "m",
+        "h" | "hr" | "hrs" | "hour" | "hours" => "h",
+        "d" | "day" | "days" => {
+            let days: u32 = number.parse().ok()?;
+            return Some(format!("{}h", days.checked_mul(24)?));
+        }
+        _ => return None,
+    };
+    let meant = format!("{number}{unit}");
+    meant.parse::<DurationText>().ok().map(|_| meant)
+}
+
+/// Digits with at most one point, which may be a comma, and the letters behind them in lower case.
+fn number_and_unit(text: &str) -> Option<(String, String)> {
+    let text: String = text.split_whitespace().collect();
+    let end = text
+        .find(|c: char| !c.is_ascii_digit() && c != '.' && c != ',')
+        .unwrap_or(text.len());
+    let number = text[..end].replacen(',', ".", 1);
+    let unit = text[end..].to_lowercase();
+    let is_number = number.starts_with(|c: char| c.is_ascii_digit());
+    (is_number && unit.chars().all(char::is_alphabetic)).then_some((number, unit))
+}
+
+/// Levenshtein distance over characters.
+fn edit_distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, ca) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, cb) in b.iter().enumerate() {
+            let substitute = diagonal + usize::from(ca != *cb);
+            diagonal = row[j + 1];
+            row[j + 1] = substitute.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn distance_counts_edits() {
+        assert_eq!(edit_distance("maxbatch", "maxbatch"), 0);
+        assert_eq!(edit_distance("maxbach", "maxbatch"), 1);
+        assert_eq!(edit_distance("", "abc"), 3);
+        assert_eq!(edit_distance("kitten", "sitting"), 3);
+    }
+
+    #[test]
+    fn units_of_other_habits_are_understood() {
+        for (text, meant) in [
+            ("4GB", "4Gi"),
+            ("4 GiB", "4Gi"),
+            ("512mb", "512Mi"),
+            ("512m", "512Mi"),
+            ("1,5Gi", "1.5Gi"),
+            ("100 bytes", "100"),
+        ] {
+            assert_eq!(memory(text).as_deref(), Some(meant), "{text}");
+        }
+        for text in ["", "GB", "4", "4 apples", "-4GB", "1.2.3GB", "4G5"] {
+            assert_eq!(memory(text), None, "{text}");
+        }
+        for (text, meant) in [
+            ("30", "30s"),
+            ("30 sec", "30s"),
+            ("5min", "5m"),
+            ("2 days", "48h"),
+            ("50 MS", "50ms"),
+        ] {
+            assert_eq!(duration(text).as_deref(), Some(meant), "{text}");
+        }
+        for text in ["soon", "3 parsecs", "1m 30"] {
+            assert_eq!(duration(text), None, "{text}");
+        }
+    }
+}

@@ -59,6 +59,10 @@ pub struct NodeProfileSpec {
     /// When it was measured (RFC 3339).
     #[cfg_attr(feature = "kube", schemars(extend("format" = "date-time")))]
     pub measured_at: String,
+    /// The share of the CPUs' time that other programs had while it was measured, in percent: rates are lower than the machine
+    /// can do. Absent: the machine was quiet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub busy_percent: Option<u32>,
 }
 
 /// One logical CPU.
@@ -241,6 +245,9 @@ pub struct DiskProfile {
     pub read_gbps: f64,
     /// Free bytes of its file system.
     pub free_bytes: u64,
+    /// Bytes of the directory's own files that the page cache held, by samples; absent when that was not looked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cached_bytes: Option<u64>,
 }
 
 /// One link to another node.

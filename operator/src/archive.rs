@@ -3,18 +3,14 @@
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context, bail};
 use hearth_crds::HttpSource;
-use indicatif::ProgressBar;
 use serde::Deserialize;
 
-use crate::ui::{self, Steps};
+use crate::ui::{self, Busy, Steps};
 use crate::worker;
-
-/// Time between two lines about a fetch where there is no terminal.
-const LINE_PERIOD: Duration = Duration::from_secs(30);
 
 /// A line of `hearth-worker fetch --json`.
 #[derive(Deserialize)]
@@ -66,11 +62,10 @@ pub(crate) fn fetch(source: &HttpSource, name: &str, steps: &Steps) -> anyhow::R
         steps,
         bar: steps.bar(&format!("{name}: asking for it")),
         began: Instant::now(),
-        told: Instant::now(),
         fetched_bytes: None,
     };
     let (directory, errors) = follow(&mut child, &mut screen)?;
-    screen.bar.finish_and_clear();
+    screen.bar.finish();
     let status = child.wait()?;
     let Some(directory) = directory.filter(|_| status.success()) else {
         return Err(worker::failure(&program, TOOL, status, &errors));
@@ -142,9 +137,8 @@ fn follow(
 struct Screen<'a> {
     name: &'a str,
     steps: &'a Steps,
-    bar: ProgressBar,
+    bar: Busy,
     began: Instant,
-    told: Instant,
     /// Of the archive; none when nothing had to be fetched.
     fetched_bytes: Option<u64>,
 }
@@ -172,13 +166,8 @@ impl Screen<'_> {
             text += &format!(" ({trouble})");
         }
         self.fetched_bytes = Some(total_bytes.unwrap_or(bytes));
-        if self.bar.is_hidden() && self.told.elapsed() >= LINE_PERIOD {
-            self.told = Instant::now();
-            self.steps.detail(&text);
-        }
-        self.bar.set_length(total_bytes.unwrap_or(bytes).max(1));
-        self.bar.set_position(bytes);
-        self.bar.set_message(text);
+        self.bar.reached(bytes, total_bytes.unwrap_or(bytes));
+        self.bar.say(text);
     }
 
     fn done(&self, directory: &Path) {

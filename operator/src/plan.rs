@@ -22,6 +22,9 @@ pub(crate) struct PlanArgs {
     /// table, json or yaml
     #[arg(short, long, value_enum, default_value_t)]
     output: OutputFormat,
+    /// Measure this machine although the rates of a quiet moment are kept
+    #[arg(long)]
+    measure: bool,
     #[command(flatten)]
     state: StateArgs,
 }
@@ -29,7 +32,7 @@ pub(crate) struct PlanArgs {
 /// Plans and prints.
 pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     let state = StateDir::locate(args.state.state_dir.as_deref())?;
-    let planned = up::plan(&args.file, &state, &Steps::new())?;
+    let planned = up::plan(&args.file, &state, args.measure, &Steps::new())?;
     match args.output {
         OutputFormat::Table => ui::print_data(&table::plan(&planned.plan)),
         OutputFormat::Json => ui::print_data(&format!(

@@ -79,6 +79,21 @@ pub(crate) fn dereference(source: &ModelSource, steps: &Steps) -> anyhow::Result
                 host_path.path
             );
         }
+        // A worker would name the file alone; the field is what a person can change.
+        if !directory.join("config.json").is_file() {
+            let is_empty =
+                std::fs::read_dir(&directory).is_ok_and(|mut files| files.next().is_none());
+            bail!(
+                "spec.model.source.hostPath.path is {:?}, {}\n  \
+                 name the directory with config.json and the weights",
+                host_path.path,
+                if is_empty {
+                    "an empty directory"
+                } else {
+                    "and config.json is not in it"
+                }
+            );
+        }
         return Ok(directory);
     }
     if let Some(http) = &source.http {

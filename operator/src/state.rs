@@ -96,6 +96,11 @@ impl StateDir {
         DeploymentDir(self.0.join(name))
     }
 
+    /// The file with this machine's rates, shared by all deployments; it may not exist.
+    pub(crate) fn profile(&self) -> PathBuf {
+        self.0.join("profile.json")
+    }
+
     /// All deployments whose `hearth up` is alive, by name.
     ///
     /// # Errors

@@ -1,12 +1,20 @@
 //! What a person sees: checked-off steps, a spinner on a terminal, errors. All of it on standard error.
 
 use std::io::{IsTerminal, Write};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
 /// How wide the left part of a step may grow before its note.
 const STEP_WIDTH: usize = 52;
+
+/// What takes longer than this is told of where there is no terminal.
+const FIRST_LINE: Duration = Duration::from_millis(700);
+/// Longest pause between two such lines.
+const MAX_LINE_PAUSE: Duration = Duration::from_secs(15);
 
 /// Steps of a command, told as they happen.
 pub(crate) struct Steps {
@@ -55,10 +63,14 @@ impl Steps {
         eprintln!("  {text}");
     }
 
-    /// A spinner with a text that may change; nothing where there is no terminal.
-    pub(crate) fn spinner(&self, text: &str) -> ProgressBar {
+    /// Something that takes time, with a text that may change: a spinner on a terminal, elsewhere a line now and then.
+    pub(crate) fn busy(&self, text: &str) -> Busy {
         if !self.terminal {
-            return ProgressBar::hidden();
+            let lines = Lines::start(text, FIRST_LINE, |text| eprintln!("  {text}"));
+            return Busy {
+                bar: ProgressBar::hidden(),
+                lines: Some(lines),
+            };
         }
         let bar = ProgressBar::new_spinner().with_message(text.to_owned());
         if let Ok(style) = ProgressStyle::with_template("{spinner} {msg}") {
@@ -67,17 +79,17 @@ impl Steps {
             );
         }
         bar.enable_steady_tick(Duration::from_millis(80));
-        bar
+        Busy { bar, lines: None }
     }
 
-    /// A bar with a text that may change; nothing where there is no terminal.
-    pub(crate) fn bar(&self, text: &str) -> ProgressBar {
-        let bar = self.spinner(text);
+    /// The same with a bar on a terminal: see [`Busy::reached`].
+    pub(crate) fn bar(&self, text: &str) -> Busy {
+        let busy = self.busy(text);
         if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} {wide_bar} {percent:>3} %")
         {
-            bar.set_style(style.progress_chars("━━─"));
+            busy.bar.set_style(style.progress_chars("━━─"));
         }
-        bar
+        busy
     }
 
     fn dim(&self, text: &str) -> String {
@@ -85,6 +97,88 @@ impl Steps {
             format!("\u{1b}[2m{text}\u{1b}[0m")
         } else {
             text.to_owned()
+        }
+    }
+}
+
+/// Something that takes time; what is dropped is done.
+pub(crate) struct Busy {
+    bar: ProgressBar,
+    lines: Option<Lines>,
+}
+
+impl Busy {
+    /// What is done now.
+    pub(crate) fn say(&self, text: String) {
+        if let Some(lines) = &self.lines {
+            lines.text().clone_from(&text);
+        }
+        self.bar.set_message(text);
+    }
+
+    /// How far a bar is.
+    pub(crate) fn reached(&self, done: u64, all: u64) {
+        self.bar.set_length(all.max(1));
+        self.bar.set_position(done);
+    }
+
+    /// Prints lines above the spinner.
+    pub(crate) fn suspend(&self, print: impl FnOnce()) {
+        self.bar.suspend(print);
+    }
+
+    /// It is done: the spinner goes, and no more lines come.
+    pub(crate) fn finish(&mut self) {
+        self.bar.finish_and_clear();
+        self.lines = None;
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.finish();
+    }
+}
+
+/// A thread that says a text now and then, in pauses that grow.
+struct Lines {
+    text: Arc<Mutex<String>>,
+    /// Closed to end the thread.
+    end: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Lines {
+    fn start(text: &str, first: Duration, print: impl Fn(&str) + Send + 'static) -> Self {
+        let text = Arc::new(Mutex::new(text.to_owned()));
+        let (end, ended) = mpsc::channel();
+        let shown = Arc::clone(&text);
+        let thread = std::thread::Builder::new().spawn(move || {
+            let mut pause = first;
+            while let Err(RecvTimeoutError::Timeout) = ended.recv_timeout(pause) {
+                let now = shown.lock().unwrap_or_else(PoisonError::into_inner).clone();
+                print(&now);
+                pause = (pause * 2).min(MAX_LINE_PAUSE);
+            }
+        });
+        Self {
+            text,
+            end: Some(end),
+            // Without a thread nothing is said, and all else goes on.
+            thread: thread.ok(),
+        }
+    }
+
+    fn text(&self) -> std::sync::MutexGuard<'_, String> {
+        self.text.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Lines {
+    fn drop(&mut self) {
+        self.end = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
         }
     }
 }
@@ -122,5 +216,37 @@ pub(crate) fn milliseconds(value_ms: f64) -> String {
         ms if ms < 10.0 => format!("{ms:.1} ms"),
         ms if ms < 1000.0 => format!("{ms:.0} ms"),
         ms => format!("{:.1} s", ms / 1000.0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_takes_long_is_said_and_what_is_done_is_not() {
+        let (said, heard) = mpsc::channel();
+        let lines = Lines::start("one", Duration::from_millis(5), move |text| {
+            let _ = said.send(text.to_owned());
+        });
+        assert_eq!(heard.recv().unwrap(), "one");
+        "two".clone_into(&mut lines.text());
+        while heard.recv().unwrap() != "two" {}
+        drop(lines);
+        // The thread has ended, and its end of the channel with it.
+        while heard.recv().is_ok() {}
+    }
+
+    #[test]
+    fn what_is_quick_is_not_mentioned() {
+        let (said, heard) = mpsc::channel::<String>();
+        drop(Lines::start(
+            "quick",
+            Duration::from_secs(3600),
+            move |text| {
+                let _ = said.send(text.to_owned());
+            },
+        ));
+        assert!(heard.recv().is_err());
     }
 }

@@ -1,5 +1,7 @@
 //! Asks `hearth-worker` for what needs a model or a machine: the operator never sees a tensor.
 
+use std::ffi::OsStr;
+use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 
@@ -36,31 +38,55 @@ pub(crate) fn program() -> anyhow::Result<PathBuf> {
     )
 }
 
-/// Runs a tool of the worker that prints one JSON object.
+/// How a tool begins a line that says what it does.
+const PROGRESS: &str = "measuring ";
+
+/// Runs a tool of the worker that prints one JSON object. `hear` is called with what it says it does.
 ///
 /// # Errors
 /// The tool's own words when it fails.
 pub(crate) fn ask<T: DeserializeOwned>(
-    arguments: &[&str],
-    directory: Option<&Path>,
+    arguments: &[&OsStr],
+    mut hear: impl FnMut(&str),
 ) -> anyhow::Result<T> {
     let program = program()?;
-    let mut command = Command::new(&program);
-    command.args(arguments);
-    if let Some(directory) = directory {
-        command.arg(directory);
+    let mut child = Command::new(&program)
+        .args(arguments)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .with_context(|| {
+            format!(
+                "{} cannot be run\n  HEARTH_WORKER, or the directory of hearth, must hold the hearth-worker program",
+                program.display()
+            )
+        })?;
+    // Read by another thread: a full pipe would stop the child.
+    let stdout = child.stdout.take();
+    let answer = std::thread::spawn(move || {
+        let mut answer = Vec::new();
+        stdout.map(|mut stdout| stdout.read_to_end(&mut answer));
+        answer
+    });
+    let mut words = String::new();
+    let stderr = child.stderr.take().map(BufReader::new);
+    let lines = stderr.into_iter().flat_map(|stderr| stderr.split(b'\n'));
+    for line in lines.map_while(Result::ok) {
+        let line = String::from_utf8_lossy(&line);
+        match line.strip_prefix(PROGRESS) {
+            Some(what) => hear(what),
+            None => words.extend([&line, "\n"]),
+        }
     }
-    let output = command.stdin(Stdio::null()).output().with_context(|| {
-        format!(
-            "{} cannot be run\n  HEARTH_WORKER, or the directory of hearth, must hold the hearth-worker program",
-            program.display()
-        )
-    })?;
-    let tool = arguments.first().copied().unwrap_or_default();
-    if !output.status.success() {
-        return Err(failure(&program, tool, output.status, &output.stderr));
+    let status = child.wait()?;
+    let answer = answer.join().unwrap_or_default();
+    let tool = arguments.first().map(|tool| tool.to_string_lossy());
+    let tool = tool.as_deref().unwrap_or_default();
+    if !status.success() {
+        return Err(failure(&program, tool, status, words.as_bytes()));
     }
-    serde_json::from_slice(&output.stdout).with_context(|| misunderstood(tool))
+    serde_json::from_slice(&answer).with_context(|| misunderstood(tool))
 }
 
 /// What a tool that failed said on standard error.

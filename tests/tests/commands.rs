@@ -211,3 +211,115 @@ fn an_interrupt_while_it_starts_leaves_nothing() {
     assert!(!up.state_dir().join("demo/running.json").exists());
     assert!(!up.state_dir().join("demo/running.spare").exists());
 }
+
+#[test]
+fn port_0_is_one_that_answers() {
+    let state = tempfile::tempdir().expect("directory");
+    let (code, stdout, stderr) = run(hearth()
+        .args(["up", "-f", "manifests/examples/demo.yaml", "--port", "0"])
+        .args(["--ask", "What is Hearth?", "--once", "--state-dir"])
+        .arg(state.path())
+        .current_dir(root()));
+    assert_eq!(code, 0, "{stderr}");
+    assert!(stdout.contains("Hearth"), "{stdout}");
+    let shown = stderr
+        .split("http://127.0.0.1:")
+        .nth(1)
+        .expect("an address");
+    let port: String = shown.chars().take_while(char::is_ascii_digit).collect();
+    assert!(port.parse::<u16>().expect("a port") > 0, "{stderr}");
+}
+
+/// `hearth plan` of a model in `state`'s neighbourhood: exit code, plan, and what was said.
+fn plan(file: &Path, state: &Path, further: &[&str]) -> (i32, Value, String) {
+    let (code, stdout, stderr) = run(hearth()
+        .args(["plan", "-o", "json", "-f"])
+        .arg(file)
+        .args(further)
+        .arg("--state-dir")
+        .arg(state));
+    (
+        code,
+        serde_json::from_str(&stdout).unwrap_or_default(),
+        stderr,
+    )
+}
+
+#[test]
+fn a_plan_refuses_what_no_worker_can_load() {
+    let directory = tempfile::tempdir().expect("directory");
+    let model = copy_of_demo(directory.path());
+    let file = deployment(directory.path(), |spec| {
+        spec["model"] = json!({"source": {"hostPath": {"path": model}}});
+    });
+    let (code, _, stderr) = plan(&file, directory.path(), &[]);
+    assert_eq!(code, 0, "{stderr}");
+
+    let config = model.join("config.json");
+    let mut changed: Value =
+        serde_json::from_slice(&std::fs::read(&config).expect("config")).expect("JSON");
+    changed["vocab_size"] = json!(changed["vocab_size"].as_u64().expect("number") + 1);
+    std::fs::write(&config, changed.to_string()).expect("write");
+    let (code, _, stderr) = plan(&file, directory.path(), &[]);
+    assert_eq!(code, 1, "{stderr}");
+    for word in ["embed_tokens", "has shape", "but the model needs"] {
+        assert!(stderr.contains(word), "no {word:?} in {stderr}");
+    }
+
+    std::fs::remove_file(&config).expect("remove");
+    let (code, _, stderr) = plan(&file, directory.path(), &[]);
+    assert_eq!(code, 1, "{stderr}");
+    assert!(
+        stderr.contains("spec.model.source.hostPath.path is \"")
+            && stderr.contains("config.json is not in it"),
+        "{stderr}"
+    );
+    for entry in std::fs::read_dir(&model).expect("model").flatten() {
+        std::fs::remove_file(entry.path()).expect("remove");
+    }
+    let (_, _, stderr) = plan(&file, directory.path(), &[]);
+    assert!(stderr.contains("an empty directory"), "{stderr}");
+}
+
+#[test]
+fn rates_of_a_quiet_moment_are_kept_and_those_of_a_busy_one_are_marked() {
+    let state = tempfile::tempdir().expect("directory");
+    let demo = root().join("manifests/examples/demo.yaml");
+    let kept = state.path().join("profile.json");
+    // Whatever else runs: what is found is one of both.
+    let (code, first, stderr) = plan(&demo, state.path(), &[]);
+    assert_eq!(code, 0, "{stderr}");
+    let is_marked = |plan: &Value| plan["why"].to_string().contains("other programs had ");
+    assert_eq!(is_marked(&first), stderr.contains("other programs had "));
+    assert_eq!(kept.exists(), !is_marked(&first), "{stderr}");
+
+    let spin = std::thread::available_parallelism().map_or(2, usize::from) * 2;
+    let mut others: Vec<_> = (0..spin)
+        .map(|_| {
+            let endless = ["-c", "while :; do :; done"];
+            Command::new("sh").args(endless).spawn().expect("sh")
+        })
+        .collect();
+    let busy = plan(&demo, state.path(), &["--measure"]);
+    let again = plan(&demo, state.path(), &[]);
+    for other in &mut others {
+        let _ = other.kill();
+        let _ = other.wait();
+    }
+    let (code, busy, stderr) = busy;
+    assert_eq!(code, 0, "{stderr}");
+    assert!(
+        is_marked(&busy) && stderr.contains("other programs had "),
+        "{stderr}"
+    );
+    let (code, again, stderr) = again;
+    assert_eq!(code, 0, "{stderr}");
+    if kept.exists() {
+        // Of the quiet moment, whatever runs beside it.
+        assert!(!is_marked(&again), "{stderr}");
+        assert!(stderr.contains(" (measured "), "{stderr}");
+        assert_eq!(again["predicted"], first["predicted"]);
+    } else {
+        assert!(is_marked(&again), "{stderr}");
+    }
+}

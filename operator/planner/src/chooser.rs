@@ -75,7 +75,7 @@ impl<'a> Chooser<'a> {
             Some(seat) => (Rates::of_gpu(seat.gpu), 1.0),
             None => (
                 Rates::of(self.nodes[node], set),
-                budget.weight_budget_bytes as f64 / total as f64,
+                self.kept_bytes(node, budget).min(total) as f64 / total as f64,
             ),
         };
         Predictor {
@@ -83,6 +83,24 @@ impl<'a> Chooser<'a> {
             rates,
             kv_bytes_per_token: self.demand.kv_bytes_per_token,
             resident_share,
+        }
+    }
+
+    /// Bytes of the weights that a step need not read from the disk.
+    fn kept_bytes(&self, node: usize, budget: &NodeBudget) -> u64 {
+        match self.gpus {
+            // A worker's pages stay in the page cache when it lets go of them, as long as the machine has memory; and what others
+            // have brought in is not charged to it.
+            GpuOffer::Machine => {
+                let disks = self.nodes[node].disks.iter();
+                let cached = disks.filter_map(|disk| disk.cached_bytes).max();
+                budget
+                    .weight_budget_bytes
+                    .max(budget.page_cache_bytes)
+                    .max(cached.unwrap_or(0))
+            }
+            // A Pod's limit is what the plan grants.
+            GpuOffer::Cluster { .. } => budget.weight_budget_bytes,
         }
     }
 

@@ -11,6 +11,8 @@ pub(crate) const BLOCK_TOKENS: u32 = 16;
 pub(crate) const PREFILL_BATCH: u32 = 2;
 /// A process with its code, runtime and tokenizer.
 const PROCESS_BYTES: u64 = 64 << 20;
+/// The same as it is found to be, where a prediction counts what is left and not what must be granted.
+const RUNNING_PROCESS_BYTES: u64 = 16 << 20;
 /// A process that computes on a GPU: the driver maps some hundred MiB into it, and weights pass through pinned buffers.
 const GPU_PROCESS_BYTES: u64 = 512 << 20;
 /// Rows of weights end at whole blocks on a GPU, and each tensor begins at one: a part of the weights, as its inverse.
@@ -47,6 +49,9 @@ pub(crate) struct NodeBudget {
     pub decode_kv_wanted_bytes: u64,
     /// Bytes that the node can give in all.
     pub free_bytes: u64,
+    /// Bytes of files that stay in memory beside full KV caches: reserves and the budget of mapped weights do not bound the page
+    /// cache, and processes take less than they are granted.
+    pub page_cache_bytes: u64,
 }
 
 /// By how much a node is too small.
@@ -169,6 +174,13 @@ impl Demand<'_> {
             prefill_kv_bytes,
             decode_kv_wanted_bytes: decode_best,
             free_bytes: free,
+            page_cache_bytes: node
+                .memory
+                .available_bytes
+                .saturating_sub(decode_kv_bytes.saturating_mul(decode))
+                .saturating_sub(prefill_kv_bytes.saturating_mul(prefill))
+                .saturating_sub((decode + prefill) * self.step_bytes(ACTIVATION_WIDTHS))
+                .saturating_sub((decode + prefill + 1) * RUNNING_PROCESS_BYTES),
         };
         if sum(weights, decode_best, prefill_best) <= free {
             return Ok(budget(

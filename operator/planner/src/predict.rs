@@ -119,7 +119,7 @@ pub(crate) struct Predictor<'a> {
     pub facts: &'a ModelFacts,
     pub rates: Rates,
     pub kv_bytes_per_token: u64,
-    /// Share of the weights that is in memory, 1 with `Resident`.
+    /// Share of the weights that no step reads from the disk, 1 with `Resident`.
     pub resident_share: f64,
 }
 

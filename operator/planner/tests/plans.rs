@@ -9,7 +9,8 @@ use std::collections::BTreeMap;
 use hearth_crds::{Pinning, PlanRole, PlanRouting, ResidencyPolicy};
 use hearth_planner::{Advice, CpuOffer, CpuRoom, PlanError, PlanRequest, plan};
 use support::{
-    GIB, MIB, cpu_rooms, demo_model, dense_1_7b, laptop, qwen3_30b, request, server, small_vm, spec,
+    GIB, MIB, cpu_rooms, demo_model, dense_1_7b, laptop, qwen3_30b, request, request_here, server,
+    small_vm, spec,
 };
 
 #[test]
@@ -364,4 +365,35 @@ fn experts_that_a_batch_reads_are_counted_by_expectation() {
     assert!(facts.expected_distinct_experts(1000) > 127.99);
     assert_eq!(facts.kv_bytes_per_token(2, 2), 48 * 4 * 256 * 2);
     assert_eq!(demo_model().kv_bytes_per_token(2, 2), 960);
+}
+
+#[test]
+fn pages_that_stay_in_the_page_cache_are_not_read_from_the_disk() {
+    let spec = spec("decode: {maxBatch: 1}\n");
+    let facts = qwen3_30b();
+    let tpot_ms = |request: &PlanRequest<'_>| {
+        let plan = plan(request).unwrap();
+        let residency = plan.rank("decode-0").unwrap().residency.clone().unwrap();
+        assert_eq!(residency.policy, ResidencyPolicy::MmapPrefetch);
+        plan.predicted.tpot_ms
+    };
+    let mut profiles = [laptop(7 * GIB)];
+    profiles[0].gpus.clear();
+    let of_a_pod = tpot_ms(&request(&spec, &facts, &profiles));
+    // On a machine, reserves and what processes do not take hold pages too.
+    let here = tpot_ms(&request_here(&spec, &facts, &profiles));
+    assert!(here < of_a_pod, "{here} and {of_a_pod}");
+    // What others have brought in counts, and no more than there is.
+    profiles[0].disks[0].cached_bytes = Some(facts.bytes.total() / 2);
+    let half = tpot_ms(&request_here(&spec, &facts, &profiles));
+    profiles[0].disks[0].cached_bytes = Some(facts.bytes.total() * 2);
+    let all = tpot_ms(&request_here(&spec, &facts, &profiles));
+    assert!(all < half && half < here, "{all}, {half} and {here}");
+    // Then it is memory's pace: the bytes of a step by the rate at which they are read.
+    let memory = &profiles[0].memory;
+    let least_ms = facts.step_bytes(1) / 1e9 / memory.read_all_threads_gbps * 1e3;
+    assert!(
+        all > least_ms && all < least_ms * 2.0,
+        "{all} and {least_ms}"
+    );
 }

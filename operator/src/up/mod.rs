@@ -26,7 +26,7 @@ pub(crate) struct UpArgs {
     /// The InferenceDeployment; - reads standard input
     #[arg(short = 'f', long = "file", value_name = "FILE")]
     pub(crate) file: PathBuf,
-    /// Port of the OpenAI endpoint
+    /// Port of the OpenAI endpoint; 0: one that is free
     #[arg(long, default_value_t = 8080)]
     pub(crate) port: u16,
     /// Address of the OpenAI endpoint; :: serves the network by IPv6 and IPv4, 0.0.0.0 by IPv4 (then give --api-keys)
@@ -50,6 +50,9 @@ pub(crate) struct UpArgs {
     /// Directory with tls.crt, tls.key and ca.crt: workers and gateway speak mutual TLS with each other
     #[arg(long, value_name = "DIR")]
     pub(crate) tls_dir: Option<PathBuf>,
+    /// Measure this machine although the rates of a quiet moment are kept
+    #[arg(long)]
+    pub(crate) measure: bool,
     /// Seconds that streams in flight get to finish after Ctrl-C
     #[arg(long, default_value_t = 30, value_name = "SECONDS")]
     pub(crate) grace: u32,

@@ -1,5 +1,6 @@
 //! Everything before the first process: it reads files and measures, and changes nothing but the state directory.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::Path;
@@ -58,7 +59,12 @@ struct Inspected {
 ///
 /// # Errors
 /// Whatever is wrong with the file, the model or the machine, by field.
-pub(crate) fn plan(file: &Path, state: &StateDir, steps: &Steps) -> anyhow::Result<Planned> {
+pub(crate) fn plan(
+    file: &Path,
+    state: &StateDir,
+    anew: bool,
+    steps: &Steps,
+) -> anyhow::Result<Planned> {
     let text = read(file)?;
     let deployment =
         hearth_crds::parse_deployment_for(text.trim_start_matches('\u{feff}'), Venue::Machine)?;
@@ -69,18 +75,14 @@ pub(crate) fn plan(file: &Path, state: &StateDir, steps: &Steps) -> anyhow::Resu
     );
 
     let directory = source::dereference(&deployment.spec.model.source, steps)?;
-    let spinner = steps.spinner("measuring this machine");
-    let profile: NodeProfileSpec = worker::ask(&["profile", "--json", "--disk"], Some(&directory))?;
-    spinner.finish_and_clear();
-    steps.done(&format!("this machine: {}", machine(&profile)));
-
+    let profile = measure(&directory, state, anew, steps)?;
+    let mut busy = steps.busy("reading the model's headers and its tokenizer");
+    let facts = ["facts", "--serving", "--json", "--model"].map(OsStr::new);
     let Inspected {
         facts,
         chat_template,
-    } = worker::ask(
-        &["facts", "--serving", "--json", "--model"],
-        Some(&directory),
-    )?;
+    } = worker::ask(&[&facts[..], &[directory.as_os_str()]].concat(), |_| {})?;
+    busy.finish();
     let model_name = deployment.spec.model.source.default_name();
     steps.done(&format!("model {}", model(&facts, &model_name)));
 
@@ -107,6 +109,39 @@ pub(crate) fn plan(file: &Path, state: &StateDir, steps: &Steps) -> anyhow::Resu
     })
 }
 
+/// This machine, with the rates of a quiet moment where they are kept.
+fn measure(
+    model: &Path,
+    state: &StateDir,
+    anew: bool,
+    steps: &Steps,
+) -> anyhow::Result<NodeProfileSpec> {
+    let started = jiff::Timestamp::now();
+    let mut busy = steps.busy("measuring this machine");
+    let kept = state.profile();
+    let mut arguments = ["profile", "--json", "--progress", "--keep"]
+        .map(OsStr::new)
+        .to_vec();
+    arguments.push(kept.as_os_str());
+    arguments.extend(anew.then_some(OsStr::new("--anew")));
+    arguments.extend([OsStr::new("--disk"), model.as_os_str()]);
+    let profile: NodeProfileSpec = worker::ask(&arguments, |what| {
+        busy.say(format!("measuring this machine: {what}"));
+    })?;
+    busy.finish();
+    let measured: Option<jiff::Timestamp> = profile.measured_at.parse().ok();
+    let when = measured
+        .filter(|at| at.as_second() < started.as_second())
+        .map_or_else(String::new, |at| format!(" (measured {at})"));
+    steps.done(&format!("this machine: {}{when}", machine(&profile)));
+    if let Some(percent) = profile.busy_percent {
+        steps.warn(&format!(
+            "other programs had {percent} % of the CPUs meanwhile: predictions are too slow, and the next start measures again"
+        ));
+    }
+    Ok(profile)
+}
+
 /// The text of a file, or of standard input for `-`.
 fn read(file: &Path) -> anyhow::Result<String> {
     let text = match file.to_str() {
@@ -130,7 +165,12 @@ pub(crate) fn prepare(args: &UpArgs) -> anyhow::Result<Prepared> {
     let started = Instant::now();
     let steps = Steps::new();
     let state = StateDir::locate(args.state.state_dir.as_deref())?;
-    let listen = SocketAddr::new(args.host, args.port);
+    let port = match args.port {
+        // The system's choice, made here: the gateway keeps it when it is started again, and others are told of it.
+        0 => ports::free_port(args.host)?,
+        port => port,
+    };
+    let listen = SocketAddr::new(args.host, port);
     ports::check_free(listen, &args.file.display().to_string(), "--port ")?;
     if args.metrics.port() != 0 {
         let flag = format!("--metrics {}:", args.metrics.ip());
@@ -141,7 +181,7 @@ pub(crate) fn prepare(args: &UpArgs) -> anyhow::Result<Prepared> {
         name,
         mut plan,
         can_chat,
-    } = plan(&args.file, &state, &steps)?;
+    } = plan(&args.file, &state, args.measure, &steps)?;
     if args.ask.is_some() && !can_chat {
         bail!(
             "--ask needs a chat template, and the model of {name} has none\n  \

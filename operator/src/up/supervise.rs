@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use anyhow::bail;
 use hearth_crds::{PlanRank, PlanRole};
-use indicatif::ProgressBar;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
@@ -16,6 +15,7 @@ use super::prepare::Prepared;
 use super::process::{self, ProcessEvent, ProcessEventKind, ProcessSpec, Wanted};
 use super::{UpArgs, ask};
 use crate::state::{Running, RunningProcess};
+use crate::ui::Busy;
 use crate::worker;
 
 /// A process that dies this often before it has ever served will not come up.
@@ -48,7 +48,7 @@ struct Deployment {
     reasons: BTreeMap<String, String>,
     /// Clients must send an API key.
     has_keys: bool,
-    spinner: ProgressBar,
+    spinner: Busy,
 }
 
 impl Deployment {
@@ -69,7 +69,7 @@ impl Deployment {
             tasks.spawn(process::keep(spec, sender.clone(), receiver));
         }
         let running = describe(args, &prepared);
-        let spinner = prepared.steps.spinner("starting the workers");
+        let spinner = prepared.steps.busy("starting the workers");
         let deployment = Self {
             prepared,
             running,
@@ -135,14 +135,13 @@ impl Deployment {
         match kind {
             ProcessEventKind::Started(pid) => process.pid = Some(pid),
             ProcessEventKind::Loading(percent) => {
-                self.spinner
-                    .set_message(format!("{rank} warming up   {percent} %"));
+                self.spinner.say(format!("{rank} warming up   {percent} %"));
                 return Ok(());
             }
             ProcessEventKind::Ready => {
                 process.ready = true;
                 self.failed_starts.remove(&rank);
-                self.spinner.set_message(format!("{rank} is ready"));
+                self.spinner.say(format!("{rank} is ready"));
                 if had_died && self.running.ready {
                     self.prepared.steps.done(&format!("{rank} serves again"));
                 }
@@ -195,7 +194,7 @@ impl Deployment {
         let failures = self.failed_starts.entry(rank.to_owned()).or_default();
         *failures += u32::from(!was_ready);
         if *failures >= MAX_FAILED_STARTS && !self.running.ready {
-            self.spinner.finish_and_clear();
+            self.spinner.finish();
             let why = why.unwrap_or_else(|| format!("{rank} {how}"));
             bail!(
                 "{rank} does not start: {why}\n  its whole log: {}",
@@ -221,7 +220,7 @@ impl Deployment {
     }
 
     fn announce(&mut self) {
-        self.spinner.finish_and_clear();
+        self.spinner.finish();
         self.running.ready = true;
         self.publish();
         let Running {
@@ -270,7 +269,7 @@ impl Deployment {
 
     /// Ends the gateway first, so that its streams still find their workers; then the workers.
     async fn stop(mut self, grace: Duration) {
-        self.spinner.finish_and_clear();
+        self.spinner.finish();
         if self.running.ready {
             self.prepared
                 .steps

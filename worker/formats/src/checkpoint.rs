@@ -214,9 +214,7 @@ impl Checkpoint {
     /// # Errors
     /// [`FormatError::Missing`] (tensor or scales), [`FormatError::Tensor`] (other type or shape).
     pub fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<HostMatrix, FormatError> {
-        let located = self.find(name)?;
-        let dtype = self.weight_type(name, located)?;
-        self.expect_shape(name, located, &[rows, cols])?;
+        let (located, dtype) = self.find_matrix(name, rows, cols)?;
         let scales = match dtype {
             DType::F8E4m3 => Some(self.scales(name, rows, cols)?),
             _ => None,
@@ -230,9 +228,28 @@ impl Checkpoint {
     /// # Errors
     /// [`FormatError::Missing`], [`FormatError::Tensor`] (other type or length, or FP8).
     pub fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, FormatError> {
-        let located = self.find(name)?;
-        self.expect_shape(name, located, &[len])?;
-        self.floats(name, located)
+        let located = self.find_vector(name, len)?;
+        Ok(self.floats(located))
+    }
+
+    /// Checks type and shape of the matrix `[rows, cols]` of that name and of its scales by the headers: nothing is read.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::matrix`], but for values of scales.
+    pub fn check_matrix(&self, name: &str, rows: usize, cols: usize) -> Result<(), FormatError> {
+        let (_, dtype) = self.find_matrix(name, rows, cols)?;
+        match dtype {
+            DType::F8E4m3 => self.find_scales(name, rows, cols).map(drop),
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks type and length of the vector of that name by the headers.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::vector`].
+    pub fn check_vector(&self, name: &str, len: usize) -> Result<(), FormatError> {
+        self.find_vector(name, len).map(drop)
     }
 
     /// Bytes of all tensors.
@@ -266,6 +283,46 @@ impl Checkpoint {
                 needed_by: "config.json implies it, and no safetensors file holds it".into(),
                 remedy: WRONG_CONFIG.into(),
             })
+    }
+
+    fn find_matrix(
+        &self,
+        name: &str,
+        rows: usize,
+        cols: usize,
+    ) -> Result<(&Located, DType), FormatError> {
+        let located = self.find(name)?;
+        let dtype = self.weight_type(name, located)?;
+        self.expect_shape(name, located, &[rows, cols])?;
+        Ok((located, dtype))
+    }
+
+    fn find_vector(&self, name: &str, len: usize) -> Result<&Located, FormatError> {
+        let located = self.find(name)?;
+        self.expect_shape(name, located, &[len])?;
+        self.expect_floats(name, located)?;
+        Ok(located)
+    }
+
+    /// The scales of an FP8 matrix, by their own name.
+    fn find_scales(
+        &self,
+        weight: &str,
+        rows: usize,
+        cols: usize,
+    ) -> Result<(String, &Located), FormatError> {
+        let name = format!("{weight}_scale_inv");
+        let Some(located) = self.inner.tensors.get(&name) else {
+            return Err(FormatError::Missing {
+                what: format!("tensor {name}"),
+                needed_by: format!("{weight} is F8_E4M3 and needs its block scales"),
+                remedy: "take a checkpoint with 128×128 block scales, or one in BF16.".into(),
+            });
+        };
+        let blocks = [rows.div_ceil(SCALE_BLOCK), cols.div_ceil(SCALE_BLOCK)];
+        self.expect_shape(&name, located, &blocks)?;
+        self.expect_floats(&name, located)?;
+        Ok((name, located))
     }
 
     fn slice(&self, Located { file, entry }: &Located) -> Bytes {
@@ -316,21 +373,8 @@ impl Checkpoint {
     }
 
     fn scales(&self, weight: &str, rows: usize, cols: usize) -> Result<BlockScales, FormatError> {
-        let name = format!("{weight}_scale_inv");
-        let Some(located) = self.inner.tensors.get(&name) else {
-            return Err(FormatError::Missing {
-                what: format!("tensor {name}"),
-                needed_by: format!("{weight} is F8_E4M3 and needs its block scales"),
-                remedy: "take a checkpoint with 128×128 block scales, or one in BF16.".into(),
-            });
-        };
-        let blocks_per_row = cols.div_ceil(SCALE_BLOCK);
-        self.expect_shape(
-            &name,
-            located,
-            &[rows.div_ceil(SCALE_BLOCK), blocks_per_row],
-        )?;
-        let values = self.floats(&name, located)?;
+        let (name, located) = self.find_scales(weight, rows, cols)?;
+        let values = self.floats(located);
         if let Some(value) = values.iter().find(|v| !v.is_finite()) {
             return Err(FormatError::Tensor {
                 name,
@@ -341,13 +385,26 @@ impl Checkpoint {
         }
         Ok(BlockScales {
             values: values.into(),
-            blocks_per_row,
+            blocks_per_row: cols.div_ceil(SCALE_BLOCK),
         })
     }
 
-    fn floats(&self, name: &str, located: &Located) -> Result<Vec<f32>, FormatError> {
+    fn expect_floats(&self, name: &str, located: &Located) -> Result<(), FormatError> {
+        match located.entry.dtype.weight() {
+            Some(DType::F32 | DType::F16 | DType::Bf16) => Ok(()),
+            Some(DType::F8E4m3) | None => Err(FormatError::Tensor {
+                name: name.into(),
+                file: self.inner.files[located.file].name.clone(),
+                problem: format!("is {}", located.entry.dtype.name),
+                remedy: "norms, biases and scales may be F32, F16 or BF16.".into(),
+            }),
+        }
+    }
+
+    /// The values of a tensor that [`Self::expect_floats`] has passed.
+    fn floats(&self, located: &Located) -> Vec<f32> {
         let data = self.slice(located);
-        Ok(match located.entry.dtype.weight() {
+        match located.entry.dtype.weight() {
             Some(DType::F32) => data
                 .as_chunks()
                 .0
@@ -366,15 +423,8 @@ impl Checkpoint {
                 .iter()
                 .map(|b| bf16::from_le_bytes(*b).to_f32())
                 .collect(),
-            Some(DType::F8E4m3) | None => {
-                return Err(FormatError::Tensor {
-                    name: name.into(),
-                    file: self.inner.files[located.file].name.clone(),
-                    problem: format!("is {}", located.entry.dtype.name),
-                    remedy: "norms, biases and scales may be F32, F16 or BF16.".into(),
-                });
-            }
-        })
+            Some(DType::F8E4m3) | None => Vec::new(),
+        }
     }
 }
 

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use hearth_crds::DiskProfile;
 use rustix::fs::{Advice, Mode, OFlags};
+use rustix::io::{Errno, ReadWriteFlags};
 
 use crate::tree::Tree;
 
@@ -31,6 +32,7 @@ pub(crate) fn unmeasured(tree: &Tree, directory: &Path) -> Option<DiskProfile> {
             path: shown.to_string(),
             read_gbps: 0.0,
             free_bytes: stat.f_bavail.saturating_mul(stat.f_frsize),
+            cached_bytes: None,
         }),
         Err(error) => {
             tree.warn(format!("{shown}: {error}: its disk is not measured"));
@@ -75,6 +77,38 @@ pub(crate) fn measure(tree: &Tree, directory: &Path, probe: bool) -> Option<Disk
         read_gbps: read_bytes as f64 / time.as_secs_f64() / 1e9,
         ..disk
     })
+}
+
+/// The disk, with how much of its directory's files is in the page cache: what is there need not be read, whoever brought it in.
+pub(crate) fn with_cached(disk: DiskProfile) -> DiskProfile {
+    let files = largest_files(Path::new(&disk.path));
+    let cached: Option<u64> = files.iter().map(|file| cached_bytes(file)).sum();
+    DiskProfile {
+        cached_bytes: cached.filter(|_| !files.is_empty()),
+        ..disk
+    }
+}
+
+/// Bytes of a file in the page cache, by [`SAMPLES`] samples; none where the file system does not tell.
+fn cached_bytes(path: &Path) -> Option<u64> {
+    const SAMPLES: u64 = 256;
+    let file = File::open(path).ok()?;
+    let len = file.metadata().ok()?.len();
+    // A sample that misses must not bring in what lies around it.
+    rustix::fs::fadvise(&file, 0, None, Advice::Random).ok()?;
+    let samples = len.div_ceil(ALIGN_BYTES as u64).clamp(1, SAMPLES);
+    let mut found = 0;
+    for sample in 0..samples {
+        let mut byte = [0_u8];
+        let offset = len / samples * sample;
+        let mut buffers = [std::io::IoSliceMut::new(&mut byte)];
+        match rustix::io::preadv2(&file, &mut buffers, offset, ReadWriteFlags::NOWAIT) {
+            Ok(_) => found += 1,
+            Err(Errno::AGAIN) => {}
+            Err(_) => return None,
+        }
+    }
+    Some(len / samples * found)
 }
 
 /// Writes a file and reads it. It has no name from the start, so that it is gone whatever happens.

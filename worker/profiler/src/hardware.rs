@@ -60,4 +60,5 @@ pub fn take_rates(profile: &mut NodeProfileSpec, measured: &NodeProfileSpec) {
         disk.read_gbps = same.map_or(0.0, |other| other.read_gbps);
     }
     profile.measured_at.clone_from(&measured.measured_at);
+    profile.busy_percent = measured.busy_percent;
 }

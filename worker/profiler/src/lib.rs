@@ -5,9 +5,8 @@
 //! CPU quota and its memory limit are the machine. Whatever is missing or malformed is replaced by a plain fallback and a line in
 //! [`Measured::warnings`]; only a machine without a usable CPU or without memory is an error.
 //!
-//! A whole profile takes about a second. Callers keep the result: nothing here is cached. What changes without new
-//! hardware is read anew by [`observe`], and [`take_rates`] gives it the rates of an earlier profile, as long as
-//! [`hardware`] is the same.
+//! A whole profile takes about a second. What changes without new hardware is read anew by [`observe`], and [`take_rates`] gives it
+//! the rates of an earlier profile, as long as [`hardware`] is the same; [`measure_once`] keeps such rates in a file.
 
 #![forbid(unsafe_code)]
 
@@ -17,6 +16,8 @@ mod disk;
 mod error;
 mod gpu;
 mod hardware;
+mod kept;
+mod load;
 mod memory;
 mod meter;
 mod nvml;
@@ -26,15 +27,19 @@ mod tree;
 use std::path::PathBuf;
 use std::time::SystemTime;
 
-use hearth_crds::{ComputeProfile, IsaProfile, MemoryProfile, NodeProfileSpec, NumaNodeProfile};
+use hearth_crds::{
+    ComputeProfile, DiskProfile, IsaProfile, MemoryProfile, NodeProfileSpec, NumaNodeProfile,
+};
 
 pub use error::ProfileError;
 pub use hardware::{hardware, take_rates};
+pub use kept::{Kept, measure_once};
 pub use meter::{CpuMeter, Gflops, Meter};
 pub use summary::summary;
 pub use tree::parse_id_list;
 
 use cgroup::Limits;
+use load::Load;
 use tree::Tree;
 
 /// Whose machine is measured.
@@ -88,18 +93,6 @@ pub struct Measured {
     pub warnings: Vec<String>,
 }
 
-/// Measures this machine and logs the warnings.
-///
-/// # Errors
-/// As [`measure`].
-pub fn profile(options: &ProfileOptions) -> Result<NodeProfileSpec, ProfileError> {
-    let Measured { profile, warnings } = measure(options, &CpuMeter)?;
-    for warning in warnings {
-        tracing::warn!("profile: {warning}");
-    }
-    Ok(profile)
-}
-
 /// Reads the facts below `options.root` and takes rates from `meter`.
 ///
 /// # Errors
@@ -116,11 +109,24 @@ pub fn measure(options: &ProfileOptions, meter: &dyn Meter) -> Result<Measured, 
         own_bytes: own.available_bytes,
     };
     let all = cpu::one_of_each_core(&profile.cpus);
+    let before = Load::now(&tree);
     rates.of_memory(&all, &mut profile.memory, &mut profile.numa_nodes);
     profile.compute = rates.of_compute(&all);
+    profile.busy_percent = before.and_then(|load| load.others_percent(&tree));
     let disk = options.disk.as_deref();
+    if let Some(directory) = disk {
+        meter.tell(&format!("reads of the disk below {}", directory.display()));
+    }
     let measured = disk.and_then(|disk| disk::measure(&tree, disk, options.probe_disk));
-    profile.disks = measured.into_iter().collect();
+    if let Some(measured) = measured {
+        let cached_bytes = profile.disks.first().and_then(|disk| disk.cached_bytes);
+        profile.disks = vec![DiskProfile {
+            cached_bytes,
+            ..measured
+        }];
+    } else {
+        profile.disks.clear();
+    }
     round_rates(&mut profile);
     Ok(Measured {
         profile,
@@ -197,9 +203,14 @@ fn facts(
         gpus: gpu::gpus(tree),
         disks: disk
             .and_then(|d| disk::unmeasured(tree, d))
+            .map(|disk| match options.scope {
+                Scope::Process => disk::with_cached(disk),
+                Scope::Node => disk,
+            })
             .into_iter()
             .collect(),
         links: Vec::new(),
+        busy_percent: None,
         measured_at: rfc3339(options.measured_at.unwrap_or_else(SystemTime::now))?,
     })
 }
@@ -226,6 +237,8 @@ struct Rates<'a> {
 impl Rates<'_> {
     fn read_gbps(&self, cpus: &[u32], free_bytes: u64) -> f64 {
         let bytes = meter::probe_bytes(free_bytes, self.own_bytes, self.cache_bytes);
+        self.meter
+            .tell(&format!("reads of memory with {}", threads(cpus.len())));
         if self.own_bytes.is_some() && (bytes as u64) < self.cache_bytes {
             self.tree.warn(format!(
                 "reads are measured over {} MiB, and the caches hold {}: the rates may be those of a cache; \
@@ -273,7 +286,11 @@ impl Rates<'_> {
     }
 
     fn of_compute(&self, all: &[u32]) -> ComputeProfile {
-        let gflops = |cpus| self.or_warn("arithmetic", self.meter.gflops(cpus));
+        let gflops = |cpus: &[u32]| {
+            self.meter
+                .tell(&format!("arithmetic with {}", threads(cpus.len())));
+            self.or_warn("arithmetic", self.meter.gflops(cpus))
+        };
         let one = gflops(&all[..1]);
         let together = if all.len() > 1 { gflops(all) } else { one };
         ComputeProfile {
@@ -282,6 +299,13 @@ impl Rates<'_> {
             f32_one_thread_gflops: one.f32,
             f32_all_threads_gflops: together.f32.max(one.f32),
         }
+    }
+}
+
+fn threads(count: usize) -> String {
+    match count {
+        1 => "one thread".to_owned(),
+        count => format!("{count} threads"),
     }
 }
 

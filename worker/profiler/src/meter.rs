@@ -30,6 +30,9 @@ pub trait Meter {
     /// # Errors
     /// Why it could not be measured, in words.
     fn gflops(&self, cpus: &[u32]) -> Result<Gflops, String>;
+
+    /// Hears what is measured next, in words such as `arithmetic with 2 threads`.
+    fn tell(&self, _what: &str) {}
 }
 
 /// How much memory a read probe uses: more than the last-level cache of `cache_bytes` holds, little of what is

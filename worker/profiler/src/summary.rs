@@ -14,10 +14,14 @@ pub fn summary(profile: &NodeProfileSpec) -> String {
         memory,
         compute,
         measured_at,
+        busy_percent,
         ..
     } = profile;
     let cores = crate::cpu::one_of_each_core(cpus).len();
-    line("node", format!("{node}, measured {measured_at}"));
+    let busy = busy_percent.map_or_else(String::new, |percent| {
+        format!(" while others had {percent} % of the CPUs: rates are low")
+    });
+    line("node", format!("{node}, measured {measured_at}{busy}"));
     line(
         "cpus",
         format!("{} on {cores} cores: {}", cpus.len(), isa_names(profile)),

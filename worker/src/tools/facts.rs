@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use anyhow::Context;
 use clap::Args;
 use hearth_crds::{KvShape, ModelFacts, ModuleBytes};
 use hearth_formats::{
@@ -189,12 +188,16 @@ fn module_bytes(
 ) -> anyhow::Result<u64> {
     let mut sum = 0;
     for tensor in &module.tensors {
-        let info = checkpoint.tensor_info(&tensor.name).with_context(|| {
-            format!(
-                "tensor {} is missing\n  config.json and the weights belong to different models",
-                tensor.name
-            )
-        })?;
+        // As a worker would, so that what cannot be loaded is not planned either.
+        match tensor.shape {
+            TensorShape::Matrix { rows, cols } => {
+                checkpoint.check_matrix(&tensor.name, rows, cols)?;
+            }
+            TensorShape::Vector { len } => checkpoint.check_vector(&tensor.name, len)?,
+        }
+        let Some(info) = checkpoint.tensor_info(&tensor.name) else {
+            continue;
+        };
         *stored.entry(info.dtype.name).or_default() += info.size_bytes;
         sum += info.size_bytes;
         sum += checkpoint

@@ -3,7 +3,10 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use hearth_profiler::{ProfileOptions, Scope};
+use hearth_crds::IsaProfile;
+use hearth_profiler::{
+    CpuMeter, Gflops, Measured, Meter, ProfileOptions, Scope, measure, measure_once,
+};
 
 use crate::cli::GpuArgs;
 #[cfg(feature = "cuda")]
@@ -27,9 +30,42 @@ pub(crate) struct ProfileArgs {
     /// Name of the node (default: the host's)
     #[arg(long, value_name = "NAME")]
     node: Option<String>,
+    /// Take the rates of a quiet moment from FILE, and keep them there
+    #[arg(long, value_name = "FILE")]
+    keep: Option<PathBuf>,
+    /// Measure although FILE has rates
+    #[arg(long, requires = "keep")]
+    anew: bool,
+    /// Say on standard error what is measured, a line each
+    #[arg(long)]
+    progress: bool,
     #[command(flatten)]
     gpu: GpuArgs,
 }
+
+/// The CPUs of this machine, with a line for what is measured.
+struct TellingMeter;
+
+impl Meter for TellingMeter {
+    fn isa(&self) -> IsaProfile {
+        CpuMeter.isa()
+    }
+
+    fn read_gbps(&self, cpus: &[u32], bytes: usize) -> Result<f64, String> {
+        CpuMeter.read_gbps(cpus, bytes)
+    }
+
+    fn gflops(&self, cpus: &[u32]) -> Result<Gflops, String> {
+        CpuMeter.gflops(cpus)
+    }
+
+    fn tell(&self, what: &str) {
+        eprintln!("{PROGRESS}{what}");
+    }
+}
+
+/// How a line of `--progress` begins.
+const PROGRESS: &str = "measuring ";
 
 #[derive(Clone, Copy, ValueEnum)]
 enum ScopeArg {
@@ -41,7 +77,7 @@ enum ScopeArg {
 
 /// Measures and prints.
 pub(crate) fn run(args: &ProfileArgs) -> anyhow::Result<()> {
-    let mut profile = hearth_profiler::profile(&ProfileOptions {
+    let options = ProfileOptions {
         node: args.node.clone(),
         scope: match args.scope {
             ScopeArg::Process => Scope::Process,
@@ -50,7 +86,21 @@ pub(crate) fn run(args: &ProfileArgs) -> anyhow::Result<()> {
         disk: args.disk.clone(),
         probe_disk: args.probe_disk,
         ..ProfileOptions::default()
-    })?;
+    };
+    let meter: &dyn Meter = match args.progress {
+        true => &TellingMeter,
+        false => &CpuMeter,
+    };
+    let Measured {
+        mut profile,
+        warnings,
+    } = match &args.keep {
+        Some(file) => measure_once(&options, meter, file, args.anew)?,
+        None => measure(&options, meter)?,
+    };
+    for warning in warnings {
+        tracing::warn!("profile: {warning}");
+    }
     if matches!(args.scope, ScopeArg::Process) && !profile.gpus.is_empty() {
         let obstacle = gpu_obstacle(&args.gpu);
         profile

@@ -21,6 +21,7 @@ pub(crate) fn write(
 ) -> (Vec<String>, Vec<String>) {
     let mut why = Vec::new();
     topology(draft, ranks, &mut why);
+    moment(draft, &mut why);
     weights(draft, ranks, &mut why);
     kv(draft, ranks, &mut why);
     cpus(draft, ranks, &mut why);
@@ -61,6 +62,18 @@ fn topology(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
         }
         (_, places) => format!("hybrid over {}: {devices}", places.join(", ")),
     });
+}
+
+/// Nodes whose rates are not those of a quiet moment.
+fn moment(draft: &Draft<'_>, why: &mut Vec<String>) {
+    for node in draft.nodes {
+        if let Some(percent) = node.busy_percent {
+            why.push(format!(
+                "warning: other programs had {percent} % of the CPUs of {} while it was measured: predictions for it are too slow",
+                node.node
+            ));
+        }
+    }
 }
 
 /// The node of a rank with its crew.

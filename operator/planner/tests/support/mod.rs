@@ -81,9 +81,11 @@ impl Machine {
                 path: "/models".into(),
                 read_gbps: 3.0,
                 free_bytes: 500 * GIB,
+                cached_bytes: None,
             }],
             links: Vec::new(),
             measured_at: "2026-11-20T12:00:00Z".into(),
+            busy_percent: None,
         }
     }
 }

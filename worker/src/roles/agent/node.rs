@@ -1,15 +1,12 @@
 //! What the node is: measured once, kept on disk, and joined with what is read anew at each call.
 
 use std::ffi::OsStr;
-use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hearth_crds::NodeProfileSpec;
-use hearth_profiler::{Measured, ProfileOptions, Scope, hardware, observe, take_rates};
-use serde::{Deserialize, Serialize};
+use hearth_profiler::{Kept, Measured, ProfileOptions, Scope, hardware, observe, take_rates};
 use tonic::Status;
 
 use super::tool;
@@ -38,15 +35,6 @@ enum State {
     },
 }
 
-/// What is kept from one agent to the next.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Kept {
-    /// On which the rates were measured.
-    hardware: String,
-    profile: NodeProfileSpec,
-}
-
 impl Node {
     /// Takes the rates that an earlier agent kept, or begins to measure. Needs a tokio runtime.
     pub(super) fn start(name: &str, cache_dir: &Path) -> Arc<Self> {
@@ -61,7 +49,7 @@ impl Node {
             kept: cache_dir.join(KEPT),
             state: Mutex::new(State::Measuring(first.to_owned())),
         });
-        match read(&node.kept) {
+        match Kept::read(&node.kept) {
             Some(kept) => {
                 tracing::info!(measured_at = kept.profile.measured_at, "rates are kept");
                 *node.lock() = State::Measured(Box::new(kept));
@@ -122,7 +110,7 @@ impl Node {
                     tracing::info!(took = ?began.elapsed(), "measured: {}", node.words(&profile));
                     let hardware = hardware(&profile, &node.options.root);
                     let kept = Box::new(Kept { hardware, profile });
-                    if let Err(error) = write(&node.kept, &kept) {
+                    if let Err(error) = kept.write(&node.kept) {
                         let path = node.kept.display();
                         tracing::warn!("{path}: {error}: the next agent measures again");
                     }
@@ -169,29 +157,4 @@ impl Node {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-fn read(path: &Path) -> Option<Kept> {
-    let text = match fs::read(path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return None,
-        Err(error) => {
-            tracing::warn!("{}: {error}: measuring again", path.display());
-            return None;
-        }
-    };
-    match serde_json::from_slice(&text) {
-        Ok(kept) => Some(kept),
-        Err(error) => {
-            tracing::info!("{}: {error}: measuring again", path.display());
-            None
-        }
-    }
-}
-
-/// Written beside and renamed, so that nobody reads half a file.
-fn write(path: &Path, kept: &Kept) -> io::Result<()> {
-    let beside = path.with_extension("json-new");
-    fs::write(&beside, serde_json::to_vec_pretty(kept)?)?;
-    fs::rename(&beside, path)
 }

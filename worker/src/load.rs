@@ -7,7 +7,9 @@ use anyhow::Context;
 use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::{Backend, CpuBackend, KvDType};
 use hearth_model::{Model, Residency, modules};
-use hearth_residency::{LoadProgress, MmapPrefetch, Resident, ResidentOptions};
+use hearth_residency::{
+    LoadProgress, MmapPrefetch, MmapPrefetchOptions, Resident, ResidentOptions,
+};
 
 use crate::cli::{ModelArgs, ResidencyArg};
 use crate::device::{DeviceOptions, GpuBackend, OnDevice};
@@ -137,8 +139,11 @@ impl Files<'_> {
                     &checkpoint,
                     modules,
                     Arc::clone(&backend),
-                    budget_bytes,
-                    PREFETCH_MODULES,
+                    MmapPrefetchOptions {
+                        budget_bytes,
+                        lookahead: PREFETCH_MODULES,
+                        ..MmapPrefetchOptions::default()
+                    },
                 )?)
             }
         };
@@ -152,7 +157,9 @@ impl Files<'_> {
     }
 }
 
-/// What two workers must share for their bits to be equal: kernels and cache type, not threads.
+/// What two workers must share for their bits to be equal: kernels, cache type and form of latent attention, not threads.
 pub(crate) fn numerics<B: Backend>(model: &Model<B>, kv_dtype: KvDType) -> String {
-    format!("{} kv={kv_dtype:?}", model.backend().numerics())
+    let is_latent = model.kv_layout(1, kv_dtype).value_in_key;
+    let form = if is_latent { " mla=absorbed" } else { "" };
+    format!("{} kv={kv_dtype:?}{form}", model.backend().numerics())
 }

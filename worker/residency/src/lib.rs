@@ -17,5 +17,5 @@ mod resident;
 mod store;
 mod window;
 
-pub use mmap_prefetch::{Listener, MmapPrefetch, PrefetchEvent};
+pub use mmap_prefetch::{Listener, MmapPrefetch, MmapPrefetchOptions, PrefetchEvent};
 pub use resident::{LoadProgress, Resident, ResidentOptions};

@@ -5,12 +5,11 @@
 //! memory pressure stays low (section 4.3) and what comes back soon costs no disk read.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 
-use bytes::Bytes;
 use hearth_formats::Checkpoint;
 use hearth_kernels::Backend;
 use hearth_model::{
@@ -37,6 +36,19 @@ pub enum PrefetchEvent {
 /// Hears of every event, under the policy's lock: it must not call the policy.
 pub type Listener = Box<dyn Fn(PrefetchEvent) + Send + Sync>;
 
+/// How [`MmapPrefetch`] runs.
+#[derive(Default)]
+pub struct MmapPrefetchOptions {
+    /// Bytes of weights that stay resident at most.
+    pub budget_bytes: u64,
+    /// While a module runs, so many of the next modules that run for every token are asked for.
+    pub lookahead: usize,
+    /// Bytes of one piece of advice; none: what the kernel obeys for the device of the files.
+    pub advice_bytes: Option<usize>,
+    /// Hears what happens.
+    pub listener: Option<Listener>,
+}
+
 /// All modules of a mapped checkpoint within a budget of resident bytes.
 ///
 /// The budget bounds the pages that this process maps and asks for; modules that are held at the same time may exceed it together. The
@@ -54,6 +66,9 @@ struct Shared {
     index: HashMap<ModuleId, Index>,
     /// Of each module.
     pages: Vec<Vec<Releasable>>,
+    /// Of each module: whether it is to be in memory. Advice may wait for the disk for so long that it is out of date.
+    wanted: Vec<AtomicBool>,
+    advice_bytes: usize,
     state: Mutex<State>,
     listener: Option<Listener>,
     prefetched_bytes: AtomicU64,
@@ -63,12 +78,11 @@ struct Shared {
 struct State {
     window: Window,
     /// To the thread that asks the kernel; none once the policy is closed.
-    requests: Option<Sender<Vec<Bytes>>>,
+    requests: Option<Sender<Index>>,
 }
 
 impl<B: Backend> MmapPrefetch<B> {
-    /// Makes all modules usable without reading them. At most `budget_bytes` stay resident, and while a module runs,
-    /// the next `lookahead` modules that run for every token are asked for.
+    /// Makes all modules usable without reading them.
     ///
     /// # Errors
     /// [`ResidencyError::Format`], [`ResidencyError::Kernel`]; [`ResidencyError::Budget`] when a module is larger than the budget;
@@ -77,24 +91,14 @@ impl<B: Backend> MmapPrefetch<B> {
         checkpoint: &Checkpoint,
         modules: Vec<ModuleSpec>,
         backend: Arc<B>,
-        budget_bytes: u64,
-        lookahead: usize,
+        options: MmapPrefetchOptions,
     ) -> Result<Self, ResidencyError> {
-        Self::open_with_listener(checkpoint, modules, backend, budget_bytes, lookahead, None)
-    }
-
-    /// As [`MmapPrefetch::open`], with a listener to what happens.
-    ///
-    /// # Errors
-    /// As [`MmapPrefetch::open`].
-    pub fn open_with_listener(
-        checkpoint: &Checkpoint,
-        modules: Vec<ModuleSpec>,
-        backend: Arc<B>,
-        budget_bytes: u64,
-        lookahead: usize,
-        listener: Option<Listener>,
-    ) -> Result<Self, ResidencyError> {
+        let MmapPrefetchOptions {
+            budget_bytes,
+            lookahead,
+            advice_bytes,
+            listener,
+        } = options;
         let sizes: Vec<(Kind, u64)> = modules
             .iter()
             .map(|spec| (kind(spec.id), spec.stored_bytes(checkpoint)))
@@ -106,26 +110,12 @@ impl<B: Backend> MmapPrefetch<B> {
         pages.iter().flatten().for_each(|stretch| {
             pages::give_back(stretch);
         });
-        let (requests, inbox) = mpsc::channel::<Vec<Bytes>>();
-        // Advice on a large stretch waits for the disk's queue; the thread that computes must not.
-        let reader = thread::Builder::new()
-            .name("hearth-prefetch".into())
-            .spawn(move || {
-                inbox
-                    .iter()
-                    .flatten()
-                    .for_each(|bytes| pages::will_need(&bytes))
-            })
-            .map_err(|e| {
-                system(
-                    "start the prefetch thread",
-                    e,
-                    "raise the limit on threads.",
-                )
-            })?;
+        let (requests, inbox) = mpsc::channel();
         let ids: Vec<ModuleId> = modules.iter().map(|spec| spec.id).collect();
         let index: HashMap<ModuleId, Index> = ids.iter().copied().zip(0..).collect();
-        let shared = Shared {
+        let shared = Arc::new(Shared {
+            wanted: ids.iter().map(|_| AtomicBool::new(false)).collect(),
+            advice_bytes: advice_bytes.unwrap_or_else(|| pages::advice_bytes(checkpoint)),
             ids,
             index: index.clone(),
             pages,
@@ -136,11 +126,29 @@ impl<B: Backend> MmapPrefetch<B> {
             listener,
             prefetched_bytes: AtomicU64::new(0),
             released_bytes: AtomicU64::new(0),
-        };
+        });
+        tracing::debug!(
+            advice_bytes = shared.advice_bytes,
+            budget_bytes,
+            lookahead,
+            "weights are read ahead"
+        );
+        // Advice waits for the disk's queue; the thread that computes must not.
+        let reading = Arc::clone(&shared);
+        let reader = thread::Builder::new()
+            .name("hearth-prefetch".into())
+            .spawn(move || inbox.iter().for_each(|index| reading.read_ahead(index)))
+            .map_err(|e| {
+                system(
+                    "start the prefetch thread",
+                    e,
+                    "raise the limit on threads.",
+                )
+            })?;
         Ok(Self {
             store,
             index,
-            shared: Arc::new(shared),
+            shared,
             reader: Some(reader),
         })
     }
@@ -213,6 +221,14 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Asks the kernel for a module, unless it was given back since, or while that is done.
+    fn read_ahead(&self, index: Index) {
+        let is_wanted = || self.wanted[index].load(Ordering::Relaxed);
+        for stretch in &self.pages[index] {
+            pages::will_need(stretch.bytes(), self.advice_bytes, is_wanted);
+        }
+    }
+
     fn tell(&self, event: PrefetchEvent) {
         if let Some(listener) = &self.listener {
             listener(event);
@@ -224,19 +240,18 @@ impl Shared {
             match *action {
                 Action::Prefetch(index) => {
                     self.tell(PrefetchEvent::Prefetched(self.ids[index]));
-                    let wanted: Vec<Bytes> = self.pages[index]
-                        .iter()
-                        .map(|p| p.bytes().clone())
-                        .collect();
-                    let size = wanted.iter().map(|b| b.len() as u64).sum();
-                    self.prefetched_bytes.fetch_add(size, Ordering::Relaxed);
+                    let sizes = self.pages[index].iter().map(|p| p.bytes().len() as u64);
+                    self.prefetched_bytes
+                        .fetch_add(sizes.sum(), Ordering::Relaxed);
+                    self.wanted[index].store(true, Ordering::Relaxed);
                     if let Some(requests) = &state.requests {
                         // Without the thread a page comes in when it is first read.
-                        let _ = requests.send(wanted);
+                        let _ = requests.send(index);
                     }
                 }
                 Action::Release(index) => {
                     self.tell(PrefetchEvent::Released(self.ids[index]));
+                    self.wanted[index].store(false, Ordering::Relaxed);
                     let given: u64 = self.pages[index].iter().map(pages::give_back).sum();
                     self.released_bytes.fetch_add(given, Ordering::Relaxed);
                 }

@@ -3,11 +3,17 @@
 use std::fs;
 use std::io;
 use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
 use bytes::Bytes;
 use hearth_formats::Checkpoint;
 use hearth_model::ModuleSpec;
+use rustix::fs::{major, minor};
 use rustix::mm::{Advice, madvise};
+
+/// Bytes of one piece of advice where the device does not tell: the kernel's own default read-ahead.
+const DEFAULT_ADVICE_BYTES: usize = 128 << 10;
 
 /// The stretches of mapped files that a module occupies; neighbours are joined. Empty for a checkpoint in memory.
 pub(crate) fn stretches(spec: &ModuleSpec, checkpoint: &Checkpoint) -> Vec<Bytes> {
@@ -40,10 +46,42 @@ pub(crate) fn stretches(spec: &ModuleSpec, checkpoint: &Checkpoint) -> Vec<Bytes
         .collect()
 }
 
-/// Asks the kernel to read pages in the background.
-pub(crate) fn will_need(bytes: &Bytes) {
-    // Advice that the kernel does not take costs a page fault later, nothing else.
-    let _ = advise(covering(bytes), Advice::WillNeed);
+/// Bytes of one piece of advice on these files that the kernel obeys. Of one request it reads no more than the device's
+/// read-ahead, or its largest transfer where that is more (`force_page_cache_ra` in mm/readahead.c), and says nothing of the rest.
+pub(crate) fn advice_bytes(checkpoint: &Checkpoint) -> usize {
+    let files = checkpoint.files().iter();
+    let read_ahead = files.filter_map(|file| read_ahead_bytes(&file.path));
+    read_ahead.min().unwrap_or(DEFAULT_ADVICE_BYTES)
+}
+
+/// Read-ahead of the device that holds a file; none where the system has no such figure, as for stacked file systems.
+fn read_ahead_bytes(file: &Path) -> Option<usize> {
+    let device = fs::metadata(file).ok()?.dev();
+    let (major, minor) = (major(device), minor(device));
+    let text = fs::read_to_string(format!("/sys/class/bdi/{major}:{minor}/read_ahead_kb")).ok()?;
+    let kib: usize = text.trim().parse().ok()?;
+    (kib > 0).then_some(kib << 10)
+}
+
+/// Asks the kernel to read pages in the background, `piece_bytes` at a time, for as long as `is_wanted`.
+pub(crate) fn will_need(bytes: &Bytes, piece_bytes: usize, is_wanted: impl Fn() -> bool) {
+    for piece in pieces(covering(bytes), piece_bytes) {
+        if !is_wanted() {
+            return;
+        }
+        // Advice that the kernel does not take costs a page fault later, nothing else.
+        let _ = advise(piece, Advice::WillNeed);
+    }
+}
+
+/// A range of pages in pieces of whole pages.
+fn pieces(range: Range<usize>, piece_bytes: usize) -> impl Iterator<Item = Range<usize>> {
+    let page = rustix::param::page_size();
+    let step = (piece_bytes / page * page).max(page);
+    let end = range.end;
+    range
+        .step_by(step)
+        .map(move |start| start..end.min(start.saturating_add(step)))
 }
 
 /// Reads pages in and maps them, so that the first use does not wait for them.
@@ -174,6 +212,31 @@ mod tests {
         for line in others {
             assert_eq!(read_only_file(line), None, "{line}");
         }
+    }
+
+    #[test]
+    fn advice_comes_in_pieces_that_cover_everything_once() {
+        let page = rustix::param::page_size();
+        let split = |pages, piece| -> Vec<usize> {
+            let all: Vec<_> = pieces(page..page * (1 + pages), piece).collect();
+            assert!(all.windows(2).all(|pair| pair[0].end == pair[1].start));
+            assert_eq!(all.iter().map(Range::len).sum::<usize>(), pages * page);
+            all.iter().map(|piece| piece.len() / page).collect()
+        };
+        assert_eq!(split(7, 3 * page), [3, 3, 1]);
+        assert_eq!(split(2, page / 2), [1, 1]);
+        assert_eq!(split(5, usize::MAX), [5]);
+        assert_eq!(split(0, page), [0_usize; 0]);
+    }
+
+    #[test]
+    fn the_device_tells_how_much_it_reads_ahead() {
+        let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let Some(bytes) = read_ahead_bytes(file.path()) else {
+            return eprintln!("SKIPPED: the file system here has no read-ahead of its own");
+        };
+        assert!(bytes >= 1024 && bytes.is_multiple_of(1024), "{bytes} bytes");
+        assert_eq!(read_ahead_bytes(Path::new("/proc/self/none")), None);
     }
 
     #[test]

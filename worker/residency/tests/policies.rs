@@ -12,7 +12,9 @@ use std::sync::{Arc, Mutex};
 use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::{Backend, BlockId, CpuBackend, CpuKv, CpuOptions, Isa, KvDType, Span};
 use hearth_model::{Batch, Model, ModuleId, ModuleSpec, Observer, Residency, TensorShape, modules};
-use hearth_residency::{LoadProgress, MmapPrefetch, PrefetchEvent, Resident, ResidentOptions};
+use hearth_residency::{
+    LoadProgress, MmapPrefetch, MmapPrefetchOptions, PrefetchEvent, Resident, ResidentOptions,
+};
 
 fn backend() -> Arc<CpuBackend> {
     let options = CpuOptions {
@@ -21,6 +23,15 @@ fn backend() -> Arc<CpuBackend> {
         ..CpuOptions::default()
     };
     Arc::new(CpuBackend::new(options).unwrap())
+}
+
+/// A budget and how many modules are asked for ahead.
+fn within(budget_bytes: u64, lookahead: usize) -> MmapPrefetchOptions {
+    MmapPrefetchOptions {
+        budget_bytes,
+        lookahead,
+        ..MmapPrefetchOptions::default()
+    }
 }
 
 fn golden(case: &str) -> PathBuf {
@@ -122,8 +133,12 @@ fn every_policy_gives_the_same_bits() {
             (largest(&specs, &checkpoint) * 3 / 2, 4),
             (u64::MAX, 100),
         ] {
-            let policy =
-                MmapPrefetch::open(&checkpoint, specs.clone(), backend(), budget, lookahead);
+            let policy = MmapPrefetch::open(
+                &checkpoint,
+                specs.clone(),
+                backend(),
+                within(budget, lookahead),
+            );
             let policy = Arc::new(policy.unwrap());
             let got = forward(&config, policy.clone(), &tokens, &mut ());
             assert!(
@@ -178,7 +193,8 @@ fn the_kernel_confirms_that_the_budget_holds() {
         bytes: 0,
     };
     let budget = checkpoint.total_bytes() / 3;
-    let policy = MmapPrefetch::open(&checkpoint, specs.clone(), backend(), budget, 2).unwrap();
+    let policy =
+        MmapPrefetch::open(&checkpoint, specs.clone(), backend(), within(budget, 2)).unwrap();
     let policy = Arc::new(policy);
     for _ in 0..2 {
         forward(&config, policy.clone(), &tokens, &mut peak);
@@ -240,7 +256,7 @@ fn released_pages_can_be_reclaimed_and_held_ones_cannot() {
     let file = dir.path().join("model.safetensors");
     let name = |layer: u32| format!("model.layers.{layer}.mlp.gate_proj.weight");
     let budget = largest(&specs, &checkpoint);
-    let policy = MmapPrefetch::open(&checkpoint, specs, backend(), budget, 0).unwrap();
+    let policy = MmapPrefetch::open(&checkpoint, specs, backend(), within(budget, 0)).unwrap();
     let touch = |layer| {
         let bytes = checkpoint.bytes(&name(layer)).unwrap();
         std::hint::black_box(bytes.iter().fold(0u8, |sum, b| sum ^ b));
@@ -290,15 +306,11 @@ fn events_come_in_the_order_of_the_work() {
     };
     // Two attention blocks and one feed-forward block.
     let budget = size(ModuleId::DenseFfn(0)) + 2 * size(ModuleId::Attention(0));
-    let policy = MmapPrefetch::open_with_listener(
-        &checkpoint,
-        specs.clone(),
-        backend(),
-        budget,
-        1,
-        Some(listener),
-    )
-    .unwrap();
+    let options = MmapPrefetchOptions {
+        listener: Some(listener),
+        ..within(budget, 1)
+    };
+    let policy = MmapPrefetch::open(&checkpoint, specs.clone(), backend(), options).unwrap();
     let take = || std::mem::take(&mut *events.lock().unwrap());
 
     let (attention, ffn) = (ModuleId::Attention, ModuleId::DenseFfn);
@@ -380,7 +392,9 @@ fn read_bytes_are_those_of_the_acquired_modules() {
         + 3 * bytes(ModuleId::Expert(0, 0));
     let policies: [Arc<dyn Residency<CpuBackend>>; 2] = [
         Arc::new(Resident::open(&checkpoint, specs.clone(), backend()).unwrap()),
-        Arc::new(MmapPrefetch::open(&checkpoint, specs.clone(), backend(), 1 << 30, 2).unwrap()),
+        Arc::new(
+            MmapPrefetch::open(&checkpoint, specs.clone(), backend(), within(1 << 30, 2)).unwrap(),
+        ),
     ];
     for policy in policies {
         forward(&config, policy.clone(), &[9], &mut ());
@@ -400,7 +414,7 @@ fn what_cannot_be_is_refused_with_the_numbers() {
     let checkpoint = Checkpoint::open(&golden("llama2")).unwrap();
     let config = ModelConfig::read(&golden("llama2")).unwrap();
     let specs = modules(&config).unwrap();
-    let small = MmapPrefetch::open(&checkpoint, specs.clone(), backend(), 1000, 1)
+    let small = MmapPrefetch::open(&checkpoint, specs.clone(), backend(), within(1000, 1))
         .err()
         .unwrap();
     let needed = largest(&specs, &checkpoint);
@@ -418,7 +432,7 @@ fn what_cannot_be_is_refused_with_the_numbers() {
         .collect();
     let policies: [Box<dyn Residency<CpuBackend>>; 2] = [
         Box::new(Resident::open(&checkpoint, some.clone(), backend()).unwrap()),
-        Box::new(MmapPrefetch::open(&checkpoint, some, backend(), 1 << 30, 1).unwrap()),
+        Box::new(MmapPrefetch::open(&checkpoint, some, backend(), within(1 << 30, 1)).unwrap()),
     ];
     for policy in policies {
         let message = policy

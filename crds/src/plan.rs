@@ -68,6 +68,10 @@ pub struct InferencePlanSpec {
     /// What the deployment asks for.
     #[serde(default)]
     pub objectives: ObjectivesSpec,
+    /// One line a pool whose workers compute with different bits, so that a stream which moves between them may go on with
+    /// other tokens; empty: failover keeps every token.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mixed_numerics: Vec<String>,
     /// One line a decision.
     pub why: Vec<String>,
     /// One line an alternative, with the number that decided against it.

@@ -10,6 +10,7 @@ use crate::chooser::Chooser;
 use crate::cpus::{CpuSet, GATEWAY_UNDER_EXCLUSIVE, keep_beside, widen_memory};
 use crate::gpus::{NodeOffer, Seat};
 use crate::memory::{BLOCK_TOKENS, Demand, NodeBudget, PREFILL_BATCH};
+use crate::numerics::mixed_pools;
 use crate::place::Placement;
 use crate::predict::{Predictor, rounded};
 use crate::reasons;
@@ -54,7 +55,9 @@ impl Draft<'_> {
         let facts = request.facts;
         let routing = self.routing(&ranks);
         let predicted = self.prediction(&ranks);
-        let (why, not_chosen) = reasons::write(&self, &ranks, &routing, &predicted);
+        let mixed_numerics = mixed_pools(self.nodes, &ranks);
+        let (mut why, not_chosen) = reasons::write(&self, &ranks, &routing, &predicted);
+        why.extend(mixed_numerics.iter().cloned());
         InferencePlanSpec {
             generation: request.generation,
             deployment: DeploymentRef {
@@ -78,6 +81,7 @@ impl Draft<'_> {
             routing,
             predicted,
             objectives: request.spec.objectives.clone(),
+            mixed_numerics,
             why,
             not_chosen,
         }

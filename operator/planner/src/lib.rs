@@ -17,6 +17,7 @@ mod draft;
 mod error;
 mod gpus;
 mod memory;
+mod numerics;
 mod place;
 mod predict;
 mod reasons;

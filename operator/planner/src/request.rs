@@ -13,6 +13,7 @@ use crate::draft::Draft;
 use crate::error::PlanError;
 use crate::gpus::{GpuOffer, OnGpu, has_usable};
 use crate::memory::Demand;
+use crate::numerics::alike;
 use crate::place::{NoRoom, Placement, Wanted, place};
 
 /// Prompt tokens of one step of a prefill rank: enough for matrix products to be bound by arithmetic.
@@ -105,7 +106,10 @@ fn placed(
     for on_gpu in device_choices(chooser, spec, wanted) {
         wanted.on_gpu = on_gpu;
         match place(chooser.nodes(), demand, wanted, chooser) {
-            Ok(placement) => return Ok((placement, refused)),
+            Ok(free) => {
+                let placement = alike(chooser, demand, wanted, &free).unwrap_or(free);
+                return Ok((placement, refused));
+            }
             Err(no_room) => refused.push(Refused { on_gpu, no_room }),
         }
     }

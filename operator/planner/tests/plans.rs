@@ -97,6 +97,34 @@ fn chunked_has_no_prefill_rank() {
 }
 
 #[test]
+fn workers_of_a_pool_share_their_numerics_or_the_plan_says_so() {
+    let spec = spec("prefill: {replicas: 2}\ndecode: {replicas: 2}\n");
+    let (mut old, mut new, mut newer) = (small_vm(), small_vm(), small_vm());
+    (old.node, new.node, newer.node) = ("attic".into(), "cellar".into(), "den".into());
+    (new.isa.avx512vbmi, newer.isa.avx512vbmi) = (true, true);
+    old.isa.avx512f = false;
+    let facts = dense_1_7b();
+    // Apart from their kernels the three are alike, and a rank each would be the fastest.
+    let alike = plan(&request(&spec, &facts, &[old.clone(), new.clone(), newer])).unwrap();
+    for role in [PlanRole::Prefill, PlanRole::Decode] {
+        let on_old = alike.ranks_of(role).filter(|rank| rank.node == "attic");
+        assert!([0, 2].contains(&on_old.count()), "{role:?} is mixed");
+    }
+    assert!(alike.mixed_numerics.is_empty());
+    // Memory for one decode worker on each: there is no other way, and the plan says what it means.
+    let spec = self::spec("prefill: {mode: Chunked}\ndecode: {replicas: 2}\n");
+    for node in [&mut old, &mut new] {
+        node.memory.available_bytes = 6 << 30;
+        node.numa_nodes[0].free_bytes = 6 << 30;
+    }
+    let mixed = plan(&request(&spec, &facts, &[old, new])).unwrap();
+    let expected = "decode-1 with AVX-512; decode-0 with AVX2: \
+                    a stream that moves between them goes on, and its later tokens may be others";
+    assert_eq!(mixed.mixed_numerics, [expected]);
+    assert!(mixed.why.iter().any(|line| line == expected));
+}
+
+#[test]
 fn replicas_spread_over_nodes_and_keep_their_order() {
     let spec = spec("prefill: {replicas: 2}\ndecode: {replicas: 3}\n");
     let (mut a, mut b) = (small_vm(), small_vm());

@@ -20,6 +20,9 @@ pub(crate) const PROGRESSING: &str = "Progressing";
 /// Something that ran does not run any more, or not as asked.
 pub(crate) const DEGRADED: &str = "Degraded";
 
+/// A stream that moves to another worker keeps every token. Told only where it is not so.
+pub(crate) const EXACT_FAILOVER: &str = "ExactFailover";
+
 /// Reason of Planned when the spec is wrong.
 pub(crate) const INVALID_SPEC: &str = "InvalidSpec";
 /// Reason when a plan was given up for the one before.

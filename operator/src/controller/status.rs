@@ -9,8 +9,8 @@ use kube::ResourceExt;
 use super::cause::{Cause, cause};
 use super::choose::{Choice, failure, has_failed, has_served};
 use super::conditions::{
-    self, DECODE_READY, DEGRADED, INVALID_SPEC, MODEL_READY, PLANNED, PREFILL_READY, PROGRESSING,
-    READY, ROLLED_BACK, Verdict,
+    self, DECODE_READY, DEGRADED, EXACT_FAILOVER, INVALID_SPEC, MODEL_READY, PLANNED,
+    PREFILL_READY, PROGRESSING, READY, ROLLED_BACK, Verdict,
 };
 use super::model::{Download, ModelState, ModelStep, percent};
 use super::names::{LABEL_DEPLOYMENT, LABEL_ROLE};
@@ -52,14 +52,18 @@ pub(crate) fn write(picture: &Picture<'_>) -> InferenceDeploymentStatus {
         (PROGRESSING, picture.progressing()),
         (DEGRADED, picture.degraded()),
     ];
-    let conditions = verdicts.map(|(type_, verdict)| conditions::write(observed, type_, verdict));
+    let inexact = picture.inexact_failover().map(|no| (EXACT_FAILOVER, no));
+    let conditions = verdicts
+        .into_iter()
+        .chain(inexact)
+        .map(|(type_, verdict)| conditions::write(observed, type_, verdict));
     let pools = PoolsStatus {
         prefill: picture.pool(PlanRole::Prefill),
         decode: picture.pool(PlanRole::Decode),
     };
     InferenceDeploymentStatus {
         observed_generation: deployment.metadata.generation,
-        conditions: conditions.to_vec(),
+        conditions: conditions.collect(),
         plan: target.map(|plan| PlanRef {
             name: plan.name_any(),
             generation: plan.spec.generation,
@@ -136,6 +140,12 @@ fn want_cause(observed: &Observed, want: &Want, mode: Mode) -> Option<Cause> {
 impl Picture<'_> {
     fn target(&self) -> Option<&InferencePlan> {
         self.choice.target.as_deref()
+    }
+
+    /// Where workers of one pool compute with different bits.
+    fn inexact_failover(&self) -> Option<Verdict> {
+        let mixed = &self.target()?.spec.mixed_numerics;
+        (!mixed.is_empty()).then(|| Verdict::no("MixedNumerics", mixed.join(". ")))
     }
 
     fn mode(&self) -> Mode {

@@ -18,6 +18,7 @@ pub(super) fn slice(
     rank.endpoint = Some(endpoint.to_owned());
     InferencePlanSpec {
         ranks: vec![rank],
+        mixed_numerics: Vec::new(),
         why: Vec::new(),
         not_chosen: Vec::new(),
         ..plan.clone()

@@ -99,6 +99,7 @@ pub(in crate::controller) fn plan() -> InferencePlanSpec {
             tokens_per_second: 15_000.0,
         },
         objectives: ObjectivesSpec::default(),
+        mixed_numerics: Vec::new(),
         why: vec!["hybrid: no GPU".to_owned()],
         not_chosen: vec!["a ring needs more nodes".to_owned()],
     }

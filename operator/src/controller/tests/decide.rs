@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::world::World;
 use crate::controller::conditions::{
-    DECODE_READY, DEGRADED, MODEL_READY, PLANNED, PREFILL_READY, PROGRESSING, READY,
+    DECODE_READY, DEGRADED, EXACT_FAILOVER, MODEL_READY, PLANNED, PREFILL_READY, PROGRESSING, READY,
 };
 use crate::controller::decide::decide;
 use crate::controller::observed::{ContainerEnd, ContainerView, Measured, PodView, Taint};
@@ -41,6 +41,8 @@ fn the_demo_becomes_ready_and_is_then_left_alone() {
     assert_eq!(world.says(PROGRESSING), ("False", "Complete"));
     assert_eq!(world.says(DEGRADED), ("False", "AsPlanned"));
     let status = world.status().clone();
+    let told = |type_| status.conditions.iter().any(|c| c.type_ == type_);
+    assert!(!told(EXACT_FAILOVER), "said only where it does not hold");
     let pools = status.pools.unwrap();
     assert_eq!(
         (pools.prefill.summary, pools.decode.summary),
@@ -70,6 +72,25 @@ fn the_demo_becomes_ready_and_is_then_left_alone() {
     assert!(!later.writes_objects() && later.events.is_empty());
     assert_eq!(later.requeue_after, None);
     last.objects.clear();
+}
+
+#[test]
+fn a_pool_of_mixed_instruction_sets_is_told() {
+    let mut world =
+        World::new("prefill: {mode: Chunked}\ndecode: {replicas: 2, kvCache: {memory: 2Gi}}\n");
+    world.node("attic", |node| {
+        if let Some(profile) = &mut node.profile {
+            profile.isa.avx2 = true;
+        }
+    });
+    world.settle();
+    assert_eq!(world.condition(READY).status, "True");
+    assert_eq!(world.says(EXACT_FAILOVER), ("False", "MixedNumerics"));
+    let message = &world.condition(EXACT_FAILOVER).message;
+    assert!(
+        message.contains("AVX2") && message.contains("later tokens may be others"),
+        "{message}"
+    );
 }
 
 #[test]
@@ -105,10 +126,10 @@ fn a_wrong_spec_is_told_and_what_runs_goes_on() {
     assert_eq!(world.says(MODEL_READY), ("Unknown", "InvalidSpec"));
     world.change("");
     world.settle();
-    assert_eq!(world.says(READY), ("True", "Serving"));
+    assert_eq!(world.condition(READY).status, "True");
     world.change("strategy: PipedRing\n");
     world.settle();
-    assert_eq!(world.says(READY), ("True", "Serving"));
+    assert_eq!(world.condition(READY).status, "True");
     assert_eq!(world.says(PLANNED), ("False", "InvalidSpec"));
     assert!(
         world
@@ -238,14 +259,14 @@ fn a_plan_that_never_comes_up_is_given_up_for_the_one_before() {
     for _ in 0..30 {
         world.turn();
         world.visit();
-        assert_eq!(world.says(READY), ("True", "Serving"));
+        assert_eq!(world.condition(READY).status, "True");
     }
     world.pass(Duration::from_secs(31));
     world.visit();
     world.settle();
     let status = world.status();
     assert_eq!(status.plan.as_ref().unwrap().generation, 1);
-    assert_eq!(world.says(READY), ("True", "Serving"));
+    assert_eq!(world.condition(READY).status, "True");
     assert_eq!(world.says(PLANNED), ("False", "RolledBack"));
     assert_eq!(world.says(DEGRADED), ("True", "RolledBack"));
     let message = &world.condition(DEGRADED).message;
@@ -302,7 +323,7 @@ fn the_first_plan_is_tried_for_ever() {
     assert_eq!(world.observed.plans.len(), 1);
     world.broken_from = u64::MAX;
     world.settle();
-    assert_eq!(world.says(READY), ("True", "Serving"));
+    assert_eq!(world.condition(READY).status, "True");
 }
 
 #[test]
@@ -314,7 +335,7 @@ fn a_lost_node_has_its_work_done_elsewhere() {
     world.node(&home, |node| node.is_ready = false);
     world.turn();
     world.settle();
-    assert_eq!(world.says(READY), ("True", "Serving"));
+    assert_eq!(world.condition(READY).status, "True");
     assert!(world.observed.pods.iter().all(|pod| pod.node != home));
     assert_eq!(world.status().plan.as_ref().unwrap().generation, 2);
     // The node comes back: nothing moves.
@@ -349,7 +370,7 @@ fn a_lost_node_that_cannot_be_replaced_is_waited_for() {
     assert!(world.observed.pods.is_empty());
     world.node("office", |node| node.is_ready = true);
     world.settle();
-    assert_eq!(world.says(READY), ("True", "Serving"));
+    assert_eq!(world.condition(READY).status, "True");
     assert_eq!(world.status().plan.as_ref().unwrap().generation, 1);
 }
 
@@ -361,7 +382,7 @@ fn a_cordoned_node_is_left_without_a_gap() {
     world.node(&home, |node| node.is_cordoned = true);
     for _ in 0..20 {
         world.visit();
-        assert_eq!(world.says(READY), ("True", "Serving"));
+        assert_eq!(world.condition(READY).status, "True");
         world.turn();
     }
     assert!(
@@ -374,7 +395,7 @@ fn a_cordoned_node_is_left_without_a_gap() {
     world.node(&home, |node| node.is_cordoned = true);
     world.settle();
     assert_eq!(world.says(DEGRADED), ("True", "NodeCordoned"));
-    assert_eq!(world.says(READY), ("True", "Serving"));
+    assert_eq!(world.condition(READY).status, "True");
 }
 
 #[test]
@@ -396,7 +417,7 @@ fn a_taint_moves_work_and_a_node_under_pressure_keeps_it() {
     world.node(&home, |node| node.taints = vec![taint("maintenance")]);
     world.settle();
     assert!(world.observed.pods.iter().all(|pod| pod.node != home));
-    assert_eq!(world.says(READY), ("True", "Serving"));
+    assert_eq!(world.condition(READY).status, "True");
 }
 
 #[test]
@@ -428,7 +449,7 @@ fn too_little_memory_is_told_with_what_would_fit_and_old_work_goes_on() {
         message.contains("lower spec.decode.kvCache.memory"),
         "{message}"
     );
-    assert_eq!(world.says(READY), ("True", "Serving"));
+    assert_eq!(world.condition(READY).status, "True");
     assert_eq!(world.observed.plans.len(), 1);
 }
 
@@ -469,7 +490,7 @@ fn a_worker_that_goes_missing_is_told_once_and_made_again() {
     world.settle();
     let told = world.told();
     assert_eq!(told, ["WorkerLost", "WorkerReady"]);
-    assert_eq!(world.says(READY), ("True", "Serving"));
+    assert_eq!(world.condition(READY).status, "True");
 }
 
 #[test]
@@ -490,7 +511,7 @@ fn old_down_first_says_that_requests_wait() {
     }
     assert!(reasons.contains(&"OldDownFirst".to_owned()), "{reasons:?}");
     assert!(reasons.contains(&"Replacing".to_owned()), "{reasons:?}");
-    assert_eq!(world.says(READY), ("True", "Serving"));
+    assert_eq!(world.condition(READY).status, "True");
     assert!(!world.told().contains(&"NotReady".to_owned()));
 }
 
@@ -540,5 +561,5 @@ fn a_worker_that_the_scheduler_refuses_is_planned_again_where_there_is_room() {
     world.pass(Duration::from_secs(31));
     world.settle();
     assert!(world.observed.pods.iter().all(|pod| pod.node != home));
-    assert_eq!(world.says(READY), ("True", "Serving"));
+    assert_eq!(world.condition(READY).status, "True");
 }

@@ -1,0 +1,168 @@
+//! Which ranks give the same bits. A stream that moves between workers of one pool goes on token for token only where
+//! they do, so a pool is placed on nodes of one kind where it fits there, and the plan says it where it does not.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use hearth_crds::{ComputeCapability, IsaProfile, NodeProfileSpec, PlanRank, PlanRole};
+
+use crate::chooser::Chooser;
+use crate::cpus::{CpuLack, Crew};
+use crate::gpus::GpuLack;
+use crate::memory::Demand;
+use crate::place::{Cost, Placement, Wanted, place};
+
+/// What the bits of a rank depend on, as far as a profile tells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Numerics {
+    Reference,
+    Avx2,
+    Avx512,
+    Gpu(Option<ComputeCapability>),
+}
+
+impl fmt::Display for Numerics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Reference => f.write_str("the reference kernels"),
+            Self::Avx2 => f.write_str("AVX2"),
+            Self::Avx512 => f.write_str("AVX-512"),
+            Self::Gpu(Some(capability)) => write!(f, "a GPU of compute capability {capability}"),
+            Self::Gpu(None) => f.write_str("a GPU of unknown kind"),
+        }
+    }
+}
+
+/// The kernels that a worker takes by itself: the best that the CPUs have.
+fn of_cpus(isa: &IsaProfile) -> Numerics {
+    if isa.avx512f && isa.avx512bw && isa.avx512vbmi {
+        Numerics::Avx512
+    } else if isa.avx2 {
+        Numerics::Avx2
+    } else {
+        Numerics::Reference
+    }
+}
+
+fn of_rank(node: &NodeProfileSpec, rank: &PlanRank) -> Numerics {
+    match rank.gpu_uuids.first() {
+        None => of_cpus(&node.isa),
+        Some(uuid) => {
+            let gpu = node.gpus.iter().find(|gpu| gpu.uuid == *uuid);
+            Numerics::Gpu(gpu.and_then(|gpu| gpu.compute_capability))
+        }
+    }
+}
+
+/// One line a pool whose ranks give different bits.
+pub(crate) fn mixed_pools(nodes: &[&NodeProfileSpec], ranks: &[PlanRank]) -> Vec<String> {
+    [PlanRole::Prefill, PlanRole::Decode]
+        .into_iter()
+        .filter_map(|role| mixed_pool(nodes, ranks, role))
+        .collect()
+}
+
+fn mixed_pool(nodes: &[&NodeProfileSpec], ranks: &[PlanRank], role: PlanRole) -> Option<String> {
+    let mut kinds: BTreeMap<Numerics, Vec<&str>> = BTreeMap::new();
+    for rank in ranks.iter().filter(|rank| rank.role == role) {
+        let node = nodes.iter().find(|node| node.node == rank.node)?;
+        let names = kinds.entry(of_rank(node, rank)).or_default();
+        names.push(&rank.name);
+    }
+    if kinds.len() < 2 {
+        return None;
+    }
+    let parts = kinds
+        .iter()
+        .rev()
+        .map(|(kind, names)| format!("{} with {kind}", names.join(", ")));
+    Some(format!(
+        "{}: a stream that moves between them goes on, and its later tokens may be others",
+        parts.collect::<Vec<_>>().join("; ")
+    ))
+}
+
+/// A placement whose pools on CPUs give the same bits each; none where `free` is one, or where there is none. Kinds that
+/// `free` gives the most ranks come first.
+pub(crate) fn alike(
+    chooser: &Chooser<'_>,
+    demand: &Demand<'_>,
+    wanted: Wanted,
+    free: &Placement,
+) -> Option<Placement> {
+    let nodes = chooser.nodes();
+    if is_alike(nodes, free) {
+        return None;
+    }
+    let by_ranks = |ranks_of: fn(Crew) -> u32| {
+        let mut counts: BTreeMap<Numerics, u32> = BTreeMap::new();
+        for (node, crew) in nodes.iter().zip(&free.crews) {
+            *counts.entry(of_cpus(&node.isa)).or_default() += ranks_of(*crew);
+        }
+        let mut kinds: Vec<_> = counts.into_iter().rev().collect();
+        kinds.sort_by_key(|(_, ranks)| std::cmp::Reverse(*ranks));
+        kinds
+    };
+    for (decode, _) in by_ranks(Crew::decode_on_cpus) {
+        for (prefill, _) in by_ranks(Crew::prefill_on_cpus) {
+            let only = Only {
+                chooser,
+                prefill,
+                decode,
+            };
+            let found = place(nodes, demand, wanted, &only).ok();
+            if let Some(found) = found.filter(|found| is_alike(nodes, found)) {
+                return Some(found);
+            }
+        }
+    }
+    None
+}
+
+fn is_alike(nodes: &[&NodeProfileSpec], placement: &Placement) -> bool {
+    let is_one = |ranks_of: fn(Crew) -> u32| {
+        let crews = nodes.iter().zip(&placement.crews);
+        let mut kinds = crews
+            .filter(|(_, crew)| ranks_of(**crew) > 0)
+            .map(|(node, _)| of_cpus(&node.isa));
+        let first = kinds.next();
+        kinds.all(|kind| Some(kind) == first)
+    };
+    is_one(Crew::decode_on_cpus) && is_one(Crew::prefill_on_cpus)
+}
+
+/// The chooser, with ranks on CPUs of one kind alone.
+struct Only<'a> {
+    chooser: &'a Chooser<'a>,
+    prefill: Numerics,
+    decode: Numerics,
+}
+
+impl Cost for Only<'_> {
+    fn cpu_lack(&self, node: usize, crew: Crew) -> Option<CpuLack> {
+        let kind = of_cpus(&self.chooser.nodes()[node].isa);
+        let fits = |ranks: u32, wanted: Numerics| ranks == 0 || kind == wanted;
+        if fits(crew.decode_on_cpus(), self.decode) && fits(crew.prefill_on_cpus(), self.prefill) {
+            return self.chooser.cpu_lack(node, crew);
+        }
+        // None of its cores are of the kind.
+        Some(CpuLack::Cores {
+            workers: crew.ranks(),
+            cores: 0,
+            core_cpus: 1,
+            gateway_millis: 0,
+        })
+    }
+
+    fn gpu_lack(&self, node: usize, crew: Crew) -> Option<GpuLack> {
+        self.chooser.gpu_lack(node, crew)
+    }
+
+    fn decode_ms(&self, node: usize, crew: Crew) -> f64 {
+        self.chooser.decode_ms(node, crew)
+    }
+
+    fn prefill_ms(&self, node: usize, crew: Crew, crews: &[Crew]) -> f64 {
+        self.chooser.prefill_ms(node, crew, crews)
+    }
+}

@@ -283,8 +283,6 @@ pub trait Backend: Send + Sync + 'static {
         first_token: usize,
         bytes: &[u8],
     ) -> Result<(), KernelError>;
-    /// Copies whole blocks within the cache, all layers (a shared block before it is written).
-    fn kv_copy(&self, kv: &mut Self::Kv, from: BlockId, to: BlockId) -> Result<(), KernelError>;
 
     /// Causal attention of each row over positions `0..=its own`: q `[rows, heads * k_dim]` →
     /// `[rows, heads * v_dim]`. Key blocks follow absolute positions, never the chunk.

@@ -396,14 +396,20 @@ fn kv_moves_between_caches_and_blocks_byte_by_byte() {
     let bytes = backend.kv_read(&kv, 1, &blocks, 3, 40).unwrap();
     assert_eq!(bytes.len(), 40 * GQA.token_layer_bytes());
 
-    // A second cache with other blocks, filled in two parts, then one block copied within it.
+    // A second cache with other blocks, filled in two parts, then one block moved within it.
     let mut other = backend.kv_alloc(GQA, 20).unwrap();
     let mut targets: Vec<BlockId> = (0..7).map(|i| BlockId(19 - i)).collect();
     let all = backend.kv_read(&kv, 1, &blocks, 0, 50).unwrap();
     let (head, tail) = all.split_at(13 * GQA.token_layer_bytes());
     backend.kv_write(&mut other, 1, &targets, 13, tail).unwrap();
     backend.kv_write(&mut other, 1, &targets, 0, head).unwrap();
-    backend.kv_copy(&mut other, targets[2], BlockId(0)).unwrap();
+    let block = GQA.block_tokens;
+    let third = backend
+        .kv_read(&other, 1, &targets, 2 * block, block)
+        .unwrap();
+    backend
+        .kv_write(&mut other, 1, &[BlockId(0)], 0, &third)
+        .unwrap();
     let junk = vec![0x11; GQA.block_tokens * GQA.token_layer_bytes()];
     backend
         .kv_write(&mut other, 1, &targets[2..3], 0, &junk)

@@ -186,23 +186,6 @@ impl CudaBackend {
         let kernel = Kernel::new(&variant, "kv_scatter").threads(128);
         self.launch(kernel, [tokens, 1, 1], args)
     }
-
-    pub(super) fn copy_kv(
-        &self,
-        kv: &CudaKv,
-        from: BlockId,
-        to: BlockId,
-    ) -> Result<(), KernelError> {
-        checks::kv_blocks("kv_copy", &kv.layout, kv.blocks, &[from, to], 0, 0)?;
-        let size = kv.layout.block_layer_bytes() as u64;
-        (0..kv.layout.layers).try_for_each(|layer| {
-            self.queue.push(Command::Copy {
-                from: kv.layer(layer) + u64::from(from.0) * size,
-                to: kv.layer(layer) + u64::from(to.0) * size,
-                bytes: size as usize,
-            })
-        })
-    }
 }
 
 /// Spans in runs without a gap between their rows.

@@ -206,10 +206,6 @@ impl Backend for CudaBackend {
         self.write_kv(kv, layer, blocks, first_token, bytes)
     }
 
-    fn kv_copy(&self, kv: &mut CudaKv, from: BlockId, to: BlockId) -> Result<(), KernelError> {
-        self.copy_kv(kv, from, to)
-    }
-
     fn attention(
         &self,
         q: &CudaTensor,

@@ -42,8 +42,7 @@ impl Graphs {
         stream: &Stream,
         commands: &[Command],
     ) -> Result<bool, KernelError> {
-        let copies = |command: &Command| matches!(command, Command::Copy { .. });
-        if commands.len() < LEAST_COMMANDS || commands.iter().any(copies) {
+        if commands.len() < LEAST_COMMANDS {
             return Ok(false);
         }
         self.clock += 1;
@@ -106,8 +105,6 @@ fn shape(commands: &[Command]) -> u64 {
             Command::Launch(launch) => launch.function.hash(&mut hasher),
             // A memset's node keeps its address and size.
             Command::Zero { address, bytes } => (address, bytes).hash(&mut hasher),
-            // Copies are not part of a forward pass, and no list with one becomes a graph.
-            Command::Copy { .. } => {}
         }
     }
     hasher.finish()
@@ -173,7 +170,6 @@ impl Graph {
                     )
                 })?;
             }
-            Command::Copy { .. } => return Ok(()),
             Command::Zero { address, bytes } => {
                 let params = CUDA_MEMSET_NODE_PARAMS {
                     dst: *address,

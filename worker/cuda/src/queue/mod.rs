@@ -44,12 +44,6 @@ pub(crate) enum Command {
     Launch(Box<Launch>),
     /// Sets bytes to zero.
     Zero { address: CUdeviceptr, bytes: usize },
-    /// Copies bytes on the device.
-    Copy {
-        from: CUdeviceptr,
-        to: CUdeviceptr,
-        bytes: usize,
-    },
 }
 
 /// The stream of a backend, with what waits to be put into it.
@@ -221,12 +215,6 @@ impl Queue {
                 // SAFETY: the range lies in a buffer that lives until later commands.
                 check("cuMemsetD8Async", unsafe {
                     sys::cuMemsetD8Async(*address, 0, *bytes, self.stream.raw())
-                })
-            }
-            Command::Copy { from, to, bytes } => {
-                // SAFETY: both ranges lie in buffers that live until later commands.
-                check("cuMemcpyDtoDAsync", unsafe {
-                    sys::cuMemcpyDtoDAsync_v2(*to, *from, *bytes, self.stream.raw())
                 })
             }
             Command::Launch(launch) => {

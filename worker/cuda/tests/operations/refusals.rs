@@ -181,8 +181,6 @@ fn cache<B: Backend>(backend: &B, answers: &mut Answers) {
     answers.add(backend.kv_read(&kv, 0, &[BlockId(0)], 4, 5));
     answers.add(backend.kv_write(&mut kv, 0, &[BlockId(0)], 0, &[0; 191]));
     answers.add(backend.kv_write(&mut kv, 0, &[BlockId(0)], 8, &[0; 192]));
-    answers.add(backend.kv_copy(&mut kv, BlockId(4), BlockId(0)));
-    answers.add(backend.kv_copy(&mut kv, BlockId(0), BlockId(4)));
 }
 
 fn answers<B: Backend>(backend: &B) -> Vec<String> {

@@ -135,20 +135,6 @@ impl CpuKv {
         }
         Ok(())
     }
-
-    pub(super) fn copy(&mut self, from: BlockId, to: BlockId) -> Result<(), KernelError> {
-        self.check_blocks("kv_copy", &[from, to], 0, 0)?;
-        let size = self.layout.block_layer_bytes();
-        for layer in 0..self.layout.layers {
-            let first = layer * self.blocks;
-            let source = (first + from.0 as usize) * size;
-            let target = (first + to.0 as usize) * size;
-            self.memory
-                .bytes_mut()
-                .copy_within(source..source + size, target);
-        }
-        Ok(())
-    }
 }
 
 /// Stores one row in the cache's element type.

@@ -345,10 +345,6 @@ impl Backend for CpuBackend {
         kv.write(layer, blocks, first_token, bytes)
     }
 
-    fn kv_copy(&self, kv: &mut CpuKv, from: BlockId, to: BlockId) -> Result<(), KernelError> {
-        kv.copy(from, to)
-    }
-
     fn attention(
         &self,
         q: &CpuTensor,

@@ -11,6 +11,8 @@ pub struct Answer {
     pub text: String,
     /// Token texts in order, from `logprobs`, when asked for.
     pub tokens: Vec<String>,
+    /// Their log-probabilities: equal ones come of equal bits.
+    pub logprobs: Vec<f64>,
     /// `stop`, `length` …
     pub finish_reason: String,
     /// Number of completion tokens by `usage`, when asked for.
@@ -93,6 +95,7 @@ fn take(event: &Value, answer: &mut Answer) {
         answer
             .tokens
             .push(token["token"].as_str().unwrap_or_default().to_owned());
+        answer.logprobs.extend(token["logprob"].as_f64());
     }
     if let Some(reason) = choice["finish_reason"].as_str() {
         reason.clone_into(&mut answer.finish_reason);

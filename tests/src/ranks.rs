@@ -157,6 +157,11 @@ impl Rank {
         format!("http://{}", self.metrics)
     }
 
+    /// Its process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     /// All that it wrote so far.
     pub fn output(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()

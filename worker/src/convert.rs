@@ -14,7 +14,9 @@ pub(crate) fn generate_input(request: v1::GenerateRequest) -> Result<GenerateInp
     let prefill = if request.prefill_endpoint.is_empty() {
         PrefillPlace::Local
     } else {
-        PrefillPlace::Remote
+        PrefillPlace::Remote {
+            numerics: request.prompt_numerics,
+        }
     };
     Ok(GenerateInput {
         request_id: request.request_id,

@@ -33,6 +33,8 @@ pub struct EngineOptions {
     pub context_length: usize,
     /// Requests that may wait beside the `max_batch` that run.
     pub max_queue: usize,
+    /// What its bits depend on beside the weights: KV of other numerics is kept apart from its own.
+    pub numerics: String,
     /// Needed for grammars; none: a request with a grammar is refused.
     pub grammar_tokenizer: Option<Arc<GrammarTokenizer>>,
 }
@@ -47,6 +49,7 @@ impl Default for EngineOptions {
             chunk_tokens: 256,
             context_length: 4096,
             max_queue: 1024,
+            numerics: String::new(),
             grammar_tokenizer: None,
         }
     }
@@ -68,14 +71,17 @@ pub enum Grammar {
 }
 
 /// Who computes the prompt.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum PrefillPlace {
     /// This engine, in chunks between decode rows.
     #[default]
     Local,
     /// Another worker: the engine reserves blocks, asks by [`GenerateEvent::NeedsKv`] and waits for
     /// [`crate::Engine::import_kv`] and [`crate::Engine::import_done`].
-    Remote,
+    Remote {
+        /// That worker's numerics.
+        numerics: String,
+    },
 }
 
 /// A request for an answer.
@@ -120,7 +126,8 @@ pub enum FinishReason {
 }
 
 /// What a request for an answer yields, in this order: `Started`, `NeedsKv` where the prompt is computed
-/// elsewhere, `Token`s, then `Finished` or `Failed`, and nothing behind that.
+/// elsewhere, `Token`s, then `Finished` or `Failed`, and nothing behind that. `NeedsKv` comes again between tokens
+/// when a prompt of other numerics has lost its blocks.
 #[derive(Clone, Debug, PartialEq)]
 pub enum GenerateEvent {
     /// The request left the queue.
@@ -128,8 +135,7 @@ pub enum GenerateEvent {
         /// Tokens whose KV was at hand.
         cached_tokens: usize,
     },
-    /// Blocks are reserved: compute prompt and `generated` elsewhere and import KV from `first_token` on.
-    /// Sent at most once.
+    /// Blocks are reserved: compute the prompt elsewhere and import its KV from `first_token` on.
     NeedsKv {
         /// First token whose KV is missing.
         first_token: usize,
@@ -159,7 +165,7 @@ pub enum GenerateEvent {
 pub struct PrefillInput {
     /// For logs.
     pub request_id: String,
-    /// Prompt and, on replay, the answer tokens behind it.
+    /// The prompt.
     pub tokens: Vec<u32>,
     /// KV before this token is at hand with the caller.
     pub first_token: usize,
@@ -188,15 +194,6 @@ pub enum PrefillEvent {
     },
     /// The prefill ends here.
     Failed(EngineError),
-}
-
-/// What to do when the prefill worker did not deliver.
-#[derive(Clone, Debug, PartialEq)]
-pub enum ImportFailure {
-    /// Compute the prompt here.
-    PrefillHere,
-    /// End the request with this error.
-    Fail(EngineError),
 }
 
 /// Counters and gauges; counters grow from the engine's start.

@@ -13,16 +13,16 @@ use std::{
 use bytes::Bytes;
 use hearth_kernels::{Backend, KvLayout};
 use hearth_model::Model;
+use hearth_schedule::{Provenance, Work};
 
 use crate::{
     DrainReport, EngineError, EngineOptions, EngineStats, FinishReason, GenerateEvent,
-    GenerateInput, Health, ImportFailure, KvBudget, PrefillEvent, PrefillInput, PrefillPlace,
-    RequestId,
+    GenerateInput, Health, KvBudget, PrefillEvent, PrefillInput, PrefillPlace, RequestId,
     forward::{Forward, ModelForward},
     grammar::{GrammarError, GrammarState},
     import::{ImportCommand, Piece},
     progress::Progress,
-    request::{Answer, Choice, Export, Receiver, Request},
+    request::{Answer, Cancelled, Choice, Export, Receiver, Request},
     sampler::{History, MAX_TOP_LOGPROBS},
     shared::{Shared, Slot},
     step::{Command, StepLoop},
@@ -39,17 +39,21 @@ struct Inner {
     shared: Arc<Shared>,
     options: EngineOptions,
     progress: Progress,
+    /// Numerics that were heard of, its own first: the index is a [`Provenance`].
+    numerics: Mutex<Vec<String>>,
     vocab: usize,
     layout: KvLayout,
     next_id: AtomicU64,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// Holds a request: when it is dropped, the request is cancelled and its KV is freed before the next step.
+/// Holds a request: when it is dropped, the request is cancelled and its KV is freed before the next step. A step in
+/// flight is given up between two blocks of the model, unless finishing it costs the others in its batch less.
 /// Of no effect once the request has ended.
 #[must_use = "dropping the handle cancels the request"]
 pub struct RequestHandle {
     id: RequestId,
+    cancelled: Cancelled,
     commands: Sender<Command>,
 }
 
@@ -62,6 +66,7 @@ impl RequestHandle {
 
 impl Drop for RequestHandle {
     fn drop(&mut self) {
+        self.cancelled.set();
         // The engine may be gone, and the request with it.
         let _ = self.commands.send(Command::Cancel(self.id));
     }
@@ -114,6 +119,7 @@ impl Engine {
             inner: Arc::new(Inner {
                 commands,
                 shared,
+                numerics: Mutex::new(vec![options.numerics.clone()]),
                 options,
                 progress,
                 vocab,
@@ -170,15 +176,16 @@ impl Engine {
         }
         let index = generated.len();
         let history = History::new(&prompt, &generated);
-        let mut tokens = prompt;
-        tokens.extend(generated);
-        let room = self.inner.options.context_length - tokens.len();
-        tracing::debug!(request_id, tokens = tokens.len(), index, "request accepted");
+        let tokens = prompt.len() + generated.len();
+        let room = self.inner.options.context_length - tokens;
+        tracing::debug!(request_id, tokens, index, "request accepted");
         let answer = Answer {
             id: handle.id,
+            cancelled: handle.cancelled.clone(),
             receiver,
             max_new_tokens: room.min(max_tokens - index),
-            tokens,
+            prompt,
+            generated,
             choice: Choice {
                 params: sampling,
                 index,
@@ -187,7 +194,7 @@ impl Engine {
                 grammar,
                 logprobs,
             },
-            remote: prefill == PrefillPlace::Remote,
+            work: self.work(prefill),
             import: None,
             _slot: slot,
         };
@@ -226,6 +233,7 @@ impl Engine {
         );
         let export = Export {
             id: handle.id,
+            cancelled: handle.cancelled.clone(),
             receiver: Receiver::new(sink),
             tokens,
             sent_to: first_token,
@@ -248,14 +256,15 @@ impl Engine {
         self.import(id, ImportCommand::Piece(piece));
     }
 
-    /// All KV was imported; `logits` `[vocab]` of the last token give the first answer token.
+    /// All KV was imported; `logits` `[vocab]` of the prompt's last token give the first answer token, where none was
+    /// delivered before.
     pub fn import_done(&self, id: RequestId, logits: Vec<f32>) {
         self.import(id, ImportCommand::Done(logits));
     }
 
-    /// The prefill worker did not deliver. What has come is kept where the prompt is computed here.
-    pub fn import_failed(&self, id: RequestId, then: ImportFailure) {
-        self.import(id, ImportCommand::Failed(then));
+    /// The prefill worker did not deliver: the request ends with this error.
+    pub fn import_failed(&self, id: RequestId, error: EngineError) {
+        self.import(id, ImportCommand::Failed(error));
     }
 
     /// Counters and gauges.
@@ -330,8 +339,24 @@ impl Engine {
         self.inner.options.max_batch + self.inner.options.max_queue
     }
 
+    /// Who computes a prompt, with its numerics by number.
+    fn work(&self, prefill: PrefillPlace) -> Work {
+        let PrefillPlace::Remote { numerics } = prefill else {
+            return Work::Generate;
+        };
+        let known = &self.inner.numerics;
+        let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
+        let index = known.iter().position(|other| *other == numerics);
+        let index = index.unwrap_or_else(|| {
+            known.push(numerics);
+            known.len() - 1
+        });
+        Work::ImportThenGenerate(Provenance(index as u32))
+    }
+
     fn handle(&self) -> RequestHandle {
         RequestHandle {
+            cancelled: Cancelled::default(),
             id: RequestId(self.inner.next_id.fetch_add(1, Ordering::Relaxed)),
             commands: self.inner.commands.clone(),
         }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use hearth_kernels::{Backend, BlockId, KernelError, KvLayout, SampleFault, SampleSpec};
-use hearth_model::{Batch, Model, Observer};
+use hearth_model::{Batch, Model, ModelError, Observer};
 
 use crate::progress::{Pass, Progress};
 
@@ -19,8 +19,13 @@ pub(crate) trait KvBytes {
     ) -> Result<Vec<u8>, String>;
 }
 
-/// Called when the KV of a layer is final for all rows of the batch.
-pub(crate) type LayerDone<'a> = dyn FnMut(usize, &dyn KvBytes) + 'a;
+/// Looks into a forward pass while it runs.
+pub(crate) trait Watch {
+    /// The KV of a layer is final for all rows of the batch.
+    fn layer_done(&mut self, layer: usize, kv: &dyn KvBytes);
+    /// Whether the pass goes on, `done` of its `blocks` blocks being computed.
+    fn goes_on(&mut self, done: usize, blocks: usize) -> bool;
+}
 
 /// Counters of weights.
 #[derive(Clone, Copy, Debug, Default)]
@@ -50,13 +55,14 @@ pub(crate) trait Forward: Send {
     fn layout(&self) -> KvLayout;
     /// Whether [`Forward::forward`] takes choices.
     fn can_sample(&self) -> bool;
-    /// Chooses tokens from the logits of the first `choices.len()` of `batch.logit_rows`, and returns the logits of the others.
+    /// Chooses tokens from the logits of the first `choices.len()` of `batch.logit_rows`, and returns the logits of the others;
+    /// none when `watch` has ended the pass.
     fn forward(
         &mut self,
         batch: &Batch,
         choices: &[SampleSpec],
-        layer_done: &mut LayerDone<'_>,
-    ) -> Result<Output, String>;
+        watch: &mut dyn Watch,
+    ) -> Result<Option<Output>, String>;
     /// Stores what another worker's cache held.
     fn write(
         &mut self,
@@ -138,21 +144,23 @@ impl<B: Backend> Forward for ModelForward<B> {
         &mut self,
         batch: &Batch,
         choices: &[SampleSpec],
-        layer_done: &mut LayerDone<'_>,
-    ) -> Result<Output, String> {
-        let mut watch = Watch {
+        watch: &mut dyn Watch,
+    ) -> Result<Option<Output>, String> {
+        let mut observing = Observing {
             backend: &*self.backend,
-            layer_done,
+            watch,
             pass: self.progress.begin(),
         };
         let logits = self
             .model
-            .forward_logits(batch, &mut self.kv, &mut watch)
-            .map_err(|e| e.to_string())?;
-        match logits {
-            None => Ok(Output::default()),
-            Some(logits) => self.output(&logits, choices).map_err(|e| e.to_string()),
-        }
+            .forward_logits(batch, &mut self.kv, &mut observing);
+        let output = match logits {
+            Err(ModelError::GivenUp) => return Ok(None),
+            Err(error) => return Err(error.to_string()),
+            Ok(None) => Output::default(),
+            Ok(Some(logits)) => self.output(&logits, choices).map_err(|e| e.to_string())?,
+        };
+        Ok(Some(output))
     }
 
     fn write(
@@ -181,20 +189,24 @@ impl<B: Backend> Forward for ModelForward<B> {
 }
 
 /// Passes a model's own observation on, with the cache made readable.
-struct Watch<'a, 'b, B: Backend> {
+struct Observing<'a, B: Backend> {
     backend: &'a B,
-    layer_done: &'a mut LayerDone<'b>,
+    watch: &'a mut dyn Watch,
     pass: Pass,
 }
 
-impl<B: Backend> Observer<B> for Watch<'_, '_, B> {
+impl<B: Backend> Observer<B> for Observing<'_, B> {
     fn layer_done(&mut self, layer: usize, kv: &B::Kv) {
         self.pass.goes_on();
         let view = View {
             backend: self.backend,
             kv,
         };
-        (self.layer_done)(layer, &view);
+        self.watch.layer_done(layer, &view);
+    }
+
+    fn goes_on(&mut self, done: usize, blocks: usize) -> bool {
+        self.watch.goes_on(done, blocks)
     }
 }
 

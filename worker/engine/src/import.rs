@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use bytes::Bytes;
 use hearth_kernels::KvLayout;
 
-use crate::{EngineError, ImportFailure, RequestId};
+use crate::{EngineError, RequestId};
 
 /// Bytes of KV that are copied between two forward passes while sequences decode.
 pub(crate) const IMPORT_BYTES_PER_STEP: usize = 32 << 20;
@@ -85,11 +85,6 @@ impl Import {
         }
     }
 
-    /// Tokens whose KV is there in every layer.
-    pub(crate) fn complete_tokens(&self) -> usize {
-        self.there.iter().copied().min().unwrap_or(self.tokens)
-    }
-
     /// An error unless all KV is there.
     pub(crate) fn check_complete(&self) -> Result<(), EngineError> {
         match self.there.iter().position(|there| *there < self.tokens) {
@@ -108,7 +103,7 @@ impl Import {
 pub(crate) enum ImportCommand {
     Piece(Piece),
     Done(Vec<f32>),
-    Failed(ImportFailure),
+    Failed(EngineError),
 }
 
 /// Import commands that wait for their turn: copies must not hold up decoding.
@@ -219,7 +214,6 @@ mod tests {
         };
         store(&mut import, piece(0, 4, 48));
         store(&mut import, piece(1, 4, 24));
-        assert_eq!(import.complete_tokens(), 7);
         let text = import.check_complete().unwrap_err().to_string();
         assert!(text.contains("layer 1 ends at token 7 of 10"), "{text}");
         // A second worker begins anew.

@@ -25,12 +25,12 @@ mod request;
 pub mod sampler;
 mod shared;
 mod step;
+mod watch;
 mod work;
 
 pub use api::{
     DrainReport, EngineOptions, EngineStats, FinishReason, GenerateEvent, GenerateInput, Grammar,
-    Health, ImportFailure, KvBudget, PrefillEvent, PrefillInput, PrefillPlace, RequestId,
-    TopLogprob,
+    Health, KvBudget, PrefillEvent, PrefillInput, PrefillPlace, RequestId, TopLogprob,
 };
 pub use engine::{Engine, RequestHandle};
 pub use error::EngineError;

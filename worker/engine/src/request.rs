@@ -1,9 +1,16 @@
 //! A request inside the engine: its callback, and how its next token is chosen.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
 
 use bytes::Bytes;
 use hearth_kernels::{SampleFault, SampleSpec};
+use hearth_schedule::Work;
 
 use crate::{
     EngineError, GenerateEvent, PrefillEvent, RequestId, SamplingError, SamplingParams,
@@ -45,17 +52,34 @@ impl<E> Receiver<E> {
     }
 }
 
+/// Whether the handle of a request is gone: told at once, where a command waits for the end of a forward pass.
+#[derive(Clone, Default)]
+pub(crate) struct Cancelled(Arc<AtomicBool>);
+
+impl Cancelled {
+    pub(crate) fn set(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+
+    fn is_set(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
+}
+
 /// A request for an answer.
 pub(crate) struct Answer {
     pub(crate) id: RequestId,
+    pub(crate) cancelled: Cancelled,
     pub(crate) receiver: Receiver<GenerateEvent>,
-    /// Prompt and replayed tokens; given to the scheduler at its start.
-    pub(crate) tokens: Vec<u32>,
+    /// Given to the scheduler at its start.
+    pub(crate) prompt: Vec<u32>,
+    /// Replayed tokens; given to the scheduler at its start.
+    pub(crate) generated: Vec<u32>,
     /// Tokens that may still be chosen.
     pub(crate) max_new_tokens: usize,
     pub(crate) choice: Choice,
-    /// KV comes from elsewhere.
-    pub(crate) remote: bool,
+    /// Who computes the prompt.
+    pub(crate) work: Work,
     pub(crate) import: Option<Import>,
     /// Given back when the request is dropped.
     pub(crate) _slot: Slot,
@@ -64,6 +88,7 @@ pub(crate) struct Answer {
 /// A request for KV.
 pub(crate) struct Export {
     pub(crate) id: RequestId,
+    pub(crate) cancelled: Cancelled,
     pub(crate) receiver: Receiver<PrefillEvent>,
     pub(crate) tokens: Vec<u32>,
     /// KV of tokens before this one was sent, or is not wanted.
@@ -101,6 +126,14 @@ impl Request {
         match self {
             Self::Answer(r) => r.id,
             Self::Export(r) => r.id,
+        }
+    }
+
+    /// Whether nobody waits for it any more.
+    pub(crate) fn is_cancelled(&self) -> bool {
+        match self {
+            Self::Answer(r) => r.cancelled.is_set() || r.receiver.is_gone(),
+            Self::Export(r) => r.cancelled.is_set() || r.receiver.is_gone(),
         }
     }
 

@@ -19,12 +19,13 @@ use hearth_schedule::{
 };
 
 use crate::{
-    EngineError, EngineOptions, EngineStats, FinishReason, GenerateEvent, Health, ImportFailure,
-    PrefillEvent, RequestId,
-    forward::{Forward, KvBytes, Output},
+    EngineError, EngineOptions, EngineStats, FinishReason, GenerateEvent, Health, PrefillEvent,
+    RequestId,
+    forward::{Forward, Output},
     import::{Import, ImportBudget, ImportCommand, ImportQueue, Piece},
     request::{Choice, Chosen, Request},
     shared::Shared,
+    watch::StepWatch,
     work::StepWork,
 };
 
@@ -180,21 +181,19 @@ impl<F: Forward> StepLoop<F> {
     }
 
     fn submit(&mut self, mut request: Request) {
-        let (tokens, max_new_tokens, work) = match &mut request {
-            Request::Export(r) => (std::mem::take(&mut r.tokens), 0, Work::Export),
-            Request::Answer(r) => {
-                let work = if r.remote {
-                    Work::ImportThenGenerate
-                } else {
-                    Work::Generate
-                };
-                (std::mem::take(&mut r.tokens), r.max_new_tokens, work)
-            }
-        };
-        let ask = Ask {
-            tokens,
-            max_new_tokens,
-            work,
+        let ask = match &mut request {
+            Request::Export(r) => Ask {
+                prompt: std::mem::take(&mut r.tokens),
+                generated: Vec::new(),
+                max_new_tokens: 0,
+                work: Work::Export,
+            },
+            Request::Answer(r) => Ask {
+                prompt: std::mem::take(&mut r.prompt),
+                generated: std::mem::take(&mut r.generated),
+                max_new_tokens: r.max_new_tokens,
+                work: r.work,
+            },
         };
         match self.scheduler.submit(ask) {
             Err(e) => request.fail(internal(&e)),
@@ -294,23 +293,20 @@ impl<F: Forward> StepLoop<F> {
                     return Err(EngineError::Prefill { detail });
                 }
                 answer.import = None;
-                let Some(sampled) = self.choose(sequence, |choice| choice.next(&logits)) else {
-                    return Ok(());
+                // What was answered before is computed here.
+                let sampled = match answer.choice.index {
+                    0 => match self.choose(sequence, |choice| choice.next(&logits)) {
+                        None => return Ok(()),
+                        sampled => sampled,
+                    },
+                    _ => None,
                 };
-                let done = self
-                    .scheduler
-                    .import_done(sequence, target.tokens, Some(sampled));
+                let done = self.scheduler.import_done(sequence, sampled);
                 if let Some(finished) = done.map_err(|e| internal(&e))? {
                     self.finish(finished);
                 }
             }
-            ImportCommand::Failed(ImportFailure::Fail(error)) => return Err(error),
-            ImportCommand::Failed(ImportFailure::PrefillHere) => {
-                let tokens = import.complete_tokens();
-                answer.import = None;
-                let done = self.scheduler.import_done(sequence, tokens, None);
-                done.map_err(|e| internal(&e))?;
-            }
+            ImportCommand::Failed(error) => return Err(error),
         }
         Ok(())
     }
@@ -339,31 +335,35 @@ impl<F: Forward> StepLoop<F> {
         })
     }
 
-    /// Tells requests that they left the queue.
+    /// Tells requests that they left the queue, and asks for the KV that they need.
     fn announce(&mut self, step: &Step) {
-        for admission in step.admitted.iter().filter(|a| !a.again) {
+        for admission in &step.admitted {
             let Admission {
                 sequence,
+                tokens,
                 cached_tokens,
                 import,
-                again: _,
+                again,
             } = admission;
-            let tokens = self.scheduler.tokens(*sequence).map_or(0, <[u32]>::len);
-            self.counters.prompt_tokens += tokens as u64;
+            if !again {
+                self.counters.prompt_tokens += *tokens as u64;
+            }
+            let cached_tokens = *cached_tokens;
             match self.requests.get_mut(sequence) {
-                Some(Request::Export(export)) => export.cached_tokens = *cached_tokens,
+                Some(Request::Export(export)) if !again => export.cached_tokens = cached_tokens,
                 Some(Request::Answer(answer)) => {
                     answer.import = import
                         .as_ref()
                         .map(|t| Import::new(self.layout.layers, t.first_token, t.tokens));
-                    let cached_tokens = *cached_tokens;
-                    let started = self.send(*sequence, GenerateEvent::Started { cached_tokens });
-                    if let (true, Some(target)) = (started, import) {
+                    let started = GenerateEvent::Started { cached_tokens };
+                    if (*again || self.send(*sequence, started))
+                        && let Some(target) = import
+                    {
                         let first_token = target.first_token;
                         self.send(*sequence, GenerateEvent::NeedsKv { first_token });
                     }
                 }
-                None => {}
+                Some(Request::Export(_)) | None => {}
             }
         }
     }
@@ -378,37 +378,26 @@ impl<F: Forward> StepLoop<F> {
             return; // All were cancelled since.
         }
         let started = Instant::now();
-        let mut lost = Vec::new();
-        let outcome = {
-            let Self {
-                forward,
-                requests,
-                counters,
-                layout,
-                ..
-            } = self;
-            let mut layer_done = |layer: usize, kv: &dyn KvBytes| {
-                for range in &work.exports {
-                    let Some(Request::Export(export)) = requests.get_mut(&range.sequence) else {
-                        continue;
-                    };
-                    let mut send = |first_token, tokens, data: Vec<u8>| {
-                        counters.kv_bytes_moved += data.len() as u64;
-                        export.kv(layer, first_token, tokens, data.into())
-                    };
-                    if let Err(error) = range.read(layer, layout, kv, &mut send) {
-                        lost.push((range.sequence, error));
-                    }
-                }
-            };
-            catch_unwind(AssertUnwindSafe(|| {
-                forward.forward(&work.batch, &work.choices, &mut layer_done)
-            }))
+        let mut watch = StepWatch {
+            work: &work,
+            requests: &mut self.requests,
+            layout: &self.layout,
+            kv_bytes_moved: &mut self.counters.kv_bytes_moved,
+            lost: Vec::new(),
         };
-        self.counters.steps += 1;
+        let forward = &mut self.forward;
+        let outcome = catch_unwind(AssertUnwindSafe(|| {
+            forward.forward(&work.batch, &work.choices, &mut watch)
+        }));
+        let lost = watch.lost;
         self.counters.step_time += started.elapsed();
         let outcome = outcome.unwrap_or_else(|panic| Err(panic_text(&*panic)));
-        let checked = outcome.and_then(|output| work.checked(output, self.forward.vocab()));
+        let checked = match outcome {
+            Ok(None) => return self.give_up(&work),
+            Ok(Some(output)) => work.checked(output, self.forward.vocab()),
+            Err(reason) => Err(reason),
+        };
+        self.counters.steps += 1;
         match checked {
             Ok(output) => {
                 self.succeeded();
@@ -416,6 +405,16 @@ impl<F: Forward> StepLoop<F> {
                 self.deliver(step.number, &work, output);
             }
             Err(reason) => self.failed(&work, reason),
+        }
+    }
+
+    /// A pass was ended because requests in it were cancelled: the others are scheduled anew.
+    fn give_up(&mut self, work: &StepWork) {
+        for sequence in &work.sequences {
+            let request = self.requests.get(sequence);
+            if request.is_some_and(Request::is_cancelled) {
+                self.remove(*sequence);
+            }
         }
     }
 

@@ -2,6 +2,8 @@
 
 use hearth_kernels::BlockId;
 
+use crate::KvToken;
+
 /// Allocated, holds no token.
 #[derive(Debug)]
 pub struct Reset;
@@ -9,13 +11,13 @@ pub struct Reset;
 /// Holds the first tokens of its room; takes more.
 #[derive(Debug)]
 pub struct Partial {
-    tokens: Vec<u32>,
+    tokens: Vec<KvToken>,
 }
 
 /// Full; takes no more tokens.
 #[derive(Debug)]
 pub struct Complete {
-    tokens: Vec<u32>,
+    tokens: Vec<KvToken>,
 }
 
 /// Full, immutable and found by its tokens; may have many holders.
@@ -97,7 +99,7 @@ impl Block<Reset> {
 
 impl Block<Partial> {
     /// Takes as many of `tokens` as there is room for, and returns how many.
-    pub fn append(&mut self, tokens: &[u32]) -> usize {
+    pub fn append(&mut self, tokens: &[KvToken]) -> usize {
         let taken = tokens.len().min(self.room_tokens());
         self.state.tokens.extend_from_slice(&tokens[..taken]);
         taken
@@ -109,7 +111,7 @@ impl Block<Partial> {
     }
 
     /// The tokens in the block.
-    pub fn tokens(&self) -> &[u32] {
+    pub fn tokens(&self) -> &[KvToken] {
         &self.state.tokens
     }
 
@@ -133,7 +135,7 @@ impl Block<Partial> {
 
 impl Block<Complete> {
     /// The tokens in the block.
-    pub fn tokens(&self) -> &[u32] {
+    pub fn tokens(&self) -> &[KvToken] {
         &self.state.tokens
     }
 
@@ -148,7 +150,7 @@ impl Block<Complete> {
         }
     }
 
-    pub(crate) fn into_tokens(self) -> Vec<u32> {
+    pub(crate) fn into_tokens(self) -> Vec<KvToken> {
         self.state.tokens
     }
 }

@@ -1,19 +1,9 @@
-//! The cache as the scheduler sees it: sequences that begin, grow, fork and end.
-
-use hearth_kernels::BlockId;
+//! The cache as the scheduler sees it: sequences that begin, grow and end.
 
 use crate::{
-    Block, BlockPool, CacheStats, KvCacheError, OutOfBlocks, Partial, PrefixHash, SequenceBlocks,
+    Block, BlockPool, CacheStats, KvCacheError, KvToken, OutOfBlocks, Partial, PrefixHash,
+    SequenceBlocks,
 };
-
-/// A block whose bytes the engine must copy before the fork writes (`Backend::kv_copy`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BlockCopy {
-    /// The block of the original.
-    pub from: BlockId,
-    /// The block of the fork.
-    pub to: BlockId,
-}
 
 /// Paged KV of many sequences over one [`BlockPool`].
 ///
@@ -81,13 +71,13 @@ impl KvCache {
     }
 
     /// Tokens of a prompt that [`KvCache::begin`] would find cached now.
-    pub fn cached_tokens(&self, prompt: &[u32]) -> usize {
+    pub fn cached_tokens(&self, prompt: &[KvToken]) -> usize {
         self.pool.peek_prefix(reusable(prompt)) * self.pool.block_tokens()
     }
 
     /// Blocks that would be left over if a sequence with this prompt began now and reserved `tokens` tokens;
     /// none if it does not fit. Unlike [`KvCache::begin`] it holds nothing and counts nothing.
-    pub fn room_after(&self, prompt: &[u32], tokens: usize) -> Option<usize> {
+    pub fn room_after(&self, prompt: &[KvToken], tokens: usize) -> Option<usize> {
         let (found, evictable) = self.pool.peek_prefix_blocks(reusable(prompt));
         let needed = self.blocks_for(tokens).saturating_sub(found);
         (self.pool.available_blocks() - evictable).checked_sub(needed)
@@ -95,7 +85,7 @@ impl KvCache {
 
     /// Begins a sequence with the longest cached prefix of `prompt`, in whole blocks and shorter than the
     /// prompt: one token at least stays to be computed, for its logits.
-    pub fn begin(&mut self, prompt: &[u32]) -> SequenceBlocks {
+    pub fn begin(&mut self, prompt: &[KvToken]) -> SequenceBlocks {
         let mut sequence = SequenceBlocks::empty(self.pool.block_tokens());
         self.lookup_tokens += prompt.len() as u64;
         self.extend_from_cache(&mut sequence, prompt);
@@ -104,7 +94,11 @@ impl KvCache {
 
     /// Takes further blocks of `prompt` that others have registered since, in place of reserved ones, and
     /// returns how many tokens that saves. Nothing is taken once the sequence is within a block.
-    pub fn extend_from_cache(&mut self, sequence: &mut SequenceBlocks, prompt: &[u32]) -> usize {
+    pub fn extend_from_cache(
+        &mut self,
+        sequence: &mut SequenceBlocks,
+        prompt: &[KvToken],
+    ) -> usize {
         if sequence.tail.is_some() {
             return 0;
         }
@@ -144,7 +138,7 @@ impl KvCache {
     pub fn commit(
         &mut self,
         sequence: &mut SequenceBlocks,
-        tokens: &[u32],
+        tokens: &[KvToken],
     ) -> Result<(), KvCacheError> {
         let room = sequence.capacity_tokens() - sequence.tokens();
         let no_room = || KvCacheError::NoRoom {
@@ -185,36 +179,6 @@ impl KvCache {
         Ok(())
     }
 
-    /// A second sequence with the same tokens. Full blocks are shared; a partial one is copied into a block
-    /// of its own, for each of the two will write its own tokens there.
-    ///
-    /// # Errors
-    /// [`OutOfBlocks`] when no block is left for the copy.
-    pub fn fork(
-        &mut self,
-        sequence: &SequenceBlocks,
-    ) -> Result<(SequenceBlocks, Option<BlockCopy>), OutOfBlocks> {
-        let mut fork = SequenceBlocks::empty(sequence.block_tokens);
-        let mut copy = None;
-        if let Some(tail) = &sequence.tail {
-            for block in self.pool.allocate(1)? {
-                let mut own = block.begin();
-                own.append(tail.tokens());
-                copy = Some(BlockCopy {
-                    from: tail.id(),
-                    to: own.id(),
-                });
-                fork.tail = Some(own);
-            }
-        }
-        fork.registered = sequence
-            .registered
-            .iter()
-            .filter_map(|block| self.pool.share(block))
-            .collect();
-        Ok((fork, copy))
-    }
-
     /// Ends a sequence. Its registered blocks stay cached until they are evicted, the last ones first.
     pub fn release(&mut self, sequence: SequenceBlocks) {
         let SequenceBlocks {
@@ -241,6 +205,6 @@ impl KvCache {
 }
 
 /// The part of a prompt that may come from the cache: all but its last token.
-fn reusable(prompt: &[u32]) -> &[u32] {
+fn reusable(prompt: &[KvToken]) -> &[KvToken] {
     &prompt[..prompt.len().saturating_sub(1)]
 }

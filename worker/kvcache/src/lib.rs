@@ -15,7 +15,8 @@
 //! **Invariants**
 //! - Only `Reset` and `Partial` blocks can take tokens, and neither can be cloned: no sequence ever writes
 //!   into a block that another one reads.
-//! - A prefix is reused only if its token ids are equal, one by one. The hash finds candidates; it decides nothing.
+//! - A prefix is reused only if its tokens are equal, one by one: their ids, and what computed their keys and
+//!   values ([`Provenance`]). The hash finds candidates; it decides nothing.
 //! - Blocks are neither lost nor handed out twice: free + used + cached = total, after every operation.
 //! - No clock and no random number: the same calls give the same blocks.
 
@@ -26,10 +27,12 @@ mod cache;
 mod error;
 mod pool;
 mod sequence;
+mod token;
 
 pub use block::{Block, BlockState, Complete, Partial, Registered, Reset};
-pub use cache::{BlockCopy, KvCache};
+pub use cache::KvCache;
 pub use error::{KvCacheError, OutOfBlocks, RegisterError};
 pub use hearth_kernels::BlockId;
 pub use pool::{BlockPool, CacheStats, PrefixHash};
 pub use sequence::SequenceBlocks;
+pub use token::{KvToken, Provenance};

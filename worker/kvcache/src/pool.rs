@@ -15,21 +15,23 @@ use std::hash::{DefaultHasher, Hasher};
 use hearth_kernels::BlockId;
 
 use crate::{
-    Block, BlockState, Complete, KvCacheError, OutOfBlocks, RegisterError, Registered, Reset,
+    Block, BlockState, Complete, KvCacheError, KvToken, OutOfBlocks, RegisterError, Registered,
+    Reset,
 };
 
 /// Chained hash of a block: `(hash of the parent, tokens of the block)` to 64 bits.
-pub type PrefixHash = fn(u64, &[u32]) -> u64;
+pub type PrefixHash = fn(u64, &[KvToken]) -> u64;
 
 /// Parent hash of a sequence's first block.
 const ROOT_HASH: u64 = 0;
 
 /// SipHash with fixed keys: the same prefix has the same hash in every run.
-fn sip_hash(parent: u64, tokens: &[u32]) -> u64 {
+fn sip_hash(parent: u64, tokens: &[KvToken]) -> u64 {
     let mut hasher = DefaultHasher::new();
     hasher.write_u64(parent);
-    for &token in tokens {
-        hasher.write_u32(token);
+    for token in tokens {
+        hasher.write_u32(token.id);
+        hasher.write_u32(token.provenance.0);
     }
     hasher.finish()
 }
@@ -58,7 +60,7 @@ struct Registration {
     serial: u64,
     hash: u64,
     parent: Option<u64>,
-    tokens: Box<[u32]>,
+    tokens: Box<[KvToken]>,
     references: u32,
     released_at: u64,
 }
@@ -193,7 +195,7 @@ impl BlockPool {
     /// Enters a complete block into the prefix index, after `parent` (none: it starts the sequence).
     ///
     /// When the index already has an equal block, that one is returned with a reference more and the given
-    /// one becomes free: numerics are batch-invariant, so that equal prefixes have equal KV.
+    /// one becomes free: numerics are batch-invariant, so that equal prefixes of one provenance have equal KV.
     ///
     /// # Errors
     /// [`RegisterError`] with the block when it, or its parent, is not of this pool.
@@ -240,7 +242,7 @@ impl BlockPool {
     pub fn match_prefix(
         &mut self,
         after: Option<&Block<Registered>>,
-        tokens: &[u32],
+        tokens: &[KvToken],
     ) -> Vec<Block<Registered>> {
         self.walk(after, tokens)
             .into_iter()
@@ -249,21 +251,15 @@ impl BlockPool {
     }
 
     /// Number of blocks that [`BlockPool::match_prefix`] would hold from the start.
-    pub fn peek_prefix(&self, tokens: &[u32]) -> usize {
+    pub fn peek_prefix(&self, tokens: &[KvToken]) -> usize {
         self.walk(None, tokens).len()
     }
 
     /// The same number, and how many of those blocks nobody holds.
-    pub(crate) fn peek_prefix_blocks(&self, tokens: &[u32]) -> (usize, usize) {
+    pub(crate) fn peek_prefix_blocks(&self, tokens: &[KvToken]) -> (usize, usize) {
         let found = self.walk(None, tokens);
         let unheld = found.iter().filter(|id| self.references(**id) == 0);
         (found.len(), unheld.count())
-    }
-
-    /// Another holder for a registered block; none if it is not of this pool.
-    pub fn share(&mut self, block: &Block<Registered>) -> Option<Block<Registered>> {
-        self.registration(block)?;
-        Some(self.hold(block.id()))
     }
 
     /// Gives a block back. An exclusively owned one becomes free; a registered one stays in the index and
@@ -298,7 +294,7 @@ impl BlockPool {
         }
     }
 
-    fn walk(&self, after: Option<&Block<Registered>>, tokens: &[u32]) -> Vec<BlockId> {
+    fn walk(&self, after: Option<&Block<Registered>>, tokens: &[KvToken]) -> Vec<BlockId> {
         let (mut parent, mut hash) = match after.map(|b| self.registration(b)) {
             None => (None, ROOT_HASH),
             Some(Some(r)) => (Some(r.serial), r.hash),
@@ -320,7 +316,7 @@ impl BlockPool {
     }
 
     /// The registered block with exactly these tokens after exactly this parent.
-    fn find(&self, hash: u64, parent: Option<u64>, tokens: &[u32]) -> Option<BlockId> {
+    fn find(&self, hash: u64, parent: Option<u64>, tokens: &[KvToken]) -> Option<BlockId> {
         let candidates = self.index.get(&hash)?;
         candidates.iter().copied().find(|id| {
             matches!(&self.slots[id.0 as usize],

@@ -2,18 +2,23 @@
 
 #![allow(clippy::unwrap_used)] // A test may panic.
 
-use hearth_kvcache::{BlockPool, KvCache, KvCacheError, OutOfBlocks};
+use hearth_kvcache::{BlockPool, KvCache, KvCacheError, KvToken, OutOfBlocks, Provenance};
 
 fn cache(blocks: usize) -> KvCache {
     KvCache::new(blocks, 4).unwrap()
 }
 
+/// Tokens that the worker itself computes.
+fn own(ids: &[u32]) -> Vec<KvToken> {
+    ids.iter().copied().map(KvToken::own).collect()
+}
+
 /// Begins, reserves and commits a whole prompt.
 fn run(cache: &mut KvCache, prompt: &[u32]) -> hearth_kvcache::SequenceBlocks {
-    let mut s = cache.begin(prompt);
+    let mut s = cache.begin(&own(prompt));
     cache.reserve(&mut s, prompt.len()).unwrap();
     let done = s.tokens();
-    cache.commit(&mut s, &prompt[done..]).unwrap();
+    cache.commit(&mut s, &own(&prompt[done..])).unwrap();
     s
 }
 
@@ -24,13 +29,13 @@ fn a_second_prompt_reuses_whole_blocks_and_leaves_one_token_to_compute() {
     let first = run(&mut c, &prompt);
     let ids: Vec<_> = first.ids().collect();
     // 8 tokens are two blocks, but the last token must be computed: one block is reused.
-    assert_eq!(c.cached_tokens(&prompt), 4);
-    let second = c.begin(&prompt);
+    assert_eq!(c.cached_tokens(&own(&prompt)), 4);
+    let second = c.begin(&own(&prompt));
     assert_eq!((second.tokens(), second.ids().next()), (4, Some(ids[0])));
     assert_eq!(c.pool().references(ids[0]), 2);
     // One more token, and both blocks are reused.
     let longer: Vec<u32> = (0..9).collect();
-    assert_eq!(c.cached_tokens(&longer), 8);
+    assert_eq!(c.cached_tokens(&own(&longer)), 8);
     c.release(first);
     c.release(second);
     let stats = c.stats();
@@ -45,9 +50,9 @@ fn a_second_prompt_reuses_whole_blocks_and_leaves_one_token_to_compute() {
 fn equal_tokens_after_another_prefix_are_no_hit() {
     let mut c = cache(8);
     let s = run(&mut c, &[1, 1, 1, 1, 7, 7, 7, 7]);
-    assert_eq!(c.cached_tokens(&[2, 2, 2, 2, 7, 7, 7, 7, 0]), 0);
-    assert_eq!(c.cached_tokens(&[7, 7, 7, 7, 0]), 0);
-    assert_eq!(c.cached_tokens(&[1, 1, 1, 1, 7, 7, 7, 7, 0]), 8);
+    assert_eq!(c.cached_tokens(&own(&[2, 2, 2, 2, 7, 7, 7, 7, 0])), 0);
+    assert_eq!(c.cached_tokens(&own(&[7, 7, 7, 7, 0])), 0);
+    assert_eq!(c.cached_tokens(&own(&[1, 1, 1, 1, 7, 7, 7, 7, 0])), 8);
     c.release(s);
 }
 
@@ -58,9 +63,9 @@ fn a_hash_that_always_collides_gives_no_wrong_block() {
     let b = run(&mut c, &[2, 2, 2, 2, 7, 7, 7, 7]);
     // Four blocks of four contents, the last two with equal tokens.
     assert_eq!(c.stats().used_blocks, 4);
-    assert_eq!(c.cached_tokens(&[2, 2, 2, 2, 7, 7, 7, 7, 0]), 8);
-    assert_eq!(c.cached_tokens(&[3, 3, 3, 3, 7, 7, 7, 7, 0]), 0);
-    let hit = c.begin(&[1, 1, 1, 1, 7, 7, 7, 7, 0]);
+    assert_eq!(c.cached_tokens(&own(&[2, 2, 2, 2, 7, 7, 7, 7, 0])), 8);
+    assert_eq!(c.cached_tokens(&own(&[3, 3, 3, 3, 7, 7, 7, 7, 0])), 0);
+    let hit = c.begin(&own(&[1, 1, 1, 1, 7, 7, 7, 7, 0]));
     assert_eq!(hit.ids().collect::<Vec<_>>(), a.ids().collect::<Vec<_>>());
     c.release(a);
     c.release(b);
@@ -77,8 +82,8 @@ fn eviction_takes_the_oldest_and_the_end_of_a_prompt_first() {
     // One block is free; the second one to be taken is the end of the oldest prompt.
     let s = run(&mut c, &[9; 8]);
     assert_eq!(c.stats().evictions, 1);
-    assert_eq!(c.cached_tokens(&[1, 1, 1, 1, 2, 2, 2, 2, 0]), 4);
-    assert_eq!(c.cached_tokens(&[3, 3, 3, 3, 0]), 4);
+    assert_eq!(c.cached_tokens(&own(&[1, 1, 1, 1, 2, 2, 2, 2, 0])), 4);
+    assert_eq!(c.cached_tokens(&own(&[3, 3, 3, 3, 0])), 4);
     c.release(s);
 }
 
@@ -88,7 +93,7 @@ fn an_evicted_parent_does_not_lend_its_children_to_the_next_owner_of_its_block()
     let mut pool = BlockPool::with_hash(2, 2, |_, _| 0).unwrap();
     let fill = |pool: &mut BlockPool, tokens: &[u32]| {
         let mut block = pool.allocate(1).unwrap().remove(0).begin();
-        block.append(tokens);
+        block.append(&own(tokens));
         block.complete().unwrap()
     };
     let (parent, child) = (fill(&mut pool, &[1, 1]), fill(&mut pool, &[5, 5]));
@@ -101,15 +106,15 @@ fn an_evicted_parent_does_not_lend_its_children_to_the_next_owner_of_its_block()
     let other = fill(&mut pool, &[2, 2]);
     assert_eq!(other.id(), parent_id);
     let other = pool.register(other, None).unwrap();
-    assert_eq!(pool.peek_prefix(&[2, 2, 5, 5]), 1);
-    assert_eq!(pool.peek_prefix(&[1, 1, 5, 5]), 0);
+    assert_eq!(pool.peek_prefix(&own(&[2, 2, 5, 5])), 1);
+    assert_eq!(pool.peek_prefix(&own(&[1, 1, 5, 5])), 0);
     pool.release(other);
 }
 
 #[test]
 fn a_shortage_takes_nothing() {
     let mut c = cache(2);
-    let mut s = c.begin(&[1, 2, 3]);
+    let mut s = c.begin(&own(&[1, 2, 3]));
     assert_eq!(
         c.reserve(&mut s, 9),
         Err(OutOfBlocks {
@@ -124,9 +129,9 @@ fn a_shortage_takes_nothing() {
 #[test]
 fn committing_more_than_was_reserved_is_refused_whole() {
     let mut c = cache(2);
-    let mut s = c.begin(&[1, 2, 3, 4, 5]);
+    let mut s = c.begin(&own(&[1, 2, 3, 4, 5]));
     c.reserve(&mut s, 4).unwrap();
-    let error = c.commit(&mut s, &[1, 2, 3, 4, 5]).unwrap_err();
+    let error = c.commit(&mut s, &own(&[1, 2, 3, 4, 5])).unwrap_err();
     assert!(matches!(error, KvCacheError::NoRoom { tokens: 5, room: 4 }));
     assert!(error.to_string().contains("reserve before commit"));
     assert_eq!(s.tokens(), 0);
@@ -134,34 +139,15 @@ fn committing_more_than_was_reserved_is_refused_whole() {
 }
 
 #[test]
-fn a_fork_shares_full_blocks_and_copies_the_partial_one() {
-    let mut c = cache(4);
-    let mut a = run(&mut c, &[1, 2, 3, 4, 5, 6]);
-    let (mut b, copy) = c.fork(&a).unwrap();
-    let (ids_a, ids_b): (Vec<_>, Vec<_>) = (a.ids().collect(), b.ids().collect());
-    assert_eq!(ids_a[0], ids_b[0]);
-    assert_ne!(ids_a[1], ids_b[1]);
-    let copy = copy.unwrap();
-    assert_eq!((copy.from, copy.to), (ids_a[1], ids_b[1]));
-    // They part ways: different continuations, two different full blocks.
-    c.commit(&mut a, &[7, 8]).unwrap();
-    c.commit(&mut b, &[9, 9]).unwrap();
-    assert_eq!(c.cached_tokens(&[1, 2, 3, 4, 5, 6, 7, 8, 0]), 8);
-    assert_eq!(c.cached_tokens(&[1, 2, 3, 4, 5, 6, 9, 9, 0]), 8);
-    c.release(a);
-    c.release(b);
-}
-
-#[test]
 fn two_sequences_that_compute_the_same_block_end_with_one() {
     let mut c = cache(4);
     let prompt = [1, 2, 3, 4, 5];
-    let (mut a, mut b) = (c.begin(&prompt), c.begin(&prompt));
+    let (mut a, mut b) = (c.begin(&own(&prompt)), c.begin(&own(&prompt)));
     c.reserve(&mut a, 5).unwrap();
     c.reserve(&mut b, 5).unwrap();
     assert_eq!(c.stats().free_blocks, 0);
-    c.commit(&mut a, &prompt).unwrap();
-    c.commit(&mut b, &prompt).unwrap();
+    c.commit(&mut a, &own(&prompt)).unwrap();
+    c.commit(&mut b, &own(&prompt)).unwrap();
     assert_eq!(a.ids().next(), b.ids().next());
     assert_eq!(c.stats().free_blocks, 1);
     c.release(a);
@@ -172,15 +158,15 @@ fn two_sequences_that_compute_the_same_block_end_with_one() {
 fn blocks_registered_meanwhile_replace_reserved_ones() {
     let mut c = cache(8);
     let prompt: Vec<u32> = (0..10).collect();
-    let mut late = c.begin(&prompt);
+    let mut late = c.begin(&own(&prompt));
     c.reserve(&mut late, 10).unwrap();
     let early = run(&mut c, &prompt);
-    assert_eq!(c.extend_from_cache(&mut late, &prompt), 8);
+    assert_eq!(c.extend_from_cache(&mut late, &own(&prompt)), 8);
     assert_eq!((late.tokens(), late.blocks()), (8, 3));
     assert_eq!(c.stats().free_blocks, 8 - 4);
     // Within a block nothing is exchanged.
-    c.commit(&mut late, &[8]).unwrap();
-    assert_eq!(c.extend_from_cache(&mut late, &prompt), 0);
+    c.commit(&mut late, &own(&[8])).unwrap();
+    assert_eq!(c.extend_from_cache(&mut late, &own(&prompt)), 0);
     c.release(early);
     c.release(late);
 }
@@ -191,8 +177,8 @@ fn clearing_forgets_what_nobody_holds() {
     let (a, b) = (run(&mut c, &[1; 4]), run(&mut c, &[2; 4]));
     c.release(a);
     c.clear_cached();
-    assert_eq!(c.cached_tokens(&[1; 5]), 0);
-    assert_eq!(c.cached_tokens(&[2; 5]), 4);
+    assert_eq!(c.cached_tokens(&own(&[1; 5])), 0);
+    assert_eq!(c.cached_tokens(&own(&[2; 5])), 4);
     c.release(b);
 }
 
@@ -209,13 +195,41 @@ fn errors_hand_the_block_back() {
     let mut pool = BlockPool::new(2, 4).unwrap();
     let mut other = BlockPool::new(2, 2).unwrap();
     let mut block = pool.allocate(1).unwrap().remove(0).begin();
-    assert_eq!(block.append(&[1, 2]), 2);
+    assert_eq!(block.append(&own(&[1, 2])), 2);
     let mut block = block.complete().unwrap_err();
-    assert_eq!(block.append(&[3, 4, 5]), 2);
+    assert_eq!(block.append(&own(&[3, 4, 5])), 2);
     let refused = other.register(block.complete().unwrap(), None).unwrap_err();
-    assert_eq!(refused.block.tokens(), [1, 2, 3, 4]);
+    assert_eq!(refused.block.tokens(), own(&[1, 2, 3, 4]));
     assert!(refused.to_string().contains("not of this pool"));
     let kept = pool.register(refused.block, None).unwrap();
     pool.release(kept);
     assert_eq!(pool.stats().cached_blocks, 1);
+}
+
+#[test]
+fn a_prefix_is_found_only_with_what_computed_it() {
+    let by = |provenance, ids: &[u32]| -> Vec<KvToken> {
+        let token = |id: &u32| KvToken {
+            id: *id,
+            provenance: Provenance(provenance),
+        };
+        ids.iter().map(token).collect()
+    };
+    let mut c = cache(8);
+    // A prompt of six tokens that another device read, and an answer of our own: the border lies within a block.
+    let mixed = [by(1, &[1, 2, 3, 4, 5, 6]), own(&[7, 8, 9, 9, 9, 9])].concat();
+    let mut s = c.begin(&mixed);
+    c.reserve(&mut s, 12).unwrap();
+    c.commit(&mut s, &mixed).unwrap();
+    let ids = [1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 0];
+    let found = |tokens: Vec<KvToken>| c.cached_tokens(&tokens);
+    assert_eq!(found([&mixed[..], &own(&[0])].concat()), 12);
+    assert_eq!(found(own(&ids)), 0, "computed here, it has other bits");
+    assert_eq!(found(by(2, &ids)), 0);
+    // The whole conversation as a prompt of the other device: what was answered here is read again.
+    assert_eq!(found(by(1, &ids)), 4);
+    // The same border one token later.
+    let later = [by(1, &ids[..7]), own(&ids[7..])].concat();
+    assert_eq!(found(later), 4);
+    c.release(s);
 }

@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use hearth_kvcache::{BlockId, KvCache, PrefixHash, SequenceBlocks};
+use hearth_kvcache::{BlockId, KvCache, KvToken, PrefixHash, Provenance, SequenceBlocks};
 use proptest::prelude::*;
 
 const BLOCK_TOKENS: usize = 4;
@@ -14,23 +14,27 @@ const BLOCKS: usize = 10;
 #[derive(Clone, Debug)]
 enum Op {
     /// Begin with a prompt and reserve all of it.
-    Begin(Vec<u32>),
+    Begin(Vec<KvToken>),
     /// Write and commit some of the tokens that the prompt still has, or new ones.
-    Grow(usize, Vec<u32>),
+    Grow(usize, Vec<KvToken>),
     Rematch(usize),
-    Fork(usize),
     Release(usize),
     ClearCached,
 }
 
 fn ops() -> impl Strategy<Value = Vec<Op>> {
     // Few token ids and lengths around the block size: prefixes meet often.
-    let tokens = |range| prop::collection::vec(0u32..2, range);
+    let token = || {
+        (0u32..2, prop::bool::weighted(0.1)).prop_map(|(id, elsewhere)| KvToken {
+            id,
+            provenance: Provenance(u32::from(elsewhere)),
+        })
+    };
+    let tokens = |range| prop::collection::vec(token(), range);
     let op = prop_oneof![
         4 => tokens(1..14).prop_map(Op::Begin),
         6 => (any::<usize>(), tokens(1..6)).prop_map(|(i, t)| Op::Grow(i, t)),
         2 => any::<usize>().prop_map(Op::Rematch),
-        2 => any::<usize>().prop_map(Op::Fork),
         3 => any::<usize>().prop_map(Op::Release),
         1 => Just(Op::ClearCached),
     ];
@@ -39,17 +43,17 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
 
 struct Live {
     blocks: SequenceBlocks,
-    prompt: Vec<u32>,
-    written: Vec<u32>,
+    prompt: Vec<KvToken>,
+    written: Vec<KvToken>,
 }
 
 struct World {
     cache: KvCache,
     live: Vec<Live>,
     /// What the device holds: the whole prefix up to each slot, as KV depends on all of it.
-    memory: BTreeMap<(BlockId, usize), Vec<u32>>,
+    memory: BTreeMap<(BlockId, usize), Vec<KvToken>>,
     /// Every prefix of whole blocks that was ever committed.
-    committed: BTreeSet<Vec<u32>>,
+    committed: BTreeSet<Vec<KvToken>>,
     cleared: bool,
 }
 
@@ -88,26 +92,6 @@ impl World {
                     }
                 }
             }
-            Op::Fork(i) => {
-                if let Some(i) = pick(i, self.live.len())
-                    && let Ok((blocks, copy)) = self.cache.fork(&self.live[i].blocks)
-                {
-                    if let Some(copy) = copy {
-                        for offset in 0..BLOCK_TOKENS {
-                            if let Some(kv) = self.memory.get(&(copy.from, offset)).cloned() {
-                                self.memory.insert((copy.to, offset), kv);
-                            }
-                        }
-                    }
-                    let (prompt, written) =
-                        (self.live[i].prompt.clone(), self.live[i].written.clone());
-                    self.live.push(Live {
-                        blocks,
-                        prompt,
-                        written,
-                    });
-                }
-            }
             Op::Release(i) => {
                 if let Some(i) = pick(i, self.live.len()) {
                     self.cache.release(self.live.swap_remove(i).blocks);
@@ -120,7 +104,7 @@ impl World {
         }
     }
 
-    fn begin(&mut self, prompt: Vec<u32>) {
+    fn begin(&mut self, prompt: Vec<KvToken>) {
         let expected = self.cache.cached_tokens(&prompt);
         let naive = (0..prompt.len())
             .step_by(BLOCK_TOKENS)
@@ -149,10 +133,10 @@ impl World {
         });
     }
 
-    fn grow(&mut self, i: usize, fresh: &[u32]) {
+    fn grow(&mut self, i: usize, fresh: &[KvToken]) {
         let s = &mut self.live[i];
         let rest = s.prompt.get(s.written.len()..).unwrap_or(&[]);
-        let tokens: Vec<u32> = if rest.is_empty() {
+        let tokens: Vec<KvToken> = if rest.is_empty() {
             fresh.to_vec()
         } else {
             rest[..fresh.len().min(rest.len())].to_vec()
@@ -252,6 +236,6 @@ proptest! {
 
     #[test]
     fn the_same_with_a_hash_that_forgets_the_parent(ops in ops()) {
-        play(Some(|_, tokens| tokens.iter().map(|&t| u64::from(t)).sum()), ops);
+        play(Some(|_, tokens| tokens.iter().map(|t| u64::from(t.id)).sum()), ops);
     }
 }

@@ -75,6 +75,9 @@ pub enum ModelError {
         /// What the block asked for.
         field: &'static str,
     },
+    /// The observer did not want the pass to go on.
+    #[error("the forward pass was given up")]
+    GivenUp,
     /// A module could not be had.
     #[error(transparent)]
     Residency(#[from] ResidencyError),

@@ -91,7 +91,7 @@ impl<B: Backend> Model<B> {
     /// and `layer_out`, all `[rows, hidden]`; then `final_norm` `[logit rows, hidden]` and `logits`.
     ///
     /// # Errors
-    /// [`ModelError::Batch`], [`ModelError::Residency`], [`ModelError::Kernel`]. The positions of the batch are then undefined in the
+    /// [`ModelError::Batch`], [`ModelError::Residency`], [`ModelError::Kernel`]; [`ModelError::GivenUp`] where the observer ended it. The positions of the batch are then undefined in the
     /// cache; earlier ones are untouched.
     pub fn forward(
         &self,
@@ -125,11 +125,14 @@ impl<B: Backend> Model<B> {
             observer,
             layer: 0,
         };
+        let layers = self.decoder.feed_forward.len();
         let mut stream = self.embed(&mut pass, &batch.tokens)?;
-        for layer in 0..self.decoder.feed_forward.len() {
+        for layer in 0..layers {
             pass.layer = layer;
+            pass.ask(2 * layer, 2 * layers)?;
             self.attention(&mut pass, &mut stream)?;
             pass.observer.layer_done(layer, pass.kv);
+            pass.ask(2 * layer + 1, 2 * layers)?;
             self.feed_forward(&mut pass, &mut stream)?;
         }
         if batch.logit_rows.is_empty() {

@@ -7,6 +7,12 @@ pub trait Observer<B: Backend> {
     /// The keys and values of this layer are final for every row of the batch; later layers have yet to run.
     fn layer_done(&mut self, _layer: usize, _kv: &B::Kv) {}
 
+    /// Asked between blocks, attention and feed-forward being one each: whether the pass goes on, `done` of its `blocks` blocks
+    /// being computed. False ends it with [`crate::ModelError::GivenUp`].
+    fn goes_on(&mut self, _done: usize, _blocks: usize) -> bool {
+        true
+    }
+
     /// A named intermediate, `[rows, …]`; the names are listed in the blocks' documentation.
     fn tensor(&mut self, _name: &'static str, _layer: Option<usize>, _backend: &B, _x: &B::Tensor) {
     }

@@ -48,15 +48,18 @@ pub enum ScheduleError {
     /// The sequence is no finished export.
     #[error("sequence {} has no finished prefill to release", .0.0)]
     NotExporting(SequenceId),
-    /// A first token without the KV of the whole prompt.
-    #[error("sequence {}: {tokens} of {expected} tokens were imported, too few for a sampled token", .sequence.0)]
-    ImportTooShort {
+    /// An imported prompt without the token behind it, or with one that an earlier worker sampled already.
+    #[error(
+        "sequence {}: a token behind an imported prompt is due where the answer has none (came: {sampled}, answer: {generated} tokens)",
+        .sequence.0
+    )]
+    ImportedToken {
         /// The sequence.
         sequence: SequenceId,
-        /// Tokens imported.
-        tokens: usize,
-        /// Tokens of the prompt.
-        expected: usize,
+        /// Whether a token came.
+        sampled: bool,
+        /// Answer tokens that were there.
+        generated: usize,
     },
     /// The result of a step that is not in flight.
     #[error("step {step} is not in flight (the last one is {last})")]

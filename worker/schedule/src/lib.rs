@@ -1,4 +1,4 @@
-//! Which rows the next forward pass has: pure scheduling, with a simulator.
+//! Which rows the next forward pass has: pure scheduling.
 //!
 //! [`Scheduler::schedule`] decides a [`Step`], the engine runs it, and [`Scheduler::update`] takes what came of
 //! it. There is no device handle, no clock and no random number here: the same calls give the same steps.
@@ -9,21 +9,20 @@
 //! - Requests are admitted in the order of arrival, when a place in the batch and blocks for all their tokens
 //!   are there. Nobody overtakes the first in the queue.
 //! - When decoding needs a block and none is left, the youngest sequence gives up its blocks and is computed
-//!   again later, prompt and answer; numerics are batch-invariant, so that nobody sees it. The oldest is never
-//!   preempted, so that something always finishes.
+//!   again later, prompt and answer; numerics are batch-invariant, so that nobody sees it. A prompt that another
+//!   device computed is imported from there again. The oldest is never preempted, so that something always finishes.
 //!
 //! **Invariant**: a token that was sampled is never sampled again, whatever is preempted, imported or repeated.
 
 #![forbid(unsafe_code)]
 
 mod error;
-pub mod policy;
 mod request;
 mod scheduler;
-pub mod simulator;
 mod step;
 
 pub use error::ScheduleError;
+pub use hearth_kvcache::Provenance;
 pub use request::{FinishReason, ImportTarget, Phase, Request, SequenceId, Work};
 pub use scheduler::{Scheduler, SchedulerOptions, SchedulerStats};
 pub use step::{Admission, Finished, Sampled, SpanKind, Step, StepResult, StepSpan, Update};

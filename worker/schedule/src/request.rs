@@ -1,6 +1,7 @@
 //! What is asked of the scheduler, and where a sequence stands.
 
 use hearth_kernels::BlockId;
+use hearth_kvcache::Provenance;
 
 /// Names a sequence in one scheduler; a smaller one came earlier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -11,17 +12,29 @@ pub struct SequenceId(pub u64);
 pub enum Work {
     /// Compute the prompt here, then decode.
     Generate,
-    /// Another worker computes the prompt; its KV is imported, then decode.
-    ImportThenGenerate,
+    /// Another worker, of this provenance, computes the prompt; its KV is imported, then decode.
+    ImportThenGenerate(Provenance),
     /// Compute the prompt only; the blocks stay until [`crate::Scheduler::export_done`].
     Export,
+}
+
+impl Work {
+    /// What computes the prompt. What is generated is always computed here.
+    pub fn prompt(self) -> Provenance {
+        match self {
+            Self::ImportThenGenerate(provenance) => provenance,
+            Self::Generate | Self::Export => Provenance::OWN,
+        }
+    }
 }
 
 /// A request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// The prompt and, where a stream moved here, the answer tokens so far; at least one.
-    pub tokens: Vec<u32>,
+    /// The prompt, at least one token.
+    pub prompt: Vec<u32>,
+    /// The answer tokens so far, where a stream moved here.
+    pub generated: Vec<u32>,
     /// Upper bound of tokens to sample; of no effect for [`Work::Export`].
     pub max_new_tokens: usize,
     /// What to do.
@@ -33,7 +46,7 @@ pub struct Request {
 pub enum Phase {
     /// In the queue; holds no block.
     Waiting,
-    /// Holds blocks that another actor fills with imported KV.
+    /// Holds blocks that another actor fills with imported KV of the prompt.
     WaitingKv,
     /// Its tokens (after a preemption: prompt and answer) are being computed in chunks.
     Prefilling,

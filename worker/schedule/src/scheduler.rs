@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use hearth_kvcache::{CacheStats, KvCache, SequenceBlocks};
+use hearth_kvcache::{CacheStats, KvCache, KvToken, Provenance, SequenceBlocks};
 
 use crate::{
     Admission, FinishReason, Finished, ImportTarget, Phase, Request, Sampled, ScheduleError,
@@ -36,8 +36,9 @@ pub struct SchedulerStats {
 #[derive(Debug)]
 struct Sequence {
     work: Work,
-    /// Prompt and answer.
-    tokens: Vec<u32>,
+    /// Prompt and answer, each token with what computes it.
+    tokens: Vec<KvToken>,
+    prompt_tokens: usize,
     /// Length of `tokens` at which the answer is cut.
     limit_tokens: usize,
     phase: Phase,
@@ -52,12 +53,22 @@ impl Sequence {
     fn stored_tokens_max(&self) -> usize {
         match self.work {
             Work::Export => self.tokens.len(),
-            Work::Generate | Work::ImportThenGenerate => self.limit_tokens - 1,
+            Work::Generate | Work::ImportThenGenerate(_) => self.limit_tokens - 1,
         }
     }
 
     fn computed_tokens(&self) -> usize {
         self.kv.as_ref().map_or(0, SequenceBlocks::tokens)
+    }
+
+    /// Whether another worker must compute what is missing of the prompt. KV of equal bits that was imported once is
+    /// computed here when it was lost.
+    fn needs_import(&self) -> bool {
+        let imports = match self.work {
+            Work::ImportThenGenerate(provenance) => provenance != Provenance::OWN || !self.again,
+            Work::Generate | Work::Export => false,
+        };
+        imports && self.computed_tokens() < self.prompt_tokens
     }
 
     /// May lose its blocks: nobody else reads or writes them, and it would not end soon by itself.
@@ -131,18 +142,26 @@ impl Scheduler {
     /// would not fit into an empty cache, [`ScheduleError::QueueFull`].
     pub fn submit(&mut self, request: Request) -> Result<SequenceId, ScheduleError> {
         let Request {
-            tokens,
+            prompt,
+            generated,
             max_new_tokens,
             work,
         } = request;
-        if tokens.is_empty() {
+        if prompt.is_empty() {
             return Err(ScheduleError::EmptyPrompt);
         }
         if max_new_tokens == 0 && work != Work::Export {
             return Err(ScheduleError::NothingToGenerate);
         }
+        let prompt_tokens = prompt.len();
+        let provenance = work.prompt();
+        let prompt = prompt.into_iter().map(|id| KvToken { id, provenance });
+        let tokens: Vec<KvToken> = prompt
+            .chain(generated.into_iter().map(KvToken::own))
+            .collect();
         let sequence = Sequence {
             work,
+            prompt_tokens,
             limit_tokens: tokens.len().saturating_add(max_new_tokens),
             tokens,
             phase: Phase::Waiting,
@@ -184,24 +203,22 @@ impl Scheduler {
         let sequence = self.sequences.get(&id)?;
         match (&sequence.kv, sequence.phase) {
             (Some(kv), Phase::WaitingKv) => Some(ImportTarget {
-                blocks: kv.ids_for(sequence.tokens.len()),
+                blocks: kv.ids_for(sequence.prompt_tokens),
                 first_token: kv.tokens(),
-                tokens: sequence.tokens.len(),
+                tokens: sequence.prompt_tokens,
             }),
             _ => None,
         }
     }
 
-    /// The KV of the first `tokens` tokens has been imported. With all of it, `sampled` may be the first answer
-    /// token; the rest of the prompt, its last token at least without `sampled`, is computed here. So 0 tokens
-    /// and no token is how a failed import goes on.
+    /// The KV of the whole prompt has been imported. `sampled` is the first answer token, which follows from the
+    /// logits that came with it; none where the answer has tokens already, which are then computed here.
     ///
     /// # Errors
-    /// [`ScheduleError::UnknownSequence`], [`ScheduleError::NotImporting`], [`ScheduleError::ImportTooShort`].
+    /// [`ScheduleError::UnknownSequence`], [`ScheduleError::NotImporting`], [`ScheduleError::ImportedToken`].
     pub fn import_done(
         &mut self,
         id: SequenceId,
-        tokens: usize,
         sampled: Option<Sampled>,
     ) -> Result<Option<Finished>, ScheduleError> {
         let sequence = self
@@ -215,17 +232,15 @@ impl Scheduler {
         else {
             return Err(ScheduleError::NotImporting(id));
         };
-        let expected = sequence.tokens.len();
-        if sampled.is_some() && tokens < expected {
-            return Err(ScheduleError::ImportTooShort {
+        let generated = sequence.tokens.len() - sequence.prompt_tokens;
+        if sampled.is_some() != (generated == 0) {
+            return Err(ScheduleError::ImportedToken {
                 sequence: id,
-                tokens,
-                expected,
+                sampled: sampled.is_some(),
+                generated,
             });
         }
-        let end = expected - usize::from(sampled.is_none());
-        let done = kv.tokens();
-        let imported = &sequence.tokens[done..tokens.clamp(done, end)];
+        let imported = &sequence.tokens[kv.tokens()..sequence.prompt_tokens];
         self.kv
             .commit(kv, imported)
             .map_err(|e| blocks_error(id, &e))?;
@@ -305,31 +320,15 @@ impl Scheduler {
         self.sequences.get(&id).map(|s| s.phase)
     }
 
-    /// Prompt and answer of a sequence; none when it has ended.
-    pub fn tokens(&self, id: SequenceId) -> Option<&[u32]> {
-        self.sequences.get(&id).map(|s| s.tokens.as_slice())
-    }
-
-    /// Blocks of a sequence that hold its first `tokens` tokens; none when it holds no block.
-    pub fn blocks(&self, id: SequenceId, tokens: usize) -> Option<Vec<hearth_kernels::BlockId>> {
-        let kv = self.sequences.get(&id)?.kv.as_ref()?;
-        Some(kv.ids_for(tokens))
+    /// Tokens of a sequence, prompt and answer; none when it has ended.
+    pub fn tokens(&self, id: SequenceId) -> Option<Vec<u32>> {
+        let sequence = self.sequences.get(&id)?;
+        Some(sequence.tokens.iter().map(|token| token.id).collect())
     }
 
     /// Whether no sequence is left.
     pub fn is_idle(&self) -> bool {
         self.sequences.is_empty()
-    }
-
-    /// The most tokens, prompt and answer, that one sequence can have.
-    pub fn capacity_tokens(&self) -> usize {
-        // The last token of an answer is never stored.
-        self.kv.pool().total_blocks() * self.kv.block_tokens() + 1
-    }
-
-    /// The block cache, for its numbers.
-    pub fn kv(&self) -> &KvCache {
-        &self.kv
     }
 
     /// Gauges and counters.
@@ -384,7 +383,7 @@ impl Scheduler {
     /// Appends a sampled token; ends the sequence if it is the last.
     fn push_token(&mut self, id: SequenceId, sampled: Sampled) -> Option<Finished> {
         let sequence = self.sequences.get_mut(&id)?;
-        sequence.tokens.push(sampled.token);
+        sequence.tokens.push(KvToken::own(sampled.token));
         sequence.phase = Phase::Decoding;
         let reason = if sampled.last {
             FinishReason::Stop
@@ -468,19 +467,19 @@ impl Scheduler {
                 return;
             }
             let cached_tokens = kv.tokens();
-            // KV that was imported once is computed here when it was lost.
-            let imports = sequence.work == Work::ImportThenGenerate && !sequence.again;
-            sequence.phase = if imports {
+            sequence.kv = Some(kv);
+            sequence.phase = if sequence.needs_import() {
                 Phase::WaitingKv
             } else {
                 Phase::Prefilling
             };
-            sequence.kv = Some(kv);
             let again = std::mem::replace(&mut sequence.again, true);
+            let tokens = sequence.tokens.len();
             self.waiting.remove(&id);
             self.running.insert(id);
             step.admitted.push(Admission {
                 sequence: id,
+                tokens,
                 cached_tokens,
                 import: self.import_target(id),
                 again,
@@ -539,7 +538,12 @@ impl Scheduler {
         Some(StepSpan {
             sequence: id,
             kind,
-            tokens: sequence.tokens.get(start..end)?.to_vec(),
+            tokens: sequence
+                .tokens
+                .get(start..end)?
+                .iter()
+                .map(|t| t.id)
+                .collect(),
             start,
             blocks: kv.ids_for(end),
             wants_logits: end == sequence.tokens.len(),

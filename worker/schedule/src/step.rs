@@ -35,9 +35,11 @@ pub struct StepSpan {
 pub struct Admission {
     /// The sequence.
     pub sequence: SequenceId,
+    /// Its tokens, prompt and answer.
+    pub tokens: usize,
     /// Tokens whose KV was found. Later steps may find more; [`StepSpan::start`] tells.
     pub cached_tokens: usize,
-    /// Where to import KV, for a prompt that is computed elsewhere.
+    /// Where to import the prompt's KV, where it is computed elsewhere; after a preemption too, if its bits are not ours.
     pub import: Option<ImportTarget>,
     /// It ran before and was preempted.
     pub again: bool,

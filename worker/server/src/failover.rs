@@ -6,8 +6,9 @@
 //! would have given; the index that each token carries shows that none is lost or doubled.
 //!
 //! Workers of the same model but other numerics (another instruction set, a GPU) may choose other tokens where two are
-//! nearly equal. A broken stream therefore waits for a worker of the same numerics, for a bounded time while one
-//! may come back, and only then takes another.
+//! nearly equal. A request is therefore pinned to what read its prompt and to what writes its answer, which need not be
+//! the same; the border between the two never moves. A broken stream waits for workers of the same numerics, for a
+//! bounded time while they may come back, and only then takes others.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,7 +20,7 @@ use hearth_transport::v1::{
 use hearth_transport::{CallContext, RpcError, RpcErrorKind, TraceParent, Worker, tonic};
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::router::{AcquireError, Lease, Pin, Pool, PrefillLease, Want, WorkerId};
+use crate::router::{AcquireError, Lease, Pin, Pool, PrefillLease, Route, Want, WorkerId};
 
 /// First and longest pause between attempts.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(1));
@@ -105,6 +106,8 @@ pub enum JobError {
 pub trait FailoverObserver: Send + Sync {
     /// A stream is moved; `kind` is [`RpcErrorKind::label`], `tokens` those that it keeps.
     fn moved(&self, kind: &'static str, tokens: usize);
+    /// A stream goes on with other numerics than it began with: its tokens may be others than an undisturbed run's.
+    fn changed_numerics(&self);
 }
 
 /// Runs a job. Dropping the stream cancels it on the worker, and on the prefill worker behind that.
@@ -116,7 +119,7 @@ pub fn run(
     async_stream::stream! {
         let mut progress = Progress::default();
         loop {
-            let mut attempt = match Attempt::begin(&pool, &job, &mut progress).await {
+            let mut attempt = match Attempt::begin(&pool, &job, &mut progress, observer.as_ref()).await {
                 Ok(attempt) => attempt,
                 Err(Failure::Retry(error)) => {
                     match progress.failed(&pool, &job, &error, observer.as_ref()).await {
@@ -236,6 +239,21 @@ impl Progress {
             .map_err(|_| self.out_of_time())
     }
 
+    /// Numerics follow the workers that serve; the weights never change within a request.
+    fn pin_to(&mut self, pin: &Pin, job: &Job, observer: &dyn FailoverObserver) {
+        let before = self.pin.replace(pin.clone());
+        if let Some(before) = before.filter(|before| before != pin && !self.tokens.is_empty()) {
+            tracing::warn!(
+                request = %job.request_id,
+                tokens = self.tokens.len(),
+                ?before,
+                after = ?pin,
+                "no worker of the same numerics is left: later tokens may be others"
+            );
+            observer.changed_numerics();
+        }
+    }
+
     fn out_of_time(&self) -> JobError {
         JobError::Deadline {
             tokens: self.tokens.len(),
@@ -251,20 +269,36 @@ struct Attempt {
 }
 
 impl Attempt {
-    async fn begin(pool: &Arc<Pool>, job: &Job, progress: &mut Progress) -> Result<Self, Failure> {
-        let mut tokens = job.prompt.to_vec();
-        tokens.extend(&progress.tokens);
+    async fn begin(
+        pool: &Arc<Pool>,
+        job: &Job,
+        progress: &mut Progress,
+        observer: &dyn FailoverObserver,
+    ) -> Result<Self, Failure> {
+        // After two failures the decode worker does all by itself, as far as the tokens that the client has allow it: the
+        // fault may lie in the hand-over.
+        let alone = progress.fruitless > 1;
+        if alone
+            && progress.tokens.is_empty()
+            && let Some(pin) = &mut progress.pin
+        {
+            pin.prompt_numerics = pin.numerics.clone();
+        }
         let want = Want {
-            tokens: &tokens,
+            prompt: &job.prompt,
             pin: progress.pin.as_ref(),
             avoid: progress.avoid,
+            alone,
         };
         let deadline = match progress.pin {
             Some(_) => job.deadline.min(Instant::now() + job.replacement_timeout),
             None => job.queue_deadline.min(job.deadline),
         };
-        let mut lease = match pool.acquire(want, deadline).await {
-            Ok(lease) => lease,
+        let Route {
+            decode: mut lease,
+            prefill,
+        } = match pool.acquire(want, deadline).await {
+            Ok(route) => route,
             Err(_) if progress.pin.is_some() && Instant::now() < job.deadline => {
                 return Err(Failure::Fatal(JobError::Lost {
                     tokens: progress.tokens.len(),
@@ -274,21 +308,9 @@ impl Attempt {
             Err(_) if progress.pin.is_some() => return Err(Failure::Fatal(progress.out_of_time())),
             Err(error) => return Err(Failure::Fatal(JobError::Acquire(error))),
         };
-        // After two failures the decode worker does all by itself: the fault may lie in the hand-over.
-        let prefill = match progress.fruitless {
-            0 | 1 => pool.acquire_prefill(&lease),
-            _ => None,
-        };
         progress.prefill = prefill.as_ref().map(PrefillLease::id);
         progress.avoid = Some(lease.id());
-        progress.pin = Some(Pin {
-            // Numerics follow the worker that serves; the weights never change within a request.
-            numerics: lease.pin.numerics.clone(),
-            fingerprint: match &progress.pin {
-                Some(pin) => pin.fingerprint.clone(),
-                None => lease.pin.fingerprint.clone(),
-            },
-        });
+        progress.pin_to(&lease.pin, job, observer);
         progress.attempts += 1;
         let request = job.request(
             progress,
@@ -385,10 +407,14 @@ impl Job {
         prefill: Option<String>,
     ) -> tonic::Request<GenerateRequest> {
         let request_id = format!("{}.{}", self.request_id, progress.attempts);
-        let fingerprint = progress.pin.as_ref().map(|pin| pin.fingerprint.clone());
+        let pin = progress.pin.clone();
+        let (model_fingerprint, prompt_numerics) = pin.map_or_else(Default::default, |pin| {
+            (pin.fingerprint, pin.prompt_numerics)
+        });
         let message = GenerateRequest {
             request_id: request_id.clone(),
-            model_fingerprint: fingerprint.unwrap_or_default(),
+            model_fingerprint,
+            prompt_numerics,
             prompt_tokens: self.prompt.to_vec(),
             generated_tokens: progress.tokens.clone(),
             sampling: Some(self.sampling.clone()),

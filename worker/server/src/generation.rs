@@ -224,6 +224,10 @@ pub(crate) fn system_fingerprint(pin: &WorkerPin, seed: u64) -> String {
     hasher.update(pin.fingerprint.as_bytes());
     hasher.update([0]);
     hasher.update(pin.numerics.as_bytes());
+    if pin.prompt_numerics != pin.numerics {
+        hasher.update([0]);
+        hasher.update(pin.prompt_numerics.as_bytes());
+    }
     let digest = hasher.finalize();
     let hex: String = digest
         .iter()

@@ -92,6 +92,7 @@ pub(crate) struct Metrics {
     duration: Family<Labels, Histogram, Buckets>,
     responses: Family<Labels, Counter>,
     failovers: Family<Labels, Counter>,
+    changed_numerics: Counter,
     finished: Family<Labels, Counter>,
     cut: Family<Labels, Counter>,
     waiting_bytes: Gauge,
@@ -112,6 +113,7 @@ impl Metrics {
             duration: Family::new_with_constructor(DURATION),
             responses: Family::default(),
             failovers: Family::default(),
+            changed_numerics: Counter::default(),
             finished: Family::default(),
             cut: Family::default(),
             waiting_bytes: Gauge::default(),
@@ -156,6 +158,11 @@ impl Metrics {
             "hearth_failovers",
             "Streams that moved to another worker, or were tried again",
             self.failovers.clone(),
+        );
+        registry.register(
+            "hearth_failovers_changed_numerics",
+            "Streams that went on with other numerics than they began with: later tokens may differ",
+            self.changed_numerics.clone(),
         );
         registry.register(
             "hearth_choices_finished",
@@ -287,6 +294,10 @@ impl FailoverObserver for Metrics {
         self.failovers
             .get_or_create(&vec![("reason", kind.to_owned())])
             .inc();
+    }
+
+    fn changed_numerics(&self) {
+        self.changed_numerics.inc();
     }
 }
 

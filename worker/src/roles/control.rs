@@ -1,7 +1,6 @@
 //! What every worker tells about itself.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use hearth_transport::v1;
 use tonic::{Request, Response, Status};
@@ -65,21 +64,6 @@ impl v1::control_server::Control for ControlService {
                 .engine
                 .at_layer_for()
                 .map_or(0.0, |time| time.as_secs_f64()),
-        }))
-    }
-
-    async fn drain(
-        &self,
-        request: Request<v1::DrainRequest>,
-    ) -> Result<Response<v1::DrainResponse>, Status> {
-        let grace = Duration::from_millis(u64::from(request.into_inner().grace_ms));
-        let engine = self.worker.engine.clone();
-        let report = tokio::task::spawn_blocking(move || engine.drain(grace))
-            .await
-            .map_err(|error| Status::internal(error.to_string()))?;
-        Ok(Response::new(v1::DrainResponse {
-            ended: report.ended as u32,
-            cut_off: report.cut_off as u32,
         }))
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::Stream;
-use hearth_engine::{Engine, EngineError, GenerateEvent, ImportFailure, RequestId};
+use hearth_engine::{Engine, EngineError, GenerateEvent, RequestId};
 use hearth_transport::{CallContext, Clients, Endpoint, Worker as Peer, deadline, v1};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, timeout};
@@ -46,22 +46,22 @@ impl DecodeService {
         time_left: Option<Duration>,
     ) -> Result<Option<RemotePrefill>, Status> {
         if request.prefill_endpoint.is_empty() {
+            self.worker.check_numerics(&request.prompt_numerics)?;
             return Ok(None);
         }
         let endpoint: Endpoint = request
             .prefill_endpoint
             .parse()
             .map_err(|error| Status::invalid_argument(format!("prefill_endpoint: {error}")))?;
-        let mut tokens = request.prompt_tokens.clone();
-        tokens.extend(&request.generated_tokens);
         Ok(Some(RemotePrefill {
             endpoint,
             request: v1::PrefillRequest {
                 request_id: request.request_id.clone(),
-                tokens,
+                tokens: request.prompt_tokens.clone(),
                 first_token: 0,
                 model_fingerprint: self.worker.model_fingerprint.clone(),
                 kv_layout: self.worker.kv_layout.clone(),
+                numerics: request.prompt_numerics.clone(),
             },
             context,
             deadline: time_left.and_then(|left| Instant::now().checked_add(left)),
@@ -84,7 +84,7 @@ impl v1::decode_server::Decode for DecodeService {
         let time_left = deadline::remaining(request.metadata());
         let request = request.into_inner();
         self.worker.check_fingerprint(&request.model_fingerprint)?;
-        let mut remote = self.remote(&request, context, time_left)?;
+        let remote = self.remote(&request, context, time_left)?;
         let input = convert::generate_input(request)?;
         let (sender, mut receiver) = mpsc::unbounded_channel();
         let sink = Box::new(move |event| sender.send(event).is_ok());
@@ -100,7 +100,7 @@ impl v1::decode_server::Decode for DecodeService {
             let mut import = None;
             while let Some(event) = receiver.recv().await {
                 if let GenerateEvent::NeedsKv { first_token } = event
-                    && let Some(remote) = remote.take()
+                    && let Some(remote) = remote.clone()
                 {
                     let task = tokio::spawn(remote.import(handle.id(), first_token));
                     import = Some(AbortOnDropHandle::new(task));
@@ -124,6 +124,7 @@ impl v1::decode_server::Decode for DecodeService {
 }
 
 /// A prompt to be computed by a prefill worker.
+#[derive(Clone)]
 struct RemotePrefill {
     endpoint: Endpoint,
     request: v1::PrefillRequest,
@@ -145,7 +146,7 @@ impl RemotePrefill {
         if let Err(status) = self.fetch(id).await {
             tracing::warn!(%endpoint, code = ?status.code(), message = status.message(), "prefill did not deliver");
             let detail = format!("prefill worker {endpoint}: {}", status.message());
-            engine.import_failed(id, ImportFailure::Fail(EngineError::Prefill { detail }));
+            engine.import_failed(id, EngineError::Prefill { detail });
         }
     }
 

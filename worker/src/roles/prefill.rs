@@ -35,6 +35,7 @@ impl v1::prefill_server::Prefill for PrefillService {
         let time_left = deadline::remaining(request.metadata());
         let request = request.into_inner();
         self.worker.check_fingerprint(&request.model_fingerprint)?;
+        self.worker.check_numerics(&request.numerics)?;
         if request.kv_layout != self.worker.kv_layout {
             return Err(Status::failed_precondition(format!(
                 "KV layouts differ: the caller has {}, this worker {}; both must run the same plan",

@@ -22,7 +22,7 @@ use super::layers::Layers;
 use super::place::PlaceArgs;
 use super::prefill::PrefillService;
 use super::report::{Report, stay_alive};
-use crate::cli::GpuArgs;
+use crate::cli::{GpuArgs, IsaArg};
 use crate::device::{DeviceOptions, GpuOptions, on_device};
 use crate::load::{self, LoadOptions, LoadedOn, ResidencyPolicy};
 use crate::signals;
@@ -46,6 +46,9 @@ pub(crate) struct RankArgs {
     pub(crate) place: PlaceArgs,
     #[command(flatten)]
     gpu: GpuArgs,
+    /// Instruction set of a rank that computes on CPUs; auto takes the best that they have
+    #[arg(long, value_enum, default_value = "auto")]
+    isa: IsaArg,
     /// Address of plain gRPC health for probes, open while the model loads: service "" is ready, "live" is alive
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) health: Option<String>,
@@ -216,7 +219,9 @@ fn start<B: Backend>(
     let kv_dtype = kv_dtype(kv)?;
     let device = loaded.model.backend().describe();
     let layout = loaded.model.kv_layout(kv.block_tokens as usize, kv_dtype);
+    let numerics = load::numerics(&loaded.model, kv_dtype);
     let options = EngineOptions {
+        numerics: numerics.clone(),
         kv: KvBudget::Bytes(kv.memory_bytes),
         block_tokens: kv.block_tokens as usize,
         kv_dtype,
@@ -227,7 +232,6 @@ fn start<B: Backend>(
         grammar_tokenizer: grammar_tokenizer(directory, rank.role, loaded.model.config())?,
     };
     let model_fingerprint = loaded.checkpoint.fingerprint().to_owned();
-    let numerics = load::numerics(&loaded.model, kv_dtype);
     let engine = Engine::start(loaded.model, options)?;
     let worker = Worker {
         engine,
@@ -306,7 +310,7 @@ fn device_options(args: &RankArgs, rank: &PlanRank) -> DeviceOptions {
         Pinning::Exclusive | Pinning::Shared => rank.cpus.iter().map(|&cpu| cpu as usize).collect(),
     };
     DeviceOptions::Cpu(CpuOptions {
-        isa: None,
+        isa: args.isa.isa(),
         threads: rank.threads as usize,
         cpus,
         numa_nodes: rank.numa_nodes.clone(),
@@ -322,6 +326,17 @@ impl Worker {
         Err(tonic::Status::failed_precondition(format!(
             "the request is for model {asked}, and this worker has {}: restart the workers of one plan together",
             self.model_fingerprint
+        )))
+    }
+
+    /// Refuses a prompt that is to be read in other bits than this worker's.
+    pub(super) fn check_numerics(&self, asked: &str) -> Result<(), tonic::Status> {
+        if asked.is_empty() || asked == self.numerics {
+            return Ok(());
+        }
+        Err(tonic::Status::failed_precondition(format!(
+            "the prompt is to be read with {asked}, and this worker computes with {}: a worker of those numerics must read it",
+            self.numerics
         )))
     }
 }

@@ -179,6 +179,7 @@ fn engine_options(args: &GenerateArgs, prompt_tokens: usize, limit: usize) -> En
     let wanted = prompt_tokens + args.max_tokens as usize;
     let context_length = wanted.min(limit);
     EngineOptions {
+        numerics: String::new(),
         kv: KvBudget::Blocks(context_length.div_ceil(BLOCK_TOKENS) + 1),
         block_tokens: BLOCK_TOKENS,
         kv_dtype: args.model.kv_dtype(),

@@ -208,7 +208,9 @@ fn an_idle_engine_sleeps() {
     assert_eq!(controls.loops.load(Ordering::Relaxed), before);
     // So does one that waits for KV, and it still hears of others.
     let input = GenerateInput {
-        prefill: crate::PrefillPlace::Remote,
+        prefill: crate::PrefillPlace::Remote {
+            numerics: OWN.to_owned(),
+        },
         ..ask(&[1, 2, 3], 3)
     };
     let waiting = start(&engine, input);

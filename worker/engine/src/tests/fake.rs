@@ -14,7 +14,7 @@ use hearth_model::Batch;
 
 use crate::{
     SamplingParams,
-    forward::{Forward, KvBytes, LayerDone, Output, WeightStats},
+    forward::{Forward, KvBytes, Output, Watch, WeightStats},
     sampler::{History, choose, sample},
 };
 
@@ -45,6 +45,8 @@ pub(super) struct Controls {
     pub(super) slowness: Arc<Mutex<Duration>>,
     /// Holds layers up.
     pub(super) before_layer: Arc<Mutex<Option<Hook>>>,
+    /// Layers that were computed.
+    pub(super) layers: Arc<AtomicUsize>,
     /// Loops of the engine's thread.
     pub(super) loops: Arc<AtomicUsize>,
     /// Tokens are chosen where the logits are.
@@ -61,6 +63,8 @@ impl Controls {
 
 pub(super) struct Fake {
     vocab: usize,
+    /// Its numerics: others give other bits.
+    salt: u64,
     layout: KvLayout,
     kv: Vec<Vec<u8>>,
     controls: Controls,
@@ -83,10 +87,16 @@ impl Fake {
         let layout = layout();
         Self {
             vocab,
+            salt: 0,
             layout,
             kv: vec![vec![0xEE; blocks * layout.block_layer_bytes()]; LAYERS],
             controls,
         }
+    }
+
+    /// The same model on a device with other bits.
+    pub(super) fn salted(self, salt: u64) -> Self {
+        Self { salt, ..self }
     }
 
     fn place(&self, blocks: &[BlockId], position: usize) -> std::ops::Range<usize> {
@@ -157,8 +167,8 @@ impl Forward for Fake {
         &mut self,
         batch: &Batch,
         choices: &[SampleSpec],
-        layer_done: &mut LayerDone<'_>,
-    ) -> Result<Output, String> {
+        watch: &mut dyn Watch,
+    ) -> Result<Option<Output>, String> {
         std::thread::sleep(*self.controls.slowness.lock().unwrap());
         let fault = self.controls.faults.lock().unwrap().pop();
         let rows = batch.spans.iter().map(|s| s.rows).collect();
@@ -168,17 +178,21 @@ impl Forward for Fake {
             if let Some(hook) = &mut *self.controls.before_layer.lock().unwrap() {
                 hook(layer);
             }
+            if !watch.goes_on(layer, LAYERS) {
+                return Ok(None);
+            }
+            self.controls.layers.fetch_add(1, Ordering::Relaxed);
             for span in &batch.spans {
                 for row in 0..span.rows {
                     let position = span.start + row;
-                    let own = mix(states[span.first_row + row], layer as u64);
+                    let own = mix(states[span.first_row + row], layer as u64 ^ self.salt);
                     let place = self.place(&span.blocks, position);
                     self.kv[layer][place].copy_from_slice(&own.to_le_bytes());
                     let all = (0..=position).map(|p| self.stored(layer, &span.blocks, p));
                     states[span.first_row + row] = all.fold(7, mix);
                 }
             }
-            layer_done(layer, &View(self));
+            watch.layer_done(layer, &View(self));
             if layer == 0 && fault == Some(Fault::Panic) {
                 panic!("the fake was told to panic");
             }
@@ -210,7 +224,7 @@ impl Forward for Fake {
         if fault == Some(Fault::Short) && output.logits.pop().is_none() {
             output.chosen.pop();
         }
-        Ok(output)
+        Ok(Some(output))
     }
 
     fn write(
@@ -256,11 +270,15 @@ impl KvBytes for View<'_> {
     }
 }
 
-/// The logits behind the last of `tokens`, without blocks, batches or caches.
-pub(super) fn oracle_logits(tokens: &[u32], vocab: usize) -> Vec<f32> {
+/// The logits behind the last of `tokens`, without blocks, batches or caches; `salts` are those of the devices that compute each.
+pub(super) fn salted_logits(tokens: &[u32], salts: &[u64], vocab: usize) -> Vec<f32> {
     let mut states: Vec<u64> = tokens.iter().map(|t| u64::from(*t) + 1).collect();
     for layer in 0..LAYERS {
-        let own: Vec<u64> = states.iter().map(|s| mix(*s, layer as u64)).collect();
+        let own: Vec<u64> = states
+            .iter()
+            .zip(salts)
+            .map(|(s, salt)| mix(*s, layer as u64 ^ salt))
+            .collect();
         let mut sum = 7;
         for (state, own) in states.iter_mut().zip(own) {
             sum = mix(sum, own);
@@ -268,6 +286,11 @@ pub(super) fn oracle_logits(tokens: &[u32], vocab: usize) -> Vec<f32> {
         }
     }
     logits_of(*states.last().unwrap(), vocab).collect()
+}
+
+/// The same where one device computes all.
+pub(super) fn oracle_logits(tokens: &[u32], vocab: usize) -> Vec<f32> {
+    salted_logits(tokens, &vec![0; tokens.len()], vocab)
 }
 
 /// The answer that every engine must give.
@@ -278,13 +301,27 @@ pub(super) fn oracle(
     params: &SamplingParams,
     stop: &[u32],
 ) -> Vec<u32> {
+    mixed_oracle(prompt, 0, vocab, max_tokens, params, stop)
+}
+
+/// The answer to a prompt that a device of this salt reads.
+pub(super) fn mixed_oracle(
+    prompt: &[u32],
+    prompt_salt: u64,
+    vocab: usize,
+    max_tokens: usize,
+    params: &SamplingParams,
+    stop: &[u32],
+) -> Vec<u32> {
     let mut tokens = prompt.to_vec();
+    let mut salts = vec![prompt_salt; prompt.len()];
     for index in 0..max_tokens {
         let answer = &tokens[prompt.len()..];
         let history = History::new(prompt, answer);
-        let logits = oracle_logits(&tokens, vocab);
+        let logits = salted_logits(&tokens, &salts, vocab);
         let next = sample(params, index, &logits, &history, None, None).unwrap();
         tokens.push(next.id);
+        salts.push(0);
         if stop.contains(&next.id) {
             break;
         }

@@ -1,6 +1,6 @@
 //! Bad requests, broken models and people who leave.
 
-use std::time::Duration;
+use std::{sync::atomic::Ordering, time::Duration};
 
 use super::*;
 use crate::{
@@ -94,7 +94,9 @@ fn a_full_queue_refuses_and_recovers() {
     };
     let (engine, _) = engine_with(limits);
     let blocked = |prompt: u32| GenerateInput {
-        prefill: PrefillPlace::Remote,
+        prefill: PrefillPlace::Remote {
+            numerics: OWN.to_owned(),
+        },
         ..ask(&[prompt, 1], 4)
     };
     let first = start(&engine, blocked(1));
@@ -236,7 +238,9 @@ fn a_drain_lets_requests_end_and_then_cuts_them_off() {
     let stuck = start(
         &engine,
         GenerateInput {
-            prefill: PrefillPlace::Remote,
+            prefill: PrefillPlace::Remote {
+                numerics: OWN.to_owned(),
+            },
             ..ask(&[2, 2], 5)
         },
     );
@@ -259,7 +263,9 @@ fn a_shutdown_leaves_nobody_waiting() {
     let stuck = start(
         &engine,
         GenerateInput {
-            prefill: PrefillPlace::Remote,
+            prefill: PrefillPlace::Remote {
+                numerics: OWN.to_owned(),
+            },
             ..ask(&[2, 2], 5)
         },
     );
@@ -289,4 +295,81 @@ fn the_thread_ends_with_the_last_handle() {
         );
         std::thread::sleep(Duration::from_millis(2));
     }
+}
+
+/// Stops the first forward pass of so many sequences before `layer`, until told to go on.
+fn stopped_before(
+    controls: &Controls,
+    layer: usize,
+    sequences: usize,
+) -> (Receiver<()>, std::sync::mpsc::Sender<()>) {
+    let (at, arrived) = channel();
+    let (go, going) = channel();
+    let batches = controls.batches.clone();
+    let mut is_over = false;
+    *controls.before_layer.lock().unwrap() = Some(Box::new(move |now| {
+        let is_there = batches.lock().unwrap().last().unwrap().len() == sequences;
+        if now == layer && is_there && !is_over {
+            is_over = true;
+            let _ = at.send(());
+            let _ = going.recv_timeout(PATIENCE);
+        }
+    }));
+    (arrived, go)
+}
+
+#[test]
+fn a_cancelled_prompt_is_left_between_two_layers() {
+    let prompt: Vec<u32> = (0..8).collect();
+    for layer in [0, 1] {
+        for is_export in [false, true] {
+            let (engine, controls) = engine_with(options(16));
+            let (stopped, go) = stopped_before(&controls, layer, 1);
+            if is_export {
+                let (_events, handle) = prefill(&engine, &prompt, 0);
+                stopped.recv_timeout(PATIENCE).unwrap();
+                drop(handle);
+            } else {
+                let stream = start(&engine, ask(&prompt, 4));
+                stopped.recv_timeout(PATIENCE).unwrap();
+                drop(stream);
+            }
+            go.send(()).unwrap();
+            assert_all_freed(&engine);
+            let layers = controls.layers.load(Ordering::Relaxed);
+            assert_eq!(layers, layer, "layers computed, none of them for anybody");
+            assert_eq!(engine.health(), Health::Healthy);
+            // What the pass had written is nobody's.
+            let expected = oracle(&prompt, VOCAB, 6, &warm(3), &[]);
+            assert_eq!(answer(&engine, ask(&prompt, 6)).tokens, expected);
+            assert_eq!(engine.stats().prefix_hit_tokens, 0);
+        }
+    }
+}
+
+#[test]
+fn who_shares_a_batch_with_a_cancelled_prompt_notices_nothing() {
+    let (engine, controls) = engine_with(options(64));
+    let (stopped, go) = stopped_before(&controls, 1, 2);
+    let survivor = start(&engine, ask(&[7], 60));
+    let cancelled = start(&engine, ask(&(0..20).collect::<Vec<u32>>(), 4));
+    stopped.recv_timeout(PATIENCE).unwrap();
+    let (passes, layers) = {
+        let passes = controls.batches.lock().unwrap();
+        (passes.len(), controls.layers.load(Ordering::Relaxed))
+    };
+    drop(cancelled);
+    go.send(()).unwrap();
+    assert_eq!(
+        survivor.finish().tokens,
+        oracle(&[7], VOCAB, 60, &warm(3), &[])
+    );
+    // The pass ended where it stood, and what followed had the survivor alone.
+    let after = controls.batches.lock().unwrap()[passes..].to_vec();
+    assert!(after.iter().all(|rows| rows == &[1]), "{after:?}");
+    assert_eq!(
+        controls.layers.load(Ordering::Relaxed),
+        layers + 2 * after.len()
+    );
+    assert_all_freed(&engine);
 }

@@ -189,10 +189,12 @@ fn a_grammar_that_gives_up_fails_its_own_request_alone() {
         let answer = Answer {
             id: RequestId(id),
             receiver: crate::request::Receiver::new(Box::new(|_| true)),
-            tokens: Vec::new(),
+            cancelled: crate::request::Cancelled::default(),
+            prompt: Vec::new(),
+            generated: Vec::new(),
             max_new_tokens: 1,
             choice,
-            remote: false,
+            work: hearth_schedule::Work::Generate,
             import: None,
             _slot: Slot::take(&shared, 2).unwrap(),
         };

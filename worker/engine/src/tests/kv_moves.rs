@@ -6,8 +6,8 @@ use bytes::Bytes;
 
 use super::*;
 use crate::{
-    ImportFailure, PrefillPlace,
-    tests::fake::{LAYERS, layout, oracle, oracle_logits},
+    PrefillPlace,
+    tests::fake::{LAYERS, layout, mixed_oracle, oracle, oracle_logits},
 };
 
 /// A piece of KV: layer, first token, bytes.
@@ -39,7 +39,9 @@ fn exported(engine: &Engine, tokens: &[u32], first_token: usize) -> (Vec<Kv>, Ve
 
 fn remote(prompt: &[u32], max_tokens: usize) -> GenerateInput {
     GenerateInput {
-        prefill: PrefillPlace::Remote,
+        prefill: PrefillPlace::Remote {
+            numerics: OWN.to_owned(),
+        },
         ..ask(prompt, max_tokens)
     }
 }
@@ -152,59 +154,160 @@ fn remote_prefill_gives_the_answer_of_local_prefill() {
     assert_eq!(prefill.stats().kv_bytes_moved, moved as u64);
 }
 
-#[test]
-fn a_replay_may_be_prefilled_elsewhere_too() {
-    let (decode, prefill) = (engine(64), engine(64));
-    let prompt = [9, 9, 1];
-    let whole = oracle(&prompt, VOCAB, 12, &warm(3), &[]);
-    let input = GenerateInput {
-        generated: whole[..7].to_vec(),
-        ..remote(&prompt, 12)
+/// A worker of other bits, which reads prompts.
+const OTHER: &str = "another device";
+const OTHER_SALT: u64 = 77;
+
+fn reader(blocks: usize) -> Engine {
+    let limits = EngineOptions {
+        numerics: OTHER.to_owned(),
+        ..options(blocks)
     };
-    let stream = start(&decode, input);
-    assert_eq!(needs_kv(&stream), 0);
-    let (kv, logits, _) = exported(&prefill, &[&prompt[..], &whole[..7]].concat(), 0);
-    import(&decode, &stream, &kv);
-    decode.import_done(stream.handle.id(), logits);
-    assert_eq!(stream.finish_from(7).tokens, whole[7..]);
+    let fake = Fake::new(VOCAB, blocks, Controls::default()).salted(OTHER_SALT);
+    Engine::start_forward(fake, limits).unwrap()
+}
+
+fn read_by_other(input: GenerateInput) -> GenerateInput {
+    GenerateInput {
+        prefill: PrefillPlace::Remote {
+            numerics: OTHER.to_owned(),
+        },
+        ..input
+    }
+}
+
+/// Answers whatever is asked for with what `reader` computes, and returns the answer with the number of imports.
+fn finish_with(
+    decode: &Engine,
+    reader: &Engine,
+    stream: &Stream,
+    prompt: &[u32],
+) -> (Vec<u32>, usize) {
+    let (mut tokens, mut imports) = (Vec::new(), 0);
+    loop {
+        match stream.next() {
+            GenerateEvent::Started { .. } => {}
+            GenerateEvent::NeedsKv { first_token } => {
+                imports += 1;
+                let (kv, logits, _) = exported(reader, prompt, first_token);
+                import(decode, stream, &kv);
+                decode.import_done(stream.handle.id(), logits);
+            }
+            GenerateEvent::Token { id, .. } => tokens.push(id),
+            GenerateEvent::Finished { .. } => return (tokens, imports),
+            GenerateEvent::Failed(error) => panic!("{error}"),
+        }
+    }
 }
 
 #[test]
-fn a_prefill_worker_that_dies_is_replaced_by_another_or_by_none() {
-    let (decode, prefill) = (engine(64), engine(64));
+fn a_replay_reads_the_prompt_where_it_was_read_and_writes_the_answer_where_it_was_written() {
+    let prompt: Vec<u32> = (3..17).collect();
+    let whole = mixed_oracle(&prompt, OTHER_SALT, VOCAB, 12, &warm(3), &[]);
+    assert_ne!(whole, oracle(&prompt, VOCAB, 12, &warm(3), &[]));
+    let reader = reader(64);
+    for delivered in 0..12 {
+        let decode = engine(64);
+        let input = GenerateInput {
+            generated: whole[..delivered].to_vec(),
+            ..read_by_other(ask(&prompt, 12))
+        };
+        let stream = start(&decode, input);
+        let (tokens, imports) = finish_with(&decode, &reader, &stream, &prompt);
+        assert_eq!((tokens, imports), (whole[delivered..].to_vec(), 1));
+        assert_all_freed(&decode);
+    }
+}
+
+#[test]
+fn a_cached_prefix_serves_those_alone_whose_bits_it_has() {
+    let prompt: Vec<u32> = (3..17).collect();
+    let (decode, reader) = (engine(64), reader(64));
+    let own = oracle(&prompt, VOCAB, 12, &warm(3), &[]);
+    let mixed = mixed_oracle(&prompt, OTHER_SALT, VOCAB, 12, &warm(3), &[]);
+    for _ in 0..2 {
+        assert_eq!(answer(&decode, ask(&prompt, 12)).tokens, own);
+        let stream = start(&decode, read_by_other(ask(&prompt, 12)));
+        let (tokens, _) = finish_with(&decode, &reader, &stream, &prompt);
+        assert_eq!(tokens, mixed);
+    }
+    // In the second round each found its own.
+    assert_eq!(decode.stats().prefix_hit_tokens, 2 * 12);
+    // The conversation goes on: what was answered here is read again by the other.
+    let next = [&prompt[..], &mixed, &[5, 6]].concat();
+    let stream = start(&decode, read_by_other(ask(&next, 6)));
+    let (tokens, _) = finish_with(&decode, &reader, &stream, &next);
+    assert_eq!(
+        tokens,
+        mixed_oracle(&next, OTHER_SALT, VOCAB, 6, &warm(3), &[])
+    );
+}
+
+#[test]
+fn a_preempted_prompt_of_other_bits_is_fetched_again() {
+    let limits = EngineOptions {
+        context_length: 40,
+        ..options(12)
+    };
+    let (decode, _) = engine_with(limits);
+    let reader = reader(64);
+    let prompts: Vec<Vec<u32>> = (0..3).map(|i| (10 * i..10 * i + 9).collect()).collect();
+    let streams: Vec<_> = prompts
+        .iter()
+        .map(|prompt| start(&decode, read_by_other(ask(prompt, 30))))
+        .collect();
+    let imports: usize = std::thread::scope(|scope| {
+        let threads: Vec<_> = streams
+            .into_iter()
+            .zip(&prompts)
+            .map(|(stream, prompt)| {
+                let (decode, reader) = (&decode, &reader);
+                scope.spawn(move || {
+                    let (tokens, imports) = finish_with(decode, reader, &stream, prompt);
+                    let expected = mixed_oracle(prompt, OTHER_SALT, VOCAB, 30, &warm(3), &[]);
+                    assert_eq!(tokens, expected);
+                    imports
+                })
+            })
+            .collect();
+        threads.into_iter().map(|t| t.join().unwrap()).sum()
+    });
+    let preemptions = decode.stats().preemptions;
+    assert!(preemptions > 0);
+    assert!(
+        imports > 3,
+        "{imports} imports after {preemptions} preemptions"
+    );
+    assert_all_freed(&decode);
+}
+
+#[test]
+fn a_prefill_worker_that_dies_is_replaced_by_another_or_ends_the_request() {
+    let prefill = engine(64);
     let prompt: Vec<u32> = (0..23).collect();
     let expected = oracle(&prompt, VOCAB, 6, &warm(3), &[]);
     let (kv, logits, _) = exported(&prefill, &prompt, 0);
     for delivered in 0..kv.len() {
-        // Distinct engines: a prefix in the cache would leave nothing to import.
         for another in [true, false] {
-            let decode = if delivered % 2 == 0 {
-                engine(64)
-            } else {
-                decode.clone()
-            };
+            // A new engine: a prefix in the cache would leave nothing to import.
+            let decode = engine(64);
             let stream = start(&decode, remote(&prompt, 6));
-            let first = needs_kv(&stream);
-            let owed: Vec<Kv> = kv.iter().filter(|(_, f, _)| *f >= first).cloned().collect();
-            import(&decode, &stream, &owed[..delivered.min(owed.len())]);
-            if another && first == 0 {
+            assert_eq!(needs_kv(&stream), 0);
+            import(&decode, &stream, &kv[..delivered]);
+            if another {
                 import(&decode, &stream, &kv);
                 decode.import_done(stream.handle.id(), logits.clone());
+                assert_eq!(stream.finish().tokens, expected);
             } else {
-                decode.import_failed(stream.handle.id(), ImportFailure::PrefillHere);
+                let error = EngineError::Prefill {
+                    detail: "nobody is left".to_owned(),
+                };
+                decode.import_failed(stream.handle.id(), error.clone());
+                assert_eq!(stream.finish().end, Err(error));
             }
-            assert_eq!(stream.finish().tokens, expected);
             assert_all_freed(&decode);
         }
     }
-    let stream = start(&decode, remote(&[40, 41], 6));
-    needs_kv(&stream);
-    let error = EngineError::Prefill {
-        detail: "nobody is left".to_owned(),
-    };
-    decode.import_failed(stream.handle.id(), ImportFailure::Fail(error.clone()));
-    assert_eq!(stream.finish().end, Err(error));
-    assert_all_freed(&decode);
 }
 
 #[test]
@@ -249,7 +352,8 @@ fn words_about_requests_that_are_gone_are_ignored() {
         decode.import_kv(id, layer, first_token, data);
     }
     decode.import_done(id, logits.clone());
-    decode.import_failed(id, ImportFailure::PrefillHere);
+    let detail = "too late".to_owned();
+    decode.import_failed(id, EngineError::Prefill { detail });
     // A request that never asked for KV does not take it.
     let local = start(&decode, ask(&[1, 2, 3], 3));
     decode.import_done(local.handle.id(), logits);

@@ -22,6 +22,8 @@ use crate::{
 };
 
 const VOCAB: usize = 48;
+/// Numerics of the engines here.
+const OWN: &str = "this device";
 const PATIENCE: Duration = Duration::from_secs(20);
 
 fn options(blocks: usize) -> EngineOptions {
@@ -33,6 +35,7 @@ fn options(blocks: usize) -> EngineOptions {
         chunk_tokens: 8,
         context_length: (blocks * BLOCK_TOKENS).min(64),
         max_queue: 100,
+        numerics: OWN.to_owned(),
         grammar_tokenizer: None,
     }
 }

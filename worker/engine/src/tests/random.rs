@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use proptest::prelude::*;
 
 use super::*;
-use crate::{ImportFailure, PrefillPlace, tests::fake::oracle};
+use crate::{PrefillPlace, tests::fake::oracle};
 
 /// One request and its fate.
 #[derive(Clone, Debug)]
@@ -25,7 +25,7 @@ enum Fate {
     Local,
     /// Imported whole from the other engine.
     Remote,
-    /// So many messages are imported, then the prompt is computed here.
+    /// So many messages are imported, then the prefill worker is lost.
     Lost(usize),
     /// Dropped after so many events.
     Leaves(usize),
@@ -74,7 +74,9 @@ impl Life {
             sampling: warm(self.seed),
             generated: self.answer()[..self.replayed].to_vec(),
             prefill: if remote {
-                PrefillPlace::Remote
+                PrefillPlace::Remote {
+                    numerics: OWN.to_owned(),
+                }
             } else {
                 PrefillPlace::Local
             },
@@ -86,10 +88,15 @@ impl Life {
     fn live(&self, decode: &Engine, helper: &Engine) -> bool {
         let stream = start(decode, self.input());
         let expected = self.answer()[self.replayed..].to_vec();
-        let needs_kv = |stream: &Stream| loop {
-            if let GenerateEvent::NeedsKv { first_token } = stream.next() {
-                return first_token;
+        let needs_kv = |stream: &Stream| match stream.next() {
+            // A replay whose prompt is cached needs nothing.
+            GenerateEvent::Started { cached_tokens } if cached_tokens >= self.prompt().len() => {
+                None
             }
+            _ => match stream.next() {
+                GenerateEvent::NeedsKv { first_token } => Some(first_token),
+                other => panic!("{other:?}"),
+            },
         };
         match self.fate {
             Fate::Leaves(after) => {
@@ -98,12 +105,15 @@ impl Life {
             }
             Fate::Local => {}
             Fate::Remote | Fate::Lost(_) => {
-                let first_token = needs_kv(&stream);
-                let tokens = [self.prompt(), self.answer()[..self.replayed].to_vec()].concat();
-                self.deliver(decode, helper, &stream, &tokens, first_token);
+                if let Some(first_token) = needs_kv(&stream) {
+                    self.deliver(decode, helper, &stream, &self.prompt(), first_token);
+                }
             }
         }
         let got = stream.finish_from(self.replayed);
+        if matches!(self.fate, Fate::Lost(_)) && got.end.is_err() {
+            return got.tokens.is_empty();
+        }
         got.tokens == expected && got.end == Ok(FinishReason::Length)
     }
 
@@ -119,7 +129,8 @@ impl Life {
         let (events, _handle) = prefill(helper, tokens, first_token);
         for (i, event) in events.iter().enumerate() {
             if self.fate == Fate::Lost(i) {
-                return decode.import_failed(id, ImportFailure::PrefillHere);
+                let detail = "lost".to_owned();
+                return decode.import_failed(id, EngineError::Prefill { detail });
             }
             match event {
                 PrefillEvent::Kv {

@@ -94,11 +94,13 @@ pub(crate) fn answer(engine: &Engine, input: GenerateInput) -> Answer {
 
 /// Prefill on one engine, decode on the other.
 pub(crate) fn disaggregated(decode: &Engine, helper: &Engine, input: GenerateInput) -> Answer {
-    let tokens = [&input.prompt[..], &input.generated[..]].concat();
+    let tokens = input.prompt.clone();
     let (events, handle) = start(
         decode,
         GenerateInput {
-            prefill: PrefillPlace::Remote,
+            prefill: PrefillPlace::Remote {
+                numerics: String::new(),
+            },
             ..input
         },
     );
@@ -164,6 +166,19 @@ pub(crate) fn every_way_gives_the_same_bits(
     let got = finish(company.remove(2));
     assert_eq!(got, expected, "{name}: a batch of five");
     company.into_iter().for_each(|c| drop(finish(c)));
+
+    // Prompts that are cancelled wherever they stand: their passes end early, recorded steps of a GPU among them.
+    let left = make(&|o| o.chunk_tokens = 48);
+    for round in 0..4 {
+        let survivor = start(&left, ask(&question, 12));
+        for i in 0..6 {
+            let (events, handle) = start(&left, ask(&prompt(50, 10 + i), 4));
+            std::thread::sleep(Duration::from_micros(u64::from(round * 400 * i)));
+            drop((events, handle));
+        }
+        let got = finish(survivor);
+        assert_eq!(got, expected, "{name}: beside prompts that are cancelled");
+    }
 
     let tight = make(&|o| o.kv = KvBudget::Blocks(8));
     let long = answer(&plain, ask(&question, 30));

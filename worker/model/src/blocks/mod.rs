@@ -8,7 +8,7 @@ pub(crate) mod rope;
 
 use hearth_kernels::{Backend, Span};
 
-use crate::{Observer, Residency};
+use crate::{ModelError, Observer, Residency};
 
 /// What a block needs of the running forward pass.
 pub(crate) struct Pass<'a, B: Backend> {
@@ -24,6 +24,14 @@ pub(crate) struct Pass<'a, B: Backend> {
 }
 
 impl<B: Backend> Pass<'_, B> {
+    /// Ends the pass where nobody wants it any more.
+    pub(crate) fn ask(&mut self, done: usize, blocks: usize) -> Result<(), ModelError> {
+        match self.observer.goes_on(done, blocks) {
+            true => Ok(()),
+            false => Err(ModelError::GivenUp),
+        }
+    }
+
     /// Shows a named intermediate of this layer.
     pub(crate) fn show(&mut self, name: &'static str, x: &B::Tensor) {
         self.observer

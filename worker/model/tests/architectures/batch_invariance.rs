@@ -1,12 +1,13 @@
 //! A token's logits are the same bits whatever else is in the batch, however the prompt was chunked, after prefix reuse and in
 //! replay, on any number of threads.
 
-use hearth_kernels::{Isa, KvDType};
+use hearth_kernels::{CpuBackend, Isa, KvDType, Span};
+use hearth_model::{Batch, ModelError, Observer};
 
 use crate::all_cases;
 use crate::harness::{BLOCK_TOKENS, Golden, Runner, Sequence, argmax, isas};
 
-all_cases!(chunks, neighbours, replay, shared_prefix, threads);
+all_cases!(chunks, given_up, neighbours, replay, shared_prefix, threads);
 
 const PROMPT_TOKENS: usize = 70;
 const GENERATED_TOKENS: usize = 6;
@@ -48,6 +49,54 @@ fn assert_same_bits(got: &[Vec<f32>], want: &[Vec<f32>], what: &str) {
             .filter(|(g, w)| g.to_bits() != w.to_bits());
         assert_eq!(differ.count(), 0, "{what}: logits of row {row} differ");
     }
+}
+
+/// Ends a pass before its block `at`, and remembers how many there are.
+struct Ending {
+    at: usize,
+    blocks: usize,
+}
+
+impl Observer<CpuBackend> for Ending {
+    fn goes_on(&mut self, done: usize, blocks: usize) -> bool {
+        self.blocks = blocks;
+        assert!(done <= self.at, "it went on");
+        done < self.at
+    }
+}
+
+/// A pass that ends between two blocks keeps no guard, and the next one over the same blocks of KV gives the same bits.
+fn given_up(case: &str) {
+    let golden = Golden::load(case);
+    let isa = Isa::detect();
+    let (tokens, want) = plain(&golden, isa);
+    let tokens = &tokens[..PROMPT_TOKENS];
+    let mut ending = Ending { at: 0, blocks: 1 };
+    while ending.at < ending.blocks {
+        let mut runner = Runner::new(&golden, isa, KvDType::Bf16);
+        let mut sequence = runner.sequence(tokens.len());
+        let batch = Batch {
+            tokens: tokens.to_vec(),
+            spans: vec![Span {
+                first_row: 0,
+                rows: tokens.len(),
+                start: 0,
+                blocks: sequence.blocks.clone(),
+            }],
+            logit_rows: vec![0],
+        };
+        let ended = runner.model.forward(&batch, &mut runner.kv, &mut ending);
+        assert!(matches!(ended, Err(ModelError::GivenUp)));
+        assert!(runner.residency.is_idle(), "a guard outlived the pass");
+        let got = runner.prefill(&mut sequence, tokens, PROMPT_TOKENS);
+        assert_same_bits(
+            &got,
+            &want[..PROMPT_TOKENS],
+            "after a pass that was given up",
+        );
+        ending.at += 1;
+    }
+    assert_eq!(ending.blocks, 2 * golden.config.layers);
 }
 
 fn chunks(case: &str) {

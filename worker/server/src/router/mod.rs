@@ -13,5 +13,5 @@ mod prefix;
 mod types;
 
 pub use policy::{Candidate, Place, choose_decode, choose_place, choose_prefill};
-pub use pool::{Lease, Pool, PrefillLease};
+pub use pool::{Lease, Pool, PrefillLease, Route};
 pub use types::{AcquireError, Health, Pin, Role, Want, WorkerId, WorkerRoute, WorkerView};

@@ -20,17 +20,19 @@ pub struct Candidate {
 pub enum Place {
     /// The decode worker, in chunks between its decode steps.
     Decode,
-    /// A prefill worker, which hands the KV over.
+    /// A prefill worker, which hands the KV over; the decode worker where there is none.
     Prefill,
 }
 
-/// The policy of the hybrid paper for one pool of each kind: short prompts are not worth a transfer of KV, and
-/// stall decoding little; long ones go to prefill workers while there are any.
-pub fn choose_place(new_tokens: u32, chunked_below_tokens: u32, is_prefill_ready: bool) -> Place {
-    if is_prefill_ready && new_tokens >= chunked_below_tokens {
-        Place::Prefill
-    } else {
+/// The routing policy of the hybrid MoE paper (section 3.3.2) for one pool of each kind: "use chunked prefill for short
+/// requests", which are not worth a transfer of KV and stall decoding little; long ones go to prefill workers while there
+/// are any. What counts is what has to be computed: tokens whose KV the decode worker has cost nothing. (The paper's third
+/// route, all GPUs reading one prompt while nobody decodes, has no ranks in a plan.)
+pub fn choose_place(new_tokens: u32, chunked_below_tokens: u32) -> Place {
+    if new_tokens < chunked_below_tokens {
         Place::Decode
+    } else {
+        Place::Prefill
     }
 }
 
@@ -133,10 +135,9 @@ mod tests {
     }
 
     #[test]
-    fn long_prompts_go_to_prefill_workers_while_there_are_any() {
-        assert_eq!(choose_place(2047, 2048, true), Place::Decode);
-        assert_eq!(choose_place(2048, 2048, true), Place::Prefill);
-        assert_eq!(choose_place(9000, 2048, false), Place::Decode);
-        assert_eq!(choose_place(1, 0, true), Place::Prefill);
+    fn long_prompts_go_to_prefill_workers() {
+        assert_eq!(choose_place(2047, 2048), Place::Decode);
+        assert_eq!(choose_place(2048, 2048), Place::Prefill);
+        assert_eq!(choose_place(1, 0), Place::Prefill);
     }
 }

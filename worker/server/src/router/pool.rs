@@ -9,10 +9,13 @@ use tokio::time::{Instant, timeout_at};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::member::{Member, MemberState};
-use super::policy::{Candidate, Place, choose_decode, choose_place, choose_prefill};
 use super::prefix::PrefixKey;
 use super::types::{AcquireError, Health, Pin, Role, Want, WorkerId, WorkerRoute, WorkerView};
 use crate::config::Routing;
+
+mod route;
+
+pub use route::Route;
 
 /// Assumed of a worker that does not tell.
 const DEFAULT_BATCH: u32 = 16;
@@ -45,9 +48,6 @@ pub struct Lease {
     pub worker: Worker,
     /// What a continuation elsewhere needs.
     pub pin: Pin,
-    kv_layout: String,
-    /// Prompt tokens that this gateway has not sent there before.
-    new_tokens: u32,
     epoch: watch::Receiver<u64>,
 }
 
@@ -56,6 +56,7 @@ pub struct PrefillLease {
     pool: Arc<Pool>,
     member: Arc<Member>,
     epoch: watch::Receiver<u64>,
+    numerics: String,
 }
 
 impl Pool {
@@ -126,8 +127,8 @@ impl Pool {
         Ok(())
     }
 
-    /// Waits for a decode worker until `deadline`, which is the queue's for new requests and the request's own
-    /// for those that were begun.
+    /// Waits for workers until `deadline`, which is the queue's for new requests and the request's own for those that
+    /// were begun. A prefill worker is among them where the policy wants one, or the pinned bits need one.
     ///
     /// # Errors
     /// [`AcquireError`]; never [`AcquireError::QueueFull`] for a request with a pin.
@@ -135,15 +136,15 @@ impl Pool {
         self: &Arc<Self>,
         want: Want<'_>,
         deadline: Instant,
-    ) -> Result<Lease, AcquireError> {
-        let key = PrefixKey::of(want.tokens);
+    ) -> Result<Route, AcquireError> {
+        let key = PrefixKey::of(want.prompt);
         if want.pin.is_some() {
             return self.wait_for_worker(&want, &key, deadline).await;
         }
         if let Ok(_turn) = self.turnstile.try_lock()
-            && let Some(lease) = self.try_acquire(&want, &key, false)
+            && let Some(route) = self.try_acquire(&want, &key, false)
         {
-            return Ok(lease);
+            return Ok(route);
         }
         let _waiting = Waiting::enter(&self.waiting, self.routing.max_queue)?;
         let out_of_time = |_| self.wait_error();
@@ -151,47 +152,6 @@ impl Pool {
             .await
             .map_err(out_of_time)?;
         self.wait_for_worker(&want, &key, deadline).await
-    }
-
-    /// A prefill worker for the request at `lease`, when the policy wants one.
-    pub fn acquire_prefill(self: &Arc<Self>, lease: &Lease) -> Option<PrefillLease> {
-        let fits = |state: &MemberState| {
-            state.is_open()
-                && state.description.model_fingerprint == lease.pin.fingerprint
-                && state.description.kv_layout == lease.kv_layout
-        };
-        let members = self.members();
-        let ready: Vec<(usize, u32)> = members
-            .iter()
-            .enumerate()
-            .filter(|(_, member)| member.is(Role::Prefill))
-            .filter_map(|(index, member)| {
-                let state = member.lock();
-                fits(&state).then_some((index, state.in_flight))
-            })
-            .collect();
-        let place = choose_place(
-            lease.new_tokens,
-            self.routing.chunked_below_tokens,
-            !ready.is_empty(),
-        );
-        if place == Place::Decode {
-            return None;
-        }
-        let index = choose_prefill(&ready, self.turn.fetch_add(1, Ordering::Relaxed))?;
-        let member = members[index].clone();
-        let mut state = member.lock();
-        // It may have left since it was looked at; the decode worker can do without.
-        if !state.is_open() {
-            return None;
-        }
-        state.in_flight += 1;
-        drop(state);
-        Some(PrefillLease {
-            pool: self.clone(),
-            epoch: member.epoch.subscribe(),
-            member,
-        })
     }
 
     /// A call to this worker failed as a broken connection does: it gets no other before it has answered a look.
@@ -285,14 +245,14 @@ impl Pool {
         want: &Want<'_>,
         key: &PrefixKey,
         deadline: Instant,
-    ) -> Result<Lease, AcquireError> {
+    ) -> Result<Route, AcquireError> {
         let mut changed = self.changed.subscribe();
         let other_numerics_at = (Instant::now() + self.routing.same_numerics_wait).min(deadline);
         loop {
             changed.mark_unchanged();
             let any_numerics = Instant::now() >= other_numerics_at;
-            if let Some(lease) = self.try_acquire(want, key, any_numerics) {
-                return Ok(lease);
+            if let Some(route) = self.try_acquire(want, key, any_numerics) {
+                return Ok(route);
             }
             if Instant::now() >= deadline {
                 return Err(self.wait_error());
@@ -304,66 +264,6 @@ impl Pool {
             };
             let _ = timeout_at(until, changed.changed()).await;
         }
-    }
-
-    fn try_acquire(
-        self: &Arc<Self>,
-        want: &Want<'_>,
-        key: &PrefixKey,
-        any_numerics: bool,
-    ) -> Option<Lease> {
-        let members = self.members();
-        let decode = || {
-            let all = members.iter().enumerate();
-            all.filter(|(_, member)| member.is(Role::Decode))
-        };
-        // Other bits are better than none, once no worker is left that may give the same.
-        let any_numerics = any_numerics
-            || want
-                .pin
-                .is_some_and(|pin| !decode().any(|(_, member)| may_match(&member.lock(), pin)));
-        let candidates: Vec<Candidate> = decode()
-            .filter_map(|(index, member)| {
-                let state = member.lock();
-                let fits = state.is_open()
-                    && want.pin.is_none_or(|pin| {
-                        is_same_model(&state, pin)
-                            && (any_numerics || state.description.numerics == pin.numerics)
-                    });
-                fits.then(|| Candidate {
-                    index,
-                    in_flight: state.in_flight,
-                    capacity: self.capacity(&state),
-                    matched_tokens: state.prefixes.matched_tokens(key),
-                    is_avoided: want.avoid == Some(member.id),
-                })
-            })
-            .collect();
-        let index = choose_decode(&candidates, self.turn.fetch_add(1, Ordering::Relaxed))?;
-        let member = members[index].clone();
-        let mut state = member.lock();
-        if !state.is_open() {
-            // It left while it was being chosen, which woke us already: the next round sees the others.
-            return None;
-        }
-        state.in_flight += 1;
-        let new_tokens = want.tokens.len() as u32 - state.prefixes.matched_tokens(key);
-        state.prefixes.remember(key);
-        let pin = Pin {
-            fingerprint: state.description.model_fingerprint.clone(),
-            numerics: state.description.numerics.clone(),
-        };
-        let kv_layout = state.description.kv_layout.clone();
-        drop(state);
-        Some(Lease {
-            pool: self.clone(),
-            worker: member.worker.clone(),
-            pin,
-            kv_layout,
-            new_tokens,
-            epoch: member.epoch.subscribe(),
-            member,
-        })
     }
 
     fn capacity(&self, state: &MemberState) -> u32 {
@@ -401,16 +301,6 @@ fn log(route: &WorkerRoute, what: &str) {
         role = route.role.as_str(),
         "worker {what}"
     );
-}
-
-fn is_same_model(state: &MemberState, pin: &Pin) -> bool {
-    state.description.model_fingerprint == pin.fingerprint
-}
-
-/// Whether a worker gives the same bits, or may turn out to: one that has not described itself yet.
-fn may_match(state: &MemberState, pin: &Pin) -> bool {
-    let is_same = is_same_model(state, pin) && state.description.numerics == pin.numerics;
-    !state.is_leaving && (state.health == Health::Starting || is_same)
 }
 
 impl Lease {

@@ -1,4 +1,4 @@
-//! Which worker has seen which beginnings of prompts. A guess, never a promise: the worker's own cache decides.
+//! Which worker has seen which beginnings of prompts, and what read them. A guess, never a promise: the worker's own cache decides.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -27,6 +27,13 @@ impl PrefixKey {
             .collect();
         Self(keys)
     }
+
+    fn entries(&self, numerics: &str) -> impl Iterator<Item = u64> {
+        let mut hasher = DefaultHasher::new();
+        numerics.hash(&mut hasher);
+        let reader = hasher.finish();
+        self.0.iter().map(move |hash| hash ^ reader)
+    }
 }
 
 /// The beginnings that one worker has seen.
@@ -37,20 +44,17 @@ pub(super) struct PrefixMemory {
 }
 
 impl PrefixMemory {
-    /// Tokens at the front of the prompt that were seen.
-    pub(super) fn matched_tokens(&self, key: &PrefixKey) -> u32 {
-        let chunks = key
-            .0
-            .iter()
-            .take_while(|hash| self.seen.contains_key(hash))
-            .count();
-        (chunks * CHUNK_TOKENS) as u32
+    /// Tokens at the front of the prompt that were seen, read by these numerics.
+    pub(super) fn matched_tokens(&self, key: &PrefixKey, numerics: &str) -> u32 {
+        let entries = key.entries(numerics);
+        let chunks = entries.take_while(|entry| self.seen.contains_key(entry));
+        (chunks.count() * CHUNK_TOKENS) as u32
     }
 
-    pub(super) fn remember(&mut self, key: &PrefixKey) {
+    pub(super) fn remember(&mut self, key: &PrefixKey, numerics: &str) {
         self.clock += 1;
         self.seen
-            .extend(key.0.iter().map(|hash| (*hash, self.clock)));
+            .extend(key.entries(numerics).map(|entry| (entry, self.clock)));
         if self.seen.len() > MAX_ENTRIES {
             let mut times: Vec<u64> = self.seen.values().copied().collect();
             let (_, median, _) = times.select_nth_unstable(MAX_ENTRIES / 2);
@@ -73,16 +77,20 @@ mod tests {
     fn the_longest_seen_beginning_counts_in_whole_chunks() {
         let mut memory = PrefixMemory::default();
         let prompt: Vec<u32> = (0..200).collect();
-        memory.remember(&PrefixKey::of(&prompt));
+        memory.remember(&PrefixKey::of(&prompt), "avx512");
         let mut longer = prompt.clone();
         longer.extend(0..100);
-        assert_eq!(memory.matched_tokens(&PrefixKey::of(&longer)), 192);
+        assert_eq!(
+            memory.matched_tokens(&PrefixKey::of(&longer), "avx512"),
+            192
+        );
         longer[70] = 9999;
-        assert_eq!(memory.matched_tokens(&PrefixKey::of(&longer)), 64);
+        assert_eq!(memory.matched_tokens(&PrefixKey::of(&longer), "avx512"), 64);
         longer[0] = 9999;
-        assert_eq!(memory.matched_tokens(&PrefixKey::of(&longer)), 0);
+        assert_eq!(memory.matched_tokens(&PrefixKey::of(&longer), "avx512"), 0);
+        assert_eq!(memory.matched_tokens(&PrefixKey::of(&prompt), "cuda"), 0);
         memory.forget();
-        assert_eq!(memory.matched_tokens(&PrefixKey::of(&prompt)), 0);
+        assert_eq!(memory.matched_tokens(&PrefixKey::of(&prompt), "avx512"), 0);
     }
 
     #[test]
@@ -90,10 +98,10 @@ mod tests {
         let mut memory = PrefixMemory::default();
         for request in 0..2000u32 {
             let prompt: Vec<u32> = (0..64 * 20).map(|i| i + request * 5000).collect();
-            memory.remember(&PrefixKey::of(&prompt));
+            memory.remember(&PrefixKey::of(&prompt), "avx512");
         }
         assert!(memory.seen.len() <= MAX_ENTRIES + MAX_CHUNKS);
         let last: Vec<u32> = (0..64 * 20).map(|i| i + 1999 * 5000).collect();
-        assert_eq!(memory.matched_tokens(&PrefixKey::of(&last)), 1280);
+        assert_eq!(memory.matched_tokens(&PrefixKey::of(&last), "avx512"), 1280);
     }
 }

@@ -90,24 +90,35 @@ impl Health {
     }
 }
 
-/// What a request that was begun elsewhere needs of a worker.
+/// What a request that was begun elsewhere needs of workers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pin {
     /// The same weights: demanded.
     pub fingerprint: String,
-    /// The same bits: waited for, for a while.
+    /// Of the worker that writes the answer; the same bits are waited for, for a while.
     pub numerics: String,
+    /// Of the worker that reads the prompt, which may be the same one; likewise.
+    pub prompt_numerics: String,
 }
 
-/// A request's wish for a decode worker.
+impl Pin {
+    /// Whether a prefill worker must read the prompt: the one that writes the answer would read it in other bits.
+    pub(super) fn needs_reader(&self) -> bool {
+        self.prompt_numerics != self.numerics
+    }
+}
+
+/// A request's wish for workers.
 #[derive(Clone, Copy, Debug)]
 pub struct Want<'a> {
-    /// Prompt and generated tokens.
-    pub tokens: &'a [u32],
+    /// The prompt.
+    pub prompt: &'a [u32],
     /// Of a request that was begun elsewhere; it does not queue again.
     pub pin: Option<&'a Pin>,
     /// The worker that just failed it.
     pub avoid: Option<WorkerId>,
+    /// The decode worker is to read the prompt by itself, unless other bits are pinned.
+    pub alone: bool,
 }
 
 /// Why no worker was given.

@@ -11,6 +11,7 @@ mod failover;
 mod http;
 mod keys;
 mod members;
+mod mixed;
 mod refusals;
 mod refusals_content;
 mod refusals_schema;

@@ -28,7 +28,7 @@ impl Running {
         self.pool.set_members(&routes).unwrap();
     }
 
-    async fn ready(&self) -> Value {
+    pub(crate) async fn ready(&self) -> Value {
         serde_json::from_str(&self.get("/ready").await.1).unwrap()
     }
 

@@ -14,9 +14,8 @@ use hearth_transport::tonic::{Request, Response, Status};
 use hearth_transport::v1::control_server::Control;
 use hearth_transport::v1::decode_server::Decode;
 use hearth_transport::v1::{
-    DescribeRequest, DescribeResponse, DrainRequest, DrainResponse, FinishReason, Finished,
-    GenerateEvent, GenerateRequest, Started, StatsRequest, StatsResponse, Token, TopLogprob,
-    generate_event::Event,
+    DescribeRequest, DescribeResponse, FinishReason, Finished, GenerateEvent, GenerateRequest,
+    Started, StatsRequest, StatsResponse, Token, TopLogprob, generate_event::Event,
 };
 use hearth_transport::{CallContext, Listener, ServerOptions, server};
 use tokio::runtime::Runtime;
@@ -194,7 +193,8 @@ pub(crate) fn token_at(request: &GenerateRequest, index: usize, length: usize) -
         return END;
     }
     let mut hasher = DefaultHasher::new();
-    (&request.prompt_tokens, seed, index).hash(&mut hasher);
+    let prompt = (&request.prompt_tokens, &request.prompt_numerics);
+    (prompt, seed, index).hash(&mut hasher);
     u32::from(b"abcdefghijklmnopqrstuvwxyz ".as_slice()[(hasher.finish() % 27) as usize])
 }
 
@@ -318,9 +318,5 @@ impl Control for Service {
 
     async fn stats(&self, _: Request<StatsRequest>) -> Result<Response<StatsResponse>, Status> {
         Ok(Response::new(*self.0.stats.lock().unwrap()))
-    }
-
-    async fn drain(&self, _: Request<DrainRequest>) -> Result<Response<DrainResponse>, Status> {
-        Ok(Response::new(DrainResponse::default()))
     }
 }

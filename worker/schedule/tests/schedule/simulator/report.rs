@@ -1,11 +1,11 @@
 //! What a simulation yields.
 
 use super::Arrival;
-use crate::ScheduleError;
+use hearth_schedule::ScheduleError;
 
 /// How a request ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Outcome {
+pub(crate) enum Outcome {
     /// Not yet; in no report of a simulation that ended.
     Open,
     /// With its whole answer, or its whole export.
@@ -18,31 +18,31 @@ pub enum Outcome {
 
 /// One request of the trace. Times are microseconds from the start.
 #[derive(Clone, Debug, PartialEq)]
-pub struct RequestReport {
+pub(crate) struct RequestReport {
     /// When it came.
-    pub arrived_us: f64,
+    pub(crate) arrived_us: f64,
     /// When it left the queue.
-    pub admitted_us: Option<f64>,
+    pub(crate) admitted_us: Option<f64>,
     /// When its first token was there.
-    pub first_token_us: Option<f64>,
+    pub(crate) first_token_us: Option<f64>,
     /// When it ended.
-    pub ended_us: Option<f64>,
+    pub(crate) ended_us: Option<f64>,
     /// How it ended.
-    pub outcome: Outcome,
+    pub(crate) outcome: Outcome,
     /// Prompt tokens whose KV was found at admission.
-    pub cached_tokens: usize,
+    pub(crate) cached_tokens: usize,
     /// The answer.
-    pub answer: Vec<u32>,
+    pub(crate) answer: Vec<u32>,
 }
 
 impl RequestReport {
     /// Time to first token in microseconds.
-    pub fn ttft_us(&self) -> Option<f64> {
+    pub(crate) fn ttft_us(&self) -> Option<f64> {
         Some(self.first_token_us? - self.arrived_us)
     }
 
     /// Time per output token behind the first, in microseconds.
-    pub fn tpot_us(&self) -> Option<f64> {
+    pub(crate) fn tpot_us(&self) -> Option<f64> {
         let intervals = self.answer.len().checked_sub(1).filter(|n| *n > 0)?;
         Some((self.ended_us? - self.first_token_us?) / intervals as f64)
     }
@@ -50,7 +50,7 @@ impl RequestReport {
 
 /// Measured values, ascending.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Distribution {
+pub(crate) struct Distribution {
     sorted: Vec<f64>,
 }
 
@@ -64,18 +64,18 @@ impl FromIterator<f64> for Distribution {
 
 impl Distribution {
     /// Number of values.
-    pub fn count(&self) -> usize {
+    pub(crate) fn count(&self) -> usize {
         self.sorted.len()
     }
 
     /// Arithmetic mean; none without values.
-    pub fn mean(&self) -> Option<f64> {
+    pub(crate) fn mean(&self) -> Option<f64> {
         let count = self.sorted.len();
         (count > 0).then(|| self.sorted.iter().sum::<f64>() / count as f64)
     }
 
     /// The smallest value that `percent` of 100 values do not exceed (nearest rank); none without values.
-    pub fn percentile(&self, percent: f64) -> Option<f64> {
+    pub(crate) fn percentile(&self, percent: f64) -> Option<f64> {
         let rank = (percent / 100.0 * self.sorted.len() as f64).ceil() as usize;
         self.sorted
             .get(
@@ -86,34 +86,34 @@ impl Distribution {
     }
 
     /// The largest value; none without values.
-    pub fn max(&self) -> Option<f64> {
+    pub(crate) fn max(&self) -> Option<f64> {
         self.sorted.last().copied()
     }
 }
 
 /// A simulation that ended.
 #[derive(Clone, Debug, PartialEq)]
-pub struct SimulationReport {
+pub(crate) struct SimulationReport {
     /// One for each arrival, in their order.
-    pub requests: Vec<RequestReport>,
+    pub(crate) requests: Vec<RequestReport>,
     /// Steps that computed something.
-    pub steps: usize,
+    pub(crate) steps: usize,
     /// Rows computed, replays included.
-    pub computed_tokens: usize,
+    pub(crate) computed_tokens: usize,
     /// Times that a sequence gave up its blocks.
-    pub preemptions: usize,
+    pub(crate) preemptions: usize,
     /// Most decode rows of a step.
-    pub peak_batch: usize,
+    pub(crate) peak_batch: usize,
     /// Most prompt tokens of a step.
-    pub peak_chunk_tokens: usize,
+    pub(crate) peak_chunk_tokens: usize,
     /// Most blocks in use.
-    pub peak_used_blocks: usize,
+    pub(crate) peak_used_blocks: usize,
     /// When the last request ended, in microseconds.
-    pub makespan_us: f64,
+    pub(crate) makespan_us: f64,
 }
 
 impl SimulationReport {
-    pub(super) fn new(arrivals: &[Arrival]) -> Self {
+    pub(crate) fn new(arrivals: &[Arrival]) -> Self {
         let requests = arrivals.iter().map(|arrival| RequestReport {
             arrived_us: arrival.at_us,
             admitted_us: None,
@@ -136,28 +136,10 @@ impl SimulationReport {
     }
 
     /// Times to first token, in microseconds.
-    pub fn ttft_us(&self) -> Distribution {
+    pub(crate) fn ttft_us(&self) -> Distribution {
         self.requests
             .iter()
             .filter_map(RequestReport::ttft_us)
             .collect()
-    }
-
-    /// Times per output token, in microseconds, one value a request.
-    pub fn tpot_us(&self) -> Distribution {
-        self.requests
-            .iter()
-            .filter_map(RequestReport::tpot_us)
-            .collect()
-    }
-
-    /// Answer tokens of all requests in a second.
-    pub fn answer_tokens_per_s(&self) -> f64 {
-        let tokens: usize = self.requests.iter().map(|r| r.answer.len()).sum();
-        if self.makespan_us > 0.0 {
-            tokens as f64 * 1e6 / self.makespan_us
-        } else {
-            0.0
-        }
     }
 }

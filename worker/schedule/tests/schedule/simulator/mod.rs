@@ -4,39 +4,39 @@
 //! does, so that a wrong block, a lost token or a repeated one changes the answer
 //! ([`SimulationReport::requests`] against [`device::expected_answer`]).
 
-pub mod device;
+pub(crate) mod device;
 mod report;
 
 use std::collections::BTreeMap;
 
 use hearth_kvcache::{KvCache, KvCacheError};
 
-use crate::{
+use device::{Device, DeviceError};
+use hearth_schedule::{
     Request, Sampled, ScheduleError, Scheduler, SchedulerOptions, SequenceId, SpanKind, Step,
     StepResult, Work,
 };
-use device::{Device, DeviceError};
-pub use report::{Distribution, Outcome, RequestReport, SimulationReport};
+pub(crate) use report::{Distribution, Outcome, SimulationReport};
 
 /// Time of a step in microseconds: `step + prefill_token * chunk tokens + decode_sequence * decode rows +
 /// context_token * KV tokens read`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct CostModel {
+pub(crate) struct CostModel {
     /// What every step costs.
-    pub step_us: f64,
+    pub(crate) step_us: f64,
     /// A token of a prompt.
-    pub prefill_token_us: f64,
+    pub(crate) prefill_token_us: f64,
     /// A decode row.
-    pub decode_sequence_us: f64,
+    pub(crate) decode_sequence_us: f64,
     /// A token of KV that a row reads.
-    pub context_token_us: f64,
+    pub(crate) context_token_us: f64,
     /// A token that a prefill worker computes and sends, for [`Work::ImportThenGenerate`]; one prompt at a time.
-    pub remote_token_us: f64,
+    pub(crate) remote_token_us: f64,
 }
 
 impl CostModel {
     /// Cost of a step in microseconds.
-    pub fn step_cost_us(&self, step: &Step) -> f64 {
+    pub(crate) fn step_cost_us(&self, step: &Step) -> f64 {
         let context: usize = step
             .spans
             .iter()
@@ -51,34 +51,33 @@ impl CostModel {
 
 /// A request of the trace.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Arrival {
+pub(crate) struct Arrival {
     /// When it comes, in microseconds from the start.
-    pub at_us: f64,
+    pub(crate) at_us: f64,
     /// The request.
-    pub request: Request,
+    pub(crate) request: Request,
     /// The answer stops by itself after so many tokens (at most `max_new_tokens` are given anyhow).
-    pub answer_tokens: usize,
+    pub(crate) answer_tokens: usize,
     /// When the client goes away, in microseconds from the start.
-    pub cancel_at_us: Option<f64>,
+    pub(crate) cancel_at_us: Option<f64>,
 }
 
 /// What is simulated.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct SimulationOptions {
+pub(crate) struct SimulationOptions {
     /// Limits of the scheduler.
-    pub scheduler: SchedulerOptions,
+    pub(crate) scheduler: SchedulerOptions,
     /// KV blocks.
-    pub blocks: usize,
+    pub(crate) blocks: usize,
     /// Tokens of one block.
-    pub block_tokens: usize,
+    pub(crate) block_tokens: usize,
     /// What steps cost.
-    pub costs: CostModel,
+    pub(crate) costs: CostModel,
 }
 
 /// Why a simulation ended early.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum SimulationError {
+pub(crate) enum SimulationError {
     /// The cache cannot be made.
     #[error(transparent)]
     KvCache(#[from] KvCacheError),
@@ -108,7 +107,7 @@ pub enum SimulationError {
 ///
 /// # Errors
 /// [`SimulationError`]; each but `KvCache`, `Time` and `Schedule` with an option of 0 is a fault of the scheduler.
-pub fn simulate(
+pub(crate) fn simulate(
     options: &SimulationOptions,
     arrivals: &[Arrival],
 ) -> Result<SimulationReport, SimulationError> {
@@ -238,13 +237,14 @@ impl<'a> Simulation<'a> {
         let Some(target) = self.scheduler.import_target(id) else {
             return Ok(()); // Cancelled.
         };
-        let prompt = &self.arrivals[index].request.tokens;
-        let token = self.device.import(&target, prompt)?;
-        let sampled = self.sampled(id, token);
-        self.emit(id, token);
-        let finished = self
-            .scheduler
-            .import_done(id, prompt.len(), Some(sampled))?;
+        let Request { prompt, work, .. } = &self.arrivals[index].request;
+        let token = self.device.import(&target, prompt, work.prompt())?;
+        let is_first = self.scheduler.tokens(id).map(|tokens| tokens.len()) == Some(prompt.len());
+        let sampled = is_first.then(|| self.sampled(id, token));
+        if is_first {
+            self.emit(id, token);
+        }
+        let finished = self.scheduler.import_done(id, sampled)?;
         if finished.is_some() {
             self.end(id, Outcome::Complete);
         }
@@ -275,7 +275,7 @@ impl<'a> Simulation<'a> {
         report.peak_chunk_tokens = report
             .peak_chunk_tokens
             .max(step.rows_of(SpanKind::Prefill));
-        let used = self.scheduler.kv().stats().used_blocks;
+        let used = self.scheduler.stats().kv.used_blocks;
         report.peak_used_blocks = report.peak_used_blocks.max(used);
     }
 

@@ -1,17 +1,17 @@
 //! A device whose arithmetic is a hash: each token's KV is a digest of all tokens up to it, and the answer's
-//! next token is drawn from what is read back through the blocks. Whatever the scheduler mixes up shows.
+//! next token is drawn from what is read back through the blocks. What another device computes has other digests.
+//! Whatever the scheduler mixes up shows.
 
 use hearth_kernels::BlockId;
 
-use crate::{ImportTarget, SequenceId, StepSpan};
+use hearth_schedule::{ImportTarget, Provenance, Request, SequenceId, StepSpan};
 
 /// Tokens that the device samples from.
-pub const VOCAB: u32 = 32_000;
+pub(crate) const VOCAB: u32 = 32_000;
 
 /// A fault of the scheduler that the device noticed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum DeviceError {
+pub(crate) enum DeviceError {
     /// A span without rows, or with too few blocks.
     #[error("sequence {}: {rows} rows at position {start} do not fit {blocks} blocks", .sequence.0)]
     Span {
@@ -31,14 +31,14 @@ pub enum DeviceError {
 
 /// KV of `blocks` blocks, one digest a token.
 #[derive(Debug)]
-pub struct Device {
+pub(crate) struct Device {
     block_tokens: usize,
     slots: Vec<u64>,
 }
 
 impl Device {
     /// A device with empty KV.
-    pub fn new(blocks: usize, block_tokens: usize) -> Self {
+    pub(crate) fn new(blocks: usize, block_tokens: usize) -> Self {
         Self {
             block_tokens,
             slots: vec![0; blocks * block_tokens],
@@ -49,7 +49,7 @@ impl Device {
     ///
     /// # Errors
     /// [`DeviceError`] for a span that a real device would refuse.
-    pub fn compute(&mut self, span: &StepSpan) -> Result<u32, DeviceError> {
+    pub(crate) fn compute(&mut self, span: &StepSpan) -> Result<u32, DeviceError> {
         let end = span.start + span.tokens.len();
         if span.tokens.is_empty() || span.blocks.len() * self.block_tokens < end {
             return Err(DeviceError::Span {
@@ -75,10 +75,15 @@ impl Device {
     ///
     /// # Errors
     /// [`DeviceError::Block`].
-    pub fn import(&mut self, target: &ImportTarget, prompt: &[u32]) -> Result<u32, DeviceError> {
+    pub(crate) fn import(
+        &mut self,
+        target: &ImportTarget,
+        prompt: &[u32],
+        provenance: Provenance,
+    ) -> Result<u32, DeviceError> {
         let mut past = ROOT;
         for (position, &token) in prompt.iter().enumerate() {
-            past = mix(past, u64::from(token));
+            past = mix(past, value(token, provenance));
             if position >= target.first_token {
                 let slot = self.slot(&target.blocks, position)?;
                 self.slots[slot] = past;
@@ -110,16 +115,20 @@ impl Device {
     }
 }
 
-/// What a device with blocks of `block_tokens` answers to a prompt, computed without any block.
-pub fn expected_answer(prompt: &[u32], tokens: usize, block_tokens: usize) -> Vec<u32> {
+/// What a device with blocks of `block_tokens` answers to a request behind what was generated already, computed
+/// without any block.
+pub(crate) fn expected_answer(request: &Request, tokens: usize, block_tokens: usize) -> Vec<u32> {
     let mut past = ROOT;
-    let mut digests = Vec::with_capacity(prompt.len() + tokens);
-    let mut push = |digests: &mut Vec<u64>, token: u32| {
-        past = mix(past, u64::from(token));
+    let mut digests = Vec::new();
+    let mut push = |digests: &mut Vec<u64>, token: u32, provenance| {
+        past = mix(past, value(token, provenance));
         digests.push(past);
     };
-    for &token in prompt {
-        push(&mut digests, token);
+    for &token in &request.prompt {
+        push(&mut digests, token, request.work.prompt());
+    }
+    for &token in &request.generated {
+        push(&mut digests, token, Provenance::OWN);
     }
     let mut answer = Vec::with_capacity(tokens);
     while answer.len() < tokens {
@@ -127,9 +136,14 @@ pub fn expected_answer(prompt: &[u32], tokens: usize, block_tokens: usize) -> Ve
             .fold(ROOT, |read, end| mix(read, digests[end - 1]));
         let token = token_of(read);
         answer.push(token);
-        push(&mut digests, token);
+        push(&mut digests, token, Provenance::OWN);
     }
     answer
+}
+
+/// What a token adds to the digest: other bits for another device.
+fn value(token: u32, provenance: Provenance) -> u64 {
+    u64::from(token) | u64::from(provenance.0) << 32
 }
 
 const ROOT: u64 = 0x9e37_79b9_7f4a_7c15;

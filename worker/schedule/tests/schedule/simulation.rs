@@ -1,13 +1,11 @@
 //! Whole traces in virtual time.
 
-#![allow(clippy::unwrap_used)] // A test may panic.
-
-use hearth_schedule::simulator::device::expected_answer;
-use hearth_schedule::simulator::{
+use crate::simulator::device::expected_answer;
+use crate::simulator::{
     Arrival, CostModel, Distribution, Outcome, SimulationError, SimulationOptions,
     SimulationReport, simulate,
 };
-use hearth_schedule::{Request, ScheduleError, SchedulerOptions, Work};
+use hearth_schedule::{Provenance, Request, ScheduleError, SchedulerOptions, Work};
 use proptest::prelude::*;
 
 const COSTS: CostModel = CostModel {
@@ -32,7 +30,8 @@ fn arrival(at_us: f64, prompt: impl IntoIterator<Item = u32>, answer_tokens: usi
     Arrival {
         at_us,
         request: Request {
-            tokens: prompt.into_iter().collect(),
+            prompt: prompt.into_iter().collect(),
+            generated: Vec::new(),
             max_new_tokens: answer_tokens.max(1),
             work: Work::Generate,
         },
@@ -49,7 +48,7 @@ fn check_answers(report: &SimulationReport, arrivals: &[Arrival], block_tokens: 
                 arrival.answer_tokens.min(arrival.request.max_new_tokens)
             );
         }
-        let expected = expected_answer(&arrival.request.tokens, request.answer.len(), block_tokens);
+        let expected = expected_answer(&arrival.request, request.answer.len(), block_tokens);
         assert_eq!(request.answer, expected);
     }
 }
@@ -129,7 +128,7 @@ fn remote_prefill_spares_the_streams() {
     let mut arrivals = vec![arrival(0.0, 0..8, 60)];
     let quiet = simulate(&OPTIONS, &arrivals).unwrap();
     let mut long = arrival(1000.0, 200..500, 2);
-    long.request.work = Work::ImportThenGenerate;
+    long.request.work = Work::ImportThenGenerate(Provenance::OWN);
     arrivals.push(long);
     let report = simulate(&OPTIONS, &arrivals).unwrap();
     check_answers(&report, &arrivals, 8);
@@ -181,7 +180,14 @@ fn percentiles_are_nearest_rank() {
 }
 
 fn traces() -> impl Strategy<Value = Vec<Arrival>> {
-    let works = [Work::Generate, Work::ImportThenGenerate, Work::Export];
+    let imports = |provenance| Work::ImportThenGenerate(Provenance(provenance));
+    let works = [
+        Work::Generate,
+        imports(0),
+        imports(1),
+        imports(2),
+        Work::Export,
+    ];
     let arrival = (
         0u32..5000,
         prop::collection::vec(0u32..3, 1..40),
@@ -194,7 +200,8 @@ fn traces() -> impl Strategy<Value = Vec<Arrival>> {
             |(at, tokens, answer_tokens, max_new_tokens, work, cancel)| Arrival {
                 at_us: f64::from(at),
                 request: Request {
-                    tokens,
+                    prompt: tokens,
+                    generated: Vec::new(),
                     max_new_tokens,
                     work,
                 },
@@ -225,7 +232,7 @@ proptest! {
         prop_assert!(report.peak_chunk_tokens <= chunk_tokens);
         prop_assert!(report.peak_used_blocks <= blocks);
         // Whatever was computed, one row after the other, and the remote prefills: an upper bound of any wait.
-        let remote_us: f64 = arrivals.iter().map(|a| 5.0 * a.request.tokens.len() as f64).sum();
+        let remote_us: f64 = arrivals.iter().map(|a| 5.0 * a.request.prompt.len() as f64).sum();
         let all_us = report.computed_tokens as f64 * 160.0 + remote_us;
         for (r, a) in report.requests.iter().zip(&arrivals) {
             prop_assert!(matches!(r.outcome, Outcome::Complete | Outcome::Cancelled));

@@ -1,14 +1,12 @@
 //! Arbitrary calls in arbitrary order, step by step, on a device that notices every mistake.
 
-#![allow(clippy::unwrap_used)] // A test may panic.
-
 use std::collections::BTreeMap;
 
+use crate::simulator::device::{Device, expected_answer};
 use hearth_kvcache::KvCache;
-use hearth_schedule::simulator::device::{Device, expected_answer};
 use hearth_schedule::{
-    Phase, Request, Sampled, Scheduler, SchedulerOptions, SequenceId, SpanKind, Step, StepResult,
-    Work,
+    Phase, Provenance, Request, Sampled, Scheduler, SchedulerOptions, SequenceId, SpanKind, Step,
+    StepResult, Work,
 };
 use proptest::prelude::*;
 
@@ -16,26 +14,27 @@ const BLOCK_TOKENS: usize = 4;
 
 #[derive(Clone, Debug)]
 enum Op {
-    Submit(Vec<u32>, usize, Work),
+    /// Prompt, tokens generated before, tokens to come.
+    Submit(Vec<u32>, Vec<u32>, usize, Work),
     /// A step; the flag makes the forward pass fail.
     Step(bool),
     /// A step with a cancellation while it is computed.
     StepAndCancel(usize),
     Cancel(usize),
-    /// Imports so many tokens; all of them come with the sampled token if the flag is set.
-    Import(usize, usize, bool),
+    /// A prompt arrives.
+    Import(usize),
     ExportDone(usize),
 }
 
 fn ops(works: Vec<Work>) -> impl Strategy<Value = Vec<Op>> {
     let tokens = prop::collection::vec(0u32..2, 1..14);
     let op = prop_oneof![
-        4 => (tokens, 1usize..12, prop::sample::select(works))
-            .prop_map(|(t, n, w)| Op::Submit(t, n, w)),
+        4 => (tokens, prop::collection::vec(0u32..2, 0..6), 1usize..12, prop::sample::select(works))
+            .prop_map(|(t, g, n, w)| Op::Submit(t, g, n, w)),
         9 => prop::bool::weighted(0.1).prop_map(Op::Step),
         1 => any::<usize>().prop_map(Op::StepAndCancel),
         1 => any::<usize>().prop_map(Op::Cancel),
-        3 => (any::<usize>(), 0usize..20, any::<bool>()).prop_map(|(i, n, s)| Op::Import(i, n, s)),
+        3 => any::<usize>().prop_map(Op::Import),
         3 => any::<usize>().prop_map(Op::ExportDone),
     ];
     prop::collection::vec(op, 1..100)
@@ -80,9 +79,13 @@ impl World {
     fn apply(&mut self, op: Op) {
         let pick = |ids: Vec<SequenceId>, i: usize| (!ids.is_empty()).then(|| ids[i % ids.len()]);
         match op {
-            Op::Submit(tokens, max_new_tokens, work) => {
+            Op::Submit(prompt, mut generated, max_new_tokens, work) => {
+                if work == Work::Export {
+                    generated.clear();
+                }
                 let request = Request {
-                    tokens,
+                    prompt,
+                    generated,
                     max_new_tokens,
                     work,
                 };
@@ -100,9 +103,9 @@ impl World {
                     assert!(self.scheduler.cancel(id));
                 }
             }
-            Op::Import(i, tokens, whole) => {
+            Op::Import(i) => {
                 if let Some(id) = pick(self.in_phase(Phase::WaitingKv), i) {
-                    self.import(id, tokens, whole);
+                    self.import(id);
                 }
             }
             Op::ExportDone(i) => {
@@ -114,17 +117,13 @@ impl World {
         }
     }
 
-    fn import(&mut self, id: SequenceId, tokens: usize, whole: bool) {
+    fn import(&mut self, id: SequenceId) {
         let target = self.scheduler.import_target(id).unwrap();
-        let prompt = self.requests[&id].tokens.clone();
-        let upto = if whole {
-            prompt.len()
-        } else {
-            tokens.min(prompt.len())
-        };
-        let token = self.device.import(&target, &prompt[..upto]).unwrap();
-        let sampled = whole.then(|| self.emit(id, token));
-        let finished = self.scheduler.import_done(id, upto, sampled).unwrap();
+        let Request { prompt, work, .. } = self.requests[&id].clone();
+        let token = self.device.import(&target, &prompt, work.prompt()).unwrap();
+        let is_first = self.scheduler.tokens(id).unwrap().len() == prompt.len();
+        let sampled = is_first.then(|| self.emit(id, token));
+        let finished = self.scheduler.import_done(id, sampled).unwrap();
         self.finished.extend(finished.map(|f| f.sequence));
     }
 
@@ -204,11 +203,12 @@ impl World {
     fn check_answers(&self) {
         for (id, answer) in &self.answers {
             let request = &self.requests[id];
-            let expected = expected_answer(&request.tokens, answer.len(), BLOCK_TOKENS);
+            let expected = expected_answer(request, answer.len(), BLOCK_TOKENS);
             assert_eq!(answer, &expected, "{id:?} after {:?}", request.work);
             assert!(answer.len() <= request.max_new_tokens);
             if let Some(tokens) = self.scheduler.tokens(*id) {
-                assert_eq!(tokens[request.tokens.len()..], *answer);
+                let before = request.prompt.len() + request.generated.len();
+                assert_eq!(tokens[before..], *answer);
             }
         }
         for id in &self.finished {
@@ -224,7 +224,7 @@ impl World {
         let left = self.live().len();
         for _ in 0..2000 {
             for id in self.in_phase(Phase::WaitingKv) {
-                self.import(id, 0, false);
+                self.import(id);
             }
             for id in self.in_phase(Phase::Exporting) {
                 self.scheduler.export_done(id).unwrap();
@@ -260,7 +260,10 @@ proptest! {
     #[test]
     fn every_answer_is_the_one_of_an_undisturbed_run(
         max_batch in 1usize..5, chunk in 1usize..12, blocks in 6usize..16,
-        ops in ops(vec![Work::Generate, Work::Generate, Work::ImportThenGenerate, Work::Export]),
+        ops in ops(vec![
+            Work::Generate, Work::Generate, Work::ImportThenGenerate(Provenance(0)),
+            Work::ImportThenGenerate(Provenance(1)), Work::ImportThenGenerate(Provenance(2)), Work::Export,
+        ]),
     ) {
         play(max_batch, chunk, blocks, ops);
     }

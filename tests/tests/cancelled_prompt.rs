@@ -1,0 +1,88 @@
+//! A client that leaves while its prompt is read frees the worker's CPUs at once, not when the chunk ends.
+
+use std::time::{Duration, Instant};
+
+use hearth_tests::{Metrics, Rank, Ranks, chat_body, chat_stream};
+use serde_json::json;
+
+/// CPU time that a worker may still take for a client that has left.
+const FREE_WITHIN: Duration = Duration::from_millis(250);
+/// Kernel clock ticks of `/proc/PID/stat`.
+const TICKS_PER_SECOND: f64 = 100.0;
+
+/// CPU time of a process and all its threads.
+fn cpu_time(rank: &Rank) -> Duration {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", rank.pid())).unwrap_or_default();
+    // The name in brackets may hold anything.
+    let fields = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
+    let fields: Vec<&str> = fields.split_whitespace().collect();
+    let ticks: f64 = [11, 12]
+        .into_iter()
+        .filter_map(|i| fields.get(i)?.parse::<f64>().ok())
+        .sum();
+    Duration::from_secs_f64(ticks / TICKS_PER_SECOND)
+}
+
+/// CPU time when it has not grown for half a second.
+async fn settled(rank: &Rank) -> Duration {
+    loop {
+        let before = cpu_time(rank);
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        let after = cpu_time(rank);
+        if after - before <= Duration::from_millis(10) {
+            return after;
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_leaves_frees_the_cpu_within_a_quarter_of_a_second() {
+    let mut ranks = Ranks::of_demo();
+    // The reference kernels on one thread stand for a slow machine, and the whole prompt is one chunk.
+    ranks.edit(|plan| {
+        for rank in plan["ranks"].as_array_mut().into_iter().flatten() {
+            rank["chunkTokens"] = json!(1024);
+            rank["threads"] = json!(1);
+            rank["pinning"] = json!("None");
+        }
+    });
+    let routes = ranks.routes().display().to_string();
+    let gateway = ranks.start("gateway", "gateway-0", &["--routes".to_owned(), routes]);
+    let slow = ["--isa".to_owned(), "scalar".to_owned()];
+    let worker = ranks.start("decode", "decode-0", &slow);
+    ranks.route_to(&[&worker]);
+    Metrics::wait_for(&gateway.base(), "the worker is ready", |metrics| {
+        metrics.of_role("hearth_worker_ready", "decode") == 1.0
+    });
+    let v1 = format!("{}/v1", gateway.base());
+    let prompt = |number: u32| {
+        let text = format!(
+            "{number}. {}",
+            "The lab has a server and a laptop. ".repeat(60)
+        );
+        chat_body("hearth-demo", &text, 1)
+    };
+
+    let before = settled(&worker).await;
+    let answer = chat_stream(&v1, &prompt(1), |_, _| {}).await;
+    answer.expect("the answer comes");
+    let whole = settled(&worker).await - before;
+    assert!(
+        whole > 4 * FREE_WITHIN,
+        "a whole prompt took {whole:?} only: this would show nothing"
+    );
+
+    let before = settled(&worker).await;
+    let body = prompt(2);
+    let client = tokio::spawn(async move { chat_stream(&v1, &body, |_, _| {}).await });
+    let patience = Instant::now() + Duration::from_secs(30);
+    while cpu_time(&worker) - before < Duration::from_millis(100) {
+        assert!(Instant::now() < patience, "the prompt is never read");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    client.abort();
+    let at_leaving = cpu_time(&worker);
+    let after = settled(&worker).await - at_leaving;
+    println!("{after:?} of CPU time after the client had left; the whole prompt takes {whole:?}");
+    assert!(after <= FREE_WITHIN, "{after:?} of {whole:?}");
+}

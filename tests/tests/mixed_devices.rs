@@ -1,0 +1,225 @@
+//! Prompts that one device reads and answers that another writes: two instruction sets stand for two devices. Whoever dies,
+//! streams go on with the bits of an undisturbed run of the same pair, which their log-probabilities show.
+
+use std::cell::RefCell;
+
+use hearth_tests::{Answer, Metrics, Rank, Ranks, chat_body, chat_stream};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+/// Tokens of a stream that is long enough to be disturbed.
+const LONG: u32 = 80;
+
+/// A gateway with one worker that reads prompts and one that writes answers.
+struct Pair {
+    ranks: Ranks,
+    gateway: Rank,
+    workers: RefCell<[Rank; 2]>,
+    started: RefCell<u32>,
+}
+
+/// Which of the two.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Who {
+    Reader,
+    Writer,
+}
+
+/// The instruction sets that stand for two devices: all but the reference kernels, which are slow.
+fn instruction_sets() -> Option<[&'static str; 2]> {
+    let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let has = |flag: &str| cpu.split_whitespace().any(|word| word == flag);
+    match (
+        has("avx2") && has("fma"),
+        has("avx512f") && has("avx512vbmi"),
+    ) {
+        (true, true) => Some(["avx2", "avx512"]),
+        (true, false) => Some(["scalar", "avx2"]),
+        (false, _) => {
+            eprintln!(
+                "SKIPPED: this CPU has neither AVX2 nor AVX-512, so there are no two kinds of bits to mix"
+            );
+            None
+        }
+    }
+}
+
+impl Pair {
+    /// Starts both; `is_tight`: the writer's KV holds one context, and that a short one.
+    fn start([reader, writer]: [&'static str; 2], is_tight: bool) -> Self {
+        let mut ranks = Ranks::of_demo();
+        if is_tight {
+            ranks.edit(|plan| {
+                let context = 320;
+                plan["model"]["contextLength"] = json!(context);
+                let token_bytes = plan["model"]["kvBytesPerToken"]
+                    .as_u64()
+                    .unwrap_or_default();
+                for rank in plan["ranks"].as_array_mut().into_iter().flatten() {
+                    if rank["role"] == "Decode" {
+                        rank["kv"]["memoryBytes"] = json!(context * token_bytes);
+                    }
+                }
+            });
+        }
+        let routes = ranks.routes().display().to_string();
+        let gateway = ranks.start("gateway", "gateway-0", &["--routes".to_owned(), routes]);
+        let workers = [
+            ranks.start("prefill", "prefill-0", &isa(reader)),
+            ranks.start("decode", "decode-0", &isa(writer)),
+        ];
+        ranks.route_to(&[&workers[0], &workers[1]]);
+        Metrics::wait_for(&gateway.base(), "both are ready", |metrics| {
+            metrics.of_role("hearth_worker_ready", "prefill") == 1.0
+                && metrics.of_role("hearth_worker_ready", "decode") == 1.0
+        });
+        Self {
+            ranks,
+            gateway,
+            workers: RefCell::new(workers),
+            started: RefCell::new(0),
+        }
+    }
+
+    /// `kill -9`, and another in its place, elsewhere.
+    fn replace(&self, who: Who, isa_name: &str) {
+        *self.started.borrow_mut() += 1;
+        let number = *self.started.borrow();
+        let (place, role, name) = match who {
+            Who::Reader => (0, "prefill", format!("prefill-{number}")),
+            Who::Writer => (1, "decode", format!("decode-{number}")),
+        };
+        let mut workers = self.workers.borrow_mut();
+        workers[place].signal(Signal::KILL);
+        workers[place] = self.ranks.start(role, &name, &isa(isa_name));
+        self.ranks.route_to(&[&workers[0], &workers[1]]);
+    }
+
+    async fn ask(&self, body: &Value, each: impl FnMut(usize, &str)) -> Answer {
+        let v1 = format!("{}/v1", self.gateway.base());
+        let answer = chat_stream(&v1, body, each).await;
+        answer.expect("the stream survives")
+    }
+
+    fn metrics(&self) -> Metrics {
+        Metrics::of(&self.gateway.base())
+    }
+}
+
+fn isa(name: &str) -> Vec<String> {
+    vec!["--isa".to_owned(), name.to_owned()]
+}
+
+/// A prompt that is worth a prefill worker, its answer seeded and never at an end before `LONG`.
+fn long_prompt(number: usize) -> Value {
+    let text = format!(
+        "{number}. {}What is Hearth?",
+        "The lab has a server and a laptop. ".repeat(12)
+    );
+    let mut body = chat_body("hearth-demo", &text, LONG);
+    body["temperature"] = json!(1.1);
+    body["seed"] = json!(7 + number);
+    body["logit_bias"] = json!({"1": -100});
+    body
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn whoever_dies_the_answer_has_the_bits_of_its_pair() {
+    let Some(sets) = instruction_sets() else {
+        return;
+    };
+    let [reads, writes] = sets;
+    let body = long_prompt(0);
+    let expected = Pair::start(sets, false).ask(&body, |_, _| {}).await;
+    assert_eq!(expected.logprobs.len(), LONG as usize);
+    // The bits tell who read the prompt, or this test would show nothing.
+    let alike = Pair::start([writes, writes], false)
+        .ask(&body, |_, _| {})
+        .await;
+    assert_ne!(expected.logprobs, alike.logprobs);
+
+    let pair = Pair::start(sets, false);
+    let mut kills = 0;
+    for (after, victims) in [
+        (1, vec![Who::Writer]),
+        (7, vec![Who::Reader, Who::Writer]),
+        (12, vec![Who::Reader]),
+        (20, vec![Who::Writer, Who::Reader]),
+        (33, vec![Who::Writer]),
+    ] {
+        let mut is_done = false;
+        let answer = pair
+            .ask(&body, |pieces, _| {
+                if pieces >= after && !is_done {
+                    is_done = true;
+                    kills += victims.len();
+                    for who in &victims {
+                        pair.replace(*who, if *who == Who::Reader { reads } else { writes });
+                    }
+                }
+            })
+            .await;
+        assert_eq!(
+            answer, expected,
+            "{victims:?} killed after {after} pieces of text"
+        );
+    }
+    assert_eq!(kills, 7);
+    let metrics = pair.metrics();
+    assert!(metrics.count("hearth_failovers_total") >= 4.0);
+    assert_eq!(
+        metrics.count("hearth_failovers_changed_numerics_total"),
+        0.0
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn streams_that_lose_their_kv_read_the_prompt_where_it_was_read() {
+    let Some(sets) = instruction_sets() else {
+        return;
+    };
+    let mut expected = Vec::new();
+    {
+        let pair = Pair::start(sets, false);
+        for number in 0..4 {
+            expected.push(pair.ask(&long_prompt(number), |_, _| {}).await);
+        }
+    }
+    let pair = Pair::start(sets, true);
+    let bodies: Vec<Value> = (0..4).map(long_prompt).collect();
+    for _ in 0..3 {
+        let answers = bodies.iter().map(|body| pair.ask(body, |_, _| {}));
+        assert_eq!(futures::future::join_all(answers).await, expected);
+    }
+    let metrics = pair.metrics();
+    let preemptions = metrics.of_role("hearth_worker_preemptions_total", "decode");
+    assert!(preemptions > 0.0, "nobody had to yield");
+    println!("{preemptions} preemptions");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_one_device_has_cached_is_not_taken_for_the_others() {
+    let Some(sets) = instruction_sets() else {
+        return;
+    };
+    let body = long_prompt(0);
+    let expected = Pair::start(sets, false).ask(&body, |_, _| {}).await;
+    let pair = Pair::start(sets, false);
+    // While the reader is away the writer reads the same prompt by itself, and keeps it.
+    pair.ranks.route_to(&[&pair.workers.borrow()[1]]);
+    Metrics::wait_for(&pair.gateway.base(), "the reader has left", |metrics| {
+        metrics.of_role("hearth_worker_ready", "prefill") == 0.0
+    });
+    let alone = pair.ask(&body, |_, _| {}).await;
+    assert_ne!(alone.logprobs, expected.logprobs);
+    {
+        let workers = pair.workers.borrow();
+        pair.ranks.route_to(&[&workers[0], &workers[1]]);
+    }
+    Metrics::wait_for(&pair.gateway.base(), "the reader is back", |metrics| {
+        metrics.of_role("hearth_worker_ready", "prefill") == 1.0
+    });
+    for _ in 0..2 {
+        assert_eq!(pair.ask(&body, |_, _| {}).await, expected);
+    }
+}

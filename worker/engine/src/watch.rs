@@ -1,0 +1,82 @@
+//! What the engine does while the model computes: KV leaves layer by layer, and a pass that nobody waits for ends.
+
+use std::collections::BTreeMap;
+
+use hearth_kernels::KvLayout;
+use hearth_schedule::SequenceId;
+
+use crate::{
+    EngineError,
+    forward::{KvBytes, Watch},
+    request::Request,
+    work::StepWork,
+};
+
+/// Watches the forward pass of one step.
+pub(crate) struct StepWatch<'a> {
+    pub(crate) work: &'a StepWork,
+    pub(crate) requests: &'a mut BTreeMap<SequenceId, Request>,
+    pub(crate) layout: &'a KvLayout,
+    pub(crate) kv_bytes_moved: &'a mut u64,
+    /// Exports whose KV could not be read.
+    pub(crate) lost: Vec<(SequenceId, EngineError)>,
+}
+
+impl Watch for StepWatch<'_> {
+    fn layer_done(&mut self, layer: usize, kv: &dyn KvBytes) {
+        for range in &self.work.exports {
+            let Some(Request::Export(export)) = self.requests.get_mut(&range.sequence) else {
+                continue;
+            };
+            let mut send = |first_token, tokens, data: Vec<u8>| {
+                *self.kv_bytes_moved += data.len() as u64;
+                export.kv(layer, first_token, tokens, data.into())
+            };
+            if let Err(error) = range.read(layer, self.layout, kv, &mut send) {
+                self.lost.push((range.sequence, error));
+            }
+        }
+    }
+
+    /// A pass with a chunk of a prompt ends where beginning anew without the rows of cancelled requests costs the others
+    /// less than its end would; so it always ends when nobody else is in it. A step of decode rows alone is one token
+    /// long, and a GPU takes it whole.
+    fn goes_on(&mut self, done: usize, blocks: usize) -> bool {
+        let batch = &self.work.batch;
+        if batch.spans.iter().all(|span| span.rows == 1) {
+            return true;
+        }
+        let spans = self.work.sequences.iter().zip(&batch.spans);
+        let cancelled = spans.filter(|(sequence, _)| {
+            let request = self.requests.get(sequence);
+            request.is_none_or(Request::is_cancelled)
+        });
+        let cancelled_rows: usize = cancelled.map(|(_, span)| span.rows).sum();
+        is_cheaper_to_finish(batch.tokens.len(), cancelled_rows, done, blocks)
+    }
+}
+
+/// Whether the rest of a pass, `(blocks - done) * rows`, is at most what beginning anew costs for the rows that are still
+/// wanted, `blocks * wanted`.
+fn is_cheaper_to_finish(rows: usize, cancelled_rows: usize, done: usize, blocks: usize) -> bool {
+    let wanted = rows - cancelled_rows;
+    wanted > 0 && (blocks - done) * rows <= blocks * wanted
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pass_ends_early_where_that_is_sooner_for_the_others() {
+        // Nobody left, nobody stays.
+        assert!(is_cheaper_to_finish(256, 0, 0, 12));
+        assert!((0..12).all(|done| !is_cheaper_to_finish(256, 256, done, 12)));
+        // Half of the rows are wanted: worth it in the first half alone.
+        let ends = |done: &usize| !is_cheaper_to_finish(200, 100, *done, 12);
+        assert_eq!((0..12).filter(ends).collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5]);
+        // A few rows of many are not worth anything that was computed.
+        assert!(!is_cheaper_to_finish(256, 8, 0, 12));
+        assert!(is_cheaper_to_finish(256, 8, 1, 12));
+    }
+}

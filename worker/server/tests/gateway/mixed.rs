@@ -1,0 +1,141 @@
+//! Prompts and answers that different devices compute: a stream that moves keeps who did what.
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use crate::failover::{PATH, slow, stream};
+use crate::support::{FakeWorker, Running, chat_body, eventually, gateway};
+
+const OTHER: &str = "numerics-2";
+
+/// A prompt that is worth a prefill worker, and an answer that can be disturbed.
+fn long_body() -> Value {
+    chat_body(
+        &"x".repeat(200),
+        json!({"seed": 7, "max_tokens": 60, "stream": true}),
+    )
+}
+
+fn reader() -> FakeWorker {
+    let reader = FakeWorker::dormant();
+    reader.behaviour.description.lock().unwrap().numerics = OTHER.into();
+    reader
+}
+
+/// A gateway before one worker of each kind; `wait`: for the same numerics.
+async fn pair(decode: &FakeWorker, reader: &FakeWorker, wait: Duration) -> Running {
+    gateway(&[decode], |config| {
+        config.prefill = vec![reader.endpoint()];
+        config.routing.chunked_below_tokens = 100;
+        config.routing.same_numerics_wait = wait;
+    })
+    .await
+}
+
+async fn until_prefill(gateway: &Running, ready: u32) {
+    eventually(|| async { gateway.ready().await["prefill"]["ready"] == ready }).await;
+}
+
+/// Who reads the prompt, by each call: endpoint and numerics.
+fn readers(decode: &FakeWorker) -> Vec<(String, String)> {
+    let calls = decode.behaviour.calls.lock().unwrap();
+    let of = |(call, _): &(hearth_transport::v1::GenerateRequest, _)| {
+        (call.prefill_endpoint.clone(), call.prompt_numerics.clone())
+    };
+    calls.iter().map(of).collect()
+}
+
+async fn changed_numerics(gateway: &Running) -> bool {
+    let (_, metrics) = gateway.get("/metrics").await;
+    metrics.contains("hearth_failovers_changed_numerics_total 1")
+}
+
+/// The answer of a pair that nobody disturbs.
+async fn undisturbed() -> String {
+    let (decode, reader) = (FakeWorker::start(), reader());
+    reader.revive();
+    let gateway = pair(&decode, &reader, Duration::from_secs(20)).await;
+    until_prefill(&gateway, 1).await;
+    stream(&gateway, long_body()).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prompt_is_read_again_by_what_read_it_first() {
+    let expected = undisturbed().await;
+    let (decode, reader) = (FakeWorker::start(), reader());
+    slow(&decode);
+    reader.revive();
+    let gateway = pair(&decode, &reader, Duration::from_secs(20)).await;
+    until_prefill(&gateway, 1).await;
+    let mut events = gateway.open(PATH, long_body()).await;
+    let mut text = events.next_text().await.unwrap();
+    // The decode worker comes back before the other one, and the stream waits for both.
+    reader.kill();
+    until_prefill(&gateway, 0).await;
+    decode.kill();
+    decode.revive();
+    eventually(|| async { gateway.ready().await["decode"]["ready"] == 1 }).await;
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert_eq!(readers(&decode).len(), 1, "it went on without the reader");
+    reader.revive();
+    while let Some(more) = events.next_text().await {
+        text += &more;
+    }
+    assert_eq!(text, expected);
+    let by_reader = (reader.endpoint().to_string(), OTHER.to_owned());
+    assert!(readers(&decode).len() >= 2);
+    assert!(readers(&decode).iter().all(|call| *call == by_reader));
+    assert!(!changed_numerics(&gateway).await);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prompt_that_was_chunked_stays_so() {
+    let (decode, reader) = (FakeWorker::start(), reader());
+    slow(&decode);
+    let gateway = pair(&decode, &reader, Duration::from_secs(20)).await;
+    let mut events = gateway.open(PATH, long_body()).await;
+    let mut text = events.next_text().await.unwrap();
+    reader.revive();
+    until_prefill(&gateway, 1).await;
+    decode.kill();
+    decode.revive();
+    while let Some(more) = events.next_text().await {
+        text += &more;
+    }
+    assert_eq!(text.len(), 60);
+    let alone = (String::new(), "numerics-1".to_owned());
+    assert!(readers(&decode).len() >= 2);
+    assert!(readers(&decode).iter().all(|call| *call == alone));
+    // KV of other bits makes no prompt shorter for the decode worker itself.
+    let long = "y".repeat(300);
+    gateway.chat(&long, json!({"max_tokens": 3})).await;
+    assert_eq!(decode.behaviour.last_call().prompt_numerics, OTHER);
+    gateway.chat(&long, json!({"max_tokens": 3})).await;
+    assert_eq!(decode.behaviour.last_call().prompt_numerics, OTHER);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_reader_that_does_not_come_back_is_done_without_and_that_is_told() {
+    let (decode, reader) = (FakeWorker::start(), reader());
+    slow(&decode);
+    reader.revive();
+    let gateway = pair(&decode, &reader, Duration::from_millis(300)).await;
+    until_prefill(&gateway, 1).await;
+    let mut events = gateway.open(PATH, long_body()).await;
+    let mut text = events.next_text().await.unwrap();
+    reader.kill();
+    until_prefill(&gateway, 0).await;
+    assert!(!changed_numerics(&gateway).await);
+    decode.kill();
+    decode.revive();
+    while let Some(more) = events.next_text().await {
+        text += &more;
+    }
+    assert_eq!(text.len(), 60);
+    let last = decode.behaviour.last_call();
+    assert_eq!(last.prefill_endpoint, "");
+    assert_eq!(last.prompt_numerics, "numerics-1");
+    assert!(!last.generated_tokens.is_empty());
+    assert!(changed_numerics(&gateway).await);
+}

@@ -37,14 +37,10 @@ pub(crate) fn fetch(source: &HttpSource, name: &str, steps: &Steps) -> anyhow::R
     const TOOL: &str = "fetch";
     let program = worker::program()?;
     let mut command = Command::new(&program);
-    command.args([
-        TOOL,
-        "--json",
-        "--url",
-        &source.url,
-        "--sha256",
-        &source.sha256,
-    ]);
+    command
+        .args([TOOL, "--json", "--sha256", &source.sha256])
+        // Arguments are for everybody on the machine to read, and a URL may hold its permission.
+        .env("HEARTH_MODEL_URL", &source.url);
     if let Some(secret) = &source.secret_ref {
         check_credentials(&secret.name)?;
         command.arg("--credentials");

@@ -5,7 +5,7 @@ mod server;
 
 use std::path::Path;
 
-use hearth_tests::{Up, UpOptions, deployment, hearth, root, run};
+use hearth_tests::{Up, UpOptions, deployment, hearth, root, run, worker};
 use serde_json::json;
 use server::{Fault, FileServer, sha256};
 
@@ -130,4 +130,45 @@ async fn the_environment_opens_what_a_secret_opens_in_a_cluster() {
     );
     let (code, stderr) = plan(Some("nas"), "hush-token", "own");
     assert_eq!(code, 0, "{stderr}");
+}
+
+/// What stands in arguments is for everybody on the machine to read.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_url_with_its_permission_is_in_no_argument() {
+    use std::os::unix::fs::PermissionsExt;
+    let archive = demo_tar();
+    let server = FileServer::start(archive.clone()).await;
+    let directory = tempfile::tempdir().expect("directory");
+    let (script, seen) = (
+        directory.path().join("worker"),
+        directory.path().join("seen"),
+    );
+    let real = worker().get_program().display().to_string();
+    let text = format!(
+        "#!/bin/sh\necho \"$@\" >> {}\nexec {real} \"$@\"\n",
+        seen.display()
+    );
+    std::fs::write(&script, text).expect("script");
+    let executable = std::fs::Permissions::from_mode(0o755);
+    std::fs::set_permissions(&script, executable).expect("permissions");
+    let url = format!("{}?signature=hush", server.url());
+    let source = json!({"http": {"url": url, "sha256": sha256(&archive)}});
+    let file = deployment(directory.path(), |spec| spec["model"]["source"] = source);
+    let (code, stdout, stderr) = run(hearth()
+        .args(["plan", "-o", "json", "-f"])
+        .arg(&file)
+        .arg("--state-dir")
+        .arg(directory.path().join("state"))
+        .env("HEARTH_CACHE", directory.path().join("cache"))
+        .env("HEARTH_WORKER", &script));
+    assert_eq!(code, 0, "{stderr}");
+    let seen = std::fs::read_to_string(seen).expect("arguments");
+    assert!(
+        seen.contains("fetch --json") && !seen.contains("hush"),
+        "{seen}"
+    );
+    assert!(
+        !format!("{stdout}{stderr}").contains("hush"),
+        "{stdout}{stderr}"
+    );
 }

@@ -17,7 +17,12 @@ const LINE_PERIOD: Duration = Duration::from_secs(1);
 #[derive(Args)]
 pub(crate) struct FetchArgs {
     /// An http or https URL of a .tar, .tar.gz or .tar.zst of a model's directory
-    #[arg(long, value_name = "URL")]
+    #[arg(
+        long,
+        value_name = "URL",
+        env = "HEARTH_MODEL_URL",
+        hide_env_values = true
+    )]
     url: String,
     /// What sha256sum prints for the archive
     #[arg(long, value_name = "HEX")]

@@ -13,10 +13,13 @@
 
 mod canonical;
 mod claims;
+#[cfg(test)]
+mod gpu_tests;
 mod objects;
 mod pod;
 #[cfg(test)]
 mod policy_tests;
+mod probes;
 #[cfg(test)]
 pub(super) mod samples;
 #[cfg(test)]

@@ -5,18 +5,16 @@ use std::collections::BTreeMap;
 use hearth_crds::{InferencePlanSpec, ModelSource, PlanRank, PlanRole, TolerationSpec};
 use k8s_openapi::api::core::v1::{
     Affinity, Capabilities, Container, ContainerPort, DownwardAPIVolumeFile,
-    DownwardAPIVolumeSource, EmptyDirVolumeSource, ExecAction, GRPCAction, HTTPGetAction,
-    HostPathVolumeSource, Lifecycle, LifecycleHandler, LocalObjectReference, NodeAffinity,
-    NodeSelector, NodeSelectorRequirement, NodeSelectorTerm, ObjectFieldSelector,
-    PersistentVolumeClaimVolumeSource, Pod, PodSecurityContext, PodSpec, Probe,
-    ResourceRequirements, SeccompProfile, SecretVolumeSource, SecurityContext, Toleration, Volume,
-    VolumeMount,
+    DownwardAPIVolumeSource, EmptyDirVolumeSource, HostPathVolumeSource, LocalObjectReference,
+    NodeAffinity, NodeSelector, NodeSelectorRequirement, NodeSelectorTerm, ObjectFieldSelector,
+    PersistentVolumeClaimVolumeSource, Pod, PodSecurityContext, PodSpec, ResourceRequirements,
+    SeccompProfile, SecretVolumeSource, SecurityContext, Toleration, Volume, VolumeMount,
 };
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
-use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
 use super::canonical::{METRICS_FLAG, rank_digest, slice};
 use super::claims::{claimed, hold_gpus};
+use super::probes::watch_over;
 use super::{BuildContext, DesiredPod, ROLE_INSPECT, model_path, source_digest, texts};
 use crate::controller::names::{
     GATEWAY_PORT, GPU_RESOURCE, HEALTH_PORT, KEYS_DIRECTORY, LABEL_RANK, LABEL_ROLE, METRICS_PORT,
@@ -31,7 +29,7 @@ const GATEWAY_GRACE_S: i64 = 300;
 /// The same of workers: their streams end, or move.
 const WORKER_GRACE_S: i64 = 120;
 /// How long a gateway goes on as if nothing had happened, so that every node hears that its address is withdrawn.
-const LINGER_S: i64 = 5;
+pub(super) const LINGER_S: i64 = 5;
 /// Time to end in order after the grace, before the kubelet kills.
 const EXIT_S: i64 = 10;
 /// A model's headers are read in seconds; a mount that hangs is given up after this.
@@ -114,18 +112,6 @@ pub(crate) fn rank_pod(
         claimed_gpus: claimed(rank).to_vec(),
         claim_template,
         pod,
-    }
-}
-
-/// Probes of a rank's container, and what a gateway does before it ends.
-fn watch_over(container: &mut Container, is_gateway: bool) {
-    if is_gateway {
-        container.readiness_probe = Some(http_probe(READINESS));
-        container.liveness_probe = Some(http_probe(LIVENESS));
-        container.lifecycle = Some(linger());
-    } else {
-        container.readiness_probe = Some(grpc_probe("", READINESS));
-        container.liveness_probe = Some(grpc_probe("live", LIVENESS));
     }
 }
 
@@ -537,59 +523,7 @@ fn ports(is_gateway: bool) -> Vec<ContainerPort> {
     }
 }
 
-/// Rhythm of a probe: period, timeout, failures.
-type Rhythm = (i32, i32, i32);
-
-/// Out of rotation soon, but not for one slow answer of a busy machine.
-const READINESS: Rhythm = (2, 2, 3);
-/// A process that computes is alive though it answers late: only one that hangs is killed.
-const LIVENESS: Rhythm = (10, 5, 6);
-
-fn http_probe(rhythm: Rhythm) -> Probe {
-    Probe {
-        http_get: Some(HTTPGetAction {
-            path: Some("/health".to_owned()),
-            port: IntOrString::Int(i32::from(GATEWAY_PORT)),
-            scheme: Some("HTTP".to_owned()),
-            ..HTTPGetAction::default()
-        }),
-        ..probe(rhythm)
-    }
-}
-
-fn grpc_probe(service: &str, rhythm: Rhythm) -> Probe {
-    Probe {
-        grpc: Some(GRPCAction {
-            port: i32::from(HEALTH_PORT),
-            service: Some(service.to_owned()),
-        }),
-        ..probe(rhythm)
-    }
-}
-
-fn probe((period_s, timeout_s, failures): Rhythm) -> Probe {
-    Probe {
-        period_seconds: Some(period_s),
-        timeout_seconds: Some(timeout_s),
-        failure_threshold: Some(failures),
-        ..Probe::default()
-    }
-}
-
-fn linger() -> Lifecycle {
-    let command = words([WORKER_PROGRAM, "linger", "--seconds", &LINGER_S.to_string()]);
-    Lifecycle {
-        pre_stop: Some(LifecycleHandler {
-            exec: Some(ExecAction {
-                command: Some(command),
-            }),
-            ..LifecycleHandler::default()
-        }),
-        ..Lifecycle::default()
-    }
-}
-
-fn words<const N: usize>(words: [&str; N]) -> Vec<String> {
+pub(super) fn words<const N: usize>(words: [&str; N]) -> Vec<String> {
     words.map(str::to_owned).to_vec()
 }
 

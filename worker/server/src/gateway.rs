@@ -12,6 +12,7 @@ use axum::Router;
 use hearth_transport::{ClientOptions, Clients};
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use hyper_util::server::conn::auto;
+use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -34,6 +35,8 @@ use crate::router::{Pool, Role, WorkerRoute};
 
 /// hyper takes no smaller buffer.
 const LEAST_HEADER_BYTES: usize = 8192;
+/// Bytes of one connection that the system keeps until its client has taken them; it doubles them for its own use.
+const SEND_BYTES: usize = 128 << 10;
 /// Bytes of one stream of HTTP/2 that are kept beside what the backlog counts.
 const HTTP2_SEND_BYTES: usize = 64 << 10;
 /// For a TLS handshake.
@@ -188,6 +191,10 @@ impl Gateway {
         shutdown: impl Future<Output = ()>,
     ) -> Result<(), GatewayError> {
         let limits = &self.app.limits;
+        // Connections inherit it. The system would take megabytes for a client that does not read.
+        if let Err(error) = SockRef::from(&listener).set_send_buffer_size(SEND_BYTES) {
+            tracing::warn!(%error, "the size of send buffers cannot be set");
+        }
         let drain = Drain::new(limits.drain_idle);
         let connections = self.connections(self.router(), self.acceptor.clone(), drain.clone());
         let places = Arc::new(Semaphore::new(limits.connections));
@@ -299,8 +306,9 @@ fn builder(limits: &Limits) -> auto::Builder<TokioExecutor> {
     builder
         .http1()
         .timer(TokioTimer::new())
-        // It would end connections that wait for their next request; ours tells the two apart.
-        .header_read_timeout(None)
+        // It ends connections that wait for their next request too; ours tells the two apart. Without it a connection is
+        // not read from between two requests, and would not be seen to be idle.
+        .header_read_timeout(limits.keep_alive + limits.header_timeout)
         .max_headers(limits.headers)
         .max_buf_size(limits.header_bytes.max(LEAST_HEADER_BYTES));
     builder

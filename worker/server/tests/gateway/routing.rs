@@ -139,10 +139,10 @@ async fn a_drain_finishes_streams_and_takes_no_new_ones() {
     let mut events = gateway.open(PATH, body(40)).await;
     let mut text = events.next_text().await.unwrap();
     gateway.shut_down();
+    let late = reqwest::Client::new();
     eventually(|| async {
-        tokio::net::TcpStream::connect(gateway.address)
-            .await
-            .is_err()
+        let request = late.post(format!("{}{PATH}", gateway.url)).json(&body(1));
+        request.send().await.unwrap().status() == 503
     })
     .await;
     while let Some(more) = events.next_text().await {

@@ -147,7 +147,13 @@ fn run(stand: &Stand, scenario: Scenario, name: &str, kill: Option<Kill>) -> (St
     let namespace = format!("{scenario:?}-{name}").to_lowercase();
     stand.make_namespace(&namespace);
     let proxy = stand.proxy();
-    let arguments = ["--namespaces", &namespace, "--resync", "20s"];
+    // Each run has the nodes to itself, as it were: it sees no Pods of the runs beside it.
+    let alone = [
+        "--ledger-all-pods=false",
+        "--ledger-unseen-cpu=0",
+        "--ledger-unseen-memory=1Mi",
+    ];
+    let arguments = [&["--namespaces", &namespace, "--resync", "20s"][..], &alone].concat();
     let mut operator = Operator::start(proxy.address, &namespace, &arguments);
     let size = if scenario == Scenario::OldDownFirst {
         "small"

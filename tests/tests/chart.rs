@@ -438,7 +438,7 @@ fn agents_and_operator_are_told_what_is_fetched_from_and_what_stays_free() {
             .iter()
             .any(|word| word.starts_with("--allow-range"))
     );
-    assert_eq!(environment(&objects)["HEARTH_CLUSTER_RANGES"], "");
+    assert_eq!(environment(&objects).get("HEARTH_CLUSTER_RANGES"), None);
     assert_eq!(environment(&objects)["HEARTH_KEEP_AUTHORITY"], "true");
     let objects = defaults(
         &helm,

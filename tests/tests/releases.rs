@@ -137,6 +137,8 @@ fn covers(found: &Value, wanted: &Value) -> bool {
         (Value::Array(found), Value::Array(wanted)) => {
             found.len() == wanted.len() && found.iter().zip(wanted).all(|(f, w)| covers(f, w))
         }
+        // 1008.0 comes back as 1008.
+        (Value::Number(found), Value::Number(wanted)) => found.as_f64() == wanted.as_f64(),
         _ => found == wanted,
     }
 }

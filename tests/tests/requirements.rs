@@ -63,7 +63,10 @@ fn scripts(root: &Path) -> Vec<String> {
     let mut scripts = Vec::new();
     let mut directories = vec![root.to_owned()];
     while let Some(directory) = directories.pop() {
-        for entry in std::fs::read_dir(&directory).unwrap().flatten() {
+        for entry in std::fs::read_dir(&directory)
+            .expect("a directory")
+            .flatten()
+        {
             let (path, name) = (entry.path(), entry.file_name());
             let name = name.to_string_lossy();
             if path.is_dir() {
@@ -72,8 +75,8 @@ fn scripts(root: &Path) -> Vec<String> {
                     !name.starts_with('.') && name != "target" && !path.join("pyvenv.cfg").exists();
                 directories.extend(is_ours.then_some(path));
             } else if name.ends_with(".py") {
-                let below = path.strip_prefix(root).unwrap();
-                scripts.push(below.to_str().unwrap().to_owned());
+                let below = path.strip_prefix(root).expect("a path below the root");
+                scripts.push(below.to_str().expect("a name in UTF-8").to_owned());
             }
         }
     }
@@ -96,7 +99,7 @@ fn list_of(root: &Path, script: &str) -> Option<PathBuf> {
 
 /// The packages that a list names, as the index writes them: in lower case, with hyphens.
 fn packages(list: &Path) -> BTreeSet<String> {
-    let text = std::fs::read_to_string(list).unwrap();
+    let text = std::fs::read_to_string(list).expect("a list");
     text.lines()
         .map(|line| line.split_once('#').map_or(line, |(code, _)| code).trim())
         .filter(|line| !line.is_empty())

@@ -22,6 +22,7 @@ pub(super) fn exclusive_runs_with_the_default_chart(cluster: &Cluster) {
     let gateway = &pods(cluster, "demo", "gateway")[0];
     assert_eq!(gateway["status"]["qosClass"], "Burstable", "{gateway:#}");
     cluster.kubectl(&["delete", "infd", "demo"]);
+    wait_until_gone(cluster);
 
     // More workers than there are cores to give away, on both nodes together.
     let spec = json!({"placement": {"pinning": "Exclusive"}, "decode": {"replicas": 8}});

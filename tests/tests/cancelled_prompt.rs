@@ -51,7 +51,7 @@ async fn a_client_that_leaves_frees_the_cpu_within_a_quarter_of_a_second() {
     let slow = ["--isa".to_owned(), "scalar".to_owned()];
     let worker = ranks.start("decode", "decode-0", &slow);
     ranks.route_to(&[&worker]);
-    Metrics::wait_for(&gateway.base(), "the worker is ready", |metrics| {
+    Metrics::wait_for(&gateway.metrics_base(), "the worker is ready", |metrics| {
         metrics.of_role("hearth_worker_ready", "decode") == 1.0
     });
     let v1 = format!("{}/v1", gateway.base());

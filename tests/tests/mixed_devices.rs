@@ -69,7 +69,7 @@ impl Pair {
             ranks.start("decode", "decode-0", &isa(writer)),
         ];
         ranks.route_to(&[&workers[0], &workers[1]]);
-        Metrics::wait_for(&gateway.base(), "both are ready", |metrics| {
+        Metrics::wait_for(&gateway.metrics_base(), "both are ready", |metrics| {
             metrics.of_role("hearth_worker_ready", "prefill") == 1.0
                 && metrics.of_role("hearth_worker_ready", "decode") == 1.0
         });
@@ -102,7 +102,7 @@ impl Pair {
     }
 
     fn metrics(&self) -> Metrics {
-        Metrics::of(&self.gateway.base())
+        Metrics::of(&self.gateway.metrics_base())
     }
 }
 
@@ -207,18 +207,22 @@ async fn what_one_device_has_cached_is_not_taken_for_the_others() {
     let pair = Pair::start(sets, false);
     // While the reader is away the writer reads the same prompt by itself, and keeps it.
     pair.ranks.route_to(&[&pair.workers.borrow()[1]]);
-    Metrics::wait_for(&pair.gateway.base(), "the reader has left", |metrics| {
-        metrics.of_role("hearth_worker_ready", "prefill") == 0.0
-    });
+    Metrics::wait_for(
+        &pair.gateway.metrics_base(),
+        "the reader has left",
+        |metrics| metrics.of_role("hearth_worker_ready", "prefill") == 0.0,
+    );
     let alone = pair.ask(&body, |_, _| {}).await;
     assert_ne!(alone.logprobs, expected.logprobs);
     {
         let workers = pair.workers.borrow();
         pair.ranks.route_to(&[&workers[0], &workers[1]]);
     }
-    Metrics::wait_for(&pair.gateway.base(), "the reader is back", |metrics| {
-        metrics.of_role("hearth_worker_ready", "prefill") == 1.0
-    });
+    Metrics::wait_for(
+        &pair.gateway.metrics_base(),
+        "the reader is back",
+        |metrics| metrics.of_role("hearth_worker_ready", "prefill") == 1.0,
+    );
     for _ in 0..2 {
         assert_eq!(pair.ask(&body, |_, _| {}).await, expected);
     }

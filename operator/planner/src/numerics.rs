@@ -4,7 +4,9 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use hearth_crds::{ComputeCapability, IsaProfile, NodeProfileSpec, PlanRank, PlanRole};
+use hearth_crds::{
+    ComputeCapability, IsaProfile, NodeProfileSpec, PlanRank, PlanRole, ResidencyPolicy,
+};
 
 use crate::chooser::Chooser;
 use crate::cpus::{CpuLack, Crew};
@@ -82,8 +84,8 @@ fn mixed_pool(nodes: &[&NodeProfileSpec], ranks: &[PlanRank], role: PlanRole) ->
     ))
 }
 
-/// A placement whose pools on CPUs give the same bits each; none where `free` is one, or where there is none. Kinds that
-/// `free` gives the most ranks come first.
+/// A placement whose pools on CPUs give the same bits each; none where `free` is one, or where there is none that keeps
+/// weights in memory on as many of its nodes. Kinds that `free` gives the most ranks come first.
 pub(crate) fn alike(
     chooser: &Chooser<'_>,
     demand: &Demand<'_>,
@@ -111,12 +113,22 @@ pub(crate) fn alike(
                 decode,
             };
             let found = place(nodes, demand, wanted, &only).ok();
-            if let Some(found) = found.filter(|found| is_alike(nodes, found)) {
+            if let Some(found) = found
+                .filter(|found| is_alike(nodes, found) && prefetched(found) <= prefetched(free))
+            {
                 return Some(found);
             }
         }
     }
     None
+}
+
+/// Nodes that keep a part of the weights in memory only.
+fn prefetched(placement: &Placement) -> usize {
+    let budgets = placement.budgets.iter().flatten();
+    budgets
+        .filter(|budget| budget.policy == ResidencyPolicy::MmapPrefetch)
+        .count()
 }
 
 fn is_alike(nodes: &[&NodeProfileSpec], placement: &Placement) -> bool {

@@ -111,8 +111,9 @@ fn workers_of_a_pool_share_their_numerics_or_the_plan_says_so() {
         assert!([0, 2].contains(&on_old.count()), "{role:?} is mixed");
     }
     assert!(alike.mixed_numerics.is_empty());
-    // Memory for one decode worker on each: there is no other way, and the plan says what it means.
-    let spec = self::spec("prefill: {mode: Chunked}\ndecode: {replicas: 2}\n");
+    // Memory for one decode worker beside the weights on each: there is no other way, and the plan says what it means.
+    let spec =
+        self::spec("prefill: {mode: Chunked}\ndecode: {replicas: 2, kvCache: {memory: 2Gi}}\n");
     for node in [&mut old, &mut new] {
         node.memory.available_bytes = 6 << 30;
         node.numa_nodes[0].free_bytes = 6 << 30;

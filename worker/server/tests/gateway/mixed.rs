@@ -47,8 +47,8 @@ fn readers(decode: &FakeWorker) -> Vec<(String, String)> {
 }
 
 async fn changed_numerics(gateway: &Running) -> bool {
-    let (_, metrics) = gateway.get("/metrics").await;
-    metrics.contains("hearth_failovers_changed_numerics_total 1")
+    let count = gateway.metric("hearth_failovers_changed_numerics_total", "");
+    count.await == 1.0
 }
 
 /// The answer of a pair that nobody disturbs.

@@ -415,8 +415,9 @@ pub struct AutoscalingSpec {
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct RolloutSpec {
-    /// How long a new plan may take until all its workers are ready, such as 20m for a large model on a slow disk;
-    /// then the last plan that served comes back. By default 10m.
+    /// How long a new plan may stand still until all its workers are ready; then the last plan that served comes back. Bytes of
+    /// the model that arrive, Pods that are made, placed or ready, and workers that load their weights are no standstill.
+    /// By default 10m.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub progress_deadline: Option<DurationText>,
 }

@@ -1,4 +1,7 @@
 //! `InferencePlan`: every choice, made before anything runs. Workers read it as JSON and make no choice of their own.
+//!
+//! A worker may be older or newer than the writer of its plan: it passes over fields that it does not know, and refuses a
+//! plan whose `minVersion` is above [`READER_VERSION`]. What the API server keeps is held to the schema by the API server.
 
 use serde::{Deserialize, Serialize};
 
@@ -49,10 +52,17 @@ pub const DEVICE_CPU: &str = "cpu";
     feature = "kube",
     x_kube(validation = Rule::new("self == oldSelf").message("a plan never changes: make a new InferencePlan with the next generation"))
 )]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct InferencePlanSpec {
     /// Counts the plans of a deployment upwards; a worker refuses one that is older than its own.
     pub generation: u64,
+    /// The least version of plans that a reader must know to carry this one out; 0: any.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub min_version: u32,
+    /// The image of all ranks' Pods; none outside of a cluster, where the ranks are processes of one program. A new image
+    /// is a new plan, so that a worker that does not start with it is given up for the plan with the image before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub worker_image: Option<String>,
     /// The deployment that is planned.
     pub deployment: DeploymentRef,
     /// The topology.
@@ -81,7 +91,7 @@ pub struct InferencePlanSpec {
 /// The deployment that is planned.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct DeploymentRef {
     /// Its name.
     pub name: String,
@@ -104,7 +114,7 @@ pub enum PlanStrategy {
 /// The model's facts that all ranks share.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct PlanModel {
     /// Its name in the OpenAI API.
     pub served_name: String,
@@ -131,7 +141,7 @@ pub struct PlanModel {
 /// One process of the plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct PlanRank {
     /// Role and index, such as `prefill-0`: unique in the plan.
     pub name: String,
@@ -273,7 +283,7 @@ impl PlanRole {
 /// How a rank's weights live in memory.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct PlanResidency {
     /// The policy.
     pub policy: ResidencyPolicy,
@@ -296,7 +306,7 @@ pub enum ResidencyPolicy {
 /// The KV cache of a rank.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct PlanKv {
     /// Its memory in bytes.
     pub memory_bytes: u64,
@@ -331,7 +341,7 @@ impl PlanKvType {
 /// What a rank should achieve by the profile's rates.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct RankPrediction {
     /// Milliseconds to the first token of a prompt of `prompt_tokens`, with nothing else running.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -349,7 +359,7 @@ pub struct RankPrediction {
 /// How the gateway routes requests.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct PlanRouting {
     /// Prompts with fewer tokens are read by the decode rank itself, in chunks between its steps;
     /// 4294967295: all of them, there is no prefill rank.
@@ -368,7 +378,7 @@ impl PlanRouting {
 /// What the service should achieve.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct PlanPrediction {
     /// Milliseconds to the first token of a prompt of `ttft_prompt_tokens`, with nothing else running.
     pub ttft_ms: f64,

@@ -6,10 +6,14 @@ use crate::plan::PlanRole;
 
 /// Whom a gateway may send requests to. Whoever places the workers writes it; the gateway reads it again and again.
 ///
-/// Fields that an older gateway does not know are passed over: the writer may be newer than the reader.
+/// Fields that an older gateway does not know are passed over: the writer may be newer than the reader. Routes that it
+/// could not follow without them say so by `min_version`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Routes {
+    /// The least version of routes that a reader must know to follow these; 0: any.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub min_version: u32,
     /// One entry a worker.
     pub workers: Vec<Route>,
 }
@@ -24,4 +28,8 @@ pub struct Route {
     pub role: PlanRole,
     /// `host:port`; an IPv6 address in brackets.
     pub endpoint: String,
+}
+
+fn is_zero(version: &u32) -> bool {
+    *version == 0
 }

@@ -19,11 +19,12 @@ const VALUES: [(&str, &str); 5] = [
     ("the whole cluster", "{namespaces: [], crds: {keep: false}}"),
     (
         "everything",
-        "{image: {registry: registry.lan:5000/x, tag: v9, pullPolicy: Always, pullSecrets: [one, two]}, \
+        "{image: {registry: registry.lan:5000/x, tag: v9, workerTag: v8, pullPolicy: Always, pullSecrets: [one, two]}, \
+          nodes: {moveAfter: 1m, forgetAfter: 10m, passingTaints: [a.b/c, d]}, \
           operator: {replicas: 3, logFormat: json, nodeSelector: {a: b}, tolerations: [{key: k, effect: NoSchedule}], \
                      affinity: {nodeAffinity: {}}, priorityClassName: high, podAnnotations: {x: 'y'}}, \
           ledger: {allPods: false, reserve: {cpu: 2}, unseen: {cpu: '1.5', memory: 4Gi}}, gpu: {runtimeClassName: nvidia, claims: false}, \
-          hostPath: {allowedPrefixes: [/models, \"/srv/a b/'c'\"]}, agent: {runtimeClassName: nvidia, directory: /data/hearth, diskReservePercent: 20, \
+          hostPath: {allowedPrefixes: [/models, \"/srv/a b/'c'\"]}, agent: {runtimeClassName: nvidia, directory: /data/hearth, keepModels: 0, diskReservePercent: 20, \
                   fetch: {allowedRanges: [10.43.7.7/32, 'fd00::/64'], clusterRanges: [10.42.0.0/16]}, nodeSelector: {a: b}, affinity: {nodeAffinity: {}}, priorityClassName: low, \
                   podAnnotations: {x: 'y'}}, \
           metrics: {serviceMonitor: {enabled: true, labels: {release: prom}}, dashboard: {enabled: true}}}",
@@ -91,6 +92,39 @@ fn one<'a>(objects: &'a [Value], kind: &str, name: &str) -> &'a Value {
     let found = of_kind(objects, kind, name);
     assert_eq!(found.len(), 1, "{kind} {name}");
     found[0]
+}
+
+#[test]
+fn the_workers_image_may_have_a_tag_of_its_own() {
+    let Some(helm) = helm() else { return };
+    let images = |values: &str| -> Vec<String> {
+        let objects = defaults(&helm, values);
+        let agent = one(&objects, "DaemonSet", "hearth-agent");
+        let operator = one(&objects, "Deployment", "hearth-operator");
+        let container =
+            |object: &Value| object["spec"]["template"]["spec"]["containers"][0].clone();
+        let environment = container(operator)["env"].as_array().cloned();
+        let mut environment = environment.into_iter().flatten();
+        let told = environment.find(|one| one["name"] == "HEARTH_WORKER_IMAGE");
+        let told = told.map(|one| one["value"].clone()).unwrap_or_default();
+        let all = [
+            container(operator)["image"].clone(),
+            container(agent)["image"].clone(),
+            told,
+        ];
+        let tag = |image: &Value| {
+            image
+                .as_str()
+                .and_then(|i| i.rsplit(':').next())
+                .map(str::to_owned)
+        };
+        all.iter().filter_map(tag).collect()
+    };
+    assert_eq!(images("{image: {tag: v9}}"), ["v9", "v9", "v9"]);
+    assert_eq!(
+        images("{image: {tag: v9, workerTag: v8}}"),
+        ["v9", "v8", "v8"]
+    );
 }
 
 #[test]

@@ -1,12 +1,13 @@
 //! The operator is killed before and after each single write that it makes, while a deployment is made, changed, scaled
-//! and removed; another one takes over. Every time it comes to the same end, and nothing is left over.
+//! and removed; another one takes over. Every time it comes to the same end, and nothing is left over; and whenever the
+//! deployment says Ready, before, during and after, a request would be answered.
 //! Its own writes are meant: without agents and election, for a model that need not be looked for.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use hearth_tests::cluster::{Options, wait_until};
+use hearth_tests::cluster::{Options, condition, wait_until};
 use hearth_tests::operator::{Kill, Operator, Proxy, Side, Stand, is_settled};
 use serde_json::{Value, json};
 
@@ -217,6 +218,7 @@ fn wait_for_end(
             seen = now;
             quiet_since = Instant::now();
         }
+        assert_ready_is_true(stand, namespace, &objects);
         let is_there = |kind: &str| objects.iter().any(|object| object["kind"] == kind);
         let is_done = if is_gone {
             !is_there("inferencedeployments") && !is_there("pods")
@@ -236,6 +238,58 @@ fn wait_for_end(
             operator.log()
         );
     }
+}
+
+/// Where the deployment was Ready before and after its Pods were read, some ready gateway had a route to a ready decode
+/// worker all the while; and they are those of the plan that the status names, when nothing is on its way any more.
+fn assert_ready_is_true(stand: &Stand, namespace: &str, before: &[Value]) {
+    let ready = |objects: &[Value]| -> Option<Value> {
+        let mut deployments = objects
+            .iter()
+            .filter(|o| o["kind"] == "inferencedeployments");
+        let found = deployments.find(|found| condition(found, "Ready") == Some("True"))?;
+        found["metadata"]["deletionTimestamp"]
+            .is_null()
+            .then(|| found.clone())
+    };
+    let Some(first) = ready(before) else {
+        return;
+    };
+    let between = stand.objects(namespace);
+    let version = |found: &Value| found["metadata"]["resourceVersion"].clone();
+    let is_same = |found: Value| version(&found) == version(&first);
+    if !ready(&stand.objects(namespace)).is_some_and(is_same) {
+        return;
+    }
+    let is_current = first["status"]["observedGeneration"] == first["metadata"]["generation"]
+        && condition(&first, "Progressing") == Some("False");
+    let plan = first["status"]["plan"]["generation"].to_string();
+    let open: Vec<&Value> = between
+        .iter()
+        .filter(|pod| pod["kind"] == "pods" && condition(pod, "Ready") == Some("True"))
+        .filter(|pod| pod["metadata"]["deletionTimestamp"].is_null())
+        .filter(|pod| {
+            !is_current || pod["metadata"]["annotations"]["hearth.dev/plan-generation"] == *plan
+        })
+        .collect();
+    let of_role = |role: &'static str| {
+        let open = open.iter();
+        open.filter(move |pod| pod["metadata"]["labels"]["hearth.dev/role"] == role)
+    };
+    let answers = of_role("gateway").any(|gateway| {
+        let routes = &gateway["metadata"]["annotations"]["hearth.dev/routes"];
+        of_role("decode").any(|worker| {
+            let address = worker["status"]["podIP"].as_str().unwrap_or("none");
+            routes
+                .as_str()
+                .is_some_and(|routes| routes.contains(&format!("{address}:9400")))
+        })
+    });
+    assert!(
+        answers,
+        "{namespace} says Ready, and nobody answers{}: {first:#}\n{open:#?}",
+        if is_current { " of its plan" } else { "" }
+    );
 }
 
 fn versions(objects: &[Value]) -> String {

@@ -15,9 +15,13 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
 {{- end }}
 
-{{/* An image's reference; the argument is a dict of the root context and the image's name. */}}
+{{/* An image's reference; the argument is a dict of the root context, the image's name and, where it has one of its own, its tag. */}}
 {{- define "hearth.image" -}}
-{{- with .root.Values.image.registry }}{{ . }}/{{ end }}{{ .name }}:{{ .root.Values.image.tag | default .root.Chart.AppVersion }}
+{{- with .root.Values.image.registry }}{{ . }}/{{ end }}{{ .name }}:{{ .tag | default .root.Values.image.tag | default .root.Chart.AppVersion }}
+{{- end }}
+
+{{- define "hearth.workerImage" -}}
+{{- include "hearth.image" (dict "root" . "name" .Values.image.worker "tag" .Values.image.workerTag) }}
 {{- end }}
 
 {{- define "hearth.pullSecrets" -}}
@@ -91,6 +95,10 @@ priorityClassName: {{ . | quote }}
   resources: [resourceclaimtemplates]
   verbs: [create]
 {{- end }}
+# Whether a model's claim can be mounted on several nodes.
+- apiGroups: [""]
+  resources: [persistentvolumeclaims]
+  verbs: [get]
 # What the kubelet says of a Pod that does not start.
 - apiGroups: [""]
   resources: [events]

@@ -60,6 +60,8 @@ impl Draft<'_> {
         why.extend(mixed_numerics.iter().cloned());
         InferencePlanSpec {
             generation: request.generation,
+            min_version: 0,
+            worker_image: None,
             deployment: DeploymentRef {
                 name: request.name.to_owned(),
                 namespace: request.namespace.to_owned(),

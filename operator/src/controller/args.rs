@@ -10,7 +10,7 @@ use ipnet::IpNet;
 use super::agents::ranges;
 use super::host_paths::HostPath;
 use super::lean;
-use super::observed::{LedgerSettings, Requests, Settings};
+use super::observed::{LedgerSettings, NodeSettings, Requests, Settings};
 
 const EXAMPLES: &str = "Examples:\n  \
     hearth operator --worker-image ghcr.io/hearth-dev/hearth-worker:0.1.0\n  \
@@ -124,6 +124,31 @@ pub(crate) struct OperatorArgs {
     /// Whether the certificate authority outlives the operator's Deployment, as the definitions do
     #[arg(long, value_name = "BOOL", env = "HEARTH_KEEP_AUTHORITY", default_value_t = false, action = clap::ArgAction::Set)]
     pub(crate) keep_authority: bool,
+    /// How long a node may be NotReady before its work is planned on others
+    #[arg(
+        long,
+        value_name = "DURATION",
+        env = "HEARTH_NODE_MOVE_AFTER",
+        default_value = "20s"
+    )]
+    pub(crate) node_move_after: DurationText,
+    /// How long a node may be NotReady before what nobody wants on it is removed without its kubelet
+    #[arg(
+        long,
+        value_name = "DURATION",
+        env = "HEARTH_NODE_FORGET_AFTER",
+        default_value = "5m"
+    )]
+    pub(crate) node_forget_after: DurationText,
+    /// Keys of NoExecute taints that pass, such as a network plugin's: workers stay for 300 s
+    #[arg(
+        long,
+        value_name = "A,B",
+        env = "HEARTH_PASSING_TAINTS",
+        value_delimiter = ',',
+        default_value = "node.cilium.io/agent-not-ready"
+    )]
+    pub(crate) passing_taints: Vec<String>,
     /// Whether nodes have agents, which measure them and fetch models
     #[arg(long, value_name = "BOOL", env = "HEARTH_AGENTS", default_value_t = true, action = clap::ArgAction::Set)]
     pub(crate) agents: bool,
@@ -267,6 +292,16 @@ impl OperatorArgs {
             network_policies: self.network_policies,
             keeps_authority: self.keep_authority,
             certificate_lifetime: self.certificate_lifetime.get(),
+            nodes: NodeSettings {
+                move_after: self.node_move_after.get(),
+                forget_after: self.node_forget_after.get().max(self.node_move_after.get()),
+                passing_taints: self
+                    .passing_taints
+                    .iter()
+                    .filter(|key| !key.is_empty())
+                    .cloned()
+                    .collect(),
+            },
         }
     }
 

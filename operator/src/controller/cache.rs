@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hearth_crds::{InferenceDeployment, InferencePlan, NodeProfileSpec};
+use jiff::Timestamp;
 use kube::ResourceExt;
 use kube::api::ObjectMeta;
 
@@ -17,6 +18,7 @@ use super::observed::{Holding, NodeView, Others, PodView, Sight};
 use super::packed::Packed;
 use super::queue::{Key, Queue};
 use super::table::{Identity, Put, Table};
+use super::turns::{Outcome, Turn, Turns};
 
 /// How long a plan that was sent and never seen keeps its place: its write may have failed unseen.
 const RESERVATION: Duration = Duration::from_secs(120);
@@ -92,8 +94,9 @@ pub(crate) struct State {
     devices: Devices,
     /// Plans that were sent to the API server and not seen since, by owner.
     reserved: HashMap<Arc<str>, (Arc<InferencePlan>, Instant)>,
-    /// Deployments that wait for room or for a node.
+    /// Deployments that wait for room, for a node, or for their turn with a worker image.
     waiting: HashSet<Key>,
+    turns: Turns,
     /// Deployments by uid.
     keys: HashMap<Arc<str>, Key>,
 }
@@ -144,12 +147,15 @@ impl State {
         match self.plans.put(identity, packed) {
             Put::Stale | Put::Same => Touched::default(),
             Put::Changed(_) => {
+                let ends_turn = value.is_some_and(|plan| self.turns.put(&owner, plan));
                 let is_seen =
                     |(plan, _): &(Arc<InferencePlan>, Instant)| plan.spec.generation <= generation;
                 if self.reserved.get(&owner).is_some_and(is_seen) {
                     self.reserved.remove(&owner);
                 }
-                self.owned_changed(&owner)
+                let mut touched = self.owned_changed(&owner);
+                touched.waiting |= ends_turn;
+                touched
             }
         }
     }
@@ -185,6 +191,12 @@ impl State {
         view.profile = self.profiles.get(&view.name).cloned();
         let name = view.name.clone();
         let before = self.nodes.get(&name);
+        // Not everyone who adds a taint says when.
+        for taint in view.taints.iter_mut().filter(|t| t.since.is_none()) {
+            let mut known = before.iter().flat_map(|before| &before.taints);
+            let same = known.find(|known| known.key == taint.key && known.effect == taint.effect);
+            taint.since = same.map_or_else(|| Some(Timestamp::now()), |same| same.since);
+        }
         if before.is_some_and(|before| **before == view) {
             return Touched::default();
         }
@@ -304,10 +316,19 @@ impl State {
 
     /// Forgets a plan.
     pub(crate) fn remove_plan(&mut self, key: &Key, uid: &str) -> Touched {
-        match self.plans.remove(key, uid) {
-            None => Touched::default(),
-            Some(row) => self.owned_changed(&row.owner),
-        }
+        let Some(row) = self.plans.remove(key, uid) else {
+            return Touched::default();
+        };
+        let plan = row
+            .value
+            .as_ref()
+            .as_ref()
+            .and_then(|packed| packed.get().ok());
+        let ends_turn =
+            plan.is_some_and(|plan| self.turns.remove(&row.owner, plan.spec.generation));
+        let mut touched = self.owned_changed(&row.owner);
+        touched.waiting |= ends_turn;
+        touched
     }
 
     /// Forgets a Pod.
@@ -358,7 +379,32 @@ impl State {
         touched
     }
 
-    /// Says whether a deployment waits for room or for a node.
+    /// Whether a deployment whose newest plan has another worker image may change to `image` now.
+    pub(crate) fn turn(&self, owner: &str, image: &str) -> Turn {
+        let is_there = |newest: &str| newest == image;
+        if self.turns.newest_image(owner).is_none_or(is_there) {
+            return Turn::Free;
+        }
+        if let Some((other, outcome)) = self.turns.on_the_way_to(image, owner)
+            && let Some(key) = self.keys.get(other)
+        {
+            return match outcome {
+                Outcome::Failed => Turn::HeldBack(key.clone()),
+                Outcome::Open | Outcome::Served => Turn::After(key.clone()),
+            };
+        }
+        // Sent, and not seen yet.
+        let begun = self.reserved.iter().find(|(other, (plan, _))| {
+            let before = self.turns.newest_image(other);
+            &***other != owner
+                && plan.spec.worker_image.as_deref() == Some(image)
+                && before.is_some_and(|before| before != image)
+        });
+        let begun = begun.and_then(|(other, _)| self.keys.get(other));
+        begun.map_or(Turn::Free, |key| Turn::After(key.clone()))
+    }
+
+    /// Says whether a deployment waits for room, for a node, or for its turn.
     pub(crate) fn set_waiting(&mut self, key: &Key, waits: bool) {
         if waits {
             self.waiting.insert(key.clone());
@@ -367,7 +413,6 @@ impl State {
         }
     }
 
-    /// Deployments that wait for room or for a node.
     fn waiting(&self) -> Vec<Key> {
         self.waiting.iter().cloned().collect()
     }

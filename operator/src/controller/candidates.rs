@@ -1,11 +1,14 @@
 //! Which nodes may take ranks, and what each can still give.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use hearth_crds::{NodeProfileSpec, PlacementSpec, TolerationSpec};
 use hearth_planner::CpuRoom;
 
-use super::observed::{Holding, NodeView, Observed, Requests, Taint};
+use jiff::Timestamp;
+
+use super::observed::{Holding, NodeView, Observed, PASSING_TAINT, Requests, Taint};
 
 /// Nodes that may take ranks of one deployment, and why the others may not.
 #[derive(Clone, Debug, Default)]
@@ -97,9 +100,60 @@ impl Candidates {
     }
 }
 
-/// Whether what runs on that node counts as gone: the node is not Ready, or not there.
-pub(crate) fn is_lost(observed: &Observed, node: &str) -> bool {
+/// Whether what runs on that node cannot be told to answer: the node is not Ready, or not there. A kubelet that is away
+/// for a moment leaves its containers running.
+pub(crate) fn is_down(observed: &Observed, node: &str) -> bool {
     observed.nodes.get(node).is_none_or(|node| !node.is_ready)
+}
+
+/// Whether that node's work is to be done elsewhere: it is not there, or has not been Ready for a while.
+pub(crate) fn is_lost(observed: &Observed, node: &str) -> bool {
+    let Some(view) = observed.nodes.get(node) else {
+        return true;
+    };
+    has_been_down(observed, view, observed.settings.nodes.move_after)
+}
+
+/// Nodes that are there and not Ready, with whether they have been so for so long that nobody waits for them.
+pub(crate) fn away(observed: &Observed) -> BTreeMap<String, bool> {
+    let forget_after = observed.settings.nodes.forget_after;
+    let nodes = observed.nodes.iter().filter(|(_, node)| !node.is_ready);
+    nodes
+        .map(|(name, node)| (name.clone(), has_been_down(observed, node, forget_after)))
+        .collect()
+}
+
+/// When a node of these is next to be judged anew though nothing is reported of it.
+pub(crate) fn next_judgement<'a>(
+    observed: &Observed,
+    nodes: impl IntoIterator<Item = &'a str>,
+) -> Option<Duration> {
+    let settings = &observed.settings.nodes;
+    let mut next: Option<Duration> = None;
+    let mut at = |since: Option<Timestamp>, patience: Duration| {
+        let left = since.map(|since| patience.saturating_sub(age(observed, since)));
+        let left = left.filter(|left| !left.is_zero());
+        next = [next, left].into_iter().flatten().min();
+    };
+    for node in nodes
+        .into_iter()
+        .filter_map(|name| observed.nodes.get(name))
+    {
+        at(node.not_ready_since, settings.move_after);
+        at(node.not_ready_since, settings.forget_after);
+        let passing = node.taints.iter().filter(|taint| passes(observed, taint));
+        passing.for_each(|taint| at(taint.since, PASSING_TAINT));
+    }
+    next
+}
+
+fn has_been_down(observed: &Observed, node: &NodeView, patience: Duration) -> bool {
+    let since = node.not_ready_since;
+    !node.is_ready && since.is_none_or(|since| age(observed, since) >= patience)
+}
+
+fn age(observed: &Observed, since: Timestamp) -> Duration {
+    Duration::try_from(observed.now.duration_since(since)).unwrap_or_default()
 }
 
 /// Why a node that is there takes no new Pod: it is cordoned, or has a taint that is not tolerated.
@@ -107,12 +161,26 @@ pub(crate) fn is_closed(node: &NodeView, placement: &PlacementSpec) -> Option<St
     closed_by(node, placement, |_| true)
 }
 
-/// Why what runs on a node is to leave it: as above, but not for what the cluster itself says of the node's state,
-/// which passes.
-pub(crate) fn is_to_be_left(node: &NodeView, placement: &PlacementSpec) -> Option<String> {
+/// Why what runs on a node is to leave it: the node is cordoned, or has a NoExecute taint that is not tolerated. What the
+/// cluster itself says of the node's state passes, and so do the taints that the settings name, for a while.
+pub(crate) fn is_to_be_left(
+    observed: &Observed,
+    node: &NodeView,
+    placement: &PlacementSpec,
+) -> Option<String> {
     closed_by(node, placement, |taint| {
-        !taint.key.starts_with("node.kubernetes.io/")
+        let has_lasted = || {
+            let since = taint.since;
+            since.is_some_and(|since| age(observed, since) >= PASSING_TAINT)
+        };
+        taint.effect == "NoExecute"
+            && !taint.key.starts_with("node.kubernetes.io/")
+            && (!passes(observed, taint) || has_lasted())
     })
+}
+
+fn passes(observed: &Observed, taint: &Taint) -> bool {
+    taint.effect == "NoExecute" && observed.settings.nodes.passing_taints.contains(&taint.key)
 }
 
 fn closed_by(
@@ -296,6 +364,7 @@ mod tests {
             key: key.to_owned(),
             value: value.to_owned(),
             effect: effect.to_owned(),
+            since: None,
         }
     }
 

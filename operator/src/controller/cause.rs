@@ -351,6 +351,7 @@ mod tests {
                 reason: reason.to_owned(),
                 message: message.to_owned(),
             }),
+            ..ContainerView::default()
         })
     }
 

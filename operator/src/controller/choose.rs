@@ -1,5 +1,6 @@
 //! Which plan is to run: the one that is there, a new one, or an older one that served.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,6 +15,7 @@ use sha2::{Digest, Sha256};
 
 use super::build::{
     BuildContext, deployment_of_plan, model_key, model_path, plan_object, source_digest,
+    spec_of_plan,
 };
 use super::candidates::{Candidates, is_lost, is_to_be_left};
 use super::cause::Cause;
@@ -25,6 +27,7 @@ use super::names::{
 };
 use super::observed::Observed;
 use super::refusals::{self, Refusals};
+use super::renew;
 use super::scale::in_place;
 
 /// What is to run, and what stands in the way of something better.
@@ -43,6 +46,8 @@ pub(crate) struct Choice {
     pub(crate) trouble: Option<Cause>,
     /// When the target is to be looked at again though nothing is reported.
     pub(crate) look_again: Option<Duration>,
+    /// Why it does not change to the operator's worker image yet.
+    pub(crate) held: Option<Cause>,
 }
 
 /// Chooses. `wanted` is the model of the spec as it is; `None` while it is not known, or when the spec is no good.
@@ -56,12 +61,13 @@ pub(crate) fn choose(observed: &Observed, wanted: Option<&Model>) -> Choice {
         wants_nodes: false,
         trouble: None,
         look_again: None,
+        held: None,
     };
     let deployment = &observed.deployment;
     if let Some(model) = wanted {
-        let inputs = inputs(&deployment.spec, &model.facts);
-        if newest.is_none_or(|plan| note(plan, NOTE_INPUTS) != inputs) {
-            match made(observed, deployment, model, &Refusals::new()) {
+        if newest.is_none_or(|plan| !is_made_for(plan, deployment, &model.facts)) {
+            let image = renew::image_of_next(observed);
+            match made(observed, deployment, model, image, &Refusals::new()) {
                 Ok(plan) => {
                     let plan = scaled(observed, newest, plan, &model.facts);
                     take(&mut choice, newest, plan);
@@ -72,6 +78,9 @@ pub(crate) fn choose(observed: &Observed, wanted: Option<&Model>) -> Choice {
     }
     if !choice.is_new {
         move_on(observed, &mut choice, wanted);
+    }
+    if !choice.is_new {
+        renew::renew(observed, &mut choice);
     }
     choice
 }
@@ -131,7 +140,7 @@ pub(crate) fn unneeded(observed: &Observed, target: &InferencePlan) -> Vec<Strin
         .collect()
 }
 
-fn note<'a>(plan: &'a InferencePlan, key: &str) -> &'a str {
+pub(super) fn note<'a>(plan: &'a InferencePlan, key: &str) -> &'a str {
     let notes = plan.metadata.annotations.as_ref();
     notes
         .and_then(|notes| notes.get(key))
@@ -149,8 +158,28 @@ fn in_force(observed: &Observed) -> Option<Arc<InferencePlan>> {
     Some(older.unwrap_or(newest).clone())
 }
 
+pub(super) fn next_generation(observed: &Observed) -> u64 {
+    observed.plans.last().map_or(0, |plan| plan.spec.generation) + 1
+}
+
+/// Whether a plan was made for this spec and this model. The words in which another version of the operator noted that
+/// do not count, but what they say.
+fn is_made_for(plan: &InferencePlan, deployment: &InferenceDeployment, facts: &ModelFacts) -> bool {
+    if note(plan, NOTE_INPUTS) == inputs(&deployment.spec, facts) {
+        return true;
+    }
+    let (Some(mut then), Some(told)) = (spec_of_plan(plan), told_by(plan)) else {
+        return false;
+    };
+    // A plan shows no secrets of URLs; the key of the model tells them apart.
+    let mut now = deployment.spec.clone();
+    (now.model, then.model) = (now.model.shown(), then.model.shown());
+    let key = model_key(deployment, &deployment.spec.model.source);
+    told.key == key && Inputs::of(&then, &told.facts) == Inputs::of(&now, facts)
+}
+
 /// What a plan follows from, apart from the nodes.
-#[derive(Serialize)]
+#[derive(PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 struct Inputs<'a> {
     model: &'a hearth_crds::ModelSpec,
@@ -162,29 +191,34 @@ struct Inputs<'a> {
     facts: &'a ModelFacts,
 }
 
+impl<'a> Inputs<'a> {
+    fn of(spec: &'a InferenceDeploymentSpec, facts: &'a ModelFacts) -> Self {
+        // A field that is added to the spec is to be thought of here.
+        let InferenceDeploymentSpec {
+            model,
+            strategy,
+            prefill,
+            decode,
+            placement,
+            objectives,
+            autoscaling: _,
+            endpoint: _,
+            rollout: _,
+        } = spec;
+        Self {
+            model,
+            strategy: *strategy,
+            prefill,
+            decode,
+            placement,
+            objectives,
+            facts,
+        }
+    }
+}
+
 fn inputs(spec: &InferenceDeploymentSpec, facts: &ModelFacts) -> String {
-    // A field that is added to the spec is to be thought of here.
-    let InferenceDeploymentSpec {
-        model,
-        strategy,
-        prefill,
-        decode,
-        placement,
-        objectives,
-        autoscaling: _,
-        endpoint: _,
-        rollout: _,
-    } = spec;
-    let inputs = Inputs {
-        model,
-        strategy: *strategy,
-        prefill,
-        decode,
-        placement,
-        objectives,
-        facts,
-    };
-    let text = serde_json::to_string(&inputs).unwrap_or_default();
+    let text = serde_json::to_string(&Inputs::of(spec, facts)).unwrap_or_default();
     let digest = Sha256::digest(text.as_bytes());
     digest
         .iter()
@@ -194,10 +228,11 @@ fn inputs(spec: &InferenceDeploymentSpec, facts: &ModelFacts) -> String {
 }
 
 /// The next plan for the spec of `deployment`.
-fn made(
+pub(super) fn made(
     observed: &Observed,
     deployment: &InferenceDeployment,
     model: &Model,
+    image: &str,
     refusals: &Refusals,
 ) -> Result<InferencePlan, Box<Refusal>> {
     let spec = &deployment.spec;
@@ -215,7 +250,7 @@ fn made(
         deployment,
         model_key: model.key.as_deref(),
     };
-    let generation = observed.plans.last().map_or(0, |plan| plan.spec.generation) + 1;
+    let generation = next_generation(observed);
     let profiles: Vec<_> = candidates.free.values().cloned().collect();
     let planned = hearth_planner::plan(&PlanRequest {
         name: &deployment.name_any(),
@@ -231,12 +266,29 @@ fn made(
         },
         cpus: CpuOffer::Requests(&candidates.cpu_rooms),
     });
-    let planned = planned.map_err(|error| Box::new(Refusal { error, candidates }))?;
+    let mut planned = planned.map_err(|error| Box::new(Refusal { error, candidates }))?;
+    planned.worker_image = Some(image.to_owned());
     let mut notes = notes_of(&spec.model.source, model);
     notes.insert(NOTE_INPUTS.to_owned(), inputs(spec, &model.facts));
     let mut plan = plan_object(&context, planned, notes);
     refusals::remember(&mut plan, refusals);
     Ok(plan)
+}
+
+/// The nodes that a plan of the spec would be for, if every node had the model; empty where none fits.
+pub(crate) fn draft_nodes(observed: &Observed, model: &Model) -> Vec<String> {
+    let everywhere = Model {
+        nodes: None,
+        ..model.clone()
+    };
+    let image = renew::image_of_next(observed);
+    let none = Refusals::new();
+    let plan = made(observed, &observed.deployment, &everywhere, image, &none);
+    let nodes: BTreeSet<String> = match &plan {
+        Ok(plan) => nodes_of(plan).map(str::to_owned).collect(),
+        Err(_) => BTreeSet::new(),
+    };
+    nodes.into_iter().collect()
 }
 
 /// `plan`, unless the newest plan needs no more than another number of decode workers.
@@ -267,7 +319,7 @@ fn scaled(
 }
 
 /// The planner's answer with what was offered to it.
-struct Refusal {
+pub(super) struct Refusal {
     error: PlanError,
     candidates: Candidates,
 }
@@ -328,7 +380,7 @@ pub(crate) fn one_line(text: &str) -> String {
     lines.join("; ")
 }
 
-fn refuse(choice: &mut Choice, observed: &Observed, refusal: &Refusal) {
+pub(super) fn refuse(choice: &mut Choice, observed: &Observed, refusal: &Refusal) {
     choice.refusal = Some(refusal.cause());
     choice.wants_nodes = lacks_nodes(&refusal.error) && !observed.nodes.is_empty();
 }
@@ -361,7 +413,11 @@ fn take(choice: &mut Choice, newest: Option<&Arc<InferencePlan>>, plan: Inferenc
 }
 
 fn is_same_work(old: &InferencePlan, new: &InferencePlan) -> bool {
-    note(old, NOTE_SOURCE) == note(new, NOTE_SOURCE) && work(&old.spec) == work(&new.spec)
+    let (mut old_work, new_work) = (work(&old.spec), work(&new.spec));
+    // Plans of operators that did not write it.
+    let image = old_work.worker_image.take();
+    old_work.worker_image = image.or_else(|| new_work.worker_image.clone());
+    note(old, NOTE_SOURCE) == note(new, NOTE_SOURCE) && old_work == new_work
 }
 
 /// The plan without what says nothing about what is run.
@@ -391,7 +447,8 @@ fn move_on(observed: &Observed, choice: &mut Choice, wanted: Option<&Model>) {
     let lost = nodes_of(&target).find(|node| is_lost(observed, node));
     let closed = nodes_of(&target).find_map(|node| {
         let view = observed.nodes.get(node)?;
-        Some((node, is_to_be_left(view, &deployment.spec.placement)?))
+        let why = is_to_be_left(observed, view, &deployment.spec.placement)?;
+        Some((node, why))
     });
     let trouble = match (lost, closed) {
         (Some(node), _) => Some(Cause::trouble("NodeLost", lost_words(observed, node))),
@@ -420,15 +477,17 @@ fn move_on(observed: &Observed, choice: &mut Choice, wanted: Option<&Model>) {
         .filter(|model| is_same && model.facts == known.facts)
         .cloned()
         .unwrap_or(known);
+    let image = target.spec.worker_image.as_deref();
+    let image = image.unwrap_or(&observed.settings.worker_image);
     let told = refusals::told_by(&target);
-    let mut next = made(observed, &deployment, &model, &told);
+    let mut next = made(observed, &deployment, &model, image, &told);
     let is_way_out = |plan: &InferencePlan| is_worth_it(observed, trouble.is_some(), &target, plan);
     // Where the ledger shows nothing that speaks against the nodes, the scheduler knows better.
     for way in refusals::ways_out(&told, &refused) {
         if next.as_ref().is_ok_and(is_way_out) {
             break;
         }
-        next = match made(observed, &deployment, &model, &way) {
+        next = match made(observed, &deployment, &model, image, &way) {
             Ok(plan) => Ok(plan),
             Err(refusal) => next.and(Err(refusal)),
         };
@@ -500,11 +559,12 @@ fn is_of_source(plan: &InferencePlan, deployment: &InferenceDeployment) -> bool 
     note(plan, NOTE_SOURCE) == source_digest(source, key.as_deref())
 }
 
-fn nodes_of(plan: &InferencePlan) -> impl Iterator<Item = &str> {
+pub(super) fn nodes_of(plan: &InferencePlan) -> impl Iterator<Item = &str> {
     plan.spec.ranks.iter().map(|rank| rank.node.as_str())
 }
 
-fn lost_words(observed: &Observed, node: &str) -> String {
+/// What is wrong with a node that is down.
+pub(crate) fn lost_words(observed: &Observed, node: &str) -> String {
     match observed.nodes.get(node) {
         Some(_) => format!("node {node} is not Ready"),
         None => format!("node {node} is gone"),

@@ -5,21 +5,23 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hearth_crds::{DurationText, FieldError, InferenceDeployment, InferencePlan};
+use jiff::Timestamp;
 use kube::ResourceExt;
 
 use super::build::{
     BuildContext, DesiredPod, ROLE_INSPECT, deployment_of_plan, model_key_of, objects, rank_pods,
 };
-use super::candidates::{Candidates, rooms};
+use super::candidates::{Candidates, away, is_down, next_judgement, rooms};
+use super::cause::node_of;
 use super::choose::{self, Choice};
 use super::decision::{Decision, Marks};
 use super::events::transitions;
-use super::model::{self, Model, ModelState, ModelStep};
+use super::model::{self, Model, ModelState, ModelStep, More};
 use super::names::{
     NOTE_CERTIFICATE, NOTE_OUTCOME, NOTE_OUTCOME_MESSAGE, NOTE_PLAN_GENERATION, NOTE_ROUTES,
     OUTCOME_FAILED, OUTCOME_SERVING,
 };
-use super::observed::{Observed, PodView};
+use super::observed::{FetchView, Observed, PodView};
 use super::rollout::{self, Scene, Steps, Want};
 use super::status::{self, Picture};
 use super::validate::{progress_deadline, serves, validate};
@@ -67,6 +69,7 @@ fn refused(observed: &Observed, errors: &[FieldError]) -> Decision {
         wants_nodes: false,
         trouble: None,
         look_again: None,
+        held: None,
     };
     let status = status::write(&Picture {
         observed,
@@ -75,6 +78,7 @@ fn refused(observed: &Observed, errors: &[FieldError]) -> Decision {
         choice: &choice,
         wants: &[],
         progress: None,
+        left: &observed.pods,
         is_late: false,
         given_up: None,
     });
@@ -88,16 +92,27 @@ fn refused(observed: &Observed, errors: &[FieldError]) -> Decision {
 /// The model, then the plan. Where the nodes that have the model do not suffice, others are asked for it.
 fn plan(observed: &Observed) -> (ModelStep, Choice) {
     let candidates = Candidates::of(observed, &observed.deployment.spec.placement);
-    let step = model::find(observed, &candidates, false);
-    let choice = choose::choose(observed, known(&step));
-    let is_everywhere = known(&step).is_some_and(|model| model.nodes.is_none());
-    if !choice.wants_nodes || is_everywhere || choice.is_new || known(&step).is_none() {
+    let step = model::find(observed, &candidates, None);
+    let mut choice = choose::choose(observed, known(&step));
+    let Some(model) = known(&step).filter(|model| model.nodes.is_some()) else {
+        return (step, choice);
+    };
+    if !choice.wants_nodes || choice.is_new {
         return (step, choice);
     }
-    let mut wider = model::find(observed, &candidates, true);
-    if known(&wider).is_none() {
-        // What is known stays known while more is looked for.
-        wider.state = step.state;
+    let more = More {
+        known: model,
+        draft: choose::draft_nodes(observed, model),
+    };
+    let mut wider = model::find(observed, &candidates, Some(&more));
+    if let ModelState::Unknown(cause) = &wider.state {
+        if choice.target.is_none() && !more.draft.is_empty() && !cause.is_trouble {
+            // It will do where it is on its way to.
+            choice.refusal = None;
+        } else {
+            // What is known stays known while more is looked for.
+            wider.state = step.state;
+        }
         return (wider, choice);
     }
     let again = choose::choose(observed, known(&wider));
@@ -133,6 +148,7 @@ impl Visit<'_> {
     fn run(&mut self, model: Option<&ModelStep>) {
         self.decision.mark_plans = std::mem::take(&mut self.choice.marks);
         self.look_again(self.choice.look_again);
+        self.decision.waits_for_turn = self.choice.held.is_some();
         let Some(target) = self.choice.target.clone() else {
             return self.tell(model, &[], None);
         };
@@ -154,9 +170,14 @@ impl Visit<'_> {
             wants: &wants,
             pods: &pods,
             rooms: &rooms(self.observed),
+            away: &away(self.observed),
             kindred: &self.kindred(&target),
             now: self.observed.now,
         });
+        let planned = target.spec.ranks.iter().map(|rank| &*rank.node);
+        let nodes = planned.chain(pods.iter().map(|pod| node_of(pod)));
+        let judged = next_judgement(self.observed, nodes);
+        self.look_again(judged);
         self.make(&built, &steps);
         self.mark_pods(&wants, &target, &steps);
         self.decision.delete_pods.extend(steps.end.iter().cloned());
@@ -243,7 +264,9 @@ impl Visit<'_> {
             notes.push((key.to_owned(), value.to_owned()));
         };
         for (name, routes) in &steps.routes {
-            mark(name, NOTE_ROUTES, routes);
+            let pod = self.workers().find(|pod| pod.name == *name);
+            let note = pod.and_then(|pod| pod.routes_note.as_deref());
+            mark(name, note.unwrap_or(NOTE_ROUTES), routes);
         }
         let generation = target.spec.generation;
         for pod in self.workers() {
@@ -296,12 +319,33 @@ impl Visit<'_> {
             choice: &self.choice,
             wants,
             progress: steps.map(|steps| steps.progress),
+            left: &self.left(steps),
             is_late,
             given_up: given_up.as_deref(),
         });
         let old = self.observed.deployment.status.as_ref();
         self.decision.events = transitions(old, &status);
         self.decision.status = status;
+    }
+
+    /// The Pods as they are when the steps are done: Ready is not to be said of what is about to end.
+    fn left(&self, steps: Option<&Steps>) -> Vec<Arc<PodView>> {
+        let mut pods = self.observed.pods.clone();
+        let Some(steps) = steps else {
+            return pods;
+        };
+        for pod in &mut pods {
+            let routes = steps.routes.iter().find(|(name, _)| *name == pod.name);
+            let is_ended = steps.end.iter().any(|end| end.name == pod.name);
+            if routes.is_some() || is_ended {
+                let pod = Arc::make_mut(pod);
+                pod.is_deleting |= is_ended;
+                if let Some((_, routes)) = routes {
+                    pod.routes.clone_from(routes);
+                }
+            }
+        }
+        pods
     }
 
     /// How much longer the target may take; `None` when it has served, or does now.
@@ -313,16 +357,55 @@ impl Visit<'_> {
         let Some(made) = plan.metadata.creation_timestamp.as_ref() else {
             return Some(deadline);
         };
-        let age_ms = self.observed.now.as_millisecond() - made.0.as_millisecond();
+        let last = self
+            .progressed(plan)
+            .map_or(made.0, |last| last.max(made.0));
+        let age_ms = self.observed.now.as_millisecond() - last.as_millisecond();
         let age = Duration::from_millis(u64::try_from(age_ms).unwrap_or(0));
         Some(deadline.saturating_sub(age))
+    }
+
+    /// When something last went on for the plan: bytes of its model came to one of its nodes, or one of its Pods was made,
+    /// placed, set up, started or ready. A worker that loads its model goes on until it says otherwise: it ends itself when
+    /// loading stands still, and after that its next start is no progress.
+    fn progressed(&self, plan: &InferencePlan) -> Option<Timestamp> {
+        let observed = self.observed;
+        let is_coming = |rank: &hearth_crds::PlanRank| {
+            let fetch = observed.fetches.get(&rank.node);
+            matches!(fetch, Some(FetchView::Fetching { bytes_per_second, .. }) if *bytes_per_second > 0)
+        };
+        if plan.spec.ranks.iter().any(is_coming) {
+            return Some(observed.now);
+        }
+        // Of a node that is away nothing new is heard.
+        let pods = self.workers().filter(|pod| {
+            pod.plan_generation == plan.spec.generation && !is_down(observed, node_of(pod))
+        });
+        let of_pod = |pod: &PodView| {
+            let first = pod
+                .container
+                .as_ref()
+                .filter(|container| container.restarts == 0);
+            if first.is_some_and(|container| container.is_starting) {
+                return Some(observed.now);
+            }
+            let started = first.and_then(|container| container.running_since);
+            let conditions = pod
+                .progressed
+                .filter(|_| first.is_some() || pod.container.is_none());
+            [pod.created, conditions, started]
+                .into_iter()
+                .flatten()
+                .max()
+        };
+        pods.filter_map(of_pod).max()
     }
 
     fn why_late(&self, wants: &[Want], steps: &Steps) -> String {
         let cause = status::first_cause(self.observed, wants, steps.progress.mode);
         let words = cause.map_or(String::new(), |cause| format!(": {}", cause.message));
         let deadline = DurationText::new(progress_deadline(&self.observed.deployment));
-        format!("it was not ready after {deadline}{words}")
+        format!("nothing went on for {deadline}{words}")
     }
 
     fn mark_plan(&mut self, plan: &InferencePlan, notes: Vec<(&str, String)>) {

@@ -34,6 +34,8 @@ pub(crate) struct Decision {
     pub(crate) status: InferenceDeploymentStatus,
     /// Transitions that a person is told of; none on a reconcile that changes nothing.
     pub(crate) events: Vec<Transition>,
+    /// It waits for its turn with a worker image.
+    pub(crate) waits_for_turn: bool,
     /// When to look again though nothing is reported; `None`: at the next resync.
     pub(crate) requeue_after: Option<Duration>,
 }

@@ -1,16 +1,18 @@
-//! Dereference: all that one reconcile looks at, from the caches; the one request is for events of a Pod that hangs.
+//! Dereference: all that one reconcile looks at, from the caches; the only requests are for events of a Pod that hangs, and for
+//! the claim of a model that is looked for.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use hearth_crds::InferenceDeployment;
+use hearth_crds::{Condition, InferenceDeployment};
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::Event;
+use k8s_openapi::api::core::v1::{Event, PersistentVolumeClaim};
 use kube::api::{Api, ListParams};
 use kube::{Client, ResourceExt};
 
 use super::cache::Cache;
+use super::conditions::{self, MODEL_READY};
 use super::observed::{FetchView, Measured, Observed, PodView, Settings};
 use super::queue::Key;
 
@@ -18,7 +20,7 @@ use super::queue::Key;
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How long an answer about a Pod's events is good.
 const EVENTS_FRESH: Duration = Duration::from_secs(10);
-/// How long the API server may take to list events: they are a help, no need.
+/// How long the API server may take to list events or to read a claim: they are a help, no need.
 const EVENTS_WAIT: Duration = Duration::from_secs(5);
 
 /// What is known beside the caches.
@@ -26,6 +28,8 @@ const EVENTS_WAIT: Duration = Duration::from_secs(5);
 pub(crate) struct Outside {
     /// What the agents say of the model, by node.
     pub(crate) fetches: BTreeMap<String, FetchView>,
+    /// Access modes of the claim that the model lies in.
+    pub(crate) claim_modes: Vec<String>,
     /// Latencies that the gateway measured lately.
     pub(crate) measured: Option<Measured>,
     /// Serial of the newest certificate.
@@ -88,11 +92,44 @@ impl Dereferencer {
             held_by_others: state.held_by_others(&uid),
             others: state.others(),
             claimable: state.devices().free_for(&key),
+            claim_modes: outside.claim_modes.clone(),
+            turn: state.turn(&uid, &self.settings.worker_image),
             fetches: outside.fetches.clone(),
             measured: outside.measured,
             certificate: outside.certificate.clone(),
             external: service.and_then(|row| row.value.external.clone()),
         }
+    }
+
+    /// Asks for the access modes of the claim that the model lies in, while it is being looked for. Empty: there is no such
+    /// claim, or the operator may not see it.
+    pub(crate) async fn claim_modes(&self, deployment: &InferenceDeployment) -> Vec<String> {
+        let source = &deployment.spec.model.source;
+        let Some(claim) = &source.persistent_volume_claim else {
+            return Vec::new();
+        };
+        let ready = conditions::of(deployment.status.as_ref(), MODEL_READY);
+        let is_known = |ready: &Condition| {
+            ready.status == "True" && ready.observed_generation == deployment.metadata.generation
+        };
+        if ready.is_some_and(is_known) {
+            return Vec::new();
+        }
+        let namespace = deployment.namespace().unwrap_or_default();
+        let claims: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), &namespace);
+        let read = tokio::time::timeout(EVENTS_WAIT, claims.get(&claim.claim_name)).await;
+        let claim = match read {
+            Ok(Ok(claim)) => claim,
+            Ok(Err(error)) => {
+                tracing::debug!(%error, "the claim of a model cannot be read");
+                return Vec::new();
+            }
+            Err(_) => return Vec::new(),
+        };
+        // What it was given counts; before it is bound, what it asks for.
+        let given = claim.status.and_then(|status| status.access_modes);
+        let asked = claim.spec.and_then(|spec| spec.access_modes);
+        given.or(asked).unwrap_or_default()
     }
 
     /// Asks for the events of Pods that hang before their container is made: no condition of a Pod tells why.

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use hearth_crds::{InferencePlan, ModelFacts, ModelSource, format_bytes};
+use hearth_crds::{InferencePlan, ModelFacts, ModelSource};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 
@@ -16,23 +16,18 @@ use super::candidates::{Candidates, is_lost};
 use super::cause::{Cause, cause, last_words, node_of, quoted};
 use super::conditions::{self, MODEL_READY};
 use super::decision::PodEnd;
+use super::fetched::{Download, fetched};
 use super::names::{NOTE_MODEL, NOTE_MODEL_KEY, NOTE_MODEL_NODES, NOTE_SOURCE};
-use super::observed::{FetchView, Observed, PodView};
+use super::observed::{Observed, PodView};
 
 /// Nodes whose directory is looked into, or that a model is fetched on, at most.
 const MOST_NODES: usize = 16;
-/// Nodes that a model is fetched on before it is known how many are needed.
-const FIRST_FETCHES: usize = 4;
 /// A mount that does not come about is given up after this.
 const MOUNT_PATIENCE: Duration = Duration::from_secs(10);
 /// Once a model was found somewhere, other nodes are waited for so long.
 const OTHERS_PATIENCE: Duration = Duration::from_secs(60);
-/// A fetch that ends this much later than another's is not waited for.
-const FETCH_PATIENCE_S: u64 = 10;
 /// A look that failed is repeated after this: the model may have been put there.
 const LOOK_AGAIN: Duration = Duration::from_secs(300);
-/// How often agents are asked about a fetch.
-const FETCH_POLL: Duration = Duration::from_secs(2);
 
 /// Reason of ModelReady when the model is nowhere.
 pub(crate) const NOT_FOUND: &str = "ModelNotFound";
@@ -57,13 +52,6 @@ pub(crate) enum ModelState {
     Unknown(Cause),
 }
 
-/// Bytes of a fetch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Download {
-    pub(crate) bytes: u64,
-    pub(crate) total_bytes: u64,
-}
-
 /// What is known, and what is done to know more.
 #[derive(Clone, Debug)]
 pub(crate) struct ModelStep {
@@ -76,7 +64,7 @@ pub(crate) struct ModelStep {
 }
 
 impl ModelStep {
-    fn of(state: ModelState) -> Self {
+    pub(super) fn of(state: ModelState) -> Self {
         Self {
             state,
             create: Vec::new(),
@@ -88,15 +76,31 @@ impl ModelStep {
     }
 }
 
+/// The nodes that are known to have a model do not suffice.
+#[derive(Clone, Debug)]
+pub(crate) struct More<'a> {
+    /// What is known.
+    pub(crate) known: &'a Model,
+    /// The nodes that a plan would be for, if all of them had it; empty: there is no such plan.
+    pub(crate) draft: Vec<String>,
+}
+
 /// Looks for the model of the spec among `candidates`.
 ///
-/// With `more`, nodes beyond those that are known to have it are looked at too: the known ones do not suffice.
-pub(crate) fn find(observed: &Observed, candidates: &Candidates, more: bool) -> ModelStep {
+/// With `more`, nodes beyond those that are known to have it are looked at too. A model behind a URL is fetched where the
+/// draft of a plan wants it.
+pub(crate) fn find(
+    observed: &Observed,
+    candidates: &Candidates,
+    more: Option<&More<'_>>,
+) -> ModelStep {
     let source = &observed.deployment.spec.model.source;
     let key = model_key(&observed.deployment, source);
     let digest = source_digest(source, key.as_deref());
     if let Some(builtin) = &source.builtin {
-        let state = match builtin::facts(&builtin.name) {
+        // What a plan tells is of the image that it has.
+        let told = told_by_plans(&observed.plans, &digest).map(|model| model.facts);
+        let state = match told.or_else(|| builtin::facts(&builtin.name)) {
             Some(facts) => known(facts, None, None),
             None => ModelState::Unknown(Cause::trouble(
                 NOT_FOUND,
@@ -111,7 +115,7 @@ pub(crate) fn find(observed: &Observed, candidates: &Candidates, more: bool) -> 
     let mut step = if source.http.is_some() {
         fetched(observed, candidates, told.as_ref(), more)
     } else {
-        inspected(observed, candidates, told.as_ref(), more)
+        inspected(observed, candidates, told.as_ref(), more.is_some())
     };
     let strangers = end_inspections(observed, |pod| pod.source != digest);
     step.end.extend(strangers);
@@ -148,7 +152,11 @@ pub(crate) fn notes_of(source: &ModelSource, model: &Model) -> BTreeMap<String, 
     notes
 }
 
-fn known(facts: ModelFacts, nodes: Option<BTreeSet<String>>, key: Option<String>) -> ModelState {
+pub(super) fn known(
+    facts: ModelFacts,
+    nodes: Option<BTreeSet<String>>,
+    key: Option<String>,
+) -> ModelState {
     ModelState::Known(Box::new(Model { facts, nodes, key }))
 }
 
@@ -221,6 +229,18 @@ fn inspected(
         return step;
     }
     let source = &observed.deployment.spec.model.source;
+    if let Some(claim) = &source.persistent_volume_claim
+        && observed.claim_modes == ["ReadWriteOncePod"]
+    {
+        return ModelStep::of(ModelState::Unknown(Cause::trouble(
+            "ClaimNotShared",
+            format!(
+                "the claim {} is ReadWriteOncePod, for one Pod alone, and a deployment has several: name a claim that is \
+                 ReadWriteOnce, ReadOnlyMany or ReadWriteMany",
+                claim.claim_name
+            ),
+        )));
+    }
     let has_it = |name: &str| {
         let nodes = told.and_then(|model| model.nodes.as_ref());
         nodes.is_some_and(|nodes| nodes.contains(name))
@@ -251,7 +271,18 @@ fn inspected(
         step.look_again = Some(MOUNT_PATIENCE);
     }
     step.state = verdict(source, told, looks, waits > 0, candidates);
+    if let ModelState::Known(model) = &mut step.state
+        && is_mounted_anywhere(observed)
+    {
+        model.nodes = None;
+    }
     step
+}
+
+/// Whether the model's claim can be mounted by Pods of any node; where a claim for one node is mounted, it stays.
+fn is_mounted_anywhere(observed: &Observed) -> bool {
+    let mut modes = observed.claim_modes.iter();
+    modes.any(|mode| matches!(mode.as_str(), "ReadOnlyMany" | "ReadWriteMany"))
 }
 
 /// One inspect Pod: what it found, or what is to be done about it.
@@ -407,7 +438,7 @@ fn most_common(found: &[(String, ModelFacts)]) -> Option<ModelFacts> {
     best.cloned()
 }
 
-fn nowhere(candidates: &Candidates) -> Cause {
+pub(super) fn nowhere(candidates: &Candidates) -> Cause {
     let why = candidates
         .left_out_sentence()
         .unwrap_or_else(|| "the cluster has no node".to_owned());
@@ -415,154 +446,4 @@ fn nowhere(candidates: &Candidates) -> Cause {
         "NoNodes",
         format!("there is no node to look for the model on; {why}"),
     )
-}
-
-fn fetched(
-    observed: &Observed,
-    candidates: &Candidates,
-    told: Option<&Model>,
-    more: bool,
-) -> ModelStep {
-    let told_nodes = told
-        .and_then(|model| model.nodes.clone())
-        .unwrap_or_default();
-    let mut fetch_on: Vec<String> = told_nodes
-        .iter()
-        .filter(|name| !is_lost(observed, name))
-        .cloned()
-        .collect();
-    if let (Some(model), false) = (told, more) {
-        let mut step = ModelStep::of(ModelState::Known(Box::new(model.clone())));
-        step.download = fetch_on
-            .iter()
-            .find_map(|name| match observed.fetches.get(name) {
-                Some(FetchView::Ready { bytes, .. }) => Some(Download {
-                    bytes: *bytes,
-                    total_bytes: *bytes,
-                }),
-                _ => None,
-            });
-        step.fetch_on = fetch_on;
-        return step;
-    }
-    let most = if more { MOST_NODES } else { FIRST_FETCHES };
-    let fresh = candidates
-        .free
-        .keys()
-        .filter(|name| !told_nodes.contains(*name));
-    fetch_on.extend(fresh.take(most).cloned());
-    let mut step = ModelStep::of(ModelState::Unknown(nowhere(candidates)));
-    step.state = fetch_verdict(observed, &fetch_on, told, candidates);
-    step.download = download(observed, &fetch_on);
-    step.fetch_on = fetch_on;
-    step.look_again = Some(FETCH_POLL);
-    step
-}
-
-fn fetch_verdict(
-    observed: &Observed,
-    asked: &[String],
-    told: Option<&Model>,
-    candidates: &Candidates,
-) -> ModelState {
-    let mut nodes = told
-        .and_then(|model| model.nodes.clone())
-        .unwrap_or_default();
-    let mut facts = told.map(|model| model.facts.clone());
-    let mut soon = false;
-    let (mut failed, mut silent) = (Vec::new(), Vec::new());
-    for name in asked {
-        match observed.fetches.get(name) {
-            Some(FetchView::Ready { facts: read, .. }) => {
-                nodes.insert(name.clone());
-                facts.get_or_insert_with(|| (**read).clone());
-            }
-            Some(FetchView::Fetching {
-                bytes,
-                total_bytes,
-                bytes_per_second,
-            }) => {
-                let left = total_bytes.saturating_sub(*bytes);
-                soon |=
-                    *total_bytes > 0 && left <= bytes_per_second.saturating_mul(FETCH_PATIENCE_S);
-            }
-            Some(FetchView::Failed(why)) => failed.push(format!("{name}: {}", quoted(why))),
-            Some(FetchView::Unknown(why)) => silent.push(format!("{name}: {}", quoted(why))),
-            None => silent.push(format!("{name}: its agent is being asked")),
-        }
-    }
-    if let (Some(facts), false) = (facts, soon) {
-        let deployment = &observed.deployment;
-        let key = model_key(deployment, &deployment.spec.model.source);
-        return known(facts, Some(nodes), key);
-    }
-    if let Some(progress) = progress(observed, asked) {
-        return ModelState::Unknown(Cause::waiting("Downloading", progress));
-    }
-    let cause = if !failed.is_empty() {
-        Cause::trouble(
-            "DownloadFailed",
-            format!("the model cannot be fetched; {}", failed.join("; ")),
-        )
-    } else if let Some(first) = silent.first() {
-        Cause::waiting(
-            "WaitingForAgent",
-            format!("the model is to be fetched on {first}"),
-        )
-    } else {
-        nowhere(candidates)
-    };
-    ModelState::Unknown(cause)
-}
-
-/// The fetch that is the furthest.
-fn furthest<'a>(observed: &'a Observed, asked: &'a [String]) -> Option<(&'a str, Download)> {
-    let mut best: Option<(&str, Download)> = None;
-    for name in asked {
-        if let Some(FetchView::Fetching {
-            bytes, total_bytes, ..
-        }) = observed.fetches.get(name)
-        {
-            let download = Download {
-                bytes: *bytes,
-                total_bytes: *total_bytes,
-            };
-            if best.is_none_or(|(_, best)| download.bytes > best.bytes) {
-                best = Some((name, download));
-            }
-        }
-    }
-    best
-}
-
-/// Whole percent of a download; `None` while its size is not known.
-pub(crate) fn percent(download: Download) -> Option<u32> {
-    let percent =
-        (u128::from(download.bytes) * 100).checked_div(u128::from(download.total_bytes))?;
-    u32::try_from(percent.min(100)).ok()
-}
-
-/// Changes with each whole percent, not with each byte.
-fn progress(observed: &Observed, asked: &[String]) -> Option<String> {
-    let (node, download) = furthest(observed, asked)?;
-    Some(match percent(download) {
-        Some(percent) => format!(
-            "{percent} % of {} on {node}",
-            format_bytes(download.total_bytes)
-        ),
-        None => format!("the download has begun on {node}"),
-    })
-}
-
-fn download(observed: &Observed, asked: &[String]) -> Option<Download> {
-    let ready = asked
-        .iter()
-        .find_map(|name| match observed.fetches.get(name) {
-            Some(FetchView::Ready { bytes, .. }) => Some(Download {
-                bytes: *bytes,
-                total_bytes: *bytes,
-            }),
-            _ => None,
-        });
-    ready.or_else(|| furthest(observed, asked).map(|(_, download)| download))
 }

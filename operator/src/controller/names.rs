@@ -26,6 +26,8 @@ pub(crate) const NOTE_PLAN: &str = "hearth.dev/plan";
 pub(crate) const NOTE_PLAN_GENERATION: &str = "hearth.dev/plan-generation";
 /// Annotation: digest of all that makes the Pod what it is.
 pub(crate) const NOTE_RANK_HASH: &str = "hearth.dev/rank-hash";
+/// Annotation: digest of the Pod as the operator that made it wrote it.
+pub(crate) const NOTE_FORM: &str = "hearth.dev/form";
 /// Annotation of gateways: the workers that requests may go to, as JSON; shown to the container as a file.
 pub(crate) const NOTE_ROUTES: &str = "hearth.dev/routes";
 /// Annotation: serial of the newest certificate; a change makes the kubelet renew the Secret's files at once.

@@ -9,6 +9,7 @@ use ipnet::IpNet;
 use jiff::Timestamp;
 
 use super::host_paths::HostPath;
+use super::turns::Turn;
 
 /// How the operator was started.
 #[derive(Clone, Debug)]
@@ -41,6 +42,8 @@ pub(crate) struct Settings {
     pub(crate) keeps_authority: bool,
     /// How long a deployment's certificate is valid.
     pub(crate) certificate_lifetime: Duration,
+    /// What is done about nodes that are NotReady or have taints.
+    pub(crate) nodes: NodeSettings,
 }
 
 /// How Pods that are not ours are reckoned with.
@@ -53,6 +56,20 @@ pub(crate) struct LedgerSettings {
     /// What other Pods are taken to request of each node where they cannot be seen.
     pub(crate) unseen: Requests,
 }
+
+/// What is done about nodes that are NotReady or have taints.
+#[derive(Clone, Debug)]
+pub(crate) struct NodeSettings {
+    /// A node that is NotReady for so long has its work planned on others, where it fits.
+    pub(crate) move_after: Duration,
+    /// What nobody wants on a node that is NotReady for so long is removed without waiting for its kubelet.
+    pub(crate) forget_after: Duration,
+    /// Keys of NoExecute taints that pass: workers stay for [`PASSING_TAINT`].
+    pub(crate) passing_taints: Vec<String>,
+}
+
+/// How long workers tolerate a NoExecute taint that passes.
+pub(crate) const PASSING_TAINT: Duration = Duration::from_secs(300);
 
 /// What is known of one deployment and of the cluster around it at `now`.
 #[derive(Clone, Debug)]
@@ -75,6 +92,10 @@ pub(crate) struct Observed {
     pub(crate) others: Others,
     /// UUIDs of GPUs that this deployment may claim or has claimed, by node; a node that is not named has none to claim.
     pub(crate) claimable: BTreeMap<String, BTreeSet<String>>,
+    /// Access modes of the claim that its model lies in; empty for other sources, and where they are not known.
+    pub(crate) claim_modes: Vec<String>,
+    /// Whether it may change to another worker image now.
+    pub(crate) turn: Turn,
     /// What the agents say of a model behind a URL, by node; empty for other sources.
     pub(crate) fetches: BTreeMap<String, FetchView>,
     /// Latencies that the gateway measured lately.
@@ -96,6 +117,8 @@ pub(crate) struct NodeView {
     pub(crate) taints: Vec<Taint>,
     /// Whether its kubelet reports Ready.
     pub(crate) is_ready: bool,
+    /// Since when it does not; none while it does.
+    pub(crate) not_ready_since: Option<Timestamp>,
     /// Whether it is cordoned.
     pub(crate) is_cordoned: bool,
     /// GPUs that the device plugin offers.
@@ -116,6 +139,8 @@ pub(crate) struct Taint {
     pub(crate) key: String,
     pub(crate) value: String,
     pub(crate) effect: String,
+    /// When it was added, or first seen.
+    pub(crate) since: Option<Timestamp>,
 }
 
 /// What Pods request.
@@ -206,14 +231,16 @@ pub(crate) struct PodView {
     pub(crate) role: String,
     /// The rank's name; empty for inspect Pods.
     pub(crate) rank: String,
-    /// See [`super::names::NOTE_RANK_HASH`].
-    pub(crate) rank_hash: String,
+    /// See [`super::names::NOTE_FORM`].
+    pub(crate) form: String,
     /// Generation of the plan that it was made for.
     pub(crate) plan_generation: u64,
     /// Digest of the model source, of inspect Pods.
     pub(crate) source: String,
     /// The routes that it was given last, of gateways.
     pub(crate) routes: String,
+    /// The annotation that it reads its routes from, where that is not [`super::names::NOTE_ROUTES`].
+    pub(crate) routes_note: Option<String>,
     /// The certificate's serial that it was told last.
     pub(crate) certificate: String,
     /// Whether it was made when the Secret with certificates had another name, and mounts that.
@@ -232,6 +259,8 @@ pub(crate) struct PodView {
     pub(crate) is_deleting: bool,
     /// When it was made.
     pub(crate) created: Option<Timestamp>,
+    /// When the last step on its way was done: placed, set up, ready.
+    pub(crate) progressed: Option<Timestamp>,
     /// Resources that it holds.
     pub(crate) cpu_millis: u64,
     pub(crate) memory_bytes: u64,
@@ -259,6 +288,10 @@ pub(crate) struct PodView {
 pub(crate) struct ContainerView {
     /// Starts after the first.
     pub(crate) restarts: u32,
+    /// When its process began; none while there is none.
+    pub(crate) running_since: Option<Timestamp>,
+    /// It runs, and its startup probe has not succeeded yet: it loads its model.
+    pub(crate) is_starting: bool,
     /// Reason and message of waiting, such as ImagePullBackOff or CrashLoopBackOff.
     pub(crate) waiting: Option<(String, String)>,
     /// How it ended last: exit code, reason such as OOMKilled, message (the last lines of its log).

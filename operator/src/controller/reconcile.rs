@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use hearth_crds::InferenceDeployment;
+use hearth_crds::{InferenceDeployment, InferenceDeploymentStatus};
 use jiff::Timestamp;
 use kube::ResourceExt;
 
@@ -12,7 +12,7 @@ use super::agents::Agents;
 use super::apply::{Applier, Subject};
 use super::authority::Authority;
 use super::cache::{Unreadable, Waking};
-use super::conditions::{DEGRADED, PLANNED};
+use super::conditions::{self, DEGRADED, PLANNED, READY};
 use super::decide::decide;
 use super::decision::Decision;
 use super::dereference::{Dereferencer, Outside};
@@ -143,6 +143,7 @@ impl Reconciler {
             }
             let hanging = self.dereferencer.ask_about_hanging_pods(deployment, now);
             again.after(hanging.await);
+            outside.claim_modes = self.dereferencer.claim_modes(deployment).await;
         }
         outside.measured = self.measures.measured(key);
         let http = deployment.spec.model.source.http.as_ref();
@@ -163,6 +164,15 @@ impl Reconciler {
                 .as_deref()
                 .unwrap_or_default(),
         };
+        // Whoever reads Ready must not be answered by nobody, also when this process ends between the writes.
+        let current = observed.deployment.status.as_ref();
+        let is_told_first = loses_ready(current, &decision.status);
+        if is_told_first {
+            let metadata = &observed.deployment.metadata;
+            self.reporting
+                .status(metadata, current, &decision.status)
+                .await?;
+        }
         let applied = self.applier.apply(subject, &decision).await;
         if let Err(failure) = &applied
             && decision.create_plan.is_some()
@@ -171,7 +181,8 @@ impl Reconciler {
             self.waking.change(|state| state.give_back(subject.uid));
         }
         let outcome = applied.and(trouble.map_or(Ok(()), Err));
-        self.report(&observed, decision, outcome, now).await?;
+        self.report(&observed, decision, outcome, is_told_first, now)
+            .await?;
         Ok(again.0)
     }
 
@@ -202,17 +213,20 @@ impl Reconciler {
         observed: &Observed,
         decision: Decision,
         outcome: Result<(), Failure>,
+        is_told: bool,
         now: Timestamp,
     ) -> Result<(), Failure> {
         let deployment = &observed.deployment;
-        let current = deployment.status.as_ref();
+        let told = is_told.then(|| decision.status.clone());
+        let current = told.as_ref().or(deployment.status.as_ref());
         let is_true = |name: &str, value: &str| {
             let conditions = &decision.status.conditions;
             conditions
                 .iter()
                 .any(|c| c.type_ == name && c.status == value)
         };
-        let waits = !is_true(PLANNED, "True") || is_true(DEGRADED, "True");
+        let waits =
+            !is_true(PLANNED, "True") || is_true(DEGRADED, "True") || decision.waits_for_turn;
         let key = Key::new(
             &deployment.namespace().unwrap_or_default(),
             &deployment.name_any(),
@@ -334,6 +348,15 @@ impl Again {
         // Never at once: what is due now was just done.
         self.after(Some(wait.max(Duration::from_secs(1))));
     }
+}
+
+/// Whether a deployment that is Ready will not be when the decision is carried out.
+fn loses_ready(
+    current: Option<&InferenceDeploymentStatus>,
+    decided: &InferenceDeploymentStatus,
+) -> bool {
+    let is_ready = |status| conditions::of(status, READY).is_some_and(|c| c.status == "True");
+    is_ready(current) && !is_ready(Some(decided))
 }
 
 /// Whether a write certainly did not happen.

@@ -9,6 +9,8 @@
 //!   made, when it is ready the old gateway goes, when it is gone its workers go.
 //! - **Old down first**, when they do not: the gateway is made (it holds requests), when it is ready the old gateway
 //!   goes, when it is gone the old workers go, when they are gone the new ones are made.
+//! - A node whose kubelet is away keeps what the target wants there: its containers may well go on. What is not wanted there
+//!   ends when the target serves, or when the node has been away for long; of a node that has left the cluster, at once.
 //! - A gateway that is kept goes on with the extras that it routes to until the target's workers are ready (Surge) or
 //!   must make room (old down first). Nobody is ended while a gateway that will stay routes to them.
 
@@ -33,7 +35,8 @@ const REMAKE_AFTER: Duration = Duration::from_secs(10);
 pub(crate) struct Want {
     pub(crate) name: String,
     pub(crate) rank: String,
-    pub(crate) hash: String,
+    /// See [`DesiredPod::form`].
+    pub(crate) form: String,
     pub(crate) role: PlanRole,
     pub(crate) node: String,
     pub(crate) cpu_millis: u64,
@@ -54,7 +57,7 @@ impl Want {
         Self {
             name: pod.name.clone(),
             rank: pod.rank.clone(),
-            hash: pod.hash.clone(),
+            form: pod.form.clone(),
             role,
             node: pod.node.clone(),
             cpu_millis: pod.cpu_millis,
@@ -77,8 +80,10 @@ pub(crate) struct Scene<'a> {
     pub(crate) wants: &'a [Want],
     /// The deployment's gateways and workers.
     pub(crate) pods: &'a [&'a PodView],
-    /// What each node that is there can hold; others count as lost.
+    /// What each node that is Ready can hold.
     pub(crate) rooms: &'a BTreeMap<String, Requests>,
+    /// Nodes that are there and not Ready, with whether nobody waits for them any more. Any other node has left.
+    pub(crate) away: &'a BTreeMap<String, bool>,
     /// Generations of plans that serve the same model in the same way: their gateways can use the target's workers.
     pub(crate) kindred: &'a BTreeSet<u64>,
     pub(crate) now: Timestamp,
@@ -122,7 +127,7 @@ pub(crate) fn step(scene: &Scene<'_>) -> Steps {
     let sorted = Sorted::of(scene);
     let mode = sorted.mode();
     let create = sorted.create(mode);
-    let mut end = sorted.ends_at_once();
+    let mut end = sorted.ends_of_the_dead();
     end.extend(sorted.end(mode));
     let create = create
         .into_iter()
@@ -174,7 +179,11 @@ struct Sorted<'a> {
     ending: Vec<&'a PodView>,
     /// Over, but still listed.
     over: Vec<&'a PodView>,
-    /// On nodes that are lost.
+    /// Made in another form than they would be now, and not able to run as they are.
+    stuck: Vec<&'a PodView>,
+    /// Not wanted, on nodes that are away.
+    absent: Vec<&'a PodView>,
+    /// On nodes that have left, or asked to end on nodes that nobody waits for.
     lost: Vec<&'a PodView>,
 }
 
@@ -187,6 +196,8 @@ impl<'a> Sorted<'a> {
             extra: Vec::new(),
             ending: Vec::new(),
             over: Vec::new(),
+            stuck: Vec::new(),
+            absent: Vec::new(),
             lost: Vec::new(),
         };
         for pod in scene.pods {
@@ -203,22 +214,42 @@ impl<'a> Sorted<'a> {
             .position(|want| want.name == pod.name);
         let node = node_of(pod);
         let is_over = matches!(pod.phase.as_str(), "Failed" | "Succeeded");
-        let is_lost = !node.is_empty() && !self.scene.rooms.contains_key(node);
+        let away = self.scene.away.get(node);
+        let is_left = !node.is_empty() && away.is_none() && !self.scene.rooms.contains_key(node);
         if let Some(index) = want {
             self.is_taken[index] = true;
         }
-        if is_lost {
+        if is_left || pod.is_deleting && away == Some(&true) {
             self.lost.push(pod);
         } else if is_over {
             self.over.push(pod);
-        } else if pod.is_deleting {
+        } else if pod.is_deleting && away.is_none() {
             self.ending.push(pod);
+        } else if pod.is_deleting {
+            self.absent.push(pod);
         } else if let Some(index) = want {
+            if self.is_stuck(pod, &self.scene.wants[index]) {
+                return self.stuck.push(pod);
+            }
             self.is_taken[index] = false;
             self.made[index] = Some(pod);
+        } else if away.is_some() {
+            self.absent.push(pod);
         } else {
             self.extra.push(pod);
         }
+    }
+
+    /// Whether a Pod's container has never run, and another operator, or this one with other settings, made it in another
+    /// form: it may be the form that it waits for, such as a Secret for its image.
+    fn is_stuck(&self, pod: &PodView, want: &Want) -> bool {
+        let has_run = pod.container.as_ref().is_some_and(|container| {
+            container.waiting.is_none() || container.restarts > 0 || container.last_end.is_some()
+        });
+        pod.phase == "Pending"
+            && !has_run
+            && pod.form != want.form
+            && is_older(pod.created, self.scene.now, REMAKE_AFTER)
     }
 
     fn wants(&self) -> impl Iterator<Item = (usize, &'a Want)> + Clone {
@@ -227,9 +258,10 @@ impl<'a> Sorted<'a> {
 
     /// Whether the Pods of all wants that `which` names are ready.
     fn is_ready(&self, which: impl Fn(&Want) -> bool) -> bool {
+        let is_up = |pod: &PodView| pod.is_ready && self.scene.rooms.contains_key(node_of(pod));
         self.wants()
             .filter(|(_, want)| which(want))
-            .all(|(index, _)| self.made[index].is_some_and(|pod| pod.is_ready))
+            .all(|(index, _)| self.made[index].is_some_and(is_up))
     }
 
     fn workers_are_ready(&self) -> bool {
@@ -346,14 +378,26 @@ impl<'a> Sorted<'a> {
         self.extra.iter().any(|pod| is_gateway(pod) && pod.is_ready)
     }
 
-    /// Pods that are over, and Pods on lost nodes.
-    fn ends_at_once(&self) -> Vec<PodEnd> {
+    /// Pods that are over, that cannot run, and those of nodes that are away or have left.
+    fn ends_of_the_dead(&self) -> Vec<PodEnd> {
         let now = self.scene.now;
         let over = self.over.iter().filter(|pod| {
             !pod.is_deleting && (!self.is_wanted(pod) || is_older(pod.created, now, REMAKE_AFTER))
         });
-        let ended = over.chain(&self.lost);
-        ended.map(|pod| end_of(pod, true)).collect()
+        let mut ends: Vec<PodEnd> = over
+            .chain(&self.lost)
+            .map(|pod| end_of(pod, true))
+            .collect();
+        ends.extend(self.stuck.iter().map(|pod| end_of(pod, false)));
+        // A kubelet that comes back lets their streams end.
+        let has_place = self.is_ready(|_| true);
+        for pod in self.absent.iter().filter(|pod| !pod.is_deleting) {
+            let is_forgotten = self.scene.away.get(node_of(pod)) == Some(&true);
+            if has_place || is_forgotten {
+                ends.push(end_of(pod, is_forgotten));
+            }
+        }
+        ends
     }
 
     /// Extras that have done their part.
@@ -453,7 +497,11 @@ impl<'a> Sorted<'a> {
         };
         let kept = self.made.iter().flatten().filter(|_| !is_target);
         let others = self.extra.iter().filter(|_| !extras_leave).chain(kept);
-        let alive: Vec<String> = others.filter_map(|pod| endpoint(pod)).collect();
+        let absent = self.absent.iter().filter(|_| !self.workers_are_ready());
+        let alive: Vec<String> = others
+            .chain(absent)
+            .filter_map(|pod| endpoint(pod))
+            .collect();
         for route in routes_of(gateway) {
             let is_new = routes
                 .iter()
@@ -477,7 +525,11 @@ impl<'a> Sorted<'a> {
     }
 
     fn look_again(&self) -> Option<Duration> {
-        let waits = self.over.iter().any(|pod| self.is_wanted(pod));
+        let has_old_form = |(index, want): (usize, &Want)| {
+            self.made[index].is_some_and(|pod| pod.phase == "Pending" && pod.form != want.form)
+        };
+        let waits =
+            self.over.iter().any(|pod| self.is_wanted(pod)) || self.wants().any(has_old_form);
         waits.then_some(REMAKE_AFTER)
     }
 }
@@ -544,6 +596,7 @@ fn routes_of(gateway: &PodView) -> Vec<Route> {
 
 fn text(routes: &[Route]) -> String {
     let routes = Routes {
+        min_version: 0,
         workers: routes.to_vec(),
     };
     serde_json::to_string(&routes).unwrap_or_default()

@@ -1,18 +1,22 @@
 //! The whole status, from the parts of a decision.
 
+use std::sync::Arc;
+
 use hearth_crds::{
     DurationText, FieldError, InferenceDeploymentStatus, InferencePlan, LatencyStatus, ModelStatus,
     PlanRef, PlanRole, PoolStatus, PoolsStatus, format_bytes,
 };
 use kube::ResourceExt;
 
+use super::candidates::is_down;
 use super::cause::{Cause, cause};
 use super::choose::{Choice, failure, has_failed, has_served};
 use super::conditions::{
     self, DECODE_READY, DEGRADED, EXACT_FAILOVER, INVALID_SPEC, MODEL_READY, PLANNED,
     PREFILL_READY, PROGRESSING, READY, ROLLED_BACK, Verdict,
 };
-use super::model::{Download, ModelState, ModelStep, percent};
+use super::fetched::{Download, percent};
+use super::model::{ModelState, ModelStep};
 use super::names::{LABEL_DEPLOYMENT, LABEL_ROLE};
 use super::observed::{Observed, PodView};
 use super::rollout::{Mode, Progress, Want, reachable};
@@ -32,6 +36,8 @@ pub(crate) struct Picture<'a> {
     /// The target's Pods; empty without a target.
     pub(crate) wants: &'a [Want],
     pub(crate) progress: Option<Progress>,
+    /// The Pods as this visit leaves them.
+    pub(crate) left: &'a [Arc<PodView>],
     /// The target took too long; with a way back it is given up.
     pub(crate) is_late: bool,
     /// It is given up now, and why.
@@ -109,13 +115,15 @@ pub(crate) fn field_sentence(errors: &[FieldError]) -> String {
 fn want_cause(observed: &Observed, want: &Want, mode: Mode) -> Option<Cause> {
     let what = &want.rank;
     let pod = observed.pods.iter().find(|pod| pod.name == want.name);
-    let is_lost = super::candidates::is_lost(observed, &want.node);
     match pod {
-        Some(pod) if pod.is_ready && !pod.is_deleting && !is_lost => None,
-        _ if is_lost => Some(Cause::trouble(
+        _ if is_down(observed, &want.node) => Some(Cause::trouble(
             "NodeLost",
-            format!("{what} waits for node {}, which is lost", want.node),
+            format!(
+                "{what} waits: {}",
+                super::choose::lost_words(observed, &want.node)
+            ),
         )),
+        Some(pod) if pod.is_ready && !pod.is_deleting => None,
         Some(pod) => Some(cause(what, pod, &observed.settings)),
         None if mode == Mode::OldDownFirst && want.role != PlanRole::Gateway => {
             Some(Cause::waiting(
@@ -169,8 +177,13 @@ impl Picture<'_> {
         if !has_failed(newest) || newest.spec.generation <= target.spec.generation {
             return None;
         }
+        let way = if newest.spec.worker_image == target.spec.worker_image {
+            "Change the spec to try again"
+        } else {
+            "Set another worker image, or change the spec, to try again"
+        };
         Some(format!(
-            "plan {} was given up, and plan {} runs: {}. Change the spec to try again",
+            "plan {} was given up, and plan {} runs: {}. {way}",
             newest.spec.generation,
             target.spec.generation,
             failure(newest)
@@ -287,7 +300,7 @@ impl Picture<'_> {
     }
 
     fn is_up(&self, pod: &PodView) -> bool {
-        pod.is_ready && !pod.is_deleting && !super::candidates::is_lost(self.observed, &pod.node)
+        pod.is_ready && !pod.is_deleting && !is_down(self.observed, &pod.node)
     }
 
     fn pool_ready(&self, role: PlanRole) -> Verdict {
@@ -316,9 +329,9 @@ impl Picture<'_> {
         first_cause(self.observed, self.wants, self.mode())
     }
 
-    /// Whether some gateway can have a request answered now.
+    /// Whether some gateway can have a request answered when all that is decided now is done.
     fn is_reachable(&self) -> bool {
-        let pods: Vec<&PodView> = self.observed.pods.iter().map(|pod| &**pod).collect();
+        let pods: Vec<&PodView> = self.left.iter().map(|pod| &**pod).collect();
         let is_open = |pod: &&&PodView| pod.role == PlanRole::Gateway.as_str() && self.is_up(pod);
         pods.iter()
             .filter(is_open)
@@ -372,7 +385,11 @@ impl Picture<'_> {
                 (None, Some(cause)) if !cause.is_trouble => {
                     Verdict::yes("WaitingForModel", cause.message)
                 }
-                (None, _) => Verdict::no("Complete", format!("plan {plan} runs")),
+                (None, _) => match &self.choice.held {
+                    Some(held) if held.is_trouble => Verdict::not_for(held),
+                    Some(held) => Verdict::yes(held.reason, held.message.clone()),
+                    None => Verdict::no("Complete", format!("plan {plan} runs")),
+                },
             };
         }
         let cause = self.cause();
@@ -382,7 +399,7 @@ impl Picture<'_> {
         }
         if self.is_late {
             let message = format!(
-                "plan {plan} is not ready after {}{words}",
+                "nothing went on with plan {plan} for {}{words}",
                 DurationText::new(super::validate::progress_deadline(
                     &self.observed.deployment
                 ))

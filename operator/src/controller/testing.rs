@@ -11,7 +11,10 @@ use hearth_crds::{
 use jiff::Timestamp;
 
 use super::host_paths::HostPath;
-use super::observed::{LedgerSettings, NodeView, Observed, Others, Requests, Settings, Sight};
+use super::observed::{
+    LedgerSettings, NodeSettings, NodeView, Observed, Others, Requests, Settings, Sight,
+};
+use super::turns::Turn;
 
 pub(super) const GIB: u64 = 1 << 30;
 pub(super) const MIB: u64 = 1 << 20;
@@ -45,6 +48,11 @@ pub(super) fn settings() -> Settings {
         network_policies: true,
         keeps_authority: false,
         certificate_lifetime: Duration::from_secs(86_400),
+        nodes: NodeSettings {
+            move_after: Duration::from_secs(20),
+            forget_after: Duration::from_secs(300),
+            passing_taints: vec!["example.net/agent-not-ready".to_owned()],
+        },
     }
 }
 
@@ -123,6 +131,8 @@ pub(super) fn observed(deployment: InferenceDeployment) -> Observed {
             sight: Sight::All,
             requests: BTreeMap::new(),
         },
+        claim_modes: Vec::new(),
+        turn: Turn::Free,
         fetches: BTreeMap::new(),
         measured: None,
         certificate: Some("1".to_owned()),

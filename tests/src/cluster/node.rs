@@ -101,9 +101,17 @@ impl Node {
             settings.extend(static_managers());
         }
         std::fs::write(&config, serde_json::to_vec(&settings)?)?;
+        self.run_kubelet()?;
+        let proxy_name = format!("{name}-proxy");
+        let proxy = control::proxy(&self.ground, &proxy_name, self.index, &self.place)?;
+        self.spawn(&proxy)
+    }
+
+    fn run_kubelet(&self) -> anyhow::Result<()> {
+        let name = name(self.index);
         let launch = self
             .launch("kubelet", "kubelet")?
-            .flag("config", config)
+            .flag("config", self.state().join("kubelet.json"))
             .flag(
                 "kubeconfig",
                 self.ground.file(format!("pki/{name}.kubeconfig")),
@@ -114,10 +122,44 @@ impl Node {
                 self.ground.family.list(|ranges| ranges.machine(self.index)),
             )
             .flag("v", "2");
-        self.spawn(&launch)?;
-        let proxy_name = format!("{name}-proxy");
-        let proxy = control::proxy(&self.ground, &proxy_name, self.index, &self.place)?;
-        self.spawn(&proxy)
+        self.spawn(&launch)
+    }
+
+    /// Kills the kubelet alone: containers and their network go on, and the cluster hears nothing of the node.
+    ///
+    /// # Panics
+    /// When there is none.
+    pub fn stop_kubelet(&self) {
+        let program = self.ground.tools.get("kubelet").expect("kubelet");
+        let killed = self.kill_process(&program.display().to_string());
+        assert!(killed > 0, "no kubelet on {}", self.name());
+        self.reap();
+    }
+
+    /// Starts the kubelet again.
+    ///
+    /// # Panics
+    /// When it cannot be started.
+    pub fn start_kubelet_again(&self) {
+        self.run_kubelet()
+            .unwrap_or_else(|error| panic!("kubelet of {}: {error:#}", self.name()));
+    }
+
+    /// Gives an image of the node a second name.
+    ///
+    /// # Panics
+    /// What containerd says.
+    pub fn tag_image(&self, from: &str, to: &str) {
+        let output = self
+            .ctr(&["images", "tag", "--force", from, to])
+            .and_then(|mut command| Ok(command.output()?))
+            .unwrap_or_else(|error| panic!("{error:#}"));
+        let words = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            output.status.success(),
+            "{from} on {}: {words}",
+            self.name()
+        );
     }
 
     /// Offers GPUs that are not there.

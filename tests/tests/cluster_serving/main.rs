@@ -12,6 +12,7 @@ mod release;
 mod server;
 mod sources;
 mod streams;
+mod upgrades;
 
 use std::process::Command;
 use std::time::Duration;
@@ -129,6 +130,29 @@ fn plans_leave_others_what_they_request() {
     ledger::exclusive_runs_with_the_default_chart(&cluster);
     ledger::two_deployments_and_a_foreign_pod_share_the_nodes(&cluster);
     ledger::what_the_scheduler_refuses_moves(&cluster);
+}
+
+#[test]
+fn kubelets_that_are_away_end_nothing() {
+    for nodes in [1, 2] {
+        let options = Options { nodes, ..OPTIONS };
+        let Some(cluster) = Cluster::start_or_skip(&options) else {
+            return;
+        };
+        let images = cluster.import_hearth();
+        release::install(&cluster, &images, 1);
+        nodes::away_end_nothing(&cluster);
+    }
+}
+
+#[test]
+fn another_version_comes_to_one_deployment_after_the_other() {
+    let Some(cluster) = Cluster::start_or_skip(&OPTIONS) else {
+        return;
+    };
+    let images = cluster.import_hearth();
+    release::install(&cluster, &images, 1);
+    upgrades::of_operator_and_workers(&cluster, &images);
 }
 
 fn demo() -> Value {

@@ -36,6 +36,8 @@ pub(crate) fn install(cluster: &Cluster, images: &Images, replicas: u32) {
         // Where the tests put models, on a disk that may be full.
         "hostPath.allowedPrefixes={/models,/var/tmp}".to_owned(),
         "agent.diskReservePercent=0".to_owned(),
+        // As long as a node may be away in the tests: longer than these wait for anything else.
+        "nodes.forgetAfter=100s".to_owned(),
     ];
     let mut arguments = vec!["install", "hearth", "charts/hearth", "--create-namespace"];
     for value in &values {
@@ -49,8 +51,8 @@ pub(crate) fn install(cluster: &Cluster, images: &Images, replicas: u32) {
     });
 }
 
-/// Changes one value of the release, and waits until its operators run with it.
-pub(crate) fn upgrade(cluster: &Cluster, value: &str) {
+/// Changes values of the release, `A=B,C=D`, and waits until its operators run with them.
+pub(crate) fn upgrade(cluster: &Cluster, values: &str) {
     let arguments = [
         "upgrade",
         "hearth",
@@ -58,7 +60,7 @@ pub(crate) fn upgrade(cluster: &Cluster, value: &str) {
         "--reuse-values",
         "--wait",
     ];
-    helm(cluster, &[&arguments[..], &["--set", value]].concat());
+    helm(cluster, &[&arguments[..], &["--set", values]].concat());
 }
 
 /// Runs the chart's own tests.

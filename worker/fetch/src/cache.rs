@@ -7,12 +7,14 @@
 //! DIR/partial/KEY.part         an archive as far as it is here
 //! DIR/partial/KEY.json         of which file it is a part
 //! DIR/partial/KEY.lock         held by the process that fetches
+//! DIR/partial/KEY.used         its time: when the model was last named
 //! ```
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
 
 use crate::lock::Lock;
 use crate::{FetchError, Key};
@@ -52,14 +54,28 @@ impl Cache {
         Ok(())
     }
 
-    /// Removes models and parts whose keys are not named, and tells which. What a running fetch works on stays.
+    /// Removes parts whose keys are not named, and models that have not been named for `keep`; tells which. What a running
+    /// fetch works on stays.
     ///
     /// # Errors
     /// [`FetchError::Cache`] when the directory cannot be read or something in it cannot be removed; what could be
     /// removed is gone.
-    pub fn retain(&self, keys: &BTreeSet<Key>) -> Result<Vec<Key>, FetchError> {
+    pub fn retain(
+        &self,
+        keys: &BTreeSet<Key>,
+        keep: Duration,
+        now: SystemTime,
+    ) -> Result<Vec<Key>, FetchError> {
         let mut removed = Vec::new();
-        for key in self.keys()?.difference(keys) {
+        for key in self.keys()? {
+            if keys.contains(&key) {
+                self.note_use(&key, now)?;
+                continue;
+            }
+            if self.model(&key).is_some() && !keep.is_zero() && self.is_kept(&key, keep, now)? {
+                continue;
+            }
+            let key = &key;
             let Some(lock) = Lock::try_acquire(&self.lock_file(key))? else {
                 continue;
             };
@@ -68,6 +84,32 @@ impl Cache {
             removed.push(key.clone());
         }
         Ok(removed)
+    }
+
+    /// Whether the model was named less than `keep` ago. One of which that is not known counts from `now` on.
+    fn is_kept(&self, key: &Key, keep: Duration, now: SystemTime) -> Result<bool, FetchError> {
+        let used = fs::metadata(self.used(key)).and_then(|it| it.modified());
+        let Ok(used) = used else {
+            self.note_use(key, now)?;
+            return Ok(true);
+        };
+        Ok(now.duration_since(used).is_ok_and(|age| age < keep))
+    }
+
+    /// Written now and then only: a disk is not to be woken each minute.
+    fn note_use(&self, key: &Key, now: SystemTime) -> Result<(), FetchError> {
+        const PRECISION: Duration = Duration::from_secs(600);
+        let path = self.used(key);
+        let used = fs::metadata(&path).and_then(|it| it.modified());
+        let is_fresh = used.is_ok_and(|used| {
+            let age = now.duration_since(used);
+            age.is_ok_and(|age| age < PRECISION)
+        });
+        if is_fresh || self.model(key).is_none() {
+            return Ok(());
+        }
+        let noted = fs::File::create(&path).and_then(|file| file.set_modified(now));
+        noted.map_err(|error| FetchError::file(&path, error))
     }
 
     /// Every key of which something is here.
@@ -105,6 +147,7 @@ impl Cache {
         }
         remove_directory(&self.unpacking(key))?;
         remove_file(&self.part(key))?;
+        remove_file(&self.used(key))?;
         remove_file(&self.part_facts(key))
     }
 
@@ -122,6 +165,10 @@ impl Cache {
 
     pub(crate) fn part_facts(&self, key: &Key) -> PathBuf {
         self.partial().join(format!("{key}.json"))
+    }
+
+    fn used(&self, key: &Key) -> PathBuf {
+        self.partial().join(format!("{key}.used"))
     }
 
     pub(crate) fn lock_file(&self, key: &Key) -> PathBuf {
@@ -165,7 +212,12 @@ mod tests {
     fn only_what_is_named_and_what_is_in_work_stays() {
         let directory = tempfile::tempdir().unwrap();
         let cache = Cache::new(directory.path());
-        assert_eq!(cache.retain(&BTreeSet::new()).unwrap(), []);
+        let retain = |keys: &BTreeSet<Key>| {
+            cache
+                .retain(keys, Duration::ZERO, SystemTime::now())
+                .unwrap()
+        };
+        assert_eq!(retain(&BTreeSet::new()), []);
         cache.create().unwrap();
         for digit in ['a', 'b', 'c'] {
             fs::create_dir(cache.directory(&key(digit))).unwrap();
@@ -181,7 +233,7 @@ mod tests {
             .unwrap()
             .unwrap();
 
-        let removed = cache.retain(&BTreeSet::from([key('a')])).unwrap();
+        let removed = retain(&BTreeSet::from([key('a')]));
         assert_eq!(removed, [key('c'), key('d'), key('e'), key('f')]);
         let names = |path: PathBuf| -> BTreeSet<String> {
             let entries = fs::read_dir(path).unwrap().flatten();
@@ -197,14 +249,44 @@ mod tests {
         assert_eq!(names(cache.models()), kept.into());
         assert_eq!(
             names(cache.partial()),
-            [format!("{}.lock", key('b'))].into()
+            [format!("{}.lock", key('b')), format!("{}.used", key('a'))].into()
         );
 
         drop(in_work);
-        assert_eq!(
-            cache.retain(&BTreeSet::new()).unwrap(),
-            [key('a'), key('b')]
-        );
+        assert_eq!(retain(&BTreeSet::new()), [key('a'), key('b')]);
         assert!(names(cache.partial()).is_empty());
+    }
+
+    #[test]
+    fn a_model_outlives_its_last_mention_for_a_while() {
+        let directory = tempfile::tempdir().unwrap();
+        let cache = Cache::new(directory.path());
+        cache.create().unwrap();
+        fs::create_dir(cache.directory(&key('a'))).unwrap();
+        fs::create_dir(cache.directory(&key('b'))).unwrap();
+        fs::write(cache.part(&key('c')), "half").unwrap();
+        let (named, none) = (BTreeSet::from([key('a')]), BTreeSet::new());
+        let began = SystemTime::now();
+        let (hour, day) = (Duration::from_secs(3600), Duration::from_secs(86_400));
+        let retain =
+            |keys: &BTreeSet<Key>, after: Duration| cache.retain(keys, day, began + after).unwrap();
+        // Of `b` nobody knows since when it is not wanted; a part is worth nothing.
+        assert_eq!(retain(&named, Duration::ZERO), [key('c')]);
+        assert_eq!(retain(&named, 12 * hour), []);
+        assert_eq!(retain(&none, 23 * hour), []);
+        assert_eq!(retain(&none, 24 * hour), [key('b')]);
+        assert_eq!(retain(&none, 35 * hour), []);
+        assert_eq!(retain(&none, 36 * hour), [key('a')]);
+        assert_eq!(retain(&none, 37 * hour), []);
+        assert!(fs::read_dir(cache.partial()).unwrap().next().is_none());
+        // Where a disk is needed, nothing is kept.
+        fs::create_dir(cache.directory(&key('a'))).unwrap();
+        retain(&named, 38 * hour);
+        assert_eq!(
+            cache
+                .retain(&none, Duration::ZERO, began + 38 * hour)
+                .unwrap(),
+            [key('a')]
+        );
     }
 }

@@ -6,6 +6,7 @@ mod decode;
 mod gateway;
 mod layers;
 mod linger;
+mod load_watch;
 mod place;
 mod prefill;
 mod rank;

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, bail};
 use clap::Args;
-use hearth_crds::{InferencePlanSpec, Pinning, PlanRank, PlanRole};
+use hearth_crds::{InferencePlanSpec, Pinning, PlanRank, PlanRole, read_versioned};
 use hearth_transport::{Tls, TlsFiles, TlsNames};
 
 /// Which place in which plan; shared by all roles.
@@ -38,9 +38,8 @@ impl PlaceArgs {
         }
         let text = std::fs::read(&self.plan)
             .with_context(|| format!("--plan {} cannot be read", self.plan.display()))?;
-        let plan: InferencePlanSpec = serde_json::from_slice(&text).with_context(|| {
-            format!("--plan {} is no plan of this version", self.plan.display())
-        })?;
+        let plan: InferencePlanSpec = read_versioned(&text)
+            .with_context(|| format!("--plan {} cannot be carried out", self.plan.display()))?;
         let Some(rank) = plan.rank(&self.rank).cloned() else {
             let names: Vec<&str> = plan.ranks.iter().map(|rank| rank.name.as_str()).collect();
             bail!(
@@ -114,5 +113,71 @@ impl TlsArgs {
             },
         };
         Ok(Some(Tls::read(&files)?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn plan() -> Value {
+        json!({
+            "generation": 1,
+            "deployment": {"name": "demo", "namespace": "default"},
+            "strategy": "Hybrid",
+            "model": {
+                "servedName": "demo", "path": "/m", "source": "x", "architecture": "x", "parameterCount": 1,
+                "weightBytes": 1, "contextLength": 1, "layers": 1, "kvBytesPerToken": 1, "dtype": "BF16",
+            },
+            "ranks": [{
+                "name": "decode-0", "role": "Decode", "index": 0, "node": "a", "cpus": [], "numaNodes": [], "threads": 1,
+                "pinning": "None", "device": "cpu", "maxBatch": 1, "chunkTokens": 1, "scratchBytes": 1,
+            }],
+            "routing": {"chunkedBelowTokens": 1, "maxQueue": 1, "queueTimeoutMs": 1},
+            "predicted": {"ttftMs": 1.0, "ttftPromptTokens": 1, "tpotMs": 1.0, "tokensPerSecond": 1.0},
+            "why": [],
+            "notChosen": [],
+        })
+    }
+
+    fn find(plan: &Value) -> anyhow::Result<(InferencePlanSpec, PlanRank)> {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), plan.to_string()).unwrap();
+        let place = PlaceArgs {
+            plan: file.path().to_owned(),
+            rank: "decode-0".to_owned(),
+            tls: TlsArgs {
+                tls_dir: None,
+                tls_name: None,
+            },
+            grace: 1,
+            with_parent: false,
+        };
+        place.find(PlanRole::Decode)
+    }
+
+    #[test]
+    fn what_a_newer_operator_adds_to_a_plan_is_passed_over() {
+        let mut plan = plan();
+        plan["fairness"] = json!({"by": "user"});
+        plan["model"]["revision"] = json!("abc");
+        plan["ranks"][0]["window"] = json!([0, 5]);
+        plan["routing"]["weights"] = json!([1]);
+        plan["minVersion"] = json!(hearth_crds::READER_VERSION);
+        assert_eq!(find(&plan).unwrap().1.name, "decode-0");
+    }
+
+    #[test]
+    fn a_plan_that_needs_a_newer_worker_is_refused_with_what_to_do() {
+        let mut plan = plan();
+        plan["minVersion"] = json!(hearth_crds::READER_VERSION + 1);
+        plan["strategy"] = json!("Carousel");
+        let words = format!("{:#}", find(&plan).unwrap_err());
+        assert!(
+            words.contains("minVersion is") && words.contains("image.workerTag"),
+            "{words}"
+        );
     }
 }

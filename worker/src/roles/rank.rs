@@ -19,6 +19,7 @@ use hearth_transport::{ClientOptions, Clients, Health, Listener, ServerOptions, 
 use super::control::ControlService;
 use super::decode::DecodeService;
 use super::layers::Layers;
+use super::load_watch::LoadWatch;
 use super::place::PlaceArgs;
 use super::prefill::PrefillService;
 use super::report::{Report, stay_alive};
@@ -60,6 +61,14 @@ pub(crate) struct RankArgs {
         default_value_t = 1_000
     )]
     prefill_silence_ms: u64,
+    /// Seconds without a byte of the weights read after which loading is given up
+    #[arg(
+        long,
+        hide = true,
+        env = "HEARTH_LOAD_PATIENCE_S",
+        default_value_t = 300
+    )]
+    load_patience: u64,
 }
 
 /// Runs a decode worker until it is told to end.
@@ -94,7 +103,9 @@ async fn serve(args: &RankArgs, plan: &InferencePlanSpec, rank: &PlanRank) -> an
     let tls = args.place.tls.read()?;
     let listener = Listener::bind(endpoint)?;
     Report::Loading { percent: 0 }.send();
-    let (worker, device) = tokio::task::block_in_place(|| open(args, plan, rank))?;
+    let watch = LoadWatch::start(Duration::from_secs(args.load_patience));
+    let (worker, device) = tokio::task::block_in_place(|| open(args, plan, rank, &watch))?;
+    drop(watch);
     let silence = Duration::from_millis(args.prefill_silence_ms);
     let routes = routes(&worker, Routes::new(health.service()), tls.clone(), silence);
     health.set_ready(true).await;
@@ -190,6 +201,7 @@ fn open(
     args: &RankArgs,
     plan: &InferencePlanSpec,
     rank: &PlanRank,
+    watch: &LoadWatch,
 ) -> anyhow::Result<(Arc<Worker>, String)> {
     let directory = Path::new(&plan.model.path);
     let kv = rank
@@ -200,6 +212,7 @@ fn open(
     let mut told = 0;
     let loaded = load::open(directory, load_options(args, rank)?, &mut |progress| {
         let percent = (progress.bytes_done * 100 / progress.bytes.max(1)) as u32;
+        watch.went_on(percent);
         if percent > told {
             told = percent;
             Report::Loading { percent }.send();

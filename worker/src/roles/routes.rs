@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use hearth_crds::{PlanRole, Route, Routes};
+use hearth_crds::{PlanRole, Route, Routes, read_versioned};
 use hearth_server::router::{Pool, Role, WorkerRoute};
 
 /// Between two looks at the file. It is a link that is swapped, on a file system that may tell of no changes.
@@ -77,7 +77,10 @@ fn parse(text: &[u8]) -> anyhow::Result<Vec<WorkerRoute>> {
     if text.trim_ascii().is_empty() {
         return Ok(Vec::new());
     }
-    let Routes { workers } = serde_json::from_slice(text)?;
+    let Routes {
+        workers,
+        min_version: _,
+    } = read_versioned(text)?;
     workers.into_iter().map(worker).collect()
 }
 
@@ -143,6 +146,7 @@ mod tests {
         for (text, words) in [
             ("{\"workers\":[", "EOF"),
             ("{}", "missing field `workers`"),
+            (r#"{"minVersion":2,"workers":[]}"#, "minVersion is 2"),
             (
                 r#"{"workers":[{"name":"x","role":"Router","endpoint":"a:1"}]}"#,
                 "Router",

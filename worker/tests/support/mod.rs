@@ -101,6 +101,8 @@ impl Agent {
             .arg(options.tls)
             .arg("--cache-dir")
             .arg(options.cache)
+            // What is not named goes at once.
+            .args(["--keep-models", "0"])
             .env("TMPDIR", "/nonexistent")
             .env("HOME", "/nonexistent")
             .current_dir("/")

@@ -9,7 +9,7 @@ use kube::Client;
 use kube::client::Body;
 use serde_json::{Value, json};
 
-use crate::controller::observed::Settings;
+use crate::controller::observed::{NodeSettings, Settings};
 
 /// Settings of an operator in `hearth-system`.
 pub(crate) fn settings() -> Settings {
@@ -28,6 +28,11 @@ pub(crate) fn settings() -> Settings {
         network_policies: true,
         keeps_authority: false,
         certificate_lifetime: Duration::from_secs(90 * 24 * 3600),
+        nodes: NodeSettings {
+            move_after: Duration::from_secs(20),
+            forget_after: Duration::from_secs(300),
+            passing_taints: Vec::new(),
+        },
     }
 }
 

@@ -14,6 +14,8 @@
 mod canonical;
 mod claims;
 #[cfg(test)]
+mod digest_tests;
+#[cfg(test)]
 mod gpu_tests;
 mod objects;
 mod pod;
@@ -45,6 +47,7 @@ use super::names::{
 use super::observed::Settings;
 
 pub(crate) use canonical::short_digest;
+use canonical::source_identity;
 pub(crate) use objects::objects;
 pub(crate) use pod::{inspect_pod, rank_holding, rank_pod};
 
@@ -71,6 +74,8 @@ pub(crate) struct DesiredPod {
     pub(crate) role: &'static str,
     /// Digest of all that makes the Pod what it is.
     pub(crate) hash: String,
+    /// Digest of the Pod as this operator writes it.
+    pub(crate) form: String,
     /// The Pod's name.
     pub(crate) name: String,
     /// The node that it runs on.
@@ -121,10 +126,8 @@ pub(crate) fn deployment_of_plan(
     deployment: &InferenceDeployment,
     plan: &InferencePlan,
 ) -> InferenceDeployment {
-    let told = plan.annotations().get(NOTE_SPEC);
-    let spec = told.and_then(|text| serde_json::from_str::<InferenceDeploymentSpec>(text).ok());
     let mut deployment = deployment.clone();
-    if let Some(mut spec) = spec {
+    if let Some(mut spec) = spec_of_plan(plan) {
         // A plan shows no secrets of URLs. Where it is of the source as it is now, that one has them.
         let now = &deployment.spec.model;
         let key = model_key(&deployment, &now.source);
@@ -136,6 +139,11 @@ pub(crate) fn deployment_of_plan(
         deployment.spec = spec;
     }
     deployment
+}
+
+/// The spec that `plan` was made for; none where it does not tell it, or not in words of this version.
+pub(crate) fn spec_of_plan(plan: &InferencePlan) -> Option<InferenceDeploymentSpec> {
+    serde_json::from_str(plan.annotations().get(NOTE_SPEC)?).ok()
 }
 
 /// The name of a plan's fetched model in the nodes' stores; none for other sources.
@@ -181,7 +189,7 @@ pub(crate) fn model_key(deployment: &InferenceDeployment, source: &ModelSource) 
 pub(crate) fn source_digest(source: &ModelSource, key: Option<&str>) -> String {
     match key {
         Some(key) => short_digest(key),
-        None => short_digest(serde_json::to_string(source).unwrap_or_default()),
+        None => short_digest(source_identity(source)),
     }
 }
 

@@ -12,16 +12,20 @@ use k8s_openapi::api::core::v1::{
 };
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 
-use super::canonical::{METRICS_FLAG, rank_digest, slice};
+use super::canonical::{Essence, short_digest, slice};
 use super::claims::{claimed, hold_gpus};
 use super::probes::watch_over;
 use super::{BuildContext, DesiredPod, ROLE_INSPECT, model_path, source_digest, texts};
 use crate::controller::names::{
     GATEWAY_PORT, GPU_RESOURCE, HEALTH_PORT, KEYS_DIRECTORY, LABEL_RANK, LABEL_ROLE, METRICS_PORT,
-    NOTE_PLAN, NOTE_PLAN_GENERATION, NOTE_RANK_HASH, NOTE_ROUTES, NOTE_SOURCE, PLACE_DIRECTORY,
-    SOURCE_DIRECTORY, TLS_DIRECTORY, WORKER_PORT, WORKER_PROGRAM, certificates_secret, tls_name,
+    NOTE_FORM, NOTE_PLAN, NOTE_PLAN_GENERATION, NOTE_RANK_HASH, NOTE_ROUTES, NOTE_SOURCE,
+    PLACE_DIRECTORY, SOURCE_DIRECTORY, TLS_DIRECTORY, WORKER_PORT, WORKER_PROGRAM,
+    certificates_secret, tls_name,
 };
+use crate::controller::observed::PASSING_TAINT;
 
+/// Where a gateway shows its metrics.
+const METRICS_FLAG: &str = "--metrics";
 /// User and group of all processes.
 const USER: i64 = 65532;
 /// What a gateway's streams get to end after its Pod was asked to, in seconds.
@@ -47,10 +51,12 @@ pub(crate) fn rank_pod(
     let holding = Holding::of(plan, rank);
     let source = &context.deployment.spec.model.source;
 
-    let mut container = container(context, role, rank_arguments(context, rank, is_gateway));
+    let image = image(context, plan);
+    let arguments = rank_arguments(context, rank, is_gateway);
+    let mut container = container(context, role, image, arguments);
     container.ports = Some(ports(is_gateway));
     container.resources = Some(holding.resources());
-    watch_over(&mut container, is_gateway);
+    watch_over(&mut container, rank);
     let mut volumes = vec![
         (place_volume(is_gateway), PLACE_DIRECTORY),
         (
@@ -58,12 +64,8 @@ pub(crate) fn rank_pod(
             TLS_DIRECTORY,
         ),
     ];
-    let keys = context
-        .deployment
-        .spec
-        .endpoint
-        .api_keys_secret_ref
-        .as_ref();
+    let deployment = &context.deployment.spec;
+    let keys = deployment.endpoint.api_keys_secret_ref.as_ref();
     let keys = keys.filter(|_| is_gateway);
     volumes.extend(keys.map(|keys| (secret_volume("keys", &keys.name), KEYS_DIRECTORY)));
     volumes.extend(source_volume(context, source).map(|volume| (volume, SOURCE_DIRECTORY)));
@@ -88,7 +90,24 @@ pub(crate) fn rank_pod(
         .labels
         .get_or_insert_default()
         .extend(texts([(LABEL_ROLE, role), (LABEL_RANK, &rank.name)]));
-    let hash = rank_digest(&pod, &slice, &context.name());
+    let essence = Essence {
+        owner: context
+            .deployment
+            .metadata
+            .uid
+            .as_deref()
+            .unwrap_or_default(),
+        image,
+        plan,
+        rank,
+        holds_weights: holding.weight_bytes > 0,
+        source,
+        model_key: context.model_key,
+        placement: &deployment.placement,
+        endpoint: &deployment.endpoint,
+    };
+    let hash = essence.digest();
+    let form = short_digest(serde_json::to_string(&pod).unwrap_or_default());
     let name = format!("{}-{}-{hash}", context.name(), rank.name);
     pod.metadata.name = Some(name.clone());
     pod.metadata.annotations = Some(texts([
@@ -98,11 +117,13 @@ pub(crate) fn rank_pod(
         ),
         (NOTE_PLAN_GENERATION, &plan.generation.to_string()),
         (NOTE_RANK_HASH, &hash),
+        (NOTE_FORM, &form),
     ]));
     DesiredPod {
         rank: rank.name.clone(),
         role,
         hash,
+        form,
         name,
         node: rank.node.clone(),
         cpu_millis: holding.cpu_millis,
@@ -128,7 +149,8 @@ pub(crate) fn inspect_pod(
         "--report",
         "/dev/termination-log",
     ]);
-    let mut container = container(context, ROLE_INSPECT, arguments);
+    let image = &context.settings.worker_image;
+    let mut container = container(context, ROLE_INSPECT, image, arguments);
     container.resources = Some(ResourceRequirements {
         requests: Some(amounts([
             ("cpu", "100m".to_owned()),
@@ -185,6 +207,8 @@ pub(crate) fn rank_holding(
 /// What a rank holds of its node.
 struct Holding {
     memory_bytes: u64,
+    /// Of them, for the weights that ranks of the node share.
+    weight_bytes: u64,
     cpu_millis: u64,
     exclusive_cpus: Vec<u32>,
     gpus: u32,
@@ -208,6 +232,7 @@ impl Holding {
             memory_bytes: weights
                 .saturating_add(rank.host_kv_bytes())
                 .saturating_add(rank.scratch_bytes),
+            weight_bytes: weights,
             cpu_millis: rank.cpu_millis(),
             exclusive_cpus: rank.exclusive_cpus().to_vec(),
             gpus: rank.gpus,
@@ -305,10 +330,21 @@ fn rank_arguments(context: &BuildContext<'_>, rank: &PlanRank, is_gateway: bool)
     arguments
 }
 
-fn container(context: &BuildContext<'_>, name: &str, arguments: Vec<String>) -> Container {
+/// The plan's image; plans of operators that did not write it have the operator's.
+fn image<'a>(context: &BuildContext<'a>, plan: &'a InferencePlanSpec) -> &'a str {
+    let of_plan = plan.worker_image.as_deref();
+    of_plan.unwrap_or(&context.settings.worker_image)
+}
+
+fn container(
+    context: &BuildContext<'_>,
+    name: &str,
+    image: &str,
+    arguments: Vec<String>,
+) -> Container {
     Container {
         name: name.to_owned(),
-        image: Some(context.settings.worker_image.clone()),
+        image: Some(image.to_owned()),
         image_pull_policy: Some(context.settings.pull_policy.clone()),
         command: Some(words([WORKER_PROGRAM])),
         args: Some(arguments),
@@ -404,19 +440,25 @@ fn on_node(node: &str) -> Affinity {
 }
 
 /// Those of the spec, and those that leave a lost node's Pods to the operator: it knows whether there is another place
-/// for them, and without it the cluster would end them after five minutes though their node may come back.
+/// for them, and without it the cluster would end them after five minutes though their node may come back. Taints that
+/// pass are outlasted for a while.
 fn tolerations(context: &BuildContext<'_>) -> Vec<Toleration> {
     let asked = &context.deployment.spec.placement.tolerations;
     let mut tolerations: Vec<Toleration> = asked.iter().map(toleration).collect();
-    for key in [
+    let lost = [
         "node.kubernetes.io/not-ready",
         "node.kubernetes.io/unreachable",
-    ] {
+    ];
+    let lost = lost.iter().map(|key| (*key, None));
+    let passing = context.settings.nodes.passing_taints.iter();
+    let passing_s = i64::try_from(PASSING_TAINT.as_secs()).ok();
+    for (key, seconds) in lost.chain(passing.map(|key| (&**key, passing_s))) {
         if !asked.iter().any(|asked| asked.key.as_deref() == Some(key)) {
             tolerations.push(Toleration {
                 key: Some(key.to_owned()),
                 operator: Some("Exists".to_owned()),
                 effect: Some("NoExecute".to_owned()),
+                toleration_seconds: seconds,
                 ..Toleration::default()
             });
         }

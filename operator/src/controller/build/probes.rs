@@ -1,5 +1,6 @@
 //! What the kubelet asks of a rank's container, and what a gateway does before it ends.
 
+use hearth_crds::{PlanRank, PlanRole};
 use k8s_openapi::api::core::v1::{
     Container, ExecAction, GRPCAction, HTTPGetAction, Lifecycle, LifecycleHandler, Probe,
 };
@@ -9,12 +10,13 @@ use super::pod::{LINGER_S, words};
 use crate::controller::names::{GATEWAY_PORT, HEALTH_PORT, WORKER_PROGRAM};
 
 /// Probes of a rank's container, and what a gateway does before it ends.
-pub(super) fn watch_over(container: &mut Container, is_gateway: bool) {
-    if is_gateway {
+pub(super) fn watch_over(container: &mut Container, rank: &PlanRank) {
+    if rank.role == PlanRole::Gateway {
         container.readiness_probe = Some(http_probe(READINESS));
         container.liveness_probe = Some(http_probe(LIVENESS));
         container.lifecycle = Some(linger());
     } else {
+        container.startup_probe = Some(grpc_probe("", loading(rank)));
         container.readiness_probe = Some(grpc_probe("", READINESS));
         container.liveness_probe = Some(grpc_probe("live", LIVENESS));
     }
@@ -27,6 +29,21 @@ type Rhythm = (i32, i32, i32);
 const READINESS: Rhythm = (2, 2, 3);
 /// A process that computes is alive though it answers late: only one that hangs is killed.
 const LIVENESS: Rhythm = (10, 5, 6);
+
+/// A worker that loads is left alone for as long as a slow disk takes for its weights. Until the probe has succeeded the
+/// kubelet tells that the container has not started, which is how the operator knows that it still loads.
+fn loading(rank: &PlanRank) -> Rhythm {
+    /// A network share over a slow line.
+    const SLOWEST_BYTES_PER_S: u64 = 5_000_000;
+    /// For all that is not reading: compiling kernels, a tokenizer.
+    const BESIDE_S: u64 = 900;
+    let weights = rank
+        .residency
+        .as_ref()
+        .map_or(0, |residency| residency.weight_bytes);
+    let seconds = BESIDE_S.saturating_add(weights / SLOWEST_BYTES_PER_S);
+    (1, 5, i32::try_from(seconds).unwrap_or(i32::MAX))
+}
 
 fn http_probe(rhythm: Rhythm) -> Probe {
     Probe {

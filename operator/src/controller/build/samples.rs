@@ -10,7 +10,7 @@ use hearth_crds::{
 use serde_json::json;
 
 use super::BuildContext;
-use crate::controller::observed::Settings;
+use crate::controller::observed::{NodeSettings, Settings};
 
 pub(super) fn settings() -> Settings {
     Settings {
@@ -28,6 +28,11 @@ pub(super) fn settings() -> Settings {
         network_policies: true,
         keeps_authority: false,
         certificate_lifetime: Duration::from_secs(90 * 24 * 3600),
+        nodes: NodeSettings {
+            move_after: Duration::from_secs(20),
+            forget_after: Duration::from_secs(300),
+            passing_taints: vec!["example.net/agent-not-ready".to_owned()],
+        },
     }
 }
 
@@ -64,6 +69,8 @@ pub(super) fn deployment_of(source: serde_json::Value) -> InferenceDeployment {
 pub(in crate::controller) fn plan() -> InferencePlanSpec {
     InferencePlanSpec {
         generation: 1,
+        min_version: 0,
+        worker_image: None,
         deployment: DeploymentRef {
             name: "demo".to_owned(),
             namespace: "default".to_owned(),

@@ -3,13 +3,11 @@
 use std::collections::BTreeMap;
 
 use hearth_crds::InferenceDeployment;
-use k8s_openapi::api::core::v1::Pod;
 use serde_json::json;
 
-use super::canonical::{METRICS_FLAG, rank_digest};
 use super::samples::{context_of, deployment_of, plan, settings};
 use super::{deployment_of_plan, model_key, model_key_of, plan_object, rank_pods};
-use crate::controller::names::{NOTE_MODEL_KEY, NOTE_PLAN, NOTE_SPEC};
+use crate::controller::names::{NOTE_MODEL_KEY, NOTE_SPEC};
 
 fn http(url: &str) -> InferenceDeployment {
     let sha256 = "0123456789abcdef".repeat(4);
@@ -68,40 +66,4 @@ fn a_plan_of_before_finds_its_model_under_the_half_of_its_checksum() {
     let builtin = deployment_of(json!({"builtin": {"name": "hearth-demo"}}));
     let kept = plan_object(&context_of(&settings, &builtin), plan(), BTreeMap::new());
     assert_eq!(model_key_of(&kept), None);
-}
-
-/// As an operator of before made the Pods, they have the same digests: a new one leaves them running.
-#[test]
-fn a_new_name_of_the_certificates_and_a_port_for_metrics_make_no_new_pods() {
-    let settings = settings();
-    let deployment = super::samples::deployment();
-    for made in rank_pods(&context_of(&settings, &deployment), &plan()) {
-        let mut before = made.pod.clone();
-        let notes = before.metadata.annotations.take().expect("notes");
-        let slice = serde_json::from_str(&notes[NOTE_PLAN]).expect("plan");
-        let text = serde_json::to_string(&before).expect("JSON");
-        assert!(text.contains("demo-hearth-certificates") && !text.contains("demo-tls"));
-        assert_eq!(text.contains("9402"), made.role == "gateway");
-
-        let text = text.replace("demo-hearth-certificates", "demo-tls");
-        let mut before: Pod = serde_json::from_str(&text).expect("Pod");
-        let container = &mut before.spec.as_mut().expect("spec").containers[0];
-        if made.role == "gateway" {
-            let arguments = container.args.as_mut().expect("arguments");
-            let at = arguments.iter().position(|word| word == METRICS_FLAG);
-            arguments.drain(at.expect("a flag")..at.expect("a flag") + 2);
-            container.ports.as_mut().expect("ports").pop();
-        }
-        assert_eq!(rank_digest(&before, &slice, "demo"), made.hash);
-        // What makes it do other work counts.
-        let mut other = made.pod.clone();
-        other.metadata.annotations = None;
-        let container = &mut other.spec.as_mut().expect("spec").containers[0];
-        container
-            .args
-            .as_mut()
-            .expect("arguments")
-            .push("--more".to_owned());
-        assert_ne!(rank_digest(&other, &slice, "demo"), made.hash);
-    }
 }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::api::ObjectMeta;
 use serde::Deserialize;
 
@@ -31,11 +32,12 @@ struct Spec {
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default)]
+#[serde(rename_all = "camelCase", default)]
 struct LeanTaint {
     key: String,
     value: String,
     effect: String,
+    time_added: Option<Time>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -46,24 +48,25 @@ struct Status {
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default)]
+#[serde(rename_all = "camelCase", default)]
 struct Condition {
     #[serde(rename = "type")]
     type_: String,
     status: String,
+    last_transition_time: Option<Time>,
 }
 
 impl LeanNode {
     /// What placement needs; without a profile.
     pub(crate) fn into_view(self) -> NodeView {
         let amount = |name: &str| self.status.allocatable.get(name).map(|q| q.0.as_str());
-        let is_ready = self
-            .status
-            .conditions
-            .iter()
-            .any(|condition| condition.type_ == "Ready" && condition.status == "True");
+        let mut conditions = self.status.conditions.iter();
+        let ready = conditions.find(|condition| condition.type_ == "Ready");
+        let is_ready = ready.is_some_and(|ready| ready.status == "True");
+        let changed = ready.and_then(|ready| ready.last_transition_time.as_ref());
         NodeView {
             is_ready,
+            not_ready_since: changed.filter(|_| !is_ready).map(|Time(at)| *at),
             is_cordoned: self.spec.unschedulable,
             gpus: amount(GPU_RESOURCE).and_then(whole).unwrap_or(0),
             cpu_millis: amount("cpu").and_then(millis).unwrap_or(0),
@@ -78,6 +81,7 @@ impl LeanNode {
                     key: taint.key,
                     value: taint.value,
                     effect: taint.effect,
+                    since: taint.time_added.map(|Time(at)| at),
                 })
                 .collect(),
             pod_cidrs: self.spec.pod_cidrs,

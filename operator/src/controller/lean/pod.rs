@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 
+use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::api::ObjectMeta;
 use serde::Deserialize;
 
 use super::super::names::{
-    LABEL_DEPLOYMENT, LABEL_RANK, LABEL_ROLE, NOTE_CERTIFICATE, NOTE_PLAN, NOTE_PLAN_GENERATION,
-    NOTE_RANK_HASH, NOTE_ROUTES, NOTE_SOURCE, old_certificates_secret,
+    LABEL_DEPLOYMENT, LABEL_RANK, LABEL_ROLE, NOTE_CERTIFICATE, NOTE_FORM, NOTE_PLAN,
+    NOTE_PLAN_GENERATION, NOTE_ROUTES, NOTE_SOURCE, old_certificates_secret,
 };
 use super::super::observed::{ContainerEnd, ContainerView, PodView};
 use super::requests::{Asking, Granted};
@@ -61,12 +62,33 @@ struct Spec {
 #[serde(default)]
 struct Volume {
     secret: Option<VolumeSecret>,
+    #[serde(rename = "downwardAPI")]
+    downward_api: DownwardApi,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct DownwardApi {
+    items: Vec<DownwardFile>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 struct VolumeSecret {
     secret_name: String,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct DownwardFile {
+    path: String,
+    field_ref: FieldRef,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct FieldRef {
+    field_path: String,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -113,11 +135,12 @@ struct Status {
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default)]
+#[serde(rename_all = "camelCase", default)]
 struct Condition {
     #[serde(rename = "type")]
     type_: String,
     status: String,
+    last_transition_time: Option<Time>,
     reason: Option<String>,
     message: Option<String>,
 }
@@ -128,6 +151,7 @@ struct ContainerStatus {
     #[serde(flatten)]
     granted: Granted,
     restart_count: u32,
+    started: Option<bool>,
     state: State,
     last_state: State,
 }
@@ -136,7 +160,14 @@ struct ContainerStatus {
 #[serde(default)]
 struct State {
     waiting: Option<Waiting>,
+    running: Option<Running>,
     terminated: Option<Terminated>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Running {
+    started_at: Option<Time>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -156,7 +187,9 @@ struct Terminated {
 
 /// What a Pod's copy of the plan says of the memory and CPUs that no request shows.
 #[derive(Default, Deserialize)]
+#[serde(default)]
 struct Slice {
+    generation: u64,
     ranks: Vec<SliceRank>,
 }
 
@@ -181,7 +214,11 @@ impl LeanPod {
     pub(crate) fn into_view(self) -> PodView {
         let label = |name: &str| text(self.metadata.labels.as_ref(), name);
         let note = |name: &str| text(self.metadata.annotations.as_ref(), name);
-        let mut rank = note_rank(self.metadata.annotations.as_ref());
+        let plan_note = self.spec.note_of("plan.json");
+        let routes_note = self.spec.note_of("routes.json");
+        let routes_note = routes_note.filter(|name| name != NOTE_ROUTES);
+        let slice = note(plan_note.as_deref().unwrap_or(NOTE_PLAN));
+        let (generation, mut rank) = read_slice(&slice);
         let is_exclusive = rank.pinning == "Exclusive";
         let node = self.spec.node_name.clone().unwrap_or_default();
         let container = self.status.container_statuses.first();
@@ -193,10 +230,11 @@ impl LeanPod {
             uid: self.metadata.uid.clone().unwrap_or_default(),
             role: label(LABEL_ROLE),
             rank: label(LABEL_RANK),
-            rank_hash: note(NOTE_RANK_HASH),
-            plan_generation: note(NOTE_PLAN_GENERATION).parse().unwrap_or(0),
+            form: note(NOTE_FORM),
+            plan_generation: note(NOTE_PLAN_GENERATION).parse().unwrap_or(generation),
             source: note(NOTE_SOURCE),
-            routes: note(NOTE_ROUTES),
+            routes: note(routes_note.as_deref().unwrap_or(NOTE_ROUTES)),
+            routes_note,
             certificate: note(NOTE_CERTIFICATE),
             mounts_old_certificates: self
                 .spec
@@ -213,6 +251,7 @@ impl LeanPod {
             cpu_millis: requests.cpu_millis,
             memory_bytes: requests.memory_bytes,
             gpus: requests.gpus,
+            progressed: self.status.progressed(),
             exclusive_cpus: if is_exclusive {
                 std::mem::take(&mut rank.cpus)
             } else {
@@ -245,6 +284,14 @@ impl Spec {
         secrets.any(|secret| secret.secret_name == name)
     }
 
+    /// The annotation that is shown to the container as the file `path`. The operator that made the Pod chose its name.
+    fn note_of(&self, path: &str) -> Option<String> {
+        let mut files = self.volumes.iter().flat_map(|v| &v.downward_api.items);
+        let field = &files.find(|file| file.path == path)?.field_ref;
+        let name = field.field_path.strip_prefix("metadata.annotations['")?;
+        name.strip_suffix("']").map(str::to_owned)
+    }
+
     fn wanted_node(&self) -> String {
         let required = self
             .affinity
@@ -272,6 +319,13 @@ impl Status {
 
     fn is_true(&self, name: &str) -> bool {
         self.condition(name).is_some_and(|c| c.status == "True")
+    }
+
+    /// When the newest of the conditions that hold came about.
+    fn progressed(&self) -> Option<Timestamp> {
+        let holding = self.conditions.iter().filter(|c| c.status == "True");
+        let times = holding.filter_map(|condition| condition.last_transition_time.as_ref());
+        times.map(|Time(at)| *at).max()
     }
 
     fn unschedulable(&self) -> Option<String> {
@@ -303,8 +357,13 @@ impl ContainerStatus {
     fn view(&self) -> ContainerView {
         let ended = self.state.terminated.as_ref();
         let ended = ended.or(self.last_state.terminated.as_ref());
+        let running = self.state.running.as_ref();
         ContainerView {
             restarts: self.restart_count,
+            running_since: running
+                .and_then(|running| running.started_at.as_ref())
+                .map(|Time(at)| *at),
+            is_starting: running.is_some() && self.started == Some(false),
             waiting: self
                 .state
                 .waiting
@@ -325,12 +384,11 @@ fn text(texts: Option<&BTreeMap<String, String>>, name: &str) -> String {
         .unwrap_or_default()
 }
 
-fn note_rank(notes: Option<&BTreeMap<String, String>>) -> SliceRank {
-    let slice = notes.and_then(|notes| notes.get(NOTE_PLAN));
-    let slice = slice.and_then(|json| serde_json::from_str::<Slice>(json).ok());
-    slice
-        .and_then(|slice| slice.ranks.into_iter().next())
-        .unwrap_or_default()
+/// Generation and rank of a Pod's copy of the plan.
+fn read_slice(json: &str) -> (u64, SliceRank) {
+    let slice: Slice = serde_json::from_str(json).unwrap_or_default();
+    let rank = slice.ranks.into_iter().next();
+    (slice.generation, rank.unwrap_or_default())
 }
 
 #[cfg(test)]
@@ -345,7 +403,7 @@ mod tests {
                 "name": "demo-decode-0-abcdef01", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z",
                 "labels": {"hearth.dev/role": "decode", "hearth.dev/rank": "decode-0"},
                 "annotations": {
-                    "hearth.dev/plan-generation": "3", "hearth.dev/rank-hash": "abcdef01",
+                    "hearth.dev/plan-generation": "3", "hearth.dev/form": "abcdef01",
                     "hearth.dev/plan": json!({"generation": 3, "ranks": [{"name": "decode-0", "cpus": [2, 3],
                         "pinning": "Exclusive", "residency": {"policy": "Resident", "budgetBytes": 77}}]}).to_string(),
                 },
@@ -377,7 +435,7 @@ mod tests {
             (&*view.node, &*view.wanted_node, &*view.ip),
             ("office", "office", "10.0.0.9")
         );
-        assert_eq!((view.plan_generation, &*view.rank_hash), (3, "abcdef01"));
+        assert_eq!((view.plan_generation, &*view.form), (3, "abcdef01"));
         assert!(view.is_ready && !view.is_setting_up);
     }
 
@@ -409,5 +467,27 @@ mod tests {
         let pulling = view(json!({"phase": "Pending", "containerStatuses": [
             {"restartCount": 0, "state": {"waiting": {"reason": "ImagePullBackOff", "message": "m"}}}]}));
         assert!(!pulling.is_setting_up);
+    }
+
+    #[test]
+    fn annotations_are_found_under_the_names_that_the_pod_reads_them_by() {
+        let file = |path: &str, annotation: &str| json!({"path": path, "fieldRef": {"fieldPath": format!("metadata.annotations['{annotation}']")}});
+        let pod = |plan: &str, routes: &str| {
+            let mut notes = serde_json::Map::new();
+            notes.insert(plan.to_owned(), json!(r#"{"generation": 7, "ranks": []}"#));
+            notes.insert(routes.to_owned(), json!("{}"));
+            let pod: LeanPod = serde_json::from_value(json!({
+                "metadata": {"name": "demo-gateway-0-abcdef01", "annotations": notes},
+                "spec": {"volumes": [{"name": "tls", "secret": {}}, {"name": "place", "downwardAPI": {
+                    "items": [file("plan.json", plan), file("routes.json", routes)]}}]},
+            }))
+            .unwrap();
+            let view = pod.into_view();
+            assert_eq!((view.plan_generation, &*view.routes), (7, "{}"));
+            view.routes_note
+        };
+        assert_eq!(pod(NOTE_PLAN, NOTE_ROUTES), None);
+        let other = pod("example.org/plan", "example.org/routes");
+        assert_eq!(other.as_deref(), Some("example.org/routes"));
     }
 }

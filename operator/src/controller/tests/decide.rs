@@ -399,25 +399,165 @@ fn a_cordoned_node_is_left_without_a_gap() {
 }
 
 #[test]
-fn a_taint_moves_work_and_a_node_under_pressure_keeps_it() {
+fn a_taint_that_evicts_moves_work_and_others_do_not() {
     let mut world = World::new("");
     world.settle();
     let home = world.observed.pods[0].node.clone();
-    let taint = |key: &str| Taint {
+    let since = Some(world.observed.now);
+    let taint = |key: &str, effect: &str| Taint {
         key: key.to_owned(),
         value: String::new(),
-        effect: "NoSchedule".to_owned(),
+        effect: effect.to_owned(),
+        since,
     };
-    world.node(&home, |node| {
-        node.taints = vec![taint("node.kubernetes.io/memory-pressure")];
-    });
+    for stays in [
+        taint("node.kubernetes.io/memory-pressure", "NoSchedule"),
+        taint("maintenance", "NoSchedule"),
+        taint("example.net/agent-not-ready", "NoExecute"),
+    ] {
+        world.node(&home, |node| node.taints = vec![stays.clone()]);
+        world.settle();
+        assert_eq!(world.observed.plans.len(), 1, "{stays:?}");
+        assert_eq!(world.says(DEGRADED), ("False", "AsPlanned"));
+    }
+    assert!(
+        decide(&world.observed).requeue_after.is_some(),
+        "it may last too long"
+    );
+    world.pass(Duration::from_secs(300));
     world.settle();
-    assert_eq!(world.observed.plans.len(), 1);
-    assert_eq!(world.says(DEGRADED), ("False", "AsPlanned"));
-    world.node(&home, |node| node.taints = vec![taint("maintenance")]);
+    assert!(world.observed.pods.iter().all(|pod| pod.node != home));
+    let home = world.observed.pods[0].node.clone();
+    world.node(&home, |node| {
+        node.taints = vec![taint("maintenance", "NoExecute")]
+    });
+    for name in ["attic", "office"] {
+        if name != home {
+            world.node(name, |node| node.taints.clear());
+        }
+    }
     world.settle();
     assert!(world.observed.pods.iter().all(|pod| pod.node != home));
     assert_eq!(world.condition(READY).status, "True");
+}
+
+#[test]
+fn loading_is_progress_as_long_as_the_worker_does_not_end() {
+    let mut world = World::new("rollout: {progressDeadline: 10m}\n");
+    world.visit();
+    world.turn();
+    world.turn();
+    let loading = |restarts: u32| ContainerView {
+        restarts,
+        is_starting: true,
+        ..ContainerView::default()
+    };
+    let hour = Duration::from_secs(3600);
+    world.pod("demo-decode-0", |pod| {
+        pod.is_ready = false;
+        pod.container = Some(loading(0));
+    });
+    for _ in 0..3 {
+        world.pass(hour);
+        world.visit();
+        assert_eq!(world.says(PROGRESSING), ("True", "Starting"));
+    }
+    // It has ended itself once: its second attempt is no progress.
+    world.pod("demo-decode-0", |pod| pod.container = Some(loading(1)));
+    world.visit();
+    assert_eq!(
+        world.says(PROGRESSING),
+        ("False", "ProgressDeadlineExceeded")
+    );
+    // Placed a moment ago.
+    let now = world.observed.now;
+    world.pod("demo-decode-0", |pod| {
+        pod.container = None;
+        pod.progressed = Some(now);
+    });
+    world.pass(Duration::from_secs(599));
+    world.visit();
+    assert_eq!(world.says(PROGRESSING), ("True", "Starting"));
+    world.pass(Duration::from_secs(1));
+    world.visit();
+    assert_eq!(
+        world.says(PROGRESSING),
+        ("False", "ProgressDeadlineExceeded")
+    );
+}
+
+/// Names and uids of all Pods.
+fn identities(world: &World) -> Vec<(String, String)> {
+    let pods = world.observed.pods.iter();
+    pods.map(|pod| (pod.name.clone(), pod.uid.clone()))
+        .collect()
+}
+
+fn goes_away(world: &mut World, name: &str) {
+    let now = world.observed.now;
+    world.node(name, |node| {
+        node.is_ready = false;
+        node.not_ready_since = Some(now);
+    });
+}
+
+fn comes_back(world: &mut World, name: &str) {
+    world.node(name, |node| {
+        node.is_ready = true;
+        node.not_ready_since = None;
+    });
+}
+
+#[test]
+fn a_node_that_is_away_for_a_moment_keeps_its_pods() {
+    let mut world = World::new("");
+    world.settle();
+    let (before, home) = (identities(&world), world.observed.pods[0].node.clone());
+    goes_away(&mut world, &home);
+    for _ in 0..15 {
+        world.turn();
+        let decision = world.visit();
+        assert!(decision.create_plan.is_none() && decision.delete_pods.is_empty());
+        assert!(
+            decision
+                .requeue_after
+                .is_some_and(|wait| wait <= Duration::from_secs(20))
+        );
+    }
+    assert_eq!(world.says(READY), ("False", "NodeLost"));
+    comes_back(&mut world, &home);
+    world.settle();
+    assert_eq!(world.says(READY), ("True", "Serving"));
+    assert_eq!(identities(&world), before);
+    // When it stays away, its work is done elsewhere, and ends there when it is.
+    goes_away(&mut world, &home);
+    world.pass(Duration::from_secs(20));
+    let decision = world.visit();
+    assert!(decision.create_plan.is_some() && decision.delete_pods.is_empty());
+    world.settle();
+    assert_eq!(world.says(READY), ("True", "Serving"));
+}
+
+#[test]
+fn all_nodes_away_at_once_move_nothing() {
+    let mut world = World::new("");
+    world.settle();
+    let before = identities(&world);
+    goes_away(&mut world, "attic");
+    world.pass(Duration::from_secs(12));
+    world.visit();
+    goes_away(&mut world, "office");
+    for _ in 0..100 {
+        world.pass(Duration::from_secs(10));
+        let decision = world.visit();
+        assert!(!decision.writes_objects(), "{decision:?}");
+        world.turn();
+    }
+    comes_back(&mut world, "office");
+    comes_back(&mut world, "attic");
+    world.settle();
+    assert_eq!(identities(&world), before);
+    assert_eq!(world.observed.plans.len(), 1);
 }
 
 #[test]
@@ -467,6 +607,7 @@ fn the_cause_of_a_crash_is_in_the_conditions() {
                 reason: "Error".to_owned(),
                 message: "error: config.json is missing\n".to_owned(),
             }),
+            ..ContainerView::default()
         });
     });
     world.turn();

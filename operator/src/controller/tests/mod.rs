@@ -7,4 +7,5 @@ mod refusals;
 mod rollout;
 mod scale;
 mod sim;
+mod upgrade;
 mod world;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::world::World;
 use crate::controller::builtin;
 use crate::controller::conditions::{MODEL_READY, PLANNED, READY};
-use crate::controller::observed::{ContainerEnd, ContainerView, FetchView};
+use crate::controller::observed::{ContainerEnd, ContainerView, FetchView, PodView};
 use crate::controller::testing::{GIB, node};
 
 const HOST: &str = "model: {source: {hostPath: {path: /models/m}}, contextLength: 2048}\n";
@@ -191,6 +191,46 @@ fn a_claim_is_looked_into_where_it_can_be_mounted() {
     assert_eq!(world.says(READY), ("True", "Serving"));
 }
 
+#[test]
+fn a_claim_of_many_nodes_pins_nothing() {
+    for (mode, is_pinned) in [
+        ("ReadWriteOnce", true),
+        ("ReadOnlyMany", false),
+        ("ReadWriteMany", false),
+    ] {
+        let mut world = World::new(CLAIM);
+        world.observed.claim_modes = vec![mode.to_owned()];
+        world.visit();
+        end(&mut world, "attic", 0, &facts());
+        world.settle();
+        assert_eq!(world.says(READY), ("True", "Serving"), "{mode}");
+        // Asked for no more once it is known.
+        world.observed.claim_modes.clear();
+        world.node("attic", |node| node.is_cordoned = true);
+        world.settle();
+        let is_on_attic = |pod: &Arc<PodView>| pod.node == "attic";
+        assert_eq!(
+            world.observed.pods.iter().any(is_on_attic),
+            is_pinned,
+            "{mode}"
+        );
+    }
+}
+
+#[test]
+fn a_claim_for_one_pod_is_refused_with_what_to_write() {
+    let mut world = World::new(CLAIM);
+    world.observed.claim_modes = vec!["ReadWriteOncePod".to_owned()];
+    assert!(world.visit().create_pods.is_empty());
+    assert_eq!(world.says(MODEL_READY), ("False", "ClaimNotShared"));
+    assert!(
+        world
+            .condition(MODEL_READY)
+            .message
+            .contains("ReadWriteMany")
+    );
+}
+
 fn fetching(bytes: u64) -> FetchView {
     FetchView::Fetching {
         bytes,
@@ -207,10 +247,10 @@ fn ready() -> FetchView {
 }
 
 #[test]
-fn a_download_shows_its_percent_and_the_plan_does_not_wait_for_the_slowest() {
+fn a_download_shows_its_percent() {
     let mut world = World::new(&http());
     let decision = world.visit();
-    assert_eq!(decision.fetch_on, ["attic", "office"]);
+    assert_eq!(decision.fetch_on, ["attic"], "one is enough to know it");
     assert_eq!(world.says(MODEL_READY), ("False", "WaitingForAgent"));
     let set = |world: &mut World, attic: FetchView, office: FetchView| {
         world.observed.fetches.insert("attic".to_owned(), attic);
@@ -231,9 +271,6 @@ fn a_download_shows_its_percent_and_the_plan_does_not_wait_for_the_slowest() {
         before,
         "told with each percent, not with each byte"
     );
-    // 50 bytes at 10 a second are worth waiting for, 400 are not.
-    let decision = set(&mut world, ready(), fetching(950));
-    assert!(decision.create_plan.is_none());
     let decision = set(&mut world, ready(), fetching(600));
     assert!(decision.create_plan.is_some());
     world.settle();
@@ -255,6 +292,73 @@ fn a_download_shows_its_percent_and_the_plan_does_not_wait_for_the_slowest() {
         ["attic"],
         "the nodes that use it keep it"
     );
+}
+
+#[test]
+fn a_node_that_cannot_fetch_leaves_it_to_the_next() {
+    let mut world = World::new(&http());
+    let mut set = |name: &str, view: FetchView| {
+        world.observed.fetches.insert(name.to_owned(), view);
+        world.visit().fetch_on
+    };
+    let full = FetchView::Failed("/var/lib/hearth has 1 MiB free".to_owned());
+    assert_eq!(set("attic", full), ["attic", "office"]);
+    assert_eq!(set("office", fetching(1)), ["office"]);
+    assert_eq!(set("office", ready()), ["office"]);
+}
+
+#[test]
+fn a_model_is_fetched_where_a_plan_wants_it_and_nowhere_else() {
+    let mut world = World::new(&http());
+    for name in ["shed", "study"] {
+        let node = node(name, 4, 4 * GIB);
+        world.observed.nodes.insert(name.to_owned(), Arc::new(node));
+    }
+    world.visit();
+    world.observed.fetches.insert("attic".to_owned(), ready());
+    world.settle();
+    assert_eq!(world.visit().fetch_on, ["attic"]);
+    // Its node is lost: the plan is drafted for one other node, which fetches it while nothing else changes.
+    world.node("attic", |node| node.is_ready = false);
+    world.turn();
+    let decision = world.visit();
+    assert!(decision.create_plan.is_none());
+    assert_eq!(decision.fetch_on.len(), 1, "{:?}", decision.fetch_on);
+    let next = decision.fetch_on[0].clone();
+    assert_ne!(next, "attic");
+    world.observed.fetches.insert(next.clone(), fetching(1));
+    assert!(world.visit().create_plan.is_none());
+    world.observed.fetches.insert(next.clone(), ready());
+    world.settle();
+    assert_eq!(world.says(READY), ("True", "Serving"));
+    assert!(world.observed.pods.iter().all(|pod| pod.node == next));
+}
+
+#[test]
+fn a_plan_for_two_nodes_waits_until_both_have_the_model() {
+    let spec =
+        http() + "decode: {replicas: 2, kvCache: {memory: 2500Mi}}\nprefill: {mode: Chunked}\n";
+    let mut world = World::new(&spec);
+    let third = node("shed", 4, 4 * GIB);
+    world
+        .observed
+        .nodes
+        .insert("shed".to_owned(), Arc::new(third));
+    world.observed.fetches.insert("attic".to_owned(), ready());
+    let mut decision = world.visit();
+    assert_eq!(decision.fetch_on.len(), 2, "{:?}", decision.fetch_on);
+    assert!(decision.create_plan.is_none());
+    let other = decision
+        .fetch_on
+        .iter()
+        .find(|name| *name != "attic")
+        .unwrap()
+        .clone();
+    world.observed.fetches.insert(other.clone(), ready());
+    decision = world.visit();
+    assert!(decision.create_plan.is_some());
+    world.settle();
+    assert_eq!(world.says(READY), ("True", "Serving"));
 }
 
 #[test]

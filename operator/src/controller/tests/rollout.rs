@@ -261,8 +261,8 @@ fn a_pod_that_failed_is_made_again_after_a_while() {
     assert!(sim.decide(&wants).end.is_empty());
 }
 
-#[test]
-fn what_a_lost_node_held_is_gone_and_a_plan_without_it_starts_at_once() {
+/// `old` on the attic, `new` on the office.
+fn moving() -> (Vec<Want>, Vec<Want>, Sim) {
     let old = vec![
         want("gateway-0", "a", "attic", 50),
         want("decode-0", "a", "attic", 400),
@@ -270,14 +270,130 @@ fn what_a_lost_node_held_is_gone_and_a_plan_without_it_starts_at_once() {
     let new = plan("b", "b");
     let mut sim = Sim::new(rooms(&[("attic", 600), ("office", 600)]), PACE);
     sim.settle(&old, |_, _| {});
+    (old, new, sim)
+}
+
+#[test]
+fn what_a_lost_node_held_ends_when_the_plan_without_it_serves() {
+    let (_, new, mut sim) = moving();
     sim.lose("attic");
     let steps = sim.visit(&new);
     assert_eq!(steps.progress.mode, Mode::Alone);
     assert_eq!(steps.create.len(), 2);
-    assert_eq!(steps.end.len(), 2);
-    assert!(steps.end.iter().all(|end| end.at_once));
-    sim.turn();
+    let mut ended = BTreeSet::new();
+    sim.settle(&new, |_, steps| {
+        assert!(steps.progress.is_serving || steps.end.is_empty());
+        assert!(
+            steps.end.iter().all(|end| !end.at_once),
+            "streams may go on there"
+        );
+        ended.extend(steps.end.iter().map(|end| end.name.clone()));
+    });
+    assert_eq!(ended.len(), 2);
+    assert_eq!(
+        sim.pods.len(),
+        4,
+        "until their kubelet is back, or nobody waits for it"
+    );
+    sim.is_patience_over = true;
     sim.settle(&new, |_, _| {});
+    assert_eq!(sim.pods.len(), 2);
+}
+
+#[test]
+fn what_nobody_waits_for_goes_though_nothing_else_serves() {
+    let (_, new, mut sim) = moving();
+    sim.lose("attic");
+    sim.is_patience_over = true;
+    sim.broken.insert("b".to_owned());
+    let steps = sim.visit(&new);
+    assert!(steps.end.len() == 2 && steps.end.iter().all(|end| end.at_once));
+}
+
+#[test]
+fn what_a_node_held_that_has_left_goes_at_once() {
+    let (_, new, mut sim) = moving();
+    sim.rooms.remove("attic");
+    let steps = sim.visit(&new);
+    assert_eq!(steps.create.len(), 2);
+    assert!(steps.end.len() == 2 && steps.end.iter().all(|end| end.at_once));
+}
+
+#[test]
+fn nothing_that_is_wanted_ends_while_its_node_is_away() {
+    let (old, _, mut sim) = moving();
+    let uids = |sim: &Sim| -> Vec<String> {
+        sim.pods
+            .values()
+            .map(|paper| paper.view.uid.clone())
+            .collect()
+    };
+    let before = uids(&sim);
+    sim.lose("attic");
+    sim.lose("office");
+    for is_patience_over in [false, true] {
+        sim.is_patience_over = is_patience_over;
+        for _ in 0..10 {
+            let steps = sim.visit(&old);
+            assert!(is_quiet(&steps) && !steps.progress.is_serving, "{steps:?}");
+            sim.turn();
+        }
+    }
+    sim.bring_back();
+    sim.settle(&old, |_, _| {});
+    assert_eq!(uids(&sim), before);
+}
+
+#[test]
+fn a_gateway_keeps_its_route_to_a_node_that_is_away() {
+    let old = vec![
+        want("gateway-0", "a", "office", 50),
+        want("decode-0", "a", "attic", 400),
+    ];
+    let new = vec![old[0].clone(), want("decode-0", "b", "office", 400)];
+    let mut sim = Sim::new(rooms(&[("attic", 600), ("office", 600)]), PACE);
+    sim.settle(&old, |_, _| {});
+    let old_address = sim.pods["demo-decode-0-a"].view.ip.clone();
+    let knows_old = |sim: &Sim| {
+        let gateway = &sim.pods["demo-gateway-0-a"].view;
+        gateway.routes.contains(&old_address)
+    };
+    sim.lose("attic");
+    sim.visit(&old);
+    assert!(knows_old(&sim));
+    sim.generation = 2;
+    sim.settle(&new, |sim, _| {
+        let is_new_up = sim
+            .pods
+            .get("demo-decode-0-b")
+            .is_some_and(|it| it.view.is_ready);
+        assert!(is_new_up || knows_old(sim), "streams to it may go on");
+    });
+    assert!(!knows_old(&sim));
+}
+
+#[test]
+fn a_pod_that_waits_in_an_old_form_is_made_anew_and_one_that_runs_is_not() {
+    let old = plan("a", "a");
+    let mut sim = running(1000, &old);
+    let mut new = old.clone();
+    new.push(want("decode-1", "x", "office", 400));
+    sim.visit(&new);
+    let waiting = "demo-decode-1-x";
+    // Another operator would give both Pods another form.
+    new[1].form = "b".to_owned();
+    new[2].form = "y".to_owned();
+    assert!(sim.decide(&new).end.is_empty(), "not as soon as it is made");
+    for _ in 0..3 {
+        sim.tick();
+    }
+    let ended: Vec<String> = sim
+        .decide(&new)
+        .end
+        .into_iter()
+        .map(|end| end.name)
+        .collect();
+    assert_eq!(ended, [waiting]);
 }
 
 #[test]

@@ -37,7 +37,9 @@ pub(super) struct Sim {
     pub(super) rooms: BTreeMap<String, Requests>,
     pub(super) away: BTreeMap<String, Requests>,
     pub(super) pace: Pace,
-    /// Hashes whose Pods never become ready.
+    /// Nobody waits for the nodes that are away.
+    pub(super) is_patience_over: bool,
+    /// Forms whose Pods never become ready.
     pub(super) broken: BTreeSet<String>,
     /// Bytes of each node that other Pods take, unknown to the operator.
     pub(super) hidden_bytes: u64,
@@ -54,6 +56,7 @@ impl Sim {
             rooms,
             away: BTreeMap::new(),
             pace,
+            is_patience_over: false,
             broken: BTreeSet::new(),
             hidden_bytes: 0,
             kindred: BTreeSet::new(),
@@ -74,6 +77,11 @@ impl Sim {
             wants,
             pods: &pods,
             rooms: &self.rooms,
+            away: &self
+                .away
+                .keys()
+                .map(|name| (name.clone(), self.is_patience_over))
+                .collect(),
             kindred: &self.kindred,
             now: self.now(),
         })
@@ -128,7 +136,7 @@ impl Sim {
             uid: self.made.to_string(),
             role: want.role.as_str().to_owned(),
             rank: want.rank.clone(),
-            rank_hash: want.hash.clone(),
+            form: want.form.clone(),
             plan_generation: self.generation,
             routes,
             wanted_node: want.node.clone(),
@@ -148,14 +156,19 @@ impl Sim {
             view,
             start,
             end: None,
-            is_broken: self.broken.contains(&want.hash),
+            is_broken: self.broken.contains(&want.form),
         };
         self.pods.insert(want.name.clone(), paper);
     }
 
+    /// Time passes, and nobody does anything.
+    pub(super) fn tick(&mut self) {
+        self.tick += 1;
+    }
+
     /// Scheduler and kubelets do a tick's work.
     pub(super) fn turn(&mut self) {
-        self.tick += 1;
+        self.tick();
         let gone: Vec<String> = self
             .pods
             .values_mut()
@@ -354,7 +367,7 @@ pub(super) fn want(rank: &str, hash: &str, node: &str, mib: u64) -> Want {
     Want {
         name: format!("demo-{rank}-{hash}"),
         rank: rank.to_owned(),
-        hash: hash.to_owned(),
+        form: hash.to_owned(),
         role,
         node: node.to_owned(),
         memory_bytes: mib * MIB,

@@ -12,7 +12,7 @@ use kube::ResourceExt;
 use crate::controller::decide::decide;
 use crate::controller::decision::{Decision, Transition};
 use crate::controller::names::{
-    LABEL_RANK, LABEL_ROLE, NOTE_CERTIFICATE, NOTE_PLAN_GENERATION, NOTE_RANK_HASH, NOTE_ROUTES,
+    LABEL_RANK, LABEL_ROLE, NOTE_CERTIFICATE, NOTE_FORM, NOTE_PLAN_GENERATION, NOTE_ROUTES,
     NOTE_SOURCE,
 };
 use crate::controller::observed::{NodeView, Observed, PodView};
@@ -21,7 +21,7 @@ use crate::controller::testing::{deployment, observed};
 pub(super) struct World {
     pub(super) observed: Observed,
     pub(super) events: Vec<Transition>,
-    /// Ranks of plans from this generation on never become ready.
+    /// Workers of plans from this generation on never become ready.
     pub(super) broken_from: u64,
     made: u32,
 }
@@ -143,7 +143,7 @@ impl World {
             uid: self.made.to_string(),
             role: label(LABEL_ROLE),
             rank: label(LABEL_RANK),
-            rank_hash: note(NOTE_RANK_HASH),
+            form: note(NOTE_FORM),
             plan_generation: note(NOTE_PLAN_GENERATION).parse().unwrap_or(0),
             source: note(NOTE_SOURCE),
             routes: note(NOTE_ROUTES),
@@ -178,7 +178,9 @@ impl World {
                 pod.node.clone_from(&pod.wanted_node);
                 pod.ip = format!("10.0.{}.{index}", pod.uid);
                 pod.phase = "Running".to_owned();
-            } else if pod.plan_generation < self.broken_from && pod.container.is_none() {
+            } else if pod.container.is_none()
+                && (pod.role == "gateway" || pod.plan_generation < self.broken_from)
+            {
                 pod.is_ready = true;
             }
         }

@@ -52,6 +52,9 @@ pub(crate) struct AgentArgs {
     /// Range of addresses to fetch from although it is the node's, its link's or the cluster's; may be repeated
     #[arg(long = "allow-range", value_name = "CIDR")]
     allow_ranges: Vec<IpNet>,
+    /// Hours that a fetched model stays after nobody names it any more, unless its room is needed
+    #[arg(long, value_name = "HOURS", default_value_t = 24)]
+    keep_models: u32,
 }
 
 impl AgentArgs {
@@ -59,6 +62,7 @@ impl AgentArgs {
         Limits {
             disk_reserve: self.disk_reserve,
             allow_ranges: self.allow_ranges.clone(),
+            keep: Duration::from_secs(3600 * u64::from(self.keep_models)),
         }
     }
 }

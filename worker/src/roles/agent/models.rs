@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use hearth_crds::{ModelFacts, store_key};
 use hearth_fetch::{
@@ -27,6 +27,8 @@ pub(super) struct Models {
     cache: Cache,
     limits: Limits,
     entries: Mutex<BTreeMap<Key, Entry>>,
+    /// What was named last; none before anybody has said.
+    named: Mutex<Option<BTreeSet<Key>>>,
 }
 
 /// What fetches leave alone.
@@ -36,6 +38,8 @@ pub(super) struct Limits {
     pub(super) disk_reserve: u8,
     /// Ranges that are fetched from although they are the node's, its link's or the cluster's.
     pub(super) allow_ranges: Vec<IpNet>,
+    /// How long a model stays that nobody names any more, unless its room is needed.
+    pub(super) keep: Duration,
 }
 
 impl Limits {
@@ -99,6 +103,7 @@ impl Models {
             cache,
             limits,
             entries: Mutex::default(),
+            named: Mutex::default(),
         }
     }
 
@@ -147,15 +152,25 @@ impl Models {
         Ok(working(None))
     }
 
-    /// Removes all models and parts but those named and those in work; gives their keys.
+    /// Removes all models and parts but those named, those in work, and those named not long ago; gives their keys.
     ///
     /// # Errors
     /// INVALID_ARGUMENT for a name that is no key; FAILED_PRECONDITION when the cache does not let itself be changed.
     pub(super) async fn retain(self: &Arc<Self>, keys: &[String]) -> Result<Vec<String>, Status> {
-        let mut kept = keys
+        let named = keys
             .iter()
             .map(|text| parsed(text))
             .collect::<Result<BTreeSet<Key>, Status>>()?;
+        *self.named.lock().unwrap_or_else(PoisonError::into_inner) = Some(named.clone());
+        let removed = self.remove_all_but(named, self.limits.keep).await?;
+        Ok(removed.iter().map(Key::to_string).collect())
+    }
+
+    async fn remove_all_but(
+        self: &Arc<Self>,
+        mut kept: BTreeSet<Key>,
+        keep: Duration,
+    ) -> Result<Vec<Key>, Status> {
         {
             let mut entries = self.lock();
             let in_work = entries
@@ -165,15 +180,29 @@ impl Models {
             entries.retain(|key, _| kept.contains(key));
         }
         let cache = self.cache.clone();
-        let removed = tokio::task::spawn_blocking(move || cache.retain(&kept))
+        let now = SystemTime::now();
+        let removed = tokio::task::spawn_blocking(move || cache.retain(&kept, keep, now))
             .await
             .map_err(|error| Status::internal(error.to_string()))?
             .map_err(|error| Status::failed_precondition(error.to_string()))?;
-        let removed: Vec<String> = removed.iter().map(Key::to_string).collect();
         if !removed.is_empty() {
             tracing::info!(keys = ?removed, "models removed: nobody names them");
         }
         Ok(removed)
+    }
+
+    /// Makes room by what is only kept in case it is wanted again. Whether there is more room now.
+    async fn make_room(self: &Arc<Self>) -> bool {
+        let named = self
+            .named
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone();
+        let Some(named) = named else {
+            return false;
+        };
+        let removed = self.remove_all_but(named, Duration::ZERO).await;
+        removed.is_ok_and(|removed| !removed.is_empty())
     }
 
     /// Fetches the model, checks it, and notes what came of it.
@@ -211,7 +240,13 @@ impl Models {
                 tracing::info!(%key, url = source.shown(), "fetching");
                 let (models, own) = (Arc::clone(self), key.clone());
                 let observer = Arc::new(move |progress: &Progress| models.note(&own, progress));
-                fetch(source, &self.cache, options, observer).await?
+                let first = fetch(source, &self.cache, options, observer.clone()).await;
+                match first {
+                    Err(FetchError::DiskFull { .. }) if self.make_room().await => {
+                        fetch(source, &self.cache, options, observer).await?
+                    }
+                    other => other?,
+                }
             }
             (None, None) => {
                 return Err(Failure {

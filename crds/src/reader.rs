@@ -1,0 +1,70 @@
+//! Plans and routes that were written by a program of another version.
+
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+
+/// The version of plans and routes that this program reads. It is raised when a field is added that no reader may pass over;
+/// a plan or routes that use such a field carry the number as `minVersion`.
+pub const READER_VERSION: u32 = 1;
+
+/// Why a plan or routes cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum ReadError {
+    /// Written for a newer reader.
+    #[error(
+        "minVersion is {0}, and this program reads up to {READER_VERSION}\n  \
+         run it in a newer version (in a cluster: image.workerTag of the chart), or plan again with the operator of this one"
+    )]
+    TooNew(u32),
+    /// No JSON, or a field that is missing or has another type.
+    #[error(transparent)]
+    Malformed(#[from] serde_json::Error),
+}
+
+/// Reads a plan or routes from JSON. What a newer writer may have added is passed over.
+///
+/// # Errors
+/// [`ReadError::TooNew`] when the writer says that this program does not know enough, whatever else is in the text.
+pub fn read_versioned<T: DeserializeOwned>(text: &[u8]) -> Result<T, ReadError> {
+    #[derive(Deserialize)]
+    #[serde(rename_all = "camelCase")]
+    struct Version {
+        #[serde(default)]
+        min_version: u32,
+    }
+    if let Ok(Version { min_version }) = serde_json::from_slice(text)
+        && min_version > READER_VERSION
+    {
+        return Err(ReadError::TooNew(min_version));
+    }
+    Ok(serde_json::from_slice(text)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{PlanRouting, Routes};
+
+    #[test]
+    fn fields_of_a_newer_writer_are_passed_over() {
+        let text = br#"{"chunkedBelowTokens": 1, "maxQueue": 2, "queueTimeoutMs": 3, "fairness": {"by": "user"}}"#;
+        let routing: PlanRouting = read_versioned(text).unwrap();
+        assert_eq!(routing.max_queue, 2);
+    }
+
+    #[test]
+    fn a_newer_version_is_refused_with_words_whatever_else_it_says() {
+        let text = br#"{"minVersion": 9, "workers": "by lot"}"#;
+        let error = read_versioned::<Routes>(text).unwrap_err();
+        assert!(matches!(error, ReadError::TooNew(9)));
+        let words = error.to_string();
+        assert!(
+            words.contains("reads up to 1") && words.contains("image.workerTag"),
+            "{words}"
+        );
+        let same = format!(r#"{{"minVersion": {READER_VERSION}, "workers": []}}"#);
+        assert!(read_versioned::<Routes>(same.as_bytes()).is_ok());
+        let nonsense = read_versioned::<Routes>(br#"{"minVersion": 1}"#).unwrap_err();
+        assert!(nonsense.to_string().contains("workers"), "{nonsense}");
+    }
+}

@@ -1,0 +1,145 @@
+//! A new operator, and new images of the workers, under streams.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use hearth_tests::cluster::{Cluster, Images, condition, wait_until};
+use serde_json::{Value, json};
+
+use super::release::{self, PATIENCE, deployment, infd, patch, pods, said, wait_until_settled};
+use super::streams::{self, Streams};
+
+const DEPLOYMENTS: [&str; 2] = ["demo", "other"];
+
+/// Uids of the Pods of both deployments.
+fn uids(cluster: &Cluster) -> BTreeSet<String> {
+    let pods = DEPLOYMENTS.iter().flat_map(|name| pods(cluster, name, ""));
+    pods.filter_map(|pod| pod["metadata"]["uid"].as_str().map(str::to_owned))
+        .collect()
+}
+
+/// The images of a deployment's Pods.
+fn images_of(cluster: &Cluster, name: &str) -> BTreeSet<String> {
+    let image = |pod: &Value| {
+        pod["spec"]["containers"][0]["image"]
+            .as_str()
+            .map(str::to_owned)
+    };
+    pods(cluster, name, "").iter().filter_map(image).collect()
+}
+
+pub(super) fn of_operator_and_workers(cluster: &Cluster, images: &Images) {
+    for node in ["node-1", "node-2"] {
+        for (name, tag) in [&images.operator, &images.worker] {
+            let from = format!("{name}:{tag}");
+            cluster
+                .node_named(node)
+                .tag_image(&from, &format!("{name}:next"));
+        }
+    }
+    for name in DEPLOYMENTS {
+        let spec = json!({"rollout": {"progressDeadline": "30s"}});
+        cluster.apply(&deployment(name, spec).to_string());
+    }
+    for name in DEPLOYMENTS {
+        wait_until_settled(cluster, name);
+    }
+    let reach = cluster.reach("default", "demo", 80);
+    let streams = Streams::start(&reach.v1());
+    streams.wait_for(streams::STREAMS);
+
+    a_new_operator_restarts_nobody(cluster, &images.worker.1);
+    streams.wait_for(streams::STREAMS);
+    a_new_image_comes_in_turn(cluster, &images.worker.0);
+    streams.wait_for(streams::STREAMS);
+    a_revert_in_the_middle_is_one(cluster);
+    streams.wait_for(streams::STREAMS);
+    an_image_that_is_not_there_stops_at_the_first(cluster, &images.worker.0);
+    streams.wait_for(streams::STREAMS);
+    println!("{} answers through four upgrades", streams.finish());
+}
+
+/// Another tag, another version of the chart's labels, other settings of the Pods; the workers' image is as it was.
+fn a_new_operator_restarts_nobody(cluster: &Cluster, worker_tag: &str) {
+    let before = uids(cluster);
+    let values = [
+        &format!("image.workerTag={worker_tag}"),
+        "image.tag=next",
+        "image.pullPolicy=Never",
+        "operator.resync=2s",
+        "operator.podAnnotations.version=next",
+    ];
+    release::upgrade(cluster, &values.join(","));
+    std::thread::sleep(Duration::from_secs(10));
+    assert_eq!(uids(cluster), before);
+    for name in DEPLOYMENTS {
+        wait_until_settled(cluster, name);
+    }
+}
+
+fn a_new_image_comes_in_turn(cluster: &Cluster, worker: &str) {
+    let next = BTreeSet::from([format!("{worker}:next")]);
+    release::upgrade(cluster, "image.workerTag=next");
+    wait_until(
+        "both deployments run with the new image",
+        2 * PATIENCE,
+        || {
+            let on_the_way = |name: &&&str| {
+                let found = infd(cluster, name);
+                said(&found, "Progressing").0 == "Surge"
+                    || said(&found, "Progressing").0 == "OldDownFirst"
+            };
+            let count = DEPLOYMENTS.iter().filter(on_the_way).count();
+            assert!(count <= 1, "both change at a time");
+            let is_done = |name: &&str| {
+                release::settled(cluster, name).is_some() && images_of(cluster, name) == next
+            };
+            DEPLOYMENTS.iter().all(is_done).then_some(())
+        },
+    );
+}
+
+/// A change that is taken back while its workers start.
+fn a_revert_in_the_middle_is_one(cluster: &Cluster) {
+    let before = uids(cluster);
+    patch(cluster, "demo", &json!({"decode": {"maxBatch": 3}}));
+    wait_until("the change is under way", PATIENCE, || {
+        (uids(cluster) != before).then_some(())
+    });
+    patch(cluster, "demo", &json!({"decode": {"maxBatch": null}}));
+    wait_until_settled(cluster, "demo");
+}
+
+fn an_image_that_is_not_there_stops_at_the_first(cluster: &Cluster, worker: &str) {
+    release::upgrade(cluster, "image.workerTag=absent,agent.enabled=false");
+    let is = |name: &str, kind: &str, reason: &str| said(&infd(cluster, name), kind).0 == reason;
+    let tried = wait_until(
+        "one has tried, and the other is held back",
+        2 * PATIENCE,
+        || {
+            let pairs = [
+                (DEPLOYMENTS[0], DEPLOYMENTS[1]),
+                (DEPLOYMENTS[1], DEPLOYMENTS[0]),
+            ];
+            let mut tried = pairs.into_iter().filter(|(first, second)| {
+                is(first, "Planned", "RolledBack") && is(second, "Progressing", "ImageHeldBack")
+            });
+            tried.next().map(|(first, _)| first)
+        },
+    );
+    println!("{tried} tried the image that is not there");
+    let old = BTreeSet::from([format!("{worker}:next")]);
+    wait_until("nothing is left of it", PATIENCE, || {
+        DEPLOYMENTS
+            .iter()
+            .all(|name| images_of(cluster, name) == old)
+            .then_some(())
+    });
+    for name in DEPLOYMENTS {
+        assert_eq!(
+            condition(&infd(cluster, name), "Ready"),
+            Some("True"),
+            "{name}"
+        );
+    }
+}

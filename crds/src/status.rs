@@ -10,7 +10,7 @@ pub struct InferenceDeploymentStatus {
     /// The generation of the spec that this status speaks of.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub observed_generation: Option<i64>,
-    /// Ready, Planned, ModelReady, PrefillReady, DecodeReady, Progressing, Degraded.
+    /// Ready, Planned, ModelReady, PrefillReady, DecodeReady, Placed, Progressing, Degraded.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(length(max = 16)))]
     #[cfg_attr(feature = "kube", x_kube(merge_strategy = ListMerge::Map(vec!["type".into()])))]
@@ -27,6 +27,11 @@ pub struct InferenceDeploymentStatus {
     /// The topology that runs, such as `hybrid on office`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub topology: Option<String>,
+    /// What each rank got of its machine, as its process tells: the achieved topology.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(feature = "kube", schemars(length(max = 256)))]
+    #[cfg_attr(feature = "kube", x_kube(merge_strategy = ListMerge::Map(vec!["rank".into()])))]
+    pub placement: Vec<RankPlacement>,
     /// What the plan predicts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub predicted: Option<LatencyStatus>,
@@ -119,6 +124,32 @@ pub struct ModelStatus {
     /// Whole percent of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub percent: Option<u32>,
+}
+
+/// What a rank got of its machine, as its process tells. Lists are written as the kernel writes them, such as `0-3,8`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct RankPlacement {
+    /// The rank's name in the plan, such as `decode-0`.
+    pub rank: String,
+    /// Its Pod.
+    pub pod: String,
+    /// The node that it runs on.
+    pub node: String,
+    /// CPUs that its threads may run on. In a container the kubelet chooses them; those of the plan are a preference.
+    pub cpus: String,
+    /// NUMA nodes of these CPUs.
+    pub numa_nodes: String,
+    /// NUMA nodes that hold a tenth of its memory or more: weights that it has mapped, KV cache, activations.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub memory_numa_nodes: String,
+    /// UUID of the GPU that it computes on; none: it computes on CPUs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu_uuid: Option<String>,
+    /// What it has less of than the plan says, in words; none: nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shortfalls: Option<String>,
 }
 
 /// Latencies for people, such as `1.4s` and `41ms`.

@@ -206,8 +206,7 @@ impl ComputeArgs {
             DeviceArg::Cpu => DeviceOptions::Cpu(CpuOptions {
                 isa: self.isa.isa(),
                 threads: self.threads(),
-                cpus: Vec::new(),
-                numa_nodes: Vec::new(),
+                numa_cpus: Vec::new(),
             }),
             DeviceArg::Cuda(uuid) => {
                 DeviceOptions::Gpu(self.gpu.options(uuid.clone(), self.device_memory))

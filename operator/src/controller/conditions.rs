@@ -15,6 +15,8 @@ pub(crate) const MODEL_READY: &str = "ModelReady";
 pub(crate) const PREFILL_READY: &str = "PrefillReady";
 /// All decode workers are ready.
 pub(crate) const DECODE_READY: &str = "DecodeReady";
+/// The workers got what the plan gives them of their machines.
+pub(crate) const PLACED: &str = "Placed";
 /// Something is on its way.
 pub(crate) const PROGRESSING: &str = "Progressing";
 /// Something that ran does not run any more, or not as asked.

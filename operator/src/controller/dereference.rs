@@ -2,6 +2,7 @@
 //! the claim of a model that is looked for.
 
 use std::collections::{BTreeMap, HashMap};
+use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -14,6 +15,7 @@ use kube::{Client, ResourceExt};
 use super::cache::Cache;
 use super::conditions::{self, MODEL_READY};
 use super::observed::{FetchView, Measured, Observed, PodView, Settings};
+use super::placements::Placement;
 use super::queue::Key;
 
 /// A Pod is not asked about before it has been there for this long.
@@ -32,6 +34,8 @@ pub(crate) struct Outside {
     pub(crate) claim_modes: Vec<String>,
     /// Latencies that the gateway measured lately.
     pub(crate) measured: Option<Measured>,
+    /// What workers got of their machines, by their addresses.
+    pub(crate) placements: BTreeMap<IpAddr, Placement>,
     /// Serial of the newest certificate.
     pub(crate) certificate: Option<String>,
 }
@@ -96,6 +100,7 @@ impl Dereferencer {
             turn: state.turn(&uid, &self.settings.worker_image),
             fetches: outside.fetches.clone(),
             measured: outside.measured,
+            placements: outside.placements.clone(),
             certificate: outside.certificate.clone(),
             external: service.and_then(|row| row.value.external.clone()),
         }

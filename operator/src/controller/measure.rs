@@ -1,6 +1,8 @@
-//! Latencies as the gateways measure them: scraped from their `/metrics`, as medians of the last minutes.
+//! What the gateways tell, scraped from their `/metrics`: latencies as they measure them, as medians of the last minutes, and
+//! what their workers got of the machines.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::net::IpAddr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -9,6 +11,7 @@ use tokio::time::Instant;
 
 use super::names::{GATEWAY_PORT, METRICS_PORT, host_port};
 use super::observed::Measured;
+use super::placements::{self, Placement};
 use super::queue::Key;
 
 /// How often gateways are asked.
@@ -48,12 +51,21 @@ struct Deployment {
     /// By the uid of the gateway's Pod.
     gateways: BTreeMap<String, History>,
     told: Option<Measured>,
+    /// What its workers got, by their addresses.
+    placements: BTreeMap<IpAddr, Placement>,
 }
 
 impl Measures {
     /// What a deployment's gateways measured lately; none before the first request.
     pub(crate) fn measured(&self, deployment: &Key) -> Option<Measured> {
         self.lock().get(deployment).and_then(|known| known.told)
+    }
+
+    /// What a deployment's workers got of their machines, by their addresses.
+    pub(crate) fn placements(&self, deployment: &Key) -> BTreeMap<IpAddr, Placement> {
+        let deployments = self.lock();
+        let known = deployments.get(deployment);
+        known.map_or_else(BTreeMap::new, |known| known.placements.clone())
     }
 
     /// Forgets a deployment that is gone.
@@ -105,6 +117,7 @@ impl Measures {
         known.gateways.retain(|_, history| history.is_recent(now));
         let history = known.gateways.entry(uid.to_owned()).or_default();
         history.push(Sample::read(text), now);
+        history.placements = placements::read(text);
         let median = |part: fn(&Sample) -> &Buckets| {
             let recent = known
                 .gateways
@@ -120,10 +133,15 @@ impl Measures {
             ttft_ms: steady(before.ttft_ms, ttft_ms),
             tpot_ms: steady(before.tpot_ms, tpot_ms),
         };
-        let is_news = after != before;
-        if is_news {
+        let told = known.gateways.values();
+        let placements: BTreeMap<IpAddr, Placement> = told
+            .flat_map(|history| history.placements.clone())
+            .collect();
+        let is_news = after != before || placements != known.placements;
+        if after != before {
             known.told = Some(after);
         }
+        known.placements = placements;
         is_news
     }
 
@@ -194,6 +212,8 @@ impl Sample {
 struct History {
     samples: VecDeque<(Instant, Sample)>,
     last: Option<Instant>,
+    /// What it told last of its workers.
+    placements: BTreeMap<IpAddr, Placement>,
 }
 
 impl History {
@@ -450,6 +470,23 @@ hearth_requests_running 0
         assert_eq!(steady(Some(100.0), Some(109.0)), Some(100.0));
         assert_eq!(steady(Some(100.0), Some(111.0)), Some(111.0));
         assert_eq!(steady(Some(100.0), None), Some(100.0));
+    }
+
+    #[test]
+    fn what_workers_got_is_news_when_it_changes() {
+        let measures = Measures::default();
+        let demo = Key::new("default", "demo");
+        let text = |cpus: &str| {
+            format!("hearth_worker_placement_info{{address=\"10.0.0.1:9000\",cpus=\"{cpus}\"}} 1\n")
+        };
+        let start = Instant::now();
+        let learn = |text: &str| measures.learn(&demo, "a", text, start);
+        assert!(learn(&text("0-1")));
+        assert!(!learn(&text("0-1")));
+        assert!(learn(&text("0")));
+        let placements = measures.placements(&demo);
+        let cpus: Vec<&str> = placements.values().map(|got| got.cpus.as_str()).collect();
+        assert_eq!(cpus, ["0"]);
     }
 
     #[tokio::test]

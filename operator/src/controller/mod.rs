@@ -40,6 +40,7 @@ mod model;
 mod names;
 mod observed;
 mod packed;
+mod placements;
 mod queue;
 mod reconcile;
 mod refusals;

@@ -1,6 +1,7 @@
 //! Everything that one reconcile looks at, read before anything is decided. No client beyond this point.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,6 +10,7 @@ use ipnet::IpNet;
 use jiff::Timestamp;
 
 use super::host_paths::HostPath;
+use super::placements::Placement;
 use super::turns::Turn;
 
 /// How the operator was started.
@@ -100,6 +102,8 @@ pub(crate) struct Observed {
     pub(crate) fetches: BTreeMap<String, FetchView>,
     /// Latencies that the gateway measured lately.
     pub(crate) measured: Option<Measured>,
+    /// What workers got of their machines, by their addresses, as far as a gateway has told.
+    pub(crate) placements: BTreeMap<IpAddr, Placement>,
     /// Serial of the deployment's newest certificate; `None` while its Secret is not there.
     pub(crate) certificate: Option<String>,
     /// Address of the Service's load balancer, or its node port as `port`; none for a ClusterIP.

@@ -146,6 +146,7 @@ impl Reconciler {
             outside.claim_modes = self.dereferencer.claim_modes(deployment).await;
         }
         outside.measured = self.measures.measured(key);
+        outside.placements = self.measures.placements(key);
         let http = deployment.spec.model.source.http.as_ref();
         if let (Some(agents), Some(http)) = (&self.agents, http) {
             outside.fetches = agents.fetches(&http.store_key(&key.namespace));

@@ -12,13 +12,14 @@ use super::candidates::is_down;
 use super::cause::{Cause, cause};
 use super::choose::{Choice, failure, has_failed, has_served};
 use super::conditions::{
-    self, DECODE_READY, DEGRADED, EXACT_FAILOVER, INVALID_SPEC, MODEL_READY, PLANNED,
+    self, DECODE_READY, DEGRADED, EXACT_FAILOVER, INVALID_SPEC, MODEL_READY, PLACED, PLANNED,
     PREFILL_READY, PROGRESSING, READY, ROLLED_BACK, Verdict,
 };
 use super::fetched::{Download, percent};
 use super::model::{ModelState, ModelStep};
 use super::names::{LABEL_DEPLOYMENT, LABEL_ROLE};
 use super::observed::{Observed, PodView};
+use super::placements;
 use super::rollout::{Mode, Progress, Want, reachable};
 use super::words::{
     endpoint_url, latency_text, list, measured, plan_sentence, sight_words, topology,
@@ -49,12 +50,17 @@ pub(crate) fn write(picture: &Picture<'_>) -> InferenceDeploymentStatus {
     let observed = picture.observed;
     let deployment = &observed.deployment;
     let target = picture.target();
+    let placement = placements::status(observed, picture.wants);
     let verdicts = [
         (READY, picture.ready()),
         (PLANNED, picture.planned()),
         (MODEL_READY, picture.model_ready()),
         (PREFILL_READY, picture.pool_ready(PlanRole::Prefill)),
         (DECODE_READY, picture.pool_ready(PlanRole::Decode)),
+        (
+            PLACED,
+            placements::verdict(observed, picture.wants, &placement),
+        ),
         (PROGRESSING, picture.progressing()),
         (DEGRADED, picture.degraded()),
     ];
@@ -77,6 +83,7 @@ pub(crate) fn write(picture: &Picture<'_>) -> InferenceDeploymentStatus {
         pools: Some(pools),
         model: Some(picture.model_status()),
         topology: target.map(topology),
+        placement,
         predicted: target.map(|plan| LatencyStatus {
             time_to_first_token: latency_text(plan.spec.predicted.ttft_ms),
             time_per_output_token: latency_text(plan.spec.predicted.tpot_ms),

@@ -135,6 +135,7 @@ pub(super) fn observed(deployment: InferenceDeployment) -> Observed {
         turn: Turn::Free,
         fetches: BTreeMap::new(),
         measured: None,
+        placements: BTreeMap::new(),
         certificate: Some("1".to_owned()),
         external: None,
     }

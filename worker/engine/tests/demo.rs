@@ -21,8 +21,7 @@ fn demo() -> (Engine, Tokenizer, Vec<u32>) {
     let backend = CpuBackend::new(CpuOptions {
         isa: None,
         threads: 1,
-        cpus: vec![],
-        numa_nodes: Vec::new(),
+        numa_cpus: Vec::new(),
     });
     let backend = Arc::new(backend.unwrap());
     let config = ModelConfig::read(&dir).unwrap();

@@ -19,8 +19,7 @@ fn engine(dir: &Path, isa: Option<Isa>, change: &dyn Fn(&mut EngineOptions)) -> 
     let cpu = CpuOptions {
         isa,
         threads: 1,
-        cpus: vec![],
-        numa_nodes: Vec::new(),
+        numa_cpus: Vec::new(),
     };
     let backend = Arc::new(CpuBackend::new(cpu).unwrap());
     let config = ModelConfig::read(dir).unwrap();

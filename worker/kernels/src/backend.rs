@@ -153,6 +153,22 @@ pub trait Backend: Send + Sync + 'static {
         Ok(())
     }
 
+    /// Binds the threads that compute, each to a CPU of its own from the front of `cpus`; with fewer CPUs than threads only as
+    /// many compute. May be called at any time, from any thread, and again whenever the CPUs of the process change: some
+    /// kernels forget what threads were bound to. Returns the number of threads that compute on CPUs; a device computes on none.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] when the system refuses a CPU.
+    fn place(&self, cpus: &[usize]) -> Result<usize, KernelError> {
+        let _ = cpus;
+        Ok(0)
+    }
+
+    /// The GPU that computes, by its UUID; `None`: CPUs do.
+    fn gpu_uuid(&self) -> Option<String> {
+        None
+    }
+
     /// What runs, for logs and profiles: `cpu avx512 ×2`.
     fn describe(&self) -> String;
     /// What two backends must share for their bits to be equal: kernels, not threads.

@@ -7,6 +7,7 @@
 //! of its absolute position and of the weights, with one fixed order of accumulation, whatever else is
 //! in the batch and however the rows were chunked.
 
+pub mod affinity;
 pub mod backend;
 pub mod checks;
 pub mod convert;

@@ -2,7 +2,8 @@
 //!
 //! Threads that wait spin for a few microseconds and then park, so that the pool keeps its pace beside other
 //! busy processes: a barrier that spins collapses there. Nobody waits for a thread that has not begun: the
-//! caller computes whatever is unclaimed, and a thread that wakes up late finds the work done.
+//! caller computes whatever is unclaimed, and a thread that wakes up late finds the work done. That also is what lets the
+//! CPUs change while jobs run: with fewer of them than threads, the last threads stay parked.
 
 use std::any::Any;
 use std::marker::PhantomData;
@@ -13,6 +14,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::KernelError;
+use crate::affinity::{self, ThreadId};
 
 /// How long a thread spins before it parks. A decode step issues operations microseconds apart.
 const SPIN: Duration = Duration::from_micros(12);
@@ -23,6 +25,14 @@ pub struct Pool {
     workers: Vec<JoinHandle<()>>,
     /// Held while a job runs: one at a time.
     serial: Mutex<()>,
+    placement: Mutex<Placement>,
+}
+
+/// Which threads there are, and the CPUs that they are bound to.
+struct Placement {
+    /// By number; the caller's is known once it said so.
+    threads: Vec<Option<ThreadId>>,
+    /// One a thread; empty: the system places them.
     cpus: Vec<usize>,
 }
 
@@ -49,6 +59,8 @@ struct Shared {
     epoch: AtomicU64,
     /// Threads inside the current job, the caller aside. Written under the slot's lock.
     active: AtomicUsize,
+    /// Threads that take part in jobs, the caller among them.
+    at_work: AtomicUsize,
     work: Condvar,
     done: Condvar,
 }
@@ -97,13 +109,12 @@ impl Job<'_> {
 }
 
 impl Pool {
-    /// Starts `threads - 1` threads; the caller of [`run`](Self::run) is the last one. With `cpus`, thread
-    /// `i` is bound to `cpus[i % cpus.len()]`; the caller's own binding is left to it
-    /// ([`pin_caller`](Self::pin_caller)).
+    /// Starts `threads - 1` threads; the caller of [`run`](Self::run) is the last one. They run where the calling thread may.
     ///
     /// # Errors
-    /// [`KernelError::Device`] when a thread cannot be started or bound to its CPU.
-    pub fn new(threads: usize, cpus: &[usize]) -> Result<Self, KernelError> {
+    /// [`KernelError::Device`] when a thread cannot be started.
+    pub fn new(threads: usize) -> Result<Self, KernelError> {
+        let threads = threads.max(1);
         let shared = Arc::new(Shared {
             slot: Mutex::new(Slot {
                 job: None,
@@ -112,6 +123,7 @@ impl Pool {
             }),
             epoch: AtomicU64::new(0),
             active: AtomicUsize::new(0),
+            at_work: AtomicUsize::new(threads),
             work: Condvar::new(),
             done: Condvar::new(),
         });
@@ -119,24 +131,22 @@ impl Pool {
             shared,
             workers: Vec::new(),
             serial: Mutex::new(()),
-            cpus: cpus.to_vec(),
+            placement: Mutex::new(Placement {
+                threads: vec![None; threads],
+                cpus: Vec::new(),
+            }),
         };
         let (report, reports) = std::sync::mpsc::channel();
-        for worker in 1..threads.max(1) {
+        for worker in 1..threads {
             let shared = Arc::clone(&pool.shared);
-            let cpu = (!cpus.is_empty()).then(|| cpus[worker % cpus.len()]);
             let report = report.clone();
             let handle = std::thread::Builder::new()
                 .name(format!("kernels-{worker}"))
                 .spawn(move || {
-                    let bound = cpu.map_or(Ok(()), bind_to_cpu);
-                    let failed = bound.is_err();
                     // The receiver waits for every thread, so it is there.
-                    let _ = report.send(bound);
+                    let _ = report.send((worker, affinity::this_thread()));
                     drop(report);
-                    if !failed {
-                        shared.serve(worker);
-                    }
+                    shared.serve(worker);
                 })
                 .map_err(|e| KernelError::Device {
                     device: "cpu".into(),
@@ -145,8 +155,8 @@ impl Pool {
             pool.workers.push(handle);
         }
         drop(report);
-        for bound in reports {
-            bound?;
+        for (worker, thread) in reports {
+            lock(&pool.placement).threads[worker] = Some(thread);
         }
         Ok(pool)
     }
@@ -156,12 +166,42 @@ impl Pool {
         self.workers.len() + 1
     }
 
-    /// Binds the calling thread to the first of the pool's CPUs, if it has any.
+    /// Threads that take part in jobs, the caller included: all of them, unless there are fewer CPUs.
+    pub fn threads_at_work(&self) -> usize {
+        self.shared.at_work.load(Ordering::Relaxed)
+    }
+
+    /// Binds thread `i` to `cpus[i]`, while jobs run or not. With fewer CPUs than threads only as many threads take part
+    /// from now on, and the others come back when there are more again; with none, all take part wherever they are.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] when the system refuses a CPU; the other threads are bound nevertheless.
+    pub fn place(&self, cpus: &[usize]) -> Result<(), KernelError> {
+        let mut placement = lock(&self.placement);
+        placement.cpus = cpus.to_vec();
+        let at_work = match cpus.len() {
+            0 => self.threads(),
+            cpus => cpus.min(self.threads()),
+        };
+        self.shared.at_work.store(at_work, Ordering::Relaxed);
+        let mut outcome = Ok(());
+        for (thread, &cpu) in placement.threads.iter().zip(cpus) {
+            if let Some(thread) = thread {
+                outcome = outcome.and(bind_to_cpu(Some(*thread), cpu));
+            }
+        }
+        outcome
+    }
+
+    /// The calling thread is the caller of all further [`run`](Self::run)s: it is bound beside the others, now and whenever they are.
     ///
     /// # Errors
     /// [`KernelError::Device`] when the system refuses.
-    pub fn pin_caller(&self) -> Result<(), KernelError> {
-        self.cpus.first().map_or(Ok(()), |&cpu| bind_to_cpu(cpu))
+    pub fn place_caller(&self) -> Result<(), KernelError> {
+        let mut placement = lock(&self.placement);
+        placement.threads[0] = Some(affinity::this_thread());
+        let cpu = placement.cpus.first();
+        cpu.map_or(Ok(()), |&cpu| bind_to_cpu(None, cpu))
     }
 
     /// Computes pieces `0..pieces` on all threads and returns when every one is done. Pieces are claimed in
@@ -236,7 +276,7 @@ impl Shared {
 
     fn serve(&self, worker: usize) {
         let mut seen = 0;
-        while let Some(job) = self.next_job(&mut seen) {
+        while let Some(job) = self.next_job(worker, &mut seen) {
             // SAFETY: `active` was raised under the lock while the job stood in the slot, and its caller
             // does not leave `retire` before `active` is 0 again.
             unsafe { (*job.0).work(worker) };
@@ -250,7 +290,7 @@ impl Shared {
     }
 
     /// Waits for a job newer than `seen` and enters it; `None` at shutdown.
-    fn next_job(&self, seen: &mut u64) -> Option<JobRef> {
+    fn next_job(&self, worker: usize, seen: &mut u64) -> Option<JobRef> {
         loop {
             let begin = Instant::now();
             while self.epoch.load(Ordering::Acquire) == *seen && begin.elapsed() < SPIN {
@@ -266,6 +306,9 @@ impl Shared {
                 return None;
             }
             *seen = self.epoch.load(Ordering::Acquire);
+            if worker >= self.at_work.load(Ordering::Relaxed) {
+                continue;
+            }
             if let Some(job) = slot.job {
                 self.active.fetch_add(1, Ordering::Relaxed);
                 return Some(job);
@@ -286,21 +329,13 @@ fn pause() {
     }
 }
 
-/// Binds the calling thread to one CPU.
-fn bind_to_cpu(cpu: usize) -> Result<(), KernelError> {
-    let fault = |detail: String| KernelError::Device {
+/// Binds a thread, the calling one if none is named, to one CPU.
+fn bind_to_cpu(thread: Option<ThreadId>, cpu: usize) -> Result<(), KernelError> {
+    affinity::bind(thread, &[cpu]).map_err(|e| KernelError::Device {
         device: "cpu".into(),
-        detail,
-    };
-    if cpu >= rustix::thread::CpuSet::MAX_CPU {
-        return Err(fault(format!("CPU {cpu} does not exist")));
-    }
-    let mut set = rustix::thread::CpuSet::new();
-    set.set(cpu);
-    rustix::thread::sched_setaffinity(None, &set).map_err(|e| {
-        fault(format!(
+        detail: format!(
             "a thread cannot be bound to CPU {cpu}: {e}\n  is it online and in this container's cpuset?"
-        ))
+        ),
     })
 }
 
@@ -312,7 +347,7 @@ mod tests {
     #[test]
     fn every_piece_runs_once_whatever_the_number_of_threads() {
         for threads in [1, 2, 5] {
-            let pool = Pool::new(threads, &[]).unwrap();
+            let pool = Pool::new(threads).unwrap();
             assert_eq!(pool.threads(), threads);
             for pieces in [0, 1, 2, 63, 1000] {
                 let counts: Vec<AtomicUsize> = (0..pieces).map(|_| AtomicUsize::new(0)).collect();
@@ -327,7 +362,7 @@ mod tests {
 
     #[test]
     fn late_pieces_may_wait_for_early_ones() {
-        let pool = Pool::new(3, &[]).unwrap();
+        let pool = Pool::new(3).unwrap();
         for _ in 0..200 {
             let early = AtomicUsize::new(0);
             pool.run(8, |piece| {
@@ -345,7 +380,7 @@ mod tests {
 
     #[test]
     fn a_panic_reaches_the_caller_and_the_pool_lives_on() {
-        let pool = Pool::new(3, &[]).unwrap();
+        let pool = Pool::new(3).unwrap();
         let caught = catch_unwind(AssertUnwindSafe(|| {
             pool.run(20, |piece| assert_ne!(piece.index, 7, "piece seven"));
         }));
@@ -361,7 +396,7 @@ mod tests {
 
     #[test]
     fn several_callers_share_one_pool() {
-        let pool = Pool::new(2, &[]).unwrap();
+        let pool = Pool::new(2).unwrap();
         let total = AtomicUsize::new(0);
         std::thread::scope(|scope| {
             for _ in 0..3 {
@@ -378,10 +413,51 @@ mod tests {
     }
 
     #[test]
-    fn pinning_to_a_cpu_that_does_not_exist_is_refused_by_its_number() {
-        let Err(error) = Pool::new(2, &[999]) else {
-            panic!("CPU 999 was accepted");
-        };
+    fn a_cpu_that_does_not_exist_is_refused_by_its_number() {
+        let pool = Pool::new(2).unwrap();
+        let error = pool.place(&[999, 999]).unwrap_err();
         assert!(error.to_string().contains("999"), "{error}");
+    }
+
+    /// The numbers of the threads that take part in a job whose pieces wait for `threads` of them, or a while.
+    fn at_work(pool: &Pool, threads: usize) -> HashSet<usize> {
+        let seen = Mutex::new(HashSet::new());
+        let deadline = Instant::now() + Duration::from_secs(2);
+        pool.run(pool.threads(), |piece| {
+            seen.lock().unwrap().insert(piece.worker);
+            while seen.lock().unwrap().len() < threads && Instant::now() < deadline {
+                std::thread::yield_now();
+            }
+        });
+        seen.into_inner().unwrap()
+    }
+
+    #[test]
+    fn threads_follow_their_cpus_and_no_more_of_them_compute_than_there_are_cpus() {
+        std::thread::spawn(|| {
+            let all = affinity::release().unwrap();
+            let pool = Pool::new(3).unwrap();
+            pool.place_caller().unwrap();
+            let threads = || lock(&pool.placement).threads.clone();
+            let is_bound_to = |thread: usize, cpu: usize| {
+                let id = threads()[thread];
+                assert_eq!(affinity::bound(id).unwrap(), [cpu], "thread {thread}");
+            };
+            assert_eq!(at_work(&pool, 3), HashSet::from([0, 1, 2]));
+            // One CPU is left: the caller computes alone.
+            pool.place(&all[..1]).unwrap();
+            is_bound_to(0, all[0]);
+            assert_eq!(pool.threads_at_work(), 1);
+            assert_eq!(at_work(&pool, 1), HashSet::from([0]));
+            // There are three again, be they the same.
+            let last = all[all.len() - 1];
+            pool.place(&[last, all[0], last]).unwrap();
+            for (thread, cpu) in [(0, last), (1, all[0]), (2, last)] {
+                is_bound_to(thread, cpu);
+            }
+            assert_eq!(at_work(&pool, 3), HashSet::from([0, 1, 2]));
+        })
+        .join()
+        .unwrap();
     }
 }

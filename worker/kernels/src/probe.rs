@@ -39,7 +39,7 @@ pub fn read_bandwidth_gbps(threads: usize, bytes: usize) -> Result<f64, KernelEr
     let Some(kernels) = Isa::detect().kernels() else {
         return Ok(0.0);
     };
-    let pool = Pool::new(threads, &[])?;
+    let pool = Pool::new(threads)?;
     let pieces = if threads == 1 { 1 } else { threads * 8 };
     let mut best = 0f64;
     for prefetch_bytes in PREFETCH_BYTES {

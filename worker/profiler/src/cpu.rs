@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use hearth_crds::CpuProfile;
 
 use crate::cgroup::Limits;
-use crate::tree::{Tree, format_ids, parse_id_list};
+use crate::tree::{Tree, format_id_list, parse_id_list};
 use crate::{ProfileError, Scope};
 
 const CPUS: &str = "/sys/devices/system/cpu";
@@ -35,8 +35,8 @@ pub(crate) fn usable_cpus(
     if usable.is_empty() {
         let allowed = affinity.or_else(|| limits.cpus.clone()).unwrap_or_default();
         return Err(ProfileError::NoCpu {
-            online: format_ids(&online),
-            allowed: format_ids(&allowed),
+            online: format_id_list(&online),
+            allowed: format_id_list(&allowed),
         });
     }
     let numa = numa_of_cpus(tree);
@@ -71,7 +71,7 @@ pub(crate) fn status_list(status: &str, name: &str) -> Option<BTreeSet<u32>> {
     parse_id_list(line).filter(|set| !set.is_empty())
 }
 
-fn online(tree: &Tree) -> BTreeSet<u32> {
+pub(crate) fn online(tree: &Tree) -> BTreeSet<u32> {
     if let Some(ids) = tree
         .ids(&format!("{CPUS}/online"))
         .filter(|s| !s.is_empty())
@@ -88,14 +88,14 @@ fn online(tree: &Tree) -> BTreeSet<u32> {
         .collect();
     tree.warn(format!(
         "{CPUS}/online cannot be read: CPUs {} taken from /proc/cpuinfo",
-        format_ids(&ids)
+        format_id_list(&ids)
     ));
     ids
 }
 
 /// The lowest of the CPUs that share a core with this one: unique in the node, unlike the kernel's `core_id`,
 /// which begins anew in each package.
-fn core_of(tree: &Tree, id: u32) -> u32 {
+pub(crate) fn core_of(tree: &Tree, id: u32) -> u32 {
     let names = ["core_cpus_list", "thread_siblings_list"];
     let siblings = names
         .iter()
@@ -173,7 +173,7 @@ fn size_bytes(text: &str) -> Option<u64> {
 }
 
 /// The NUMA node of each CPU, as far as it is told.
-fn numa_of_cpus(tree: &Tree) -> BTreeMap<u32, u32> {
+pub(crate) fn numa_of_cpus(tree: &Tree) -> BTreeMap<u32, u32> {
     let mut nodes = BTreeMap::new();
     for node in numa_node_ids(tree) {
         let cpus = tree.ids(&format!("{NODES}/node{node}/cpulist"));

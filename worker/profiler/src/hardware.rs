@@ -6,7 +6,7 @@ use std::path::Path;
 use hearth_crds::{MemoryProfile, NodeProfileSpec};
 
 use crate::summary::isa_names;
-use crate::tree::{Tree, format_ids};
+use crate::tree::{Tree, format_id_list};
 
 /// Lines of `/proc/cpuinfo` that name a CPU: the first on x86, the others on ARM.
 const CPU_NAMES: [&str; 4] = ["model name", "CPU implementer", "CPU part", "CPU variant"];
@@ -23,7 +23,7 @@ pub fn hardware(profile: &NodeProfileSpec, root: &Path) -> String {
         .filter_map(|line| Some(line.split_once(':')?.1.trim()))
         .collect();
     let names: Vec<&str> = names.into_iter().collect();
-    let cpus = |ids: &mut dyn Iterator<Item = u32>| format_ids(&ids.collect());
+    let cpus = |ids: &mut dyn Iterator<Item = u32>| format_id_list(&ids.collect());
     let numa: Vec<String> = profile
         .numa_nodes
         .iter()

@@ -21,6 +21,7 @@ mod load;
 mod memory;
 mod meter;
 mod nvml;
+mod placement;
 mod summary;
 mod tree;
 
@@ -35,8 +36,9 @@ pub use error::ProfileError;
 pub use hardware::{hardware, take_rates};
 pub use kept::{Kept, measure_once};
 pub use meter::{CpuMeter, Gflops, Meter};
+pub use placement::{CpuPlace, NumaMemory, cpu_places, own_memory};
 pub use summary::summary;
-pub use tree::parse_id_list;
+pub use tree::{format_id_list, parse_id_list};
 
 use cgroup::Limits;
 use load::Load;

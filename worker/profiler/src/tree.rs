@@ -112,8 +112,8 @@ pub fn parse_id_list(text: &str) -> Option<BTreeSet<u32>> {
     Some(ids)
 }
 
-/// A list of ids as the kernel writes it.
-pub(crate) fn format_ids(ids: &BTreeSet<u32>) -> String {
+/// Writes a list of ids as the kernel does, `0-3,8`; `none` for no id.
+pub fn format_id_list(ids: &BTreeSet<u32>) -> String {
     let mut runs: Vec<(u32, u32)> = Vec::new();
     for &id in ids {
         match runs.last_mut() {
@@ -168,8 +168,8 @@ mod tests {
         for bad in ["3-1", "a", "1,", "-1", "0-99999999999", "0-4000000000"] {
             assert_eq!(ids(bad), None, "{bad:?}");
         }
-        assert_eq!(format_ids(&parse_id_list("0,1,2,7").unwrap()), "0-2,7");
-        assert_eq!(format_ids(&BTreeSet::new()), "none");
+        assert_eq!(format_id_list(&parse_id_list("0,1,2,7").unwrap()), "0-2,7");
+        assert_eq!(format_id_list(&BTreeSet::new()), "none");
     }
 
     #[test]

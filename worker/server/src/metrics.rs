@@ -9,10 +9,12 @@ use std::time::Duration;
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, text};
+use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::{ConstCounter, Counter};
 use prometheus_client::metrics::family::{Family, MetricConstructor};
 use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
 
 use crate::config::Predicted;
@@ -328,6 +330,7 @@ impl Collector for Scrape {
         let mut writer = Writer { encoder };
         self.pool_gauges(&mut writer, &workers)?;
         worker_gauges(&mut writer, &workers)?;
+        placements(&mut writer, &workers)?;
         worker_counters(&mut writer, &workers)
     }
 }
@@ -418,14 +421,55 @@ fn worker_gauges(writer: &mut Writer<'_>, workers: &[WorkerView]) -> Result<(), 
         ),
     ];
     for (name, help, part) in gauges {
-        let mut metric = writer.encoder.encode_descriptor(
-            name,
-            help,
-            None,
-            prometheus_client::metrics::MetricType::Gauge,
-        )?;
+        let mut metric = writer
+            .encoder
+            .encode_descriptor(name, help, None, MetricType::Gauge)?;
         for worker in workers {
             ConstGauge::new(part(worker)).encode(metric.encode_family(&labels_of(worker))?)?;
+        }
+    }
+    Ok(())
+}
+
+/// What workers got of their machines: one series a worker whose labels tell it, and its memory by NUMA node.
+fn placements(writer: &mut Writer<'_>, workers: &[WorkerView]) -> Result<(), fmt::Error> {
+    let placed = || {
+        let told = |worker: &'_ WorkerView| worker.placement.clone();
+        workers
+            .iter()
+            .filter_map(move |worker| Some((worker, told(worker)?)))
+    };
+    let mut info = writer.encoder.encode_descriptor(
+        "hearth_worker_placement",
+        "CPUs, NUMA nodes and GPU that the worker got, and what is less than planned",
+        None,
+        MetricType::Info,
+    )?;
+    for (worker, placement) in placed() {
+        let mut labels = labels_of(worker);
+        labels.extend([
+            ("cpus", placement.cpus.clone()),
+            ("numa_nodes", placement.numa_nodes.clone()),
+            ("memory_numa_nodes", placement.memory_numa_nodes.clone()),
+            ("gpu_uuid", placement.gpu_uuid.clone()),
+            ("shortfalls", placement.shortfalls.join("; ")),
+        ]);
+        Info::new(labels).encode(info.encode_family(&Labels::new())?)?;
+    }
+    let mut bytes = writer.encoder.encode_descriptor(
+        "hearth_worker_numa_bytes",
+        "Memory of the worker by NUMA node when the model had been loaded: mapped weights, and its own",
+        None,
+        MetricType::Gauge,
+    )?;
+    for (worker, placement) in placed() {
+        for node in placement.memory {
+            for (kind, value) in [("weights", node.weight_bytes), ("own", node.own_bytes)] {
+                let mut labels = labels_of(worker);
+                labels.push(("numa_node", node.numa_node.to_string()));
+                labels.push(("kind", kind.to_owned()));
+                ConstGauge::new(value as f64).encode(bytes.encode_family(&labels)?)?;
+            }
         }
     }
     Ok(())
@@ -474,12 +518,9 @@ fn worker_counters(writer: &mut Writer<'_>, workers: &[WorkerView]) -> Result<()
         ),
     ];
     for (name, help, part) in counters {
-        let mut metric = writer.encoder.encode_descriptor(
-            name,
-            help,
-            None,
-            prometheus_client::metrics::MetricType::Counter,
-        )?;
+        let mut metric = writer
+            .encoder
+            .encode_descriptor(name, help, None, MetricType::Counter)?;
         for worker in workers {
             ConstCounter::new(part(worker)).encode(metric.encode_family(&labels_of(worker))?)?;
         }

@@ -35,6 +35,7 @@ impl v1::control_server::Control for ControlService {
             max_batch: worker.max_batch,
             context_length: worker.context_length,
             version: env!("CARGO_PKG_VERSION").to_owned(),
+            placement: Some(worker.binding.placement()),
         }))
     }
 

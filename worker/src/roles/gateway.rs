@@ -50,7 +50,7 @@ pub(crate) struct GatewayArgs {
 /// Serves until told to end.
 pub(crate) fn run(args: &GatewayArgs) -> anyhow::Result<()> {
     let (plan, rank) = args.place.find(PlanRole::Gateway)?;
-    args.place.bind(&rank)?;
+    let _binding = args.place.bind(&rank)?;
     let endpoint = rank
         .endpoint
         .as_deref()

@@ -1,6 +1,7 @@
 //! The processes of a plan.
 
 mod agent;
+mod binding;
 mod control;
 mod decode;
 mod gateway;

@@ -1,11 +1,15 @@
 //! Which process this is, and what it shows to others.
 
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::Args;
-use hearth_crds::{InferencePlanSpec, Pinning, PlanRank, PlanRole, read_versioned};
+use hearth_crds::{InferencePlanSpec, PlanRank, PlanRole, read_versioned};
 use hearth_transport::{Tls, TlsFiles, TlsNames};
+
+use super::binding::Binding;
 
 /// Which place in which plan; shared by all roles.
 #[derive(Args)]
@@ -21,6 +25,14 @@ pub(crate) struct PlaceArgs {
     /// Seconds that requests in flight get to finish after SIGTERM
     #[arg(long, default_value_t = 30, value_name = "SECONDS")]
     pub(crate) grace: u32,
+    /// How often the CPUs that the system allows are looked at again
+    #[arg(
+        long,
+        hide = true,
+        env = "HEARTH_PLACEMENT_INTERVAL_MS",
+        default_value_t = 10_000
+    )]
+    placement_interval_ms: u64,
     /// End when the process that started this one ends
     #[arg(long, hide = true)]
     pub(crate) with_parent: bool,
@@ -58,28 +70,12 @@ impl PlaceArgs {
         Ok((plan, rank))
     }
 
-    /// Keeps this thread and those it starts on the rank's CPUs, where the plan pins it, and logs what the system gave.
+    /// Binds this process to CPUs for as long as it runs: see [`Binding::start`].
     ///
     /// # Errors
-    /// CPUs that this process may not use.
-    pub(crate) fn bind(&self, rank: &PlanRank) -> anyhow::Result<()> {
-        use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
-        if rank.pinning != Pinning::None && !rank.cpus.is_empty() {
-            let mut set = CpuSet::new();
-            rank.cpus.iter().for_each(|&cpu| set.set(cpu as usize));
-            sched_setaffinity(None, &set).with_context(|| {
-                format!(
-                    "{} cannot run on CPUs {:?} of the plan\n  plan again on this machine as it is now",
-                    rank.name, rank.cpus
-                )
-            })?;
-        }
-        let got = sched_getaffinity(None)?;
-        let cpus: Vec<usize> = (0..CpuSet::MAX_CPU)
-            .filter(|&cpu| got.is_set(cpu))
-            .collect();
-        tracing::info!(rank = rank.name, pinning = ?rank.pinning, planned = ?rank.cpus, ?cpus, numa = ?rank.numa_nodes, "CPUs");
-        Ok(())
+    /// When the system tells nothing of CPUs.
+    pub(super) fn bind(&self, rank: &PlanRank) -> anyhow::Result<Arc<Binding>> {
+        Binding::start(rank, Duration::from_millis(self.placement_interval_ms))
     }
 }
 

@@ -1,14 +1,13 @@
 //! Prefill and decode: a model behind gRPC.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::Args;
 use hearth_crds::{
-    InferencePlanSpec, Pinning, PlanKv, PlanKvType, PlanRank, PlanRole,
-    ResidencyPolicy as PlanPolicy,
+    InferencePlanSpec, PlanKv, PlanKvType, PlanRank, PlanRole, ResidencyPolicy as PlanPolicy,
 };
 use hearth_engine::{Engine, EngineOptions, GrammarTokenizer, Health as EngineHealth, KvBudget};
 use hearth_formats::{ModelConfig, Tokenizer};
@@ -16,6 +15,7 @@ use hearth_kernels::{Backend, CpuOptions, KvDType};
 use hearth_transport::tonic::service::Routes;
 use hearth_transport::{ClientOptions, Clients, Health, Listener, ServerOptions, Tls, server};
 
+use super::binding::Binding;
 use super::control::ControlService;
 use super::decode::DecodeService;
 use super::layers::Layers;
@@ -83,16 +83,21 @@ pub(crate) fn prefill(args: &RankArgs) -> anyhow::Result<()> {
 
 fn run(args: &RankArgs, role: PlanRole) -> anyhow::Result<()> {
     let (plan, rank) = args.place.find(role)?;
-    args.place.bind(&rank)?;
+    let binding = args.place.bind(&rank)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .thread_stack_size(STACK_BYTES)
         .enable_all()
         .build()?;
-    runtime.block_on(serve(args, &plan, &rank))
+    runtime.block_on(serve(args, &plan, &rank, binding))
 }
 
-async fn serve(args: &RankArgs, plan: &InferencePlanSpec, rank: &PlanRank) -> anyhow::Result<()> {
+async fn serve(
+    args: &RankArgs,
+    plan: &InferencePlanSpec,
+    rank: &PlanRank,
+    binding: Arc<Binding>,
+) -> anyhow::Result<()> {
     let endpoint = rank
         .endpoint
         .as_deref()
@@ -104,7 +109,8 @@ async fn serve(args: &RankArgs, plan: &InferencePlanSpec, rank: &PlanRank) -> an
     let listener = Listener::bind(endpoint)?;
     Report::Loading { percent: 0 }.send();
     let watch = LoadWatch::start(Duration::from_secs(args.load_patience));
-    let (worker, device) = tokio::task::block_in_place(|| open(args, plan, rank, &watch))?;
+    let (worker, device) =
+        tokio::task::block_in_place(|| open(args, plan, rank, binding, &watch))?;
     drop(watch);
     let silence = Duration::from_millis(args.prefill_silence_ms);
     let routes = routes(&worker, Routes::new(health.service()), tls.clone(), silence);
@@ -195,12 +201,14 @@ pub(super) struct Worker {
     pub(super) model_fingerprint: String,
     pub(super) kv_layout: String,
     pub(super) numerics: String,
+    pub(super) binding: Arc<Binding>,
 }
 
 fn open(
     args: &RankArgs,
     plan: &InferencePlanSpec,
     rank: &PlanRank,
+    binding: Arc<Binding>,
     watch: &LoadWatch,
 ) -> anyhow::Result<(Arc<Worker>, String)> {
     let directory = Path::new(&plan.model.path);
@@ -210,15 +218,19 @@ fn open(
         .with_context(|| format!("the plan gives {} no KV cache", rank.name))?;
     kv_dtype(kv)?;
     let mut told = 0;
-    let loaded = load::open(directory, load_options(args, rank)?, &mut |progress| {
-        let percent = (progress.bytes_done * 100 / progress.bytes.max(1)) as u32;
-        watch.went_on(percent);
-        if percent > told {
-            told = percent;
-            Report::Loading { percent }.send();
-        }
-    })?;
-    on_device!(loaded, loaded => start(plan, rank, kv, loaded))
+    let loaded = load::open(
+        directory,
+        load_options(args, rank, &binding)?,
+        &mut |progress| {
+            let percent = (progress.bytes_done * 100 / progress.bytes.max(1)) as u32;
+            watch.went_on(percent);
+            if percent > told {
+                told = percent;
+                Report::Loading { percent }.send();
+            }
+        },
+    )?;
+    on_device!(loaded, loaded => start(plan, rank, kv, loaded, binding))
 }
 
 /// Starts the engine of a rank on a loaded model; also what computes, in words.
@@ -227,7 +239,9 @@ fn start<B: Backend>(
     rank: &PlanRank,
     kv: &PlanKv,
     loaded: LoadedOn<B>,
+    binding: Arc<Binding>,
 ) -> anyhow::Result<(Arc<Worker>, String)> {
+    binding.take(loaded.model.backend());
     let directory = Path::new(&plan.model.path);
     let kv_dtype = kv_dtype(kv)?;
     let device = loaded.model.backend().describe();
@@ -245,7 +259,10 @@ fn start<B: Backend>(
         grammar_tokenizer: grammar_tokenizer(directory, rank.role, loaded.model.config())?,
     };
     let model_fingerprint = loaded.checkpoint.fingerprint().to_owned();
+    let files = loaded.checkpoint.files().iter();
+    let weights: Vec<PathBuf> = files.map(|file| file.path.clone()).collect();
     let engine = Engine::start(loaded.model, options)?;
+    binding.loaded(&weights);
     let worker = Worker {
         engine,
         name: rank.name.clone(),
@@ -256,6 +273,7 @@ fn start<B: Backend>(
         model_fingerprint,
         kv_layout: layout.fingerprint(),
         numerics,
+        binding,
     };
     Ok((Arc::new(worker), device))
 }
@@ -291,13 +309,17 @@ fn kv_dtype(kv: &PlanKv) -> anyhow::Result<KvDType> {
     })
 }
 
-fn load_options(args: &RankArgs, rank: &PlanRank) -> anyhow::Result<LoadOptions> {
+fn load_options(
+    args: &RankArgs,
+    rank: &PlanRank,
+    binding: &Binding,
+) -> anyhow::Result<LoadOptions> {
     let residency = rank
         .residency
         .as_ref()
         .with_context(|| format!("the plan gives {} no residency", rank.name))?;
     Ok(LoadOptions {
-        device: device_options(args, rank),
+        device: device_options(args, rank, binding),
         residency: match residency.policy {
             PlanPolicy::Resident => ResidencyPolicy::Resident,
             PlanPolicy::MmapPrefetch => ResidencyPolicy::MmapPrefetch {
@@ -308,7 +330,7 @@ fn load_options(args: &RankArgs, rank: &PlanRank) -> anyhow::Result<LoadOptions>
 }
 
 /// The device that the plan names: a GPU, or the CPUs.
-fn device_options(args: &RankArgs, rank: &PlanRank) -> DeviceOptions {
+fn device_options(args: &RankArgs, rank: &PlanRank, binding: &Binding) -> DeviceOptions {
     if rank.is_on_gpu() {
         let uuid = rank.gpu_uuids.first().cloned();
         let options = args.gpu.options(uuid, Some(rank.gpu_budget_bytes()));
@@ -318,15 +340,10 @@ fn device_options(args: &RankArgs, rank: &PlanRank) -> DeviceOptions {
             ..options
         });
     }
-    let cpus = match rank.pinning {
-        Pinning::None => Vec::new(),
-        Pinning::Exclusive | Pinning::Shared => rank.cpus.iter().map(|&cpu| cpu as usize).collect(),
-    };
     DeviceOptions::Cpu(CpuOptions {
         isa: args.isa.isa(),
         threads: rank.threads as usize,
-        cpus,
-        numa_nodes: rank.numa_nodes.clone(),
+        numa_cpus: binding.numa_cpus(),
     })
 }
 

@@ -6,18 +6,21 @@ use std::time::Duration;
 
 use super::world::World;
 use crate::controller::conditions::{
-    DECODE_READY, DEGRADED, EXACT_FAILOVER, MODEL_READY, PLANNED, PREFILL_READY, PROGRESSING, READY,
+    DECODE_READY, DEGRADED, EXACT_FAILOVER, MODEL_READY, PLACED, PLANNED, PREFILL_READY,
+    PROGRESSING, READY,
 };
 use crate::controller::decide::decide;
 use crate::controller::observed::{ContainerEnd, ContainerView, Measured, PodView, Taint};
+use crate::controller::placements::Placement;
 use crate::controller::testing::MIB;
 
-const ALL: [&str; 7] = [
+const ALL: [&str; 8] = [
     READY,
     PLANNED,
     MODEL_READY,
     PREFILL_READY,
     DECODE_READY,
+    PLACED,
     PROGRESSING,
     DEGRADED,
 ];
@@ -703,4 +706,54 @@ fn a_worker_that_the_scheduler_refuses_is_planned_again_where_there_is_room() {
     world.settle();
     assert!(world.observed.pods.iter().all(|pod| pod.node != home));
     assert_eq!(world.condition(READY).status, "True");
+}
+
+#[test]
+fn what_workers_got_stands_in_the_status_and_less_than_planned_is_a_condition() {
+    let mut world = World::new("");
+    world.settle();
+    assert_eq!(world.says(PLACED), ("Unknown", "NotTold"));
+    assert!(world.status().placement.is_empty());
+
+    let mut address = 0;
+    let mut got = |world: &mut World, rank: &str, shortfalls: &str| {
+        address += 1;
+        let ip = format!("10.9.0.{address}");
+        world.pod(&format!("demo-{rank}"), |pod| pod.ip.clone_from(&ip));
+        let placement = Placement {
+            cpus: "4-5".to_owned(),
+            numa_nodes: "1".to_owned(),
+            shortfalls: shortfalls.to_owned(),
+            ..Placement::default()
+        };
+        let ip = ip.parse().unwrap();
+        world.observed.placements.insert(ip, placement);
+        world.visit();
+    };
+    got(&mut world, "decode-0", "");
+    assert_eq!(world.says(PLACED), ("Unknown", "NotTold"));
+    got(&mut world, "prefill-0", "");
+    assert_eq!(world.says(PLACED), ("True", "AsPlanned"));
+    let placement = &world.status().placement;
+    let ranks: Vec<&str> = placement.iter().map(|rank| rank.rank.as_str()).collect();
+    assert_eq!(ranks, ["prefill-0", "decode-0"]);
+    assert_eq!(
+        (placement[1].cpus.as_str(), placement[1].numa_nodes.as_str()),
+        ("4-5", "1")
+    );
+    assert_eq!(placement[1].shortfalls, None);
+
+    got(&mut world, "decode-0", "1 of 2 threads compute");
+    assert_eq!(world.says(PLACED), ("False", "LessThanPlanned"));
+    let message = &world.condition(PLACED).message;
+    assert!(
+        message.contains("decode-0 on office: 1 of 2 threads compute"),
+        "{message}"
+    );
+
+    // A new operator has asked nobody yet: what was told stays.
+    world.observed.placements.clear();
+    let before = world.status().clone();
+    world.visit();
+    assert_eq!(*world.status(), before);
 }

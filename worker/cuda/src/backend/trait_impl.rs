@@ -25,6 +25,10 @@ impl Backend for CudaBackend {
         bound
     }
 
+    fn gpu_uuid(&self) -> Option<String> {
+        Some(self.device.info.uuid.clone())
+    }
+
     fn describe(&self) -> String {
         let info = &self.device.info;
         let activations = match self.activations {

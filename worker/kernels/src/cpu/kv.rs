@@ -2,6 +2,7 @@
 
 use std::ptr::NonNull;
 
+use crate::affinity;
 use crate::convert::f32_to_bf16;
 use crate::{BlockId, KernelError, KvDType, KvLayout, Span, checks};
 
@@ -16,21 +17,25 @@ pub struct CpuKv {
 }
 
 impl CpuKv {
-    /// Reserves `blocks` blocks, on the NUMA nodes `numa_nodes` if the system can do so: on one,
-    /// or page by page over several.
+    /// Reserves `blocks` blocks. With `numa_cpus`, CPUs by NUMA node, all of their memory is touched at once by threads on
+    /// these CPUs, evenly in turn, and so lies on these nodes as far as they have room: a policy for memory
+    /// (`mbind`) is what containers may not set.
     pub(super) fn new(
         layout: KvLayout,
         blocks: usize,
-        numa_nodes: &[u32],
+        numa_cpus: &[Vec<usize>],
     ) -> Result<Self, KernelError> {
         checks::kv_alloc(&layout)?;
         let bytes = layout.block_bytes().checked_mul(blocks);
-        let memory = bytes.and_then(|bytes| Mapping::new(bytes, numa_nodes).ok());
-        let memory = memory.ok_or_else(|| KernelError::OutOfMemory {
+        let memory = bytes.and_then(|bytes| Mapping::new(bytes).ok());
+        let mut memory = memory.ok_or_else(|| KernelError::OutOfMemory {
             device: "cpu".into(),
             what: format!("{blocks} KV blocks"),
             needed_bytes: bytes.unwrap_or(usize::MAX) as u64,
         })?;
+        if !numa_cpus.is_empty() {
+            touch(memory.bytes_mut(), numa_cpus);
+        }
         Ok(Self {
             layout,
             blocks,
@@ -153,6 +158,30 @@ fn store(dtype: KvDType, values: &[f32], out: &mut [u8]) {
     }
 }
 
+/// Bytes that one NUMA node gets before it is the next one's turn: a huge page.
+const STRETCH_BYTES: usize = 2 << 20;
+
+/// Touches every page of fresh memory, one stretch after the other from CPUs of the next NUMA node.
+fn touch(memory: &mut [u8], numa_cpus: &[Vec<usize>]) {
+    let mut shares: Vec<Vec<&mut [u8]>> = numa_cpus.iter().map(|_| Vec::new()).collect();
+    for (turn, stretch) in memory.chunks_mut(STRETCH_BYTES).enumerate() {
+        shares[turn % numa_cpus.len()].push(stretch);
+    }
+    std::thread::scope(|scope| {
+        for (cpus, share) in numa_cpus.iter().zip(shares) {
+            scope.spawn(move || {
+                if let Err(error) = affinity::bind(None, cpus) {
+                    tracing::warn!(?cpus, %error, "KV memory is touched from other CPUs");
+                }
+                let page = rustix::param::page_size();
+                for stretch in share {
+                    stretch.iter_mut().step_by(page).for_each(|byte| *byte = 0);
+                }
+            });
+        }
+    });
+}
+
 /// Anonymous memory that reads as zero and takes no room before it is written.
 struct Mapping {
     start: NonNull<u8>,
@@ -165,7 +194,7 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    fn new(bytes: usize, numa_nodes: &[u32]) -> Result<Self, rustix::io::Errno> {
+    fn new(bytes: usize) -> Result<Self, rustix::io::Errno> {
         use rustix::mm::{MapFlags, ProtFlags};
         if bytes == 0 {
             return Ok(Self {
@@ -183,49 +212,7 @@ impl Mapping {
             )
         }?;
         let start = NonNull::new(start.cast()).ok_or(rustix::io::Errno::NOMEM)?;
-        let mapping = Self { start, bytes };
-        if !numa_nodes.is_empty() {
-            mapping.place_on(numa_nodes);
-        }
-        Ok(mapping)
-    }
-
-    /// Asks for pages on one NUMA node, or interleaved over several; where the system cannot, they lie where
-    /// it puts them.
-    fn place_on(&self, nodes: &[u32]) {
-        const MPOL_PREFERRED: libc::c_int = 1;
-        const MPOL_INTERLEAVE: libc::c_int = 3;
-        const MASK_BITS: usize = 1024;
-        let mut mask = [0u64; MASK_BITS / 64];
-        for &node in nodes {
-            let Some(word) = mask.get_mut(node as usize / 64) else {
-                tracing::warn!(node, "no such NUMA node; KV memory is not bound");
-                return;
-            };
-            *word |= 1 << (node % 64);
-        }
-        let policy = if nodes.len() == 1 {
-            MPOL_PREFERRED
-        } else {
-            MPOL_INTERLEAVE
-        };
-        // SAFETY: the range is this mapping's own, the mask outlives the call, and the call changes only
-        // where pages will be placed.
-        let status = unsafe {
-            libc::syscall(
-                libc::SYS_mbind,
-                self.start.as_ptr(),
-                self.bytes,
-                policy,
-                mask.as_ptr(),
-                MASK_BITS,
-                0,
-            )
-        };
-        if status != 0 {
-            let error = std::io::Error::last_os_error();
-            tracing::warn!(?nodes, %error, "KV memory is not bound to its NUMA nodes");
-        }
+        Ok(Self { start, bytes })
     }
 
     fn bytes(&self) -> &[u8] {

@@ -30,12 +30,11 @@ use memory::{FreeList, PooledBuf, Scratch};
 pub struct CpuOptions {
     /// Instruction set; the best that the CPU has when none is named.
     pub isa: Option<Isa>,
-    /// Threads, the caller included; 0: one for each CPU of `cpus`, or else for each that this process may use.
+    /// Threads, the caller included; 0: one for each CPU that this process may use. They are bound by [`Backend::place`].
     pub threads: usize,
-    /// CPUs to bind the threads to; none: the system places them.
-    pub cpus: Vec<usize>,
-    /// NUMA nodes that the KV cache's memory is asked to lie on, page by page over several; best effort; none: anywhere.
-    pub numa_nodes: Vec<u32>,
+    /// CPUs by the NUMA node that the KV cache's memory is to lie on, evenly on several: a thread on each touches its part
+    /// first. None: a page lies where it is first used.
+    pub numa_cpus: Vec<Vec<usize>>,
 }
 
 /// A [`Backend`] on this machine's CPU.
@@ -45,7 +44,7 @@ pub struct CpuBackend {
     free: Arc<FreeList>,
     /// One for each thread of the pool.
     scratch: Vec<Mutex<Scratch>>,
-    numa_nodes: Vec<u32>,
+    numa_cpus: Vec<Vec<usize>>,
 }
 
 impl CpuBackend {
@@ -53,29 +52,27 @@ impl CpuBackend {
     ///
     /// # Errors
     /// [`KernelError::IsaUnavailable`] when the CPU lacks the instruction set that `options` names;
-    /// [`KernelError::Device`] when a thread cannot be started or bound.
+    /// [`KernelError::Device`] when a thread cannot be started.
     pub fn new(options: CpuOptions) -> Result<Self, KernelError> {
         let CpuOptions {
             isa,
             threads,
-            cpus,
-            numa_nodes,
+            numa_cpus,
         } = options;
         let isa = isa.unwrap_or_else(Isa::detect);
         let kernels = isa.kernels_or_error()?;
-        let threads = match (threads, cpus.len()) {
-            (0, 0) => std::thread::available_parallelism().map_or(1, usize::from),
-            (0, bound) => bound,
-            (named, _) => named,
+        let threads = match threads {
+            0 => std::thread::available_parallelism().map_or(1, usize::from),
+            named => named,
         };
-        let pool = Pool::new(threads, &cpus)?;
-        tracing::debug!(%isa, threads, ?cpus, kernels = ?kernels.names(), "CPU kernels chosen");
+        let pool = Pool::new(threads)?;
+        tracing::debug!(%isa, threads, kernels = ?kernels.names(), "CPU kernels chosen");
         Ok(Self {
             kernels,
             pool,
             free: Arc::default(),
             scratch: (0..threads).map(|_| Mutex::default()).collect(),
-            numa_nodes,
+            numa_cpus,
         })
     }
 
@@ -165,10 +162,14 @@ impl Backend for CpuBackend {
     type Chosen = Routing;
     type ExpertBank = Infallible;
 
-    /// Binds the calling thread, which computes its share of every operation, to the first of
-    /// [`CpuOptions::cpus`]; the other threads are bound from the start.
+    /// The calling thread computes its share of every operation.
     fn bind_thread(&self) -> Result<(), KernelError> {
-        self.pool.pin_caller()
+        self.pool.place_caller()
+    }
+
+    fn place(&self, cpus: &[usize]) -> Result<usize, KernelError> {
+        self.pool.place(cpus)?;
+        Ok(self.pool.threads_at_work())
     }
 
     fn describe(&self) -> String {
@@ -305,7 +306,7 @@ impl Backend for CpuBackend {
     }
 
     fn kv_alloc(&self, layout: KvLayout, blocks: usize) -> Result<CpuKv, KernelError> {
-        CpuKv::new(layout, blocks, &self.numa_nodes)
+        CpuKv::new(layout, blocks, &self.numa_cpus)
     }
 
     fn kv_layout(&self, kv: &CpuKv) -> KvLayout {

@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering;
 use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
+use hearth_transport::v1::Placement;
 use http::{HeaderValue, StatusCode, header};
 use serde_json::{Value, json};
 
@@ -40,6 +41,7 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
                 "state": worker.health.as_str(),
                 "running": worker.stats.running,
                 "waiting": worker.stats.waiting,
+                "placement": worker.placement.as_ref().map(placement),
             })
         })
         .collect();
@@ -58,6 +60,30 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
             .insert(header::RETRY_AFTER, HeaderValue::from_static("2"));
     }
     response
+}
+
+/// What a worker got of its machine.
+fn placement(placement: &Placement) -> Value {
+    let memory: Vec<Value> = placement
+        .memory
+        .iter()
+        .map(|node| {
+            json!({
+                "numa_node": node.numa_node,
+                "weight_bytes": node.weight_bytes,
+                "own_bytes": node.own_bytes,
+            })
+        })
+        .collect();
+    json!({
+        "cpus": placement.cpus,
+        "numa_nodes": placement.numa_nodes,
+        "threads": placement.threads,
+        "gpu_uuid": (!placement.gpu_uuid.is_empty()).then_some(&placement.gpu_uuid),
+        "memory_numa_nodes": placement.memory_numa_nodes,
+        "memory": memory,
+        "shortfalls": placement.shortfalls,
+    })
 }
 
 /// OpenMetrics text.

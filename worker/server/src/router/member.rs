@@ -116,6 +116,7 @@ impl Member {
             stats: state.stats,
             plan_generation: state.description.plan_generation,
             context_length: state.description.context_length,
+            placement: state.description.placement.clone(),
         }
     }
 

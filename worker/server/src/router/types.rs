@@ -1,7 +1,7 @@
 //! What is said about workers, and asked of them.
 
 use hearth_transport::Endpoint;
-use hearth_transport::v1::StatsResponse;
+use hearth_transport::v1::{Placement, StatsResponse};
 
 /// What a worker is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -159,4 +159,6 @@ pub struct WorkerView {
     pub plan_generation: u64,
     /// Tokens of prompt and answer that it takes; 0: unknown.
     pub context_length: u32,
+    /// What it got of its machine; none of a worker that has not told.
+    pub placement: Option<Placement>,
 }

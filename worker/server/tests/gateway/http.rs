@@ -474,6 +474,16 @@ async fn metrics_follow_what_was_served() {
             4096.0,
         ),
         ("hearth_worker_ready", "", 1.0),
+        (
+            "hearth_worker_placement_info",
+            r#"role="decode",cpus="2-3",numa_nodes="0",memory_numa_nodes="0",gpu_uuid="",shortfalls="1 of 2 \"threads\" compute""#,
+            1.0,
+        ),
+        (
+            "hearth_worker_numa_bytes",
+            r#"numa_node="0",kind="weights""#,
+            700.0,
+        ),
         ("hearth_choices_finished_total", "reason=\"stop\"", 1.0),
         ("hearth_choices_finished_total", "reason=\"length\"", 1.0),
         (

@@ -15,7 +15,8 @@ use hearth_transport::v1::control_server::Control;
 use hearth_transport::v1::decode_server::Decode;
 use hearth_transport::v1::{
     DescribeRequest, DescribeResponse, FinishReason, Finished, GenerateEvent, GenerateRequest,
-    Started, StatsRequest, StatsResponse, Token, TopLogprob, generate_event::Event,
+    NumaMemory, Placement, Started, StatsRequest, StatsResponse, Token, TopLogprob,
+    generate_event::Event,
 };
 use hearth_transport::{CallContext, Listener, ServerOptions, server};
 use tokio::runtime::Runtime;
@@ -101,6 +102,19 @@ impl FakeWorker {
                 max_batch: 8,
                 context_length: CONTEXT as u32,
                 version: String::new(),
+                placement: Some(Placement {
+                    cpus: "2-3".into(),
+                    numa_nodes: "0".into(),
+                    threads: 2,
+                    gpu_uuid: String::new(),
+                    memory_numa_nodes: "0".into(),
+                    memory: vec![NumaMemory {
+                        numa_node: 0,
+                        weight_bytes: 700,
+                        own_bytes: 50,
+                    }],
+                    shortfalls: vec!["1 of 2 \"threads\" compute".into()],
+                }),
             }),
             stats: Mutex::new(StatsResponse {
                 kv_blocks_total: 100,

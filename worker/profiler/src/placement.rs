@@ -1,0 +1,153 @@
+//! Where a process is on its machine: the cores and NUMA nodes of CPUs, and the NUMA nodes that hold its memory.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use crate::cpu;
+use crate::tree::Tree;
+
+/// A CPU and what it belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CpuPlace {
+    /// The kernel's number.
+    pub id: u32,
+    /// The lowest of the CPUs that share its core.
+    pub core: u32,
+    /// Its NUMA node; 0 on a kernel that tells of none.
+    pub numa_node: u32,
+}
+
+/// What a process has in the memory of one NUMA node, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NumaMemory {
+    /// Pages of weights that it has mapped.
+    pub weight_bytes: u64,
+    /// Memory of its own: KV cache, activations, heap.
+    pub own_bytes: u64,
+}
+
+/// The CPUs that are online, ascending, whether or not this process may use them. `root`: where `proc` and `sys` are.
+pub fn cpu_places(root: &Path) -> Vec<CpuPlace> {
+    let tree = Tree::new(root);
+    let nodes = cpu::numa_of_cpus(&tree);
+    let place = |id| CpuPlace {
+        id,
+        core: cpu::core_of(&tree, id),
+        numa_node: nodes.get(&id).copied().unwrap_or(0),
+    };
+    cpu::online(&tree).into_iter().map(place).collect()
+}
+
+/// What this process has in the memory of each NUMA node, by `/proc/self/numa_maps`: containers may read it where they may
+/// not ask for single pages (`move_pages`). Pages of `weights` count where this process has mapped them. Empty on a kernel that
+/// tells nothing. The kernel walks all pages for it, about a second for 100 GiB.
+pub fn own_memory(root: &Path, weights: &[PathBuf]) -> BTreeMap<u32, NumaMemory> {
+    let real = |path: &PathBuf| path.canonicalize().unwrap_or_else(|_| path.clone());
+    let weights: Vec<PathBuf> = weights.iter().map(real).collect();
+    let text = std::fs::read_to_string(root.join("proc/self/numa_maps")).unwrap_or_default();
+    let mut memory: BTreeMap<u32, NumaMemory> = BTreeMap::new();
+    for line in text.lines() {
+        let Some(mapping) = Mapping::parse(line) else {
+            continue;
+        };
+        let is_weights = match &mapping.file {
+            Some(file) if weights.contains(file) => true,
+            // Code and other files.
+            Some(_) => continue,
+            None => false,
+        };
+        for (node, bytes) in mapping.bytes {
+            let sum = memory.entry(node).or_default();
+            match is_weights {
+                true => sum.weight_bytes += bytes,
+                false => sum.own_bytes += bytes,
+            }
+        }
+    }
+    memory
+}
+
+/// A line such as `7f12a000 default file=/models/a.safetensors mapped=30 N0=20 N1=10 kernelpagesize_kB=4`.
+struct Mapping {
+    file: Option<PathBuf>,
+    bytes: Vec<(u32, u64)>,
+}
+
+impl Mapping {
+    fn parse(line: &str) -> Option<Self> {
+        let fields: Vec<&str> = line.split_ascii_whitespace().skip(2).collect();
+        let value = |name: &str| fields.iter().find_map(|field| field.strip_prefix(name));
+        let page_bytes = value("kernelpagesize_kB=")?.parse::<u64>().ok()? << 10;
+        let bytes = fields.iter().filter_map(|field| {
+            let (node, pages) = field.strip_prefix('N')?.split_once('=')?;
+            let pages: u64 = pages.parse().ok()?;
+            Some((node.parse().ok()?, pages.saturating_mul(page_bytes)))
+        });
+        Some(Self {
+            file: value("file=").map(|file| PathBuf::from(unescape(file))),
+            bytes: bytes.collect(),
+        })
+    }
+}
+
+/// The kernel writes white space, `=` and `\` of a path as octal numbers: `\040`.
+fn unescape(path: &str) -> String {
+    let mut parts = path.split('\\');
+    let mut plain = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let code = part
+            .get(..3)
+            .and_then(|code| u8::from_str_radix(code, 8).ok());
+        match code {
+            Some(code) => {
+                plain.push(char::from(code));
+                plain.push_str(&part[3..]);
+            }
+            None => {
+                plain.push('\\');
+                plain.push_str(part);
+            }
+        }
+    }
+    plain
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)] // A test may panic.
+
+    use super::*;
+
+    #[test]
+    fn memory_is_told_by_node_and_kind() {
+        let root = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(root.path().join("proc/self")).unwrap();
+        let maps = "\
+            7f0000000000 default file=/m/a\\040b.safetensors mapped=30 active=0 N0=20 N1=10 kernelpagesize_kB=4\n\
+            7f1000000000 default file=/usr/lib/libc.so.6 mapped=5 N0=5 kernelpagesize_kB=4\n\
+            7f2000000000 default anon=3 dirty=3 N1=3 kernelpagesize_kB=2048\n\
+            7f3000000000 interleave:0-1 heap anon=2 dirty=2 N0=1 N1=1 kernelpagesize_kB=4\n\
+            7ffd00000000 default stack\n\
+            what is this\n";
+        std::fs::write(root.path().join("proc/self/numa_maps"), maps).unwrap();
+        let memory = own_memory(root.path(), &[PathBuf::from("/m/a b.safetensors")]);
+        let node = |weight_pages: u64, own_bytes| NumaMemory {
+            weight_bytes: weight_pages << 12,
+            own_bytes,
+        };
+        let expected = [(0, node(20, 4096)), (1, node(10, (6 << 20) + 4096))];
+        assert_eq!(memory, BTreeMap::from(expected));
+    }
+
+    #[test]
+    fn this_process_has_memory_somewhere() {
+        if !Path::new("/proc/self/numa_maps").exists() {
+            eprintln!("SKIPPED: this kernel is without NUMA");
+            return;
+        }
+        let memory = own_memory(Path::new("/"), &[]);
+        assert!(memory.values().any(|node| node.own_bytes > 0), "{memory:?}");
+        let places = cpu_places(Path::new("/"));
+        assert!(!places.is_empty());
+    }
+}

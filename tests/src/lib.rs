@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 mod certificates;
+mod cgroup;
 mod chat;
 pub mod cluster;
 mod deployment;
@@ -17,6 +18,7 @@ mod up;
 mod vm;
 
 pub use certificates::write_certificates;
+pub use cgroup::Cgroup;
 pub use chat::{Answer, chat_body, chat_stream};
 pub use deployment::{copy_of_demo, deployment};
 pub use metrics::Metrics;

@@ -2,16 +2,19 @@
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use crate::cgroup::Cgroup;
 use crate::programs::{hearth, root, run, worker};
 use crate::up::free_port;
 
+/// How long a process may take to serve; a busy machine with an unoptimised build needs some.
+const START_TIMEOUT: Duration = Duration::from_secs(120);
 /// How long a process may take to end.
 const STOP_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -69,31 +72,33 @@ impl Ranks {
     /// # Panics
     /// When the plan has no such role or the process cannot be started.
     pub fn start(&self, role: &'static str, name: &str, arguments: &[String]) -> Rank {
+        self.start_in(role, name, arguments, &[])
+    }
+
+    /// As [`Ranks::start`], in control groups.
+    ///
+    /// # Panics
+    /// As [`Ranks::start`].
+    pub fn start_in(
+        &self,
+        role: &'static str,
+        name: &str,
+        arguments: &[String],
+        groups: &[&Cgroup],
+    ) -> Rank {
         let endpoint = format!("127.0.0.1:{}", free_port());
-        let mut plan = self.plan.clone();
-        let ranks = plan["ranks"].as_array().cloned().unwrap_or_default();
-        let is_ours = |rank: &Value| {
-            let its = rank["role"].as_str().unwrap_or_default();
-            its.eq_ignore_ascii_case(role)
-        };
-        let mut rank = ranks
-            .into_iter()
-            .find(is_ours)
-            .unwrap_or_else(|| panic!("no {role} in the plan"));
-        rank["name"] = json!(name);
-        rank["endpoint"] = json!(endpoint);
-        plan["ranks"] = json!([rank]);
         let path = |kind: &str| {
             self.directory()
                 .join(format!("{name}-{}.{kind}", free_port()))
         };
         let (file, log) = (path("json"), path("log"));
+        let plan = self.plan_of(role, name, &endpoint);
         std::fs::write(&file, plan.to_string()).unwrap_or_else(|error| panic!("plan: {error}"));
         let output = File::create(&log).unwrap_or_else(|error| panic!("log: {error}"));
         let errors = output
             .try_clone()
             .unwrap_or_else(|error| panic!("log: {error}"));
-        let mut command = worker();
+        let mut command = in_groups(worker(), groups);
         command
             .args([role, "--rank", name, "--plan"])
             .arg(file)
@@ -116,6 +121,27 @@ impl Ranks {
             child,
             log,
         }
+    }
+
+    /// The plan of one process.
+    ///
+    /// # Panics
+    /// When the plan has no such role.
+    pub fn plan_of(&self, role: &str, name: &str, endpoint: &str) -> Value {
+        let mut plan = self.plan.clone();
+        let ranks = plan["ranks"].as_array().cloned().unwrap_or_default();
+        let is_ours = |rank: &Value| {
+            let its = rank["role"].as_str().unwrap_or_default();
+            its.eq_ignore_ascii_case(role)
+        };
+        let mut rank = ranks
+            .into_iter()
+            .find(is_ours)
+            .unwrap_or_else(|| panic!("no {role} in the plan"));
+        rank["name"] = json!(name);
+        rank["endpoint"] = json!(endpoint);
+        plan["ranks"] = json!([rank]);
+        plan
     }
 
     /// The file that tells a gateway of its workers.
@@ -167,6 +193,29 @@ impl Rank {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
 
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Waits until it serves.
+    ///
+    /// # Panics
+    /// When it ends, or does not serve in time.
+    pub fn wait_until_ready(&mut self) {
+        let deadline = Instant::now() + START_TIMEOUT;
+        while !self.output().contains("\"event\":\"ready\"") {
+            let is_late = Instant::now() > deadline;
+            assert!(
+                !is_late && !self.has_ended(),
+                "{} does not serve:\n{}",
+                self.name,
+                self.output()
+            );
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
     /// Sends it a signal.
     pub fn signal(&self, signal: Signal) {
         if let Some(pid) = Pid::from_raw(self.child.id().cast_signed()) {
@@ -200,6 +249,21 @@ impl Rank {
             std::thread::sleep(Duration::from_millis(20));
         }
     }
+}
+
+/// The command, run by a shell that joins the groups first.
+fn in_groups(command: Command, groups: &[&Cgroup]) -> Command {
+    if groups.is_empty() {
+        return command;
+    }
+    let mut shell = Command::new("sh");
+    let joins = groups.iter().map(|group| {
+        let path = group.path().display();
+        format!("echo $$ > '{path}/cgroup.procs' && ")
+    });
+    let script = joins.collect::<String>() + "exec \"$@\"";
+    shell.args(["-c", &script, "sh"]).arg(command.get_program());
+    shell
 }
 
 impl Drop for Rank {

@@ -1,7 +1,6 @@
 //! An emulated machine for what this one may lack: cgroup v2, several NUMA nodes, a kernel older than 6.2. Programs run in it
 //! ten to twenty times slower: it shows behaviour, never speed.
 
-use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
@@ -15,6 +14,7 @@ pub struct Vm {
     numa_nodes: u32,
     limit_s: u32,
     files: Vec<(PathBuf, String)>,
+    disks: Vec<(PathBuf, String)>,
 }
 
 impl Default for Vm {
@@ -25,6 +25,7 @@ impl Default for Vm {
             numa_nodes: 1,
             limit_s: 240,
             files: Vec::new(),
+            disks: Vec::new(),
         }
     }
 }
@@ -54,7 +55,15 @@ impl Vm {
         self
     }
 
-    /// A file or directory of this machine, and where it is in the other.
+    /// A directory of this machine as a disk of the other, read-only at `target`.
+    #[must_use]
+    pub fn disk(mut self, directory: impl AsRef<Path>, target: &str) -> Self {
+        self.disks
+            .push((directory.as_ref().to_owned(), target.to_owned()));
+        self
+    }
+
+    /// A file or directory of this machine, and where it is in the other: in its memory.
     #[must_use]
     pub fn file(mut self, path: impl AsRef<Path>, target: &str) -> Self {
         self.files
@@ -82,11 +91,11 @@ impl Vm {
             .args(["-c", &self.cpus.to_string()])
             .args(["-n", &self.numa_nodes.to_string()])
             .args(["-t", &self.limit_s.to_string()]);
-        for (path, target) in &self.files {
-            let mut argument = path.display().to_string();
-            // Writing to a string cannot fail.
-            let _ = write!(argument, "={target}");
-            command.arg("-f").arg(argument);
+        for (option, list) in [("-f", &self.files), ("-d", &self.disks)] {
+            for (path, target) in list {
+                let argument = format!("{}={target}", path.display());
+                command.args([option, &argument]);
+            }
         }
         command.args(["--", "sh", "-euc", script]);
         let Output {

@@ -70,10 +70,18 @@ async fn a_gpu_computes_the_prompt_and_the_cpu_the_answer() {
     for (question, want) in questions.iter().zip(&want) {
         assert_eq!(&answer(&up, question, 20).await, want, "{question}");
     }
-    let moved = up
-        .metrics()
-        .of_rank("hearth_worker_kv_moved_bytes_total", "decode-0");
+    let metrics = up.metrics();
+    let moved = metrics.of_rank("hearth_worker_kv_moved_bytes_total", "decode-0");
     assert!(moved > 0.0, "the GPU's keys and values did not come");
+    // Each worker tells which device it got.
+    for (rank, gpu) in [
+        ("prefill-0", "gpu_uuid=\"GPU-48656172"),
+        ("decode-0", "gpu_uuid=\"\""),
+    ] {
+        let labels = [&*format!("worker=\"{rank}\""), gpu];
+        let told = metrics.values("hearth_worker_placement_info", &labels);
+        assert_eq!(told, [1.0], "{rank} {gpu}");
+    }
 }
 
 #[tokio::test]

@@ -1,9 +1,11 @@
-//! The plan's CPUs are the processes' CPUs: read from the kernel, thread by thread.
+//! The plan's CPUs are the processes' CPUs where the system gives them, and what it gives where it does not: read from the
+//! kernel, thread by thread, while control groups are written by hand as a kubelet writes them.
 
 use std::path::Path;
+use std::time::{Duration, Instant};
 
-use hearth_tests::{Up, UpOptions, chat_body, chat_stream, root};
-use serde_json::Value;
+use hearth_tests::{Cgroup, Metrics, Rank, Ranks, Up, UpOptions, Vm, chat_body, chat_stream, root};
+use serde_json::{Value, json};
 
 /// The demo with a placement, and decode workers that read prompts themselves.
 fn deployment(directory: &Path, placement: &str) -> std::path::PathBuf {
@@ -88,4 +90,280 @@ async fn exclusive_ranks_keep_to_their_own_cpus() {
         taken.extend(cpus);
     }
     assert!(up.logs().contains("CPUs"), "{}", up.logs());
+}
+
+/// A decode worker of two threads on CPUs 0 and 1 that other workers may use too, in a cpuset of its own, with a gateway.
+struct Claimed {
+    group: Cgroup,
+    decode: Rank,
+    gateway: Rank,
+    /// Where their files lie.
+    _ranks: Ranks,
+}
+
+impl Claimed {
+    /// Starts both; the worker's cpuset has `cpus` by then.
+    fn start(cpus: &str, planned: &[u32]) -> Self {
+        let mut ranks = Ranks::of_demo();
+        ranks.edit(|plan| {
+            for rank in plan["ranks"].as_array_mut().expect("ranks") {
+                rank["cpus"] = json!(planned);
+                rank["threads"] = json!(planned.len());
+                rank["pinning"] = json!("Shared");
+            }
+        });
+        let group = Cgroup::new("cpuset");
+        group.write("cpuset.cpus", cpus);
+        let often = ["--placement-interval-ms", "100"].map(str::to_owned);
+        let mut decode = ranks.start_in("decode", "decode-0", &often, &[&group]);
+        decode.wait_until_ready();
+        ranks.route_to(&[&decode]);
+        let routes = ["--routes".to_owned(), ranks.routes().display().to_string()];
+        let mut gateway = ranks.start("gateway", "gateway-0", &routes);
+        gateway.wait_until_ready();
+        Self {
+            group,
+            decode,
+            gateway,
+            _ranks: ranks,
+        }
+    }
+
+    /// Waits until the threads of the worker may run on these CPUs, and the gateway says so with the shortfall.
+    fn wait_for(&self, cpus: &str, compute: &[&str], shortfall: &str) {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        loop {
+            let threads = threads(self.decode.pid());
+            let of = |name: &str| {
+                let found = threads.iter().find(|(thread, _)| thread == name);
+                found.map_or("", |(_, allowed)| allowed.as_str())
+            };
+            let others = threads
+                .iter()
+                .filter(|(name, _)| !name.starts_with("kernels") && name != "engine");
+            let is_bound = others.clone().all(|(_, allowed)| allowed == cpus)
+                && [of("engine"), of("kernels-1")] == compute;
+            if is_bound {
+                break;
+            }
+            assert!(Instant::now() < deadline, "not on {cpus}: {threads:?}");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        let got = format!("cpus=\"{cpus}\",numa_nodes=\"0\",");
+        let less = format!("shortfalls=\"{shortfall}\"");
+        Metrics::wait_for(&self.gateway.base(), "what the worker got", |metrics| {
+            let told = metrics.values("hearth_worker_placement_info", &[&got, &less]);
+            told == [1.0]
+        });
+    }
+
+    async fn answers(&self) {
+        let body = chat_body("hearth-demo", "What is Hearth?", 8);
+        let answer = chat_stream(&format!("{}/v1", self.gateway.base()), &body, |_, _| {}).await;
+        answer.expect("answer");
+    }
+}
+
+/// Why the tests with cpusets are left out here.
+fn without_cpusets() -> Option<String> {
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    let few = (cpus < 2).then(|| "two CPUs are needed".to_owned());
+    Cgroup::unavailable("cpuset").or(few)
+}
+
+#[tokio::test]
+async fn a_shared_worker_outlives_the_claim_on_its_cpu_and_takes_it_back() {
+    if let Some(why) = without_cpusets() {
+        eprintln!("SKIPPED: {why}");
+        return;
+    }
+    let claimed = Claimed::start("0-1", &[0, 1]);
+    claimed.wait_for("0-1", &["0", "1"], "");
+    claimed.answers().await;
+    // Another Pod gets CPU 0 for itself.
+    claimed.group.write("cpuset.cpus", "1");
+    let less = "CPUs 1 where 2 are planned (0-1); 1 of 2 threads compute";
+    claimed.wait_for("1", &["1", "1"], less);
+    claimed.answers().await;
+    // It gives it back.
+    claimed.group.write("cpuset.cpus", "0-1");
+    claimed.wait_for("0-1", &["0", "1"], "");
+    claimed.answers().await;
+}
+
+#[tokio::test]
+async fn a_worker_starts_on_other_cpus_than_planned() {
+    if let Some(why) = without_cpusets() {
+        eprintln!("SKIPPED: {why}");
+        return;
+    }
+    let claimed = Claimed::start("1", &[0]);
+    claimed.wait_for("1", &["1", ""], "");
+    claimed.answers().await;
+}
+
+/// What the emulated machine runs: a worker on NUMA node 1 of two, in a group of cgroup v2 whose CPUs change, and its gateway.
+/// Prints `AT moment: thread=CPUs ...` and the gateway's series.
+const ON_TWO_NODES: &str = r#"
+group=/sys/fs/cgroup/worker
+mkdir $group
+echo +cpuset > /sys/fs/cgroup/cgroup.subtree_control
+echo 0-3 > $group/cpuset.cpus
+(echo 0 > $group/cgroup.procs
+ exec hearth-worker decode --plan /decode.json --rank decode-0 --placement-interval-ms 3000 > /decode.log 2>&1) &
+waited=0
+until grep -q '"event":"ready"' /decode.log; do
+    sleep 1
+    waited=$((waited + 1))
+    [ $waited -lt 150 ] || { cat /decode.log; exit 1; }
+done
+# It looks at samples of the weights, from the other NUMA node: behind the worker, which reads all of them.
+hearth-worker gateway --plan /gateway.json --rank gateway-0 --routes /routes.json > /gateway.log 2>&1 &
+until wget -q -O /dev/null http://127.0.0.1:8000/ready; do
+    sleep 1
+    waited=$((waited + 1))
+    [ $waited -lt 150 ] || { cat /decode.log /gateway.log; exit 1; }
+done
+pid=$(cat $group/cgroup.procs | head -n 1)
+at() {
+    line="AT $1:"
+    for task in /proc/$pid/task/*; do
+        line="$line $(cat $task/comm)=$(awk '/^Cpus_allowed_list/ {print $2}' $task/status)"
+    done
+    echo "$line"
+}
+series() {
+    wget -q -O - http://127.0.0.1:8000/metrics | grep -E '^hearth_worker_(placement_info|numa_bytes)' || true
+}
+at start
+series
+echo 1-3 > $group/cpuset.cpus
+at widened-by-the-kernel
+sleep 8
+at bound-again
+echo 0,2 > $group/cpuset.cpus
+at claimed
+sleep 8
+at adapted
+series
+echo '{"model": "hearth-demo", "prompt": "What is", "max_tokens": 4}' > /body
+wget -q -O - --header 'Content-Type: application/json' --post-file /body http://127.0.0.1:8000/v1/completions
+"#;
+
+/// The CPUs of the threads of the moment, by the thread's name.
+fn at(output: &str, moment: &str) -> Vec<(String, String)> {
+    let start = format!("AT {moment}: ");
+    let line = output.lines().find_map(|line| line.strip_prefix(&start));
+    let line = line.unwrap_or_else(|| panic!("no {moment} in\n{output}"));
+    let thread = |word: &str| {
+        let (name, cpus) = word.rsplit_once('=')?;
+        Some((name.to_owned(), cpus.to_owned()))
+    };
+    line.split_whitespace().filter_map(thread).collect()
+}
+
+#[test]
+fn on_two_numa_nodes_threads_and_memory_are_where_the_plan_says_and_bound_again_when_the_kernel_forgets()
+ {
+    if let Some(why) = Vm::unavailable() {
+        eprintln!("SKIPPED: {why}");
+        return;
+    }
+    let mut ranks = Ranks::of_demo();
+    ranks.edit(|plan| {
+        plan["model"]["path"] = json!("/model");
+        for rank in plan["ranks"].as_array_mut().expect("ranks") {
+            let is_decode = rank["role"] == "Decode";
+            rank["cpus"] = if is_decode {
+                json!([2, 3])
+            } else {
+                json!([0, 1])
+            };
+            rank["numaNodes"] = if is_decode { json!([1]) } else { json!([0]) };
+            rank["threads"] = json!(2);
+            rank["pinning"] = json!("Shared");
+            if is_decode {
+                rank["kv"]["memoryBytes"] = json!(64 << 20);
+            }
+        }
+    });
+    let file = |name: &str, content: Value| {
+        let path = ranks.directory().join(name);
+        std::fs::write(&path, content.to_string()).expect("write");
+        path
+    };
+    let worker = json!({"name": "decode-0", "role": "Decode", "endpoint": "127.0.0.1:9000"});
+    let output = Vm::default()
+        .cpus(4, 2)
+        .memory_mib(1536)
+        .worker()
+        .disk(root().join("models/hearth-demo"), "/model")
+        .file(
+            file(
+                "decode.json",
+                ranks.plan_of("decode", "decode-0", "127.0.0.1:9000"),
+            ),
+            "/decode.json",
+        )
+        .file(
+            file(
+                "gateway.json",
+                ranks.plan_of("gateway", "gateway-0", "127.0.0.1:8000"),
+            ),
+            "/gateway.json",
+        )
+        .file(
+            file("routes.json", json!({"workers": [worker]})),
+            "/routes.json",
+        )
+        .run(ON_TWO_NODES);
+    let on = |moment: &str, name: &str| {
+        let threads = at(&output, moment);
+        let found = threads.into_iter().find(|(thread, _)| thread == name);
+        found
+            .unwrap_or_else(|| panic!("no {name} at {moment} in\n{output}"))
+            .1
+    };
+    let compute = |moment: &str| [on(moment, "engine"), on(moment, "kernels-1")];
+    assert_eq!(compute("start"), ["2", "3"]);
+    // This kernel is older than 6.2: the masks are gone although the new set has both CPUs.
+    assert_eq!(compute("widened-by-the-kernel"), ["1-3", "1-3"], "{output}");
+    assert_eq!(compute("bound-again"), ["2", "3"]);
+    assert_eq!(on("bound-again", "hearth-worker"), "2-3");
+    // CPU 3 was given to somebody else: one of another NUMA node is better than none, and it is said.
+    assert_eq!(compute("claimed"), ["0,2", "0,2"]);
+    assert_eq!(compute("adapted"), ["0", "2"]);
+
+    let series = |wanted: &[&str]| {
+        let mut lines = output.lines();
+        let found = lines.find(|line| wanted.iter().all(|part| line.contains(part)));
+        found.unwrap_or_else(|| panic!("no {wanted:?} in\n{output}"))
+    };
+    series(&[
+        "cpus=\"2-3\"",
+        "numa_nodes=\"1\"",
+        "memory_numa_nodes=\"1\"",
+        "shortfalls=\"\"",
+    ]);
+    series(&[
+        "cpus=\"0,2\"",
+        "shortfalls=\"CPUs on NUMA node 0 where 1 is planned\"",
+    ]);
+    let bytes = |node: u32, kind: &str| {
+        let labels = [format!("numa_node=\"{node}\""), format!("kind=\"{kind}\"")];
+        let mut lines = output.lines();
+        let line = lines.find(|line| labels.iter().all(|label| line.contains(label)));
+        line.map_or(0.0, |line| {
+            line.rsplit_once(' ')
+                .expect("value")
+                .1
+                .parse()
+                .expect("number")
+        })
+    };
+    let kv_bytes = f64::from(64 << 20);
+    assert!(bytes(1, "own") >= 0.95 * kv_bytes, "{output}");
+    assert!(bytes(0, "own") < 0.1 * kv_bytes, "{output}");
+    assert!(bytes(1, "weights") > 9.0 * bytes(0, "weights"), "{output}");
+    assert!(output.contains("\"text\""), "no answer in\n{output}");
 }

@@ -2,20 +2,21 @@
 # Boots a kernel of the distribution in an emulated machine (qemu without KVM), runs one command in it, prints what that
 # prints and ends with its status; 124 where the machine did not come to its end. It has what the machine around it may lack:
 # cgroup v2 alone, several NUMA nodes, any number of CPUs, a kernel older than 6.2, a root of its own.
-#   run.sh [-m MIB] [-c CPUS] [-n NUMA_NODES] [-k MODULE]... [-t SECONDS] [-f PATH[=TARGET]]... -- COMMAND...
+#   run.sh [-m MIB] [-c CPUS] [-n NUMA_NODES] [-k MODULE]... [-t SECONDS] [-f PATH[=TARGET]]... [-d DIRECTORY=TARGET]... -- COMMAND...
 # -f takes a file (a program without its symbols and with the libraries that it is linked to) or a directory to the same path in
-# the machine, or to TARGET; -k loads a module of the kernel, with those that it needs. busybox is /bin.
+# the machine, or to TARGET: into its memory. -d makes a disk of a directory, read-only at TARGET, whose pages the machine caches
+# and drops as of any disk. -k loads a module of the kernel, with those that it needs. busybox is /bin.
 set -euo pipefail
-memory=1024 cpus=2 nodes=1 limit=300 files=() modules=()
+memory=1024 cpus=2 nodes=1 limit=300 files=() modules=() disks=()
 while [ $# -gt 0 ]; do
     case $1 in
-    -m) memory=$2 ;; -c) cpus=$2 ;; -n) nodes=$2 ;; -t) limit=$2 ;; -f) files+=("$2") ;; -k) modules+=("$2") ;;
+    -m) memory=$2 ;; -c) cpus=$2 ;; -n) nodes=$2 ;; -t) limit=$2 ;; -f) files+=("$2") ;; -k) modules+=("$2") ;; -d) disks+=("$2") ;;
     --) shift; break ;;
-    *) sed -n '2,8p' "$0" >&2; exit 2 ;;
+    *) sed -n '2,9p' "$0" >&2; exit 2 ;;
     esac
     shift 2
 done
-[ $# -gt 0 ] || { sed -n '2,8p' "$0" >&2; exit 2; }
+[ $# -gt 0 ] || { sed -n '2,9p' "$0" >&2; exit 2; }
 "$(dirname "$0")/build.sh"
 cache=${HEARTH_CACHE:-$HOME/.cache/hearth}/vm
 
@@ -47,6 +48,17 @@ for file in ${files[@]+"${files[@]}"}; do
     source=$(realpath -s "${file%%=*}")
     case $file in *=*) copy "$source" "${file#*=}" ;; *) copy "$source" "$source" ;; esac
 done
+
+mounts='' drives=()
+for disk in ${disks[@]+"${disks[@]}"}; do
+    number=${#drives[@]} letter=abcdefgh
+    letter=${letter:$((number / 2)):1}
+    size=$(du -sk --apparent-size "${disk%%=*}" | cut -f1)
+    mke2fs -q -t ext4 -O ^has_journal -m 0 -d "${disk%%=*}" "$work/disk-$letter" "$((size + size / 16 + 8192))k" >/dev/null
+    drives+=(-drive "file=$work/disk-$letter,format=raw,if=virtio,cache=unsafe")
+    mounts+="mkdir -p ${disk#*=}; mount -t ext4 -o ro /dev/vd$letter ${disk#*=}"$'\n'
+done
+[ ${#disks[@]} = 0 ] || modules+=(virtio_pci virtio_blk)
 
 depends() { # files of modules in the order in which they are loaded
     local module file needs
@@ -82,11 +94,12 @@ mount -t tmpfs none /dev/shm
 mount -t cgroup2 none /sys/fs/cgroup
 ip link set lo up
 for module in /modules/*.ko; do [ -e "$module" ] && insmod "$module"; done
-echo VM-BEGIN
 INIT
+    printf '%s' "$mounts"
+    echo 'echo VM-BEGIN'
     printf '('
     printf '%q ' "$@"
-    printf '); echo "VM-STATUS $?"; poweroff -f\n'
+    printf '); status=$?; echo; echo "VM-STATUS $status"; poweroff -f\n'
 } >"$root/init"
 chmod +x "$root/init"
 (cd "$root" && find . | cpio -o -H newc --quiet) >"$work/initrd"
@@ -97,7 +110,7 @@ for ((node = 0; node < nodes; node++)); do
     numa+=(-object "memory-backend-ram,id=m$node,size=$((memory / nodes))M" -numa "node,nodeid=$node,cpus=$first-$last,memdev=m$node")
 done
 timeout "$limit" qemu-system-x86_64 -accel tcg,thread=multi -cpu max -smp "$cpus,sockets=$nodes" -m "$((memory / nodes * nodes))" \
-    "${numa[@]}" -kernel "$cache"/root/boot/vmlinuz-* -initrd "$work/initrd" -append "console=ttyS0 quiet panic=-1" \
+    "${numa[@]}" ${drives[@]+"${drives[@]}"} -kernel "$cache"/root/boot/vmlinuz-* -initrd "$work/initrd" -append "console=ttyS0 quiet panic=-1" \
     -nographic -no-reboot -nic none </dev/null >"$work/out" 2>&1 || true
 tr -d '\r' <"$work/out" | sed -n '/VM-BEGIN/,/VM-STATUS/p' | sed '1d;/^VM-STATUS /d'
 status=$(tr -d '\r' <"$work/out" | sed -n 's/^VM-STATUS //p' | tail -n 1)

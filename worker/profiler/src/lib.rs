@@ -25,7 +25,7 @@ mod placement;
 mod summary;
 mod tree;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use hearth_crds::{
@@ -43,6 +43,12 @@ pub use tree::{format_id_list, parse_id_list};
 use cgroup::Limits;
 use load::Load;
 use tree::Tree;
+
+/// The memory that the control group of this process allows, and each around it; `None`: no limit. `root`: where `proc` and
+/// `sys` are.
+pub fn memory_limit_bytes(root: &Path) -> Option<u64> {
+    cgroup::limits(&Tree::new(root)).memory_bytes
+}
 
 /// Whose machine is measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 use hearth_crds::{IsaProfile, NodeProfileSpec};
 use hearth_profiler::{
     CpuMeter, Gflops, Measured, Meter, ProfileError, ProfileOptions, Scope, hardware, measure,
-    observe, summary, take_rates,
+    memory_limit_bytes, observe, summary, take_rates,
 };
 use tempfile::TempDir;
 
@@ -269,6 +269,20 @@ fn limits_of_ancestors_hold_under_cgroup_v1() {
     assert_eq!(ids(&p), [1]);
     assert_eq!(p.memory.total_bytes, 4 * GIB);
     assert_eq!(p.memory.available_bytes, 4 * GIB - GIB / 2);
+}
+
+#[test]
+fn the_memory_limit_is_the_least_around_a_process_in_either_kind_of_group() {
+    let limit = |tree: &str| memory_limit_bytes(unpack(tree).path());
+    assert_eq!(
+        limit(include_str!("fixtures/container.tree")),
+        Some(8 * GIB)
+    );
+    assert_eq!(
+        limit(include_str!("fixtures/cgroup-v1.tree")),
+        Some(4 * GIB)
+    );
+    assert_eq!(limit(include_str!("fixtures/laptop.tree")), None);
 }
 
 #[test]

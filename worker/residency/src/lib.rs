@@ -11,11 +11,13 @@
 //!
 //! **Invariant**: while a guard is held, nothing gives its module's pages back.
 
+mod holder;
 mod mmap_prefetch;
 mod pages;
 mod resident;
 mod store;
 mod window;
 
+pub use holder::{Held, WeightFile};
 pub use mmap_prefetch::{Listener, MmapPrefetch, MmapPrefetchOptions, PrefetchEvent};
 pub use resident::{LoadProgress, Resident, ResidentOptions};

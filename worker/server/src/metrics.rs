@@ -434,10 +434,10 @@ fn worker_gauges(writer: &mut Writer<'_>, workers: &[WorkerView]) -> Result<(), 
 /// What workers got of their machines: one series a worker whose labels tell it, and its memory by NUMA node.
 fn placements(writer: &mut Writer<'_>, workers: &[WorkerView]) -> Result<(), fmt::Error> {
     let placed = || {
-        let told = |worker: &'_ WorkerView| worker.placement.clone();
-        workers
-            .iter()
-            .filter_map(move |worker| Some((worker, told(worker)?)))
+        workers.iter().filter_map(|worker| {
+            let placement = worker.placement.as_ref()?;
+            Some((worker, placement))
+        })
     };
     let mut info = writer.encoder.encode_descriptor(
         "hearth_worker_placement",
@@ -463,7 +463,7 @@ fn placements(writer: &mut Writer<'_>, workers: &[WorkerView]) -> Result<(), fmt
         MetricType::Gauge,
     )?;
     for (worker, placement) in placed() {
-        for node in placement.memory {
+        for node in &placement.memory {
             for (kind, value) in [("weights", node.weight_bytes), ("own", node.own_bytes)] {
                 let mut labels = labels_of(worker);
                 labels.push(("numa_node", node.numa_node.to_string()));

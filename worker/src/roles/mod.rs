@@ -13,6 +13,7 @@ mod prefill;
 mod rank;
 mod report;
 mod routes;
+mod turn;
 
 pub(crate) use agent::{AgentArgs, run as agent};
 pub(crate) use gateway::{GatewayArgs, run as gateway};

@@ -23,6 +23,7 @@ use super::load_watch::LoadWatch;
 use super::place::PlaceArgs;
 use super::prefill::PrefillService;
 use super::report::{Report, stay_alive};
+use super::turn::Turn;
 use crate::cli::{GpuArgs, IsaArg};
 use crate::device::{DeviceOptions, GpuOptions, on_device};
 use crate::load::{self, LoadOptions, LoadedOn, ResidencyPolicy};
@@ -109,7 +110,8 @@ async fn serve(
     let listener = Listener::bind(endpoint)?;
     Report::Loading { percent: 0 }.send();
     let watch = LoadWatch::start(Duration::from_secs(args.load_patience));
-    let (worker, device) =
+    // Others go by the turn for as long as the weights are in memory.
+    let (worker, device, _turn) =
         tokio::task::block_in_place(|| open(args, plan, rank, binding, &watch))?;
     drop(watch);
     let silence = Duration::from_millis(args.prefill_silence_ms);
@@ -210,13 +212,16 @@ fn open(
     rank: &PlanRank,
     binding: Arc<Binding>,
     watch: &LoadWatch,
-) -> anyhow::Result<(Arc<Worker>, String)> {
+) -> anyhow::Result<(Arc<Worker>, String, Turn)> {
     let directory = Path::new(&plan.model.path);
     let kv = rank
         .kv
         .as_ref()
         .with_context(|| format!("the plan gives {} no KV cache", rank.name))?;
     kv_dtype(kv)?;
+    let limit_bytes = hearth_profiler::memory_limit_bytes(Path::new("/"));
+    // Who waits for another worker does not hang.
+    let turn = Turn::take(directory, rank, limit_bytes, &|| watch.went_on(0));
     let mut told = 0;
     let loaded = load::open(
         directory,
@@ -230,7 +235,9 @@ fn open(
             }
         },
     )?;
-    on_device!(loaded, loaded => start(plan, rank, kv, loaded, binding))
+    turn.loaded();
+    let (worker, device) = on_device!(loaded, loaded => start(plan, rank, kv, loaded, binding))?;
+    Ok((worker, device, turn))
 }
 
 /// Starts the engine of a rank on a loaded model; also what computes, in words.

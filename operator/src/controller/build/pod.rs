@@ -204,6 +204,9 @@ pub(crate) fn rank_holding(
     }
 }
 
+/// Bytes of mapped weights for which a process has one byte of page tables: eight for a page of 4 KiB.
+const MAPPED_BYTES_PER_TABLE_BYTE: u64 = 512;
+
 /// What a rank holds of its node.
 struct Holding {
     memory_bytes: u64,
@@ -217,8 +220,9 @@ struct Holding {
 }
 
 impl Holding {
-    /// The first worker on a node's CPUs answers for the weights, which all of those map; what is on a GPU takes no
-    /// memory of the node.
+    /// The first worker on a node's CPUs answers for the weights, which all of those map: the kernel charges their pages to
+    /// whoever touches them first, and workers whose limit has no room for them wait for it. What is on a GPU takes no
+    /// memory of the node. Page tables are charged to each process.
     fn of(plan: &InferencePlanSpec, rank: &PlanRank) -> Self {
         let first = plan
             .ranks
@@ -230,6 +234,7 @@ impl Holding {
         };
         Self {
             memory_bytes: weights
+                .saturating_add(rank.host_weight_bytes() / MAPPED_BYTES_PER_TABLE_BYTE)
                 .saturating_add(rank.host_kv_bytes())
                 .saturating_add(rank.scratch_bytes),
             weight_bytes: weights,

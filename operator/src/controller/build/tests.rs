@@ -79,7 +79,8 @@ fn the_type_of_the_service_is_the_endpoint_s() {
 fn the_first_worker_of_a_node_answers_for_the_weights() {
     let pods = pods_of(&settings(), &deployment(), &plan());
     let held: Vec<u64> = pods.iter().map(|pod| pod.memory_bytes).collect();
-    let alone = 15_728_640 + 80_150_528;
+    // KV cache, scratch, and the page tables of the mapped weights.
+    let alone = 15_728_640 + 80_150_528 + 7_733_248 / 512;
     assert_eq!(
         held,
         [134_217_728, alone + 7_733_248, alone, alone + 7_733_248]
@@ -105,7 +106,8 @@ fn weights_and_kv_on_a_gpu_take_no_memory_of_the_node() {
     plan.ranks[1].gpu_uuids = vec!["GPU-1".to_owned()];
     let pods = pods_of(&settings(), &deployment(), &plan);
     let held: Vec<u64> = pods.iter().map(|pod| pod.memory_bytes).collect();
-    let alone = 15_728_640 + 80_150_528;
+    // KV cache, scratch, and the page tables of the mapped weights.
+    let alone = 15_728_640 + 80_150_528 + 7_733_248 / 512;
     // The decode worker beside it is now the first that maps the weights there.
     assert_eq!(
         held,

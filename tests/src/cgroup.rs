@@ -1,0 +1,118 @@
+//! Control groups of a test's own, made by hand in the v1 hierarchies of this machine and removed at the end.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+const ROOT: &str = "/sys/fs/cgroup";
+/// The last process of a group may have just ended.
+const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A group of one v1 controller.
+#[derive(Debug)]
+pub struct Cgroup {
+    path: PathBuf,
+}
+
+impl Cgroup {
+    /// Why there can be no v1 groups of `controller` here; `None` when there can. A test that is left out prints it.
+    pub fn unavailable(controller: &str) -> Option<String> {
+        let file = Path::new(ROOT).join(controller).join("cgroup.procs");
+        if !file.exists() {
+            return Some(format!("there is no cgroup v1 hierarchy of {controller}"));
+        }
+        let is_root = rustix::process::geteuid().is_root();
+        (!is_root).then(|| "groups are made by root".to_owned())
+    }
+
+    /// A new group below the one that this process is in.
+    ///
+    /// # Panics
+    /// When it cannot be made.
+    pub fn new(controller: &str) -> Self {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let name = format!(
+            "hearth-tests-{}-{}",
+            std::process::id(),
+            COUNT.fetch_add(1, Ordering::Relaxed)
+        );
+        let path = Path::new(ROOT)
+            .join(controller)
+            .join(own(controller))
+            .join(name);
+        std::fs::create_dir(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        let group = Self { path };
+        if controller == "cpuset" {
+            // A new cpuset is empty, and an empty one takes no process.
+            let above = group.path.parent().unwrap_or(Path::new(ROOT));
+            for file in ["cpuset.mems", "cpuset.cpus"] {
+                let text = std::fs::read_to_string(above.join(file)).unwrap_or_default();
+                group.write(file, text.trim());
+            }
+        }
+        group
+    }
+
+    /// Its directory.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Writes one of its files.
+    ///
+    /// # Panics
+    /// When the kernel refuses.
+    pub fn write(&self, file: &str, text: &str) {
+        let path = self.path.join(file);
+        std::fs::write(&path, text)
+            .unwrap_or_else(|error| panic!("{text:?} to {}: {error}", path.display()));
+    }
+
+    /// Reads one of its files.
+    ///
+    /// # Panics
+    /// When there is no such file.
+    pub fn read(&self, file: &str) -> String {
+        let path = self.path.join(file);
+        std::fs::read_to_string(&path)
+            .unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+            .trim()
+            .to_owned()
+    }
+
+    /// A number in `memory.stat`; 0 where it is not there.
+    pub fn stat(&self, name: &str) -> u64 {
+        let text = self.read("memory.stat");
+        let line = text
+            .lines()
+            .find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+        line.and_then(|number| number.parse().ok()).unwrap_or(0)
+    }
+}
+
+impl Drop for Cgroup {
+    fn drop(&mut self) {
+        let deadline = Instant::now() + REMOVE_TIMEOUT;
+        while std::fs::remove_dir(&self.path).is_err() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+/// The path of this process's group in a v1 hierarchy, without its leading slash.
+fn own(controller: &str) -> String {
+    let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let path = groups.lines().find_map(|line| {
+        let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
+        controllers
+            .split(',')
+            .any(|name| name == controller)
+            .then_some(path)
+    });
+    let path = path.unwrap_or_default().trim_matches('/').to_owned();
+    // In a container the mount may be the group already.
+    match Path::new(ROOT).join(controller).join(&path).is_dir() {
+        true => path,
+        false => String::new(),
+    }
+}

@@ -1,0 +1,408 @@
+//! Two workers over one copy of weights that is larger than the limit of one of them, in control groups as a kubelet makes
+//! them: the one whose limit has room for the weights reads them first, whoever starts first and also after it was
+//! killed, and nobody is kept below its limit by having pages taken away and read again.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use hearth_tests::{Cgroup, Rank, Ranks, Vm, chat_body, chat_stream, root, run, worker};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+/// Weights that are read a second time, as a share of all: a page now and then is of no account.
+const MOST_READ_AGAIN: f64 = 0.02;
+
+/// A random model of 250 MiB, most of it experts, with the demo's tokenizer.
+fn large_model() -> (TempDir, u64) {
+    let directory = tempfile::tempdir().expect("directory");
+    let model = directory.path().join("model");
+    let demo = root().join("models/hearth-demo");
+    let text = std::fs::read_to_string(demo.join("config.json")).expect("config.json");
+    let mut config: Value = serde_json::from_str(&text).expect("JSON");
+    config["hidden_size"] = json!(512);
+    config["moe_intermediate_size"] = json!(320);
+    config["n_routed_experts"] = json!(64);
+    config["num_hidden_layers"] = json!(5);
+    config
+        .as_object_mut()
+        .expect("object")
+        .remove("quantization_config");
+    let file = directory.path().join("config.json");
+    std::fs::write(&file, config.to_string()).expect("write");
+    let (code, _, stderr) = run(worker()
+        .args(["random", "--dtype", "bf16", "--config"])
+        .arg(&file)
+        .arg("--out")
+        .arg(&model));
+    assert_eq!(code, 0, "{stderr}");
+    for name in [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    ] {
+        std::fs::copy(demo.join(name), model.join(name)).expect("copy");
+    }
+    let bytes = weights(&model)
+        .iter()
+        .map(|file| file.metadata().expect("file").len())
+        .sum();
+    (directory, bytes)
+}
+
+fn weights(model: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(model).expect("model").flatten();
+    let paths = entries.map(|entry| entry.path());
+    paths
+        .filter(|path| path.extension().is_some_and(|ext| ext == "safetensors"))
+        .collect()
+}
+
+/// Puts the weights out of the page cache: what one test read is charged to its groups.
+fn forget(model: &Path) {
+    for path in weights(model) {
+        let file = File::open(path).expect("weights");
+        file.sync_all().expect("sync");
+        rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).expect("fadvise");
+    }
+}
+
+/// The demo's plan for the model at `path`, and the memory of a worker with the weights and of one without, in bytes.
+fn plan(path: &Path, weight_bytes: u64) -> (Ranks, u64, u64) {
+    let mut ranks = Ranks::of_demo();
+    let mut alone = 0;
+    ranks.edit(|plan| {
+        plan["model"]["path"] = json!(path);
+        plan["model"]["weightBytes"] = json!(weight_bytes);
+        for rank in plan["ranks"].as_array_mut().expect("ranks") {
+            if rank["role"] == "Gateway" {
+                continue;
+            }
+            rank["residency"]["weightBytes"] = json!(weight_bytes);
+            rank["residency"]["budgetBytes"] = json!(weight_bytes);
+            let number = |value: &Value| value.as_u64().expect("number");
+            // As the Pod of a rank asks for: KV cache, scratch, page tables.
+            let needs = number(&rank["kv"]["memoryBytes"]) + number(&rank["scratchBytes"]);
+            alone = alone.max(needs + weight_bytes / 512);
+        }
+    });
+    assert!(
+        weight_bytes > alone,
+        "{weight_bytes} bytes of weights in a limit of {alone}"
+    );
+    (ranks, alone + weight_bytes, alone)
+}
+
+/// A group with that limit.
+fn limited(bytes: u64) -> Cgroup {
+    let group = Cgroup::new("memory");
+    group.write("memory.limit_in_bytes", &bytes.to_string());
+    group
+}
+
+/// Both groups with the limits of a plan, over one model.
+struct Node {
+    ranks: Ranks,
+    model: PathBuf,
+    weight_bytes: u64,
+    holder: Cgroup,
+    other: Cgroup,
+}
+
+impl Node {
+    fn new(directory: &TempDir, weight_bytes: u64) -> Self {
+        let model = directory.path().join("model");
+        forget(&model);
+        let (ranks, with_weights, alone) = plan(&model, weight_bytes);
+        Self {
+            ranks,
+            model,
+            weight_bytes,
+            holder: limited(with_weights),
+            other: limited(alone),
+        }
+    }
+
+    fn start_holder(&self) -> Rank {
+        self.ranks
+            .start_in("prefill", "prefill-0", &[], &[&self.holder])
+    }
+
+    fn start_other(&self) -> Rank {
+        self.ranks
+            .start_in("decode", "decode-0", &[], &[&self.other])
+    }
+
+    /// Asks a question that both workers compute, twice, and looks at what was read again meanwhile.
+    async fn serves(&self, what: &str, workers: &mut [&mut Rank]) {
+        for worker in workers.iter_mut() {
+            worker.wait_until_ready();
+        }
+        self.ranks
+            .route_to(&workers.iter().map(|worker| &**worker).collect::<Vec<_>>());
+        let routes = [
+            "--routes".to_owned(),
+            self.ranks.routes().display().to_string(),
+        ];
+        let mut gateway = self.ranks.start("gateway", "gateway-0", &routes);
+        gateway.wait_until_ready();
+        let question = "What is Hearth? ".repeat(12);
+        for _ in 0..2 {
+            let body = chat_body("hearth-demo", &question, 12);
+            let answer = chat_stream(&format!("{}/v1", gateway.base()), &body, |_, _| {}).await;
+            answer.expect("answer");
+        }
+        for worker in workers {
+            assert!(!worker.has_ended(), "{what}: {}", worker.output());
+        }
+        for (name, group) in [("holder", &self.holder), ("other", &self.other)] {
+            let again = group.stat("workingset_refault_file") * 4096;
+            let share = again as f64 / self.weight_bytes as f64;
+            let stat = group.read("memory.stat");
+            assert!(
+                share <= MOST_READ_AGAIN,
+                "{what}: {name} read {again} bytes again\n{stat}"
+            );
+            eprintln!(
+                "{what}: {name} read {again} bytes again, limit hit {} times",
+                group.read("memory.failcnt")
+            );
+        }
+        let held = self.holder.stat("cache");
+        assert!(
+            held as f64 >= 0.9 * self.weight_bytes as f64,
+            "{what}: the holder has {held}"
+        );
+    }
+}
+
+/// Bytes that one process alone reads again with the other's limit: what is measured here does tell who thrashes.
+fn read_again_alone(node: &Node) -> u64 {
+    let script = "echo $$ > \"$0/cgroup.procs\" && exec \"$@\"";
+    let program = worker();
+    let (code, _, stderr) = run(Command::new("sh")
+        .args(["-c", script])
+        .arg(node.other.path())
+        .arg(program.get_program())
+        .args(["generate", "--max-tokens", "4", "--prompt"])
+        .arg("What is Hearth? ".repeat(12))
+        .arg("--model")
+        .arg(&node.model));
+    assert_eq!(code, 0, "{stderr}");
+    node.other.stat("workingset_refault_file") * 4096
+}
+
+/// Asserts that the other worker waits and has mapped nothing.
+fn waits(node: &Node, other: &mut Rank) {
+    let deadline = std::time::Instant::now() + Duration::from_secs(60);
+    while !other
+        .output()
+        .contains("waits until a worker whose memory limit has room")
+    {
+        assert!(std::time::Instant::now() < deadline, "{}", other.output());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    std::thread::sleep(Duration::from_secs(2));
+    assert!(
+        !other.output().contains("\"event\":\"ready\""),
+        "{}",
+        other.output()
+    );
+    let cache = node.other.stat("cache");
+    assert!(
+        cache < node.weight_bytes / 10,
+        "it has {cache} bytes in memory already"
+    );
+}
+
+#[tokio::test]
+async fn workers_over_a_model_larger_than_a_limit_start_in_either_order_and_again() {
+    if let Some(why) = Cgroup::unavailable("memory") {
+        eprintln!("SKIPPED: {why}");
+        return;
+    }
+    let (directory, weight_bytes) = large_model();
+    let again = read_again_alone(&Node::new(&directory, weight_bytes));
+    let share = again as f64 / weight_bytes as f64;
+    assert!(
+        share > 10.0 * MOST_READ_AGAIN,
+        "alone it read {again} bytes again"
+    );
+    eprintln!("alone: {again} bytes read again");
+    {
+        let node = Node::new(&directory, weight_bytes);
+        let mut holder = node.start_holder();
+        let mut other = node.start_other();
+        node.serves("holder first", &mut [&mut holder, &mut other])
+            .await;
+    }
+    let node = Node::new(&directory, weight_bytes);
+    let mut other = node.start_other();
+    waits(&node, &mut other);
+    let mut holder = node.start_holder();
+    node.serves("other first", &mut [&mut holder, &mut other])
+        .await;
+
+    // The holder is killed while the other goes on.
+    holder.signal(Signal::KILL);
+    holder.wait();
+    let mut holder = node.start_holder();
+    node.serves("holder again", &mut [&mut holder, &mut other])
+        .await;
+
+    // Both are gone, the pages are not, and the other comes back first.
+    for rank in [&mut holder, &mut other] {
+        rank.signal(Signal::KILL);
+        rank.wait();
+    }
+    let mut other = node.start_other();
+    waits(&node, &mut other);
+    let mut holder = node.start_holder();
+    node.serves("both again", &mut [&mut holder, &mut other])
+        .await;
+    drop((holder, other));
+    forget(&node.model);
+}
+
+/// The same on a kernel with cgroup v2 alone. Prints `STAT moment group name value`.
+const ON_V2: &str = r#"
+cd /sys/fs/cgroup
+echo '+memory +cpuset' > cgroup.subtree_control
+mkdir holder other
+echo HOLDER_LIMIT > holder/memory.max
+echo OTHER_LIMIT > other/memory.max
+worker() { # GROUP ROLE NAME
+    (echo 0 > /sys/fs/cgroup/$1/cgroup.procs
+     exec hearth-worker $2 --plan /$2.json --rank $3 >> /$1.log 2>&1) &
+}
+stats() {
+    for group in holder other; do
+        grep -E '^(file|workingset_refault_file) ' $group/memory.stat | sed "s/^/STAT $1 $group /"
+        sed "s/^/STAT $1 $group /" $group/memory.events
+    done
+}
+until_ready() { # GROUP TIMES
+    waited=0
+    until [ "$(grep -c '"event":"ready"' /$1.log)" = $2 ]; do
+        sleep 1
+        waited=$((waited + 1))
+        [ $waited -lt 200 ] || { cat /$1.log; exit 1; }
+    done
+}
+ask() {
+    waited=0
+    until wget -q -O /answer --header 'Content-Type: application/json' --post-file /body.json http://127.0.0.1:8000/v1/completions; do
+        sleep 1
+        waited=$((waited + 1))
+        [ $waited -lt 60 ] || { cat /gateway.log; exit 1; }
+    done
+    grep -q '"text"' /answer
+}
+hearth-worker profile --json 2> /dev/null > /profile || true
+worker other decode decode-0
+sleep 10
+grep -c '"event":"ready"' /other.log | sed 's/^/READY /'
+stats waiting
+worker holder prefill prefill-0
+until_ready holder 1
+until_ready other 1
+hearth-worker gateway --plan /gateway.json --rank gateway-0 --routes /routes.json > /gateway.log 2>&1 &
+ask
+ask
+stats first
+kill -9 $(cat holder/cgroup.procs)
+sleep 1
+worker holder prefill prefill-0
+until_ready holder 2
+ask
+stats again
+(echo 0 > other/cgroup.procs; exec hearth-worker profile --json 2> /dev/null) | grep -o '"totalBytes": *[0-9]*' | head -n 1 | sed 's/^/PROFILE /'
+"#;
+
+#[test]
+fn workers_over_a_model_larger_than_a_limit_serve_under_cgroup_v2() {
+    if let Some(why) = Vm::unavailable() {
+        eprintln!("SKIPPED: {why}");
+        return;
+    }
+    let (directory, weight_bytes) = large_model();
+    let (ranks, with_weights, alone) = plan(Path::new("/model"), weight_bytes);
+    let file = |name: &str, content: Value| {
+        let path = ranks.directory().join(name);
+        std::fs::write(&path, content.to_string()).expect("write");
+        path
+    };
+    let (prefill, decode) = ("127.0.0.1:9001", "127.0.0.1:9000");
+    let routes = json!({"workers": [
+        {"name": "prefill-0", "role": "Prefill", "endpoint": prefill},
+        {"name": "decode-0", "role": "Decode", "endpoint": decode},
+    ]});
+    let body =
+        json!({"model": "hearth-demo", "prompt": "What is Hearth? ".repeat(12), "max_tokens": 6});
+    let plan_of = |role, name, endpoint| ranks.plan_of(role, name, endpoint);
+    let script = ON_V2
+        .replace("HOLDER_LIMIT", &with_weights.to_string())
+        .replace("OTHER_LIMIT", &alone.to_string());
+    let output = Vm::default()
+        .memory_mib(1536)
+        .worker()
+        .disk(directory.path().join("model"), "/model")
+        .file(
+            file("prefill.json", plan_of("prefill", "prefill-0", prefill)),
+            "/prefill.json",
+        )
+        .file(
+            file("decode.json", plan_of("decode", "decode-0", decode)),
+            "/decode.json",
+        )
+        .file(
+            file(
+                "gateway.json",
+                plan_of("gateway", "gateway-0", "127.0.0.1:8000"),
+            ),
+            "/gateway.json",
+        )
+        .file(file("routes.json", routes), "/routes.json")
+        .file(file("body.json", body), "/body.json")
+        .run(&script);
+    let stat = |moment: &str, group: &str, name: &str| -> u64 {
+        let start = format!("STAT {moment} {group} {name} ");
+        let line = output.lines().find_map(|line| line.strip_prefix(&start));
+        let value = line.and_then(|value| value.trim().parse().ok());
+        value.unwrap_or_else(|| panic!("no {start}in\n{output}"))
+    };
+    assert!(
+        output.contains("READY 0"),
+        "the worker without room did not wait\n{output}"
+    );
+    assert!(
+        stat("waiting", "other", "file") < weight_bytes / 10,
+        "{output}"
+    );
+    for moment in ["first", "again"] {
+        assert!(
+            stat(moment, "holder", "file") as f64 >= 0.9 * weight_bytes as f64,
+            "{output}"
+        );
+        for group in ["holder", "other"] {
+            let again = stat(moment, group, "workingset_refault_file") * 4096;
+            let share = again as f64 / weight_bytes as f64;
+            assert!(
+                share <= MOST_READ_AGAIN,
+                "{moment}: {group} read {again} bytes again\n{output}"
+            );
+            assert_eq!(stat(moment, group, "oom_kill"), 0, "{output}");
+        }
+    }
+    // What is measured in a group is the group's.
+    let limit = alone / 4096 * 4096;
+    let profile = output
+        .lines()
+        .find_map(|line| line.strip_prefix("PROFILE "));
+    assert!(
+        profile.is_some_and(|text| text.contains(&limit.to_string())),
+        "{limit}\n{output}"
+    );
+}

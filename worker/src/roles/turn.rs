@@ -1,0 +1,118 @@
+//! The order in which workers of one machine map its weights: first one whose memory limit has room for them.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use hearth_crds::{PlanRank, ResidencyPolicy, format_bytes};
+use hearth_residency::{Held, WeightFile};
+
+/// How often a worker that waits looks.
+const LOOK_PERIOD: Duration = Duration::from_millis(200);
+/// How often it says that it waits.
+const TELL_PERIOD: Duration = Duration::from_secs(30);
+/// How long it waits while no worker with room is there at all. Then it maps the weights in spite of its limit: on a file
+/// system whose locks others do not see, nobody would ever come.
+const PATIENCE: Duration = Duration::from_secs(600);
+/// Limits are rounded down to whole pages.
+const ROUNDING_BYTES: u64 = 64 << 10;
+/// The type of an overlay, by `statfs`: files in images, on which every container has locks of its own.
+const OVERLAY: u64 = 0x794c_7630;
+
+/// A worker's turn to map the weights. Others go by it for as long as it lives.
+pub(super) struct Turn {
+    file: Option<WeightFile>,
+}
+
+impl Turn {
+    /// Waits until it is this rank's turn, and calls `waits` again and again meanwhile. `limit_bytes`: of its control group;
+    /// without one it is always its turn.
+    pub(super) fn take(
+        directory: &Path,
+        rank: &PlanRank,
+        limit_bytes: Option<u64>,
+        waits: &dyn Fn(),
+    ) -> Self {
+        let opened = open(directory).filter(|_| maps_all(rank));
+        let Some(file) = opened else {
+            return Self { file: None };
+        };
+        let has_room =
+            limit_bytes.is_none_or(|limit| limit.saturating_add(ROUNDING_BYTES) >= needs(rank));
+        if has_room {
+            if let Err(error) = file.say_loading() {
+                tracing::debug!(%error, "other workers cannot be told of the weights");
+            }
+            return Self { file: Some(file) };
+        }
+        wait(&file, rank, limit_bytes.unwrap_or(u64::MAX), waits);
+        Self { file: None }
+    }
+
+    /// All weights are in memory.
+    pub(super) fn loaded(&self) {
+        if let Some(Err(error)) = self.file.as_ref().map(WeightFile::say_loaded) {
+            tracing::debug!(%error, "other workers cannot be told of the weights");
+        }
+    }
+}
+
+fn wait(file: &WeightFile, rank: &PlanRank, limit_bytes: u64, waits: &dyn Fn()) {
+    let mut told: Option<Instant> = None;
+    let mut alone_since = Instant::now();
+    loop {
+        match file.held() {
+            Ok(Held::Loaded) => return,
+            Ok(Held::Loading) => alone_since = Instant::now(),
+            Ok(Held::Nowhere) => {}
+            Err(error) => {
+                tracing::debug!(%error, "whether other workers have the weights cannot be known");
+                return;
+            }
+        }
+        if alone_since.elapsed() >= PATIENCE {
+            tracing::warn!(
+                rank = rank.name,
+                "no worker with room for the weights has come: they are mapped although the memory limit is too small for them, and will be read again and again"
+            );
+            return;
+        }
+        if told.is_none_or(|told| told.elapsed() >= TELL_PERIOD) {
+            tracing::info!(
+                rank = rank.name,
+                limit = format_bytes(limit_bytes),
+                needed = format_bytes(needs(rank)),
+                "waits until a worker whose memory limit has room for the weights has read them"
+            );
+            told = Some(Instant::now());
+        }
+        waits();
+        std::thread::sleep(LOOK_PERIOD);
+    }
+}
+
+/// Whether the rank keeps all weights mapped on this machine.
+fn maps_all(rank: &PlanRank) -> bool {
+    let residency = rank.residency.as_ref();
+    !rank.is_on_gpu() && residency.is_some_and(|r| r.policy == ResidencyPolicy::Resident)
+}
+
+/// Bytes of the rank with the weights in them.
+fn needs(rank: &PlanRank) -> u64 {
+    let sum = rank
+        .host_weight_bytes()
+        .saturating_add(rank.host_kv_bytes());
+    sum.saturating_add(rank.scratch_bytes)
+}
+
+/// The first file of weights, where the processes of a machine see each other's locks.
+fn open(directory: &Path) -> Option<WeightFile> {
+    let entries = std::fs::read_dir(directory).ok()?.flatten();
+    let is_weights = |path: &PathBuf| path.extension().is_some_and(|ext| ext == "safetensors");
+    let path = entries.map(|entry| entry.path()).filter(is_weights).min()?;
+    let overlay = rustix::fs::statfs(&path).is_ok_and(|fs| fs.f_type as u64 == OVERLAY);
+    if overlay {
+        return None;
+    }
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    WeightFile::open(&path, boot.trim()).ok()
+}

@@ -80,6 +80,15 @@ impl Vm {
         self.file(program("hearth-worker"), "/bin/hearth-worker")
     }
 
+    /// `hearth` as `/bin/hearth`, and the workers that it starts.
+    ///
+    /// # Panics
+    /// When they are not built.
+    #[must_use]
+    pub fn hearth(self) -> Self {
+        self.worker().file(program("hearth"), "/bin/hearth")
+    }
+
     /// Boots, runs a script of the shell to its end, and gives what it printed. The script ends at its first failure.
     ///
     /// # Panics

@@ -7,7 +7,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use hearth_tests::{Cgroup, Rank, Ranks, Vm, chat_body, chat_stream, root, run, worker};
+use hearth_tests::{
+    Cgroup, Rank, Ranks, Vm, chat_body, chat_stream, deployment, root, run, worker,
+};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -300,7 +302,6 @@ ask() {
     done
     grep -q '"text"' /answer
 }
-hearth-worker profile --json 2> /dev/null > /profile || true
 worker other decode decode-0
 sleep 10
 grep -c '"event":"ready"' /other.log | sed 's/^/READY /'
@@ -319,6 +320,14 @@ until_ready holder 2
 ask
 stats again
 (echo 0 > other/cgroup.procs; exec hearth-worker profile --json 2> /dev/null) | grep -o '"totalBytes": *[0-9]*' | head -n 1 | sed 's/^/PROFILE /'
+
+# `hearth up` within one limit for all of its processes.
+kill -9 $(cat holder/cgroup.procs other/cgroup.procs) $(pidof hearth-worker)
+mkdir up
+echo UP_LIMIT > up/memory.max
+(echo 0 > up/cgroup.procs
+ exec hearth up -f /deployment.yaml --port 8001 --state-dir /state --ask 'What is Hearth?' --once > /up.log 2>&1) || { cat /up.log; exit 1; }
+sed "s/^/STAT up up /" up/memory.events
 "#;
 
 #[test]
@@ -344,10 +353,15 @@ fn workers_over_a_model_larger_than_a_limit_serve_under_cgroup_v2() {
     let plan_of = |role, name, endpoint| ranks.plan_of(role, name, endpoint);
     let script = ON_V2
         .replace("HOLDER_LIMIT", &with_weights.to_string())
-        .replace("OTHER_LIMIT", &alone.to_string());
+        .replace("OTHER_LIMIT", &alone.to_string())
+        .replace("UP_LIMIT", &(2 * with_weights).to_string());
+    let deployment = deployment(ranks.directory(), |spec| {
+        spec["model"]["source"] = json!({"hostPath": {"path": "/model"}});
+    });
     let output = Vm::default()
-        .memory_mib(1536)
-        .worker()
+        .memory_mib(2048)
+        .hearth()
+        .file(deployment, "/deployment.yaml")
         .disk(directory.path().join("model"), "/model")
         .file(
             file("prefill.json", plan_of("prefill", "prefill-0", prefill)),
@@ -396,6 +410,7 @@ fn workers_over_a_model_larger_than_a_limit_serve_under_cgroup_v2() {
             assert_eq!(stat(moment, group, "oom_kill"), 0, "{output}");
         }
     }
+    assert_eq!(stat("up", "up", "oom_kill"), 0, "{output}");
     // What is measured in a group is the group's.
     let limit = alone / 4096 * 4096;
     let profile = output

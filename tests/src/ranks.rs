@@ -193,11 +193,6 @@ impl Rank {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
 
-    /// Its process id.
-    pub fn pid(&self) -> u32 {
-        self.child.id()
-    }
-
     /// Waits until it serves.
     ///
     /// # Panics

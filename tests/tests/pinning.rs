@@ -151,10 +151,14 @@ impl Claimed {
         }
         let got = format!("cpus=\"{cpus}\",numa_nodes=\"0\",");
         let less = format!("shortfalls=\"{shortfall}\"");
-        Metrics::wait_for(&self.gateway.base(), "what the worker got", |metrics| {
-            let told = metrics.values("hearth_worker_placement_info", &[&got, &less]);
-            told == [1.0]
-        });
+        Metrics::wait_for(
+            &self.gateway.metrics_base(),
+            "what the worker got",
+            |metrics| {
+                let told = metrics.values("hearth_worker_placement_info", &[&got, &less]);
+                told == [1.0]
+            },
+        );
     }
 
     async fn answers(&self) {
@@ -218,7 +222,7 @@ until grep -q '"event":"ready"' /decode.log; do
     [ $waited -lt 150 ] || { cat /decode.log; exit 1; }
 done
 # It looks at samples of the weights, from the other NUMA node: behind the worker, which reads all of them.
-hearth-worker gateway --plan /gateway.json --rank gateway-0 --routes /routes.json > /gateway.log 2>&1 &
+hearth-worker gateway --plan /gateway.json --rank gateway-0 --routes /routes.json --metrics 127.0.0.1:8001 > /gateway.log 2>&1 &
 until wget -q -O /dev/null http://127.0.0.1:8000/ready; do
     sleep 1
     waited=$((waited + 1))
@@ -233,7 +237,7 @@ at() {
     echo "$line"
 }
 series() {
-    wget -q -O - http://127.0.0.1:8000/metrics | grep -E '^hearth_worker_(placement_info|numa_bytes)' || true
+    wget -q -O - http://127.0.0.1:8001/metrics | grep -E '^hearth_worker_(placement_info|numa_bytes)' || true
 }
 at start
 series

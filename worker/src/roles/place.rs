@@ -149,6 +149,7 @@ mod tests {
                 tls_name: None,
             },
             grace: 1,
+            placement_interval_ms: 10_000,
             with_parent: false,
         };
         place.find(PlanRole::Decode)

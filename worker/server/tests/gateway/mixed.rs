@@ -37,6 +37,12 @@ async fn until_prefill(gateway: &Running, ready: u32) {
     eventually(|| async { gateway.ready().await["prefill"]["ready"] == ready }).await;
 }
 
+/// Its streams last for three seconds: a gateway looks at its workers once a second.
+fn lasting(decode: &FakeWorker) {
+    slow(decode);
+    *decode.behaviour.pace.lock().unwrap() = Duration::from_millis(50);
+}
+
 /// Who reads the prompt, by each call: endpoint and numerics.
 fn readers(decode: &FakeWorker) -> Vec<(String, String)> {
     let calls = decode.behaviour.calls.lock().unwrap();
@@ -54,6 +60,7 @@ async fn changed_numerics(gateway: &Running) -> bool {
 /// The answer of a pair that nobody disturbs.
 async fn undisturbed() -> String {
     let (decode, reader) = (FakeWorker::start(), reader());
+    lasting(&decode);
     reader.revive();
     let gateway = pair(&decode, &reader, Duration::from_secs(20)).await;
     until_prefill(&gateway, 1).await;
@@ -64,7 +71,7 @@ async fn undisturbed() -> String {
 async fn a_prompt_is_read_again_by_what_read_it_first() {
     let expected = undisturbed().await;
     let (decode, reader) = (FakeWorker::start(), reader());
-    slow(&decode);
+    lasting(&decode);
     reader.revive();
     let gateway = pair(&decode, &reader, Duration::from_secs(20)).await;
     until_prefill(&gateway, 1).await;
@@ -92,7 +99,7 @@ async fn a_prompt_is_read_again_by_what_read_it_first() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_prompt_that_was_chunked_stays_so() {
     let (decode, reader) = (FakeWorker::start(), reader());
-    slow(&decode);
+    lasting(&decode);
     let gateway = pair(&decode, &reader, Duration::from_secs(20)).await;
     let mut events = gateway.open(PATH, long_body()).await;
     let mut text = events.next_text().await.unwrap();
@@ -118,7 +125,7 @@ async fn a_prompt_that_was_chunked_stays_so() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_reader_that_does_not_come_back_is_done_without_and_that_is_told() {
     let (decode, reader) = (FakeWorker::start(), reader());
-    slow(&decode);
+    lasting(&decode);
     reader.revive();
     let gateway = pair(&decode, &reader, Duration::from_millis(300)).await;
     until_prefill(&gateway, 1).await;

@@ -35,8 +35,9 @@ use crate::router::{Pool, Role, WorkerRoute};
 
 /// hyper takes no smaller buffer.
 const LEAST_HEADER_BYTES: usize = 8192;
-/// Bytes of one connection that the system keeps until its client has taken them; it doubles them for its own use.
-const SEND_BYTES: usize = 128 << 10;
+/// Bytes of one connection that the system keeps until its client has taken them; it doubles them for its own use. It tells of
+/// what was taken when a third is free: that is what a client must take within the time after which it is cut off.
+const SEND_BYTES: usize = 32 << 10;
 /// Bytes of one stream of HTTP/2 that are kept beside what the backlog counts.
 const HTTP2_SEND_BYTES: usize = 64 << 10;
 /// For a TLS handshake.

@@ -32,6 +32,8 @@ const MAX_ALTERNATIVES: usize = 1000;
 const MAX_VALUES: usize = 20_000;
 /// What an integer's bounds may be: doubles are whole up to here.
 const MAX_INTEGER: f64 = 9_007_199_254_740_991.0;
+/// What any number's bounds may be.
+const MAX_NUMBER: f64 = 9e18;
 /// Members that bound a number.
 const BOUNDS: [&str; 4] = ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"];
 
@@ -65,20 +67,16 @@ impl<'s> Part<'s> {
         self.schema[word].as_array().map_or(&[], Vec::as_slice)
     }
 
-    /// A bound of an integer that is beyond whole numbers.
-    fn unheld_bound(&self) -> Option<(&'static str, &'s Value)> {
+    /// A bound of a number that is too large, with the largest that is not.
+    fn unheld_bound(&self) -> Option<(&'static str, &'s Value, f64)> {
         let kind = &self.schema["type"];
         let is_integer =
             kind == "integer" || self.list("type").iter().any(|kind| kind == "integer");
-        let bounds = BOUNDS.into_iter().map(|word| (word, &self.schema[word]));
-        let is_large = |value: &Value| {
-            value
-                .as_f64()
-                .is_some_and(|bound| bound.abs() > MAX_INTEGER)
-        };
-        bounds
-            .filter(|(_, value)| is_integer && is_large(value))
-            .find(|(_, value)| !value.is_null())
+        let limit = if is_integer { MAX_INTEGER } else { MAX_NUMBER };
+        BOUNDS
+            .into_iter()
+            .map(|word| (word, &self.schema[word], limit))
+            .find(|(_, value, _)| value.as_f64().is_some_and(|bound| bound.abs() > limit))
     }
 
     fn required(&self) -> BTreeSet<&'s str> {
@@ -149,9 +147,9 @@ pub(super) fn excess(parts: &[Part<'_>]) -> Option<String> {
                 "{at}'enum' has {values} values, and at most {MAX_VALUES} can be followed: write fewer, or a 'pattern'"
             ));
         }
-        if let Some((word, bound)) = part.unheld_bound() {
+        if let Some((word, bound, limit)) = part.unheld_bound() {
             return Some(format!(
-                "{at}'{word}' of an integer is {bound}, and bounds to ±{MAX_INTEGER} can be followed: leave it out where it excludes nothing"
+                "{at}'{word}' is {bound}, and bounds to ±{limit:e} can be followed: leave it out where it excludes nothing"
             ));
         }
         for word in ["anyOf", "oneOf"] {
@@ -162,11 +160,31 @@ pub(super) fn excess(parts: &[Part<'_>]) -> Option<String> {
                 ));
             }
         }
+        let combinations = combinations(parts, part);
+        if combinations > MAX_ALTERNATIVES {
+            return Some(format!(
+                "{at}its choices, of which one alternative each must hold together, make {combinations} combinations, and at most {MAX_ALTERNATIVES} can be followed: write fewer alternatives, or put the choices into properties of their own"
+            ));
+        }
     }
     let depth = depth(parts);
     (depth > MAX_DEPTH).then(|| {
         format!("its schemas lie up to {depth} deep within each other through '$ref', and at most {MAX_DEPTH} can be followed: write fewer levels")
     })
+}
+
+/// Alternatives of a part whose choices, and those of its `allOf`, are multiplied out to hold them together.
+fn combinations(parts: &[Part<'_>], part: &Part<'_>) -> usize {
+    let own = |part: &Part<'_>| {
+        let [any, one] = ["anyOf", "oneOf"].map(|word| part.list(word).len().max(1));
+        any.saturating_mul(one)
+    };
+    let of_members = part.children_of("allOf").map(|child| {
+        let member = &parts[child.index];
+        let of_target = member.target.map_or(1, |target| own(&parts[target]));
+        own(member).saturating_mul(of_target)
+    });
+    of_members.fold(own(part), usize::saturating_mul)
 }
 
 /// The path of a reference that no answer could ever complete, since it demands itself again.

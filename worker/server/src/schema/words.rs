@@ -5,7 +5,8 @@ use super::survey::place;
 /// The library's word for a choice of which nothing is left.
 const NOTHING_FOLLOWS: &str = "NoExtensionBias";
 /// Parts of its words for what is beyond its limits.
-const TOO_LARGE: [&str; 7] = [
+const TOO_LARGE: [&str; 8] = [
+    "assertion failed: grammar.symbols",
     "schema too large",
     "too big",
     "items; max is",

@@ -120,7 +120,7 @@ async fn a_client_that_takes_nothing_is_cut_off_and_its_work_ends() {
 async fn a_client_that_reads_slowly_keeps_its_answer() {
     let worker = long_winded();
     let gateway = gateway(&[&worker], |config| {
-        config.limits.client_stall = Duration::from_millis(500);
+        config.limits.client_stall = Duration::from_millis(1500);
     })
     .await;
     let mut client = mute(gateway.address, &bulky(0)).await;
@@ -134,11 +134,11 @@ async fn a_client_that_reads_slowly_keeps_its_answer() {
             break;
         }
         text += &String::from_utf8_lossy(&bytes[..count]);
-        if began.elapsed() < Duration::from_secs(3) {
+        if began.elapsed() < Duration::from_secs(5) {
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
     }
-    assert!(began.elapsed() > Duration::from_secs(3));
+    assert!(began.elapsed() > Duration::from_secs(5));
     assert!(text.contains("data: [DONE]"));
 }
 

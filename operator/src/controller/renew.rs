@@ -46,9 +46,19 @@ pub(crate) fn renew(observed: &Observed, choice: &mut Choice) {
     if observed.plans.last().is_some_and(is_tried) || nodes_of(&target).any(is_down) {
         return;
     }
-    if has_served(&target) && observed.turn != Turn::Free {
-        choice.held = Some(held_words(&observed.turn, before, image));
-        return;
+    let served = observed.plans.iter().rev().find(|plan| has_served(plan));
+    match served {
+        // Something else is on its way, with the image that is known to serve.
+        Some(served)
+            if !has_served(&target) && served.spec.worker_image.as_ref() == Some(before) =>
+        {
+            return;
+        }
+        Some(_) if has_served(&target) && observed.turn != Turn::Free => {
+            choice.held = Some(held_words(&observed.turn, before, image));
+            return;
+        }
+        _ => {}
     }
     match renewed(observed, &target) {
         Ok(plan) => {

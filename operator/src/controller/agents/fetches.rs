@@ -288,8 +288,7 @@ mod tests {
             .find(|poll| poll.key == key && poll.node == "a");
         let poll = poll.expect("a poll for both");
         assert_eq!(fetches.learn(poll, fetching(1), now), [one.clone(), two]);
-        assert_eq!(fetches.views(&mirror.store_key("t")).len(), 1);
-        assert_ne!(fetches.views(&mirror.store_key("t"))["a"], fetching(1));
+        assert!(fetches.views(&mirror.store_key("t")).is_empty());
         // The digest, and the URL, of somebody's private model.
         assert_ne!(private.store_key("f"), key);
         assert_ne!(private.store_key("f"), private.store_key("o"));

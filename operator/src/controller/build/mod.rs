@@ -72,11 +72,9 @@ pub(crate) struct DesiredPod {
     pub(crate) rank: String,
     /// gateway, prefill or decode.
     pub(crate) role: &'static str,
-    /// Digest of all that makes the Pod what it is.
-    pub(crate) hash: String,
     /// Digest of the Pod as this operator writes it.
     pub(crate) form: String,
-    /// The Pod's name.
+    /// The Pod's name, which ends in the digest of all that makes the Pod what it is.
     pub(crate) name: String,
     /// The node that it runs on.
     pub(crate) node: String,

@@ -122,7 +122,6 @@ pub(crate) fn rank_pod(
     DesiredPod {
         rank: rank.name.clone(),
         role,
-        hash,
         form,
         name,
         node: rank.node.clone(),

@@ -745,9 +745,10 @@ fn what_workers_got_stands_in_the_status_and_less_than_planned_is_a_condition() 
 
     got(&mut world, "decode-0", "1 of 2 threads compute");
     assert_eq!(world.says(PLACED), ("False", "LessThanPlanned"));
+    let node = &world.status().placement[1].node;
     let message = &world.condition(PLACED).message;
     assert!(
-        message.contains("decode-0 on office: 1 of 2 threads compute"),
+        *message == format!("decode-0 on {node}: 1 of 2 threads compute"),
         "{message}"
     );
 

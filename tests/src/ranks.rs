@@ -183,6 +183,23 @@ impl Rank {
         format!("http://{}", self.metrics)
     }
 
+    /// Waits until a gateway shows its metrics.
+    ///
+    /// # Panics
+    /// When that takes too long.
+    pub fn wait_for_metrics(&self) {
+        let deadline = Instant::now() + STOP_TIMEOUT;
+        while std::net::TcpStream::connect(&self.metrics).is_err() {
+            assert!(
+                Instant::now() < deadline,
+                "{} does not listen:\n{}",
+                self.name,
+                self.output()
+            );
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
     /// Its process.
     pub fn pid(&self) -> u32 {
         self.child.id()

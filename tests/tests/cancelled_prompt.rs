@@ -48,6 +48,7 @@ async fn a_client_that_leaves_frees_the_cpu_within_a_quarter_of_a_second() {
     });
     let routes = ranks.routes().display().to_string();
     let gateway = ranks.start("gateway", "gateway-0", &["--routes".to_owned(), routes]);
+    gateway.wait_for_metrics();
     let slow = ["--isa".to_owned(), "scalar".to_owned()];
     let worker = ranks.start("decode", "decode-0", &slow);
     ranks.route_to(&[&worker]);

@@ -64,6 +64,7 @@ impl Pair {
         }
         let routes = ranks.routes().display().to_string();
         let gateway = ranks.start("gateway", "gateway-0", &["--routes".to_owned(), routes]);
+        gateway.wait_for_metrics();
         let workers = [
             ranks.start("prefill", "prefill-0", &isa(reader)),
             ranks.start("decode", "decode-0", &isa(writer)),

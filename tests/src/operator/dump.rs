@@ -12,7 +12,11 @@ const METADATA: [&str; 4] = [
     "managedFields",
 ];
 /// Annotations that hold digests over uids, or serial numbers.
-const NOTES: [&str; 2] = ["hearth.dev/rank-hash", "hearth.dev/certificate"];
+const NOTES: [&str; 3] = [
+    "hearth.dev/rank-hash",
+    "hearth.dev/form",
+    "hearth.dev/certificate",
+];
 /// Annotation with a plan as JSON, in the text of which a prediction that was read and written again may differ in its
 /// last digit.
 const PLAN: &str = "hearth.dev/plan";

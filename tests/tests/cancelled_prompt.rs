@@ -53,7 +53,7 @@ async fn a_client_that_leaves_frees_the_cpu_within_a_quarter_of_a_second() {
     let worker = ranks.start("decode", "decode-0", &slow);
     ranks.route_to(&[&worker]);
     Metrics::wait_for(&gateway.metrics_base(), "the worker is ready", |metrics| {
-        metrics.of_role("hearth_worker_ready", "decode") == 1.0
+        metrics.values("hearth_worker_ready", &[]) == [1.0]
     });
     let v1 = format!("{}/v1", gateway.base());
     let prompt = |number: u32| {

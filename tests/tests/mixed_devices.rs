@@ -71,8 +71,7 @@ impl Pair {
         ];
         ranks.route_to(&[&workers[0], &workers[1]]);
         Metrics::wait_for(&gateway.metrics_base(), "both are ready", |metrics| {
-            metrics.of_role("hearth_worker_ready", "prefill") == 1.0
-                && metrics.of_role("hearth_worker_ready", "decode") == 1.0
+            ready(metrics, "prefill") == 1.0 && ready(metrics, "decode") == 1.0
         });
         Self {
             ranks,
@@ -105,6 +104,15 @@ impl Pair {
     fn metrics(&self) -> Metrics {
         Metrics::of(&self.gateway.metrics_base())
     }
+}
+
+/// Workers of a role that take requests.
+fn ready(metrics: &Metrics, role: &str) -> f64 {
+    let label = format!("role=\"{role}\"");
+    metrics
+        .values("hearth_worker_ready", &[&label])
+        .iter()
+        .sum()
 }
 
 fn isa(name: &str) -> Vec<String> {
@@ -211,7 +219,7 @@ async fn what_one_device_has_cached_is_not_taken_for_the_others() {
     Metrics::wait_for(
         &pair.gateway.metrics_base(),
         "the reader has left",
-        |metrics| metrics.of_role("hearth_worker_ready", "prefill") == 0.0,
+        |metrics| ready(metrics, "prefill") == 0.0,
     );
     let alone = pair.ask(&body, |_, _| {}).await;
     assert_ne!(alone.logprobs, expected.logprobs);
@@ -222,7 +230,7 @@ async fn what_one_device_has_cached_is_not_taken_for_the_others() {
     Metrics::wait_for(
         &pair.gateway.metrics_base(),
         "the reader is back",
-        |metrics| metrics.of_role("hearth_worker_ready", "prefill") == 1.0,
+        |metrics| ready(metrics, "prefill") == 1.0,
     );
     for _ in 0..2 {
         assert_eq!(pair.ask(&body, |_, _| {}).await, expected);

@@ -36,6 +36,8 @@ pub(crate) fn install(cluster: &Cluster, images: &Images, replicas: u32) {
         // Where the tests put models, on a disk that may be full.
         "hostPath.allowedPrefixes={/models,/var/tmp}".to_owned(),
         "agent.diskReservePercent=0".to_owned(),
+        // Tests see that what nobody names goes, and need not wait a day for it.
+        "agent.keepModels=0".to_owned(),
         // As long as a node may be away in the tests: longer than these wait for anything else.
         "nodes.forgetAfter=100s".to_owned(),
     ];

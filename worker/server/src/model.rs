@@ -12,7 +12,7 @@ use crate::api::Work;
 use crate::config::{GatewayConfig, GatewayError};
 use crate::error::ApiError;
 use crate::tools::{MarkToken, ToolFormat, has_word};
-use crate::wire::{GenerationOptions, Message, Prompt};
+use crate::wire::{GenerationOptions, Message, Prompt, Role};
 use hearth_transport::v1::{LogitBias, Sampling};
 
 /// A text of as many bytes is tokenised in a moment.
@@ -98,8 +98,9 @@ impl ServedModel {
             ))
             .with_code("no_chat_template"));
         };
-        // Each is a token at least.
-        room.check(messages.len())?;
+        // Each is a token at least, and templates show what was said to the model as it is, but for white space around it.
+        let of_texts = messages.iter().map(|message| self.least_tokens(message));
+        room.check(of_texts.sum::<usize>().max(messages.len()))?;
         let values: Vec<Value> = messages
             .iter()
             .map(|message| self.for_template(message))
@@ -241,6 +242,18 @@ impl ServedModel {
             id,
             is_special: self.tokenizer.is_special(id),
         })
+    }
+
+    /// Tokens that a long message has at least, without looking at what a template makes of it. Of what the model said itself
+    /// some templates leave out parts.
+    fn least_tokens(&self, message: &Message) -> usize {
+        let content = message.template_value["content"].as_str();
+        let text = content.unwrap_or_default().trim();
+        match message.role {
+            Role::Assistant => 0,
+            _ if text.len() <= QUICK_BYTES => 0,
+            _ => self.tokenizer.least_tokens(text),
+        }
     }
 
     fn encode(&self, text: &str, add_special: bool, room: &Room<'_>) -> Result<Vec<u32>, ApiError> {

@@ -116,6 +116,7 @@ impl<B: Backend> Model<B> {
     ) -> Result<Option<B::Tensor>, ModelError> {
         batch.check(self.decoder.vocab)?;
         let positions = batch.positions();
+        let layers = self.decoder.feed_forward.len();
         let mut pass = Pass {
             backend: &*self.backend,
             residency: &*self.residency,
@@ -124,15 +125,18 @@ impl<B: Backend> Model<B> {
             positions: &positions,
             observer,
             layer: 0,
+            blocks_done: 0,
+            blocks: 2 * layers,
         };
-        let layers = self.decoder.feed_forward.len();
         let mut stream = self.embed(&mut pass, &batch.tokens)?;
         for layer in 0..layers {
             pass.layer = layer;
-            pass.ask(2 * layer, 2 * layers)?;
+            pass.blocks_done = 2 * layer;
+            pass.ask()?;
             self.attention(&mut pass, &mut stream)?;
             pass.observer.layer_done(layer, pass.kv);
-            pass.ask(2 * layer + 1, 2 * layers)?;
+            pass.blocks_done += 1;
+            pass.ask()?;
             self.feed_forward(&mut pass, &mut stream)?;
         }
         if batch.logit_rows.is_empty() {

@@ -7,8 +7,8 @@ pub trait Observer<B: Backend> {
     /// The keys and values of this layer are final for every row of the batch; later layers have yet to run.
     fn layer_done(&mut self, _layer: usize, _kv: &B::Kv) {}
 
-    /// Asked between blocks, attention and feed-forward being one each: whether the pass goes on, `done` of its `blocks` blocks
-    /// being computed. False ends it with [`crate::ModelError::GivenUp`].
+    /// Asked between operations that take long: whether the pass goes on, `done` of its `blocks` blocks being computed, of which
+    /// attention and feed-forward of a layer are one each. False ends it with [`crate::ModelError::GivenUp`].
     fn goes_on(&mut self, _done: usize, _blocks: usize) -> bool {
         true
     }

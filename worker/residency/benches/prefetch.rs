@@ -71,14 +71,12 @@ fn main() -> io::Result<()> {
     for way in ["none", "whole", "pieces"] {
         // Every way begins with nothing in memory.
         fadvise(File::open(&file)?, 0, None, Advice::DontNeed)?;
-        let before = groups.read_bytes()?;
         let seconds = groups.measure(directory.path(), way)?;
         let without = *without.get_or_insert(seconds);
         println!(
-            "{way:7} {seconds:6.2} s   {:.2} of the time without advice   {:.2} of the disk's own   {} MiB read",
+            "{way:7} {seconds:6.2} s   {:.2} of the time without advice   {:.2} of the disk's own",
             seconds / without,
-            seconds / disk_s,
-            mib(groups.read_bytes()? - before),
+            seconds / disk_s
         );
     }
     Ok(())
@@ -187,16 +185,6 @@ impl Groups {
         );
         fs::write(groups.blkio.join("blkio.throttle.read_bps_device"), limit)?;
         Ok(groups)
-    }
-
-    /// Bytes that processes of these groups have read of all disks.
-    fn read_bytes(&self) -> io::Result<u64> {
-        let text = fs::read_to_string(self.blkio.join("blkio.throttle.io_service_bytes"))?;
-        let reads = text.lines().filter_map(|line| {
-            let (_, bytes) = line.split_once(" Read ")?;
-            bytes.parse::<u64>().ok()
-        });
-        Ok(reads.sum())
     }
 
     /// Runs one way in a process of these groups; seconds.

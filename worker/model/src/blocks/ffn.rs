@@ -30,14 +30,16 @@ impl SwiGlu {
     /// `x` `[rows, hidden]` → `[rows, hidden]`.
     pub(crate) fn forward<B: Backend>(
         &self,
-        pass: &Pass<'_, B>,
+        pass: &mut Pass<'_, B>,
         weights: &ModuleWeights<B>,
         x: &B::Tensor,
     ) -> Result<B::Tensor, ModelError> {
         let backend = pass.backend;
         // gate, up [rows, intermediate]
         let gate = backend.linear(x, weights.matrix("gate")?, None)?;
+        pass.ask()?;
         let up = backend.linear(x, weights.matrix("up")?, None)?;
+        pass.ask()?;
         // product [rows, intermediate]
         let product = backend.silu_mul(&gate, &up)?;
         // out [rows, hidden]

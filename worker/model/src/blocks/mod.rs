@@ -21,12 +21,16 @@ pub(crate) struct Pass<'a, B: Backend> {
     pub(crate) observer: &'a mut dyn Observer<B>,
     /// The layer that runs.
     pub(crate) layer: usize,
+    /// Blocks before the one that runs: attention and feed-forward of a layer are one each.
+    pub(crate) blocks_done: usize,
+    /// All blocks.
+    pub(crate) blocks: usize,
 }
 
 impl<B: Backend> Pass<'_, B> {
-    /// Ends the pass where nobody wants it any more.
-    pub(crate) fn ask(&mut self, done: usize, blocks: usize) -> Result<(), ModelError> {
-        match self.observer.goes_on(done, blocks) {
+    /// Ends the pass where nobody wants it any more; asked between operations that take long.
+    pub(crate) fn ask(&mut self) -> Result<(), ModelError> {
+        match self.observer.goes_on(self.blocks_done, self.blocks) {
             true => Ok(()),
             false => Err(ModelError::GivenUp),
         }

@@ -129,6 +129,7 @@ impl Moe {
                 .group(&ids[done..])
                 .clamp(1, ids.len() - done);
             let group = done..done + count;
+            pass.ask()?;
             run_experts(pass, out, x, &ids[group.clone()], &chosen[group])?;
             done += count;
         }

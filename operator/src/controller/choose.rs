@@ -64,16 +64,16 @@ pub(crate) fn choose(observed: &Observed, wanted: Option<&Model>) -> Choice {
         held: None,
     };
     let deployment = &observed.deployment;
-    if let Some(model) = wanted {
-        if newest.is_none_or(|plan| !is_made_for(plan, deployment, &model.facts)) {
-            let image = renew::image_of_next(observed);
-            match made(observed, deployment, model, image, &Refusals::new()) {
-                Ok(plan) => {
-                    let plan = scaled(observed, newest, plan, &model.facts);
-                    take(&mut choice, newest, plan);
-                }
-                Err(error) => refuse(&mut choice, observed, &error),
+    if let Some(model) = wanted
+        && newest.is_none_or(|plan| !is_made_for(plan, deployment, &model.facts))
+    {
+        let image = renew::image_of_next(observed);
+        match made(observed, deployment, model, image, &Refusals::new()) {
+            Ok(plan) => {
+                let plan = scaled(observed, newest, plan, &model.facts);
+                take(&mut choice, newest, plan);
             }
+            Err(error) => refuse(&mut choice, observed, &error),
         }
     }
     if !choice.is_new {
@@ -477,8 +477,7 @@ fn move_on(observed: &Observed, choice: &mut Choice, wanted: Option<&Model>) {
         .filter(|model| is_same && model.facts == known.facts)
         .cloned()
         .unwrap_or(known);
-    let image = target.spec.worker_image.as_deref();
-    let image = image.unwrap_or(&observed.settings.worker_image);
+    let image = renew::image_of(observed, &target);
     let told = refusals::told_by(&target);
     let mut next = made(observed, &deployment, &model, image, &told);
     let is_way_out = |plan: &InferencePlan| is_worth_it(observed, trouble.is_some(), &target, plan);

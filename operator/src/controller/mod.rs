@@ -48,6 +48,7 @@ mod renew;
 mod report;
 mod requests;
 mod rollout;
+mod routes;
 mod scale;
 mod status;
 mod table;

@@ -29,6 +29,12 @@ pub(crate) fn image_of_next(observed: &Observed) -> &str {
     image.unwrap_or(&observed.settings.worker_image)
 }
 
+/// The image of a plan; plans of operators that did not write it have this one's.
+pub(crate) fn image_of<'a>(observed: &'a Observed, plan: &'a InferencePlan) -> &'a str {
+    let image = plan.spec.worker_image.as_deref();
+    image.unwrap_or(&observed.settings.worker_image)
+}
+
 /// The target again with the operator's worker image, where it has another one. Deployments that serve do so in turn, and
 /// none where it has failed before.
 pub(crate) fn renew(observed: &Observed, choice: &mut Choice) {

@@ -17,15 +17,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use hearth_crds::{PlanRole, Route, Routes};
+use hearth_crds::{PlanRole, Route};
 use jiff::Timestamp;
 
 use super::build::DesiredPod;
 use super::cause::node_of;
 use super::decision::PodEnd;
 use super::model::is_older;
-use super::names::{GATEWAY_PORT, WORKER_PORT, host_port};
 use super::observed::{PodView, Requests};
+use super::routes::{endpoint, is_gateway, routes_of, text};
 
 /// A Pod that failed is made again no sooner than this after it was made: a node may refuse it again at once.
 const REMAKE_AFTER: Duration = Duration::from_secs(10);
@@ -149,21 +149,6 @@ pub(crate) fn step(scene: &Scene<'_>) -> Steps {
         },
         look_again: sorted.look_again(),
     }
-}
-
-/// The ready Pods that a gateway can send requests to now, by role: `(decode, prefill)`.
-pub(crate) fn reachable(gateway: &PodView, pods: &[&PodView]) -> (usize, usize) {
-    let routes: Routes = serde_json::from_str(&gateway.routes).unwrap_or_default();
-    let is_up = |route: &&Route| {
-        pods.iter().any(|pod| {
-            pod.is_ready && !pod.is_deleting && endpoint(pod).as_ref() == Some(&route.endpoint)
-        })
-    };
-    let count = |role| {
-        let of_role = routes.workers.iter().filter(|route| route.role == role);
-        of_role.filter(is_up).count()
-    };
-    (count(PlanRole::Decode), count(PlanRole::Prefill))
 }
 
 /// The Pods, by what is to become of them.
@@ -570,34 +555,4 @@ fn end_of(pod: &PodView, at_once: bool) -> PodEnd {
 fn is_refused(pod: &PodView) -> bool {
     let words = pod.unschedulable.as_deref();
     pod.node.is_empty() && words.is_some_and(|words| words.contains("Insufficient"))
-}
-
-fn is_gateway(pod: &PodView) -> bool {
-    pod.role == PlanRole::Gateway.as_str()
-}
-
-/// `host:port` of a Pod that has an address.
-pub(crate) fn endpoint(pod: &PodView) -> Option<String> {
-    let port = if is_gateway(pod) {
-        GATEWAY_PORT
-    } else {
-        WORKER_PORT
-    };
-    match pod.ip.as_str() {
-        "" => None,
-        ip => Some(host_port(ip, port)),
-    }
-}
-
-fn routes_of(gateway: &PodView) -> Vec<Route> {
-    let routes: Result<Routes, _> = serde_json::from_str(&gateway.routes);
-    routes.unwrap_or_default().workers
-}
-
-fn text(routes: &[Route]) -> String {
-    let routes = Routes {
-        min_version: 0,
-        workers: routes.to_vec(),
-    };
-    serde_json::to_string(&routes).unwrap_or_default()
 }

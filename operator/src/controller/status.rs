@@ -20,7 +20,8 @@ use super::model::{ModelState, ModelStep};
 use super::names::{LABEL_DEPLOYMENT, LABEL_ROLE};
 use super::observed::{Observed, PodView};
 use super::placements;
-use super::rollout::{Mode, Progress, Want, reachable};
+use super::rollout::{Mode, Progress, Want};
+use super::routes::reachable;
 use super::words::{
     endpoint_url, latency_text, list, measured, plan_sentence, sight_words, topology,
 };

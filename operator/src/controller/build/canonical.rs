@@ -8,9 +8,9 @@
 use std::fmt::Display;
 
 use hearth_crds::{
-    DurationText, EndpointSpec, InferencePlanSpec, ModelSource, ObjectivesSpec, Pinning,
-    PlacementSpec, PlanKv, PlanKvType, PlanModel, PlanRank, PlanResidency, PlanRole, PlanRouting,
-    PlanStrategy, ResidencyPolicy, TolerationSpec,
+    DurationText, EndpointSpec, InferenceDeploymentSpec, InferencePlanSpec, ModelSource,
+    ObjectivesSpec, Pinning, PlacementSpec, PlanKv, PlanKvType, PlanModel, PlanRank, PlanResidency,
+    PlanRole, PlanRouting, PlanStrategy, ResidencyPolicy, TolerationSpec,
 };
 use sha2::{Digest, Sha256};
 
@@ -42,11 +42,10 @@ pub(super) struct Essence<'a> {
     pub(super) rank: &'a PlanRank,
     /// The rank asks for the memory of the weights that the ranks of its node map.
     pub(super) holds_weights: bool,
-    pub(super) source: &'a ModelSource,
     /// The name of a fetched model in the nodes' stores.
     pub(super) model_key: Option<&'a str>,
-    pub(super) placement: &'a PlacementSpec,
-    pub(super) endpoint: &'a EndpointSpec,
+    /// The spec that the plan was made for.
+    pub(super) spec: &'a InferenceDeploymentSpec,
 }
 
 impl Essence<'_> {
@@ -62,7 +61,7 @@ impl Essence<'_> {
         lines.put("image", self.image);
         match self.model_key {
             Some(key) => lines.put("model-key", key),
-            None => lines.put("source", source_identity(self.source)),
+            None => lines.put("source", source_identity(&self.spec.model.source)),
         }
         lines.put_if(self.holds_weights, "holds-weights", "yes");
         let PlacementSpec {
@@ -71,7 +70,7 @@ impl Essence<'_> {
             numa: _,
             pinning: _,
             runtime_class_name,
-        } = self.placement;
+        } = &self.spec.placement;
         for toleration in tolerations {
             put_toleration(lines, toleration);
         }
@@ -87,7 +86,7 @@ impl Essence<'_> {
                 keep_alive,
                 client_stall,
                 gateway: _,
-            } = self.endpoint;
+            } = &self.spec.endpoint;
             let keys = api_keys_secret_ref.as_ref();
             lines.put_some("api-keys", keys.map(|keys| &keys.name));
             let seconds = |span: &DurationText| span.get().as_secs();

@@ -49,33 +49,18 @@ pub(crate) fn rank_pod(
     let is_gateway = rank.role == PlanRole::Gateway;
     let slice = slice(plan, rank, &endpoint(is_gateway));
     let holding = Holding::of(plan, rank);
-    let source = &context.deployment.spec.model.source;
-
     let image = image(context, plan);
     let arguments = rank_arguments(context, rank, is_gateway);
     let mut container = container(context, role, image, arguments);
     container.ports = Some(ports(is_gateway));
     container.resources = Some(holding.resources());
     watch_over(&mut container, rank);
-    let mut volumes = vec![
-        (place_volume(is_gateway), PLACE_DIRECTORY),
-        (
-            secret_volume("tls", &certificates_secret(&context.name())),
-            TLS_DIRECTORY,
-        ),
-    ];
-    let deployment = &context.deployment.spec;
-    let keys = deployment.endpoint.api_keys_secret_ref.as_ref();
-    let keys = keys.filter(|_| is_gateway);
-    volumes.extend(keys.map(|keys| (secret_volume("keys", &keys.name), KEYS_DIRECTORY)));
-    volumes.extend(source_volume(context, source).map(|volume| (volume, SOURCE_DIRECTORY)));
-
     let grace_s = if is_gateway {
         GATEWAY_GRACE_S + LINGER_S
     } else {
         WORKER_GRACE_S
     };
-    let mut spec = pod_spec(context, container, volumes);
+    let mut spec = pod_spec(context, container, rank_volumes(context, is_gateway));
     spec.affinity = Some(on_node(&rank.node));
     let claim_template = hold_gpus(context, rank, &mut spec);
     spec.restart_policy = Some("Always".to_owned());
@@ -90,21 +75,15 @@ pub(crate) fn rank_pod(
         .labels
         .get_or_insert_default()
         .extend(texts([(LABEL_ROLE, role), (LABEL_RANK, &rank.name)]));
+    let deployment = context.deployment;
     let essence = Essence {
-        owner: context
-            .deployment
-            .metadata
-            .uid
-            .as_deref()
-            .unwrap_or_default(),
+        owner: deployment.metadata.uid.as_deref().unwrap_or_default(),
         image,
         plan,
         rank,
         holds_weights: holding.weight_bytes > 0,
-        source,
         model_key: context.model_key,
-        placement: &deployment.placement,
-        endpoint: &deployment.endpoint,
+        spec: &deployment.spec,
     };
     let hash = essence.digest();
     let form = short_digest(serde_json::to_string(&pod).unwrap_or_default());
@@ -133,6 +112,22 @@ pub(crate) fn rank_pod(
         claim_template,
         pod,
     }
+}
+
+/// The volumes of a rank's Pod, each with its directory.
+fn rank_volumes(context: &BuildContext<'_>, is_gateway: bool) -> Vec<(Volume, &'static str)> {
+    let spec = &context.deployment.spec;
+    let certificates = certificates_secret(&context.name());
+    let mut volumes = vec![
+        (place_volume(is_gateway), PLACE_DIRECTORY),
+        (secret_volume("tls", &certificates), TLS_DIRECTORY),
+    ];
+    let keys = spec.endpoint.api_keys_secret_ref.as_ref();
+    let keys = keys.filter(|_| is_gateway);
+    volumes.extend(keys.map(|keys| (secret_volume("keys", &keys.name), KEYS_DIRECTORY)));
+    let source = source_volume(context, &spec.model.source);
+    volumes.extend(source.map(|volume| (volume, SOURCE_DIRECTORY)));
+    volumes
 }
 
 /// A Pod that writes the model's facts to its termination message: on `node`, or where the volume can be had.

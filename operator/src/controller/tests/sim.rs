@@ -6,7 +6,8 @@ use hearth_crds::{PlanRole, Routes};
 use jiff::Timestamp;
 
 use crate::controller::observed::{PodView, Requests};
-use crate::controller::rollout::{Mode, Scene, Steps, Want, endpoint, step};
+use crate::controller::rollout::{Mode, Scene, Steps, Want, step};
+use crate::controller::routes::endpoint;
 use crate::controller::testing::{MIB, at};
 
 /// A Pod on paper.

@@ -159,6 +159,14 @@ pub(crate) struct Requests {
 }
 
 impl Requests {
+    pub(crate) fn new(cpu_millis: u64, memory_bytes: u64, gpus: u32) -> Self {
+        Self {
+            cpu_millis,
+            memory_bytes,
+            gpus,
+        }
+    }
+
     pub(crate) fn plus(self, other: Self) -> Self {
         self.each(other, u64::saturating_add, u32::saturating_add)
     }

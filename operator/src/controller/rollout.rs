@@ -309,20 +309,12 @@ impl<'a> Sorted<'a> {
             let new = new.iter().filter(|want| want.node == node);
             let mut need = Need::default();
             let fresh = new.fold(true, |fresh, want| {
-                let amounts = Requests {
-                    cpu_millis: want.cpu_millis,
-                    memory_bytes: want.memory_bytes,
-                    gpus: want.gpus,
-                };
+                let amounts = Requests::new(want.cpu_millis, want.memory_bytes, want.gpus);
                 fresh & need.add(amounts, &want.exclusive_cpus, &want.claimed_gpus)
             });
             let old = self.holders().filter(|pod| node_of(pod) == node);
             let fresh = old.fold(fresh, |fresh, pod| {
-                let amounts = Requests {
-                    cpu_millis: pod.cpu_millis,
-                    memory_bytes: pod.memory_bytes,
-                    gpus: pod.gpus,
-                };
+                let amounts = Requests::new(pod.cpu_millis, pod.memory_bytes, pod.gpus);
                 fresh & need.add(amounts, &pod.exclusive_cpus, &pod.claimed_gpus)
             });
             fresh && need.is_within(room)

@@ -4,6 +4,9 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use serde_json::Value;
+use tempfile::TempDir;
+
 use crate::programs::{program, root};
 
 /// What the machine has, and the files that are copied into it.
@@ -15,6 +18,8 @@ pub struct Vm {
     limit_s: u32,
     files: Vec<(PathBuf, String)>,
     disks: Vec<(PathBuf, String)>,
+    /// What files hold, and where they are in the machine.
+    texts: Vec<(String, String)>,
 }
 
 impl Default for Vm {
@@ -26,6 +31,7 @@ impl Default for Vm {
             limit_s: 240,
             files: Vec::new(),
             disks: Vec::new(),
+            texts: Vec::new(),
         }
     }
 }
@@ -71,6 +77,13 @@ impl Vm {
         self
     }
 
+    /// A file of JSON in the machine's memory.
+    #[must_use]
+    pub fn json(mut self, content: &Value, target: &str) -> Self {
+        self.texts.push((content.to_string(), target.to_owned()));
+        self
+    }
+
     /// `hearth-worker` as `/bin/hearth-worker`.
     ///
     /// # Panics
@@ -105,6 +118,13 @@ impl Vm {
                 let argument = format!("{}={target}", path.display());
                 command.args([option, &argument]);
             }
+        }
+        let directory =
+            TempDir::new().unwrap_or_else(|error| panic!("no temporary directory: {error}"));
+        for (number, (text, target)) in self.texts.iter().enumerate() {
+            let path = directory.path().join(number.to_string());
+            std::fs::write(&path, text).unwrap_or_else(|error| panic!("{target}: {error}"));
+            command.args(["-f", &format!("{}={target}", path.display())]);
         }
         command.args(["--", "sh", "-euc", script]);
         let Output {

@@ -206,6 +206,9 @@ async fn a_worker_starts_on_other_cpus_than_planned() {
     claimed.answers().await;
 }
 
+/// KV cache of that worker: most of its own memory.
+const KV_BYTES: u32 = 64 << 20;
+
 /// What the emulated machine runs: a worker on NUMA node 1 of two, in a group of cgroup v2 whose CPUs change, and its gateway.
 /// Prints `AT moment: thread=CPUs ...` and the gateway's series.
 const ON_TWO_NODES: &str = r#"
@@ -266,6 +269,37 @@ fn at(output: &str, moment: &str) -> Vec<(String, String)> {
     line.split_whitespace().filter_map(thread).collect()
 }
 
+/// A decode worker that is planned on NUMA node 1, and its gateway on node 0, on the emulated machine: what it printed.
+fn on_two_nodes() -> String {
+    let mut ranks = Ranks::of_demo();
+    ranks.edit(|plan| {
+        plan["model"]["path"] = json!("/model");
+        for rank in plan["ranks"].as_array_mut().expect("ranks") {
+            let is_decode = rank["role"] == "Decode";
+            let (cpus, node) = if is_decode { ([2, 3], 1) } else { ([0, 1], 0) };
+            rank["cpus"] = json!(cpus);
+            rank["numaNodes"] = json!([node]);
+            rank["threads"] = json!(2);
+            rank["pinning"] = json!("Shared");
+            if is_decode {
+                rank["kv"]["memoryBytes"] = json!(KV_BYTES);
+            }
+        }
+    });
+    let worker = json!({"name": "decode-0", "role": "Decode", "endpoint": "127.0.0.1:9000"});
+    let decode = ranks.plan_of("decode", "decode-0", "127.0.0.1:9000");
+    let gateway = ranks.plan_of("gateway", "gateway-0", "127.0.0.1:8000");
+    Vm::default()
+        .cpus(4, 2)
+        .memory_mib(1536)
+        .worker()
+        .disk(root().join("models/hearth-demo"), "/model")
+        .json(&decode, "/decode.json")
+        .json(&gateway, "/gateway.json")
+        .json(&json!({"workers": [worker]}), "/routes.json")
+        .run(ON_TWO_NODES)
+}
+
 #[test]
 fn on_two_numa_nodes_threads_and_memory_are_where_the_plan_says_and_bound_again_when_the_kernel_forgets()
  {
@@ -273,57 +307,10 @@ fn on_two_numa_nodes_threads_and_memory_are_where_the_plan_says_and_bound_again_
         eprintln!("SKIPPED: {why}");
         return;
     }
-    let mut ranks = Ranks::of_demo();
-    ranks.edit(|plan| {
-        plan["model"]["path"] = json!("/model");
-        for rank in plan["ranks"].as_array_mut().expect("ranks") {
-            let is_decode = rank["role"] == "Decode";
-            rank["cpus"] = if is_decode {
-                json!([2, 3])
-            } else {
-                json!([0, 1])
-            };
-            rank["numaNodes"] = if is_decode { json!([1]) } else { json!([0]) };
-            rank["threads"] = json!(2);
-            rank["pinning"] = json!("Shared");
-            if is_decode {
-                rank["kv"]["memoryBytes"] = json!(64 << 20);
-            }
-        }
-    });
-    let file = |name: &str, content: Value| {
-        let path = ranks.directory().join(name);
-        std::fs::write(&path, content.to_string()).expect("write");
-        path
-    };
-    let worker = json!({"name": "decode-0", "role": "Decode", "endpoint": "127.0.0.1:9000"});
-    let output = Vm::default()
-        .cpus(4, 2)
-        .memory_mib(1536)
-        .worker()
-        .disk(root().join("models/hearth-demo"), "/model")
-        .file(
-            file(
-                "decode.json",
-                ranks.plan_of("decode", "decode-0", "127.0.0.1:9000"),
-            ),
-            "/decode.json",
-        )
-        .file(
-            file(
-                "gateway.json",
-                ranks.plan_of("gateway", "gateway-0", "127.0.0.1:8000"),
-            ),
-            "/gateway.json",
-        )
-        .file(
-            file("routes.json", json!({"workers": [worker]})),
-            "/routes.json",
-        )
-        .run(ON_TWO_NODES);
+    let output = on_two_nodes();
     let on = |moment: &str, name: &str| {
-        let threads = at(&output, moment);
-        let found = threads.into_iter().find(|(thread, _)| thread == name);
+        let mut threads = at(&output, moment).into_iter();
+        let found = threads.find(|(thread, _)| thread == name);
         found
             .unwrap_or_else(|| panic!("no {name} at {moment} in\n{output}"))
             .1
@@ -344,30 +331,18 @@ fn on_two_numa_nodes_threads_and_memory_are_where_the_plan_says_and_bound_again_
         found.unwrap_or_else(|| panic!("no {wanted:?} in\n{output}"))
     };
     series(&[
-        "cpus=\"2-3\"",
-        "numa_nodes=\"1\"",
-        "memory_numa_nodes=\"1\"",
+        "cpus=\"2-3\",numa_nodes=\"1\",memory_numa_nodes=\"1\"",
         "shortfalls=\"\"",
     ]);
-    series(&[
-        "cpus=\"0,2\"",
-        "shortfalls=\"CPUs on NUMA node 0 where 1 is planned\"",
-    ]);
-    let bytes = |node: u32, kind: &str| {
-        let labels = [format!("numa_node=\"{node}\""), format!("kind=\"{kind}\"")];
-        let mut lines = output.lines();
-        let line = lines.find(|line| labels.iter().all(|label| line.contains(label)));
-        line.map_or(0.0, |line| {
-            line.rsplit_once(' ')
-                .expect("value")
-                .1
-                .parse()
-                .expect("number")
-        })
+    let less = "shortfalls=\"CPUs on NUMA node 0 where 1 is planned\"";
+    series(&["cpus=\"0,2\"", less]);
+    let bytes = |node: u32, kind: &str| -> f64 {
+        let line = series(&[&format!("numa_node=\"{node}\",kind=\"{kind}\"")]);
+        let value = line.rsplit_once(' ').map(|(_, value)| value.trim());
+        value.and_then(|value| value.parse().ok()).expect("number")
     };
-    let kv_bytes = f64::from(64 << 20);
-    assert!(bytes(1, "own") >= 0.95 * kv_bytes, "{output}");
-    assert!(bytes(0, "own") < 0.1 * kv_bytes, "{output}");
+    assert!(bytes(1, "own") >= 0.95 * f64::from(KV_BYTES), "{output}");
+    assert!(bytes(0, "own") < 0.1 * f64::from(KV_BYTES), "{output}");
     assert!(bytes(1, "weights") > 9.0 * bytes(0, "weights"), "{output}");
     assert!(output.contains("\"text\""), "no answer in\n{output}");
 }

@@ -25,9 +25,7 @@ spec:
   reinvocationPolicy: Never
   matchConstraints:
     resourceRules: [{apiGroups: [""], apiVersions: [v1], operations: [CREATE], resources: [pods]}]
-  matchConditions:
-    - name: workers
-      expression: "'hearth.dev/role' in object.metadata.?labels.orValue({}) && object.metadata.labels['hearth.dev/role'] in ['prefill', 'decode']"
+    objectSelector: {matchExpressions: [{key: hearth.dev/role, operator: In, values: [prefill, decode]}]}
   mutations:
     - patchType: JSONPatch
       jsonPatch:

@@ -302,7 +302,7 @@ fn hard_bodies() -> Vec<(&'static str, String, &'static str)> {
         (
             "a hundred tools with large enums",
             with(json!({"tools": tools, "tool_choice": "required"})),
-            "invalid_json_schema context_length_exceeded",
+            "invalid_value",
         ),
         (
             "a string in 4,000,000 pieces",

@@ -20,7 +20,7 @@ use crate::wire::response::{
     AssistantMessage, ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta,
     ChatLogprobs, FinishReason, FunctionCall, ToolCall, ToolCallDelta, Usage,
 };
-use crate::wire::{self, ChatRequest, GenerationOptions, ResponseFormat, ToolChoice};
+use crate::wire::{self, ChatRequest, GenerationOptions, ResponseFormat, Tool, ToolChoice};
 
 /// The route.
 pub(super) struct Chat;
@@ -82,6 +82,7 @@ fn prepare(app: &App, asked: &Asked<'_, ChatRequest>, id: String) -> Result<Subm
         )
         .with_code("tools_unsupported"));
     }
+    check_tools(&request.tools)?;
     let definitions: Vec<Value> = request
         .tools
         .iter()
@@ -125,6 +126,24 @@ fn prepare(app: &App, asked: &Asked<'_, ChatRequest>, id: String) -> Result<Subm
         trace: asked.trace,
         arrived: asked.arrived,
     })
+}
+
+/// Refuses tools that are more than a template can be asked to show.
+fn check_tools(tools: &[Tool]) -> Result<(), ApiError> {
+    let sizes = tools
+        .iter()
+        .map(|tool| schema::text_bytes(&tool.definition));
+    let bytes: usize = sizes.sum();
+    if bytes <= schema::MAX_BYTES {
+        return Ok(());
+    }
+    Err(ApiError::parameter(
+        "tools",
+        format!(
+            "'tools' has {bytes} bytes of JSON, and {} are taken: write fewer or shorter values",
+            schema::MAX_BYTES
+        ),
+    ))
 }
 
 /// The form that the workers hold the answer to.

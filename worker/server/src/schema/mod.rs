@@ -27,7 +27,7 @@ const STACK_BYTES: usize = 32 << 20;
 const MAX_TRIALS: usize = 200;
 
 /// Bytes of all schemas of a request, as JSON text.
-const MAX_BYTES: usize = 1 << 20;
+pub(crate) const MAX_BYTES: usize = 1 << 20;
 
 /// The schemas of one request, which are checked together: each takes time and memory of its own.
 #[derive(Default)]
@@ -80,7 +80,7 @@ impl Schemas {
 }
 
 /// The length of a value as JSON text.
-fn text_bytes(value: &Value) -> usize {
+pub(crate) fn text_bytes(value: &Value) -> usize {
     struct Counted(usize);
     impl io::Write for Counted {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a plan predicts for weights that do not fit, and what the gateway then measures: a random Qwen3-MoE of 1.2 GiB under memory
+# What a plan predicts for weights that do not fit, and what the gateway then measures: a random Qwen3-MoE of 1.4 GiB under memory
 # limits, with its files cold (read from the disk as far as the limit's page cache does not keep them) and warm (cached by others).
 # Needs root and a memory controller: cgroup v2, or v1.
 set -euo pipefail
@@ -58,7 +58,7 @@ run() { # LIMIT_MIB cold|warm
 }
 
 printf '| limit | files | predicted | measured |\n| --- | --- | --- | --- |\n'
-for mib in 1200 900; do
+for mib in 1600 1300; do
     run $mib warm
     run $mib cold
 done

@@ -146,6 +146,24 @@ impl Demand<'_> {
         (one, one.saturating_mul(u64::from(PREFILL_BATCH)))
     }
 
+    /// Bytes of `node` that its ranks leave to the page cache when each has so many bytes of KV.
+    fn page_cache_bytes(
+        &self,
+        node: &NodeProfileSpec,
+        crew: Crew,
+        decode_kv_bytes: u64,
+        prefill_kv_bytes: u64,
+    ) -> u64 {
+        let decode = u64::from(crew.decode_on_cpus());
+        let prefill = u64::from(crew.prefill_on_cpus());
+        node.memory
+            .available_bytes
+            .saturating_sub(decode_kv_bytes.saturating_mul(decode))
+            .saturating_sub(prefill_kv_bytes.saturating_mul(prefill))
+            .saturating_sub((decode + prefill) * self.step_bytes(ACTIVATION_WIDTHS))
+            .saturating_sub((decode + prefill + 1) * RUNNING_PROCESS_BYTES)
+    }
+
     /// Divides the memory of `node` among its ranks; weights and KV of a rank on a GPU are not in it.
     ///
     /// Resident weights come before a large KV cache: a missing weight is read again for every token, a missing
@@ -174,13 +192,7 @@ impl Demand<'_> {
             prefill_kv_bytes,
             decode_kv_wanted_bytes: decode_best,
             free_bytes: free,
-            page_cache_bytes: node
-                .memory
-                .available_bytes
-                .saturating_sub(decode_kv_bytes.saturating_mul(decode))
-                .saturating_sub(prefill_kv_bytes.saturating_mul(prefill))
-                .saturating_sub((decode + prefill) * self.step_bytes(ACTIVATION_WIDTHS))
-                .saturating_sub((decode + prefill + 1) * RUNNING_PROCESS_BYTES),
+            page_cache_bytes: self.page_cache_bytes(node, crew, decode_kv_bytes, prefill_kv_bytes),
         };
         if sum(weights, decode_best, prefill_best) <= free {
             return Ok(budget(

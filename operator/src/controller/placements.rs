@@ -109,7 +109,9 @@ fn pod_of<'a>(observed: &'a Observed, want: &Want) -> Option<&'a PodView> {
     let is_worker = want.role != hearth_crds::PlanRole::Gateway;
     let pods = observed.pods.iter().filter(|_| is_worker);
     let found = pods.filter(|pod| pod.name == want.name).map(|pod| &**pod);
-    found.filter(|pod| pod.is_ready && !pod.is_deleting).last()
+    found
+        .filter(|pod| pod.is_ready && !pod.is_deleting)
+        .next_back()
 }
 
 /// The address of `host:port`.

@@ -44,6 +44,12 @@ fn long_question(salt: &str) -> String {
     )
 }
 
+/// An answer without its log-probabilities: a GPU and a CPU choose the same tokens by other bits.
+fn words(mut answer: Answer) -> Answer {
+    answer.logprobs.clear();
+    answer
+}
+
 #[tokio::test]
 async fn a_gpu_computes_the_prompt_and_the_cpu_the_answer() {
     let questions = ["What is Hearth?".to_owned(), long_question("")];
@@ -67,8 +73,9 @@ async fn a_gpu_computes_the_prompt_and_the_cpu_the_answer() {
     };
     assert!(row("prefill").contains("GPU-48656172"), "{output}");
     assert!(row("decode").contains(" cpu "), "{output}");
-    for (question, want) in questions.iter().zip(&want) {
-        assert_eq!(&answer(&up, question, 20).await, want, "{question}");
+    for (question, want) in questions.iter().zip(want) {
+        let got = answer(&up, question, 20).await;
+        assert_eq!(words(got), words(want), "{question}");
     }
     let metrics = up.metrics();
     let moved = metrics.of_rank("hearth_worker_kv_moved_bytes_total", "decode-0");

@@ -52,7 +52,7 @@ pub(super) fn limited_workers_share_one_copy(cluster: &Cluster) {
     });
     let claim = json!({"claimName": NAME, "path": "model"});
     let spec = json!({
-        "model": {"source": {"persistentVolumeClaim": claim}, "contextLength": 2048},
+        "model": {"source": {"persistentVolumeClaim": claim}, "servedName": NAME, "contextLength": 2048},
         "prefill": {"replicas": 1},
         "decode": {"replicas": 1},
     });

@@ -93,7 +93,11 @@ impl Cgroup {
 impl Drop for Cgroup {
     fn drop(&mut self) {
         let deadline = Instant::now() + REMOVE_TIMEOUT;
-        while std::fs::remove_dir(&self.path).is_err() && Instant::now() < deadline {
+        while let Err(error) = std::fs::remove_dir(&self.path) {
+            if Instant::now() > deadline {
+                eprintln!("{} stays: {error}", self.path.display());
+                return;
+            }
             std::thread::sleep(Duration::from_millis(20));
         }
     }

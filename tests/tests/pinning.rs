@@ -94,9 +94,10 @@ async fn exclusive_ranks_keep_to_their_own_cpus() {
 
 /// A decode worker of two threads on CPUs 0 and 1 that other workers may use too, in a cpuset of its own, with a gateway.
 struct Claimed {
-    group: Cgroup,
     decode: Rank,
     gateway: Rank,
+    /// Behind its process: only an empty group can be removed.
+    group: Cgroup,
     /// Where their files lie.
     _ranks: Ranks,
 }

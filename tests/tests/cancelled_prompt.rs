@@ -59,7 +59,7 @@ async fn a_client_that_leaves_frees_the_cpu_within_a_quarter_of_a_second() {
     let prompt = |number: u32| {
         let text = format!(
             "{number}. {}",
-            "The lab has a server and a laptop. ".repeat(60)
+            "The lab has a server and a laptop. ".repeat(46)
         );
         chat_body("hearth-demo", &text, 1)
     };

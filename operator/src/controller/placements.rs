@@ -108,10 +108,8 @@ fn of(pod: &PodView, placement: &Placement) -> RankPlacement {
 fn pod_of<'a>(observed: &'a Observed, want: &Want) -> Option<&'a PodView> {
     let is_worker = want.role != hearth_crds::PlanRole::Gateway;
     let pods = observed.pods.iter().filter(|_| is_worker);
-    let found = pods.filter(|pod| pod.name == want.name).map(|pod| &**pod);
-    found
-        .filter(|pod| pod.is_ready && !pod.is_deleting)
-        .next_back()
+    let mut found = pods.filter(|pod| pod.name == want.name).map(|pod| &**pod);
+    found.rfind(|pod| pod.is_ready && !pod.is_deleting)
 }
 
 /// The address of `host:port`.

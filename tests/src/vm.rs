@@ -28,7 +28,7 @@ impl Default for Vm {
             memory_mib: 1024,
             cpus: 2,
             numa_nodes: 1,
-            limit_s: 420,
+            limit_s: 900,
             files: Vec::new(),
             disks: Vec::new(),
             texts: Vec::new(),

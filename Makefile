@@ -14,7 +14,7 @@ QUESTION ?= What is Hearth?
 # Where the images would be pushed to.
 REGISTRY ?= hearth.dev
 
-.PHONY: demo build test test-oldest test-upgrades test-gpu bench-gpu test-cluster cluster check fmt bench images manifests crds clean help
+.PHONY: demo build test test-oldest test-long test-gpu bench-gpu test-cluster cluster check fmt bench images manifests crds clean help
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -37,11 +37,10 @@ test-oldest: ## The tests that need an API server alone, on the oldest that the 
 	@scripts/bootstrap.sh oldest cargo build --workspace --bins --tests
 	@cargo test --workspace --no-fail-fast --test releases --test install_manifest
 
-# Not part of `make test`: four upgrades under streams, each as long as a gateway drains.
-test-upgrades: ## Upgrades of operator and workers under streams, on a cluster of its own
-	@scripts/bootstrap.sh cluster
-	@cargo build --workspace --bins --tests
-	@cargo test --workspace --test cluster_serving -- --ignored another_version --nocapture
+# Not part of `make test`: four upgrades under streams, each as long as a gateway drains; limits of cgroup v2 on an emulated machine.
+test-long: ## The tests that take many minutes: upgrades under streams, memory limits of cgroup v2
+	@scripts/bootstrap.sh test cargo build --workspace --bins --tests
+	@cargo test --workspace --no-fail-fast --test cluster_serving --test memory_limits -- --ignored
 
 # On the GPU of this machine: the cases of `make test`, the sanitizer's short list, and no pass without a GPU.
 test-gpu: ## The CUDA backend's tests on this machine's GPU

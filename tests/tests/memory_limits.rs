@@ -364,6 +364,7 @@ fn on_v2(model: &Path, (ranks, with_weights, alone): &(Ranks, u64, u64)) -> Stri
 }
 
 #[test]
+#[ignore = "takes up to a quarter of an hour on the emulated machine: make test-long"]
 fn workers_over_a_model_larger_than_a_limit_serve_under_cgroup_v2() {
     if let Some(why) = Vm::unavailable() {
         eprintln!("SKIPPED: {why}");

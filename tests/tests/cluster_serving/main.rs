@@ -146,7 +146,7 @@ fn kubelets_that_are_away_end_nothing() {
 }
 
 #[test]
-#[ignore = "takes more than six minutes, most of it gateways that drain, and was not yet seen to its end: make test-upgrades"]
+#[ignore = "takes more than six minutes, most of it gateways that drain, and was not yet seen to its end: make test-long"]
 fn another_version_comes_to_one_deployment_after_the_other() {
     let Some(cluster) = Cluster::start_or_skip(&OPTIONS) else {
         return;

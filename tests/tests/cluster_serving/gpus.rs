@@ -54,6 +54,7 @@ pub(super) fn that_cannot_be_opened_are_told(cluster: &Cluster) {
     let limits = &prefill["spec"]["containers"][0]["resources"]["limits"];
     assert_eq!(limits["nvidia.com/gpu"], "1", "{limits}");
     assert_eq!(condition(&infd(cluster, "demo"), "Ready"), Some("False"));
+    show_no_gpus(cluster, "node-2");
     cluster.kubectl(&["delete", "infd", "demo"]);
     wait_until("its Pods are gone", PATIENCE, || {
         pods(cluster, "demo", "").is_empty().then_some(())
@@ -104,6 +105,7 @@ pub(super) fn are_claimed_by_uuid(cluster: &Cluster) {
         limits.is_null(),
         "nothing is asked of a device plugin: {limits}"
     );
+    show_no_gpus(cluster, "node-1");
     cluster.kubectl(&["delete", "infd", "demo"]);
     wait_until("its claim is gone with its Pods", PATIENCE, || {
         let claims = cluster.list("resourceclaims", "default", "");
@@ -143,4 +145,17 @@ fn plan_with_profile(cluster: &Cluster, node: &str, gpus: &[(&str, u64)]) {
         let found = infd(cluster, "demo");
         (condition(&found, "Planned") == Some("True")).then_some(())
     });
+}
+
+/// The profile as the agent sees it: whoever is planned next is not to wait for GPUs that nobody can open.
+fn show_no_gpus(cluster: &Cluster, node: &str) {
+    let patch = json!({"spec": {"gpus": null}}).to_string();
+    cluster.kubectl(&[
+        "patch",
+        "nodeprofile",
+        node,
+        "--type=merge",
+        "--patch",
+        &patch,
+    ]);
 }

@@ -37,8 +37,8 @@ test-oldest: ## The tests that need an API server alone, on the oldest that the 
 	@scripts/bootstrap.sh oldest cargo build --workspace --bins --tests
 	@cargo test --workspace --no-fail-fast --test releases --test install_manifest
 
-# Not part of `make test`: four upgrades under streams, each as long as a gateway drains; limits of cgroup v2 on an emulated machine.
-test-long: ## The tests that take many minutes: upgrades under streams, memory limits of cgroup v2
+# Not part of `make test`: four upgrades under streams, each as long as a gateway drains; rollouts without room; limits of cgroup v2 on an emulated machine.
+test-long: ## The tests that take many minutes: upgrades and rollouts under streams, memory limits of cgroup v2
 	@scripts/bootstrap.sh test cargo build --workspace --bins --tests
 	@cargo test --workspace --no-fail-fast --test cluster_serving --test memory_limits -- --ignored
 

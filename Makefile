@@ -3,6 +3,7 @@ SHELL := /bin/bash
 export PATH := $(HOME)/.cargo/bin:$(PATH)
 HEARTH_CACHE ?= $(HOME)/.cache/hearth
 export HEARTH_CACHE
+export HEARTH_MODELS ?= $(CURDIR)/models
 export CARGO_DENY_VERSION := 0.20.2
 
 # The demo is built optimised; the tests run what `cargo test` builds (PROFILE=dev).

@@ -127,6 +127,27 @@ impl Up {
         std::fs::read_to_string(self.state.path().join("output")).unwrap_or_default()
     }
 
+    /// Waits until `hearth up` has written `text`.
+    ///
+    /// # Panics
+    /// When it ends before, or does not write it in time.
+    pub fn wait_for_output(&mut self, text: &str) {
+        let deadline = Instant::now() + START_TIMEOUT;
+        loop {
+            // In this order: what it wrote last is not missed.
+            let ended = self.child.try_wait();
+            if self.output().contains(text) {
+                return;
+            }
+            assert!(
+                matches!(ended, Ok(None)) && Instant::now() < deadline,
+                "{text:?} is not in ({ended:?}):\n{}",
+                self.output()
+            );
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
     /// The logs of its processes, each behind its name.
     pub fn logs(&self) -> String {
         let (_, stdout, _) = run(hearth()

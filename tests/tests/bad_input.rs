@@ -3,7 +3,6 @@
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 use hearth_tests::{Up, UpOptions, chat_body, chat_stream, copy_of_demo, deployment};
 use rustix::process::Signal;
@@ -60,7 +59,7 @@ fn a_tokenizer_larger_than_the_vocabulary_is_told_by_hearth_up() {
 async fn weights_deleted_under_a_running_worker_do_not_stop_it() {
     let directory = tempfile::tempdir().expect("directory");
     let model = copy_of_demo(directory.path());
-    let up = Up::start(&over(directory.path(), &model));
+    let mut up = Up::start(&over(directory.path(), &model));
     let name = up.status()["servedName"].as_str().expect("name").to_owned();
     let body = chat_body(&name, "What is Hearth?", 24);
     let before = chat_stream(&up.v1(), &body, |_, _| {})
@@ -74,11 +73,7 @@ async fn weights_deleted_under_a_running_worker_do_not_stop_it() {
 
     // What no longer finds its weights says so where its user looks, and what still has them goes on.
     up.signal("decode-0", Signal::KILL);
-    let deadline = Instant::now() + Duration::from_secs(30);
-    while !up.output().contains("model.safetensors") {
-        assert!(Instant::now() < deadline, "not told:\n{}", up.output());
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    up.wait_for_output("model.safetensors");
     let status = up.status();
     let processes = status["processes"].as_array().expect("processes");
     for process in processes {

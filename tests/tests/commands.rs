@@ -203,9 +203,7 @@ fn status_stays_true_when_the_state_directory_is_full() {
 #[test]
 fn an_interrupt_while_it_starts_leaves_nothing() {
     let mut up = Up::spawn(&UpOptions::default());
-    while !up.output().contains("plan 1") {
-        std::thread::sleep(std::time::Duration::from_millis(20));
-    }
+    up.wait_for_output("plan 1");
     up.signal_up(Signal::INT);
     assert_eq!(up.wait(), 0, "{}", up.output());
     assert!(!up.state_dir().join("demo/running.json").exists());

@@ -118,7 +118,9 @@ async fn many_requests_survive_many_kills() {
     for number in 0..kills {
         clients.permits.add_permits(wave);
         // In the middle of a wave: half of it has begun.
+        let deadline = Instant::now() + PATIENCE;
         while clients.begun.load(Ordering::Relaxed) < number * wave + wave / 2 {
+            assert!(Instant::now() < deadline, "wave {number} does not begin");
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
         let rank = if number.is_multiple_of(2) {

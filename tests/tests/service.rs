@@ -406,11 +406,7 @@ async fn a_second_ctrl_c_stops_at_once() {
     up.signal("decode-0", Signal::STOP);
     let pids = ["gateway-0", "prefill-0", "decode-0"].map(|rank| up.pid(rank));
     up.signal_up(Signal::INT);
-    let deadline = Instant::now() + Duration::from_secs(10);
-    while !up.output().contains("draining") {
-        assert!(Instant::now() < deadline, "{}", up.output());
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    up.wait_for_output("draining");
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert!(
         std::path::Path::new(&format!("/proc/{}", pids[0])).exists(),

@@ -117,6 +117,7 @@ fn what_two_cannot_hold_makes_room_and_a_lost_node_is_left() {
         return;
     };
     let images = cluster.import_hearth();
+    cluster.import_toolbox();
     release::install(&cluster, &images, 1);
     old_down_first_drops_nothing(&cluster);
     certificates_change_under_streams(&cluster);

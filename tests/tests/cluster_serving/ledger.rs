@@ -8,6 +8,9 @@ use serde_json::{Value, json};
 
 use super::release::{self, PATIENCE, deployment, infd, pods, said, wait_until_settled};
 
+/// What the chart's `ledger.reserve` keeps free of each node's CPU, in thousandths of one.
+pub(super) const RESERVE_MILLIS: u64 = 100;
+
 /// The demo with cores of its own, on nodes of two CPUs where system Pods and agents request some.
 pub(super) fn exclusive_runs_with_the_default_chart(cluster: &Cluster) {
     let spec = json!({"placement": {"pinning": "Exclusive"}, "prefill": {"mode": "Chunked"}});
@@ -158,7 +161,7 @@ fn requested(cluster: &Cluster) -> BTreeMap<String, u64> {
     sums
 }
 
-fn millis(quantity: &Value) -> u64 {
+pub(super) fn millis(quantity: &Value) -> u64 {
     let text = quantity.as_str().unwrap_or("0");
     match text.strip_suffix('m') {
         Some(millis) => millis.parse().expect("a number"),

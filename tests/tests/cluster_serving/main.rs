@@ -482,11 +482,15 @@ fn nothing_is_left(cluster: &Cluster, before: &[String]) {
 
 /// Old and new do not fit beside each other where somebody's Pods leave room for a second gateway alone.
 fn old_down_first_drops_nothing(cluster: &Cluster) {
-    for node in ["node-1", "node-2"] {
-        ledger::occupy_all_but(cluster, node, 1000);
-    }
     cluster.apply(&demo().to_string());
     wait_until_settled(cluster, "demo");
+    let gateway = &pods(cluster, "demo", "gateway")[0]["spec"];
+    let needed = ledger::millis(&gateway["containers"][0]["resources"]["requests"]["cpu"]);
+    for node in ["node-1", "node-2"] {
+        let is_its_node = gateway["nodeName"] == node;
+        let room = if is_its_node { needed } else { 0 };
+        ledger::occupy_all_but(cluster, node, room + ledger::RESERVE_MILLIS);
+    }
     let directory = open_directory();
     let reach = cluster.reach("default", "demo", 80);
     let streams = Streams::start(&reach.v1());
@@ -501,12 +505,12 @@ fn old_down_first_drops_nothing(cluster: &Cluster) {
     assert_eq!(most, 1, "two prefill workers at a time");
     streams.wait_for(streams::STREAMS);
     println!("{} answers while the old made room", streams.finish());
-    let builtin = json!({"source": {"hostPath": null, "builtin": {"name": "hearth-demo"}}});
-    patch(cluster, "demo", &json!({"model": builtin}));
-    wait_until_settled(cluster, "demo");
     for node in ["node-1", "node-2"] {
         ledger::leave(cluster, node);
     }
+    let builtin = json!({"source": {"hostPath": null, "builtin": {"name": "hearth-demo"}}});
+    patch(cluster, "demo", &json!({"model": builtin}));
+    wait_until_settled(cluster, "demo");
 }
 
 /// A Secret that is gone is written with new certificates, which every process takes up under way, as at a renewal.

@@ -38,10 +38,10 @@ test-oldest: ## The tests that need an API server alone, on the oldest that the 
 	@scripts/bootstrap.sh oldest cargo build --workspace --bins --tests
 	@cargo test --workspace --no-fail-fast --test releases --test install_manifest
 
-# Not part of `make test`: four upgrades under streams, each as long as a gateway drains; rollouts without room; limits of cgroup v2 on an emulated machine.
-test-long: ## The tests that take many minutes: upgrades and rollouts under streams, memory limits of cgroup v2
+# Not part of `make test`: four upgrades under streams, each as long as a gateway drains; rollouts without room.
+test-long: ## The tests that take many minutes: upgrades and rollouts under streams
 	@scripts/bootstrap.sh test cargo build --workspace --bins --tests
-	@cargo test --workspace --no-fail-fast --test cluster_serving --test memory_limits -- --ignored
+	@cargo test --workspace --no-fail-fast --test cluster_serving -- --ignored
 
 # On the GPU of this machine: the cases of `make test`, the sanitizer's short list, and no pass without a GPU.
 test-gpu: ## The CUDA backend's tests on this machine's GPU

@@ -248,6 +248,17 @@ impl PlanRank {
         }
     }
 
+    /// Bytes of weights that its node grants to it alone: its window over weights that it reads again and again, where its
+    /// memory limit is what it requests. It would have the window in nobody else's memory: what it reads is charged to it.
+    pub fn own_weight_bytes(&self) -> u64 {
+        let residency = self.residency.as_ref();
+        let has_window = residency.is_some_and(|r| r.policy == ResidencyPolicy::MmapPrefetch);
+        match has_window && !self.exclusive_cpus().is_empty() {
+            true => self.host_weight_bytes(),
+            false => 0,
+        }
+    }
+
     /// Bytes of KV cache that it keeps in its node's memory.
     pub fn host_kv_bytes(&self) -> u64 {
         match &self.kv {

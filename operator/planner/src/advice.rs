@@ -291,8 +291,12 @@ impl Trial<'_> {
         }
         let mut spec = self.spec.clone();
         spec.placement.pinning = Pinning::Shared;
-        let chooser = self.chooser.with_spec(&spec).with_demand(demand);
-        place(self.chooser.nodes(), demand, self.wanted, &chooser)
+        let demand = Demand {
+            exclusive: false,
+            ..*demand
+        };
+        let chooser = self.chooser.with_spec(&spec).with_demand(&demand);
+        place(self.chooser.nodes(), &demand, self.wanted, &chooser)
             .is_ok()
             .then_some(Advice::Share)
     }

@@ -35,13 +35,15 @@ pub(crate) struct Demand<'a> {
     pub kv_memory_bytes: Option<u64>,
     /// The most tokens of one step of a rank.
     pub chunk_tokens: u32,
+    /// Workers have CPUs, and so memory limits, of their own.
+    pub exclusive: bool,
 }
 
 /// What the ranks of one node get.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct NodeBudget {
     pub policy: ResidencyPolicy,
-    /// Bytes of weights that may be in memory at a time.
+    /// Bytes of weights that may be in memory at a time; of each worker where weights are prefetched and workers exclusive.
     pub weight_budget_bytes: u64,
     pub decode_kv_bytes: u64,
     pub prefill_kv_bytes: u64,
@@ -167,7 +169,8 @@ impl Demand<'_> {
     /// Divides the memory of `node` among its ranks; weights and KV of a rank on a GPU are not in it.
     ///
     /// Resident weights come before a large KV cache: a missing weight is read again for every token, a missing
-    /// block makes one request wait.
+    /// block makes one request wait. Workers with memory limits of their own have a window over prefetched weights each;
+    /// others share one.
     pub(crate) fn fit(&self, node: &NodeProfileSpec, crew: Crew) -> Result<NodeBudget, Shortage> {
         let free = free_bytes(node);
         let decode = u64::from(crew.decode_on_cpus());
@@ -216,9 +219,17 @@ impl Demand<'_> {
                 prefill_least,
             ));
         }
-        let least = sum(floor, decode_least, prefill_least);
+        let windows = if self.exclusive {
+            (decode + prefill).max(1)
+        } else {
+            1
+        };
+        let floors = floor.saturating_mul(windows);
+        let least = sum(floors, decode_least, prefill_least);
         if least <= free {
-            let weight_budget = (free - least).saturating_add(floor).min(weights);
+            let weight_budget = ((free - least) / windows)
+                .saturating_add(floor)
+                .min(weights);
             return Ok(budget(
                 ResidencyPolicy::MmapPrefetch,
                 weight_budget,
@@ -230,8 +241,8 @@ impl Demand<'_> {
             node: node.node.clone(),
             needs_bytes: least,
             free_bytes: free,
-            weights_bytes: floor,
-            kv_bytes: least.saturating_sub(floor).saturating_sub(scratch),
+            weights_bytes: floors,
+            kv_bytes: least.saturating_sub(floors).saturating_sub(scratch),
             scratch_bytes: scratch,
         })
     }

@@ -1,8 +1,8 @@
 //! The planner's one entry: from a request to a plan.
 
 use hearth_crds::{
-    InferenceDeploymentSpec, InferencePlanSpec, ModelFacts, NodeProfileSpec, Strategy, Venue,
-    unsupported,
+    InferenceDeploymentSpec, InferencePlanSpec, ModelFacts, NodeProfileSpec, Pinning, Strategy,
+    Venue, unsupported,
 };
 
 use crate::advice;
@@ -67,6 +67,7 @@ pub fn plan(request: &PlanRequest<'_>) -> Result<InferencePlanSpec, PlanError> {
         max_batch: spec.decode.max_batch,
         kv_memory_bytes: spec.decode.kv_cache.memory.map(|memory| memory.bytes()),
         chunk_tokens: PREFILL_CHUNK_TOKENS.min(context_length),
+        exclusive: spec.placement.pinning == Pinning::Exclusive,
     };
     advice::check_kv_budget(spec, &demand)?;
     let chooser = Chooser::new(&nodes, &demand, spec, (request.gpus, request.cpus));

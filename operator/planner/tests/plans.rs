@@ -67,6 +67,28 @@ fn moe_on_an_eight_gib_laptop_is_prefetched_and_misses_its_objectives() {
 }
 
 #[test]
+fn exclusive_workers_have_a_window_each_over_prefetched_weights() {
+    let facts = qwen3_30b();
+    let windows = |pinning: &str| {
+        let spec = spec(&format!("placement: {{pinning: {pinning}}}\n"));
+        let plan = plan(&request(&spec, &facts, &[laptop(9 * GIB)])).unwrap();
+        let of = |name| {
+            let residency = plan.rank(name).unwrap().residency.clone().unwrap();
+            assert_eq!(residency.policy, ResidencyPolicy::MmapPrefetch);
+            residency.budget_bytes
+        };
+        (of("prefill-0"), of("decode-0"), plan)
+    };
+    let (shared, same, _) = windows("Shared");
+    assert_eq!(shared, same);
+    // Each has half of what one window for both is: their memory limits hold both.
+    let (prefill, decode, plan) = windows("Exclusive");
+    assert_eq!((prefill, decode), (shared / 2, shared / 2));
+    let told = |line: &String| line.contains(" for each of its exclusive workers fit beside");
+    assert!(plan.why.iter().any(told), "{:?}", plan.why);
+}
+
+#[test]
 fn compact_keeps_a_rank_on_one_numa_node() {
     let spec = spec("placement: {numa: Compact, pinning: Exclusive}\n");
     let plan = plan(&request(&spec, &dense_1_7b(), &[server()])).unwrap();

@@ -85,9 +85,10 @@ fn assert_memory_fits(plan: &InferencePlanSpec, profiles: &[NodeProfileSpec]) {
     let mut used: BTreeMap<&str, u64> = BTreeMap::new();
     let mut weights: BTreeMap<&str, u64> = BTreeMap::new();
     for rank in &plan.ranks {
-        *used.entry(&rank.node).or_default() += rank.host_kv_bytes() + rank.scratch_bytes;
+        let own = rank.own_weight_bytes();
+        *used.entry(&rank.node).or_default() += rank.host_kv_bytes() + rank.scratch_bytes + own;
         let once = weights.entry(&rank.node).or_default();
-        *once = (*once).max(rank.host_weight_bytes());
+        *once = (*once).max(rank.host_weight_bytes() - own);
     }
     for profile in profiles {
         let node = profile.node.as_str();

@@ -90,8 +90,12 @@ fn holds(node: &str, ranks: &[PlanRank], free: &Candidates) -> bool {
         return false;
     };
     let mut here = ranks.iter().filter(|rank| rank.node == node);
-    let own = |rank: &PlanRank| rank.host_kv_bytes().saturating_add(rank.scratch_bytes);
-    let weights = here.clone().map(PlanRank::host_weight_bytes).max();
+    let own = |rank: &PlanRank| {
+        let sum = rank.host_kv_bytes().saturating_add(rank.scratch_bytes);
+        sum.saturating_add(rank.own_weight_bytes())
+    };
+    let shared = |rank: &PlanRank| rank.host_weight_bytes() - rank.own_weight_bytes();
+    let weights = here.clone().map(shared).max();
     let needs = here
         .clone()
         .map(own)

@@ -111,8 +111,13 @@ fn weights(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
                 format_bytes(total)
             ));
         } else {
+            let each = if draft.demand.exclusive && workers > 1 {
+                " for each of its exclusive workers"
+            } else {
+                ""
+            };
             why.push(format!(
-                "weights mapped with prefetch on {}: of {} only {} fit beside KV and processes in its {free}",
+                "weights mapped with prefetch on {}: of {} only {}{each} fit beside KV and processes in its {free}",
                 node.node,
                 format_bytes(total),
                 format_bytes(budget.weight_budget_bytes)

@@ -215,8 +215,9 @@ struct Holding {
 
 impl Holding {
     /// The first worker on a node's CPUs answers for the weights, which all of those map: the kernel charges their pages to
-    /// whoever touches them first, and workers whose limit has no room for them wait for it. What is on a GPU takes no
-    /// memory of the node. Page tables are charged to each process.
+    /// whoever touches them first, and workers whose limit has no room for them wait for it. A worker that reads them again and
+    /// again within a limit of its own answers for its window. What is on a GPU takes no memory of the node. Page tables are
+    /// charged to each process.
     fn of(plan: &InferencePlanSpec, rank: &PlanRank) -> Self {
         let first = plan
             .ranks
@@ -228,6 +229,7 @@ impl Holding {
         };
         Self {
             memory_bytes: weights
+                .max(rank.own_weight_bytes())
                 .saturating_add(rank.host_weight_bytes() / MAPPED_BYTES_PER_TABLE_BYTE)
                 .saturating_add(rank.host_kv_bytes())
                 .saturating_add(rank.scratch_bytes),

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use hearth_crds::{EndpointType, InferenceDeployment, InferencePlanSpec, Pinning, TolerationSpec};
+use hearth_crds::{
+    EndpointType, InferenceDeployment, InferencePlanSpec, Pinning, ResidencyPolicy, TolerationSpec,
+};
 use k8s_openapi::api::core::v1::{Pod, Volume};
 use serde_json::json;
 
@@ -84,6 +86,29 @@ fn the_first_worker_of_a_node_answers_for_the_weights() {
     assert_eq!(
         held,
         [134_217_728, alone + 7_733_248, alone, alone + 7_733_248]
+    );
+}
+
+#[test]
+fn a_worker_with_a_limit_of_its_own_requests_its_window_over_prefetched_weights() {
+    let window = 4 << 20;
+    let held = |pinning: Pinning| -> Vec<u64> {
+        let mut plan = plan();
+        for rank in &mut plan.ranks[1..] {
+            let residency = rank.residency.as_mut().expect("weights");
+            residency.policy = ResidencyPolicy::MmapPrefetch;
+            residency.budget_bytes = window;
+            (rank.pinning, rank.cpus) = (pinning, vec![rank.index]);
+        }
+        let pods = pods_of(&settings(), &deployment(), &plan);
+        pods[1..].iter().map(|pod| pod.memory_bytes).collect()
+    };
+    let alone = 15_728_640 + 80_150_528 + window / 512;
+    assert_eq!(held(Pinning::Exclusive), [alone + window; 3]);
+    // Without limits all of a node read ahead into the memory that one requests.
+    assert_eq!(
+        held(Pinning::Shared),
+        [alone + window, alone, alone + window]
     );
 }
 

@@ -348,6 +348,23 @@ fn only_the_operator_is_known_to_the_api_server() {
     }
     let agent = &one(&objects, "DaemonSet", "hearth-agent")["spec"]["template"]["spec"];
     assert_eq!(agent["automountServiceAccountToken"], false);
+    // The one token that it has is for the operator: the API server does not take it.
+    let volumes = agent["volumes"].as_array().expect("volumes").iter();
+    let tokens: Vec<&Value> = volumes
+        .flat_map(|volume| {
+            volume["projected"]["sources"]
+                .as_array()
+                .into_iter()
+                .flatten()
+        })
+        .map(|source| &source["serviceAccountToken"])
+        .collect();
+    let token = json!({"audience": "hearth-operator", "expirationSeconds": 3600, "path": "token"});
+    assert_eq!(tokens, [&token]);
+    let reviews = "create authentication.k8s.io/tokenreviews".to_owned();
+    assert!(rights(one(&objects, "ClusterRole", "hearth-operator")).contains(&reviews));
+    let alone = defaults(&helm, "{agent: {enabled: false}}");
+    assert!(!rights(one(&alone, "ClusterRole", "hearth-operator")).contains(&reviews));
 }
 
 #[test]
@@ -396,7 +413,7 @@ fn pods_are_restricted_but_for_what_the_docs_name() {
         .filter_map(kinds)
         .flatten();
     let volumes: Vec<String> = volumes.filter(|key| key != "name").collect();
-    assert_eq!(volumes, ["hostPath", "secret", "emptyDir"]);
+    assert_eq!(volumes, ["hostPath", "secret", "projected", "emptyDir"]);
     let mut own = restricted;
     own["capabilities"] = json!({"drop": ["ALL"], "add": ["CHOWN"]});
     own["runAsNonRoot"] = json!(false);

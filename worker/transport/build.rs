@@ -9,7 +9,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .bytes(".hearth.v1.KvLayer.data")
         .bytes(".hearth.v1.PrefillDone.logits")
         // What is printed of a message may end in a log: see secret.rs.
-        .skip_debug([".hearth.v1.Credentials", ".hearth.v1.CertifyRequest"])
+        .skip_debug([".hearth.v1.Credentials", ".hearth.v1.IdentifyResponse"])
         .compile_fds(files)?;
     println!("cargo:rerun-if-changed=proto");
     Ok(())

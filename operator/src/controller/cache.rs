@@ -14,7 +14,7 @@ use super::holdings::{self, Holdings};
 use super::lean::Facts;
 use super::ledger::{Charge, Ledger};
 use super::names::{NOTE_OUTCOME, OUTCOME_FAILED};
-use super::observed::{Holding, NodeView, Others, PodView, Sight};
+use super::observed::{AgentPlace, Holding, NodeView, Others, PodView, Sight};
 use super::packed::Packed;
 use super::queue::{Key, Queue};
 use super::table::{Identity, Put, Table};
@@ -87,8 +87,8 @@ pub(crate) struct State {
     pub(crate) nodes: BTreeMap<String, Arc<NodeView>>,
     node_uids: HashMap<String, String>,
     profiles: HashMap<String, NodeProfileSpec>,
-    /// Addresses of agents by their Pod: node and address.
-    agents: HashMap<Key, (String, String)>,
+    /// Running agents by their Pod.
+    agents: HashMap<Key, AgentPlace>,
     holdings: Holdings,
     ledger: Ledger,
     devices: Devices,
@@ -294,7 +294,7 @@ impl State {
     }
 
     /// Takes where an agent is; `None`: it is not.
-    pub(crate) fn put_agent(&mut self, pod: Key, place: Option<(String, String)>) {
+    pub(crate) fn put_agent(&mut self, pod: Key, place: Option<AgentPlace>) {
         match place {
             Some(place) => self.agents.insert(pod, place),
             None => self.agents.remove(&pod),
@@ -427,12 +427,12 @@ impl State {
         self.holdings.of_others(owner)
     }
 
-    /// Agents by node.
-    pub(crate) fn agents(&self) -> BTreeMap<String, String> {
+    /// Running agents, one a node.
+    pub(crate) fn agents(&self) -> Vec<AgentPlace> {
         let places = self.agents.values();
-        places
-            .map(|(node, address)| (node.clone(), address.clone()))
-            .collect()
+        let by_node: BTreeMap<&str, &AgentPlace> =
+            places.map(|place| (&*place.node, place)).collect();
+        by_node.into_values().cloned().collect()
     }
 
     /// Keys of the agents' Pods.

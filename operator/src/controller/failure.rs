@@ -136,9 +136,10 @@ impl From<AuthorityError> for Failure {
             }
             AuthorityError::Going(secret) => Self::Terminating(format!("Secret {secret}")),
             AuthorityError::Contended(_) => Self::Conflict(error.to_string()),
-            AuthorityError::Unreadable | AuthorityError::Issue(_) | AuthorityError::Tls(_) => {
-                Self::Server(error.to_string())
-            }
+            AuthorityError::Unreadable
+            | AuthorityError::PublicKey
+            | AuthorityError::Issue(_)
+            | AuthorityError::Tls(_) => Self::Server(error.to_string()),
         }
     }
 }

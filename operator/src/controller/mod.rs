@@ -247,7 +247,7 @@ async fn work(args: &OperatorArgs, parts: Parts, waking: Waking, permits: Arc<Se
             client.clone(),
             Arc::clone(&authority),
             ground,
-            settings.cluster_ranges.clone(),
+            &settings,
         ))
     });
     let measures = Arc::new(Measures::default());

@@ -104,6 +104,11 @@ pub(crate) fn tls_name(deployment: &str, namespace: &str) -> String {
     format!("{deployment}.{namespace}.hearth")
 }
 
+/// The agents' ServiceAccount, as the chart names it.
+pub(crate) const AGENT_ACCOUNT: &str = "hearth-agent";
+/// Audience of the token by which an agent says whose Pod it is: nobody else takes it.
+pub(crate) const TOKEN_AUDIENCE: &str = "hearth-operator";
+
 /// DNS name in the certificate that all agents begin with.
 pub(crate) const AGENT_TLS_NAME: &str = "agent.hearth";
 

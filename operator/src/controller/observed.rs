@@ -234,6 +234,16 @@ pub(crate) struct Holding {
     pub(crate) claimed_gpus: BTreeSet<String>,
 }
 
+/// A running agent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct AgentPlace {
+    /// The node of its Pod, which it speaks for.
+    pub(crate) node: String,
+    /// Of its Pod.
+    pub(crate) address: String,
+    pub(crate) pod_uid: String,
+}
+
 /// A Pod of a deployment, reduced to what decisions need.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct PodView {

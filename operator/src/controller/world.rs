@@ -12,6 +12,7 @@ use super::agents::Ground;
 use super::build::{model_key, model_key_of};
 use super::cache::Cache;
 use super::measure::Gateways;
+use super::observed::AgentPlace;
 use super::queue::{Key, Queue};
 use super::telemetry::Telemetry;
 
@@ -31,8 +32,8 @@ impl World {
 }
 
 impl Ground for World {
-    fn agents(&self) -> Vec<(String, String)> {
-        self.cache.lock().agents().into_iter().collect()
+    fn agents(&self) -> Vec<AgentPlace> {
+        self.cache.lock().agents()
     }
 
     fn node_uid(&self, node: &str) -> Option<String> {

@@ -22,8 +22,8 @@ pub struct Operator {
 }
 
 impl Operator {
-    /// Starts an operator that talks to `api` by plain HTTP, and has `namespace` for its own. Without election and
-    /// agents; `arguments` are added.
+    /// Starts an operator that talks to `api` by plain HTTP, and has `namespace` for its own. Without election, and without
+    /// agents unless `arguments`, which are added, speak of them.
     ///
     /// # Panics
     /// When it cannot be started.
@@ -171,11 +171,18 @@ fn spawn(
     written.unwrap_or_else(|error| panic!("{}: {error}", kubeconfig.display()));
     let stderr = log.try_clone();
     let stderr = stderr.unwrap_or_else(|error| panic!("log: {error}"));
+    let has_agents = arguments.iter().any(|argument| argument == "--agents");
+    let agents: &[&str] = if has_agents {
+        &[]
+    } else {
+        &["--agents", "false"]
+    };
     let mut command = hearth();
     command
         .arg("operator")
         .args(["--worker-image", "hearth-worker:test"])
-        .args(["--leader-elect", "false", "--agents", "false"])
+        .args(["--leader-elect", "false"])
+        .args(agents)
         .args(["--operator-namespace", namespace])
         .args(["--listen", "127.0.0.1:0"])
         .args(arguments)

@@ -19,8 +19,8 @@ use hearth_transport::tonic::{Code, Status};
 use hearth_transport::tonic_health::pb::HealthCheckRequest;
 use hearth_transport::tonic_health::pb::health_check_response::ServingStatus;
 use hearth_transport::v1::{
-    CertifyRequest, Credentials, ModelRequest, ModelResponse, ModelState, ProfileRequest,
-    RetainRequest,
+    CertifyRequest, Credentials, IdentifyRequest, ModelRequest, ModelResponse, ModelState,
+    ProfileRequest, RetainRequest,
 };
 use hearth_transport::{ClientOptions, Clients, Worker};
 use serde_json::Value;
@@ -225,14 +225,13 @@ async fn only_the_operator_is_answered() {
 async fn an_agent_shows_the_certificate_that_it_was_given_until_its_files_change() {
     let world = World::new();
     let own = "node-1.node.agent.hearth";
-    let certificate = |name: &str, node: &str| {
-        let directory = world.authority.issue(name);
-        let text = |file| fs::read_to_string(directory.join(file)).unwrap();
-        CertifyRequest {
-            node: node.to_owned(),
-            certificate: text("tls.crt"),
-            key: text("tls.key"),
-        }
+    let told = world.operator.agent().identify(IdentifyRequest {}).await;
+    let told = told.unwrap().into_inner();
+    assert_eq!(told.token, "a token");
+    assert!(told.public_key.starts_with("-----BEGIN PUBLIC KEY-----"));
+    let certificate = |name: &str, node: &str| CertifyRequest {
+        node: node.to_owned(),
+        certificate: world.authority.sign(name, &told.public_key),
     };
     let operator = world.authority.issue("operator.hearth");
     let expecting = |name: &str| world.agent.called_as(name, Some(&operator));
@@ -247,12 +246,29 @@ async fn an_agent_shows_the_certificate_that_it_was_given_until_its_files_change
     let request = certificate("node-2.node.agent.hearth", "node-2");
     let refused = world.operator.agent().certify(request).await.unwrap_err();
     assert_eq!(refused.code(), Code::FailedPrecondition);
-    let broken = CertifyRequest {
-        key: "none".to_owned(),
-        ..certificate(own, "node-1")
-    };
-    let refused = world.operator.agent().certify(broken).await.unwrap_err();
-    assert_eq!(refused.code(), Code::InvalidArgument);
+    let stranger = world.authority.issue(own).join("tls.crt");
+    for wrong in ["none", &fs::read_to_string(stranger).unwrap()] {
+        let request = CertifyRequest {
+            node: "node-1".to_owned(),
+            certificate: wrong.to_owned(),
+        };
+        let refused = world.operator.agent().certify(request).await.unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidArgument);
+    }
+    // The kubelet writes another token: that one is told.
+    let token = world.authority.place("agent.hearth").join("token");
+    fs::write(&token, "the next").unwrap();
+    let again = world.operator.agent().identify(IdentifyRequest {}).await;
+    let again = again.unwrap().into_inner();
+    assert_eq!(
+        (&*again.token, again.public_key),
+        ("the next", told.public_key.clone())
+    );
+    fs::remove_file(token).unwrap();
+    let refused = world.operator.agent().identify(IdentifyRequest {}).await;
+    let refused = refused.unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition);
+    assert!(refused.message().contains("token"), "{refused}");
 
     let request = certificate(own, "node-1");
     world

@@ -10,7 +10,9 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use hearth_transport::{ClientOptions, Clients, Endpoint, Tls, TlsFiles, TlsNames, Worker};
-use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, SubjectPublicKeyInfo,
+};
 use tempfile::TempDir;
 
 /// The user of Hearth's images.
@@ -54,13 +56,26 @@ impl Authority {
         }
     }
 
-    /// A directory with `tls.crt`, `tls.key` and `ca.crt` for a name.
+    /// A certificate for a name and somebody's public key, as PEM.
+    pub fn sign(&self, name: &str, public_key_pem: &str) -> String {
+        let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
+        let key = SubjectPublicKeyInfo::from_pem(public_key_pem).unwrap();
+        params.signed_by(&key, &self.issuer).unwrap().pem()
+    }
+
+    /// Where [`Self::issue`] puts what is a name's.
+    pub fn place(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// A directory with `tls.crt`, `tls.key` and `ca.crt` for a name, and a `token`.
     pub fn issue(&self, name: &str) -> PathBuf {
         let key = KeyPair::generate().unwrap();
         let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
         let certificate = params.signed_by(&key, &self.issuer).unwrap();
-        let directory = self.directory.path().join(name);
+        let directory = self.place(name);
         std::fs::create_dir_all(&directory).unwrap();
+        std::fs::write(directory.join("token"), "a token\n").unwrap();
         for (file, text) in [
             ("tls.crt", certificate.pem()),
             ("tls.key", key.serialize_pem()),
@@ -99,6 +114,7 @@ impl Agent {
             .args(["--allow-range", "127.0.0.1/32", "--disk-reserve", "0"])
             .arg("--tls-dir")
             .arg(options.tls)
+            .env("HEARTH_IDENTITY_TOKEN", options.tls.join("token"))
             .arg("--cache-dir")
             .arg(options.cache)
             // What is not named goes at once.

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::v1::{CertifyRequest, Credentials};
+use crate::v1::{Credentials, IdentifyResponse};
 
 impl fmt::Debug for Credentials {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -10,11 +10,9 @@ impl fmt::Debug for Credentials {
     }
 }
 
-impl fmt::Debug for CertifyRequest {
+impl fmt::Debug for IdentifyResponse {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CertifyRequest")
-            .field("node", &self.node)
-            .finish_non_exhaustive()
+        f.debug_struct("IdentifyResponse").finish_non_exhaustive()
     }
 }
 
@@ -31,12 +29,11 @@ mod tests {
         };
         let text = format!("{credentials:?}");
         assert!(!text.contains("pw") && !text.contains("ann"), "{text}");
-        let request = CertifyRequest {
-            node: "a".to_owned(),
-            certificate: "pw".to_owned(),
-            key: "pw".to_owned(),
+        let identity = IdentifyResponse {
+            token: "pw".to_owned(),
+            public_key: "PEM".to_owned(),
         };
-        let text = format!("{request:?}");
+        let text = format!("{identity:?}");
         assert!(!text.contains("pw"), "{text}");
     }
 }

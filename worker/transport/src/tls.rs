@@ -195,8 +195,8 @@ impl Tls {
         Ok(())
     }
 
-    /// Shows another certificate of the authorities in new connections from now on; [`Tls::read`]'s counterpart for a
-    /// process that is given a name of its own. When the files change, they count again.
+    /// Shows another certificate of the authorities, with its key, in new connections from now on; [`Tls::read`]'s
+    /// counterpart for a process that is given a name of its own. When the files change, they count again.
     ///
     /// # Errors
     /// [`TlsError`] saying which of them is unusable; that of before stays in use.

@@ -1,14 +1,15 @@
-//! Calls to agents. All agents begin with one certificate, by which nobody can tell them apart; so the first thing that
-//! the operator does is to give each a certificate of its node, and from then on it talks to nobody else at that address.
+//! Calls to agents. All agents begin with one certificate, which says nothing of them; so the first thing that the operator
+//! does is to have an agent prove whose Pod it is and to give it a certificate of its node, for a key that the agent alone
+//! has. From then on it talks to nobody else at that address.
 
 use hearth_transport::tonic::transport::Channel;
 use hearth_transport::tonic::{Code, Response, Status};
-use hearth_transport::v1::CertifyRequest;
 use hearth_transport::v1::agent_client::AgentClient;
+use hearth_transport::v1::{CertifyRequest, IdentifyRequest};
 use hearth_transport::{ClientOptions, Clients, Endpoint, RpcErrorKind, Tls, Worker};
 use jiff::Timestamp;
 
-use super::{Agent, Agents, Ground, timed};
+use super::{Agent, Agents, Ground, identity, timed};
 use crate::controller::authority::AuthorityError;
 use crate::controller::names::{AGENT_TLS_NAME, agent_tls_name};
 
@@ -53,7 +54,7 @@ impl<G: Ground> Agents<G> {
                     if is_new || error.kind() != RpcErrorKind::Gone {
                         return Err(error.to_string());
                     }
-                    self.certified().remove(&agent.node);
+                    self.certified().remove(agent.node());
                 }
             }
         }
@@ -66,54 +67,56 @@ impl<G: Ground> Agents<G> {
         // Renewed behind the connections that there are.
         self.authority.operator(now).await?;
         let certified = self.certified();
-        let known = certified.get(&agent.node).filter(|known| {
+        let known = certified.get(agent.node()).filter(|known| {
             known.endpoint == agent.endpoint && known.bundle == bundle && now < known.renew
         });
         Ok(known.map(|known| known.worker.clone()))
     }
 
-    /// Gives the agent a certificate of its node: one that has one already by that, another by the one that all begin with.
+    /// Gives the agent a certificate of its node when it has proved that it is that node's: one that has a certificate
+    /// already is called by that, another by the one that all begin with.
     async fn certify(&self, agent: &Agent) -> Result<Worker, String> {
         let now = Timestamp::now();
         let words = |error: AuthorityError| error.to_string();
-        let certificate = self
-            .authority
-            .agent(&agent.node, now)
-            .await
-            .map_err(words)?;
+        let node = agent.node();
         let tls = self.authority.operator(now).await.map_err(words)?;
-        let request = CertifyRequest {
-            node: agent.node.clone(),
-            certificate: certificate.certificate,
-            key: certificate.key,
-        };
-        let own = connection(&tls, &agent_tls_name(&agent.node), &agent.endpoint)?;
-        let mut outcome = own.agent().certify(timed(request.clone())).await;
-        if let Err(status) = &outcome
-            && own.error(status).kind() == RpcErrorKind::Gone
+        let mut worker = connection(&tls, &agent_tls_name(node), &agent.endpoint)?;
+        let mut told = worker.agent().identify(timed(IdentifyRequest {})).await;
+        if let Err(status) = &told
+            && worker.error(status).kind() == RpcErrorKind::Gone
         {
-            let first = connection(&tls, AGENT_TLS_NAME, &agent.endpoint)?;
-            outcome = first.agent().certify(timed(request)).await;
+            worker = connection(&tls, AGENT_TLS_NAME, &agent.endpoint)?;
+            told = worker.agent().identify(timed(IdentifyRequest {})).await;
         }
-        outcome.map_err(|status| match status.code() {
+        let failed = |status: Status| {
+            match status.code() {
             Code::Unimplemented => {
-                "it is of an older version: kubectl rollout restart daemonset/hearth-agent"
+                "it is of an older version, which cannot prove whose it is: let the DaemonSet hearth-agent have the \
+                 worker image of the operator's version"
                     .to_owned()
             }
-            _ => own.error(&status).to_string(),
-        })?;
-        tracing::info!(
-            node = agent.node,
-            "the node's agent has a certificate of its own"
-        );
-        let worker = connection(&tls, &agent_tls_name(&agent.node), &agent.endpoint)?;
+            _ => worker.error(&status).to_string(),
+        }
+        };
+        let told = told.map_err(failed)?.into_inner();
+        identity::prove(&self.client, &self.namespace, &agent.place, told.token).await?;
+        let certificate = self.authority.agent(node, &told.public_key, now).await;
+        let certificate = certificate.map_err(words)?;
+        let request = CertifyRequest {
+            node: node.to_owned(),
+            certificate: certificate.certificate,
+        };
+        let taken = worker.agent().certify(timed(request)).await;
+        taken.map_err(failed)?;
+        tracing::info!(node, "the node's agent has a certificate of its own");
+        let worker = connection(&tls, &agent_tls_name(node), &agent.endpoint)?;
         let certified = Certified {
             endpoint: agent.endpoint.clone(),
             worker: worker.clone(),
             bundle: certificate.bundle,
             renew: certificate.renew,
         };
-        self.certified().insert(agent.node.clone(), certified);
+        self.certified().insert(node.to_owned(), certified);
         Ok(worker)
     }
 

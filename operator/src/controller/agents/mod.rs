@@ -1,12 +1,13 @@
 //! What the operator has to do with the agents on the nodes: it reads what they measured and writes it as NodeProfiles,
-//! has them fetch models behind URLs, and has them drop those that nobody uses any more. Agents hold no credentials of
-//! the cluster, so they are called, by gRPC over mutual TLS. Each shows a certificate of its own node, which the operator
-//! gave it ([`calls`]); a Secret that opens a URL is read for the one call that needs it ([`secrets`]).
+//! has them fetch models behind URLs, and has them drop those that nobody uses any more. Agents have no rights in
+//! the cluster, so they are called, by gRPC over mutual TLS. Each proves by a token whose Pod it is ([`identity`]), and shows
+//! a certificate of its own node, which the operator gave it for that ([`calls`]); a Secret that opens a URL is read for the one call that needs it ([`secrets`]).
 //!
 //! NodeProfiles are owned by their Nodes: the cluster removes them when a node leaves.
 
 mod calls;
 mod fetches;
+mod identity;
 mod profile;
 pub(crate) mod ranges;
 mod secrets;
@@ -31,7 +32,7 @@ use super::names::{
     APP, FIELD_MANAGER, LABEL_APP, LABEL_COMPONENT, LABEL_MANAGED_BY, MANAGER, WORKER_PORT,
     host_port,
 };
-use super::observed::FetchView;
+use super::observed::{AgentPlace, FetchView, Settings};
 use super::queue::Key;
 use calls::Certified;
 use fetches::{Fetches, Poll, view_of};
@@ -50,8 +51,8 @@ const CONCURRENCY: usize = 16;
 
 /// What the operator's cache knows of the cluster around the agents.
 pub(crate) trait Ground: Send + Sync + 'static {
-    /// Running agents: their node and their address.
-    fn agents(&self) -> Vec<(String, String)>;
+    /// Running agents.
+    fn agents(&self) -> Vec<AgentPlace>;
     /// The uid of the node; none when there is no such node.
     fn node_uid(&self, node: &str) -> Option<String>;
     /// The node's profile as it is in the cluster.
@@ -70,6 +71,8 @@ pub(crate) trait Ground: Send + Sync + 'static {
 /// All agents. One task runs [`Agents::run`]; the others ask and tell.
 pub(crate) struct Agents<G> {
     client: Client,
+    /// Where the agents' Pods are.
+    namespace: String,
     authority: Arc<Authority>,
     ground: Arc<G>,
     /// Where agents listen.
@@ -84,26 +87,33 @@ pub(crate) struct Agents<G> {
 /// One agent that is there.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Agent {
-    node: String,
+    place: AgentPlace,
     endpoint: Endpoint,
 }
 
+impl Agent {
+    fn node(&self) -> &str {
+        &self.place.node
+    }
+}
+
 impl<G: Ground> Agents<G> {
-    /// Calls nobody yet. `ranges`: addresses of the cluster that are known already.
+    /// Calls nobody yet.
     pub(crate) fn new(
         client: Client,
         authority: Arc<Authority>,
         ground: Arc<G>,
-        ranges: Vec<IpNet>,
+        settings: &Settings,
     ) -> Self {
         Self {
             client,
+            namespace: settings.operator_namespace.clone(),
             authority,
             ground,
             port: WORKER_PORT,
             fetches: Mutex::default(),
             certified: Mutex::default(),
-            ranges: Mutex::new(ranges),
+            ranges: Mutex::new(settings.cluster_ranges.clone()),
         }
     }
 
@@ -130,21 +140,21 @@ impl<G: Ground> Agents<G> {
         loop {
             ticks.tick().await;
             let agents = self.agents();
-            asked.retain(|node, _| agents.iter().any(|agent| agent.node == *node));
+            asked.retain(|node, _| agents.iter().any(|agent| agent.node() == *node));
             let now = Instant::now();
             let due = |agent: &Agent| {
-                let is_known = self.ground.profile(&agent.node).is_some();
-                let last = asked.get(&agent.node).filter(|_| is_known);
+                let is_known = self.ground.profile(agent.node()).is_some();
+                let last = asked.get(agent.node()).filter(|_| is_known);
                 last.is_none_or(|last| now.duration_since(*last) >= PROFILE_EVERY)
             };
             let due: Vec<Agent> = agents.into_iter().filter(|agent| due(agent)).collect();
-            asked.extend(due.iter().map(|agent| (agent.node.clone(), now)));
+            asked.extend(due.iter().map(|agent| (agent.node().to_owned(), now)));
             let asks = due.into_iter().map(|agent| async move {
                 let outcome = self.refresh_profile(&agent).await;
                 if outcome.is_ok() {
                     self.retain(&agent).await;
                 }
-                (agent.node, outcome)
+                (agent.place.node, outcome)
             });
             for (node, outcome) in at_a_time(asks).await {
                 complaints.hear(&node, outcome);
@@ -168,7 +178,7 @@ impl<G: Ground> Agents<G> {
             }
             let agents = self.agents();
             let asks = due.into_iter().map(|poll| {
-                let agent = agents.iter().find(|agent| agent.node == poll.node);
+                let agent = agents.iter().find(|agent| agent.node() == poll.node);
                 let agent = agent.cloned();
                 async move {
                     let view = match &agent {
@@ -189,7 +199,7 @@ impl<G: Ground> Agents<G> {
 
     /// Reads what the agent measured and writes it, if that is due.
     async fn refresh_profile(&self, agent: &Agent) -> Result<(), String> {
-        let Some(uid) = self.ground.node_uid(&agent.node) else {
+        let Some(uid) = self.ground.node_uid(agent.node()) else {
             return Ok(());
         };
         let answer = self
@@ -201,18 +211,18 @@ impl<G: Ground> Agents<G> {
             serde_json::from_str(&answer.node_profile_json).map_err(|error| {
                 format!("its profile cannot be read ({error}); is it of another version?")
             })?;
-        if measured.node != agent.node {
+        if measured.node != agent.node() {
             return Err(format!("it says that it is on node {:?}", measured.node));
         }
-        let stored = self.ground.profile(&agent.node);
-        let held = self.ground.held_bytes(&agent.node);
+        let stored = self.ground.profile(agent.node());
+        let held = self.ground.held_bytes(agent.node());
         let Some(spec) = due_profile(stored.as_ref(), measured, held) else {
             return Ok(());
         };
         let profile = profile_object(spec, uid);
         let api: Api<NodeProfile> = Api::all(self.client.clone());
         let parameters = PatchParams::apply(FIELD_MANAGER).force();
-        api.patch(&agent.node, &parameters, &Patch::Apply(&profile))
+        api.patch(agent.node(), &parameters, &Patch::Apply(&profile))
             .await
             .map_err(|error| error.to_string())?;
         Ok(())
@@ -235,21 +245,21 @@ impl<G: Ground> Agents<G> {
             Ok(answer) => {
                 for key in answer.removed {
                     tracing::info!(
-                        node = agent.node,
+                        node = agent.node(),
                         key,
                         "model removed from the node's cache"
                     );
                 }
             }
-            Err(error) => tracing::debug!(node = agent.node, error, "cache not tidied"),
+            Err(error) => tracing::debug!(node = agent.node(), error, "cache not tidied"),
         }
     }
 
     /// The agents that run.
     fn agents(&self) -> Vec<Agent> {
-        let agent = |(node, address): (String, String)| {
-            let endpoint = host_port(&address, self.port).parse().ok()?;
-            Some(Agent { node, endpoint })
+        let agent = |place: AgentPlace| {
+            let endpoint = host_port(&place.address, self.port).parse().ok()?;
+            Some(Agent { place, endpoint })
         };
         self.ground.agents().into_iter().filter_map(agent).collect()
     }
@@ -291,7 +301,7 @@ impl<G: Ground> Agents<G> {
             Ok(answer) => view_of(answer),
             Err(error) => FetchView::Unknown(format!(
                 "the agent of node {} does not answer: {error}",
-                agent.node
+                agent.node()
             )),
         }
     }

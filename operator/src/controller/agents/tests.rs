@@ -8,19 +8,26 @@ use hearth_transport::tonic::service::Routes;
 use hearth_transport::tonic::{Code, Response, Status};
 use hearth_transport::v1::agent_server::{Agent as AgentService, AgentServer};
 use hearth_transport::v1::{
-    CertifyRequest, CertifyResponse, ModelResponse, ModelState, ProfileResponse, RetainResponse,
+    CertifyRequest, CertifyResponse, IdentifyRequest, IdentifyResponse, ModelResponse, ModelState,
+    ProfileResponse, RetainResponse,
 };
 use hearth_transport::{ClientOptions, Clients, Listener, ServerOptions, Tls, TlsNames, serve};
 use jiff::Timestamp;
 use serde_json::json;
 
+use rcgen::KeyPair;
+
 use super::*;
 use crate::controller::authority::AGENT_SECRET;
 use crate::controller::authority::fake::{FakeApi, settings};
 
+/// Token of the Pod `uid-a` on node `a`.
+const TOKEN: &str = "of a";
+
 /// An agent whose answers are set by the test.
-#[derive(Default)]
 struct Played {
+    token: Mutex<String>,
+    key: KeyPair,
     node: Mutex<String>,
     /// Answers to `Model`, one a call; the last one stays.
     models: Mutex<Vec<ModelResponse>>,
@@ -31,18 +38,43 @@ struct Played {
     certified: Mutex<Vec<String>>,
 }
 
+impl Default for Played {
+    fn default() -> Self {
+        Self {
+            token: Mutex::new(TOKEN.to_owned()),
+            key: KeyPair::generate().expect("key"),
+            node: Mutex::default(),
+            models: Mutex::default(),
+            asked: Mutex::default(),
+            retained: Mutex::default(),
+            tls: Mutex::default(),
+            certified: Mutex::default(),
+        }
+    }
+}
+
 /// The played agent as a service.
 struct Service(Arc<Played>);
 
 #[hearth_transport::tonic::async_trait]
 impl AgentService for Service {
+    async fn identify(
+        &self,
+        _: Request<IdentifyRequest>,
+    ) -> Result<Response<IdentifyResponse>, Status> {
+        Ok(Response::new(IdentifyResponse {
+            token: self.0.token.lock().expect("token").clone(),
+            public_key: self.0.key.public_key_pem(),
+        }))
+    }
+
     async fn certify(
         &self,
         request: Request<CertifyRequest>,
     ) -> Result<Response<CertifyResponse>, Status> {
         let request = request.into_inner();
         let tls = self.0.tls.lock().expect("tls").clone().expect("TLS");
-        tls.adopt(&request.certificate, &request.key)
+        tls.adopt(&request.certificate, &self.0.key.serialize_pem())
             .map_err(|error| Status::invalid_argument(error.to_string()))?;
         self.0
             .certified
@@ -116,8 +148,8 @@ struct Paper {
 }
 
 impl Ground for Paper {
-    fn agents(&self) -> Vec<(String, String)> {
-        vec![("a".to_owned(), "127.0.0.1".to_owned())]
+    fn agents(&self) -> Vec<AgentPlace> {
+        vec![place("a", "uid-a")]
     }
     fn node_uid(&self, node: &str) -> Option<String> {
         (node == "a").then(|| "uid-a".to_owned())
@@ -142,6 +174,28 @@ impl Ground for Paper {
     }
 }
 
+fn place(node: &str, pod_uid: &str) -> AgentPlace {
+    AgentPlace {
+        node: node.to_owned(),
+        address: "127.0.0.1".to_owned(),
+        pod_uid: pod_uid.to_owned(),
+    }
+}
+
+/// What the API server says of the token of an agent's Pod.
+fn reviewed(node: &str, pod_uid: &str) -> serde_json::Value {
+    json!({
+        "authenticated": true, "audiences": ["hearth-operator"],
+        "user": {
+            "username": "system:serviceaccount:hearth-system:hearth-agent",
+            "extra": {
+                "authentication.kubernetes.io/pod-uid": [pod_uid],
+                "authentication.kubernetes.io/node-name": [node],
+            },
+        },
+    })
+}
+
 struct Scene {
     ground: Arc<Paper>,
     played: Arc<Played>,
@@ -151,18 +205,21 @@ struct Scene {
 impl Scene {
     /// Serves the agent with the certificate that the authority made for agents, and lets the operator run.
     async fn start() -> Self {
+        Self::with(TOKEN).await
+    }
+
+    /// The same; the agent has another token.
+    async fn with(token: &str) -> Self {
         let ground = Arc::new(Paper::default());
         let client = ground.api.client();
         let authority = Arc::new(Authority::new(client.clone(), Arc::new(settings()), None));
         authority.keep(Timestamp::now()).await.expect("authority");
+        ground.api.knows_token(TOKEN, reviewed("a", "uid-a"));
+        ground.api.knows_token("of b", reviewed("b", "uid-b"));
         let played = Arc::new(Played::default());
+        *played.token.lock().expect("token") = token.to_owned();
         let address = serve_agent(&ground.api, played.clone());
-        let mut agents = Agents::new(
-            client,
-            authority,
-            ground.clone(),
-            vec!["10.43.0.0/16".parse().expect("range")],
-        );
+        let mut agents = Agents::new(client, authority, ground.clone(), &ranged());
         agents.port = address.port();
         let agents = Arc::new(agents);
         let running = agents.clone();
@@ -172,6 +229,13 @@ impl Scene {
             played,
             agents,
         }
+    }
+}
+
+fn ranged() -> Settings {
+    Settings {
+        cluster_ranges: vec!["10.43.0.0/16".parse().expect("range")],
+        ..settings()
     }
 }
 
@@ -387,7 +451,7 @@ async fn each_agent_is_given_a_certificate_of_its_node_and_trusted_by_that_alone
     let [first, second] = [&scene, &scene].map(|scene| {
         let authority = Arc::clone(&scene.agents.authority);
         let client = scene.ground.api.client();
-        let mut agents = Agents::new(client, authority, scene.ground.clone(), Vec::new());
+        let mut agents = Agents::new(client, authority, scene.ground.clone(), &settings());
         agents.port = scene.agents.port;
         agents
     });
@@ -402,12 +466,38 @@ async fn each_agent_is_given_a_certificate_of_its_node_and_trusted_by_that_alone
     assert_eq!(scene.played.certified.lock().expect("certified").len(), 2);
     // Who has the certificate of node a is not node b, wherever it answers.
     let impostor = Agent {
-        node: "b".to_owned(),
+        place: place("b", "uid-b"),
         ..agent.clone()
     };
     let error = profile(second, impostor).await.expect_err("an impostor");
     assert!(error.contains("node.agent.hearth"), "{error}");
     assert_eq!(scene.played.certified.lock().expect("certified").len(), 2);
+}
+
+#[tokio::test]
+async fn who_has_the_first_certificate_and_another_node_s_token_gets_nothing() {
+    // All that a compromised node b has, at the address of node a's agent, which would be called for the first time.
+    for (token, words) in [("of b", "of another Pod"), ("guessed", "unknown token")] {
+        let scene = Scene::with(token).await;
+        *scene.played.node.lock().expect("node") = "a".to_owned();
+        *scene.played.models.lock().expect("models") = vec![ModelResponse::default()];
+        let agent = scene.agents.agents().remove(0);
+        let called = scene.agents.call(&agent, |mut stub| async move {
+            stub.profile(timed(ProfileRequest {})).await
+        });
+        let error = called.await.expect_err("an impostor");
+        assert!(
+            error.contains(words) && !error.contains(token),
+            "{token}: {error}"
+        );
+        tokio::time::sleep(Duration::from_millis(2500)).await;
+        assert!(scene.played.certified.lock().expect("certified").is_empty());
+        assert_eq!(scene.ground.profile("a"), None);
+        // As soon as it is the node's own, all is well: nothing stuck.
+        *scene.played.token.lock().expect("token") = TOKEN.to_owned();
+        until("a profile", || scene.ground.profile("a")).await;
+        assert_eq!(*scene.played.certified.lock().expect("certified"), ["a"]);
+    }
 }
 
 #[tokio::test]
@@ -418,15 +508,16 @@ async fn an_agent_that_begins_anew_is_certified_again_and_calls_nobody() {
     // What all agents begin with, and what this one was given, open no door: not even that of an agent.
     let path = format!("/api/v1/namespaces/hearth-system/secrets/{AGENT_SECRET}");
     let text = |name: &str| scene.ground.api.secret_text(&path, name);
+    let key = KeyPair::generate().expect("key");
     let given = scene
         .agents
         .authority
-        .agent("a", Timestamp::now())
+        .agent("a", &key.public_key_pem(), Timestamp::now())
         .await
         .expect("certificate");
     for (certificate, key) in [
         (text("tls.crt"), text("tls.key")),
-        (given.certificate, given.key),
+        (given.certificate, key.serialize_pem()),
     ] {
         let names = TlsNames {
             server: Some("a.node.agent.hearth".to_owned()),
@@ -452,7 +543,7 @@ async fn an_agent_that_begins_anew_is_certified_again_and_calls_nobody() {
     *played.models.lock().expect("models") = vec![ModelResponse::default()];
     let address = serve_agent(&scene.ground.api, played.clone());
     let agent = Agent {
-        node: "a".to_owned(),
+        place: place("a", "uid-a"),
         endpoint: address.to_string().parse().expect("endpoint"),
     };
     let called = scene.agents.call(&agent, |mut stub| async move {

@@ -47,6 +47,8 @@ struct State {
     objects: BTreeMap<String, Value>,
     writes: Vec<String>,
     version: u64,
+    /// What the review of a token says.
+    tokens: BTreeMap<String, Value>,
     /// Done before the next write of a kind is looked at: another replica is quicker.
     before_write: Vec<(Method, String, Value)>,
 }
@@ -96,6 +98,12 @@ impl FakeApi {
         state.before_write.push((method, path.to_owned(), object));
     }
 
+    /// Has a token be of a user, as the API server tells it; any other token is of nobody.
+    pub(crate) fn knows_token(&self, token: &str, status: Value) {
+        let mut state = self.state.lock().expect("state");
+        state.tokens.insert(token.to_owned(), status);
+    }
+
     /// One value of a Secret as text.
     pub(crate) fn secret_text(&self, path: &str, key: &str) -> String {
         let secret = self.object(path).expect("secret");
@@ -128,6 +136,12 @@ impl FakeApi {
             };
         }
         let mut object: Value = serde_json::from_slice(body).expect("JSON");
+        if path == "/apis/authentication.k8s.io/v1/tokenreviews" {
+            let token = object["spec"]["token"].as_str().expect("token");
+            let status = state.tokens.get(token).cloned();
+            object["status"] = status.unwrap_or_else(|| json!({"error": "unknown token"}));
+            return (StatusCode::CREATED, object);
+        }
         let path = match object["metadata"]["name"].as_str() {
             Some(name) if *method == Method::POST => format!("{path}/{name}"),
             _ => path.to_owned(),

@@ -5,7 +5,8 @@ use std::time::Duration;
 use jiff::Timestamp;
 use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
-    Issuer, KeyPair, KeyUsagePurpose, date_time_ymd,
+    Issuer, KeyPair, KeyUsagePurpose, PKCS_ECDSA_P256_SHA256, PublicKeyData, SubjectPublicKeyInfo,
+    date_time_ymd,
 };
 use x509_parser::extensions::GeneralName;
 use x509_parser::pem::parse_x509_pem;
@@ -130,6 +131,19 @@ impl Pair {
         lifetime: Duration,
     ) -> Result<Self, AuthorityError> {
         let key = KeyPair::generate()?;
+        let certificate = self.sign(&key, name, usage, now, lifetime)?;
+        Self::new(certificate, &key)
+    }
+
+    /// The same for somebody else's key: the certificate as PEM.
+    pub(super) fn sign(
+        &self,
+        key: &impl PublicKeyData,
+        name: &str,
+        usage: Usage,
+        now: Timestamp,
+        lifetime: Duration,
+    ) -> Result<String, AuthorityError> {
         let mut parameters = CertificateParams::new(vec![name.to_owned()])?;
         parameters.distinguished_name = named(name);
         parameters.key_usages = vec![KeyUsagePurpose::DigitalSignature];
@@ -142,8 +156,19 @@ impl Pair {
         let left = Duration::try_from(self.facts.not_after.duration_since(now)).unwrap_or_default();
         valid(&mut parameters, now, lifetime.min(left));
         let issuer = Issuer::from_ca_cert_pem(&self.certificate, KeyPair::from_pem(&self.key)?)?;
-        let certificate = parameters.signed_by(&key, &issuer)?;
-        Self::new(certificate.pem(), &key)
+        Ok(parameters.signed_by(key, &issuer)?.pem())
+    }
+}
+
+/// Reads a public key.
+///
+/// # Errors
+/// What is no PEM, or not P-256.
+pub(super) fn public_key_of(pem: &str) -> Result<SubjectPublicKeyInfo, AuthorityError> {
+    let key = SubjectPublicKeyInfo::from_pem(pem).map_err(|_| AuthorityError::PublicKey)?;
+    match key.algorithm() == &PKCS_ECDSA_P256_SHA256 {
+        true => Ok(key),
+        false => Err(AuthorityError::PublicKey),
     }
 }
 

@@ -1,8 +1,8 @@
 //! The operator is its own small certificate authority: gateway, workers, agents and operator know each other by it.
 //!
 //! The authority lies in the Secret `hearth-ca` of the operator's namespace. Each deployment has a certificate in its
-//! Secret `NAME-hearth-certificates`. All agents begin with the one in `hearth-agent-tls`, by which the operator gives
-//! each its own; that one and the operator's own are never written down.
+//! Secret `NAME-hearth-certificates`. All agents begin with the one in `hearth-agent-tls`, which proves nothing; each is
+//! given its own, and that one and the operator's own are never written down.
 //! [`due`] says what is to be done when, [`issue`] makes and reads certificates, [`stored`] is how Secrets hold them;
 //! this file holds the client. Only the leader uses it.
 
@@ -32,7 +32,7 @@ use super::names::{
 };
 use super::observed::Settings;
 use due::{AUTHORITY_LIFETIME, AuthorityDue, LeafDue, LeafWanted, authority_due, leaf_due};
-use issue::{Pair, Usage};
+use issue::{Pair, Usage, public_key_of};
 use stored::{Keys, StoredLeaf, is_ours};
 
 /// Secret of the authority, in the operator's namespace.
@@ -72,6 +72,9 @@ pub(crate) enum AuthorityError {
     /// A certificate that was just made cannot be read.
     #[error("a certificate that was just made cannot be read")]
     Unreadable,
+    /// What an agent says to be its key is none.
+    #[error("its public key is no P-256 key")]
+    PublicKey,
     /// No certificate could be made.
     #[error("no certificate can be made: {0}")]
     Issue(#[from] rcgen::Error),
@@ -127,8 +130,6 @@ enum Old {
 pub(crate) struct AgentCertificate {
     /// PEM.
     pub(crate) certificate: String,
-    /// PEM, its private key.
-    pub(crate) key: String,
     /// Who was trusted when it was made: another bundle asks for another one.
     pub(crate) bundle: String,
     /// When the next one is due.
@@ -277,19 +278,22 @@ impl Authority {
         Ok(issued)
     }
 
-    /// A certificate for the agent of a node; it is written nowhere.
+    /// A certificate for the agent of a node, whose public key this PEM is; it is written nowhere.
     pub(crate) async fn agent(
         &self,
         node: &str,
+        public_key: &str,
         now: Timestamp,
     ) -> Result<AgentCertificate, AuthorityError> {
         let keys = self.keys(now).await?;
         let lifetime = self.settings.certificate_lifetime;
         let name = agent_tls_name(node);
-        let pair = keys.signing.issue(&name, Usage::Server, now, lifetime)?;
+        let key = public_key_of(public_key)?;
+        let certificate = keys
+            .signing
+            .sign(&key, &name, Usage::Server, now, lifetime)?;
         Ok(AgentCertificate {
-            certificate: pair.certificate,
-            key: pair.key,
+            certificate,
             bundle: keys.bundle(),
             renew: now.checked_add(lifetime * 2 / 3).unwrap_or(Timestamp::MAX),
         })

@@ -274,8 +274,9 @@ async fn the_agents_first_certificate_is_good_for_servers_alone() {
         (facts.usage, &*facts.names),
         (Usage::Server, &["agent.hearth".to_owned()][..])
     );
+    let key = rcgen::KeyPair::generate().expect("key").public_key_pem();
     let own = authority(&api)
-        .agent("a", start())
+        .agent("a", &key, start())
         .await
         .expect("certificate");
     let facts = issue::Facts::read(&own.certificate).expect("facts");
@@ -284,6 +285,11 @@ async fn the_agents_first_certificate_is_good_for_servers_alone() {
         (Usage::Server, &["a.node.agent.hearth".to_owned()][..])
     );
     assert_eq!(own.renew, days(60));
+    let other = rcgen::KeyPair::generate_for(&rcgen::PKCS_ED25519).expect("key");
+    for wrong in ["", "-----BEGIN PUBLIC KEY-----", &other.public_key_pem()] {
+        let refused = authority(&api).agent("a", wrong, start()).await;
+        assert!(matches!(refused, Err(AuthorityError::PublicKey)));
+    }
 }
 
 #[tokio::test]

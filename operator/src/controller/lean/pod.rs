@@ -11,7 +11,7 @@ use super::super::names::{
     LABEL_DEPLOYMENT, LABEL_RANK, LABEL_ROLE, NOTE_CERTIFICATE, NOTE_FORM, NOTE_PLAN,
     NOTE_PLAN_GENERATION, NOTE_ROUTES, NOTE_SOURCE, old_certificates_secret,
 };
-use super::super::observed::{ContainerEnd, ContainerView, PodView};
+use super::super::observed::{AgentPlace, ContainerEnd, ContainerView, PodView};
 use super::requests::{Asking, Granted};
 use super::slim;
 
@@ -38,13 +38,17 @@ pub(crate) struct AgentPod {
 }
 
 impl AgentPod {
-    /// The node that it speaks for, and its address; `None` before it runs.
-    pub(crate) fn place(&self) -> Option<(String, String)> {
+    /// Where it is; `None` before it runs.
+    pub(crate) fn place(&self) -> Option<AgentPlace> {
         let is_running =
             self.status.phase == "Running" && self.metadata.deletion_timestamp.is_none();
         let node = self.spec.node_name.clone().filter(|_| is_running)?;
         let address = self.status.pod_ip.clone().filter(|ip| !ip.is_empty())?;
-        Some((node, address))
+        Some(AgentPlace {
+            node,
+            address,
+            pod_uid: self.metadata.uid.clone()?,
+        })
     }
 }
 

@@ -1,8 +1,9 @@
-//! The agent of a node: it measures the node and holds the models that are fetched for it. It has no credentials of
-//! the cluster; the operator calls it.
+//! The agent of a node: it measures the node and holds the models that are fetched for it. It has no rights in the
+//! cluster, and a token that tells the operator whose Pod it is; the operator calls it.
 //!
 //! What needs much memory (measuring, reading a model) is done by child processes, which give all of it back.
 
+mod identity;
 mod models;
 mod node;
 mod tool;
@@ -20,6 +21,7 @@ use tonic::{Request, Response, Status};
 
 use super::report::Report;
 use crate::signals;
+use identity::Identity;
 use models::{Limits, Models};
 use node::Node;
 
@@ -38,10 +40,18 @@ pub(crate) struct AgentArgs {
     /// Address of plain gRPC health for probes: service "" is ready, "live" is alive
     #[arg(long, value_name = "ADDRESS")]
     health: Option<String>,
-    /// Directory with tls.crt, tls.key and ca.crt: the operator of that authority alone may call, and gives this agent a
-    /// certificate of its own. Read again when it changes
+    /// Directory with tls.crt, tls.key and ca.crt: the operator of that authority alone may call. Read again when it changes
     #[arg(long, value_name = "DIR")]
     tls_dir: Option<PathBuf>,
+    /// File with this Pod's token for the operator, which gives this agent a certificate of its own for it
+    // By the environment, so that images from before it start beside a newer chart.
+    #[arg(
+        long,
+        value_name = "FILE",
+        env = "HEARTH_IDENTITY_TOKEN",
+        requires = "tls_dir"
+    )]
+    identity_token: Option<PathBuf>,
     /// Directory for models, parts of them, and what was measured
     #[arg(long, value_name = "DIR", default_value = "/var/lib/hearth")]
     cache_dir: PathBuf,
@@ -84,6 +94,10 @@ async fn serve(args: &AgentArgs) -> anyhow::Result<()> {
     let address = args.health.as_deref();
     let _probes = address.map(|address| health.listen(address)).transpose()?;
     let tls = args.tls_dir.as_deref().map(read_tls).transpose()?;
+    let identity = match (&tls, &args.identity_token) {
+        (Some(tls), Some(token)) => Some(Identity::new(&args.node, tls.clone(), token)?),
+        _ => None,
+    };
     let listener = Listener::bind(&args.listen)?;
     let endpoint = listener.address().to_string();
 
@@ -94,8 +108,7 @@ async fn serve(args: &AgentArgs) -> anyhow::Result<()> {
     let service = AgentService {
         node: Node::start(&args.node, &args.cache_dir),
         models: Arc::new(Models::new(cache, args.limits())),
-        name: args.node.clone(),
-        tls: tls.clone(),
+        identity,
     };
     let routes = Routes::new(health.service()).add_service(server::agent(service));
     health.set_ready(true).await;
@@ -140,36 +153,32 @@ fn read_tls(directory: &Path) -> anyhow::Result<Tls> {
 struct AgentService {
     node: Arc<Node>,
     models: Arc<Models>,
-    /// Of the node.
-    name: String,
-    tls: Option<Tls>,
+    identity: Option<Identity>,
+}
+
+impl AgentService {
+    fn identity(&self) -> Result<&Identity, Status> {
+        let why = "this agent was started without --identity-token: it cannot say whose it is";
+        let identity = self.identity.as_ref();
+        identity.ok_or_else(|| Status::failed_precondition(why))
+    }
 }
 
 #[tonic::async_trait]
 impl v1::agent_server::Agent for AgentService {
+    async fn identify(
+        &self,
+        _: Request<v1::IdentifyRequest>,
+    ) -> Result<Response<v1::IdentifyResponse>, Status> {
+        Ok(Response::new(self.identity()?.tell().await?))
+    }
+
     async fn certify(
         &self,
         request: Request<v1::CertifyRequest>,
     ) -> Result<Response<v1::CertifyResponse>, Status> {
-        let v1::CertifyRequest {
-            node,
-            certificate,
-            key,
-        } = request.into_inner();
-        if node != self.name {
-            let name = &self.name;
-            return Err(Status::failed_precondition(format!(
-                "the certificate is of node {node:?}, and this agent is on {name:?}"
-            )));
-        }
-        let Some(tls) = &self.tls else {
-            let why = "this agent was started without --tls-dir: it shows no certificate";
-            return Err(Status::failed_precondition(why));
-        };
-        tls.adopt(&certificate, &key)
-            .map_err(|error| Status::invalid_argument(error.to_string()))?;
-        tracing::info!(node, "this node's own certificate");
-        Ok(Response::new(v1::CertifyResponse {}))
+        let taken = self.identity()?.take(request.into_inner())?;
+        Ok(Response::new(taken))
     }
 
     async fn profile(

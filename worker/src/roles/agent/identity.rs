@@ -1,0 +1,67 @@
+//! Whose agent this is: a token says so to the operator, which gives a certificate for a key that never leaves the process.
+
+use std::path::{Path, PathBuf};
+
+use hearth_transport::Tls;
+use hearth_transport::v1::{CertifyRequest, CertifyResponse, IdentifyResponse};
+use rcgen::KeyPair;
+use tonic::Status;
+
+/// How this agent becomes its node's.
+pub(super) struct Identity {
+    /// Name of the node.
+    node: String,
+    tls: Tls,
+    /// File of the token; the kubelet writes it anew before it expires.
+    token: PathBuf,
+    key: KeyPair,
+}
+
+impl Identity {
+    /// With a new key.
+    ///
+    /// # Errors
+    /// When no key can be made.
+    pub(super) fn new(node: &str, tls: Tls, token: &Path) -> Result<Self, rcgen::Error> {
+        Ok(Self {
+            node: node.to_owned(),
+            tls,
+            token: token.to_owned(),
+            key: KeyPair::generate()?,
+        })
+    }
+
+    /// The token as it is now, and the public key.
+    ///
+    /// # Errors
+    /// FAILED_PRECONDITION when there is no token.
+    pub(super) async fn tell(&self) -> Result<IdentifyResponse, Status> {
+        let token = tokio::fs::read_to_string(&self.token).await;
+        let token = token.map_err(|error| {
+            let path = self.token.display();
+            Status::failed_precondition(format!("the token {path} cannot be read: {error}"))
+        })?;
+        Ok(IdentifyResponse {
+            token: token.trim().to_owned(),
+            public_key: self.key.public_key_pem(),
+        })
+    }
+
+    /// Shows the certificate from now on.
+    ///
+    /// # Errors
+    /// FAILED_PRECONDITION for another node's, INVALID_ARGUMENT for one that is of another key.
+    pub(super) fn take(&self, request: CertifyRequest) -> Result<CertifyResponse, Status> {
+        let CertifyRequest { node, certificate } = request;
+        if node != self.node {
+            let own = &self.node;
+            return Err(Status::failed_precondition(format!(
+                "the certificate is of node {node:?}, and this agent is on {own:?}"
+            )));
+        }
+        let adopted = self.tls.adopt(&certificate, &self.key.serialize_pem());
+        adopted.map_err(|error| Status::invalid_argument(error.to_string()))?;
+        tracing::info!(node, "this node's own certificate");
+        Ok(CertifyResponse {})
+    }
+}

@@ -460,6 +460,21 @@ impl State {
             .collect()
     }
 
+    /// Those of deployments with a worker that was ready, still runs, and is not ready any more.
+    pub(crate) fn gateways_in_doubt(&self) -> Vec<(Key, String, String)> {
+        let rows = self.pods.all();
+        let lost = rows.filter(|(_, row)| row.value.has_lost_readiness && !row.value.is_deleting);
+        let doubtful: HashSet<&Key> = lost
+            .filter_map(|(_, row)| self.keys.get(&row.owner))
+            .collect();
+        if doubtful.is_empty() {
+            return Vec::new();
+        }
+        let mut gateways = self.gateways();
+        gateways.retain(|(key, _, _)| doubtful.contains(key));
+        gateways
+    }
+
     /// What was measured of a node.
     pub(crate) fn profile(&self, node: &str) -> Option<&NodeProfileSpec> {
         self.profiles.get(node)

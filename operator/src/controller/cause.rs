@@ -78,6 +78,27 @@ pub(crate) fn cause(what: &str, pod: &PodView, settings: &Settings) -> Cause {
     }
 }
 
+/// Why a process that was ready is not any more; `is_hung`: a gateway hears nothing from it.
+pub(crate) fn lost_readiness(what: &str, pod: &PodView, is_hung: bool) -> Cause {
+    let node = node_of(pod);
+    if is_hung {
+        return Cause::trouble(
+            "Hung",
+            format!(
+                "{what} hangs on {node}: its process runs and answers nothing. Its streams go on elsewhere; the kubelet \
+                 starts it again if it does not come back"
+            ),
+        );
+    }
+    Cause::trouble(
+        "ReadinessLost",
+        format!(
+            "{what} runs on {node} and does not say that it is ready, as it did before; the kubelet starts it again if it \
+             does not answer"
+        ),
+    )
+}
+
 /// The node of a Pod: where it is, or where it is to be.
 pub(crate) fn node_of(pod: &PodView) -> &str {
     if pod.node.is_empty() {

@@ -16,6 +16,8 @@ use super::queue::Key;
 
 /// How often gateways are asked.
 const EVERY: Duration = Duration::from_secs(30);
+/// How often those are asked of whose workers one is not ready any more: they know whether it hangs.
+const EVERY_IN_DOUBT: Duration = Duration::from_secs(2);
 /// The last minutes.
 const WINDOW: Duration = Duration::from_secs(5 * 60);
 /// A gateway that was not seen for so long is gone.
@@ -36,6 +38,8 @@ const TPOT: &str = "gen_ai_server_time_per_output_token_seconds";
 pub(crate) trait Gateways: Send + Sync + 'static {
     /// Ready gateways: their deployment, the Pod's uid and its address.
     fn gateways(&self) -> Vec<(Key, String, String)>;
+    /// Those of deployments with a worker that was ready, still runs, and is not ready any more.
+    fn in_doubt(&self) -> Vec<(Key, String, String)>;
     /// Has a deployment looked at, since its latencies have changed.
     fn wake(&self, deployment: &Key);
 }
@@ -86,11 +90,18 @@ impl Measures {
         else {
             return std::future::pending().await;
         };
-        let mut ticks = tokio::time::interval(EVERY);
+        let mut ticks = tokio::time::interval(EVERY_IN_DOUBT);
+        let mut all_due = Instant::now();
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
-            futures::stream::iter(gateways.gateways())
+            let asked = if Instant::now() < all_due {
+                gateways.in_doubt()
+            } else {
+                all_due = Instant::now() + EVERY;
+                gateways.gateways()
+            };
+            futures::stream::iter(asked)
                 .for_each_concurrent(CONCURRENCY, |(deployment, uid, address)| {
                     let client = &client;
                     async move {
@@ -133,8 +144,11 @@ impl Measures {
             ttft_ms: steady(before.ttft_ms, ttft_ms),
             tpot_ms: steady(before.tpot_ms, tpot_ms),
         };
-        let told = known.gateways.values();
+        // Gateways that are gone are remembered: the last word holds.
+        let mut told: Vec<&History> = known.gateways.values().collect();
+        told.sort_by_key(|history| history.last);
         let placements: BTreeMap<IpAddr, Placement> = told
+            .into_iter()
             .flat_map(|history| history.placements.clone())
             .collect();
         let is_news = after != before || placements != known.placements;

@@ -277,6 +277,8 @@ pub(crate) struct PodView {
     pub(crate) phase: String,
     /// Whether its Ready condition is True.
     pub(crate) is_ready: bool,
+    /// Whether its process was ready, still runs, and is not ready any more.
+    pub(crate) has_lost_readiness: bool,
     /// Whether it has been asked to end.
     pub(crate) is_deleting: bool,
     /// When it was made.

@@ -1,6 +1,6 @@
 //! What workers got of their machines: told by their gateway in the labels of one series each, and written into the status.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
 use hearth_crds::RankPlacement;
@@ -11,10 +11,12 @@ use super::rollout::Want;
 
 /// The gateway's series: one a worker.
 const SERIES: &str = "hearth_worker_placement_info{";
+/// The gateway's series of those from which nothing comes.
+const HUNG_SERIES: &str = "hearth_worker_hung{";
 /// Shortfalls that the condition names; the status has all.
 const NAMED: usize = 3;
 
-/// What a worker got, before it is known which Pod it is.
+/// What a gateway tells of a worker, before it is known which Pod it is: what it got, and whether it hangs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Placement {
     pub(crate) cpus: String,
@@ -22,10 +24,18 @@ pub(crate) struct Placement {
     pub(crate) memory_numa_nodes: String,
     pub(crate) gpu_uuid: String,
     pub(crate) shortfalls: String,
+    pub(crate) is_hung: bool,
 }
 
 /// Reads what a gateway tells, by the workers' addresses.
 pub(crate) fn read(metrics: &str) -> BTreeMap<IpAddr, Placement> {
+    let hung = metrics.lines().filter_map(|line| {
+        let labels_and_value = line.strip_prefix(HUNG_SERIES)?;
+        let (text, value) = labels_and_value.rsplit_once(' ')?;
+        let is_hung = value.parse::<f64>().is_ok_and(|value| value > 0.0);
+        host(labels(text).filter(|_| is_hung)?.get("address")?)
+    });
+    let hung: BTreeSet<IpAddr> = hung.collect();
     let series = metrics.lines().filter_map(|line| line.strip_prefix(SERIES));
     series
         .filter_map(|line| {
@@ -38,10 +48,17 @@ pub(crate) fn read(metrics: &str) -> BTreeMap<IpAddr, Placement> {
                 memory_numa_nodes: take("memory_numa_nodes"),
                 gpu_uuid: take("gpu_uuid"),
                 shortfalls: take("shortfalls"),
+                is_hung: hung.contains(&address),
             };
             Some((address, placement))
         })
         .collect()
+}
+
+/// What a gateway told of a Pod.
+pub(crate) fn of_pod<'a>(observed: &'a Observed, pod: &PodView) -> Option<&'a Placement> {
+    let ip: IpAddr = pod.ip.parse().ok()?;
+    observed.placements.get(&ip)
 }
 
 /// What the ranks of the target got, in its order. Where a gateway has not told of a Pod (again), the last words stay.
@@ -50,8 +67,7 @@ pub(crate) fn status(observed: &Observed, wants: &[Want]) -> Vec<RankPlacement> 
     let old = old.map_or(&[][..], |status| &status.placement);
     let placed = wants.iter().filter_map(|want| {
         let pod = pod_of(observed, want)?;
-        let ip: Option<IpAddr> = pod.ip.parse().ok();
-        match ip.and_then(|ip| observed.placements.get(&ip)) {
+        match of_pod(observed, pod) {
             Some(placement) => Some(of(pod, placement)),
             None => old.iter().find(|old| old.pod == pod.name).cloned(),
         }
@@ -155,7 +171,9 @@ mod tests {
             hearth_worker_placement_info{worker=\"decode-0\",address=\"10.0.0.1:9000\",role=\"decode\",cpus=\"0-1\",numa_nodes=\"0\",memory_numa_nodes=\"\",gpu_uuid=\"\",shortfalls=\"a \\\"b\\\", c=\\\\d}\"} 1\n\
             hearth_worker_placement_info{worker=\"x\",address=\"[fd00::1]:9000\",gpu_uuid=\"GPU-1\"} 1\n\
             hearth_worker_placement_info{worker=\"cut off\",address=\"10.0.0.2:9\n\
-            hearth_worker_placement_info{worker=\"a name\",address=\"host:9000\"} 1\n";
+            hearth_worker_placement_info{worker=\"a name\",address=\"host:9000\"} 1\n\
+            hearth_worker_hung{worker=\"decode-0\",address=\"10.0.0.1:9000\",role=\"decode\"} 0.0\n\
+            hearth_worker_hung{worker=\"x\",address=\"[fd00::1]:9000\",role=\"decode\"} 1.0\n";
         let placements = read(text);
         let first = Placement {
             cpus: "0-1".to_owned(),
@@ -165,6 +183,7 @@ mod tests {
         };
         let second = Placement {
             gpu_uuid: "GPU-1".to_owned(),
+            is_hung: true,
             ..Placement::default()
         };
         let expected = [("10.0.0.1", first), ("fd00::1", second)];

@@ -9,7 +9,7 @@ use hearth_crds::{
 use kube::ResourceExt;
 
 use super::candidates::is_down;
-use super::cause::{Cause, cause};
+use super::cause::{Cause, cause, lost_readiness};
 use super::choose::{Choice, failure, has_failed, has_served};
 use super::conditions::{
     self, DECODE_READY, DEGRADED, EXACT_FAILOVER, INVALID_SPEC, MODEL_READY, PLACED, PLANNED,
@@ -132,6 +132,10 @@ fn want_cause(observed: &Observed, want: &Want, mode: Mode) -> Option<Cause> {
             ),
         )),
         Some(pod) if pod.is_ready && !pod.is_deleting => None,
+        Some(pod) if pod.has_lost_readiness && !pod.is_deleting => {
+            let is_hung = placements::of_pod(observed, pod).is_some_and(|told| told.is_hung);
+            Some(lost_readiness(what, pod, is_hung))
+        }
         Some(pod) => Some(cause(what, pod, &observed.settings)),
         None if mode == Mode::OldDownFirst && want.role != PlanRole::Gateway => {
             Some(Cause::waiting(

@@ -98,6 +98,10 @@ impl Gateways for World {
         self.cache.lock().gateways()
     }
 
+    fn in_doubt(&self) -> Vec<(Key, String, String)> {
+        self.cache.lock().gateways_in_doubt()
+    }
+
     fn wake(&self, deployment: &Key) {
         self.wake_soon(deployment);
     }

@@ -204,7 +204,12 @@ fn marked(id: &str) -> Vec<u32> {
 
 /// SIGKILL to a process; one that is gone is no error.
 pub(super) fn kill(pid: u32) {
+    signal(pid, Signal::KILL);
+}
+
+/// A signal to a process; one that is gone is no error.
+pub(super) fn signal(pid: u32, signal: Signal) {
     if let Some(pid) = Pid::from_raw(pid.cast_signed()) {
-        let _ = kill_process(pid, Signal::KILL);
+        let _ = kill_process(pid, signal);
     }
 }

@@ -6,6 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::Context;
+use rustix::process::Signal;
 use serde_json::Value;
 
 use super::wait::{try_wait_until, wait_until};
@@ -99,9 +100,17 @@ impl Cluster {
     /// # Panics
     /// When there is no such Pod on a node of the test's own.
     pub fn kill_pod_processes(&self, namespace: &str, pod: &str) -> usize {
+        self.signal_pod_processes(namespace, pod, Signal::KILL)
+    }
+
+    /// A signal to all processes of a Pod's containers, as its node sees them: how many.
+    ///
+    /// # Panics
+    /// When there is no such Pod on a node of the test's own.
+    pub fn signal_pod_processes(&self, namespace: &str, pod: &str, signal: Signal) -> usize {
         let found = self.pod_processes(namespace, pod);
         for &pid in &found {
-            keeper::kill(pid);
+            keeper::signal(pid, signal);
         }
         found.len()
     }

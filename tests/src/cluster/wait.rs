@@ -7,6 +7,9 @@ use anyhow::bail;
 /// How often a state is looked at.
 const INTERVAL: Duration = Duration::from_millis(100);
 
+/// Waits from which on a test's time comes: they are told.
+const WORTH_TELLING: Duration = Duration::from_secs(3);
+
 /// Waits until `look` finds something.
 ///
 /// # Panics
@@ -24,9 +27,14 @@ pub fn try_wait_until<T>(
     timeout: Duration,
     mut look: impl FnMut() -> Option<T>,
 ) -> anyhow::Result<T> {
-    let deadline = Instant::now() + timeout;
+    let began = Instant::now();
+    let deadline = began + timeout;
     loop {
         if let Some(found) = look() {
+            let waited = began.elapsed();
+            if waited >= WORTH_TELLING {
+                println!("{:.0} s until {what}", waited.as_secs_f64());
+            }
             return Ok(found);
         }
         if Instant::now() > deadline {

@@ -2,6 +2,7 @@
 
 mod addresses;
 mod gpus;
+mod hung;
 mod ledger;
 mod memory;
 mod nodes;
@@ -74,7 +75,7 @@ fn from_install_to_uninstall() {
     release::helm_test(&cluster);
     the_demo_answers(&cluster);
     refusals::are_refused_with_help(&cluster);
-    scales_by_kubectl(&cluster);
+    scales_by_kubectl(&cluster, is_own);
     if is_own {
         a_new_model_comes_beside_the_old_one(&cluster);
         a_killed_worker_costs_no_token(&cluster);
@@ -224,7 +225,7 @@ fn the_demo_answers(cluster: &Cluster) {
     assert!(!warnings.contains("demo-"), "{warnings}");
 }
 
-fn scales_by_kubectl(cluster: &Cluster) {
+fn scales_by_kubectl(cluster: &Cluster, is_own: bool) {
     let kept = names(&pods(cluster, "demo", "decode"));
     cluster.kubectl(&["scale", "infd/demo", "--replicas=2"]);
     let found = wait_until_settled(cluster, "demo");
@@ -237,6 +238,9 @@ fn scales_by_kubectl(cluster: &Cluster) {
     let scale = cluster.kubectl(&["get", "infd/demo", "--subresource=scale", "--output=json"]);
     let scale: Value = serde_json::from_str(&scale).expect("JSON");
     assert_eq!(scale["status"]["replicas"], 2, "{scale:#}");
+    if is_own {
+        hung::is_said_and_left(cluster);
+    }
     cluster.kubectl(&["scale", "infd/demo", "--replicas=1"]);
     wait_until_settled(cluster, "demo");
 }

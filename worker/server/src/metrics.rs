@@ -386,9 +386,12 @@ impl Scrape {
 type Part = fn(&WorkerView) -> f64;
 
 fn worker_gauges(writer: &mut Writer<'_>, workers: &[WorkerView]) -> Result<(), fmt::Error> {
-    let gauges: [(&str, &str, Part); 8] = [
+    let gauges: [(&str, &str, Part); 9] = [
         ("hearth_worker_ready", "1: takes requests", |w| {
             f64::from(u8::from(w.health == Health::Ready))
+        }),
+        ("hearth_worker_hung", "1: nothing comes from it", |w| {
+            f64::from(u8::from(w.health == Health::Hung))
         }),
         ("hearth_worker_requests", "Requests of this gateway", |w| {
             f64::from(w.in_flight)

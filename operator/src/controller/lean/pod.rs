@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::api::ObjectMeta;
 use serde::Deserialize;
@@ -14,6 +14,10 @@ use super::super::names::{
 use super::super::observed::{AgentPlace, ContainerEnd, ContainerView, PodView};
 use super::requests::{Asking, Granted};
 use super::slim;
+
+/// A process is no sooner ready and then, by three failed probes two seconds apart, not ready. A new one may be told
+/// of within this time together with the end of the one before it.
+const LEAST_LIFE: SignedDuration = SignedDuration::from_secs(3);
 
 /// A Pod of a deployment.
 #[derive(Clone, Debug, Deserialize)]
@@ -246,6 +250,7 @@ impl LeanPod {
             wanted_node: self.spec.wanted_node(),
             ip: self.status.pod_ip.clone().unwrap_or_default(),
             is_ready: self.status.is_true("Ready"),
+            has_lost_readiness: self.status.has_lost_readiness(),
             is_deleting: self.metadata.deletion_timestamp.is_some(),
             created: self
                 .metadata
@@ -323,6 +328,24 @@ impl Status {
 
     fn is_true(&self, name: &str) -> bool {
         self.condition(name).is_some_and(|c| c.status == "True")
+    }
+
+    /// Whether its process has started, was ready and is not any more. A process that only became ready late, or whose Pod
+    /// was told to be unready when the process before it ended, was not.
+    fn has_lost_readiness(&self) -> bool {
+        let Some(container) = self.container_statuses.first() else {
+            return false;
+        };
+        let running = container.state.running.as_ref();
+        let (Some(true), Some(running)) = (container.started, running) else {
+            return false;
+        };
+        let lost = self.condition("Ready").filter(|c| c.status == "False");
+        let lost = lost.and_then(|condition| condition.last_transition_time.as_ref());
+        match (lost, running.started_at.as_ref()) {
+            (Some(Time(lost)), Some(Time(started))) => lost.duration_since(*started) > LEAST_LIFE,
+            _ => false,
+        }
     }
 
     /// When the newest of the conditions that hold came about.
@@ -455,6 +478,26 @@ mod tests {
         assert_eq!(container.waiting.unwrap().0, "CrashLoopBackOff");
         assert_eq!(container.last_end.unwrap().reason, "OOMKilled");
         assert!(!view.is_setting_up);
+    }
+
+    #[test]
+    fn a_process_that_was_ready_and_is_not_is_told_from_one_that_starts() {
+        let lost = |started: bool, since: &str, ready: &str, at: &str| {
+            view(json!({"phase": "Running",
+                "conditions": [{"type": "Ready", "status": ready, "lastTransitionTime": at}],
+                "containerStatuses": [{"restartCount": 0, "started": started,
+                    "state": {"running": {"startedAt": since}}}]}))
+            .has_lost_readiness
+        };
+        let (begin, later) = ("2026-01-01T00:00:10Z", "2026-01-01T00:01:00Z");
+        assert!(lost(true, begin, "False", later));
+        assert!(!lost(true, begin, "True", later));
+        assert!(!lost(false, begin, "False", later), "it loads");
+        assert!(!lost(true, later, "False", begin), "it never was ready");
+        assert!(
+            !lost(true, begin, "False", "2026-01-01T00:00:11Z"),
+            "another process was"
+        );
     }
 
     #[test]

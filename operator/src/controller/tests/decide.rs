@@ -348,6 +348,42 @@ fn a_lost_node_has_its_work_done_elsewhere() {
 }
 
 #[test]
+fn a_worker_that_hangs_is_told_from_one_that_loads() {
+    let mut world = World::new("decode: {replicas: 2}\n");
+    world.settle();
+    world.told();
+    world.pod("demo-decode-1", |pod| {
+        pod.ip = "10.9.0.1".to_owned();
+        pod.is_ready = false;
+        pod.has_lost_readiness = true;
+    });
+    world.visit();
+    assert_eq!(world.says(DECODE_READY), ("False", "ReadinessLost"));
+    let told = Placement {
+        is_hung: true,
+        ..Placement::default()
+    };
+    let ip = "10.9.0.1".parse().unwrap();
+    world.observed.placements.insert(ip, told);
+    world.visit();
+    assert_eq!(world.says(DECODE_READY), ("False", "Hung"));
+    assert_eq!(world.says(DEGRADED), ("True", "Hung"));
+    assert!(world.condition(DEGRADED).message.contains("decode-1 hangs"));
+    assert_eq!(world.says(READY).0, "True", "the other one answers");
+    let told = world.told();
+    assert!(told.iter().any(|reason| reason == "Hung"), "{told:?}");
+    // It comes back by itself: nothing was made anew, and an old word of its gateway says nothing any more.
+    world.pod("demo-decode-1", |pod| {
+        pod.is_ready = true;
+        pod.has_lost_readiness = false;
+    });
+    let decision = world.visit();
+    assert!(decision.create_pods.is_empty());
+    assert_eq!(world.says(DECODE_READY), ("True", "AllReady"));
+    assert_eq!(world.says(DEGRADED), ("False", "AsPlanned"));
+}
+
+#[test]
 fn a_lost_node_that_cannot_be_replaced_is_waited_for() {
     let mut world = World::new("");
     world.observed.nodes.remove("attic");

@@ -26,6 +26,11 @@ fn helm(cluster: &Cluster, arguments: &[&str]) -> String {
 
 /// Installs the chart with `replicas` operators, and waits until all nodes are measured.
 pub(crate) fn install(cluster: &Cluster, images: &Images, replicas: u32) {
+    install_with(cluster, images, replicas, &[]);
+}
+
+/// The same, with other values: `A=B` each.
+pub(crate) fn install_with(cluster: &Cluster, images: &Images, replicas: u32, more: &[&str]) {
     let registry = images.operator.0.trim_end_matches("/hearth");
     let values = [
         format!("image.registry={registry}"),
@@ -42,7 +47,11 @@ pub(crate) fn install(cluster: &Cluster, images: &Images, replicas: u32) {
         "nodes.forgetAfter=100s".to_owned(),
     ];
     let mut arguments = vec!["install", "hearth", "charts/hearth", "--create-namespace"];
-    for value in &values {
+    for value in values
+        .iter()
+        .map(String::as_str)
+        .chain(more.iter().copied())
+    {
         arguments.extend(["--set", value]);
     }
     helm(cluster, &arguments);

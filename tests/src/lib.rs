@@ -22,7 +22,7 @@ pub use cgroup::Cgroup;
 pub use chat::{Answer, chat_body, chat_stream};
 pub use deployment::{copy_of_demo, deployment};
 pub use metrics::Metrics;
-pub use programs::{hearth, python, root, run, worker};
+pub use programs::{hearth, python, root, run, skipped, worker};
 pub use ranks::{Rank, Ranks};
 pub use tensors::{Tensor, Tensors, edit_header};
 pub use up::{Up, UpOptions};

@@ -66,6 +66,15 @@ pub fn python() -> PathBuf {
     python
 }
 
+/// Says what is not tested on this machine, past the test harness, which shows only what failed tests print.
+pub fn skipped(why: &str) {
+    use std::io::Write;
+    let test = std::thread::current();
+    let test = test.name().unwrap_or("a test");
+    // A closed stderr is no reason to fail.
+    let _ = writeln!(std::io::stderr(), "SKIPPED: {test}: {why}");
+}
+
 /// Runs a command to its end: exit code, standard output, standard error.
 ///
 /// # Panics

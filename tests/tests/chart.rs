@@ -2,11 +2,10 @@
 //! it says to support, gives nobody more rights than the table of docs/cluster.md, and is what manifests/ holds.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use hearth_tests::{python, root, run};
+use hearth_tests::{python, root, run, skipped};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -47,10 +46,9 @@ fn helm() -> Option<PathBuf> {
         .map(|directory| directory.join("helm"));
     let found = found.into_iter().find(|helm| helm.is_file());
     if found.is_none() {
-        let reason =
-            "there is no helm, so nothing was rendered: run tests/cluster/build.sh, which needs Go";
-        // Past the harness, which shows only what failed tests print.
-        let _ = writeln!(std::io::stderr(), "SKIPPED: {reason}");
+        skipped(
+            "there is no helm, so nothing was rendered: run tests/cluster/build.sh, which needs Go",
+        );
     }
     found
 }

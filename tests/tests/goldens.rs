@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use hearth_tests::{Tensors, root, run, worker};
+use hearth_tests::{Tensors, root, run, skipped, worker};
 use serde_json::Value;
 
 /// Farthest that reference kernels may be from transformers, in standard deviations of a position's logits.
@@ -42,7 +42,9 @@ fn the_default_kernels() {
 
 fn agree(isa: &str, bound_stds: f32, flags: &[&str]) {
     if let Some(flag) = flags.iter().find(|flag| !cpu_has(flag)) {
-        eprintln!("SKIPPED: this CPU has no {flag}, so nothing was compared with --isa {isa}");
+        skipped(&format!(
+            "this CPU has no {flag}, so nothing was compared with --isa {isa}"
+        ));
         return;
     }
     let cases = cases();

@@ -8,7 +8,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use hearth_tests::{
-    Cgroup, Rank, Ranks, Vm, chat_body, chat_stream, deployment, root, run, worker,
+    Cgroup, Rank, Ranks, Vm, chat_body, chat_stream, deployment, root, run, skipped, worker,
 };
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -222,7 +222,7 @@ fn waits(node: &Node, other: &mut Rank) {
 #[tokio::test]
 async fn workers_over_a_model_larger_than_a_limit_start_in_either_order_and_again() {
     if let Some(why) = Cgroup::unavailable("memory") {
-        eprintln!("SKIPPED: {why}");
+        skipped(&why);
         return;
     }
     let (directory, weight_bytes) = large_model();
@@ -377,7 +377,7 @@ fn on_v2(model: &Path, (ranks, with_weights, alone): &(Ranks, u64, u64)) -> Stri
 #[test]
 fn workers_over_a_model_larger_than_a_limit_serve_under_cgroup_v2() {
     if let Some(why) = Vm::unavailable() {
-        eprintln!("SKIPPED: {why}");
+        skipped(&why);
         return;
     }
     let (directory, weight_bytes) = large_model();

@@ -3,7 +3,7 @@
 
 use std::cell::RefCell;
 
-use hearth_tests::{Answer, Metrics, Rank, Ranks, chat_body, chat_stream};
+use hearth_tests::{Answer, Metrics, Rank, Ranks, chat_body, chat_stream, skipped};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -36,8 +36,8 @@ fn instruction_sets() -> Option<[&'static str; 2]> {
         (true, true) => Some(["avx2", "avx512"]),
         (true, false) => Some(["scalar", "avx2"]),
         (false, _) => {
-            eprintln!(
-                "SKIPPED: this CPU has neither AVX2 nor AVX-512, so there are no two kinds of bits to mix"
+            skipped(
+                "this CPU has neither AVX2 nor AVX-512, so there are no two kinds of bits to mix",
             );
             None
         }

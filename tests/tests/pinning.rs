@@ -4,7 +4,9 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use hearth_tests::{Cgroup, Metrics, Rank, Ranks, Up, UpOptions, Vm, chat_body, chat_stream, root};
+use hearth_tests::{
+    Cgroup, Metrics, Rank, Ranks, Up, UpOptions, Vm, chat_body, chat_stream, root, skipped,
+};
 use serde_json::{Value, json};
 
 /// The demo with a placement, and decode workers that read prompts themselves.
@@ -40,9 +42,7 @@ fn threads(pid: u32) -> Vec<(String, String)> {
 #[tokio::test]
 async fn exclusive_ranks_keep_to_their_own_cpus() {
     if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
-        eprintln!(
-            "SKIPPED: exclusive pinning of two ranks needs two CPUs, and this machine has one"
-        );
+        skipped("exclusive pinning of two ranks needs two CPUs, and this machine has one");
         return;
     }
     let directory = tempfile::tempdir().expect("directory");
@@ -179,7 +179,7 @@ fn without_cpusets() -> Option<String> {
 #[tokio::test]
 async fn a_shared_worker_outlives_the_claim_on_its_cpu_and_takes_it_back() {
     if let Some(why) = without_cpusets() {
-        eprintln!("SKIPPED: {why}");
+        skipped(&why);
         return;
     }
     let claimed = Claimed::start("0-1", &[0, 1]);
@@ -199,7 +199,7 @@ async fn a_shared_worker_outlives_the_claim_on_its_cpu_and_takes_it_back() {
 #[tokio::test]
 async fn a_worker_starts_on_other_cpus_than_planned() {
     if let Some(why) = without_cpusets() {
-        eprintln!("SKIPPED: {why}");
+        skipped(&why);
         return;
     }
     let claimed = Claimed::start("1", &[0]);
@@ -305,7 +305,7 @@ fn on_two_nodes() -> String {
 fn on_two_numa_nodes_threads_and_memory_are_where_the_plan_says_and_bound_again_when_the_kernel_forgets()
  {
     if let Some(why) = Vm::unavailable() {
-        eprintln!("SKIPPED: {why}");
+        skipped(&why);
         return;
     }
     let output = on_two_nodes();

@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use hearth_tests::cluster::{Cluster, Options, wait_until};
-use hearth_tests::{root, run};
+use hearth_tests::{root, run, skipped};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -19,13 +19,7 @@ fn an_upgrade_keeps_old_objects_and_a_rollback_gives_them_back() {
         return;
     };
     let Some(helm) = cluster.find_tool("helm") else {
-        // Past the harness, which shows only what failed tests print.
-        use std::io::Write;
-        let reason = "helm is not built: run tests/cluster/build.sh, which needs Go";
-        let _ = writeln!(
-            std::io::stderr(),
-            "SKIPPED: upgrades and rollbacks: {reason}"
-        );
+        skipped("helm is not built: run tests/cluster/build.sh, which needs Go");
         return;
     };
     let mut releases: Vec<PathBuf> = std::fs::read_dir(root().join("tests/releases"))

@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::process::Stdio;
 
-use hearth_tests::{Up, UpOptions, chat_body, chat_stream, hearth, root, run};
+use hearth_tests::{Up, UpOptions, chat_body, chat_stream, hearth, root, run, skipped};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -290,7 +290,7 @@ async fn any_address_serves_both_ip_versions() {
     let ipv4 = chat_stream(&up.v1(), &body, |_, _| {}).await;
     let ipv4 = ipv4.expect("an answer by IPv4");
     if std::net::TcpListener::bind("[::1]:0").is_err() {
-        eprintln!("SKIPPED: the endpoint by IPv6: this machine has none");
+        skipped("the endpoint by IPv6: this machine has none");
         return;
     }
     let v1 = up.v1().replace("127.0.0.1", "[::1]");

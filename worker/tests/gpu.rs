@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)] // a test that cannot set itself up has failed
 
 use std::fs;
+use std::io::Write;
 use std::path::Path;
 use std::process::{Command, Output};
 
@@ -166,7 +167,10 @@ fn what_is_missing_is_said_with_its_remedy() {
             &["libcuda.so.1 cannot be loaded", "--device cpu"],
         );
     } else {
-        eprintln!("SKIPPED: this machine has an NVIDIA driver, so its absence was not tried");
+        let _ = writeln!(
+            std::io::stderr(),
+            "SKIPPED: this machine has an NVIDIA driver, so its absence was not tried"
+        );
     }
 }
 
@@ -190,7 +194,10 @@ fn kernels_come_from_ahead_or_from_a_compiler() {
     if text(&without_compiler().output().unwrap()).contains("NVRTC is not there") {
         refused(without_compiler(), &["libnvrtc.so.12", "cuda-compile"]);
     } else {
-        eprintln!("SKIPPED: this machine has NVRTC, so its absence was not tried");
+        let _ = writeln!(
+            std::io::stderr(),
+            "SKIPPED: this machine has NVRTC, so its absence was not tried"
+        );
     }
 
     // The compiler's directory named outright, into an empty cache: all that the model uses is kept there.

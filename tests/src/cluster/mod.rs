@@ -107,14 +107,10 @@ impl Cluster {
 
     /// Like [`Cluster::start`]; where there can be none, says so on standard error, also of a test that passes.
     pub fn start_or_skip(options: &Options) -> Option<Self> {
-        use std::io::Write;
         match Self::start(options) {
             Ok(cluster) => Some(cluster),
             Err(reason) => {
-                let test = std::thread::current();
-                let test = test.name().unwrap_or("a cluster test").to_owned();
-                // Not by eprintln, which the test harness swallows.
-                let _ = writeln!(std::io::stderr(), "SKIPPED: {test}: {reason}");
+                crate::skipped(&reason.to_string());
                 None
             }
         }

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use hearth_tests::cluster::{Cluster, Options, condition, wait_until};
+use hearth_tests::skipped;
 use serde_json::{Value, json};
 
 use super::release::{
@@ -53,11 +54,7 @@ fn exclusive_and_memory_limited_workers_serve_where_all_share_all_cpus() {
 
 fn start(static_policies: bool) -> Option<Cluster> {
     if let Some(why) = not_two_cores() {
-        use std::io::Write;
-        let _ = writeln!(
-            std::io::stderr(),
-            "SKIPPED: Exclusive workers on the cluster: {why}"
-        );
+        skipped(&why);
         return None;
     }
     let options = Options {

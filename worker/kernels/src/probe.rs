@@ -130,6 +130,8 @@ fn product_gflops(kernels: &dyn Kernels) -> Result<f64, KernelError> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+
     use super::*;
 
     #[test]
@@ -139,7 +141,7 @@ mod tests {
         for isa in Isa::ALL {
             let Ok(peak) = peak_gflops(isa) else {
                 assert!(!isa.is_available());
-                eprintln!("SKIPPED: this CPU has no {isa}");
+                let _ = writeln!(std::io::stderr(), "SKIPPED: this CPU has no {isa}");
                 continue;
             };
             assert!((0.01..10_000.0).contains(&peak.f32), "{isa} {peak:?}");

@@ -116,6 +116,8 @@ fn unescape(path: &str) -> String {
 mod tests {
     #![allow(clippy::unwrap_used)] // A test may panic.
 
+    use std::io::Write;
+
     use super::*;
 
     #[test]
@@ -142,7 +144,7 @@ mod tests {
     #[test]
     fn this_process_has_memory_somewhere() {
         if !Path::new("/proc/self/numa_maps").exists() {
-            eprintln!("SKIPPED: this kernel is without NUMA");
+            let _ = writeln!(std::io::stderr(), "SKIPPED: this kernel is without NUMA");
             return;
         }
         let memory = own_memory(Path::new("/"), &[]);

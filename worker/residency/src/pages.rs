@@ -194,6 +194,8 @@ fn advise(range: Range<usize>, advice: Advice) -> rustix::io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+
     use super::*;
 
     #[test]
@@ -233,7 +235,11 @@ mod tests {
     fn the_device_tells_how_much_it_reads_ahead() {
         let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         let Some(bytes) = read_ahead_bytes(file.path()) else {
-            return eprintln!("SKIPPED: the file system here has no read-ahead of its own");
+            let _ = writeln!(
+                std::io::stderr(),
+                "SKIPPED: the file system here has no read-ahead of its own"
+            );
+            return;
         };
         assert!(bytes >= 1024 && bytes.is_multiple_of(1024), "{bytes} bytes");
         assert_eq!(read_ahead_bytes(Path::new("/proc/self/none")), None);

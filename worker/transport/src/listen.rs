@@ -51,6 +51,7 @@ fn bind(address: SocketAddr) -> io::Result<TcpListener> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
     use std::net::TcpStream;
 
     use super::*;
@@ -62,7 +63,7 @@ mod tests {
         let port = address.port();
         TcpStream::connect(("127.0.0.1", port)).unwrap();
         if address.is_ipv4() {
-            eprintln!("SKIPPED: IPv6 here: the system has none");
+            let _ = writeln!(std::io::stderr(), "SKIPPED: IPv6 here: the system has none");
             return;
         }
         TcpStream::connect(("::1", port)).unwrap();

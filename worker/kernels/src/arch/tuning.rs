@@ -57,6 +57,8 @@ impl Tuning {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io::Write;
+
     use crate::arch::avx2::Avx2;
     use crate::arch::avx512::Avx512;
     use crate::arch::{Isa, Kernels, PackedRows, RowSet, packed_len};
@@ -77,6 +79,11 @@ mod tests {
         }
     }
 
+    /// Past the test harness, which shows only what failed tests print.
+    fn skipped(why: &str) {
+        let _ = writeln!(std::io::stderr(), "SKIPPED: {why}");
+    }
+
     /// This machine's kernels, each as they are tuned for CPUs of several makers.
     fn kernels_of_every_tuning() -> Vec<Box<dyn Kernels>> {
         let mut kernels: Vec<Box<dyn Kernels>> = Vec::new();
@@ -90,11 +97,11 @@ mod tests {
             };
             match Avx2::new() {
                 Some(isa) => kernels.push(Box::new(isa.tuned(tuning))),
-                None => eprintln!("SKIPPED: this CPU has no AVX2"),
+                None => skipped("this CPU has no AVX2"),
             }
             match Avx512::new() {
                 Some(isa) => kernels.push(Box::new(isa.tuned(tuning))),
-                None => eprintln!("SKIPPED: this CPU has no AVX-512 with VBMI"),
+                None => skipped("this CPU has no AVX-512 with VBMI"),
             }
         }
         kernels

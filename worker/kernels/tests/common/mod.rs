@@ -2,6 +2,8 @@
 
 #![allow(dead_code)] // each test file uses its part
 
+use std::io::Write;
+
 use bytes::Bytes;
 use hearth_kernels::convert::{f32_to_bf16, f32_to_f16};
 use hearth_kernels::{
@@ -98,7 +100,10 @@ pub(crate) fn on_every_isa(threads: usize, test: impl Fn(&CpuBackend)) {
         if isa.is_available() {
             test(&backend(isa, threads));
         } else {
-            eprintln!("SKIPPED: this CPU has no {isa}; its kernels were not tested");
+            let _ = writeln!(
+                std::io::stderr(),
+                "SKIPPED: this CPU has no {isa}; its kernels were not tested"
+            );
         }
     }
 }

@@ -210,12 +210,23 @@ async fn a_worker_starts_on_other_cpus_than_planned() {
 /// KV cache of that worker: most of its own memory.
 const KV_BYTES: u32 = 64 << 20;
 
-/// What the emulated machine runs: a worker on NUMA node 1 of two, in a group of cgroup v2 whose CPUs change, and its gateway.
+/// What the emulated machine runs: a worker on NUMA node 1 of two, in a group of cgroup v2 whose CPUs change, then one on node
+/// 0, and their gateway.
 /// Prints `AT moment: thread=CPUs ...` and the gateway's series.
 const ON_TWO_NODES: &str = r#"
 group=/sys/fs/cgroup/worker
 mkdir $group
 echo +cpuset > /sys/fs/cgroup/cgroup.subtree_control
+# The weights come into the page cache on the other NUMA node, as a fetch would leave them.
+fetch=/sys/fs/cgroup/fetch
+mkdir $fetch
+echo 0-1 > $fetch/cpuset.cpus
+cached() {
+    echo "CACHED $1 $(awk '/FilePages/ {print $4}' /sys/devices/system/node/node0/meminfo)"
+}
+cached before
+(echo 0 > $fetch/cgroup.procs; cat /model/*.safetensors > /dev/null)
+cached after
 echo 0-3 > $group/cpuset.cpus
 (echo 0 > $group/cgroup.procs
  exec hearth-worker decode --plan /decode.json --rank decode-0 --placement-interval-ms 3000 > /decode.log 2>&1) &
@@ -225,6 +236,8 @@ until grep -q '"event":"ready"' /decode.log; do
     waited=$((waited + 1))
     [ $waited -lt 150 ] || { cat /decode.log; exit 1; }
 done
+# Its weights are the other's too, which is planned where they are not.
+hearth-worker prefill --plan /prefill.json --rank prefill-0 > /prefill.log 2>&1 &
 # It looks at samples of the weights, from the other NUMA node: behind the worker, which reads all of them.
 hearth-worker gateway --plan /gateway.json --rank gateway-0 --routes /routes.json --metrics 127.0.0.1:8001 > /gateway.log 2>&1 &
 until wget -q -O /dev/null http://127.0.0.1:8000/ready; do
@@ -244,6 +257,11 @@ series() {
     wget -q -O - http://127.0.0.1:8001/metrics | grep -E '^hearth_worker_(placement_info|numa_bytes)' || true
 }
 at start
+until series | grep -q prefill-0; do
+    sleep 1
+    waited=$((waited + 1))
+    [ $waited -lt 150 ] || { cat /prefill.log /gateway.log; exit 1; }
+done
 series
 echo 1-3 > $group/cpuset.cpus
 at widened-by-the-kernel
@@ -270,7 +288,7 @@ fn at(output: &str, moment: &str) -> Vec<(String, String)> {
     line.split_whitespace().filter_map(thread).collect()
 }
 
-/// A decode worker that is planned on NUMA node 1, and its gateway on node 0, on the emulated machine: what it printed.
+/// A decode worker that is planned on NUMA node 1, and on node 0 its gateway and a prefill worker, on the emulated machine: what it printed.
 fn on_two_nodes() -> String {
     let mut ranks = Ranks::of_demo();
     ranks.edit(|plan| {
@@ -288,7 +306,9 @@ fn on_two_nodes() -> String {
         }
     });
     let worker = json!({"name": "decode-0", "role": "Decode", "endpoint": "127.0.0.1:9000"});
+    let other = json!({"name": "prefill-0", "role": "Prefill", "endpoint": "127.0.0.1:9001"});
     let decode = ranks.plan_of("decode", "decode-0", "127.0.0.1:9000");
+    let prefill = ranks.plan_of("prefill", "prefill-0", "127.0.0.1:9001");
     let gateway = ranks.plan_of("gateway", "gateway-0", "127.0.0.1:8000");
     Vm::default()
         .cpus(4, 2)
@@ -296,8 +316,9 @@ fn on_two_nodes() -> String {
         .worker()
         .disk(root().join("models/hearth-demo"), "/model")
         .json(&decode, "/decode.json")
+        .json(&prefill, "/prefill.json")
         .json(&gateway, "/gateway.json")
-        .json(&json!({"workers": [worker]}), "/routes.json")
+        .json(&json!({"workers": [worker, other]}), "/routes.json")
         .run(ON_TWO_NODES)
 }
 
@@ -326,24 +347,52 @@ fn on_two_numa_nodes_threads_and_memory_are_where_the_plan_says_and_bound_again_
     assert_eq!(compute("claimed"), ["0,2", "0,2"]);
     assert_eq!(compute("adapted"), ["0", "2"]);
 
-    let series = |wanted: &[&str]| {
-        let mut lines = output.lines();
-        let found = lines.find(|line| wanted.iter().all(|part| line.contains(part)));
-        found.unwrap_or_else(|| panic!("no {wanted:?} in\n{output}"))
-    };
-    series(&[
-        "cpus=\"2-3\",numa_nodes=\"1\",memory_numa_nodes=\"1\"",
-        "shortfalls=\"\"",
-    ]);
+    let as_planned = "cpus=\"2-3\",numa_nodes=\"1\",memory_numa_nodes=\"1\"";
+    series(&output, &[DECODE, as_planned, "shortfalls=\"\""]);
     let less = "shortfalls=\"CPUs on NUMA node 0 where 1 is planned\"";
-    series(&["cpus=\"0,2\"", less]);
-    let bytes = |node: u32, kind: &str| -> f64 {
-        let line = series(&[&format!("numa_node=\"{node}\",kind=\"{kind}\"")]);
-        let value = line.rsplit_once(' ').map(|(_, value)| value.trim());
-        value.and_then(|value| value.parse().ok()).expect("number")
-    };
-    assert!(bytes(1, "own") >= 0.95 * f64::from(KV_BYTES), "{output}");
-    assert!(bytes(0, "own") < 0.1 * f64::from(KV_BYTES), "{output}");
-    assert!(bytes(1, "weights") > 9.0 * bytes(0, "weights"), "{output}");
+    series(&output, &[DECODE, "cpus=\"0,2\"", less]);
+    let own = |node| numa_bytes(&output, DECODE, node, "own");
+    assert!(own(1) >= 0.95 * f64::from(KV_BYTES), "{output}");
+    assert!(own(0) < 0.1 * f64::from(KV_BYTES), "{output}");
     assert!(output.contains("\"text\""), "no answer in\n{output}");
+    weights_are_where_the_first_worker_wants_them(&output);
+}
+
+/// The weights were in the page cache of node 0, the worker that came first is planned on node 1, and the other on node 0.
+fn weights_are_where_the_first_worker_wants_them(output: &str) {
+    let cached_kib = |moment: &str| -> u64 {
+        let start = format!("CACHED {moment} ");
+        let line = output.lines().find_map(|line| line.strip_prefix(&start));
+        let number = line.and_then(|number| number.trim().parse().ok());
+        number.unwrap_or_else(|| panic!("no {start}in\n{output}"))
+    };
+    let file = root().join("models/hearth-demo/model.safetensors");
+    let file_kib = file.metadata().expect("weights").len() >> 10;
+    let on_node_0_kib = cached_kib("after") - cached_kib("before");
+    assert!(on_node_0_kib >= file_kib / 10 * 9, "{output}");
+    for worker in [DECODE, PREFILL] {
+        let weights = |node| numa_bytes(output, worker, node, "weights");
+        assert!(weights(1) > 9.0 * weights(0), "{worker}\n{output}");
+    }
+    let less = " MiB of the weights on NUMA node 1 where 0 is planned\"";
+    series(output, &[PREFILL, "numa_nodes=\"0\"", less]);
+}
+
+/// How the workers are labelled in the metrics.
+const DECODE: &str = "worker=\"decode-0\"";
+const PREFILL: &str = "worker=\"prefill-0\"";
+
+/// A line of the metrics with all those parts.
+fn series<'a>(output: &'a str, wanted: &[&str]) -> &'a str {
+    let mut lines = output.lines();
+    let found = lines.find(|line| wanted.iter().all(|part| line.contains(part)));
+    found.unwrap_or_else(|| panic!("no {wanted:?} in\n{output}"))
+}
+
+/// Bytes that a worker has on a NUMA node.
+fn numa_bytes(output: &str, worker: &str, node: u32, kind: &str) -> f64 {
+    let labels = format!("numa_node=\"{node}\",kind=\"{kind}\"");
+    let value = series(output, &[worker, &labels]).rsplit_once(' ');
+    let value = value.and_then(|(_, value)| value.trim().parse().ok());
+    value.unwrap_or_else(|| panic!("no number for {labels}\n{output}"))
 }

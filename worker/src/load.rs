@@ -8,7 +8,7 @@ use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::{Backend, CpuBackend, KvDType};
 use hearth_model::{Model, Residency, modules};
 use hearth_residency::{
-    LoadProgress, MmapPrefetch, MmapPrefetchOptions, Resident, ResidentOptions,
+    LoadProgress, MmapPrefetch, MmapPrefetchOptions, Placing, Resident, ResidentOptions,
 };
 
 use crate::cli::{ModelArgs, ResidencyArg};
@@ -18,11 +18,13 @@ use crate::device::{DeviceOptions, GpuBackend, OnDevice};
 const PREFETCH_MODULES: usize = 8;
 
 /// What decides how a model is opened.
-pub(crate) struct LoadOptions {
+pub(crate) struct LoadOptions<'a> {
     /// The device, with kernels, threads and pinning.
     pub(crate) device: DeviceOptions,
     /// Residency, with the bytes of weights that may be in memory at a time.
     pub(crate) residency: ResidencyPolicy,
+    /// NUMA nodes for weights that stay in the machine's memory; none: wherever the system puts them.
+    pub(crate) placing: Option<Placing<'a>>,
 }
 
 /// How weights come to be where they are used.
@@ -49,7 +51,7 @@ pub(crate) struct LoadedOn<B: Backend> {
 /// A model on the device that was asked for.
 pub(crate) type Loaded = OnDevice<LoadedOn<CpuBackend>, LoadedOn<GpuBackend>>;
 
-impl LoadOptions {
+impl LoadOptions<'_> {
     /// The tools' arguments as options; no pinning.
     ///
     /// # Errors
@@ -67,6 +69,7 @@ impl LoadOptions {
         Ok(Self {
             device: args.compute.device_options()?,
             residency,
+            placing: None,
         })
     }
 }
@@ -77,7 +80,7 @@ impl LoadOptions {
 /// Whatever is wrong with the directory's files, by name; or a device that cannot be had.
 pub(crate) fn open(
     directory: &Path,
-    options: LoadOptions,
+    options: LoadOptions<'_>,
     progress: &mut dyn FnMut(LoadProgress),
 ) -> anyhow::Result<Loaded> {
     let touch_threads = options.device.touch_threads();
@@ -88,7 +91,10 @@ pub(crate) fn open(
         config,
         checkpoint,
     };
-    let resident = ResidentOptions { touch_threads };
+    let resident = ResidentOptions {
+        touch_threads,
+        placing: options.placing,
+    };
     Ok(match options.device.open()? {
         OnDevice::Cpu(backend) => {
             OnDevice::Cpu(files.open_on(backend, &options.residency, resident, progress)?)
@@ -116,7 +122,7 @@ impl Files<'_> {
         self,
         backend: Arc<B>,
         policy: &ResidencyPolicy,
-        resident: ResidentOptions,
+        resident: ResidentOptions<'_>,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> anyhow::Result<LoadedOn<B>> {
         let Self {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use crate::cpu;
-use crate::tree::Tree;
+use crate::tree::{Tree, kib_line};
 
 /// A CPU and what it belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,6 +65,12 @@ pub fn own_memory(root: &Path, weights: &[PathBuf]) -> BTreeMap<u32, NumaMemory>
         }
     }
     memory
+}
+
+/// Bytes of a NUMA node's memory that nothing has, page cache neither: the kernel goes to another node before it takes that away.
+pub fn numa_free_bytes(root: &Path, node: u32) -> u64 {
+    let text = Tree::new(root).read(&format!("{}/node{node}/meminfo", cpu::NODES));
+    kib_line(&text.unwrap_or_default(), "MemFree").unwrap_or(0)
 }
 
 /// A line such as `7f12a000 default file=/models/a.safetensors mapped=30 N0=20 N1=10 kernelpagesize_kB=4`.
@@ -139,6 +145,17 @@ mod tests {
         };
         let expected = [(0, node(20, 4096)), (1, node(10, (6 << 20) + 4096))];
         assert_eq!(memory, BTreeMap::from(expected));
+    }
+
+    #[test]
+    fn what_a_node_has_free_is_without_its_page_cache() {
+        let root = tempfile::tempdir().unwrap();
+        let node = root.path().join("sys/devices/system/node/node1");
+        std::fs::create_dir_all(&node).unwrap();
+        let text = "Node 1 MemTotal:  1000 kB\nNode 1 MemFree:  40 kB\nNode 1 FilePages: 500 kB\n";
+        std::fs::write(node.join("meminfo"), text).unwrap();
+        assert_eq!(numa_free_bytes(root.path(), 1), 40 << 10);
+        assert_eq!(numa_free_bytes(root.path(), 0), 0);
     }
 
     #[test]

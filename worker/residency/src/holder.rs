@@ -5,6 +5,9 @@
 //! below its limit by having the pages taken away again, one after the other, at each token. Processes of several containers
 //! share neither a network nor a directory that they may write to, but they have the file, so they tell each other by
 //! read locks on two bytes far behind its end. The kernel gives such locks up when a process ends, however it ends.
+//!
+//! Pages also lie on the NUMA node of the thread that touches them first, so of several processes that could read the
+//! weights first only one does, where the plan says on which nodes they are to lie: the one with the claim on the file.
 
 use std::fs::File;
 use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
@@ -79,6 +82,20 @@ impl WeightFile {
         self.lock(self.at)
     }
 
+    /// Makes this process the one that places the weights, for as long as this value lives: no other has the claim meanwhile.
+    /// Tells whether it has it.
+    ///
+    /// # Errors
+    /// When the file system has no such locks for files that are open for reading.
+    pub fn claim(&self) -> io::Result<bool> {
+        use rustix::fs::{FlockOperation, flock};
+        match flock(&self.file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(true),
+            Err(rustix::io::Errno::WOULDBLOCK) => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+
     fn lock(&self, at: i64) -> io::Result<()> {
         self.control(libc::F_OFD_SETLK, &mut byte(libc::F_RDLCK, at))
     }
@@ -115,6 +132,18 @@ fn byte(kind: libc::c_int, at: i64) -> libc::flock {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_at_a_time_has_the_claim() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let open = || WeightFile::open(file.path(), "boot").unwrap();
+        let (first, second) = (open(), open());
+        assert!(first.claim().unwrap());
+        assert!(first.claim().unwrap(), "it keeps it");
+        assert!(!second.claim().unwrap());
+        drop(first);
+        assert!(second.claim().unwrap());
+    }
 
     #[test]
     fn what_one_says_the_others_hear_until_it_ends() {

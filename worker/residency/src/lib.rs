@@ -20,4 +20,4 @@ mod window;
 
 pub use holder::{Held, WeightFile};
 pub use mmap_prefetch::{Listener, MmapPrefetch, MmapPrefetchOptions, PrefetchEvent};
-pub use resident::{LoadProgress, Resident, ResidentOptions};
+pub use resident::{LoadProgress, Placing, Resident, ResidentOptions};

@@ -118,6 +118,26 @@ pub(crate) fn give_back(released: &Releasable) -> u64 {
     }
 }
 
+/// Unmaps the files of a checkpoint and drops them from the page cache, as far as no other process has them mapped: they are
+/// read from the disk when they are touched again.
+///
+/// # Errors
+/// When a file cannot be opened again.
+pub(crate) fn forget(checkpoint: &Checkpoint) -> io::Result<()> {
+    let mappings = read_only_file_mappings()?;
+    let files = checkpoint.files().iter();
+    for file in files.filter(|file| !file.path.as_os_str().is_empty()) {
+        for Releasable(whole) in Releasable::among(vec![file.data.clone()], &mappings) {
+            advise(covering(&whole), Advice::LinuxDontNeed)?;
+        }
+        let opened = fs::File::open(&file.path)?;
+        // What was just written is dropped only once it is on the disk; a read-only mount has nothing to write.
+        let _ = opened.sync_all();
+        rustix::fs::fadvise(&opened, 0, None, rustix::fs::Advice::DontNeed)?;
+    }
+    Ok(())
+}
+
 /// Bytes of a read-only mapping of a file: giving their pages back loses nothing.
 pub(crate) struct Releasable(Bytes);
 
@@ -186,9 +206,9 @@ fn advise(range: Range<usize>, advice: Advice) -> rustix::io::Result<()> {
     if range.is_empty() {
         return Ok(());
     }
-    // SAFETY: WILLNEED, COLD and POPULATE_READ change no content. DONTNEED comes from `give_back` alone, for pages that lie
-    // wholly within a `Releasable`: a read-only mapping of a file, which its `Bytes` keeps alive. The next read of such a page
-    // brings the same file content back, so no reference into it sees a change.
+    // SAFETY: WILLNEED, COLD and POPULATE_READ change no content. DONTNEED comes from `give_back` and `forget` alone, for pages
+    // of a `Releasable`: a read-only mapping of a file, which its `Bytes` keeps alive, and of which the last page may lie behind
+    // the end of the file. The next read of such a page brings the same file content back, so no reference into it sees a change.
     unsafe { madvise(range.start as *mut _, range.len(), advice) }
 }
 

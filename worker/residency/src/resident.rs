@@ -9,7 +9,7 @@ use std::thread;
 
 use bytes::Bytes;
 use hearth_formats::Checkpoint;
-use hearth_kernels::{Backend, ExpertWeights};
+use hearth_kernels::{Backend, ExpertWeights, affinity};
 use hearth_model::{
     Guard, ModuleId, ModuleSpec, ModuleWeights, Residency, ResidencyError, ResidencyStats,
 };
@@ -33,10 +33,20 @@ struct LayerBank<B: Backend> {
 }
 
 /// How the modules are brought in.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct ResidentOptions {
+#[derive(Default)]
+pub struct ResidentOptions<'a> {
     /// Threads that read the mapped pages in before [`Resident::open_with`] returns; 0: each comes in when it is first used.
     pub touch_threads: usize,
+    /// Where the pages are to lie; none: wherever the system puts them.
+    pub placing: Option<Placing<'a>>,
+}
+
+/// NUMA nodes that mapped pages are to lie on. A page that is in the page cache already lies where its first reader ran.
+pub struct Placing<'a> {
+    /// CPUs by NUMA node: those of the threads that read.
+    pub numa_cpus: Vec<Vec<usize>>,
+    /// Whether pages, now that all are in memory, lie elsewhere and should be dropped and read again. Asked once.
+    pub is_misplaced: &'a dyn Fn(&Checkpoint) -> bool,
 }
 
 /// How far loading is.
@@ -78,7 +88,7 @@ impl<B: Backend> Resident<B> {
         checkpoint: &Checkpoint,
         modules: Vec<ModuleSpec>,
         backend: Arc<B>,
-        options: ResidentOptions,
+        options: ResidentOptions<'_>,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, ResidencyError> {
         let bytes = modules.iter().map(|m| m.stored_bytes(checkpoint)).sum();
@@ -96,10 +106,19 @@ impl<B: Backend> Resident<B> {
         })?;
         if touch {
             let pieces = pieces(checkpoint, &modules);
-            touch_all(&pieces, options.touch_threads, |bytes| {
-                state.bytes_done = (state.bytes_done + bytes).min(state.bytes);
-                progress(state);
-            })?;
+            let numa_cpus = options.placing.as_ref().map_or(&[][..], |p| &p.numa_cpus);
+            let mut read = || {
+                touch_all(&pieces, options.touch_threads, numa_cpus, |bytes| {
+                    state.bytes_done = (state.bytes_done + bytes).min(state.bytes);
+                    progress(state);
+                })
+            };
+            read()?;
+            let placing = options.placing.as_ref();
+            if placing.is_some_and(|placing| (placing.is_misplaced)(checkpoint)) {
+                pages::forget(checkpoint).map_err(unreadable)?;
+                read()?;
+            }
         }
         let banks = banks(&store, &modules, &*backend)?;
         Ok(Self {
@@ -208,18 +227,25 @@ fn pieces(checkpoint: &Checkpoint, modules: &[ModuleSpec]) -> Vec<Bytes> {
     stretches.flat_map(cut).collect()
 }
 
-/// Reads all pieces in on several threads; `done` is called here with the bytes of each.
+/// Reads all pieces in on several threads, in turn on the CPUs of each NUMA node; `done` is called here with the bytes of each.
 fn touch_all(
     pieces: &[Bytes],
     threads: usize,
+    numa_cpus: &[Vec<usize>],
     mut done: impl FnMut(u64),
 ) -> Result<(), ResidencyError> {
     let next = AtomicUsize::new(0);
     let (sender, results) = mpsc::channel::<io::Result<u64>>();
     thread::scope(|scope| {
-        for _ in 0..threads.min(pieces.len()) {
+        for thread in 0..threads.max(numa_cpus.len()).min(pieces.len()) {
             let (sender, next) = (sender.clone(), &next);
+            let cpus = numa_cpus.get(thread % numa_cpus.len().max(1));
             scope.spawn(move || {
+                if let Some(cpus) = cpus
+                    && let Err(error) = affinity::bind(None, cpus)
+                {
+                    tracing::warn!(?cpus, %error, "weights are read from other CPUs");
+                }
                 while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
                     let result = pages::populate(piece).map(|()| piece.len() as u64);
                     if sender.send(result).is_err() {
@@ -230,12 +256,16 @@ fn touch_all(
         }
         drop(sender);
         for result in results {
-            done(result.map_err(|source| ResidencyError::System {
-                what: "read the weights into memory".into(),
-                source,
-                remedy: "the file was changed or the disk fails; download the model again.",
-            })?);
+            done(result.map_err(unreadable)?);
         }
         Ok(())
     })
+}
+
+fn unreadable(source: io::Error) -> ResidencyError {
+    ResidencyError::System {
+        what: "read the weights into memory".into(),
+        source,
+        remedy: "the file was changed or the disk fails; download the model again.",
+    }
 }

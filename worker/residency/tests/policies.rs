@@ -348,7 +348,10 @@ fn loading_reports_its_progress_and_touches_every_page() {
     let (_, checkpoint, specs) = write_checkpoint(dir.path());
     let file = dir.path().join("model.safetensors");
     let mut reports: Vec<LoadProgress> = Vec::new();
-    let options = ResidentOptions { touch_threads: 2 };
+    let options = ResidentOptions {
+        touch_threads: 2,
+        ..ResidentOptions::default()
+    };
     let policy = Resident::open_with(&checkpoint, specs.clone(), backend(), options, &mut |p| {
         reports.push(p);
     })

@@ -11,10 +11,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context;
-use hearth_crds::{Pinning, PlanRank};
+use hearth_crds::{Pinning, PlanRank, format_bytes};
 use hearth_kernels::affinity::{self, ThreadId};
 use hearth_kernels::{Backend, KernelError};
-use hearth_profiler::{CpuPlace, NumaMemory, cpu_places, format_id_list, own_memory};
+use hearth_profiler::{
+    CpuPlace, NumaMemory, cpu_places, format_id_list, numa_free_bytes, own_memory,
+};
 use hearth_transport::v1;
 
 /// The share of a worker's memory from which on a NUMA node is worth a word: some of it the kernel puts wherever it likes.
@@ -112,6 +114,33 @@ impl Binding {
         }
         drop(state);
         self.look();
+    }
+
+    /// Whether weights that are in memory, as `weights` are mapped now, lie on other NUMA nodes than planned though the planned
+    /// ones have room: whoever read the files before ran elsewhere. To read them again costs as much as the first time.
+    pub(super) fn should_read_again(&self, weights: &[PathBuf]) -> bool {
+        let memory = own_memory(Path::new("/"), weights);
+        let bytes = |node: &u32| memory.get(node).map_or(0, |memory| memory.weight_bytes);
+        let all: u64 = memory.keys().map(bytes).sum();
+        let is_planned = |node: &&u32| self.rank.numa_nodes.contains(node);
+        let strayed = all - memory.keys().filter(is_planned).map(bytes).sum::<u64>();
+        if (strayed as f64) < TOLD_SHARE * all as f64 || strayed == 0 {
+            return false;
+        }
+        let nodes = self.rank.numa_nodes.iter();
+        let free = nodes
+            .map(|node| numa_free_bytes(Path::new("/"), *node))
+            .sum::<u64>();
+        let has_room = free >= strayed;
+        tracing::info!(
+            rank = self.rank.name,
+            strayed = format_bytes(strayed),
+            planned = ?self.rank.numa_nodes,
+            free = format_bytes(free),
+            reads_again = has_room,
+            "weights were in the page cache of other NUMA nodes"
+        );
+        has_room
     }
 
     /// All memory of the process is in its place: tells where, by NUMA node. `weights`: the files of the model.
@@ -304,12 +333,26 @@ fn shortfalls(rank: &PlanRank, got: &Got) -> Vec<String> {
             list(&rank.numa_nodes)
         ));
     }
-    for (node, share) in memory_shares(got).filter(|(node, _)| is_stray(&node)) {
-        found.push(format!(
-            "{:.0} % of the memory on NUMA node {node} where {} is planned",
-            share * 100.0,
-            list(&rank.numa_nodes)
-        ));
+    let weights: u64 = got.memory.values().map(|memory| memory.weight_bytes).sum();
+    let all: u64 = got
+        .memory
+        .values()
+        .map(|memory| memory.own_bytes)
+        .sum::<u64>()
+        + weights;
+    for (node, memory) in got.memory.iter().filter(|(node, _)| is_stray(node)) {
+        for (what, bytes, whole) in [
+            ("the weights", memory.weight_bytes, weights),
+            ("its own memory", memory.own_bytes, all),
+        ] {
+            if bytes > 0 && bytes as f64 >= TOLD_SHARE * whole as f64 {
+                found.push(format!(
+                    "{} of {what} on NUMA node {node} where {} is planned",
+                    format_bytes(bytes),
+                    list(&rank.numa_nodes)
+                ));
+            }
+        }
     }
     found
 }
@@ -411,12 +454,17 @@ mod tests {
             own_bytes,
         };
         let mut strayed = got(&[0, 1], 2);
-        strayed.memory = BTreeMap::from([(0, memory(60, 20)), (1, memory(20, 0))]);
+        strayed.memory = BTreeMap::from([(0, memory(60, 20)), (1, memory(20, 4))]);
         assert_eq!(
             shortfalls(&rank, &strayed),
-            ["20 % of the memory on NUMA node 1 where 0 is planned"]
+            ["20 B of the weights on NUMA node 1 where 0 is planned"]
         );
-        strayed.memory = BTreeMap::from([(0, memory(96, 0)), (1, memory(4, 0))]);
+        strayed.memory = BTreeMap::from([(0, memory(96, 10)), (1, memory(4, 30))]);
+        assert_eq!(
+            shortfalls(&rank, &strayed),
+            ["30 B of its own memory on NUMA node 1 where 0 is planned"]
+        );
+        strayed.memory = BTreeMap::from([(0, memory(96, 0)), (1, memory(4, 2))]);
         assert_eq!(shortfalls(&rank, &strayed), Vec::<String>::new());
     }
 

@@ -10,8 +10,9 @@ use hearth_crds::{
     InferencePlanSpec, PlanKv, PlanKvType, PlanRank, PlanRole, ResidencyPolicy as PlanPolicy,
 };
 use hearth_engine::{Engine, EngineOptions, GrammarTokenizer, Health as EngineHealth, KvBudget};
-use hearth_formats::{ModelConfig, Tokenizer};
+use hearth_formats::{Checkpoint, ModelConfig, Tokenizer};
 use hearth_kernels::{Backend, CpuOptions, KvDType};
+use hearth_residency::Placing;
 use hearth_transport::tonic::service::Routes;
 use hearth_transport::{ClientOptions, Clients, Health, Listener, ServerOptions, Tls, server};
 
@@ -220,12 +221,21 @@ fn open(
         .with_context(|| format!("the plan gives {} no KV cache", rank.name))?;
     kv_dtype(kv)?;
     let limit_bytes = hearth_profiler::memory_limit_bytes(Path::new("/"));
+    let numa_cpus = binding.numa_cpus();
     // Who waits for another worker does not hang.
-    let turn = Turn::take(directory, rank, limit_bytes, &|| watch.went_on(0));
+    let waits = || watch.went_on(0);
+    let turn = Turn::take(directory, rank, limit_bytes, !numa_cpus.is_empty(), &waits);
+    let is_misplaced = |checkpoint: &Checkpoint| {
+        turn.is_alone() && binding.should_read_again(&weight_files(checkpoint))
+    };
+    let placing = (!numa_cpus.is_empty()).then_some(Placing {
+        numa_cpus,
+        is_misplaced: &is_misplaced,
+    });
     let mut told = 0;
     let loaded = load::open(
         directory,
-        load_options(args, rank, &binding)?,
+        load_options(args, rank, &binding, placing)?,
         &mut |progress| {
             let percent = (progress.bytes_done * 100 / progress.bytes.max(1)) as u32;
             watch.went_on(percent);
@@ -266,8 +276,7 @@ fn start<B: Backend>(
         grammar_tokenizer: grammar_tokenizer(directory, rank.role, loaded.model.config())?,
     };
     let model_fingerprint = loaded.checkpoint.fingerprint().to_owned();
-    let files = loaded.checkpoint.files().iter();
-    let weights: Vec<PathBuf> = files.map(|file| file.path.clone()).collect();
+    let weights = weight_files(&loaded.checkpoint);
     let engine = Engine::start(loaded.model, options)?;
     binding.loaded(&weights);
     let worker = Worker {
@@ -283,6 +292,11 @@ fn start<B: Backend>(
         binding,
     };
     Ok((Arc::new(worker), device))
+}
+
+fn weight_files(checkpoint: &Checkpoint) -> Vec<PathBuf> {
+    let files = checkpoint.files().iter();
+    files.map(|file| file.path.clone()).collect()
 }
 
 /// Grammars need the text of every token; prefill workers sample nothing.
@@ -316,11 +330,12 @@ fn kv_dtype(kv: &PlanKv) -> anyhow::Result<KvDType> {
     })
 }
 
-fn load_options(
+fn load_options<'a>(
     args: &RankArgs,
     rank: &PlanRank,
     binding: &Binding,
-) -> anyhow::Result<LoadOptions> {
+    placing: Option<Placing<'a>>,
+) -> anyhow::Result<LoadOptions<'a>> {
     let residency = rank
         .residency
         .as_ref()
@@ -333,6 +348,7 @@ fn load_options(
                 budget_bytes: Some(residency.budget_bytes),
             },
         },
+        placing,
     })
 }
 

@@ -1,4 +1,5 @@
-//! The order in which workers of one machine map its weights: first one whose memory limit has room for them.
+//! The order in which workers of one machine map its weights: first one whose memory limit has room for them, and, where the
+//! plan says on which NUMA nodes they are to lie, only one of those at a time: their pages lie where they are touched first.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -13,6 +14,8 @@ const TELL_PERIOD: Duration = Duration::from_secs(30);
 /// How long it waits while no worker with room is there at all. Then it maps the weights in spite of its limit: on a file
 /// system whose locks others do not see, nobody would ever come.
 const PATIENCE: Duration = Duration::from_secs(600);
+/// How long a worker with the claim on the weights may take to say that it reads them.
+const CLAIM_PATIENCE: Duration = Duration::from_secs(2);
 /// Limits are rounded down to whole pages.
 const ROUNDING_BYTES: u64 = 64 << 10;
 /// The type of an overlay, by `statfs`: files in images, on which every container has locks of its own.
@@ -25,11 +28,12 @@ pub(super) struct Turn {
 
 impl Turn {
     /// Waits until it is this rank's turn, and calls `waits` again and again meanwhile. `limit_bytes`: of its control group;
-    /// without one it is always its turn.
+    /// without one it has room. `is_placed`: the plan says on which NUMA nodes the rank's memory is to lie.
     pub(super) fn take(
         directory: &Path,
         rank: &PlanRank,
         limit_bytes: Option<u64>,
+        is_placed: bool,
         waits: &dyn Fn(),
     ) -> Self {
         let opened = open(directory).filter(|_| maps_all(rank));
@@ -39,6 +43,9 @@ impl Turn {
         let has_room =
             limit_bytes.is_none_or(|limit| limit.saturating_add(ROUNDING_BYTES) >= needs(rank));
         if has_room {
+            if is_placed {
+                wait_for_placing(&file, &rank.name, waits);
+            }
             if let Err(error) = file.say_loading() {
                 tracing::debug!(%error, "other workers cannot be told of the weights");
             }
@@ -48,11 +55,41 @@ impl Turn {
         Self { file: None }
     }
 
+    /// Whether no other worker has the weights mapped, or is about to: what this one drops from the page cache is gone.
+    pub(super) fn is_alone(&self) -> bool {
+        let file = self.file.as_ref();
+        file.is_some_and(|file| {
+            matches!(file.claim(), Ok(true)) && matches!(file.held(), Ok(Held::Nowhere))
+        })
+    }
+
     /// All weights are in memory.
     pub(super) fn loaded(&self) {
         if let Some(Err(error)) = self.file.as_ref().map(WeightFile::say_loaded) {
             tracing::debug!(%error, "other workers cannot be told of the weights");
         }
+    }
+}
+
+/// Waits while another worker reads the weights: it puts them where its plan says, and they lie there for both.
+fn wait_for_placing(file: &WeightFile, rank: &str, waits: &dyn Fn()) {
+    let mut heard = Instant::now();
+    let mut has_told = false;
+    while matches!(file.claim(), Ok(false)) {
+        match file.held() {
+            Ok(Held::Loading) => heard = Instant::now(),
+            // Who has the claim is about to say that it loads, or is none of us.
+            Ok(Held::Nowhere) if heard.elapsed() < CLAIM_PATIENCE => {}
+            Ok(Held::Nowhere | Held::Loaded) | Err(_) => return,
+        }
+        if !std::mem::replace(&mut has_told, true) {
+            tracing::info!(
+                rank,
+                "waits while another worker reads the weights into memory"
+            );
+        }
+        waits();
+        std::thread::sleep(LOOK_PERIOD);
     }
 }
 
@@ -115,4 +152,41 @@ fn open(directory: &Path) -> Option<WeightFile> {
     }
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     WeightFile::open(&path, boot.trim()).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn one_worker_reads_the_weights_and_others_wait_until_it_has_or_is_gone() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let open = || WeightFile::open(file.path(), "boot").unwrap();
+        for loads in [true, false] {
+            let first = open();
+            wait_for_placing(&first, "prefill-0", &|| {
+                panic!("there is nobody to wait for")
+            });
+            first.say_loading().unwrap();
+            let second = open();
+            let (waits, waited) = mpsc::channel();
+            let waiting = thread::spawn(move || {
+                wait_for_placing(&second, "decode-0", &|| waits.send(()).unwrap());
+                second.claim().unwrap()
+            });
+            for _ in 0..3 {
+                waited.recv_timeout(Duration::from_secs(20)).unwrap();
+            }
+            if loads {
+                first.say_loaded().unwrap();
+                assert!(!waiting.join().unwrap(), "the first has the claim");
+            } else {
+                drop(first);
+                assert!(waiting.join().unwrap(), "the second has the claim");
+            }
+        }
+    }
 }

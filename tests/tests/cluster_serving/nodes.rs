@@ -41,47 +41,10 @@ pub(super) fn lost_is_left(cluster: &Cluster) {
     wait_until("the last Pods are gone", PATIENCE, || {
         pods(cluster, "demo", "").is_empty().then_some(())
     });
-    // The operator on the node that stays: what is tested is the work, not its own move.
-    let operator = cluster.list("pods", SYSTEM, "app.kubernetes.io/component=operator");
-    let stays = operator[0]["spec"]["nodeName"]
-        .as_str()
-        .expect("a node")
-        .to_owned();
-    let goes = if stays == "node-1" {
-        "node-2"
-    } else {
-        "node-1"
-    };
-    // A cordon keeps the plan off the other node, and what runs stays when it is lifted.
-    cluster.kubectl(&["cordon", &stays]);
-    cluster.apply(&deployment("demo", json!({})).to_string());
-    wait_until_settled(cluster, "demo");
-    cluster.kubectl(&["uncordon", &stays]);
-    assert!(
-        pods(cluster, "demo", "")
-            .iter()
-            .all(|pod| pod["spec"]["nodeName"] == goes)
-    );
-    cluster.node_named(goes).kill();
-    wait_until("the work has moved", Duration::from_secs(120), || {
-        let found = infd(cluster, "demo");
-        let on_other = |pod: &Value| pod["spec"]["nodeName"] == stays.as_str();
-        let moved = pods(cluster, "demo", "")
-            .iter()
-            .filter(|pod| on_other(pod))
-            .count();
-        (moved == 3 && condition(&found, "Ready") == Some("True")).then_some(())
-    });
-    let known = &streams::known()[0];
-    let reach = cluster.reach("default", "demo", 80);
-    let body = chat_body("hearth-demo", &known.question, 200);
-    let runtime = tokio::runtime::Runtime::new().expect("runtime");
-    // The Service's rules follow its endpoints a moment later.
-    let answer = wait_until("the Service leads to the new gateway", PATIENCE, || {
-        let asked = runtime.block_on(chat_stream(&reach.v1(), &body, |_, _| {}));
-        asked.ok()
-    });
-    assert_eq!(answer.text.trim(), known.answer);
+    let [stays, goes] = demo_off_the_operators_node(cluster);
+    cluster.node_named(&goes).kill();
+    wait_until_moved(cluster, &stays);
+    a_new_connection_answers(cluster);
     let gone = |pod: &&Value| pod["spec"]["nodeName"] == goes;
     let left = pods(cluster, "demo", "");
     let is_asked = |pod: &Value| !pod["metadata"]["deletionTimestamp"].is_null();
@@ -138,13 +101,115 @@ pub(super) fn away_end_nothing(cluster: &Cluster) {
         .collect();
     assert!(restarted.iter().all(|count| *count == 0), "{restarted:?}");
     // New connections come back with Ready.
+    a_new_connection_answers(cluster);
+}
+
+/// One kubelet is away beside a healthy node: what runs stays for less than `nodes.moveAfter` (20 s); then a successor is made
+/// beside it, and what the node still has ends when it is back.
+pub(super) fn one_away_moves_late_and_comes_back(cluster: &Cluster) {
+    cluster.kubectl(&["delete", "infd", "--all"]);
+    wait_until("the last Pods are gone", PATIENCE, || {
+        pods(cluster, "demo", "").is_empty().then_some(())
+    });
+    let [stays, goes] = demo_off_the_operators_node(cluster);
+    let before = identities(cluster);
+    let reach = cluster.reach("default", "demo", 80);
+    let held = Held::connect(reach.address());
+    let is_ready = || {
+        let nodes = cluster.list("nodes", "", "");
+        let node = nodes.iter().find(|node| node["metadata"]["name"] == *goes);
+        condition(node.expect("the node"), "Ready") == Some("True")
+    };
+    let wait_for = |what: &str, ready: bool| {
+        wait_until(what, Duration::from_secs(90), || {
+            (is_ready() == ready).then_some(())
+        });
+    };
+
+    cluster.node_named(&goes).stop_kubelet();
+    wait_for("the node is NotReady", false);
+    std::thread::sleep(Duration::from_secs(8));
+    cluster.node_named(&goes).start_kubelet_again();
+    wait_for("the node is Ready again", true);
+    wait_until_settled(cluster, "demo");
+    assert_eq!(identities(cluster), before, "a blip moved something");
+
+    cluster.node_named(&goes).stop_kubelet();
+    wait_until_moved(cluster, &stays);
+    // Whoever is connected is answered by what runs on the node that is away.
+    println!("{} answers over one connection", held.finish());
+    a_new_connection_answers(cluster);
+    cluster.node_named(&goes).start_kubelet_again();
+    wait_until("what is left there has ended", PATIENCE, || {
+        let left = pods(cluster, "demo", "");
+        let is_left = |pod: &Value| pod["spec"]["nodeName"] == goes.as_str();
+        (!left.iter().any(is_left)).then_some(())
+    });
+    wait_until_settled(cluster, "demo");
+    a_new_connection_answers(cluster);
+}
+
+/// A NoExecute taint of `nodes.passingTaints` moves nothing before its 300 s are over; another one moves all.
+pub(super) fn taints_move_unless_they_pass(cluster: &Cluster) {
+    let before = identities(cluster);
+    let on = pods(cluster, "demo", "")[0]["spec"]["nodeName"].clone();
+    let on = on.as_str().expect("a node");
+    let other = other_than(on);
+    let passing = "node.cilium.io/agent-not-ready";
+    cluster.kubectl(&["taint", "node", on, &format!("{passing}=:NoExecute")]);
+    for _ in 0..10 {
+        std::thread::sleep(Duration::from_secs(1));
+        assert_eq!(identities(cluster), before);
+    }
+    cluster.kubectl(&["taint", "node", on, &format!("{passing}-")]);
+    cluster.kubectl(&["taint", "node", on, "example.com/repair=:NoExecute"]);
+    wait_until_moved(cluster, other);
+    a_new_connection_answers(cluster);
+    cluster.kubectl(&["taint", "node", on, "example.com/repair-"]);
+}
+
+fn other_than(node: &str) -> &'static str {
+    if node == "node-1" { "node-2" } else { "node-1" }
+}
+
+/// The demo, whole, on the node without the operator: what is tested is the work, not the operator's own move. The node that
+/// has the operator, and the one that has the demo.
+fn demo_off_the_operators_node(cluster: &Cluster) -> [String; 2] {
+    let operator = cluster.list("pods", SYSTEM, "app.kubernetes.io/component=operator");
+    let stays = operator[0]["spec"]["nodeName"].as_str().expect("a node");
+    let goes = other_than(stays);
+    // A cordon keeps the plan off the other node, and what runs stays when it is lifted.
+    cluster.kubectl(&["cordon", stays]);
+    cluster.apply(&deployment("demo", json!({})).to_string());
+    wait_until_settled(cluster, "demo");
+    cluster.kubectl(&["uncordon", stays]);
+    assert!(
+        pods(cluster, "demo", "")
+            .iter()
+            .all(|pod| pod["spec"]["nodeName"] == goes)
+    );
+    [stays.to_owned(), goes.to_owned()]
+}
+
+/// Waits until all three of the demo's Pods have others on this node, and are ready there.
+fn wait_until_moved(cluster: &Cluster, node: &str) {
+    wait_until("the work has moved", Duration::from_secs(120), || {
+        let found = infd(cluster, "demo");
+        let on_it = |pod: &&Value| pod["spec"]["nodeName"] == node;
+        let moved = pods(cluster, "demo", "").iter().filter(on_it).count();
+        (moved == 3 && condition(&found, "Ready") == Some("True")).then_some(())
+    });
+}
+
+/// The Service's rules follow its endpoints a moment later.
+fn a_new_connection_answers(cluster: &Cluster) {
     let runtime = tokio::runtime::Runtime::new().expect("runtime");
     let known = &streams::known()[0];
     let body = chat_body("hearth-demo", &known.question, 200);
-    let answer = wait_until("the Service leads to the gateway again", PATIENCE, || {
-        runtime
-            .block_on(chat_stream(&reach.v1(), &body, |_, _| {}))
-            .ok()
+    let reach = cluster.reach("default", "demo", 80);
+    let answer = wait_until("the Service leads to a gateway", PATIENCE, || {
+        let asked = runtime.block_on(chat_stream(&reach.v1(), &body, |_, _| {}));
+        asked.ok()
     });
     assert_eq!(answer.text.trim(), known.answer);
 }

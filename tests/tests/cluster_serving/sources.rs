@@ -1,5 +1,6 @@
 //! Models from a claim and from an archive behind a URL, on nodes that have neither.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::Duration;
 
@@ -40,7 +41,7 @@ pub(super) fn claim(cluster: &Cluster, name: &str, directory: &Path) {
     cluster.apply(&claim.to_string());
 }
 
-/// The archive comes slowly and breaks off once; both nodes fetch it, since either could serve it.
+/// The archive comes slowly and breaks off once. Only the node that the plan then wants has it.
 pub(super) fn an_archive_is_fetched_and_serves(cluster: &Cluster) {
     let runtime = tokio::runtime::Runtime::new().expect("runtime");
     let mut archive = tar::Builder::new(Vec::new());
@@ -67,9 +68,18 @@ pub(super) fn an_archive_is_fetched_and_serves(cluster: &Cluster) {
         "{percents:?}"
     );
     assert!(server.seen().iter().any(|seen| seen.range.is_some()));
+    wait_until_settled(cluster, "fetched");
+    let workers: BTreeSet<String> = pods(cluster, "fetched", "")
+        .iter()
+        .filter(|pod| pod["metadata"]["labels"]["hearth.dev/role"] != "gateway")
+        .map(|pod| pod["spec"]["nodeName"].to_string())
+        .collect();
     let kept = kept_models(cluster);
-    assert!(!kept.is_empty());
+    assert_eq!(kept.len(), workers.len(), "{kept:?} for {workers:?}");
     serves(cluster, "fetched", &source);
+    // `agent.keepModels` is 30 s here.
+    std::thread::sleep(Duration::from_secs(10));
+    assert_eq!(kept_models(cluster), kept, "gone with its last deployment");
     wait_until("what nobody names is removed", PATIENCE, || {
         kept_models(cluster).is_empty().then_some(())
     });

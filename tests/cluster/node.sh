@@ -30,7 +30,9 @@ kernel/keys/root_maxkeys 1000000
 kernel/keys/root_maxbytes 25000000
 END
 
-for procs in /sys/fs/cgroup/*"$group"/sys/cgroup.procs; do echo 1 >"$procs"; done
+for procs in /sys/fs/cgroup{,/*}"$group"/sys/cgroup.procs; do
+    [ ! -e "$procs" ] || echo 1 >"$procs"
+done
 touch "$state/ready"
 trap 'exit 0' TERM
 while :; do

@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use rustix::process::{Pid, Signal, kill_process};
 
+use super::cgroups::Groups;
+use super::host;
 use super::network::UPLINK;
-use super::{cgroups, host};
 use crate::programs::program;
 
 /// The environment variable that names the cluster of a process.
@@ -155,7 +156,7 @@ fn tear_down(state: &Path) -> anyhow::Result<()> {
     let mut quiet = 0;
     while quiet < 2 {
         let mut pids = marked(&id);
-        pids.extend(cgroups::processes(&id));
+        pids.extend(Groups::of_machine().processes(&id));
         quiet = if pids.is_empty() { quiet + 1 } else { 0 };
         for pid in &pids {
             kill(*pid);
@@ -165,7 +166,7 @@ fn tear_down(state: &Path) -> anyhow::Result<()> {
         }
         std::thread::sleep(Duration::from_millis(20));
     }
-    while let Err(error) = cgroups::remove(&id) {
+    while let Err(error) = Groups::of_machine().remove(&id) {
         if Instant::now() > deadline {
             return Err(error);
         }

@@ -9,10 +9,11 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use serde_json::{Map, Value, json};
 
+use super::cgroups::{self, Groups};
 use super::network::AddressFamily;
 use super::process::{Ground, Launch, Place};
 use super::wait::try_wait_until;
-use super::{cgroups, control, keeper, network};
+use super::{control, keeper, network};
 use crate::programs::root;
 
 const START_TIMEOUT: Duration = Duration::from_secs(30);
@@ -52,7 +53,7 @@ impl Node {
         let state = ground.file(&name);
         std::fs::create_dir_all(state.join("var-lib"))?;
         let group = cgroups::of_node(&ground.id, &name);
-        cgroups::make(&ground.id, &name)?;
+        Groups::of_machine().make(&ground.id, &name)?;
         let namespaces = ["--mount", "--uts", "--net", "--pid", "--mount-proc"];
         let launch = Launch::new(&name, "unshare", &Place::Host)
             .args(namespaces)
@@ -229,7 +230,8 @@ impl Node {
 
     /// SIGKILL to each process of the node, Pods' processes among them, whose command line holds `pattern`: how many.
     pub fn kill_process(&self, pattern: &str) -> usize {
-        let found: Vec<_> = cgroups::processes_of_node(&self.ground.id, &self.name())
+        let found: Vec<_> = Groups::of_machine()
+            .processes_of_node(&self.ground.id, &self.name())
             .into_iter()
             .filter(|&pid| command_line(pid).contains(pattern))
             .collect();
@@ -241,7 +243,7 @@ impl Node {
 
     /// All processes of one container, as the machine counts.
     pub fn container_processes(&self, id: &str) -> Vec<u32> {
-        cgroups::processes_of_container(&self.ground.id, &self.name(), id)
+        Groups::of_machine().processes_of_container(&self.ground.id, &self.name(), id)
     }
 
     pub(super) fn wait_for_containerd(&self) -> anyhow::Result<()> {

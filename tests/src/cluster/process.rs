@@ -15,7 +15,9 @@ use super::tools::Tools;
 const ENTER_NODE: &str = r#"
 group=$1 target=$2
 shift 2
-for procs in /sys/fs/cgroup/*"$group"/sys/cgroup.procs; do echo $$ >"$procs"; done
+for procs in /sys/fs/cgroup"$group"/sys/cgroup.procs /sys/fs/cgroup/*"$group"/sys/cgroup.procs; do
+    [ ! -e "$procs" ] || echo $$ >"$procs"
+done
 exec nsenter --target "$target" --mount --uts --net --pid -- "$@"
 "#;
 

@@ -15,7 +15,7 @@ QUESTION ?= What is Hearth?
 # Where the images would be pushed to.
 REGISTRY ?= hearth.dev
 
-.PHONY: demo build test test-oldest test-long test-gpu bench-gpu test-cluster cluster check fmt bench images manifests crds clean help
+.PHONY: demo build test test-oldest test-gpu bench-gpu test-cluster cluster check fmt bench images manifests crds clean help
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -37,11 +37,6 @@ test-oldest: export HEARTH_TEST_OLDEST = 1
 test-oldest: ## The tests that need an API server alone, on the oldest that the chart allows
 	@scripts/bootstrap.sh oldest cargo build --workspace --bins --tests
 	@cargo test --workspace --no-fail-fast --test releases --test install_manifest
-
-# Not part of `make test`: four upgrades under streams, each as long as a gateway drains; rollouts without room.
-test-long: ## The tests that take many minutes: upgrades and rollouts under streams
-	@scripts/bootstrap.sh test cargo build --workspace --bins --tests
-	@cargo test --workspace --no-fail-fast --test cluster_serving -- --ignored
 
 # On the GPU of this machine: the cases of `make test`, the sanitizer's short list, and no pass without a GPU.
 test-gpu: ## The CUDA backend's tests on this machine's GPU

@@ -31,6 +31,7 @@ mod wait;
 
 use std::path::{Path, PathBuf};
 use std::sync::PoisonError;
+use std::time::Instant;
 
 use anyhow::Context;
 
@@ -84,6 +85,8 @@ pub struct Cluster {
     tools: Tools,
     kubeconfig: PathBuf,
     own: Option<Own>,
+    /// When its turn came, of one of the test's own.
+    began: Option<Instant>,
 }
 
 /// Whether tests are to run on a cluster that somebody has named, instead of their own.
@@ -122,6 +125,7 @@ impl Cluster {
                 tools,
                 kubeconfig,
                 own: None,
+                began: None,
             };
             cluster
                 .try_kubectl(&["version"])
@@ -129,14 +133,18 @@ impl Cluster {
             return Ok(cluster);
         }
         let own = Own::begin(options, &tools)?;
+        let began = Instant::now();
         let mut cluster = Self {
             tools,
             kubeconfig: own.ground.file("pki/admin.kubeconfig"),
             own: Some(own),
+            began: None,
         };
         if let Err(error) = cluster.bring_up(options) {
             return Err(error.context(cluster.failure()));
         }
+        cluster.began = Some(began);
+        eprintln!("the cluster was up after {:.1?}", began.elapsed());
         Ok(cluster)
     }
 
@@ -320,10 +328,13 @@ impl Drop for Cluster {
             own.reap();
             match keeper.is_done() {
                 Ok(false) => std::thread::sleep(std::time::Duration::from_millis(10)),
-                Ok(true) => return,
+                Ok(true) => break,
                 Err(error) if std::thread::panicking() => return eprintln!("{error:#}"),
                 Err(error) => panic!("{error:#}"),
             }
+        }
+        if let Some(began) = self.began {
+            eprintln!("the cluster was gone after {:.1?}", began.elapsed());
         }
     }
 }

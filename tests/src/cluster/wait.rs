@@ -33,7 +33,7 @@ pub fn try_wait_until<T>(
         if let Some(found) = look() {
             let waited = began.elapsed();
             if waited >= WORTH_TELLING {
-                println!("{:.0} s until {what}", waited.as_secs_f64());
+                eprintln!("{:.0} s until {what}", waited.as_secs_f64());
             }
             return Ok(found);
         }

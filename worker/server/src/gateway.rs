@@ -6,7 +6,7 @@ use std::io;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use axum::Router;
 use hearth_transport::{ClientOptions, Clients};
@@ -217,11 +217,16 @@ impl Gateway {
             open.spawn(connections.clone().run(stream, place, false));
         }
         open.close();
+        let began = Instant::now();
+        tracing::info!(connections = open.len(), "draining");
         let ended = async {
             if timeout(limits.drain_grace, open.wait()).await.is_err() {
+                tracing::warn!(connections = open.len(), "the rest is cut off");
                 self.app.closing.cancel();
                 let _ = timeout(CUT_OFF, open.wait()).await;
             }
+            let seconds = began.elapsed().as_secs_f32();
+            tracing::info!(seconds, "drained");
         };
         tokio::select! {
             () = ended => {}

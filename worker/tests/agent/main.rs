@@ -222,13 +222,34 @@ async fn only_the_operator_is_answered() {
 }
 
 #[tokio::test]
+async fn an_agent_tells_its_newest_token_and_one_key() {
+    let world = World::new();
+    let told = world.operator.agent().identify(IdentifyRequest {}).await;
+    let told = told.unwrap().into_inner();
+    assert_eq!(told.token, "a token");
+    assert!(told.public_key.starts_with("-----BEGIN PUBLIC KEY-----"));
+    // The kubelet writes another token: that one is told.
+    let token = world.authority.place("agent.hearth").join("token");
+    fs::write(&token, "the next").unwrap();
+    let again = world.operator.agent().identify(IdentifyRequest {}).await;
+    let again = again.unwrap().into_inner();
+    assert_eq!(
+        (&*again.token, again.public_key),
+        ("the next", told.public_key)
+    );
+    fs::remove_file(token).unwrap();
+    let refused = world.operator.agent().identify(IdentifyRequest {}).await;
+    let refused = refused.unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition);
+    assert!(refused.message().contains("token"), "{refused}");
+}
+
+#[tokio::test]
 async fn an_agent_shows_the_certificate_that_it_was_given_until_its_files_change() {
     let world = World::new();
     let own = "node-1.node.agent.hearth";
     let told = world.operator.agent().identify(IdentifyRequest {}).await;
     let told = told.unwrap().into_inner();
-    assert_eq!(told.token, "a token");
-    assert!(told.public_key.starts_with("-----BEGIN PUBLIC KEY-----"));
     let certificate = |name: &str, node: &str| CertifyRequest {
         node: node.to_owned(),
         certificate: world.authority.sign(name, &told.public_key),
@@ -255,20 +276,6 @@ async fn an_agent_shows_the_certificate_that_it_was_given_until_its_files_change
         let refused = world.operator.agent().certify(request).await.unwrap_err();
         assert_eq!(refused.code(), Code::InvalidArgument);
     }
-    // The kubelet writes another token: that one is told.
-    let token = world.authority.place("agent.hearth").join("token");
-    fs::write(&token, "the next").unwrap();
-    let again = world.operator.agent().identify(IdentifyRequest {}).await;
-    let again = again.unwrap().into_inner();
-    assert_eq!(
-        (&*again.token, again.public_key),
-        ("the next", told.public_key.clone())
-    );
-    fs::remove_file(token).unwrap();
-    let refused = world.operator.agent().identify(IdentifyRequest {}).await;
-    let refused = refused.unwrap_err();
-    assert_eq!(refused.code(), Code::FailedPrecondition);
-    assert!(refused.message().contains("token"), "{refused}");
 
     let request = certificate(own, "node-1");
     world

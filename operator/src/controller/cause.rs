@@ -2,7 +2,7 @@
 
 use hearth_crds::format_bytes;
 
-use super::observed::{ContainerEnd, PodView, Settings};
+use super::observed::{ContainerEnd, PodView};
 
 /// The most characters of another program's words that a message repeats.
 const QUOTED_CHARS: usize = 300;
@@ -39,7 +39,7 @@ impl Cause {
 }
 
 /// Why `pod` is not ready; `what` names it, such as `decode-0`.
-pub(crate) fn cause(what: &str, pod: &PodView, settings: &Settings) -> Cause {
+pub(crate) fn cause(what: &str, pod: &PodView) -> Cause {
     if pod.is_deleting {
         return Cause::waiting("Stopping", format!("{what} is being stopped"));
     }
@@ -49,7 +49,7 @@ pub(crate) fn cause(what: &str, pod: &PodView, settings: &Settings) -> Cause {
     if let Some(cause) = not_placed(what, pod) {
         return cause;
     }
-    if let Some(cause) = waiting_container(what, pod, settings) {
+    if let Some(cause) = waiting_container(what, pod) {
         return cause;
     }
     let end = pod
@@ -204,9 +204,10 @@ pub(crate) fn scheduler_words(words: &str) -> String {
     quoted(main)
 }
 
-fn waiting_container(what: &str, pod: &PodView, settings: &Settings) -> Option<Cause> {
-    let (reason, message) = pod.container.as_ref()?.waiting.as_ref()?;
-    let image = &settings.worker_image;
+fn waiting_container(what: &str, pod: &PodView) -> Option<Cause> {
+    let container = pod.container.as_ref()?;
+    let (reason, message) = container.waiting.as_ref()?;
+    let image = &container.image;
     let node = node_of(pod);
     match reason.as_str() {
         "ImagePullBackOff"
@@ -330,7 +331,6 @@ fn setting_up(what: &str, pod: &PodView) -> Cause {
 #[cfg(test)]
 mod tests {
     use super::super::observed::ContainerView;
-    use super::super::testing::settings;
     use super::*;
 
     fn pod() -> PodView {
@@ -356,6 +356,7 @@ mod tests {
     fn waiting(reason: &str, message: &str) -> PodView {
         with_container(ContainerView {
             waiting: Some((reason.to_owned(), message.to_owned())),
+            image: "hearth/worker:1".to_owned(),
             ..ContainerView::default()
         })
     }
@@ -377,7 +378,7 @@ mod tests {
     }
 
     fn says(pod: &PodView) -> (&'static str, String) {
-        let cause = cause("decode-0", pod, &settings());
+        let cause = cause("decode-0", pod);
         (cause.reason, cause.message)
     }
 
@@ -407,13 +408,17 @@ mod tests {
         );
         let (reason, message) = says(&detailed);
         assert_eq!(reason, "ImagePullFailed");
-        assert!(message.contains(&settings().worker_image), "{message}");
+        // The Pod's, which may be of another plan than the operator's own image.
+        assert!(
+            message.contains("the image hearth/worker:1 cannot"),
+            "{message}"
+        );
         assert!(message.contains("no such tag"), "{message}");
         let vague = waiting(
             "ImagePullBackOff",
             "Back-off pulling image \"hearth/worker:1\"",
         );
-        assert!(cause("decode-0", &vague, &settings()).is_vague);
+        assert!(cause("decode-0", &vague).is_vague);
     }
 
     #[test]
@@ -431,7 +436,7 @@ mod tests {
         );
         let (_, message) = says(&dead(139, "Error", "one\ntwo\n"));
         assert_eq!(message, "decode-0 was ended by signal 11 on office: two");
-        assert!(cause("decode-0", &dead(1, "Error", ""), &settings()).is_vague);
+        assert!(cause("decode-0", &dead(1, "Error", "")).is_vague);
     }
 
     #[test]
@@ -506,7 +511,7 @@ mod tests {
             ),
             (waiting("ContainerCreating", ""), "LoadingModel"),
         ] {
-            let cause = cause("decode-0", &pod, &settings());
+            let cause = cause("decode-0", &pod);
             assert_eq!((cause.reason, cause.is_trouble), (reason, false));
         }
     }

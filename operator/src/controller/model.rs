@@ -319,7 +319,7 @@ fn look(observed: &Observed, target: Option<&str>, looks: &mut Looks, step: &mut
         looks.found.push((node.to_owned(), facts));
         return;
     }
-    let why = cause("the look at the model", pod, &observed.settings);
+    let why = cause("the look at the model", pod);
     let is_stuck = why.is_trouble && is_older(pod.created, observed.now, MOUNT_PATIENCE);
     match pod.phase.as_str() {
         "Failed" | "Succeeded" => {

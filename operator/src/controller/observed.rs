@@ -318,6 +318,8 @@ pub(crate) struct ContainerView {
     pub(crate) is_starting: bool,
     /// Reason and message of waiting, such as ImagePullBackOff or CrashLoopBackOff.
     pub(crate) waiting: Option<(String, String)>,
+    /// What it is to be made of, while it waits; empty afterwards.
+    pub(crate) image: String,
     /// How it ended last: exit code, reason such as OOMKilled, message (the last lines of its log).
     pub(crate) last_end: Option<ContainerEnd>,
 }

@@ -136,7 +136,7 @@ fn want_cause(observed: &Observed, want: &Want, mode: Mode) -> Option<Cause> {
             let is_hung = placements::of_pod(observed, pod).is_some_and(|told| told.is_hung);
             Some(lost_readiness(what, pod, is_hung))
         }
-        Some(pod) => Some(cause(what, pod, &observed.settings)),
+        Some(pod) => Some(cause(what, pod)),
         None if mode == Mode::OldDownFirst && want.role != PlanRole::Gateway => {
             Some(Cause::waiting(
                 "WaitingForRoom",

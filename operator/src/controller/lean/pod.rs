@@ -278,7 +278,7 @@ impl LeanPod {
             phase: self.status.phase,
             reason: self.status.reason,
             message: self.status.message,
-            container: container.map(ContainerStatus::view),
+            container: container.map(|container| container.view(self.spec.asking.image())),
             node,
         }
     }
@@ -381,7 +381,8 @@ impl Status {
 }
 
 impl ContainerStatus {
-    fn view(&self) -> ContainerView {
+    /// `image`: as the Pod's spec has it.
+    fn view(&self, image: &str) -> ContainerView {
         let ended = self.state.terminated.as_ref();
         let ended = ended.or(self.last_state.terminated.as_ref());
         let running = self.state.running.as_ref();
@@ -396,6 +397,10 @@ impl ContainerStatus {
                 .waiting
                 .as_ref()
                 .map(|waiting| (waiting.reason.clone(), waiting.message.clone())),
+            image: match self.state.waiting {
+                Some(_) => image.to_owned(),
+                None => String::new(),
+            },
             last_end: ended.map(|end| ContainerEnd {
                 exit_code: end.exit_code,
                 reason: end.reason.clone(),
@@ -439,7 +444,7 @@ mod tests {
                 "nodeName": "office",
                 "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [
                     {"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["office"]}]}]}}},
-                "containers": [{"name": "decode", "resources": {"requests": {"memory": "1048576", "nvidia.com/gpu": "1"},
+                "containers": [{"name": "decode", "image": "hearth-worker:2", "resources": {"requests": {"memory": "1048576", "nvidia.com/gpu": "1"},
                     "limits": {"nvidia.com/gpu": "1"}}}],
             },
             "status": status,
@@ -514,6 +519,7 @@ mod tests {
         let pulling = view(json!({"phase": "Pending", "containerStatuses": [
             {"restartCount": 0, "state": {"waiting": {"reason": "ImagePullBackOff", "message": "m"}}}]}));
         assert!(!pulling.is_setting_up);
+        assert_eq!(pulling.container.unwrap().image, "hearth-worker:2");
     }
 
     #[test]

@@ -31,6 +31,7 @@ pub(super) struct Asking {
 #[serde(rename_all = "camelCase", default)]
 struct Container {
     name: String,
+    image: String,
     /// `Always` makes a sidecar of an init container.
     restart_policy: String,
     resources: Resources,
@@ -52,6 +53,12 @@ pub(super) struct Granted {
 }
 
 impl Asking {
+    /// Of the first container.
+    pub(super) fn image(&self) -> &str {
+        let first = self.containers.first();
+        first.map_or("", |container| &container.image)
+    }
+
     /// Containers run together; init containers run before them one by one, each beside the sidecars before it. The
     /// overhead of the runtime class comes on top. While a resize is under way the larger amount counts.
     pub(super) fn requests(&self, granted: &[Granted]) -> Requests {

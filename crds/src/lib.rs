@@ -47,7 +47,7 @@ pub use model::*;
 pub use plan::*;
 pub use profile::*;
 pub use quantity::{DurationText, MemoryQuantity, QuantityError, format_bytes};
-pub use reader::{READER_VERSION, ReadError, read_versioned};
+pub use reader::{READER_VERSION, ReadError, read_versioned, read_versioned_value};
 pub use routes::{Route, Routes};
 pub use status::*;
 pub use url::{STORE_KEY_DIGITS, shown_url, store_key};

@@ -2,6 +2,7 @@
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
+use serde_json::Value;
 
 /// The version of plans and routes that this program reads. It is raised when a field is added that no reader may pass over;
 /// a plan or routes that use such a field carry the number as `minVersion`.
@@ -26,18 +27,33 @@ pub enum ReadError {
 /// # Errors
 /// [`ReadError::TooNew`] when the writer says that this program does not know enough, whatever else is in the text.
 pub fn read_versioned<T: DeserializeOwned>(text: &[u8]) -> Result<T, ReadError> {
-    #[derive(Deserialize)]
-    #[serde(rename_all = "camelCase")]
-    struct Version {
-        #[serde(default)]
-        min_version: u32,
-    }
-    if let Ok(Version { min_version }) = serde_json::from_slice(text)
-        && min_version > READER_VERSION
-    {
-        return Err(ReadError::TooNew(min_version));
-    }
+    check(serde_json::from_slice(text))?;
     Ok(serde_json::from_slice(text)?)
+}
+
+/// The same for JSON that was parsed already.
+///
+/// # Errors
+/// As [`read_versioned`].
+pub fn read_versioned_value<T: DeserializeOwned>(value: Value) -> Result<T, ReadError> {
+    check(Version::deserialize(&value))?;
+    Ok(serde_json::from_value(value)?)
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Version {
+    #[serde(default)]
+    min_version: u32,
+}
+
+fn check(version: serde_json::Result<Version>) -> Result<(), ReadError> {
+    match version {
+        Ok(Version { min_version }) if min_version > READER_VERSION => {
+            Err(ReadError::TooNew(min_version))
+        }
+        _ => Ok(()),
+    }
 }
 
 #[cfg(test)]
@@ -57,6 +73,9 @@ mod tests {
         let text = br#"{"minVersion": 9, "workers": "by lot"}"#;
         let error = read_versioned::<Routes>(text).unwrap_err();
         assert!(matches!(error, ReadError::TooNew(9)));
+        let value = serde_json::from_slice(text).unwrap();
+        let same = read_versioned_value::<Routes>(value).unwrap_err();
+        assert!(matches!(same, ReadError::TooNew(9)));
         let words = error.to_string();
         assert!(
             words.contains("reads up to 1") && words.contains("image.workerTag"),

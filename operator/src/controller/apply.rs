@@ -351,7 +351,7 @@ impl Applier {
     fn take_plan(&self, plan: LeanPlan) {
         let identity = Identity::of(&plan.metadata);
         self.waking
-            .change(|state| state.put_plan(identity, plan.plan.as_ref().ok()));
+            .change(|state| state.put_plan(identity, plan.plan.as_ref().map_err(String::as_str)));
     }
 
     fn take_pod(&self, pod: LeanPod) {

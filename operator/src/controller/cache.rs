@@ -30,6 +30,8 @@ const ROOM_DEBOUNCE: Duration = Duration::from_secs(1);
 
 /// A deployment as it was read.
 pub(crate) type ReadDeployment = Result<Packed<InferenceDeployment>, Box<Unreadable>>;
+/// A plan, or why this version cannot read it.
+pub(crate) type ReadPlan = Result<Packed<InferencePlan>, Box<str>>;
 
 /// A deployment of another version of the API.
 #[derive(Clone, Debug, PartialEq)]
@@ -79,8 +81,7 @@ impl Waking {
 #[derive(Debug, Default)]
 pub(crate) struct State {
     pub(crate) deployments: Table<ReadDeployment>,
-    /// None: one that cannot be read.
-    pub(crate) plans: Table<Option<Packed<InferencePlan>>>,
+    pub(crate) plans: Table<ReadPlan>,
     pub(crate) pods: Table<PodView>,
     /// By kind: Service, Secret, PodDisruptionBudget, NetworkPolicy.
     pub(crate) objects: HashMap<&'static str, Table<Facts>>,
@@ -134,20 +135,23 @@ impl State {
         }
     }
 
-    /// Takes a plan; `None`: one that cannot be read.
+    /// Takes a plan, or why it cannot be read.
     pub(crate) fn put_plan(
         &mut self,
         mut identity: Identity,
-        value: Option<&InferencePlan>,
+        value: Result<&InferencePlan, &str>,
     ) -> Touched {
         identity.share(&self.keys);
         let owner = Arc::clone(&identity.owner);
         let generation = value.map_or(0, |plan| plan.spec.generation);
-        let packed = value.and_then(|plan| Packed::new(plan).ok());
+        let packed = match value {
+            Ok(plan) => Packed::new(plan).map_err(|error| error.to_string().into()),
+            Err(why) => Err(why.into()),
+        };
         match self.plans.put(identity, packed) {
             Put::Stale | Put::Same => Touched::default(),
             Put::Changed(_) => {
-                let ends_turn = value.is_some_and(|plan| self.turns.put(&owner, plan));
+                let ends_turn = value.is_ok_and(|plan| self.turns.put(&owner, plan));
                 let is_seen =
                     |(plan, _): &(Arc<InferencePlan>, Instant)| plan.spec.generation <= generation;
                 if self.reserved.get(&owner).is_some_and(is_seen) {
@@ -323,6 +327,7 @@ impl State {
             .value
             .as_ref()
             .as_ref()
+            .ok()
             .and_then(|packed| packed.get().ok());
         let ends_turn =
             plan.is_some_and(|plan| self.turns.remove(&row.owner, plan.spec.generation));
@@ -489,10 +494,19 @@ impl State {
     pub(crate) fn plans_of(&self, owner: &str) -> Vec<Arc<InferencePlan>> {
         let rows = self.plans.of(owner);
         let mut plans: Vec<Arc<InferencePlan>> = rows
-            .filter_map(|(_, row)| row.value.as_ref().as_ref()?.get().ok().map(Arc::new))
+            .filter_map(|(_, row)| row.value.as_ref().as_ref().ok()?.get().ok().map(Arc::new))
             .collect();
         plans.sort_by_key(|plan| plan.spec.generation);
         plans
+    }
+
+    /// The name of a deployment's plan that cannot be read, and why; of several the last by name.
+    pub(crate) fn unreadable_plan(&self, owner: &str) -> Option<(Box<str>, Box<str>)> {
+        let plans = self.plans.of(owner).filter_map(|(key, row)| {
+            let why = row.value.as_ref().as_ref().err()?;
+            Some((Box::from(&*key.name), why.clone()))
+        });
+        plans.max()
     }
 
     /// An object of a deployment.

@@ -118,7 +118,30 @@ impl Reconciler {
         if let Some(wait) = self.is_left_to_others(&deployment) {
             return Ok(Some(wait));
         }
+        if let Some(wait) = self.leave_to_newer(&deployment).await? {
+            return Ok(Some(Some(wait)));
+        }
         self.serve(key, &deployment).await.map(Some)
+    }
+
+    /// A deployment that an operator of a newer version has planned in a way that this one cannot read: nothing of it is
+    /// changed but its certificates, and the status says so. `Some`: so it is; come again then.
+    async fn leave_to_newer(
+        &self,
+        deployment: &InferenceDeployment,
+    ) -> Result<Option<Duration>, Failure> {
+        let uid = deployment.uid().unwrap_or_default();
+        let Some((plan, why)) = self.waking.cache.lock().unreadable_plan(&uid) else {
+            return Ok(None);
+        };
+        let now = Timestamp::now();
+        let told = self.reporting.leave(deployment, &plan, &why, now).await;
+        let old = self.mounts_old_certificates(deployment);
+        let issued = self.authority.deployment(deployment, old, now).await?;
+        told?;
+        let mut again = Again::default();
+        again.at(now, issued.again);
+        Ok(again.0)
     }
 
     async fn serve(

@@ -11,6 +11,7 @@ use kube::runtime::events::{Event, EventType, Recorder, Reporter};
 use serde_json::json;
 
 use super::cache::Waking;
+use super::conditions::{DEGRADED, READY};
 use super::decision::Transition;
 use super::digest;
 use super::failure::Failure;
@@ -19,8 +20,8 @@ use super::requests::{Place, Requests};
 use super::table::Identity;
 
 const KIND: &str = "InferenceDeployment";
-/// Condition: something is not as it should be.
-const DEGRADED: &str = "Degraded";
+/// Reason of a deployment whose plan is of a newer operator.
+const NEWER_PLAN: &str = "NewerPlan";
 /// Longest text of an event's note.
 const NOTE_BYTES: usize = 1000;
 /// Longest message of a condition.
@@ -114,6 +115,36 @@ impl Reporting {
             current.and_then(|status| serde_json::from_value(status).ok());
         let wanted = unreadable(current.as_ref(), metadata.generation, reason, now);
         self.status(metadata, current.as_ref(), &wanted).await?;
+        Ok(())
+    }
+
+    /// Says of a deployment that it is left as it is, because of a plan that cannot be read.
+    ///
+    /// # Errors
+    /// What the API server says.
+    pub(crate) async fn leave(
+        &self,
+        deployment: &InferenceDeployment,
+        plan: &str,
+        why: &str,
+        now: Timestamp,
+    ) -> Result<(), Failure> {
+        let current = deployment.status.as_ref();
+        let namespace = deployment.namespace().unwrap_or_default();
+        let message = format!(
+            "InferencePlan {plan} is of a newer operator: {why}. Pods and objects stay as they are; let that version of the \
+             operator run again, or have this one plan anew: kubectl -n {namespace} delete inferenceplan {plan}"
+        );
+        let wanted = left(current, deployment.metadata.generation, &message, now);
+        let metadata = &deployment.metadata;
+        if self.status(metadata, current, &wanted).await? {
+            let transition = Transition {
+                reason: NEWER_PLAN.to_owned(),
+                message,
+                is_warning: true,
+            };
+            self.events(deployment, &[transition]).await;
+        }
         Ok(())
     }
 
@@ -219,6 +250,28 @@ fn unreadable(
             },
             now,
         );
+    }
+    status
+}
+
+/// The status of a deployment that is left to a newer operator: nobody here knows how it does.
+fn left(
+    current: Option<&InferenceDeploymentStatus>,
+    generation: Option<i64>,
+    message: &str,
+    now: Timestamp,
+) -> InferenceDeploymentStatus {
+    let mut status = current.cloned().unwrap_or_default();
+    for (type_, holds) in [(READY, "Unknown"), (DEGRADED, "True")] {
+        let condition = Condition {
+            type_: type_.to_owned(),
+            status: holds.to_owned(),
+            observed_generation: generation,
+            last_transition_time: String::new(),
+            reason: NEWER_PLAN.to_owned(),
+            message: shortened(message, MESSAGE_BYTES),
+        };
+        set_condition(&mut status, current, condition, now);
     }
     status
 }

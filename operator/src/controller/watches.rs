@@ -400,10 +400,7 @@ impl Cached for LeanDeployment {
 impl Cached for LeanPlan {
     fn put(self, state: &mut State) -> Touched {
         let identity = Identity::of(&self.metadata);
-        if let Err(reason) = &self.plan {
-            tracing::warn!(plan = %identity.key, reason, "an InferencePlan cannot be read");
-        }
-        state.put_plan(identity, self.plan.as_ref().ok())
+        state.put_plan(identity, self.plan.as_ref().map_err(String::as_str))
     }
 
     fn forget(state: &mut State, key: &Key, uid: &str) -> Touched {

@@ -71,7 +71,7 @@ impl Ground for World {
             }
         }
         for (_, row) in state.plans.all() {
-            let packed = row.value.as_ref().as_ref()?;
+            let packed = row.value.as_ref().as_ref().ok()?;
             // There it stands in a text within the text.
             if packed.mentions(r#"\"http\""#) {
                 keys.extend(model_key_of(&packed.get().ok()?));

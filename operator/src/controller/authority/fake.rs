@@ -92,7 +92,7 @@ impl FakeApi {
         self.state.lock().expect("state").writes.clone()
     }
 
-    /// Puts an object just before the next write by that method.
+    /// Puts an object, or removes it (null), just before the next write by that method.
     pub(crate) fn be_quicker(&self, method: Method, path: &str, object: Value) {
         let mut state = self.state.lock().expect("state");
         state.before_write.push((method, path.to_owned(), object));
@@ -126,7 +126,10 @@ impl FakeApi {
             .position(|(on, _, _)| on == method)
         {
             let (_, path, object) = state.before_write.remove(at);
-            state.objects.insert(path, object);
+            match object {
+                Value::Null => state.objects.remove(&path),
+                object => state.objects.insert(path, object),
+            };
         }
         if *method == Method::DELETE {
             state.writes.push(format!("{method} {path}"));
@@ -137,9 +140,7 @@ impl FakeApi {
         }
         let mut object: Value = serde_json::from_slice(body).expect("JSON");
         if path == "/apis/authentication.k8s.io/v1/tokenreviews" {
-            let token = object["spec"]["token"].as_str().expect("token");
-            let status = state.tokens.get(token).cloned();
-            object["status"] = status.unwrap_or_else(|| json!({"error": "unknown token"}));
+            object["status"] = state.review(&object);
             return (StatusCode::CREATED, object);
         }
         let path = match object["metadata"]["name"].as_str() {
@@ -154,6 +155,17 @@ impl FakeApi {
         match (method, version) {
             (&Method::POST, Some(_)) => return refusal(StatusCode::CONFLICT, "AlreadyExists"),
             (&Method::PUT, None) => return refusal(StatusCode::NOT_FOUND, "NotFound"),
+            // A uid that is applied is a precondition: of another object, or of none.
+            (&Method::PATCH, _)
+                if !object["metadata"]["uid"].is_null()
+                    && state
+                        .objects
+                        .get(&path)
+                        .map(|there| &there["metadata"]["uid"])
+                        != Some(&object["metadata"]["uid"]) =>
+            {
+                return refusal(StatusCode::CONFLICT, "Conflict");
+            }
             (&Method::PUT, Some(version)) if version != object["metadata"]["resourceVersion"] => {
                 return refusal(StatusCode::CONFLICT, "Conflict");
             }
@@ -161,8 +173,24 @@ impl FakeApi {
         }
         state.version += 1;
         object["metadata"]["resourceVersion"] = json!(state.version.to_string());
+        if object["metadata"]["uid"].is_null() {
+            let before = state
+                .objects
+                .get(&path)
+                .map(|there| there["metadata"]["uid"].clone());
+            let made = json!(format!("made-{}", state.version));
+            object["metadata"]["uid"] = before.filter(|uid| !uid.is_null()).unwrap_or(made);
+        }
         state.objects.insert(path, object.clone());
         (StatusCode::OK, object)
+    }
+}
+
+impl State {
+    fn review(&self, asked: &Value) -> Value {
+        let token = asked["spec"]["token"].as_str().expect("token");
+        let status = self.tokens.get(token).cloned();
+        status.unwrap_or_else(|| json!({"error": "unknown token"}))
     }
 }
 

@@ -198,6 +198,57 @@ async fn ours_is_told_by_the_owner_s_uid_whatever_the_labels_say() {
     assert_eq!(object(&api, DEMO), theirs);
 }
 
+/// Between the look at a Secret and its renewal, it is deleted or made anew by others.
+#[tokio::test]
+async fn a_renewal_meets_another_secret_and_comes_to_an_end() {
+    let due = days(60);
+    let scene = async || {
+        let api = FakeApi::default();
+        let authority = authority(&api);
+        let issued = authority.deployment(&deployment(), false, start()).await;
+        let before = object(&api, DEMO);
+        (api, authority, issued.expect("issued"), before)
+    };
+    let patches = |api: &FakeApi| {
+        let writes = api.writes();
+        writes.iter().filter(|w| w.starts_with("PATCH")).count()
+    };
+
+    // Gone: made again.
+    let (api, authority, first, before) = scene().await;
+    api.be_quicker(Method::PATCH, DEMO, Value::Null);
+    let issued = authority.deployment(&deployment(), false, due).await;
+    assert_ne!(issued.expect("issued").serial, first.serial);
+    assert_ne!(
+        object(&api, DEMO)["metadata"]["uid"],
+        before["metadata"]["uid"]
+    );
+    assert_eq!(patches(&api), 1);
+
+    // Somebody else's in its place: named, and left alone.
+    let (api, authority, _, _) = scene().await;
+    let theirs = json!({"apiVersion": "v1", "kind": "Secret",
+                        "metadata": {"name": "demo-hearth-certificates", "uid": "theirs"}});
+    api.be_quicker(Method::PATCH, DEMO, theirs.clone());
+    let refused = authority.deployment(&deployment(), false, due).await;
+    assert!(
+        matches!(refused, Err(AuthorityError::Taken(_))),
+        "{refused:?}"
+    );
+    assert_eq!(object(&api, DEMO), theirs);
+    assert_eq!(patches(&api), 1);
+
+    // A backup of ours, as old as before: renewed in its turn.
+    let (api, authority, first, before) = scene().await;
+    let mut backup = before;
+    backup["metadata"]["uid"] = json!("backup");
+    api.be_quicker(Method::PATCH, DEMO, backup);
+    let issued = authority.deployment(&deployment(), false, due).await;
+    assert_ne!(issued.expect("issued").serial, first.serial);
+    assert_eq!(object(&api, DEMO)["metadata"]["uid"], "backup");
+    assert_eq!(patches(&api), 2);
+}
+
 #[tokio::test]
 async fn the_secret_under_the_old_name_is_kept_while_it_is_mounted_and_then_removed() {
     let api = FakeApi::default();

@@ -2,7 +2,7 @@
 
 use hearth_crds::{
     InferenceDeployment, InferenceDeploymentSpec, InferenceDeploymentStatus, InferencePlan,
-    InferencePlanSpec, NodeProfileSpec,
+    InferencePlanSpec, NodeProfileSpec, READER_VERSION, ReadError, read_versioned_value,
 };
 use kube::api::ObjectMeta;
 use serde::{Deserialize, Deserializer};
@@ -84,15 +84,20 @@ impl<'de> Deserialize<'de> for LeanPlan {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let raw = Raw::deserialize(deserializer)?;
         let metadata = raw.metadata;
-        let plan =
-            serde_json::from_value::<InferencePlanSpec>(raw.spec).map(|spec| InferencePlan {
-                metadata: metadata.clone(),
-                spec,
-            });
-        Ok(Self {
-            metadata,
-            plan: plan.map_err(|error| error.to_string()),
-        })
+        let min_version = raw.spec.get("minVersion").and_then(Value::as_u64);
+        let plan = read_versioned_value(raw.spec).map(|spec: InferencePlanSpec| InferencePlan {
+            metadata: metadata.clone(),
+            spec,
+        });
+        let plan = plan.map_err(|error| {
+            let why = match error {
+                ReadError::TooNew(_) => String::new(),
+                ReadError::Malformed(error) => format!(": {error}"),
+            };
+            let version = min_version.unwrap_or_default();
+            format!("its minVersion is {version}, this operator reads up to {READER_VERSION}{why}")
+        });
+        Ok(Self { metadata, plan })
     }
 }
 
@@ -139,5 +144,25 @@ mod tests {
         let reason = lean.deployment.unwrap_err();
         assert!(reason.contains("fromTheFuture"), "{reason}");
         assert_eq!(lean.metadata.uid.as_deref(), Some("u"));
+    }
+
+    #[test]
+    fn a_plan_for_newer_readers_is_a_reason_also_where_it_could_be_read() {
+        let spec = serde_json::to_value(crate::controller::build::samples::plan()).unwrap();
+        let read = |change: &dyn Fn(&mut Value)| {
+            let mut spec = spec.clone();
+            change(&mut spec);
+            let plan = json!({"metadata": {"name": "demo-1", "uid": "p"}, "spec": spec});
+            serde_json::from_value::<LeanPlan>(plan).unwrap().plan
+        };
+        assert!(read(&|spec| spec["fromTheFuture"] = json!(1)).is_ok());
+        assert!(read(&|spec| spec["minVersion"] = json!(READER_VERSION)).is_ok());
+        let newer = read(&|spec| spec["minVersion"] = json!(READER_VERSION + 1)).unwrap_err();
+        assert_eq!(newer, "its minVersion is 2, this operator reads up to 1");
+        let other = read(&|spec| spec["strategy"] = json!("Swarm")).unwrap_err();
+        assert!(
+            other.contains("minVersion is 0") && other.contains("Swarm"),
+            "{other}"
+        );
     }
 }

@@ -1,0 +1,196 @@
+//! What others do to an operator's objects on a real API server: a newer operator leaves a plan that this one cannot
+//! read, and somebody makes its Secret of certificates anew. It says so, touches nothing of theirs, and repeats nothing.
+
+use std::collections::BTreeSet;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use hearth_tests::cluster::{Options, condition, try_wait_until};
+use hearth_tests::operator::{Operator, Proxy, Stand, is_settled};
+use serde_json::{Value, json};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Long enough for several of the first waits after a failure.
+const WATCHED: Duration = Duration::from_secs(5);
+const NAMESPACE: &str = "others";
+const SECRET: &str = "demo-hearth-certificates";
+
+/// A deployment that is ready.
+struct Scene {
+    operator: Operator,
+    proxy: Proxy,
+    stand: Stand,
+}
+
+impl Scene {
+    fn start_or_skip() -> Option<Self> {
+        let stand = Stand::start_or_skip(&Options::default())?;
+        stand.make_namespace(NAMESPACE);
+        stand.make_node("node-a", 8, 16 << 30, &[]);
+        let proxy = stand.proxy();
+        let arguments = ["--namespaces", NAMESPACE, "--resync", "20s"];
+        let operator = Operator::start(proxy.address, NAMESPACE, &arguments);
+        let spec = json!({"model": {"source": {"builtin": {"name": "hearth-demo"}}}});
+        stand.make_deployment(NAMESPACE, "demo", &spec);
+        let mut scene = Self {
+            operator,
+            proxy,
+            stand,
+        };
+        scene.until("it is settled", is_settled);
+        Some(scene)
+    }
+
+    /// Waits until the deployment is so.
+    fn until(&mut self, what: &str, is_so: impl Fn(&Value) -> bool) -> Value {
+        let found = try_wait_until(what, PATIENCE, || {
+            let deployment = self.stand.deployment(NAMESPACE, "demo")?;
+            is_so(&deployment).then_some(deployment)
+        });
+        found.unwrap_or_else(|error| {
+            let now = self.stand.deployment(NAMESPACE, "demo");
+            panic!("{error}: {now:#?}\n{}", self.operator.log())
+        })
+    }
+
+    fn pods(&self) -> BTreeSet<String> {
+        let pods = self.stand.cluster().list("pods", NAMESPACE, "");
+        let uids = pods.iter().map(|pod| pod["metadata"]["uid"].to_string());
+        uids.collect()
+    }
+
+    /// Paths of what is written in the next seconds.
+    fn writes(&self) -> Vec<String> {
+        let before = self.proxy.write_count();
+        let began = Instant::now();
+        while began.elapsed() < WATCHED {
+            sleep(Duration::from_millis(100));
+        }
+        let writes = self.proxy.writes().split_off(before);
+        let words = |write: &hearth_tests::operator::Write| {
+            format!("{} {} {}", write.method, write.path, write.code)
+        };
+        writes.iter().map(words).collect()
+    }
+}
+
+fn scaled(stand: &Stand, replicas: u32) {
+    let fields = json!({"spec": {"replicas": replicas}});
+    stand.patch_deployment(NAMESPACE, "demo", "/scale", &fields);
+}
+
+fn message<'a>(deployment: &'a Value, kind: &str) -> &'a str {
+    let conditions = deployment["status"]["conditions"].as_array();
+    let mut conditions = conditions.into_iter().flatten();
+    let condition = conditions.find(|condition| condition["type"] == kind);
+    condition.map_or("", |found| found["message"].as_str().unwrap_or_default())
+}
+
+#[test]
+fn a_plan_of_a_newer_operator_is_named_and_all_stays_as_it_is() {
+    let Some(mut scene) = Scene::start_or_skip() else {
+        return;
+    };
+    let pods = scene.pods();
+    assert!(!pods.is_empty());
+    // What the next version would leave behind.
+    let plan = scene
+        .stand
+        .cluster()
+        .get("inferenceplan", NAMESPACE, "demo-1");
+    let mut plan = plan.expect("the plan");
+    let old = plan["metadata"].take();
+    plan["metadata"] = json!({
+        "name": "demo-2", "namespace": NAMESPACE, "labels": old["labels"],
+        "annotations": {}, "ownerReferences": old["ownerReferences"],
+    });
+    plan["spec"]["generation"] = json!(2);
+    plan["spec"]["minVersion"] = json!(9);
+    scene.stand.cluster().apply(&plan.to_string());
+
+    let is_left = |deployment: &Value| {
+        let words = message(deployment, "Degraded");
+        condition(deployment, "Ready") == Some("Unknown")
+            && condition(deployment, "Degraded") == Some("True")
+            && ["demo-2", "minVersion is 9", "delete inferenceplan demo-2"]
+                .iter()
+                .all(|part| words.contains(part))
+    };
+    scene.until("the newer plan is named", is_left);
+    assert_eq!(scene.writes(), [""; 0], "it was said already");
+    // Another wish changes nothing, nor does another start of the operator.
+    scaled(&scene.stand, 2);
+    let deployment = scene.until("the wish is seen", |deployment| {
+        let conditions = deployment["status"]["conditions"].as_array();
+        let mut conditions = conditions.into_iter().flatten();
+        conditions.any(|c| {
+            c["type"] == "Degraded"
+                && c["observedGeneration"] == deployment["metadata"]["generation"]
+        })
+    });
+    assert!(is_left(&deployment), "{deployment:#}");
+    scene.operator.restart();
+    let writes = scene.writes();
+    let of_deployment = |write: &String| write.contains("/events") || write.contains("/hearth-");
+    assert!(writes.iter().all(of_deployment), "{writes:?}");
+    assert_eq!(scene.pods(), pods);
+    let told = scene.operator.log().matches("of a newer operator").count();
+    assert!((1..=2).contains(&told), "said {told} times");
+
+    let delete = ["delete", "inferenceplan", "demo-2", "-n", NAMESPACE];
+    scene.stand.cluster().kubectl(&delete);
+    scene.until("it plans anew", is_settled);
+    let plan = scene
+        .stand
+        .cluster()
+        .get("inferenceplan", NAMESPACE, "demo-2");
+    assert_eq!(plan.expect("a plan")["spec"]["minVersion"], Value::Null);
+}
+
+#[test]
+fn a_secret_that_others_make_anew_is_no_conflict_for_ever() {
+    let Some(mut scene) = Scene::start_or_skip() else {
+        return;
+    };
+    let cluster = scene.stand.cluster();
+    let mut ours = cluster.get("secret", NAMESPACE, SECRET).expect("a Secret");
+    let uid = ours["metadata"]["uid"].take();
+    for field in ["resourceVersion", "creationTimestamp", "managedFields"] {
+        ours["metadata"][field] = Value::Null;
+    }
+    // What a renewal relies on: applied with a uid, a Secret that is gone or another one is refused.
+    let mut renewal = ours.clone();
+    renewal["metadata"]["uid"] = uid;
+    let delete = ["delete", "secret", SECRET, "-n", NAMESPACE];
+    cluster.kubectl(&delete);
+    let theirs = json!({
+        "apiVersion": "v1", "kind": "Secret", "metadata": {"name": SECRET, "namespace": NAMESPACE},
+        "stringData": {"tls.crt": "theirs"},
+    });
+    // The operator may have been quicker.
+    let _ = cluster.try_kubectl(&delete);
+    cluster.apply(&theirs.to_string());
+    let refused = cluster.try_apply(&renewal.to_string()).expect_err("theirs");
+    assert!(refused.contains("uid"), "{refused}");
+
+    scene.until("somebody else's Secret is named", |deployment| {
+        message(deployment, "Degraded").contains("is there already and is not Hearth's")
+    });
+    let writes = scene.writes();
+    assert!(writes.len() <= 2, "{writes:?}");
+    let cluster = scene.stand.cluster();
+    let now = cluster.get("secret", NAMESPACE, SECRET).expect("theirs");
+    assert_eq!(now["data"], json!({"tls.crt": "dGhlaXJz"}));
+
+    // A backup of ours, made anew: taken as it is.
+    cluster.kubectl(&delete);
+    let refused = cluster.try_apply(&renewal.to_string()).expect_err("gone");
+    assert!(refused.contains("uid"), "{refused}");
+    if cluster.get("secret", NAMESPACE, SECRET).is_none() {
+        cluster.apply(&ours.to_string());
+    }
+    scaled(&scene.stand, 2);
+    scene.until("it is settled again", is_settled);
+    let writes = scene.writes();
+    assert!(writes.is_empty(), "{writes:?}");
+}

@@ -203,7 +203,8 @@ pub(super) fn controllers(
             .flag("secure-port", "0"));
     }
     Ok(launch
-        .flag("node-monitor-grace-period", "20s")
+        // Four of a kubelet's signs of life.
+        .flag("node-monitor-grace-period", "12s")
         .flag("node-monitor-period", "2s")
         .flag("horizontal-pod-autoscaler-sync-period", "5s")
         .flag("horizontal-pod-autoscaler-downscale-stabilization", "15s")

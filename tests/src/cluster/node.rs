@@ -415,6 +415,8 @@ fn kubelet_config(ground: &Ground, name: &str, group: &str) -> Map<String, Value
         // Images come by import and not again.
         "imageGCHighThresholdPercent": 100,
         "volumePluginDir": "/var/lib/kubelet/volumeplugins",
+        // A sign of life every 3 s.
+        "nodeLeaseDurationSeconds": 12,
         "nodeStatusUpdateFrequency": "5s",
         "maxPods": 60,
     });

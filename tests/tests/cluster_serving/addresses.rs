@@ -57,8 +57,6 @@ fn start(family: AddressFamily, dns: bool) -> Option<Cluster> {
     let options = Options {
         family,
         dns,
-        metrics_server: false,
-        audit: false,
         ..OPTIONS
     };
     let cluster = Cluster::start_or_skip(&options)?;

@@ -26,16 +26,17 @@ use serde_json::{Value, json};
 use release::{PATIENCE, SYSTEM, infd, names, patch, pods, wait_until_settled};
 use streams::Streams;
 
+/// What every test needs; names and metrics take some seconds until they are there.
 const OPTIONS: Options = Options {
     nodes: 2,
     controllers: true,
-    dns: true,
-    metrics_server: true,
+    dns: false,
+    metrics_server: false,
     fake_gpu: Vec::new(),
     fake_dra: Vec::new(),
     static_policies: false,
     family: AddressFamily::Ipv4,
-    audit: true,
+    audit: false,
     breaks: true,
 };
 
@@ -63,6 +64,8 @@ fn from_install_to_uninstall() {
     // Somebody's cluster keeps its nodes' processes, its operator and its audit log to itself.
     let is_own = !hearth_tests::cluster::is_somebodys();
     let options = Options {
+        dns: true,
+        metrics_server: true,
         audit: is_own,
         breaks: is_own,
         ..OPTIONS
@@ -134,11 +137,7 @@ fn what_two_cannot_hold_makes_room_and_a_lost_node_is_left() {
 
 #[test]
 fn plans_leave_others_what_they_request() {
-    let options = Options {
-        audit: false,
-        ..OPTIONS
-    };
-    let Some(cluster) = Cluster::start_or_skip(&options) else {
+    let Some(cluster) = Cluster::start_or_skip(&OPTIONS) else {
         return;
     };
     let images = cluster.import_hearth();

@@ -60,9 +60,6 @@ fn start(static_policies: bool) -> Option<Cluster> {
     let options = Options {
         nodes: 1,
         static_policies,
-        dns: false,
-        metrics_server: false,
-        audit: false,
         ..OPTIONS
     };
     let cluster = Cluster::start_or_skip(&options)?;

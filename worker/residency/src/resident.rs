@@ -263,9 +263,15 @@ fn touch_all(
 }
 
 fn unreadable(source: io::Error) -> ResidencyError {
+    let remedy = match source.kind() {
+        io::ErrorKind::OutOfMemory => {
+            "the machine or the memory limit of this process has no room for them; raise the limit."
+        }
+        _ => "the file was changed or the disk fails; download the model again.",
+    };
     ResidencyError::System {
         what: "read the weights into memory".into(),
         source,
-        remedy: "the file was changed or the disk fails; download the model again.",
+        remedy,
     }
 }

@@ -166,6 +166,14 @@ impl Demand<'_> {
             .saturating_sub((decode + prefill + 1) * RUNNING_PROCESS_BYTES)
     }
 
+    /// Windows over prefetched weights of so many workers of a node: each has one where it has a memory limit of its own.
+    fn weight_windows(&self, workers: u64) -> u64 {
+        match self.exclusive {
+            true => workers.max(1),
+            false => 1,
+        }
+    }
+
     /// Divides the memory of `node` among its ranks; weights and KV of a rank on a GPU are not in it.
     ///
     /// Resident weights come before a large KV cache: a missing weight is read again for every token, a missing
@@ -219,11 +227,7 @@ impl Demand<'_> {
                 prefill_least,
             ));
         }
-        let windows = if self.exclusive {
-            (decode + prefill).max(1)
-        } else {
-            1
-        };
+        let windows = self.weight_windows(decode + prefill);
         let floors = floor.saturating_mul(windows);
         let least = sum(floors, decode_least, prefill_least);
         if least <= free {

@@ -514,10 +514,10 @@ fn move_on(observed: &Observed, choice: &mut Choice, wanted: Option<&Model>) {
     }
 }
 
-/// What is said while the scheduler refuses workers and nothing else fits.
+/// What is said while workers are refused and nothing else fits.
 fn refusal_trouble(refused: &Refusals) -> Option<Cause> {
     let (node, told) = refused.first_key_value()?;
-    let message = format!("{node} does not take its work: the scheduler refuses {told}");
+    let message = format!("{node} does not take its work: {told}");
     Some(Cause::trouble("Unschedulable", message))
 }
 

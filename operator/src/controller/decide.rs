@@ -15,11 +15,12 @@ use super::candidates::{Candidates, away, is_down, next_judgement, rooms};
 use super::cause::node_of;
 use super::choose::{self, Choice};
 use super::decision::{Decision, Marks};
+use super::ends::{Ended, Ends};
 use super::events::transitions;
 use super::model::{self, Model, ModelState, ModelStep, More};
 use super::names::{
-    NOTE_CERTIFICATE, NOTE_OUTCOME, NOTE_OUTCOME_MESSAGE, NOTE_PLAN_GENERATION, NOTE_ROUTES,
-    OUTCOME_FAILED, OUTCOME_SERVING,
+    NOTE_CERTIFICATE, NOTE_ENDS, NOTE_OUTCOME, NOTE_OUTCOME_MESSAGE, NOTE_PLAN_GENERATION,
+    NOTE_ROUTES, OUTCOME_FAILED, OUTCOME_SERVING,
 };
 use super::observed::{FetchView, Observed, PodView};
 use super::rollout::{self, Scene, Steps, Want};
@@ -172,6 +173,7 @@ impl Visit<'_> {
             rooms: &rooms(self.observed),
             away: &away(self.observed),
             kindred: &self.kindred(&target),
+            ends: &Ends::of(&target),
             now: self.observed.now,
         });
         let planned = target.spec.ranks.iter().map(|rank| &*rank.node);
@@ -180,6 +182,7 @@ impl Visit<'_> {
         self.look_again(judged);
         self.make(&built, &steps);
         self.mark_pods(&wants, &target, &steps);
+        self.note_ends(&wants, &target, &steps);
         self.decision.delete_pods.extend(steps.end.iter().cloned());
         self.look_again(steps.look_again);
         if choose::has_served(&target) && steps.progress.is_complete {
@@ -290,6 +293,24 @@ impl Visit<'_> {
         self.decision.mark_pods = marks.collect();
     }
 
+    /// Has the plan remember which of its Pods ended, before they are made again.
+    fn note_ends(&mut self, wants: &[Want], target: &InferencePlan, steps: &Steps) {
+        let before = Ends::of(target);
+        let is_wanted = |name: &str| wants.iter().any(|want| want.name == name);
+        let mut ends = before.clone();
+        ends.keep(is_wanted);
+        let is_ended = |pod: &&PodView| {
+            let is_over = matches!(pod.phase.as_str(), "Failed" | "Succeeded");
+            is_over && is_wanted(&pod.name) && steps.end.iter().any(|end| end.uid == pod.uid)
+        };
+        for pod in self.workers().filter(is_ended) {
+            ends.take(pod, self.observed.now);
+        }
+        if ends != before {
+            self.mark_plan(target, vec![(NOTE_ENDS, ends.text())]);
+        }
+    }
+
     /// Outcomes of the target, then the status with its transitions.
     fn tell(&mut self, model: Option<&ModelStep>, wants: &[Want], steps: Option<&Steps>) {
         let target = self.choice.target.clone();
@@ -367,7 +388,8 @@ impl Visit<'_> {
 
     /// When something last went on for the plan: bytes of its model came to one of its nodes, or one of its Pods was made,
     /// placed, set up, started or ready. A worker that loads its model goes on until it says otherwise: it ends itself when
-    /// loading stands still, and after that its next start is no progress.
+    /// loading stands still, and after that its next start is no progress. Neither is a Pod that is made again because the
+    /// one before was rejected or evicted, until it runs for the first time.
     fn progressed(&self, plan: &InferencePlan) -> Option<Timestamp> {
         let observed = self.observed;
         let is_coming = |rank: &hearth_crds::PlanRank| {
@@ -381,7 +403,17 @@ impl Visit<'_> {
         let pods = self.workers().filter(|pod| {
             pod.plan_generation == plan.spec.generation && !is_down(observed, node_of(pod))
         });
+        let ends = Ends::of(plan);
         let of_pod = |pod: &PodView| {
+            let is_running = |pod: &PodView| {
+                let container = pod.container.as_ref();
+                container.is_some_and(|container| container.running_since.is_some())
+            };
+            if let Some(ended) = ends.get(&pod.name)
+                && (ended.has_run || !is_running(pod))
+            {
+                return None;
+            }
             let first = pod
                 .container
                 .as_ref()
@@ -398,7 +430,8 @@ impl Visit<'_> {
                 .flatten()
                 .max()
         };
-        pods.filter_map(of_pod).max()
+        let ended = ends.all().map(Ended::first);
+        pods.filter_map(of_pod).chain(ended).max()
     }
 
     fn why_late(&self, wants: &[Want], steps: &Steps) -> String {

@@ -27,6 +27,7 @@ mod decision;
 mod dereference;
 mod devices;
 mod digest;
+mod ends;
 mod events;
 mod failure;
 mod fetched;

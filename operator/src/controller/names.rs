@@ -49,9 +49,11 @@ pub(crate) const NOTE_OUTCOME_MESSAGE: &str = "hearth.dev/outcome-message";
 pub(crate) const NOTE_MODEL: &str = "hearth.dev/model";
 /// Annotation of plans: nodes that have the model, with commas; empty: every node.
 pub(crate) const NOTE_MODEL_NODES: &str = "hearth.dev/model-nodes";
-/// Annotation of plans: the nodes that are left out because they refused workers of the plans before, with the
-/// scheduler's words, as JSON.
+/// Annotation of plans: the nodes that are left out because they refused workers of the plans before, with who did
+/// and the words, as JSON.
 pub(crate) const NOTE_REFUSALS: &str = "hearth.dev/refusals";
+/// Annotation of plans: its Pods that ended as a whole and were made again, as JSON by their names.
+pub(crate) const NOTE_ENDS: &str = "hearth.dev/ends";
 /// Annotation of plans: the name of a fetched model in the nodes' stores; none for other sources.
 pub(crate) const NOTE_MODEL_KEY: &str = "hearth.dev/model-key";
 /// Annotation of plans: the spec that the plan was made for, as JSON, with its URLs as they may be shown. The plan's Pods

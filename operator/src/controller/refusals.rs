@@ -1,7 +1,7 @@
-//! Workers that the scheduler refuses: which nodes refuse them, and what a plan without those nodes remembers.
+//! Workers that the scheduler or a kubelet refuses: which nodes refuse them, and what a plan without those nodes remembers.
 //!
 //! The planner reckons with what Pods request, taints and labels. Whatever else the scheduler goes by, such as a volume
-//! that is tied to another node, shows only in what it says of a Pod. The nodes that refused a worker are left out of
+//! that is tied to another node, and the kubelet, such as its topology policy, shows only in what they say of a Pod. The nodes that refused a worker are left out of
 //! the next plan, which names them, so that the tries are bounded.
 
 use std::collections::BTreeMap;
@@ -12,19 +12,20 @@ use jiff::Timestamp;
 use kube::ResourceExt;
 
 use super::build::ROLE_INSPECT;
-use super::cause::{node_of, scheduler_words};
+use super::cause::{node_of, quoted, scheduler_words};
 use super::choose::has_served;
+use super::ends::{Ends, is_rejected};
 use super::names::NOTE_REFUSALS;
 use super::observed::{Observed, PodView};
 
-/// A worker that the scheduler refuses for so long has its plan looked at again.
+/// A worker that is refused for so long has its plan looked at again.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// The same where workers of another plan are on the node, which may be about to make room.
 const PATIENCE_WITH_OTHERS: Duration = Duration::from_secs(150);
 /// Nodes that are left out at most; then the last plan stays, and waits.
 const MOST_NODES: usize = 4;
 
-/// Nodes that refuse workers, each with which worker and the scheduler's words.
+/// Nodes that refuse workers, each with who refused which worker, and the words.
 pub(super) type Refusals = BTreeMap<String, String>;
 
 /// The nodes that refuse workers of `target` for long enough.
@@ -32,12 +33,22 @@ pub(super) fn standing(observed: &Observed, target: &InferencePlan) -> Refusals 
     let refused = pods(observed, target);
     let standing = refused.filter(|(_, left)| left.is_zero());
     standing
-        .map(|(pod, _)| {
-            let words = pod.unschedulable.as_deref().unwrap_or_default();
-            let told = format!("{} there ({})", pod.rank, scheduler_words(words));
-            (pod.wanted_node.clone(), told)
-        })
+        .map(|(pod, _)| (pod.wanted_node.clone(), words_of(pod)))
         .collect()
+}
+
+fn words_of(pod: &PodView) -> String {
+    let rank = &pod.rank;
+    match &pod.unschedulable {
+        Some(words) if pod.node.is_empty() => {
+            let words = scheduler_words(words);
+            format!("the scheduler refused {rank} there ({words})")
+        }
+        _ => {
+            let words = quoted(&pod.message);
+            format!("its kubelet refused {rank} ({}: {words})", pod.reason)
+        }
+    }
 }
 
 /// When the next refusal will have stood for long enough.
@@ -93,11 +104,11 @@ pub(super) fn remember(plan: &mut InferencePlan, refusals: &Refusals) {
 /// What a plan says of the nodes that it leaves out: one sentence each.
 pub(super) fn sentences(refusals: &Refusals) -> impl Iterator<Item = String> {
     let refusals = refusals.iter();
-    refusals.map(|(node, told)| format!("{node} is left out: the scheduler refused {told}"))
+    refusals.map(|(node, told)| format!("{node} is left out: {told}"))
 }
 
-/// Workers of `target` that the scheduler refuses, with how much longer that is to be borne. A claim that is missing is
-/// no fault of a node.
+/// Workers of `target` that the scheduler refuses, or that a kubelet has rejected more than once, with how much longer that
+/// is to be borne. A claim that is missing is no fault of a node.
 fn pods<'a>(
     observed: &'a Observed,
     target: &'a InferencePlan,
@@ -107,15 +118,23 @@ fn pods<'a>(
         let words = words.to_ascii_lowercase();
         !words.contains("persistentvolumeclaim")
     };
-    let workers = observed.pods.iter().map(|pod| &**pod).filter(move |pod| {
+    let ends = Ends::of(target);
+    let refused_since = move |pod: &PodView| {
         let words = pod.unschedulable.as_deref();
+        if pod.node.is_empty() && words.is_some_and(is_about_node) {
+            return Some(pod.created);
+        }
+        let ended = ends.get(&pod.name).filter(|_| is_rejected(pod))?;
+        Some(Some(ended.first()))
+    };
+    let workers = observed.pods.iter().map(|pod| &**pod).filter(move |pod| {
         pod.plan_generation == generation
+            && pod.role != ROLE_INSPECT
             && !has_served(target)
-            && pod.node.is_empty()
             && !pod.is_deleting
-            && words.is_some_and(is_about_node)
     });
-    workers.map(move |pod| {
+    let refused = workers.filter_map(move |pod| Some((pod, refused_since(pod)?)));
+    refused.map(move |(pod, since)| {
         let mut others = observed.pods.iter();
         let has_others = others.any(|other| {
             other.role != ROLE_INSPECT
@@ -127,12 +146,12 @@ fn pods<'a>(
         } else {
             PATIENCE
         };
-        (pod, patience.saturating_sub(age(pod.created, observed.now)))
+        (pod, patience.saturating_sub(age(since, observed.now)))
     })
 }
 
-fn age(created: Option<Timestamp>, now: Timestamp) -> Duration {
-    let age = created.map(|created| now.duration_since(created));
+fn age(since: Option<Timestamp>, now: Timestamp) -> Duration {
+    let age = since.map(|since| now.duration_since(since));
     let age = age.and_then(|age| Duration::try_from(age).ok());
     age.unwrap_or_default()
 }

@@ -23,12 +23,13 @@ use jiff::Timestamp;
 use super::build::DesiredPod;
 use super::cause::node_of;
 use super::decision::PodEnd;
+use super::ends::Ends;
 use super::model::is_older;
 use super::observed::{PodView, Requests};
 use super::routes::{endpoint, is_gateway, routes_of, text};
 
-/// A Pod that failed is made again no sooner than this after it was made: a node may refuse it again at once.
-const REMAKE_AFTER: Duration = Duration::from_secs(10);
+/// A Pod that waits in another form than it would have now is made again no sooner than this after it was made.
+const REFORM_AFTER: Duration = Duration::from_secs(10);
 
 /// A Pod that the target plan wants.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -86,6 +87,8 @@ pub(crate) struct Scene<'a> {
     pub(crate) away: &'a BTreeMap<String, bool>,
     /// Generations of plans that serve the same model in the same way: their gateways can use the target's workers.
     pub(crate) kindred: &'a BTreeSet<u64>,
+    /// Pods of the target that ended as a whole and were made again.
+    pub(super) ends: &'a Ends,
     pub(crate) now: Timestamp,
 }
 
@@ -234,7 +237,7 @@ impl<'a> Sorted<'a> {
         pod.phase == "Pending"
             && !has_run
             && pod.form != want.form
-            && is_older(pod.created, self.scene.now, REMAKE_AFTER)
+            && is_older(pod.created, self.scene.now, REFORM_AFTER)
     }
 
     fn wants(&self) -> impl Iterator<Item = (usize, &'a Want)> + Clone {
@@ -359,7 +362,8 @@ impl<'a> Sorted<'a> {
     fn ends_of_the_dead(&self) -> Vec<PodEnd> {
         let now = self.scene.now;
         let over = self.over.iter().filter(|pod| {
-            !pod.is_deleting && (!self.is_wanted(pod) || is_older(pod.created, now, REMAKE_AFTER))
+            let wait = self.scene.ends.remake_after(&pod.name);
+            !pod.is_deleting && (!self.is_wanted(pod) || is_older(pod.created, now, wait))
         });
         let mut ends: Vec<PodEnd> = over
             .chain(&self.lost)
@@ -505,9 +509,18 @@ impl<'a> Sorted<'a> {
         let has_old_form = |(index, want): (usize, &Want)| {
             self.made[index].is_some_and(|pod| pod.phase == "Pending" && pod.form != want.form)
         };
-        let waits =
-            self.over.iter().any(|pod| self.is_wanted(pod)) || self.wants().any(has_old_form);
-        waits.then_some(REMAKE_AFTER)
+        let over = self.over.iter().filter(|pod| self.is_wanted(pod));
+        let remade = over.map(|pod| {
+            let age = pod
+                .created
+                .map(|created| self.scene.now.duration_since(created));
+            let age = age.and_then(|age| Duration::try_from(age).ok());
+            let wait = self.scene.ends.remake_after(&pod.name);
+            wait.saturating_sub(age.unwrap_or_default())
+        });
+        let reformed = self.wants().any(has_old_form).then_some(REFORM_AFTER);
+        let soonest = remade.chain(reformed).min();
+        soonest.map(|wait| wait.max(Duration::from_secs(1)))
     }
 }
 

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::world::World;
-use crate::controller::conditions::{DECODE_READY, DEGRADED, PLANNED, READY};
-use crate::controller::observed::Requests;
+use crate::controller::conditions::{DECODE_READY, DEGRADED, PLANNED, PROGRESSING, READY};
+use crate::controller::observed::{ContainerView, Requests};
 use crate::controller::testing::{GIB, MIB};
 
 const VOLUME: &str = "Unschedulable: 0/2 nodes are available: 1 node(s) had volume node affinity conflict. preemption: none";
@@ -124,4 +124,96 @@ fn too_little_cpu_is_told_with_its_accounts() {
     ] {
         assert!(told.contains(part), "{told}");
     }
+}
+
+const REJECTION: &str = "SMT Alignment Error: requested 1 cpus not multiple cpus per core = 2";
+
+/// The kubelets of these nodes reject all that is not running. Returns how many Pods they rejected.
+fn reject(world: &mut World, nodes: &[&str]) -> usize {
+    let mut rejected = 0;
+    for pod in &mut world.observed.pods {
+        if pod.phase == "Pending" && nodes.contains(&pod.wanted_node.as_str()) {
+            let pod = Arc::make_mut(pod);
+            pod.node.clone_from(&pod.wanted_node);
+            pod.phase = "Failed".to_owned();
+            pod.reason = "SMTAlignmentError".to_owned();
+            pod.message = REJECTION.to_owned();
+            rejected += 1;
+        }
+    }
+    rejected
+}
+
+/// A Pod that is made again because a kubelet rejected it is no progress, and is made ever more rarely.
+#[test]
+fn a_plan_whose_pods_every_kubelet_rejects_is_late() {
+    let mut world = World::new("rollout: {progressDeadline: 10m}\n");
+    world.visit();
+    let mut rejected = 0;
+    let mut late_after = None;
+    for second in 0..2 * 3600 {
+        rejected += reject(&mut world, &["attic", "office"]);
+        world.pass(Duration::from_secs(1));
+        world.visit();
+        if world.says(PROGRESSING) == ("False", "ProgressDeadlineExceeded") {
+            late_after.get_or_insert(second);
+        }
+    }
+    let late_after = late_after.expect("no deadline ends while Pods are rejected");
+    assert!((600..1500).contains(&late_after), "{late_after} s");
+    assert_eq!(world.observed.plans.len(), 2, "one for each node");
+    // Three Pods a plan, each made again after 10 s at first, and after 5 minutes in the end.
+    assert!((20..200).contains(&rejected), "{rejected} Pods");
+    assert_eq!(world.says(DECODE_READY), ("False", "Rejected"));
+}
+
+#[test]
+fn what_a_kubelet_rejects_is_planned_on_another_node() {
+    let mut world = World::new("");
+    world.visit();
+    let home = home(&world);
+    for _ in 0..120 {
+        reject(&mut world, &[&home]);
+        world.pass(Duration::from_secs(1));
+        world.visit();
+    }
+    // What was rejected and is not wanted any more goes.
+    world.settle();
+    assert_eq!(world.says(READY), ("True", "Serving"));
+    assert!(world.observed.pods.iter().all(|pod| pod.node != home));
+    let planned = &world.condition(PLANNED).message;
+    assert!(
+        planned.contains(&format!("{home} is left out: its kubelet refused"))
+            && planned.contains(REJECTION),
+        "{planned}"
+    );
+}
+
+/// The kubelet had not given back the CPUs of the Pod before: the next one is taken, and may load for as long as it does.
+#[test]
+fn a_pod_that_was_rejected_once_goes_on_as_if_nothing_had_been() {
+    let mut world = World::new("rollout: {progressDeadline: 1m}\n");
+    world.visit();
+    let home = home(&world);
+    reject(&mut world, &[&home]);
+    world.pass(Duration::from_secs(11));
+    world.visit();
+    world.visit();
+    world.turn();
+    let began = world.observed.now;
+    for pod in &mut world.observed.pods {
+        let pod = Arc::make_mut(pod);
+        pod.is_ready = false;
+        pod.container = Some(ContainerView {
+            running_since: Some(began),
+            is_starting: true,
+            ..ContainerView::default()
+        });
+    }
+    for _ in 0..10 {
+        world.pass(Duration::from_secs(60));
+        world.visit();
+        assert_eq!(world.says(PROGRESSING), ("True", "Starting"));
+    }
+    assert_eq!(world.observed.plans.len(), 1);
 }

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use hearth_crds::{PlanRole, Routes};
 use jiff::Timestamp;
 
+use crate::controller::ends::Ends;
 use crate::controller::observed::{PodView, Requests};
 use crate::controller::rollout::{Mode, Scene, Steps, Want, step};
 use crate::controller::routes::endpoint;
@@ -84,6 +85,7 @@ impl Sim {
                 .map(|name| (name.clone(), self.is_patience_over))
                 .collect(),
             kindred: &self.kindred,
+            ends: &Ends::default(),
             now: self.now(),
         })
     }

@@ -7,6 +7,7 @@
 //! DIR/partial/KEY.part         an archive as far as it is here
 //! DIR/partial/KEY.json         of which file it is a part
 //! DIR/partial/KEY.lock         held by the process that fetches
+//! DIR/partial/KEY.tries        what became of earlier tries
 //! DIR/partial/KEY.used         its time: when the model was last named
 //! ```
 
@@ -148,6 +149,8 @@ impl Cache {
         remove_directory(&self.unpacking(key))?;
         remove_file(&self.part(key))?;
         remove_file(&self.used(key))?;
+        remove_file(&self.tries_file(key))?;
+        remove_file(&self.tries_file(key).with_extension("tries-new"))?;
         remove_file(&self.part_facts(key))
     }
 
@@ -165,6 +168,10 @@ impl Cache {
 
     pub(crate) fn part_facts(&self, key: &Key) -> PathBuf {
         self.partial().join(format!("{key}.json"))
+    }
+
+    pub(crate) fn tries_file(&self, key: &Key) -> PathBuf {
+        self.partial().join(format!("{key}.tries"))
     }
 
     fn used(&self, key: &Key) -> PathBuf {

@@ -7,6 +7,7 @@
 //! - [`Source`]: what is fetched, what opens it, and its [`Key`] in the cache.
 //! - [`Reach`]: from which addresses.
 //! - [`Cache`]: where models and parts lie; what is not wanted any more is removed by [`Cache::retain`].
+//! - [`Tries`]: what became of earlier ones, kept for the next process.
 //! - [`Progress`]: how far it is.
 //! - [`FetchError`]: what went wrong and what to do, and whether trying again can help ([`FetchError::blame`]).
 //!
@@ -26,6 +27,7 @@ mod progress;
 mod reach;
 mod retry;
 mod source;
+mod tries;
 mod unpack;
 
 use std::path::PathBuf;
@@ -37,6 +39,7 @@ pub use error::{Blame, FetchError};
 pub use progress::{Observer, Phase, Progress};
 pub use reach::Reach;
 pub use source::{Credentials, Key, Source};
+pub use tries::Tries;
 
 use lock::Lock;
 use part::Part;

@@ -31,6 +31,14 @@ const MAX_HEADER_BYTES: u64 = 1 << 20;
 const MAX_PADDING_BYTES: u64 = 16 << 20;
 /// Directories in directories.
 const MAX_DEPTH: usize = 32;
+/// A path in an archive; with the cache's own directory before it, it stays below the system's 4,096 bytes.
+const MAX_PATH_BYTES: usize = 2048;
+/// A name between two slashes: file systems take no longer ones.
+const MAX_NAME_BYTES: usize = 255;
+/// Paths and targets of all links, which are kept in memory until every file is there.
+const MAX_LINK_BYTES: usize = 16 << 20;
+/// Of a refused entry's name, so much is told.
+const SHOWN_BYTES: usize = 200;
 /// Links to links.
 const MAX_LINKS: usize = 8;
 /// The largest window of a Zstandard frame (`--ultra --long=27`): its memory is ours while unpacking.
@@ -110,6 +118,8 @@ fn unpack(unpacking: &Unpacking, part: &Part, reporter: &Reporter) -> Result<(),
         chunk: vec![0; CHUNK_BYTES],
         unchecked_bytes: 0,
         links: BTreeMap::new(),
+        link_bytes: 0,
+        directories: 0,
     };
     let mut archive = Archive::new(reader);
     let mut entries = archive
@@ -125,10 +135,7 @@ fn unpack(unpacking: &Unpacking, part: &Part, reporter: &Reporter) -> Result<(),
         })?;
         count += 1;
         if count > unpacking.max_entries {
-            return Err(FetchError::TooMany {
-                url: unpacking.shown.clone(),
-                limit: unpacking.max_entries,
-            });
+            return Err(unpacking.too_many());
         }
         budget.set(u64::MAX);
         writer.entry(entry)?;
@@ -147,16 +154,23 @@ struct Writer<'a> {
     unchecked_bytes: u64,
     /// Links by their own path, with the path that they lead to, both within the archive.
     links: BTreeMap<PathBuf, PathBuf>,
+    /// Of all links' paths.
+    link_bytes: usize,
+    /// Made so far.
+    directories: u64,
 }
 
 impl Writer<'_> {
     fn entry<R: Read>(&mut self, mut entry: Entry<'_, R>) -> Result<(), FetchError> {
         let name = entry.path_bytes().into_owned();
-        let shown = String::from_utf8_lossy(&name).into_owned();
+        let shown = String::from_utf8_lossy(&name[..name.len().min(SHOWN_BYTES)]).into_owned();
         let refused = |reason: &str| self.unpacking.unsafe_entry(&shown, reason);
         let kind = entry.header().entry_type();
         if kind == EntryType::XGlobalHeader {
             return Ok(());
+        }
+        if is_too_long(&name) {
+            return Err(refused(TOO_LONG));
         }
         let path = Path::new(std::ffi::OsStr::from_bytes(&name));
         let path = inside(Path::new(""), path)
@@ -171,17 +185,26 @@ impl Writer<'_> {
             }
             EntryType::Symlink | EntryType::Link => {
                 let target = entry
-                    .link_name()
-                    .ok()
-                    .flatten()
+                    .link_name_bytes()
                     .ok_or_else(|| refused("is a link to nothing"))?;
+                if is_too_long(&target) {
+                    return Err(refused(TOO_LONG));
+                }
+                let target = Path::new(std::ffi::OsStr::from_bytes(&target));
                 // A hard link names its file from the archive's top, a symbolic one from where it lies.
                 let from = match kind {
                     EntryType::Symlink => path.parent().unwrap_or(Path::new("")),
                     _ => Path::new(""),
                 };
-                let target = inside(from, &target)
+                let target = inside(from, target)
                     .ok_or_else(|| refused("is a link out of the model's directory"))?;
+                self.link_bytes += path.as_os_str().len() + target.as_os_str().len();
+                if self.link_bytes > MAX_LINK_BYTES {
+                    return Err(refused(&format!(
+                        "is one link too many: the paths of all of them have more than {} MiB",
+                        MAX_LINK_BYTES >> 20
+                    )));
+                }
                 self.links.insert(path, target);
                 Ok(())
             }
@@ -189,12 +212,18 @@ impl Writer<'_> {
         }
     }
 
-    fn directory(&self, path: &Path, shown: &str) -> Result<(), FetchError> {
+    fn directory(&mut self, path: &Path, shown: &str) -> Result<(), FetchError> {
         let mut full = self.unpacking.temporary.clone();
         for component in path.components() {
             full.push(component);
             match fs::create_dir(&full) {
-                Ok(()) => set_mode(&full, DIRECTORY_MODE)?,
+                Ok(()) => {
+                    set_mode(&full, DIRECTORY_MODE)?;
+                    self.directories += 1;
+                    if self.directories > self.unpacking.max_entries {
+                        return Err(self.unpacking.too_many());
+                    }
+                }
                 Err(_) if full.is_dir() => {}
                 Err(_) if full.exists() => {
                     return Err(self
@@ -253,13 +282,15 @@ impl Writer<'_> {
     }
 
     /// Gives files their second names.
-    fn make_links(&self) -> Result<(), FetchError> {
+    fn make_links(mut self) -> Result<(), FetchError> {
         let temporary = &self.unpacking.temporary;
-        for (path, target) in &self.links {
-            let shown = path.display().to_string();
+        let links = std::mem::take(&mut self.links);
+        for (path, target) in &links {
+            let shown = path.as_os_str().as_bytes();
+            let shown = String::from_utf8_lossy(&shown[..shown.len().min(SHOWN_BYTES)]);
             let mut target = target;
             for _ in 0..MAX_LINKS {
-                let Some(next) = self.links.get(target) else {
+                let Some(next) = links.get(target) else {
                     break;
                 };
                 target = next;
@@ -333,6 +364,15 @@ fn model_in(unpacking: &Unpacking) -> Result<PathBuf, FetchError> {
         url: unpacking.shown.clone(),
         names: shown.join(", "),
     })
+}
+
+/// Why a path or a link's target is refused.
+const TOO_LONG: &str = "has a path or a name in it that is too long";
+
+/// Whether a path, or a name in it, is longer than those of files can be.
+fn is_too_long(path: &[u8]) -> bool {
+    let mut names = path.split(|byte| *byte == b'/');
+    path.len() > MAX_PATH_BYTES || names.any(|name| name.len() > MAX_NAME_BYTES)
 }
 
 /// `path` seen from `from`, without `.` and `..`; none when it leads out of the top.
@@ -419,6 +459,13 @@ impl Unpacking {
         FetchError::NotAnArchive {
             url: self.shown.clone(),
             what,
+        }
+    }
+
+    fn too_many(&self) -> FetchError {
+        FetchError::TooMany {
+            url: self.shown.clone(),
+            limit: self.max_entries,
         }
     }
 

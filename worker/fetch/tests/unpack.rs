@@ -391,6 +391,88 @@ async fn archives_without_end_are_left() {
     assert!(error.to_string().contains("too deep"), "{error}");
 }
 
+/// A tar of a model with links whose paths are as given; links of links and long names as GNU's tar writes them.
+fn tar_of_links(links: impl Iterator<Item = (String, String)>) -> Vec<u8> {
+    let mut builder = Builder::new(Vec::new());
+    let mut append = |kind, content: &[u8]| {
+        let mut header = Header::new_gnu();
+        header.set_entry_type(kind);
+        header.set_mode(0o644);
+        header.set_size(content.len() as u64);
+        let name = match kind {
+            EntryType::Regular => "config.json",
+            _ => "././@LongLink",
+        };
+        header.as_old_mut().name[..name.len()].copy_from_slice(name.as_bytes());
+        header.set_cksum();
+        builder.append(&header, content).unwrap();
+    };
+    append(EntryType::Regular, b"{}");
+    for (path, target) in links {
+        append(EntryType::GNULongName, path.as_bytes());
+        append(EntryType::GNULongLink, target.as_bytes());
+        append(EntryType::Symlink, b"");
+    }
+    let tar = builder.into_inner().unwrap();
+    zstd::stream::encode_all(tar.as_slice(), 1).unwrap()
+}
+
+#[tokio::test]
+async fn links_take_no_more_memory_than_a_model_s_could() {
+    // No file system has such names, and all of them would be kept until the end: 150 KB that become 3 GB.
+    let (long, deep) = ("a".repeat(500_000), "d/".repeat(5) + &"a/".repeat(1100));
+    for (path, target) in [
+        (long.as_str(), "config.json"),
+        ("link", long.as_str()),
+        (&"a".repeat(256), "config.json"),
+        ("link", &"a".repeat(256)),
+        (&deep, "config.json"),
+    ] {
+        let links = std::iter::once((path.to_owned(), target.to_owned()));
+        let error = refused(tar_of_links(links)).await;
+        let text = error.to_string();
+        assert!(
+            matches!(error, FetchError::Unsafe { .. }) && text.contains("too long"),
+            "{text}"
+        );
+        assert!(text.len() < 1000, "{} bytes are told", text.len());
+    }
+
+    // Each as long as it may be; together they are too much, long before the archive's end.
+    let directory = format!("{}/", "d".repeat(250)).repeat(7);
+    let links = (0..6000).map(|n| (format!("{directory}{n}"), format!("{directory}{}", n + 1)));
+    let archive = tar_of_links(links);
+    let checksum = sha256(&archive);
+    let server = FileServer::start(archive).await;
+    let source = Source::new(&server.url(), &checksum).unwrap();
+    let directory = TempDir::new().unwrap();
+    let options = FetchOptions {
+        reserve_bytes: 0,
+        ..FetchOptions::default()
+    };
+    let cache = Cache::new(directory.path());
+    let outcome = fetch(&source, &cache, &options, Arc::new(|_| {})).await;
+    let error = outcome.unwrap_err();
+    assert!(
+        error.to_string().contains("more than 16 MiB"),
+        "{}",
+        error.to_string().len()
+    );
+}
+
+#[tokio::test]
+async fn directories_on_the_way_to_a_file_count() {
+    let names: Vec<String> = (0..5)
+        .map(|n| format!("{n}/{}", "d/".repeat(12)) + "file")
+        .collect();
+    let files: Vec<(&str, &[u8])> = names
+        .iter()
+        .map(|name| (name.as_str(), b"x".as_slice()))
+        .collect();
+    let error = refused(tar_of(&files)).await;
+    assert!(matches!(error, FetchError::TooMany { .. }), "{error}");
+}
+
 #[tokio::test]
 async fn what_a_killed_process_left_is_no_hindrance() {
     let archive = model_tar(1000);

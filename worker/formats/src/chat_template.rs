@@ -5,7 +5,6 @@
 
 mod python;
 
-use std::fs;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -17,6 +16,7 @@ use minijinja::{Environment, Error, ErrorKind, Value};
 use serde_json::Map;
 
 use crate::FormatError;
+use crate::file::{MAX_CONFIG_BYTES, read_file};
 
 /// Instructions that one rendering may take: far more than a full context of short messages needs, and about a second.
 const FUEL: u64 = 20_000_000;
@@ -173,15 +173,15 @@ impl Sources {
 }
 
 fn read(path: &Path) -> Result<Option<String>, FormatError> {
-    match fs::read_to_string(path) {
-        Ok(text) => Ok(Some(text.trim_start_matches('\u{feff}').to_owned())),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(FormatError::io(
-            path,
-            e,
-            "make the file readable, or download it again.",
-        )),
-    }
+    let remedy = "make the file readable, or download it again.";
+    let bytes = match read_file(path, MAX_CONFIG_BYTES, remedy) {
+        Err(error) if error.is_not_found() => return Ok(None),
+        other => other?,
+    };
+    let text = String::from_utf8(bytes).map_err(|e| {
+        FormatError::io(path, io::Error::new(io::ErrorKind::InvalidData, e), remedy)
+    })?;
+    Ok(Some(text.trim_start_matches('\u{feff}').to_owned()))
 }
 
 fn parse_config(text: &str) -> Result<Map<String, serde_json::Value>, FormatError> {

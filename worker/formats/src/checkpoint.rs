@@ -14,6 +14,7 @@ use sha2::{Digest, Sha256};
 
 use crate::FormatError;
 use crate::error::without_bom;
+use crate::file::{MAX_CONFIG_BYTES, MAX_INDEX_BYTES, read_file};
 use crate::safetensors::{Entry, Header, StoredType, StrictMap};
 
 pub(crate) const SINGLE_FILE: &str = "model.safetensors";
@@ -84,10 +85,12 @@ impl Checkpoint {
     ///
     /// # Errors
     /// [`FormatError::Io`], [`FormatError::Missing`] (folder without weights, missing shard, tensor absent from
-    /// its shard), [`FormatError::Truncated`], [`FormatError::Malformed`].
+    /// its shard), [`FormatError::Truncated`], [`FormatError::TooLarge`], [`FormatError::Malformed`].
     pub fn open(dir: &Path) -> Result<Self, FormatError> {
         fs::read_dir(dir).map_err(|e| FormatError::io(dir, e, GIVE_A_CHECKPOINT))?;
-        let config = fs::read(dir.join("config.json")).unwrap_or_default();
+        // What is wrong with it is told by who needs what it says.
+        let config = read_file(&dir.join("config.json"), MAX_CONFIG_BYTES, "");
+        let config = config.unwrap_or_default();
         if dir.join(SINGLE_FILE).exists() {
             return Self::from_files(vec![map_file(dir, SINGLE_FILE)?], None, &config);
         }
@@ -465,8 +468,8 @@ struct Index {
 /// Tensor name → shard.
 fn read_index(dir: &Path) -> Result<BTreeMap<String, String>, FormatError> {
     let path = dir.join(INDEX_FILE);
-    let text = fs::read(&path)
-        .map_err(|e| FormatError::io(&path, e, "make the index readable for this user."))?;
+    let remedy = "make the index readable for this user.";
+    let text = read_file(&path, MAX_INDEX_BYTES, remedy)?;
     let bad = |problem: String| {
         FormatError::malformed(
             INDEX_FILE,

@@ -15,7 +15,6 @@ mod rope;
 mod shared;
 
 use std::fmt;
-use std::fs;
 use std::path::Path;
 
 use serde_json::Value;
@@ -25,6 +24,7 @@ pub use rope::{RopeConfig, RopeScaling};
 
 use crate::FormatError;
 use crate::error::without_bom;
+use crate::file::{MAX_CONFIG_BYTES, read_file};
 use fields::Fields;
 
 /// The model families that Hearth runs.
@@ -201,16 +201,11 @@ impl ModelConfig {
     /// Reads `dir/config.json`.
     ///
     /// # Errors
-    /// [`FormatError::Io`], and those of [`ModelConfig::parse`].
+    /// [`FormatError::Io`], [`FormatError::TooLarge`], and those of [`ModelConfig::parse`].
     pub fn read(dir: &Path) -> Result<Self, FormatError> {
         let path = dir.join("config.json");
-        let text = fs::read(&path).map_err(|e| {
-            FormatError::io(
-                &path,
-                e,
-                "give the folder of a checkpoint, with its config.json.",
-            )
-        })?;
+        let remedy = "give the folder of a checkpoint, with its config.json.";
+        let text = read_file(&path, MAX_CONFIG_BYTES, remedy)?;
         let text = String::from_utf8(text).map_err(|e| {
             let at = e.utf8_error().valid_up_to();
             not_json(format!("is not UTF-8 (at byte {at})"))

@@ -33,6 +33,20 @@ pub enum FormatError {
         /// The length that the header implies.
         want_bytes: u64,
     },
+    /// A file that is read whole is longer than any of its kind.
+    #[error(
+        "{file} has {} bytes, and at most {} are read\n  take the file from the published checkpoint.",
+        thousands(*bytes),
+        thousands(*max_bytes)
+    )]
+    TooLarge {
+        /// File name.
+        file: String,
+        /// Its length, as far as it was looked at.
+        bytes: u64,
+        /// The bound.
+        max_bytes: u64,
+    },
     /// A file's content is not what its format demands.
     #[error("{file} {problem}\n  {remedy}")]
     Malformed {
@@ -119,6 +133,11 @@ pub enum FormatError {
 }
 
 impl FormatError {
+    /// Whether a file is not there.
+    pub(crate) fn is_not_found(&self) -> bool {
+        matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
+    }
+
     pub(crate) fn malformed(
         file: impl Into<String>,
         problem: impl Into<String>,

@@ -1,7 +1,5 @@
 //! `generation_config.json`: how the model's makers sample it.
 
-use std::fs;
-use std::io;
 use std::path::Path;
 
 use serde::Deserialize;
@@ -9,6 +7,7 @@ use serde_json::Value;
 
 use crate::FormatError;
 use crate::error::without_bom;
+use crate::file::{MAX_CONFIG_BYTES, read_file};
 
 const FILE: &str = "generation_config.json";
 
@@ -49,17 +48,14 @@ impl GenerationConfig {
     /// Reads `dir/generation_config.json`; none if there is no such file.
     ///
     /// # Errors
-    /// [`FormatError::Io`], [`FormatError::Malformed`] (not JSON, a value of the wrong type or out of range).
+    /// [`FormatError::Io`], [`FormatError::TooLarge`], [`FormatError::Malformed`] (not JSON, a value of the wrong type or out of range).
     pub fn read(dir: &Path) -> Result<Option<Self>, FormatError> {
         let path = dir.join(FILE);
-        match fs::read(&path) {
+        let remedy = "make the file readable for this user.";
+        match read_file(&path, MAX_CONFIG_BYTES, remedy) {
             Ok(json) => Self::parse(&json).map(Some),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(e) => Err(FormatError::io(
-                path,
-                e,
-                "make the file readable for this user.",
-            )),
+            Err(error) if error.is_not_found() => Ok(None),
+            Err(error) => Err(error),
         }
     }
 

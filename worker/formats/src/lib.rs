@@ -11,6 +11,7 @@ mod checkpoint;
 mod config;
 mod detokenize;
 mod error;
+mod file;
 mod generation;
 mod random;
 pub mod safetensors;
@@ -26,6 +27,7 @@ pub use config::{
 };
 pub use detokenize::StreamDecoder;
 pub use error::FormatError;
+pub use file::{MAX_CONFIG_BYTES, read_file};
 pub use generation::GenerationConfig;
 pub use hearth_kernels::{BlockScales, DType, HostMatrix, SCALE_BLOCK};
 pub use random::{RandomCheckpoint, TensorKind, write_random};

@@ -1,8 +1,6 @@
 //! `tokenizer.json`: text to token ids and back.
 
 use std::cell::Cell;
-use std::fs;
-use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -12,6 +10,7 @@ use crate::FormatError;
 use crate::ModelConfig;
 use crate::detokenize::{Detokenizer, StreamDecoder};
 use crate::error::without_bom;
+use crate::file::{MAX_TOKENIZER_BYTES, read_file};
 use crate::token_bound::TokenBound;
 
 const TOKENIZER_FILE: &str = "tokenizer.json";
@@ -46,17 +45,14 @@ impl Tokenizer {
     /// Reads `dir/tokenizer.json`.
     ///
     /// # Errors
-    /// [`FormatError::Missing`] (no such file), [`FormatError::Io`], and those of [`Tokenizer::from_bytes`].
+    /// [`FormatError::Missing`] (no such file), [`FormatError::Io`], [`FormatError::TooLarge`], and those of [`Tokenizer::from_bytes`].
     pub fn open(dir: &Path) -> Result<Self, FormatError> {
         let path = dir.join(TOKENIZER_FILE);
-        match fs::read(&path) {
+        let remedy = "make the file readable for this user.";
+        match read_file(&path, MAX_TOKENIZER_BYTES, remedy) {
             Ok(json) => Self::from_bytes(&json),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Err(no_tokenizer(dir)),
-            Err(e) => Err(FormatError::io(
-                path,
-                e,
-                "make the file readable for this user.",
-            )),
+            Err(error) if error.is_not_found() => Err(no_tokenizer(dir)),
+            Err(error) => Err(error),
         }
     }
 

@@ -4,7 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use hearth_formats::{
-    ChatTemplate, Encoded, FormatError, GenerationConfig, ModelConfig, Tokenizer,
+    ChatTemplate, Encoded, FormatError, GenerationConfig, MAX_CONFIG_BYTES, ModelConfig, Tokenizer,
+    read_file,
 };
 use serde_json::{Map, Value};
 
@@ -336,13 +337,15 @@ impl Room<'_> {
 /// The text of the chat template, to see what it was written for. What cannot be read is absent:
 /// [`ChatTemplate::open`] has reported it.
 fn template_source(dir: &Path) -> Option<String> {
-    if let Ok(text) = std::fs::read_to_string(dir.join("chat_template.jinja")) {
-        let tool_use =
-            std::fs::read_to_string(dir.join("additional_chat_templates/tool_use.jinja"));
+    let read = |name: &str| {
+        let bytes = read_file(&dir.join(name), MAX_CONFIG_BYTES, "").ok()?;
+        String::from_utf8(bytes).ok()
+    };
+    if let Some(text) = read("chat_template.jinja") {
+        let tool_use = read("additional_chat_templates/tool_use.jinja");
         return Some(text + &tool_use.unwrap_or_default());
     }
-    let text = std::fs::read_to_string(dir.join("tokenizer_config.json")).ok()?;
-    let config: Value = serde_json::from_str(&text).ok()?;
+    let config: Value = serde_json::from_str(&read("tokenizer_config.json")?).ok()?;
     match config.get("chat_template")? {
         Value::String(text) => Some(text.clone()),
         Value::Array(named) => Some(

@@ -127,6 +127,66 @@ async fn what_failed_is_told_and_tried_again_later() {
 }
 
 #[tokio::test]
+async fn an_agent_knows_what_those_before_it_tried() {
+    let world = World::new();
+    let archive = b"no archive at all".to_vec();
+    let server = FileServer::start(archive.clone()).await;
+    let wanted = request(&server, &sha256(&archive));
+    let failed = settled(&world.operator, &wanted).await.pop().unwrap();
+    assert!(failed.message.contains("no archive"), "{}", failed.message);
+    let asked = server.seen().len();
+
+    // What costs a download to find out is not found out anew by each agent.
+    let world = world.restarted();
+    assert_eq!(model(&world.operator, &wanted).await, failed);
+    assert_eq!(server.seen().len(), asked);
+
+    // Agents that ended while they unpacked a model: one may have been exchanged, two were not.
+    let archive = demo_tar();
+    let server = FileServer::start(archive.clone()).await;
+    let wanted = request(&server, &sha256(&archive));
+    let note = world
+        .cache
+        .path()
+        .join(format!("partial/{}.tries", wanted.key));
+    let in_an_hour = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .unwrap()
+        .as_secs()
+        + 3600;
+    let lost = |times: u32| {
+        let tries = serde_json::json!({"lost": times, "why": "it ended", "again_at_s": in_an_hour});
+        fs::write(&note, tries.to_string()).unwrap();
+    };
+    lost(2);
+    let failed = model(&world.operator, &wanted).await;
+    assert_eq!(failed.state(), ModelState::Failed);
+    assert_eq!(failed.message, "it ended");
+    assert!(server.seen().is_empty());
+    let world = world.restarted();
+    lost(1);
+    let ready = settled(&world.operator, &wanted).await.pop().unwrap();
+    assert_eq!(ready.state(), ModelState::Ready, "{}", ready.message);
+    assert!(!note.exists(), "a model that is ready has nothing to tell");
+}
+
+#[tokio::test]
+async fn a_file_of_nothing_is_not_read_into_memory() {
+    let world = World::new();
+    let long = vec![b' '; 17 << 20];
+    let tar = server::tar_of(&[("config.json", &long)]);
+    let server = FileServer::start(tar.clone()).await;
+    let failed = settled(&world.operator, &request(&server, &sha256(&tar)))
+        .await
+        .pop()
+        .unwrap();
+    assert_eq!(failed.state(), ModelState::Failed);
+    for words in ["config.json", "17,825,792 bytes", "16,777,216"] {
+        assert!(failed.message.contains(words), "{}", failed.message);
+    }
+}
+
+#[tokio::test]
 async fn what_can_never_be_fetched_is_refused() {
     let world = World::new();
     let server = FileServer::start(demo_tar()).await;

@@ -10,6 +10,7 @@ mod config_faults;
 mod demo;
 mod files;
 mod generation;
+mod long_files;
 mod random;
 mod safetensors;
 mod tokenizer;

@@ -4,12 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use hearth_crds::{ModelFacts, store_key};
 use hearth_fetch::{
-    Blame, Cache, Credentials, FetchError, FetchOptions, Key, Progress, Reach, Source, fetch,
+    Blame, Cache, Credentials, FetchError, FetchOptions, Key, Phase, Progress, Reach, Source,
+    Tries, fetch,
 };
 use hearth_transport::v1::{self, ModelRequest, ModelResponse, ModelState};
 use ipnet::IpNet;
@@ -58,7 +59,7 @@ struct Entry {
     source: Option<Source>,
     state: State,
     /// In a row.
-    failures: u32,
+    tries: Tries,
 }
 
 enum State {
@@ -116,8 +117,9 @@ impl Models {
         let options = self.limits.options(ranges(&request.cluster_ranges)?);
         let mut entries = self.lock();
         let entry = entries.get_mut(&key);
-        let failures = entry.as_ref().map_or(0, |entry| entry.failures);
+        let mut tries = Tries::default();
         if let Some(entry) = entry {
+            tries = entry.tries.clone();
             let is_same = source.is_none() || source == entry.source;
             match &entry.state {
                 State::Ready(ready) if self.cache.model(&key).is_some() => {
@@ -131,6 +133,14 @@ impl Models {
                 }
                 _ => {}
             }
+        } else if source.is_some() || self.cache.model(&key).is_some() {
+            // An agent before this one may have tried it.
+            tries = self.cache.tries(&key);
+            if let Some(entry) = waiting(&tries, source.clone(), SystemTime::now()) {
+                let answer = failed(&tries.why);
+                entries.insert(key, entry);
+                return Ok(answer);
+            }
         }
         if source.is_none() && self.cache.model(&key).is_none() {
             entries.remove(&key);
@@ -142,7 +152,7 @@ impl Models {
         }
         let entry = Entry {
             source: source.clone(),
-            failures,
+            tries,
             state: State::Working {
                 progress: None,
                 task: tokio::spawn(Arc::clone(self).work(key.clone(), source, options)),
@@ -212,19 +222,48 @@ impl Models {
         let Some(entry) = entries.get_mut(&key) else {
             return;
         };
+        entry.tries.lost = 0;
         match outcome {
             Ok(ready) => {
                 tracing::info!(%key, bytes = ready.bytes, "model ready");
-                entry.failures = 0;
+                entry.tries = Tries::default();
                 entry.state = State::Ready(ready);
             }
             Err(Failure { why, blame }) => {
-                entry.failures += 1;
-                let wait = wait_after(blame, entry.failures);
+                entry.tries.failures += 1;
+                let wait = wait_after(blame, entry.tries.failures);
                 tracing::warn!(%key, ?wait, "model failed: {why}");
                 let again_at = Instant::now() + wait;
+                entry.tries.wait(SystemTime::now(), wait);
+                entry.tries.why.clone_from(&why);
                 entry.state = State::Failed { why, again_at };
             }
+        }
+        self.keep_tries(&key, &entry.tries);
+    }
+
+    /// Counts a try as lost until it has an outcome: what an archive holds may end this process.
+    fn begin_risk(&self, key: &Key) {
+        let mut entries = self.lock();
+        let Some(entry) = entries.get_mut(key) else {
+            return;
+        };
+        entry.tries.lost += 1;
+        let lost = entry.tries.lost;
+        if let Some(again) = lost.checked_sub(1).filter(|again| *again > 0) {
+            let now = SystemTime::now();
+            entry.tries.wait(now, wait_after(Blame::Content, again));
+        }
+        entry.tries.why = format!(
+            "the node's agent ended {lost} times while it unpacked or read the model\n  see why its Pod was ended: the model's files may be broken, or need more memory than the node has"
+        );
+        self.keep_tries(key, &entry.tries);
+    }
+
+    /// Without the note, the next agent only begins anew.
+    fn keep_tries(&self, key: &Key, tries: &Tries) {
+        if let Err(error) = self.cache.note_tries(key, tries) {
+            tracing::warn!(%key, "earlier tries are not noted: {error}");
         }
     }
 
@@ -234,12 +273,19 @@ impl Models {
         source: Option<&Source>,
         options: &FetchOptions,
     ) -> Result<Ready, Failure> {
+        let risk = Arc::new(Once::new());
         let directory = match (self.cache.model(key), source) {
             (Some(directory), _) => directory,
             (None, Some(source)) => {
                 tracing::info!(%key, url = source.shown(), "fetching");
                 let (models, own) = (Arc::clone(self), key.clone());
-                let observer = Arc::new(move |progress: &Progress| models.note(&own, progress));
+                let once = Arc::clone(&risk);
+                let observer = Arc::new(move |progress: &Progress| {
+                    if progress.phase == Phase::Unpacking {
+                        once.call_once(|| models.begin_risk(&own));
+                    }
+                    models.note(&own, progress);
+                });
                 let first = fetch(source, &self.cache, options, observer.clone()).await;
                 match first {
                     Err(FetchError::DiskFull { .. }) if self.make_room().await => {
@@ -255,6 +301,7 @@ impl Models {
                 });
             }
         };
+        risk.call_once(|| self.begin_risk(key));
         let unfit = |why| Failure {
             why,
             blame: Blame::Content,
@@ -324,6 +371,21 @@ fn failed(why: &str) -> ModelResponse {
         message: why.to_owned(),
         ..ModelResponse::default()
     }
+}
+
+/// The state of a model that an agent before this one has tried, while it is to be left alone.
+fn waiting(tries: &Tries, source: Option<Source>, now: SystemTime) -> Option<Entry> {
+    // An agent that ends once while it unpacks was exchanged, as all Pods are now and then.
+    let is_known = tries.failures > 0 || tries.lost > 1;
+    let left = tries.left(now, wait_after(Blame::Content, u32::MAX));
+    (is_known && !left.is_zero()).then(|| Entry {
+        source,
+        tries: tries.clone(),
+        state: State::Failed {
+            why: tries.why.clone(),
+            again_at: Instant::now() + left,
+        },
+    })
 }
 
 /// How long a failure is told before the next call tries again. What lies behind a URL costs a whole download to

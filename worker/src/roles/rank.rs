@@ -30,6 +30,8 @@ use crate::device::{DeviceOptions, GpuOptions, on_device};
 use crate::load::{self, LoadOptions, LoadedOn, ResidencyPolicy};
 use crate::signals;
 
+/// Silence of a prefill worker after which it is asked whether it works at all.
+const PREFILL_SILENCE: Duration = Duration::from_secs(1);
 /// Requests beside the running ones that an engine takes before it says that its queue is full.
 /// The gateway holds the real queue; this bounds what one worker is sent at a time.
 const WORKER_QUEUE: usize = 256;
@@ -55,14 +57,6 @@ pub(crate) struct RankArgs {
     /// Address of plain gRPC health for probes, open while the model loads: service "" is ready, "live" is alive
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) health: Option<String>,
-    /// Silence of a prefill worker after which it is asked whether it works at all
-    #[arg(
-        long,
-        hide = true,
-        env = "HEARTH_PREFILL_SILENCE_MS",
-        default_value_t = 1_000
-    )]
-    prefill_silence_ms: u64,
     /// Seconds without a byte of the weights read after which loading is given up
     #[arg(
         long,
@@ -115,8 +109,7 @@ async fn serve(
     let (worker, device, _turn) =
         tokio::task::block_in_place(|| open(args, plan, rank, binding, &watch))?;
     drop(watch);
-    let silence = Duration::from_millis(args.prefill_silence_ms);
-    let routes = routes(&worker, Routes::new(health.service()), tls.clone(), silence);
+    let routes = routes(&worker, Routes::new(health.service()), tls.clone());
     health.set_ready(true).await;
     Report::Ready {
         endpoint,
@@ -149,7 +142,7 @@ async fn serve(
     }
 }
 
-fn routes(worker: &Arc<Worker>, routes: Routes, tls: Option<Tls>, silence: Duration) -> Routes {
+fn routes(worker: &Arc<Worker>, routes: Routes, tls: Option<Tls>) -> Routes {
     let routes = routes.add_service(server::control(ControlService::new(Arc::clone(worker))));
     match worker.role {
         PlanRole::Prefill => {
@@ -163,7 +156,7 @@ fn routes(worker: &Arc<Worker>, routes: Routes, tls: Option<Tls>, silence: Durat
             routes.add_service(server::decode(DecodeService::new(
                 Arc::clone(worker),
                 clients,
-                silence,
+                PREFILL_SILENCE,
             )))
         }
     }

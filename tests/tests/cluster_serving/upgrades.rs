@@ -1,7 +1,7 @@
 //! A new operator, and new images of the workers, under streams.
 
-use std::collections::BTreeSet;
-use std::time::Duration;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
 
 use hearth_tests::cluster::{Cluster, Images, condition, wait_until};
 use serde_json::{Value, json};
@@ -10,6 +10,9 @@ use super::release::{self, PATIENCE, deployment, infd, patch, pods, said, wait_u
 use super::streams::{self, Streams};
 
 const DEPLOYMENTS: [&str; 2] = ["demo", "other"];
+/// A gateway goes on for 5 s so that all nodes hear of it, lets streams of a few seconds end, and closes what is idle
+/// after 2 s.
+const GATEWAY_END: Duration = Duration::from_secs(40);
 
 /// Uids of the Pods of both deployments.
 fn uids(cluster: &Cluster) -> BTreeSet<String> {
@@ -28,8 +31,8 @@ fn images_of(cluster: &Cluster, name: &str) -> BTreeSet<String> {
     pods(cluster, name, "").iter().filter_map(image).collect()
 }
 
-/// Deployments with Pods of that image that are not ready yet, as one list of all Pods has them.
-fn starting_with(cluster: &Cluster, image: &str) -> BTreeSet<String> {
+/// Deployments with Pods of that image that are not ready yet, of one list of all Pods.
+fn starting_with(pods: &[Value], image: &str) -> BTreeSet<String> {
     let is_starting = |pod: &&Value| {
         pod["spec"]["containers"][0]["image"] == image
             && pod["metadata"]["deletionTimestamp"].is_null()
@@ -40,7 +43,6 @@ fn starting_with(cluster: &Cluster, image: &str) -> BTreeSet<String> {
             .as_str()
             .map(str::to_owned)
     };
-    let pods = cluster.list("pods", "default", "hearth.dev/role");
     pods.iter().filter(is_starting).filter_map(owner).collect()
 }
 
@@ -96,11 +98,14 @@ fn a_new_operator_restarts_nobody(cluster: &Cluster, worker_tag: &str) {
 fn a_new_image_comes_in_turn(cluster: &Cluster, worker: &str) {
     let next = BTreeSet::from([format!("{worker}:next")]);
     release::upgrade(cluster, "image.workerTag=next");
+    let mut ends = Ends::default();
     wait_until(
         "both deployments run with the new image",
         2 * PATIENCE,
         || {
-            let starting = starting_with(cluster, &format!("{worker}:next"));
+            let pods = cluster.list("pods", "default", "hearth.dev/role");
+            ends.note(&pods);
+            let starting = starting_with(&pods, &format!("{worker}:next"));
             assert!(starting.len() <= 1, "both change at a time: {starting:?}");
             let is_done = |name: &&str| {
                 release::settled(cluster, name).is_some() && images_of(cluster, name) == next
@@ -108,6 +113,33 @@ fn a_new_image_comes_in_turn(cluster: &Cluster, worker: &str) {
             DEPLOYMENTS.iter().all(is_done).then_some(())
         },
     );
+    let longest = ends.longest();
+    println!("gateways took {longest:.1?} at most from being asked to end to their end");
+    assert!(longest < GATEWAY_END, "{:?}", ends.0);
+}
+
+/// When gateways were first and last seen after they had been asked to end, by name.
+#[derive(Default)]
+struct Ends(BTreeMap<String, (Instant, Instant)>);
+
+impl Ends {
+    fn note(&mut self, pods: &[Value]) {
+        let now = Instant::now();
+        for pod in pods {
+            let metadata = &pod["metadata"];
+            let is_gateway = metadata["labels"]["hearth.dev/role"] == "gateway";
+            if is_gateway && !metadata["deletionTimestamp"].is_null() {
+                let name = metadata["name"].as_str().unwrap_or_default().to_owned();
+                self.0.entry(name).or_insert((now, now)).1 = now;
+            }
+        }
+    }
+
+    /// Of all of them.
+    fn longest(&self) -> Duration {
+        let took = self.0.values().map(|(first, last)| *last - *first);
+        took.max().expect("gateways that ended")
+    }
 }
 
 /// A change that is taken back while its workers start.

@@ -39,7 +39,7 @@ impl Steps {
         } else {
             "✔"
         };
-        eprintln!("{mark} {text}");
+        say(format_args!("{mark} {text}"));
     }
 
     /// A step that is done, with a note on its right.
@@ -55,18 +55,20 @@ impl Steps {
         } else {
             "!"
         };
-        eprintln!("{mark} {text}");
+        say(format_args!("{mark} {text}"));
     }
 
     /// A line that belongs to the step above.
     pub(crate) fn detail(&self, text: &str) {
-        eprintln!("  {text}");
+        say(format_args!("  {text}"));
     }
 
     /// Something that takes time, with a text that may change: a spinner on a terminal, elsewhere a line now and then.
     pub(crate) fn busy(&self, text: &str) -> Busy {
         if !self.terminal {
-            let lines = Lines::start(text, FIRST_LINE, |text| eprintln!("  {text}"));
+            let lines = Lines::start(text, FIRST_LINE, |text| {
+                say(format_args!("  {text}"));
+            });
             return Busy {
                 bar: ProgressBar::hidden(),
                 lines: Some(lines),
@@ -183,9 +185,14 @@ impl Drop for Lines {
     }
 }
 
+/// Writes a line to standard error. Where the disk behind it is full the line is lost, and nothing that runs with it.
+pub(crate) fn say(line: impl std::fmt::Display) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
 /// Prints an error as `error: …`.
 pub(crate) fn print_error(error: &anyhow::Error) {
-    eprintln!("error: {}", sentence(error));
+    say(format_args!("error: {}", sentence(error)));
 }
 
 /// An error as one message.

@@ -22,6 +22,7 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(60);
 pub struct Ranks {
     directory: TempDir,
     plan: Value,
+    errors: Option<PathBuf>,
 }
 
 /// One process, killed when dropped.
@@ -54,7 +55,11 @@ impl Ranks {
             .unwrap_or_else(|error| panic!("the plan: {error}: {stdout}"));
         plan["why"] = json!([]);
         plan["notChosen"] = json!([]);
-        Self { directory, plan }
+        Self {
+            directory,
+            plan,
+            errors: None,
+        }
     }
 
     /// Where its files lie.
@@ -65,6 +70,11 @@ impl Ranks {
     /// Changes the plan of processes that are started from now on.
     pub fn edit(&mut self, edit: impl FnOnce(&mut Value)) {
         edit(&mut self.plan);
+    }
+
+    /// Lets processes that are started from now on write standard error to `path`, and not to their logs.
+    pub fn write_errors_to(&mut self, path: &Path) {
+        self.errors = Some(path.to_owned());
     }
 
     /// Starts a rank of `role` (`gateway`, `prefill`, `decode`) under a name of its own on a free port.
@@ -95,9 +105,11 @@ impl Ranks {
         let plan = self.plan_of(role, name, &endpoint);
         std::fs::write(&file, plan.to_string()).unwrap_or_else(|error| panic!("plan: {error}"));
         let output = File::create(&log).unwrap_or_else(|error| panic!("log: {error}"));
-        let errors = output
-            .try_clone()
-            .unwrap_or_else(|error| panic!("log: {error}"));
+        let errors = match &self.errors {
+            Some(path) => File::options().write(true).open(path),
+            None => output.try_clone(),
+        };
+        let errors = errors.unwrap_or_else(|error| panic!("log: {error}"));
         let mut command = in_groups(worker(), groups);
         command
             .args([role, "--rank", name, "--plan"])

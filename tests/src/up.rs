@@ -25,6 +25,8 @@ pub struct UpOptions {
     pub arguments: Vec<String>,
     /// Further environment of all processes.
     pub environment: Vec<(String, String)>,
+    /// Where the state directory is made; none: where temporary directories are.
+    pub state_in: Option<PathBuf>,
 }
 
 /// A running `hearth up`, ended when dropped.
@@ -68,8 +70,11 @@ impl Up {
     /// # Panics
     /// When the program cannot be run.
     pub fn spawn(options: &UpOptions) -> Self {
-        let state =
-            TempDir::new().unwrap_or_else(|error| panic!("no temporary directory: {error}"));
+        let state = match &options.state_in {
+            Some(directory) => TempDir::new_in(directory),
+            None => TempDir::new(),
+        };
+        let state = state.unwrap_or_else(|error| panic!("no temporary directory: {error}"));
         let (port, metrics_port) = (free_port(), free_port());
         let file = options
             .file

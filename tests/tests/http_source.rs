@@ -26,6 +26,7 @@ fn ask(file: &Path, cache: &Path) -> (i32, String) {
             .map(str::to_owned)
             .to_vec(),
         environment: vec![("HEARTH_CACHE".to_owned(), cache.display().to_string())],
+        ..UpOptions::default()
     });
     (up.wait(), up.output())
 }

@@ -1,6 +1,6 @@
 //! Logs go to standard error, data to standard output.
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 
 use tracing_subscriber::EnvFilter;
 
@@ -11,8 +11,15 @@ pub(crate) fn init() {
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
+        // It would tell of a line that cannot be written by `eprintln!`, which panics where that cannot be written either.
+        .log_internal_errors(false)
         .with_ansi(std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none())
         .init();
+}
+
+/// Writes a line to standard error. Where the disk behind it is full the line is lost, and nothing else.
+pub(crate) fn say(line: impl std::fmt::Display) {
+    let _ = writeln!(std::io::stderr(), "{line}");
 }
 
 /// An error as one message.

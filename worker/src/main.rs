@@ -20,7 +20,7 @@ fn main() -> ExitCode {
     match cli.run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {}", logging::sentence(&error));
+            logging::say(format_args!("error: {}", logging::sentence(&error)));
             ExitCode::FAILURE
         }
     }

@@ -223,6 +223,8 @@ pub(crate) fn start_log(filter: &str, format: LogFormat) -> anyhow::Result<()> {
         .with_env_filter(filter)
         .with_target(false)
         .with_ansi(false)
+        // A line that cannot be written is lost; to tell of it the same way would panic.
+        .log_internal_errors(false)
         .with_writer(std::io::stderr);
     match format {
         LogFormat::Text => log.init(),

@@ -7,6 +7,7 @@ use serde_json::json;
 
 use crate::chat::Client;
 use crate::state::Running;
+use crate::ui::say;
 
 /// The first key of an API key file.
 pub(super) fn first_key(path: &Path) -> Option<String> {
@@ -26,8 +27,7 @@ pub(super) async fn ask(
     question: &str,
     key: Option<&str>,
 ) -> anyhow::Result<()> {
-    eprintln!();
-    eprintln!("  > {question}");
+    say(format_args!("\n  > {question}"));
     let trusted = running.certificate.as_ref();
     let client = Client::new(&running.endpoint, &running.served_name, key, trusted)?;
     let messages = [json!({"role": "user", "content": question})];
@@ -38,6 +38,6 @@ pub(super) async fn ask(
         })
         .await?;
     let _ = writeln!(out);
-    eprintln!();
+    say("");
     Ok(())
 }

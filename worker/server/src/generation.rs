@@ -1,5 +1,6 @@
 //! A request's choices, run together: jobs on workers on one side, deltas of text and calls on the other.
 
+use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -70,14 +71,14 @@ pub(crate) type ChoiceStream = Pin<Box<dyn Stream<Item = Result<ChoiceEvent, Api
 /// prompt's keys and values computed.
 pub(crate) fn run(app: Arc<App>, submission: Submission) -> ChoiceStream {
     let closing = app.closing.clone();
-    let events = run_choices(app, submission);
+    let events = AssertUnwindSafe(run_choices(app, submission)).catch_unwind();
     Box::pin(async_stream::stream! {
         let mut events = std::pin::pin!(events);
         loop {
             let item = tokio::select! {
                 biased;
                 () = closing.cancelled() => Some(Err(closing_error())),
-                item = events.next() => item,
+                item = events.next() => item.map(|item| item.unwrap_or_else(|_| Err(fault()))),
             };
             let Some(item) = item else { return };
             let is_last = item.is_err();
@@ -386,6 +387,11 @@ impl Drop for ChoiceTally {
     fn drop(&mut self) {
         self.ended("cancelled");
     }
+}
+
+/// A panic of ours ends one answer, which says so.
+fn fault() -> ApiError {
+    ApiError::internal("a fault of the gateway ended the answer: its log tells more")
 }
 
 /// To requests that come, and to answers that do not end, once the gateway ends.

@@ -6,6 +6,8 @@
 
 use std::time::Duration;
 
+use crate::logging;
+
 /// One layer of a forward pass may take as long on any machine.
 const LONGEST: Duration = Duration::from_secs(300);
 /// And so many times the longest that was done.
@@ -22,12 +24,12 @@ impl Layers {
     /// Ends the process when it stands still; nothing else would, since the threads that compute never come to an end.
     pub(super) fn end_if_stuck(&mut self, at_layer_for: Option<Duration>) {
         if self.is_stuck(at_layer_for) {
-            eprintln!(
+            logging::say(format_args!(
                 "error: the engine stands still: it has been at one layer for {} s, and the longest before took {:.1} s\n  \
                  the supervisor starts this worker again",
                 self.present.as_secs(),
                 self.longest_done.as_secs_f64()
-            );
+            ));
             std::process::exit(1);
         }
     }

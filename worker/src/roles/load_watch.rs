@@ -5,6 +5,8 @@ use std::time::{Duration, Instant};
 
 use tokio::task::AbortHandle;
 
+use crate::logging;
+
 /// Ends the process when loading stands still, until it is dropped. A supervisor sees a process that has ended, and could
 /// not tell one that hangs in a read from one that reads.
 pub(super) struct LoadWatch {
@@ -23,10 +25,10 @@ impl LoadWatch {
     /// Counts from now. Needs a tokio runtime with a thread beside the one that loads.
     pub(super) fn start(patience: Duration) -> Self {
         Self::with(patience, move |percent| {
-            eprintln!(
+            logging::say(format_args!(
                 "error: no byte of the weights was read for {} s, at {percent} %\n  look at the disk or the share that the model lies on",
                 patience.as_secs()
-            );
+            ));
             std::process::exit(1);
         })
     }

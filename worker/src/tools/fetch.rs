@@ -10,6 +10,8 @@ use hearth_crds::format_bytes;
 use hearth_fetch::{Cache, Credentials, FetchOptions, Phase, Progress, Source};
 use serde::Serialize;
 
+use crate::logging;
+
 /// Time between two lines for people about one phase.
 const LINE_PERIOD: Duration = Duration::from_secs(1);
 
@@ -132,7 +134,7 @@ impl Lines {
         let is_new = last.is_none_or(|(at, before)| before != *phase || at.elapsed() > LINE_PERIOD);
         if is_new {
             *last = Some((Instant::now(), *phase));
-            eprintln!("{}", sentence(progress));
+            logging::say(sentence(progress));
         }
     }
 }

@@ -11,6 +11,7 @@ use hearth_profiler::{
 use crate::cli::GpuArgs;
 #[cfg(feature = "cuda")]
 use crate::device::KernelDirectories;
+use crate::logging;
 
 /// Arguments of `profile`.
 #[derive(Args)]
@@ -60,7 +61,7 @@ impl Meter for TellingMeter {
     }
 
     fn tell(&self, what: &str) {
-        eprintln!("{PROGRESS}{what}");
+        logging::say(format_args!("{PROGRESS}{what}"));
     }
 }
 

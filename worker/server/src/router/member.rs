@@ -1,13 +1,15 @@
 //! One worker as its pool knows it, and the task that looks after it.
 
+use std::panic::AssertUnwindSafe;
 use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
+use futures::FutureExt;
 use hearth_transport::v1::{DescribeRequest, DescribeResponse, StatsRequest, StatsResponse};
 use hearth_transport::{RpcError, RpcErrorKind, Worker};
 use tokio::sync::{Notify, watch};
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::pool::Pool;
 use super::prefix::PrefixMemory;
@@ -127,6 +129,11 @@ impl Member {
 
     /// Looks at the worker again and again, for as long as its pool is there.
     pub(super) async fn look_after(self: Arc<Self>, pool: Weak<Pool>, hang_after: Duration) {
+        let looks = || self.look_again_and_again(pool.clone(), hang_after);
+        until_it_ends(looks).await;
+    }
+
+    async fn look_again_and_again(&self, pool: Weak<Pool>, hang_after: Duration) {
         let mut pause = BACKOFF.0;
         loop {
             let look = self.look(hang_after).await;
@@ -224,6 +231,14 @@ impl Member {
     }
 }
 
+/// Begins `work` again when it panics: a worker that nobody looks after would stay what it last was for good.
+async fn until_it_ends<F: Future<Output = ()>>(work: impl Fn() -> F) {
+    while AssertUnwindSafe(work()).catch_unwind().await.is_err() {
+        tracing::error!("looking after a worker panicked: begun again");
+        sleep(BACKOFF.1).await;
+    }
+}
+
 async fn look_at(worker: &Worker) -> Result<(DescribeResponse, StatsResponse), RpcError> {
     let mut control = worker.control();
     let description = control.describe(DescribeRequest {}).await;
@@ -233,4 +248,21 @@ async fn look_at(worker: &Worker) -> Result<(DescribeResponse, StatsResponse), R
     let stats = control.stats(StatsRequest {}).await;
     let stats = stats.map_err(|status| worker.error(&status))?.into_inner();
     Ok((description, stats))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn looks_that_panic_are_begun_again() {
+        let begun = AtomicU32::new(0);
+        until_it_ends(|| async {
+            assert!(begun.fetch_add(1, Ordering::Relaxed) >= 2, "a fault");
+        })
+        .await;
+        assert_eq!(begun.load(Ordering::Relaxed), 3);
+    }
 }

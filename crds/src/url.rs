@@ -8,7 +8,8 @@ use crate::model::{HttpSource, ModelSource, ModelSpec};
 pub const STORE_KEY_DIGITS: usize = 32;
 
 /// A URL as it may be shown: without user, password, query and fragment, which can hold secrets. Text that is no URL
-/// loses all that could be one of these.
+/// loses all that could be one of these; so does a URL whose password ends its authority too early, by a `/` or `?` that
+/// was not written as `%2F` or `%3F`. Of one with an `@` in its path, what follows that is shown.
 pub fn shown_url(url: &str) -> String {
     let kept = url.split(['?', '#']).next().unwrap_or_default();
     let Some((scheme, rest)) = kept.split_once("://") else {
@@ -17,8 +18,24 @@ pub fn shown_url(url: &str) -> String {
     let rest = rest.trim_start_matches('/');
     let end = rest.find(['/', '\\']).unwrap_or(rest.len());
     let (authority, path) = rest.split_at(end);
-    let host = authority.rsplit('@').next().unwrap_or_default();
+    let Some((_, host)) = authority.rsplit_once('@') else {
+        return match rest.rsplit_once('@') {
+            Some((_, shown)) => format!("{scheme}://{shown}"),
+            None if has_port(authority) => format!("{scheme}://{rest}"),
+            None => format!("{scheme}://…"),
+        };
+    };
     format!("{scheme}://{host}{path}")
+}
+
+/// Whether what follows the host can be a port: otherwise it is the beginning of a password.
+fn has_port(authority: &str) -> bool {
+    let after = match authority.rsplit_once(']') {
+        Some((_, after)) => after,
+        None => authority.find(':').map_or("", |at| &authority[at..]),
+    };
+    let port = after.strip_prefix(':').unwrap_or(after);
+    port.bytes().all(|byte| byte.is_ascii_digit())
 }
 
 /// The name of a fetched model in a node's store: another one for each archive, URL and holder, so that a model is
@@ -96,7 +113,17 @@ mod tests {
             ("http://ann:pw@[::1]:80/x", "http://[::1]:80/x"),
             // Parsers of URLs skip slashes, and take a backslash for one.
             ("http:///ann:pw@nas/x", "http://nas/x"),
-            ("http://nas\\a@b/x", "http://nas\\a@b/x"),
+            ("http://nas\\a@b/x", "http://b/x"),
+            // A password that ends the authority for a parser.
+            ("https://ann:sec/ret@nas/m.tar", "https://nas/m.tar"),
+            ("https://ann:1/ret@nas/m.tar", "https://nas/m.tar"),
+            ("https://ann:sec\\ret@nas/m.tar", "https://nas/m.tar"),
+            ("https://ann:sec?ret@nas/m.tar", "https://…"),
+            ("https://ann:sec#ret@nas/m.tar", "https://…"),
+            ("https://[::1]:sec/x", "https://…"),
+            ("https://[fd00::1]/x", "https://[fd00::1]/x"),
+            ("https://[fd00::1]:8443/x", "https://[fd00::1]:8443/x"),
+            ("https://nas:/x", "https://nas:/x"),
             ("http:ann:pw@nas/x", "nas/x"),
             ("ann:pw@nas/x?pw", "nas/x"),
             ("", ""),

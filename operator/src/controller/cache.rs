@@ -1,6 +1,7 @@
 //! All that is known of the cluster, kept up by watches and by the answers to our own writes.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -17,6 +18,7 @@ use super::names::{NOTE_OUTCOME, OUTCOME_FAILED};
 use super::observed::{AgentPlace, Holding, NodeView, Others, PodView, Sight};
 use super::packed::Packed;
 use super::queue::{Key, Queue};
+use super::routes::is_planned_gateway;
 use super::table::{Identity, Put, Table};
 use super::turns::{Outcome, Turn, Turns};
 
@@ -452,15 +454,19 @@ impl State {
 
     /// Ready gateways: their deployment, the Pod's uid and its address.
     pub(crate) fn gateways(&self) -> Vec<(Key, String, String)> {
-        let rows = self.pods.all();
-        let ready = rows.filter(|(_, row)| {
+        let nodes: HashSet<&IpAddr> = self.nodes.values().flat_map(|it| &it.addresses).collect();
+        let ready = self.pods.all().filter(|(_, row)| {
             let pod = &row.value;
-            pod.role == "gateway" && pod.is_ready && !pod.is_deleting && !pod.ip.is_empty()
+            pod.role == "gateway" && pod.is_ready && !pod.is_deleting
         });
         ready
             .filter_map(|(_, row)| {
                 let key = self.keys.get(&row.owner)?.clone();
-                Some((key, row.value.uid.clone(), row.value.ip.clone()))
+                // A Pod in its node's network answers with what the node has there; no gateway of ours is one.
+                let is_node = nodes.contains(&row.value.ip.parse::<IpAddr>().ok()?);
+                let plans = self.plans_of(&row.owner);
+                let is_ours = !is_node && is_planned_gateway(&row.value, &key.name, &plans);
+                is_ours.then(|| (key, row.value.uid.clone(), row.value.ip.clone()))
             })
             .collect()
     }

@@ -79,14 +79,7 @@ impl Measures {
 
     /// Asks all gateways again and again until it is dropped.
     pub(crate) async fn run<G: Gateways>(&self, gateways: &G) {
-        // Gateways are asked too seldom for a connection of each to be kept, and no proxy knows Pods' addresses.
-        let client = reqwest::Client::builder()
-            .tls_certs_only([])
-            .timeout(TIMEOUT)
-            .pool_max_idle_per_host(0)
-            .no_proxy()
-            .build();
-        let Ok(client) = client.inspect_err(|error| tracing::error!(%error, "no HTTP client"))
+        let Ok(client) = client().inspect_err(|error| tracing::error!(%error, "no HTTP client"))
         else {
             return std::future::pending().await;
         };
@@ -174,6 +167,18 @@ fn steady(before: Option<f64>, after: Option<f64>) -> Option<f64> {
     }
 }
 
+/// Gateways are asked too seldom for a connection of each to be kept, and no proxy knows Pods' addresses. What a Pod
+/// answers sends the operator nowhere else.
+fn client() -> reqwest::Result<reqwest::Client> {
+    reqwest::Client::builder()
+        .tls_certs_only([])
+        .timeout(TIMEOUT)
+        .pool_max_idle_per_host(0)
+        .redirect(reqwest::redirect::Policy::none())
+        .no_proxy()
+        .build()
+}
+
 /// A gateway of an earlier version has its metrics beside the API.
 async fn metrics(client: &reqwest::Client, address: &str) -> Result<String, String> {
     match scrape(client, &host_port(address, METRICS_PORT)).await {
@@ -191,9 +196,9 @@ async fn scrape(client: &reqwest::Client, endpoint: &str) -> Result<String, Stri
         .send()
         .await
         .map_err(|error| error.to_string())?;
-    let response = response
-        .error_for_status()
-        .map_err(|error| error.to_string())?;
+    if !response.status().is_success() {
+        return Err(response.status().to_string());
+    }
     let mut chunks = response.bytes_stream();
     let mut bytes = Vec::new();
     while let Some(chunk) = chunks.next().await {
@@ -521,10 +526,7 @@ hearth_requests_running 0
                 .expect("answer");
             String::from_utf8_lossy(&request[..read]).into_owned()
         });
-        let client = reqwest::Client::builder()
-            .tls_certs_only([])
-            .build()
-            .expect("client");
+        let client = client().expect("client");
         let text = scrape(&client, &format!("127.0.0.1:{port}")).await;
         assert_eq!(text.as_deref(), Ok(TEXT));
         assert!(
@@ -532,5 +534,28 @@ hearth_requests_running 0
             "nobody listens any more"
         );
         assert!(server.await.expect("server").starts_with("GET /metrics "));
+    }
+
+    #[tokio::test]
+    async fn a_gateway_sends_the_operator_nowhere() {
+        use tokio::io::{AsyncReadExt, AsyncWriteExt};
+        let bind = async || tokio::net::TcpListener::bind("127.0.0.1:0").await;
+        let (gateway, inside) = (bind().await.expect("port"), bind().await.expect("port"));
+        let endpoint = gateway.local_addr().expect("address").to_string();
+        let elsewhere = inside.local_addr().expect("address");
+        let server = tokio::spawn(async move {
+            let (mut stream, _) = gateway.accept().await.expect("client");
+            let mut request = [0; 1024];
+            let _ = stream.read(&mut request).await.expect("request");
+            let answer = format!(
+                "HTTP/1.1 302 Found\r\nlocation: http://{elsewhere}/latest/meta-data\r\ncontent-length: 0\r\n\r\n"
+            );
+            stream.write_all(answer.as_bytes()).await.expect("answer");
+        });
+        let answer = scrape(&client().expect("client"), &endpoint).await;
+        assert_eq!(answer, Err("302 Found".to_owned()));
+        server.await.expect("server");
+        let follows = tokio::time::timeout(Duration::from_millis(200), inside.accept()).await;
+        assert!(follows.is_err(), "the redirect was followed");
     }
 }

@@ -133,6 +133,8 @@ pub(crate) struct NodeView {
     pub(crate) memory_bytes: u64,
     /// Ranges of its Pods' addresses, where the cluster gives them.
     pub(crate) pod_cidrs: Vec<String>,
+    /// Its own addresses.
+    pub(crate) addresses: Vec<std::net::IpAddr>,
     /// What the agent measured; none before the first measurement.
     pub(crate) profile: Option<NodeProfileSpec>,
 }

@@ -1,6 +1,8 @@
 //! What a gateway is told of the workers, and whom it reaches by that.
 
-use hearth_crds::{PlanRole, Route, Routes};
+use std::sync::Arc;
+
+use hearth_crds::{InferencePlan, PlanRank, PlanRole, Route, Routes};
 
 use super::names::{GATEWAY_PORT, WORKER_PORT, host_port};
 use super::observed::PodView;
@@ -18,6 +20,21 @@ pub(crate) fn reachable(gateway: &PodView, pods: &[&PodView]) -> (usize, usize) 
         of_role.filter(is_up).count()
     };
     (count(PlanRole::Decode), count(PlanRole::Prefill))
+}
+
+/// Whether the Pod is a gateway that one of the deployment's plans has: by its rank, and by the name that follows from
+/// that. Anybody who may make Pods can give one the labels of a gateway.
+pub(crate) fn is_planned_gateway(
+    pod: &PodView,
+    deployment: &str,
+    plans: &[Arc<InferencePlan>],
+) -> bool {
+    let is_its = |rank: &PlanRank| rank.role == PlanRole::Gateway && rank.name == pod.rank;
+    let digest = pod
+        .name
+        .strip_prefix(&format!("{deployment}-{}-", pod.rank));
+    digest.is_some_and(|digest| !digest.is_empty() && !digest.contains('-'))
+        && plans.iter().any(|plan| plan.spec.ranks.iter().any(is_its))
 }
 
 pub(crate) fn is_gateway(pod: &PodView) -> bool {
@@ -50,4 +67,39 @@ pub(crate) fn text(routes: &[Route]) -> String {
         workers: routes.to_vec(),
     };
     serde_json::to_string(&routes).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use hearth_crds::InferencePlan;
+
+    use super::super::build::samples::plan;
+    use super::*;
+
+    #[test]
+    fn labels_alone_make_no_gateway() {
+        let plan = InferencePlan::new("demo-1", plan());
+        let plans = [Arc::new(plan)];
+        let is_planned = |name: &str, rank: &str| {
+            let pod = PodView {
+                name: name.to_owned(),
+                rank: rank.to_owned(),
+                role: "gateway".to_owned(),
+                ..PodView::default()
+            };
+            is_planned_gateway(&pod, "demo", &plans)
+        };
+        assert!(is_planned("demo-gateway-0-abc12", "gateway-0"));
+        for (name, rank) in [
+            ("mine", "gateway-0"),
+            ("demo-gateway-0-", "gateway-0"),
+            ("demo-gateway-0-a-b", "gateway-0"),
+            ("demo-decode-0-abc12", "decode-0"),
+            ("demo-gateway-9-abc12", "gateway-9"),
+            ("other-gateway-0-abc12", "gateway-0"),
+            ("demo--abc12", ""),
+        ] {
+            assert!(!is_planned(name, rank), "{name}");
+        }
+    }
 }

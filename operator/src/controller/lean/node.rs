@@ -44,7 +44,14 @@ struct LeanTaint {
 #[serde(default)]
 struct Status {
     allocatable: BTreeMap<String, Quantity>,
+    addresses: Vec<Address>,
     conditions: Vec<Condition>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Address {
+    address: String,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -85,6 +92,11 @@ impl LeanNode {
                 })
                 .collect(),
             pod_cidrs: self.spec.pod_cidrs,
+            addresses: {
+                let told = self.status.addresses.iter();
+                // Names of hosts are among them.
+                told.filter_map(|told| told.address.parse().ok()).collect()
+            },
             profile: None,
         }
     }
@@ -111,10 +123,16 @@ pub(crate) fn millis(text: &str) -> Option<u64> {
     if let Some(milli) = text.strip_suffix('m') {
         return milli.parse().ok();
     }
-    // The API server writes exponents as they were given, such as 128e6.
-    if let Some((number, exponent)) = text.split_once('e') {
-        let scale = 10_u128.checked_pow(exponent.parse().ok()?)?;
-        return scaled(number, scale.checked_mul(1000)?);
+    // The API server writes exponents as they were given, such as 128e6 or 5E-1; an E at the end is a suffix.
+    if let Some((number, exponent)) = text.split_once(['e', 'E'])
+        && !exponent.is_empty()
+    {
+        let exponent: i32 = exponent.parse().ok()?;
+        let scale = 10_u128.checked_pow(exponent.unsigned_abs())?;
+        return match exponent.is_negative() {
+            true => Some(scaled(number, 1000)? / u64::try_from(scale).ok()?),
+            false => scaled(number, scale.checked_mul(1000)?),
+        };
     }
     let (number, unit) = SUFFIXES
         .iter()
@@ -161,6 +179,14 @@ mod tests {
             ("1.5", Some(1500)),
             ("16Gi", Some(17_179_869_184_000)),
             ("1e3", Some(1_000_000)),
+            ("1E3", Some(1_000_000)),
+            ("5e-1", Some(500)),
+            ("2500E-3", Some(2500)),
+            ("12.5e-1", Some(1250)),
+            ("1e-9", Some(0)),
+            ("1e+2", Some(100_000)),
+            ("1e-99", None),
+            ("0.002E", Some(2_000_000_000_000_000_000)),
             ("", None),
             ("x", None),
         ] {
@@ -176,6 +202,7 @@ mod tests {
             "metadata": {"name": "office", "labels": {"disk": "fast"}},
             "spec": {"unschedulable": true, "taints": [{"key": "k", "effect": "NoSchedule"}]},
             "status": {
+                "addresses": [{"type": "InternalIP", "address": "192.168.7.1"}, {"type": "Hostname", "address": "office"}],
                 "allocatable": {"cpu": "3920m", "memory": "8Gi", "nvidia.com/gpu": "2"},
                 "conditions": [{"type": "Ready", "status": "Unknown"}],
             },
@@ -189,5 +216,9 @@ mod tests {
         assert_eq!((view.cpu_millis, view.memory_bytes), (3920, 8 << 30));
         assert_eq!(view.taints[0].effect, "NoSchedule");
         assert_eq!(view.labels["disk"], "fast");
+        assert_eq!(
+            view.addresses,
+            ["192.168.7.1".parse::<std::net::IpAddr>().unwrap()]
+        );
     }
 }

@@ -78,11 +78,11 @@ fn from_install_to_uninstall() {
     release::install(&cluster, &images, 2);
     release::helm_test(&cluster);
     the_demo_answers(&cluster);
-    refusals::are_refused_with_help(&cluster);
     scales_by_kubectl(&cluster, is_own);
-    // A model on the node's disk is what `restricted` forbids.
+    // Models on the nodes' disks are what `restricted` forbids.
     let unlabelled = format!("{POD_SECURITY}-");
     cluster.kubectl(&["label", "namespace", "default", &unlabelled]);
+    refusals::are_refused_with_help(&cluster);
     if is_own {
         a_new_model_comes_beside_the_old_one(&cluster);
         a_killed_worker_costs_no_token(&cluster);

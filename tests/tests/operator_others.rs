@@ -5,8 +5,9 @@ use std::collections::BTreeSet;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use hearth_tests::cluster::{Options, condition, try_wait_until};
+use hearth_tests::cluster::{Cluster, Options, condition, try_wait_until};
 use hearth_tests::operator::{Operator, Proxy, Stand, is_settled};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -51,6 +52,18 @@ impl Scene {
             let now = self.stand.deployment(NAMESPACE, "demo");
             panic!("{error}: {now:#?}\n{}", self.operator.log())
         })
+    }
+
+    /// Does something in a moment in which the operator does nothing.
+    fn while_it_stands(&self, work: impl FnOnce(&Cluster)) {
+        let send = |signal| {
+            let pid = i32::try_from(self.operator.pid()).ok();
+            let pid = pid.and_then(Pid::from_raw).expect("a process");
+            kill_process(pid, signal).expect("a signal");
+        };
+        send(Signal::STOP);
+        work(self.stand.cluster());
+        send(Signal::CONT);
     }
 
     fn pods(&self) -> BTreeSet<String> {
@@ -117,6 +130,12 @@ fn a_plan_of_a_newer_operator_is_named_and_all_stays_as_it_is() {
                 .all(|part| words.contains(part))
     };
     scene.until("the newer plan is named", is_left);
+    let writes = scene.writes();
+    let is_event = |write: &String| write.contains("/events ");
+    assert!(
+        writes.len() <= 1 && writes.iter().all(is_event),
+        "{writes:?}"
+    );
     assert_eq!(scene.writes(), [""; 0], "it was said already");
     // Another wish changes nothing, nor does another start of the operator.
     scaled(&scene.stand, 2);
@@ -162,17 +181,18 @@ fn a_secret_that_others_make_anew_is_no_conflict_for_ever() {
     let mut renewal = ours.clone();
     renewal["metadata"]["uid"] = uid;
     let delete = ["delete", "secret", SECRET, "-n", NAMESPACE];
-    cluster.kubectl(&delete);
     let theirs = json!({
         "apiVersion": "v1", "kind": "Secret", "metadata": {"name": SECRET, "namespace": NAMESPACE},
         "stringData": {"tls.crt": "theirs"},
     });
-    // The operator may have been quicker.
-    let _ = cluster.try_kubectl(&delete);
-    cluster.apply(&theirs.to_string());
-    let refused = cluster.try_apply(&renewal.to_string()).expect_err("theirs");
-    assert!(refused.contains("uid"), "{refused}");
-
+    scene.while_it_stands(|cluster| {
+        cluster.kubectl(&delete);
+        let refused = cluster.try_apply(&renewal.to_string()).expect_err("gone");
+        assert!(refused.contains("uid"), "{refused}");
+        cluster.apply(&theirs.to_string());
+        let refused = cluster.try_apply(&renewal.to_string()).expect_err("theirs");
+        assert!(refused.contains("uid"), "{refused}");
+    });
     scene.until("somebody else's Secret is named", |deployment| {
         message(deployment, "Degraded").contains("is there already and is not Hearth's")
     });
@@ -183,12 +203,10 @@ fn a_secret_that_others_make_anew_is_no_conflict_for_ever() {
     assert_eq!(now["data"], json!({"tls.crt": "dGhlaXJz"}));
 
     // A backup of ours, made anew: taken as it is.
-    cluster.kubectl(&delete);
-    let refused = cluster.try_apply(&renewal.to_string()).expect_err("gone");
-    assert!(refused.contains("uid"), "{refused}");
-    if cluster.get("secret", NAMESPACE, SECRET).is_none() {
+    scene.while_it_stands(|cluster| {
+        cluster.kubectl(&delete);
         cluster.apply(&ours.to_string());
-    }
+    });
     scaled(&scene.stand, 2);
     scene.until("it is settled again", is_settled);
     let writes = scene.writes();

@@ -309,6 +309,11 @@ fn hard_bodies() -> Vec<(&'static str, String, &'static str)> {
             with(json!({"stop": "x"})).replace("\"x\"", &format!("[{}0]", "0,".repeat(4_000_000))),
             "too_many_values",
         ),
+        (
+            "128 choices with stop strings of 1.9 MB",
+            with(json!({"n": 128, "max_tokens": 5, "stop": vec!["x".repeat(1_900_000); 4]})),
+            "invalid_value",
+        ),
         ("100,000 brackets", "[".repeat(100_000), "invalid_json"),
     ]
 }

@@ -12,12 +12,11 @@ use crate::tools::{Piece, ToolFormat, ToolParser};
 use crate::wire::response::{FinishReason, FunctionDelta, TokenLogprob, ToolCallDelta, TopLogprob};
 
 /// What shapes the choices of one request.
-#[derive(Clone)]
 pub(crate) struct ChoiceOptions {
     /// The model's tokenizer.
     pub(crate) tokenizer: Tokenizer,
     /// Strings that end the answer.
-    pub(crate) stop: Vec<String>,
+    pub(crate) stop: Arc<[String]>,
     /// Tokens that end the answer; they are no text.
     pub(crate) stop_tokens: Arc<[u32]>,
     /// Log-probabilities are wanted.
@@ -59,7 +58,7 @@ impl Delta {
 
 /// The state of one choice.
 pub(crate) struct Choice {
-    options: ChoiceOptions,
+    options: Arc<ChoiceOptions>,
     decoder: Option<StreamDecoder>,
     stop: StopMatcher,
     parser: Option<Box<dyn ToolParser>>,
@@ -73,7 +72,7 @@ pub(crate) struct Choice {
 
 impl Choice {
     /// A choice of which no token has come.
-    pub(crate) fn new(options: ChoiceOptions) -> Self {
+    pub(crate) fn new(options: Arc<ChoiceOptions>) -> Self {
         let tokenizer = &options.tokenizer;
         // The marks of calls are special tokens in some vocabularies.
         let decoder = match options.tools {

@@ -36,14 +36,16 @@ pub struct Job {
     pub request_id: String,
     /// The prompt, at least one token.
     pub prompt: Arc<[u32]>,
-    /// How tokens are chosen; the seed is set.
-    pub sampling: Sampling,
+    /// How tokens are chosen; the seed is that of choice 0.
+    pub sampling: Arc<Sampling>,
+    /// Of this choice.
+    pub seed: u64,
     /// Upper bound of generated tokens; prompt and this fit the context.
     pub max_tokens: u32,
     /// Tokens that end the answer.
     pub stop_tokens: Arc<[u32]>,
     /// The form of the answer.
-    pub grammar: Option<Grammar>,
+    pub grammar: Option<Arc<Grammar>>,
     /// Alternatives to report; `None`: no log-probabilities.
     pub logprobs: Option<u32>,
     /// The client's trace.
@@ -411,17 +413,21 @@ impl Job {
         let (model_fingerprint, prompt_numerics) = pin.map_or_else(Default::default, |pin| {
             (pin.fingerprint, pin.prompt_numerics)
         });
+        let sampling = Sampling {
+            seed: self.seed,
+            ..self.sampling.as_ref().clone()
+        };
         let message = GenerateRequest {
             request_id: request_id.clone(),
             model_fingerprint,
             prompt_numerics,
             prompt_tokens: self.prompt.to_vec(),
             generated_tokens: progress.tokens.clone(),
-            sampling: Some(self.sampling.clone()),
+            sampling: Some(sampling),
             max_tokens: self.max_tokens,
             stop_token_ids: self.stop_tokens.to_vec(),
             prefill_endpoint: prefill.unwrap_or_default(),
-            grammar: self.grammar.clone(),
+            grammar: self.grammar.as_deref().cloned(),
             logprobs: self.logprobs.is_some(),
             top_logprobs: self.logprobs.unwrap_or(0),
         };

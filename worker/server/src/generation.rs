@@ -8,9 +8,10 @@ use std::time::Duration;
 use futures::stream::SelectAll;
 use futures::{Stream, StreamExt};
 use hearth_transport::TraceParent;
-use hearth_transport::v1::{Grammar, Sampling};
+use hearth_transport::v1::{Grammar, Sampling, grammar};
 use http::StatusCode;
 use sha2::{Digest, Sha256};
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
 use crate::app::App;
@@ -37,13 +38,36 @@ pub(crate) struct Submission {
     /// Choices for each prompt.
     pub(crate) n: u32,
     /// Of choice 0; choice i has the seed plus i.
-    pub(crate) sampling: Sampling,
-    pub(crate) grammar: Option<Grammar>,
+    pub(crate) sampling: Arc<Sampling>,
+    pub(crate) grammar: Option<Arc<Grammar>>,
     pub(crate) logprobs: Option<u32>,
-    pub(crate) choice: ChoiceOptions,
+    pub(crate) choice: Arc<ChoiceOptions>,
     pub(crate) trace: Option<TraceParent>,
     /// When the request was whole.
     pub(crate) arrived: Instant,
+    /// Its share of the memory for large ones.
+    pub(crate) room: Option<OwnedSemaphorePermit>,
+}
+
+impl Submission {
+    /// Bytes that it holds until its last choice has ended.
+    pub(crate) fn held_bytes(&self) -> usize {
+        let prompts = self.prompts.iter();
+        let prompts: usize = prompts
+            .map(|(prompt, _)| size_of_val::<[u32]>(prompt))
+            .sum();
+        let biases = size_of_val(self.sampling.logit_bias.as_slice());
+        let grammar = match self
+            .grammar
+            .as_deref()
+            .and_then(|grammar| grammar.kind.as_ref())
+        {
+            Some(grammar::Kind::JsonSchema(text) | grammar::Kind::Lark(text)) => text.len(),
+            Some(grammar::Kind::JsonObject(_)) | None => 0,
+        };
+        let stops: usize = self.choice.stop.iter().map(String::len).sum();
+        prompts + biases + grammar + stops
+    }
 }
 
 /// What a submission yields.
@@ -164,7 +188,7 @@ fn run_choice(
             match event {
                 Err(error) => {
                     tally.ended("error");
-                    yield Err(error_of(error, limit, submission.grammar.as_ref()));
+                    yield Err(error_of(error, limit, submission.grammar.as_deref()));
                     return;
                 }
                 Ok(Event::Started { cached_tokens, pin }) => {
@@ -201,12 +225,13 @@ fn run_choice(
 
 fn job_of(app: &App, submission: &Submission, index: u32) -> Job {
     let (prompt, max_tokens) = &submission.prompts[(index / submission.n) as usize];
-    let mut sampling = submission.sampling.clone();
-    sampling.seed = sampling.seed.wrapping_add(u64::from(index % submission.n));
+    let sampling = submission.sampling.clone();
+    let seed = sampling.seed.wrapping_add(u64::from(index % submission.n));
     Job {
         request_id: format!("{}-{index}", submission.id),
         prompt: prompt.clone(),
         sampling,
+        seed,
         max_tokens: *max_tokens,
         stop_tokens: submission.choice.stop_tokens.clone(),
         grammar: submission.grammar.clone(),

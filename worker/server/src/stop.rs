@@ -1,9 +1,11 @@
 //! Stop strings over streamed text: what may still become one is held back, nothing else is.
 
+use std::sync::Arc;
+
 /// Finds the first of some strings in text that arrives in pieces.
 #[derive(Clone, Debug)]
 pub struct StopMatcher {
-    stops: Vec<String>,
+    stops: Arc<[String]>,
     held: String,
 }
 
@@ -17,11 +19,10 @@ pub struct Released {
 }
 
 impl StopMatcher {
-    /// A matcher of `stops`; empty ones are left out.
-    pub fn new(mut stops: Vec<String>) -> Self {
-        stops.retain(|stop| !stop.is_empty());
+    /// A matcher of `stops`, none of which is empty.
+    pub fn new(stops: impl Into<Arc<[String]>>) -> Self {
         Self {
-            stops,
+            stops: stops.into(),
             held: String::new(),
         }
     }
@@ -38,6 +39,8 @@ impl StopMatcher {
         let first = self
             .stops
             .iter()
+            // The search for a string takes as long as the string, however short the text.
+            .filter(|stop| stop.len() <= self.held.len())
             .filter_map(|stop| {
                 self.held
                     .find(stop)
@@ -89,7 +92,8 @@ mod tests {
 
     /// Feeds `pieces` and gives the whole released text and whether it stopped.
     fn run(stops: &[&str], pieces: &[&str]) -> (String, bool) {
-        let mut matcher = StopMatcher::new(stops.iter().map(|stop| (*stop).to_owned()).collect());
+        let stops: Vec<String> = stops.iter().map(|stop| (*stop).to_owned()).collect();
+        let mut matcher = StopMatcher::new(stops);
         let mut text = String::new();
         for piece in pieces {
             let released = matcher.push(piece);
@@ -119,7 +123,7 @@ mod tests {
 
     #[test]
     fn only_what_may_become_a_stop_is_held() {
-        let mut matcher = StopMatcher::new(vec!["aab".into()]);
+        let mut matcher = StopMatcher::new(["aab".into()]);
         assert_eq!(matcher.push("xxaaa").text, "xxa");
         assert_eq!(matcher.push("c").text, "aac");
     }

@@ -47,7 +47,7 @@ pub(super) async fn read(
             && let Some(make_room) = make_room.take()
         {
             let room = timeout_at(deadline, make_room(longest)).await;
-            room.map_err(|_| no_room())?;
+            room.map_err(|_| no_room("read"))?;
             bytes.reserve(longest.saturating_sub(bytes.len()));
         }
         let frame = timeout_at(deadline, body.frame()).await;
@@ -79,9 +79,10 @@ fn too_slow(limits: &Limits) -> ApiError {
     .with_code("body_timeout")
 }
 
-fn no_room() -> ApiError {
+/// Of a large request, where others are being `done` and leave it no memory.
+pub(super) fn no_room(done: &str) -> ApiError {
     ApiError::unavailable(
-        "other large requests are being read, and the time to wait for them ran out. Try again in a moment",
+        format!("other large requests are being {done}, and the time to wait for them ran out. Try again in a moment"),
         RETRY_ROOM,
     )
     .with_code("large_requests")

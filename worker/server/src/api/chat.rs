@@ -104,12 +104,12 @@ fn prepare(app: &App, asked: &Asked<'_, ChatRequest>, id: String) -> Result<Subm
         operation: Operation::Chat,
         prompts: vec![(prompt.into(), max_tokens)],
         n: options.n,
-        sampling: model.sampling(options, seed)?,
-        grammar: grammar_of(app, request)?,
+        sampling: Arc::new(model.sampling(options, seed)?),
+        grammar: grammar_of(app, request)?.map(Arc::new),
         logprobs: request.logprobs,
-        choice: ChoiceOptions {
+        choice: Arc::new(ChoiceOptions {
             tokenizer: model.tokenizer.clone(),
-            stop: options.stop.clone(),
+            stop: options.stop.as_slice().into(),
             stop_tokens,
             logprobs: request.logprobs.is_some(),
             tools: uses_tools.then(|| {
@@ -122,9 +122,10 @@ fn prepare(app: &App, asked: &Asked<'_, ChatRequest>, id: String) -> Result<Subm
                 request.tool_choice,
                 ToolChoice::Required | ToolChoice::Named(_)
             ),
-        },
+        }),
         trace: asked.trace,
         arrived: asked.arrived,
+        room: None,
     })
 }
 

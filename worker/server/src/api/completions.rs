@@ -96,20 +96,21 @@ fn prepare(
         operation: Operation::TextCompletion,
         prompts,
         n: options.n,
-        sampling: model.sampling(options, seed)?,
+        sampling: Arc::new(model.sampling(options, seed)?),
         grammar: None,
         logprobs: request.logprobs,
-        choice: ChoiceOptions {
+        choice: Arc::new(ChoiceOptions {
             tokenizer: model.tokenizer.clone(),
-            stop: options.stop.clone(),
+            stop: options.stop.as_slice().into(),
             stop_tokens,
             logprobs: request.logprobs.is_some(),
             tools: None,
             single_call: false,
             is_calls_alone: false,
-        },
+        }),
         trace: asked.trace,
         arrived: asked.arrived,
+        room: None,
     };
     Ok((submission, echoes))
 }

@@ -9,7 +9,7 @@ use hearth_transport::TraceParent;
 use serde::Serialize;
 use tokio::time::Instant;
 
-use super::desk::{Desk, Work};
+use super::desk::{Desk, Prepared, Work};
 use super::stream::{self, ChunkWriter};
 use super::{Context, models};
 use crate::app::{App, unix_seconds};
@@ -86,7 +86,13 @@ pub(super) async fn create<E: Endpoint>(
         };
         desk.prepare(body, work).await
     };
-    let ((submission, writer), stream) = prepared?;
+    let Prepared {
+        value: ((mut submission, writer), stream),
+        body_room,
+    } = prepared?;
+    let (bytes, patience) = (submission.held_bytes(), app.routing.queue_timeout);
+    submission.room = desk.keep(bytes, patience).await?;
+    drop(body_room);
     let choices = submission.prompts.len() as u32 * submission.n;
     let events = stream::begun(generation::run(app.clone(), submission)).await?;
     let (backlog, version) = (&app.backlog, parts.version);

@@ -8,11 +8,13 @@
 use std::num::NonZero;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use axum::body::Body;
 use bytes::Bytes;
 use http::HeaderMap;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::timeout;
 
 use super::body;
 use crate::config::Limits;
@@ -24,6 +26,8 @@ const PLACES: (usize, usize) = (2, 8);
 const LARGE_BYTES: usize = 256 << 10;
 /// Bytes of large bodies that are read or wait to be prepared.
 const LARGE_BODIES_BYTES: usize = 24 << 20;
+/// Bytes that requests of more than [`LARGE_BYTES`] hold while they wait for a worker or are answered.
+const LARGE_REQUESTS_BYTES: usize = 64 << 20;
 /// By which those are counted.
 const UNIT_BYTES: usize = 1 << 10;
 
@@ -34,12 +38,20 @@ pub(super) struct Desk {
     large: Arc<Semaphore>,
     /// In [`UNIT_BYTES`].
     bodies: Arc<Semaphore>,
+    /// In [`UNIT_BYTES`].
+    requests: Arc<Semaphore>,
 }
 
 /// A request's body, and its share of the memory for large ones.
 pub(super) struct Held {
     bytes: Bytes,
-    _room: Option<OwnedSemaphorePermit>,
+    room: Option<OwnedSemaphorePermit>,
+}
+
+/// What was made of a body, which keeps the body's share until it is dropped.
+pub(super) struct Prepared<T> {
+    pub(super) value: T,
+    pub(super) body_room: Option<OwnedSemaphorePermit>,
 }
 
 /// A request that is being prepared.
@@ -74,6 +86,7 @@ impl Desk {
             places: semaphore(cpus.clamp(PLACES.0, PLACES.1)),
             large: semaphore(1),
             bodies: semaphore(LARGE_BODIES_BYTES / UNIT_BYTES),
+            requests: semaphore(LARGE_REQUESTS_BYTES / UNIT_BYTES),
         }
     }
 
@@ -89,15 +102,10 @@ impl Desk {
     ) -> Result<Held, ApiError> {
         let mut room = None;
         let make_room = async |bytes: usize| {
-            let units = bytes
-                .div_ceil(UNIT_BYTES)
-                .min(LARGE_BODIES_BYTES / UNIT_BYTES);
-            let units = u32::try_from(units).unwrap_or(u32::MAX);
-            let permit = self.bodies.clone().acquire_many_owned(units).await;
-            room = permit.ok();
+            room = room_for(&self.bodies, bytes, LARGE_BODIES_BYTES).await;
         };
         let bytes = body::read(headers, body, limits, LARGE_BYTES, make_room).await?;
-        Ok(Held { bytes, _room: room })
+        Ok(Held { bytes, room })
     }
 
     /// Does `work` for a body. Dropping the future tells the work to stop, and it keeps its place until it has.
@@ -108,7 +116,7 @@ impl Desk {
         &self,
         body: Held,
         work: impl FnOnce(Bytes, &Work) -> Result<T, ApiError> + Send + 'static,
-    ) -> Result<T, ApiError> {
+    ) -> Result<Prepared<T>, ApiError> {
         let lost = || ApiError::internal("the request could not be prepared");
         let places = match body.bytes.len() > LARGE_BYTES {
             true => &self.large,
@@ -119,13 +127,47 @@ impl Desk {
         let ending = Ending(is_over.clone());
         let work = move || {
             let _place = place;
-            let Held { bytes, _room } = body;
-            work(bytes, &Work { is_over })
+            let Held { bytes, room } = body;
+            let value = work(bytes, &Work { is_over })?;
+            Ok(Prepared {
+                value,
+                body_room: room,
+            })
         };
         let prepared = tokio::task::spawn_blocking(work).await;
         drop(ending);
         prepared.map_err(|_| lost())?
     }
+
+    /// The share of a request that holds so many bytes for as long as it lasts; none for a small one, of which the queue
+    /// bounds the number. Waits at most `patience`.
+    ///
+    /// # Errors
+    /// 503 when the others held theirs all the time.
+    pub(super) async fn keep(
+        &self,
+        bytes: usize,
+        patience: Duration,
+    ) -> Result<Option<OwnedSemaphorePermit>, ApiError> {
+        if bytes <= LARGE_BYTES {
+            return Ok(None);
+        }
+        let room = room_for(&self.requests, bytes, LARGE_REQUESTS_BYTES);
+        timeout(patience, room)
+            .await
+            .map_err(|_| body::no_room("answered"))
+    }
+}
+
+/// A share of the memory for large things, at most all of it.
+async fn room_for(
+    of: &Arc<Semaphore>,
+    bytes: usize,
+    all_bytes: usize,
+) -> Option<OwnedSemaphorePermit> {
+    let units = bytes.min(all_bytes).div_ceil(UNIT_BYTES);
+    let units = u32::try_from(units).unwrap_or(u32::MAX);
+    of.clone().acquire_many_owned(units).await.ok()
 }
 
 /// Tells work that nobody waits for it.
@@ -140,14 +182,13 @@ impl Drop for Ending {
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc;
-    use std::time::Duration;
 
     use super::*;
 
     fn held(bytes: usize) -> Held {
         Held {
             bytes: Bytes::from(vec![b' '; bytes]),
-            _room: None,
+            room: None,
         }
     }
 
@@ -172,10 +213,30 @@ mod tests {
         began.1.recv_timeout(Duration::from_secs(10)).unwrap();
         // Small requests have places of their own meanwhile.
         let small = desk.prepare(held(10), |bytes, _| Ok(bytes.len()));
-        assert_eq!(small.await.unwrap(), 10);
+        assert_eq!(small.await.unwrap().value, 10);
         preparing.abort();
         stopped.1.recv_timeout(Duration::from_secs(10)).unwrap();
         let next = desk.prepare(held(LARGE_BYTES + 1), |bytes, _| Ok(bytes.len()));
-        assert_eq!(next.await.unwrap(), LARGE_BYTES + 1);
+        assert_eq!(next.await.unwrap().value, LARGE_BYTES + 1);
+    }
+
+    #[tokio::test]
+    async fn what_requests_hold_is_bounded_and_small_ones_are_never_refused() {
+        let desk = Desk::new();
+        let patience = Duration::from_millis(50);
+        let mut held = Vec::new();
+        for _ in 0..4 {
+            held.push(desk.keep(16 << 20, patience).await.unwrap().unwrap());
+        }
+        let error = desk.keep(LARGE_BYTES + 1, patience).await.unwrap_err();
+        assert_eq!(error.code.as_deref(), Some("large_requests"));
+        assert!(desk.keep(LARGE_BYTES, patience).await.unwrap().is_none());
+        // One that needs more than there is takes all of it.
+        let whole = tokio::spawn({
+            let desk = desk.clone();
+            async move { desk.keep(1 << 30, 200 * patience).await.is_ok() }
+        });
+        drop(held);
+        assert!(whole.await.unwrap());
     }
 }

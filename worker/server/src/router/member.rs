@@ -256,7 +256,7 @@ mod tests {
 
     use super::*;
 
-    #[tokio::test(start_paused = true)]
+    #[tokio::test]
     async fn looks_that_panic_are_begun_again() {
         let begun = AtomicU32::new(0);
         until_it_ends(|| async {

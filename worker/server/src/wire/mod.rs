@@ -31,6 +31,8 @@ pub(crate) use fields::clip;
 pub const MAX_CHOICES: u32 = 128;
 /// Most stop strings.
 pub const MAX_STOPS: usize = 4;
+/// Most bytes of one stop string: it is looked for behind every token.
+pub const MAX_STOP_BYTES: usize = 4096;
 /// Most alternatives a token's logprobs may show.
 pub const MAX_TOP_LOGPROBS: u32 = 20;
 /// Most prompts of one completion request.

@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::fields::{Fields, show, whole, wrong};
-use super::{MAX_CHOICES, MAX_STOPS};
+use super::{MAX_CHOICES, MAX_STOP_BYTES, MAX_STOPS};
 use crate::error::ApiError;
 
 /// How to generate. `None` leaves the choice to the model's generation_config.json, then to OpenAI's default.
@@ -168,6 +168,15 @@ fn read_stop(fields: &mut Fields) -> Result<Vec<String>, ApiError> {
             "'stop' has an empty string: it would end every answer at once",
         ));
     }
+    if let Some(stop) = stops.iter().find(|stop| stop.len() > MAX_STOP_BYTES) {
+        return Err(ApiError::parameter(
+            "stop",
+            format!(
+                "'stop' has a string of {} bytes: at most {MAX_STOP_BYTES} are taken",
+                stop.len()
+            ),
+        ));
+    }
     Ok(stops)
 }
 
@@ -196,5 +205,12 @@ fn read_logit_bias(fields: &mut Fields) -> Result<Vec<(u32, f32)>, ApiError> {
         }
     }
     biases.sort_unstable_by_key(|(token, _)| *token);
+    if let Some(twice) = biases.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+        let path = format!("logit_bias.{}", twice[0].0);
+        return Err(ApiError::parameter(
+            path.clone(),
+            format!("'{path}' is given twice: give each token once"),
+        ));
+    }
     Ok(biases)
 }

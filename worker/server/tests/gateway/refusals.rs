@@ -245,6 +245,16 @@ async fn values_out_of_range_are_named() {
             "they mean the same",
         ),
         (json!({"n": 0}), "n", "from 1 to 128"),
+        (
+            json!({"stop": ["x", "é".repeat(2049)]}),
+            "stop",
+            "a string of 4098 bytes: at most 4096",
+        ),
+        (
+            json!({"logit_bias": {"7": 1, "07": 2}}),
+            "logit_bias.7",
+            "given twice",
+        ),
         (json!({"n": 129}), "n", "from 1 to 128"),
         (json!({"seed": 1.5}), "seed", "a whole number"),
         (

@@ -200,7 +200,11 @@ impl Applier {
                     let notes = meta.annotations.as_ref();
                     notes.and_then(|notes| notes.get(NOTE_INPUTS).cloned())
                 };
-                let is_ours = super::lean::owner(&there.metadata) == subject.uid;
+                let owner = super::lean::owner(&there.metadata);
+                if owner.is_empty() && there.metadata.deletion_timestamp.is_none() {
+                    return Err(orphan("InferencePlan", &name));
+                }
+                let is_ours = owner == subject.uid;
                 let is_same = note(&there.metadata) == note(&plan.metadata);
                 if !is_ours {
                     return Err(Failure::Terminating(format!("InferencePlan {name}")));
@@ -270,10 +274,13 @@ impl Applier {
             Err(Failure::Conflict(_)) => {
                 // A stale cache, or a crash before the answer: the name tells that it is the very Pod that is wanted.
                 let there: LeanPod = self.requests.get(&place, &name).await?;
-                let is_ours = super::lean::owner(&there.metadata) == subject.uid;
+                let owner = super::lean::owner(&there.metadata).to_owned();
                 let is_ending = there.metadata.deletion_timestamp.is_some();
                 self.take_pod(there);
-                if is_ending || !is_ours {
+                if owner.is_empty() && !is_ending {
+                    return Err(orphan("Pod", &name));
+                }
+                if is_ending || owner != subject.uid {
                     return Err(Failure::Terminating(format!("Pod {name}")));
                 }
                 Ok(())
@@ -351,7 +358,7 @@ impl Applier {
     fn take_plan(&self, plan: LeanPlan) {
         let identity = Identity::of(&plan.metadata);
         self.waking
-            .change(|state| state.put_plan(identity, plan.plan.as_ref().map_err(String::as_str)));
+            .change(|state| state.put_plan(identity, plan.plan.as_ref()));
     }
 
     fn take_pod(&self, pod: LeanPod) {
@@ -427,6 +434,13 @@ fn check_owner(subject: Subject<'_>, kind: &str, name: &str, live: &Value) -> Re
     Err(Failure::Invalid(format!(
         "there is a {kind} {name} already that is not Hearth's: rename it, or give the deployment another name"
     )))
+}
+
+/// What a deployment left that was deleted without what it owned.
+fn orphan(kind: &str, name: &str) -> Failure {
+    Failure::Invalid(format!(
+        "there is a {kind} {name} already that belongs to no deployment: delete it"
+    ))
 }
 
 fn annotations(marks: &Marks, uid: Option<&str>) -> Value {

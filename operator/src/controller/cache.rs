@@ -7,23 +7,19 @@ use std::time::{Duration, Instant};
 
 use hearth_crds::{InferenceDeployment, InferencePlan, NodeProfileSpec};
 use jiff::Timestamp;
-use kube::ResourceExt;
 use kube::api::ObjectMeta;
 
+use super::build::model_key_of;
 use super::devices::{Claimed, Devices, Offered};
-use super::holdings::{self, Holdings};
+use super::holdings::Holdings;
 use super::lean::Facts;
-use super::ledger::{Charge, Ledger};
-use super::names::{NOTE_OUTCOME, OUTCOME_FAILED};
-use super::observed::{AgentPlace, Holding, NodeView, Others, PodView, Sight};
+use super::ledger::Ledger;
+use super::observed::{AgentPlace, NodeView, PodView};
 use super::packed::Packed;
 use super::queue::{Key, Queue};
 use super::routes::is_planned_gateway;
 use super::table::{Identity, Put, Table};
-use super::turns::{Outcome, Turn, Turns};
-
-/// How long a plan that was sent and never seen keeps its place: its write may have failed unseen.
-const RESERVATION: Duration = Duration::from_secs(120);
+use super::turns::Turns;
 
 /// Changes of one moment are looked at together.
 const DEBOUNCE: Duration = Duration::from_millis(100);
@@ -32,8 +28,17 @@ const ROOM_DEBOUNCE: Duration = Duration::from_secs(1);
 
 /// A deployment as it was read.
 pub(crate) type ReadDeployment = Result<Packed<InferenceDeployment>, Box<Unreadable>>;
-/// A plan, or why this version cannot read it.
-pub(crate) type ReadPlan = Result<Packed<InferencePlan>, Box<str>>;
+/// A plan, or one that this version cannot read.
+pub(crate) type ReadPlan = Result<Packed<InferencePlan>, Box<UnreadablePlan>>;
+
+/// A plan of another version of the API.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct UnreadablePlan {
+    /// Why it cannot be read.
+    pub(crate) why: String,
+    /// The name of its model in the nodes' stores; none for other sources.
+    pub(crate) model_key: Option<String>,
+}
 
 /// A deployment of another version of the API.
 #[derive(Clone, Debug, PartialEq)]
@@ -41,6 +46,8 @@ pub(crate) struct Unreadable {
     pub(crate) metadata: ObjectMeta,
     /// What is wrong with it.
     pub(crate) reason: String,
+    /// The name of its model in the nodes' stores; none for other sources, and where it names none that was ever fetched.
+    pub(crate) model_key: Option<String>,
 }
 
 /// What is known of the cluster.
@@ -92,16 +99,16 @@ pub(crate) struct State {
     profiles: HashMap<String, NodeProfileSpec>,
     /// Running agents by their Pod.
     agents: HashMap<Key, AgentPlace>,
-    holdings: Holdings,
-    ledger: Ledger,
+    pub(super) holdings: Holdings,
+    pub(super) ledger: Ledger,
     devices: Devices,
     /// Plans that were sent to the API server and not seen since, by owner.
-    reserved: HashMap<Arc<str>, (Arc<InferencePlan>, Instant)>,
+    pub(super) reserved: HashMap<Arc<str>, (Arc<InferencePlan>, Instant)>,
     /// Deployments that wait for room, for a node, or for their turn with a worker image.
     waiting: HashSet<Key>,
-    turns: Turns,
+    pub(super) turns: Turns,
     /// Deployments by uid.
-    keys: HashMap<Arc<str>, Key>,
+    pub(super) keys: HashMap<Arc<str>, Key>,
 }
 
 /// Deployments that a change concerns.
@@ -127,12 +134,16 @@ impl State {
         match self.deployments.put(identity, value) {
             Put::Stale | Put::Same => Touched::default(),
             Put::Changed(before) => {
-                self.keys.entry(uid).or_insert_with(|| key.clone());
+                // Its Pods and plans may have been seen before it.
+                let is_new = self.keys.insert(Arc::clone(&uid), key.clone()).is_none();
+                let has_freed = is_new && self.recount(&uid);
                 // The status is our own writing. Who else writes it is corrected at the next resync.
-                match before.is_some_and(|before| is_same_wish(&before, &after)) {
+                let mut touched = match before.is_some_and(|before| is_same_wish(&before, &after)) {
                     true => Touched::default(),
                     false => Touched::one(key),
-                }
+                };
+                touched.waiting |= has_freed;
+                touched
             }
         }
     }
@@ -141,14 +152,17 @@ impl State {
     pub(crate) fn put_plan(
         &mut self,
         mut identity: Identity,
-        value: Result<&InferencePlan, &str>,
+        value: Result<&InferencePlan, &UnreadablePlan>,
     ) -> Touched {
         identity.share(&self.keys);
         let owner = Arc::clone(&identity.owner);
         let generation = value.map_or(0, |plan| plan.spec.generation);
         let packed = match value {
-            Ok(plan) => Packed::new(plan).map_err(|error| error.to_string().into()),
-            Err(why) => Err(why.into()),
+            Ok(plan) => Packed::new(plan).map_err(|error| {
+                let (why, model_key) = (error.to_string(), model_key_of(plan));
+                Box::new(UnreadablePlan { why, model_key })
+            }),
+            Err(unreadable) => Err(Box::new(unreadable.clone())),
         };
         match self.plans.put(identity, packed) {
             Put::Stale | Put::Same => Touched::default(),
@@ -251,31 +265,6 @@ impl State {
         self.ledger.is_served(namespace)
     }
 
-    /// Takes what a Pod of nobody's deployment takes of its node; `None`: nothing any more.
-    pub(crate) fn put_charge(&mut self, pod: &Key, charge: Option<Charge>) -> Touched {
-        Touched {
-            keys: Vec::new(),
-            waiting: self.ledger.put(pod, charge),
-        }
-    }
-
-    /// Says whether all Pods of the cluster are seen; whoever waits for room is looked at when that changes.
-    pub(crate) fn see(&mut self, sight: Sight) -> Touched {
-        let is_news = self.ledger.sight() != sight;
-        if is_news {
-            self.ledger.see(sight);
-        }
-        Touched {
-            keys: Vec::new(),
-            waiting: is_news,
-        }
-    }
-
-    /// Pods of nobody's deployment that are counted.
-    pub(crate) fn charged(&self) -> Vec<Key> {
-        self.ledger.keys().collect()
-    }
-
     /// Takes what a slice offers of GPUs; `None`: none any more.
     pub(crate) fn put_slice(&mut self, slice: Key, offered: Option<Offered>) -> Touched {
         Touched {
@@ -355,62 +344,6 @@ impl State {
         }
     }
 
-    /// Puts a plan that is about to be written in its place: other plans are made around it from now on.
-    pub(crate) fn reserve(&mut self, owner: &str, plan: &InferencePlan) {
-        let owner: Arc<str> = owner.into();
-        let plan = Arc::new(plan.clone());
-        self.reserved
-            .insert(Arc::clone(&owner), (plan, Instant::now()));
-        self.recount(&owner);
-    }
-
-    /// Gives the place of a plan that was refused back.
-    pub(crate) fn give_back(&mut self, owner: &str) -> Touched {
-        let owner: Arc<str> = owner.into();
-        self.reserved.remove(&owner);
-        self.owned_changed(&owner)
-    }
-
-    /// Gives back the places of plans that never came to be.
-    pub(crate) fn expire_reservations(&mut self) -> Touched {
-        let old = self.reserved.iter();
-        let old: Vec<Arc<str>> = old
-            .filter(|(_, (_, at))| at.elapsed() > RESERVATION)
-            .map(|(owner, _)| Arc::clone(owner))
-            .collect();
-        let mut touched = Touched::default();
-        for owner in old {
-            self.reserved.remove(&owner);
-            touched.merge(self.owned_changed(&owner));
-        }
-        touched
-    }
-
-    /// Whether a deployment whose newest plan has another worker image may change to `image` now.
-    pub(crate) fn turn(&self, owner: &str, image: &str) -> Turn {
-        let is_there = |newest: &str| newest == image;
-        if self.turns.newest_image(owner).is_none_or(is_there) {
-            return Turn::Free;
-        }
-        if let Some((other, outcome)) = self.turns.on_the_way_to(image, owner)
-            && let Some(key) = self.keys.get(other)
-        {
-            return match outcome {
-                Outcome::Failed => Turn::HeldBack(key.clone()),
-                Outcome::Open | Outcome::Served => Turn::After(key.clone()),
-            };
-        }
-        // Sent, and not seen yet.
-        let begun = self.reserved.iter().find(|(other, (plan, _))| {
-            let before = self.turns.newest_image(other);
-            &***other != owner
-                && plan.spec.worker_image.as_deref() == Some(image)
-                && before.is_some_and(|before| before != image)
-        });
-        let begun = begun.and_then(|(other, _)| self.keys.get(other));
-        begun.map_or(Turn::Free, |key| Turn::After(key.clone()))
-    }
-
     /// Says whether a deployment waits for room, for a node, or for its turn.
     pub(crate) fn set_waiting(&mut self, key: &Key, waits: bool) {
         if waits {
@@ -422,16 +355,6 @@ impl State {
 
     fn waiting(&self) -> Vec<Key> {
         self.waiting.iter().cloned().collect()
-    }
-
-    /// What Pods of nobody's deployment request.
-    pub(crate) fn others(&self) -> Others {
-        self.ledger.others()
-    }
-
-    /// What all but this deployment hold.
-    pub(crate) fn held_by_others(&self, owner: &str) -> BTreeMap<String, Holding> {
-        self.holdings.of_others(owner)
     }
 
     /// Running agents, one a node.
@@ -460,12 +383,14 @@ impl State {
             pod.role == "gateway" && pod.is_ready && !pod.is_deleting
         });
         ready
-            .filter_map(|(_, row)| {
+            .filter_map(|(pod, row)| {
                 let key = self.keys.get(&row.owner)?.clone();
-                // A Pod in its node's network answers with what the node has there; no gateway of ours is one.
+                // Anybody can name a deployment of another namespace on a Pod, and a Pod in its node's network answers with
+                // what the node has there; no gateway of ours is one.
                 let is_node = nodes.contains(&row.value.ip.parse::<IpAddr>().ok()?);
+                let is_elsewhere = key.namespace != pod.namespace || is_node;
                 let plans = self.plans_of(&row.owner);
-                let is_ours = !is_node && is_planned_gateway(&row.value, &key.name, &plans);
+                let is_ours = !is_elsewhere && is_planned_gateway(&row.value, &key.name, &plans);
                 is_ours.then(|| (key, row.value.uid.clone(), row.value.ip.clone()))
             })
             .collect()
@@ -510,7 +435,7 @@ impl State {
     pub(crate) fn unreadable_plan(&self, owner: &str) -> Option<(Box<str>, Box<str>)> {
         let plans = self.plans.of(owner).filter_map(|(key, row)| {
             let why = row.value.as_ref().as_ref().err()?;
-            Some((Box::from(&*key.name), why.clone()))
+            Some((Box::from(&*key.name), why.why.as_str().into()))
         });
         plans.max()
     }
@@ -520,34 +445,12 @@ impl State {
         self.objects.get(kind)?.get(key)
     }
 
-    fn owned_changed(&mut self, owner: &Arc<str>) -> Touched {
+    pub(super) fn owned_changed(&mut self, owner: &Arc<str>) -> Touched {
         let has_freed = self.recount(owner);
         Touched {
             waiting: has_freed,
             ..self.touch_owner(owner)
         }
-    }
-
-    /// Counts anew what a deployment holds. Returns whether some node has more room than before.
-    fn recount(&mut self, owner: &Arc<str>) -> bool {
-        let plan = self.plan_ahead(owner);
-        let pods = self.pods.of(owner).map(|(_, row)| &*row.value);
-        let holding = holdings::of_deployment(pods, plan.as_ref().map(|plan| &plan.spec));
-        self.holdings.set(owner, holding)
-    }
-
-    /// The plan that a deployment goes by: the newest that was not given up, of those seen and the one just sent.
-    fn plan_ahead(&self, owner: &Arc<str>) -> Option<Arc<InferencePlan>> {
-        if !self.keys.contains_key(owner) {
-            return None;
-        }
-        let reserved = self.reserved.get(owner).map(|(plan, _)| Arc::clone(plan));
-        let is_alive = |plan: &Arc<InferencePlan>| {
-            plan.annotations().get(NOTE_OUTCOME).map(String::as_str) != Some(OUTCOME_FAILED)
-        };
-        let mut plans = self.plans_of(owner);
-        plans.retain(is_alive);
-        reserved.or_else(|| plans.pop())
     }
 
     fn touch_owner(&self, owner: &Arc<str>) -> Touched {

@@ -74,7 +74,7 @@ impl Dereferencer {
         );
         let warnings = self.warnings();
         let state = self.cache.lock();
-        let pods = state.pods.of(&uid).map(|(_, row)| {
+        let pods = state.pods_of(&uid).map(|row| {
             let warning = warnings.get(&row.value.uid).and_then(|(_, w)| w.clone());
             match warning.filter(|_| row.value.is_setting_up) {
                 None => Arc::clone(&row.value),
@@ -147,9 +147,9 @@ impl Dereferencer {
         let uid = deployment.uid().unwrap_or_default();
         let hanging: Vec<(String, Duration)> = {
             let state = self.cache.lock();
-            let pods = state.pods.of(&uid);
-            pods.filter(|(_, row)| row.value.is_setting_up && !row.value.is_deleting)
-                .map(|(_, row)| {
+            let pods = state.pods_of(&uid);
+            pods.filter(|row| row.value.is_setting_up && !row.value.is_deleting)
+                .map(|row| {
                     let age = row.value.created.map(|created| now.duration_since(created));
                     let age = age.and_then(|age| Duration::try_from(age).ok());
                     (row.value.uid.clone(), age.unwrap_or_default())

@@ -1,12 +1,13 @@
 //! What the deployments hold of the nodes: their Pods, and the plans whose Pods are not made yet.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
-use hearth_crds::InferencePlanSpec;
+use hearth_crds::{InferencePlan, InferencePlanSpec, PlanRank};
 
 use super::build::rank_holding;
-use super::observed::{Holding, PodView};
+use super::ledger::Sum;
+use super::observed::{Holding, PodView, Requests};
 
 /// Holdings by node.
 pub(crate) type ByNode = BTreeMap<String, Holding>;
@@ -18,12 +19,11 @@ pub(crate) struct Holdings {
     totals: HashMap<String, Total>,
 }
 
+/// Sums that lose nothing: what is added can be taken away again, however absurd it is.
 #[derive(Debug, Default)]
 struct Total {
     owners: usize,
-    cpu_millis: u64,
-    memory_bytes: u64,
-    gpus: u32,
+    amounts: Sum,
     /// How many hold each CPU as their own.
     exclusive_cpus: BTreeMap<u32, u32>,
     /// How many claim each GPU.
@@ -96,9 +96,7 @@ impl Holdings {
 impl Total {
     fn add(&mut self, held: &Holding) {
         self.owners += 1;
-        self.cpu_millis += held.cpu_millis;
-        self.memory_bytes += held.memory_bytes;
-        self.gpus += held.gpus;
+        self.amounts.add(held.requests());
         for cpu in &held.exclusive_cpus {
             *self.exclusive_cpus.entry(*cpu).or_default() += 1;
         }
@@ -109,9 +107,7 @@ impl Total {
 
     fn subtract(&mut self, held: &Holding) {
         self.owners = self.owners.saturating_sub(1);
-        self.cpu_millis = self.cpu_millis.saturating_sub(held.cpu_millis);
-        self.memory_bytes = self.memory_bytes.saturating_sub(held.memory_bytes);
-        self.gpus = self.gpus.saturating_sub(held.gpus);
+        self.amounts.subtract(held.requests());
         for cpu in &held.exclusive_cpus {
             if let Some(count) = self.exclusive_cpus.get_mut(cpu) {
                 *count = count.saturating_sub(1);
@@ -133,10 +129,13 @@ impl Total {
             let mine = u32::from(own.exclusive_cpus.contains(cpu));
             *count > mine
         };
+        let mut amounts = self.amounts;
+        amounts.subtract(own.requests());
+        let amounts = amounts.total();
         Holding {
-            cpu_millis: self.cpu_millis.saturating_sub(own.cpu_millis),
-            memory_bytes: self.memory_bytes.saturating_sub(own.memory_bytes),
-            gpus: self.gpus.saturating_sub(own.gpus),
+            cpu_millis: amounts.cpu_millis,
+            memory_bytes: amounts.memory_bytes,
+            gpus: amounts.gpus,
             exclusive_cpus: self
                 .exclusive_cpus
                 .iter()
@@ -154,40 +153,48 @@ impl Total {
 }
 
 /// What one deployment holds: on each node, what its Pods hold or what its plan is going to, whichever is more.
+///
+/// Anybody who may make Pods can write on one what they like. A Pod that is bound holds what it requests, since the
+/// scheduler has found room for that; which CPUs and GPUs it has to itself, and where one that waits is to go, says its plan.
 pub(crate) fn of_deployment<'a>(
     pods: impl Iterator<Item = &'a PodView>,
-    plan: Option<&InferencePlanSpec>,
+    plans: &[Arc<InferencePlan>],
+    ahead: Option<&InferencePlanSpec>,
 ) -> ByNode {
     let mut by_pods = ByNode::new();
+    let mut waiting = BTreeSet::new();
     for pod in pods {
-        let node = if pod.node.is_empty() {
-            &pod.wanted_node
-        } else {
-            &pod.node
-        };
-        let has_ended = pod.phase == "Succeeded" || pod.phase == "Failed";
-        if node.is_empty() || has_ended {
+        if pod.phase == "Succeeded" || pod.phase == "Failed" {
             continue;
         }
-        let held = by_pods.entry(node.clone()).or_default();
-        held.cpu_millis += pod.cpu_millis;
-        held.memory_bytes += pod.memory_bytes;
-        held.gpus += pod.gpus;
-        held.exclusive_cpus.extend(&pod.exclusive_cpus);
-        held.claimed_gpus.extend(pod.claimed_gpus.iter().cloned());
+        let planned = rank_of(pod, plans);
+        if pod.node.is_empty() {
+            // Of one rank one Pod at most.
+            let rank = planned.filter(|_| waiting.insert((pod.plan_generation, &*pod.rank)));
+            if let Some((plan, rank)) = rank {
+                let held = by_pods.entry(rank.node.clone()).or_default();
+                held.add(&rank_holding(plan, rank));
+            }
+            continue;
+        }
+        let held = by_pods.entry(pod.node.clone()).or_default();
+        let requests = Requests::new(pod.cpu_millis, pod.memory_bytes, pod.gpus);
+        let mut holding = match planned.filter(|(_, rank)| rank.node == pod.node) {
+            Some((plan, rank)) => rank_holding(plan, rank),
+            None => Holding::default(),
+        };
+        holding.cpu_millis = requests.cpu_millis;
+        holding.memory_bytes = requests.memory_bytes;
+        holding.gpus = requests.gpus;
+        held.add(&holding);
     }
     let mut by_plan = ByNode::new();
-    for (plan, rank) in plan
+    let ranks = ahead
         .into_iter()
-        .flat_map(|plan| plan.ranks.iter().map(move |rank| (plan, rank)))
-    {
-        let wanted = rank_holding(plan, rank);
+        .flat_map(|plan| plan.ranks.iter().map(move |rank| (plan, rank)));
+    for (plan, rank) in ranks {
         let held = by_plan.entry(rank.node.clone()).or_default();
-        held.cpu_millis += wanted.cpu_millis;
-        held.memory_bytes += wanted.memory_bytes;
-        held.gpus += wanted.gpus;
-        held.exclusive_cpus.extend(wanted.exclusive_cpus);
-        held.claimed_gpus.extend(wanted.claimed_gpus);
+        held.add(&rank_holding(plan, rank));
     }
     for (node, planned) in by_plan {
         let held = by_pods.entry(node).or_default();
@@ -204,8 +211,22 @@ pub(crate) fn of_deployment<'a>(
     by_pods
 }
 
+/// The rank that a Pod is of, in the plan that it was made for.
+fn rank_of<'a>(
+    pod: &PodView,
+    plans: &'a [Arc<InferencePlan>],
+) -> Option<(&'a InferencePlanSpec, &'a PlanRank)> {
+    let mut plans = plans.iter().map(|plan| &plan.spec);
+    let plan = plans.find(|plan| plan.generation == pod.plan_generation)?;
+    let rank = plan.ranks.iter().find(|rank| rank.name == pod.rank)?;
+    Some((plan, rank))
+}
+
 #[cfg(test)]
 mod tests {
+    use hearth_crds::Pinning;
+
+    use super::super::build::samples;
     use super::*;
 
     fn held(memory_bytes: u64, gpus: u32, cpus: &[u32]) -> Holding {
@@ -245,21 +266,88 @@ mod tests {
         assert_eq!(holdings.of_others("b"), ByNode::new());
     }
 
-    #[test]
-    fn pods_that_wait_for_a_node_hold_it_and_those_that_ended_do_not() {
-        let pod = |node: &str, wanted: &str, phase: &str| PodView {
+    /// A plan with an Exclusive decode worker on `node`, alone.
+    fn plan(generation: u64, node: &str, cpus: &[u32]) -> Arc<InferencePlan> {
+        let mut spec = samples::plan();
+        spec.generation = generation;
+        spec.ranks.retain(|rank| rank.name == "decode-0");
+        spec.ranks[0].node = node.to_owned();
+        spec.ranks[0].cpus = cpus.to_vec();
+        spec.ranks[0].pinning = Pinning::Exclusive;
+        Arc::new(InferencePlan::new("demo", spec))
+    }
+
+    fn pod(node: &str, wanted: &str, phase: &str) -> PodView {
+        PodView {
+            rank: "decode-0".to_owned(),
+            plan_generation: 1,
             node: node.to_owned(),
             wanted_node: wanted.to_owned(),
             phase: phase.to_owned(),
             cpu_millis: 4,
             memory_bytes: 4,
             ..PodView::default()
+        }
+    }
+
+    #[test]
+    fn what_is_bound_holds_what_it_requests_and_what_waits_what_its_plan_says() {
+        let plans = [plan(1, "n", &[2, 3])];
+        let wanted = rank_holding(&plans[0].spec, &plans[0].spec.ranks[0]);
+        let count = |pods: &[PodView]| of_deployment(pods.iter(), &plans, None);
+        let ended = pod("n", "n", "Failed");
+        let bound = pod("n", "n", "Running");
+        assert_eq!(count(&[bound, ended]), on("n", held(4, 0, &[2, 3])));
+        let waiting = [pod("", "n", "Pending"), pod("", "n", "Pending")];
+        assert_eq!(
+            count(&waiting),
+            on("n", wanted),
+            "of two Pods of a rank one counts"
+        );
+    }
+
+    /// Whoever may make Pods can write anything on one.
+    #[test]
+    fn a_forged_pod_holds_no_more_than_the_scheduler_gave_it() {
+        let forged = |node: &str, generation: u64| PodView {
+            plan_generation: generation,
+            exclusive_cpus: (0..256).collect(),
+            claimed_gpus: vec!["GPU-1".to_owned()],
+            ..pod(node, "node-1", "Pending")
         };
-        let pods = [
-            pod("n", "n", "Running"),
-            pod("", "n", "Pending"),
-            pod("n", "n", "Failed"),
-        ];
-        assert_eq!(of_deployment(pods.iter(), None), on("n", held(8, 0, &[])));
+        let plans = [plan(1, "n", &[2, 3])];
+        for generation in [1, 2] {
+            let count = |node: &str| {
+                let pod = forged(node, generation);
+                of_deployment([&pod].into_iter(), &plans, None)
+            };
+            assert!(!count("").contains_key("node-1"));
+            assert_eq!(count("node-1"), on("node-1", held(4, 0, &[])));
+        }
+        // Of no deployment's.
+        let count = |node: &str| of_deployment([&pod(node, "n", "")].into_iter(), &[], None);
+        assert_eq!(count("n"), on("n", held(4, 0, &[])));
+        assert_eq!(count(""), ByNode::new());
+    }
+
+    #[test]
+    fn absurd_requests_leave_nothing_behind() {
+        let mut holdings = Holdings::default();
+        let (a, b, c): (Arc<str>, Arc<str>, Arc<str>) = ("a".into(), "b".into(), "c".into());
+        holdings.set(&a, on("n", held(700, 1, &[])));
+        for owner in [&b, &c] {
+            holdings.set(owner, on("n", held(u64::MAX, u32::MAX, &[])));
+        }
+        assert_eq!(holdings.of_others("")["n"].cpu_millis, u64::MAX);
+        for owner in [&b, &c] {
+            holdings.set(owner, ByNode::new());
+        }
+        assert_eq!(holdings.of_others(""), on("n", held(700, 1, &[])));
+        let pods = [u64::MAX, 1].map(|amount| PodView {
+            cpu_millis: amount,
+            ..pod("n", "n", "Running")
+        });
+        let sum = of_deployment(pods.iter(), &[], None);
+        assert_eq!(sum["n"].cpu_millis, u64::MAX);
     }
 }

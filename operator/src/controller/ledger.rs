@@ -23,7 +23,40 @@ pub(crate) struct Ledger {
     /// By namespace and name.
     pods: HashMap<Arc<str>, HashMap<Box<str>, Charge>>,
     /// Sums by node, with the number of Pods.
-    sums: HashMap<Arc<str>, (u32, Requests)>,
+    sums: HashMap<Arc<str>, (u32, Sum)>,
+}
+
+/// A sum of requests that loses nothing: what was added can be taken away again, however absurd it is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Sum {
+    cpu_millis: u128,
+    memory_bytes: u128,
+    gpus: u64,
+}
+
+impl Sum {
+    pub(crate) fn add(&mut self, requests: Requests) {
+        self.cpu_millis += u128::from(requests.cpu_millis);
+        self.memory_bytes += u128::from(requests.memory_bytes);
+        self.gpus += u64::from(requests.gpus);
+    }
+
+    /// Takes away what was added before.
+    pub(crate) fn subtract(&mut self, requests: Requests) {
+        let less = |sum: u128, part: u64| sum.saturating_sub(u128::from(part));
+        self.cpu_millis = less(self.cpu_millis, requests.cpu_millis);
+        self.memory_bytes = less(self.memory_bytes, requests.memory_bytes);
+        self.gpus = self.gpus.saturating_sub(u64::from(requests.gpus));
+    }
+
+    /// The sum; what is too large is as large as can be.
+    pub(crate) fn total(self) -> Requests {
+        Requests::new(
+            u64::try_from(self.cpu_millis).unwrap_or(u64::MAX),
+            u64::try_from(self.memory_bytes).unwrap_or(u64::MAX),
+            u32::try_from(self.gpus).unwrap_or(u32::MAX),
+        )
+    }
 }
 
 impl Ledger {
@@ -47,7 +80,7 @@ impl Ledger {
                 }
                 let (count, sum) = self.sums.entry(Arc::clone(&charge.node)).or_default();
                 *count += 1;
-                *sum = sum.plus(charge.requests);
+                sum.add(charge.requests);
                 let namespace = self.pods.entry(Arc::clone(&pod.namespace)).or_default();
                 namespace.insert((*pod.name).into(), charge)
             }
@@ -58,7 +91,7 @@ impl Ledger {
         };
         if let Some((count, sum)) = self.sums.get_mut(&before.node) {
             *count -= 1;
-            *sum = sum.minus(before.requests);
+            sum.subtract(before.requests);
             if *count == 0 {
                 self.sums.remove(&before.node);
             }
@@ -86,7 +119,7 @@ impl Ledger {
         Others {
             sight: self.sight,
             requests: sums
-                .map(|(node, (_, sum))| (node.to_string(), *sum))
+                .map(|(node, (_, sum))| (node.to_string(), sum.total()))
                 .collect::<BTreeMap<_, _>>(),
         }
     }
@@ -162,5 +195,19 @@ mod tests {
         assert_eq!(ledger.keys().count(), 0);
         assert!(!ledger.put(&b, charge("attic", 70)));
         assert_eq!(cpu(&ledger, "attic"), Some(70));
+    }
+
+    /// A request of more CPU than a number holds is possible: the scheduler is not asked where `nodeName` is given.
+    #[test]
+    fn an_absurd_request_leaves_nothing_behind() {
+        let mut ledger = Ledger::default();
+        let key = |name: &str| Key::new("n", name);
+        ledger.put(&key("a"), charge("office", 700));
+        ledger.put(&key("absurd"), charge("office", u64::MAX));
+        ledger.put(&key("absurd too"), charge("office", u64::MAX));
+        assert_eq!(cpu(&ledger, "office"), Some(u64::MAX));
+        assert!(ledger.put(&key("absurd"), None));
+        assert!(ledger.put(&key("absurd too"), None));
+        assert_eq!(cpu(&ledger, "office"), Some(700));
     }
 }

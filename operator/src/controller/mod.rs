@@ -49,6 +49,7 @@ mod renew;
 mod report;
 mod requests;
 mod rollout;
+mod room;
 mod routes;
 mod scale;
 mod status;

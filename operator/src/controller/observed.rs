@@ -173,10 +173,6 @@ impl Requests {
         self.each(other, u64::saturating_add, u32::saturating_add)
     }
 
-    pub(crate) fn minus(self, other: Self) -> Self {
-        self.each(other, u64::saturating_sub, u32::saturating_sub)
-    }
-
     /// The larger amount of each.
     pub(crate) fn max(self, other: Self) -> Self {
         self.each(other, u64::max, u32::max)
@@ -234,6 +230,23 @@ pub(crate) struct Holding {
     pub(crate) exclusive_cpus: Vec<u32>,
     /// UUIDs of GPUs that are claimed, or will be by a plan.
     pub(crate) claimed_gpus: BTreeSet<String>,
+}
+
+impl Holding {
+    /// What is requested.
+    pub(crate) fn requests(&self) -> Requests {
+        Requests::new(self.cpu_millis, self.memory_bytes, self.gpus)
+    }
+
+    /// Adds what another Pod holds.
+    pub(crate) fn add(&mut self, other: &Self) {
+        let sum = self.requests().plus(other.requests());
+        self.cpu_millis = sum.cpu_millis;
+        self.memory_bytes = sum.memory_bytes;
+        self.gpus = sum.gpus;
+        self.exclusive_cpus.extend(&other.exclusive_cpus);
+        self.claimed_gpus.extend(other.claimed_gpus.iter().cloned());
+    }
 }
 
 /// A running agent.

@@ -89,8 +89,8 @@ impl Reconciler {
     fn mounts_old_certificates(&self, deployment: &InferenceDeployment) -> bool {
         let state = self.waking.cache.lock();
         let uid = deployment.uid().unwrap_or_default();
-        let mut pods = state.pods.of(&uid);
-        pods.any(|(_, row)| row.value.mounts_old_certificates)
+        let mut pods = state.pods_of(&uid);
+        pods.any(|row| row.value.mounts_old_certificates)
     }
 
     /// `Ok(None)`: the deployment is gone. `Ok(Some(time))`: when to come again at the latest.

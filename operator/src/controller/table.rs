@@ -120,12 +120,10 @@ impl<T: PartialEq> Table<T> {
             }
             None => None,
         };
-        if !owner.is_empty() {
-            let keys = self.by_owner.entry(Arc::clone(&owner)).or_default();
-            if let Err(place) = keys.binary_search(&key) {
-                keys.reserve_exact(1);
-                keys.insert(place, key.clone());
-            }
+        let keys = self.by_owner.entry(Arc::clone(&owner)).or_default();
+        if let Err(place) = keys.binary_search(&key) {
+            keys.reserve_exact(1);
+            keys.insert(place, key.clone());
         }
         let row = Row {
             uid,
@@ -183,7 +181,7 @@ impl<T> Table<T> {
         self.rows.get(key)
     }
 
-    /// The objects of an owner, by name.
+    /// The objects of an owner, by name; those without a controller are the empty one's.
     pub(crate) fn of(&self, owner: &str) -> impl Iterator<Item = (&Key, &Row<T>)> {
         let keys = self.by_owner.get(owner).into_iter().flatten();
         keys.filter_map(|key| self.rows.get(key).map(|row| (key, row)))

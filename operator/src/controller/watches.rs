@@ -400,7 +400,7 @@ impl Cached for LeanDeployment {
 impl Cached for LeanPlan {
     fn put(self, state: &mut State) -> Touched {
         let identity = Identity::of(&self.metadata);
-        state.put_plan(identity, self.plan.as_ref().map_err(String::as_str))
+        state.put_plan(identity, self.plan.as_ref())
     }
 
     fn forget(state: &mut State, key: &Key, uid: &str) -> Touched {

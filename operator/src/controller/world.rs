@@ -48,8 +48,7 @@ impl Ground for World {
         let state = self.cache.lock();
         let pods = state.pods.all().map(|(_, row)| &row.value);
         pods.filter(|pod| pod.node == node && !matches!(&*pod.phase, "Succeeded" | "Failed"))
-            .map(|pod| pod.memory_bytes)
-            .sum()
+            .fold(0, |sum, pod| sum.saturating_add(pod.memory_bytes))
     }
 
     fn models_in_use(&self) -> Option<BTreeSet<String>> {
@@ -66,15 +65,17 @@ impl Ground for World {
                     keys.extend(model_key(&deployment, &deployment.spec.model.source));
                 }
                 Ok(_) => {}
-                // Nobody knows which model it names.
-                Err(_) => return None,
+                Err(unreadable) => keys.extend(unreadable.model_key.clone()),
             }
         }
         for (_, row) in state.plans.all() {
-            let packed = row.value.as_ref().as_ref().ok()?;
-            // There it stands in a text within the text.
-            if packed.mentions(r#"\"http\""#) {
-                keys.extend(model_key_of(&packed.get().ok()?));
+            match &*row.value {
+                // There it stands in a text within the text.
+                Ok(packed) if packed.mentions(r#"\"http\""#) => {
+                    keys.extend(model_key_of(&packed.get().ok()?));
+                }
+                Ok(_) => {}
+                Err(unreadable) => keys.extend(unreadable.model_key.clone()),
             }
         }
         Some(keys)

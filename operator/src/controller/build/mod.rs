@@ -146,7 +146,11 @@ pub(crate) fn spec_of_plan(plan: &InferencePlan) -> Option<InferenceDeploymentSp
 
 /// The name of a plan's fetched model in the nodes' stores; none for other sources.
 pub(crate) fn model_key_of(plan: &InferencePlan) -> Option<String> {
-    let notes = plan.annotations();
+    model_key_in_notes(plan.annotations())
+}
+
+/// See [`model_key_of`]; also of a plan that cannot be read otherwise.
+pub(crate) fn model_key_in_notes(notes: &BTreeMap<String, String>) -> Option<String> {
     if let Some(key) = notes.get(NOTE_MODEL_KEY) {
         return Some(key.clone());
     }

@@ -1,14 +1,16 @@
 //! Hearth's own kinds. One that this version cannot read is kept as the reason why, and stops no other.
 
 use hearth_crds::{
-    InferenceDeployment, InferenceDeploymentSpec, InferenceDeploymentStatus, InferencePlan,
-    InferencePlanSpec, NodeProfileSpec, READER_VERSION, ReadError, read_versioned_value,
+    HttpSource, InferenceDeployment, InferenceDeploymentSpec, InferenceDeploymentStatus,
+    InferencePlan, InferencePlanSpec, NodeProfileSpec, READER_VERSION, ReadError, SecretRef,
+    read_versioned_value,
 };
 use kube::api::ObjectMeta;
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
-use super::super::cache::{ReadDeployment, Unreadable};
+use super::super::build::model_key_in_notes;
+use super::super::cache::{ReadDeployment, Unreadable, UnreadablePlan};
 use super::super::packed::Packed;
 use super::slim;
 
@@ -18,6 +20,8 @@ pub(crate) struct LeanDeployment {
     pub(crate) metadata: ObjectMeta,
     /// It, or why it cannot be read.
     pub(crate) deployment: Result<InferenceDeployment, String>,
+    /// See [`Unreadable::model_key`].
+    model_key: Option<String>,
 }
 
 /// An InferencePlan.
@@ -25,7 +29,7 @@ pub(crate) struct LeanDeployment {
 pub(crate) struct LeanPlan {
     pub(crate) metadata: ObjectMeta,
     /// It, or why it cannot be read.
-    pub(crate) plan: Result<InferencePlan, String>,
+    pub(crate) plan: Result<InferencePlan, UnreadablePlan>,
 }
 
 /// A NodeProfile.
@@ -42,10 +46,17 @@ impl LeanDeployment {
         let Self {
             metadata,
             deployment,
+            model_key,
         } = self;
         let packed = deployment
             .and_then(|deployment| Packed::new(&deployment).map_err(|error| error.to_string()));
-        packed.map_err(|reason| Box::new(Unreadable { metadata, reason }))
+        packed.map_err(|reason| {
+            Box::new(Unreadable {
+                metadata,
+                reason,
+                model_key,
+            })
+        })
     }
 }
 
@@ -63,6 +74,8 @@ impl<'de> Deserialize<'de> for LeanDeployment {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let raw = Raw::deserialize(deserializer)?;
         let metadata = raw.metadata;
+        let namespace = metadata.namespace.as_deref().unwrap_or_default();
+        let model_key = model_key_in(&raw.spec, namespace);
         let deployment = serde_json::from_value::<InferenceDeploymentSpec>(raw.spec).map(|spec| {
             InferenceDeployment {
                 metadata: metadata.clone(),
@@ -75,9 +88,23 @@ impl<'de> Deserialize<'de> for LeanDeployment {
         });
         Ok(Self {
             metadata,
+            model_key: model_key.filter(|_| deployment.is_err()),
             deployment: deployment.map_err(|error| error.to_string()),
         })
     }
+}
+
+/// The name in the nodes' stores of what a spec has fetched, read from as little of it as that takes: whatever else is new
+/// or wrong there, the model is in use.
+fn model_key_in(spec: &Value, namespace: &str) -> Option<String> {
+    let http = spec.pointer("/model/source/http")?;
+    let text = |field: &str| Some(http.pointer(field)?.as_str()?.to_owned());
+    let source = HttpSource {
+        url: text("/url")?,
+        sha256: text("/sha256")?,
+        secret_ref: text("/secretRef/name").map(|name| SecretRef { name }),
+    };
+    Some(source.store_key(namespace))
 }
 
 impl<'de> Deserialize<'de> for LeanPlan {
@@ -95,7 +122,12 @@ impl<'de> Deserialize<'de> for LeanPlan {
                 ReadError::Malformed(error) => format!(": {error}"),
             };
             let version = min_version.unwrap_or_default();
-            format!("its minVersion is {version}, this operator reads up to {READER_VERSION}{why}")
+            UnreadablePlan {
+                why: format!(
+                    "its minVersion is {version}, this operator reads up to {READER_VERSION}{why}"
+                ),
+                model_key: metadata.annotations.as_ref().and_then(model_key_in_notes),
+            }
         });
         Ok(Self { metadata, plan })
     }
@@ -158,11 +190,40 @@ mod tests {
         assert!(read(&|spec| spec["fromTheFuture"] = json!(1)).is_ok());
         assert!(read(&|spec| spec["minVersion"] = json!(READER_VERSION)).is_ok());
         let newer = read(&|spec| spec["minVersion"] = json!(READER_VERSION + 1)).unwrap_err();
-        assert_eq!(newer, "its minVersion is 2, this operator reads up to 1");
+        assert_eq!(
+            newer.why,
+            "its minVersion is 2, this operator reads up to 1"
+        );
         let other = read(&|spec| spec["strategy"] = json!("Swarm")).unwrap_err();
         assert!(
-            other.contains("minVersion is 0") && other.contains("Swarm"),
-            "{other}"
+            other.why.contains("minVersion is 0") && other.why.contains("Swarm"),
+            "{other:?}"
         );
+    }
+
+    #[test]
+    fn what_cannot_be_read_still_names_its_model() {
+        let sha256 = "a".repeat(64);
+        let source = HttpSource {
+            url: "https://nas/m.tar".to_owned(),
+            sha256: sha256.clone(),
+            secret_ref: Some(SecretRef {
+                name: "nas".to_owned(),
+            }),
+        };
+        let lean: LeanDeployment = serde_json::from_value(json!({
+            "metadata": {"name": "demo", "namespace": "team", "uid": "u"},
+            "spec": {"model": {"fromTheFuture": 1, "source": {"http": {"url": source.url, "sha256": sha256,
+                "secretRef": {"name": "nas", "key": "token"}, "mirrors": []}}}},
+        }))
+        .unwrap();
+        let unreadable = lean.into_read().unwrap_err();
+        assert_eq!(unreadable.model_key, Some(source.store_key("team")));
+        let plan: LeanPlan = serde_json::from_value(json!({
+            "metadata": {"name": "demo-1", "uid": "p", "annotations": {"hearth.dev/model-key": "0123"}},
+            "spec": {"minVersion": 99},
+        }))
+        .unwrap();
+        assert_eq!(plan.plan.unwrap_err().model_key.as_deref(), Some("0123"));
     }
 }

@@ -1,0 +1,224 @@
+//! What deployments and others hold of the nodes, and whose turn it is, as the caches know it.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use hearth_crds::InferencePlan;
+use kube::ResourceExt;
+
+use super::cache::{State, Touched};
+use super::holdings;
+use super::ledger::Charge;
+use super::names::{NOTE_OUTCOME, OUTCOME_FAILED};
+use super::observed::{Holding, Others, PodView, Sight};
+use super::queue::Key;
+use super::table::Row;
+use super::turns::{Outcome, Turn};
+
+/// How long a plan that was sent and never seen keeps its place: its write may have failed unseen.
+const RESERVATION: Duration = Duration::from_secs(120);
+
+impl State {
+    /// Takes what a Pod of nobody's deployment takes of its node; `None`: nothing any more.
+    pub(crate) fn put_charge(&mut self, pod: &Key, charge: Option<Charge>) -> Touched {
+        Touched {
+            keys: Vec::new(),
+            waiting: self.ledger.put(pod, charge),
+        }
+    }
+
+    /// Says whether all Pods of the cluster are seen; whoever waits for room is looked at when that changes.
+    pub(crate) fn see(&mut self, sight: Sight) -> Touched {
+        let is_news = self.ledger.sight() != sight;
+        if is_news {
+            self.ledger.see(sight);
+        }
+        Touched {
+            keys: Vec::new(),
+            waiting: is_news,
+        }
+    }
+
+    /// Pods of nobody's deployment that are counted.
+    pub(crate) fn charged(&self) -> Vec<Key> {
+        self.ledger.keys().collect()
+    }
+
+    /// Puts a plan that is about to be written in its place: other plans are made around it from now on.
+    pub(crate) fn reserve(&mut self, owner: &str, plan: &InferencePlan) {
+        let owner: Arc<str> = owner.into();
+        let plan = Arc::new(plan.clone());
+        self.reserved
+            .insert(Arc::clone(&owner), (plan, Instant::now()));
+        self.recount(&owner);
+    }
+
+    /// Gives the place of a plan that was refused back.
+    pub(crate) fn give_back(&mut self, owner: &str) -> Touched {
+        let owner: Arc<str> = owner.into();
+        self.reserved.remove(&owner);
+        self.owned_changed(&owner)
+    }
+
+    /// Gives back the places of plans that never came to be.
+    pub(crate) fn expire_reservations(&mut self) -> Touched {
+        let old = self.reserved.iter();
+        let old: Vec<Arc<str>> = old
+            .filter(|(_, (_, at))| at.elapsed() > RESERVATION)
+            .map(|(owner, _)| Arc::clone(owner))
+            .collect();
+        let mut touched = Touched::default();
+        for owner in old {
+            self.reserved.remove(&owner);
+            touched.merge(self.owned_changed(&owner));
+        }
+        touched
+    }
+
+    /// Whether a deployment whose newest plan has another worker image may change to `image` now.
+    pub(crate) fn turn(&self, owner: &str, image: &str) -> Turn {
+        let is_there = |newest: &str| newest == image;
+        if self.turns.newest_image(owner).is_none_or(is_there) {
+            return Turn::Free;
+        }
+        if let Some((other, outcome)) = self.turns.on_the_way_to(image, owner)
+            && let Some(key) = self.keys.get(other)
+        {
+            return match outcome {
+                Outcome::Failed => Turn::HeldBack(key.clone()),
+                Outcome::Open | Outcome::Served => Turn::After(key.clone()),
+            };
+        }
+        // Sent, and not seen yet.
+        let begun = self.reserved.iter().find(|(other, (plan, _))| {
+            let before = self.turns.newest_image(other);
+            &***other != owner
+                && plan.spec.worker_image.as_deref() == Some(image)
+                && before.is_some_and(|before| before != image)
+        });
+        let begun = begun.and_then(|(other, _)| self.keys.get(other));
+        begun.map_or(Turn::Free, |key| Turn::After(key.clone()))
+    }
+
+    /// What Pods of nobody's deployment request.
+    pub(crate) fn others(&self) -> Others {
+        self.ledger.others()
+    }
+
+    /// What all but this deployment hold.
+    pub(crate) fn held_by_others(&self, owner: &str) -> BTreeMap<String, Holding> {
+        self.holdings.of_others(owner)
+    }
+
+    /// Counts anew what a deployment holds. Returns whether some node has more room than before. What Pods hold that name it
+    /// and are not its own, or that name nobody, is held by others.
+    pub(super) fn recount(&mut self, owner: &Arc<str>) -> bool {
+        let plans = match self.keys.contains_key(owner) {
+            true => self.plans_of(owner),
+            false => Vec::new(),
+        };
+        let ahead = self.plan_ahead(owner, &plans);
+        let (ours, foreign): (Vec<_>, Vec<_>) = self
+            .pods
+            .of(owner)
+            .partition(|(key, _)| self.is_ours(owner, key));
+        let views = |rows: Vec<(&Key, &Row<PodView>)>| -> Vec<Arc<PodView>> {
+            rows.iter().map(|(_, row)| Arc::clone(&row.value)).collect()
+        };
+        let (ours, foreign) = (views(ours), views(foreign));
+        let ahead = ahead.as_ref().map(|plan| &plan.spec);
+        let own = holdings::of_deployment(ours.iter().map(|pod| &**pod), &plans, ahead);
+        let others = holdings::of_deployment(foreign.iter().map(|pod| &**pod), &[], None);
+        let nobody: Arc<str> = format!("{owner}/others").into();
+        let has_freed = self.holdings.set(owner, own);
+        self.holdings.set(&nobody, others) || has_freed
+    }
+
+    /// The Pods of a deployment, by name.
+    pub(crate) fn pods_of(&self, owner: &str) -> impl Iterator<Item = &Row<PodView>> {
+        let pods = self.pods.of(owner);
+        let ours = pods.filter(move |(key, _)| self.is_ours(owner, key));
+        ours.map(|(_, row)| row)
+    }
+
+    /// Whether what names a deployment as its controller is in the deployment's own namespace: anybody can write a uid.
+    pub(super) fn is_ours(&self, owner: &str, object: &Key) -> bool {
+        let deployment = self.keys.get(owner);
+        deployment.is_some_and(|deployment| deployment.namespace == object.namespace)
+    }
+
+    /// The plan that a deployment goes by: the newest that was not given up, of those seen and the one just sent.
+    fn plan_ahead(
+        &self,
+        owner: &Arc<str>,
+        plans: &[Arc<InferencePlan>],
+    ) -> Option<Arc<InferencePlan>> {
+        let reserved = self.reserved.get(owner).map(|(plan, _)| Arc::clone(plan));
+        let reserved = reserved.filter(|_| self.keys.contains_key(owner));
+        let is_alive = |plan: &&Arc<InferencePlan>| {
+            plan.annotations().get(NOTE_OUTCOME).map(String::as_str) != Some(OUTCOME_FAILED)
+        };
+        reserved.or_else(|| plans.iter().rfind(is_alive).cloned())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use hearth_crds::InferenceDeployment;
+
+    use super::super::packed::Packed;
+    use super::super::table::Identity;
+    use super::super::testing::deployment;
+    use super::*;
+
+    fn identity(namespace: &str, name: &str, uid: &str, owner: &str) -> Identity {
+        Identity {
+            key: Key::new(namespace, name),
+            uid: uid.into(),
+            owner: owner.into(),
+            version: 1,
+        }
+    }
+
+    fn pod(name: &str) -> PodView {
+        PodView {
+            name: name.to_owned(),
+            uid: name.to_owned(),
+            node: "n".to_owned(),
+            phase: "Running".to_owned(),
+            memory_bytes: 5,
+            ..PodView::default()
+        }
+    }
+
+    fn demo(state: &mut State) {
+        let made: InferenceDeployment = deployment("");
+        let read = Packed::new(&made).map_err(|_| unreachable!());
+        state.put_deployment(identity("default", "demo", "0b1c", ""), read);
+    }
+
+    fn held(state: &State) -> u64 {
+        let held = state.held_by_others("0b1c");
+        held.get("n").map_or(0, |held| held.memory_bytes)
+    }
+
+    /// `kubectl delete --cascade=orphan` leaves Pods with our label and without a controller; anybody can make the like, or
+    /// name a deployment of another namespace.
+    #[test]
+    fn pods_that_are_nobodys_take_their_room() {
+        let mut state = State::default();
+        state.put_pod(identity("default", "a", "a", ""), pod("a"));
+        state.put_pod(identity("default", "b", "b", ""), pod("b"));
+        demo(&mut state);
+        assert_eq!(held(&state), 10);
+        state.put_pod(identity("other", "c", "c", "0b1c"), pod("c"));
+        assert_eq!(state.pods_of("0b1c").count(), 0, "of another namespace");
+        assert_eq!(held(&state), 15);
+        state.put_pod(identity("default", "d", "d", "0b1c"), pod("d"));
+        assert_eq!(state.pods_of("0b1c").count(), 1);
+        assert_eq!(held(&state), 15, "its own is not others'");
+        state.remove_pod(&Key::new("default", "a"), "a");
+        assert_eq!(held(&state), 10);
+    }
+}

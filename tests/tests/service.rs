@@ -218,6 +218,36 @@ async fn clients_that_never_read_starve_nobody() {
     drop(mute);
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn one_request_for_many_choices_starves_nobody() {
+    let up = Up::demo();
+    let mut many = chat_body("hearth-demo", "What is Hearth?", 600);
+    many["n"] = json!(128);
+    many["ignore_eos"] = json!(true);
+    let alone = chat_body("hearth-demo", "Hello", 16);
+    let expected = chat_stream(&up.v1(), &alone, |_, _| {})
+        .await
+        .expect("alone");
+    let v1 = up.v1();
+    let greedy = tokio::spawn(async move { chat_stream(&v1, &many, |_, _| {}).await });
+    let up = tokio::task::spawn_blocking(move || {
+        up.wait_for("several choices are computed", |metrics| {
+            metrics.of_role("hearth_worker_running", "decode") > 2.0
+        });
+        up
+    });
+    let up = up.await.expect("it comes to that");
+    let began = Instant::now();
+    let answer = chat_stream(&up.v1(), &alone, |_, _| {}).await;
+    println!(
+        "16 tokens beside a request for 128 times 600: {:?}",
+        began.elapsed()
+    );
+    assert_eq!(answer.expect("beside it"), expected);
+    assert!(!greedy.is_finished());
+    greedy.abort();
+}
+
 /// A field of a process's memory in bytes, such as VmHWM, the most that it ever was.
 fn memory_bytes(pid: u32, field: &str) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("status");

@@ -1,5 +1,6 @@
 //! A request's choices, run together: jobs on workers on one side, deltas of text and calls on the other.
 
+use std::collections::VecDeque;
 use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -92,7 +93,8 @@ pub(crate) type ChoiceStream = Pin<Box<dyn Stream<Item = Result<ChoiceEvent, Api
 /// Runs a submission. The stream ends behind `Done` or an error; dropping it cancels all choices.
 ///
 /// Of each prompt the first choice goes ahead; the others follow when it has its first token, so that they find the
-/// prompt's keys and values computed.
+/// prompt's keys and values computed. No more than the pool's share for one request are under way at a time: the next one
+/// goes to the end of the queue when one has ended, behind whoever came meanwhile.
 pub(crate) fn run(app: Arc<App>, submission: Submission) -> ChoiceStream {
     let closing = app.closing.clone();
     let events = AssertUnwindSafe(run_choices(app, submission)).catch_unwind();
@@ -123,10 +125,17 @@ fn run_choices(
         let submission = Arc::new(submission);
         let n = submission.n;
         let mut running = SelectAll::new();
-        for prompt in 0..submission.prompts.len() as u32 {
-            running.push(run_choice(app.clone(), submission.clone(), prompt * n));
-        }
-        while let Some(item) = running.next().await {
+        let mut under_way = 0;
+        let prompts = submission.prompts.len() as u32;
+        let mut due: VecDeque<u32> = (0..prompts).map(|prompt| prompt * n).collect();
+        loop {
+            while (under_way == 0 || under_way < app.pool.share())
+                && let Some(index) = due.pop_front()
+            {
+                running.push(run_choice(app.clone(), submission.clone(), index));
+                under_way += 1;
+            }
+            let Some(item) = running.next().await else { break };
             let event = match item {
                 Ok(event) => event,
                 Err(error) => {
@@ -137,12 +146,12 @@ fn run_choices(
             };
             if let RunEvent::FirstToken { index } = event {
                 if index % n == 0 {
-                    for other in index + 1..index + n {
-                        running.push(run_choice(app.clone(), submission.clone(), other));
-                    }
+                    // Before other prompts, while this one's keys and values are still there.
+                    (index + 1..index + n).rev().for_each(|other| due.push_front(other));
                 }
                 continue;
             }
+            under_way -= usize::from(matches!(event, RunEvent::Finished { .. }));
             if let Some(event) = tally.note(event, n) {
                 yield Ok(event);
             }

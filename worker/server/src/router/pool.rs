@@ -205,6 +205,21 @@ impl Pool {
             .min()
     }
 
+    /// Choices of one request that may be at workers or in the queue at a time: half of what the workers compute at a time,
+    /// so that whoever asks for many choices leaves places to the others. At least one.
+    pub fn share(&self) -> usize {
+        let members = self.members();
+        let decode = members.iter().filter(|member| member.is(Role::Decode));
+        let batches = decode.filter_map(|member| {
+            let state = member.lock();
+            state.is_open().then(|| batch(&state) as usize)
+        });
+        match batches.sum() {
+            0 => DEFAULT_BATCH as usize / 2,
+            batch => usize::max(batch / 2, 1),
+        }
+    }
+
     pub(super) fn routing(&self) -> &Routing {
         &self.routing
     }
@@ -267,10 +282,7 @@ impl Pool {
     }
 
     fn capacity(&self, state: &MemberState) -> u32 {
-        let batch = match state.description.max_batch {
-            0 => DEFAULT_BATCH,
-            batch => batch,
-        };
+        let batch = batch(state);
         batch.saturating_add(self.routing.ahead_per_worker.unwrap_or(batch))
     }
 
@@ -291,6 +303,14 @@ impl Pool {
             self.drop_gone(&mut kept);
         }
         self.tell();
+    }
+}
+
+/// Requests that a worker computes at a time.
+fn batch(state: &MemberState) -> u32 {
+    match state.description.max_batch {
+        0 => DEFAULT_BATCH,
+        batch => batch,
     }
 }
 

@@ -1,9 +1,10 @@
 //! Chat completions: every parameter, whole and streamed.
 
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use crate::support::model::{self, CONTEXT, END};
-use crate::support::{FakeWorker, chat_body, chunks, gateway, streamed_text};
+use crate::support::{FakeWorker, chat_body, chunks, eventually, gateway, streamed_text};
 use hearth_transport::v1::{LogitBias, grammar::Kind};
 use serde_json::{Value, json};
 
@@ -389,4 +390,31 @@ async fn an_answer_may_fill_the_context_and_no_more() {
         (200, Some("length"))
     );
     assert_eq!(answer["usage"]["total_tokens"], CONTEXT);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn whoever_asks_for_many_choices_leaves_places_to_the_others() {
+    const CHOICES: usize = 16;
+    let many = json!({"n": CHOICES, "seed": 10, "max_tokens": 30});
+    let wide = FakeWorker::start();
+    wide.behaviour.description.lock().unwrap().max_batch = 64;
+    let undisturbed = gateway(&[&wide], |_| {}).await;
+    let (_, expected) = undisturbed.chat("tell me", many.clone()).await;
+    let worker = FakeWorker::start();
+    worker.behaviour.description.lock().unwrap().max_batch = 4;
+    *worker.behaviour.pace.lock().unwrap() = Duration::from_millis(30);
+    let gateway = gateway(&[&worker], |_| {}).await;
+    let calls = || worker.behaviour.calls.lock().unwrap().len();
+    let other = async {
+        eventually(|| async { calls() >= 2 }).await;
+        let (status, answer) = gateway.chat("say:x", json!({})).await;
+        assert_eq!(status, 200, "{answer}");
+        calls() - 1
+    };
+    let ((status, answer), begun) = tokio::join!(gateway.chat("tell me", many), other);
+    assert_eq!(status, 200, "{answer}");
+    assert!(begun <= 4, "{begun} choices had begun before the other's");
+    assert_eq!(calls(), CHOICES + 1);
+    assert_eq!(answer["choices"], expected["choices"]);
+    assert_eq!(answer["usage"], expected["usage"]);
 }

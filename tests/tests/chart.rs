@@ -184,6 +184,10 @@ fn values_that_mean_nothing_are_refused() {
         ("{certificates: {lifetime: forever}}", "lifetime"),
         ("{agent: {diskReservePercent: 100}}", "diskReservePercent"),
         (
+            "{agent: {fetch: {privatePatienceSeconds: 0}}}",
+            "privatePatienceSeconds",
+        ),
+        (
             "{agent: {fetch: {allowedRanges: [10.0.0.1]}}}",
             "allowedRanges",
         ),
@@ -492,8 +496,10 @@ fn agents_and_operator_are_told_what_is_fetched_from_and_what_stays_free() {
     let objects = defaults(
         &helm,
         "{agent: {diskReservePercent: 0, fetch: {allowedRanges: [10.43.7.7/32, 10.9.0.0/16], \
-          clusterRanges: [10.42.0.0/16, 'fd42::/48']}}, crds: {keep: false}}",
+          clusterRanges: [10.42.0.0/16, 'fd42::/48'], privatePatienceSeconds: 90}}, crds: {keep: false}}",
     );
+    let agents = one(&objects, "DaemonSet", "hearth-agent").to_string();
+    assert!(agents.contains(r#"{"name":"HEARTH_PRIVATE_PATIENCE","value":"90"}"#));
     for word in [
         "--disk-reserve=0",
         "--allow-range=10.43.7.7/32",

@@ -138,7 +138,10 @@ fn fetch_verdict(
         let key = model_key(deployment, &deployment.spec.model.source);
         return known(facts, Some(nodes), key);
     }
-    if let Some(progress) = progress(observed, asked) {
+    if let Some(mut progress) = progress(observed, asked) {
+        if !failed.is_empty() {
+            progress += &format!("; it failed on {}", failed.join("; "));
+        }
         return ModelState::Unknown(Cause::waiting("Downloading", progress));
     }
     let cause = if let (Some(first), true) = (silent.first(), failed.len() < FIRST_FETCHES) {

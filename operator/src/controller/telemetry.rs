@@ -47,6 +47,7 @@ struct Gauges {
     at_work: Gauge,
     leader: Gauge,
     objects: Family<Kind, Gauge>,
+    outside: Gauge,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -102,6 +103,11 @@ impl Telemetry {
             gauges.leader.clone(),
         );
         registry.register("cached", "Objects in the caches", gauges.objects.clone());
+        registry.register(
+            "agents_outside_known_ranges",
+            "Agents whose addresses no known range of the cluster holds: name the Pods' range in agent.fetch.clusterRanges",
+            gauges.outside.clone(),
+        );
         Self {
             registry,
             reconciles,
@@ -127,6 +133,11 @@ impl Telemetry {
             code,
         };
         self.requests.get_or_create(&request).inc();
+    }
+
+    /// See the gauge.
+    pub(crate) fn outside(&self, agents: usize) {
+        self.gauges.outside.set(agents as i64);
     }
 
     fn gather(&self, cache: &Cache, queue: &Queue) {

@@ -12,7 +12,7 @@ use super::agents::Ground;
 use super::build::{model_key, model_key_of};
 use super::cache::Cache;
 use super::measure::Gateways;
-use super::observed::AgentPlace;
+use super::observed::{AgentPlace, NodeView};
 use super::queue::{Key, Queue};
 use super::telemetry::Telemetry;
 
@@ -81,12 +81,19 @@ impl Ground for World {
         Some(keys)
     }
 
-    fn pod_ranges(&self) -> Vec<String> {
+    fn node_ranges(&self) -> Vec<IpNet> {
         let state = self.cache.lock();
-        let ranges = state.nodes.values().flat_map(|node| &node.pod_cidrs);
-        // A range that an agent cannot read would stop all fetches.
-        let is_range = |text: &&String| text.parse::<IpNet>().is_ok();
-        ranges.filter(is_range).cloned().collect()
+        let of_node = |node: &Arc<NodeView>| {
+            // A range that an agent cannot read would stop all fetches.
+            let pods = node.pod_cidrs.iter().filter_map(|text| text.parse().ok());
+            let own = node.addresses.iter().copied().map(IpNet::from);
+            own.chain(pods).collect::<Vec<IpNet>>()
+        };
+        state.nodes.values().flat_map(of_node).collect()
+    }
+
+    fn note_outside(&self, agents: usize) {
+        self.telemetry.outside(agents);
     }
 
     fn wake(&self, deployment: &Key) {

@@ -43,6 +43,8 @@ pub(crate) fn install_with(cluster: &Cluster, images: &Images, replicas: u32, mo
         "agent.diskReservePercent=0".to_owned(),
         // Tests see that what nobody names goes, and need not wait a day for it.
         "agent.keepModels=0".to_owned(),
+        // All servers of the tests are private ones.
+        "agent.fetch.privatePatienceSeconds=5".to_owned(),
         // As long as a node may be away in the tests: longer than these wait for anything else.
         "nodes.forgetAfter=100s".to_owned(),
     ];

@@ -1,7 +1,5 @@
 //! Bytes from the server into the part, however often the connection breaks.
 
-use std::error::Error;
-use std::io;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -13,8 +11,9 @@ use reqwest::header::{
 };
 use reqwest::{Client, Response, StatusCode};
 use tokio::sync::mpsc;
-use tokio::time::{sleep, timeout};
+use tokio::time::sleep;
 
+use crate::connection::{MAX_REDIRECTS, cause_of, client, innermost, tls_reason};
 use crate::error::check_room;
 use crate::part::{FileFacts, Part, sha256_of};
 use crate::progress::Reporter;
@@ -22,8 +21,6 @@ use crate::reach::{Guard, Refused};
 use crate::retry::{backoff, retry_after};
 use crate::{Blame, Credentials, FetchError, FetchOptions, Phase, Source};
 
-/// Redirects that are followed.
-const MAX_REDIRECTS: usize = 10;
 /// How often the progress of a silent download is told.
 const SILENCE_PERIOD: Duration = Duration::from_secs(1);
 /// Pieces that may wait for the disk.
@@ -42,22 +39,44 @@ pub(crate) async fn download(
     reporter: &Arc<Reporter>,
 ) -> Result<Part, FetchError> {
     let guard = Guard::new(&options.reach);
-    let outcome = complete(source, options, part, reporter, &guard).await;
-    outcome.map_err(|error| kept_back(error, source, &guard))
-}
-
-/// The error as others may read it.
-fn kept_back(error: FetchError, source: &Source, guard: &Guard) -> FetchError {
-    let is_answer = matches!(error.blame(), Blame::Remote | Blame::Content);
-    if !guard.keeps_back() || !is_answer || matches!(error, FetchError::Ended { .. }) {
-        return error;
+    let began = Instant::now();
+    let error = match complete(source, options, part, reporter, &guard).await {
+        Ok(part) => {
+            // Whoever knows the checksum knows the archive.
+            reporter.hide(false);
+            return Ok(part);
+        }
+        Err(error) => error,
+    };
+    if !is_kept_back(&error, &guard) {
+        return Err(error);
     }
     tracing::warn!(key = %source.key(), "{error}");
-    FetchError::KeptBack {
+    sleep(until_told(began.elapsed(), options.private_patience)).await;
+    Err(FetchError::KeptBack {
         url: source.shown(),
         sha256: source.sha256().to_owned(),
-        blame: error.blame(),
-    }
+        cause: Box::new(error),
+    })
+}
+
+/// Whether others than this machine's owner must not read the error.
+fn is_kept_back(error: &FetchError, guard: &Guard) -> bool {
+    let is_answer = match error {
+        FetchError::Ended { .. } => false,
+        // How much is missing follows from the length that the server told.
+        FetchError::DiskFull { .. } => true,
+        _ => matches!(error.blame(), Blame::Remote | Blame::Content),
+    };
+    let is_of_unknown = matches!(error, FetchError::Mismatch { .. }) && guard.knows_nothing();
+    is_answer && (guard.keeps_back() || is_of_unknown)
+}
+
+/// From a failure until it is told: at the end of the `patience` that it falls into.
+fn until_told(elapsed: Duration, patience: Duration) -> Duration {
+    let patience_ms = patience.as_millis().max(1);
+    let past_ms = elapsed.as_millis() % patience_ms;
+    Duration::from_millis(u64::try_from(patience_ms - past_ms).unwrap_or(u64::MAX))
 }
 
 async fn complete(
@@ -79,16 +98,18 @@ async fn complete(
     }
     let mut furthest_bytes = part.len_bytes();
     let mut failures = 0;
+    let mut idle_since = Instant::now();
     while !part.is_complete() {
         reporter.tell(
             Phase::Connecting,
             part.len_bytes(),
             part.facts().total_bytes,
         );
-        let (back, outcome) = download.attempt(part).await?;
+        let (back, outcome) = download.attempt(part, idle_since).await?;
         part = back;
         if part.len_bytes() > furthest_bytes {
             furthest_bytes = part.len_bytes();
+            idle_since = Instant::now();
             failures = 0;
         }
         match outcome {
@@ -96,7 +117,11 @@ async fn complete(
             Err(Failure::Final(error)) => return Err(error),
             Err(Failure::Lost { reason, asked }) => {
                 failures += 1;
-                download.wait(&part, failures, reason, asked).await?;
+                let tried = Tried {
+                    failures,
+                    idle_since,
+                };
+                download.wait(&part, tried, reason, asked).await?;
             }
         }
     }
@@ -132,6 +157,15 @@ struct Download<'a> {
     client: Client,
 }
 
+/// What was tried without a new byte.
+#[derive(Clone, Copy)]
+struct Tried {
+    /// Tries.
+    failures: u32,
+    /// When the last byte came, or the first try began.
+    idle_since: Instant,
+}
+
 /// How the bytes of an answer join those that are here.
 enum Join {
     /// Behind them.
@@ -142,8 +176,14 @@ enum Join {
 
 impl Download<'_> {
     /// One request and what comes of it. The part comes back with what was added.
-    async fn attempt(&self, mut part: Part) -> Result<(Part, Result<(), Failure>), FetchError> {
-        let response = match self.request(&part).await {
+    async fn attempt(
+        &self,
+        mut part: Part,
+        idle_since: Instant,
+    ) -> Result<(Part, Result<(), Failure>), FetchError> {
+        let answer = self.request(&part, idle_since).await;
+        self.reporter.hide(self.guard.keeps_back());
+        let response = match answer {
             Ok(response) => response,
             Err(failure) => return Ok((part, Err(failure))),
         };
@@ -189,7 +229,7 @@ impl Download<'_> {
             .await
     }
 
-    async fn request(&self, part: &Part) -> Result<Response, Failure> {
+    async fn request(&self, part: &Part, idle_since: Instant) -> Result<Response, Failure> {
         let mut request = self
             .client
             .get(self.source.url().clone())
@@ -210,14 +250,39 @@ impl Download<'_> {
                 request = request.header(IF_RANGE, validator);
             }
         }
-        match timeout(self.options.stall_timeout, request.send()).await {
-            Ok(Ok(response)) => Ok(response),
-            Ok(Err(error)) => Err(self.sorted(&error)),
-            Err(_) => {
-                let stall = self.options.stall_timeout;
-                Err(Failure::lost(format!("no answer for {stall:?}")))
+        let (stall, asked) = (self.options.stall_timeout, Instant::now());
+        let mut answer = pin!(request.send());
+        loop {
+            tokio::select! {
+                answer = &mut answer => return answer.map_err(|error| self.sorted(&error)),
+                () = sleep(self.look_period()) => {}
+            }
+            if asked.elapsed() >= stall || self.is_out_of_patience(idle_since) {
+                return Err(Failure::lost(format!(
+                    "no answer for {:?}",
+                    asked.elapsed()
+                )));
             }
         }
+    }
+
+    /// How often it is looked at whether a silence lasts too long.
+    fn look_period(&self) -> Duration {
+        let options = self.options;
+        let period = SILENCE_PERIOD.min(options.stall_timeout);
+        match self.guard.keeps_back() {
+            true => period.min(options.private_patience / 20),
+            false => period,
+        }
+    }
+
+    /// How long a server that is not public is tried: a little less than until its failure is told.
+    fn patience(&self) -> Duration {
+        self.options.private_patience / 10 * 9
+    }
+
+    fn is_out_of_patience(&self, idle_since: Instant) -> bool {
+        self.guard.keeps_back() && idle_since.elapsed() >= self.patience()
     }
 
     /// What the server says of the whole file.
@@ -313,10 +378,10 @@ impl Download<'_> {
                         Failure::lost(format!("the connection was lost: {}", innermost(&error)))
                     });
                 }
-                () = sleep(SILENCE_PERIOD.min(stall)) => {}
+                () = sleep(self.look_period()) => {}
             }
-            if began.elapsed() >= stall {
-                return Err(Failure::lost(format!("no byte for {stall:?}")));
+            if began.elapsed() >= stall || self.is_out_of_patience(began) {
+                return Err(Failure::lost(format!("no byte for {:?}", began.elapsed())));
             }
             self.reporter.tell(Phase::Downloading, bytes, total_bytes);
         }
@@ -398,11 +463,15 @@ impl Download<'_> {
     async fn wait(
         &self,
         part: &Part,
-        failures: u32,
+        tried: Tried,
         reason: String,
         asked: Option<Duration>,
     ) -> Result<(), FetchError> {
         let options = self.options;
+        let Tried {
+            failures,
+            idle_since,
+        } = tried;
         let own = backoff(
             failures,
             options.first_backoff,
@@ -410,7 +479,8 @@ impl Download<'_> {
             rand::random(),
         );
         let too_long = asked.is_some_and(|asked| asked > options.max_retry_after);
-        if failures >= options.attempts || too_long {
+        let is_over = failures >= options.attempts || self.is_out_of_patience(idle_since);
+        if is_over || too_long {
             let reason = match asked.filter(|_| too_long) {
                 Some(asked) => format!("{reason} and asks to wait {} s", asked.as_secs()),
                 None => reason,
@@ -429,14 +499,15 @@ impl Download<'_> {
             ?wait,
             "{reason}: trying again"
         );
-        let reason = match self.guard.keeps_back() {
-            true => "the archive did not come",
-            false => &reason,
-        };
         let text = format!("{reason}; trying again in {:.1} s", wait.as_secs_f64());
         self.reporter
             .trouble(text, part.len_bytes(), part.facts().total_bytes);
-        sleep(wait).await;
+        let left = self.patience().saturating_sub(idle_since.elapsed());
+        sleep(match self.guard.keeps_back() {
+            true => wait.min(left),
+            false => wait,
+        })
+        .await;
         Ok(())
     }
 }
@@ -501,30 +572,6 @@ fn forbidden(source: &Source, refused: Refused) -> FetchError {
     }
 }
 
-fn client(source: &Source, options: &FetchOptions, guard: &Guard) -> Result<Client, FetchError> {
-    // Images without certificates of authorities still reach public servers.
-    let roots = webpki_root_certs::TLS_SERVER_ROOT_CERTS
-        .iter()
-        .filter_map(|der| reqwest::Certificate::from_der(der).ok());
-    guard
-        .install(Client::builder(), MAX_REDIRECTS)
-        .user_agent(concat!("hearth/", env!("CARGO_PKG_VERSION")))
-        .connect_timeout(options.connect_timeout)
-        // A redirect's server need not learn the query of the URL that led to it.
-        .referer(false)
-        .tls_certs_merge(roots)
-        // The checksum is of the bytes as they lie on the server.
-        .no_gzip()
-        .no_brotli()
-        .no_zstd()
-        .no_deflate()
-        .build()
-        .map_err(|error| FetchError::Tls {
-            url: source.shown(),
-            reason: innermost(&error),
-        })
-}
-
 /// First byte and length of the file in `Content-Range: bytes 5-9/10`, or `bytes */10`.
 fn content_range(headers: &HeaderMap) -> Option<(Option<u64>, Option<u64>)> {
     let text = headers.get(CONTENT_RANGE)?.to_str().ok()?;
@@ -533,39 +580,6 @@ fn content_range(headers: &HeaderMap) -> Option<(Option<u64>, Option<u64>)> {
         .split_once('-')
         .and_then(|(first, _)| first.parse().ok());
     Some((first, total.parse().ok()))
-}
-
-/// Why TLS refused, if it did.
-fn tls_reason(error: &reqwest::Error) -> Option<String> {
-    cause_of::<rustls::Error>(error).map(ToString::to_string)
-}
-
-/// The cause of this type in an error's chain.
-fn cause_of<T: Error + 'static>(error: &reqwest::Error) -> Option<&T> {
-    let mut next: Option<&(dyn Error + 'static)> = Some(error);
-    while let Some(error) = next {
-        if let Some(found) = error.downcast_ref::<T>() {
-            return Some(found);
-        }
-        // An I/O error hides what it wraps from the chain.
-        let inner = error
-            .downcast_ref::<io::Error>()
-            .and_then(io::Error::get_ref);
-        next = match inner {
-            Some(inner) => Some(inner),
-            None => error.source(),
-        };
-    }
-    None
-}
-
-/// The last message of an error's chain: the first ones say no more than that there was an error.
-fn innermost(error: &(dyn Error + 'static)) -> String {
-    let mut last = error;
-    while let Some(source) = last.source() {
-        last = source;
-    }
-    last.to_string()
 }
 
 #[cfg(test)]

@@ -85,17 +85,17 @@ pub enum FetchError {
         /// What the address is.
         why: &'static str,
     },
-    /// A server that is not public gave something else than the archive, or nothing.
+    /// A server that is not public gave something else than the archive, or nothing: all of these failures look alike.
     #[error(
-        "{url} does not give the archive with the sha256 {sha256}: its address is not public, so what happened is in the log of this node's agent alone\n  check the URL, the checksum, and that the server gives the file to this node"
+        "{url} does not give the archive with the sha256 {sha256}: its address is not public, so what happened is in the log of this node's agent alone\n  check the URL, the checksum, that the server gives the file to this node, and that the node's disk has room for it"
     )]
     KeptBack {
         /// Without secrets.
         url: String,
         /// As asked.
         sha256: String,
-        /// Of what is kept back.
-        blame: Blame,
+        /// What is kept back.
+        cause: Box<FetchError>,
     },
     /// The connection broke again and again, or could not be made.
     #[error(
@@ -224,6 +224,8 @@ pub enum Blame {
     Content,
     /// This machine's disk.
     Local,
+    /// Kept back: who asks must not learn it, not even by when it is tried again.
+    Unknown,
 }
 
 impl FetchError {
@@ -231,7 +233,7 @@ impl FetchError {
     pub fn blame(&self) -> Blame {
         match self {
             Self::Url { .. } | Self::Checksum { .. } | Self::Forbidden { .. } => Blame::Request,
-            Self::KeptBack { blame, .. } => *blame,
+            Self::KeptBack { .. } => Blame::Unknown,
             Self::NotFound { .. }
             | Self::Denied { .. }
             | Self::Answer { .. }
@@ -247,6 +249,15 @@ impl FetchError {
             | Self::TooMany { .. }
             | Self::NoModel { .. } => Blame::Content,
             Self::DiskFull { .. } | Self::Cache { .. } => Blame::Local,
+        }
+    }
+
+    /// Whether more room on this machine's disk could help, kept back or not.
+    pub fn is_disk_full(&self) -> bool {
+        match self {
+            Self::DiskFull { .. } => true,
+            Self::KeptBack { cause, .. } => cause.is_disk_full(),
+            _ => false,
         }
     }
 

@@ -14,11 +14,14 @@
 //! **Invariants**
 //! - Nothing of an archive is unpacked before its checksum is right.
 //! - No entry of an archive reaches outside of the model's directory: links become second names of files in it.
+//! - Where the reach is limited, nothing of a server that is not public is told before the checksum holds: neither in
+//!   words, nor in sizes, nor by the time that a failure takes.
 //! - A server never makes this machine hold more than it announced, nor fill its disk.
 
 #![forbid(unsafe_code)]
 
 mod cache;
+mod connection;
 mod download;
 mod error;
 mod lock;
@@ -63,6 +66,9 @@ pub struct FetchOptions {
     pub max_backoff: Duration,
     /// Longest wait that a server may ask for by Retry-After; for a longer one the fetch gives up.
     pub max_retry_after: Duration,
+    /// How long a server that is not public is tried without a new byte, where the reach is limited. Every failure there
+    /// is told after it, or after a multiple of it: when one comes says nothing of the server.
+    pub private_patience: Duration,
     /// Bytes of the disk that stay free.
     pub reserve_bytes: u64,
     /// The same in percent of the disk: the more of both counts.
@@ -82,6 +88,7 @@ impl Default for FetchOptions {
             first_backoff: Duration::from_millis(500),
             max_backoff: Duration::from_secs(30),
             max_retry_after: Duration::from_secs(300),
+            private_patience: Duration::from_secs(60),
             reserve_bytes: 256 << 20,
             reserve_percent: 0,
             reach: Reach::anywhere(),
@@ -112,6 +119,8 @@ pub async fn fetch(
         ..options.clone()
     };
     let reporter = Arc::new(Reporter::new(observer));
+    // Until the archive has come, or its server is known to be public, its size is nobody's business.
+    reporter.hide(options.reach.is_limited());
     let lock = Arc::new(wait_for_lock(cache, &key, &reporter).await?);
     if let Some(directory) = cache.model(&key) {
         lock.remove();

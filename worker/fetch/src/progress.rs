@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 const PERIOD: Duration = Duration::from_millis(100);
 /// The rate is that of so much time.
 const RATE_WINDOW: Duration = Duration::from_secs(5);
+/// How often a download whose size is hidden is logged.
+const LOG_PERIOD: Duration = Duration::from_secs(30);
 
 /// What is being done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,6 +68,9 @@ struct State {
     last: Option<(Instant, Phase)>,
     rate: Rate,
     trouble: Option<String>,
+    /// Whether sizes and troubles are for the log alone.
+    is_hidden: bool,
+    logged: Option<Instant>,
 }
 
 impl Reporter {
@@ -74,6 +79,12 @@ impl Reporter {
             observer,
             state: Mutex::default(),
         }
+    }
+
+    /// Whether sizes and troubles are kept from the observer from now on.
+    pub(crate) fn hide(&self, is_hidden: bool) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.is_hidden = is_hidden;
     }
 
     /// Where the fetch is.
@@ -90,13 +101,26 @@ impl Reporter {
         if phase == Phase::Downloading {
             state.trouble = None;
         }
-        let progress = Progress {
+        let mut progress = Progress {
             phase,
             bytes,
             total_bytes,
             bytes_per_second: state.rate.add(now, bytes),
             trouble: state.trouble.clone(),
         };
+        if state.is_hidden {
+            if state.logged.is_none_or(|at| now - at >= LOG_PERIOD) {
+                state.logged = Some(now);
+                tracing::info!(phase = phase.as_str(), bytes, total_bytes, "fetching");
+            }
+            progress = Progress {
+                phase,
+                bytes: 0,
+                total_bytes: None,
+                bytes_per_second: 0,
+                trouble: None,
+            };
+        }
         drop(state);
         (self.observer)(&progress);
     }

@@ -40,6 +40,11 @@ impl Reach {
         }
     }
 
+    /// Whether it is not anywhere.
+    pub(crate) fn is_limited(&self) -> bool {
+        self.limits.is_some()
+    }
+
     /// Why the address is not fetched from.
     fn check(&self, address: IpAddr) -> Result<(), Refused> {
         let Some(limits) = &self.limits else {
@@ -77,6 +82,7 @@ impl Error for Refused {}
 pub(crate) struct Guard {
     reach: Reach,
     has_met_inside: Arc<AtomicBool>,
+    has_met_any: Arc<AtomicBool>,
 }
 
 impl Guard {
@@ -84,6 +90,7 @@ impl Guard {
         Self {
             reach: reach.clone(),
             has_met_inside: Arc::default(),
+            has_met_any: Arc::default(),
         }
     }
 
@@ -93,10 +100,15 @@ impl Guard {
         self.has_met_inside.load(Ordering::Relaxed)
     }
 
+    /// Whether it is not known where a part that lies here came from: nobody was asked.
+    pub(crate) fn knows_nothing(&self) -> bool {
+        self.reach.is_limited() && !self.has_met_any.load(Ordering::Relaxed)
+    }
+
     /// A client that dials what may be fetched from alone, and follows `max` redirects.
     pub(crate) fn install(&self, builder: ClientBuilder, max: usize) -> ClientBuilder {
         let limited = Policy::limited(max);
-        if self.reach.limits.is_none() {
+        if !self.reach.is_limited() {
             return builder.redirect(limited);
         }
         let guard = self.clone();
@@ -122,7 +134,8 @@ impl Guard {
 
     fn take(&self, address: IpAddr) -> Result<(), Refused> {
         self.reach.check(address)?;
-        if self.reach.limits.is_some() && !is_public(plain(address)) {
+        self.has_met_any.store(true, Ordering::Relaxed);
+        if self.reach.is_limited() && !is_public(plain(address)) {
             self.has_met_inside.store(true, Ordering::Relaxed);
         }
         Ok(())

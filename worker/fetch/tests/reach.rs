@@ -5,14 +5,17 @@
 mod support;
 
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use hearth_fetch::{
-    Blame, Cache, Credentials, FetchError, FetchOptions, Key, Reach, Source, fetch,
+    Blame, Cache, Credentials, FetchError, FetchOptions, Key, Phase, Progress, Reach, Source, fetch,
 };
 use support::{Fault, FileServer, model_tar, sha256};
 use tempfile::TempDir;
+
+/// After which failures of private servers are told.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Like an agent of a cluster, on a machine where the range of tests is open.
 fn inside(allowed: &str) -> FetchOptions {
@@ -22,6 +25,7 @@ fn inside(allowed: &str) -> FetchOptions {
         first_backoff: Duration::from_millis(20),
         max_backoff: Duration::from_millis(20),
         reserve_bytes: 0,
+        private_patience: PATIENCE,
         reach: Reach::outside(cluster, vec![allowed.parse().unwrap()]),
         ..FetchOptions::default()
     }
@@ -33,6 +37,34 @@ async fn fetched(source: &Source, options: &FetchOptions) -> Result<PathBuf, Fet
     let work = fetch(source, &cache, options, Arc::new(|_| {}));
     let outcome = tokio::time::timeout(Duration::from_secs(60), work);
     outcome.await.expect("it hangs")
+}
+
+/// What is told of a fetch that fails, and by when: in whole patiences.
+async fn told_of(source: &Source, options: &FetchOptions) -> String {
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let sink = Arc::clone(&seen);
+    let observer = move |progress: &Progress| sink.lock().unwrap().push(progress.clone());
+    let directory = TempDir::new().unwrap();
+    let cache = Cache::new(directory.path());
+    let began = Instant::now();
+    let error = fetch(source, &cache, options, Arc::new(observer))
+        .await
+        .unwrap_err();
+    let elapsed = began.elapsed();
+    assert!(matches!(error, FetchError::KeptBack { .. }), "{error}");
+    assert_eq!(error.blame(), Blame::Unknown);
+    assert!(elapsed >= PATIENCE, "told after {elapsed:?}: {error}");
+    let past_ms = elapsed.as_millis() % PATIENCE.as_millis();
+    assert!(past_ms < 600, "told after {elapsed:?}: {error}");
+    for progress in &*seen.lock().unwrap() {
+        let sizes = (
+            progress.bytes,
+            progress.total_bytes,
+            progress.bytes_per_second,
+        );
+        assert_eq!((sizes, &progress.trouble), ((0, None, 0), &None));
+    }
+    error.to_string()
 }
 
 fn redirect(to: &str) -> Fault {
@@ -111,19 +143,25 @@ async fn of_a_server_inside_only_that_it_gave_no_such_archive_is_told() {
         Some(Fault::Status(418, Vec::new())),
         Some(Fault::Status(503, vec![("retry-after", "4000".to_owned())])),
         Some(redirect("/in/a/circle")),
+        Some(Fault::StallAfter(500)),
         None,
     ];
     for fault in faults {
         let times = match fault {
             Some(Fault::Status(302, _)) => 12,
+            Some(Fault::StallAfter(_)) => 2,
             _ => 1,
         };
         let fault = fault.into_iter().collect::<Vec<_>>();
         server.faults(fault.into_iter().cycle().take(times));
-        let error = fetched(&source, &inside("127.0.0.1/32")).await.unwrap_err();
-        assert!(matches!(error, FetchError::KeptBack { .. }), "{error}");
-        told.push(error.to_string());
+        told.push(told_of(&source, &inside("127.0.0.1/32")).await);
     }
+    // A disk without room tells how long the archive is.
+    let full = FetchOptions {
+        reserve_bytes: 1 << 60,
+        ..inside("127.0.0.1/32")
+    };
+    told.push(told_of(&source, &full).await);
     // A port that nobody listens on.
     let closed = {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -131,14 +169,60 @@ async fn of_a_server_inside_only_that_it_gave_no_such_archive_is_told() {
     };
     let url = format!("http://{closed}/models/model.tar");
     let gone = Source::new(&url, source.sha256()).unwrap();
-    let error = fetched(&gone, &inside("127.0.0.1/32")).await.unwrap_err();
-    told.push(error.to_string().replace(&url, &server.url()));
+    let error = told_of(&gone, &inside("127.0.0.1/32")).await;
+    told.push(error.replace(&url, &server.url()));
     told.dedup();
     assert_eq!(told.len(), 1, "{told:#?}");
     for secret in ["404", "refused", "4000", &sha256(&archive)] {
         assert!(!told[0].contains(secret), "{}", told[0]);
     }
     assert!(told[0].contains("log of this node's agent"), "{}", told[0]);
+}
+
+#[tokio::test]
+async fn what_an_ended_process_left_of_a_server_inside_is_kept_back_too() {
+    let (body, wanted) = (b"an answer of somebody's".as_slice(), sha256(b"a model"));
+    let source = Source::new("http://localhost:9/m.tar", &wanted).unwrap();
+    let directory = TempDir::new().unwrap();
+    let partial = directory.path().join("partial");
+    std::fs::create_dir_all(&partial).unwrap();
+    std::fs::write(partial.join(format!("{}.part", source.key())), body).unwrap();
+    let facts = format!("{{\"url_sha256\":\"\",\"total_bytes\":{}}}", body.len());
+    std::fs::write(partial.join(format!("{}.json", source.key())), facts).unwrap();
+    let cache = Cache::new(directory.path());
+    let nothing = Arc::new(|_: &Progress| {});
+    let error = fetch(&source, &cache, &inside("127.0.0.1/32"), nothing).await;
+    let error = error.unwrap_err();
+    assert!(matches!(error, FetchError::KeptBack { .. }), "{error}");
+    assert!(!error.to_string().contains(&sha256(body)), "{error}");
+}
+
+#[tokio::test]
+async fn sizes_are_told_once_the_checksum_holds() {
+    let archive = model_tar(3_000_000);
+    let server = FileServer::start(archive.clone()).await;
+    let source = Source::new(&server.url(), &sha256(&archive)).unwrap();
+    let directory = TempDir::new().unwrap();
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let sink = Arc::clone(&seen);
+    let observer = move |progress: &Progress| sink.lock().unwrap().push(progress.clone());
+    let cache = Cache::new(directory.path());
+    let options = inside("127.0.0.1/32");
+    fetch(&source, &cache, &options, Arc::new(observer))
+        .await
+        .unwrap();
+    let seen = seen.lock().unwrap();
+    let (mut before, mut after) = (0, 0);
+    for progress in &*seen {
+        if progress.phase == Phase::Unpacking {
+            after += 1;
+            assert_eq!(progress.total_bytes, Some(archive.len() as u64));
+        } else {
+            before += 1;
+            assert_eq!((progress.bytes, progress.total_bytes), (0, None));
+        }
+    }
+    assert!(before > 0 && after > 0, "{seen:?}");
 }
 
 #[tokio::test]

@@ -326,8 +326,11 @@ async fn an_agent_ends_at_once_when_it_is_told_to() {
     let server = FileServer::start(archive.clone()).await;
     server.faults([Fault::StallAfter(1_000_000)]);
     let wanted = request(&server, &sha256(&archive));
+    let part = format!("partial/{}.part", wanted.key);
+    let part = world.cache.path().join(part);
     until("a fetch runs", async || {
-        model(&world.operator, &wanted).await.bytes >= 1_000_000
+        model(&world.operator, &wanted).await;
+        fs::metadata(&part).is_ok_and(|metadata| metadata.len() >= 1_000_000)
     })
     .await;
     let (code, took) = world.agent.terminate();

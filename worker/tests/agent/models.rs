@@ -20,13 +20,7 @@ async fn a_model_is_fetched_in_the_background_and_told_with_its_facts() {
     assert!(server.seen().is_empty());
 
     let answers = settled(&world.operator, &wanted).await;
-    let half = answers
-        .iter()
-        .find(|answer| answer.bytes > 0)
-        .expect("progress");
-    assert_eq!(half.state(), ModelState::Fetching);
-    assert_eq!(half.total_bytes, archive.len() as u64);
-    assert!(answers.iter().any(|answer| answer.bytes_per_second > 0));
+    sizes_are_told_late(&answers, archive.len());
     let ready = answers.last().unwrap();
     assert_eq!(ready.state(), ModelState::Ready, "{}", ready.message);
     let facts: ModelFacts = serde_json::from_str(&ready.facts_json).unwrap();
@@ -68,6 +62,36 @@ async fn a_model_is_fetched_in_the_background_and_told_with_its_facts() {
     assert_eq!(server.seen().len(), 2);
 }
 
+/// The server is private: before the checksum holds, nobody learns how long its file is.
+fn sizes_are_told_late(answers: &[ModelResponse], bytes: usize) {
+    let under_way = |answer: &&ModelResponse| answer.state() == ModelState::Fetching;
+    let told = answers.iter().filter(under_way).map(|answer| {
+        let phase = answer.message.split(':').next().unwrap_or_default();
+        (
+            phase,
+            answer.bytes,
+            answer.total_bytes,
+            answer.bytes_per_second,
+        )
+    });
+    let (unpacking, before): (Vec<_>, Vec<_>) = told.partition(|told| told.0 == "unpacking");
+    assert!(
+        before.iter().any(|told| told.0 == "downloading"),
+        "{before:?}"
+    );
+    assert!(
+        before
+            .iter()
+            .all(|told| (told.1, told.2, told.3) == (0, 0, 0)),
+        "{before:?}"
+    );
+    let length = bytes as u64;
+    assert!(
+        unpacking.iter().all(|told| told.2 == length),
+        "{unpacking:?}"
+    );
+}
+
 #[tokio::test]
 async fn what_failed_is_told_and_tried_again_later() {
     let world = World::new();
@@ -89,7 +113,8 @@ async fn what_failed_is_told_and_tried_again_later() {
         model(&world.operator, &wanted).await.state() != ModelState::Failed
     })
     .await;
-    assert!(began.elapsed() >= Duration::from_secs(5));
+    // Told after three seconds, and left alone for four times that.
+    assert!(began.elapsed() >= Duration::from_secs(15));
     assert_eq!(
         settled(&world.operator, &wanted)
             .await
@@ -315,7 +340,12 @@ async fn models_that_nobody_names_are_removed_and_those_in_work_are_not() {
     server_three.faults([Fault::StallAfter(500_000)]);
     let wanted_three = request(&server_three, &sha256(&three));
     until("a half of the third is here", async || {
-        model(&world.operator, &wanted_three).await.bytes >= 500_000
+        model(&world.operator, &wanted_three).await;
+        let part = world
+            .cache
+            .path()
+            .join(format!("partial/{}.part", wanted_three.key));
+        fs::metadata(part).is_ok_and(|metadata| metadata.len() >= 500_000)
     })
     .await;
 

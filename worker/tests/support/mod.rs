@@ -119,6 +119,8 @@ impl Agent {
             .arg(options.cache)
             // What is not named goes at once.
             .args(["--keep-models", "0"])
+            // This machine's own servers are private ones, whose failures take their time.
+            .args(["--private-patience", "3"])
             .env("TMPDIR", "/nonexistent")
             .env("HOME", "/nonexistent")
             .current_dir("/")

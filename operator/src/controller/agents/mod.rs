@@ -13,6 +13,7 @@ pub(crate) mod ranges;
 mod secrets;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -44,6 +45,8 @@ const PROFILE_EVERY: Duration = Duration::from_secs(60);
 const FIRST_PROFILE_EVERY: Duration = Duration::from_secs(2);
 /// How often fetches are looked at.
 const FETCH_EVERY: Duration = Duration::from_secs(2);
+/// How often the API server is asked for the ranges of Services.
+const SERVICES_EVERY: Duration = Duration::from_secs(30);
 /// An agent answers at once; what takes long it does beside that.
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Calls at a time.
@@ -62,8 +65,10 @@ pub(crate) trait Ground: Send + Sync + 'static {
     /// Names in the nodes' stores of the fetched models that deployments and plans name; none as long as not all of
     /// them have been read.
     fn models_in_use(&self) -> Option<BTreeSet<String>>;
-    /// Ranges of the Pods' addresses on all nodes, as `10.42.0.0/24`.
-    fn pod_ranges(&self) -> Vec<String>;
+    /// Ranges of the Pods' addresses on all nodes, and the nodes' own addresses.
+    fn node_ranges(&self) -> Vec<IpNet>;
+    /// Notes how many agents have addresses outside of the ranges that are known.
+    fn note_outside(&self, agents: usize);
     /// Has a deployment looked at, since something that it waits for has changed.
     fn wake(&self, deployment: &Key);
 }
@@ -81,7 +86,9 @@ pub(crate) struct Agents<G> {
     /// Agents that were given a certificate, by their node.
     certified: Mutex<BTreeMap<String, Certified>>,
     /// The cluster's ranges that do not come and go with nodes.
-    ranges: Mutex<Vec<IpNet>>,
+    ranges: Vec<IpNet>,
+    /// Those of Services, as the API server told last.
+    services: Mutex<Vec<IpNet>>,
 }
 
 /// One agent that is there.
@@ -113,13 +120,34 @@ impl<G: Ground> Agents<G> {
             port: WORKER_PORT,
             fetches: Mutex::default(),
             certified: Mutex::default(),
-            ranges: Mutex::new(settings.cluster_ranges.clone()),
+            ranges: settings.cluster_ranges.clone(),
+            services: Mutex::default(),
         }
     }
 
     /// Looks after all agents until it is dropped.
     pub(crate) async fn run(&self) {
-        tokio::join!(self.keep_profiles(), self.keep_models());
+        // Before the first model is asked for.
+        self.read_services().await;
+        tokio::join!(
+            self.keep_profiles(),
+            self.keep_models(),
+            self.keep_services()
+        );
+    }
+
+    /// Ranges of Services are added to a cluster while it runs, and one answer of the API server may fail.
+    async fn keep_services(&self) {
+        loop {
+            tokio::time::sleep(SERVICES_EVERY).await;
+            self.read_services().await;
+        }
+    }
+
+    async fn read_services(&self) {
+        if let Some(told) = ranges::of_services(&self.client).await {
+            *self.services.lock().unwrap_or_else(PoisonError::into_inner) = told;
+        }
     }
 
     /// What is known of a model on the nodes that it was wanted on. `key`: its name in the nodes' stores.
@@ -135,11 +163,13 @@ impl<G: Ground> Agents<G> {
     async fn keep_profiles(&self) {
         let mut asked: BTreeMap<String, Instant> = BTreeMap::new();
         let mut complaints = Complaints::default();
+        let mut outside = BTreeSet::new();
         let mut ticks = tokio::time::interval(FIRST_PROFILE_EVERY);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
             let agents = self.agents();
+            self.look_outside(&agents, &mut outside);
             asked.retain(|node, _| agents.iter().any(|agent| agent.node() == *node));
             let now = Instant::now();
             let due = |agent: &Agent| {
@@ -163,11 +193,6 @@ impl<G: Ground> Agents<G> {
     }
 
     async fn keep_models(&self) {
-        let services = ranges::of_services(&self.client).await;
-        self.ranges
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .extend(services);
         let mut ticks = tokio::time::interval(FETCH_EVERY);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
@@ -195,6 +220,29 @@ impl<G: Ground> Agents<G> {
             });
             at_a_time(asks).await;
         }
+    }
+
+    /// Agents are Pods: where one has an address that no known range holds, Pods are fetched from like anybody else.
+    fn look_outside(&self, agents: &[Agent], before: &mut BTreeSet<String>) {
+        let ranges = self.known_ranges();
+        let is_outside = |address: &str| {
+            let address: Option<IpAddr> = address.parse().ok();
+            address.is_some_and(|address| !ranges.iter().any(|range| range.contains(&address)))
+        };
+        let addresses = agents.iter().map(|agent| &agent.place.address);
+        let now: BTreeSet<String> = addresses
+            .filter(|address| is_outside(address))
+            .cloned()
+            .collect();
+        self.ground.note_outside(now.len());
+        if let Some(address) = now.difference(before).next() {
+            tracing::warn!(
+                address,
+                agents = now.len(),
+                "Pods have addresses outside of the cluster's ranges that are known: models can be fetched from Pods; name the Pods' range in agent.fetch.clusterRanges"
+            );
+        }
+        *before = now;
     }
 
     /// Reads what the agent measured and writes it, if that is due.
@@ -266,12 +314,13 @@ impl<G: Ground> Agents<G> {
 
     /// Where no model is fetched from, unless an agent is told otherwise.
     fn cluster_ranges(&self) -> Vec<String> {
-        let known = self.ranges.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = known.iter().map(ToString::to_string);
-        let mut ranges: Vec<String> = known.chain(self.ground.pod_ranges()).collect();
-        ranges.sort();
-        ranges.dedup();
-        ranges
+        self.known_ranges().iter().map(IpNet::to_string).collect()
+    }
+
+    fn known_ranges(&self) -> BTreeSet<IpNet> {
+        let services = self.services.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = self.ranges.iter().chain(&*services).copied();
+        known.chain(self.ground.node_ranges()).collect()
     }
 
     async fn ask_model(&self, agent: &Agent, poll: &Poll) -> FetchView {

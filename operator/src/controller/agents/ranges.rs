@@ -9,16 +9,14 @@ use serde_json::Value;
 /// Where the API server (1.33 and later) tells the ranges of Services.
 const SERVICE_CIDRS: &str = "/apis/networking.k8s.io/v1/servicecidrs";
 
-/// The ranges of Services by the API server's own words; none where it has none to say.
-pub(super) async fn of_services(client: &Client) -> Vec<IpNet> {
-    let Ok(request) = http::Request::get(SERVICE_CIDRS).body(Vec::new()) else {
-        return Vec::new();
-    };
+/// The ranges of Services by the API server's own words; none where it says nothing now.
+pub(super) async fn of_services(client: &Client) -> Option<Vec<IpNet>> {
+    let request = http::Request::get(SERVICE_CIDRS).body(Vec::new()).ok()?;
     match client.request::<Value>(request).await {
-        Ok(list) => told(&list),
+        Ok(list) => Some(told(&list)),
         Err(error) => {
             tracing::debug!(%error, "the ranges of Services are not told; the API server's address tells one");
-            Vec::new()
+            None
         }
     }
 }

@@ -145,6 +145,7 @@ struct Paper {
     api: FakeApi,
     woken: Mutex<Vec<Key>>,
     in_use: Mutex<Option<BTreeSet<String>>>,
+    outside: Mutex<Option<usize>>,
 }
 
 impl Ground for Paper {
@@ -166,8 +167,13 @@ impl Ground for Paper {
     fn models_in_use(&self) -> Option<BTreeSet<String>> {
         self.in_use.lock().expect("in use").clone()
     }
-    fn pod_ranges(&self) -> Vec<String> {
-        vec!["10.42.0.0/24".to_owned()]
+    fn node_ranges(&self) -> Vec<IpNet> {
+        ["10.42.0.0/24", "192.168.7.1/32"]
+            .map(|text| text.parse().expect("range"))
+            .to_vec()
+    }
+    fn note_outside(&self, agents: usize) {
+        *self.outside.lock().expect("outside") = Some(agents);
     }
     fn wake(&self, deployment: &Key) {
         self.woken.lock().expect("woken").push(deployment.clone());
@@ -354,9 +360,49 @@ async fn a_fetch_is_started_followed_and_told() {
         (&*asked[0].key, &*asked[0].url),
         (&*key, "http://nas.lan/m.tar")
     );
-    assert_eq!(asked[0].cluster_ranges, ["10.42.0.0/24", "10.43.0.0/16"]);
+    assert_eq!(
+        asked[0].cluster_ranges,
+        ["10.42.0.0/24", "10.43.0.0/16", "192.168.7.1/32"]
+    );
     assert_eq!((&*asked[0].holder, &asked[0].credentials), ("", &None));
     assert!(scene.ground.woken.lock().expect("woken").contains(&demo));
+}
+
+#[tokio::test]
+async fn the_cluster_s_ranges_are_those_of_now() {
+    const PATH: &str = "/apis/networking.k8s.io/v1/servicecidrs";
+    let scene = Scene::start().await;
+    let told = || scene.agents.cluster_ranges();
+    let known = ["10.42.0.0/24", "10.43.0.0/16", "192.168.7.1/32"];
+    assert_eq!(told(), known);
+    let services = |ranges: &[&str]| {
+        let list = json!({"items": [{"spec": {"cidrs": ranges}}]});
+        scene.ground.api.put(PATH, list);
+    };
+    // The API server did not answer at the start; later a range is added, and taken away again.
+    services(&["10.96.0.0/16", "10.97.0.0/16"]);
+    scene.agents.read_services().await;
+    assert!(told().contains(&"10.97.0.0/16".to_owned()));
+    services(&["10.96.0.0/16"]);
+    scene.agents.read_services().await;
+    assert!(!told().contains(&"10.97.0.0/16".to_owned()));
+    // What it told holds while it tells nothing.
+    scene.ground.api.remove(PATH);
+    scene.agents.read_services().await;
+    assert!(told().contains(&"10.96.0.0/16".to_owned()));
+
+    // The one agent is a Pod at 127.0.0.1: Pods are outside of all of these.
+    until("it is noted", || {
+        (*scene.ground.outside.lock().expect("outside") == Some(1)).then_some(())
+    })
+    .await;
+    let mut before = BTreeSet::new();
+    let mut agents = scene.agents.agents();
+    scene.agents.look_outside(&agents, &mut before);
+    assert_eq!(before, BTreeSet::from(["127.0.0.1".to_owned()]));
+    agents[0].place.address = "10.42.0.7".to_owned();
+    scene.agents.look_outside(&agents, &mut before);
+    assert!(before.is_empty());
 }
 
 #[tokio::test]

@@ -65,6 +65,11 @@ pub(crate) struct AgentArgs {
     /// Hours that a fetched model stays after nobody names it any more, unless its room is needed
     #[arg(long, value_name = "HOURS", default_value_t = 24)]
     keep_models: u32,
+    /// Seconds that a server with a private address is tried, and after which each of its failures is told, whatever it is
+    // By the environment, so that images from before it start beside a newer chart.
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, env = "HEARTH_PRIVATE_PATIENCE",
+        value_parser = clap::value_parser!(u32).range(1..=3600))]
+    private_patience: u32,
 }
 
 impl AgentArgs {
@@ -73,6 +78,7 @@ impl AgentArgs {
             disk_reserve: self.disk_reserve,
             allow_ranges: self.allow_ranges.clone(),
             keep: Duration::from_secs(3600 * u64::from(self.keep_models)),
+            private_patience: Duration::from_secs(self.private_patience.into()),
         }
     }
 }

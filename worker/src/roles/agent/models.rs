@@ -41,15 +41,40 @@ pub(super) struct Limits {
     pub(super) allow_ranges: Vec<IpNet>,
     /// How long a model stays that nobody names any more, unless its room is needed.
     pub(super) keep: Duration,
+    /// See [`FetchOptions::private_patience`].
+    pub(super) private_patience: Duration,
 }
 
 impl Limits {
     fn options(&self, cluster_ranges: Vec<IpNet>) -> FetchOptions {
         FetchOptions {
             reserve_percent: self.disk_reserve,
+            private_patience: self.private_patience,
             reach: Reach::outside(cluster_ranges, self.allow_ranges.clone()),
             ..FetchOptions::default()
         }
+    }
+}
+
+/// A failure is told for no longer than this before the next call tries again.
+const MOST_WAIT: Duration = Duration::from_secs(6 * 3600);
+
+impl Limits {
+    /// How long a failure is told before the next call tries again. What lies behind a URL costs a whole download to find
+    /// out; a new checksum is another key, and need not wait. What is kept back waits as if nothing were known of it.
+    fn wait_after(&self, blame: Blame, failures: u32) -> Duration {
+        let (first, most) = match blame {
+            Blame::Content => (Duration::from_secs(600), MOST_WAIT),
+            Blame::Unknown => (4 * self.private_patience, 60 * self.private_patience),
+            Blame::Request | Blame::Remote | Blame::Local => {
+                (Duration::from_secs(5), Duration::from_secs(300))
+            }
+        };
+        let doublings = failures.saturating_sub(1).min(16);
+        first
+            .saturating_mul(1 << doublings)
+            .min(most)
+            .min(MOST_WAIT)
     }
 }
 
@@ -231,7 +256,7 @@ impl Models {
             }
             Err(Failure { why, blame }) => {
                 entry.tries.failures += 1;
-                let wait = wait_after(blame, entry.tries.failures);
+                let wait = self.limits.wait_after(blame, entry.tries.failures);
                 tracing::warn!(%key, ?wait, "model failed: {why}");
                 let again_at = Instant::now() + wait;
                 entry.tries.wait(SystemTime::now(), wait);
@@ -252,7 +277,9 @@ impl Models {
         let lost = entry.tries.lost;
         if let Some(again) = lost.checked_sub(1).filter(|again| *again > 0) {
             let now = SystemTime::now();
-            entry.tries.wait(now, wait_after(Blame::Content, again));
+            entry
+                .tries
+                .wait(now, self.limits.wait_after(Blame::Content, again));
         }
         entry.tries.why = format!(
             "the node's agent ended {lost} times while it unpacked or read the model\n  see why its Pod was ended: the model's files may be broken, or need more memory than the node has"
@@ -288,7 +315,7 @@ impl Models {
                 });
                 let first = fetch(source, &self.cache, options, observer.clone()).await;
                 match first {
-                    Err(FetchError::DiskFull { .. }) if self.make_room().await => {
+                    Err(error) if error.is_disk_full() && self.make_room().await => {
                         fetch(source, &self.cache, options, observer).await?
                     }
                     other => other?,
@@ -377,7 +404,7 @@ fn failed(why: &str) -> ModelResponse {
 fn waiting(tries: &Tries, source: Option<Source>, now: SystemTime) -> Option<Entry> {
     // An agent that ends once while it unpacks was exchanged, as all Pods are now and then.
     let is_known = tries.failures > 0 || tries.lost > 1;
-    let left = tries.left(now, wait_after(Blame::Content, u32::MAX));
+    let left = tries.left(now, MOST_WAIT);
     (is_known && !left.is_zero()).then(|| Entry {
         source,
         tries: tries.clone(),
@@ -386,17 +413,6 @@ fn waiting(tries: &Tries, source: Option<Source>, now: SystemTime) -> Option<Ent
             again_at: Instant::now() + left,
         },
     })
-}
-
-/// How long a failure is told before the next call tries again. What lies behind a URL costs a whole download to
-/// find out; a new checksum is another key, and need not wait.
-fn wait_after(blame: Blame, failures: u32) -> Duration {
-    let (first_seconds, most_seconds) = match blame {
-        Blame::Content => (600, 6 * 3600),
-        Blame::Request | Blame::Remote | Blame::Local => (5, 300),
-    };
-    let doubled = first_seconds << failures.saturating_sub(1).min(16);
-    Duration::from_secs(doubled.min(most_seconds))
 }
 
 /// Key and source of a request; no source where it has no URL. The key must follow from all that opens the model: what
@@ -489,7 +505,17 @@ mod tests {
 
     #[test]
     fn what_costs_a_download_waits_longer() {
-        let seconds = |blame, failures| wait_after(blame, failures).as_secs();
+        let limits = Limits {
+            disk_reserve: 0,
+            allow_ranges: Vec::new(),
+            keep: Duration::ZERO,
+            private_patience: Duration::from_secs(60),
+        };
+        let seconds = |blame, failures| limits.wait_after(blame, failures).as_secs();
+        assert_eq!(
+            [1, 2, 3, 40].map(|n| seconds(Blame::Unknown, n)),
+            [240, 480, 960, 3600]
+        );
         assert_eq!(
             [1, 2, 3, 40].map(|n| seconds(Blame::Remote, n)),
             [5, 10, 20, 300]

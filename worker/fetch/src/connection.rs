@@ -1,0 +1,77 @@
+//! The HTTP client of a download, and what its errors say.
+
+use std::error::Error;
+use std::io;
+
+use reqwest::Client;
+
+use crate::reach::Guard;
+use crate::{FetchError, FetchOptions, Source};
+
+/// Redirects that are followed.
+pub(crate) const MAX_REDIRECTS: usize = 10;
+
+/// A client that dials what `guard` lets it.
+///
+/// # Errors
+/// [`FetchError::Tls`].
+pub(crate) fn client(
+    source: &Source,
+    options: &FetchOptions,
+    guard: &Guard,
+) -> Result<Client, FetchError> {
+    // Images without certificates of authorities still reach public servers.
+    let roots = webpki_root_certs::TLS_SERVER_ROOT_CERTS
+        .iter()
+        .filter_map(|der| reqwest::Certificate::from_der(der).ok());
+    guard
+        .install(Client::builder(), MAX_REDIRECTS)
+        .user_agent(concat!("hearth/", env!("CARGO_PKG_VERSION")))
+        .connect_timeout(options.connect_timeout)
+        // A redirect's server need not learn the query of the URL that led to it.
+        .referer(false)
+        .tls_certs_merge(roots)
+        // The checksum is of the bytes as they lie on the server.
+        .no_gzip()
+        .no_brotli()
+        .no_zstd()
+        .no_deflate()
+        .build()
+        .map_err(|error| FetchError::Tls {
+            url: source.shown(),
+            reason: innermost(&error),
+        })
+}
+
+/// Why TLS refused, if it did.
+pub(crate) fn tls_reason(error: &reqwest::Error) -> Option<String> {
+    cause_of::<rustls::Error>(error).map(ToString::to_string)
+}
+
+/// The cause of this type in an error's chain.
+pub(crate) fn cause_of<T: Error + 'static>(error: &reqwest::Error) -> Option<&T> {
+    let mut next: Option<&(dyn Error + 'static)> = Some(error);
+    while let Some(error) = next {
+        if let Some(found) = error.downcast_ref::<T>() {
+            return Some(found);
+        }
+        // An I/O error hides what it wraps from the chain.
+        let inner = error
+            .downcast_ref::<io::Error>()
+            .and_then(io::Error::get_ref);
+        next = match inner {
+            Some(inner) => Some(inner),
+            None => error.source(),
+        };
+    }
+    None
+}
+
+/// The last message of an error's chain: the first ones say no more than that there was an error.
+pub(crate) fn innermost(error: &(dyn Error + 'static)) -> String {
+    let mut last = error;
+    while let Some(source) = last.source() {
+        last = source;
+    }
+    last.to_string()
+}

@@ -4,6 +4,8 @@ use std::collections::{BTreeSet, HashMap};
 
 use serde_json::Value;
 
+mod divisors;
+
 /// Members that hold schemas by name.
 const MAPS: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
 /// Members that hold a list of schemas.
@@ -166,6 +168,9 @@ pub(super) fn excess(parts: &[Part<'_>]) -> Option<String> {
                 "{at}its choices, of which one alternative each must hold together, make {combinations} combinations, and at most {MAX_ALTERNATIVES} can be followed: write fewer alternatives, or put the choices into properties of their own"
             ));
         }
+    }
+    if let Some(problem) = divisors::excess(parts) {
+        return Some(problem);
     }
     let depth = depth(parts);
     (depth > MAX_DEPTH).then(|| {

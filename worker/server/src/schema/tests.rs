@@ -294,3 +294,66 @@ fn choices_that_must_hold_together_are_bounded() {
     let referred = json!({"$defs": {"a": choice("a", 100)}, "allOf": [{"$ref": "#/$defs/a"}, choice("b", 100)]});
     assert!(problem(&referred).contains("make 10000 combinations"));
 }
+
+#[test]
+fn divisors_beyond_the_librarys_numbers_are_refused_in_our_words() {
+    for (schema, words) in [
+        (
+            json!({"type": "integer", "multipleOf": 1_000_000_007}),
+            "'multipleOf' is 1000000007, and up to 300000000",
+        ),
+        (
+            json!({"type": "number", "multipleOf": 0.000_000_000_1}),
+            "with 8 decimals at most",
+        ),
+        (
+            json!({"type": "number", "multipleOf": 30.123_456_78}),
+            "up to 300000000 can be followed",
+        ),
+        (
+            json!({"type": "integer", "multipleOf": 0}),
+            "'multipleOf' is 0: it must be a number greater than 0",
+        ),
+        (
+            json!({"type": "integer", "multipleOf": -3}),
+            "greater than 0",
+        ),
+        (
+            json!({"type": "integer", "multipleOf": "x"}),
+            "greater than 0",
+        ),
+        (
+            json!({"type": "integer", "multipleOf": 99_991, "allOf": [{"multipleOf": 99_989}]}),
+            "multiplied, are beyond 300000000",
+        ),
+        (
+            json!({"$ref": "#/$defs/a", "multipleOf": 99_991, "$defs": {"a": {"type": "integer", "multipleOf": 99_989}}}),
+            "multiplied, are beyond 300000000",
+        ),
+        (
+            json!({"type": "array", "minItems": -1}),
+            "'minItems' is -1: it must be a whole number of at least 0",
+        ),
+    ] {
+        let told = problem(&schema);
+        assert!(told.contains(words), "{schema}: {told}");
+    }
+    for schema in [
+        json!({"type": "integer", "multipleOf": 300_000_000}),
+        json!({"type": "number", "multipleOf": 0.000_000_01}),
+        json!({"type": "number", "multipleOf": 2.999_999_99}),
+        json!({"type": "integer", "multipleOf": 6, "allOf": [{"multipleOf": 4}]}),
+        object((0..50).map(|i| {
+            (
+                format!("p{i}"),
+                json!({"type": "integer", "multipleOf": 100_003 + i}),
+            )
+        })),
+    ] {
+        check(&schema, PARAM).unwrap_or_else(|error| panic!("{schema}: {}", error.message));
+    }
+    assert_eq!(
+        words::explain("panic: attempt to add with overflow", "properties.x"),
+        "at properties.x, it cannot be followed: write it in simpler words"
+    );
+}

@@ -68,6 +68,15 @@ pub(super) fn explain(reason: &str, path: &str) -> String {
         let pointer = pointer.split('\'').next().unwrap_or_default();
         return format!("{at}'$ref' is \"#{pointer}\", which is not in the schema");
     }
+    if let Some((name, got)) = first
+        .strip_prefix("Expected positive integer for '")
+        .and_then(|rest| rest.split_once("', got "))
+    {
+        return format!("{at}'{name}' is {got}: it must be a whole number of at least 0");
+    }
+    if first.starts_with("panic") {
+        return format!("{at}it cannot be followed: write it in simpler words");
+    }
     match first.strip_prefix("Unsatisfiable schema: ") {
         Some(why) => format!("{at}no JSON can satisfy it: {why}"),
         None => format!("{at}{first}"),

@@ -72,7 +72,8 @@ fn crash_everywhere(scenario: Scenario) {
     };
     stand.make_node("large", 16, 16 << 30, &[("size", "large")]);
     stand.make_node("small", 2, 700 << 20, &[("size", "small")]);
-    let (expected, _) = run(&stand, scenario, "undisturbed", None);
+    let checked = AtomicU64::new(0);
+    let (expected, _) = run(&stand, scenario, "undisturbed", None, &checked);
     if scenario == Scenario::Delete {
         assert_only_its_own_is_left(&stand);
     }
@@ -99,7 +100,7 @@ fn crash_everywhere(scenario: Scenario) {
                     let name = format!("{side:?}-{write}").to_lowercase();
                     let kill = Kill { write, side };
                     let began = Instant::now();
-                    let (end, has_crashed) = run(&stand, scenario, &name, Some(kill));
+                    let (end, has_crashed) = run(&stand, scenario, &name, Some(kill), &checked);
                     println!(
                         "{scenario:?} {name}: {:.1} s",
                         began.elapsed().as_secs_f64()
@@ -120,8 +121,10 @@ fn crash_everywhere(scenario: Scenario) {
     });
     let wrong = wrong.into_inner().unwrap_or_else(PoisonError::into_inner);
     let crashes = crashes.into_inner();
-    println!("{scenario:?}: {crashes} crashes");
+    let checked = checked.into_inner();
+    println!("{scenario:?}: {crashes} crashes, Ready looked into {checked} times");
     assert!(crashes > 3, "{crashes} crashes are too few");
+    assert!(checked > 0, "no deployment was seen to be Ready");
     if let Some((name, end)) = wrong.first() {
         let names: Vec<&str> = wrong.iter().map(|(name, _)| name.as_str()).collect();
         panic!(
@@ -143,8 +146,15 @@ fn assert_only_its_own_is_left(stand: &Stand) {
     assert_eq!(names, ["hearth-agent-tls", "hearth-ca"], "left over");
 }
 
-/// One run in a namespace of its own: what is there in the end, and whether the operator was killed.
-fn run(stand: &Stand, scenario: Scenario, name: &str, kill: Option<Kill>) -> (String, bool) {
+/// One run in a namespace of its own: what is there in the end, and whether the operator was killed. `checked` counts how often
+/// a deployment said Ready and was looked into.
+fn run(
+    stand: &Stand,
+    scenario: Scenario,
+    name: &str,
+    kill: Option<Kill>,
+    checked: &AtomicU64,
+) -> (String, bool) {
     let namespace = format!("{scenario:?}-{name}").to_lowercase();
     stand.make_namespace(&namespace);
     let proxy = stand.proxy();
@@ -164,7 +174,7 @@ fn run(stand: &Stand, scenario: Scenario, name: &str, kill: Option<Kill>) -> (St
     let spec = spec(size, 2048);
     if scenario != Scenario::Create {
         stand.make_deployment(&namespace, "demo", &spec);
-        wait_for_end(stand, &proxy, &mut operator, &namespace, false);
+        wait_for_end(stand, &proxy, &mut operator, &namespace, false, checked);
     }
     if let Some(kill) = kill {
         proxy.kill(kill, operator.pid());
@@ -190,7 +200,7 @@ fn run(stand: &Stand, scenario: Scenario, name: &str, kill: Option<Kill>) -> (St
         }
     }
     let is_gone = scenario == Scenario::Delete;
-    wait_for_end(stand, &proxy, &mut operator, &namespace, is_gone);
+    wait_for_end(stand, &proxy, &mut operator, &namespace, is_gone, checked);
     (stand.dump(&namespace), proxy.has_killed())
 }
 
@@ -202,6 +212,7 @@ fn wait_for_end(
     operator: &mut Operator,
     namespace: &str,
     is_gone: bool,
+    checked: &AtomicU64,
 ) {
     let began = Instant::now();
     let mut seen = (usize::MAX, String::new());
@@ -218,7 +229,9 @@ fn wait_for_end(
             seen = now;
             quiet_since = Instant::now();
         }
-        assert_ready_is_true(stand, namespace, &objects);
+        if assert_ready_is_true(stand, namespace, &objects) {
+            checked.fetch_add(1, Ordering::Relaxed);
+        }
         let is_there = |kind: &str| objects.iter().any(|object| object["kind"] == kind);
         let is_done = if is_gone {
             !is_there("inferencedeployments") && !is_there("pods")
@@ -242,7 +255,8 @@ fn wait_for_end(
 
 /// Where the deployment was Ready before and after its Pods were read, some ready gateway had a route to a ready decode
 /// worker all the while; and they are those of the plan that the status names, when nothing is on its way any more.
-fn assert_ready_is_true(stand: &Stand, namespace: &str, before: &[Value]) {
+/// Returns whether it was Ready.
+fn assert_ready_is_true(stand: &Stand, namespace: &str, before: &[Value]) -> bool {
     let ready = |objects: &[Value]| -> Option<Value> {
         let mut deployments = objects
             .iter()
@@ -253,13 +267,13 @@ fn assert_ready_is_true(stand: &Stand, namespace: &str, before: &[Value]) {
             .then(|| found.clone())
     };
     let Some(first) = ready(before) else {
-        return;
+        return false;
     };
     let between = stand.objects(namespace);
     let version = |found: &Value| found["metadata"]["resourceVersion"].clone();
     let is_same = |found: Value| version(&found) == version(&first);
     if !ready(&stand.objects(namespace)).is_some_and(is_same) {
-        return;
+        return false;
     }
     let is_current = first["status"]["observedGeneration"] == first["metadata"]["generation"]
         && condition(&first, "Progressing") == Some("False");
@@ -290,6 +304,7 @@ fn assert_ready_is_true(stand: &Stand, namespace: &str, before: &[Value]) {
         "{namespace} says Ready, and nobody answers{}: {first:#}\n{open:#?}",
         if is_current { " of its plan" } else { "" }
     );
+    true
 }
 
 fn versions(objects: &[Value]) -> String {

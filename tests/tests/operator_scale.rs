@@ -21,5 +21,5 @@ fn fifty_deployments_on_fifteen_nodes() {
     assert_eq!(report.idle_writes, 0, "{report}");
     assert!(report.writes_per_deployment() < 40.0, "{report}");
     let (_, most_mib) = report.resident_mib;
-    assert!(most_mib < 60.0, "{report}");
+    assert!(most_mib < 40.0, "{report}");
 }

@@ -18,7 +18,7 @@ use super::decision::{Decision, Marks, PodEnd};
 use super::digest::{self, Digest};
 use super::failure::Failure;
 use super::lean::{Facts, LeanPlan, LeanPod};
-use super::names::{DEVICE_GROUP, NOTE_INPUTS};
+use super::names::{DEVICE_GROUP, LABEL_ROLE, NOTE_INPUTS, NOTE_PLAN_GENERATION};
 use super::queue::Key;
 use super::requests::{Place, Requests};
 use super::table::Identity;
@@ -71,7 +71,8 @@ impl Applier {
         self.applied().remove(uid);
     }
 
-    /// Writes what the decision wants, in its order, up to the status. Stops at the first failure.
+    /// Writes what the decision wants, in its order, up to the status. Stops at the first failure, but for Pods that are
+    /// refused.
     ///
     /// # Errors
     /// Why it stopped.
@@ -95,9 +96,7 @@ impl Applier {
         for template in &decision.create_templates {
             self.create_template(subject, template).await?;
         }
-        for pod in &decision.create_pods {
-            self.create_pod(subject, pod).await?;
-        }
+        let refused = self.create_pods(subject, &decision.create_pods).await?;
         for marks in &decision.mark_pods {
             self.mark_pod(subject, marks).await?;
         }
@@ -107,7 +106,45 @@ impl Applier {
         for name in &decision.delete_plans {
             self.delete_plan(subject, name).await?;
         }
-        Ok(())
+        refused.map_or(Ok(()), Err)
+    }
+
+    /// Makes Pods. What is refused by the API server, which is the answer, stops neither the other Pods nor the ends: they may
+    /// be what makes room for it.
+    async fn create_pods(
+        &self,
+        subject: Subject<'_>,
+        pods: &[Pod],
+    ) -> Result<Option<Failure>, Failure> {
+        let mut refused = None;
+        let mut has_gateway = false;
+        for pod in pods {
+            match self.create_pod(subject, pod).await {
+                Err(failure) if failure.needs_a_person() => {
+                    has_gateway |= pod
+                        .labels()
+                        .get(LABEL_ROLE)
+                        .is_some_and(|it| it == "gateway");
+                    refused.get_or_insert(failure);
+                }
+                made => made?,
+            }
+        }
+        let generation = pods.iter().find_map(|pod| {
+            let note = pod.annotations().get(NOTE_PLAN_GENERATION)?;
+            note.parse().ok()
+        });
+        match (&refused, generation) {
+            (Some(Failure::Forbidden(words)), Some(generation)) => {
+                self.waking.change(|state| {
+                    state.forbid(subject.uid, generation, words, has_gateway);
+                    Touched::default()
+                });
+            }
+            (None, Some(_)) => self.waking.change(|state| state.allow(subject.uid)),
+            _ => {}
+        }
+        Ok(refused)
     }
 
     async fn object(&self, subject: Subject<'_>, object: &DynamicObject) -> Result<(), Failure> {

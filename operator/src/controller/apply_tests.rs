@@ -10,6 +10,7 @@ use kube::client::Body;
 use serde_json::{Value, json};
 
 use super::super::cache::Cache;
+use super::super::forbidden::Quota;
 use super::*;
 
 const OWNER: &str = "uid-of-demo";
@@ -23,6 +24,8 @@ const SUBJECT: Subject<'static> = Subject {
 struct Server {
     objects: Mutex<BTreeMap<String, Value>>,
     asked: Mutex<Vec<String>>,
+    /// Words with which Pods are forbidden.
+    forbids: Mutex<Option<&'static str>>,
 }
 
 impl Server {
@@ -55,6 +58,16 @@ impl Server {
             },
             Method::POST => {
                 let name = body["metadata"]["name"].as_str().unwrap_or_default();
+                if let Some(words) = self
+                    .forbids
+                    .lock()
+                    .unwrap()
+                    .filter(|_| path.ends_with("/pods"))
+                {
+                    let mut forbidden = refusal(403, "Forbidden");
+                    forbidden["message"] = json!(words);
+                    return (403, forbidden);
+                }
                 let path = format!("{path}/{name}");
                 if objects.contains_key(&path) {
                     return (409, refusal(409, "AlreadyExists"));
@@ -273,4 +286,55 @@ async fn a_failed_write_stops_the_rest() {
     let failure = applier.apply(SUBJECT, &decision).await.unwrap_err();
     assert!(failure.to_string().contains("Ingress"), "{failure}");
     assert_eq!(server.take_asked(), [""; 0]);
+}
+
+/// What is forbidden must not keep from ending what stands in its way.
+#[tokio::test]
+async fn a_forbidden_pod_stops_no_end_and_its_plan_holds_its_place_for_a_while_only() {
+    let (server, cache) = (Arc::new(Server::default()), Arc::new(Cache::default()));
+    let applier = applier(&server, &cache);
+    let make = |name: &str| {
+        let mut pod = pod();
+        pod.metadata.name = Some(name.to_owned());
+        pod.annotations_mut()
+            .insert(NOTE_PLAN_GENERATION.to_owned(), "2".to_owned());
+        pod.labels_mut()
+            .insert(LABEL_ROLE.to_owned(), "gateway".to_owned());
+        pod
+    };
+    let old = Decision {
+        create_pods: vec![make("old")],
+        ..Decision::default()
+    };
+    applier.apply(SUBJECT, &old).await.unwrap();
+    let words = "pods \"new\" is forbidden: exceeded quota: small, requested: pods=1, used: pods=1, limited: pods=1";
+    *server.forbids.lock().unwrap() = Some(words);
+    let decision = Decision {
+        create_pods: vec![make("new")],
+        delete_pods: vec![PodEnd {
+            name: "old".to_owned(),
+            uid: "uid-of-\"old\"".to_owned(),
+            at_once: false,
+        }],
+        ..Decision::default()
+    };
+    server.take_asked();
+    let quota = |cache: &Cache| {
+        let state = cache.lock();
+        state.forbidden.get(OWNER).map(|it| it.quota(2))
+    };
+    let failure = applier.apply(SUBJECT, &decision).await.unwrap_err();
+    assert_eq!(failure, Failure::Forbidden(words.to_owned()));
+    assert_eq!(server.take_asked(), ["POST pods", "DELETE old", "GET old"]);
+    // The old one has gone: it is worth another try.
+    assert_eq!(quota(&cache), Some(Quota::Tight));
+    let again = Decision {
+        create_pods: vec![make("new")],
+        ..Decision::default()
+    };
+    applier.apply(SUBJECT, &again).await.unwrap_err();
+    assert_eq!(quota(&cache), Some(Quota::Full));
+    *server.forbids.lock().unwrap() = None;
+    applier.apply(SUBJECT, &again).await.unwrap();
+    assert_eq!(quota(&cache), Some(Quota::Tight));
 }

@@ -11,6 +11,7 @@ use kube::api::ObjectMeta;
 
 use super::build::model_key_of;
 use super::devices::{Claimed, Devices, Offered};
+use super::forbidden::Forbidden;
 use super::holdings::Holdings;
 use super::lean::Facts;
 use super::ledger::Ledger;
@@ -104,6 +105,8 @@ pub(crate) struct State {
     devices: Devices,
     /// Plans that were sent to the API server and not seen since, by owner.
     pub(super) reserved: HashMap<Arc<str>, (Arc<InferencePlan>, Instant)>,
+    /// Pods that the API server forbids, by owner.
+    pub(super) forbidden: HashMap<Arc<str>, Forbidden>,
     /// Deployments that wait for room, for a node, or for their turn with a worker image.
     waiting: HashSet<Key>,
     pub(super) turns: Turns,
@@ -304,6 +307,7 @@ impl State {
         self.waiting.remove(key);
         self.keys.remove(&row.uid);
         self.reserved.remove(&row.uid);
+        self.forbidden.remove(&row.uid);
         let mut touched = self.owned_changed(&row.uid);
         touched.keys.push(key.clone());
         touched
@@ -331,7 +335,12 @@ impl State {
     pub(crate) fn remove_pod(&mut self, key: &Key, uid: &str) -> Touched {
         match self.pods.remove(key, uid) {
             None => Touched::default(),
-            Some(row) => self.owned_changed(&row.owner),
+            Some(row) => {
+                if let Some(forbidden) = self.forbidden.get_mut(&row.owner) {
+                    forbidden.last = None;
+                }
+                self.owned_changed(&row.owner)
+            }
         }
     }
 

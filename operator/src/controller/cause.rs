@@ -2,6 +2,7 @@
 
 use hearth_crds::format_bytes;
 
+use super::forbidden::is_quota;
 use super::observed::{ContainerEnd, PodView};
 
 /// The most characters of another program's words that a message repeats.
@@ -76,6 +77,28 @@ pub(crate) fn cause(what: &str, pod: &PodView) -> Cause {
             format!("{what} is loading the model on {}", node_of(pod)),
         ),
     }
+}
+
+/// Why a Pod is not there that the API server forbids.
+pub(crate) fn not_allowed(what: &str, words: &str) -> Cause {
+    let (reason, remedy) = if is_quota(words) {
+        (
+            "QuotaExceeded",
+            "raise the namespace's ResourceQuota, free some of it, or ask for less in the spec",
+        )
+    } else if words.contains("PodSecurity") {
+        (
+            "NotAllowed",
+            "let the namespace have such Pods, or change the spec",
+        )
+    } else {
+        (
+            "NotAllowed",
+            "see what guards the namespace: LimitRange, admission policies, webhooks",
+        )
+    };
+    let words = quoted(words);
+    Cause::trouble(reason, format!("{what} may not be made: {words}; {remedy}"))
 }
 
 /// Why a process that was ready is not any more; `is_hung`: a gateway hears nothing from it.

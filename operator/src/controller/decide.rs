@@ -17,6 +17,7 @@ use super::choose::{self, Choice};
 use super::decision::{Decision, Marks};
 use super::ends::{Ended, Ends};
 use super::events::transitions;
+use super::forbidden::Quota;
 use super::model::{self, Model, ModelState, ModelStep, More};
 use super::names::{
     NOTE_CERTIFICATE, NOTE_ENDS, NOTE_OUTCOME, NOTE_OUTCOME_MESSAGE, NOTE_PLAN_GENERATION,
@@ -174,6 +175,7 @@ impl Visit<'_> {
             away: &away(self.observed),
             kindred: &self.kindred(&target),
             ends: &Ends::of(&target),
+            quota: self.quota(&target),
             now: self.observed.now,
         });
         let planned = target.spec.ranks.iter().map(|rank| &*rank.node);
@@ -291,6 +293,11 @@ impl Visit<'_> {
             .into_iter()
             .map(|(name, annotations)| Marks { name, annotations });
         self.decision.mark_pods = marks.collect();
+    }
+
+    fn quota(&self, target: &InferencePlan) -> Quota {
+        let forbidden = self.observed.forbidden.as_ref();
+        forbidden.map_or(Quota::Free, |it| it.quota(target.spec.generation))
     }
 
     /// Has the plan remember which of its Pods ended, before they are made again.

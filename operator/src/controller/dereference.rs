@@ -98,6 +98,7 @@ impl Dereferencer {
             claimable: state.devices().free_for(&key),
             claim_modes: outside.claim_modes.clone(),
             turn: state.turn(&uid, &self.settings.worker_image),
+            forbidden: state.forbidden.get(&*uid).cloned(),
             fetches: outside.fetches.clone(),
             measured: outside.measured,
             placements: outside.placements.clone(),

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::authority::AuthorityError;
+use super::forbidden::is_quota;
 
 /// Why the API server did not do as it was asked, or could not be asked.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -76,6 +77,8 @@ impl Failure {
                 // All that were told to wait do not come back at once, nor every second for ever.
                 *wait + jitter(exponential(failures))
             }
+            // It may be our own Pods that are on their way out.
+            Self::Forbidden(why) if is_quota(why) => jitter(exponential(failures)),
             Self::Forbidden(_) | Self::Invalid(_) => jitter(PERSON),
             _ => jitter(exponential(failures)),
         }
@@ -195,6 +198,8 @@ mod tests {
         assert_eq!(seconds(&refused(409), 1), 1.0);
         assert_eq!(seconds(&refused(409), 30), 60.0);
         assert_eq!(seconds(&refused(403), 1), 300.0);
+        let quota = Failure::Forbidden("exceeded quota: small".to_owned());
+        assert_eq!(seconds(&quota, 1), 0.5);
         let busy = Failure::Throttled {
             wait: Duration::from_secs(7),
             why: String::new(),

@@ -31,6 +31,7 @@ mod ends;
 mod events;
 mod failure;
 mod fetched;
+mod forbidden;
 mod holdings;
 mod host_paths;
 mod lean;

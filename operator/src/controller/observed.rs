@@ -9,6 +9,7 @@ use hearth_crds::{InferenceDeployment, InferencePlan, ModelFacts, NodeProfileSpe
 use ipnet::IpNet;
 use jiff::Timestamp;
 
+use super::forbidden::Forbidden;
 use super::host_paths::HostPath;
 use super::placements::Placement;
 use super::turns::Turn;
@@ -98,6 +99,8 @@ pub(crate) struct Observed {
     pub(crate) claim_modes: Vec<String>,
     /// Whether it may change to another worker image now.
     pub(crate) turn: Turn,
+    /// Pods of its plan that the API server forbids.
+    pub(crate) forbidden: Option<Forbidden>,
     /// What the agents say of a model behind a URL, by node; empty for other sources.
     pub(crate) fetches: BTreeMap<String, FetchView>,
     /// Latencies that the gateway measured lately.

@@ -7,7 +7,7 @@
 //! - Without extras, everything that is missing is made.
 //! - **Surge**, when the extras and the whole target fit the nodes: workers are made, when all are ready the gateway is
 //!   made, when it is ready the old gateway goes, when it is gone its workers go.
-//! - **Old down first**, when they do not: the gateway is made (it holds requests), when it is ready the old gateway
+//! - **Old down first**, when they do not, or when the namespace's quota has no room for both: the gateway is made (it holds requests), when it is ready the old gateway
 //!   goes, when it is gone the old workers go, when they are gone the new ones are made.
 //! - A node whose kubelet is away keeps what the target wants there: its containers may well go on. What is not wanted there
 //!   ends when the target serves, or when the node has been away for long; of a node that has left the cluster, at once.
@@ -24,6 +24,7 @@ use super::build::DesiredPod;
 use super::cause::node_of;
 use super::decision::PodEnd;
 use super::ends::Ends;
+use super::forbidden::Quota;
 use super::model::is_older;
 use super::observed::{PodView, Requests};
 use super::routes::{endpoint, is_gateway, routes_of, text};
@@ -89,6 +90,7 @@ pub(crate) struct Scene<'a> {
     pub(crate) kindred: &'a BTreeSet<u64>,
     /// Pods of the target that ended as a whole and were made again.
     pub(super) ends: &'a Ends,
+    pub(super) quota: Quota,
     pub(crate) now: Timestamp,
 }
 
@@ -295,7 +297,7 @@ impl<'a> Sorted<'a> {
             return Mode::Alone;
         }
         let new: Vec<&Want> = self.missing().map(|(_, want)| want).collect();
-        if self.fits(&new) && !self.is_crowded() {
+        if self.fits(&new) && !self.is_crowded() && self.scene.quota == Quota::Free {
             Mode::Surge
         } else {
             Mode::OldDownFirst
@@ -389,8 +391,8 @@ impl<'a> Sorted<'a> {
         let gateways = self.leftovers().any(is_gateway);
         let blocked = self.blocked_gateway(mode);
         let may_go = |pod: &&&PodView| {
-            if let Some(node) = blocked {
-                return node_of(pod) == node && self.may_unblock(pod, node);
+            if let Some(place) = blocked {
+                return place.has(pod) && self.may_unblock(pod, place);
             }
             if !self.gateway_is_ready() {
                 return false;
@@ -407,27 +409,30 @@ impl<'a> Sorted<'a> {
         ended.map(|pod| end_of(pod, false)).collect()
     }
 
-    /// The node where the target's gateway finds no room beside what must go.
-    fn blocked_gateway(&self, mode: Mode) -> Option<&'a str> {
+    /// Where the target's gateway finds no room beside what must go.
+    fn blocked_gateway(&self, mode: Mode) -> Option<Place<'a>> {
         if mode != Mode::OldDownFirst {
             return None;
         }
         let missing = self.missing().map(|(_, want)| want);
-        let (_, gateway) = self.wants().find(|(index, want)| {
+        let is_missing = |want: &Want| missing.clone().any(|missing| missing.name == want.name);
+        let mut gateways = self.wants().filter(|(_, want)| want.is_gateway());
+        if self.scene.quota == Quota::Full && gateways.clone().any(|(_, want)| is_missing(want)) {
+            return Some(Place::Namespace);
+        }
+        let (_, gateway) = gateways.find(|(index, want)| {
             let is_refused = self.made[*index].is_some_and(is_refused);
-            let is_missing = missing.clone().any(|missing| missing.name == want.name);
-            want.is_gateway()
-                && (is_refused || is_missing && !self.fits(&[want]))
+            (is_refused || is_missing(want) && !self.fits(&[want]))
                 && self.has_leftovers_on(&want.node)
         })?;
-        Some(&gateway.node)
+        Some(Place::Node(&gateway.node))
     }
 
     /// Workers make room first; the gateway itself when no worker is left there.
-    fn may_unblock(&self, pod: &PodView, node: &str) -> bool {
+    fn may_unblock(&self, pod: &PodView, place: Place<'_>) -> bool {
         let has_workers = self
             .leftovers()
-            .any(|other| !is_gateway(other) && node_of(other) == node);
+            .any(|other| !is_gateway(other) && place.has(other));
         !is_gateway(pod) || !has_workers
     }
 
@@ -521,6 +526,24 @@ impl<'a> Sorted<'a> {
         let reformed = self.wants().any(has_old_form).then_some(REFORM_AFTER);
         let soonest = remade.chain(reformed).min();
         soonest.map(|wait| wait.max(Duration::from_secs(1)))
+    }
+}
+
+/// Where room is to be made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place<'a> {
+    /// On a node.
+    Node(&'a str),
+    /// Within the quota of the namespace.
+    Namespace,
+}
+
+impl Place<'_> {
+    fn has(self, pod: &PodView) -> bool {
+        match self {
+            Self::Node(node) => node_of(pod) == node,
+            Self::Namespace => true,
+        }
     }
 }
 

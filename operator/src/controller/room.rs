@@ -8,6 +8,7 @@ use hearth_crds::InferencePlan;
 use kube::ResourceExt;
 
 use super::cache::{State, Touched};
+use super::forbidden::Forbidden;
 use super::holdings;
 use super::ledger::Charge;
 use super::names::{NOTE_OUTCOME, OUTCOME_FAILED};
@@ -61,7 +62,28 @@ impl State {
         self.owned_changed(&owner)
     }
 
-    /// Gives back the places of plans that never came to be.
+    /// Some Pods of a plan are forbidden; `has_gateway`: a gateway is among them.
+    pub(crate) fn forbid(&mut self, owner: &str, generation: u64, words: &str, has_gateway: bool) {
+        let before = self.forbidden.remove(owner);
+        let forbidden = Forbidden::after(before, generation, words, has_gateway);
+        self.forbidden.insert(owner.into(), forbidden);
+    }
+
+    /// Some Pods of a deployment were made, and none was forbidden: its plan has its place.
+    pub(crate) fn allow(&mut self, owner: &str) -> Touched {
+        let Some(forbidden) = self.forbidden.get_mut(owner) else {
+            return Touched::default();
+        };
+        forbidden.last = None;
+        forbidden.since = Instant::now();
+        let was_dropped = std::mem::take(&mut forbidden.is_dropped);
+        if was_dropped {
+            self.recount(&owner.into());
+        }
+        Touched::default()
+    }
+
+    /// Gives back the places of plans that never came to be, and of those whose Pods are forbidden.
     pub(crate) fn expire_reservations(&mut self) -> Touched {
         let old = self.reserved.iter();
         let old: Vec<Arc<str>> = old
@@ -72,6 +94,20 @@ impl State {
         for owner in old {
             self.reserved.remove(&owner);
             touched.merge(self.owned_changed(&owner));
+        }
+        let is_due = |forbidden: &Forbidden| {
+            let is_forbidden = forbidden.last.is_some() && !forbidden.is_dropped;
+            is_forbidden && forbidden.since.elapsed() > RESERVATION
+        };
+        let forbidden = self.forbidden.iter_mut().filter(|(_, it)| is_due(it));
+        let dropped: Vec<Arc<str>> = forbidden
+            .map(|(owner, forbidden)| {
+                forbidden.is_dropped = true;
+                Arc::clone(owner)
+            })
+            .collect();
+        for owner in dropped {
+            touched.waiting |= self.recount(&owner);
         }
         touched
     }
@@ -159,7 +195,10 @@ impl State {
         let is_alive = |plan: &&Arc<InferencePlan>| {
             plan.annotations().get(NOTE_OUTCOME).map(String::as_str) != Some(OUTCOME_FAILED)
         };
-        reserved.or_else(|| plans.iter().rfind(is_alive).cloned())
+        let ahead = reserved.or_else(|| plans.iter().rfind(is_alive).cloned())?;
+        let dropped = self.forbidden.get(owner).filter(|it| it.is_dropped);
+        let is_dropped = dropped.is_some_and(|it| it.generation == ahead.spec.generation);
+        (!is_dropped).then_some(ahead)
     }
 }
 
@@ -167,6 +206,7 @@ impl State {
 mod tests {
     use hearth_crds::InferenceDeployment;
 
+    use super::super::build::samples;
     use super::super::packed::Packed;
     use super::super::table::Identity;
     use super::super::testing::deployment;
@@ -220,5 +260,34 @@ mod tests {
         assert_eq!(held(&state), 15, "its own is not others'");
         state.remove_pod(&Key::new("default", "a"), "a");
         assert_eq!(held(&state), 10);
+    }
+
+    #[test]
+    fn a_plan_whose_pods_are_forbidden_loses_its_place_after_a_while() {
+        let mut state = State::default();
+        demo(&mut state);
+        let mut spec = samples::plan();
+        spec.generation = 2;
+        let plan = InferencePlan::new("demo-2", spec);
+        state.put_plan(identity("default", "demo-2", "p", "0b1c"), Ok(&plan));
+        let others = |state: &State| state.held_by_others("somebody").len();
+        let nodes = others(&state);
+        assert!(nodes > 0);
+        state.forbid("0b1c", 2, "violates PodSecurity", true);
+        state.expire_reservations();
+        assert_eq!(others(&state), nodes, "it may be the quota of a moment");
+        let long_ago = Instant::now().checked_sub(RESERVATION + Duration::from_secs(1));
+        let forbidden = state.forbidden.get_mut("0b1c").expect("forbidden");
+        forbidden.since = long_ago.expect("the machine has run for longer");
+        assert!(
+            state.expire_reservations().waiting,
+            "others may have its place"
+        );
+        assert_eq!(others(&state), 0);
+        assert_eq!(state.expire_reservations(), Touched::default());
+        state.forbid("0b1c", 2, "violates PodSecurity", true);
+        assert_eq!(others(&state), 0, "still");
+        state.allow("0b1c");
+        assert_eq!(others(&state), nodes);
     }
 }

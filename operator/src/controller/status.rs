@@ -9,7 +9,7 @@ use hearth_crds::{
 use kube::ResourceExt;
 
 use super::candidates::is_down;
-use super::cause::{Cause, cause, lost_readiness};
+use super::cause::{Cause, cause, lost_readiness, not_allowed};
 use super::choose::{Choice, failure, has_failed, has_served};
 use super::conditions::{
     self, DECODE_READY, DEGRADED, EXACT_FAILOVER, INVALID_SPEC, MODEL_READY, PLACED, PLANNED,
@@ -120,6 +120,14 @@ pub(crate) fn field_sentence(errors: &[FieldError]) -> String {
     lines.join("; ")
 }
 
+/// The API server's words about Pods of the newest plan that it forbids.
+fn forbidden(observed: &Observed) -> Option<&str> {
+    let forbidden = observed.forbidden.as_ref()?;
+    let newest = observed.plans.last()?;
+    let is_now = forbidden.last.is_some() && forbidden.generation == newest.spec.generation;
+    is_now.then_some(&*forbidden.words)
+}
+
 fn want_cause(observed: &Observed, want: &Want, mode: Mode) -> Option<Cause> {
     let what = &want.rank;
     let pod = observed.pods.iter().find(|pod| pod.name == want.name);
@@ -146,6 +154,7 @@ fn want_cause(observed: &Observed, want: &Want, mode: Mode) -> Option<Cause> {
                 ),
             ))
         }
+        None if let Some(words) = forbidden(observed) => Some(not_allowed(what, words)),
         None if mode == Mode::Surge && want.role == PlanRole::Gateway => Some(Cause::waiting(
             "WaitingForWorkers",
             format!("{what} starts when the new workers are ready"),

@@ -133,6 +133,7 @@ pub(super) fn observed(deployment: InferenceDeployment) -> Observed {
         },
         claim_modes: Vec::new(),
         turn: Turn::Free,
+        forbidden: None,
         fetches: BTreeMap::new(),
         measured: None,
         placements: BTreeMap::new(),

@@ -321,6 +321,13 @@ fn shortfalls(rank: &PlanRank, got: &Got) -> Vec<String> {
     } else if !is_pinned && has < wanted {
         found.push(format!("{wanted} threads share {has} CPUs"));
     }
+    // A rank without a UUID of its own takes whichever GPU there is.
+    if let (Some(gpu), false) = (&got.gpu_uuid, rank.gpu_uuids.is_empty())
+        && !rank.gpu_uuids.contains(gpu)
+    {
+        let planned = rank.gpu_uuids.join(", ");
+        found.push(format!("GPU {gpu} where {planned} is planned"));
+    }
     if rank.numa_nodes.is_empty() {
         return found;
     }
@@ -466,6 +473,21 @@ mod tests {
         );
         strayed.memory = BTreeMap::from([(0, memory(96, 0)), (1, memory(4, 2))]);
         assert_eq!(shortfalls(&rank, &strayed), Vec::<String>::new());
+    }
+
+    #[test]
+    fn another_gpu_than_planned_is_said_where_one_is_planned() {
+        let mut rank = rank(&[2, 3], &[0], 2);
+        let mut handed_out = got(&[2, 3], 2);
+        handed_out.gpu_uuid = Some("GPU-2".to_owned());
+        assert_eq!(shortfalls(&rank, &handed_out), Vec::<String>::new());
+        rank.gpu_uuids = vec!["GPU-2".to_owned()];
+        assert_eq!(shortfalls(&rank, &handed_out), Vec::<String>::new());
+        rank.gpu_uuids = vec!["GPU-1".to_owned()];
+        assert_eq!(
+            shortfalls(&rank, &handed_out),
+            ["GPU GPU-2 where GPU-1 is planned"]
+        );
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::world::World;
 use crate::controller::conditions::{DECODE_READY, DEGRADED, PLANNED, PROGRESSING, READY};
+use crate::controller::forbidden::Forbidden;
 use crate::controller::observed::{ContainerView, Requests};
 use crate::controller::testing::{GIB, MIB};
 
@@ -216,4 +217,26 @@ fn a_pod_that_was_rejected_once_goes_on_as_if_nothing_had_been() {
         assert_eq!(world.says(PROGRESSING), ("True", "Starting"));
     }
     assert_eq!(world.observed.plans.len(), 1);
+}
+
+/// There is no Pod that could tell of it.
+#[test]
+fn what_the_api_server_forbids_is_told_in_its_words() {
+    let quota = "pods \"demo-decode-0\" is forbidden: exceeded quota: small, requested: pods=1, used: pods=3, limited: pods=3";
+    let security =
+        "pods \"demo-decode-0\" is forbidden: violates PodSecurity \"restricted:latest\": hostPath";
+    for (words, reason) in [(quota, "QuotaExceeded"), (security, "NotAllowed")] {
+        let mut world = World::new("");
+        world.visit();
+        world.observed.pods.clear();
+        world.observed.forbidden = Some(Forbidden::after(None, 1, words, true));
+        let decision = world.visit();
+        assert!(!decision.create_pods.is_empty(), "it is tried again");
+        for condition in [DECODE_READY, READY] {
+            assert_eq!(world.says(condition), ("False", reason));
+            let told = &world.condition(condition).message;
+            assert!(told.contains(words), "{told}");
+        }
+        assert!(world.condition(PROGRESSING).message.contains(words));
+    }
 }

@@ -104,6 +104,22 @@ fn another_model_goes_old_down_first_where_both_do_not_fit() {
     assert!(sim.serves(&new));
 }
 
+/// The nodes have room for both, and the namespace's quota for none more than run, or for one.
+#[test]
+fn a_full_quota_turns_a_surge_round() {
+    for most_pods in [2, 3] {
+        let (old, new) = (plan("a", "a"), plan("b", "b"));
+        let mut sim = running(1000, &old);
+        sim.most_pods = Some(most_pods);
+        let modes = sim.settle(&new, |sim, _| sim.assert_capacity());
+        assert!(
+            modes.contains(&Mode::OldDownFirst),
+            "{most_pods}: {modes:?}"
+        );
+        assert!(sim.serves(&new));
+    }
+}
+
 #[test]
 fn one_gpu_forces_old_down_first() {
     let (mut old, mut new) = (plan("a", "a"), plan("b", "b"));

@@ -6,6 +6,7 @@ use hearth_crds::{PlanRole, Routes};
 use jiff::Timestamp;
 
 use crate::controller::ends::Ends;
+use crate::controller::forbidden::Quota;
 use crate::controller::observed::{PodView, Requests};
 use crate::controller::rollout::{Mode, Scene, Steps, Want, step};
 use crate::controller::routes::endpoint;
@@ -45,6 +46,10 @@ pub(super) struct Sim {
     pub(super) broken: BTreeSet<String>,
     /// Bytes of each node that other Pods take, unknown to the operator.
     pub(super) hidden_bytes: u64,
+    /// Pods that the namespace may have; none: any number.
+    pub(super) most_pods: Option<usize>,
+    /// The plan's Pods met that limit: a gateway among them, and no Pod has gone since.
+    met: Option<bool>,
     pub(super) kindred: BTreeSet<u64>,
     pub(super) generation: u64,
     tick: i64,
@@ -61,6 +66,8 @@ impl Sim {
             is_patience_over: false,
             broken: BTreeSet::new(),
             hidden_bytes: 0,
+            most_pods: None,
+            met: None,
             kindred: BTreeSet::new(),
             generation: 1,
             tick: 0,
@@ -70,6 +77,14 @@ impl Sim {
 
     pub(super) fn now(&self) -> Timestamp {
         at(self.tick * 5)
+    }
+
+    fn quota_state(&self) -> Quota {
+        match self.met {
+            None => Quota::Free,
+            Some(false) => Quota::Tight,
+            Some(true) => Quota::Full,
+        }
     }
 
     /// What the operator decides now.
@@ -86,6 +101,7 @@ impl Sim {
                 .collect(),
             kindred: &self.kindred,
             ends: &Ends::default(),
+            quota: self.quota_state(),
             now: self.now(),
         })
     }
@@ -93,9 +109,16 @@ impl Sim {
     /// The operator's visit, then the cluster's turn.
     pub(super) fn visit(&mut self, wants: &[Want]) -> Steps {
         let steps = self.decide(wants);
+        let mut refused = None;
         for (index, routes) in &steps.create {
+            if self.most_pods.is_some_and(|most| self.pods.len() >= most) {
+                let is_gateway = wants[*index].role == PlanRole::Gateway;
+                refused = Some(is_gateway || refused == Some(true));
+                continue;
+            }
             self.create(&wants[*index], routes.clone().unwrap_or_default());
         }
+        self.met = refused.or(self.met.filter(|_| steps.create.is_empty()));
         for (name, routes) in &steps.routes {
             let paper = self
                 .pods
@@ -183,6 +206,7 @@ impl Sim {
             })
             .collect();
         for name in gone {
+            self.met = self.met.map(|_| false);
             self.pods.remove(&name);
         }
         self.schedule();

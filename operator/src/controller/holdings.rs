@@ -15,7 +15,8 @@ pub(crate) type ByNode = BTreeMap<String, Holding>;
 /// What all deployments hold, kept up while they change.
 #[derive(Debug, Default)]
 pub(crate) struct Holdings {
-    by_owner: HashMap<Arc<str>, ByNode>,
+    /// Sorted: an owner has few nodes, and a map's smallest piece has room for eleven.
+    by_owner: HashMap<Arc<str>, Box<[(String, Holding)]>>,
     totals: HashMap<String, Total>,
 }
 
@@ -33,13 +34,11 @@ struct Total {
 impl Holdings {
     /// Says anew what one deployment holds. Returns whether some node has more room than before.
     pub(crate) fn set(&mut self, owner: &Arc<str>, holding: ByNode) -> bool {
-        let before = self.by_owner.remove(owner).unwrap_or_default();
-        if before == holding {
-            if !holding.is_empty() {
-                self.by_owner.insert(Arc::clone(owner), holding);
-            }
+        let known = self.by_owner.get(owner);
+        if known.is_some_and(|known| known.iter().map(|(node, held)| (node, held)).eq(&holding)) {
             return false;
         }
+        let before = self.by_owner.remove(owner).unwrap_or_default();
         let has_freed = before.iter().any(|(node, held)| match holding.get(node) {
             None => true,
             Some(now) => {
@@ -57,6 +56,7 @@ impl Holdings {
             self.totals.entry(node.clone()).or_default().add(held);
         }
         if !holding.is_empty() {
+            let holding = holding.into_iter().collect();
             self.by_owner.insert(Arc::clone(owner), holding);
         }
         has_freed
@@ -67,7 +67,7 @@ impl Holdings {
         let own = self.by_owner.get(owner);
         let mut others = ByNode::new();
         for (node, total) in &self.totals {
-            let own = own.and_then(|own| own.get(node));
+            let own = own.and_then(|own| held_on(own, node));
             let holding = total.without(own);
             if holding != Holding::default() {
                 others.insert(node.clone(), holding);
@@ -79,7 +79,7 @@ impl Holdings {
     /// Owners that hold something of a node.
     pub(crate) fn owners_on<'a>(&'a self, node: &'a str) -> impl Iterator<Item = &'a Arc<str>> {
         let owners = self.by_owner.iter();
-        owners.filter_map(move |(owner, nodes)| nodes.contains_key(node).then_some(owner))
+        owners.filter_map(move |(owner, nodes)| held_on(nodes, node).map(|_| owner))
     }
 
     fn subtract(&mut self, node: &str, held: &Holding) {
@@ -91,6 +91,11 @@ impl Holdings {
             self.totals.remove(node);
         }
     }
+}
+
+fn held_on<'a>(holding: &'a [(String, Holding)], node: &str) -> Option<&'a Holding> {
+    let mut nodes = holding.iter();
+    nodes.find_map(|(name, held)| (name == node).then_some(held))
 }
 
 impl Total {

@@ -59,8 +59,7 @@ impl Ground for World {
         let state = self.cache.lock();
         for (_, row) in state.deployments.all() {
             match &*row.value {
-                // The word is rare: most need not be read.
-                Ok(packed) if packed.mentions("\"http\"") => {
+                Ok(packed) if packed.may_be_fetched() => {
                     let deployment = packed.get().ok()?;
                     keys.extend(model_key(&deployment, &deployment.spec.model.source));
                 }
@@ -70,8 +69,7 @@ impl Ground for World {
         }
         for (_, row) in state.plans.all() {
             match &*row.value {
-                // There it stands in a text within the text.
-                Ok(packed) if packed.mentions(r#"\"http\""#) => {
+                Ok(packed) if packed.may_be_fetched() => {
                     keys.extend(model_key_of(&packed.get().ok()?));
                 }
                 Ok(_) => {}

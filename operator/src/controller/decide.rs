@@ -21,12 +21,16 @@ use super::forbidden::Quota;
 use super::model::{self, Model, ModelState, ModelStep, More};
 use super::names::{
     NOTE_CERTIFICATE, NOTE_ENDS, NOTE_OUTCOME, NOTE_OUTCOME_MESSAGE, NOTE_PLAN_GENERATION,
-    NOTE_ROUTES, OUTCOME_FAILED, OUTCOME_SERVING,
+    NOTE_ROUTES, NOTE_TURN, OUTCOME_FAILED, OUTCOME_SERVING,
 };
 use super::observed::{FetchView, Observed, PodView};
 use super::rollout::{self, Scene, Steps, Want};
 use super::status::{self, Picture};
+use super::turns::is_no_images_fault;
 use super::validate::{progress_deadline, serves, validate};
+
+/// Trouble with a younger plan passes no turn on: it may pass by itself.
+const TURN_PATIENCE: Duration = Duration::from_secs(60);
 
 /// Decides what one deployment needs now.
 pub(crate) fn decide(observed: &Observed) -> Decision {
@@ -340,6 +344,9 @@ impl Visit<'_> {
             }
         }
         self.look_again(left.filter(|left| !left.is_zero()));
+        if let (Some(plan), Some(steps)) = (&target, steps) {
+            self.pass_turn(plan, wants, steps);
+        }
         let status = status::write(&Picture {
             observed: self.observed,
             invalid: &self.invalid,
@@ -354,6 +361,30 @@ impl Visit<'_> {
         let old = self.observed.deployment.status.as_ref();
         self.decision.events = transitions(old, &status);
         self.decision.status = status;
+    }
+
+    /// A plan that something else than its image keeps from serving for a while keeps no other deployment from that image.
+    fn pass_turn(&mut self, plan: &InferencePlan, wants: &[Want], steps: &Steps) {
+        let made = plan.metadata.creation_timestamp.as_ref();
+        let Some(made) = made.filter(|_| !choose::has_served(plan) && !self.choice.is_new) else {
+            return;
+        };
+        let cause = status::first_cause(self.observed, wants, steps.progress.mode);
+        let Some(cause) = cause.filter(|cause| cause.is_trouble) else {
+            return;
+        };
+        let age = self.observed.now.duration_since(made.0);
+        let age = Duration::try_from(age).unwrap_or_default();
+        if age < TURN_PATIENCE {
+            return self.look_again(Some(TURN_PATIENCE - age));
+        }
+        let reason = match is_no_images_fault(cause.reason) {
+            true => cause.reason,
+            false => "",
+        };
+        if choose::note(plan, NOTE_TURN) != reason {
+            self.mark_plan(plan, vec![(NOTE_TURN, reason.to_owned())]);
+        }
     }
 
     /// The Pods as they are when the steps are done: Ready is not to be said of what is about to end.

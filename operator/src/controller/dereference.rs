@@ -97,7 +97,7 @@ impl Dereferencer {
             others: state.others(),
             claimable: state.devices().free_for(&key),
             claim_modes: outside.claim_modes.clone(),
-            turn: state.turn(&uid, &self.settings.worker_image),
+            turn: state.turn(&uid, &self.settings.worker_image, now),
             forbidden: state.forbidden.get(&*uid).cloned(),
             fetches: outside.fetches.clone(),
             measured: outside.measured,

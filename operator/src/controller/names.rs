@@ -52,6 +52,9 @@ pub(crate) const NOTE_MODEL_NODES: &str = "hearth.dev/model-nodes";
 /// Annotation of plans: the nodes that are left out because they refused workers of the plans before, with who did
 /// and the words, as JSON.
 pub(crate) const NOTE_REFUSALS: &str = "hearth.dev/refusals";
+/// Annotation of plans: why it keeps no other deployment from another worker image though it does not serve: a reason that is
+/// no image's fault; empty: none.
+pub(crate) const NOTE_TURN: &str = "hearth.dev/passes-turn";
 /// Annotation of plans: its Pods that ended as a whole and were made again, as JSON by their names.
 pub(crate) const NOTE_ENDS: &str = "hearth.dev/ends";
 /// Annotation of plans: the name of a fetched model in the nodes' stores; none for other sources.

@@ -12,7 +12,7 @@ use super::agents::Agents;
 use super::apply::{Applier, Subject};
 use super::authority::Authority;
 use super::cache::{Unreadable, Waking};
-use super::conditions::{self, DEGRADED, PLANNED, READY};
+use super::conditions::{self, DEGRADED, PLANNED, PROGRESSING, READY};
 use super::decide::decide;
 use super::decision::Decision;
 use super::dereference::{Dereferencer, Outside};
@@ -22,6 +22,7 @@ use super::observed::{Observed, Settings};
 use super::queue::Key;
 use super::report::{self, Reporting};
 use super::telemetry::Telemetry;
+use super::turns::Turn;
 use super::validate::serves;
 use super::world::World;
 
@@ -179,6 +180,7 @@ impl Reconciler {
             agents.want(key, http, &decision.fetch_on);
         }
         again.after(decision.requeue_after);
+        tell_of_turn(key, &observed, &decision);
         let subject = Subject {
             namespace: &key.namespace,
             uid: observed
@@ -381,6 +383,19 @@ fn loses_ready(
 ) -> bool {
     let is_ready = |status| conditions::of(status, READY).is_some_and(|c| c.status == "True");
     is_ready(current) && !is_ready(Some(decided))
+}
+
+/// Who holds a turn is for the operator's log alone: the status is read by others than the holder's.
+fn tell_of_turn(key: &Key, observed: &Observed, decision: &Decision) {
+    let current = observed.deployment.status.as_ref();
+    let reason = |status| conditions::of(status, PROGRESSING).map(|it| it.reason.clone());
+    let is_news = reason(current) != reason(Some(&decision.status));
+    if let (true, true, Turn::After(holder) | Turn::HeldBack(holder)) =
+        (decision.waits_for_turn, is_news, &observed.turn)
+    {
+        let failed = matches!(observed.turn, Turn::HeldBack(_));
+        tracing::info!(deployment = %key, %holder, failed, "waits for its turn with the worker image");
+    }
 }
 
 /// Whether a write certainly did not happen.

@@ -17,7 +17,7 @@ use super::choose::{
     Choice, Refusal, has_failed, has_served, made, next_generation, nodes_of, refuse,
 };
 use super::model::{Model, told_by};
-use super::names::{NOTE_ENDS, NOTE_OUTCOME, NOTE_OUTCOME_MESSAGE};
+use super::names::{NOTE_ENDS, NOTE_OUTCOME, NOTE_OUTCOME_MESSAGE, NOTE_TURN};
 use super::observed::Observed;
 use super::refusals::Refusals;
 use super::turns::Turn;
@@ -100,7 +100,8 @@ fn renewed(observed: &Observed, target: &InferencePlan) -> Result<InferencePlan,
         "the workers' image is {image} now; all else is as in plan {}",
         target.spec.generation
     ));
-    let is_history = |key: &str| [NOTE_OUTCOME, NOTE_OUTCOME_MESSAGE, NOTE_ENDS].contains(&key);
+    let is_history =
+        |key: &str| [NOTE_OUTCOME, NOTE_OUTCOME_MESSAGE, NOTE_ENDS, NOTE_TURN].contains(&key);
     let mut notes = target.annotations().clone();
     notes.retain(|key, _| !is_history(key));
     Ok(plan_object(&context, spec, notes))

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hearth_crds::InferencePlan;
+use jiff::Timestamp;
 use kube::ResourceExt;
 
 use super::cache::{State, Touched};
@@ -112,13 +113,19 @@ impl State {
         touched
     }
 
+    /// The deployment that others wait for before they change to their worker image, with whether it has failed to.
+    pub(crate) fn turn_holder(&self, now: Timestamp) -> Option<(&Key, bool)> {
+        let (owner, outcome) = self.turns.holder(now)?;
+        Some((self.keys.get(owner)?, outcome == Outcome::Failed))
+    }
+
     /// Whether a deployment whose newest plan has another worker image may change to `image` now.
-    pub(crate) fn turn(&self, owner: &str, image: &str) -> Turn {
+    pub(crate) fn turn(&self, owner: &str, image: &str, now: Timestamp) -> Turn {
         let is_there = |newest: &str| newest == image;
         if self.turns.newest_image(owner).is_none_or(is_there) {
             return Turn::Free;
         }
-        if let Some((other, outcome)) = self.turns.on_the_way_to(image, owner)
+        if let Some((other, outcome)) = self.turns.on_the_way_to(image, owner, now)
             && let Some(key) = self.keys.get(other)
         {
             return match outcome {

@@ -10,6 +10,7 @@ use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use jiff::Timestamp;
 use prometheus_client::encoding::{EncodeLabelSet, text::encode};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -48,6 +49,15 @@ struct Gauges {
     leader: Gauge,
     objects: Family<Kind, Gauge>,
     outside: Gauge,
+    turn: Family<Holder, Gauge>,
+}
+
+/// A deployment that others wait for.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Holder {
+    namespace: String,
+    name: String,
+    outcome: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -102,6 +112,11 @@ impl Telemetry {
             "1 if this replica works, 0 if it waits",
             gauges.leader.clone(),
         );
+        registry.register(
+            "worker_image_turn",
+            "1 for the deployment that others wait for before they change to their worker image",
+            gauges.turn.clone(),
+        );
         registry.register("cached", "Objects in the caches", gauges.objects.clone());
         registry.register(
             "agents_outside_known_ranges",
@@ -147,6 +162,15 @@ impl Telemetry {
         let is_leader = self.is_leader.load(Ordering::Relaxed);
         self.gauges.leader.set(i64::from(is_leader));
         let state = cache.lock();
+        self.gauges.turn.clear();
+        if let Some((key, has_failed)) = state.turn_holder(Timestamp::now()) {
+            let holder = Holder {
+                namespace: key.namespace.to_string(),
+                name: key.name.to_string(),
+                outcome: if has_failed { "Failed" } else { "UnderWay" },
+            };
+            self.gauges.turn.get_or_create(&holder).set(1);
+        }
         let set = |kind, count: usize| {
             let gauge = self.gauges.objects.get_or_create(&Kind { kind });
             gauge.set(count as i64);

@@ -4,9 +4,15 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use hearth_crds::InferencePlan;
+use jiff::{SignedDuration, Timestamp};
 
-use super::choose::{has_failed, has_served};
+use super::choose::{has_failed, has_served, note};
+use super::names::NOTE_TURN;
 use super::queue::Key;
+
+/// A deployment that is not ready with an image for so long keeps nobody else from it: its own deadline is whatever its
+/// owner writes.
+const LONGEST_TURN: SignedDuration = SignedDuration::from_mins(30);
 
 /// Whether a deployment may begin to change to the operator's worker image.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -44,6 +50,17 @@ pub(crate) struct Turns {
 struct Step {
     image: Option<Arc<str>>,
     outcome: Outcome,
+    made: Option<Timestamp>,
+    /// What keeps it from serving is no image's fault.
+    passes: bool,
+}
+
+impl Step {
+    /// Whether it keeps nobody from its image, whatever became of it.
+    fn has_passed(&self, now: Timestamp) -> bool {
+        let is_old = |made: Timestamp| now.duration_since(made) >= LONGEST_TURN;
+        self.passes || self.outcome == Outcome::Open && self.made.is_some_and(is_old)
+    }
 }
 
 impl Turns {
@@ -60,6 +77,8 @@ impl Turns {
         let step = Step {
             image: image.map(|image| self.shared(image)),
             outcome,
+            made: plan.metadata.creation_timestamp.as_ref().map(|at| at.0),
+            passes: !note(plan, NOTE_TURN).is_empty(),
         };
         let steps = self.plans.entry(Arc::clone(owner)).or_default();
         let before = steps.get(&plan.spec.generation);
@@ -82,22 +101,41 @@ impl Turns {
     }
 
     /// The owner whose change to `image` is under way, or has failed; `but` does not count.
-    pub(crate) fn on_the_way_to(&self, image: &str, but: &str) -> Option<(&Arc<str>, Outcome)> {
-        let ways = self.plans.iter().filter_map(|(owner, steps)| {
+    pub(crate) fn on_the_way_to(
+        &self,
+        image: &str,
+        but: &str,
+        now: Timestamp,
+    ) -> Option<(&Arc<str>, Outcome)> {
+        let ways = self.ways(now);
+        let others = ways.filter(|(owner, step)| {
+            let is_there = step.image.as_deref() == Some(image);
+            ***owner != *but && is_there
+        });
+        first(others)
+    }
+
+    /// The owner that others wait for, whichever the image.
+    pub(crate) fn holder(&self, now: Timestamp) -> Option<(&Arc<str>, Outcome)> {
+        first(self.ways(now))
+    }
+
+    /// Owners that go from an image that served to another one, or have failed to.
+    fn ways(&self, now: Timestamp) -> impl Iterator<Item = (&Arc<str>, &Step)> {
+        self.plans.iter().filter_map(move |(owner, steps)| {
             let (generation, newest) = steps.last_key_value()?;
             let mut before = steps.range(..generation).map(|(_, step)| step);
             let had_other = |step: &Step| {
-                let other = step.image.as_deref();
-                step.outcome == Outcome::Served && other.is_some_and(|other| other != image)
+                let other = step.image.as_ref();
+                let is_other = other.is_some() && other != newest.image.as_ref();
+                step.outcome == Outcome::Served && is_other
             };
-            let is_way = &**owner != but
-                && newest.image.as_deref() == Some(image)
+            let is_way = newest.image.is_some()
                 && newest.outcome != Outcome::Served
+                && !newest.has_passed(now)
                 && before.any(had_other);
-            is_way.then_some((owner, newest.outcome))
-        });
-        // A failure is the better reason; of several, the same each time.
-        ways.min_by_key(|(owner, outcome)| (*outcome != Outcome::Failed, Arc::clone(owner)))
+            is_way.then_some((owner, newest))
+        })
     }
 
     /// The image of the owner's newest plan.
@@ -117,10 +155,36 @@ impl Turns {
     }
 }
 
+/// A failure is the better reason; of several, the same each time.
+fn first<'a>(
+    ways: impl Iterator<Item = (&'a Arc<str>, &'a Step)>,
+) -> Option<(&'a Arc<str>, Outcome)> {
+    let ways = ways.map(|(owner, step)| (owner, step.outcome));
+    ways.min_by_key(|(owner, outcome)| (*outcome != Outcome::Failed, Arc::clone(owner)))
+}
+
+/// Whether what keeps workers from running is no fault of their image.
+pub(crate) fn is_no_images_fault(reason: &str) -> bool {
+    matches!(
+        reason,
+        "Evicted"
+            | "MountFailed"
+            | "NodeLost"
+            | "NotAllowed"
+            | "QuotaExceeded"
+            | "Rejected"
+            | "SetupFailed"
+            | "Unschedulable"
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::build::samples;
+    use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+
     use super::super::names::{NOTE_OUTCOME, OUTCOME_FAILED, OUTCOME_SERVING};
+    use super::super::testing::at;
     use super::*;
 
     fn plan(generation: u64, image: &str, outcome: &str) -> InferencePlan {
@@ -139,7 +203,7 @@ mod tests {
         let (one, two): (Arc<str>, Arc<str>) = ("one".into(), "two".into());
         let under_way = |turns: &Turns| {
             turns
-                .on_the_way_to("x:2", "two")
+                .on_the_way_to("x:2", "two", at(0))
                 .map(|(_, outcome)| outcome)
         };
         turns.put(&one, &plan(1, "x:1", OUTCOME_SERVING));
@@ -147,10 +211,18 @@ mod tests {
         assert_eq!(under_way(&turns), None);
         assert!(!turns.put(&one, &plan(2, "x:2", "")));
         assert_eq!(under_way(&turns), Some(Outcome::Open));
-        assert_eq!(turns.on_the_way_to("x:2", "one"), None, "its own way");
+        assert_eq!(
+            turns.on_the_way_to("x:2", "one", at(0)),
+            None,
+            "its own way"
+        );
         assert!(turns.put(&one, &plan(2, "x:2", OUTCOME_FAILED)));
         assert_eq!(under_way(&turns), Some(Outcome::Failed));
-        assert_eq!(turns.on_the_way_to("x:3", "two"), None, "another image");
+        assert_eq!(
+            turns.on_the_way_to("x:3", "two", at(0)),
+            None,
+            "another image"
+        );
         assert!(turns.put(&one, &plan(2, "x:2", OUTCOME_SERVING)));
         assert_eq!(under_way(&turns), None);
         assert_eq!(turns.newest_image("one"), Some("x:2"));
@@ -163,5 +235,37 @@ mod tests {
         assert_eq!(under_way(&turns), Some(Outcome::Open));
         assert!(turns.remove("one", 4));
         assert_eq!(under_way(&turns), None);
+    }
+
+    /// One tenant's deadline, or missing directory, is not everybody's.
+    #[test]
+    fn a_turn_ends_by_itself_and_is_passed_on_where_the_image_is_not_to_blame() {
+        let mut turns = Turns::default();
+        let one: Arc<str> = "one".into();
+        turns.put(&one, &plan(1, "x:1", OUTCOME_SERVING));
+        let mut next = plan(2, "x:2", "");
+        next.metadata.creation_timestamp = Some(Time(at(0)));
+        turns.put(&one, &next);
+        let held = |turns: &Turns, second: i64| {
+            let held = turns.on_the_way_to("x:2", "two", at(second));
+            assert_eq!(held, turns.holder(at(second)));
+            held.map(|(_, outcome)| outcome)
+        };
+        assert_eq!(held(&turns, 1799), Some(Outcome::Open));
+        assert_eq!(held(&turns, 1800), None);
+        let note = |plan: &mut InferencePlan, key: &str, value: &str| {
+            let notes = plan.metadata.annotations.get_or_insert_default();
+            notes.insert(key.to_owned(), value.to_owned());
+        };
+        note(&mut next, NOTE_TURN, "MountFailed");
+        assert!(turns.put(&one, &next), "somebody else's turn has come");
+        assert_eq!(held(&turns, 1), None);
+        note(&mut next, NOTE_OUTCOME, OUTCOME_FAILED);
+        turns.put(&one, &next);
+        assert_eq!(held(&turns, 1), None);
+        // It crashes by now: the image may be to blame.
+        note(&mut next, NOTE_TURN, "");
+        turns.put(&one, &next);
+        assert_eq!(held(&turns, 3600), Some(Outcome::Failed));
     }
 }

@@ -4,9 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::world::World;
+use crate::controller::choose::note;
 use crate::controller::conditions::{PLANNED, PROGRESSING, READY};
 use crate::controller::decide::decide;
-use crate::controller::names::NOTE_INPUTS;
+use crate::controller::names::{NOTE_INPUTS, NOTE_TURN};
+use crate::controller::observed::{ContainerEnd, ContainerView};
 use crate::controller::queue::Key;
 use crate::controller::turns::Turn;
 
@@ -198,4 +200,47 @@ fn no_image_is_changed_while_a_node_is_away() {
     });
     image(&mut world, "hearth/worker:2");
     assert!(world.visit().create_plan.is_none());
+}
+
+/// A volume that cannot be mounted says nothing of the image.
+#[test]
+fn trouble_that_is_no_images_fault_passes_the_turn_on() {
+    let mut world = World::new("");
+    world.settle();
+    image(&mut world, "hearth/worker:2");
+    world.visit();
+    world.turn();
+    world.visit();
+    world.pod("demo-decode-0", |pod| pod.is_ready = false);
+    let newest = |world: &World| {
+        let plan = world.observed.plans.last().expect("a plan");
+        (plan.spec.generation, note(plan, NOTE_TURN).to_owned())
+    };
+    let generation = newest(&world).0;
+    let trouble = |world: &mut World, restarts: u32| {
+        for pod in &mut world.observed.pods {
+            if pod.plan_generation == generation {
+                let pod = Arc::make_mut(pod);
+                pod.is_ready = false;
+                pod.is_setting_up = restarts == 0;
+                pod.setup_warning = Some("FailedMount: no such volume".to_owned());
+                pod.container = (restarts > 0).then(|| ContainerView {
+                    restarts,
+                    last_end: Some(ContainerEnd {
+                        exit_code: 1,
+                        ..ContainerEnd::default()
+                    }),
+                    ..ContainerView::default()
+                });
+            }
+        }
+        world.visit();
+    };
+    trouble(&mut world, 0);
+    assert_eq!(newest(&world), (generation, String::new()), "not at once");
+    world.pass(Duration::from_secs(60));
+    trouble(&mut world, 0);
+    assert_eq!(newest(&world), (generation, "MountFailed".to_owned()));
+    trouble(&mut world, 1);
+    assert_eq!(newest(&world), (generation, String::new()), "it crashes");
 }

@@ -38,15 +38,21 @@ struct World {
 
 impl World {
     fn new() -> Self {
-        Self::in_cache(Authority::new(), TempDir::new().unwrap())
+        Self::in_cache(Authority::new(), TempDir::new().unwrap(), 60)
     }
 
-    fn in_cache(authority: Authority, cache: TempDir) -> Self {
+    /// The agent tells failures of private servers soon.
+    fn impatient() -> Self {
+        Self::in_cache(Authority::new(), TempDir::new().unwrap(), 3)
+    }
+
+    fn in_cache(authority: Authority, cache: TempDir, private_patience_s: u32) -> Self {
         let tls = authority.issue("agent.hearth");
         let agent = Agent::start(&AgentOptions {
             tls: &tls,
             cache: cache.path(),
             user: None,
+            private_patience_s,
         });
         let operator = agent.called_by(Some(&authority.issue("operator.hearth")));
         Self {
@@ -60,7 +66,7 @@ impl World {
     /// `kill -9`, and another agent in its place.
     fn restarted(mut self) -> Self {
         self.agent.kill();
-        Self::in_cache(self.authority, self.cache)
+        Self::in_cache(self.authority, self.cache, 60)
     }
 
     fn has(&self, request: &ModelRequest) -> bool {
@@ -189,6 +195,7 @@ async fn only_the_operator_is_answered() {
         tls: &world.authority.issue("other.default.hearth"),
         cache: world.cache.path(),
         user: None,
+        private_patience_s: 60,
     });
     let caller = worker.called_by(Some(&world.authority.issue("operator.hearth")));
     assert!(
@@ -348,6 +355,7 @@ async fn an_agent_without_a_cache_says_so_and_still_measures() {
         tls: &authority.issue("agent.hearth"),
         cache: &file.join("cache"),
         user: None,
+        private_patience_s: 60,
     });
     says_so_and_measures(&agent, &authority).await;
 }
@@ -393,6 +401,7 @@ async fn an_agent_needs_no_more_than_its_cache() {
             tls: &tls,
             cache: cache.path(),
             user: Some(USER),
+            private_patience_s: 60,
         })
     };
     says_so_and_measures(&start(), &authority).await;

@@ -94,7 +94,7 @@ fn sizes_are_told_late(answers: &[ModelResponse], bytes: usize) {
 
 #[tokio::test]
 async fn what_failed_is_told_and_tried_again_later() {
-    let world = World::new();
+    let world = World::impatient();
     let archive = demo_tar();
     let server = FileServer::start(archive.clone()).await;
     server.faults([Fault::Status(404, Vec::new())]);
@@ -248,7 +248,7 @@ async fn what_can_never_be_fetched_is_refused() {
 
 #[tokio::test]
 async fn a_cached_model_is_handed_to_those_whose_own_source_gives_it() {
-    let world = World::new();
+    let world = World::impatient();
     let archive = demo_tar();
     let server = FileServer::start(archive.clone()).await;
     server.open_by("Bearer t0ken");

@@ -100,6 +100,8 @@ pub struct AgentOptions<'a> {
     pub cache: &'a Path,
     /// Another user than that of the test.
     pub user: Option<u32>,
+    /// Until failures of this machine's own servers, which are private ones, are told.
+    pub private_patience_s: u32,
 }
 
 impl Agent {
@@ -120,7 +122,10 @@ impl Agent {
             // What is not named goes at once.
             .args(["--keep-models", "0"])
             // This machine's own servers are private ones, whose failures take their time.
-            .args(["--private-patience", "3"])
+            .args([
+                "--private-patience",
+                &options.private_patience_s.to_string(),
+            ])
             .env("TMPDIR", "/nonexistent")
             .env("HOME", "/nonexistent")
             .current_dir("/")

@@ -163,15 +163,18 @@ impl<G: Ground> Agents<G> {
     async fn keep_profiles(&self) {
         let mut asked: BTreeMap<String, Instant> = BTreeMap::new();
         let mut complaints = Complaints::default();
-        let mut outside = BTreeSet::new();
+        let (mut outside, mut looked) = (BTreeSet::new(), None);
         let mut ticks = tokio::time::interval(FIRST_PROFILE_EVERY);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
             let agents = self.agents();
-            self.look_outside(&agents, &mut outside);
             asked.retain(|node, _| agents.iter().any(|agent| agent.node() == *node));
             let now = Instant::now();
+            if looked.is_none_or(|at| now.duration_since(at) >= PROFILE_EVERY) {
+                looked = Some(now);
+                self.look_outside(&agents, &mut outside);
+            }
             let due = |agent: &Agent| {
                 let is_known = self.ground.profile(agent.node()).is_some();
                 let last = asked.get(agent.node()).filter(|_| is_known);

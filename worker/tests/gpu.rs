@@ -3,9 +3,10 @@
 #![allow(clippy::unwrap_used)] // a test that cannot set itself up has failed
 
 use std::fs;
-use std::io::Write;
+use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
@@ -104,6 +105,68 @@ fn one_of_several_gpus_is_chosen_by_its_uuid() {
         unknown,
         &["no GPU has the UUID GPU-ffff", second, "--device cpu"],
     );
+}
+
+/// What a decode worker says on standard error until it serves, where its plan has that GPU and a device plugin the model's.
+fn served_with(planned: &str) -> String {
+    let directory = TempDir::new().unwrap();
+    let plan = directory.path().join("plan.json");
+    let endpoint = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = endpoint.local_addr().unwrap().to_string();
+    let gib = 1_u64 << 30;
+    let rank = serde_json::json!({
+        "name": "decode-0", "role": "Decode", "index": 0, "node": "here", "cpus": [], "numaNodes": [], "threads": 1,
+        "pinning": "None", "device": format!("cuda:{planned}"), "gpus": 1, "gpuUuids": [planned], "gpuMemoryBytes": 2 * gib,
+        "residency": {"policy": "Resident", "weightBytes": 7_733_248, "budgetBytes": 7_733_248},
+        "kv": {"memoryBytes": 15_728_640, "keyType": "BF16", "valueType": "BF16", "blockTokens": 16},
+        "maxBatch": 2, "chunkTokens": 64, "scratchBytes": 80_150_528, "endpoint": endpoint,
+    });
+    let text = serde_json::json!({
+        "generation": 1, "deployment": {"name": "demo", "namespace": "default"}, "strategy": "Hybrid",
+        "model": {"servedName": "demo", "path": "models/hearth-demo", "source": "builtin", "architecture": "deepseek_v3",
+            "parameterCount": 7_100_000, "weightBytes": 7_733_248, "contextLength": 512, "layers": 6,
+            "kvBytesPerToken": 960, "dtype": "FP8"},
+        "ranks": [rank],
+        "routing": {"chunkedBelowTokens": 32, "maxQueue": 8, "queueTimeoutMs": 1000},
+        "predicted": {"ttftMs": 1.0, "ttftPromptTokens": 1, "tpotMs": 1.0, "tokensPerSecond": 1.0},
+        "why": [], "notChosen": [],
+    });
+    fs::write(&plan, text.to_string()).unwrap();
+    let plan = plan.to_str().unwrap();
+    let mut command = worker(&["decode", "--plan", plan, "--rank", "decode-0"]);
+    command.stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let (sender, lines) = std::sync::mpsc::channel();
+    let stderr = BufReader::new(child.stderr.take().unwrap());
+    std::thread::spawn(move || {
+        for line in stderr.lines().map_while(Result::ok) {
+            let _ = sender.send(line);
+        }
+    });
+    let deadline = Instant::now() + Duration::from_secs(120);
+    let mut said = String::new();
+    while !said.contains("serving") {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let Ok(line) = lines.recv_timeout(left) else {
+            break;
+        };
+        said = format!("{said}{line}\n");
+    }
+    let _ = child.kill();
+    let _ = child.wait();
+    assert!(said.contains("serving"), "{said}");
+    said
+}
+
+/// A device plugin hands out whichever GPU it likes.
+#[test]
+fn another_gpu_than_planned_serves_and_is_told() {
+    let there = "GPU-48656172-7468-486f-7374-4d6f64656c00";
+    let said = served_with("GPU-ffff");
+    let told = format!("not as planned: GPU {there} where GPU-ffff is planned");
+    assert!(said.contains(&told), "{said}");
+    let said = served_with(there);
+    assert!(!said.contains("not as planned"), "{said}");
 }
 
 #[test]

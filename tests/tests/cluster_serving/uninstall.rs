@@ -22,12 +22,13 @@ pub(super) fn keeps_the_authority_with_the_definitions(cluster: &Cluster, images
     streams.wait_for(streams::STREAMS);
     let running = names(&pods(cluster, "demo", ""));
     release::uninstall(cluster);
-    wait_until("the release's Pods are gone", PATIENCE, || {
-        cluster.list("pods", SYSTEM, "").is_empty().then_some(())
+    // What the release's Deployment owned goes a moment after it.
+    wait_until("the authority alone is left", PATIENCE, || {
+        let secrets = names(&cluster.list("secrets", SYSTEM, ""));
+        let pods = cluster.list("pods", SYSTEM, "");
+        (pods.is_empty() && secrets == [AUTHORITY]).then_some(())
     });
     assert_eq!(authority(), before);
-    let secrets = names(&cluster.list("secrets", SYSTEM, ""));
-    assert_eq!(secrets, [AUTHORITY], "and nothing beside it");
     assert_eq!(names(&pods(cluster, "demo", "")), running);
     streams.wait_for(streams::STREAMS);
 

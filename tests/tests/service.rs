@@ -399,6 +399,44 @@ async fn large_requests_are_refused_soon_and_delay_nobody() {
     );
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_with_large_schemas_hold_up_no_small_one() {
+    const HEAVY: usize = 10;
+    let up = Up::demo();
+    let (v1, client) = (up.v1(), reqwest::Client::new());
+    let held_to = |schema: Value| {
+        with(
+            json!({"max_tokens": 1, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}),
+        )
+    };
+    let names: Vec<String> = (0..4000).map(|i| format!("property {i}")).collect();
+    let types: serde_json::Map<String, Value> = names
+        .iter()
+        .map(|name| (name.clone(), json!({"type": "null"})))
+        .collect();
+    let properties = json!({"type": "object", "properties": types, "required": names});
+    for (what, schema) in [
+        ("a const of 240 KB", json!({"const": "x".repeat(240_000)})),
+        ("4,000 properties", properties),
+    ] {
+        let mut heavy = tokio::task::JoinSet::new();
+        for _ in 0..HEAVY {
+            let (client, v1, body) = (client.clone(), v1.clone(), held_to(schema.clone()));
+            heavy.spawn(async move { post(&client, &v1, body).await });
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        let (status, _, took) = post(&client, &v1, with(json!({"max_tokens": 1}))).await;
+        assert_eq!(status, 200);
+        let done = std::iter::from_fn(|| heavy.try_join_next()).count();
+        println!("beside {HEAVY} with {what}: {took:?}, {done} of them done");
+        assert!(done < HEAVY, "it waited for all of them");
+        while let Some(done) = heavy.join_next().await {
+            let (status, code, _) = done.expect("an answer");
+            assert!(status == 200 || status == 400, "{status} {code}");
+        }
+    }
+}
+
 #[tokio::test]
 async fn a_killed_gateway_serves_again() {
     let up = Up::demo();

@@ -116,6 +116,8 @@ pub struct Limits {
     pub header_timeout: Duration,
     /// For the body of a request to come in; beyond it, 408.
     pub body_timeout: Duration,
+    /// For the next byte of a body; beyond it, 408.
+    pub body_stall: Duration,
     /// For a whole answer, waiting included; beyond it, 504 or an error at the end of the stream.
     pub request_timeout: Duration,
     /// Connections at the same time.
@@ -142,6 +144,7 @@ impl Default for Limits {
             headers: 100,
             header_timeout: Duration::from_secs(15),
             body_timeout: Duration::from_secs(60),
+            body_stall: Duration::from_secs(10),
             request_timeout: Duration::from_secs(3600),
             connections: 4096,
             keep_alive: Duration::from_secs(120),

@@ -8,6 +8,7 @@ use http::{HeaderMap, StatusCode, header};
 use http_body_util::BodyExt;
 use tokio::time::{Instant, timeout_at};
 
+use super::room::{LAST_WITHIN, Room};
 use crate::config::Limits;
 use crate::error::{ApiError, ErrorType};
 
@@ -16,8 +17,7 @@ const LINGER: Duration = Duration::from_secs(1);
 /// What a client with a large body is told to wait when too many of them are being read.
 const RETRY_ROOM: Duration = Duration::from_secs(2);
 
-/// The bytes of a JSON body. One longer than `large` bytes waits there, unread, for `make_room`, which is told how long
-/// the body may be.
+/// The bytes of a JSON body. What is longer than `large` bytes waits, unread, for room as it arrives.
 ///
 /// # Errors
 /// 415 for another type, 413 for a longer one (found by its Content-Length before a byte is read, else at the limit),
@@ -27,7 +27,7 @@ pub(super) async fn read(
     mut body: Body,
     limits: &Limits,
     large: usize,
-    make_room: impl AsyncFnOnce(usize),
+    room: &mut Room,
 ) -> Result<Bytes, ApiError> {
     check_type(headers)?;
     let limit = limits.body_bytes;
@@ -39,19 +39,22 @@ pub(super) async fn read(
         return Err(too_large(&format!("{length} bytes"), limit));
     }
     let longest = announced.map_or(limit, |length| length as usize);
-    let deadline = Instant::now() + limits.body_timeout;
-    let mut make_room = Some(make_room);
+    let mut deadline = Instant::now() + limits.body_timeout;
+    let mut is_last = false;
     let mut bytes = BytesMut::new();
     loop {
-        if bytes.len() > large
-            && let Some(make_room) = make_room.take()
-        {
-            let room = timeout_at(deadline, make_room(longest)).await;
-            room.map_err(|_| no_room("read"))?;
+        if bytes.len() > large && !is_last {
+            let grown = timeout_at(deadline, room.grow(bytes.len())).await;
+            is_last = grown.map_err(|_| no_room("read"))?;
+            if is_last {
+                deadline = deadline.min(Instant::now() + LAST_WITHIN);
+            }
+            // At once, so that growing copies nothing; only what comes is taken of the machine.
             bytes.reserve(longest.saturating_sub(bytes.len()));
         }
-        let frame = timeout_at(deadline, body.frame()).await;
-        let data = match frame.map_err(|_| too_slow(limits))? {
+        let stalled = Instant::now() + limits.body_stall;
+        let frame = timeout_at(deadline.min(stalled), body.frame()).await;
+        let data = match frame.map_err(|_| too_slow(limits, Instant::now() < deadline))? {
             None => return Ok(bytes.freeze()),
             Some(Ok(frame)) => frame.into_data().unwrap_or_default(),
             Some(Err(error)) => return Err(broken_off(&error)),
@@ -67,14 +70,22 @@ fn broken_off(error: &axum::Error) -> ApiError {
     ApiError::invalid(format!("the request body broke off: {error}")).with_code("body_incomplete")
 }
 
-fn too_slow(limits: &Limits) -> ApiError {
+fn too_slow(limits: &Limits, has_stalled: bool) -> ApiError {
+    let words = match has_stalled {
+        true => format!(
+            "nothing came of the request body for {} s",
+            limits.body_stall.as_secs_f32()
+        ),
+        false => format!(
+            "the request body did not come within {} s, or {} s where many large ones come at a time",
+            limits.body_timeout.as_secs_f32(),
+            LAST_WITHIN.as_secs()
+        ),
+    };
     ApiError::new(
         StatusCode::REQUEST_TIMEOUT,
         ErrorType::InvalidRequest,
-        format!(
-            "the request body did not come within {} s",
-            limits.body_timeout.as_secs_f32()
-        ),
+        words,
     )
     .with_code("body_timeout")
 }

@@ -39,6 +39,15 @@ impl Endpoint for Chat {
         (&request.model, &request.options)
     }
 
+    fn schema_bytes(request: &ChatRequest) -> usize {
+        let answer = match &request.response_format {
+            ResponseFormat::JsonSchema(schema) => schema::text_bytes(schema),
+            _ => 0,
+        };
+        let tools = held_tools(request).map(|(_, tool)| schema::text_bytes(&tool.parameters));
+        answer + tools.sum::<usize>()
+    }
+
     fn prepare(
         app: &App,
         asked: Asked<'_, ChatRequest>,
@@ -147,17 +156,25 @@ fn check_tools(tools: &[Tool]) -> Result<(), ApiError> {
     ))
 }
 
+/// Tools to whose schemas calls are held, with their places.
+fn held_tools(request: &ChatRequest) -> impl Iterator<Item = (usize, &Tool)> {
+    let is_held = |tool: &Tool| match request.tool_choice {
+        ToolChoice::None => false,
+        ToolChoice::Auto => tool.strict,
+        ToolChoice::Required | ToolChoice::Named(_) => true,
+    };
+    let tools = request.tools.iter().enumerate();
+    tools.filter(move |(_, tool)| is_held(tool))
+}
+
 /// The form that the workers hold the answer to.
 fn grammar_of(app: &App, request: &ChatRequest) -> Result<Option<Grammar>, ApiError> {
     let mut schemas = Schemas::default();
     if let ResponseFormat::JsonSchema(schema) = &request.response_format {
         schemas.check(schema, schema::PARAM)?;
     }
-    let is_auto = request.tool_choice == ToolChoice::Auto;
-    for (i, tool) in request.tools.iter().enumerate() {
-        if request.tool_choice != ToolChoice::None && (!is_auto || tool.strict) {
-            schemas.check(&tool.parameters, &format!("tools[{i}].function.parameters"))?;
-        }
+    for (i, tool) in held_tools(request) {
+        schemas.check(&tool.parameters, &format!("tools[{i}].function.parameters"))?;
     }
     let lark = tool_grammar(&GrammarInput {
         format: app.model.tool_format,

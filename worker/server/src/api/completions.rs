@@ -35,6 +35,10 @@ impl Endpoint for Completions {
         (&request.model, &request.options)
     }
 
+    fn schema_bytes(_: &CompletionRequest) -> usize {
+        0
+    }
+
     fn prepare(
         app: &App,
         asked: Asked<'_, CompletionRequest>,

@@ -35,6 +35,9 @@ pub(super) trait Endpoint: 'static {
     /// The model that is asked for, and how it is to generate.
     fn asks(request: &Self::Request) -> (&str, &GenerationOptions);
 
+    /// Bytes of the schemas that answers are held to, as JSON text.
+    fn schema_bytes(request: &Self::Request) -> usize;
+
     /// Templates, tokenisation and schemas: what takes time on long prompts.
     fn prepare(
         app: &App,
@@ -76,13 +79,16 @@ pub(super) async fn create<E: Endpoint>(
                 include_usage: options.include_usage,
             };
             work.go_on()?;
+            if !work.takes(E::schema_bytes(&request)) {
+                return Ok(None);
+            }
             let asked = Asked {
                 request: &request,
                 trace: context.trace,
                 arrived,
                 work,
             };
-            Ok((E::prepare(&app, asked, head)?, stream))
+            Ok(Some((E::prepare(&app, asked, head)?, stream)))
         };
         desk.prepare(body, work).await
     };

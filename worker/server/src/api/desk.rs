@@ -17,6 +17,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 
 use super::body;
+use super::room::{Room, Rooms};
 use crate::config::Limits;
 use crate::error::ApiError;
 
@@ -24,8 +25,8 @@ use crate::error::ApiError;
 const PLACES: (usize, usize) = (2, 8);
 /// A request with a longer body is a large one.
 const LARGE_BYTES: usize = 256 << 10;
-/// Bytes of large bodies that are read or wait to be prepared.
-const LARGE_BODIES_BYTES: usize = 24 << 20;
+/// A request with longer schemas is prepared like a large one: making a grammar takes much longer than reading.
+const HEAVY_SCHEMA_BYTES: usize = 16 << 10;
 /// Bytes that requests of more than [`LARGE_BYTES`] hold while they wait for a worker or are answered.
 const LARGE_REQUESTS_BYTES: usize = 64 << 20;
 /// By which those are counted.
@@ -36,8 +37,7 @@ const UNIT_BYTES: usize = 1 << 10;
 pub(super) struct Desk {
     places: Arc<Semaphore>,
     large: Arc<Semaphore>,
-    /// In [`UNIT_BYTES`].
-    bodies: Arc<Semaphore>,
+    bodies: Rooms,
     /// In [`UNIT_BYTES`].
     requests: Arc<Semaphore>,
 }
@@ -45,24 +45,30 @@ pub(super) struct Desk {
 /// A request's body, and its share of the memory for large ones.
 pub(super) struct Held {
     bytes: Bytes,
-    room: Option<OwnedSemaphorePermit>,
+    room: Arc<Room>,
 }
 
 /// What was made of a body, which keeps the body's share until it is dropped.
 pub(super) struct Prepared<T> {
     pub(super) value: T,
-    pub(super) body_room: Option<OwnedSemaphorePermit>,
+    pub(super) body_room: Arc<Room>,
 }
 
 /// A request that is being prepared.
 pub(crate) struct Work {
     is_over: Arc<AtomicBool>,
+    may_be_heavy: bool,
 }
 
 impl Work {
     /// Whether the client is still there.
     pub(crate) fn is_wanted(&self) -> bool {
         !self.is_over.load(Ordering::Relaxed)
+    }
+
+    /// Whether a request with schemas of so many bytes is prepared here; else among the large ones.
+    pub(super) fn takes(&self, schema_bytes: usize) -> bool {
+        self.may_be_heavy || schema_bytes <= HEAVY_SCHEMA_BYTES
     }
 
     /// Asked between the steps.
@@ -85,7 +91,7 @@ impl Desk {
         Self {
             places: semaphore(cpus.clamp(PLACES.0, PLACES.1)),
             large: semaphore(1),
-            bodies: semaphore(LARGE_BODIES_BYTES / UNIT_BYTES),
+            bodies: Rooms::new(),
             requests: semaphore(LARGE_REQUESTS_BYTES / UNIT_BYTES),
         }
     }
@@ -100,43 +106,39 @@ impl Desk {
         body: Body,
         limits: &Limits,
     ) -> Result<Held, ApiError> {
-        let mut room = None;
-        let make_room = async |bytes: usize| {
-            room = room_for(&self.bodies, bytes, LARGE_BODIES_BYTES).await;
-        };
-        let bytes = body::read(headers, body, limits, LARGE_BYTES, make_room).await?;
-        Ok(Held { bytes, room })
+        let mut room = self.bodies.room();
+        let bytes = body::read(headers, body, limits, LARGE_BYTES, &mut room).await?;
+        Ok(Held {
+            bytes,
+            room: Arc::new(room),
+        })
     }
 
-    /// Does `work` for a body. Dropping the future tells the work to stop, and it keeps its place until it has.
+    /// Does `work` for a body. Work that finds a request heavy gives none and is done again among the large ones.
+    /// Dropping the future tells the work to stop, and it keeps its place until it has.
     ///
     /// # Errors
     /// Those of the work; 500 when it panicked.
     pub(super) async fn prepare<T: Send + 'static>(
         &self,
         body: Held,
-        work: impl FnOnce(Bytes, &Work) -> Result<T, ApiError> + Send + 'static,
+        work: impl Fn(Bytes, &Work) -> Result<Option<T>, ApiError> + Clone + Send + 'static,
     ) -> Result<Prepared<T>, ApiError> {
-        let lost = || ApiError::internal("the request could not be prepared");
-        let places = match body.bytes.len() > LARGE_BYTES {
-            true => &self.large,
-            false => &self.places,
-        };
-        let place = places.clone().acquire_owned().await.map_err(|_| lost())?;
-        let is_over = Arc::new(AtomicBool::new(false));
-        let ending = Ending(is_over.clone());
-        let work = move || {
-            let _place = place;
-            let Held { bytes, room } = body;
-            let value = work(bytes, &Work { is_over })?;
-            Ok(Prepared {
-                value,
-                body_room: room,
-            })
-        };
-        let prepared = tokio::task::spawn_blocking(work).await;
-        drop(ending);
-        prepared.map_err(|_| lost())?
+        let Held { bytes, room } = body;
+        let mut value = None;
+        if bytes.len() <= LARGE_BYTES {
+            let (bytes, work, room) = (bytes.clone(), work.clone(), room.clone());
+            let work = move |now: &Work| (work(bytes, now), room).0;
+            value = run(&self.places, false, work).await?;
+        }
+        if value.is_none() {
+            let room = room.clone();
+            value = run(&self.large, true, move |now| (work(bytes, now), room).0).await?;
+        }
+        Ok(Prepared {
+            value: value.ok_or_else(lost)?,
+            body_room: room,
+        })
     }
 
     /// The share of a request that holds so many bytes for as long as it lasts; none for a small one, of which the queue
@@ -157,6 +159,31 @@ impl Desk {
             .await
             .map_err(|_| body::no_room("answered"))
     }
+}
+
+/// Does work in one of `places`.
+async fn run<T: Send + 'static>(
+    places: &Arc<Semaphore>,
+    may_be_heavy: bool,
+    work: impl FnOnce(&Work) -> Result<T, ApiError> + Send + 'static,
+) -> Result<T, ApiError> {
+    let place = places.clone().acquire_owned().await.map_err(|_| lost())?;
+    let is_over = Arc::new(AtomicBool::new(false));
+    let ending = Ending(is_over.clone());
+    let work = move || {
+        let _place = place;
+        work(&Work {
+            is_over,
+            may_be_heavy,
+        })
+    };
+    let done = tokio::task::spawn_blocking(work).await;
+    drop(ending);
+    done.map_err(|_| lost())?
+}
+
+fn lost() -> ApiError {
+    ApiError::internal("the request could not be prepared")
 }
 
 /// A share of the memory for large things, at most all of it.
@@ -188,7 +215,7 @@ mod tests {
     fn held(bytes: usize) -> Held {
         Held {
             bytes: Bytes::from(vec![b' '; bytes]),
-            room: None,
+            room: Arc::new(Rooms::new().room()),
         }
     }
 
@@ -205,18 +232,21 @@ mod tests {
                         std::thread::sleep(Duration::from_millis(1));
                     }
                     stopped.0.send(()).unwrap();
-                    work.go_on()
+                    work.go_on().map(Some)
                 };
                 desk.prepare(held(LARGE_BYTES + 1), work).await
             }
         });
         began.1.recv_timeout(Duration::from_secs(10)).unwrap();
-        // Small requests have places of their own meanwhile.
-        let small = desk.prepare(held(10), |bytes, _| Ok(bytes.len()));
+        // Small requests have places of their own meanwhile, unless their schemas are large.
+        let small = desk.prepare(held(10), |bytes, _| Ok(Some(bytes.len())));
         assert_eq!(small.await.unwrap().value, 10);
+        let heavy = |_: Bytes, work: &Work| Ok(work.takes(HEAVY_SCHEMA_BYTES + 1).then_some(()));
+        let waiting = timeout(Duration::from_millis(100), desk.prepare(held(10), heavy));
+        assert!(waiting.await.is_err(), "it waits with the large ones");
         preparing.abort();
         stopped.1.recv_timeout(Duration::from_secs(10)).unwrap();
-        let next = desk.prepare(held(LARGE_BYTES + 1), |bytes, _| Ok(bytes.len()));
+        let next = desk.prepare(held(LARGE_BYTES + 1), |bytes, _| Ok(Some(bytes.len())));
         assert_eq!(next.await.unwrap().value, LARGE_BYTES + 1);
     }
 

@@ -6,6 +6,7 @@ mod completions;
 mod create;
 mod desk;
 mod models;
+mod room;
 mod status;
 mod stream;
 

@@ -206,3 +206,37 @@ async fn a_stream_of_http2_that_nobody_reads_is_cut_off_alone() {
     let rest = unread.text().await.unwrap();
     assert!(rest.contains("client_too_slow") && !rest.contains("[DONE]"));
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn uploads_that_stand_still_hold_up_nobody_and_are_cut() {
+    let worker = FakeWorker::start();
+    let gateway = gateway(&[&worker], |config| {
+        config.limits.body_stall = Duration::from_secs(5);
+    })
+    .await;
+    let head = format!(
+        "POST {PATH} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {}\r\n\r\n",
+        8 << 20
+    );
+    let mut stalled = Vec::new();
+    for _ in 0..8 {
+        let mut stream = TcpStream::connect(gateway.address).await.unwrap();
+        stream.write_all(head.as_bytes()).await.unwrap();
+        stream.write_all(&vec![b' '; 400 << 10]).await.unwrap();
+        stalled.push(stream);
+    }
+    let began = Instant::now();
+    let padding = " ".repeat(300 << 10);
+    let (status, answer) = gateway.chat("say:here", json!({"user": padding})).await;
+    assert_eq!(status, 200, "{answer}");
+    assert!(
+        began.elapsed() < Duration::from_secs(4),
+        "{:?}",
+        began.elapsed()
+    );
+    for mut stream in stalled {
+        let answer = rest(&mut stream).await;
+        assert!(answer.starts_with("HTTP/1.1 408"), "{answer}");
+        assert!(answer.contains("nothing came of the request body for 5 s"));
+    }
+}

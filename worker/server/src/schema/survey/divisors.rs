@@ -1,4 +1,7 @@
-//! What `multipleOf` may be: the library counts remainders in 32 bits, and neither tells nor bears it when they are too few.
+//! What `multipleOf` may be. The library visits all remainders of a divisor, which takes a gigabyte for a million of them,
+//! and counts them in 32 bits, which wrap in silence.
+
+use std::collections::BTreeSet;
 
 use serde_json::Value;
 
@@ -7,15 +10,34 @@ use super::{Part, place};
 /// Most decimals.
 const MAX_DECIMALS: u32 = 8;
 /// Largest divisor without its decimal point: ten times it, and nine in the place of the first decimal, are below 2³².
-const MAX_DIVISOR: u64 = 300_000_000;
+const MAX_UNITS: u64 = 300_000_000;
+/// Most remainders of one divisor.
+const MAX_REMAINDERS: u64 = 10_000;
+/// Most remainders of all divisors of a schema.
+const MAX_REMAINDERS_OF_ALL: u64 = 20_000;
 /// Members that hold together with a schema, or may.
 const TOGETHER: [&str; 3] = ["allOf", "anyOf", "oneOf"];
 
 /// A divisor as a whole number of units of 10 to the power of minus `decimals`.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Divisor {
     units: u64,
     decimals: u32,
+}
+
+impl Divisor {
+    /// Those that are visited: of a power of ten no more than it has digits.
+    fn remainders(self) -> u64 {
+        let digits = self.units.max(1).ilog10();
+        match self.units == 10_u64.pow(digits) {
+            true => u64::from(digits) + 1,
+            false => self.units,
+        }
+    }
+
+    fn can_be_followed(self) -> bool {
+        self.units <= MAX_UNITS && self.remainders() <= MAX_REMAINDERS
+    }
 }
 
 /// What is wrong with a `multipleOf`, or with those that hold together.
@@ -26,6 +48,17 @@ pub(super) fn excess(parts: &[Part<'_>]) -> Option<String> {
             Ok(divisor) => divisors.push(divisor),
             Err(problem) => return Some(problem),
         }
+    }
+    let distinct: BTreeSet<Divisor> = divisors.iter().flatten().copied().collect();
+    if distinct
+        .iter()
+        .map(|divisor| divisor.remainders())
+        .sum::<u64>()
+        > MAX_REMAINDERS_OF_ALL
+    {
+        return Some(format!(
+            "the different values of its 'multipleOf' are more than {MAX_REMAINDERS_OF_ALL} together, not counting decimal points, and as much can be followed: leave some out"
+        ));
     }
     if divisors.iter().flatten().count() < 2 {
         return None;
@@ -43,7 +76,7 @@ pub(super) fn excess(parts: &[Part<'_>]) -> Option<String> {
                     Some(multiple) => Some(multiple),
                     None => {
                         return Some(format!(
-                            "{}its 'multipleOf' and those of its choices and references, multiplied, are beyond {MAX_DIVISOR}, which is as far as can be followed: leave some out",
+                            "{}its 'multipleOf' and those of its choices and references have a least common multiple beyond {MAX_REMAINDERS}, and up to it can be followed: leave some out",
                             place(&part.path)
                         ));
                     }
@@ -82,16 +115,17 @@ fn divisor(part: &Part<'_>) -> Result<Option<Divisor>, String> {
         units *= 10.0;
         decimals += 1;
     }
-    if decimals > MAX_DECIMALS || units > MAX_DIVISOR as f64 {
+    let divisor = Divisor {
+        units: units as u64,
+        decimals,
+    };
+    if decimals > MAX_DECIMALS || !divisor.can_be_followed() {
         return Err(format!(
-            "{at}'multipleOf' is {}, and up to {MAX_DIVISOR} can be followed, not counting the decimal point, with {MAX_DECIMALS} decimals at most: leave it out",
+            "{at}'multipleOf' is {}, and up to {MAX_REMAINDERS} can be followed, not counting the decimal point, or a power of ten, with {MAX_DECIMALS} decimals at most: leave it out",
             shown(value)
         ));
     }
-    Ok(Some(Divisor {
-        units: units as u64,
-        decimals,
-    }))
+    Ok(Some(divisor))
 }
 
 /// The least common multiple; `None` where the library, which multiplies first, would go beyond its numbers.
@@ -100,10 +134,11 @@ fn multiple(left: Divisor, right: Divisor) -> Option<Divisor> {
     let scaled = |divisor: Divisor| divisor.units * 10_u64.pow(decimals - divisor.decimals);
     let (left, right) = (scaled(left), scaled(right));
     let product = left.checked_mul(right)?;
-    (product <= MAX_DIVISOR).then(|| Divisor {
+    let common = Divisor {
         units: product / greatest_common_divisor(left, right),
         decimals,
-    })
+    };
+    (product <= MAX_UNITS && common.can_be_followed()).then_some(common)
 }
 
 fn greatest_common_divisor(left: u64, right: u64) -> u64 {

@@ -132,7 +132,7 @@ impl Running {
         assert_eq!(response.headers()["content-type"], "text/event-stream");
         Events {
             response,
-            buffer: String::new(),
+            buffer: Vec::new(),
         }
     }
 
@@ -181,14 +181,16 @@ impl Running {
 /// The data of server-sent events.
 pub(crate) struct Events {
     response: reqwest::Response,
-    buffer: String,
+    buffer: Vec<u8>,
 }
 
 impl Events {
     pub(crate) async fn next(&mut self) -> Option<String> {
         loop {
-            if let Some(end) = self.buffer.find("\n\n") {
-                let event = self.buffer[..end].to_owned();
+            let end = self.buffer.windows(2).position(|pair| pair == b"\n\n");
+            if let Some(end) = end {
+                // A packet may end within a character, an event does not.
+                let event = String::from_utf8(self.buffer[..end].to_vec()).unwrap();
                 self.buffer.drain(..end + 2);
                 match event.strip_prefix("data: ") {
                     Some(data) => return Some(data.to_owned()),
@@ -196,7 +198,7 @@ impl Events {
                 }
             }
             let chunk = self.response.chunk().await.ok()??;
-            self.buffer.push_str(std::str::from_utf8(&chunk).unwrap());
+            self.buffer.extend_from_slice(&chunk);
         }
     }
 

@@ -20,7 +20,7 @@ const RETRY_ROOM: Duration = Duration::from_secs(2);
 /// The bytes of a JSON body. What is longer than `large` bytes waits, unread, for room as it arrives.
 ///
 /// # Errors
-/// 415 for another type, 413 for a longer one (found by its Content-Length before a byte is read, else at the limit),
+/// 400 for a body of two lengths, 415 for another type, 413 for a longer one (found by its Content-Length before a byte is read, else at the limit),
 /// 408 for one that does not come, 503 for one that found no room in time, 400 for one that breaks off.
 pub(super) async fn read(
     headers: &HeaderMap,
@@ -29,6 +29,7 @@ pub(super) async fn read(
     large: usize,
     room: &mut Room,
 ) -> Result<Bytes, ApiError> {
+    check_framing(headers)?;
     check_type(headers)?;
     let limit = limits.body_bytes;
     let announced = headers
@@ -115,6 +116,30 @@ fn too_large(size: &str, limit: usize) -> ApiError {
         format!("the request body is {size}: at most {limit} bytes are taken"),
     )
     .with_code("body_too_large")
+}
+
+/// Refuses a body of which servers on its way may think differently where it ends.
+fn check_framing(headers: &HeaderMap) -> Result<(), ApiError> {
+    let mut codings = headers.get_all(header::TRANSFER_ENCODING).iter();
+    let Some(coding) = codings.next() else {
+        return Ok(());
+    };
+    if headers.contains_key(header::CONTENT_LENGTH) {
+        let words = "the request has both Content-Length and Transfer-Encoding: send one of them";
+        return Err(ApiError::invalid(words).with_code("ambiguous_length"));
+    }
+    if codings.next().is_none() && coding.as_bytes().eq_ignore_ascii_case(b"chunked") {
+        return Ok(());
+    }
+    Err(ApiError::new(
+        StatusCode::UNSUPPORTED_MEDIA_TYPE,
+        ErrorType::InvalidRequest,
+        format!(
+            "the request body has Transfer-Encoding {}: send it chunked and uncompressed",
+            String::from_utf8_lossy(coding.as_bytes())
+        ),
+    )
+    .with_code("unsupported_media_type"))
 }
 
 /// A body without a type is taken as JSON; one of another type is refused, since curl's `-d` alone would say so.

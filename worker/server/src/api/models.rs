@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use axum::Json;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use http::StatusCode;
 
@@ -20,8 +21,12 @@ pub(super) async fn list(State(app): State<Arc<App>>) -> Json<ModelList> {
 
 pub(super) async fn one(
     State(app): State<Arc<App>>,
-    Path(id): Path<String>,
+    id: Result<Path<String>, PathRejection>,
 ) -> Result<Json<Model>, ApiError> {
+    let Path(id) = id.map_err(|_| {
+        ApiError::parameter("model", "the name of the model in the URL is not UTF-8")
+            .with_code("invalid_utf8")
+    })?;
     check(&app, &id)?;
     Ok(Json(model(&app)))
 }

@@ -69,13 +69,26 @@ pub(super) fn read(fields: &mut Fields) -> Result<GenerationOptions, ApiError> {
     })
 }
 
-/// A bound on generated tokens under one of its names.
+/// A bound on generated tokens under one of its names. It may be any number: no answer is longer than the context.
 pub(super) fn read_max_tokens(
     fields: &mut Fields,
     name: &'static str,
 ) -> Result<Option<u32>, ApiError> {
-    let bound = fields.integer(name, 1..=i64::from(u32::MAX))?;
-    Ok(bound.map(|tokens| tokens as u32))
+    let Some(value) = fields.take(name) else {
+        return Ok(None);
+    };
+    // What is beyond 64 bits is read as a floating-point number; `as` takes the nearest that there is.
+    let whole = value
+        .as_f64()
+        .filter(|bound| *bound >= 1.0 && bound.fract() == 0.0);
+    match whole {
+        Some(bound) => Ok(Some(bound as u32)),
+        None => Err(wrong(
+            &fields.path_of(name),
+            &value,
+            "a whole number of at least 1",
+        )),
+    }
 }
 
 fn read_stream_options(fields: &mut Fields, stream: bool) -> Result<bool, ApiError> {

@@ -256,3 +256,73 @@ async fn a_prompt_longer_than_the_context_is_told_by_how_much() {
             .contains("\"max_model_len\":100")
     );
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_bound_beyond_all_numbers_is_a_bound() {
+    let worker = FakeWorker::start();
+    let gateway = gateway(&[&worker], |_| {}).await;
+    for bound in ["18446744073709551615", "99999999999999999999", "5e9", "7.0"] {
+        for name in ["max_tokens", "max_completion_tokens"] {
+            let body = chat_body("say:hello", json!({"seed": 1})).to_string();
+            let body = body.replacen("\"seed\":1", &format!("\"{name}\":{bound}"), 1);
+            let request = gateway.http.post(format!("{}{CHAT}", gateway.url));
+            let answer = request
+                .header("content-type", "application/json")
+                .body(body)
+                .send()
+                .await
+                .unwrap();
+            assert_eq!(answer.status(), 200, "{name} {bound}");
+            let answer: Value = answer.json().await.unwrap();
+            assert_eq!(answer["choices"][0]["message"]["content"], "hello");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_name_in_the_url_that_is_no_text_is_refused_as_all_else_is() {
+    let worker = FakeWorker::start();
+    let gateway = gateway(&[&worker], |_| {}).await;
+    let (status, answer) = gateway.get("/v1/models/%ff").await;
+    let answer: Value = serde_json::from_str(&answer).expect("an error object");
+    assert_eq!(
+        (status, &answer["error"]["code"]),
+        (400, &json!("invalid_utf8"))
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn bodies_of_two_lengths_and_of_other_codings_are_refused() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let worker = FakeWorker::start();
+    let gateway = gateway(&[&worker], |_| {}).await;
+    let body = chat_body("say:hello", json!({})).to_string();
+    let chunked = format!("{:x}\r\n{body}\r\n0\r\n\r\n", body.len());
+    for (headers, status, words) in [
+        ("Transfer-Encoding: chunked\r\n", 200, "hello"),
+        (
+            "Content-Length: 5\r\nTransfer-Encoding: chunked\r\n",
+            400,
+            "ambiguous_length",
+        ),
+        (
+            "Transfer-Encoding: gzip, chunked\r\n",
+            415,
+            "unsupported_media_type",
+        ),
+    ] {
+        let mut stream = tokio::net::TcpStream::connect(gateway.address)
+            .await
+            .unwrap();
+        let request = format!(
+            "POST {CHAT} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{headers}\r\n{chunked}"
+        );
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.unwrap();
+        assert!(
+            answer.starts_with(&format!("HTTP/1.1 {status}")) && answer.contains(words),
+            "{headers}: {answer}"
+        );
+    }
+}

@@ -20,7 +20,7 @@ const RETRY_ROOM: Duration = Duration::from_secs(2);
 /// The bytes of a JSON body. What is longer than `large` bytes waits, unread, for room as it arrives.
 ///
 /// # Errors
-/// 400 for a body of two lengths, 415 for another type, 413 for a longer one (found by its Content-Length before a byte is read, else at the limit),
+/// 415 for another type, 413 for a longer one (found by its Content-Length before a byte is read, else at the limit),
 /// 408 for one that does not come, 503 for one that found no room in time, 400 for one that breaks off.
 pub(super) async fn read(
     headers: &HeaderMap,
@@ -29,7 +29,7 @@ pub(super) async fn read(
     large: usize,
     room: &mut Room,
 ) -> Result<Bytes, ApiError> {
-    check_framing(headers)?;
+    check_coding(headers)?;
     check_type(headers)?;
     let limit = limits.body_bytes;
     let announced = headers
@@ -118,16 +118,13 @@ fn too_large(size: &str, limit: usize) -> ApiError {
     .with_code("body_too_large")
 }
 
-/// Refuses a body of which servers on its way may think differently where it ends.
-fn check_framing(headers: &HeaderMap) -> Result<(), ApiError> {
+/// Refuses what is compressed on the way. (Of a request with a Content-Length too hyper ends the connection behind the
+/// answer, as RFC 9112, 6.3 has it.)
+fn check_coding(headers: &HeaderMap) -> Result<(), ApiError> {
     let mut codings = headers.get_all(header::TRANSFER_ENCODING).iter();
     let Some(coding) = codings.next() else {
         return Ok(());
     };
-    if headers.contains_key(header::CONTENT_LENGTH) {
-        let words = "the request has both Content-Length and Transfer-Encoding: send one of them";
-        return Err(ApiError::invalid(words).with_code("ambiguous_length"));
-    }
     if codings.next().is_none() && coding.as_bytes().eq_ignore_ascii_case(b"chunked") {
         return Ok(());
     }

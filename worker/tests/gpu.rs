@@ -111,15 +111,13 @@ fn one_of_several_gpus_is_chosen_by_its_uuid() {
 fn served_with(planned: &str) -> String {
     let directory = TempDir::new().unwrap();
     let plan = directory.path().join("plan.json");
-    let endpoint = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let endpoint = endpoint.local_addr().unwrap().to_string();
     let gib = 1_u64 << 30;
     let rank = serde_json::json!({
         "name": "decode-0", "role": "Decode", "index": 0, "node": "here", "cpus": [], "numaNodes": [], "threads": 1,
         "pinning": "None", "device": format!("cuda:{planned}"), "gpus": 1, "gpuUuids": [planned], "gpuMemoryBytes": 2 * gib,
         "residency": {"policy": "Resident", "weightBytes": 7_733_248, "budgetBytes": 7_733_248},
         "kv": {"memoryBytes": 15_728_640, "keyType": "BF16", "valueType": "BF16", "blockTokens": 16},
-        "maxBatch": 2, "chunkTokens": 64, "scratchBytes": 80_150_528, "endpoint": endpoint,
+        "maxBatch": 2, "chunkTokens": 64, "scratchBytes": 80_150_528, "endpoint": "127.0.0.1:0",
     });
     let text = serde_json::json!({
         "generation": 1, "deployment": {"name": "demo", "namespace": "default"}, "strategy": "Hybrid",

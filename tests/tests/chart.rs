@@ -276,6 +276,8 @@ fn the_operator_has_the_rights_that_it_needs_and_no_others() {
         "watch hearth.dev/inferencedeployments",
         "patch hearth.dev/inferencedeployments/status",
         "list networking.k8s.io/servicecidrs",
+        // Whose an agent's token is: documented beside the agents' certificates.
+        "create authentication.k8s.io/tokenreviews",
     ];
     let mut wanted: BTreeSet<String> = wanted.map(str::to_owned).into();
     let unseeing = defaults(

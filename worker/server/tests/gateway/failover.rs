@@ -352,6 +352,8 @@ async fn the_same_numerics_are_waited_for_and_the_same_weights_demanded() {
         FakeWorker::start(),
     );
     slow(&first);
+    // Long enough that the stream is not over when the other one is seen, on a busy machine too.
+    *first.behaviour.pace.lock().unwrap() = Duration::from_millis(100);
     slow(&same);
     other_bits.behaviour.description.lock().unwrap().numerics = "numerics-2".into();
     for worker in [&other_bits, &same] {

@@ -229,11 +229,9 @@ async fn uploads_that_stand_still_hold_up_nobody_and_are_cut() {
     let padding = " ".repeat(300 << 10);
     let (status, answer) = gateway.chat("say:here", json!({"user": padding})).await;
     assert_eq!(status, 200, "{answer}");
-    assert!(
-        began.elapsed() < Duration::from_secs(4),
-        "{:?}",
-        began.elapsed()
-    );
+    let took = began.elapsed();
+    println!("300 KB beside eight uploads that stand still: {took:?}");
+    assert!(took < Duration::from_secs(4), "{took:?}");
     for mut stream in stalled {
         let answer = rest(&mut stream).await;
         assert!(answer.starts_with("HTTP/1.1 408"), "{answer}");

@@ -109,7 +109,7 @@ fn models_arrive_and_gpus_are_claimed() {
         return;
     };
     let images = cluster.import_hearth();
-    release::install_with(&cluster, &images, 1, &["agent.keepModels=30s"]);
+    release::install_with(&cluster, &images, 1, &["agent.keepModels=1"]);
     sources::a_claim_serves(&cluster);
     sources::an_archive_is_fetched_and_serves(&cluster);
     sources::a_secret_opens_an_archive_and_is_seen_nowhere(&cluster);

@@ -77,9 +77,10 @@ pub(super) fn an_archive_is_fetched_and_serves(cluster: &Cluster) {
     let kept = kept_models(cluster);
     assert_eq!(kept.len(), workers.len(), "{kept:?} for {workers:?}");
     serves(cluster, "fetched", &source);
-    // `agent.keepModels` is 30 s here.
+    // `agent.keepModels` is an hour here, until it is none.
     std::thread::sleep(Duration::from_secs(10));
     assert_eq!(kept_models(cluster), kept, "gone with its last deployment");
+    super::release::upgrade(cluster, "agent.keepModels=0");
     wait_until("what nobody names is removed", PATIENCE, || {
         kept_models(cluster).is_empty().then_some(())
     });

@@ -19,6 +19,7 @@ use crate::part::{FileFacts, Part, sha256_of};
 use crate::progress::Reporter;
 use crate::reach::{Guard, Refused};
 use crate::retry::{backoff, retry_after};
+use crate::unpack::{HEAD_BYTES, is_archive};
 use crate::{Blame, Credentials, FetchError, FetchOptions, Phase, Source};
 
 /// How often the progress of a silent download is told.
@@ -182,7 +183,9 @@ impl Download<'_> {
         idle_since: Instant,
     ) -> Result<(Part, Result<(), Failure>), FetchError> {
         let answer = self.request(&part, idle_since).await;
-        self.reporter.hide(self.guard.keeps_back());
+        // How long an archive is gives nothing of the network away; how long another answer is may.
+        self.reporter
+            .hide(self.guard.keeps_back() && !part.is_archive());
         let response = match answer {
             Ok(response) => response,
             Err(failure) => return Ok((part, Err(failure))),
@@ -338,7 +341,13 @@ impl Download<'_> {
         total_bytes: Option<u64>,
     ) -> Result<(), Failure> {
         let mut bytes = here_bytes;
+        let mut head = Vec::new();
         while let Some(piece) = self.piece(&mut response, bytes, total_bytes).await? {
+            if bytes < HEAD_BYTES as u64 && here_bytes == 0 {
+                head.extend_from_slice(&piece);
+                self.reporter
+                    .hide(self.guard.keeps_back() && !is_archive(&head));
+            }
             bytes += piece.len() as u64;
             if let Some(announced_bytes) = total_bytes.filter(|&total| bytes > total) {
                 let url = self.source.shown();

@@ -15,7 +15,7 @@
 //! - Nothing of an archive is unpacked before its checksum is right.
 //! - No entry of an archive reaches outside of the model's directory: links become second names of files in it.
 //! - Where the reach is limited, nothing of a server that is not public is told before the checksum holds: neither in
-//!   words, nor in sizes, nor by the time that a failure takes.
+//!   words, nor in sizes but those of an archive, nor by the time that a failure takes.
 //! - A server never makes this machine hold more than it announced, nor fill its disk.
 
 #![forbid(unsafe_code)]
@@ -119,7 +119,7 @@ pub async fn fetch(
         ..options.clone()
     };
     let reporter = Arc::new(Reporter::new(observer));
-    // Until the archive has come, or its server is known to be public, its size is nobody's business.
+    // Until its server is known to be public, or the file to be an archive, its size is nobody's business.
     reporter.hide(options.reach.is_limited());
     let lock = Arc::new(wait_for_lock(cache, &key, &reporter).await?);
     if let Some(directory) = cache.model(&key) {

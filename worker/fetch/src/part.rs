@@ -12,6 +12,7 @@ use sha2::{Digest, Sha256};
 use crate::cache::remove_file;
 use crate::lock::Lock;
 use crate::progress::Reporter;
+use crate::unpack::{HEAD_BYTES, is_archive};
 use crate::{Cache, FetchError, Key, Phase};
 
 /// Bytes that are read at a time.
@@ -159,6 +160,14 @@ impl Part {
     /// SHA-256 of the bytes, in hexadecimal digits.
     pub(crate) fn sha256(&self) -> String {
         hex(&self.hasher.clone().finalize())
+    }
+
+    /// Whether what is here begins as an archive does.
+    pub(crate) fn is_archive(&self) -> bool {
+        let mut head = Vec::new();
+        let read = File::open(&self.path)
+            .and_then(|file| file.take(HEAD_BYTES as u64).read_to_end(&mut head));
+        read.is_ok() && is_archive(&head)
     }
 
     /// The bytes from their start.

@@ -418,10 +418,20 @@ fn sync(directory: &Path) -> Result<(), FetchError> {
         .map_err(FetchError::in_cache(directory))
 }
 
+/// Where a tar says that it is one.
+const MAGIC_AT: usize = 257;
+/// As many first bytes of a file tell what it is.
+pub(crate) const HEAD_BYTES: usize = MAGIC_AT + 5;
+
+/// Whether a file with these first bytes is one that can be unpacked: gzip, zstd, or a tar that says so.
+pub(crate) fn is_archive(head: &[u8]) -> bool {
+    let is_compressed = matches!(head, [0x1f, 0x8b, ..] | [0x28, 0xb5, 0x2f, 0xfd, ..]);
+    is_compressed || head.get(MAGIC_AT..HEAD_BYTES) == Some(b"ustar".as_slice())
+}
+
 impl Unpacking {
     /// The tar inside of the file, by its first bytes.
     fn decoder<'a>(&self, mut file: Counted<'a>) -> Result<Box<dyn Read + 'a>, FetchError> {
-        const MAGIC_AT: usize = 257;
         let mut head = Vec::new();
         let peek = (&mut file).take(512).read_to_end(&mut head);
         peek.map_err(|error| self.corrupt(error.to_string()))?;
@@ -447,7 +457,7 @@ impl Unpacking {
             [] => Some("it is empty"),
             _ => None,
         };
-        let is_tar = head.len() >= MAGIC_AT + 5 && &head[MAGIC_AT..MAGIC_AT + 5] == b"ustar";
+        let is_tar = is_archive(&head);
         match known {
             Some(what) if !is_tar => Err(self.not_an_archive(what.to_owned())),
             // The oldest kind of tar has no magic: its header's checksum tells.

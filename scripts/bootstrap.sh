@@ -13,14 +13,52 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 goal=${1:-build}
 shift $(($# > 0))
+
+say() { printf 'bootstrap: %s\n' "$*" >&2; }
+
+if [ -z "${HOME:-}" ]; then
+    say "HOME is not set, and the build keeps Rust and its cache there; please set it:"
+    say "    export HOME=/root    # or another directory that is yours"
+    exit 1
+fi
 cache=${HEARTH_CACHE:-$HOME/.cache/hearth}
+# Where a user's PATH lacks the system's own programs.
+ldconfig=$(command -v ldconfig || echo /sbin/ldconfig)
 
 case $goal in
 build | cluster | oldest) with_python='' ;;
 *) with_python=yes ;;
 esac
 
-say() { printf 'bootstrap: %s\n' "$*" >&2; }
+# The line that installs packages, given by their Debian names, with this system's package manager.
+install_line() {
+    local package names=() manager=apt-get
+    for manager in apt-get dnf zypper pacman; do
+        ! command -v "$manager" >/dev/null || break
+        manager=''
+    done
+    for package in "$@"; do
+        case $manager:$package in
+        dnf:build-essential | zypper:build-essential) names+=(gcc gcc-c++ make) ;;
+        pacman:build-essential) names+=(base-devel) ;;
+        dnf:iproute2) names+=(iproute) ;;
+        dnf:conntrack | zypper:conntrack | pacman:conntrack) names+=(conntrack-tools) ;;
+        dnf:libseccomp-dev | zypper:libseccomp-dev) names+=(libseccomp-devel) ;;
+        pacman:libseccomp-dev) names+=(libseccomp) ;;
+        pacman:python3) names+=(python) ;;
+        # The module is part of Python itself there.
+        dnf:python3-venv | zypper:python3-venv) names+=(python3-pip) ;;
+        pacman:python3-venv) names+=(python-pip) ;;
+        *) names+=("$package") ;;
+        esac
+    done
+    case $manager in
+    zypper) echo "sudo zypper install -y ${names[*]}" ;;
+    pacman) echo "sudo pacman -S --needed --noconfirm ${names[*]}" ;;
+    '') echo "(by this system's own package manager; Debian's names:) ${names[*]}" ;;
+    *) echo "sudo $manager install -y ${names[*]}" ;;
+    esac
+}
 
 need_packages=()
 { command -v cc && command -v c++; } >/dev/null || need_packages+=(build-essential)
@@ -52,15 +90,25 @@ if [ ${#need_packages[@]} -gt 0 ]; then
         DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${need_packages[@]}" >&2
     else
         say "these system packages are missing; please run:"
-        say "    sudo apt-get install -y ${need_packages[*]}"
+        say "    $(install_line "${need_packages[@]}")"
         exit 1
     fi
 fi
 
 export PATH="$HOME/.cargo/bin:$PATH"
-if ! command -v cargo >/dev/null; then
+# A distribution's cargo follows no rust-toolchain.toml: it is used where it is new enough.
+oldest_rust=$(sed -n 's/^rust-version = "\(.*\)"$/\1/p' Cargo.toml)
+is_cargo_usable() {
+    command -v cargo >/dev/null || return 1
+    ! command -v rustup >/dev/null || return 0
+    cargo_version=$(cargo --version 2>/dev/null | cut -d' ' -f2)
+    [ "$(printf '%s\n' "$oldest_rust" "$cargo_version" | sort -V | head -n 1)" = "$oldest_rust" ]
+}
+if ! is_cargo_usable; then
+    [ -z "${cargo_version:-}" ] ||
+        say "$(command -v cargo) is $cargo_version, and Hearth needs Rust $oldest_rust or newer"
     say "installing Rust by rustup for $(id -un)"
-    curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs | sh -s -- -y --profile minimal --default-toolchain none >&2
+    curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs | RUSTUP_INIT_SKIP_PATH_CHECK=yes sh -s -- -y --profile minimal --default-toolchain none >&2
 fi
 if command -v rustup >/dev/null && ! cargo --version >/dev/null 2>&1; then
     say "installing the toolchain that rust-toolchain.toml names"
@@ -68,8 +116,8 @@ if command -v rustup >/dev/null && ! cargo --version >/dev/null 2>&1; then
 fi
 
 # A machine with a GPU compiles its kernels at first use: NVRTC is taken from PyPI where the system has none.
-if [ "$goal" != cluster ] && [ "$goal" != oldest ] && [ ! -e "$cache/nvrtc" ] && ldconfig -p 2>/dev/null | grep -q 'libcuda\.so\.1' &&
-    ! ldconfig -p | grep -q 'libnvrtc\.so\.12' && python3 -c 'import venv, ensurepip' 2>/dev/null; then
+if [ "$goal" != cluster ] && [ "$goal" != oldest ] && [ ! -e "$cache/nvrtc" ] && "$ldconfig" -p 2>/dev/null | grep -q 'libcuda\.so\.1' &&
+    ! "$ldconfig" -p | grep -q 'libnvrtc\.so\.12' && python3 -c 'import venv, ensurepip' 2>/dev/null; then
     say "installing NVRTC for this machine's GPU"
     python3 -m venv "$cache/nvrtc-py"
     "$cache/nvrtc-py/bin/pip" install -q --disable-pip-version-check \

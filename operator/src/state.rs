@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use hearth_crds::InferencePlanSpec;
 use rustix::fs::{CWD, RenameFlags, rename, renameat_with};
 use serde::{Deserialize, Serialize};
@@ -82,13 +82,19 @@ impl StateDir {
         let base = match std::env::var_os("XDG_STATE_HOME") {
             Some(directory) if !directory.is_empty() => PathBuf::from(directory),
             _ => {
-                let home = std::env::var_os("HOME").context(
+                let home = std::env::var_os("HOME").filter(|home| !home.is_empty());
+                let home = home.context(
                     "there is no home directory to keep state in\n  name one: --state-dir DIR",
                 )?;
                 PathBuf::from(home).join(".local/state")
             }
         };
         Ok(Self(base.join("hearth")))
+    }
+
+    /// The directory itself; it may not exist.
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
     }
 
     /// The directory of a deployment; it may not exist.
@@ -131,6 +137,18 @@ impl StateDir {
         Ok(names)
     }
 
+    /// The deployment that was started last, whether it still runs or not; none where none ever ran.
+    ///
+    /// # Errors
+    /// As [`StateDir::running`].
+    pub(crate) fn latest(&self) -> anyhow::Result<Option<String>> {
+        let started = |name: &String| {
+            let plan = self.deployment(name).plan_file();
+            fs::metadata(plan).and_then(|plan| plan.modified()).ok()
+        };
+        Ok(self.known()?.into_iter().max_by_key(started))
+    }
+
     fn deployments(&self) -> anyhow::Result<Vec<DeploymentDir>> {
         let entries = match fs::read_dir(&self.0) {
             Ok(entries) => entries,
@@ -158,7 +176,8 @@ impl StateDir {
         }
         match running.len() {
             0 => bail!(
-                "no deployment runs on this machine\n  start one: hearth up -f manifests/examples/demo.yaml"
+                "no deployment runs on this machine; looked in {}\n  start one: hearth up -f manifests/examples/demo.yaml",
+                self.0.display()
             ),
             1 => Ok(running.remove(0)),
             _ => {
@@ -183,15 +202,30 @@ impl DeploymentDir {
         let path = self.0.join("lock");
         let lock = File::create(&path).map_err(|error| trouble(&path, "written", error))?;
         if lock.try_lock().is_err() {
-            let pid = self.read_running().map_or_else(
-                |_| "another process".to_owned(),
-                |running| format!("process {}", running.pid),
-            );
-            bail!(
-                "{name} is already served by {pid}\n  stop it with Ctrl-C there, or give this deployment another metadata.name"
-            );
+            return Err(self.held(name));
         }
         Ok(lock)
+    }
+
+    /// Tells early what [`DeploymentDir::acquire`] would; it changes nothing.
+    ///
+    /// # Errors
+    /// When another `hearth up` holds the directory.
+    pub(crate) fn check_free(&self, name: &str) -> anyhow::Result<()> {
+        match self.is_held() {
+            true => Err(self.held(name)),
+            false => Ok(()),
+        }
+    }
+
+    fn held(&self, name: &str) -> anyhow::Error {
+        let by = self.read_running().map_or_else(
+            |_| "by another process".to_owned(),
+            |running| format!("at {} by process {}", running.endpoint, running.pid),
+        );
+        anyhow!(
+            "{name} is already served {by}\n  stop it with Ctrl-C there, or give this deployment another metadata.name"
+        )
     }
 
     /// Whether a `hearth up` holds the directory.

@@ -1,6 +1,8 @@
 //! `hearth up`: dereference → validate → plan → build → apply → report, with processes instead of Pods.
 
 mod ask;
+mod files;
+mod hint;
 mod prepare;
 mod process;
 mod supervise;

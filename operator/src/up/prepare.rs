@@ -7,11 +7,14 @@ use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context, bail};
-use hearth_crds::{GpuProfile, InferencePlanSpec, ModelFacts, NodeProfileSpec, PlanRole, Venue};
+use hearth_crds::{
+    GpuProfile, InferenceDeployment, InferencePlanSpec, ModelFacts, NodeProfileSpec, PlanRole,
+    Venue,
+};
 use hearth_planner::{CpuOffer, GpuOffer, PlanRequest};
 use serde::Deserialize;
 
-use super::{UpArgs, ask};
+use super::{UpArgs, files};
 use crate::state::{DeploymentDir, StateDir};
 use crate::ui::Steps;
 use crate::{ports, source, table, ui, worker};
@@ -65,9 +68,22 @@ pub(crate) fn plan(
     anew: bool,
     steps: &Steps,
 ) -> anyhow::Result<Planned> {
+    plan_of(&deployment(file)?, state, anew, steps)
+}
+
+/// The deployment that a file holds, checked.
+fn deployment(file: &Path) -> anyhow::Result<InferenceDeployment> {
     let text = read(file)?;
-    let deployment =
-        hearth_crds::parse_deployment_for(text.trim_start_matches('\u{feff}'), Venue::Machine)?;
+    let text = text.trim_start_matches('\u{feff}');
+    Ok(hearth_crds::parse_deployment_for(text, Venue::Machine)?)
+}
+
+fn plan_of(
+    deployment: &InferenceDeployment,
+    state: &StateDir,
+    anew: bool,
+    steps: &Steps,
+) -> anyhow::Result<Planned> {
     let name = deployment.metadata.name.clone().unwrap_or_default();
     steps.done_with(
         &format!("{name} is valid"),
@@ -171,17 +187,21 @@ pub(crate) fn prepare(args: &UpArgs) -> anyhow::Result<Prepared> {
         port => port,
     };
     let listen = SocketAddr::new(args.host, port);
+    let deployment = deployment(&args.file)?;
+    // Before its port: one that runs holds that too, and another port would not help.
+    let name = deployment.metadata.name.as_deref().unwrap_or_default();
+    state.deployment(name).check_free(name)?;
     ports::check_free(listen, &args.file.display().to_string(), "--port ")?;
     if args.metrics.port() != 0 {
         let flag = format!("--metrics {}:", args.metrics.ip());
         ports::check_free(args.metrics, &args.file.display().to_string(), &flag)?;
     }
-    check_files(args)?;
+    files::check(args)?;
     let Planned {
         name,
         mut plan,
         can_chat,
-    } = plan(&args.file, &state, args.measure, &steps)?;
+    } = plan_of(&deployment, &state, args.measure, &steps)?;
     if args.ask.is_some() && !can_chat {
         bail!(
             "--ask needs a chat template, and the model of {name} has none\n  \
@@ -224,50 +244,6 @@ pub(crate) fn prepare(args: &UpArgs) -> anyhow::Result<Prepared> {
         started,
         steps,
     })
-}
-
-fn check_files(args: &UpArgs) -> anyhow::Result<()> {
-    if let Some(keys) = &args.api_keys
-        && !keys.is_file()
-    {
-        bail!(
-            "--api-keys is {}, which is no file\n  write one key a line into it",
-            keys.display()
-        );
-    }
-    if let Some(keys) = &args.api_keys
-        && ask::first_key(keys).is_none()
-    {
-        bail!(
-            "--api-keys is {}, which holds no key\n  write one key a line; lines that begin with # are comments",
-            keys.display()
-        );
-    }
-    for (flag, what, file) in [
-        ("--https-cert", "certificate", &args.https_cert),
-        ("--https-key", "private key", &args.https_key),
-    ] {
-        if let Some(file) = file
-            && !file.is_file()
-        {
-            bail!(
-                "{flag} is {}, which is no file\n  name a PEM file with the {what} of the endpoint",
-                file.display()
-            );
-        }
-    }
-    let Some(directory) = &args.tls_dir else {
-        return Ok(());
-    };
-    for name in ["tls.crt", "tls.key", "ca.crt"] {
-        if !directory.join(name).is_file() {
-            bail!(
-                "--tls-dir is {}, and {name} is not in it\n  mutual TLS needs tls.crt, tls.key and ca.crt",
-                directory.display()
-            );
-        }
-    }
-    Ok(())
 }
 
 fn machine(profile: &NodeProfileSpec) -> String {

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use rustix::process::{Pid, Signal, kill_process};
 use serde::Deserialize;
-use tokio::io::{AsyncBufReadExt, BufReader};
-use tokio::process::{Child, Command};
+use tokio::io::{AsyncBufReadExt, BufReader, Lines};
+use tokio::process::{Child, ChildStdout, Command};
 use tokio::sync::{mpsc, watch};
 
 /// First pause before a process is started again; doubles up to [`MAX_PAUSE`].
@@ -22,6 +22,10 @@ const STABLE: Duration = Duration::from_secs(10);
 const HUNG_AFTER: Duration = Duration::from_secs(3);
 /// One that is silent for as long does not come back, and is ended.
 const SILENCE: Duration = Duration::from_secs(20);
+/// For reading what a process that has ended wrote.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+/// Exit code of a worker that does not take its arguments.
+const USAGE: i32 = 2;
 /// How a worker begins the line that says why it ends.
 const ERROR: &str = "error: ";
 /// Lines of an error that are shown.
@@ -48,6 +52,7 @@ enum Report {
     Ready {},
     Alive,
     Draining,
+    CutOff { answers: u64 },
 }
 
 /// Something that happened to a process.
@@ -80,7 +85,11 @@ pub(crate) enum ProcessEventKind {
         pause: Duration,
         /// Whether it had served since its start.
         was_ready: bool,
+        /// It does not take its arguments, and will not the next time.
+        is_refused: bool,
     },
+    /// So many answers had not ended when the time to finish them was over.
+    CutOff(u64),
     /// It ended after being asked.
     Stopped,
 }
@@ -112,12 +121,20 @@ pub(crate) async fn keep(
     loop {
         let began = Instant::now();
         let log_start = std::fs::metadata(&spec.log).map_or(0, |log| log.len());
-        let (how, was_ready) = match spawn(&spec) {
+        let End {
+            how,
+            was_ready,
+            is_refused,
+        } = match spawn(&spec) {
             Ok(child) => {
                 tell(ProcessEventKind::Started(child.id().unwrap_or_default()));
                 follow(child, &tell, &mut wanted).await
             }
-            Err(error) => (format!("not started: {error:#}"), false),
+            Err(error) => End {
+                how: format!("not started: {error:#}"),
+                was_ready: false,
+                is_refused: false,
+            },
         };
         if *wanted.borrow() != Wanted::Running {
             tell(ProcessEventKind::Stopped);
@@ -131,6 +148,7 @@ pub(crate) async fn keep(
             why: last_error(&spec.log, log_start),
             pause,
             was_ready,
+            is_refused,
         });
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
@@ -165,12 +183,22 @@ fn open_log(path: &Path) -> anyhow::Result<File> {
         .with_context(|| format!("{} cannot be written", path.display()))
 }
 
-/// Follows a process to its end; tells how it ended and whether it had served.
+/// How a process ended.
+struct End {
+    /// In words.
+    how: String,
+    /// Whether it had served.
+    was_ready: bool,
+    /// See [`ProcessEventKind::Died`].
+    is_refused: bool,
+}
+
+/// Follows a process to its end.
 async fn follow(
     mut child: Child,
     tell: &impl Fn(ProcessEventKind),
     wanted: &mut watch::Receiver<Wanted>,
-) -> (String, bool) {
+) -> End {
     let pid = child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
     let mut lines = child
         .stdout
@@ -188,8 +216,12 @@ async fn follow(
         };
         tokio::select! {
             status = child.wait() => {
-                let how = if is_ended { format!("hung for {} s and was ended", SILENCE.as_secs()) } else { describe(status.ok()) };
-                return (how, was_ready);
+                let how = if is_ended { format!("hung for {} s and was ended", SILENCE.as_secs()) } else { describe(status.as_ref().ok()) };
+                if let Some(lines) = lines {
+                    let _ = tokio::time::timeout(LAST_WORDS, last_words(lines, tell)).await;
+                }
+                let is_refused = status.is_ok_and(|status| status.code() == Some(USAGE));
+                return End { how, was_ready, is_refused };
             }
             () = tokio::time::sleep_until(heard + HUNG_AFTER), if was_ready && !is_silent => {
                 is_silent = true;
@@ -214,6 +246,7 @@ async fn follow(
                         heard = tokio::time::Instant::now();
                         tell(ProcessEventKind::Ready);
                     }
+                    Ok(Report::CutOff { answers }) => tell(ProcessEventKind::CutOff(answers)),
                     Ok(Report::Loading { percent }) => tell(ProcessEventKind::Loading(percent)),
                     Ok(Report::Draining) | Err(_) => {}
                 },
@@ -233,7 +266,16 @@ async fn follow(
     }
 }
 
-fn describe(status: Option<ExitStatus>) -> String {
+/// What a process said at its end, which may not have been read yet.
+async fn last_words(mut lines: Lines<BufReader<ChildStdout>>, tell: &impl Fn(ProcessEventKind)) {
+    while let Ok(Some(line)) = lines.next_line().await {
+        if let Ok(Report::CutOff { answers }) = serde_json::from_str(&line) {
+            tell(ProcessEventKind::CutOff(answers));
+        }
+    }
+}
+
+fn describe(status: Option<&ExitStatus>) -> String {
     use std::os::unix::process::ExitStatusExt;
     match status {
         Some(status) => match (status.code(), status.signal()) {

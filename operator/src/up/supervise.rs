@@ -11,10 +11,11 @@ use hearth_crds::{PlanRank, PlanRole};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
+use super::hint::{self, Hint};
 use super::prepare::Prepared;
 use super::process::{self, ProcessEvent, ProcessEventKind, ProcessSpec, Wanted};
 use super::{UpArgs, ask};
-use crate::state::{Running, RunningProcess};
+use crate::state::{Running, RunningProcess, StateDir};
 use crate::ui::Busy;
 use crate::worker;
 
@@ -46,8 +47,8 @@ struct Deployment {
     failed_starts: BTreeMap<String, u32>,
     /// The last reason that was told of each process.
     reasons: BTreeMap<String, String>,
-    /// Clients must send an API key.
-    has_keys: bool,
+    /// Answers that the gateway did not finish in time.
+    cut_off: u64,
     spinner: Busy,
 }
 
@@ -78,7 +79,7 @@ impl Deployment {
             tasks,
             failed_starts: BTreeMap::new(),
             reasons: BTreeMap::new(),
-            has_keys: args.api_keys.is_some(),
+            cut_off: 0,
             spinner,
         };
         deployment.publish();
@@ -93,7 +94,7 @@ impl Deployment {
             };
             self.take(event)?;
         }
-        self.announce();
+        self.announce(args);
         if let Some(question) = &args.ask {
             let key = args.api_keys.as_deref().and_then(ask::first_key);
             let running = self.running.clone();
@@ -165,13 +166,18 @@ impl Deployment {
                 why,
                 pause,
                 was_ready,
+                is_refused,
             } => {
                 process.pid = None;
                 process.ready = false;
                 process.hung = false;
                 process.restarts += 1;
+                if is_refused {
+                    self.failed_starts.insert(rank.clone(), MAX_FAILED_STARTS);
+                }
                 self.died(&rank, &how, why, pause, was_ready)?;
             }
+            ProcessEventKind::CutOff(answers) => self.cut_off += answers,
             ProcessEventKind::Stopped => {
                 process.pid = None;
                 process.ready = false;
@@ -219,7 +225,7 @@ impl Deployment {
         Ok(())
     }
 
-    fn announce(&mut self) {
+    fn announce(&mut self, args: &UpArgs) {
         self.spinner.finish();
         self.running.ready = true;
         self.publish();
@@ -241,9 +247,9 @@ impl Deployment {
         if let Some(metrics) = metrics {
             steps.detail(&format!("metrics           {metrics}"));
         }
-        let (flag, header) = match self.has_keys {
-            true => (" --api-key KEY", "-H 'Authorization: Bearer KEY' "),
-            false => ("", ""),
+        let header = match args.api_keys {
+            Some(_) => "-H 'Authorization: Bearer KEY' ",
+            None => "",
         };
         let trust = certificate.as_ref().map_or_else(String::new, |file| {
             format!("--cacert '{}' ", file.display())
@@ -255,7 +261,8 @@ impl Deployment {
             )
         };
         if self.prepared.can_chat {
-            steps.detail(&format!("try               hearth chat{flag}      or"));
+            let chat = self.chat_line(args);
+            steps.detail(&format!("try               {chat}      or"));
             steps.detail(&curl(
                 "chat/completions",
                 "\"messages\": [{\"role\": \"user\", \"content\": \"What is Hearth?\"}]",
@@ -264,16 +271,45 @@ impl Deployment {
             steps.detail("the model has no chat template, so it completes texts; try");
             steps.detail(&curl("completions", "\"prompt\": \"Hearth is\""));
         }
-        steps.detail("Ctrl-C stops; streams in flight are finished first.");
+        steps.detail(&format!(
+            "Ctrl-C stops; streams in flight get {} s to finish.",
+            args.grace
+        ));
+    }
+
+    /// The command with which to talk to it, from another terminal.
+    fn chat_line(&self, args: &UpArgs) -> String {
+        let name = self.running.name.as_str();
+        let state = StateDir::locate(args.state.state_dir.as_deref());
+        let others = state.as_ref().ok().and_then(|state| state.running().ok());
+        let runs_alone = others.is_none_or(|all| all.iter().all(|one| one.name == name));
+        let asked = args.state.state_dir.as_deref();
+        let state_dir = asked
+            .filter(|directory| !directory.as_os_str().is_empty())
+            .map(|directory| {
+                directory
+                    .canonicalize()
+                    .unwrap_or_else(|_| directory.to_owned())
+            });
+        let program = std::env::current_exe().and_then(|program| program.canonicalize());
+        Hint {
+            program: program.ok(),
+            found: hint::on_path(),
+            name: (!runs_alone).then_some(name),
+            state_dir: state_dir.as_deref(),
+            has_keys: args.api_keys.is_some(),
+        }
+        .line()
     }
 
     /// Ends the gateway first, so that its streams still find their workers; then the workers.
     async fn stop(mut self, grace: Duration) {
         self.spinner.finish();
         if self.running.ready {
-            self.prepared
-                .steps
-                .done("draining: streams in flight are finished; Ctrl-C again stops now");
+            self.prepared.steps.done(&format!(
+                "draining: streams in flight get {} s to finish; Ctrl-C again stops now",
+                grace.as_secs()
+            ));
         }
         let mut is_whole = true;
         let roles = [PlanRole::Gateway, PlanRole::Decode, PlanRole::Prefill];
@@ -300,10 +336,16 @@ impl Deployment {
         while self.tasks.join_next().await.is_some() {}
         self.prepared.directory.clear_running();
         let _ = self.prepared.lock.unlock();
-        self.prepared.steps.done(if is_whole {
-            "stopped"
-        } else {
-            "stopped at once: what was in flight was cut off"
+        let seconds = grace.as_secs();
+        self.prepared.steps.done(&match (is_whole, self.cut_off) {
+            (false, _) => "stopped at once: what was in flight was cut off".to_owned(),
+            (true, 0) => "stopped".to_owned(),
+            (true, 1) => format!(
+                "stopped; 1 answer was cut off: it had not ended after {seconds} s (--grace)"
+            ),
+            (true, count) => format!(
+                "stopped; {count} answers were cut off: they had not ended after {seconds} s (--grace)"
+            ),
         });
     }
 
@@ -326,6 +368,9 @@ impl Deployment {
             let Some(event) = self.events.recv().await else {
                 return;
             };
+            if let ProcessEventKind::CutOff(answers) = event.kind {
+                self.cut_off += answers;
+            }
             if let ProcessEventKind::Stopped = event.kind
                 && let Some(process) = self
                     .running

@@ -1,7 +1,7 @@
 //! What all handlers share.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use tokio_util::sync::CancellationToken;
@@ -30,6 +30,8 @@ pub(crate) struct App {
     pub(crate) is_draining: AtomicBool,
     /// The time for streams in flight is over.
     pub(crate) closing: CancellationToken,
+    /// Requests that had not been answered by then.
+    pub(crate) cut_off: AtomicU64,
 }
 
 impl App {

@@ -3,6 +3,7 @@
 use std::str::FromStr;
 use std::time::Duration;
 
+use hearth_transport::origin;
 use http::{HeaderName, HeaderValue, Method};
 use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
@@ -26,29 +27,10 @@ impl FromStr for CorsOrigin {
         if text == "*" {
             return Ok(Self::Any);
         }
-        let is_host = |host: &str| {
-            let is_part = |c: char| {
-                c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_' | ':' | '[' | ']')
-            };
-            !host.is_empty() && host.chars().all(is_part)
-        };
-        let is_scheme = |scheme: &str| {
-            let is_part = |c: char| {
-                c.is_ascii_lowercase() || c.is_ascii_digit() || matches!(c, '+' | '.' | '-')
-            };
-            !scheme.is_empty() && scheme.chars().all(is_part)
-        };
-        let is_origin = text == "null"
-            || text
-                .split_once("://")
-                .is_some_and(|(scheme, host)| is_scheme(scheme) && is_host(host));
+        origin::check(text)?;
         HeaderValue::from_str(text)
-            .ok()
-            .filter(|_| is_origin)
             .map(Self::One)
-            .ok_or_else(|| {
-                "an origin is a scheme, a host and a port without any path, such as http://localhost:3000; * is every origin".to_owned()
-            })
+            .map_err(|error| error.to_string())
     }
 }
 

@@ -5,7 +5,7 @@ use std::future::Future;
 use std::io;
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use axum::Router;
@@ -56,8 +56,8 @@ pub struct Gateway {
 }
 
 /// Serves the OpenAI API on `listener` until `shutdown` is ready, then finishes the requests of the connections that are open
-/// within `limits.drain_grace` and refuses those of new ones with 503. Returns when all of the former have ended. Dropping
-/// the future stops at once.
+/// within `limits.drain_grace` and refuses those of new ones with 503. Returns when all of the former have ended, with
+/// the number of requests that had to be cut off. Dropping the future stops at once.
 ///
 /// # Errors
 /// [`GatewayError`] when the configuration cannot be used.
@@ -65,7 +65,7 @@ pub async fn serve(
     config: GatewayConfig,
     listener: TcpListener,
     shutdown: impl Future<Output = ()>,
-) -> Result<(), GatewayError> {
+) -> Result<u64, GatewayError> {
     Gateway::start(config)?.serve(listener, shutdown).await
 }
 
@@ -124,6 +124,7 @@ impl Gateway {
             created: unix_seconds(),
             is_draining: AtomicBool::new(false),
             closing: CancellationToken::new(),
+            cut_off: AtomicU64::new(0),
         });
         Ok(Self { app, acceptor })
     }
@@ -190,7 +191,7 @@ impl Gateway {
         self,
         listener: TcpListener,
         shutdown: impl Future<Output = ()>,
-    ) -> Result<(), GatewayError> {
+    ) -> Result<u64, GatewayError> {
         let limits = &self.app.limits;
         // Connections inherit it. The system would take megabytes for a client that does not read.
         if let Err(error) = SockRef::from(&listener).set_send_buffer_size(SEND_BYTES) {
@@ -232,7 +233,7 @@ impl Gateway {
             () = ended => {}
             never = turn_away(listener, &places, &connections) => match never {},
         }
-        Ok(())
+        Ok(self.app.cut_off.load(Ordering::Relaxed))
     }
 }
 

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use futures::stream::SelectAll;
@@ -96,14 +97,16 @@ pub(crate) type ChoiceStream = Pin<Box<dyn Stream<Item = Result<ChoiceEvent, Api
 /// prompt's keys and values computed. No more than the pool's share for one request are under way at a time: the next one
 /// goes to the end of the queue when one has ended, behind whoever came meanwhile.
 pub(crate) fn run(app: Arc<App>, submission: Submission) -> ChoiceStream {
-    let closing = app.closing.clone();
-    let events = AssertUnwindSafe(run_choices(app, submission)).catch_unwind();
+    let events = AssertUnwindSafe(run_choices(app.clone(), submission)).catch_unwind();
     Box::pin(async_stream::stream! {
         let mut events = std::pin::pin!(events);
         loop {
             let item = tokio::select! {
                 biased;
-                () = closing.cancelled() => Some(Err(closing_error())),
+                () = app.closing.cancelled() => {
+                    app.cut_off.fetch_add(1, Ordering::Relaxed);
+                    Some(Err(closing_error()))
+                }
                 item = events.next() => item.map(|item| item.unwrap_or_else(|_| Err(fault()))),
             };
             let Some(item) = item else { return };

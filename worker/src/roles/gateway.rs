@@ -91,7 +91,13 @@ pub(crate) fn run(args: &GatewayArgs) -> anyhow::Result<()> {
             }
         };
         tokio::select! {
-            served = gateway.serve(listener, shutdown) => Ok(served?),
+            served = gateway.serve(listener, shutdown) => {
+                let answers = served?;
+                if answers > 0 {
+                    Report::CutOff { answers }.send();
+                }
+                Ok(())
+            }
             never = stay_alive() => match never {},
             never = follow_routes => match never {},
             () = metrics => Ok(()),

@@ -25,6 +25,11 @@ pub(crate) enum Report<'a> {
     Alive,
     /// No new requests are taken.
     Draining,
+    /// The time to finish what is in flight is over.
+    CutOff {
+        /// That had not ended.
+        answers: u64,
+    },
 }
 
 /// How often a process that serves says that it is alive.

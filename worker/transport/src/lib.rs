@@ -5,6 +5,7 @@
 //! - [`RpcError`]: tells a worker that is gone from a request that is wrong, which decides failover.
 //! - [`CallContext`]: request id and trace context, carried as metadata; [`deadline`]: limits on streams.
 //! - [`Health`]: what probes are told, on a port of its own too.
+//! - [`origin`]: which origins of web pages the endpoint may be opened to.
 //! - [`kv`]: KV messages of bounded size; [`loopback`]: a worker without a port, for tests.
 //!
 //! **Invariants**
@@ -24,6 +25,7 @@ mod identity;
 pub mod kv;
 mod listen;
 pub mod loopback;
+pub mod origin;
 mod secret;
 pub mod server;
 pub mod tls;

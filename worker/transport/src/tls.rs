@@ -114,6 +114,34 @@ pub enum TlsError {
     },
 }
 
+/// Checks that `cert`, a PEM file with a certificate and intermediate ones, and `key`, one with a private key, can be
+/// read and belong together.
+///
+/// # Errors
+/// [`TlsError`] naming the file.
+pub fn check_pair(cert: &Path, key: &Path) -> Result<(), TlsError> {
+    let source = Source {
+        cert: cert.to_owned(),
+        key: key.to_owned(),
+        ca: PathBuf::new(),
+        is_files: true,
+    };
+    let pem = Pem {
+        cert: read("certificate", cert)?,
+        key: read("key", key)?,
+        ca: Vec::new(),
+    };
+    identity(&source, &pem, &aws_lc_rs::default_provider()).map(drop)
+}
+
+fn read(what: &'static str, path: &Path) -> Result<Vec<u8>, TlsError> {
+    std::fs::read(path).map_err(|reason| TlsError::Read {
+        what,
+        path: path.to_owned(),
+        reason,
+    })
+}
+
 /// Checked certificates of this process. Clones share them, and their changes.
 #[derive(Clone)]
 pub struct Tls {
@@ -321,13 +349,6 @@ impl Source {
     }
 
     fn read(&self) -> Result<Pem, TlsError> {
-        let read = |what, path: &Path| {
-            std::fs::read(path).map_err(|reason| TlsError::Read {
-                what,
-                path: path.to_owned(),
-                reason,
-            })
-        };
         Ok(Pem {
             cert: read("certificate", &self.cert)?,
             key: read("key", &self.key)?,

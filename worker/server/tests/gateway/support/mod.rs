@@ -31,7 +31,7 @@ pub(crate) struct Running {
     /// Its workers, to be changed.
     pub(crate) pool: Arc<Pool>,
     stop: Option<oneshot::Sender<()>>,
-    task: JoinHandle<Result<(), GatewayError>>,
+    task: JoinHandle<Result<u64, GatewayError>>,
     _model: tempfile::TempDir,
 }
 
@@ -173,7 +173,7 @@ impl Running {
         let _ = self.stop.take().map(|stop| stop.send(()));
     }
 
-    pub(crate) async fn ended(self) -> Result<(), GatewayError> {
+    pub(crate) async fn ended(self) -> Result<u64, GatewayError> {
         self.task.await.unwrap()
     }
 }

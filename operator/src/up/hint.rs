@@ -1,0 +1,86 @@
+//! The command with which to talk to a deployment that has just come up, to be pasted into another terminal.
+
+use std::path::{Path, PathBuf};
+
+/// What the command depends on.
+pub(super) struct Hint<'h> {
+    /// This program.
+    pub(super) program: Option<PathBuf>,
+    /// What `hearth` is in a shell, as the search path tells.
+    pub(super) found: Option<PathBuf>,
+    /// The deployment, where others run too.
+    pub(super) name: Option<&'h str>,
+    /// Where its state is kept, if not in the user's state directory.
+    pub(super) state_dir: Option<&'h Path>,
+    /// It asks for an API key.
+    pub(super) has_keys: bool,
+}
+
+impl Hint<'_> {
+    /// `hearth chat`, with whatever more it needs.
+    pub(super) fn line(&self) -> String {
+        let mut line = match &self.program {
+            Some(program) if self.found.as_ref() != Some(program) => quoted(program),
+            _ => "hearth".to_owned(),
+        };
+        line += " chat";
+        if let Some(name) = self.name {
+            line += " ";
+            line += name;
+        }
+        if let Some(directory) = self.state_dir {
+            line += " --state-dir ";
+            line += &quoted(directory);
+        }
+        if self.has_keys {
+            line += " --api-key KEY";
+        }
+        line
+    }
+}
+
+/// What `hearth` is in a shell of this environment.
+pub(super) fn on_path() -> Option<PathBuf> {
+    let path = std::env::var_os("PATH")?;
+    let mut programs = std::env::split_paths(&path).map(|directory| directory.join("hearth"));
+    programs.find(|file| file.is_file())?.canonicalize().ok()
+}
+
+/// A path as a shell takes it.
+fn quoted(path: &Path) -> String {
+    let text = path.display().to_string();
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "/._-+".contains(c);
+    match text.chars().all(is_plain) {
+        true => text,
+        false => format!("'{}'", text.replace('\'', r"'\''")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_line_says_what_a_shell_needs_and_no_more() {
+        let installed = PathBuf::from("/usr/bin/hearth");
+        let mut hint = Hint {
+            program: Some(installed.clone()),
+            found: Some(installed.clone()),
+            name: None,
+            state_dir: None,
+            has_keys: false,
+        };
+        assert_eq!(hint.line(), "hearth chat");
+        hint.program = Some(PathBuf::from("/home/me/my work/hearth"));
+        assert_eq!(hint.line(), "'/home/me/my work/hearth' chat");
+        hint.program = Some(PathBuf::from("/src/target/release/hearth"));
+        hint.found = None;
+        hint.name = Some("demo");
+        hint.state_dir = Some(Path::new("/tmp/state"));
+        hint.has_keys = true;
+        assert_eq!(
+            hint.line(),
+            "/src/target/release/hearth chat demo --state-dir /tmp/state --api-key KEY"
+        );
+    }
+}

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use crate::cli::StateArgs;
 use crate::http;
 use crate::state::StateDir;
+use crate::ui;
 
 const EXAMPLES: &str = "Examples:\n  hearth chat\n  hearth chat --message 'What is a KV cache?'";
 
@@ -92,16 +93,15 @@ async fn connect(args: &ChatArgs) -> anyhow::Result<Client> {
 async fn converse(client: &Client, messages: &mut Vec<Value>) -> anyhow::Result<()> {
     let terminal = std::io::stdin().is_terminal();
     if terminal {
-        eprintln!(
+        ui::say(format_args!(
             "{} at {}; an empty line or Ctrl-D ends",
             client.model, client.base
-        );
+        ));
     }
     let mut lines = std::io::stdin().lock().lines();
     loop {
         if terminal {
-            eprint!("> ");
-            std::io::stderr().flush()?;
+            let _ = write!(std::io::stderr(), "> ");
         }
         let Some(line) = lines.next().transpose()? else {
             break;
@@ -119,7 +119,7 @@ async fn converse(client: &Client, messages: &mut Vec<Value>) -> anyhow::Result<
                 return Err(error);
             }
             messages.truncate(before);
-            crate::ui::print_error(&error);
+            ui::print_error(&error);
         }
     }
     Ok(())
@@ -127,15 +127,14 @@ async fn converse(client: &Client, messages: &mut Vec<Value>) -> anyhow::Result<
 
 async fn turn(client: &Client, messages: &mut Vec<Value>, text: &str) -> anyhow::Result<()> {
     messages.push(json!({"role": "user", "content": text}));
-    let mut out = std::io::stdout();
     let mut answer = String::new();
     client
         .stream(messages, |piece| {
             answer.push_str(piece);
-            let _ = write!(out, "{piece}").and_then(|()| out.flush());
+            ui::print_data(piece)
         })
         .await?;
-    let _ = writeln!(out);
+    ui::print_data("\n")?;
     messages.push(json!({"role": "assistant", "content": answer}));
     Ok(())
 }
@@ -171,11 +170,11 @@ impl Client {
     /// Streams the answer to `messages` into `sink`, piece by piece.
     ///
     /// # Errors
-    /// What the endpoint said instead of an answer, or that it cannot be reached.
+    /// What the endpoint said instead of an answer, or that it cannot be reached; the sink's own errors.
     pub(crate) async fn stream(
         &self,
         messages: &[Value],
-        mut sink: impl FnMut(&str),
+        mut sink: impl FnMut(&str) -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
         let body = json!({"model": self.model, "messages": messages, "stream": true});
         let request = self.authorise(
@@ -209,7 +208,7 @@ impl Client {
                     bail!("{message}");
                 }
                 if let Some(text) = event["choices"][0]["delta"]["content"].as_str() {
-                    sink(text);
+                    sink(text)?;
                 }
             }
         }

@@ -83,12 +83,9 @@ impl Cli {
             Command::Operator(args) => return controller::run(&args),
             Command::Crd => ui::print_data(&hearth_crds::crd_yaml()?)?,
             Command::Completion { shell } => {
-                clap_complete::generate(
-                    shell,
-                    &mut Self::command(),
-                    "hearth",
-                    &mut std::io::stdout(),
-                );
+                let mut script = Vec::new();
+                clap_complete::generate(shell, &mut Self::command(), "hearth", &mut script);
+                ui::print_data(&String::from_utf8(script)?)?;
             }
         }
         Ok(ExitCode::SUCCESS)

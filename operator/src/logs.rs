@@ -1,7 +1,7 @@
 //! `hearth logs`: what the processes of a deployment wrote.
 
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom, Write};
+use std::io::{Read, Seek, SeekFrom};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -10,6 +10,7 @@ use clap::Args;
 
 use crate::cli::StateArgs;
 use crate::state::StateDir;
+use crate::ui;
 
 const EXAMPLES: &str = "Examples:\n  hearth logs\n  hearth logs demo decode-0 --follow";
 
@@ -17,7 +18,7 @@ const EXAMPLES: &str = "Examples:\n  hearth logs\n  hearth logs demo decode-0 --
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct LogsArgs {
-    /// Which deployment (default: the one that runs)
+    /// Which deployment (default: the one that runs, or ran last)
     name: Option<String>,
     /// Which process, such as decode-0 (default: all)
     rank: Option<String>,
@@ -36,7 +37,7 @@ pub(crate) fn run(args: &LogsArgs) -> anyhow::Result<()> {
     let state = StateDir::locate(args.state.state_dir.as_deref())?;
     let name = match &args.name {
         Some(name) => name.clone(),
-        None => state.choose(None)?.name,
+        None => latest(&state)?,
     };
     let directory = state.deployment(&name).logs();
     let Ok(entries) = std::fs::read_dir(&directory) else {
@@ -74,6 +75,17 @@ pub(crate) fn run(args: &LogsArgs) -> anyhow::Result<()> {
     }
 }
 
+/// The deployment that runs; where none does, the one that ran last.
+fn latest(state: &StateDir) -> anyhow::Result<String> {
+    if state.running()?.is_empty()
+        && let Some(name) = state.latest()?
+    {
+        ui::say(format_args!("{name} no longer runs; it ran last"));
+        return Ok(name);
+    }
+    Ok(state.choose(None)?.name)
+}
+
 fn never_ran(name: &str, known: &[String]) -> anyhow::Error {
     match known {
         [] => anyhow!(
@@ -96,9 +108,10 @@ fn print_tail(rank: &str, file: &mut File, lines: usize) -> anyhow::Result<()> {
     file.read_to_end(&mut bytes)?;
     let text = String::from_utf8_lossy(&bytes);
     let all: Vec<&str> = text.lines().collect();
-    let mut out = std::io::stdout().lock();
-    for line in &all[all.len().saturating_sub(lines)..] {
-        writeln!(out, "{rank:<10} {line}")?;
-    }
-    Ok(())
+    let shown = &all[all.len().saturating_sub(lines)..];
+    let shown: String = shown
+        .iter()
+        .map(|line| format!("{rank:<10} {line}\n"))
+        .collect();
+    ui::print_data(&shown)
 }

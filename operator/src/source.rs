@@ -81,13 +81,20 @@ pub(crate) fn dereference(source: &ModelSource, steps: &Steps) -> anyhow::Result
         }
         // A worker would name the file alone; the field is what a person can change.
         if !directory.join("config.json").is_file() {
-            let is_empty =
-                std::fs::read_dir(&directory).is_ok_and(|mut files| files.next().is_none());
+            let mut files = match std::fs::read_dir(&directory) {
+                Ok(files) => files,
+                Err(error) => bail!(
+                    "spec.model.source.hostPath.path is {:?}, which cannot be read: {}\n  \
+                     let this user read it, or name another directory",
+                    host_path.path,
+                    reason(&error)
+                ),
+            };
             bail!(
                 "spec.model.source.hostPath.path is {:?}, {}\n  \
                  name the directory with config.json and the weights",
                 host_path.path,
-                if is_empty {
+                if files.next().is_none() {
                     "an empty directory"
                 } else {
                     "and config.json is not in it"
@@ -102,4 +109,12 @@ pub(crate) fn dereference(source: &ModelSource, steps: &Steps) -> anyhow::Result
     bail!(
         "spec.model.source names nothing that hearth up can open\n  write builtin: {{name: hearth-demo}}, hostPath: {{path: /models/NAME}} or http: {{url, sha256}}"
     )
+}
+
+/// Why the system refused, without its number.
+fn reason(error: &std::io::Error) -> String {
+    match error.kind() {
+        std::io::ErrorKind::PermissionDenied => "permission denied".to_owned(),
+        _ => error.to_string(),
+    }
 }

@@ -67,9 +67,10 @@ pub(crate) fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
         }
         OutputFormat::Yaml => ui::print_data(&serde_norway::to_string(&all)?)?,
         OutputFormat::Table if all.is_empty() => {
-            eprintln!(
-                "nothing runs on this machine\n  start something: hearth up -f manifests/examples/demo.yaml"
-            );
+            ui::say(format_args!(
+                "nothing runs on this machine; looked in {}\n  start something: hearth up -f manifests/examples/demo.yaml",
+                state.path().display()
+            ));
         }
         OutputFormat::Table => ui::print_data(&format!("{}\n", table(&all)))?,
     }

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use anyhow::Context;
 use indicatif::{ProgressBar, ProgressStyle};
 
 /// How wide the left part of a step may grow before its note.
@@ -23,9 +24,10 @@ pub(crate) struct Steps {
 }
 
 impl Steps {
-    /// Colour and spinners only on a terminal, and no colour with `NO_COLOR`.
+    /// Colour and spinners only on a terminal that can, and no colour with `NO_COLOR`.
     pub(crate) fn new() -> Self {
-        let terminal = std::io::stderr().is_terminal();
+        let is_dumb = std::env::var_os("TERM").is_some_and(|name| name == "dumb");
+        let terminal = std::io::stderr().is_terminal() && !is_dumb;
         Self {
             colour: terminal && std::env::var_os("NO_COLOR").is_none(),
             terminal,
@@ -208,8 +210,24 @@ pub(crate) fn print_data(text: &str) -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
-        outcome => Ok(outcome?),
+        outcome => unwritten(outcome),
     }
+}
+
+/// [`print_data`] of something that goes on behind its output: a reader that has gone changes nothing.
+///
+/// # Errors
+/// As [`print_data`].
+pub(crate) fn print_beside(text: &str) -> anyhow::Result<()> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+        outcome => unwritten(outcome),
+    }
+}
+
+fn unwritten(outcome: std::io::Result<()>) -> anyhow::Result<()> {
+    outcome.context("standard output cannot be written")
 }
 
 /// Bytes in binary units, as people say them: `7.4 MiB`.

@@ -88,6 +88,46 @@ fn a_url_that_is_none_is_a_wrong_call() {
     }
 }
 
+#[test]
+fn the_last_deployment_is_shown_when_it_no_longer_runs() {
+    let state = tempfile::tempdir().expect("directory");
+    for (name, line) in [("newer", "error: no memory"), ("older", "serving")] {
+        let logs = state.path().join(name).join("logs");
+        std::fs::create_dir_all(&logs).expect("directory");
+        std::fs::write(logs.join("decode-0.log"), format!("{line}\n")).expect("write");
+    }
+    let plan = |name: &str, at: u64| {
+        let file = std::fs::File::create(state.path().join(name).join("plan.json"));
+        let at = std::time::UNIX_EPOCH + std::time::Duration::from_secs(at);
+        file.and_then(|file| file.set_modified(at)).expect("plan");
+    };
+    plan("older", 1_000_000);
+    plan("newer", 2_000_000);
+    let (code, logs, errors) = run(hearth().args(["logs", "--state-dir"]).arg(state.path()));
+    assert_eq!(code, 0, "{errors}");
+    assert_eq!(logs, "decode-0   error: no memory\n");
+    assert_eq!(errors, "newer no longer runs; it ran last\n");
+}
+
+#[test]
+fn an_empty_home_is_none() {
+    let mut status = hearth();
+    status
+        .arg("status")
+        .env("HOME", "")
+        .env_remove("XDG_STATE_HOME")
+        .env_remove("HEARTH_STATE_DIR");
+    let (code, _, errors) = run(&mut status);
+    assert_eq!(code, 1);
+    assert!(errors.contains("there is no home directory"), "{errors}");
+    status.env("XDG_STATE_HOME", "/nonexistent");
+    let (_, _, errors) = run(&mut status);
+    assert!(
+        errors.contains("nothing runs on this machine; looked in /nonexistent/hearth"),
+        "{errors}"
+    );
+}
+
 /// The demo without any chat template, as a deployment in `directory`.
 fn without_template(directory: &Path) -> UpOptions {
     let model = copy_of_demo(directory);

@@ -17,7 +17,7 @@ pub(crate) struct Cli {
 }
 
 const EXAMPLES: &str = "Examples:\n  \
-    hearth-worker generate --model models/hearth-demo --prompt 'What is Hearth?' --max-tokens 64\n  \
+    hearth-worker generate --model models/hearth-demo --prompt '<|user|>What is Hearth?<|assistant|>' --max-tokens 64\n  \
     hearth-worker bench --model models/hearth-demo --prefill 512 --decode 64 --json";
 
 #[derive(Subcommand)]

@@ -2,6 +2,7 @@
 
 use std::io::{IsTerminal, Write};
 
+use anyhow::Context;
 use tracing_subscriber::EnvFilter;
 
 /// Starts logging; `RUST_LOG` chooses what, `info` of Hearth's own crates by default.
@@ -13,13 +14,32 @@ pub(crate) fn init() {
         .with_writer(std::io::stderr)
         // It would tell of a line that cannot be written by `eprintln!`, which panics where that cannot be written either.
         .log_internal_errors(false)
-        .with_ansi(std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none())
+        .with_ansi(is_coloured())
         .init();
+}
+
+/// Colour only on a terminal that has it, and none with `NO_COLOR`.
+fn is_coloured() -> bool {
+    std::io::stderr().is_terminal()
+        && std::env::var_os("NO_COLOR").is_none()
+        && std::env::var_os("TERM").is_none_or(|terminal| terminal != "dumb")
 }
 
 /// Writes a line to standard error. Where the disk behind it is full the line is lost, and nothing else.
 pub(crate) fn say(line: impl std::fmt::Display) {
     let _ = writeln!(std::io::stderr(), "{line}");
+}
+
+/// Prints data to standard output. A reader that has gone (`| head`) is no error: nobody wants the rest.
+///
+/// # Errors
+/// Another fault of standard output, such as a full disk.
+pub(crate) fn print_data(text: &str) -> anyhow::Result<()> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
+        outcome => outcome.context("standard output cannot be written"),
+    }
 }
 
 /// An error as one message.

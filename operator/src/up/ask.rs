@@ -1,13 +1,12 @@
 //! One question to a running deployment, its answer streamed to standard output.
 
-use std::io::Write;
 use std::path::Path;
 
 use serde_json::json;
 
 use crate::chat::Client;
 use crate::state::Running;
-use crate::ui::say;
+use crate::ui::{print_beside, say};
 
 /// The first key of an API key file.
 pub(super) fn first_key(path: &Path) -> Option<String> {
@@ -31,13 +30,8 @@ pub(super) async fn ask(
     let trusted = running.certificate.as_ref();
     let client = Client::new(&running.endpoint, &running.served_name, key, trusted)?;
     let messages = [json!({"role": "user", "content": question})];
-    let mut out = std::io::stdout();
-    client
-        .stream(&messages, |text| {
-            let _ = write!(out, "{text}").and_then(|()| out.flush());
-        })
-        .await?;
-    let _ = writeln!(out);
+    client.stream(&messages, print_beside).await?;
+    print_beside("\n")?;
     say("");
     Ok(())
 }

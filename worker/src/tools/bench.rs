@@ -10,6 +10,7 @@ use super::session::{Session, argmax};
 use crate::cli::ModelArgs;
 use crate::device::on_device;
 use crate::load::{self, LoadOptions, LoadedOn};
+use crate::logging::print_data;
 
 /// Bytes that the bandwidth probe reads: far more than any cache.
 const PROBE_BYTES: usize = 1 << 30;
@@ -68,11 +69,10 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     let loaded = load::open(&args.model.model, options, &mut |_| {})?;
     let report = on_device!(loaded, loaded => run_on(args, &loaded))?;
     if args.json {
-        println!("{}", serde_json::to_string_pretty(&report)?);
+        print_data(&format!("{}\n", serde_json::to_string_pretty(&report)?))
     } else {
-        print_table(&report);
+        print_data(&table(&report))
     }
-    Ok(())
 }
 
 fn run_on<B: Backend>(args: &BenchArgs, loaded: &LoadedOn<B>) -> anyhow::Result<Report> {
@@ -193,24 +193,25 @@ fn peak_rss_bytes() -> u64 {
     kib.map_or(0, |kib| kib * 1024)
 }
 
-fn print_table(report: &Report) {
-    println!(
-        "model    {}  on {}, KV {}",
-        report.model, report.device, report.kv_dtype
-    );
-    println!(
-        "prefill  {} tokens in {:.1} ms: {:.1} tokens/s",
-        report.prefill_tokens, report.prefill_ms, report.prefill_tokens_per_s
-    );
-    println!(
-        "decode   batch {}: {:.2} ms a step (median of {}), {:.1} tokens/s",
-        report.batch, report.decode_step_ms, report.decode_steps, report.decode_tokens_per_s
-    );
-    println!(
-        "memory   {:.1} MB of weights a step at {:.1} GB/s: {:.2} of the {:.1} GB/s that the device reads",
+fn table(report: &Report) -> String {
+    format!(
+        "model    {}  on {}, KV {}\n\
+         prefill  {} tokens in {:.1} ms: {:.1} tokens/s\n\
+         decode   batch {}: {:.2} ms a step (median of {}), {:.1} tokens/s\n\
+         memory   {:.1} MB of weights a step at {:.1} GB/s: {:.2} of the {:.1} GB/s that the device reads\n",
+        report.model,
+        report.device,
+        report.kv_dtype,
+        report.prefill_tokens,
+        report.prefill_ms,
+        report.prefill_tokens_per_s,
+        report.batch,
+        report.decode_step_ms,
+        report.decode_steps,
+        report.decode_tokens_per_s,
         report.weight_bytes_per_step as f64 / 1e6,
         report.effective_gbps,
         report.bandwidth_ratio,
         report.read_bandwidth_gbps
-    );
+    )
 }

@@ -6,6 +6,7 @@ use clap::Args;
 use hearth_cuda::compile_all;
 
 use crate::cli::NvrtcArgs;
+use crate::logging::print_data;
 
 /// Arguments of `cuda-compile`.
 #[derive(Args)]
@@ -26,13 +27,13 @@ pub(crate) fn run(args: &CudaCompileArgs) -> anyhow::Result<()> {
     for arch in &args.arch {
         let began = std::time::Instant::now();
         let report = compile_all(&args.out, arch, nvrtc.as_deref())?;
-        println!(
-            "{arch}: {} kernels, {:.1} MB, {} compiled in {:.1} s",
+        print_data(&format!(
+            "{arch}: {} kernels, {:.1} MB, {} compiled in {:.1} s\n",
             report.kernels,
             report.bytes as f64 / 1e6,
             report.compiled,
             began.elapsed().as_secs_f64()
-        );
+        ))?;
     }
     Ok(())
 }

@@ -12,6 +12,8 @@ use hearth_kernels::CpuBackend;
 use hearth_model::{Model, ModuleId, ModuleSpec, TensorShape};
 use serde::Serialize;
 
+use crate::logging::print_data;
+
 /// Arguments of `facts`.
 #[derive(Args)]
 pub(crate) struct FactsArgs {
@@ -49,20 +51,25 @@ pub(crate) fn run(args: &FactsArgs) -> anyhow::Result<()> {
             facts: &facts,
             chat_template,
         };
-        println!("{}", serde_json::to_string_pretty(&printed)?);
-        return Ok(());
+        return print_data(&format!("{}\n", serde_json::to_string_pretty(&printed)?));
     }
-    println!(
-        "{}  {}  {} layers, hidden {}, vocabulary {}",
-        facts.architecture, facts.dtype, facts.layers, facts.hidden, facts.vocab
-    );
-    println!(
-        "parameters      {} ({} a token)",
-        facts.parameter_count, facts.active_parameter_count
-    );
-    println!("context         {} tokens", facts.max_context);
-    println!(
-        "KV              {} bytes a token in BF16",
+    print_data(&table(&facts))
+}
+
+fn table(facts: &ModelFacts) -> String {
+    let mut text = format!(
+        "{}  {}  {} layers, hidden {}, vocabulary {}\n\
+         parameters      {} ({} a token)\n\
+         context         {} tokens\n\
+         KV              {} bytes a token in BF16\n",
+        facts.architecture,
+        facts.dtype,
+        facts.layers,
+        facts.hidden,
+        facts.vocab,
+        facts.parameter_count,
+        facts.active_parameter_count,
+        facts.max_context,
         facts.kv_bytes_per_token(2, 2)
     );
     let ModuleBytes {
@@ -83,9 +90,9 @@ pub(crate) fn run(args: &FactsArgs) -> anyhow::Result<()> {
         ("routed experts", routed_experts),
         ("head", head),
     ] {
-        println!("{name:<15} {bytes} bytes");
+        text += &format!("{name:<15} {bytes} bytes\n");
     }
-    Ok(())
+    text
 }
 
 /// The facts of the model in `directory`; with `serving` it is also checked for what serving needs beside the

@@ -84,13 +84,13 @@ pub(crate) fn run(args: &FetchArgs) -> anyhow::Result<()> {
         .canonicalize()
         .with_context(|| format!("{}", directory.display()))?;
     if args.json {
-        print_event(&Event::Fetched {
+        let event = Event::Fetched {
             directory: &directory,
-        });
+        };
+        logging::print_data(&format!("{}\n", serde_json::to_string(&event)?))
     } else {
-        println!("{}", directory.display());
+        logging::print_data(&format!("{}\n", directory.display()))
     }
-    Ok(())
 }
 
 /// From the environment: arguments are for everybody on the machine to read.
@@ -162,6 +162,7 @@ pub(crate) fn sentence(progress: &Progress) -> String {
 
 fn print_event(event: &Event<'_>) {
     if let Ok(line) = serde_json::to_string(event) {
-        println!("{line}");
+        // What cannot be written now is told of the last line, which says where the model is.
+        let _ = logging::print_data(&format!("{line}\n"));
     }
 }

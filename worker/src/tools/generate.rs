@@ -1,6 +1,5 @@
 //! `hearth-worker generate`: continues a prompt through the engine that serves, without any server.
 
-use std::io::Write;
 use std::sync::mpsc;
 use std::time::Instant;
 
@@ -15,6 +14,7 @@ use serde::Serialize;
 use crate::cli::ModelArgs;
 use crate::device::on_device;
 use crate::load::{self, LoadOptions};
+use crate::logging::{print_data, say};
 
 /// Tokens of one KV block.
 const BLOCK_TOKENS: usize = 16;
@@ -122,23 +122,21 @@ pub(crate) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
 /// Prints what was not streamed.
 fn print(args: &GenerateArgs, answer: &Answer) -> anyhow::Result<()> {
     if args.json {
-        println!("{}", serde_json::to_string(answer)?);
-        return Ok(());
+        return print_data(&format!("{}\n", serde_json::to_string(answer)?));
     }
     if answer.text.is_none() {
         let tokens: Vec<String> = answer.tokens.iter().map(u32::to_string).collect();
-        println!("{}", tokens.join(","));
-        return Ok(());
+        return print_data(&format!("{}\n", tokens.join(",")));
     }
-    println!();
+    print_data("\n")?;
     let timings = &answer.timings;
-    eprintln!(
+    say(format_args!(
         "{} prompt tokens in {:.0} ms, {} tokens at {:.1} tokens/s",
         timings.prompt_tokens,
         timings.prefill_ms,
         timings.decode_tokens,
         timings.decode_tokens_per_s
-    );
+    ));
     Ok(())
 }
 
@@ -205,7 +203,6 @@ fn collect(
     let sink = move |event| sender.send((began.elapsed(), event)).is_ok();
     let _handle = engine.generate(input, Box::new(sink))?;
     let mut decoder = tokenizer.map(Tokenizer::decoder);
-    let mut out = std::io::stdout();
     let mut tokens = Vec::new();
     let mut prefill_ms = 0.0;
     loop {
@@ -222,8 +219,7 @@ fn collect(
                 if let Some(decoder) = decoder.as_mut().filter(|_| !stop_tokens.contains(&id))
                     && let Some(piece) = decoder.push(id)
                 {
-                    write!(out, "{piece}")?;
-                    out.flush()?;
+                    print_data(&piece)?;
                 }
             }
             GenerateEvent::Finished { reason } => {

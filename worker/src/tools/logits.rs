@@ -45,11 +45,11 @@ fn compute<B: Backend>(args: &LogitsArgs, model: &Model<B>) -> anyhow::Result<()
         logits.extend(session.step(&[(0, tokens)], true)?);
     }
     write(&args.out, args.tokens.len(), vocab, &logits)?;
-    eprintln!(
+    crate::logging::say(format_args!(
         "{} positions × {vocab} logits in {}",
         args.tokens.len(),
         args.out.display()
-    );
+    ));
     Ok(())
 }
 

@@ -11,7 +11,7 @@ use hearth_profiler::{
 use crate::cli::GpuArgs;
 #[cfg(feature = "cuda")]
 use crate::device::KernelDirectories;
-use crate::logging;
+use crate::logging::{self, print_data};
 
 /// Arguments of `profile`.
 #[derive(Args)]
@@ -110,11 +110,10 @@ pub(crate) fn run(args: &ProfileArgs) -> anyhow::Result<()> {
             .for_each(|gpu| gpu.obstacle.clone_from(&obstacle));
     }
     if args.json {
-        println!("{}", serde_json::to_string_pretty(&profile)?);
+        print_data(&format!("{}\n", serde_json::to_string_pretty(&profile)?))
     } else {
-        print!("{}", hearth_profiler::summary(&profile));
+        print_data(&hearth_profiler::summary(&profile))
     }
-    Ok(())
 }
 
 /// Why this program cannot compute on the GPUs that the driver's management library shows.

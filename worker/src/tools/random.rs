@@ -60,11 +60,11 @@ pub(crate) fn run(args: &RandomArgs) -> anyhow::Result<()> {
         max_shard_bytes: SHARD_BYTES,
     };
     let bytes = write_random(&args.out, &checkpoint, &mut |_, _| {})?;
-    eprintln!(
+    crate::logging::say(format_args!(
         "{} tensors, {:.2} GiB in {}",
         tensors.len(),
         bytes as f64 / (1u64 << 30) as f64,
         args.out.display()
-    );
+    ));
     Ok(())
 }

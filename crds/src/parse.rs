@@ -132,7 +132,7 @@ fn one_document(text: &str) -> Result<Value, ParseError> {
     }
 }
 
-/// A key that is written twice, by its field; anything else in the reader's words.
+/// A key that is written twice or a number that no field can hold, by its field; anything else in the reader's words.
 fn not_yaml(text: &str, error: &serde_norway::Error) -> ParseError {
     let message = error.to_string();
     let twice = || {
@@ -150,7 +150,17 @@ fn not_yaml(text: &str, error: &serde_norway::Error) -> ParseError {
         let field = crate::offer::join(path, key);
         Some(FieldError::new(field, problem, "keep one of them"))
     };
-    match twice() {
+    let too_large = || {
+        let (path, rest) = message.split_once(": invalid type: integer `")?;
+        let (number, _) = rest.split_once('`')?;
+        let problem = format!("is {number}");
+        Some(FieldError::new(
+            path,
+            problem,
+            "no field holds so large a number: write a smaller one",
+        ))
+    };
+    match twice().or_else(too_large) {
         Some(fault) => ParseError::Fields(vec![fault]),
         None => ParseError::Yaml(message),
     }

@@ -90,6 +90,17 @@ impl Walk {
             _ => "write a number without quotes",
         };
         let remedy = match self.offer.values(schema, path) {
+            Some(words) if value.is_object() => {
+                let key = path.rsplit('.').next().unwrap_or(path);
+                let mut list = words.split(", ");
+                // As other APIs write a choice, `strategy: {type: Hybrid}`.
+                let meant = value.as_object().and_then(|object| {
+                    let mut texts = object.values().filter_map(Value::as_str);
+                    texts.find(|text| list.clone().any(|word| word == *text))
+                });
+                let word = meant.or_else(|| list.next()).unwrap_or_default();
+                format!("it takes one word, one of {words}: write {key}: {word}")
+            }
             Some(words) => {
                 format!("write one of {words} (in quotes if it reads as a number or as on, off)")
             }

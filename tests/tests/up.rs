@@ -3,7 +3,9 @@
 use std::io::Write;
 use std::process::Stdio;
 
-use hearth_tests::{Up, UpOptions, chat_body, chat_stream, hearth, root, run, skipped};
+use hearth_tests::{
+    Up, UpOptions, chat_body, chat_stream, hearth, root, run, skipped, write_certificates,
+};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -136,6 +138,16 @@ fn errors_name_the_field_the_value_and_the_remedy() {
             "contextLength: 900000",
             "contextLength",
         ),
+        (
+            "contextLength: 2048",
+            "contextLength: 99999999999999999999",
+            "spec.model.contextLength is 99999999999999999999\n  no field holds so large a number",
+        ),
+        (
+            "spec:",
+            "spec:\n  strategy: {type: Hybrid}",
+            "write strategy: Hybrid\n",
+        ),
     ];
     let demo =
         std::fs::read_to_string(root().join("manifests/examples/demo.yaml")).expect("demo.yaml");
@@ -184,6 +196,127 @@ fn a_port_in_use_names_its_holder_and_another_port() {
         "{stderr}"
     );
     assert!(stderr.contains("--port"), "{stderr}");
+}
+
+#[test]
+fn a_second_up_is_told_of_the_first_and_not_to_take_another_port() {
+    let first = Up::demo();
+    let up = first.status()["pid"].clone();
+    let own = first.base().replace("http://127.0.0.1:", "");
+    for port in [own.as_str(), "0"] {
+        let (code, _, stderr) = run(hearth()
+            .arg("up")
+            .arg("-f")
+            .arg(root().join("manifests/examples/demo.yaml"))
+            .args(["--port", port, "--state-dir"])
+            .arg(first.state_dir()));
+        assert_eq!(code, 1, "{stderr}");
+        let expected = format!(
+            "error: demo is already served at {} by process {up}\n",
+            first.v1()
+        );
+        assert!(stderr.starts_with(&expected), "{stderr}");
+    }
+}
+
+#[test]
+fn the_line_to_try_works_as_pasted() {
+    let up = Up::demo();
+    let output = up.output();
+    let line = output
+        .lines()
+        .find_map(|line| line.trim().strip_prefix("try "))
+        .and_then(|line| line.trim().strip_suffix(" or"))
+        .unwrap_or_else(|| panic!("no line to try in\n{output}"));
+    let (code, answer, errors) = run(std::process::Command::new("bash")
+        .args(["-c", &format!("{line} -m 'What is Hearth?'")])
+        .env("PATH", "/usr/bin:/bin"));
+    assert_eq!(code, 0, "{line}: {errors}");
+    assert!(answer.contains("Hearth"), "{answer}");
+}
+
+#[test]
+fn what_the_gateway_would_refuse_is_refused_before_anything_is_measured() {
+    let directory = tempfile::tempdir().expect("directory");
+    for name in ["own", "other"] {
+        let made = directory.path().join(name);
+        std::fs::create_dir(&made).expect("directory");
+        write_certificates(&made, &["127.0.0.1"]);
+    }
+    let garbage = directory.path().join("garbage");
+    std::fs::create_dir(&garbage).expect("directory");
+    for name in ["tls.crt", "tls.key", "ca.crt"] {
+        std::fs::write(garbage.join(name), "no PEM\n").expect("write");
+    }
+    let file = |path: &str| directory.path().join(path).display().to_string();
+    let (cert, key) = (file("own/tls.crt"), file("own/tls.key"));
+    let cases: [(&[&str], &str); 5] = [
+        (
+            &["--cors-origin", "localhost:3000"],
+            "--cors-origin is \"localhost:3000\"\n  an origin is a scheme, a host and a port",
+        ),
+        (
+            &[
+                "--https-cert",
+                &file("garbage/tls.crt"),
+                "--https-key",
+                &key,
+            ],
+            "--https-cert is ",
+        ),
+        (
+            &[
+                "--https-cert",
+                &cert,
+                "--https-key",
+                &file("garbage/tls.key"),
+            ],
+            "--https-key is ",
+        ),
+        (
+            &["--https-cert", &cert, "--https-key", &file("other/tls.key")],
+            "which does not belong to --https-cert",
+        ),
+        (&["--tls-dir", &file("garbage")], "tls.crt of --tls-dir is "),
+    ];
+    for (arguments, expected) in cases {
+        let (code, _, stderr) = run(hearth()
+            .args(["up", "--port", "0", "-f"])
+            .arg(root().join("manifests/examples/demo.yaml"))
+            .args(arguments)
+            .arg("--state-dir")
+            .arg(directory.path()));
+        assert_eq!(code, 1, "{stderr}");
+        let error = stderr.strip_prefix("error: ");
+        let error = error.unwrap_or_else(|| panic!("more than an error:\n{stderr}"));
+        assert!(error.contains(expected), "no {expected:?} in {stderr}");
+        assert_eq!(error.lines().count(), 2, "{stderr}");
+    }
+}
+
+#[tokio::test]
+async fn a_drain_says_how_many_answers_it_cut_off() {
+    let options = UpOptions {
+        arguments: ["--grace", "0"].map(str::to_owned).to_vec(),
+        ..UpOptions::default()
+    };
+    let mut up = Up::start(&options);
+    let mut body = chat_body("hearth-demo", "What is Hearth?", 2000);
+    body["logit_bias"] = json!({"1": -100});
+    let answer = chat_stream(&up.v1(), &body, |pieces, _| {
+        if pieces == 3 {
+            up.signal_up(Signal::INT);
+        }
+    })
+    .await;
+    assert!(answer.is_err(), "it had no time to end");
+    assert_eq!(up.wait(), 0, "{}", up.output());
+    let output = up.output();
+    assert!(output.contains("streams in flight get 0 s"), "{output}");
+    assert!(
+        output.contains("stopped; 1 answer was cut off: it had not ended after 0 s (--grace)"),
+        "{output}"
+    );
 }
 
 #[tokio::test]

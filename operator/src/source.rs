@@ -1,8 +1,9 @@
 //! Dereference: from a model source to a directory on this machine.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use hearth_crds::ModelSource;
 
 use crate::archive;
@@ -71,37 +72,7 @@ pub(crate) fn dereference(source: &ModelSource, steps: &Steps) -> anyhow::Result
             .with_context(|| format!("{}", directory.display()));
     }
     if let Some(host_path) = &source.host_path {
-        let directory = PathBuf::from(&host_path.path);
-        if !directory.is_dir() {
-            bail!(
-                "spec.model.source.hostPath.path is {:?}, which is no directory on this machine\n  \
-                 name the directory with config.json and the weights",
-                host_path.path
-            );
-        }
-        // A worker would name the file alone; the field is what a person can change.
-        if !directory.join("config.json").is_file() {
-            let mut files = match std::fs::read_dir(&directory) {
-                Ok(files) => files,
-                Err(error) => bail!(
-                    "spec.model.source.hostPath.path is {:?}, which cannot be read: {}\n  \
-                     let this user read it, or name another directory",
-                    host_path.path,
-                    reason(&error)
-                ),
-            };
-            bail!(
-                "spec.model.source.hostPath.path is {:?}, {}\n  \
-                 name the directory with config.json and the weights",
-                host_path.path,
-                if files.next().is_none() {
-                    "an empty directory"
-                } else {
-                    "and config.json is not in it"
-                }
-            );
-        }
-        return Ok(directory);
+        return on_host(&host_path.path);
     }
     if let Some(http) = &source.http {
         return archive::fetch(http, &source.default_name(), steps);
@@ -111,10 +82,50 @@ pub(crate) fn dereference(source: &ModelSource, steps: &Steps) -> anyhow::Result
     )
 }
 
+/// A model's directory on this machine.
+fn on_host(path: &str) -> anyhow::Result<PathBuf> {
+    let directory = PathBuf::from(path);
+    let unreadable = |error: &std::io::Error| {
+        anyhow!(
+            "spec.model.source.hostPath.path is {:?}, which cannot be read: {}\n  \
+             let this user read it, or name another directory",
+            path,
+            reason(error)
+        )
+    };
+    if let Err(error) = std::fs::metadata(&directory)
+        && error.kind() == ErrorKind::PermissionDenied
+    {
+        return Err(unreadable(&error));
+    }
+    if !directory.is_dir() {
+        bail!(
+            "spec.model.source.hostPath.path is {:?}, which is no directory on this machine\n  \
+             name the directory with config.json and the weights",
+            path
+        );
+    }
+    // A worker would name the file alone; the field is what a person can change.
+    if !directory.join("config.json").is_file() {
+        let mut files = std::fs::read_dir(&directory).map_err(|error| unreadable(&error))?;
+        bail!(
+            "spec.model.source.hostPath.path is {:?}, {}\n  \
+             name the directory with config.json and the weights",
+            path,
+            if files.next().is_none() {
+                "an empty directory"
+            } else {
+                "and config.json is not in it"
+            }
+        );
+    }
+    Ok(directory)
+}
+
 /// Why the system refused, without its number.
 fn reason(error: &std::io::Error) -> String {
     match error.kind() {
-        std::io::ErrorKind::PermissionDenied => "permission denied".to_owned(),
+        ErrorKind::PermissionDenied => "permission denied".to_owned(),
         _ => error.to_string(),
     }
 }

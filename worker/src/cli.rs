@@ -6,7 +6,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use hearth_kernels::{CpuOptions, Isa, KvDType};
 
 use crate::device::{ActivationsArg, DeviceArg, DeviceOptions, GpuOptions, KernelDirectories};
-use crate::{roles, signals, tools};
+use crate::{roles, tools};
 
 /// One process of a Hearth plan, and the tools that work on a model.
 #[derive(Parser)]
@@ -58,13 +58,6 @@ enum Command {
 impl Cli {
     /// Runs the chosen command.
     pub(crate) fn run(self) -> anyhow::Result<()> {
-        let serves = matches!(
-            self.command,
-            Command::Gateway(_) | Command::Prefill(_) | Command::Decode(_) | Command::Agent(_)
-        );
-        if !serves {
-            signals::end_on_closed_pipe();
-        }
         match self.command {
             Command::Gateway(args) => roles::gateway(&args),
             Command::Prefill(args) => roles::prefill(&args),

@@ -21,14 +21,6 @@ pub(crate) fn explain_bus_errors() {
     }
 }
 
-/// Lets a tool end in silence when the reader of its output has gone, as in `| head`.
-pub(crate) fn end_on_closed_pipe() {
-    // SAFETY: the default action touches no memory of ours, and no other thread has been started yet.
-    unsafe {
-        libc::signal(libc::SIGPIPE, libc::SIG_DFL);
-    }
-}
-
 /// Completes on SIGTERM or Ctrl-C.
 pub(crate) async fn termination() {
     use tokio::signal::unix::{SignalKind, signal};

@@ -159,6 +159,7 @@ impl State {
     ) -> Touched {
         identity.share(&self.keys);
         let owner = Arc::clone(&identity.owner);
+        let before = self.plans.owner(&identity.key);
         let generation = value.map_or(0, |plan| plan.spec.generation);
         let packed = match value {
             Ok(plan) => Packed::new(plan).map_err(|error| {
@@ -176,7 +177,7 @@ impl State {
                 if self.reserved.get(&owner).is_some_and(is_seen) {
                     self.reserved.remove(&owner);
                 }
-                let mut touched = self.owned_changed(&owner);
+                let mut touched = self.owners_changed(before, &owner);
                 touched.waiting |= ends_turn;
                 touched
             }
@@ -187,9 +188,10 @@ impl State {
     pub(crate) fn put_pod(&mut self, mut identity: Identity, value: PodView) -> Touched {
         identity.share(&self.keys);
         let owner = Arc::clone(&identity.owner);
+        let before = self.pods.owner(&identity.key);
         match self.pods.put(identity, value) {
             Put::Stale | Put::Same => Touched::default(),
-            Put::Changed(_) => self.owned_changed(&owner),
+            Put::Changed(_) => self.owners_changed(before, &owner),
         }
     }
 
@@ -460,6 +462,16 @@ impl State {
             waiting: has_freed,
             ..self.touch_owner(owner)
         }
+    }
+
+    /// Something of `owner` has changed that was of `before` until now: an object may change its controller, and another one
+    /// of its name may come without the end of the first being seen.
+    fn owners_changed(&mut self, before: Option<Arc<str>>, owner: &Arc<str>) -> Touched {
+        let mut touched = self.owned_changed(owner);
+        if let Some(before) = before.filter(|before| before != owner) {
+            touched.merge(self.owned_changed(&before));
+        }
+        touched
     }
 
     fn touch_owner(&self, owner: &Arc<str>) -> Touched {

@@ -269,6 +269,27 @@ mod tests {
         assert_eq!(held(&state), 10);
     }
 
+    /// A Pod is adopted or orphaned, or another of its name comes while no watch stands: what it held it holds once.
+    #[test]
+    fn what_a_pod_held_goes_with_it_to_its_next_owner() {
+        let mut state = State::default();
+        demo(&mut state);
+        let mut put = |uid: &str, owner: &str, version: u64| {
+            let mut identity = identity("default", "a", uid, owner);
+            identity.version = version;
+            let touched = state.put_pod(identity, pod("a"));
+            let others = state.held_by_others("somebody").remove("n");
+            let others = others.map_or(0, |held| held.memory_bytes);
+            (others, held(&state), touched.keys.len())
+        };
+        assert_eq!(put("a", "0b1c", 1), (5, 0, 1));
+        assert_eq!(put("a", "", 2), (5, 5, 1), "its deployment hears of it");
+        assert_eq!(put("a", "0b1c", 3), (5, 0, 1));
+        assert_eq!(put("b", "another", 4), (5, 5, 1), "of the same name");
+        state.remove_pod(&Key::new("default", "a"), "b");
+        assert!(state.held_by_others("somebody").is_empty());
+    }
+
     #[test]
     fn a_plan_whose_pods_are_forbidden_loses_its_place_after_a_while() {
         let mut state = State::default();

@@ -181,6 +181,11 @@ impl<T> Table<T> {
         self.rows.get(key)
     }
 
+    /// The owner of the object of that name.
+    pub(crate) fn owner(&self, key: &Key) -> Option<Arc<str>> {
+        self.rows.get(key).map(|row| Arc::clone(&row.owner))
+    }
+
     /// The objects of an owner, by name; those without a controller are the empty one's.
     pub(crate) fn of(&self, owner: &str) -> impl Iterator<Item = (&Key, &Row<T>)> {
         let keys = self.by_owner.get(owner).into_iter().flatten();

@@ -26,7 +26,7 @@ use super::names::{
 use super::observed::{FetchView, Observed, PodView};
 use super::rollout::{self, Scene, Steps, Want};
 use super::status::{self, Picture};
-use super::turns::is_no_images_fault;
+use super::turns::{LONGEST_TURN, is_no_images_fault};
 use super::validate::{progress_deadline, serves, validate};
 
 /// Trouble with a younger plan passes no turn on: it may pass by itself.
@@ -345,7 +345,7 @@ impl Visit<'_> {
         }
         self.look_again(left.filter(|left| !left.is_zero()));
         if let (Some(plan), Some(steps)) = (&target, steps) {
-            self.pass_turn(plan, wants, steps);
+            self.pass_turn(plan, wants, steps, given_up.is_some());
         }
         let status = status::write(&Picture {
             observed: self.observed,
@@ -364,24 +364,32 @@ impl Visit<'_> {
     }
 
     /// A plan that something else than its image keeps from serving for a while keeps no other deployment from that image.
-    fn pass_turn(&mut self, plan: &InferencePlan, wants: &[Want], steps: &Steps) {
+    /// Neither does one that is given up early with nothing to be said against the image: how long its owner waits is no
+    /// measure for others.
+    fn pass_turn(
+        &mut self,
+        plan: &InferencePlan,
+        wants: &[Want],
+        steps: &Steps,
+        is_given_up: bool,
+    ) {
         let made = plan.metadata.creation_timestamp.as_ref();
         let Some(made) = made.filter(|_| !choose::has_served(plan) && !self.choice.is_new) else {
             return;
         };
         let cause = status::first_cause(self.observed, wants, steps.progress.mode);
-        let Some(cause) = cause.filter(|cause| cause.is_trouble) else {
-            return;
-        };
+        let is_trouble = cause.as_ref().is_some_and(|cause| cause.is_trouble);
         let age = self.observed.now.duration_since(made.0);
-        let age = Duration::try_from(age).unwrap_or_default();
-        if age < TURN_PATIENCE {
-            return self.look_again(Some(TURN_PATIENCE - age));
+        let borne = Duration::try_from(age).unwrap_or_default();
+        if is_trouble && !is_given_up && borne < TURN_PATIENCE {
+            return self.look_again(Some(TURN_PATIENCE - borne));
         }
-        let reason = match is_no_images_fault(cause.reason) {
-            true => cause.reason,
-            false => "",
+        let reason = cause.map_or("ProgressDeadlineExceeded", |cause| cause.reason);
+        let passes = match is_trouble {
+            true => is_no_images_fault(reason),
+            false => is_given_up && age < LONGEST_TURN,
         };
+        let reason = if passes { reason } else { "" };
         if choose::note(plan, NOTE_TURN) != reason {
             self.mark_plan(plan, vec![(NOTE_TURN, reason.to_owned())]);
         }

@@ -12,7 +12,7 @@ use super::queue::Key;
 
 /// A deployment that is not ready with an image for so long keeps nobody else from it: its own deadline is whatever its
 /// owner writes.
-const LONGEST_TURN: SignedDuration = SignedDuration::from_mins(30);
+pub(super) const LONGEST_TURN: SignedDuration = SignedDuration::from_mins(30);
 
 /// Whether a deployment may begin to change to the operator's worker image.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

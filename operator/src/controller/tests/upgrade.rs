@@ -7,8 +7,8 @@ use super::world::World;
 use crate::controller::choose::note;
 use crate::controller::conditions::{PLANNED, PROGRESSING, READY};
 use crate::controller::decide::decide;
-use crate::controller::names::{NOTE_INPUTS, NOTE_TURN};
-use crate::controller::observed::{ContainerEnd, ContainerView};
+use crate::controller::names::{NOTE_INPUTS, NOTE_OUTCOME, NOTE_TURN, OUTCOME_FAILED};
+use crate::controller::observed::{ContainerEnd, ContainerView, PodView};
 use crate::controller::queue::Key;
 use crate::controller::turns::Turn;
 
@@ -243,4 +243,64 @@ fn trouble_that_is_no_images_fault_passes_the_turn_on() {
     assert_eq!(newest(&world), (generation, "MountFailed".to_owned()));
     trouble(&mut world, 1);
     assert_eq!(newest(&world), (generation, String::new()), "it crashes");
+    trouble(&mut world, 0);
+    assert_eq!(newest(&world), (generation, "MountFailed".to_owned()));
+    for pod in &mut world.observed.pods {
+        let pod = Arc::make_mut(pod);
+        (pod.is_setting_up, pod.setup_warning) = (false, None);
+    }
+    world.visit();
+    assert_eq!(newest(&world), (generation, String::new()), "it has gone");
+}
+
+/// How long its owner waits is no measure for others.
+#[test]
+fn a_plan_that_is_given_up_early_holds_others_only_where_its_image_is_to_blame() {
+    let given_up = |deadline: &str, seconds: u64, change: fn(&mut PodView)| {
+        let mut world = World::new(&format!("rollout: {{progressDeadline: {deadline}}}\n"));
+        world.settle();
+        world.broken_from = 2;
+        image(&mut world, "hearth/worker:2");
+        world.visit();
+        world.turn();
+        for pod in &mut world.observed.pods {
+            if pod.plan_generation == 2 {
+                change(Arc::make_mut(pod));
+            }
+        }
+        world.pass(Duration::from_secs(seconds));
+        world.visit();
+        let mut plans = world.observed.plans.iter();
+        let plan = plans.find(|plan| plan.spec.generation == 2);
+        let plan = plan.expect("the plan with the new image");
+        assert_eq!(note(plan, NOTE_OUTCOME), OUTCOME_FAILED);
+        note(plan, NOTE_TURN).to_owned()
+    };
+    let nothing: fn(&mut PodView) = |_| ();
+    assert_eq!(given_up("1s", 2, nothing), "LoadingModel");
+    assert_eq!(given_up("20m", 1201, nothing), "LoadingModel");
+    assert_eq!(given_up("40m", 2401, nothing), "", "longer than a turn");
+    let mount: fn(&mut PodView) = |pod| {
+        pod.is_setting_up = true;
+        pod.setup_warning = Some("FailedMount: no such volume".to_owned());
+    };
+    assert_eq!(given_up("10s", 11, mount), "MountFailed");
+    let pull: fn(&mut PodView) = |pod| {
+        pod.container = Some(ContainerView {
+            waiting: Some(("ImagePullBackOff".to_owned(), "no such tag".to_owned())),
+            ..ContainerView::default()
+        });
+    };
+    assert_eq!(given_up("10s", 11, pull), "");
+    let crash: fn(&mut PodView) = |pod| {
+        pod.container = Some(ContainerView {
+            restarts: 1,
+            last_end: Some(ContainerEnd {
+                exit_code: 1,
+                ..ContainerEnd::default()
+            }),
+            ..ContainerView::default()
+        });
+    };
+    assert_eq!(given_up("10s", 11, crash), "");
 }

@@ -161,6 +161,7 @@ impl Total {
 ///
 /// Anybody who may make Pods can write on one what they like. A Pod that is bound holds what it requests, since the
 /// scheduler has found room for that; which CPUs and GPUs it has to itself, and where one that waits is to go, says its plan.
+/// Where there is none any more, it says itself which CPUs, as many as it requests.
 pub(crate) fn of_deployment<'a>(
     pods: impl Iterator<Item = &'a PodView>,
     plans: &[Arc<InferencePlan>],
@@ -186,6 +187,10 @@ pub(crate) fn of_deployment<'a>(
         let requests = Requests::new(pod.cpu_millis, pod.memory_bytes, pod.gpus);
         let mut holding = match planned.filter(|(_, rank)| rank.node == pod.node) {
             Some((plan, rank)) => rank_holding(plan, rank),
+            None if planned.is_none() => Holding {
+                exclusive_cpus: told_cpus(pod),
+                ..Holding::default()
+            },
             None => Holding::default(),
         };
         holding.cpu_millis = requests.cpu_millis;
@@ -214,6 +219,13 @@ pub(crate) fn of_deployment<'a>(
         held.exclusive_cpus.dedup();
     }
     by_pods
+}
+
+/// The CPUs that a bound Pod without a plan says it has to itself, no more than it requests: its deployment may be gone, and
+/// its process goes on on them.
+fn told_cpus(pod: &PodView) -> Vec<u32> {
+    let most = usize::try_from(pod.cpu_millis / 1000).unwrap_or(usize::MAX);
+    pod.exclusive_cpus.iter().copied().take(most).collect()
 }
 
 /// The rank that a Pod is of, in the plan that it was made for.
@@ -333,6 +345,32 @@ mod tests {
         let count = |node: &str| of_deployment([&pod(node, "n", "")].into_iter(), &[], None);
         assert_eq!(count("n"), on("n", held(4, 0, &[])));
         assert_eq!(count(""), ByNode::new());
+    }
+
+    /// The Pods of a deployment that is gone, or that was orphaned, compute on until they end.
+    #[test]
+    fn a_pod_without_a_plan_keeps_as_many_cpus_as_it_requests() {
+        let orphan = |node: &str, cpu_millis: u64| PodView {
+            exclusive_cpus: vec![2, 3, 4],
+            cpu_millis,
+            ..pod(node, "n", "Running")
+        };
+        let count = |pod: PodView| {
+            let mut sum = of_deployment([&pod].into_iter(), &[], None);
+            sum.remove("n").unwrap_or_default().exclusive_cpus
+        };
+        assert_eq!(count(orphan("n", 3200)), [2, 3, 4]);
+        assert_eq!(count(orphan("n", 2999)), [2, 3], "of two it says three");
+        assert_eq!(count(orphan("", 3200)), [0; 0], "nobody has placed it");
+        let ended = PodView {
+            phase: "Failed".to_owned(),
+            ..orphan("n", 3200)
+        };
+        assert_eq!(count(ended), [0; 0]);
+        // What its plan says counts, where there is one.
+        let planned = orphan("n", 3200);
+        let sum = of_deployment([&planned].into_iter(), &[plan(1, "n", &[6])], None);
+        assert_eq!(sum["n"].exclusive_cpus, [6]);
     }
 
     #[test]

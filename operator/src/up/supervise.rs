@@ -21,8 +21,8 @@ use crate::worker;
 
 /// A process that dies this often before it has ever served will not come up.
 const MAX_FAILED_STARTS: u32 = 3;
-/// Beyond the grace period: for the workers to end after the gateway has.
-const END_MARGIN: Duration = Duration::from_secs(2);
+/// Beyond the grace period: for a process to end. The gateway takes two seconds for streams to carry their last error.
+const END_MARGIN: Duration = Duration::from_secs(4);
 
 /// Runs the plan's processes until Ctrl-C, or until the answer with `--once`.
 pub(super) async fn supervise(args: &UpArgs, prepared: Prepared) -> anyhow::Result<ExitCode> {

@@ -118,6 +118,11 @@ impl Applier {
     ) -> Result<Option<Failure>, Failure> {
         let mut refused = None;
         let mut has_gateway = false;
+        // A quota that refuses one of them may not have counted those made after it.
+        let own = {
+            let state = self.waking.cache.lock();
+            state.counted(subject.uid, subject.namespace)
+        };
         for pod in pods {
             match self.create_pod(subject, pod).await {
                 Err(failure) if failure.needs_a_person() => {
@@ -136,10 +141,8 @@ impl Applier {
         });
         match (&refused, generation) {
             (Some(Failure::Forbidden(words)), Some(generation)) => {
-                self.waking.change(|state| {
-                    state.forbid(subject.uid, generation, words, has_gateway);
-                    Touched::default()
-                });
+                self.waking
+                    .change(|state| state.forbid(subject.uid, generation, words, has_gateway, own));
             }
             (None, Some(_)) => self.waking.change(|state| state.allow(subject.uid)),
             _ => {}

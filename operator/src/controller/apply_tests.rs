@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
+use hearth_crds::PlanRole;
 use http::{Method, Request, Response};
 use kube::Client;
 use kube::api::DynamicObject;
@@ -11,6 +12,7 @@ use serde_json::{Value, json};
 
 use super::super::cache::Cache;
 use super::super::forbidden::Quota;
+use super::super::rollout::Want;
 use super::*;
 
 const OWNER: &str = "uid-of-demo";
@@ -319,9 +321,24 @@ async fn a_forbidden_pod_stops_no_end_and_its_plan_holds_its_place_for_a_while_o
         ..Decision::default()
     };
     server.take_asked();
+    let want = Want {
+        name: "new".to_owned(),
+        rank: "gateway-0".to_owned(),
+        form: String::new(),
+        role: PlanRole::Gateway,
+        node: "n".to_owned(),
+        cpu_millis: 0,
+        memory_bytes: 0,
+        gpus: 0,
+        exclusive_cpus: Vec::new(),
+        claimed_gpus: Vec::new(),
+    };
     let quota = |cache: &Cache| {
         let state = cache.lock();
-        state.forbidden.get(OWNER).map(|it| it.quota(2))
+        state
+            .forbidden
+            .get(OWNER)
+            .map(|it| it.quota(2, std::slice::from_ref(&want)))
     };
     let failure = applier.apply(SUBJECT, &decision).await.unwrap_err();
     assert_eq!(failure, Failure::Forbidden(words.to_owned()));

@@ -179,7 +179,7 @@ impl Visit<'_> {
             away: &away(self.observed),
             kindred: &self.kindred(&target),
             ends: &Ends::of(&target),
-            quota: self.quota(&target),
+            quota: self.quota(&target, &wants),
             now: self.observed.now,
         });
         let planned = target.spec.ranks.iter().map(|rank| &*rank.node);
@@ -299,9 +299,9 @@ impl Visit<'_> {
         self.decision.mark_pods = marks.collect();
     }
 
-    fn quota(&self, target: &InferencePlan) -> Quota {
+    fn quota(&self, target: &InferencePlan, wants: &[Want]) -> Quota {
         let forbidden = self.observed.forbidden.as_ref();
-        forbidden.map_or(Quota::Free, |it| it.quota(target.spec.generation))
+        forbidden.map_or(Quota::Free, |it| it.quota(target.spec.generation, wants))
     }
 
     /// Has the plan remember which of its Pods ended, before they are made again.
@@ -378,18 +378,17 @@ impl Visit<'_> {
             return;
         };
         let cause = status::first_cause(self.observed, wants, steps.progress.mode);
-        let is_trouble = cause.as_ref().is_some_and(|cause| cause.is_trouble);
+        let trouble = cause.filter(|cause| cause.is_trouble);
         let age = self.observed.now.duration_since(made.0);
         let borne = Duration::try_from(age).unwrap_or_default();
-        if is_trouble && !is_given_up && borne < TURN_PATIENCE {
+        if trouble.is_some() && !is_given_up && borne < TURN_PATIENCE {
             return self.look_again(Some(TURN_PATIENCE - borne));
         }
-        let reason = cause.map_or("ProgressDeadlineExceeded", |cause| cause.reason);
-        let passes = match is_trouble {
-            true => is_no_images_fault(reason),
-            false => is_given_up && age < LONGEST_TURN,
+        let reason = match trouble {
+            Some(cause) if is_no_images_fault(cause.reason) => cause.reason,
+            None if is_given_up && age < LONGEST_TURN => "ProgressDeadlineExceeded",
+            _ => "",
         };
-        let reason = if passes { reason } else { "" };
         if choose::note(plan, NOTE_TURN) != reason {
             self.mark_plan(plan, vec![(NOTE_TURN, reason.to_owned())]);
         }

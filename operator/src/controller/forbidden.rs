@@ -3,7 +3,13 @@
 //! No Pod tells of it, since there is none. It is remembered here from the answers to the writes, and after a start the next
 //! write tells again.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
+
+use super::lean::millis;
+use super::names::GPU_RESOURCE;
+use super::observed::PodView;
+use super::rollout::Want;
 
 /// For how long after it was met a full quota is taken to be full still, if nothing of the deployment has gone since.
 const FULL_FOR: Duration = Duration::from_secs(20);
@@ -17,8 +23,11 @@ pub(crate) struct Forbidden {
     pub(crate) words: String,
     /// Whether a gateway was among the Pods.
     pub(crate) has_gateway: bool,
-    /// When it was first forbidden since one was made.
-    pub(super) since: Instant,
+    /// What the quota leaves to the deployment's Pods, all of them together: the most that was told
+    /// of each resource, since its counts lag behind the Pods. None: it is not known.
+    rooms: BTreeMap<String, Option<u64>>,
+    /// When it was first forbidden since one was made, of whichever plan; none: one was made since.
+    pub(super) since: Option<Instant>,
     /// When it was forbidden last; none since then something of the deployment has gone, or a Pod was made.
     pub(super) last: Option<Instant>,
     /// The plan has lost its place on the nodes.
@@ -31,35 +40,141 @@ pub(crate) enum Quota {
     /// It was not in the way.
     #[default]
     Free,
-    /// It has no room for the plan beside the one before.
+    /// It has no room for the plan beside the one before, and would have it for the plan alone.
     Tight,
-    /// It has none for a gateway, a moment ago.
+    /// As [`Self::Tight`], and it had none for a gateway, a moment ago.
     Full,
 }
 
+/// What Pods count of a ResourceQuota.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Counted {
+    pods: u64,
+    cpu_millis: u64,
+    memory_bytes: u64,
+    /// Those that are asked of the device plugin.
+    gpus: u64,
+}
+
+impl Counted {
+    /// The Pods of a deployment that are not over.
+    pub(super) fn of_pods<'a>(pods: impl Iterator<Item = &'a PodView>) -> Self {
+        let alive = pods.filter(|pod| !matches!(pod.phase.as_str(), "Failed" | "Succeeded"));
+        alive.fold(Self::default(), |sum, pod| {
+            let gpus = pod.gpus * u32::from(pod.claimed_gpus.is_empty());
+            sum.with(pod.cpu_millis, pod.memory_bytes, gpus)
+        })
+    }
+
+    fn of_wants(wants: &[Want]) -> Self {
+        wants.iter().fold(Self::default(), |sum, want| {
+            let gpus = want.gpus * u32::from(want.claimed_gpus.is_empty());
+            sum.with(want.cpu_millis, want.memory_bytes, gpus)
+        })
+    }
+
+    const fn with(self, cpu_millis: u64, memory_bytes: u64, gpus: u32) -> Self {
+        Self {
+            pods: self.pods.saturating_add(1),
+            cpu_millis: self.cpu_millis.saturating_add(cpu_millis),
+            memory_bytes: self.memory_bytes.saturating_add(memory_bytes),
+            gpus: self.gpus.saturating_add(gpus as u64),
+        }
+    }
+
+    /// The amount of a resource as a quota names it; none: it is not known what Pods count of it.
+    fn of(self, resource: &str) -> Option<u64> {
+        match kind(resource)? {
+            Kind::Pods => Some(self.pods),
+            Kind::Cpu => Some(self.cpu_millis),
+            Kind::Memory => Some(self.memory_bytes),
+            Kind::Gpus => Some(self.gpus),
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Kind {
+    Pods,
+    Cpu,
+    Memory,
+    Gpus,
+}
+
+/// What a quota counts, of what is known here. Limits are not: most Pods get theirs from a LimitRange.
+fn kind(resource: &str) -> Option<Kind> {
+    match resource {
+        "pods" | "count/pods" => Some(Kind::Pods),
+        "cpu" | "requests.cpu" => Some(Kind::Cpu),
+        "memory" | "requests.memory" => Some(Kind::Memory),
+        _ if resource.strip_prefix("requests.") == Some(GPU_RESOURCE) => Some(Kind::Gpus),
+        _ => None,
+    }
+}
+
+/// What a full quota leaves to a deployment that has `own` of what it counts as used, in the unit of [`Counted`] by resource,
+/// from words such as `exceeded quota: small, requested: pods=1, used: pods=3, limited: pods=3`.
+fn rooms(words: &str, own: Counted) -> BTreeMap<String, Option<u64>> {
+    let amounts = |name: &str| -> BTreeMap<&str, &str> {
+        let list = words.split_once(name).map_or("", |(_, list)| list);
+        let list = list.split_whitespace().next().unwrap_or_default();
+        list.split(',')
+            .filter_map(|it| it.split_once('='))
+            .collect()
+    };
+    let (used, limited) = (amounts(", used: "), amounts(", limited: "));
+    let room = |resource: &str, limit: &str| {
+        let unit = match kind(resource)? {
+            Kind::Cpu => 1,
+            Kind::Pods | Kind::Memory | Kind::Gpus => 1000,
+        };
+        let amount = |text: &str| millis(text).map(|amount| amount / unit);
+        let others = amount(used.get(resource)?)?.saturating_sub(own.of(resource)?);
+        Some(amount(limit)?.saturating_sub(others))
+    };
+    let rooms = limited.iter();
+    rooms
+        .map(|(resource, limit)| ((*resource).to_owned(), room(resource, limit)))
+        .collect()
+}
+
 impl Forbidden {
-    /// A Pod of that plan is forbidden now, after what was known `before`.
+    /// A Pod of that plan is forbidden now, while the deployment's Pods count `own`, after what was known `before`.
     pub(super) fn after(
         before: Option<Self>,
         generation: u64,
         words: &str,
         has_gateway: bool,
+        own: Counted,
     ) -> Self {
         let now = Instant::now();
-        let before = before.filter(|before| before.generation == generation);
+        // Another plan whose Pods may not be made is no fresh start.
+        let since = before.as_ref().and_then(|before| before.since);
+        let is_dropped = before.as_ref().is_some_and(|before| before.is_dropped);
+        let mut rooms = rooms(words, own);
+        for (resource, known) in before
+            .filter(|before| before.generation == generation)
+            .into_iter()
+            .flat_map(|before| before.rooms)
+        {
+            let room = rooms.entry(resource).or_default();
+            *room = (*room).max(known);
+        }
         Self {
             generation,
             words: words.to_owned(),
             has_gateway,
-            since: before.as_ref().map_or(now, |before| before.since),
+            rooms,
+            since: Some(since.unwrap_or(now)),
             last: Some(now),
-            is_dropped: before.is_some_and(|before| before.is_dropped),
+            is_dropped,
         }
     }
 
-    /// How the rollout of that plan finds the quota.
-    pub(super) fn quota(&self, generation: u64) -> Quota {
-        if self.generation != generation || !is_quota(&self.words) {
+    /// How the rollout of that plan, which wants these Pods, finds the quota. Nothing that runs makes room for a plan that the
+    /// quota would not have alone either.
+    pub(super) fn quota(&self, generation: u64, wants: &[Want]) -> Quota {
+        if self.generation != generation || !is_quota(&self.words) || !self.fits(wants) {
             return Quota::Free;
         }
         let is_full = self.last.is_some_and(|last| last.elapsed() < FULL_FOR);
@@ -68,9 +183,112 @@ impl Forbidden {
             false => Quota::Tight,
         }
     }
+
+    /// Whether the quota is known to have room for all of a plan's Pods without those before.
+    fn fits(&self, wants: &[Want]) -> bool {
+        let target = Counted::of_wants(wants);
+        let fits = |(resource, room): (&String, &Option<u64>)| {
+            let room = room.zip(target.of(resource));
+            room.is_some_and(|(room, need)| need <= room)
+        };
+        !self.rooms.is_empty() && self.rooms.iter().all(fits)
+    }
 }
 
 /// Whether a Pod is forbidden for want of room in a ResourceQuota, which others may make.
 pub(super) fn is_quota(words: &str) -> bool {
     words.contains("exceeded quota")
+}
+
+#[cfg(test)]
+mod tests {
+    use hearth_crds::PlanRole;
+
+    use super::super::testing::GIB;
+    use super::*;
+
+    fn want(memory_bytes: u64) -> Want {
+        Want {
+            name: "demo-decode-0".to_owned(),
+            rank: "decode-0".to_owned(),
+            form: String::new(),
+            role: PlanRole::Decode,
+            node: "n".to_owned(),
+            cpu_millis: 1500,
+            memory_bytes,
+            gpus: 1,
+            exclusive_cpus: Vec::new(),
+            claimed_gpus: Vec::new(),
+        }
+    }
+
+    fn own(memory_bytes: u64) -> Counted {
+        let pod = |phase: &str| PodView {
+            memory_bytes,
+            cpu_millis: 1500,
+            gpus: 1,
+            phase: phase.to_owned(),
+            ..PodView::default()
+        };
+        Counted::of_pods([&pod("Running"), &pod("Failed")].into_iter())
+    }
+
+    fn words(used: &str, limited: &str) -> String {
+        format!(
+            "pods \"x\" is forbidden: exceeded quota: small, requested: {used}, used: {used}, limited: {limited}"
+        )
+    }
+
+    /// What serves makes room only for what may be made then.
+    #[test]
+    fn a_quota_makes_the_old_end_first_only_where_the_new_fits_it_alone() {
+        let quota = |used: &str, limited: &str, wants: &[u64]| {
+            let words = words(used, limited);
+            let forbidden = Forbidden::after(None, 1, &words, false, own(32 * GIB));
+            let wants: Vec<Want> = wants.iter().map(|gib| want(gib * GIB)).collect();
+            forbidden.quota(1, &wants)
+        };
+        let memory = "requests.memory=";
+        let of = |used: &str, limited: &str, wants: &[u64]| {
+            quota(
+                &format!("{memory}{used}"),
+                &format!("{memory}{limited}"),
+                wants,
+            )
+        };
+        assert_eq!(of("32Gi", "48Gi", &[32]), Quota::Tight);
+        assert_eq!(of("32Gi", "48Gi", &[24, 24]), Quota::Tight);
+        assert_eq!(of("32Gi", "48Gi", &[32, 32]), Quota::Free, "never fits");
+        assert_eq!(of("40Gi", "48Gi", &[40]), Quota::Tight);
+        assert_eq!(of("41Gi", "48Gi", &[40]), Quota::Free, "others have 9 GiB");
+        assert_eq!(of("32Gi", "20Gi", &[32]), Quota::Free, "it was lowered");
+        assert_eq!(quota("pods=3", "pods=3", &[1]), Quota::Tight);
+        assert_eq!(quota("pods=3", "pods=3", &[1, 1]), Quota::Free);
+        assert_eq!(quota("cpu=1500m", "cpu=2", &[1]), Quota::Tight);
+        assert_eq!(quota("cpu=1500m", "cpu=2", &[1, 1]), Quota::Free);
+        let gpus = "requests.nvidia.com/gpu=1";
+        assert_eq!(quota(gpus, gpus, &[1]), Quota::Tight);
+        assert_eq!(quota(gpus, gpus, &[1, 1]), Quota::Free);
+        let both = "memory=32Gi,pods=9";
+        assert_eq!(quota(both, "memory=48Gi,pods=9", &[32]), Quota::Tight);
+        assert_eq!(quota(both, "memory=48Gi,pods=8", &[32]), Quota::Free);
+        // What cannot be counted is no evidence.
+        assert_eq!(quota("limits.cpu=1", "limits.cpu=9", &[1]), Quota::Free);
+        assert_eq!(quota("cpu=x", "cpu=9", &[1]), Quota::Free);
+        let odd = Forbidden::after(None, 1, "exceeded quota", false, own(1));
+        assert_eq!(odd.quota(1, &[want(1)]), Quota::Free);
+    }
+
+    /// A Pod that has just gone is counted for a moment still.
+    #[test]
+    fn what_was_seen_to_fit_fits_until_the_next_plan() {
+        let full = words("pods=1", "pods=1");
+        let first = Forbidden::after(None, 1, &full, true, own(GIB));
+        assert_eq!(first.quota(1, &[want(1)]), Quota::Full);
+        let lagging = Forbidden::after(Some(first), 1, &full, true, Counted::default());
+        assert_eq!(lagging.quota(1, &[want(1)]), Quota::Full);
+        assert_eq!(lagging.quota(2, &[want(1)]), Quota::Free);
+        let next = Forbidden::after(Some(lagging), 2, &full, true, Counted::default());
+        assert_eq!(next.quota(2, &[want(1)]), Quota::Free);
+    }
 }

@@ -7,7 +7,7 @@
 //! - Without extras, everything that is missing is made.
 //! - **Surge**, when the extras and the whole target fit the nodes: workers are made, when all are ready the gateway is
 //!   made, when it is ready the old gateway goes, when it is gone its workers go.
-//! - **Old down first**, when they do not, or when the namespace's quota has no room for both: the gateway is made (it holds requests), when it is ready the old gateway
+//! - **Old down first**, when they do not, or when the namespace's quota has room for either but not for both: the gateway is made (it holds requests), when it is ready the old gateway
 //!   goes, when it is gone the old workers go, when they are gone the new ones are made.
 //! - A node whose kubelet is away keeps what the target wants there: its containers may well go on. What is not wanted there
 //!   ends when the target serves, or when the node has been away for long; of a node that has left the cluster, at once.

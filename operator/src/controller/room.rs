@@ -8,8 +8,9 @@ use hearth_crds::InferencePlan;
 use jiff::Timestamp;
 use kube::ResourceExt;
 
+use super::build::ROLE_INSPECT;
 use super::cache::{State, Touched};
-use super::forbidden::Forbidden;
+use super::forbidden::{Counted, Forbidden};
 use super::holdings;
 use super::ledger::Charge;
 use super::names::{NOTE_OUTCOME, OUTCOME_FAILED};
@@ -63,11 +64,32 @@ impl State {
         self.owned_changed(&owner)
     }
 
-    /// Some Pods of a plan are forbidden; `has_gateway`: a gateway is among them.
-    pub(crate) fn forbid(&mut self, owner: &str, generation: u64, words: &str, has_gateway: bool) {
+    /// What the Pods of a deployment of `namespace` count of a ResourceQuota.
+    pub(crate) fn counted(&self, owner: &str, namespace: &str) -> Counted {
+        let pods = self.pods.of(owner);
+        let own = pods
+            .filter(|(key, row)| *key.namespace == *namespace && row.value.role != ROLE_INSPECT);
+        Counted::of_pods(own.map(|(_, row)| &*row.value))
+    }
+
+    /// Some Pods of a plan are forbidden; `has_gateway`: a gateway is among them; `own`: what the deployment's counted.
+    pub(crate) fn forbid(
+        &mut self,
+        owner: &str,
+        generation: u64,
+        words: &str,
+        has_gateway: bool,
+        own: Counted,
+    ) -> Touched {
         let before = self.forbidden.remove(owner);
-        let forbidden = Forbidden::after(before, generation, words, has_gateway);
+        let forbidden = Forbidden::after(before, generation, words, has_gateway, own);
+        let is_dropped = forbidden.is_dropped;
         self.forbidden.insert(owner.into(), forbidden);
+        Touched {
+            keys: Vec::new(),
+            // It may be another plan, which had its place until now.
+            waiting: is_dropped && self.recount(&owner.into()),
+        }
     }
 
     /// Some Pods of a deployment were made, and none was forbidden: its plan has its place.
@@ -76,7 +98,7 @@ impl State {
             return Touched::default();
         };
         forbidden.last = None;
-        forbidden.since = Instant::now();
+        forbidden.since = None;
         let was_dropped = std::mem::take(&mut forbidden.is_dropped);
         if was_dropped {
             self.recount(&owner.into());
@@ -98,7 +120,8 @@ impl State {
         }
         let is_due = |forbidden: &Forbidden| {
             let is_forbidden = forbidden.last.is_some() && !forbidden.is_dropped;
-            is_forbidden && forbidden.since.elapsed() > RESERVATION
+            let since = forbidden.since.filter(|_| is_forbidden);
+            since.is_some_and(|since| since.elapsed() > RESERVATION)
         };
         let forbidden = self.forbidden.iter_mut().filter(|(_, it)| is_due(it));
         let dropped: Vec<Arc<str>> = forbidden
@@ -294,28 +317,49 @@ mod tests {
     fn a_plan_whose_pods_are_forbidden_loses_its_place_after_a_while() {
         let mut state = State::default();
         demo(&mut state);
-        let mut spec = samples::plan();
-        spec.generation = 2;
-        let plan = InferencePlan::new("demo-2", spec);
-        state.put_plan(identity("default", "demo-2", "p", "0b1c"), Ok(&plan));
+        let plan = |state: &mut State, generation: u64| {
+            let mut spec = samples::plan();
+            spec.generation = generation;
+            let name = format!("demo-{generation}");
+            let plan = InferencePlan::new(&name, spec);
+            state.put_plan(identity("default", &name, &name, "0b1c"), Ok(&plan));
+        };
+        let forbid = |state: &mut State, generation: u64| {
+            let words = "violates PodSecurity";
+            state.forbid("0b1c", generation, words, true, Counted::default())
+        };
+        plan(&mut state, 2);
         let others = |state: &State| state.held_by_others("somebody").len();
         let nodes = others(&state);
         assert!(nodes > 0);
-        state.forbid("0b1c", 2, "violates PodSecurity", true);
+        forbid(&mut state, 2);
         state.expire_reservations();
         assert_eq!(others(&state), nodes, "it may be the quota of a moment");
         let long_ago = Instant::now().checked_sub(RESERVATION + Duration::from_secs(1));
         let forbidden = state.forbidden.get_mut("0b1c").expect("forbidden");
-        forbidden.since = long_ago.expect("the machine has run for longer");
+        assert!(long_ago.is_some(), "the machine has run for longer");
+        forbidden.since = long_ago;
         assert!(
             state.expire_reservations().waiting,
             "others may have its place"
         );
         assert_eq!(others(&state), 0);
         assert_eq!(state.expire_reservations(), Touched::default());
-        state.forbid("0b1c", 2, "violates PodSecurity", true);
+        forbid(&mut state, 2);
         assert_eq!(others(&state), 0, "still");
+        // An edit is no fresh start, neither before it has lost its place nor after.
+        plan(&mut state, 3);
+        assert_eq!(others(&state), nodes, "it may be allowed");
+        assert!(forbid(&mut state, 3).waiting, "it is not");
+        assert_eq!(others(&state), 0);
         state.allow("0b1c");
         assert_eq!(others(&state), nodes);
+        forbid(&mut state, 3);
+        assert_eq!(others(&state), nodes, "one was made since");
+        state.forbidden.get_mut("0b1c").expect("forbidden").since = long_ago;
+        plan(&mut state, 4);
+        forbid(&mut state, 4);
+        state.expire_reservations();
+        assert_eq!(others(&state), 0);
     }
 }

@@ -16,6 +16,7 @@ use super::conditions::{
     PREFILL_READY, PROGRESSING, READY, ROLLED_BACK, Verdict,
 };
 use super::fetched::{Download, percent};
+use super::forbidden::is_quota;
 use super::model::{ModelState, ModelStep};
 use super::names::{LABEL_DEPLOYMENT, LABEL_ROLE};
 use super::observed::{Observed, PodView};
@@ -154,7 +155,14 @@ fn want_cause(observed: &Observed, want: &Want, mode: Mode) -> Option<Cause> {
                 ),
             ))
         }
-        None if let Some(words) = forbidden(observed) => Some(not_allowed(what, words)),
+        None if let Some(words) = forbidden(observed) => {
+            let mut cause = not_allowed(what, words);
+            if mode == Mode::Surge && is_quota(words) {
+                let more = "; what runs goes on, since ending it is not known to make room enough";
+                cause.message.push_str(more);
+            }
+            Some(cause)
+        }
         None if mode == Mode::Surge && want.role == PlanRole::Gateway => Some(Cause::waiting(
             "WaitingForWorkers",
             format!("{what} starts when the new workers are ready"),

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::world::World;
 use crate::controller::conditions::{DECODE_READY, DEGRADED, PLANNED, PROGRESSING, READY};
-use crate::controller::forbidden::Forbidden;
+use crate::controller::forbidden::{Counted, Forbidden};
 use crate::controller::observed::{ContainerView, Requests};
 use crate::controller::testing::{GIB, MIB};
 
@@ -229,7 +229,7 @@ fn what_the_api_server_forbids_is_told_in_its_words() {
         let mut world = World::new("");
         world.visit();
         world.observed.pods.clear();
-        world.observed.forbidden = Some(Forbidden::after(None, 1, words, true));
+        world.observed.forbidden = Some(Forbidden::after(None, 1, words, true, Counted::default()));
         let decision = world.visit();
         assert!(!decision.create_pods.is_empty(), "it is tried again");
         for condition in [DECODE_READY, READY] {
@@ -239,4 +239,34 @@ fn what_the_api_server_forbids_is_told_in_its_words() {
         }
         assert!(world.condition(PROGRESSING).message.contains(words));
     }
+}
+
+/// A quota that the new plan would not fit alone either ends nothing that serves.
+#[test]
+fn what_serves_goes_on_where_the_quota_would_not_have_the_new_plan_alone() {
+    let told = |most: usize| {
+        let mut world = World::new("");
+        world.settle();
+        let before = world.observed.pods.clone();
+        let own = || before.iter().map(|pod| &**pod);
+        let there = before.len();
+        world.change("decode: {replicas: 2, maxBatch: 3}\n");
+        let decision = world.visit();
+        world.observed.pods.clone_from(&before);
+        assert!(!decision.create_pods.is_empty());
+        let words = format!(
+            "pods \"x\" is forbidden: exceeded quota: small, requested: pods=1, used: pods={there}, limited: pods={most}"
+        );
+        let forbidden = Forbidden::after(None, 2, &words, true, Counted::of_pods(own()));
+        world.observed.forbidden = Some(forbidden);
+        let decision = world.visit();
+        let message = world.condition(PROGRESSING).message.clone();
+        (decision.delete_pods.len(), there, message)
+    };
+    let (ended, there, message) = told(3);
+    assert_eq!((ended, there), (0, 3));
+    assert!(message.contains("what runs goes on"), "{message}");
+    let (ended, _, message) = told(4);
+    assert!(ended > 0, "four Pods fit: the workers before make room");
+    assert!(!message.contains("what runs goes on"), "{message}");
 }

@@ -277,8 +277,8 @@ fn a_plan_that_is_given_up_early_holds_others_only_where_its_image_is_to_blame()
         note(plan, NOTE_TURN).to_owned()
     };
     let nothing: fn(&mut PodView) = |_| ();
-    assert_eq!(given_up("1s", 2, nothing), "LoadingModel");
-    assert_eq!(given_up("20m", 1201, nothing), "LoadingModel");
+    assert_eq!(given_up("1s", 2, nothing), "ProgressDeadlineExceeded");
+    assert_eq!(given_up("20m", 1201, nothing), "ProgressDeadlineExceeded");
     assert_eq!(given_up("40m", 2401, nothing), "", "longer than a turn");
     let mount: fn(&mut PodView) = |pod| {
         pod.is_setting_up = true;

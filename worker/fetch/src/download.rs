@@ -106,11 +106,15 @@ async fn complete(
             part.len_bytes(),
             part.facts().total_bytes,
         );
+        let received_bytes = part.received_bytes();
         let (back, outcome) = download.attempt(part, idle_since).await?;
         part = back;
+        // Whoever sends is not silent, though it be what came before: a server without ranges begins anew each time.
+        if part.received_bytes() > received_bytes {
+            idle_since = Instant::now();
+        }
         if part.len_bytes() > furthest_bytes {
             furthest_bytes = part.len_bytes();
-            idle_since = Instant::now();
             failures = 0;
         }
         match outcome {
@@ -158,12 +162,12 @@ struct Download<'a> {
     client: Client,
 }
 
-/// What was tried without a new byte.
+/// What was tried.
 #[derive(Clone, Copy)]
 struct Tried {
-    /// Tries.
+    /// Tries in a row that brought nothing new.
     failures: u32,
-    /// When the last byte came, or the first try began.
+    /// When the last try ended in which a byte came, or the first one began.
     idle_since: Instant,
 }
 

@@ -66,7 +66,7 @@ pub struct FetchOptions {
     pub max_backoff: Duration,
     /// Longest wait that a server may ask for by Retry-After; for a longer one the fetch gives up.
     pub max_retry_after: Duration,
-    /// How long a server that is not public is tried without a new byte, where the reach is limited. Every failure there
+    /// How long a server that is not public is tried without a byte, where the reach is limited. Every failure there
     /// is told after it, or after a multiple of it: when one comes says nothing of the server.
     pub private_patience: Duration,
     /// Bytes of the disk that stay free.

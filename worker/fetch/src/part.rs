@@ -45,6 +45,7 @@ pub(crate) struct Part {
     path: PathBuf,
     facts_path: PathBuf,
     len_bytes: u64,
+    received_bytes: u64,
     hasher: Sha256,
     facts: FileFacts,
     _lock: Arc<Lock>,
@@ -80,6 +81,7 @@ impl Part {
             path: path.clone(),
             facts_path,
             len_bytes: 0,
+            received_bytes: 0,
             hasher: Sha256::new(),
             facts: facts.unwrap_or_default(),
             _lock: lock,
@@ -96,6 +98,11 @@ impl Part {
     /// Bytes that are here.
     pub(crate) fn len_bytes(&self) -> u64 {
         self.len_bytes
+    }
+
+    /// Bytes that were added since it was opened, those too that were thrown away again.
+    pub(crate) fn received_bytes(&self) -> u64 {
+        self.received_bytes
     }
 
     /// Of which file they are.
@@ -154,6 +161,7 @@ impl Part {
         }
         self.hasher.update(bytes);
         self.len_bytes += bytes.len() as u64;
+        self.received_bytes += bytes.len() as u64;
         Ok(())
     }
 

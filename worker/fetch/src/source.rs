@@ -6,6 +6,7 @@ use hearth_crds::{STORE_KEY_DIGITS, shown_url};
 use reqwest::Url;
 
 use crate::FetchError;
+use crate::part::sha256_of;
 
 /// Digits of a SHA-256, and of a key.
 const SHA256_DIGITS: usize = 64;
@@ -106,6 +107,16 @@ impl Source {
     /// The URL as it may be shown: without user, password and query, which can hold secrets.
     pub fn shown(&self) -> String {
         shown_url(self.url.as_str())
+    }
+
+    /// SHA-256 of the key and of what opens the URL, 64 lower-case digits: tells whether a secret was exchanged.
+    pub(crate) fn fingerprint(&self) -> String {
+        let (username, secret) = match &self.credentials {
+            None => (None, None),
+            Some(Credentials::Basic { username, password }) => (Some(username), Some(password)),
+            Some(Credentials::Bearer { token }) => (None, Some(token)),
+        };
+        sha256_of(&serde_json::json!([self.key.as_str(), username, secret]).to_string())
     }
 
     pub(crate) fn credentials(&self) -> Option<&Credentials> {

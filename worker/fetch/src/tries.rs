@@ -1,13 +1,14 @@
 //! What became of earlier tries to have a model, on disk: an agent that ends, or that is killed for what a model does to
 //! it, begins where it was and not from zero.
 
-use std::fs;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Cache, FetchError, Key};
+use crate::{Cache, FetchError, Key, Source};
 
 /// Tries of one model in a row that gave nothing.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -22,9 +23,24 @@ pub struct Tries {
     pub why: String,
     /// Seconds since 1970: not tried again before.
     pub again_at_s: u64,
+    /// SHA-256 of what the URL was opened by, never that itself; empty where that is not known.
+    pub source_sha256: String,
 }
 
 impl Tries {
+    /// Whether they were of this source, as far as that is known: a secret that was put right need not wait.
+    pub fn are_of(&self, source: &Source) -> bool {
+        self.source_sha256.is_empty() || self.source_sha256 == source.fingerprint()
+    }
+
+    /// Further tries are of this source. What another secret failed of counts no longer.
+    pub fn go_on_with(&mut self, source: &Source) {
+        if !self.are_of(source) {
+            self.failures = 0;
+        }
+        self.source_sha256 = source.fingerprint();
+    }
+
     /// Sets [`Self::again_at_s`].
     pub fn wait(&mut self, now: SystemTime, wait: Duration) {
         self.again_at_s = since_epoch(now + wait).as_secs();
@@ -55,7 +71,10 @@ impl Cache {
         }
         let temporary = path.with_extension("tries-new");
         let text = serde_json::to_vec(tries).map_err(io::Error::from);
-        text.and_then(|text| fs::write(&temporary, text))
+        // Short secrets could be guessed by their checksum.
+        let mut options = File::options();
+        options.create(true).write(true).truncate(true).mode(0o600);
+        text.and_then(|text| options.open(&temporary)?.write_all(&text))
             .and_then(|()| fs::rename(&temporary, &path))
             .map_err(FetchError::in_cache(&path))
     }
@@ -68,7 +87,48 @@ fn since_epoch(time: SystemTime) -> Duration {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt;
+
     use super::*;
+    use crate::Credentials;
+
+    #[test]
+    fn a_secret_that_was_exchanged_is_noticed_and_not_kept() {
+        let source = Source::new("http://nas/m.tar", &"ab".repeat(32)).unwrap();
+        let token = |token: &str| {
+            let token = token.to_owned();
+            source.clone().opened_by(Credentials::Bearer { token })
+        };
+        let basic = |username: &str, password: &str| {
+            let [username, password] = [username, password].map(str::to_owned);
+            source
+                .clone()
+                .opened_by(Credentials::Basic { username, password })
+        };
+        let all = [
+            source.clone(),
+            token("wrong"),
+            token("right"),
+            basic("", "wrong"),
+            basic("wrong", ""),
+        ];
+        for (at, one) in all.iter().enumerate() {
+            let mut tries = Tries {
+                failures: 3,
+                ..Tries::default()
+            };
+            assert!(tries.are_of(one), "an older note does not tell");
+            tries.go_on_with(one);
+            assert_eq!(tries.failures, 3);
+            assert!(!tries.source_sha256.contains("wrong"));
+            for (other_at, other) in all.iter().enumerate() {
+                assert_eq!(tries.are_of(other), at == other_at, "{at} {other_at}");
+            }
+            tries.go_on_with(&token("new"));
+            assert_eq!(tries.failures, 0);
+            assert!(tries.are_of(&token("new")) && !tries.are_of(one));
+        }
+    }
 
     #[test]
     fn tries_are_kept_until_there_is_nothing_to_tell() {
@@ -82,13 +142,15 @@ mod tests {
             failures: 2,
             lost: 1,
             why: "broken".to_owned(),
-            again_at_s: 0,
+            ..Tries::default()
         };
         let hour = Duration::from_secs(3600);
         assert_eq!(tries.left(now, hour), Duration::ZERO);
         tries.wait(now, Duration::from_secs(90));
         cache.note_tries(&key, &tries).unwrap();
         assert_eq!(cache.tries(&key), tries);
+        let mode = fs::metadata(cache.tries_file(&key)).unwrap().mode();
+        assert_eq!(mode & 0o777, 0o600);
         let left = tries.left(now, hour);
         assert!((88..=90).contains(&left.as_secs()), "{left:?}");
         // The clock was a year ahead.

@@ -295,3 +295,20 @@ async fn a_model_lies_under_the_name_that_it_is_asked_for_by() {
     assert!(matches!(refused, FetchError::NotFound { .. }), "{refused}");
     assert_eq!(cache.model(&theirs), None);
 }
+
+#[tokio::test]
+async fn a_server_inside_without_ranges_that_breaks_is_tried_as_often_as_others() {
+    let archive = model_tar(2_000_000);
+    let server = FileServer::start(archive.clone()).await;
+    // Each try takes longer than the patience, and only the first brings a new byte.
+    let cuts = [900_000, 800_000, 800_000];
+    server.faults(cuts.map(Fault::IgnoreRangeAndCutAfter));
+    server.pace(Duration::from_millis(12));
+    let source = Source::new(&server.url(), &sha256(&archive)).unwrap();
+    let options = FetchOptions {
+        attempts: 4,
+        ..inside("127.0.0.1/32")
+    };
+    fetched(&source, &options).await.unwrap();
+    assert_eq!(server.seen().len(), cuts.len() + 1);
+}

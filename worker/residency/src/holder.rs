@@ -7,7 +7,8 @@
 //! read locks on two bytes far behind its end. The kernel gives such locks up when a process ends, however it ends.
 //!
 //! Pages also lie on the NUMA node of the thread that touches them first, so of several processes that could read the
-//! weights first only one does, where the plan says on which nodes they are to lie: the one with the claim on the file.
+//! weights first only one does, where the plan says on which nodes they are to lie: the one with the claim on the file. It gives the
+//! claim up when it has read them.
 
 use std::fs::File;
 use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
@@ -15,8 +16,12 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::path::Path;
 
+use rustix::fs::{FlockOperation, flock};
+
 /// Far behind the end of any file, so that no lock of another program is met.
 const FIRST_BYTE: i64 = 1 << 60;
+/// Types of SMB file systems, by `statfs` (`linux/magic.h`).
+const SMB: [u64; 3] = [0x517b, 0xff53_4d42, 0xfe53_4d42];
 
 /// A file of weights that several processes map.
 #[derive(Debug)]
@@ -82,18 +87,29 @@ impl WeightFile {
         self.lock(self.at)
     }
 
-    /// Makes this process the one that places the weights, for as long as this value lives: no other has the claim meanwhile.
-    /// Tells whether it has it.
+    /// Makes this process the one that places the weights, until it releases the claim or this value ends: no other has it
+    /// meanwhile. Tells whether it has it.
     ///
     /// # Errors
-    /// When the file system has no such locks for files that are open for reading.
+    /// When the file system has no such locks for files that are open for reading, or keeps other machines from reading
+    /// what is locked, as SMB does.
     pub fn claim(&self) -> io::Result<bool> {
-        use rustix::fs::{FlockOperation, flock};
+        if SMB.contains(&(rustix::fs::fstatfs(&self.file)?.f_type as u64)) {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
         match flock(&self.file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(true),
             Err(rustix::io::Errno::WOULDBLOCK) => Ok(false),
             Err(error) => Err(error.into()),
         }
+    }
+
+    /// Gives the claim up, if this process has it.
+    ///
+    /// # Errors
+    /// When the file system has no such locks.
+    pub fn release_claim(&self) -> io::Result<()> {
+        Ok(flock(&self.file, FlockOperation::Unlock)?)
     }
 
     fn lock(&self, at: i64) -> io::Result<()> {
@@ -141,8 +157,12 @@ mod tests {
         assert!(first.claim().unwrap());
         assert!(first.claim().unwrap(), "it keeps it");
         assert!(!second.claim().unwrap());
-        drop(first);
+        first.release_claim().unwrap();
         assert!(second.claim().unwrap());
+        first.release_claim().unwrap();
+        assert!(!first.claim().unwrap(), "it is the second's");
+        drop(second);
+        assert!(first.claim().unwrap());
     }
 
     #[test]

@@ -63,10 +63,17 @@ impl Turn {
         })
     }
 
-    /// All weights are in memory.
+    /// All weights are in memory: the next worker may place its own. Nothing is locked any more that another machine, or
+    /// somebody who exchanges the file, could meet.
     pub(super) fn loaded(&self) {
-        if let Some(Err(error)) = self.file.as_ref().map(WeightFile::say_loaded) {
+        let Some(file) = &self.file else {
+            return;
+        };
+        if let Err(error) = file.say_loaded() {
             tracing::debug!(%error, "other workers cannot be told of the weights");
+        }
+        if let Err(error) = file.release_claim() {
+            tracing::debug!(%error, "the claim on the weights is kept until this worker ends");
         }
     }
 }
@@ -166,27 +173,35 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let open = || WeightFile::open(file.path(), "boot").unwrap();
         for loads in [true, false] {
-            let first = open();
-            wait_for_placing(&first, "prefill-0", &|| {
+            let file = open();
+            wait_for_placing(&file, "prefill-0", &|| {
                 panic!("there is nobody to wait for")
             });
-            first.say_loading().unwrap();
+            file.say_loading().unwrap();
+            let mut first = Turn { file: Some(file) };
+            assert!(first.is_alone());
             let second = open();
             let (waits, waited) = mpsc::channel();
             let waiting = thread::spawn(move || {
                 wait_for_placing(&second, "decode-0", &|| waits.send(()).unwrap());
-                second.claim().unwrap()
+                second
             });
             for _ in 0..3 {
                 waited.recv_timeout(Duration::from_secs(20)).unwrap();
             }
             if loads {
-                first.say_loaded().unwrap();
-                assert!(!waiting.join().unwrap(), "the first has the claim");
+                first.loaded();
             } else {
-                drop(first);
-                assert!(waiting.join().unwrap(), "the second has the claim");
+                drop(first.file.take());
             }
+            let second = waiting.join().unwrap();
+            assert!(
+                second.claim().unwrap(),
+                "the first has done, and keeps the file from nobody"
+            );
+            assert!(!open().claim().unwrap(), "the second has it now");
+            let second = Turn { file: Some(second) };
+            assert_eq!(second.is_alone(), !loads, "the first one's weights");
         }
     }
 }

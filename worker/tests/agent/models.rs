@@ -172,6 +172,42 @@ async fn an_agent_knows_what_those_before_it_tried() {
 }
 
 #[tokio::test]
+async fn a_secret_that_was_put_right_does_not_wait_for_what_another_agent_tried() {
+    let world = World::impatient();
+    let archive = demo_tar();
+    let server = FileServer::start(archive.clone()).await;
+    server.open_by("Bearer t0ken");
+    let by = |token: &str| ModelRequest {
+        key: store_key(&server.url(), &sha256(&archive), "one/nas"),
+        holder: "one/nas".to_owned(),
+        credentials: Some(Credentials {
+            token: token.to_owned(),
+            ..Credentials::default()
+        }),
+        ..request(&server, &sha256(&archive))
+    };
+    let (wrong, right) = (by("t0kem"), by("t0ken"));
+    let failed = settled(&world.operator, &wrong).await.pop().unwrap();
+    assert_eq!(failed.state(), ModelState::Failed);
+    let asked = server.seen().len();
+    let path = world
+        .cache
+        .path()
+        .join(format!("partial/{}.tries", wrong.key));
+    let note = fs::read_to_string(&path).unwrap();
+    assert!(!note.contains("t0kem"), "{note}");
+    // However long the next agent takes to start.
+    let mut tries: Value = serde_json::from_str(&note).unwrap();
+    tries["again_at_s"] = (tries["again_at_s"].as_u64().unwrap() + 3600).into();
+    fs::write(&path, tries.to_string()).unwrap();
+    let world = world.restarted();
+    assert_eq!(model(&world.operator, &wrong).await, failed);
+    assert_eq!(server.seen().len(), asked);
+    let ready = settled(&world.operator, &right).await.pop().unwrap();
+    assert_eq!(ready.state(), ModelState::Ready, "{}", ready.message);
+}
+
+#[tokio::test]
 async fn a_file_of_nothing_is_not_read_into_memory() {
     let world = World::new();
     let long = vec![b' '; 17 << 20];

@@ -61,11 +61,12 @@ const MOST_WAIT: Duration = Duration::from_secs(6 * 3600);
 
 impl Limits {
     /// How long a failure is told before the next call tries again. What lies behind a URL costs a whole download to find
-    /// out; a new checksum is another key, and need not wait. What is kept back waits as if nothing were known of it.
+    /// out; a new checksum is another key, and need not wait. What is kept back waits equally long whatever it was, and
+    /// not long: a server at home that was off for a moment is the usual cause.
     fn wait_after(&self, blame: Blame, failures: u32) -> Duration {
         let (first, most) = match blame {
             Blame::Content => (Duration::from_secs(600), MOST_WAIT),
-            Blame::Unknown => (4 * self.private_patience, 60 * self.private_patience),
+            Blame::Unknown => (4 * self.private_patience, 5 * self.private_patience),
             Blame::Request | Blame::Remote | Blame::Local => {
                 (Duration::from_secs(5), Duration::from_secs(300))
             }
@@ -80,8 +81,6 @@ impl Limits {
 
 /// A model that was asked for.
 struct Entry {
-    /// What it was asked for with; none where it was only looked for.
-    source: Option<Source>,
     state: State,
     /// In a row.
     tries: Tries,
@@ -141,11 +140,10 @@ impl Models {
         let (key, source) = checked(request)?;
         let options = self.limits.options(ranges(&request.cluster_ranges)?);
         let mut entries = self.lock();
-        let entry = entries.get_mut(&key);
         let mut tries = Tries::default();
-        if let Some(entry) = entry {
+        if let Some(entry) = entries.get(&key) {
             tries = entry.tries.clone();
-            let is_same = source.is_none() || source == entry.source;
+            let is_same = source.as_ref().is_none_or(|source| tries.are_of(source));
             match &entry.state {
                 State::Ready(ready) if self.cache.model(&key).is_some() => {
                     return Ok(ready.answer());
@@ -161,7 +159,7 @@ impl Models {
         } else if source.is_some() || self.cache.model(&key).is_some() {
             // An agent before this one may have tried it.
             tries = self.cache.tries(&key);
-            if let Some(entry) = waiting(&tries, source.clone(), SystemTime::now()) {
+            if let Some(entry) = waiting(&tries, source.as_ref(), SystemTime::now()) {
                 let answer = failed(&tries.why);
                 entries.insert(key, entry);
                 return Ok(answer);
@@ -175,8 +173,10 @@ impl Models {
                 ..ModelResponse::default()
             });
         }
+        if let Some(source) = &source {
+            tries.go_on_with(source);
+        }
         let entry = Entry {
-            source: source.clone(),
             tries,
             state: State::Working {
                 progress: None,
@@ -401,12 +401,12 @@ fn failed(why: &str) -> ModelResponse {
 }
 
 /// The state of a model that an agent before this one has tried, while it is to be left alone.
-fn waiting(tries: &Tries, source: Option<Source>, now: SystemTime) -> Option<Entry> {
+fn waiting(tries: &Tries, source: Option<&Source>, now: SystemTime) -> Option<Entry> {
     // An agent that ends once while it unpacks was exchanged, as all Pods are now and then.
     let is_known = tries.failures > 0 || tries.lost > 1;
+    let is_same = source.is_none_or(|source| tries.are_of(source));
     let left = tries.left(now, MOST_WAIT);
-    (is_known && !left.is_zero()).then(|| Entry {
-        source,
+    (is_known && is_same && !left.is_zero()).then(|| Entry {
         tries: tries.clone(),
         state: State::Failed {
             why: tries.why.clone(),
@@ -514,7 +514,7 @@ mod tests {
         let seconds = |blame, failures| limits.wait_after(blame, failures).as_secs();
         assert_eq!(
             [1, 2, 3, 40].map(|n| seconds(Blame::Unknown, n)),
-            [240, 480, 960, 3600]
+            [240, 300, 300, 300]
         );
         assert_eq!(
             [1, 2, 3, 40].map(|n| seconds(Blame::Remote, n)),

@@ -62,11 +62,15 @@ const MOST_WAIT: Duration = Duration::from_secs(6 * 3600);
 impl Limits {
     /// How long a failure is told before the next call tries again. What lies behind a URL costs a whole download to find
     /// out; a new checksum is another key, and need not wait. What is kept back waits equally long whatever it was, and
-    /// not long: a server at home that was off for a moment is the usual cause.
-    fn wait_after(&self, blame: Blame, failures: u32) -> Duration {
+    /// not long: a server at home that was off for a moment is the usual cause; but for twice what the try took, or the
+    /// wrong archive would come over the network without end.
+    fn wait_after(&self, blame: Blame, failures: u32, took: Duration) -> Duration {
         let (first, most) = match blame {
             Blame::Content => (Duration::from_secs(600), MOST_WAIT),
-            Blame::Unknown => (4 * self.private_patience, 5 * self.private_patience),
+            Blame::Unknown => (
+                (4 * self.private_patience).max(2 * took),
+                (5 * self.private_patience).max(2 * took),
+            ),
             Blame::Request | Blame::Remote | Blame::Local => {
                 (Duration::from_secs(5), Duration::from_secs(300))
             }
@@ -242,7 +246,9 @@ impl Models {
 
     /// Fetches the model, checks it, and notes what came of it.
     async fn work(self: Arc<Self>, key: Key, source: Option<Source>, options: FetchOptions) {
+        let began = Instant::now();
         let outcome = self.ready(&key, source.as_ref(), &options).await;
+        let took = began.elapsed();
         let mut entries = self.lock();
         let Some(entry) = entries.get_mut(&key) else {
             return;
@@ -256,7 +262,7 @@ impl Models {
             }
             Err(Failure { why, blame }) => {
                 entry.tries.failures += 1;
-                let wait = self.limits.wait_after(blame, entry.tries.failures);
+                let wait = self.limits.wait_after(blame, entry.tries.failures, took);
                 tracing::warn!(%key, ?wait, "model failed: {why}");
                 let again_at = Instant::now() + wait;
                 entry.tries.wait(SystemTime::now(), wait);
@@ -277,9 +283,10 @@ impl Models {
         let lost = entry.tries.lost;
         if let Some(again) = lost.checked_sub(1).filter(|again| *again > 0) {
             let now = SystemTime::now();
-            entry
-                .tries
-                .wait(now, self.limits.wait_after(Blame::Content, again));
+            let wait = self
+                .limits
+                .wait_after(Blame::Content, again, Duration::ZERO);
+            entry.tries.wait(now, wait);
         }
         entry.tries.why = format!(
             "the node's agent ended {lost} times while it unpacked or read the model\n  see why its Pod was ended: the model's files may be broken, or need more memory than the node has"
@@ -511,11 +518,14 @@ mod tests {
             keep: Duration::ZERO,
             private_patience: Duration::from_secs(60),
         };
-        let seconds = |blame, failures| limits.wait_after(blame, failures).as_secs();
+        let seconds =
+            |blame, failures| limits.wait_after(blame, failures, Duration::ZERO).as_secs();
         assert_eq!(
             [1, 2, 3, 40].map(|n| seconds(Blame::Unknown, n)),
             [240, 300, 300, 300]
         );
+        let hour = Duration::from_secs(3600);
+        assert_eq!(limits.wait_after(Blame::Unknown, 3, hour), 2 * hour);
         assert_eq!(
             [1, 2, 3, 40].map(|n| seconds(Blame::Remote, n)),
             [5, 10, 20, 300]

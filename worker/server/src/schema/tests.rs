@@ -375,3 +375,95 @@ fn divisors_that_can_be_followed_pass() {
         check(&schema, PARAM).unwrap_or_else(|error| panic!("{schema}: {}", error.message));
     }
 }
+
+/// Schemas in which `inner` lies under each member that the library merges, `levels` deep.
+fn merged(divisors: &[u64], levels: usize) -> Vec<Value> {
+    let wraps: [fn(Value) -> Value; 5] = [
+        |inner| json!({"type": "array", "minItems": 1, "items": inner}),
+        |inner| json!({"type": "array", "minItems": 1, "prefixItems": [inner]}),
+        |inner| json!({"type": "object", "properties": {"a": inner}, "required": ["a"]}),
+        |inner| json!({"type": "object", "additionalProperties": inner}),
+        |inner| json!({"type": "object", "patternProperties": {"^a": inner}}),
+    ];
+    let mut schemas = Vec::new();
+    for wrap in wraps {
+        let members: Vec<Value> = divisors
+            .iter()
+            .map(|divisor| {
+                let number = json!({"type": "integer", "multipleOf": divisor});
+                (0..levels).fold(number, |inner, _| wrap(inner))
+            })
+            .collect();
+        let (first, others) = members.split_first().expect("a divisor");
+        let with = |word: &str, value: Value| {
+            let mut schema = first.clone();
+            schema[word] = value;
+            schema
+        };
+        schemas.extend([
+            json!({"allOf": members}),
+            with("allOf", json!(others)),
+            with("anyOf", json!([others[0], {"type": "null"}])),
+            json!({"$defs": {"x": others[0]}, "allOf": [first, {"$ref": "#/$defs/x"}]}),
+            json!({"$defs": {"x": {"allOf": members}}, "$ref": "#/$defs/x"}),
+            {
+                let mut schema = with("$ref", json!("#/$defs/x"));
+                schema["$defs"] = json!({"x": others[0]});
+                schema
+            },
+        ]);
+    }
+    schemas
+}
+
+#[test]
+fn divisors_are_bounded_where_schemas_are_merged() {
+    for levels in [1, 3] {
+        for schema in merged(&[4999, 4993], levels)
+            .into_iter()
+            .chain(merged(&[991, 997, 983], levels))
+        {
+            let told = problem(&schema);
+            let words = "a least common multiple beyond 10000";
+            assert!(told.contains(words), "{schema}: {told}");
+        }
+    }
+    let both = json!({
+        "type": "object",
+        "properties": {"ab": {"type": "integer", "multipleOf": 4999}},
+        "patternProperties": {"^a": {"type": "integer", "multipleOf": 4993}}
+    });
+    assert!(problem(&both).contains("a least common multiple beyond 10000"));
+    // Twice the same would be beyond the numbers in which the library multiplies.
+    let same = json!({"type": "integer", "multipleOf": 100_000_000});
+    let items = json!({"type": "array", "items": {"$ref": "#/$defs/x"}});
+    let twice = json!({"$defs": {"x": same}, "allOf": [items, items]});
+    assert!(problem(&twice).contains("a least common multiple beyond 10000"));
+    let many = object((0..9).map(|i| {
+        let items = |divisor| json!({"items": {"type": "integer", "multipleOf": divisor}});
+        (
+            format!("p{i}"),
+            json!({"type": "array", "allOf": [items(97), items(101 - i)]}),
+        )
+    }));
+    assert!(problem(&many).contains("more than 20000 together"));
+}
+
+#[test]
+fn divisors_that_are_merged_or_lie_apart_pass_where_they_can_be_followed() {
+    let apart = object([4999, 4993].into_iter().map(|divisor| {
+        let number = json!({"type": "integer", "multipleOf": divisor});
+        (
+            format!("p{divisor}"),
+            json!({"type": "array", "items": number}),
+        )
+    }));
+    let described = json!({
+        "$ref": "#/$defs/x",
+        "description": "one of them",
+        "$defs": {"x": apart, "unused": {"multipleOf": 7919}}
+    });
+    for schema in merged(&[6, 4], 3).into_iter().chain([apart, described]) {
+        check(&schema, PARAM).unwrap_or_else(|error| panic!("{schema}: {}", error.message));
+    }
+}

@@ -15,8 +15,10 @@ const MAX_UNITS: u64 = 300_000_000;
 const MAX_REMAINDERS: u64 = 10_000;
 /// Most remainders of all divisors of a schema.
 const MAX_REMAINDERS_OF_ALL: u64 = 20_000;
-/// Members that hold together with a schema, or may.
+/// Members whose schemas describe the same value as the schema that has them.
 const TOGETHER: [&str; 3] = ["allOf", "anyOf", "oneOf"];
+/// Members whose schemas describe nothing until they are referred to.
+const DEFINITIONS: [&str; 2] = ["$defs", "definitions"];
 
 /// A divisor as a whole number of units of 10 to the power of minus `decimals`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -49,47 +51,96 @@ pub(super) fn excess(parts: &[Part<'_>]) -> Option<String> {
             Err(problem) => return Some(problem),
         }
     }
-    let distinct: BTreeSet<Divisor> = divisors.iter().flatten().copied().collect();
-    if distinct
-        .iter()
-        .map(|divisor| divisor.remainders())
-        .sum::<u64>()
-        > MAX_REMAINDERS_OF_ALL
-    {
-        return Some(format!(
-            "the different values of its 'multipleOf' are more than {MAX_REMAINDERS_OF_ALL} together, not counting decimal points, and as much can be followed: leave some out"
-        ));
-    }
-    if divisors.iter().flatten().count() < 2 {
+    let mut distinct: BTreeSet<Divisor> = divisors.iter().flatten().copied().collect();
+    if distinct.is_empty() {
         return None;
     }
-    let mut seen_from = vec![usize::MAX; parts.len()];
-    for (root, part) in parts.iter().enumerate() {
-        let mut common: Option<Divisor> = None;
-        let mut next = vec![root];
-        while let Some(index) = next.pop() {
-            if std::mem::replace(&mut seen_from[index], root) == root {
-                continue;
-            }
-            if let Some(divisor) = divisors[index] {
-                common = match common.map_or(Some(divisor), |common| multiple(common, divisor)) {
-                    Some(multiple) => Some(multiple),
-                    None => {
-                        return Some(format!(
-                            "{}its 'multipleOf' and those of its choices and references have a least common multiple beyond {MAX_REMAINDERS}, and up to it can be followed: leave some out",
-                            place(&part.path)
-                        ));
-                    }
-                };
-            }
-            next.extend(parts[index].target);
-            let within = TOGETHER.iter();
-            next.extend(
-                within.flat_map(|word| parts[index].children_of(word).map(|child| child.index)),
-            );
+    let mut walk = Walk {
+        parts,
+        divisors: &divisors,
+        seen_from: vec![usize::MAX; parts.len()],
+    };
+    for root in 0..parts.len() {
+        match walk.common(root) {
+            Ok(common) => distinct.extend(common),
+            Err(problem) => return Some(problem),
         }
     }
-    None
+    let remainders = distinct.iter().map(|divisor| divisor.remainders());
+    (remainders.sum::<u64>() > MAX_REMAINDERS_OF_ALL).then(|| {
+        format!(
+            "the different values of its 'multipleOf', and the least common multiples of those that hold together, are more than {MAX_REMAINDERS_OF_ALL} together, not counting decimal points, and as much can be followed: leave some out"
+        )
+    })
+}
+
+/// Looks for the divisors that the library may make one of.
+struct Walk<'w, 's> {
+    parts: &'w [Part<'s>],
+    divisors: &'w [Option<Divisor>],
+    /// For each part the last one from which it was seen.
+    seen_from: Vec<usize>,
+}
+
+impl Walk<'_, '_> {
+    /// The least common multiple of what holds together at a part: of the divisors at the same place, and where several
+    /// schemas are merged there, of all within them, since their items and properties are merged as well.
+    ///
+    /// # Errors
+    /// What is wrong when it is too large.
+    fn common(&mut self, root: usize) -> Result<Option<Divisor>, String> {
+        let parts = self.parts;
+        let is_merged = merges(&parts[root]);
+        let mut common: Option<Divisor> = None;
+        let mut is_repeated = false;
+        let mut next = vec![root];
+        while let Some(index) = next.pop() {
+            if std::mem::replace(&mut self.seen_from[index], root) == root {
+                is_repeated = true;
+                continue;
+            }
+            if let Some(divisor) = self.divisors[index] {
+                is_repeated |= common.is_some();
+                let multiple = common.map_or(Some(divisor), |common| multiple(common, divisor));
+                common = Some(multiple.ok_or_else(|| self.beyond(root))?);
+            }
+            next.extend(parts[index].target);
+            let children = parts[index].children.iter();
+            let within = children.filter(|child| match is_merged {
+                true => !DEFINITIONS.contains(&child.word),
+                false => TOGETHER.contains(&child.word),
+            });
+            next.extend(within.map(|child| child.index));
+        }
+        // The library multiplies in any order, and multiples with each other.
+        let is_too_large = |common: Divisor| common.units > MAX_REMAINDERS;
+        if is_merged && is_repeated && common.is_some_and(is_too_large) {
+            return Err(self.beyond(root));
+        }
+        Ok(common)
+    }
+
+    fn beyond(&self, root: usize) -> String {
+        format!(
+            "{}its 'multipleOf' and those of its choices, references and, where several schemas are merged, of all within them have a least common multiple beyond {MAX_REMAINDERS}, and up to it can be followed: leave some out",
+            place(&self.parts[root].path)
+        )
+    }
+}
+
+/// Whether the library makes one schema of several at a part: its own members, those of each schema in its `allOf`, of
+/// what it refers to, and of an alternative each of its choices; or properties by name and by pattern.
+fn merges(part: &Part<'_>) -> bool {
+    let has = |word: &str| part.children_of(word).next().is_some();
+    let is_own = |word: &str| !TOGETHER.contains(&word) && !DEFINITIONS.contains(&word);
+    let has_own = !part.schema["multipleOf"].is_null()
+        || part.children.iter().any(|child| is_own(child.word));
+    let merged = part.children_of("allOf").count()
+        + [has_own, has("anyOf"), has("oneOf"), part.target.is_some()]
+            .into_iter()
+            .filter(|is_there| *is_there)
+            .count();
+    merged > 1 || has("properties") && has("patternProperties")
 }
 
 /// The divisor of a part, if it has one.

@@ -45,6 +45,8 @@ install_line() {
         dnf:conntrack | zypper:conntrack | pacman:conntrack) names+=(conntrack-tools) ;;
         dnf:libseccomp-dev | zypper:libseccomp-dev) names+=(libseccomp-devel) ;;
         pacman:libseccomp-dev) names+=(libseccomp) ;;
+        dnf:pkg-config | zypper:pkg-config) names+=(pkgconf-pkg-config) ;;
+        pacman:pkg-config) names+=(pkgconf) ;;
         pacman:python3) names+=(python) ;;
         # The module is part of Python itself there.
         dnf:python3-venv | zypper:python3-venv) names+=(python3-pip) ;;
@@ -76,7 +78,9 @@ if [ "$goal" = test ] || [ "$goal" = cluster ]; then
         command -v nft >/dev/null || need_packages+=(nftables)
         command -v iptables >/dev/null || need_packages+=(iptables)
         command -v conntrack >/dev/null || need_packages+=(conntrack)
+        # What runc is built with.
         [ -e /usr/include/seccomp.h ] || need_packages+=(libseccomp-dev)
+        command -v pkg-config >/dev/null || need_packages+=(pkg-config)
     fi
 fi
 if [ -n "$with_python" ]; then
@@ -145,12 +149,20 @@ if [ "$goal" = test ] && ! tests/vm/build.sh; then
     say "without the emulated machine, the tests on NUMA nodes and cgroup v2 are left out"
 fi
 
+# Without Go, tests are left out; what cannot be built with it is a fault.
 build_programs() {
-    [ "$cluster" = none ] || tests/cluster/build.sh "$cluster" ||
+    local status=0
+    [ "$cluster" = none ] || tests/cluster/build.sh "$cluster" || status=$?
+    if [ "$status" = 3 ]; then
         say "without the test cluster's programs, the tests on Kubernetes are left out"
+    elif [ "$status" != 0 ]; then
+        say "the test cluster's programs cannot be built: see above"
+        return 1
+    fi
 }
 build_programs &
+programs=$!
 status=0
 "$@" || status=$?
-wait
+wait "$programs" || status=1
 exit $status

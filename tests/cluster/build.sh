@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Builds the programs of the test cluster through the Go module client, each once:
-#   tests/cluster/build.sh control    API server, controllers, etcd, kubectl: a control plane without nodes
-#   tests/cluster/build.sh            these and what nodes need: kubelet, containerd, runc, CNI, DNS, metrics, helm
+#   tests/cluster/build.sh control    API server, controllers, etcd, kubectl, helm: a control plane without nodes
+#   tests/cluster/build.sh            these and what nodes need: kubelet, containerd, runc, CNI, DNS, metrics
 #   tests/cluster/build.sh oldest     the oldest API server that the chart allows, etcd, kubectl and helm
 #   tests/cluster/build.sh directories [oldest]    where they are, one directory a line; the oldest API server's first where it is asked for
 # A component lies in $HEARTH_CACHE/kube/NAME-VERSION. What is there is not built again, so a build that was cut off goes on
 # where it stopped, and two at once wait for each other. It says what it builds and how far it is.
+# Ends with 3 where there is no Go.
 set -euo pipefail
+no_go=3
 here=$(dirname "$(realpath "$0")")
 cache=${HEARTH_CACHE:-$HOME/.cache/hearth}/kube
 goal=${1:-nodes}
@@ -19,7 +21,7 @@ done <"$here/versions"
 # What each goal needs, as COMPONENT:PROGRAM,PROGRAM...; programs of one component are compiled together.
 control_plane=(kubernetes:kube-apiserver,kube-controller-manager,kubectl etcd:etcd)
 case $goal in
-control) components=("${control_plane[@]}") ;;
+control) components=("${control_plane[@]}" helm:helm) ;;
 oldest) components=(oldest:kube-apiserver etcd:etcd kubernetes:kubectl helm:helm) ;;
 nodes)
     components=(
@@ -164,7 +166,7 @@ for component in "${components[@]}"; do
     wanted+=("$component")
     if [ "$component" != pause:pause ] && ! command -v go >/dev/null; then
         say "${component%%:*} is not built, and there is no Go to build it with: see https://go.dev/dl"
-        exit 1
+        exit "$no_go"
     fi
 done
 

@@ -50,8 +50,9 @@ pub struct Job {
     pub logprobs: Option<u32>,
     /// The client's trace.
     pub trace: Option<TraceParent>,
-    /// For a first worker.
-    pub queue_deadline: Instant,
+    /// For a first worker. `None`: it belongs to a request that was let in, and waits until the deadline for the whole,
+    /// whatever the length of the queue.
+    pub queue_deadline: Option<Instant>,
     /// For another worker to take the place of one that died in mid-stream.
     pub replacement_timeout: Duration,
     /// For the whole.
@@ -216,7 +217,8 @@ impl Progress {
             pool.suspect(id);
         }
         let is_busy = error.kind() == RpcErrorKind::Busy;
-        if is_busy && self.tokens.is_empty() && Instant::now() >= job.queue_deadline {
+        let is_too_late = |deadline| Instant::now() >= deadline;
+        if is_busy && self.tokens.is_empty() && job.queue_deadline.is_some_and(is_too_late) {
             return Err(JobError::Acquire(AcquireError::TimedOut));
         }
         // A full worker is no failure of the request.
@@ -291,10 +293,13 @@ impl Attempt {
             pin: progress.pin.as_ref(),
             avoid: progress.avoid,
             alone,
+            is_admitted: job.queue_deadline.is_none(),
         };
         let deadline = match progress.pin {
             Some(_) => job.deadline.min(Instant::now() + job.replacement_timeout),
-            None => job.queue_deadline.min(job.deadline),
+            None => job
+                .queue_deadline
+                .map_or(job.deadline, |queue| queue.min(job.deadline)),
         };
         let Route {
             decode: mut lease,
@@ -307,7 +312,9 @@ impl Attempt {
                     waited: job.replacement_timeout,
                 }));
             }
-            Err(_) if progress.pin.is_some() => return Err(Failure::Fatal(progress.out_of_time())),
+            Err(_) if progress.pin.is_some() || job.queue_deadline.is_none() => {
+                return Err(Failure::Fatal(progress.out_of_time()));
+            }
             Err(error) => return Err(Failure::Fatal(JobError::Acquire(error))),
         };
         progress.prefill = prefill.as_ref().map(PrefillLease::id);

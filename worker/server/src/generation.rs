@@ -132,7 +132,8 @@ fn run_choices(
         let prompts = submission.prompts.len() as u32;
         let mut due: VecDeque<u32> = (0..prompts).map(|prompt| prompt * n).collect();
         loop {
-            while (under_way == 0 || under_way < app.pool.share())
+            while !due.is_empty()
+                && (under_way == 0 || under_way < app.pool.share())
                 && let Some(index) = due.pop_front()
             {
                 running.push(run_choice(app.clone(), submission.clone(), index));
@@ -249,7 +250,8 @@ fn job_of(app: &App, submission: &Submission, index: u32) -> Job {
         grammar: submission.grammar.clone(),
         logprobs: submission.logprobs,
         trace: submission.trace,
-        queue_deadline: Instant::now() + app.routing.queue_timeout,
+        // The queue lets a request in with its first choice, and does not refuse it in its middle.
+        queue_deadline: (index == 0).then(|| Instant::now() + app.routing.queue_timeout),
         replacement_timeout: app.routing.queue_timeout,
         deadline: submission.arrived + app.limits.request_timeout,
         max_fruitless_attempts: app.routing.max_fruitless_attempts,

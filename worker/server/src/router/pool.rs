@@ -30,6 +30,8 @@ pub struct Pool {
     changed: watch::Sender<()>,
     turn: AtomicUsize,
     waiting: AtomicUsize,
+    /// Those that wait beyond the bound of the queue.
+    waiting_admitted: AtomicUsize,
     /// First come, first served.
     turnstile: tokio::sync::Mutex<()>,
 }
@@ -78,6 +80,7 @@ impl Pool {
             changed: watch::Sender::new(()),
             turn: AtomicUsize::new(0),
             waiting: AtomicUsize::new(0),
+            waiting_admitted: AtomicUsize::new(0),
             turnstile: tokio::sync::Mutex::new(()),
         });
         pool.set_members(members)?;
@@ -131,7 +134,7 @@ impl Pool {
     /// were begun. A prefill worker is among them where the policy wants one, or the pinned bits need one.
     ///
     /// # Errors
-    /// [`AcquireError`]; never [`AcquireError::QueueFull`] for a request with a pin.
+    /// [`AcquireError`]; never [`AcquireError::QueueFull`] for a request with a pin, or one that is admitted.
     pub async fn acquire(
         self: &Arc<Self>,
         want: Want<'_>,
@@ -146,7 +149,10 @@ impl Pool {
         {
             return Ok(route);
         }
-        let _waiting = Waiting::enter(&self.waiting, self.routing.max_queue)?;
+        let _waiting = match want.is_admitted {
+            true => Waiting::enter(&self.waiting_admitted, usize::MAX)?,
+            false => Waiting::enter(&self.waiting, self.routing.max_queue)?,
+        };
         let out_of_time = |_| self.wait_error();
         let _turn = timeout_at(deadline, self.turnstile.lock())
             .await
@@ -178,7 +184,7 @@ impl Pool {
 
     /// Requests that wait for a worker.
     pub fn waiting(&self) -> usize {
-        self.waiting.load(Ordering::Relaxed)
+        self.waiting.load(Ordering::Relaxed) + self.waiting_admitted.load(Ordering::Relaxed)
     }
 
     /// Ready and all members of a role.

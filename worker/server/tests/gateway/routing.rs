@@ -1,13 +1,14 @@
 //! Which worker answers and when: requests that wait for one, a full queue, a drain, prefill workers, known prefixes.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use hearth_transport::tonic::Status;
 use serde_json::{Value, json};
+use tokio::time::timeout;
 
 use crate::failover::{PATH, body, slow, undisturbed};
-use crate::support::{FakeWorker, Fault, chat_body, eventually, gateway, unready_gateway};
+use crate::support::{FakeWorker, Fault, all, chat_body, eventually, gateway, unready_gateway};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn requests_are_held_while_workers_start() {
@@ -108,6 +109,70 @@ async fn a_full_queue_is_a_429() {
         (429, &json!("queue_timeout")),
         "{second}"
     );
+}
+
+/// A request with many choices that has begun gets them all, however full the queue is and however long they wait.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_full_queue_refuses_no_request_in_its_middle() {
+    const CHOICES: usize = 12;
+    const OTHERS: usize = 3;
+    let worker = FakeWorker::start();
+    slow(&worker);
+    worker.behaviour.description.lock().unwrap().max_batch = 1;
+    let gateway = gateway(&[&worker], |config| {
+        config.routing.ahead_per_worker = Some(0);
+        config.routing.max_queue = 1;
+        config.routing.queue_timeout = Duration::from_millis(20);
+    })
+    .await;
+    let has_ended = AtomicBool::new(false);
+    let many = async {
+        let extra = json!({"n": CHOICES, "max_tokens": 10});
+        let answer = timeout(Duration::from_secs(60), gateway.chat("many", extra)).await;
+        has_ended.store(true, Ordering::SeqCst);
+        answer.expect("an answer within a minute")
+    };
+    // As many as fill the queue all the time, and are refused by it.
+    let refused = AtomicUsize::new(0);
+    let others = all((0..OTHERS).map(|_| async {
+        eventually(|| async { gateway.metric("hearth_requests_running", "").await >= 1.0 }).await;
+        while !has_ended.load(Ordering::SeqCst) {
+            let (status, answer) = gateway.chat("other", json!({"max_tokens": 10})).await;
+            assert!([200, 429].contains(&status), "{answer}");
+            refused.fetch_add(usize::from(status == 429), Ordering::SeqCst);
+        }
+    }));
+    let ((status, answer), _) = tokio::join!(many, others);
+    assert_eq!(status, 200, "{answer}");
+    assert_eq!(answer["choices"].as_array().unwrap().len(), CHOICES);
+    assert!(
+        refused.load(Ordering::SeqCst) > 0,
+        "the queue was never full"
+    );
+}
+
+/// A later choice that gets no worker ends its request by the request's own deadline, and not sooner.
+#[tokio::test(flavor = "multi_thread")]
+async fn later_choices_wait_until_the_requests_own_deadline() {
+    let worker = FakeWorker::start();
+    slow(&worker);
+    worker.behaviour.description.lock().unwrap().max_batch = 1;
+    let gateway = gateway(&[&worker], |config| {
+        config.routing.ahead_per_worker = Some(0);
+        config.routing.queue_timeout = Duration::from_millis(50);
+        config.limits.request_timeout = Duration::from_millis(600);
+    })
+    .await;
+    let began = Instant::now();
+    let (status, answer) = gateway
+        .chat("many", json!({"n": 64, "max_tokens": 10}))
+        .await;
+    assert_eq!(
+        (status, &answer["error"]["code"]),
+        (504, &json!("request_timeout")),
+        "{answer}"
+    );
+    assert!(began.elapsed() >= Duration::from_millis(600));
 }
 
 #[tokio::test(flavor = "multi_thread")]

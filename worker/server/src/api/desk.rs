@@ -3,7 +3,8 @@
 //!
 //! As many are prepared at a time as there are CPUs: the tokenizer keeps the words that it has seen once for each thread,
 //! so that threads must be few. Large requests are prepared one at a time, so that they take no memory beyond what one
-//! needs and leave places to the others. Of a client that has left nothing is prepared, and what was begun stops.
+//! needs and leave places to the others. Requests with schemas, of which grammars are made, have places of their own, so
+//! that the others never wait for those. Of a client that has left nothing is prepared, and what was begun stops.
 
 use std::num::NonZero;
 use std::sync::Arc;
@@ -36,6 +37,7 @@ const UNIT_BYTES: usize = 1 << 10;
 #[derive(Clone)]
 pub(super) struct Desk {
     places: Arc<Semaphore>,
+    with_schemas: Arc<Semaphore>,
     large: Arc<Semaphore>,
     bodies: Rooms,
     /// In [`UNIT_BYTES`].
@@ -57,7 +59,18 @@ pub(super) struct Prepared<T> {
 /// A request that is being prepared.
 pub(crate) struct Work {
     is_over: Arc<AtomicBool>,
-    may_be_heavy: bool,
+    place: Place,
+}
+
+/// What a request is prepared among.
+#[derive(Clone, Copy)]
+enum Place {
+    /// Small ones without a schema.
+    Plain,
+    /// Small ones with small schemas.
+    WithSchemas,
+    /// Large ones, whatever they have.
+    Large,
 }
 
 impl Work {
@@ -66,9 +79,13 @@ impl Work {
         !self.is_over.load(Ordering::Relaxed)
     }
 
-    /// Whether a request with schemas of so many bytes is prepared here; else among the large ones.
+    /// Whether a request with schemas of so many bytes is prepared here; else elsewhere.
     pub(super) fn takes(&self, schema_bytes: usize) -> bool {
-        self.may_be_heavy || schema_bytes <= HEAVY_SCHEMA_BYTES
+        match self.place {
+            Place::Plain => schema_bytes == 0,
+            Place::WithSchemas => schema_bytes <= HEAVY_SCHEMA_BYTES,
+            Place::Large => true,
+        }
     }
 
     /// Asked between the steps.
@@ -84,12 +101,14 @@ impl Work {
 }
 
 impl Desk {
-    /// A place for each CPU that this process may use, within [`PLACES`], and one for large requests.
+    /// A place for each CPU that this process may use, half as many for requests with schemas, both within [`PLACES`], and
+    /// one for large requests.
     pub(super) fn new() -> Self {
         let cpus = std::thread::available_parallelism().map_or(PLACES.0, NonZero::get);
         let semaphore = |permits| Arc::new(Semaphore::new(permits));
         Self {
             places: semaphore(cpus.clamp(PLACES.0, PLACES.1)),
+            with_schemas: semaphore((cpus / 2).clamp(PLACES.0, PLACES.1)),
             large: semaphore(1),
             bodies: Rooms::new(),
             requests: semaphore(LARGE_REQUESTS_BYTES / UNIT_BYTES),
@@ -114,7 +133,7 @@ impl Desk {
         })
     }
 
-    /// Does `work` for a body. Work that finds a request heavy gives none and is done again among the large ones.
+    /// Does `work` for a body. Work that finds that a request belongs elsewhere gives none and is done again there.
     /// Dropping the future tells the work to stop, and it keeps its place until it has.
     ///
     /// # Errors
@@ -124,16 +143,26 @@ impl Desk {
         body: Held,
         work: impl Fn(Bytes, &Work) -> Result<Option<T>, ApiError> + Clone + Send + 'static,
     ) -> Result<Prepared<T>, ApiError> {
-        let Held { bytes, room } = body;
+        let Held { mut bytes, room } = body;
+        let all = [
+            (&self.places, Place::Plain),
+            (&self.with_schemas, Place::WithSchemas),
+            (&self.large, Place::Large),
+        ];
+        let first = if bytes.len() <= LARGE_BYTES { 0 } else { 2 };
         let mut value = None;
-        if bytes.len() <= LARGE_BYTES {
-            let (bytes, work, room) = (bytes.clone(), work.clone(), room.clone());
-            let work = move |now: &Work| (work(bytes, now), room).0;
-            value = run(&self.places, false, work).await?;
-        }
-        if value.is_none() {
-            let room = room.clone();
-            value = run(&self.large, true, move |now| (work(bytes, now), room).0).await?;
+        for (places, place) in &all[first..] {
+            // Large work drops the body as soon as it is read.
+            let body = match place {
+                Place::Large => std::mem::take(&mut bytes),
+                Place::Plain | Place::WithSchemas => bytes.clone(),
+            };
+            let (work, room) = (work.clone(), room.clone());
+            let work = move |now: &Work| (work(body, now), room).0;
+            value = run(places, *place, work).await?;
+            if value.is_some() {
+                break;
+            }
         }
         Ok(Prepared {
             value: value.ok_or_else(lost)?,
@@ -164,7 +193,7 @@ impl Desk {
 /// Does work in one of `places`.
 async fn run<T: Send + 'static>(
     places: &Arc<Semaphore>,
-    may_be_heavy: bool,
+    kind: Place,
     work: impl FnOnce(&Work) -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
     let place = places.clone().acquire_owned().await.map_err(|_| lost())?;
@@ -174,7 +203,7 @@ async fn run<T: Send + 'static>(
         let _place = place;
         work(&Work {
             is_over,
-            may_be_heavy,
+            place: kind,
         })
     };
     let done = tokio::task::spawn_blocking(work).await;
@@ -208,6 +237,7 @@ impl Drop for Ending {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicUsize;
     use std::sync::mpsc;
 
     use super::*;
@@ -248,6 +278,48 @@ mod tests {
         stopped.1.recv_timeout(Duration::from_secs(10)).unwrap();
         let next = desk.prepare(held(LARGE_BYTES + 1), |bytes, _| Ok(Some(bytes.len())));
         assert_eq!(next.await.unwrap().value, LARGE_BYTES + 1);
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn requests_without_a_schema_wait_for_none_with_one() {
+        let desk = Desk::new();
+        let is_held = Arc::new(AtomicBool::new(true));
+        let under_way = Arc::new(AtomicUsize::new(0));
+        let (mut tasks, places) = (Vec::new(), desk.with_schemas.available_permits());
+        // More than all places of both kinds take.
+        for _ in 0..2 * PLACES.1 + 1 {
+            let (desk, is_held, under_way) = (desk.clone(), is_held.clone(), under_way.clone());
+            let work = move |_: Bytes, work: &Work| {
+                if !work.takes(1) {
+                    return Ok(None);
+                }
+                under_way.fetch_add(1, Ordering::SeqCst);
+                while is_held.load(Ordering::SeqCst) && work.is_wanted() {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                Ok(Some(()))
+            };
+            tasks.push(tokio::spawn(async move {
+                desk.prepare(held(10), work).await.is_ok()
+            }));
+        }
+        let all_began = async {
+            while under_way.load(Ordering::SeqCst) < places {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        let patience = Duration::from_secs(10);
+        let has_begun = timeout(patience, all_began).await.is_ok();
+        let plain = desk.prepare(held(10), |_, work| Ok(work.takes(0).then_some(())));
+        let was_prepared = timeout(patience, plain)
+            .await
+            .is_ok_and(|done| done.is_ok());
+        is_held.store(false, Ordering::SeqCst);
+        assert!(has_begun, "the places for schemas were not all taken");
+        assert!(was_prepared, "a request without a schema waited");
+        for task in tasks {
+            assert!(timeout(patience, task).await.unwrap().unwrap());
+        }
     }
 
     #[tokio::test]

@@ -311,6 +311,10 @@ fn divisors_beyond_the_librarys_numbers_are_refused_in_our_words() {
             "up to 10000 can be followed",
         ),
         (
+            json!({"type": "number", "multipleOf": 0.07}),
+            "'multipleOf' is 0.07, which is not exact in binary arithmetic and cannot be followed",
+        ),
+        (
             json!({"type": "integer", "multipleOf": 0}),
             "'multipleOf' is 0: it must be a number greater than 0",
         ),

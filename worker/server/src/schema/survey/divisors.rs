@@ -170,6 +170,17 @@ fn divisor(part: &Part<'_>) -> Result<Option<Divisor>, String> {
         units: units as u64,
         decimals,
     };
+    let written = value.to_string();
+    let written_decimals = written.split_once('.').map_or(0, |(_, after)| after.len());
+    if decimals > MAX_DECIMALS
+        && !written.contains('e')
+        && written_decimals <= MAX_DECIMALS as usize
+    {
+        return Err(format!(
+            "{at}'multipleOf' is {}, which is not exact in binary arithmetic and cannot be followed: leave it out, or ask for an integer in smaller units",
+            shown(value)
+        ));
+    }
     if decimals > MAX_DECIMALS || !divisor.can_be_followed() {
         return Err(format!(
             "{at}'multipleOf' is {}, and up to {MAX_REMAINDERS} can be followed, not counting the decimal point, or a power of ten, with {MAX_DECIMALS} decimals at most: leave it out",

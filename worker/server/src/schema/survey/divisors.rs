@@ -171,11 +171,8 @@ fn divisor(part: &Part<'_>) -> Result<Option<Divisor>, String> {
         decimals,
     };
     let written = value.to_string();
-    let written_decimals = written.split_once('.').map_or(0, |(_, after)| after.len());
-    if decimals > MAX_DECIMALS
-        && !written.contains('e')
-        && written_decimals <= MAX_DECIMALS as usize
-    {
+    let digits = written.replace('.', "").parse::<u64>();
+    if decimals > MAX_DECIMALS && digits.is_ok_and(|digits| digits <= MAX_REMAINDERS) {
         return Err(format!(
             "{at}'multipleOf' is {}, which is not exact in binary arithmetic and cannot be followed: leave it out, or ask for an integer in smaller units",
             shown(value)

@@ -204,7 +204,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A new directory for logs beside what cargo builds; all but the newest others are removed.
+/// Logs of a cluster that began so long ago may go, however many there are: it may be up, or wait for its turn.
+const LOGS_KEPT_FOR: Duration = Duration::from_secs(3 * 3600);
+
+/// A new directory for logs beside what cargo builds; all but the newest and the young of the others are removed.
 fn logs_directory(id: &str) -> anyhow::Result<PathBuf> {
     let all = target_directory().join("cluster-logs");
     let logs = all.join(id);
@@ -215,7 +218,16 @@ fn logs_directory(id: &str) -> anyhow::Result<PathBuf> {
         .map(|entry| entry.path())
         .collect();
     names.sort();
-    for old in names.iter().rev().skip(LOGS_KEPT) {
+    let is_old = |logs: &PathBuf| {
+        let written = std::fs::metadata(logs).and_then(|found| found.modified());
+        written.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > LOGS_KEPT_FOR))
+    };
+    for old in names
+        .iter()
+        .rev()
+        .skip(LOGS_KEPT)
+        .filter(|logs| is_old(logs))
+    {
         let _ = std::fs::remove_dir_all(old);
     }
     Ok(logs)

@@ -87,9 +87,20 @@ impl Authority {
     }
 }
 
+/// The program where every user may run it: cargo's directory may lie in a home that is closed to others.
+fn open_program() -> TempDir {
+    let directory = TempDir::new().unwrap();
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(directory.path(), mode).unwrap();
+    let copy = directory.path().join("hearth-worker");
+    std::fs::copy(env!("CARGO_BIN_EXE_hearth-worker"), copy).unwrap();
+    directory
+}
+
 /// A running `hearth-worker agent`, killed when dropped.
 pub struct Agent {
     child: Child,
+    _program: Option<TempDir>,
     pub endpoint: Endpoint,
     pub health: String,
 }
@@ -108,7 +119,13 @@ impl Agent {
     /// Waits until it serves.
     pub fn start(options: &AgentOptions<'_>) -> Self {
         let health = free_address();
-        let mut command = program();
+        let (mut command, copy) = match options.user {
+            None => (program(), None),
+            Some(_) => {
+                let copy = open_program();
+                (Command::new(copy.path().join("hearth-worker")), Some(copy))
+            }
+        };
         command
             .args(["agent", "--node", "node-1", "--listen", "127.0.0.1:0"])
             .args(["--health", &health])
@@ -142,6 +159,7 @@ impl Agent {
         assert_eq!(ready["event"], "ready");
         Self {
             child,
+            _program: copy,
             endpoint: ready["endpoint"].as_str().unwrap().parse().unwrap(),
             health,
         }

@@ -2,23 +2,21 @@
 
 use std::pin::pin;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use reqwest::header::{
-    ACCEPT_ENCODING, CONTENT_RANGE, ETAG, HeaderMap, HeaderName, IF_RANGE, LAST_MODIFIED, RANGE,
-    RETRY_AFTER,
-};
+use reqwest::header::{ACCEPT_ENCODING, IF_RANGE, RANGE};
 use reqwest::{Client, Response, StatusCode};
 use tokio::sync::mpsc;
 use tokio::time::sleep;
 
-use crate::connection::{MAX_REDIRECTS, cause_of, client, innermost, tls_reason};
+use crate::answer::{Failure, content_range, facts, forbidden, refusal, unanswered};
+use crate::connection::{client, innermost};
 use crate::error::check_room;
 use crate::part::{FileFacts, Part, sha256_of};
 use crate::progress::Reporter;
-use crate::reach::{Guard, Refused};
-use crate::retry::{backoff, retry_after};
+use crate::reach::Guard;
+use crate::retry::backoff;
 use crate::unpack::{HEAD_BYTES, is_archive};
 use crate::{Blame, Credentials, FetchError, FetchOptions, Phase, Source};
 
@@ -133,27 +131,6 @@ async fn complete(
     verify(source, part)
 }
 
-/// A try that did not end the download.
-enum Failure {
-    /// No further try can help.
-    Final(FetchError),
-    /// Worth another try.
-    Lost {
-        reason: String,
-        /// How long the server asks to wait.
-        asked: Option<Duration>,
-    },
-}
-
-impl Failure {
-    fn lost(reason: String) -> Self {
-        Self::Lost {
-            reason,
-            asked: None,
-        }
-    }
-}
-
 struct Download<'a> {
     source: &'a Source,
     options: &'a FetchOptions,
@@ -194,7 +171,7 @@ impl Download<'_> {
             Ok(response) => response,
             Err(failure) => return Ok((part, Err(failure))),
         };
-        let facts = self.facts(&response);
+        let facts = facts(self.source, &response);
         let join = match response.status() {
             StatusCode::OK => Join::Restart(facts),
             StatusCode::PARTIAL_CONTENT if part.len_bytes() > 0 => {
@@ -216,7 +193,7 @@ impl Download<'_> {
                 }
                 return restarted(part).await;
             }
-            status => return Ok((part, Err(self.refusal(status, response.headers())))),
+            status => return Ok((part, Err(refusal(self.source, status, response.headers())))),
         };
         let total_bytes = match &join {
             Join::Restart(facts) => facts.total_bytes,
@@ -261,7 +238,7 @@ impl Download<'_> {
         let mut answer = pin!(request.send());
         loop {
             tokio::select! {
-                answer = &mut answer => return answer.map_err(|error| self.sorted(&error)),
+                answer = &mut answer => return answer.map_err(|error| unanswered(self.source, &error)),
                 () = sleep(self.look_period()) => {}
             }
             if asked.elapsed() >= stall || self.is_out_of_patience(idle_since) {
@@ -290,20 +267,6 @@ impl Download<'_> {
 
     fn is_out_of_patience(&self, idle_since: Instant) -> bool {
         self.guard.keeps_back() && idle_since.elapsed() >= self.patience()
-    }
-
-    /// What the server says of the whole file.
-    fn facts(&self, response: &Response) -> FileFacts {
-        let text = |name: HeaderName| {
-            let value = response.headers().get(name)?.to_str().ok()?;
-            Some(value.to_owned())
-        };
-        FileFacts {
-            url_sha256: sha256_of(self.source.url().as_str()),
-            etag: text(ETAG).filter(|etag| !etag.starts_with("W/")),
-            last_modified: text(LAST_MODIFIED),
-            total_bytes: response.content_length(),
-        }
     }
 
     /// Writes what comes, on a thread of its own, until it ends one way or another.
@@ -398,54 +361,6 @@ impl Download<'_> {
             }
             self.reporter.tell(Phase::Downloading, bytes, total_bytes);
         }
-    }
-
-    /// An answer that is no file.
-    fn refusal(&self, status: StatusCode, headers: &HeaderMap) -> Failure {
-        let url = self.source.shown();
-        let shown = status.to_string();
-        let is_passing = status.is_server_error()
-            || matches!(
-                status,
-                StatusCode::REQUEST_TIMEOUT | StatusCode::TOO_EARLY | StatusCode::TOO_MANY_REQUESTS
-            );
-        if is_passing {
-            let header = headers.get(RETRY_AFTER).and_then(|v| v.to_str().ok());
-            return Failure::Lost {
-                reason: format!("the server answers {shown}"),
-                asked: header.and_then(|text| retry_after(text, SystemTime::now())),
-            };
-        }
-        Failure::Final(match status {
-            StatusCode::NOT_FOUND | StatusCode::GONE => FetchError::NotFound { url, status: shown },
-            StatusCode::UNAUTHORIZED
-            | StatusCode::FORBIDDEN
-            | StatusCode::PROXY_AUTHENTICATION_REQUIRED => {
-                FetchError::Denied { url, status: shown }
-            }
-            _ => FetchError::Answer { url, answer: shown },
-        })
-    }
-
-    /// A request that had no answer.
-    fn sorted(&self, error: &reqwest::Error) -> Failure {
-        let url = self.source.shown();
-        if let Some(refused) = cause_of::<Refused>(error) {
-            return Failure::Final(forbidden(self.source, *refused));
-        }
-        if error.is_redirect() {
-            let limit = MAX_REDIRECTS;
-            return Failure::Final(FetchError::Redirects { url, limit });
-        }
-        if let Some(reason) = tls_reason(error) {
-            return Failure::Final(FetchError::Tls { url, reason });
-        }
-        let what = if error.is_connect() {
-            "no connection"
-        } else {
-            "the connection was lost"
-        };
-        Failure::lost(format!("{what}: {}", innermost(error)))
     }
 
     /// Room for what is missing of the archive and for its files.
@@ -576,40 +491,4 @@ fn verify(source: &Source, part: Part) -> Result<Part, FetchError> {
         expected: source.sha256().to_owned(),
         found,
     })
-}
-
-fn forbidden(source: &Source, refused: Refused) -> FetchError {
-    FetchError::Forbidden {
-        url: source.shown(),
-        why: refused.0,
-    }
-}
-
-/// First byte and length of the file in `Content-Range: bytes 5-9/10`, or `bytes */10`.
-fn content_range(headers: &HeaderMap) -> Option<(Option<u64>, Option<u64>)> {
-    let text = headers.get(CONTENT_RANGE)?.to_str().ok()?;
-    let (range, total) = text.trim().strip_prefix("bytes ")?.split_once('/')?;
-    let first = range
-        .split_once('-')
-        .and_then(|(first, _)| first.parse().ok());
-    Some((first, total.parse().ok()))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ranges_of_answers() {
-        let range = |text: &str| {
-            let mut headers = HeaderMap::new();
-            headers.insert(CONTENT_RANGE, text.parse().unwrap());
-            content_range(&headers)
-        };
-        assert_eq!(range("bytes 5-9/10"), Some((Some(5), Some(10))));
-        assert_eq!(range("bytes 5-9/*"), Some((Some(5), None)));
-        assert_eq!(range("bytes */10"), Some((None, Some(10))));
-        assert_eq!(range("items 5-9/10"), None);
-        assert_eq!(content_range(&HeaderMap::new()), None);
-    }
 }

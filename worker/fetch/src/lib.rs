@@ -20,6 +20,7 @@
 
 #![forbid(unsafe_code)]
 
+mod answer;
 mod cache;
 mod connection;
 mod download;

@@ -3,9 +3,11 @@
 mod decide;
 mod events;
 mod models;
+mod nodes;
 mod refusals;
 mod rollout;
 mod scale;
 mod sim;
 mod upgrade;
+mod weather;
 mod world;

@@ -1,10 +1,11 @@
 //! The commands that Pods consist of: what probes are told, the pause before an end, the look at a model.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use hearth_tests::{Rank, Ranks, copy_of_demo, root, run, worker};
+use hearth_tests::{Rank, Ranks, copy_of_demo, root, run, skipped, worker};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -45,15 +46,20 @@ async fn until_probe(rank: &mut Rank, address: &str, service: &str, expected: u8
     }
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn probes_follow_a_worker_that_loads_serves_and_drains() {
-    let mut ranks = Ranks::of_demo();
-    let model = copy_of_demo(ranks.directory());
-    // The load stops at a file that does not end.
+/// Puts a file that does not end in the tokenizer's place, where a load stops: its path, and what was there.
+fn stop_loads_of(model: &Path) -> (PathBuf, Vec<u8>) {
     let tokenizer = model.join("tokenizer.json");
     let content = std::fs::read(&tokenizer).expect("tokenizer");
     std::fs::remove_file(&tokenizer).expect("remove");
     mknodat(CWD, &tokenizer, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).expect("fifo");
+    (tokenizer, content)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn probes_follow_a_worker_that_loads_serves_and_drains() {
+    let mut ranks = Ranks::of_demo();
+    let model = copy_of_demo(ranks.directory());
+    let (tokenizer, content) = stop_loads_of(&model);
     ranks.edit(|plan| plan["model"]["path"] = json!(model));
     let health = free_address();
     let arguments = ["--health", &health, "--grace", "200"].map(str::to_owned);
@@ -101,6 +107,106 @@ async fn probes_follow_a_worker_that_loads_serves_and_drains() {
     let answer = stream.await.expect("task").expect("the stream is finished");
     assert_eq!(answer.completion_tokens, 1500);
     assert!(rank.wait().success(), "{}", rank.output());
+}
+
+/// A program as the first process of a container, which the system protects from signals that it does not handle.
+struct Container(Child);
+
+impl Container {
+    /// `None` where there are no namespaces.
+    fn start(arguments: &[&OsStr]) -> Option<Self> {
+        let unshare = || {
+            let mut command = Command::new("unshare");
+            command.args(["--map-root-user", "--pid", "--fork", "--kill-child"]);
+            command
+        };
+        if !unshare()
+            .arg("true")
+            .output()
+            .is_ok_and(|output| output.status.success())
+        {
+            skipped("there are no PID namespaces here (unshare --map-root-user --pid)");
+            return None;
+        }
+        let child = unshare()
+            .arg(worker().get_program())
+            .args(arguments)
+            .stdin(Stdio::null())
+            .spawn();
+        Some(Self(child.expect("unshare")))
+    }
+
+    /// Tells the program to end, each second, as its first seconds may pass before it listens at all; its exit code.
+    fn end(mut self) -> Option<i32> {
+        let parent = self.0.id();
+        let children = format!("/proc/{parent}/task/{parent}/children");
+        let deadline = Instant::now() + Duration::from_secs(20);
+        loop {
+            if let Some(status) = self.0.try_wait().expect("wait") {
+                return status.code();
+            }
+            let children = std::fs::read_to_string(&children).unwrap_or_default();
+            let first = children.split_whitespace().next();
+            let pid = first.and_then(|pid| Pid::from_raw(pid.parse().ok()?));
+            if let Some(pid) = pid {
+                // Gone just now.
+                let _ = kill_process(pid, Signal::TERM);
+            }
+            assert!(Instant::now() < deadline, "it does not end");
+            std::thread::sleep(Duration::from_secs(1));
+        }
+    }
+}
+
+impl Drop for Container {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A Pod that is deleted while it loads gives its memory and CPUs back at once, and not at the end of its grace.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_pod_runs_ends_when_told_while_it_loads() {
+    const TOLD: i32 = 128 + 15;
+    let mut ranks = Ranks::of_demo();
+    let model = copy_of_demo(ranks.directory());
+    stop_loads_of(&model);
+    let report = ranks.directory().join("report");
+    std::fs::write(&report, "").expect("report");
+    let look = [
+        "inspect".as_ref(),
+        "--model".as_ref(),
+        model.as_os_str(),
+        "--report".as_ref(),
+        report.as_os_str(),
+    ];
+    let Some(look) = Container::start(&look) else {
+        return;
+    };
+    assert_eq!(look.end(), Some(TOLD));
+
+    ranks.edit(|plan| plan["model"]["path"] = json!(model));
+    let health = free_address();
+    let plan = ranks.directory().join("plan.json");
+    let content = ranks.plan_of("decode", "decode-0", &free_address());
+    std::fs::write(&plan, content.to_string()).expect("plan");
+    let decode = [
+        "decode".as_ref(),
+        "--rank".as_ref(),
+        "decode-0".as_ref(),
+        "--plan".as_ref(),
+        plan.as_os_str(),
+        "--health".as_ref(),
+        health.as_ref(),
+    ];
+    let decode = Container::start(&decode).expect("namespaces");
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while probe(&health, "live").await != Some(1) {
+        assert!(Instant::now() < deadline, "it does not begin to load");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!(decode.end(), Some(TOLD));
 }
 
 async fn until_serving(gateway: &Rank) {

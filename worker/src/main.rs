@@ -14,6 +14,7 @@ mod signals;
 mod tools;
 
 fn main() -> ExitCode {
+    signals::end_when_told();
     let cli = cli::Cli::parse();
     logging::init();
     signals::explain_bus_errors();

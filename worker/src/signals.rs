@@ -1,5 +1,35 @@
 //! What the process does when the system tells it something.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Whether somebody waits for SIGTERM and ends the process in order.
+static IS_AWAITED: AtomicBool = AtomicBool::new(false);
+
+/// Lets SIGTERM end the process until [`termination`] waits for it. The first process of a container is not ended by
+/// a signal that it has no handler for (`pid_namespaces(7)`): told to end while it loads, it would go on until the
+/// kubelet kills it at the end of its grace, minutes later.
+pub(crate) fn end_when_told() {
+    /// What a shell gives for a process that SIGTERM ended.
+    const CODE: libc::c_int = 128 + libc::SIGTERM;
+    extern "C" fn handler(_signal: libc::c_int) {
+        // Whoever waits has put a handler before this one, which calls it.
+        if !IS_AWAITED.load(Ordering::Relaxed) {
+            // SAFETY: _exit is async-signal-safe.
+            unsafe { libc::_exit(CODE) };
+        }
+    }
+    if std::process::id() != 1 {
+        return;
+    }
+    // SAFETY: the handler calls only async-signal-safe functions, and is installed before any thread starts.
+    unsafe {
+        libc::signal(
+            libc::SIGTERM,
+            handler as extern "C" fn(libc::c_int) as libc::sighandler_t,
+        );
+    }
+}
+
 /// Says why before the process dies of SIGBUS: reading past the end of a mapped file that was cut off.
 /// The supervisor starts the worker again, which then reports the file by name.
 pub(crate) fn explain_bus_errors() {
@@ -32,6 +62,7 @@ pub(crate) async fn termination() {
             return;
         }
     };
+    IS_AWAITED.store(true, Ordering::Relaxed);
     tokio::select! {
         _ = terminate.recv() => {}
         _ = tokio::signal::ctrl_c() => {}

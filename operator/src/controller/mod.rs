@@ -134,6 +134,8 @@ struct Parts {
 }
 
 async fn operate(args: &OperatorArgs) -> anyhow::Result<ExitCode> {
+    // The first process of a container ignores what it does not wait for.
+    let mut ends = Ends::new()?;
     let telemetry = Arc::new(Telemetry::new());
     let client = client::connect(Arc::clone(&telemetry)).await?;
     let namespace = std::env::var("POD_NAMESPACE").ok();
@@ -149,7 +151,6 @@ async fn operate(args: &OperatorArgs) -> anyhow::Result<ExitCode> {
         queue: Arc::clone(&world.queue),
     };
     let _health = tokio::spawn(telemetry::serve(args.listen, window).await?);
-    let mut ends = Ends::new()?;
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),
         namespace = settings.operator_namespace,

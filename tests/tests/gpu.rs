@@ -77,17 +77,19 @@ async fn a_gpu_computes_the_prompt_and_the_cpu_the_answer() {
         let got = answer(&up, question, 20).await;
         assert_eq!(words(got), words(want), "{question}");
     }
-    let metrics = up.metrics();
-    let moved = metrics.of_rank("hearth_worker_kv_moved_bytes_total", "decode-0");
-    assert!(moved > 0.0, "the GPU's keys and values did not come");
+    // Workers report what they count once in a while.
+    up.wait_for("the GPU's keys and values have come", |metrics| {
+        metrics.of_rank("hearth_worker_kv_moved_bytes_total", "decode-0") > 0.0
+    });
     // Each worker tells which device it got.
     for (rank, gpu) in [
         ("prefill-0", "gpu_uuid=\"GPU-48656172"),
         ("decode-0", "gpu_uuid=\"\""),
     ] {
         let labels = [&*format!("worker=\"{rank}\""), gpu];
-        let told = metrics.values("hearth_worker_placement_info", &labels);
-        assert_eq!(told, [1.0], "{rank} {gpu}");
+        up.wait_for(&format!("{rank} tells {gpu}"), |metrics| {
+            metrics.values("hearth_worker_placement_info", &labels) == [1.0]
+        });
     }
 }
 

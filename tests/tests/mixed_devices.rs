@@ -209,12 +209,12 @@ async fn streams_that_lose_their_kv_read_the_prompt_where_it_was_read() {
     let preemptions =
         |metrics: &Metrics| metrics.of_role("hearth_worker_preemptions_total", "decode");
     // A worker reports what it counts once in a while.
-    Metrics::wait_for(
+    let metrics = Metrics::wait_for(
         &pair.gateway.metrics_base(),
         "somebody had to yield",
         |metrics| preemptions(metrics) > 0.0,
     );
-    println!("{} preemptions", preemptions(&pair.metrics()));
+    println!("{} preemptions", preemptions(&metrics));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -239,8 +239,10 @@ async fn the_cache_has_the_type_and_the_size_that_the_spec_says() {
         (&json!("F32"), &json!(8 << 20))
     );
     let block_tokens = kv["blockTokens"].as_f64().expect("block");
+    // A report in the middle of the request tells of a part: all has moved when nothing is held any more.
     let metrics = up.wait_for("the KV has moved", |metrics| {
         metrics.of_rank("hearth_worker_kv_moved_bytes_total", "decode-0") > 0.0
+            && metrics.of_rank("hearth_worker_kv_blocks_used", "decode-0") == 0.0
     });
     let prompt_tokens = metrics.sum("hearth_prompt_tokens_total", &[]);
     let token_bytes =

@@ -310,8 +310,6 @@ pub(crate) struct PodView {
     pub(crate) exclusive_cpus: Vec<u32>,
     /// UUIDs of the GPUs that it claims.
     pub(crate) claimed_gpus: Vec<String>,
-    /// Bytes of weights that it maps, shared by Pods of one node and model.
-    pub(crate) weight_bytes: u64,
     /// Reason and message of `PodScheduled: False`.
     pub(crate) unschedulable: Option<String>,
     /// Whether its volumes and network are still being set up.

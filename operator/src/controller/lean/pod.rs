@@ -193,7 +193,7 @@ struct Terminated {
     message: String,
 }
 
-/// What a Pod's copy of the plan says of the memory and CPUs that no request shows.
+/// What a Pod's copy of the plan says of the CPUs and GPUs that no request shows.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Slice {
@@ -208,13 +208,6 @@ struct SliceRank {
     pinning: String,
     claims_gpus: bool,
     gpu_uuids: Vec<String>,
-    residency: Option<SliceResidency>,
-}
-
-#[derive(Default, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-struct SliceResidency {
-    budget_bytes: u64,
 }
 
 impl LeanPod {
@@ -271,7 +264,6 @@ impl LeanPod {
             } else {
                 Vec::new()
             },
-            weight_bytes: rank.residency.map_or(0, |residency| residency.budget_bytes),
             unschedulable: self.status.unschedulable(),
             is_setting_up: !node.is_empty() && self.status.is_setting_up(),
             setup_warning: None,
@@ -437,7 +429,7 @@ mod tests {
                 "annotations": {
                     "hearth.dev/plan-generation": "3", "hearth.dev/form": "abcdef01",
                     "hearth.dev/plan": json!({"generation": 3, "ranks": [{"name": "decode-0", "cpus": [2, 3],
-                        "pinning": "Exclusive", "residency": {"policy": "Resident", "budgetBytes": 77}}]}).to_string(),
+                        "pinning": "Exclusive"}]}).to_string(),
                 },
             },
             "spec": {
@@ -458,10 +450,7 @@ mod tests {
         let view = view(json!({"phase": "Running", "podIP": "10.0.0.9",
             "conditions": [{"type": "Ready", "status": "True"}],
             "containerStatuses": [{"restartCount": 0, "state": {"running": {}}}]}));
-        assert_eq!(
-            (view.memory_bytes, view.gpus, view.weight_bytes),
-            (1 << 20, 1, 77)
-        );
+        assert_eq!((view.memory_bytes, view.gpus), (1 << 20, 1));
         assert_eq!(view.exclusive_cpus, [2, 3]);
         assert_eq!(
             (&*view.node, &*view.wanted_node, &*view.ip),

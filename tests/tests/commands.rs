@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use hearth_tests::{Up, UpOptions, copy_of_demo, deployment, hearth, root, run};
+use hearth_tests::{Up, UpOptions, copy_of_demo, deployment, hearth, root, run, skipped};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -204,7 +204,7 @@ fn status_stays_true_when_the_state_directory_is_full() {
         .status()
         .is_ok_and(|status| status.success())
     {
-        println!("skipped: no file system can be mounted here (unshare -r -m)");
+        skipped("no file system can be mounted here (unshare -r -m): a full one was not tried");
         return;
     }
     let directory = tempfile::tempdir().expect("directory");

@@ -273,8 +273,10 @@ fn released_pages_can_be_reclaimed_and_held_ones_cannot() {
     drop_what_the_kernel_may(&file);
     let (left, pages) = cached_pages(&checkpoint, &name(2));
     if left == pages {
-        eprintln!(
-            "NOT TESTED: {} is on a file system that keeps its pages",
+        // Past the test harness, which shows only what failed tests print.
+        let _ = writeln!(
+            std::io::stderr(),
+            "SKIPPED: {} is on a file system that keeps its pages",
             file.display()
         );
         return;

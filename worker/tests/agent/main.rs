@@ -25,7 +25,7 @@ use hearth_transport::v1::{
 use hearth_transport::{ClientOptions, Clients, Worker};
 use serde_json::Value;
 use server::{Fault, FileServer, sha256};
-use support::{Agent, AgentOptions, Authority, USER, demo_tar, until};
+use support::{Agent, AgentOptions, Authority, USER, demo_tar, skipped, until};
 use tempfile::TempDir;
 
 /// One agent with an operator that may call it.
@@ -383,7 +383,7 @@ async fn says_so_and_measures(agent: &Agent, authority: &Authority) {
 #[tokio::test]
 async fn an_agent_needs_no_more_than_its_cache() {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("left out: only root can start an agent as another user");
+        skipped("an agent with no more than its cache: only root can start one as another user");
         return;
     }
     let authority = Authority::new();

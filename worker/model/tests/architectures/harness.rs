@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
@@ -248,7 +249,11 @@ impl Runner {
 pub(crate) fn isas() -> Vec<Isa> {
     let (have, lack): (Vec<Isa>, Vec<Isa>) = Isa::ALL.into_iter().partition(|i| i.is_available());
     for isa in lack {
-        eprintln!("NOT TESTED: this machine has no {isa} kernels");
+        // Past the test harness, which shows only what failed tests print.
+        let _ = writeln!(
+            std::io::stderr(),
+            "SKIPPED: this CPU has no {isa}; its kernels were not tested"
+        );
     }
     have
 }

@@ -103,6 +103,20 @@ fn request(server: &FileServer, sha256: &str) -> ModelRequest {
     }
 }
 
+/// The same for a holder (`NAMESPACE/SECRET`) of its own, which opens the server by a token.
+fn held(server: &FileServer, archive: &[u8], holder: &str, token: Option<&str>) -> ModelRequest {
+    let sha256 = sha256(archive);
+    ModelRequest {
+        key: store_key(&server.url(), &sha256, holder),
+        holder: holder.to_owned(),
+        credentials: token.map(|token| Credentials {
+            token: token.to_owned(),
+            ..Credentials::default()
+        }),
+        ..request(server, &sha256)
+    }
+}
+
 /// Polls until the model is ready or has failed; gives all answers.
 async fn settled(operator: &Worker, request: &ModelRequest) -> Vec<ModelResponse> {
     let mut answers = Vec::new();

@@ -177,15 +177,7 @@ async fn a_secret_that_was_put_right_does_not_wait_for_what_another_agent_tried(
     let archive = demo_tar();
     let server = FileServer::start(archive.clone()).await;
     server.open_by("Bearer t0ken");
-    let by = |token: &str| ModelRequest {
-        key: store_key(&server.url(), &sha256(&archive), "one/nas"),
-        holder: "one/nas".to_owned(),
-        credentials: Some(Credentials {
-            token: token.to_owned(),
-            ..Credentials::default()
-        }),
-        ..request(&server, &sha256(&archive))
-    };
+    let by = |token: &str| held(&server, &archive, "one/nas", Some(token));
     let (wrong, right) = (by("t0kem"), by("t0ken"));
     let failed = settled(&world.operator, &wrong).await.pop().unwrap();
     assert_eq!(failed.state(), ModelState::Failed);
@@ -264,29 +256,18 @@ async fn a_cached_model_is_handed_to_those_whose_own_source_gives_it() {
     let archive = demo_tar();
     let server = FileServer::start(archive.clone()).await;
     server.open_by("Bearer t0ken");
-    let token = |token: &str| {
-        Some(Credentials {
-            token: token.to_owned(),
-            ..Credentials::default()
-        })
-    };
-    let of = |holder: &str, credentials| ModelRequest {
-        key: store_key(&server.url(), &sha256(&archive), holder),
-        holder: holder.to_owned(),
-        credentials,
-        ..request(&server, &sha256(&archive))
-    };
-    let own = of("one/nas", token("t0ken"));
+    let of = |holder: &str, token| held(&server, &archive, holder, token);
+    let own = of("one/nas", Some("t0ken"));
     let ready = settled(&world.operator, &own).await.pop().unwrap();
     assert_eq!(ready.state(), ModelState::Ready, "{}", ready.message);
     // The same URL and digest from another namespace, with no or a wrong token.
-    for other in [of("", None), of("two/nas", token("guess"))] {
+    for other in [of("", None), of("two/nas", Some("guess"))] {
         let refused = settled(&world.operator, &other).await.pop().unwrap();
         assert_eq!(refused.state(), ModelState::Failed);
         assert!(!world.has(&other));
     }
     // With a right one it is put right at once, and fetched for itself.
-    let other = of("two/nas", token("t0ken"));
+    let other = of("two/nas", Some("t0ken"));
     let ready = settled(&world.operator, &other).await.pop().unwrap();
     assert_eq!(ready.state(), ModelState::Ready, "{}", ready.message);
     assert!(world.has(&own) && world.has(&other));

@@ -3,12 +3,15 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use hearth_server::GatewayConfig;
 use hearth_transport::tonic::Status;
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
 use crate::failover::{PATH, body, slow, undisturbed};
-use crate::support::{FakeWorker, Fault, all, chat_body, eventually, gateway, unready_gateway};
+use crate::support::{
+    FakeWorker, Fault, Running, all, chat_body, eventually, gateway, unready_gateway,
+};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn requests_are_held_while_workers_start() {
@@ -60,13 +63,22 @@ async fn a_pool_that_does_not_start_in_time_is_a_503() {
     );
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_full_queue_is_a_429() {
+/// A gateway with one worker, which takes its time, computes one choice at once and has none waiting.
+async fn with_one_place(adjust: impl FnOnce(&mut GatewayConfig)) -> (FakeWorker, Running) {
     let worker = FakeWorker::start();
     slow(&worker);
     worker.behaviour.description.lock().unwrap().max_batch = 1;
     let gateway = gateway(&[&worker], |config| {
         config.routing.ahead_per_worker = Some(0);
+        adjust(config);
+    })
+    .await;
+    (worker, gateway)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_full_queue_is_a_429() {
+    let (_worker, gateway) = with_one_place(|config| {
         config.routing.max_queue = 1;
         config.routing.queue_timeout = Duration::from_millis(400);
     })
@@ -116,11 +128,7 @@ async fn a_full_queue_is_a_429() {
 async fn a_full_queue_refuses_no_request_in_its_middle() {
     const CHOICES: usize = 12;
     const OTHERS: usize = 3;
-    let worker = FakeWorker::start();
-    slow(&worker);
-    worker.behaviour.description.lock().unwrap().max_batch = 1;
-    let gateway = gateway(&[&worker], |config| {
-        config.routing.ahead_per_worker = Some(0);
+    let (_worker, gateway) = with_one_place(|config| {
         config.routing.max_queue = 1;
         config.routing.queue_timeout = Duration::from_millis(20);
     })
@@ -154,11 +162,7 @@ async fn a_full_queue_refuses_no_request_in_its_middle() {
 /// A later choice that gets no worker ends its request by the request's own deadline, and not sooner.
 #[tokio::test(flavor = "multi_thread")]
 async fn later_choices_wait_until_the_requests_own_deadline() {
-    let worker = FakeWorker::start();
-    slow(&worker);
-    worker.behaviour.description.lock().unwrap().max_batch = 1;
-    let gateway = gateway(&[&worker], |config| {
-        config.routing.ahead_per_worker = Some(0);
+    let (_worker, gateway) = with_one_place(|config| {
         config.routing.queue_timeout = Duration::from_millis(50);
         config.limits.request_timeout = Duration::from_millis(600);
     })

@@ -11,7 +11,7 @@ use kube::runtime::events::{Event, EventType, Recorder, Reporter};
 use serde_json::json;
 
 use super::cache::Waking;
-use super::conditions::{DEGRADED, READY};
+use super::conditions::{DEGRADED, INVALID_SPEC, PLANNED, READY};
 use super::decision::Transition;
 use super::digest;
 use super::failure::Failure;
@@ -208,19 +208,9 @@ pub(crate) fn with_refusal(
     failure: &Failure,
     now: Timestamp,
 ) -> InferenceDeploymentStatus {
-    set_condition(
-        &mut status,
-        current,
-        Condition {
-            type_: DEGRADED.to_owned(),
-            status: "True".to_owned(),
-            observed_generation: generation,
-            last_transition_time: String::new(),
-            reason: "ApplyFailed".to_owned(),
-            message: shortened(&failure.to_string(), MESSAGE_BYTES),
-        },
-        now,
-    );
+    let message = failure.to_string();
+    let condition = condition(DEGRADED, "True", generation, "ApplyFailed", &message);
+    set_condition(&mut status, current, condition, now);
     status
 }
 
@@ -236,20 +226,9 @@ fn unreadable(
     let message = format!(
         "the spec cannot be read by this version of the operator: {reason}; upgrade the operator, or change the field"
     );
-    for type_ in ["Ready", "Planned"] {
-        set_condition(
-            &mut status,
-            current,
-            Condition {
-                type_: type_.to_owned(),
-                status: "False".to_owned(),
-                observed_generation: generation,
-                last_transition_time: String::new(),
-                reason: "InvalidSpec".to_owned(),
-                message: shortened(&message, MESSAGE_BYTES),
-            },
-            now,
-        );
+    for type_ in [READY, PLANNED] {
+        let condition = condition(type_, "False", generation, INVALID_SPEC, &message);
+        set_condition(&mut status, current, condition, now);
     }
     status
 }
@@ -263,17 +242,28 @@ fn left(
 ) -> InferenceDeploymentStatus {
     let mut status = current.cloned().unwrap_or_default();
     for (type_, holds) in [(READY, "Unknown"), (DEGRADED, "True")] {
-        let condition = Condition {
-            type_: type_.to_owned(),
-            status: holds.to_owned(),
-            observed_generation: generation,
-            last_transition_time: String::new(),
-            reason: NEWER_PLAN.to_owned(),
-            message: shortened(message, MESSAGE_BYTES),
-        };
+        let condition = condition(type_, holds, generation, NEWER_PLAN, message);
         set_condition(&mut status, current, condition, now);
     }
     status
+}
+
+/// A condition whose time [`set_condition`] finds.
+fn condition(
+    type_: &str,
+    holds: &str,
+    generation: Option<i64>,
+    reason: &str,
+    message: &str,
+) -> Condition {
+    Condition {
+        type_: type_.to_owned(),
+        status: holds.to_owned(),
+        observed_generation: generation,
+        last_transition_time: String::new(),
+        reason: reason.to_owned(),
+        message: shortened(message, MESSAGE_BYTES),
+    }
 }
 
 /// Sets a condition; its time is that of the last change of its status.

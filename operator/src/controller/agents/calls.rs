@@ -13,6 +13,10 @@ use super::{Agent, Agents, Ground, identity, timed};
 use crate::controller::authority::AuthorityError;
 use crate::controller::names::{AGENT_TLS_NAME, agent_tls_name};
 
+/// What is told of an agent that does not know the call by which it proves whose it is.
+const OLD_AGENT: &str = "it is of an older version, which cannot prove whose it is: let the DaemonSet hearth-agent have the \
+                         worker image of the operator's version";
+
 /// A connection to an agent that shows its node's certificate.
 #[derive(Clone)]
 pub(super) struct Certified {
@@ -88,15 +92,9 @@ impl<G: Ground> Agents<G> {
             worker = connection(&tls, AGENT_TLS_NAME, &agent.endpoint)?;
             told = worker.agent().identify(timed(IdentifyRequest {})).await;
         }
-        let failed = |status: Status| {
-            match status.code() {
-            Code::Unimplemented => {
-                "it is of an older version, which cannot prove whose it is: let the DaemonSet hearth-agent have the \
-                 worker image of the operator's version"
-                    .to_owned()
-            }
+        let failed = |status: Status| match status.code() {
+            Code::Unimplemented => OLD_AGENT.to_owned(),
             _ => worker.error(&status).to_string(),
-        }
         };
         let told = told.map_err(failed)?.into_inner();
         identity::prove(&self.client, &self.namespace, &agent.place, told.token).await?;

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use super::lean::millis;
+use super::lean::{bytes, millis};
 use super::names::GPU_RESOURCE;
 use super::observed::PodView;
 use super::rollout::Want;
@@ -124,11 +124,10 @@ fn rooms(words: &str, own: Counted) -> BTreeMap<String, Option<u64>> {
     };
     let (used, limited) = (amounts(", used: "), amounts(", limited: "));
     let room = |resource: &str, limit: &str| {
-        let unit = match kind(resource)? {
-            Kind::Cpu => 1,
-            Kind::Pods | Kind::Memory | Kind::Gpus => 1000,
+        let amount = match kind(resource)? {
+            Kind::Cpu => millis,
+            Kind::Pods | Kind::Memory | Kind::Gpus => bytes,
         };
-        let amount = |text: &str| millis(text).map(|amount| amount / unit);
         let others = amount(used.get(resource)?)?.saturating_sub(own.of(resource)?);
         Some(amount(limit)?.saturating_sub(others))
     };
@@ -275,6 +274,8 @@ mod tests {
         // What cannot be counted is no evidence.
         assert_eq!(quota("limits.cpu=1", "limits.cpu=9", &[1]), Quota::Free);
         assert_eq!(quota("cpu=x", "cpu=9", &[1]), Quota::Free);
+        assert_eq!(of("1.12345678ä", "4Ei", &[1]), Quota::Free);
+        assert_eq!(of("32Gi", "4Ei", &[32]), Quota::Tight);
         let odd = Forbidden::after(None, 1, "exceeded quota", false, own(1));
         assert_eq!(odd.quota(1, &[want(1)]), Quota::Free);
     }

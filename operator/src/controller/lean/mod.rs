@@ -18,7 +18,7 @@ use serde::{Deserialize, Deserializer};
 
 pub(crate) use devices::{LeanClaim, LeanSlice};
 pub(crate) use node::LeanNode;
-pub(crate) use node::millis;
+pub(crate) use node::{bytes, millis};
 pub(crate) use object::{Budget, Facts, LeanObject, ObjectKind, Policy, SecretKind, ServiceKind};
 pub(crate) use own::{LeanDeployment, LeanPlan, LeanProfile};
 pub(crate) use pod::{AgentPod, LeanPod};

@@ -215,7 +215,7 @@ impl Applier {
         };
         let Some(uid) = uid else { return Ok(()) };
         let place = Place::of_resource(&resource, subject.namespace);
-        self.requests.delete(&place, name, &uid, false).await?;
+        self.requests.delete(&place, name, &uid, None).await?;
         tracing::info!(namespace = subject.namespace, name, "{kind} removed");
         self.waking
             .change(|state| state.remove_object(kind, &key, &uid));
@@ -349,12 +349,12 @@ impl Applier {
     async fn delete_pod(&self, subject: Subject<'_>, end: &PodEnd) -> Result<(), Failure> {
         let place = Place::of::<Pod>(subject.namespace);
         self.requests
-            .delete(&place, &end.name, &end.uid, end.at_once)
+            .delete(&place, &end.name, &end.uid, end.grace.seconds())
             .await?;
         tracing::info!(
             namespace = subject.namespace,
             name = end.name,
-            at_once = end.at_once,
+            grace = ?end.grace,
             "Pod asked to end"
         );
         // Either it is ending now, which the watch tells, or it is gone: the next look must know either.
@@ -379,7 +379,7 @@ impl Applier {
         };
         let Some(uid) = uid else { return Ok(()) };
         let place = Place::of::<InferencePlan>(subject.namespace);
-        self.requests.delete(&place, name, &uid, false).await?;
+        self.requests.delete(&place, name, &uid, None).await?;
         self.waking.change(|state| state.remove_plan(&key, &uid));
         Ok(())
     }

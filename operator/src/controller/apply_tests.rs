@@ -11,6 +11,7 @@ use kube::client::Body;
 use serde_json::{Value, json};
 
 use super::super::cache::Cache;
+use super::super::decision::Grace;
 use super::super::forbidden::Quota;
 use super::super::rollout::Want;
 use super::*;
@@ -263,7 +264,7 @@ async fn an_end_is_asked_for_and_known_at_once() {
         delete_pods: vec![PodEnd {
             name: "demo-gateway-0-abc".to_owned(),
             uid,
-            at_once: true,
+            grace: Grace::None,
         }],
         ..Decision::default()
     };
@@ -316,7 +317,7 @@ async fn a_forbidden_pod_stops_no_end_and_its_plan_holds_its_place_for_a_while_o
         delete_pods: vec![PodEnd {
             name: "old".to_owned(),
             uid: "uid-of-\"old\"".to_owned(),
-            at_once: false,
+            grace: Grace::Whole,
         }],
         ..Decision::default()
     };

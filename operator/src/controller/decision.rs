@@ -6,6 +6,9 @@ use hearth_crds::{InferenceDeploymentStatus, InferencePlan};
 use k8s_openapi::api::core::v1::Pod;
 use kube::api::DynamicObject;
 
+/// Time that a Pod without streams gets to end in order, before the kubelet kills.
+pub(crate) const EXIT_S: u32 = 10;
+
 /// What is to be done, in this order: objects, plans, marks, Pods made, Pods patched, Pods deleted, plans deleted,
 /// fetches, status, events.
 #[derive(Clone, Debug, Default)]
@@ -53,8 +56,29 @@ pub(crate) struct PodEnd {
     pub(crate) name: String,
     /// Precondition: only this very Pod.
     pub(crate) uid: String,
-    /// Without grace: its node is lost, or it has ended already.
-    pub(crate) at_once: bool,
+    pub(crate) grace: Grace,
+}
+
+/// What a Pod gets from being told to end until its kubelet kills it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Grace {
+    /// What the Pod itself says: its streams end.
+    Whole,
+    /// Time to exit, as it has never served. The kubelet may tell a process to end that is too young to listen.
+    Exit,
+    /// None: its node is lost, or it has ended already.
+    None,
+}
+
+impl Grace {
+    /// As the API server is asked for it; `None`: as the Pod has it.
+    pub(crate) fn seconds(self) -> Option<u32> {
+        match self {
+            Self::Whole => None,
+            Self::Exit => Some(EXIT_S),
+            Self::None => Some(0),
+        }
+    }
 }
 
 /// One line of `kubectl describe`.

@@ -15,7 +15,7 @@ use super::builtin;
 use super::candidates::{Candidates, is_lost};
 use super::cause::{Cause, cause, last_words, node_of, quoted};
 use super::conditions::{self, MODEL_READY};
-use super::decision::PodEnd;
+use super::decision::{Grace, PodEnd};
 use super::fetched::{Download, fetched};
 use super::names::{NOTE_MODEL, NOTE_MODEL_KEY, NOTE_MODEL_NODES, NOTE_SOURCE};
 use super::observed::{Observed, PodView};
@@ -191,7 +191,7 @@ fn end_of(pod: &PodView) -> PodEnd {
     PodEnd {
         name: pod.name.clone(),
         uid: pod.uid.clone(),
-        at_once: true,
+        grace: Grace::None,
     }
 }
 

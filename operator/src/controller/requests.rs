@@ -146,7 +146,7 @@ impl Requests {
             .await
     }
 
-    /// Asks an object to end. `Ok` also when it is gone, or when another object has its name.
+    /// Asks an object to end, within `grace_s` seconds or what it says itself. `Ok` also when it is gone, or when another object has its name.
     ///
     /// # Errors
     /// What the API server says.
@@ -155,10 +155,10 @@ impl Requests {
         place: &Place,
         name: &str,
         uid: &str,
-        at_once: bool,
+        grace_s: Option<u32>,
     ) -> Result<(), Failure> {
         let parameters = DeleteParams {
-            grace_period_seconds: at_once.then_some(0),
+            grace_period_seconds: grace_s,
             preconditions: (!uid.is_empty()).then(|| Preconditions {
                 uid: Some(uid.to_owned()),
                 resource_version: None,

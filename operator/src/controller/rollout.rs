@@ -22,7 +22,7 @@ use jiff::Timestamp;
 
 use super::build::DesiredPod;
 use super::cause::node_of;
-use super::decision::PodEnd;
+use super::decision::{Grace, PodEnd};
 use super::ends::Ends;
 use super::forbidden::Quota;
 use super::model::is_older;
@@ -369,15 +369,19 @@ impl<'a> Sorted<'a> {
         });
         let mut ends: Vec<PodEnd> = over
             .chain(&self.lost)
-            .map(|pod| end_of(pod, true))
+            .map(|pod| end_of(pod, Grace::None))
             .collect();
-        ends.extend(self.stuck.iter().map(|pod| end_of(pod, false)));
+        ends.extend(self.stuck.iter().map(|pod| end_of(pod, grace_of(pod))));
         // A kubelet that comes back lets their streams end.
         let has_place = self.is_ready(|_| true);
         for pod in self.absent.iter().filter(|pod| !pod.is_deleting) {
             let is_forgotten = self.scene.away.get(node_of(pod)) == Some(&true);
             if has_place || is_forgotten {
-                ends.push(end_of(pod, is_forgotten));
+                let grace = match is_forgotten {
+                    true => Grace::None,
+                    false => Grace::Whole,
+                };
+                ends.push(end_of(pod, grace));
             }
         }
         ends
@@ -406,7 +410,7 @@ impl<'a> Sorted<'a> {
             }
         };
         let ended = self.extra.iter().filter(may_go);
-        ended.map(|pod| end_of(pod, false)).collect()
+        ended.map(|pod| end_of(pod, grace_of(pod))).collect()
     }
 
     /// Where the target's gateway finds no room beside what must go.
@@ -571,11 +575,21 @@ impl Need {
     }
 }
 
-fn end_of(pod: &PodView, at_once: bool) -> PodEnd {
+fn end_of(pod: &PodView, grace: Grace) -> PodEnd {
     PodEnd {
         name: pod.name.clone(),
         uid: pod.uid.clone(),
-        at_once,
+        grace,
+    }
+}
+
+/// What a Pod gets whose kubelet is there.
+fn grace_of(pod: &PodView) -> Grace {
+    let container = pod.container.as_ref();
+    let has_begun = container.is_some_and(|c| c.running_since.is_some() && !c.is_starting);
+    match has_begun {
+        true => Grace::Whole,
+        false => Grace::Exit,
     }
 }
 

@@ -16,6 +16,7 @@ use super::canonical::{Essence, short_digest, slice};
 use super::claims::{claimed, hold_gpus};
 use super::probes::watch_over;
 use super::{BuildContext, DesiredPod, ROLE_INSPECT, model_path, source_digest, texts};
+use crate::controller::decision::EXIT_S;
 use crate::controller::names::{
     GATEWAY_PORT, GPU_RESOURCE, HEALTH_PORT, KEYS_DIRECTORY, LABEL_RANK, LABEL_ROLE, METRICS_PORT,
     NOTE_FORM, NOTE_PLAN, NOTE_PLAN_GENERATION, NOTE_RANK_HASH, NOTE_ROUTES, NOTE_SOURCE,
@@ -34,8 +35,6 @@ const GATEWAY_GRACE_S: i64 = 300;
 const WORKER_GRACE_S: i64 = 120;
 /// How long a gateway goes on as if nothing had happened, so that every node hears that its address is withdrawn.
 pub(super) const LINGER_S: i64 = 5;
-/// Time to end in order after the grace, before the kubelet kills.
-const EXIT_S: i64 = 10;
 /// A model's headers are read in seconds; a mount that hangs is given up after this.
 const INSPECT_DEADLINE_S: i64 = 900;
 
@@ -64,7 +63,7 @@ pub(crate) fn rank_pod(
     spec.affinity = Some(on_node(&rank.node));
     let claim_template = hold_gpus(context, rank, &mut spec);
     spec.restart_policy = Some("Always".to_owned());
-    spec.termination_grace_period_seconds = Some(grace_s + EXIT_S);
+    spec.termination_grace_period_seconds = Some(grace_s + i64::from(EXIT_S));
 
     let mut pod = Pod {
         metadata: context.metadata("", role),
@@ -156,7 +155,7 @@ pub(crate) fn inspect_pod(
     let mut spec = pod_spec(context, container, volume.into_iter().collect());
     spec.restart_policy = Some("Never".to_owned());
     spec.active_deadline_seconds = Some(INSPECT_DEADLINE_S);
-    spec.termination_grace_period_seconds = Some(EXIT_S);
+    spec.termination_grace_period_seconds = Some(i64::from(EXIT_S));
     match node {
         Some(node) => spec.affinity = Some(on_node(node)),
         None => {

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::sim::{PACE, Sim, is_quiet, rooms, want};
+use crate::controller::decision::Grace;
 use crate::controller::rollout::{Mode, Steps, Want};
 
 /// One node, one gateway, one decode worker of 400 MiB.
@@ -259,6 +260,26 @@ fn a_broken_plan_goes_no_further_than_its_workers_and_the_way_back_is_short() {
     assert_eq!(sim.pods.len(), 2);
 }
 
+/// The kubelet may tell a process to end that is too young to listen.
+#[test]
+fn what_never_served_gets_only_time_to_exit_and_what_did_all_that_it_asks_for() {
+    let (old, new) = (plan("a", "a"), plan("b", "b"));
+    let mut sim = running(1000, &old);
+    let graces = |sim: &mut Sim, to: &[Want]| {
+        let mut graces = Vec::new();
+        sim.settle(to, |_, steps| {
+            graces.extend(steps.end.iter().map(|end| end.grace));
+        });
+        graces
+    };
+    // A change that is taken back while its worker starts.
+    assert!(!sim.visit(&new).create.is_empty());
+    let back = graces(&mut sim, &old);
+    assert!(!back.is_empty() && back.iter().all(|grace| *grace == Grace::Exit));
+    let forth = graces(&mut sim, &new);
+    assert!(!forth.is_empty() && forth.iter().all(|grace| *grace == Grace::Whole));
+}
+
 #[test]
 fn a_pod_that_failed_is_made_again_after_a_while() {
     let wants = plan("a", "a");
@@ -298,7 +319,7 @@ fn what_a_lost_node_held_ends_when_the_plan_without_it_serves() {
     sim.settle(&new, |_, steps| {
         assert!(steps.progress.is_serving || steps.end.is_empty());
         assert!(
-            steps.end.iter().all(|end| !end.at_once),
+            steps.end.iter().all(|end| end.grace != Grace::None),
             "streams may go on there"
         );
         ended.extend(steps.end.iter().map(|end| end.name.clone()));
@@ -321,7 +342,7 @@ fn what_nobody_waits_for_goes_though_nothing_else_serves() {
     sim.is_patience_over = true;
     sim.broken.insert("b".to_owned());
     let steps = sim.visit(&new);
-    assert!(steps.end.len() == 2 && steps.end.iter().all(|end| end.at_once));
+    assert!(steps.end.len() == 2 && steps.end.iter().all(|end| end.grace == Grace::None));
 }
 
 #[test]
@@ -330,7 +351,7 @@ fn what_a_node_held_that_has_left_goes_at_once() {
     sim.rooms.remove("attic");
     let steps = sim.visit(&new);
     assert_eq!(steps.create.len(), 2);
-    assert!(steps.end.len() == 2 && steps.end.iter().all(|end| end.at_once));
+    assert!(steps.end.len() == 2 && steps.end.iter().all(|end| end.grace == Grace::None));
 }
 
 #[test]

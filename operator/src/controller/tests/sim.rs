@@ -5,9 +5,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use hearth_crds::{PlanRole, Routes};
 use jiff::Timestamp;
 
+use crate::controller::decision::Grace;
 use crate::controller::ends::Ends;
 use crate::controller::forbidden::Quota;
-use crate::controller::observed::{PodView, Requests};
+use crate::controller::observed::{ContainerView, PodView, Requests};
 use crate::controller::rollout::{Mode, Scene, Steps, Want, step};
 use crate::controller::routes::endpoint;
 use crate::controller::testing::{MIB, at};
@@ -131,7 +132,7 @@ impl Sim {
                 continue;
             };
             assert_eq!(paper.view.uid, end.uid);
-            if end.at_once {
+            if end.grace == Grace::None {
                 self.pods.remove(&end.name);
                 continue;
             }
@@ -220,6 +221,10 @@ impl Sim {
                 paper.start -= 1;
             } else {
                 paper.view.is_ready = true;
+                paper.view.container = Some(ContainerView {
+                    running_since: Some(at(self.tick * 5)),
+                    ..ContainerView::default()
+                });
             }
         }
     }

@@ -10,7 +10,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::ResourceExt;
 
 use crate::controller::decide::decide;
-use crate::controller::decision::{Decision, Transition};
+use crate::controller::decision::{Decision, Grace, Transition};
 use crate::controller::names::{
     LABEL_RANK, LABEL_ROLE, NOTE_CERTIFICATE, NOTE_FORM, NOTE_PLAN_GENERATION, NOTE_ROUTES,
     NOTE_SOURCE,
@@ -114,7 +114,7 @@ impl World {
         }
         for end in &decision.delete_pods {
             let pods = &mut self.observed.pods;
-            if end.at_once {
+            if end.grace == Grace::None {
                 pods.retain(|pod| pod.uid != end.uid);
             } else if let Some(pod) = pods.iter_mut().find(|pod| pod.uid == end.uid) {
                 Arc::make_mut(pod).is_deleting = true;

@@ -22,6 +22,8 @@ use crate::tools::progress_sentence;
 
 /// Reading a model's headers takes a second; from a disk that is busy some more.
 const FACTS_PATIENCE: Duration = Duration::from_secs(300);
+/// A failure is told for no longer than this before the next call tries again.
+const MOST_WAIT: Duration = Duration::from_secs(6 * 3600);
 
 /// All of them.
 pub(super) struct Models {
@@ -54,12 +56,7 @@ impl Limits {
             ..FetchOptions::default()
         }
     }
-}
 
-/// A failure is told for no longer than this before the next call tries again.
-const MOST_WAIT: Duration = Duration::from_secs(6 * 3600);
-
-impl Limits {
     /// How long a failure is told before the next call tries again. What lies behind a URL costs a whole download to find
     /// out; a new checksum is another key, and need not wait. What is kept back waits equally long whatever it was, and
     /// not long: a server at home that was off for a moment is the usual cause; but for twice what the try took, or the
@@ -86,7 +83,7 @@ impl Limits {
 /// A model that was asked for.
 struct Entry {
     state: State,
-    /// In a row.
+    /// In a row; why the last one failed is told while the state is [`State::Failed`].
     tries: Tries,
 }
 
@@ -97,7 +94,6 @@ enum State {
     },
     Ready(Ready),
     Failed {
-        why: String,
         again_at: Instant,
     },
 }
@@ -155,8 +151,8 @@ impl Models {
                 State::Working { progress, task } if !task.is_finished() => {
                     return Ok(working(progress.as_ref()));
                 }
-                State::Failed { why, again_at } if is_same && Instant::now() < *again_at => {
-                    return Ok(failed(why));
+                State::Failed { again_at } if is_same && Instant::now() < *again_at => {
+                    return Ok(failed(&tries.why));
                 }
                 _ => {}
             }
@@ -266,8 +262,8 @@ impl Models {
                 tracing::warn!(%key, ?wait, "model failed: {why}");
                 let again_at = Instant::now() + wait;
                 entry.tries.wait(SystemTime::now(), wait);
-                entry.tries.why.clone_from(&why);
-                entry.state = State::Failed { why, again_at };
+                entry.tries.why = why;
+                entry.state = State::Failed { again_at };
             }
         }
         self.keep_tries(&key, &entry.tries);
@@ -416,7 +412,6 @@ fn waiting(tries: &Tries, source: Option<&Source>, now: SystemTime) -> Option<En
     (is_known && is_same && !left.is_zero()).then(|| Entry {
         tries: tries.clone(),
         state: State::Failed {
-            why: tries.why.clone(),
             again_at: Instant::now() + left,
         },
     })

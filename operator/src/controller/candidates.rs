@@ -8,6 +8,7 @@ use hearth_planner::CpuRoom;
 
 use jiff::Timestamp;
 
+use super::age::age;
 use super::observed::{Holding, NodeView, Observed, PASSING_TAINT, Requests, Taint};
 
 /// Nodes that may take ranks of one deployment, and why the others may not.
@@ -131,7 +132,7 @@ pub(crate) fn next_judgement<'a>(
     let settings = &observed.settings.nodes;
     let mut next: Option<Duration> = None;
     let mut at = |since: Option<Timestamp>, patience: Duration| {
-        let left = since.map(|since| patience.saturating_sub(age(observed, since)));
+        let left = since.map(|since| patience.saturating_sub(age(since, observed.now)));
         let left = left.filter(|left| !left.is_zero());
         next = [next, left].into_iter().flatten().min();
     };
@@ -149,11 +150,7 @@ pub(crate) fn next_judgement<'a>(
 
 fn has_been_down(observed: &Observed, node: &NodeView, patience: Duration) -> bool {
     let since = node.not_ready_since;
-    !node.is_ready && since.is_none_or(|since| age(observed, since) >= patience)
-}
-
-fn age(observed: &Observed, since: Timestamp) -> Duration {
-    Duration::try_from(observed.now.duration_since(since)).unwrap_or_default()
+    !node.is_ready && since.is_none_or(|since| age(since, observed.now) >= patience)
 }
 
 /// Why a node that is there takes no new Pod: it is cordoned, or has a taint that is not tolerated.
@@ -171,7 +168,7 @@ pub(crate) fn is_to_be_left(
     closed_by(node, placement, |taint| {
         let has_lasted = || {
             let since = taint.since;
-            since.is_some_and(|since| age(observed, since) >= PASSING_TAINT)
+            since.is_some_and(|since| age(since, observed.now) >= PASSING_TAINT)
         };
         taint.effect == "NoExecute"
             && !taint.key.starts_with("node.kubernetes.io/")

@@ -12,6 +12,7 @@ use k8s_openapi::api::core::v1::{Event, PersistentVolumeClaim};
 use kube::api::{Api, ListParams};
 use kube::{Client, ResourceExt};
 
+use super::age::age;
 use super::cache::Cache;
 use super::conditions::{self, MODEL_READY};
 use super::observed::{FetchView, Measured, Observed, PodView, Settings};
@@ -151,9 +152,8 @@ impl Dereferencer {
             let pods = state.pods_of(&uid);
             pods.filter(|row| row.value.is_setting_up && !row.value.is_deleting)
                 .map(|row| {
-                    let age = row.value.created.map(|created| now.duration_since(created));
-                    let age = age.and_then(|age| Duration::try_from(age).ok());
-                    (row.value.uid.clone(), age.unwrap_or_default())
+                    let created = row.value.created.unwrap_or(now);
+                    (row.value.uid.clone(), age(created, now))
                 })
                 .collect()
         };

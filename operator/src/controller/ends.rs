@@ -9,6 +9,7 @@ use jiff::Timestamp;
 use kube::ResourceExt;
 use serde::{Deserialize, Serialize};
 
+use super::age::age;
 use super::names::NOTE_ENDS;
 use super::observed::PodView;
 
@@ -72,9 +73,7 @@ impl Ends {
 
     /// Takes a Pod that has ended and is about to be made again. One that was taken before is not counted twice.
     pub(super) fn take(&mut self, pod: &PodView, now: Timestamp) {
-        let life = pod.created.map_or(Duration::ZERO, |created| {
-            Duration::try_from(now.duration_since(created)).unwrap_or_default()
-        });
+        let life = age(pod.created.unwrap_or(now), now);
         let ended = self.0.entry(pod.name.clone()).or_default();
         if ended.uid == pod.uid {
             return;

@@ -7,7 +7,7 @@ use hearth_crds::{InferencePlan, InferencePlanSpec, PlanRank};
 
 use super::build::rank_holding;
 use super::ledger::Sum;
-use super::observed::{Holding, PodView, Requests};
+use super::observed::{Holding, PodView};
 
 /// Holdings by node.
 pub(crate) type ByNode = BTreeMap<String, Holding>;
@@ -184,7 +184,6 @@ pub(crate) fn of_deployment<'a>(
             continue;
         }
         let held = by_pods.entry(pod.node.clone()).or_default();
-        let requests = Requests::new(pod.cpu_millis, pod.memory_bytes, pod.gpus);
         let mut holding = match planned.filter(|(_, rank)| rank.node == pod.node) {
             Some((plan, rank)) => rank_holding(plan, rank),
             None if planned.is_none() => Holding {
@@ -193,9 +192,9 @@ pub(crate) fn of_deployment<'a>(
             },
             None => Holding::default(),
         };
-        holding.cpu_millis = requests.cpu_millis;
-        holding.memory_bytes = requests.memory_bytes;
-        holding.gpus = requests.gpus;
+        holding.cpu_millis = pod.cpu_millis;
+        holding.memory_bytes = pod.memory_bytes;
+        holding.gpus = pod.gpus;
         held.add(&holding);
     }
     let mut by_plan = ByNode::new();

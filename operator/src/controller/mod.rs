@@ -10,6 +10,7 @@
 //! - A visit that changes nothing writes nothing.
 //! - No Secret's data is kept; workers and agents never call the API server.
 
+mod age;
 mod agents;
 mod apply;
 mod args;

@@ -8,6 +8,7 @@ use hearth_crds::{InferencePlan, ModelFacts, ModelSource};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 
+use super::age::is_older;
 use super::build::{
     BuildContext, ROLE_INSPECT, inspect_pod, model_key, model_key_of, source_digest,
 };
@@ -370,13 +371,6 @@ fn repeat(observed: &Observed, pod: &PodView, step: &mut ModelStep) {
     if is_older(pod.created, observed.now, LOOK_AGAIN) && !pod.is_deleting {
         step.end.push(end_of(pod));
     }
-}
-
-pub(crate) fn is_older(created: Option<Timestamp>, now: Timestamp, age: Duration) -> bool {
-    created.is_some_and(|created| {
-        let elapsed = now.as_millisecond() - created.as_millisecond();
-        u128::try_from(elapsed).unwrap_or(0) >= age.as_millis()
-    })
 }
 
 /// Nodes whose directories hold different models are not mixed: the larger group counts.

@@ -8,6 +8,7 @@ use hearth_crds::{InferenceDeployment, InferenceDeploymentStatus};
 use jiff::Timestamp;
 use kube::ResourceExt;
 
+use super::age::age;
 use super::agents::Agents;
 use super::apply::{Applier, Subject};
 use super::authority::Authority;
@@ -306,8 +307,7 @@ impl Reconciler {
             return Some(None);
         }
         let created = deployment.metadata.creation_timestamp.as_ref()?;
-        let age = Timestamp::now().duration_since(created.0);
-        let age = Duration::try_from(age).unwrap_or_default();
+        let age = age(created.0, Timestamp::now());
         (age < LEFT_TO_OTHERS).then(|| Some(LEFT_TO_OTHERS - age))
     }
 

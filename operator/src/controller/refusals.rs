@@ -1,16 +1,16 @@
 //! Workers that the scheduler or a kubelet refuses: which nodes refuse them, and what a plan without those nodes remembers.
 //!
 //! The planner reckons with what Pods request, taints and labels. Whatever else the scheduler goes by, such as a volume
-//! that is tied to another node, and the kubelet, such as its topology policy, shows only in what they say of a Pod. The nodes that refused a worker are left out of
-//! the next plan, which names them, so that the tries are bounded.
+//! that is tied to another node, and the kubelet, such as its topology policy, shows only in what they say of a Pod. The
+//! nodes that refused a worker are left out of the next plan, which names them, so that the tries are bounded.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use hearth_crds::InferencePlan;
-use jiff::Timestamp;
 use kube::ResourceExt;
 
+use super::age::age;
 use super::build::ROLE_INSPECT;
 use super::cause::{node_of, quoted, scheduler_words};
 use super::choose::has_served;
@@ -146,12 +146,7 @@ fn pods<'a>(
         } else {
             PATIENCE
         };
+        let since = since.unwrap_or(observed.now);
         (pod, patience.saturating_sub(age(since, observed.now)))
     })
-}
-
-fn age(since: Option<Timestamp>, now: Timestamp) -> Duration {
-    let age = since.map(|since| now.duration_since(since));
-    let age = age.and_then(|age| Duration::try_from(age).ok());
-    age.unwrap_or_default()
 }

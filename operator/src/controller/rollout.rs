@@ -7,8 +7,9 @@
 //! - Without extras, everything that is missing is made.
 //! - **Surge**, when the extras and the whole target fit the nodes: workers are made, when all are ready the gateway is
 //!   made, when it is ready the old gateway goes, when it is gone its workers go.
-//! - **Old down first**, when they do not, or when the namespace's quota has room for either but not for both: the gateway is made (it holds requests), when it is ready the old gateway
-//!   goes, when it is gone the old workers go, when they are gone the new ones are made.
+//! - **Old down first**, when they do not, or when the namespace's quota has room for either but not for both: the gateway
+//!   is made (it holds requests), when it is ready the old gateway goes, when it is gone the old workers go, when they are
+//!   gone the new ones are made.
 //! - A node whose kubelet is away keeps what the target wants there: its containers may well go on. What is not wanted there
 //!   ends when the target serves, or when the node has been away for long; of a node that has left the cluster, at once.
 //! - A gateway that is kept goes on with the extras that it routes to until the target's workers are ready (Surge) or
@@ -20,12 +21,12 @@ use std::time::Duration;
 use hearth_crds::{PlanRole, Route};
 use jiff::Timestamp;
 
+use super::age::{age, is_older};
 use super::build::DesiredPod;
 use super::cause::node_of;
 use super::decision::{Grace, PodEnd};
 use super::ends::Ends;
 use super::forbidden::Quota;
-use super::model::is_older;
 use super::observed::{PodView, Requests};
 use super::routes::{endpoint, is_gateway, routes_of, text};
 
@@ -520,12 +521,9 @@ impl<'a> Sorted<'a> {
         };
         let over = self.over.iter().filter(|pod| self.is_wanted(pod));
         let remade = over.map(|pod| {
-            let age = pod
-                .created
-                .map(|created| self.scene.now.duration_since(created));
-            let age = age.and_then(|age| Duration::try_from(age).ok());
+            let created = pod.created.unwrap_or(self.scene.now);
             let wait = self.scene.ends.remake_after(&pod.name);
-            wait.saturating_sub(age.unwrap_or_default())
+            wait.saturating_sub(age(created, self.scene.now))
         });
         let reformed = self.wants().any(has_old_form).then_some(REFORM_AFTER);
         let soonest = remade.chain(reformed).min();

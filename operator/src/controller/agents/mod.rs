@@ -1,7 +1,8 @@
 //! What the operator has to do with the agents on the nodes: it reads what they measured and writes it as NodeProfiles,
 //! has them fetch models behind URLs, and has them drop those that nobody uses any more. Agents have no rights in
 //! the cluster, so they are called, by gRPC over mutual TLS. Each proves by a token whose Pod it is ([`identity`]), and shows
-//! a certificate of its own node, which the operator gave it for that ([`calls`]); a Secret that opens a URL is read for the one call that needs it ([`secrets`]).
+//! a certificate of its own node, which the operator gave it for that ([`calls`]); a Secret that opens a URL is read for
+//! the one call that needs it ([`secrets`]).
 //!
 //! NodeProfiles are owned by their Nodes: the cluster removes them when a node leaves.
 

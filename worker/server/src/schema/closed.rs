@@ -22,13 +22,7 @@ const BELOW: [&str; 5] = [
 /// Members of which one alternative must hold.
 const CHOICES: [&str; 2] = ["anyOf", "oneOf"];
 /// Members by which a schema says itself which other properties there may be.
-const OPENING: [&str; 5] = [
-    "additionalProperties",
-    "patternProperties",
-    "unevaluatedProperties",
-    "enum",
-    "const",
-];
+const OPENING: [&str; 4] = ["additionalProperties", "patternProperties", "enum", "const"];
 
 /// The schema with its objects closed. References lead to `$defs` of the result, which holds what is referred to and
 /// nothing else. The schema passed [`super::Schemas::check`].

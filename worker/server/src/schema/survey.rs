@@ -5,6 +5,7 @@ use std::collections::{BTreeSet, HashMap};
 use serde_json::Value;
 
 mod divisors;
+mod drafts;
 
 /// Members that hold schemas by name.
 const MAPS: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
@@ -22,6 +23,8 @@ const SINGLES: [&str; 9] = [
     "then",
     "else",
 ];
+/// Members whose schemas describe nothing until they are referred to.
+const DEFINITIONS: [&str; 2] = ["$defs", "definitions"];
 /// Most schemas in a schema, and in all of a request. Making a grammar takes about half a second for as many.
 pub(super) const MAX_SCHEMAS: usize = 5000;
 /// Most schemas within each other, those behind `$ref` counted too: grammars are made by recursion.
@@ -122,7 +125,7 @@ pub(super) fn parts(root: &Value) -> Result<Vec<Part<'_>>, String> {
     Ok(found.parts)
 }
 
-/// What is too large about a schema, in words that follow its name; `None` when nothing is.
+/// What a schema asks for that cannot be followed, or is too large about it, in words that follow its name; `None` when nothing is.
 pub(super) fn excess(parts: &[Part<'_>]) -> Option<String> {
     if parts.len() > MAX_SCHEMAS {
         return Some(format!(
@@ -169,7 +172,7 @@ pub(super) fn excess(parts: &[Part<'_>]) -> Option<String> {
             ));
         }
     }
-    if let Some(problem) = divisors::excess(parts) {
+    if let Some(problem) = drafts::skipped(parts).or_else(|| divisors::excess(parts)) {
         return Some(problem);
     }
     let depth = depth(parts);
@@ -342,7 +345,7 @@ fn part_ends(part: &Part<'_>, ends: &[bool]) -> bool {
 /// At least as many levels as making a grammar goes down: those of the whole, and once those of all that is referred to.
 fn depth(parts: &[Part<'_>]) -> usize {
     // Without definitions, which count where they are referred to.
-    let is_used = |child: &&Child<'_>| !["$defs", "definitions"].contains(&child.word);
+    let is_used = |child: &&Child<'_>| !DEFINITIONS.contains(&child.word);
     let mut levels = vec![1; parts.len()];
     for (index, part) in parts.iter().enumerate().rev() {
         let below = part.children.iter().filter(is_used);

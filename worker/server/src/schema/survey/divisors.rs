@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use serde_json::Value;
 
-use super::{Part, place};
+use super::{DEFINITIONS, Part, place};
 
 /// Most decimals.
 const MAX_DECIMALS: u32 = 8;
@@ -17,8 +17,6 @@ const MAX_REMAINDERS: u64 = 10_000;
 const MAX_REMAINDERS_OF_ALL: u64 = 20_000;
 /// Members whose schemas describe the same value as the schema that has them.
 const TOGETHER: [&str; 3] = ["allOf", "anyOf", "oneOf"];
-/// Members whose schemas describe nothing until they are referred to.
-const DEFINITIONS: [&str; 2] = ["$defs", "definitions"];
 
 /// A divisor as a whole number of units of 10 to the power of minus `decimals`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

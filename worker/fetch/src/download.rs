@@ -52,10 +52,15 @@ pub(crate) async fn download(
     }
     tracing::warn!(key = %source.key(), "{error}");
     sleep(until_told(began.elapsed(), options.private_patience)).await;
+    let is_lost = matches!(
+        error,
+        FetchError::Mismatch { .. } | FetchError::TooLong { .. }
+    );
     Err(FetchError::KeptBack {
         url: source.shown(),
         sha256: source.sha256().to_owned(),
         cause: Box::new(error),
+        is_resumed: !is_lost && !reporter.is_hidden(),
     })
 }
 

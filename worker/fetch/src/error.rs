@@ -96,6 +96,8 @@ pub enum FetchError {
         sha256: String,
         /// What is kept back.
         cause: Box<FetchError>,
+        /// Whether what came stays for the next try, and whoever asks could read so from the progress.
+        is_resumed: bool,
     },
     /// The connection broke again and again, or could not be made.
     #[error(
@@ -229,6 +231,15 @@ pub enum Blame {
 }
 
 impl FetchError {
+    /// Whether the next try costs as much as this one did, or may: of a server that is not public that is said of all
+    /// failures but those where the progress told it.
+    pub fn costs_all_again(&self) -> bool {
+        match self {
+            Self::KeptBack { is_resumed, .. } => !is_resumed,
+            _ => matches!(self.blame(), Blame::Content),
+        }
+    }
+
     /// Who can change it.
     pub fn blame(&self) -> Blame {
         match self {

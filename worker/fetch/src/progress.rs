@@ -87,6 +87,12 @@ impl Reporter {
         state.is_hidden = is_hidden;
     }
 
+    /// Whether they are kept from the observer.
+    pub(crate) fn is_hidden(&self) -> bool {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.is_hidden
+    }
+
     /// Where the fetch is.
     pub(crate) fn tell(&self, phase: Phase, bytes: u64, total_bytes: Option<u64>) {
         let now = Instant::now();

@@ -179,6 +179,30 @@ async fn of_a_server_inside_only_that_it_gave_no_such_archive_is_told() {
     assert!(told[0].contains("log of this node's agent"), "{}", told[0]);
 }
 
+/// By when it is tried again nobody learns more than the progress told: that of an archive shows whether all of it came.
+#[tokio::test]
+async fn that_a_part_is_gone_on_with_is_said_of_archives_alone() {
+    let archive = model_tar(1_000_000);
+    let page = "an answer of somebody's ".repeat(50_000).into_bytes();
+    let wrong = sha256(b"something else");
+    for (file, breaks, expected) in [
+        (&archive, true, false),
+        (&archive, false, true),
+        (&page, true, true),
+        (&page, false, true),
+    ] {
+        let server = FileServer::start(file.clone()).await;
+        if breaks {
+            let off = Fault::Status(503, Vec::new());
+            server.faults([Fault::CutAfter(500_000), off.clone(), off]);
+        }
+        let source = Source::new(&server.url(), &wrong).unwrap();
+        let error = fetched(&source, &inside("127.0.0.1/32")).await.unwrap_err();
+        assert!(matches!(error, FetchError::KeptBack { .. }), "{error}");
+        assert_eq!(error.costs_all_again(), expected, "{breaks} {error:?}");
+    }
+}
+
 #[tokio::test]
 async fn what_an_ended_process_left_of_a_server_inside_is_kept_back_too() {
     let (body, wanted) = (b"an answer of somebody's".as_slice(), sha256(b"a model"));

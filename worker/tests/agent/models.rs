@@ -171,6 +171,37 @@ async fn an_agent_knows_what_those_before_it_tried() {
     assert!(!note.exists(), "a model that is ready has nothing to tell");
 }
 
+/// A download of hours that broke off near its end is not hours away from its end again.
+#[tokio::test]
+async fn what_is_gone_on_with_does_not_wait_for_as_long_as_it_took() {
+    let world = World::in_cache(Authority::new(), TempDir::new().unwrap(), 1);
+    let archive = demo_tar();
+    let pieces = u32::try_from(archive.len().div_ceil(8 << 10)).unwrap();
+    let pace = Duration::from_secs(6) / pieces;
+    let waits_s = async |wanted: &ModelRequest| {
+        let failed = settled(&world.operator, wanted).await.pop().unwrap();
+        assert_eq!(failed.state(), ModelState::Failed);
+        let note = format!("partial/{}.tries", wanted.key);
+        let note = fs::read_to_string(world.cache.path().join(note)).unwrap();
+        let tries: Value = serde_json::from_str(&note).unwrap();
+        let now = std::time::SystemTime::now();
+        let now = now.duration_since(std::time::UNIX_EPOCH).unwrap();
+        tries["again_at_s"].as_u64().unwrap() - now.as_secs()
+    };
+    let server = FileServer::start(archive.clone()).await;
+    server.pace(pace);
+    let off = std::iter::repeat_n(Fault::Status(503, Vec::new()), 99);
+    server.faults([Fault::CutAfter(archive.len() - 1)]);
+    server.faults(off);
+    let waits = waits_s(&request(&server, &sha256(&archive))).await;
+    assert!(waits <= 5, "{waits} s");
+    // Another file than was asked for comes anew from its start.
+    let server = FileServer::start(archive).await;
+    server.pace(pace);
+    let waits = waits_s(&request(&server, &sha256(b"something else"))).await;
+    assert!(waits >= 10, "{waits} s");
+}
+
 #[tokio::test]
 async fn a_secret_that_was_put_right_does_not_wait_for_what_another_agent_tried() {
     let world = World::impatient();

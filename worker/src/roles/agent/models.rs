@@ -59,14 +59,14 @@ impl Limits {
 
     /// How long a failure is told before the next call tries again. What lies behind a URL costs a whole download to find
     /// out; a new checksum is another key, and need not wait. What is kept back waits equally long whatever it was, and
-    /// not long: a server at home that was off for a moment is the usual cause; but for twice what the try took, or the
-    /// wrong archive would come over the network without end.
-    fn wait_after(&self, blame: Blame, failures: u32, took: Duration) -> Duration {
+    /// not long: a server at home that was off for a moment is the usual cause; but for twice what the try took where all
+    /// of that was in vain (`wasted`), or the wrong archive would come over the network without end.
+    fn wait_after(&self, blame: Blame, failures: u32, wasted: Duration) -> Duration {
         let (first, most) = match blame {
             Blame::Content => (Duration::from_secs(600), MOST_WAIT),
             Blame::Unknown => (
-                (4 * self.private_patience).max(2 * took),
-                (5 * self.private_patience).max(2 * took),
+                (4 * self.private_patience).max(2 * wasted),
+                (5 * self.private_patience).max(2 * wasted),
             ),
             Blame::Request | Blame::Remote | Blame::Local => {
                 (Duration::from_secs(5), Duration::from_secs(300))
@@ -110,6 +110,8 @@ struct Ready {
 struct Failure {
     why: String,
     blame: Blame,
+    /// Whether the next try may cost as much.
+    costs_all_again: bool,
 }
 
 impl From<FetchError> for Failure {
@@ -117,6 +119,7 @@ impl From<FetchError> for Failure {
         Self {
             why: error.to_string(),
             blame: error.blame(),
+            costs_all_again: error.costs_all_again(),
         }
     }
 }
@@ -256,9 +259,15 @@ impl Models {
                 entry.tries = Tries::default();
                 entry.state = State::Ready(ready);
             }
-            Err(Failure { why, blame }) => {
+            Err(failure) => {
+                let Failure { why, blame, .. } = failure;
+                let wasted = if failure.costs_all_again {
+                    took
+                } else {
+                    Duration::ZERO
+                };
                 entry.tries.failures += 1;
-                let wait = self.limits.wait_after(blame, entry.tries.failures, took);
+                let wait = self.limits.wait_after(blame, entry.tries.failures, wasted);
                 tracing::warn!(%key, ?wait, "model failed: {why}");
                 let again_at = Instant::now() + wait;
                 entry.tries.wait(SystemTime::now(), wait);
@@ -328,6 +337,7 @@ impl Models {
                 return Err(Failure {
                     why: "it was removed while it was looked at".to_owned(),
                     blame: Blame::Local,
+                    costs_all_again: false,
                 });
             }
         };
@@ -335,6 +345,7 @@ impl Models {
         let unfit = |why| Failure {
             why,
             blame: Blame::Content,
+            costs_all_again: true,
         };
         let arguments = ["facts", "--serving", "--json", "--model"].map(OsStr::new);
         let mut arguments = arguments.to_vec();

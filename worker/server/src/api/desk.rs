@@ -18,7 +18,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 
 use super::body;
-use super::room::{Room, Rooms};
+use super::room::{LAST_WITHIN, Room, Rooms};
 use crate::config::Limits;
 use crate::error::ApiError;
 
@@ -171,7 +171,8 @@ impl Desk {
     }
 
     /// The share of a request that holds so many bytes for as long as it lasts; none for a small one, of which the queue
-    /// bounds the number. Waits at most `patience`.
+    /// bounds the number. Waits at most `patience`, and no longer than [`LAST_WITHIN`]: meanwhile it keeps the memory that
+    /// other bodies wait for.
     ///
     /// # Errors
     /// 503 when the others held theirs all the time.
@@ -184,7 +185,7 @@ impl Desk {
             return Ok(None);
         }
         let room = room_for(&self.requests, bytes, LARGE_REQUESTS_BYTES);
-        timeout(patience, room)
+        timeout(patience.min(LAST_WITHIN), room)
             .await
             .map_err(|_| body::no_room("answered"))
     }

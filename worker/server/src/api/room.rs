@@ -12,7 +12,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 const SHARED_BYTES: usize = 16 << 20;
 /// What a body takes at a time.
 const STEP_BYTES: usize = 256 << 10;
-/// How long the rest of a body that is read beyond the others may take.
+/// How long the rest of a body that is read beyond the others may take, and how long one that was read waits for others
+/// to be answered.
 pub(super) const LAST_WITHIN: Duration = Duration::from_secs(10);
 
 /// The memory of one gateway; clones share it.

@@ -238,3 +238,66 @@ async fn uploads_that_stand_still_hold_up_nobody_and_are_cut() {
         assert!(answer.contains("nothing came of the request body for 5 s"));
     }
 }
+
+/// Posts bytes to the chat route on a connection of its own, and reads the answer until the connection ends.
+async fn asked(address: SocketAddr, body: Vec<u8>) -> String {
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    let head = format!(
+        "POST {PATH} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n",
+        body.len()
+    );
+    stream.write_all(head.as_bytes()).await.unwrap();
+    stream.write_all(&body).await.unwrap();
+    rest(&mut stream).await
+}
+
+/// What large requests that are answered hold is all taken, and as many more wait for it as the memory for bodies takes.
+#[tokio::test(flavor = "multi_thread")]
+async fn large_requests_that_wait_for_others_do_not_hold_up_those_that_need_nothing() {
+    const HELD: usize = 67;
+    const WAITING: usize = 20;
+    let worker = long_winded();
+    worker.behaviour.description.lock().unwrap().max_batch = 200;
+    *worker.behaviour.pace.lock().unwrap() = Duration::from_millis(300);
+    let gateway = gateway(&[&worker], |_| {}).await;
+    let address = gateway.address;
+    // Each holds a megabyte as long as it is answered, which is longer than this test.
+    let schema = json!({"type": "null", "description": "x".repeat(1_000_000)});
+    let format = json!({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}});
+    let extra =
+        json!({"response_format": format, "max_tokens": 450, "ignore_eos": true, "stream": true});
+    let large = chat_body("x", extra).to_string().into_bytes();
+    let held: Vec<_> = (0..HELD)
+        .map(|_| tokio::spawn(asked(address, large.clone())))
+        .collect();
+    let began = Instant::now();
+    while worker.behaviour.open.load(Ordering::SeqCst) < HELD {
+        assert!(
+            began.elapsed() < Duration::from_secs(60),
+            "they never began"
+        );
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let waiting: Vec<_> = (0..WAITING)
+        .map(|_| tokio::spawn(asked(address, large.clone())))
+        .collect();
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    // A large body, of which almost nothing is left when it has been read.
+    let mut padded = chat_body("say:x", json!({"max_tokens": 1}))
+        .to_string()
+        .into_bytes();
+    padded.resize(300 << 10, b' ');
+    let answer = tokio::time::timeout(Duration::from_secs(30), asked(address, padded)).await;
+    let answer = answer.expect("it waited for the others");
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    // Those that need what others hold are told to come back.
+    let mut refused = 0;
+    for request in waiting {
+        let answer = tokio::time::timeout(Duration::from_secs(30), request).await;
+        let answer = answer.expect("it waited too long").unwrap();
+        refused += usize::from(answer.contains("large_requests") && answer.contains("retry-after"));
+    }
+    assert_eq!(refused, WAITING);
+    held.iter().for_each(tokio::task::JoinHandle::abort);
+    eventually(|| async { worker.behaviour.open.load(Ordering::SeqCst) == 0 }).await;
+}

@@ -30,7 +30,7 @@ build: ## Build both binaries
 # Programs and tests are built by one call: by two, everything above tokio would be built twice, with and without its test features.
 test: ## Every test
 	@scripts/bootstrap.sh test cargo build --workspace --bins --tests
-	@cargo test --workspace --no-fail-fast
+	@scripts/test.sh
 
 # Not part of `make test`: it builds another API server, for minutes.
 test-oldest: export HEARTH_TEST_OLDEST = 1

@@ -51,9 +51,9 @@ pub struct Job {
     /// The client's trace.
     pub trace: Option<TraceParent>,
     /// For a first worker. `None`: it belongs to a request that was let in, and waits until the deadline for the whole,
-    /// whatever the length of the queue.
+    /// whatever the length of the queue, as long as there are workers.
     pub queue_deadline: Option<Instant>,
-    /// For another worker to take the place of one that died in mid-stream.
+    /// For another worker to take the place of one that died in mid-stream, or of all for a request that was let in.
     pub replacement_timeout: Duration,
     /// For the whole.
     pub deadline: Instant,
@@ -304,8 +304,13 @@ impl Attempt {
         let Route {
             decode: mut lease,
             prefill,
-        } = match pool.acquire(want, deadline).await {
+        } = match acquire(pool, job, want, deadline).await {
             Ok(route) => route,
+            Err(error @ AcquireError::NotReady { .. })
+                if progress.pin.is_none() && Instant::now() < job.deadline =>
+            {
+                return Err(Failure::Fatal(JobError::Acquire(error)));
+            }
             Err(_) if progress.pin.is_some() && Instant::now() < job.deadline => {
                 return Err(Failure::Fatal(JobError::Lost {
                     tokens: progress.tokens.len(),
@@ -398,6 +403,22 @@ impl Attempt {
                 Some(generate_event::Event::Started(_)) | None => {}
             }
         }
+    }
+}
+
+/// A place for a job. One that was let in and has no worker yet has none of its own to be replaced: it gives up when
+/// nobody could have given it a place for as long as a replacement may take.
+async fn acquire(
+    pool: &Arc<Pool>,
+    job: &Job,
+    want: Want<'_>,
+    deadline: Instant,
+) -> Result<Route, AcquireError> {
+    let may_give_up = want.is_admitted && want.pin.is_none();
+    tokio::select! {
+        biased;
+        route = pool.acquire(want, deadline) => route,
+        error = pool.deserted(job.replacement_timeout), if may_give_up => Err(error),
     }
 }
 

@@ -93,7 +93,7 @@ pub(crate) type ChoiceStream = Pin<Box<dyn Stream<Item = Result<ChoiceEvent, Api
 
 /// Runs a submission. The stream ends behind `Done` or an error; dropping it cancels all choices.
 ///
-/// Of each prompt the first choice goes ahead; the others follow when it has its first token, so that they find the
+/// The first choice of all waits alone for a worker, as one request in the queue. Of each prompt the first choice goes ahead; the others follow when it has its first token, so that they find the
 /// prompt's keys and values computed. No more than the pool's share for one request are under way at a time: the next one
 /// goes to the end of the queue when one has ended, behind whoever came meanwhile.
 pub(crate) fn run(app: Arc<App>, submission: Submission) -> ChoiceStream {
@@ -130,7 +130,8 @@ fn run_choices(
         let mut running = SelectAll::new();
         let mut under_way = 0;
         let prompts = submission.prompts.len() as u32;
-        let mut due: VecDeque<u32> = (0..prompts).map(|prompt| prompt * n).collect();
+        let mut due = VecDeque::from([0]);
+        let mut is_let_in = false;
         loop {
             while !due.is_empty()
                 && (under_way == 0 || under_way < app.pool.share())
@@ -148,6 +149,9 @@ fn run_choices(
                     return;
                 }
             };
+            if !std::mem::replace(&mut is_let_in, true) {
+                due.extend((1..prompts).map(|prompt| prompt * n));
+            }
             if let RunEvent::FirstToken { index } = event {
                 if index % n == 0 {
                     // Before other prompts, while this one's keys and values are still there.

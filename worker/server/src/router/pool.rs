@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
 
 use hearth_transport::{Clients, Endpoint, TransportError, Worker};
 use tokio::sync::watch;
@@ -158,6 +159,30 @@ impl Pool {
             .await
             .map_err(out_of_time)?;
         self.wait_for_worker(&want, &key, deadline).await
+    }
+
+    /// Returns when no decode worker was ready for as long as `patience`, with the error of whoever waits for one.
+    pub async fn deserted(&self, patience: Duration) -> AcquireError {
+        let mut changed = self.changed.subscribe();
+        let mut until = None;
+        loop {
+            changed.mark_unchanged();
+            until = match self.count(Role::Decode) {
+                (0, workers) => {
+                    let until = *until.get_or_insert_with(|| Instant::now() + patience);
+                    if Instant::now() >= until {
+                        return AcquireError::NotReady { workers };
+                    }
+                    Some(until)
+                }
+                _ => None,
+            };
+            let change = changed.changed();
+            match until {
+                Some(until) => drop(timeout_at(until, change).await),
+                None => drop(change.await),
+            }
+        }
     }
 
     /// A call to this worker failed as a broken connection does: it gets no other before it has answered a look.

@@ -10,7 +10,7 @@ use tokio::time::timeout;
 
 use crate::failover::{PATH, body, slow, undisturbed};
 use crate::support::{
-    FakeWorker, Fault, Running, all, chat_body, eventually, gateway, unready_gateway,
+    FakeWorker, Fault, MODEL, Running, all, chat_body, eventually, gateway, unready_gateway,
 };
 
 #[tokio::test(flavor = "multi_thread")]
@@ -177,6 +177,66 @@ async fn later_choices_wait_until_the_requests_own_deadline() {
         "{answer}"
     );
     assert!(began.elapsed() >= Duration::from_millis(600));
+}
+
+/// A later choice for which no worker is left at all is not waited for as long as the whole may take.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_later_choice_for_which_no_worker_is_left_ends_its_request() {
+    let (_worker, gateway) = with_one_place(|config| {
+        config.routing.queue_timeout = Duration::from_millis(500);
+    })
+    .await;
+    let began = Instant::now();
+    let many = gateway.chat("many", json!({"n": 3, "max_tokens": 100}));
+    let leave = async {
+        eventually(|| async { gateway.metric("hearth_requests_running", "").await == 1.0 }).await;
+        gateway.pool.set_members(&[]).unwrap();
+    };
+    let (answer, ()) = tokio::join!(timeout(Duration::from_secs(20), many), leave);
+    let (status, answer) = answer.expect("an answer when nobody is left");
+    assert_eq!(
+        (status, &answer["error"]["code"]),
+        (503, &json!("workers_starting")),
+        "{answer}"
+    );
+    assert!(began.elapsed() >= Duration::from_millis(500), "{answer}");
+}
+
+/// A request with many prompts is one in the queue until it is let in.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_request_that_waits_takes_one_place_in_the_queue_whatever_it_asks_for() {
+    const PROMPTS: usize = 6;
+    let worker = FakeWorker::start();
+    slow(&worker);
+    let gateway = gateway(&[&worker], |config| {
+        config.routing.ahead_per_worker = Some(0);
+        config.routing.max_queue = 2;
+    })
+    .await;
+    let batch = worker.behaviour.description.lock().unwrap().max_batch as usize;
+    let mut busy = Vec::new();
+    for _ in 0..batch {
+        let mut events = gateway.open(PATH, body(400)).await;
+        events.next_text().await.unwrap();
+        busy.push(events);
+    }
+    let prompts: Vec<String> = (0..PROMPTS).map(|i| format!("say:prompt {i}")).collect();
+    let request = json!({"model": MODEL, "prompt": prompts, "max_tokens": 4});
+    let asked = || gateway.post("/v1/completions", request.clone());
+    let watch = async {
+        let queued = || async { gateway.metric("hearth_requests_queued", "").await };
+        eventually(|| async { queued().await >= 2.0 }).await;
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        let waiting = queued().await;
+        drop(busy);
+        waiting
+    };
+    let (first, second, waiting) = tokio::join!(asked(), asked(), watch);
+    assert_eq!(waiting, 2.0);
+    for (status, answer) in [first, second] {
+        assert_eq!(status, 200, "{answer}");
+        assert_eq!(answer["choices"].as_array().unwrap().len(), PROMPTS);
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -150,7 +150,7 @@ fn check_type(headers: &HeaderMap) -> Result<(), ApiError> {
         .with_code("unsupported_media_type"))
     };
     if let Some(encoding) = headers.get(header::CONTENT_ENCODING)
-        && encoding != "identity"
+        && !encoding.as_bytes().eq_ignore_ascii_case(b"identity")
     {
         return refused(format!(
             "the request body has Content-Encoding {}: send it uncompressed",

@@ -136,7 +136,11 @@ async fn wrong_paths_methods_and_types_are_told() {
     )
     .await;
     assert_eq!(error_of(&answer).0, 415);
-    for headers in ["", "Content-Type: application/json; charset=UTF-8\r\n"] {
+    for headers in [
+        "",
+        "Content-Type: application/json; charset=UTF-8\r\n",
+        "Content-Encoding: Identity\r\n",
+    ] {
         let body = chat_body("say:x", json!({})).to_string();
         let answer = raw(&gateway, post(headers, body.as_bytes())).await;
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");

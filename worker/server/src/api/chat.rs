@@ -7,6 +7,7 @@ use hearth_transport::v1::{Grammar, grammar};
 use serde_json::Value;
 
 use super::create::{Asked, Endpoint, Head};
+use super::desk::Work;
 use super::stream::ChunkWriter;
 use crate::app::App;
 use crate::choice::{ChoiceOptions, Delta};
@@ -114,7 +115,7 @@ fn prepare(app: &App, asked: &Asked<'_, ChatRequest>, id: String) -> Result<Subm
         prompts: vec![(prompt.into(), max_tokens)],
         n: options.n,
         sampling: Arc::new(model.sampling(options, seed)?),
-        grammar: grammar_of(app, request)?.map(Arc::new),
+        grammar: grammar_of(app, request, asked.work)?.map(Arc::new),
         logprobs: request.logprobs,
         choice: Arc::new(ChoiceOptions {
             tokenizer: model.tokenizer.clone(),
@@ -168,12 +169,14 @@ fn held_tools(request: &ChatRequest) -> impl Iterator<Item = (usize, &Tool)> {
 }
 
 /// The form that the workers hold the answer to.
-fn grammar_of(app: &App, request: &ChatRequest) -> Result<Option<Grammar>, ApiError> {
-    let mut schemas = Schemas::default();
+fn grammar_of(app: &App, request: &ChatRequest, work: &Work) -> Result<Option<Grammar>, ApiError> {
+    let is_wanted = || work.is_wanted();
+    let mut schemas = Schemas::new(&is_wanted);
     if let ResponseFormat::JsonSchema(schema) = &request.response_format {
         schemas.check(schema, schema::PARAM)?;
     }
     for (i, tool) in held_tools(request) {
+        work.go_on()?;
         schemas.check(&tool.parameters, &format!("tools[{i}].function.parameters"))?;
     }
     let lark = tool_grammar(&GrammarInput {

@@ -5,9 +5,11 @@ mod closed;
 mod survey;
 mod words;
 
+use std::cmp::Reverse;
 use std::io;
 use std::panic::AssertUnwindSafe;
 use std::thread;
+use std::time::{Duration, Instant};
 
 use hearth_transport::v1::{Grammar, grammar};
 use llguidance::api::TopLevelGrammar;
@@ -25,18 +27,29 @@ pub(crate) const PARAM: &str = "response_format.json_schema.schema";
 const STACK_BYTES: usize = 32 << 20;
 /// The part at fault is looked for among as many at most: each is compiled by itself.
 const MAX_TRIALS: usize = 200;
+/// How long it is looked for: what is wrong is known by then, only its place is not.
+const TRIALS_WITHIN: Duration = Duration::from_millis(500);
 
 /// Bytes of all schemas of a request, as JSON text.
 pub(crate) const MAX_BYTES: usize = 1 << 20;
 
 /// The schemas of one request, which are checked together: each takes time and memory of its own.
-#[derive(Default)]
-pub(crate) struct Schemas {
+pub(crate) struct Schemas<'w> {
     bytes: usize,
     count: usize,
+    is_wanted: &'w (dyn Fn() -> bool + Sync),
 }
 
-impl Schemas {
+impl<'w> Schemas<'w> {
+    /// None yet. `is_wanted` tells whether the client is still there: work that takes long asks it.
+    pub(crate) fn new(is_wanted: &'w (dyn Fn() -> bool + Sync)) -> Self {
+        Self {
+            bytes: 0,
+            count: 0,
+            is_wanted,
+        }
+    }
+
     /// Refuses a schema that cannot be made into a grammar, that asks for more than can be followed, by itself or with
     /// those that were checked before, or that no answer can satisfy.
     ///
@@ -73,7 +86,8 @@ impl Schemas {
         }
         let problem = on_a_deep_stack(|| {
             let reason = compile(schema).err()?;
-            Some(words::explain(&reason, culprit(schema, &parts, &reason)))
+            let path = culprit(schema, &parts, &reason, self.is_wanted);
+            Some(words::explain(&reason, path))
         })?;
         problem.map_or(Ok(()), |problem| Err(refused(param, &problem)))
     }
@@ -139,12 +153,19 @@ fn compile(schema: &Value) -> Result<(), String> {
     compiled.map(drop).map_err(|error| error.to_string())
 }
 
-/// The path of the smallest part that fails by itself for the same reason.
-fn culprit<'p>(root: &Value, parts: &'p [Part<'_>], reason: &str) -> &'p str {
+/// The path of the smallest part that fails by itself for the same reason; empty when it was not found in time, or
+/// nobody wants to know any more.
+fn culprit<'p>(
+    root: &Value,
+    parts: &'p [Part<'_>],
+    reason: &str,
+    is_wanted: &dyn Fn() -> bool,
+) -> &'p str {
     if parts.len() > MAX_TRIALS {
         return "";
     }
-    let fails_alike = |part: &&Part<'_>| {
+    let until = Instant::now() + TRIALS_WITHIN;
+    let fails_alike = |part: &Part<'_>| {
         let mut part = part.schema.clone();
         if let Some(members) = part.as_object_mut() {
             for word in ["$defs", "definitions"] {
@@ -155,11 +176,17 @@ fn culprit<'p>(root: &Value, parts: &'p [Part<'_>], reason: &str) -> &'p str {
         }
         compile(&part).is_err_and(|error| error == reason)
     };
-    let smallest = parts
-        .iter()
-        .filter(fails_alike)
-        .max_by_key(|part| part.path.len());
-    smallest.map_or("", |part| part.path.as_str())
+    let mut deepest_first: Vec<&Part<'_>> = parts.iter().rev().collect();
+    deepest_first.sort_by_key(|part| Reverse(part.path.len()));
+    for part in deepest_first {
+        if !is_wanted() || Instant::now() >= until {
+            break;
+        }
+        if fails_alike(part) {
+            return &part.path;
+        }
+    }
+    ""
 }
 
 /// Runs `work` where recursion has room.

@@ -1,10 +1,13 @@
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
 use serde_json::{Map, Value, json};
 
 use super::{PARAM, Schemas, rejected, words};
 use crate::error::ApiError;
 
 fn check(schema: &Value, param: &str) -> Result<(), ApiError> {
-    Schemas::default().check(schema, param)
+    Schemas::new(&|| true).check(schema, param)
 }
 
 /// The message of a refusal, without its head.
@@ -110,6 +113,18 @@ fn what_is_wrong_is_told_with_its_place_and_what_to_do() {
         (
             json!({"oneOf": [texts(1), texts(2)]}),
             "'oneOf' has alternatives of which more than one may hold: write 'anyOf'",
+        ),
+        (
+            code(
+                json!({"type": "string", "pattern": "^(a|b)*a(a|b){14}$", "allOf": [{"pattern": "^(a|b)*b(a|b){15}$"}]}),
+            ),
+            "at properties.code, it takes too long to find a text that follows its 'pattern', 'format' and lengths together: write fewer of them, or shorter ones",
+        ),
+        (
+            code(
+                json!({"type": "string", "pattern": "^[a-c]+$", "minLength": 2, "allOf": [{"pattern": "^d"}]}),
+            ),
+            "at properties.code, no text follows its 'pattern', 'format' and lengths together: correct them or leave some out",
         ),
         (
             json!({"$ref": "#/nowhere"}),
@@ -256,7 +271,7 @@ fn bounds_beyond_numbers_are_told() {
 #[test]
 fn the_schemas_of_a_request_count_together() {
     let words = |count: usize| (0..count).map(|i| format!("word {i}")).collect::<Vec<_>>();
-    let mut schemas = Schemas::default();
+    let mut schemas = Schemas::new(&|| true);
     assert!(schemas.check(&texts(399), PARAM).is_ok());
     let many = json!({"type": "array", "prefixItems": vec![json!({"type": "null"}); 4700]});
     let error = schemas
@@ -470,4 +485,28 @@ fn divisors_that_are_merged_or_lie_apart_pass_where_they_can_be_followed() {
     for schema in merged(&[6, 4], 3).into_iter().chain([apart, described]) {
         check(&schema, PARAM).unwrap_or_else(|error| panic!("{schema}: {}", error.message));
     }
+}
+
+#[test]
+fn the_part_at_fault_is_not_looked_for_without_end() {
+    // Each part has to be tried, since they fail together only.
+    let bound = |i: i32| json!({"type": "object", "properties": {"a": {"type": "integer", "minimum": i}}, "required": ["a"]});
+    let mut members: Vec<Value> = (0..60).map(bound).collect();
+    members.push(json!({"properties": {"a": {"maximum": -1}}}));
+    let schema = json!({"type": "object", "allOf": members});
+    let asked = AtomicUsize::new(0);
+    let answers = |last: usize, pause_ms: u64| {
+        asked.store(0, Ordering::SeqCst);
+        let is_wanted = || {
+            std::thread::sleep(Duration::from_millis(pause_ms));
+            asked.fetch_add(1, Ordering::SeqCst) < last
+        };
+        let error = Schemas::new(&is_wanted).check(&schema, PARAM).unwrap_err();
+        assert!(error.message.contains("no JSON can satisfy it"), "{error}");
+        asked.load(Ordering::SeqCst)
+    };
+    let all = answers(usize::MAX, 0);
+    assert!(all > 20, "{all} parts were tried");
+    assert_eq!(answers(3, 0), 4, "its client left");
+    assert!(answers(usize::MAX, 100) <= 6, "half a second is over");
 }

@@ -4,6 +4,10 @@ use super::survey::place;
 
 /// The library's word for a choice of which nothing is left.
 const NOTHING_FOLLOWS: &str = "NoExtensionBias";
+/// What its words begin with where it gave up looking for a text.
+const UNDECIDED: &str = "Unable to determine if regex is empty";
+/// And where there is none.
+const NO_TEXT: &str = "Regex is empty";
 /// Parts of its words for what is beyond its limits.
 const TOO_LARGE: [&str; 8] = [
     "assertion failed: grammar.symbols",
@@ -32,6 +36,11 @@ pub(super) fn explain(reason: &str, path: &str) -> String {
     }
     if first.contains(NOTHING_FOLLOWS) {
         return format!("{at}no JSON can satisfy it: look for '$ref' that leads to itself");
+    }
+    if first.starts_with(UNDECIDED) {
+        return format!(
+            "{at}it takes too long to find a text that follows its 'pattern', 'format' and lengths together: write fewer of them, or shorter ones"
+        );
     }
     if is_limit(first) {
         return format!(
@@ -78,6 +87,9 @@ pub(super) fn explain(reason: &str, path: &str) -> String {
         return format!("{at}it cannot be followed: write it in simpler words");
     }
     match first.strip_prefix("Unsatisfiable schema: ") {
+        Some(why) if why.starts_with(NO_TEXT) => format!(
+            "{at}no text follows its 'pattern', 'format' and lengths together: correct them or leave some out"
+        ),
         Some(why) => format!("{at}no JSON can satisfy it: {why}"),
         None => format!("{at}{first}"),
     }

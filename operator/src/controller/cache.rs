@@ -159,7 +159,8 @@ impl State {
     ) -> Touched {
         identity.share(&self.keys);
         let owner = Arc::clone(&identity.owner);
-        let before = self.plans.owner(&identity.key);
+        let key = identity.key.clone();
+        let before = self.plans.owner(&key);
         let generation = value.map_or(0, |plan| plan.spec.generation);
         let packed = match value {
             Ok(plan) => Packed::new(plan).map_err(|error| {
@@ -171,15 +172,12 @@ impl State {
         match self.plans.put(identity, packed) {
             Put::Stale | Put::Same => Touched::default(),
             Put::Changed(_) => {
-                let ends_turn = value.is_ok_and(|plan| self.turns.put(&owner, plan));
                 let is_seen =
                     |(plan, _): &(Arc<InferencePlan>, Instant)| plan.spec.generation <= generation;
-                if self.reserved.get(&owner).is_some_and(is_seen) {
+                if self.is_ours(&owner, &key) && self.reserved.get(&owner).is_some_and(is_seen) {
                     self.reserved.remove(&owner);
                 }
-                let mut touched = self.owners_changed(before, &owner);
-                touched.waiting |= ends_turn;
-                touched
+                self.owners_changed(before, &owner)
             }
         }
     }
@@ -317,20 +315,10 @@ impl State {
 
     /// Forgets a plan.
     pub(crate) fn remove_plan(&mut self, key: &Key, uid: &str) -> Touched {
-        let Some(row) = self.plans.remove(key, uid) else {
-            return Touched::default();
-        };
-        let plan = row
-            .value
-            .as_ref()
-            .as_ref()
-            .ok()
-            .and_then(|packed| packed.get().ok());
-        let ends_turn =
-            plan.is_some_and(|plan| self.turns.remove(&row.owner, plan.spec.generation));
-        let mut touched = self.owned_changed(&row.owner);
-        touched.waiting |= ends_turn;
-        touched
+        match self.plans.remove(key, uid) {
+            None => Touched::default(),
+            Some(row) => self.owned_changed(&row.owner),
+        }
     }
 
     /// Forgets a Pod.
@@ -435,7 +423,8 @@ impl State {
     /// The plans of a deployment, oldest first.
     pub(crate) fn plans_of(&self, owner: &str) -> Vec<Arc<InferencePlan>> {
         let rows = self.plans.of(owner);
-        let mut plans: Vec<Arc<InferencePlan>> = rows
+        let ours = rows.filter(|(key, _)| self.is_ours(owner, key));
+        let mut plans: Vec<Arc<InferencePlan>> = ours
             .filter_map(|(_, row)| row.value.as_ref().as_ref().ok()?.get().ok().map(Arc::new))
             .collect();
         plans.sort_by_key(|plan| plan.spec.generation);
@@ -444,11 +433,13 @@ impl State {
 
     /// The name of a deployment's plan that cannot be read, and why; of several the last by name.
     pub(crate) fn unreadable_plan(&self, owner: &str) -> Option<(Box<str>, Box<str>)> {
-        let plans = self.plans.of(owner).filter_map(|(key, row)| {
+        let rows = self.plans.of(owner);
+        let ours = rows.filter(|(key, _)| self.is_ours(owner, key));
+        let unreadable = ours.filter_map(|(key, row)| {
             let why = row.value.as_ref().as_ref().err()?;
             Some((Box::from(&*key.name), why.why.as_str().into()))
         });
-        plans.max()
+        unreadable.max()
     }
 
     /// An object of a deployment.

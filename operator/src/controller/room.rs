@@ -177,13 +177,12 @@ impl State {
         self.holdings.of_others(owner)
     }
 
-    /// Counts anew what a deployment holds. Returns whether some node has more room than before. What Pods hold that name it
-    /// and are not its own, or that name nobody, is held by others.
+    /// Counts anew what a deployment holds, and how far it is with its turn. Returns whether some node has more room than
+    /// before, or another's turn may have come. What Pods hold that name it and are not its own, or that name nobody, is held
+    /// by others.
     pub(super) fn recount(&mut self, owner: &Arc<str>) -> bool {
-        let plans = match self.keys.contains_key(owner) {
-            true => self.plans_of(owner),
-            false => Vec::new(),
-        };
+        let plans = self.plans_of(owner);
+        let ends_turn = self.turns.set(owner, &plans);
         let ahead = self.plan_ahead(owner, &plans);
         let (ours, foreign): (Vec<_>, Vec<_>) = self
             .pods
@@ -198,7 +197,7 @@ impl State {
         let others = holdings::of_deployment(foreign.iter().map(|pod| &**pod), &[], None);
         let nobody: Arc<str> = format!("{owner}/others").into();
         let has_freed = self.holdings.set(owner, own);
-        self.holdings.set(&nobody, others) || has_freed
+        self.holdings.set(&nobody, others) || has_freed || ends_turn
     }
 
     /// The Pods of a deployment, by name.
@@ -237,9 +236,11 @@ mod tests {
     use hearth_crds::InferenceDeployment;
 
     use super::super::build::samples;
+    use super::super::cache::UnreadablePlan;
+    use super::super::names::OUTCOME_SERVING;
     use super::super::packed::Packed;
     use super::super::table::Identity;
-    use super::super::testing::deployment;
+    use super::super::testing::{at, deployment};
     use super::*;
 
     fn identity(namespace: &str, name: &str, uid: &str, owner: &str) -> Identity {
@@ -271,6 +272,89 @@ mod tests {
     fn held(state: &State) -> u64 {
         let held = state.held_by_others("0b1c");
         held.get("n").map_or(0, |held| held.memory_bytes)
+    }
+
+    fn plan(namespace: &str, generation: u64, image: &str, outcome: &str) -> InferencePlan {
+        let mut spec = samples::plan();
+        spec.generation = generation;
+        spec.worker_image = Some(image.to_owned());
+        let mut plan = InferencePlan::new(&format!("demo-{generation}"), spec);
+        plan.metadata.namespace = Some(namespace.to_owned());
+        let notes = plan.metadata.annotations.get_or_insert_default();
+        notes.insert(NOTE_OUTCOME.to_owned(), outcome.to_owned());
+        plan
+    }
+
+    /// Anybody who may write plans in a namespace of his own can name a deployment of another one as their controller.
+    #[test]
+    fn plans_of_another_namespace_are_nobodys() {
+        let mut state = State::default();
+        demo(&mut state);
+        let own = plan("default", 1, "x:1", OUTCOME_SERVING);
+        state.put_plan(identity("default", "demo-1", "p1", "0b1c"), Ok(&own));
+        let held = |state: &State| state.held_by_others("somebody");
+        let before = held(&state);
+        let sent = plan("default", 2, "x:2", "");
+        state.reserve("0b1c", &sent);
+        let foreign = plan("other", 9, "x:2", OUTCOME_FAILED);
+        state.put_plan(identity("other", "demo-9", "p9", "0b1c"), Ok(&foreign));
+        let why = "written by nobody".to_owned();
+        let unread = UnreadablePlan {
+            why,
+            model_key: None,
+        };
+        state.put_plan(identity("other", "demo-8", "p8", "0b1c"), Err(&unread));
+        let plans = state.plans_of("0b1c");
+        assert_eq!(plans.len(), 1);
+        assert_eq!(plans[0].spec.generation, 1);
+        assert_eq!(state.unreadable_plan("0b1c"), None);
+        assert_eq!(state.turn_holder(at(0)), None);
+        assert!(state.reserved.contains_key("0b1c"), "it is not seen yet");
+        state.give_back("0b1c");
+        assert_eq!(held(&state), before);
+    }
+
+    /// `kubectl delete --cascade=orphan` leaves plans whose failed change of the image is nobody's any more.
+    #[test]
+    fn a_turn_goes_with_its_deployment() {
+        for orphaned in [true, false] {
+            let mut state = State::default();
+            let put = |state: &mut State, owner: &str, version: u64| {
+                let mut touched = Touched::default();
+                for (generation, image, outcome) in
+                    [(1, "x:1", OUTCOME_SERVING), (2, "x:2", OUTCOME_FAILED)]
+                {
+                    let name = format!("demo-{generation}");
+                    let mut identity = identity("default", &name, &name, owner);
+                    identity.version = version;
+                    let plan = plan("default", generation, image, outcome);
+                    touched.merge(state.put_plan(identity, Ok(&plan)));
+                }
+                touched
+            };
+            // Seen before its deployment.
+            put(&mut state, "0b1c", 1);
+            assert_eq!(state.turn_holder(at(0)), None);
+            demo(&mut state);
+            let key = Key::new("default", "demo");
+            assert_eq!(state.turn_holder(at(0)), Some((&key, true)));
+            let touched = match orphaned {
+                true => put(&mut state, "", 2),
+                false => state.remove_deployment(&key, "0b1c"),
+            };
+            assert!(touched.waiting, "another's turn has come");
+            assert_eq!(state.turn_holder(at(0)), None);
+            // The next that fails is seen, though it sorts behind.
+            let read = Packed::new(&deployment("")).map_err(|_| unreachable!());
+            state.put_deployment(identity("default", "other", "zzzz", ""), read);
+            put(&mut state, "zzzz", 3);
+            let other = Key::new("default", "other");
+            let waits = plan("default", 1, "x:1", OUTCOME_SERVING);
+            let read = Packed::new(&deployment("")).map_err(|_| unreachable!());
+            state.put_deployment(identity("default", "waits", "w", ""), read);
+            state.put_plan(identity("default", "waits-1", "w1", "w"), Ok(&waits));
+            assert_eq!(state.turn("w", "x:2", at(0)), Turn::HeldBack(other));
+        }
     }
 
     /// `kubectl delete --cascade=orphan` leaves Pods with our label and without a controller; anybody can make the like, or

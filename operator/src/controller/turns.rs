@@ -64,8 +64,24 @@ impl Step {
 }
 
 impl Turns {
-    /// Takes a plan. Returns whether another's turn may have come.
-    pub(crate) fn put(&mut self, owner: &Arc<str>, plan: &InferencePlan) -> bool {
+    /// Takes all plans of a deployment; none: it has none, or is gone. Returns whether another's turn may have come.
+    pub(crate) fn set(&mut self, owner: &Arc<str>, plans: &[Arc<InferencePlan>]) -> bool {
+        let steps = plans.iter();
+        let steps = steps.map(|plan| (plan.spec.generation, self.step(plan)));
+        let steps: BTreeMap<u64, Step> = steps.collect();
+        let before = self.plans.remove(owner).unwrap_or_default();
+        let newest = before.keys().next_back();
+        let is_news = before.iter().any(|(generation, step)| {
+            let now = steps.get(generation);
+            now.map_or(newest == Some(generation), |now| now != step)
+        });
+        if !steps.is_empty() {
+            self.plans.insert(Arc::clone(owner), steps);
+        }
+        is_news
+    }
+
+    fn step(&mut self, plan: &InferencePlan) -> Step {
         let outcome = if has_served(plan) {
             Outcome::Served
         } else if has_failed(plan) {
@@ -74,30 +90,12 @@ impl Turns {
             Outcome::Open
         };
         let image = plan.spec.worker_image.as_deref();
-        let step = Step {
+        Step {
             image: image.map(|image| self.shared(image)),
             outcome,
             made: plan.metadata.creation_timestamp.as_ref().map(|at| at.0),
             passes: !note(plan, NOTE_TURN).is_empty(),
-        };
-        let steps = self.plans.entry(Arc::clone(owner)).or_default();
-        let before = steps.get(&plan.spec.generation);
-        let is_news = before.is_some_and(|before| *before != step);
-        steps.insert(plan.spec.generation, step);
-        is_news
-    }
-
-    /// Forgets a plan. Returns whether another's turn may have come.
-    pub(crate) fn remove(&mut self, owner: &str, generation: u64) -> bool {
-        let Some(steps) = self.plans.get_mut(owner) else {
-            return false;
-        };
-        let is_newest = steps.keys().next_back() == Some(&generation);
-        steps.remove(&generation);
-        if steps.is_empty() {
-            self.plans.remove(owner);
         }
-        is_newest
     }
 
     /// The owner whose change to `image` is under way, or has failed; `but` does not count.
@@ -197,41 +195,68 @@ mod tests {
         plan
     }
 
+    /// Turns, and the plans that they were told of.
+    #[derive(Default)]
+    struct Plans {
+        turns: Turns,
+        by_owner: HashMap<String, BTreeMap<u64, Arc<InferencePlan>>>,
+    }
+
+    impl Plans {
+        fn put(&mut self, owner: &str, plan: &InferencePlan) -> bool {
+            let plans = self.by_owner.entry(owner.to_owned()).or_default();
+            plans.insert(plan.spec.generation, Arc::new(plan.clone()));
+            self.told(owner)
+        }
+
+        fn remove(&mut self, owner: &str, generation: u64) -> bool {
+            let plans = self.by_owner.get_mut(owner).expect("an owner");
+            plans.remove(&generation).expect("a plan");
+            self.told(owner)
+        }
+
+        fn told(&mut self, owner: &str) -> bool {
+            let plans: Vec<_> = self.by_owner[owner].values().cloned().collect();
+            self.turns.set(&owner.into(), &plans)
+        }
+    }
+
     #[test]
     fn a_way_is_one_from_an_image_that_served() {
-        let mut turns = Turns::default();
-        let (one, two): (Arc<str>, Arc<str>) = ("one".into(), "two".into());
-        let under_way = |turns: &Turns| {
+        let mut turns = Plans::default();
+        let (one, two) = ("one", "two");
+        let under_way = |turns: &Plans| {
             turns
+                .turns
                 .on_the_way_to("x:2", "two", at(0))
                 .map(|(_, outcome)| outcome)
         };
-        turns.put(&one, &plan(1, "x:1", OUTCOME_SERVING));
-        turns.put(&two, &plan(1, "x:1", OUTCOME_SERVING));
+        turns.put(one, &plan(1, "x:1", OUTCOME_SERVING));
+        turns.put(two, &plan(1, "x:1", OUTCOME_SERVING));
         assert_eq!(under_way(&turns), None);
-        assert!(!turns.put(&one, &plan(2, "x:2", "")));
+        assert!(!turns.put(one, &plan(2, "x:2", "")));
         assert_eq!(under_way(&turns), Some(Outcome::Open));
         assert_eq!(
-            turns.on_the_way_to("x:2", "one", at(0)),
+            turns.turns.on_the_way_to("x:2", "one", at(0)),
             None,
             "its own way"
         );
-        assert!(turns.put(&one, &plan(2, "x:2", OUTCOME_FAILED)));
+        assert!(turns.put(one, &plan(2, "x:2", OUTCOME_FAILED)));
         assert_eq!(under_way(&turns), Some(Outcome::Failed));
         assert_eq!(
-            turns.on_the_way_to("x:3", "two", at(0)),
+            turns.turns.on_the_way_to("x:3", "two", at(0)),
             None,
             "another image"
         );
-        assert!(turns.put(&one, &plan(2, "x:2", OUTCOME_SERVING)));
+        assert!(turns.put(one, &plan(2, "x:2", OUTCOME_SERVING)));
         assert_eq!(under_way(&turns), None);
-        assert_eq!(turns.newest_image("one"), Some("x:2"));
+        assert_eq!(turns.turns.newest_image("one"), Some("x:2"));
         // A first plan holds nobody up, and neither does one that is gone.
-        let three: Arc<str> = "three".into();
-        turns.put(&three, &plan(1, "x:2", ""));
+        let three = "three";
+        turns.put(three, &plan(1, "x:2", ""));
         assert_eq!(under_way(&turns), None);
-        turns.put(&one, &plan(3, "x:1", OUTCOME_SERVING));
-        turns.put(&one, &plan(4, "x:2", ""));
+        turns.put(one, &plan(3, "x:1", OUTCOME_SERVING));
+        turns.put(one, &plan(4, "x:2", ""));
         assert_eq!(under_way(&turns), Some(Outcome::Open));
         assert!(turns.remove("one", 4));
         assert_eq!(under_way(&turns), None);
@@ -240,15 +265,15 @@ mod tests {
     /// One tenant's deadline, or missing directory, is not everybody's.
     #[test]
     fn a_turn_ends_by_itself_and_is_passed_on_where_the_image_is_not_to_blame() {
-        let mut turns = Turns::default();
-        let one: Arc<str> = "one".into();
-        turns.put(&one, &plan(1, "x:1", OUTCOME_SERVING));
+        let mut turns = Plans::default();
+        let one = "one";
+        turns.put(one, &plan(1, "x:1", OUTCOME_SERVING));
         let mut next = plan(2, "x:2", "");
         next.metadata.creation_timestamp = Some(Time(at(0)));
-        turns.put(&one, &next);
-        let held = |turns: &Turns, second: i64| {
-            let held = turns.on_the_way_to("x:2", "two", at(second));
-            assert_eq!(held, turns.holder(at(second)));
+        turns.put(one, &next);
+        let held = |turns: &Plans, second: i64| {
+            let held = turns.turns.on_the_way_to("x:2", "two", at(second));
+            assert_eq!(held, turns.turns.holder(at(second)));
             held.map(|(_, outcome)| outcome)
         };
         assert_eq!(held(&turns, 1799), Some(Outcome::Open));
@@ -258,14 +283,14 @@ mod tests {
             notes.insert(key.to_owned(), value.to_owned());
         };
         note(&mut next, NOTE_TURN, "MountFailed");
-        assert!(turns.put(&one, &next), "somebody else's turn has come");
+        assert!(turns.put(one, &next), "somebody else's turn has come");
         assert_eq!(held(&turns, 1), None);
         note(&mut next, NOTE_OUTCOME, OUTCOME_FAILED);
-        turns.put(&one, &next);
+        turns.put(one, &next);
         assert_eq!(held(&turns, 1), None);
         // It crashes by now: the image may be to blame.
         note(&mut next, NOTE_TURN, "");
-        turns.put(&one, &next);
+        turns.put(one, &next);
         assert_eq!(held(&turns, 3600), Some(Outcome::Failed));
     }
 }

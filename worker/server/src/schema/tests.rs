@@ -77,6 +77,8 @@ fn what_can_be_followed_passes() {
 #[test]
 fn what_is_wrong_is_told_with_its_place_and_what_to_do() {
     let code = |schema: Value| json!({"type": "object", "properties": {"id": {"type": "integer"}, "code": schema}});
+    let undecided = [12, 13, 14, 15]
+        .map(|count| json!({"type": "string", "pattern": format!("(a|b)*a(a|b){{{count}}}")}));
     let cases = [
         (
             code(json!({"type": "string", "pattern": "(abc"})),
@@ -115,9 +117,7 @@ fn what_is_wrong_is_told_with_its_place_and_what_to_do() {
             "'oneOf' has alternatives of which more than one may hold: write 'anyOf'",
         ),
         (
-            code(
-                json!({"type": "string", "pattern": "^(a|b)*a(a|b){14}$", "allOf": [{"pattern": "^(a|b)*b(a|b){15}$"}]}),
-            ),
+            code(json!({"allOf": undecided})),
             "at properties.code, it takes too long to find a text that follows its 'pattern', 'format' and lengths together: write fewer of them, or shorter ones",
         ),
         (

@@ -42,7 +42,7 @@ pub(crate) enum Failure {
 /// First wait after a failure that may pass by itself.
 const BACKOFF: Duration = Duration::from_millis(500);
 /// Longest such wait.
-const BACKOFF_MAX: Duration = Duration::from_secs(60);
+pub(super) const BACKOFF_MAX: Duration = Duration::from_secs(60);
 /// Wait where a person has to do something.
 const PERSON: Duration = Duration::from_secs(300);
 

@@ -6,13 +6,15 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use super::failure::BACKOFF_MAX;
 use super::lean::{bytes, millis};
 use super::names::GPU_RESOURCE;
 use super::observed::PodView;
 use super::rollout::Want;
 
-/// For how long after it was met a full quota is taken to be full still, if nothing of the deployment has gone since.
-const FULL_FOR: Duration = Duration::from_secs(20);
+/// For how long after it was met a full quota is taken to be full still, if nothing of the deployment has gone since: the next
+/// visit, which comes after the longest wait at the latest, knows of it.
+const FULL_FOR: Duration = BACKOFF_MAX.saturating_mul(2);
 
 /// What came of making the Pods of one plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -203,6 +205,7 @@ pub(super) fn is_quota(words: &str) -> bool {
 mod tests {
     use hearth_crds::PlanRole;
 
+    use super::super::failure::Failure;
     use super::super::testing::GIB;
     use super::*;
 
@@ -278,6 +281,21 @@ mod tests {
         assert_eq!(of("32Gi", "4Ei", &[32]), Quota::Tight);
         let odd = Forbidden::after(None, 1, "exceeded quota", false, own(1));
         assert_eq!(odd.quota(1, &[want(1)]), Quota::Free);
+    }
+
+    #[test]
+    fn a_full_quota_is_known_at_the_next_visit_however_late_it_comes() {
+        let full = words("pods=1", "pods=1");
+        let mut forbidden = Forbidden::after(None, 1, &full, true, own(GIB));
+        let failure = Failure::Forbidden(full);
+        let wait = failure.wait(u32::MAX, 1.0);
+        let visited = |forbidden: &mut Forbidden, wait: Duration| {
+            forbidden.last = Instant::now().checked_sub(wait);
+            assert!(forbidden.last.is_some(), "the machine has run for longer");
+            forbidden.quota(1, &[want(1)])
+        };
+        assert_eq!(visited(&mut forbidden, wait), Quota::Full);
+        assert_eq!(visited(&mut forbidden, 3 * wait), Quota::Tight);
     }
 
     /// A Pod that has just gone is counted for a moment still.

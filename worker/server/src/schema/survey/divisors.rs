@@ -81,14 +81,17 @@ struct Walk<'w, 's> {
 }
 
 impl Walk<'_, '_> {
-    /// The least common multiple of what holds together at a part: of the divisors at the same place, and where several
-    /// schemas are merged there, of all within them, since their items and properties are merged as well.
+    /// The least common multiple of what holds together at a part where several schemas are merged: of all divisors
+    /// within them, since their items and properties are merged as well. `None` where nothing is merged: alternatives of
+    /// a choice that stands alone are never merged with each other, and each of them is a part by itself.
     ///
     /// # Errors
     /// What is wrong when it is too large.
     fn common(&mut self, root: usize) -> Result<Option<Divisor>, String> {
         let parts = self.parts;
-        let is_merged = merges(&parts[root]);
+        if !merges(&parts[root]) {
+            return Ok(None);
+        }
         let mut common: Option<Divisor> = None;
         let mut is_repeated = false;
         let mut next = vec![root];
@@ -104,15 +107,12 @@ impl Walk<'_, '_> {
             }
             next.extend(parts[index].target);
             let children = parts[index].children.iter();
-            let within = children.filter(|child| match is_merged {
-                true => !DEFINITIONS.contains(&child.word),
-                false => TOGETHER.contains(&child.word),
-            });
+            let within = children.filter(|child| !DEFINITIONS.contains(&child.word));
             next.extend(within.map(|child| child.index));
         }
         // The library multiplies in any order, and multiples with each other.
         let is_too_large = |common: Divisor| common.units > MAX_REMAINDERS;
-        if is_merged && is_repeated && common.is_some_and(is_too_large) {
+        if is_repeated && common.is_some_and(is_too_large) {
             return Err(self.beyond(root));
         }
         Ok(common)

@@ -7,7 +7,7 @@ use reqwest::{Response, StatusCode};
 
 use crate::connection::{MAX_REDIRECTS, cause_of, innermost, tls_reason};
 use crate::part::{FileFacts, sha256_of};
-use crate::reach::Refused;
+use crate::reach::{Guard, Refused};
 use crate::retry::retry_after;
 use crate::{FetchError, Source};
 
@@ -33,7 +33,7 @@ impl Failure {
 }
 
 /// What the server says of the whole file.
-pub(crate) fn facts(source: &Source, response: &Response) -> FileFacts {
+pub(crate) fn facts(source: &Source, response: &Response, guard: &Guard) -> FileFacts {
     let text = |name: HeaderName| {
         let value = response.headers().get(name)?.to_str().ok()?;
         Some(value.to_owned())
@@ -43,6 +43,10 @@ pub(crate) fn facts(source: &Source, response: &Response) -> FileFacts {
         etag: text(ETAG).filter(|etag| !etag.starts_with("W/")),
         last_modified: text(LAST_MODIFIED),
         total_bytes: response.content_length(),
+        asked: guard.asked(),
+        // The same name may lead elsewhere by now.
+        from_sha256: sha256_of(&format!("{} {:?}", response.url(), response.remote_addr())),
+        is_inside: guard.keeps_back(),
     }
 }
 

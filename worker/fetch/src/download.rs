@@ -100,6 +100,9 @@ async fn complete(
     if let Err(refused) = guard.check_url(source.url()) {
         return Err(forbidden(source, refused));
     }
+    if part.facts().is_inside {
+        guard.keep_back();
+    }
     let mut furthest_bytes = part.len_bytes();
     let mut failures = 0;
     let mut idle_since = Instant::now();
@@ -156,7 +159,7 @@ struct Tried {
 /// How the bytes of an answer join those that are here.
 enum Join {
     /// Behind them.
-    Append,
+    Append(FileFacts),
     /// Instead of them.
     Restart(FileFacts),
 }
@@ -168,15 +171,25 @@ impl Download<'_> {
         mut part: Part,
         idle_since: Instant,
     ) -> Result<(Part, Result<(), Failure>), FetchError> {
+        self.guard.begin(self.source.url());
         let answer = self.request(&part, idle_since).await;
-        // How long an archive is gives nothing of the network away; how long another answer is may.
-        self.reporter
-            .hide(self.guard.keeps_back() && !part.is_archive());
+        // How long an archive is gives nothing of the network away; how long another answer is may, and the head of an
+        // archive is no evidence of what another server goes on with.
+        let is_told = part.facts().is_of_one(&self.guard.asked()) && part.is_archive();
+        self.reporter.hide(self.guard.keeps_back() && !is_told);
         let response = match answer {
             Ok(response) => response,
             Err(failure) => return Ok((part, Err(failure))),
         };
-        let facts = facts(self.source, &response);
+        let facts = facts(self.source, &response, self.guard);
+        let is_new = match response.status() {
+            StatusCode::OK => true,
+            StatusCode::PARTIAL_CONTENT => facts.from_sha256 != part.facts().from_sha256,
+            _ => false,
+        };
+        if is_new {
+            self.reporter.hide(self.guard.keeps_back());
+        }
         let join = match response.status() {
             StatusCode::OK => Join::Restart(facts),
             StatusCode::PARTIAL_CONTENT if part.len_bytes() > 0 => {
@@ -185,7 +198,7 @@ impl Download<'_> {
                     Some((Some(first), total))
                         if first == part.len_bytes() && (known.is_none() || known == total) =>
                     {
-                        Join::Append
+                        Join::Append(facts)
                     }
                     // Another file than the one that we have a part of.
                     _ => return restarted(part).await,
@@ -202,16 +215,16 @@ impl Download<'_> {
         };
         let total_bytes = match &join {
             Join::Restart(facts) => facts.total_bytes,
-            Join::Append => content_range(response.headers()).and_then(|(_, total)| total),
+            Join::Append(_) => content_range(response.headers()).and_then(|(_, total)| total),
         };
         let here_bytes = match &join {
             Join::Restart(_) => 0,
-            Join::Append => part.len_bytes(),
+            Join::Append(_) => part.len_bytes(),
         };
         if let Err(error) = self.check_room(&part, here_bytes, total_bytes) {
             return Ok((part, Err(Failure::Final(error))));
         }
-        if let (Join::Append, Some(total)) = (&join, total_bytes) {
+        if let (Join::Append(_), Some(total)) = (&join, total_bytes) {
             part.learn_total(total);
         }
         self.receive(response, part, join, here_bytes, total_bytes)
@@ -452,8 +465,9 @@ fn write(
     receiver: &mut mpsc::Receiver<Bytes>,
     reserve_bytes: u64,
 ) -> Result<(), FetchError> {
-    if let Join::Restart(facts) = join {
-        part.restart(facts)?;
+    match join {
+        Join::Restart(facts) => part.restart(facts)?,
+        Join::Append(facts) => part.go_on(&facts)?,
     }
     let mut unchecked_bytes = 0;
     while let Some(piece) = receiver.blocking_recv() {

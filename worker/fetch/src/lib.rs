@@ -15,7 +15,7 @@
 //! - Nothing of an archive is unpacked before its checksum is right.
 //! - No entry of an archive reaches outside of the model's directory: links become second names of files in it.
 //! - Where the reach is limited, nothing of a server that is not public is told before the checksum holds: neither in
-//!   words, nor in sizes but those of an archive, nor by the time that a failure takes.
+//!   words, nor in sizes but those of an archive that one server gives, nor by the time that a failure takes.
 //! - A server never makes this machine hold more than it announced, nor fill its disk.
 
 #![forbid(unsafe_code)]

@@ -1,5 +1,6 @@
 //! The archive as far as it is here, and of which file it is a part.
 
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::fs::FileExt;
@@ -29,12 +30,27 @@ pub(crate) struct FileFacts {
     pub(crate) last_modified: Option<String>,
     /// Of the whole file.
     pub(crate) total_bytes: Option<u64>,
+    /// SHA-256 of each URL and address that was asked for the first bytes; none where the bytes are of several servers.
+    #[serde(default)]
+    pub(crate) asked: BTreeSet<String>,
+    /// SHA-256 of the URL and address that gave them.
+    #[serde(default)]
+    pub(crate) from_sha256: String,
+    /// Whether a server that is not public was asked for any of the bytes.
+    #[serde(default)]
+    pub(crate) is_inside: bool,
 }
 
 impl FileFacts {
     /// For If-Range: what tells this file from another one under the same URL.
     pub(crate) fn validator(&self) -> Option<&str> {
         self.etag.as_deref().or(self.last_modified.as_deref())
+    }
+
+    /// Whether all bytes are of one server, and a try that asked these met nothing that was not asked for the first of them.
+    /// Where else it leads, whoever leads it there must not learn what is found, nor whether something is.
+    pub(crate) fn is_of_one(&self, asked: &BTreeSet<String>) -> bool {
+        !self.asked.is_empty() && asked.is_subset(&self.asked)
     }
 }
 
@@ -142,6 +158,26 @@ impl Part {
         self.len_bytes = 0;
         self.hasher = Sha256::new();
         self.facts = facts;
+        self.keep_facts()
+    }
+
+    /// The next bytes are of the file that an answer with these facts goes on with.
+    ///
+    /// # Errors
+    /// [`FetchError::Cache`], [`FetchError::DiskFull`].
+    pub(crate) fn go_on(&mut self, facts: &FileFacts) -> Result<(), FetchError> {
+        let before = self.facts.clone();
+        self.facts.is_inside |= facts.is_inside;
+        if self.facts.from_sha256 != facts.from_sha256 {
+            self.facts.asked.clear();
+        }
+        if self.facts == before {
+            return Ok(());
+        }
+        self.keep_facts()
+    }
+
+    fn keep_facts(&self) -> Result<(), FetchError> {
         let temporary = self.facts_path.with_extension("json-new");
         let text = serde_json::to_vec(&self.facts).map_err(io::Error::from);
         text.and_then(|text| fs::write(&temporary, text))

@@ -1,16 +1,19 @@
 //! From which addresses a model may be fetched. Each address is checked where it is dialled: what a name resolves to at
 //! that very moment, what a redirect leads to, and addresses that are written out.
 
+use std::collections::BTreeSet;
 use std::error::Error;
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use ipnet::IpNet;
 use reqwest::dns::{Addrs, Name, Resolve, Resolving};
 use reqwest::redirect::Policy;
 use reqwest::{ClientBuilder, Url};
+
+use crate::part::sha256_of;
 
 /// Which addresses are fetched from.
 #[derive(Clone, Debug, Default)]
@@ -83,6 +86,8 @@ pub(crate) struct Guard {
     reach: Reach,
     has_met_inside: Arc<AtomicBool>,
     has_met_any: Arc<AtomicBool>,
+    /// Of one try: URLs, and addresses of names.
+    asked: Arc<Mutex<BTreeSet<String>>>,
 }
 
 impl Guard {
@@ -91,7 +96,32 @@ impl Guard {
             reach: reach.clone(),
             has_met_inside: Arc::default(),
             has_met_any: Arc::default(),
+            asked: Arc::default(),
         }
+    }
+
+    /// A try begins with this URL.
+    pub(crate) fn begin(&self, url: &Url) {
+        let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        *asked = BTreeSet::from([sha256_of(url.as_str())]);
+    }
+
+    /// What was asked, or was to be, since the try began: SHA-256 of each URL and of each address of a name.
+    pub(crate) fn asked(&self) -> BTreeSet<String> {
+        let asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        asked.clone()
+    }
+
+    fn note(&self, asked: &str) {
+        let asked = sha256_of(asked);
+        let mut all = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        all.insert(asked);
+    }
+
+    /// A server inside gave a part that lies here.
+    pub(crate) fn keep_back(&self) {
+        let is_limited = self.reach.is_limited();
+        self.has_met_inside.store(is_limited, Ordering::Relaxed);
     }
 
     /// Whether answers are to be kept back: a server that is not public was asked, and others than the one who asks may
@@ -124,6 +154,7 @@ impl Guard {
 
     /// Checks an address that is written out; names are checked when they are resolved.
     pub(crate) fn check_url(&self, url: &Url) -> Result<(), Refused> {
+        self.note(url.as_str());
         let host = url.host_str().unwrap_or_default();
         let host = host.trim_start_matches('[').trim_end_matches(']');
         match host.parse() {
@@ -150,6 +181,7 @@ impl Resolve for Guard {
             let mut refusal = None;
             let mut kept: Vec<SocketAddr> = Vec::new();
             for address in found {
+                guard.note(&address.ip().to_string());
                 match guard.take(address.ip()) {
                     Ok(()) => kept.push(address),
                     Err(refused) => refusal = Some(refused),

@@ -247,6 +247,89 @@ async fn sizes_are_told_of_archives() {
     );
 }
 
+/// All that a fetch told in this cache.
+async fn progress_in(
+    directory: &TempDir,
+    source: &Source,
+    options: &FetchOptions,
+) -> (Result<PathBuf, FetchError>, Vec<Progress>) {
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let sink = Arc::clone(&seen);
+    let observer = move |progress: &Progress| sink.lock().unwrap().push(progress.clone());
+    let cache = Cache::new(directory.path());
+    let work = fetch(source, &cache, options, Arc::new(observer));
+    let outcome = tokio::time::timeout(Duration::from_secs(60), work);
+    let outcome = outcome.await.expect("it hangs");
+    let seen = seen.lock().unwrap().clone();
+    (outcome, seen)
+}
+
+/// Otherwise a server that begins an archive and then leads to another one reads how long that one's file is.
+#[tokio::test]
+async fn no_size_is_told_of_what_another_server_goes_on_with() {
+    let archive = model_tar(1_000_000);
+    let page = vec![b'x'; archive.len()];
+    let options = inside("127.0.0.0/30");
+    let off = || {
+        [
+            Fault::Status(503, Vec::new()),
+            Fault::Status(503, Vec::new()),
+        ]
+    };
+    let mut told = Vec::new();
+    // The other one has it, or has not; it answers all of it, or breaks off.
+    for fault in [
+        None,
+        Some(Fault::CutAfter(300_000)),
+        Some(Fault::Status(404, Vec::new())),
+    ] {
+        let server = FileServer::start(archive.clone()).await;
+        let other = FileServer::start_at("127.0.0.2", page.clone()).await;
+        other.pace(Duration::from_millis(5));
+        other.faults(fault.clone());
+        server.faults([Fault::CutAfter(600), redirect(&other.url())]);
+        server.faults(off());
+        let source = Source::new(&server.url(), &sha256(b"something else")).unwrap();
+        let directory = TempDir::new().unwrap();
+        let (outcome, seen) = progress_in(&directory, &source, &options).await;
+        let error = outcome.unwrap_err();
+        assert!(matches!(error, FetchError::KeptBack { .. }), "{error}");
+        assert!(error.costs_all_again(), "{error:?}");
+        let asked = other.seen();
+        assert_eq!(asked[0].range.as_deref(), Some("bytes=600-"), "{asked:?}");
+        told.extend(seen.iter().map(|progress| progress.bytes));
+        if matches!(fault, Some(Fault::CutAfter(_))) {
+            // Nor by the next process, which asks the first server alone.
+            server.faults(off());
+            let (outcome, seen) = progress_in(&directory, &source, &options).await;
+            let error = outcome.unwrap_err();
+            assert!(matches!(error, FetchError::KeptBack { .. }), "{error}");
+            assert!(error.costs_all_again(), "{error:?}");
+            assert!(seen.iter().all(|it| it.bytes == 0), "{seen:?}");
+        }
+    }
+    assert!(told.iter().all(|&bytes| bytes <= 600), "{told:?}");
+}
+
+#[tokio::test]
+async fn sizes_are_told_when_the_server_of_an_archive_goes_on_with_it() {
+    let archive = model_tar(1_000_000);
+    let server = FileServer::start(archive.clone()).await;
+    let other = FileServer::start_at("127.0.0.2", archive.clone()).await;
+    other.pace(Duration::from_millis(5));
+    other.faults([Fault::CutAfter(300_000)]);
+    server.faults([redirect(&other.url()), redirect(&other.url())]);
+    let source = Source::new(&server.url(), &sha256(&archive)).unwrap();
+    let options = inside("127.0.0.0/30");
+    let (outcome, seen) = progress_in(&TempDir::new().unwrap(), &source, &options).await;
+    outcome.unwrap();
+    assert_eq!(other.seen().len(), 2);
+    let length = archive.len() as u64;
+    let mut seen = seen.iter();
+    let is_told = |it: &Progress| it.bytes > 310_000 && it.total_bytes == Some(length);
+    assert!(seen.any(|it| it.phase == Phase::Downloading && is_told(it)));
+}
+
 #[tokio::test]
 async fn credentials_open_the_url_and_go_nowhere_else() {
     let archive = model_tar(1000);

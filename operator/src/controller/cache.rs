@@ -327,7 +327,7 @@ impl State {
             None => Touched::default(),
             Some(row) => {
                 if let Some(forbidden) = self.forbidden.get_mut(&row.owner) {
-                    forbidden.last = None;
+                    forbidden.goes();
                 }
                 self.owned_changed(&row.owner)
             }

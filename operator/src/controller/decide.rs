@@ -331,8 +331,13 @@ impl Visit<'_> {
         if let (Some(plan), Some(steps)) = (&target, steps) {
             if steps.progress.is_serving && !choose::has_served(plan) && !self.choice.is_new {
                 self.mark_plan(plan, vec![(NOTE_OUTCOME, OUTCOME_SERVING.to_owned())]);
-            } else if is_late && choose::way_back(self.observed, plan).is_some() {
-                let why = self.why_late(wants, steps);
+            } else if (is_late || self.is_in_vain(plan, wants))
+                && choose::way_back(self.observed, plan).is_some()
+            {
+                let why = match is_late {
+                    true => self.why_late(wants, steps),
+                    false => self.why_in_vain(),
+                };
                 self.mark_plan(
                     plan,
                     vec![
@@ -477,6 +482,23 @@ impl Visit<'_> {
         };
         let ended = ends.all().map(Ended::first);
         pods.filter_map(of_pod).chain(ended).max()
+    }
+
+    /// Whether the old has ended for room in a ResourceQuota that has none for the target either, and nobody serves.
+    fn is_in_vain(&self, plan: &InferencePlan, wants: &[Want]) -> bool {
+        let forbidden = self.observed.forbidden.as_ref();
+        let is_wanted = |pod: &PodView| wants.iter().any(|want| want.name == pod.name);
+        let mut workers = self.workers();
+        let has_old = workers.any(|pod| pod.is_ready && pod.role != "gateway" && !is_wanted(pod));
+        !has_old
+            && forbidden.is_some_and(|it| it.was_made_room_in_vain(plan.spec.generation, wants))
+    }
+
+    fn why_in_vain(&self) -> String {
+        let forbidden = self.observed.forbidden.as_ref();
+        let words = forbidden.map_or("", |it| &*it.words);
+        let words = super::cause::quoted(words);
+        format!("the namespace's quota has no room for it alone either: {words}")
     }
 
     fn why_late(&self, wants: &[Want], steps: &Steps) -> String {

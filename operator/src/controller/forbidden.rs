@@ -3,7 +3,7 @@
 //! No Pod tells of it, since there is none. It is remembered here from the answers to the writes, and after a start the next
 //! write tells again.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use super::failure::BACKOFF_MAX;
@@ -15,6 +15,9 @@ use super::rollout::Want;
 /// For how long after it was met a full quota is taken to be full still, if nothing of the deployment has gone since: the next
 /// visit, which comes after the longest wait at the latest, knows of it.
 const FULL_FOR: Duration = BACKOFF_MAX.saturating_mul(2);
+
+/// A quota that refuses so long after something of the deployment has gone does not count that any more.
+const RECOUNT: Duration = Duration::from_secs(30);
 
 /// What came of making the Pods of one plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,8 +35,19 @@ pub(crate) struct Forbidden {
     pub(super) since: Option<Instant>,
     /// When it was forbidden last; none since then something of the deployment has gone, or a Pod was made.
     pub(super) last: Option<Instant>,
+    /// What of the deployment has gone since it was first forbidden.
+    gone: Option<Gone>,
     /// The plan has lost its place on the nodes.
     pub(super) is_dropped: bool,
+}
+
+/// That something of the deployment has gone.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Gone {
+    /// The last of it.
+    at: Instant,
+    /// The resources that quotas were known to be short of when the first of it went.
+    known: BTreeSet<String>,
 }
 
 /// How a rollout finds the namespace's ResourceQuota.
@@ -153,13 +167,13 @@ impl Forbidden {
         let since = before.as_ref().and_then(|before| before.since);
         let is_dropped = before.as_ref().is_some_and(|before| before.is_dropped);
         let mut rooms = rooms(words, own);
-        for (resource, known) in before
-            .filter(|before| before.generation == generation)
-            .into_iter()
-            .flat_map(|before| before.rooms)
-        {
-            let room = rooms.entry(resource).or_default();
-            *room = (*room).max(known);
+        let mut gone = None;
+        if let Some(before) = before.filter(|before| before.generation == generation) {
+            gone = before.gone;
+            for (resource, known) in before.rooms {
+                let room = rooms.entry(resource).or_default();
+                *room = (*room).max(known);
+            }
         }
         Self {
             generation,
@@ -168,14 +182,37 @@ impl Forbidden {
             rooms,
             since: Some(since.unwrap_or(now)),
             last: Some(now),
+            gone,
             is_dropped,
         }
+    }
+
+    /// Something of the deployment has gone: the plan's Pods are worth another try.
+    pub(super) fn goes(&mut self) {
+        self.last = None;
+        let known = || self.rooms.keys().cloned().collect();
+        let known = self.gone.take().map_or_else(known, |gone| gone.known);
+        let at = Instant::now();
+        self.gone = Some(Gone { at, known });
+    }
+
+    /// Whether what served has gone for that plan in vain: a quota is short of something else too, which it did not tell as
+    /// long as it was short of the first. It tells no more than what one Pod is too much for.
+    pub(super) fn was_made_room_in_vain(&self, generation: u64, wants: &[Want]) -> bool {
+        let (Some(gone), Some(last)) = (&self.gone, self.last) else {
+            return false;
+        };
+        self.generation == generation
+            && is_quota(&self.words)
+            && last.saturating_duration_since(gone.at) >= RECOUNT
+            && self.fits(wants, |resource| gone.known.contains(resource))
+            && !self.fits(wants, |_| true)
     }
 
     /// How the rollout of that plan, which wants these Pods, finds the quota. Nothing that runs makes room for a plan that the
     /// quota would not have alone either.
     pub(super) fn quota(&self, generation: u64, wants: &[Want]) -> Quota {
-        if self.generation != generation || !is_quota(&self.words) || !self.fits(wants) {
+        if self.generation != generation || !is_quota(&self.words) || !self.fits(wants, |_| true) {
             return Quota::Free;
         }
         let is_full = self.last.is_some_and(|last| last.elapsed() < FULL_FOR);
@@ -185,14 +222,15 @@ impl Forbidden {
         }
     }
 
-    /// Whether the quota is known to have room for all of a plan's Pods without those before.
-    fn fits(&self, wants: &[Want]) -> bool {
+    /// Whether the quota is known to have room for all of a plan's Pods without those before, as far as these resources go.
+    fn fits(&self, wants: &[Want], counts: impl Fn(&str) -> bool) -> bool {
         let target = Counted::of_wants(wants);
         let fits = |(resource, room): (&String, &Option<u64>)| {
             let room = room.zip(target.of(resource));
             room.is_some_and(|(room, need)| need <= room)
         };
-        !self.rooms.is_empty() && self.rooms.iter().all(fits)
+        let mut rooms = self.rooms.iter();
+        !self.rooms.is_empty() && rooms.all(|it| !counts(it.0) || fits(it))
     }
 }
 
@@ -296,6 +334,48 @@ mod tests {
         };
         assert_eq!(visited(&mut forbidden, wait), Quota::Full);
         assert_eq!(visited(&mut forbidden, 3 * wait), Quota::Tight);
+    }
+
+    /// A quota names what one Pod is too much for, and no more.
+    #[test]
+    fn a_quota_that_is_short_of_something_else_is_known_when_its_counts_are_new() {
+        let small = own(GIB);
+        let wants = [want(4 * GIB), want(4 * GIB)];
+        let memory = "requests.memory=4Gi";
+        let told = |before: Option<Forbidden>, used: &str, limited: &str, since_s: u64| {
+            let mut after = Forbidden::after(before, 1, &words(used, limited), false, small);
+            let last = after.last.expect("now");
+            after.last = Some(last + Duration::from_secs(since_s));
+            after
+        };
+        let first = || told(None, "pods=3", "pods=4", 0);
+        assert_eq!(first().quota(1, &wants), Quota::Tight);
+        let never = told(Some(first()), "requests.memory=1Gi", memory, 99);
+        assert!(!never.was_made_room_in_vain(1, &wants), "nothing has gone");
+        let gone = || {
+            let mut gone = first();
+            gone.goes();
+            gone
+        };
+        let vain = |since_s: u64, resource: &str| {
+            let used = format!("{resource}=1Gi");
+            let limited = format!("{resource}=4Gi");
+            let told = told(Some(gone()), &used, &limited, since_s);
+            told.was_made_room_in_vain(1, &wants)
+        };
+        assert!(!vain(29, "requests.memory"), "its counts may be old");
+        assert!(vain(31, "requests.memory"));
+        assert!(vain(31, "limits.memory"), "what is not counted here");
+        let mut more = told(Some(gone()), "requests.memory=1Gi", memory, 0);
+        more.goes();
+        let more = told(Some(more), "requests.memory=1Gi", memory, 31);
+        assert!(more.was_made_room_in_vain(1, &wants), "the last one ended");
+        assert!(!more.was_made_room_in_vain(2, &wants));
+        // It is short of what it was known to be short of, and others may have that now.
+        let same = told(Some(gone()), "pods=4", "pods=4", 31);
+        assert!(!same.was_made_room_in_vain(1, &wants));
+        let next = Forbidden::after(Some(more), 2, &words("pods=1", "pods=1"), false, small);
+        assert_eq!(next.gone, None);
     }
 
     /// A Pod that has just gone is counted for a moment still.

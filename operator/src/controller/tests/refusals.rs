@@ -276,3 +276,52 @@ fn what_serves_goes_on_where_the_quota_would_not_have_the_new_plan_alone() {
     assert!(ended > 0, "four Pods fit: the workers before make room");
     assert!(!message.contains("what runs goes on"), "{message}");
 }
+
+/// A quota names what one Pod is too much for, so that it may be short of more than was known when the old ended.
+#[test]
+fn a_plan_that_the_quota_has_no_room_for_either_is_given_up_when_what_served_has_ended_for_it() {
+    let mut world = World::new("");
+    world.settle();
+    let before = world.observed.pods.clone();
+    world.change("decode: {replicas: 2, maxBatch: 3}\n");
+    world.visit();
+    world.observed.pods.clone_from(&before);
+    let words = |used: &str, most: &str| {
+        format!(
+            "pods \"x\" is forbidden: exceeded quota: small, requested: {used}, used: {used}, limited: {most}"
+        )
+    };
+    let own = || Counted::of_pods(before.iter().map(|pod| &**pod));
+    let full = words("pods=3", "pods=9");
+    let mut forbidden = Forbidden::after(None, 2, &full, true, own());
+    world.observed.forbidden = Some(forbidden.clone());
+    world.visit();
+    // The workers that served have ended.
+    world.observed.pods.clear();
+    forbidden.goes();
+    let short = words("limits.memory=1Gi", "limits.memory=1Gi");
+    let mut forbidden = Forbidden::after(Some(forbidden), 2, &short, true, Counted::default());
+    world.observed.forbidden = Some(forbidden.clone());
+    world.visit();
+    assert_ne!(
+        world.says(PROGRESSING).1,
+        "RollingBack",
+        "its counts are old"
+    );
+    world.observed.pods.clear();
+    let later = forbidden.last.expect("now") + Duration::from_secs(31);
+    forbidden.last = Some(later);
+    world.observed.forbidden = Some(forbidden);
+    world.visit();
+    assert_eq!(world.says(PROGRESSING), ("True", "RollingBack"));
+    let told = &world.condition(PROGRESSING).message;
+    assert!(
+        told.contains("no room for it alone either") && told.contains("limits.memory"),
+        "{told}"
+    );
+    world.observed.pods.clear();
+    world.settle();
+    assert_eq!(world.says(READY).0, "True");
+    let serving = world.observed.pods.iter().map(|pod| pod.plan_generation);
+    assert!(serving.into_iter().all(|generation| generation == 1));
+}

@@ -1,12 +1,9 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use llguidance::api::TopLevelGrammar;
-use llguidance::toktrie::ApproximateTokEnv;
-use llguidance::{Matcher, ParserFactory};
 use serde_json::{Map, Value, json};
 
-use super::{PARAM, Schemas, closed, rejected, words};
+use super::{PARAM, Schemas, rejected, words};
 use crate::error::ApiError;
 
 fn check(schema: &Value, param: &str) -> Result<(), ApiError> {
@@ -510,43 +507,4 @@ fn the_part_at_fault_is_not_looked_for_without_end() {
     assert!(all > 20, "{all} parts were tried");
     assert_eq!(answers(3, 0), 4, "its client left");
     assert!(answers(usize::MAX, 100) <= 6, "half a second is over");
-}
-
-/// As many digits as one answer may have, of numbers that alternatives of one choice allow.
-#[test]
-fn alternatives_that_stand_alone_have_divisors_of_their_own() {
-    let of = |divisor: f64| json!({"type": "number", "multipleOf": divisor});
-    let whole = |divisor: u32| json!({"type": "integer", "multipleOf": divisor});
-    let many: Vec<Value> = [997, 991, 983, 977, 971, 967, 953].map(whole).to_vec();
-    let bounded: Vec<Value> = (1..20)
-        .map(|i| json!({"type": "integer", "multipleOf": 997, "minimum": i * 3}))
-        .collect();
-    for schema in [
-        json!({"anyOf": [whole(144), of(0.01)]}),
-        json!({"anyOf": [whole(9973), whole(9967)]}),
-        json!({"anyOf": [of(99.73), of(9.967)]}),
-        json!({"anyOf": many}),
-        json!({"anyOf": bounded}),
-        json!({"$defs": {"x": {"anyOf": many}}, "type": "array", "items": {"$ref": "#/$defs/x"}, "minItems": 1}),
-    ] {
-        let began = std::time::Instant::now();
-        let outcome = check(&schema, PARAM);
-        let checked = began.elapsed();
-        assert!(outcome.is_ok(), "{outcome:?}\n{schema}");
-        let mut factory = ParserFactory::new_simple(&ApproximateTokEnv::single_byte_env()).unwrap();
-        factory.quiet();
-        let grammar = TopLevelGrammar::from_json_schema(closed(&schema));
-        let mut matcher = Matcher::new(factory.create_parser(grammar));
-        let array = schema["type"] == "array";
-        let text = ["[", ""][usize::from(!array)].to_owned() + "73918264509182736450918273";
-        for byte in text.bytes() {
-            matcher.compute_mask_or_eos().unwrap();
-            matcher.consume_token(u32::from(byte)).unwrap();
-        }
-        println!("{checked:?} {:?} {schema}", began.elapsed());
-        assert!(began.elapsed().as_secs() < 20, "{schema}");
-    }
-    // Where the choice adds to a divisor beside it, they are merged.
-    let beside = json!({"type": "integer", "multipleOf": 991, "anyOf": [{"multipleOf": 997}, {"multipleOf": 2}]});
-    assert!(problem(&beside).contains("a least common multiple beyond 10000"));
 }

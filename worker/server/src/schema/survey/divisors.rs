@@ -81,17 +81,14 @@ struct Walk<'w, 's> {
 }
 
 impl Walk<'_, '_> {
-    /// The least common multiple of what holds together at a part where several schemas are merged: of all divisors
-    /// within them, since their items and properties are merged as well. `None` where nothing is merged: alternatives of
-    /// a choice that stands alone are never merged with each other, and each of them is a part by itself.
+    /// The least common multiple of what holds together at a part: of the divisors at the same place, and where several
+    /// schemas are merged there, of all within them, since their items and properties are merged as well.
     ///
     /// # Errors
     /// What is wrong when it is too large.
     fn common(&mut self, root: usize) -> Result<Option<Divisor>, String> {
         let parts = self.parts;
-        if !merges(&parts[root]) {
-            return Ok(None);
-        }
+        let is_merged = merges(&parts[root]);
         let mut common: Option<Divisor> = None;
         let mut is_repeated = false;
         let mut next = vec![root];
@@ -107,12 +104,15 @@ impl Walk<'_, '_> {
             }
             next.extend(parts[index].target);
             let children = parts[index].children.iter();
-            let within = children.filter(|child| !DEFINITIONS.contains(&child.word));
+            let within = children.filter(|child| match is_merged {
+                true => !DEFINITIONS.contains(&child.word),
+                false => TOGETHER.contains(&child.word),
+            });
             next.extend(within.map(|child| child.index));
         }
         // The library multiplies in any order, and multiples with each other.
         let is_too_large = |common: Divisor| common.units > MAX_REMAINDERS;
-        if is_repeated && common.is_some_and(is_too_large) {
+        if is_merged && is_repeated && common.is_some_and(is_too_large) {
             return Err(self.beyond(root));
         }
         Ok(common)

@@ -508,3 +508,32 @@ fn the_part_at_fault_is_not_looked_for_without_end() {
     assert_eq!(answers(3, 0), 4, "its client left");
     assert!(answers(usize::MAX, 100) <= 6, "half a second is over");
 }
+
+#[test]
+fn alternatives_that_stand_alone_are_bounded_by_their_combinations() {
+    let of = |divisor: f64| json!({"type": "number", "multipleOf": divisor});
+    let whole = |divisor: u32| json!({"type": "integer", "multipleOf": divisor});
+    for alternatives in [
+        vec![whole(144), of(0.01)],
+        vec![whole(144), whole(1000)],
+        vec![whole(90), of(0.11)],
+        vec![whole(144), whole(144), of(0.001)],
+    ] {
+        for word in ["anyOf", "oneOf"] {
+            let schema = json!({word: alternatives});
+            let problem = check(&schema, PARAM).map_err(|error| error.message);
+            let is_told = problem
+                .as_ref()
+                .is_err_and(|problem| problem.contains("multiple"));
+            assert!(!is_told, "{schema}: {problem:?}");
+            assert!(problem.is_ok() || word == "oneOf", "{schema}: {problem:?}");
+        }
+    }
+    // Beside a divisor they are merged, and those of one number are one regular expression.
+    let mut beside = json!({"anyOf": [whole(144), of(0.01)]});
+    beside["multipleOf"] = json!(1000);
+    let many: Vec<Value> = [997, 991, 983].map(whole).to_vec();
+    for schema in [beside, json!({"anyOf": many})] {
+        assert!(problem(&schema).contains("a least common multiple beyond 10000"));
+    }
+}

@@ -57,6 +57,7 @@ pub(super) fn excess(parts: &[Part<'_>]) -> Option<String> {
         parts,
         divisors: &divisors,
         seen_from: vec![usize::MAX; parts.len()],
+        alternatives: BTreeSet::new(),
     };
     for root in 0..parts.len() {
         match walk.common(root) {
@@ -65,7 +66,8 @@ pub(super) fn excess(parts: &[Part<'_>]) -> Option<String> {
         }
     }
     let remainders = distinct.iter().map(|divisor| divisor.remainders());
-    (remainders.sum::<u64>() > MAX_REMAINDERS_OF_ALL).then(|| {
+    let combinations = walk.alternatives.iter().map(|of| combinations(of));
+    (remainders.chain(combinations).sum::<u64>() > MAX_REMAINDERS_OF_ALL).then(|| {
         format!(
             "the different values of its 'multipleOf', and the least common multiples of those that hold together, are more than {MAX_REMAINDERS_OF_ALL} together, not counting decimal points, and as much can be followed: leave some out"
         )
@@ -78,18 +80,22 @@ struct Walk<'w, 's> {
     divisors: &'w [Option<Divisor>],
     /// For each part the last one from which it was seen.
     seen_from: Vec<usize>,
+    /// Divisors of alternatives that stand alone, where their combinations are fewer than their common multiple.
+    alternatives: BTreeSet<Vec<Divisor>>,
 }
 
 impl Walk<'_, '_> {
     /// The least common multiple of what holds together at a part: of the divisors at the same place, and where several
-    /// schemas are merged there, of all within them, since their items and properties are merged as well.
+    /// schemas are merged there, of all within them, since their items and properties are merged as well. Alternatives of
+    /// a choice that stands alone are not merged, but become one regular expression, whose states are the combinations of
+    /// their remainders: at most as many as the multiple, and at most as many as their numbers multiplied.
     ///
     /// # Errors
     /// What is wrong when it is too large.
     fn common(&mut self, root: usize) -> Result<Option<Divisor>, String> {
         let parts = self.parts;
         let is_merged = merges(&parts[root]);
-        let mut common: Option<Divisor> = None;
+        let mut found = Vec::new();
         let mut is_repeated = false;
         let mut next = vec![root];
         while let Some(index) = next.pop() {
@@ -98,9 +104,8 @@ impl Walk<'_, '_> {
                 continue;
             }
             if let Some(divisor) = self.divisors[index] {
-                is_repeated |= common.is_some();
-                let multiple = common.map_or(Some(divisor), |common| multiple(common, divisor));
-                common = Some(multiple.ok_or_else(|| self.beyond(root))?);
+                is_repeated |= !found.is_empty();
+                found.push(divisor);
             }
             next.extend(parts[index].target);
             let children = parts[index].children.iter();
@@ -110,12 +115,27 @@ impl Walk<'_, '_> {
             });
             next.extend(within.map(|child| child.index));
         }
+        let Some((first, others)) = found.split_first() else {
+            return Ok(None);
+        };
+        let common = others
+            .iter()
+            .try_fold(*first, |common, divisor| multiple(common, *divisor));
+        if common.is_none() && !is_merged {
+            found.sort_unstable();
+            found.dedup();
+            if combinations(&found) <= MAX_REMAINDERS {
+                self.alternatives.insert(found);
+                return Ok(None);
+            }
+        }
+        let common = common.ok_or_else(|| self.beyond(root))?;
         // The library multiplies in any order, and multiples with each other.
         let is_too_large = |common: Divisor| common.units > MAX_REMAINDERS;
-        if is_merged && is_repeated && common.is_some_and(is_too_large) {
+        if is_merged && is_repeated && is_too_large(common) {
             return Err(self.beyond(root));
         }
-        Ok(common)
+        Ok(Some(common))
     }
 
     fn beyond(&self, root: usize) -> String {
@@ -139,6 +159,12 @@ fn merges(part: &Part<'_>) -> bool {
             .filter(|is_there| *is_there)
             .count();
     merged > 1 || has("properties") && has("patternProperties")
+}
+
+/// Combinations of remainders.
+fn combinations(divisors: &[Divisor]) -> u64 {
+    let remainders = divisors.iter().map(|divisor| divisor.remainders());
+    remainders.fold(1, u64::saturating_mul)
 }
 
 /// The divisor of a part, if it has one.

@@ -66,6 +66,14 @@ impl Failure {
         matches!(self, Self::Forbidden(_) | Self::Invalid(_))
     }
 
+    /// After `wait`, or when something is `due` before that, unless the API server asks to wait.
+    pub(crate) fn sooner(&self, wait: Duration, due: Option<Duration>) -> Duration {
+        match self {
+            Self::Throttled { .. } => wait,
+            _ => due.map_or(wait, |due| due.max(BACKOFF).min(wait)),
+        }
+    }
+
     /// How long to wait after the `failures`-th failure in a row; `chance` is from 0 to 1.
     pub(crate) fn wait(&self, failures: u32, chance: f64) -> Duration {
         let jitter = |wait: Duration| wait.mul_f64(0.5 + chance.clamp(0.0, 1.0) / 2.0);
@@ -186,6 +194,22 @@ mod tests {
         ] {
             assert_eq!(refused(code).label(), label, "{code}");
         }
+    }
+
+    /// A full quota, or a policy that forbids a Pod, moves no deadline.
+    #[test]
+    fn what_is_due_sooner_does_not_wait_for_a_person() {
+        let [due, wait] = [40, 300].map(Duration::from_secs);
+        let forbidden = refused(403);
+        assert_eq!(forbidden.sooner(wait, Some(due)), due);
+        assert_eq!(forbidden.sooner(due, Some(wait)), due);
+        assert_eq!(forbidden.sooner(wait, None), wait);
+        assert_eq!(forbidden.sooner(wait, Some(Duration::ZERO)), BACKOFF);
+        assert_eq!(
+            refused(429).sooner(wait, Some(due)),
+            wait,
+            "it is asked for"
+        );
     }
 
     #[test]

@@ -61,7 +61,8 @@ impl Reconciler {
     pub(crate) async fn visit(&self, key: &Key) -> Option<Duration> {
         let began = Instant::now();
         let result = self.reconcile(key).await;
-        let label = result.as_ref().err().map_or("Ok", Failure::label);
+        let failed = result.as_ref().err();
+        let label = failed.map_or("Ok", |failed| failed.failure.label());
         self.telemetry
             .reconciled(label, began.elapsed().as_secs_f64());
         match result {
@@ -77,7 +78,10 @@ impl Reconciler {
                 let resync = self.resync.mul_f64(0.625 + 0.625 * rand::random::<f64>());
                 Some(after.map_or(resync, |after| after.min(resync)))
             }
-            Err(failure) => Some(self.failed(key, &failure)),
+            Err(Failed { failure, due }) => {
+                let wait = self.failed(key, &failure);
+                Some(failure.sooner(wait, due))
+            }
         }
     }
 
@@ -96,7 +100,7 @@ impl Reconciler {
     }
 
     /// `Ok(None)`: the deployment is gone. `Ok(Some(time))`: when to come again at the latest.
-    async fn reconcile(&self, key: &Key) -> Result<Option<Option<Duration>>, Failure> {
+    async fn reconcile(&self, key: &Key) -> Result<Option<Option<Duration>>, Failed> {
         let read = {
             let state = self.waking.cache.lock();
             state.deployments.get(key).map(|row| Arc::clone(&row.value))
@@ -109,7 +113,7 @@ impl Reconciler {
             }
             Some(Ok(packed)) => match packed.get() {
                 Ok(deployment) => Arc::new(deployment),
-                Err(error) => return Err(Failure::Invalid(error.to_string())),
+                Err(error) => return Err(Failure::Invalid(error.to_string()).into()),
             },
         };
         self.remember(key, &deployment);
@@ -150,7 +154,7 @@ impl Reconciler {
         &self,
         key: &Key,
         deployment: &Arc<InferenceDeployment>,
-    ) -> Result<Option<Duration>, Failure> {
+    ) -> Result<Option<Duration>, Failed> {
         let now = Timestamp::now();
         let mut again = Again::default();
         let is_served = serves(&self.settings, &key.namespace);
@@ -208,9 +212,9 @@ impl Reconciler {
             self.waking.change(|state| state.give_back(subject.uid));
         }
         let outcome = applied.and(trouble.map_or(Ok(()), Err));
-        self.report(&observed, decision, outcome, is_told_first, now)
-            .await?;
-        Ok(again.0)
+        let reported = self.report(&observed, decision, outcome, is_told_first, now);
+        let reported = reported.await.map(|()| again.0);
+        reported.map_err(|failure| Failed::again(failure, again.0))
     }
 
     /// Decides; a new plan gets its place on the nodes before another deployment is planned.
@@ -357,6 +361,25 @@ impl Reconciler {
 
     fn visits(&self) -> std::sync::MutexGuard<'_, HashMap<Key, Visits>> {
         self.visits.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A visit that failed.
+struct Failed {
+    failure: Failure,
+    /// When it would have come again at the latest: deadlines do not wait for what a person has to do.
+    due: Option<Duration>,
+}
+
+impl Failed {
+    fn again(failure: Failure, due: Option<Duration>) -> Self {
+        Self { failure, due }
+    }
+}
+
+impl From<Failure> for Failed {
+    fn from(failure: Failure) -> Self {
+        Self::again(failure, None)
     }
 }
 

@@ -307,7 +307,16 @@ impl Writer<'_> {
             if full.exists() {
                 return Err(self.unpacking.unsafe_entry(&shown, "is there twice"));
             }
-            fs::hard_link(temporary.join(target), &full).map_err(FetchError::in_cache(&full))?;
+            fs::hard_link(temporary.join(target), &full).map_err(|error| match error.kind() {
+                io::ErrorKind::TooManyLinks => {
+                    let reason = format!(
+                        "is a link too many to {:?}: the disk lets no file have so many names",
+                        target.display()
+                    );
+                    self.unpacking.unsafe_entry(&shown, &reason)
+                }
+                _ => FetchError::file(&full, error),
+            })?;
         }
         Ok(())
     }

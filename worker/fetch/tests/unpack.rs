@@ -17,12 +17,19 @@ use tempfile::TempDir;
 
 /// Fetches an archive into a cache of its own.
 async fn unpacked(archive: Vec<u8>) -> (TempDir, Result<PathBuf, FetchError>) {
+    unpacked_up_to(50, archive).await
+}
+
+async fn unpacked_up_to(
+    max_entries: u64,
+    archive: Vec<u8>,
+) -> (TempDir, Result<PathBuf, FetchError>) {
     let checksum = sha256(&archive);
     let server = FileServer::start(archive).await;
     let directory = TempDir::new().unwrap();
     let source = Source::new(&server.url(), &checksum).unwrap();
     let options = FetchOptions {
-        max_entries: 50,
+        max_entries,
         reserve_bytes: 0,
         ..FetchOptions::default()
     };
@@ -288,6 +295,28 @@ async fn whatever_an_archive_holds_nothing_is_touched_outside() {
         taken > 10 && refused > 50,
         "the archives are all alike: {taken} {refused}"
     );
+}
+
+/// ext4 lets a file have 65,000 names.
+#[tokio::test]
+async fn a_file_with_more_names_than_the_disk_has_is_told_as_such() {
+    let names: Vec<String> = (0..66_000).map(|number| format!("l{number}")).collect();
+    let links = names.iter();
+    let links = links.map(|name| (name.as_str(), EntryType::Link, "config.json", &b""[..]));
+    let entries: Vec<_> = std::iter::once(CONFIG).chain(links).collect();
+    let (_cache, outcome) = unpacked_up_to(100_000, raw_tar(&entries)).await;
+    match outcome {
+        Ok(_) => {
+            let _ = writeln!(
+                std::io::stderr(),
+                "SKIPPED: files of this machine's temporary directory have as many names as one likes"
+            );
+        }
+        Err(error) => {
+            assert!(matches!(error, FetchError::Unsafe { .. }), "{error}");
+            assert!(error.to_string().contains("a link too many"), "{error}");
+        }
+    }
 }
 
 #[tokio::test]

@@ -34,7 +34,7 @@ test: ## Every test
 
 # Not part of `make test`: it builds another API server, for minutes.
 test-oldest: export HEARTH_TEST_OLDEST = 1
-test-oldest: ## The tests that need an API server alone, on the oldest that the chart allows
+test-oldest: ## Upgrades, rollbacks and the manifest, on the oldest Kubernetes that the chart allows
 	@scripts/bootstrap.sh oldest cargo build --workspace --bins --tests
 	@cargo test --workspace --no-fail-fast --test releases --test install_manifest
 

@@ -81,6 +81,48 @@ async fn no_answer_in_json_wastes_tokens_on_blank_space() {
     assert!(blanks > 0, "the answers have no blank at all");
 }
 
+/// Objects that name their properties have no others, unless the schema opens them.
+#[tokio::test]
+async fn no_answer_invents_keys() {
+    let up = Up::demo();
+    let short = json!({"type": "string", "maxLength": 8});
+    let small = |name: &str| json!({"type": "object", "properties": {name: short}});
+    let cases = [
+        (small("name"), &["/name"] as &[&str]),
+        (json!({"allOf": [small("a"), small("b")]}), &["/a", "/b"]),
+        (
+            json!({"type": "object", "properties": {"o": small("x")}, "required": ["o"]}),
+            &["/o", "/o/x"],
+        ),
+    ];
+    let mut keys = 0;
+    for (case, may_have) in &cases {
+        for seed in 0..8 {
+            let (status, answer) = ask(&up, &schema(case.clone()), seed).await;
+            assert_eq!(status, 200, "{answer}");
+            let choice = &answer["choices"][0];
+            assert_eq!(choice["finish_reason"], "stop", "{case}: {choice}");
+            let text = choice["message"]["content"].as_str().expect("content");
+            let mut found = Vec::new();
+            let value: Value = serde_json::from_str(text).expect("JSON");
+            paths(&value, "", &mut found);
+            keys += found.len();
+            let is_named = |path: &String| may_have.contains(&path.as_str());
+            assert!(found.iter().all(is_named), "{case}: {text}");
+        }
+    }
+    assert!(keys > 0, "all objects are empty");
+}
+
+/// JSON pointers of all members.
+fn paths(value: &Value, at: &str, found: &mut Vec<String>) {
+    for (key, member) in value.as_object().into_iter().flatten() {
+        let path = format!("{at}/{key}");
+        paths(member, &path, found);
+        found.push(path);
+    }
+}
+
 #[tokio::test]
 async fn the_largest_schemas_are_followed_and_larger_ones_refused_in_words() {
     let up = Up::demo();

@@ -184,9 +184,9 @@ mod tests {
 
     use super::*;
 
-    /// Lays a recorded tree out: each file with its content. Groups of a real machine come with their files; here those of
-    /// a Pod are recorded too, as runc leaves them.
-    fn recorded(files: &[(&str, &str)]) -> (tempfile::TempDir, Groups) {
+    /// Lays a tree out: each file with its content. Groups of a real machine come with their files; here those of a Pod are
+    /// written too, as runc leaves them.
+    fn laid_out(files: &[(&str, &str)]) -> (tempfile::TempDir, Groups) {
         let directory = tempfile::tempdir().unwrap();
         for (file, content) in files {
             let path = directory.path().join(file);
@@ -234,7 +234,7 @@ mod tests {
     #[test]
     fn processes_are_found_in_both_kinds() {
         for (files, is_v1, all) in [(&V1[..], true, 5), (&V2[..], false, 4)] {
-            let (_directory, groups) = recorded(files);
+            let (_directory, groups) = laid_out(files);
             assert_eq!(groups.are_v1(), is_v1);
             let mut of_node = groups.processes_of_node("c1", "node-1");
             of_node.sort_unstable();
@@ -250,7 +250,7 @@ mod tests {
 
     #[test]
     fn a_new_v1_cpuset_has_what_the_machine_has() {
-        let (directory, groups) = recorded(&V1);
+        let (directory, groups) = laid_out(&V1);
         groups.make("c2", "node-1").unwrap();
         for group in ["hearth-c2", "hearth-c2/node-1", "hearth-c2/node-1/sys"] {
             assert_eq!(
@@ -267,7 +267,7 @@ mod tests {
 
     #[test]
     fn v2_groups_hand_controllers_down_to_where_pods_are_made() {
-        let (directory, groups) = recorded(&V2);
+        let (directory, groups) = laid_out(&V2);
         groups.make("c2", "node-1").unwrap();
         for group in ["", "hearth-c2/", "hearth-c2/node-1/"] {
             assert_eq!(

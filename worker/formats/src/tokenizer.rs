@@ -215,18 +215,6 @@ impl Tokenizer {
             .is_some_and(|token| self.is_special_text(&token))
     }
 
-    /// All special token ids, ascending.
-    pub fn special_ids(&self) -> Vec<u32> {
-        let added = self.inner.tokenizer.get_added_tokens_decoder();
-        let mut ids: Vec<u32> = added
-            .iter()
-            .filter(|(_, t)| t.special)
-            .map(|(id, _)| *id)
-            .collect();
-        ids.sort_unstable();
-        ids
-    }
-
     /// Refuses a tokenizer whose ids the model has no rows for. Fewer are fine: vocabularies are padded.
     ///
     /// # Errors

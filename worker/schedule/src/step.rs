@@ -68,12 +68,6 @@ impl Step {
     pub fn rows(&self) -> usize {
         self.spans.iter().map(|s| s.tokens.len()).sum()
     }
-
-    /// Rows of one kind.
-    pub fn rows_of(&self, kind: SpanKind) -> usize {
-        let spans = self.spans.iter().filter(|s| s.kind == kind);
-        spans.map(|s| s.tokens.len()).sum()
-    }
 }
 
 /// A token that the engine sampled.

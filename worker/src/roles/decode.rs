@@ -138,7 +138,7 @@ struct RemotePrefill {
 
 impl RemotePrefill {
     /// Fetches the KV from `first_token` on into the engine. A prefill worker that is lost ends the request
-    /// with a retriable error: the gateway knows the other workers and sends it again.
+    /// with an error that is tried again: the gateway knows the other workers and sends it again.
     async fn import(mut self, id: RequestId, first_token: usize) {
         self.request.first_token = first_token as u32;
         let engine = self.engine.clone();

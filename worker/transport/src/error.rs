@@ -145,18 +145,6 @@ impl RpcError {
     pub fn endpoint(&self) -> &str {
         &self.endpoint
     }
-
-    /// Whether another worker, or this one after a restart, may well answer the same request. Bound the number
-    /// of retries of [`RpcErrorKind::WorkerFault`]: a request may be what breaks each worker.
-    pub fn retriable(&self) -> bool {
-        match self.kind {
-            RpcErrorKind::Gone
-            | RpcErrorKind::Busy
-            | RpcErrorKind::WorkerFault
-            | RpcErrorKind::Mismatch => true,
-            RpcErrorKind::Deadline | RpcErrorKind::Rejected => false,
-        }
-    }
 }
 
 #[cfg(test)]
@@ -166,30 +154,21 @@ mod tests {
     #[test]
     fn codes_are_sorted() {
         let endpoint: Endpoint = "w:1".parse().unwrap();
-        for (status, kind, retriable) in [
-            (Status::unavailable("draining"), RpcErrorKind::Gone, true),
-            (Status::cancelled(""), RpcErrorKind::Gone, true),
-            (Status::resource_exhausted("full"), RpcErrorKind::Busy, true),
-            (Status::internal("NaN"), RpcErrorKind::WorkerFault, true),
-            (
-                Status::failed_precondition("model"),
-                RpcErrorKind::Mismatch,
-                true,
-            ),
-            (Status::deadline_exceeded(""), RpcErrorKind::Deadline, false),
-            (
-                Status::invalid_argument("bad"),
-                RpcErrorKind::Rejected,
-                false,
-            ),
-            (Status::out_of_range("long"), RpcErrorKind::Rejected, false),
+        for (status, kind) in [
+            (Status::unavailable("draining"), RpcErrorKind::Gone),
+            (Status::cancelled(""), RpcErrorKind::Gone),
+            (Status::resource_exhausted("full"), RpcErrorKind::Busy),
+            (Status::internal("NaN"), RpcErrorKind::WorkerFault),
+            (Status::failed_precondition("model"), RpcErrorKind::Mismatch),
+            (Status::deadline_exceeded(""), RpcErrorKind::Deadline),
+            (Status::invalid_argument("bad"), RpcErrorKind::Rejected),
+            (Status::out_of_range("long"), RpcErrorKind::Rejected),
         ] {
             let error = RpcError::new(&endpoint, &status);
             assert_eq!(error.kind(), kind, "{status}");
-            assert_eq!(error.retriable(), retriable, "{status}");
         }
         let full = RpcError::new(&endpoint, &Status::resource_exhausted("the queue is full"));
         assert_eq!(full.to_string(), "worker w:1: the queue is full");
-        assert!(RpcError::cut_short(&endpoint).retriable());
+        assert_eq!(RpcError::cut_short(&endpoint).kind(), RpcErrorKind::Gone);
     }
 }

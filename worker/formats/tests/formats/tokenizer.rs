@@ -194,7 +194,8 @@ fn bytes_of_tokens_are_those_within_a_text() {
 #[test]
 fn special_tokens_are_known() {
     let tokenizer = open(&byte_level());
-    assert_eq!(tokenizer.special_ids(), [260]);
+    let special: Vec<u32> = (0..5000).filter(|id| tokenizer.is_special(*id)).collect();
+    assert_eq!(special, [260]);
     assert!(tokenizer.is_special(260) && !tokenizer.is_special(261) && !tokenizer.is_special(5000));
     assert_eq!(tokenizer.token_id("<tool>"), Some(261));
     assert_eq!(tokenizer.token_text(261).as_deref(), Some("<tool>"));

@@ -86,11 +86,6 @@ impl CpuBackend {
         self.pool.threads()
     }
 
-    /// Names of the kernels that run, `{arch}-{dtypes}-{variant}`.
-    pub fn kernel_names(&self) -> &'static [&'static str] {
-        self.kernels.names()
-    }
-
     fn scratch(&self, worker: usize) -> MutexGuard<'_, Scratch> {
         // Working memory holds nothing from one piece to the next, so a panicked holder left nothing bad.
         self.scratch[worker]

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::simulator::device::{Device, expected_answer};
+use crate::simulator::rows_of;
 use hearth_kvcache::KvCache;
 use hearth_schedule::{
     Phase, Provenance, Request, Sampled, Scheduler, SchedulerOptions, SequenceId, SpanKind, Step,
@@ -163,9 +164,9 @@ impl World {
     }
 
     fn check_step(&self, step: &Step) {
-        let decodes = step.rows_of(SpanKind::Decode);
+        let decodes = rows_of(step, SpanKind::Decode);
         assert!(decodes <= self.options.max_batch);
-        assert!(step.rows_of(SpanKind::Prefill) <= self.options.chunk_tokens);
+        assert!(rows_of(step, SpanKind::Prefill) <= self.options.chunk_tokens);
         let decoders = self.live().into_iter().filter(|id| {
             self.requests[id].work != Work::Export
                 && self.scheduler.phase(*id) != Some(Phase::Waiting)

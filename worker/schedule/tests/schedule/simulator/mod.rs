@@ -34,6 +34,12 @@ pub(crate) struct CostModel {
     pub(crate) remote_token_us: f64,
 }
 
+/// Rows of one kind.
+pub(crate) fn rows_of(step: &Step, kind: SpanKind) -> usize {
+    let spans = step.spans.iter().filter(|s| s.kind == kind);
+    spans.map(|s| s.tokens.len()).sum()
+}
+
 impl CostModel {
     /// Cost of a step in microseconds.
     pub(crate) fn step_cost_us(&self, step: &Step) -> f64 {
@@ -43,8 +49,8 @@ impl CostModel {
             .map(|s| s.tokens.len() * (s.start + s.tokens.len()))
             .sum();
         self.step_us
-            + self.prefill_token_us * step.rows_of(SpanKind::Prefill) as f64
-            + self.decode_sequence_us * step.rows_of(SpanKind::Decode) as f64
+            + self.prefill_token_us * rows_of(step, SpanKind::Prefill) as f64
+            + self.decode_sequence_us * rows_of(step, SpanKind::Decode) as f64
             + self.context_token_us * context as f64
     }
 }
@@ -271,10 +277,10 @@ impl<'a> Simulation<'a> {
         let report = &mut self.report;
         report.preemptions += step.preempted.len();
         report.steps += usize::from(!step.is_empty());
-        report.peak_batch = report.peak_batch.max(step.rows_of(SpanKind::Decode));
+        report.peak_batch = report.peak_batch.max(rows_of(step, SpanKind::Decode));
         report.peak_chunk_tokens = report
             .peak_chunk_tokens
-            .max(step.rows_of(SpanKind::Prefill));
+            .max(rows_of(step, SpanKind::Prefill));
         let used = self.scheduler.stats().kv.used_blocks;
         report.peak_used_blocks = report.peak_used_blocks.max(used);
     }

@@ -93,9 +93,10 @@ pub(crate) type ChoiceStream = Pin<Box<dyn Stream<Item = Result<ChoiceEvent, Api
 
 /// Runs a submission. The stream ends behind `Done` or an error; dropping it cancels all choices.
 ///
-/// The first choice of all waits alone for a worker, as one request in the queue. Of each prompt the first choice goes ahead; the others follow when it has its first token, so that they find the
-/// prompt's keys and values computed. No more than the pool's share for one request are under way at a time: the next one
-/// goes to the end of the queue when one has ended, behind whoever came meanwhile.
+/// The first choice of all waits alone for a worker, as one request in the queue. Of each prompt the first choice goes
+/// ahead; the others follow when it has its first token, so that they find the prompt's keys and values computed. No more
+/// than the pool's share for one request are under way at a time: the next one goes to the end of the queue when one has
+/// ended, behind whoever came meanwhile.
 pub(crate) fn run(app: Arc<App>, submission: Submission) -> ChoiceStream {
     let events = AssertUnwindSafe(run_choices(app.clone(), submission)).catch_unwind();
     Box::pin(async_stream::stream! {

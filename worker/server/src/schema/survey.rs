@@ -125,7 +125,8 @@ pub(super) fn parts(root: &Value) -> Result<Vec<Part<'_>>, String> {
     Ok(found.parts)
 }
 
-/// What a schema asks for that cannot be followed, or is too large about it, in words that follow its name; `None` when nothing is.
+/// What a schema asks for that cannot be followed, or is too large about it, in words that follow its name; `None` when
+/// nothing is.
 pub(super) fn excess(parts: &[Part<'_>]) -> Option<String> {
     if parts.len() > MAX_SCHEMAS {
         return Some(format!(

@@ -107,12 +107,19 @@ pub(crate) fn is_down(observed: &Observed, node: &str) -> bool {
     observed.nodes.get(node).is_none_or(|node| !node.is_ready)
 }
 
-/// Whether that node's work is to be done elsewhere: it is not there, or has not been Ready for a while.
+/// Whether that node's work is to be done elsewhere: it is not there, or has not been Ready for a while in which another
+/// was. When all were away, by a switch or a power cut, the first that is back does not take the work of the others.
 pub(crate) fn is_lost(observed: &Observed, node: &str) -> bool {
     let Some(view) = observed.nodes.get(node) else {
         return true;
     };
-    has_been_down(observed, view, observed.settings.nodes.move_after)
+    let patience = observed.settings.nodes.move_after;
+    let mut others = observed.nodes.values();
+    let has_other = others.any(|other| {
+        let since = other.ready_since;
+        other.is_ready && since.is_none_or(|since| age(since, observed.now) >= patience)
+    });
+    has_other && has_been_down(observed, view, patience)
 }
 
 /// Nodes that are there and not Ready, with whether they have been so for so long that nobody waits for them.
@@ -136,10 +143,15 @@ pub(crate) fn next_judgement<'a>(
         let left = left.filter(|left| !left.is_zero());
         next = [next, left].into_iter().flatten().min();
     };
-    for node in nodes
+    let nodes: Vec<_> = nodes
         .into_iter()
         .filter_map(|name| observed.nodes.get(name))
-    {
+        .collect();
+    if nodes.iter().any(|node| !node.is_ready) {
+        let others = observed.nodes.values();
+        others.for_each(|other| at(other.ready_since, settings.move_after));
+    }
+    for node in nodes {
         at(node.not_ready_since, settings.move_after);
         at(node.not_ready_since, settings.forget_after);
         let passing = node.taints.iter().filter(|taint| passes(observed, taint));

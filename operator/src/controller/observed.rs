@@ -124,6 +124,8 @@ pub(crate) struct NodeView {
     pub(crate) taints: Vec<Taint>,
     /// Whether its kubelet reports Ready.
     pub(crate) is_ready: bool,
+    /// Since when it does.
+    pub(crate) ready_since: Option<Timestamp>,
     /// Since when it does not; none while it does.
     pub(crate) not_ready_since: Option<Timestamp>,
     /// Whether it is cordoned.

@@ -87,8 +87,13 @@ pub(super) fn away_end_nothing(cluster: &Cluster) {
         assert_eq!(identities(cluster), before);
     }
     assert_eq!(plans(), 1);
+    // One after the other: the first one does not take the others' work.
     for node in &nodes {
         cluster.node_named(node).start_kubelet_again();
+        wait_until("the node is Ready again", Duration::from_secs(90), || {
+            is_ready(&cluster.get("node", "", node)?).then_some(())
+        });
+        std::thread::sleep(Duration::from_secs(4));
     }
     wait_until_settled(cluster, "demo");
     let answers = held.finish();

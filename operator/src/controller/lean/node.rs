@@ -73,6 +73,7 @@ impl LeanNode {
         let changed = ready.and_then(|ready| ready.last_transition_time.as_ref());
         NodeView {
             is_ready,
+            ready_since: changed.filter(|_| is_ready).map(|Time(at)| *at),
             not_ready_since: changed.filter(|_| !is_ready).map(|Time(at)| *at),
             is_cordoned: self.spec.unschedulable,
             gpus: amount(GPU_RESOURCE).and_then(whole).unwrap_or(0),

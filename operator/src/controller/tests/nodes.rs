@@ -133,13 +133,16 @@ fn goes_away(world: &mut World, name: &str) {
     let now = world.observed.now;
     world.node(name, |node| {
         node.is_ready = false;
+        node.ready_since = None;
         node.not_ready_since = Some(now);
     });
 }
 
 fn comes_back(world: &mut World, name: &str) {
+    let now = world.observed.now;
     world.node(name, |node| {
         node.is_ready = true;
+        node.ready_since = Some(now);
         node.not_ready_since = None;
     });
 }
@@ -194,6 +197,38 @@ fn all_nodes_away_at_once_move_nothing() {
     world.settle();
     assert_eq!(identities(&world), before);
     assert_eq!(world.observed.plans.len(), 1);
+}
+
+/// As after a power cut: kubelets come back one by one.
+#[test]
+fn the_first_node_that_is_back_waits_for_the_others_before_it_takes_their_work() {
+    for comes in [true, false] {
+        let mut world = World::new("");
+        world.settle();
+        let (before, home) = (identities(&world), world.observed.pods[0].node.clone());
+        let other = if home == "attic" { "office" } else { "attic" };
+        goes_away(&mut world, &home);
+        goes_away(&mut world, other);
+        world.pass(Duration::from_secs(600));
+        world.visit();
+        comes_back(&mut world, other);
+        for _ in 0..15 {
+            let decision = world.visit();
+            assert!(decision.create_plan.is_none(), "{:?}", decision.create_plan);
+            let wait = decision.requeue_after.expect("a look when it is over");
+            assert!(wait <= Duration::from_secs(20), "{wait:?}");
+            world.turn();
+        }
+        if comes {
+            comes_back(&mut world, &home);
+            world.settle();
+            assert_eq!(identities(&world), before);
+            assert_eq!(world.observed.plans.len(), 1);
+        } else {
+            world.pass(Duration::from_secs(20));
+            assert!(world.visit().create_plan.is_some());
+        }
+    }
 }
 
 #[test]

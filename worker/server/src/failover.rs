@@ -306,7 +306,7 @@ impl Attempt {
             prefill,
         } = match acquire(pool, job, want, deadline).await {
             Ok(route) => route,
-            Err(error @ AcquireError::NotReady { .. })
+            Err(error @ (AcquireError::NotReady { .. } | AcquireError::Ending))
                 if progress.pin.is_none() && Instant::now() < job.deadline =>
             {
                 return Err(Failure::Fatal(JobError::Acquire(error)));
@@ -407,18 +407,21 @@ impl Attempt {
 }
 
 /// A place for a job. One that was let in and has no worker yet has none of its own to be replaced: it gives up when
-/// nobody could have given it a place for as long as a replacement may take.
+/// nobody could have given it a place for as long as a replacement may take. In a gateway that ends, a new one gives up
+/// when no worker is left: another gateway has some.
 async fn acquire(
     pool: &Arc<Pool>,
     job: &Job,
     want: Want<'_>,
     deadline: Instant,
 ) -> Result<Route, AcquireError> {
-    let may_give_up = want.is_admitted && want.pin.is_none();
+    let is_new = want.pin.is_none();
+    let may_give_up = want.is_admitted && is_new;
     tokio::select! {
         biased;
         route = pool.acquire(want, deadline) => route,
         error = pool.deserted(job.replacement_timeout), if may_give_up => Err(error),
+        error = pool.left(), if is_new => Err(error),
     }
 }
 

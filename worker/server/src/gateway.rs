@@ -213,6 +213,7 @@ impl Gateway {
         }
         self.app.is_draining.store(true, Ordering::Relaxed);
         drain.begin();
+        self.app.pool.end();
         let (waiting, listener) = waiting(listener, &places);
         for (stream, place) in waiting {
             open.spawn(connections.clone().run(stream, place, false));

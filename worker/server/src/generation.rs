@@ -469,6 +469,7 @@ fn error_of(error: JobError, limit: Duration, grammar: Option<&Grammar>) -> ApiE
             RETRY_STARTING,
         )
         .with_code("workers_starting"),
+        JobError::Acquire(AcquireError::Ending) => closing_error(),
         JobError::Rejected(message) => schema::rejected(message, grammar),
         JobError::Deadline { tokens } => ApiError::new(
             StatusCode::GATEWAY_TIMEOUT,

@@ -7,6 +7,7 @@ use std::time::Duration;
 use hearth_transport::{Clients, Endpoint, TransportError, Worker};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::member::{Member, MemberState};
@@ -20,6 +21,8 @@ pub use route::Route;
 
 /// Assumed of a worker that does not tell.
 const DEFAULT_BATCH: u32 = 16;
+/// A worker that is not ready for so long in a gateway that ends is not waited for.
+const LEFT_AFTER: Duration = Duration::from_secs(5);
 
 /// The pools of one gateway. Members may join and leave at any time.
 pub struct Pool {
@@ -35,6 +38,8 @@ pub struct Pool {
     waiting_admitted: AtomicUsize,
     /// First come, first served.
     turnstile: tokio::sync::Mutex<()>,
+    /// The gateway ends.
+    ending: CancellationToken,
 }
 
 /// A member with the task that looks after it.
@@ -83,6 +88,7 @@ impl Pool {
             waiting: AtomicUsize::new(0),
             waiting_admitted: AtomicUsize::new(0),
             turnstile: tokio::sync::Mutex::new(()),
+            ending: CancellationToken::new(),
         });
         pool.set_members(members)?;
         Ok(pool)
@@ -159,6 +165,19 @@ impl Pool {
             .await
             .map_err(out_of_time)?;
         self.wait_for_worker(&want, &key, deadline).await
+    }
+
+    /// The gateway takes no new connections any more.
+    pub fn end(&self) {
+        self.ending.cancel();
+    }
+
+    /// Returns when the gateway ends and no decode worker is left for long enough, with the error of whoever waits for one.
+    /// Where a node is emptied at once, gateway and workers are told to end together; another gateway has others.
+    pub async fn left(&self) -> AcquireError {
+        self.ending.cancelled().await;
+        self.deserted(LEFT_AFTER).await;
+        AcquireError::Ending
     }
 
     /// Returns when no decode worker was ready for as long as `patience`, with the error of whoever waits for one.

@@ -141,6 +141,8 @@ pub enum AcquireError {
         /// Decode workers of the pool; 0: none has joined.
         workers: usize,
     },
+    /// The gateway ends, and no worker is left.
+    Ending,
 }
 
 /// A worker as `/ready` and `/metrics` show it.

@@ -206,6 +206,38 @@ async fn new_clients_are_told_to_come_again() {
     );
 }
 
+/// Of a node that is emptied at once, gateway and workers are told to end together: another gateway has others.
+#[tokio::test(flavor = "multi_thread")]
+async fn who_waits_for_a_worker_when_none_is_left_is_told_to_come_again() {
+    let worker = FakeWorker::start();
+    let mut gateway = gateway(&[&worker], |_| {}).await;
+    worker.kill();
+    eventually(|| async { gateway.get("/ready").await.0 == 503 }).await;
+    let mut streams = Vec::new();
+    for extra in [json!({}), json!({"n": 3}), json!({"stream": true})] {
+        let mut stream = TcpStream::connect(gateway.address).await.unwrap();
+        send(&mut stream, &chat_body("say:late", extra)).await;
+        streams.push(stream);
+    }
+    eventually(|| async { gateway.metric("hearth_requests_queued", "").await >= 3.0 }).await;
+    let began = Instant::now();
+    gateway.shut_down();
+    for stream in &mut streams {
+        let answer = read_to_end(stream).await;
+        assert!(
+            answer.starts_with("HTTP/1.1 503") && answer.contains("retry-after: "),
+            "{answer}"
+        );
+        assert!(answer.contains("\"code\":\"shutting_down\""), "{answer}");
+    }
+    assert!(
+        began.elapsed() < Duration::from_secs(20),
+        "it waited {:?}",
+        began.elapsed()
+    );
+    gateway.ended().await.unwrap();
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn the_last_answer_on_a_kept_connection_says_that_it_ends() {
     let worker = FakeWorker::start();

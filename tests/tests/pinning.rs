@@ -384,15 +384,22 @@ const PREFILL: &str = "worker=\"prefill-0\"";
 
 /// A line of the metrics with all those parts.
 fn series<'a>(output: &'a str, wanted: &[&str]) -> &'a str {
-    let mut lines = output.lines();
-    let found = lines.find(|line| wanted.iter().all(|part| line.contains(part)));
+    let found = find_series(output, wanted);
     found.unwrap_or_else(|| panic!("no {wanted:?} in\n{output}"))
 }
 
-/// Bytes that a worker has on a NUMA node.
+fn find_series<'a>(output: &'a str, wanted: &[&str]) -> Option<&'a str> {
+    let mut lines = output.lines();
+    lines.find(|line| wanted.iter().all(|part| line.contains(part)))
+}
+
+/// Bytes that a worker has on a NUMA node; it tells nothing of a node on which it has none at all.
 fn numa_bytes(output: &str, worker: &str, node: u32, kind: &str) -> f64 {
     let labels = format!("numa_node=\"{node}\",kind=\"{kind}\"");
-    let value = series(output, &[worker, &labels]).rsplit_once(' ');
+    let Some(line) = find_series(output, &[worker, &labels]) else {
+        return 0.0;
+    };
+    let value = line.rsplit_once(' ');
     let value = value.and_then(|(_, value)| value.trim().parse().ok());
     value.unwrap_or_else(|| panic!("no number for {labels}\n{output}"))
 }

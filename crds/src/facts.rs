@@ -144,19 +144,40 @@ impl ModelFacts {
     /// Bytes of weights that one step over `tokens` tokens reads: everything but the embedding, and of the routed
     /// experts those that some token uses.
     pub fn step_bytes(&self, tokens: u32) -> f64 {
-        let always = self
-            .bytes
+        self.always_bytes() as f64 + self.expert_step_bytes(tokens)
+    }
+
+    /// Of [`Self::step_bytes`] what must come from the disk when the system keeps `kept_bytes` of the weights in memory. It
+    /// keeps what was read last: with routed experts that is what every step reads, and then experts, chosen evenly. Without,
+    /// no part of the weights is kept rather than another.
+    pub fn absent_step_bytes(&self, tokens: u32, kept_bytes: u64) -> f64 {
+        let share = |kept: u64, of: u64| kept.min(of) as f64 / of.max(1) as f64;
+        if self.experts == 0 {
+            return self.step_bytes(tokens) * (1.0 - share(kept_bytes, self.bytes.total()));
+        }
+        let always = self.always_bytes();
+        let kept_experts = kept_bytes.saturating_sub(always);
+        let absent = 1.0 - share(kept_experts, self.bytes.routed_experts);
+        always.saturating_sub(kept_bytes) as f64 + self.expert_step_bytes(tokens) * absent
+    }
+
+    /// Bytes that every step reads, whatever its tokens.
+    fn always_bytes(&self) -> u64 {
+        self.bytes
             .attention
             .saturating_add(self.bytes.dense_ffn)
             .saturating_add(self.bytes.shared_expert)
             .saturating_add(self.bytes.router)
-            .saturating_add(self.bytes.head);
-        let share = if self.experts == 0 {
-            1.0
-        } else {
-            self.expected_distinct_experts(tokens) / f64::from(self.experts)
+            .saturating_add(self.bytes.head)
+    }
+
+    /// Bytes of routed experts that one step over `tokens` tokens reads.
+    fn expert_step_bytes(&self, tokens: u32) -> f64 {
+        let share = match self.experts {
+            0 => 1.0,
+            experts => self.expected_distinct_experts(tokens) / f64::from(experts),
         };
-        always as f64 + self.bytes.routed_experts as f64 * share
+        self.bytes.routed_experts as f64 * share
     }
 
     /// The least of the weights that must be in memory at a time with `MmapPrefetch`: the layer at work, the next

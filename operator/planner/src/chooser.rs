@@ -70,19 +70,18 @@ impl<'a> Chooser<'a> {
         seat: Option<&Seat<'_>>,
         budget: &NodeBudget,
     ) -> Predictor<'a> {
-        let total = self.demand.facts.bytes.total().max(1);
-        let (rates, resident_share) = match seat {
-            Some(seat) => (Rates::of_gpu(seat.gpu), 1.0),
+        let (rates, kept_bytes) = match seat {
+            Some(seat) => (Rates::of_gpu(seat.gpu), u64::MAX),
             None => (
                 Rates::of(self.nodes[node], set),
-                self.kept_bytes(node, budget).min(total) as f64 / total as f64,
+                self.kept_bytes(node, budget),
             ),
         };
         Predictor {
             facts: self.demand.facts,
             rates,
             kv_bytes_per_token: self.demand.kv_bytes_per_token,
-            resident_share,
+            kept_bytes,
         }
     }
 

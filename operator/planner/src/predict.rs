@@ -119,8 +119,8 @@ pub(crate) struct Predictor<'a> {
     pub facts: &'a ModelFacts,
     pub rates: Rates,
     pub kv_bytes_per_token: u64,
-    /// Share of the weights that no step reads from the disk, 1 with `Resident`.
-    pub resident_share: f64,
+    /// Bytes of the weights that stay in memory, all with `Resident`.
+    pub kept_bytes: u64,
 }
 
 impl Predictor<'_> {
@@ -132,9 +132,9 @@ impl Predictor<'_> {
         let flops = 2.0 * self.facts.active_parameter_count as f64 * f64::from(step.tokens)
             + self.facts.attention_flops_per_position() * step.attended_positions;
         let compute_ms = flops / 1e9 / self.rates.gflops * 1e3;
-        let absent = (1.0 - self.resident_share).max(0.0);
+        let absent = self.facts.absent_step_bytes(step.tokens, self.kept_bytes);
         // Without a measured disk, a slow one: 0.1 GB/s.
-        let disk_ms = weights * absent
+        let disk_ms = absent
             / 1e9
             / if self.rates.disk_gbps > 0.0 {
                 self.rates.disk_gbps

@@ -418,6 +418,35 @@ fn experts_that_a_batch_reads_are_counted_by_expectation() {
     assert_eq!(demo_model().kv_bytes_per_token(2, 2), 960);
 }
 
+/// The system lets go of what was read longest ago: never of what every step reads.
+#[test]
+fn what_every_step_reads_is_kept_before_experts() {
+    let facts = qwen3_30b();
+    let always = facts.step_bytes(0);
+    let experts = facts.step_bytes(1) - always;
+    let absent = |kept: f64| facts.absent_step_bytes(1, kept as u64);
+    let is_near = |found: f64, expected: f64| (found - expected).abs() < 1e-6 * facts.step_bytes(1);
+    let routed = facts.bytes.routed_experts as f64;
+    for (kept, expected) in [
+        (0.0, always + experts),
+        (always / 2.0, always / 2.0 + experts),
+        (always, experts),
+        (always + routed / 4.0, experts * 0.75),
+        (always + routed, 0.0),
+        (facts.bytes.total() as f64 * 2.0, 0.0),
+    ] {
+        assert!(is_near(absent(kept), expected), "{kept}: {}", absent(kept));
+    }
+    // Without experts one part is as likely to be there as another.
+    let dense = dense_1_7b();
+    let half = dense.absent_step_bytes(1, dense.bytes.total() / 2);
+    assert!(
+        (half / dense.step_bytes(1) - 0.5).abs() < 1e-6,
+        "{half} of {}",
+        dense.step_bytes(1)
+    );
+}
+
 #[test]
 fn pages_that_stay_in_the_page_cache_are_not_read_from_the_disk() {
     let spec = spec("decode: {maxBatch: 1}\n");

@@ -1,4 +1,4 @@
-//! Ports: whether one is free, who holds it, and a free one.
+//! Ports: whether one is free, who holds it, and free ones.
 
 use std::fs;
 use std::net::{IpAddr, SocketAddr, TcpListener};
@@ -27,13 +27,22 @@ pub(crate) fn check_free(address: SocketAddr, file: &str, flag: &str) -> anyhow:
     }
 }
 
-/// A port of `ip` that is free now.
-///
-/// # Errors
-/// When the system has none.
-pub(crate) fn free_port(ip: IpAddr) -> anyhow::Result<u16> {
-    let listener = TcpListener::bind((ip, 0)).with_context(|| format!("no free port on {ip}"))?;
-    Ok(listener.local_addr()?.port())
+/// Ports that are free now. They are held until this is dropped, or the system could give one away twice.
+#[derive(Default)]
+pub(crate) struct FreePorts(Vec<TcpListener>);
+
+impl FreePorts {
+    /// An address of `ip` with another free port.
+    ///
+    /// # Errors
+    /// When the system has none.
+    pub(crate) fn take(&mut self, ip: IpAddr) -> anyhow::Result<SocketAddr> {
+        let listener =
+            TcpListener::bind((ip, 0)).with_context(|| format!("no free port on {ip}"))?;
+        let address = listener.local_addr()?;
+        self.0.push(listener);
+        Ok(address)
+    }
 }
 
 /// Process id and name of who listens on `port`, as far as /proc shows it to us.
@@ -77,7 +86,18 @@ fn listening_inode(table: &str, port: u16) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
+
+    #[test]
+    fn no_free_port_is_given_twice() {
+        let mut free = FreePorts::default();
+        let ports: BTreeSet<u16> = (0..300)
+            .map(|_| free.take(IpAddr::from([127, 0, 0, 1])).unwrap().port())
+            .collect();
+        assert_eq!(ports.len(), 300);
+    }
 
     #[test]
     fn names_the_process_that_holds_a_port() {

@@ -10,8 +10,8 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::cgroup::Cgroup;
+use crate::ports::free_port;
 use crate::programs::{hearth, root, run, worker};
-use crate::up::free_port;
 
 /// How long a process may take to serve; a busy machine with an unoptimised build needs some.
 const START_TIMEOUT: Duration = Duration::from_secs(120);

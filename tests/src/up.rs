@@ -1,7 +1,6 @@
 //! A running `hearth up` of one test's own.
 
 use std::fs::File;
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
@@ -10,6 +9,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
+use crate::ports::free_port;
 use crate::programs::{hearth, root, run};
 
 /// How long a start may take; a busy machine with an unoptimised build needs some.
@@ -261,13 +261,4 @@ fn send(pid: u32, signal: Signal) {
     if let Some(pid) = Pid::from_raw(pid.cast_signed()) {
         let _ = kill_process(pid, signal);
     }
-}
-
-/// A port that is free now.
-pub(crate) fn free_port() -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
-    listener.map_or_else(
-        |error| panic!("no free port: {error}"),
-        |address| address.port(),
-    )
 }

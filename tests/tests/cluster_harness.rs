@@ -384,9 +384,13 @@ impl Drop for Process {
 fn keeper(id: &str) -> Process {
     let mut command = Command::new(env!("CARGO_BIN_EXE_hearth-cluster"));
     let process = Process::start(command.args(["keep", id, "--nodes"]));
-    std::thread::sleep(Duration::from_millis(500));
     // It made its directory, but has no turn.
-    assert!(state(id).is_dir());
+    wait_until(
+        "the keeper has a directory",
+        Duration::from_secs(30),
+        || state(id).is_dir().then_some(()),
+    );
+    std::thread::sleep(Duration::from_millis(500));
     assert!(!state(id).join("nodes").exists());
     process
 }

@@ -72,6 +72,19 @@ impl Scene {
         uids.collect()
     }
 
+    /// Waits until nothing more is written: events come after the status that a test waits for.
+    fn wait_until_quiet(&mut self) {
+        let mut last = (self.proxy.write_count(), Instant::now());
+        let quiet = try_wait_until("nothing more is written", PATIENCE, || {
+            let count = self.proxy.write_count();
+            if count != last.0 {
+                last = (count, Instant::now());
+            }
+            (last.1.elapsed() > Duration::from_secs(1)).then_some(())
+        });
+        quiet.unwrap_or_else(|error| panic!("{error}\n{}", self.operator.log()));
+    }
+
     /// Paths of what is written in the next seconds.
     fn writes(&self) -> Vec<String> {
         let before = self.proxy.write_count();
@@ -209,6 +222,7 @@ fn a_secret_that_others_make_anew_is_no_conflict_for_ever() {
     });
     scaled(&scene.stand, 2);
     scene.until("it is settled again", is_settled);
+    scene.wait_until_quiet();
     let writes = scene.writes();
     assert!(writes.is_empty(), "{writes:?}");
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use hearth_tests::{Rank, Ranks, copy_of_demo, root, run, skipped, worker};
+use hearth_tests::{Rank, Ranks, copy_of_demo, free_port, root, run, skipped, worker};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -226,8 +226,7 @@ async fn until_serving(gateway: &Rank) {
 }
 
 fn free_address() -> String {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("port");
-    listener.local_addr().expect("address").to_string()
+    format!("127.0.0.1:{}", free_port())
 }
 
 #[test]
@@ -265,7 +264,7 @@ fn linger_waits_and_ends_at_once_when_told() {
         .stdin(Stdio::null())
         .spawn()
         .expect("linger");
-    std::thread::sleep(Duration::from_millis(500));
+    wait_until_it_heeds(child.id(), Signal::TERM);
     assert!(matches!(child.try_wait(), Ok(None)), "it did not wait");
     let pid = Pid::from_raw(child.id().cast_signed()).expect("pid");
     kill_process(pid, Signal::TERM).expect("signal");
@@ -280,6 +279,23 @@ fn linger_waits_and_ends_at_once_when_told() {
     assert_eq!(status.code(), Some(0));
     let (code, _, stderr) = run(worker().args(["linger", "--seconds", "soon"]));
     assert!(code != 0 && stderr.contains("soon"), "{stderr}");
+}
+
+/// Waits until a process has a handler of a signal, which the kernel would end it by before.
+fn wait_until_it_heeds(pid: u32, signal: Signal) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    let heeds = || {
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("a process");
+        let caught = status
+            .lines()
+            .find_map(|line| line.strip_prefix("SigCgt:"))
+            .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+        caught.expect("a mask of signals") & (1 << (signal.as_raw() - 1)) != 0
+    };
+    while !heeds() {
+        assert!(Instant::now() < deadline, "it takes no {signal:?}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
 }
 
 /// Exit code, report and standard error of a look at a model. The report is a file that is there already, and that

@@ -148,7 +148,8 @@ async fn a_killed_fetch_is_gone_on_with() {
 async fn of_many_processes_one_fetches() {
     let archive = model_tar(2_000_000);
     let server = FileServer::start(archive.clone()).await;
-    server.pace(Duration::from_millis(5));
+    // So slow that all four have started before the first is done.
+    server.pace(Duration::from_millis(20));
     let cache = TempDir::new().unwrap();
     let checksum = sha256(&archive);
     let fetches = (0..4).map(|_| run(fetch(&server.url(), &checksum, cache.path())));

@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 use std::fs::File;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::time::Instant;
 
@@ -15,6 +15,7 @@ use hearth_planner::{CpuOffer, GpuOffer, PlanRequest};
 use serde::Deserialize;
 
 use super::{UpArgs, files};
+use crate::ports::FreePorts;
 use crate::state::{DeploymentDir, StateDir};
 use crate::ui::Steps;
 use crate::{ports, source, table, ui, worker};
@@ -181,17 +182,20 @@ pub(crate) fn prepare(args: &UpArgs) -> anyhow::Result<Prepared> {
     let started = Instant::now();
     let steps = Steps::new();
     let state = StateDir::locate(args.state.state_dir.as_deref())?;
-    let port = match args.port {
-        // The system's choice, made here: the gateway keeps it when it is started again, and others are told of it.
-        0 => ports::free_port(args.host)?,
-        port => port,
-    };
-    let listen = SocketAddr::new(args.host, port);
+    let mut free = FreePorts::default();
     let deployment = deployment(&args.file)?;
     // Before its port: one that runs holds that too, and another port would not help.
     let name = deployment.metadata.name.as_deref().unwrap_or_default();
     state.deployment(name).check_free(name)?;
-    ports::check_free(listen, &args.file.display().to_string(), "--port ")?;
+    let listen = match args.port {
+        // The system's choice, made here: the gateway keeps it when it is started again, and others are told of it.
+        0 => free.take(args.host)?,
+        port => {
+            let address = SocketAddr::new(args.host, port);
+            ports::check_free(address, &args.file.display().to_string(), "--port ")?;
+            address
+        }
+    };
     if args.metrics.port() != 0 {
         let flag = format!("--metrics {}:", args.metrics.ip());
         ports::check_free(args.metrics, &args.file.display().to_string(), &flag)?;
@@ -214,15 +218,12 @@ pub(crate) fn prepare(args: &UpArgs) -> anyhow::Result<Prepared> {
     for rank in &mut plan.ranks {
         let endpoint = match rank.role {
             PlanRole::Gateway => listen,
-            PlanRole::Prefill | PlanRole::Decode => {
-                let loopback = IpAddr::V4(Ipv4Addr::LOCALHOST);
-                SocketAddr::new(loopback, ports::free_port(loopback)?)
-            }
+            PlanRole::Prefill | PlanRole::Decode => free.take(Ipv4Addr::LOCALHOST.into())?,
         };
         rank.endpoint = Some(endpoint.to_string());
     }
     let metrics = match args.metrics.port() {
-        0 => SocketAddr::new(args.metrics.ip(), ports::free_port(args.metrics.ip())?),
+        0 => free.take(args.metrics.ip())?,
         _ => args.metrics,
     };
     directory.write_plan(&plan)?;

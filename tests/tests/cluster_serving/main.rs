@@ -308,11 +308,10 @@ fn a_killed_worker_costs_no_token(cluster: &Cluster) {
     assert!(cluster.kill_pod_processes("default", &decode[0]) > 0);
     streams.wait_for(2 * streams::STREAMS);
     streams.finish();
-    let after = pods(cluster, "demo", "decode");
-    assert_eq!(
-        after[0]["status"]["containerStatuses"][0]["restartCount"], 1,
-        "{after:#?}"
-    );
+    wait_until("the kubelet counts one restart", PATIENCE, || {
+        let after = pods(cluster, "demo", "decode");
+        (after[0]["status"]["containerStatuses"][0]["restartCount"] == 1).then_some(())
+    });
 }
 
 fn an_autoscaler_follows_the_cpu(cluster: &Cluster) {
@@ -342,16 +341,16 @@ fn an_autoscaler_follows_the_cpu(cluster: &Cluster) {
 
 /// The columns and the description of a deployment that has served for a while.
 fn newcomers_see_what_goes_on(cluster: &Cluster) {
-    let measured = wait_until("latencies are measured", PATIENCE, || {
+    // The operator measures anew while it is looked at.
+    wait_until("measured latencies are columns", PATIENCE, || {
         let found = infd(cluster, "demo");
         let measured = &found["status"]["measured"];
-        let both = ["timeToFirstToken", "timePerOutputToken"].map(|name| measured[name].clone());
-        both.iter().all(Value::is_string).then_some(both)
+        let table = cluster.kubectl(&["get", "infd", "demo"]);
+        ["timeToFirstToken", "timePerOutputToken"]
+            .iter()
+            .all(|name| measured[name].as_str().is_some_and(|ms| table.contains(ms)))
+            .then_some(())
     });
-    let table = cluster.kubectl(&["get", "infd", "demo"]);
-    for latency in &measured {
-        assert!(table.contains(latency.as_str().unwrap_or("?")), "{table}");
-    }
     let told = cluster.kubectl(&["describe", "infd", "demo"]);
     for reason in ["AllReady", "Planned", "WorkerReady", "answers at http://"] {
         assert!(told.contains(reason), "no {reason} in\n{told}");

@@ -133,7 +133,7 @@ pub(super) fn one_away_moves_late_and_comes_back(cluster: &Cluster) {
 
     cluster.node_named(&goes).stop_kubelet();
     wait_for("the node is NotReady", false);
-    std::thread::sleep(Duration::from_secs(8));
+    std::thread::sleep(Duration::from_secs(3));
     cluster.node_named(&goes).start_kubelet_again();
     wait_for("the node is Ready again", true);
     wait_until_settled(cluster, "demo");

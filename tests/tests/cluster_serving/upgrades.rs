@@ -32,11 +32,18 @@ fn images_of(cluster: &Cluster, name: &str) -> BTreeSet<String> {
 }
 
 /// Deployments with Pods of that image that are not ready yet, of one list of all Pods.
-fn starting_with(pods: &[Value], image: &str) -> BTreeSet<String> {
+///
+/// `served`: uids of Pods that were ready once, kept from look to look: a probe that fails later is no start.
+fn starting_with(pods: &[Value], image: &str, served: &mut BTreeSet<String>) -> BTreeSet<String> {
+    let uid = |pod: &Value| pod["metadata"]["uid"].to_string();
+    let ready = pods
+        .iter()
+        .filter(|pod| pod["status"]["containerStatuses"][0]["ready"] == true);
+    served.extend(ready.map(uid));
     let is_starting = |pod: &&Value| {
         pod["spec"]["containers"][0]["image"] == image
             && pod["metadata"]["deletionTimestamp"].is_null()
-            && pod["status"]["containerStatuses"][0]["ready"] != true
+            && !served.contains(&uid(pod))
     };
     let owner = |pod: &Value| {
         pod["metadata"]["labels"]["hearth.dev/deployment"]
@@ -99,13 +106,14 @@ fn a_new_image_comes_in_turn(cluster: &Cluster, worker: &str) {
     let next = BTreeSet::from([format!("{worker}:next")]);
     release::upgrade(cluster, "image.workerTag=next");
     let mut ends = Ends::default();
+    let mut served = BTreeSet::new();
     wait_until(
         "both deployments run with the new image",
         2 * PATIENCE,
         || {
             let pods = cluster.list("pods", "default", "hearth.dev/role");
             ends.note(&pods);
-            let starting = starting_with(&pods, &format!("{worker}:next"));
+            let starting = starting_with(&pods, &format!("{worker}:next"), &mut served);
             assert!(starting.len() <= 1, "both change at a time: {starting:?}");
             let is_done = |name: &&str| {
                 release::settled(cluster, name).is_some() && images_of(cluster, name) == next

@@ -15,7 +15,7 @@ use support::{Fault, FileServer, model_tar, sha256};
 use tempfile::TempDir;
 
 /// After which failures of private servers are told.
-const PATIENCE: Duration = Duration::from_secs(1);
+const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Like an agent of a cluster, on a machine where the range of tests is open.
 fn inside(allowed: &str) -> FetchOptions {
@@ -55,7 +55,7 @@ async fn told_of(source: &Source, options: &FetchOptions) -> String {
     assert_eq!(error.blame(), Blame::Unknown);
     assert!(elapsed >= PATIENCE, "told after {elapsed:?}: {error}");
     let past_ms = elapsed.as_millis() % PATIENCE.as_millis();
-    assert!(past_ms < 600, "told after {elapsed:?}: {error}");
+    assert!(past_ms < 1200, "told after {elapsed:?}: {error}");
     for progress in &*seen.lock().unwrap() {
         let sizes = (
             progress.bytes,
@@ -173,8 +173,10 @@ async fn of_a_server_inside_only_that_it_gave_no_such_archive_is_told() {
     told.push(error.replace(&url, &server.url()));
     told.dedup();
     assert_eq!(told.len(), 1, "{told:#?}");
+    // Without the port, whose digits are anybody's.
+    let words = told[0].replace(&server.url(), "");
     for secret in ["404", "refused", "4000", &sha256(&page)] {
-        assert!(!told[0].contains(secret), "{}", told[0]);
+        assert!(!words.contains(secret), "{words}");
     }
     assert!(told[0].contains("log of this node's agent"), "{}", told[0]);
 }

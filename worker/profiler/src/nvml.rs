@@ -132,7 +132,7 @@ mod tests {
         let began = std::time::Instant::now();
         let silence = read("libnvidia-ml-that-is-not-there.so.1");
         assert!(matches!(silence, Err(Silence::NoGpus(_))), "{silence:?}");
-        assert!(began.elapsed().as_millis() < 500, "{:?}", began.elapsed());
+        assert!(began.elapsed().as_secs() < 5, "{:?}", began.elapsed());
     }
 
     #[test]

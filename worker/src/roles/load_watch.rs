@@ -82,11 +82,11 @@ mod tests {
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn loading_that_stands_still_is_given_up_and_slow_loading_is_not() {
         let (sender, ended) = mpsc::channel();
-        let watch = LoadWatch::with(Duration::from_millis(400), move |percent| {
+        let watch = LoadWatch::with(Duration::from_secs(2), move |percent| {
             let _ = sender.send(percent);
         });
         for percent in 1..=12 {
-            tokio::time::sleep(Duration::from_millis(50)).await;
+            tokio::time::sleep(Duration::from_millis(250)).await;
             watch.went_on(percent);
         }
         assert!(ended.try_recv().is_err(), "it went on");
@@ -97,9 +97,9 @@ mod tests {
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn what_is_loaded_is_watched_no_more() {
         let (sender, ended) = mpsc::channel();
-        drop(LoadWatch::with(Duration::from_millis(50), move |percent| {
+        drop(LoadWatch::with(Duration::from_secs(2), move |percent| {
             let _ = sender.send(percent);
         }));
-        assert!(ended.recv_timeout(Duration::from_millis(300)).is_err());
+        assert!(ended.recv_timeout(Duration::from_secs(4)).is_err());
     }
 }

@@ -103,14 +103,14 @@ fn answers_do_not_depend_on_their_company_or_on_chunks() {
 #[test]
 fn prompts_are_computed_beside_decoding() {
     let (engine, controls) = engine_with(options(64));
-    *controls.slowness.lock().unwrap() = Duration::from_millis(2);
+    // The engine stands still in its first pass until the other prompt is there.
+    let (stopped, go) = stopped_before(&controls, 0, 1);
     let first = start(&engine, ask(&[1], 40));
-    for _ in 0..3 {
-        first.next();
-    }
-    let second = answer(&engine, ask(&[2; 20], 2));
-    assert_eq!(second.tokens.len(), 2);
-    assert_eq!(first.finish_from(2).tokens.len(), 38);
+    stopped.recv_timeout(PATIENCE).unwrap();
+    let second = start(&engine, ask(&[2; 20], 2));
+    go.send(()).unwrap();
+    assert_eq!(second.finish().tokens.len(), 2);
+    assert_eq!(first.finish().tokens.len(), 40);
     let batches = controls.batches.lock().unwrap().clone();
     assert!(batches.iter().any(|rows| rows == &[1, 8]), "{batches:?}");
     assert!(
@@ -197,15 +197,30 @@ fn a_replay_of_a_complete_answer_only_ends_it() {
     assert_eq!(got.tokens.len(), 1);
 }
 
+/// Waits until the engine's thread goes round no more for a tenth of a second, which one that spins never does.
+fn assert_sleeps(controls: &Controls) {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let before = controls.loops.load(Ordering::Relaxed);
+        std::thread::sleep(Duration::from_millis(100));
+        let after = controls.loops.load(Ordering::Relaxed);
+        if after == before {
+            return;
+        }
+        assert!(
+            Instant::now() < deadline,
+            "it went round {} times in a tenth of a second",
+            after - before
+        );
+    }
+}
+
 #[test]
 fn an_idle_engine_sleeps() {
     let (engine, controls) = engine_with(options(16));
     answer(&engine, ask(&[1], 3));
     assert_all_freed(&engine);
-    std::thread::sleep(Duration::from_millis(20));
-    let before = controls.loops.load(Ordering::Relaxed);
-    std::thread::sleep(Duration::from_millis(100));
-    assert_eq!(controls.loops.load(Ordering::Relaxed), before);
+    assert_sleeps(&controls);
     // So does one that waits for KV, and it still hears of others.
     let input = GenerateInput {
         prefill: crate::PrefillPlace::Remote {
@@ -219,10 +234,7 @@ fn an_idle_engine_sleeps() {
         waiting.next(),
         GenerateEvent::NeedsKv { first_token: 0 }
     ));
-    std::thread::sleep(Duration::from_millis(20));
-    let before = controls.loops.load(Ordering::Relaxed);
-    std::thread::sleep(Duration::from_millis(100));
-    assert_eq!(controls.loops.load(Ordering::Relaxed), before);
+    assert_sleeps(&controls);
     assert_eq!(answer(&engine, ask(&[4], 2)).tokens.len(), 2);
     drop(waiting);
     assert_all_freed(&engine);

@@ -1,12 +1,9 @@
 //! A model of hashes: what it stores and answers depends on every byte of KV before it, so that a wrong block,
 //! a lost token or a KV of another sequence changes the answer.
 
-use std::{
-    sync::{
-        Arc, Mutex,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
-    },
-    time::Duration,
+use std::sync::{
+    Arc, Mutex,
+    atomic::{AtomicBool, AtomicUsize, Ordering},
 };
 
 use hearth_kernels::{BlockId, KvDType, KvLayout, SampleFault, SampleSpec};
@@ -41,8 +38,6 @@ pub(super) struct Controls {
     faults: Arc<Mutex<Vec<Fault>>>,
     /// Rows of each forward pass.
     pub(super) batches: Arc<Mutex<Vec<Vec<usize>>>>,
-    /// Time that a forward pass takes at least.
-    pub(super) slowness: Arc<Mutex<Duration>>,
     /// Holds layers up.
     pub(super) before_layer: Arc<Mutex<Option<Hook>>>,
     /// Layers that were computed.
@@ -169,7 +164,6 @@ impl Forward for Fake {
         choices: &[SampleSpec],
         watch: &mut dyn Watch,
     ) -> Result<Option<Output>, String> {
-        std::thread::sleep(*self.controls.slowness.lock().unwrap());
         let fault = self.controls.faults.lock().unwrap().pop();
         let rows = batch.spans.iter().map(|s| s.rows).collect();
         self.controls.batches.lock().unwrap().push(rows);

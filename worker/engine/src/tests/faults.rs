@@ -244,7 +244,7 @@ fn a_drain_lets_requests_end_and_then_cuts_them_off() {
             ..ask(&[2, 2], 5)
         },
     );
-    let report = engine.drain(Duration::from_millis(500));
+    let report = engine.drain(Duration::from_secs(3));
     assert_eq!((report.ended, report.cut_off), (1, 1));
     assert_eq!(slow.finish().end, Ok(FinishReason::Length));
     assert_eq!(stuck.finish().end, Err(EngineError::Draining));
@@ -297,27 +297,6 @@ fn the_thread_ends_with_the_last_handle() {
     }
 }
 
-/// Stops the first forward pass of so many sequences before `layer`, until told to go on.
-fn stopped_before(
-    controls: &Controls,
-    layer: usize,
-    sequences: usize,
-) -> (Receiver<()>, std::sync::mpsc::Sender<()>) {
-    let (at, arrived) = channel();
-    let (go, going) = channel();
-    let batches = controls.batches.clone();
-    let mut is_over = false;
-    *controls.before_layer.lock().unwrap() = Some(Box::new(move |now| {
-        let is_there = batches.lock().unwrap().last().unwrap().len() == sequences;
-        if now == layer && is_there && !is_over {
-            is_over = true;
-            let _ = at.send(());
-            let _ = going.recv_timeout(PATIENCE);
-        }
-    }));
-    (arrived, go)
-}
-
 #[test]
 fn a_cancelled_prompt_is_left_between_two_layers() {
     let prompt: Vec<u32> = (0..8).collect();
@@ -351,8 +330,20 @@ fn a_cancelled_prompt_is_left_between_two_layers() {
 fn who_shares_a_batch_with_a_cancelled_prompt_notices_nothing() {
     let (engine, controls) = engine_with(options(64));
     let (stopped, go) = stopped_before(&controls, 1, 2);
-    let survivor = start(&engine, ask(&[7], 60));
+    // The engine's thread waits at the survivor's first event until the other prompt is there.
+    let (tell, both_there) = channel();
+    let (tx, events) = channel();
+    let mut has_waited = false;
+    let sink = Box::new(move |event| {
+        if !std::mem::replace(&mut has_waited, true) {
+            let _ = both_there.recv_timeout(PATIENCE);
+        }
+        tx.send(event).is_ok()
+    });
+    let handle = engine.generate(ask(&[7], 60), sink).unwrap();
+    let survivor = Stream { events, handle };
     let cancelled = start(&engine, ask(&(0..20).collect::<Vec<u32>>(), 4));
+    tell.send(()).unwrap();
     stopped.recv_timeout(PATIENCE).unwrap();
     let (passes, layers) = {
         let passes = controls.batches.lock().unwrap();

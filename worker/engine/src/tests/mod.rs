@@ -9,7 +9,7 @@ mod kv_moves;
 mod random;
 
 use std::{
-    sync::mpsc::{Receiver, channel},
+    sync::mpsc::{Receiver, Sender, channel},
     time::{Duration, Instant},
 };
 
@@ -162,4 +162,25 @@ fn assert_all_freed(engine: &Engine) {
         assert!(Instant::now() < deadline, "not freed: {stats:?}");
         std::thread::sleep(Duration::from_millis(2));
     }
+}
+
+/// Stops the first forward pass of so many sequences before `layer`, until told to go on.
+fn stopped_before(
+    controls: &Controls,
+    layer: usize,
+    sequences: usize,
+) -> (Receiver<()>, Sender<()>) {
+    let (at, arrived) = channel();
+    let (go, going) = channel();
+    let batches = controls.batches.clone();
+    let mut is_over = false;
+    *controls.before_layer.lock().unwrap() = Some(Box::new(move |now| {
+        let is_there = batches.lock().unwrap().last().unwrap().len() == sequences;
+        if now == layer && is_there && !is_over {
+            is_over = true;
+            let _ = at.send(());
+            let _ = going.recv_timeout(PATIENCE);
+        }
+    }));
+    (arrived, go)
 }

@@ -74,7 +74,8 @@ async fn asks(
             Ok(answer) => failures.push(format!("{text}: {answer}")),
             Err(error) => failures.push(format!("{text}: {error:?}")),
         }
-        tokio::time::sleep(Duration::from_millis(number as u64 * 5)).await;
+        // Until the connection is free again, which is a little after the answer's end.
+        tokio::time::sleep(Duration::from_millis(20 + number as u64 * 5)).await;
     }
     (answers, failures)
 }
@@ -251,7 +252,7 @@ async fn the_last_answer_on_a_kept_connection_says_that_it_ends() {
     );
     gateway.shut_down();
     turns_new_clients_away(&gateway).await;
-    tokio::time::sleep(Duration::from_secs(1)).await;
+    tokio::time::sleep(Duration::from_millis(300)).await;
     send(&mut kept, &chat_body("say:two", json!({}))).await;
     let answer = read_to_end(&mut kept).await;
     assert!(

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpSocket, TcpStream};
 
-use crate::failover::{PATH, slow};
+use crate::failover::{PATH, paced, slow};
 use crate::support::{FakeWorker, chat_body, eventually, gateway};
 
 const CHOICES: usize = 4;
@@ -93,10 +93,9 @@ async fn clients_that_never_read_hold_no_place_on_a_worker() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_client_that_takes_nothing_is_cut_off_and_its_work_ends() {
     let worker = long_winded();
-    slow(&worker);
-    *worker.behaviour.pace.lock().unwrap() = Duration::from_millis(15);
+    paced(&worker, 20);
     let gateway = gateway(&[&worker], |config| {
-        config.limits.client_stall = Duration::from_millis(700);
+        config.limits.client_stall = Duration::from_millis(2500);
     })
     .await;
     let client = mute(gateway.address, &bulky(0)).await;
@@ -104,6 +103,11 @@ async fn a_client_that_takes_nothing_is_cut_off_and_its_work_ends() {
     let cut = async {
         eventually(|| async { gateway.metric("hearth_clients_cut_total", "stalled").await == 1.0 })
             .await;
+    };
+    let began = Instant::now();
+    let cut = async {
+        cut.await;
+        println!("cut after {:?}", began.elapsed());
     };
     let (read, ()) = tokio::join!(reading, cut);
     assert_eq!(read.last().map(String::as_str), Some("[DONE]"));

@@ -231,46 +231,54 @@ echo 0-3 > $group/cpuset.cpus
 (echo 0 > $group/cgroup.procs
  exec hearth-worker decode --plan /decode.json --rank decode-0 --placement-interval-ms 3000 > /decode.log 2>&1) &
 waited=0
-until grep -q '"event":"ready"' /decode.log; do
+again() {
     sleep 1
     waited=$((waited + 1))
-    [ $waited -lt 150 ] || { cat /decode.log; exit 1; }
-done
+    [ $waited -lt 300 ] || { cat /*.log; exit 1; }
+}
+until grep -q '"event":"ready"' /decode.log; do again; done
 # Its weights are the other's too, which is planned where they are not.
 hearth-worker prefill --plan /prefill.json --rank prefill-0 > /prefill.log 2>&1 &
 # It looks at samples of the weights, from the other NUMA node: behind the worker, which reads all of them.
 hearth-worker gateway --plan /gateway.json --rank gateway-0 --routes /routes.json --metrics 127.0.0.1:8001 > /gateway.log 2>&1 &
-until wget -q -O /dev/null http://127.0.0.1:8000/ready; do
-    sleep 1
-    waited=$((waited + 1))
-    [ $waited -lt 150 ] || { cat /decode.log /gateway.log; exit 1; }
-done
+until wget -q -O /dev/null http://127.0.0.1:8000/ready; do again; done
 pid=$(cat $group/cgroup.procs | head -n 1)
 at() {
-    line="AT $1:"
+    threads=
     for task in /proc/$pid/task/*; do
-        line="$line $(cat $task/comm)=$(awk '/^Cpus_allowed_list/ {print $2}' $task/status)"
+        # One that has just ended is left out.
+        name=$(cat $task/comm) && cpus=$(awk '/^Cpus_allowed_list/ {print $2}' $task/status) || continue
+        threads="$threads $name=$cpus"
     done
-    echo "$line"
+    echo "AT $1:$threads"
+}
+# Waits until all of these threads (NAME=CPUS) may run just there.
+at_last() {
+    moment=$1
+    shift
+    for wanted in "$@"; do
+        until at $moment | grep -qE " $wanted( |$)"; do again; done
+    done
+    at $moment
+}
+# Gives the worker CPUs while it stands still, so that what the kernel does to its threads is seen before it looks.
+give() {
+    kill -STOP $pid
+    echo $1 > $group/cpuset.cpus
+    at $2
+    kill -CONT $pid
 }
 series() {
     wget -q -O - http://127.0.0.1:8001/metrics | grep -E '^hearth_worker_(placement_info|numa_bytes)' || true
 }
 at start
-until series | grep -q prefill-0; do
-    sleep 1
-    waited=$((waited + 1))
-    [ $waited -lt 150 ] || { cat /prefill.log /gateway.log; exit 1; }
-done
+until series | grep -q prefill-0; do again; done
 series
-echo 1-3 > $group/cpuset.cpus
-at widened-by-the-kernel
-sleep 8
-at bound-again
-echo 0,2 > $group/cpuset.cpus
-at claimed
-sleep 8
-at adapted
+give 1-3 widened-by-the-kernel
+at_last bound-again engine=2 kernels-1=3 hearth-worker=2-3
+give 0,2 claimed
+at_last adapted engine=0 kernels-1=2
+until series | grep -q 'cpus="0,2"'; do again; done
 series
 echo '{"model": "hearth-demo", "prompt": "What is", "max_tokens": 4}' > /body
 wget -q -O - --header 'Content-Type: application/json' --post-file /body http://127.0.0.1:8000/v1/completions

@@ -126,17 +126,7 @@ impl Operator {
 
     /// Processor time so far, in seconds.
     pub fn cpu_seconds(&self) -> f64 {
-        let path = format!("/proc/{}/stat", self.pid());
-        let text = std::fs::read_to_string(path).unwrap_or_default();
-        let after_name = text.rsplit_once(") ").map_or("", |(_, rest)| rest);
-        let ticks: u64 = after_name
-            .split_whitespace()
-            .skip(11)
-            .take(2)
-            .filter_map(|field| field.parse::<u64>().ok())
-            .sum();
-        // Linux counts hundredths for programs, whatever the kernel's own clock.
-        ticks as f64 / 100.0
+        crate::cpu_time(self.pid()).as_secs_f64()
     }
 }
 

@@ -1,5 +1,9 @@
 //! The API server's own record of who wrote what.
 
+use std::fs::File;
+use std::io::{Read as _, Seek as _, SeekFrom};
+use std::path::Path;
+
 use serde::Deserialize;
 
 /// Records each completed write with its user and object, and no read.
@@ -78,8 +82,23 @@ struct ResponseStatus {
     code: u16,
 }
 
+/// The entries of a log from its byte `offset` on, which is moved behind the last whole line.
+pub(super) fn read(log: &Path, offset: &mut u64) -> std::io::Result<Vec<AuditEntry>> {
+    let mut file = File::open(log)?;
+    file.seek(SeekFrom::Start(*offset))?;
+    let mut new = Vec::new();
+    file.read_to_end(&mut new)?;
+    new.truncate(
+        new.iter()
+            .rposition(|&byte| byte == b'\n')
+            .map_or(0, |end| end + 1),
+    );
+    *offset += new.len() as u64;
+    Ok(parse(&String::from_utf8_lossy(&new)))
+}
+
 /// The entries of a log; a last line that is still being written is left out.
-pub(super) fn parse(log: &str) -> Vec<AuditEntry> {
+fn parse(log: &str) -> Vec<AuditEntry> {
     log.lines()
         .filter_map(|line| serde_json::from_str::<Event>(line).ok())
         .map(|event| AuditEntry {

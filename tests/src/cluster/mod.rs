@@ -34,6 +34,8 @@ use std::sync::PoisonError;
 use std::time::Instant;
 
 use anyhow::Context;
+use kube::Config;
+use kube::config::{KubeConfigOptions, Kubeconfig};
 
 pub use audit::AuditEntry;
 pub use hearth::Images;
@@ -234,10 +236,31 @@ impl Cluster {
     /// # Panics
     /// When it was not asked for.
     pub fn audit_log(&self) -> Vec<AuditEntry> {
+        self.audit_log_from(&mut 0)
+    }
+
+    /// The writes that the record holds from its byte `offset` on, which is moved behind the last of them.
+    ///
+    /// # Panics
+    /// When it was not asked for.
+    pub fn audit_log_from(&self, offset: &mut u64) -> Vec<AuditEntry> {
         let log = self.own().ground.log("audit");
-        let text = std::fs::read_to_string(&log)
-            .unwrap_or_else(|error| panic!("Options::audit? {}: {error}", log.display()));
-        audit::parse(&text)
+        audit::read(&log, offset)
+            .unwrap_or_else(|error| panic!("Options::audit? {}: {error}", log.display()))
+    }
+
+    /// A client with an administrator's rights, for who asks too often to start a program each time. It belongs to the
+    /// runtime that it is made in.
+    ///
+    /// # Panics
+    /// When the cluster's kubeconfig is none.
+    pub async fn client(&self) -> kube::Client {
+        let read = Kubeconfig::read_from(self.kubeconfig());
+        let read = read.unwrap_or_else(|error| panic!("kubeconfig: {error}"));
+        let config = Config::from_custom_kubeconfig(read, &KubeConfigOptions::default()).await;
+        let mut config = config.unwrap_or_else(|error| panic!("kubeconfig: {error}"));
+        config.default_retry = false;
+        kube::Client::try_from(config).unwrap_or_else(|error| panic!("client: {error}"))
     }
 
     /// The directory with the logs of all processes of the cluster. It stays.

@@ -2,8 +2,7 @@
 
 use std::time::Duration;
 
-use kube::config::{KubeConfigOptions, Kubeconfig};
-use kube::{Client, Config};
+use kube::Client;
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
@@ -51,7 +50,7 @@ impl Stand {
             .enable_all()
             .build();
         let runtime = runtime.unwrap_or_else(|error| panic!("no runtime: {error}"));
-        let client = runtime.block_on(connect(&cluster));
+        let client = runtime.block_on(cluster.client());
         let kubelets = runtime.block_on(async { Kubelets::start(client.clone()) });
         let stand = Self {
             kubelets: Some(kubelets),
@@ -220,13 +219,4 @@ pub fn is_settled(deployment: &Value) -> bool {
 
 fn deployment_path(namespace: &str, name: &str) -> String {
     format!("/apis/hearth.dev/v1alpha1/namespaces/{namespace}/inferencedeployments/{name}")
-}
-
-async fn connect(cluster: &Cluster) -> Client {
-    let read = Kubeconfig::read_from(cluster.kubeconfig());
-    let read = read.unwrap_or_else(|error| panic!("kubeconfig: {error}"));
-    let config = Config::from_custom_kubeconfig(read, &KubeConfigOptions::default()).await;
-    let mut config = config.unwrap_or_else(|error| panic!("kubeconfig: {error}"));
-    config.default_retry = false;
-    Client::try_from(config).unwrap_or_else(|error| panic!("client: {error}"))
 }

@@ -7,6 +7,7 @@ use hearth_tests::cluster::{Cluster, STRICT, condition, toolbox_pod, wait_until}
 use serde_json::{Value, json};
 
 use super::release::{self, PATIENCE, deployment, infd, pods, said, wait_until_settled};
+use super::streams::{self, Streams};
 
 /// What the chart's `ledger.reserve` keeps free of each node's CPU, in thousandths of one.
 pub(super) const RESERVE_MILLIS: u64 = 100;
@@ -56,19 +57,7 @@ pub(super) fn two_deployments_and_a_foreign_pod_share_the_nodes(cluster: &Cluste
     for name in ["one", "two"] {
         wait_until_settled(cluster, name);
     }
-    for (node, requested) in requested(cluster) {
-        let found = cluster.get("node", "", &node).expect("a node");
-        let allocatable = millis(&found["status"]["allocatable"]["cpu"]);
-        assert!(
-            requested <= allocatable,
-            "{requested}m of {allocatable}m on {node}"
-        );
-        println!("{node}: {requested}m of {allocatable}m requested");
-    }
-    // None of their Pods ever waited for room.
-    for event in cluster.list("events", "default", "") {
-        assert_ne!(event["reason"], "FailedScheduling", "{event:#}");
-    }
+    assert_that_all_fit(cluster);
     // A third finds no room, says with numbers why, and comes up by itself when there is some.
     let spec = json!({"decode": {"replicas": 3}, "placement": {"nodeSelector": {"kubernetes.io/hostname": "node-1"}}});
     cluster.apply(&deployment("three", spec).to_string());
@@ -82,6 +71,57 @@ pub(super) fn two_deployments_and_a_foreign_pod_share_the_nodes(cluster: &Cluste
     wait_until_settled(cluster, "three");
     cluster.kubectl(&["delete", "infd", "three"]);
     wait_until_gone(cluster);
+}
+
+/// The same on one node, which has room for both and not for a worker more.
+pub(super) fn two_deployments_and_a_foreign_pod_run_on_one_node(cluster: &Cluster) {
+    const NODE: &str = "node-1";
+    let whole = json!({"placement": {"nodeSelector": {"kubernetes.io/hostname": NODE}}});
+    // A gateway and two workers each, with two threads each.
+    occupy_all_but(cluster, NODE, 2 * 3 * 200 + RESERVE_MILLIS);
+    for name in ["one", "two"] {
+        cluster.apply(&deployment(name, whole.clone()).to_string());
+    }
+    for name in ["one", "two"] {
+        wait_until_settled(cluster, name);
+    }
+    let occupier = cluster.get("pod", STRICT, &format!("occupier-{NODE}"));
+    let mut neighbours: Vec<Value> = occupier.into_iter().collect();
+    for name in ["one", "two"] {
+        let pods = pods(cluster, name, "");
+        assert_eq!(pods.len(), 3, "{pods:#?}");
+        neighbours.extend(pods);
+    }
+    for pod in &neighbours {
+        assert_eq!(pod["spec"]["nodeName"], NODE, "{pod:#}");
+        assert_eq!(condition(pod, "Ready"), Some("True"), "{pod:#}");
+    }
+    assert_eq!(neighbours.len(), 7);
+    assert_that_all_fit(cluster);
+    for name in ["one", "two"] {
+        let streams = Streams::start(&cluster.reach("default", name, 80).v1());
+        streams.wait_for(streams::STREAMS);
+        println!("{} answers of {name} on {NODE}", streams.finish());
+    }
+    cluster.kubectl(&["delete", "infd", "one", "two"]);
+    leave(cluster, NODE);
+    wait_until_gone(cluster);
+}
+
+/// No node has more requests than it can serve, and no Pod of a deployment ever waited for room.
+fn assert_that_all_fit(cluster: &Cluster) {
+    for (node, requested) in requested(cluster) {
+        let found = cluster.get("node", "", &node).expect("a node");
+        let allocatable = millis(&found["status"]["allocatable"]["cpu"]);
+        assert!(
+            requested <= allocatable,
+            "{requested}m of {allocatable}m on {node}"
+        );
+        println!("{node}: {requested}m of {allocatable}m requested");
+    }
+    for event in cluster.list("events", "default", "") {
+        assert_ne!(event["reason"], "FailedScheduling", "{event:#}");
+    }
 }
 
 /// Without sight of others' Pods the scheduler refuses what was planned: the plan moves, and says what it knows.

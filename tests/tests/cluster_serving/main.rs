@@ -7,6 +7,7 @@ mod ledger;
 mod memory;
 mod nodes;
 mod pinning;
+mod ready;
 mod refusals;
 mod release;
 #[path = "../../../worker/fetch/tests/support/mod.rs"]
@@ -121,7 +122,11 @@ fn models_arrive_and_gpus_are_claimed() {
 
 #[test]
 fn what_two_cannot_hold_makes_room_and_a_lost_node_is_left() {
-    let Some(cluster) = Cluster::start_or_skip(&OPTIONS) else {
+    let options = Options {
+        audit: true,
+        ..OPTIONS
+    };
+    let Some(cluster) = Cluster::start_or_skip(&options) else {
         return;
     };
     let images = cluster.import_hearth();
@@ -131,6 +136,7 @@ fn what_two_cannot_hold_makes_room_and_a_lost_node_is_left() {
     old_down_first_drops_nothing(&cluster);
     certificates_change_under_streams(&cluster);
     the_operator_dies_in_the_middle_of_a_rollout(&cluster);
+    ready::is_true_whenever_the_operator_dies(&cluster);
     a_failing_plan_rolls_back(&cluster);
     nodes::lost_is_left(&cluster);
 }
@@ -145,6 +151,7 @@ fn plans_leave_others_what_they_request() {
     release::install(&cluster, &images, 1);
     ledger::exclusive_runs_with_the_default_chart(&cluster);
     ledger::two_deployments_and_a_foreign_pod_share_the_nodes(&cluster);
+    ledger::two_deployments_and_a_foreign_pod_run_on_one_node(&cluster);
     ledger::what_the_scheduler_refuses_moves(&cluster);
 }
 

@@ -1,0 +1,366 @@
+//! Ready, as clients find it while the operator dies after each of its writes.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use hearth_tests::cluster::{Cluster, condition, wait_until};
+use serde_json::{Value, json};
+
+use super::ledger;
+use super::release::{PATIENCE, SYSTEM, infd, patch, pods, wait_until_settled};
+
+/// The deployment.
+const PATH: &str = "/apis/hearth.dev/v1alpha1/namespaces/default/inferencedeployments/demo";
+/// An answer may take so long while Pods start on both CPUs.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
+/// Between looks; the machine is for those that are looked at.
+const PAUSE: Duration = Duration::from_millis(30);
+/// Between looks at the record of writes: death comes before the next of them, or soon after it.
+const HASTE: Duration = Duration::from_millis(2);
+/// Looks at a deployment that has come to its end.
+const LOOKS_AT_THE_END: usize = 10;
+/// What an operator requests of the node where the next one starts.
+const OPERATOR_MILLIS: u64 = 50;
+
+/// A change beside what runs, one that must make room first, and another number of workers: at each moment when the
+/// deployment says Ready a client is answered, and by what the spec asks for where it says that nothing is on its way.
+/// Which generation answers is told by the length of its context.
+pub(super) fn is_true_whenever_the_operator_dies(cluster: &Cluster) {
+    patch(cluster, "demo", &json!({"model": {"contextLength": 2048}}));
+    wait_until_settled(cluster, "demo");
+    let reach = cluster.reach("default", "demo", 80);
+    let prober = Prober::start(cluster, reach.v1());
+    let mut reaper = Reaper {
+        cluster,
+        prober: &prober,
+        offset: 0,
+    };
+    let changed_to = |tokens: u32| {
+        let model = json!({"model": {"contextLength": tokens}});
+        move || patch(cluster, "demo", &model)
+    };
+    let beside = reaper.reap("a change beside what runs", 8, changed_to(1024));
+    beside.assert(4, 4);
+
+    let gateway = &pods(cluster, "demo", "gateway")[0]["spec"];
+    let needed = ledger::millis(&gateway["containers"][0]["resources"]["requests"]["cpu"]);
+    for node in ["node-1", "node-2"] {
+        let is_its_node = gateway["nodeName"] == node;
+        let room = if is_its_node { needed } else { 0 };
+        ledger::occupy_all_but(
+            cluster,
+            node,
+            room + ledger::RESERVE_MILLIS + OPERATOR_MILLIS,
+        );
+    }
+    let back = reaper.reap("one that makes room first", 8, changed_to(2048));
+    // There is a time without workers, when it is not Ready.
+    back.assert(4, 1);
+    for node in ["node-1", "node-2"] {
+        ledger::leave(cluster, node);
+    }
+
+    let scale = || {
+        cluster.kubectl(&["scale", "infd/demo", "--replicas=2"]);
+    };
+    reaper
+        .reap("another number of workers", 4, scale)
+        .assert(2, 2);
+    prober.finish();
+    cluster.kubectl(&["scale", "infd/demo", "--replicas=1"]);
+    wait_until_settled(cluster, "demo");
+}
+
+/// Who ends the operator's lives.
+struct Reaper<'a> {
+    cluster: &'a Cluster,
+    prober: &'a Prober,
+    /// How far the record of writes was read.
+    offset: u64,
+}
+
+/// What came of one change.
+#[derive(Debug)]
+struct Toll {
+    deaths: usize,
+    /// After which the deployment said Ready, and answered while nobody looked after it.
+    ready_deaths: usize,
+}
+
+impl Toll {
+    fn assert(&self, deaths: usize, ready_deaths: usize) {
+        assert!(
+            self.deaths >= deaths && self.ready_deaths >= ready_deaths,
+            "too few to mean anything: {self:?}"
+        );
+    }
+}
+
+impl Reaper<'_> {
+    /// Makes a change and has the operator die after its next write, again and again, at most `most` times; then waits until
+    /// the change has come to its end, and some looks longer.
+    fn reap(&mut self, what: &str, most: usize, change: impl FnOnce()) -> Toll {
+        let began = Instant::now();
+        let before = self.prober.tally().ready;
+        self.has_written();
+        change();
+        let generation = infd(self.cluster, "demo")["metadata"]["generation"].as_u64();
+        let generation = generation.expect("a generation");
+        let (mut deaths, mut ready_deaths) = (0, 0);
+        while deaths < most && self.writes_before_the_end_of(generation) {
+            if self.kill() {
+                deaths += 1;
+                ready_deaths += usize::from(self.is_ready_without_operator());
+                self.let_another_lead();
+            }
+        }
+        wait_until(&format!("{what} has come to its end"), 2 * PATIENCE, || {
+            let looks = self.prober.looks_at_the_end_of(generation);
+            (looks >= LOOKS_AT_THE_END).then_some(())
+        });
+        let ready = self.prober.tally().ready - before;
+        println!(
+            "{what}: {deaths} deaths, {ready_deaths} of them while Ready; {ready} times Ready and answered, in {:.0} s",
+            began.elapsed().as_secs_f64()
+        );
+        Toll {
+            deaths,
+            ready_deaths,
+        }
+    }
+
+    /// Whether the operator has written anything about deployments since this was asked last.
+    fn has_written(&mut self) -> bool {
+        let entries = self.cluster.audit_log_from(&mut self.offset);
+        entries.iter().any(|entry| {
+            entry.user.contains(":hearth-operator")
+                && entry.namespace == "default"
+                && entry.resource != "events"
+        })
+    }
+
+    /// Waits for its next write; `false`: the change has come to its end without any.
+    fn writes_before_the_end_of(&mut self, generation: u64) -> bool {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if self.has_written() {
+                return true;
+            }
+            if self.prober.looks_at_the_end_of(generation) > 0 {
+                return false;
+            }
+            assert!(
+                Instant::now() < deadline,
+                "nothing is written, and nothing has come to its end: {:#}",
+                infd(self.cluster, "demo")
+            );
+            std::thread::sleep(HASTE);
+        }
+    }
+
+    /// Ends the operator and its Pod at once; `false`: none was there yet. Its Lease stays, and keeps back the next one.
+    fn kill(&self) -> bool {
+        let nodes = [1, 2].map(|index| self.cluster.node(index));
+        let killed = nodes.map(|node| node.kill_process("hearth operator"));
+        if killed.iter().sum::<usize>() == 0 {
+            return false;
+        }
+        // A container that is started again in its Pod waits ever longer; another Pod does not.
+        let selector = "--selector=app.kubernetes.io/component=operator";
+        let arguments = ["delete", "pods", selector, "--grace-period=0", "--force"];
+        self.cluster
+            .kubectl(&[&arguments[..], &["--namespace", SYSTEM]].concat());
+        true
+    }
+
+    /// Waits until the deployment was looked at since the operator's death: whether it was Ready.
+    fn is_ready_without_operator(&self) -> bool {
+        let before = self.prober.tally();
+        let (looks, ready) = (before.looks, before.ready);
+        drop(before);
+        // The first may have begun before.
+        wait_until("the deployment is looked at", PATIENCE, || {
+            (self.prober.tally().looks >= looks + 2).then_some(())
+        });
+        self.prober.tally().ready > ready
+    }
+
+    /// As if the time of the dead one's Lease were over.
+    fn let_another_lead(&mut self) {
+        let arguments = ["delete", "lease", "hearth-operator", "--ignore-not-found"];
+        self.has_written();
+        self.cluster
+            .kubectl(&[&arguments[..], &["--namespace", SYSTEM]].concat());
+    }
+}
+
+/// A client who never stops looking at the deployment, and asks it for an answer whenever it says Ready.
+struct Prober {
+    stop: Arc<AtomicBool>,
+    tally: Arc<Mutex<Tally>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What it has seen.
+#[derive(Debug, Default)]
+struct Tally {
+    /// Looks at a deployment that was the same before and after.
+    looks: usize,
+    /// Of these, at one that said Ready.
+    ready: usize,
+    /// Of these, at one that said that its spec runs and nothing is on its way, by the spec's generation.
+    current: BTreeMap<u64, usize>,
+    /// What was answered instead.
+    wrong: Vec<String>,
+}
+
+impl Prober {
+    fn start(cluster: &Cluster, v1: String) -> Self {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .expect("runtime");
+        let api = runtime.block_on(cluster.client());
+        // Each time over a connection of its own, as another client's.
+        let http = reqwest::Client::builder()
+            .pool_max_idle_per_host(0)
+            .timeout(ANSWER_TIMEOUT)
+            .build()
+            .expect("a client");
+        let stop = Arc::new(AtomicBool::new(false));
+        let tally = Arc::new(Mutex::new(Tally::default()));
+        let looker = Looker {
+            api,
+            http,
+            v1,
+            tally: Arc::clone(&tally),
+        };
+        let thread = std::thread::spawn({
+            let stop = Arc::clone(&stop);
+            move || runtime.block_on(looker.run(&stop))
+        });
+        Self {
+            stop,
+            tally,
+            thread: Some(thread),
+        }
+    }
+
+    fn tally(&self) -> MutexGuard<'_, Tally> {
+        lock(&self.tally)
+    }
+
+    /// How often the spec's generation was found to run, with nothing on its way.
+    fn looks_at_the_end_of(&self, generation: u64) -> usize {
+        let tally = self.tally();
+        assert!(tally.wrong.is_empty(), "{:#?}", tally.wrong);
+        tally.current.get(&generation).copied().unwrap_or(0)
+    }
+
+    /// Whenever it said Ready it must have answered.
+    fn finish(mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            thread.join().expect("the prober");
+        }
+        let tally = self.tally();
+        println!(
+            "{} looks, at Ready {}, at the end of a change {:?}",
+            tally.looks, tally.ready, tally.current
+        );
+        assert!(tally.wrong.is_empty(), "{:#?}", tally.wrong);
+    }
+}
+
+impl Drop for Prober {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+fn lock(tally: &Mutex<Tally>) -> MutexGuard<'_, Tally> {
+    tally.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+struct Looker {
+    api: kube::Client,
+    http: reqwest::Client,
+    v1: String,
+    tally: Arc<Mutex<Tally>>,
+}
+
+impl Looker {
+    async fn run(&self, stop: &AtomicBool) {
+        while !stop.load(Ordering::Relaxed) {
+            if let Err(error) = self.look().await {
+                lock(&self.tally).wrong.push(error);
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+    }
+
+    /// One look: an answer counts where the deployment was the same before it and after.
+    async fn look(&self) -> Result<(), String> {
+        let before = self.read().await?;
+        if condition(&before, "Ready") != Some("True") {
+            lock(&self.tally).looks += 1;
+            return Ok(());
+        }
+        let told = self.ask().await;
+        let after = self.read().await?;
+        if after["metadata"]["resourceVersion"] != before["metadata"]["resourceVersion"] {
+            return Ok(());
+        }
+        let generation = &before["metadata"]["generation"];
+        let is_current = before["status"]["observedGeneration"] == *generation
+            && condition(&before, "Progressing") == Some("False");
+        let mut tally = lock(&self.tally);
+        tally.looks += 1;
+        tally.ready += 1;
+        if is_current {
+            let generation = generation.as_u64().unwrap_or_default();
+            *tally.current.entry(generation).or_default() += 1;
+        }
+        let context = told.map_err(|error| format!("says Ready, and {error}: {before:#}"))?;
+        let asked = &before["spec"]["model"]["contextLength"];
+        if is_current && context != *asked {
+            return Err(format!(
+                "says that its spec runs, which asks for a context of {asked}; who answers has {context}: {before:#}"
+            ));
+        }
+        Ok(())
+    }
+
+    async fn read(&self) -> Result<Value, String> {
+        let request = http::Request::get(PATH).body(Vec::new());
+        let request = request.map_err(|error| error.to_string())?;
+        let text = self.api.request_text(request).await;
+        let text = text.map_err(|error| format!("{PATH}: {error}"))?;
+        serde_json::from_str(&text).map_err(|error| format!("{error} in {text}"))
+    }
+
+    /// Has a token written, and asks for the length of the context.
+    async fn ask(&self) -> Result<Value, String> {
+        let body = json!({"model": "hearth-demo", "prompt": "Hello", "max_tokens": 1});
+        let request = self.http.post(format!("{}/completions", self.v1));
+        answer(request.json(&body)).await?;
+        let models = answer(self.http.get(format!("{}/models", self.v1))).await?;
+        Ok(models["data"][0]["max_model_len"].clone())
+    }
+}
+
+/// What is answered with 200.
+async fn answer(request: reqwest::RequestBuilder) -> Result<Value, String> {
+    let response = request.send().await;
+    let response = response.map_err(|error| format!("nobody answers: {error:?}"))?;
+    let status = response.status();
+    let text = response.text().await;
+    let text = text.map_err(|error| format!("the answer breaks off: {error:?}"))?;
+    match status.as_u16() {
+        200 => serde_json::from_str(&text).map_err(|error| format!("{error} in {text}")),
+        code => Err(format!("the answer is {code}: {text}")),
+    }
+}

@@ -76,7 +76,7 @@ async fn a_client_that_leaves_frees_the_cpu_within_a_quarter_of_a_second() {
     let at_leaving = cpu_time(worker.pid());
     let left = whole.saturating_sub(at_leaving - before);
     assert!(
-        left > 2 * FREE_WITHIN,
+        left > FREE_WITHIN,
         "{left:?} of the prompt's {whole:?} were left when the gateway had heard of it: this would show nothing"
     );
     let after = settled(&worker).await - at_leaving;

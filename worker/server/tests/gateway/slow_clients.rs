@@ -95,7 +95,7 @@ async fn a_client_that_takes_nothing_is_cut_off_and_its_work_ends() {
     let worker = long_winded();
     paced(&worker, 20);
     let gateway = gateway(&[&worker], |config| {
-        config.limits.client_stall = Duration::from_millis(2500);
+        config.limits.client_stall = Duration::from_millis(3500);
     })
     .await;
     let client = mute(gateway.address, &bulky(0)).await;
@@ -103,11 +103,6 @@ async fn a_client_that_takes_nothing_is_cut_off_and_its_work_ends() {
     let cut = async {
         eventually(|| async { gateway.metric("hearth_clients_cut_total", "stalled").await == 1.0 })
             .await;
-    };
-    let began = Instant::now();
-    let cut = async {
-        cut.await;
-        println!("cut after {:?}", began.elapsed());
     };
     let (read, ()) = tokio::join!(reading, cut);
     assert_eq!(read.last().map(String::as_str), Some("[DONE]"));

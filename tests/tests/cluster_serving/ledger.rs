@@ -154,6 +154,36 @@ pub(super) fn what_the_scheduler_refuses_moves(cluster: &Cluster) {
     release::upgrade(cluster, "ledger.allPods=true");
 }
 
+/// The chart's value asks for the sight of all Pods, and somebody takes that right away: the operator plans with what it is
+/// told to leave free instead, and says so. The release is not to be used after this.
+pub(super) fn a_right_that_was_taken_away_is_told(cluster: &Cluster) {
+    let role = cluster.get("clusterrole", "", "hearth-operator");
+    let mut role = role.expect("the operator's ClusterRole");
+    let rules = role["rules"].as_array_mut().expect("rules");
+    let is_about_pods = |rule: &Value| rule["resources"] == json!(["pods"]);
+    assert!(rules.iter().any(is_about_pods), "{rules:#?}");
+    rules.retain(|rule| !is_about_pods(rule));
+    let rules = json!({ "rules": rules }).to_string();
+    let target = "clusterrole/hearth-operator";
+    cluster.kubectl(&["patch", target, "--type=merge", "--patch", &rules]);
+    // What it watches already it would see for some minutes more.
+    let selector = "--selector=app.kubernetes.io/component=operator";
+    cluster.kubectl(&["delete", "pods", selector, "--namespace", release::SYSTEM]);
+    cluster.apply(&deployment("demo", json!({})).to_string());
+    let found = wait_until_settled(cluster, "demo");
+    let (reason, message) = said(&found, "Planned");
+    assert_eq!(reason, "Planned", "{message}");
+    for words in [
+        "requests of other Pods are not seen",
+        "the operator may not watch the Pods of the cluster",
+        "500m CPU",
+    ] {
+        assert!(message.contains(words), "no {words:?} in: {message}");
+    }
+    cluster.kubectl(&["delete", "infd", "demo"]);
+    wait_until_gone(cluster);
+}
+
 /// A Pod of somebody's that requests all but so much of a node's CPU, and uses none.
 pub(super) fn occupy_all_but(cluster: &Cluster, node: &str, left_millis: u64) {
     let found = cluster.get("node", "", node).expect("a node");

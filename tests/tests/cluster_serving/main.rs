@@ -153,6 +153,7 @@ fn plans_leave_others_what_they_request() {
     ledger::two_deployments_and_a_foreign_pod_share_the_nodes(&cluster);
     ledger::two_deployments_and_a_foreign_pod_run_on_one_node(&cluster);
     ledger::what_the_scheduler_refuses_moves(&cluster);
+    ledger::a_right_that_was_taken_away_is_told(&cluster);
 }
 
 #[test]

@@ -149,7 +149,7 @@ impl ModelFacts {
 
     /// Of [`Self::step_bytes`] what must come from the disk when the system keeps `kept_bytes` of the weights in memory. It
     /// keeps what was read last: with routed experts that is what every step reads, and then experts, chosen evenly. Without,
-    /// no part of the weights is kept rather than another.
+    /// no part of the weights is kept rather than another. The same holds of a window over mapped weights and what must be mapped.
     pub fn absent_step_bytes(&self, tokens: u32, kept_bytes: u64) -> f64 {
         let share = |kept: u64, of: u64| kept.min(of) as f64 / of.max(1) as f64;
         if self.experts == 0 {

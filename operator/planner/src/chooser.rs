@@ -70,11 +70,12 @@ impl<'a> Chooser<'a> {
         seat: Option<&Seat<'_>>,
         budget: &NodeBudget,
     ) -> Predictor<'a> {
-        let (rates, kept_bytes) = match seat {
-            Some(seat) => (Rates::of_gpu(seat.gpu), u64::MAX),
+        let (rates, kept_bytes, mapped_bytes) = match seat {
+            Some(seat) => (Rates::of_gpu(seat.gpu), u64::MAX, u64::MAX),
             None => (
                 Rates::of(self.nodes[node], set),
                 self.kept_bytes(node, budget),
+                budget.weight_budget_bytes,
             ),
         };
         Predictor {
@@ -82,6 +83,7 @@ impl<'a> Chooser<'a> {
             rates,
             kv_bytes_per_token: self.demand.kv_bytes_per_token,
             kept_bytes,
+            mapped_bytes,
         }
     }
 

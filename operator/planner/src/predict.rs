@@ -1,6 +1,6 @@
 //! How long a step takes by the profile's rates: the larger of what must be read and what must be computed.
 //!
-//! A roofline with three constants for each kind of device; the measured figures beside each prediction (metrics, status) show how far it is off.
+//! A roofline with a few constants for each kind of device; the measured figures beside each prediction (metrics, status) show how far it is off.
 
 use hearth_crds::{GpuProfile, ModelFacts, NodeProfileSpec};
 
@@ -17,6 +17,13 @@ pub const GPU_READ_EFFICIENCY: f64 = 0.75;
 /// Share of a GPU's estimated bf16 peak that matrix products over a chunk of a prompt reach: activations are f32, as three
 /// bf16 terms, so that a third would be all.
 pub const GPU_COMPUTE_EFFICIENCY: f64 = 0.15;
+/// Milliseconds that a thread spends on page faults while it reads a GB of weights that are in the page cache and not mapped, more
+/// than the reading itself takes. Faults of a step are spread over its threads. Measured on Zen 4 with Linux 6.18, which maps a whole
+/// folio a fault (0.2 MB); docs/benchmarks.md, "Prefetched weights".
+pub(crate) const MAP_THREAD_MS_PER_GB: f64 = 14.0;
+/// Milliseconds that giving back a GB of mapped weights takes (`MADV_COLD`, then `MADV_DONTNEED`), by one thread while the others
+/// wait; measured with the former.
+pub(crate) const UNMAP_MS_PER_GB: f64 = 8.5;
 /// Milliseconds a layer costs a step on a GPU beside its weights: a dozen kernels that begin and end.
 pub const GPU_LAYER_OVERHEAD_MS: f64 = 0.05;
 /// Bandwidth of KV between two processes of one node, over loopback, in GB/s.
@@ -33,6 +40,8 @@ pub(crate) struct Rates {
     pub layer_overhead_ms: f64,
     /// Reading the disk that weights come from, in GB/s; 0 when unknown.
     pub disk_gbps: f64,
+    /// Mapping weights that are in the page cache, and giving others back for them, in milliseconds a GB.
+    pub map_ms_per_gb: f64,
 }
 
 impl Rates {
@@ -77,6 +86,7 @@ impl Rates {
             gflops: (one * threads).min(all.max(one)) * COMPUTE_EFFICIENCY,
             layer_overhead_ms: LAYER_OVERHEAD_MS,
             disk_gbps,
+            map_ms_per_gb: MAP_THREAD_MS_PER_GB / threads.max(1.0) + UNMAP_MS_PER_GB,
         }
     }
 
@@ -87,6 +97,7 @@ impl Rates {
             gflops: gpu.bf16_gflops * GPU_COMPUTE_EFFICIENCY,
             layer_overhead_ms: GPU_LAYER_OVERHEAD_MS,
             disk_gbps: 0.0,
+            map_ms_per_gb: 0.0,
         }
     }
 
@@ -98,6 +109,7 @@ impl Rates {
             gflops: self.gflops / n,
             layer_overhead_ms: self.layer_overhead_ms,
             disk_gbps: self.disk_gbps / n,
+            map_ms_per_gb: self.map_ms_per_gb * n,
         }
     }
 }
@@ -121,6 +133,8 @@ pub(crate) struct Predictor<'a> {
     pub kv_bytes_per_token: u64,
     /// Bytes of the weights that stay in memory, all with `Resident`.
     pub kept_bytes: u64,
+    /// Bytes of the weights that stay mapped, all with `Resident`.
+    pub mapped_bytes: u64,
 }
 
 impl Predictor<'_> {
@@ -142,8 +156,11 @@ impl Predictor<'_> {
                 0.1
             }
             * 1e3;
+        // By the threads that compute, while the disk reads on.
+        let unmapped = self.facts.absent_step_bytes(step.tokens, self.mapped_bytes);
+        let map_ms = unmapped / 1e9 * self.rates.map_ms_per_gb;
         let overhead_ms = self.rates.layer_overhead_ms * f64::from(self.facts.layers);
-        read_ms.max(compute_ms).max(disk_ms) + overhead_ms
+        (read_ms.max(compute_ms) + map_ms).max(disk_ms) + overhead_ms
     }
 
     /// Milliseconds of one decode step of `batch` streams of `context` tokens each: the time per output token.

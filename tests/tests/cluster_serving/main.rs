@@ -122,11 +122,7 @@ fn models_arrive_and_gpus_are_claimed() {
 
 #[test]
 fn what_two_cannot_hold_makes_room_and_a_lost_node_is_left() {
-    let options = Options {
-        audit: true,
-        ..OPTIONS
-    };
-    let Some(cluster) = Cluster::start_or_skip(&options) else {
+    let Some(cluster) = Cluster::start_or_skip(&OPTIONS) else {
         return;
     };
     let images = cluster.import_hearth();
@@ -136,7 +132,6 @@ fn what_two_cannot_hold_makes_room_and_a_lost_node_is_left() {
     old_down_first_drops_nothing(&cluster);
     certificates_change_under_streams(&cluster);
     the_operator_dies_in_the_middle_of_a_rollout(&cluster);
-    ready::is_true_whenever_the_operator_dies(&cluster);
     a_failing_plan_rolls_back(&cluster);
     nodes::lost_is_left(&cluster);
 }

@@ -6,11 +6,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use hearth_tests::cluster::{Cluster, condition, wait_until};
+use hearth_tests::cluster::{Cluster, Options, condition, wait_until};
 use serde_json::{Value, json};
 
-use super::ledger;
-use super::release::{PATIENCE, SYSTEM, infd, patch, pods, wait_until_settled};
+use super::release::{self, PATIENCE, SYSTEM, infd, patch, pods, wait_until_settled};
+use super::{OPTIONS, demo, ledger};
 
 /// The deployment.
 const PATH: &str = "/apis/hearth.dev/v1alpha1/namespaces/default/inferencedeployments/demo";
@@ -30,8 +30,19 @@ const OPERATOR_MILLIS: u64 = 50;
 /// A change beside what runs, one that must make room first, and another number of workers: at each moment when the
 /// deployment says Ready a client is answered, and by what the spec asks for where it says that nothing is on its way.
 /// Which generation answers is told by the length of its context.
-pub(super) fn is_true_whenever_the_operator_dies(cluster: &Cluster) {
-    patch(cluster, "demo", &json!({"model": {"contextLength": 2048}}));
+#[test]
+fn ready_is_true_whenever_the_operator_dies() {
+    let options = Options {
+        audit: true,
+        ..OPTIONS
+    };
+    let Some(cluster) = &Cluster::start_or_skip(&options) else {
+        return;
+    };
+    let images = cluster.import_hearth();
+    cluster.import_toolbox();
+    release::install(cluster, &images, 1);
+    cluster.apply(&demo().to_string());
     wait_until_settled(cluster, "demo");
     let reach = cluster.reach("default", "demo", 80);
     let prober = Prober::start(cluster, reach.v1());
@@ -71,8 +82,6 @@ pub(super) fn is_true_whenever_the_operator_dies(cluster: &Cluster) {
     };
     reaper.reap("another number of workers", scale).assert(2, 2);
     prober.finish();
-    cluster.kubectl(&["scale", "infd/demo", "--replicas=1"]);
-    wait_until_settled(cluster, "demo");
 }
 
 /// Who ends the operator's lives.
@@ -162,18 +171,27 @@ impl Reaper<'_> {
         }
     }
 
-    /// Ends the operator and its Pod at once; `false`: none was there yet. Its Lease stays, and keeps back the next one.
+    /// Ends the operator and its Pod at once; `false`: none was there yet. Its Lease stays, and keeps back the next one for
+    /// longer than any answer is waited for.
     fn kill(&self) -> bool {
         let nodes = [1, 2].map(|index| self.cluster.node(index));
         let killed = nodes.map(|node| node.kill_process("hearth operator"));
         if killed.iter().sum::<usize>() == 0 {
             return false;
         }
+        let longer = json!({"spec": {"leaseDurationSeconds": 600}}).to_string();
+        let arguments = [
+            "patch",
+            "lease",
+            "hearth-operator",
+            "--type=merge",
+            "--patch",
+        ];
+        self.in_its_namespace(&[&arguments[..], &[&longer]].concat());
         // A container that is started again in its Pod waits ever longer; another Pod does not.
         let selector = "--selector=app.kubernetes.io/component=operator";
         let arguments = ["delete", "pods", selector, "--grace-period=0", "--force"];
-        self.cluster
-            .kubectl(&[&arguments[..], &["--namespace", SYSTEM]].concat());
+        self.in_its_namespace(&arguments);
         true
     }
 
@@ -193,8 +211,12 @@ impl Reaper<'_> {
     fn let_another_lead(&mut self) {
         let arguments = ["delete", "lease", "hearth-operator", "--ignore-not-found"];
         self.has_written();
+        self.in_its_namespace(&arguments);
+    }
+
+    fn in_its_namespace(&self, arguments: &[&str]) {
         self.cluster
-            .kubectl(&[&arguments[..], &["--namespace", SYSTEM]].concat());
+            .kubectl(&[arguments, &["--namespace", SYSTEM]].concat());
     }
 }
 

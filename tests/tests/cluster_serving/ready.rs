@@ -120,7 +120,10 @@ impl Reaper<'_> {
         let generation = infd(self.cluster, "demo")["metadata"]["generation"].as_u64();
         let generation = generation.expect("a generation");
         let (mut deaths, mut ready_deaths) = (0, 0);
-        while deaths < MOST_DEATHS && self.writes_before_the_end_of(generation) {
+        for _ in 0..MOST_DEATHS {
+            if !self.writes_before_the_end_of(generation) {
+                break;
+            }
             if self.kill() {
                 deaths += 1;
                 ready_deaths += usize::from(self.is_ready_without_operator());
@@ -171,7 +174,8 @@ impl Reaper<'_> {
         }
     }
 
-    /// Ends the operator and its Pod at once; `false`: none was there yet. Its Lease stays, and keeps back the next one for
+    /// Ends the operator and its Pod at once; `false`: it was not at work, and the write that was seen was one that the API
+    /// server still had of the operator before. Its Lease stays, and keeps back the next one for
     /// longer than any answer is waited for.
     fn kill(&self) -> bool {
         let nodes = [1, 2].map(|index| self.cluster.node(index));
@@ -187,12 +191,13 @@ impl Reaper<'_> {
             "--type=merge",
             "--patch",
         ];
-        self.in_its_namespace(&[&arguments[..], &[&longer]].concat());
+        let arguments = [&arguments[..], &[&longer, "--namespace", SYSTEM]].concat();
+        let has_led = self.cluster.try_kubectl(&arguments).is_ok();
         // A container that is started again in its Pod waits ever longer; another Pod does not.
         let selector = "--selector=app.kubernetes.io/component=operator";
         let arguments = ["delete", "pods", selector, "--grace-period=0", "--force"];
         self.in_its_namespace(&arguments);
-        true
+        has_led
     }
 
     /// Waits until the deployment was looked at since the operator's death: whether it was Ready.

@@ -7,6 +7,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
+use rustix::process::Signal;
 use serde_json::{Map, Value, json};
 
 use super::cgroups::{self, Groups};
@@ -230,15 +231,21 @@ impl Node {
 
     /// SIGKILL to each process of the node, Pods' processes among them, whose command line holds `pattern`: how many.
     pub fn kill_process(&self, pattern: &str) -> usize {
+        self.signal_process(pattern, Signal::KILL).len()
+    }
+
+    /// A signal to each process of the node, Pods' processes among them, whose command line holds `pattern`: their ids
+    /// as the machine counts.
+    pub fn signal_process(&self, pattern: &str, signal: Signal) -> Vec<u32> {
         let found: Vec<_> = Groups::of_machine()
             .processes_of_node(&self.ground.id, &self.name())
             .into_iter()
             .filter(|&pid| command_line(pid).contains(pattern))
             .collect();
         for &pid in &found {
-            keeper::kill(pid);
+            keeper::signal(pid, signal);
         }
-        found.len()
+        found
     }
 
     /// All processes of one container, as the machine counts.

@@ -7,6 +7,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use hearth_tests::cluster::{Cluster, Options, condition, wait_until};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 use super::release::{self, PATIENCE, SYSTEM, infd, patch, pods, wait_until_settled};
@@ -178,9 +179,11 @@ impl Reaper<'_> {
     /// server still had of the operator before. Its Lease stays, and keeps back the next one for
     /// longer than any answer is waited for.
     fn kill(&self) -> bool {
+        // From here on it does nothing, and its container is not started again before its Pod is gone.
         let nodes = [1, 2].map(|index| self.cluster.node(index));
-        let killed = nodes.map(|node| node.kill_process("hearth operator"));
-        if killed.iter().sum::<usize>() == 0 {
+        let stopped = nodes.map(|node| node.signal_process("hearth operator", Signal::STOP));
+        let stopped = stopped.concat();
+        if stopped.is_empty() {
             return false;
         }
         let longer = json!({"spec": {"leaseDurationSeconds": 600}}).to_string();
@@ -193,10 +196,15 @@ impl Reaper<'_> {
         ];
         let arguments = [&arguments[..], &[&longer, "--namespace", SYSTEM]].concat();
         let has_led = self.cluster.try_kubectl(&arguments).is_ok();
-        // A container that is started again in its Pod waits ever longer; another Pod does not.
         let selector = "--selector=app.kubernetes.io/component=operator";
         let arguments = ["delete", "pods", selector, "--grace-period=0", "--force"];
         self.in_its_namespace(&arguments);
+        for pid in stopped {
+            if let Some(pid) = Pid::from_raw(pid.cast_signed()) {
+                // The kubelet may have been faster.
+                let _ = kill_process(pid, Signal::KILL);
+            }
+        }
         has_led
     }
 

@@ -20,11 +20,11 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
 /// Between looks; the machine is for those that are looked at.
 const PAUSE: Duration = Duration::from_millis(30);
 /// Between looks at the record of writes: death comes before the next of them, or soon after it.
-const HASTE: Duration = Duration::from_millis(2);
+const HASTE: Duration = Duration::from_millis(1);
 /// Looks at a deployment that has come to its end.
 const LOOKS_AT_THE_END: usize = 10;
 /// More than a change has writes one after the other; what is written again and again ends here.
-const MOST_DEATHS: usize = 20;
+const MOST_DEATHS: usize = 40;
 /// What an operator requests of the node where the next one starts.
 const OPERATOR_MILLIS: u64 = 50;
 
@@ -51,6 +51,7 @@ fn ready_is_true_whenever_the_operator_dies() {
         cluster,
         prober: &prober,
         offset: 0,
+        alive: Vec::new(),
     };
     let changed_to = |tokens: u32| {
         let model = json!({"model": {"contextLength": tokens}});
@@ -91,6 +92,8 @@ struct Reaper<'a> {
     prober: &'a Prober,
     /// How far the record of writes was read.
     offset: u64,
+    /// The operator's process, once it is there: what is looked for first does not die at once.
+    alive: Vec<u32>,
 }
 
 /// What came of one change.
@@ -117,6 +120,7 @@ impl Reaper<'_> {
         let began = Instant::now();
         let before = self.prober.tally().ready;
         self.has_written();
+        self.alive.clear();
         change();
         let generation = infd(self.cluster, "demo")["metadata"]["generation"].as_u64();
         let generation = generation.expect("a generation");
@@ -163,6 +167,12 @@ impl Reaper<'_> {
             if self.has_written() {
                 return true;
             }
+            if self.alive.is_empty() {
+                // A process that runs takes no notice of it.
+                let nodes = [1, 2].map(|index| self.cluster.node(index));
+                let alive = nodes.map(|node| node.signal_process("hearth operator", Signal::CONT));
+                self.alive = alive.concat();
+            }
             if self.prober.looks_at_the_end_of(generation) > 0 {
                 return false;
             }
@@ -178,11 +188,10 @@ impl Reaper<'_> {
     /// Ends the operator and its Pod at once; `false`: it was not at work, and the write that was seen was one that the API
     /// server still had of the operator before. Its Lease stays, and keeps back the next one for
     /// longer than any answer is waited for.
-    fn kill(&self) -> bool {
+    fn kill(&mut self) -> bool {
         // From here on it does nothing, and its container is not started again before its Pod is gone.
-        let nodes = [1, 2].map(|index| self.cluster.node(index));
-        let stopped = nodes.map(|node| node.signal_process("hearth operator", Signal::STOP));
-        let stopped = stopped.concat();
+        let stopped = std::mem::take(&mut self.alive);
+        stopped.iter().for_each(|&pid| send(pid, Signal::STOP));
         if stopped.is_empty() {
             return false;
         }
@@ -199,12 +208,7 @@ impl Reaper<'_> {
         let selector = "--selector=app.kubernetes.io/component=operator";
         let arguments = ["delete", "pods", selector, "--grace-period=0", "--force"];
         self.in_its_namespace(&arguments);
-        for pid in stopped {
-            if let Some(pid) = Pid::from_raw(pid.cast_signed()) {
-                // The kubelet may have been faster.
-                let _ = kill_process(pid, Signal::KILL);
-            }
-        }
+        stopped.iter().for_each(|&pid| send(pid, Signal::KILL));
         has_led
     }
 
@@ -230,6 +234,13 @@ impl Reaper<'_> {
     fn in_its_namespace(&self, arguments: &[&str]) {
         self.cluster
             .kubectl(&[arguments, &["--namespace", SYSTEM]].concat());
+    }
+}
+
+/// A signal to a process; one that is gone is no error.
+fn send(pid: u32, signal: Signal) {
+    if let Some(pid) = Pid::from_raw(pid.cast_signed()) {
+        let _ = kill_process(pid, signal);
     }
 }
 

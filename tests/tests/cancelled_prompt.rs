@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use hearth_tests::{Metrics, Rank, Ranks, chat_body, chat_stream, cpu_time};
-use serde_json::json;
+use serde_json::{Value, json};
 
 /// CPU time that a worker may still take for a client that has left, once the gateway has heard of it.
 const FREE_WITHIN: Duration = Duration::from_millis(250);
@@ -19,6 +19,25 @@ async fn settled(rank: &Rank) -> Duration {
             return after;
         }
     }
+}
+
+/// CPU time of the worker when the gateway has heard that a client has left, whose prompt the worker reads.
+async fn cpu_time_at_leaving(worker: &Rank, gateway: &Rank, body: Value) -> Duration {
+    let before = cpu_time(worker.pid());
+    let v1 = format!("{}/v1", gateway.base());
+    let client = tokio::spawn(async move { chat_stream(&v1, &body, |_, _| {}).await });
+    let patience = Instant::now() + Duration::from_secs(30);
+    while cpu_time(worker.pid()) - before < Duration::from_millis(100) {
+        assert!(Instant::now() < patience, "the prompt is never read");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    client.abort();
+    // How soon the gateway hears of it is a matter of who else wants this machine's CPUs.
+    let told = "the gateway asks nothing of the worker";
+    Metrics::wait_for(&gateway.metrics_base(), told, |metrics| {
+        metrics.values("hearth_worker_requests", &[]) == [0.0]
+    });
+    cpu_time(worker.pid())
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -59,26 +78,21 @@ async fn a_client_that_leaves_frees_the_cpu_within_a_quarter_of_a_second() {
         "a whole prompt took {whole:?} only: this would show nothing"
     );
 
-    let before = settled(&worker).await;
-    let body = prompt(2);
-    let client = tokio::spawn(async move { chat_stream(&v1, &body, |_, _| {}).await });
-    let patience = Instant::now() + Duration::from_secs(30);
-    while cpu_time(worker.pid()) - before < Duration::from_millis(100) {
-        assert!(Instant::now() < patience, "the prompt is never read");
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
-    client.abort();
-    // How soon the gateway hears of it is a matter of who else wants this machine's CPUs.
-    let told = "the gateway asks nothing of the worker";
-    Metrics::wait_for(&gateway.metrics_base(), told, |metrics| {
-        metrics.values("hearth_worker_requests", &[]) == [0.0]
-    });
-    let at_leaving = cpu_time(worker.pid());
-    let left = whole.saturating_sub(at_leaving - before);
-    assert!(
-        left > FREE_WITHIN,
-        "{left:?} of the prompt's {whole:?} were left when the gateway had heard of it: this would show nothing"
-    );
+    // On a busy machine the gateway may hear of it when hardly anything is left to be spared.
+    let mut tries = 0;
+    let (at_leaving, left) = loop {
+        tries += 1;
+        let before = settled(&worker).await;
+        let at_leaving = cpu_time_at_leaving(&worker, &gateway, prompt(1 + tries)).await;
+        let left = whole.saturating_sub(at_leaving - before);
+        if left > FREE_WITHIN {
+            break (at_leaving, left);
+        }
+        assert!(
+            tries < 5,
+            "{left:?} of the prompt's {whole:?} were left when the gateway had heard of it: this would show nothing"
+        );
+    };
     let after = settled(&worker).await - at_leaving;
     println!(
         "{after:?} of CPU time after the client had left; the whole prompt takes {whole:?}, {left:?} were left"

@@ -93,7 +93,7 @@ pub(super) fn away_end_nothing(cluster: &Cluster) {
         wait_until("the node is Ready again", Duration::from_secs(90), || {
             is_ready(&cluster.get("node", "", node)?).then_some(())
         });
-        std::thread::sleep(Duration::from_secs(4));
+        std::thread::sleep(Duration::from_secs(2));
     }
     wait_until_settled(cluster, "demo");
     let answers = held.finish();

@@ -381,11 +381,19 @@ impl Looker {
         Ok(())
     }
 
+    /// The deployment; an API server that does not answer once is asked again.
     async fn read(&self) -> Result<Value, String> {
-        let request = http::Request::get(PATH).body(Vec::new());
-        let request = request.map_err(|error| error.to_string())?;
-        let text = self.api.request_text(request).await;
-        let text = text.map_err(|error| format!("{PATH}: {error}"))?;
+        let mut tries = 0;
+        let text = loop {
+            let request = http::Request::get(PATH).body(Vec::new());
+            let request = request.map_err(|error| error.to_string())?;
+            tries += 1;
+            match self.api.request_text(request).await {
+                Ok(text) => break text,
+                Err(error) if tries == 5 => return Err(format!("{PATH}: {error}")),
+                Err(_) => tokio::time::sleep(Duration::from_millis(500)).await,
+            }
+        };
         serde_json::from_str(&text).map_err(|error| format!("{error} in {text}"))
     }
 

@@ -407,8 +407,8 @@ impl Attempt {
 }
 
 /// A place for a job. One that was let in and has no worker yet has none of its own to be replaced: it gives up when
-/// nobody could have given it a place for as long as a replacement may take. In a gateway that ends, a new one gives up
-/// when no worker is left: another gateway has some.
+/// nobody could have given it a place for as long as a replacement may take. In a gateway that ends, one that
+/// was not let in gives up when no worker is left: another gateway has some.
 async fn acquire(
     pool: &Arc<Pool>,
     job: &Job,
@@ -421,7 +421,7 @@ async fn acquire(
         biased;
         route = pool.acquire(want, deadline) => route,
         error = pool.deserted(job.replacement_timeout), if may_give_up => Err(error),
-        error = pool.left(), if is_new => Err(error),
+        error = pool.left(), if is_new && !want.is_admitted => Err(error),
     }
 }
 

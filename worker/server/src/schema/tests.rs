@@ -1,9 +1,12 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use llguidance::api::TopLevelGrammar;
+use llguidance::toktrie::ApproximateTokEnv;
+use llguidance::{Matcher, ParserFactory};
 use serde_json::{Map, Value, json};
 
-use super::{PARAM, Schemas, rejected, words};
+use super::{PARAM, Schemas, closed, rejected, words};
 use crate::error::ApiError;
 
 fn check(schema: &Value, param: &str) -> Result<(), ApiError> {
@@ -535,5 +538,40 @@ fn alternatives_that_stand_alone_are_bounded_by_their_combinations() {
     let many: Vec<Value> = [997, 991, 983].map(whole).to_vec();
     for schema in [beside, json!({"anyOf": many})] {
         assert!(problem(&schema).contains("a least common multiple beyond 10000"));
+    }
+}
+
+/// 3125 and 1.28 make a power of ten, whose remainders are all visited.
+#[test]
+fn a_power_of_ten_that_alternatives_make_is_no_small_one() {
+    let of = |divisor: f64| json!({"type": "number", "multipleOf": divisor});
+    let whole = |divisor: u32| json!({"type": "integer", "multipleOf": divisor});
+    let large = json!({"anyOf": [whole(3125), of(1.28)]});
+    assert!(problem(&large).contains("a least common multiple beyond 10000"));
+    let powers: Vec<Value> = (1..9).map(|digits| whole(10_u32.pow(digits))).collect();
+    for fine in [
+        json!({"anyOf": powers}),
+        json!({"anyOf": [whole(16), whole(625), whole(2)]}),
+    ] {
+        assert!(check(&fine, PARAM).is_ok(), "{fine}");
+    }
+}
+
+/// As many digits as an answer may well have.
+#[test]
+fn alternatives_that_are_let_in_can_be_followed() {
+    let whole = |divisor: u32| json!({"type": "integer", "multipleOf": divisor});
+    let schema = json!({"anyOf": [whole(144), whole(1000)]});
+    check(&schema, PARAM).unwrap();
+    let began = std::time::Instant::now();
+    let mut factory = ParserFactory::new_simple(&ApproximateTokEnv::single_byte_env()).unwrap();
+    factory.quiet();
+    let grammar = TopLevelGrammar::from_json_schema(closed(&schema));
+    let mut matcher = Matcher::new(factory.create_parser(grammar));
+    for byte in "73918264509182736450918273".bytes() {
+        matcher.compute_mask_or_eos().unwrap();
+        matcher.consume_token(u32::from(byte)).unwrap();
+        let took = began.elapsed();
+        assert!(took < Duration::from_secs(20), "{took:?}");
     }
 }

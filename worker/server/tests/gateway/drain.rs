@@ -9,7 +9,7 @@ use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, copy_bidirectional};
 use tokio::net::{TcpListener, TcpStream};
 
-use crate::failover::{PATH, body, slow};
+use crate::failover::{PATH, body, paced, slow};
 use crate::support::{FakeWorker, Running, chat_body, eventually, gateway};
 
 /// Passes connections on to whichever gateway is in charge when they are made, as a Service does.
@@ -236,6 +236,41 @@ async fn who_waits_for_a_worker_when_none_is_left_is_told_to_come_again() {
         "it waited {:?}",
         began.elapsed()
     );
+    gateway.ended().await.unwrap();
+}
+
+/// Of a request that was let in, a choice that still waits for its place waits as the running ones do, which would end with it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_choice_that_waits_does_not_end_those_that_run() {
+    let worker = FakeWorker::start();
+    paced(&worker, 20);
+    worker.behaviour.description.lock().unwrap().max_batch = 4;
+    let mut gateway = gateway(&[&worker], |_| {}).await;
+    let mut streams = Vec::new();
+    for n in [1, 1, 1, 2] {
+        let mut request = body(150);
+        request["n"] = json!(n);
+        let mut stream = TcpStream::connect(gateway.address).await.unwrap();
+        send(&mut stream, &request).await;
+        let begun = read_until(&mut stream, "\"content\":").await;
+        streams.push((n, stream, begun));
+    }
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    let calls = worker.behaviour.calls.lock().unwrap().len();
+    assert_eq!(calls, 4, "the second choice has no place");
+    worker.kill();
+    eventually(|| async { gateway.get("/ready").await.0 == 503 }).await;
+    gateway.shut_down();
+    // Longer than new requests are held.
+    tokio::time::sleep(Duration::from_secs(7)).await;
+    worker.revive();
+    for (n, mut stream, begun) in streams {
+        let rest = tokio::time::timeout(Duration::from_secs(60), read_to_end(&mut stream));
+        let answer = begun + &rest.await.expect("it ends");
+        let finished = answer.matches("\"finish_reason\":\"length\"").count();
+        assert_eq!(finished, n, "{answer}");
+        assert!(answer.contains("[DONE]"), "{answer}");
+    }
     gateway.ended().await.unwrap();
 }
 

@@ -1,7 +1,7 @@
 //! What `multipleOf` may be. The library visits all remainders of a divisor, which takes a gigabyte for a million of them,
 //! and counts them in 32 bits, which wrap in silence.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::Value;
 
@@ -28,11 +28,14 @@ struct Divisor {
 impl Divisor {
     /// Those that are visited: of a power of ten no more than it has digits.
     fn remainders(self) -> u64 {
-        let digits = self.units.max(1).ilog10();
-        match self.units == 10_u64.pow(digits) {
-            true => u64::from(digits) + 1,
+        match self.is_power_of_ten() {
+            true => u64::from(self.units.ilog10()) + 1,
             false => self.units,
         }
+    }
+
+    fn is_power_of_ten(self) -> bool {
+        self.units == 10_u64.pow(self.units.max(1).ilog10())
     }
 
     fn can_be_followed(self) -> bool {
@@ -57,7 +60,7 @@ pub(super) fn excess(parts: &[Part<'_>]) -> Option<String> {
         parts,
         divisors: &divisors,
         seen_from: vec![usize::MAX; parts.len()],
-        alternatives: BTreeSet::new(),
+        alternatives: BTreeMap::new(),
     };
     for root in 0..parts.len() {
         match walk.common(root) {
@@ -66,8 +69,8 @@ pub(super) fn excess(parts: &[Part<'_>]) -> Option<String> {
         }
     }
     let remainders = distinct.iter().map(|divisor| divisor.remainders());
-    let combinations = walk.alternatives.iter().map(|of| combinations(of));
-    (remainders.chain(combinations).sum::<u64>() > MAX_REMAINDERS_OF_ALL).then(|| {
+    let states = walk.alternatives.values().copied();
+    (remainders.chain(states).sum::<u64>() > MAX_REMAINDERS_OF_ALL).then(|| {
         format!(
             "the different values of its 'multipleOf', and the least common multiples of those that hold together, are more than {MAX_REMAINDERS_OF_ALL} together, not counting decimal points, and as much can be followed: leave some out"
         )
@@ -80,8 +83,8 @@ struct Walk<'w, 's> {
     divisors: &'w [Option<Divisor>],
     /// For each part the last one from which it was seen.
     seen_from: Vec<usize>,
-    /// Divisors of alternatives that stand alone, where their combinations are fewer than their common multiple.
-    alternatives: BTreeSet<Vec<Divisor>>,
+    /// Divisors of alternatives that stand alone, where their common multiple does not tell, each with its states.
+    alternatives: BTreeMap<Vec<Divisor>, u64>,
 }
 
 impl Walk<'_, '_> {
@@ -121,13 +124,20 @@ impl Walk<'_, '_> {
         let common = others
             .iter()
             .try_fold(*first, |common, divisor| multiple(common, *divisor));
-        if common.is_none() && !is_merged {
+        // A power of ten that others make, as 8 and 125 do, has all its remainders.
+        let is_made = |common: Divisor| {
+            common.is_power_of_ten() && !found.iter().all(|divisor| divisor.is_power_of_ten())
+        };
+        if !is_merged && common.is_none_or(is_made) {
+            let most = common.map_or(u64::MAX, |common| common.units);
             found.sort_unstable();
             found.dedup();
-            if combinations(&found) <= MAX_REMAINDERS {
-                self.alternatives.insert(found);
-                return Ok(None);
+            let states = combinations(&found).min(most);
+            if states > MAX_REMAINDERS {
+                return Err(self.beyond(root));
             }
+            self.alternatives.insert(found, states);
+            return Ok(None);
         }
         let common = common.ok_or_else(|| self.beyond(root))?;
         // The library multiplies in any order, and multiples with each other.

@@ -245,7 +245,10 @@ async fn a_choice_that_waits_does_not_end_those_that_run() {
     let worker = FakeWorker::start();
     paced(&worker, 20);
     worker.behaviour.description.lock().unwrap().max_batch = 4;
-    let mut gateway = gateway(&[&worker], |_| {}).await;
+    let mut gateway = gateway(&[&worker], |config| {
+        config.routing.ahead_per_worker = Some(0);
+    })
+    .await;
     let mut streams = Vec::new();
     for n in [1, 1, 1, 2] {
         let mut request = body(150);

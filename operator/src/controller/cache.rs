@@ -220,6 +220,15 @@ impl State {
             let same = known.find(|known| known.key == taint.key && known.effect == taint.effect);
             taint.since = same.map_or_else(|| Some(Timestamp::now()), |same| same.since);
         }
+        // The clock of a machine that has just started may be ahead: it counts when the change was seen here.
+        let now = Timestamp::now();
+        let seen = |told: Option<Timestamp>, known: Option<Timestamp>| {
+            let is_ahead = told.is_some_and(|told| told > now);
+            if is_ahead { known.or(Some(now)) } else { told }
+        };
+        view.ready_since = seen(view.ready_since, before.and_then(|it| it.ready_since));
+        let known = before.and_then(|it| it.not_ready_since);
+        view.not_ready_since = seen(view.not_ready_since, known);
         if before.is_some_and(|before| **before == view) {
             return Touched::default();
         }
@@ -511,5 +520,38 @@ impl Touched {
     pub(crate) fn merge(&mut self, other: Self) {
         self.keys.extend(other.keys);
         self.waiting |= other.waiting;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{GIB, node};
+    use super::*;
+
+    /// As of a machine that has started and not yet asked for the time.
+    #[test]
+    fn a_node_whose_clock_is_ahead_is_as_it_is_since_that_was_seen() {
+        for is_ready in [true, false] {
+            let mut state = State::default();
+            let mut put = |told: Timestamp, labels: &str| {
+                let mut view = node("office", 4, GIB);
+                view.is_ready = is_ready;
+                view.ready_since = is_ready.then_some(told);
+                view.not_ready_since = (!is_ready).then_some(told);
+                view.labels.insert("x".to_owned(), labels.to_owned());
+                state.put_node("uid", view);
+                let seen = &state.nodes["office"];
+                assert_eq!(seen.ready_since.is_some(), is_ready);
+                assert_eq!(seen.not_ready_since.is_some(), !is_ready);
+                seen.ready_since.or(seen.not_ready_since).expect("a time")
+            };
+            let start = Timestamp::now();
+            let ahead = start + jiff::SignedDuration::from_hours(2);
+            let seen = put(ahead, "a");
+            assert!(start <= seen && seen <= Timestamp::now(), "{seen}");
+            assert_eq!(put(ahead, "b"), seen, "another label is no change of that");
+            let past = start - jiff::SignedDuration::from_hours(2);
+            assert_eq!(put(past, "b"), past);
+        }
     }
 }

@@ -108,16 +108,21 @@ pub(crate) fn is_down(observed: &Observed, node: &str) -> bool {
 }
 
 /// Whether that node's work is to be done elsewhere: it is not there, or has not been Ready for a while in which another
-/// was. When all were away, by a switch or a power cut, the first that is back does not take the work of the others.
+/// that is open to the deployment's workers was. When all were away, by a switch or a power cut, the first that is back does
+/// not take the work of the others.
 pub(crate) fn is_lost(observed: &Observed, node: &str) -> bool {
     let Some(view) = observed.nodes.get(node) else {
         return true;
     };
     let patience = observed.settings.nodes.move_after;
+    let placement = &observed.deployment.spec.placement;
     let mut others = observed.nodes.values();
     let has_other = others.any(|other| {
         let since = other.ready_since;
-        other.is_ready && since.is_none_or(|since| age(since, observed.now) >= patience)
+        other.is_ready
+            && since.is_none_or(|since| age(since, observed.now) >= patience)
+            && is_closed(other, placement).is_none()
+            && lacking(other, placement).is_none()
     });
     has_other && has_been_down(observed, view, patience)
 }
@@ -168,6 +173,12 @@ fn has_been_down(observed: &Observed, node: &NodeView, patience: Duration) -> bo
 /// Why a node that is there takes no new Pod: it is cordoned, or has a taint that is not tolerated.
 pub(crate) fn is_closed(node: &NodeView, placement: &PlacementSpec) -> Option<String> {
     closed_by(node, placement, |_| true)
+}
+
+/// The first label that is asked for and that a node does not have.
+fn lacking<'a>(node: &NodeView, placement: &'a PlacementSpec) -> Option<(&'a String, &'a String)> {
+    let mut wanted = placement.node_selector.iter();
+    wanted.find(|(key, value)| node.labels.get(*key) != Some(value))
 }
 
 /// Why what runs on a node is to leave it: the node is cordoned, or has a NoExecute taint that is not tolerated. What the
@@ -256,11 +267,7 @@ impl Ground<'_> {
         if let Some(why) = is_closed(node, placement) {
             return Err(why);
         }
-        let lacking = placement
-            .node_selector
-            .iter()
-            .find(|(key, value)| node.labels.get(*key) != Some(value));
-        if let Some((key, value)) = lacking {
+        if let Some((key, value)) = lacking(node, placement) {
             return Err(format!("lacks the label {key}={value}"));
         }
         let Some(profile) = &node.profile else {

@@ -327,11 +327,14 @@ impl Visit<'_> {
         let target = self.choice.target.clone();
         let left = target.as_ref().and_then(|plan| self.time_left(plan, steps));
         let is_late = left == Some(Duration::ZERO);
+        // What has served outlasts a quota that is short for a while.
+        let has_yet_to_serve = left.is_some();
         let mut given_up = None;
         if let (Some(plan), Some(steps)) = (&target, steps) {
             if steps.progress.is_serving && !choose::has_served(plan) && !self.choice.is_new {
                 self.mark_plan(plan, vec![(NOTE_OUTCOME, OUTCOME_SERVING.to_owned())]);
-            } else if (is_late || self.is_in_vain(plan, wants))
+            } else if has_yet_to_serve
+                && (is_late || self.is_in_vain(plan, wants))
                 && choose::way_back(self.observed, plan).is_some()
             {
                 let why = match is_late {

@@ -1,7 +1,8 @@
 //! Pods that the API server forbids: a full ResourceQuota, a LimitRange, Pod Security, or somebody's webhook.
 //!
 //! No Pod tells of it, since there is none. It is remembered here from the answers to the writes, and after a start the next
-//! write tells again.
+//! write tells again. What had gone before the start is told by nobody: a plan for which the old made room in vain is then
+//! given up when its deadline is over, no sooner.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};

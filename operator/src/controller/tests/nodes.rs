@@ -5,7 +5,8 @@ use std::time::Duration;
 use super::world::World;
 use crate::controller::conditions::{DEGRADED, PLANNED, READY};
 use crate::controller::decide::decide;
-use crate::controller::observed::Taint;
+use crate::controller::observed::{NodeView, Taint};
+use crate::controller::testing::node;
 
 #[test]
 fn a_lost_node_has_its_work_done_elsewhere() {
@@ -228,6 +229,49 @@ fn the_first_node_that_is_back_waits_for_the_others_before_it_takes_their_work()
             world.pass(Duration::from_secs(20));
             assert!(world.visit().create_plan.is_some());
         }
+    }
+}
+
+/// Nodes that take nothing of it, such as a control plane, may have been there all the time.
+#[test]
+fn a_node_that_is_closed_to_the_deployment_does_not_tell_that_the_others_are_lost() {
+    fn label(node: &mut NodeView) {
+        node.labels.insert("disk".to_owned(), "ssd".to_owned());
+    }
+    let cases: [(&str, bool, fn(&mut NodeView)); 4] = [
+        ("open", true, label),
+        ("without the label", false, |_| ()),
+        ("cordoned", false, |node| {
+            label(node);
+            node.is_cordoned = true;
+        }),
+        ("tainted", false, |node| {
+            label(node);
+            node.taints = vec![Taint {
+                key: "node-role.kubernetes.io/control-plane".to_owned(),
+                value: String::new(),
+                effect: "NoSchedule".to_owned(),
+                since: None,
+            }];
+        }),
+    ];
+    for (name, moves, change) in cases {
+        let mut world = World::new("placement: {nodeSelector: {disk: ssd}}\n");
+        world.node("attic", label);
+        world.node("office", label);
+        let mut third = node("shed", 1, 64 << 20);
+        change(&mut third);
+        world.observed.nodes.insert("shed".to_owned(), third.into());
+        world.settle();
+        let home = world.observed.pods[0].node.clone();
+        let other = if home == "attic" { "office" } else { "attic" };
+        goes_away(&mut world, &home);
+        goes_away(&mut world, other);
+        world.pass(Duration::from_secs(600));
+        world.visit();
+        comes_back(&mut world, other);
+        let plan = world.visit().create_plan;
+        assert_eq!(plan.is_some(), moves, "{name}: {plan:?}");
     }
 }
 

@@ -325,3 +325,41 @@ fn a_plan_that_the_quota_has_no_room_for_either_is_given_up_when_what_served_has
     let serving = world.observed.pods.iter().map(|pod| pod.plan_generation);
     assert!(serving.into_iter().all(|generation| generation == 1));
 }
+
+/// One of its Pods is made again, and others have the room for the moment.
+#[test]
+fn a_plan_that_has_served_is_not_given_up_for_a_quota() {
+    let mut world = World::new("");
+    world.settle();
+    world.change("decode: {replicas: 3, maxBatch: 3}\n");
+    world.settle();
+    assert_eq!(world.says(READY), ("True", "Serving"));
+    let served = world.observed.plans.last().unwrap().spec.generation;
+    assert_eq!(served, 2);
+    let words = |resource: &str| {
+        format!(
+            "pods \"x\" is forbidden: exceeded quota: small, requested: {resource}=1, used: {resource}=4, limited: {resource}=9"
+        )
+    };
+    let own = || Counted::of_pods(world.observed.pods.iter().map(|pod| &**pod));
+    let mut forbidden = Forbidden::after(None, 2, &words("pods"), false, own());
+    forbidden.goes();
+    let short = words("limits.memory");
+    let mut forbidden = Forbidden::after(Some(forbidden), 2, &short, false, own());
+    forbidden.last = forbidden.last.map(|last| last + Duration::from_secs(31));
+    world.observed.forbidden = Some(forbidden);
+    let evicted = world.observed.pods[0].name.clone();
+    for _ in 0..3 {
+        // It is made at every visit, and refused.
+        world.observed.pods.retain(|pod| pod.name != evicted);
+        let decision = world.visit();
+        let again = decision.create_pods.iter();
+        assert!(
+            again
+                .into_iter()
+                .any(|pod| pod.metadata.name.as_ref() == Some(&evicted))
+        );
+        assert!(decision.mark_plans.is_empty(), "{:?}", decision.mark_plans);
+        assert_ne!(world.says(PROGRESSING).1, "RollingBack");
+    }
+}

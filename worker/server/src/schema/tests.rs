@@ -548,7 +548,7 @@ fn a_power_of_ten_that_alternatives_make_is_no_small_one() {
     let whole = |divisor: u32| json!({"type": "integer", "multipleOf": divisor});
     let large = json!({"anyOf": [whole(3125), of(1.28)]});
     assert!(problem(&large).contains("a least common multiple beyond 10000"));
-    let powers: Vec<Value> = (1..9).map(|digits| whole(10_u32.pow(digits))).collect();
+    let powers: Vec<Value> = (1..5).map(|digits| whole(10_u32.pow(digits))).collect();
     for fine in [
         json!({"anyOf": powers}),
         json!({"anyOf": [whole(16), whole(625), whole(2)]}),

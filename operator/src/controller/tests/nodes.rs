@@ -235,10 +235,11 @@ fn the_first_node_that_is_back_waits_for_the_others_before_it_takes_their_work()
 /// Nodes that take nothing of it, such as a control plane, may have been there all the time.
 #[test]
 fn a_node_that_is_closed_to_the_deployment_does_not_tell_that_the_others_are_lost() {
+    type Change = fn(&mut NodeView);
     fn label(node: &mut NodeView) {
         node.labels.insert("disk".to_owned(), "ssd".to_owned());
     }
-    let cases: [(&str, bool, fn(&mut NodeView)); 4] = [
+    let cases: [(&str, bool, Change); 4] = [
         ("open", true, label),
         ("without the label", false, |_| ()),
         ("cordoned", false, |node| {

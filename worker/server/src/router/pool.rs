@@ -21,8 +21,9 @@ pub use route::Route;
 
 /// Assumed of a worker that does not tell.
 const DEFAULT_BATCH: u32 = 16;
-/// A worker that is not ready for so long in a gateway that ends is not waited for.
-const LEFT_AFTER: Duration = Duration::from_secs(5);
+/// A worker that is not ready for so long in a gateway that ends is not waited for. In a rollout whose old workers end first, new
+/// ones are there before.
+const LEFT_AFTER: Duration = Duration::from_secs(30);
 
 /// The pools of one gateway. Members may join and leave at any time.
 pub struct Pool {

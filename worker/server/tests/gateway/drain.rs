@@ -232,7 +232,7 @@ async fn who_waits_for_a_worker_when_none_is_left_is_told_to_come_again() {
         assert!(answer.contains("\"code\":\"shutting_down\""), "{answer}");
     }
     assert!(
-        began.elapsed() < Duration::from_secs(20),
+        began.elapsed() < Duration::from_secs(60),
         "it waited {:?}",
         began.elapsed()
     );
@@ -265,7 +265,7 @@ async fn a_choice_that_waits_does_not_end_those_that_run() {
     eventually(|| async { gateway.get("/ready").await.0 == 503 }).await;
     gateway.shut_down();
     // Longer than new requests are held.
-    tokio::time::sleep(Duration::from_secs(7)).await;
+    tokio::time::sleep(Duration::from_secs(32)).await;
     worker.revive();
     for (n, mut stream, begun) in streams {
         let rest = tokio::time::timeout(Duration::from_secs(60), read_to_end(&mut stream));

@@ -211,7 +211,10 @@ async fn new_clients_are_told_to_come_again() {
 #[tokio::test(flavor = "multi_thread")]
 async fn who_waits_for_a_worker_when_none_is_left_is_told_to_come_again() {
     let worker = FakeWorker::start();
-    let mut gateway = gateway(&[&worker], |_| {}).await;
+    let mut gateway = gateway(&[&worker], |config| {
+        config.limits.drain_grace = Duration::from_secs(120);
+    })
+    .await;
     worker.kill();
     eventually(|| async { gateway.get("/ready").await.0 == 503 }).await;
     let mut streams = Vec::new();
@@ -247,6 +250,7 @@ async fn a_choice_that_waits_does_not_end_those_that_run() {
     worker.behaviour.description.lock().unwrap().max_batch = 4;
     let mut gateway = gateway(&[&worker], |config| {
         config.routing.ahead_per_worker = Some(0);
+        config.limits.drain_grace = Duration::from_secs(120);
     })
     .await;
     let mut streams = Vec::new();

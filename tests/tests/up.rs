@@ -159,7 +159,7 @@ fn errors_name_the_field_the_value_and_the_remedy() {
             .arg("up")
             .arg("-f")
             .arg(&file)
-            .args(["--port", "1", "--state-dir"])
+            .args(["--port", "0", "--state-dir"])
             .arg(state.path()));
         assert_eq!(code, 1, "{to}: {stdout}{stderr}");
         assert!(

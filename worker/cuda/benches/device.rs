@@ -10,9 +10,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use hearth_cuda::{Activations, CudaBackend, CudaOptions, CudaTensor, CudaWeight};
+use hearth_kernels::ops::*;
 use hearth_kernels::{
-    AttentionSpec, Backend, BlockId, BlockScales, DType, ExpertWeights, HostMatrix, KvDType,
-    KvLayout, MlaHeads, RopeLayout, RopeTable, RouterScore, RouterSpec, SCALE_BLOCK, Span,
+    AttentionSpec, BlockId, BlockScales, DType, ExpertWeights, HostMatrix, KvDType, KvLayout,
+    MlaHeads, RopeLayout, RopeTable, RouterScore, RouterSpec, SCALE_BLOCK, Span,
 };
 
 /// Launches of one run, and runs of one figure.

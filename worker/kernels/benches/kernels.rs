@@ -6,10 +6,11 @@
 use std::time::Duration;
 
 use bytes::Bytes;
+use hearth_kernels::ops::*;
 use hearth_kernels::probe::{peak_gflops, read_bandwidth_gbps};
 use hearth_kernels::{
-    AttentionSpec, Backend, BlockId, BlockScales, CpuBackend, CpuOptions, DType, ExpertCall,
-    HostMatrix, Isa, KvDType, KvLayout, Span,
+    AttentionSpec, BlockId, BlockScales, CpuBackend, CpuOptions, DType, ExpertCall, HostMatrix,
+    Isa, KvDType, KvLayout, Span,
 };
 
 /// Weights of one measurement: several matrices, so that none is read from a cache twice.

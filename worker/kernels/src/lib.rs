@@ -8,12 +8,13 @@
 //! in the batch and however the rows were chunked.
 
 pub mod affinity;
-pub mod backend;
 pub mod checks;
 pub mod convert;
 pub mod error;
 pub mod host;
 pub mod kv;
+pub mod ops;
+pub mod params;
 pub mod pool;
 pub mod probe;
 pub mod reference;
@@ -23,14 +24,15 @@ mod arch;
 mod cpu;
 
 pub use arch::Isa;
-pub use backend::{
-    AttentionSpec, Backend, ExpertCall, ExpertWeights, MlaHeads, RopeLayout, RopeTable,
-    RouterScore, RouterSpec, Routing, Span,
-};
 pub use convert::quantize_fp8_block;
 pub use cpu::{CpuBackend, CpuKv, CpuOptions, CpuTensor};
 pub use error::KernelError;
 pub use host::{BlockScales, DType, HostMatrix, SCALE_BLOCK};
 pub use kv::{BlockId, KvDType, KvLayout};
+pub use ops::Backend;
+pub use params::{
+    AttentionSpec, ExpertCall, ExpertWeights, MlaHeads, RopeLayout, RopeTable, RouterScore,
+    RouterSpec, Routing, Span,
+};
 pub use probe::{PeakGflops, peak_gflops, read_bandwidth_gbps};
 pub use sampling::{SampleFault, SampleSpec};

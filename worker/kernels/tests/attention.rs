@@ -5,9 +5,9 @@
 mod common;
 
 use common::*;
+use hearth_kernels::ops::*;
 use hearth_kernels::{
-    AttentionSpec, Backend, BlockId, CpuBackend, CpuKv, Isa, KvDType, KvLayout, MlaHeads, Span,
-    reference,
+    AttentionSpec, BlockId, CpuBackend, CpuKv, Isa, KvDType, KvLayout, MlaHeads, Span, reference,
 };
 
 const GQA: KvLayout = KvLayout {

@@ -5,7 +5,8 @@
 mod common;
 
 use common::*;
-use hearth_kernels::{Backend, CpuBackend, CpuTensor, DType, RopeLayout, RopeTable, reference};
+use hearth_kernels::ops::*;
+use hearth_kernels::{CpuBackend, CpuTensor, DType, RopeLayout, RopeTable, reference};
 use proptest::prelude::*;
 
 fn download(backend: &CpuBackend, x: &CpuTensor) -> Vec<f32> {

@@ -5,7 +5,8 @@
 mod common;
 
 use common::*;
-use hearth_kernels::{Backend, CpuBackend, DType, HostMatrix, Isa, reference};
+use hearth_kernels::ops::*;
+use hearth_kernels::{CpuBackend, DType, HostMatrix, Isa, reference};
 
 /// Bound of |fast - reference| for each output: rounding of products and sums is relative to
 /// `Σ |x[k] w[k]|`; f32 sums of K terms in 16 lanes carry far less than K * 2^-24.

@@ -5,9 +5,9 @@
 mod common;
 
 use common::*;
+use hearth_kernels::ops::*;
 use hearth_kernels::{
-    Backend, CpuBackend, DType, ExpertCall, HostMatrix, Isa, RouterScore, RouterSpec, Routing,
-    reference,
+    CpuBackend, DType, ExpertCall, HostMatrix, Isa, RouterScore, RouterSpec, Routing, reference,
 };
 use proptest::prelude::*;
 

@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use hearth_formats::{Checkpoint, ModelConfig};
-use hearth_kernels::{Backend, BlockId, CpuBackend, CpuKv, CpuOptions, Isa, KvDType, Span};
+use hearth_kernels::ops::*;
+use hearth_kernels::{BlockId, CpuBackend, CpuKv, CpuOptions, Isa, KvDType, Span};
 use hearth_model::{Batch, Model, ModuleId, ModuleSpec, Observer, Residency, TensorShape, modules};
 use hearth_residency::{
     LoadProgress, MmapPrefetch, MmapPrefetchOptions, PrefetchEvent, Resident, ResidentOptions,

@@ -1,5 +1,6 @@
 //! Attention over the paged cache.
 
+use hearth_kernels::ops::{AttentionOps, MemoryOps};
 use hearth_kernels::{AttentionSpec, KernelError, KvDType, KvLayout, Span, checks};
 
 use super::tensor::AttentionTileArg;
@@ -19,8 +20,8 @@ struct Tiles {
     blocks: u64,
 }
 
-impl CudaBackend {
-    pub(super) fn attend(
+impl AttentionOps for CudaBackend {
+    fn attention(
         &self,
         q: &CudaTensor,
         kv: &CudaKv,
@@ -34,7 +35,7 @@ impl CudaBackend {
         let cols = spec.heads * layout.v_dim;
         // Rows that belong to no sequence attend to nothing.
         let out = if covered < q.rows {
-            self.zero_tensor(q.rows, cols)?
+            self.zeros(q.rows, cols)?
         } else {
             self.tensor(q.rows, cols)?
         };
@@ -55,7 +56,9 @@ impl CudaBackend {
         }
         Ok(out)
     }
+}
 
+impl CudaBackend {
     /// Kernels that a cache of this layout will be read by.
     pub(super) fn attention_variants(&self, layout: &KvLayout) -> Vec<Variant> {
         match flash_dims(layout) {
@@ -214,7 +217,7 @@ impl CudaBackend {
     }
 }
 
-/// One call of [`CudaBackend::attend`].
+/// One call of [`AttentionOps::attention`].
 struct Step<'a> {
     q: &'a CudaTensor,
     kv: &'a CudaKv,

@@ -2,12 +2,13 @@
 
 use std::sync::PoisonError;
 
+use hearth_kernels::ops::ElementwiseOps;
 use hearth_kernels::{KernelError, RopeLayout, RopeTable, checks};
 
 use super::tensor::weight_type;
 use super::{CudaBackend, CudaTensor, CudaVector, CudaWeight, Kernel, MOST_RECORDED_ROWS};
 use crate::compile::Variant;
-use crate::queue::{Args, Command};
+use crate::queue::Args;
 
 /// Columns of a block where a thread takes four.
 const QUAD_COLS: usize = 1024;
@@ -16,13 +17,9 @@ const MOST_PAIRS: usize = 512;
 /// Columns up to which a norm is a warp's work.
 const WARP_NORM_COLS: usize = 256;
 
-impl CudaBackend {
+impl ElementwiseOps for CudaBackend {
     /// Begins a forward pass: it is the first operation of each.
-    pub(super) fn embed_rows(
-        &self,
-        table: &CudaWeight,
-        tokens: &[u32],
-    ) -> Result<CudaTensor, KernelError> {
+    fn embed(&self, table: &CudaWeight, tokens: &[u32]) -> Result<CudaTensor, KernelError> {
         let table = &*table.0;
         checks::embed(tokens, table.rows)?;
         self.uploader.release()?;
@@ -43,7 +40,7 @@ impl CudaBackend {
         Ok(y)
     }
 
-    pub(super) fn norm(
+    fn rms_norm(
         &self,
         x: &CudaTensor,
         weight: &CudaVector,
@@ -65,7 +62,7 @@ impl CudaBackend {
         Ok(y)
     }
 
-    pub(super) fn add_and_norm(
+    fn add_rms_norm(
         &self,
         residual: &mut CudaTensor,
         delta: &CudaTensor,
@@ -74,8 +71,8 @@ impl CudaBackend {
     ) -> Result<CudaTensor, KernelError> {
         checks::same("add_assign", residual.shape(), delta.shape())?;
         if weight.len != residual.cols {
-            self.add(residual, delta)?;
-            return self.norm(residual, weight, eps);
+            self.add_assign(residual, delta)?;
+            return self.rms_norm(residual, weight, eps);
         }
         changed(residual);
         let y = self.tensor(residual.rows, residual.cols)?;
@@ -93,7 +90,7 @@ impl CudaBackend {
         Ok(y)
     }
 
-    pub(super) fn add(&self, x: &mut CudaTensor, delta: &CudaTensor) -> Result<(), KernelError> {
+    fn add_assign(&self, x: &mut CudaTensor, delta: &CudaTensor) -> Result<(), KernelError> {
         checks::same("add_assign", x.shape(), delta.shape())?;
         changed(x);
         let args = Args::new()
@@ -105,11 +102,7 @@ impl CudaBackend {
         self.launch(Kernel::new(&variant, "add"), grid, args)
     }
 
-    pub(super) fn gated(
-        &self,
-        gate: &CudaTensor,
-        up: &CudaTensor,
-    ) -> Result<CudaTensor, KernelError> {
+    fn silu_mul(&self, gate: &CudaTensor, up: &CudaTensor) -> Result<CudaTensor, KernelError> {
         checks::same("silu_mul", gate.shape(), up.shape())?;
         let y = self.tensor(gate.rows, gate.cols)?;
         let args = Args::new()
@@ -123,7 +116,7 @@ impl CudaBackend {
         Ok(y)
     }
 
-    pub(super) fn take_columns(
+    fn columns(
         &self,
         x: &CudaTensor,
         groups: usize,
@@ -149,7 +142,7 @@ impl CudaBackend {
         Ok(y)
     }
 
-    pub(super) fn join_columns(
+    fn interleave(
         &self,
         a: &CudaTensor,
         b: &CudaTensor,
@@ -171,11 +164,7 @@ impl CudaBackend {
         Ok(y)
     }
 
-    pub(super) fn take_rows(
-        &self,
-        x: &CudaTensor,
-        rows: &[u32],
-    ) -> Result<CudaTensor, KernelError> {
+    fn rows(&self, x: &CudaTensor, rows: &[u32]) -> Result<CudaTensor, KernelError> {
         checks::rows(rows, x.rows)?;
         let y = self.tensor(rows.len(), x.cols)?;
         let args = Args::new()
@@ -190,18 +179,7 @@ impl CudaBackend {
         Ok(y)
     }
 
-    pub(super) fn zero_tensor(&self, rows: usize, cols: usize) -> Result<CudaTensor, KernelError> {
-        let tensor = self.tensor(rows, cols)?;
-        if tensor.elements() > 0 {
-            self.queue.push(Command::Zero {
-                address: tensor.address(),
-                bytes: tensor.elements() * 4,
-            })?;
-        }
-        Ok(tensor)
-    }
-
-    pub(super) fn rotate(
+    fn rope(
         &self,
         x: &mut CudaTensor,
         heads: usize,

@@ -1,23 +1,19 @@
-//! Mixture of experts: choosing, and running what was chosen.
+//! Mixture of experts: running what was chosen.
 //!
 //! Slots (a token and one of its choices) are sorted by expert; the matrix kernels take tiles of slots of one expert, so that an expert's weights
 //! are loaded once for up to 64 of them, and tiles of one expert run together; then each token's outputs are added in the order of its experts.
 
-use hearth_kernels::{
-    DType, ExpertCall, ExpertWeights, KernelError, RouterScore, RouterSpec, Routing, checks,
-};
+use hearth_kernels::ops::ExpertOps;
+use hearth_kernels::{DType, ExpertCall, ExpertWeights, KernelError, checks};
 
 use super::linear::{DECODE_ROWS, TILE_ROWS};
 use super::tensor::{CudaChosen, ExpertArg, Terms, TileArg, WeightData};
-use super::{CudaBackend, CudaTensor, CudaVector, CudaWeight, Kernel};
+use super::{CudaBackend, CudaTensor, CudaWeight, Kernel};
 use crate::compile::Variant;
 use crate::memory::Buffer;
 use crate::queue::Args;
 
-/// Limits of route.cu and moe_sort.cu.
-const MOST_EXPERTS: usize = 512;
-const MOST_CHOICES: usize = 32;
-const MOST_GROUPS: usize = 32;
+/// Limit of moe_sort.cu.
 const MOST_SLOTS: usize = 65_536;
 /// Working memory of one pass is at least this, and else half of what the budget leaves.
 const LEAST_WORK_BYTES: u64 = 4 << 20;
@@ -83,66 +79,10 @@ impl ExpertShape {
     }
 }
 
-impl CudaBackend {
-    pub(super) fn choose(
-        &self,
-        logits: &CudaTensor,
-        bias: Option<&CudaVector>,
-        spec: RouterSpec,
-    ) -> Result<CudaChosen, KernelError> {
-        let (tokens, experts) = logits.shape();
-        checks::route(experts, bias.map(|b| b.len), &spec)?;
-        let fits =
-            experts <= MOST_EXPERTS && spec.top_k <= MOST_CHOICES && spec.groups <= MOST_GROUPS;
-        checks::ensure(fits, "route", || {
-            format!(
-                "{} of {experts} experts in {} groups: the GPU's router takes {MOST_CHOICES} of {MOST_EXPERTS} in {MOST_GROUPS}",
-                spec.top_k, spec.groups
-            )
-        })?;
-        let slots = tokens * spec.top_k;
-        let chosen = CudaChosen {
-            experts: self.buffer(slots * 4, "choices of experts")?,
-            weights: self.buffer(slots * 4, "weights of experts")?,
-            tokens,
-            spec,
-        };
-        let args = Args::new()
-            .with(logits.address())
-            .with(bias.map_or(0, |b| b.data.address()))
-            .with(chosen.experts.address())
-            .with(chosen.weights.address())
-            .with(tokens as i32)
-            .with(experts as i32)
-            .with(spec.top_k as i32)
-            .with(spec.groups as i32)
-            .with(spec.top_groups as i32)
-            .with(i32::from(spec.score == RouterScore::Sigmoid))
-            .with(i32::from(spec.normalize))
-            .with(spec.scaling);
-        let variant = Variant::plain("route");
-        let kernel = Kernel::new(&variant, "route").threads(128);
-        self.launch(kernel, [tokens.div_ceil(4), 1, 1], args)?;
-        Ok(chosen)
-    }
+impl ExpertOps for CudaBackend {
+    type ExpertBank = CudaBank;
 
-    pub(super) fn choices(&self, chosen: &CudaChosen) -> Result<Routing, KernelError> {
-        let slots = chosen.tokens * chosen.spec.top_k;
-        let words = |bytes: &[u8]| -> Vec<[u8; 4]> { bytes.as_chunks().0.to_vec() };
-        let experts = self
-            .queue
-            .download(chosen.experts.address(), slots * 4, words)?;
-        let weights = self
-            .queue
-            .download(chosen.weights.address(), slots * 4, words)?;
-        Ok(Routing {
-            top_k: chosen.spec.top_k,
-            experts: experts.into_iter().map(u32::from_ne_bytes).collect(),
-            weights: weights.into_iter().map(f32::from_ne_bytes).collect(),
-        })
-    }
-
-    pub(super) fn bank(
+    fn expert_bank(
         &self,
         experts: &[ExpertWeights<'_, CudaWeight>],
     ) -> Result<Option<CudaBank>, KernelError> {
@@ -178,7 +118,7 @@ impl CudaBackend {
         }))
     }
 
-    pub(super) fn run_banked(
+    fn banked_experts(
         &self,
         out: &mut CudaTensor,
         x: &CudaTensor,
@@ -211,7 +151,7 @@ impl CudaBackend {
         Ok(())
     }
 
-    pub(super) fn run_calls(
+    fn experts(
         &self,
         out: &mut CudaTensor,
         x: &CudaTensor,
@@ -242,7 +182,9 @@ impl CudaBackend {
         }
         Ok(())
     }
+}
 
+impl CudaBackend {
     /// Runs calls of one shape, sorted by the host.
     fn run_alike(
         &self,

@@ -1,5 +1,6 @@
 //! The paged KV cache on the device: the same bytes in the same places as on the CPU, so that workers exchange them as they are.
 
+use hearth_kernels::ops::KvOps;
 use hearth_kernels::{BlockId, DType, KernelError, KvDType, KvLayout, Span, checks};
 
 use super::tensor::weight_type;
@@ -44,12 +45,10 @@ impl CudaKv {
     }
 }
 
-impl CudaBackend {
-    pub(super) fn allocate_kv(
-        &self,
-        layout: KvLayout,
-        blocks: usize,
-    ) -> Result<CudaKv, KernelError> {
+impl KvOps for CudaBackend {
+    type Kv = CudaKv;
+
+    fn kv_alloc(&self, layout: KvLayout, blocks: usize) -> Result<CudaKv, KernelError> {
         checks::kv_alloc(&layout)?;
         let bytes = layout.block_bytes().checked_mul(blocks);
         let bytes = bytes.ok_or_else(|| KernelError::OutOfMemory {
@@ -76,9 +75,13 @@ impl CudaBackend {
         })
     }
 
-    pub(super) fn append_kv(
+    fn kv_layout(&self, kv: &CudaKv) -> KvLayout {
+        kv.layout
+    }
+
+    fn kv_append(
         &self,
-        kv: &CudaKv,
+        kv: &mut CudaKv,
         layer: usize,
         keys: &CudaTensor,
         values: Option<&CudaTensor>,
@@ -97,35 +100,7 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// Stores spans whose rows follow one another.
-    fn append_run(
-        &self,
-        kv: &CudaKv,
-        layer: usize,
-        keys: &CudaTensor,
-        values: Option<&CudaTensor>,
-        spans: &[Span],
-    ) -> Result<(), KernelError> {
-        let offsets: Vec<i64> = spans
-            .iter()
-            .flat_map(|span| kv.offsets(&span.blocks, span.start, span.rows))
-            .collect();
-        let first_row = spans.first().map_or(0, |span| span.first_row);
-        let row = |x: &CudaTensor| x.address() + (first_row * x.cols * 4) as u64;
-        let value_cols = values.map_or(0, |v| v.cols);
-        let args = Args::new()
-            .with(kv.layer(layer))
-            .with(row(keys))
-            .with(values.map_or(0, row))
-            .with(self.host(&offsets)?)
-            .with(offsets.len() as i32)
-            .with(keys.cols as i32)
-            .with(value_cols as i32);
-        let grid = [offsets.len(), (keys.cols + value_cols).div_ceil(1024), 1];
-        self.launch(Kernel::new(&kv.variant(), "kv_append"), grid, args)
-    }
-
-    pub(super) fn read_kv(
+    fn kv_read(
         &self,
         kv: &CudaKv,
         layer: usize,
@@ -157,9 +132,9 @@ impl CudaBackend {
             .download(gathered.address(), tokens * record, <[u8]>::to_vec)
     }
 
-    pub(super) fn write_kv(
+    fn kv_write(
         &self,
-        kv: &CudaKv,
+        kv: &mut CudaKv,
         layer: usize,
         blocks: &[BlockId],
         first_token: usize,
@@ -185,6 +160,36 @@ impl CudaBackend {
         let variant = kv.variant();
         let kernel = Kernel::new(&variant, "kv_scatter").threads(128);
         self.launch(kernel, [tokens, 1, 1], args)
+    }
+}
+
+impl CudaBackend {
+    /// Stores spans whose rows follow one another.
+    fn append_run(
+        &self,
+        kv: &CudaKv,
+        layer: usize,
+        keys: &CudaTensor,
+        values: Option<&CudaTensor>,
+        spans: &[Span],
+    ) -> Result<(), KernelError> {
+        let offsets: Vec<i64> = spans
+            .iter()
+            .flat_map(|span| kv.offsets(&span.blocks, span.start, span.rows))
+            .collect();
+        let first_row = spans.first().map_or(0, |span| span.first_row);
+        let row = |x: &CudaTensor| x.address() + (first_row * x.cols * 4) as u64;
+        let value_cols = values.map_or(0, |v| v.cols);
+        let args = Args::new()
+            .with(kv.layer(layer))
+            .with(row(keys))
+            .with(values.map_or(0, row))
+            .with(self.host(&offsets)?)
+            .with(offsets.len() as i32)
+            .with(keys.cols as i32)
+            .with(value_cols as i32);
+        let grid = [offsets.len(), (keys.cols + value_cols).div_ceil(1024), 1];
+        self.launch(Kernel::new(&kv.variant(), "kv_append"), grid, args)
     }
 }
 

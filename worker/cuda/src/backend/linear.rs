@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, PoisonError};
 
+use hearth_kernels::ops::LinearOps;
 use hearth_kernels::{DType, KernelError, MlaHeads, checks};
 
 use super::tensor::{Terms, WeightData, weight_type};
@@ -53,8 +54,8 @@ impl Product<'_> {
     }
 }
 
-impl CudaBackend {
-    pub(super) fn linear_layer(
+impl LinearOps for CudaBackend {
+    fn linear(
         &self,
         x: &CudaTensor,
         w: &CudaWeight,
@@ -83,6 +84,40 @@ impl CudaBackend {
         Ok(y)
     }
 
+    fn mla_absorb(
+        &self,
+        q_nope: &CudaTensor,
+        kv_b: &CudaWeight,
+        dims: MlaHeads,
+    ) -> Result<CudaTensor, KernelError> {
+        checks::mla(
+            "mla_absorb",
+            q_nope.shape(),
+            dims.nope,
+            kv_b.0.shape(),
+            dims,
+        )?;
+        self.per_head("mla_absorb", q_nope, &kv_b.0, dims, dims.rank)
+    }
+
+    fn mla_expand(
+        &self,
+        latent: &CudaTensor,
+        kv_b: &CudaWeight,
+        dims: MlaHeads,
+    ) -> Result<CudaTensor, KernelError> {
+        checks::mla(
+            "mla_expand",
+            latent.shape(),
+            dims.rank,
+            kv_b.0.shape(),
+            dims,
+        )?;
+        self.per_head("mla_expand", latent, &kv_b.0, dims, dims.v)
+    }
+}
+
+impl CudaBackend {
     /// A block of rows reads each weight once; where there are few blocks, each sum is cut into its segments.
     fn decode(&self, product: &Product<'_>) -> Result<(), KernelError> {
         let blocks = product.y.cols.div_ceil(TILE_OUTPUTS);
@@ -223,38 +258,6 @@ impl CudaBackend {
         let stage = cols * (TILE_OUTPUTS * dtype.size_bytes() + terms * TILE_ROWS * term_bytes);
         let stages = ((96 << 10) / stage).min(4);
         (stages * stage) as u32
-    }
-
-    pub(super) fn absorb(
-        &self,
-        q_nope: &CudaTensor,
-        kv_b: &CudaWeight,
-        dims: MlaHeads,
-    ) -> Result<CudaTensor, KernelError> {
-        checks::mla(
-            "mla_absorb",
-            q_nope.shape(),
-            dims.nope,
-            kv_b.0.shape(),
-            dims,
-        )?;
-        self.per_head("mla_absorb", q_nope, &kv_b.0, dims, dims.rank)
-    }
-
-    pub(super) fn expand(
-        &self,
-        latent: &CudaTensor,
-        kv_b: &CudaWeight,
-        dims: MlaHeads,
-    ) -> Result<CudaTensor, KernelError> {
-        checks::mla(
-            "mla_expand",
-            latent.shape(),
-            dims.rank,
-            kv_b.0.shape(),
-            dims,
-        )?;
-        self.per_head("mla_expand", latent, &kv_b.0, dims, dims.v)
     }
 
     /// One of the per-head up-projections: `width` outputs a head.

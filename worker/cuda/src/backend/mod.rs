@@ -1,14 +1,14 @@
 //! The backend: shapes are checked and kernels chosen here; an operation group a file.
 
 mod attention;
+mod device;
 mod elementwise;
 mod experts;
 mod kv;
 mod linear;
-mod probe;
+mod route;
 mod sampling;
 mod tensor;
-mod trait_impl;
 mod weights;
 mod wgmma;
 
@@ -22,9 +22,9 @@ use crate::driver::{Device, Stream, fault};
 use crate::memory::{Buffer, Memory, Uploader};
 use crate::queue::{Args, Argument, Command, Launch, Queue};
 
+pub use device::CopyRates;
 pub use experts::CudaBank;
 pub use kv::CudaKv;
-pub use probe::CopyRates;
 pub use tensor::CudaTensor;
 pub use tensor::{CudaChosen, CudaVector, CudaWeight};
 

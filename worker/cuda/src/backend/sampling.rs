@@ -1,5 +1,6 @@
 //! Choice of tokens where their logits are.
 
+use hearth_kernels::ops::SampleOps;
 use hearth_kernels::{KernelError, SampleFault, SampleSpec, checks};
 
 use super::{CudaBackend, CudaTensor, Kernel};
@@ -13,20 +14,19 @@ const MOST_TOKENS: usize = 1 << 20;
 /// `fault` of a row whose mask leaves no token.
 const NOTHING_ALLOWED: i32 = -1;
 
-/// Whether rows of so many logits can be chosen from.
-pub(super) fn takes(vocab: usize) -> bool {
-    (1..=MOST_TOKENS).contains(&vocab)
-}
+impl SampleOps for CudaBackend {
+    fn can_sample(&self, vocab: usize) -> bool {
+        (1..=MOST_TOKENS).contains(&vocab)
+    }
 
-impl CudaBackend {
-    pub(super) fn choose_tokens(
+    fn sample(
         &self,
         logits: &CudaTensor,
         specs: &[SampleSpec],
     ) -> Result<Vec<Result<u32, SampleFault>>, KernelError> {
         let (count, vocab) = (specs.len(), logits.cols);
         checks::sample(logits.shape(), count)?;
-        checks::ensure(takes(vocab), "sample", || {
+        checks::ensure(self.can_sample(vocab), "sample", || {
             format!("1 to {MOST_TOKENS} logits of a row, and there are {vocab}")
         })?;
         if specs.is_empty() {
@@ -65,7 +65,9 @@ impl CudaBackend {
             })
             .collect()
     }
+}
 
+impl CudaBackend {
     /// The fault of a row, with the logit that it names.
     fn not_finite(
         &self,

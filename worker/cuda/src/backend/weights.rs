@@ -1,21 +1,26 @@
-//! Weights and vectors: from host bytes to the device, laid out as the kernels read them.
+//! Weights, vectors and activations: between host and device, laid out as the kernels read them.
 
 use std::sync::Arc;
 
-use hearth_kernels::{DType, HostMatrix, KernelError};
+use hearth_kernels::ops::MemoryOps;
+use hearth_kernels::{DType, HostMatrix, KernelError, checks};
 
 use super::tensor::{WeightData, weight_type};
 use super::{CudaBackend, CudaTensor, CudaVector, CudaWeight, Kernel};
 use crate::compile::Variant;
 use crate::driver::fault;
 use crate::memory::{Buffer, Pitched};
-use crate::queue::Args;
+use crate::queue::{Args, Command};
 
 /// Rows of a weight are padded to this many elements: kernels then need no tail along the sum.
 pub(super) const PADDED_COLS: usize = 128;
 
-impl CudaBackend {
-    pub(super) fn load_weight(&self, matrix: &HostMatrix) -> Result<CudaWeight, KernelError> {
+impl MemoryOps for CudaBackend {
+    type Tensor = CudaTensor;
+    type Weight = CudaWeight;
+    type Vector = CudaVector;
+
+    fn weight(&self, matrix: &HostMatrix) -> Result<CudaWeight, KernelError> {
         let (rows, cols, dtype) = (matrix.rows(), matrix.cols(), matrix.dtype());
         let ld = cols.next_multiple_of(PADDED_COLS);
         let size = dtype.size_bytes();
@@ -52,19 +57,15 @@ impl CudaBackend {
         Ok(CudaWeight(Arc::new(weight)))
     }
 
-    pub(super) fn load_vector(&self, values: &[f32]) -> Result<CudaVector, KernelError> {
+    fn vector(&self, values: &[f32]) -> Result<CudaVector, KernelError> {
         Ok(CudaVector {
             data: Arc::new(self.send_floats(values, "vectors")?),
             len: values.len(),
         })
     }
 
-    pub(super) fn load_tensor(
-        &self,
-        rows: usize,
-        cols: usize,
-        values: &[f32],
-    ) -> Result<CudaTensor, KernelError> {
+    fn upload(&self, rows: usize, cols: usize, values: &[f32]) -> Result<CudaTensor, KernelError> {
+        checks::upload((rows, cols), values.len())?;
         let tensor = self.tensor(rows, cols)?;
         self.send(
             bytes_of(values),
@@ -73,6 +74,31 @@ impl CudaBackend {
         Ok(tensor)
     }
 
+    fn download(&self, x: &CudaTensor) -> Result<Vec<f32>, KernelError> {
+        let floats = |bytes: &[u8]| -> Vec<f32> {
+            let words = bytes.as_chunks().0.iter();
+            words.map(|word| f32::from_ne_bytes(*word)).collect()
+        };
+        self.queue.download(x.address(), x.elements() * 4, floats)
+    }
+
+    fn shape(&self, x: &CudaTensor) -> (usize, usize) {
+        x.shape()
+    }
+
+    fn zeros(&self, rows: usize, cols: usize) -> Result<CudaTensor, KernelError> {
+        let tensor = self.tensor(rows, cols)?;
+        if tensor.elements() > 0 {
+            self.queue.push(Command::Zero {
+                address: tensor.address(),
+                bytes: tensor.elements() * 4,
+            })?;
+        }
+        Ok(tensor)
+    }
+}
+
+impl CudaBackend {
     /// Copies host bytes into a buffer that was just allocated.
     pub(super) fn send(&self, host: &[u8], to: Pitched) -> Result<(), KernelError> {
         if host.is_empty() {

@@ -3,7 +3,8 @@
 //! wgmma adds inside the tensor core what `mma.sync` adds outside, so their bits differ: a GPU takes one of them for every number of rows, prompt and decode
 //! alike. wgmma is taken where it is proved to compute the product on the GPU at hand: one product is tried in all ways when the first weight is used.
 
-use hearth_kernels::{Backend, BlockScales, DType, HostMatrix, KernelError, SCALE_BLOCK};
+use hearth_kernels::ops::MemoryOps;
+use hearth_kernels::{BlockScales, DType, HostMatrix, KernelError, SCALE_BLOCK};
 
 use super::linear::Product;
 use super::{Activations, CudaBackend, CudaTensor, Kernel};
@@ -78,13 +79,13 @@ impl CudaBackend {
             blocks_per_row,
         };
         let host = HostMatrix::new(codes.into(), DType::F8E4m3, cols, inner, Some(scales))?;
-        let weight = self.load_weight(&host)?;
-        let x = self.load_tensor(rows, inner, &values)?;
+        let weight = self.weight(&host)?;
+        let x = self.upload(rows, inner, &values)?;
         let terms = self.terms(&x, DType::F8E4m3)?;
         // What a way does not write stays NaN.
         let nan = vec![f32::NAN; rows * cols];
         let product = |way: &dyn Fn(&Product<'_>) -> Result<(), KernelError>| {
-            let y = self.load_tensor(rows, cols, &nan)?;
+            let y = self.upload(rows, cols, &nan)?;
             way(&Product {
                 y: &y,
                 terms: &terms,

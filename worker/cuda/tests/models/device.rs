@@ -6,7 +6,8 @@ use std::sync::Arc;
 use hearth_cuda::{Activations, CudaBackend, CudaOptions};
 use hearth_engine::{Engine, EngineOptions};
 use hearth_formats::{Checkpoint, ModelConfig};
-use hearth_kernels::{Backend, CpuBackend, CpuOptions};
+use hearth_kernels::ops::*;
+use hearth_kernels::{CpuBackend, CpuOptions};
 use hearth_model::{Model, modules};
 use hearth_residency::Resident;
 

@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
-use hearth_cuda::{Activations, CudaBackend};
-use hearth_kernels::{Backend, BlockId, KvDType, Span};
+use hearth_cuda::{Activations, CudaBackend, CudaKv};
+use hearth_kernels::ops::*;
+use hearth_kernels::{BlockId, KvDType, Span};
 use hearth_model::{Batch, Model};
 
 use crate::device::{gpu, gpu_with, model};
@@ -45,7 +46,7 @@ impl Golden {
 /// One sequence whose blocks are neither adjacent nor in order.
 struct Runner {
     model: Model<CudaBackend>,
-    kv: <CudaBackend as Backend>::Kv,
+    kv: CudaKv,
     blocks: Vec<BlockId>,
     len: usize,
 }

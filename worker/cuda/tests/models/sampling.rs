@@ -12,7 +12,8 @@ use hearth_engine::{
     Engine, FinishReason, GenerateEvent, GenerateInput, Grammar, GrammarTokenizer, SamplingError,
     SamplingParams,
 };
-use hearth_kernels::{Backend, SampleFault, SampleSpec};
+use hearth_kernels::ops::*;
+use hearth_kernels::{SampleFault, SampleSpec};
 
 use crate::device::{engine, gpu};
 use crate::support::{ask, checkpoints, prompt, start};

@@ -4,7 +4,8 @@ use std::io::Write;
 
 use bytes::Bytes;
 use hearth_kernels::convert::bf16_to_f32;
-use hearth_kernels::{Backend, DType, HostMatrix};
+use hearth_kernels::ops::*;
+use hearth_kernels::{DType, HostMatrix};
 
 use crate::device::gpu;
 

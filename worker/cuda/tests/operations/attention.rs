@@ -2,7 +2,8 @@
 
 use hearth_cuda::Activations;
 use hearth_kernels::KvDType::{Bf16, F32};
-use hearth_kernels::{AttentionSpec, Backend, BlockId, KvLayout, Span};
+use hearth_kernels::ops::*;
+use hearth_kernels::{AttentionSpec, BlockId, KvLayout, Span};
 
 use crate::common::*;
 use crate::sequence::{LAYER, Part, Sequence, layout};

@@ -1,7 +1,7 @@
 //! A row's attention has the same bits however the sequence is cut, wherever it lies and whatever is beside it.
 
-use hearth_kernels::Backend;
 use hearth_kernels::KvDType::{Bf16, F32};
+use hearth_kernels::ops::*;
 
 use crate::attention::sequences;
 use crate::common::*;

@@ -1,7 +1,8 @@
 //! The budget is hard, and what runs out names it.
 
 use hearth_kernels::KvDType::Bf16;
-use hearth_kernels::{Backend, DType, KernelError};
+use hearth_kernels::ops::*;
+use hearth_kernels::{DType, KernelError};
 
 use crate::common::*;
 use crate::sequence::layout;

@@ -1,6 +1,6 @@
 //! Operations that move columns and rows: bits, whatever the widths.
 
-use hearth_kernels::Backend;
+use hearth_kernels::ops::*;
 
 use crate::common::*;
 use crate::support::{BUDGET_BYTES, leave_nan, own, plain};

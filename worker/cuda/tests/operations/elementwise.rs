@@ -1,6 +1,7 @@
 //! Norms, gating, rotation, embedding.
 
-use hearth_kernels::{Backend, RopeLayout, RopeTable, reference};
+use hearth_kernels::ops::*;
+use hearth_kernels::{RopeLayout, RopeTable, reference};
 
 use crate::common::*;
 use crate::support::{Gpu, plain};

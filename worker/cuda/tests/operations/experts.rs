@@ -1,9 +1,8 @@
 //! Routed experts: called by the host, or from a bank by what the router left on the device.
 
 use hearth_cuda::{Activations, CudaBackend, CudaWeight};
-use hearth_kernels::{
-    Backend, DType, ExpertCall, ExpertWeights, HostMatrix, RouterSpec, reference,
-};
+use hearth_kernels::ops::*;
+use hearth_kernels::{DType, ExpertCall, ExpertWeights, HostMatrix, RouterSpec, reference};
 
 use crate::common::*;
 use crate::linear::dtypes;

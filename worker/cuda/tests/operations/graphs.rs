@@ -2,9 +2,8 @@
 
 use hearth_cuda::{CudaBackend, CudaBank, CudaKv, CudaTensor, CudaVector, CudaWeight};
 use hearth_kernels::KvDType::Bf16;
-use hearth_kernels::{
-    AttentionSpec, Backend, BlockId, DType, ExpertWeights, RopeLayout, RopeTable, Span,
-};
+use hearth_kernels::ops::*;
+use hearth_kernels::{AttentionSpec, BlockId, DType, ExpertWeights, RopeLayout, RopeTable, Span};
 
 use crate::common::*;
 use crate::route::SIGMOID;

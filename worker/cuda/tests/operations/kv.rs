@@ -1,7 +1,8 @@
 //! The cache holds the CPU's bytes in the CPU's places, so that workers exchange them as they are.
 
 use hearth_kernels::KvDType::{Bf16, F32};
-use hearth_kernels::{Backend, BlockId, KvLayout, Span};
+use hearth_kernels::ops::*;
+use hearth_kernels::{BlockId, KvLayout, Span};
 
 use crate::common::*;
 use crate::sequence::{LAYER, Part, Sequence, layout};

@@ -1,7 +1,8 @@
 //! Products with weights against the reference.
 
 use hearth_cuda::Activations;
-use hearth_kernels::{Backend, DType, HostMatrix, reference};
+use hearth_kernels::ops::*;
+use hearth_kernels::{DType, HostMatrix, reference};
 
 use crate::common::*;
 use crate::support::{Gpu, gpu, on_all_activations, seen};

@@ -3,7 +3,8 @@
 use std::process::Command;
 
 use hearth_cuda::Activations;
-use hearth_kernels::{Backend, DType};
+use hearth_kernels::DType;
+use hearth_kernels::ops::*;
 
 use crate::common::*;
 use crate::linear::{dtypes, linear, what};

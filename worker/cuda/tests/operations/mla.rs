@@ -1,6 +1,7 @@
 //! Latent attention's up-projections of each head.
 
-use hearth_kernels::{Backend, HostMatrix, MlaHeads, reference};
+use hearth_kernels::ops::*;
+use hearth_kernels::{HostMatrix, MlaHeads, reference};
 
 use crate::common::*;
 use crate::support::{Gpu, plain};

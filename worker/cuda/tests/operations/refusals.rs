@@ -1,7 +1,8 @@
 //! Operands that do not fit each other are refused in the CPU's words.
 
+use hearth_kernels::ops::*;
 use hearth_kernels::{
-    AttentionSpec, Backend, BlockId, DType, ExpertCall, KernelError, KvDType, KvLayout, MlaHeads,
+    AttentionSpec, BlockId, DType, ExpertCall, KernelError, KvDType, KvLayout, MlaHeads,
     RopeLayout, RopeTable, RouterScore, RouterSpec, Span,
 };
 

@@ -1,6 +1,7 @@
 //! Choice of experts, as the reference chooses.
 
-use hearth_kernels::{Backend, RouterScore, RouterSpec, Routing};
+use hearth_kernels::ops::*;
+use hearth_kernels::{RouterScore, RouterSpec, Routing};
 
 use crate::common::*;
 use crate::support::{Gpu, plain, scalar};

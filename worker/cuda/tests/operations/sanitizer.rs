@@ -2,7 +2,8 @@
 
 use hearth_cuda::Activations;
 use hearth_kernels::KvDType::{Bf16, F32};
-use hearth_kernels::{Backend, DType, MlaHeads, RopeLayout, RopeTable, SampleSpec};
+use hearth_kernels::ops::*;
+use hearth_kernels::{DType, MlaHeads, RopeLayout, RopeTable, SampleSpec};
 
 use crate::common::*;
 use crate::experts::{EXPERTS, Layer};

@@ -1,7 +1,8 @@
 //! One sequence with its keys, values and queries, for the tests of attention and of the cache.
 
 use hearth_kernels::convert::{bf16_to_f32, f32_to_bf16};
-use hearth_kernels::{AttentionSpec, Backend, BlockId, KvDType, KvLayout, Span, reference};
+use hearth_kernels::ops::*;
+use hearth_kernels::{AttentionSpec, BlockId, KvDType, KvLayout, Span, reference};
 
 use crate::common::Rng;
 

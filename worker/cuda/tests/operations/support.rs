@@ -7,7 +7,8 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use hearth_cuda::{Activations, CudaBackend, CudaOptions};
 use hearth_kernels::convert::{bf16_to_f32, e4m3_to_f32, f32_to_bf16, f32_to_e4m3};
-use hearth_kernels::{Backend, CpuBackend, DType, Isa};
+use hearth_kernels::ops::*;
+use hearth_kernels::{CpuBackend, DType, Isa};
 
 use crate::common;
 

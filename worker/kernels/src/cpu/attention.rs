@@ -1,6 +1,7 @@
 //! Attention: pieces are tiles of rows and heads of one sequence and kv head.
 
 use crate::arch::{AttentionTask, KvLayer};
+use crate::ops::AttentionOps;
 use crate::{AttentionSpec, KernelError, Span, checks};
 
 use super::memory::{CpuTensor, SharedMatrix};
@@ -19,8 +20,8 @@ struct Tile {
     heads: usize,
 }
 
-impl CpuBackend {
-    pub(super) fn attend(
+impl AttentionOps for CpuBackend {
+    fn attention(
         &self,
         q: &CpuTensor,
         kv: &CpuKv,

@@ -1,6 +1,9 @@
 //! Operations whose cost is that of touching their operands.
 
+use std::sync::Arc;
+
 use super::memory::{CpuTensor, SharedMatrix};
+use crate::ops::ElementwiseOps;
 use crate::{HostMatrix, KernelError, RopeLayout, RopeTable, checks, reference};
 
 use super::CpuBackend;
@@ -8,12 +11,8 @@ use super::CpuBackend;
 /// Elements below which a piece is not worth a thread's attention (some tens of microseconds).
 const MIN_PIECE_ELEMENTS: usize = 1 << 15;
 
-impl CpuBackend {
-    pub(super) fn embed_rows(
-        &self,
-        table: &HostMatrix,
-        tokens: &[u32],
-    ) -> Result<CpuTensor, KernelError> {
+impl ElementwiseOps for CpuBackend {
+    fn embed(&self, table: &HostMatrix, tokens: &[u32]) -> Result<CpuTensor, KernelError> {
         checks::embed(tokens, table.rows())?;
         let mut out = self.tensor(tokens.len(), table.cols());
         self.for_each_row(&mut out, |row, out| {
@@ -22,10 +21,10 @@ impl CpuBackend {
         Ok(out)
     }
 
-    pub(super) fn norm(
+    fn rms_norm(
         &self,
         x: &CpuTensor,
-        weight: &[f32],
+        weight: &Arc<[f32]>,
         eps: f32,
     ) -> Result<CpuTensor, KernelError> {
         let group = weight.len();
@@ -39,7 +38,18 @@ impl CpuBackend {
         Ok(out)
     }
 
-    pub(super) fn add(&self, x: &mut CpuTensor, delta: &CpuTensor) -> Result<(), KernelError> {
+    fn add_rms_norm(
+        &self,
+        residual: &mut CpuTensor,
+        delta: &CpuTensor,
+        weight: &Arc<[f32]>,
+        eps: f32,
+    ) -> Result<CpuTensor, KernelError> {
+        self.add_assign(residual, delta)?;
+        self.rms_norm(residual, weight, eps)
+    }
+
+    fn add_assign(&self, x: &mut CpuTensor, delta: &CpuTensor) -> Result<(), KernelError> {
         checks::same("add_assign", shape(x), shape(delta))?;
         self.for_each_row(x, |row, x| {
             for (x, delta) in x.iter_mut().zip(delta.row(row)) {
@@ -49,7 +59,7 @@ impl CpuBackend {
         Ok(())
     }
 
-    pub(super) fn gated(&self, gate: &CpuTensor, up: &CpuTensor) -> Result<CpuTensor, KernelError> {
+    fn silu_mul(&self, gate: &CpuTensor, up: &CpuTensor) -> Result<CpuTensor, KernelError> {
         checks::same("silu_mul", shape(gate), shape(up))?;
         let mut out = self.tensor(gate.rows(), gate.cols());
         self.for_each_row(&mut out, |row, out| {
@@ -58,7 +68,7 @@ impl CpuBackend {
         Ok(out)
     }
 
-    pub(super) fn take_columns(
+    fn columns(
         &self,
         x: &CpuTensor,
         groups: usize,
@@ -78,7 +88,7 @@ impl CpuBackend {
         Ok(out)
     }
 
-    pub(super) fn join_columns(
+    fn interleave(
         &self,
         a: &CpuTensor,
         b: &CpuTensor,
@@ -98,7 +108,7 @@ impl CpuBackend {
         Ok(out)
     }
 
-    pub(super) fn take_rows(&self, x: &CpuTensor, rows: &[u32]) -> Result<CpuTensor, KernelError> {
+    fn rows(&self, x: &CpuTensor, rows: &[u32]) -> Result<CpuTensor, KernelError> {
         checks::rows(rows, x.rows())?;
         let mut out = self.tensor(rows.len(), x.cols());
         self.for_each_row(&mut out, |row, out| {
@@ -107,7 +117,7 @@ impl CpuBackend {
         Ok(out)
     }
 
-    pub(super) fn rotate(
+    fn rope(
         &self,
         x: &mut CpuTensor,
         heads: usize,
@@ -125,7 +135,9 @@ impl CpuBackend {
         });
         Ok(())
     }
+}
 
+impl CpuBackend {
     /// Calls `f` with the index and the elements of each row of `out`, on all threads when it pays.
     fn for_each_row(&self, out: &mut CpuTensor, f: impl Fn(usize, &mut [f32]) + Sync) {
         let (rows, cols) = (out.rows(), out.cols());

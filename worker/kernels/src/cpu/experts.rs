@@ -5,12 +5,14 @@
 //! the calls, so sums have one order, and waits at each expert for that expert's own segments only. All
 //! pieces stand in one queue, stage one first: whoever waits, waits for work that another thread has begun.
 
+use std::convert::Infallible;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::arch::{PackedRows, Packing, RowSet, packed_len};
+use crate::ops::ExpertOps;
 use crate::pool::Piece;
-use crate::{ExpertCall, HostMatrix, KernelError, SCALE_BLOCK, checks};
+use crate::{ExpertCall, ExpertWeights, HostMatrix, KernelError, Routing, SCALE_BLOCK, checks};
 
 use super::CpuBackend;
 use super::linear::{Packed, row_cost};
@@ -35,8 +37,10 @@ struct Inner {
     row_len: usize,
 }
 
-impl CpuBackend {
-    pub(super) fn run_experts(
+impl ExpertOps for CpuBackend {
+    type ExpertBank = Infallible;
+
+    fn experts(
         &self,
         out: &mut CpuTensor,
         x: &CpuTensor,
@@ -74,6 +78,26 @@ impl CpuBackend {
         Ok(())
     }
 
+    /// The host is the device: it always knows what was chosen.
+    fn expert_bank(
+        &self,
+        _experts: &[ExpertWeights<'_, HostMatrix>],
+    ) -> Result<Option<Infallible>, KernelError> {
+        Ok(None)
+    }
+
+    fn banked_experts(
+        &self,
+        _out: &mut CpuTensor,
+        _x: &CpuTensor,
+        _chosen: &Routing,
+        bank: &Infallible,
+    ) -> Result<(), KernelError> {
+        match *bank {}
+    }
+}
+
+impl CpuBackend {
     fn run_stages(
         &self,
         out: &mut CpuTensor,
@@ -160,7 +184,7 @@ impl CpuBackend {
             let (gate, _) = gate.split_at_mut(len * tokens);
             for (matrix, out) in [(call.gate, &mut *gate), (call.up, &mut *up)] {
                 let input = self.packing(matrix.dtype()).index();
-                // `run_experts` packed the input for each of these layouts.
+                // `experts` packed the input for each of these layouts.
                 let Some(input) = &inputs[input] else { return };
                 let x = input.rows(RowSet::List(call.rows));
                 self.kernels

@@ -4,8 +4,10 @@ use std::ptr::NonNull;
 
 use crate::affinity;
 use crate::convert::f32_to_bf16;
+use crate::ops::KvOps;
 use crate::{BlockId, KernelError, KvDType, KvLayout, Span, checks};
 
+use super::CpuBackend;
 use super::memory::CpuTensor;
 
 /// Paged keys and values of all layers: one mapping of anonymous memory, of which the system backs only the
@@ -20,11 +22,7 @@ impl CpuKv {
     /// Reserves `blocks` blocks. With `numa_cpus`, CPUs by NUMA node, all of their memory is touched at once by threads on
     /// these CPUs, evenly in turn, and so lies on these nodes as far as they have room: a policy for memory
     /// (`mbind`) is what containers may not set.
-    pub(super) fn new(
-        layout: KvLayout,
-        blocks: usize,
-        numa_cpus: &[Vec<usize>],
-    ) -> Result<Self, KernelError> {
+    fn new(layout: KvLayout, blocks: usize, numa_cpus: &[Vec<usize>]) -> Result<Self, KernelError> {
         checks::kv_alloc(&layout)?;
         let bytes = layout.block_bytes().checked_mul(blocks);
         let memory = bytes.and_then(|bytes| Mapping::new(bytes).ok());
@@ -75,26 +73,39 @@ impl CpuKv {
         (layer * self.blocks + block) * self.layout.block_layer_bytes()
             + token % self.layout.block_tokens * self.layout.token_layer_bytes()
     }
+}
 
-    pub(super) fn append(
-        &mut self,
+impl KvOps for CpuBackend {
+    type Kv = CpuKv;
+
+    fn kv_alloc(&self, layout: KvLayout, blocks: usize) -> Result<CpuKv, KernelError> {
+        CpuKv::new(layout, blocks, &self.numa_cpus)
+    }
+
+    fn kv_layout(&self, kv: &CpuKv) -> KvLayout {
+        kv.layout
+    }
+
+    fn kv_append(
+        &self,
+        kv: &mut CpuKv,
         layer: usize,
         keys: &CpuTensor,
         values: Option<&CpuTensor>,
         spans: &[Span],
     ) -> Result<(), KernelError> {
-        let layout = self.layout;
+        let layout = kv.layout;
         let shape = |x: &CpuTensor| (x.rows(), x.cols());
         checks::kv_layer("kv_append", &layout, layer)?;
         checks::kv_append(&layout, shape(keys), values.map(shape))?;
         for span in spans {
-            checks::span("kv_append", &layout, self.blocks, span, keys.rows())?;
+            checks::span("kv_append", &layout, kv.blocks, span, keys.rows())?;
         }
         let key_bytes = keys.cols() * layout.dtype.size_bytes();
         for span in spans {
             for i in 0..span.rows {
-                let at = self.offset(layer, &span.blocks, span.start + i);
-                let record = &mut self.memory.bytes_mut()[at..at + layout.token_layer_bytes()];
+                let at = kv.offset(layer, &span.blocks, span.start + i);
+                let record = &mut kv.memory.bytes_mut()[at..at + layout.token_layer_bytes()];
                 let (key, value) = record.split_at_mut(key_bytes);
                 store(layout.dtype, keys.row(span.first_row + i), key);
                 if let Some(values) = values {
@@ -105,38 +116,40 @@ impl CpuKv {
         Ok(())
     }
 
-    pub(super) fn read(
+    fn kv_read(
         &self,
+        kv: &CpuKv,
         layer: usize,
         blocks: &[BlockId],
         first_token: usize,
         tokens: usize,
     ) -> Result<Vec<u8>, KernelError> {
-        checks::kv_layer("kv_read", &self.layout, layer)?;
-        self.check_blocks("kv_read", blocks, first_token, tokens)?;
-        let size = self.layout.token_layer_bytes();
+        checks::kv_layer("kv_read", &kv.layout, layer)?;
+        kv.check_blocks("kv_read", blocks, first_token, tokens)?;
+        let size = kv.layout.token_layer_bytes();
         let mut out = Vec::with_capacity(tokens * size);
         for token in first_token..first_token + tokens {
-            let at = self.offset(layer, blocks, token);
-            out.extend_from_slice(&self.memory.bytes()[at..at + size]);
+            let at = kv.offset(layer, blocks, token);
+            out.extend_from_slice(&kv.memory.bytes()[at..at + size]);
         }
         Ok(out)
     }
 
-    pub(super) fn write(
-        &mut self,
+    fn kv_write(
+        &self,
+        kv: &mut CpuKv,
         layer: usize,
         blocks: &[BlockId],
         first_token: usize,
         bytes: &[u8],
     ) -> Result<(), KernelError> {
-        checks::kv_layer("kv_write", &self.layout, layer)?;
-        let tokens = checks::kv_records(&self.layout, bytes.len())?;
-        self.check_blocks("kv_write", blocks, first_token, tokens)?;
-        let size = self.layout.token_layer_bytes();
+        checks::kv_layer("kv_write", &kv.layout, layer)?;
+        let tokens = checks::kv_records(&kv.layout, bytes.len())?;
+        kv.check_blocks("kv_write", blocks, first_token, tokens)?;
+        let size = kv.layout.token_layer_bytes();
         for (i, record) in bytes.chunks_exact(size).enumerate() {
-            let at = self.offset(layer, blocks, first_token + i);
-            self.memory.bytes_mut()[at..at + size].copy_from_slice(record);
+            let at = kv.offset(layer, blocks, first_token + i);
+            kv.memory.bytes_mut()[at..at + size].copy_from_slice(record);
         }
         Ok(())
     }

@@ -6,6 +6,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use bytemuck::{Pod, Zeroable};
 
+use super::CpuBackend;
+use crate::ops::MemoryOps;
+use crate::{HostMatrix, KernelError, checks};
+
 /// One cache line; the unit and alignment of every buffer.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C, align(64))]
@@ -148,6 +152,41 @@ impl CpuTensor {
     /// One row.
     pub fn row(&self, row: usize) -> &[f32] {
         &self.as_slice()[row * self.cols..(row + 1) * self.cols]
+    }
+}
+
+impl MemoryOps for CpuBackend {
+    type Tensor = CpuTensor;
+    type Weight = HostMatrix;
+    type Vector = Arc<[f32]>;
+
+    fn weight(&self, matrix: &HostMatrix) -> Result<HostMatrix, KernelError> {
+        Ok(matrix.clone())
+    }
+
+    fn vector(&self, values: &[f32]) -> Result<Arc<[f32]>, KernelError> {
+        Ok(values.into())
+    }
+
+    fn upload(&self, rows: usize, cols: usize, values: &[f32]) -> Result<CpuTensor, KernelError> {
+        checks::upload((rows, cols), values.len())?;
+        let mut x = self.tensor(rows, cols);
+        x.as_mut_slice().copy_from_slice(values);
+        Ok(x)
+    }
+
+    fn download(&self, x: &CpuTensor) -> Result<Vec<f32>, KernelError> {
+        Ok(x.as_slice().to_vec())
+    }
+
+    fn shape(&self, x: &CpuTensor) -> (usize, usize) {
+        (x.rows(), x.cols())
+    }
+
+    fn zeros(&self, rows: usize, cols: usize) -> Result<CpuTensor, KernelError> {
+        let mut x = self.tensor(rows, cols);
+        x.as_mut_slice().fill(0.0);
+        Ok(x)
     }
 }
 

@@ -1,15 +1,11 @@
 //! The CPU backend: shapes are checked and work is split here; what computes lies in `arch`.
 
-use std::convert::Infallible;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::arch::{Isa, Kernels, Packing};
-use crate::backend::{
-    AttentionSpec, Backend, ExpertCall, ExpertWeights, MlaHeads, RopeTable, RouterSpec, Routing,
-    Span,
-};
+use crate::ops::{DeviceOps, SampleOps};
 use crate::pool::Pool;
-use crate::{BlockId, DType, HostMatrix, KernelError, KvLayout, checks};
+use crate::{DType, KernelError};
 
 mod attention;
 mod elementwise;
@@ -17,7 +13,6 @@ mod experts;
 mod kv;
 mod linear;
 pub(crate) mod memory;
-mod mla;
 mod route;
 
 pub use kv::CpuKv;
@@ -30,14 +25,14 @@ use memory::{FreeList, PooledBuf, Scratch};
 pub struct CpuOptions {
     /// Instruction set; the best that the CPU has when none is named.
     pub isa: Option<Isa>,
-    /// Threads, the caller included; 0: one for each CPU that this process may use. They are bound by [`Backend::place`].
+    /// Threads, the caller included; 0: one for each CPU that this process may use. They are bound by [`DeviceOps::place`].
     pub threads: usize,
     /// CPUs by the NUMA node that the KV cache's memory is to lie on, evenly on several: a thread on each touches its part
     /// first. None: a page lies where it is first used.
     pub numa_cpus: Vec<Vec<usize>>,
 }
 
-/// A [`Backend`] on this machine's CPU.
+/// A [`Backend`](crate::Backend) on this machine's CPU.
 pub struct CpuBackend {
     kernels: Box<dyn Kernels>,
     pool: Pool,
@@ -149,14 +144,7 @@ impl Split {
     }
 }
 
-impl Backend for CpuBackend {
-    type Tensor = CpuTensor;
-    type Weight = HostMatrix;
-    type Vector = Arc<[f32]>;
-    type Kv = CpuKv;
-    type Chosen = Routing;
-    type ExpertBank = Infallible;
-
+impl DeviceOps for CpuBackend {
     /// The calling thread computes its share of every operation.
     fn bind_thread(&self) -> Result<(), KernelError> {
         self.pool.place_caller()
@@ -178,217 +166,6 @@ impl Backend for CpuBackend {
     fn read_bandwidth_gbps(&self, bytes: usize) -> Result<f64, KernelError> {
         crate::read_bandwidth_gbps(self.threads(), bytes)
     }
-
-    fn weight(&self, matrix: &HostMatrix) -> Result<HostMatrix, KernelError> {
-        Ok(matrix.clone())
-    }
-
-    fn vector(&self, values: &[f32]) -> Result<Arc<[f32]>, KernelError> {
-        Ok(values.into())
-    }
-
-    fn upload(&self, rows: usize, cols: usize, values: &[f32]) -> Result<CpuTensor, KernelError> {
-        checks::upload((rows, cols), values.len())?;
-        let mut x = self.tensor(rows, cols);
-        x.as_mut_slice().copy_from_slice(values);
-        Ok(x)
-    }
-
-    fn download(&self, x: &CpuTensor) -> Result<Vec<f32>, KernelError> {
-        Ok(x.as_slice().to_vec())
-    }
-
-    fn shape(&self, x: &CpuTensor) -> (usize, usize) {
-        (x.rows(), x.cols())
-    }
-
-    fn embed(&self, table: &HostMatrix, tokens: &[u32]) -> Result<CpuTensor, KernelError> {
-        self.embed_rows(table, tokens)
-    }
-
-    fn linear(
-        &self,
-        x: &CpuTensor,
-        w: &HostMatrix,
-        bias: Option<&Arc<[f32]>>,
-    ) -> Result<CpuTensor, KernelError> {
-        self.linear_layer(x, w, bias.map(|b| &**b))
-    }
-
-    fn rms_norm(
-        &self,
-        x: &CpuTensor,
-        weight: &Arc<[f32]>,
-        eps: f32,
-    ) -> Result<CpuTensor, KernelError> {
-        self.norm(x, weight, eps)
-    }
-
-    fn add_rms_norm(
-        &self,
-        residual: &mut CpuTensor,
-        delta: &CpuTensor,
-        weight: &Arc<[f32]>,
-        eps: f32,
-    ) -> Result<CpuTensor, KernelError> {
-        self.add(residual, delta)?;
-        self.norm(residual, weight, eps)
-    }
-
-    fn add_assign(&self, x: &mut CpuTensor, delta: &CpuTensor) -> Result<(), KernelError> {
-        self.add(x, delta)
-    }
-
-    fn silu_mul(&self, gate: &CpuTensor, up: &CpuTensor) -> Result<CpuTensor, KernelError> {
-        self.gated(gate, up)
-    }
-
-    fn columns(
-        &self,
-        x: &CpuTensor,
-        groups: usize,
-        first: usize,
-        cols: usize,
-    ) -> Result<CpuTensor, KernelError> {
-        self.take_columns(x, groups, first, cols)
-    }
-
-    fn interleave(
-        &self,
-        a: &CpuTensor,
-        b: &CpuTensor,
-        groups: usize,
-    ) -> Result<CpuTensor, KernelError> {
-        self.join_columns(a, b, groups)
-    }
-
-    fn rows(&self, x: &CpuTensor, rows: &[u32]) -> Result<CpuTensor, KernelError> {
-        self.take_rows(x, rows)
-    }
-
-    fn zeros(&self, rows: usize, cols: usize) -> Result<CpuTensor, KernelError> {
-        let mut x = self.tensor(rows, cols);
-        x.as_mut_slice().fill(0.0);
-        Ok(x)
-    }
-
-    fn rope(
-        &self,
-        x: &mut CpuTensor,
-        heads: usize,
-        positions: &[u32],
-        table: &RopeTable,
-    ) -> Result<(), KernelError> {
-        self.rotate(x, heads, positions, table)
-    }
-
-    fn mla_absorb(
-        &self,
-        q_nope: &CpuTensor,
-        kv_b: &HostMatrix,
-        heads: MlaHeads,
-    ) -> Result<CpuTensor, KernelError> {
-        self.absorb(q_nope, kv_b, heads)
-    }
-
-    fn mla_expand(
-        &self,
-        latent: &CpuTensor,
-        kv_b: &HostMatrix,
-        heads: MlaHeads,
-    ) -> Result<CpuTensor, KernelError> {
-        self.expand(latent, kv_b, heads)
-    }
-
-    fn kv_alloc(&self, layout: KvLayout, blocks: usize) -> Result<CpuKv, KernelError> {
-        CpuKv::new(layout, blocks, &self.numa_cpus)
-    }
-
-    fn kv_layout(&self, kv: &CpuKv) -> KvLayout {
-        kv.layout()
-    }
-
-    fn kv_append(
-        &self,
-        kv: &mut CpuKv,
-        layer: usize,
-        keys: &CpuTensor,
-        values: Option<&CpuTensor>,
-        spans: &[Span],
-    ) -> Result<(), KernelError> {
-        kv.append(layer, keys, values, spans)
-    }
-
-    fn kv_read(
-        &self,
-        kv: &CpuKv,
-        layer: usize,
-        blocks: &[BlockId],
-        first_token: usize,
-        tokens: usize,
-    ) -> Result<Vec<u8>, KernelError> {
-        kv.read(layer, blocks, first_token, tokens)
-    }
-
-    fn kv_write(
-        &self,
-        kv: &mut CpuKv,
-        layer: usize,
-        blocks: &[BlockId],
-        first_token: usize,
-        bytes: &[u8],
-    ) -> Result<(), KernelError> {
-        kv.write(layer, blocks, first_token, bytes)
-    }
-
-    fn attention(
-        &self,
-        q: &CpuTensor,
-        kv: &CpuKv,
-        layer: usize,
-        spans: &[Span],
-        spec: AttentionSpec,
-    ) -> Result<CpuTensor, KernelError> {
-        self.attend(q, kv, layer, spans, spec)
-    }
-
-    fn route(
-        &self,
-        logits: &CpuTensor,
-        bias: Option<&Arc<[f32]>>,
-        spec: RouterSpec,
-    ) -> Result<Routing, KernelError> {
-        self.choose_experts(logits, bias.map(|b| &**b), spec)
-    }
-
-    fn routing(&self, chosen: Routing) -> Result<Routing, KernelError> {
-        Ok(chosen)
-    }
-
-    fn experts(
-        &self,
-        out: &mut CpuTensor,
-        x: &CpuTensor,
-        calls: &[ExpertCall<'_, HostMatrix>],
-    ) -> Result<(), KernelError> {
-        self.run_experts(out, x, calls)
-    }
-
-    /// The host is the device: it always knows what was chosen.
-    fn expert_bank(
-        &self,
-        _experts: &[ExpertWeights<'_, HostMatrix>],
-    ) -> Result<Option<Infallible>, KernelError> {
-        Ok(None)
-    }
-
-    fn banked_experts(
-        &self,
-        _out: &mut CpuTensor,
-        _x: &CpuTensor,
-        _chosen: &Routing,
-        bank: &Infallible,
-    ) -> Result<(), KernelError> {
-        match *bank {}
-    }
 }
+
+impl SampleOps for CpuBackend {}

@@ -1,5 +1,8 @@
 //! Choice of experts, a token a time; the reference is what runs on every instruction set.
 
+use std::sync::Arc;
+
+use crate::ops::RouterOps;
 use crate::{KernelError, RouterSpec, Routing, checks, reference};
 
 use super::CpuBackend;
@@ -8,13 +11,16 @@ use super::memory::{CpuTensor, SharedMatrix};
 /// Logits below which a piece is not worth a thread's attention.
 const MIN_PIECE_LOGITS: usize = 1 << 12;
 
-impl CpuBackend {
-    pub(super) fn choose_experts(
+impl RouterOps for CpuBackend {
+    type Chosen = Routing;
+
+    fn route(
         &self,
         logits: &CpuTensor,
-        bias: Option<&[f32]>,
+        bias: Option<&Arc<[f32]>>,
         spec: RouterSpec,
     ) -> Result<Routing, KernelError> {
+        let bias = bias.map(|b| &**b);
         let (tokens, experts) = (logits.rows(), logits.cols());
         checks::route(experts, bias.map(<[f32]>::len), &spec)?;
         let top_k = spec.top_k;
@@ -33,5 +39,9 @@ impl CpuBackend {
             experts: chosen.iter().map(|&(expert, _)| expert).collect(),
             weights: chosen.iter().map(|&(_, weight)| weight).collect(),
         })
+    }
+
+    fn routing(&self, chosen: Routing) -> Result<Routing, KernelError> {
+        Ok(chosen)
     }
 }

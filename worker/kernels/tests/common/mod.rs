@@ -6,9 +6,9 @@ use std::io::Write;
 
 use bytes::Bytes;
 use hearth_kernels::convert::{f32_to_bf16, f32_to_f16};
+use hearth_kernels::ops::*;
 use hearth_kernels::{
-    Backend, BlockScales, CpuBackend, CpuOptions, CpuTensor, DType, HostMatrix, Isa,
-    quantize_fp8_block,
+    BlockScales, CpuBackend, CpuOptions, CpuTensor, DType, HostMatrix, Isa, quantize_fp8_block,
 };
 
 /// A small generator (SplitMix64), so that every run tests the same numbers.

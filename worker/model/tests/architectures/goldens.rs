@@ -2,7 +2,8 @@
 
 use std::collections::HashMap;
 
-use hearth_kernels::{Backend, CpuBackend, Isa, KvDType};
+use hearth_kernels::ops::*;
+use hearth_kernels::{CpuBackend, CpuTensor, Isa, KvDType};
 use hearth_model::Observer;
 
 use crate::harness::{Golden, Runner, argmax, error_in_stds, isas, lead};
@@ -95,7 +96,7 @@ impl Observer<CpuBackend> for Recorder {
         name: &'static str,
         layer: Option<usize>,
         backend: &CpuBackend,
-        x: &<CpuBackend as Backend>::Tensor,
+        x: &CpuTensor,
     ) {
         let name = match layer {
             Some(layer) => format!("layer.{layer}.{name}"),

@@ -7,9 +7,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use hearth_formats::{Checkpoint, ModelConfig};
-use hearth_kernels::{
-    Backend, BlockId, CpuBackend, CpuKv, CpuOptions, Isa, KvDType, KvLayout, Span,
-};
+use hearth_kernels::ops::*;
+use hearth_kernels::{BlockId, CpuBackend, CpuKv, CpuOptions, Isa, KvDType, KvLayout, Span};
 use hearth_model::{
     Batch, Guard, Model, ModuleId, ModuleWeights, Observer, Residency, ResidencyError,
     ResidencyStats, modules,

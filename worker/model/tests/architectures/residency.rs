@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use hearth_formats::Checkpoint;
-use hearth_kernels::{Backend, CpuBackend, Isa, KvDType, Span};
+use hearth_kernels::{CpuBackend, CpuKv, CpuTensor, Isa, KvDType, Span};
 use hearth_model::{Batch, ModelError, ModuleId, ModuleWeights, Observer, TensorShape, modules};
 
 use crate::harness::{Golden, Runner};
@@ -132,7 +132,7 @@ fn a_missing_tensor_is_named() {
 struct Events(Vec<String>);
 
 impl Observer<CpuBackend> for Events {
-    fn layer_done(&mut self, layer: usize, _kv: &<CpuBackend as Backend>::Kv) {
+    fn layer_done(&mut self, layer: usize, _kv: &CpuKv) {
         self.0.push(format!("layer {layer} done"));
     }
 
@@ -141,7 +141,7 @@ impl Observer<CpuBackend> for Events {
         name: &'static str,
         layer: Option<usize>,
         _backend: &CpuBackend,
-        _x: &<CpuBackend as Backend>::Tensor,
+        _x: &CpuTensor,
     ) {
         if ["attn_out", "ffn_norm"].contains(&name) {
             self.0.push(format!("{} {name}", layer.unwrap()));

@@ -1,149 +1,26 @@
-//! The device boundary: every operation that the engine asks of a device.
+//! The device boundary: every operation that the engine asks of a device, a trait for each group of operations.
 //!
 //! Tensors are matrices of f32 activations, row-major `[rows, cols]`, one row a token. Weights keep the
 //! checkpoint's element type. A backend runs its operations in the order of the calls.
+//!
+//! A backend implements a group in the file where its operations are. Code that is generic over the device bounds [`Backend`] alone; code
+//! that names a device imports the groups that it calls, or `ops::*`.
 
-use crate::{BlockId, HostMatrix, KernelError, KvLayout, SampleFault, SampleSpec};
+use crate::{
+    AttentionSpec, BlockId, ExpertCall, ExpertWeights, HostMatrix, KernelError, KvLayout, MlaHeads,
+    RopeTable, RouterSpec, Routing, SampleFault, SampleSpec, Span,
+};
 
-/// Which elements of a head rotate together.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RopeLayout {
-    /// Element `i` with `i + dim/2` (Llama, Qwen).
-    Half,
-    /// Element `2i` with `2i + 1` (DeepSeek); the result stays interleaved, and since queries and keys are
-    /// permuted alike, their products are those of the published layout.
-    Interleaved,
-}
-
-/// Rotary angles: `angle(p, i) = p * inv_freq[i]`, cosine and sine scaled by `magnitude` (YaRN's mscale).
-#[derive(Clone, Debug, PartialEq)]
-pub struct RopeTable {
-    /// `[rotary_dim / 2]` inverse frequencies, radians per position.
-    pub inv_freq: Vec<f32>,
-    /// Factor of cosine and sine.
-    pub magnitude: f32,
-    /// Pairing.
-    pub layout: RopeLayout,
-}
-
-/// Rows of a batch that belong to one sequence: `rows` consecutive tokens starting at absolute position
-/// `start`, whose KV (with that of all earlier positions) lies in `blocks`, in order.
-#[derive(Clone, Debug)]
-pub struct Span {
-    /// First row in the batch.
-    pub first_row: usize,
-    /// Number of rows.
-    pub rows: usize,
-    /// Absolute position of the first row.
-    pub start: usize,
-    /// Blocks of the sequence from position 0; cover `start + rows` tokens.
-    pub blocks: Vec<BlockId>,
-}
-
-/// Parameters of attention that the cache's layout does not tell.
-#[derive(Clone, Copy, Debug)]
-pub struct AttentionSpec {
-    /// Query heads; a multiple of the layout's `kv_heads`, and head `h` reads kv head `h / (heads / kv_heads)`.
-    pub heads: usize,
-    /// Factor of the scores before softmax.
-    pub scale: f32,
-}
-
-/// Dimensions of latent attention's per-head up-projection `kv_b_proj` `[heads * (nope + v), rank]`:
-/// for each head, `nope` rows of keys, then `v` rows of values.
-#[derive(Clone, Copy, Debug)]
-pub struct MlaHeads {
-    /// Heads.
-    pub heads: usize,
-    /// Elements of a query or key without position.
-    pub nope: usize,
-    /// Elements of a value.
-    pub v: usize,
-    /// `kv_lora_rank`.
-    pub rank: usize,
-}
-
-/// How router logits become scores.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RouterScore {
-    /// Softmax over all experts (Qwen3-MoE).
-    Softmax,
-    /// Sigmoid of each (DeepSeek-V3).
-    Sigmoid,
-}
-
-/// Choice of experts for each token.
-#[derive(Clone, Copy, Debug)]
-pub struct RouterSpec {
-    /// Score function.
-    pub score: RouterScore,
-    /// Experts of a token.
-    pub top_k: usize,
-    /// Groups of experts (1: no grouping); a group's score is the sum of its two best biased scores.
-    pub groups: usize,
-    /// Groups that stay eligible.
-    pub top_groups: usize,
-    /// Divide the chosen scores by their sum.
-    pub normalize: bool,
-    /// Factor of the weights afterwards.
-    pub scaling: f32,
-}
-
-/// Experts chosen for each token. Both vectors are `[tokens, top_k]`; the experts of a token are in
-/// ascending order of index, which is the order in which their outputs are summed.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Routing {
-    /// Experts of a token.
-    pub top_k: usize,
-    /// Expert indices.
-    pub experts: Vec<u32>,
-    /// Weights of their outputs.
-    pub weights: Vec<f32>,
-}
-
-/// One routed expert and the tokens that chose it: a SwiGLU feed-forward block
-/// `down(silu(gate x) * (up x))`, added into the output with a weight for each token.
-pub struct ExpertCall<'a, W> {
-    /// `[intermediate, hidden]`.
-    pub gate: &'a W,
-    /// `[intermediate, hidden]`.
-    pub up: &'a W,
-    /// `[hidden, intermediate]`.
-    pub down: &'a W,
-    /// Rows of the input, ascending.
-    pub rows: &'a [u32],
-    /// Weight of each of those rows.
-    pub weights: &'a [f32],
-}
-
-/// The three matrices of a routed expert, as [`ExpertCall`] has them.
-pub struct ExpertWeights<'a, W> {
-    /// `[intermediate, hidden]`.
-    pub gate: &'a W,
-    /// `[intermediate, hidden]`.
-    pub up: &'a W,
-    /// `[hidden, intermediate]`.
-    pub down: &'a W,
-}
-
-/// A device that runs the engine's operations.
+/// A device that runs the engine's operations: all groups.
 ///
 /// Every operation is batch-invariant (see the crate's invariant). Shapes are checked: a mismatch is
 /// [`KernelError::Shape`], never undefined behaviour.
-pub trait Backend: Send + Sync + 'static {
-    /// f32 activations `[rows, cols]`.
-    type Tensor: Send + 'static;
-    /// A weight matrix `[out, in]`, ready for use; cheap to clone.
-    type Weight: Clone + Send + Sync + 'static;
-    /// A vector of f32 parameters (norm weights, biases); cheap to clone.
-    type Vector: Clone + Send + Sync + 'static;
-    /// Paged keys and values of all layers.
-    type Kv: Send + 'static;
-    /// Chosen experts, where the device has them.
-    type Chosen: Send + 'static;
-    /// All routed experts of a layer, of which the device picks without asking the host.
-    type ExpertBank: Send + Sync + 'static;
+pub trait Backend: ElementwiseOps + LinearOps + AttentionOps + ExpertOps + SampleOps {}
 
+impl<B: ElementwiseOps + LinearOps + AttentionOps + ExpertOps + SampleOps> Backend for B {}
+
+/// A device: its threads, what it calls itself, and the end of a pass.
+pub trait DeviceOps: Send + Sync + 'static {
     /// Called once by the thread that will make all further calls: a backend with threads of its own binds
     /// this one beside them.
     ///
@@ -176,6 +53,21 @@ pub trait Backend: Send + Sync + 'static {
     /// What the device reads from its memory while it computes nothing, from a buffer of `bytes` bytes, GB/s: what decode is measured by.
     fn read_bandwidth_gbps(&self, bytes: usize) -> Result<f64, KernelError>;
 
+    /// Ends a forward pass: what a device has put off is under way afterwards.
+    fn finish(&self) -> Result<(), KernelError> {
+        Ok(())
+    }
+}
+
+/// Weights, vectors and activations in a device's memory.
+pub trait MemoryOps: DeviceOps {
+    /// f32 activations `[rows, cols]`.
+    type Tensor: Send + 'static;
+    /// A weight matrix `[out, in]`, ready for use; cheap to clone.
+    type Weight: Clone + Send + Sync + 'static;
+    /// A vector of f32 parameters (norm weights, biases); cheap to clone.
+    type Vector: Clone + Send + Sync + 'static;
+
     /// Makes a weight usable; on the CPU this borrows the mapped bytes.
     fn weight(&self, matrix: &HostMatrix) -> Result<Self::Weight, KernelError>;
     /// Makes a vector usable.
@@ -187,17 +79,14 @@ pub trait Backend: Send + Sync + 'static {
     fn download(&self, x: &Self::Tensor) -> Result<Vec<f32>, KernelError>;
     /// `[rows, cols]` of a tensor.
     fn shape(&self, x: &Self::Tensor) -> (usize, usize);
+    /// A zero tensor.
+    fn zeros(&self, rows: usize, cols: usize) -> Result<Self::Tensor, KernelError>;
+}
 
+/// Operations whose cost is that of touching their operands.
+pub trait ElementwiseOps: MemoryOps {
     /// Rows of `table` `[vocab, hidden]` for `tokens` → `[tokens, hidden]`.
     fn embed(&self, table: &Self::Weight, tokens: &[u32]) -> Result<Self::Tensor, KernelError>;
-    /// `y = x Wᵀ + bias`: `[rows, in]` × `[out, in]` → `[rows, out]`. Activations and sums are f32 as they are, never
-    /// rounded: near ties of a router decide which expert runs.
-    fn linear(
-        &self,
-        x: &Self::Tensor,
-        w: &Self::Weight,
-        bias: Option<&Self::Vector>,
-    ) -> Result<Self::Tensor, KernelError>;
     /// Root-mean-square norm over consecutive groups of `weight.len()` columns (one group: the usual norm;
     /// several: the per-head norm of Qwen3). `y = x / sqrt(mean(x²) + eps) * weight`.
     fn rms_norm(
@@ -237,9 +126,6 @@ pub trait Backend: Send + Sync + 'static {
     ) -> Result<Self::Tensor, KernelError>;
     /// Rows of `x` in the given order (the last row of each sequence before the head).
     fn rows(&self, x: &Self::Tensor, rows: &[u32]) -> Result<Self::Tensor, KernelError>;
-    /// A zero tensor.
-    fn zeros(&self, rows: usize, cols: usize) -> Result<Self::Tensor, KernelError>;
-
     /// Rotates, in place, the first `2 * inv_freq.len()` columns of each of `heads` heads.
     /// `positions`: one absolute position a row.
     fn rope(
@@ -249,7 +135,18 @@ pub trait Backend: Send + Sync + 'static {
         positions: &[u32],
         table: &RopeTable,
     ) -> Result<(), KernelError>;
+}
 
+/// Products of activations with weights.
+pub trait LinearOps: MemoryOps {
+    /// `y = x Wᵀ + bias`: `[rows, in]` × `[out, in]` → `[rows, out]`. Activations and sums are f32 as they are, never
+    /// rounded: near ties of a router decide which expert runs.
+    fn linear(
+        &self,
+        x: &Self::Tensor,
+        w: &Self::Weight,
+        bias: Option<&Self::Vector>,
+    ) -> Result<Self::Tensor, KernelError>;
     /// Latent attention, absorbed queries: `q_latent[h] = q_nope[h] · W_UK[h]`,
     /// `[rows, heads * nope]` → `[rows, heads * rank]`; `W_UK[h]` are head `h`'s first `nope` rows of `kv_b`.
     fn mla_absorb(
@@ -265,6 +162,12 @@ pub trait Backend: Send + Sync + 'static {
         kv_b: &Self::Weight,
         heads: MlaHeads,
     ) -> Result<Self::Tensor, KernelError>;
+}
+
+/// The paged KV cache.
+pub trait KvOps: MemoryOps {
+    /// Paged keys and values of all layers.
+    type Kv: Send + 'static;
 
     /// Allocates `blocks` blocks of KV.
     fn kv_alloc(&self, layout: KvLayout, blocks: usize) -> Result<Self::Kv, KernelError>;
@@ -290,7 +193,7 @@ pub trait Backend: Send + Sync + 'static {
         first_token: usize,
         tokens: usize,
     ) -> Result<Vec<u8>, KernelError>;
-    /// Writes what another worker's [`Backend::kv_read`] returned.
+    /// Writes what another worker's [`KvOps::kv_read`] returned.
     fn kv_write(
         &self,
         kv: &mut Self::Kv,
@@ -299,7 +202,10 @@ pub trait Backend: Send + Sync + 'static {
         first_token: usize,
         bytes: &[u8],
     ) -> Result<(), KernelError>;
+}
 
+/// Attention over the paged KV cache.
+pub trait AttentionOps: KvOps {
     /// Causal attention of each row over positions `0..=its own`: q `[rows, heads * k_dim]` →
     /// `[rows, heads * v_dim]`. Key blocks follow absolute positions, never the chunk.
     fn attention(
@@ -310,6 +216,12 @@ pub trait Backend: Send + Sync + 'static {
         spans: &[Span],
         spec: AttentionSpec,
     ) -> Result<Self::Tensor, KernelError>;
+}
+
+/// Choice of experts.
+pub trait RouterOps: MemoryOps {
+    /// Chosen experts, where the device has them.
+    type Chosen: Send + 'static;
 
     /// Chooses experts from router logits `[tokens, experts]`; `bias` corrects the choice, not the weight.
     fn route(
@@ -320,6 +232,13 @@ pub trait Backend: Send + Sync + 'static {
     ) -> Result<Self::Chosen, KernelError>;
     /// The choice on the host, for policies that bring in what was chosen.
     fn routing(&self, chosen: Self::Chosen) -> Result<Routing, KernelError>;
+}
+
+/// Feed-forward blocks of routed experts.
+pub trait ExpertOps: RouterOps {
+    /// All routed experts of a layer, of which the device picks without asking the host.
+    type ExpertBank: Send + Sync + 'static;
+
     /// Adds each call's weighted expert output into `out` `[tokens, hidden]`, in the order of `calls`
     /// (ascending expert index). Splitting `calls` over several invocations gives the same bits.
     fn experts(
@@ -328,13 +247,13 @@ pub trait Backend: Send + Sync + 'static {
         x: &Self::Tensor,
         calls: &[ExpertCall<'_, Self::Weight>],
     ) -> Result<(), KernelError>;
-    /// All routed experts of a layer, by index, for [`Backend::banked_experts`]; none where the device leaves the choice to the
+    /// All routed experts of a layer, by index, for [`ExpertOps::banked_experts`]; none where the device leaves the choice to the
     /// host, as the CPU does.
     fn expert_bank(
         &self,
         experts: &[ExpertWeights<'_, Self::Weight>],
     ) -> Result<Option<Self::ExpertBank>, KernelError>;
-    /// As [`Backend::experts`] with the experts that each token chose: the same bits.
+    /// As [`ExpertOps::experts`] with the experts that each token chose: the same bits.
     fn banked_experts(
         &self,
         out: &mut Self::Tensor,
@@ -342,15 +261,19 @@ pub trait Backend: Send + Sync + 'static {
         chosen: &Self::Chosen,
         bank: &Self::ExpertBank,
     ) -> Result<(), KernelError>;
+}
 
-    /// Whether [`Backend::sample`] chooses among `vocab` tokens; where it does not, as on the CPU, the host chooses from downloaded logits.
+/// Choice of tokens on the device.
+pub trait SampleOps: MemoryOps {
+    /// Whether [`SampleOps::sample`] chooses among `vocab` tokens; where it does not, as on the CPU, the host chooses from downloaded logits.
     fn can_sample(&self, _vocab: usize) -> bool {
         false
     }
+
     /// Chooses a token from each of the first `rows.len()` rows of logits `[rows, vocab]`, so that only tokens come to the host.
     ///
     /// # Errors
-    /// [`KernelError::Device`] where [`Backend::can_sample`] says that it does not.
+    /// [`KernelError::Device`] where [`SampleOps::can_sample`] says that it does not.
     fn sample(
         &self,
         _logits: &Self::Tensor,
@@ -360,10 +283,5 @@ pub trait Backend: Send + Sync + 'static {
             device: self.describe(),
             detail: "tokens are chosen on the host".to_owned(),
         })
-    }
-
-    /// Ends a forward pass: what a device has put off is under way afterwards.
-    fn finish(&self) -> Result<(), KernelError> {
-        Ok(())
     }
 }

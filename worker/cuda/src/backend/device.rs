@@ -1,10 +1,11 @@
-//! Measures of the device itself.
+//! The device itself: its thread, what it is called, and how fast it was measured to be.
 
 use std::time::Instant;
 
 use hearth_kernels::KernelError;
+use hearth_kernels::ops::DeviceOps;
 
-use super::{CudaBackend, Kernel};
+use super::{Activations, CudaBackend, Kernel};
 use crate::compile::Variant;
 use crate::memory::{Pinned, Pitched};
 use crate::queue::{Args, Command};
@@ -12,9 +13,36 @@ use crate::queue::{Args, Command};
 /// Passes over the buffer that are timed, after one that is not.
 const PASSES: u32 = 5;
 
-impl CudaBackend {
+impl DeviceOps for CudaBackend {
+    fn bind_thread(&self) -> Result<(), KernelError> {
+        // The thread owns the steps even if the driver refuses it: then they fail in the driver's words.
+        let bound = self.device.bind();
+        self.queue.bind_thread()?;
+        bound
+    }
+
+    fn gpu_uuid(&self) -> Option<String> {
+        Some(self.device.info.uuid.clone())
+    }
+
+    fn describe(&self) -> String {
+        let info = &self.device.info;
+        let activations = match self.activations {
+            Activations::F32 => "",
+            Activations::Bf16 => " bf16 activations",
+            Activations::Fp8 => " fp8 activations",
+        };
+        format!("cuda {}{activations}", info.name)
+    }
+
+    fn numerics(&self) -> String {
+        let architecture = self.device.info.architecture();
+        let wgmma = if self.has_wgmma() { " wgmma" } else { "" };
+        format!("cuda {architecture} {:?}{wgmma}", self.activations)
+    }
+
     /// Best of several passes over a buffer of zeros, GB/s.
-    pub(super) fn measure_read_gbps(&self, bytes: usize) -> Result<f64, KernelError> {
+    fn read_bandwidth_gbps(&self, bytes: usize) -> Result<f64, KernelError> {
         let bytes = (bytes as u64).min(self.memory.room_bytes() / 2) as usize / 16 * 16;
         let buffer = self.buffer(bytes, "a measurement")?;
         let sink = self.buffer(4, "a measurement")?;
@@ -39,6 +67,10 @@ impl CudaBackend {
             }
         }
         Ok(bytes as f64 / best / 1e9)
+    }
+
+    fn finish(&self) -> Result<(), KernelError> {
+        self.queue.flush()
     }
 }
 

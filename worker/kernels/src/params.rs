@@ -1,0 +1,124 @@
+//! Parameters of operations, the same for every device.
+
+use crate::BlockId;
+
+/// Which elements of a head rotate together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RopeLayout {
+    /// Element `i` with `i + dim/2` (Llama, Qwen).
+    Half,
+    /// Element `2i` with `2i + 1` (DeepSeek); the result stays interleaved, and since queries and keys are
+    /// permuted alike, their products are those of the published layout.
+    Interleaved,
+}
+
+/// Rotary angles: `angle(p, i) = p * inv_freq[i]`, cosine and sine scaled by `magnitude` (YaRN's mscale).
+#[derive(Clone, Debug, PartialEq)]
+pub struct RopeTable {
+    /// `[rotary_dim / 2]` inverse frequencies, radians per position.
+    pub inv_freq: Vec<f32>,
+    /// Factor of cosine and sine.
+    pub magnitude: f32,
+    /// Pairing.
+    pub layout: RopeLayout,
+}
+
+/// Rows of a batch that belong to one sequence: `rows` consecutive tokens starting at absolute position
+/// `start`, whose KV (with that of all earlier positions) lies in `blocks`, in order.
+#[derive(Clone, Debug)]
+pub struct Span {
+    /// First row in the batch.
+    pub first_row: usize,
+    /// Number of rows.
+    pub rows: usize,
+    /// Absolute position of the first row.
+    pub start: usize,
+    /// Blocks of the sequence from position 0; cover `start + rows` tokens.
+    pub blocks: Vec<BlockId>,
+}
+
+/// Parameters of attention that the cache's layout does not tell.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionSpec {
+    /// Query heads; a multiple of the layout's `kv_heads`, and head `h` reads kv head `h / (heads / kv_heads)`.
+    pub heads: usize,
+    /// Factor of the scores before softmax.
+    pub scale: f32,
+}
+
+/// Dimensions of latent attention's per-head up-projection `kv_b_proj` `[heads * (nope + v), rank]`:
+/// for each head, `nope` rows of keys, then `v` rows of values.
+#[derive(Clone, Copy, Debug)]
+pub struct MlaHeads {
+    /// Heads.
+    pub heads: usize,
+    /// Elements of a query or key without position.
+    pub nope: usize,
+    /// Elements of a value.
+    pub v: usize,
+    /// `kv_lora_rank`.
+    pub rank: usize,
+}
+
+/// How router logits become scores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RouterScore {
+    /// Softmax over all experts (Qwen3-MoE).
+    Softmax,
+    /// Sigmoid of each (DeepSeek-V3).
+    Sigmoid,
+}
+
+/// Choice of experts for each token.
+#[derive(Clone, Copy, Debug)]
+pub struct RouterSpec {
+    /// Score function.
+    pub score: RouterScore,
+    /// Experts of a token.
+    pub top_k: usize,
+    /// Groups of experts (1: no grouping); a group's score is the sum of its two best biased scores.
+    pub groups: usize,
+    /// Groups that stay eligible.
+    pub top_groups: usize,
+    /// Divide the chosen scores by their sum.
+    pub normalize: bool,
+    /// Factor of the weights afterwards.
+    pub scaling: f32,
+}
+
+/// Experts chosen for each token. Both vectors are `[tokens, top_k]`; the experts of a token are in
+/// ascending order of index, which is the order in which their outputs are summed.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Routing {
+    /// Experts of a token.
+    pub top_k: usize,
+    /// Expert indices.
+    pub experts: Vec<u32>,
+    /// Weights of their outputs.
+    pub weights: Vec<f32>,
+}
+
+/// One routed expert and the tokens that chose it: a SwiGLU feed-forward block
+/// `down(silu(gate x) * (up x))`, added into the output with a weight for each token.
+pub struct ExpertCall<'a, W> {
+    /// `[intermediate, hidden]`.
+    pub gate: &'a W,
+    /// `[intermediate, hidden]`.
+    pub up: &'a W,
+    /// `[hidden, intermediate]`.
+    pub down: &'a W,
+    /// Rows of the input, ascending.
+    pub rows: &'a [u32],
+    /// Weight of each of those rows.
+    pub weights: &'a [f32],
+}
+
+/// The three matrices of a routed expert, as [`ExpertCall`] has them.
+pub struct ExpertWeights<'a, W> {
+    /// `[intermediate, hidden]`.
+    pub gate: &'a W,
+    /// `[intermediate, hidden]`.
+    pub up: &'a W,
+    /// `[hidden, intermediate]`.
+    pub down: &'a W,
+}

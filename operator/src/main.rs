@@ -4,24 +4,20 @@
 
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::{CommandFactory, Parser, Subcommand};
 
-mod archive;
-mod chat;
-mod cli;
+mod apply;
+mod cluster;
+mod commands;
 mod controller;
 mod http;
-mod logs;
-mod plan;
-mod ports;
-mod probe;
-mod source;
-mod state;
-mod status;
-mod table;
-mod ui;
+mod services;
+mod telemetry;
+mod terminal;
 mod up;
-mod worker;
+
+use commands::{chat, logs, plan, probe, status};
+use terminal::ui;
 
 /// The operator keeps many small things for long beside large ones for moments; this allocator keeps them in half of the
 /// memory. `.cargo/config.toml` sets it up.
@@ -29,11 +25,76 @@ mod worker;
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 fn main() -> ExitCode {
-    match cli::Cli::parse().run() {
+    match Cli::parse().run() {
         Ok(code) => code,
         Err(error) => {
             ui::print_error(&error);
             ExitCode::FAILURE
         }
+    }
+}
+
+/// Serves large language models on machines that people already own.
+#[derive(Parser)]
+#[command(name = "hearth", version, arg_required_else_help = true, after_help = EXAMPLES)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+const EXAMPLES: &str = "Examples:\n  \
+    hearth up -f manifests/examples/demo.yaml\n  \
+    hearth chat --message 'What is Hearth?'";
+
+#[derive(Subcommand)]
+enum Command {
+    /// Serve an InferenceDeployment on this machine until Ctrl-C
+    Up(up::UpArgs),
+    /// Show what would run on this machine, why, and what was not chosen
+    Plan(plan::PlanArgs),
+    /// Show what runs on this machine
+    Status(status::StatusArgs),
+    /// Talk to a running deployment
+    Chat(chat::ChatArgs),
+    /// Show the logs of a deployment's processes
+    Logs(logs::LogsArgs),
+    /// Serve the InferenceDeployments of a Kubernetes cluster: runs in the cluster, installed by the chart
+    Operator(Box<controller::OperatorArgs>),
+    /// Ask an HTTP address whether it is well
+    Probe(probe::ProbeArgs),
+    /// Print the CustomResourceDefinitions
+    #[command(
+        after_help = "Examples:\n  hearth crd > crds.yaml\n  hearth crd | kubectl apply -f -"
+    )]
+    Crd,
+    /// Print a completion script for a shell
+    #[command(
+        after_help = "Examples:\n  hearth completion bash > /etc/bash_completion.d/hearth\n  source <(hearth completion zsh)"
+    )]
+    Completion {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
+}
+
+impl Cli {
+    /// Runs the chosen command.
+    fn run(self) -> anyhow::Result<ExitCode> {
+        match self.command {
+            Command::Up(args) => return up::run(&args),
+            Command::Plan(args) => plan::run(&args)?,
+            Command::Status(args) => return status::run(&args),
+            Command::Chat(args) => chat::run(&args)?,
+            Command::Logs(args) => logs::run(&args)?,
+            Command::Probe(args) => probe::run(&args)?,
+            Command::Operator(args) => return controller::run(&args),
+            Command::Crd => ui::print_data(&hearth_crds::crd_yaml()?)?,
+            Command::Completion { shell } => {
+                let mut script = Vec::new();
+                clap_complete::generate(shell, &mut Self::command(), "hearth", &mut script);
+                ui::print_data(&String::from_utf8(script)?)?;
+            }
+        }
+        Ok(ExitCode::SUCCESS)
     }
 }

@@ -3,14 +3,15 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
+use hearth_controller_core::host_paths::HostPath;
+use hearth_controller_core::observed::{LedgerSettings, NodeSettings, Requests, Settings};
+use hearth_controller_core::quantity::millis;
 use hearth_crds::{DurationText, MemoryQuantity};
 use ipnet::IpNet;
 
-use super::agents::ranges;
-use super::host_paths::HostPath;
-use super::lean;
-use super::observed::{LedgerSettings, NodeSettings, Requests, Settings};
+use crate::services::agents::ranges;
+use crate::telemetry::LogFormat;
 
 const EXAMPLES: &str = "Examples:\n  \
     hearth operator --worker-image ghcr.io/hearth-dev/hearth-worker:0.1.0\n  \
@@ -191,15 +192,6 @@ pub(crate) struct OperatorArgs {
     pub(crate) log_format: LogFormat,
 }
 
-/// How log lines are written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum LogFormat {
-    /// For people
-    Text,
-    /// One JSON object a line
-    Json,
-}
-
 /// A kubelet brings a renewed certificate to its Pods within minutes, and a third of the lifetime is left for that.
 fn certificate_lifetime(text: &str) -> Result<DurationText, String> {
     at_least(text, "10m")
@@ -207,7 +199,7 @@ fn certificate_lifetime(text: &str) -> Result<DurationText, String> {
 
 /// CPU in thousandths of one, from a quantity of Kubernetes.
 fn cpu_millis(text: &str) -> Result<u64, String> {
-    lean::millis(text).ok_or_else(|| "write CPU as 500m or 2".to_owned())
+    millis(text).ok_or_else(|| "write CPU as 500m or 2".to_owned())
 }
 
 /// An empty text is what an empty list looks like.

@@ -1,71 +1,17 @@
 //! `hearth operator`: does with Pods what `hearth up` does with processes.
 //!
-//! - [`watches`] keep the [`cache`] up and fill the [`queue`]; [`reconcile`] visits one deployment:
-//!   [`dereference`] → [`validate`] and [`decide`] (pure, with [`build`]) → [`apply`] → [`report`].
-//! - [`authority`] issues certificates, [`agents`] measure nodes and fetch models, [`measure`] reads gateways.
-//! - [`lease`]: of several replicas one works; [`telemetry`]: metrics, health, logs.
+//! - `cluster`: watches keep the cache up and fill the queue. [`reconcile`] takes one deployment through its stages:
+//!   dereference → decide (pure: the crate `hearth-controller-core`) → apply → report.
+//! - `services`, beside the reconciles: certificates, agents that measure nodes and fetch models, what gateways measure,
+//!   the Lease by which one of several replicas works, health and metrics.
 //!
 //! **Invariants**
-//! - Only `apply`, `report`, `authority`, `agents`, `lease` and `dereference` hold a client, and only the first five write.
-//! - A visit that changes nothing writes nothing.
+//! - Only `apply`, `services` and `cluster` hold a client, and `cluster` writes nothing.
+//! - A reconcile that changes nothing writes nothing.
 //! - No Secret's data is kept; workers and agents never call the API server.
 
-mod age;
-mod agents;
-mod apply;
 mod args;
-mod authority;
-mod build;
-mod builtin;
-mod cache;
-mod candidates;
-mod cause;
-mod choose;
-mod client;
-mod conditions;
-mod decide;
-mod decision;
-mod dereference;
-mod devices;
-mod digest;
-mod ends;
-mod events;
-mod failure;
-mod fetched;
-mod forbidden;
-mod holdings;
-mod host_paths;
-mod lean;
-mod lease;
-mod ledger;
-mod measure;
-mod model;
-mod names;
-mod observed;
-mod packed;
-mod placements;
-mod queue;
 mod reconcile;
-mod refusals;
-mod renew;
-mod report;
-mod requests;
-mod rollout;
-mod room;
-mod routes;
-mod scale;
-mod status;
-mod table;
-mod telemetry;
-#[cfg(test)]
-mod testing;
-#[cfg(test)]
-mod tests;
-mod turns;
-mod validate;
-mod watches;
-mod words;
-mod world;
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -73,6 +19,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use hearth_controller_core::observed::Settings;
 use jiff::Timestamp;
 use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
@@ -81,27 +28,30 @@ use kube::{Client, Resource};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Semaphore;
 
-pub(crate) use args::OperatorArgs;
+use crate::apply::Applier;
+use crate::apply::report::Reporting;
+use crate::cluster::api::ApiClient;
+use crate::cluster::cache::{self, Cache, CacheNotifier};
+use crate::cluster::client;
+use crate::cluster::dereference::Dereferencer;
+use crate::cluster::failure::Failure;
+use crate::cluster::queue::Queue;
+use crate::cluster::watches::Watches;
 
-use agents::Agents;
-use apply::Applier;
-use authority::Authority;
-use cache::{Cache, Waking};
-use dereference::Dereferencer;
-use lease::Candidate;
-use measure::Measures;
-use observed::Settings;
-use queue::Queue;
-use reconcile::Reconciler;
-use report::Reporting;
-use requests::Requests;
-use telemetry::{Telemetry, Window};
-use watches::Watches;
-use world::World;
+use crate::services::agents::Agents;
+use crate::services::authority::Authority;
+use crate::services::cluster_cache::ClusterCache;
+use crate::services::health::{self, HealthState};
+use crate::services::lease::Candidate;
+use crate::services::measure::Measures;
+use crate::telemetry::{self, Telemetry};
+
+pub(crate) use self::args::OperatorArgs;
+use self::reconcile::Reconciler;
 
 /// Threads of the runtime: the operator waits more than it works.
 const THREADS: usize = 2;
-/// Running visits get this long to end.
+/// Running reconciles get this long to end.
 const GRACE: Duration = Duration::from_secs(6);
 /// The API server gets this long to tell the operator's own Deployment.
 const OWNER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -130,28 +80,28 @@ struct Parts {
     settings: Arc<Settings>,
     identity: String,
     owner: Option<OwnerReference>,
-    world: World,
+    cache: ClusterCache,
     authority: Arc<Authority>,
 }
 
 async fn operate(args: &OperatorArgs) -> anyhow::Result<ExitCode> {
     // The first process of a container ignores what it does not wait for.
-    let mut ends = Ends::new()?;
+    let mut signals = ShutdownSignals::new()?;
     let telemetry = Arc::new(Telemetry::new());
     let client = client::connect(Arc::clone(&telemetry)).await?;
     let namespace = std::env::var("POD_NAMESPACE").ok();
     let settings = Arc::new(args.settings(namespace));
-    let world = World {
+    let cache = ClusterCache {
         cache: Arc::new(Cache::default()),
         queue: Arc::new(Queue::default()),
         telemetry,
     };
-    let window = Window {
-        telemetry: Arc::clone(&world.telemetry),
-        cache: Arc::clone(&world.cache),
-        queue: Arc::clone(&world.queue),
+    let state = HealthState {
+        telemetry: Arc::clone(&cache.telemetry),
+        cache: Arc::clone(&cache.cache),
+        queue: Arc::clone(&cache.queue),
     };
-    let _health = tokio::spawn(telemetry::serve(args.listen, window).await?);
+    let _health = tokio::spawn(health::serve(args.listen, state).await?);
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),
         namespace = settings.operator_namespace,
@@ -171,27 +121,33 @@ async fn operate(args: &OperatorArgs) -> anyhow::Result<ExitCode> {
             client,
             settings,
             owner,
-            world,
+            cache,
         };
-        lead(args, parts, &mut ends).await
+        lead(args, parts, &mut signals).await
     };
     work.await
 }
 
 /// Keeps the caches warm, waits for the Lease, and works while it is held.
-async fn lead(args: &OperatorArgs, parts: Parts, ends: &mut Ends) -> anyhow::Result<ExitCode> {
-    let waking = Waking {
-        cache: Arc::clone(&parts.world.cache),
-        queue: Arc::clone(&parts.world.queue),
+async fn lead(
+    args: &OperatorArgs,
+    parts: Parts,
+    signals: &mut ShutdownSignals,
+) -> anyhow::Result<ExitCode> {
+    let notifier = CacheNotifier {
+        cache: Arc::clone(&parts.cache.cache),
+        queue: Arc::clone(&parts.cache.queue),
     };
-    let watches = Watches::new(waking.clone(), Arc::clone(&parts.authority));
+    let authority = Arc::clone(&parts.authority);
+    let forget = move |namespace: &str, deployment: &str| authority.forget(namespace, deployment);
+    let watches = Watches::new(notifier.clone(), Arc::new(forget));
     let mut candidate = Candidate::new(
         parts.client.clone(),
         &parts.settings.operator_namespace,
         &parts.identity,
         parts.owner.clone(),
     );
-    let telemetry = Arc::clone(&parts.world.telemetry);
+    let telemetry = Arc::clone(&parts.cache.telemetry);
     let ready = async {
         let tasks = watches.start(&parts.client, &parts.settings).await;
         watches.wait_until_filled().await;
@@ -204,7 +160,7 @@ async fn lead(args: &OperatorArgs, parts: Parts, ends: &mut Ends) -> anyhow::Res
     };
     let _tasks = tokio::select! {
         tasks = ready => tasks,
-        () = ends.wait() => return Ok(ExitCode::SUCCESS),
+        () = signals.wait() => return Ok(ExitCode::SUCCESS),
     };
     telemetry.is_leader.store(true, Ordering::Relaxed);
     let held = async {
@@ -217,8 +173,8 @@ async fn lead(args: &OperatorArgs, parts: Parts, ends: &mut Ends) -> anyhow::Res
     let permits = Arc::new(Semaphore::new(args.concurrency as usize));
     let is_lost = tokio::select! {
         () = held => true,
-        () = work(args, parts, waking, Arc::clone(&permits)) => false,
-        () = ends.wait() => false,
+        () = work(args, parts, notifier, Arc::clone(&permits)) => false,
+        () = signals.wait() => false,
     };
     if is_lost {
         // Another replica may be at work already: every further write could be one too many.
@@ -227,7 +183,7 @@ async fn lead(args: &OperatorArgs, parts: Parts, ends: &mut Ends) -> anyhow::Res
     tracing::info!("ending");
     let all = permits.acquire_many(args.concurrency);
     if tokio::time::timeout(GRACE, all).await.is_err() {
-        tracing::warn!("some visits did not end in {} s", GRACE.as_secs());
+        tracing::warn!("some reconciles did not end in {} s", GRACE.as_secs());
     }
     if args.leader_elect {
         candidate.release().await;
@@ -235,45 +191,45 @@ async fn lead(args: &OperatorArgs, parts: Parts, ends: &mut Ends) -> anyhow::Res
     Ok(ExitCode::SUCCESS)
 }
 
-/// Visits deployments, and sees to all that goes on beside.
-async fn work(args: &OperatorArgs, parts: Parts, waking: Waking, permits: Arc<Semaphore>) {
+/// Reconciles deployments, and sees to all that goes on beside.
+async fn work(args: &OperatorArgs, parts: Parts, notifier: CacheNotifier, permits: Arc<Semaphore>) {
     let Parts {
         client,
         settings,
         identity,
         owner: _,
-        world,
+        cache,
         authority,
     } = parts;
-    let requests = Requests::new(client.clone());
+    let requests = ApiClient::new(client.clone());
     let agents = args.agents.then(|| {
-        let ground = Arc::new(world.clone());
+        let directory = Arc::new(cache.clone());
         Arc::new(Agents::new(
             client.clone(),
             Arc::clone(&authority),
-            ground,
+            directory,
             &settings,
         ))
     });
     let measures = Arc::new(Measures::default());
     let reconciler = Arc::new(Reconciler {
-        dereferencer: Dereferencer::new(client, Arc::clone(&world.cache), Arc::clone(&settings)),
-        applier: Applier::new(requests.clone(), waking.clone()),
-        reporting: Reporting::new(requests, waking.clone(), &identity),
+        dereferencer: Dereferencer::new(client, Arc::clone(&cache.cache), Arc::clone(&settings)),
+        applier: Applier::new(requests.clone(), notifier.clone()),
+        reporting: Reporting::new(requests, notifier.clone(), &identity),
         authority: Arc::clone(&authority),
         agents: agents.clone(),
         measures: Arc::clone(&measures),
-        telemetry: Arc::clone(&world.telemetry),
+        telemetry: Arc::clone(&cache.telemetry),
         resync: args.resync(),
         planning: tokio::sync::Mutex::default(),
-        visits: std::sync::Mutex::default(),
-        waking: waking.clone(),
+        known: std::sync::Mutex::default(),
+        notifier: notifier.clone(),
         settings,
     });
     {
-        let state = waking.cache.lock();
+        let state = notifier.cache.lock();
         let keys = state.deployments.keys();
-        keys.for_each(|key| waking.queue.add(key.clone(), Duration::ZERO));
+        keys.for_each(|key| notifier.queue.add(key.clone(), Duration::ZERO));
     }
     let agents = async {
         match &agents {
@@ -284,32 +240,32 @@ async fn work(args: &OperatorArgs, parts: Parts, waking: Waking, permits: Arc<Se
     tokio::join!(
         dispatch(&reconciler, &permits),
         keep_authority(&authority),
-        keep_house(&waking),
-        measures.run(&world),
+        expire_reservations(&notifier),
+        measures.run(&cache),
         agents,
     );
 }
 
-/// Starts a visit for each deployment that is due, so many at a time.
+/// Starts a reconcile for each deployment that is due, so many at a time.
 async fn dispatch(reconciler: &Arc<Reconciler>, permits: &Arc<Semaphore>) {
     loop {
         let Ok(permit) = Arc::clone(permits).acquire_owned().await else {
             return;
         };
-        let key = reconciler.waking.queue.take().await;
+        let key = reconciler.notifier.queue.take().await;
         let reconciler = Arc::clone(reconciler);
         tokio::spawn(async move {
-            let visit = {
+            let reconcile = {
                 let (reconciler, key) = (Arc::clone(&reconciler), key.clone());
-                tokio::spawn(async move { reconciler.visit(&key).await })
+                tokio::spawn(async move { reconciler.reconcile(&key).await })
             };
-            let again = match visit.await {
+            let again = match reconcile.await {
                 Ok(again) => again,
                 Err(_panic) => Some(reconciler.panicked(&key)),
             };
-            reconciler.waking.queue.done(&key);
+            reconciler.notifier.queue.done(&key);
             if let Some(after) = again {
-                reconciler.waking.queue.add(key, after);
+                reconciler.notifier.queue.add(key, after);
             }
             drop(permit);
         });
@@ -339,10 +295,10 @@ async fn keep_authority(authority: &Authority) {
     }
 }
 
-async fn keep_house(waking: &Waking) {
+async fn expire_reservations(notifier: &CacheNotifier) {
     loop {
         tokio::time::sleep(HOUSEKEEPING).await;
-        waking.change(cache::State::expire_reservations);
+        notifier.change(cache::State::expire_reservations);
     }
 }
 
@@ -354,8 +310,8 @@ async fn owner(client: &Client, settings: &Settings, name: Option<&str>) -> Opti
     loop {
         let why = match tokio::time::timeout(OWNER_TIMEOUT, api.get(name)).await {
             Ok(Ok(deployment)) => return deployment.owner_ref(&()),
-            Ok(Err(error)) => match failure::Failure::from(&error) {
-                failure::Failure::NotFound(why) => {
+            Ok(Err(error)) => match Failure::from(&error) {
+                Failure::NotFound(why) => {
                     tracing::warn!("there is no Deployment {name}: {why}");
                     return None;
                 }
@@ -379,12 +335,12 @@ fn identity(args: &OperatorArgs) -> String {
 }
 
 /// SIGTERM and Ctrl-C.
-struct Ends {
+struct ShutdownSignals {
     term: tokio::signal::unix::Signal,
     interrupt: tokio::signal::unix::Signal,
 }
 
-impl Ends {
+impl ShutdownSignals {
     fn new() -> anyhow::Result<Self> {
         Ok(Self {
             term: signal(SignalKind::terminate()).context("SIGTERM cannot be handled")?,

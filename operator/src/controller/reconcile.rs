@@ -1,66 +1,66 @@
-//! One visit to one deployment: dereference → decide → apply → report.
+//! One reconcile to one deployment: dereference → decide → apply → report.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use hearth_controller_core::age::age;
+use hearth_controller_core::conditions::{self, DEGRADED, PLANNED, PROGRESSING, READY};
+use hearth_controller_core::decide::decide;
+use hearth_controller_core::decision::Decision;
+use hearth_controller_core::key::Key;
+use hearth_controller_core::observed::Turn;
+use hearth_controller_core::observed::{Observed, Settings};
+use hearth_controller_core::validate::serves;
 use hearth_crds::{InferenceDeployment, InferenceDeploymentStatus};
 use jiff::Timestamp;
 use kube::ResourceExt;
 
-use super::age::age;
-use super::agents::Agents;
-use super::apply::{Applier, Subject};
-use super::authority::Authority;
-use super::cache::{Unreadable, Waking};
-use super::conditions::{self, DEGRADED, PLANNED, PROGRESSING, READY};
-use super::decide::decide;
-use super::decision::Decision;
-use super::dereference::{Dereferencer, Outside};
-use super::failure::Failure;
-use super::measure::Measures;
-use super::observed::{Observed, Settings};
-use super::queue::Key;
-use super::report::{self, Reporting};
-use super::telemetry::Telemetry;
-use super::turns::Turn;
-use super::validate::serves;
-use super::world::World;
+use crate::apply::report::{self, Reporting};
+use crate::apply::{Applier, Subject};
+use crate::cluster::cache::{CacheNotifier, Unreadable};
+use crate::cluster::dereference::{Dereferencer, Outside};
+use crate::cluster::failure::Failure;
+use crate::services::agents::Agents;
+use crate::services::authority::Authority;
+use crate::services::cluster_cache::ClusterCache;
+use crate::services::measure::Measures;
+use crate::telemetry::Telemetry;
 
 /// A deployment that this operator does not serve is left to another one for this long.
 const LEFT_TO_OTHERS: Duration = Duration::from_secs(20);
 
-/// Visits deployments.
+/// Reconciles deployments.
 pub(crate) struct Reconciler {
-    pub(crate) waking: Waking,
+    pub(crate) notifier: CacheNotifier,
     pub(crate) settings: Arc<Settings>,
     pub(crate) dereferencer: Dereferencer,
     pub(crate) applier: Applier,
     pub(crate) reporting: Reporting,
     pub(crate) authority: Arc<Authority>,
     /// None where nodes have no agents.
-    pub(crate) agents: Option<Arc<Agents<World>>>,
+    pub(crate) agents: Option<Arc<Agents<ClusterCache>>>,
     pub(crate) measures: Arc<Measures>,
     pub(crate) telemetry: Arc<Telemetry>,
     pub(crate) resync: Duration,
     /// Held from looking at the nodes until a new plan has its place there: no two plans take the same memory.
     pub(crate) planning: tokio::sync::Mutex<()>,
-    /// Failures in a row, and uids of deployments that were visited.
-    pub(crate) visits: Mutex<HashMap<Key, Visits>>,
+    /// Failures in a row, and uids of deployments that were reconciled.
+    pub(crate) known: Mutex<HashMap<Key, Known>>,
 }
 
-/// What is remembered of the visits to a deployment.
+/// What is remembered of a deployment from one reconcile to the next.
 #[derive(Debug, Default)]
-pub(crate) struct Visits {
+pub(crate) struct Known {
     failures: u32,
     uid: String,
 }
 
 impl Reconciler {
-    /// Visits a deployment and says when to come again.
-    pub(crate) async fn visit(&self, key: &Key) -> Option<Duration> {
+    /// Reconciles a deployment and says when to come again.
+    pub(crate) async fn reconcile(&self, key: &Key) -> Option<Duration> {
         let began = Instant::now();
-        let result = self.reconcile(key).await;
+        let result = self.try_reconcile(key).await;
         let failed = result.as_ref().err();
         let label = failed.map_or("Ok", |failed| failed.failure.label());
         self.telemetry
@@ -71,8 +71,8 @@ impl Reconciler {
                 None
             }
             Ok(Some(after)) => {
-                if let Some(visits) = self.visits().get_mut(key) {
-                    visits.failures = 0;
+                if let Some(known) = self.known().get_mut(key) {
+                    known.failures = 0;
                 }
                 // Not all at the same time, and not in step with others' periods.
                 let resync = self.resync.mul_f64(0.625 + 0.625 * rand::random::<f64>());
@@ -85,24 +85,24 @@ impl Reconciler {
         }
     }
 
-    /// After a visit that ended in a panic: the bug is one deployment's, the others go on.
+    /// After a reconcile that ended in a panic: the bug is one deployment's, the others go on.
     pub(crate) fn panicked(&self, key: &Key) -> Duration {
         self.telemetry.reconciled("Panic", 0.0);
-        self.failed(key, &Failure::Server("a visit panicked".to_owned()))
+        self.failed(key, &Failure::Server("a reconcile panicked".to_owned()))
     }
 
     /// Whether a Pod of the deployment was made when its Secret with certificates had another name.
     fn mounts_old_certificates(&self, deployment: &InferenceDeployment) -> bool {
-        let state = self.waking.cache.lock();
+        let state = self.notifier.cache.lock();
         let uid = deployment.uid().unwrap_or_default();
         let mut pods = state.pods_of(&uid);
         pods.any(|row| row.value.mounts_old_certificates)
     }
 
     /// `Ok(None)`: the deployment is gone. `Ok(Some(time))`: when to come again at the latest.
-    async fn reconcile(&self, key: &Key) -> Result<Option<Option<Duration>>, Failed> {
+    async fn try_reconcile(&self, key: &Key) -> Result<Option<Option<Duration>>, Failed> {
         let read = {
-            let state = self.waking.cache.lock();
+            let state = self.notifier.cache.lock();
             state.deployments.get(key).map(|row| Arc::clone(&row.value))
         };
         let deployment = match read.as_deref() {
@@ -137,7 +137,7 @@ impl Reconciler {
         deployment: &InferenceDeployment,
     ) -> Result<Option<Duration>, Failure> {
         let uid = deployment.uid().unwrap_or_default();
-        let Some((plan, why)) = self.waking.cache.lock().unreadable_plan(&uid) else {
+        let Some((plan, why)) = self.notifier.cache.lock().unreadable_plan(&uid) else {
             return Ok(None);
         };
         let now = Timestamp::now();
@@ -157,45 +157,21 @@ impl Reconciler {
     ) -> Result<Option<Duration>, Failed> {
         let now = Timestamp::now();
         let mut again = Again::default();
-        let is_served = serves(&self.settings, &key.namespace);
-        let mut outside = Outside::default();
-        // Without a certificate no Pod starts, but what can be said and done without one is.
-        let mut trouble = None;
-        if is_served {
-            let old = self.mounts_old_certificates(deployment);
-            match self.authority.deployment(deployment, old, now).await {
-                Ok(issued) => {
-                    outside.certificate = Some(issued.serial);
-                    again.at(now, issued.again);
-                }
-                Err(error) => trouble = Some(Failure::from(error)),
-            }
-            let hanging = self.dereferencer.ask_about_hanging_pods(deployment, now);
-            again.after(hanging.await);
-            outside.claim_modes = self.dereferencer.claim_modes(deployment).await;
-        }
-        outside.measured = self.measures.measured(key);
-        outside.placements = self.measures.placements(key);
-        let http = deployment.spec.model.source.http.as_ref();
-        if let (Some(agents), Some(http)) = (&self.agents, http) {
-            outside.fetches = agents.fetches(&http.store_key(&key.namespace));
-        }
+
+        // Dereference: what the caches do not hold.
+        let (outside, uncertified) = self.look_outside(key, deployment, now, &mut again).await;
+
+        // Decide: pure, over the caches and what was found beside them.
         let (observed, decision) = self.decide(deployment, now, &outside).await;
-        if let Some(agents) = &self.agents {
-            agents.want(key, http, &decision.fetch_on);
-        }
         again.after(decision.requeue_after);
         tell_of_turn(key, &observed, &decision);
-        let subject = Subject {
-            namespace: &key.namespace,
-            uid: observed
-                .deployment
-                .metadata
-                .uid
-                .as_deref()
-                .unwrap_or_default(),
-        };
-        // Whoever reads Ready must not be answered by nobody, also when this process ends between the writes.
+        if let Some(agents) = &self.agents {
+            let http = deployment.spec.model.source.http.as_ref();
+            agents.want(key, http, &decision.fetch_on);
+        }
+
+        // Report before the writes what they are about to end: whoever reads Ready must not be answered by nobody, also
+        // when this process ends between them.
         let current = observed.deployment.status.as_ref();
         let is_told_first = loses_ready(current, &decision.status);
         if is_told_first {
@@ -204,17 +180,73 @@ impl Reconciler {
                 .status(metadata, current, &decision.status)
                 .await?;
         }
-        let applied = self.applier.apply(subject, &decision).await;
+
+        // Apply.
+        let applied = self.apply(key, &observed, &decision).await;
+
+        // Report.
+        let outcome = applied.and(uncertified.map_or(Ok(()), Err));
+        let reported = self.report(&observed, decision, outcome, is_told_first, now);
+        let reported = reported.await.map(|()| again.0);
+        reported.map_err(|failure| Failed::again(failure, again.0))
+    }
+
+    /// What is known beside the caches, with why there is no certificate: without one no Pod starts, but what can be said
+    /// and done without one is.
+    async fn look_outside(
+        &self,
+        key: &Key,
+        deployment: &Arc<InferenceDeployment>,
+        now: Timestamp,
+        again: &mut Again,
+    ) -> (Outside, Option<Failure>) {
+        let mut outside = Outside {
+            measured: self.measures.measured(key),
+            placements: self.measures.placements(key),
+            ..Outside::default()
+        };
+        let http = deployment.spec.model.source.http.as_ref();
+        if let (Some(agents), Some(http)) = (&self.agents, http) {
+            outside.fetches = agents.fetches(&http.store_key(&key.namespace));
+        }
+        if !serves(&self.settings, &key.namespace) {
+            return (outside, None);
+        }
+        let old = self.mounts_old_certificates(deployment);
+        let uncertified = match self.authority.deployment(deployment, old, now).await {
+            Ok(issued) => {
+                outside.certificate = Some(issued.serial);
+                again.at(now, issued.again);
+                None
+            }
+            Err(error) => Some(Failure::from(error)),
+        };
+        let hanging = self.dereferencer.ask_about_hanging_pods(deployment, now);
+        again.after(hanging.await);
+        outside.claim_modes = self.dereferencer.claim_modes(deployment).await;
+        (outside, uncertified)
+    }
+
+    /// Writes what was decided; the place of a plan that was refused is given back.
+    async fn apply(
+        &self,
+        key: &Key,
+        observed: &Observed,
+        decision: &Decision,
+    ) -> Result<(), Failure> {
+        let uid = observed.deployment.metadata.uid.as_deref();
+        let subject = Subject {
+            namespace: &key.namespace,
+            uid: uid.unwrap_or_default(),
+        };
+        let applied = self.applier.apply(subject, decision).await;
         if let Err(failure) = &applied
             && decision.create_plan.is_some()
             && is_refusal(failure)
         {
-            self.waking.change(|state| state.give_back(subject.uid));
+            self.notifier.change(|state| state.give_back(subject.uid));
         }
-        let outcome = applied.and(trouble.map_or(Ok(()), Err));
-        let reported = self.report(&observed, decision, outcome, is_told_first, now);
-        let reported = reported.await.map(|()| again.0);
-        reported.map_err(|failure| Failed::again(failure, again.0))
+        applied
     }
 
     /// Decides; a new plan gets its place on the nodes before another deployment is planned.
@@ -234,7 +266,7 @@ impl Reconciler {
         let decision = decide(&observed);
         if let Some(plan) = &decision.create_plan {
             let uid = deployment.uid().unwrap_or_default();
-            self.waking.cache.lock().reserve(&uid, plan);
+            self.notifier.cache.lock().reserve(&uid, plan);
         }
         (observed, decision)
     }
@@ -262,7 +294,7 @@ impl Reconciler {
             &deployment.namespace().unwrap_or_default(),
             &deployment.name_any(),
         );
-        self.waking.cache.lock().set_waiting(&key, waits);
+        self.notifier.cache.lock().set_waiting(&key, waits);
         match outcome {
             Ok(()) => {
                 let metadata = &deployment.metadata;
@@ -302,7 +334,7 @@ impl Reconciler {
         if serves(&self.settings, &namespace) {
             return None;
         }
-        // Whoever has visited it looks after it, or has said already that nobody does.
+        // Whoever has reconciled it looks after it, or has said already that nobody does.
         if deployment
             .status
             .as_ref()
@@ -317,10 +349,10 @@ impl Reconciler {
 
     fn failed(&self, key: &Key, failure: &Failure) -> Duration {
         let failures = {
-            let mut visits = self.visits();
-            let visits = visits.entry(key.clone()).or_default();
-            visits.failures = visits.failures.saturating_add(1);
-            visits.failures
+            let mut known = self.known();
+            let known = known.entry(key.clone()).or_default();
+            known.failures = known.failures.saturating_add(1);
+            known.failures
         };
         let wait = failure.wait(failures, rand::random());
         let seconds = wait.as_secs_f64();
@@ -335,22 +367,22 @@ impl Reconciler {
     /// A deployment of the same name that was made anew shares nothing with the one before.
     fn remember(&self, key: &Key, deployment: &InferenceDeployment) {
         let uid = deployment.uid().unwrap_or_default();
-        let mut visits = self.visits();
-        let visits = visits.entry(key.clone()).or_default();
-        if visits.uid != uid {
-            if !visits.uid.is_empty() {
-                self.applier.forget(&visits.uid);
+        let mut known = self.known();
+        let known = known.entry(key.clone()).or_default();
+        if known.uid != uid {
+            if !known.uid.is_empty() {
+                self.applier.forget(&known.uid);
                 self.authority.forget(&key.namespace, &key.name);
                 self.measures.forget(key);
             }
-            visits.uid = uid;
-            visits.failures = 0;
+            known.uid = uid;
+            known.failures = 0;
         }
     }
 
     fn forget(&self, key: &Key) {
-        if let Some(visits) = self.visits().remove(key) {
-            self.applier.forget(&visits.uid);
+        if let Some(known) = self.known().remove(key) {
+            self.applier.forget(&known.uid);
         }
         self.authority.forget(&key.namespace, &key.name);
         self.measures.forget(key);
@@ -359,12 +391,12 @@ impl Reconciler {
         }
     }
 
-    fn visits(&self) -> std::sync::MutexGuard<'_, HashMap<Key, Visits>> {
-        self.visits.lock().unwrap_or_else(PoisonError::into_inner)
+    fn known(&self) -> std::sync::MutexGuard<'_, HashMap<Key, Known>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A visit that failed.
+/// A reconcile that failed.
 struct Failed {
     failure: Failure,
     /// When it would have come again at the latest: deadlines do not wait for what a person has to do.

@@ -4,9 +4,9 @@ use std::path::Path;
 
 use serde_json::json;
 
-use crate::chat::Client;
-use crate::state::Running;
-use crate::ui::{print_beside, say};
+use crate::http::openai::Client;
+use crate::terminal::ui::{print_beside, say};
+use crate::up::state::Running;
 
 /// The first key of an API key file.
 pub(super) fn first_key(path: &Path) -> Option<String> {

@@ -1,11 +1,16 @@
 //! `hearth up`: dereference → validate → plan → build → apply → report, with processes instead of Pods.
 
+mod archive;
 mod ask;
 mod files;
 mod hint;
+mod ports;
 mod prepare;
 mod process;
+mod source;
+pub(crate) mod state;
 mod supervise;
+mod worker;
 
 pub(crate) use prepare::plan;
 
@@ -15,7 +20,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 
-use crate::cli::StateArgs;
+use crate::up::state::StateArgs;
 
 const EXAMPLES: &str = "Examples:\n  \
     hearth up -f manifests/examples/demo.yaml\n  \

@@ -15,10 +15,11 @@ use hearth_planner::{CpuOffer, GpuOffer, PlanRequest};
 use serde::Deserialize;
 
 use super::{UpArgs, files};
-use crate::ports::FreePorts;
-use crate::state::{DeploymentDir, StateDir};
-use crate::ui::Steps;
-use crate::{ports, source, table, ui, worker};
+use crate::terminal::ui::Steps;
+use crate::terminal::{table, ui};
+use crate::up::ports::FreePorts;
+use crate::up::state::{DeploymentDir, StateDir};
+use crate::up::{ports, source, worker};
 
 /// A plan with addresses, ready to be executed.
 pub(crate) struct Prepared {

@@ -15,9 +15,9 @@ use super::hint::{self, Hint};
 use super::prepare::Prepared;
 use super::process::{self, ProcessEvent, ProcessEventKind, ProcessSpec, Wanted};
 use super::{UpArgs, ask};
-use crate::state::{Running, RunningProcess, StateDir};
-use crate::ui::Busy;
-use crate::worker;
+use crate::terminal::ui::Busy;
+use crate::up::state::{Running, RunningProcess, StateDir};
+use crate::up::worker;
 
 /// A process that dies this often before it has ever served will not come up.
 const MAX_FAILED_STARTS: u32 = 3;

@@ -1,0 +1,313 @@
+//! What makes a Pod what it is, as a digest.
+//!
+//! A Pod whose digest is as wanted is left alone, whatever else a newer operator would write into it. So the digest is made
+//! from values under keys that stand here, and not from the Pod's fields nor from the names in the API types: a label, an
+//! argument or a probe may change, a field may be renamed or be added with a default, and no worker is restarted for it.
+//! What was changed that way reaches Pods as they are made the next time.
+
+use std::fmt::Display;
+
+use hearth_crds::{
+    DurationText, EndpointSpec, InferenceDeploymentSpec, InferencePlanSpec, ModelSource,
+    ObjectivesSpec, Pinning, PlacementSpec, PlanKv, PlanKvType, PlanModel, PlanRank, PlanResidency,
+    PlanRole, PlanRouting, PlanStrategy, ResidencyPolicy, TolerationSpec,
+};
+use sha2::{Digest, Sha256};
+
+/// The plan as one rank is told it: with this rank alone, and without the reasons.
+pub(super) fn slice(
+    plan: &InferencePlanSpec,
+    rank: &PlanRank,
+    endpoint: &str,
+) -> InferencePlanSpec {
+    let mut rank = rank.clone();
+    rank.endpoint = Some(endpoint.to_owned());
+    InferencePlanSpec {
+        ranks: vec![rank],
+        mixed_numerics: Vec::new(),
+        objectives: ObjectivesSpec::default(),
+        worker_image: None,
+        why: Vec::new(),
+        not_chosen: Vec::new(),
+        ..plan.clone()
+    }
+}
+
+/// What a rank's Pod follows from.
+pub(super) struct Essence<'a> {
+    /// Uid of the deployment that owns it.
+    pub(super) owner: &'a str,
+    pub(super) image: &'a str,
+    pub(super) plan: &'a InferencePlanSpec,
+    pub(super) rank: &'a PlanRank,
+    /// The rank asks for the memory of the weights that the ranks of its node map.
+    pub(super) holds_weights: bool,
+    /// The name of a fetched model in the nodes' stores.
+    pub(super) model_key: Option<&'a str>,
+    /// The spec that the plan was made for.
+    pub(super) spec: &'a InferenceDeploymentSpec,
+}
+
+impl Essence<'_> {
+    /// The first 8 hexadecimal digits of its SHA-256.
+    pub(super) fn digest(&self) -> String {
+        let mut lines = Lines::default();
+        self.write(&mut lines);
+        short_digest(lines.0)
+    }
+
+    fn write(&self, lines: &mut Lines) {
+        lines.put("owner", self.owner);
+        lines.put("image", self.image);
+        match self.model_key {
+            Some(key) => lines.put("model-key", key),
+            None => lines.put("source", source_identity(&self.spec.model.source)),
+        }
+        lines.put_if(self.holds_weights, "holds-weights", "yes");
+        let PlacementSpec {
+            node_selector: _,
+            tolerations,
+            numa: _,
+            pinning: _,
+            runtime_class_name,
+        } = &self.spec.placement;
+        for toleration in tolerations {
+            put_toleration(lines, toleration);
+        }
+        if self.rank.gpus > 0 {
+            lines.put_some("runtime-class", runtime_class_name.as_ref());
+        }
+        put_plan(lines, self.plan, self.rank.role);
+        put_rank(lines, self.rank);
+        if self.rank.role == PlanRole::Gateway {
+            let EndpointSpec {
+                type_: _,
+                api_keys_secret_ref,
+                keep_alive,
+                client_stall,
+                gateway: _,
+            } = &self.spec.endpoint;
+            let keys = api_keys_secret_ref.as_ref();
+            lines.put_some("api-keys", keys.map(|keys| &keys.name));
+            let seconds = |span: &DurationText| span.get().as_secs();
+            lines.put_some("keep-alive", keep_alive.as_ref().map(seconds));
+            lines.put_some("client-stall", client_stall.as_ref().map(seconds));
+        }
+    }
+}
+
+/// Which model it is, whatever the way to it.
+pub(crate) fn source_identity(source: &ModelSource) -> String {
+    let ModelSource {
+        builtin,
+        hugging_face,
+        persistent_volume_claim,
+        host_path,
+        http,
+    } = source;
+    let mut lines = Lines::default();
+    if let Some(builtin) = builtin {
+        lines.put("builtin", &builtin.name);
+    }
+    if let Some(hub) = hugging_face {
+        lines.put("hub", &hub.repo);
+        lines.put_some("revision", hub.revision.as_ref());
+    }
+    if let Some(claim) = persistent_volume_claim {
+        lines.put("claim", &claim.claim_name);
+        lines.put_some("path", claim.path.as_ref());
+    }
+    if let Some(host) = host_path {
+        lines.put("host-path", &host.path);
+    }
+    if let Some(http) = http {
+        // Whoever gives it, these are the bytes.
+        lines.put("sha256", &http.sha256);
+    }
+    lines.0
+}
+
+/// What a rank reads of its plan. A field of the plan that is new is put here only where it differs from what plans
+/// without it meant.
+fn put_plan(lines: &mut Lines, plan: &InferencePlanSpec, role: PlanRole) {
+    let InferencePlanSpec {
+        generation: _,
+        min_version: _,
+        worker_image: _,
+        deployment: _,
+        strategy,
+        model,
+        ranks: _,
+        routing,
+        predicted: _,
+        objectives: _,
+        why: _,
+        not_chosen: _,
+        mixed_numerics: _,
+    } = plan;
+    let strategy = match strategy {
+        PlanStrategy::Hybrid => "hybrid",
+        PlanStrategy::PipedRing => "piped-ring",
+        PlanStrategy::Interleaved => "interleaved",
+    };
+    lines.put("strategy", strategy);
+    let PlanModel {
+        served_name,
+        path: _,
+        source: _,
+        architecture,
+        parameter_count,
+        weight_bytes,
+        context_length,
+        layers,
+        kv_bytes_per_token: _,
+        dtype,
+    } = model;
+    lines.put("architecture", architecture);
+    lines.put("parameters", parameter_count);
+    lines.put("weight-bytes", weight_bytes);
+    lines.put("context", context_length);
+    lines.put("layers", layers);
+    lines.put("dtype", dtype);
+    if role == PlanRole::Gateway {
+        let PlanRouting {
+            chunked_below_tokens,
+            max_queue,
+            queue_timeout_ms,
+        } = routing;
+        lines.put("served-name", served_name);
+        lines.put("chunked-below", chunked_below_tokens);
+        lines.put("max-queue", max_queue);
+        lines.put("queue-timeout", queue_timeout_ms);
+    }
+}
+
+/// As with [`put_plan`]: a new field is put only where it differs from what it was before there was one.
+fn put_rank(lines: &mut Lines, rank: &PlanRank) {
+    let PlanRank {
+        name,
+        role: _,
+        index: _,
+        node,
+        cpus,
+        numa_nodes,
+        threads,
+        pinning,
+        device: _,
+        gpus,
+        claims_gpus,
+        gpu_uuids,
+        gpu_memory_bytes,
+        residency,
+        kv,
+        max_batch,
+        chunk_tokens,
+        scratch_bytes,
+        endpoint: _,
+        predicted: _,
+    } = rank;
+    lines.put("rank", name);
+    lines.put("node", node);
+    lines.put("cpus", numbers(cpus));
+    lines.put("numa", numbers(numa_nodes));
+    lines.put("threads", threads);
+    let pinning = match pinning {
+        Pinning::Exclusive => "exclusive",
+        Pinning::Shared => "shared",
+        Pinning::None => "none",
+    };
+    lines.put("pinning", pinning);
+    lines.put_if(*gpus > 0, "gpus", gpus);
+    lines.put_if(*claims_gpus, "claims-gpus", "yes");
+    lines.put_if(!gpu_uuids.is_empty(), "gpu-uuids", gpu_uuids.join(","));
+    lines.put_if(*gpu_memory_bytes > 0, "gpu-memory", gpu_memory_bytes);
+    if let Some(PlanResidency {
+        policy,
+        weight_bytes,
+        budget_bytes,
+    }) = residency
+    {
+        let policy = match policy {
+            ResidencyPolicy::Resident => "resident",
+            ResidencyPolicy::MmapPrefetch => "mmap-prefetch",
+        };
+        lines.put("residency", policy);
+        lines.put("residency-weights", weight_bytes);
+        lines.put("residency-budget", budget_bytes);
+    }
+    if let Some(PlanKv {
+        memory_bytes,
+        key_type,
+        value_type,
+        block_tokens,
+    }) = kv
+    {
+        lines.put("kv", memory_bytes);
+        lines.put("kv-keys", kv_type(*key_type));
+        lines.put("kv-values", kv_type(*value_type));
+        lines.put("kv-block", block_tokens);
+    }
+    lines.put("batch", max_batch);
+    lines.put("chunk", chunk_tokens);
+    lines.put("scratch", scratch_bytes);
+}
+
+fn put_toleration(lines: &mut Lines, toleration: &TolerationSpec) {
+    let TolerationSpec {
+        key,
+        operator,
+        value,
+        effect,
+        toleration_seconds,
+    } = toleration;
+    lines.put("toleration", key.as_deref().unwrap_or_default());
+    lines.put_some("operator", operator.as_ref());
+    lines.put_some("value", value.as_ref());
+    lines.put_some("effect", effect.as_ref());
+    lines.put_some("seconds", toleration_seconds.as_ref());
+}
+
+const fn kv_type(kind: PlanKvType) -> &'static str {
+    match kind {
+        PlanKvType::BF16 => "bf16",
+        PlanKvType::F32 => "f32",
+    }
+}
+
+fn numbers(numbers: &[u32]) -> String {
+    let texts: Vec<String> = numbers.iter().map(u32::to_string).collect();
+    texts.join(",")
+}
+
+/// Keys with their values, each with its length, so that no two contents are written alike.
+#[derive(Default)]
+struct Lines(String);
+
+impl Lines {
+    fn put(&mut self, key: &str, value: impl Display) {
+        let value = value.to_string();
+        self.0 += &format!("{key} {} {value}\n", value.len());
+    }
+
+    fn put_if(&mut self, is_there: bool, key: &str, value: impl Display) {
+        if is_there {
+            self.put(key, value);
+        }
+    }
+
+    fn put_some(&mut self, key: &str, value: Option<impl Display>) {
+        if let Some(value) = value {
+            self.put(key, value);
+        }
+    }
+}
+
+/// The first 8 hexadecimal digits of the SHA-256.
+pub fn short_digest(content: impl AsRef<[u8]>) -> String {
+    let digest = Sha256::digest(content);
+    digest
+        .iter()
+        .take(4)
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
+}

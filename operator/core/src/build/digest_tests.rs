@@ -1,0 +1,208 @@
+//! When digests change, and that they are the same in every version.
+
+use std::collections::BTreeMap;
+
+use hearth_crds::{
+    EndpointType, InferenceDeployment, InferencePlanSpec, Pinning, ResidencyPolicy, SecretRef,
+    TolerationSpec,
+};
+use serde_json::json;
+
+use super::DesiredPod;
+use super::tests::pods_of;
+use crate::observed::Settings;
+use crate::testing::samples::{deployment, deployment_of, plan, settings};
+
+pub(super) fn hashes(
+    settings: &Settings,
+    deployment: &InferenceDeployment,
+    plan: &InferencePlanSpec,
+) -> Vec<String> {
+    let pods = pods_of(settings, deployment, plan);
+    let digest = |pod: DesiredPod| pod.name.rsplit('-').next().map(str::to_owned);
+    pods.into_iter().filter_map(digest).collect()
+}
+
+/// One change that reaches Pods, and the ranks whose Pods it reaches.
+type Change = (
+    &'static str,
+    fn(&mut Settings, &mut InferenceDeployment, &mut InferencePlanSpec),
+    &'static [usize],
+);
+
+const ALL: &[usize] = &[0, 1, 2, 3];
+
+const CHANGES: &[Change] = &[
+    ("image", |s, _, _| s.worker_image = "x:2".to_owned(), ALL),
+    (
+        "the plan's image",
+        |_, _, p| p.worker_image = Some("x:2".to_owned()),
+        ALL,
+    ),
+    (
+        "pull policy",
+        |s, _, _| s.pull_policy = "Always".to_owned(),
+        &[],
+    ),
+    (
+        "pull secret",
+        |s, _, _| s.pull_secrets = vec!["regcred".to_owned()],
+        &[],
+    ),
+    (
+        "passing taints",
+        |s, _, _| s.nodes.passing_taints.clear(),
+        &[],
+    ),
+    (
+        "owner",
+        |_, d, _| d.metadata.uid = Some("another".to_owned()),
+        ALL,
+    ),
+    (
+        "toleration",
+        |_, d, _| {
+            d.spec.placement.tolerations = vec![TolerationSpec {
+                key: Some("gpu".to_owned()),
+                ..TolerationSpec::default()
+            }];
+        },
+        ALL,
+    ),
+    (
+        "API keys",
+        |_, d, _| {
+            d.spec.endpoint.api_keys_secret_ref = Some(SecretRef {
+                name: "keys".to_owned(),
+            });
+        },
+        &[0],
+    ),
+    (
+        "connections",
+        |_, d, _| d.spec.endpoint.keep_alive = "10m".parse().ok(),
+        &[0],
+    ),
+    (
+        "source",
+        |_, d, _| {
+            d.spec.model.source =
+                serde_json::from_value(json!({"hostPath": {"path": "/models/x"}})).expect("source");
+        },
+        ALL,
+    ),
+    ("another model", |_, _, p| p.model.parameter_count += 1, ALL),
+    (
+        "served name",
+        |_, _, p| p.model.served_name = "x".to_owned(),
+        &[0],
+    ),
+    ("context", |_, _, p| p.model.context_length = 4096, ALL),
+    ("routing", |_, _, p| p.routing.max_queue = 512, &[0]),
+    ("node", |_, _, p| p.ranks[3].node = "c".to_owned(), &[3]),
+    ("CPUs", |_, _, p| p.ranks[2].cpus = vec![0], &[2]),
+    (
+        "NUMA nodes",
+        |_, _, p| p.ranks[2].numa_nodes = vec![1],
+        &[2],
+    ),
+    ("threads", |_, _, p| p.ranks[2].threads = 1, &[2]),
+    (
+        "pinning",
+        |_, _, p| p.ranks[2].pinning = Pinning::Exclusive,
+        &[2],
+    ),
+    ("GPUs", |_, _, p| p.ranks[1].gpus = 1, &[1]),
+    (
+        "runtime class of Pods without GPUs",
+        |s, d, _| {
+            s.gpu_runtime_class = Some("nvidia".to_owned());
+            d.spec.placement.runtime_class_name = Some("other".to_owned());
+        },
+        &[],
+    ),
+    (
+        "KV",
+        |_, _, p| {
+            if let Some(kv) = &mut p.ranks[2].kv {
+                kv.memory_bytes *= 2;
+            }
+        },
+        &[2],
+    ),
+    (
+        "residency",
+        |_, _, p| {
+            if let Some(residency) = &mut p.ranks[1].residency {
+                residency.policy = ResidencyPolicy::MmapPrefetch;
+            }
+        },
+        &[1],
+    ),
+    ("batch", |_, _, p| p.ranks[2].max_batch = 9, &[2]),
+    ("chunk", |_, _, p| p.ranks[2].chunk_tokens = 16, &[2]),
+    ("scratch", |_, _, p| p.ranks[2].scratch_bytes += 1, &[2]),
+];
+
+#[test]
+fn a_digest_changes_with_everything_that_matters_and_only_then() {
+    let before = hashes(&settings(), &deployment(), &plan());
+    for (what, change, reached) in CHANGES {
+        let (mut settings, mut deployment, mut plan) = (settings(), deployment(), plan());
+        change(&mut settings, &mut deployment, &mut plan);
+        let after = hashes(&settings, &deployment, &plan);
+        let differing: Vec<usize> = (0..before.len())
+            .filter(|&n| before[n] != after[n])
+            .collect();
+        assert_eq!(&differing, reached, "{what}");
+    }
+}
+
+#[test]
+fn a_digest_outlives_its_plan() {
+    let before = hashes(&settings(), &deployment(), &plan());
+    let mut later = plan();
+    later.generation = 7;
+    later.predicted.tpot_ms = 3.0;
+    later.ranks[2].predicted = None;
+    later.objectives.time_per_output_token = Some("50ms".parse().expect("duration"));
+    later.why.clear();
+    let mut deployment = deployment();
+    deployment.metadata.generation = Some(9);
+    deployment.metadata.resource_version = Some("77".to_owned());
+    deployment.metadata.labels = Some(BTreeMap::from([("team".to_owned(), "x".to_owned())]));
+    deployment.spec.decode.replicas = Some(3);
+    deployment.spec.endpoint.type_ = EndpointType::NodePort;
+    assert_eq!(before, hashes(&settings(), &deployment, &later));
+}
+
+/// These never change: a version that gives other ones restarts every worker of every cluster that is upgraded to it.
+#[test]
+fn digests_are_the_same_in_every_version() {
+    assert_eq!(
+        hashes(&settings(), &deployment(), &plan()),
+        ["34ccec1d", "014a1483", "ef045af5", "47f246e4"]
+    );
+    let sha256 = "0123456789abcdef".repeat(4);
+    let sources = [
+        json!({"hostPath": {"path": "/models/x"}}),
+        json!({"persistentVolumeClaim": {"claimName": "c", "path": "a/b"}}),
+        json!({"http": {"url": "https://nas.lan/m.tar", "sha256": sha256}}),
+    ];
+    let mut rich = plan();
+    rich.ranks[1].gpus = 1;
+    rich.ranks[1].gpu_uuids = vec!["GPU-1".to_owned()];
+    rich.ranks[1].gpu_memory_bytes = 1 << 30;
+    let of_source = |source| hashes(&settings(), &deployment_of(source), &rich)[1].clone();
+    assert_eq!(sources.map(of_source), ["aad82b46", "4ac9ff4a", "5a3d09cf"]);
+}
+
+#[test]
+fn a_form_tells_what_a_digest_does_not() {
+    let form = |settings: &Settings| pods_of(settings, &deployment(), &plan())[1].form.clone();
+    let with_secret = Settings {
+        pull_secrets: vec!["regcred".to_owned()],
+        ..settings()
+    };
+    assert_ne!(form(&settings()), form(&with_secret));
+}

@@ -1,0 +1,238 @@
+//! From a plan to objects of the cluster: pure, no client.
+//!
+//! - [`rank_pod`]: the Pod of one rank, named after a digest of all that makes it what it is, so that an unchanged
+//!   rank keeps its Pod over plans.
+//! - [`inspect_pod`]: a Pod that reads a model's facts where only a Pod can.
+//! - [`objects`]: Service, PodDisruptionBudgets and NetworkPolicies.
+//! - [`plan_object`]: the plan as it is kept.
+//!
+//! **Invariants**
+//! - Everything follows from the spec that the plan was made for: [`deployment_of_plan`] gives the deployment as it was
+//!   then, so that an older plan comes back with its own model.
+//! - Pods satisfy Pod Security `restricted`, but for models in directories of nodes, which need hostPath volumes.
+
+mod canonical;
+mod claims;
+#[cfg(test)]
+mod digest_tests;
+#[cfg(test)]
+mod gpu_tests;
+mod objects;
+mod pod;
+#[cfg(test)]
+mod policy_tests;
+mod probes;
+#[cfg(test)]
+mod secrets_tests;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+
+use hearth_crds::{
+    InferenceDeployment, InferenceDeploymentSpec, InferencePlan, InferencePlanSpec, ModelSource,
+    PlanRank, STORE_KEY_DIGITS,
+};
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube_core::DynamicObject;
+use kube_core::{Resource, ResourceExt};
+
+use self::canonical::source_identity;
+use crate::names::{
+    ANNOTATION_MODEL_KEY, ANNOTATION_SPEC, APP, BUILTIN_DIRECTORY, LABEL_APP, LABEL_COMPONENT,
+    LABEL_DEPLOYMENT, LABEL_MANAGED_BY, LABEL_ROLE, MANAGER, SOURCE_DIRECTORY, plan_name,
+};
+use crate::observed::Settings;
+pub use canonical::short_digest;
+pub use objects::objects;
+pub use pod::{inspect_pod, rank_holding, rank_pod};
+
+/// Role and component of Pods that read a model's facts.
+pub const ROLE_INSPECT: &str = "inspect";
+
+/// What objects are made from, beside the plan.
+#[derive(Clone, Copy, Debug)]
+pub struct BuildContext<'a> {
+    /// How the operator was started.
+    pub settings: &'a Settings,
+    /// The deployment, with the spec that the plan was made for: see [`deployment_of_plan`].
+    pub deployment: &'a InferenceDeployment,
+    /// The name of a fetched model in the nodes' stores: see [`model_key_of`]. None for other sources.
+    pub model_key: Option<&'a str>,
+}
+
+/// The Pod that a rank of a plan is to have, and what it holds of its node.
+#[derive(Clone, Debug)]
+pub struct DesiredPod {
+    /// The rank's name, such as `decode-0`.
+    pub rank: String,
+    /// gateway, prefill or decode.
+    pub role: &'static str,
+    /// Digest of the Pod as this operator writes it.
+    pub form: String,
+    /// The Pod's name, which ends in the digest of all that makes the Pod what it is.
+    pub name: String,
+    /// The node that it runs on.
+    pub node: String,
+    /// CPU that it asks for, in thousandths of one.
+    pub cpu_millis: u64,
+    /// Memory that it asks for; the weights are in it for the first worker of a node only.
+    pub memory_bytes: u64,
+    /// GPUs that it asks for.
+    pub gpus: u32,
+    /// CPUs that are its own, by the kernel's number.
+    pub exclusive_cpus: Vec<u32>,
+    /// UUIDs of the GPUs that it claims.
+    pub claimed_gpus: Vec<String>,
+    /// What its claim is made from, where it claims GPUs.
+    pub claim_template: Option<DynamicObject>,
+    /// The Pod itself.
+    pub pod: Pod,
+}
+
+/// The Pods of all ranks, in the plan's order.
+pub fn rank_pods(context: &BuildContext<'_>, plan: &InferencePlanSpec) -> Vec<DesiredPod> {
+    let pod = |rank: &PlanRank| rank_pod(context, plan, rank);
+    plan.ranks.iter().map(pod).collect()
+}
+
+/// The plan as it is kept: with the spec that it was made for, and `annotations`.
+pub fn plan_object(
+    context: &BuildContext<'_>,
+    spec: InferencePlanSpec,
+    annotations: BTreeMap<String, String>,
+) -> InferencePlan {
+    let name = plan_name(&context.name(), spec.generation);
+    let mut plan = InferencePlan::new(&name, spec);
+    plan.metadata = context.metadata(&name, "plan");
+    let mut made_for = context.deployment.spec.clone();
+    made_for.model = made_for.model.shown();
+    let made_for = serde_json::to_string(&made_for).unwrap_or_default();
+    let mut annotations = annotations;
+    annotations.insert(ANNOTATION_SPEC.to_owned(), made_for);
+    plan.metadata.annotations = Some(annotations);
+    plan
+}
+
+/// The deployment with the spec that `plan` was made for, to build the plan's Pods from. A plan that does not tell
+/// it is taken to be of the spec as it is now.
+pub fn deployment_of_plan(
+    deployment: &InferenceDeployment,
+    plan: &InferencePlan,
+) -> InferenceDeployment {
+    let mut deployment = deployment.clone();
+    if let Some(mut spec) = spec_of_plan(plan) {
+        // A plan shows no secrets of URLs. Where it is of the source as it is now, that one has them.
+        let now = &deployment.spec.model;
+        let key = model_key(&deployment, &now.source);
+        if plan.annotations().get(ANNOTATION_MODEL_KEY) == key.as_ref()
+            && spec.model.source == now.shown().source
+        {
+            spec.model.source = now.source.clone();
+        }
+        deployment.spec = spec;
+    }
+    deployment
+}
+
+/// The spec that `plan` was made for; none where it does not tell it, or not in words of this version.
+pub fn spec_of_plan(plan: &InferencePlan) -> Option<InferenceDeploymentSpec> {
+    serde_json::from_str(plan.annotations().get(ANNOTATION_SPEC)?).ok()
+}
+
+/// The name of a plan's fetched model in the nodes' stores; none for other sources.
+pub fn model_key_of(plan: &InferencePlan) -> Option<String> {
+    model_key_in_annotations(plan.annotations())
+}
+
+/// See [`model_key_of`]; also of a plan that cannot be read otherwise.
+pub fn model_key_in_annotations(annotations: &BTreeMap<String, String>) -> Option<String> {
+    if let Some(key) = annotations.get(ANNOTATION_MODEL_KEY) {
+        return Some(key.clone());
+    }
+    // Plans of earlier versions tell the spec alone; then a model was kept under the half of its checksum.
+    let text = annotations
+        .get(ANNOTATION_SPEC)
+        .filter(|text| text.contains("\"http\""))?;
+    let spec: InferenceDeploymentSpec = serde_json::from_str(text).ok()?;
+    let sha256 = spec.model.source.http?.sha256;
+    Some(sha256.get(..STORE_KEY_DIGITS).unwrap_or(&sha256).to_owned())
+}
+
+/// The model's directory inside worker Pods.
+pub fn model_path(_context: &BuildContext<'_>, source: &ModelSource) -> String {
+    if let Some(builtin) = &source.builtin {
+        return format!("{BUILTIN_DIRECTORY}/{}", builtin.name);
+    }
+    let inside = source
+        .persistent_volume_claim
+        .as_ref()
+        .and_then(|claim| claim.path.as_deref())
+        .map(|path| path.trim_matches('/'))
+        .filter(|path| !path.is_empty());
+    match inside {
+        Some(path) => format!("{SOURCE_DIRECTORY}/{path}"),
+        None => SOURCE_DIRECTORY.to_owned(),
+    }
+}
+
+/// The name of a deployment's fetched model in the nodes' stores; none for a source that is not fetched.
+pub fn model_key(deployment: &InferenceDeployment, source: &ModelSource) -> Option<String> {
+    let namespace = deployment.metadata.namespace.as_deref().unwrap_or_default();
+    let http = source.http.as_ref()?;
+    Some(http.store_key(namespace))
+}
+
+/// Digest of a model source, for [`crate::names::ANNOTATION_SOURCE`]. `key` tells fetched ones apart.
+pub fn source_digest(source: &ModelSource, key: Option<&str>) -> String {
+    match key {
+        Some(key) => short_digest(key),
+        None => short_digest(source_identity(source)),
+    }
+}
+
+impl BuildContext<'_> {
+    fn name(&self) -> String {
+        self.deployment.name_any()
+    }
+
+    fn namespace(&self) -> String {
+        self.deployment.namespace().unwrap_or_default()
+    }
+
+    /// Metadata of an object of the deployment.
+    fn metadata(&self, name: &str, component: &str) -> ObjectMeta {
+        ObjectMeta {
+            name: Some(name.to_owned()),
+            namespace: self.deployment.namespace(),
+            labels: Some(self.labels(component)),
+            owner_references: self
+                .deployment
+                .controller_owner_ref(&())
+                .map(|owner| vec![owner]),
+            ..ObjectMeta::default()
+        }
+    }
+
+    fn labels(&self, component: &str) -> BTreeMap<String, String> {
+        texts([
+            (LABEL_APP, APP),
+            (LABEL_MANAGED_BY, MANAGER),
+            (LABEL_COMPONENT, component),
+            (LABEL_DEPLOYMENT, &self.name()),
+        ])
+    }
+
+    /// Labels that select the Pods of one role.
+    fn role_labels(&self, role: &str) -> BTreeMap<String, String> {
+        texts([(LABEL_DEPLOYMENT, &*self.name()), (LABEL_ROLE, role)])
+    }
+}
+
+fn texts<'a>(pairs: impl IntoIterator<Item = (&'a str, &'a str)>) -> BTreeMap<String, String> {
+    pairs
+        .into_iter()
+        .map(|(key, value)| (key.to_owned(), value.to_owned()))
+        .collect()
+}

@@ -1,0 +1,132 @@
+//! What stands around the Pods of a deployment: its Service, what evictions must leave, and who may talk to whom.
+
+use hearth_crds::{EndpointType, InferencePlanSpec, PlanRole};
+use k8s_openapi::api::core::v1::Service;
+use k8s_openapi::api::networking::v1::NetworkPolicy;
+use k8s_openapi::api::policy::v1::PodDisruptionBudget;
+use kube_core::Resource;
+use kube_core::{ApiResource, DynamicObject};
+use serde_json::{Value, json};
+
+use super::{BuildContext, ROLE_INSPECT};
+use crate::names::{
+    GATEWAY_PORT, LABEL_DEPLOYMENT, LABEL_ROLE, METRICS_PORT, SERVICE_PORT, WORKER_PORT,
+};
+
+/// Service, PodDisruptionBudgets of the roles that the plan has, and NetworkPolicies unless they are switched off.
+pub fn objects(context: &BuildContext<'_>, plan: &InferencePlanSpec) -> Vec<DynamicObject> {
+    let mut objects = vec![service(context)];
+    for role in [PlanRole::Gateway, PlanRole::Prefill, PlanRole::Decode] {
+        let ranks = plan.ranks_of(role).count();
+        if ranks > 0 {
+            objects.push(disruption_budget(context, role.as_str(), ranks));
+        }
+    }
+    if context.settings.network_policies {
+        objects.push(gateway_policy(context));
+        objects.push(workers_policy(context));
+    }
+    objects
+}
+
+fn service(context: &BuildContext<'_>) -> DynamicObject {
+    let endpoint_type = match context.deployment.spec.endpoint.type_ {
+        EndpointType::ClusterIP => "ClusterIP",
+        EndpointType::NodePort => "NodePort",
+        EndpointType::LoadBalancer => "LoadBalancer",
+    };
+    let spec = json!({
+        "type": endpoint_type,
+        // An address of each IP version that the cluster has.
+        "ipFamilyPolicy": "PreferDualStack",
+        "selector": context.role_labels(PlanRole::Gateway.as_str()),
+        "ports": [{
+            "name": "http",
+            "port": SERVICE_PORT,
+            "targetPort": GATEWAY_PORT,
+            "protocol": "TCP",
+            "appProtocol": "http",
+        }],
+    });
+    object::<Service>(context, &context.name(), PlanRole::Gateway.as_str(), spec)
+}
+
+/// An eviction waits until as many others are ready: the operator sees the cordon and moves the rank first.
+///
+/// A number of Pods, not `maxUnavailable`: for that, the cluster would ask the deployment's scale subresource, which
+/// counts decode workers only. Pods that are not ready are in nobody's way.
+fn disruption_budget(context: &BuildContext<'_>, role: &str, ranks: usize) -> DynamicObject {
+    let spec = json!({
+        "minAvailable": ranks,
+        "selector": {"matchLabels": context.role_labels(role)},
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+    });
+    let name = format!("{}-{role}", context.name());
+    object::<PodDisruptionBudget>(context, &name, role, spec)
+}
+
+/// Whoever may reach the Service may ask, and Pods of the cluster may read metrics; the gateway itself speaks to the workers
+/// of its deployment and to no one else.
+fn gateway_policy(context: &BuildContext<'_>) -> DynamicObject {
+    let spec = json!({
+        "podSelector": {"matchLabels": context.role_labels(PlanRole::Gateway.as_str())},
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": [
+            {"ports": [tcp(GATEWAY_PORT)]},
+            {"from": [{"namespaceSelector": {}}], "ports": [tcp(METRICS_PORT)]},
+        ],
+        "egress": [{
+            "to": [{"podSelector": of_roles(context, &[PlanRole::Prefill.as_str(), PlanRole::Decode.as_str()])}],
+            "ports": [tcp(WORKER_PORT)],
+        }],
+    });
+    let name = format!("{}-gateway", context.name());
+    object::<NetworkPolicy>(context, &name, PlanRole::Gateway.as_str(), spec)
+}
+
+/// Workers are called by the gateway and by decode workers, and call prefill workers. Addresses are given to them, so
+/// they need no DNS. The kubelet's probes come from the node itself, which is always allowed.
+fn workers_policy(context: &BuildContext<'_>) -> DynamicObject {
+    let (gateway, prefill, decode) = (
+        PlanRole::Gateway.as_str(),
+        PlanRole::Prefill.as_str(),
+        PlanRole::Decode.as_str(),
+    );
+    let spec = json!({
+        "podSelector": of_roles(context, &[prefill, decode, ROLE_INSPECT]),
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": [{
+            "from": [{"podSelector": of_roles(context, &[gateway, decode])}],
+            "ports": [tcp(WORKER_PORT)],
+        }],
+        "egress": [{
+            "to": [{"podSelector": of_roles(context, &[prefill])}],
+            "ports": [tcp(WORKER_PORT)],
+        }],
+    });
+    let name = format!("{}-workers", context.name());
+    object::<NetworkPolicy>(context, &name, "workers", spec)
+}
+
+fn of_roles(context: &BuildContext<'_>, roles: &[&str]) -> Value {
+    json!({
+        "matchLabels": {LABEL_DEPLOYMENT: context.name()},
+        "matchExpressions": [{"key": LABEL_ROLE, "operator": "In", "values": roles}],
+    })
+}
+
+fn tcp(port: u16) -> Value {
+    json!({"protocol": "TCP", "port": port})
+}
+
+fn object<K: Resource<DynamicType = ()>>(
+    context: &BuildContext<'_>,
+    name: &str,
+    component: &str,
+    spec: Value,
+) -> DynamicObject {
+    let mut object = DynamicObject::new(name, &ApiResource::erase::<K>(&()));
+    object.metadata = context.metadata(name, component);
+    object.data = json!({"spec": spec});
+    object
+}

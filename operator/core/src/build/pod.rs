@@ -1,0 +1,570 @@
+//! Pods: of ranks, and of those that read a model's facts.
+
+use std::collections::BTreeMap;
+
+use hearth_crds::{InferencePlanSpec, ModelSource, PlanRank, PlanRole, TolerationSpec};
+use k8s_openapi::api::core::v1::{
+    Affinity, Capabilities, Container, ContainerPort, DownwardAPIVolumeFile,
+    DownwardAPIVolumeSource, EmptyDirVolumeSource, HostPathVolumeSource, LocalObjectReference,
+    NodeAffinity, NodeSelector, NodeSelectorRequirement, NodeSelectorTerm, ObjectFieldSelector,
+    PersistentVolumeClaimVolumeSource, Pod, PodSecurityContext, PodSpec, ResourceRequirements,
+    SeccompProfile, SecretVolumeSource, SecurityContext, Toleration, Volume, VolumeMount,
+};
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+
+use super::canonical::{Essence, short_digest, slice};
+use super::claims::{claimed, hold_gpus};
+use super::probes::watch_over;
+use super::{BuildContext, DesiredPod, ROLE_INSPECT, model_path, source_digest, texts};
+use crate::decision::EXIT_S;
+use crate::names::{
+    ANNOTATION_FORM, ANNOTATION_PLAN, ANNOTATION_PLAN_GENERATION, ANNOTATION_RANK_HASH,
+    ANNOTATION_ROUTES, ANNOTATION_SOURCE, GATEWAY_PORT, GPU_RESOURCE, HEALTH_PORT, KEYS_DIRECTORY,
+    LABEL_RANK, LABEL_ROLE, METRICS_PORT, PLACE_DIRECTORY, SOURCE_DIRECTORY, TLS_DIRECTORY,
+    WORKER_PORT, WORKER_PROGRAM, certificates_secret, tls_name,
+};
+use crate::observed::PASSING_TAINT;
+
+/// Where a gateway shows its metrics.
+const METRICS_FLAG: &str = "--metrics";
+/// User and group of all processes.
+const USER: i64 = 65532;
+/// What a gateway's streams get to end after its Pod was asked to, in seconds.
+const GATEWAY_GRACE_S: i64 = 300;
+/// The same of workers: their streams end, or move.
+const WORKER_GRACE_S: i64 = 120;
+/// How long a gateway goes on as if nothing had happened, so that every node hears that its address is withdrawn.
+pub(super) const LINGER_S: i64 = 5;
+/// A model's headers are read in seconds; a mount that hangs is given up after this.
+const INSPECT_DEADLINE_S: i64 = 900;
+
+/// The Pod of one rank.
+pub fn rank_pod(
+    context: &BuildContext<'_>,
+    plan: &InferencePlanSpec,
+    rank: &PlanRank,
+) -> DesiredPod {
+    let role = rank.role.as_str();
+    let is_gateway = rank.role == PlanRole::Gateway;
+    let slice = slice(plan, rank, &endpoint(is_gateway));
+    let holding = Holding::of(plan, rank);
+    let image = image(context, plan);
+    let arguments = rank_arguments(context, rank, is_gateway);
+    let mut container = container(context, role, image, arguments);
+    container.ports = Some(ports(is_gateway));
+    container.resources = Some(holding.resources());
+    watch_over(&mut container, rank);
+    let grace_s = if is_gateway {
+        GATEWAY_GRACE_S + LINGER_S
+    } else {
+        WORKER_GRACE_S
+    };
+    let mut spec = pod_spec(context, container, rank_volumes(context, is_gateway));
+    spec.affinity = Some(on_node(&rank.node));
+    let claim_template = hold_gpus(context, rank, &mut spec);
+    spec.restart_policy = Some("Always".to_owned());
+    spec.termination_grace_period_seconds = Some(grace_s + i64::from(EXIT_S));
+
+    let mut pod = Pod {
+        metadata: context.metadata("", role),
+        spec: Some(spec),
+        status: None,
+    };
+    pod.metadata
+        .labels
+        .get_or_insert_default()
+        .extend(texts([(LABEL_ROLE, role), (LABEL_RANK, &rank.name)]));
+    let deployment = context.deployment;
+    let essence = Essence {
+        owner: deployment.metadata.uid.as_deref().unwrap_or_default(),
+        image,
+        plan,
+        rank,
+        holds_weights: holding.weight_bytes > 0,
+        model_key: context.model_key,
+        spec: &deployment.spec,
+    };
+    let hash = essence.digest();
+    let form = short_digest(serde_json::to_string(&pod).unwrap_or_default());
+    let name = format!("{}-{}-{hash}", context.name(), rank.name);
+    pod.metadata.name = Some(name.clone());
+    pod.metadata.annotations = Some(texts([
+        (
+            ANNOTATION_PLAN,
+            &*serde_json::to_string(&slice).unwrap_or_default(),
+        ),
+        (ANNOTATION_PLAN_GENERATION, &plan.generation.to_string()),
+        (ANNOTATION_RANK_HASH, &hash),
+        (ANNOTATION_FORM, &form),
+    ]));
+    DesiredPod {
+        rank: rank.name.clone(),
+        role,
+        form,
+        name,
+        node: rank.node.clone(),
+        cpu_millis: holding.cpu_millis,
+        memory_bytes: holding.memory_bytes,
+        gpus: rank.gpus,
+        exclusive_cpus: holding.exclusive_cpus,
+        claimed_gpus: claimed(rank).to_vec(),
+        claim_template,
+        pod,
+    }
+}
+
+/// The volumes of a rank's Pod, each with its directory.
+fn rank_volumes(context: &BuildContext<'_>, is_gateway: bool) -> Vec<(Volume, &'static str)> {
+    let spec = &context.deployment.spec;
+    let certificates = certificates_secret(&context.name());
+    let mut volumes = vec![
+        (place_volume(is_gateway), PLACE_DIRECTORY),
+        (secret_volume("tls", &certificates), TLS_DIRECTORY),
+    ];
+    let keys = spec.endpoint.api_keys_secret_ref.as_ref();
+    let keys = keys.filter(|_| is_gateway);
+    volumes.extend(keys.map(|keys| (secret_volume("keys", &keys.name), KEYS_DIRECTORY)));
+    let source = source_volume(context, &spec.model.source);
+    volumes.extend(source.map(|volume| (volume, SOURCE_DIRECTORY)));
+    volumes
+}
+
+/// A Pod that writes the model's facts to its termination message: on `node`, or where the volume can be had.
+pub fn inspect_pod(context: &BuildContext<'_>, source: &ModelSource, node: Option<&str>) -> Pod {
+    let arguments = words([
+        "inspect",
+        "--model",
+        &model_path(context, source),
+        "--report",
+        "/dev/termination-log",
+    ]);
+    let image = &context.settings.worker_image;
+    let mut container = container(context, ROLE_INSPECT, image, arguments);
+    container.resources = Some(ResourceRequirements {
+        requests: Some(amounts([
+            ("cpu", "100m".to_owned()),
+            ("memory", "64Mi".to_owned()),
+        ])),
+        ..ResourceRequirements::default()
+    });
+    let volume = source_volume(context, source).map(|volume| (volume, SOURCE_DIRECTORY));
+    let mut spec = pod_spec(context, container, volume.into_iter().collect());
+    spec.restart_policy = Some("Never".to_owned());
+    spec.active_deadline_seconds = Some(INSPECT_DEADLINE_S);
+    spec.termination_grace_period_seconds = Some(i64::from(EXIT_S));
+    match node {
+        Some(node) => spec.affinity = Some(on_node(node)),
+        None => {
+            let selector = &context.deployment.spec.placement.node_selector;
+            spec.node_selector = Some(selector.clone()).filter(|labels| !labels.is_empty());
+        }
+    }
+    let mut pod = Pod {
+        metadata: context.metadata("", ROLE_INSPECT),
+        spec: Some(spec),
+        status: None,
+    };
+    pod.metadata
+        .labels
+        .get_or_insert_default()
+        .extend(texts([(LABEL_ROLE, ROLE_INSPECT)]));
+    let content = serde_json::to_string(&pod).unwrap_or_default();
+    let hash = super::short_digest(&content);
+    pod.metadata.name = Some(format!("{}-{ROLE_INSPECT}-{hash}", context.name()));
+    pod.metadata.annotations = Some(texts([(
+        ANNOTATION_SOURCE,
+        &*source_digest(source, context.model_key),
+    )]));
+    pod
+}
+
+/// What a rank holds of its node once its Pod is there.
+pub fn rank_holding(plan: &InferencePlanSpec, rank: &PlanRank) -> crate::observed::Holding {
+    let holding = Holding::of(plan, rank);
+    crate::observed::Holding {
+        cpu_millis: holding.cpu_millis,
+        memory_bytes: holding.memory_bytes,
+        gpus: holding.gpus,
+        exclusive_cpus: holding.exclusive_cpus,
+        claimed_gpus: claimed(rank).iter().cloned().collect(),
+    }
+}
+
+/// Bytes of mapped weights for which a process has one byte of page tables: eight for a page of 4 KiB.
+const MAPPED_BYTES_PER_TABLE_BYTE: u64 = 512;
+
+/// What a rank holds of its node.
+struct Holding {
+    memory_bytes: u64,
+    /// Of them, for the weights that ranks of the node share.
+    weight_bytes: u64,
+    cpu_millis: u64,
+    exclusive_cpus: Vec<u32>,
+    gpus: u32,
+    /// Those of them that the device plugin is asked for.
+    plugin_gpus: u32,
+}
+
+impl Holding {
+    /// The first worker on a node's CPUs answers for the weights, which all of those map: the kernel charges their pages to
+    /// whoever touches them first, and workers whose limit has no room for them wait for it. A worker that reads them again and
+    /// again within a limit of its own answers for its window. What is on a GPU takes no memory of the node. Page tables are
+    /// charged to each process.
+    fn of(plan: &InferencePlanSpec, rank: &PlanRank) -> Self {
+        let first = plan
+            .ranks
+            .iter()
+            .find(|other| other.node == rank.node && other.host_weight_bytes() > 0);
+        let weights = match first {
+            Some(first) if first.name == rank.name => rank.host_weight_bytes(),
+            _ => 0,
+        };
+        Self {
+            memory_bytes: weights
+                .max(rank.own_weight_bytes())
+                .saturating_add(rank.host_weight_bytes() / MAPPED_BYTES_PER_TABLE_BYTE)
+                .saturating_add(rank.host_kv_bytes())
+                .saturating_add(rank.scratch_bytes),
+            weight_bytes: weights,
+            cpu_millis: rank.cpu_millis(),
+            exclusive_cpus: rank.exclusive_cpus().to_vec(),
+            gpus: rank.gpus,
+            plugin_gpus: if rank.claims_gpus { 0 } else { rank.gpus },
+        }
+    }
+
+    /// With CPUs of its own a Pod is Guaranteed, which is what the kubelet's static policy asks for. Any other has no
+    /// limits: idle CPUs are for whoever has work, and the plan bounds the memory.
+    fn resources(&self) -> ResourceRequirements {
+        let cpu = if self.cpu_millis.is_multiple_of(1000) {
+            (self.cpu_millis / 1000).to_string()
+        } else {
+            format!("{}m", self.cpu_millis)
+        };
+        let requests = amounts([("cpu", cpu), ("memory", self.memory_bytes.to_string())]);
+        let mut limits = if self.exclusive_cpus.is_empty() {
+            BTreeMap::new()
+        } else {
+            requests.clone()
+        };
+        if self.plugin_gpus > 0 {
+            limits.extend(amounts([(GPU_RESOURCE, self.plugin_gpus.to_string())]));
+        }
+        ResourceRequirements {
+            requests: Some(requests),
+            limits: Some(limits).filter(|limits| !limits.is_empty()),
+            ..ResourceRequirements::default()
+        }
+    }
+}
+
+fn endpoint(is_gateway: bool) -> String {
+    let port = if is_gateway {
+        GATEWAY_PORT
+    } else {
+        WORKER_PORT
+    };
+    any_address(port)
+}
+
+/// Any address of both IP versions, or of the one that the node has.
+fn any_address(port: u16) -> String {
+    format!("[::]:{port}")
+}
+
+fn rank_arguments(context: &BuildContext<'_>, rank: &PlanRank, is_gateway: bool) -> Vec<String> {
+    let grace_s = if is_gateway {
+        GATEWAY_GRACE_S
+    } else {
+        WORKER_GRACE_S
+    };
+    let mut arguments = words([
+        rank.role.as_str(),
+        "--plan",
+        &format!("{PLACE_DIRECTORY}/plan.json"),
+        "--rank",
+        &rank.name,
+        "--tls-dir",
+        TLS_DIRECTORY,
+        "--tls-name",
+        &tls_name(&context.name(), &context.namespace()),
+        "--grace",
+        &grace_s.to_string(),
+    ]);
+    if is_gateway {
+        arguments.extend(words([
+            "--routes",
+            &format!("{PLACE_DIRECTORY}/routes.json"),
+            METRICS_FLAG,
+            &format!("[::]:{METRICS_PORT}"),
+        ]));
+        if context
+            .deployment
+            .spec
+            .endpoint
+            .api_keys_secret_ref
+            .is_some()
+        {
+            arguments.extend(words(["--api-keys", KEYS_DIRECTORY]));
+        }
+        let endpoint = &context.deployment.spec.endpoint;
+        for (flag, duration) in [
+            ("--keep-alive", endpoint.keep_alive),
+            ("--client-stall", endpoint.client_stall),
+        ] {
+            if let Some(duration) = duration {
+                let seconds = duration.get().as_secs().max(1);
+                arguments.extend(words([flag, &seconds.to_string()]));
+            }
+        }
+    } else {
+        arguments.extend(words(["--health", &any_address(HEALTH_PORT)]));
+    }
+    arguments
+}
+
+/// The plan's image; plans of operators that did not write it have the operator's.
+fn image<'a>(context: &BuildContext<'a>, plan: &'a InferencePlanSpec) -> &'a str {
+    let of_plan = plan.worker_image.as_deref();
+    of_plan.unwrap_or(&context.settings.worker_image)
+}
+
+fn container(
+    context: &BuildContext<'_>,
+    name: &str,
+    image: &str,
+    arguments: Vec<String>,
+) -> Container {
+    Container {
+        name: name.to_owned(),
+        image: Some(image.to_owned()),
+        image_pull_policy: Some(context.settings.pull_policy.clone()),
+        command: Some(words([WORKER_PROGRAM])),
+        args: Some(arguments),
+        security_context: Some(SecurityContext {
+            allow_privilege_escalation: Some(false),
+            capabilities: Some(Capabilities {
+                drop: Some(words(["ALL"])),
+                add: None,
+            }),
+            privileged: Some(false),
+            read_only_root_filesystem: Some(true),
+            run_as_non_root: Some(true),
+            ..SecurityContext::default()
+        }),
+        // The last lines of the log become the cause in the deployment's conditions.
+        termination_message_policy: Some("FallbackToLogsOnError".to_owned()),
+        ..Container::default()
+    }
+}
+
+/// The parts that all Pods share, with each volume mounted read-only at its directory, and a small /tmp.
+fn pod_spec(
+    context: &BuildContext<'_>,
+    mut container: Container,
+    volumes: Vec<(Volume, &str)>,
+) -> PodSpec {
+    let mut mounts: Vec<VolumeMount> = volumes
+        .iter()
+        .map(|(volume, directory)| VolumeMount {
+            name: volume.name.clone(),
+            mount_path: (*directory).to_owned(),
+            read_only: Some(true),
+            ..VolumeMount::default()
+        })
+        .collect();
+    mounts.push(VolumeMount {
+        name: "tmp".to_owned(),
+        mount_path: "/tmp".to_owned(),
+        ..VolumeMount::default()
+    });
+    container.volume_mounts = Some(mounts);
+    let mut volumes: Vec<Volume> = volumes.into_iter().map(|(volume, _)| volume).collect();
+    volumes.push(Volume {
+        name: "tmp".to_owned(),
+        empty_dir: Some(EmptyDirVolumeSource {
+            size_limit: Some(Quantity("64Mi".to_owned())),
+            ..EmptyDirVolumeSource::default()
+        }),
+        ..Volume::default()
+    });
+    let secret = |name: &String| LocalObjectReference { name: name.clone() };
+    let pull_secrets: Vec<_> = context.settings.pull_secrets.iter().map(secret).collect();
+    PodSpec {
+        automount_service_account_token: Some(false),
+        containers: vec![container],
+        enable_service_links: Some(false),
+        image_pull_secrets: Some(pull_secrets).filter(|secrets| !secrets.is_empty()),
+        security_context: Some(PodSecurityContext {
+            run_as_non_root: Some(true),
+            run_as_user: Some(USER),
+            run_as_group: Some(USER),
+            seccomp_profile: Some(SeccompProfile {
+                type_: "RuntimeDefault".to_owned(),
+                ..SeccompProfile::default()
+            }),
+            ..PodSecurityContext::default()
+        }),
+        tolerations: Some(tolerations(context)),
+        volumes: Some(volumes),
+        ..PodSpec::default()
+    }
+}
+
+/// The node is named by a field, not by `nodeName`: the scheduler still looks at resources, taints and cordons.
+fn on_node(node: &str) -> Affinity {
+    let term = NodeSelectorTerm {
+        match_fields: Some(vec![NodeSelectorRequirement {
+            key: "metadata.name".to_owned(),
+            operator: "In".to_owned(),
+            values: Some(words([node])),
+        }]),
+        match_expressions: None,
+    };
+    Affinity {
+        node_affinity: Some(NodeAffinity {
+            required_during_scheduling_ignored_during_execution: Some(NodeSelector {
+                node_selector_terms: vec![term],
+            }),
+            ..NodeAffinity::default()
+        }),
+        ..Affinity::default()
+    }
+}
+
+/// Those of the spec, and those that leave a lost node's Pods to the operator: it knows whether there is another place
+/// for them, and without it the cluster would end them after five minutes though their node may come back. Taints that
+/// pass are outlasted for a while.
+fn tolerations(context: &BuildContext<'_>) -> Vec<Toleration> {
+    let asked = &context.deployment.spec.placement.tolerations;
+    let mut tolerations: Vec<Toleration> = asked.iter().map(toleration).collect();
+    let lost = [
+        "node.kubernetes.io/not-ready",
+        "node.kubernetes.io/unreachable",
+    ];
+    let lost = lost.iter().map(|key| (*key, None));
+    let passing = context.settings.nodes.passing_taints.iter();
+    let passing_s = i64::try_from(PASSING_TAINT.as_secs()).ok();
+    for (key, seconds) in lost.chain(passing.map(|key| (&**key, passing_s))) {
+        if !asked.iter().any(|asked| asked.key.as_deref() == Some(key)) {
+            tolerations.push(Toleration {
+                key: Some(key.to_owned()),
+                operator: Some("Exists".to_owned()),
+                effect: Some("NoExecute".to_owned()),
+                toleration_seconds: seconds,
+                ..Toleration::default()
+            });
+        }
+    }
+    tolerations
+}
+
+fn toleration(asked: &TolerationSpec) -> Toleration {
+    let TolerationSpec {
+        key,
+        operator,
+        value,
+        effect,
+        toleration_seconds,
+    } = asked.clone();
+    Toleration {
+        key,
+        operator,
+        value,
+        effect,
+        toleration_seconds,
+    }
+}
+
+/// Annotations as files. A file of an annotation that is not there yet is empty.
+fn place_volume(is_gateway: bool) -> Volume {
+    let file = |path: &str, annotation: &str| DownwardAPIVolumeFile {
+        path: path.to_owned(),
+        field_ref: Some(ObjectFieldSelector {
+            field_path: format!("metadata.annotations['{annotation}']"),
+            api_version: Some("v1".to_owned()),
+        }),
+        ..DownwardAPIVolumeFile::default()
+    };
+    let mut items = vec![file("plan.json", ANNOTATION_PLAN)];
+    if is_gateway {
+        items.push(file("routes.json", ANNOTATION_ROUTES));
+    }
+    Volume {
+        name: "place".to_owned(),
+        downward_api: Some(DownwardAPIVolumeSource {
+            items: Some(items),
+            default_mode: Some(0o444),
+        }),
+        ..Volume::default()
+    }
+}
+
+/// Readable to the container's one user, whoever owns the files: an fsGroup would also change the model's volume.
+fn secret_volume(name: &str, secret: &str) -> Volume {
+    Volume {
+        name: name.to_owned(),
+        secret: Some(SecretVolumeSource {
+            secret_name: Some(secret.to_owned()),
+            default_mode: Some(0o444),
+            ..SecretVolumeSource::default()
+        }),
+        ..Volume::default()
+    }
+}
+
+/// Where the model's files come from; none for those of the image.
+fn source_volume(context: &BuildContext<'_>, source: &ModelSource) -> Option<Volume> {
+    let directory = |path: String| Volume {
+        host_path: Some(HostPathVolumeSource {
+            path,
+            type_: Some("Directory".to_owned()),
+        }),
+        ..Volume::default()
+    };
+    let volume = if let Some(host) = &source.host_path {
+        directory(host.path.clone())
+    } else if let (Some(_), Some(key)) = (&source.http, context.model_key) {
+        let cache = context.settings.model_cache.trim_end_matches('/');
+        directory(format!("{cache}/{key}"))
+    } else if let Some(claim) = &source.persistent_volume_claim {
+        Volume {
+            persistent_volume_claim: Some(PersistentVolumeClaimVolumeSource {
+                claim_name: claim.claim_name.clone(),
+                read_only: Some(true),
+            }),
+            ..Volume::default()
+        }
+    } else {
+        return None;
+    };
+    Some(Volume {
+        name: "model".to_owned(),
+        ..volume
+    })
+}
+
+fn ports(is_gateway: bool) -> Vec<ContainerPort> {
+    let port = |name: &str, port: u16| ContainerPort {
+        name: Some(name.to_owned()),
+        container_port: i32::from(port),
+        protocol: Some("TCP".to_owned()),
+        ..ContainerPort::default()
+    };
+    if is_gateway {
+        vec![port("http", GATEWAY_PORT), port("metrics", METRICS_PORT)]
+    } else {
+        vec![port("grpc", WORKER_PORT), port("health", HEALTH_PORT)]
+    }
+}
+
+pub(super) fn words<const N: usize>(words: [&str; N]) -> Vec<String> {
+    words.map(str::to_owned).to_vec()
+}
+
+fn amounts<const N: usize>(pairs: [(&str, String); N]) -> BTreeMap<String, Quantity> {
+    pairs
+        .into_iter()
+        .map(|(name, amount)| (name.to_owned(), Quantity(amount)))
+        .collect()
+}

@@ -1,0 +1,90 @@
+//! What the kubelet asks of a rank's container, and what a gateway does before it ends.
+
+use hearth_crds::{PlanRank, PlanRole};
+use k8s_openapi::api::core::v1::{
+    Container, ExecAction, GRPCAction, HTTPGetAction, Lifecycle, LifecycleHandler, Probe,
+};
+use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
+
+use super::pod::{LINGER_S, words};
+use crate::names::{GATEWAY_PORT, HEALTH_PORT, WORKER_PROGRAM};
+
+/// Probes of a rank's container, and what a gateway does before it ends.
+pub(super) fn watch_over(container: &mut Container, rank: &PlanRank) {
+    if rank.role == PlanRole::Gateway {
+        container.readiness_probe = Some(http_probe(READINESS));
+        container.liveness_probe = Some(http_probe(LIVENESS));
+        container.lifecycle = Some(linger());
+    } else {
+        container.startup_probe = Some(grpc_probe("", loading(rank)));
+        container.readiness_probe = Some(grpc_probe("", READINESS));
+        container.liveness_probe = Some(grpc_probe("live", LIVENESS));
+    }
+}
+
+/// Rhythm of a probe: period, timeout, failures.
+type Rhythm = (i32, i32, i32);
+
+/// Out of rotation soon, but not for one slow answer of a busy machine.
+const READINESS: Rhythm = (2, 2, 3);
+/// A process that computes is alive though it answers late: only one that hangs is killed.
+const LIVENESS: Rhythm = (10, 5, 6);
+
+/// A worker that loads is left alone for as long as a slow disk takes for its weights. Until the probe has succeeded the
+/// kubelet tells that the container has not started, which is how the operator knows that it still loads.
+fn loading(rank: &PlanRank) -> Rhythm {
+    /// A network share over a slow line.
+    const SLOWEST_BYTES_PER_S: u64 = 5_000_000;
+    /// For all that is not reading: compiling kernels, a tokenizer.
+    const BESIDE_S: u64 = 900;
+    let weights = rank
+        .residency
+        .as_ref()
+        .map_or(0, |residency| residency.weight_bytes);
+    let seconds = BESIDE_S.saturating_add(weights / SLOWEST_BYTES_PER_S);
+    (1, 5, i32::try_from(seconds).unwrap_or(i32::MAX))
+}
+
+fn http_probe(rhythm: Rhythm) -> Probe {
+    Probe {
+        http_get: Some(HTTPGetAction {
+            path: Some("/health".to_owned()),
+            port: IntOrString::Int(i32::from(GATEWAY_PORT)),
+            scheme: Some("HTTP".to_owned()),
+            ..HTTPGetAction::default()
+        }),
+        ..probe(rhythm)
+    }
+}
+
+fn grpc_probe(service: &str, rhythm: Rhythm) -> Probe {
+    Probe {
+        grpc: Some(GRPCAction {
+            port: i32::from(HEALTH_PORT),
+            service: Some(service.to_owned()),
+        }),
+        ..probe(rhythm)
+    }
+}
+
+fn probe((period_s, timeout_s, failures): Rhythm) -> Probe {
+    Probe {
+        period_seconds: Some(period_s),
+        timeout_seconds: Some(timeout_s),
+        failure_threshold: Some(failures),
+        ..Probe::default()
+    }
+}
+
+fn linger() -> Lifecycle {
+    let command = words([WORKER_PROGRAM, "linger", "--seconds", &LINGER_S.to_string()]);
+    Lifecycle {
+        pre_stop: Some(LifecycleHandler {
+            exec: Some(ExecAction {
+                command: Some(command),
+            }),
+            ..LifecycleHandler::default()
+        }),
+        ..Lifecycle::default()
+    }
+}

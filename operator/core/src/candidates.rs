@@ -1,0 +1,524 @@
+//! Which nodes may take ranks, and what each can still give.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use hearth_crds::{NodeProfileSpec, PlacementSpec, TolerationSpec};
+use hearth_planner::CpuRoom;
+use jiff::Timestamp;
+
+use crate::age::age;
+use crate::observed::{Holding, NodeView, Observed, PASSING_TAINT, Requests, Taint};
+
+/// Nodes that may take ranks of one deployment, and why the others may not.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Candidates {
+    /// What each node can give, by name: its profile less what others hold.
+    pub(crate) free: BTreeMap<String, NodeProfileSpec>,
+    /// GPUs that each of them can give.
+    pub(crate) gpus_free: BTreeMap<String, u32>,
+    /// UUIDs that may be claimed of those whose GPUs are had by claims.
+    pub(crate) claimable: BTreeMap<String, BTreeSet<String>>,
+    /// CPU that may be requested of each of them.
+    pub(crate) cpu_rooms: BTreeMap<String, CpuRoom>,
+    /// Why a node is left out, by name, as `is cordoned`.
+    pub(crate) left_out: BTreeMap<String, String>,
+}
+
+impl Candidates {
+    /// Looks at every node of the cluster.
+    pub(crate) fn of(observed: &Observed, placement: &PlacementSpec) -> Self {
+        let mut candidates = Self::default();
+        for (name, node) in &observed.nodes {
+            let held = observed.held_by_others.get(name);
+            let occupied = OccupiedNode {
+                node,
+                held,
+                others: observed.others.on(name, observed.settings.ledger.unseen),
+            };
+            match occupied.free_profile(placement) {
+                Ok(profile) => {
+                    candidates.gpus_free.insert(name.clone(), occupied.gpus());
+                    if let Some(uuids) = observed.claimable.get(name) {
+                        let planned = held.map(|held| held.claimed_gpus.clone());
+                        let left = uuids - &planned.unwrap_or_default();
+                        candidates.claimable.insert(name.clone(), left);
+                    }
+                    let reserve_millis = observed.settings.ledger.reserve_cpu_millis;
+                    let room = occupied.cpu_room(reserve_millis);
+                    candidates.cpu_rooms.insert(name.clone(), room);
+                    candidates.free.insert(name.clone(), profile);
+                }
+                Err(why) => {
+                    candidates.left_out.insert(name.clone(), why);
+                }
+            }
+        }
+        candidates
+    }
+
+    /// Only the nodes that `keep` names; the others are left out because of `why`.
+    pub(crate) fn only(mut self, keep: impl Fn(&str) -> bool, why: &str) -> Self {
+        let dropped: Vec<String> = self
+            .free
+            .keys()
+            .filter(|name| !keep(name))
+            .cloned()
+            .collect();
+        for name in dropped {
+            self.free.remove(&name);
+            self.gpus_free.remove(&name);
+            self.cpu_rooms.remove(&name);
+            self.claimable.remove(&name);
+            self.left_out.insert(name, why.to_owned());
+        }
+        self
+    }
+
+    /// Who is left out and why, as one sentence; `None` when nobody is.
+    pub(crate) fn left_out_sentence(&self) -> Option<String> {
+        const NAMED: usize = 5;
+        let count = self.left_out.len();
+        if count == 0 {
+            return None;
+        }
+        let total = count + self.free.len();
+        let mut names: Vec<String> = self
+            .left_out
+            .iter()
+            .take(NAMED)
+            .map(|(name, why)| format!("{name} {why}"))
+            .collect();
+        if count > NAMED {
+            names.push(format!("and {} more", count - NAMED));
+        }
+        let nodes = if total == 1 { "node" } else { "nodes" };
+        Some(format!(
+            "{count} of {total} {nodes} cannot take it: {}",
+            names.join(", ")
+        ))
+    }
+}
+
+/// Whether what runs on that node cannot be told to answer: the node is not Ready, or not there. A kubelet that is away
+/// for a moment leaves its containers running.
+pub(crate) fn is_down(observed: &Observed, node: &str) -> bool {
+    observed.nodes.get(node).is_none_or(|node| !node.is_ready)
+}
+
+/// Whether that node's work is to be done elsewhere: it is not there, or has not been Ready for a while in which another
+/// that is open to the deployment's workers was. When all were away, by a switch or a power cut, the first that is back does
+/// not take the work of the others.
+pub(crate) fn is_lost(observed: &Observed, node: &str) -> bool {
+    let Some(view) = observed.nodes.get(node) else {
+        return true;
+    };
+    let patience = observed.settings.nodes.move_after;
+    let placement = &observed.deployment.spec.placement;
+    let mut others = observed.nodes.values();
+    let has_other = others.any(|other| {
+        let since = other.ready_since;
+        other.is_ready
+            && since.is_none_or(|since| age(since, observed.now) >= patience)
+            && is_closed(other, placement).is_none()
+            && lacking(other, placement).is_none()
+    });
+    has_other && has_been_down(observed, view, patience)
+}
+
+/// Nodes that are there and not Ready, with whether they have been so for so long that nobody waits for them.
+pub(crate) fn away(observed: &Observed) -> BTreeMap<String, bool> {
+    let forget_after = observed.settings.nodes.forget_after;
+    let nodes = observed.nodes.iter().filter(|(_, node)| !node.is_ready);
+    nodes
+        .map(|(name, node)| (name.clone(), has_been_down(observed, node, forget_after)))
+        .collect()
+}
+
+/// When a node of these is next to be judged anew though nothing is reported of it.
+pub(crate) fn next_judgement<'a>(
+    observed: &Observed,
+    nodes: impl IntoIterator<Item = &'a str>,
+) -> Option<Duration> {
+    let settings = &observed.settings.nodes;
+    let mut next: Option<Duration> = None;
+    let mut at = |since: Option<Timestamp>, patience: Duration| {
+        let left = since.map(|since| patience.saturating_sub(age(since, observed.now)));
+        let left = left.filter(|left| !left.is_zero());
+        next = [next, left].into_iter().flatten().min();
+    };
+    let nodes: Vec<_> = nodes
+        .into_iter()
+        .filter_map(|name| observed.nodes.get(name))
+        .collect();
+    if nodes.iter().any(|node| !node.is_ready) {
+        let others = observed.nodes.values();
+        others.for_each(|other| at(other.ready_since, settings.move_after));
+    }
+    for node in nodes {
+        at(node.not_ready_since, settings.move_after);
+        at(node.not_ready_since, settings.forget_after);
+        let passing = node.taints.iter().filter(|taint| passes(observed, taint));
+        passing.for_each(|taint| at(taint.since, PASSING_TAINT));
+    }
+    next
+}
+
+fn has_been_down(observed: &Observed, node: &NodeView, patience: Duration) -> bool {
+    let since = node.not_ready_since;
+    !node.is_ready && since.is_none_or(|since| age(since, observed.now) >= patience)
+}
+
+/// Why a node that is there takes no new Pod: it is cordoned, or has a taint that is not tolerated.
+pub(crate) fn is_closed(node: &NodeView, placement: &PlacementSpec) -> Option<String> {
+    closed_by(node, placement, |_| true)
+}
+
+/// The first label that is asked for and that a node does not have.
+fn lacking<'a>(node: &NodeView, placement: &'a PlacementSpec) -> Option<(&'a String, &'a String)> {
+    let mut wanted = placement.node_selector.iter();
+    wanted.find(|(key, value)| node.labels.get(*key) != Some(value))
+}
+
+/// Why what runs on a node is to leave it: the node is cordoned, or has a NoExecute taint that is not tolerated. What the
+/// cluster itself says of the node's state passes, and so do the taints that the settings name, for a while.
+pub(crate) fn is_to_be_left(
+    observed: &Observed,
+    node: &NodeView,
+    placement: &PlacementSpec,
+) -> Option<String> {
+    closed_by(node, placement, |taint| {
+        let has_lasted = || {
+            let since = taint.since;
+            since.is_some_and(|since| age(since, observed.now) >= PASSING_TAINT)
+        };
+        taint.effect == "NoExecute"
+            && !taint.key.starts_with("node.kubernetes.io/")
+            && (!passes(observed, taint) || has_lasted())
+    })
+}
+
+fn passes(observed: &Observed, taint: &Taint) -> bool {
+    taint.effect == "NoExecute" && observed.settings.nodes.passing_taints.contains(&taint.key)
+}
+
+fn closed_by(
+    node: &NodeView,
+    placement: &PlacementSpec,
+    counts: impl Fn(&Taint) -> bool,
+) -> Option<String> {
+    if node.is_cordoned {
+        return Some("is cordoned".to_owned());
+    }
+    let is_tolerated = |taint: &Taint| {
+        let mut tolerations = placement.tolerations.iter();
+        tolerations.any(|toleration| tolerates(toleration, taint))
+    };
+    let taint = node.taints.iter().find(|taint| {
+        matches!(taint.effect.as_str(), "NoSchedule" | "NoExecute")
+            && counts(taint)
+            && !is_tolerated(taint)
+    })?;
+    let value = match taint.value.as_str() {
+        "" => String::new(),
+        value => format!("={value}"),
+    };
+    Some(format!(
+        "has the taint {}{value}:{}, which spec.placement.tolerations does not name",
+        taint.key, taint.effect
+    ))
+}
+
+/// As the scheduler matches them.
+fn tolerates(toleration: &TolerationSpec, taint: &Taint) -> bool {
+    let given = |text: &Option<String>| text.as_deref().filter(|text| !text.is_empty()).is_some();
+    if given(&toleration.effect) && toleration.effect.as_deref() != Some(taint.effect.as_str()) {
+        return false;
+    }
+    if given(&toleration.key) && toleration.key.as_deref() != Some(taint.key.as_str()) {
+        return false;
+    }
+    match toleration.operator.as_deref() {
+        Some("Exists") => true,
+        None | Some("" | "Equal") => {
+            given(&toleration.key) && toleration.value.as_deref().unwrap_or_default() == taint.value
+        }
+        Some(_) => false,
+    }
+}
+
+/// A node with all that others have of it.
+#[derive(Clone, Copy)]
+struct OccupiedNode<'a> {
+    node: &'a NodeView,
+    /// What other deployments hold.
+    held: Option<&'a Holding>,
+    /// What Pods of nobody's deployment request.
+    others: Requests,
+}
+
+impl OccupiedNode<'_> {
+    fn free_profile(self, placement: &PlacementSpec) -> Result<NodeProfileSpec, String> {
+        let Self { node, held, .. } = self;
+        if !node.is_ready {
+            return Err("is not Ready".to_owned());
+        }
+        if let Some(why) = is_closed(node, placement) {
+            return Err(why);
+        }
+        if let Some((key, value)) = lacking(node, placement) {
+            return Err(format!("lacks the label {key}={value}"));
+        }
+        let Some(profile) = &node.profile else {
+            return Err("has not been measured yet (its agent has not answered)".to_owned());
+        };
+        let mut profile = profile.clone();
+        if let Some(held) = held {
+            let is_free = |id: u32| !held.exclusive_cpus.contains(&id);
+            profile.cpus.retain(|cpu| is_free(cpu.id));
+            for numa in &mut profile.numa_nodes {
+                numa.cpus.retain(|id| is_free(*id));
+            }
+        }
+        if profile.cpus.is_empty() {
+            return Err("has no CPU that others do not hold exclusively".to_owned());
+        }
+        let before = profile.memory.available_bytes;
+        let after = self.available_bytes();
+        profile.memory.available_bytes = after;
+        for numa in &mut profile.numa_nodes {
+            numa.free_bytes = scaled(numa.free_bytes, after, before);
+        }
+        Ok(profile)
+    }
+
+    /// What Pods of this deployment may hold of the node's memory in all. The scheduler counts what Pods request, used
+    /// or not; the agent measured what is in use, requested or not: the smaller answer holds.
+    fn available_bytes(self) -> u64 {
+        let by_requests = match self.node.memory_bytes {
+            0 => u64::MAX,
+            bytes => bytes.saturating_sub(self.others.memory_bytes),
+        };
+        let profile = self.node.profile.as_ref();
+        let measured = profile.map_or(u64::MAX, |profile| profile.memory.available_bytes);
+        match by_requests.min(measured) {
+            u64::MAX => 0,
+            bytes => bytes.saturating_sub(self.held.map_or(0, |held| held.memory_bytes)),
+        }
+    }
+
+    fn gpus(self) -> u32 {
+        let held = self.held.map_or(0, |held| held.gpus);
+        self.node
+            .gpus
+            .saturating_sub(held)
+            .saturating_sub(self.others.gpus)
+    }
+
+    fn cpu_room(self, reserve_millis: u64) -> CpuRoom {
+        let held = self.held.map_or(0, |held| held.cpu_millis);
+        CpuRoom {
+            allocatable_millis: self.node.cpu_millis,
+            requested_millis: self.others.cpu_millis.saturating_add(held),
+            reserve_millis,
+        }
+    }
+}
+
+fn scaled(bytes: u64, numerator: u64, denominator: u64) -> u64 {
+    if denominator == 0 {
+        return 0;
+    }
+    let wide = u128::from(bytes) * u128::from(numerator) / u128::from(denominator);
+    u64::try_from(wide).unwrap_or(u64::MAX)
+}
+
+/// What the planner gives away of what is available: a twentieth, and at least 128 MiB, is left to all else that runs
+/// on a node.
+pub(crate) fn usable(available_bytes: u64) -> u64 {
+    const LEAST_RESERVE_BYTES: u64 = 128 << 20;
+    available_bytes.saturating_sub(LEAST_RESERVE_BYTES.max(available_bytes / 20))
+}
+
+/// What Pods of this deployment may request of each node that is there, with the reserves left.
+pub(crate) fn rooms(observed: &Observed) -> BTreeMap<String, Requests> {
+    let ledger = &observed.settings.ledger;
+    let nodes = observed.nodes.iter().filter(|(_, node)| node.is_ready);
+    nodes
+        .map(|(name, node)| {
+            let occupied = OccupiedNode {
+                node,
+                held: observed.held_by_others.get(name),
+                others: observed.others.on(name, ledger.unseen),
+            };
+            let room = Requests {
+                cpu_millis: occupied.cpu_room(ledger.reserve_cpu_millis).free_millis(),
+                memory_bytes: usable(occupied.available_bytes()),
+                gpus: match observed.claimable.get(name) {
+                    Some(uuids) => u32::try_from(uuids.len()).unwrap_or(u32::MAX),
+                    None => occupied.gpus(),
+                },
+            };
+            (name.clone(), room)
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::observed::Sight;
+    use crate::testing::{GIB, deployment, node, observed};
+
+    fn placement(yaml: &str) -> PlacementSpec {
+        serde_norway::from_str(yaml).unwrap()
+    }
+
+    fn taint(key: &str, value: &str, effect: &str) -> Taint {
+        Taint {
+            key: key.to_owned(),
+            value: value.to_owned(),
+            effect: effect.to_owned(),
+            since: None,
+        }
+    }
+
+    #[test]
+    fn nodes_that_drop_out_say_why() {
+        let mut observed = observed(deployment(""));
+        observed.nodes.clear();
+        let mut add = |name: &str, change: fn(&mut NodeView)| {
+            let mut view = node(name, 4, 8 * GIB);
+            change(&mut view);
+            observed.nodes.insert(name.to_owned(), view.into());
+        };
+        add("attic", |node| {
+            node.labels.clear();
+        });
+        add("cellar", |node| node.profile = None);
+        add("den", |node| node.is_ready = false);
+        add("office", |node| node.is_cordoned = true);
+        add("shed", |node| {
+            node.taints = vec![taint("gpu", "yes", "NoSchedule")];
+        });
+        add("study", |node| {
+            node.taints = vec![taint("slow", "", "PreferNoSchedule")];
+        });
+        for name in ["cellar", "den", "office", "shed", "study"] {
+            let mut view = (*observed.nodes[name]).clone();
+            view.labels.insert("disk".to_owned(), "ssd".to_owned());
+            observed.nodes.insert(name.to_owned(), view.into());
+        }
+        let candidates = Candidates::of(&observed, &placement("nodeSelector: {disk: ssd}"));
+        assert_eq!(candidates.free.keys().collect::<Vec<_>>(), ["study"]);
+        assert_eq!(
+            candidates.left_out_sentence().unwrap(),
+            "5 of 6 nodes cannot take it: attic lacks the label disk=ssd, cellar has not been measured yet \
+             (its agent has not answered), den is not Ready, office is cordoned, shed has the taint \
+             gpu=yes:NoSchedule, which spec.placement.tolerations does not name"
+        );
+    }
+
+    #[test]
+    fn tolerations_match_as_the_scheduler_has_it() {
+        let gpu = taint("gpu", "yes", "NoSchedule");
+        for (yaml, expected) in [
+            ("{key: gpu, value: 'yes'}", true),
+            ("{key: gpu, operator: Equal, value: 'no'}", false),
+            ("{key: gpu}", false),
+            ("{key: gpu, operator: Exists}", true),
+            ("{key: gpu, operator: Exists, effect: NoExecute}", false),
+            ("{operator: Exists}", true),
+            ("{operator: Equal}", false),
+            ("{key: other, operator: Exists}", false),
+        ] {
+            let toleration: TolerationSpec = serde_norway::from_str(yaml).unwrap();
+            assert_eq!(tolerates(&toleration, &gpu), expected, "{yaml}");
+        }
+    }
+
+    #[test]
+    fn what_others_hold_is_not_free() {
+        let mut observed = observed(deployment(""));
+        let mut view = node("office", 4, 8 * GIB);
+        view.memory_bytes = 6 * GIB;
+        view.gpus = 2;
+        observed.nodes = BTreeMap::from([("office".to_owned(), view.into())]);
+        let held = Holding {
+            cpu_millis: 2000,
+            memory_bytes: 2 * GIB,
+            gpus: 1,
+            exclusive_cpus: vec![1, 2],
+            ..Holding::default()
+        };
+        observed.held_by_others.insert("office".to_owned(), held);
+        let candidates = Candidates::of(&observed, &PlacementSpec::default());
+        let free = &candidates.free["office"];
+        // Allocatable is less than what was measured: 6 GiB, of which others hold 2.
+        assert_eq!(free.memory.available_bytes, 4 * GIB);
+        assert_eq!(free.numa_nodes[0].free_bytes, 4 * GIB);
+        assert_eq!(free.cpus.iter().map(|c| c.id).collect::<Vec<_>>(), [0, 3]);
+        assert_eq!(free.numa_nodes[0].cpus, [0, 3]);
+        assert_eq!(candidates.gpus_free["office"], 1);
+        let room = rooms(&observed)["office"];
+        assert_eq!(room.memory_bytes, 4 * GIB - 4 * GIB / 20);
+        assert_eq!((room.gpus, room.cpu_millis), (1, 1900));
+    }
+
+    #[test]
+    fn what_foreign_pods_request_is_not_free() {
+        let mut observed = observed(deployment(""));
+        let mut view = node("office", 4, 8 * GIB);
+        view.memory_bytes = 6 * GIB;
+        view.gpus = 2;
+        observed.nodes = BTreeMap::from([("office".to_owned(), view.into())]);
+        let foreign = Requests {
+            cpu_millis: 1500,
+            memory_bytes: GIB,
+            gpus: 1,
+        };
+        observed.others.sight = Sight::All;
+        observed
+            .others
+            .requests
+            .insert("office".to_owned(), foreign);
+        let candidates = Candidates::of(&observed, &PlacementSpec::default());
+        let free = &candidates.free["office"];
+        assert_eq!(free.memory.available_bytes, 5 * GIB);
+        assert_eq!(candidates.gpus_free["office"], 1);
+        assert_eq!(candidates.cpu_rooms["office"].free_millis(), 2400);
+        // Where they request little and use much, what was measured holds.
+        let mut view = (*observed.nodes["office"]).clone();
+        if let Some(profile) = &mut view.profile {
+            profile.memory.available_bytes = 2 * GIB;
+        }
+        observed.nodes.insert("office".to_owned(), view.into());
+        let candidates = Candidates::of(&observed, &PlacementSpec::default());
+        assert_eq!(candidates.free["office"].memory.available_bytes, 2 * GIB);
+    }
+
+    #[test]
+    fn gpus_that_another_plan_is_about_to_claim_are_left_to_it() {
+        let mut observed = observed(deployment(""));
+        let uuids = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+        observed.claimable = BTreeMap::from([("office".to_owned(), uuids(&["GPU-1", "GPU-2"]))]);
+        let held = Holding {
+            claimed_gpus: uuids(&["GPU-1"]),
+            ..Holding::default()
+        };
+        observed.held_by_others.insert("office".to_owned(), held);
+        let candidates = Candidates::of(&observed, &PlacementSpec::default());
+        assert_eq!(candidates.claimable["office"], uuids(&["GPU-2"]));
+        assert!(!candidates.claimable.contains_key("attic"));
+    }
+
+    #[test]
+    fn pods_that_cannot_be_seen_are_reckoned_with() {
+        let mut observed = observed(deployment(""));
+        observed.others.sight = Sight::Forbidden;
+        let room = rooms(&observed)["office"];
+        // 500m and 512 MiB stand for them, and 100m are kept free.
+        assert_eq!(room.cpu_millis, 4000 - 500 - 100);
+        assert_eq!(room.memory_bytes, usable(4 * GIB - (512 << 20)));
+    }
+}

@@ -1,0 +1,153 @@
+//! Workers that the scheduler or a kubelet refuses: which nodes refuse them, and what a plan without those nodes remembers.
+//!
+//! The planner reckons with what Pods request, taints and labels. Whatever else the scheduler goes by, such as a volume
+//! that is tied to another node, and the kubelet, such as its topology policy, shows only in what they say of a Pod. The
+//! nodes that refused a worker are left out of the next plan, which names them, so that the tries are bounded.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use hearth_crds::InferencePlan;
+use kube_core::ResourceExt;
+
+use crate::age::age;
+use crate::build::ROLE_INSPECT;
+use crate::cause::{node_of, quoted, scheduler_words};
+use crate::names::ANNOTATION_REFUSALS;
+use crate::observed::{Observed, PodView};
+use crate::plan_annotations::has_served;
+use crate::rollout::ends::{Ends, is_rejected};
+
+/// A worker that is refused for so long has its plan looked at again.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// The same where workers of another plan are on the node, which may be about to make room.
+const PATIENCE_WITH_OTHERS: Duration = Duration::from_secs(150);
+/// Nodes that are left out at most; then the last plan stays, and waits.
+const MOST_NODES: usize = 4;
+
+/// Nodes that refuse workers, each with who refused which worker, and the words.
+pub(crate) type Refusals = BTreeMap<String, String>;
+
+/// The nodes that refuse workers of `target` for long enough.
+pub(crate) fn standing(observed: &Observed, target: &InferencePlan) -> Refusals {
+    let refused = pods(observed, target);
+    let standing = refused.filter(|(_, left)| left.is_zero());
+    standing
+        .map(|(pod, _)| (pod.wanted_node.clone(), words_of(pod)))
+        .collect()
+}
+
+fn words_of(pod: &PodView) -> String {
+    let rank = &pod.rank;
+    match &pod.unschedulable {
+        Some(words) if pod.node.is_empty() => {
+            let words = scheduler_words(words);
+            format!("the scheduler refused {rank} there ({words})")
+        }
+        _ => {
+            let words = quoted(&pod.message);
+            format!("its kubelet refused {rank} ({}: {words})", pod.reason)
+        }
+    }
+}
+
+/// When the next refusal will have stood for long enough.
+pub(crate) fn look_again(observed: &Observed, target: &InferencePlan) -> Option<Duration> {
+    let left = pods(observed, target).map(|(_, left)| left);
+    left.filter(|left| !left.is_zero()).min()
+}
+
+/// The nodes that a plan leaves out because they refused workers of the plans before.
+pub(crate) fn left_out(plan: &InferencePlan) -> Refusals {
+    let annotation = plan.annotations().get(ANNOTATION_REFUSALS);
+    annotation
+        .and_then(|text| serde_json::from_str(text).ok())
+        .unwrap_or_default()
+}
+
+/// What the plan after `target` is to leave out: what `target` does, and nothing once it has served, since that has shown
+/// that it had no need to.
+pub(crate) fn told_by(target: &InferencePlan) -> Refusals {
+    match has_served(target) {
+        true => Refusals::new(),
+        false => left_out(target),
+    }
+}
+
+/// `told` with more of `new`: with all of it, then with each by itself. Nothing that would leave out too many nodes, or
+/// no more than before.
+pub(crate) fn ways_out(told: &Refusals, new: &Refusals) -> Vec<Refusals> {
+    let with = |more: &Refusals| {
+        let mut all = told.clone();
+        all.extend(more.clone());
+        all
+    };
+    let single =
+        |(node, words): (&String, &String)| with(&Refusals::from([(node.clone(), words.clone())]));
+    let mut ways = vec![with(new)];
+    ways.extend(new.iter().map(single));
+    ways.retain(|way| way.len() > told.len() && way.len() <= MOST_NODES);
+    ways.dedup();
+    ways
+}
+
+/// Has `plan` remember them.
+pub(crate) fn remember(plan: &mut InferencePlan, refusals: &Refusals) {
+    if refusals.is_empty() {
+        return;
+    }
+    let annotation = serde_json::to_string(refusals).unwrap_or_default();
+    plan.annotations_mut()
+        .insert(ANNOTATION_REFUSALS.to_owned(), annotation);
+    plan.spec.why.extend(sentences(refusals));
+}
+
+/// What a plan says of the nodes that it leaves out: one sentence each.
+pub(crate) fn sentences(refusals: &Refusals) -> impl Iterator<Item = String> {
+    let refusals = refusals.iter();
+    refusals.map(|(node, told)| format!("{node} is left out: {told}"))
+}
+
+/// Workers of `target` that the scheduler refuses, or that a kubelet has rejected more than once, with how much longer that
+/// is to be borne. A claim that is missing is no fault of a node.
+fn pods<'a>(
+    observed: &'a Observed,
+    target: &'a InferencePlan,
+) -> impl Iterator<Item = (&'a PodView, Duration)> {
+    let generation = target.spec.generation;
+    let is_about_node = |words: &str| {
+        let words = words.to_ascii_lowercase();
+        !words.contains("persistentvolumeclaim")
+    };
+    let ends = Ends::of(target);
+    let refused_since = move |pod: &PodView| {
+        let words = pod.unschedulable.as_deref();
+        if pod.node.is_empty() && words.is_some_and(is_about_node) {
+            return Some(pod.created);
+        }
+        let ended = ends.get(&pod.name).filter(|_| is_rejected(pod))?;
+        Some(Some(ended.first()))
+    };
+    let workers = observed.pods.iter().map(|pod| &**pod).filter(move |pod| {
+        pod.plan_generation == generation
+            && pod.role != ROLE_INSPECT
+            && !has_served(target)
+            && !pod.is_deleting
+    });
+    let refused = workers.filter_map(move |pod| Some((pod, refused_since(pod)?)));
+    refused.map(move |(pod, since)| {
+        let mut others = observed.pods.iter();
+        let has_others = others.any(|other| {
+            other.role != ROLE_INSPECT
+                && other.plan_generation != generation
+                && node_of(other) == pod.wanted_node
+        });
+        let patience = if has_others {
+            PATIENCE_WITH_OTHERS
+        } else {
+            PATIENCE
+        };
+        let since = since.unwrap_or(observed.now);
+        (pod, patience.saturating_sub(age(since, observed.now)))
+    })
+}

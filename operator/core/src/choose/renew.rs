@@ -1,0 +1,137 @@
+//! A new worker image: when a deployment changes to it, and what is planned for it.
+//!
+//! An image is part of a plan, so that a change to another one is a rollout like any other: beside what runs or after it, and
+//! back to the plan with the image before when its workers do not get ready. The operator's new image comes to one deployment
+//! after the other; the first that is given up holds the rest back.
+
+use std::sync::Arc;
+
+use hearth_crds::InferencePlan;
+use kube_core::ResourceExt;
+
+use crate::build::{BuildContext, deployment_of_plan, model_key_of, plan_object};
+use crate::candidates::is_down;
+use crate::cause::Cause;
+use crate::choose::refusals::Refusals;
+use crate::choose::{Choice, Refusal, made, next_generation, nodes_of, refuse};
+use crate::model::builtin;
+use crate::model::{Model, told_by};
+use crate::names::{
+    ANNOTATION_ENDS, ANNOTATION_OUTCOME, ANNOTATION_OUTCOME_MESSAGE, ANNOTATION_TURN,
+};
+use crate::observed::Observed;
+use crate::observed::Turn;
+use crate::plan_annotations::{has_failed, has_served};
+
+/// The image of a plan for another spec. What serves changes to the operator's image in its turn, and not on the way.
+pub(crate) fn image_of_next(observed: &Observed) -> &str {
+    let serves = observed.plans.iter().rev().find(|plan| has_served(plan));
+    let image = serves.and_then(|plan| plan.spec.worker_image.as_deref());
+    image.unwrap_or(&observed.settings.worker_image)
+}
+
+/// The image of a plan; plans of operators that did not write it have this one's.
+pub(crate) fn image_of<'a>(observed: &'a Observed, plan: &'a InferencePlan) -> &'a str {
+    let image = plan.spec.worker_image.as_deref();
+    image.unwrap_or(&observed.settings.worker_image)
+}
+
+/// The target again with the operator's worker image, where it has another one. Deployments that serve do so in turn, and
+/// none where it has failed before.
+pub(crate) fn renew(observed: &Observed, choice: &mut Choice) {
+    let image = &observed.settings.worker_image;
+    let Some(target) = choice.target.clone() else {
+        return;
+    };
+    let Some(before) = target.spec.worker_image.as_ref().filter(|it| *it != image) else {
+        return;
+    };
+    let is_tried = |newest: &Arc<InferencePlan>| {
+        has_failed(newest) && newest.spec.worker_image.as_ref() == Some(image)
+    };
+    let is_down = |node: &str| is_down(observed, node);
+    if observed.plans.last().is_some_and(is_tried) || nodes_of(&target).any(is_down) {
+        return;
+    }
+    let served = observed.plans.iter().rev().find(|plan| has_served(plan));
+    match served {
+        // Something else is on its way, with the image that is known to serve.
+        Some(served)
+            if !has_served(&target) && served.spec.worker_image.as_ref() == Some(before) =>
+        {
+            return;
+        }
+        Some(_) if has_served(&target) && observed.turn != Turn::Free => {
+            choice.held = Some(held_words(&observed.turn, before, image));
+            return;
+        }
+        _ => {}
+    }
+    match renewed(observed, &target) {
+        Ok(plan) => {
+            choice.target = Some(Arc::new(plan));
+            choice.is_new = true;
+        }
+        Err(refusal) => refuse(choice, observed, &refusal),
+    }
+}
+
+/// The same ranks in the same places. A model that comes with the image may be another one in another image: then all is
+/// planned anew.
+fn renewed(observed: &Observed, target: &InferencePlan) -> Result<InferencePlan, Box<Refusal>> {
+    let image = &observed.settings.worker_image;
+    let deployment = deployment_of_plan(&observed.deployment, target);
+    if let (Some(builtin), Some(told)) = (&deployment.spec.model.source.builtin, told_by(target))
+        && let Some(facts) = builtin::facts(&builtin.name)
+        && facts != told.facts
+    {
+        let model = Model { facts, ..told };
+        return made(observed, &deployment, &model, image, &Refusals::new());
+    }
+    let key = model_key_of(target);
+    let context = BuildContext {
+        settings: &observed.settings,
+        deployment: &deployment,
+        model_key: key.as_deref(),
+    };
+    let mut spec = target.spec.clone();
+    spec.generation = next_generation(observed);
+    spec.worker_image = Some(image.clone());
+    spec.why.push(format!(
+        "the workers' image is {image} now; all else is as in plan {}",
+        target.spec.generation
+    ));
+    let is_history = |key: &str| {
+        [
+            ANNOTATION_OUTCOME,
+            ANNOTATION_OUTCOME_MESSAGE,
+            ANNOTATION_ENDS,
+            ANNOTATION_TURN,
+        ]
+        .contains(&key)
+    };
+    let mut annotations = target.annotations().clone();
+    annotations.retain(|key, _| !is_history(key));
+    Ok(plan_object(&context, spec, annotations))
+}
+
+fn held_words(turn: &Turn, before: &str, image: &str) -> Cause {
+    match turn {
+        Turn::HeldBack(other) => Cause::trouble(
+            "ImageHeldBack",
+            format!(
+                "it stays with the worker image {before}: {other} did not get ready with {image}. Set another \
+                 image.workerTag, or change or delete that deployment"
+            ),
+        ),
+        Turn::After(_) | Turn::Free => {
+            // Not by name: the words would change with each deployment that is through.
+            Cause::waiting(
+                "WaitingForTurn",
+                format!(
+                    "it changes from the worker image {before} to {image} when the deployments before it have"
+                ),
+            )
+        }
+    }
+}

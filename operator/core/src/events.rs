@@ -1,0 +1,183 @@
+//! Transitions: what is new in a status, told once.
+//!
+//! Each is derived from a difference between the status as last written and the new one, so a reconcile that changes
+//! nothing tells nothing.
+
+use hearth_crds::{Condition, InferenceDeploymentStatus, PoolStatus};
+
+use crate::conditions::{
+    DECODE_READY, DEGRADED, MODEL_READY, PLANNED, PREFILL_READY, PROGRESSING, READY, ROLLED_BACK,
+    of,
+};
+use crate::decision::Transition;
+
+/// What the new status tells that the old one did not.
+pub(crate) fn transitions(
+    old: Option<&InferenceDeploymentStatus>,
+    new: &InferenceDeploymentStatus,
+) -> Vec<Transition> {
+    let change = Change { old, new };
+    let mut events = Vec::new();
+    events.extend(change.planned());
+    events.extend(change.refused());
+    events.extend(change.model());
+    events.extend(change.scaled());
+    events.extend(change.pool(PREFILL_READY, "prefill"));
+    events.extend(change.pool(DECODE_READY, "decode"));
+    events.extend(change.degraded());
+    events.extend(change.late());
+    events.extend(change.ready());
+    events
+}
+
+struct Change<'a> {
+    old: Option<&'a InferenceDeploymentStatus>,
+    new: &'a InferenceDeploymentStatus,
+}
+
+impl<'a> Change<'a> {
+    fn pair(&self, type_: &str) -> (Option<&'a Condition>, Option<&'a Condition>) {
+        (of(self.old, type_), of(Some(self.new), type_))
+    }
+
+    /// The condition, when it is in a state that it was not in before: another status, or another reason.
+    fn entered(&self, type_: &str, status: &str) -> Option<&'a Condition> {
+        let (old, new) = self.pair(type_);
+        let new = new.filter(|new| new.status == status)?;
+        let is_new = old.is_none_or(|old| old.status != status || old.reason != new.reason);
+        is_new.then_some(new)
+    }
+
+    /// The condition, when its status changed to `status`; a first reconcile counts for True only.
+    fn turned(&self, type_: &str, status: &str) -> Option<&'a Condition> {
+        let (old, new) = self.pair(type_);
+        let new = new.filter(|new| new.status == status)?;
+        let changed = old.map_or(status == "True", |old| old.status != status);
+        changed.then_some(new)
+    }
+
+    fn planned(&self) -> Option<Transition> {
+        let new = self.new.plan.as_ref()?;
+        let words = || {
+            let planned = of(Some(self.new), PLANNED).filter(|planned| planned.status == "True");
+            let topology = self.new.topology.clone().unwrap_or_default();
+            planned.map_or(format!("plan {}: {topology}", new.generation), |planned| {
+                planned.message.clone()
+            })
+        };
+        let old = self.old.and_then(|old| old.plan.as_ref());
+        match old.map(|old| old.generation) {
+            None => Some(normal("Planned", words())),
+            Some(old) if old < new.generation => Some(normal(
+                "PlanReplaced",
+                format!("plan {old} is being replaced: {}", words()),
+            )),
+            Some(_) => None,
+        }
+    }
+
+    fn refused(&self) -> Option<Transition> {
+        let planned = self.entered(PLANNED, "False")?;
+        let is_quiet = matches!(
+            planned.reason.as_str(),
+            "NotPlanned" | "WaitingForModel" | ROLLED_BACK
+        );
+        (!is_quiet).then(|| warning(&planned.reason, planned.message.clone()))
+    }
+
+    fn model(&self) -> Option<Transition> {
+        if let Some(ready) = self.turned(MODEL_READY, "True") {
+            let reason = match ready.reason.as_str() {
+                "Downloaded" => "ModelDownloaded",
+                _ => "ModelReady",
+            };
+            return Some(normal(reason, ready.message.clone()));
+        }
+        let failed = self.entered(MODEL_READY, "False")?;
+        let is_failure = matches!(failed.reason.as_str(), "ModelNotFound" | "DownloadFailed");
+        is_failure.then(|| warning(&failed.reason, failed.message.clone()))
+    }
+
+    fn pools(
+        &self,
+        pick: impl Fn(&InferenceDeploymentStatus) -> Option<&PoolStatus>,
+    ) -> (u32, u32) {
+        let desired =
+            |status: &InferenceDeploymentStatus| pick(status).map_or(0, |pool| pool.desired);
+        (self.old.map_or(0, desired), desired(self.new))
+    }
+
+    fn scaled(&self) -> Vec<Transition> {
+        let (old_prefill, prefill) =
+            self.pools(|status| status.pools.as_ref().map(|pools| &pools.prefill));
+        let (old_decode, decode) =
+            self.pools(|status| status.pools.as_ref().map(|pools| &pools.decode));
+        let had_plan = self.old.is_some_and(|old| old.plan.is_some());
+        [
+            ("ScaledPrefill", "prefill", old_prefill, prefill),
+            ("ScaledDecode", "decode", old_decode, decode),
+        ]
+        .into_iter()
+        .filter(|(_, _, old, new)| had_plan && old != new)
+        .map(|(reason, pool, old, new)| normal(reason, format!("{old} to {new} {pool} workers")))
+        .collect()
+    }
+
+    fn pool(&self, type_: &str, pool: &str) -> Option<Transition> {
+        if let Some(ready) = self
+            .turned(type_, "True")
+            .filter(|ready| ready.reason == "AllReady")
+        {
+            return Some(normal(
+                "WorkerReady",
+                format!("{pool} workers: {}", ready.message),
+            ));
+        }
+        let lost = self.turned(type_, "False")?;
+        // More workers are wanted than before: none was lost.
+        let (old, new) = match pool {
+            "prefill" => self.pools(|status| status.pools.as_ref().map(|pools| &pools.prefill)),
+            _ => self.pools(|status| status.pools.as_ref().map(|pools| &pools.decode)),
+        };
+        (new <= old).then(|| warning("WorkerLost", lost.message.clone()))
+    }
+
+    fn degraded(&self) -> Option<Transition> {
+        let degraded = self.entered(DEGRADED, "True")?;
+        let is_told = matches!(
+            degraded.reason.as_str(),
+            "Hung" | "NodeLost" | "NodeCordoned" | "NodeTainted" | ROLLED_BACK
+        );
+        is_told.then(|| warning(&degraded.reason, degraded.message.clone()))
+    }
+
+    fn late(&self) -> Option<Transition> {
+        let late = self.entered(PROGRESSING, "False")?;
+        let is_late = late.reason == "ProgressDeadlineExceeded";
+        is_late.then(|| warning(&late.reason, late.message.clone()))
+    }
+
+    fn ready(&self) -> Option<Transition> {
+        if let Some(ready) = self.turned(READY, "True") {
+            return Some(normal("Ready", ready.message.clone()));
+        }
+        let lost = self.turned(READY, "False")?;
+        let is_planned = lost.reason == "Replacing";
+        (!is_planned).then(|| warning("NotReady", lost.message.clone()))
+    }
+}
+
+fn normal(reason: &str, message: impl Into<String>) -> Transition {
+    Transition {
+        reason: reason.to_owned(),
+        message: message.into(),
+        is_warning: false,
+    }
+}
+
+fn warning(reason: &str, message: impl Into<String>) -> Transition {
+    Transition {
+        is_warning: true,
+        ..normal(reason, message)
+    }
+}

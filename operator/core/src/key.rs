@@ -1,0 +1,28 @@
+//! Which object is meant.
+
+use std::sync::Arc;
+
+/// Namespace and name of an object.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Key {
+    /// Empty for objects of the whole cluster.
+    pub namespace: Arc<str>,
+    /// Within the namespace.
+    pub name: Arc<str>,
+}
+
+impl Key {
+    /// A key.
+    pub fn new(namespace: &str, name: &str) -> Self {
+        Self {
+            namespace: namespace.into(),
+            name: name.into(),
+        }
+    }
+}
+
+impl std::fmt::Display for Key {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}/{}", self.namespace, self.name)
+    }
+}

@@ -1,0 +1,36 @@
+//! What the operator decides, and nothing of how it asks or writes: everything here follows from what was observed.
+//!
+//! [`decide::decide`] turns one [`observed::Observed`] into one [`decision::Decision`], in the order that its stages are
+//! read in: `validate` → `model` → `choose` → [`build`] → `rollout` → `status` → `events`.
+//!
+//! **Invariants**
+//! - No client, no runtime, no clock and no randomness: `layers.txt` forbids the crates that would bring one, and the time is
+//!   a field of what was observed.
+//! - The same observation gives the same decision.
+
+pub mod age;
+pub mod build;
+mod candidates;
+mod cause;
+mod choose;
+pub mod conditions;
+pub mod decide;
+pub mod decision;
+mod events;
+pub mod host_paths;
+pub mod key;
+pub mod ledger;
+mod model;
+pub mod names;
+pub mod observed;
+mod plan_annotations;
+pub mod quantity;
+mod rollout;
+pub mod routes;
+mod status;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
+#[cfg(test)]
+mod tests;
+pub mod turns;
+pub mod validate;

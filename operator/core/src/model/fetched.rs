@@ -1,0 +1,213 @@
+//! A model behind a URL: on which nodes it is to be, and how far it is there.
+
+use std::cmp::Reverse;
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use hearth_crds::format_bytes;
+use kube_core::ResourceExt;
+
+use crate::build::{model_key, source_digest};
+use crate::candidates::{Candidates, is_lost};
+use crate::cause::{Cause, quoted};
+use crate::model::{Model, ModelState, ModelStep, More, known, nowhere};
+use crate::names::ANNOTATION_SOURCE;
+use crate::observed::{FetchView, Observed};
+
+/// Nodes that are tried one after the other when a model cannot be fetched.
+const FIRST_FETCHES: usize = 4;
+/// How often agents are asked about a fetch.
+const FETCH_POLL: Duration = Duration::from_secs(2);
+
+/// Bytes of a fetch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Download {
+    pub(crate) bytes: u64,
+    pub(crate) total_bytes: u64,
+}
+
+/// A model behind a URL: fetched on one node to know it, and then where a plan wants it.
+pub(crate) fn fetched(
+    observed: &Observed,
+    candidates: &Candidates,
+    told: Option<&Model>,
+    more: Option<&More<'_>>,
+) -> ModelStep {
+    let in_use = in_use(observed);
+    if let (Some(model), None) = (told, more) {
+        let mut step = ModelStep::of(ModelState::Known(Box::new(model.clone())));
+        step.download = in_use
+            .iter()
+            .find_map(|name| match observed.fetches.get(name) {
+                Some(FetchView::Ready { bytes, .. }) => Some(Download {
+                    bytes: *bytes,
+                    total_bytes: *bytes,
+                }),
+                _ => None,
+            });
+        step.fetch_on = in_use;
+        return step;
+    }
+    let (told, wanted) = match more {
+        Some(more) => (Some(more.known), more.draft.clone()),
+        None => (None, first_fetch(observed, candidates)),
+    };
+    let mut step = ModelStep::of(ModelState::Unknown(nowhere(candidates)));
+    step.state = fetch_verdict(observed, &wanted, told, candidates);
+    step.download = download(observed, &wanted);
+    step.look_again = (!wanted.is_empty()).then_some(FETCH_POLL);
+    step.fetch_on = wanted;
+    for name in in_use {
+        if !step.fetch_on.contains(&name) {
+            step.fetch_on.push(name);
+        }
+    }
+    step
+}
+
+/// Nodes on which a plan for the source, the one that runs or the one before it, has workers.
+fn in_use(observed: &Observed) -> Vec<String> {
+    let deployment = &observed.deployment;
+    let source = &deployment.spec.model.source;
+    let digest = source_digest(source, model_key(deployment, source).as_deref());
+    let plans = observed.plans.iter();
+    let of_source = plans.filter(|plan| plan.annotations().get(ANNOTATION_SOURCE) == Some(&digest));
+    let ranks = of_source.flat_map(|plan| &plan.spec.ranks);
+    let nodes: BTreeSet<&String> = ranks.map(|rank| &rank.node).collect();
+    let here = nodes.into_iter().filter(|name| !is_lost(observed, name));
+    here.cloned().collect()
+}
+
+/// Where the model is fetched to know it: where it is, or is on its way, before the node with the most memory; the next one
+/// when that node cannot.
+fn first_fetch(observed: &Observed, candidates: &Candidates) -> Vec<String> {
+    let rank = |name: &&String| {
+        let progress = match observed.fetches.get(*name) {
+            Some(FetchView::Ready { .. }) => 0,
+            Some(FetchView::Fetching { .. }) => 1,
+            _ => 2,
+        };
+        let memory_bytes = candidates.free[*name].memory.available_bytes;
+        (progress, Reverse(memory_bytes))
+    };
+    let mut names: Vec<&String> = candidates.free.keys().collect();
+    names.sort_by_key(rank);
+    let mut asked = Vec::new();
+    for name in names.into_iter().take(FIRST_FETCHES) {
+        asked.push(name.clone());
+        let view = observed.fetches.get(name);
+        if !matches!(view, Some(FetchView::Failed(_) | FetchView::Unknown(_))) {
+            break;
+        }
+    }
+    asked
+}
+
+/// What is known once it is on all of the `asked` nodes, or on one while it is not known at all.
+fn fetch_verdict(
+    observed: &Observed,
+    asked: &[String],
+    told: Option<&Model>,
+    candidates: &Candidates,
+) -> ModelState {
+    let mut nodes = told
+        .and_then(|model| model.nodes.clone())
+        .unwrap_or_default();
+    let mut facts = told.map(|model| model.facts.clone());
+    let mut is_waiting = false;
+    let (mut failed, mut silent) = (Vec::new(), Vec::new());
+    for name in asked {
+        match observed.fetches.get(name) {
+            Some(FetchView::Ready { facts: read, .. }) => {
+                nodes.insert(name.clone());
+                facts.get_or_insert_with(|| (**read).clone());
+            }
+            Some(FetchView::Fetching { .. }) => is_waiting = true,
+            Some(FetchView::Failed(why)) => failed.push(format!("{name}: {}", quoted(why))),
+            Some(FetchView::Unknown(why)) => silent.push(format!("{name}: {}", quoted(why))),
+            None => {
+                is_waiting = true;
+                silent.push(format!("{name}: its agent is being asked"));
+            }
+        }
+    }
+    // A plan that needs two nodes is not made when one of them has it.
+    let has_more = told.is_none_or(|told| told.nodes.as_ref() != Some(&nodes));
+    if let (Some(facts), true, false) = (facts, has_more, is_waiting) {
+        let deployment = &observed.deployment;
+        let key = model_key(deployment, &deployment.spec.model.source);
+        return known(facts, Some(nodes), key);
+    }
+    if let Some(mut progress) = progress(observed, asked) {
+        if !failed.is_empty() {
+            progress += &format!("; it failed on {}", failed.join("; "));
+        }
+        return ModelState::Unknown(Cause::waiting("Downloading", progress));
+    }
+    let cause = if let (Some(first), true) = (silent.first(), failed.len() < FIRST_FETCHES) {
+        Cause::waiting(
+            "WaitingForAgent",
+            format!("the model is to be fetched on {first}"),
+        )
+    } else if !failed.is_empty() {
+        Cause::trouble(
+            "DownloadFailed",
+            format!("the model cannot be fetched; {}", failed.join("; ")),
+        )
+    } else {
+        nowhere(candidates)
+    };
+    ModelState::Unknown(cause)
+}
+
+/// The fetch that is the furthest.
+fn furthest<'a>(observed: &'a Observed, asked: &'a [String]) -> Option<(&'a str, Download)> {
+    let mut best: Option<(&str, Download)> = None;
+    for name in asked {
+        if let Some(FetchView::Fetching {
+            bytes, total_bytes, ..
+        }) = observed.fetches.get(name)
+        {
+            let download = Download {
+                bytes: *bytes,
+                total_bytes: *total_bytes,
+            };
+            if best.is_none_or(|(_, best)| download.bytes > best.bytes) {
+                best = Some((name, download));
+            }
+        }
+    }
+    best
+}
+
+/// Whole percent of a download; `None` while its size is not known.
+pub(crate) fn percent(download: Download) -> Option<u32> {
+    let percent =
+        (u128::from(download.bytes) * 100).checked_div(u128::from(download.total_bytes))?;
+    u32::try_from(percent.min(100)).ok()
+}
+
+/// Changes with each whole percent, not with each byte.
+fn progress(observed: &Observed, asked: &[String]) -> Option<String> {
+    let (node, download) = furthest(observed, asked)?;
+    Some(match percent(download) {
+        Some(percent) => format!(
+            "{percent} % of {} on {node}",
+            format_bytes(download.total_bytes)
+        ),
+        None => format!("the download has begun on {node}"),
+    })
+}
+
+fn download(observed: &Observed, asked: &[String]) -> Option<Download> {
+    let ready = asked
+        .iter()
+        .find_map(|name| match observed.fetches.get(name) {
+            Some(FetchView::Ready { bytes, .. }) => Some(Download {
+                bytes: *bytes,
+                total_bytes: *bytes,
+            }),
+            _ => None,
+        });
+    ready.or_else(|| furthest(observed, asked).map(|(_, download)| download))
+}

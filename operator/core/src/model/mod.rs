@@ -1,0 +1,447 @@
+//! From a model source to its facts and the nodes that have it, or to what is to be done to learn them.
+
+pub(crate) mod builtin;
+pub(crate) mod fetched;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use hearth_crds::{InferencePlan, ModelFacts, ModelSource};
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Pod;
+
+use self::fetched::{Download, fetched};
+use crate::age::is_older;
+use crate::build::{
+    BuildContext, ROLE_INSPECT, inspect_pod, model_key, model_key_of, source_digest,
+};
+use crate::candidates::{Candidates, is_lost};
+use crate::cause::{Cause, cause, last_words, node_of, quoted};
+use crate::conditions::{self, MODEL_READY};
+use crate::decision::{Grace, PodEnd};
+use crate::names::{
+    ANNOTATION_MODEL, ANNOTATION_MODEL_KEY, ANNOTATION_MODEL_NODES, ANNOTATION_SOURCE,
+};
+use crate::observed::{Observed, PodView};
+
+/// Nodes whose directory is looked into, or that a model is fetched on, at most.
+const MOST_NODES: usize = 16;
+/// A mount that does not come about is given up after this.
+const MOUNT_PATIENCE: Duration = Duration::from_secs(10);
+/// Once a model was found somewhere, other nodes are waited for so long.
+const OTHERS_PATIENCE: Duration = Duration::from_secs(60);
+/// A look that failed is repeated after this: the model may have been put there.
+const LOOK_AGAIN: Duration = Duration::from_secs(300);
+
+/// Reason of ModelReady when the model is nowhere.
+pub(crate) const NOT_FOUND: &str = "ModelNotFound";
+
+/// A model that can be planned.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Model {
+    /// What placement must know of it.
+    pub(crate) facts: ModelFacts,
+    /// The nodes that have it; `None`: every node.
+    pub(crate) nodes: Option<BTreeSet<String>>,
+    /// Its name in the nodes' stores, if it is fetched.
+    pub(crate) key: Option<String>,
+}
+
+/// What is known of the model.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum ModelState {
+    /// Enough to plan with.
+    Known(Box<Model>),
+    /// Not yet, or not at all.
+    Unknown(Cause),
+}
+
+/// What is known, and what is done to know more.
+#[derive(Clone, Debug)]
+pub(crate) struct ModelStep {
+    pub(crate) state: ModelState,
+    pub(crate) create: Vec<Pod>,
+    pub(crate) end: Vec<PodEnd>,
+    pub(crate) fetch_on: Vec<String>,
+    pub(crate) download: Option<Download>,
+    pub(crate) look_again: Option<Duration>,
+}
+
+impl ModelStep {
+    pub(crate) fn of(state: ModelState) -> Self {
+        Self {
+            state,
+            create: Vec::new(),
+            end: Vec::new(),
+            fetch_on: Vec::new(),
+            download: None,
+            look_again: None,
+        }
+    }
+}
+
+/// The nodes that are known to have a model do not suffice.
+#[derive(Clone, Debug)]
+pub(crate) struct More<'a> {
+    /// What is known.
+    pub(crate) known: &'a Model,
+    /// The nodes that a plan would be for, if all of them had it; empty: there is no such plan.
+    pub(crate) draft: Vec<String>,
+}
+
+/// Looks for the model of the spec among `candidates`.
+///
+/// With `more`, nodes beyond those that are known to have it are looked at too. A model behind a URL is fetched where the
+/// draft of a plan wants it.
+pub(crate) fn find(
+    observed: &Observed,
+    candidates: &Candidates,
+    more: Option<&More<'_>>,
+) -> ModelStep {
+    let source = &observed.deployment.spec.model.source;
+    let key = model_key(&observed.deployment, source);
+    let digest = source_digest(source, key.as_deref());
+    if let Some(builtin) = &source.builtin {
+        // What a plan tells is of the image that it has.
+        let told = told_by_plans(&observed.plans, &digest).map(|model| model.facts);
+        let state = match told.or_else(|| builtin::facts(&builtin.name)) {
+            Some(facts) => known(facts, None, None),
+            None => ModelState::Unknown(Cause::trouble(
+                NOT_FOUND,
+                format!("no model {} comes with this version", builtin.name),
+            )),
+        };
+        let mut step = ModelStep::of(state);
+        step.end = end_inspections(observed, |_| true);
+        return step;
+    }
+    let told = told_by_plans(&observed.plans, &digest);
+    let mut step = if source.http.is_some() {
+        fetched(observed, candidates, told.as_ref(), more)
+    } else {
+        inspected(observed, candidates, told.as_ref(), more.is_some())
+    };
+    let strangers = end_inspections(observed, |pod| pod.source != digest);
+    step.end.extend(strangers);
+    keep_refusal(observed, &mut step);
+    step
+}
+
+/// The model as a plan's annotations tell it.
+pub(crate) fn told_by(plan: &InferencePlan) -> Option<Model> {
+    let annotations = plan.metadata.annotations.as_ref()?;
+    let facts = serde_json::from_str(annotations.get(ANNOTATION_MODEL)?).ok()?;
+    let nodes: BTreeSet<String> = annotations
+        .get(ANNOTATION_MODEL_NODES)?
+        .split(',')
+        .filter(|name| !name.is_empty())
+        .map(str::to_owned)
+        .collect();
+    let nodes = Some(nodes).filter(|nodes| !nodes.is_empty());
+    let key = model_key_of(plan);
+    Some(Model { facts, nodes, key })
+}
+
+/// Annotations for a plan of that model.
+pub(crate) fn annotations_of(source: &ModelSource, model: &Model) -> BTreeMap<String, String> {
+    let facts = serde_json::to_string(&model.facts).unwrap_or_default();
+    let nodes: Vec<&str> = model.nodes.iter().flatten().map(String::as_str).collect();
+    let key = model.key.as_deref();
+    let mut annotations = BTreeMap::from([
+        (ANNOTATION_SOURCE.to_owned(), source_digest(source, key)),
+        (ANNOTATION_MODEL.to_owned(), facts),
+        (ANNOTATION_MODEL_NODES.to_owned(), nodes.join(",")),
+    ]);
+    annotations.extend(key.map(|key| (ANNOTATION_MODEL_KEY.to_owned(), key.to_owned())));
+    annotations
+}
+
+pub(crate) fn known(
+    facts: ModelFacts,
+    nodes: Option<BTreeSet<String>>,
+    key: Option<String>,
+) -> ModelState {
+    ModelState::Known(Box::new(Model { facts, nodes, key }))
+}
+
+fn told_by_plans(plans: &[Arc<InferencePlan>], digest: &str) -> Option<Model> {
+    let is_of_source = |plan: &&Arc<InferencePlan>| {
+        let annotations = plan.metadata.annotations.as_ref();
+        annotations
+            .and_then(|annotations| annotations.get(ANNOTATION_SOURCE))
+            .map(String::as_str)
+            == Some(digest)
+    };
+    plans
+        .iter()
+        .rev()
+        .filter(is_of_source)
+        .find_map(|plan| told_by(plan))
+}
+
+fn inspections(observed: &Observed) -> impl Iterator<Item = &Arc<PodView>> {
+    observed.pods.iter().filter(|pod| pod.role == ROLE_INSPECT)
+}
+
+fn end_inspections(observed: &Observed, which: impl Fn(&PodView) -> bool) -> Vec<PodEnd> {
+    inspections(observed)
+        .filter(|pod| which(pod) && !pod.is_deleting)
+        .map(|pod| end_of(pod))
+        .collect()
+}
+
+/// Inspect Pods hold nothing that needs grace.
+fn end_of(pod: &PodView) -> PodEnd {
+    PodEnd {
+        name: pod.name.clone(),
+        uid: pod.uid.clone(),
+        grace: Grace::None,
+    }
+}
+
+/// A model that was nowhere to be found is not called "being looked for" again each time it is looked for.
+fn keep_refusal(observed: &Observed, step: &mut ModelStep) {
+    let ModelState::Unknown(cause) = &mut step.state else {
+        return;
+    };
+    let deployment = &observed.deployment;
+    let old = conditions::of(deployment.status.as_ref(), MODEL_READY).filter(|old| {
+        old.reason == NOT_FOUND && old.observed_generation == deployment.metadata.generation
+    });
+    if let (Some(old), false) = (old, cause.is_trouble) {
+        *cause = Cause::trouble(NOT_FOUND, old.message.clone());
+    }
+}
+
+/// What the looks at nodes have brought so far.
+#[derive(Default)]
+struct Looks {
+    found: Vec<(String, ModelFacts)>,
+    missing: Vec<(String, String)>,
+    waiting: Vec<(Option<Timestamp>, Cause)>,
+}
+
+fn inspected(
+    observed: &Observed,
+    candidates: &Candidates,
+    told: Option<&Model>,
+    more: bool,
+) -> ModelStep {
+    if let (Some(model), false) = (told, more) {
+        let mut step = ModelStep::of(ModelState::Known(Box::new(model.clone())));
+        step.end = end_inspections(observed, |_| true);
+        return step;
+    }
+    let source = &observed.deployment.spec.model.source;
+    if let Some(claim) = &source.persistent_volume_claim
+        && observed.claim_modes == ["ReadWriteOncePod"]
+    {
+        return ModelStep::of(ModelState::Unknown(Cause::trouble(
+            "ClaimNotShared",
+            format!(
+                "the claim {} is ReadWriteOncePod, for one Pod alone, and a deployment has several: name a claim that is \
+                 ReadWriteOnce, ReadOnlyMany or ReadWriteMany",
+                claim.claim_name
+            ),
+        )));
+    }
+    let has_it = |name: &str| {
+        let nodes = told.and_then(|model| model.nodes.as_ref());
+        nodes.is_some_and(|nodes| nodes.contains(name))
+    };
+    let targets: Vec<Option<&str>> = if source.persistent_volume_claim.is_some() {
+        vec![None]
+    } else {
+        let names = candidates.free.keys().filter(|name| !has_it(name));
+        names
+            .take(MOST_NODES)
+            .map(|name| Some(name.as_str()))
+            .collect()
+    };
+    let mut step = ModelStep::of(ModelState::Unknown(nowhere(candidates)));
+    let mut looks = Looks::default();
+    for target in targets {
+        look(observed, target, &mut looks, &mut step);
+    }
+    let now = observed.now;
+    let is_late = |created: &Option<Timestamp>| is_older(*created, now, OTHERS_PATIENCE);
+    let has_any = told.is_some() || !looks.found.is_empty();
+    let waits = looks
+        .waiting
+        .iter()
+        .filter(|(created, _)| !(has_any && is_late(created)))
+        .count();
+    if waits > 0 {
+        step.look_again = Some(MOUNT_PATIENCE);
+    }
+    step.state = verdict(source, told, looks, waits > 0, candidates);
+    if let ModelState::Known(model) = &mut step.state
+        && is_mounted_anywhere(observed)
+    {
+        model.nodes = None;
+    }
+    step
+}
+
+/// Whether the model's claim can be mounted by Pods of any node; where a claim for one node is mounted, it stays.
+fn is_mounted_anywhere(observed: &Observed) -> bool {
+    let mut modes = observed.claim_modes.iter();
+    modes.any(|mode| matches!(mode.as_str(), "ReadOnlyMany" | "ReadWriteMany"))
+}
+
+/// One inspect Pod: what it found, or what is to be done about it.
+fn look(observed: &Observed, target: Option<&str>, looks: &mut Looks, step: &mut ModelStep) {
+    let source = &observed.deployment.spec.model.source;
+    let context = BuildContext {
+        settings: &observed.settings,
+        deployment: &observed.deployment,
+        model_key: None,
+    };
+    let wanted = inspect_pod(&context, source, target);
+    let name = wanted.metadata.name.clone().unwrap_or_default();
+    let place = target.unwrap_or_default();
+    let Some(pod) = inspections(observed).find(|pod| pod.name == name) else {
+        step.create.push(wanted);
+        let message = match target {
+            Some(node) => format!("the model is being looked for on {node}"),
+            None => "the model is being looked for in the claim".to_owned(),
+        };
+        looks
+            .waiting
+            .push((None, Cause::waiting("Inspecting", message)));
+        return;
+    };
+    let node = match node_of(pod) {
+        "" => place,
+        node => node,
+    };
+    if !node.is_empty() && is_lost(observed, node) {
+        step.end.push(end_of(pod));
+        return;
+    }
+    if let Some(facts) = facts_of(pod) {
+        looks.found.push((node.to_owned(), facts));
+        return;
+    }
+    let why = cause("the look at the model", pod);
+    let is_stuck = why.is_trouble && is_older(pod.created, observed.now, MOUNT_PATIENCE);
+    match pod.phase.as_str() {
+        "Failed" | "Succeeded" => {
+            looks.missing.push((node.to_owned(), words_of(pod)));
+            repeat(observed, pod, step);
+        }
+        _ if is_stuck && why.reason == "MountFailed" && target.is_some() => {
+            let words = pod.setup_warning.as_deref().unwrap_or_default();
+            looks
+                .missing
+                .push((node.to_owned(), quoted(mount_words(words))));
+            repeat(observed, pod, step);
+        }
+        _ => looks.waiting.push((pod.created, why)),
+    }
+}
+
+/// What the kubelet says of a directory that is not there, without volume names and numbers.
+fn mount_words(words: &str) -> &str {
+    match words.find("hostPath type check failed") {
+        Some(start) => &words[start..],
+        None => words,
+    }
+}
+
+fn facts_of(pod: &PodView) -> Option<ModelFacts> {
+    if pod.phase != "Succeeded" {
+        return None;
+    }
+    let end = pod.container.as_ref()?.last_end.as_ref()?;
+    serde_json::from_str(&end.message).ok()
+}
+
+fn words_of(pod: &PodView) -> String {
+    let end = pod
+        .container
+        .as_ref()
+        .and_then(|container| container.last_end.as_ref());
+    match end.map(|end| last_words(&end.message)) {
+        Some(words) if !words.is_empty() => words,
+        _ if !pod.message.is_empty() => quoted(&pod.message),
+        _ => "the look at the model ended without a word".to_owned(),
+    }
+}
+
+fn repeat(observed: &Observed, pod: &PodView, step: &mut ModelStep) {
+    step.look_again = Some(LOOK_AGAIN);
+    if is_older(pod.created, observed.now, LOOK_AGAIN) && !pod.is_deleting {
+        step.end.push(end_of(pod));
+    }
+}
+
+/// Nodes whose directories hold different models are not mixed: the larger group counts.
+fn verdict(
+    source: &ModelSource,
+    told: Option<&Model>,
+    looks: Looks,
+    is_waiting: bool,
+    candidates: &Candidates,
+) -> ModelState {
+    let Looks {
+        found,
+        missing,
+        waiting,
+    } = looks;
+    if is_waiting {
+        let first = waiting.into_iter().next().map(|(_, cause)| cause);
+        return ModelState::Unknown(first.unwrap_or_else(|| nowhere(candidates)));
+    }
+    let facts = match told {
+        Some(model) => Some(model.facts.clone()),
+        None => most_common(&found),
+    };
+    if let Some(facts) = facts {
+        let same = found.into_iter().filter(|(_, other)| *other == facts);
+        let told = told
+            .and_then(|model| model.nodes.clone())
+            .unwrap_or_default();
+        let nodes: BTreeSet<String> = same.map(|(node, _)| node).chain(told).collect();
+        return known(facts, Some(nodes), None);
+    }
+    let Some((_, first)) = missing.first() else {
+        return ModelState::Unknown(nowhere(candidates));
+    };
+    let message = if source.persistent_volume_claim.is_some() {
+        format!("the model is not in {}: {first}", source.describe())
+    } else {
+        let list: Vec<String> = missing
+            .iter()
+            .map(|(node, why)| format!("{node}: {why}"))
+            .collect();
+        format!(
+            "no node has the model of {}: {}. Put it on a node, or correct the path",
+            source.describe(),
+            list.join("; ")
+        )
+    };
+    ModelState::Unknown(Cause::trouble(NOT_FOUND, message))
+}
+
+fn most_common(found: &[(String, ModelFacts)]) -> Option<ModelFacts> {
+    let count = |facts: &ModelFacts| found.iter().filter(|(_, other)| other == facts).count();
+    let mut best: Option<&ModelFacts> = None;
+    for (_, facts) in found {
+        if best.is_none_or(|best| count(facts) > count(best)) {
+            best = Some(facts);
+        }
+    }
+    best.cloned()
+}
+
+pub(crate) fn nowhere(candidates: &Candidates) -> Cause {
+    let why = candidates
+        .left_out_sentence()
+        .unwrap_or_else(|| "the cluster has no node".to_owned());
+    Cause::waiting(
+        "NoNodes",
+        format!("there is no node to look for the model on; {why}"),
+    )
+}

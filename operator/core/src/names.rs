@@ -1,0 +1,152 @@
+//! Names that the operator gives: labels, annotations, objects, ports, and paths inside Pods.
+
+/// Field manager of every server-side apply.
+pub const FIELD_MANAGER: &str = "hearth";
+
+/// Label: the application, always [`APP`].
+pub const LABEL_APP: &str = "app.kubernetes.io/name";
+/// Value of [`LABEL_APP`].
+pub const APP: &str = "hearth";
+/// Label: who made the object, always [`MANAGER`].
+pub const LABEL_MANAGED_BY: &str = "app.kubernetes.io/managed-by";
+/// Value of [`LABEL_MANAGED_BY`].
+pub const MANAGER: &str = "hearth";
+/// Label: the role of a Pod among those of its deployment.
+pub const LABEL_COMPONENT: &str = "app.kubernetes.io/component";
+/// Label: name of the InferenceDeployment.
+pub const LABEL_DEPLOYMENT: &str = "hearth.dev/deployment";
+/// Label: gateway, prefill, decode or inspect.
+pub const LABEL_ROLE: &str = "hearth.dev/role";
+/// Label: the rank's name in the plan, such as `decode-0`.
+pub const LABEL_RANK: &str = "hearth.dev/rank";
+
+/// Annotation: the plan with this rank alone, as JSON; shown to the container as a file.
+pub const ANNOTATION_PLAN: &str = "hearth.dev/plan";
+/// Annotation: generation of the plan that the Pod was made for.
+pub const ANNOTATION_PLAN_GENERATION: &str = "hearth.dev/plan-generation";
+/// Annotation: digest of all that makes the Pod what it is.
+pub const ANNOTATION_RANK_HASH: &str = "hearth.dev/rank-hash";
+/// Annotation: digest of the Pod as the operator that made it wrote it.
+pub const ANNOTATION_FORM: &str = "hearth.dev/form";
+/// Annotation of gateways: the workers that requests may go to, as JSON; shown to the container as a file.
+pub const ANNOTATION_ROUTES: &str = "hearth.dev/routes";
+/// Annotation: serial of the newest certificate; a change makes the kubelet renew the Secret's files at once.
+pub const ANNOTATION_CERTIFICATE: &str = "hearth.dev/certificate";
+/// Annotation of inspect Pods: digest of the model source.
+pub const ANNOTATION_SOURCE: &str = "hearth.dev/model-source";
+
+/// Annotation of plans: digest of what the plan follows from.
+pub const ANNOTATION_INPUTS: &str = "hearth.dev/inputs";
+/// Annotation of plans: [`OUTCOME_SERVING`] once all its ranks were ready, [`OUTCOME_FAILED`] when it was given up.
+pub const ANNOTATION_OUTCOME: &str = "hearth.dev/outcome";
+/// See [`ANNOTATION_OUTCOME`].
+pub const OUTCOME_SERVING: &str = "Serving";
+/// See [`ANNOTATION_OUTCOME`].
+pub const OUTCOME_FAILED: &str = "Failed";
+/// Annotation of plans: why it was given up.
+pub const ANNOTATION_OUTCOME_MESSAGE: &str = "hearth.dev/outcome-message";
+/// Annotation of plans: the model's facts as JSON, so that they need not be read again.
+pub const ANNOTATION_MODEL: &str = "hearth.dev/model";
+/// Annotation of plans: nodes that have the model, with commas; empty: every node.
+pub const ANNOTATION_MODEL_NODES: &str = "hearth.dev/model-nodes";
+/// Annotation of plans: the nodes that are left out because they refused workers of the plans before, with who did
+/// and the words, as JSON.
+pub const ANNOTATION_REFUSALS: &str = "hearth.dev/refusals";
+/// Annotation of plans: why it keeps no other deployment from another worker image though it does not serve: a reason that is
+/// no image's fault; empty: none.
+pub const ANNOTATION_TURN: &str = "hearth.dev/passes-turn";
+/// Annotation of plans: its Pods that ended as a whole and were made again, as JSON by their names.
+pub const ANNOTATION_ENDS: &str = "hearth.dev/ends";
+/// Annotation of plans: the name of a fetched model in the nodes' stores; none for other sources.
+pub const ANNOTATION_MODEL_KEY: &str = "hearth.dev/model-key";
+/// Annotation of plans: the spec that the plan was made for, as JSON, with its URLs as they may be shown. The plan's Pods
+/// are built from it, so that an older plan comes back with its own model.
+pub const ANNOTATION_SPEC: &str = "hearth.dev/spec";
+
+/// Port of the OpenAI endpoint in gateway Pods.
+pub const GATEWAY_PORT: u16 = 8080;
+/// Port of the endpoint's Service.
+pub const SERVICE_PORT: u16 = 80;
+/// Metrics of gateways: not of the Service, so that who reaches the endpoint does not reach them.
+pub const METRICS_PORT: u16 = 9402;
+/// gRPC of workers and agents, over mutual TLS.
+pub const WORKER_PORT: u16 = 9400;
+/// Plain gRPC health of workers and agents, for the kubelet.
+pub const HEALTH_PORT: u16 = 9401;
+
+/// The worker's program in its image.
+pub const WORKER_PROGRAM: &str = "/usr/bin/hearth-worker";
+/// Files of the downward API: `plan.json` and `routes.json`.
+pub const PLACE_DIRECTORY: &str = "/etc/hearth/place";
+/// Files of the Secret with certificates.
+pub const TLS_DIRECTORY: &str = "/etc/hearth/tls";
+/// Files of the Secret with API keys.
+pub const KEYS_DIRECTORY: &str = "/etc/hearth/keys";
+/// Models of the worker image.
+pub const BUILTIN_DIRECTORY: &str = "/usr/share/hearth/models";
+/// Where a node's directory or a claim is mounted.
+pub const SOURCE_DIRECTORY: &str = "/models/source";
+
+/// Resource that GPU device plugins offer.
+pub const GPU_RESOURCE: &str = "nvidia.com/gpu";
+
+/// `host:port` of an address, an IPv6 one in brackets.
+pub fn host_port(address: &str, port: u16) -> String {
+    if address.contains(':') {
+        format!("[{address}]:{port}")
+    } else {
+        format!("{address}:{port}")
+    }
+}
+
+/// API group of dynamic resource allocation.
+pub const DEVICE_GROUP: &str = "resource.k8s.io";
+/// NVIDIA's driver of dynamic resource allocation, and the DeviceClass of its GPUs.
+pub const GPU_DRIVER: &str = "gpu.nvidia.com";
+
+/// DNS name in the certificates of one deployment.
+pub fn tls_name(deployment: &str, namespace: &str) -> String {
+    format!("{deployment}.{namespace}.hearth")
+}
+
+/// The agents' ServiceAccount, as the chart names it.
+pub const AGENT_ACCOUNT: &str = "hearth-agent";
+/// Audience of the token by which an agent says whose Pod it is: nobody else takes it.
+pub const TOKEN_AUDIENCE: &str = "hearth-operator";
+
+/// DNS name in the certificate that all agents begin with.
+pub const AGENT_TLS_NAME: &str = "agent.hearth";
+
+/// DNS name in the certificate of the agent of one node; no deployment has a name of so many parts.
+pub fn agent_tls_name(node: &str) -> String {
+    format!("{node}.node.{AGENT_TLS_NAME}")
+}
+
+/// DNS name in the operator's own certificate.
+pub const OPERATOR_TLS_NAME: &str = "operator.hearth";
+
+/// Name of a deployment's Secret with certificates.
+pub fn certificates_secret(deployment: &str) -> String {
+    format!("{deployment}-hearth-certificates")
+}
+
+/// The name in earlier versions, which Ingresses like to use as well. Pods that were made then still mount it.
+pub fn old_certificates_secret(deployment: &str) -> String {
+    format!("{deployment}-tls")
+}
+
+/// Name of a plan.
+pub fn plan_name(deployment: &str, generation: u64) -> String {
+    format!("{deployment}-{generation}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::host_port;
+
+    #[test]
+    fn an_address_of_either_ip_version_takes_a_port() {
+        assert_eq!(host_port("10.0.0.1", 8080), "10.0.0.1:8080");
+        assert_eq!(host_port("fd00::1", 8080), "[fd00::1]:8080");
+    }
+}

@@ -1,0 +1,98 @@
+//! Pods of a deployment, reduced to what decisions need.
+
+use jiff::Timestamp;
+
+/// A Pod of a deployment, reduced to what decisions need.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PodView {
+    /// Name of the Pod.
+    pub name: String,
+    /// Unique over time.
+    pub uid: String,
+    /// gateway, prefill, decode or inspect.
+    pub role: String,
+    /// The rank's name; empty for inspect Pods.
+    pub rank: String,
+    /// See [`crate::names::ANNOTATION_FORM`].
+    pub form: String,
+    /// Generation of the plan that it was made for.
+    pub plan_generation: u64,
+    /// Digest of the model source, of inspect Pods.
+    pub source: String,
+    /// The routes that it was given last, of gateways.
+    pub routes: String,
+    /// The annotation that it reads its routes from, where that is not [`crate::names::ANNOTATION_ROUTES`].
+    pub routes_annotation: Option<String>,
+    /// The certificate's serial that it was told last.
+    pub certificate: String,
+    /// Whether it was made when the Secret with certificates had another name, and mounts that.
+    pub mounts_old_certificates: bool,
+    /// Node that it is bound to; empty before that.
+    pub node: String,
+    /// Node that it was made for (required affinity); empty: any.
+    pub wanted_node: String,
+    /// Its address; empty before it has one.
+    pub ip: String,
+    /// Pending, Running, Succeeded, Failed or Unknown.
+    pub phase: String,
+    /// Whether its Ready condition is True.
+    pub is_ready: bool,
+    /// Whether its process was ready, still runs, and is not ready any more.
+    pub has_lost_readiness: bool,
+    /// Whether it has been asked to end.
+    pub is_deleting: bool,
+    /// When it was made.
+    pub created: Option<Timestamp>,
+    /// When the last step on its way was done: placed, set up, ready.
+    pub progressed: Option<Timestamp>,
+    /// CPU that it requests, in thousandths of one.
+    pub cpu_millis: u64,
+    /// Bytes of memory that it requests.
+    pub memory_bytes: u64,
+    /// GPUs that it requests.
+    pub gpus: u32,
+    /// CPUs that it says it has to itself, by the kernel's number.
+    pub exclusive_cpus: Vec<u32>,
+    /// UUIDs of the GPUs that it claims.
+    pub claimed_gpus: Vec<String>,
+    /// Reason and message of `PodScheduled: False`.
+    pub unschedulable: Option<String>,
+    /// Whether its volumes and network are still being set up.
+    pub is_setting_up: bool,
+    /// Newest warning of the kubelet while it is being set up, such as a volume that cannot be mounted.
+    pub setup_warning: Option<String>,
+    /// Reason and message of the Pod itself, such as Evicted.
+    pub reason: String,
+    /// See `reason`.
+    pub message: String,
+    /// Its one container; none before the kubelet reports it.
+    pub container: Option<ContainerView>,
+}
+
+/// The container of a worker Pod.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ContainerView {
+    /// Starts after the first.
+    pub restarts: u32,
+    /// When its process began; none while there is none.
+    pub running_since: Option<Timestamp>,
+    /// It runs, and its startup probe has not succeeded yet: it loads its model.
+    pub is_starting: bool,
+    /// Reason and message of waiting, such as ImagePullBackOff or CrashLoopBackOff.
+    pub waiting: Option<(String, String)>,
+    /// What it is to be made of, while it waits; empty afterwards.
+    pub image: String,
+    /// How it ended last: exit code, reason such as OOMKilled, message (the last lines of its log).
+    pub last_end: Option<ContainerEnd>,
+}
+
+/// How a container ended.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ContainerEnd {
+    /// As the kernel has it: 137 after SIGKILL.
+    pub exit_code: i32,
+    /// Such as OOMKilled or Error.
+    pub reason: String,
+    /// The last lines of its log.
+    pub message: String,
+}

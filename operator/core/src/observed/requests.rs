@@ -1,0 +1,106 @@
+//! What Pods request and hold of nodes.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+/// What Pods request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Requests {
+    /// CPU in thousandths of one.
+    pub cpu_millis: u64,
+    /// Bytes of memory.
+    pub memory_bytes: u64,
+    /// GPUs of the device plugin.
+    pub gpus: u32,
+}
+
+impl Requests {
+    /// CPU in thousandths of one, bytes of memory, and GPUs.
+    pub fn new(cpu_millis: u64, memory_bytes: u64, gpus: u32) -> Self {
+        Self {
+            cpu_millis,
+            memory_bytes,
+            gpus,
+        }
+    }
+
+    /// The sum of each.
+    pub fn plus(self, other: Self) -> Self {
+        self.each(other, u64::saturating_add, u32::saturating_add)
+    }
+
+    /// The larger amount of each.
+    pub fn max(self, other: Self) -> Self {
+        self.each(other, u64::max, u32::max)
+    }
+
+    fn each(self, other: Self, wide: fn(u64, u64) -> u64, narrow: fn(u32, u32) -> u32) -> Self {
+        Self {
+            cpu_millis: wide(self.cpu_millis, other.cpu_millis),
+            memory_bytes: wide(self.memory_bytes, other.memory_bytes),
+            gpus: narrow(self.gpus, other.gpus),
+        }
+    }
+}
+
+/// Whether the Pods of others can be seen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Sight {
+    /// They are not watched, as the operator was told.
+    #[default]
+    Off,
+    /// They may not be watched.
+    Forbidden,
+    /// All of them.
+    All,
+}
+
+/// What Pods of nobody's deployment request, by node.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Others {
+    /// Whether they can be.
+    pub sight: Sight,
+    /// Empty unless all are seen.
+    pub requests: BTreeMap<String, Requests>,
+}
+
+impl Others {
+    /// What is to be reckoned with on a node; `unseen` where nothing can be seen.
+    pub fn on(&self, node: &str, unseen: Requests) -> Requests {
+        match self.sight {
+            Sight::All => self.requests.get(node).copied().unwrap_or_default(),
+            Sight::Off | Sight::Forbidden => unseen,
+        }
+    }
+}
+
+/// What Pods hold of one node.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Holding {
+    /// CPU that they request, in thousandths of one.
+    pub cpu_millis: u64,
+    /// Bytes of memory.
+    pub memory_bytes: u64,
+    /// GPUs.
+    pub gpus: u32,
+    /// CPUs held exclusively, by the kernel's number.
+    pub exclusive_cpus: Vec<u32>,
+    /// UUIDs of GPUs that are claimed, or will be by a plan.
+    pub claimed_gpus: BTreeSet<String>,
+}
+
+impl Holding {
+    /// What is requested.
+    pub fn requests(&self) -> Requests {
+        Requests::new(self.cpu_millis, self.memory_bytes, self.gpus)
+    }
+
+    /// Adds what another Pod holds.
+    pub fn add(&mut self, other: &Self) {
+        let sum = self.requests().plus(other.requests());
+        self.cpu_millis = sum.cpu_millis;
+        self.memory_bytes = sum.memory_bytes;
+        self.gpus = sum.gpus;
+        self.exclusive_cpus.extend(&other.exclusive_cpus);
+        self.claimed_gpus.extend(other.claimed_gpus.iter().cloned());
+    }
+}

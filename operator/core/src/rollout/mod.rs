@@ -1,0 +1,613 @@
+//! From the Pods that are there to those that the target plan wants, one safe step at a time.
+//!
+//! Pure and without memory: each reconcile decides from what it sees, so a reconcile may be repeated, late, or the last one
+//! before a restart.
+//!
+//! - Pods whose rank and digest the target wants are kept. The rest are extra.
+//! - Without extras, everything that is missing is made.
+//! - **Surge**, when the extras and the whole target fit the nodes: workers are made, when all are ready the gateway is
+//!   made, when it is ready the old gateway goes, when it is gone its workers go.
+//! - **Old down first**, when they do not, or when the namespace's quota has room for either but not for both: the gateway
+//!   is made (it holds requests), when it is ready the old gateway goes, when it is gone the old workers go, when they are
+//!   gone the new ones are made.
+//! - A node whose kubelet is away keeps what the target wants there: its containers may well go on. What is not wanted there
+//!   ends when the target serves, or when the node has been away for long; of a node that has left the cluster, at once.
+//! - A gateway that is kept goes on with the extras that it routes to until the target's workers are ready (Surge) or
+//!   must make room (old down first). Nobody is ended while a gateway that will stay routes to them.
+
+pub(crate) mod ends;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use hearth_crds::{PlanRole, Route};
+use jiff::Timestamp;
+
+use self::ends::Ends;
+use crate::age::{age, is_older};
+use crate::build::DesiredPod;
+use crate::cause::node_of;
+use crate::decision::{Grace, PodEnd};
+use crate::observed::forbidden::{Counted, Quota};
+use crate::observed::{PodView, Requests};
+use crate::routes::{endpoint, is_gateway, routes_of, text};
+
+/// A Pod that waits in another form than it would have now is made again no sooner than this after it was made.
+const REFORM_AFTER: Duration = Duration::from_secs(10);
+
+/// A Pod that the target plan wants.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Want {
+    pub(crate) name: String,
+    pub(crate) rank: String,
+    /// See [`DesiredPod::form`].
+    pub(crate) form: String,
+    pub(crate) role: PlanRole,
+    pub(crate) node: String,
+    pub(crate) cpu_millis: u64,
+    pub(crate) memory_bytes: u64,
+    pub(crate) gpus: u32,
+    pub(crate) exclusive_cpus: Vec<u32>,
+    pub(crate) claimed_gpus: Vec<String>,
+}
+
+impl Want {
+    /// What the rollout needs of a Pod as it was built.
+    pub(crate) fn of(pod: &DesiredPod) -> Self {
+        let role = match pod.role {
+            "gateway" => PlanRole::Gateway,
+            "prefill" => PlanRole::Prefill,
+            _ => PlanRole::Decode,
+        };
+        Self {
+            name: pod.name.clone(),
+            rank: pod.rank.clone(),
+            form: pod.form.clone(),
+            role,
+            node: pod.node.clone(),
+            cpu_millis: pod.cpu_millis,
+            memory_bytes: pod.memory_bytes,
+            gpus: pod.gpus,
+            exclusive_cpus: pod.exclusive_cpus.clone(),
+            claimed_gpus: pod.claimed_gpus.clone(),
+        }
+    }
+
+    /// What such Pods count of a ResourceQuota.
+    pub(crate) fn counted(wants: &[Self]) -> Counted {
+        wants.iter().fold(Counted::default(), |sum, want| {
+            let gpus = want.gpus * u32::from(want.claimed_gpus.is_empty());
+            sum.with(want.cpu_millis, want.memory_bytes, gpus)
+        })
+    }
+
+    fn is_gateway(&self) -> bool {
+        self.role == PlanRole::Gateway
+    }
+}
+
+/// What one reconcile sees.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RolloutInput<'a> {
+    /// The target's Pods.
+    pub(crate) wants: &'a [Want],
+    /// The deployment's gateways and workers.
+    pub(crate) pods: &'a [&'a PodView],
+    /// What each node that is Ready can hold.
+    pub(crate) rooms: &'a BTreeMap<String, Requests>,
+    /// Nodes that are there and not Ready, with whether nobody waits for them any more. Any other node has left.
+    pub(crate) away: &'a BTreeMap<String, bool>,
+    /// Generations of plans that serve the same model in the same way: their gateways can use the target's workers.
+    pub(crate) compatible_generations: &'a BTreeSet<u64>,
+    /// Pods of the target that ended as a whole and were made again.
+    pub(crate) ends: &'a Ends,
+    pub(crate) quota: Quota,
+    pub(crate) now: Timestamp,
+}
+
+/// How the target comes about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mode {
+    /// There is nothing else.
+    Alone,
+    /// Beside what it replaces.
+    Surge,
+    /// After what it replaces has made room.
+    OldDownFirst,
+}
+
+/// How far the target is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Progress {
+    pub(crate) mode: Mode,
+    /// Every Pod of the target is ready.
+    pub(crate) is_serving: bool,
+    /// And nothing else is there.
+    pub(crate) is_complete: bool,
+}
+
+/// What is to be done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Steps {
+    /// Indices of wants to make, with their routes (gateways).
+    pub(crate) create: Vec<(usize, Option<String>)>,
+    /// Gateways that get other routes, by name.
+    pub(crate) routes: Vec<(String, String)>,
+    pub(crate) end: Vec<PodEnd>,
+    pub(crate) progress: Progress,
+    pub(crate) look_again: Option<Duration>,
+}
+
+/// Decides the next step.
+pub(crate) fn step(input: &RolloutInput<'_>) -> Steps {
+    let sorted = Sorted::of(input);
+    let mode = sorted.mode();
+    let create = sorted.create(mode);
+    let mut end = sorted.ends_of_the_dead();
+    end.extend(sorted.end(mode));
+    let create = create
+        .into_iter()
+        .map(|index| {
+            let is_gateway = input.wants[index].is_gateway();
+            let routes = is_gateway.then(|| text(&sorted.target_routes()));
+            (index, routes)
+        })
+        .collect();
+    let is_serving = sorted.is_ready(|_| true);
+    Steps {
+        create,
+        routes: sorted.changed_routes(mode),
+        end,
+        progress: Progress {
+            mode,
+            is_serving,
+            is_complete: is_serving && !sorted.has_extras(),
+        },
+        look_again: sorted.look_again(),
+    }
+}
+
+/// The Pods, by what is to become of them.
+struct Sorted<'a> {
+    input: RolloutInput<'a>,
+    /// For each want: its Pod, when it is there and stays.
+    made: Vec<Option<&'a PodView>>,
+    /// For each want: its name is taken by a Pod that is about to go.
+    is_taken: Vec<bool>,
+    /// Not wanted, and not asked to end yet.
+    extra: Vec<&'a PodView>,
+    /// Asked to end, wanted or not; they hold what they hold.
+    ending: Vec<&'a PodView>,
+    /// Over, but still listed.
+    over: Vec<&'a PodView>,
+    /// Made in another form than they would be now, and not able to run as they are.
+    stuck: Vec<&'a PodView>,
+    /// Not wanted, on nodes that are away.
+    absent: Vec<&'a PodView>,
+    /// On nodes that have left, or asked to end on nodes that nobody waits for.
+    lost: Vec<&'a PodView>,
+}
+
+impl<'a> Sorted<'a> {
+    fn of(input: &RolloutInput<'a>) -> Self {
+        let mut sorted = Self {
+            input: *input,
+            made: vec![None; input.wants.len()],
+            is_taken: vec![false; input.wants.len()],
+            extra: Vec::new(),
+            ending: Vec::new(),
+            over: Vec::new(),
+            stuck: Vec::new(),
+            absent: Vec::new(),
+            lost: Vec::new(),
+        };
+        for pod in input.pods {
+            sorted.sort(pod);
+        }
+        sorted
+    }
+
+    fn sort(&mut self, pod: &'a PodView) {
+        let want = self
+            .input
+            .wants
+            .iter()
+            .position(|want| want.name == pod.name);
+        let node = node_of(pod);
+        let is_over = matches!(pod.phase.as_str(), "Failed" | "Succeeded");
+        let away = self.input.away.get(node);
+        let is_left = !node.is_empty() && away.is_none() && !self.input.rooms.contains_key(node);
+        if let Some(index) = want {
+            self.is_taken[index] = true;
+        }
+        if is_left || pod.is_deleting && away == Some(&true) {
+            self.lost.push(pod);
+        } else if is_over {
+            self.over.push(pod);
+        } else if pod.is_deleting && away.is_none() {
+            self.ending.push(pod);
+        } else if pod.is_deleting {
+            self.absent.push(pod);
+        } else if let Some(index) = want {
+            if self.is_stuck(pod, &self.input.wants[index]) {
+                return self.stuck.push(pod);
+            }
+            self.is_taken[index] = false;
+            self.made[index] = Some(pod);
+        } else if away.is_some() {
+            self.absent.push(pod);
+        } else {
+            self.extra.push(pod);
+        }
+    }
+
+    /// Whether a Pod's container has never run, and another operator, or this one with other settings, made it in another
+    /// form: it may be the form that it waits for, such as a Secret for its image.
+    fn is_stuck(&self, pod: &PodView, want: &Want) -> bool {
+        let has_run = pod.container.as_ref().is_some_and(|container| {
+            container.waiting.is_none() || container.restarts > 0 || container.last_end.is_some()
+        });
+        pod.phase == "Pending"
+            && !has_run
+            && pod.form != want.form
+            && is_older(pod.created, self.input.now, REFORM_AFTER)
+    }
+
+    fn wants(&self) -> impl Iterator<Item = (usize, &'a Want)> + Clone {
+        self.input.wants.iter().enumerate()
+    }
+
+    /// Whether the Pods of all wants that `which` names are ready.
+    fn is_ready(&self, which: impl Fn(&Want) -> bool) -> bool {
+        let is_up = |pod: &PodView| pod.is_ready && self.input.rooms.contains_key(node_of(pod));
+        self.wants()
+            .filter(|(_, want)| which(want))
+            .all(|(index, _)| self.made[index].is_some_and(is_up))
+    }
+
+    fn workers_are_ready(&self) -> bool {
+        self.is_ready(|want| !want.is_gateway())
+    }
+
+    fn gateway_is_ready(&self) -> bool {
+        self.is_ready(Want::is_gateway)
+    }
+
+    /// Wants that are not there and could be made.
+    fn missing(&self) -> impl Iterator<Item = (usize, &'a Want)> + Clone {
+        self.wants().filter(|(index, want)| {
+            self.made[*index].is_none()
+                && !self.is_taken[*index]
+                && self.input.rooms.contains_key(&want.node)
+        })
+    }
+
+    /// Pods that are there though the target does not want them, those that are about to end among them.
+    fn leftovers(&self) -> impl Iterator<Item = &'a PodView> {
+        let ending = self.ending.iter().filter(|pod| !self.is_wanted(pod));
+        self.extra.iter().chain(ending).copied()
+    }
+
+    fn is_wanted(&self, pod: &PodView) -> bool {
+        self.input.wants.iter().any(|want| want.name == pod.name)
+    }
+
+    fn has_extras(&self) -> bool {
+        self.leftovers().next().is_some()
+    }
+
+    /// All Pods that hold something.
+    fn holders(&self) -> impl Iterator<Item = &'a PodView> {
+        let made = self.made.iter().flatten();
+        made.chain(&self.extra).chain(&self.ending).copied()
+    }
+
+    /// Where nothing is missing there is nothing to make room for.
+    fn mode(&self) -> Mode {
+        if !self.has_extras() {
+            return Mode::Alone;
+        }
+        let new: Vec<&Want> = self.missing().map(|(_, want)| want).collect();
+        if self.fits(&new) && !self.is_crowded() && self.input.quota == Quota::Free {
+            Mode::Surge
+        } else {
+            Mode::OldDownFirst
+        }
+    }
+
+    /// Whether `new` fit beside all that is there.
+    fn fits(&self, new: &[&Want]) -> bool {
+        let nodes: BTreeSet<&str> = new.iter().map(|want| want.node.as_str()).collect();
+        nodes.into_iter().all(|node| {
+            let Some(room) = self.input.rooms.get(node) else {
+                return false;
+            };
+            let new = new.iter().filter(|want| want.node == node);
+            let mut need = Need::default();
+            let fresh = new.fold(true, |fresh, want| {
+                let amounts = Requests::new(want.cpu_millis, want.memory_bytes, want.gpus);
+                fresh & need.add(amounts, &want.exclusive_cpus, &want.claimed_gpus)
+            });
+            let old = self.holders().filter(|pod| node_of(pod) == node);
+            let fresh = old.fold(fresh, |fresh, pod| {
+                let amounts = Requests::new(pod.cpu_millis, pod.memory_bytes, pod.gpus);
+                fresh & need.add(amounts, &pod.exclusive_cpus, &pod.claimed_gpus)
+            });
+            fresh && need.is_within(room)
+        })
+    }
+
+    /// Whether the scheduler finds less room than was reckoned, while there are Pods that could make some.
+    fn is_crowded(&self) -> bool {
+        let mut made = self.made.iter().flatten();
+        made.any(|pod| is_refused(pod) && self.has_leftovers_on(&pod.wanted_node))
+    }
+
+    fn has_leftovers_on(&self, node: &str) -> bool {
+        self.leftovers().any(|pod| node_of(pod) == node)
+    }
+
+    fn create(&self, mode: Mode) -> Vec<usize> {
+        let missing = self.missing();
+        match mode {
+            Mode::Alone => missing.map(|(index, _)| index).collect(),
+            Mode::Surge => {
+                let may_have_gateway =
+                    self.workers_are_ready() || !self.has_serving_extra_gateway();
+                missing
+                    .filter(|(_, want)| !want.is_gateway() || may_have_gateway)
+                    .map(|(index, _)| index)
+                    .collect()
+            }
+            Mode::OldDownFirst if self.blocked_gateway(mode).is_some() => Vec::new(),
+            Mode::OldDownFirst => missing
+                .filter(|(_, want)| want.is_gateway())
+                .map(|(index, _)| index)
+                .collect(),
+        }
+    }
+
+    fn has_serving_extra_gateway(&self) -> bool {
+        self.extra.iter().any(|pod| is_gateway(pod) && pod.is_ready)
+    }
+
+    /// Pods that are over, that cannot run, and those of nodes that are away or have left.
+    fn ends_of_the_dead(&self) -> Vec<PodEnd> {
+        let now = self.input.now;
+        let over = self.over.iter().filter(|pod| {
+            let wait = self.input.ends.remake_after(&pod.name);
+            !pod.is_deleting && (!self.is_wanted(pod) || is_older(pod.created, now, wait))
+        });
+        let mut ends: Vec<PodEnd> = over
+            .chain(&self.lost)
+            .map(|pod| end_of(pod, Grace::None))
+            .collect();
+        ends.extend(self.stuck.iter().map(|pod| end_of(pod, grace_of(pod))));
+        // A kubelet that comes back lets their streams end.
+        let has_place = self.is_ready(|_| true);
+        for pod in self.absent.iter().filter(|pod| !pod.is_deleting) {
+            let is_forgotten = self.input.away.get(node_of(pod)) == Some(&true);
+            if has_place || is_forgotten {
+                let grace = match is_forgotten {
+                    true => Grace::None,
+                    false => Grace::Whole,
+                };
+                ends.push(end_of(pod, grace));
+            }
+        }
+        ends
+    }
+
+    /// Extras that have done their part.
+    fn end(&self, mode: Mode) -> Vec<PodEnd> {
+        if mode == Mode::Alone {
+            return Vec::new();
+        }
+        let gateways = self.leftovers().any(is_gateway);
+        let blocked = self.blocked_gateway(mode);
+        let may_go = |pod: &&&PodView| {
+            if let Some(place) = blocked {
+                return place.has(pod) && self.may_unblock(pod, place);
+            }
+            if !self.gateway_is_ready() {
+                return false;
+            }
+            match mode {
+                Mode::Alone => false,
+                _ if is_gateway(pod) => {
+                    mode == Mode::OldDownFirst || self.workers_are_ready() || !pod.is_ready
+                }
+                _ => !gateways && !self.is_routed(pod),
+            }
+        };
+        let ended = self.extra.iter().filter(may_go);
+        ended.map(|pod| end_of(pod, grace_of(pod))).collect()
+    }
+
+    /// Where the target's gateway finds no room beside what must go.
+    fn blocked_gateway(&self, mode: Mode) -> Option<Place<'a>> {
+        if mode != Mode::OldDownFirst {
+            return None;
+        }
+        let missing = self.missing().map(|(_, want)| want);
+        let is_missing = |want: &Want| missing.clone().any(|missing| missing.name == want.name);
+        let mut gateways = self.wants().filter(|(_, want)| want.is_gateway());
+        if self.input.quota == Quota::Full && gateways.clone().any(|(_, want)| is_missing(want)) {
+            return Some(Place::Namespace);
+        }
+        let (_, gateway) = gateways.find(|(index, want)| {
+            let is_refused = self.made[*index].is_some_and(is_refused);
+            (is_refused || is_missing(want) && !self.fits(&[want]))
+                && self.has_leftovers_on(&want.node)
+        })?;
+        Some(Place::Node(&gateway.node))
+    }
+
+    /// Workers make room first; the gateway itself when no worker is left there.
+    fn may_unblock(&self, pod: &PodView, place: Place<'_>) -> bool {
+        let has_workers = self
+            .leftovers()
+            .any(|other| !is_gateway(other) && place.has(other));
+        !is_gateway(pod) || !has_workers
+    }
+
+    /// Whether a gateway of the target was last told to send requests to `pod`.
+    fn is_routed(&self, pod: &PodView) -> bool {
+        let Some(endpoint) = endpoint(pod) else {
+            return false;
+        };
+        self.made
+            .iter()
+            .flatten()
+            .filter(|gateway| is_gateway(gateway))
+            .any(|gateway| {
+                routes_of(gateway)
+                    .iter()
+                    .any(|route| route.endpoint == endpoint)
+            })
+    }
+
+    /// The target's workers that have an address.
+    fn target_routes(&self) -> Vec<Route> {
+        self.wants()
+            .filter(|(_, want)| !want.is_gateway())
+            .filter_map(|(index, want)| {
+                Some(Route {
+                    name: want.rank.clone(),
+                    role: want.role,
+                    endpoint: endpoint(self.made[index]?)?,
+                })
+            })
+            .collect()
+    }
+
+    /// The routes of `gateway` as they should be.
+    ///
+    /// An extra stays where it is routed to already: that gateway is known to serve its model.
+    fn routes(&self, gateway: &PodView, mode: Mode) -> Vec<Route> {
+        let is_target = self.is_wanted(gateway);
+        let mut routes = Vec::new();
+        if is_target
+            || self
+                .input
+                .compatible_generations
+                .contains(&gateway.plan_generation)
+        {
+            routes = self.target_routes();
+        }
+        let extras_leave = match mode {
+            _ if !is_target => false,
+            Mode::Alone => true,
+            Mode::Surge => self.workers_are_ready(),
+            Mode::OldDownFirst => !self.leftovers().any(is_gateway),
+        };
+        let kept = self.made.iter().flatten().filter(|_| !is_target);
+        let others = self.extra.iter().filter(|_| !extras_leave).chain(kept);
+        let absent = self.absent.iter().filter(|_| !self.workers_are_ready());
+        let alive: Vec<String> = others
+            .chain(absent)
+            .filter_map(|pod| endpoint(pod))
+            .collect();
+        for route in routes_of(gateway) {
+            let is_new = routes
+                .iter()
+                .all(|other: &Route| other.endpoint != route.endpoint);
+            if is_new && alive.contains(&route.endpoint) {
+                routes.push(route);
+            }
+        }
+        routes
+    }
+
+    fn changed_routes(&self, mode: Mode) -> Vec<(String, String)> {
+        let gateways = self.holders().filter(|pod| is_gateway(pod));
+        gateways
+            .filter_map(|gateway| {
+                let routes = self.routes(gateway, mode);
+                let is_same = !gateway.routes.is_empty() && routes == routes_of(gateway);
+                (!is_same).then(|| (gateway.name.clone(), text(&routes)))
+            })
+            .collect()
+    }
+
+    fn look_again(&self) -> Option<Duration> {
+        let has_old_form = |(index, want): (usize, &Want)| {
+            self.made[index].is_some_and(|pod| pod.phase == "Pending" && pod.form != want.form)
+        };
+        let over = self.over.iter().filter(|pod| self.is_wanted(pod));
+        let remade = over.map(|pod| {
+            let created = pod.created.unwrap_or(self.input.now);
+            let wait = self.input.ends.remake_after(&pod.name);
+            wait.saturating_sub(age(created, self.input.now))
+        });
+        let reformed = self.wants().any(has_old_form).then_some(REFORM_AFTER);
+        let soonest = remade.chain(reformed).min();
+        soonest.map(|wait| wait.max(Duration::from_secs(1)))
+    }
+}
+
+/// Where room is to be made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place<'a> {
+    /// On a node.
+    Node(&'a str),
+    /// Within the quota of the namespace.
+    Namespace,
+}
+
+impl Place<'_> {
+    fn has(self, pod: &PodView) -> bool {
+        match self {
+            Self::Node(node) => node_of(pod) == node,
+            Self::Namespace => true,
+        }
+    }
+}
+
+/// What Pods of one node hold together.
+#[derive(Default)]
+struct Need {
+    amounts: Requests,
+    exclusive_cpus: BTreeSet<u32>,
+    claimed_gpus: BTreeSet<String>,
+}
+
+impl Need {
+    /// Adds a Pod; `false` when it wants a CPU or a GPU that another one has to itself.
+    fn add(&mut self, amounts: Requests, exclusive_cpus: &[u32], claimed_gpus: &[String]) -> bool {
+        self.amounts = self.amounts.plus(amounts);
+        let fresh = exclusive_cpus
+            .iter()
+            .fold(true, |fresh, cpu| fresh & self.exclusive_cpus.insert(*cpu));
+        let gpus = claimed_gpus.iter().cloned();
+        gpus.fold(fresh, |fresh, uuid| fresh & self.claimed_gpus.insert(uuid))
+    }
+
+    fn is_within(&self, room: &Requests) -> bool {
+        self.amounts.max(*room) == *room
+    }
+}
+
+fn end_of(pod: &PodView, grace: Grace) -> PodEnd {
+    PodEnd {
+        name: pod.name.clone(),
+        uid: pod.uid.clone(),
+        grace,
+    }
+}
+
+/// What a Pod gets whose kubelet is there.
+fn grace_of(pod: &PodView) -> Grace {
+    let container = pod.container.as_ref();
+    let has_begun = container.is_some_and(|c| c.running_since.is_some() && !c.is_starting);
+    match has_begun {
+        true => Grace::Whole,
+        false => Grace::Exit,
+    }
+}
+
+/// Whether the scheduler found too little of something for it.
+fn is_refused(pod: &PodView) -> bool {
+    let words = pod.unschedulable.as_deref();
+    pod.node.is_empty() && words.is_some_and(|words| words.contains("Insufficient"))
+}

@@ -1,0 +1,102 @@
+//! What a gateway is told of the workers, and whom it reaches by that.
+
+use std::sync::Arc;
+
+use hearth_crds::{InferencePlan, PlanRank, PlanRole, Route, Routes};
+
+use crate::names::{GATEWAY_PORT, WORKER_PORT, host_port};
+use crate::observed::PodView;
+
+/// The ready Pods that a gateway can send requests to now, by role: `(decode, prefill)`.
+pub fn reachable(gateway: &PodView, pods: &[&PodView]) -> (usize, usize) {
+    let routes: Routes = serde_json::from_str(&gateway.routes).unwrap_or_default();
+    let is_up = |route: &&Route| {
+        pods.iter().any(|pod| {
+            pod.is_ready && !pod.is_deleting && endpoint(pod).as_ref() == Some(&route.endpoint)
+        })
+    };
+    let count = |role| {
+        let of_role = routes.workers.iter().filter(|route| route.role == role);
+        of_role.filter(is_up).count()
+    };
+    (count(PlanRole::Decode), count(PlanRole::Prefill))
+}
+
+/// Whether the Pod is a gateway that one of the deployment's plans has: by its rank, and by the name that follows from
+/// that. Anybody who may make Pods can give one the labels of a gateway.
+pub fn is_planned_gateway(pod: &PodView, deployment: &str, plans: &[Arc<InferencePlan>]) -> bool {
+    let is_its = |rank: &PlanRank| rank.role == PlanRole::Gateway && rank.name == pod.rank;
+    let digest = pod
+        .name
+        .strip_prefix(&format!("{deployment}-{}-", pod.rank));
+    digest.is_some_and(|digest| !digest.is_empty() && !digest.contains('-'))
+        && plans.iter().any(|plan| plan.spec.ranks.iter().any(is_its))
+}
+
+/// Whether a Pod is a gateway.
+pub fn is_gateway(pod: &PodView) -> bool {
+    pod.role == PlanRole::Gateway.as_str()
+}
+
+/// `host:port` of a Pod that has an address.
+pub fn endpoint(pod: &PodView) -> Option<String> {
+    let port = if is_gateway(pod) {
+        GATEWAY_PORT
+    } else {
+        WORKER_PORT
+    };
+    match pod.ip.as_str() {
+        "" => None,
+        ip => Some(host_port(ip, port)),
+    }
+}
+
+/// The routes that a gateway was told last.
+pub fn routes_of(gateway: &PodView) -> Vec<Route> {
+    let routes: Result<Routes, _> = serde_json::from_str(&gateway.routes);
+    routes.unwrap_or_default().workers
+}
+
+/// Routes as gateways read them.
+pub fn text(routes: &[Route]) -> String {
+    let routes = Routes {
+        min_version: 0,
+        workers: routes.to_vec(),
+    };
+    serde_json::to_string(&routes).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use hearth_crds::InferencePlan;
+
+    use super::*;
+    use crate::testing::samples::plan;
+
+    #[test]
+    fn labels_alone_make_no_gateway() {
+        let plan = InferencePlan::new("demo-1", plan());
+        let plans = [Arc::new(plan)];
+        let is_planned = |name: &str, rank: &str| {
+            let pod = PodView {
+                name: name.to_owned(),
+                rank: rank.to_owned(),
+                role: "gateway".to_owned(),
+                ..PodView::default()
+            };
+            is_planned_gateway(&pod, "demo", &plans)
+        };
+        assert!(is_planned("demo-gateway-0-abc12", "gateway-0"));
+        for (name, rank) in [
+            ("mine", "gateway-0"),
+            ("demo-gateway-0-", "gateway-0"),
+            ("demo-gateway-0-a-b", "gateway-0"),
+            ("demo-decode-0-abc12", "decode-0"),
+            ("demo-gateway-9-abc12", "gateway-9"),
+            ("other-gateway-0-abc12", "gateway-0"),
+            ("demo--abc12", ""),
+        ] {
+            assert!(!is_planned(name, rank), "{name}");
+        }
+    }
+}

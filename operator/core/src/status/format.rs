@@ -1,0 +1,226 @@
+//! Words of a status: places, latencies, addresses.
+
+use std::collections::BTreeSet;
+
+use hearth_crds::{
+    DurationText, EndpointType, InferencePlan, LatencyStatus, PlanRole, PlanStrategy, format_bytes,
+};
+use kube_core::ResourceExt;
+
+use crate::choose::refusals;
+use crate::observed::{Observed, Sight};
+
+/// A measured latency is told anew when it moved by more than this share.
+const WORTH_TELLING: f64 = 0.1;
+
+/// `plan 3: hybrid on attic and office, 1 prefill and 2 decode workers`.
+pub(crate) fn plan_sentence(plan: &InferencePlan) -> String {
+    let count = |role| plan.spec.ranks_of(role).count();
+    let (prefill, decode) = (count(PlanRole::Prefill), count(PlanRole::Decode));
+    let plural = if prefill + decode == 1 { "" } else { "s" };
+    let prefill = match prefill {
+        0 => String::new(),
+        count => format!("{count} prefill and "),
+    };
+    format!(
+        "plan {}: {}, {prefill}{decode} decode worker{plural}{}",
+        plan.spec.generation,
+        topology(plan),
+        left_out(plan)
+    )
+}
+
+/// The nodes that a plan leaves out because they refused workers of the plans before; empty where none did.
+fn left_out(plan: &InferencePlan) -> String {
+    let told = refusals::left_out(plan);
+    let sentences: Vec<String> = refusals::sentences(&told).collect();
+    match sentences.as_slice() {
+        [] => String::new(),
+        all => format!("; {}", all.join("; ")),
+    }
+}
+
+/// What is said of a plan that was made without sight of other Pods; empty where all are seen.
+pub(crate) fn sight_words(observed: &Observed) -> String {
+    let why = match observed.others.sight {
+        Sight::All => return String::new(),
+        Sight::Off => "the chart value ledger.allPods is false",
+        Sight::Forbidden => "the operator may not watch the Pods of the cluster",
+    };
+    let unseen = observed.settings.ledger.unseen;
+    format!(
+        "; requests of other Pods are not seen ({why}): {}m CPU and {} of each node are left for them",
+        unseen.cpu_millis,
+        format_bytes(unseen.memory_bytes)
+    )
+}
+
+/// `hybrid on attic and office`.
+pub(crate) fn topology(plan: &InferencePlan) -> String {
+    let strategy = match plan.spec.strategy {
+        PlanStrategy::Hybrid => "hybrid",
+        PlanStrategy::PipedRing => "piped ring",
+        PlanStrategy::Interleaved => "interleaved",
+    };
+    let nodes: BTreeSet<&str> = plan
+        .spec
+        .ranks
+        .iter()
+        .map(|rank| rank.node.as_str())
+        .collect();
+    format!("{strategy} on {}", list(nodes.into_iter()))
+}
+
+/// `a`, `a and b`, `a, b and c`; of many only the first.
+pub(crate) fn list<'a>(names: impl Iterator<Item = &'a str>) -> String {
+    const NAMED: usize = 8;
+    let mut names: Vec<String> = names.map(str::to_owned).collect();
+    if names.len() > NAMED {
+        let more = names.len() - NAMED;
+        names.truncate(NAMED);
+        names.push(format!("{more} more"));
+    }
+    match names.split_last() {
+        Some((last, rest)) if !rest.is_empty() => format!("{} and {last}", rest.join(", ")),
+        _ => names.concat(),
+    }
+}
+
+/// A latency with two significant digits: `0.62ms`, `41ms`, `1.4s`; `None` for none.
+pub(crate) fn latency_text(latency_ms: f64) -> Option<String> {
+    if !(latency_ms.is_finite() && latency_ms > 0.0) {
+        return None;
+    }
+    let two_digits = |value: f64| {
+        let scale = 10_f64.powi(1 - value.log10().floor() as i32);
+        let rounded = (value * scale).round() / scale;
+        let decimals = usize::try_from(scale.log10().round() as i64).unwrap_or(0);
+        let text = format!("{rounded:.decimals$}");
+        match text.contains('.') {
+            true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
+            false => text,
+        }
+    };
+    Some(if latency_ms < 995.0 {
+        format!("{}ms", two_digits(latency_ms))
+    } else {
+        format!("{}s", two_digits(latency_ms / 1e3))
+    })
+}
+
+/// What is measured now, unless it is nearly what was told last. Where nothing is measured the last words stay.
+pub(crate) fn measured(observed: &Observed) -> Option<LatencyStatus> {
+    let status = observed.deployment.status.as_ref();
+    let old = status.and_then(|status| status.measured.clone());
+    let Some(new) = observed.measured else {
+        return old;
+    };
+    let old = old.unwrap_or_default();
+    let measured = LatencyStatus {
+        time_to_first_token: steady(old.time_to_first_token, new.ttft_ms),
+        time_per_output_token: steady(old.time_per_output_token, new.tpot_ms),
+    };
+    (measured != LatencyStatus::default()).then_some(measured)
+}
+
+fn steady(old: Option<String>, new_ms: Option<f64>) -> Option<String> {
+    let Some(text) = new_ms.and_then(latency_text) else {
+        return old;
+    };
+    let told_ms = old
+        .as_deref()
+        .and_then(|old| old.parse::<DurationText>().ok())
+        .map(DurationText::as_millis_f64);
+    match (told_ms, new_ms) {
+        (Some(told), Some(new)) if (new - told).abs() <= told * WORTH_TELLING => old,
+        _ => Some(text),
+    }
+}
+
+/// The address for clients: the Service's name, or what leads there from outside.
+pub(crate) fn endpoint_url(observed: &Observed, target: Option<&InferencePlan>) -> String {
+    let deployment = &observed.deployment;
+    let inside = format!(
+        "{}.{}.svc",
+        deployment.name_any(),
+        deployment.namespace().unwrap_or_default()
+    );
+    let host = match (&observed.external, deployment.spec.endpoint.type_) {
+        (Some(port), EndpointType::NodePort) => {
+            let node = target.and_then(|plan| plan.spec.ranks_of(PlanRole::Gateway).next());
+            node.map(|rank| format!("{}:{port}", rank.node))
+        }
+        (Some(address), EndpointType::LoadBalancer) if address.contains(':') => {
+            Some(format!("[{address}]"))
+        }
+        (Some(address), EndpointType::LoadBalancer) => Some(address.clone()),
+        _ => None,
+    };
+    format!("http://{}/v1", host.unwrap_or(inside))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::observed::Measured;
+    use crate::testing::{deployment, observed};
+
+    #[test]
+    fn latencies_have_two_digits() {
+        for (ms, text) in [
+            (0.624, "0.62ms"),
+            (0.6, "0.6ms"),
+            (9.96, "10ms"),
+            (41.2, "41ms"),
+            (118.0, "120ms"),
+            (994.0, "990ms"),
+            (999.0, "1s"),
+            (1432.0, "1.4s"),
+            (61_000.0, "61s"),
+        ] {
+            assert_eq!(latency_text(ms).as_deref(), Some(text), "{ms}");
+        }
+        assert_eq!(latency_text(0.0), None);
+        assert_eq!(latency_text(f64::NAN), None);
+    }
+
+    #[test]
+    fn a_plan_without_sight_of_other_pods_says_so() {
+        let mut observed = observed(deployment(""));
+        assert_eq!(sight_words(&observed), "");
+        observed.others.sight = Sight::Forbidden;
+        assert_eq!(
+            sight_words(&observed),
+            "; requests of other Pods are not seen (the operator may not watch the Pods of the cluster): 500m CPU and \
+             512 MiB of each node are left for them"
+        );
+    }
+
+    #[test]
+    fn a_measurement_is_told_again_only_when_it_moved() {
+        let old = Some("41ms".to_owned());
+        assert_eq!(steady(old.clone(), Some(44.9)), old);
+        assert_eq!(steady(old.clone(), Some(45.2)), Some("45ms".to_owned()));
+        assert_eq!(steady(old.clone(), None), old);
+        let mut observed = observed(deployment(""));
+        assert_eq!(measured(&observed), None);
+        observed.measured = Some(Measured {
+            ttft_ms: Some(1400.0),
+            tpot_ms: None,
+        });
+        assert_eq!(
+            measured(&observed).unwrap().time_to_first_token.as_deref(),
+            Some("1.4s")
+        );
+    }
+
+    #[test]
+    fn the_endpoint_is_the_service_or_what_leads_there() {
+        let mut observed = observed(deployment("endpoint: {type: LoadBalancer}\n"));
+        assert_eq!(endpoint_url(&observed, None), "http://demo.default.svc/v1");
+        observed.external = Some("10.0.0.7".to_owned());
+        assert_eq!(endpoint_url(&observed, None), "http://10.0.0.7/v1");
+        observed.external = Some("fd00::7".to_owned());
+        assert_eq!(endpoint_url(&observed, None), "http://[fd00::7]/v1");
+    }
+}

@@ -1,0 +1,521 @@
+//! The whole status, from the parts of a decision.
+
+mod format;
+mod placements;
+
+use std::sync::Arc;
+
+use hearth_crds::{
+    DurationText, FieldError, InferenceDeploymentStatus, InferencePlan, LatencyStatus, ModelStatus,
+    PlanRef, PlanRole, PoolStatus, PoolsStatus, format_bytes,
+};
+use kube_core::ResourceExt;
+
+use self::format::{
+    endpoint_url, latency_text, list, measured, plan_sentence, sight_words, topology,
+};
+use crate::candidates::is_down;
+use crate::cause::{Cause, cause, lost_readiness, not_allowed};
+use crate::choose::Choice;
+use crate::conditions::{
+    self, DECODE_READY, DEGRADED, EXACT_FAILOVER, INVALID_SPEC, MODEL_READY, PLACED, PLANNED,
+    PREFILL_READY, PROGRESSING, READY, ROLLED_BACK, Verdict,
+};
+use crate::model::fetched::{Download, percent};
+use crate::model::{ModelState, ModelStep};
+use crate::names::{LABEL_DEPLOYMENT, LABEL_ROLE};
+use crate::observed::forbidden::is_quota;
+use crate::observed::{Observed, PodView};
+use crate::plan_annotations::{failure, has_failed, has_served};
+use crate::rollout::{Mode, Progress, Want};
+use crate::routes::reachable;
+
+/// Everything that a status tells.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StatusInput<'a> {
+    pub(crate) observed: &'a Observed,
+    /// What is wrong with the spec.
+    pub(crate) invalid: &'a [FieldError],
+    /// None when the spec is wrong.
+    pub(crate) model: Option<&'a ModelStep>,
+    pub(crate) choice: &'a Choice,
+    /// The target's Pods; empty without a target.
+    pub(crate) wants: &'a [Want],
+    pub(crate) progress: Option<Progress>,
+    /// The Pods as this reconcile leaves them.
+    pub(crate) left: &'a [Arc<PodView>],
+    /// The target took too long; with a way back it is given up.
+    pub(crate) is_late: bool,
+    /// It is given up now, and why.
+    pub(crate) given_up: Option<&'a str>,
+}
+
+/// Writes the status.
+pub(crate) fn write(input: &StatusInput<'_>) -> InferenceDeploymentStatus {
+    let observed = input.observed;
+    let deployment = &observed.deployment;
+    let target = input.target();
+    let placement = placements::status(observed, input.wants);
+    let verdicts = [
+        (READY, input.ready()),
+        (PLANNED, input.planned()),
+        (MODEL_READY, input.model_ready()),
+        (PREFILL_READY, input.pool_ready(PlanRole::Prefill)),
+        (DECODE_READY, input.pool_ready(PlanRole::Decode)),
+        (
+            PLACED,
+            placements::verdict(observed, input.wants, &placement),
+        ),
+        (PROGRESSING, input.progressing()),
+        (DEGRADED, input.degraded()),
+    ];
+    let inexact = input.inexact_failover().map(|no| (EXACT_FAILOVER, no));
+    let conditions = verdicts
+        .into_iter()
+        .chain(inexact)
+        .map(|(type_, verdict)| conditions::write(observed, type_, verdict));
+    let pools = PoolsStatus {
+        prefill: input.pool(PlanRole::Prefill),
+        decode: input.pool(PlanRole::Decode),
+    };
+    InferenceDeploymentStatus {
+        observed_generation: deployment.metadata.generation,
+        conditions: conditions.collect(),
+        plan: target.map(|plan| PlanRef {
+            name: plan.name_any(),
+            generation: plan.spec.generation,
+        }),
+        pools: Some(pools),
+        model: Some(input.model_status()),
+        topology: target.map(topology),
+        placement,
+        predicted: target.map(|plan| LatencyStatus {
+            time_to_first_token: latency_text(plan.spec.predicted.ttft_ms),
+            time_per_output_token: latency_text(plan.spec.predicted.tpot_ms),
+        }),
+        measured: measured(observed),
+        endpoint_url: Some(endpoint_url(observed, target)),
+        selector: Some(format!(
+            "{LABEL_DEPLOYMENT}={},{LABEL_ROLE}={}",
+            deployment.name_any(),
+            PlanRole::Decode.as_str()
+        )),
+    }
+}
+
+/// The cause that speaks for a target that is not ready: trouble before what only takes time.
+pub(crate) fn first_cause(observed: &Observed, wants: &[Want], mode: Mode) -> Option<Cause> {
+    let mut causes = wants
+        .iter()
+        .filter_map(|want| want_cause(observed, want, mode));
+    let first = causes.next()?;
+    if first.is_trouble {
+        return Some(first);
+    }
+    Some(causes.find(|cause| cause.is_trouble).unwrap_or(first))
+}
+
+/// Errors of fields on one line.
+pub(crate) fn field_sentence(errors: &[FieldError]) -> String {
+    let lines: Vec<String> = errors
+        .iter()
+        .map(|error| format!("{} {}: {}", error.field, error.problem, error.remedy))
+        .collect();
+    lines.join("; ")
+}
+
+/// The API server's words about Pods of the newest plan that it forbids.
+fn forbidden(observed: &Observed) -> Option<&str> {
+    let forbidden = observed.forbidden.as_ref()?;
+    let newest = observed.plans.last()?;
+    let is_now = forbidden.last.is_some() && forbidden.generation == newest.spec.generation;
+    is_now.then_some(&*forbidden.words)
+}
+
+fn want_cause(observed: &Observed, want: &Want, mode: Mode) -> Option<Cause> {
+    let what = &want.rank;
+    let pod = observed.pods.iter().find(|pod| pod.name == want.name);
+    match pod {
+        _ if is_down(observed, &want.node) => Some(Cause::trouble(
+            "NodeLost",
+            format!(
+                "{what} waits: {}",
+                crate::choose::lost_words(observed, &want.node)
+            ),
+        )),
+        Some(pod) if pod.is_ready && !pod.is_deleting => None,
+        Some(pod) if pod.has_lost_readiness && !pod.is_deleting => {
+            let is_hung = placements::of_pod(observed, pod).is_some_and(|told| told.is_hung);
+            Some(lost_readiness(what, pod, is_hung))
+        }
+        Some(pod) => Some(cause(what, pod)),
+        None if mode == Mode::OldDownFirst && want.role != PlanRole::Gateway => {
+            Some(Cause::waiting(
+                "WaitingForRoom",
+                format!(
+                    "{what} starts when the workers before it have left {}",
+                    want.node
+                ),
+            ))
+        }
+        None if let Some(words) = forbidden(observed) => {
+            let mut cause = not_allowed(what, words);
+            if mode == Mode::Surge && is_quota(words) {
+                let more = "; what runs goes on, since ending it is not known to make room enough";
+                cause.message.push_str(more);
+            }
+            Some(cause)
+        }
+        None if mode == Mode::Surge && want.role == PlanRole::Gateway => Some(Cause::waiting(
+            "WaitingForWorkers",
+            format!("{what} starts when the new workers are ready"),
+        )),
+        None => Some(Cause::waiting(
+            "Creating",
+            format!("{what} is being made on {}", want.node),
+        )),
+    }
+}
+
+impl StatusInput<'_> {
+    fn target(&self) -> Option<&InferencePlan> {
+        self.choice.target.as_deref()
+    }
+
+    /// Where workers of one pool compute with different bits.
+    fn inexact_failover(&self) -> Option<Verdict> {
+        let mixed = &self.target()?.spec.mixed_numerics;
+        (!mixed.is_empty()).then(|| Verdict::no("MixedNumerics", mixed.join(". ")))
+    }
+
+    fn mode(&self) -> Mode {
+        self.progress.map_or(Mode::Alone, |progress| progress.mode)
+    }
+
+    fn is_serving(&self) -> bool {
+        self.progress.is_some_and(|progress| progress.is_serving)
+    }
+
+    /// The newest plan, when it was given up and another runs; with the reason.
+    fn rolled_back(&self) -> Option<String> {
+        let target = self.target()?;
+        if let Some(why) = self.given_up {
+            return Some(format!(
+                "plan {} was given up, and the plan before it comes back: {why}",
+                target.spec.generation
+            ));
+        }
+        let newest = self.observed.plans.last()?;
+        if !has_failed(newest) || newest.spec.generation <= target.spec.generation {
+            return None;
+        }
+        let way = if newest.spec.worker_image == target.spec.worker_image {
+            "Change the spec to try again"
+        } else {
+            "Set another worker image, or change the spec, to try again"
+        };
+        Some(format!(
+            "plan {} was given up, and plan {} runs: {}. {way}",
+            newest.spec.generation,
+            target.spec.generation,
+            failure(newest)
+        ))
+    }
+
+    /// Why there is nothing to run, or not what the spec asks for now.
+    fn obstacle(&self) -> Option<Cause> {
+        if !self.invalid.is_empty() {
+            let is_elsewhere = self.invalid[0].field == "metadata.namespace";
+            let reason = if is_elsewhere {
+                "NamespaceNotServed"
+            } else {
+                INVALID_SPEC
+            };
+            return Some(Cause::trouble(reason, field_sentence(self.invalid)));
+        }
+        if let Some(refusal) = &self.choice.refusal {
+            return Some(refusal.clone());
+        }
+        match &self.model?.state {
+            ModelState::Known(_) => None,
+            ModelState::Unknown(cause) => Some(cause.clone()),
+        }
+    }
+
+    fn planned(&self) -> Verdict {
+        let goes_on = match self.target() {
+            Some(plan) => format!("; plan {} goes on meanwhile", plan.spec.generation),
+            None => String::new(),
+        };
+        if let Some(cause) = self.obstacle() {
+            let is_about_model = self.invalid.is_empty() && self.choice.refusal.is_none();
+            let reason = if is_about_model {
+                "WaitingForModel"
+            } else {
+                cause.reason
+            };
+            let sight = match self.choice.refusal {
+                Some(_) => sight_words(self.observed),
+                None => String::new(),
+            };
+            return Verdict::no(reason, format!("{}{goes_on}{sight}", cause.message));
+        }
+        if let Some(why) = self.rolled_back() {
+            return Verdict::no(ROLLED_BACK, why);
+        }
+        match self.target() {
+            Some(plan) => {
+                let sight = sight_words(self.observed);
+                Verdict::yes("Planned", format!("{}{sight}", plan_sentence(plan)))
+            }
+            None => Verdict::no("NotPlanned", "there is no plan yet"),
+        }
+    }
+
+    fn model_ready(&self) -> Verdict {
+        let Some(step) = self.model else {
+            return Verdict::unknown(INVALID_SPEC, "the spec is to be put right first");
+        };
+        let source = &self.observed.deployment.spec.model.source;
+        match &step.state {
+            ModelState::Unknown(cause) => Verdict::not_for(cause),
+            ModelState::Known(model) => {
+                let reason = match source {
+                    source if source.builtin.is_some() => "Builtin",
+                    source if source.http.is_some() => "Downloaded",
+                    _ => "Found",
+                };
+                let place = match &model.nodes {
+                    Some(nodes) => format!(" on {}", list(nodes.iter().map(String::as_str))),
+                    None => String::new(),
+                };
+                let facts = &model.facts;
+                Verdict::yes(
+                    reason,
+                    format!(
+                        "{}: {}, {}, {}{place}",
+                        source.describe(),
+                        facts.architecture,
+                        facts.dtype,
+                        format_bytes(facts.bytes.total())
+                    ),
+                )
+            }
+        }
+    }
+
+    fn pool(&self, role: PlanRole) -> PoolStatus {
+        let spec = &self.observed.deployment.spec;
+        let (desired, ready) = match self.target() {
+            Some(_) => (self.wants_of(role).count(), self.ready_count(role)),
+            None if role == PlanRole::Prefill => (spec.prefill.planned_replicas() as usize, 0),
+            None => (spec.decode.planned_replicas() as usize, 0),
+        };
+        PoolStatus {
+            desired: u32::try_from(desired).unwrap_or(u32::MAX),
+            ready: u32::try_from(ready).unwrap_or(u32::MAX),
+            summary: format!("{ready}/{desired}"),
+        }
+    }
+
+    fn wants_of(&self, role: PlanRole) -> impl Iterator<Item = &Want> {
+        self.wants.iter().filter(move |want| want.role == role)
+    }
+
+    /// Ranks that have a ready Pod, be it of the plan before.
+    fn ready_count(&self, role: PlanRole) -> usize {
+        let is_up = |want: &&Want| {
+            let mut pods = self.observed.pods.iter();
+            pods.any(|pod| pod.rank == want.rank && self.is_up(pod))
+        };
+        self.wants_of(role).filter(is_up).count()
+    }
+
+    fn is_up(&self, pod: &PodView) -> bool {
+        pod.is_ready && !pod.is_deleting && !is_down(self.observed, &pod.node)
+    }
+
+    fn pool_ready(&self, role: PlanRole) -> Verdict {
+        if self.target().is_none() {
+            return Verdict::no("NotPlanned", "there is no plan yet");
+        }
+        let desired = self.wants_of(role).count();
+        if desired == 0 {
+            return Verdict::yes(
+                "NotWanted",
+                "the plan has none: decode workers read the prompts",
+            );
+        }
+        let ready = self.ready_count(role);
+        if ready == desired {
+            return Verdict::yes("AllReady", format!("{ready} of {desired} ready"));
+        }
+        let wants: Vec<Want> = self.wants_of(role).cloned().collect();
+        match first_cause(self.observed, &wants, self.mode()) {
+            Some(cause) => Verdict::not_for(&cause),
+            None => Verdict::no("Starting", format!("{ready} of {desired} ready")),
+        }
+    }
+
+    fn cause(&self) -> Option<Cause> {
+        first_cause(self.observed, self.wants, self.mode())
+    }
+
+    /// Whether some gateway can have a request answered when all that is decided now is done.
+    fn is_reachable(&self) -> bool {
+        let pods: Vec<&PodView> = self.left.iter().map(|pod| &**pod).collect();
+        let is_open = |pod: &&&PodView| pod.role == PlanRole::Gateway.as_str() && self.is_up(pod);
+        pods.iter()
+            .filter(is_open)
+            .any(|gateway| reachable(gateway, &pods).0 > 0)
+    }
+
+    /// Once it serves it is Ready as long as a request can be answered; at first everything must be there.
+    fn ready(&self) -> Verdict {
+        let Some(target) = self.target() else {
+            return match self.obstacle() {
+                Some(cause) => Verdict::not_for(&cause),
+                None => Verdict::no("NotPlanned", "there is no plan yet"),
+            };
+        };
+        let old = conditions::of(self.observed.deployment.status.as_ref(), READY);
+        let has_begun =
+            self.is_serving() || has_served(target) || old.is_some_and(|old| old.status == "True");
+        if has_begun && self.is_reachable() {
+            return Verdict::yes(
+                "Serving",
+                format!("answers at {}", endpoint_url(self.observed, Some(target))),
+            );
+        }
+        match self.cause() {
+            Some(cause) if self.mode() == Mode::OldDownFirst && !cause.is_trouble => Verdict::no(
+                "Replacing",
+                format!(
+                    "requests wait until plan {} has started",
+                    target.spec.generation
+                ),
+            ),
+            Some(cause) => Verdict::not_for(&cause),
+            None => Verdict::no("Starting", "the gateway is being told its workers"),
+        }
+    }
+
+    fn progressing(&self) -> Verdict {
+        let (Some(target), Some(progress)) = (self.target(), self.progress) else {
+            return match self.obstacle() {
+                Some(cause) if cause.is_trouble => Verdict::no("NotPlanned", cause.message),
+                Some(cause) => Verdict::yes("WaitingForModel", cause.message),
+                None => Verdict::no("NotPlanned", "there is no plan yet"),
+            };
+        };
+        let plan = target.spec.generation;
+        let back = self.rolled_back();
+        if progress.is_complete {
+            return match (back, self.obstacle()) {
+                (Some(why), _) => Verdict::no(ROLLED_BACK, why),
+                // What runs is whole, and what is asked for now is not planned yet.
+                (None, Some(cause)) if !cause.is_trouble => {
+                    Verdict::yes("WaitingForModel", cause.message)
+                }
+                (None, _) => match &self.choice.held {
+                    Some(held) if held.is_trouble => Verdict::not_for(held),
+                    Some(held) => Verdict::yes(held.reason, held.message.clone()),
+                    None => Verdict::no("Complete", format!("plan {plan} runs")),
+                },
+            };
+        }
+        let cause = self.cause();
+        let words = cause.map_or(String::new(), |cause| format!(": {}", cause.message));
+        if let Some(why) = back {
+            return Verdict::yes("RollingBack", why);
+        }
+        if self.is_late {
+            let message = format!(
+                "nothing went on with plan {plan} for {}{words}",
+                DurationText::new(crate::validate::progress_deadline(
+                    &self.observed.deployment
+                ))
+            );
+            return Verdict::no("ProgressDeadlineExceeded", message);
+        }
+        match progress.mode {
+            Mode::Surge => Verdict::yes(
+                "Surge",
+                format!(
+                    "plan {plan} starts beside what runs, and takes over when it is ready{words}"
+                ),
+            ),
+            Mode::OldDownFirst => Verdict::yes(
+                "OldDownFirst",
+                format!("plan {plan} starts when what runs has made room; requests wait{words}"),
+            ),
+            Mode::Alone if has_served(target) => Verdict::yes(
+                "Recovering",
+                format!("plan {plan} is being restored{words}"),
+            ),
+            Mode::Alone => Verdict::yes("Starting", format!("plan {plan} starts{words}")),
+        }
+    }
+
+    fn degraded(&self) -> Verdict {
+        if let Some(trouble) = &self.choice.trouble {
+            return Verdict::yes(trouble.reason, trouble.message.clone());
+        }
+        if let Some(why) = self.rolled_back() {
+            return Verdict::yes(ROLLED_BACK, why);
+        }
+        let cause = self.cause();
+        match (self.target(), cause) {
+            (Some(target), Some(cause)) if has_served(target) && self.mode() == Mode::Alone => {
+                Verdict {
+                    is_vague: cause.is_vague,
+                    ..Verdict::yes(cause.reason, cause.message)
+                }
+            }
+            (Some(_), _) => Verdict::no("AsPlanned", "nothing that ran is missing"),
+            (None, _) => Verdict::no("NotPlanned", "nothing runs yet"),
+        }
+    }
+
+    fn model_status(&self) -> ModelStatus {
+        let deployment = &self.observed.deployment;
+        let old = deployment
+            .status
+            .as_ref()
+            .and_then(|status| status.model.as_ref());
+        let now = self
+            .model
+            .and_then(|model| model.download)
+            .map(download_status);
+        let (downloaded_bytes, total_bytes, percent) = match (now, old) {
+            // Bytes are told with each new percent only.
+            (Some((_, total, percent)), Some(old))
+                if percent.is_some() && (old.percent, old.total_bytes) == (percent, total) =>
+            {
+                (old.downloaded_bytes, total, percent)
+            }
+            (Some(now), _) => now,
+            (None, Some(old)) if deployment.spec.model.source.http.is_some() => {
+                (old.downloaded_bytes, old.total_bytes, old.percent)
+            }
+            (None, _) => (None, None, None),
+        };
+        ModelStatus {
+            served_name: deployment.spec.served_name(),
+            downloaded_bytes,
+            total_bytes,
+            percent,
+        }
+    }
+}
+
+fn download_status(download: Download) -> (Option<u64>, Option<u64>, Option<u32>) {
+    match percent(download) {
+        Some(percent) => (
+            Some(download.bytes),
+            Some(download.total_bytes),
+            Some(percent),
+        ),
+        None => (None, None, None),
+    }
+}

@@ -1,0 +1,13 @@
+//! Tests of the pure part: whole reconciles and whole rollouts against a cluster on paper.
+
+mod decide;
+mod events;
+mod fake_cluster;
+mod models;
+mod nodes;
+mod refusals;
+mod rollout;
+mod scale;
+mod sim;
+mod upgrade;
+mod weather;

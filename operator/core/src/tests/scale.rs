@@ -1,0 +1,123 @@
+//! Numbers change, places stay.
+
+use std::collections::BTreeMap;
+
+use hearth_crds::{InferencePlanSpec, NodeProfileSpec, PlanRole};
+use hearth_planner::{CpuOffer, CpuRoom, GpuOffer, PlanRequest, plan};
+
+use crate::candidates::Candidates;
+use crate::choose::scale::in_place;
+use crate::model::builtin;
+use crate::testing::{GIB, MIB, deployment, node};
+
+fn profiles(memory_bytes: u64) -> Candidates {
+    let profile = |name: &str| node(name, 4, memory_bytes).profile.unwrap();
+    let room = CpuRoom {
+        allocatable_millis: 4000,
+        ..CpuRoom::default()
+    };
+    let names = ["attic", "office"];
+    Candidates {
+        free: BTreeMap::from(names.map(|name| (name.to_owned(), profile(name)))),
+        cpu_rooms: BTreeMap::from(names.map(|name| (name.to_owned(), room))),
+        ..Candidates::default()
+    }
+}
+
+fn planned(yaml: &str, generation: u64, free: &Candidates) -> InferencePlanSpec {
+    let deployment = deployment(yaml);
+    let profiles: Vec<NodeProfileSpec> = free.free.values().cloned().collect();
+    plan(&PlanRequest {
+        name: "demo",
+        namespace: "default",
+        generation,
+        spec: &deployment.spec,
+        facts: &builtin::facts("hearth-demo").unwrap(),
+        model_path: "/m",
+        profiles: &profiles,
+        gpus: GpuOffer::Cluster {
+            plugin: &BTreeMap::new(),
+            claimable: &BTreeMap::new(),
+        },
+        cpus: CpuOffer::Requests(&free.cpu_rooms),
+    })
+    .unwrap()
+}
+
+fn decodes(plan: &InferencePlanSpec) -> Vec<String> {
+    plan.ranks_of(PlanRole::Decode)
+        .map(|rank| format!("{} {}", rank.name, rank.node))
+        .collect()
+}
+
+#[test]
+fn more_workers_come_where_the_planner_would_have_them() {
+    let free = profiles(4 * GIB);
+    let old = planned("", 1, &free);
+    let new = planned("decode: {replicas: 3}\n", 2, &free);
+    let scaled = in_place(&old, &new, &free).unwrap();
+    assert_eq!(scaled.generation, 2);
+    assert_eq!(scaled.ranks[..old.ranks.len()], old.ranks);
+    let count = |plan: &InferencePlanSpec, node: &str| {
+        plan.ranks_of(PlanRole::Decode)
+            .filter(|rank| rank.node == node)
+            .count()
+    };
+    for node in ["attic", "office"] {
+        assert_eq!(count(&scaled, node), count(&new, node), "{node}");
+    }
+    assert!(scaled.predicted.tokens_per_second > 2.0 * old.predicted.tokens_per_second);
+}
+
+#[test]
+fn fewer_workers_are_the_first_ones() {
+    let free = profiles(4 * GIB);
+    let old = planned("decode: {replicas: 3}\n", 1, &free);
+    let new = planned("decode: {replicas: 2}\n", 2, &free);
+    let scaled = in_place(&old, &new, &free).unwrap();
+    assert_eq!(decodes(&scaled), decodes(&old)[..2]);
+}
+
+#[test]
+fn what_changes_more_than_the_number_is_planned_anew() {
+    let free = profiles(4 * GIB);
+    let old = planned("", 1, &free);
+    for yaml in [
+        "decode: {replicas: 2}\nprefill: {replicas: 2}\n",
+        "decode: {replicas: 2}\nprefill: {mode: Chunked}\n",
+        "decode: {replicas: 1}\n",
+    ] {
+        let new = planned(yaml, 2, &free);
+        assert_eq!(in_place(&old, &new, &free), None, "{yaml}");
+    }
+}
+
+#[test]
+fn places_that_do_not_suffice_are_given_up() {
+    let old = planned("", 1, &profiles(4 * GIB));
+    let new = planned("decode: {replicas: 2}\n", 2, &profiles(4 * GIB));
+    // Nothing is left on the nodes.
+    assert_eq!(in_place(&old, &new, &profiles(200 * MIB)), None);
+    // A node of the old plan takes nothing any more.
+    let mut one = profiles(4 * GIB);
+    one.free.remove("attic");
+    assert_eq!(in_place(&old, &new, &one), None);
+    // Others request the CPU of a node by now.
+    let mut busy = profiles(4 * GIB);
+    for room in busy.cpu_rooms.values_mut() {
+        room.requested_millis = 3900;
+    }
+    assert_eq!(in_place(&old, &new, &busy), None);
+}
+
+#[test]
+fn cores_of_ones_own_are_not_given_twice() {
+    let free = profiles(4 * GIB);
+    let mut old = planned("", 1, &free);
+    let mut new = planned("decode: {replicas: 2}\n", 2, &free);
+    assert!(in_place(&old, &new, &free).is_some());
+    for rank in old.ranks.iter_mut().chain(&mut new.ranks) {
+        rank.pinning = hearth_crds::Pinning::Exclusive;
+    }
+    assert_eq!(in_place(&old, &new, &free), None);
+}

@@ -1,0 +1,283 @@
+//! Worker images come to one deployment after the other: which of them are on their way to one, and how it went.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use hearth_crds::InferencePlan;
+use jiff::{SignedDuration, Timestamp};
+
+use crate::names::ANNOTATION_TURN;
+use crate::plan_annotations::{annotation, has_failed, has_served};
+
+/// A deployment that is not ready with an image for so long keeps nobody else from it: its own deadline is whatever its
+/// owner writes.
+pub const LONGEST_TURN: SignedDuration = SignedDuration::from_mins(30);
+
+/// How far a plan has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It is being carried out.
+    Open,
+    /// All its ranks were ready once.
+    Served,
+    /// It was given up.
+    Failed,
+}
+
+/// The plans of all deployments, as far as images go.
+#[derive(Debug, Default)]
+pub struct Turns {
+    /// By owner and generation.
+    plans: HashMap<Arc<str>, BTreeMap<u64, Step>>,
+    /// Each image's name once.
+    images: Vec<Arc<str>>,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+struct Step {
+    image: Option<Arc<str>>,
+    outcome: Outcome,
+    made: Option<Timestamp>,
+    /// What keeps it from serving is no image's fault.
+    passes: bool,
+}
+
+impl Step {
+    /// Whether it keeps nobody from its image, whatever became of it.
+    fn has_passed(&self, now: Timestamp) -> bool {
+        let is_old = |made: Timestamp| now.duration_since(made) >= LONGEST_TURN;
+        self.passes || self.outcome == Outcome::Open && self.made.is_some_and(is_old)
+    }
+}
+
+impl Turns {
+    /// Takes all plans of a deployment; none: it has none, or is gone. Returns whether another's turn may have come.
+    pub fn set(&mut self, owner: &Arc<str>, plans: &[Arc<InferencePlan>]) -> bool {
+        let steps = plans.iter();
+        let steps = steps.map(|plan| (plan.spec.generation, self.step(plan)));
+        let steps: BTreeMap<u64, Step> = steps.collect();
+        let before = self.plans.remove(owner).unwrap_or_default();
+        let newest = before.keys().next_back();
+        let is_news = before.iter().any(|(generation, step)| {
+            let now = steps.get(generation);
+            now.map_or(newest == Some(generation), |now| now != step)
+        });
+        if !steps.is_empty() {
+            self.plans.insert(Arc::clone(owner), steps);
+        }
+        is_news
+    }
+
+    fn step(&mut self, plan: &InferencePlan) -> Step {
+        let outcome = if has_served(plan) {
+            Outcome::Served
+        } else if has_failed(plan) {
+            Outcome::Failed
+        } else {
+            Outcome::Open
+        };
+        let image = plan.spec.worker_image.as_deref();
+        Step {
+            image: image.map(|image| self.shared(image)),
+            outcome,
+            made: plan.metadata.creation_timestamp.as_ref().map(|at| at.0),
+            passes: !annotation(plan, ANNOTATION_TURN).is_empty(),
+        }
+    }
+
+    /// The owner whose change to `image` is under way, or has failed; `but` does not count.
+    pub fn on_the_way_to(
+        &self,
+        image: &str,
+        but: &str,
+        now: Timestamp,
+    ) -> Option<(&Arc<str>, Outcome)> {
+        let ways = self.ways(now);
+        let others = ways.filter(|(owner, step)| {
+            let is_there = step.image.as_deref() == Some(image);
+            ***owner != *but && is_there
+        });
+        first(others)
+    }
+
+    /// The owner that others wait for, whichever the image.
+    pub fn holder(&self, now: Timestamp) -> Option<(&Arc<str>, Outcome)> {
+        first(self.ways(now))
+    }
+
+    /// Owners that go from an image that served to another one, or have failed to.
+    fn ways(&self, now: Timestamp) -> impl Iterator<Item = (&Arc<str>, &Step)> {
+        self.plans.iter().filter_map(move |(owner, steps)| {
+            let (generation, newest) = steps.last_key_value()?;
+            let mut before = steps.range(..generation).map(|(_, step)| step);
+            let had_other = |step: &Step| {
+                let other = step.image.as_ref();
+                let is_other = other.is_some() && other != newest.image.as_ref();
+                step.outcome == Outcome::Served && is_other
+            };
+            let is_way = newest.image.is_some()
+                && newest.outcome != Outcome::Served
+                && !newest.has_passed(now)
+                && before.any(had_other);
+            is_way.then_some((owner, newest))
+        })
+    }
+
+    /// The image of the owner's newest plan.
+    pub fn newest_image(&self, owner: &str) -> Option<&str> {
+        let (_, newest) = self.plans.get(owner)?.last_key_value()?;
+        newest.image.as_deref()
+    }
+
+    fn shared(&mut self, image: &str) -> Arc<str> {
+        if let Some(known) = self.images.iter().find(|known| &***known == image) {
+            return Arc::clone(known);
+        }
+        self.images.retain(|known| Arc::strong_count(known) > 1);
+        let image: Arc<str> = image.into();
+        self.images.push(Arc::clone(&image));
+        image
+    }
+}
+
+/// A failure is the better reason; of several, the same each time.
+fn first<'a>(
+    ways: impl Iterator<Item = (&'a Arc<str>, &'a Step)>,
+) -> Option<(&'a Arc<str>, Outcome)> {
+    let ways = ways.map(|(owner, step)| (owner, step.outcome));
+    ways.min_by_key(|(owner, outcome)| (*outcome != Outcome::Failed, Arc::clone(owner)))
+}
+
+/// Whether what keeps workers from running is no fault of their image.
+pub fn is_no_images_fault(reason: &str) -> bool {
+    matches!(
+        reason,
+        "Evicted"
+            | "MountFailed"
+            | "NodeLost"
+            | "NotAllowed"
+            | "QuotaExceeded"
+            | "Rejected"
+            | "SetupFailed"
+            | "Unschedulable"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+
+    use super::*;
+    use crate::names::{ANNOTATION_OUTCOME, OUTCOME_FAILED, OUTCOME_SERVING};
+    use crate::testing::at;
+    use crate::testing::samples;
+
+    fn plan(generation: u64, image: &str, outcome: &str) -> InferencePlan {
+        let mut spec = samples::plan();
+        spec.generation = generation;
+        spec.worker_image = Some(image.to_owned());
+        let mut plan = InferencePlan::new(&format!("demo-{generation}"), spec);
+        let annotations = plan.metadata.annotations.get_or_insert_default();
+        annotations.insert(ANNOTATION_OUTCOME.to_owned(), outcome.to_owned());
+        plan
+    }
+
+    /// Turns, and the plans that they were told of.
+    #[derive(Default)]
+    struct Plans {
+        turns: Turns,
+        by_owner: HashMap<String, BTreeMap<u64, Arc<InferencePlan>>>,
+    }
+
+    impl Plans {
+        fn put(&mut self, owner: &str, plan: &InferencePlan) -> bool {
+            let plans = self.by_owner.entry(owner.to_owned()).or_default();
+            plans.insert(plan.spec.generation, Arc::new(plan.clone()));
+            self.told(owner)
+        }
+
+        fn remove(&mut self, owner: &str, generation: u64) -> bool {
+            let plans = self.by_owner.get_mut(owner).expect("an owner");
+            plans.remove(&generation).expect("a plan");
+            self.told(owner)
+        }
+
+        fn told(&mut self, owner: &str) -> bool {
+            let plans: Vec<_> = self.by_owner[owner].values().cloned().collect();
+            self.turns.set(&owner.into(), &plans)
+        }
+    }
+
+    #[test]
+    fn a_way_is_one_from_an_image_that_served() {
+        let mut turns = Plans::default();
+        let (one, two) = ("one", "two");
+        let under_way = |turns: &Plans| {
+            turns
+                .turns
+                .on_the_way_to("x:2", "two", at(0))
+                .map(|(_, outcome)| outcome)
+        };
+        turns.put(one, &plan(1, "x:1", OUTCOME_SERVING));
+        turns.put(two, &plan(1, "x:1", OUTCOME_SERVING));
+        assert_eq!(under_way(&turns), None);
+        assert!(!turns.put(one, &plan(2, "x:2", "")));
+        assert_eq!(under_way(&turns), Some(Outcome::Open));
+        assert_eq!(
+            turns.turns.on_the_way_to("x:2", "one", at(0)),
+            None,
+            "its own way"
+        );
+        assert!(turns.put(one, &plan(2, "x:2", OUTCOME_FAILED)));
+        assert_eq!(under_way(&turns), Some(Outcome::Failed));
+        assert_eq!(
+            turns.turns.on_the_way_to("x:3", "two", at(0)),
+            None,
+            "another image"
+        );
+        assert!(turns.put(one, &plan(2, "x:2", OUTCOME_SERVING)));
+        assert_eq!(under_way(&turns), None);
+        assert_eq!(turns.turns.newest_image("one"), Some("x:2"));
+        // A first plan holds nobody up, and neither does one that is gone.
+        let three = "three";
+        turns.put(three, &plan(1, "x:2", ""));
+        assert_eq!(under_way(&turns), None);
+        turns.put(one, &plan(3, "x:1", OUTCOME_SERVING));
+        turns.put(one, &plan(4, "x:2", ""));
+        assert_eq!(under_way(&turns), Some(Outcome::Open));
+        assert!(turns.remove("one", 4));
+        assert_eq!(under_way(&turns), None);
+    }
+
+    /// One tenant's deadline, or missing directory, is not everybody's.
+    #[test]
+    fn a_turn_ends_by_itself_and_is_passed_on_where_the_image_is_not_to_blame() {
+        let mut turns = Plans::default();
+        let one = "one";
+        turns.put(one, &plan(1, "x:1", OUTCOME_SERVING));
+        let mut next = plan(2, "x:2", "");
+        next.metadata.creation_timestamp = Some(Time(at(0)));
+        turns.put(one, &next);
+        let held = |turns: &Plans, second: i64| {
+            let held = turns.turns.on_the_way_to("x:2", "two", at(second));
+            assert_eq!(held, turns.turns.holder(at(second)));
+            held.map(|(_, outcome)| outcome)
+        };
+        assert_eq!(held(&turns, 1799), Some(Outcome::Open));
+        assert_eq!(held(&turns, 1800), None);
+        let annotation = |plan: &mut InferencePlan, key: &str, value: &str| {
+            let annotations = plan.metadata.annotations.get_or_insert_default();
+            annotations.insert(key.to_owned(), value.to_owned());
+        };
+        annotation(&mut next, ANNOTATION_TURN, "MountFailed");
+        assert!(turns.put(one, &next), "somebody else's turn has come");
+        assert_eq!(held(&turns, 1), None);
+        annotation(&mut next, ANNOTATION_OUTCOME, OUTCOME_FAILED);
+        turns.put(one, &next);
+        assert_eq!(held(&turns, 1), None);
+        // It crashes by now: the image may be to blame.
+        annotation(&mut next, ANNOTATION_TURN, "");
+        turns.put(one, &next);
+        assert_eq!(held(&turns, 3600), Some(Outcome::Failed));
+    }
+}

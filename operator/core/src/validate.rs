@@ -1,0 +1,229 @@
+//! Validate: whether this operator serves the deployment, and whether its spec asks for what can be done.
+//!
+//! The rules of admission are checked again: an object may have been made while an older definition was installed.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use hearth_crds::{
+    FieldError, InferenceDeployment, InferencePlan, ParseError, Venue, unsupported,
+    validate_deployment,
+};
+use kube_core::ResourceExt;
+
+use crate::build::deployment_of_plan;
+use crate::conditions::{self, PLANNED};
+use crate::host_paths;
+use crate::names::ANNOTATION_SPEC;
+use crate::observed::{Observed, Settings};
+
+/// How long a new plan may take when the spec does not say.
+const PROGRESS_DEADLINE: Duration = Duration::from_secs(600);
+
+/// Whether deployments of `namespace` are this operator's business.
+pub fn serves(settings: &Settings, namespace: &str) -> bool {
+    is_among(&settings.namespaces, namespace)
+}
+
+/// Whether `namespace` is one of those that are served; none named: all are.
+pub fn is_among(namespaces: &[String], namespace: &str) -> bool {
+    namespaces.is_empty() || namespaces.iter().any(|name| name == namespace)
+}
+
+/// Checks the deployment.
+///
+/// # Errors
+/// Every field that is wrong, with what to write instead.
+pub fn validate(observed: &Observed) -> Result<(), Vec<FieldError>> {
+    let deployment = &observed.deployment;
+    let namespace = deployment.metadata.namespace.as_deref().unwrap_or_default();
+    if !serves(&observed.settings, namespace) {
+        return Err(vec![not_served(&observed.settings, namespace)]);
+    }
+    let lacking = unsupported(&deployment.spec, Venue::Cluster);
+    if !lacking.is_empty() {
+        return Err(lacking);
+    }
+    if !was_found_valid(deployment) {
+        check_rules(deployment)?;
+    }
+    check_host_paths(observed)
+}
+
+/// How long a new plan may take until all its workers are ready.
+pub fn progress_deadline(deployment: &InferenceDeployment) -> Duration {
+    let asked = deployment.spec.rollout.progress_deadline;
+    asked.map_or(PROGRESS_DEADLINE, |text| text.get())
+}
+
+/// At each reconcile, since what is allowed changes with the operator's settings. A model that was taken before goes on.
+fn check_host_paths(observed: &Observed) -> Result<(), Vec<FieldError>> {
+    let (settings, deployment) = (&observed.settings, &observed.deployment);
+    let check = |deployment: &InferenceDeployment| {
+        host_paths::check(
+            &deployment.spec,
+            &settings.host_paths,
+            &settings.model_cache,
+        )
+    };
+    let Err(error) = check(deployment) else {
+        return Ok(());
+    };
+    let model = |deployment: &InferenceDeployment| {
+        let model = &deployment.spec.model;
+        (model.source.clone(), model.adapters.clone())
+    };
+    let asked = model(deployment);
+    let is_known = |plan: &Arc<InferencePlan>| {
+        plan.annotations().contains_key(ANNOTATION_SPEC)
+            && model(&deployment_of_plan(deployment, plan)) == asked
+    };
+    match observed.plans.iter().any(is_known) {
+        true => Ok(()),
+        false => Err(vec![error]),
+    }
+}
+
+fn not_served(settings: &Settings, namespace: &str) -> FieldError {
+    let served = settings.namespaces.join(",");
+    FieldError::new(
+        "metadata.namespace",
+        format!("is {namespace:?}, and this operator serves {served}"),
+        format!(
+            "add it: helm upgrade hearth charts/hearth -n {} --reuse-values --set 'namespaces={{{served},{namespace}}}'",
+            settings.operator_namespace
+        ),
+    )
+}
+
+/// Whether the last reconcile found this very generation valid; the rules are costly and never change their mind.
+fn was_found_valid(deployment: &InferenceDeployment) -> bool {
+    let planned = deployment
+        .status
+        .as_ref()
+        .and_then(|status| status.conditions.iter().find(|c| c.type_ == PLANNED));
+    planned.is_some_and(|condition| {
+        condition.observed_generation.is_some()
+            && condition.observed_generation == deployment.metadata.generation
+            && condition.reason != conditions::INVALID_SPEC
+    })
+}
+
+fn check_rules(deployment: &InferenceDeployment) -> Result<(), Vec<FieldError>> {
+    let name = deployment.metadata.name.as_deref().unwrap_or_default();
+    let mut bare = InferenceDeployment::new(name, deployment.spec.clone());
+    bare.metadata.namespace = deployment.metadata.namespace.clone();
+    match validate_deployment(&bare, Venue::Cluster) {
+        Ok(()) => Ok(()),
+        Err(ParseError::Fields(fields)) => Err(fields),
+        Err(other) => Err(vec![FieldError::new(
+            "spec",
+            "cannot be checked",
+            other.to_string(),
+        )]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{deployment, observed};
+
+    fn check(yaml: &str) -> Result<(), String> {
+        let observed = observed(deployment(yaml));
+        validate(&observed).map_err(|errors| {
+            let lines: Vec<String> = errors.iter().map(ToString::to_string).collect();
+            lines.join("\n")
+        })
+    }
+
+    #[test]
+    fn the_demo_is_valid() {
+        assert_eq!(check(""), Ok(()));
+    }
+
+    #[test]
+    fn what_admission_would_refuse_is_refused_here_too() {
+        let mut deployment = deployment("decode: {maxBatch: 8}\n");
+        deployment.spec.decode.max_batch = 0;
+        let errors = validate(&observed(deployment)).unwrap_err();
+        assert_eq!(errors[0].field, "spec.decode.maxBatch");
+    }
+
+    #[test]
+    fn a_long_name_is_refused() {
+        let mut deployment = deployment("");
+        deployment.metadata.name = Some("a".repeat(41));
+        let errors = validate(&observed(deployment)).unwrap_err();
+        assert_eq!(errors[0].field, "metadata.name");
+    }
+
+    #[test]
+    fn a_valid_generation_is_not_checked_twice_and_a_new_one_is() {
+        let mut deployment = deployment("");
+        deployment.spec.decode.max_batch = 0;
+        deployment.metadata.generation = Some(7);
+        let mut status = hearth_crds::InferenceDeploymentStatus::default();
+        status.conditions.push(hearth_crds::Condition {
+            type_: PLANNED.to_owned(),
+            status: "True".to_owned(),
+            observed_generation: Some(6),
+            last_transition_time: "2026-01-01T00:00:00Z".to_owned(),
+            reason: "Planned".to_owned(),
+            message: String::new(),
+        });
+        deployment.status = Some(status);
+        assert!(validate(&observed(deployment.clone())).is_err());
+        deployment.metadata.generation = Some(6);
+        assert!(validate(&observed(deployment)).is_ok());
+    }
+
+    #[test]
+    fn a_directory_of_nodes_is_one_that_the_operator_allows_or_was_taken_before() {
+        let host = |path: &str| format!("model: {{source: {{hostPath: {{path: {path}}}}}}}\n");
+        assert_eq!(check(&host("/models/m")), Ok(()));
+        let refusal = check(&host("/etc/kubernetes")).unwrap_err();
+        for words in [
+            "spec.model.source.hostPath.path",
+            "/etc/kubernetes",
+            "below /models",
+        ] {
+            assert!(refusal.contains(words), "{refusal}");
+        }
+
+        // A spec that was found valid under wider settings, and has no plan.
+        let mut before = deployment(&host("/srv/m"));
+        assert!(validate(&observed(before.clone())).is_err());
+        // One whose model is being served goes on, and may change in all but the path.
+        let mut plan = InferencePlan::new("demo-1", crate::testing::samples::plan());
+        let spec = serde_json::to_string(&before.spec).unwrap();
+        plan.metadata.annotations = Some([(ANNOTATION_SPEC.to_owned(), spec)].into());
+        before.spec.decode.max_batch = 2;
+        let mut served = observed(before);
+        served.plans.push(plan.clone().into());
+        assert!(validate(&served).is_ok());
+        let mut elsewhere = observed(deployment(&host("/srv/other")));
+        elsewhere.plans.push(plan.into());
+        assert!(validate(&elsewhere).is_err());
+    }
+
+    #[test]
+    fn a_namespace_that_is_not_served_is_told_how_to_be() {
+        let mut observed = observed(deployment(""));
+        let mut settings = (*observed.settings).clone();
+        settings.namespaces = vec!["default".to_owned(), "chat".to_owned()];
+        observed.settings = settings.into();
+        assert!(validate(&observed).is_ok());
+        let mut elsewhere = (*observed.deployment).clone();
+        elsewhere.metadata.namespace = Some("lab".to_owned());
+        observed.deployment = elsewhere.into();
+        let errors = validate(&observed).unwrap_err();
+        assert!(
+            errors[0]
+                .remedy
+                .contains("--set 'namespaces={default,chat,lab}'"),
+            "{}",
+            errors[0].remedy
+        );
+    }
+}

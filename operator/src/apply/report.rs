@@ -1,0 +1,328 @@
+//! The status, written when it differs from the one that is there, and events on transitions.
+
+use std::sync::{Mutex, PoisonError};
+
+use hearth_controller_core::conditions::{DEGRADED, INVALID_SPEC, PLANNED, READY};
+use hearth_controller_core::decision::Transition;
+use hearth_crds::{API_VERSION, Condition, InferenceDeployment, InferenceDeploymentStatus};
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::ObjectReference;
+use kube::ResourceExt;
+use kube::api::ObjectMeta;
+use kube::runtime::events::{Event, EventType, Recorder, Reporter};
+use serde_json::json;
+
+use crate::cluster::api::{ApiClient, Collection};
+use crate::cluster::cache::CacheNotifier;
+use crate::cluster::digest;
+use crate::cluster::failure::Failure;
+use crate::cluster::lean::LeanDeployment;
+use crate::cluster::table::Identity;
+
+const KIND: &str = "InferenceDeployment";
+/// Reason of a deployment whose plan is of a newer operator.
+const NEWER_PLAN: &str = "NewerPlan";
+/// Longest text of an event's note.
+const ANNOTATION_BYTES: usize = 1000;
+/// Longest message of a condition.
+const MESSAGE_BYTES: usize = 8 << 10;
+
+/// Events after which what the recorder remembers is forgotten: it counts repetitions, and never gives memory back.
+const REMEMBERED_EVENTS: usize = 256;
+
+/// Writes status and events.
+pub(crate) struct Reporting {
+    requests: ApiClient,
+    notifier: CacheNotifier,
+    reporter: Reporter,
+    /// With the number of events that it has written.
+    recorder: Mutex<(Recorder, usize)>,
+}
+
+impl Reporting {
+    /// Writes by `requests`; `identity` is this replica's name in events.
+    pub(crate) fn new(requests: ApiClient, notifier: CacheNotifier, identity: &str) -> Self {
+        let reporter = Reporter {
+            controller: "hearth-operator".to_owned(),
+            instance: Some(identity.to_owned()),
+        };
+        let recorder = Recorder::new(requests.client().clone(), reporter.clone());
+        Self {
+            requests,
+            notifier,
+            reporter,
+            recorder: Mutex::new((recorder, 0)),
+        }
+    }
+
+    /// The recorder for one more event.
+    fn recorder(&self) -> Recorder {
+        let mut recorder = self.recorder.lock().unwrap_or_else(PoisonError::into_inner);
+        recorder.1 += 1;
+        if recorder.1 > REMEMBERED_EVENTS {
+            let fresh = Recorder::new(self.requests.client().clone(), self.reporter.clone());
+            *recorder = (fresh, 1);
+        }
+        recorder.0.clone()
+    }
+
+    /// Writes the status unless `current` is the same. Returns whether it was written.
+    ///
+    /// # Errors
+    /// What the API server says.
+    pub(crate) async fn status(
+        &self,
+        metadata: &ObjectMeta,
+        current: Option<&InferenceDeploymentStatus>,
+        wanted: &InferenceDeploymentStatus,
+    ) -> Result<bool, Failure> {
+        if current == Some(wanted) {
+            return Ok(false);
+        }
+        let name = metadata.name.as_deref().unwrap_or_default();
+        let namespace = metadata.namespace.as_deref().unwrap_or_default();
+        let body = json!({
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            // The uid is a precondition: a deployment that was made anew has a status of its own.
+            "metadata": {"name": name, "namespace": namespace, "uid": metadata.uid},
+            "status": wanted,
+        });
+        let place = Collection::of::<InferenceDeployment>(namespace);
+        let written: LeanDeployment = self.requests.apply_status(&place, name, &body).await?;
+        let identity = Identity::of(&written.metadata);
+        self.notifier
+            .change(|state| state.put_deployment(identity, written.into_read()));
+        Ok(true)
+    }
+
+    /// Says of a deployment that its spec cannot be read. What was known of it is read from the API server: it is not kept.
+    ///
+    /// # Errors
+    /// What the API server says.
+    pub(crate) async fn refuse(
+        &self,
+        metadata: &ObjectMeta,
+        reason: &str,
+        now: Timestamp,
+    ) -> Result<(), Failure> {
+        let name = metadata.name.as_deref().unwrap_or_default();
+        let namespace = metadata.namespace.as_deref().unwrap_or_default();
+        let place = Collection::of::<InferenceDeployment>(namespace);
+        let there: serde_json::Value = self.requests.get(&place, name).await?;
+        let current = there.get("status").cloned();
+        let current: Option<InferenceDeploymentStatus> =
+            current.and_then(|status| serde_json::from_value(status).ok());
+        let wanted = unreadable(current.as_ref(), metadata.generation, reason, now);
+        self.status(metadata, current.as_ref(), &wanted).await?;
+        Ok(())
+    }
+
+    /// Says of a deployment that it is left as it is, because of a plan that cannot be read.
+    ///
+    /// # Errors
+    /// What the API server says.
+    pub(crate) async fn leave(
+        &self,
+        deployment: &InferenceDeployment,
+        plan: &str,
+        why: &str,
+        now: Timestamp,
+    ) -> Result<(), Failure> {
+        let current = deployment.status.as_ref();
+        let namespace = deployment.namespace().unwrap_or_default();
+        let message = format!(
+            "InferencePlan {plan} is of a newer operator: {why}. Pods and objects stay as they are; let that version of the \
+             operator run again, or have this one plan anew: kubectl -n {namespace} delete inferenceplan {plan}"
+        );
+        let wanted = left(current, deployment.metadata.generation, &message, now);
+        let metadata = &deployment.metadata;
+        if self.status(metadata, current, &wanted).await? {
+            let transition = Transition {
+                reason: NEWER_PLAN.to_owned(),
+                message,
+                is_warning: true,
+            };
+            self.events(deployment, &[transition]).await;
+        }
+        Ok(())
+    }
+
+    /// Tells of transitions. What cannot be told is logged: events are a help, and the conditions stay.
+    pub(crate) async fn events(&self, deployment: &InferenceDeployment, events: &[Transition]) {
+        for transition in events {
+            let name = deployment.name_any();
+            let namespace = deployment.namespace().unwrap_or_default();
+            tracing::info!(
+                namespace,
+                name,
+                reason = transition.reason,
+                "{}",
+                transition.message
+            );
+            let reference = ObjectReference {
+                api_version: Some(API_VERSION.to_owned()),
+                kind: Some(KIND.to_owned()),
+                name: Some(name),
+                namespace: Some(namespace),
+                uid: deployment.uid(),
+                ..ObjectReference::default()
+            };
+            if let Err(error) = self
+                .recorder()
+                .publish(&event(transition), &reference)
+                .await
+            {
+                tracing::warn!(
+                    reason = transition.reason,
+                    "an event could not be written: {}",
+                    Failure::from(&error)
+                );
+            }
+        }
+    }
+}
+
+fn event(transition: &Transition) -> Event {
+    let message = digest::of_value(&transition.message.as_str().into());
+    // Events of one action are counted as one: another message is another action.
+    let action: String = message[..4].iter().map(|b| format!("{b:02x}")).collect();
+    Event {
+        type_: if transition.is_warning {
+            EventType::Warning
+        } else {
+            EventType::Normal
+        },
+        reason: transition.reason.clone(),
+        note: Some(shortened(&transition.message, ANNOTATION_BYTES)),
+        action: format!("Reconcile-{action}"),
+        secondary: None,
+    }
+}
+
+/// The status with a condition that says what the API server refused.
+pub(crate) fn with_refusal(
+    mut status: InferenceDeploymentStatus,
+    current: Option<&InferenceDeploymentStatus>,
+    generation: Option<i64>,
+    failure: &Failure,
+    now: Timestamp,
+) -> InferenceDeploymentStatus {
+    let message = failure.to_string();
+    let condition = condition(DEGRADED, "True", generation, "ApplyFailed", &message);
+    set_condition(&mut status, current, condition, now);
+    status
+}
+
+/// The status of a deployment whose spec cannot be read: what was known, and why nothing is done.
+fn unreadable(
+    current: Option<&InferenceDeploymentStatus>,
+    generation: Option<i64>,
+    reason: &str,
+    now: Timestamp,
+) -> InferenceDeploymentStatus {
+    let mut status = current.cloned().unwrap_or_default();
+    status.observed_generation = generation;
+    let message = format!(
+        "the spec cannot be read by this version of the operator: {reason}; upgrade the operator, or change the field"
+    );
+    for type_ in [READY, PLANNED] {
+        let condition = condition(type_, "False", generation, INVALID_SPEC, &message);
+        set_condition(&mut status, current, condition, now);
+    }
+    status
+}
+
+/// The status of a deployment that is left to a newer operator: nobody here knows how it does.
+fn left(
+    current: Option<&InferenceDeploymentStatus>,
+    generation: Option<i64>,
+    message: &str,
+    now: Timestamp,
+) -> InferenceDeploymentStatus {
+    let mut status = current.cloned().unwrap_or_default();
+    for (type_, holds) in [(READY, "Unknown"), (DEGRADED, "True")] {
+        let condition = condition(type_, holds, generation, NEWER_PLAN, message);
+        set_condition(&mut status, current, condition, now);
+    }
+    status
+}
+
+/// A condition whose time [`set_condition`] finds.
+fn condition(
+    type_: &str,
+    holds: &str,
+    generation: Option<i64>,
+    reason: &str,
+    message: &str,
+) -> Condition {
+    Condition {
+        type_: type_.to_owned(),
+        status: holds.to_owned(),
+        observed_generation: generation,
+        last_transition_time: String::new(),
+        reason: reason.to_owned(),
+        message: shortened(message, MESSAGE_BYTES),
+    }
+}
+
+/// Sets a condition; its time is that of the last change of its status.
+fn set_condition(
+    status: &mut InferenceDeploymentStatus,
+    current: Option<&InferenceDeploymentStatus>,
+    mut condition: Condition,
+    now: Timestamp,
+) {
+    let before = current
+        .into_iter()
+        .flat_map(|status| &status.conditions)
+        .find(|before| before.type_ == condition.type_ && before.status == condition.status);
+    condition.last_transition_time = match before {
+        Some(before) => before.last_transition_time.clone(),
+        None => now.strftime("%Y-%m-%dT%H:%M:%SZ").to_string(),
+    };
+    let known = status
+        .conditions
+        .iter_mut()
+        .find(|known| known.type_ == condition.type_);
+    match known {
+        Some(known) => *known = condition,
+        None => status.conditions.push(condition),
+    }
+}
+
+fn shortened(text: &str, bytes: usize) -> String {
+    if text.len() <= bytes {
+        return text.to_owned();
+    }
+    let end = (0..bytes - 3).rev().find(|end| text.is_char_boundary(*end));
+    format!("{}…", &text[..end.unwrap_or(0)])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn time(text: &str) -> Timestamp {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn a_refusal_that_stays_is_the_same_status() {
+        let failure = Failure::Forbidden("no".to_owned());
+        let (early, late) = (time("2026-01-01T00:00:00Z"), time("2026-01-01T01:00:00Z"));
+        let wanted = InferenceDeploymentStatus::default();
+        let first = with_refusal(wanted.clone(), None, Some(1), &failure, early);
+        let second = with_refusal(wanted, Some(&first), Some(1), &failure, late);
+        assert_eq!(first, second);
+        assert_eq!(first.conditions[0].reason, "ApplyFailed");
+        assert_eq!(first.conditions[0].message, "no");
+    }
+
+    #[test]
+    fn long_texts_are_cut_between_characters() {
+        assert_eq!(shortened("short", 10), "short");
+        let cut = shortened(&"é".repeat(40), 20);
+        assert!(cut.len() <= 20 && cut.ends_with('…'), "{cut}");
+    }
+}

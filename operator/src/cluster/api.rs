@@ -1,0 +1,216 @@
+//! Single requests to the API server, each with a limit on its time and an answer that is reduced while it is read.
+
+use std::time::Duration;
+
+use hearth_controller_core::names::FIELD_MANAGER;
+use kube::api::{ApiResource, DeleteParams, Patch, PatchParams, PostParams, Preconditions};
+use kube::core::Request;
+use kube::{Client, Resource};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use crate::cluster::failure::Failure;
+
+/// How long one request may take, its answer read.
+const WHOLE: Duration = Duration::from_secs(40);
+
+/// Sends requests.
+#[derive(Clone)]
+pub(crate) struct ApiClient {
+    client: Client,
+}
+
+/// The collection of objects of one kind in one namespace.
+pub(crate) struct Collection {
+    request: Request,
+    /// For messages: kind and namespace.
+    what: String,
+}
+
+impl Collection {
+    /// Of a kind that is known when this is compiled.
+    pub(crate) fn of<K: Resource<DynamicType = ()>>(namespace: &str) -> Self {
+        Self {
+            request: Request::new(K::url_path(&(), Some(namespace))),
+            what: K::kind(&()).into_owned(),
+        }
+    }
+
+    /// Of any kind.
+    pub(crate) fn of_resource(resource: &ApiResource, namespace: &str) -> Self {
+        Self {
+            request: Request::new(kube::api::DynamicObject::url_path(
+                resource,
+                Some(namespace),
+            )),
+            what: resource.kind.clone(),
+        }
+    }
+}
+
+impl ApiClient {
+    /// Sends by `client`.
+    pub(crate) fn new(client: Client) -> Self {
+        Self { client }
+    }
+
+    /// The client itself.
+    pub(crate) fn client(&self) -> &Client {
+        &self.client
+    }
+
+    /// Reads one object.
+    ///
+    /// # Errors
+    /// [`Failure::NotFound`] when it is not there.
+    pub(crate) async fn get<T: DeserializeOwned>(
+        &self,
+        place: &Collection,
+        name: &str,
+    ) -> Result<T, Failure> {
+        let request = place.request.get(name, &kube::api::GetParams::default());
+        self.send(place, name, request).await
+    }
+
+    /// Makes an object.
+    ///
+    /// # Errors
+    /// [`Failure::Conflict`] when there is one of that name.
+    pub(crate) async fn create<T: DeserializeOwned>(
+        &self,
+        place: &Collection,
+        name: &str,
+        object: &impl Serialize,
+    ) -> Result<T, Failure> {
+        let parameters = PostParams {
+            field_manager: Some(FIELD_MANAGER.to_owned()),
+            ..PostParams::default()
+        };
+        let body =
+            serde_json::to_vec(object).map_err(|error| Failure::Invalid(error.to_string()))?;
+        self.send(place, name, place.request.create(&parameters, body))
+            .await
+    }
+
+    /// Applies an object: it has these fields from now on, and others keep theirs.
+    ///
+    /// # Errors
+    /// What the API server says.
+    pub(crate) async fn apply<T: DeserializeOwned>(
+        &self,
+        place: &Collection,
+        name: &str,
+        object: &Value,
+    ) -> Result<T, Failure> {
+        let parameters = PatchParams::apply(FIELD_MANAGER).force();
+        let patch = Patch::Apply(object);
+        self.send(place, name, place.request.patch(name, &parameters, &patch))
+            .await
+    }
+
+    /// Applies a status.
+    ///
+    /// # Errors
+    /// What the API server says.
+    pub(crate) async fn apply_status<T: DeserializeOwned>(
+        &self,
+        place: &Collection,
+        name: &str,
+        object: &Value,
+    ) -> Result<T, Failure> {
+        let parameters = PatchParams::apply(FIELD_MANAGER).force();
+        let patch = Patch::Apply(object);
+        let request = place
+            .request
+            .patch_subresource("status", name, &parameters, &patch);
+        self.send(place, name, request).await
+    }
+
+    /// Merges fields into an object. A uid in it is a precondition.
+    ///
+    /// # Errors
+    /// What the API server says.
+    pub(crate) async fn merge<T: DeserializeOwned>(
+        &self,
+        place: &Collection,
+        name: &str,
+        fields: &Value,
+    ) -> Result<T, Failure> {
+        let parameters = PatchParams {
+            field_manager: Some(FIELD_MANAGER.to_owned()),
+            ..PatchParams::default()
+        };
+        let patch = Patch::Merge(fields);
+        self.send(place, name, place.request.patch(name, &parameters, &patch))
+            .await
+    }
+
+    /// Asks an object to end, within `grace_s` seconds or what it says itself. `Ok` also when it is gone, or when another object has its name.
+    ///
+    /// # Errors
+    /// What the API server says.
+    pub(crate) async fn delete(
+        &self,
+        place: &Collection,
+        name: &str,
+        uid: &str,
+        grace_s: Option<u32>,
+    ) -> Result<(), Failure> {
+        let parameters = DeleteParams {
+            grace_period_seconds: grace_s,
+            preconditions: (!uid.is_empty()).then(|| Preconditions {
+                uid: Some(uid.to_owned()),
+                resource_version: None,
+            }),
+            ..DeleteParams::background()
+        };
+        let request = place.request.delete(name, &parameters);
+        match self.send::<Value>(place, name, request).await {
+            Ok(_) | Err(Failure::NotFound(_)) => Ok(()),
+            // The precondition: the object that was meant is gone.
+            Err(Failure::Conflict(_)) if !uid.is_empty() => Ok(()),
+            Err(other) => Err(other),
+        }
+    }
+
+    async fn send<T: DeserializeOwned>(
+        &self,
+        place: &Collection,
+        name: &str,
+        request: Result<http::Request<Vec<u8>>, kube::core::request::Error>,
+    ) -> Result<T, Failure> {
+        let what = format!("{} {name}", place.what);
+        let request = request.map_err(|error| Failure::Invalid(format!("{what}: {error}")))?;
+        let answer = tokio::time::timeout(WHOLE, self.client.request::<T>(request)).await;
+        match answer {
+            Ok(Ok(answer)) => Ok(answer),
+            Ok(Err(error)) => Err(in_words(&what, Failure::from(&error))),
+            Err(_) => Err(Failure::Network(format!(
+                "{what}: the API server did not answer in {} s",
+                WHOLE.as_secs()
+            ))),
+        }
+    }
+}
+
+/// Names the object in the words of a failure, unless the API server did.
+fn in_words(what: &str, failure: Failure) -> Failure {
+    let name = what.rsplit(' ').next().unwrap_or(what);
+    let words = |why: String| {
+        if why.contains(name) {
+            why
+        } else {
+            format!("{what}: {why}")
+        }
+    };
+    match failure {
+        Failure::Conflict(why) => Failure::Conflict(words(why)),
+        Failure::NotFound(why) => Failure::NotFound(words(why)),
+        Failure::Server(why) => Failure::Server(words(why)),
+        Failure::Network(why) => Failure::Network(words(why)),
+        Failure::Forbidden(why) => Failure::Forbidden(words(why)),
+        Failure::Invalid(why) => Failure::Invalid(words(why)),
+        other @ (Failure::Terminating(_) | Failure::Throttled { .. }) => other,
+    }
+}

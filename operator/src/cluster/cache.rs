@@ -1,0 +1,563 @@
+//! All that is known of the cluster, kept up by watches and by the answers to our own writes.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use hearth_controller_core::build::model_key_of;
+use hearth_controller_core::key::Key;
+use hearth_controller_core::ledger::Ledger;
+use hearth_controller_core::ledger::holdings::Holdings;
+use hearth_controller_core::observed::forbidden::Forbidden;
+use hearth_controller_core::observed::{AgentEndpoint, NodeView, PodView};
+use hearth_controller_core::routes::is_planned_gateway;
+use hearth_controller_core::turns::Turns;
+use hearth_crds::{InferenceDeployment, InferencePlan, NodeProfileSpec};
+use jiff::Timestamp;
+use kube::api::ObjectMeta;
+
+use crate::cluster::devices::{Claimed, Devices, Offered};
+use crate::cluster::lean::Facts;
+use crate::cluster::packed::Packed;
+use crate::cluster::queue::Queue;
+use crate::cluster::table::{Identity, Put, Table};
+
+/// Changes of one moment are looked at together.
+const DEBOUNCE: Duration = Duration::from_millis(100);
+/// Deployments that wait for room are looked at this long after some was freed.
+const ROOM_DEBOUNCE: Duration = Duration::from_secs(1);
+
+/// A deployment as it was read.
+pub(crate) type ReadDeployment = Result<Packed<InferenceDeployment>, Box<Unreadable>>;
+/// A plan, or one that this version cannot read.
+pub(crate) type ReadPlan = Result<Packed<InferencePlan>, Box<UnreadablePlan>>;
+
+/// A plan of another version of the API.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct UnreadablePlan {
+    /// Why it cannot be read.
+    pub(crate) why: String,
+    /// The name of its model in the nodes' stores; none for other sources.
+    pub(crate) model_key: Option<String>,
+}
+
+/// A deployment of another version of the API.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Unreadable {
+    pub(crate) metadata: ObjectMeta,
+    /// What is wrong with it.
+    pub(crate) reason: String,
+    /// The name of its model in the nodes' stores; none for other sources, and where it names none that was ever fetched.
+    pub(crate) model_key: Option<String>,
+}
+
+/// What is known of the cluster.
+#[derive(Debug, Default)]
+pub(crate) struct Cache {
+    state: Mutex<State>,
+}
+
+/// A [`Cache`] whose changes have the deployments that they concern looked at.
+#[derive(Clone, Debug)]
+pub(crate) struct CacheNotifier {
+    pub(crate) cache: Arc<Cache>,
+    pub(crate) queue: Arc<Queue>,
+}
+
+impl CacheNotifier {
+    /// Changes the contents. Whatever was learnt, by a watch or by the answer to a write, is news to someone: an answer
+    /// shows what others changed too, and the watch does not tell that a second time.
+    pub(crate) fn change(&self, change: impl FnOnce(&mut State) -> Touched) {
+        let (touched, waiting) = {
+            let mut state = self.cache.lock();
+            let touched = change(&mut state);
+            let waiting = if touched.waiting {
+                state.waiting()
+            } else {
+                Vec::new()
+            };
+            (touched, waiting)
+        };
+        for key in touched.keys {
+            self.queue.add(key, DEBOUNCE);
+        }
+        for key in waiting {
+            self.queue.add(key, ROOM_DEBOUNCE);
+        }
+    }
+}
+
+/// The contents of a [`Cache`], locked.
+#[derive(Debug, Default)]
+pub(crate) struct State {
+    pub(crate) deployments: Table<ReadDeployment>,
+    pub(crate) plans: Table<ReadPlan>,
+    pub(crate) pods: Table<PodView>,
+    /// By kind: Service, Secret, PodDisruptionBudget, NetworkPolicy.
+    pub(crate) objects: HashMap<&'static str, Table<Facts>>,
+    pub(crate) nodes: BTreeMap<String, Arc<NodeView>>,
+    node_uids: HashMap<String, String>,
+    profiles: HashMap<String, NodeProfileSpec>,
+    /// Running agents by their Pod.
+    agents: HashMap<Key, AgentEndpoint>,
+    pub(crate) holdings: Holdings,
+    pub(crate) ledger: Ledger,
+    devices: Devices,
+    /// Plans that were sent to the API server and not seen since, by owner.
+    pub(crate) reserved: HashMap<Arc<str>, (Arc<InferencePlan>, Instant)>,
+    /// Pods that the API server forbids, by owner.
+    pub(crate) forbidden: HashMap<Arc<str>, Forbidden>,
+    /// Deployments that wait for room, for a node, or for their turn with a worker image.
+    waiting: HashSet<Key>,
+    pub(crate) turns: Turns,
+    /// Deployments by uid.
+    pub(crate) keys: HashMap<Arc<str>, Key>,
+}
+
+/// Deployments that a change concerns.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Touched {
+    pub(crate) keys: Vec<Key>,
+    /// Those that wait for room too.
+    pub(crate) waiting: bool,
+}
+
+impl Cache {
+    /// Locks the contents. Never held over an await.
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Takes a deployment.
+    pub(crate) fn put_deployment(&mut self, identity: Identity, value: ReadDeployment) -> Touched {
+        let (key, uid) = (identity.key.clone(), Arc::clone(&identity.uid));
+        let after = value.clone();
+        match self.deployments.put(identity, value) {
+            Put::Stale | Put::Same => Touched::default(),
+            Put::Changed(before) => {
+                // Its Pods and plans may have been seen before it.
+                let is_new = self.keys.insert(Arc::clone(&uid), key.clone()).is_none();
+                let has_freed = is_new && self.recount(&uid);
+                // The status is our own writing. Who else writes it is corrected at the next resync.
+                let mut touched = match before.is_some_and(|before| is_same_wish(&before, &after)) {
+                    true => Touched::default(),
+                    false => Touched::one(key),
+                };
+                touched.waiting |= has_freed;
+                touched
+            }
+        }
+    }
+
+    /// Takes a plan, or why it cannot be read.
+    pub(crate) fn put_plan(
+        &mut self,
+        mut identity: Identity,
+        value: Result<&InferencePlan, &UnreadablePlan>,
+    ) -> Touched {
+        identity.share(&self.keys);
+        let owner = Arc::clone(&identity.owner);
+        let key = identity.key.clone();
+        let before = self.plans.owner(&key);
+        let generation = value.map_or(0, |plan| plan.spec.generation);
+        let packed = match value {
+            Ok(plan) => Packed::new(plan).map_err(|error| {
+                let (why, model_key) = (error.to_string(), model_key_of(plan));
+                Box::new(UnreadablePlan { why, model_key })
+            }),
+            Err(unreadable) => Err(Box::new(unreadable.clone())),
+        };
+        match self.plans.put(identity, packed) {
+            Put::Stale | Put::Same => Touched::default(),
+            Put::Changed(_) => {
+                let is_seen =
+                    |(plan, _): &(Arc<InferencePlan>, Instant)| plan.spec.generation <= generation;
+                if self.is_ours(&owner, &key) && self.reserved.get(&owner).is_some_and(is_seen) {
+                    self.reserved.remove(&owner);
+                }
+                self.owners_changed(before, &owner)
+            }
+        }
+    }
+
+    /// Takes a Pod of a deployment.
+    pub(crate) fn put_pod(&mut self, mut identity: Identity, value: PodView) -> Touched {
+        identity.share(&self.keys);
+        let owner = Arc::clone(&identity.owner);
+        let before = self.pods.owner(&identity.key);
+        match self.pods.put(identity, value) {
+            Put::Stale | Put::Same => Touched::default(),
+            Put::Changed(_) => self.owners_changed(before, &owner),
+        }
+    }
+
+    /// Takes an object of the four kinds.
+    pub(crate) fn put_object(
+        &mut self,
+        kind: &'static str,
+        mut identity: Identity,
+        value: Facts,
+    ) -> Touched {
+        identity.share(&self.keys);
+        let owner = Arc::clone(&identity.owner);
+        match self.objects.entry(kind).or_default().put(identity, value) {
+            Put::Stale | Put::Same => Touched::default(),
+            Put::Changed(_) => self.touch_owner(&owner),
+        }
+    }
+
+    /// Takes a node, without its profile.
+    pub(crate) fn put_node(&mut self, uid: &str, mut view: NodeView) -> Touched {
+        self.node_uids.insert(view.name.clone(), uid.to_owned());
+        view.profile = self.profiles.get(&view.name).cloned();
+        let name = view.name.clone();
+        let before = self.nodes.get(&name);
+        // Not everyone who adds a taint says when.
+        for taint in view.taints.iter_mut().filter(|t| t.since.is_none()) {
+            let mut known = before.iter().flat_map(|before| &before.taints);
+            let same = known.find(|known| known.key == taint.key && known.effect == taint.effect);
+            taint.since = same.map_or_else(|| Some(Timestamp::now()), |same| same.since);
+        }
+        // The clock of a machine that has just started may be ahead: it counts when the change was seen here.
+        let now = Timestamp::now();
+        let seen = |told: Option<Timestamp>, known: Option<Timestamp>| {
+            let is_ahead = told.is_some_and(|told| told > now);
+            if is_ahead { known.or(Some(now)) } else { told }
+        };
+        view.ready_since = seen(view.ready_since, before.and_then(|it| it.ready_since));
+        let known = before.and_then(|it| it.not_ready_since);
+        view.not_ready_since = seen(view.not_ready_since, known);
+        if before.is_some_and(|before| **before == view) {
+            return Touched::default();
+        }
+        self.nodes.insert(name.clone(), Arc::new(view));
+        self.node_changed(&name)
+    }
+
+    /// Forgets a node.
+    pub(crate) fn remove_node(&mut self, name: &str) -> Touched {
+        self.node_uids.remove(name);
+        match self.nodes.remove(name) {
+            None => Touched::default(),
+            Some(_) => self.node_changed(name),
+        }
+    }
+
+    /// Takes what was measured of a node; `None`: nothing any more.
+    pub(crate) fn put_profile(&mut self, name: &str, profile: Option<NodeProfileSpec>) -> Touched {
+        if self.profiles.get(name) == profile.as_ref() {
+            return Touched::default();
+        }
+        match &profile {
+            Some(profile) => self.profiles.insert(name.to_owned(), profile.clone()),
+            None => self.profiles.remove(name),
+        };
+        if let Some(node) = self.nodes.get(name) {
+            let view = NodeView {
+                profile,
+                ..NodeView::clone(node)
+            };
+            self.nodes.insert(name.to_owned(), Arc::new(view));
+        }
+        Touched {
+            keys: Vec::new(),
+            waiting: true,
+        }
+    }
+
+    /// Says whose deployments are served.
+    pub(crate) fn serve(&mut self, namespaces: &[String]) {
+        self.ledger.serve(namespaces);
+    }
+
+    /// Whether deployments of a namespace are served.
+    pub(crate) fn is_served(&self, namespace: &str) -> bool {
+        self.ledger.is_served(namespace)
+    }
+
+    /// Takes what a slice offers of GPUs; `None`: none any more.
+    pub(crate) fn put_slice(&mut self, slice: Key, offered: Option<Offered>) -> Touched {
+        Touched {
+            keys: Vec::new(),
+            waiting: self.devices.offer(slice, offered),
+        }
+    }
+
+    /// Takes what a claim has of GPUs; `None`: none any more.
+    pub(crate) fn put_claim(&mut self, claim: Key, claimed: Option<Claimed>) -> Touched {
+        let has_freed = claimed.is_none();
+        let is_news = self.devices.claim(claim, claimed);
+        Touched {
+            keys: Vec::new(),
+            waiting: is_news && has_freed,
+        }
+    }
+
+    /// GPUs of drivers of dynamic resource allocation.
+    pub(crate) fn devices(&self) -> &Devices {
+        &self.devices
+    }
+
+    /// Takes where an agent is; `None`: it is not.
+    pub(crate) fn put_agent(&mut self, pod: Key, place: Option<AgentEndpoint>) {
+        match place {
+            Some(place) => self.agents.insert(pod, place),
+            None => self.agents.remove(&pod),
+        };
+    }
+
+    /// Forgets a deployment: what it held is free once its Pods are gone.
+    pub(crate) fn remove_deployment(&mut self, key: &Key, uid: &str) -> Touched {
+        let Some(row) = self.deployments.remove(key, uid) else {
+            return Touched::default();
+        };
+        self.waiting.remove(key);
+        self.keys.remove(&row.uid);
+        self.reserved.remove(&row.uid);
+        self.forbidden.remove(&row.uid);
+        let mut touched = self.owned_changed(&row.uid);
+        touched.keys.push(key.clone());
+        touched
+    }
+
+    /// Forgets a plan.
+    pub(crate) fn remove_plan(&mut self, key: &Key, uid: &str) -> Touched {
+        match self.plans.remove(key, uid) {
+            None => Touched::default(),
+            Some(row) => self.owned_changed(&row.owner),
+        }
+    }
+
+    /// Forgets a Pod.
+    pub(crate) fn remove_pod(&mut self, key: &Key, uid: &str) -> Touched {
+        match self.pods.remove(key, uid) {
+            None => Touched::default(),
+            Some(row) => {
+                if let Some(forbidden) = self.forbidden.get_mut(&row.owner) {
+                    forbidden.goes(Timestamp::now());
+                }
+                self.owned_changed(&row.owner)
+            }
+        }
+    }
+
+    /// Forgets an object of the four kinds.
+    pub(crate) fn remove_object(&mut self, kind: &'static str, key: &Key, uid: &str) -> Touched {
+        let table = self.objects.entry(kind).or_default();
+        match table.remove(key, uid) {
+            None => Touched::default(),
+            Some(row) => self.touch_owner(&row.owner),
+        }
+    }
+
+    /// Says whether a deployment waits for room, for a node, or for its turn.
+    pub(crate) fn set_waiting(&mut self, key: &Key, waits: bool) {
+        if waits {
+            self.waiting.insert(key.clone());
+        } else {
+            self.waiting.remove(key);
+        }
+    }
+
+    fn waiting(&self) -> Vec<Key> {
+        self.waiting.iter().cloned().collect()
+    }
+
+    /// Running agents, one a node.
+    pub(crate) fn agents(&self) -> Vec<AgentEndpoint> {
+        let places = self.agents.values();
+        let by_node: BTreeMap<&str, &AgentEndpoint> =
+            places.map(|place| (&*place.node, place)).collect();
+        by_node.into_values().cloned().collect()
+    }
+
+    /// Keys of the agents' Pods.
+    pub(crate) fn agent_keys(&self) -> Vec<Key> {
+        self.agents.keys().cloned().collect()
+    }
+
+    /// The uid of a node.
+    pub(crate) fn node_uid(&self, node: &str) -> Option<&str> {
+        self.node_uids.get(node).map(String::as_str)
+    }
+
+    /// Ready gateways: their deployment, the Pod's uid and its address.
+    pub(crate) fn gateways(&self) -> Vec<(Key, String, String)> {
+        let nodes: HashSet<&IpAddr> = self.nodes.values().flat_map(|it| &it.addresses).collect();
+        let ready = self.pods.all().filter(|(_, row)| {
+            let pod = &row.value;
+            pod.role == "gateway" && pod.is_ready && !pod.is_deleting
+        });
+        ready
+            .filter_map(|(pod, row)| {
+                let key = self.keys.get(&row.owner)?.clone();
+                // Anybody can name a deployment of another namespace on a Pod, and a Pod in its node's network answers with
+                // what the node has there; no gateway of ours is one.
+                let is_node = nodes.contains(&row.value.ip.parse::<IpAddr>().ok()?);
+                let is_elsewhere = key.namespace != pod.namespace || is_node;
+                let plans = self.plans_of(&row.owner);
+                let is_ours = !is_elsewhere && is_planned_gateway(&row.value, &key.name, &plans);
+                is_ours.then(|| (key, row.value.uid.clone(), row.value.ip.clone()))
+            })
+            .collect()
+    }
+
+    /// Those of deployments with a worker that was ready, still runs, and is not ready any more.
+    pub(crate) fn gateways_in_doubt(&self) -> Vec<(Key, String, String)> {
+        let rows = self.pods.all();
+        let lost = rows.filter(|(_, row)| row.value.has_lost_readiness && !row.value.is_deleting);
+        let doubtful: HashSet<&Key> = lost
+            .filter_map(|(_, row)| self.keys.get(&row.owner))
+            .collect();
+        if doubtful.is_empty() {
+            return Vec::new();
+        }
+        let mut gateways = self.gateways();
+        gateways.retain(|(key, _, _)| doubtful.contains(key));
+        gateways
+    }
+
+    /// What was measured of a node.
+    pub(crate) fn profile(&self, node: &str) -> Option<&NodeProfileSpec> {
+        self.profiles.get(node)
+    }
+
+    /// Nodes that have a profile.
+    pub(crate) fn profiled(&self) -> Vec<String> {
+        self.profiles.keys().cloned().collect()
+    }
+
+    /// The plans of a deployment, oldest first.
+    pub(crate) fn plans_of(&self, owner: &str) -> Vec<Arc<InferencePlan>> {
+        let rows = self.plans.of(owner);
+        let ours = rows.filter(|(key, _)| self.is_ours(owner, key));
+        let mut plans: Vec<Arc<InferencePlan>> = ours
+            .filter_map(|(_, row)| row.value.as_ref().as_ref().ok()?.get().ok().map(Arc::new))
+            .collect();
+        plans.sort_by_key(|plan| plan.spec.generation);
+        plans
+    }
+
+    /// The name of a deployment's plan that cannot be read, and why; of several the last by name.
+    pub(crate) fn unreadable_plan(&self, owner: &str) -> Option<(Box<str>, Box<str>)> {
+        let rows = self.plans.of(owner);
+        let ours = rows.filter(|(key, _)| self.is_ours(owner, key));
+        let unreadable = ours.filter_map(|(key, row)| {
+            let why = row.value.as_ref().as_ref().err()?;
+            Some((Box::from(&*key.name), why.why.as_str().into()))
+        });
+        unreadable.max()
+    }
+
+    /// An object of a deployment.
+    pub(crate) fn object(
+        &self,
+        kind: &str,
+        key: &Key,
+    ) -> Option<&crate::cluster::table::Row<Facts>> {
+        self.objects.get(kind)?.get(key)
+    }
+
+    pub(crate) fn owned_changed(&mut self, owner: &Arc<str>) -> Touched {
+        let has_freed = self.recount(owner);
+        Touched {
+            waiting: has_freed,
+            ..self.touch_owner(owner)
+        }
+    }
+
+    /// Something of `owner` has changed that was of `before` until now: an object may change its controller, and another one
+    /// of its name may come without the end of the first being seen.
+    fn owners_changed(&mut self, before: Option<Arc<str>>, owner: &Arc<str>) -> Touched {
+        let mut touched = self.owned_changed(owner);
+        if let Some(before) = before.filter(|before| before != owner) {
+            touched.merge(self.owned_changed(&before));
+        }
+        touched
+    }
+
+    fn touch_owner(&self, owner: &Arc<str>) -> Touched {
+        match self.keys.get(owner) {
+            Some(key) => Touched::one(key.clone()),
+            None => Touched::default(),
+        }
+    }
+
+    fn node_changed(&self, name: &str) -> Touched {
+        let owners = self.holdings.owners_on(name);
+        Touched {
+            keys: owners
+                .filter_map(|owner| self.keys.get(owner).cloned())
+                .collect(),
+            waiting: true,
+        }
+    }
+}
+
+/// Whether nothing but the status, and what the API server counts, differs.
+fn is_same_wish(before: &ReadDeployment, after: &ReadDeployment) -> bool {
+    match (before, after) {
+        (Ok(before), Ok(after)) => {
+            let (Ok(before), Ok(after)) = (before.get(), after.get()) else {
+                return false;
+            };
+            let (old, new) = (&before.metadata, &after.metadata);
+            old.uid == new.uid
+                && old.generation == new.generation
+                && old.deletion_timestamp == new.deletion_timestamp
+                && before.spec == after.spec
+        }
+        _ => false,
+    }
+}
+
+impl Touched {
+    pub(crate) fn one(key: Key) -> Self {
+        Self {
+            keys: vec![key],
+            waiting: false,
+        }
+    }
+
+    pub(crate) fn merge(&mut self, other: Self) {
+        self.keys.extend(other.keys);
+        self.waiting |= other.waiting;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use hearth_controller_core::testing::{GIB, node};
+
+    use super::*;
+
+    /// As of a machine that has started and not yet asked for the time.
+    #[test]
+    fn a_node_whose_clock_is_ahead_is_as_it_is_since_that_was_seen() {
+        for is_ready in [true, false] {
+            let mut state = State::default();
+            let mut put = |told: Timestamp, labels: &str| {
+                let mut view = node("office", 4, GIB);
+                view.is_ready = is_ready;
+                view.ready_since = is_ready.then_some(told);
+                view.not_ready_since = (!is_ready).then_some(told);
+                view.labels.insert("x".to_owned(), labels.to_owned());
+                state.put_node("uid", view);
+                let seen = &state.nodes["office"];
+                assert_eq!(seen.ready_since.is_some(), is_ready);
+                assert_eq!(seen.not_ready_since.is_some(), !is_ready);
+                seen.ready_since.or(seen.not_ready_since).expect("a time")
+            };
+            let start = Timestamp::now();
+            let ahead = start + jiff::SignedDuration::from_hours(2);
+            let seen = put(ahead, "a");
+            assert!(start <= seen && seen <= Timestamp::now(), "{seen}");
+            assert_eq!(put(ahead, "b"), seen, "another label is no change of that");
+            let past = start - jiff::SignedDuration::from_hours(2);
+            assert_eq!(put(past, "b"), past);
+        }
+    }
+}

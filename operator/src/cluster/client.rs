@@ -1,0 +1,218 @@
+//! The connection to the API server: limits on time, counts, and what it asks of us when it is busy.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use bytes::Bytes;
+use http::{Method, Request, Response, StatusCode, header};
+use http_body_util::{BodyExt as _, Full};
+use kube::client::{Body, ClientBuilder, DynBody};
+use kube::{Client, Config};
+use serde_json::{Value, json};
+use tower::{BoxError, Layer, Service};
+
+use crate::telemetry::Telemetry;
+
+/// How long the API server may take to begin an answer.
+const ANSWER: Duration = Duration::from_secs(30);
+/// How long a connection may be silent in an answer: longer than any watch is quiet.
+const SILENCE: Duration = Duration::from_secs(180);
+
+/// How long one watch lasts before it is renewed: a connection that died unseen is found out soon after.
+pub(crate) const WATCH_SECONDS: u32 = 120;
+
+/// Connects by the usual rules: the kubeconfig of a person, or the Pod's service account.
+///
+/// # Errors
+/// When there is neither.
+pub(crate) async fn connect(telemetry: Arc<Telemetry>) -> anyhow::Result<Client> {
+    let mut config = Config::infer().await.context(
+        "there is neither a kubeconfig nor a Pod's service account\n  set KUBECONFIG, or run this in the cluster",
+    )?;
+    config.connect_timeout = Some(Duration::from_secs(10));
+    config.write_timeout = Some(ANSWER);
+    config.read_timeout = Some(SILENCE);
+    config.reset_reader_on_write = true;
+    // What is tried again, and when, the reconciler decides: it knows what it is for.
+    config.default_retry = false;
+    let builder = ClientBuilder::try_from(config)?;
+    Ok(builder.with_layer(&Counted { telemetry }).build())
+}
+
+/// Counts requests and bounds the time of their answers.
+#[derive(Clone, Debug)]
+struct Counted {
+    telemetry: Arc<Telemetry>,
+}
+
+/// See [`Counted`].
+#[derive(Clone, Debug)]
+struct CountedService<S> {
+    inner: S,
+    telemetry: Arc<Telemetry>,
+}
+
+impl<S> Layer<S> for Counted {
+    type Service = CountedService<S>;
+
+    fn layer(&self, inner: S) -> Self::Service {
+        CountedService {
+            inner,
+            telemetry: Arc::clone(&self.telemetry),
+        }
+    }
+}
+
+type Answer = Result<Response<Box<DynBody>>, BoxError>;
+
+impl<S> Service<Request<Body>> for CountedService<S>
+where
+    S: Service<Request<Body>, Response = Response<Box<DynBody>>, Error = BoxError>,
+    S::Future: Send + 'static,
+{
+    type Response = Response<Box<DynBody>>;
+    type Error = BoxError;
+    type Future = Pin<Box<dyn Future<Output = Answer> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        let is_watch = request
+            .uri()
+            .query()
+            .is_some_and(|query| query.contains("watch=true"));
+        let verb = verb(request.method());
+        let resource = resource(request.uri().path());
+        let telemetry = Arc::clone(&self.telemetry);
+        let answer = self.inner.call(request);
+        Box::pin(async move {
+            let answer = match tokio::time::timeout(ANSWER, answer).await {
+                Ok(answer) => answer,
+                Err(_) => Err(BoxError::from(format!(
+                    "the API server did not answer in {} s",
+                    ANSWER.as_secs()
+                ))),
+            };
+            let code = match &answer {
+                Ok(response) => response.status().as_u16(),
+                Err(_) => 0,
+            };
+            if !is_watch {
+                telemetry.requested(verb, resource, code);
+            }
+            with_readable_refusal(answer?).await
+        })
+    }
+}
+
+/// Load shedding answers 429 in plain words with a header; put into a Status, its wait survives.
+async fn with_readable_refusal(
+    response: Response<Box<DynBody>>,
+) -> Result<Response<Box<DynBody>>, BoxError> {
+    if response.status() != StatusCode::TOO_MANY_REQUESTS {
+        return Ok(response);
+    }
+    let (mut parts, body) = response.into_parts();
+    let header = parts.headers.get(header::RETRY_AFTER);
+    let wait = header
+        .and_then(|value| value.to_str().ok())
+        .and_then(|value| value.parse::<u32>().ok())
+        .unwrap_or(1);
+    let said = body.collect().await?.to_bytes();
+    let mut status = match serde_json::from_slice::<Value>(&said) {
+        Ok(status @ Value::Object(_)) => status,
+        _ => json!({
+            "kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "TooManyRequests",
+            "message": String::from_utf8_lossy(&said).trim(),
+        }),
+    };
+    status["code"] = json!(429);
+    if !status["details"].is_object() {
+        status["details"] = json!({});
+    }
+    status["details"]["retryAfterSeconds"] = json!(wait.max(1));
+    parts.headers.remove(header::CONTENT_LENGTH);
+    parts.headers.remove(header::TRANSFER_ENCODING);
+    let body = Full::new(Bytes::from(status.to_string())).map_err(BoxError::from);
+    Ok(Response::from_parts(parts, Box::new(body)))
+}
+
+fn verb(method: &Method) -> &'static str {
+    match method.as_str() {
+        "POST" => "create",
+        "PUT" => "update",
+        "PATCH" => "patch",
+        "DELETE" => "delete",
+        _ => "get",
+    }
+}
+
+/// The resource that a path is of, such as `pods` or `inferencedeployments/status`; names are left out.
+fn resource(path: &str) -> String {
+    let mut parts = path.trim_matches('/').split('/');
+    let skip = match parts.next() {
+        Some("api") => 1,
+        Some("apis") => 2,
+        _ => return "other".to_owned(),
+    };
+    let mut parts = parts.skip(skip).peekable();
+    let mut first = parts.next().unwrap_or("other");
+    if first == "namespaces" {
+        let _namespace = parts.next();
+        first = parts.next().unwrap_or("namespaces");
+    }
+    let _name = parts.next();
+    match parts.next() {
+        Some(subresource) => format!("{first}/{subresource}"),
+        None => first.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn the_wait_of_a_busy_server_survives() {
+        for (said, message) in [
+            ("try again later\n", "try again later"),
+            (r#"{"kind":"Status","message":"storage"}"#, "storage"),
+        ] {
+            let body = Full::new(Bytes::from(said)).map_err(BoxError::from);
+            let response = Response::builder()
+                .status(429)
+                .header("retry-after", "7")
+                .body(Box::new(body) as Box<DynBody>);
+            let answer = with_readable_refusal(response.unwrap()).await.unwrap();
+            let text = answer.into_body().collect().await.unwrap().to_bytes();
+            let status: kube::core::Status = serde_json::from_slice(&text).unwrap();
+            assert_eq!((status.code, &*status.message), (429, message));
+            assert_eq!(status.details.unwrap().retry_after_seconds, 7);
+        }
+    }
+
+    #[test]
+    fn requests_are_counted_by_what_they_are_of() {
+        for (path, expected) in [
+            ("/api/v1/namespaces/default/pods/demo", "pods"),
+            ("/api/v1/nodes", "nodes"),
+            (
+                "/apis/hearth.dev/v1alpha1/namespaces/x/inferencedeployments/demo/status",
+                "inferencedeployments/status",
+            ),
+            (
+                "/apis/policy/v1/namespaces/x/poddisruptionbudgets/a",
+                "poddisruptionbudgets",
+            ),
+            ("/version", "other"),
+        ] {
+            assert_eq!(resource(path), expected, "{path}");
+        }
+    }
+}

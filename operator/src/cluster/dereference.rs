@@ -1,0 +1,212 @@
+//! Dereference: all that one reconcile looks at, from the caches; the only requests are for events of a Pod that hangs, and for
+//! the claim of a model that is looked for.
+
+use std::collections::{BTreeMap, HashMap};
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use hearth_controller_core::age::age;
+use hearth_controller_core::conditions::{self, MODEL_READY};
+use hearth_controller_core::key::Key;
+use hearth_controller_core::observed::Placement;
+use hearth_controller_core::observed::{FetchView, Measured, Observed, PodView, Settings};
+use hearth_crds::{Condition, InferenceDeployment};
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::{Event, PersistentVolumeClaim};
+use kube::api::{Api, ListParams};
+use kube::{Client, ResourceExt};
+
+use crate::cluster::cache::Cache;
+
+/// A Pod is not asked about before it has been there for this long.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How long an answer about a Pod's events is good.
+const EVENTS_FRESH: Duration = Duration::from_secs(10);
+/// How long the API server may take to list events or to read a claim: they are a help, no need.
+const EVENTS_WAIT: Duration = Duration::from_secs(5);
+
+/// What is known beside the caches.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Outside {
+    /// What the agents say of the model, by node.
+    pub(crate) fetches: BTreeMap<String, FetchView>,
+    /// Access modes of the claim that the model lies in.
+    pub(crate) claim_modes: Vec<String>,
+    /// Latencies that the gateway measured lately.
+    pub(crate) measured: Option<Measured>,
+    /// What workers got of their machines, by their addresses.
+    pub(crate) placements: BTreeMap<IpAddr, Placement>,
+    /// Serial of the newest certificate.
+    pub(crate) certificate: Option<String>,
+}
+
+/// Reads what a reconcile needs.
+pub(crate) struct Dereferencer {
+    client: Client,
+    cache: Arc<Cache>,
+    settings: Arc<Settings>,
+    /// The newest warning about a Pod, by its uid, and when it was asked for.
+    warnings: Mutex<HashMap<String, (Instant, Option<String>)>>,
+}
+
+impl Dereferencer {
+    /// Reads from `cache`.
+    pub(crate) fn new(client: Client, cache: Arc<Cache>, settings: Arc<Settings>) -> Self {
+        Self {
+            client,
+            cache,
+            settings,
+            warnings: Mutex::default(),
+        }
+    }
+
+    /// All that is known of `deployment` and of the cluster around it.
+    pub(crate) fn observe(
+        &self,
+        deployment: &Arc<InferenceDeployment>,
+        now: Timestamp,
+        outside: &Outside,
+    ) -> Observed {
+        let uid = deployment.uid().unwrap_or_default();
+        let key = Key::new(
+            &deployment.namespace().unwrap_or_default(),
+            &deployment.name_any(),
+        );
+        let warnings = self.warnings();
+        let state = self.cache.lock();
+        let pods = state.pods_of(&uid).map(|row| {
+            let warning = warnings.get(&row.value.uid).and_then(|(_, w)| w.clone());
+            match warning.filter(|_| row.value.is_setting_up) {
+                None => Arc::clone(&row.value),
+                Some(warning) => Arc::new(PodView {
+                    setup_warning: Some(warning),
+                    ..PodView::clone(&row.value)
+                }),
+            }
+        });
+        let service = state.object("Service", &key);
+        let service = service.filter(|row| *row.owner == *uid);
+        Observed {
+            now,
+            settings: Arc::clone(&self.settings),
+            deployment: Arc::clone(deployment),
+            plans: state.plans_of(&uid),
+            pods: pods.collect(),
+            nodes: state.nodes.clone(),
+            held_by_others: state.held_by_others(&uid),
+            others: state.others(),
+            claimable: state.devices().free_for(&key),
+            claim_modes: outside.claim_modes.clone(),
+            turn: state.turn(&uid, &self.settings.worker_image, now),
+            forbidden: state.forbidden.get(&*uid).cloned(),
+            fetches: outside.fetches.clone(),
+            measured: outside.measured,
+            placements: outside.placements.clone(),
+            certificate: outside.certificate.clone(),
+            external: service.and_then(|row| row.value.external.clone()),
+        }
+    }
+
+    /// Asks for the access modes of the claim that the model lies in, while it is being looked for. Empty: there is no such
+    /// claim, or the operator may not see it.
+    pub(crate) async fn claim_modes(&self, deployment: &InferenceDeployment) -> Vec<String> {
+        let source = &deployment.spec.model.source;
+        let Some(claim) = &source.persistent_volume_claim else {
+            return Vec::new();
+        };
+        let ready = conditions::of(deployment.status.as_ref(), MODEL_READY);
+        let is_known = |ready: &Condition| {
+            ready.status == "True" && ready.observed_generation == deployment.metadata.generation
+        };
+        if ready.is_some_and(is_known) {
+            return Vec::new();
+        }
+        let namespace = deployment.namespace().unwrap_or_default();
+        let claims: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), &namespace);
+        let read = tokio::time::timeout(EVENTS_WAIT, claims.get(&claim.claim_name)).await;
+        let claim = match read {
+            Ok(Ok(claim)) => claim,
+            Ok(Err(error)) => {
+                tracing::debug!(%error, "the claim of a model cannot be read");
+                return Vec::new();
+            }
+            Err(_) => return Vec::new(),
+        };
+        // What it was given counts; before it is bound, what it asks for.
+        let given = claim.status.and_then(|status| status.access_modes);
+        let asked = claim.spec.and_then(|spec| spec.access_modes);
+        given.or(asked).unwrap_or_default()
+    }
+
+    /// Asks for the events of Pods that hang before their container is made: no condition of a Pod tells why.
+    /// Returns when to ask again.
+    pub(crate) async fn ask_about_hanging_pods(
+        &self,
+        deployment: &InferenceDeployment,
+        now: Timestamp,
+    ) -> Option<Duration> {
+        let uid = deployment.uid().unwrap_or_default();
+        let hanging: Vec<(String, Duration)> = {
+            let state = self.cache.lock();
+            let pods = state.pods_of(&uid);
+            pods.filter(|row| row.value.is_setting_up && !row.value.is_deleting)
+                .map(|row| {
+                    let created = row.value.created.unwrap_or(now);
+                    (row.value.uid.clone(), age(created, now))
+                })
+                .collect()
+        };
+        self.forget_old_warnings();
+        let mut again: Option<Duration> = None;
+        for (pod, age) in hanging {
+            if age < PATIENCE {
+                let wait = PATIENCE - age;
+                again = Some(again.map_or(wait, |again| again.min(wait)));
+                continue;
+            }
+            again = Some(again.map_or(EVENTS_FRESH, |again| again.min(EVENTS_FRESH)));
+            let asked = self.warnings().get(&pod).map(|(at, _)| *at);
+            if asked.is_some_and(|at| at.elapsed() < EVENTS_FRESH) {
+                continue;
+            }
+            let namespace = deployment.namespace().unwrap_or_default();
+            let warning = self.newest_warning(&namespace, &pod).await;
+            self.warnings().insert(pod, (Instant::now(), warning));
+        }
+        again
+    }
+
+    async fn newest_warning(&self, namespace: &str, pod: &str) -> Option<String> {
+        let events: Api<Event> = Api::namespaced(self.client.clone(), namespace);
+        let of_pod = format!("involvedObject.uid={pod},type=Warning");
+        let parameters = ListParams::default().fields(&of_pod).limit(50);
+        let listed = tokio::time::timeout(EVENTS_WAIT, events.list(&parameters)).await;
+        let listed = match listed {
+            Ok(Ok(listed)) => listed.items,
+            Ok(Err(error)) => {
+                tracing::debug!(%error, "the events of a Pod cannot be listed");
+                return None;
+            }
+            Err(_) => return None,
+        };
+        let newest = listed.into_iter().max_by_key(|event| {
+            let last = event.last_timestamp.as_ref().map(|time| time.0);
+            let made = event.metadata.creation_timestamp.as_ref().map(|t| t.0);
+            last.or(event.event_time.as_ref().map(|time| time.0))
+                .or(made)
+        })?;
+        let reason = newest.reason.unwrap_or_default();
+        let message = newest.message.unwrap_or_default();
+        Some(format!("{reason}: {message}"))
+    }
+
+    fn forget_old_warnings(&self) {
+        let is_fresh = |at: &Instant| at.elapsed() < EVENTS_FRESH * 6;
+        self.warnings().retain(|_, (at, _)| is_fresh(at));
+    }
+
+    fn warnings(&self) -> std::sync::MutexGuard<'_, HashMap<String, (Instant, Option<String>)>> {
+        self.warnings.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,232 @@
+//! Hearth's own kinds. One that this version cannot read is kept as the reason why, and stops no other.
+
+use hearth_controller_core::build::model_key_in_annotations;
+use hearth_crds::{
+    HttpSource, InferenceDeployment, InferenceDeploymentSpec, InferenceDeploymentStatus,
+    InferencePlan, InferencePlanSpec, NodeProfileSpec, READER_VERSION, ReadError, SecretRef,
+    read_versioned_value,
+};
+use kube::api::ObjectMeta;
+use serde::{Deserialize, Deserializer};
+use serde_json::Value;
+
+use super::slim;
+use crate::cluster::cache::{ReadDeployment, Unreadable, UnreadablePlan};
+use crate::cluster::packed::Packed;
+
+/// An InferenceDeployment.
+#[derive(Clone, Debug)]
+pub(crate) struct LeanDeployment {
+    pub(crate) metadata: ObjectMeta,
+    /// It, or why it cannot be read.
+    pub(crate) deployment: Result<InferenceDeployment, String>,
+    /// See [`Unreadable::model_key`].
+    model_key: Option<String>,
+}
+
+/// An InferencePlan.
+#[derive(Clone, Debug)]
+pub(crate) struct LeanPlan {
+    pub(crate) metadata: ObjectMeta,
+    /// It, or why it cannot be read.
+    pub(crate) plan: Result<InferencePlan, UnreadablePlan>,
+}
+
+/// A NodeProfile.
+#[derive(Clone, Debug)]
+pub(crate) struct LeanProfile {
+    pub(crate) metadata: ObjectMeta,
+    /// It, or why it cannot be read.
+    pub(crate) spec: Result<NodeProfileSpec, String>,
+}
+
+impl LeanDeployment {
+    /// As it is kept.
+    pub(crate) fn into_read(self) -> ReadDeployment {
+        let Self {
+            metadata,
+            deployment,
+            model_key,
+        } = self;
+        let packed = deployment
+            .and_then(|deployment| Packed::new(&deployment).map_err(|error| error.to_string()));
+        packed.map_err(|reason| {
+            Box::new(Unreadable {
+                metadata,
+                reason,
+                model_key,
+            })
+        })
+    }
+}
+
+#[derive(Deserialize)]
+struct Raw {
+    #[serde(deserialize_with = "slim")]
+    metadata: ObjectMeta,
+    #[serde(default)]
+    spec: Value,
+    #[serde(default)]
+    status: Option<Value>,
+}
+
+impl<'de> Deserialize<'de> for LeanDeployment {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let raw = Raw::deserialize(deserializer)?;
+        let metadata = raw.metadata;
+        let namespace = metadata.namespace.as_deref().unwrap_or_default();
+        let model_key = model_key_in(&raw.spec, namespace);
+        let deployment = serde_json::from_value::<InferenceDeploymentSpec>(raw.spec).map(|spec| {
+            InferenceDeployment {
+                metadata: metadata.clone(),
+                spec,
+                // A status that cannot be read is written anew.
+                status: raw.status.and_then(|status| {
+                    serde_json::from_value::<InferenceDeploymentStatus>(status).ok()
+                }),
+            }
+        });
+        Ok(Self {
+            metadata,
+            model_key: model_key.filter(|_| deployment.is_err()),
+            deployment: deployment.map_err(|error| error.to_string()),
+        })
+    }
+}
+
+/// The name in the nodes' stores of what a spec has fetched, read from as little of it as that takes: whatever else is new
+/// or wrong there, the model is in use.
+fn model_key_in(spec: &Value, namespace: &str) -> Option<String> {
+    let http = spec.pointer("/model/source/http")?;
+    let text = |field: &str| Some(http.pointer(field)?.as_str()?.to_owned());
+    let source = HttpSource {
+        url: text("/url")?,
+        sha256: text("/sha256")?,
+        secret_ref: text("/secretRef/name").map(|name| SecretRef { name }),
+    };
+    Some(source.store_key(namespace))
+}
+
+impl<'de> Deserialize<'de> for LeanPlan {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let raw = Raw::deserialize(deserializer)?;
+        let metadata = raw.metadata;
+        let min_version = raw.spec.get("minVersion").and_then(Value::as_u64);
+        let plan = read_versioned_value(raw.spec).map(|spec: InferencePlanSpec| InferencePlan {
+            metadata: metadata.clone(),
+            spec,
+        });
+        let plan = plan.map_err(|error| {
+            let why = match error {
+                ReadError::TooNew(_) => String::new(),
+                ReadError::Malformed(error) => format!(": {error}"),
+            };
+            let version = min_version.unwrap_or_default();
+            UnreadablePlan {
+                why: format!(
+                    "its minVersion is {version}, this operator reads up to {READER_VERSION}{why}"
+                ),
+                model_key: metadata
+                    .annotations
+                    .as_ref()
+                    .and_then(model_key_in_annotations),
+            }
+        });
+        Ok(Self { metadata, plan })
+    }
+}
+
+impl<'de> Deserialize<'de> for LeanProfile {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let raw = Raw::deserialize(deserializer)?;
+        Ok(Self {
+            metadata: raw.metadata,
+            spec: serde_json::from_value(raw.spec).map_err(|error| error.to_string()),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_deployment_is_read_without_managed_fields() {
+        let lean: LeanDeployment = serde_json::from_value(json!({
+            "apiVersion": "hearth.dev/v1alpha1", "kind": "InferenceDeployment",
+            "metadata": {"name": "demo", "namespace": "default", "uid": "u", "resourceVersion": "7",
+                         "managedFields": [{"manager": "kubectl", "fieldsV1": {"f:spec": {}}}]},
+            "spec": {"model": {"source": {"builtin": {"name": "hearth-demo"}}}},
+            "status": {"observedGeneration": 3},
+        }))
+        .unwrap();
+        assert_eq!(lean.metadata.managed_fields, None);
+        let deployment = lean.deployment.unwrap();
+        assert_eq!(deployment.metadata.name.as_deref(), Some("demo"));
+        let status = deployment.status.as_ref().unwrap();
+        assert_eq!(status.observed_generation, Some(3));
+    }
+
+    #[test]
+    fn a_deployment_of_another_version_is_a_reason_and_no_failure() {
+        let lean: LeanDeployment = serde_json::from_value(json!({
+            "metadata": {"name": "demo", "uid": "u"},
+            "spec": {"fromTheFuture": 1, "model": {"source": {"builtin": {"name": "hearth-demo"}}}},
+        }))
+        .unwrap();
+        let reason = lean.deployment.unwrap_err();
+        assert!(reason.contains("fromTheFuture"), "{reason}");
+        assert_eq!(lean.metadata.uid.as_deref(), Some("u"));
+    }
+
+    #[test]
+    fn a_plan_for_newer_readers_is_a_reason_also_where_it_could_be_read() {
+        let spec = serde_json::to_value(hearth_controller_core::testing::samples::plan()).unwrap();
+        let read = |change: &dyn Fn(&mut Value)| {
+            let mut spec = spec.clone();
+            change(&mut spec);
+            let plan = json!({"metadata": {"name": "demo-1", "uid": "p"}, "spec": spec});
+            serde_json::from_value::<LeanPlan>(plan).unwrap().plan
+        };
+        assert!(read(&|spec| spec["fromTheFuture"] = json!(1)).is_ok());
+        assert!(read(&|spec| spec["minVersion"] = json!(READER_VERSION)).is_ok());
+        let newer = read(&|spec| spec["minVersion"] = json!(READER_VERSION + 1)).unwrap_err();
+        assert_eq!(
+            newer.why,
+            "its minVersion is 2, this operator reads up to 1"
+        );
+        let other = read(&|spec| spec["strategy"] = json!("Swarm")).unwrap_err();
+        assert!(
+            other.why.contains("minVersion is 0") && other.why.contains("Swarm"),
+            "{other:?}"
+        );
+    }
+
+    #[test]
+    fn what_cannot_be_read_still_names_its_model() {
+        let sha256 = "a".repeat(64);
+        let source = HttpSource {
+            url: "https://nas/m.tar".to_owned(),
+            sha256: sha256.clone(),
+            secret_ref: Some(SecretRef {
+                name: "nas".to_owned(),
+            }),
+        };
+        let lean: LeanDeployment = serde_json::from_value(json!({
+            "metadata": {"name": "demo", "namespace": "team", "uid": "u"},
+            "spec": {"model": {"fromTheFuture": 1, "source": {"http": {"url": source.url, "sha256": sha256,
+                "secretRef": {"name": "nas", "key": "token"}, "mirrors": []}}}},
+        }))
+        .unwrap();
+        let unreadable = lean.into_read().unwrap_err();
+        assert_eq!(unreadable.model_key, Some(source.store_key("team")));
+        let plan: LeanPlan = serde_json::from_value(json!({
+            "metadata": {"name": "demo-1", "uid": "p", "annotations": {"hearth.dev/model-key": "0123"}},
+            "spec": {"minVersion": 99},
+        }))
+        .unwrap();
+        assert_eq!(plan.plan.unwrap_err().model_key.as_deref(), Some("0123"));
+    }
+}

@@ -1,0 +1,245 @@
+//! What a Pod asks of its node, counted as the scheduler counts it.
+
+use std::collections::BTreeMap;
+
+use hearth_controller_core::key::Key;
+use hearth_controller_core::ledger::Charge;
+use hearth_controller_core::names::{GPU_RESOURCE, LABEL_DEPLOYMENT};
+use hearth_controller_core::observed::Requests;
+use hearth_controller_core::quantity::{bytes, millis, whole};
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use kube::api::ObjectMeta;
+use serde::Deserialize;
+
+use super::slim;
+
+/// Amounts by resource, as `requests` and `limits` have them.
+pub(super) type Amounts = BTreeMap<String, Quantity>;
+
+/// The parts of a Pod's spec that ask for something.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(super) struct Asking {
+    containers: Vec<Container>,
+    init_containers: Vec<Container>,
+    overhead: Amounts,
+    /// Of the Pod as a whole; in the place of the containers' sum where it names a resource.
+    resources: Resources,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Container {
+    name: String,
+    image: String,
+    /// `Always` makes a sidecar of an init container.
+    restart_policy: String,
+    resources: Resources,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Resources {
+    requests: Amounts,
+}
+
+/// What the kubelet has granted a container, which may lag behind a resize of it.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(super) struct Granted {
+    name: String,
+    resources: Resources,
+    allocated_resources: Amounts,
+}
+
+impl Asking {
+    /// Of the first container.
+    pub(super) fn image(&self) -> &str {
+        let first = self.containers.first();
+        first.map_or("", |container| &container.image)
+    }
+
+    /// Containers run together; init containers run before them one by one, each beside the sidecars before it. The
+    /// overhead of the runtime class comes on top. While a resize is under way the larger amount counts.
+    pub(super) fn requests(&self, granted: &[Granted]) -> Requests {
+        let of = |container: &Container| {
+            let asked = requests_of(&container.resources.requests);
+            let now = granted.iter().find(|now| now.name == container.name);
+            now.map_or(asked, |now| {
+                asked
+                    .max(requests_of(&now.resources.requests))
+                    .max(requests_of(&now.allocated_resources))
+            })
+        };
+        let mut sidecars = Requests::default();
+        let mut starting = Requests::default();
+        for container in &self.init_containers {
+            let asked = of(container);
+            if container.restart_policy == "Always" {
+                sidecars = sidecars.plus(asked);
+                starting = starting.max(sidecars);
+            } else {
+                starting = starting.max(sidecars.plus(asked));
+            }
+        }
+        let running = self.containers.iter().map(of);
+        let running = running.fold(sidecars, Requests::plus);
+        let mut all = running.max(starting);
+        let whole = requests_of(&self.resources.requests);
+        if self.resources.requests.contains_key("cpu") {
+            all.cpu_millis = whole.cpu_millis;
+        }
+        if self.resources.requests.contains_key("memory") {
+            all.memory_bytes = whole.memory_bytes;
+        }
+        all.plus(requests_of(&self.overhead))
+    }
+}
+
+/// What `amounts` ask for; what is not named is zero.
+fn requests_of(amounts: &Amounts) -> Requests {
+    let amount = |name: &str| amounts.get(name).map(|quantity| quantity.0.as_str());
+    Requests {
+        cpu_millis: amount("cpu").and_then(millis).unwrap_or(0),
+        memory_bytes: amount("memory").and_then(bytes).unwrap_or(0),
+        gpus: amount(GPU_RESOURCE).and_then(whole).unwrap_or(0),
+    }
+}
+
+/// Any Pod of the cluster, as far as it takes room.
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct AnyPod {
+    #[serde(deserialize_with = "slim")]
+    pub(crate) metadata: ObjectMeta,
+    #[serde(default)]
+    spec: AnySpec,
+    #[serde(default)]
+    status: AnyStatus,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct AnySpec {
+    node_name: String,
+    #[serde(flatten)]
+    asking: Asking,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct AnyStatus {
+    phase: String,
+    container_statuses: Vec<Granted>,
+    init_container_statuses: Vec<Granted>,
+}
+
+impl AnyPod {
+    /// The Pods that take room, as a field selector: assigned to a node and unfinished.
+    pub(crate) const FIELDS: &str = "spec.nodeName!=,status.phase!=Succeeded,status.phase!=Failed";
+
+    /// Namespace and name.
+    pub(crate) fn key(&self) -> Key {
+        let namespace = self.metadata.namespace.as_deref().unwrap_or_default();
+        Key::new(namespace, self.metadata.name.as_deref().unwrap_or_default())
+    }
+
+    /// What it takes of which node; none of a Pod that is not assigned or has ended, and of one that belongs to a
+    /// deployment that is served, which is counted as that deployment's.
+    pub(crate) fn charge(&self, is_served: impl Fn(&str) -> bool) -> Option<Charge> {
+        let labels = self.metadata.labels.as_ref();
+        let namespace = self.metadata.namespace.as_deref().unwrap_or_default();
+        let is_ours = labels.is_some_and(|labels| labels.contains_key(LABEL_DEPLOYMENT));
+        let has_ended = matches!(self.status.phase.as_str(), "Succeeded" | "Failed");
+        if self.spec.node_name.is_empty() || has_ended || (is_ours && is_served(namespace)) {
+            return None;
+        }
+        let status = &self.status;
+        let granted = [
+            &status.container_statuses[..],
+            &status.init_container_statuses[..],
+        ]
+        .concat();
+        Some(Charge {
+            node: self.spec.node_name.as_str().into(),
+            requests: self.spec.asking.requests(&granted),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn container(name: &str, cpu: &str, memory: &str) -> Value {
+        json!({"name": name, "resources": {"requests": {"cpu": cpu, "memory": memory}}})
+    }
+
+    fn requests(spec: Value, status: Value) -> (u64, u64) {
+        let pod: AnyPod = serde_json::from_value(json!({
+            "metadata": {"name": "p", "namespace": "n"}, "spec": spec, "status": status,
+        }))
+        .unwrap();
+        let charge = pod.charge(|_| true).unwrap();
+        assert_eq!(&*charge.node, "office");
+        (charge.requests.cpu_millis, charge.requests.memory_bytes)
+    }
+
+    #[test]
+    fn requests_are_counted_as_the_scheduler_counts_them() {
+        let running = json!({"phase": "Running"});
+        let two = json!([container("a", "100m", "64Mi"), container("b", "1", "1Ki")]);
+        let spec = json!({"nodeName": "office", "containers": two});
+        assert_eq!(requests(spec, running.clone()), (1100, (64 << 20) + 1024));
+        // The largest init container, if it asks for more than all containers.
+        let spec = json!({"nodeName": "office", "containers": two, "overhead": {"cpu": "250m", "memory": "1Mi"},
+            "initContainers": [container("first", "3", "1Mi"), container("second", "10m", "1Mi")]});
+        assert_eq!(requests(spec, running.clone()), (3250, (65 << 20) + 1024));
+        // A sidecar runs beside the init containers after it, and beside the containers.
+        let mut sidecar = container("sidecar", "500m", "0");
+        sidecar["restartPolicy"] = "Always".into();
+        let spec = json!({"nodeName": "office", "containers": [container("a", "1", "0")],
+            "initContainers": [container("before", "1200m", "0"), sidecar, container("after", "1300m", "0")]});
+        assert_eq!(requests(spec, running.clone()), (1800, 0));
+        // What the Pod asks for as a whole stands for its containers.
+        let spec = json!({"nodeName": "office", "containers": two, "resources": {"requests": {"cpu": "2"}}});
+        assert_eq!(requests(spec, running), (2000, (64 << 20) + 1024));
+        // A container that is to shrink still holds what the kubelet gave it.
+        let status = json!({"phase": "Running", "containerStatuses": [
+            {"name": "a", "allocatedResources": {"cpu": "700m", "memory": "64Mi"}}]});
+        let spec = json!({"nodeName": "office", "containers": [container("a", "100m", "64Mi")]});
+        assert_eq!(requests(spec, status), (700, 64 << 20));
+    }
+
+    #[test]
+    fn only_pods_that_take_room_and_are_nobodys_deployment_are_charged() {
+        let pod = |node: &str, phase: &str, labels: Value| -> AnyPod {
+            serde_json::from_value(json!({
+                "metadata": {"name": "p", "namespace": "team", "labels": labels},
+                "spec": {"nodeName": node, "containers": []}, "status": {"phase": phase},
+            }))
+            .unwrap()
+        };
+        let none = json!({});
+        let ours = json!({LABEL_DEPLOYMENT: "demo"});
+        assert!(
+            pod("office", "Running", none.clone())
+                .charge(|_| true)
+                .is_some()
+        );
+        assert!(pod("", "Pending", none.clone()).charge(|_| true).is_none());
+        assert!(pod("office", "Succeeded", none).charge(|_| true).is_none());
+        assert!(
+            pod("office", "Running", ours.clone())
+                .charge(|_| true)
+                .is_none()
+        );
+        // Of a namespace that this operator does not serve, somebody else's deployment is as foreign as any Pod.
+        assert!(
+            pod("office", "Running", ours)
+                .charge(|n| n != "team")
+                .is_some()
+        );
+    }
+}

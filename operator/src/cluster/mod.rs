@@ -1,0 +1,15 @@
+//! What is seen of the cluster: the client, watches, caches, and objects reduced to what is read of them.
+
+pub(crate) mod api;
+pub(crate) mod cache;
+pub(crate) mod client;
+pub(crate) mod dereference;
+mod devices;
+pub(crate) mod digest;
+pub(crate) mod failure;
+pub(crate) mod lean;
+mod packed;
+pub(crate) mod queue;
+mod room;
+pub(crate) mod table;
+pub(crate) mod watches;

@@ -1,0 +1,558 @@
+//! Watches keep the caches up and say which deployments to look at.
+
+use std::collections::HashSet;
+use std::fmt::Debug;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use futures::StreamExt as _;
+use hearth_controller_core::key::Key;
+use hearth_controller_core::names::{APP, LABEL_APP, LABEL_COMPONENT, LABEL_DEPLOYMENT};
+use hearth_controller_core::observed::{Settings, Sight};
+use kube::api::Api;
+use kube::core::{ClusterResourceScope, NamespaceResourceScope};
+use kube::runtime::WatchStreamExt as _;
+use kube::runtime::utils::Backoff;
+use kube::runtime::watcher::{self, Config, Event, watcher};
+use kube::{Client, Resource};
+use serde::de::DeserializeOwned;
+use tokio::sync::Notify;
+use tokio::task::JoinSet;
+
+use crate::cluster::cache::{CacheNotifier, State, Touched};
+use crate::cluster::client::WATCH_SECONDS;
+use crate::cluster::failure::{Failure, chain};
+use crate::cluster::lean::{
+    AgentPod, AnyPod, Budget, LeanClaim, LeanDeployment, LeanNode, LeanObject, LeanPlan, LeanPod,
+    LeanProfile, LeanSlice, ObjectKind, Policy, SecretKind, ServiceKind,
+};
+use crate::cluster::table::Identity;
+
+/// Objects of one page of a list: what is read at a time bounds the memory.
+const PAGE: u32 = 100;
+/// Version of the API of dynamic resource allocation.
+const DEVICE_VERSION: &str = "resource.k8s.io/v1";
+/// Component of the agents' Pods, as the chart labels them.
+const AGENT: &str = "agent";
+
+/// Called with the namespace and the deployment of a Secret with certificates that changed.
+pub(crate) type SecretListener = Arc<dyn Fn(&str, &str) + Send + Sync>;
+
+/// What the watches fill and wake.
+#[derive(Clone)]
+pub(crate) struct Watches {
+    pub(crate) notifier: CacheNotifier,
+    secret_changed: SecretListener,
+    /// Watches that have not listed all once.
+    unfilled: Arc<AtomicUsize>,
+    filled: Arc<Notify>,
+}
+
+/// A kind that the caches hold.
+trait Cached: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + 'static {
+    /// Whether nothing can be decided without it. What may not be watched is asked for again either way.
+    const IS_NEEDED: bool = true;
+
+    /// Takes an object that is there.
+    fn put(self, state: &mut State) -> Touched;
+    /// Forgets an object; an empty uid: whichever has that name, for now.
+    fn forget(state: &mut State, key: &Key, uid: &str) -> Touched;
+    /// The names of all that are held.
+    fn keys(state: &State) -> Vec<Key>;
+    /// All are known now.
+    fn listed(_state: &mut State) -> Touched {
+        Touched::default()
+    }
+    /// They may not be watched.
+    fn refused(_state: &mut State) -> Touched {
+        Touched::default()
+    }
+}
+
+impl Watches {
+    /// Nothing is watched yet.
+    pub(crate) fn new(notifier: CacheNotifier, secret_changed: SecretListener) -> Self {
+        Self {
+            notifier,
+            secret_changed,
+            unfilled: Arc::default(),
+            filled: Arc::default(),
+        }
+    }
+
+    /// Starts all watches. They end when the set is dropped.
+    ///
+    /// With `settings.namespaces`, what lies in namespaces is watched in those alone. InferenceDeployments are watched
+    /// everywhere where that is allowed, so that one that is not served says so.
+    pub(crate) async fn start(&self, client: &Client, settings: &Settings) -> JoinSet<()> {
+        let mut tasks = JoinSet::new();
+        self.cluster::<LeanNode>(&mut tasks, client);
+        self.cluster::<LeanProfile>(&mut tasks, client);
+        self.notifier.change(|state| {
+            state.serve(&settings.namespaces);
+            Touched::default()
+        });
+        if settings.ledger.all_pods {
+            let all = Config::default().fields(AnyPod::FIELDS);
+            self.watch::<AnyPod>(&mut tasks, Api::all(client.clone()), None, all);
+        }
+        if settings.claims && serves_devices(client).await {
+            self.cluster::<LeanSlice>(&mut tasks, client);
+            self.namespaced::<LeanClaim>(&mut tasks, client, &[], "");
+        }
+        let agents = format!("{LABEL_APP}={APP},{LABEL_COMPONENT}={AGENT}");
+        let own = [settings.operator_namespace.clone()];
+        self.namespaced::<AgentPod>(&mut tasks, client, &own, &agents);
+
+        let served = &settings.namespaces;
+        self.namespaced::<LeanPlan>(&mut tasks, client, served, "");
+        self.namespaced::<LeanPod>(&mut tasks, client, served, LABEL_DEPLOYMENT);
+        self.namespaced::<LeanObject<ServiceKind>>(&mut tasks, client, served, LABEL_DEPLOYMENT);
+        self.namespaced::<LeanObject<SecretKind>>(&mut tasks, client, served, LABEL_DEPLOYMENT);
+        self.namespaced::<LeanObject<Budget>>(&mut tasks, client, served, LABEL_DEPLOYMENT);
+        self.namespaced::<LeanObject<Policy>>(&mut tasks, client, served, LABEL_DEPLOYMENT);
+        let everywhere = served.is_empty() || may_list_everywhere(client).await;
+        let deployments: &[String] = if everywhere { &[] } else { served };
+        self.namespaced::<LeanDeployment>(&mut tasks, client, deployments, "");
+        tasks
+    }
+
+    /// Waits until every cache has been filled once.
+    pub(crate) async fn wait_until_filled(&self) {
+        while self.unfilled.load(Ordering::Acquire) > 0 {
+            let filled = self.filled.notified();
+            let _ = tokio::time::timeout(Duration::from_millis(200), filled).await;
+        }
+    }
+
+    fn cluster<K>(&self, tasks: &mut JoinSet<()>, client: &Client)
+    where
+        K: Cached + Resource<Scope = ClusterResourceScope>,
+    {
+        self.watch::<K>(tasks, Api::all(client.clone()), None, Config::default());
+    }
+
+    fn namespaced<K>(
+        &self,
+        tasks: &mut JoinSet<()>,
+        client: &Client,
+        namespaces: &[String],
+        labels: &str,
+    ) where
+        K: Cached + Resource<Scope = NamespaceResourceScope>,
+    {
+        let which = match labels {
+            "" => Config::default(),
+            labels => Config::default().labels(labels),
+        };
+        if namespaces.is_empty() {
+            return self.watch::<K>(tasks, Api::all(client.clone()), None, which);
+        }
+        for namespace in namespaces {
+            let api = Api::namespaced(client.clone(), namespace);
+            self.watch::<K>(tasks, api, Some(namespace.clone()), which.clone());
+        }
+    }
+
+    fn watch<K: Cached>(
+        &self,
+        tasks: &mut JoinSet<()>,
+        api: Api<K>,
+        namespace: Option<String>,
+        which: Config,
+    ) {
+        let config = which.timeout(WATCH_SECONDS).page_size(PAGE);
+        self.unfilled.fetch_add(1, Ordering::AcqRel);
+        let watches = self.clone();
+        tasks.spawn(async move {
+            let mut listener = Listener::new(watches, namespace);
+            let mut events = watcher(api, config).backoff(Patience::default()).boxed();
+            while let Some(event) = events.next().await {
+                listener.hear(event);
+            }
+        });
+    }
+}
+
+/// The listener of one watch.
+struct Listener {
+    watches: Watches,
+    namespace: Option<String>,
+    /// Names in the list that is being read.
+    seen: HashSet<Key>,
+    is_filled: bool,
+    /// What went wrong last, so that it is said once.
+    trouble: Option<String>,
+}
+
+impl Listener {
+    fn new(watches: Watches, namespace: Option<String>) -> Self {
+        Self {
+            watches,
+            namespace,
+            seen: HashSet::new(),
+            is_filled: false,
+            trouble: None,
+        }
+    }
+
+    fn hear<K: Cached>(&mut self, event: Result<Event<K>, watcher::Error>) {
+        let event = match event {
+            Ok(event) => event,
+            Err(error) => return self.complain::<K>(&error),
+        };
+        if self.trouble.take().is_some() {
+            tracing::info!("{}s are watched again", K::kind(&()));
+        }
+        match event {
+            Event::Init => self.seen.clear(),
+            Event::InitApply(object) => {
+                self.seen.insert(Identity::of(object.meta()).key);
+                self.take(object);
+            }
+            Event::InitDone => {
+                self.forget_unseen::<K>();
+                self.watches.notifier.change(K::listed);
+                self.fill();
+            }
+            Event::Apply(object) => self.take(object),
+            Event::Delete(object) => {
+                let identity = Identity::of(object.meta());
+                self.secret_changed::<K>(&object);
+                let (key, uid) = (identity.key, identity.uid);
+                let notifier = &self.watches.notifier;
+                notifier.change(|state| K::forget(state, &key, &uid));
+            }
+        }
+    }
+
+    fn fill(&mut self) {
+        if !std::mem::replace(&mut self.is_filled, true) {
+            self.watches.unfilled.fetch_sub(1, Ordering::AcqRel);
+            self.watches.filled.notify_waiters();
+        }
+    }
+
+    /// What a complete list did not name is gone, and was not heard of.
+    fn forget_unseen<K: Cached>(&mut self) {
+        let seen = std::mem::take(&mut self.seen);
+        let is_listed = |key: &Key| match &self.namespace {
+            Some(namespace) => **namespace == *key.namespace,
+            None => true,
+        };
+        self.watches.notifier.change(|state| {
+            let mut touched = Touched::default();
+            for key in K::keys(state) {
+                if is_listed(&key) && !seen.contains(&key) {
+                    touched.merge(K::forget(state, &key, ""));
+                }
+            }
+            touched
+        });
+    }
+
+    fn take<K: Cached>(&self, object: K) {
+        let copy = (K::kind(&()) == "Secret").then(|| object.clone());
+        let mut is_news = false;
+        self.watches.notifier.change(|state| {
+            let touched = object.put(state);
+            is_news = touched != Touched::default();
+            touched
+        });
+        if let Some(secret) = copy.filter(|_| is_news) {
+            self.secret_changed::<K>(&secret);
+        }
+    }
+
+    /// Tells of a Secret that changed: someone may have altered it.
+    fn secret_changed<K: Cached>(&self, object: &K) {
+        if K::kind(&()) != "Secret" {
+            return;
+        }
+        let labels = object.meta().labels.as_ref();
+        let deployment = labels.and_then(|labels| labels.get(LABEL_DEPLOYMENT));
+        if let (Some(deployment), Some(namespace)) = (deployment, &object.meta().namespace) {
+            (self.watches.secret_changed)(namespace, deployment);
+        }
+    }
+
+    fn complain<K: Cached>(&mut self, error: &watcher::Error) {
+        let kind = K::kind(&());
+        let words = match cause(error) {
+            Some(Failure::NotFound(_)) if K::group(&()) == hearth_crds::GROUP => {
+                format!(
+                    "the cluster does not know {kind}s\n  install them: hearth crd | kubectl apply -f -"
+                )
+            }
+            Some(Failure::Forbidden(why)) => {
+                self.watches.notifier.change(K::refused);
+                if !K::IS_NEEDED {
+                    self.fill();
+                }
+                format!("{kind}s may not be watched: {why}\n  grant it, as the chart does")
+            }
+            // Watches end all the time: a new list or watch follows.
+            _ if is_usual(error) => return tracing::debug!("{kind}s: {}", chain(error)),
+            Some(other) => format!("{kind}s are not watched for now: {other}"),
+            None => format!("{kind}s are not watched for now: {}", chain(error)),
+        };
+        if self.trouble.as_ref() != Some(&words) {
+            tracing::warn!("{words}");
+            self.trouble = Some(words);
+        }
+    }
+}
+
+/// Whether InferenceDeployments of all namespaces may be listed.
+async fn may_list_everywhere(client: &Client) -> bool {
+    let api: Api<LeanDeployment> = Api::all(client.clone());
+    let mut wait = Patience::default();
+    loop {
+        let parameters = kube::api::ListParams::default().limit(1);
+        match api.list(&parameters).await.map_err(Failure::from) {
+            Ok(_) => return true,
+            Err(Failure::Forbidden(_)) => {
+                tracing::info!(
+                    "InferenceDeployments of other namespaces may not be seen: those that are not served cannot say so"
+                );
+                return false;
+            }
+            Err(failure) => {
+                tracing::warn!("InferenceDeployments cannot be listed: {failure}");
+                tokio::time::sleep(wait.next().unwrap_or(Duration::from_secs(10))).await;
+            }
+        }
+    }
+}
+
+/// Whether the cluster has dynamic resource allocation.
+async fn serves_devices(client: &Client) -> bool {
+    let mut wait = Patience::default();
+    loop {
+        match client
+            .list_api_group_resources(DEVICE_VERSION)
+            .await
+            .map_err(Failure::from)
+        {
+            Ok(_) => return true,
+            Err(Failure::NotFound(_) | Failure::Forbidden(_)) => return false,
+            Err(failure) => {
+                tracing::warn!("it cannot be told whether {DEVICE_VERSION} is served: {failure}");
+                tokio::time::sleep(wait.next().unwrap_or(Duration::from_secs(10))).await;
+            }
+        }
+    }
+}
+
+fn cause(error: &watcher::Error) -> Option<Failure> {
+    match error {
+        watcher::Error::InitialListFailed(error)
+        | watcher::Error::WatchStartFailed(error)
+        | watcher::Error::WatchFailed(error) => Some(Failure::from(error)),
+        watcher::Error::WatchError(_) | watcher::Error::NoResourceVersion => None,
+    }
+}
+
+fn is_usual(error: &watcher::Error) -> bool {
+    matches!(
+        error,
+        watcher::Error::WatchError(_) | watcher::Error::WatchFailed(_)
+    )
+}
+
+/// Waits between attempts to watch: from 0.2 s to 10 s, never all watches at once.
+#[derive(Debug, Default)]
+struct Patience {
+    failures: u32,
+}
+
+impl Iterator for Patience {
+    type Item = Duration;
+
+    fn next(&mut self) -> Option<Duration> {
+        let wait = Duration::from_millis(200).saturating_mul(1 << self.failures.min(6));
+        self.failures += 1;
+        let wait = wait.min(Duration::from_secs(10));
+        Some(wait.mul_f64(0.5 + rand::random::<f64>() / 2.0))
+    }
+}
+
+impl Backoff for Patience {
+    fn reset(&mut self) {
+        self.failures = 0;
+    }
+}
+
+impl Cached for LeanDeployment {
+    fn put(self, state: &mut State) -> Touched {
+        let identity = Identity::of(&self.metadata);
+        state.put_deployment(identity, self.into_read())
+    }
+
+    fn forget(state: &mut State, key: &Key, uid: &str) -> Touched {
+        state.remove_deployment(key, uid)
+    }
+
+    fn keys(state: &State) -> Vec<Key> {
+        state.deployments.keys().cloned().collect()
+    }
+}
+
+impl Cached for LeanPlan {
+    fn put(self, state: &mut State) -> Touched {
+        let identity = Identity::of(&self.metadata);
+        state.put_plan(identity, self.plan.as_ref())
+    }
+
+    fn forget(state: &mut State, key: &Key, uid: &str) -> Touched {
+        state.remove_plan(key, uid)
+    }
+
+    fn keys(state: &State) -> Vec<Key> {
+        state.plans.keys().cloned().collect()
+    }
+}
+
+impl Cached for LeanPod {
+    fn put(self, state: &mut State) -> Touched {
+        let identity = Identity::of(&self.metadata);
+        state.put_pod(identity, self.into_view())
+    }
+
+    fn forget(state: &mut State, key: &Key, uid: &str) -> Touched {
+        state.remove_pod(key, uid)
+    }
+
+    fn keys(state: &State) -> Vec<Key> {
+        state.pods.keys().cloned().collect()
+    }
+}
+
+impl Cached for AnyPod {
+    const IS_NEEDED: bool = false;
+
+    fn put(self, state: &mut State) -> Touched {
+        let charge = self.charge(|namespace| state.is_served(namespace));
+        state.put_charge(&self.key(), charge)
+    }
+
+    fn forget(state: &mut State, key: &Key, _uid: &str) -> Touched {
+        state.put_charge(key, None)
+    }
+
+    fn keys(state: &State) -> Vec<Key> {
+        state.charged()
+    }
+
+    fn listed(state: &mut State) -> Touched {
+        state.see(Sight::All)
+    }
+
+    fn refused(state: &mut State) -> Touched {
+        state.see(Sight::Forbidden)
+    }
+}
+
+impl Cached for LeanSlice {
+    const IS_NEEDED: bool = false;
+
+    fn put(self, state: &mut State) -> Touched {
+        let key = Identity::of(&self.metadata).key;
+        state.put_slice(key, self.offered())
+    }
+
+    fn forget(state: &mut State, key: &Key, _uid: &str) -> Touched {
+        state.put_slice(key.clone(), None)
+    }
+
+    fn keys(state: &State) -> Vec<Key> {
+        state.devices().slices()
+    }
+}
+
+impl Cached for LeanClaim {
+    const IS_NEEDED: bool = false;
+
+    fn put(self, state: &mut State) -> Touched {
+        let key = Identity::of(&self.metadata).key;
+        state.put_claim(key, self.claimed())
+    }
+
+    fn forget(state: &mut State, key: &Key, _uid: &str) -> Touched {
+        state.put_claim(key.clone(), None)
+    }
+
+    fn keys(state: &State) -> Vec<Key> {
+        state.devices().claims()
+    }
+}
+
+impl Cached for AgentPod {
+    fn put(self, state: &mut State) -> Touched {
+        state.put_agent(Identity::of(&self.metadata).key, self.place());
+        Touched::default()
+    }
+
+    fn forget(state: &mut State, key: &Key, _uid: &str) -> Touched {
+        state.put_agent(key.clone(), None);
+        Touched::default()
+    }
+
+    fn keys(state: &State) -> Vec<Key> {
+        state.agent_keys()
+    }
+}
+
+impl Cached for LeanNode {
+    fn put(self, state: &mut State) -> Touched {
+        let uid = self.metadata.uid.clone().unwrap_or_default();
+        state.put_node(&uid, self.into_view())
+    }
+
+    fn forget(state: &mut State, key: &Key, _uid: &str) -> Touched {
+        state.remove_node(&key.name)
+    }
+
+    fn keys(state: &State) -> Vec<Key> {
+        state.nodes.keys().map(|name| Key::new("", name)).collect()
+    }
+}
+
+impl Cached for LeanProfile {
+    fn put(self, state: &mut State) -> Touched {
+        let name = self.metadata.name.unwrap_or_default();
+        if let Err(reason) = &self.spec {
+            tracing::warn!(name, reason, "a NodeProfile cannot be read");
+        }
+        state.put_profile(&name, self.spec.ok())
+    }
+
+    fn forget(state: &mut State, key: &Key, _uid: &str) -> Touched {
+        state.put_profile(&key.name, None)
+    }
+
+    fn keys(state: &State) -> Vec<Key> {
+        let names = state.profiled();
+        names.iter().map(|name| Key::new("", name)).collect()
+    }
+}
+
+impl<K: ObjectKind> Cached for LeanObject<K> {
+    fn put(self, state: &mut State) -> Touched {
+        let identity = Identity::of(&self.metadata);
+        state.put_object(K::KIND, identity, self.facts)
+    }
+
+    fn forget(state: &mut State, key: &Key, uid: &str) -> Touched {
+        state.remove_object(K::KIND, key, uid)
+    }
+
+    fn keys(state: &State) -> Vec<Key> {
+        let table = state.objects.get(K::KIND);
+        let keys = table
+            .into_iter()
+            .flat_map(crate::cluster::table::Table::keys);
+        keys.cloned().collect()
+    }
+}

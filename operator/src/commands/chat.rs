@@ -1,0 +1,160 @@
+//! `hearth chat`: a conversation with a running deployment over its own OpenAI endpoint.
+
+use std::io::{BufRead, IsTerminal, Write};
+use std::path::PathBuf;
+
+use clap::Args;
+use serde_json::{Value, json};
+
+use crate::http::openai::Client;
+use crate::terminal::ui;
+use crate::up::state::StateArgs;
+use crate::up::state::StateDir;
+
+const EXAMPLES: &str = "Examples:\n  hearth chat\n  hearth chat --message 'What is a KV cache?'";
+
+/// Arguments of `hearth chat`.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct ChatArgs {
+    /// Which deployment, where several run
+    name: Option<String>,
+    /// Ask this one question and print the answer
+    #[arg(short, long, value_name = "TEXT")]
+    message: Option<String>,
+    /// What the model is told before the conversation
+    #[arg(long, value_name = "TEXT")]
+    system: Option<String>,
+    /// Another endpoint than this machine's, such as http://host:8080
+    #[arg(long, value_name = "URL", value_parser = base_url)]
+    url: Option<String>,
+    /// PEM certificate of an HTTPS endpoint, or of its authority (default: the system's authorities)
+    #[arg(long, value_name = "FILE")]
+    ca: Option<PathBuf>,
+    /// Model name at --url (default: the first that it serves)
+    #[arg(long, requires = "url")]
+    model: Option<String>,
+    /// API key
+    #[arg(long, env = "HEARTH_API_KEY", hide_env_values = true)]
+    api_key: Option<String>,
+    #[command(flatten)]
+    state: StateArgs,
+}
+
+/// Base of the API at a URL: an address alone means the `/v1` there.
+fn base_url(text: &str) -> Result<String, String> {
+    const EXAMPLE: &str = "write it as http://host:8080 or https://host:8080/v1";
+    let mut url = reqwest::Url::parse(text).map_err(|error| format!("{error}; {EXAMPLE}"))?;
+    if !matches!(url.scheme(), "http" | "https") {
+        return Err(EXAMPLE.to_owned());
+    }
+    if url.path() == "/" {
+        url.set_path("/v1");
+    }
+    Ok(url.as_str().trim_end_matches('/').to_owned())
+}
+
+/// Talks until the end of input.
+pub(crate) fn run(args: &ChatArgs) -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    runtime.block_on(async {
+        let client = connect(args).await?;
+        let mut messages = Vec::new();
+        if let Some(system) = &args.system {
+            messages.push(json!({"role": "system", "content": system}));
+        }
+        match &args.message {
+            Some(message) => turn(&client, &mut messages, message).await,
+            None => converse(&client, &mut messages).await,
+        }
+    })
+}
+
+async fn connect(args: &ChatArgs) -> anyhow::Result<Client> {
+    let key = args.api_key.as_deref();
+    let Some(url) = &args.url else {
+        let running =
+            StateDir::locate(args.state.state_dir.as_deref())?.choose(args.name.as_deref())?;
+        let trusted = args.ca.as_ref().or(running.certificate.as_ref());
+        return Client::new(&running.endpoint, &running.served_name, key, trusted);
+    };
+    let model = args.model.as_deref().unwrap_or_default();
+    let mut client = Client::new(url, model, key, args.ca.as_ref())?;
+    if args.model.is_none() {
+        client.model = client.first_model().await?;
+    }
+    Ok(client)
+}
+
+async fn converse(client: &Client, messages: &mut Vec<Value>) -> anyhow::Result<()> {
+    let terminal = std::io::stdin().is_terminal();
+    if terminal {
+        ui::say(format_args!(
+            "{} at {}; an empty line or Ctrl-D ends",
+            client.model, client.base
+        ));
+    }
+    let mut lines = std::io::stdin().lock().lines();
+    loop {
+        if terminal {
+            let _ = write!(std::io::stderr(), "> ");
+        }
+        let Some(line) = lines.next().transpose()? else {
+            break;
+        };
+        let line = line.trim();
+        if line.is_empty() {
+            if terminal {
+                break;
+            }
+            continue;
+        }
+        let before = messages.len();
+        if let Err(error) = turn(client, messages, line).await {
+            if !terminal {
+                return Err(error);
+            }
+            messages.truncate(before);
+            ui::print_error(&error);
+        }
+    }
+    Ok(())
+}
+
+async fn turn(client: &Client, messages: &mut Vec<Value>, text: &str) -> anyhow::Result<()> {
+    messages.push(json!({"role": "user", "content": text}));
+    let mut answer = String::new();
+    client
+        .stream(messages, |piece| {
+            answer.push_str(piece);
+            ui::print_data(piece)
+        })
+        .await?;
+    ui::print_data("\n")?;
+    messages.push(json!({"role": "assistant", "content": answer}));
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::base_url;
+
+    #[test]
+    fn a_url_is_taken_with_and_without_v1() {
+        for (text, base) in [
+            ("http://host:8080", "http://host:8080/v1"),
+            ("http://host:8080/", "http://host:8080/v1"),
+            ("http://host:8080/v1", "http://host:8080/v1"),
+            ("https://host/v1/", "https://host/v1"),
+            ("https://host/llm/v1", "https://host/llm/v1"),
+        ] {
+            assert_eq!(base_url(text).unwrap(), base);
+        }
+        for text in ["host:8080", "127.0.0.1:8080", "ftp://host", ""] {
+            let words = base_url(text).unwrap_err();
+            assert!(words.contains("write it as http://host:8080"), "{words}");
+        }
+    }
+}

@@ -1,0 +1,46 @@
+//! `hearth plan`: what would run, why, and what was not chosen. It starts nothing.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use crate::terminal::table::OutputFormat;
+use crate::terminal::ui::Steps;
+use crate::terminal::{table, ui};
+use crate::up;
+use crate::up::state::StateArgs;
+use crate::up::state::StateDir;
+
+const EXAMPLES: &str =
+    "Examples:\n  hearth plan -f manifests/examples/demo.yaml\n  hearth plan -f demo.yaml -o json";
+
+/// Arguments of `hearth plan`.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct PlanArgs {
+    /// The InferenceDeployment; - reads standard input
+    #[arg(short = 'f', long = "file", value_name = "FILE")]
+    file: PathBuf,
+    /// table, json or yaml
+    #[arg(short, long, value_enum, default_value_t)]
+    output: OutputFormat,
+    /// Measure this machine although the rates of a quiet moment are kept
+    #[arg(long)]
+    measure: bool,
+    #[command(flatten)]
+    state: StateArgs,
+}
+
+/// Plans and prints.
+pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
+    let state = StateDir::locate(args.state.state_dir.as_deref())?;
+    let planned = up::plan(&args.file, &state, args.measure, &Steps::new())?;
+    match args.output {
+        OutputFormat::Table => ui::print_data(&table::plan(&planned.plan)),
+        OutputFormat::Json => ui::print_data(&format!(
+            "{}\n",
+            serde_json::to_string_pretty(&planned.plan)?
+        )),
+        OutputFormat::Yaml => ui::print_data(&serde_norway::to_string(&planned.plan)?),
+    }
+}

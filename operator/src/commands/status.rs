@@ -1,0 +1,238 @@
+//! `hearth status`: what runs on this machine, and how fast it has been.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Args;
+use comfy_table::{Table, presets};
+use hearth_crds::InferencePlanSpec;
+use serde::Serialize;
+
+use crate::http;
+use crate::terminal::table::OutputFormat;
+use crate::terminal::ui::{self, milliseconds};
+use crate::up::state::StateArgs;
+use crate::up::state::{Running, RunningProcess, StateDir};
+
+const EXAMPLES: &str = "Examples:\n  hearth status\n  hearth status -o json";
+/// How long an endpoint may take to answer.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Arguments of `hearth status`.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct StatusArgs {
+    /// table, json or yaml
+    #[arg(short, long, value_enum, default_value_t)]
+    output: OutputFormat,
+    #[command(flatten)]
+    state: StateArgs,
+}
+
+/// A deployment as `-o json` prints it.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Status {
+    #[serde(flatten)]
+    running: Running,
+    /// The endpoint's own word.
+    serving: bool,
+    measured: Option<Measured>,
+    predicted_ttft_ms: Option<f64>,
+    predicted_tpot_ms: Option<f64>,
+}
+
+/// Means since the gateway's start.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Measured {
+    requests: u64,
+    ttft_ms: Option<f64>,
+    tpot_ms: Option<f64>,
+}
+
+/// Prints. Exit code 1 when nothing runs.
+pub(crate) fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
+    let state = StateDir::locate(args.state.state_dir.as_deref())?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    let mut all = Vec::new();
+    for running in state.running()? {
+        let plan = state.deployment(&running.name).read_plan().ok();
+        all.push(runtime.block_on(inspect(running, plan.as_ref())));
+    }
+    match args.output {
+        OutputFormat::Json => {
+            ui::print_data(&format!("{}\n", serde_json::to_string_pretty(&all)?))?
+        }
+        OutputFormat::Yaml => ui::print_data(&serde_norway::to_string(&all)?)?,
+        OutputFormat::Table if all.is_empty() => {
+            ui::say(format_args!(
+                "nothing runs on this machine; looked in {}\n  start something: hearth up -f manifests/examples/demo.yaml",
+                state.path().display()
+            ));
+        }
+        OutputFormat::Table => ui::print_data(&format!("{}\n", table(&all)))?,
+    }
+    Ok(if all.is_empty() {
+        ExitCode::FAILURE
+    } else {
+        ExitCode::SUCCESS
+    })
+}
+
+async fn inspect(running: Running, plan: Option<&InferencePlanSpec>) -> Status {
+    let base = running.endpoint.trim_end_matches("/v1").to_owned();
+    let client = http::client(&base, running.certificate.as_deref(), Some(PATIENCE));
+    let (mut serving, mut metrics) = (false, None);
+    if let Ok(client) = client {
+        let ready = client.get(format!("{base}/ready")).send().await;
+        serving = ready.is_ok_and(|response| response.status().is_success());
+    }
+    let url = running.metrics.as_deref();
+    let client = url.map(|url| http::client(url, None, Some(PATIENCE)));
+    if let (Some(url), Some(Ok(client))) = (url, client)
+        && let Ok(response) = client.get(url).send().await
+    {
+        metrics = response.text().await.ok();
+    }
+    Status {
+        running,
+        serving,
+        measured: metrics.as_deref().map(measured),
+        predicted_ttft_ms: plan.map(|plan| plan.predicted.ttft_ms),
+        predicted_tpot_ms: plan.map(|plan| plan.predicted.tpot_ms),
+    }
+}
+
+fn measured(metrics: &str) -> Measured {
+    let mean_ms = |histogram: &str| {
+        let count = total(metrics, &format!("{histogram}_count"));
+        (count > 0.0).then(|| total(metrics, &format!("{histogram}_sum")) / count * 1e3)
+    };
+    Measured {
+        requests: total(metrics, "gen_ai_server_request_duration_seconds_count") as u64,
+        ttft_ms: mean_ms("gen_ai_server_time_to_first_token_seconds"),
+        tpot_ms: mean_ms("gen_ai_server_time_per_output_token_seconds"),
+    }
+}
+
+/// Sum of a metric over its labels.
+fn total(metrics: &str, name: &str) -> f64 {
+    metrics
+        .lines()
+        .filter_map(|line| {
+            let rest = line.strip_prefix(name)?;
+            let value = match rest.strip_prefix('{') {
+                Some(labels) => labels.rsplit_once('}')?.1,
+                None => rest.starts_with(' ').then_some(rest)?,
+            };
+            value.split_whitespace().next()?.parse::<f64>().ok()
+        })
+        .sum()
+}
+
+fn table(all: &[Status]) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING);
+    table.set_header([
+        "NAME", "MODEL", "READY", "PLAN", "PREFILL", "DECODE", "RESTARTS", "TTFT", "TPOT",
+        "REQUESTS", "AGE", "ENDPOINT",
+    ]);
+    for status in all {
+        let running = &status.running;
+        let measured = status.measured.as_ref();
+        let show = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), milliseconds);
+        table.add_row([
+            running.name.clone(),
+            running.served_name.clone(),
+            ready(status).to_owned(),
+            running.plan_generation.to_string(),
+            pool(running, "prefill"),
+            pool(running, "decode"),
+            running
+                .processes
+                .iter()
+                .map(|process| process.restarts)
+                .sum::<u32>()
+                .to_string(),
+            show(measured.and_then(|measured| measured.ttft_ms)),
+            show(measured.and_then(|measured| measured.tpot_ms)),
+            measured.map_or_else(|| "-".to_owned(), |measured| measured.requests.to_string()),
+            age(&running.started_at),
+            running.endpoint.clone(),
+        ]);
+    }
+    let text = table.to_string();
+    text.lines()
+        .map(str::trim_end)
+        .collect::<Vec<_>>()
+        .join("\n")
+}
+
+/// The endpoint's word, unless its process says nothing at all.
+fn ready(status: &Status) -> &'static str {
+    let is_hung = processes_of(&status.running, "gateway").any(|process| process.hung);
+    match (is_hung, status.serving) {
+        (true, _) => "hung",
+        (false, true) => "True",
+        (false, false) => "False",
+    }
+}
+
+fn pool(running: &Running, role: &str) -> String {
+    let (ready, desired) = processes_of(running, role).fold((0, 0), |(ready, desired), process| {
+        (ready + u32::from(process.ready), desired + 1)
+    });
+    let hung = processes_of(running, role)
+        .filter(|process| process.hung)
+        .count();
+    match (desired, hung) {
+        (0, _) => "-".to_owned(),
+        (_, 0) => format!("{ready}/{desired}"),
+        (_, 1) => format!("{ready}/{desired} hung"),
+        (_, hung) => format!("{ready}/{desired} {hung} hung"),
+    }
+}
+
+fn processes_of<'r>(
+    running: &'r Running,
+    role: &'r str,
+) -> impl Iterator<Item = &'r RunningProcess> {
+    let of_role = move |process: &&RunningProcess| process.role == role;
+    running.processes.iter().filter(of_role)
+}
+
+/// How long ago, in the largest unit that fits: `3d`, `2m`.
+fn age(started_at: &str) -> String {
+    let Ok(started) = started_at.parse::<jiff::Timestamp>() else {
+        return "-".to_owned();
+    };
+    let seconds = jiff::Timestamp::now().as_second() - started.as_second();
+    match seconds.max(0) {
+        seconds @ 0..120 => format!("{seconds}s"),
+        seconds @ 120..7200 => format!("{}m", seconds / 60),
+        seconds @ 7200..172_800 => format!("{}h", seconds / 3600),
+        seconds => format!("{}d", seconds / 86_400),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn means_are_taken_over_all_labels() {
+        let text = "# TYPE x histogram\n\
+            gen_ai_server_time_to_first_token_seconds_sum{model=\"a\"} 1.5\n\
+            gen_ai_server_time_to_first_token_seconds_count{model=\"a\"} 2\n\
+            gen_ai_server_time_to_first_token_seconds_sum{model=\"b\"} 0.5\n\
+            gen_ai_server_time_to_first_token_seconds_count{model=\"b\"} 2\n\
+            gen_ai_server_request_duration_seconds_count 4\n";
+        let measured = measured(text);
+        assert_eq!(measured.ttft_ms, Some(500.0));
+        assert_eq!(measured.tpot_ms, None);
+        assert_eq!(measured.requests, 4);
+    }
+}

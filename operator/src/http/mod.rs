@@ -1,0 +1,132 @@
+//! HTTP clients of an endpoint, and whom they trust.
+
+pub(crate) mod openai;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use rustls::client::WebPkiServerVerifier;
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::{CryptoProvider, aws_lc_rs, verify_tls12_signature, verify_tls13_signature};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::{
+    CertificateError, ClientConfig, DigitallySignedStruct, Error, RootCertStore, SignatureScheme,
+};
+
+/// A client for `url`. With `trusted`, a PEM file, an HTTPS server must show a certificate of that file, or one that is
+/// signed by one of them and carries the server's name; without it the system's authorities decide.
+///
+/// # Errors
+/// A file that cannot be read or holds no certificate; a system without authorities.
+pub(crate) fn client(
+    url: &str,
+    trusted: Option<&Path>,
+    timeout: Option<Duration>,
+) -> anyhow::Result<reqwest::Client> {
+    let mut builder = reqwest::Client::builder();
+    if let Some(timeout) = timeout {
+        builder = builder.timeout(timeout);
+    }
+    builder = match trusted {
+        _ if !url.starts_with("https:") => builder.tls_certs_only([]),
+        Some(file) => builder.tls_backend_preconfigured(trusting(file)?),
+        None => builder,
+    };
+    builder
+        .build()
+        .context("this system's certificate authorities cannot be read\n  name the server's certificate: --ca FILE")
+}
+
+fn trusting(file: &Path) -> anyhow::Result<ClientConfig> {
+    let certificates: Vec<CertificateDer<'static>> = CertificateDer::pem_file_iter(file)
+        .and_then(Iterator::collect)
+        .with_context(|| {
+            format!(
+                "{} cannot be read as a certificate\n  name a PEM file with the server's certificate or that of its authority",
+                file.display()
+            )
+        })?;
+    if certificates.is_empty() {
+        bail!(
+            "{} holds no certificate\n  name a PEM file with the server's certificate or that of its authority",
+            file.display()
+        );
+    }
+    let provider = Arc::new(aws_lc_rs::default_provider());
+    let mut roots = RootCertStore::empty();
+    // What cannot be an authority is still known by its bytes.
+    roots.add_parsable_certificates(certificates.iter().cloned());
+    let by_authority =
+        WebPkiServerVerifier::builder_with_provider(roots.into(), provider.clone()).build();
+    let verifier = Trusting {
+        certificates,
+        by_authority: by_authority.ok(),
+        provider: provider.clone(),
+    };
+    let config = ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()?
+        .dangerous()
+        .with_custom_certificate_verifier(Arc::new(verifier));
+    Ok(config.with_no_client_auth())
+}
+
+/// Takes the very certificates of a file, whatever name they carry, and those that they signed for the server's name.
+#[derive(Debug)]
+struct Trusting {
+    certificates: Vec<CertificateDer<'static>>,
+    by_authority: Option<Arc<WebPkiServerVerifier>>,
+    provider: Arc<CryptoProvider>,
+}
+
+impl ServerCertVerifier for Trusting {
+    fn verify_server_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        server_name: &ServerName<'_>,
+        ocsp_response: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        if self.certificates.iter().any(|known| known == end_entity) {
+            return Ok(ServerCertVerified::assertion());
+        }
+        match &self.by_authority {
+            Some(by_authority) => by_authority.verify_server_cert(
+                end_entity,
+                intermediates,
+                server_name,
+                ocsp_response,
+                now,
+            ),
+            None => Err(CertificateError::UnknownIssuer.into()),
+        }
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        let algorithms = &self.provider.signature_verification_algorithms;
+        verify_tls12_signature(message, certificate, signature, algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        let algorithms = &self.provider.signature_verification_algorithms;
+        verify_tls13_signature(message, certificate, signature, algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        let algorithms = &self.provider.signature_verification_algorithms;
+        algorithms.supported_schemes()
+    }
+}

@@ -1,0 +1,147 @@
+//! A client of the OpenAI API, as far as a conversation needs it.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, bail};
+use futures::StreamExt;
+use serde_json::{Value, json};
+
+/// A client of one OpenAI endpoint.
+pub(crate) struct Client {
+    http: reqwest::Client,
+    /// Base of the API, such as `http://host:8080/v1`.
+    pub(crate) base: String,
+    /// Name of the model that is asked.
+    pub(crate) model: String,
+    key: Option<String>,
+}
+
+impl Client {
+    /// A client of `base` (`http://host:port/v1`). `trusted` is a PEM file with the certificate of an HTTPS endpoint,
+    /// or of its authority.
+    ///
+    /// # Errors
+    /// A file that holds no certificate.
+    pub(crate) fn new(
+        base: &str,
+        model: &str,
+        key: Option<&str>,
+        trusted: Option<&PathBuf>,
+    ) -> anyhow::Result<Self> {
+        Ok(Self {
+            http: super::client(base, trusted.map(PathBuf::as_path), None)?,
+            base: base.to_owned(),
+            model: model.to_owned(),
+            key: key.map(str::to_owned),
+        })
+    }
+
+    /// Streams the answer to `messages` into `sink`, piece by piece.
+    ///
+    /// # Errors
+    /// What the endpoint said instead of an answer, or that it cannot be reached; the sink's own errors.
+    pub(crate) async fn stream(
+        &self,
+        messages: &[Value],
+        mut sink: impl FnMut(&str) -> anyhow::Result<()>,
+    ) -> anyhow::Result<()> {
+        let body = json!({"model": self.model, "messages": messages, "stream": true});
+        let request = self.authorise(
+            self.http
+                .post(format!("{}/chat/completions", self.base))
+                .json(&body),
+        );
+        let response = checked(
+            request
+                .send()
+                .await
+                .map_err(|error| self.unreachable(error))?,
+        )
+        .await?;
+        let mut bytes = response.bytes_stream();
+        let mut pending = Vec::new();
+        while let Some(piece) = bytes.next().await {
+            pending.extend_from_slice(&piece.context("the answer was cut off")?);
+            while let Some(end) = pending.iter().position(|&byte| byte == b'\n') {
+                let line: Vec<u8> = pending.drain(..=end).collect();
+                let line = String::from_utf8_lossy(&line);
+                let Some(data) = line.trim().strip_prefix("data: ") else {
+                    continue;
+                };
+                if data == "[DONE]" {
+                    return Ok(());
+                }
+                let event: Value =
+                    serde_json::from_str(data).context("the endpoint sent what is no JSON")?;
+                if let Some(message) = event["error"]["message"].as_str() {
+                    bail!("{message}");
+                }
+                if let Some(text) = event["choices"][0]["delta"]["content"].as_str() {
+                    sink(text)?;
+                }
+            }
+        }
+        bail!(
+            "the answer was cut off: {} closed the stream\n  hearth logs shows why",
+            self.base
+        )
+    }
+
+    /// The name of the first model that the endpoint serves.
+    ///
+    /// # Errors
+    /// What the endpoint said instead, or that it cannot be reached.
+    pub(crate) async fn first_model(&self) -> anyhow::Result<String> {
+        let request = self.authorise(self.http.get(format!("{}/models", self.base)));
+        let response = checked(
+            request
+                .send()
+                .await
+                .map_err(|error| self.unreachable(error))?,
+        )
+        .await?;
+        let list: Value = response
+            .json()
+            .await
+            .context("the endpoint sent what is no JSON")?;
+        let id = list["data"][0]["id"].as_str();
+        id.map(str::to_owned)
+            .with_context(|| format!("{} serves no model", self.base))
+    }
+
+    fn authorise(&self, request: reqwest::RequestBuilder) -> reqwest::RequestBuilder {
+        match &self.key {
+            Some(key) => request.bearer_auth(key),
+            None => request,
+        }
+    }
+
+    fn unreachable(&self, error: reqwest::Error) -> anyhow::Error {
+        let error = anyhow::Error::new(error);
+        let remedy = if error.root_cause().to_string().contains("certificate") {
+            "name the server's certificate, or its authority's: --ca FILE"
+        } else {
+            "is it up? hearth status tells"
+        };
+        error.context(format!("{} cannot be reached\n  {remedy}", self.base))
+    }
+}
+
+/// The response, or the endpoint's own error message.
+async fn checked(response: reqwest::Response) -> anyhow::Result<reqwest::Response> {
+    let status = response.status();
+    if status.is_success() {
+        return Ok(response);
+    }
+    let body: Value = response.json().await.unwrap_or_default();
+    if status == reqwest::StatusCode::UNAUTHORIZED {
+        bail!(
+            "the endpoint lets in whoever has a key, and was given none that it knows\n  \
+             give it one: --api-key KEY, or HEARTH_API_KEY"
+        );
+    }
+    match body["error"]["message"].as_str() {
+        Some(message) => bail!("{message}"),
+        None => bail!("the endpoint answered {status}"),
+    }
+}

@@ -1,0 +1,138 @@
+//! Calls to agents. All agents begin with one certificate, which says nothing of them; so the first thing that the operator
+//! does is to have an agent prove whose Pod it is and to give it a certificate of its node, for a key that the agent alone
+//! has. From then on it talks to nobody else at that address.
+
+use hearth_controller_core::names::{AGENT_TLS_NAME, agent_tls_name};
+use hearth_transport::tonic::transport::Channel;
+use hearth_transport::tonic::{Code, Response, Status};
+use hearth_transport::v1::agent_client::AgentClient;
+use hearth_transport::v1::{CertifyRequest, IdentifyRequest};
+use hearth_transport::{ClientOptions, Clients, Endpoint, RpcErrorKind, Tls, Worker};
+use jiff::Timestamp;
+
+use super::{Agent, AgentDirectory, Agents, identity, timed};
+use crate::services::authority::AuthorityError;
+
+/// What is told of an agent that does not know the call by which it proves whose it is.
+const OLD_AGENT: &str = "it is of an older version, which cannot prove whose it is: let the DaemonSet hearth-agent have the \
+                         worker image of the operator's version";
+
+/// A connection to an agent that shows its node's certificate.
+#[derive(Clone)]
+pub(super) struct Certified {
+    endpoint: Endpoint,
+    worker: Worker,
+    /// Who was trusted when the certificate was made.
+    bundle: String,
+    /// When it is due for another one.
+    renew: Timestamp,
+}
+
+impl<G: AgentDirectory> Agents<G> {
+    /// Calls the agent. One that has begun anew meanwhile is given its certificate again.
+    ///
+    /// # Errors
+    /// What stands in the way, in words.
+    pub(super) async fn call<T, F>(
+        &self,
+        agent: &Agent,
+        work: impl Fn(AgentClient<Channel>) -> F,
+    ) -> Result<T, String>
+    where
+        F: Future<Output = Result<Response<T>, Status>>,
+    {
+        let mut is_new = false;
+        loop {
+            let known = self.known(agent).await.map_err(|error| error.to_string())?;
+            let worker = match known {
+                Some(worker) => worker,
+                None => {
+                    is_new = true;
+                    self.certify(agent).await?
+                }
+            };
+            match work(worker.agent()).await {
+                Ok(answer) => return Ok(answer.into_inner()),
+                Err(status) => {
+                    let error = worker.error(&status);
+                    if is_new || error.kind() != RpcErrorKind::Gone {
+                        return Err(error.to_string());
+                    }
+                    self.certified().remove(agent.node());
+                }
+            }
+        }
+    }
+
+    /// The connection to an agent whose certificate is as it should be.
+    async fn known(&self, agent: &Agent) -> Result<Option<Worker>, AuthorityError> {
+        let now = Timestamp::now();
+        let bundle = self.authority.bundle(now).await?;
+        // Renewed behind the connections that there are.
+        self.authority.operator(now).await?;
+        let certified = self.certified();
+        let known = certified.get(agent.node()).filter(|known| {
+            known.endpoint == agent.endpoint && known.bundle == bundle && now < known.renew
+        });
+        Ok(known.map(|known| known.worker.clone()))
+    }
+
+    /// Gives the agent a certificate of its node when it has proved that it is that node's: one that has a certificate
+    /// already is called by that, another by the one that all begin with.
+    async fn certify(&self, agent: &Agent) -> Result<Worker, String> {
+        let now = Timestamp::now();
+        let words = |error: AuthorityError| error.to_string();
+        let node = agent.node();
+        let tls = self.authority.operator(now).await.map_err(words)?;
+        let mut worker = connection(&tls, &agent_tls_name(node), &agent.endpoint)?;
+        let mut told = worker.agent().identify(timed(IdentifyRequest {})).await;
+        if let Err(status) = &told
+            && worker.error(status).kind() == RpcErrorKind::Gone
+        {
+            worker = connection(&tls, AGENT_TLS_NAME, &agent.endpoint)?;
+            told = worker.agent().identify(timed(IdentifyRequest {})).await;
+        }
+        let failed = |status: Status| match status.code() {
+            Code::Unimplemented => OLD_AGENT.to_owned(),
+            _ => worker.error(&status).to_string(),
+        };
+        let told = told.map_err(failed)?.into_inner();
+        identity::prove(&self.client, &self.namespace, &agent.place, told.token).await?;
+        let certificate = self.authority.agent(node, &told.public_key, now).await;
+        let certificate = certificate.map_err(words)?;
+        let request = CertifyRequest {
+            node: node.to_owned(),
+            certificate: certificate.certificate,
+        };
+        let taken = worker.agent().certify(timed(request)).await;
+        taken.map_err(failed)?;
+        tracing::info!(node, "the node's agent has a certificate of its own");
+        let worker = connection(&tls, &agent_tls_name(node), &agent.endpoint)?;
+        let certified = Certified {
+            endpoint: agent.endpoint.clone(),
+            worker: worker.clone(),
+            bundle: certificate.bundle,
+            renew: certificate.renew,
+        };
+        self.certified().insert(node.to_owned(), certified);
+        Ok(worker)
+    }
+
+    fn certified(
+        &self,
+    ) -> std::sync::MutexGuard<'_, std::collections::BTreeMap<String, Certified>> {
+        self.certified
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+/// A connection to a server that must carry `name`.
+fn connection(tls: &Tls, name: &str, endpoint: &Endpoint) -> Result<Worker, String> {
+    let tls = tls.expecting(name).map_err(|error| error.to_string())?;
+    let clients = Clients::new(ClientOptions {
+        tls: Some(tls),
+        ..ClientOptions::default()
+    });
+    clients.worker(endpoint).map_err(|error| error.to_string())
+}

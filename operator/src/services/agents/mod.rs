@@ -1,0 +1,427 @@
+//! What the operator has to do with the agents on the nodes: it reads what they measured and writes it as NodeProfiles,
+//! has them fetch models behind URLs, and has them drop those that nobody uses any more. Agents have no rights in
+//! the cluster, so they are called, by gRPC over mutual TLS. Each proves by a token whose Pod it is ([`identity`]), and shows
+//! a certificate of its own node, which the operator gave it for that ([`calls`]); a Secret that opens a URL is read for
+//! the one call that needs it ([`secrets`]).
+//!
+//! NodeProfiles are owned by their Nodes: the cluster removes them when a node leaves.
+
+mod calls;
+mod fetches;
+mod identity;
+mod profile;
+pub(crate) mod ranges;
+mod secrets;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use calls::Certified;
+use fetches::{Fetches, Poll, view_of};
+use futures::StreamExt;
+use hearth_controller_core::key::Key;
+use hearth_controller_core::names::{
+    APP, FIELD_MANAGER, LABEL_APP, LABEL_COMPONENT, LABEL_MANAGED_BY, MANAGER, WORKER_PORT,
+    host_port,
+};
+use hearth_controller_core::observed::{AgentEndpoint, FetchView, Settings};
+use hearth_crds::{HttpSource, NodeProfile, NodeProfileSpec};
+use hearth_transport::Endpoint;
+use hearth_transport::tonic::Request;
+use hearth_transport::v1::{ModelRequest, ProfileRequest, RetainRequest};
+use ipnet::IpNet;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
+use kube::Client;
+use kube::api::{Api, Patch, PatchParams};
+use profile::due_profile;
+use tokio::time::Instant;
+
+use crate::services::authority::Authority;
+
+/// How often a node is asked what it is.
+const PROFILE_EVERY: Duration = Duration::from_secs(60);
+/// How often as long as it has not been measured.
+const FIRST_PROFILE_EVERY: Duration = Duration::from_secs(2);
+/// How often fetches are looked at.
+const FETCH_EVERY: Duration = Duration::from_secs(2);
+/// How often the API server is asked for the ranges of Services.
+const SERVICES_EVERY: Duration = Duration::from_secs(30);
+/// An agent answers at once; what takes long it does beside that.
+const CALL_TIMEOUT: Duration = Duration::from_secs(10);
+/// Calls at a time.
+const CONCURRENCY: usize = 16;
+
+/// What the operator's cache knows of the cluster around the agents.
+pub(crate) trait AgentDirectory: Send + Sync + 'static {
+    /// Running agents.
+    fn agents(&self) -> Vec<AgentEndpoint>;
+    /// The uid of the node; none when there is no such node.
+    fn node_uid(&self, node: &str) -> Option<String>;
+    /// The node's profile as it is in the cluster.
+    fn profile(&self, node: &str) -> Option<NodeProfileSpec>;
+    /// Memory that Hearth's Pods on the node ask for.
+    fn held_bytes(&self, node: &str) -> u64;
+    /// Names in the nodes' stores of the fetched models that deployments and plans name; none as long as not all of
+    /// them have been read.
+    fn models_in_use(&self) -> Option<BTreeSet<String>>;
+    /// Ranges of the Pods' addresses on all nodes, and the nodes' own addresses.
+    fn node_ranges(&self) -> Vec<IpNet>;
+    /// Notes how many agents have addresses outside of the ranges that are known.
+    fn note_outside(&self, agents: usize);
+    /// Has a deployment looked at, since something that it waits for has changed.
+    fn wake(&self, deployment: &Key);
+}
+
+/// All agents. One task runs [`Agents::run`]; the others ask and tell.
+pub(crate) struct Agents<G> {
+    client: Client,
+    /// Where the agents' Pods are.
+    namespace: String,
+    authority: Arc<Authority>,
+    directory: Arc<G>,
+    /// Where agents listen.
+    port: u16,
+    fetches: Mutex<Fetches>,
+    /// Agents that were given a certificate, by their node.
+    certified: Mutex<BTreeMap<String, Certified>>,
+    /// The cluster's ranges that do not come and go with nodes.
+    ranges: Vec<IpNet>,
+    /// Those of Services, as the API server told last.
+    services: Mutex<Vec<IpNet>>,
+}
+
+/// One agent that is there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Agent {
+    place: AgentEndpoint,
+    endpoint: Endpoint,
+}
+
+impl Agent {
+    fn node(&self) -> &str {
+        &self.place.node
+    }
+}
+
+impl<G: AgentDirectory> Agents<G> {
+    /// Calls nobody yet.
+    pub(crate) fn new(
+        client: Client,
+        authority: Arc<Authority>,
+        directory: Arc<G>,
+        settings: &Settings,
+    ) -> Self {
+        Self {
+            client,
+            namespace: settings.operator_namespace.clone(),
+            authority,
+            directory,
+            port: WORKER_PORT,
+            fetches: Mutex::default(),
+            certified: Mutex::default(),
+            ranges: settings.cluster_ranges.clone(),
+            services: Mutex::default(),
+        }
+    }
+
+    /// Looks after all agents until it is dropped.
+    pub(crate) async fn run(&self) {
+        // Before the first model is asked for.
+        self.read_services().await;
+        tokio::join!(
+            self.keep_profiles(),
+            self.keep_models(),
+            self.keep_services()
+        );
+    }
+
+    /// Ranges of Services are added to a cluster while it runs, and one answer of the API server may fail.
+    async fn keep_services(&self) {
+        loop {
+            tokio::time::sleep(SERVICES_EVERY).await;
+            self.read_services().await;
+        }
+    }
+
+    async fn read_services(&self) {
+        if let Some(told) = ranges::of_services(&self.client).await {
+            *self.services.lock().unwrap_or_else(PoisonError::into_inner) = told;
+        }
+    }
+
+    /// What is known of a model on the nodes that it was wanted on. `key`: its name in the nodes' stores.
+    pub(crate) fn fetches(&self, key: &str) -> BTreeMap<String, FetchView> {
+        self.lock().views(key)
+    }
+
+    /// Has the agents of `nodes` hold the model for a deployment. Without a source nothing is wanted for it any more.
+    pub(crate) fn want(&self, deployment: &Key, source: Option<&HttpSource>, nodes: &[String]) {
+        self.lock().want(deployment, source, nodes);
+    }
+
+    async fn keep_profiles(&self) {
+        let mut asked: BTreeMap<String, Instant> = BTreeMap::new();
+        let mut complaints = Complaints::default();
+        let (mut outside, mut looked) = (BTreeSet::new(), None);
+        let mut ticks = tokio::time::interval(FIRST_PROFILE_EVERY);
+        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            ticks.tick().await;
+            let agents = self.agents();
+            asked.retain(|node, _| agents.iter().any(|agent| agent.node() == *node));
+            let now = Instant::now();
+            if looked.is_none_or(|at| now.duration_since(at) >= PROFILE_EVERY) {
+                looked = Some(now);
+                self.look_outside(&agents, &mut outside);
+            }
+            let due = |agent: &Agent| {
+                let is_known = self.directory.profile(agent.node()).is_some();
+                let last = asked.get(agent.node()).filter(|_| is_known);
+                last.is_none_or(|last| now.duration_since(*last) >= PROFILE_EVERY)
+            };
+            let due: Vec<Agent> = agents.into_iter().filter(|agent| due(agent)).collect();
+            asked.extend(due.iter().map(|agent| (agent.node().to_owned(), now)));
+            let asks = due.into_iter().map(|agent| async move {
+                let outcome = self.refresh_profile(&agent).await;
+                if outcome.is_ok() {
+                    self.retain(&agent).await;
+                }
+                (agent.place.node, outcome)
+            });
+            for (node, outcome) in at_a_time(asks).await {
+                complaints.hear(&node, outcome);
+            }
+        }
+    }
+
+    async fn keep_models(&self) {
+        let mut ticks = tokio::time::interval(FETCH_EVERY);
+        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            ticks.tick().await;
+            let due = self.lock().due(Instant::now());
+            if due.is_empty() {
+                continue;
+            }
+            let agents = self.agents();
+            let asks = due.into_iter().map(|poll| {
+                let agent = agents.iter().find(|agent| agent.node() == poll.node);
+                let agent = agent.cloned();
+                async move {
+                    let view = match &agent {
+                        Some(agent) => self.ask_model(agent, &poll).await,
+                        None => {
+                            FetchView::Unknown(format!("node {} has no running agent", poll.node))
+                        }
+                    };
+                    let woken = self.lock().learn(&poll, view, Instant::now());
+                    woken
+                        .iter()
+                        .for_each(|deployment| self.directory.wake(deployment));
+                }
+            });
+            at_a_time(asks).await;
+        }
+    }
+
+    /// Agents are Pods: where one has an address that no known range holds, Pods are fetched from like anybody else.
+    fn look_outside(&self, agents: &[Agent], before: &mut BTreeSet<String>) {
+        let ranges = self.known_ranges();
+        let is_outside = |address: &str| {
+            let address: Option<IpAddr> = address.parse().ok();
+            address.is_some_and(|address| !ranges.iter().any(|range| range.contains(&address)))
+        };
+        let addresses = agents.iter().map(|agent| &agent.place.address);
+        let now: BTreeSet<String> = addresses
+            .filter(|address| is_outside(address))
+            .cloned()
+            .collect();
+        self.directory.note_outside(now.len());
+        if let Some(address) = now.difference(before).next() {
+            tracing::warn!(
+                address,
+                agents = now.len(),
+                "Pods have addresses outside of the cluster's ranges that are known: models can be fetched from Pods; name the Pods' range in agent.fetch.clusterRanges"
+            );
+        }
+        *before = now;
+    }
+
+    /// Reads what the agent measured and writes it, if that is due.
+    async fn refresh_profile(&self, agent: &Agent) -> Result<(), String> {
+        let Some(uid) = self.directory.node_uid(agent.node()) else {
+            return Ok(());
+        };
+        let answer = self
+            .call(agent, |mut stub| async move {
+                stub.profile(timed(ProfileRequest {})).await
+            })
+            .await?;
+        let measured: NodeProfileSpec =
+            serde_json::from_str(&answer.node_profile_json).map_err(|error| {
+                format!("its profile cannot be read ({error}); is it of another version?")
+            })?;
+        if measured.node != agent.node() {
+            return Err(format!("it says that it is on node {:?}", measured.node));
+        }
+        let stored = self.directory.profile(agent.node());
+        let held = self.directory.held_bytes(agent.node());
+        let Some(spec) = due_profile(stored.as_ref(), measured, held) else {
+            return Ok(());
+        };
+        let profile = profile_object(spec, uid);
+        let api: Api<NodeProfile> = Api::all(self.client.clone());
+        let parameters = PatchParams::apply(FIELD_MANAGER).force();
+        api.patch(agent.node(), &parameters, &Patch::Apply(&profile))
+            .await
+            .map_err(|error| error.to_string())?;
+        Ok(())
+    }
+
+    /// Has the agent drop what nobody names.
+    async fn retain(&self, agent: &Agent) {
+        let Some(mut keys) = self.directory.models_in_use() else {
+            return;
+        };
+        keys.extend(self.lock().keys());
+        let request = RetainRequest {
+            keys: keys.into_iter().collect(),
+        };
+        let called = self.call(agent, |mut stub| {
+            let request = timed(request.clone());
+            async move { stub.retain(request).await }
+        });
+        match called.await {
+            Ok(answer) => {
+                for key in answer.removed {
+                    tracing::info!(
+                        node = agent.node(),
+                        key,
+                        "model removed from the node's cache"
+                    );
+                }
+            }
+            Err(error) => tracing::debug!(node = agent.node(), error, "cache not tidied"),
+        }
+    }
+
+    /// The agents that run.
+    fn agents(&self) -> Vec<Agent> {
+        let agent = |place: AgentEndpoint| {
+            let endpoint = host_port(&place.address, self.port).parse().ok()?;
+            Some(Agent { place, endpoint })
+        };
+        self.directory
+            .agents()
+            .into_iter()
+            .filter_map(agent)
+            .collect()
+    }
+
+    /// Where no model is fetched from, unless an agent is told otherwise.
+    fn cluster_ranges(&self) -> Vec<String> {
+        self.known_ranges().iter().map(IpNet::to_string).collect()
+    }
+
+    fn known_ranges(&self) -> BTreeSet<IpNet> {
+        let services = self.services.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = self.ranges.iter().chain(&*services).copied();
+        known.chain(self.directory.node_ranges()).collect()
+    }
+
+    async fn ask_model(&self, agent: &Agent, poll: &Poll) -> FetchView {
+        let source = &poll.source;
+        let credentials = match &source.secret_ref {
+            None => None,
+            Some(secret) => {
+                match secrets::credentials(&self.client, &poll.namespace, &secret.name).await {
+                    Ok(credentials) => Some(credentials),
+                    Err(why) => return FetchView::Failed(why),
+                }
+            }
+        };
+        let request = ModelRequest {
+            key: poll.key.clone(),
+            url: source.url.clone(),
+            sha256: source.sha256.clone(),
+            holder: source.holder(&poll.namespace),
+            credentials,
+            cluster_ranges: self.cluster_ranges(),
+        };
+        let called = self.call(agent, |mut stub| {
+            let request = timed(request.clone());
+            async move { stub.model(request).await }
+        });
+        match called.await {
+            Ok(answer) => view_of(answer),
+            Err(error) => FetchView::Unknown(format!(
+                "the agent of node {} does not answer: {error}",
+                agent.node()
+            )),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Fetches> {
+        self.fetches.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Runs futures, so many at a time.
+async fn at_a_time<F: Future>(futures: impl Iterator<Item = F>) -> Vec<F::Output> {
+    futures::stream::iter(futures)
+        .buffer_unordered(CONCURRENCY)
+        .collect()
+        .await
+}
+
+/// What is wrong with nodes' agents, logged once and not every time that they are asked.
+#[derive(Default)]
+struct Complaints(BTreeMap<String, String>);
+
+impl Complaints {
+    fn hear(&mut self, node: &str, outcome: Result<(), String>) {
+        match outcome {
+            Ok(()) => {
+                if self.0.remove(node).is_some() {
+                    tracing::info!(node, "the node's agent answers again");
+                }
+            }
+            Err(why) => {
+                if self.0.get(node) != Some(&why) {
+                    tracing::warn!(node, %why, "the node's agent gives no profile");
+                    self.0.insert(node.to_owned(), why);
+                }
+            }
+        }
+    }
+}
+
+fn timed<T>(message: T) -> Request<T> {
+    let mut request = Request::new(message);
+    request.set_timeout(CALL_TIMEOUT);
+    request
+}
+
+fn profile_object(spec: NodeProfileSpec, node_uid: String) -> NodeProfile {
+    let mut profile = NodeProfile::new(&spec.node.clone(), spec);
+    let labels = [
+        (LABEL_APP, APP),
+        (LABEL_MANAGED_BY, MANAGER),
+        (LABEL_COMPONENT, "agent"),
+    ];
+    let labels = labels.map(|(key, value)| (key.to_owned(), value.to_owned()));
+    profile.metadata.labels = Some(labels.into());
+    profile.metadata.owner_references = Some(vec![OwnerReference {
+        api_version: "v1".to_owned(),
+        kind: "Node".to_owned(),
+        name: profile.spec.node.clone(),
+        uid: node_uid,
+        ..OwnerReference::default()
+    }]);
+    profile
+}
+
+#[cfg(test)]
+mod tests;

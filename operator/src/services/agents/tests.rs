@@ -1,0 +1,599 @@
+//! The operator's side against an agent that is played here, over mutual TLS with the authority's own certificates,
+//! beside an API server that is played too.
+
+use std::net::SocketAddr;
+
+use hearth_crds::{MemoryProfile, SecretRef};
+use hearth_transport::tonic::service::Routes;
+use hearth_transport::tonic::{Code, Response, Status};
+use hearth_transport::v1::agent_server::{Agent as AgentService, AgentServer};
+use hearth_transport::v1::{
+    CertifyRequest, CertifyResponse, IdentifyRequest, IdentifyResponse, ModelResponse, ModelState,
+    ProfileResponse, RetainResponse,
+};
+use hearth_transport::{ClientOptions, Clients, Listener, ServerOptions, Tls, TlsNames, serve};
+use jiff::Timestamp;
+use rcgen::KeyPair;
+use serde_json::json;
+
+use super::*;
+use crate::services::authority::AGENT_SECRET;
+use crate::services::authority::fake::{FakeApi, settings};
+
+/// Token of the Pod `uid-a` on node `a`.
+const TOKEN: &str = "of a";
+
+/// An agent whose answers are set by the test.
+struct Played {
+    token: Mutex<String>,
+    key: KeyPair,
+    node: Mutex<String>,
+    /// Answers to `Model`, one a call; the last one stays.
+    models: Mutex<Vec<ModelResponse>>,
+    asked: Mutex<Vec<ModelRequest>>,
+    retained: Mutex<Vec<Vec<String>>>,
+    /// What it shows, and the nodes that it was given certificates of.
+    tls: Mutex<Option<Tls>>,
+    certified: Mutex<Vec<String>>,
+}
+
+impl Default for Played {
+    fn default() -> Self {
+        Self {
+            token: Mutex::new(TOKEN.to_owned()),
+            key: KeyPair::generate().expect("key"),
+            node: Mutex::default(),
+            models: Mutex::default(),
+            asked: Mutex::default(),
+            retained: Mutex::default(),
+            tls: Mutex::default(),
+            certified: Mutex::default(),
+        }
+    }
+}
+
+/// The played agent as a service.
+struct Service(Arc<Played>);
+
+#[hearth_transport::tonic::async_trait]
+impl AgentService for Service {
+    async fn identify(
+        &self,
+        _: Request<IdentifyRequest>,
+    ) -> Result<Response<IdentifyResponse>, Status> {
+        Ok(Response::new(IdentifyResponse {
+            token: self.0.token.lock().expect("token").clone(),
+            public_key: self.0.key.public_key_pem(),
+        }))
+    }
+
+    async fn certify(
+        &self,
+        request: Request<CertifyRequest>,
+    ) -> Result<Response<CertifyResponse>, Status> {
+        let request = request.into_inner();
+        let tls = self.0.tls.lock().expect("tls").clone().expect("TLS");
+        tls.adopt(&request.certificate, &self.0.key.serialize_pem())
+            .map_err(|error| Status::invalid_argument(error.to_string()))?;
+        self.0
+            .certified
+            .lock()
+            .expect("certified")
+            .push(request.node);
+        Ok(Response::new(CertifyResponse {}))
+    }
+
+    async fn profile(
+        &self,
+        _: Request<ProfileRequest>,
+    ) -> Result<Response<ProfileResponse>, Status> {
+        let node = self.0.node.lock().expect("node").clone();
+        if node.is_empty() {
+            return Err(Status::new(
+                Code::Unavailable,
+                "this node is being measured",
+            ));
+        }
+        let profile = NodeProfileSpec {
+            node,
+            memory: MemoryProfile {
+                total_bytes: 1000,
+                available_bytes: 700,
+                ..MemoryProfile::default()
+            },
+            measured_at: "2026-11-20T12:00:00Z".to_owned(),
+            ..NodeProfileSpec::default()
+        };
+        let node_profile_json = serde_json::to_string(&profile).expect("JSON");
+        Ok(Response::new(ProfileResponse { node_profile_json }))
+    }
+
+    async fn model(
+        &self,
+        request: Request<ModelRequest>,
+    ) -> Result<Response<ModelResponse>, Status> {
+        self.0
+            .asked
+            .lock()
+            .expect("asked")
+            .push(request.into_inner());
+        let mut models = self.0.models.lock().expect("models");
+        let next = models[0].clone();
+        if models.len() > 1 {
+            models.remove(0);
+        }
+        Ok(Response::new(next))
+    }
+
+    async fn retain(
+        &self,
+        request: Request<RetainRequest>,
+    ) -> Result<Response<RetainResponse>, Status> {
+        self.0
+            .retained
+            .lock()
+            .expect("retained")
+            .push(request.into_inner().keys);
+        Ok(Response::new(RetainResponse::default()))
+    }
+}
+
+/// A cluster of one node `a`.
+#[derive(Default)]
+struct Paper {
+    api: FakeApi,
+    woken: Mutex<Vec<Key>>,
+    in_use: Mutex<Option<BTreeSet<String>>>,
+    outside: Mutex<Option<usize>>,
+}
+
+impl AgentDirectory for Paper {
+    fn agents(&self) -> Vec<AgentEndpoint> {
+        vec![place("a", "uid-a")]
+    }
+    fn node_uid(&self, node: &str) -> Option<String> {
+        (node == "a").then(|| "uid-a".to_owned())
+    }
+    fn profile(&self, node: &str) -> Option<NodeProfileSpec> {
+        let profile = self
+            .api
+            .object(&format!("/apis/hearth.dev/v1alpha1/nodeprofiles/{node}"))?;
+        serde_json::from_value(profile["spec"].clone()).ok()
+    }
+    fn held_bytes(&self, _: &str) -> u64 {
+        100
+    }
+    fn models_in_use(&self) -> Option<BTreeSet<String>> {
+        self.in_use.lock().expect("in use").clone()
+    }
+    fn node_ranges(&self) -> Vec<IpNet> {
+        ["10.42.0.0/24", "192.168.7.1/32"]
+            .map(|text| text.parse().expect("range"))
+            .to_vec()
+    }
+    fn note_outside(&self, agents: usize) {
+        *self.outside.lock().expect("outside") = Some(agents);
+    }
+    fn wake(&self, deployment: &Key) {
+        self.woken.lock().expect("woken").push(deployment.clone());
+    }
+}
+
+fn place(node: &str, pod_uid: &str) -> AgentEndpoint {
+    AgentEndpoint {
+        node: node.to_owned(),
+        address: "127.0.0.1".to_owned(),
+        pod_uid: pod_uid.to_owned(),
+    }
+}
+
+/// What the API server says of the token of an agent's Pod.
+fn reviewed(node: &str, pod_uid: &str) -> serde_json::Value {
+    json!({
+        "authenticated": true, "audiences": ["hearth-operator"],
+        "user": {
+            "username": "system:serviceaccount:hearth-system:hearth-agent",
+            "extra": {
+                "authentication.kubernetes.io/pod-uid": [pod_uid],
+                "authentication.kubernetes.io/node-name": [node],
+            },
+        },
+    })
+}
+
+struct RolloutInput {
+    directory: Arc<Paper>,
+    played: Arc<Played>,
+    agents: Arc<Agents<Paper>>,
+}
+
+impl RolloutInput {
+    /// Serves the agent with the certificate that the authority made for agents, and lets the operator run.
+    async fn start() -> Self {
+        Self::with(TOKEN).await
+    }
+
+    /// The same; the agent has another token.
+    async fn with(token: &str) -> Self {
+        let directory = Arc::new(Paper::default());
+        let client = directory.api.client();
+        let authority = Arc::new(Authority::new(client.clone(), Arc::new(settings()), None));
+        authority.keep(Timestamp::now()).await.expect("authority");
+        directory.api.knows_token(TOKEN, reviewed("a", "uid-a"));
+        directory.api.knows_token("of b", reviewed("b", "uid-b"));
+        let played = Arc::new(Played::default());
+        *played.token.lock().expect("token") = token.to_owned();
+        let address = serve_agent(&directory.api, played.clone());
+        let mut agents = Agents::new(client, authority, directory.clone(), &ranged());
+        agents.port = address.port();
+        let agents = Arc::new(agents);
+        let running = agents.clone();
+        tokio::spawn(async move { running.run().await });
+        Self {
+            directory,
+            played,
+            agents,
+        }
+    }
+}
+
+fn ranged() -> Settings {
+    Settings {
+        cluster_ranges: vec!["10.43.0.0/16".parse().expect("range")],
+        ..settings()
+    }
+}
+
+fn serve_agent(api: &FakeApi, played: Arc<Played>) -> SocketAddr {
+    let path = format!("/api/v1/namespaces/hearth-system/secrets/{AGENT_SECRET}");
+    let [cert, key, ca] = ["tls.crt", "tls.key", "ca.crt"].map(|name| api.secret_text(&path, name));
+    let tls = Tls::from_pem(&cert, &key, &ca, &TlsNames::for_operator()).expect("TLS");
+    *played.tls.lock().expect("tls") = Some(tls.clone());
+    let listener = Listener::bind("127.0.0.1:0").expect("port");
+    let address = listener.address();
+    tokio::spawn(async move {
+        let options = ServerOptions {
+            tls: Some(tls),
+            ..ServerOptions::default()
+        };
+        let routes = Routes::new(AgentServer::new(Service(played)));
+        serve(listener, routes, &options, std::future::pending()).await
+    });
+    address
+}
+
+async fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    for _ in 0..200 {
+        if let Some(found) = look() {
+            return found;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    panic!("not within 10 s: {what}");
+}
+
+#[tokio::test]
+async fn a_measured_node_gets_its_profile_once() {
+    let input = RolloutInput::start().await;
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert_eq!(input.directory.profile("a"), None, "the agent is measuring");
+    *input.played.node.lock().expect("node") = "a".to_owned();
+    until("a profile", || input.directory.profile("a")).await;
+    let path = "/apis/hearth.dev/v1alpha1/nodeprofiles/a";
+    let object = input.directory.api.object(path).expect("profile");
+    assert_eq!(
+        object["metadata"]["ownerReferences"],
+        json!([{"apiVersion": "v1", "kind": "Node", "name": "a", "uid": "uid-a"}])
+    );
+    assert_eq!(
+        object["spec"]["memory"]["availableBytes"], 800,
+        "700 and the 100 that our Pods ask for"
+    );
+    tokio::time::sleep(Duration::from_millis(2500)).await;
+    let writes = input.directory.api.writes();
+    assert_eq!(
+        writes
+            .iter()
+            .filter(|write| write.contains("nodeprofiles"))
+            .count(),
+        1,
+        "{writes:?}"
+    );
+}
+
+#[tokio::test]
+async fn an_agent_of_another_node_is_not_believed() {
+    let input = RolloutInput::start().await;
+    *input.played.node.lock().expect("node") = "b".to_owned();
+    tokio::time::sleep(Duration::from_millis(2500)).await;
+    assert!(
+        input
+            .directory
+            .api
+            .writes()
+            .iter()
+            .all(|write| !write.contains("nodeprofiles"))
+    );
+}
+
+#[tokio::test]
+async fn a_fetch_is_started_followed_and_told() {
+    let input = RolloutInput::start().await;
+    let fetching = |bytes| ModelResponse {
+        state: ModelState::Fetching.into(),
+        bytes,
+        total_bytes: 1000,
+        bytes_per_second: 7,
+        ..ModelResponse::default()
+    };
+    let failed = ModelResponse {
+        state: ModelState::Failed.into(),
+        message: "the server says 404".to_owned(),
+        ..ModelResponse::default()
+    };
+    *input.played.models.lock().expect("models") = vec![fetching(10), fetching(500), failed];
+    let source = HttpSource {
+        url: "http://nas.lan/m.tar".to_owned(),
+        sha256: "a".repeat(64),
+        secret_ref: None,
+    };
+    let key = source.store_key("default");
+    let demo = Key::new("default", "demo");
+    input
+        .agents
+        .want(&demo, Some(&source), &["a".to_owned(), "gone".to_owned()]);
+    let view = |node: &str| input.agents.fetches(&key).remove(node);
+    until("half", || {
+        matches!(view("a"), Some(FetchView::Fetching { bytes: 500, .. })).then_some(())
+    })
+    .await;
+    until("the failure", || {
+        matches!(view("a"), Some(FetchView::Failed(why)) if why.contains("404")).then_some(())
+    })
+    .await;
+    assert!(
+        matches!(view("gone"), Some(FetchView::Unknown(why)) if why.contains("gone has no running agent"))
+    );
+    let asked = input.played.asked.lock().expect("asked").clone();
+    assert_eq!(
+        (&*asked[0].key, &*asked[0].url),
+        (&*key, "http://nas.lan/m.tar")
+    );
+    assert_eq!(
+        asked[0].cluster_ranges,
+        ["10.42.0.0/24", "10.43.0.0/16", "192.168.7.1/32"]
+    );
+    assert_eq!((&*asked[0].holder, &asked[0].credentials), ("", &None));
+    assert!(input.directory.woken.lock().expect("woken").contains(&demo));
+}
+
+#[tokio::test]
+async fn the_cluster_s_ranges_are_those_of_now() {
+    const PATH: &str = "/apis/networking.k8s.io/v1/servicecidrs";
+    let input = RolloutInput::start().await;
+    let told = || input.agents.cluster_ranges();
+    let known = ["10.42.0.0/24", "10.43.0.0/16", "192.168.7.1/32"];
+    assert_eq!(told(), known);
+    let services = |ranges: &[&str]| {
+        let list = json!({"items": [{"spec": {"cidrs": ranges}}]});
+        input.directory.api.put(PATH, list);
+    };
+    // The API server did not answer at the start; later a range is added, and taken away again.
+    services(&["10.96.0.0/16", "10.97.0.0/16"]);
+    input.agents.read_services().await;
+    assert!(told().contains(&"10.97.0.0/16".to_owned()));
+    services(&["10.96.0.0/16"]);
+    input.agents.read_services().await;
+    assert!(!told().contains(&"10.97.0.0/16".to_owned()));
+    // What it told holds while it tells nothing.
+    input.directory.api.remove(PATH);
+    input.agents.read_services().await;
+    assert!(told().contains(&"10.96.0.0/16".to_owned()));
+
+    // The one agent is a Pod at 127.0.0.1: Pods are outside of all of these.
+    until("it is noted", || {
+        (*input.directory.outside.lock().expect("outside") == Some(1)).then_some(())
+    })
+    .await;
+    let mut before = BTreeSet::new();
+    let mut agents = input.agents.agents();
+    input.agents.look_outside(&agents, &mut before);
+    assert_eq!(before, BTreeSet::from(["127.0.0.1".to_owned()]));
+    agents[0].place.address = "10.42.0.7".to_owned();
+    input.agents.look_outside(&agents, &mut before);
+    assert!(before.is_empty());
+}
+
+#[tokio::test]
+async fn nothing_is_dropped_before_all_is_known() {
+    let input = RolloutInput::start().await;
+    *input.played.node.lock().expect("node") = "a".to_owned();
+    until("a profile", || input.directory.profile("a")).await;
+    assert!(input.played.retained.lock().expect("retained").is_empty());
+
+    let input = RolloutInput::start().await;
+    *input.directory.in_use.lock().expect("in use") = Some(BTreeSet::from(["k1".to_owned()]));
+    let source = HttpSource {
+        url: "http://nas.lan/m.tar".to_owned(),
+        sha256: "b".repeat(64),
+        secret_ref: None,
+    };
+    *input.played.models.lock().expect("models") = vec![ModelResponse::default()];
+    input.agents.want(
+        &Key::new("default", "demo"),
+        Some(&source),
+        &["a".to_owned()],
+    );
+    *input.played.node.lock().expect("node") = "a".to_owned();
+    let kept = until("a call of Retain with the wish in it", || {
+        let retained = input.played.retained.lock().expect("retained");
+        retained.iter().find(|keys| keys.len() == 2).cloned()
+    })
+    .await;
+    let mut expected = [source.store_key("default"), "k1".to_owned()];
+    expected.sort();
+    assert_eq!(kept, expected);
+}
+
+#[tokio::test]
+async fn a_secret_opens_the_url_of_its_own_namespace() {
+    let input = RolloutInput::start().await;
+    *input.played.models.lock().expect("models") = vec![ModelResponse::default()];
+    let source = HttpSource {
+        url: "http://nas.lan/m.tar".to_owned(),
+        sha256: "a".repeat(64),
+        secret_ref: Some(SecretRef {
+            name: "nas".to_owned(),
+        }),
+    };
+    let (one, two) = (Key::new("one", "demo"), Key::new("two", "demo"));
+    let path = "/api/v1/namespaces/one/secrets/nas";
+    // "hush" in base64.
+    let secret = json!({
+        "apiVersion": "v1", "kind": "Secret", "metadata": {"name": "nas"}, "type": "Opaque",
+        "data": {"token": "aHVzaA=="},
+    });
+    input.directory.api.put(path, secret);
+    for deployment in [&one, &two] {
+        input
+            .agents
+            .want(deployment, Some(&source), &["a".to_owned()]);
+    }
+    let (own, other) = (source.store_key("one"), source.store_key("two"));
+    assert_ne!(own, other);
+    // The other namespace names the same URL and digest, and has no such Secret.
+    until("the refusal", || {
+        let view = input.agents.fetches(&other).remove("a");
+        matches!(view, Some(FetchView::Failed(why)) if why.contains("Secret two/nas")).then_some(())
+    })
+    .await;
+    let asked = until("a call", || {
+        input.played.asked.lock().expect("asked").first().cloned()
+    })
+    .await;
+    assert_eq!((&*asked.key, &*asked.holder), (&*own, "one/nas"));
+    assert_eq!(asked.credentials.expect("credentials").token, "hush");
+    let all = input.played.asked.lock().expect("asked").clone();
+    assert!(all.iter().all(|asked| asked.key == own));
+    assert!(
+        !input
+            .directory
+            .api
+            .writes()
+            .iter()
+            .any(|write| write.contains("nas"))
+    );
+}
+
+#[tokio::test]
+async fn each_agent_is_given_a_certificate_of_its_node_and_trusted_by_that_alone() {
+    let input = RolloutInput::start().await;
+    *input.played.node.lock().expect("node") = "a".to_owned();
+    until("a profile", || input.directory.profile("a")).await;
+    assert_eq!(*input.played.certified.lock().expect("certified"), ["a"]);
+
+    // A new operator finds the agent with its certificate and renews it by that.
+    let [first, second] = [&input, &input].map(|input| {
+        let authority = Arc::clone(&input.agents.authority);
+        let client = input.directory.api.client();
+        let mut agents = Agents::new(client, authority, input.directory.clone(), &settings());
+        agents.port = input.agents.port;
+        agents
+    });
+    let agent = first.agents().remove(0);
+    let profile = |agents: Agents<Paper>, agent: Agent| async move {
+        let called = agents.call(&agent, |mut stub| async move {
+            stub.profile(timed(ProfileRequest {})).await
+        });
+        called.await
+    };
+    assert!(profile(first, agent.clone()).await.is_ok());
+    assert_eq!(input.played.certified.lock().expect("certified").len(), 2);
+    // Who has the certificate of node a is not node b, wherever it answers.
+    let impostor = Agent {
+        place: place("b", "uid-b"),
+        ..agent.clone()
+    };
+    let error = profile(second, impostor).await.expect_err("an impostor");
+    assert!(error.contains("node.agent.hearth"), "{error}");
+    assert_eq!(input.played.certified.lock().expect("certified").len(), 2);
+}
+
+#[tokio::test]
+async fn who_has_the_first_certificate_and_another_node_s_token_gets_nothing() {
+    // All that a compromised node b has, at the address of node a's agent, which would be called for the first time.
+    for (token, words) in [("of b", "of another Pod"), ("guessed", "unknown token")] {
+        let input = RolloutInput::with(token).await;
+        *input.played.node.lock().expect("node") = "a".to_owned();
+        *input.played.models.lock().expect("models") = vec![ModelResponse::default()];
+        let agent = input.agents.agents().remove(0);
+        let called = input.agents.call(&agent, |mut stub| async move {
+            stub.profile(timed(ProfileRequest {})).await
+        });
+        let error = called.await.expect_err("an impostor");
+        assert!(
+            error.contains(words) && !error.contains(token),
+            "{token}: {error}"
+        );
+        tokio::time::sleep(Duration::from_millis(2500)).await;
+        assert!(input.played.certified.lock().expect("certified").is_empty());
+        assert_eq!(input.directory.profile("a"), None);
+        // As soon as it is the node's own, all is well: nothing stuck.
+        *input.played.token.lock().expect("token") = TOKEN.to_owned();
+        until("a profile", || input.directory.profile("a")).await;
+        assert_eq!(*input.played.certified.lock().expect("certified"), ["a"]);
+    }
+}
+
+#[tokio::test]
+async fn an_agent_that_begins_anew_is_certified_again_and_calls_nobody() {
+    let input = RolloutInput::start().await;
+    *input.played.node.lock().expect("node") = "a".to_owned();
+    until("a profile", || input.directory.profile("a")).await;
+    // What all agents begin with, and what this one was given, open no door: not even that of an agent.
+    let path = format!("/api/v1/namespaces/hearth-system/secrets/{AGENT_SECRET}");
+    let text = |name: &str| input.directory.api.secret_text(&path, name);
+    let key = KeyPair::generate().expect("key");
+    let given = input
+        .agents
+        .authority
+        .agent("a", &key.public_key_pem(), Timestamp::now())
+        .await
+        .expect("certificate");
+    for (certificate, key) in [
+        (text("tls.crt"), text("tls.key")),
+        (given.certificate, key.serialize_pem()),
+    ] {
+        let names = TlsNames {
+            server: Some("a.node.agent.hearth".to_owned()),
+            clients: Vec::new(),
+        };
+        let tls = Tls::from_pem(&certificate, &key, &text("ca.crt"), &names).expect("TLS");
+        let options = ClientOptions {
+            tls: Some(tls),
+            ..ClientOptions::default()
+        };
+        let agent = input.agents.agents().remove(0);
+        let worker = Clients::new(options)
+            .worker(&agent.endpoint)
+            .expect("worker");
+        let request = RetainRequest { keys: Vec::new() };
+        assert!(worker.agent().retain(request).await.is_err());
+    }
+    assert!(input.played.retained.lock().expect("retained").is_empty());
+
+    // Its process begins anew, at the same address.
+    let played = Arc::new(Played::default());
+    *played.node.lock().expect("node") = "a".to_owned();
+    *played.models.lock().expect("models") = vec![ModelResponse::default()];
+    let address = serve_agent(&input.directory.api, played.clone());
+    let agent = Agent {
+        place: place("a", "uid-a"),
+        endpoint: address.to_string().parse().expect("endpoint"),
+    };
+    let called = input.agents.call(&agent, |mut stub| async move {
+        stub.profile(timed(ProfileRequest {})).await
+    });
+    assert!(called.await.is_ok());
+    assert_eq!(*played.certified.lock().expect("certified"), ["a"]);
+}

@@ -1,0 +1,65 @@
+//! Why the authority could not do as it was asked.
+
+use crate::cluster::failure::Failure;
+
+/// Why there is no certificate.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum AuthorityError {
+    /// The API server refused or could not be reached.
+    #[error("Secret {secret}: {source}")]
+    Api {
+        /// Namespace and name.
+        secret: String,
+        /// Why.
+        source: Box<kube::Error>,
+    },
+    /// A Secret of that name was made by someone else.
+    #[error(
+        "Secret {0} is there already and is not Hearth's\n  rename it, or give the deployment another name: Hearth keeps certificates under this name"
+    )]
+    Taken(String),
+    /// A Secret of that name belongs to an earlier deployment of the same name: the cluster is about to collect it.
+    #[error("Secret {0} is of an earlier deployment of that name, and goes with it")]
+    Going(String),
+    /// The authority's Secret was altered.
+    #[error(
+        "Secret {0} does not hold a certificate authority of Hearth\n  restore it, or delete it: a new authority is made, and all Pods get new certificates"
+    )]
+    Spoilt(String),
+    /// A certificate that was just made cannot be read.
+    #[error("a certificate that was just made cannot be read")]
+    Unreadable,
+    /// What an agent says to be its key is none.
+    #[error("its public key is no P-256 key")]
+    PublicKey,
+    /// No certificate could be made.
+    #[error("no certificate can be made: {0}")]
+    Issue(#[from] rcgen::Error),
+    /// A certificate cannot be used.
+    #[error(transparent)]
+    Tls(#[from] hearth_transport::TlsError),
+    /// Other replicas kept writing.
+    #[error("Secret {0} keeps being changed by others")]
+    Contended(String),
+}
+
+impl From<AuthorityError> for Failure {
+    fn from(error: AuthorityError) -> Self {
+        match &error {
+            AuthorityError::Api { secret, source } => match Self::from(&**source) {
+                Self::Forbidden(why) => Self::Forbidden(format!("Secret {secret}: {why}")),
+                Self::Invalid(why) => Self::Invalid(format!("Secret {secret}: {why}")),
+                other => other,
+            },
+            AuthorityError::Taken(_) | AuthorityError::Spoilt(_) => {
+                Self::Invalid(error.to_string())
+            }
+            AuthorityError::Going(secret) => Self::Terminating(format!("Secret {secret}")),
+            AuthorityError::Contended(_) => Self::Conflict(error.to_string()),
+            AuthorityError::Unreadable
+            | AuthorityError::PublicKey
+            | AuthorityError::Issue(_)
+            | AuthorityError::Tls(_) => Self::Server(error.to_string()),
+        }
+    }
+}

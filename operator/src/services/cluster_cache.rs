@@ -1,0 +1,115 @@
+//! What the caches tell those who talk to agents and gateways.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use hearth_controller_core::build::{model_key, model_key_of};
+use hearth_controller_core::key::Key;
+use hearth_controller_core::observed::{AgentEndpoint, NodeView};
+use hearth_crds::NodeProfileSpec;
+use ipnet::IpNet;
+
+use crate::cluster::cache::Cache;
+use crate::cluster::queue::Queue;
+use crate::services::agents::AgentDirectory;
+use crate::services::measure::Gateways;
+use crate::telemetry::Telemetry;
+
+/// The caches and the queue.
+#[derive(Clone, Debug)]
+pub(crate) struct ClusterCache {
+    pub(crate) cache: Arc<Cache>,
+    pub(crate) queue: Arc<Queue>,
+    pub(crate) telemetry: Arc<Telemetry>,
+}
+
+impl ClusterCache {
+    fn wake_soon(&self, deployment: &Key) {
+        self.queue
+            .add(deployment.clone(), Duration::from_millis(100));
+    }
+}
+
+impl AgentDirectory for ClusterCache {
+    fn agents(&self) -> Vec<AgentEndpoint> {
+        self.cache.lock().agents()
+    }
+
+    fn node_uid(&self, node: &str) -> Option<String> {
+        self.cache.lock().node_uid(node).map(ToOwned::to_owned)
+    }
+
+    fn profile(&self, node: &str) -> Option<NodeProfileSpec> {
+        self.cache.lock().profile(node).cloned()
+    }
+
+    fn held_bytes(&self, node: &str) -> u64 {
+        let state = self.cache.lock();
+        let pods = state.pods.all().map(|(_, row)| &row.value);
+        pods.filter(|pod| pod.node == node && !matches!(&*pod.phase, "Succeeded" | "Failed"))
+            .fold(0, |sum, pod| sum.saturating_add(pod.memory_bytes))
+    }
+
+    fn models_in_use(&self) -> Option<BTreeSet<String>> {
+        if !self.telemetry.is_synced.load(Ordering::Relaxed) {
+            return None;
+        }
+        let mut keys = BTreeSet::new();
+        let state = self.cache.lock();
+        for (_, row) in state.deployments.all() {
+            match &*row.value {
+                Ok(packed) if packed.may_be_fetched() => {
+                    let deployment = packed.get().ok()?;
+                    keys.extend(model_key(&deployment, &deployment.spec.model.source));
+                }
+                Ok(_) => {}
+                Err(unreadable) => keys.extend(unreadable.model_key.clone()),
+            }
+        }
+        for (_, row) in state.plans.all() {
+            match &*row.value {
+                Ok(packed) if packed.may_be_fetched() => {
+                    keys.extend(model_key_of(&packed.get().ok()?));
+                }
+                Ok(_) => {}
+                Err(unreadable) => keys.extend(unreadable.model_key.clone()),
+            }
+        }
+        Some(keys)
+    }
+
+    fn node_ranges(&self) -> Vec<IpNet> {
+        let state = self.cache.lock();
+        let of_node = |node: &Arc<NodeView>| {
+            // A range that an agent cannot read would stop all fetches.
+            let pods = node.pod_cidrs.iter().filter_map(|text| text.parse().ok());
+            let own = node.addresses.iter().copied().map(IpNet::from);
+            own.chain(pods).collect::<Vec<IpNet>>()
+        };
+        state.nodes.values().flat_map(of_node).collect()
+    }
+
+    fn note_outside(&self, agents: usize) {
+        self.telemetry.outside(agents);
+    }
+
+    fn wake(&self, deployment: &Key) {
+        self.wake_soon(deployment);
+    }
+}
+
+impl Gateways for ClusterCache {
+    fn gateways(&self) -> Vec<(Key, String, String)> {
+        self.cache.lock().gateways()
+    }
+
+    fn in_doubt(&self) -> Vec<(Key, String, String)> {
+        self.cache.lock().gateways_in_doubt()
+    }
+
+    fn wake(&self, deployment: &Key) {
+        self.wake_soon(deployment);
+    }
+}

@@ -1,0 +1,98 @@
+//! /healthz, /readyz and /metrics of the operator.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use anyhow::Context as _;
+use axum::Router;
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use jiff::Timestamp;
+use tokio::net::TcpListener;
+
+use crate::cluster::cache::Cache;
+use crate::cluster::queue::Queue;
+use crate::telemetry::{Held, Holder, Telemetry};
+
+/// Media type of OpenMetrics.
+const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// What /metrics and the probes read.
+#[derive(Clone, Debug)]
+pub(crate) struct HealthState {
+    pub(crate) telemetry: Arc<Telemetry>,
+    pub(crate) cache: Arc<Cache>,
+    pub(crate) queue: Arc<Queue>,
+}
+
+impl HealthState {
+    fn held(&self) -> Held {
+        let (due, at_work) = self.queue.depth();
+        let state = self.cache.lock();
+        let holder = state.turn_holder(Timestamp::now());
+        let mut objects = vec![
+            ("InferenceDeployment", state.deployments.len()),
+            ("InferencePlan", state.plans.len()),
+            ("Pod", state.pods.len()),
+            ("Node", state.nodes.len()),
+        ];
+        let others = state.objects.iter();
+        objects.extend(others.map(|(kind, table)| (*kind, table.len())));
+        Held {
+            due,
+            at_work,
+            turn_holder: holder.map(|(key, has_failed)| Holder {
+                namespace: key.namespace.to_string(),
+                name: key.name.to_string(),
+                outcome: if has_failed { "Failed" } else { "UnderWay" },
+            }),
+            objects,
+        }
+    }
+}
+
+/// Serves /healthz, /readyz and /metrics until it is dropped.
+///
+/// # Errors
+/// When the port is taken.
+pub(crate) async fn serve(
+    address: SocketAddr,
+    state: HealthState,
+) -> anyhow::Result<impl Future<Output = ()>> {
+    let listener = hearth_transport::listen(address).and_then(|listener| {
+        listener.set_nonblocking(true)?;
+        TcpListener::from_std(listener)
+    });
+    let listener = listener
+        .with_context(|| format!("--listen {address} cannot be had\n  choose another address"))?;
+    tracing::info!(address = %listener.local_addr()?, "serving /healthz, /readyz and /metrics");
+    let router = Router::new()
+        .route("/healthz", get(async || "ok\n"))
+        .route("/readyz", get(ready))
+        .route("/metrics", get(metrics))
+        .with_state(state);
+    Ok(async move {
+        if let Err(error) = axum::serve(listener, router).await {
+            tracing::error!(%error, "health and metrics are not served any more");
+        }
+    })
+}
+
+async fn ready(State(state): State<HealthState>) -> Response {
+    if state.telemetry.is_synced.load(Ordering::Relaxed) {
+        "ok\n".into_response()
+    } else {
+        let reason = "the caches are not filled yet\n";
+        (StatusCode::SERVICE_UNAVAILABLE, reason).into_response()
+    }
+}
+
+async fn metrics(State(state): State<HealthState>) -> Response {
+    match state.telemetry.encode(&state.held()) {
+        Ok(text) => ([(header::CONTENT_TYPE, OPEN_METRICS)], text).into_response(),
+        Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
+    }
+}

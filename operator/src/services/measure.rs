@@ -1,0 +1,560 @@
+//! What the gateways tell, scraped from their `/metrics`: latencies as they measure them, as medians of the last minutes, and
+//! what their workers got of the machines.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::net::IpAddr;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use futures::StreamExt;
+use hearth_controller_core::key::Key;
+use hearth_controller_core::names::{GATEWAY_PORT, METRICS_PORT, host_port};
+use hearth_controller_core::observed::Measured;
+use hearth_controller_core::observed::placement::{self, Placement};
+use tokio::time::Instant;
+
+/// How often gateways are asked.
+const EVERY: Duration = Duration::from_secs(30);
+/// How often those are asked of whose workers one is not ready any more: they know whether it hangs.
+const EVERY_IN_DOUBT: Duration = Duration::from_secs(2);
+/// The last minutes.
+const WINDOW: Duration = Duration::from_secs(5 * 60);
+/// A gateway that was not seen for so long is gone.
+const FORGOTTEN: Duration = Duration::from_secs(3600);
+/// A gateway answers at once or is busy with better things.
+const TIMEOUT: Duration = Duration::from_secs(3);
+/// Gateways asked at a time.
+const CONCURRENCY: usize = 16;
+/// More than any gateway says.
+const MOST_BYTES: usize = 4 << 20;
+/// A median that moved by less than this share is no news.
+const NEWS: f64 = 0.1;
+
+const TTFT: &str = "gen_ai_server_time_to_first_token_seconds";
+const TPOT: &str = "gen_ai_server_time_per_output_token_seconds";
+
+/// What the operator's cache knows of gateways.
+pub(crate) trait Gateways: Send + Sync + 'static {
+    /// Ready gateways: their deployment, the Pod's uid and its address.
+    fn gateways(&self) -> Vec<(Key, String, String)>;
+    /// Those of deployments with a worker that was ready, still runs, and is not ready any more.
+    fn in_doubt(&self) -> Vec<(Key, String, String)>;
+    /// Has a deployment looked at, since its latencies have changed.
+    fn wake(&self, deployment: &Key);
+}
+
+/// Latencies by deployment. One task runs [`Measures::run`]; the others ask.
+#[derive(Debug, Default)]
+pub(crate) struct Measures {
+    deployments: Mutex<BTreeMap<Key, Deployment>>,
+}
+
+#[derive(Debug, Default)]
+struct Deployment {
+    /// By the uid of the gateway's Pod.
+    gateways: BTreeMap<String, History>,
+    told: Option<Measured>,
+    /// What its workers got, by their addresses.
+    placements: BTreeMap<IpAddr, Placement>,
+}
+
+impl Measures {
+    /// What a deployment's gateways measured lately; none before the first request.
+    pub(crate) fn measured(&self, deployment: &Key) -> Option<Measured> {
+        self.lock().get(deployment).and_then(|known| known.told)
+    }
+
+    /// What a deployment's workers got of their machines, by their addresses.
+    pub(crate) fn placements(&self, deployment: &Key) -> BTreeMap<IpAddr, Placement> {
+        let deployments = self.lock();
+        let known = deployments.get(deployment);
+        known.map_or_else(BTreeMap::new, |known| known.placements.clone())
+    }
+
+    /// Forgets a deployment that is gone.
+    pub(crate) fn forget(&self, deployment: &Key) {
+        self.lock().remove(deployment);
+    }
+
+    /// Asks all gateways again and again until it is dropped.
+    pub(crate) async fn run<G: Gateways>(&self, gateways: &G) {
+        let Ok(client) = client().inspect_err(|error| tracing::error!(%error, "no HTTP client"))
+        else {
+            return std::future::pending().await;
+        };
+        let mut ticks = tokio::time::interval(EVERY_IN_DOUBT);
+        let mut all_due = Instant::now();
+        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            ticks.tick().await;
+            let asked = if Instant::now() < all_due {
+                gateways.in_doubt()
+            } else {
+                all_due = Instant::now() + EVERY;
+                gateways.gateways()
+            };
+            futures::stream::iter(asked)
+                .for_each_concurrent(CONCURRENCY, |(deployment, uid, address)| {
+                    let client = &client;
+                    async move {
+                        match metrics(client, &address).await {
+                            Ok(text) => {
+                                if self.learn(&deployment, &uid, &text, Instant::now()) {
+                                    gateways.wake(&deployment);
+                                }
+                            }
+                            Err(error) => {
+                                tracing::debug!(%deployment, address, error, "no metrics")
+                            }
+                        }
+                    }
+                })
+                .await;
+        }
+    }
+
+    /// Takes what a gateway said; whether it is news.
+    fn learn(&self, deployment: &Key, uid: &str, text: &str, now: Instant) -> bool {
+        let mut deployments = self.lock();
+        let known = deployments.entry(deployment.clone()).or_default();
+        known.gateways.retain(|_, history| history.is_recent(now));
+        let history = known.gateways.entry(uid.to_owned()).or_default();
+        history.push(Sample::read(text), now);
+        history.placements = placement::read(text);
+        let median = |part: fn(&Sample) -> &Buckets| {
+            let recent = known
+                .gateways
+                .values()
+                .map(|history| history.recent(part, now));
+            let sum = recent.fold(Buckets::default(), Buckets::plus);
+            sum.median_ms()
+        };
+        let (ttft_ms, tpot_ms) = (median(|sample| &sample.ttft), median(|sample| &sample.tpot));
+        let before = known.told.unwrap_or_default();
+        // Where nothing was asked lately, what was measured last still holds.
+        let after = Measured {
+            ttft_ms: steady(before.ttft_ms, ttft_ms),
+            tpot_ms: steady(before.tpot_ms, tpot_ms),
+        };
+        // Gateways that are gone are remembered: the last word holds.
+        let mut told: Vec<&History> = known.gateways.values().collect();
+        told.sort_by_key(|history| history.last);
+        let placements: BTreeMap<IpAddr, Placement> = told
+            .into_iter()
+            .flat_map(|history| history.placements.clone())
+            .collect();
+        let is_news = after != before || placements != known.placements;
+        if after != before {
+            known.told = Some(after);
+        }
+        known.placements = placements;
+        is_news
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<Key, Deployment>> {
+        self.deployments
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The new value, unless it is about the old one.
+fn steady(before: Option<f64>, after: Option<f64>) -> Option<f64> {
+    match (before, after) {
+        (Some(before), Some(after)) if (after - before).abs() <= before * NEWS => Some(before),
+        (before, after) => after.or(before),
+    }
+}
+
+/// Gateways are asked too seldom for a connection of each to be kept, and no proxy knows Pods' addresses. What a Pod
+/// answers sends the operator nowhere else.
+fn client() -> reqwest::Result<reqwest::Client> {
+    reqwest::Client::builder()
+        .tls_certs_only([])
+        .timeout(TIMEOUT)
+        .pool_max_idle_per_host(0)
+        .redirect(reqwest::redirect::Policy::none())
+        .no_proxy()
+        .build()
+}
+
+/// A gateway of an earlier version has its metrics beside the API.
+async fn metrics(client: &reqwest::Client, address: &str) -> Result<String, String> {
+    match scrape(client, &host_port(address, METRICS_PORT)).await {
+        Ok(text) => Ok(text),
+        Err(error) => scrape(client, &host_port(address, GATEWAY_PORT))
+            .await
+            .map_err(|_| error),
+    }
+}
+
+async fn scrape(client: &reqwest::Client, endpoint: &str) -> Result<String, String> {
+    let url = format!("http://{endpoint}/metrics");
+    let response = client
+        .get(url)
+        .send()
+        .await
+        .map_err(|error| error.to_string())?;
+    if !response.status().is_success() {
+        return Err(response.status().to_string());
+    }
+    let mut chunks = response.bytes_stream();
+    let mut bytes = Vec::new();
+    while let Some(chunk) = chunks.next().await {
+        bytes.extend_from_slice(&chunk.map_err(|error| error.to_string())?);
+        if bytes.len() > MOST_BYTES {
+            return Err(format!("more than {MOST_BYTES} bytes"));
+        }
+    }
+    String::from_utf8(bytes).map_err(|error| error.to_string())
+}
+
+/// Both histograms of one scrape.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Sample {
+    ttft: Buckets,
+    tpot: Buckets,
+}
+
+impl Sample {
+    fn read(text: &str) -> Self {
+        Self {
+            ttft: Buckets::read(text, TTFT),
+            tpot: Buckets::read(text, TPOT),
+        }
+    }
+}
+
+/// The samples of one gateway that tell something: the newest before the window, and those in it.
+#[derive(Debug, Default)]
+struct History {
+    samples: VecDeque<(Instant, Sample)>,
+    last: Option<Instant>,
+    /// What it told last of its workers.
+    placements: BTreeMap<IpAddr, Placement>,
+}
+
+impl History {
+    fn push(&mut self, sample: Sample, now: Instant) {
+        self.last = Some(now);
+        if self
+            .samples
+            .back()
+            .is_none_or(|(_, newest)| *newest != sample)
+        {
+            self.samples.push_back((now, sample));
+        }
+        while let Some((at, _)) = self.samples.get(1)
+            && now.duration_since(*at) >= WINDOW
+        {
+            self.samples.pop_front();
+        }
+    }
+
+    /// Whether the gateway may still be there.
+    fn is_recent(&self, now: Instant) -> bool {
+        self.last
+            .is_none_or(|last| now.duration_since(last) < FORGOTTEN)
+    }
+
+    /// What was counted in the window; all that was counted, by a gateway that was first seen in it.
+    fn recent(&self, part: fn(&Sample) -> &Buckets, now: Instant) -> Buckets {
+        let Some((_, newest)) = self.samples.back() else {
+            return Buckets::default();
+        };
+        let is_older = |(at, _): &&(Instant, Sample)| now.duration_since(*at) >= WINDOW;
+        let base = self.samples.iter().rev().find(is_older);
+        let counted = part(newest).clone();
+        match base {
+            Some((_, base)) => counted.minus(part(base)),
+            None => counted,
+        }
+    }
+}
+
+/// Upper bounds in seconds with how many were counted up to each, ascending.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Buckets(Vec<(f64, f64)>);
+
+impl Buckets {
+    /// Reads the histogram of that name from OpenMetrics or Prometheus text, summed over all labels.
+    fn read(text: &str, name: &str) -> Self {
+        let mut counts: Vec<(f64, f64)> = Vec::new();
+        for line in text.lines() {
+            let Some((bound, count)) = bucket_line(line, name) else {
+                continue;
+            };
+            match counts.iter_mut().find(|(known, _)| *known == bound) {
+                Some((_, sum)) => *sum += count,
+                None => counts.push((bound, count)),
+            }
+        }
+        counts.sort_by(|(a, _), (b, _)| a.total_cmp(b));
+        Self(counts)
+    }
+
+    fn plus(mut self, other: Self) -> Self {
+        if self.0.is_empty() {
+            return other;
+        }
+        for (bound, count) in &mut self.0 {
+            *count += other.up_to(*bound);
+        }
+        self
+    }
+
+    /// What was counted since `base`; all of it when the gateway has counted anew since then.
+    fn minus(self, base: &Self) -> Self {
+        if self
+            .0
+            .iter()
+            .any(|(bound, count)| *count < base.up_to(*bound))
+        {
+            return self;
+        }
+        let rest = self
+            .0
+            .iter()
+            .map(|(bound, count)| (*bound, count - base.up_to(*bound)));
+        Self(rest.collect())
+    }
+
+    fn up_to(&self, bound: f64) -> f64 {
+        let below = self.0.iter().take_while(|(known, _)| *known <= bound);
+        below.last().map_or(0.0, |(_, count)| *count)
+    }
+
+    /// The median in milliseconds, evenly spread within its bucket; none without any count.
+    fn median_ms(&self) -> Option<f64> {
+        let total = self
+            .0
+            .last()
+            .map(|(_, count)| *count)
+            .filter(|count| *count > 0.0)?;
+        let half = total / 2.0;
+        let (mut low_s, mut low_count) = (0.0, 0.0);
+        for (bound, count) in &self.0 {
+            if *count >= half {
+                // Beyond the last bound there is nothing to go by but that bound.
+                if bound.is_infinite() {
+                    return Some(low_s * 1e3);
+                }
+                let share = (half - low_count) / (count - low_count);
+                return Some((low_s + (bound - low_s) * share) * 1e3);
+            }
+            (low_s, low_count) = (*bound, *count);
+        }
+        None
+    }
+}
+
+/// The bound and the count of a line of a histogram, such as `x_bucket{a="b",le="0.5"} 3`.
+fn bucket_line(line: &str, name: &str) -> Option<(f64, f64)> {
+    let labels = line.strip_prefix(name)?.strip_prefix("_bucket{")?;
+    // A label's value may hold braces and spaces: what follows the last brace is the value, then perhaps a time.
+    let (labels, value) = match labels.split_once(" # ") {
+        Some((labels, _exemplar)) => labels,
+        None => labels,
+    }
+    .rsplit_once('}')?;
+    let bound = labels
+        .split_once("le=\"")
+        .filter(|(before, _)| before.is_empty() || before.ends_with(','))
+        .or_else(|| labels.rsplit_once(",le=\""))?
+        .1;
+    let bound = match bound.split('"').next()? {
+        "+Inf" => f64::INFINITY,
+        number => number.parse().ok()?,
+    };
+    let count: f64 = value.split_whitespace().next()?.parse().ok()?;
+    (count.is_finite() && count >= 0.0).then_some((bound, count))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = r#"# HELP gen_ai_server_time_to_first_token_seconds From the whole request to the first token of a choice.
+# TYPE gen_ai_server_time_to_first_token_seconds histogram
+gen_ai_server_time_to_first_token_seconds_sum{gen_ai_operation_name="chat",gen_ai_request_model="m"} 1.5
+gen_ai_server_time_to_first_token_seconds_count{gen_ai_operation_name="chat",gen_ai_request_model="m"} 4
+gen_ai_server_time_to_first_token_seconds_bucket{le="0.1",gen_ai_operation_name="chat",gen_ai_request_model="m"} 1
+gen_ai_server_time_to_first_token_seconds_bucket{le="0.5",gen_ai_operation_name="chat",gen_ai_request_model="m"} 3
+gen_ai_server_time_to_first_token_seconds_bucket{le="+Inf",gen_ai_operation_name="chat",gen_ai_request_model="m"} 4
+gen_ai_server_time_to_first_token_seconds_bucket{gen_ai_operation_name="text_completion",gen_ai_request_model="} le=",le="0.1"} 2
+gen_ai_server_time_to_first_token_seconds_bucket{gen_ai_operation_name="text_completion",gen_ai_request_model="} le=",le="0.5"} 2 # {} 0.4
+gen_ai_server_time_to_first_token_seconds_bucket{gen_ai_operation_name="text_completion",gen_ai_request_model="} le=",le="+Inf"} 2
+gen_ai_server_time_per_output_token_seconds_bucket{le="nonsense"} 7
+hearth_requests_running 0
+# EOF
+"#;
+
+    #[test]
+    fn a_histogram_is_read_over_all_labels() {
+        let sample = Sample::read(TEXT);
+        assert_eq!(
+            sample.ttft.0,
+            [(0.1, 3.0), (0.5, 5.0), (f64::INFINITY, 6.0)]
+        );
+        assert_eq!(sample.tpot, Buckets::default());
+    }
+
+    #[test]
+    fn medians_lie_within_their_bucket() {
+        let median = |counts: &[(f64, f64)]| Buckets(counts.to_vec()).median_ms().map(f64::round);
+        assert_eq!(median(&[]), None);
+        assert_eq!(median(&[(0.1, 0.0), (f64::INFINITY, 0.0)]), None);
+        assert_eq!(median(&[(0.1, 4.0), (f64::INFINITY, 4.0)]), Some(50.0));
+        assert_eq!(
+            median(&[(0.1, 1.0), (0.5, 3.0), (f64::INFINITY, 4.0)]),
+            Some(300.0)
+        );
+        assert_eq!(median(&[(0.1, 1.0), (f64::INFINITY, 9.0)]), Some(100.0));
+    }
+
+    fn text(quick: u64, slow: u64) -> String {
+        let bucket = |bound: &str, count| format!("{TTFT}_bucket{{le=\"{bound}\"}} {count}\n");
+        [
+            bucket("0.1", quick),
+            bucket("1.0", quick + slow),
+            bucket("+Inf", quick + slow),
+        ]
+        .concat()
+    }
+
+    /// Feeds scrapes of gateways, each a number of seconds after the start, and tells the last median.
+    fn after(scrapes: &[(u64, &str, String)]) -> (Measures, Option<f64>, usize) {
+        let (measures, demo, start) = (
+            Measures::default(),
+            Key::new("default", "demo"),
+            Instant::now(),
+        );
+        let mut news = 0;
+        for (second, gateway, text) in scrapes {
+            let now = start + Duration::from_secs(*second);
+            news += usize::from(measures.learn(&demo, gateway, text, now));
+        }
+        let told = measures
+            .measured(&demo)
+            .and_then(|measured| measured.ttft_ms.map(f64::round));
+        (measures, told, news)
+    }
+
+    #[test]
+    fn only_the_last_minutes_count_and_silence_changes_nothing() {
+        let scrapes = [(0, "a", text(10, 0)), (30, "a", text(10, 0))];
+        let (_, told, news) = after(&scrapes);
+        assert_eq!((told, news), (Some(50.0), 1));
+        // Ten minutes later all is slow.
+        let later = [scrapes.to_vec(), vec![(600, "a", text(10, 4))]].concat();
+        assert_eq!(after(&later).1, Some(550.0));
+        // And then nobody asks.
+        let silent = [
+            later,
+            vec![(1200, "a", text(10, 4)), (1500, "a", text(10, 4))],
+        ]
+        .concat();
+        let (_, told, news) = after(&silent);
+        assert_eq!((told, news), (Some(550.0), 2));
+    }
+
+    #[test]
+    fn no_request_means_no_measure() {
+        let (measures, told, news) = after(&[(0, "a", text(0, 0)), (30, "a", String::new())]);
+        assert_eq!((told, news), (None, 0));
+        assert_eq!(measures.measured(&Key::new("default", "demo")), None);
+    }
+
+    #[test]
+    fn a_gateway_that_begins_anew_counts_from_nothing() {
+        let scrapes = [
+            (0, "a", text(100, 0)),
+            (400, "a", text(100, 0)),
+            (430, "a", text(0, 2)),
+        ];
+        assert_eq!(after(&scrapes).1, Some(550.0));
+    }
+
+    #[test]
+    fn gateways_are_taken_together_and_small_moves_are_no_news() {
+        let scrapes = [
+            (0, "a", text(4, 0)),
+            (1, "b", text(0, 4)),
+            (30, "a", text(4, 0)),
+            (31, "b", text(0, 4)),
+        ];
+        let (_, told, news) = after(&scrapes);
+        assert_eq!((told, news), (Some(100.0), 2));
+        assert_eq!(steady(Some(100.0), Some(109.0)), Some(100.0));
+        assert_eq!(steady(Some(100.0), Some(111.0)), Some(111.0));
+        assert_eq!(steady(Some(100.0), None), Some(100.0));
+    }
+
+    #[test]
+    fn what_workers_got_is_news_when_it_changes() {
+        let measures = Measures::default();
+        let demo = Key::new("default", "demo");
+        let text = |cpus: &str| {
+            format!("hearth_worker_placement_info{{address=\"10.0.0.1:9000\",cpus=\"{cpus}\"}} 1\n")
+        };
+        let start = Instant::now();
+        let learn = |text: &str| measures.learn(&demo, "a", text, start);
+        assert!(learn(&text("0-1")));
+        assert!(!learn(&text("0-1")));
+        assert!(learn(&text("0")));
+        let placements = measures.placements(&demo);
+        let cpus: Vec<&str> = placements.values().map(|got| got.cpus.as_str()).collect();
+        assert_eq!(cpus, ["0"]);
+    }
+
+    #[tokio::test]
+    async fn a_gateway_is_scraped_over_http() {
+        use tokio::io::{AsyncReadExt, AsyncWriteExt};
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0")
+            .await
+            .expect("port");
+        let port = listener.local_addr().expect("address").port();
+        let server = tokio::spawn(async move {
+            let (mut stream, _) = listener.accept().await.expect("client");
+            let mut request = [0; 1024];
+            let read = stream.read(&mut request).await.expect("request");
+            let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n", TEXT.len());
+            stream
+                .write_all((head + TEXT).as_bytes())
+                .await
+                .expect("answer");
+            String::from_utf8_lossy(&request[..read]).into_owned()
+        });
+        let client = client().expect("client");
+        let text = scrape(&client, &format!("127.0.0.1:{port}")).await;
+        assert_eq!(text.as_deref(), Ok(TEXT));
+        assert!(
+            scrape(&client, &format!("127.0.0.1:{port}")).await.is_err(),
+            "nobody listens any more"
+        );
+        assert!(server.await.expect("server").starts_with("GET /metrics "));
+    }
+
+    #[tokio::test]
+    async fn a_gateway_sends_the_operator_nowhere() {
+        use tokio::io::{AsyncReadExt, AsyncWriteExt};
+        let bind = async || tokio::net::TcpListener::bind("127.0.0.1:0").await;
+        let (gateway, inside) = (bind().await.expect("port"), bind().await.expect("port"));
+        let endpoint = gateway.local_addr().expect("address").to_string();
+        let elsewhere = inside.local_addr().expect("address");
+        let server = tokio::spawn(async move {
+            let (mut stream, _) = gateway.accept().await.expect("client");
+            let mut request = [0; 1024];
+            let _ = stream.read(&mut request).await.expect("request");
+            let answer = format!(
+                "HTTP/1.1 302 Found\r\nlocation: http://{elsewhere}/latest/meta-data\r\ncontent-length: 0\r\n\r\n"
+            );
+            stream.write_all(answer.as_bytes()).await.expect("answer");
+        });
+        let answer = scrape(&client().expect("client"), &endpoint).await;
+        assert_eq!(answer, Err("302 Found".to_owned()));
+        server.await.expect("server");
+        let follows = tokio::time::timeout(Duration::from_millis(200), inside.accept()).await;
+        assert!(follows.is_err(), "the redirect was followed");
+    }
+}

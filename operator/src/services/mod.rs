@@ -1,0 +1,8 @@
+//! What goes on beside the reconciles: certificates, agents, measurements, the Lease.
+
+pub(crate) mod agents;
+pub(crate) mod authority;
+pub(crate) mod cluster_cache;
+pub(crate) mod health;
+pub(crate) mod lease;
+pub(crate) mod measure;

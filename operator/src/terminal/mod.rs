@@ -1,0 +1,4 @@
+//! What people see: messages, progress, tables.
+
+pub(crate) mod table;
+pub(crate) mod ui;

@@ -1,0 +1,201 @@
+//! A plan as a person reads it.
+
+use clap::ValueEnum;
+use comfy_table::{ContentArrangement, Table, presets};
+use hearth_crds::{InferencePlanSpec, PlanRank, PlanRole, ResidencyPolicy};
+use hearth_planner::format_cpu_list;
+
+use crate::terminal::ui::{bytes, milliseconds};
+
+/// How a table may be printed instead.
+#[derive(Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OutputFormat {
+    /// For people
+    #[default]
+    Table,
+    /// For programs
+    Json,
+    /// For programs and people
+    Yaml,
+}
+
+/// The plan in a few words.
+pub(crate) fn headline(plan: &InferencePlanSpec) -> String {
+    let mut nodes: Vec<&str> = plan.ranks.iter().map(|rank| rank.node.as_str()).collect();
+    nodes.sort_unstable();
+    nodes.dedup();
+    format!(
+        "{} on {}, TTFT {} at {} tokens, TPOT {}",
+        format!("{:?}", plan.strategy).to_lowercase(),
+        nodes.join(", "),
+        milliseconds(plan.predicted.ttft_ms),
+        plan.predicted.ttft_prompt_tokens,
+        milliseconds(plan.predicted.tpot_ms),
+    )
+}
+
+/// One line a rank.
+pub(crate) fn ranks(plan: &InferencePlanSpec) -> String {
+    let mut table = Table::new();
+    table
+        .load_style(presets::NOTHING)
+        .set_content_arrangement(ContentArrangement::Disabled);
+    table.set_header([
+        "ROLE",
+        "RANK",
+        "NODE",
+        "CPUS",
+        "NUMA",
+        "DEVICE",
+        "WEIGHTS",
+        "KV",
+        "PREDICTED",
+    ]);
+    let mut copies: Vec<&str> = Vec::new();
+    for rank in &plan.ranks {
+        let weights = weights(rank, copies.contains(&rank.node.as_str()));
+        if rank.residency.is_some() && !rank.is_on_gpu() {
+            copies.push(&rank.node);
+        }
+        table.add_row([
+            rank.role.as_str().to_owned(),
+            rank.index.to_string(),
+            rank.node.clone(),
+            format_cpu_list(&rank.cpus),
+            if rank.numa_nodes.is_empty() {
+                "any".to_owned()
+            } else {
+                format_cpu_list(&rank.numa_nodes)
+            },
+            device(rank),
+            weights,
+            rank.kv
+                .as_ref()
+                .map_or_else(|| "-".to_owned(), |kv| bytes(kv.memory_bytes)),
+            predicted(rank),
+        ]);
+    }
+    let text = table.to_string();
+    text.lines()
+        .map(str::trim_end)
+        .collect::<Vec<_>>()
+        .join("\n")
+}
+
+/// The whole plan: ranks, why, and what was not chosen.
+pub(crate) fn plan(plan: &InferencePlanSpec) -> String {
+    let mut text = format!(
+        "plan {}: {}\n\n{}\n",
+        plan.generation,
+        headline(plan),
+        ranks(plan)
+    );
+    for (title, lines) in [("Why", &plan.why), ("Not chosen", &plan.not_chosen)] {
+        if !lines.is_empty() {
+            text.push_str(&format!("\n{title}\n"));
+            for line in lines {
+                text.push_str(&format!("  {line}\n"));
+            }
+        }
+    }
+    text
+}
+
+/// `cpu`, or the begin of a GPU's UUID, as far as people tell GPUs apart, with what the rank may have of its memory.
+fn device(rank: &PlanRank) -> String {
+    match rank.gpu_uuids.first() {
+        None => rank.device.clone(),
+        Some(uuid) => {
+            let begin: Vec<&str> = uuid.splitn(3, '-').take(2).collect();
+            format!("{} {}", begin.join("-"), bytes(rank.gpu_memory_bytes))
+        }
+    }
+}
+
+fn weights(rank: &PlanRank, copy_exists: bool) -> String {
+    match &rank.residency {
+        None => "-".to_owned(),
+        Some(residency) if rank.is_on_gpu() => {
+            format!("copied {}", bytes(residency.weight_bytes))
+        }
+        Some(_) if copy_exists => "same copy".to_owned(),
+        Some(residency) => match residency.policy {
+            ResidencyPolicy::Resident => format!("mapped {}", bytes(residency.weight_bytes)),
+            ResidencyPolicy::MmapPrefetch => {
+                format!(
+                    "{} of {} at a time",
+                    bytes(residency.budget_bytes),
+                    bytes(residency.weight_bytes)
+                )
+            }
+        },
+    }
+}
+
+fn predicted(rank: &PlanRank) -> String {
+    let Some(predicted) = &rank.predicted else {
+        return "-".to_owned();
+    };
+    match (
+        rank.role,
+        predicted.ttft_ms,
+        predicted.prompt_tokens,
+        predicted.tpot_ms,
+    ) {
+        (PlanRole::Prefill, Some(ttft_ms), Some(tokens), _) => {
+            format!("TTFT {} at {tokens} tokens", milliseconds(ttft_ms))
+        }
+        (_, _, _, Some(tpot_ms)) => format!("TPOT {} at batch 1", milliseconds(tpot_ms)),
+        _ => format!("{:.0} tokens/s", predicted.tokens_per_second),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    /// A worker as a plan has it.
+    fn rank(role: &str, device: &Value) -> Value {
+        let mut rank = json!({
+            "name": format!("{}-0", role.to_lowercase()), "role": role, "index": 0, "node": "here", "cpus": [0, 1],
+            "numaNodes": [], "threads": 2, "pinning": "Shared", "maxBatch": 2, "chunkTokens": 256, "scratchBytes": 0,
+            "residency": {"policy": "Resident", "weightBytes": 3 << 20, "budgetBytes": 3 << 20},
+        });
+        for (name, value) in device.as_object().into_iter().flatten() {
+            rank[name] = value.clone();
+        }
+        rank
+    }
+
+    #[test]
+    fn a_rank_on_a_gpu_says_which_and_how_much_of_it() {
+        let uuid = "GPU-8f3c0d11-2222-3333-4444-555555555555";
+        let gpu =
+            json!({"device": uuid, "gpus": 1, "gpuUuids": [uuid], "gpuMemoryBytes": 5_u64 << 30});
+        let plan = json!({
+            "generation": 1, "deployment": {"name": "demo", "namespace": "default"}, "strategy": "Hybrid",
+            "model": {"servedName": "m", "path": "/m", "source": "m", "architecture": "qwen3", "parameterCount": 1,
+                "weightBytes": 3 << 20, "contextLength": 16, "layers": 1, "kvBytesPerToken": 1, "dtype": "BF16"},
+            "ranks": [rank("Prefill", &gpu), rank("Decode", &json!({"device": "cpu"}))],
+            "routing": {"chunkedBelowTokens": 32, "maxQueue": 1, "queueTimeoutMs": 1},
+            "predicted": {"ttftMs": 1.0, "ttftPromptTokens": 1, "tpotMs": 1.0, "tokensPerSecond": 1.0},
+            "why": [], "notChosen": [],
+        });
+        let plan: InferencePlanSpec = serde_json::from_value(plan).expect("a plan");
+        let table = ranks(&plan);
+        let line = |role: &str| table.lines().find(|line| line.trim().starts_with(role));
+        let (prefill, decode) = (
+            line("prefill").expect("prefill"),
+            line("decode").expect("decode"),
+        );
+        assert!(prefill.contains(" GPU-8f3c0d11 5 GiB "), "{table}");
+        assert!(prefill.contains(" copied 3 MiB "), "{table}");
+        // The copy on the GPU is none that a rank on CPUs could share.
+        assert!(
+            decode.contains(" cpu ") && decode.contains(" mapped 3 MiB "),
+            "{table}"
+        );
+    }
+}

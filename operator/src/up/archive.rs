@@ -1,0 +1,187 @@
+//! Models behind URLs: `hearth-worker fetch` brings them into this user's cache.
+
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Instant;
+
+use anyhow::{Context, bail};
+use hearth_crds::HttpSource;
+use serde::Deserialize;
+
+use crate::terminal::ui::{self, Busy, Steps};
+use crate::up::worker;
+
+/// A line of `hearth-worker fetch --json`.
+#[derive(Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+enum Event {
+    Progress(Progress),
+    Fetched { directory: PathBuf },
+}
+
+#[derive(Deserialize)]
+struct Progress {
+    phase: String,
+    bytes: u64,
+    total_bytes: Option<u64>,
+    bytes_per_second: u64,
+    trouble: Option<String>,
+}
+
+/// The directory of the model in the archive; fetched if it is not in the cache. `name`: of the model.
+///
+/// # Errors
+/// The worker's own words; no home directory for the cache.
+pub(crate) fn fetch(source: &HttpSource, name: &str, steps: &Steps) -> anyhow::Result<PathBuf> {
+    const TOOL: &str = "fetch";
+    let program = worker::program()?;
+    let mut command = Command::new(&program);
+    command
+        .args([TOOL, "--json", "--sha256", &source.sha256])
+        // Arguments are for everybody on the machine to read, and a URL may hold its permission.
+        .env("HEARTH_MODEL_URL", &source.url);
+    if let Some(secret) = &source.secret_ref {
+        check_credentials(&secret.name)?;
+        command.arg("--credentials");
+    }
+    let mut child = command
+        .arg("--into")
+        .arg(cache()?)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("{} cannot be run", program.display()))?;
+    let mut screen = Screen {
+        name,
+        steps,
+        bar: steps.bar(&format!("{name}: asking for it")),
+        began: Instant::now(),
+        fetched_bytes: None,
+    };
+    let (directory, errors) = follow(&mut child, &mut screen)?;
+    screen.bar.finish();
+    let status = child.wait()?;
+    let Some(directory) = directory.filter(|_| status.success()) else {
+        return Err(worker::failure(&program, TOOL, status, &errors));
+    };
+    screen.done(&directory);
+    Ok(directory)
+}
+
+/// What stands for a Secret on one machine is in the environment, which the worker has too.
+fn check_credentials(secret: &str) -> anyhow::Result<()> {
+    let is_set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+    if is_set("HEARTH_MODEL_TOKEN") || is_set("HEARTH_MODEL_USERNAME") {
+        return Ok(());
+    }
+    bail!(
+        "spec.model.source.http.secretRef names {secret}, and Secrets exist only in a cluster\n  \
+         set HEARTH_MODEL_TOKEN, or HEARTH_MODEL_USERNAME and HEARTH_MODEL_PASSWORD, or remove secretRef"
+    )
+}
+
+/// Models are kept for all deployments of the user: `HEARTH_CACHE`, else below the user's cache directory.
+fn cache() -> anyhow::Result<PathBuf> {
+    let named = |name| std::env::var_os(name).filter(|value| !value.is_empty());
+    if let Some(directory) = named("HEARTH_CACHE") {
+        return Ok(directory.into());
+    }
+    if let Some(directory) = named("XDG_CACHE_HOME") {
+        return Ok(Path::new(&directory).join("hearth"));
+    }
+    let home = named("HOME").context(
+        "there is no home directory to keep models in\n  name a directory: HEARTH_CACHE=DIR",
+    )?;
+    Ok(Path::new(&home).join(".cache/hearth"))
+}
+
+/// Shows progress until the child closes its output; gives the directory, and what it wrote to standard error.
+fn follow(
+    child: &mut Child,
+    screen: &mut Screen<'_>,
+) -> anyhow::Result<(Option<PathBuf>, Vec<u8>)> {
+    let stderr = child.stderr.take();
+    // On a thread of its own: a full pipe would stop the child.
+    let errors = std::thread::spawn(move || {
+        let mut text = Vec::new();
+        if let Some(mut stderr) = stderr {
+            // What cannot be read is missing from the message alone.
+            let _ = stderr.read_to_end(&mut text);
+        }
+        text
+    });
+    let mut directory = None;
+    for line in child
+        .stdout
+        .take()
+        .map(BufReader::new)
+        .into_iter()
+        .flat_map(BufRead::lines)
+    {
+        let line = line.context("the worker's progress cannot be read")?;
+        match serde_json::from_str(&line).with_context(|| worker::misunderstood("fetch"))? {
+            Event::Progress(progress) => screen.show(progress),
+            Event::Fetched { directory: fetched } => directory = Some(fetched),
+        }
+    }
+    Ok((directory, errors.join().unwrap_or_default()))
+}
+
+/// One fetch as a person sees it.
+struct Screen<'a> {
+    name: &'a str,
+    steps: &'a Steps,
+    bar: Busy,
+    began: Instant,
+    /// Of the archive; none when nothing had to be fetched.
+    fetched_bytes: Option<u64>,
+}
+
+impl Screen<'_> {
+    fn show(&mut self, progress: Progress) {
+        let Progress {
+            phase,
+            bytes,
+            total_bytes,
+            bytes_per_second,
+            trouble,
+        } = progress;
+        let mut text = format!("{}: {phase}", self.name);
+        if bytes > 0 {
+            text += &format!(" {}", ui::bytes(bytes));
+        }
+        if let Some(total_bytes) = total_bytes {
+            text += &format!(" of {}", ui::bytes(total_bytes));
+        }
+        if bytes_per_second > 0 {
+            text += &format!(", {}/s", ui::bytes(bytes_per_second));
+        }
+        if let Some(trouble) = &trouble {
+            text += &format!(" ({trouble})");
+        }
+        self.fetched_bytes = Some(total_bytes.unwrap_or(bytes));
+        self.bar.reached(bytes, total_bytes.unwrap_or(bytes));
+        self.bar.say(text);
+    }
+
+    fn done(&self, directory: &Path) {
+        let Some(bytes) = self.fetched_bytes else {
+            return self.steps.done_with(
+                &format!("{} is in the cache", self.name),
+                &directory.display().to_string(),
+            );
+        };
+        let took_ms = self.began.elapsed().as_secs_f64() * 1e3;
+        self.steps.done_with(
+            &format!(
+                "{} fetched and verified: {} in {}",
+                self.name,
+                ui::bytes(bytes),
+                ui::milliseconds(took_ms)
+            ),
+            &directory.display().to_string(),
+        );
+    }
+}

@@ -1,0 +1,424 @@
+//! What is kept on disk between commands: plans, logs, and what runs.
+
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, anyhow, bail};
+use hearth_crds::InferencePlanSpec;
+use rustix::fs::{CWD, RenameFlags, rename, renameat_with};
+use serde::{Deserialize, Serialize};
+
+/// Where state is kept; shared by all commands.
+#[derive(clap::Args, Clone)]
+pub(crate) struct StateArgs {
+    /// Directory for plans, logs and the list of what runs
+    #[arg(long, value_name = "DIR", env = "HEARTH_STATE_DIR", global = true)]
+    pub(crate) state_dir: Option<PathBuf>,
+}
+
+/// The list of processes is written in multiples of this.
+const RUNNING_BYTES: usize = 16 << 10;
+
+/// The directory of all deployments of this user.
+#[derive(Clone, Debug)]
+pub(crate) struct StateDir(PathBuf);
+
+/// The directory of one deployment.
+#[derive(Clone, Debug)]
+pub(crate) struct DeploymentDir(PathBuf);
+
+/// A running `hearth up`, as other commands see it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(crate) struct Running {
+    /// Name of the deployment.
+    pub(crate) name: String,
+    /// Process id of `hearth up`.
+    pub(crate) pid: u32,
+    /// Base of the OpenAI API, `http://host:port/v1`.
+    pub(crate) endpoint: String,
+    /// Where its metrics are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) metrics: Option<String>,
+    /// Certificate of an HTTPS endpoint, as a PEM file; none: plain HTTP.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) certificate: Option<PathBuf>,
+    /// Model name in that API.
+    pub(crate) served_name: String,
+    /// The InferenceDeployment's file.
+    pub(crate) file: PathBuf,
+    /// Generation of the plan that runs.
+    pub(crate) plan_generation: u64,
+    /// RFC 3339.
+    pub(crate) started_at: String,
+    /// When requests were first served; none while starting.
+    pub(crate) ready: bool,
+    /// Each process with its restarts.
+    pub(crate) processes: Vec<RunningProcess>,
+}
+
+/// One process of a running deployment.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(crate) struct RunningProcess {
+    /// Rank's name in the plan.
+    pub(crate) rank: String,
+    /// Role in lower case.
+    pub(crate) role: String,
+    /// Process id; none while it is being started again.
+    pub(crate) pid: Option<u32>,
+    /// Whether it serves.
+    pub(crate) ready: bool,
+    /// It served, and now says nothing: it stands still.
+    #[serde(default)]
+    pub(crate) hung: bool,
+    /// How often it was started again.
+    pub(crate) restarts: u32,
+}
+
+impl StateDir {
+    /// The directory asked for, else the user's state directory.
+    ///
+    /// # Errors
+    /// When neither it nor a home directory is known.
+    pub(crate) fn locate(asked: Option<&Path>) -> anyhow::Result<Self> {
+        // An environment variable that is set to nothing asks for nothing.
+        if let Some(directory) = asked.filter(|directory| !directory.as_os_str().is_empty()) {
+            return Ok(Self(directory.to_owned()));
+        }
+        let base = match std::env::var_os("XDG_STATE_HOME") {
+            Some(directory) if !directory.is_empty() => PathBuf::from(directory),
+            _ => {
+                let home = std::env::var_os("HOME").filter(|home| !home.is_empty());
+                let home = home.context(
+                    "there is no home directory to keep state in\n  name one: --state-dir DIR",
+                )?;
+                PathBuf::from(home).join(".local/state")
+            }
+        };
+        Ok(Self(base.join("hearth")))
+    }
+
+    /// The directory itself; it may not exist.
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// The directory of a deployment; it may not exist.
+    pub(crate) fn deployment(&self, name: &str) -> DeploymentDir {
+        DeploymentDir(self.0.join(name))
+    }
+
+    /// The file with this machine's rates, shared by all deployments; it may not exist.
+    pub(crate) fn profile(&self) -> PathBuf {
+        self.0.join("profile.json")
+    }
+
+    /// All deployments whose `hearth up` is alive, by name.
+    ///
+    /// # Errors
+    /// A directory that cannot be read; one that does not exist has none.
+    pub(crate) fn running(&self) -> anyhow::Result<Vec<Running>> {
+        let mut running: Vec<Running> = self
+            .deployments()?
+            .into_iter()
+            .filter(DeploymentDir::is_held)
+            .filter_map(|directory| directory.read_running().ok())
+            .collect();
+        running.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(running)
+    }
+
+    /// The names of all deployments that run here or once did.
+    ///
+    /// # Errors
+    /// As [`StateDir::running`].
+    pub(crate) fn known(&self) -> anyhow::Result<Vec<String>> {
+        let mut names: Vec<String> = self
+            .deployments()?
+            .iter()
+            .filter(|directory| directory.logs().is_dir())
+            .filter_map(|directory| Some(directory.0.file_name()?.to_str()?.to_owned()))
+            .collect();
+        names.sort();
+        Ok(names)
+    }
+
+    /// The deployment that was started last, whether it still runs or not; none where none ever ran.
+    ///
+    /// # Errors
+    /// As [`StateDir::running`].
+    pub(crate) fn latest(&self) -> anyhow::Result<Option<String>> {
+        let started = |name: &String| {
+            let plan = self.deployment(name).plan_file();
+            fs::metadata(plan).and_then(|plan| plan.modified()).ok()
+        };
+        Ok(self.known()?.into_iter().max_by_key(started))
+    }
+
+    fn deployments(&self) -> anyhow::Result<Vec<DeploymentDir>> {
+        let entries = match fs::read_dir(&self.0) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(error) => return Err(trouble(&self.0, "read", error)),
+        };
+        Ok(entries
+            .flatten()
+            .map(|entry| DeploymentDir(entry.path()))
+            .collect())
+    }
+
+    /// The running deployment of that name, or the only one.
+    ///
+    /// # Errors
+    /// When none runs, or several and none is named.
+    pub(crate) fn choose(&self, name: Option<&str>) -> anyhow::Result<Running> {
+        let mut running = self.running()?;
+        if let Some(name) = name {
+            let names: Vec<String> = running.iter().map(|one| one.name.clone()).collect();
+            return running.into_iter().find(|one| one.name == name).with_context(|| match names.as_slice() {
+                [] => format!("{name} does not run here, nor does any other deployment\n  start it: hearth up -f FILE"),
+                names => format!("{name} does not run here; these do: {}", names.join(", ")),
+            });
+        }
+        match running.len() {
+            0 => bail!(
+                "no deployment runs on this machine; looked in {}\n  start one: hearth up -f manifests/examples/demo.yaml",
+                self.0.display()
+            ),
+            1 => Ok(running.remove(0)),
+            _ => {
+                let names: Vec<&str> = running.iter().map(|one| one.name.as_str()).collect();
+                bail!(
+                    "several deployments run here: {}\n  name one of them",
+                    names.join(", ")
+                )
+            }
+        }
+    }
+}
+
+impl DeploymentDir {
+    /// Makes the directory and takes its lock, which lasts as long as the file is held.
+    ///
+    /// # Errors
+    /// When another `hearth up` holds it, or the disk refuses.
+    pub(crate) fn acquire(&self, name: &str) -> anyhow::Result<File> {
+        let logs = self.logs();
+        fs::create_dir_all(&logs).map_err(|error| trouble(&logs, "made", error))?;
+        let path = self.0.join("lock");
+        let lock = File::create(&path).map_err(|error| trouble(&path, "written", error))?;
+        if lock.try_lock().is_err() {
+            return Err(self.held(name));
+        }
+        Ok(lock)
+    }
+
+    /// Tells early what [`DeploymentDir::acquire`] would; it changes nothing.
+    ///
+    /// # Errors
+    /// When another `hearth up` holds the directory.
+    pub(crate) fn check_free(&self, name: &str) -> anyhow::Result<()> {
+        match self.is_held() {
+            true => Err(self.held(name)),
+            false => Ok(()),
+        }
+    }
+
+    fn held(&self, name: &str) -> anyhow::Error {
+        let by = self.read_running().map_or_else(
+            |_| "by another process".to_owned(),
+            |running| format!("at {} by process {}", running.endpoint, running.pid),
+        );
+        anyhow!(
+            "{name} is already served {by}\n  stop it with Ctrl-C there, or give this deployment another metadata.name"
+        )
+    }
+
+    /// Whether a `hearth up` holds the directory.
+    fn is_held(&self) -> bool {
+        File::open(self.0.join("lock"))
+            .is_ok_and(|lock| matches!(lock.try_lock(), Err(fs::TryLockError::WouldBlock)))
+    }
+
+    /// Where logs are.
+    pub(crate) fn logs(&self) -> PathBuf {
+        self.0.join("logs")
+    }
+
+    /// The log of a process.
+    pub(crate) fn log(&self, rank: &str) -> PathBuf {
+        self.logs().join(format!("{rank}.log"))
+    }
+
+    /// The plan's file.
+    pub(crate) fn plan_file(&self) -> PathBuf {
+        self.0.join("plan.json")
+    }
+
+    /// Generation for the next plan: one more than the last one's.
+    pub(crate) fn next_generation(&self) -> u64 {
+        let last = fs::read(self.plan_file())
+            .ok()
+            .and_then(|text| serde_json::from_slice::<InferencePlanSpec>(&text).ok());
+        last.map_or(1, |plan| plan.generation + 1)
+    }
+
+    /// Keeps the plan.
+    pub(crate) fn write_plan(&self, plan: &InferencePlanSpec) -> anyhow::Result<()> {
+        let (path, temporary) = (self.plan_file(), self.0.join("plan.tmp"));
+        fs::write(&temporary, serde_json::to_vec_pretty(plan)?)
+            .map_err(|error| trouble(&temporary, "written", error))?;
+        fs::rename(&temporary, &path).map_err(|error| trouble(&path, "written", error))
+    }
+
+    /// Reads the plan that runs or last ran.
+    pub(crate) fn read_plan(&self) -> anyhow::Result<InferencePlanSpec> {
+        let path = self.plan_file();
+        let text = fs::read(&path).map_err(|error| trouble(&path, "read", error))?;
+        serde_json::from_slice(&text).with_context(|| {
+            format!(
+                "{} was written by another version of hearth",
+                path.display()
+            )
+        })
+    }
+
+    /// Tells other commands what runs. Readers never see half of it, and it needs no more space than it was first
+    /// given, so that it stays true when others have filled the disk.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub(crate) fn write_running(&self, running: &Running) -> anyhow::Result<()> {
+        let (path, spare) = (self.running_file(), self.0.join("running.spare"));
+        let mut text = serde_json::to_vec_pretty(running)?;
+        text.resize(text.len().next_multiple_of(RUNNING_BYTES), b'\n');
+        let write = || {
+            // Over what is there: its blocks are ours already.
+            let mut file = File::options()
+                .create(true)
+                .truncate(false)
+                .write(true)
+                .open(&spare)?;
+            file.write_all(&text)?;
+            file.set_len(text.len() as u64)?;
+            if path.exists() {
+                renameat_with(CWD, &spare, CWD, &path, RenameFlags::EXCHANGE)
+                    .or_else(|_| rename(&spare, &path))?;
+            } else {
+                rename(&spare, &path)?;
+                // For the next change; without it that one needs space of its own.
+                let _ = fs::write(&spare, &text);
+            }
+            Ok(())
+        };
+        write().map_err(|error| trouble(&path, "written", error))
+    }
+
+    fn running_file(&self) -> PathBuf {
+        self.0.join("running.json")
+    }
+
+    fn read_running(&self) -> anyhow::Result<Running> {
+        Ok(serde_json::from_slice(&fs::read(self.running_file())?)?)
+    }
+
+    /// Forgets what ran.
+    pub(crate) fn clear_running(&self) {
+        let _ = fs::remove_file(self.running_file());
+        let _ = fs::remove_file(self.0.join("running.spare"));
+    }
+}
+
+/// What a file system refused, and what to do about it.
+fn trouble(path: &Path, verb: &str, error: io::Error) -> anyhow::Error {
+    const ELSEWHERE: &str = "or keep state elsewhere: --state-dir DIR";
+    let remedy = match error.kind() {
+        ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => {
+            format!("make it writable for you, {ELSEWHERE}")
+        }
+        ErrorKind::NotADirectory | ErrorKind::AlreadyExists => {
+            format!("a file stands where a directory should be: move it away, {ELSEWHERE}")
+        }
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
+            format!("make room on its disk, {ELSEWHERE}")
+        }
+        _ => "keep state elsewhere: --state-dir DIR".to_owned(),
+    };
+    anyhow::Error::new(error).context(format!("{} cannot be {verb}\n  {remedy}", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn running(restarts: u32) -> Running {
+        Running {
+            name: "demo".to_owned(),
+            pid: 1,
+            endpoint: "http://127.0.0.1:8080/v1".to_owned(),
+            metrics: None,
+            certificate: None,
+            served_name: "hearth-demo".to_owned(),
+            file: PathBuf::from("demo.yaml"),
+            plan_generation: 1,
+            started_at: "2026-01-01T00:00:00Z".to_owned(),
+            ready: true,
+            processes: vec![RunningProcess {
+                rank: "decode-0".to_owned(),
+                role: "decode".to_owned(),
+                pid: Some(2),
+                ready: true,
+                hung: false,
+                restarts,
+            }],
+        }
+    }
+
+    #[test]
+    fn what_runs_is_read_back_however_often_it_changes() {
+        let root = tempfile::tempdir().unwrap();
+        let state = StateDir::locate(Some(root.path())).unwrap();
+        let directory = state.deployment("demo");
+        let _lock = directory.acquire("demo").unwrap();
+        for restarts in 0..5 {
+            directory.write_running(&running(restarts)).unwrap();
+            let seen = state.running().unwrap();
+            assert_eq!(seen.len(), 1);
+            assert_eq!(seen[0].processes[0].restarts, restarts);
+        }
+        assert_eq!(state.known().unwrap(), ["demo"]);
+        directory.clear_running();
+        assert!(state.running().unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_file_in_the_way_is_told() {
+        let root = tempfile::tempdir().unwrap();
+        let file = root.path().join("file");
+        fs::write(&file, "").unwrap();
+        let state = StateDir::locate(Some(&file)).unwrap();
+        for error in [
+            state.running().map(|_| ()).unwrap_err(),
+            state
+                .deployment("demo")
+                .acquire("demo")
+                .map(|_| ())
+                .unwrap_err(),
+        ] {
+            let words = crate::terminal::ui::sentence(&error);
+            assert!(words.starts_with(&file.display().to_string()), "{words}");
+            assert!(
+                words.contains("a file stands where a directory should be"),
+                "{words}"
+            );
+        }
+        assert!(
+            StateDir::locate(Some(Path::new("")))
+                .unwrap()
+                .0
+                .ends_with("hearth")
+        );
+    }
+}

@@ -6,6 +6,7 @@
 mod identity;
 mod models;
 mod node;
+mod request;
 mod tool;
 
 use std::path::{Path, PathBuf};

@@ -7,16 +7,16 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-use hearth_crds::{ModelFacts, store_key};
+use hearth_crds::ModelFacts;
 use hearth_fetch::{
-    Blame, Cache, Credentials, FetchError, FetchOptions, Key, Phase, Progress, Reach, Source,
-    Tries, fetch,
+    Blame, Cache, FetchError, FetchOptions, Key, Phase, Progress, Reach, Source, Tries, fetch,
 };
-use hearth_transport::v1::{self, ModelRequest, ModelResponse, ModelState};
+use hearth_transport::v1::{ModelRequest, ModelResponse, ModelState};
 use ipnet::IpNet;
 use tokio::task::JoinHandle;
 use tonic::Status;
 
+use super::request::{checked, parsed, ranges};
 use super::tool;
 use crate::tools::progress_sentence;
 
@@ -428,74 +428,6 @@ fn waiting(tries: &Tries, source: Option<&Source>, now: SystemTime) -> Option<En
     })
 }
 
-/// Key and source of a request; no source where it has no URL. The key must follow from all that opens the model: what
-/// lies here is handed to nobody for its checksum alone.
-fn checked(request: &ModelRequest) -> Result<(Key, Option<Source>), Status> {
-    let key = parsed(&request.key)?;
-    if request.url.is_empty() {
-        return Ok((key, None));
-    }
-    let expected = store_key(&request.url, &request.sha256, &request.holder);
-    if key.as_str() != expected {
-        return Err(Status::invalid_argument(format!(
-            "key is {key}, and that of the URL, sha256 {} and holder {:?} is {expected}",
-            request.sha256, request.holder
-        )));
-    }
-    let source = Source::new(&request.url, &request.sha256)
-        .map_err(|error| Status::invalid_argument(error.to_string()))?
-        .kept_as(key.clone());
-    Ok((
-        key,
-        Some(match credentials(request.credentials.as_ref())? {
-            Some(credentials) => source.opened_by(credentials),
-            None => source,
-        }),
-    ))
-}
-
-fn credentials(given: Option<&v1::Credentials>) -> Result<Option<Credentials>, Status> {
-    let Some(v1::Credentials {
-        username,
-        password,
-        token,
-    }) = given
-    else {
-        return Ok(None);
-    };
-    match (username.is_empty(), token.is_empty()) {
-        (false, true) => Ok(Some(Credentials::Basic {
-            username: username.clone(),
-            password: password.clone(),
-        })),
-        (true, false) => Ok(Some(Credentials::Bearer {
-            token: token.clone(),
-        })),
-        _ => Err(Status::invalid_argument(
-            "credentials are a token, or a username with its password",
-        )),
-    }
-}
-
-fn ranges(texts: &[String]) -> Result<Vec<IpNet>, Status> {
-    let range = |text: &String| {
-        text.parse().map_err(|_| {
-            Status::invalid_argument(format!(
-                "{text:?} is no range of addresses, as 10.42.0.0/16"
-            ))
-        })
-    };
-    texts.iter().map(range).collect()
-}
-
-fn parsed(text: &str) -> Result<Key, Status> {
-    Key::parse(text).ok_or_else(|| {
-        Status::invalid_argument(format!(
-            "key is {text:?}: it must have 32 lower-case hexadecimal digits"
-        ))
-    })
-}
-
 /// Bytes of all files below a directory.
 fn bytes_in(directory: &Path) -> u64 {
     let mut bytes = 0;
@@ -540,64 +472,5 @@ mod tests {
             [1, 2, 40].map(|n| seconds(Blame::Content, n)),
             [600, 1200, 21_600]
         );
-    }
-
-    #[test]
-    fn requests_are_checked_before_anything_is_fetched() {
-        let sha256 = "ab".repeat(32);
-        let nas = "http://nas/m.tar";
-        let request = |key: &str, url: &str| ModelRequest {
-            key: key.to_owned(),
-            url: url.to_owned(),
-            sha256: sha256.clone(),
-            ..ModelRequest::default()
-        };
-        let key_of = |url: &str, holder: &str| store_key(url, &sha256, holder);
-        let public = key_of(nas, "");
-        let (key, source) = checked(&request(&public, nas)).unwrap();
-        assert_eq!((key.as_str(), &source.unwrap().key()), (&*public, &key));
-        assert!(checked(&request(&public, "")).unwrap().1.is_none());
-        let file = "file:///etc/passwd";
-        for (key, url) in [
-            ("../../etc", nas),
-            // The digest alone, and the name that another holder has for it.
-            (&sha256[..32], nas),
-            (&key_of(nas, "other/secret"), nas),
-            (&key_of("http://other/m.tar", ""), nas),
-            (&key_of(file, ""), file),
-        ] {
-            let status = checked(&request(key, url)).unwrap_err();
-            assert_eq!(status.code(), tonic::Code::InvalidArgument, "{status}");
-        }
-    }
-
-    #[test]
-    fn credentials_are_a_token_or_a_user() {
-        let given = |username: &str, password: &str, token: &str| {
-            let [username, password, token] = [username, password, token].map(str::to_owned);
-            credentials(Some(&v1::Credentials {
-                username,
-                password,
-                token,
-            }))
-        };
-        assert!(credentials(None).unwrap().is_none());
-        assert!(matches!(
-            given("ann", "pw", ""),
-            Ok(Some(Credentials::Basic { .. }))
-        ));
-        assert!(matches!(
-            given("ann", "", ""),
-            Ok(Some(Credentials::Basic { .. }))
-        ));
-        assert!(matches!(
-            given("", "", "t"),
-            Ok(Some(Credentials::Bearer { .. }))
-        ));
-        for (username, token) in [("ann", "t"), ("", "")] {
-            assert!(given(username, "", token).is_err());
-        }
-        assert!(ranges(&["10.42.0.0/16".to_owned(), "fd42::/48".to_owned()]).is_ok());
-        assert!(ranges(&["10.42.0.0".to_owned()]).is_err());
     }
 }

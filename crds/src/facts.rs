@@ -161,6 +161,22 @@ impl ModelFacts {
         always.saturating_sub(kept_bytes) as f64 + self.expert_step_bytes(tokens) * absent
     }
 
+    /// Of [`Self::step_bytes`] what must come from the disk when a window of `mapped_bytes` stays mapped and the system keeps
+    /// `kept_bytes` in memory, the window among them. A dense model goes round in a circle, and beside the window the page
+    /// cache lets go of what was read longest ago, which is what is read next: the kernel sees that it comes back too soon,
+    /// and keeps some of it, only while half of the circle fits. Measured on Linux 6.18; docs/benchmarks.md, "Prefetched weights".
+    pub fn disk_step_bytes(&self, tokens: u32, mapped_bytes: u64, kept_bytes: u64) -> f64 {
+        let circle = self.bytes.total().saturating_sub(mapped_bytes);
+        let beside = kept_bytes.saturating_sub(mapped_bytes);
+        let is_thrashing = self.experts == 0 && beside < circle / 2;
+        let kept_bytes = if is_thrashing {
+            mapped_bytes
+        } else {
+            kept_bytes
+        };
+        self.absent_step_bytes(tokens, kept_bytes)
+    }
+
     /// Bytes that every step reads, whatever its tokens.
     fn always_bytes(&self) -> u64 {
         self.bytes

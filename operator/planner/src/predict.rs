@@ -146,7 +146,9 @@ impl Predictor<'_> {
         let flops = 2.0 * self.facts.active_parameter_count as f64 * f64::from(step.tokens)
             + self.facts.attention_flops_per_position() * step.attended_positions;
         let compute_ms = flops / 1e9 / self.rates.gflops * 1e3;
-        let absent = self.facts.absent_step_bytes(step.tokens, self.kept_bytes);
+        let absent = self
+            .facts
+            .disk_step_bytes(step.tokens, self.mapped_bytes, self.kept_bytes);
         // Without a measured disk, a slow one: 0.1 GB/s.
         let disk_ms = absent
             / 1e9

@@ -447,6 +447,28 @@ fn what_every_step_reads_is_kept_before_experts() {
     );
 }
 
+/// What is read longest ago is what is read next, so that a page cache of less than half of the circle is of no use.
+#[test]
+fn a_dense_model_that_is_read_in_a_circle_finds_nothing_in_a_small_page_cache() {
+    let total = |facts: &ModelFacts| facts.bytes.total();
+    let dense = dense_1_7b();
+    let window = total(&dense) / 5 * 2;
+    let circle = total(&dense) - window;
+    let read = |beside: u64| dense.disk_step_bytes(1, window, window + beside);
+    let of_window = dense.absent_step_bytes(1, window);
+    assert_eq!(read(0), of_window);
+    assert_eq!(read(circle / 2 - 1), of_window);
+    let half = read(circle / 2) / of_window;
+    assert!((half - 0.5).abs() < 1e-6, "{half}");
+    assert_eq!(read(circle), 0.0);
+    assert_eq!(dense.disk_step_bytes(1, total(&dense), u64::MAX), 0.0);
+    // Experts are not read in turn.
+    let moe = qwen3_30b();
+    let (window, kept) = (total(&moe) / 5, total(&moe) / 4);
+    let absent = moe.absent_step_bytes(1, kept);
+    assert_eq!(moe.disk_step_bytes(1, window, kept), absent);
+}
+
 /// What the window over mapped weights lets go of costs page faults when it is read again, although it never left the page cache.
 #[test]
 fn weights_that_are_mapped_again_cost_their_page_faults() {

@@ -16,75 +16,25 @@
 //!   must make room (old down first). Nobody is ended while a gateway that will stay routes to them.
 
 pub(crate) mod ends;
+mod want;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use hearth_crds::{PlanRole, Route};
+use hearth_crds::Route;
 use jiff::Timestamp;
 
 use self::ends::Ends;
+pub(crate) use self::want::Want;
 use crate::age::{age, is_older};
-use crate::build::DesiredPod;
 use crate::cause::node_of;
 use crate::decision::{Grace, PodEnd};
-use crate::observed::forbidden::{Counted, Quota};
+use crate::observed::forbidden::Quota;
 use crate::observed::{PodView, Requests};
 use crate::routes::{endpoint, is_gateway, routes_of, text};
 
 /// A Pod that waits in another form than it would have now is made again no sooner than this after it was made.
 const REFORM_AFTER: Duration = Duration::from_secs(10);
-
-/// A Pod that the target plan wants.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Want {
-    pub(crate) name: String,
-    pub(crate) rank: String,
-    /// See [`DesiredPod::form`].
-    pub(crate) form: String,
-    pub(crate) role: PlanRole,
-    pub(crate) node: String,
-    pub(crate) cpu_millis: u64,
-    pub(crate) memory_bytes: u64,
-    pub(crate) gpus: u32,
-    pub(crate) exclusive_cpus: Vec<u32>,
-    pub(crate) claimed_gpus: Vec<String>,
-}
-
-impl Want {
-    /// What the rollout needs of a Pod as it was built.
-    pub(crate) fn of(pod: &DesiredPod) -> Self {
-        let role = match pod.role {
-            "gateway" => PlanRole::Gateway,
-            "prefill" => PlanRole::Prefill,
-            _ => PlanRole::Decode,
-        };
-        Self {
-            name: pod.name.clone(),
-            rank: pod.rank.clone(),
-            form: pod.form.clone(),
-            role,
-            node: pod.node.clone(),
-            cpu_millis: pod.cpu_millis,
-            memory_bytes: pod.memory_bytes,
-            gpus: pod.gpus,
-            exclusive_cpus: pod.exclusive_cpus.clone(),
-            claimed_gpus: pod.claimed_gpus.clone(),
-        }
-    }
-
-    /// What such Pods count of a ResourceQuota.
-    pub(crate) fn counted(wants: &[Self]) -> Counted {
-        wants.iter().fold(Counted::default(), |sum, want| {
-            let gpus = want.gpus * u32::from(want.claimed_gpus.is_empty());
-            sum.with(want.cpu_millis, want.memory_bytes, gpus)
-        })
-    }
-
-    fn is_gateway(&self) -> bool {
-        self.role == PlanRole::Gateway
-    }
-}
 
 /// What one reconcile sees.
 #[derive(Clone, Copy, Debug)]

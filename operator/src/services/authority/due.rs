@@ -8,10 +8,8 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 
-use super::issue::{Facts, Usage};
+use super::issue::{Facts, SKEW, Usage};
 
-/// Validity begins this much in the past: clocks of nodes differ.
-pub(super) const SKEW: Duration = Duration::from_secs(5 * 60);
 /// How long an authority is valid.
 pub(super) const AUTHORITY_LIFETIME: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 /// How long everyone has trusted an authority before it signs.

@@ -13,7 +13,9 @@ use x509_parser::extensions::GeneralName;
 use x509_parser::pem::parse_x509_pem;
 
 use super::AuthorityError;
-use super::due::SKEW;
+
+/// Validity begins this much in the past: clocks of nodes differ.
+pub(super) const SKEW: Duration = Duration::from_secs(5 * 60);
 
 /// A certificate with its key, as PEM.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,0 +1,57 @@
+//! The Pods of the target as a rollout sees them.
+
+use hearth_crds::PlanRole;
+
+use crate::build::DesiredPod;
+use crate::observed::forbidden::Counted;
+
+/// A Pod that the target plan wants.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Want {
+    pub(crate) name: String,
+    pub(crate) rank: String,
+    /// See [`DesiredPod::form`].
+    pub(crate) form: String,
+    pub(crate) role: PlanRole,
+    pub(crate) node: String,
+    pub(crate) cpu_millis: u64,
+    pub(crate) memory_bytes: u64,
+    pub(crate) gpus: u32,
+    pub(crate) exclusive_cpus: Vec<u32>,
+    pub(crate) claimed_gpus: Vec<String>,
+}
+
+impl Want {
+    /// What the rollout needs of a Pod as it was built.
+    pub(crate) fn of(pod: &DesiredPod) -> Self {
+        let role = match pod.role {
+            "gateway" => PlanRole::Gateway,
+            "prefill" => PlanRole::Prefill,
+            _ => PlanRole::Decode,
+        };
+        Self {
+            name: pod.name.clone(),
+            rank: pod.rank.clone(),
+            form: pod.form.clone(),
+            role,
+            node: pod.node.clone(),
+            cpu_millis: pod.cpu_millis,
+            memory_bytes: pod.memory_bytes,
+            gpus: pod.gpus,
+            exclusive_cpus: pod.exclusive_cpus.clone(),
+            claimed_gpus: pod.claimed_gpus.clone(),
+        }
+    }
+
+    /// What such Pods count of a ResourceQuota.
+    pub(crate) fn counted(wants: &[Self]) -> Counted {
+        wants.iter().fold(Counted::default(), |sum, want| {
+            let gpus = want.gpus * u32::from(want.claimed_gpus.is_empty());
+            sum.with(want.cpu_millis, want.memory_bytes, gpus)
+        })
+    }
+
+    pub(super) fn is_gateway(&self) -> bool {
+        self.role == PlanRole::Gateway
+    }
+}

@@ -24,6 +24,7 @@ mod quantity;
 mod reader;
 mod routes;
 mod status;
+mod store;
 mod url;
 
 #[cfg(feature = "kube")]
@@ -50,7 +51,8 @@ pub use quantity::{DurationText, MemoryQuantity, QuantityError, format_bytes};
 pub use reader::{READER_VERSION, ReadError, read_versioned, read_versioned_value};
 pub use routes::{Route, Routes};
 pub use status::*;
-pub use url::{STORE_KEY_DIGITS, shown_url, store_key};
+pub use store::{STORE_KEY_DIGITS, store_key};
+pub use url::shown_url;
 
 #[cfg(feature = "kube")]
 pub use crd::{crd_yaml, crd_yaml_files, crds};

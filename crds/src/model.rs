@@ -269,6 +269,27 @@ impl ModelSource {
     }
 }
 
+impl ModelSpec {
+    /// The spec as it may be copied to other objects: its URLs without secrets.
+    #[must_use]
+    pub fn shown(&self) -> Self {
+        let mut spec = self.clone();
+        spec.source.hide();
+        spec.adapters
+            .iter_mut()
+            .for_each(|adapter| adapter.source.hide());
+        spec
+    }
+}
+
+impl ModelSource {
+    fn hide(&mut self) {
+        if let Some(http) = &mut self.http {
+            http.url = shown_url(&http.url);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -281,6 +281,9 @@ pub enum PlanRole {
 }
 
 impl PlanRole {
+    /// All roles, in the order of a plan's ranks.
+    pub const ALL: [Self; 3] = [Self::Gateway, Self::Prefill, Self::Decode];
+
     /// The role in lower case, as rank names have it.
     pub const fn as_str(self) -> &'static str {
         match self {

@@ -3,10 +3,11 @@
 use hearth_crds::{InferenceDeploymentSpec, NodeProfileSpec, Pinning, PlanRole, format_bytes};
 
 use crate::chooser::Chooser;
-use crate::cpus::{CpuLack, CpuRoom, Crew, core_count};
+use crate::cpus::{CpuLack, CpuRoom, core_count};
 use crate::error::{Advice, PlanError};
-use crate::gpus::{GpuLack, OnGpu};
+use crate::gpus::GpuLack;
 use crate::memory::{BLOCK_TOKENS, Demand, Shortage, available_for};
+use crate::node_ranks::{Crew, OnGpu};
 use crate::place::{Cost, NoRoom, Wanted, place};
 
 /// The shortest context that a spec may ask for.

@@ -6,7 +6,7 @@ use hearth_crds::{
 };
 
 use crate::error::PlanError;
-use crate::request::PlanRequest;
+use crate::input::PlanRequest;
 
 /// The context of a spec that names none: what a model was made for, at most this many tokens.
 const DEFAULT_CONTEXT_TOKENS: u32 = 8192;

@@ -2,9 +2,10 @@
 
 use hearth_crds::{InferenceDeploymentSpec, NodeProfileSpec, Pinning};
 
-use crate::cpus::{Binding, CpuLack, CpuOffer, CpuRoom, CpuSet, Crew, CrewCpus, divide};
+use crate::cpus::{Binding, CpuLack, CpuOffer, CpuRoom, CpuSet, CrewCpus, divide};
 use crate::gpus::{GpuLack, GpuOffer, Seat, Seats, seats};
 use crate::memory::{Demand, NodeBudget};
+use crate::node_ranks::Crew;
 use crate::place::Cost;
 use crate::predict::{LOOPBACK_GBPS, Predictor, Rates};
 

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_crds::{NodeProfileSpec, NumaPolicy, Pinning, PlanRole, cpu_request_millis};
 
-use crate::gpus::OnGpu;
+use crate::node_ranks::Crew;
 
 /// Threads of a rank on a GPU: one gives it work, the others bring the weights to it.
 const GPU_RANK_THREADS: u32 = 4;
@@ -172,48 +172,22 @@ fn set_of(cores: &[Core], numa: NumaPolicy) -> CpuSet {
     }
 }
 
-/// How many ranks of each role a node runs.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Crew {
-    pub gateway: bool,
-    pub prefill: u32,
-    pub decode: u32,
-    /// Which of them compute on GPUs.
-    pub on_gpu: OnGpu,
-}
-
-impl Crew {
-    pub(crate) fn ranks(self) -> usize {
-        usize::from(self.gateway) + self.prefill as usize + self.decode as usize
-    }
-
-    pub(crate) fn of(self, role: PlanRole) -> u32 {
-        match role {
-            PlanRole::Gateway => u32::from(self.gateway),
-            PlanRole::Prefill => self.prefill,
-            PlanRole::Decode => self.decode,
-        }
-    }
-
-    pub(crate) fn prefill_on_cpus(self) -> u32 {
-        if self.on_gpu.prefill { 0 } else { self.prefill }
-    }
-
-    pub(crate) fn decode_on_cpus(self) -> u32 {
-        if self.on_gpu.decode { 0 } else { self.decode }
-    }
-
-    pub(crate) fn on_gpus(self) -> u32 {
-        self.prefill + self.decode - self.prefill_on_cpus() - self.decode_on_cpus()
-    }
-}
-
 /// CPU sets of a node's ranks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct CrewCpus {
     pub gateway: Option<CpuSet>,
     pub prefill: Vec<CpuSet>,
     pub decode: Vec<CpuSet>,
+}
+
+impl CrewCpus {
+    pub(crate) fn of(&self, role: PlanRole) -> &[CpuSet] {
+        match role {
+            PlanRole::Gateway => self.gateway.as_slice(),
+            PlanRole::Prefill => &self.prefill,
+            PlanRole::Decode => &self.decode,
+        }
+    }
 }
 
 /// How the ranks of a node hold its CPUs.

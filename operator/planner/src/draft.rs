@@ -1,38 +1,12 @@
-//! A placement, written down as a plan.
+//! All choices made, before they are written down.
 
-use hearth_crds::{
-    DEVICE_CPU, DeploymentRef, InferencePlanSpec, NodeProfileSpec, Pinning, PlanKv, PlanKvType,
-    PlanModel, PlanPrediction, PlanRank, PlanResidency, PlanRole, PlanRouting, PlanStrategy,
-    RankPrediction, ResidencyPolicy,
-};
+use hearth_crds::{NodeProfileSpec, PlanKvType, PlanRank, PlanRole, ResidencyPolicy};
 
 use crate::chooser::Chooser;
-use crate::cpus::{CpuSet, GATEWAY_UNDER_EXCLUSIVE, keep_beside, widen_memory};
-use crate::gpus::{NodeOffer, Seat};
-use crate::memory::{BLOCK_TOKENS, Demand, NodeBudget, PREFILL_BATCH};
-use crate::numerics::mixed_pools;
-use crate::place::Placement;
-use crate::predict::{Predictor, rounded};
-use crate::reasons;
-use crate::request::{PlanRequest, Refused};
-
-/// A chunk on a decode rank may hold up its streams this long when the spec names no time per output token.
-const DEFAULT_STALL_MS: f64 = 100.0;
-/// Below this many prompt tokens a hand-over from prefill to decode costs more than it brings on CPUs.
-const CHUNKED_BELOW_TOKENS: u32 = 32;
-/// Requests that may wait, at least.
-const LEAST_QUEUE: u32 = 256;
-/// How long a request may wait for a place.
-const QUEUE_TIMEOUT_MS: u64 = 120_000;
-
-/// Where a rank is to be.
-#[derive(Clone, Copy)]
-struct Here<'a> {
-    n: usize,
-    budget: &'a NodeBudget,
-    /// On a GPU.
-    seat: Option<&'a Seat<'a>>,
-}
+use crate::cpus::CpuSet;
+use crate::input::PlanRequest;
+use crate::memory::Demand;
+use crate::place::{Placement, Refused};
 
 /// All choices made; what is left is to write them down.
 pub(crate) struct Draft<'a> {
@@ -47,243 +21,16 @@ pub(crate) struct Draft<'a> {
     pub value_type: PlanKvType,
 }
 
-impl Draft<'_> {
-    pub(crate) fn write(self) -> InferencePlanSpec {
-        let mut ranks = self.ranks();
-        ranks.sort_by_key(|rank| (rank.role, rank.index));
-        let request = self.request;
-        let facts = request.facts;
-        let routing = self.routing(&ranks);
-        let predicted = self.prediction(&ranks);
-        let mixed_numerics = mixed_pools(self.nodes, &ranks);
-        let (mut why, not_chosen) = reasons::write(&self, &ranks, &routing, &predicted);
-        why.extend(mixed_numerics.iter().cloned());
-        InferencePlanSpec {
-            generation: request.generation,
-            min_version: 0,
-            worker_image: None,
-            deployment: DeploymentRef {
-                name: request.name.to_owned(),
-                namespace: request.namespace.to_owned(),
-            },
-            strategy: PlanStrategy::Hybrid,
-            model: PlanModel {
-                served_name: request.spec.served_name(),
-                path: request.model_path.to_owned(),
-                source: request.spec.model.source.describe(),
-                architecture: facts.architecture.clone(),
-                parameter_count: facts.parameter_count,
-                weight_bytes: facts.bytes.total(),
-                context_length: self.demand.context_length,
-                layers: facts.layers,
-                kv_bytes_per_token: self.demand.kv_bytes_per_token,
-                dtype: facts.dtype.clone(),
-            },
-            ranks,
-            routing,
-            predicted,
-            objectives: request.spec.objectives.clone(),
-            mixed_numerics,
-            why,
-            not_chosen,
-        }
-    }
-
-    /// Ranks node by node; indices of a role count on over the nodes.
-    fn ranks(&self) -> Vec<PlanRank> {
-        let mut ranks = Vec::new();
-        let mut counts = [0_u32; 3];
-        for (n, crew) in self.placement.crews.iter().enumerate() {
-            let (Some(budget), Ok(cpus), Ok(seats)) = (
-                &self.placement.budgets[n],
-                self.chooser.cpus(n, *crew),
-                self.chooser.seats(n, *crew),
-            ) else {
-                continue;
-            };
-            for (role, sets) in [
-                (
-                    PlanRole::Gateway,
-                    cpus.gateway.into_iter().collect::<Vec<_>>(),
-                ),
-                (PlanRole::Prefill, cpus.prefill),
-                (PlanRole::Decode, cpus.decode),
-            ] {
-                for (i, set) in sets.into_iter().enumerate() {
-                    let index = counts[role as usize];
-                    counts[role as usize] += 1;
-                    let here = Here {
-                        n,
-                        budget,
-                        seat: seats.of(role).get(i),
-                    };
-                    ranks.push(self.rank(&here, role, index, set));
-                }
-            }
-        }
-        ranks
-    }
-
-    fn rank(&self, here: &Here<'_>, role: PlanRole, index: u32, mut set: CpuSet) -> PlanRank {
-        let Here { n, budget, seat } = *here;
-        let demand = &self.demand;
-        let weight_bytes = demand.facts.bytes.total();
-        let is_worker = role != PlanRole::Gateway;
-        if let Some(numa_node) = seat.and_then(|seat| seat.gpu.numa_node) {
-            keep_beside(&mut set, self.nodes[n], numa_node);
-        }
-        let kv_bytes = match (role, seat) {
-            (PlanRole::Gateway, _) => 0,
-            (_, Some(seat)) => seat.kv_bytes,
-            (PlanRole::Prefill, None) => budget.prefill_kv_bytes,
-            (PlanRole::Decode, None) => budget.decode_kv_bytes,
-        };
-        let scratch_bytes = self.scratch_bytes(role, seat);
-        let chunk_tokens = match role {
-            PlanRole::Gateway => 0,
-            PlanRole::Prefill => demand.chunk_tokens,
-            PlanRole::Decode => self.decode_chunk_tokens(here, &set),
-        };
-        let predicted = is_worker.then(|| self.rank_prediction(here, role, &set));
-        let weight_budget_bytes = match seat {
-            Some(_) => weight_bytes,
-            None => budget.weight_budget_bytes,
-        };
-        if is_worker {
-            let needs = match seat {
-                Some(_) => scratch_bytes,
-                None => weight_budget_bytes
-                    .saturating_add(kv_bytes)
-                    .saturating_add(scratch_bytes),
-            };
-            widen_memory(&mut set, self.nodes[n], needs);
-        }
-        PlanRank {
-            name: format!("{}-{index}", role.as_str()),
-            role,
-            index,
-            node: self.nodes[n].node.clone(),
-            cpus: set.cpus,
-            numa_nodes: set.numa_nodes,
-            threads: set.threads,
-            pinning: self.pinning(role),
-            device: seat.map_or_else(|| DEVICE_CPU.to_owned(), |seat| seat.gpu.uuid.clone()),
-            gpus: self.held_gpus(role, seat),
-            claims_gpus: seat.is_some() && self.claims_gpus(n),
-            gpu_uuids: seat.map(|seat| seat.gpu.uuid.clone()).into_iter().collect(),
-            gpu_memory_bytes: seat.map_or(0, |seat| seat.memory_bytes),
-            residency: is_worker.then_some(PlanResidency {
-                policy: seat.map_or(budget.policy, |_| ResidencyPolicy::Resident),
-                weight_bytes,
-                budget_bytes: weight_budget_bytes,
-            }),
-            kv: is_worker.then_some(PlanKv {
-                memory_bytes: kv_bytes,
-                key_type: self.key_type,
-                value_type: self.value_type,
-                block_tokens: BLOCK_TOKENS,
-            }),
-            max_batch: match role {
-                PlanRole::Gateway => 0,
-                PlanRole::Prefill => PREFILL_BATCH,
-                PlanRole::Decode => demand.max_batch,
-            },
-            chunk_tokens,
-            scratch_bytes,
-            endpoint: None,
-            predicted,
-        }
-    }
-
-    fn pinning(&self, role: PlanRole) -> Pinning {
-        match (role, self.request.spec.placement.pinning) {
-            (PlanRole::Gateway, Pinning::Exclusive) => GATEWAY_UNDER_EXCLUSIVE,
-            (_, asked) => asked,
-        }
-    }
-
-    fn scratch_bytes(&self, role: PlanRole, seat: Option<&Seat<'_>>) -> u64 {
-        match (role, seat) {
-            (PlanRole::Gateway, _) => self.demand.gateway_scratch_bytes(),
-            (_, Some(_)) => self.demand.gpu_worker_scratch_bytes(),
-            (_, None) => self.demand.worker_scratch_bytes(),
-        }
-    }
-
-    /// GPUs that a rank holds: the one that it computes on, or as many as the spec gives a prefill worker.
-    fn held_gpus(&self, role: PlanRole, seat: Option<&Seat<'_>>) -> u32 {
-        let own = u32::from(seat.is_some());
-        match role {
-            PlanRole::Gateway | PlanRole::Decode => own,
-            PlanRole::Prefill => {
-                let asked = self.request.spec.prefill.gpus_per_worker.unwrap_or(0);
-                asked.max(own)
-            }
-        }
-    }
-
-    /// Whether the GPUs of a node are had by claims.
-    fn claims_gpus(&self, n: usize) -> bool {
-        let offer = self.chooser.gpus().at(self.nodes[n]);
-        matches!(offer, NodeOffer::Claims(_))
-    }
-
-    /// The largest chunk (a power of two from 16 to 256) whose step holds running streams up no longer than allowed.
-    fn decode_chunk_tokens(&self, here: &Here<'_>, set: &CpuSet) -> u32 {
-        let predictor = self.chooser.predictor(here.n, set, here.seat, here.budget);
-        let allowed_ms = self
-            .request
-            .spec
-            .objectives
-            .time_per_output_token
-            .map_or(DEFAULT_STALL_MS, |d| d.as_millis_f64());
-        let fits = |chunk: &u32| predictor.prefill_ms(*chunk, *chunk) <= allowed_ms;
-        [256, 128, 64, 32]
-            .into_iter()
-            .find(fits)
-            .unwrap_or(16)
-            .min(self.demand.context_length)
-    }
-
-    fn rank_prediction(&self, here: &Here<'_>, role: PlanRole, set: &CpuSet) -> RankPrediction {
-        let Here { n, budget, seat } = *here;
-        let predictor = self.chooser.predictor(n, set, seat, budget);
-        let (prompt, context) = (self.chooser.prompt_tokens(), self.chooser.stream_tokens());
-        if role == PlanRole::Prefill {
-            let prefill_ms = predictor.prefill_ms(prompt, self.demand.chunk_tokens);
-            let link = self.chooser.link_gbps(n, &self.placement.crews);
-            let ttft_ms = prefill_ms + predictor.hand_over_ms(prompt, link);
-            return RankPrediction {
-                ttft_ms: Some(rounded(ttft_ms)),
-                prompt_tokens: Some(prompt),
-                tpot_ms: None,
-                tokens_per_second: rounded(f64::from(prompt) / prefill_ms * 1e3),
-            };
-        }
-        let sharing = match seat {
-            Some(seat) => seat.sharing,
-            None if self.chooser.is_exclusive() => 1,
-            None => self.placement.crews[n].decode,
-        };
-        let full = Predictor {
-            rates: predictor.rates.shared_by(sharing),
-            ..predictor
-        };
-        let batch = self.demand.max_batch;
-        RankPrediction {
-            ttft_ms: None,
-            prompt_tokens: None,
-            tpot_ms: Some(rounded(predictor.decode_ms(1, context))),
-            tokens_per_second: rounded(f64::from(batch) / full.decode_ms(batch, context) * 1e3),
-        }
+impl<'a> Draft<'a> {
+    /// The node of a rank, with its number among the nodes.
+    pub(crate) fn node_of(&self, rank: &PlanRank) -> Option<(usize, &'a NodeProfileSpec)> {
+        let n = self.nodes.iter().position(|node| node.node == rank.node)?;
+        Some((n, self.nodes[n]))
     }
 
     /// Milliseconds to the first token of a prompt that a decode rank reads by itself, in its own chunks.
     pub(crate) fn chunked_ttft_ms(&self, decode: &PlanRank) -> Option<f64> {
-        let n = self
-            .nodes
-            .iter()
-            .position(|node| node.node == decode.node)?;
+        let (n, _) = self.node_of(decode)?;
         let budget = self.placement.budgets[n].as_ref()?;
         let set = CpuSet {
             cpus: decode.cpus.clone(),
@@ -297,54 +44,6 @@ impl Draft<'_> {
         Some(predictor.prefill_ms(self.chooser.prompt_tokens(), decode.chunk_tokens))
     }
 
-    fn routing(&self, ranks: &[PlanRank]) -> PlanRouting {
-        let of = |role| ranks.iter().filter(move |rank| rank.role == role);
-        let on_gpu = |role| of(role).any(PlanRank::is_on_gpu);
-        let decode_chunk = of(PlanRole::Decode).map(|rank| rank.chunk_tokens).min();
-        let streams: u32 = of(PlanRole::Decode).map(|r| r.max_batch).sum();
-        PlanRouting {
-            chunked_below_tokens: if of(PlanRole::Prefill).next().is_none() {
-                PlanRouting::ALWAYS_CHUNKED
-            } else if on_gpu(PlanRole::Prefill) && on_gpu(PlanRole::Decode) {
-                // In one step, which streams hardly feel.
-                decode_chunk.unwrap_or(CHUNKED_BELOW_TOKENS)
-            } else {
-                CHUNKED_BELOW_TOKENS
-            },
-            max_queue: streams.saturating_mul(32).max(LEAST_QUEUE),
-            queue_timeout_ms: QUEUE_TIMEOUT_MS,
-        }
-    }
-
-    /// The service's prediction: the best prefill rank and the slowest decode rank, since any may serve a request.
-    fn prediction(&self, ranks: &[PlanRank]) -> PlanPrediction {
-        let of = |role: PlanRole| {
-            ranks
-                .iter()
-                .filter(move |r| r.role == role)
-                .filter_map(|r| r.predicted.as_ref())
-        };
-        let tpot_ms = of(PlanRole::Decode)
-            .filter_map(|p| p.tpot_ms)
-            .fold(0.0, f64::max);
-        let ttft_ms = of(PlanRole::Prefill)
-            .filter_map(|p| p.ttft_ms)
-            .reduce(f64::max)
-            .or_else(|| {
-                ranks
-                    .iter()
-                    .filter(|r| r.role == PlanRole::Decode)
-                    .filter_map(|r| self.chunked_ttft_ms(r))
-                    .reduce(f64::max)
-            });
-        PlanPrediction {
-            ttft_ms: rounded(ttft_ms.unwrap_or(0.0)),
-            ttft_prompt_tokens: self.chooser.prompt_tokens(),
-            tpot_ms,
-            tokens_per_second: rounded(of(PlanRole::Decode).map(|p| p.tokens_per_second).sum()),
-        }
-    }
-
     /// Whether any node keeps only a part of the weights in memory.
     pub(crate) fn is_prefetching(&self) -> bool {
         self.placement
@@ -353,4 +52,9 @@ impl Draft<'_> {
             .flatten()
             .any(|budget| budget.policy == ResidencyPolicy::MmapPrefetch)
     }
+}
+
+/// Ranks of one role, in the order of `ranks`.
+pub(crate) fn ranks_of(ranks: &[PlanRank], role: PlanRole) -> impl Iterator<Item = &PlanRank> {
+    ranks.iter().filter(move |rank| rank.role == role)
 }

@@ -6,8 +6,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_crds::{ComputeCapability, GpuProfile, NodeProfileSpec, PlanRole, format_bytes};
 
-use crate::cpus::Crew;
-use crate::memory::Demand;
+use crate::memory::{BLOCK_TOKENS, Demand};
+use crate::node_ranks::Crew;
 
 /// What the kernels of the engine need: bf16 on tensor cores.
 pub(crate) const LEAST_CAPABILITY: ComputeCapability = ComputeCapability { major: 8, minor: 0 };
@@ -59,28 +59,6 @@ impl NodeOffer<'_> {
             Self::Machine => None,
             Self::Plugin(free) => Some(free),
             Self::Claims(uuids) => Some(u32::try_from(uuids.len()).unwrap_or(u32::MAX)),
-        }
-    }
-}
-
-/// Roles whose ranks run on GPUs.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct OnGpu {
-    pub prefill: bool,
-    pub decode: bool,
-}
-
-impl OnGpu {
-    pub(crate) const NONE: Self = Self {
-        prefill: false,
-        decode: false,
-    };
-
-    pub(crate) fn of(self, role: PlanRole) -> bool {
-        match role {
-            PlanRole::Gateway => false,
-            PlanRole::Prefill => self.prefill,
-            PlanRole::Decode => self.decode,
         }
     }
 }
@@ -333,7 +311,7 @@ fn take(
 /// Gives what the slots have left to the ranks on them: prefill ranks are soon content, decode ranks share the rest in
 /// whole blocks.
 fn with_kv<'a>(slots: &[Slot<'a>], taken: &[(PlanRole, usize)], demand: &Demand<'_>) -> Seats<'a> {
-    let block = demand.kv_bytes(crate::memory::BLOCK_TOKENS).max(1);
+    let block = demand.kv_bytes(BLOCK_TOKENS).max(1);
     let mut seats = Seats::default();
     for (n, slot) in slots.iter().enumerate() {
         let mut left = slot.left_bytes;
@@ -358,24 +336,6 @@ fn with_kv<'a>(slots: &[Slot<'a>], taken: &[(PlanRole, usize)], demand: &Demand<
         }
     }
     seats
-}
-
-/// What a rank needs of a GPU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct GpuNeed {
-    pub weights_bytes: u64,
-    pub kv_least_bytes: u64,
-    pub kv_best_bytes: u64,
-    /// Activations, logits, and the driver's own for the process.
-    pub working_bytes: u64,
-}
-
-impl GpuNeed {
-    pub(crate) fn least_bytes(self) -> u64 {
-        self.weights_bytes
-            .saturating_add(self.kv_least_bytes)
-            .saturating_add(self.working_bytes)
-    }
 }
 
 impl GpuShortage {

@@ -16,18 +16,22 @@ mod cpus;
 mod draft;
 mod error;
 mod gpus;
+mod input;
 mod memory;
+mod node_ranks;
 mod numerics;
 mod place;
+mod plan;
 mod predict;
 mod reasons;
-mod request;
+mod write;
 
 pub use cpus::{CpuOffer, CpuRoom, format_cpu_list};
 pub use error::{Advice, PlanError};
 pub use gpus::GpuOffer;
+pub use input::PlanRequest;
+pub use plan::plan;
 pub use predict::{
     COMPUTE_EFFICIENCY, GPU_COMPUTE_EFFICIENCY, GPU_LAYER_OVERHEAD_MS, GPU_READ_EFFICIENCY,
     LAYER_OVERHEAD_MS, READ_EFFICIENCY,
 };
-pub use request::{PlanRequest, plan};

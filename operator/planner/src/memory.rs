@@ -2,8 +2,7 @@
 
 use hearth_crds::{ModelFacts, NodeProfileSpec, PlanRole, ResidencyPolicy};
 
-use crate::cpus::Crew;
-use crate::gpus::GpuNeed;
+use crate::node_ranks::Crew;
 
 /// Tokens of one KV block.
 pub(crate) const BLOCK_TOKENS: u32 = 16;
@@ -65,6 +64,24 @@ pub(crate) struct Shortage {
     pub weights_bytes: u64,
     pub kv_bytes: u64,
     pub scratch_bytes: u64,
+}
+
+/// What a rank needs of a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct GpuNeed {
+    pub weights_bytes: u64,
+    pub kv_least_bytes: u64,
+    pub kv_best_bytes: u64,
+    /// Activations, logits, and the driver's own for the process.
+    pub working_bytes: u64,
+}
+
+impl GpuNeed {
+    pub(crate) fn least_bytes(self) -> u64 {
+        self.weights_bytes
+            .saturating_add(self.kv_least_bytes)
+            .saturating_add(self.working_bytes)
+    }
 }
 
 impl Demand<'_> {

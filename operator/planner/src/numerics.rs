@@ -9,9 +9,10 @@ use hearth_crds::{
 };
 
 use crate::chooser::Chooser;
-use crate::cpus::{CpuLack, Crew};
+use crate::cpus::CpuLack;
 use crate::gpus::GpuLack;
 use crate::memory::Demand;
+use crate::node_ranks::Crew;
 use crate::place::{Cost, Placement, Wanted, place};
 
 /// What the bits of a rank depend on, as far as a profile tells.

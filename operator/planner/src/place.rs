@@ -2,9 +2,10 @@
 
 use hearth_crds::NodeProfileSpec;
 
-use crate::cpus::{CpuLack, Crew};
-use crate::gpus::{GpuLack, OnGpu};
+use crate::cpus::CpuLack;
+use crate::gpus::GpuLack;
 use crate::memory::{Demand, NodeBudget, Shortage};
+use crate::node_ranks::{Crew, OnGpu};
 
 /// Ranks of each role that the spec asks for, and where they compute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,6 +48,13 @@ pub(crate) enum NoRoom {
     },
     /// For want of GPUs or of their memory; the node that lacks the least.
     Gpus { what: String, lack: GpuLack },
+}
+
+/// A choice of devices that no placement satisfies.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Refused {
+    pub on_gpu: OnGpu,
+    pub no_room: NoRoom,
 }
 
 /// What placement asks about a node and the ranks that it would then have.

@@ -4,16 +4,15 @@ use hearth_crds::{
     GpuProfile, NodeProfileSpec, PlanRank, PlanRole, PlanRouting, Strategy, format_bytes,
 };
 
-use super::{node_of, of};
-use crate::draft::Draft;
-use crate::gpus::{GpuLack, NodeOffer, OnGpu, unusable};
-use crate::place::NoRoom;
-use crate::request::Refused;
+use crate::draft::{Draft, ranks_of};
+use crate::gpus::{GpuLack, NodeOffer, unusable};
+use crate::node_ranks::OnGpu;
+use crate::place::{NoRoom, Refused};
 
 /// Where ranks compute, in a few words.
 pub(super) fn devices(draft: &Draft<'_>, ranks: &[PlanRank]) -> &'static str {
-    let on_gpu = |role| of(ranks, role).any(PlanRank::is_on_gpu);
-    let has_prefill = of(ranks, PlanRole::Prefill).next().is_some();
+    let on_gpu = |role| ranks_of(ranks, role).any(PlanRank::is_on_gpu);
+    let has_prefill = ranks_of(ranks, PlanRole::Prefill).next().is_some();
     match (on_gpu(PlanRole::Prefill), on_gpu(PlanRole::Decode)) {
         (true, true) => "prefill and decode on GPUs",
         (true, false) => "prefill on GPUs, decode on CPUs",
@@ -27,7 +26,7 @@ pub(super) fn devices(draft: &Draft<'_>, ranks: &[PlanRank]) -> &'static str {
 /// One line for each rank that has GPUs.
 pub(super) fn chosen(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
     for rank in ranks {
-        let Some((_, node)) = node_of(draft, rank) else {
+        let Some((_, node)) = draft.node_of(rank) else {
             continue;
         };
         let computes_on = node
@@ -72,7 +71,7 @@ fn on_gpu(draft: &Draft<'_>, rank: &PlanRank, node: &NodeProfileSpec, gpu: &GpuP
 /// From how many tokens on a prefill rank on a GPU reads a prompt.
 pub(super) fn route(ranks: &[PlanRank], routing: &PlanRouting, why: &mut Vec<String>) {
     let below = routing.chunked_below_tokens;
-    why.push(if of(ranks, PlanRole::Decode).any(PlanRank::is_on_gpu) {
+    why.push(if ranks_of(ranks, PlanRole::Decode).any(PlanRank::is_on_gpu) {
         format!(
             "prompts below {below} tokens are read by the decode rank: its GPU reads them in one step, and handing KV over costs more"
         )

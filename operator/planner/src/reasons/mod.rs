@@ -3,13 +3,13 @@
 mod gpus;
 
 use hearth_crds::{
-    NodeProfileSpec, NumaPolicy, Pinning, PlanPrediction, PlanRank, PlanRole, PlanRouting,
-    PrefillMode, format_bytes,
+    NumaPolicy, Pinning, PlanPrediction, PlanRank, PlanRole, PlanRouting, PrefillMode, format_bytes,
 };
 
-use crate::cpus::{CpuLack, Crew, core_count, format_cpu_list};
-use crate::draft::Draft;
+use crate::cpus::{CpuLack, core_count, format_cpu_list};
+use crate::draft::{Draft, ranks_of};
 use crate::memory::PREFILL_BATCH;
+use crate::node_ranks::Crew;
 use crate::place::Cost;
 
 /// `(why, notChosen)`.
@@ -34,10 +34,6 @@ pub(crate) fn write(
     prefill_alternatives(draft, ranks, predicted, &mut not_chosen);
     pinning_alternative(draft, predicted, &mut not_chosen);
     (why, not_chosen)
-}
-
-fn of(ranks: &[PlanRank], role: PlanRole) -> impl Iterator<Item = &PlanRank> {
-    ranks.iter().filter(move |rank| rank.role == role)
 }
 
 /// Names of ranks as a person lists them: `decode-0`, `decode-0 to decode-3`.
@@ -74,15 +70,6 @@ fn moment(draft: &Draft<'_>, why: &mut Vec<String>) {
             ));
         }
     }
-}
-
-/// The node of a rank with its crew.
-fn node_of<'a>(draft: &Draft<'a>, rank: &PlanRank) -> Option<(usize, &'a NodeProfileSpec)> {
-    draft
-        .nodes
-        .iter()
-        .position(|node| node.node == rank.node)
-        .map(|n| (n, draft.nodes[n]))
 }
 
 fn weights(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
@@ -135,8 +122,8 @@ fn kv(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
             "context {context}: the spec names none and the model was made for {max}"
         ));
     }
-    for decode in of(ranks, PlanRole::Decode) {
-        let (Some(kv), Some((n, _))) = (&decode.kv, node_of(draft, decode)) else {
+    for decode in ranks_of(ranks, PlanRole::Decode) {
+        let (Some(kv), Some((n, _))) = (&decode.kv, draft.node_of(decode)) else {
             continue;
         };
         let wanted = draft.placement.budgets[n]
@@ -158,7 +145,7 @@ fn kv(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
             format!("KV of {name} {size}: {batch} streams × {context} tokens × {per_token}")
         });
     }
-    if let Some(kv) = of(ranks, PlanRole::Prefill).find_map(|rank| rank.kv.as_ref()) {
+    if let Some(kv) = ranks_of(ranks, PlanRole::Prefill).find_map(|rank| rank.kv.as_ref()) {
         let prompts = kv.memory_bytes / demand.kv_bytes(context).max(1);
         let prompts = prompts.min(u64::from(PREFILL_BATCH));
         let size = format_bytes(kv.memory_bytes);
@@ -173,7 +160,7 @@ fn cpus(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
     let placement = &draft.request.spec.placement;
     for (n, node) in draft.nodes.iter().enumerate() {
         let here = |role| {
-            of(ranks, role)
+            ranks_of(ranks, role)
                 .filter(|rank| rank.node == node.node && !rank.is_on_gpu())
                 .collect::<Vec<_>>()
         };
@@ -230,15 +217,15 @@ fn cpus(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
 }
 
 fn route(ranks: &[PlanRank], routing: &PlanRouting, why: &mut Vec<String>) {
-    let chunk = of(ranks, PlanRole::Decode)
+    let chunk = ranks_of(ranks, PlanRole::Decode)
         .map(|rank| rank.chunk_tokens)
         .max()
         .unwrap_or(0);
-    if of(ranks, PlanRole::Prefill).next().is_none() {
+    if ranks_of(ranks, PlanRole::Prefill).next().is_none() {
         why.push(format!("no prefill rank: the spec says Chunked; decode ranks read prompts {chunk} tokens a step"));
         return;
     }
-    if of(ranks, PlanRole::Prefill).any(PlanRank::is_on_gpu) {
+    if ranks_of(ranks, PlanRole::Prefill).any(PlanRank::is_on_gpu) {
         gpus::route(ranks, routing, why);
         return;
     }
@@ -297,7 +284,7 @@ fn prefill_alternatives(
     predicted: &PlanPrediction,
     not_chosen: &mut Vec<String>,
 ) {
-    let Some(decode) = of(ranks, PlanRole::Decode).next() else {
+    let Some(decode) = ranks_of(ranks, PlanRole::Decode).next() else {
         return;
     };
     let tokens = predicted.ttft_prompt_tokens;

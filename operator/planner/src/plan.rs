@@ -1,46 +1,24 @@
-//! The planner's one entry: from a request to a plan.
+//! The planner's one entry: from its input to a plan.
 
 use hearth_crds::{
-    InferenceDeploymentSpec, InferencePlanSpec, ModelFacts, NodeProfileSpec, Pinning, Strategy,
-    Venue, unsupported,
+    InferenceDeploymentSpec, InferencePlanSpec, Pinning, Strategy, Venue, unsupported,
 };
 
 use crate::advice;
 use crate::checks::{checked_nodes, context_length, kv_types};
 use crate::chooser::Chooser;
-use crate::cpus::CpuOffer;
 use crate::draft::Draft;
 use crate::error::PlanError;
-use crate::gpus::{GpuOffer, OnGpu, has_usable};
+use crate::gpus::has_usable;
+use crate::input::PlanRequest;
 use crate::memory::Demand;
+use crate::node_ranks::OnGpu;
 use crate::numerics::alike;
-use crate::place::{NoRoom, Placement, Wanted, place};
+use crate::place::{Placement, Refused, Wanted, place};
+use crate::write;
 
 /// Prompt tokens of one step of a prefill rank: enough for matrix products to be bound by arithmetic.
 const PREFILL_CHUNK_TOKENS: u32 = 512;
-
-/// All that a plan follows from.
-#[derive(Clone, Copy, Debug)]
-pub struct PlanRequest<'a> {
-    /// The deployment's name.
-    pub name: &'a str,
-    /// Its namespace.
-    pub namespace: &'a str,
-    /// The plan's generation: one more than that of the plan in force, 1 for the first.
-    pub generation: u64,
-    /// What is asked for.
-    pub spec: &'a InferenceDeploymentSpec,
-    /// The model.
-    pub facts: &'a ModelFacts,
-    /// The directory of the model on each node.
-    pub model_path: &'a str,
-    /// Measured nodes, in any order.
-    pub profiles: &'a [NodeProfileSpec],
-    /// Where GPUs come from.
-    pub gpus: GpuOffer<'a>,
-    /// What of the nodes' CPUs may be asked for.
-    pub cpus: CpuOffer<'a>,
-}
 
 /// Makes the plan.
 ///
@@ -82,14 +60,7 @@ pub fn plan(request: &PlanRequest<'_>) -> Result<InferencePlanSpec, PlanError> {
         key_type,
         value_type,
     };
-    Ok(draft.write())
-}
-
-/// A choice of devices that no placement satisfies.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Refused {
-    pub on_gpu: OnGpu,
-    pub no_room: NoRoom,
+    Ok(write::plan_of(&draft))
 }
 
 /// The first choice of devices that can be placed, and those before it.

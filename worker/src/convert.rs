@@ -1,7 +1,8 @@
 //! Between messages of the wire and the engine's own types.
 
 use hearth_engine::{
-    EngineError, FinishReason, GenerateEvent, GenerateInput, Grammar, PrefillPlace, SamplingParams,
+    EngineError, FinishReason, GenerateEvent, GenerateInput, Grammar, PrefillLocation,
+    SamplingParams,
 };
 use hearth_transport::v1;
 use tonic::{Code, Status};
@@ -12,9 +13,9 @@ use tonic::{Code, Status};
 /// `INVALID_ARGUMENT` naming the field.
 pub(crate) fn generate_input(request: v1::GenerateRequest) -> Result<GenerateInput, Status> {
     let prefill = if request.prefill_endpoint.is_empty() {
-        PrefillPlace::Local
+        PrefillLocation::Local
     } else {
-        PrefillPlace::Remote {
+        PrefillLocation::Remote {
             numerics: request.prompt_numerics,
         }
     };

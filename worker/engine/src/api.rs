@@ -72,7 +72,7 @@ pub enum Grammar {
 
 /// Who computes the prompt.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum PrefillPlace {
+pub enum PrefillLocation {
     /// This engine, in chunks between decode rows.
     #[default]
     Local,
@@ -104,7 +104,7 @@ pub struct GenerateInput {
     /// Report log-probabilities, with so many alternatives a token (0: only the chosen token's).
     pub logprobs: Option<u32>,
     /// Who computes the prompt.
-    pub prefill: PrefillPlace,
+    pub prefill: PrefillLocation,
 }
 
 /// An alternative to the chosen token.

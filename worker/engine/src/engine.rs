@@ -17,12 +17,12 @@ use hearth_schedule::{Provenance, Work};
 
 use crate::{
     DrainReport, EngineError, EngineOptions, EngineStats, FinishReason, GenerateEvent,
-    GenerateInput, Health, KvBudget, PrefillEvent, PrefillInput, PrefillPlace, RequestId,
+    GenerateInput, Health, KvBudget, PrefillEvent, PrefillInput, PrefillLocation, RequestId,
     forward::{Forward, ModelForward},
     grammar::{GrammarError, GrammarState},
-    import::{ImportCommand, Piece},
+    import::{ImportCommand, KvChunk},
     progress::Progress,
-    request::{Answer, Cancelled, Choice, Export, Receiver, Request},
+    request::{Answer, Cancelled, EngineRequest, Export, Receiver, SamplerState},
     sampler::{History, MAX_TOP_LOGPROBS},
     shared::{Shared, Slot},
     step::{Command, StepLoop},
@@ -186,7 +186,7 @@ impl Engine {
             max_new_tokens: room.min(max_tokens - index),
             prompt,
             generated,
-            choice: Choice {
+            sampler: SamplerState {
                 params: sampling,
                 index,
                 history,
@@ -198,7 +198,7 @@ impl Engine {
             import: None,
             _slot: slot,
         };
-        self.send(Command::Submit(Request::Answer(Box::new(answer))))?;
+        self.send(Command::Submit(EngineRequest::Answer(Box::new(answer))))?;
         Ok(handle)
     }
 
@@ -240,7 +240,7 @@ impl Engine {
             cached_tokens: 0,
             _slot: slot,
         };
-        self.send(Command::Submit(Request::Export(Box::new(export))))?;
+        self.send(Command::Submit(EngineRequest::Export(Box::new(export))))?;
         Ok(handle)
     }
 
@@ -248,12 +248,12 @@ impl Engine {
     /// the bytes are dropped when they have been copied, so that a caller who bounds what is under way may
     /// count by their owner (`Bytes::from_owner`). KV that does not fit fails the request.
     pub fn import_kv(&self, id: RequestId, layer: usize, first_token: usize, data: Bytes) {
-        let piece = Piece {
+        let chunk = KvChunk {
             layer,
             first_token,
             data,
         };
-        self.import(id, ImportCommand::Piece(piece));
+        self.import(id, ImportCommand::Chunk(chunk));
     }
 
     /// All KV was imported; `logits` `[vocab]` of the prompt's last token give the first answer token, where none was
@@ -340,8 +340,8 @@ impl Engine {
     }
 
     /// Who computes a prompt, with its numerics by number.
-    fn work(&self, prefill: PrefillPlace) -> Work {
-        let PrefillPlace::Remote { numerics } = prefill else {
+    fn work(&self, prefill: PrefillLocation) -> Work {
+        let PrefillLocation::Remote { numerics } = prefill else {
             return Work::Generate;
         };
         let known = &self.inner.numerics;

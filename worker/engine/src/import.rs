@@ -21,7 +21,7 @@ pub(crate) struct Import {
 
 /// A message of KV that fits.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Piece {
+pub(crate) struct KvChunk {
     pub(crate) layer: usize,
     pub(crate) first_token: usize,
     pub(crate) data: Bytes,
@@ -39,12 +39,12 @@ impl Import {
 
     /// Checks a message. Messages of a layer come in order; one that was sent before may come again, as when
     /// a second prefill worker takes over.
-    pub(crate) fn check(&self, piece: &Piece, layout: &KvLayout) -> Result<(), EngineError> {
-        let Piece {
+    pub(crate) fn check(&self, chunk: &KvChunk, layout: &KvLayout) -> Result<(), EngineError> {
+        let KvChunk {
             layer,
             first_token,
             data,
-        } = piece;
+        } = chunk;
         let wrong = |detail: String| {
             Err(EngineError::Import {
                 layer: *layer,
@@ -78,9 +78,9 @@ impl Import {
     }
 
     /// Records a checked message that was stored.
-    pub(crate) fn stored(&mut self, piece: &Piece, layout: &KvLayout) {
-        let end = piece.first_token + piece.data.len() / layout.token_layer_bytes();
-        if let Some(there) = self.there.get_mut(piece.layer) {
+    pub(crate) fn stored(&mut self, chunk: &KvChunk, layout: &KvLayout) {
+        let end = chunk.first_token + chunk.data.len() / layout.token_layer_bytes();
+        if let Some(there) = self.there.get_mut(chunk.layer) {
             *there = end.max(*there);
         }
     }
@@ -101,7 +101,7 @@ impl Import {
 
 /// What callers said about imports, in the order in which they said it.
 pub(crate) enum ImportCommand {
-    Piece(Piece),
+    Chunk(KvChunk),
     Done(Vec<f32>),
     Failed(EngineError),
 }
@@ -124,7 +124,7 @@ impl ImportQueue {
     /// The next command, unless its copy would exceed what is left of the budget; one at least is always given.
     pub(crate) fn pop(&mut self, budget: &mut ImportBudget) -> Option<(RequestId, ImportCommand)> {
         let size = match self.commands.front()?.1 {
-            ImportCommand::Piece(ref piece) => piece.data.len(),
+            ImportCommand::Chunk(ref chunk) => chunk.data.len(),
             ImportCommand::Done(_) | ImportCommand::Failed(_) => 0,
         };
         if !budget.take(size) {
@@ -184,8 +184,8 @@ mod tests {
         dtype: KvDType::F32,
     };
 
-    fn piece(layer: usize, first_token: usize, bytes: usize) -> Piece {
-        Piece {
+    fn chunk(layer: usize, first_token: usize, bytes: usize) -> KvChunk {
+        KvChunk {
             layer,
             first_token,
             data: vec![0; bytes].into(),
@@ -195,30 +195,30 @@ mod tests {
     #[test]
     fn messages_that_do_not_fit_are_told_why() {
         let import = Import::new(2, 4, 10);
-        let error = |p: Piece| import.check(&p, &LAYOUT).unwrap_err().to_string();
-        assert!(error(piece(2, 4, 8)).contains("the model has 2 layers"));
-        assert!(error(piece(0, 4, 0)).contains("no whole number"));
-        assert!(error(piece(0, 4, 9)).contains("no whole number"));
-        assert!(error(piece(0, 3, 16)).contains("4..10 are owed"));
-        assert!(error(piece(0, 9, 16)).contains("tokens 9..11"));
-        assert!(error(piece(0, usize::MAX, 16)).contains("4..10 are owed"));
-        assert!(error(piece(1, 5, 8)).contains("tokens 4..5 are missing"));
+        let error = |p: KvChunk| import.check(&p, &LAYOUT).unwrap_err().to_string();
+        assert!(error(chunk(2, 4, 8)).contains("the model has 2 layers"));
+        assert!(error(chunk(0, 4, 0)).contains("no whole number"));
+        assert!(error(chunk(0, 4, 9)).contains("no whole number"));
+        assert!(error(chunk(0, 3, 16)).contains("4..10 are owed"));
+        assert!(error(chunk(0, 9, 16)).contains("tokens 9..11"));
+        assert!(error(chunk(0, usize::MAX, 16)).contains("4..10 are owed"));
+        assert!(error(chunk(1, 5, 8)).contains("tokens 4..5 are missing"));
     }
 
     #[test]
     fn an_import_is_complete_when_every_layer_is() {
         let mut import = Import::new(2, 4, 10);
-        let store = |import: &mut Import, p: Piece| {
+        let store = |import: &mut Import, p: KvChunk| {
             import.check(&p, &LAYOUT).unwrap();
             import.stored(&p, &LAYOUT);
         };
-        store(&mut import, piece(0, 4, 48));
-        store(&mut import, piece(1, 4, 24));
+        store(&mut import, chunk(0, 4, 48));
+        store(&mut import, chunk(1, 4, 24));
         let text = import.check_complete().unwrap_err().to_string();
         assert!(text.contains("layer 1 ends at token 7 of 10"), "{text}");
         // A second worker begins anew.
-        store(&mut import, piece(0, 4, 8));
-        store(&mut import, piece(1, 4, 48));
+        store(&mut import, chunk(0, 4, 8));
+        store(&mut import, chunk(1, 4, 48));
         assert_eq!(import.check_complete(), Ok(()));
     }
 
@@ -227,7 +227,7 @@ mod tests {
         let mut queue = ImportQueue::default();
         let id = RequestId(1);
         for _ in 0..3 {
-            queue.push(id, ImportCommand::Piece(piece(0, 0, IMPORT_BYTES_PER_STEP)));
+            queue.push(id, ImportCommand::Chunk(chunk(0, 0, IMPORT_BYTES_PER_STEP)));
         }
         queue.push(id, ImportCommand::Done(vec![]));
         let mut count = |decoding: bool| {

@@ -30,7 +30,7 @@ mod work;
 
 pub use api::{
     DrainReport, EngineOptions, EngineStats, FinishReason, GenerateEvent, GenerateInput, Grammar,
-    Health, KvBudget, PrefillEvent, PrefillInput, PrefillPlace, RequestId, TopLogprob,
+    Health, KvBudget, PrefillEvent, PrefillInput, PrefillLocation, RequestId, TopLogprob,
 };
 pub use engine::{Engine, RequestHandle};
 pub use error::EngineError;

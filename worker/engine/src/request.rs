@@ -77,7 +77,7 @@ pub(crate) struct Answer {
     pub(crate) generated: Vec<u32>,
     /// Tokens that may still be chosen.
     pub(crate) max_new_tokens: usize,
-    pub(crate) choice: Choice,
+    pub(crate) sampler: SamplerState,
     /// Who computes the prompt.
     pub(crate) work: Work,
     pub(crate) import: Option<Import>,
@@ -116,12 +116,12 @@ impl Export {
 }
 
 /// Either kind.
-pub(crate) enum Request {
+pub(crate) enum EngineRequest {
     Answer(Box<Answer>),
     Export(Box<Export>),
 }
 
-impl Request {
+impl EngineRequest {
     pub(crate) fn id(&self) -> RequestId {
         match self {
             Self::Answer(r) => r.id,
@@ -147,7 +147,7 @@ impl Request {
 }
 
 /// All that the next token of an answer depends on, beside its logits.
-pub(crate) struct Choice {
+pub(crate) struct SamplerState {
     pub(crate) params: SamplingParams,
     /// Index of the next token.
     pub(crate) index: usize,
@@ -158,16 +158,16 @@ pub(crate) struct Choice {
 }
 
 /// A chosen token.
-pub(crate) struct Chosen {
+pub(crate) struct SampledToken {
     pub(crate) event: GenerateEvent,
     pub(crate) token: u32,
     /// It ends the answer.
     pub(crate) last: bool,
 }
 
-impl Choice {
+impl SamplerState {
     /// Chooses from `logits` `[vocab]` and moves on by one token.
-    pub(crate) fn next(&mut self, logits: &[f32]) -> Result<Chosen, EngineError> {
+    pub(crate) fn next(&mut self, logits: &[f32]) -> Result<SampledToken, EngineError> {
         let mask = self.mask()?;
         let sampled = sampler::sample(
             &self.params,
@@ -208,8 +208,11 @@ impl Choice {
         }))
     }
 
-    /// Takes what a device chose by [`Choice::for_device`] and moves on by one token.
-    pub(crate) fn take(&mut self, chosen: Result<u32, SampleFault>) -> Result<Chosen, EngineError> {
+    /// Takes what a device chose by [`SamplerState::for_device`] and moves on by one token.
+    pub(crate) fn take(
+        &mut self,
+        chosen: Result<u32, SampleFault>,
+    ) -> Result<SampledToken, EngineError> {
         let index = self.index;
         let id = chosen.map_err(|fault| match fault {
             SampleFault::NotFinite { token, value } => SamplingError::NotFinite {
@@ -234,7 +237,7 @@ impl Choice {
         })
     }
 
-    fn advance(&mut self, sampled: Sampled) -> Result<Chosen, EngineError> {
+    fn advance(&mut self, sampled: Sampled) -> Result<SampledToken, EngineError> {
         let token = sampled.id;
         let last = if self.stop_tokens.contains(&token) {
             true
@@ -246,7 +249,7 @@ impl Choice {
         let index = self.index;
         self.index += 1;
         self.history.push(token);
-        Ok(Chosen {
+        Ok(SampledToken {
             event: GenerateEvent::Token {
                 id: token,
                 index,

@@ -14,16 +14,16 @@ use std::{
 use hearth_kernels::KvLayout;
 use hearth_kvcache::KvCache;
 use hearth_schedule::{
-    Admission, Phase, Request as Ask, Sampled, ScheduleError, Scheduler, SchedulerOptions,
-    SequenceId, Step, StepResult, Work,
+    Admission, Phase, Request, Sampled, ScheduleError, Scheduler, SchedulerOptions, SequenceId,
+    Step, StepResult, Work,
 };
 
 use crate::{
     EngineError, EngineOptions, EngineStats, FinishReason, GenerateEvent, Health, PrefillEvent,
     RequestId,
     forward::{Forward, Output},
-    import::{Import, ImportBudget, ImportCommand, ImportQueue, Piece},
-    request::{Choice, Chosen, Request},
+    import::{Import, ImportBudget, ImportCommand, ImportQueue, KvChunk},
+    request::{EngineRequest, SampledToken, SamplerState},
     shared::Shared,
     watch::StepWatch,
     work::StepWork,
@@ -34,7 +34,7 @@ const FAILURES_UNTIL_UNHEALTHY: u32 = 3;
 
 /// What handles ask of the loop.
 pub(crate) enum Command {
-    Submit(Request),
+    Submit(EngineRequest),
     Cancel(RequestId),
     Import(RequestId, ImportCommand),
     FailAll(EngineError),
@@ -48,7 +48,7 @@ pub(crate) struct StepLoop<F> {
     scheduler: Scheduler,
     inbox: Inbox<Command>,
     shared: Arc<Shared>,
-    requests: BTreeMap<SequenceId, Request>,
+    requests: BTreeMap<SequenceId, EngineRequest>,
     sequences: HashMap<RequestId, SequenceId>,
     imports: ImportQueue,
     counters: Counters,
@@ -180,15 +180,15 @@ impl<F: Forward> StepLoop<F> {
         }
     }
 
-    fn submit(&mut self, mut request: Request) {
+    fn submit(&mut self, mut request: EngineRequest) {
         let ask = match &mut request {
-            Request::Export(r) => Ask {
+            EngineRequest::Export(r) => Request {
                 prompt: std::mem::take(&mut r.tokens),
                 generated: Vec::new(),
                 max_new_tokens: 0,
                 work: Work::Export,
             },
-            Request::Answer(r) => Ask {
+            EngineRequest::Answer(r) => Request {
                 prompt: std::mem::take(&mut r.prompt),
                 generated: std::mem::take(&mut r.generated),
                 max_new_tokens: r.max_new_tokens,
@@ -205,7 +205,7 @@ impl<F: Forward> StepLoop<F> {
     }
 
     /// Forgets a request and frees its KV.
-    fn remove(&mut self, sequence: SequenceId) -> Option<Request> {
+    fn remove(&mut self, sequence: SequenceId) -> Option<EngineRequest> {
         let request = self.requests.remove(&sequence)?;
         self.sequences.remove(&request.id());
         self.imports.forget(request.id());
@@ -224,7 +224,7 @@ impl<F: Forward> StepLoop<F> {
     /// Hands an event to an answer's receiver; an answer without receiver is cancelled.
     fn send(&mut self, sequence: SequenceId, event: GenerateEvent) -> bool {
         let there = match self.requests.get_mut(&sequence) {
-            Some(Request::Answer(r)) => r.receiver.send(event),
+            Some(EngineRequest::Answer(r)) => r.receiver.send(event),
             _ => false,
         };
         if !there {
@@ -258,7 +258,7 @@ impl<F: Forward> StepLoop<F> {
     }
 
     fn import(&mut self, sequence: SequenceId, command: ImportCommand) -> Result<(), EngineError> {
-        let Some(Request::Answer(answer)) = self.requests.get_mut(&sequence) else {
+        let Some(EngineRequest::Answer(answer)) = self.requests.get_mut(&sequence) else {
             return Ok(());
         };
         // A late word about an import that was given up.
@@ -268,13 +268,13 @@ impl<F: Forward> StepLoop<F> {
             return Ok(());
         };
         match command {
-            ImportCommand::Piece(piece) => {
-                import.check(&piece, &self.layout)?;
-                let Piece {
+            ImportCommand::Chunk(chunk) => {
+                import.check(&chunk, &self.layout)?;
+                let KvChunk {
                     layer,
                     first_token,
                     data,
-                } = &piece;
+                } = &chunk;
                 self.forward
                     .write(*layer, &target.blocks, *first_token, data)
                     .map_err(|detail| EngineError::Import {
@@ -282,7 +282,7 @@ impl<F: Forward> StepLoop<F> {
                         first_token: *first_token,
                         detail,
                     })?;
-                import.stored(&piece, &self.layout);
+                import.stored(&chunk, &self.layout);
                 self.counters.kv_bytes_moved += data.len() as u64;
             }
             ImportCommand::Done(logits) => {
@@ -294,8 +294,8 @@ impl<F: Forward> StepLoop<F> {
                 }
                 answer.import = None;
                 // What was answered before is computed here.
-                let sampled = match answer.choice.index {
-                    0 => match self.choose(sequence, |choice| choice.next(&logits)) {
+                let sampled = match answer.sampler.index {
+                    0 => match self.choose(sequence, |state| state.next(&logits)) {
                         None => return Ok(()),
                         sampled => sampled,
                     },
@@ -315,12 +315,12 @@ impl<F: Forward> StepLoop<F> {
     fn choose(
         &mut self,
         sequence: SequenceId,
-        next: impl FnOnce(&mut Choice) -> Result<Chosen, EngineError>,
+        next: impl FnOnce(&mut SamplerState) -> Result<SampledToken, EngineError>,
     ) -> Option<Sampled> {
-        let Some(Request::Answer(answer)) = self.requests.get_mut(&sequence) else {
+        let Some(EngineRequest::Answer(answer)) = self.requests.get_mut(&sequence) else {
             return None;
         };
-        let chosen = match next(&mut answer.choice) {
+        let chosen = match next(&mut answer.sampler) {
             Ok(chosen) => chosen,
             Err(error) => {
                 self.fail(sequence, error);
@@ -350,8 +350,10 @@ impl<F: Forward> StepLoop<F> {
             }
             let cached_tokens = *cached_tokens;
             match self.requests.get_mut(sequence) {
-                Some(Request::Export(export)) if !again => export.cached_tokens = cached_tokens,
-                Some(Request::Answer(answer)) => {
+                Some(EngineRequest::Export(export)) if !again => {
+                    export.cached_tokens = cached_tokens
+                }
+                Some(EngineRequest::Answer(answer)) => {
                     answer.import = import
                         .as_ref()
                         .map(|t| Import::new(self.layout.layers, t.first_token, t.tokens));
@@ -363,7 +365,7 @@ impl<F: Forward> StepLoop<F> {
                         self.send(*sequence, GenerateEvent::NeedsKv { first_token });
                     }
                 }
-                Some(Request::Export(_)) | None => {}
+                Some(EngineRequest::Export(_)) | None => {}
             }
         }
     }
@@ -412,7 +414,7 @@ impl<F: Forward> StepLoop<F> {
     fn give_up(&mut self, work: &StepWork) {
         for sequence in &work.sequences {
             let request = self.requests.get(sequence);
-            if request.is_some_and(Request::is_cancelled) {
+            if request.is_some_and(EngineRequest::is_cancelled) {
                 self.remove(*sequence);
             }
         }
@@ -421,7 +423,7 @@ impl<F: Forward> StepLoop<F> {
     /// Samples, sends what came of the step, and records it.
     fn deliver(&mut self, number: u64, work: &StepWork, output: Output) {
         for range in &work.exports {
-            if let Some(Request::Export(export)) = self.requests.get_mut(&range.sequence) {
+            if let Some(EngineRequest::Export(export)) = self.requests.get_mut(&range.sequence) {
                 export.sent_to = range.to.max(range.from);
             }
         }
@@ -430,17 +432,17 @@ impl<F: Forward> StepLoop<F> {
             sampled: Vec::new(),
         };
         for (sequence, token) in work.on_device.iter().zip(output.chosen) {
-            let sampled = self.choose(*sequence, |choice| choice.take(token));
+            let sampled = self.choose(*sequence, |state| state.take(token));
             result.sampled.extend(sampled);
         }
         let rows = output.logits.chunks_exact(self.forward.vocab());
         for (sequence, row) in work.on_host.iter().zip(rows) {
             match self.requests.get_mut(sequence) {
-                Some(Request::Answer(_)) => {
-                    let sampled = self.choose(*sequence, |choice| choice.next(row));
+                Some(EngineRequest::Answer(_)) => {
+                    let sampled = self.choose(*sequence, |state| state.next(row));
                     result.sampled.extend(sampled);
                 }
-                Some(Request::Export(export)) => {
+                Some(EngineRequest::Export(export)) => {
                     export.receiver.send(PrefillEvent::Done {
                         logits: row.to_vec(),
                         cached_tokens: export.cached_tokens,
@@ -470,7 +472,7 @@ impl<F: Forward> StepLoop<F> {
     fn drop_unwanted_exports(&mut self, work: &StepWork) {
         for range in &work.exports {
             let unwanted = match self.requests.get(&range.sequence) {
-                Some(Request::Export(export)) => export.receiver.is_gone(),
+                Some(EngineRequest::Export(export)) => export.receiver.is_gone(),
                 _ => false,
             };
             if unwanted {

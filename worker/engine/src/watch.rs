@@ -8,14 +8,14 @@ use hearth_schedule::SequenceId;
 use crate::{
     EngineError,
     forward::{KvBytes, Watch},
-    request::Request,
+    request::EngineRequest,
     work::StepWork,
 };
 
 /// Watches the forward pass of one step.
 pub(crate) struct StepWatch<'a> {
     pub(crate) work: &'a StepWork,
-    pub(crate) requests: &'a mut BTreeMap<SequenceId, Request>,
+    pub(crate) requests: &'a mut BTreeMap<SequenceId, EngineRequest>,
     pub(crate) layout: &'a KvLayout,
     pub(crate) kv_bytes_moved: &'a mut u64,
     /// Exports whose KV could not be read.
@@ -25,7 +25,7 @@ pub(crate) struct StepWatch<'a> {
 impl Watch for StepWatch<'_> {
     fn layer_done(&mut self, layer: usize, kv: &dyn KvBytes) {
         for range in &self.work.exports {
-            let Some(Request::Export(export)) = self.requests.get_mut(&range.sequence) else {
+            let Some(EngineRequest::Export(export)) = self.requests.get_mut(&range.sequence) else {
                 continue;
             };
             let mut send = |first_token, tokens, data: Vec<u8>| {
@@ -49,7 +49,7 @@ impl Watch for StepWatch<'_> {
         let spans = self.work.sequences.iter().zip(&batch.spans);
         let cancelled = spans.filter(|(sequence, _)| {
             let request = self.requests.get(sequence);
-            request.is_none_or(Request::is_cancelled)
+            request.is_none_or(EngineRequest::is_cancelled)
         });
         let cancelled_rows: usize = cancelled.map(|(_, span)| span.rows).sum();
         is_cheaper_to_finish(batch.tokens.len(), cancelled_rows, done, blocks)

@@ -6,7 +6,7 @@ use hearth_kernels::{SampleSpec, Span};
 use hearth_model::Batch;
 use hearth_schedule::{SequenceId, Step};
 
-use crate::{EngineError, export::ExportRange, forward::Output, request::Request};
+use crate::{EngineError, export::ExportRange, forward::Output, request::EngineRequest};
 
 /// A forward pass and whose it is.
 #[derive(Default)]
@@ -28,7 +28,7 @@ impl StepWork {
     /// request lets it. Requests whose next token cannot be chosen are left out and come with the reason.
     pub(crate) fn new(
         step: &Step,
-        requests: &mut BTreeMap<SequenceId, Request>,
+        requests: &mut BTreeMap<SequenceId, EngineRequest>,
         can_sample: bool,
     ) -> (Self, Vec<(SequenceId, EngineError)>) {
         let mut work = Self::default();
@@ -39,8 +39,8 @@ impl StepWork {
                 continue;
             };
             let choice = match request {
-                Request::Answer(answer) if can_sample && span.wants_logits => {
-                    answer.choice.for_device()
+                EngineRequest::Answer(answer) if can_sample && span.wants_logits => {
+                    answer.sampler.for_device()
                 }
                 _ => Ok(None),
             };
@@ -69,7 +69,7 @@ impl StepWork {
                 work.on_host.push(span.sequence);
                 host_rows.push(last_row());
             }
-            if let Request::Export(export) = request {
+            if let EngineRequest::Export(export) = request {
                 work.exports.push(ExportRange {
                     sequence: span.sequence,
                     blocks: span.blocks.clone(),

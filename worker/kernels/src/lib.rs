@@ -15,10 +15,10 @@ pub mod host;
 pub mod kv;
 pub mod ops;
 pub mod params;
-pub mod pool;
 pub mod probe;
 pub mod reference;
 pub mod sampling;
+pub mod thread_pool;
 
 mod arch;
 mod cpu;

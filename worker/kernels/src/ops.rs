@@ -36,7 +36,7 @@ pub trait DeviceOps: Send + Sync + 'static {
     ///
     /// # Errors
     /// [`KernelError::Device`] when the system refuses a CPU.
-    fn place(&self, cpus: &[usize]) -> Result<usize, KernelError> {
+    fn bind_compute_threads(&self, cpus: &[usize]) -> Result<usize, KernelError> {
         let _ = cpus;
         Ok(0)
     }

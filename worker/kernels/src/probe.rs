@@ -5,7 +5,7 @@ use std::time::Instant;
 use crate::arch::{Isa, Kernels, PackedRows, RowSet, packed_len};
 use crate::convert::bf16_bytes;
 use crate::cpu::memory::{AlignedBuf, KernelScratch};
-use crate::pool::Pool;
+use crate::thread_pool::ThreadPool;
 use crate::{DType, HostMatrix, KernelError};
 
 /// Prefetch distances that are tried; which is best differs from core to core.
@@ -39,7 +39,7 @@ pub fn read_bandwidth_gbps(threads: usize, bytes: usize) -> Result<f64, KernelEr
     let Some(kernels) = Isa::detect().kernels() else {
         return Ok(0.0);
     };
-    let pool = Pool::new(threads)?;
+    let pool = ThreadPool::new(threads)?;
     let pieces = if threads == 1 { 1 } else { threads * 8 };
     let mut best = 0f64;
     for prefetch_bytes in PREFETCH_BYTES {

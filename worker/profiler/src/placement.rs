@@ -8,7 +8,7 @@ use crate::tree::{Tree, kib_line};
 
 /// A CPU and what it belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CpuPlace {
+pub struct CpuTopology {
     /// The kernel's number.
     pub id: u32,
     /// The lowest of the CPUs that share its core.
@@ -27,10 +27,10 @@ pub struct NumaMemory {
 }
 
 /// The CPUs that are online, ascending, whether or not this process may use them. `root`: where `proc` and `sys` are.
-pub fn cpu_places(root: &Path) -> Vec<CpuPlace> {
+pub fn cpu_topology(root: &Path) -> Vec<CpuTopology> {
     let tree = Tree::new(root);
     let nodes = cpu::numa_of_cpus(&tree);
-    let place = |id| CpuPlace {
+    let place = |id| CpuTopology {
         id,
         core: cpu::core_of(&tree, id),
         numa_node: nodes.get(&id).copied().unwrap_or(0),
@@ -166,7 +166,7 @@ mod tests {
         }
         let memory = own_memory(Path::new("/"), &[]);
         assert!(memory.values().any(|node| node.own_bytes > 0), "{memory:?}");
-        let places = cpu_places(Path::new("/"));
+        let places = cpu_topology(Path::new("/"));
         assert!(!places.is_empty());
     }
 }

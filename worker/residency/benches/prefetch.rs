@@ -1,5 +1,5 @@
 //! How much of the disk's time hides behind computing: a token over weights that do not fit the memory, without advice, with
-//! one request to the kernel for each stretch of a module, and in pieces that the kernel obeys.
+//! one request to the kernel for each region of a module, and in pieces that the kernel obeys.
 //!
 //! `sudo cargo bench -p hearth-residency`. It limits its own memory and disk by control groups of version 1, which needs root;
 //! elsewhere it says so and measures nothing. `HEARTH_BENCH_DIR` is a folder on the disk to measure (default: the target folder).

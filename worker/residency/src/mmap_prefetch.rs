@@ -107,8 +107,8 @@ impl<B: Backend> MmapPrefetch<B> {
         let store = Store::open(checkpoint, &modules, &*backend, |_| {})?;
         let pages = releasable_pages(checkpoint, &modules)?;
         // Reading the norms has mapped what lay around them, up to megabytes each where the page cache uses large folios.
-        pages.iter().flatten().for_each(|stretch| {
-            pages::give_back(stretch);
+        pages.iter().flatten().for_each(|region| {
+            pages::give_back(region);
         });
         let (requests, inbox) = mpsc::channel();
         let ids: Vec<ModuleId> = modules.iter().map(|spec| spec.id).collect();
@@ -224,8 +224,8 @@ impl Shared {
     /// Asks the kernel for a module, unless it was given back since, or while that is done.
     fn read_ahead(&self, index: Index) {
         let is_wanted = || self.wanted[index].load(Ordering::Relaxed);
-        for stretch in &self.pages[index] {
-            pages::will_need(stretch.bytes(), self.advice_bytes, is_wanted);
+        for region in &self.pages[index] {
+            pages::will_need(region.bytes(), self.advice_bytes, is_wanted);
         }
     }
 
@@ -278,7 +278,7 @@ fn releasable_pages(
     };
     let of_module = |spec: &ModuleSpec| match is_tied(spec) {
         true => Vec::new(),
-        false => Releasable::among(pages::stretches(spec, checkpoint), &mappings),
+        false => Releasable::among(pages::regions(spec, checkpoint), &mappings),
     };
     Ok(modules.iter().map(of_module).collect())
 }

@@ -15,8 +15,8 @@ use rustix::mm::{Advice, madvise};
 /// Bytes of one piece of advice where the device does not tell: the kernel's own default read-ahead.
 const DEFAULT_ADVICE_BYTES: usize = 128 << 10;
 
-/// The stretches of mapped files that a module occupies; neighbours are joined. Empty for a checkpoint in memory.
-pub(crate) fn stretches(spec: &ModuleSpec, checkpoint: &Checkpoint) -> Vec<Bytes> {
+/// The regions of mapped files that a module occupies; neighbours are joined. Empty for a checkpoint in memory.
+pub(crate) fn regions(spec: &ModuleSpec, checkpoint: &Checkpoint) -> Vec<Bytes> {
     let mut ranges: Vec<(usize, Range<usize>)> = spec
         .tensors
         .iter()
@@ -142,18 +142,18 @@ pub(crate) fn forget(checkpoint: &Checkpoint) -> io::Result<()> {
 pub(crate) struct Releasable(Bytes);
 
 impl Releasable {
-    /// Those stretches that lie in read-only file mappings of this process, by `/proc/self/maps`.
+    /// Those regions that lie in read-only file mappings of this process, by `/proc/self/maps`.
     ///
     /// # Errors
     /// When that file cannot be read.
-    pub(crate) fn among(stretches: Vec<Bytes>, mappings: &[Range<usize>]) -> Vec<Self> {
+    pub(crate) fn among(regions: Vec<Bytes>, mappings: &[Range<usize>]) -> Vec<Self> {
         let inside = |bytes: &Bytes| {
             let range = addresses(bytes);
             mappings
                 .iter()
                 .any(|m| m.start <= range.start && range.end <= m.end)
         };
-        stretches.into_iter().filter(inside).map(Self).collect()
+        regions.into_iter().filter(inside).map(Self).collect()
     }
 
     pub(crate) fn bytes(&self) -> &Bytes {
@@ -280,9 +280,9 @@ mod tests {
         let owned = Bytes::from(vec![0u8; 8 * page]);
         let first_page = (owned.as_ptr() as usize).next_multiple_of(page) - owned.as_ptr() as usize;
         let start = first_page + page / 2;
-        let stretch = owned.slice(start..start + 3 * page);
-        assert_eq!(covering(&stretch).len(), 4 * page);
-        assert_eq!(within(&stretch).len(), 2 * page);
+        let region = owned.slice(start..start + 3 * page);
+        assert_eq!(covering(&region).len(), 4 * page);
+        assert_eq!(within(&region).len(), 2 * page);
         let small = owned.slice(start..start + page / 4);
         assert_eq!(covering(&small).len(), page);
         assert!(within(&small).is_empty());

@@ -214,17 +214,17 @@ fn expert<B: Backend>(
     })
 }
 
-/// All mapped stretches, cut into pieces of 16 MiB.
+/// All mapped regions, cut into pieces of 16 MiB.
 fn pieces(checkpoint: &Checkpoint, modules: &[ModuleSpec]) -> Vec<Bytes> {
-    let stretches = modules
+    let regions = modules
         .iter()
-        .flat_map(|spec| pages::stretches(spec, checkpoint));
-    let cut = |stretch: Bytes| {
-        let starts = (0..stretch.len()).step_by(TOUCH_BYTES);
-        let piece = |from: usize| stretch.slice(from..(from + TOUCH_BYTES).min(stretch.len()));
+        .flat_map(|spec| pages::regions(spec, checkpoint));
+    let cut = |region: Bytes| {
+        let starts = (0..region.len()).step_by(TOUCH_BYTES);
+        let piece = |from: usize| region.slice(from..(from + TOUCH_BYTES).min(region.len()));
         starts.map(piece).collect::<Vec<_>>()
     };
-    stretches.flat_map(cut).collect()
+    regions.flat_map(cut).collect()
 }
 
 /// Reads all pieces in on several threads, in turn on the CPUs of each NUMA node; `done` is called here with the bytes of each.

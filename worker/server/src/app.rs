@@ -12,12 +12,12 @@ use crate::cors::CorsOrigin;
 use crate::keys::ApiKeys;
 use crate::metrics::Metrics;
 use crate::model::ServedModel;
-use crate::router::Pool;
+use crate::router::WorkerPool;
 
 /// The state of a gateway.
 pub(crate) struct App {
     pub(crate) model: Arc<ServedModel>,
-    pub(crate) pool: Arc<Pool>,
+    pub(crate) pool: Arc<WorkerPool>,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) backlog: Arc<Backlog>,
     pub(crate) keys: Option<ApiKeys>,

@@ -8,7 +8,7 @@ use hearth_transport::v1::{self, Token};
 use uuid::Uuid;
 
 use crate::stop::StopMatcher;
-use crate::tools::{Piece, ToolFormat, ToolParser};
+use crate::tools::{AnswerPart, ToolFormat, ToolParser};
 use crate::wire::response::{FinishReason, FunctionDelta, TokenLogprob, ToolCallDelta, TopLogprob};
 
 /// What shapes the choices of one request.
@@ -133,7 +133,7 @@ impl Choice {
                 parser.push(&held, &mut pieces);
                 parser.finish(&mut pieces);
             }
-            None => pieces.push(Piece::Content(held)),
+            None => pieces.push(AnswerPart::Content(held)),
         }
         self.collect(pieces, &mut delta);
         delta
@@ -160,7 +160,7 @@ impl Choice {
                     parser.finish(&mut pieces);
                 }
             }
-            None => pieces.push(Piece::Content(released.text)),
+            None => pieces.push(AnswerPart::Content(released.text)),
         }
         let is_last_call = self.collect(pieces, &mut delta);
         while let Some((start, _)) = self.pending.front()
@@ -174,12 +174,12 @@ impl Choice {
     }
 
     /// Puts pieces into a delta; true when the only call that is allowed is complete.
-    fn collect(&mut self, pieces: Vec<Piece>, delta: &mut Delta) -> bool {
+    fn collect(&mut self, pieces: Vec<AnswerPart>, delta: &mut Delta) -> bool {
         for piece in pieces {
             match piece {
-                Piece::Content(_) if self.options.is_calls_alone => {}
-                Piece::Content(text) => delta.text.push_str(&text),
-                Piece::Call { index, id, name } => {
+                AnswerPart::Content(_) if self.options.is_calls_alone => {}
+                AnswerPart::Content(text) => delta.text.push_str(&text),
+                AnswerPart::Call { index, id, name } => {
                     self.calls = index + 1;
                     delta.calls.push(ToolCallDelta {
                         index,
@@ -191,9 +191,9 @@ impl Choice {
                         },
                     });
                 }
-                Piece::Arguments { index, text } => add_arguments(delta, index, text),
-                Piece::CallEnd { .. } if self.options.single_call => return true,
-                Piece::CallEnd { .. } => {}
+                AnswerPart::Arguments { index, text } => add_arguments(delta, index, text),
+                AnswerPart::CallEnd { .. } if self.options.single_call => return true,
+                AnswerPart::CallEnd { .. } => {}
             }
         }
         false

@@ -20,7 +20,7 @@ pub struct GatewayConfig {
     pub decode: Vec<Endpoint>,
     /// Prefill workers; none: decode workers compute prompts themselves.
     pub prefill: Vec<Endpoint>,
-    /// Workers come and go while the gateway runs ([`crate::router::Pool::set_members`]): it may start without any.
+    /// Workers come and go while the gateway runs ([`crate::router::WorkerPool::set_members`]): it may start without any.
     pub has_changing_members: bool,
     /// Tokens of prompt and answer together; `None`: the model's own limit. Workers may lower it.
     pub context_length: Option<u32>,

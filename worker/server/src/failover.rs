@@ -20,7 +20,7 @@ use hearth_transport::v1::{
 use hearth_transport::{CallContext, RpcError, RpcErrorKind, TraceParent, Worker, tonic};
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::router::{AcquireError, Lease, Pin, Pool, PrefillLease, Route, Want, WorkerId};
+use crate::router::{AcquireError, Lease, Pin, PrefillLease, Route, Want, WorkerId, WorkerPool};
 
 /// First and longest pause between attempts.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(1));
@@ -115,7 +115,7 @@ pub trait FailoverObserver: Send + Sync {
 
 /// Runs a job. Dropping the stream cancels it on the worker, and on the prefill worker behind that.
 pub fn run(
-    pool: Arc<Pool>,
+    pool: Arc<WorkerPool>,
     job: Job,
     observer: Arc<dyn FailoverObserver>,
 ) -> impl Stream<Item = Result<Event, JobError>> + Send {
@@ -203,7 +203,7 @@ impl Progress {
     /// Notes a failed attempt and pauses, or gives up.
     async fn failed(
         &mut self,
-        pool: &Pool,
+        pool: &WorkerPool,
         job: &Job,
         error: &RpcError,
         observer: &dyn FailoverObserver,
@@ -274,7 +274,7 @@ struct Attempt {
 
 impl Attempt {
     async fn begin(
-        pool: &Arc<Pool>,
+        pool: &Arc<WorkerPool>,
         job: &Job,
         progress: &mut Progress,
         observer: &dyn FailoverObserver,
@@ -410,7 +410,7 @@ impl Attempt {
 /// nobody could have given it a place for as long as a replacement may take. In a gateway that ends, one that
 /// was not let in gives up when no worker is left: another gateway has some.
 async fn acquire(
-    pool: &Arc<Pool>,
+    pool: &Arc<WorkerPool>,
     job: &Job,
     want: Want<'_>,
     deadline: Instant,

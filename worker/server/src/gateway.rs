@@ -31,7 +31,7 @@ use crate::https;
 use crate::keys::ApiKeys;
 use crate::metrics::Metrics;
 use crate::model::ServedModel;
-use crate::router::{Pool, Role, WorkerRoute};
+use crate::router::{Role, WorkerPool, WorkerRoute};
 
 /// hyper takes no smaller buffer.
 const LEAST_HEADER_BYTES: usize = 8192;
@@ -109,7 +109,7 @@ impl Gateway {
             .into_iter()
             .map(|at| WorkerRoute::at(Role::Prefill, at));
         let members: Vec<WorkerRoute> = decode.chain(prefill).collect();
-        let pool = Pool::start(clients, &members, routing.clone())?;
+        let pool = WorkerPool::start(clients, &members, routing.clone())?;
         let metrics = Arc::new(Metrics::new(&model.name, pool.clone(), predicted));
         let backlog = Backlog::new(limits.backlog_bytes, limits.client_stall, metrics.clone());
         let app = Arc::new(App {
@@ -135,7 +135,7 @@ impl Gateway {
     }
 
     /// Workers, their health and load.
-    pub fn pool(&self) -> &Arc<Pool> {
+    pub fn pool(&self) -> &Arc<WorkerPool> {
         &self.app.pool
     }
 

@@ -19,7 +19,7 @@ use prometheus_client::registry::{Registry, Unit};
 
 use crate::config::Predicted;
 use crate::failover::FailoverObserver;
-use crate::router::{Health, Pool, Role, WorkerView};
+use crate::router::{Health, Role, WorkerPool, WorkerView};
 
 /// Content type of the text that [`Metrics::encode`] gives.
 pub(crate) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -106,7 +106,7 @@ pub(crate) struct Metrics {
 
 impl Metrics {
     /// Metrics of a gateway that serves `model` from `pool`.
-    pub(crate) fn new(model: &str, pool: Arc<Pool>, predicted: Predicted) -> Self {
+    pub(crate) fn new(model: &str, pool: Arc<WorkerPool>, predicted: Predicted) -> Self {
         let mut metrics = Self {
             registry: Registry::default(),
             model: model.to_owned(),
@@ -314,7 +314,7 @@ impl Drop for RunningGuard {
 
 /// What is read at the moment of a scrape.
 struct Scrape {
-    pool: Arc<Pool>,
+    pool: Arc<WorkerPool>,
     predicted: Predicted,
 }
 

@@ -15,7 +15,7 @@ use hearth_crds::{Pinning, PlanRank, format_bytes};
 use hearth_kernels::affinity::{self, ThreadId};
 use hearth_kernels::{Backend, KernelError};
 use hearth_profiler::{
-    CpuPlace, NumaMemory, cpu_places, format_id_list, numa_free_bytes, own_memory,
+    CpuTopology, NumaMemory, cpu_topology, format_id_list, numa_free_bytes, own_memory,
 };
 use hearth_transport::v1;
 
@@ -25,20 +25,20 @@ const TOLD_SHARE: f64 = 0.1;
 /// Binds the threads of this process, and knows what they got.
 pub(super) struct Binding {
     rank: PlanRank,
-    machine: Vec<CpuPlace>,
+    machine: Vec<CpuTopology>,
     /// The CPUs that whoever started this process left it, where that is fewer than its control group has.
     asked: Option<Vec<usize>>,
     state: Mutex<State>,
 }
 
-type Place = Box<dyn Fn(&[usize]) -> Result<usize, KernelError> + Send>;
+type BindThreads = Box<dyn Fn(&[usize]) -> Result<usize, KernelError> + Send>;
 
 #[derive(Default)]
 struct State {
     /// CPUs that the process runs on, ascending.
     home: Vec<usize>,
     /// Binds the threads that compute.
-    place: Option<Place>,
+    bind: Option<BindThreads>,
     got: Got,
 }
 
@@ -66,7 +66,7 @@ impl Binding {
         let available = affinity::release().context(asking)?;
         let binding = Arc::new(Self {
             rank: rank.clone(),
-            machine: cpu_places(Path::new("/")),
+            machine: cpu_topology(Path::new("/")),
             asked: (started != available).then_some(started),
             state: Mutex::default(),
         });
@@ -110,7 +110,7 @@ impl Binding {
         state.got.threads = self.rank.threads as usize;
         if self.is_pinned() {
             let backend = Arc::clone(backend);
-            state.place = Some(Box::new(move |cpus| backend.place(cpus)));
+            state.bind = Some(Box::new(move |cpus| backend.bind_compute_threads(cpus)));
         }
         drop(state);
         self.look();
@@ -201,7 +201,7 @@ impl Binding {
         if self.is_pinned() || self.asked.is_some() {
             bind_threads(&home, has_changed);
         }
-        if let Some(place) = &state.place {
+        if let Some(place) = &state.bind {
             match place(&one_of_each_core_first(&home, &self.machine)) {
                 Ok(threads) => state.got.threads = threads,
                 // The set changed again meanwhile: the next look sees it.
@@ -265,7 +265,7 @@ fn bind_threads(cpus: &[usize], all: bool) {
 
 /// The CPUs to run on: the planned ones that are available, and for each that is not another, of the planned NUMA nodes first.
 /// As many as planned, or all that there are.
-fn home(rank: &PlanRank, machine: &[CpuPlace], available: &[usize]) -> Vec<usize> {
+fn home(rank: &PlanRank, machine: &[CpuTopology], available: &[usize]) -> Vec<usize> {
     let planned: Vec<usize> = rank.cpus.iter().map(|&cpu| cpu as usize).collect();
     let mut home = both(available, &planned);
     let mut others: Vec<usize> = available.to_vec();
@@ -284,7 +284,7 @@ fn home(rank: &PlanRank, machine: &[CpuPlace], available: &[usize]) -> Vec<usize
 }
 
 /// The CPUs in the order in which threads take them: no two on one core before every core has one.
-fn one_of_each_core_first(cpus: &[usize], machine: &[CpuPlace]) -> Vec<usize> {
+fn one_of_each_core_first(cpus: &[usize], machine: &[CpuTopology]) -> Vec<usize> {
     let core = |cpu: usize| {
         let place = machine.iter().find(|place| place.id as usize == cpu);
         place.map_or(cpu, |place| place.core as usize)
@@ -375,7 +375,7 @@ fn memory_shares(got: &Got) -> impl Iterator<Item = (u32, f64)> {
     shares.filter(|(_, share)| *share >= TOLD_SHARE)
 }
 
-fn numa_node(machine: &[CpuPlace], cpu: usize) -> Option<u32> {
+fn numa_node(machine: &[CpuTopology], cpu: usize) -> Option<u32> {
     let place = machine.iter().find(|place| place.id as usize == cpu);
     place.map(|place| place.numa_node)
 }
@@ -394,8 +394,8 @@ mod tests {
     use super::*;
 
     /// Two NUMA nodes of two cores with two threads each: CPUs 0 to 3 and 4 to 7, siblings side by side.
-    fn machine() -> Vec<CpuPlace> {
-        let place = |id| CpuPlace {
+    fn machine() -> Vec<CpuTopology> {
+        let place = |id| CpuTopology {
             id,
             core: id / 2 * 2,
             numa_node: id / 4,

@@ -11,7 +11,7 @@ use hearth_server::{CorsOrigin, Gateway, GatewayConfig, HttpsFiles, Limits, Pred
 use hearth_transport::Endpoint;
 use tokio::net::TcpListener;
 
-use super::place::PlaceArgs;
+use super::process::ProcessArgs;
 use super::report::{Report, stay_alive};
 use super::routes;
 use crate::signals;
@@ -20,7 +20,7 @@ use crate::signals;
 #[derive(Args)]
 pub(crate) struct GatewayArgs {
     #[command(flatten)]
-    place: PlaceArgs,
+    process: ProcessArgs,
     /// File with the workers as JSON, followed while it changes; it may be empty. Without it they are the plan's ranks
     #[arg(long, value_name = "FILE")]
     routes: Option<PathBuf>,
@@ -49,8 +49,8 @@ pub(crate) struct GatewayArgs {
 
 /// Serves until told to end.
 pub(crate) fn run(args: &GatewayArgs) -> anyhow::Result<()> {
-    let (plan, rank) = args.place.find(PlanRole::Gateway)?;
-    let _binding = args.place.bind(&rank)?;
+    let (plan, rank) = args.process.find(PlanRole::Gateway)?;
+    let _binding = args.process.bind(&rank)?;
     let endpoint = rank
         .endpoint
         .as_deref()
@@ -127,7 +127,7 @@ fn config(args: &GatewayArgs, plan: &InferencePlanSpec) -> anyhow::Result<Gatewa
     config.prefill = prefill;
     config.has_changing_members = args.routes.is_some();
     config.context_length = Some(plan.model.context_length);
-    config.worker_tls = args.place.tls.read()?;
+    config.worker_tls = args.process.tls.read()?;
     config.api_keys.clone_from(&args.api_keys);
     config.https = match (&args.https_cert, &args.https_key) {
         (Some(cert), Some(key)) => Some(HttpsFiles {
@@ -145,7 +145,7 @@ fn config(args: &GatewayArgs, plan: &InferencePlanSpec) -> anyhow::Result<Gatewa
         ..Routing::default()
     };
     config.limits = Limits {
-        drain_grace: Duration::from_secs(u64::from(args.place.grace)),
+        drain_grace: Duration::from_secs(u64::from(args.process.grace)),
         keep_alive: Duration::from_secs(u64::from(args.keep_alive)),
         client_stall: Duration::from_secs(u64::from(args.client_stall)),
         ..Limits::default()

@@ -21,8 +21,8 @@ use super::control::ControlService;
 use super::decode::DecodeService;
 use super::layers::Layers;
 use super::load_watch::LoadWatch;
-use super::place::PlaceArgs;
 use super::prefill::PrefillService;
+use super::process::ProcessArgs;
 use super::report::{Report, stay_alive};
 use super::turn::Turn;
 use crate::cli::{GpuArgs, IsaArg};
@@ -48,7 +48,7 @@ const FAULT_PATIENCE: Duration = Duration::from_secs(10);
 #[derive(Args)]
 pub(crate) struct RankArgs {
     #[command(flatten)]
-    pub(crate) place: PlaceArgs,
+    pub(crate) process: ProcessArgs,
     #[command(flatten)]
     gpu: GpuArgs,
     /// Instruction set of a rank that computes on CPUs; auto takes the best that they have
@@ -78,8 +78,8 @@ pub(crate) fn prefill(args: &RankArgs) -> anyhow::Result<()> {
 }
 
 fn run(args: &RankArgs, role: PlanRole) -> anyhow::Result<()> {
-    let (plan, rank) = args.place.find(role)?;
-    let binding = args.place.bind(&rank)?;
+    let (plan, rank) = args.process.find(role)?;
+    let binding = args.process.bind(&rank)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .thread_stack_size(STACK_BYTES)
@@ -101,7 +101,7 @@ async fn serve(
     let health = Health::starting().await;
     let address = args.health.as_deref();
     let _probes = address.map(|address| health.listen(address)).transpose()?;
-    let tls = args.place.tls.read()?;
+    let tls = args.process.tls.read()?;
     let listener = Listener::bind(endpoint)?;
     Report::Loading { percent: 0 }.send();
     let watch = LoadWatch::start(Duration::from_secs(args.load_patience));
@@ -118,7 +118,7 @@ async fn serve(
     .send();
     tracing::info!(rank = rank.name, endpoint, device, "serving");
 
-    let grace = Duration::from_secs(u64::from(args.place.grace));
+    let grace = Duration::from_secs(u64::from(args.process.grace));
     let engine = worker.engine.clone();
     let ending = health.clone();
     let shutdown = async move {

@@ -8,14 +8,14 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use hearth_crds::{PlanRole, Route, Routes, read_versioned};
-use hearth_server::router::{Pool, Role, WorkerRoute};
+use hearth_server::router::{Role, WorkerPool, WorkerRoute};
 
 /// Between two looks at the file. It is a link that is swapped, on a file system that may tell of no changes.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 
 /// Makes the workers that the file names the members of `pool`, again whenever it names others. A file that is
 /// empty, or is not there yet, names none; one that cannot be understood changes nothing, and is complained of once.
-pub(super) async fn follow(path: PathBuf, pool: Arc<Pool>) -> Infallible {
+pub(super) async fn follow(path: PathBuf, pool: Arc<WorkerPool>) -> Infallible {
     let mut follower = Follower::default();
     loop {
         let text = tokio::fs::read(&path).await;

@@ -2,8 +2,8 @@
 
 mod pinned;
 mod pool;
+mod regions;
 mod upload;
-mod windows;
 
 pub(crate) use pinned::Pinned;
 pub(crate) use pool::{Buffer, Memory};

@@ -28,11 +28,11 @@ pub(crate) struct Memory {
 
 #[derive(Default)]
 struct State {
-    /// Bytes that the driver has given, waiting ones among them.
+    /// Bytes that the driver has given, free buffers among them.
     held_bytes: u64,
-    /// Addresses that wait to be used again, by size.
-    waiting: BTreeMap<usize, Vec<CUdeviceptr>>,
-    waiting_bytes: u64,
+    /// Free lists: addresses to be used again, by size.
+    free: BTreeMap<usize, Vec<CUdeviceptr>>,
+    free_bytes: u64,
     /// With sentinels: every buffer since the last look, by the address of its leading pattern.
     guarded: BTreeMap<CUdeviceptr, Guarded>,
 }
@@ -45,7 +45,7 @@ struct Guarded {
 }
 
 impl Memory {
-    /// Gives out at most `budget_bytes`, buffers that wait among them. With `sentinels`, patterns of that many bytes stand around
+    /// Gives out at most `budget_bytes`, free buffers among them. With `sentinels`, patterns of that many bytes stand around
     /// every buffer, which is as long as was asked for, and nothing is used twice: for tests.
     pub(crate) fn new(
         stream: Arc<Stream>,
@@ -69,10 +69,10 @@ impl Memory {
         self.budget_bytes
     }
 
-    /// Bytes that are in use: held, and not waiting.
+    /// Bytes that are in use: held, and not free.
     pub(crate) fn used_bytes(&self) -> u64 {
         let state = self.state();
-        state.held_bytes - state.waiting_bytes
+        state.held_bytes - state.free_bytes
     }
 
     /// Bytes that could still be had.
@@ -80,7 +80,7 @@ impl Memory {
         self.budget_bytes.saturating_sub(self.used_bytes())
     }
 
-    /// A buffer of at least `bytes` bytes with unspecified contents; `what` names it in the error. Before waiting buffers are given
+    /// A buffer of at least `bytes` bytes with unspecified contents; `what` names it in the error. Before free buffers are given
     /// back, `launch` must put into the stream what still uses them.
     ///
     /// # Errors
@@ -97,9 +97,9 @@ impl Memory {
         let size = size_class(bytes, what);
         let reused = {
             let mut state = self.state();
-            let found = state.waiting.get_mut(&size).and_then(Vec::pop);
+            let found = state.free.get_mut(&size).and_then(Vec::pop);
             if found.is_some() {
-                state.waiting_bytes -= size as u64;
+                state.free_bytes -= size as u64;
             }
             found
         };
@@ -114,7 +114,7 @@ impl Memory {
         })
     }
 
-    /// Asks the driver, after giving waiting buffers back where the budget or the GPU has no room.
+    /// Asks the driver, after giving free buffers back where the budget or the GPU has no room.
     fn ask(
         &self,
         size: usize,
@@ -159,14 +159,14 @@ impl Memory {
         Ok(address)
     }
 
-    /// Gives the driver all buffers that wait; what uses them must be in the stream.
+    /// Gives the driver all free buffers; what uses them must be in the stream.
     pub(crate) fn trim(&self) -> Result<(), KernelError> {
         self.stream.device().bind()?;
         let mut state = self.state();
-        for (size, addresses) in std::mem::take(&mut state.waiting) {
+        for (size, addresses) in std::mem::take(&mut state.free) {
             for address in addresses {
                 state.held_bytes -= size as u64;
-                state.waiting_bytes -= size as u64;
+                state.free_bytes -= size as u64;
                 // SAFETY: nobody holds the address any more, and what was queued with it runs before.
                 check("cuMemFreeAsync", unsafe {
                     sys::cuMemFreeAsync(address, self.stream.raw())
@@ -298,9 +298,9 @@ impl Drop for Buffer {
             }
             return;
         }
-        state.waiting_bytes += self.size as u64;
-        let waiting = state.waiting.entry(self.size).or_default();
-        waiting.push(self.address);
+        state.free_bytes += self.size as u64;
+        let free = state.free.entry(self.size).or_default();
+        free.push(self.address);
     }
 }
 

@@ -1,6 +1,6 @@
 //! Weights from a mapped file to the GPU.
 //!
-//! The pages of the mapping are registered with the driver (`windows`), so that the GPU reads them by itself. Where the driver
+//! The pages of the mapping are registered with the driver (`regions`), so that the GPU reads them by itself. Where the driver
 //! refuses (no support for pages that may only be read, a file system that cannot pin), the bytes go through a ring of pinned
 //! buffers instead, and the log says so once.
 
@@ -12,7 +12,7 @@ use cudarc::driver::sys::{self, CUDA_MEMCPY2D, CUdeviceptr, CUmemorytype};
 use hearth_kernels::KernelError;
 
 use super::Pinned;
-use super::windows::Windows;
+use super::regions::RegisteredRegions;
 use crate::driver::{Event, Stream, check};
 
 /// Buffers of the staging ring: one is filled while others are copied.
@@ -39,7 +39,7 @@ pub(crate) struct Uploader {
     /// The place is free to be written.
     ready: Event,
     registers: AtomicBool,
-    windows: Mutex<Windows>,
+    regions: Mutex<RegisteredRegions>,
     ring: Mutex<Option<Ring>>,
 }
 
@@ -59,7 +59,7 @@ impl Uploader {
         Ok(Self {
             ready: Event::new(stream.device())?,
             registers: AtomicBool::new(registers),
-            windows: Mutex::default(),
+            regions: Mutex::default(),
             stream,
             ring: Mutex::new(None),
         })
@@ -86,21 +86,21 @@ impl Uploader {
                 sys::cuMemsetD8Async(to.address, 0, to.rows * to.pitch_bytes, self.stream.raw())
             })?;
         }
-        let mut windows = self.windows.lock().unwrap_or_else(PoisonError::into_inner);
-        if host.len() >= REGISTERED_FROM_BYTES && self.is_readable(&mut windows, host)? {
+        let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
+        if host.len() >= REGISTERED_FROM_BYTES && self.is_readable(&mut regions, host)? {
             copy_rows(&self.stream, host.as_ptr().cast(), to)?;
             return self.stream.synchronize();
         }
-        drop(windows);
+        drop(regions);
         self.stage(host, to)
     }
 
     /// Lets the pages of files go that are registered: loading is over, or pauses.
     pub(crate) fn release(&self) -> Result<(), KernelError> {
-        let mut windows = self.windows.lock().unwrap_or_else(PoisonError::into_inner);
-        if !windows.is_empty() {
+        let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
+        if !regions.is_empty() {
             self.stream.device().bind()?;
-            windows.clear();
+            regions.clear();
         }
         Ok(())
     }
@@ -113,11 +113,15 @@ impl Uploader {
     }
 
     /// Whether the GPU can read these bytes by itself; a refusal of the driver is said once.
-    fn is_readable(&self, windows: &mut Windows, host: &[u8]) -> Result<bool, KernelError> {
+    fn is_readable(
+        &self,
+        regions: &mut RegisteredRegions,
+        host: &[u8],
+    ) -> Result<bool, KernelError> {
         if !self.registers.load(Ordering::Relaxed) {
             return Ok(false);
         }
-        match windows.cover(host)? {
+        match regions.cover(host)? {
             Ok(()) => Ok(true),
             Err(None) => Ok(false),
             Err(Some(refusal)) => {
@@ -132,19 +136,19 @@ impl Uploader {
         }
     }
 
-    /// Copies through the ring: rows are cut into pieces that fit a stage.
+    /// Copies through the ring: rows are cut into chunks that fit a stage.
     fn stage(&self, host: &[u8], to: Pitched) -> Result<(), KernelError> {
         let mut ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
         let ring = match &mut *ring {
             Some(ring) => ring,
             empty => empty.insert(Ring::new(&self.stream)?),
         };
-        for piece in pieces(to) {
+        for chunk in chunks(to) {
             let (stage, done) = &mut ring.stages[ring.next];
             done.wait()?;
-            let (from, len) = (piece.host_offset, piece.to.rows * piece.to.row_bytes);
+            let (from, len) = (chunk.host_offset, chunk.to.rows * chunk.to.row_bytes);
             stage.bytes_mut()[..len].copy_from_slice(&host[from..from + len]);
-            copy_rows(&self.stream, stage.as_ptr(), piece.to)?;
+            copy_rows(&self.stream, stage.as_ptr(), chunk.to)?;
             done.record(&self.stream)?;
             ring.next = (ring.next + 1) % STAGES;
         }
@@ -167,13 +171,13 @@ impl Ring {
 
 /// Part of a copy that fits one stage.
 #[derive(Debug)]
-struct Piece {
+struct CopyChunk {
     host_offset: usize,
     to: Pitched,
 }
 
 /// Whole rows together, or parts of a row that is longer than a stage.
-fn pieces(to: Pitched) -> Vec<Piece> {
+fn chunks(to: Pitched) -> Vec<CopyChunk> {
     let mut out = Vec::new();
     if to.row_bytes == 0 {
         return out;
@@ -182,7 +186,7 @@ fn pieces(to: Pitched) -> Vec<Piece> {
         for row in 0..to.rows {
             for from in (0..to.row_bytes).step_by(STAGE_BYTES) {
                 let row_bytes = STAGE_BYTES.min(to.row_bytes - from);
-                out.push(Piece {
+                out.push(CopyChunk {
                     host_offset: row * to.row_bytes + from,
                     to: Pitched {
                         address: to.address + (row * to.pitch_bytes + from) as u64,
@@ -197,7 +201,7 @@ fn pieces(to: Pitched) -> Vec<Piece> {
     }
     let rows_each = STAGE_BYTES / to.row_bytes;
     for first in (0..to.rows).step_by(rows_each) {
-        out.push(Piece {
+        out.push(CopyChunk {
             host_offset: first * to.row_bytes,
             to: Pitched {
                 address: to.address + (first * to.pitch_bytes) as u64,
@@ -249,13 +253,13 @@ mod tests {
     use super::*;
 
     fn covered(to: Pitched) -> Vec<(usize, u64)> {
-        let bytes = pieces(to).into_iter().flat_map(|piece| {
-            (0..piece.to.rows * piece.to.row_bytes)
+        let bytes = chunks(to).into_iter().flat_map(|chunk| {
+            (0..chunk.to.rows * chunk.to.row_bytes)
                 .step_by(1 << 20)
                 .map(move |i| {
-                    let (row, column) = (i / piece.to.row_bytes, i % piece.to.row_bytes);
-                    let device = piece.to.address + (row * piece.to.pitch_bytes + column) as u64;
-                    (piece.host_offset + i, device)
+                    let (row, column) = (i / chunk.to.row_bytes, i % chunk.to.row_bytes);
+                    let device = chunk.to.address + (row * chunk.to.pitch_bytes + column) as u64;
+                    (chunk.host_offset + i, device)
                 })
         });
         bytes.collect()
@@ -276,11 +280,11 @@ mod tests {
                 pitch_bytes,
             };
             assert!(
-                pieces(to)
+                chunks(to)
                     .iter()
                     .all(|p| p.to.rows * p.to.row_bytes <= STAGE_BYTES)
             );
-            let total: usize = pieces(to).iter().map(|p| p.to.rows * p.to.row_bytes).sum();
+            let total: usize = chunks(to).iter().map(|p| p.to.rows * p.to.row_bytes).sum();
             assert_eq!(total, rows * row_bytes);
             for (host, device) in covered(to) {
                 let (row, column) = (host / row_bytes, host % row_bytes);

@@ -223,7 +223,7 @@ fn an_idle_engine_sleeps() {
     assert_sleeps(&controls);
     // So does one that waits for KV, and it still hears of others.
     let input = GenerateInput {
-        prefill: crate::PrefillPlace::Remote {
+        prefill: crate::PrefillLocation::Remote {
             numerics: OWN.to_owned(),
         },
         ..ask(&[1, 2, 3], 3)

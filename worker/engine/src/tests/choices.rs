@@ -7,7 +7,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::{
-    request::Choice,
+    request::SamplerState,
     sampler::History,
     tests::fake::{Fault, oracle},
 };
@@ -112,7 +112,7 @@ fn faults_have_the_words_of_the_host() {
 
 #[test]
 fn a_mask_that_leaves_nothing_is_named_with_its_index() {
-    let mut choice = Choice {
+    let mut sampler = SamplerState {
         params: warm(1),
         index: 7,
         history: History::default(),
@@ -120,7 +120,10 @@ fn a_mask_that_leaves_nothing_is_named_with_its_index() {
         grammar: None,
         logprobs: None,
     };
-    let error = choice.take(Err(SampleFault::NothingAllowed)).err().unwrap();
+    let error = sampler
+        .take(Err(SampleFault::NothingAllowed))
+        .err()
+        .unwrap();
     assert!(error.is_request_fault());
     assert!(
         error

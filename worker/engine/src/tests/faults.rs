@@ -4,7 +4,7 @@ use std::{sync::atomic::Ordering, time::Duration};
 
 use super::*;
 use crate::{
-    Grammar, Health, PrefillPlace,
+    Grammar, Health, PrefillLocation,
     tests::fake::{Fault, oracle},
 };
 
@@ -94,7 +94,7 @@ fn a_full_queue_refuses_and_recovers() {
     };
     let (engine, _) = engine_with(limits);
     let blocked = |prompt: u32| GenerateInput {
-        prefill: PrefillPlace::Remote {
+        prefill: PrefillLocation::Remote {
             numerics: OWN.to_owned(),
         },
         ..ask(&[prompt, 1], 4)
@@ -238,7 +238,7 @@ fn a_drain_lets_requests_end_and_then_cuts_them_off() {
     let stuck = start(
         &engine,
         GenerateInput {
-            prefill: PrefillPlace::Remote {
+            prefill: PrefillLocation::Remote {
                 numerics: OWN.to_owned(),
             },
             ..ask(&[2, 2], 5)
@@ -263,7 +263,7 @@ fn a_shutdown_leaves_nobody_waiting() {
     let stuck = start(
         &engine,
         GenerateInput {
-            prefill: PrefillPlace::Remote {
+            prefill: PrefillLocation::Remote {
                 numerics: OWN.to_owned(),
             },
             ..ask(&[2, 2], 5)

@@ -12,7 +12,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::{
     EngineStats, Grammar, GrammarTokenizer, RequestId,
-    request::{Answer, Choice, Request},
+    request::{Answer, EngineRequest, SamplerState},
     sampler::History,
     shared::{Shared, Slot},
     work::StepWork,
@@ -178,7 +178,7 @@ fn a_grammar_that_gives_up_fails_its_own_request_alone() {
     let mut requests = BTreeMap::new();
     let mut spans = Vec::new();
     for (id, grammar) in [(1, Some(broken)), (2, None)] {
-        let choice = Choice {
+        let sampler = SamplerState {
             params: SamplingParams::default(),
             index: 0,
             history: History::default(),
@@ -193,12 +193,12 @@ fn a_grammar_that_gives_up_fails_its_own_request_alone() {
             prompt: Vec::new(),
             generated: Vec::new(),
             max_new_tokens: 1,
-            choice,
+            sampler,
             work: hearth_schedule::Work::Generate,
             import: None,
             _slot: Slot::take(&shared, 2).unwrap(),
         };
-        requests.insert(SequenceId(id), Request::Answer(Box::new(answer)));
+        requests.insert(SequenceId(id), EngineRequest::Answer(Box::new(answer)));
         spans.push(StepSpan {
             sequence: SequenceId(id),
             kind: SpanKind::Decode,
@@ -215,11 +215,11 @@ fn a_grammar_that_gives_up_fails_its_own_request_alone() {
     let (work, refused) = StepWork::new(&step, &mut requests, true);
     assert_eq!(work.on_device, [SequenceId(2)]);
     assert_eq!(work.batch.logit_rows, [0]);
-    let Some(Request::Answer(answer)) = requests.get_mut(&SequenceId(1)) else {
+    let Some(EngineRequest::Answer(answer)) = requests.get_mut(&SequenceId(1)) else {
         panic!("an answer was put there");
     };
     let on_host = answer
-        .choice
+        .sampler
         .next(&vec![0.0; tokens().len()])
         .err()
         .unwrap();

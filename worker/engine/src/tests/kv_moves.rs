@@ -6,7 +6,7 @@ use bytes::Bytes;
 
 use super::*;
 use crate::{
-    PrefillPlace,
+    PrefillLocation,
     tests::fake::{LAYERS, layout, mixed_oracle, oracle, oracle_logits},
 };
 
@@ -39,7 +39,7 @@ fn exported(engine: &Engine, tokens: &[u32], first_token: usize) -> (Vec<Kv>, Ve
 
 fn remote(prompt: &[u32], max_tokens: usize) -> GenerateInput {
     GenerateInput {
-        prefill: PrefillPlace::Remote {
+        prefill: PrefillLocation::Remote {
             numerics: OWN.to_owned(),
         },
         ..ask(prompt, max_tokens)
@@ -169,7 +169,7 @@ fn reader(blocks: usize) -> Engine {
 
 fn read_by_other(input: GenerateInput) -> GenerateInput {
     GenerateInput {
-        prefill: PrefillPlace::Remote {
+        prefill: PrefillLocation::Remote {
             numerics: OTHER.to_owned(),
         },
         ..input

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use proptest::prelude::*;
 
 use super::*;
-use crate::{PrefillPlace, tests::fake::oracle};
+use crate::{PrefillLocation, tests::fake::oracle};
 
 /// One request and its fate.
 #[derive(Clone, Debug)]
@@ -74,11 +74,11 @@ impl Life {
             sampling: warm(self.seed),
             generated: self.answer()[..self.replayed].to_vec(),
             prefill: if remote {
-                PrefillPlace::Remote {
+                PrefillLocation::Remote {
                     numerics: OWN.to_owned(),
                 }
             } else {
-                PrefillPlace::Local
+                PrefillLocation::Local
             },
             ..ask(&self.prompt(), self.max_tokens)
         }

@@ -10,7 +10,7 @@ use std::{
 
 use hearth_engine::{
     Engine, EngineOptions, FinishReason, GenerateEvent, GenerateInput, KvBudget, PrefillEvent,
-    PrefillInput, PrefillPlace, RequestHandle, SamplingParams,
+    PrefillInput, PrefillLocation, RequestHandle, SamplingParams,
 };
 use hearth_kernels::KvDType;
 
@@ -98,7 +98,7 @@ pub(crate) fn disaggregated(decode: &Engine, helper: &Engine, input: GenerateInp
     let (events, handle) = start(
         decode,
         GenerateInput {
-            prefill: PrefillPlace::Remote {
+            prefill: PrefillLocation::Remote {
                 numerics: String::new(),
             },
             ..input

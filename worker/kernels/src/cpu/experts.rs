@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::arch::{PackedRows, Packing, RowSet, packed_len};
 use crate::ops::ExpertOps;
-use crate::pool::Piece;
+use crate::thread_pool::Piece;
 use crate::{ExpertCall, ExpertWeights, HostMatrix, KernelError, Routing, SCALE_BLOCK, checks};
 
 use super::CpuBackend;

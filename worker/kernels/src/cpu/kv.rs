@@ -172,13 +172,13 @@ fn store(dtype: KvDType, values: &[f32], out: &mut [u8]) {
 }
 
 /// Bytes that one NUMA node gets before it is the next one's turn: a huge page.
-const STRETCH_BYTES: usize = 2 << 20;
+const REGION_BYTES: usize = 2 << 20;
 
-/// Touches every page of fresh memory, one stretch after the other from CPUs of the next NUMA node.
+/// Touches every page of fresh memory, one region after the other from CPUs of the next NUMA node.
 fn touch(memory: &mut [u8], numa_cpus: &[Vec<usize>]) {
     let mut shares: Vec<Vec<&mut [u8]>> = numa_cpus.iter().map(|_| Vec::new()).collect();
-    for (turn, stretch) in memory.chunks_mut(STRETCH_BYTES).enumerate() {
-        shares[turn % numa_cpus.len()].push(stretch);
+    for (turn, region) in memory.chunks_mut(REGION_BYTES).enumerate() {
+        shares[turn % numa_cpus.len()].push(region);
     }
     std::thread::scope(|scope| {
         for (cpus, share) in numa_cpus.iter().zip(shares) {
@@ -187,8 +187,8 @@ fn touch(memory: &mut [u8], numa_cpus: &[Vec<usize>]) {
                     tracing::warn!(?cpus, %error, "KV memory is touched from other CPUs");
                 }
                 let page = rustix::param::page_size();
-                for stretch in share {
-                    stretch.iter_mut().step_by(page).for_each(|byte| *byte = 0);
+                for region in share {
+                    region.iter_mut().step_by(page).for_each(|byte| *byte = 0);
                 }
             });
         }

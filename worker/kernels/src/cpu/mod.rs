@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::arch::{Isa, Kernels, Packing};
 use crate::ops::{DeviceOps, SampleOps};
-use crate::pool::Pool;
+use crate::thread_pool::ThreadPool;
 use crate::{DType, KernelError};
 
 mod attention;
@@ -25,7 +25,7 @@ use memory::{FreeList, PooledBuf, Scratch};
 pub struct CpuOptions {
     /// Instruction set; the best that the CPU has when none is named.
     pub isa: Option<Isa>,
-    /// Threads, the caller included; 0: one for each CPU that this process may use. They are bound by [`DeviceOps::place`].
+    /// Threads, the caller included; 0: one for each CPU that this process may use. They are bound by [`DeviceOps::bind_compute_threads`].
     pub threads: usize,
     /// CPUs by the NUMA node that the KV cache's memory is to lie on, evenly on several: a thread on each touches its part
     /// first. None: a page lies where it is first used.
@@ -35,7 +35,7 @@ pub struct CpuOptions {
 /// A [`Backend`](crate::Backend) on this machine's CPU.
 pub struct CpuBackend {
     kernels: Box<dyn Kernels>,
-    pool: Pool,
+    pool: ThreadPool,
     free: Arc<FreeList>,
     /// One for each thread of the pool.
     scratch: Vec<Mutex<Scratch>>,
@@ -60,7 +60,7 @@ impl CpuBackend {
             0 => std::thread::available_parallelism().map_or(1, usize::from),
             named => named,
         };
-        let pool = Pool::new(threads)?;
+        let pool = ThreadPool::new(threads)?;
         tracing::debug!(%isa, threads, kernels = ?kernels.names(), "CPU kernels chosen");
         Ok(Self {
             kernels,
@@ -147,11 +147,11 @@ impl Split {
 impl DeviceOps for CpuBackend {
     /// The calling thread computes its share of every operation.
     fn bind_thread(&self) -> Result<(), KernelError> {
-        self.pool.place_caller()
+        self.pool.bind_caller()
     }
 
-    fn place(&self, cpus: &[usize]) -> Result<usize, KernelError> {
-        self.pool.place(cpus)?;
+    fn bind_compute_threads(&self, cpus: &[usize]) -> Result<usize, KernelError> {
+        self.pool.bind(cpus)?;
         Ok(self.pool.threads_at_work())
     }
 

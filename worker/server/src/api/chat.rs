@@ -7,7 +7,7 @@ use hearth_transport::v1::{Grammar, grammar};
 use serde_json::Value;
 
 use super::create::{Asked, Endpoint, Head};
-use super::desk::Work;
+use super::prepare_limiter::Work;
 use super::stream::ChunkWriter;
 use crate::app::App;
 use crate::choice::{ChoiceOptions, Delta};

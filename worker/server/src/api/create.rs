@@ -9,7 +9,7 @@ use hearth_transport::TraceParent;
 use serde::Serialize;
 use tokio::time::Instant;
 
-use super::desk::{Desk, Prepared, Work};
+use super::prepare_limiter::{PrepareLimiter, Prepared, Work};
 use super::stream::{self, ChunkWriter};
 use super::{Context, models};
 use crate::app::{App, unix_seconds};
@@ -57,11 +57,11 @@ pub(super) trait Endpoint: 'static {
 pub(super) async fn create<E: Endpoint>(
     State(app): State<Arc<App>>,
     Extension(context): Extension<Context>,
-    Extension(desk): Extension<Desk>,
+    Extension(limiter): Extension<PrepareLimiter>,
     request: Request,
 ) -> Result<Response, ApiError> {
     let (parts, body) = request.into_parts();
-    let body = desk.read(&parts.headers, body, &app.limits).await?;
+    let body = limiter.read(&parts.headers, body, &app.limits).await?;
     let arrived = Instant::now();
     let prepared = {
         let app = app.clone();
@@ -90,14 +90,14 @@ pub(super) async fn create<E: Endpoint>(
             };
             Ok(Some((E::prepare(&app, asked, head)?, stream)))
         };
-        desk.prepare(body, work).await
+        limiter.prepare(body, work).await
     };
     let Prepared {
         value: ((mut submission, writer), stream),
         body_room,
     } = prepared?;
     let (bytes, patience) = (submission.held_bytes(), app.routing.queue_timeout);
-    submission.room = desk.keep(bytes, patience).await?;
+    submission.room = limiter.keep(bytes, patience).await?;
     drop(body_room);
     let choices = submission.prompts.len() as u32 * submission.n;
     let events = stream::begun(generation::run(app.clone(), submission)).await?;

@@ -4,13 +4,13 @@ mod body;
 mod chat;
 mod completions;
 mod create;
-mod desk;
 mod models;
+mod prepare_limiter;
 mod room;
 mod status;
 mod stream;
 
-pub(crate) use desk::Work;
+pub(crate) use prepare_limiter::Work;
 
 use std::sync::Arc;
 
@@ -51,7 +51,7 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/metrics", get(status::metrics_are_elsewhere))
         .fallback(not_found)
         .method_not_allowed_fallback(wrong_method)
-        .layer(Extension(desk::Desk::new()))
+        .layer(Extension(prepare_limiter::PrepareLimiter::new()))
         .layer(middleware::from_fn_with_state(app.clone(), observe))
         .with_state(app);
     match cors {

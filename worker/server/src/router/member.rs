@@ -11,7 +11,7 @@ use hearth_transport::{RpcError, RpcErrorKind, Worker};
 use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
-use super::pool::Pool;
+use super::pool::WorkerPool;
 use super::prefix::PrefixMemory;
 use super::types::{Health, Role, WorkerId, WorkerRoute, WorkerView};
 
@@ -128,12 +128,12 @@ impl Member {
     }
 
     /// Looks at the worker again and again, for as long as its pool is there.
-    pub(super) async fn look_after(self: Arc<Self>, pool: Weak<Pool>, hang_after: Duration) {
+    pub(super) async fn look_after(self: Arc<Self>, pool: Weak<WorkerPool>, hang_after: Duration) {
         let looks = || self.look_again_and_again(pool.clone(), hang_after);
         until_it_ends(looks).await;
     }
 
-    async fn look_again_and_again(&self, pool: Weak<Pool>, hang_after: Duration) {
+    async fn look_again_and_again(&self, pool: Weak<WorkerPool>, hang_after: Duration) {
         let mut pause = BACKOFF.0;
         loop {
             let look = self.look(hang_after).await;
@@ -167,7 +167,7 @@ impl Member {
     }
 
     /// Notes the outcome of a look; gives the pause to the next.
-    fn note(&self, pool: &Pool, look: Look, pause: &mut Duration) -> Duration {
+    fn note(&self, pool: &WorkerPool, look: Look, pause: &mut Duration) -> Duration {
         let is_silent = matches!(look, Look::Silent);
         let mut state = self.lock();
         let before = state.health;

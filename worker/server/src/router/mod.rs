@@ -12,6 +12,6 @@ mod pool;
 mod prefix;
 mod types;
 
-pub use policy::{Candidate, Place, choose_decode, choose_place, choose_prefill};
-pub use pool::{Lease, Pool, PrefillLease, Route};
+pub use policy::{Candidate, PrefillRoute, choose_decode, choose_prefill, choose_prefill_route};
+pub use pool::{Lease, PrefillLease, Route, WorkerPool};
 pub use types::{AcquireError, Health, Pin, Role, Want, WorkerId, WorkerRoute, WorkerView};

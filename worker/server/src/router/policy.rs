@@ -17,7 +17,7 @@ pub struct Candidate {
 
 /// Who computes the prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum PrefillRoute {
     /// The decode worker, in chunks between its decode steps.
     Decode,
     /// A prefill worker, which hands the KV over; the decode worker where there is none.
@@ -28,11 +28,11 @@ pub enum Place {
 /// requests", which are not worth a transfer of KV and stall decoding little; long ones go to prefill workers while there
 /// are any. What counts is what has to be computed: tokens whose KV the decode worker has cost nothing. (The paper's third
 /// route, all GPUs reading one prompt while nobody decodes, has no ranks in a plan.)
-pub fn choose_place(new_tokens: u32, chunked_below_tokens: u32) -> Place {
+pub fn choose_prefill_route(new_tokens: u32, chunked_below_tokens: u32) -> PrefillRoute {
     if new_tokens < chunked_below_tokens {
-        Place::Decode
+        PrefillRoute::Decode
     } else {
-        Place::Prefill
+        PrefillRoute::Prefill
     }
 }
 
@@ -136,8 +136,8 @@ mod tests {
 
     #[test]
     fn long_prompts_go_to_prefill_workers() {
-        assert_eq!(choose_place(2047, 2048), Place::Decode);
-        assert_eq!(choose_place(2048, 2048), Place::Prefill);
-        assert_eq!(choose_place(1, 0), Place::Prefill);
+        assert_eq!(choose_prefill_route(2047, 2048), PrefillRoute::Decode);
+        assert_eq!(choose_prefill_route(2048, 2048), PrefillRoute::Prefill);
+        assert_eq!(choose_prefill_route(1, 0), PrefillRoute::Prefill);
     }
 }

@@ -26,7 +26,7 @@ const DEFAULT_BATCH: u32 = 16;
 const LEFT_AFTER: Duration = Duration::from_secs(30);
 
 /// The pools of one gateway. Members may join and leave at any time.
-pub struct Pool {
+pub struct WorkerPool {
     clients: Clients,
     /// In the order in which they joined; one that left stays until its last stream has ended.
     members: RwLock<Vec<Kept>>,
@@ -51,7 +51,7 @@ struct Kept {
 
 /// A place on a decode worker; given back when dropped.
 pub struct Lease {
-    pool: Arc<Pool>,
+    pool: Arc<WorkerPool>,
     member: Arc<Member>,
     /// The connection to it.
     pub worker: Worker,
@@ -62,13 +62,13 @@ pub struct Lease {
 
 /// A prefill worker for one request; given back when dropped.
 pub struct PrefillLease {
-    pool: Arc<Pool>,
+    pool: Arc<WorkerPool>,
     member: Arc<Member>,
     epoch: watch::Receiver<u64>,
     numerics: String,
 }
 
-impl Pool {
+impl WorkerPool {
     /// The pool of these workers, and the tasks that look after them for as long as the pool is alive.
     /// Needs a tokio runtime.
     ///

@@ -120,7 +120,7 @@ pub struct Want<'a> {
     /// The decode worker is to read the prompt by itself, unless other bits are pinned.
     pub alone: bool,
     /// Of a request that was let in with its first choice: no bound of the queue refuses it. How many of one request wait
-    /// is up to [`Pool::share`](super::Pool::share).
+    /// is up to [`WorkerPool::share`](super::WorkerPool::share).
     pub is_admitted: bool,
 }
 

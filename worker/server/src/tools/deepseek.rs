@@ -1,6 +1,6 @@
 //! DeepSeek-V3's calls, with the type and fenced JSON (V3, R1) or with the name alone and bare JSON (V3.1).
 
-use super::Piece;
+use super::AnswerPart;
 use super::scan::{Form, Found, Tape};
 
 pub(super) const SECTION_BEGIN: &str = "<｜tool▁calls▁begin｜>";
@@ -41,7 +41,7 @@ impl Form for Parser {
         &mut self.tape
     }
 
-    fn step(&mut self, out: &mut Vec<Piece>) -> bool {
+    fn step(&mut self, out: &mut Vec<AnswerPart>) -> bool {
         match std::mem::take(&mut self.state) {
             State::Text => match self.tape.scanner.find(&[SECTION_BEGIN, CALL_BEGIN]) {
                 Found::Mark(mark, before) => {
@@ -114,7 +114,7 @@ impl Form for Parser {
         }
     }
 
-    fn rest(&mut self, held: String, out: &mut Vec<Piece>) {
+    fn rest(&mut self, held: String, out: &mut Vec<AnswerPart>) {
         match std::mem::take(&mut self.state) {
             State::Text => self.tape.content.push(&held, out),
             State::Section | State::Tail => {}
@@ -128,7 +128,7 @@ impl Form for Parser {
 
 impl Parser {
     /// JSON right behind the separator is the form where the header is the name.
-    fn choose_form(&mut self, header: String, out: &mut Vec<Piece>) -> bool {
+    fn choose_form(&mut self, header: String, out: &mut Vec<AnswerPart>) -> bool {
         match self.tape.scanner.held().chars().next() {
             None => {
                 self.state = State::Behind(header);
@@ -151,7 +151,7 @@ impl Parser {
         end: &str,
         stay: State,
         next: State,
-        out: &mut Vec<Piece>,
+        out: &mut Vec<AnswerPart>,
     ) -> bool {
         match self.tape.scanner.find(&[end]) {
             Found::Mark(_, text) => {
@@ -169,7 +169,7 @@ impl Parser {
     }
 
     /// A call whose name never came: what the model wrote is shown.
-    fn unfinished(&mut self, text: &str, out: &mut Vec<Piece>) {
+    fn unfinished(&mut self, text: &str, out: &mut Vec<AnswerPart>) {
         self.tape.content.push(&format!("{CALL_BEGIN}{text}"), out);
     }
 }

@@ -1,6 +1,6 @@
 //! Calls as Hermes 2 and Qwen write them.
 
-use super::Piece;
+use super::AnswerPart;
 use super::json_call::{Event, JsonCall};
 use super::scan::{Form, Found, Tape};
 
@@ -28,7 +28,7 @@ impl Form for Parser {
         &mut self.tape
     }
 
-    fn step(&mut self, out: &mut Vec<Piece>) -> bool {
+    fn step(&mut self, out: &mut Vec<AnswerPart>) -> bool {
         match std::mem::take(&mut self.state) {
             State::Text => match self.tape.scanner.find(&[BEGIN]) {
                 Found::Mark(_, before) => {
@@ -52,7 +52,7 @@ impl Form for Parser {
         }
     }
 
-    fn rest(&mut self, held: String, out: &mut Vec<Piece>) {
+    fn rest(&mut self, held: String, out: &mut Vec<AnswerPart>) {
         match std::mem::take(&mut self.state) {
             State::Text => self.tape.content.push(&held, out),
             State::Call(call) if !call.is_named() => {
@@ -66,7 +66,7 @@ impl Form for Parser {
 }
 
 impl Parser {
-    fn step_call(&mut self, mut call: Box<JsonCall>, out: &mut Vec<Piece>) -> bool {
+    fn step_call(&mut self, mut call: Box<JsonCall>, out: &mut Vec<AnswerPart>) -> bool {
         let mut events = Vec::new();
         let used = call.push(self.tape.scanner.held(), &mut events);
         self.tape.scanner.consume(used);

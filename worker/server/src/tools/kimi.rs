@@ -1,6 +1,6 @@
 //! Kimi K2's calls.
 
-use super::Piece;
+use super::AnswerPart;
 use super::scan::{Form, Found, Tape};
 
 pub(super) const SECTION_BEGIN: &str = "<|tool_calls_section_begin|>";
@@ -31,7 +31,7 @@ impl Form for Parser {
         &mut self.tape
     }
 
-    fn step(&mut self, out: &mut Vec<Piece>) -> bool {
+    fn step(&mut self, out: &mut Vec<AnswerPart>) -> bool {
         match std::mem::take(&mut self.state) {
             State::Text => match self.tape.scanner.find(&[SECTION_BEGIN]) {
                 Found::Mark(_, before) => {
@@ -85,7 +85,7 @@ impl Form for Parser {
         }
     }
 
-    fn rest(&mut self, held: String, out: &mut Vec<Piece>) {
+    fn rest(&mut self, held: String, out: &mut Vec<AnswerPart>) {
         match std::mem::take(&mut self.state) {
             State::Text => self.tape.content.push(&held, out),
             State::Section => {}
@@ -100,7 +100,7 @@ impl Form for Parser {
 
 impl Parser {
     /// The id is what the model wrote, since its template shows it with the result.
-    fn begin(&mut self, id: &str, out: &mut Vec<Piece>) {
+    fn begin(&mut self, id: &str, out: &mut Vec<AnswerPart>) {
         let name = id.strip_prefix("functions.").unwrap_or(id);
         let name = match name.rsplit_once(':') {
             Some((name, digits)) if digits.bytes().all(|b| b.is_ascii_digit()) => name,

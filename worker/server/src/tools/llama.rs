@@ -1,6 +1,6 @@
 //! Llama 3's calls: the answer is the JSON object itself, with or without `<|python_tag|>` in front.
 
-use super::Piece;
+use super::AnswerPart;
 use super::json_call::{Event, JsonCall};
 use super::scan::{Form, Found, Tape};
 
@@ -45,7 +45,7 @@ impl Form for Parser {
         &mut self.tape
     }
 
-    fn step(&mut self, out: &mut Vec<Piece>) -> bool {
+    fn step(&mut self, out: &mut Vec<AnswerPart>) -> bool {
         match std::mem::replace(&mut self.state, State::Text) {
             State::Start => self.step_start(out),
             State::Call(call) => self.step_call(call, out),
@@ -83,7 +83,7 @@ impl Form for Parser {
         }
     }
 
-    fn rest(&mut self, held: String, out: &mut Vec<Piece>) {
+    fn rest(&mut self, held: String, out: &mut Vec<AnswerPart>) {
         let lead = std::mem::take(&mut self.lead);
         match std::mem::replace(&mut self.state, State::Text) {
             State::Start | State::Text => self.tape.content.push(&(lead + &held), out),
@@ -97,7 +97,7 @@ impl Form for Parser {
 }
 
 impl Parser {
-    fn step_start(&mut self, out: &mut Vec<Piece>) -> bool {
+    fn step_start(&mut self, out: &mut Vec<AnswerPart>) -> bool {
         let held = self.tape.scanner.held();
         let space = held.len() - held.trim_start().len();
         let rest = &held[space..];
@@ -124,7 +124,7 @@ impl Parser {
         true
     }
 
-    fn step_call(&mut self, mut call: Box<JsonCall>, out: &mut Vec<Piece>) -> bool {
+    fn step_call(&mut self, mut call: Box<JsonCall>, out: &mut Vec<AnswerPart>) -> bool {
         let mut events = Vec::new();
         let used = call.push(self.tape.scanner.held(), &mut events);
         self.tape.scanner.consume(used);

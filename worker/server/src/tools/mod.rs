@@ -40,7 +40,7 @@ pub enum ToolFormat {
 
 /// A piece of an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Piece {
+pub enum AnswerPart {
     /// Text of the answer itself.
     Content(String),
     /// A call begins.
@@ -69,9 +69,9 @@ pub enum Piece {
 /// Parses streamed text into pieces.
 pub trait ToolParser: Send {
     /// Takes the next text; appends the pieces that are now certain.
-    fn push(&mut self, text: &str, out: &mut Vec<Piece>);
+    fn push(&mut self, text: &str, out: &mut Vec<AnswerPart>);
     /// The answer ended; appends what was held back.
-    fn finish(&mut self, out: &mut Vec<Piece>);
+    fn finish(&mut self, out: &mut Vec<AnswerPart>);
 }
 
 impl ToolFormat {

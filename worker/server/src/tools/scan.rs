@@ -1,6 +1,6 @@
 //! What the forms have in common: searching streamed text for marks, and giving out what was found.
 
-use super::{Piece, ToolParser};
+use super::{AnswerPart, ToolParser};
 use crate::stop::overlap;
 
 /// The reader of one form, a machine of states over a [`Tape`].
@@ -8,18 +8,18 @@ pub(super) trait Form: Send {
     /// What has been read and given out.
     fn tape(&mut self) -> &mut Tape;
     /// One transition; false when more text is needed.
-    fn step(&mut self, out: &mut Vec<Piece>) -> bool;
+    fn step(&mut self, out: &mut Vec<AnswerPart>) -> bool;
     /// The answer ended with `held` not used up.
-    fn rest(&mut self, held: String, out: &mut Vec<Piece>);
+    fn rest(&mut self, held: String, out: &mut Vec<AnswerPart>);
 }
 
 impl<F: Form> ToolParser for F {
-    fn push(&mut self, text: &str, out: &mut Vec<Piece>) {
+    fn push(&mut self, text: &str, out: &mut Vec<AnswerPart>) {
         self.tape().scanner.feed(text);
         while self.step(out) {}
     }
 
-    fn finish(&mut self, out: &mut Vec<Piece>) {
+    fn finish(&mut self, out: &mut Vec<AnswerPart>) {
         let held = self.tape().scanner.take();
         self.rest(held, out);
         let tape = self.tape();
@@ -39,25 +39,25 @@ pub(super) struct Tape {
 
 impl Tape {
     /// A call begins.
-    pub(super) fn begin(&mut self, id: Option<String>, name: String, out: &mut Vec<Piece>) {
+    pub(super) fn begin(&mut self, id: Option<String>, name: String, out: &mut Vec<AnswerPart>) {
         self.content.before_call();
         let index = self.calls;
         self.calls += 1;
-        out.push(Piece::Call { index, id, name });
+        out.push(AnswerPart::Call { index, id, name });
     }
 
     /// More of the last call's arguments.
-    pub(super) fn arguments(&self, text: String, out: &mut Vec<Piece>) {
+    pub(super) fn arguments(&self, text: String, out: &mut Vec<AnswerPart>) {
         if !text.is_empty() {
             let index = self.calls - 1;
-            out.push(Piece::Arguments { index, text });
+            out.push(AnswerPart::Arguments { index, text });
         }
     }
 
     /// The last call is complete.
-    pub(super) fn end(&self, out: &mut Vec<Piece>) {
+    pub(super) fn end(&self, out: &mut Vec<AnswerPart>) {
         let index = self.calls - 1;
-        out.push(Piece::CallEnd { index });
+        out.push(AnswerPart::CallEnd { index });
     }
 }
 
@@ -134,7 +134,7 @@ pub(super) struct Content {
 
 impl Content {
     /// Takes text; gives what is certainly part of the answer.
-    pub(super) fn push(&mut self, text: &str, out: &mut Vec<Piece>) {
+    pub(super) fn push(&mut self, text: &str, out: &mut Vec<AnswerPart>) {
         let solid = text.trim_end();
         if solid.is_empty() {
             self.space.push_str(text);
@@ -143,7 +143,7 @@ impl Content {
         let mut whole = std::mem::take(&mut self.space);
         whole.push_str(solid);
         self.space.push_str(&text[solid.len()..]);
-        out.push(Piece::Content(whole));
+        out.push(AnswerPart::Content(whole));
     }
 
     /// A call begins: the space before it is dropped.
@@ -152,10 +152,10 @@ impl Content {
     }
 
     /// The answer ended: its space at the end is its own, unless calls came before.
-    pub(super) fn finish(&mut self, had_calls: bool, out: &mut Vec<Piece>) {
+    pub(super) fn finish(&mut self, had_calls: bool, out: &mut Vec<AnswerPart>) {
         let space = std::mem::take(&mut self.space);
         if !space.is_empty() && !had_calls {
-            out.push(Piece::Content(space));
+            out.push(AnswerPart::Content(space));
         }
     }
 }

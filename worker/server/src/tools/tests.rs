@@ -30,13 +30,13 @@ fn parse(format: ToolFormat, pieces: &[&str]) -> Parsed {
     let (mut content, mut calls) = (String::new(), Vec::new());
     for piece in out {
         match piece {
-            Piece::Content(text) => content.push_str(&text),
-            Piece::Call { index, id, name } => {
+            AnswerPart::Content(text) => content.push_str(&text),
+            AnswerPart::Call { index, id, name } => {
                 assert_eq!(index as usize, calls.len());
                 calls.push((id, name, String::new(), false));
             }
-            Piece::Arguments { index, text } => calls[index as usize].2.push_str(&text),
-            Piece::CallEnd { index } => calls[index as usize].3 = true,
+            AnswerPart::Arguments { index, text } => calls[index as usize].2.push_str(&text),
+            AnswerPart::CallEnd { index } => calls[index as usize].3 = true,
         }
     }
     (content, calls)
@@ -108,7 +108,7 @@ fn arguments_stream_before_the_call_is_complete() {
         let streamed: String = out
             .iter()
             .filter_map(|piece| match piece {
-                Piece::Arguments { text, .. } => Some(text.as_str()),
+                AnswerPart::Arguments { text, .. } => Some(text.as_str()),
                 _ => None,
             })
             .collect();

@@ -29,7 +29,7 @@ const OBJECT_BYTES: usize = 160;
 pub(super) fn read(text: &str) -> Result<Value, ApiError> {
     let twice = RefCell::new(None);
     let left_bytes = Cell::new(Some(VALUES_BYTES));
-    let place = Place {
+    let place = ValueSeed {
         path: &Path::Root,
         twice: &twice,
         left_bytes: &left_bytes,
@@ -123,14 +123,14 @@ impl fmt::Display for Path<'_> {
 
 /// Reads the value at a path; the first path that comes twice is left in `twice`.
 #[derive(Clone, Copy)]
-struct Place<'p> {
+struct ValueSeed<'p> {
     path: &'p Path<'p>,
     twice: &'p RefCell<Option<String>>,
     /// `None`: it is spent.
     left_bytes: &'p Cell<Option<usize>>,
 }
 
-impl Place<'_> {
+impl ValueSeed<'_> {
     /// Takes memory for a value.
     fn spend<E: serde::de::Error>(&self, bytes: usize) -> Result<(), E> {
         let left = self
@@ -145,7 +145,7 @@ impl Place<'_> {
     }
 }
 
-impl<'de> DeserializeSeed<'de> for Place<'_> {
+impl<'de> DeserializeSeed<'de> for ValueSeed<'_> {
     type Value = Value;
 
     fn deserialize<D: serde::Deserializer<'de>>(self, deserializer: D) -> Result<Value, D::Error> {
@@ -153,7 +153,7 @@ impl<'de> DeserializeSeed<'de> for Place<'_> {
     }
 }
 
-impl<'de> Visitor<'de> for Place<'_> {
+impl<'de> Visitor<'de> for ValueSeed<'_> {
     type Value = Value;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -193,7 +193,7 @@ impl<'de> Visitor<'de> for Place<'_> {
         loop {
             let path = &Path::Element(self.path, array.len());
             self.spend(ELEMENT_BYTES)?;
-            match elements.next_element_seed(Place { path, ..self })? {
+            match elements.next_element_seed(ValueSeed { path, ..self })? {
                 Some(value) => array.push(value),
                 None => return Ok(Value::Array(array)),
             }
@@ -210,7 +210,7 @@ impl<'de> Visitor<'de> for Place<'_> {
                 *self.twice.borrow_mut() = Some(clip(&path.to_string(), PATH_CHARS));
                 return Err(A::Error::custom("a member is given twice"));
             }
-            let value = members.next_value_seed(Place { path, ..self })?;
+            let value = members.next_value_seed(ValueSeed { path, ..self })?;
             object.insert(name, value);
         }
         Ok(Value::Object(object))

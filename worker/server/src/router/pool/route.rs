@@ -5,9 +5,11 @@ use std::sync::atomic::Ordering;
 
 use hearth_transport::v1::DescribeResponse;
 
-use super::{Lease, Pool, PrefillLease};
+use super::{Lease, PrefillLease, WorkerPool};
 use crate::router::member::{Member, MemberState};
-use crate::router::policy::{Candidate, Place, choose_decode, choose_place, choose_prefill};
+use crate::router::policy::{
+    Candidate, PrefillRoute, choose_decode, choose_prefill, choose_prefill_route,
+};
 use crate::router::prefix::PrefixKey;
 use crate::router::types::{Health, Pin, Role, Want};
 
@@ -42,7 +44,7 @@ impl Demand<'_> {
     }
 }
 
-impl Pool {
+impl WorkerPool {
     pub(super) fn try_acquire(
         self: &Arc<Self>,
         want: &Want<'_>,
@@ -86,14 +88,14 @@ impl Pool {
             (state.description.clone(), want.prompt.len() as u32 - known)
         };
         let place = match demand {
-            Demand::Exact(pin) if pin.needs_reader() => Place::Prefill,
-            _ if want.alone => Place::Decode,
-            _ => choose_place(new_tokens, self.routing.chunked_below_tokens),
+            Demand::Exact(pin) if pin.needs_reader() => PrefillRoute::Prefill,
+            _ if want.alone => PrefillRoute::Decode,
+            _ => choose_prefill_route(new_tokens, self.routing.chunked_below_tokens),
         };
         let fits = |reader: &&Reader| reader.fits(&description, demand);
         let prefill = match place {
-            Place::Decode => None,
-            Place::Prefill => self.lease_reader(members, readers.iter().filter(fits)),
+            PrefillRoute::Decode => None,
+            PrefillRoute::Prefill => self.lease_reader(members, readers.iter().filter(fits)),
         };
         let reads_itself = prefill.is_none();
         let pin = Pin {

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::StreamExt;
-use hearth_server::router::Pool;
+use hearth_server::router::WorkerPool;
 use hearth_server::{Gateway, GatewayConfig, GatewayError};
 use serde_json::Value;
 use tokio::net::TcpListener;
@@ -29,7 +29,7 @@ pub(crate) struct Running {
     pub(crate) metrics_url: String,
     pub(crate) http: reqwest::Client,
     /// Its workers, to be changed.
-    pub(crate) pool: Arc<Pool>,
+    pub(crate) pool: Arc<WorkerPool>,
     stop: Option<oneshot::Sender<()>>,
     task: JoinHandle<Result<u64, GatewayError>>,
     _model: tempfile::TempDir,

@@ -1,7 +1,7 @@
-//! Stretches of mapped files that the GPU reads by itself.
+//! Regions of mapped files that the GPU reads by itself.
 //!
 //! Registering pages with the driver takes longer than copying a small tensor from them, and tensors that follow one another share pages. So a
-//! whole stretch of the file around a tensor is registered at once and kept for those that follow. A stretch is known by the mapping that it
+//! whole region of the file around a tensor is registered at once and kept for those that follow. A region is known by the mapping that it
 //! belongs to: memory that was unmapped and mapped anew is another.
 
 use std::ffi::c_void;
@@ -13,18 +13,18 @@ use hearth_kernels::KernelError;
 
 use crate::driver::check;
 
-/// Bytes of a stretch; a tensor that is longer has its own.
-const STRETCH_BYTES: usize = 64 << 20;
-/// Stretches that are registered at a time while weights are loaded: their pages cannot leave memory.
+/// Bytes of a region; a tensor that is longer has its own.
+const REGION_BYTES: usize = 64 << 20;
+/// Regions that are registered at a time while weights are loaded: their pages cannot leave memory.
 const KEPT: usize = 2;
 
-/// Registered stretches, the latest last.
+/// Registered regions, the latest last.
 #[derive(Default)]
-pub(super) struct Windows {
-    registered: Vec<Window>,
+pub(super) struct RegisteredRegions {
+    registered: Vec<RegisteredRegion>,
 }
 
-struct Window {
+struct RegisteredRegion {
     range: Range<usize>,
     mapping: Mapping,
 }
@@ -37,7 +37,7 @@ struct Mapping {
     file: String,
 }
 
-impl Windows {
+impl RegisteredRegions {
     pub(super) fn is_empty(&self) -> bool {
         self.registered.is_empty()
     }
@@ -58,26 +58,26 @@ impl Windows {
         let Some(mapping) = mapping_of(&maps, &wanted) else {
             return Ok(Err(None));
         };
-        let covers = |w: &Window| {
+        let covers = |w: &RegisteredRegion| {
             w.mapping == mapping && w.range.start <= wanted.start && wanted.end <= w.range.end
         };
         if self.registered.iter().any(covers) {
             return Ok(Ok(()));
         }
-        let range = stretch(&mapping.range, &wanted);
-        let meets = |w: &Window| w.range.start < range.end && range.start < w.range.end;
+        let range = region(&mapping.range, &wanted);
+        let meets = |w: &RegisteredRegion| w.range.start < range.end && range.start < w.range.end;
         self.registered.retain(|w| !meets(w));
         if self.registered.len() >= KEPT {
             self.registered.remove(0);
         }
         let flags = sys::CU_MEMHOSTREGISTER_READ_ONLY;
-        // SAFETY: the range lies in one mapping of a file, which lives as long as `host` is borrowed; a window whose mapping is gone is
+        // SAFETY: the range lies in one mapping of a file, which lives as long as `host` is borrowed; a region whose mapping is gone is
         // never read again, since it is compared with the mappings of the day.
         let result =
             unsafe { sys::cuMemHostRegister_v2(range.start as *mut c_void, range.len(), flags) };
         match result {
             CUresult::CUDA_SUCCESS => {
-                self.registered.push(Window { range, mapping });
+                self.registered.push(RegisteredRegion { range, mapping });
                 Ok(Ok(()))
             }
             CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
@@ -91,18 +91,18 @@ impl Windows {
     }
 }
 
-impl Drop for Window {
+impl Drop for RegisteredRegion {
     fn drop(&mut self) {
         // SAFETY: registered by `cover`, and every copy is awaited before another call.
         unsafe { sys::cuMemHostUnregister(self.range.start as *mut c_void) };
     }
 }
 
-/// The stretch of a mapping around some of its bytes.
-fn stretch(mapping: &Range<usize>, wanted: &Range<usize>) -> Range<usize> {
+/// The region of a mapping around some of its bytes.
+fn region(mapping: &Range<usize>, wanted: &Range<usize>) -> Range<usize> {
     let page = rustix::param::page_size();
     let start = (wanted.start / page * page).max(mapping.start);
-    let end = wanted.end.next_multiple_of(page).max(start + STRETCH_BYTES);
+    let end = wanted.end.next_multiple_of(page).max(start + REGION_BYTES);
     start..end.min(mapping.end)
 }
 
@@ -152,15 +152,15 @@ mod tests {
         let mapping = 0x7f00_0000_0000..0x7f00_1000_0000;
         let near_end = 0x7f00_0fff_0123..0x7f00_0fff_8000;
         assert_eq!(
-            stretch(&mapping, &near_end),
+            region(&mapping, &near_end),
             0x7f00_0fff_0000..0x7f00_1000_0000
         );
         let long = 0x7f00_0000_1000..0x7f00_0800_0001;
-        let got = stretch(&mapping, &long);
+        let got = region(&mapping, &long);
         assert!(got.start <= long.start && got.end >= long.end && got.end <= mapping.end);
         assert_eq!(
-            stretch(&mapping, &(0x7f00_0000_1000..0x7f00_0000_1010)).len(),
-            STRETCH_BYTES
+            region(&mapping, &(0x7f00_0000_1000..0x7f00_0000_1010)).len(),
+            REGION_BYTES
         );
     }
 }

@@ -13,7 +13,7 @@ use super::binding::Binding;
 
 /// Which place in which plan; shared by all roles.
 #[derive(Args)]
-pub(crate) struct PlaceArgs {
+pub(crate) struct ProcessArgs {
     /// The plan, as JSON
     #[arg(long, value_name = "FILE")]
     pub(crate) plan: PathBuf,
@@ -38,7 +38,7 @@ pub(crate) struct PlaceArgs {
     pub(crate) with_parent: bool,
 }
 
-impl PlaceArgs {
+impl ProcessArgs {
     /// Reads the plan and finds the rank in it.
     ///
     /// # Errors
@@ -141,7 +141,7 @@ mod tests {
     fn find(plan: &Value) -> anyhow::Result<(InferencePlanSpec, PlanRank)> {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), plan.to_string()).unwrap();
-        let place = PlaceArgs {
+        let place = ProcessArgs {
             plan: file.path().to_owned(),
             rank: "decode-0".to_owned(),
             tls: TlsArgs {

@@ -20,7 +20,7 @@ use crate::affinity::{self, ThreadId};
 const SPIN: Duration = Duration::from_micros(12);
 
 /// A pool of threads, the calling thread among them.
-pub struct Pool {
+pub struct ThreadPool {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
     /// Held while a job runs: one at a time.
@@ -75,7 +75,7 @@ struct Slot {
 #[derive(Clone, Copy)]
 struct JobRef(*const Job<'static>);
 
-// SAFETY: a `Job` is Sync (its closure is), and `Pool::run` keeps it alive until no thread is inside.
+// SAFETY: a `Job` is Sync (its closure is), and `ThreadPool::run` keeps it alive until no thread is inside.
 unsafe impl Send for JobRef {}
 
 struct Job<'f> {
@@ -108,7 +108,7 @@ impl Job<'_> {
     }
 }
 
-impl Pool {
+impl ThreadPool {
     /// Starts `threads - 1` threads; the caller of [`run`](Self::run) is the last one. They run where the calling thread may.
     ///
     /// # Errors
@@ -176,7 +176,7 @@ impl Pool {
     ///
     /// # Errors
     /// [`KernelError::Device`] when the system refuses a CPU; the other threads are bound nevertheless.
-    pub fn place(&self, cpus: &[usize]) -> Result<(), KernelError> {
+    pub fn bind(&self, cpus: &[usize]) -> Result<(), KernelError> {
         let mut placement = lock(&self.placement);
         placement.cpus = cpus.to_vec();
         let at_work = match cpus.len() {
@@ -197,7 +197,7 @@ impl Pool {
     ///
     /// # Errors
     /// [`KernelError::Device`] when the system refuses.
-    pub fn place_caller(&self) -> Result<(), KernelError> {
+    pub fn bind_caller(&self) -> Result<(), KernelError> {
         let mut placement = lock(&self.placement);
         placement.threads[0] = Some(affinity::this_thread());
         let cpu = placement.cpus.first();
@@ -232,7 +232,7 @@ impl Pool {
     }
 }
 
-impl Drop for Pool {
+impl Drop for ThreadPool {
     fn drop(&mut self) {
         lock(&self.shared.slot).shutdown = true;
         self.shared.epoch.fetch_add(1, Ordering::Release);
@@ -347,7 +347,7 @@ mod tests {
     #[test]
     fn every_piece_runs_once_whatever_the_number_of_threads() {
         for threads in [1, 2, 5] {
-            let pool = Pool::new(threads).unwrap();
+            let pool = ThreadPool::new(threads).unwrap();
             assert_eq!(pool.threads(), threads);
             for pieces in [0, 1, 2, 63, 1000] {
                 let counts: Vec<AtomicUsize> = (0..pieces).map(|_| AtomicUsize::new(0)).collect();
@@ -362,7 +362,7 @@ mod tests {
 
     #[test]
     fn late_pieces_may_wait_for_early_ones() {
-        let pool = Pool::new(3).unwrap();
+        let pool = ThreadPool::new(3).unwrap();
         for _ in 0..200 {
             let early = AtomicUsize::new(0);
             pool.run(8, |piece| {
@@ -380,7 +380,7 @@ mod tests {
 
     #[test]
     fn a_panic_reaches_the_caller_and_the_pool_lives_on() {
-        let pool = Pool::new(3).unwrap();
+        let pool = ThreadPool::new(3).unwrap();
         let caught = catch_unwind(AssertUnwindSafe(|| {
             pool.run(20, |piece| assert_ne!(piece.index, 7, "piece seven"));
         }));
@@ -396,7 +396,7 @@ mod tests {
 
     #[test]
     fn several_callers_share_one_pool() {
-        let pool = Pool::new(2).unwrap();
+        let pool = ThreadPool::new(2).unwrap();
         let total = AtomicUsize::new(0);
         std::thread::scope(|scope| {
             for _ in 0..3 {
@@ -414,13 +414,13 @@ mod tests {
 
     #[test]
     fn a_cpu_that_does_not_exist_is_refused_by_its_number() {
-        let pool = Pool::new(2).unwrap();
-        let error = pool.place(&[999, 999]).unwrap_err();
+        let pool = ThreadPool::new(2).unwrap();
+        let error = pool.bind(&[999, 999]).unwrap_err();
         assert!(error.to_string().contains("999"), "{error}");
     }
 
     /// The numbers of the threads that take part in a job whose pieces wait for `threads` of them, or a while.
-    fn at_work(pool: &Pool, threads: usize) -> HashSet<usize> {
+    fn at_work(pool: &ThreadPool, threads: usize) -> HashSet<usize> {
         let seen = Mutex::new(HashSet::new());
         let deadline = Instant::now() + Duration::from_secs(2);
         pool.run(pool.threads(), |piece| {
@@ -436,8 +436,8 @@ mod tests {
     fn threads_follow_their_cpus_and_no_more_of_them_compute_than_there_are_cpus() {
         std::thread::spawn(|| {
             let all = affinity::release().unwrap();
-            let pool = Pool::new(3).unwrap();
-            pool.place_caller().unwrap();
+            let pool = ThreadPool::new(3).unwrap();
+            pool.bind_caller().unwrap();
             let threads = || lock(&pool.placement).threads.clone();
             let is_bound_to = |thread: usize, cpu: usize| {
                 let id = threads()[thread];
@@ -445,13 +445,13 @@ mod tests {
             };
             assert_eq!(at_work(&pool, 3), HashSet::from([0, 1, 2]));
             // One CPU is left: the caller computes alone.
-            pool.place(&all[..1]).unwrap();
+            pool.bind(&all[..1]).unwrap();
             is_bound_to(0, all[0]);
             assert_eq!(pool.threads_at_work(), 1);
             assert_eq!(at_work(&pool, 1), HashSet::from([0]));
             // There are three again, be they the same.
             let last = all[all.len() - 1];
-            pool.place(&[last, all[0], last]).unwrap();
+            pool.bind(&[last, all[0], last]).unwrap();
             for (thread, cpu) in [(0, last), (1, all[0]), (2, last)] {
                 is_bound_to(thread, cpu);
             }

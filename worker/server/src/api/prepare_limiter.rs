@@ -1,5 +1,5 @@
-//! Where requests are read and prepared: parsed, put through the chat template, tokenised, their schemas checked. All of
-//! that is computation, and much of it for a large request.
+//! Limits on reading and preparing requests: they are parsed, put through the chat template, tokenised, their schemas
+//! checked. All of that is computation, and much of it for a large request.
 //!
 //! As many are prepared at a time as there are CPUs: the tokenizer keeps the words that it has seen once for each thread,
 //! so that threads must be few. Large requests are prepared one at a time, so that they take no memory beyond what one
@@ -35,7 +35,7 @@ const UNIT_BYTES: usize = 1 << 10;
 
 /// The places of one gateway; clones share them.
 #[derive(Clone)]
-pub(super) struct Desk {
+pub(super) struct PrepareLimiter {
     places: Arc<Semaphore>,
     with_schemas: Arc<Semaphore>,
     large: Arc<Semaphore>,
@@ -59,12 +59,12 @@ pub(super) struct Prepared<T> {
 /// A request that is being prepared.
 pub(crate) struct Work {
     is_over: Arc<AtomicBool>,
-    place: Place,
+    class: RequestClass,
 }
 
 /// What a request is prepared among.
 #[derive(Clone, Copy)]
-enum Place {
+enum RequestClass {
     /// Small ones without a schema.
     Plain,
     /// Small ones with small schemas.
@@ -81,10 +81,10 @@ impl Work {
 
     /// Whether a request with schemas of so many bytes is prepared here; else elsewhere.
     pub(super) fn takes(&self, schema_bytes: usize) -> bool {
-        match self.place {
-            Place::Plain => schema_bytes == 0,
-            Place::WithSchemas => schema_bytes <= HEAVY_SCHEMA_BYTES,
-            Place::Large => true,
+        match self.class {
+            RequestClass::Plain => schema_bytes == 0,
+            RequestClass::WithSchemas => schema_bytes <= HEAVY_SCHEMA_BYTES,
+            RequestClass::Large => true,
         }
     }
 
@@ -100,7 +100,7 @@ impl Work {
     }
 }
 
-impl Desk {
+impl PrepareLimiter {
     /// A place for each CPU that this process may use, half as many for requests with schemas, both within [`PLACES`], and
     /// one for large requests.
     pub(super) fn new() -> Self {
@@ -145,21 +145,21 @@ impl Desk {
     ) -> Result<Prepared<T>, ApiError> {
         let Held { mut bytes, room } = body;
         let all = [
-            (&self.places, Place::Plain),
-            (&self.with_schemas, Place::WithSchemas),
-            (&self.large, Place::Large),
+            (&self.places, RequestClass::Plain),
+            (&self.with_schemas, RequestClass::WithSchemas),
+            (&self.large, RequestClass::Large),
         ];
         let first = if bytes.len() <= LARGE_BYTES { 0 } else { 2 };
         let mut value = None;
-        for (places, place) in &all[first..] {
+        for (places, class) in &all[first..] {
             // Large work drops the body as soon as it is read.
-            let body = match place {
-                Place::Large => std::mem::take(&mut bytes),
-                Place::Plain | Place::WithSchemas => bytes.clone(),
+            let body = match class {
+                RequestClass::Large => std::mem::take(&mut bytes),
+                RequestClass::Plain | RequestClass::WithSchemas => bytes.clone(),
             };
             let (work, room) = (work.clone(), room.clone());
             let work = move |now: &Work| (work(body, now), room).0;
-            value = run(places, *place, work).await?;
+            value = run(places, *class, work).await?;
             if value.is_some() {
                 break;
             }
@@ -194,7 +194,7 @@ impl Desk {
 /// Does work in one of `places`.
 async fn run<T: Send + 'static>(
     places: &Arc<Semaphore>,
-    kind: Place,
+    class: RequestClass,
     work: impl FnOnce(&Work) -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
     let place = places.clone().acquire_owned().await.map_err(|_| lost())?;
@@ -202,10 +202,7 @@ async fn run<T: Send + 'static>(
     let ending = Ending(is_over.clone());
     let work = move || {
         let _place = place;
-        work(&Work {
-            is_over,
-            place: kind,
-        })
+        work(&Work { is_over, class })
     };
     let done = tokio::task::spawn_blocking(work).await;
     drop(ending);
@@ -252,10 +249,10 @@ mod tests {
 
     #[tokio::test(flavor = "multi_thread")]
     async fn work_for_a_client_that_has_left_stops_and_gives_its_place_back() {
-        let desk = Desk::new();
+        let limiter = PrepareLimiter::new();
         let (began, stopped) = (mpsc::channel(), mpsc::channel());
         let preparing = tokio::spawn({
-            let desk = desk.clone();
+            let limiter = limiter.clone();
             async move {
                 let work = move |_: Bytes, work: &Work| {
                     began.0.send(()).unwrap();
@@ -265,31 +262,32 @@ mod tests {
                     stopped.0.send(()).unwrap();
                     work.go_on().map(Some)
                 };
-                desk.prepare(held(LARGE_BYTES + 1), work).await
+                limiter.prepare(held(LARGE_BYTES + 1), work).await
             }
         });
         began.1.recv_timeout(Duration::from_secs(10)).unwrap();
         // Small requests have places of their own meanwhile, unless their schemas are large.
-        let small = desk.prepare(held(10), |bytes, _| Ok(Some(bytes.len())));
+        let small = limiter.prepare(held(10), |bytes, _| Ok(Some(bytes.len())));
         assert_eq!(small.await.unwrap().value, 10);
         let heavy = |_: Bytes, work: &Work| Ok(work.takes(HEAVY_SCHEMA_BYTES + 1).then_some(()));
-        let waiting = timeout(Duration::from_millis(100), desk.prepare(held(10), heavy));
+        let waiting = timeout(Duration::from_millis(100), limiter.prepare(held(10), heavy));
         assert!(waiting.await.is_err(), "it waits with the large ones");
         preparing.abort();
         stopped.1.recv_timeout(Duration::from_secs(10)).unwrap();
-        let next = desk.prepare(held(LARGE_BYTES + 1), |bytes, _| Ok(Some(bytes.len())));
+        let next = limiter.prepare(held(LARGE_BYTES + 1), |bytes, _| Ok(Some(bytes.len())));
         assert_eq!(next.await.unwrap().value, LARGE_BYTES + 1);
     }
 
     #[tokio::test(flavor = "multi_thread")]
     async fn requests_without_a_schema_wait_for_none_with_one() {
-        let desk = Desk::new();
+        let limiter = PrepareLimiter::new();
         let is_held = Arc::new(AtomicBool::new(true));
         let under_way = Arc::new(AtomicUsize::new(0));
-        let (mut tasks, places) = (Vec::new(), desk.with_schemas.available_permits());
+        let (mut tasks, places) = (Vec::new(), limiter.with_schemas.available_permits());
         // More than all places of both kinds take.
         for _ in 0..2 * PLACES.1 + 1 {
-            let (desk, is_held, under_way) = (desk.clone(), is_held.clone(), under_way.clone());
+            let (limiter, is_held, under_way) =
+                (limiter.clone(), is_held.clone(), under_way.clone());
             let work = move |_: Bytes, work: &Work| {
                 if !work.takes(1) {
                     return Ok(None);
@@ -301,7 +299,7 @@ mod tests {
                 Ok(Some(()))
             };
             tasks.push(tokio::spawn(async move {
-                desk.prepare(held(10), work).await.is_ok()
+                limiter.prepare(held(10), work).await.is_ok()
             }));
         }
         let all_began = async {
@@ -311,7 +309,7 @@ mod tests {
         };
         let patience = Duration::from_secs(10);
         let has_begun = timeout(patience, all_began).await.is_ok();
-        let plain = desk.prepare(held(10), |_, work| Ok(work.takes(0).then_some(())));
+        let plain = limiter.prepare(held(10), |_, work| Ok(work.takes(0).then_some(())));
         let was_prepared = timeout(patience, plain)
             .await
             .is_ok_and(|done| done.is_ok());
@@ -325,19 +323,19 @@ mod tests {
 
     #[tokio::test]
     async fn what_requests_hold_is_bounded_and_small_ones_are_never_refused() {
-        let desk = Desk::new();
+        let limiter = PrepareLimiter::new();
         let patience = Duration::from_millis(50);
         let mut held = Vec::new();
         for _ in 0..4 {
-            held.push(desk.keep(16 << 20, patience).await.unwrap().unwrap());
+            held.push(limiter.keep(16 << 20, patience).await.unwrap().unwrap());
         }
-        let error = desk.keep(LARGE_BYTES + 1, patience).await.unwrap_err();
+        let error = limiter.keep(LARGE_BYTES + 1, patience).await.unwrap_err();
         assert_eq!(error.code.as_deref(), Some("large_requests"));
-        assert!(desk.keep(LARGE_BYTES, patience).await.unwrap().is_none());
+        assert!(limiter.keep(LARGE_BYTES, patience).await.unwrap().is_none());
         // One that needs more than there is takes all of it.
         let whole = tokio::spawn({
-            let desk = desk.clone();
-            async move { desk.keep(1 << 30, 200 * patience).await.is_ok() }
+            let limiter = limiter.clone();
+            async move { limiter.keep(1 << 30, 200 * patience).await.is_ok() }
         });
         drop(held);
         assert!(whole.await.unwrap());

@@ -102,9 +102,69 @@ fn crates_depend_only_along_the_arrows() {
     }
     for name in layers
         .keys()
-        .filter(|name| !dependencies.contains_key(*name))
+        .filter(|name| !name.contains('/') && !dependencies.contains_key(*name))
     {
         faults.push(format!("layers.txt names {name}, which is no crate"));
+    }
+    assert!(faults.is_empty(), "layering:\n  {}", faults.join("\n  "));
+}
+
+/// The modules of its own crate that a text names by `crate::`.
+fn named_modules(text: &str) -> BTreeSet<String> {
+    let is_name = |letter: char| letter.is_alphanumeric() || letter == '_';
+    let named = text.split("crate::").skip(1).map(|rest| {
+        let end = rest.find(|letter| !is_name(letter));
+        rest[..end.unwrap_or(rest.len())].to_owned()
+    });
+    named.filter(|name| !name.is_empty()).collect()
+}
+
+/// What `path` imports of its crate: a folder of modules, or one file.
+fn module_imports(path: &Path) -> BTreeSet<String> {
+    let mut files = Vec::new();
+    if path.is_dir() {
+        source_files(path, &mut files);
+    } else {
+        files.push(path.with_extension("rs"));
+    }
+    let texts = files.iter().map(|file| {
+        std::fs::read_to_string(file).unwrap_or_else(|error| panic!("{}: {error}", file.display()))
+    });
+    texts.flat_map(|text| named_modules(&text)).collect()
+}
+
+#[test]
+fn folders_import_only_along_the_arrows() {
+    let layers = read_layers();
+    let folders = layers.iter().filter(|(name, _)| name.contains('/'));
+    let mut crates = BTreeMap::<PathBuf, BTreeSet<String>>::new();
+    let mut faults = Vec::new();
+    for (name, layer) in folders {
+        let path = root().join(name);
+        let own = path.file_name().and_then(|own| own.to_str()).expect("name");
+        let sources = path.parent().expect("a folder of sources").to_owned();
+        crates.entry(sources).or_default().insert(own.to_owned());
+        let imports = module_imports(&path);
+        let others: BTreeSet<_> = imports.into_iter().filter(|it| it != own).collect();
+        for extra in others.difference(&layer.allowed) {
+            faults.push(format!("{name} → {extra} is no arrow of layers.txt"));
+        }
+        for unused in layer.allowed.difference(&others) {
+            faults.push(format!(
+                "layers.txt allows {name} → {unused}, which nothing uses"
+            ));
+        }
+    }
+    assert!(!crates.is_empty(), "layers.txt names no folders");
+    for (sources, known) in crates {
+        for entry in std::fs::read_dir(&sources).expect("read_dir").flatten() {
+            let path = entry.path();
+            let name = path.file_stem().and_then(|name| name.to_str());
+            let name = name.expect("name").to_owned();
+            if name != "main" && !known.contains(&name) {
+                faults.push(format!("{} has no line in layers.txt", path.display()));
+            }
+        }
     }
     assert!(faults.is_empty(), "layering:\n  {}", faults.join("\n  "));
 }

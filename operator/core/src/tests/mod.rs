@@ -5,6 +5,7 @@ mod events;
 mod fake_cluster;
 mod models;
 mod nodes;
+mod progress;
 mod refusals;
 mod rollout;
 mod scale;

@@ -11,27 +11,27 @@ pub const BUILTIN_MODELS: [&str; 1] = ["hearth-demo"];
 
 /// Where a deployment is to run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Venue {
+pub enum Target {
     /// One machine without a cluster: `hearth up`.
     Machine,
     /// Nodes of a Kubernetes cluster: the operator.
     Cluster,
 }
 
-/// Every field of the spec that asks for a capability that this engine does not have at `venue`.
+/// Every field of the spec that asks for a capability that this engine does not have at `target`.
 ///
 /// Pure. An empty answer means that nothing in the spec would be ignored.
-pub fn unsupported(spec: &InferenceDeploymentSpec, venue: Venue) -> Vec<FieldError> {
+pub fn unsupported(spec: &InferenceDeploymentSpec, target: Target) -> Vec<FieldError> {
     let mut errors = Vec::new();
-    model(spec, venue, &mut errors);
-    pools(spec, venue, &mut errors);
+    model(spec, target, &mut errors);
+    pools(spec, target, &mut errors);
     kv_cache(spec, &mut errors);
-    surroundings(spec, venue, &mut errors);
+    surroundings(spec, target, &mut errors);
     errors
 }
 
-fn model(spec: &InferenceDeploymentSpec, venue: Venue, errors: &mut Vec<FieldError>) {
-    source(&spec.model.source, venue, errors);
+fn model(spec: &InferenceDeploymentSpec, target: Target, errors: &mut Vec<FieldError>) {
+    source(&spec.model.source, target, errors);
     if spec.model.quantization != Quantization::Native {
         errors.push(FieldError::new(
             "spec.model.quantization",
@@ -58,7 +58,7 @@ fn model(spec: &InferenceDeploymentSpec, venue: Venue, errors: &mut Vec<FieldErr
     ));
 }
 
-fn source(source: &ModelSource, venue: Venue, errors: &mut Vec<FieldError>) {
+fn source(source: &ModelSource, target: Target, errors: &mut Vec<FieldError>) {
     const HERE: &str = "fetch the files yourself and name their directory by hostPath: {path: /models/NAME}, or offer them as an archive by http: {url, sha256}";
     if let Some(builtin) = &source.builtin
         && !BUILTIN_MODELS.contains(&builtin.name.as_str())
@@ -80,7 +80,7 @@ fn source(source: &ModelSource, venue: Venue, errors: &mut Vec<FieldError>) {
         ));
     }
     if let Some(claim) = &source.persistent_volume_claim
-        && venue == Venue::Machine
+        && target == Target::Machine
     {
         errors.push(FieldError::new(
             "spec.model.source.persistentVolumeClaim",
@@ -90,7 +90,7 @@ fn source(source: &ModelSource, venue: Venue, errors: &mut Vec<FieldError>) {
     }
 }
 
-fn pools(spec: &InferenceDeploymentSpec, venue: Venue, errors: &mut Vec<FieldError>) {
+fn pools(spec: &InferenceDeploymentSpec, target: Target, errors: &mut Vec<FieldError>) {
     match spec.prefill.mode {
         PrefillMode::Auto | PrefillMode::Chunked => {}
         PrefillMode::StreamLoading | PrefillMode::DistributedStreamLoading => {
@@ -102,7 +102,7 @@ fn pools(spec: &InferenceDeploymentSpec, venue: Venue, errors: &mut Vec<FieldErr
         }
     }
     if let Some(gpus @ 2..) = spec.prefill.gpus_per_worker
-        && venue == Venue::Machine
+        && target == Target::Machine
     {
         errors.push(FieldError::new(
             "spec.prefill.gpusPerWorker",
@@ -178,7 +178,7 @@ fn kv_cache(spec: &InferenceDeploymentSpec, errors: &mut Vec<FieldError>) {
     }
 }
 
-fn surroundings(spec: &InferenceDeploymentSpec, venue: Venue, errors: &mut Vec<FieldError>) {
+fn surroundings(spec: &InferenceDeploymentSpec, target: Target, errors: &mut Vec<FieldError>) {
     if spec.endpoint.gateway.is_some() {
         errors.push(FieldError::new(
             "spec.endpoint.gateway",
@@ -186,7 +186,7 @@ fn surroundings(spec: &InferenceDeploymentSpec, venue: Venue, errors: &mut Vec<F
             "this engine does not attach routes to a Gateway: remove it and use the endpoint directly",
         ));
     }
-    if venue == Venue::Cluster {
+    if target == Target::Cluster {
         return;
     }
     let type_ = match spec.endpoint.type_ {

@@ -40,7 +40,7 @@ mod rules;
 #[cfg(feature = "kube")]
 mod structural;
 
-pub use capability::{BUILTIN_MODELS, Venue, unsupported};
+pub use capability::{BUILTIN_MODELS, Target, unsupported};
 pub use deployment::*;
 pub use error::{FieldError, sentence};
 pub use facts::{KvShape, ModelFacts, ModuleBytes};

@@ -1,24 +1,24 @@
-//! What a message may offer. A value or a field that is refused at the venue is no help to anybody, so each is tried
+//! What a message may offer. A value or a field that is refused at the target is no help to anybody, so each is tried
 //! on [`unsupported`] in a spec that sets just that; there is no second list of what the engine can do.
 
 use serde_json::{Map, Value, json};
 
 use crate::InferenceDeploymentSpec;
-use crate::capability::{BUILTIN_MODELS, Venue, unsupported};
+use crate::capability::{BUILTIN_MODELS, Target, unsupported};
 
 /// Texts that some field of type string takes: any text, an amount of memory, a duration.
 const TEXTS: [&str; 2] = ["1Mi", "1s"];
 /// How a list of members begins in the words of a rule or a description.
 const LIST: &str = "exactly one of ";
 
-/// What is accepted at one venue; everything where none is given.
+/// What is accepted at one target; everything where none is given.
 #[derive(Clone, Copy)]
-pub(crate) struct Offer(Option<Venue>);
+pub(crate) struct Offer(Option<Target>);
 
 impl Offer {
-    /// What is accepted at `venue`.
-    pub(crate) fn at(venue: Option<Venue>) -> Self {
-        Self(venue)
+    /// What is accepted at `target`.
+    pub(crate) fn at(target: Option<Target>) -> Self {
+        Self(target)
     }
 
     /// The values of an enum that are accepted at `path`, as a list in words; `None` where the schema has no enum.
@@ -83,7 +83,7 @@ impl Offer {
 
     /// Whether nothing is said against `value` at `path`. What cannot be tried is not held back.
     fn accepts(self, path: &str, value: &Value) -> bool {
-        let (Some(venue), Some(inner)) = (self.0, path.strip_prefix("spec.")) else {
+        let (Some(target), Some(inner)) = (self.0, path.strip_prefix("spec.")) else {
             return true;
         };
         if inner.contains('[') {
@@ -98,7 +98,7 @@ impl Offer {
         let Ok(spec) = serde_json::from_value::<InferenceDeploymentSpec>(spec) else {
             return true;
         };
-        unsupported(&spec, venue)
+        unsupported(&spec, target)
             .iter()
             .all(|error| error.field != path)
     }

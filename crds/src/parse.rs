@@ -4,7 +4,7 @@ use kube::core::cel::{ErrorKind, Validator};
 use serde::Deserialize;
 use serde_json::Value;
 
-use crate::capability::{Venue, unsupported};
+use crate::capability::{Target, unsupported};
 use crate::error::FieldError;
 use crate::meant;
 use crate::offer::Offer;
@@ -73,22 +73,22 @@ pub fn parse_deployment(yaml_text: &str) -> Result<InferenceDeployment, ParseErr
     parse(yaml_text, None)
 }
 
-/// [`parse_deployment`], and every field that asks for what this engine cannot do at `venue` is refused too. Messages
+/// [`parse_deployment`], and every field that asks for what this engine cannot do at `target` is refused too. Messages
 /// offer only what is accepted there.
 ///
 /// # Errors
 /// [`ParseError`].
 pub fn parse_deployment_for(
     yaml_text: &str,
-    venue: Venue,
+    target: Target,
 ) -> Result<InferenceDeployment, ParseError> {
-    parse(yaml_text, Some(venue))
+    parse(yaml_text, Some(target))
 }
 
-fn parse(yaml_text: &str, venue: Option<Venue>) -> Result<InferenceDeployment, ParseError> {
+fn parse(yaml_text: &str, target: Option<Target>) -> Result<InferenceDeployment, ParseError> {
     let object = one_document(yaml_text)?;
     check_header(&object)?;
-    check_object(object, venue)
+    check_object(object, target)
 }
 
 /// Checks a deployment that did not come from a file (the operator's, read from the API server) by the same rules.
@@ -97,11 +97,11 @@ fn parse(yaml_text: &str, venue: Option<Venue>) -> Result<InferenceDeployment, P
 /// [`ParseError::Fields`] with all faults.
 pub fn validate_deployment(
     deployment: &InferenceDeployment,
-    venue: Venue,
+    target: Target,
 ) -> Result<(), ParseError> {
     let object =
         serde_json::to_value(deployment).map_err(|error| ParseError::Schema(error.to_string()))?;
-    check_object(object, Some(venue)).map(|_| ())
+    check_object(object, Some(target)).map(|_| ())
 }
 
 fn one_document(text: &str) -> Result<Value, ParseError> {
@@ -235,9 +235,9 @@ fn check_header(object: &Value) -> Result<(), ParseError> {
 }
 
 /// Shape first: rules may then rely on the types. Faults of rules and what the engine lacks come together.
-fn check_object(object: Value, venue: Option<Venue>) -> Result<InferenceDeployment, ParseError> {
+fn check_object(object: Value, target: Option<Target>) -> Result<InferenceDeployment, ParseError> {
     let schema = crate::crd::deployment_schema().map_err(ParseError::Schema)?;
-    let offer = Offer::at(venue);
+    let offer = Offer::at(target);
     let shape = structural::check(schema, &object, offer);
     if !shape.is_empty() {
         return Err(ParseError::Fields(shape));
@@ -251,8 +251,8 @@ fn check_object(object: Value, venue: Option<Venue>) -> Result<InferenceDeployme
             return Err(ParseError::Fields(vec![fault]));
         }
     };
-    if let Some(venue) = venue {
-        errors.extend(unsupported(&deployment.spec, venue));
+    if let Some(target) = target {
+        errors.extend(unsupported(&deployment.spec, target));
     }
     if errors.is_empty() {
         Ok(deployment)

@@ -2,7 +2,9 @@
 #![cfg(feature = "kube")]
 #![allow(clippy::unwrap_used)]
 
-use hearth_crds::{ParseError, Venue, parse_deployment, parse_deployment_for, validate_deployment};
+use hearth_crds::{
+    ParseError, Target, parse_deployment, parse_deployment_for, validate_deployment,
+};
 
 /// A deployment with `lines` as its spec, each already indented by two blanks.
 fn deployment(spec: &str) -> String {
@@ -41,7 +43,7 @@ fn the_smallest_file_is_accepted_with_defaults() {
         (1, 1)
     );
     demo.validate_cel().unwrap();
-    validate_deployment(&demo, Venue::Machine).unwrap();
+    validate_deployment(&demo, Target::Machine).unwrap();
 }
 
 #[test]
@@ -87,7 +89,7 @@ fn every_field_of_the_design_is_accepted() {
     assert_eq!(round, spec);
 
     // Everything of it that this engine lacks is refused by name, nothing is ignored.
-    let fields: Vec<String> = match parse_deployment_for(&text, Venue::Machine) {
+    let fields: Vec<String> = match parse_deployment_for(&text, Target::Machine) {
         Err(ParseError::Fields(fields)) => fields.into_iter().map(|field| field.field).collect(),
         other => panic!("{other:?}"),
     };
@@ -186,7 +188,7 @@ fn sources_are_exactly_one_and_well_formed() {
     );
     let unknown = parse_deployment_for(
         &deployment("  model: {source: {builtin: {name: nope}}}\n"),
-        Venue::Machine,
+        Target::Machine,
     );
     assert_eq!(
         unknown.unwrap_err().to_string(),

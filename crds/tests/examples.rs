@@ -4,7 +4,7 @@
 
 use std::path::PathBuf;
 
-use hearth_crds::{Venue, parse_deployment_for};
+use hearth_crds::{Target, parse_deployment_for};
 
 #[test]
 fn every_example_is_accepted_on_one_machine_and_in_a_cluster() {
@@ -17,9 +17,9 @@ fn every_example_is_accepted_on_one_machine_and_in_a_cluster() {
         if !text.contains("\nkind: InferenceDeployment\n") {
             continue;
         }
-        for venue in [Venue::Machine, Venue::Cluster] {
-            if let Err(error) = parse_deployment_for(&text, venue) {
-                panic!("{} for {venue:?}: {error}", path.display());
+        for target in [Target::Machine, Target::Cluster] {
+            if let Err(error) = parse_deployment_for(&text, target) {
+                panic!("{} for {target:?}: {error}", path.display());
             }
         }
         names.push(path.file_name().unwrap().to_string_lossy().into_owned());
@@ -32,7 +32,7 @@ fn every_example_is_accepted_on_one_machine_and_in_a_cluster() {
 fn the_demo_is_what_its_comments_say() {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../manifests/examples/demo.yaml");
     let demo =
-        parse_deployment_for(&std::fs::read_to_string(path).unwrap(), Venue::Machine).unwrap();
+        parse_deployment_for(&std::fs::read_to_string(path).unwrap(), Target::Machine).unwrap();
     assert_eq!(demo.spec.served_name(), "hearth-demo");
     assert_eq!(demo.spec.model.context_length, Some(2048));
     assert_eq!(

@@ -2,10 +2,10 @@
 #![cfg(feature = "kube")]
 #![allow(clippy::unwrap_used)]
 
-use hearth_crds::{Venue, crds, parse_deployment_for};
+use hearth_crds::{Target, crds, parse_deployment_for};
 use serde_json::{Value, json};
 
-const VENUES: [Venue; 2] = [Venue::Machine, Venue::Cluster];
+const TARGETS: [Target; 2] = [Target::Machine, Target::Cluster];
 
 /// A deployment whose spec has `value` at `path` (`decode.kvCache.keyType`).
 fn with(path: &str, value: &Value) -> String {
@@ -22,8 +22,8 @@ fn with(path: &str, value: &Value) -> String {
 }
 
 #[track_caller]
-fn refusal(text: &str, venue: Venue) -> String {
-    match parse_deployment_for(text, venue) {
+fn refusal(text: &str, target: Target) -> String {
+    match parse_deployment_for(text, target) {
         Ok(_) => panic!("accepted: {text}"),
         Err(error) => error.to_string(),
     }
@@ -53,29 +53,29 @@ fn a_wrong_word_is_told_exactly_the_words_that_are_accepted() {
     let mut all = Vec::new();
     enums(spec, "", &mut all);
     assert!(all.len() >= 9, "{all:?}");
-    for venue in VENUES {
+    for target in TARGETS {
         for (path, values) in &all {
             let accepted: Vec<&str> = values
                 .iter()
                 .map(String::as_str)
-                .filter(|value| parse_deployment_for(&with(path, &json!(value)), venue).is_ok())
+                .filter(|value| parse_deployment_for(&with(path, &json!(value)), target).is_ok())
                 .collect();
             let list = accepted.join(", ");
             assert_eq!(
-                refusal(&with(path, &json!("Nonsense")), venue),
+                refusal(&with(path, &json!("Nonsense")), target),
                 format!("spec.{path} is \"Nonsense\"\n  write one of {list}"),
-                "{venue:?}"
+                "{target:?}"
             );
             assert_eq!(
-                refusal(&with(path, &json!(7)), venue),
+                refusal(&with(path, &json!(7)), target),
                 format!(
                     "spec.{path} is 7\n  write one of {list} (in quotes if it reads as a number or as on, off)"
                 ),
-                "{venue:?}"
+                "{target:?}"
             );
         }
     }
-    let here = |path: &str| refusal(&with(path, &json!("Nonsense")), Venue::Machine);
+    let here = |path: &str| refusal(&with(path, &json!("Nonsense")), Target::Machine);
     assert!(here("strategy").ends_with("write one of Auto, Hybrid"));
     assert!(here("prefill.mode").ends_with("write one of Auto, Chunked"));
     assert!(here("decode.kvCache.keyType").ends_with("write one of BF16, F32"));
@@ -85,10 +85,10 @@ fn a_wrong_word_is_told_exactly_the_words_that_are_accepted() {
 #[test]
 fn only_sources_that_are_accepted_are_offered() {
     let two = json!({"builtin": {"name": "hearth-demo"}, "hostPath": {"path": "/m"}});
-    for (venue, sources) in [
-        (Venue::Machine, "builtin, hostPath, http"),
+    for (target, sources) in [
+        (Target::Machine, "builtin, hostPath, http"),
         (
-            Venue::Cluster,
+            Target::Cluster,
             "builtin, persistentVolumeClaim, hostPath, http",
         ),
     ] {
@@ -102,14 +102,14 @@ fn only_sources_that_are_accepted_are_offered() {
                 "spec.model.source is empty\n  write exactly one of ",
             ),
         ] {
-            let message = refusal(&with("model.source", source), venue);
+            let message = refusal(&with("model.source", source), target);
             assert!(
                 message.starts_with(&format!("{begin}{sources}; for the model")),
                 "{message}"
             );
         }
         assert_eq!(
-            refusal(&with("model", &json!({})), venue),
+            refusal(&with("model", &json!({})), target),
             format!(
                 "spec.model.source is missing\n  write it: where the model's files come from: exactly one of {sources}"
             )
@@ -120,18 +120,18 @@ fn only_sources_that_are_accepted_are_offered() {
 #[test]
 fn only_fields_that_are_obeyed_are_listed() {
     assert_eq!(
-        refusal(&with("decode.kvCache.size", &json!("1Gi")), Venue::Machine),
+        refusal(&with("decode.kvCache.size", &json!("1Gi")), Target::Machine),
         "spec.decode.kvCache.size is not a field of spec.decode.kvCache\n  The fields are keyType, memory, valueType"
     );
-    let message = refusal(&with("scale", &json!(1)), Venue::Machine);
+    let message = refusal(&with("scale", &json!(1)), Target::Machine);
     assert!(message.contains("placement"), "{message}");
     assert!(!message.contains("autoscaling"), "{message}");
-    let message = refusal(&with("placement.numa2", &json!(1)), Venue::Machine);
+    let message = refusal(&with("placement.numa2", &json!(1)), Target::Machine);
     assert!(
         message.ends_with("did you mean numa? The fields are numa, pinning"),
         "{message}"
     );
-    let message = refusal(&with("placement.numa2", &json!(1)), Venue::Cluster);
+    let message = refusal(&with("placement.numa2", &json!(1)), Target::Cluster);
     assert!(
         message
             .ends_with("The fields are nodeSelector, numa, pinning, runtimeClassName, tolerations"),
@@ -146,7 +146,7 @@ fn a_broken_rule_and_what_the_engine_lacks_come_together() {
             "decode",
             &json!({"replicas": 1, "minReplicas": 0, "maxReplicas": 2}),
         ),
-        Venue::Machine,
+        Target::Machine,
     );
     assert!(
         message.contains("write either replicas (a fixed number)"),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hearth_crds::{
-    FieldError, InferenceDeployment, InferencePlan, ParseError, Venue, unsupported,
+    FieldError, InferenceDeployment, InferencePlan, ParseError, Target, unsupported,
     validate_deployment,
 };
 use kube_core::ResourceExt;
@@ -40,7 +40,7 @@ pub fn validate(observed: &Observed) -> Result<(), Vec<FieldError>> {
     if !serves(&observed.settings, namespace) {
         return Err(vec![not_served(&observed.settings, namespace)]);
     }
-    let lacking = unsupported(&deployment.spec, Venue::Cluster);
+    let lacking = unsupported(&deployment.spec, Target::Cluster);
     if !lacking.is_empty() {
         return Err(lacking);
     }
@@ -113,7 +113,7 @@ fn check_rules(deployment: &InferenceDeployment) -> Result<(), Vec<FieldError>> 
     let name = deployment.metadata.name.as_deref().unwrap_or_default();
     let mut bare = InferenceDeployment::new(name, deployment.spec.clone());
     bare.metadata.namespace = deployment.metadata.namespace.clone();
-    match validate_deployment(&bare, Venue::Cluster) {
+    match validate_deployment(&bare, Target::Cluster) {
         Ok(()) => Ok(()),
         Err(ParseError::Fields(fields)) => Err(fields),
         Err(other) => Err(vec![FieldError::new(

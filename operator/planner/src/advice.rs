@@ -2,12 +2,12 @@
 
 use hearth_crds::{InferenceDeploymentSpec, NodeProfileSpec, Pinning, PlanRole, format_bytes};
 
-use crate::chooser::Chooser;
 use crate::cpus::{CpuLack, CpuRoom, core_count};
 use crate::error::{Advice, PlanError};
+use crate::estimator::Estimator;
 use crate::gpus::GpuLack;
 use crate::memory::{BLOCK_TOKENS, Demand, Shortage, available_for};
-use crate::node_ranks::{Crew, OnGpu};
+use crate::node_ranks::{NodeRanks, OnGpu};
 use crate::place::{Cost, NoRoom, Wanted, place};
 
 /// The shortest context that a spec may ask for.
@@ -48,41 +48,41 @@ pub(crate) fn check_kv_budget(
 
 /// Words and advice for a rank that has no room.
 pub(crate) fn refusal(
-    chooser: &Chooser<'_>,
+    estimator: &Estimator<'_>,
     demand: &Demand<'_>,
     wanted: Wanted,
     spec: &InferenceDeploymentSpec,
     no_room: NoRoom,
 ) -> PlanError {
     let trial = Trial {
-        chooser,
+        estimator,
         wanted,
         spec,
     };
-    let crew = wanted.on_one_node();
+    let ranks = wanted.on_one_node();
     match no_room {
-        NoRoom::Gpus { what, lack } => no_gpu(chooser, demand, wanted, spec, what, lack),
+        NoRoom::Gpus { what, lack } => no_gpu(estimator, demand, wanted, spec, what, lack),
         NoRoom::Cpus {
             what,
             node,
-            crew,
+            ranks,
             lack,
-        } => trial.no_cpu(demand, what, (node, crew), lack),
+        } => trial.no_cpu(demand, what, (node, ranks), lack),
         NoRoom::Memory { what, shortage } => {
-            if chooser.nodes().len() != 1 {
+            if estimator.nodes().len() != 1 {
                 return trial.no_memory(demand, what, shortage);
             }
             // More memory of the only node would not help where it lacks something else too.
-            if let Some(lack) = chooser.cpu_lack(0, crew) {
-                return trial.no_cpu(demand, what, (0, crew), lack);
+            if let Some(lack) = estimator.cpu_lack(0, ranks) {
+                return trial.no_cpu(demand, what, (0, ranks), lack);
             }
-            if let Some(lack) = chooser.gpu_lack(0, crew) {
+            if let Some(lack) = estimator.gpu_lack(0, ranks) {
                 let role = match &lack {
                     GpuLack::Memory(short) => short.role,
                     GpuLack::Count { .. } | GpuLack::Unusable { .. } => PlanRole::Prefill,
                 };
                 let what = format!("{}-0", role.as_str());
-                return no_gpu(chooser, demand, wanted, spec, what, lack);
+                return no_gpu(estimator, demand, wanted, spec, what, lack);
             }
             trial.no_memory(demand, what, shortage)
         }
@@ -91,7 +91,7 @@ pub(crate) fn refusal(
 
 /// Words and advice for a rank that no GPU takes.
 fn no_gpu(
-    chooser: &Chooser<'_>,
+    estimator: &Estimator<'_>,
     demand: &Demand<'_>,
     wanted: Wanted,
     spec: &InferenceDeploymentSpec,
@@ -111,7 +111,7 @@ fn no_gpu(
         GpuLack::Memory(short) => short,
     };
     let trial = Trial {
-        chooser,
+        estimator,
         wanted,
         spec,
     };
@@ -148,13 +148,13 @@ fn whole_need(
 }
 
 /// The workers of a node in words, such as `prefill, 2 decode`.
-fn worker_names(crew: Crew) -> String {
+fn worker_names(ranks: NodeRanks) -> String {
     let plural = |count: u32, role: &str| match count {
         0 => None,
         1 => Some(role.to_owned()),
         n => Some(format!("{n} {role}")),
     };
-    let roles = [(crew.prefill, "prefill"), (crew.decode, "decode")];
+    let roles = [(ranks.prefill, "prefill"), (ranks.decode, "decode")];
     let names = roles.into_iter().filter_map(|(n, role)| plural(n, role));
     names.collect::<Vec<_>>().join(", ")
 }
@@ -175,7 +175,7 @@ fn cpu_accounts(room: Option<CpuRoom>, gateway_millis: u64) -> String {
 }
 
 struct Trial<'a> {
-    chooser: &'a Chooser<'a>,
+    estimator: &'a Estimator<'a>,
     wanted: Wanted,
     spec: &'a InferenceDeploymentSpec,
 }
@@ -183,7 +183,7 @@ struct Trial<'a> {
 impl Trial<'_> {
     /// Words and advice for a rank that finds too little memory.
     fn no_memory(&self, demand: &Demand<'_>, what: String, shortage: Shortage) -> PlanError {
-        let nodes = self.chooser.nodes();
+        let nodes = self.estimator.nodes();
         let (what, shortage) = whole_need(nodes, demand, self.wanted, what, shortage);
         let mut advice = self.advice(demand);
         if advice.is_empty() {
@@ -226,18 +226,18 @@ impl Trial<'_> {
         &self,
         demand: &Demand<'_>,
         what: String,
-        (n, crew): (usize, Crew),
+        (n, ranks): (usize, NodeRanks),
         lack: CpuLack,
     ) -> PlanError {
         let whole = self.wanted.on_one_node();
-        let (what, crew, lack) = match self.chooser.cpu_lack(n, whole) {
-            Some(lack) if self.chooser.nodes().len() == 1 => {
+        let (what, ranks, lack) = match self.estimator.cpu_lack(n, whole) {
+            Some(lack) if self.estimator.nodes().len() == 1 => {
                 ("the deployment".to_owned(), whole, lack)
             }
-            _ => (what, crew, lack),
+            _ => (what, ranks, lack),
         };
-        let node = self.chooser.nodes()[n];
-        let room = self.chooser.cpu_room(n);
+        let node = self.estimator.nodes()[n];
+        let room = self.estimator.cpu_room(n);
         let mut advice = self.fewer_workers(demand);
         advice.extend(self.shared(demand));
         match lack {
@@ -277,7 +277,7 @@ impl Trial<'_> {
                     node: node.node.clone(),
                     cores,
                     workers,
-                    names: worker_names(crew),
+                    names: worker_names(ranks),
                     accounts: cpu_accounts(room, gateway_millis),
                     advice,
                 }
@@ -296,15 +296,15 @@ impl Trial<'_> {
             exclusive: false,
             ..*demand
         };
-        let chooser = self.chooser.with_spec(&spec).with_demand(&demand);
-        place(self.chooser.nodes(), &demand, self.wanted, &chooser)
+        let estimator = self.estimator.with_spec(&spec).with_demand(&demand);
+        place(self.estimator.nodes(), &demand, self.wanted, &estimator)
             .is_ok()
             .then_some(Advice::Share)
     }
 
     fn fits(&self, demand: &Demand<'_>, wanted: Wanted) -> bool {
-        let chooser = self.chooser.with_demand(demand);
-        place(self.chooser.nodes(), demand, wanted, &chooser).is_ok()
+        let estimator = self.estimator.with_demand(demand);
+        place(self.estimator.nodes(), demand, wanted, &estimator).is_ok()
     }
 
     /// Single changes that fit, the mildest first.
@@ -340,12 +340,12 @@ impl Trial<'_> {
     fn on_cpus(&self, demand: &Demand<'_>) -> Option<Advice> {
         let mut spec = self.spec.clone();
         spec.prefill.gpus_per_worker = Some(0);
-        let chooser = self.chooser.with_spec(&spec).with_demand(demand);
+        let estimator = self.estimator.with_spec(&spec).with_demand(demand);
         let wanted = Wanted {
             on_gpu: OnGpu::NONE,
             ..self.wanted
         };
-        place(self.chooser.nodes(), demand, wanted, &chooser)
+        place(self.estimator.nodes(), demand, wanted, &estimator)
             .is_ok()
             .then_some(Advice::RunOnCpus)
     }

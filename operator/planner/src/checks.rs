@@ -6,19 +6,19 @@ use hearth_crds::{
 };
 
 use crate::error::PlanError;
-use crate::input::PlanRequest;
+use crate::input::PlanInput;
 
 /// The context of a spec that names none: what a model was made for, at most this many tokens.
 const DEFAULT_CONTEXT_TOKENS: u32 = 8192;
 
 /// Nodes by name, each fit to be planned with.
 pub(crate) fn checked_nodes<'a>(
-    request: &PlanRequest<'a>,
+    input: &PlanInput<'a>,
 ) -> Result<Vec<&'a NodeProfileSpec>, PlanError> {
-    let mut nodes: Vec<&NodeProfileSpec> = request.profiles.iter().collect();
+    let mut nodes: Vec<&NodeProfileSpec> = input.profiles.iter().collect();
     nodes.sort_by(|a, b| a.node.cmp(&b.node));
     if nodes.is_empty() {
-        return Err(PlanError::NoNodes(request.name.to_owned()));
+        return Err(PlanError::NoNodes(input.name.to_owned()));
     }
     for node in &nodes {
         let is_rate = |rate: f64| rate.is_finite() && rate > 0.0;

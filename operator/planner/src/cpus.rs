@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_crds::{NodeProfileSpec, NumaPolicy, Pinning, PlanRole, cpu_request_millis};
 
-use crate::node_ranks::Crew;
+use crate::node_ranks::NodeRanks;
 
 /// Threads of a rank on a GPU: one gives it work, the others bring the weights to it.
 const GPU_RANK_THREADS: u32 = 4;
@@ -174,13 +174,13 @@ fn set_of(cores: &[Core], numa: NumaPolicy) -> CpuSet {
 
 /// CPU sets of a node's ranks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct CrewCpus {
+pub(crate) struct NodeCpus {
     pub gateway: Option<CpuSet>,
     pub prefill: Vec<CpuSet>,
     pub decode: Vec<CpuSet>,
 }
 
-impl CrewCpus {
+impl NodeCpus {
     pub(crate) fn of(&self, role: PlanRole) -> &[CpuSet] {
         match role {
             PlanRole::Gateway => self.gateway.as_slice(),
@@ -200,26 +200,26 @@ pub(crate) struct Binding {
 /// Divides the CPUs of `node` among its ranks.
 pub(crate) fn divide(
     node: &NodeProfileSpec,
-    crew: Crew,
+    ranks: NodeRanks,
     Binding { pinning, numa }: Binding,
     offer: CpuOffer<'_>,
-) -> Result<CrewCpus, CpuLack> {
+) -> Result<NodeCpus, CpuLack> {
     let room = offer.room(node);
     let mut sets = match pinning {
-        Pinning::Exclusive => divide_exclusive(node, crew, numa, room)?,
-        Pinning::Shared => divide_shared(node, crew, numa),
+        Pinning::Exclusive => divide_exclusive(node, ranks, numa, room)?,
+        Pinning::Shared => divide_shared(node, ranks, numa),
         Pinning::None => {
             let all = set_of(&cores_of(node), NumaPolicy::Any);
-            CrewCpus {
-                gateway: crew.gateway.then(|| gateway_of(&all)),
-                prefill: vec![all.clone(); crew.prefill as usize],
-                decode: vec![all; crew.decode as usize],
+            NodeCpus {
+                gateway: ranks.gateway.then(|| gateway_of(&all)),
+                prefill: vec![all.clone(); ranks.prefill as usize],
+                decode: vec![all; ranks.decode as usize],
             }
         }
     };
     let of_gpus = [
-        (crew.on_gpu.prefill, &mut sets.prefill),
-        (crew.on_gpu.decode, &mut sets.decode),
+        (ranks.on_gpu.prefill, &mut sets.prefill),
+        (ranks.on_gpu.decode, &mut sets.decode),
     ];
     for (_, sets) in of_gpus.into_iter().filter(|(is_on_gpu, _)| *is_on_gpu) {
         for set in sets {
@@ -233,7 +233,7 @@ pub(crate) fn divide(
 }
 
 /// The sets, if what their Pods request is there.
-fn within(sets: CrewCpus, pinning: Pinning, room: CpuRoom) -> Result<CrewCpus, CpuLack> {
+fn within(sets: NodeCpus, pinning: Pinning, room: CpuRoom) -> Result<NodeCpus, CpuLack> {
     let workers = sets.prefill.iter().chain(&sets.decode);
     let needs_millis = workers.map(|set| request_millis(set, pinning)).sum::<u64>()
         + sets.gateway.as_ref().map_or(0, gateway_millis);
@@ -270,7 +270,7 @@ fn gateway_of(all: &CpuSet) -> CpuSet {
 }
 
 /// Sets that may overlap: with `Compact` one NUMA node a rank in turn, else all CPUs.
-fn divide_shared(node: &NodeProfileSpec, crew: Crew, numa: NumaPolicy) -> CrewCpus {
+fn divide_shared(node: &NodeProfileSpec, ranks: NodeRanks, numa: NumaPolicy) -> NodeCpus {
     let cores = cores_of(node);
     let all = set_of(&cores, numa);
     let ids: BTreeSet<u32> = cores.iter().map(|core| core.numa).collect();
@@ -293,10 +293,10 @@ fn divide_shared(node: &NodeProfileSpec, crew: Crew, numa: NumaPolicy) -> CrewCp
             .map(|_| turn.next().cloned().unwrap_or_else(|| all.clone()))
             .collect()
     };
-    let decode = take(crew.decode);
-    let prefill = take(crew.prefill);
-    CrewCpus {
-        gateway: crew.gateway.then(|| gateway_of(&all)),
+    let decode = take(ranks.decode);
+    let prefill = take(ranks.prefill);
+    NodeCpus {
+        gateway: ranks.gateway.then(|| gateway_of(&all)),
         prefill,
         decode,
     }
@@ -306,18 +306,18 @@ fn divide_shared(node: &NodeProfileSpec, crew: Crew, numa: NumaPolicy) -> CrewCp
 /// half of the rest; prefill, which is bound by arithmetic, takes what is left. The gateway has what no worker has.
 fn divide_exclusive(
     node: &NodeProfileSpec,
-    crew: Crew,
+    ranks: NodeRanks,
     numa: NumaPolicy,
     room: Option<CpuRoom>,
-) -> Result<CrewCpus, CpuLack> {
+) -> Result<NodeCpus, CpuLack> {
     let all = cores_of(node);
-    let workers = (crew.prefill + crew.decode) as usize;
-    let gateway = crew
+    let workers = (ranks.prefill + ranks.decode) as usize;
+    let gateway = ranks
         .gateway
         .then(|| gateway_of(&set_of(&all, NumaPolicy::Any)));
     let gateway_millis = gateway.as_ref().map_or(0, gateway_millis);
     let may_request = room.map(|room| room.free_millis().saturating_sub(gateway_millis));
-    let mut free = own_cores(&all, crew, may_request);
+    let mut free = own_cores(&all, ranks, may_request);
     if free.len() < workers {
         return Err(CpuLack::Cores {
             workers,
@@ -326,9 +326,9 @@ fn divide_exclusive(
             gateway_millis,
         });
     }
-    let on_cpus = free.len() - crew.on_gpus() as usize;
-    let prefill = crew.prefill_on_cpus() as usize;
-    let decode = crew.decode_on_cpus() as usize;
+    let on_cpus = free.len() - ranks.on_gpus() as usize;
+    let prefill = ranks.prefill_on_cpus() as usize;
+    let decode = ranks.decode_on_cpus() as usize;
     let for_decode = if prefill == 0 {
         on_cpus
     } else if decode == 0 {
@@ -350,8 +350,8 @@ fn divide_exclusive(
         (PlanRole::Prefill, &mut prefill_sets),
         (PlanRole::Decode, &mut decode_sets),
     ] {
-        if crew.on_gpu.of(role) {
-            sets.extend((0..crew.of(role)).map(|_| take(1)));
+        if ranks.on_gpu.of(role) {
+            sets.extend((0..ranks.of(role)).map(|_| take(1)));
         }
     }
     let taken: BTreeSet<u32> = decode_sets
@@ -359,8 +359,8 @@ fn divide_exclusive(
         .chain(&prefill_sets)
         .flat_map(|set| set.cpus.iter().copied())
         .collect();
-    Ok(CrewCpus {
-        gateway: crew.gateway.then(|| gateway_beside(&all, &taken)),
+    Ok(NodeCpus {
+        gateway: ranks.gateway.then(|| gateway_beside(&all, &taken)),
         prefill: prefill_sets,
         decode: decode_sets,
     })
@@ -377,12 +377,12 @@ fn gateway_beside(cores: &[Core], taken: &BTreeSet<u32>) -> CpuSet {
 /// Cores that workers may have to themselves: as many as their Pods may request whole. On a machine of one's own the
 /// gateway has a core where there is one to spare. The first cores are left to all others, as the kubelet leaves them to
 /// the system.
-fn own_cores(all: &[Core], crew: Crew, may_request_millis: Option<u64>) -> Vec<Core> {
+fn own_cores(all: &[Core], ranks: NodeRanks, may_request_millis: Option<u64>) -> Vec<Core> {
     let cpus: usize = all.iter().map(|core| core.cpus.len()).sum();
-    let workers = (crew.prefill + crew.decode) as usize;
+    let workers = (ranks.prefill + ranks.decode) as usize;
     let mut cpus = match may_request_millis {
         Some(millis) => usize::try_from(millis / 1000).unwrap_or(usize::MAX),
-        None if crew.gateway && all.len() > workers => {
+        None if ranks.gateway && all.len() > workers => {
             cpus - all.first().map_or(0, |core| core.cpus.len())
         }
         None => cpus,

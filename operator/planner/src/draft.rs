@@ -2,21 +2,21 @@
 
 use hearth_crds::{NodeProfileSpec, PlanKvType, PlanRank, PlanRole, ResidencyPolicy};
 
-use crate::chooser::Chooser;
 use crate::cpus::CpuSet;
-use crate::input::PlanRequest;
+use crate::estimator::Estimator;
+use crate::input::PlanInput;
 use crate::memory::Demand;
 use crate::place::{Placement, Refused};
 
 /// All choices made; what is left is to write them down.
 pub(crate) struct Draft<'a> {
-    pub request: &'a PlanRequest<'a>,
+    pub input: &'a PlanInput<'a>,
     pub nodes: &'a [&'a NodeProfileSpec],
     pub demand: Demand<'a>,
     pub placement: Placement,
     /// Choices of devices that were preferred to this one, with what they lack.
     pub refused: Vec<Refused>,
-    pub chooser: &'a Chooser<'a>,
+    pub estimator: &'a Estimator<'a>,
     pub key_type: PlanKvType,
     pub value_type: PlanKvType,
 }
@@ -37,11 +37,11 @@ impl<'a> Draft<'a> {
             numa_nodes: decode.numa_nodes.clone(),
             threads: decode.threads,
         };
-        let seats = self.chooser.seats(n, self.placement.crews[n]).ok()?;
-        let mut seats = seats.decode.iter();
-        let seat = seats.find(|seat| decode.gpu_uuids.contains(&seat.gpu.uuid));
-        let predictor = self.chooser.predictor(n, &set, seat, budget);
-        Some(predictor.prefill_ms(self.chooser.prompt_tokens(), decode.chunk_tokens))
+        let slots = self.estimator.slots(n, self.placement.ranks[n]).ok()?;
+        let mut slots = slots.decode.iter();
+        let slot = slots.find(|slot| decode.gpu_uuids.contains(&slot.gpu.uuid));
+        let predictor = self.estimator.predictor(n, &set, slot, budget);
+        Some(predictor.prefill_ms(self.estimator.prompt_tokens(), decode.chunk_tokens))
     }
 
     /// Whether any node keeps only a part of the weights in memory.

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use hearth_crds::{ComputeCapability, GpuProfile, NodeProfileSpec, PlanRole, format_bytes};
 
 use crate::memory::{BLOCK_TOKENS, Demand};
-use crate::node_ranks::Crew;
+use crate::node_ranks::NodeRanks;
 
 /// What the kernels of the engine need: bf16 on tensor cores.
 pub(crate) const LEAST_CAPABILITY: ComputeCapability = ComputeCapability { major: 8, minor: 0 };
@@ -65,7 +65,7 @@ impl NodeOffer<'_> {
 
 /// A rank's place on a GPU.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Seat<'a> {
+pub(crate) struct GpuSlot<'a> {
     pub gpu: &'a GpuProfile,
     /// What ranks may have of this GPU together.
     pub usable_bytes: u64,
@@ -78,13 +78,13 @@ pub(crate) struct Seat<'a> {
 
 /// The places of a node's ranks; no places of a role that runs on CPUs.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Seats<'a> {
-    pub prefill: Vec<Seat<'a>>,
-    pub decode: Vec<Seat<'a>>,
+pub(crate) struct GpuSlots<'a> {
+    pub prefill: Vec<GpuSlot<'a>>,
+    pub decode: Vec<GpuSlot<'a>>,
 }
 
-impl<'a> Seats<'a> {
-    pub(crate) fn of(&self, role: PlanRole) -> &[Seat<'a>] {
+impl<'a> GpuSlots<'a> {
+    pub(crate) fn of(&self, role: PlanRole) -> &[GpuSlot<'a>] {
         match role {
             PlanRole::Gateway => &[],
             PlanRole::Prefill => &self.prefill,
@@ -150,7 +150,7 @@ pub(crate) fn unusable(gpu: &GpuProfile) -> Option<String> {
 }
 
 /// A GPU that ranks may be put on.
-struct Slot<'a> {
+struct GpuRoom<'a> {
     gpu: &'a GpuProfile,
     usable_bytes: u64,
     left_bytes: u64,
@@ -162,7 +162,10 @@ fn usable_bytes(bytes: u64) -> u64 {
 }
 
 /// GPUs of `node` that ranks may be put on, the one with the most memory first; none with the reason.
-fn slots<'a>(node: &'a NodeProfileSpec, offer: GpuOffer<'_>) -> Result<Vec<Slot<'a>>, String> {
+fn gpu_rooms<'a>(
+    node: &'a NodeProfileSpec,
+    offer: GpuOffer<'_>,
+) -> Result<Vec<GpuRoom<'a>>, String> {
     let mut reasons = node.gpus.iter().filter_map(|gpu| {
         unusable(gpu).map(|why| format!("{} of {} cannot be used: {why}", gpu.name, node.node))
     });
@@ -195,49 +198,52 @@ fn slots<'a>(node: &'a NodeProfileSpec, offer: GpuOffer<'_>) -> Result<Vec<Slot<
         return Err(reasons.next().unwrap_or_else(none));
     }
     let least = usable.iter().map(|gpu| memory(gpu)).min().unwrap_or(0);
-    let mut slots: Vec<Slot<'a>> = usable
+    let mut rooms: Vec<GpuRoom<'a>> = usable
         .into_iter()
         .map(|gpu| {
             let bytes = usable_bytes(match offer {
                 NodeOffer::Machine | NodeOffer::Claims(_) => memory(gpu),
                 NodeOffer::Plugin(_) => least,
             });
-            Slot {
+            GpuRoom {
                 gpu,
                 usable_bytes: bytes,
                 left_bytes: bytes,
             }
         })
         .collect();
-    slots.sort_by_key(|slot| (Reverse(memory(slot.gpu)), slot.gpu.uuid.clone()));
-    Ok(slots)
+    rooms.sort_by_key(|room| (Reverse(memory(room.gpu)), room.gpu.uuid.clone()));
+    Ok(rooms)
 }
 
 /// Whether ranks can be put on any GPU of `node` at all, if they fit.
 pub(crate) fn has_usable(node: &NodeProfileSpec, offer: GpuOffer<'_>) -> bool {
-    offer.at(node).count() != Some(0) && slots(node, offer).is_ok()
+    offer.at(node).count() != Some(0) && gpu_rooms(node, offer).is_ok()
 }
 
 /// Puts the ranks of a node that run on GPUs on them: each on the one with the most memory left, prefill ranks first.
 /// What is left then becomes KV. `gpus_per_prefill` of them are held by a prefill rank, which computes on one of them.
-pub(crate) fn seats<'a>(
+pub(crate) fn assign_slots<'a>(
     node: &'a NodeProfileSpec,
-    crew: Crew,
+    ranks: NodeRanks,
     demand: &Demand<'_>,
     offer: GpuOffer<'_>,
     gpus_per_prefill: u32,
-) -> Result<Seats<'a>, GpuLack> {
-    let ranks = |role| {
-        if crew.on_gpu.of(role) {
-            crew.of(role)
+) -> Result<GpuSlots<'a>, GpuLack> {
+    let ranks_on_gpus = |role| {
+        if ranks.on_gpu.of(role) {
+            ranks.of(role)
         } else {
             0
         }
     };
-    let (prefill, decode) = (ranks(PlanRole::Prefill), ranks(PlanRole::Decode));
+    let (prefill, decode) = (
+        ranks_on_gpus(PlanRole::Prefill),
+        ranks_on_gpus(PlanRole::Decode),
+    );
     let is_own = offer.at(node).count().is_some();
     if let Some(free) = offer.at(node).count() {
-        let needs = crew
+        let needs = ranks
             .prefill
             .saturating_mul(gpus_per_prefill)
             .saturating_add(decode);
@@ -250,92 +256,96 @@ pub(crate) fn seats<'a>(
         }
     }
     if prefill + decode == 0 {
-        return Ok(Seats::default());
+        return Ok(GpuSlots::default());
     }
-    let mut slots = slots(node, offer).map_err(|why| GpuLack::Unusable {
+    let mut rooms = gpu_rooms(node, offer).map_err(|why| GpuLack::Unusable {
         node: node.node.clone(),
         why,
     })?;
-    if is_own && slots.len() < (prefill + decode) as usize {
+    if is_own && rooms.len() < (prefill + decode) as usize {
         return Err(GpuLack::Count {
             node: node.node.clone(),
             needs: prefill + decode,
-            free: u32::try_from(slots.len()).unwrap_or(u32::MAX),
+            free: u32::try_from(rooms.len()).unwrap_or(u32::MAX),
         });
     }
     let mut taken: Vec<(PlanRole, usize)> = Vec::new();
     for (role, ranks) in [(PlanRole::Prefill, prefill), (PlanRole::Decode, decode)] {
         for _ in 0..ranks {
             let used: Vec<usize> = taken.iter().filter(|_| is_own).map(|(_, n)| *n).collect();
-            taken.push((role, take(node, &mut slots, &used, role, demand)?));
+            taken.push((role, take(node, &mut rooms, &used, role, demand)?));
         }
     }
-    Ok(with_kv(&slots, &taken, demand))
+    Ok(with_kv(&rooms, &taken, demand))
 }
 
-/// Takes the least that a rank needs from the slot with the most left, the first of several.
+/// Takes the least that a rank needs from the room with the most left, the first of several.
 fn take(
     node: &NodeProfileSpec,
-    slots: &mut [Slot<'_>],
+    rooms: &mut [GpuRoom<'_>],
     used: &[usize],
     role: PlanRole,
     demand: &Demand<'_>,
 ) -> Result<usize, GpuLack> {
     let need = demand.on_gpu(role);
-    let most = (0..slots.len())
+    let most = (0..rooms.len())
         .filter(|n| !used.contains(n))
-        .min_by_key(|n| (Reverse(slots[*n].left_bytes), *n));
+        .min_by_key(|n| (Reverse(rooms[*n].left_bytes), *n));
     let Some(n) = most else {
         return Err(GpuLack::Unusable {
             node: node.node.clone(),
             why: format!("{} has no further GPU", node.node),
         });
     };
-    let slot = &mut slots[n];
-    let Some(left) = slot.left_bytes.checked_sub(need.least_bytes()) else {
+    let room = &mut rooms[n];
+    let Some(left) = room.left_bytes.checked_sub(need.least_bytes()) else {
         return Err(GpuLack::Memory(GpuShortage {
             node: node.node.clone(),
-            gpu: slot.gpu.name.clone(),
+            gpu: room.gpu.name.clone(),
             role,
             needs_bytes: need.least_bytes(),
-            free_bytes: slot.left_bytes,
+            free_bytes: room.left_bytes,
             weights_bytes: need.weights_bytes,
             kv_bytes: need.kv_least_bytes,
             working_bytes: need.working_bytes,
         }));
     };
-    slot.left_bytes = left;
+    room.left_bytes = left;
     Ok(n)
 }
 
-/// Gives what the slots have left to the ranks on them: prefill ranks are soon content, decode ranks share the rest in
+/// Gives what the rooms have left to the ranks on them: prefill ranks are soon content, decode ranks share the rest in
 /// whole blocks.
-fn with_kv<'a>(slots: &[Slot<'a>], taken: &[(PlanRole, usize)], demand: &Demand<'_>) -> Seats<'a> {
+fn with_kv<'a>(
+    rooms: &[GpuRoom<'a>],
+    taken: &[(PlanRole, usize)],
+    demand: &Demand<'_>,
+) -> GpuSlots<'a> {
     let block = demand.kv_bytes(BLOCK_TOKENS).max(1);
-    let mut seats = Seats::default();
-    for (n, slot) in slots.iter().enumerate() {
-        let mut left = slot.left_bytes;
-        for (role, seats) in [
-            (PlanRole::Prefill, &mut seats.prefill),
-            (PlanRole::Decode, &mut seats.decode),
+    let mut slots = GpuSlots::default();
+    for (n, room) in rooms.iter().enumerate() {
+        let mut left = room.left_bytes;
+        for (role, slots_of_role) in [
+            (PlanRole::Prefill, &mut slots.prefill),
+            (PlanRole::Decode, &mut slots.decode),
         ] {
-            let ranks = taken.iter().filter(|seat| **seat == (role, n)).count() as u64;
+            let ranks = taken.iter().filter(|slot| **slot == (role, n)).count() as u64;
             let need = demand.on_gpu(role);
             let share = left.checked_div(ranks).unwrap_or(0) / block * block;
             let more = share.min(need.kv_best_bytes.saturating_sub(need.kv_least_bytes));
             left -= more * ranks;
             let kv_bytes = need.kv_least_bytes + more;
-            let seat = Seat {
-                gpu: slot.gpu,
-                usable_bytes: slot.usable_bytes,
+            let slot = GpuSlot {
+                gpu: room.gpu,
+                usable_bytes: room.usable_bytes,
                 kv_bytes,
                 memory_bytes: need.least_bytes() + more,
                 sharing: u32::try_from(ranks).unwrap_or(u32::MAX),
             };
-            seats.extend((0..ranks).map(|_| seat));
+            slots_of_role.extend((0..ranks).map(|_| slot));
         }
     }
-    seats
+    slots
 }
 
 impl GpuShortage {

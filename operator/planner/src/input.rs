@@ -7,7 +7,7 @@ use crate::gpus::GpuOffer;
 
 /// All that a plan follows from.
 #[derive(Clone, Copy, Debug)]
-pub struct PlanRequest<'a> {
+pub struct PlanInput<'a> {
     /// The deployment's name.
     pub name: &'a str,
     /// Its namespace.

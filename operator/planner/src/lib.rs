@@ -4,17 +4,17 @@
 //! why, with numbers; the operator and `hearth up` execute its answer and choose nothing. What does not fit is
 //! refused with the numbers and with a change that would fit.
 //!
-//! Architecture invariant: no clock, no randomness, no input or output, no kube: the same request gives the same
+//! Architecture invariant: no clock, no randomness, no I/O, no kube: the same input gives the same
 //! plan, byte for byte.
 
 #![forbid(unsafe_code)]
 
 mod advice;
 mod checks;
-mod chooser;
 mod cpus;
 mod draft;
 mod error;
+mod estimator;
 mod gpus;
 mod input;
 mod memory;
@@ -29,7 +29,7 @@ mod write;
 pub use cpus::{CpuOffer, CpuRoom, format_cpu_list};
 pub use error::{Advice, PlanError};
 pub use gpus::GpuOffer;
-pub use input::PlanRequest;
+pub use input::PlanInput;
 pub use plan::plan;
 pub use predict::{
     COMPUTE_EFFICIENCY, GPU_COMPUTE_EFFICIENCY, GPU_LAYER_OVERHEAD_MS, GPU_READ_EFFICIENCY,

@@ -2,7 +2,7 @@
 
 use hearth_crds::{ModelFacts, NodeProfileSpec, PlanRole, ResidencyPolicy};
 
-use crate::node_ranks::Crew;
+use crate::node_ranks::NodeRanks;
 
 /// Tokens of one KV block.
 pub(crate) const BLOCK_TOKENS: u32 = 16;
@@ -133,15 +133,15 @@ impl Demand<'_> {
         PROCESS_BYTES * 2
     }
 
-    fn scratch_bytes(&self, crew: Crew) -> u64 {
-        let gateway = if crew.gateway {
+    fn scratch_bytes(&self, ranks: NodeRanks) -> u64 {
+        let gateway = if ranks.gateway {
             self.gateway_scratch_bytes()
         } else {
             0
         };
         let (on_cpus, on_gpus) = (
-            crew.prefill_on_cpus() + crew.decode_on_cpus(),
-            crew.on_gpus(),
+            ranks.prefill_on_cpus() + ranks.decode_on_cpus(),
+            ranks.on_gpus(),
         );
         gateway
             + self.worker_scratch_bytes() * u64::from(on_cpus)
@@ -169,12 +169,12 @@ impl Demand<'_> {
     fn page_cache_bytes(
         &self,
         node: &NodeProfileSpec,
-        crew: Crew,
+        ranks: NodeRanks,
         decode_kv_bytes: u64,
         prefill_kv_bytes: u64,
     ) -> u64 {
-        let decode = u64::from(crew.decode_on_cpus());
-        let prefill = u64::from(crew.prefill_on_cpus());
+        let decode = u64::from(ranks.decode_on_cpus());
+        let prefill = u64::from(ranks.prefill_on_cpus());
         node.memory
             .available_bytes
             .saturating_sub(decode_kv_bytes.saturating_mul(decode))
@@ -196,15 +196,19 @@ impl Demand<'_> {
     /// Resident weights come before a large KV cache: a missing weight is read again for every token, a missing
     /// block makes one request wait. Workers with memory limits of their own have a window over prefetched weights each;
     /// others share one.
-    pub(crate) fn fit(&self, node: &NodeProfileSpec, crew: Crew) -> Result<NodeBudget, Shortage> {
+    pub(crate) fn fit(
+        &self,
+        node: &NodeProfileSpec,
+        ranks: NodeRanks,
+    ) -> Result<NodeBudget, Shortage> {
         let free = free_bytes(node);
-        let decode = u64::from(crew.decode_on_cpus());
-        let prefill = u64::from(crew.prefill_on_cpus());
+        let decode = u64::from(ranks.decode_on_cpus());
+        let prefill = u64::from(ranks.prefill_on_cpus());
         let (weights, floor) = match decode + prefill {
             0 => (0, 0),
             _ => (self.facts.bytes.total(), self.facts.least_resident_bytes()),
         };
-        let scratch = self.scratch_bytes(crew);
+        let scratch = self.scratch_bytes(ranks);
         let (decode_least, decode_best) = self.decode_kv();
         let (prefill_least, prefill_best) = self.prefill_kv();
         let sum = |weights: u64, decode_kv: u64, prefill_kv: u64| {
@@ -220,7 +224,7 @@ impl Demand<'_> {
             prefill_kv_bytes,
             decode_kv_wanted_bytes: decode_best,
             free_bytes: free,
-            page_cache_bytes: self.page_cache_bytes(node, crew, decode_kv_bytes, prefill_kv_bytes),
+            page_cache_bytes: self.page_cache_bytes(node, ranks, decode_kv_bytes, prefill_kv_bytes),
         };
         if sum(weights, decode_best, prefill_best) <= free {
             return Ok(budget(

@@ -4,7 +4,7 @@ use hearth_crds::PlanRole;
 
 /// How many ranks of each role a node runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Crew {
+pub(crate) struct NodeRanks {
     pub gateway: bool,
     pub prefill: u32,
     pub decode: u32,
@@ -12,8 +12,8 @@ pub(crate) struct Crew {
     pub on_gpu: OnGpu,
 }
 
-impl Crew {
-    pub(crate) fn ranks(self) -> usize {
+impl NodeRanks {
+    pub(crate) fn count(self) -> usize {
         usize::from(self.gateway) + self.prefill as usize + self.decode as usize
     }
 

@@ -8,11 +8,11 @@ use hearth_crds::{
     ComputeCapability, IsaProfile, NodeProfileSpec, PlanRank, PlanRole, ResidencyPolicy,
 };
 
-use crate::chooser::Chooser;
 use crate::cpus::CpuLack;
+use crate::estimator::Estimator;
 use crate::gpus::GpuLack;
 use crate::memory::Demand;
-use crate::node_ranks::Crew;
+use crate::node_ranks::NodeRanks;
 use crate::place::{Cost, Placement, Wanted, place};
 
 /// What the bits of a rank depend on, as far as a profile tells.
@@ -88,28 +88,28 @@ fn mixed_pool(nodes: &[&NodeProfileSpec], ranks: &[PlanRank], role: PlanRole) ->
 /// A placement whose pools on CPUs give the same bits each; none where `free` is one, or where there is none that keeps
 /// weights in memory on as many of its nodes. Kinds that `free` gives the most ranks come first.
 pub(crate) fn alike(
-    chooser: &Chooser<'_>,
+    estimator: &Estimator<'_>,
     demand: &Demand<'_>,
     wanted: Wanted,
     free: &Placement,
 ) -> Option<Placement> {
-    let nodes = chooser.nodes();
+    let nodes = estimator.nodes();
     if is_alike(nodes, free) {
         return None;
     }
-    let by_ranks = |ranks_of: fn(Crew) -> u32| {
+    let by_ranks = |ranks_of: fn(NodeRanks) -> u32| {
         let mut counts: BTreeMap<Numerics, u32> = BTreeMap::new();
-        for (node, crew) in nodes.iter().zip(&free.crews) {
-            *counts.entry(of_cpus(&node.isa)).or_default() += ranks_of(*crew);
+        for (node, ranks) in nodes.iter().zip(&free.ranks) {
+            *counts.entry(of_cpus(&node.isa)).or_default() += ranks_of(*ranks);
         }
         let mut kinds: Vec<_> = counts.into_iter().rev().collect();
         kinds.sort_by_key(|(_, ranks)| std::cmp::Reverse(*ranks));
         kinds
     };
-    for (decode, _) in by_ranks(Crew::decode_on_cpus) {
-        for (prefill, _) in by_ranks(Crew::prefill_on_cpus) {
+    for (decode, _) in by_ranks(NodeRanks::decode_on_cpus) {
+        for (prefill, _) in by_ranks(NodeRanks::prefill_on_cpus) {
             let only = Only {
-                chooser,
+                estimator,
                 prefill,
                 decode,
             };
@@ -133,49 +133,50 @@ fn prefetched(placement: &Placement) -> usize {
 }
 
 fn is_alike(nodes: &[&NodeProfileSpec], placement: &Placement) -> bool {
-    let is_one = |ranks_of: fn(Crew) -> u32| {
-        let crews = nodes.iter().zip(&placement.crews);
-        let mut kinds = crews
-            .filter(|(_, crew)| ranks_of(**crew) > 0)
+    let is_one = |ranks_of: fn(NodeRanks) -> u32| {
+        let placed = nodes.iter().zip(&placement.ranks);
+        let mut kinds = placed
+            .filter(|(_, ranks)| ranks_of(**ranks) > 0)
             .map(|(node, _)| of_cpus(&node.isa));
         let first = kinds.next();
         kinds.all(|kind| Some(kind) == first)
     };
-    is_one(Crew::decode_on_cpus) && is_one(Crew::prefill_on_cpus)
+    is_one(NodeRanks::decode_on_cpus) && is_one(NodeRanks::prefill_on_cpus)
 }
 
-/// The chooser, with ranks on CPUs of one kind alone.
+/// The estimator, with ranks on CPUs of one kind alone.
 struct Only<'a> {
-    chooser: &'a Chooser<'a>,
+    estimator: &'a Estimator<'a>,
     prefill: Numerics,
     decode: Numerics,
 }
 
 impl Cost for Only<'_> {
-    fn cpu_lack(&self, node: usize, crew: Crew) -> Option<CpuLack> {
-        let kind = of_cpus(&self.chooser.nodes()[node].isa);
+    fn cpu_lack(&self, node: usize, ranks: NodeRanks) -> Option<CpuLack> {
+        let kind = of_cpus(&self.estimator.nodes()[node].isa);
         let fits = |ranks: u32, wanted: Numerics| ranks == 0 || kind == wanted;
-        if fits(crew.decode_on_cpus(), self.decode) && fits(crew.prefill_on_cpus(), self.prefill) {
-            return self.chooser.cpu_lack(node, crew);
+        if fits(ranks.decode_on_cpus(), self.decode) && fits(ranks.prefill_on_cpus(), self.prefill)
+        {
+            return self.estimator.cpu_lack(node, ranks);
         }
         // None of its cores are of the kind.
         Some(CpuLack::Cores {
-            workers: crew.ranks(),
+            workers: ranks.count(),
             cores: 0,
             core_cpus: 1,
             gateway_millis: 0,
         })
     }
 
-    fn gpu_lack(&self, node: usize, crew: Crew) -> Option<GpuLack> {
-        self.chooser.gpu_lack(node, crew)
+    fn gpu_lack(&self, node: usize, ranks: NodeRanks) -> Option<GpuLack> {
+        self.estimator.gpu_lack(node, ranks)
     }
 
-    fn decode_ms(&self, node: usize, crew: Crew) -> f64 {
-        self.chooser.decode_ms(node, crew)
+    fn decode_ms(&self, node: usize, ranks: NodeRanks) -> f64 {
+        self.estimator.decode_ms(node, ranks)
     }
 
-    fn prefill_ms(&self, node: usize, crew: Crew, crews: &[Crew]) -> f64 {
-        self.chooser.prefill_ms(node, crew, crews)
+    fn prefill_ms(&self, node: usize, ranks: NodeRanks, placed: &[NodeRanks]) -> f64 {
+        self.estimator.prefill_ms(node, ranks, placed)
     }
 }

@@ -5,7 +5,7 @@ use hearth_crds::NodeProfileSpec;
 use crate::cpus::CpuLack;
 use crate::gpus::GpuLack;
 use crate::memory::{Demand, NodeBudget, Shortage};
-use crate::node_ranks::{Crew, OnGpu};
+use crate::node_ranks::{NodeRanks, OnGpu};
 
 /// Ranks of each role that the spec asks for, and where they compute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,8 +17,8 @@ pub(crate) struct Wanted {
 
 impl Wanted {
     /// All ranks on one node.
-    pub(crate) fn on_one_node(self) -> Crew {
-        Crew {
+    pub(crate) fn on_one_node(self) -> NodeRanks {
+        NodeRanks {
             gateway: true,
             prefill: self.prefill,
             decode: self.decode,
@@ -30,7 +30,7 @@ impl Wanted {
 /// Each node's ranks and memory, in the order of the nodes given; nodes without ranks have no budget.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Placement {
-    pub crews: Vec<Crew>,
+    pub ranks: Vec<NodeRanks>,
     pub budgets: Vec<Option<NodeBudget>>,
 }
 
@@ -43,7 +43,7 @@ pub(crate) enum NoRoom {
     Cpus {
         what: String,
         node: usize,
-        crew: Crew,
+        ranks: NodeRanks,
         lack: CpuLack,
     },
     /// For want of GPUs or of their memory; the node that lacks the least.
@@ -60,13 +60,13 @@ pub(crate) struct Refused {
 /// What placement asks about a node and the ranks that it would then have.
 pub(crate) trait Cost {
     /// What the node lacks of the CPUs that they ask for.
-    fn cpu_lack(&self, node: usize, crew: Crew) -> Option<CpuLack>;
+    fn cpu_lack(&self, node: usize, ranks: NodeRanks) -> Option<CpuLack>;
     /// What the node lacks of the GPUs that they hold.
-    fn gpu_lack(&self, node: usize, crew: Crew) -> Option<GpuLack>;
+    fn gpu_lack(&self, node: usize, ranks: NodeRanks) -> Option<GpuLack>;
     /// Time per output token of a further decode rank.
-    fn decode_ms(&self, node: usize, crew: Crew) -> f64;
+    fn decode_ms(&self, node: usize, ranks: NodeRanks) -> f64;
     /// Time to first token through a further prefill rank; infinite where no link leads to a decode rank.
-    fn prefill_ms(&self, node: usize, crew: Crew, crews: &[Crew]) -> f64;
+    fn prefill_ms(&self, node: usize, ranks: NodeRanks, placed: &[NodeRanks]) -> f64;
 }
 
 /// Places decode ranks first, each on the node where a token takes the least time with the ranks already there; then
@@ -77,64 +77,67 @@ pub(crate) fn place(
     wanted: Wanted,
     cost: &dyn Cost,
 ) -> Result<Placement, NoRoom> {
-    let nobody = Crew {
+    let nobody = NodeRanks {
         on_gpu: wanted.on_gpu,
-        ..Crew::default()
+        ..NodeRanks::default()
     };
-    let mut crews = vec![nobody; nodes.len()];
+    let mut placed = vec![nobody; nodes.len()];
     for i in 0..wanted.decode {
-        let with = |crew: Crew| Crew {
-            decode: crew.decode + 1,
-            gateway: crew.gateway || i == 0,
-            ..crew
+        let with = |ranks: NodeRanks| NodeRanks {
+            decode: ranks.decode + 1,
+            gateway: ranks.gateway || i == 0,
+            ..ranks
         };
         let node = {
-            let ms = |n: usize, crew: Crew| cost.decode_ms(n, crew);
+            let ms = |n: usize, ranks: NodeRanks| cost.decode_ms(n, ranks);
             Candidates {
                 nodes,
                 demand,
-                crews: &crews,
+                placed: &placed,
                 cost,
             }
             .cheapest(&format!("decode-{i}"), with, &ms)?
         };
-        crews[node] = with(crews[node]);
+        placed[node] = with(placed[node]);
     }
     for i in 0..wanted.prefill {
-        let with = |crew: Crew| Crew {
-            prefill: crew.prefill + 1,
-            ..crew
+        let with = |ranks: NodeRanks| NodeRanks {
+            prefill: ranks.prefill + 1,
+            ..ranks
         };
         let node = {
-            let ms = |n: usize, crew: Crew| cost.prefill_ms(n, crew, &crews);
+            let ms = |n: usize, ranks: NodeRanks| cost.prefill_ms(n, ranks, &placed);
             Candidates {
                 nodes,
                 demand,
-                crews: &crews,
+                placed: &placed,
                 cost,
             }
             .cheapest(&format!("prefill-{i}"), with, &ms)?
         };
-        crews[node] = with(crews[node]);
+        placed[node] = with(placed[node]);
     }
     let budgets = nodes
         .iter()
-        .zip(&crews)
-        .map(|(node, crew)| {
-            if crew.ranks() == 0 {
+        .zip(&placed)
+        .map(|(node, ranks)| {
+            if ranks.count() == 0 {
                 None
             } else {
-                demand.fit(node, *crew).ok()
+                demand.fit(node, *ranks).ok()
             }
         })
         .collect();
-    Ok(Placement { crews, budgets })
+    Ok(Placement {
+        ranks: placed,
+        budgets,
+    })
 }
 
 struct Candidates<'a> {
     nodes: &'a [&'a NodeProfileSpec],
     demand: &'a Demand<'a>,
-    crews: &'a [Crew],
+    placed: &'a [NodeRanks],
     cost: &'a dyn Cost,
 }
 
@@ -143,22 +146,22 @@ impl Candidates<'_> {
     fn cheapest(
         &self,
         what: &str,
-        with: impl Fn(Crew) -> Crew,
-        cost_ms: &dyn Fn(usize, Crew) -> f64,
+        with: impl Fn(NodeRanks) -> NodeRanks,
+        cost_ms: &dyn Fn(usize, NodeRanks) -> f64,
     ) -> Result<usize, NoRoom> {
         let mut best: Option<(f64, usize)> = None;
         let mut nearest: Option<Shortage> = None;
-        let mut crowded: Option<(CpuLack, usize, Crew)> = None;
+        let mut crowded: Option<(CpuLack, usize, NodeRanks)> = None;
         let mut without_gpus: Option<GpuLack> = None;
         for (n, node) in self.nodes.iter().enumerate() {
-            let crew = with(self.crews[n]);
-            if let Some(lack) = self.cost.cpu_lack(n, crew) {
+            let ranks = with(self.placed[n]);
+            if let Some(lack) = self.cost.cpu_lack(n, ranks) {
                 if crowded.is_none_or(|(nearest, ..)| lack.is_nearer_than(&nearest)) {
-                    crowded = Some((lack, n, crew));
+                    crowded = Some((lack, n, ranks));
                 }
                 continue;
             }
-            if let Some(lack) = self.cost.gpu_lack(n, crew) {
+            if let Some(lack) = self.cost.gpu_lack(n, ranks) {
                 if without_gpus
                     .as_ref()
                     .is_none_or(|nearest| lack.is_nearer_than(nearest))
@@ -167,9 +170,9 @@ impl Candidates<'_> {
                 }
                 continue;
             }
-            match self.demand.fit(node, crew) {
+            match self.demand.fit(node, ranks) {
                 Ok(_) => {
-                    let ms = cost_ms(n, crew);
+                    let ms = cost_ms(n, ranks);
                     if best.is_none_or(|(least, _)| ms < least) {
                         best = Some((ms, n));
                     }
@@ -190,10 +193,10 @@ impl Candidates<'_> {
             (Some((_, node)), ..) => Ok(node),
             (None, Some(shortage), ..) => Err(NoRoom::Memory { what, shortage }),
             (None, None, Some(lack), _) => Err(NoRoom::Gpus { what, lack }),
-            (None, None, None, Some((lack, node, crew))) => Err(NoRoom::Cpus {
+            (None, None, None, Some((lack, node, ranks))) => Err(NoRoom::Cpus {
                 what,
                 node,
-                crew,
+                ranks,
                 lack,
             }),
             (None, None, None, None) => Ok(0),

@@ -1,16 +1,16 @@
 //! The planner's one entry: from its input to a plan.
 
 use hearth_crds::{
-    InferenceDeploymentSpec, InferencePlanSpec, Pinning, Strategy, Venue, unsupported,
+    InferenceDeploymentSpec, InferencePlanSpec, Pinning, Strategy, Target, unsupported,
 };
 
 use crate::advice;
 use crate::checks::{checked_nodes, context_length, kv_types};
-use crate::chooser::Chooser;
 use crate::draft::Draft;
 use crate::error::PlanError;
+use crate::estimator::Estimator;
 use crate::gpus::has_usable;
-use crate::input::PlanRequest;
+use crate::input::PlanInput;
 use crate::memory::Demand;
 use crate::node_ranks::OnGpu;
 use crate::numerics::alike;
@@ -27,18 +27,18 @@ const PREFILL_CHUNK_TOKENS: u32 = 512;
 ///
 /// # Errors
 /// [`PlanError`] with the numbers that refuse the request and a change that was tried and fits.
-pub fn plan(request: &PlanRequest<'_>) -> Result<InferencePlanSpec, PlanError> {
-    let spec = request.spec;
-    let lacking = unsupported(spec, Venue::Cluster);
+pub fn plan(input: &PlanInput<'_>) -> Result<InferencePlanSpec, PlanError> {
+    let spec = input.spec;
+    let lacking = unsupported(spec, Target::Cluster);
     if !lacking.is_empty() {
         return Err(PlanError::Unsupported(lacking));
     }
-    let nodes = checked_nodes(request)?;
-    let (key_type, value_type) = kv_types(spec, request.facts)?;
-    let context_length = context_length(spec, request.facts)?;
+    let nodes = checked_nodes(input)?;
+    let (key_type, value_type) = kv_types(spec, input.facts)?;
+    let context_length = context_length(spec, input.facts)?;
     let demand = Demand {
-        facts: request.facts,
-        kv_bytes_per_token: request
+        facts: input.facts,
+        kv_bytes_per_token: input
             .facts
             .kv_bytes_per_token(key_type.bytes(), value_type.bytes()),
         context_length,
@@ -48,15 +48,15 @@ pub fn plan(request: &PlanRequest<'_>) -> Result<InferencePlanSpec, PlanError> {
         exclusive: spec.placement.pinning == Pinning::Exclusive,
     };
     advice::check_kv_budget(spec, &demand)?;
-    let chooser = Chooser::new(&nodes, &demand, spec, (request.gpus, request.cpus));
-    let (placement, refused) = placed(&chooser, &demand, spec)?;
+    let estimator = Estimator::new(&nodes, &demand, spec, (input.gpus, input.cpus));
+    let (placement, refused) = placed(&estimator, &demand, spec)?;
     let draft = Draft {
-        request,
+        input,
         nodes: &nodes,
         demand,
         placement,
         refused,
-        chooser: &chooser,
+        estimator: &estimator,
         key_type,
         value_type,
     };
@@ -65,7 +65,7 @@ pub fn plan(request: &PlanRequest<'_>) -> Result<InferencePlanSpec, PlanError> {
 
 /// The first choice of devices that can be placed, and those before it.
 fn placed(
-    chooser: &Chooser<'_>,
+    estimator: &Estimator<'_>,
     demand: &Demand<'_>,
     spec: &InferenceDeploymentSpec,
 ) -> Result<(Placement, Vec<Refused>), PlanError> {
@@ -75,11 +75,11 @@ fn placed(
         on_gpu: OnGpu::NONE,
     };
     let mut refused = Vec::new();
-    for on_gpu in device_choices(chooser, spec, wanted) {
+    for on_gpu in device_choices(estimator, spec, wanted) {
         wanted.on_gpu = on_gpu;
-        match place(chooser.nodes(), demand, wanted, chooser) {
+        match place(estimator.nodes(), demand, wanted, estimator) {
             Ok(free) => {
-                let placement = alike(chooser, demand, wanted, &free).unwrap_or(free);
+                let placement = alike(estimator, demand, wanted, &free).unwrap_or(free);
                 return Ok((placement, refused));
             }
             Err(no_room) => refused.push(Refused { on_gpu, no_room }),
@@ -88,7 +88,7 @@ fn placed(
     let Some(Refused { no_room, .. }) = refused.pop() else {
         return Err(PlanError::NoNodes(spec.served_name()));
     };
-    Err(advice::refusal(chooser, demand, wanted, spec, no_room))
+    Err(advice::refusal(estimator, demand, wanted, spec, no_room))
 }
 
 /// Where ranks may compute, the best first: a GPU brings prompts, which are bound by arithmetic, the most.
@@ -96,15 +96,15 @@ fn placed(
 /// All ranks of a role compute on the same kind of device: a stream that moves between decode workers goes on with the
 /// same bits.
 fn device_choices(
-    chooser: &Chooser<'_>,
+    estimator: &Estimator<'_>,
     spec: &InferenceDeploymentSpec,
     wanted: Wanted,
 ) -> Vec<OnGpu> {
     let asked = spec.prefill.gpus_per_worker;
-    let has_usable = chooser
+    let has_usable = estimator
         .nodes()
         .iter()
-        .any(|node| has_usable(node, chooser.gpus()));
+        .any(|node| has_usable(node, estimator.gpus()));
     let is_auto = spec.strategy == Strategy::Auto;
     let is_asked = asked.is_some_and(|gpus| gpus > 0) && wanted.prefill > 0;
     let may_use = match asked {

@@ -7,7 +7,7 @@ use hearth_crds::{
 
 use crate::cpus::{CpuSet, GATEWAY_UNDER_EXCLUSIVE, keep_beside, widen_memory};
 use crate::draft::{Draft, ranks_of};
-use crate::gpus::{NodeOffer, Seat};
+use crate::gpus::{GpuSlot, NodeOffer};
 use crate::memory::{BLOCK_TOKENS, NodeBudget, PREFILL_BATCH};
 use crate::numerics::mixed_pools;
 use crate::predict::{Predictor, rounded};
@@ -24,11 +24,11 @@ const QUEUE_TIMEOUT_MS: u64 = 120_000;
 
 /// Where a rank is to be.
 #[derive(Clone, Copy)]
-struct Here<'a> {
+struct RankHost<'a> {
     n: usize,
     budget: &'a NodeBudget,
     /// On a GPU.
-    seat: Option<&'a Seat<'a>>,
+    slot: Option<&'a GpuSlot<'a>>,
 }
 
 /// The plan that `draft` comes to.
@@ -39,26 +39,26 @@ pub(crate) fn plan_of(draft: &Draft<'_>) -> InferencePlanSpec {
 impl Draft<'_> {
     fn written(&self) -> InferencePlanSpec {
         let ranks = self.ranks();
-        let request = self.request;
-        let facts = request.facts;
+        let input = self.input;
+        let facts = input.facts;
         let routing = self.routing(&ranks);
         let predicted = self.prediction(&ranks);
         let mixed_numerics = mixed_pools(self.nodes, &ranks);
         let (mut why, not_chosen) = reasons::write(self, &ranks, &routing, &predicted);
         why.extend(mixed_numerics.iter().cloned());
         InferencePlanSpec {
-            generation: request.generation,
+            generation: input.generation,
             min_version: 0,
             worker_image: None,
             deployment: DeploymentRef {
-                name: request.name.to_owned(),
-                namespace: request.namespace.to_owned(),
+                name: input.name.to_owned(),
+                namespace: input.namespace.to_owned(),
             },
             strategy: PlanStrategy::Hybrid,
             model: PlanModel {
-                served_name: request.spec.served_name(),
-                path: request.model_path.to_owned(),
-                source: request.spec.model.source.describe(),
+                served_name: input.spec.served_name(),
+                path: input.model_path.to_owned(),
+                source: input.spec.model.source.describe(),
                 architecture: facts.architecture.clone(),
                 parameter_count: facts.parameter_count,
                 weight_bytes: facts.bytes.total(),
@@ -70,7 +70,7 @@ impl Draft<'_> {
             ranks,
             routing,
             predicted,
-            objectives: request.spec.objectives.clone(),
+            objectives: input.spec.objectives.clone(),
             mixed_numerics,
             why,
             not_chosen,
@@ -86,51 +86,51 @@ impl Draft<'_> {
     /// Ranks node by node; the index counts on over the nodes.
     fn ranks_of_role(&self, role: PlanRole) -> Vec<PlanRank> {
         let mut ranks = Vec::new();
-        for (n, crew) in self.placement.crews.iter().enumerate() {
-            let (Some(budget), Ok(cpus), Ok(seats)) = (
+        for (n, node_ranks) in self.placement.ranks.iter().enumerate() {
+            let (Some(budget), Ok(cpus), Ok(slots)) = (
                 &self.placement.budgets[n],
-                self.chooser.cpus(n, *crew),
-                self.chooser.seats(n, *crew),
+                self.estimator.cpus(n, *node_ranks),
+                self.estimator.slots(n, *node_ranks),
             ) else {
                 continue;
             };
             for (i, set) in cpus.of(role).iter().enumerate() {
-                let seat = seats.of(role).get(i);
-                let here = Here { n, budget, seat };
+                let slot = slots.of(role).get(i);
+                let host = RankHost { n, budget, slot };
                 let index = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
-                ranks.push(self.rank(&here, role, index, set.clone()));
+                ranks.push(self.rank(&host, role, index, set.clone()));
             }
         }
         ranks
     }
 
-    fn rank(&self, here: &Here<'_>, role: PlanRole, index: u32, mut set: CpuSet) -> PlanRank {
-        let Here { n, budget, seat } = *here;
+    fn rank(&self, host: &RankHost<'_>, role: PlanRole, index: u32, mut set: CpuSet) -> PlanRank {
+        let RankHost { n, budget, slot } = *host;
         let demand = &self.demand;
         let weight_bytes = demand.facts.bytes.total();
         let is_worker = role != PlanRole::Gateway;
-        if let Some(numa_node) = seat.and_then(|seat| seat.gpu.numa_node) {
+        if let Some(numa_node) = slot.and_then(|slot| slot.gpu.numa_node) {
             keep_beside(&mut set, self.nodes[n], numa_node);
         }
-        let kv_bytes = match (role, seat) {
+        let kv_bytes = match (role, slot) {
             (PlanRole::Gateway, _) => 0,
-            (_, Some(seat)) => seat.kv_bytes,
+            (_, Some(slot)) => slot.kv_bytes,
             (PlanRole::Prefill, None) => budget.prefill_kv_bytes,
             (PlanRole::Decode, None) => budget.decode_kv_bytes,
         };
-        let scratch_bytes = self.scratch_bytes(role, seat);
+        let scratch_bytes = self.scratch_bytes(role, slot);
         let chunk_tokens = match role {
             PlanRole::Gateway => 0,
             PlanRole::Prefill => demand.chunk_tokens,
-            PlanRole::Decode => self.decode_chunk_tokens(here, &set),
+            PlanRole::Decode => self.decode_chunk_tokens(host, &set),
         };
-        let predicted = is_worker.then(|| self.rank_prediction(here, role, &set));
-        let weight_budget_bytes = match seat {
+        let predicted = is_worker.then(|| self.rank_prediction(host, role, &set));
+        let weight_budget_bytes = match slot {
             Some(_) => weight_bytes,
             None => budget.weight_budget_bytes,
         };
         if is_worker {
-            let needs = match seat {
+            let needs = match slot {
                 Some(_) => scratch_bytes,
                 None => weight_budget_bytes
                     .saturating_add(kv_bytes)
@@ -147,13 +147,13 @@ impl Draft<'_> {
             numa_nodes: set.numa_nodes,
             threads: set.threads,
             pinning: self.pinning(role),
-            device: seat.map_or_else(|| DEVICE_CPU.to_owned(), |seat| seat.gpu.uuid.clone()),
-            gpus: self.held_gpus(role, seat),
-            claims_gpus: seat.is_some() && self.claims_gpus(n),
-            gpu_uuids: seat.map(|seat| seat.gpu.uuid.clone()).into_iter().collect(),
-            gpu_memory_bytes: seat.map_or(0, |seat| seat.memory_bytes),
+            device: slot.map_or_else(|| DEVICE_CPU.to_owned(), |slot| slot.gpu.uuid.clone()),
+            gpus: self.held_gpus(role, slot),
+            claims_gpus: slot.is_some() && self.claims_gpus(n),
+            gpu_uuids: slot.map(|slot| slot.gpu.uuid.clone()).into_iter().collect(),
+            gpu_memory_bytes: slot.map_or(0, |slot| slot.memory_bytes),
             residency: is_worker.then_some(PlanResidency {
-                policy: seat.map_or(budget.policy, |_| ResidencyPolicy::Resident),
+                policy: slot.map_or(budget.policy, |_| ResidencyPolicy::Resident),
                 weight_bytes,
                 budget_bytes: weight_budget_bytes,
             }),
@@ -176,14 +176,14 @@ impl Draft<'_> {
     }
 
     fn pinning(&self, role: PlanRole) -> Pinning {
-        match (role, self.request.spec.placement.pinning) {
+        match (role, self.input.spec.placement.pinning) {
             (PlanRole::Gateway, Pinning::Exclusive) => GATEWAY_UNDER_EXCLUSIVE,
             (_, asked) => asked,
         }
     }
 
-    fn scratch_bytes(&self, role: PlanRole, seat: Option<&Seat<'_>>) -> u64 {
-        match (role, seat) {
+    fn scratch_bytes(&self, role: PlanRole, slot: Option<&GpuSlot<'_>>) -> u64 {
+        match (role, slot) {
             (PlanRole::Gateway, _) => self.demand.gateway_scratch_bytes(),
             (_, Some(_)) => self.demand.gpu_worker_scratch_bytes(),
             (_, None) => self.demand.worker_scratch_bytes(),
@@ -191,12 +191,12 @@ impl Draft<'_> {
     }
 
     /// GPUs that a rank holds: the one that it computes on, or as many as the spec gives a prefill worker.
-    fn held_gpus(&self, role: PlanRole, seat: Option<&Seat<'_>>) -> u32 {
-        let own = u32::from(seat.is_some());
+    fn held_gpus(&self, role: PlanRole, slot: Option<&GpuSlot<'_>>) -> u32 {
+        let own = u32::from(slot.is_some());
         match role {
             PlanRole::Gateway | PlanRole::Decode => own,
             PlanRole::Prefill => {
-                let asked = self.request.spec.prefill.gpus_per_worker.unwrap_or(0);
+                let asked = self.input.spec.prefill.gpus_per_worker.unwrap_or(0);
                 asked.max(own)
             }
         }
@@ -204,15 +204,17 @@ impl Draft<'_> {
 
     /// Whether the GPUs of a node are had by claims.
     fn claims_gpus(&self, n: usize) -> bool {
-        let offer = self.chooser.gpus().at(self.nodes[n]);
+        let offer = self.estimator.gpus().at(self.nodes[n]);
         matches!(offer, NodeOffer::Claims(_))
     }
 
     /// The largest chunk (a power of two from 16 to 256) whose step holds running streams up no longer than allowed.
-    fn decode_chunk_tokens(&self, here: &Here<'_>, set: &CpuSet) -> u32 {
-        let predictor = self.chooser.predictor(here.n, set, here.seat, here.budget);
+    fn decode_chunk_tokens(&self, host: &RankHost<'_>, set: &CpuSet) -> u32 {
+        let predictor = self
+            .estimator
+            .predictor(host.n, set, host.slot, host.budget);
         let allowed_ms = self
-            .request
+            .input
             .spec
             .objectives
             .time_per_output_token
@@ -225,13 +227,16 @@ impl Draft<'_> {
             .min(self.demand.context_length)
     }
 
-    fn rank_prediction(&self, here: &Here<'_>, role: PlanRole, set: &CpuSet) -> RankPrediction {
-        let Here { n, budget, seat } = *here;
-        let predictor = self.chooser.predictor(n, set, seat, budget);
-        let (prompt, context) = (self.chooser.prompt_tokens(), self.chooser.stream_tokens());
+    fn rank_prediction(&self, host: &RankHost<'_>, role: PlanRole, set: &CpuSet) -> RankPrediction {
+        let RankHost { n, budget, slot } = *host;
+        let predictor = self.estimator.predictor(n, set, slot, budget);
+        let (prompt, context) = (
+            self.estimator.prompt_tokens(),
+            self.estimator.stream_tokens(),
+        );
         if role == PlanRole::Prefill {
             let prefill_ms = predictor.prefill_ms(prompt, self.demand.chunk_tokens);
-            let link = self.chooser.link_gbps(n, &self.placement.crews);
+            let link = self.estimator.link_gbps(n, &self.placement.ranks);
             let ttft_ms = prefill_ms + predictor.hand_over_ms(prompt, link);
             return RankPrediction {
                 ttft_ms: Some(rounded(ttft_ms)),
@@ -240,10 +245,10 @@ impl Draft<'_> {
                 tokens_per_second: rounded(f64::from(prompt) / prefill_ms * 1e3),
             };
         }
-        let sharing = match seat {
-            Some(seat) => seat.sharing,
-            None if self.chooser.is_exclusive() => 1,
-            None => self.placement.crews[n].decode,
+        let sharing = match slot {
+            Some(slot) => slot.sharing,
+            None if self.estimator.is_exclusive() => 1,
+            None => self.placement.ranks[n].decode,
         };
         let full = Predictor {
             rates: predictor.rates.shared_by(sharing),
@@ -293,7 +298,7 @@ impl Draft<'_> {
             });
         PlanPrediction {
             ttft_ms: rounded(ttft_ms.unwrap_or(0.0)),
-            ttft_prompt_tokens: self.chooser.prompt_tokens(),
+            ttft_prompt_tokens: self.estimator.prompt_tokens(),
             tpot_ms,
             tokens_per_second: rounded(of(PlanRole::Decode).map(|p| p.tokens_per_second).sum()),
         }

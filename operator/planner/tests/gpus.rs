@@ -11,8 +11,8 @@ use hearth_crds::{
 };
 use hearth_planner::{Advice, PlanError, plan};
 use support::{
-    GIB, claims, demo_model, dense_1_7b, gpu, laptop, plugin, qwen3_30b, request, request_here,
-    server, small_vm, spec,
+    GIB, claims, demo_model, dense_1_7b, gpu, laptop, plan_input, plan_input_here, plugin,
+    qwen3_30b, server, small_vm, spec,
 };
 
 /// The small machine with GPUs.
@@ -34,7 +34,7 @@ fn has_line(lines: &[String], begin: &str, part: &str) -> bool {
 fn auto_puts_both_workers_on_a_gpu_that_holds_them() {
     let profiles = [here(vec![gpu("NVIDIA L4", 1, 24)])];
     let facts = dense_1_7b();
-    let plan = plan(&request_here(
+    let plan = plan(&plan_input_here(
         &spec("decode: {maxBatch: 2}\n"),
         &facts,
         &profiles,
@@ -60,7 +60,7 @@ fn auto_puts_both_workers_on_a_gpu_that_holds_them() {
 fn decode_stays_on_the_cpu_where_a_gpu_holds_one_worker_only() {
     let profiles = [here(vec![gpu("NVIDIA RTX 2000", 1, 8)])];
     let facts = dense_1_7b();
-    let plan = plan(&request_here(&spec(""), &facts, &profiles)).unwrap();
+    let plan = plan(&plan_input_here(&spec(""), &facts, &profiles)).unwrap();
     assert!(rank(&plan, "prefill-0").is_on_gpu());
     let decode = rank(&plan, "decode-0");
     assert_eq!((decode.device.as_str(), decode.gpus), ("cpu", 0));
@@ -76,7 +76,7 @@ fn decode_stays_on_the_cpu_where_a_gpu_holds_one_worker_only() {
         "7 GiB free"
     ));
     // The same machine without the GPU takes longer to the first token, and as long for each.
-    let without = hearth_planner::plan(&request_here(&spec(""), &facts, &[small_vm()])).unwrap();
+    let without = hearth_planner::plan(&plan_input_here(&spec(""), &facts, &[small_vm()])).unwrap();
     assert!(plan.predicted.ttft_ms < without.predicted.ttft_ms);
     assert_eq!(plan.predicted.tpot_ms, without.predicted.tpot_ms);
 }
@@ -91,7 +91,7 @@ fn workers_go_to_the_gpu_with_the_most_memory_left() {
     let facts = dense_1_7b();
     let spec = spec("decode: {maxBatch: 1}\n");
     let device = |gpus: Vec<GpuProfile>, name: &str| {
-        let plan = plan(&request_here(&spec, &facts, &[here(gpus)])).unwrap();
+        let plan = plan(&plan_input_here(&spec, &facts, &[here(gpus)])).unwrap();
         rank(&plan, name).device.clone()
     };
     let (first, second) = (gpus[2].uuid.clone(), gpus[1].uuid.clone());
@@ -110,7 +110,7 @@ fn a_model_too_large_for_the_gpu_runs_on_cpus_and_the_plan_says_by_how_much() {
         ..server()
     }];
     let facts = qwen3_30b();
-    let plan = plan(&request_here(&spec(""), &facts, &profiles)).unwrap();
+    let plan = plan(&plan_input_here(&spec(""), &facts, &profiles)).unwrap();
     assert!(!plan.ranks.iter().any(PlanRank::is_on_gpu));
     assert!(
         has_line(
@@ -131,7 +131,7 @@ fn old_gpus_and_unknown_ones_are_left_out_with_the_reason() {
     unknown.compute_capability = None;
     let profiles = [here(vec![old, unknown])];
     let facts = demo_model();
-    let made = plan(&request_here(&spec(""), &facts, &profiles)).unwrap();
+    let made = plan(&plan_input_here(&spec(""), &facts, &profiles)).unwrap();
     assert!(!made.ranks.iter().any(PlanRank::is_on_gpu));
     assert!(has_line(
         &made.not_chosen,
@@ -145,12 +145,12 @@ fn old_gpus_and_unknown_ones_are_left_out_with_the_reason() {
     ));
 
     let asked = spec("prefill: {gpusPerWorker: 1}\n");
-    let error = plan(&request_here(&asked, &facts, &profiles)).unwrap_err();
+    let error = plan(&plan_input_here(&asked, &facts, &profiles)).unwrap_err();
     insta::assert_snapshot!(error, @r"
     prefill-0 needs a GPU (spec.prefill.gpusPerWorker), and GeForce RTX 2080 Ti of here cannot be used: it has compute capability 7.5, and this engine's kernels need 8.0
       write spec.prefill.gpusPerWorker: 0 to run on CPUs, or add a GPU of compute capability 8.0 or higher
     ");
-    let error = plan(&request_here(&asked, &facts, &[small_vm()])).unwrap_err();
+    let error = plan(&plan_input_here(&asked, &facts, &[small_vm()])).unwrap_err();
     insta::assert_snapshot!(error, @r"
     prefill-0 needs a GPU (spec.prefill.gpusPerWorker), and the profile of here shows no GPU
       write spec.prefill.gpusPerWorker: 0 to run on CPUs, or add a GPU of compute capability 8.0 or higher
@@ -179,14 +179,14 @@ fn only_auto_takes_gpus_that_nobody_asked_for() {
             "",
         ),
     ] {
-        let plan = plan(&request_here(&spec(yaml), &facts, &profiles)).unwrap();
+        let plan = plan(&plan_input_here(&spec(yaml), &facts, &profiles)).unwrap();
         let found = ["prefill-0", "decode-0"].map(|name| rank(&plan, name).is_on_gpu());
         assert_eq!(found, on_gpu, "{yaml}");
         let is_said = has_line(&plan.not_chosen, "NVIDIA L4 of here", says);
         assert_eq!(is_said, !says.is_empty(), "{yaml}: {:#?}", plan.not_chosen);
     }
     let chunked = spec("prefill: {mode: Chunked}\n");
-    let plan = plan(&request_here(&chunked, &facts, &profiles)).unwrap();
+    let plan = plan(&plan_input_here(&chunked, &facts, &profiles)).unwrap();
     assert!(rank(&plan, "decode-0").is_on_gpu());
 }
 
@@ -196,7 +196,7 @@ fn a_worker_that_does_not_fit_the_gpu_it_asks_for_is_refused_with_advice_that_he
     let facts = dense_1_7b();
     let mut spec = spec("prefill: {gpusPerWorker: 1}\ndecode: {maxBatch: 1}\n");
     spec.model.context_length = Some(65_536);
-    let error = plan(&request_here(&spec, &facts, &profiles)).unwrap_err();
+    let error = plan(&plan_input_here(&spec, &facts, &profiles)).unwrap_err();
     insta::assert_snapshot!(error, @r"
     prefill-0 needs 11.0 GiB of a GPU's memory, NVIDIA RTX 2000 of node here has 6.5 GiB free (weights 3.3 GiB, KV 7 GiB, working room 705.5 MiB)
       lower spec.model.contextLength to 22528, or write spec.prefill.mode: Chunked without prefill replicas, or write spec.prefill.gpusPerWorker: 0 to run on CPUs
@@ -213,7 +213,7 @@ fn a_worker_that_does_not_fit_the_gpu_it_asks_for_is_refused_with_advice_that_he
         panic!("{advice:?}")
     };
     spec.model.context_length = Some(tokens);
-    let fitting = plan(&request_here(&spec, &facts, &profiles)).unwrap();
+    let fitting = plan(&plan_input_here(&spec, &facts, &profiles)).unwrap();
     assert!(rank(&fitting, "prefill-0").is_on_gpu());
 }
 
@@ -226,9 +226,9 @@ fn in_a_cluster_each_gpu_is_one_workers_own() {
     let facts = dense_1_7b();
     let spec = spec("prefill: {gpusPerWorker: 1}\n");
     let one = BTreeMap::from([("office".to_owned(), 1)]);
-    let mut request = request(&spec, &facts, &profiles);
-    request.gpus = plugin(&one);
-    let plan = plan(&request).unwrap();
+    let mut input = plan_input(&spec, &facts, &profiles);
+    input.gpus = plugin(&one);
+    let plan = plan(&input).unwrap();
     let prefill = rank(&plan, "prefill-0");
     assert_eq!((prefill.node.as_str(), prefill.gpus), ("office", 1));
     assert_eq!(prefill.device, profiles[1].gpus[0].uuid);
@@ -240,8 +240,8 @@ fn in_a_cluster_each_gpu_is_one_workers_own() {
     ));
 
     let none = BTreeMap::new();
-    request.gpus = plugin(&none);
-    let refusal = hearth_planner::plan(&request).unwrap_err().to_string();
+    input.gpus = plugin(&none);
+    let refusal = hearth_planner::plan(&input).unwrap_err().to_string();
     assert!(
         refusal.starts_with("prefill-0 needs 1 GPU on one node"),
         "{refusal}"
@@ -261,9 +261,9 @@ fn a_plan_holds_for_each_gpu_that_the_device_plugin_may_give() {
     // What runs there now leaves before: a device plugin gives whole GPUs.
     small.free_bytes = 0;
     let profiles = [here(vec![gpu("large", 1, 24), small])];
-    let mut request = request(&spec, &facts, &profiles);
-    request.gpus = plugin(&two);
-    let made = plan(&request).unwrap();
+    let mut input = plan_input(&spec, &facts, &profiles);
+    input.gpus = plugin(&two);
+    let made = plan(&input).unwrap();
     let (prefill, decode) = (rank(&made, "prefill-0"), rank(&made, "decode-0"));
     assert_ne!(prefill.gpu_uuids, decode.gpu_uuids);
     for rank in [prefill, decode] {
@@ -287,9 +287,9 @@ fn gpus_that_nobody_knows_are_not_held() {
     let spec = spec("prefill: {gpusPerWorker: 2}\n");
     let two = BTreeMap::from([("here".to_owned(), 2)]);
     let profiles = [small_vm()];
-    let mut request = request(&spec, &facts, &profiles);
-    request.gpus = plugin(&two);
-    let refusal = plan(&request).unwrap_err();
+    let mut input = plan_input(&spec, &facts, &profiles);
+    input.gpus = plugin(&two);
+    let refusal = plan(&input).unwrap_err();
     insta::assert_snapshot!(refusal, @r"
     prefill-0 needs a GPU (spec.prefill.gpusPerWorker), and 2 that here offers are not in its profile: its agent cannot see them (chart value agent.runtimeClassName)
       write spec.prefill.gpusPerWorker: 0 to run on CPUs, or add a GPU of compute capability 8.0 or higher
@@ -309,9 +309,9 @@ fn gpus_that_can_be_claimed_are_chosen_by_uuid() {
     let free = [&large, &small].map(|gpu| gpu.uuid.clone());
     let uuids = BTreeMap::from([("here".to_owned(), BTreeSet::from(free))]);
     let profiles = [here(vec![large.clone(), small, other.clone()])];
-    let mut request = request(&spec, &facts, &profiles);
-    request.gpus = claims(&uuids);
-    let made = plan(&request).unwrap();
+    let mut input = plan_input(&spec, &facts, &profiles);
+    input.gpus = claims(&uuids);
+    let made = plan(&input).unwrap();
     let prefill = rank(&made, "prefill-0");
     assert_eq!(
         (prefill.device.as_str(), prefill.gpus),
@@ -333,8 +333,8 @@ fn gpus_that_can_be_claimed_are_chosen_by_uuid() {
     ));
 
     let none = BTreeMap::from([("here".to_owned(), BTreeSet::new())]);
-    request.gpus = claims(&none);
-    let refusal = plan(&request).unwrap_err().to_string();
+    input.gpus = claims(&none);
+    let refusal = plan(&input).unwrap_err().to_string();
     assert!(refusal.starts_with("prefill-0 needs 1 GPU"), "{refusal}");
 }
 
@@ -347,7 +347,7 @@ fn a_rank_on_a_gpu_uses_the_cores_beside_it() {
         ..server()
     }];
     let facts = dense_1_7b();
-    let plan = plan(&request_here(&spec(""), &facts, &profiles)).unwrap();
+    let plan = plan(&plan_input_here(&spec(""), &facts, &profiles)).unwrap();
     let prefill = rank(&plan, "prefill-0");
     assert_eq!(
         (prefill.numa_nodes.as_slice(), prefill.threads),
@@ -358,7 +358,7 @@ fn a_rank_on_a_gpu_uses_the_cores_beside_it() {
     // Of cores of its own it takes one; those of the decode worker stay where CPUs decode.
     let exclusive =
         spec("strategy: Hybrid\nprefill: {gpusPerWorker: 1}\nplacement: {pinning: Exclusive}\n");
-    let plan = hearth_planner::plan(&request_here(&exclusive, &facts, &profiles)).unwrap();
+    let plan = hearth_planner::plan(&plan_input_here(&exclusive, &facts, &profiles)).unwrap();
     assert_eq!(rank(&plan, "prefill-0").threads, 1);
     assert_eq!(rank(&plan, "decode-0").threads, 30);
 }

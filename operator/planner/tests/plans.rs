@@ -7,17 +7,17 @@ mod support;
 use std::collections::BTreeMap;
 
 use hearth_crds::{ModelFacts, Pinning, PlanRole, PlanRouting, ResidencyPolicy};
-use hearth_planner::{Advice, CpuOffer, CpuRoom, PlanError, PlanRequest, plan};
+use hearth_planner::{Advice, CpuOffer, CpuRoom, PlanError, PlanInput, plan};
 use support::{
-    GIB, MIB, cpu_rooms, demo_model, dense_1_7b, laptop, qwen3_30b, request, request_here, server,
-    small_vm, spec,
+    GIB, MIB, cpu_rooms, demo_model, dense_1_7b, laptop, plan_input, plan_input_here, qwen3_30b,
+    server, small_vm, spec,
 };
 
 #[test]
 fn demo_on_two_cores() {
     let mut spec = spec("prefill: {replicas: 1}\ndecode: {replicas: 1, maxBatch: 8}\n");
     spec.model.context_length = Some(2048);
-    let plan = plan(&request(&spec, &demo_model(), &[small_vm()])).unwrap();
+    let plan = plan(&plan_input(&spec, &demo_model(), &[small_vm()])).unwrap();
     let names: Vec<&str> = plan.ranks.iter().map(|rank| rank.name.as_str()).collect();
     assert_eq!(names, ["gateway-0", "prefill-0", "decode-0"]);
     // 6 layers × (64 + 16) elements × 2 bytes.
@@ -39,14 +39,14 @@ fn moe_on_a_two_socket_server() {
     let spec = spec(
         "decode: {maxBatch: 16}\nplacement: {pinning: Exclusive}\nobjectives: {timePerOutputToken: 50ms}\n",
     );
-    let plan = plan(&request(&spec, &qwen3_30b(), &[server()])).unwrap();
+    let plan = plan(&plan_input(&spec, &qwen3_30b(), &[server()])).unwrap();
     insta::assert_yaml_snapshot!(plan);
 }
 
 #[test]
 fn moe_on_an_eight_gib_laptop_is_prefetched_and_misses_its_objectives() {
     let spec = spec("objectives: {timeToFirstToken: 1s, timePerOutputToken: 50ms}\n");
-    let plan = plan(&request(&spec, &qwen3_30b(), &[laptop(7 * GIB)])).unwrap();
+    let plan = plan(&plan_input(&spec, &qwen3_30b(), &[laptop(7 * GIB)])).unwrap();
     let residency = plan.rank("decode-0").unwrap().residency.as_ref().unwrap();
     assert_eq!(residency.policy, ResidencyPolicy::MmapPrefetch);
     assert_eq!(
@@ -71,7 +71,7 @@ fn exclusive_workers_have_a_window_each_over_prefetched_weights() {
     let facts = qwen3_30b();
     let windows = |pinning: &str| {
         let spec = spec(&format!("placement: {{pinning: {pinning}}}\n"));
-        let plan = plan(&request(&spec, &facts, &[laptop(9 * GIB)])).unwrap();
+        let plan = plan(&plan_input(&spec, &facts, &[laptop(9 * GIB)])).unwrap();
         let of = |name| {
             let residency = plan.rank(name).unwrap().residency.clone().unwrap();
             assert_eq!(residency.policy, ResidencyPolicy::MmapPrefetch);
@@ -91,7 +91,7 @@ fn exclusive_workers_have_a_window_each_over_prefetched_weights() {
 #[test]
 fn compact_keeps_a_rank_on_one_numa_node() {
     let spec = spec("placement: {numa: Compact, pinning: Exclusive}\n");
-    let plan = plan(&request(&spec, &dense_1_7b(), &[server()])).unwrap();
+    let plan = plan(&plan_input(&spec, &dense_1_7b(), &[server()])).unwrap();
     let decode = plan.rank("decode-0").unwrap();
     let prefill = plan.rank("prefill-0").unwrap();
     assert_eq!(decode.numa_nodes.len(), 1);
@@ -109,7 +109,7 @@ fn compact_keeps_a_rank_on_one_numa_node() {
 #[test]
 fn chunked_has_no_prefill_rank() {
     let spec = spec("prefill: {mode: Chunked}\n");
-    let plan = plan(&request(&spec, &demo_model(), &[small_vm()])).unwrap();
+    let plan = plan(&plan_input(&spec, &demo_model(), &[small_vm()])).unwrap();
     assert_eq!(plan.ranks_of(PlanRole::Prefill).count(), 0);
     assert_eq!(
         plan.routing.chunked_below_tokens,
@@ -127,7 +127,12 @@ fn workers_of_a_pool_share_their_numerics_or_the_plan_says_so() {
     old.isa.avx512f = false;
     let facts = dense_1_7b();
     // Apart from their kernels the three are alike, and a rank each would be the fastest.
-    let alike = plan(&request(&spec, &facts, &[old.clone(), new.clone(), newer])).unwrap();
+    let alike = plan(&plan_input(
+        &spec,
+        &facts,
+        &[old.clone(), new.clone(), newer],
+    ))
+    .unwrap();
     for role in [PlanRole::Prefill, PlanRole::Decode] {
         let on_old = alike.ranks_of(role).filter(|rank| rank.node == "attic");
         assert!([0, 2].contains(&on_old.count()), "{role:?} is mixed");
@@ -140,7 +145,7 @@ fn workers_of_a_pool_share_their_numerics_or_the_plan_says_so() {
         node.memory.available_bytes = 6 << 30;
         node.numa_nodes[0].free_bytes = 6 << 30;
     }
-    let mixed = plan(&request(&spec, &facts, &[old, new])).unwrap();
+    let mixed = plan(&plan_input(&spec, &facts, &[old, new])).unwrap();
     let expected = "decode-1 with AVX-512; decode-0 with AVX2: \
                     a stream that moves between them goes on, and its later tokens may be others";
     assert_eq!(mixed.mixed_numerics, [expected]);
@@ -153,7 +158,7 @@ fn replicas_spread_over_nodes_and_keep_their_order() {
     let (mut a, mut b) = (small_vm(), small_vm());
     (a.node, b.node) = ("attic".into(), "cellar".into());
     let facts = dense_1_7b();
-    let forward = plan(&request(&spec, &facts, &[a.clone(), b.clone()])).unwrap();
+    let forward = plan(&plan_input(&spec, &facts, &[a.clone(), b.clone()])).unwrap();
     let names: Vec<&str> = forward
         .ranks
         .iter()
@@ -180,7 +185,7 @@ fn replicas_spread_over_nodes_and_keep_their_order() {
     }
     assert_eq!(
         forward,
-        plan(&request(&spec, &facts, &[b, a])).unwrap(),
+        plan(&plan_input(&spec, &facts, &[b, a])).unwrap(),
         "the order of profiles matters"
     );
 }
@@ -190,7 +195,7 @@ fn a_context_too_long_for_memory_names_one_that_fits() {
     let mut spec = spec("decode: {maxBatch: 1}\n");
     spec.model.context_length = Some(65_536);
     let facts = dense_1_7b();
-    let error = plan(&request(&spec, &facts, &[laptop(6 * GIB)])).unwrap_err();
+    let error = plan(&plan_input(&spec, &facts, &[laptop(6 * GIB)])).unwrap_err();
     insta::assert_snapshot!(error);
     let PlanError::InsufficientMemory {
         advice,
@@ -206,13 +211,13 @@ fn a_context_too_long_for_memory_names_one_that_fits() {
         panic!("{advice:?}")
     };
     spec.model.context_length = Some(tokens);
-    plan(&request(&spec, &facts, &[laptop(6 * GIB)])).unwrap();
+    plan(&plan_input(&spec, &facts, &[laptop(6 * GIB)])).unwrap();
 }
 
 #[test]
 fn a_model_too_large_for_any_spec_names_the_memory_it_lacks() {
     let spec = spec("");
-    let error = plan(&request(&spec, &qwen3_30b(), &[laptop(GIB)])).unwrap_err();
+    let error = plan(&plan_input(&spec, &qwen3_30b(), &[laptop(GIB)])).unwrap_err();
     insta::assert_snapshot!(error);
     let PlanError::InsufficientMemory { advice, .. } = error else {
         panic!()
@@ -220,7 +225,7 @@ fn a_model_too_large_for_any_spec_names_the_memory_it_lacks() {
     let Advice::FreeMemory(bytes) = advice[0] else {
         panic!("{advice:?}")
     };
-    plan(&request(&spec, &qwen3_30b(), &[laptop(GIB + bytes)])).unwrap();
+    plan(&plan_input(&spec, &qwen3_30b(), &[laptop(GIB + bytes)])).unwrap();
 }
 
 #[test]
@@ -231,7 +236,7 @@ fn an_explicit_kv_budget_is_kept_or_refused() {
         ))
     };
     let facts = dense_1_7b();
-    let plan_kv = plan(&request(&kv("2Gi"), &facts, &[small_vm()])).unwrap();
+    let plan_kv = plan(&plan_input(&kv("2Gi"), &facts, &[small_vm()])).unwrap();
     assert_eq!(
         plan_kv
             .rank("decode-0")
@@ -243,24 +248,24 @@ fn an_explicit_kv_budget_is_kept_or_refused() {
         2 * GIB
     );
 
-    let error = plan(&request(&kv("64Mi"), &facts, &[small_vm()])).unwrap_err();
+    let error = plan(&plan_input(&kv("64Mi"), &facts, &[small_vm()])).unwrap_err();
     insta::assert_snapshot!(error, @r"
     spec.decode.kvCache.memory is 64Mi and holds 576 tokens, contextLength is 8192
       raise it to 896Mi, or lower spec.model.contextLength to 576
     ");
-    let error = plan(&request(&kv("1Mi"), &facts, &[small_vm()])).unwrap_err();
+    let error = plan(&plan_input(&kv("1Mi"), &facts, &[small_vm()])).unwrap_err();
     insta::assert_snapshot!(error, @r"
     spec.decode.kvCache.memory is 1Mi and holds 0 tokens
       raise it to 896Mi
     ");
-    let error = plan(&request(&kv("64Gi"), &facts, &[small_vm()])).unwrap_err();
+    let error = plan(&plan_input(&kv("64Gi"), &facts, &[small_vm()])).unwrap_err();
     let PlanError::InsufficientMemory { advice, .. } = &error else {
         panic!("{error}")
     };
     let Advice::KvMemory(bytes) = advice[0] else {
         panic!("{advice:?}")
     };
-    plan(&request(
+    plan(&plan_input(
         &kv(&format!("{}Mi", bytes / MIB)),
         &facts,
         &[small_vm()],
@@ -271,7 +276,7 @@ fn an_explicit_kv_budget_is_kept_or_refused() {
 #[test]
 fn exclusive_on_too_few_cores_says_what_to_write() {
     let exclusive = spec("decode: {replicas: 2}\nplacement: {pinning: Exclusive}\n");
-    let error = plan(&request(&exclusive, &demo_model(), &[small_vm()])).unwrap_err();
+    let error = plan(&plan_input(&exclusive, &demo_model(), &[small_vm()])).unwrap_err();
     insta::assert_snapshot!(error, @r#"
     spec.placement.pinning is "Exclusive" and node here has 2 whole cores for 3 workers (prefill, 2 decode)
       lower spec.decode.replicas to 1, or write spec.prefill.mode: Chunked without prefill replicas, or write spec.placement.pinning: Shared
@@ -279,7 +284,7 @@ fn exclusive_on_too_few_cores_says_what_to_write() {
     let chunked = spec("prefill: {mode: Chunked}\nplacement: {pinning: Exclusive}\n");
     let profiles = [small_vm()];
     let facts = demo_model();
-    let made = plan(&request(&chunked, &facts, &profiles)).unwrap();
+    let made = plan(&plan_input(&chunked, &facts, &profiles)).unwrap();
     let (gateway, decode) = (
         made.rank("gateway-0").unwrap(),
         made.rank("decode-0").unwrap(),
@@ -296,9 +301,9 @@ fn exclusive_in_a_cluster_takes_whole_cpus_of_what_others_leave() {
     let facts = demo_model();
     let rooms = cpu_rooms(&profiles, 250);
     let planned = |yaml: &str, rooms: &BTreeMap<String, CpuRoom>| {
-        plan(&PlanRequest {
+        plan(&PlanInput {
             cpus: CpuOffer::Requests(rooms),
-            ..request(&spec(yaml), &facts, &profiles)
+            ..plan_input(&spec(yaml), &facts, &profiles)
         })
     };
     let made = planned(
@@ -353,12 +358,12 @@ fn exclusive_in_a_cluster_takes_whole_cpus_of_what_others_leave() {
 fn other_refusals_name_the_field_and_the_value() {
     let mut long = spec("");
     long.model.context_length = Some(8192);
-    let error = plan(&request(&long, &demo_model(), &[small_vm()])).unwrap_err();
+    let error = plan(&plan_input(&long, &demo_model(), &[small_vm()])).unwrap_err();
     insta::assert_snapshot!(error, @r"
     spec.model.contextLength is 8192
       deepseek_v3 was made for 4096 tokens here: write at most 4096
     ");
-    let error = plan(&request(
+    let error = plan(&plan_input(
         &spec("strategy: PipedRing\n"),
         &demo_model(),
         &[small_vm()],
@@ -371,19 +376,19 @@ fn other_refusals_name_the_field_and_the_value() {
         "{error}"
     );
     let mixed = spec("decode: {kvCache: {keyType: F32}}\n");
-    let error = plan(&request(&mixed, &demo_model(), &[small_vm()])).unwrap_err();
+    let error = plan(&plan_input(&mixed, &demo_model(), &[small_vm()])).unwrap_err();
     assert!(
         error.to_string().contains("write the same type for both"),
         "{error}"
     );
-    let error = plan(&request(&spec(""), &demo_model(), &[])).unwrap_err();
+    let error = plan(&plan_input(&spec(""), &demo_model(), &[])).unwrap_err();
     assert!(
         error.to_string().starts_with("there is no measured node"),
         "{error}"
     );
     let mut broken = small_vm();
     broken.memory.read_all_threads_gbps = f64::NAN;
-    let error = plan(&request(&spec(""), &demo_model(), &[broken])).unwrap_err();
+    let error = plan(&plan_input(&spec(""), &demo_model(), &[broken])).unwrap_err();
     assert!(
         error
             .to_string()
@@ -396,7 +401,11 @@ fn other_refusals_name_the_field_and_the_value() {
 fn predictions_follow_the_machine() {
     let spec = spec("");
     let facts = qwen3_30b();
-    let on = |profile| plan(&request(&spec, &facts, &[profile])).unwrap().predicted;
+    let on = |profile| {
+        plan(&plan_input(&spec, &facts, &[profile]))
+            .unwrap()
+            .predicted
+    };
     let (fast, slow) = (on(server()), on(laptop(7 * GIB)));
     assert!(fast.tpot_ms * 5.0 < slow.tpot_ms, "{fast:?} {slow:?}");
     // About 4 GiB are read a token, at 0.87 of 400 GB/s: 3 to 15 ms with 48 layers' overhead.
@@ -477,7 +486,7 @@ fn weights_that_are_mapped_again_cost_their_page_faults() {
         let mut profiles = [small_vm()];
         profiles[0].memory.available_bytes = available_bytes;
         profiles[0].disks[0].cached_bytes = Some(facts.bytes.total());
-        let plan = plan(&request_here(&spec, facts, &profiles)).unwrap();
+        let plan = plan(&plan_input_here(&spec, facts, &profiles)).unwrap();
         let rank = plan.rank("decode-0").unwrap();
         assert_eq!(rank.threads, 2);
         let residency = rank.residency.clone().unwrap();
@@ -508,23 +517,23 @@ fn weights_that_are_mapped_again_cost_their_page_faults() {
 fn pages_that_stay_in_the_page_cache_are_not_read_from_the_disk() {
     let spec = spec("decode: {maxBatch: 1}\n");
     let facts = qwen3_30b();
-    let tpot_ms = |request: &PlanRequest<'_>| {
-        let plan = plan(request).unwrap();
+    let tpot_ms = |input: &PlanInput<'_>| {
+        let plan = plan(input).unwrap();
         let residency = plan.rank("decode-0").unwrap().residency.clone().unwrap();
         assert_eq!(residency.policy, ResidencyPolicy::MmapPrefetch);
         plan.predicted.tpot_ms
     };
     let mut profiles = [laptop(7 * GIB)];
     profiles[0].gpus.clear();
-    let of_a_pod = tpot_ms(&request(&spec, &facts, &profiles));
+    let of_a_pod = tpot_ms(&plan_input(&spec, &facts, &profiles));
     // On a machine, reserves and what processes do not take hold pages too.
-    let here = tpot_ms(&request_here(&spec, &facts, &profiles));
+    let here = tpot_ms(&plan_input_here(&spec, &facts, &profiles));
     assert!(here < of_a_pod, "{here} and {of_a_pod}");
     // What others have brought in counts, and no more than there is.
     profiles[0].disks[0].cached_bytes = Some(facts.bytes.total() / 2);
-    let half = tpot_ms(&request_here(&spec, &facts, &profiles));
+    let half = tpot_ms(&plan_input_here(&spec, &facts, &profiles));
     profiles[0].disks[0].cached_bytes = Some(facts.bytes.total() * 2);
-    let all = tpot_ms(&request_here(&spec, &facts, &profiles));
+    let all = tpot_ms(&plan_input_here(&spec, &facts, &profiles));
     assert!(all < half && half < here, "{all}, {half} and {here}");
     // Then it is memory's pace: the bytes of a step by the rate at which they are read.
     let memory = &profiles[0].memory;

@@ -10,10 +10,10 @@ use hearth_crds::{
     ComputeCapability, GpuProfile, InferenceDeploymentSpec, InferencePlanSpec, NodeProfileSpec,
     Pinning, PlanRole,
 };
-use hearth_planner::{Advice, CpuOffer, CpuRoom, GpuOffer, PlanError, PlanRequest, plan};
+use hearth_planner::{Advice, CpuOffer, CpuRoom, GpuOffer, PlanError, PlanInput, plan};
 use proptest::prelude::*;
 use support::{
-    GIB, MIB, Machine, cpu_rooms, demo_model, dense_1_7b, gpu, qwen3_30b, request, spec,
+    GIB, MIB, Machine, cpu_rooms, demo_model, dense_1_7b, gpu, plan_input, qwen3_30b, spec,
 };
 
 fn machine() -> impl Strategy<Value = NodeProfileSpec> {
@@ -226,8 +226,8 @@ proptest! {
         }
         let rooms = cpu_rooms(&profiles, requested.unwrap_or(0));
         let cpus = if requested.is_some() { CpuOffer::Requests(&rooms) } else { CpuOffer::Machine };
-        let request = |deployment, profiles| PlanRequest { gpus: offer, cpus, ..request(deployment, &facts, profiles) };
-        match plan(&request(&deployment, &profiles)) {
+        let plan_input = |deployment, profiles| PlanInput { gpus: offer, cpus, ..plan_input(deployment, &facts, profiles) };
+        match plan(&plan_input(&deployment, &profiles)) {
             Ok(made) => {
                 assert_gpus_fit(&made, &profiles, offer);
                 assert_memory_fits(&made, &profiles);
@@ -243,7 +243,7 @@ proptest! {
                 let numbers = [made.predicted.ttft_ms, made.predicted.tpot_ms, made.predicted.tokens_per_second];
                 prop_assert!(numbers.iter().all(|n| n.is_finite() && *n > 0.0), "{numbers:?}");
                 prop_assert!(!made.why.is_empty() && !made.not_chosen.is_empty());
-                let again = plan(&request(&deployment, &profiles)).unwrap();
+                let again = plan(&plan_input(&deployment, &profiles)).unwrap();
                 prop_assert_eq!(serde_json::to_string(&made).unwrap(), serde_json::to_string(&again).unwrap());
                 let read: InferencePlanSpec = serde_json::from_str(&serde_json::to_string(&made).unwrap()).unwrap();
                 prop_assert_eq!(read, made);
@@ -254,7 +254,7 @@ proptest! {
                 prop_assert_eq!(text.lines().count(), 2, "{}", text);
                 follow(&error, (&deployment, &profiles, &rooms), |spec, profiles, rooms| {
                     let cpus = if requested.is_some() { CpuOffer::Requests(rooms) } else { CpuOffer::Machine };
-                    plan(&PlanRequest { gpus: offer, cpus, ..support::request(spec, &facts, profiles) })
+                    plan(&PlanInput { gpus: offer, cpus, ..support::plan_input(spec, &facts, profiles) })
                 });
             }
         }

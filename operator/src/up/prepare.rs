@@ -9,9 +9,9 @@ use std::time::Instant;
 use anyhow::{Context, bail};
 use hearth_crds::{
     GpuProfile, InferenceDeployment, InferencePlanSpec, ModelFacts, NodeProfileSpec, PlanRole,
-    Venue,
+    Target,
 };
-use hearth_planner::{CpuOffer, GpuOffer, PlanRequest};
+use hearth_planner::{CpuOffer, GpuOffer, PlanInput};
 use serde::Deserialize;
 
 use super::{UpArgs, files};
@@ -77,7 +77,7 @@ pub(crate) fn plan(
 fn deployment(file: &Path) -> anyhow::Result<InferenceDeployment> {
     let text = read(file)?;
     let text = text.trim_start_matches('\u{feff}');
-    Ok(hearth_crds::parse_deployment_for(text, Venue::Machine)?)
+    Ok(hearth_crds::parse_deployment_for(text, Target::Machine)?)
 }
 
 fn plan_of(
@@ -105,7 +105,7 @@ fn plan_of(
     steps.done(&format!("model {}", model(&facts, &model_name)));
 
     let generation = state.deployment(&name).next_generation();
-    let plan = hearth_planner::plan(&PlanRequest {
+    let plan = hearth_planner::plan(&PlanInput {
         name: &name,
         namespace: deployment
             .metadata

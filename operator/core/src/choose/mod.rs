@@ -12,7 +12,7 @@ use hearth_crds::{
     InferenceDeployment, InferenceDeploymentSpec, InferencePlan, InferencePlanSpec, ModelFacts,
     PlanPrediction,
 };
-use hearth_planner::{CpuOffer, GpuOffer, PlanError, PlanRequest};
+use hearth_planner::{CpuOffer, GpuOffer, PlanError, PlanInput};
 use kube_core::ResourceExt;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
@@ -231,7 +231,7 @@ pub(crate) fn made(
     };
     let generation = next_generation(observed);
     let profiles: Vec<_> = candidates.free.values().cloned().collect();
-    let planned = hearth_planner::plan(&PlanRequest {
+    let planned = hearth_planner::plan(&PlanInput {
         name: &deployment.name_any(),
         namespace: &deployment.namespace().unwrap_or_default(),
         generation,

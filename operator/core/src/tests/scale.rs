@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use hearth_crds::{InferencePlanSpec, NodeProfileSpec, PlanRole};
-use hearth_planner::{CpuOffer, CpuRoom, GpuOffer, PlanRequest, plan};
+use hearth_planner::{CpuOffer, CpuRoom, GpuOffer, PlanInput, plan};
 
 use crate::candidates::Candidates;
 use crate::choose::scale::in_place;
@@ -27,7 +27,7 @@ fn profiles(memory_bytes: u64) -> Candidates {
 fn planned(yaml: &str, generation: u64, free: &Candidates) -> InferencePlanSpec {
     let deployment = deployment(yaml);
     let profiles: Vec<NodeProfileSpec> = free.free.values().cloned().collect();
-    plan(&PlanRequest {
+    plan(&PlanInput {
         name: "demo",
         namespace: "default",
         generation,

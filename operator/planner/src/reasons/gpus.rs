@@ -40,7 +40,7 @@ pub(super) fn chosen(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String
 fn on_gpu(draft: &Draft<'_>, rank: &PlanRank, node: &NodeProfileSpec, gpu: &GpuProfile) -> String {
     let need = draft.demand.on_gpu(rank.role);
     let kv_bytes = rank.kv.as_ref().map_or(0, |kv| kv.memory_bytes);
-    let (free, tail) = match draft.chooser.gpus().at(node) {
+    let (free, tail) = match draft.estimator.gpus().at(node) {
         NodeOffer::Machine => (format!("{} free", format_bytes(gpu.free_bytes)), ""),
         NodeOffer::Plugin(_) if node.gpus.len() > 1 => (
             format_bytes(gpu.memory_bytes),
@@ -117,8 +117,8 @@ pub(super) fn not_chosen(draft: &Draft<'_>, ranks: &[PlanRank], lines: &mut Vec<
 
 /// Why no rank runs on a GPU.
 fn left_out(draft: &Draft<'_>, node: &NodeProfileSpec, gpu: &GpuProfile) -> String {
-    let spec = draft.request.spec;
-    let offer = draft.chooser.gpus().at(node);
+    let spec = draft.input.spec;
+    let offer = draft.estimator.gpus().at(node);
     if let Some(why) = unusable(gpu) {
         return why;
     }

@@ -9,7 +9,7 @@ use hearth_crds::{
 use crate::cpus::{CpuLack, core_count, format_cpu_list};
 use crate::draft::{Draft, ranks_of};
 use crate::memory::PREFILL_BATCH;
-use crate::node_ranks::Crew;
+use crate::node_ranks::NodeRanks;
 use crate::place::Cost;
 
 /// `(why, notChosen)`.
@@ -82,7 +82,7 @@ fn weights(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
             .iter()
             .filter(|r| r.node == node.node && r.role != PlanRole::Gateway && !r.is_on_gpu())
             .count();
-        if workers == 0 && draft.placement.crews[n].on_gpus() > 0 {
+        if workers == 0 && draft.placement.ranks[n].on_gpus() > 0 {
             continue;
         }
         let free = format_bytes(budget.free_bytes);
@@ -116,7 +116,7 @@ fn weights(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
 fn kv(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
     let demand = &draft.demand;
     let (batch, context) = (demand.max_batch, demand.context_length);
-    if draft.request.spec.model.context_length.is_none() {
+    if draft.input.spec.model.context_length.is_none() {
         let max = demand.facts.max_context;
         why.push(format!(
             "context {context}: the spec names none and the model was made for {max}"
@@ -157,7 +157,7 @@ fn kv(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
 }
 
 fn cpus(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
-    let placement = &draft.request.spec.placement;
+    let placement = &draft.input.spec.placement;
     for (n, node) in draft.nodes.iter().enumerate() {
         let here = |role| {
             ranks_of(ranks, role)
@@ -165,7 +165,7 @@ fn cpus(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
                 .collect::<Vec<_>>()
         };
         let (decode, prefill) = (here(PlanRole::Decode), here(PlanRole::Prefill));
-        if draft.placement.crews[n].ranks() == 0 {
+        if draft.placement.ranks[n].count() == 0 {
             continue;
         }
         let cores = core_count(node);
@@ -190,7 +190,7 @@ fn cpus(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
                 ));
             }
         }
-        if let (Pinning::Exclusive, Some(room)) = (placement.pinning, draft.chooser.cpu_room(n)) {
+        if let (Pinning::Exclusive, Some(room)) = (placement.pinning, draft.estimator.cpu_room(n)) {
             let own = ranks.iter().filter(|rank| rank.node == node.node);
             let own: usize = own.map(|rank| rank.exclusive_cpus().len()).sum();
             why.push(format!(
@@ -237,7 +237,7 @@ fn route(ranks: &[PlanRank], routing: &PlanRouting, why: &mut Vec<String>) {
 }
 
 fn objectives(draft: &Draft<'_>, predicted: &PlanPrediction, why: &mut Vec<String>) {
-    let asked = &draft.request.spec.objectives;
+    let asked = &draft.input.spec.objectives;
     if let Some(limit) = asked.time_to_first_token
         && predicted.ttft_ms > limit.as_millis_f64()
     {
@@ -288,7 +288,7 @@ fn prefill_alternatives(
         return;
     };
     let tokens = predicted.ttft_prompt_tokens;
-    if draft.request.spec.prefill.mode == PrefillMode::Chunked {
+    if draft.input.spec.prefill.mode == PrefillMode::Chunked {
         not_chosen.push("a prefill rank: the spec says Chunked".to_owned());
         return;
     }
@@ -307,22 +307,22 @@ fn pinning_alternative(
     predicted: &PlanPrediction,
     not_chosen: &mut Vec<String>,
 ) {
-    if draft.request.spec.placement.pinning == Pinning::Exclusive {
+    if draft.input.spec.placement.pinning == Pinning::Exclusive {
         return;
     }
-    let mut spec = draft.request.spec.clone();
+    let mut spec = draft.input.spec.clone();
     spec.placement.pinning = Pinning::Exclusive;
-    for (n, crew) in draft
+    for (n, ranks) in draft
         .placement
-        .crews
+        .ranks
         .iter()
         .enumerate()
-        .filter(|(_, crew)| crew.decode_on_cpus() > 0)
+        .filter(|(_, ranks)| ranks.decode_on_cpus() > 0)
     {
-        let exclusive = draft.chooser.with_spec(&spec);
-        let line = match exclusive.cpu_lack(n, *crew) {
+        let exclusive = draft.estimator.with_spec(&spec);
+        let line = match exclusive.cpu_lack(n, *ranks) {
             None => {
-                let tpot = exclusive.decode_ms(n, Crew { ..*crew });
+                let tpot = exclusive.decode_ms(n, NodeRanks { ..*ranks });
                 format!(
                     "predicted TPOT {} against {}",
                     ms(tpot),

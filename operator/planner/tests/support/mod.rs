@@ -8,7 +8,7 @@ use hearth_crds::{
     InferenceDeploymentSpec, IsaProfile, MemoryProfile, NodeProfileSpec, NumaNodeProfile,
 };
 use hearth_crds::{KvShape, ModelFacts, ModuleBytes};
-use hearth_planner::{CpuOffer, CpuRoom, GpuOffer, PlanRequest};
+use hearth_planner::{CpuOffer, CpuRoom, GpuOffer, PlanInput};
 
 pub const GIB: u64 = 1 << 30;
 pub const MIB: u64 = 1 << 20;
@@ -275,12 +275,12 @@ pub fn claims(uuids: &BTreeMap<String, BTreeSet<String>>) -> GpuOffer<'_> {
     }
 }
 
-pub fn request<'a>(
+pub fn plan_input<'a>(
     spec: &'a InferenceDeploymentSpec,
     facts: &'a ModelFacts,
     profiles: &'a [NodeProfileSpec],
-) -> PlanRequest<'a> {
-    PlanRequest {
+) -> PlanInput<'a> {
+    PlanInput {
         name: "demo",
         namespace: "default",
         generation: 1,
@@ -307,13 +307,13 @@ pub fn cpu_rooms(profiles: &[NodeProfileSpec], requested_millis: u64) -> BTreeMa
 }
 
 /// The same on one machine without a cluster.
-pub fn request_here<'a>(
+pub fn plan_input_here<'a>(
     spec: &'a InferenceDeploymentSpec,
     facts: &'a ModelFacts,
     profiles: &'a [NodeProfileSpec],
-) -> PlanRequest<'a> {
-    PlanRequest {
+) -> PlanInput<'a> {
+    PlanInput {
         gpus: GpuOffer::Machine,
-        ..request(spec, facts, profiles)
+        ..plan_input(spec, facts, profiles)
     }
 }

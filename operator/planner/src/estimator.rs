@@ -2,10 +2,10 @@
 
 use hearth_crds::{InferenceDeploymentSpec, NodeProfileSpec, Pinning};
 
-use crate::cpus::{Binding, CpuLack, CpuOffer, CpuRoom, CpuSet, CrewCpus, divide};
-use crate::gpus::{GpuLack, GpuOffer, Seat, Seats, seats};
+use crate::cpus::{Binding, CpuLack, CpuOffer, CpuRoom, CpuSet, NodeCpus, divide};
+use crate::gpus::{GpuLack, GpuOffer, GpuSlot, GpuSlots, assign_slots};
 use crate::memory::{Demand, NodeBudget};
-use crate::node_ranks::Crew;
+use crate::node_ranks::NodeRanks;
 use crate::place::Cost;
 use crate::predict::{LOOPBACK_GBPS, Predictor, Rates};
 
@@ -18,7 +18,7 @@ const PREDICTED_CONTEXT_TOKENS: u32 = 1024;
 
 /// Costs of placing a rank, by prediction.
 #[derive(Clone, Copy)]
-pub(crate) struct Chooser<'a> {
+pub(crate) struct Estimator<'a> {
     nodes: &'a [&'a NodeProfileSpec],
     demand: &'a Demand<'a>,
     spec: &'a InferenceDeploymentSpec,
@@ -26,7 +26,7 @@ pub(crate) struct Chooser<'a> {
     cpus: CpuOffer<'a>,
 }
 
-impl<'a> Chooser<'a> {
+impl<'a> Estimator<'a> {
     pub(crate) fn new(
         nodes: &'a [&'a NodeProfileSpec],
         demand: &'a Demand<'a>,
@@ -42,37 +42,37 @@ impl<'a> Chooser<'a> {
         }
     }
 
-    pub(crate) fn cpus(&self, node: usize, crew: Crew) -> Result<CrewCpus, CpuLack> {
+    pub(crate) fn cpus(&self, node: usize, ranks: NodeRanks) -> Result<NodeCpus, CpuLack> {
         let binding = Binding {
             pinning: self.spec.placement.pinning,
             numa: self.spec.placement.numa,
         };
-        divide(self.nodes[node], crew, binding, self.cpus)
+        divide(self.nodes[node], ranks, binding, self.cpus)
     }
 
     /// The places of a node's ranks on its GPUs.
-    pub(crate) fn seats(&self, node: usize, crew: Crew) -> Result<Seats<'a>, GpuLack> {
+    pub(crate) fn slots(&self, node: usize, ranks: NodeRanks) -> Result<GpuSlots<'a>, GpuLack> {
         let asked = self.spec.prefill.gpus_per_worker.unwrap_or(0);
-        let gpus_per_prefill = asked.max(u32::from(crew.on_gpu.prefill));
-        seats(
+        let gpus_per_prefill = asked.max(u32::from(ranks.on_gpu.prefill));
+        assign_slots(
             self.nodes[node],
-            crew,
+            ranks,
             self.demand,
             self.gpus,
             gpus_per_prefill,
         )
     }
 
-    /// `seat`: of a rank on a GPU.
+    /// `slot`: of a rank on a GPU.
     pub(crate) fn predictor(
         &self,
         node: usize,
         set: &CpuSet,
-        seat: Option<&Seat<'_>>,
+        slot: Option<&GpuSlot<'_>>,
         budget: &NodeBudget,
     ) -> Predictor<'a> {
-        let (rates, kept_bytes, mapped_bytes) = match seat {
-            Some(seat) => (Rates::of_gpu(seat.gpu), u64::MAX, u64::MAX),
+        let (rates, kept_bytes, mapped_bytes) = match slot {
+            Some(slot) => (Rates::of_gpu(slot.gpu), u64::MAX, u64::MAX),
             None => (
                 Rates::of(self.nodes[node], set),
                 self.kept_bytes(node, budget),
@@ -111,7 +111,7 @@ impl<'a> Chooser<'a> {
     }
 
     /// GB/s of KV from a prefill rank on `node` to the nearest decode rank.
-    pub(crate) fn link_gbps(&self, node: usize, crews: &[Crew]) -> f64 {
+    pub(crate) fn link_gbps(&self, node: usize, placed: &[NodeRanks]) -> f64 {
         let to = |peer: usize| {
             if peer == node {
                 return LOOPBACK_GBPS;
@@ -124,8 +124,8 @@ impl<'a> Chooser<'a> {
                 .filter(|gbps| *gbps > 0.0)
                 .unwrap_or(UNMEASURED_LINK_GBPS)
         };
-        (0..crews.len())
-            .filter(|n| crews[*n].decode > 0)
+        (0..placed.len())
+            .filter(|n| placed[*n].decode > 0)
             .map(to)
             .fold(0.0, f64::max)
             .max(f64::MIN_POSITIVE)
@@ -145,19 +145,19 @@ impl<'a> Chooser<'a> {
     }
 
     /// The same nodes and spec under other demands on memory.
-    pub(crate) fn with_demand<'b>(&self, demand: &'b Demand<'b>) -> Chooser<'b>
+    pub(crate) fn with_demand<'b>(&self, demand: &'b Demand<'b>) -> Estimator<'b>
     where
         'a: 'b,
     {
-        Chooser { demand, ..*self }
+        Estimator { demand, ..*self }
     }
 
     /// The same nodes and model under another spec.
-    pub(crate) fn with_spec<'b>(&self, spec: &'b InferenceDeploymentSpec) -> Chooser<'b>
+    pub(crate) fn with_spec<'b>(&self, spec: &'b InferenceDeploymentSpec) -> Estimator<'b>
     where
         'a: 'b,
     {
-        Chooser { spec, ..*self }
+        Estimator { spec, ..*self }
     }
 
     pub(crate) fn prompt_tokens(&self) -> u32 {
@@ -169,62 +169,62 @@ impl<'a> Chooser<'a> {
     }
 }
 
-impl Cost for Chooser<'_> {
-    fn cpu_lack(&self, node: usize, crew: Crew) -> Option<CpuLack> {
-        self.cpus(node, crew).err()
+impl Cost for Estimator<'_> {
+    fn cpu_lack(&self, node: usize, ranks: NodeRanks) -> Option<CpuLack> {
+        self.cpus(node, ranks).err()
     }
 
-    fn gpu_lack(&self, node: usize, crew: Crew) -> Option<GpuLack> {
-        self.seats(node, crew).err()
+    fn gpu_lack(&self, node: usize, ranks: NodeRanks) -> Option<GpuLack> {
+        self.slots(node, ranks).err()
     }
 
-    fn decode_ms(&self, node: usize, crew: Crew) -> f64 {
-        let (Ok(cpus), Ok(seats), Ok(budget)) = (
-            self.cpus(node, crew),
-            self.seats(node, crew),
-            self.demand.fit(self.nodes[node], crew),
+    fn decode_ms(&self, node: usize, ranks: NodeRanks) -> f64 {
+        let (Ok(cpus), Ok(slots), Ok(budget)) = (
+            self.cpus(node, ranks),
+            self.slots(node, ranks),
+            self.demand.fit(self.nodes[node], ranks),
         ) else {
             return f64::INFINITY;
         };
         let Some(set) = cpus.decode.last() else {
             return f64::INFINITY;
         };
-        let seat = seats.decode.last();
-        let mut predictor = self.predictor(node, set, seat, &budget);
-        if let Some(seat) = seat {
-            predictor.rates = predictor.rates.shared_by(seat.sharing);
+        let slot = slots.decode.last();
+        let mut predictor = self.predictor(node, set, slot, &budget);
+        if let Some(slot) = slot {
+            predictor.rates = predictor.rates.shared_by(slot.sharing);
         } else if !self.is_exclusive() {
-            predictor.rates = predictor.rates.shared_by(crew.decode_on_cpus());
+            predictor.rates = predictor.rates.shared_by(ranks.decode_on_cpus());
         }
         predictor.decode_ms(1, self.stream_tokens())
     }
 
     /// A decode rank on the same CPUs, or on the same GPU, halves what a prefill rank gets while streams run.
-    fn prefill_ms(&self, node: usize, crew: Crew, crews: &[Crew]) -> f64 {
-        let (Ok(cpus), Ok(seats), Ok(budget)) = (
-            self.cpus(node, crew),
-            self.seats(node, crew),
-            self.demand.fit(self.nodes[node], crew),
+    fn prefill_ms(&self, node: usize, ranks: NodeRanks, placed: &[NodeRanks]) -> f64 {
+        let (Ok(cpus), Ok(slots), Ok(budget)) = (
+            self.cpus(node, ranks),
+            self.slots(node, ranks),
+            self.demand.fit(self.nodes[node], ranks),
         ) else {
             return f64::INFINITY;
         };
         let Some(set) = cpus.prefill.last() else {
             return f64::INFINITY;
         };
-        let seat = seats.prefill.last();
-        let mut predictor = self.predictor(node, set, seat, &budget);
-        if let Some(seat) = seat {
-            let is_shared = seats.decode.iter().any(|other| other.gpu == seat.gpu);
+        let slot = slots.prefill.last();
+        let mut predictor = self.predictor(node, set, slot, &budget);
+        if let Some(slot) = slot {
+            let is_shared = slots.decode.iter().any(|other| other.gpu == slot.gpu);
             predictor.rates = predictor
                 .rates
-                .shared_by(seat.sharing + u32::from(is_shared));
+                .shared_by(slot.sharing + u32::from(is_shared));
         } else if !self.is_exclusive() {
             predictor.rates = predictor
                 .rates
-                .shared_by(crew.prefill_on_cpus() + u32::from(crew.decode_on_cpus() > 0));
+                .shared_by(ranks.prefill_on_cpus() + u32::from(ranks.decode_on_cpus() > 0));
         }
         let tokens = self.prompt_tokens();
         predictor.prefill_ms(tokens, self.demand.chunk_tokens)
-            + predictor.hand_over_ms(tokens, self.link_gbps(node, crews))
+            + predictor.hand_over_ms(tokens, self.link_gbps(node, placed))
     }
 }

@@ -161,19 +161,20 @@ impl ModelFacts {
         always.saturating_sub(kept_bytes) as f64 + self.expert_step_bytes(tokens) * absent
     }
 
-    /// Of [`Self::step_bytes`] what must come from the disk when a window of `mapped_bytes` stays mapped and the system keeps
-    /// `kept_bytes` in memory, the window among them. A dense model goes round in a circle, and beside the window the page
-    /// cache lets go of what was read longest ago, which is what is read next: the kernel sees that it comes back too soon,
-    /// and keeps some of it, only while half of the circle fits. Measured on Linux 6.18; docs/benchmarks.md, "Prefetched weights".
+    /// Of [`Self::step_bytes`] what must come from the disk when a window of `mapped_bytes` is mapped and the system keeps
+    /// `kept_bytes` in memory, the window among them.
+    ///
+    /// The layers of a dense model are read in a circle: beside what stays in the window from one step to the next, the page
+    /// cache lets go of what was read longest ago, which is what is read next. The kernel keeps some of it only where it sees
+    /// that it comes back soon after it went: while about three quarters of the circle fit, by measurements on Linux 6.18
+    /// (docs/benchmarks.md, "Prefetched weights").
     pub fn disk_step_bytes(&self, tokens: u32, mapped_bytes: u64, kept_bytes: u64) -> f64 {
-        let circle = self.bytes.total().saturating_sub(mapped_bytes);
-        let beside = kept_bytes.saturating_sub(mapped_bytes);
-        let is_thrashing = self.experts == 0 && beside < circle / 2;
-        let kept_bytes = if is_thrashing {
-            mapped_bytes
-        } else {
-            kept_bytes
-        };
+        let stays = mapped_bytes.saturating_sub(self.least_resident_bytes());
+        let circle = (self.step_bytes(tokens) - stays as f64).max(0.0);
+        let beside = kept_bytes.saturating_sub(stays) as f64;
+        if self.experts == 0 && beside < circle * 0.75 {
+            return circle;
+        }
         self.absent_step_bytes(tokens, kept_bytes)
     }
 

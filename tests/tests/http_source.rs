@@ -71,7 +71,7 @@ async fn what_cannot_be_fetched_is_told_with_a_remedy() {
     let wrong = sha256(b"something else");
     server.faults([Fault::Status(404, Vec::new())]);
     for expected in [
-        "is not there: the server answers 404 Not Found",
+        "was not found: the server answered 404 Not Found",
         &sha256(&archive),
     ] {
         let source = json!({"http": {"url": server.url(), "sha256": wrong}});

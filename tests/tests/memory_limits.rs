@@ -201,7 +201,7 @@ fn waits(node: &Node, other: &mut Rank) {
     let deadline = std::time::Instant::now() + Duration::from_secs(60);
     while !other
         .output()
-        .contains("waits until a worker whose memory limit has room")
+        .contains("waiting until a worker whose memory limit has room")
     {
         assert!(std::time::Instant::now() < deadline, "{}", other.output());
         std::thread::sleep(Duration::from_millis(50));
@@ -307,7 +307,7 @@ ask() {
 }
 worker other decode decode-0
 waited=0
-until grep -q 'waits until a worker whose memory limit has room' /other.log; do
+until grep -q 'waiting until a worker whose memory limit has room' /other.log; do
     sleep 1
     waited=$((waited + 1))
     [ $waited -lt 200 ] || { cat /other.log; exit 1; }

@@ -155,7 +155,7 @@ async fn a_gateway_holds_requests_until_its_first_worker_is_named() {
     let complaints = service
         .gateway
         .output()
-        .matches("routes stay as they were")
+        .matches("keeping the previous routes")
         .count();
     assert_eq!(complaints, 1, "{}", service.gateway.output());
     // Told to end, it does.

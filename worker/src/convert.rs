@@ -59,9 +59,9 @@ fn grammar(wire: v1::Grammar) -> Result<Grammar, Status> {
         Some(v1::grammar::Kind::JsonObject(true)) => Ok(Grammar::JsonObject),
         Some(v1::grammar::Kind::JsonSchema(schema)) => Ok(Grammar::JsonSchema(schema)),
         Some(v1::grammar::Kind::Lark(grammar)) => Ok(Grammar::Lark(grammar)),
-        Some(v1::grammar::Kind::JsonObject(false)) | None => {
-            Err(Status::invalid_argument("grammar is given without a kind"))
-        }
+        Some(v1::grammar::Kind::JsonObject(false)) | None => Err(Status::invalid_argument(
+            "a grammar was given without its kind",
+        )),
     }
 }
 

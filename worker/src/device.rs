@@ -139,7 +139,10 @@ fn open_gpu(options: GpuOptions) -> anyhow::Result<AnyBackend> {
     if let (Some(planned), true) = (&uuid, options.or_any) {
         let seen = hearth_cuda::devices()?;
         if !seen.iter().any(|gpu| gpu.uuid == *planned) {
-            tracing::info!(planned, "another GPU was handed out than the plan names");
+            tracing::info!(
+                planned,
+                "the GPU handed out is not the one that the plan names"
+            );
             uuid = None;
         }
     }

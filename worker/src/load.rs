@@ -102,7 +102,7 @@ pub(crate) fn open(
         OnDevice::Gpu(backend) => {
             if let ResidencyPolicy::MmapPrefetch { .. } = options.residency {
                 anyhow::bail!(
-                    "--residency mmap-prefetch is of the CPU: on a GPU the weights stay in its memory\n  use --residency resident, or --device cpu"
+                    "--residency mmap-prefetch applies to the CPU only: on a GPU the weights stay in its memory\n  use --residency resident, or --device cpu"
                 );
             }
             OnDevice::Gpu(files.open_on(backend, &options.residency, resident, progress)?)

@@ -177,12 +177,15 @@ async fn faults_are_told_with_a_remedy() {
         (
             server.url(),
             right.as_str(),
-            ["is not there: the server answers 404", "\n  check the URL"],
+            [
+                "was not found: the server answered 404",
+                "\n  check the URL",
+            ],
         ),
         (
             server.url(),
             wrong.as_str(),
-            [right.as_str(), "\n  check that the URL gives"],
+            [right.as_str(), "\n  check that the sha256 is"],
         ),
         (
             server.url(),
@@ -250,7 +253,7 @@ async fn certificates_are_checked_and_own_authorities_can_be_named() {
     let (code, _, stderr) = run(fetch(&url, &sha256(&archive), cache.path())).await;
     assert_eq!(code, 1);
     assert!(
-        stderr.contains("has no safe connection") && stderr.contains("SSL_CERT_FILE"),
+        stderr.contains("TLS verification failed for") && stderr.contains("SSL_CERT_FILE"),
         "{stderr}"
     );
     assert!(!stderr.contains("trying again"), "{stderr}");

@@ -204,7 +204,10 @@ fn what_is_missing_is_said_with_its_remedy() {
     );
     refused(
         ask("cuda", &["--residency", "mmap-prefetch"]),
-        &["mmap-prefetch is of the CPU", "--residency resident"],
+        &[
+            "mmap-prefetch applies to the CPU only",
+            "--residency resident",
+        ],
     );
     refused(
         ask("cuda", &["--threads", "2"]),
@@ -252,7 +255,7 @@ fn kernels_come_from_ahead_or_from_a_compiler() {
             .env("HEARTH_KERNEL_CACHE", &empty);
         command
     };
-    if text(&without_compiler().output().unwrap()).contains("NVRTC is not there") {
+    if text(&without_compiler().output().unwrap()).contains("NVRTC is missing") {
         refused(without_compiler(), &["libnvrtc.so.12", "cuda-compile"]);
     } else {
         let _ = writeln!(

@@ -545,5 +545,5 @@ fn internal(error: &ScheduleError) -> EngineError {
 fn panic_text(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|s| (*s).to_owned());
     let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
-    text.unwrap_or_else(|| "a panic without words".to_owned())
+    text.unwrap_or_else(|| "unknown panic payload".to_owned())
 }

@@ -483,7 +483,7 @@ fn write(
 
 /// The part without its bytes: the next request asks for the whole file.
 async fn restarted(mut part: Part) -> Result<(Part, Result<(), Failure>), FetchError> {
-    tracing::info!("the file behind the URL has changed: from its start again");
+    tracing::info!("the file behind the URL has changed: starting over");
     let emptied = tokio::task::spawn_blocking(move || {
         let outcome = part.restart(FileFacts::default()).map_err(Failure::Final);
         (part, outcome)

@@ -27,7 +27,7 @@ pub enum FetchError {
     },
     /// The server has no such file.
     #[error(
-        "{url} is not there: the server answers {status}\n  check the URL, and that the file is on the server"
+        "{url} was not found: the server answered {status}\n  check the URL, and that the file is on the server"
     )]
     NotFound {
         /// Without secrets.
@@ -37,7 +37,7 @@ pub enum FetchError {
     },
     /// The server wants to know who asks.
     #[error(
-        "{url} may not be read: the server answers {status}\n  let the server give it to this machine, or write a URL that carries its permission"
+        "{url} may not be read: the server answered {status}\n  allow this machine to read it, or use a URL that carries its own permission"
     )]
     Denied {
         /// Without secrets.
@@ -47,7 +47,7 @@ pub enum FetchError {
     },
     /// An answer that is no file.
     #[error(
-        "{url} gives no file: the server answers {answer}\n  open the URL from this machine to see why"
+        "{url} returned no file: the server answered {answer}\n  open the URL from this machine to see why"
     )]
     Answer {
         /// Without secrets.
@@ -57,7 +57,7 @@ pub enum FetchError {
     },
     /// Redirects without end.
     #[error(
-        "{url} leads in a circle: more than {limit} redirects\n  write the URL where the file lies itself"
+        "{url} redirects in a loop: more than {limit} redirects\n  use the URL of the file itself"
     )]
     Redirects {
         /// Without secrets.
@@ -67,7 +67,7 @@ pub enum FetchError {
     },
     /// The server's certificate is not accepted, or it speaks no TLS.
     #[error(
-        "{url} has no safe connection: {reason}\n  add its authority to the certificates of this machine (or name its PEM file in SSL_CERT_FILE), or write http:// for a server without TLS"
+        "TLS verification failed for {url}: {reason}\n  add its certificate authority to this machine's certificates (or name its PEM file in SSL_CERT_FILE), or use http:// for a server without TLS"
     )]
     Tls {
         /// Without secrets.
@@ -77,7 +77,7 @@ pub enum FetchError {
     },
     /// Where the machine that fetches must not look.
     #[error(
-        "{url} is not fetched from: its address is {why}\n  put the archive on a server outside of the cluster, or have agent.fetch.allowedRanges of Hearth's chart name its range"
+        "{url} is not allowed: its address is {why}\n  put the archive on a server outside the cluster, or name its range in agent.fetch.allowedRanges of Hearth's chart"
     )]
     Forbidden {
         /// Without secrets.
@@ -87,7 +87,7 @@ pub enum FetchError {
     },
     /// A server that is not public gave something else than the archive, or nothing: all of these failures look alike.
     #[error(
-        "{url} does not give the archive with the sha256 {sha256}: its address is not public, so what happened is in the log of this node's agent alone\n  check the URL, the checksum, that the server gives the file to this node, and that the node's disk has room for it"
+        "{url} did not yield the archive with the sha256 {sha256}: its address is not public, so the details are only in the log of this node's agent\n  check the URL, the checksum, that the server lets this node read the file, and that the node's disk has room for it"
     )]
     KeptBack {
         /// Without secrets.
@@ -101,7 +101,7 @@ pub enum FetchError {
     },
     /// The connection broke again and again, or could not be made.
     #[error(
-        "{url} cannot be fetched: {reason} ({attempts} tries brought nothing more)\n  check the network and the server; the next try goes on with the {bytes} bytes that are here"
+        "{url} cannot be fetched: {reason} ({attempts} attempts made no progress)\n  check the network and the server; the next attempt resumes with the {bytes} bytes that are here"
     )]
     Lost {
         /// Without secrets.
@@ -115,7 +115,7 @@ pub enum FetchError {
     },
     /// More bytes than the server announced.
     #[error(
-        "{url} gives more than the {announced_bytes} bytes that its server announced\n  the server or a proxy before it is at fault: try another"
+        "{url} sent more than the {announced_bytes} bytes that its server announced\n  the server or a proxy in front of it is at fault: try another"
     )]
     TooLong {
         /// Without secrets.
@@ -125,7 +125,7 @@ pub enum FetchError {
     },
     /// Another file than the one that was asked for.
     #[error(
-        "{url} has the sha256\n  {found}, not\n  {expected}: what was fetched is removed\n  check that the URL gives the archive that the sha256 is of"
+        "{url} has the sha256\n  {found}, not\n  {expected}: the download was removed\n  check that the sha256 is that of the archive behind the URL"
     )]
     Mismatch {
         /// Without secrets.
@@ -159,7 +159,7 @@ pub enum FetchError {
     },
     /// Something else than an archive.
     #[error(
-        "{url} is no archive that can be unpacked: {what}\n  pack the model's directory as .tar, .tar.gz or .tar.zst: tar -cf model.tar -C /models/NAME ."
+        "{url} is not an archive that can be unpacked: {what}\n  pack the model's directory as .tar, .tar.gz or .tar.zst: tar -cf model.tar -C /models/NAME ."
     )]
     NotAnArchive {
         /// Without secrets.
@@ -179,7 +179,7 @@ pub enum FetchError {
     },
     /// An entry that would reach outside, or is no file of a model.
     #[error(
-        "{url} is not unpacked: its entry {entry:?} {reason}\n  pack the model's own files, links followed: tar -chf model.tar -C /models/NAME ."
+        "{url} was not unpacked: its entry {entry:?} {reason}\n  pack the model's own files, links followed: tar -chf model.tar -C /models/NAME ."
     )]
     Unsafe {
         /// Without secrets.
@@ -190,7 +190,7 @@ pub enum FetchError {
         reason: String,
     },
     /// More files than any model has.
-    #[error("{url} has more than {limit} entries\n  pack the model's own files alone")]
+    #[error("{url} has more than {limit} entries\n  pack only the model's own files")]
     TooMany {
         /// Without secrets.
         url: String,
@@ -208,7 +208,7 @@ pub enum FetchError {
         names: String,
     },
     /// The work was stopped from outside.
-    #[error("the fetch was ended: {reason}\n  fetch again: it goes on where it stopped")]
+    #[error("the fetch was interrupted: {reason}\n  fetch again: it resumes where it stopped")]
     Ended {
         /// Why.
         reason: String,

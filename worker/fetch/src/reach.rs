@@ -59,7 +59,7 @@ impl Reach {
             return Ok(());
         }
         if is_in(&limits.cluster) {
-            return Err(Refused("one of the cluster itself"));
+            return Err(Refused("an address of the cluster itself"));
         }
         match always_refused(address) {
             Some(why) => Err(Refused(why)),
@@ -231,11 +231,11 @@ fn always_refused(address: IpAddr) -> Option<&'static str> {
         ),
     };
     if is_own {
-        Some("one of the node itself")
+        Some("an address of the node itself")
     } else if is_link {
-        Some("one of the node's own link")
+        Some("link-local, or that of a cloud's metadata service")
     } else if is_many {
-        Some("one of many machines at once")
+        Some("a multicast or broadcast address")
     } else {
         None
     }

@@ -130,7 +130,7 @@ fn unpack(unpacking: &Unpacking, part: &Part, reporter: &Reporter) -> Result<(),
         budget.set(MAX_HEADER_BYTES);
         let Some(entry) = entries.next() else { break };
         let entry = entry.map_err(|error| match count {
-            0 => unpacking.not_an_archive(format!("what it holds is no tar ({error})")),
+            0 => unpacking.not_an_archive(format!("its content is not a tar archive ({error})")),
             _ => unpacking.corrupt(format!("after {count} entries: {error}")),
         })?;
         count += 1;
@@ -143,7 +143,7 @@ fn unpack(unpacking: &Unpacking, part: &Part, reporter: &Reporter) -> Result<(),
     // The checksum of a compressed file stands behind its last byte.
     budget.set(MAX_PADDING_BYTES);
     io::copy(&mut archive.into_inner(), &mut io::sink())
-        .map_err(|error| unpacking.corrupt(format!("behind its last entry: {error}")))?;
+        .map_err(|error| unpacking.corrupt(format!("after its last entry: {error}")))?;
     writer.make_links()
 }
 
@@ -176,7 +176,7 @@ impl Writer<'_> {
         let path = inside(Path::new(""), path)
             .ok_or_else(|| refused("leads out of the model's directory"))?;
         if path.components().count() > MAX_DEPTH {
-            return Err(refused("lies too deep"));
+            return Err(refused("is nested too deeply"));
         }
         match kind {
             EntryType::Directory => self.directory(&path, &shown),
@@ -269,7 +269,7 @@ impl Writer<'_> {
             if self.unchecked_bytes >= ROOM_PERIOD_BYTES {
                 self.unchecked_bytes = 0;
                 let reserve_bytes = self.unpacking.reserve_bytes;
-                check_room(&full, 0, reserve_bytes, "the archive's files grow on")?;
+                check_room(&full, 0, reserve_bytes, "the archive's files keep growing")?;
             }
         }
         if written_bytes != size_bytes {
@@ -305,7 +305,7 @@ impl Writer<'_> {
             self.directory(path.parent().unwrap_or(Path::new("")), &shown)?;
             let full = temporary.join(path);
             if full.exists() {
-                return Err(self.unpacking.unsafe_entry(&shown, "is there twice"));
+                return Err(self.unpacking.unsafe_entry(&shown, "appears twice"));
             }
             fs::hard_link(temporary.join(target), &full).map_err(|error| match error.kind() {
                 io::ErrorKind::TooManyLinks => {
@@ -462,7 +462,7 @@ impl Unpacking {
             [b'P', b'K', ..] => Some("it is a .zip file"),
             [b'7', b'z', 0xbc, 0xaf, ..] => Some("it is a .7z file"),
             [b'G', b'G', b'U', b'F', ..] => Some("it is a GGUF file"),
-            [b'<', ..] => Some("it is a page for people"),
+            [b'<', ..] => Some("it is an HTML page"),
             [] => Some("it is empty"),
             _ => None,
         };
@@ -533,7 +533,7 @@ impl<R: Read> Read for Budgeted<R> {
         let read = self.inner.read(buffer)?;
         let left = self.budget.get().checked_sub(read as u64);
         let left = left.ok_or_else(|| {
-            io::Error::other("a header, a name or what lies between files is too long")
+            io::Error::other("a header, a name or the gap between files is too long")
         })?;
         self.budget.set(left);
         Ok(read)

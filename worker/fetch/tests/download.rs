@@ -314,12 +314,12 @@ async fn answers_that_are_no_file() {
         (
             404,
             vec![],
-            "is not there: the server answers 404 Not Found",
+            "was not found: the server answered 404 Not Found",
         ),
         (410, vec![], "410 Gone"),
-        (401, vec![], "may not be read: the server answers 401"),
-        (418, vec![], "gives no file: the server answers 418"),
-        (204, vec![], "gives no file: the server answers 204"),
+        (401, vec![], "may not be read: the server answered 401"),
+        (418, vec![], "returned no file: the server answered 418"),
+        (204, vec![], "returned no file: the server answered 204"),
     ] {
         server.faults([Fault::Status(status, headers)]);
         let fetcher = Fetcher::new(&server, &sha256(&archive));

@@ -377,7 +377,7 @@ async fn what_is_no_archive_is_told_by_its_name() {
     for (bytes, expected) in [
         (
             b"<!DOCTYPE html><title>Log in</title>".to_vec(),
-            "a page for people",
+            "an HTML page",
         ),
         (b"PK\x03\x04 and so on".to_vec(), "a .zip file"),
         (b"\xfd7zXZ\0 and so on".to_vec(), "an .xz file"),

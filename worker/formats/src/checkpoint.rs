@@ -486,7 +486,7 @@ fn read_index(dir: &Path) -> Result<BTreeMap<String, String>, FormatError> {
     for (tensor, shard) in &index {
         if Path::new(shard).file_name() != Some(shard.as_ref()) {
             return Err(bad(format!(
-                "places tensor {tensor} in {shard:?}, which is no plain file name"
+                "places tensor {tensor} in {shard:?}, which is not a plain file name"
             )));
         }
     }

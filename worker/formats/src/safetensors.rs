@@ -134,7 +134,7 @@ impl Header {
         }
         if end < file_bytes {
             return Err(bad(format!(
-                "has {} bytes behind the last tensor",
+                "has {} bytes after the last tensor",
                 thousands(file_bytes - end)
             )));
         }
@@ -332,5 +332,5 @@ impl<'de, V: Deserialize<'de>> Deserialize<'de> for StrictMap<V> {
 }
 
 fn duplicate<E: de::Error>(name: &str) -> E {
-    E::custom(format!("{name} is there twice"))
+    E::custom(format!("{name} appears twice"))
 }

@@ -149,7 +149,7 @@ fn quota_of(tree: &Tree, name: &str, quota: &str, period: &str, limits: &mut Lim
             limits.quota_cpus = Some(least);
         }
         _ => tree.warn(format!(
-            "{name} is {quota:?} in {period:?} µs: taken as no quota"
+            "{name} is {quota:?} in {period:?} µs: treated as no quota"
         )),
     }
 }
@@ -164,7 +164,7 @@ fn memory_of(
 ) {
     let Ok(max_bytes) = max.parse::<u64>() else {
         tree.warn(format!(
-            "{name} is {max:?}, not a number: taken as no limit"
+            "{name} is {max:?}, not a number: treated as no limit"
         ));
         return;
     };

@@ -104,7 +104,7 @@ pub(crate) fn core_of(tree: &Tree, id: u32) -> u32 {
         Some(&first) if siblings.iter().any(|s| s.contains(&id)) => first,
         _ => {
             tree.warn(format!(
-                "{CPUS}/cpu*/topology does not tell which CPUs share a core: each is taken for a core"
+                "{CPUS}/cpu*/topology does not report which CPUs share a core: each is counted as a core"
             ));
             id
         }

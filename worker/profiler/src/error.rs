@@ -16,7 +16,7 @@ pub enum ProfileError {
         allowed: String,
     },
     /// The kernel does not tell how much memory there is.
-    #[error("{path} does not tell MemTotal\n  mount /proc into the container")]
+    #[error("{path} does not report MemTotal\n  mount /proc into the container")]
     NoMemory {
         /// The file.
         path: String,

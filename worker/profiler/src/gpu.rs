@@ -185,7 +185,7 @@ fn listed_gpu(tree: &Tree, address: &str) -> Option<GpuProfile> {
     };
     let (Some(model), Some(uuid)) = (field("Model"), field("GPU UUID")) else {
         tree.warn(format!(
-            "{name} does not tell Model and GPU UUID: the GPU is left out"
+            "{name} does not report Model and GPU UUID: the GPU is left out"
         ));
         return None;
     };

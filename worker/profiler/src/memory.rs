@@ -73,7 +73,7 @@ pub(crate) fn numa_nodes(
         .collect();
     if nodes.iter().all(|node| node.memory_bytes == 0) {
         tree.warn(format!(
-            "{NODES} tells of no memory: taken for one NUMA node"
+            "{NODES} reports no memory: treated as one NUMA node"
         ));
         for cpu in cpus.iter_mut() {
             cpu.numa_node = 0;
@@ -101,7 +101,7 @@ fn node_memory(tree: &Tree, id: u32, memory: &MemoryProfile) -> (u64, u64) {
     let text = tree.read(&name).unwrap_or_default();
     let Some(total) = kib_line(&text, "MemTotal") else {
         tree.warn(format!(
-            "{name} does not tell MemTotal: taken for a node without memory"
+            "{name} does not report MemTotal: treated as a node without memory"
         ));
         return (0, 0);
     };
@@ -122,7 +122,7 @@ fn adopt_strays(tree: &Tree, cpus: &mut [CpuProfile], nodes: &mut [NumaNodeProfi
     for cpu in cpus {
         if !nodes.iter().any(|node| node.cpus.contains(&cpu.id)) {
             tree.warn(format!(
-                "CPU {} belongs to no NUMA node: taken for one of node {first}",
+                "CPU {} belongs to no NUMA node: treated as one of node {first}",
                 cpu.id
             ));
             cpu.numa_node = first;

@@ -56,7 +56,7 @@ impl Tree {
         let number = text.parse().ok();
         if number.is_none() {
             self.warn(format!(
-                "{name} is {text:?}, not a number: taken as unknown"
+                "{name} is {text:?}, not a number: treated as unknown"
             ));
         }
         number
@@ -68,7 +68,7 @@ impl Tree {
         let ids = parse_id_list(&text);
         if ids.is_none() {
             self.warn(format!(
-                "{name} is {text:?}, not a list such as 0-3,8: taken as unknown"
+                "{name} is {text:?}, not a list such as 0-3,8: treated as unknown"
             ));
         }
         ids
@@ -89,7 +89,7 @@ impl Tree {
         let names = ["/proc/sys/kernel/hostname", "/etc/hostname"];
         let found = names.iter().find_map(|n| self.read(n));
         found.filter(|n| !n.is_empty()).unwrap_or_else(|| {
-            self.warn("the host has no name: called localhost".to_owned());
+            self.warn("the host has no name: named localhost".to_owned());
             "localhost".to_owned()
         })
     }

@@ -313,7 +313,7 @@ fn a_machine_that_tells_next_to_nothing() {
     assert_eq!(p.numa_nodes[0].read_gbps, 20.0);
     for part in [
         "/proc/cpuinfo",
-        "each is taken for a core",
+        "each is counted as a core",
         "MemAvailable",
         "one NUMA node",
         "no name",
@@ -393,7 +393,7 @@ fn nothing_at_all_is_an_error_that_says_what_is_missing() {
     let error = measure(&options(root.path()), &PerCpu).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "/proc/meminfo does not tell MemTotal\n  mount /proc into the container"
+        "/proc/meminfo does not report MemTotal\n  mount /proc into the container"
     );
     write(
         root.path(),

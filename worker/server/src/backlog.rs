@@ -144,7 +144,7 @@ impl Backlog {
                 return;
             };
             let words = format!(
-                "the answer was ended: its client takes it too slowly, and more than {} bytes of answers wait",
+                "the answer was cut off: its client reads it too slowly, and more than {} bytes of answers are waiting",
                 self.budget_bytes
             );
             self.cut(state, id, CutReason::Backlog, &words);
@@ -234,7 +234,8 @@ impl Outbox {
                 !waiting.pieces.is_empty() && waiting.taken.elapsed() >= stall
             });
             if is_stalled {
-                let words = format!("the answer was ended: its client took nothing for {stall:?}");
+                let words =
+                    format!("the answer was cut off: its client read nothing for {stall:?}");
                 self.backlog
                     .cut(&mut state, self.id, CutReason::Stalled, &words);
                 return;
@@ -278,7 +279,7 @@ impl Body for Delivery {
             return Poll::Ready(Some(Ok(Frame::data(piece))));
         }
         if waiting.is_cut && waiting.last_words.is_none() {
-            let words = "its client takes the answer too slowly";
+            let words = "its client reads the answer too slowly";
             return Poll::Ready(Some(Err(io::Error::other(words))));
         }
         if waiting.has_ended {

@@ -324,7 +324,7 @@ impl<S> Watched<S> {
             return Poll::Pending;
         }
         self.metrics.client_cut(CutReason::Stalled);
-        let words = format!("the client took nothing for {limit:?}");
+        let words = format!("the client read nothing for {limit:?}");
         Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, words)))
     }
 }

@@ -252,7 +252,7 @@ impl Progress {
                 tokens = self.tokens.len(),
                 ?before,
                 after = ?pin,
-                "no worker of the same numerics is left: later tokens may be others"
+                "no worker of the same numerics is left: later tokens may differ"
             );
             observer.changed_numerics();
         }

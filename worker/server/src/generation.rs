@@ -435,7 +435,7 @@ impl Drop for ChoiceTally {
 
 /// A panic of ours ends one answer, which says so.
 fn fault() -> ApiError {
-    ApiError::internal("a fault of the gateway ended the answer: its log tells more")
+    ApiError::internal("an internal error of the gateway ended the answer: see its log")
 }
 
 /// To requests that come, and to answers that do not end, once the gateway ends.
@@ -455,7 +455,7 @@ fn error_of(error: JobError, limit: Duration, grammar: Option<&Grammar>) -> ApiE
         )
         .with_code("queue_full"),
         JobError::Acquire(AcquireError::TimedOut) => ApiError::too_many(
-            "all workers are busy, and the time to wait for a place ran out. Try again in a moment",
+            "all workers are busy, and the time to wait for a free slot ran out. Try again in a moment",
             RETRY_FULL,
         )
         .with_code("queue_timeout"),
@@ -475,7 +475,7 @@ fn error_of(error: JobError, limit: Duration, grammar: Option<&Grammar>) -> ApiE
             StatusCode::GATEWAY_TIMEOUT,
             ErrorType::Server,
             format!(
-                "the answer took longer than {} s, of which {tokens} tokens came: ask for fewer by max_tokens",
+                "the answer took longer than {} s and came to {tokens} tokens: ask for fewer with max_tokens",
                 limit.as_secs()
             ),
         )
@@ -492,7 +492,7 @@ fn error_of(error: JobError, limit: Duration, grammar: Option<&Grammar>) -> ApiE
         JobError::Failed { attempts, last } => ApiError::new(
             StatusCode::BAD_GATEWAY,
             ErrorType::Server,
-            format!("workers failed {attempts} times at this request, the last time with: {last}"),
+            format!("workers failed on this request {attempts} times, most recently with: {last}"),
         )
         .with_code("workers_failed"),
     }

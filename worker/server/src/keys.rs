@@ -74,7 +74,7 @@ impl ApiKeys {
             Ok(())
         } else {
             Err(unauthorised(
-                "the API key is not known here: check it, or ask who runs this endpoint",
+                "the API key is not valid here: check it, or ask whoever runs this endpoint",
             ))
         }
     }
@@ -90,13 +90,13 @@ impl ApiKeys {
                     state.complaint = None;
                     if hashes != state.hashes {
                         state.hashes = hashes;
-                        tracing::info!(keys = state.hashes.len(), "API keys read again");
+                        tracing::info!(keys = state.hashes.len(), "API keys reloaded");
                     }
                 }
                 Err(error) => {
                     let complaint = Some(error.to_string());
                     if state.complaint != complaint {
-                        tracing::warn!(%error, "API keys stay as they were");
+                        tracing::warn!(%error, "keeping the previous API keys");
                         state.complaint = complaint;
                     }
                 }

@@ -143,7 +143,7 @@ impl Metrics {
         );
         histogram(
             "gen_ai_server_time_per_output_token",
-            "Mean time between the tokens of a choice, the first left out",
+            "Mean time between the tokens of a choice, not counting the first",
             &self.per_token,
         );
         histogram(
@@ -163,22 +163,22 @@ impl Metrics {
         );
         registry.register(
             "hearth_failovers_changed_numerics",
-            "Streams that went on with other numerics than they began with: later tokens may differ",
+            "Streams continued with different numerics: later tokens may differ",
             self.changed_numerics.clone(),
         );
         registry.register(
             "hearth_choices_finished",
-            "Ended choices by reason",
+            "Finished choices by reason",
             self.finished.clone(),
         );
         registry.register(
             "hearth_clients_cut",
-            "Clients that were cut off since they did not take their answers",
+            "Clients cut off because they did not read their answers",
             self.cut.clone(),
         );
         registry.register(
             "hearth_answers_waiting_bytes",
-            "Bytes of answers that clients have not taken",
+            "Bytes of answers that clients have not read",
             self.waiting_bytes.clone(),
         );
         registry.register(
@@ -188,7 +188,7 @@ impl Metrics {
         );
         registry.register(
             "hearth_prompt_tokens",
-            "Prompt tokens of begun choices",
+            "Prompt tokens of started choices",
             self.prompt_tokens.clone(),
         );
         registry.register(
@@ -279,7 +279,7 @@ impl Metrics {
             .inc();
     }
 
-    /// Bytes of answers that clients have not taken.
+    /// Bytes of answers that clients have not read.
     pub(crate) fn answers_waiting(&self, bytes: usize) {
         self.waiting_bytes.set(bytes as i64);
     }
@@ -387,10 +387,10 @@ type Part = fn(&WorkerView) -> f64;
 
 fn worker_gauges(writer: &mut Writer<'_>, workers: &[WorkerView]) -> Result<(), fmt::Error> {
     let gauges: [(&str, &str, Part); 9] = [
-        ("hearth_worker_ready", "1: takes requests", |w| {
+        ("hearth_worker_ready", "1: accepts requests", |w| {
             f64::from(u8::from(w.health == Health::Ready))
         }),
-        ("hearth_worker_hung", "1: nothing comes from it", |w| {
+        ("hearth_worker_hung", "1: unresponsive", |w| {
             f64::from(u8::from(w.health == Health::Hung))
         }),
         ("hearth_worker_requests", "Requests of this gateway", |w| {
@@ -516,7 +516,7 @@ fn worker_counters(writer: &mut Writer<'_>, workers: &[WorkerView]) -> Result<()
         ),
         (
             "hearth_worker_preemptions",
-            "Sequences computed again for want of KV",
+            "Sequences recomputed for lack of KV blocks",
             |w| w.stats.preemptions as f64,
         ),
     ];

@@ -61,7 +61,7 @@ impl Binding {
     /// # Errors
     /// When the system tells nothing of CPUs. Other CPUs than planned, or fewer, are no error.
     pub(super) fn start(rank: &PlanRank, interval: Duration) -> anyhow::Result<Arc<Self>> {
-        let asking = "the system does not tell on which CPUs this process may run";
+        let asking = "the system does not report which CPUs this process may run on";
         let started = affinity::bound(None).context(asking)?;
         let available = affinity::release().context(asking)?;
         let binding = Arc::new(Self {
@@ -182,7 +182,7 @@ impl Binding {
         // This thread is bound with all others again before anything is computed.
         match affinity::release() {
             Ok(available) => self.bind(available),
-            Err(error) => tracing::warn!(%error, "CPUs cannot be looked at"),
+            Err(error) => tracing::warn!(%error, "this process's CPUs cannot be read"),
         }
     }
 

@@ -173,7 +173,9 @@ impl RemotePrefill {
                 Some(v1::prefill_event::Event::Done(done)) => {
                     let (values, rest) = done.logits.as_chunks::<4>();
                     if !rest.is_empty() {
-                        return Err(Status::internal("logits are no whole number of f32"));
+                        return Err(Status::internal(
+                            "the logits are not a whole number of f32 values",
+                        ));
                     }
                     self.engine.import_done(
                         id,
@@ -232,14 +234,15 @@ async fn unless_hung<T, L: Future<Output = Option<WorkDone>>>(
             () = sleep(silence) => {}
         }
         let Some(work) = look().await else {
-            let words = format!("it hangs: nothing for {silence:?}, and no answer to how it is");
+            let words =
+                format!("it hangs: nothing for {silence:?}, and no reply to a health check");
             return Err(Status::unavailable(words));
         };
         let is_idle = !work.is_computing && before == Some(work.steps);
         idle_looks = if is_idle { idle_looks + 1 } else { 0 };
         if idle_looks >= IDLE_LOOKS {
             let words = format!(
-                "it does nothing: no layer and no step for {:?}",
+                "it makes no progress: no layer and no step for {:?}",
                 silence * IDLE_LOOKS
             );
             return Err(Status::unavailable(words));

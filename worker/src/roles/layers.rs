@@ -26,7 +26,7 @@ impl Layers {
         if self.is_stuck(at_layer_for) {
             logging::say(format_args!(
                 "error: the engine stands still: it has been at one layer for {} s, and the longest before took {:.1} s\n  \
-                 the supervisor starts this worker again",
+                 the supervisor restarts this worker",
                 self.present.as_secs(),
                 self.longest_done.as_secs_f64()
             ));

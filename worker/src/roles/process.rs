@@ -46,7 +46,7 @@ impl ProcessArgs {
     pub(crate) fn find(&self, role: PlanRole) -> anyhow::Result<(InferencePlanSpec, PlanRank)> {
         if self.with_parent {
             rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::TERM))
-                .context("the kernel does not tell of the parent's end")?;
+                .context("the kernel cannot signal the parent's end")?;
         }
         let text = std::fs::read(&self.plan)
             .with_context(|| format!("--plan {} cannot be read", self.plan.display()))?;

@@ -137,7 +137,7 @@ async fn serve(
         served = hearth_transport::serve(listener, routes, &options, shutdown) => Ok(served?),
         never = stay_alive() => match never {},
         why = lasting_fault(&worker.engine, &health) => {
-            bail!("the engine does not recover: {why}\n  the supervisor starts this worker again")
+            bail!("the engine does not recover: {why}\n  the supervisor restarts this worker")
         }
     }
 }
@@ -312,7 +312,7 @@ fn grammar_tokenizer(
 fn kv_dtype(kv: &PlanKv) -> anyhow::Result<KvDType> {
     if kv.key_type != kv.value_type {
         bail!(
-            "the plan stores keys as {:?} and values as {:?}: this engine keeps both alike",
+            "the plan stores keys as {:?} and values as {:?}: this engine stores both in the same type",
             kv.key_type,
             kv.value_type
         );

@@ -21,7 +21,7 @@ pub(super) async fn follow(path: PathBuf, pool: Arc<WorkerPool>) -> Infallible {
         let text = tokio::fs::read(&path).await;
         match follower.look(text) {
             Ok(Some(members)) => match pool.set_members(&members) {
-                Ok(()) => tracing::info!(workers = members.len(), "routes read"),
+                Ok(()) => tracing::info!(workers = members.len(), "routes reloaded"),
                 Err(error) => complain(&path, &error.into()),
             },
             Ok(None) => {}
@@ -32,7 +32,7 @@ pub(super) async fn follow(path: PathBuf, pool: Arc<WorkerPool>) -> Infallible {
 }
 
 fn complain(path: &Path, error: &anyhow::Error) {
-    tracing::warn!(routes = %path.display(), error = format!("{error:#}"), "routes stay as they were");
+    tracing::warn!(routes = %path.display(), error = format!("{error:#}"), "keeping the previous routes");
 }
 
 /// What was seen of the file.

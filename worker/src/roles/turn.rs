@@ -47,7 +47,7 @@ impl Turn {
                 wait_for_placing(&file, &rank.name, waits);
             }
             if let Err(error) = file.say_loading() {
-                tracing::debug!(%error, "other workers cannot be told of the weights");
+                tracing::debug!(%error, "cannot tell other workers about the weights");
             }
             return Self { file: Some(file) };
         }
@@ -70,7 +70,7 @@ impl Turn {
             return;
         };
         if let Err(error) = file.say_loaded() {
-            tracing::debug!(%error, "other workers cannot be told of the weights");
+            tracing::debug!(%error, "cannot tell other workers about the weights");
         }
         if let Err(error) = file.release_claim() {
             tracing::debug!(%error, "the claim on the weights is kept until this worker ends");
@@ -92,7 +92,7 @@ fn wait_for_placing(file: &WeightFile, rank: &str, waits: &dyn Fn()) {
         if !std::mem::replace(&mut has_told, true) {
             tracing::info!(
                 rank,
-                "waits while another worker reads the weights into memory"
+                "waiting while another worker reads the weights into memory"
             );
         }
         waits();
@@ -109,7 +109,7 @@ fn wait(file: &WeightFile, rank: &PlanRank, limit_bytes: u64, waits: &dyn Fn()) 
             Ok(Held::Loading) => alone_since = Instant::now(),
             Ok(Held::Nowhere) => {}
             Err(error) => {
-                tracing::debug!(%error, "whether other workers have the weights cannot be known");
+                tracing::debug!(%error, "cannot find out whether other workers have the weights");
                 return;
             }
         }
@@ -125,7 +125,7 @@ fn wait(file: &WeightFile, rank: &PlanRank, limit_bytes: u64, waits: &dyn Fn()) 
                 rank = rank.name,
                 limit = format_bytes(limit_bytes),
                 needed = format_bytes(needs(rank)),
-                "waits until a worker whose memory limit has room for the weights has read them"
+                "waiting until a worker whose memory limit has room for the weights has read them"
             );
             told = Some(Instant::now());
         }

@@ -24,7 +24,7 @@ pub(crate) struct OwnArgs {
 pub(crate) fn run(args: &OwnArgs) -> anyhow::Result<()> {
     let OwnArgs { directory, user } = args;
     let found = rustix::fs::lstat(directory)
-        .with_context(|| format!("--directory {} cannot be looked at", directory.display()))?;
+        .with_context(|| format!("--directory {} cannot be read", directory.display()))?;
     if !rustix::fs::FileType::from_raw_mode(found.st_mode).is_dir() {
         bail!(
             "--directory {} is not a directory\n  name one, not a link to it",

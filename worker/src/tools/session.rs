@@ -61,7 +61,7 @@ impl<'a, B: Backend> Session<'a, B> {
         for &(sequence, tokens) in appended {
             if let Some(token) = tokens.iter().find(|&&token| token as usize >= vocab) {
                 bail!(
-                    "token {token} is outside the vocabulary\n  this model knows 0 to {}",
+                    "token {token} is outside the vocabulary\n  this model has tokens 0 to {}",
                     vocab - 1
                 );
             }

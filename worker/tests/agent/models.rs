@@ -118,7 +118,11 @@ async fn what_failed_is_told_and_tried_again_later() {
     let other = FileServer::start(&b"something else"[..]).await;
     let right = request(&other, &wrong.sha256);
     let failed = settled(&world.operator, &right).await.pop().unwrap();
-    assert!(failed.message.contains("no archive"), "{}", failed.message);
+    assert!(
+        failed.message.contains("not an archive"),
+        "{}",
+        failed.message
+    );
 
     // A model that cannot be served is not ready.
     let bare = server::model_tar(1000);
@@ -138,7 +142,11 @@ async fn an_agent_knows_what_those_before_it_tried() {
     let server = FileServer::start(archive.clone()).await;
     let wanted = request(&server, &sha256(&archive));
     let failed = settled(&world.operator, &wanted).await.pop().unwrap();
-    assert!(failed.message.contains("no archive"), "{}", failed.message);
+    assert!(
+        failed.message.contains("not an archive"),
+        "{}",
+        failed.message
+    );
     let asked = server.seen().len();
 
     // What costs a download to find out is not found out anew by each agent.

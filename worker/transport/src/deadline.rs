@@ -87,7 +87,7 @@ impl<T> Stream for Limited<T> {
             Status::deadline_exceeded(format!("the call took longer than {total:?}"))
         } else {
             let idle = this.idle.unwrap_or_default();
-            Status::unavailable(format!("nothing came for {idle:?}"))
+            Status::unavailable(format!("nothing arrived for {idle:?}"))
         })))
     }
 }

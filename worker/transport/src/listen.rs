@@ -12,9 +12,9 @@ const BACKLOG: i32 = 1024;
 /// whatever the system's default for such sockets is; where the system has no IPv6, it is any IPv4 address.
 ///
 /// # Errors
-/// When the name has no address, or none of its addresses is ours and free.
+/// When the name resolves to no address, or none of its addresses is ours and free.
 pub fn listen(address: impl ToSocketAddrs) -> io::Result<TcpListener> {
-    let mut failure = io::Error::other("the name has no address");
+    let mut failure = io::Error::other("the name resolves to no address");
     for address in address.to_socket_addrs()? {
         match listen_by(address, bind) {
             Ok(listener) => return Ok(listener),

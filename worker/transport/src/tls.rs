@@ -107,7 +107,7 @@ pub enum TlsError {
         detail: String,
     },
     /// A name that no certificate can carry.
-    #[error("the TLS name {name:?} is no DNS name\n  write one as in my-model.default.hearth")]
+    #[error("the TLS name {name:?} is not a DNS name\n  write one as in my-model.default.hearth")]
     Name {
         /// The name.
         name: String,
@@ -310,7 +310,7 @@ impl Tls {
                 Err(error) => {
                     let complaint = Some(error.to_string());
                     if state.complaint != complaint {
-                        tracing::warn!(%error, "TLS certificates stay as they were");
+                        tracing::warn!(%error, "keeping the previous TLS certificates");
                         state.complaint = complaint;
                     }
                 }
@@ -328,7 +328,7 @@ impl Shared {
         }
         (state.server, state.client) = self.configs(&pem)?;
         state.pem = pem;
-        tracing::info!(certificate = %self.source.cert.display(), "TLS certificates read again");
+        tracing::info!(certificate = %self.source.cert.display(), "TLS certificates reloaded");
         Ok(())
     }
 

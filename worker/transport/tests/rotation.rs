@@ -252,7 +252,7 @@ async fn files_that_are_being_written_change_nothing_and_are_complained_of_once(
         assert_eq!(leaf(&endpoint, &ca, &client).await, der(&first).to_vec());
         tokio::time::sleep(Duration::from_millis(300)).await;
     }
-    assert_eq!(log.count("stay as they were"), 1);
+    assert_eq!(log.count("keeping the previous"), 1);
     std::fs::write(&files.cert, &cert).unwrap();
     in_time(|| async {
         assert_eq!(leaf(&endpoint, &ca, &client).await, der(&first).to_vec());
@@ -261,5 +261,5 @@ async fn files_that_are_being_written_change_nothing_and_are_complained_of_once(
     .await;
     std::fs::write(&files.key, &key).unwrap();
     in_time(|| async { leaf(&endpoint, &ca, &client).await == der(&cert).to_vec() }).await;
-    assert_eq!(log.count("stay as they were"), 2);
+    assert_eq!(log.count("keeping the previous"), 2);
 }

@@ -223,7 +223,10 @@ fn unusable_files_are_named() {
             names: TlsNames::shared(name),
             ..ours.issue("c", "c")
         });
-        assert!(text.contains(&format!("{name:?} is no DNS name")), "{text}");
+        assert!(
+            text.contains(&format!("{name:?} is not a DNS name")),
+            "{text}"
+        );
     }
 }
 

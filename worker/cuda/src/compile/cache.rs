@@ -33,7 +33,7 @@ impl Cache {
             let stored = fs::read(&path).ok()?;
             let cubin = unwrap(key, &stored);
             if cubin.is_none() {
-                tracing::warn!(path = %path.display(), "a compiled kernel is damaged and will be compiled again");
+                tracing::warn!(path = %path.display(), "a cached kernel is damaged and will be recompiled");
             }
             cubin
         })

@@ -143,7 +143,7 @@ impl Modules {
         if let Some(cubin) = self.cache.read(&key) {
             match load_image(&cubin) {
                 Ok(module) => return Ok(module),
-                Err(error) => tracing::warn!(%error, key, "a kept kernel is compiled again"),
+                Err(error) => tracing::warn!(%error, key, "a cached kernel is recompiled"),
             }
         }
         let compiler = self.compiler.get_or_init(|| {
@@ -151,7 +151,7 @@ impl Modules {
         });
         let cubin = compiler.as_ref().map_err(fault)?.compile(variant)?;
         if let Err(error) = self.cache.write(&key, &cubin) {
-            tracing::warn!(%error, "a compiled kernel is not kept");
+            tracing::warn!(%error, "a compiled kernel cannot be cached");
         }
         load_image(&cubin)
     }

@@ -64,7 +64,7 @@ impl Compiler {
         if !is_present() {
             let refused = refused.map_or_else(String::new, |why| format!("; {why}"));
             return Err(fault(format!(
-                "kernels must be compiled, and NVRTC is not there: libnvrtc.so.12 cannot be loaded{refused}\n  install it (Debian: libnvrtc12; PyPI: nvidia-cuda-nvrtc-cu12, its lib directory named with --nvrtc or HEARTH_NVRTC), or use an image whose kernels were compiled ahead with `hearth-worker cuda-compile`"
+                "kernels must be compiled, and NVRTC is missing: libnvrtc.so.12 cannot be loaded{refused}\n  install it (Debian: libnvrtc12; PyPI: nvidia-cuda-nvrtc-cu12, its lib directory named with --nvrtc or HEARTH_NVRTC), or use an image whose kernels were compiled ahead with `hearth-worker cuda-compile`"
             )));
         }
         check_version()?;

@@ -223,10 +223,10 @@ fn choose(all: Vec<DeviceInfo>, uuid: Option<&str>) -> Result<DeviceInfo, Kernel
         ))),
         None => Err(fault(match uuid {
             None => format!(
-                "no GPU has compute capability 8.0 or newer; there is: {seen}\n  use a GPU of the RTX 30 series or newer, or compute on the CPU with --device cpu"
+                "no GPU has compute capability 8.0 or newer; available: {seen}\n  use a GPU of the RTX 30 series or newer, or compute on the CPU with --device cpu"
             ),
             Some(uuid) => format!(
-                "no GPU has the UUID {uuid}; there is: {seen}\n  name one of those with --device cuda:UUID (not by its number), or compute on the CPU with --device cpu"
+                "no GPU has the UUID {uuid}; available: {seen}\n  name one of those with --device cuda:UUID (not by its number), or compute on the CPU with --device cpu"
             ),
         })),
     }

@@ -43,7 +43,7 @@ fn try_init() -> Result<(), String> {
     let (started, asked) = unsafe { (sys::cuInit(0), sys::cuDriverGetVersion(&raw mut version)) };
     if asked == CUresult::CUDA_SUCCESS && version < OLDEST_DRIVER {
         return Err(format!(
-            "the NVIDIA driver speaks CUDA {}.{}, and 12.0 is needed\n  update the driver to 525 or later, or compute on the CPU (--device cpu; in a deployment spec.prefill.gpusPerWorker: 0)",
+            "the NVIDIA driver supports CUDA {}.{}, and 12.0 is needed\n  update the driver to 525 or later, or compute on the CPU (--device cpu; in a deployment spec.prefill.gpusPerWorker: 0)",
             version / 1000,
             version % 1000 / 10
         ));
@@ -78,13 +78,13 @@ pub(crate) fn check(call: &'static str, result: CUresult) -> Result<(), KernelEr
         CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
         | CUresult::CUDA_ERROR_LAUNCH_FAILED
         | CUresult::CUDA_ERROR_MISALIGNED_ADDRESS => {
-            "a kernel went wrong, and this process cannot use the GPU any more: the worker must start again"
+            "a kernel faulted, and this process can no longer use the GPU: the worker must restart"
         }
         CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
             "other processes hold the GPU's memory: see `nvidia-smi`, and free some"
         }
         CUresult::CUDA_ERROR_ECC_UNCORRECTABLE => {
-            "the GPU's memory is damaged: reset the GPU, and replace it if this comes again"
+            "the GPU's memory is damaged: reset the GPU, and replace it if this happens again"
         }
         CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU | CUresult::CUDA_ERROR_INVALID_IMAGE => {
             "a compiled kernel does not fit this GPU or driver: remove the kernel cache"

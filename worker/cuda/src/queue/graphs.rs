@@ -63,7 +63,7 @@ impl Graphs {
                     self.made += 1;
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "a step cannot be made a graph and is launched kernel by kernel");
+                    tracing::warn!(%error, "a step cannot be captured as a graph and is launched kernel by kernel");
                     known.is_refused = true;
                     return Ok(false);
                 }

@@ -95,7 +95,7 @@ fn refuse_partial(fields: &Fields<'_>) -> Result<(), FormatError> {
         Some(factor) if factor != 1.0 => Err(fields.error(
             "partial_rotary_factor",
             format!("is {factor}, and partial rotary embedding is not supported"),
-            "use a model whose heads rotate whole.",
+            "use a model that rotates whole heads.",
         )),
         _ => Ok(()),
     }
@@ -109,7 +109,7 @@ fn read_scaling(
     if object.keys().any(|key| key.ends_with("_attention")) {
         return Err(object.error(
             "full_attention",
-            "gives layers angles of their own, which is not supported",
+            "gives each layer its own angles, which is not supported",
             "use a model with one rotary embedding for all layers.",
         ));
     }
@@ -182,7 +182,7 @@ fn read_yarn(
         return Err(object.error(
             "beta_fast",
             format!("is {beta_fast} and beta_slow is {beta_slow}"),
-            "beta_fast is at least beta_slow, and both are positive; usual are 32 and 1.",
+            "beta_fast is at least beta_slow, and both are positive; usual values are 32 and 1.",
         ));
     }
     Ok(RopeScaling::Yarn {

@@ -165,10 +165,10 @@ fn a_tensor_absent_from_its_shard_is_named() {
 fn faults_of_the_index_are_told() {
     let dir = sharded();
     let cases = [
-        (index(&[("a", FIRST), ("a", SECOND)]), "a is there twice"),
+        (index(&[("a", FIRST), ("a", SECOND)]), "a appears twice"),
         (
             index(&[("a", "../outside.safetensors")]),
-            "no plain file name",
+            "not a plain file name",
         ),
         (index(&[]), "names no tensors"),
         ("{\"weight_map\": 5}".into(), "is not a valid index"),

@@ -160,7 +160,7 @@ fn faults_name_field_value_and_remedy() {
         (
             LLAMA,
             json!({"rope_scaling": null, "rope_parameters": {"full_attention": {"rope_theta": 1}}}),
-            "rope_parameters.full_attention gives layers angles of their own",
+            "rope_parameters.full_attention gives each layer its own angles",
         ),
         (
             LLAMA,

@@ -138,9 +138,9 @@ fn faults_of_a_tensor_name_it() {
         ),
         (
             r#"{"w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"w":{"dtype":"U8","shape":[4],"data_offsets":[4,8]}}"#,
-            "w is there twice",
+            "w appears twice",
         ),
-        (r#"{"__metadata__":{"a":"1","a":"2"}}"#, "a is there twice"),
+        (r#"{"__metadata__":{"a":"1","a":"2"}}"#, "a appears twice"),
         (
             r#"{"w":{"dtype":"U8","shape":[6],"data_offsets":[0,6]},"v":{"dtype":"U8","shape":[6],"data_offsets":[2,8]}}"#,
             "tensor v overlaps w",
@@ -151,7 +151,7 @@ fn faults_of_a_tensor_name_it() {
         ),
         (
             r#"{"w":{"dtype":"U8","shape":[5],"data_offsets":[0,5]}}"#,
-            "has 3 bytes behind the last tensor",
+            "has 3 bytes after the last tensor",
         ),
         (
             r#"{"w":{"dtype":"U8","shape":[1],"data_offsets":[18446744073709551614,18446744073709551615]}}"#,

@@ -68,17 +68,17 @@ pub(super) async fn read(
 }
 
 fn broken_off(error: &axum::Error) -> ApiError {
-    ApiError::invalid(format!("the request body broke off: {error}")).with_code("body_incomplete")
+    ApiError::invalid(format!("the request body was cut off: {error}")).with_code("body_incomplete")
 }
 
 fn too_slow(limits: &Limits, has_stalled: bool) -> ApiError {
     let words = match has_stalled {
         true => format!(
-            "nothing came of the request body for {} s",
+            "no part of the request body arrived for {} s",
             limits.body_stall.as_secs_f32()
         ),
         false => format!(
-            "the request body did not come within {} s, or {} s where many large ones come at a time",
+            "the request body did not arrive within {} s, or {} s while many large ones arrive at once",
             limits.body_timeout.as_secs_f32(),
             LAST_WITHIN.as_secs()
         ),
@@ -113,7 +113,7 @@ fn too_large(size: &str, limit: usize) -> ApiError {
     ApiError::new(
         StatusCode::PAYLOAD_TOO_LARGE,
         ErrorType::InvalidRequest,
-        format!("the request body is {size}: at most {limit} bytes are taken"),
+        format!("the request body is {size}: at most {limit} bytes are accepted"),
     )
     .with_code("body_too_large")
 }

@@ -151,7 +151,7 @@ fn check_tools(tools: &[Tool]) -> Result<(), ApiError> {
     Err(ApiError::parameter(
         "tools",
         format!(
-            "'tools' has {bytes} bytes of JSON, and {} are taken: write fewer or shorter values",
+            "'tools' has {bytes} bytes of JSON, and {} are accepted: write fewer or shorter values",
             schema::MAX_BYTES
         ),
     ))

@@ -138,7 +138,7 @@ async fn wrong_method(method: Method, uri: Uri) -> ApiError {
     ApiError::new(
         StatusCode::METHOD_NOT_ALLOWED,
         ErrorType::InvalidRequest,
-        format!("{path} does not take {method}: this endpoint has {ROUTES}"),
+        format!("{path} does not accept {method}: this endpoint has {ROUTES}"),
     )
     .with_code("method_not_allowed")
 }

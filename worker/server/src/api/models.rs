@@ -43,7 +43,7 @@ pub(super) fn check(app: &App, asked: &str) -> Result<(), ApiError> {
         StatusCode::NOT_FOUND,
         ErrorType::InvalidRequest,
         format!(
-            "model '{}' is not served here: served is '{}'",
+            "model '{}' is not served here: this endpoint serves '{}'",
             clip(asked, 100),
             app.model.name
         ),

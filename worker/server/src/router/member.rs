@@ -234,7 +234,7 @@ impl Member {
 /// Begins `work` again when it panics: a worker that nobody looks after would stay what it last was for good.
 async fn until_it_ends<F: Future<Output = ()>>(work: impl Fn() -> F) {
     while AssertUnwindSafe(work()).catch_unwind().await.is_err() {
-        tracing::error!("looking after a worker panicked: begun again");
+        tracing::error!("watching a worker panicked: restarted");
         sleep(BACKOFF.1).await;
     }
 }

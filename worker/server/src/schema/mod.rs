@@ -59,7 +59,7 @@ impl<'w> Schemas<'w> {
         self.bytes += text_bytes(schema);
         if self.bytes > MAX_BYTES {
             let problem = format!(
-                "with those before it, it has {} bytes of JSON, and {MAX_BYTES} are taken: write fewer or shorter values",
+                "with those before it, it has {} bytes of JSON, and {MAX_BYTES} are accepted: write fewer or shorter values",
                 self.bytes
             );
             return Err(refused(param, &problem));
@@ -69,7 +69,7 @@ impl<'w> Schemas<'w> {
         let problem = survey::excess(&parts).or_else(|| {
             (self.count > MAX_SCHEMAS).then(|| {
                 format!(
-                    "with those before it, it consists of {} schemas, and {MAX_SCHEMAS} are taken: leave some out",
+                    "with those before it, it consists of {} schemas, and {MAX_SCHEMAS} are accepted: leave some out",
                     self.count
                 )
             })
@@ -80,7 +80,7 @@ impl<'w> Schemas<'w> {
         if let Some(path) = survey::endless(&parts) {
             let at = survey::place(path);
             let problem = format!(
-                "{at}'$ref' demands itself again without end: let it be left out, or end it with an alternative such as null"
+                "{at}'$ref' refers to itself without end: make it optional, or end it with an alternative such as null"
             );
             return Err(refused(param, &problem));
         }

@@ -130,7 +130,7 @@ pub(super) fn parts(root: &Value) -> Result<Vec<Part<'_>>, String> {
 pub(super) fn excess(parts: &[Part<'_>]) -> Option<String> {
     if parts.len() > MAX_SCHEMAS {
         return Some(format!(
-            "it consists of more than {MAX_SCHEMAS} schemas, and as many are taken: leave some out"
+            "it consists of more than {MAX_SCHEMAS} schemas, and as many are accepted: leave some out"
         ));
     }
     for part in parts {

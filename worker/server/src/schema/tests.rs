@@ -162,7 +162,7 @@ fn a_schema_that_demands_itself_without_end_is_refused() {
         assert_eq!(
             problem(&schema),
             format!(
-                "{place}'$ref' demands itself again without end: let it be left out, or end it with an alternative such as null"
+                "{place}'$ref' refers to itself without end: make it optional, or end it with an alternative such as null"
             ),
             "{schema:#}"
         );
@@ -185,7 +185,7 @@ fn a_schema_too_large_for_the_grammar_is_refused_before_it_is_made() {
         ),
         (
             json!({"type": "array", "prefixItems": vec![json!({"type": "null"}); 6000]}),
-            "it consists of more than 5000 schemas, and as many are taken: leave some out",
+            "it consists of more than 5000 schemas, and as many are accepted: leave some out",
         ),
         (
             chain(400),
@@ -282,7 +282,7 @@ fn the_schemas_of_a_request_count_together() {
     assert!(
         error
             .message
-            .contains("consists of 5101 schemas, and 5000 are taken"),
+            .contains("consists of 5101 schemas, and 5000 are accepted"),
         "{error}"
     );
     let values = json!({"enum": words(20_001)});
@@ -290,7 +290,8 @@ fn the_schemas_of_a_request_count_together() {
         problem(&values).contains("'enum' has 20001 values, and at most 20000 can be followed")
     );
     assert!(
-        problem(&json!({"enum": words(250_000)})).contains("bytes of JSON, and 1048576 are taken")
+        problem(&json!({"enum": words(250_000)}))
+            .contains("bytes of JSON, and 1048576 are accepted")
     );
 }
 

@@ -45,7 +45,7 @@ pub(super) fn read(mut fields: Fields) -> Result<CompletionRequest, ApiError> {
         return Err(ApiError::parameter(
             "n",
             format!(
-                "{} prompts with 'n' {} make {choices} choices: at most {MAX_CHOICES} are taken in one request",
+                "{} prompts with 'n' {} make {choices} choices: at most {MAX_CHOICES} are accepted in one request",
                 prompts.len(),
                 options.n
             ),
@@ -104,7 +104,7 @@ fn read_prompts(value: Value) -> Result<Vec<Prompt>, ApiError> {
         return Err(ApiError::parameter(
             "prompt",
             format!(
-                "'prompt' has {} prompts: at most {MAX_PROMPTS} are taken in one request",
+                "'prompt' has {} prompts: at most {MAX_PROMPTS} are accepted in one request",
                 items.len()
             ),
         ));

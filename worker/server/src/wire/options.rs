@@ -159,7 +159,7 @@ fn read_stop(fields: &mut Fields) -> Result<Vec<String>, ApiError> {
                 return Err(ApiError::parameter(
                     "stop",
                     format!(
-                        "'stop' has {} strings: at most {MAX_STOPS} are taken",
+                        "'stop' has {} strings: at most {MAX_STOPS} are accepted",
                         items.len()
                     ),
                 ));
@@ -185,7 +185,7 @@ fn read_stop(fields: &mut Fields) -> Result<Vec<String>, ApiError> {
         return Err(ApiError::parameter(
             "stop",
             format!(
-                "'stop' has a string of {} bytes: at most {MAX_STOP_BYTES} are taken",
+                "'stop' has a string of {} bytes: at most {MAX_STOP_BYTES} are accepted",
                 stop.len()
             ),
         ));

@@ -41,7 +41,7 @@ pub(super) fn read(fields: &mut Fields) -> Result<(Vec<Tool>, ToolChoice), ApiEr
         return Err(ApiError::parameter(
             "tools",
             format!(
-                "'tools' has {} tools: at most {MAX_TOOLS} are taken",
+                "'tools' has {} tools: at most {MAX_TOOLS} are accepted",
                 items.len()
             ),
         ));

@@ -79,7 +79,7 @@ async fn models_are_listed() {
     let (status, other) = gateway.get("/v1/models/gpt-9").await;
     assert_eq!(status, 404);
     assert!(
-        other.contains("served is 'Org/Fake-7B'") && other.contains("model_not_found"),
+        other.contains("this endpoint serves 'Org/Fake-7B'") && other.contains("model_not_found"),
         "{other}"
     );
 }
@@ -105,7 +105,13 @@ async fn wrong_paths_methods_and_types_are_told() {
         (response.status().as_u16(), &response.headers()["allow"]),
         (405, &"POST".parse().unwrap())
     );
-    assert!(response.text().await.unwrap().contains("does not take GET"));
+    assert!(
+        response
+            .text()
+            .await
+            .unwrap()
+            .contains("does not accept GET")
+    );
 
     for (kind, words) in [
         (

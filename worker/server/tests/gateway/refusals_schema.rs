@@ -13,10 +13,7 @@ async fn schemas_are_checked_before_a_worker_sees_them() {
     let path = "response_format.json_schema.schema";
     for (bad, words) in [
         (json!({"type": "thing"}), "'type' is \"thing\""),
-        (
-            json!({"$ref": "#"}),
-            "'$ref' demands itself again without end",
-        ),
+        (json!({"$ref": "#"}), "'$ref' refers to itself without end"),
         (
             json!({"type": "string", "pattern": "("}),
             "the pattern \"(\" is no regular expression that can be followed: unclosed group",

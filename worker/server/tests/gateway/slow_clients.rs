@@ -234,7 +234,7 @@ async fn uploads_that_stand_still_hold_up_nobody_and_are_cut() {
     for mut stream in stalled {
         let answer = rest(&mut stream).await;
         assert!(answer.starts_with("HTTP/1.1 408"), "{answer}");
-        assert!(answer.contains("nothing came of the request body for 5 s"));
+        assert!(answer.contains("no part of the request body arrived for 5 s"));
     }
 }
 

@@ -56,7 +56,7 @@ impl Identity {
         if node != self.node {
             let own = &self.node;
             return Err(Status::failed_precondition(format!(
-                "the certificate is of node {node:?}, and this agent is on {own:?}"
+                "the certificate is for node {node:?}, but this agent runs on {own:?}"
             )));
         }
         let adopted = self.tls.adopt(&certificate, &self.key.serialize_pem());

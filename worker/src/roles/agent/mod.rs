@@ -165,7 +165,8 @@ struct AgentService {
 
 impl AgentService {
     fn identity(&self) -> Result<&Identity, Status> {
-        let why = "this agent was started without --identity-token: it cannot say whose it is";
+        let why =
+            "this agent was started without --identity-token, so it cannot prove its identity";
         let identity = self.identity.as_ref();
         identity.ok_or_else(|| Status::failed_precondition(why))
     }

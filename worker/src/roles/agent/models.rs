@@ -224,7 +224,7 @@ impl Models {
             .map_err(|error| Status::internal(error.to_string()))?
             .map_err(|error| Status::failed_precondition(error.to_string()))?;
         if !removed.is_empty() {
-            tracing::info!(keys = ?removed, "models removed: nobody names them");
+            tracing::info!(keys = ?removed, "removed models that no deployment names");
         }
         Ok(removed)
     }
@@ -294,7 +294,7 @@ impl Models {
             entry.tries.wait(now, wait);
         }
         entry.tries.why = format!(
-            "the node's agent ended {lost} times while it unpacked or read the model\n  see why its Pod was ended: the model's files may be broken, or need more memory than the node has"
+            "the node's agent was terminated {lost} times while it unpacked or read the model\n  find out why its Pod ended: the model's files may be corrupt, or need more memory than the node has"
         );
         self.keep_tries(key, &entry.tries);
     }
@@ -302,7 +302,7 @@ impl Models {
     /// Without the note, the next agent only begins anew.
     fn keep_tries(&self, key: &Key, tries: &Tries) {
         if let Err(error) = self.cache.note_tries(key, tries) {
-            tracing::warn!(%key, "earlier tries are not noted: {error}");
+            tracing::warn!(%key, "earlier attempts cannot be recorded: {error}");
         }
     }
 
@@ -335,7 +335,7 @@ impl Models {
             }
             (None, None) => {
                 return Err(Failure {
-                    why: "it was removed while it was looked at".to_owned(),
+                    why: "it was removed while it was being inspected".to_owned(),
                     blame: Blame::Local,
                     costs_all_again: false,
                 });

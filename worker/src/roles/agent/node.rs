@@ -90,7 +90,7 @@ impl Node {
             State::Failed { why, .. } => format!("this node is being measured again, after: {why}"),
             State::Measured(kept) => {
                 tracing::info!(before = kept.hardware, now, "the hardware has changed");
-                format!("this node is being measured again, for it has changed: it is {now}")
+                format!("this node is being measured again because it has changed: it is {now}")
             }
         };
         *state = State::Measuring(why.clone());

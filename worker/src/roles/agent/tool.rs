@@ -31,7 +31,7 @@ pub(super) async fn ask<T: DeserializeOwned>(
     let output = match timeout(patience, child).await {
         Ok(Ok(output)) => output,
         Ok(Err(error)) => return Err(format!("{tool} cannot be run: {error}")),
-        Err(_) => return Err(format!("{tool} did not end within {patience:?}")),
+        Err(_) => return Err(format!("{tool} did not finish within {patience:?}")),
     };
     let words = String::from_utf8_lossy(&output.stderr);
     if !output.status.success() {
@@ -39,7 +39,7 @@ pub(super) async fn ask<T: DeserializeOwned>(
             .rsplit_once("error: ")
             .map_or(words.trim(), |(_, message)| message.trim());
         return Err(match own {
-            "" => format!("{tool} ended with {} and said nothing", output.status),
+            "" => format!("{tool} exited with {} and no message", output.status),
             own => own.to_owned(),
         });
     }

@@ -7,9 +7,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::deployment::{ObjectivesSpec, Pinning};
 
-/// Device of a rank that runs on CPUs.
-pub const DEVICE_CPU: &str = "cpu";
-
 /// All choices for one generation of a deployment. It never changes: a new decision is a new plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::CustomResource, kube::KubeSchema))]
@@ -160,7 +157,8 @@ pub struct PlanRank {
     /// How tightly it holds `cpus`.
     pub pinning: Pinning,
     /// `cpu`, or the UUID of a GPU.
-    pub device: String,
+    #[serde(rename = "device")]
+    pub device_name: String,
     /// GPUs that it holds; its Pod asks the cluster's device plugin for them.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub gpus: u32,
@@ -216,10 +214,46 @@ pub fn cpu_request_millis(pinning: Pinning, cpus: usize, threads: u32) -> u64 {
 /// What the driver takes of a GPU for each process, beside what the process asks for: its context and the compiled kernels.
 pub const GPU_CONTEXT_BYTES: u64 = 512 << 20;
 
+/// What a rank computes on. A plan writes it twice, as [`PlanRank::device_name`] and [`PlanRank::gpu_uuids`], since workers of
+/// another version read it; code asks [`PlanRank::device`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RankDevice<'a> {
+    /// The CPUs of its node.
+    Cpus,
+    /// The GPU of this UUID. Where a device plugin hands out another GPU of the node, that one is meant.
+    Gpu(&'a str),
+}
+
+impl<'a> RankDevice<'a> {
+    /// `cpu`, or the UUID of the GPU.
+    pub const fn name(self) -> &'a str {
+        match self {
+            Self::Cpus => "cpu",
+            Self::Gpu(uuid) => uuid,
+        }
+    }
+
+    /// The UUID of the GPU; `None` on CPUs.
+    pub const fn gpu_uuid(self) -> Option<&'a str> {
+        match self {
+            Self::Cpus => None,
+            Self::Gpu(uuid) => Some(uuid),
+        }
+    }
+}
+
 impl PlanRank {
+    /// What weights, KV and arithmetic of this rank are on.
+    pub fn device(&self) -> RankDevice<'_> {
+        match self.gpu_uuids.first() {
+            Some(uuid) => RankDevice::Gpu(uuid),
+            None => RankDevice::Cpus,
+        }
+    }
+
     /// Whether weights, KV and arithmetic of this rank are on a GPU.
     pub fn is_on_gpu(&self) -> bool {
-        !self.gpu_uuids.is_empty()
+        matches!(self.device(), RankDevice::Gpu(_))
     }
 
     /// Bytes of a GPU's memory that it may ask for: its share without what the driver takes for the process.
@@ -244,7 +278,7 @@ impl PlanRank {
     pub fn host_weight_bytes(&self) -> u64 {
         match &self.residency {
             Some(residency) if !self.is_on_gpu() => residency.budget_bytes,
-            _ => 0,
+            Some(_) | None => 0,
         }
     }
 
@@ -263,7 +297,7 @@ impl PlanRank {
     pub fn host_kv_bytes(&self) -> u64 {
         match &self.kv {
             Some(kv) if !self.is_on_gpu() => kv.memory_bytes,
-            _ => 0,
+            Some(_) | None => 0,
         }
     }
 }
@@ -283,6 +317,14 @@ pub enum PlanRole {
 impl PlanRole {
     /// All roles, in the order of a plan's ranks.
     pub const ALL: [Self; 3] = [Self::Gateway, Self::Prefill, Self::Decode];
+
+    /// Whether it runs the model: all roles but the gateway.
+    pub const fn is_worker(self) -> bool {
+        match self {
+            Self::Gateway => false,
+            Self::Prefill | Self::Decode => true,
+        }
+    }
 
     /// The role in lower case, as rank names have it.
     pub const fn as_str(self) -> &'static str {

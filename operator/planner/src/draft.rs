@@ -1,6 +1,6 @@
 //! All choices made, before they are written down.
 
-use hearth_crds::{NodeProfileSpec, PlanKvType, PlanRank, PlanRole, ResidencyPolicy};
+use hearth_crds::{NodeProfileSpec, PlanKvType, PlanRank, PlanRole, RankDevice, ResidencyPolicy};
 
 use crate::cpus::CpuSet;
 use crate::estimator::Estimator;
@@ -39,7 +39,7 @@ impl<'a> Draft<'a> {
         };
         let slots = self.estimator.slots(n, self.placement.ranks[n]).ok()?;
         let mut slots = slots.decode.iter();
-        let slot = slots.find(|slot| decode.gpu_uuids.contains(&slot.gpu.uuid));
+        let slot = slots.find(|slot| decode.device() == RankDevice::Gpu(&slot.gpu.uuid));
         let predictor = self.estimator.predictor(n, &set, slot, budget);
         Some(predictor.prefill_ms(self.estimator.prompt_tokens(), decode.chunk_tokens))
     }

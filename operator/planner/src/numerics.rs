@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use hearth_crds::{
-    ComputeCapability, IsaProfile, NodeProfileSpec, PlanRank, PlanRole, ResidencyPolicy,
+    ComputeCapability, IsaProfile, NodeProfileSpec, PlanRank, PlanRole, RankDevice, ResidencyPolicy,
 };
 
 use crate::cpus::CpuLack;
@@ -48,10 +48,10 @@ fn of_cpus(isa: &IsaProfile) -> Numerics {
 }
 
 fn of_rank(node: &NodeProfileSpec, rank: &PlanRank) -> Numerics {
-    match rank.gpu_uuids.first() {
-        None => of_cpus(&node.isa),
-        Some(uuid) => {
-            let gpu = node.gpus.iter().find(|gpu| gpu.uuid == *uuid);
+    match rank.device() {
+        RankDevice::Cpus => of_cpus(&node.isa),
+        RankDevice::Gpu(uuid) => {
+            let gpu = node.gpus.iter().find(|gpu| gpu.uuid == uuid);
             Numerics::Gpu(gpu.and_then(|gpu| gpu.compute_capability))
         }
     }

@@ -1,8 +1,9 @@
 //! A placement, written down as a plan.
 
 use hearth_crds::{
-    DEVICE_CPU, DeploymentRef, InferencePlanSpec, Pinning, PlanKv, PlanModel, PlanPrediction,
-    PlanRank, PlanResidency, PlanRole, PlanRouting, PlanStrategy, RankPrediction, ResidencyPolicy,
+    DeploymentRef, InferencePlanSpec, Pinning, PlanKv, PlanModel, PlanPrediction, PlanRank,
+    PlanResidency, PlanRole, PlanRouting, PlanStrategy, RankDevice, RankPrediction,
+    ResidencyPolicy,
 };
 
 use crate::cpus::{CpuSet, GATEWAY_UNDER_EXCLUSIVE, keep_beside, widen_memory};
@@ -108,13 +109,13 @@ impl Draft<'_> {
         let RankHost { n, budget, slot } = *host;
         let demand = &self.demand;
         let weight_bytes = demand.facts.bytes.total();
-        let is_worker = role != PlanRole::Gateway;
+        let is_worker = role.is_worker();
         if let Some(numa_node) = slot.and_then(|slot| slot.gpu.numa_node) {
             keep_beside(&mut set, self.nodes[n], numa_node);
         }
         let kv_bytes = match (role, slot) {
             (PlanRole::Gateway, _) => 0,
-            (_, Some(slot)) => slot.kv_bytes,
+            (PlanRole::Prefill | PlanRole::Decode, Some(slot)) => slot.kv_bytes,
             (PlanRole::Prefill, None) => budget.prefill_kv_bytes,
             (PlanRole::Decode, None) => budget.decode_kv_bytes,
         };
@@ -124,7 +125,7 @@ impl Draft<'_> {
             PlanRole::Prefill => demand.chunk_tokens,
             PlanRole::Decode => self.decode_chunk_tokens(host, &set),
         };
-        let predicted = is_worker.then(|| self.rank_prediction(host, role, &set));
+        let predicted = self.rank_prediction(host, role, &set);
         let weight_budget_bytes = match slot {
             Some(_) => weight_bytes,
             None => budget.weight_budget_bytes,
@@ -138,6 +139,7 @@ impl Draft<'_> {
             };
             widen_memory(&mut set, self.nodes[n], needs);
         }
+        let device = slot.map_or(RankDevice::Cpus, |slot| RankDevice::Gpu(&slot.gpu.uuid));
         PlanRank {
             name: format!("{}-{index}", role.as_str()),
             role,
@@ -147,10 +149,10 @@ impl Draft<'_> {
             numa_nodes: set.numa_nodes,
             threads: set.threads,
             pinning: self.pinning(role),
-            device: slot.map_or_else(|| DEVICE_CPU.to_owned(), |slot| slot.gpu.uuid.clone()),
+            device_name: device.name().to_owned(),
             gpus: self.held_gpus(role, slot),
             claims_gpus: slot.is_some() && self.claims_gpus(n),
-            gpu_uuids: slot.map(|slot| slot.gpu.uuid.clone()).into_iter().collect(),
+            gpu_uuids: device.gpu_uuid().map(str::to_owned).into_iter().collect(),
             gpu_memory_bytes: slot.map_or(0, |slot| slot.memory_bytes),
             residency: is_worker.then_some(PlanResidency {
                 policy: slot.map_or(budget.policy, |_| ResidencyPolicy::Resident),
@@ -178,15 +180,17 @@ impl Draft<'_> {
     fn pinning(&self, role: PlanRole) -> Pinning {
         match (role, self.input.spec.placement.pinning) {
             (PlanRole::Gateway, Pinning::Exclusive) => GATEWAY_UNDER_EXCLUSIVE,
-            (_, asked) => asked,
+            (PlanRole::Gateway | PlanRole::Prefill | PlanRole::Decode, asked) => asked,
         }
     }
 
     fn scratch_bytes(&self, role: PlanRole, slot: Option<&GpuSlot<'_>>) -> u64 {
         match (role, slot) {
             (PlanRole::Gateway, _) => self.demand.gateway_scratch_bytes(),
-            (_, Some(_)) => self.demand.gpu_worker_scratch_bytes(),
-            (_, None) => self.demand.worker_scratch_bytes(),
+            (PlanRole::Prefill | PlanRole::Decode, Some(_)) => {
+                self.demand.gpu_worker_scratch_bytes()
+            }
+            (PlanRole::Prefill | PlanRole::Decode, None) => self.demand.worker_scratch_bytes(),
         }
     }
 
@@ -227,24 +231,42 @@ impl Draft<'_> {
             .min(self.demand.context_length)
     }
 
-    fn rank_prediction(&self, host: &RankHost<'_>, role: PlanRole, set: &CpuSet) -> RankPrediction {
+    /// What a rank should achieve; `None` for the gateway.
+    fn rank_prediction(
+        &self,
+        host: &RankHost<'_>,
+        role: PlanRole,
+        set: &CpuSet,
+    ) -> Option<RankPrediction> {
         let RankHost { n, budget, slot } = *host;
         let predictor = self.estimator.predictor(n, set, slot, budget);
-        let (prompt, context) = (
-            self.estimator.prompt_tokens(),
-            self.estimator.stream_tokens(),
-        );
-        if role == PlanRole::Prefill {
-            let prefill_ms = predictor.prefill_ms(prompt, self.demand.chunk_tokens);
-            let link = self.estimator.link_gbps(n, &self.placement.ranks);
-            let ttft_ms = prefill_ms + predictor.hand_over_ms(prompt, link);
-            return RankPrediction {
-                ttft_ms: Some(rounded(ttft_ms)),
-                prompt_tokens: Some(prompt),
-                tpot_ms: None,
-                tokens_per_second: rounded(f64::from(prompt) / prefill_ms * 1e3),
-            };
+        match role {
+            PlanRole::Gateway => None,
+            PlanRole::Prefill => Some(self.prefill_prediction(n, &predictor)),
+            PlanRole::Decode => Some(self.decode_prediction(n, slot, predictor)),
         }
+    }
+
+    fn prefill_prediction(&self, n: usize, predictor: &Predictor<'_>) -> RankPrediction {
+        let prompt = self.estimator.prompt_tokens();
+        let prefill_ms = predictor.prefill_ms(prompt, self.demand.chunk_tokens);
+        let link = self.estimator.link_gbps(n, &self.placement.ranks);
+        let ttft_ms = prefill_ms + predictor.hand_over_ms(prompt, link);
+        RankPrediction {
+            ttft_ms: Some(rounded(ttft_ms)),
+            prompt_tokens: Some(prompt),
+            tpot_ms: None,
+            tokens_per_second: rounded(f64::from(prompt) / prefill_ms * 1e3),
+        }
+    }
+
+    fn decode_prediction(
+        &self,
+        n: usize,
+        slot: Option<&GpuSlot<'_>>,
+        predictor: Predictor<'_>,
+    ) -> RankPrediction {
+        let context = self.estimator.stream_tokens();
         let sharing = match slot {
             Some(slot) => slot.sharing,
             None if self.estimator.is_exclusive() => 1,

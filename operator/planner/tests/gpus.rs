@@ -43,7 +43,7 @@ fn auto_puts_both_workers_on_a_gpu_that_holds_them() {
     for name in ["prefill-0", "decode-0"] {
         let rank = rank(&plan, name);
         let uuid = &profiles[0].gpus[0].uuid;
-        assert_eq!((&rank.device, rank.gpus), (uuid, 1), "{name}");
+        assert_eq!((&rank.device_name, rank.gpus), (uuid, 1), "{name}");
         assert_eq!(rank.gpu_uuids.as_slice(), std::slice::from_ref(uuid));
         let residency = rank.residency.as_ref().unwrap();
         assert_eq!(residency.policy, ResidencyPolicy::Resident);
@@ -51,7 +51,7 @@ fn auto_puts_both_workers_on_a_gpu_that_holds_them() {
         assert!(rank.gpu_memory_bytes > residency.weight_bytes + kv_bytes);
         assert_eq!((rank.host_weight_bytes(), rank.host_kv_bytes()), (0, 0));
     }
-    assert_eq!(rank(&plan, "gateway-0").device, "cpu");
+    assert_eq!(rank(&plan, "gateway-0").device_name, "cpu");
     assert_eq!(plan.routing.chunked_below_tokens, 256);
     insta::assert_yaml_snapshot!(plan);
 }
@@ -63,7 +63,7 @@ fn decode_stays_on_the_cpu_where_a_gpu_holds_one_worker_only() {
     let plan = plan(&plan_input_here(&spec(""), &facts, &profiles)).unwrap();
     assert!(rank(&plan, "prefill-0").is_on_gpu());
     let decode = rank(&plan, "decode-0");
-    assert_eq!((decode.device.as_str(), decode.gpus), ("cpu", 0));
+    assert_eq!((decode.device_name.as_str(), decode.gpus), ("cpu", 0));
     assert!(decode.host_weight_bytes() > 0);
     assert!(has_line(
         &plan.not_chosen,
@@ -92,7 +92,7 @@ fn workers_go_to_the_gpu_with_the_most_memory_left() {
     let spec = spec("decode: {maxBatch: 1}\n");
     let device = |gpus: Vec<GpuProfile>, name: &str| {
         let plan = plan(&plan_input_here(&spec, &facts, &[here(gpus)])).unwrap();
-        rank(&plan, name).device.clone()
+        rank(&plan, name).device_name.clone()
     };
     let (first, second) = (gpus[2].uuid.clone(), gpus[1].uuid.clone());
     let mut reversed = gpus.clone();
@@ -231,7 +231,7 @@ fn in_a_cluster_each_gpu_is_one_workers_own() {
     let plan = plan(&input).unwrap();
     let prefill = rank(&plan, "prefill-0");
     assert_eq!((prefill.node.as_str(), prefill.gpus), ("office", 1));
-    assert_eq!(prefill.device, profiles[1].gpus[0].uuid);
+    assert_eq!(prefill.device_name, profiles[1].gpus[0].uuid);
     assert!(!rank(&plan, "decode-0").is_on_gpu());
     assert!(has_line(
         &plan.not_chosen,
@@ -314,13 +314,13 @@ fn gpus_that_can_be_claimed_are_chosen_by_uuid() {
     let made = plan(&input).unwrap();
     let prefill = rank(&made, "prefill-0");
     assert_eq!(
-        (prefill.device.as_str(), prefill.gpus),
+        (prefill.device_name.as_str(), prefill.gpus),
         (large.uuid.as_str(), 1)
     );
     assert!(prefill.claims_gpus);
     // It may use more than the smallest of them holds.
     assert!(prefill.gpu_memory_bytes > 0);
-    assert!(made.ranks.iter().all(|rank| rank.device != other.uuid));
+    assert!(made.ranks.iter().all(|rank| rank.device_name != other.uuid));
     assert!(has_line(
         &made.why,
         "prefill-0 on large of here",

@@ -114,18 +114,18 @@ fn assert_gpus_fit(plan: &InferencePlanSpec, profiles: &[NodeProfileSpec], offer
             assert!(held <= free, "{held} of {free} on {}", profile.node);
             for rank in here().filter(|rank| rank.is_on_gpu()) {
                 assert_eq!(rank.claims_gpus, claimable.is_some());
-                assert!(claimable.is_none_or(|uuids| uuids.contains(&rank.device)));
+                assert!(claimable.is_none_or(|uuids| uuids.contains(&rank.device_name)));
             }
         }
         for rank in here().filter(|rank| rank.is_on_gpu()) {
             assert_eq!(
-                std::slice::from_ref(&rank.device),
+                std::slice::from_ref(&rank.device_name),
                 rank.gpu_uuids.as_slice()
             );
-            assert!(profile.gpus.iter().any(|gpu| gpu.uuid == rank.device));
+            assert!(profile.gpus.iter().any(|gpu| gpu.uuid == rank.device_name));
         }
         for gpu in &profile.gpus {
-            let on_it: Vec<_> = here().filter(|rank| rank.device == gpu.uuid).collect();
+            let on_it: Vec<_> = here().filter(|rank| rank.device_name == gpu.uuid).collect();
             let used: u64 = on_it.iter().map(|rank| rank.gpu_memory_bytes).sum();
             let least = profile.gpus.iter().map(|gpu| gpu.memory_bytes).min();
             match offer {

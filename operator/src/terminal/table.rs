@@ -2,7 +2,7 @@
 
 use clap::ValueEnum;
 use comfy_table::{ContentArrangement, Table, presets};
-use hearth_crds::{InferencePlanSpec, PlanRank, PlanRole, ResidencyPolicy};
+use hearth_crds::{InferencePlanSpec, PlanRank, PlanRole, RankDevice, ResidencyPolicy};
 use hearth_planner::format_cpu_list;
 
 use crate::terminal::ui::{bytes, milliseconds};
@@ -103,9 +103,9 @@ pub(crate) fn plan(plan: &InferencePlanSpec) -> String {
 
 /// `cpu`, or the begin of a GPU's UUID, as far as people tell GPUs apart, with what the rank may have of its memory.
 fn device(rank: &PlanRank) -> String {
-    match rank.gpu_uuids.first() {
-        None => rank.device.clone(),
-        Some(uuid) => {
+    match rank.device() {
+        RankDevice::Cpus => RankDevice::Cpus.name().to_owned(),
+        RankDevice::Gpu(uuid) => {
             let begin: Vec<&str> = uuid.splitn(3, '-').take(2).collect();
             format!("{} {}", begin.join("-"), bytes(rank.gpu_memory_bytes))
         }

@@ -322,10 +322,9 @@ fn shortfalls(rank: &PlanRank, got: &Got) -> Vec<String> {
         found.push(format!("{wanted} threads share {has} CPUs"));
     }
     // A rank without a UUID of its own takes whichever GPU there is.
-    if let (Some(gpu), false) = (&got.gpu_uuid, rank.gpu_uuids.is_empty())
-        && !rank.gpu_uuids.contains(gpu)
+    if let (Some(gpu), Some(planned)) = (got.gpu_uuid.as_deref(), rank.device().gpu_uuid())
+        && gpu != planned
     {
-        let planned = rank.gpu_uuids.join(", ");
         found.push(format!("GPU {gpu} where {planned} is planned"));
     }
     if rank.numa_nodes.is_empty() {

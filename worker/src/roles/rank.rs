@@ -298,8 +298,9 @@ fn grammar_tokenizer(
     role: PlanRole,
     config: &ModelConfig,
 ) -> anyhow::Result<Option<Arc<GrammarTokenizer>>> {
-    if role != PlanRole::Decode {
-        return Ok(None);
+    match role {
+        PlanRole::Decode => {}
+        PlanRole::Prefill | PlanRole::Gateway => return Ok(None),
     }
     let tokenizer = Tokenizer::open(directory)?;
     Ok(Some(Arc::new(GrammarTokenizer::new(
@@ -347,9 +348,10 @@ fn load_options<'a>(
 
 /// The device that the plan names: a GPU, or the CPUs.
 fn device_options(args: &RankArgs, rank: &PlanRank, binding: &Binding) -> DeviceOptions {
-    if rank.is_on_gpu() {
-        let uuid = rank.gpu_uuids.first().cloned();
-        let options = args.gpu.options(uuid, Some(rank.gpu_budget_bytes()));
+    if let Some(uuid) = rank.device().gpu_uuid() {
+        let options = args
+            .gpu
+            .options(Some(uuid.to_owned()), Some(rank.gpu_budget_bytes()));
         return DeviceOptions::Gpu(GpuOptions {
             // A device plugin may hand out another GPU of the node, and the plan holds for each; a claim names its GPU.
             or_any: rank.gpus > 0 && !rank.claims_gpus,

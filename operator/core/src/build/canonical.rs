@@ -193,7 +193,7 @@ fn put_rank(lines: &mut Lines, rank: &PlanRank) {
         numa_nodes,
         threads,
         pinning,
-        device: _,
+        device_name: _,
         gpus,
         claims_gpus,
         gpu_uuids,

@@ -126,7 +126,7 @@ fn rank(role: PlanRole, index: u32, node: &str) -> PlanRank {
         numa_nodes: if is_worker { vec![0] } else { Vec::new() },
         threads: 2,
         pinning: hearth_crds::Pinning::Shared,
-        device: "cpu".to_owned(),
+        device_name: "cpu".to_owned(),
         gpus: 0,
         gpu_uuids: Vec::new(),
         claims_gpus: false,

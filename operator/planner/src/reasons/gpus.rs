@@ -1,7 +1,8 @@
 //! What is said of GPUs: of those that ranks run on, and of all others.
 
 use hearth_crds::{
-    GpuProfile, NodeProfileSpec, PlanRank, PlanRole, PlanRouting, Strategy, format_bytes,
+    GpuProfile, NodeProfileSpec, PlanRank, PlanRole, PlanRouting, RankDevice, Strategy,
+    format_bytes,
 };
 
 use crate::draft::{Draft, ranks_of};
@@ -32,7 +33,7 @@ pub(super) fn chosen(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String
         let computes_on = node
             .gpus
             .iter()
-            .find(|gpu| rank.gpu_uuids.contains(&gpu.uuid));
+            .find(|gpu| rank.device() == RankDevice::Gpu(&gpu.uuid));
         why.extend(computes_on.map(|gpu| on_gpu(draft, rank, node, gpu)));
     }
 }
@@ -87,7 +88,9 @@ pub(super) fn not_chosen(draft: &Draft<'_>, ranks: &[PlanRank], lines: &mut Vec<
     let total = format_bytes(draft.demand.facts.bytes.total());
     for node in draft.nodes {
         for gpu in &node.gpus {
-            let is_used = ranks.iter().any(|rank| rank.gpu_uuids.contains(&gpu.uuid));
+            let is_used = ranks
+                .iter()
+                .any(|rank| rank.device() == RankDevice::Gpu(&gpu.uuid));
             if !is_used {
                 lines.push(format!(
                     "{} of {} ({} free, weights {total}): {}",

@@ -80,7 +80,7 @@ fn weights(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
         };
         let workers = ranks
             .iter()
-            .filter(|r| r.node == node.node && r.role != PlanRole::Gateway && !r.is_on_gpu())
+            .filter(|r| r.node == node.node && r.role.is_worker() && !r.is_on_gpu())
             .count();
         if workers == 0 && draft.placement.ranks[n].on_gpus() > 0 {
             continue;

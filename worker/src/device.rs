@@ -32,11 +32,11 @@ impl FromStr for DeviceArg {
 /// What a GPU is opened with.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct GpuOptions {
-    /// Its UUID; none: the first.
+    /// Its UUID; `None`: the first.
     pub(crate) uuid: Option<String>,
     /// Take another where that one is not to be seen.
     pub(crate) or_any: bool,
-    /// Bytes of its memory that may be taken; none: what is free.
+    /// Bytes of its memory that may be taken; `None`: what is free.
     pub(crate) budget_bytes: Option<u64>,
     /// How activations enter products.
     pub(crate) activations: ActivationsArg,
@@ -58,7 +58,7 @@ pub(crate) struct KernelDirectories {
 /// How activations enter products on a GPU, by name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum ActivationsArg {
-    /// As they are: what every other device computes
+    /// Unrounded: what every other device computes
     #[default]
     F32,
     /// Rounded to bfloat16: faster prefill
@@ -77,9 +77,9 @@ pub(crate) enum DeviceOptions {
 
 /// Something on one of the devices that this build has.
 pub(crate) enum OnDevice<C, G> {
-    /// On the CPU.
+    /// Value on the CPU.
     Cpu(C),
-    /// On a GPU.
+    /// Value on a GPU.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     Gpu(G),
 }

@@ -35,7 +35,7 @@ pub struct EngineOptions {
     pub max_queue: usize,
     /// What its bits depend on beside the weights: KV of other numerics is kept apart from its own.
     pub numerics: String,
-    /// Needed for grammars; none: a request with a grammar is refused.
+    /// Needed for grammars; `None`: a request with a grammar is refused.
     pub grammar_tokenizer: Option<Arc<GrammarTokenizer>>,
 }
 
@@ -87,7 +87,7 @@ pub enum PrefillLocation {
 /// A request for an answer.
 #[derive(Clone, Debug, Default)]
 pub struct GenerateInput {
-    /// For logs.
+    /// Identifier for logs.
     pub request_id: String,
     /// The prompt, at least one token.
     pub prompt: Vec<u32>,
@@ -163,7 +163,7 @@ pub enum GenerateEvent {
 /// A request for the KV of a prompt.
 #[derive(Clone, Debug, Default)]
 pub struct PrefillInput {
-    /// For logs.
+    /// Identifier for logs.
     pub request_id: String,
     /// The prompt.
     pub tokens: Vec<u32>,

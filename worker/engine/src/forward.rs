@@ -56,7 +56,7 @@ pub(crate) trait Forward: Send {
     /// Whether [`Forward::forward`] takes choices.
     fn can_sample(&self) -> bool;
     /// Chooses tokens from the logits of the first `choices.len()` of `batch.logit_rows`, and returns the logits of the others;
-    /// none when `watch` has ended the pass.
+    /// `None` when `watch` has ended the pass.
     fn forward(
         &mut self,
         batch: &Batch,

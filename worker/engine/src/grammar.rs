@@ -69,7 +69,7 @@ pub struct GrammarTokenizer {
 }
 
 impl GrammarTokenizer {
-    /// Of a tokenizer, for a model of `vocab` logits whose answers end with one of `eos`.
+    /// Grammars of a tokenizer, for a model of `vocab` logits whose answers end with one of `eos`.
     ///
     /// Logits beyond the tokenizer's vocabulary are padding and never allowed.
     ///
@@ -89,7 +89,7 @@ impl GrammarTokenizer {
         Self::from_tokens(tokens, eos)
     }
 
-    /// Of the bytes of each token; an empty token is never allowed, and one that begins with byte 0xFF
+    /// Trie of the bytes of each token; an empty token is never allowed, and one that begins with byte 0xFF
     /// ([`TokTrie::SPECIAL_TOKEN_MARKER`]) is never text.
     ///
     /// # Errors

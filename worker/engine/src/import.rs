@@ -15,7 +15,7 @@ pub(crate) const IMPORT_BYTES_PER_STEP: usize = 32 << 20;
 pub(crate) struct Import {
     first_token: usize,
     tokens: usize,
-    /// For each layer: tokens before this one are there.
+    /// First token of each layer that is not there yet.
     there: Vec<usize>,
 }
 

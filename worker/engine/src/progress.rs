@@ -4,7 +4,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// When the running pass last went on; none while none runs. Clones share it.
+/// When the running pass last went on; `None` while none runs. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Progress(Arc<Mutex<Option<Instant>>>);
 

@@ -115,7 +115,7 @@ impl Export {
     }
 }
 
-/// Either kind.
+/// A request of either kind.
 pub(crate) enum EngineRequest {
     Answer(Box<Answer>),
     Export(Box<Export>),
@@ -161,7 +161,7 @@ pub(crate) struct SamplerState {
 pub(crate) struct SampledToken {
     pub(crate) event: GenerateEvent,
     pub(crate) token: u32,
-    /// It ends the answer.
+    /// Whether it ends the answer.
     pub(crate) last: bool,
 }
 
@@ -180,7 +180,7 @@ impl SamplerState {
         self.advance(sampled)
     }
 
-    /// What a device must know to choose in the host's place; none where the host alone can: log-probabilities need all logits, and a
+    /// What a device must know to choose in the host's place; `None` where the host alone can: log-probabilities need all logits, and a
     /// token that is biased twice is rounded twice.
     pub(crate) fn for_device(&mut self) -> Result<Option<SampleSpec>, EngineError> {
         if self.logprobs.is_some() {
@@ -229,7 +229,7 @@ impl SamplerState {
         })
     }
 
-    /// The tokens that the grammar lets follow; none where all may.
+    /// The tokens that the grammar lets follow; `None` where all may.
     fn mask(&mut self) -> Result<Option<Vec<u32>>, EngineError> {
         Ok(match &mut self.grammar {
             Some(grammar) => Some(grammar.mask(&self.stop_tokens)?),

@@ -22,7 +22,7 @@ struct State {
     health: Health,
     /// Requests that were accepted and have not ended.
     open: usize,
-    /// Of those that ended: how many by themselves.
+    /// Number of those that ended by themselves.
     ended: usize,
 }
 

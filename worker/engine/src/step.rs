@@ -311,7 +311,7 @@ impl<F: Forward> StepLoop<F> {
         Ok(())
     }
 
-    /// Moves an answer on by a token and sends it; none when the answer ended with an error or is not wanted.
+    /// Moves an answer on by a token and sends it; `None` when the answer ended with an error or is not wanted.
     fn choose(
         &mut self,
         sequence: SequenceId,

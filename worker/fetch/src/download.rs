@@ -76,7 +76,7 @@ fn is_kept_back(error: &FetchError, guard: &Guard) -> bool {
     is_answer && (guard.keeps_back() || is_of_unknown)
 }
 
-/// From a failure until it is told: at the end of the `patience` that it falls into.
+/// Time from a failure until it is told: at the end of the `patience` that it falls into.
 fn until_told(elapsed: Duration, patience: Duration) -> Duration {
     let patience_ms = patience.as_millis().max(1);
     let past_ms = elapsed.as_millis() % patience_ms;
@@ -158,7 +158,7 @@ struct Tried {
 
 /// How the bytes of an answer join those that are here.
 enum Join {
-    /// Behind them.
+    /// Bytes behind those that are there.
     Append(FileFacts),
     /// Instead of them.
     Restart(FileFacts),

@@ -9,20 +9,20 @@ use crate::FetchOptions;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FetchError {
-    /// Not a URL that can be fetched.
+    /// The URL cannot be fetched.
     #[error("url is {url:?}: {reason}\n  write a URL such as https://nas.lan/models/qwen3.tar")]
     Url {
-        /// As it was given.
+        /// The value as given.
         url: String,
         /// What is wrong with it.
         reason: String,
     },
-    /// Not a SHA-256.
+    /// The value is not a SHA-256.
     #[error(
         "sha256 is {sha256:?}\n  write the 64 hexadecimal digits that sha256sum prints for the archive"
     )]
     Checksum {
-        /// As it was given.
+        /// The value as given.
         sha256: String,
     },
     /// The server has no such file.
@@ -30,7 +30,7 @@ pub enum FetchError {
         "{url} was not found: the server answered {status}\n  check the URL, and that the file is on the server"
     )]
     NotFound {
-        /// Without secrets.
+        /// URL without secrets.
         url: String,
         /// `404 Not Found` or `410 Gone`.
         status: String,
@@ -40,7 +40,7 @@ pub enum FetchError {
         "{url} may not be read: the server answered {status}\n  allow this machine to read it, or use a URL that carries its own permission"
     )]
     Denied {
-        /// Without secrets.
+        /// URL without secrets.
         url: String,
         /// `401 …`, `403 …`, `407 …`.
         status: String,
@@ -50,7 +50,7 @@ pub enum FetchError {
         "{url} returned no file: the server answered {answer}\n  open the URL from this machine to see why"
     )]
     Answer {
-        /// Without secrets.
+        /// URL without secrets.
         url: String,
         /// Status, and what is odd about it.
         answer: String,
@@ -60,7 +60,7 @@ pub enum FetchError {
         "{url} redirects in a loop: more than {limit} redirects\n  use the URL of the file itself"
     )]
     Redirects {
-        /// Without secrets.
+        /// URL without secrets.
         url: String,
         /// How many were followed.
         limit: usize,
@@ -70,7 +70,7 @@ pub enum FetchError {
         "TLS verification failed for {url}: {reason}\n  add its certificate authority to this machine's certificates (or name its PEM file in SSL_CERT_FILE), or use http:// for a server without TLS"
     )]
     Tls {
-        /// Without secrets.
+        /// URL without secrets.
         url: String,
         /// The library's reason.
         reason: String,
@@ -80,7 +80,7 @@ pub enum FetchError {
         "{url} is not allowed: its address is {why}\n  put the archive on a server outside the cluster, or name its range in agent.fetch.allowedRanges of Hearth's chart"
     )]
     Forbidden {
-        /// Without secrets.
+        /// URL without secrets.
         url: String,
         /// What the address is.
         why: &'static str,
@@ -90,9 +90,9 @@ pub enum FetchError {
         "{url} did not yield the archive with the sha256 {sha256}: its address is not public, so the details are only in the log of this node's agent\n  check the URL, the checksum, that the server lets this node read the file, and that the node's disk has room for it"
     )]
     KeptBack {
-        /// Without secrets.
+        /// URL without secrets.
         url: String,
-        /// As asked.
+        /// The checksum that was asked for.
         sha256: String,
         /// What is kept back.
         cause: Box<FetchError>,
@@ -104,9 +104,9 @@ pub enum FetchError {
         "{url} cannot be fetched: {reason} ({attempts} attempts made no progress)\n  check the network and the server; the next attempt resumes with the {bytes} bytes that are here"
     )]
     Lost {
-        /// Without secrets.
+        /// URL without secrets.
         url: String,
-        /// Of the last try.
+        /// Reason of the last attempt.
         reason: String,
         /// Tries in a row without a new byte.
         attempts: u32,
@@ -118,7 +118,7 @@ pub enum FetchError {
         "{url} sent more than the {announced_bytes} bytes that its server announced\n  the server or a proxy in front of it is at fault: try another"
     )]
     TooLong {
-        /// Without secrets.
+        /// URL without secrets.
         url: String,
         /// Length of the file by the server's own words.
         announced_bytes: u64,
@@ -128,11 +128,11 @@ pub enum FetchError {
         "{url} has the sha256\n  {found}, not\n  {expected}: the download was removed\n  check that the sha256 is that of the archive behind the URL"
     )]
     Mismatch {
-        /// Without secrets.
+        /// URL without secrets.
         url: String,
-        /// As asked.
+        /// The checksum that was asked for.
         expected: String,
-        /// Of the bytes that came.
+        /// Checksum of the bytes that came.
         found: String,
     },
     /// No room.
@@ -140,7 +140,7 @@ pub enum FetchError {
     DiskFull {
         /// Directory of the cache.
         path: PathBuf,
-        /// For what.
+        /// What the space is for.
         what: String,
         /// That must be free.
         need_bytes: u64,
@@ -162,7 +162,7 @@ pub enum FetchError {
         "{url} is not an archive that can be unpacked: {what}\n  pack the model's directory as .tar, .tar.gz or .tar.zst: tar -cf model.tar -C /models/NAME ."
     )]
     NotAnArchive {
-        /// Without secrets.
+        /// URL without secrets.
         url: String,
         /// What it is instead.
         what: String,
@@ -172,7 +172,7 @@ pub enum FetchError {
         "{url} is a broken archive: {reason}\n  its sha256 is right, so the file was broken when that was computed: pack it again"
     )]
     Corrupt {
-        /// Without secrets.
+        /// URL without secrets.
         url: String,
         /// Where it breaks off.
         reason: String,
@@ -182,7 +182,7 @@ pub enum FetchError {
         "{url} was not unpacked: its entry {entry:?} {reason}\n  pack the model's own files, links followed: tar -chf model.tar -C /models/NAME ."
     )]
     Unsafe {
-        /// Without secrets.
+        /// URL without secrets.
         url: String,
         /// Name in the archive.
         entry: String,
@@ -192,7 +192,7 @@ pub enum FetchError {
     /// More files than any model has.
     #[error("{url} has more than {limit} entries\n  pack only the model's own files")]
     TooMany {
-        /// Without secrets.
+        /// URL without secrets.
         url: String,
         /// Most that are unpacked.
         limit: u64,
@@ -202,7 +202,7 @@ pub enum FetchError {
         "{url} holds no model: config.json is neither at its top nor in a single directory there (it has {names})\n  pack the model's directory: tar -cf model.tar -C /models/NAME ."
     )]
     NoModel {
-        /// Without secrets.
+        /// URL without secrets.
         url: String,
         /// What is at the top.
         names: String,

@@ -74,7 +74,7 @@ pub struct FetchOptions {
     pub reserve_bytes: u64,
     /// The same in percent of the disk: the more of both counts.
     pub reserve_percent: u8,
-    /// From which addresses.
+    /// Addresses that may be fetched from.
     pub reach: Reach,
     /// Most files and directories of an archive.
     pub max_entries: u64,

@@ -14,7 +14,7 @@ pub(crate) struct Lock {
 }
 
 impl Lock {
-    /// Takes the lock; none when another holds it.
+    /// Takes the lock; `None` when another holds it.
     ///
     /// # Errors
     /// [`FetchError::Cache`] when the file cannot be made.

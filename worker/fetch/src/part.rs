@@ -22,15 +22,15 @@ const CHUNK_BYTES: usize = 1 << 20;
 /// What a server said of the file that a part is of.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct FileFacts {
-    /// Of the URL: a validator means something to its own server alone, and a URL may hold a secret.
+    /// Digest of the URL: a validator means something to its own server alone, and a URL may hold a secret.
     pub(crate) url_sha256: String,
     /// ETag, if it is a strong one.
     pub(crate) etag: Option<String>,
     /// Last-Modified.
     pub(crate) last_modified: Option<String>,
-    /// Of the whole file.
+    /// Bytes of the whole file.
     pub(crate) total_bytes: Option<u64>,
-    /// SHA-256 of each URL and address that was asked for the first bytes; none where the bytes are of several servers.
+    /// SHA-256 of each URL and address that was asked for the first bytes; `None` where the bytes are of several servers.
     #[serde(default)]
     pub(crate) asked: BTreeSet<String>,
     /// SHA-256 of the URL and address that gave them.
@@ -42,7 +42,7 @@ pub(crate) struct FileFacts {
 }
 
 impl FileFacts {
-    /// For If-Range: what tells this file from another one under the same URL.
+    /// Validator for If-Range: what tells this file from another one under the same URL.
     pub(crate) fn validator(&self) -> Option<&str> {
         self.etag.as_deref().or(self.last_modified.as_deref())
     }
@@ -121,7 +121,7 @@ impl Part {
         self.received_bytes
     }
 
-    /// Of which file they are.
+    /// The file that they are of.
     pub(crate) fn facts(&self) -> &FileFacts {
         &self.facts
     }

@@ -27,7 +27,7 @@ pub enum Phase {
 }
 
 impl Phase {
-    /// In one word, such as `downloading`.
+    /// The phase in one word, such as `downloading`.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Waiting => "waiting",
@@ -44,9 +44,9 @@ impl Phase {
 pub struct Progress {
     /// What is being done.
     pub phase: Phase,
-    /// Of the archive, what is done in this phase.
+    /// Bytes of the archive that this phase has done.
     pub bytes: u64,
-    /// Of the archive, where the server told.
+    /// Bytes of the archive, where the server told.
     pub total_bytes: Option<u64>,
     /// Over the last seconds; 0 where nothing is known.
     pub bytes_per_second: u64,

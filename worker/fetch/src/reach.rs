@@ -34,7 +34,7 @@ impl Reach {
         Self::default()
     }
 
-    /// For a machine that fetches what others ask for: neither itself (loopback), nor its link, nor the ranges of
+    /// Reach of a machine that fetches what others ask for: neither itself (loopback), nor its link, nor the ranges of
     /// `cluster`, but for those of `allowed`. What a server inside answered is told to nobody, and proxies are not
     /// asked, since what they resolve cannot be checked.
     pub fn outside(cluster: Vec<IpNet>, allowed: Vec<IpNet>) -> Self {
@@ -86,7 +86,7 @@ pub(crate) struct Guard {
     reach: Reach,
     has_met_inside: Arc<AtomicBool>,
     has_met_any: Arc<AtomicBool>,
-    /// Of one try: URLs, and addresses of names.
+    /// URLs, and addresses of names, of one attempt.
     asked: Arc<Mutex<BTreeSet<String>>>,
 }
 

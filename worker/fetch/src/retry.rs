@@ -9,7 +9,7 @@ pub(crate) fn backoff(attempt: u32, first: Duration, most: Duration, jitter: f64
     doubled.min(most).mul_f64(0.5 + 0.5 * jitter)
 }
 
-/// How long Retry-After asks to wait: seconds, or a date. None for anything else.
+/// How long Retry-After asks to wait: seconds, or a date. `None` for anything else.
 pub(crate) fn retry_after(header: &str, now: SystemTime) -> Option<Duration> {
     let header = header.trim();
     if let Ok(seconds) = header.parse::<u64>() {

@@ -28,7 +28,7 @@ pub enum Credentials {
     Basic {
         /// Who asks.
         username: String,
-        /// And the proof of it.
+        /// The user's password.
         password: String,
     },
     /// `Authorization: Bearer`.
@@ -99,7 +99,7 @@ impl Source {
         self.key.clone()
     }
 
-    /// Of the archive, 64 lower-case digits.
+    /// Checksum of the archive, 64 lower-case digits.
     pub fn sha256(&self) -> &str {
         &self.sha256
     }
@@ -133,7 +133,7 @@ impl Source {
 pub struct Key(String);
 
 impl Key {
-    /// Reads 32 lower-case hexadecimal digits; none for anything else.
+    /// Reads 32 lower-case hexadecimal digits; `None` for anything else.
     pub fn parse(text: &str) -> Option<Self> {
         (text.len() == KEY_DIGITS && is_hex(text)).then(|| Self(text.to_owned()))
     }

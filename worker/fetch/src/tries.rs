@@ -16,7 +16,7 @@ use crate::{Cache, FetchError, Key, Source};
 pub struct Tries {
     /// That failed.
     pub failures: u32,
-    /// At whose end no process was there any more to say why. One that is about to unpack or read the model counts itself
+    /// Attempts at whose end no process was there any more to say why. One that is about to unpack or read the model counts itself
     /// here, and takes that back when it has an outcome.
     pub lost: u32,
     /// What the last failure was; empty where that is not known.
@@ -54,7 +54,7 @@ impl Tries {
 }
 
 impl Cache {
-    /// Of this model; none where there is nothing to tell. A note that cannot be read is none.
+    /// Tries of this model; `None` where there is nothing to tell. A note that cannot be read is none.
     pub fn tries(&self, key: &Key) -> Tries {
         let text = fs::read(self.tries_file(key)).unwrap_or_default();
         serde_json::from_slice(&text).unwrap_or_default()

@@ -37,7 +37,7 @@ const MAX_PATH_BYTES: usize = 2048;
 const MAX_NAME_BYTES: usize = 255;
 /// Paths and targets of all links, which are kept in memory until every file is there.
 const MAX_LINK_BYTES: usize = 16 << 20;
-/// Of a refused entry's name, so much is told.
+/// Bytes of a refused entry's name that are told.
 const SHOWN_BYTES: usize = 200;
 /// Links to links.
 const MAX_LINKS: usize = 8;
@@ -47,7 +47,7 @@ const MAX_WINDOW_LOG: u32 = 27;
 const FILE_MODE: u32 = 0o644;
 const DIRECTORY_MODE: u32 = 0o755;
 
-/// From where to where.
+/// An unpacking: its source and its target.
 pub(crate) struct Unpacking {
     /// The URL, without secrets.
     pub(crate) shown: String,
@@ -154,7 +154,7 @@ struct Writer<'a> {
     unchecked_bytes: u64,
     /// Links by their own path, with the path that they lead to, both within the archive.
     links: BTreeMap<PathBuf, PathBuf>,
-    /// Of all links' paths.
+    /// Bytes of all links' paths.
     link_bytes: usize,
     /// Made so far.
     directories: u64,
@@ -384,7 +384,7 @@ fn is_too_long(path: &[u8]) -> bool {
     path.len() > MAX_PATH_BYTES || names.any(|name| name.len() > MAX_NAME_BYTES)
 }
 
-/// `path` seen from `from`, without `.` and `..`; none when it leads out of the top.
+/// `path` seen from `from`, without `.` and `..`; `None` when it leads out of the top.
 fn inside(from: &Path, path: &Path) -> Option<PathBuf> {
     let mut parts: Vec<OsString> = from.iter().map(OsString::from).collect();
     for component in path.components() {
@@ -429,7 +429,7 @@ fn sync(directory: &Path) -> Result<(), FetchError> {
 
 /// Where a tar says that it is one.
 const MAGIC_AT: usize = 257;
-/// As many first bytes of a file tell what it is.
+/// Number of a file's first bytes that tell what it is.
 pub(crate) const HEAD_BYTES: usize = MAGIC_AT + 5;
 
 /// Whether a file with these first bytes is one that can be unpacked: gzip, zstd, or a tar that says so.

@@ -14,7 +14,7 @@ use hearth_fetch::{
 use support::{Fault, FileServer, model_tar, sha256};
 use tempfile::TempDir;
 
-/// After which failures of private servers are told.
+/// Time after which failures of private servers are told.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Like an agent of a cluster, on a machine where the range of tests is open.

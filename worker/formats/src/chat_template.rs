@@ -37,7 +37,7 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// Reads `chat_template.jinja`, or `chat_template` of `tokenizer_config.json`; none if the model has neither.
+    /// Reads `chat_template.jinja`, or `chat_template` of `tokenizer_config.json`; `None` if the model has neither.
     /// `strftime_now` tells the system's time.
     ///
     /// # Errors
@@ -46,7 +46,7 @@ impl ChatTemplate {
         Self::open_with_clock(dir, Arc::new(Zoned::now))
     }
 
-    /// As [`ChatTemplate::open`], with a clock.
+    /// Opens as [`ChatTemplate::open`] does, with a clock.
     ///
     /// # Errors
     /// As [`ChatTemplate::open`].

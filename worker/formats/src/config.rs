@@ -131,7 +131,7 @@ pub enum AttentionConfig {
     Mla {
         /// Heads.
         heads: usize,
-        /// Rank of the compressed queries; none: queries are projected directly.
+        /// Rank of the compressed queries; `None`: queries are projected directly.
         q_lora_rank: Option<usize>,
         /// Rank of the compressed keys and values.
         kv_lora_rank: usize,

@@ -32,7 +32,7 @@ pub(crate) enum Step {
         first_loses_it: bool,
     },
     ByteFallback,
-    /// Of the whole text, at most so many leading `content`.
+    /// Strips at most so many leading `content` of the whole text.
     StripStart {
         content: char,
         count: usize,
@@ -40,7 +40,7 @@ pub(crate) enum Step {
 }
 
 impl Detokenizer {
-    /// From the `decoder` of a tokenizer.json.
+    /// Reads the `decoder` of a tokenizer.json.
     pub(crate) fn from_json(decoder: &Value) -> Result<Self, FormatError> {
         if decoder.is_null() {
             return Ok(Self::Words);
@@ -94,7 +94,7 @@ impl Detokenizer {
     }
 }
 
-/// A step after `before`; `Some(None)` for Fuse, which only tells that later steps see the whole; none if not supported.
+/// A step after `before`; `Some(None)` for Fuse, which only tells that later steps see the whole; `None` if not supported.
 fn step(part: &Value, before: &[Step], fused: bool) -> Option<Option<Step>> {
     // Bytes that became text would pass through the later steps, the whole run at once.
     let after_bytes = before.contains(&Step::ByteFallback);

@@ -11,7 +11,7 @@ use crate::file::{MAX_CONFIG_BYTES, read_file};
 
 const FILE: &str = "generation_config.json";
 
-/// Defaults of sampling; what the file does not say is none. A request's own values go first.
+/// Defaults of sampling; what the file does not say is `None`. A request's own values go first.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GenerationConfig {
     /// Tokens that end an answer, besides those of config.json; empty: none named.
@@ -22,7 +22,7 @@ pub struct GenerationConfig {
     pub temperature: Option<f32>,
     /// Nucleus, in (0, 1].
     pub top_p: Option<f32>,
-    /// Most likely tokens to keep; none when the file says 0 or -1 (no limit).
+    /// Most likely tokens to keep; `None` when the file says 0 or -1 (no limit).
     pub top_k: Option<u32>,
     /// Least probability, relative to the most likely token's.
     pub min_p: Option<f32>,
@@ -45,7 +45,7 @@ struct Raw {
 }
 
 impl GenerationConfig {
-    /// Reads `dir/generation_config.json`; none if there is no such file.
+    /// Reads `dir/generation_config.json`; `None` if there is no such file.
     ///
     /// # Errors
     /// [`FormatError::Io`], [`FormatError::TooLarge`], [`FormatError::Malformed`] (not JSON, a value of the wrong type or out of range).

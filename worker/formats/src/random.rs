@@ -42,7 +42,7 @@ pub enum TensorKind {
 }
 
 impl TensorKind {
-    /// By the names that all supported architectures use.
+    /// The kind by the names that all supported architectures use.
     pub fn of(name: &str) -> Self {
         const PLAIN: [&str; 3] = ["embed_tokens.weight", "lm_head.weight", "mlp.gate.weight"];
         if name.ends_with("e_score_correction_bias") {

@@ -47,7 +47,7 @@ pub struct Entry {
 /// An element type of safetensors; [`StoredType::weight`] tells those that a model may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoredType {
-    /// As the format spells it.
+    /// Name as the format spells it.
     pub name: &'static str,
     /// Bits of one element.
     pub bits: u32,
@@ -220,7 +220,7 @@ fn check_entry(name: &str, raw: RawEntry, data_start: u64) -> Result<Entry, Stri
     }
 }
 
-/// Bytes of a shape; none on overflow, or when sub-byte elements do not fill the last byte.
+/// Bytes of a shape; `None` on overflow, or when sub-byte elements do not fill the last byte.
 fn byte_size(shape: &[u64], bits: u32) -> Option<u64> {
     // A zero among the dimensions must not hide an overflow of the others.
     shape

@@ -40,7 +40,7 @@ impl TokenBound {
         Self([0.0; 256])
     }
 
-    /// Of the tokenizer.json `json` with the bytes that its tokens stand for. `strips`: one of its added tokens takes the
+    /// Bound of the tokenizer.json `json` with the bytes that its tokens stand for. `strips`: one of its added tokens takes the
     /// white space beside it along.
     pub(crate) fn new(
         json: &[u8],
@@ -87,7 +87,7 @@ impl TokenBound {
 }
 
 impl Parts {
-    /// By which factor a text may lose bytes before it is spelt out by tokens; `None` when bytes may go without a token.
+    /// Factor by which a text may lose bytes before it is spelt out by tokens; `None` when bytes may go without a token.
     fn shrinks(&self) -> Option<f64> {
         let steps = |value: &Value, list: &str| -> Vec<Value> {
             match value["type"].as_str() {

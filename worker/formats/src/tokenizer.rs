@@ -34,7 +34,7 @@ pub(crate) struct Inner {
 pub enum Encoded {
     /// All token ids.
     Whole(Vec<u32>),
-    /// It was told to stop when it had as many.
+    /// Encoding was told to stop when it had as many.
     Stopped {
         /// Tokens until then.
         tokens: usize,
@@ -112,7 +112,7 @@ impl Tokenizer {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// As [`Tokenizer::encode`], as long as `go_on`, which is asked again and again with the number of tokens so far.
+    /// Encodes as [`Tokenizer::encode`] does, as long as `go_on`, which is asked again and again with the number of tokens so far.
     ///
     /// # Errors
     /// [`FormatError::Tokenize`].

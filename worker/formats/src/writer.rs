@@ -25,7 +25,7 @@ pub struct TensorPlan {
 }
 
 impl TensorPlan {
-    /// Length in bytes; none on overflow.
+    /// Length in bytes; `None` on overflow.
     pub fn size_bytes(&self) -> Option<u64> {
         self.shape
             .iter()

@@ -117,7 +117,7 @@ pub trait ElementwiseOps: MemoryOps {
         first: usize,
         cols: usize,
     ) -> Result<Self::Tensor, KernelError>;
-    /// For each of `groups`: the group of `a` followed by the group of `b` (inverse of two `columns`).
+    /// Joins, for each of `groups`, the group of `a` and the group of `b` (inverse of two `columns`).
     fn interleave(
         &self,
         a: &Self::Tensor,
@@ -173,7 +173,7 @@ pub trait KvOps: MemoryOps {
     fn kv_alloc(&self, layout: KvLayout, blocks: usize) -> Result<Self::Kv, KernelError>;
     /// The layout of a cache.
     fn kv_layout(&self, kv: &Self::Kv) -> KvLayout;
-    /// Stores the keys `[rows, kv_heads * k_dim]` and values `[rows, kv_heads * v_dim]` (none when the value
+    /// Stores the keys `[rows, kv_heads * k_dim]` and values `[rows, kv_heads * v_dim]` (`None` when the value
     /// is in the key) of the spans' rows at their positions.
     fn kv_append(
         &self,
@@ -247,13 +247,13 @@ pub trait ExpertOps: RouterOps {
         x: &Self::Tensor,
         calls: &[ExpertCall<'_, Self::Weight>],
     ) -> Result<(), KernelError>;
-    /// All routed experts of a layer, by index, for [`ExpertOps::banked_experts`]; none where the device leaves the choice to the
+    /// All routed experts of a layer, by index, for [`ExpertOps::banked_experts`]; `None` where the device leaves the choice to the
     /// host, as the CPU does.
     fn expert_bank(
         &self,
         experts: &[ExpertWeights<'_, Self::Weight>],
     ) -> Result<Option<Self::ExpertBank>, KernelError>;
-    /// As [`ExpertOps::experts`] with the experts that each token chose: the same bits.
+    /// Runs the experts that each token chose: the same bits as [`ExpertOps::experts`].
     fn banked_experts(
         &self,
         out: &mut Self::Tensor,

@@ -26,7 +26,7 @@ pub struct SampleSpec {
     pub used: Vec<(u32, u32)>,
     /// Added to the logits of tokens, each once.
     pub biases: Vec<(u32, f32)>,
-    /// Bit `t % 32` of word `t / 32` is set where token `t` may follow; none where all may.
+    /// Bit `t % 32` of word `t / 32` is set where token `t` may follow; `None` where all may.
     pub allowed: Option<Vec<u32>>,
 }
 

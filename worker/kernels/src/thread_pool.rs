@@ -30,7 +30,7 @@ pub struct ThreadPool {
 
 /// Which threads there are, and the CPUs that they are bound to.
 struct Placement {
-    /// By number; the caller's is known once it said so.
+    /// Threads by number; the caller's is known once it said so.
     threads: Vec<Option<ThreadId>>,
     /// One a thread; empty: the system places them.
     cpus: Vec<usize>,

@@ -76,7 +76,7 @@ impl KvCache {
     }
 
     /// Blocks that would be left over if a sequence with this prompt began now and reserved `tokens` tokens;
-    /// none if it does not fit. Unlike [`KvCache::begin`] it holds nothing and counts nothing.
+    /// `None` if it does not fit. Unlike [`KvCache::begin`] it holds nothing and counts nothing.
     pub fn room_after(&self, prompt: &[KvToken], tokens: usize) -> Option<usize> {
         let (found, evictable) = self.pool.peek_prefix_blocks(reusable(prompt));
         let needed = self.blocks_for(tokens).saturating_sub(found);

@@ -192,7 +192,7 @@ impl BlockPool {
         Ok(blocks)
     }
 
-    /// Enters a complete block into the prefix index, after `parent` (none: it starts the sequence).
+    /// Enters a complete block into the prefix index, after `parent` (`None`: it starts the sequence).
     ///
     /// When the index already has an equal block, that one is returned with a reference more and the given
     /// one becomes free: numerics are batch-invariant, so that equal prefixes of one provenance have equal KV.
@@ -238,7 +238,7 @@ impl BlockPool {
     }
 
     /// Holds the longest registered run of whole blocks of `tokens` that continues `after`
-    /// (none: from the start of the sequence).
+    /// (`None`: from the start of the sequence).
     pub fn match_prefix(
         &mut self,
         after: Option<&Block<Registered>>,

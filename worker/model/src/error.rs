@@ -84,7 +84,7 @@ pub enum ModelError {
     /// The device could not carry out an operation.
     #[error("{}{source}", module.map(|m| format!("{m}: ")).unwrap_or_default())]
     Kernel {
-        /// In which module.
+        /// Module in which it is.
         module: Option<ModuleId>,
         /// Why.
         source: KernelError,

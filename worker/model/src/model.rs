@@ -104,7 +104,7 @@ impl<B: Backend> Model<B> {
         logits.map_err(|e| ModelError::from(e).within(ModuleId::Head))
     }
 
-    /// As [`Model::forward`], with the logits left on the device, where a token may be chosen; none when no rows are wanted.
+    /// Runs as [`Model::forward`] does, with the logits left on the device, where a token may be chosen; `None` when no rows are wanted.
     ///
     /// # Errors
     /// As [`Model::forward`].

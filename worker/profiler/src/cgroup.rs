@@ -13,7 +13,7 @@ const V2_MOUNTS: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
 /// v1 says "no limit" by a number near 2⁶³; no machine has that much memory.
 const V1_UNLIMITED_BYTES: u64 = 1 << 60;
 
-/// What the control group allows; none: no limit.
+/// What the control group allows; `None`: no limit.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Limits {
     /// CPUs.

@@ -12,7 +12,7 @@ use rustix::io::{Errno, ReadWriteFlags};
 
 use crate::tree::Tree;
 
-/// At most so much is read, for at most so long.
+/// Most bytes that are read, and longest time.
 const MAX_BYTES: u64 = 256 << 20;
 const MAX_TIME: Duration = Duration::from_millis(400);
 /// Fewer bytes say nothing about a disk.
@@ -24,7 +24,7 @@ const PROBE_FREE_BYTES: u64 = 8 * PROBE_BYTES as u64;
 /// Alignment that direct reads need on every common file system.
 const ALIGN_BYTES: usize = 4096;
 
-/// The disk below `directory` with its free bytes and no rate; none, with a warning, when it cannot be asked.
+/// The disk below `directory` with its free bytes and no rate; `None`, with a warning, when it cannot be asked.
 pub(crate) fn unmeasured(tree: &Tree, directory: &Path) -> Option<DiskProfile> {
     let shown = directory.display();
     match rustix::fs::statvfs(directory) {
@@ -42,7 +42,7 @@ pub(crate) fn unmeasured(tree: &Tree, directory: &Path) -> Option<DiskProfile> {
 }
 
 /// The sequential read rate of the disk below `directory`, by reading its largest files, or with `probe` one that is
-/// written where they are too small; none, with a warning, when there is nothing to read.
+/// written where they are too small; `None`, with a warning, when there is nothing to read.
 pub(crate) fn measure(tree: &Tree, directory: &Path, probe: bool) -> Option<DiskProfile> {
     let disk = unmeasured(tree, directory)?;
     let shown = directory.display();
@@ -89,7 +89,7 @@ pub(crate) fn with_cached(disk: DiskProfile) -> DiskProfile {
     }
 }
 
-/// Bytes of a file in the page cache, by [`SAMPLES`] samples; none where the file system does not tell.
+/// Bytes of a file in the page cache, by [`SAMPLES`] samples; `None` where the file system does not tell.
 fn cached_bytes(path: &Path) -> Option<u64> {
     const SAMPLES: u64 = 256;
     let file = File::open(path).ok()?;

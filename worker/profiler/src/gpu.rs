@@ -35,7 +35,7 @@ pub(crate) fn gpus(tree: &Tree) -> Vec<GpuProfile> {
     }
 }
 
-/// One GPU's profile; none of a GPU that no process can have whole.
+/// One GPU's profile; `None` for a GPU that no process can have whole.
 fn profile(tree: &Tree, reading: &GpuReading) -> Option<GpuProfile> {
     let GpuReading {
         uuid,

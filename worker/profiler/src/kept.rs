@@ -19,14 +19,14 @@ const MOST_DAYS: i64 = 7;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Kept {
-    /// On which the rates were measured: [`hardware`].
+    /// Hardware that the rates were measured on: [`hardware`].
     pub hardware: String,
     /// The profile as it was measured.
     pub profile: NodeProfileSpec,
 }
 
 impl Kept {
-    /// What a file keeps; none where it is missing or of another version.
+    /// What a file keeps; `None` where it is missing or of another version.
     pub fn read(path: &Path) -> Option<Self> {
         let text = match fs::read(path) {
             Ok(text) => text,

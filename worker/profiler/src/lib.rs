@@ -65,15 +65,15 @@ pub enum Scope {
 /// What to measure, and how it is called.
 #[derive(Clone, Debug)]
 pub struct ProfileOptions {
-    /// Name of the node; none: the host name.
+    /// Name of the node; `None`: the host name.
     pub node: Option<String>,
     /// What of the machine counts.
     pub scope: Scope,
-    /// A directory whose disk is measured, by reading the files in it; none: no disk.
+    /// A directory whose disk is measured, by reading the files in it; `None`: no disk.
     pub disk: Option<PathBuf>,
     /// Where the directory has too little to read, write a file for it, which is removed at once.
     pub probe_disk: bool,
-    /// When it is measured; none: now.
+    /// When it is measured; `None`: now.
     pub measured_at: Option<SystemTime>,
     /// Where `proc` and `sys` are found; `/` but in tests.
     pub root: PathBuf,
@@ -238,7 +238,7 @@ struct Rates<'a> {
     tree: &'a Tree,
     meter: &'a dyn Meter,
     cache_bytes: u64,
-    /// What the limits of this process leave it; none: no limit.
+    /// What the limits of this process leave it; `None`: no limit.
     own_bytes: Option<u64>,
 }
 

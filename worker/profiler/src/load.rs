@@ -7,16 +7,16 @@ const QUIET_PERCENT: u64 = 10;
 
 /// Ticks since the machine started.
 pub(crate) struct Load {
-    /// Of all CPUs.
+    /// Time of all CPUs.
     all: u64,
-    /// In which a CPU had nothing to do.
+    /// Time in which a CPU had nothing to do.
     idle: u64,
-    /// Of this process, on all CPUs.
+    /// Time of this process, on all CPUs.
     own: u64,
 }
 
 impl Load {
-    /// The counters as they are; none where the kernel does not tell.
+    /// The counters as they are; `None` where the kernel does not tell.
     pub(crate) fn now(tree: &Tree) -> Option<Self> {
         let stat = tree.read("/proc/stat")?;
         // user nice system idle iowait irq softirq steal: guests are in user already.
@@ -43,7 +43,7 @@ impl Load {
         })
     }
 
-    /// The share of the CPUs' time that others had since, in percent; none: the machine was quiet.
+    /// The share of the CPUs' time that others had since, in percent; `None`: the machine was quiet.
     pub(crate) fn others_percent(&self, tree: &Tree) -> Option<u32> {
         let now = Self::now(tree)?;
         let all = now.all.saturating_sub(self.all);

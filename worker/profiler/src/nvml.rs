@@ -12,7 +12,7 @@ pub(crate) const LIBRARY: &str = "libnvidia-ml.so.1";
 /// `MigMode::current` of a GPU that is cut into instances.
 const MIG_IS_ON: u32 = 1;
 
-/// What is known of one GPU; what the library does not tell is none.
+/// What is known of one GPU; what the library does not report is `None`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct GpuReading {
     pub uuid: String,
@@ -52,9 +52,9 @@ pub(crate) struct PcieReading {
 /// Why nothing can be read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Silence {
-    /// There is no library, no driver or no GPU: most machines.
+    /// No library, no driver or no GPU: most machines.
     NoGpus(String),
-    /// There should be GPUs, and a person can do something about it.
+    /// GPUs that should be there: a person can do something about it.
     Trouble(String),
 }
 

@@ -41,7 +41,7 @@ impl Tree {
         self.root.join(name.trim_start_matches('/'))
     }
 
-    /// The text of a file without the white space around it; none if it is missing, unreadable or huge.
+    /// The text of a file without the white space around it; `None` if it is missing, unreadable or huge.
     pub(crate) fn read(&self, name: &str) -> Option<String> {
         use std::io::Read;
         let file = std::fs::File::open(self.path(name)).ok()?;
@@ -50,7 +50,7 @@ impl Tree {
         Some(String::from_utf8_lossy(&bytes).trim().to_owned())
     }
 
-    /// A number in a file; none if it is missing, and none with a warning if it is no number.
+    /// A number in a file; `None` if it is missing, and `None` with a warning if it is no number.
     pub(crate) fn number<N: std::str::FromStr>(&self, name: &str) -> Option<N> {
         let text = self.read(name)?;
         let number = text.parse().ok();
@@ -62,7 +62,7 @@ impl Tree {
         number
     }
 
-    /// A list such as `0-3,8`; none if it is missing, and none with a warning if it is no list.
+    /// A list such as `0-3,8`; `None` if it is missing, and `None` with a warning if it is no list.
     pub(crate) fn ids(&self, name: &str) -> Option<BTreeSet<u32>> {
         let text = self.read(name)?;
         let ids = parse_id_list(&text);
@@ -97,7 +97,7 @@ impl Tree {
 
 /// Reads a list of ids as the kernel writes it: `0-3,8` is 0, 1, 2, 3 and 8; an empty text is no id.
 ///
-/// None for anything else, ids above 65535 among it.
+/// `None` for anything else, ids above 65535 among it.
 pub fn parse_id_list(text: &str) -> Option<BTreeSet<u32>> {
     const MAX_ID: u32 = u16::MAX as u32;
     let mut ids = BTreeSet::new();

@@ -43,7 +43,7 @@ pub struct MmapPrefetchOptions {
     pub budget_bytes: u64,
     /// While a module runs, so many of the next modules that run for every token are asked for.
     pub lookahead: usize,
-    /// Bytes of one piece of advice; none: what the kernel obeys for the device of the files.
+    /// Bytes of one piece of advice; `None`: what the kernel obeys for the device of the files.
     pub advice_bytes: Option<usize>,
     /// Hears what happens.
     pub listener: Option<Listener>,
@@ -64,9 +64,9 @@ pub struct MmapPrefetch<B: Backend> {
 struct Shared {
     ids: Vec<ModuleId>,
     index: HashMap<ModuleId, Index>,
-    /// Of each module.
+    /// Pages of each module.
     pages: Vec<Vec<Releasable>>,
-    /// Of each module: whether it is to be in memory. Advice may wait for the disk for so long that it is out of date.
+    /// Whether each module is to be in memory. Advice may wait for the disk for so long that it is out of date.
     wanted: Vec<AtomicBool>,
     advice_bytes: usize,
     state: Mutex<State>,
@@ -77,7 +77,7 @@ struct Shared {
 
 struct State {
     window: Window,
-    /// To the thread that asks the kernel; none once the policy is closed.
+    /// Channel to the thread that asks the kernel; `None` once the policy is closed.
     requests: Option<Sender<Index>>,
 }
 

@@ -54,7 +54,7 @@ pub(crate) fn advice_bytes(checkpoint: &Checkpoint) -> usize {
     read_ahead.min().unwrap_or(DEFAULT_ADVICE_BYTES)
 }
 
-/// Read-ahead of the device that holds a file; none where the system has no such figure, as for stacked file systems.
+/// Read-ahead of the device that holds a file; `None` where the system has no such figure, as for stacked file systems.
 fn read_ahead_bytes(file: &Path) -> Option<usize> {
     let device = fs::metadata(file).ok()?.dev();
     let (major, minor) = (major(device), minor(device));

@@ -32,7 +32,7 @@ pub(crate) enum Kind {
         /// Layer.
         layer: u32,
     },
-    /// Of which a token reads next to nothing: neither asked for nor counted, and given back after each use (the embedding).
+    /// A module of which a token reads next to nothing: neither asked for nor counted, and given back after each use (the embedding).
     Sparse,
 }
 

@@ -44,7 +44,7 @@ pub struct Request {
 /// Where a sequence stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// In the queue; holds no block.
+    /// Waits in the queue; holds no block.
     Waiting,
     /// Holds blocks that another actor fills with imported KV of the prompt.
     WaitingKv,

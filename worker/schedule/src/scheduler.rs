@@ -197,7 +197,7 @@ impl Scheduler {
         self.remove(id)
     }
 
-    /// Where the KV of a sequence in [`Phase::WaitingKv`] goes; none for any other. Ask before each write: a
+    /// Where the KV of a sequence in [`Phase::WaitingKv`] goes; `None` for any other. Ask before each write: a
     /// sequence that was cancelled must not be written.
     pub fn import_target(&self, id: SequenceId) -> Option<ImportTarget> {
         let sequence = self.sequences.get(&id)?;
@@ -212,7 +212,7 @@ impl Scheduler {
     }
 
     /// The KV of the whole prompt has been imported. `sampled` is the first answer token, which follows from the
-    /// logits that came with it; none where the answer has tokens already, which are then computed here.
+    /// logits that came with it; `None` where the answer has tokens already, which are then computed here.
     ///
     /// # Errors
     /// [`ScheduleError::UnknownSequence`], [`ScheduleError::NotImporting`], [`ScheduleError::ImportedToken`].
@@ -315,12 +315,12 @@ impl Scheduler {
         Ok(update)
     }
 
-    /// Where a sequence stands; none when it has ended.
+    /// Where a sequence stands; `None` when it has ended.
     pub fn phase(&self, id: SequenceId) -> Option<Phase> {
         self.sequences.get(&id).map(|s| s.phase)
     }
 
-    /// Tokens of a sequence, prompt and answer; none when it has ended.
+    /// Tokens of a sequence, prompt and answer; `None` when it has ended.
     pub fn tokens(&self, id: SequenceId) -> Option<Vec<u32>> {
         let sequence = self.sequences.get(&id)?;
         Some(sequence.tokens.iter().map(|token| token.id).collect())

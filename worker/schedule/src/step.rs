@@ -41,7 +41,7 @@ pub struct Admission {
     pub cached_tokens: usize,
     /// Where to import the prompt's KV, where it is computed elsewhere; after a preemption too, if its bits are not ours.
     pub import: Option<ImportTarget>,
-    /// It ran before and was preempted.
+    /// Whether it ran before and was preempted.
     pub again: bool,
 }
 
@@ -77,7 +77,7 @@ pub struct Sampled {
     pub sequence: SequenceId,
     /// The token.
     pub token: u32,
-    /// It ends the answer (stop token, stop string, end of grammar).
+    /// Whether it ends the answer (stop token, stop string, end of grammar).
     pub last: bool,
 }
 

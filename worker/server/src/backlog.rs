@@ -72,7 +72,7 @@ pub(crate) struct Delivery {
 }
 
 impl Backlog {
-    /// At most `budget_bytes` wait; a client that takes nothing for `stall` is cut off.
+    /// A backlog of at most `budget_bytes`; a client that takes nothing for `stall` is cut off.
     pub(crate) fn new(budget_bytes: usize, stall: Duration, metrics: Arc<Metrics>) -> Arc<Self> {
         Arc::new(Self {
             budget_bytes,

@@ -36,14 +36,14 @@ pub(crate) struct Delta {
     pub(crate) text: String,
     /// Calls.
     pub(crate) calls: Vec<ToolCallDelta>,
-    /// Of the tokens whose text is released.
+    /// Log-probabilities of the tokens whose text is released.
     pub(crate) logprobs: Vec<LoggedToken>,
 }
 
 /// A token's log-probability and its place.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct LoggedToken {
-    /// As the chat format has it.
+    /// Log-probability as the chat format has it.
     pub(crate) logprob: TokenLogprob,
     /// Characters of the choice's text before it.
     pub(crate) offset_chars: usize,

@@ -78,7 +78,7 @@ pub struct Routing {
     /// Attempts of one request that may end without a new token before the request fails: it may be what
     /// breaks each worker.
     pub max_fruitless_attempts: u32,
-    /// Between two looks at a worker that is well.
+    /// Time between two looks at a worker that is well.
     pub look_interval: Duration,
     /// A worker from which nothing came for as long, neither a token nor the answer to a look, is taken for hung: its
     /// streams move. Looks are answered beside the computation, so that a long step is no silence.
@@ -112,13 +112,13 @@ pub struct Limits {
     pub header_bytes: usize,
     /// Headers of a request; beyond it, 431.
     pub headers: usize,
-    /// For the headers of a request to come in, and for a new client to say anything.
+    /// Time for the headers of a request to arrive, and for a new client to say anything.
     pub header_timeout: Duration,
-    /// For the body of a request to come in; beyond it, 408.
+    /// Time for the body of a request to arrive; beyond it, 408.
     pub body_timeout: Duration,
-    /// For the next byte of a body; beyond it, 408.
+    /// Time for the next byte of a body; beyond it, 408.
     pub body_stall: Duration,
-    /// For a whole answer, waiting included; beyond it, 504 or an error at the end of the stream.
+    /// Time for a whole answer, waiting included; beyond it, 504 or an error at the end of the stream.
     pub request_timeout: Duration,
     /// Connections at the same time.
     pub connections: usize,
@@ -129,7 +129,7 @@ pub struct Limits {
     pub client_stall: Duration,
     /// Bytes of answers that may wait for clients, all together.
     pub backlog_bytes: usize,
-    /// For streams in flight when the gateway is told to end.
+    /// Time for streams in flight when the gateway is told to end.
     pub drain_grace: Duration,
     /// How long a connection on which nothing is asked is kept once the gateway is told to end: a client that uses
     /// it within that time has its answer, and is told by it that the connection ends.

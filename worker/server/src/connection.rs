@@ -39,7 +39,7 @@ const HTTP2_BEGIN: &[u8] = b"PRI * HTTP/2.0";
 #[derive(Clone)]
 pub(crate) struct Drain {
     began: CancellationToken,
-    /// For a connection that nothing is asked on.
+    /// Time for a connection that nothing is asked on.
     idle: Duration,
 }
 
@@ -70,11 +70,11 @@ impl Drain {
 /// How long a connection may be without what it is there for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Patience {
-    /// From the first byte of a request to the end of its headers, and for a client that has not said anything yet.
+    /// Time from the first byte of a request to the end of its headers, and for a client that has not said anything yet.
     pub(crate) headers: Duration,
-    /// Between an answer and the next request.
+    /// Time between an answer and the next request.
     pub(crate) keep_alive: Duration,
-    /// For a client to take a byte of what is sent.
+    /// Time for a client to take a byte of what is sent.
     pub(crate) stall: Duration,
 }
 

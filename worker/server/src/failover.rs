@@ -24,7 +24,7 @@ use crate::router::{AcquireError, Lease, Pin, PrefillLease, Route, Want, WorkerI
 
 /// First and longest pause between attempts.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(1));
-/// By which a worker's deadline lies behind ours.
+/// Time by which a worker's deadline lies behind ours.
 const SLACK: Duration = Duration::from_secs(2);
 /// Longest error text that is shown.
 const MESSAGE_CHARS: usize = 400;
@@ -32,13 +32,13 @@ const MESSAGE_CHARS: usize = 400;
 /// What is to be generated.
 #[derive(Clone, Debug)]
 pub struct Job {
-    /// Of the choice; each attempt adds its number.
+    /// Identifier of the choice; each attempt adds its number.
     pub request_id: String,
     /// The prompt, at least one token.
     pub prompt: Arc<[u32]>,
     /// How tokens are chosen; the seed is that of choice 0.
     pub sampling: Arc<Sampling>,
-    /// Of this choice.
+    /// Seed of this choice.
     pub seed: u64,
     /// Upper bound of generated tokens; prompt and this fit the context.
     pub max_tokens: u32,
@@ -50,12 +50,12 @@ pub struct Job {
     pub logprobs: Option<u32>,
     /// The client's trace.
     pub trace: Option<TraceParent>,
-    /// For a first worker. `None`: it belongs to a request that was let in, and waits until the deadline for the whole,
+    /// Time to wait for a first worker. `None`: it belongs to a request that was let in, and waits until the deadline for the whole,
     /// whatever the length of the queue, as long as there are workers.
     pub queue_deadline: Option<Instant>,
-    /// For another worker to take the place of one that died in mid-stream, or of all for a request that was let in.
+    /// Time for another worker to take the place of one that died in mid-stream, or of all for a request that was let in.
     pub replacement_timeout: Duration,
-    /// For the whole.
+    /// Deadline of the whole.
     pub deadline: Instant,
     /// Attempts that may end without a new token.
     pub max_fruitless_attempts: u32,

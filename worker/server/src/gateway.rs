@@ -40,13 +40,13 @@ const LEAST_HEADER_BYTES: usize = 8192;
 const SEND_BYTES: usize = 32 << 10;
 /// Bytes of one stream of HTTP/2 that are kept beside what the backlog counts.
 const HTTP2_SEND_BYTES: usize = 64 << 10;
-/// For a TLS handshake.
+/// Time for a TLS handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// For streams to carry the error that ends them, once the grace period is over.
+/// Time for streams to carry the error that ends them, once the grace period is over.
 const CUT_OFF: Duration = Duration::from_secs(2);
-/// Of scrapers at a time: there are few, and each is quick.
+/// Connections of scrapers at a time: there are few, and each is quick.
 const METRICS_CONNECTIONS: usize = 32;
-/// After an error of the listener, such as too many open files.
+/// Pause after an error of the listener, such as too many open files.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// A gateway that can serve.
@@ -82,7 +82,7 @@ impl Gateway {
         Self::start_with(config, &clients)
     }
 
-    /// As [`Gateway::start`], over connections that are there already.
+    /// Starts as [`Gateway::start`] does, over connections that are there already.
     ///
     /// # Errors
     /// [`GatewayError`] when the configuration cannot be used.
@@ -261,7 +261,7 @@ async fn turn_away(
     }
 }
 
-/// A connection; none after an error, which is told, and a pause.
+/// A connection; `None` after an error, which is told, and a pause.
 async fn taken<T>(accepted: io::Result<T>) -> Option<T> {
     match accepted {
         Ok(accepted) => Some(accepted),

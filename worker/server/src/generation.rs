@@ -39,7 +39,7 @@ pub(crate) struct Submission {
     pub(crate) prompts: Vec<(Arc<[u32]>, u32)>,
     /// Choices for each prompt.
     pub(crate) n: u32,
-    /// Of choice 0; choice i has the seed plus i.
+    /// Sampling of choice 0; choice i has the seed plus i.
     pub(crate) sampling: Arc<Sampling>,
     pub(crate) grammar: Option<Arc<Grammar>>,
     pub(crate) logprobs: Option<u32>,
@@ -438,7 +438,7 @@ fn fault() -> ApiError {
     ApiError::internal("an internal error of the gateway ended the answer: see its log")
 }
 
-/// To requests that come, and to answers that do not end, once the gateway ends.
+/// Error for requests that come, and for answers that do not end, once the gateway ends.
 pub(crate) fn closing_error() -> ApiError {
     ApiError::unavailable(
         "the gateway is shutting down: try again in a moment, another will answer",

@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 use crate::config::GatewayError;
 use crate::error::{ApiError, ErrorType};
 
-/// Between two looks at the files.
+/// Time between two looks at the files.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
 type Hash = [u8; 32];

@@ -70,7 +70,7 @@ impl Operation {
 /// Why a client was cut off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CutReason {
-    /// It took nothing for too long.
+    /// The client took nothing for too long.
     Stalled,
     /// Too much waited for it and others.
     Backlog,

@@ -50,7 +50,7 @@ struct Got {
     /// Threads that compute on CPUs.
     threads: usize,
     gpu_uuid: Option<String>,
-    /// By NUMA node, once the model is loaded.
+    /// Memory by NUMA node, once the model is loaded.
     memory: BTreeMap<u32, NumaMemory>,
 }
 

@@ -10,7 +10,7 @@ use crate::logging;
 
 /// One layer of a forward pass may take as long on any machine.
 const LONGEST: Duration = Duration::from_secs(300);
-/// And so many times the longest that was done.
+/// Factor of the longest that was done.
 const FACTOR: u32 = 10;
 
 /// What was seen of layers, looked at again and again.

@@ -10,7 +10,7 @@ use anyhow::{Context, bail};
 use hearth_crds::{PlanRole, Route, Routes, read_versioned};
 use hearth_server::router::{Role, WorkerPool, WorkerRoute};
 
-/// Between two looks at the file. It is a link that is swapped, on a file system that may tell of no changes.
+/// Time between two looks at the file. It is a link that is swapped, on a file system that may tell of no changes.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 
 /// Makes the workers that the file names the members of `pool`, again whenever it names others. A file that is

@@ -23,7 +23,7 @@ pub(crate) struct FactsArgs {
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// Also check what serving needs beside the weights: tokenizer, chat template, generation defaults
+    /// Check also what serving needs beside the weights: tokenizer, chat template, generation defaults
     #[arg(long)]
     serving: bool,
 }

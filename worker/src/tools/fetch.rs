@@ -48,9 +48,9 @@ enum Event<'a> {
     Progress {
         /// `waiting`, `checking`, `connecting`, `downloading` or `unpacking`.
         phase: &'a str,
-        /// Of the archive.
+        /// Bytes of the archive.
         bytes: u64,
-        /// Of the archive; null as long as it is not known.
+        /// Bytes of the archive; null as long as it is not known.
         total_bytes: Option<u64>,
         bytes_per_second: u64,
         /// Why the connection was lost; null when it was not.
@@ -93,7 +93,7 @@ pub(crate) fn run(args: &FetchArgs) -> anyhow::Result<()> {
     }
 }
 
-/// From the environment: arguments are for everybody on the machine to read.
+/// Credentials from the environment: arguments are for everybody on the machine to read.
 fn credentials() -> anyhow::Result<Credentials> {
     let variable = |name| std::env::var(name).ok().filter(|value| !value.is_empty());
     if let Some(token) = variable("HEARTH_MODEL_TOKEN") {

@@ -33,7 +33,7 @@ pub(crate) struct GenerateArgs {
     /// Token ids to continue, comma separated; needs no tokenizer
     #[arg(long, group = "input", value_delimiter = ',')]
     tokens: Option<Vec<u32>>,
-    /// At most this many tokens
+    /// Maximum number of tokens to generate
     #[arg(long, default_value = "128", value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: u32,
     /// Go on past the model's end-of-text tokens
@@ -69,7 +69,7 @@ struct Answer {
 struct Timings {
     load_ms: f64,
     prompt_tokens: usize,
-    /// Until the first token.
+    /// Milliseconds until the first token.
     prefill_ms: f64,
     decode_tokens: usize,
     decode_ms: f64,

@@ -50,7 +50,7 @@ fn inspect(directory: &Path) -> anyhow::Result<String> {
     Ok(json)
 }
 
-/// As much of a text as a report holds.
+/// Clips a text to what a report holds.
 fn clip(text: &str) -> &str {
     &text[..text.floor_char_boundary(REPORT_BYTES)]
 }

@@ -13,11 +13,11 @@ use tonic::transport::server::TcpIncoming;
 
 use crate::Tls;
 
-/// For one handshake.
+/// Time for one handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Handshakes at a time; beyond it callers wait to be accepted.
 const MAX_HANDSHAKES: usize = 1024;
-/// Between two lines in the log: whoever is refused may come again and again.
+/// Time between two lines in the log: whoever is refused may come again and again.
 const LOG_EVERY: Duration = Duration::from_secs(1);
 
 type Secured = TlsStream<TcpStream>;

@@ -28,7 +28,7 @@ use crate::{
 /// How a client treats its connections.
 #[derive(Clone)]
 pub struct ClientOptions {
-    /// Certificates; none: plain.
+    /// Certificates; `None`: plain.
     pub tls: Option<Tls>,
     /// Time to connect.
     pub connect_timeout: Duration,

@@ -82,7 +82,7 @@ impl fmt::Display for TraceParent {
 /// What a call carries beside its message.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CallContext {
-    /// Of the request at the gateway.
+    /// Identifier of the request at the gateway.
     pub request_id: Option<String>,
     /// Trace that the call belongs to.
     pub trace: Option<TraceParent>,

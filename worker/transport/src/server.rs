@@ -26,7 +26,7 @@ const MAX_STREAMS: u32 = 8192;
 /// How a server treats its connections.
 #[derive(Clone)]
 pub struct ServerOptions {
-    /// Certificates; none: plain.
+    /// Certificates; `None`: plain.
     pub tls: Option<Tls>,
     /// Time between pings of a connection.
     pub keepalive_interval: Duration,

@@ -24,10 +24,10 @@ use rustls::{
 
 use crate::identity::NamedClients;
 
-/// Between two looks at the files.
+/// Time between two looks at the files.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
-/// Both ends speak HTTP/2 and nothing else.
+/// Protocol of both ends: HTTP/2 and nothing else.
 const PROTOCOL: &[u8] = b"h2";
 
 /// Name in the operator's certificate: with a name of its own a server lets in its like, and the operator.
@@ -49,14 +49,14 @@ pub struct TlsFiles {
 /// Names that the other end's certificate must carry.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TlsNames {
-    /// DNS name of a server, whatever address is dialled; none: the host that is dialled.
+    /// DNS name of a server, whatever address is dialled; `None`: the host that is dialled.
     pub server: Option<String>,
     /// DNS names of which a client must carry one; empty: any certificate of the authority will do.
     pub clients: Vec<String>,
 }
 
 impl TlsNames {
-    /// For a process among others that all carry `name`; the operator may call it too.
+    /// Names of a process among others that all carry `name`; the operator may call it too.
     pub fn shared(name: &str) -> Self {
         Self {
             server: Some(name.to_owned()),
@@ -64,7 +64,7 @@ impl TlsNames {
         }
     }
 
-    /// For a server that the operator alone may call.
+    /// Names of a server that the operator alone may call.
     pub fn for_operator() -> Self {
         Self {
             server: None,
@@ -199,7 +199,7 @@ impl Tls {
         Self::with(source, pem, &files.names)
     }
 
-    /// From PEM that the caller holds: its certificate (then intermediate ones), the key of that, and the authorities.
+    /// Reads PEM that the caller holds: its certificate (then intermediate ones), the key of that, and the authorities.
     ///
     /// # Errors
     /// [`TlsError`] saying which of them is unusable.
@@ -274,13 +274,13 @@ impl Tls {
         })
     }
 
-    /// For a server's next connection: callers without a certificate of the authority, or of none of the names, are
+    /// Acceptor of a server's next connection: callers without a certificate of the authority, or of none of the names, are
     /// refused.
     pub(crate) fn acceptor(&self) -> tokio_rustls::TlsAcceptor {
         self.newest().server.clone().into()
     }
 
-    /// For a client's next connection.
+    /// Connector of a client's next connection.
     pub(crate) fn connector(&self) -> tokio_rustls::TlsConnector {
         self.newest().client.clone().into()
     }

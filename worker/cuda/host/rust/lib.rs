@@ -83,7 +83,7 @@ fn build() -> PathBuf {
     directory
 }
 
-/// Of everything that the libraries are made of.
+/// Fingerprint of everything that the libraries are made of.
 fn fingerprint(sources: &Path) -> String {
     let mut files = Vec::new();
     for part in ["src", "include"] {

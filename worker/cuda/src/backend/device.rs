@@ -77,9 +77,9 @@ impl DeviceOps for CudaBackend {
 /// How fast bytes come to the device, GB/s.
 #[derive(Clone, Copy, Debug)]
 pub struct CopyRates {
-    /// From the bytes where they lie: registered where the driver can, through the staging ring otherwise.
+    /// Rate from the bytes where they lie: registered where the driver can, through the staging ring otherwise.
     pub mapped_gbps: f64,
-    /// From page-locked memory: what the link can do.
+    /// Rate from page-locked memory: what the link can do.
     pub pinned_gbps: f64,
 }
 

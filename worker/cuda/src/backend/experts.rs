@@ -33,9 +33,9 @@ pub struct CudaBank {
 struct ExpertShape {
     hidden: usize,
     inter: usize,
-    /// Of gate and up.
+    /// Element type of gate and up.
     input: DType,
-    /// Of down.
+    /// Element type of down.
     output: DType,
 }
 

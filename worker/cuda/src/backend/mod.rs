@@ -36,7 +36,7 @@ const RESERVED_BYTES: u64 = 512 << 20;
 /// How activations enter the products with weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Activations {
-    /// As they are: three bf16 terms, products exact, sums f32. What the other backends compute.
+    /// Unrounded: three bf16 terms, products exact, sums f32. What the other backends compute.
     #[default]
     F32,
     /// Rounded to bf16, as most engines do: faster prefill, other bits.
@@ -49,9 +49,9 @@ pub enum Activations {
 /// How the backend runs.
 #[derive(Clone, Debug, Default)]
 pub struct CudaOptions {
-    /// UUID of the GPU, or its beginning; none: the first that is new enough.
+    /// UUID of the GPU, or its beginning; `None`: the first that is new enough.
     pub uuid: Option<String>,
-    /// Bytes of device memory that weights, KV and activations together may take; none: what is free, less half a GiB.
+    /// Bytes of device memory that weights, KV and activations together may take; `None`: what is free, less half a GiB.
     pub budget_bytes: Option<u64>,
     /// How activations enter products.
     pub activations: Activations,
@@ -59,7 +59,7 @@ pub struct CudaOptions {
     pub kernel_cache: Vec<PathBuf>,
     /// Where NVRTC lies if the system does not find it.
     pub nvrtc: Option<PathBuf>,
-    /// For tests: every buffer is an allocation of its own, exactly as long as was asked for, between patterns of this many bytes (a
+    /// Test setting: every buffer is an allocation of its own, exactly as long as was asked for, between patterns of this many bytes (a
     /// multiple of 256), which [`CudaBackend::check_sentinels`] reads. 0: without patterns, so that whatever watches the bounds of
     /// allocations sees every step over them.
     pub sentinels: Option<usize>,
@@ -152,7 +152,7 @@ impl CudaBackend {
         self.queue.synchronize()
     }
 
-    /// With [`CudaOptions::sentinels`]: reads the patterns around every buffer that there was since the last call, and returns their number.
+    /// Reads, with [`CudaOptions::sentinels`], the patterns around every buffer that there was since the last call, and returns their number.
     ///
     /// # Errors
     /// [`KernelError::Device`] naming the first that a kernel wrote over.

@@ -63,7 +63,7 @@ pub fn compile_all(
     Ok(report)
 }
 
-/// Why workers of this machine cannot compute on its GPUs; none: they can. `ahead`: directories with kernels that were compiled ahead.
+/// Why workers of this machine cannot compute on its GPUs; `None`: they can. `ahead`: directories with kernels that were compiled ahead.
 pub fn obstacle(ahead: &[PathBuf], nvrtc: Option<&Path>) -> Option<String> {
     let is_usable = || -> Result<(), KernelError> {
         let gpus = crate::driver::devices()?;

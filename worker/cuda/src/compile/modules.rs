@@ -46,7 +46,7 @@ type Slot = Arc<OnceLock<Result<Module, String>>>;
 
 struct Module {
     raw: CUmodule,
-    /// By name, with the dynamic shared memory that each is allowed.
+    /// Functions by name, with the dynamic shared memory that each is allowed.
     functions: Mutex<HashMap<&'static str, (Function, u32)>>,
 }
 
@@ -135,7 +135,7 @@ impl Modules {
         }
     }
 
-    /// From the cache where it has the variant and the driver takes it; else compiled and kept.
+    /// Loads the module from the cache where it has the variant and the driver takes it; else compiles and keeps it.
     fn load(&self, variant: &Variant) -> Result<Module, KernelError> {
         let architecture = self.device.info.architecture();
         let key = variant.cache_key(&architecture);

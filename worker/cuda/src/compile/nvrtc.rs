@@ -99,7 +99,7 @@ impl Compiler {
         self.run(variant, &[]).map(|(cubin, _)| cubin)
     }
 
-    /// As [`Compiler::compile`], with the assembler's report of registers and spills.
+    /// Compiles as [`Compiler::compile`] does, with the assembler's report of registers and spills.
     pub(super) fn compile_verbose(
         &self,
         variant: &Variant,

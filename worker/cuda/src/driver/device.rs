@@ -131,7 +131,7 @@ unsafe impl Send for Device {}
 unsafe impl Sync for Device {}
 
 impl Device {
-    /// Opens the GPU of this UUID (with or without `GPU-`, a beginning suffices); none: the first that is new enough.
+    /// Opens the GPU of this UUID (with or without `GPU-`, a beginning suffices); `None`: the first that is new enough.
     pub(crate) fn open(uuid: Option<&str>) -> Result<Self, KernelError> {
         let info = choose(devices()?, uuid)?;
         let mut device = 0;

@@ -33,7 +33,7 @@ struct State {
     /// Free lists: addresses to be used again, by size.
     free: BTreeMap<usize, Vec<CUdeviceptr>>,
     free_bytes: u64,
-    /// With sentinels: every buffer since the last look, by the address of its leading pattern.
+    /// Buffers with sentinels: every one since the last look, by the address of its leading pattern.
     guarded: BTreeMap<CUdeviceptr, Guarded>,
 }
 

@@ -83,7 +83,7 @@ impl Staging {
         Ok(())
     }
 
-    /// Appends a piece; none when it does not fit.
+    /// Appends a piece; `None` when it does not fit.
     pub(super) fn put(&mut self, bytes: &[u8]) -> Option<CUdeviceptr> {
         if let Some(address) = self.known.get(bytes) {
             return Some(*address);

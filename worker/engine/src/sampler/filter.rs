@@ -66,7 +66,7 @@ fn nucleus(mut kept: Vec<Candidate>, top_p: f64) -> Vec<Candidate> {
     kept
 }
 
-/// The candidate at the quantile `u` in `[0, 1)` of their distribution; none of an empty list.
+/// The candidate at the quantile `u` in `[0, 1)` of their distribution; `None` for an empty list.
 pub(super) fn draw(kept: &[Candidate], u: f64) -> Option<u32> {
     let total: f64 = kept.iter().map(|c| f64::from(c.weight)).sum();
     let mut sum = 0.0;

@@ -13,7 +13,7 @@ pub struct History {
 }
 
 impl History {
-    /// Of a prompt and the answer's tokens so far.
+    /// History of a prompt and the answer's tokens so far.
     pub fn new(prompt: &[u32], answer: &[u32]) -> Self {
         let mut history = Self {
             prompt: prompt.iter().copied().collect(),

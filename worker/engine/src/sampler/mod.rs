@@ -67,7 +67,7 @@ pub fn sample(
     })
 }
 
-/// Chooses from finite logits, where the draw falls on `quantile`; none when the mask leaves no token.
+/// Chooses from finite logits, where the draw falls on `quantile`; `None` when the mask leaves no token.
 pub(crate) fn choose(
     params: &SamplingParams,
     quantile: f64,

@@ -55,9 +55,9 @@ pub struct FileServer {
 struct Shared {
     file: Bytes,
     etag: Option<String>,
-    /// For the next requests, one each; then the server behaves.
+    /// Faults of the next requests, one each; then the server behaves.
     faults: VecDeque<Fault>,
-    /// For every request.
+    /// Pace of every request.
     pace: Duration,
     seen: Vec<Seen>,
     sent_bytes: usize,
@@ -70,7 +70,7 @@ impl FileServer {
         Self::start_at("127.0.0.1", file).await
     }
 
-    /// At this address, on any free port.
+    /// Starts at this address, on any free port.
     pub async fn start_at(address: &str, file: impl Into<Bytes>) -> Self {
         let shared = Arc::new(Mutex::new(Shared {
             file: file.into(),

@@ -194,7 +194,7 @@ impl Dump {
     }
 }
 
-/// As Python's `repr`: floats keep a fraction or an exponent of two digits.
+/// A number as Python's `repr` writes it: floats keep a fraction or an exponent of two digits.
 fn number(value: &Value) -> String {
     if value.is_integer() {
         return value.to_string();

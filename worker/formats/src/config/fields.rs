@@ -30,7 +30,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A nested object; none when absent or null.
+    /// A nested object; `None` when absent or null.
     pub(super) fn nested(&self, field: &str) -> Result<Option<Fields<'a>>, FormatError> {
         match self.get(field) {
             None => Ok(None),
@@ -106,7 +106,7 @@ impl<'a> Fields<'a> {
         Ok(Some(size))
     }
 
-    /// As [`Fields::optional_size`], and 0 is allowed.
+    /// Reads as [`Fields::optional_size`] does, and 0 is allowed.
     pub(super) fn optional_count(
         &self,
         field: &str,

@@ -15,14 +15,14 @@ pub struct RopeConfig {
 /// How angles are stretched.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RopeScaling {
-    /// Not at all.
+    /// No scaling.
     None,
     /// Positions are divided by `factor` (position interpolation, arXiv:2306.15595).
     Linear {
         /// Stretch.
         factor: f32,
     },
-    /// By wavelength, with a ramp between two bounds (Llama 3.1).
+    /// Scaling by wavelength, with a ramp between two bounds (Llama 3.1).
     Llama3 {
         /// Stretch of long wavelengths.
         factor: f32,

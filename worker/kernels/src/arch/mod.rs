@@ -31,7 +31,7 @@ pub enum Isa {
 }
 
 impl Isa {
-    /// All of them.
+    /// All instruction sets.
     pub const ALL: [Self; 3] = [Self::Scalar, Self::Avx2, Self::Avx512];
 
     /// The fastest that this CPU has.
@@ -118,11 +118,11 @@ impl FromStr for Isa {
 /// kernels have no tail on that side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Packing {
-    /// In order.
+    /// Elements in order.
     InOrder,
-    /// Of each 32 elements the even ones, then the odd ones: how shifts and masks leave bfloat16.
+    /// Even elements of each 32, then the odd ones: how shifts and masks leave bfloat16.
     Pairs,
-    /// As `Pairs`, times 2^64: for weights that are decoded far too small.
+    /// `Pairs` times 2^64: for weights that are decoded far too small.
     RaisedPairs,
     /// Each 64 elements as FP8 weights come out of `vpunpcklbw` and `vpunpckhbw`, then as `Pairs`.
     Unpacked,

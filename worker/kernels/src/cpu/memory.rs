@@ -20,7 +20,7 @@ struct Line([f32; 16]);
 pub(crate) struct AlignedBuf(Vec<Line>);
 
 impl AlignedBuf {
-    /// At least `n` elements; what they hold is unspecified.
+    /// A buffer of at least `n` elements; what they hold is unspecified.
     fn with_capacity(n: usize) -> Self {
         Self(vec![Line([0.0; 16]); n.div_ceil(16)])
     }
@@ -197,7 +197,7 @@ pub(crate) struct Scratch {
     pub(crate) tile: AlignedBuf,
     /// A second result (`up` beside `gate`).
     pub(crate) tile2: AlignedBuf,
-    /// For the kernels alone.
+    /// Memory for the kernels alone.
     pub(crate) kernel: KernelScratch,
 }
 

@@ -28,7 +28,7 @@ pub struct CpuOptions {
     /// Threads, the caller included; 0: one for each CPU that this process may use. They are bound by [`DeviceOps::bind_compute_threads`].
     pub threads: usize,
     /// CPUs by the NUMA node that the KV cache's memory is to lie on, evenly on several: a thread on each touches its part
-    /// first. None: a page lies where it is first used.
+    /// first. Empty: a page lies where it is first used.
     pub numa_cpus: Vec<Vec<usize>>,
 }
 
@@ -112,7 +112,7 @@ impl CpuBackend {
         Split { items, size }
     }
 
-    /// As [`split`](Self::split), for weight rows that each yield `tokens` results: a piece's results stay
+    /// Splits as [`split`](Self::split) does, for weight rows that each yield `tokens` results: a piece's results stay
     /// in a core's cache until they are scattered.
     fn split_weight_rows(&self, rows: usize, row_cost: usize, tokens: usize) -> Split {
         let split = self.split(rows, row_cost, linear::MIN_PIECE_BYTES);

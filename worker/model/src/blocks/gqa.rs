@@ -24,7 +24,7 @@ pub(crate) struct Gqa {
 }
 
 impl Gqa {
-    /// The block that a configuration describes; none when it describes latent attention.
+    /// The block that a configuration describes; `None` when it describes latent attention.
     pub(crate) fn new(config: &ModelConfig) -> Option<Self> {
         let AttentionConfig::Gqa {
             heads,

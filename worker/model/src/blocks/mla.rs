@@ -28,7 +28,7 @@ pub(crate) struct Mla {
 }
 
 impl Mla {
-    /// The block that a configuration describes; none when it describes grouped-query attention.
+    /// The block that a configuration describes; `None` when it describes grouped-query attention.
     pub(crate) fn new(config: &ModelConfig) -> Option<Self> {
         let AttentionConfig::Mla {
             heads,

@@ -12,7 +12,7 @@ use super::room::{LAST_WITHIN, Room};
 use crate::config::Limits;
 use crate::error::{ApiError, ErrorType};
 
-/// For a client to read the refusal of a body that it is still sending.
+/// Time for a client to read the refusal of a body that it is still sending.
 const LINGER: Duration = Duration::from_secs(1);
 /// What a client with a large body is told to wait when too many of them are being read.
 const RETRY_ROOM: Duration = Duration::from_secs(2);
@@ -91,7 +91,7 @@ fn too_slow(limits: &Limits, has_stalled: bool) -> ApiError {
     .with_code("body_timeout")
 }
 
-/// Of a large request, where others are being `done` and leave it no memory.
+/// Refusal of a large request where others are being `done` and leave it no memory.
 pub(super) fn no_room(done: &str) -> ApiError {
     ApiError::unavailable(
         format!("other large requests are being {done}, and the time to wait for them ran out. Try again in a moment"),

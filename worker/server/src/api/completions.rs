@@ -171,7 +171,7 @@ pub(super) struct CompletionWriter {
     head: Head,
     logprobs: Option<u32>,
     n: u32,
-    /// By prompt; empty: no echo.
+    /// Echoes by prompt; empty: no echo.
     echoes: Vec<String>,
 }
 

@@ -30,7 +30,7 @@ const LARGE_BYTES: usize = 256 << 10;
 const HEAVY_SCHEMA_BYTES: usize = 16 << 10;
 /// Bytes that requests of more than [`LARGE_BYTES`] hold while they wait for a worker or are answered.
 const LARGE_REQUESTS_BYTES: usize = 64 << 20;
-/// By which those are counted.
+/// Unit in which those are counted.
 const UNIT_BYTES: usize = 1 << 10;
 
 /// The places of one gateway; clones share them.
@@ -40,7 +40,7 @@ pub(super) struct PrepareLimiter {
     with_schemas: Arc<Semaphore>,
     large: Arc<Semaphore>,
     bodies: Rooms,
-    /// In [`UNIT_BYTES`].
+    /// Permits in [`UNIT_BYTES`].
     requests: Arc<Semaphore>,
 }
 
@@ -170,7 +170,7 @@ impl PrepareLimiter {
         })
     }
 
-    /// The share of a request that holds so many bytes for as long as it lasts; none for a small one, of which the queue
+    /// The share of a request that holds so many bytes for as long as it lasts; `None` for a small one, of which the queue
     /// bounds the number. Waits at most `patience`, and no longer than [`LAST_WITHIN`]: meanwhile it keeps the memory that
     /// other bodies wait for.
     ///

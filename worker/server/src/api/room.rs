@@ -19,7 +19,7 @@ pub(super) const LAST_WITHIN: Duration = Duration::from_secs(10);
 /// The memory of one gateway; clones share it.
 #[derive(Clone)]
 pub(super) struct Rooms {
-    /// In [`STEP_BYTES`].
+    /// Permits in [`STEP_BYTES`].
     steps: Arc<Semaphore>,
     last: Arc<Semaphore>,
 }

@@ -20,7 +20,7 @@ use crate::backlog::{Backlog, Outbox};
 use crate::error::ApiError;
 use crate::generation::{ChoiceEvent, ChoiceStream};
 
-/// Between comments that keep proxies from closing a silent stream.
+/// Time between comments that keep proxies from closing a silent stream.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 /// Such a comment.
 const COMMENT: &[u8] = b":\n\n";

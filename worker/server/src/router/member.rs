@@ -44,12 +44,12 @@ pub(super) struct MemberState {
     pub(super) health: Health,
     pub(super) description: DescribeResponse,
     pub(super) stats: StatsResponse,
-    /// It is no member any more: it keeps the streams that it has, and gets none.
+    /// Whether it is no member any more: it keeps the streams that it has, and gets none.
     pub(super) is_leaving: bool,
     pub(super) in_flight: u32,
     pub(super) prefixes: PrefixMemory,
     failures: u32,
-    /// When the worker last gave a sign of life; none before its first.
+    /// When the worker last gave a sign of life; `None` before its first.
     heard: Option<Instant>,
 }
 
@@ -59,7 +59,7 @@ impl MemberState {
         self.health == Health::Ready && !self.is_leaving
     }
 
-    /// It left, and nothing of it is needed any more.
+    /// Whether it left, and nothing of it is needed any more.
     pub(super) fn is_gone(&self) -> bool {
         self.is_leaving && self.in_flight == 0
     }

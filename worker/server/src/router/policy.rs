@@ -11,7 +11,7 @@ pub struct Candidate {
     pub capacity: u32,
     /// Tokens of the prompt that it has seen before.
     pub matched_tokens: u32,
-    /// It just failed this request; another is better if there is one.
+    /// Whether it just failed this request; another is better if there is one.
     pub is_avoided: bool,
 }
 

@@ -28,7 +28,7 @@ const LEFT_AFTER: Duration = Duration::from_secs(30);
 /// The pools of one gateway. Members may join and leave at any time.
 pub struct WorkerPool {
     clients: Clients,
-    /// In the order in which they joined; one that left stays until its last stream has ended.
+    /// Members in the order in which they joined; one that left stays until its last stream has ended.
     members: RwLock<Vec<Kept>>,
     next_id: AtomicU64,
     routing: Routing,

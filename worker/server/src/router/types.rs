@@ -56,21 +56,21 @@ impl WorkerRoute {
 /// How a worker is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Health {
-    /// It has not answered yet.
+    /// Has not answered yet.
     Starting,
-    /// It takes requests.
+    /// Takes requests.
     Ready,
     /// A call failed; it is looked at before it gets another.
     Suspect,
-    /// It does not answer.
+    /// Does not answer.
     Lost,
     /// Its connection stands, and nothing comes: the process stands still.
     Hung,
-    /// It finishes what it has and takes nothing new.
+    /// Finishes what it has and takes nothing new.
     Draining,
-    /// It serves another model than this gateway.
+    /// Serves another model than this gateway.
     OtherModel,
-    /// It is no member any more, and finishes the streams that it has.
+    /// Is no member any more, and finishes the streams that it has.
     Leaving,
 }
 
@@ -95,9 +95,9 @@ impl Health {
 pub struct Pin {
     /// The same weights: demanded.
     pub fingerprint: String,
-    /// Of the worker that writes the answer; the same bits are waited for, for a while.
+    /// Numerics of the worker that writes the answer; the same bits are waited for, for a while.
     pub numerics: String,
-    /// Of the worker that reads the prompt, which may be the same one; likewise.
+    /// Numerics of the worker that reads the prompt, which may be the same one; likewise.
     pub prompt_numerics: String,
 }
 
@@ -113,13 +113,13 @@ impl Pin {
 pub struct Want<'a> {
     /// The prompt.
     pub prompt: &'a [u32],
-    /// Of a request that was begun elsewhere; it does not queue again.
+    /// Pin of a request that was begun elsewhere; it does not queue again.
     pub pin: Option<&'a Pin>,
     /// The worker that just failed it.
     pub avoid: Option<WorkerId>,
     /// The decode worker is to read the prompt by itself, unless other bits are pinned.
     pub alone: bool,
-    /// Of a request that was let in with its first choice: no bound of the queue refuses it. How many of one request wait
+    /// Whether the request was let in with its first choice: no bound of the queue refuses it. How many of one request wait
     /// is up to [`WorkerPool::share`](super::WorkerPool::share).
     pub is_admitted: bool,
 }
@@ -164,6 +164,6 @@ pub struct WorkerView {
     pub plan_generation: u64,
     /// Tokens of prompt and answer that it takes; 0: unknown.
     pub context_length: u32,
-    /// What it got of its machine; none of a worker that has not told.
+    /// What it got of its machine; `None` for a worker that has not told.
     pub placement: Option<Placement>,
 }

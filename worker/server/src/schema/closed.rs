@@ -55,7 +55,7 @@ pub(crate) fn closed(schema: &Value) -> Value {
 #[derive(Clone, Copy)]
 struct Definition<'s> {
     target: &'s Value,
-    /// It is a part of the object that refers to it, which is closed as a whole.
+    /// Whether it is a part of the object that refers to it, which is closed as a whole.
     is_part: bool,
 }
 

@@ -23,7 +23,7 @@ use survey::{MAX_SCHEMAS, Part};
 
 /// Where a schema stands in a request.
 pub(crate) const PARAM: &str = "response_format.json_schema.schema";
-/// For the deepest schema that [`survey`] lets pass, several times over.
+/// Stack for the deepest schema that [`survey`] lets pass, several times over.
 const STACK_BYTES: usize = 32 << 20;
 /// The part at fault is looked for among as many at most: each is compiled by itself.
 const MAX_TRIALS: usize = 200;

@@ -343,7 +343,7 @@ fn part_ends(part: &Part<'_>, ends: &[bool]) -> bool {
     }
 }
 
-/// At least as many levels as making a grammar goes down: those of the whole, and once those of all that is referred to.
+/// Lower bound of the levels that making a grammar goes down: those of the whole, and once those of all that is referred to.
 fn depth(parts: &[Part<'_>]) -> usize {
     // Without definitions, which count where they are referred to.
     let is_used = |child: &&Child<'_>| !DEFINITIONS.contains(&child.word);

@@ -6,7 +6,7 @@ use super::survey::place;
 const NOTHING_FOLLOWS: &str = "NoExtensionBias";
 /// What its words begin with where it gave up looking for a text.
 const UNDECIDED: &str = "Unable to determine if regex is empty";
-/// And where there is none.
+/// Its words where there is none.
 const NO_TEXT: &str = "Regex is empty";
 /// Parts of its words for what is beyond its limits.
 const TOO_LARGE: [&str; 8] = [

@@ -15,17 +15,17 @@ pub(super) const FENCE_END: &str = "\n```";
 enum State {
     #[default]
     Text,
-    /// Between calls.
+    /// The text between calls.
     Section,
     /// The type, or the name.
     Header(String),
-    /// Behind the separator; holds the header.
+    /// The text after the separator; holds the header.
     Behind(String),
     /// The name before the fence.
     Name(String),
     Bare,
     Fenced,
-    /// Between fence and end mark.
+    /// The text between fence and end mark.
     Tail,
 }
 

@@ -13,7 +13,7 @@ use crate::wire::{ResponseFormat, Tool, ToolChoice};
 pub struct MarkToken {
     /// Its id.
     pub id: u32,
-    /// It is never text; a grammar's text cannot match it.
+    /// Whether it is never text; a grammar's text cannot match it.
     pub is_special: bool,
 }
 
@@ -69,7 +69,7 @@ enum Part {
 }
 
 struct Form {
-    /// The mark that begins the calls; none where they begin with text.
+    /// The mark that begins the calls; `None` where they begin with text.
     open: Option<&'static str>,
     /// Every call begins with the opening mark, not only the first.
     opens_each: bool,

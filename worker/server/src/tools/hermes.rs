@@ -12,7 +12,7 @@ enum State {
     #[default]
     Text,
     Call(Box<JsonCall>),
-    /// Between the object and the end mark.
+    /// The text between the object and the end mark.
     Tail,
 }
 

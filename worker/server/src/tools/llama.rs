@@ -11,7 +11,7 @@ enum State {
     /// Nothing but space has come since the start, the tag or the last call's `;`.
     Start,
     Call(Box<JsonCall>),
-    /// Behind a call.
+    /// The text after a call.
     Between,
     Text,
 }

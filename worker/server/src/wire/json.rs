@@ -17,7 +17,7 @@ const PATH_CHARS: usize = 120;
 /// Memory that the values of one text may take, beside their strings: many small ones take a hundred times what they take
 /// as text.
 const VALUES_BYTES: usize = 32 << 20;
-/// Of an element of an array, of a member of an object, and of an object itself, about.
+/// Approximate bytes of an element of an array, of a member of an object, and of an object itself.
 const ELEMENT_BYTES: usize = 80;
 const MEMBER_BYTES: usize = 160;
 const OBJECT_BYTES: usize = 160;

@@ -25,9 +25,9 @@ pub struct GenerationOptions {
     pub top_k: Option<u32>,
     /// Least probability relative to the best token; 0 is off.
     pub min_p: Option<f32>,
-    /// By how often a token was generated.
+    /// Penalty by how often a token was generated.
     pub frequency_penalty: Option<f32>,
-    /// By whether a token was generated.
+    /// Penalty by whether a token was generated.
     pub presence_penalty: Option<f32>,
     /// Divides the logit of tokens seen in prompt or answer; 1 is off.
     pub repetition_penalty: Option<f32>,

@@ -35,7 +35,7 @@ pub struct Usage {
     pub completion_tokens: u32,
     /// Their sum.
     pub total_tokens: u32,
-    /// Of the prompt's.
+    /// Details of the prompt's tokens.
     pub prompt_tokens_details: PromptTokensDetails,
 }
 
@@ -118,10 +118,10 @@ pub struct FunctionCall {
 pub struct ToolCallDelta {
     /// Which call of the answer.
     pub index: u32,
-    /// In the call's first delta.
+    /// Sent in the call's first delta.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub id: Option<String>,
-    /// In the call's first delta.
+    /// Sent in the call's first delta.
     #[serde(rename = "type", skip_serializing_if = "Option::is_none")]
     pub kind: Option<&'static str>,
     /// What is new.
@@ -131,10 +131,10 @@ pub struct ToolCallDelta {
 /// What is new of a call.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct FunctionDelta {
-    /// In the call's first delta.
+    /// Sent in the call's first delta.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-    /// To be appended.
+    /// Text to be appended.
     pub arguments: String,
 }
 
@@ -155,7 +155,7 @@ pub struct AssistantMessage {
 /// One choice of a chat completion.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ChatChoice {
-    /// From 0.
+    /// Index from 0.
     pub index: u32,
     /// The answer.
     pub message: AssistantMessage,
@@ -176,7 +176,7 @@ pub struct ChatCompletion {
     pub created: u64,
     /// Served name.
     pub model: String,
-    /// In order of their index.
+    /// Choices in order of their index.
     pub choices: Vec<ChatChoice>,
     /// Token counts.
     pub usage: Usage,
@@ -187,13 +187,13 @@ pub struct ChatCompletion {
 /// What is new in a chat choice.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct ChatDelta {
-    /// In the first chunk.
+    /// Sent in the first chunk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub role: Option<&'static str>,
-    /// To be appended.
+    /// Text to be appended.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub content: Option<String>,
-    /// To be merged by index.
+    /// Calls to be merged by index.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tool_calls: Vec<ToolCallDelta>,
 }
@@ -201,13 +201,13 @@ pub struct ChatDelta {
 /// One choice of a chunk.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ChatChunkChoice {
-    /// From 0.
+    /// Index from 0.
     pub index: u32,
     /// What is new.
     pub delta: ChatDelta,
-    /// Of the tokens whose text is in this chunk.
+    /// Log-probabilities of the tokens whose text is in this chunk.
     pub logprobs: Option<ChatLogprobs>,
-    /// In the choice's last chunk.
+    /// Sent in the choice's last chunk.
     pub finish_reason: Option<FinishReason>,
 }
 
@@ -222,7 +222,7 @@ pub struct ChatChunk {
     pub created: u64,
     /// Served name.
     pub model: String,
-    /// As in [`ChatCompletion`].
+    /// Fingerprint as in [`ChatCompletion`].
     pub system_fingerprint: String,
     /// One, or none in the chunk that carries the usage.
     pub choices: Vec<ChatChunkChoice>,
@@ -236,7 +236,7 @@ pub struct ChatChunk {
 pub struct CompletionChoice {
     /// The text, or what is new of it.
     pub text: String,
-    /// From 0: prompt times `n` plus choice.
+    /// Index from 0: prompt times `n` plus choice.
     pub index: u32,
     /// When asked.
     pub logprobs: Option<CompletionLogprobs>,
@@ -255,12 +255,12 @@ pub struct Completion {
     pub created: u64,
     /// Served name.
     pub model: String,
-    /// In order of their index; in a stream one, or none in the chunk that carries the usage.
+    /// Choices in order of their index; in a stream one, or none in the chunk that carries the usage.
     pub choices: Vec<CompletionChoice>,
     /// Always there in a whole answer; in a stream as in [`ChatChunk`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage: Option<Option<Usage>>,
-    /// As in [`ChatCompletion`].
+    /// Fingerprint as in [`ChatCompletion`].
     pub system_fingerprint: String,
 }
 

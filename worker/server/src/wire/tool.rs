@@ -24,13 +24,13 @@ pub struct Tool {
 /// Whether the model calls a tool.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ToolChoice {
-    /// It answers; tools are not shown to it.
+    /// Answers; tools are not shown to it.
     None,
-    /// It decides.
+    /// Decides by itself.
     Auto,
-    /// It calls at least one.
+    /// Calls at least one.
     Required,
-    /// It calls this one.
+    /// Calls this one.
     Named(String),
 }
 

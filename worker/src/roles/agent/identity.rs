@@ -18,7 +18,7 @@ pub(super) struct Identity {
 }
 
 impl Identity {
-    /// With a new key.
+    /// Asks for a certificate with a new key.
     ///
     /// # Errors
     /// When no key can be made.

@@ -25,12 +25,12 @@ const FACTS_PATIENCE: Duration = Duration::from_secs(300);
 /// A failure is told for no longer than this before the next call tries again.
 const MOST_WAIT: Duration = Duration::from_secs(6 * 3600);
 
-/// All of them.
+/// All models of this node.
 pub(super) struct Models {
     cache: Cache,
     limits: Limits,
     entries: Mutex<BTreeMap<Key, Entry>>,
-    /// What was named last; none before anybody has said.
+    /// What was named last; `None` before anybody has said.
     named: Mutex<Option<BTreeSet<Key>>>,
 }
 
@@ -83,7 +83,7 @@ impl Limits {
 /// A model that was asked for.
 struct Entry {
     state: State,
-    /// In a row; why the last one failed is told while the state is [`State::Failed`].
+    /// Attempts in a row; why the last one failed is told while the state is [`State::Failed`].
     tries: Tries,
 }
 
@@ -102,7 +102,7 @@ enum State {
 #[derive(Clone)]
 struct Ready {
     facts_json: String,
-    /// Of its files.
+    /// Bytes of its files.
     bytes: u64,
 }
 
@@ -299,7 +299,7 @@ impl Models {
         self.keep_tries(key, &entry.tries);
     }
 
-    /// Without the note, the next agent only begins anew.
+    /// Notes the attempts; without the note, the next agent only begins anew.
     fn keep_tries(&self, key: &Key, tries: &Tries) {
         if let Err(error) = self.cache.note_tries(key, tries) {
             tracing::warn!(%key, "earlier attempts cannot be recorded: {error}");

@@ -26,7 +26,7 @@ pub(super) struct Node {
 }
 
 enum State {
-    /// For the first time, or on other hardware than before; why.
+    /// Measuring for the first time, or on other hardware than before; why.
     Measuring(String),
     Measured(Box<Kept>),
     Failed {

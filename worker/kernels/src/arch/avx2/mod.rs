@@ -100,7 +100,7 @@ impl Simd for Avx2 {
             { _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC },
         >(a))
     }
-    /// In two steps, for 2^n itself may be out of range.
+    /// Scales in two steps, for 2^n itself may be out of range.
     #[inline(always)]
     fn scale_by_power(self, a: __m256, n: __m256) -> __m256 {
         proven!({

@@ -68,13 +68,13 @@ impl Distribution {
         self.sorted.len()
     }
 
-    /// Arithmetic mean; none without values.
+    /// Arithmetic mean; `None` without values.
     pub(crate) fn mean(&self) -> Option<f64> {
         let count = self.sorted.len();
         (count > 0).then(|| self.sorted.iter().sum::<f64>() / count as f64)
     }
 
-    /// The smallest value that `percent` of 100 values do not exceed (nearest rank); none without values.
+    /// The smallest value that `percent` of 100 values do not exceed (nearest rank); `None` without values.
     pub(crate) fn percentile(&self, percent: f64) -> Option<f64> {
         let rank = (percent / 100.0 * self.sorted.len() as f64).ceil() as usize;
         self.sorted
@@ -85,7 +85,7 @@ impl Distribution {
             .copied()
     }
 
-    /// The largest value; none without values.
+    /// The largest value; `None` without values.
     pub(crate) fn max(&self) -> Option<f64> {
         self.sorted.last().copied()
     }

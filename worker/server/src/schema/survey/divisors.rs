@@ -81,7 +81,7 @@ pub(super) fn excess(parts: &[Part<'_>]) -> Option<String> {
 struct Walk<'w, 's> {
     parts: &'w [Part<'s>],
     divisors: &'w [Option<Divisor>],
-    /// For each part the last one from which it was seen.
+    /// Last part from which each part was seen.
     seen_from: Vec<usize>,
     /// Divisors of alternatives that stand alone, where their common multiple does not tell, each with its states.
     alternatives: BTreeMap<Vec<Divisor>, u64>,

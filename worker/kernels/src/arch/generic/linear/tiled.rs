@@ -20,7 +20,7 @@ const PASS_TOKENS: usize = 128;
 /// Weight rows of a tile, at most.
 const TILE_ROWS: usize = 24;
 
-/// Up to so many tokens, time is that of reading, and rows are unpacked whole, as one stream.
+/// Tokens up to which time is that of reading, and rows are unpacked whole, as one stream.
 const WHOLE_ROW_TOKENS: usize = 16;
 
 /// Tiles of weight rows are unpacked once into the second-level cache and used for up to [`PASS_TOKENS`]

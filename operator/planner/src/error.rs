@@ -49,7 +49,7 @@ impl fmt::Display for Advice {
             Self::RunOnCpus => f.write_str("write spec.prefill.gpusPerWorker: 0 to run on CPUs"),
             Self::FreeGpuMemory(bytes) => write!(
                 f,
-                "free {} of the GPU, take a larger one, or a smaller model",
+                "free {} of the GPU, use a larger one, or a smaller model",
                 format_bytes(*bytes)
             ),
             Self::FreeCpu(millis) => write!(
@@ -58,11 +58,11 @@ impl fmt::Display for Advice {
             ),
             Self::MoreCores(cores) => write!(
                 f,
-                "take a machine with {cores} more core{}",
+                "use a machine with {cores} more core{}",
                 if *cores == 1 { "" } else { "s" }
             ),
             Self::FreeMemory(bytes) => {
-                write!(f, "free {}, or take a smaller model", format_bytes(*bytes))
+                write!(f, "free {}, or use a smaller model", format_bytes(*bytes))
             }
         }
     }
@@ -92,11 +92,11 @@ pub enum PlanError {
     Unsupported(Vec<FieldError>),
     /// There is no node to place anything on.
     #[error(
-        "there is no measured node to place {0} on\n  measure one with hearth-worker profile, or wait for the agents"
+        "there is no profiled node to place {0} on\n  profile one with hearth-worker profile, or wait for the agents"
     )]
     NoNodes(String),
     /// A profile that cannot be planned with.
-    #[error("the profile of node {node} {problem}\n  measure it again with hearth-worker profile")]
+    #[error("the profile of node {node} {problem}\n  profile it again with hearth-worker profile")]
     BadProfile {
         /// The node.
         node: String,
@@ -152,7 +152,7 @@ pub enum PlanError {
     },
     /// A context that the model was not made for.
     #[error(
-        "spec.model.contextLength is {asked}\n  {architecture} was made for {max} tokens here: write at most {max}"
+        "spec.model.contextLength is {asked}\n  {architecture} supports at most {max} tokens here: write at most {max}"
     )]
     ContextTooLong {
         /// What the spec asks for.
@@ -183,7 +183,7 @@ pub enum PlanError {
     },
     /// Less CPU than the Pods request; the numbers are those of the node that lacks the least.
     #[error(
-        "{what} finds too little CPU: the Pods of node {node} would request {needs_millis}m with it, and it can give {free_millis}m{accounts}\n  {}",
+        "{what} does not fit the CPU of node {node}: with it, its Pods would request {needs_millis}m, and {free_millis}m are available{accounts}\n  {}",
         any_of(.advice)
     )]
     InsufficientCpu {

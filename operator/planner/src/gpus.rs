@@ -136,13 +136,15 @@ pub(crate) fn unusable(gpu: &GpuProfile) -> Option<String> {
         return Some(obstacle.clone());
     }
     match gpu.compute_capability {
-        None => Some("what it can do is not known: the profile was made without NVML".to_owned()),
+        None => {
+            Some("its compute capability is unknown: the profile was made without NVML".to_owned())
+        }
         Some(has) if has < LEAST_CAPABILITY => Some(format!(
             "it has compute capability {has}, and this engine's kernels need {LEAST_CAPABILITY}"
         )),
-        Some(_) if gpu.memory_bytes == 0 => Some("its memory is not known".to_owned()),
+        Some(_) if gpu.memory_bytes == 0 => Some("its memory size is unknown".to_owned()),
         Some(_) if gpu.read_gbps <= 0.0 || gpu.bf16_gflops <= 0.0 => Some(
-            "the driver does not tell its clocks and widths, and nothing can be predicted"
+            "the driver does not report its clocks and bus width, so nothing can be predicted"
                 .to_owned(),
         ),
         Some(_) => None,

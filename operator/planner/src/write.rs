@@ -32,6 +32,16 @@ struct RankHost<'a> {
     slot: Option<&'a GpuSlot<'a>>,
 }
 
+/// Bytes of a rank's KV cache; 0 for the gateway.
+fn kv_bytes(role: PlanRole, host: &RankHost<'_>) -> u64 {
+    match (role, host.slot) {
+        (PlanRole::Gateway, _) => 0,
+        (PlanRole::Prefill | PlanRole::Decode, Some(slot)) => slot.kv_bytes,
+        (PlanRole::Prefill, None) => host.budget.prefill_kv_bytes,
+        (PlanRole::Decode, None) => host.budget.decode_kv_bytes,
+    }
+}
+
 /// The plan that `draft` comes to.
 pub(crate) fn plan_of(draft: &Draft<'_>) -> InferencePlanSpec {
     draft.written()
@@ -113,12 +123,7 @@ impl Draft<'_> {
         if let Some(numa_node) = slot.and_then(|slot| slot.gpu.numa_node) {
             keep_beside(&mut set, self.nodes[n], numa_node);
         }
-        let kv_bytes = match (role, slot) {
-            (PlanRole::Gateway, _) => 0,
-            (PlanRole::Prefill | PlanRole::Decode, Some(slot)) => slot.kv_bytes,
-            (PlanRole::Prefill, None) => budget.prefill_kv_bytes,
-            (PlanRole::Decode, None) => budget.decode_kv_bytes,
-        };
+        let kv_bytes = kv_bytes(role, host);
         let scratch_bytes = self.scratch_bytes(role, slot);
         let chunk_tokens = match role {
             PlanRole::Gateway => 0,

@@ -349,7 +349,7 @@ fn exclusive_in_a_cluster_takes_whole_cpus_of_what_others_leave() {
     "#);
     let error = planned("", &crowded).unwrap_err();
     insta::assert_snapshot!(error, @r#"
-    the deployment finds too little CPU: the Pods of node here would request 600m with it, and it can give 150m: of its 2000m CPU other Pods request 1750m, 100m are kept free
+    the deployment does not fit the CPU of node here: with it, its Pods would request 600m, and 150m are available: of its 2000m CPU other Pods request 1750m, 100m are kept free
       free 450m of CPU requests on the node, or add a node
     "#);
 }
@@ -361,7 +361,7 @@ fn other_refusals_name_the_field_and_the_value() {
     let error = plan(&plan_input(&long, &demo_model(), &[small_vm()])).unwrap_err();
     insta::assert_snapshot!(error, @r"
     spec.model.contextLength is 8192
-      deepseek_v3 was made for 4096 tokens here: write at most 4096
+      deepseek_v3 supports at most 4096 tokens here: write at most 4096
     ");
     let error = plan(&plan_input(
         &spec("strategy: PipedRing\n"),
@@ -383,7 +383,7 @@ fn other_refusals_name_the_field_and_the_value() {
     );
     let error = plan(&plan_input(&spec(""), &demo_model(), &[])).unwrap_err();
     assert!(
-        error.to_string().starts_with("there is no measured node"),
+        error.to_string().starts_with("there is no profiled node"),
         "{error}"
     );
     let mut broken = small_vm();

@@ -45,14 +45,17 @@ fn on_gpu(draft: &Draft<'_>, rank: &PlanRank, node: &NodeProfileSpec, gpu: &GpuP
         NodeOffer::Machine => (format!("{} free", format_bytes(gpu.free_bytes)), ""),
         NodeOffer::Plugin(_) if node.gpus.len() > 1 => (
             format_bytes(gpu.memory_bytes),
-            "; the device plugin may give another GPU of the node, and each of them holds it",
+            "; the device plugin may allocate another GPU of the node, and the worker fits on each of them",
         ),
         NodeOffer::Plugin(_) => (format_bytes(gpu.memory_bytes), ""),
         NodeOffer::Claims(_) => (format_bytes(gpu.memory_bytes), "; its claim names this GPU"),
     };
     let capability = gpu.compute_capability.unwrap_or_default();
     let more = if rank.gpus > 1 {
-        format!("; it computes on one of the {} that it holds", rank.gpus)
+        format!(
+            "; it computes on one of the {} GPUs that it holds",
+            rank.gpus
+        )
     } else {
         String::new()
     };
@@ -74,11 +77,11 @@ pub(super) fn route(ranks: &[PlanRank], routing: &PlanRouting, why: &mut Vec<Str
     let below = routing.chunked_below_tokens;
     why.push(if ranks_of(ranks, PlanRole::Decode).any(PlanRank::is_on_gpu) {
         format!(
-            "prompts below {below} tokens are read by the decode rank: its GPU reads them in one step, and handing KV over costs more"
+            "prompts below {below} tokens are prefilled by the decode rank: its GPU takes one step, and the KV transfer costs more"
         )
     } else {
         format!(
-            "prompts below {below} tokens are read by the decode rank: below that handing KV over costs more than the GPU saves"
+            "prompts below {below} tokens are prefilled by the decode rank: below that the KV transfer costs more than the GPU saves"
         )
     });
 }
@@ -113,7 +116,7 @@ pub(super) fn not_chosen(draft: &Draft<'_>, ranks: &[PlanRank], lines: &mut Vec<
         "dual batch: it overlaps a GPU's attention with the CPU's experts, and here each worker runs on one device"
             .to_owned()
     } else {
-        "dual batch: it overlaps a GPU's attention with the CPU's experts, and all runs on CPUs"
+        "dual batch: it overlaps a GPU's attention with the CPU's experts, and everything runs on CPUs"
             .to_owned()
     });
 }
@@ -130,7 +133,7 @@ fn left_out(draft: &Draft<'_>, node: &NodeProfileSpec, gpu: &GpuProfile) -> Stri
     }
     match offer {
         NodeOffer::Plugin(0) => {
-            return "the node's device plugin has none to give: install it, or wait until one is free"
+            return "the node's device plugin has none available: install it, or wait until one is free"
                 .to_owned();
         }
         NodeOffer::Claims(uuids) if !uuids.contains(&gpu.uuid) => {
@@ -140,7 +143,7 @@ fn left_out(draft: &Draft<'_>, node: &NodeProfileSpec, gpu: &GpuProfile) -> Stri
     }
     if spec.prefill.gpus_per_worker.is_none() && spec.strategy != Strategy::Auto {
         return format!(
-            "strategy {:?} uses GPUs as spec.prefill.gpusPerWorker says, and it says nothing",
+            "strategy {:?} uses GPUs only where spec.prefill.gpusPerWorker is set, and it is not",
             spec.strategy
         );
     }
@@ -156,7 +159,7 @@ fn left_out(draft: &Draft<'_>, node: &NodeProfileSpec, gpu: &GpuProfile) -> Stri
             short.breakdown(),
             format_bytes(short.free_bytes)
         ),
-        _ => "the ranks that run on GPUs have others".to_owned(),
+        _ => "the ranks that run on GPUs use others".to_owned(),
     }
 }
 
@@ -197,7 +200,7 @@ fn refused(refused: &Refused) -> String {
             shortage.node,
             format_bytes(shortage.free_bytes)
         ),
-        NoRoom::Cpus { .. } => "there is too little CPU for it".to_owned(),
+        NoRoom::Cpus { .. } => "there is not enough CPU for it".to_owned(),
     };
     format!("{which}: {lacks}")
 }

@@ -93,7 +93,7 @@ fn weights(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
                 "mapped once"
             };
             why.push(format!(
-                "weights resident on {}: {} fit its {free}, {copy}",
+                "weights resident on {}: {} fit in its {free}, {copy}",
                 node.node,
                 format_bytes(total)
             ));
@@ -119,7 +119,7 @@ fn kv(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
     if draft.input.spec.model.context_length.is_none() {
         let max = demand.facts.max_context;
         why.push(format!(
-            "context {context}: the spec names none and the model was made for {max}"
+            "context {context}: the spec sets none and the model supports {max}"
         ));
     }
     for decode in ranks_of(ranks, PlanRole::Decode) {
@@ -138,7 +138,7 @@ fn kv(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
         } else if kv.memory_bytes < wanted {
             let tokens = kv.memory_bytes / demand.kv_bytes_per_token.max(1);
             format!(
-                "KV of {name} {size}: {batch} streams × {context} tokens would need {}; {tokens} tokens fit, further requests wait",
+                "KV of {name} {size}: {batch} streams × {context} tokens would need {}; {tokens} tokens fit, further requests are queued",
                 format_bytes(wanted)
             )
         } else {
@@ -185,7 +185,7 @@ fn cpus(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
                 ));
             } else {
                 why.push(format!(
-                    "{both} have CPUs of their own on {}: {} threads for prompts, {} for answers",
+                    "{both} have dedicated CPUs on {}: {} threads for prefill, {} for decode",
                     node.node, first_prefill.threads, first_decode.threads
                 ));
             }
@@ -194,15 +194,15 @@ fn cpus(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
             let own = ranks.iter().filter(|rank| rank.node == node.node);
             let own: usize = own.map(|rank| rank.exclusive_cpus().len()).sum();
             why.push(format!(
-                "CPUs on {}: {own} of their own for its workers; of {}m other Pods request {}m and {}m are kept free",
+                "CPUs on {}: {own} dedicated to its workers; of {}m allocatable, other Pods request {}m and {}m are kept free",
                 node.node, room.allocatable_millis, room.requested_millis, room.reserve_millis
             ));
         }
         if node.numa_nodes.len() > 1 {
             let numa = match placement.numa {
-                NumaPolicy::Compact => "threads of a rank stay on as few NUMA nodes as hold it",
+                NumaPolicy::Compact => "threads of a rank stay on as few NUMA nodes as possible",
                 NumaPolicy::Spread => {
-                    "threads of a rank spread evenly, to read with the bandwidth of all"
+                    "threads of a rank are spread evenly, to use the bandwidth of all"
                 }
                 NumaPolicy::Any => "threads are not bound",
             };
@@ -222,7 +222,7 @@ fn route(ranks: &[PlanRank], routing: &PlanRouting, why: &mut Vec<String>) {
         .max()
         .unwrap_or(0);
     if ranks_of(ranks, PlanRole::Prefill).next().is_none() {
-        why.push(format!("no prefill rank: the spec says Chunked; decode ranks read prompts {chunk} tokens a step"));
+        why.push(format!("no prefill rank: spec.prefill.mode is Chunked; decode ranks prefill {chunk} tokens per step"));
         return;
     }
     if ranks_of(ranks, PlanRole::Prefill).any(PlanRank::is_on_gpu) {
@@ -230,8 +230,8 @@ fn route(ranks: &[PlanRank], routing: &PlanRouting, why: &mut Vec<String>) {
         return;
     }
     why.push(format!(
-        "prompts below {} tokens are read by the decode rank: on CPUs both ranks read the same weights as fast, and below \
-         that handing KV over costs more than it saves (2048 is the figure where prefill has a GPU)",
+        "prompts below {} tokens are prefilled by the decode rank: on CPUs both ranks read the weights equally fast, and below \
+         that the KV transfer costs more than it saves (2048 is the figure where prefill has a GPU)",
         routing.chunked_below_tokens
     ));
 }
@@ -266,10 +266,10 @@ fn rings(draft: &Draft<'_>, not_chosen: &mut Vec<String>) {
         return;
     }
     let place = if draft.is_prefetching() {
-        "this engine has no rings of nodes".to_owned()
+        "this engine does not support rings of nodes".to_owned()
     } else {
         format!(
-            "the weights ({total}) fit one node, and each further node would cost every token a round trip"
+            "the weights ({total}) fit on one node, and each additional node would add a round trip to every token"
         )
     };
     not_chosen.push(format!(
@@ -289,12 +289,12 @@ fn prefill_alternatives(
     };
     let tokens = predicted.ttft_prompt_tokens;
     if draft.input.spec.prefill.mode == PrefillMode::Chunked {
-        not_chosen.push("a prefill rank: the spec says Chunked".to_owned());
+        not_chosen.push("a prefill rank: spec.prefill.mode is Chunked".to_owned());
         return;
     }
     if let Some(chunked_ms) = draft.chunked_ttft_ms(decode) {
         not_chosen.push(format!(
-            "chunked prefill only: a prompt of {tokens} tokens would hold up running streams {} in {} steps (with a prefill rank: TTFT {})",
+            "chunked prefill only: a prompt of {tokens} tokens would stall running streams for {} over {} steps (with a prefill rank: TTFT {})",
             ms(chunked_ms),
             tokens.div_ceil(decode.chunk_tokens.max(1)),
             ms(predicted.ttft_ms)
@@ -330,7 +330,7 @@ fn pinning_alternative(
                 )
             }
             Some(CpuLack::Cores { workers, cores, .. }) => {
-                format!("{workers} workers want {workers} whole cores and there are {cores}")
+                format!("{workers} workers need {workers} whole cores and there are {cores}")
             }
             Some(CpuLack::Requests {
                 needs_millis,

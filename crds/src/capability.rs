@@ -1,4 +1,4 @@
-//! What this engine can do today. A spec may ask for more than that: it is told so by name, never ignored.
+//! Capabilities of this engine. A spec that asks for more gets an error for each field, and nothing is ignored.
 
 use crate::deployment::{
     DualBatch, EndpointType, InferenceDeploymentSpec, KvType, PrefillMode, Strategy,
@@ -9,7 +9,7 @@ use crate::model::{ModelSource, Quantization};
 /// Models that come with Hearth.
 pub const BUILTIN_MODELS: [&str; 1] = ["hearth-demo"];
 
-/// Where a deployment is to run.
+/// Where a deployment runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
     /// One machine without a cluster: `hearth up`.
@@ -154,7 +154,7 @@ fn pools(spec: &InferenceDeploymentSpec, target: Target, errors: &mut Vec<FieldE
     }
 }
 
-/// What scales instead.
+/// The autoscaler to use instead.
 const AUTOSCALER: &str =
     "; in a cluster a HorizontalPodAutoscaler can change it (manifests/examples/hpa.yaml)";
 

@@ -1,4 +1,4 @@
-//! One shape for every complaint about a field: which field, what is wrong with it, what to write instead.
+//! Errors about fields: which field, what is wrong with it, what to write instead.
 
 use std::fmt;
 
@@ -21,7 +21,7 @@ pub struct FieldError {
 }
 
 impl FieldError {
-    /// A complaint about `field`.
+    /// An error about `field`.
     pub fn new(
         field: impl Into<String>,
         problem: impl Into<String>,
@@ -34,7 +34,7 @@ impl FieldError {
         }
     }
 
-    /// The words for a JSON value at a field: scalars are quoted as they stand, objects name the keys that they set.
+    /// Describes the JSON value of a field: scalars as written, objects by the keys that they set.
     pub fn describe(value: Option<&serde_json::Value>) -> String {
         use serde_json::Value;
         match value {
@@ -50,7 +50,7 @@ impl FieldError {
                 }
             }
             Some(Value::Array(items)) => format!("has {} items", items.len()),
-            // A message goes where a URL's password or signature does not belong.
+            // A URL's password or signature must not end up in logs and status.
             Some(Value::String(text))
                 if text.contains("://") && crate::shown_url(text) != *text =>
             {
@@ -66,7 +66,7 @@ impl FieldError {
 }
 
 /// An error and its innermost cause as one message: what happened, why, and on further lines what to do. A cause that
-/// the message names already is not said again.
+/// the message already contains is not repeated.
 pub fn sentence(message: &str, cause: &str) -> String {
     if message.contains(cause) {
         return message.to_owned();

@@ -1,11 +1,11 @@
-//! What a person probably meant who wrote something else.
+//! Suggestions for what the author of a wrong value probably meant.
 
 use serde_json::Value;
 
 use crate::quantity::{DURATION_PATTERN, DurationText, MEMORY_PATTERN, MemoryQuantity};
 
-/// `remedy` behind a question for the amount of memory or the time that `value` looks like; as it is where `schema` is of
-/// neither, or the value looks like nothing.
+/// Prefixes `remedy` with "did you mean" and the amount of memory or the time that `value` looks like; returns it unchanged
+/// where `schema` is neither, or the value looks like neither.
 pub(crate) fn with_quantity(schema: &Value, value: Option<&Value>, remedy: String) -> String {
     let rules = schema["x-kubernetes-validations"].as_array();
     let has = |pattern: &str| {
@@ -27,7 +27,7 @@ pub(crate) fn with_quantity(schema: &Value, value: Option<&Value>, remedy: Strin
     ask(meant.as_deref(), remedy)
 }
 
-/// `remedy` behind a question for the one of `known` that is closest to `text`.
+/// Prefixes `remedy` with "did you mean" and the one of `known` that is closest to `text`, if any is close.
 pub(crate) fn with_name(known: &[&str], text: &str, remedy: String) -> String {
     ask(closest(known, text), remedy)
 }
@@ -43,7 +43,7 @@ fn ask(meant: Option<&str>, remedy: String) -> String {
     format!("did you mean {meant}? {first}{rest}")
 }
 
-/// The name that is at most two letters away, upper and lower case being one.
+/// The name that is at most two letters away, ignoring case; `None` where no name is.
 fn closest<'a>(known: &[&'a str], text: &str) -> Option<&'a str> {
     let text = text.to_lowercase();
     known

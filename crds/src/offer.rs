@@ -1,17 +1,17 @@
-//! What a message may offer. A value or a field that is refused at the target is no help to anybody, so each is tried
-//! on [`unsupported`] in a spec that sets just that; there is no second list of what the engine can do.
+//! Values and fields that a message may suggest. One that is refused at the target helps nobody, so each is tried
+//! with [`unsupported`] in a spec that sets just that; there is no second list of what the engine can do.
 
 use serde_json::{Map, Value, json};
 
 use crate::InferenceDeploymentSpec;
 use crate::capability::{BUILTIN_MODELS, Target, unsupported};
 
-/// Texts that some field of type string takes: any text, an amount of memory, a duration.
+/// Values that every field of type string accepts one of: text, an amount of memory, a duration.
 const TEXTS: [&str; 2] = ["1Mi", "1s"];
-/// How a list of members begins in the words of a rule or a description.
+/// Start of a list of members in the message of a rule or in a description.
 const LIST: &str = "exactly one of ";
 
-/// What is accepted at one target; everything where none is given.
+/// What is accepted at one target; everything for `None`.
 #[derive(Clone, Copy)]
 pub(crate) struct Offer(Option<Target>);
 
@@ -66,7 +66,7 @@ impl Offer {
         cut_down().unwrap_or_else(|| text.to_owned())
     }
 
-    /// Whether anything that may stand at `path` is accepted.
+    /// Whether any value at `path` is accepted.
     fn has_use(self, schema: &Value, path: &str) -> bool {
         if let Some(values) = schema["enum"].as_array() {
             return values.iter().any(|value| self.accepts(path, value));
@@ -81,7 +81,7 @@ impl Offer {
         }
     }
 
-    /// Whether nothing is said against `value` at `path`. What cannot be tried is not held back.
+    /// Whether `value` is accepted at `path`. What cannot be tried counts as accepted.
     fn accepts(self, path: &str, value: &Value) -> bool {
         let (Some(target), Some(inner)) = (self.0, path.strip_prefix("spec.")) else {
             return true;
@@ -90,11 +90,11 @@ impl Offer {
             return true;
         }
         let mut spec = json!({"model": {"source": {"builtin": {"name": BUILTIN_MODELS[0]}}}});
-        let mut place = &mut spec;
+        let mut member = &mut spec;
         for part in inner.split('.') {
-            place = &mut place[part];
+            member = &mut member[part];
         }
-        *place = value.clone();
+        *member = value.clone();
         let Ok(spec) = serde_json::from_value::<InferenceDeploymentSpec>(spec) else {
             return true;
         };

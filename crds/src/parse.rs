@@ -1,4 +1,4 @@
-//! From the text of a file to a checked `InferenceDeployment`, with the errors that the API server would give.
+//! Parsing of a file into a checked `InferenceDeployment`, with the errors that the API server would give.
 
 use kube::core::cel::{ErrorKind, Validator};
 use serde::Deserialize;
@@ -14,7 +14,7 @@ use crate::{API_VERSION, InferenceDeployment};
 /// The one kind of object that a file may hold.
 const KIND: &str = "InferenceDeployment";
 
-/// Why a file is not an acceptable `InferenceDeployment`.
+/// Errors of a file that is no acceptable `InferenceDeployment`.
 ///
 /// Displays without a leading `error:`; a second line says what to do.
 #[derive(Debug, thiserror::Error)]

@@ -56,7 +56,7 @@ pub struct InferencePlanSpec {
     /// The least version of plans that a reader must know to carry this one out; 0: any.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub min_version: u32,
-    /// The image of all ranks' Pods; none outside of a cluster, where the ranks are processes of one program. A new image
+    /// The image of all ranks' Pods; unset outside of a cluster, where the ranks are processes of one program. A new image
     /// is a new plan, so that a worker that does not start with it is given up for the plan with the image before.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub worker_image: Option<String>,
@@ -66,7 +66,7 @@ pub struct InferencePlanSpec {
     pub strategy: PlanStrategy,
     /// The model's facts that all ranks share.
     pub model: PlanModel,
-    /// One entry a process, gateway first, then prefill, then decode, each by ascending index.
+    /// One entry per process, gateway first, then prefill, then decode, each by ascending index.
     pub ranks: Vec<PlanRank>,
     /// How the gateway routes requests.
     pub routing: PlanRouting,
@@ -75,13 +75,13 @@ pub struct InferencePlanSpec {
     /// What the deployment asks for.
     #[serde(default)]
     pub objectives: ObjectivesSpec,
-    /// One line a pool whose workers compute with different bits, so that a stream which moves between them may go on with
+    /// One line per pool whose workers compute with different bits, so that a stream which moves between them may go on with
     /// other tokens; empty: failover keeps every token.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mixed_numerics: Vec<String>,
-    /// One line a decision.
+    /// One line per decision.
     pub why: Vec<String>,
-    /// One line an alternative, with the number that decided against it.
+    /// One line per alternative, with the number that decided against it.
     pub not_chosen: Vec<String>,
 }
 
@@ -144,7 +144,7 @@ pub struct PlanRank {
     pub name: String,
     /// What it does.
     pub role: PlanRole,
-    /// Its place among the ranks of its role, from 0.
+    /// Its index among the ranks of its role, from 0.
     pub index: u32,
     /// The node that it runs on.
     pub node: String,
@@ -173,10 +173,10 @@ pub struct PlanRank {
     /// Bytes of each of these GPUs' memory that it may use: weights, KV, working room, and what the driver takes for the process.
     #[serde(default, skip_serializing_if = "is_none_of_bytes")]
     pub gpu_memory_bytes: u64,
-    /// How its weights live in memory; none for the gateway.
+    /// How its weights live in memory; unset for the gateway.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub residency: Option<PlanResidency>,
-    /// Its KV cache; none for the gateway.
+    /// Its KV cache; unset for the gateway.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kv: Option<PlanKv>,
     /// Streams that it runs at a time (decode), or prompts in progress (prefill); 0 for the gateway.
@@ -188,7 +188,7 @@ pub struct PlanRank {
     /// `host:port` that it serves on. The planner leaves it open unless told: who executes the plan fills it before publishing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub endpoint: Option<String>,
-    /// What this rank should achieve; none for the gateway.
+    /// What this rank should achieve; unset for the gateway.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub predicted: Option<RankPrediction>,
 }

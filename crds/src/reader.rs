@@ -1,4 +1,4 @@
-//! Plans and routes that were written by a program of another version.
+//! Reading of plans and routes that a program of another version has written.
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;

@@ -144,10 +144,10 @@ pub struct RankPlacement {
     /// NUMA nodes that hold a tenth of its memory or more: weights that it has mapped, KV cache, activations.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub memory_numa_nodes: String,
-    /// UUID of the GPU that it computes on; none: it computes on CPUs.
+    /// UUID of the GPU that it computes on; unset on CPUs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu_uuid: Option<String>,
-    /// What it has less of than the plan says, in words; none: nothing.
+    /// Shortfalls against the plan, in words; unset where there are none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shortfalls: Option<String>,
 }

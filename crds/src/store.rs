@@ -1,4 +1,4 @@
-//! Under which name a node keeps a model that it has fetched, and who may have it.
+//! Name under which a node keeps a fetched model, and who may use it.
 
 use sha2::{Digest, Sha256};
 
@@ -8,8 +8,8 @@ use crate::url::shown_url;
 /// Digits of the name of a fetched model in a node's store.
 pub const STORE_KEY_DIGITS: usize = 32;
 
-/// The name of a fetched model in a node's store: another one for each archive, URL and holder, so that a model is
-/// handed to those alone whose own source gives it. `holder` says who may ask with that URL; empty: anybody.
+/// The name of a fetched model in a node's store: different for each archive, URL and holder, so that a model is
+/// given only to those whose own source provides it. `holder` says who may use the URL; empty for anybody.
 pub fn store_key(url: &str, sha256: &str, holder: &str) -> String {
     let mut digest = Sha256::new();
     for part in ["hearth model 1", sha256, url, holder] {
@@ -23,8 +23,8 @@ pub fn store_key(url: &str, sha256: &str, holder: &str) -> String {
 }
 
 impl HttpSource {
-    /// Who may have what the URL gives: anybody who names it, or only the namespace whose Secret, or whose URL with a
-    /// user, password or query, was the permission.
+    /// Who may use the model: empty for anybody who names the URL, or else the namespace whose Secret, or whose URL with a
+    /// user, password or query, gives access.
     pub fn holder(&self, namespace: &str) -> String {
         match &self.secret_ref {
             Some(secret) => format!("{namespace}/{}", secret.name),

@@ -1,4 +1,4 @@
-//! What of a URL may be shown.
+//! URLs without their secrets.
 
 /// A URL as it may be shown: without user, password, query and fragment, which can hold secrets. Text that is no URL
 /// loses all that could be one of these; so does a URL whose password ends its authority too early, by a `/` or `?` that

@@ -1,4 +1,4 @@
-//! What would fit instead: each change is tried before it is named.
+//! Changes that would fit instead: each is tried before it is advised.
 
 use hearth_crds::{InferenceDeploymentSpec, NodeProfileSpec, Pinning, PlanRole, format_bytes};
 
@@ -46,7 +46,7 @@ pub(crate) fn check_kv_budget(
     })
 }
 
-/// Words and advice for a rank that has no room.
+/// The error, with advice, for a rank that fits nowhere.
 pub(crate) fn refusal(
     estimator: &Estimator<'_>,
     demand: &Demand<'_>,
@@ -89,7 +89,7 @@ pub(crate) fn refusal(
     }
 }
 
-/// Words and advice for a rank that no GPU takes.
+/// The error, with advice, for a rank that fits no GPU.
 fn no_gpu(
     estimator: &Estimator<'_>,
     demand: &Demand<'_>,
@@ -130,7 +130,7 @@ fn no_gpu(
     }
 }
 
-/// With one node, the need of all ranks together says more than that of the first one without room.
+/// The shortage of all ranks together where there is one node: it says more than that of the first rank without room.
 fn whole_need(
     nodes: &[&NodeProfileSpec],
     demand: &Demand<'_>,
@@ -159,7 +159,7 @@ fn worker_names(ranks: NodeRanks) -> String {
     names.collect::<Vec<_>>().join(", ")
 }
 
-/// Where a node's CPU goes, as the end of a sentence; empty where nobody counts.
+/// Breakdown of a node's CPU, as the end of a sentence; empty where requests are not counted.
 fn cpu_accounts(room: Option<CpuRoom>, gateway_millis: u64) -> String {
     let Some(room) = room else {
         return String::new();
@@ -181,7 +181,7 @@ struct Trial<'a> {
 }
 
 impl Trial<'_> {
-    /// Words and advice for a rank that finds too little memory.
+    /// The error, with advice, for a rank that finds too little memory.
     fn no_memory(&self, demand: &Demand<'_>, what: String, shortage: Shortage) -> PlanError {
         let nodes = self.estimator.nodes();
         let (what, shortage) = whole_need(nodes, demand, self.wanted, what, shortage);
@@ -220,8 +220,8 @@ impl Trial<'_> {
         }
     }
 
-    /// Words and advice for a rank that finds too little CPU. With one node, the need of all ranks together says more
-    /// than that of the first one without room.
+    /// The error, with advice, for a rank that finds too little CPU. With one node, the need of all ranks together says
+    /// more than that of the first one without room.
     fn no_cpu(
         &self,
         demand: &Demand<'_>,
@@ -285,7 +285,7 @@ impl Trial<'_> {
         }
     }
 
-    /// To share CPUs with others, if that fits.
+    /// Advice to share CPUs, if that fits.
     fn shared(&self, demand: &Demand<'_>) -> Option<Advice> {
         if self.spec.placement.pinning != Pinning::Exclusive {
             return None;
@@ -319,7 +319,7 @@ impl Trial<'_> {
         advice
     }
 
-    /// Fewer decode workers, or no prefill workers, where that fits.
+    /// Advice to have fewer decode workers, or no prefill workers, where that fits.
     fn fewer_workers(&self, demand: &Demand<'_>) -> Vec<Advice> {
         let mut advice: Vec<Advice> = self.replicas(demand).into_iter().collect();
         if self.wanted.prefill > 0
@@ -336,7 +336,7 @@ impl Trial<'_> {
         advice
     }
 
-    /// To run on CPUs, if that fits.
+    /// Advice to run on CPUs, if that fits.
     fn on_cpus(&self, demand: &Demand<'_>) -> Option<Advice> {
         let mut spec = self.spec.clone();
         spec.prefill.gpus_per_worker = Some(0);
@@ -373,7 +373,7 @@ impl Trial<'_> {
         })
     }
 
-    /// The largest explicit budget that fits and still holds the context, or to have none.
+    /// Advice to set the largest KV budget that fits and still holds the context, or to set none.
     fn kv_memory(&self, demand: &Demand<'_>) -> Option<Advice> {
         let most_mib = u32::try_from(demand.kv_memory_bytes? >> 20).unwrap_or(u32::MAX);
         let of = |mib: u32| Demand {

@@ -1,5 +1,4 @@
-//! What must hold before anything is placed: nodes that can be reckoned with, a context that the model has, a cache
-//! that it can use.
+//! Checks before anything is placed: usable profiles, a context that the model supports, a KV cache that it can use.
 
 use hearth_crds::{
     FieldError, InferenceDeploymentSpec, KvShape, KvType, ModelFacts, NodeProfileSpec, PlanKvType,
@@ -8,10 +7,10 @@ use hearth_crds::{
 use crate::error::PlanError;
 use crate::input::PlanInput;
 
-/// The context of a spec that names none: what a model was made for, at most this many tokens.
+/// Context of a spec that sets none: what the model supports, at most this many tokens.
 const DEFAULT_CONTEXT_TOKENS: u32 = 8192;
 
-/// Nodes by name, each fit to be planned with.
+/// Nodes by name, each with a usable profile.
 pub(crate) fn checked_nodes<'a>(
     input: &PlanInput<'a>,
 ) -> Result<Vec<&'a NodeProfileSpec>, PlanError> {
@@ -45,6 +44,7 @@ pub(crate) fn checked_nodes<'a>(
     Ok(nodes)
 }
 
+/// The context in tokens: the spec's, or by default what the model supports up to [`DEFAULT_CONTEXT_TOKENS`].
 pub(crate) fn context_length(
     spec: &InferenceDeploymentSpec,
     facts: &ModelFacts,
@@ -61,7 +61,7 @@ pub(crate) fn context_length(
     }
 }
 
-/// The cache's number formats; one format only for a latent cache, where keys and values are the same bytes.
+/// Number formats of keys and values; the same one for a latent cache, where both are the same bytes.
 pub(crate) fn kv_types(
     spec: &InferenceDeploymentSpec,
     facts: &ModelFacts,

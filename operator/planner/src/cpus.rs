@@ -1,4 +1,4 @@
-//! Which CPUs a rank's threads use: NUMA policies and pinning over the cores of one node.
+//! Assignment of CPUs to ranks: NUMA policies and pinning over the cores of one node.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,26 +6,26 @@ use hearth_crds::{NodeProfileSpec, NumaPolicy, Pinning, PlanRole, cpu_request_mi
 
 use crate::node_ranks::NodeRanks;
 
-/// Threads of a rank on a GPU: one gives it work, the others bring the weights to it.
+/// Threads of a rank on a GPU: one launches work, the others load the weights.
 const GPU_RANK_THREADS: u32 = 4;
 
-/// What ranks may ask of the CPUs of their nodes.
+/// CPUs that ranks may request on their nodes.
 #[derive(Clone, Copy, Debug)]
 pub enum CpuOffer<'a> {
-    /// One machine: all of its CPUs, and nobody is asked for them.
+    /// One machine: all of its CPUs; nothing is requested.
     Machine,
-    /// A cluster: what the deployment's Pods may request, by node; a node that is not named has none.
+    /// A cluster: what the deployment's Pods may request, by node; nothing on a node that is missing.
     Requests(&'a BTreeMap<String, CpuRoom>),
 }
 
 /// CPU of one node that Pods may request, in thousandths of a CPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CpuRoom {
-    /// What the node gives to Pods in all.
+    /// Allocatable CPU of the node.
     pub allocatable_millis: u64,
     /// What all other Pods of the node request.
     pub requested_millis: u64,
-    /// What is left free beside them.
+    /// CPU that is kept free beside them.
     pub reserve_millis: u64,
 }
 
@@ -38,7 +38,7 @@ impl CpuRoom {
 }
 
 impl CpuOffer<'_> {
-    /// What may be requested of a node; `None`: nobody counts.
+    /// CPU that may be requested on a node; `None` where requests are not counted.
     pub(crate) fn room(self, node: &NodeProfileSpec) -> Option<CpuRoom> {
         match self {
             Self::Machine => None,
@@ -50,11 +50,11 @@ impl CpuOffer<'_> {
 /// What a node lacks of the CPUs that its ranks ask for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CpuLack {
-    /// With `Exclusive`: fewer whole cores than workers, of which each needs one.
+    /// With `Exclusive`: fewer whole cores than workers, each of which needs one.
     Cores {
         /// Workers that need cores of their own.
         workers: usize,
-        /// Cores that may be theirs.
+        /// Cores that may be assigned to them.
         cores: usize,
         /// Logical CPUs of one core.
         core_cpus: usize,
@@ -84,14 +84,14 @@ impl CpuLack {
 pub(crate) struct CpuSet {
     /// Logical CPUs, ascending.
     pub cpus: Vec<u32>,
-    /// NUMA nodes that memory is bound to, ascending; empty: any.
+    /// NUMA nodes that memory is bound to, ascending; any if empty.
     pub numa_nodes: Vec<u32>,
     /// One compute thread a core.
     pub threads: u32,
 }
 
 impl CpuSet {
-    /// Whether the rank reads memory of that NUMA node.
+    /// Whether the rank may use memory of that NUMA node.
     pub(crate) fn touches_numa(&self, id: u32) -> bool {
         self.numa_nodes.is_empty() || self.numa_nodes.contains(&id)
     }
@@ -149,7 +149,7 @@ pub(crate) fn core_count(node: &NodeProfileSpec) -> usize {
     cores_of(node).len()
 }
 
-/// A set from whole cores.
+/// The CPU set of whole cores.
 fn set_of(cores: &[Core], numa: NumaPolicy) -> CpuSet {
     let mut cpus: Vec<u32> = cores
         .iter()
@@ -190,7 +190,7 @@ impl NodeCpus {
     }
 }
 
-/// How the ranks of a node hold its CPUs.
+/// Pinning and NUMA policy of a node's ranks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Binding {
     pub pinning: Pinning,
@@ -232,7 +232,7 @@ pub(crate) fn divide(
     }
 }
 
-/// The sets, if what their Pods request is there.
+/// The sets, if what their Pods request is available.
 fn within(sets: NodeCpus, pinning: Pinning, room: CpuRoom) -> Result<NodeCpus, CpuLack> {
     let workers = sets.prefill.iter().chain(&sets.decode);
     let needs_millis = workers.map(|set| request_millis(set, pinning)).sum::<u64>()
@@ -251,16 +251,16 @@ fn request_millis(set: &CpuSet, pinning: Pinning) -> u64 {
     cpu_request_millis(pinning, set.cpus.len(), set.threads)
 }
 
-/// The gateway never has CPUs of its own.
+/// What the gateway's Pod requests: it never has CPUs of its own.
 fn gateway_millis(set: &CpuSet) -> u64 {
     request_millis(set, GATEWAY_UNDER_EXCLUSIVE)
 }
 
-/// How the gateway of an `Exclusive` deployment holds its CPUs: it copies and tokenises now and then, and a core of its
-/// own would idle.
+/// Pinning of the gateway of an `Exclusive` deployment: it copies and tokenises now and then, and a dedicated core would
+/// idle.
 pub(crate) const GATEWAY_UNDER_EXCLUSIVE: Pinning = Pinning::Shared;
 
-/// The gateway tokenises and copies: two threads suffice and it may run wherever a CPU idles.
+/// CPUs of the gateway, which tokenises and copies: two threads suffice, on any CPU.
 fn gateway_of(all: &CpuSet) -> CpuSet {
     CpuSet {
         threads: all.threads.clamp(1, 2),
@@ -269,7 +269,7 @@ fn gateway_of(all: &CpuSet) -> CpuSet {
     }
 }
 
-/// Sets that may overlap: with `Compact` one NUMA node a rank in turn, else all CPUs.
+/// Sets that may overlap: with `Compact` one NUMA node per rank in turn, else all CPUs.
 fn divide_shared(node: &NodeProfileSpec, ranks: NodeRanks, numa: NumaPolicy) -> NodeCpus {
     let cores = cores_of(node);
     let all = set_of(&cores, numa);
@@ -302,8 +302,8 @@ fn divide_shared(node: &NodeProfileSpec, ranks: NodeRanks, numa: NumaPolicy) -> 
     }
 }
 
-/// Disjoint sets of whole cores: one for each rank on a GPU; of the others, decode takes what saturates memory, at most
-/// half of the rest; prefill, which is bound by arithmetic, takes what is left. The gateway has what no worker has.
+/// Disjoint sets of whole cores: one core for each rank on a GPU; of the others, decode takes as many as saturate memory,
+/// at most half; prefill, which is compute-bound, takes the rest. The gateway runs on the cores that no worker has.
 fn divide_exclusive(
     node: &NodeProfileSpec,
     ranks: NodeRanks,
@@ -366,7 +366,7 @@ fn divide_exclusive(
     })
 }
 
-/// The gateway on what no worker has to itself; on all CPUs where workers have every one.
+/// CPUs of the gateway: those that no worker has to itself, or all of them where workers have every one.
 fn gateway_beside(cores: &[Core], taken: &BTreeSet<u32>) -> CpuSet {
     let is_left = |core: &&Core| core.cpus.iter().all(|cpu| !taken.contains(cpu));
     let left: Vec<Core> = cores.iter().filter(is_left).cloned().collect();
@@ -374,9 +374,9 @@ fn gateway_beside(cores: &[Core], taken: &BTreeSet<u32>) -> CpuSet {
     gateway_of(&set_of(cores, NumaPolicy::Any))
 }
 
-/// Cores that workers may have to themselves: as many as their Pods may request whole. On a machine of one's own the
-/// gateway has a core where there is one to spare. The first cores are left to all others, as the kubelet leaves them to
-/// the system.
+/// Cores that workers may have to themselves: as many whole ones as their Pods may request. On a single machine one core
+/// is left to the gateway where there are enough. The first cores are left to other programs, as the kubelet does for the
+/// system.
 fn own_cores(all: &[Core], ranks: NodeRanks, may_request_millis: Option<u64>) -> Vec<Core> {
     let cpus: usize = all.iter().map(|core| core.cpus.len()).sum();
     let workers = (ranks.prefill + ranks.decode) as usize;
@@ -399,7 +399,7 @@ fn own_cores(all: &[Core], ranks: NodeRanks, may_request_millis: Option<u64>) ->
     own
 }
 
-/// Takes `count` cores out of `free` by the policy.
+/// Takes `count` cores out of `free`, as the NUMA policy says.
 fn take_cores(free: &mut Vec<Core>, count: usize, numa: NumaPolicy) -> Vec<Core> {
     let mut taken: Vec<Core> = Vec::new();
     while taken.len() < count && !free.is_empty() {
@@ -440,7 +440,7 @@ fn take_cores(free: &mut Vec<Core>, count: usize, numa: NumaPolicy) -> Vec<Core>
     taken
 }
 
-/// Leaves of a set the CPUs beside a GPU, if it has any there: it is reached through the others only by way of these.
+/// Restricts a set to the CPUs on a GPU's NUMA node, if it has any there: the others reach the GPU only through that node.
 pub(crate) fn keep_beside(set: &mut CpuSet, node: &NodeProfileSpec, numa_node: u32) {
     let is_beside = |id: &u32| {
         node.cpus
@@ -463,8 +463,8 @@ pub(crate) fn keep_beside(set: &mut CpuSet, node: &NodeProfileSpec, numa_node: u
         .min(u32::try_from(cores.len()).unwrap_or(u32::MAX));
 }
 
-/// Adds NUMA nodes to a `Compact` set until their free memory holds `needs_bytes`: threads stay, memory may come from
-/// the neighbours.
+/// Adds NUMA nodes to a `Compact` set until their free memory holds `needs_bytes`: threads stay, memory may come
+/// from neighbouring NUMA nodes.
 pub(crate) fn widen_memory(set: &mut CpuSet, node: &NodeProfileSpec, needs_bytes: u64) {
     if set.numa_nodes.is_empty() {
         return;

@@ -1,4 +1,4 @@
-//! All choices made, before they are written down.
+//! A finished placement, before it is written down as a plan.
 
 use hearth_crds::{NodeProfileSpec, PlanKvType, PlanRank, PlanRole, RankDevice, ResidencyPolicy};
 
@@ -8,13 +8,13 @@ use crate::input::PlanInput;
 use crate::memory::Demand;
 use crate::place::{Placement, Refused};
 
-/// All choices made; what is left is to write them down.
+/// A placement with all that is needed to write it down as a plan.
 pub(crate) struct Draft<'a> {
     pub input: &'a PlanInput<'a>,
     pub nodes: &'a [&'a NodeProfileSpec],
     pub demand: Demand<'a>,
     pub placement: Placement,
-    /// Choices of devices that were preferred to this one, with what they lack.
+    /// Devices that would have been preferred, with what they lack.
     pub refused: Vec<Refused>,
     pub estimator: &'a Estimator<'a>,
     pub key_type: PlanKvType,
@@ -22,7 +22,7 @@ pub(crate) struct Draft<'a> {
 }
 
 impl<'a> Draft<'a> {
-    /// The node of a rank, with its number among the nodes.
+    /// The node of a rank, with its index among the nodes.
     pub(crate) fn node_of(&self, rank: &PlanRank) -> Option<(usize, &'a NodeProfileSpec)> {
         let n = self.nodes.iter().position(|node| node.node == rank.node)?;
         Some((n, self.nodes[n]))

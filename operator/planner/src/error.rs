@@ -1,4 +1,4 @@
-//! Refusals: what is too much, by how much, and what would fit.
+//! Errors of the planner: what does not fit, by how much, and what would.
 
 use std::fmt;
 
@@ -95,7 +95,7 @@ pub enum PlanError {
         "there is no profiled node to place {0} on\n  profile one with hearth-worker profile, or wait for the agents"
     )]
     NoNodes(String),
-    /// A profile that cannot be planned with.
+    /// A profile that cannot be used.
     #[error("the profile of node {node} {problem}\n  profile it again with hearth-worker profile")]
     BadProfile {
         /// The node.
@@ -115,9 +115,9 @@ pub enum PlanError {
         node: String,
         /// Bytes that all ranks of the node would need at least.
         needs_bytes: u64,
-        /// Bytes that the node can give.
+        /// Bytes that are free on the node.
         free_bytes: u64,
-        /// Where the bytes go.
+        /// Breakdown of the bytes, in words.
         breakdown: String,
         /// Changes that fit, each by itself; at least one.
         advice: Vec<Advice>,
@@ -150,7 +150,7 @@ pub enum PlanError {
         /// Bytes that the asked context needs.
         needed_bytes: u64,
     },
-    /// A context that the model was not made for.
+    /// A context that the model does not support.
     #[error(
         "spec.model.contextLength is {asked}\n  {architecture} supports at most {max} tokens here: write at most {max}"
     )]
@@ -172,11 +172,11 @@ pub enum PlanError {
         node: String,
         /// Cores that workers may have to themselves.
         cores: usize,
-        /// Workers that want one.
+        /// Workers that need one.
         workers: usize,
         /// Their names.
         names: String,
-        /// Where the node's CPU goes, such as `: of its 2000m CPU …`; empty on a machine of one's own.
+        /// Breakdown of the node's CPU, such as `: of its 2000m CPU …`; empty on a single machine.
         accounts: String,
         /// Changes that fit, each by itself; at least one.
         advice: Vec<Advice>,
@@ -195,12 +195,12 @@ pub enum PlanError {
         needs_millis: u64,
         /// What they may request.
         free_millis: u64,
-        /// Where the node's CPU goes.
+        /// Breakdown of the node's CPU.
         accounts: String,
         /// Changes that fit, each by itself; at least one.
         advice: Vec<Advice>,
     },
-    /// Too few GPUs that the device plugin can still give.
+    /// Fewer GPUs than needed are available.
     #[error(
         "{what} needs {needs} GPU{} on one node (spec.prefill.gpusPerWorker), node {node} has {free} free\n  \
          lower spec.prefill.gpusPerWorker, add a GPU node with its device plugin, or write 0 to run on CPUs", if *.needs == 1 { "" } else { "s" }
@@ -212,10 +212,10 @@ pub enum PlanError {
         node: String,
         /// GPUs that the ranks of one node would hold.
         needs: u32,
-        /// GPUs that the node can give.
+        /// GPUs that are available on the node.
         free: u32,
     },
-    /// No GPU that this engine runs on.
+    /// No GPU that this engine supports.
     #[error(
         "{what} needs a GPU (spec.prefill.gpusPerWorker), and {why}\n  \
          write spec.prefill.gpusPerWorker: 0 to run on CPUs, or add a GPU of compute capability {LEAST_CAPABILITY} or higher"
@@ -240,9 +240,9 @@ pub enum PlanError {
         gpu: String,
         /// Bytes that the rank needs at least.
         needs_bytes: u64,
-        /// Bytes that the GPU can give.
+        /// Bytes that are free on the GPU.
         free_bytes: u64,
-        /// Where the bytes go.
+        /// Breakdown of the bytes, in words.
         breakdown: String,
         /// Changes that fit, each by itself; at least one.
         advice: Vec<Advice>,

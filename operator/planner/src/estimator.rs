@@ -1,4 +1,4 @@
-//! What placing a rank costs, by prediction.
+//! Predicted costs of placing a rank.
 
 use hearth_crds::{InferenceDeploymentSpec, NodeProfileSpec, Pinning};
 
@@ -16,7 +16,7 @@ const PREDICTED_PROMPT_TOKENS: u32 = 512;
 /// The context that TPOT is predicted at: half of the context, at most this.
 const PREDICTED_CONTEXT_TOKENS: u32 = 1024;
 
-/// Costs of placing a rank, by prediction.
+/// Predicts what placing a rank costs.
 #[derive(Clone, Copy)]
 pub(crate) struct Estimator<'a> {
     nodes: &'a [&'a NodeProfileSpec],
@@ -50,7 +50,7 @@ impl<'a> Estimator<'a> {
         divide(self.nodes[node], ranks, binding, self.cpus)
     }
 
-    /// The places of a node's ranks on its GPUs.
+    /// GPU slots of a node's ranks.
     pub(crate) fn slots(&self, node: usize, ranks: NodeRanks) -> Result<GpuSlots<'a>, GpuLack> {
         let asked = self.spec.prefill.gpus_per_worker.unwrap_or(0);
         let gpus_per_prefill = asked.max(u32::from(ranks.on_gpu.prefill));
@@ -63,7 +63,7 @@ impl<'a> Estimator<'a> {
         )
     }
 
-    /// `slot`: of a rank on a GPU.
+    /// The predictor of a rank with these CPUs; `slot` is `None` for a rank on CPUs.
     pub(crate) fn predictor(
         &self,
         node: usize,
@@ -135,7 +135,7 @@ impl<'a> Estimator<'a> {
         self.gpus
     }
 
-    /// What may be requested of a node's CPU; `None`: nobody counts.
+    /// CPU that may be requested on a node; `None` where requests are not counted.
     pub(crate) fn cpu_room(&self, node: usize) -> Option<CpuRoom> {
         self.cpus.room(self.nodes[node])
     }
@@ -144,7 +144,7 @@ impl<'a> Estimator<'a> {
         self.nodes
     }
 
-    /// The same nodes and spec under other demands on memory.
+    /// The same nodes and spec with another memory demand.
     pub(crate) fn with_demand<'b>(&self, demand: &'b Demand<'b>) -> Estimator<'b>
     where
         'a: 'b,
@@ -152,7 +152,7 @@ impl<'a> Estimator<'a> {
         Estimator { demand, ..*self }
     }
 
-    /// The same nodes and model under another spec.
+    /// The same nodes and model with another spec.
     pub(crate) fn with_spec<'b>(&self, spec: &'b InferenceDeploymentSpec) -> Estimator<'b>
     where
         'a: 'b,

@@ -1,5 +1,4 @@
-//! Which ranks run on which GPU: a rank on a GPU has its weights, its KV cache and its working room there, all of them on
-//! one GPU.
+//! Assignment of ranks to GPUs: a rank on a GPU has its weights, its KV cache and its working room on that one GPU.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,30 +8,30 @@ use hearth_crds::{ComputeCapability, GpuProfile, NodeProfileSpec, PlanRole, form
 use crate::memory::{BLOCK_TOKENS, Demand};
 use crate::node_ranks::NodeRanks;
 
-/// What the kernels of the engine need: bf16 on tensor cores.
+/// Compute capability that the engine's kernels need: bf16 on tensor cores.
 pub(crate) const LEAST_CAPABILITY: ComputeCapability = ComputeCapability { major: 8, minor: 0 };
-/// The least of a GPU's memory that is left to the driver and to others.
+/// Minimum of a GPU's memory that is left to the driver and to other programs.
 const LEAST_RESERVE_BYTES: u64 = 512 << 20;
-/// The share of a GPU's memory that is left, as its inverse: what is lost between allocations grows with their sum.
+/// Inverse of the share of a GPU's memory that is left free: fragmentation grows with the memory allocated.
 const RESERVE_SHARE: u64 = 32;
 
-/// Where the GPUs come from that ranks may have.
+/// Source of the GPUs that ranks may use.
 #[derive(Clone, Copy, Debug)]
 pub enum GpuOffer<'a> {
     /// One machine: all that its profile shows. As many ranks share a GPU as its free memory holds.
     Machine,
     /// A cluster, where each GPU is one rank's own.
     Cluster {
-        /// What device plugins can still give, by node; a node that is not named has none. The plugin chooses among the
-        /// GPUs of a node, so that a plan must hold for each of them.
+        /// GPUs that device plugins can still allocate, by node; 0 for a node that is missing. The plugin picks the GPU,
+        /// so that a plan must fit on each GPU of the node.
         plugin: &'a BTreeMap<String, u32>,
-        /// UUIDs that can still be claimed, by node: dynamic resource allocation, which gives the very GPU that a claim
-        /// names. A node that is named here has no other GPUs.
+        /// UUIDs that can still be claimed, by node: dynamic resource allocation, which allocates exactly the GPU that a
+        /// claim names. A node in this map has no other GPUs.
         claimable: &'a BTreeMap<String, BTreeSet<String>>,
     },
 }
 
-/// Where the GPUs of one node come from.
+/// Source of the GPUs of one node.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum NodeOffer<'a> {
     Machine,
@@ -53,7 +52,7 @@ impl<'a> GpuOffer<'a> {
 }
 
 impl NodeOffer<'_> {
-    /// GPUs that the node can still give; `None`: as its memory allows.
+    /// GPUs that are still available on the node; `None` where only their memory limits it.
     pub(crate) fn count(self) -> Option<u32> {
         match self {
             Self::Machine => None,
@@ -63,11 +62,11 @@ impl NodeOffer<'_> {
     }
 }
 
-/// A rank's place on a GPU.
+/// The share of a GPU that one rank is given.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct GpuSlot<'a> {
     pub gpu: &'a GpuProfile,
-    /// What ranks may have of this GPU together.
+    /// Bytes of this GPU that all ranks on it may use together.
     pub usable_bytes: u64,
     pub kv_bytes: u64,
     /// Weights, KV and working room.
@@ -76,7 +75,7 @@ pub(crate) struct GpuSlot<'a> {
     pub sharing: u32,
 }
 
-/// The places of a node's ranks; no places of a role that runs on CPUs.
+/// GPU slots of a node's ranks; empty for a role that runs on CPUs.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct GpuSlots<'a> {
     pub prefill: Vec<GpuSlot<'a>>,
@@ -96,9 +95,9 @@ impl<'a> GpuSlots<'a> {
 /// What a node lacks of the GPUs that its ranks would have.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum GpuLack {
-    /// Too few that the device plugin can still give.
+    /// Fewer than needed are available from the device plugin.
     Count { node: String, needs: u32, free: u32 },
-    /// None that this engine runs on, and why.
+    /// No GPU that this engine supports, and why.
     Unusable { node: String, why: String },
     /// Too little memory on the GPU with the most left.
     Memory(GpuShortage),
@@ -117,7 +116,7 @@ impl GpuLack {
     }
 }
 
-/// By how much a GPU is too small for a rank.
+/// Memory that a rank needs of a GPU, and what is free.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct GpuShortage {
     pub node: String,
@@ -130,7 +129,7 @@ pub(crate) struct GpuShortage {
     pub working_bytes: u64,
 }
 
-/// Why the engine cannot compute on a GPU; none: it can.
+/// Why the engine cannot compute on a GPU; `None` where it can.
 pub(crate) fn unusable(gpu: &GpuProfile) -> Option<String> {
     if let Some(obstacle) = &gpu.obstacle {
         return Some(obstacle.clone());
@@ -151,19 +150,22 @@ pub(crate) fn unusable(gpu: &GpuProfile) -> Option<String> {
     }
 }
 
-/// A GPU that ranks may be put on.
+/// A GPU with the memory that is left for ranks.
 struct GpuRoom<'a> {
     gpu: &'a GpuProfile,
     usable_bytes: u64,
     left_bytes: u64,
 }
 
-/// What the planner gives away of a GPU's memory.
+/// Bytes of a GPU's memory that the planner may assign.
 fn usable_bytes(bytes: u64) -> u64 {
     bytes.saturating_sub(LEAST_RESERVE_BYTES.max(bytes / RESERVE_SHARE))
 }
 
-/// GPUs of `node` that ranks may be put on, the one with the most memory first; none with the reason.
+/// GPUs of `node` that ranks may be assigned to, the one with the most memory first.
+///
+/// # Errors
+/// Why there is none.
 fn gpu_rooms<'a>(
     node: &'a NodeProfileSpec,
     offer: GpuOffer<'_>,
@@ -218,13 +220,13 @@ fn gpu_rooms<'a>(
     Ok(rooms)
 }
 
-/// Whether ranks can be put on any GPU of `node` at all, if they fit.
+/// Whether `node` has any GPU that ranks could be assigned to, memory aside.
 pub(crate) fn has_usable(node: &NodeProfileSpec, offer: GpuOffer<'_>) -> bool {
     offer.at(node).count() != Some(0) && gpu_rooms(node, offer).is_ok()
 }
 
-/// Puts the ranks of a node that run on GPUs on them: each on the one with the most memory left, prefill ranks first.
-/// What is left then becomes KV. `gpus_per_prefill` of them are held by a prefill rank, which computes on one of them.
+/// Assigns the ranks of a node to its GPUs: each to the one with the most memory left, prefill ranks first. What is left
+/// then becomes KV. A prefill rank holds `gpus_per_prefill` GPUs and computes on one of them.
 pub(crate) fn assign_slots<'a>(
     node: &'a NodeProfileSpec,
     ranks: NodeRanks,
@@ -281,7 +283,7 @@ pub(crate) fn assign_slots<'a>(
     Ok(with_kv(&rooms, &taken, demand))
 }
 
-/// Takes the least that a rank needs from the room with the most left, the first of several.
+/// Reserves the least that a rank needs on the GPU with the most memory left (the first of equals); returns its index.
 fn take(
     node: &NodeProfileSpec,
     rooms: &mut [GpuRoom<'_>],
@@ -316,8 +318,8 @@ fn take(
     Ok(n)
 }
 
-/// Gives what the rooms have left to the ranks on them: prefill ranks are soon content, decode ranks share the rest in
-/// whole blocks.
+/// Divides what the GPUs have left among the ranks on them: prefill ranks up to what they can use, decode ranks share
+/// the rest in whole blocks.
 fn with_kv<'a>(
     rooms: &[GpuRoom<'a>],
     taken: &[(PlanRole, usize)],
@@ -351,7 +353,7 @@ fn with_kv<'a>(
 }
 
 impl GpuShortage {
-    /// Bytes of the GPU that must be free beside those that are, with what the planner leaves of them.
+    /// Bytes that must be freed on the GPU, the planner's reserve included.
     pub(crate) fn missing_bytes(&self) -> u64 {
         let missing = self.needs_bytes.saturating_sub(self.free_bytes);
         let reserve = if self.free_bytes == 0 {
@@ -365,7 +367,7 @@ impl GpuShortage {
             .saturating_add(reserve + 2)
     }
 
-    /// Where the bytes go.
+    /// Breakdown of the bytes, in words.
     pub(crate) fn breakdown(&self) -> String {
         format!(
             "weights {}, KV {}, working room {}",

@@ -1,11 +1,11 @@
-//! All that a plan follows from.
+//! Input of the planner.
 
 use hearth_crds::{InferenceDeploymentSpec, ModelFacts, NodeProfileSpec};
 
 use crate::cpus::CpuOffer;
 use crate::gpus::GpuOffer;
 
-/// All that a plan follows from.
+/// Everything that a plan is computed from.
 #[derive(Clone, Copy, Debug)]
 pub struct PlanInput<'a> {
     /// The deployment's name.
@@ -14,16 +14,16 @@ pub struct PlanInput<'a> {
     pub namespace: &'a str,
     /// The plan's generation: one more than that of the plan in force, 1 for the first.
     pub generation: u64,
-    /// What is asked for.
+    /// The deployment's spec.
     pub spec: &'a InferenceDeploymentSpec,
-    /// The model.
+    /// Facts about the model.
     pub facts: &'a ModelFacts,
     /// The directory of the model on each node.
     pub model_path: &'a str,
-    /// Measured nodes, in any order.
+    /// Profiles of the nodes, in any order.
     pub profiles: &'a [NodeProfileSpec],
-    /// Where GPUs come from.
+    /// GPUs that may be used.
     pub gpus: GpuOffer<'a>,
-    /// What of the nodes' CPUs may be asked for.
+    /// CPUs that may be requested.
     pub cpus: CpuOffer<'a>,
 }

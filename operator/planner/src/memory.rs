@@ -1,4 +1,4 @@
-//! What a node's memory holds: one copy of the weights, and each rank's KV cache and scratch.
+//! Division of a node's memory: one copy of the weights, and each rank's KV cache and scratch.
 
 use hearth_crds::{ModelFacts, NodeProfileSpec, PlanRole, ResidencyPolicy};
 
@@ -6,24 +6,24 @@ use crate::node_ranks::NodeRanks;
 
 /// Tokens of one KV block.
 pub(crate) const BLOCK_TOKENS: u32 = 16;
-/// Prompts that a prefill rank has in progress: one at work, one whose last layers are still on their way.
+/// Prompts that a prefill rank has in progress: one being computed, one whose last layers are being transferred.
 pub(crate) const PREFILL_BATCH: u32 = 2;
-/// A process with its code, runtime and tokenizer.
+/// Bytes of a process with its code, runtime and tokenizer.
 const PROCESS_BYTES: u64 = 64 << 20;
-/// The same as it is found to be, where a prediction counts what is left and not what must be granted.
+/// The same as measured, for predictions, which count what is used and not what must be granted.
 const RUNNING_PROCESS_BYTES: u64 = 16 << 20;
-/// A process that computes on a GPU: the driver maps some hundred MiB into it, and weights pass through pinned buffers.
+/// Bytes of a process that computes on a GPU: the driver maps some hundred MiB, and weights pass through pinned buffers.
 const GPU_PROCESS_BYTES: u64 = 512 << 20;
-/// Rows of weights end at whole blocks on a GPU, and each tensor begins at one: a part of the weights, as its inverse.
+/// Inverse of the share of the weights that padding adds on a GPU: rows and tensors are aligned to whole blocks.
 const GPU_PADDING_SHARE: u64 = 64;
 /// Activations of a token on a GPU, where matrix products read the residual stream as three bf16 terms beside it.
 const GPU_ACTIVATION_WIDTHS: u64 = 2 * ACTIVATION_WIDTHS;
 /// Activations of a token, as multiples of the residual stream in float32: queries, keys, the widest FFN, two buffers.
 const ACTIVATION_WIDTHS: u64 = 24;
-/// The least that is left to the rest of the node.
+/// Minimum of a node's memory that is left to other programs.
 const LEAST_RESERVE_BYTES: u64 = 128 << 20;
 
-/// What is asked of memory, apart from where.
+/// Memory demand of a deployment, wherever its ranks run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Demand<'a> {
     pub facts: &'a ModelFacts,
@@ -38,7 +38,7 @@ pub(crate) struct Demand<'a> {
     pub exclusive: bool,
 }
 
-/// What the ranks of one node get.
+/// Memory of one node, divided among its ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct NodeBudget {
     pub policy: ResidencyPolicy,
@@ -46,16 +46,16 @@ pub(crate) struct NodeBudget {
     pub weight_budget_bytes: u64,
     pub decode_kv_bytes: u64,
     pub prefill_kv_bytes: u64,
-    /// What decode ranks would have with memory to spare.
+    /// KV of a decode rank if memory were plenty.
     pub decode_kv_wanted_bytes: u64,
-    /// Bytes that the node can give in all.
+    /// Bytes that the ranks of the node may use in all.
     pub free_bytes: u64,
     /// Bytes of files that stay in memory beside full KV caches: reserves and the budget of mapped weights do not bound the page
     /// cache, and processes take less than they are granted.
     pub page_cache_bytes: u64,
 }
 
-/// By how much a node is too small.
+/// Memory that ranks need of a node, and what is free.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Shortage {
     pub node: String,
@@ -72,7 +72,7 @@ pub(crate) struct GpuNeed {
     pub weights_bytes: u64,
     pub kv_least_bytes: u64,
     pub kv_best_bytes: u64,
-    /// Activations, logits, and the driver's own for the process.
+    /// Activations, logits, and the driver's context of the process.
     pub working_bytes: u64,
 }
 
@@ -183,7 +183,7 @@ impl Demand<'_> {
             .saturating_sub((decode + prefill + 1) * RUNNING_PROCESS_BYTES)
     }
 
-    /// Windows over prefetched weights of so many workers of a node: each has one where it has a memory limit of its own.
+    /// Number of windows over prefetched weights for `workers` of a node: one each where they have memory limits of their own.
     fn weight_windows(&self, workers: u64) -> u64 {
         match self.exclusive {
             true => workers.max(1),
@@ -273,7 +273,7 @@ impl Demand<'_> {
     }
 }
 
-/// Bytes that must be available on a node for it to give `needs_bytes`: the inverse of [`free_bytes`].
+/// Bytes that must be available on a node so that `needs_bytes` are free for ranks: the inverse of [`free_bytes`].
 pub(crate) fn available_for(needs_bytes: u64) -> u64 {
     // 20/19 of the need leaves a twentieth over.
     let with_share = needs_bytes
@@ -282,7 +282,7 @@ pub(crate) fn available_for(needs_bytes: u64) -> u64 {
     with_share.max(needs_bytes.saturating_add(LEAST_RESERVE_BYTES))
 }
 
-/// Bytes that a node can give: what is available less a twentieth, and at least 128 MiB, for all else that runs there.
+/// Bytes of a node that ranks may use: what is available less a twentieth, and at least 128 MiB, for other programs.
 pub(crate) fn free_bytes(node: &NodeProfileSpec) -> u64 {
     let available = node.memory.available_bytes;
     available.saturating_sub(LEAST_RESERVE_BYTES.max(available / 20))

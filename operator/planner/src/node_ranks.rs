@@ -1,8 +1,8 @@
-//! How many ranks of each role a node runs, and which of them compute on GPUs.
+//! Ranks of one node by role, and which of them compute on GPUs.
 
 use hearth_crds::PlanRole;
 
-/// How many ranks of each role a node runs.
+/// Number of ranks of each role on one node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct NodeRanks {
     pub gateway: bool,

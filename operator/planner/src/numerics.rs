@@ -1,5 +1,5 @@
-//! Which ranks give the same bits. A stream that moves between workers of one pool goes on token for token only where
-//! they do, so a pool is placed on nodes of one kind where it fits there, and the plan says it where it does not.
+//! Ranks that compute the same bits. A stream that moves between workers of one pool continues with the same tokens only
+//! on these, so a pool is placed on nodes of one kind where it fits there, and the plan says so where it does not.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -15,7 +15,7 @@ use crate::memory::Demand;
 use crate::node_ranks::NodeRanks;
 use crate::place::{Cost, Placement, Wanted, place};
 
-/// What the bits of a rank depend on, as far as a profile tells.
+/// Arithmetic of a rank, as far as a profile tells: equal ones compute the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Numerics {
     Reference,
@@ -36,7 +36,7 @@ impl fmt::Display for Numerics {
     }
 }
 
-/// The kernels that a worker takes by itself: the best that the CPUs have.
+/// Kernels that a worker selects by default: the best that the CPUs support.
 fn of_cpus(isa: &IsaProfile) -> Numerics {
     if isa.avx512f && isa.avx512bw && isa.avx512vbmi {
         Numerics::Avx512
@@ -57,7 +57,7 @@ fn of_rank(node: &NodeProfileSpec, rank: &PlanRank) -> Numerics {
     }
 }
 
-/// One line a pool whose ranks give different bits.
+/// One line for each pool whose ranks compute different bits.
 pub(crate) fn mixed_pools(nodes: &[&NodeProfileSpec], ranks: &[PlanRank]) -> Vec<String> {
     [PlanRole::Prefill, PlanRole::Decode]
         .into_iter()
@@ -85,8 +85,8 @@ fn mixed_pool(nodes: &[&NodeProfileSpec], ranks: &[PlanRank], role: PlanRole) ->
     ))
 }
 
-/// A placement whose pools on CPUs give the same bits each; none where `free` is one, or where there is none that keeps
-/// weights in memory on as many of its nodes. Kinds that `free` gives the most ranks come first.
+/// A placement in which the ranks of each pool on CPUs compute the same bits; `None` where `free` already is one, or where
+/// none keeps weights in memory on as many nodes. Kinds of nodes to which `free` assigns the most ranks are tried first.
 pub(crate) fn alike(
     estimator: &Estimator<'_>,
     demand: &Demand<'_>,
@@ -124,7 +124,7 @@ pub(crate) fn alike(
     None
 }
 
-/// Nodes that keep a part of the weights in memory only.
+/// Number of nodes that keep only a part of the weights in memory.
 fn prefetched(placement: &Placement) -> usize {
     let budgets = placement.budgets.iter().flatten();
     budgets
@@ -144,7 +144,7 @@ fn is_alike(nodes: &[&NodeProfileSpec], placement: &Placement) -> bool {
     is_one(NodeRanks::decode_on_cpus) && is_one(NodeRanks::prefill_on_cpus)
 }
 
-/// The estimator, with ranks on CPUs of one kind alone.
+/// The estimator, restricted to CPUs of one kind for each role.
 struct Only<'a> {
     estimator: &'a Estimator<'a>,
     prefill: Numerics,

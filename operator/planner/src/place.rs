@@ -1,4 +1,4 @@
-//! Which node runs which rank.
+//! Assignment of ranks to nodes.
 
 use hearth_crds::NodeProfileSpec;
 
@@ -27,7 +27,7 @@ impl Wanted {
     }
 }
 
-/// Each node's ranks and memory, in the order of the nodes given; nodes without ranks have no budget.
+/// Each node's ranks and memory budget, in the order of the nodes given; the budget is `None` for a node without ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Placement {
     pub ranks: Vec<NodeRanks>,
@@ -37,31 +37,31 @@ pub(crate) struct Placement {
 /// A rank that no node can take.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum NoRoom {
-    /// For want of memory; the node that lacks the least.
+    /// Not enough memory, on the node that lacks the least.
     Memory { what: String, shortage: Shortage },
-    /// For want of CPUs; the node that lacks the least.
+    /// Not enough CPUs, on the node that lacks the least.
     Cpus {
         what: String,
         node: usize,
         ranks: NodeRanks,
         lack: CpuLack,
     },
-    /// For want of GPUs or of their memory; the node that lacks the least.
+    /// Not enough GPUs or GPU memory, on the node that lacks the least.
     Gpus { what: String, lack: GpuLack },
 }
 
-/// A choice of devices that no placement satisfies.
+/// Devices on which no placement has room, and what they lack.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Refused {
     pub on_gpu: OnGpu,
     pub no_room: NoRoom,
 }
 
-/// What placement asks about a node and the ranks that it would then have.
+/// Costs and limits of a node with the ranks that it would have.
 pub(crate) trait Cost {
-    /// What the node lacks of the CPUs that they ask for.
+    /// The CPUs that the node lacks for them; `None` where it has enough.
     fn cpu_lack(&self, node: usize, ranks: NodeRanks) -> Option<CpuLack>;
-    /// What the node lacks of the GPUs that they hold.
+    /// The GPUs that the node lacks for them; `None` where it has enough.
     fn gpu_lack(&self, node: usize, ranks: NodeRanks) -> Option<GpuLack>;
     /// Time per output token of a further decode rank.
     fn decode_ms(&self, node: usize, ranks: NodeRanks) -> f64;
@@ -70,7 +70,7 @@ pub(crate) trait Cost {
 }
 
 /// Places decode ranks first, each on the node where a token takes the least time with the ranks already there; then
-/// prefill ranks likewise. The gateway stands beside the first decode rank. Ties go to the first node.
+/// prefill ranks likewise. The gateway runs on the node of the first decode rank. Ties go to the first node.
 pub(crate) fn place(
     nodes: &[&NodeProfileSpec],
     demand: &Demand<'_>,
@@ -142,7 +142,7 @@ struct Candidates<'a> {
 }
 
 impl Candidates<'_> {
-    /// The node where one more rank costs the least, among those that have room for it.
+    /// The node where one more rank costs the least, of those that have room for it.
     fn cheapest(
         &self,
         what: &str,

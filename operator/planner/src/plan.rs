@@ -1,4 +1,4 @@
-//! The planner's one entry: from its input to a plan.
+//! The planner's entry point: from its input to a plan.
 
 use hearth_crds::{
     InferenceDeploymentSpec, InferencePlanSpec, Pinning, Strategy, Target, unsupported,
@@ -15,18 +15,17 @@ use crate::memory::Demand;
 use crate::node_ranks::OnGpu;
 use crate::numerics::alike;
 use crate::place::{Placement, Refused, Wanted, place};
-use crate::write;
 
-/// Prompt tokens of one step of a prefill rank: enough for matrix products to be bound by arithmetic.
+/// Prompt tokens of one step of a prefill rank: enough for matrix products to be compute-bound.
 const PREFILL_CHUNK_TOKENS: u32 = 512;
 
 /// Makes the plan.
 ///
-/// Pure and deterministic; the order of `profiles` does not matter. `endpoint` of each rank is left open: who executes
-/// the plan fills it before publishing.
+/// Pure and deterministic; the order of `profiles` does not matter. `endpoint` of each rank is `None`: whoever executes
+/// the plan fills it in before publishing.
 ///
 /// # Errors
-/// [`PlanError`] with the numbers that refuse the request and a change that was tried and fits.
+/// [`PlanError`] with the numbers that do not fit and a change that was tried and does.
 pub fn plan(input: &PlanInput<'_>) -> Result<InferencePlanSpec, PlanError> {
     let spec = input.spec;
     let lacking = unsupported(spec, Target::Cluster);
@@ -60,10 +59,10 @@ pub fn plan(input: &PlanInput<'_>) -> Result<InferencePlanSpec, PlanError> {
         key_type,
         value_type,
     };
-    Ok(write::plan_of(&draft))
+    Ok(draft.to_plan())
 }
 
-/// The first choice of devices that can be placed, and those before it.
+/// The placement on the best devices that have room, and the better devices that do not.
 fn placed(
     estimator: &Estimator<'_>,
     demand: &Demand<'_>,
@@ -75,7 +74,7 @@ fn placed(
         on_gpu: OnGpu::NONE,
     };
     let mut refused = Vec::new();
-    for on_gpu in device_choices(estimator, spec, wanted) {
+    for on_gpu in device_candidates(estimator, spec, wanted) {
         wanted.on_gpu = on_gpu;
         match place(estimator.nodes(), demand, wanted, estimator) {
             Ok(free) => {
@@ -91,11 +90,11 @@ fn placed(
     Err(advice::refusal(estimator, demand, wanted, spec, no_room))
 }
 
-/// Where ranks may compute, the best first: a GPU brings prompts, which are bound by arithmetic, the most.
+/// Devices that ranks may compute on, the best first: a GPU helps prefill, which is compute-bound, the most.
 ///
 /// All ranks of a role compute on the same kind of device: a stream that moves between decode workers goes on with the
 /// same bits.
-fn device_choices(
+fn device_candidates(
     estimator: &Estimator<'_>,
     spec: &InferenceDeploymentSpec,
     wanted: Wanted,
@@ -116,21 +115,21 @@ fn device_choices(
         return vec![OnGpu::NONE];
     }
     let prefill = wanted.prefill > 0;
-    let mut choices = Vec::new();
+    let mut candidates = Vec::new();
     if is_auto {
-        choices.push(OnGpu {
+        candidates.push(OnGpu {
             prefill,
             decode: true,
         });
     }
     if prefill {
-        choices.push(OnGpu {
+        candidates.push(OnGpu {
             prefill,
             decode: false,
         });
     }
     if !is_asked {
-        choices.push(OnGpu::NONE);
+        candidates.push(OnGpu::NONE);
     }
-    choices
+    candidates
 }

@@ -1,6 +1,7 @@
-//! How long a step takes by the profile's rates: the larger of what must be read and what must be computed.
+//! Predicted duration of a step by the profile's rates: the larger of reading and computing.
 //!
-//! A roofline with a few constants for each kind of device; the measured figures beside each prediction (metrics, status) show how far it is off.
+//! A roofline with a few constants for each kind of device; the measured figures beside each prediction (metrics, status)
+//! show how far it is off.
 
 use hearth_crds::{GpuProfile, ModelFacts, NodeProfileSpec};
 
@@ -29,7 +30,7 @@ pub const GPU_LAYER_OVERHEAD_MS: f64 = 0.05;
 /// Bandwidth of KV between two processes of one node, over loopback, in GB/s.
 pub(crate) const LOOPBACK_GBPS: f64 = 1.0;
 
-/// What a rank's CPUs or its GPU can do for its kernels.
+/// Rates of a rank's CPUs or GPU that its kernels reach.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Rates {
     /// Reading memory, in GB/s.
@@ -114,7 +115,7 @@ impl Rates {
     }
 }
 
-/// What a step works on.
+/// Size of a step.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Step {
     /// Tokens that go through the layers.

@@ -14,21 +14,21 @@ use crate::numerics::mixed_pools;
 use crate::predict::{Predictor, rounded};
 use crate::reasons;
 
-/// A chunk on a decode rank may hold up its streams this long when the spec names no time per output token.
+/// Longest stall of the streams on a decode rank by one chunk, where the spec sets no time per output token.
 const DEFAULT_STALL_MS: f64 = 100.0;
-/// Below this many prompt tokens a hand-over from prefill to decode costs more than it brings on CPUs.
+/// Prompt tokens below which, on CPUs, the KV transfer from prefill to decode costs more than it saves.
 const CHUNKED_BELOW_TOKENS: u32 = 32;
-/// Requests that may wait, at least.
+/// Minimum length of the gateway's queue, in requests.
 const LEAST_QUEUE: u32 = 256;
-/// How long a request may wait for a place.
+/// Longest time that a request may wait in the queue.
 const QUEUE_TIMEOUT_MS: u64 = 120_000;
 
-/// Where a rank is to be.
+/// The node, the node's memory budget and the GPU that a rank is given.
 #[derive(Clone, Copy)]
 struct RankHost<'a> {
     n: usize,
     budget: &'a NodeBudget,
-    /// On a GPU.
+    /// `None` on CPUs.
     slot: Option<&'a GpuSlot<'a>>,
 }
 
@@ -42,13 +42,9 @@ fn kv_bytes(role: PlanRole, host: &RankHost<'_>) -> u64 {
     }
 }
 
-/// The plan that `draft` comes to.
-pub(crate) fn plan_of(draft: &Draft<'_>) -> InferencePlanSpec {
-    draft.written()
-}
-
 impl Draft<'_> {
-    fn written(&self) -> InferencePlanSpec {
+    /// Writes the plan.
+    pub(crate) fn to_plan(&self) -> InferencePlanSpec {
         let ranks = self.ranks();
         let input = self.input;
         let facts = input.facts;
@@ -94,7 +90,7 @@ impl Draft<'_> {
         roles.flat_map(|role| self.ranks_of_role(role)).collect()
     }
 
-    /// Ranks node by node; the index counts on over the nodes.
+    /// Ranks of one role, node by node, numbered across the nodes.
     fn ranks_of_role(&self, role: PlanRole) -> Vec<PlanRank> {
         let mut ranks = Vec::new();
         for (n, node_ranks) in self.placement.ranks.iter().enumerate() {
@@ -211,13 +207,13 @@ impl Draft<'_> {
         }
     }
 
-    /// Whether the GPUs of a node are had by claims.
+    /// Whether the GPUs of a node are obtained by resource claims.
     fn claims_gpus(&self, n: usize) -> bool {
         let offer = self.estimator.gpus().at(self.nodes[n]);
         matches!(offer, NodeOffer::Claims(_))
     }
 
-    /// The largest chunk (a power of two from 16 to 256) whose step holds running streams up no longer than allowed.
+    /// The largest chunk (a power of two from 16 to 256) whose step stalls running streams no longer than allowed.
     fn decode_chunk_tokens(&self, host: &RankHost<'_>, set: &CpuSet) -> u32 {
         let predictor = self
             .estimator

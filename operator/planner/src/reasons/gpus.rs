@@ -1,4 +1,4 @@
-//! What is said of GPUs: of those that ranks run on, and of all others.
+//! Sentences about GPUs: those that ranks run on, and all others.
 
 use hearth_crds::{
     GpuProfile, NodeProfileSpec, PlanRank, PlanRole, PlanRouting, RankDevice, Strategy,
@@ -10,7 +10,7 @@ use crate::gpus::{GpuLack, NodeOffer, unusable};
 use crate::node_ranks::OnGpu;
 use crate::place::{NoRoom, Refused};
 
-/// Where ranks compute, in a few words.
+/// Devices of the ranks, in a few words.
 pub(super) fn devices(draft: &Draft<'_>, ranks: &[PlanRank]) -> &'static str {
     let on_gpu = |role| ranks_of(ranks, role).any(PlanRank::is_on_gpu);
     let has_prefill = ranks_of(ranks, PlanRole::Prefill).next().is_some();
@@ -25,7 +25,7 @@ pub(super) fn devices(draft: &Draft<'_>, ranks: &[PlanRank]) -> &'static str {
 }
 
 /// One line for each rank that has GPUs.
-pub(super) fn chosen(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
+pub(super) fn used(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
     for rank in ranks {
         let Some((_, node)) = draft.node_of(rank) else {
             continue;
@@ -72,7 +72,7 @@ fn on_gpu(draft: &Draft<'_>, rank: &PlanRank, node: &NodeProfileSpec, gpu: &GpuP
     )
 }
 
-/// From how many tokens on a prefill rank on a GPU reads a prompt.
+/// Number of tokens from which a prefill rank on a GPU reads a prompt.
 pub(super) fn route(ranks: &[PlanRank], routing: &PlanRouting, why: &mut Vec<String>) {
     let below = routing.chunked_below_tokens;
     why.push(if ranks_of(ranks, PlanRole::Decode).any(PlanRank::is_on_gpu) {
@@ -86,7 +86,7 @@ pub(super) fn route(ranks: &[PlanRank], routing: &PlanRouting, why: &mut Vec<Str
     });
 }
 
-/// One line for each GPU that no rank runs on, and what cannot be had without or beside GPUs.
+/// One line for each GPU that no rank runs on, and for what GPUs rule out or would be needed for.
 pub(super) fn not_chosen(draft: &Draft<'_>, ranks: &[PlanRank], lines: &mut Vec<String>) {
     let total = format_bytes(draft.demand.facts.bytes.total());
     for node in draft.nodes {
@@ -170,7 +170,7 @@ fn lack(refused: &Refused) -> Option<&GpuLack> {
     }
 }
 
-/// A choice of devices that was preferred, and what it lacks.
+/// Devices that would have been preferred, and what they lack.
 fn refused(refused: &Refused) -> String {
     let OnGpu { prefill, decode } = refused.on_gpu;
     let which = match (prefill, decode) {

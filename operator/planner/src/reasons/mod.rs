@@ -1,4 +1,4 @@
-//! The plan in sentences: one line a decision, one line an alternative with the number that decided against it.
+//! The plan in sentences: one line for each decision, and one for each alternative with the number that decided against it.
 
 mod gpus;
 
@@ -25,7 +25,7 @@ pub(crate) fn write(
     weights(draft, ranks, &mut why);
     kv(draft, ranks, &mut why);
     cpus(draft, ranks, &mut why);
-    gpus::chosen(draft, ranks, &mut why);
+    gpus::used(draft, ranks, &mut why);
     route(ranks, routing, &mut why);
     objectives(draft, predicted, &mut why);
     let mut not_chosen = Vec::new();
@@ -46,21 +46,20 @@ fn names(ranks: &[&PlanRank]) -> String {
 }
 
 fn topology(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
-    let mut places: Vec<&str> = ranks.iter().map(|rank| rank.node.as_str()).collect();
-    places.dedup();
-    places.sort_unstable();
-    places.dedup();
+    let mut nodes: Vec<&str> = ranks.iter().map(|rank| rank.node.as_str()).collect();
+    nodes.sort_unstable();
+    nodes.dedup();
     let devices = gpus::devices(draft, ranks);
-    why.push(match (draft.nodes.len(), places.as_slice()) {
+    why.push(match (draft.nodes.len(), nodes.as_slice()) {
         (1, [node]) => format!("hybrid on {node}: one node, {devices}"),
-        (nodes, [node]) => {
-            format!("hybrid on {node}: the fastest of {nodes} nodes for this model, {devices}")
+        (count, [node]) => {
+            format!("hybrid on {node}: the fastest of {count} nodes for this model, {devices}")
         }
-        (_, places) => format!("hybrid over {}: {devices}", places.join(", ")),
+        (_, nodes) => format!("hybrid over {}: {devices}", nodes.join(", ")),
     });
 }
 
-/// Nodes whose rates are not those of a quiet moment.
+/// Nodes that were busy while they were measured.
 fn moment(draft: &Draft<'_>, why: &mut Vec<String>) {
     for node in draft.nodes {
         if let Some(percent) = node.busy_percent {
@@ -265,7 +264,7 @@ fn rings(draft: &Draft<'_>, not_chosen: &mut Vec<String>) {
         ));
         return;
     }
-    let place = if draft.is_prefetching() {
+    let why = if draft.is_prefetching() {
         "this engine does not support rings of nodes".to_owned()
     } else {
         format!(
@@ -273,7 +272,7 @@ fn rings(draft: &Draft<'_>, not_chosen: &mut Vec<String>) {
         )
     };
     not_chosen.push(format!(
-        "piped ring, interleaved over {} nodes: {place}",
+        "piped ring, interleaved over {} nodes: {why}",
         draft.nodes.len()
     ));
 }

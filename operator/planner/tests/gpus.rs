@@ -167,7 +167,7 @@ fn only_auto_takes_gpus_that_nobody_asked_for() {
             [false, false],
             "gpusPerWorker is 0",
         ),
-        ("strategy: Hybrid\n", [false, false], "it says nothing"),
+        ("strategy: Hybrid\n", [false, false], "and it is not"),
         (
             "strategy: Hybrid\nprefill: {gpusPerWorker: 1}\n",
             [true, false],
@@ -276,7 +276,7 @@ fn a_plan_holds_for_each_gpu_that_the_device_plugin_may_give() {
     assert!(has_line(
         &made.why,
         "prefill-0 on large of here",
-        "may give another GPU"
+        "may allocate another GPU"
     ));
 }
 

@@ -327,7 +327,7 @@ fn exclusive_in_a_cluster_takes_whole_cpus_of_what_others_leave() {
     assert!(
         made.why
             .iter()
-            .any(|line| line.starts_with("CPUs on here: 1 of their own") && line.contains("250m")),
+            .any(|line| line.starts_with("CPUs on here: 1 dedicated to") && line.contains("250m")),
         "{:?}",
         made.why
     );

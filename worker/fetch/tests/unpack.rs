@@ -383,9 +383,9 @@ async fn what_is_no_archive_is_told_by_its_name() {
         (b"\xfd7zXZ\0 and so on".to_vec(), "an .xz file"),
         (b"GGUF\x03\0\0\0".to_vec(), "a GGUF file"),
         (Vec::new(), "it is empty"),
-        (noise(100_000, 3), "no tar"),
-        (gzip(&noise(100_000, 3)), "no tar"),
-        (b"short".to_vec(), "no tar"),
+        (noise(100_000, 3), "not a tar"),
+        (gzip(&noise(100_000, 3)), "not a tar"),
+        (b"short".to_vec(), "not a tar"),
     ] {
         let error = refused(bytes).await;
         assert!(matches!(error, FetchError::NotAnArchive { .. }), "{error}");

@@ -264,7 +264,7 @@ mod tests {
         assert_eq!(chosen(Some("GPU-22BB")).unwrap(), "GPU-22bb");
         let text = |uuid| chosen(uuid).unwrap_err().to_string();
         assert!(text(Some("22")).contains("write it in full"));
-        assert!(text(Some("33")).contains("no GPU has the UUID 33; there is: GPU-11aa"));
+        assert!(text(Some("33")).contains("no GPU has the UUID 33; available: GPU-11aa"));
         assert!(text(Some("11aa")).contains("compute capability 7.5, and 8.0 is needed"));
     }
 

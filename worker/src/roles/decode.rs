@@ -307,7 +307,10 @@ mod tests {
         let (outcome, looks) = fate(NEVER, &idle).await;
         let status = outcome.unwrap_err();
         assert_eq!(status.code(), tonic::Code::Unavailable);
-        assert!(status.message().contains("it makes no progress"), "{status}");
+        assert!(
+            status.message().contains("it makes no progress"),
+            "{status}"
+        );
         assert_eq!(looks, 2 + IDLE_LOOKS as usize);
     }
 

@@ -135,7 +135,7 @@ mod tests {
         }
         let status = stream.next().await.unwrap().unwrap_err();
         assert_eq!(status.code(), tonic::Code::Unavailable);
-        assert!(status.message().contains("nothing came for 400ms"));
+        assert!(status.message().contains("nothing arrived for 400ms"));
         assert!(tx.is_closed());
         assert!(stream.next().await.is_none());
     }

@@ -1,4 +1,4 @@
-//! The architecture's arrows, read from `layers.txt`, and the limit on file size (house rules 1 and 2).
+//! The architecture's arrows, read from `layers.txt`, the limit on file size, and who reads the environment (house rules 1, 2 and 4).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -212,5 +212,56 @@ fn files_stay_short() {
         long.is_empty(),
         "over {MAX_FILE_LINES} lines, split by what changes together:\n  {}",
         long.join("\n  ")
+    );
+}
+
+/// Sources that may read the environment: programs, tests, benchmarks, and the host model, which stands for a driver.
+fn may_read_environment(path: &Path) -> bool {
+    let shown = path.to_str().unwrap_or_default();
+    let allowed = [
+        "operator/src/",
+        "worker/src/main.rs",
+        "worker/cuda/host/",
+        "tests/",
+        "fuzz/",
+    ];
+    allowed.iter().any(|start| shown.starts_with(start))
+        || path
+            .components()
+            .any(|part| matches!(part.as_os_str().to_str(), Some("tests" | "benches")))
+}
+
+#[test]
+fn libraries_read_no_environment() {
+    let root = root();
+    let mut files = Vec::new();
+    source_files(&root, &mut files);
+    let mut allowed = 0;
+    let mut faults = Vec::new();
+    for path in files
+        .iter()
+        .filter(|path| path.extension().is_some_and(|e| e == "rs"))
+    {
+        let shown = path.strip_prefix(&root).unwrap_or(path);
+        let text = std::fs::read_to_string(path).expect("source file");
+        let before_tests = text.split("\n#[cfg(test)]\nmod ").next().unwrap_or(&text);
+        let reads = before_tests.lines().filter(|line| {
+            let is_comment = line.trim_start().starts_with("//");
+            !is_comment && line.contains("env::var")
+        });
+        match (reads.count(), may_read_environment(shown)) {
+            (0, _) => {}
+            (reads, true) => allowed += reads,
+            (_, false) => faults.push(shown.display().to_string()),
+        }
+    }
+    assert!(
+        allowed > 0,
+        "the search finds no program that reads the environment"
+    );
+    assert!(
+        faults.is_empty(),
+        "the environment is read by programs and passed on (house rule 4):\n  {}",
+        faults.join("\n  ")
     );
 }

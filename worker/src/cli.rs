@@ -6,6 +6,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use hearth_kernels::{CpuOptions, Isa, KvDType};
 
 use crate::device::{ActivationsArg, DeviceArg, DeviceOptions, GpuOptions, KernelDirectories};
+use crate::environment::Environment;
 use crate::{roles, tools};
 
 /// One process of a Hearth plan, and the tools that work on a model.
@@ -57,21 +58,21 @@ enum Command {
 
 impl Cli {
     /// Runs the chosen command.
-    pub(crate) fn run(self) -> anyhow::Result<()> {
+    pub(crate) fn run(self, environment: &Environment) -> anyhow::Result<()> {
         match self.command {
             Command::Gateway(args) => roles::gateway(&args),
-            Command::Prefill(args) => roles::prefill(&args),
-            Command::Decode(args) => roles::decode(&args),
+            Command::Prefill(args) => roles::prefill(&args, environment),
+            Command::Decode(args) => roles::decode(&args, environment),
             Command::Agent(args) => roles::agent(&args),
             #[cfg(feature = "cuda")]
-            Command::CudaCompile(args) => tools::cuda_compile(&args),
-            Command::Logits(args) => tools::logits(&args),
-            Command::Generate(args) => tools::generate(&args),
-            Command::Bench(args) => tools::bench(&args),
+            Command::CudaCompile(args) => tools::cuda_compile(&args, environment),
+            Command::Logits(args) => tools::logits(&args, environment),
+            Command::Generate(args) => tools::generate(&args, environment),
+            Command::Bench(args) => tools::bench(&args, environment),
             Command::Random(args) => tools::random(&args),
-            Command::Profile(args) => tools::profile(&args),
+            Command::Profile(args) => tools::profile(&args, environment),
             Command::Facts(args) => tools::facts(&args),
-            Command::Fetch(args) => tools::fetch(&args),
+            Command::Fetch(args) => tools::fetch(&args, environment),
             Command::Inspect(args) => tools::inspect(&args),
             Command::Own(args) => tools::own(&args),
             Command::Linger(args) => roles::linger(&args),
@@ -146,7 +147,12 @@ pub(crate) struct GpuArgs {
 
 impl GpuArgs {
     /// The options for a GPU.
-    pub(crate) fn options(&self, uuid: Option<String>, budget_bytes: Option<u64>) -> GpuOptions {
+    pub(crate) fn options(
+        &self,
+        environment: &Environment,
+        uuid: Option<String>,
+        budget_bytes: Option<u64>,
+    ) -> GpuOptions {
         GpuOptions {
             uuid,
             or_any: false,
@@ -154,8 +160,11 @@ impl GpuArgs {
             activations: self.activations,
             kernels: KernelDirectories {
                 image: self.kernels.clone().or_else(kernels_of_image),
-                cache: self.kernel_cache.clone().or_else(|| in_cache("kernels")),
-                nvrtc: self.nvrtc.directory(),
+                cache: self
+                    .kernel_cache
+                    .clone()
+                    .or_else(|| environment.in_cache("kernels")),
+                nvrtc: self.nvrtc.directory(environment),
             },
         }
     }
@@ -171,15 +180,9 @@ pub(crate) struct NvrtcArgs {
 
 impl NvrtcArgs {
     /// The directory that was named, or the cache's.
-    pub(crate) fn directory(&self) -> Option<PathBuf> {
-        self.nvrtc.clone().or_else(|| in_cache("nvrtc"))
+    pub(crate) fn directory(&self, environment: &Environment) -> Option<PathBuf> {
+        self.nvrtc.clone().or_else(|| environment.in_cache("nvrtc"))
     }
-}
-
-/// A directory of the user's cache.
-fn in_cache(name: &str) -> Option<PathBuf> {
-    let home = std::env::var_os("HOME").filter(|home| !home.is_empty())?;
-    Some(PathBuf::from(home).join(".cache/hearth").join(name))
 }
 
 /// Where the image has kernels that were compiled ahead.
@@ -193,7 +196,10 @@ impl ComputeArgs {
     ///
     /// # Errors
     /// An option that the device has no use for.
-    pub(crate) fn device_options(&self) -> anyhow::Result<DeviceOptions> {
+    pub(crate) fn device_options(
+        &self,
+        environment: &Environment,
+    ) -> anyhow::Result<DeviceOptions> {
         self.refuse_idle_options()?;
         Ok(match &self.device {
             DeviceArg::Cpu => DeviceOptions::Cpu(CpuOptions {
@@ -201,9 +207,11 @@ impl ComputeArgs {
                 threads: self.threads(),
                 numa_cpus: Vec::new(),
             }),
-            DeviceArg::Cuda(uuid) => {
-                DeviceOptions::Gpu(self.gpu.options(uuid.clone(), self.device_memory))
-            }
+            DeviceArg::Cuda(uuid) => DeviceOptions::Gpu(self.gpu.options(
+                environment,
+                uuid.clone(),
+                self.device_memory,
+            )),
         })
     }
 

@@ -13,6 +13,7 @@ use hearth_residency::{
 
 use crate::cli::{ModelArgs, ResidencyArg};
 use crate::device::{DeviceOptions, GpuBackend, OnDevice};
+use crate::environment::Environment;
 
 /// How many modules ahead of the running one `MmapPrefetch` asks the kernel for.
 const PREFETCH_MODULES: usize = 8;
@@ -56,7 +57,7 @@ impl LoadOptions<'_> {
     ///
     /// # Errors
     /// Options that do not go together.
-    pub(crate) fn from_args(args: &ModelArgs) -> anyhow::Result<Self> {
+    pub(crate) fn from_args(args: &ModelArgs, environment: &Environment) -> anyhow::Result<Self> {
         let residency = match args.residency {
             ResidencyArg::Resident if args.residency_budget.is_some() => anyhow::bail!(
                 "--residency-budget has no effect with --residency resident\n  leave it out, or use --residency mmap-prefetch"
@@ -67,7 +68,7 @@ impl LoadOptions<'_> {
             },
         };
         Ok(Self {
-            device: args.compute.device_options()?,
+            device: args.compute.device_options(environment)?,
             residency,
             placing: None,
         })

@@ -5,24 +5,21 @@ use std::io::{IsTerminal, Write};
 use anyhow::Context;
 use tracing_subscriber::EnvFilter;
 
+use crate::environment::Environment;
+
 /// Starts logging; `RUST_LOG` chooses what, `info` of Hearth's own crates by default.
-pub(crate) fn init() {
-    let filter =
-        EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn,hearth=info"));
+pub(crate) fn init(environment: &Environment) {
+    let asked = environment.log_filter.as_deref();
+    let filter = asked
+        .and_then(|text| EnvFilter::try_new(text).ok())
+        .unwrap_or_else(|| EnvFilter::new("warn,hearth=info"));
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         // It would tell of a line that cannot be written by `eprintln!`, which panics where that cannot be written either.
         .log_internal_errors(false)
-        .with_ansi(is_coloured())
+        .with_ansi(std::io::stderr().is_terminal() && environment.has_colour)
         .init();
-}
-
-/// Colour only on a terminal that has it, and none with `NO_COLOR`.
-fn is_coloured() -> bool {
-    std::io::stderr().is_terminal()
-        && std::env::var_os("NO_COLOR").is_none()
-        && std::env::var_os("TERM").is_none_or(|terminal| terminal != "dumb")
 }
 
 /// Writes a line to standard error. Where the disk behind it is full the line is lost, and nothing else.

@@ -7,6 +7,7 @@ use clap::Parser;
 mod cli;
 mod convert;
 mod device;
+mod environment;
 mod load;
 mod logging;
 mod roles;
@@ -16,9 +17,10 @@ mod tools;
 fn main() -> ExitCode {
     signals::end_when_told();
     let cli = cli::Cli::parse();
-    logging::init();
+    let environment = environment::Environment::read(|name| std::env::var_os(name));
+    logging::init(&environment);
     signals::explain_bus_errors();
-    match cli.run() {
+    match cli.run(&environment) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             logging::say(format_args!("error: {}", logging::sentence(&error)));

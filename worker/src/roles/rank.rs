@@ -27,6 +27,7 @@ use super::report::{Report, stay_alive};
 use super::turn::Turn;
 use crate::cli::{GpuArgs, IsaArg};
 use crate::device::{DeviceOptions, GpuOptions, on_device};
+use crate::environment::Environment;
 use crate::load::{self, LoadOptions, LoadedOn, ResidencyPolicy};
 use crate::signals;
 
@@ -68,16 +69,16 @@ pub(crate) struct RankArgs {
 }
 
 /// Runs a decode worker until it is told to end.
-pub(crate) fn decode(args: &RankArgs) -> anyhow::Result<()> {
-    run(args, PlanRole::Decode)
+pub(crate) fn decode(args: &RankArgs, environment: &Environment) -> anyhow::Result<()> {
+    run(args, PlanRole::Decode, environment)
 }
 
 /// Runs a prefill worker until it is told to end.
-pub(crate) fn prefill(args: &RankArgs) -> anyhow::Result<()> {
-    run(args, PlanRole::Prefill)
+pub(crate) fn prefill(args: &RankArgs, environment: &Environment) -> anyhow::Result<()> {
+    run(args, PlanRole::Prefill, environment)
 }
 
-fn run(args: &RankArgs, role: PlanRole) -> anyhow::Result<()> {
+fn run(args: &RankArgs, role: PlanRole, environment: &Environment) -> anyhow::Result<()> {
     let (plan, rank) = args.process.find(role)?;
     let binding = args.process.bind(&rank)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -85,7 +86,8 @@ fn run(args: &RankArgs, role: PlanRole) -> anyhow::Result<()> {
         .thread_stack_size(STACK_BYTES)
         .enable_all()
         .build()?;
-    runtime.block_on(serve(args, &plan, &rank, binding))
+    let device = device_options(args, environment, &rank, &binding);
+    runtime.block_on(serve(args, &plan, &rank, binding, device))
 }
 
 async fn serve(
@@ -93,6 +95,7 @@ async fn serve(
     plan: &InferencePlanSpec,
     rank: &PlanRank,
     binding: Arc<Binding>,
+    device: DeviceOptions,
 ) -> anyhow::Result<()> {
     let endpoint = rank
         .endpoint
@@ -107,7 +110,7 @@ async fn serve(
     let watch = LoadWatch::start(Duration::from_secs(args.load_patience));
     // Others go by the turn for as long as the weights are in memory.
     let (worker, device, _turn) =
-        tokio::task::block_in_place(|| open(args, plan, rank, binding, &watch))?;
+        tokio::task::block_in_place(|| open(plan, rank, binding, device, &watch))?;
     drop(watch);
     let routes = routes(&worker, Routes::new(health.service()), tls.clone());
     health.set_ready(true).await;
@@ -201,10 +204,10 @@ pub(super) struct Worker {
 }
 
 fn open(
-    args: &RankArgs,
     plan: &InferencePlanSpec,
     rank: &PlanRank,
     binding: Arc<Binding>,
+    device: DeviceOptions,
     watch: &LoadWatch,
 ) -> anyhow::Result<(Arc<Worker>, String, Turn)> {
     let directory = Path::new(&plan.model.path);
@@ -228,7 +231,7 @@ fn open(
     let mut told = 0;
     let loaded = load::open(
         directory,
-        load_options(args, rank, &binding, placing)?,
+        load_options(rank, device, placing)?,
         &mut |progress| {
             let percent = (progress.bytes_done * 100 / progress.bytes.max(1)) as u32;
             watch.went_on(percent);
@@ -325,9 +328,8 @@ fn kv_dtype(kv: &PlanKv) -> anyhow::Result<KvDType> {
 }
 
 fn load_options<'a>(
-    args: &RankArgs,
     rank: &PlanRank,
-    binding: &Binding,
+    device: DeviceOptions,
     placing: Option<Placing<'a>>,
 ) -> anyhow::Result<LoadOptions<'a>> {
     let residency = rank
@@ -335,7 +337,7 @@ fn load_options<'a>(
         .as_ref()
         .with_context(|| format!("the plan gives {} no residency", rank.name))?;
     Ok(LoadOptions {
-        device: device_options(args, rank, binding),
+        device,
         residency: match residency.policy {
             PlanPolicy::Resident => ResidencyPolicy::Resident,
             PlanPolicy::MmapPrefetch => ResidencyPolicy::MmapPrefetch {
@@ -347,11 +349,18 @@ fn load_options<'a>(
 }
 
 /// The device that the plan names: a GPU, or the CPUs.
-fn device_options(args: &RankArgs, rank: &PlanRank, binding: &Binding) -> DeviceOptions {
+fn device_options(
+    args: &RankArgs,
+    environment: &Environment,
+    rank: &PlanRank,
+    binding: &Binding,
+) -> DeviceOptions {
     if let Some(uuid) = rank.device().gpu_uuid() {
-        let options = args
-            .gpu
-            .options(Some(uuid.to_owned()), Some(rank.gpu_budget_bytes()));
+        let options = args.gpu.options(
+            environment,
+            Some(uuid.to_owned()),
+            Some(rank.gpu_budget_bytes()),
+        );
         return DeviceOptions::Gpu(GpuOptions {
             // A device plugin may hand out another GPU of the node, and the plan holds for each; a claim names its GPU.
             or_any: rank.gpus > 0 && !rank.claims_gpus,

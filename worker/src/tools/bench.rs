@@ -9,6 +9,7 @@ use serde::Serialize;
 use super::session::{Session, argmax};
 use crate::cli::ModelArgs;
 use crate::device::on_device;
+use crate::environment::Environment;
 use crate::load::{self, LoadOptions, LoadedOn};
 use crate::logging::print_data;
 
@@ -64,8 +65,8 @@ struct Report {
 }
 
 /// Measures and prints.
-pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
-    let options = LoadOptions::from_args(&args.model)?;
+pub(crate) fn run(args: &BenchArgs, environment: &Environment) -> anyhow::Result<()> {
+    let options = LoadOptions::from_args(&args.model, environment)?;
     let loaded = load::open(&args.model.model, options, &mut |_| {})?;
     let report = on_device!(loaded, loaded => run_on(args, &loaded))?;
     if args.json {

@@ -6,6 +6,7 @@ use clap::Args;
 use hearth_cuda::compile_all;
 
 use crate::cli::NvrtcArgs;
+use crate::environment::Environment;
 use crate::logging::print_data;
 
 /// Arguments of `cuda-compile`.
@@ -22,8 +23,8 @@ pub(crate) struct CudaCompileArgs {
 }
 
 /// Compiles and prints what came of it.
-pub(crate) fn run(args: &CudaCompileArgs) -> anyhow::Result<()> {
-    let nvrtc = args.nvrtc.directory();
+pub(crate) fn run(args: &CudaCompileArgs, environment: &Environment) -> anyhow::Result<()> {
+    let nvrtc = args.nvrtc.directory(environment);
     for arch in &args.arch {
         let began = std::time::Instant::now();
         let report = compile_all(&args.out, arch, nvrtc.as_deref())?;

@@ -10,6 +10,7 @@ use hearth_crds::format_bytes;
 use hearth_fetch::{Cache, Credentials, FetchOptions, Phase, Progress, Source};
 use serde::Serialize;
 
+use crate::environment::Environment;
 use crate::logging;
 
 /// Time between two lines for people about one phase.
@@ -64,10 +65,10 @@ enum Event<'a> {
 }
 
 /// Fetches and prints the directory.
-pub(crate) fn run(args: &FetchArgs) -> anyhow::Result<()> {
+pub(crate) fn run(args: &FetchArgs, environment: &Environment) -> anyhow::Result<()> {
     let mut source = Source::new(&args.url, &args.sha256)?;
     if args.credentials {
-        source = source.opened_by(credentials()?);
+        source = source.opened_by(credentials(environment)?);
     }
     let cache = Cache::new(&args.into);
     let lines = Lines {
@@ -94,15 +95,14 @@ pub(crate) fn run(args: &FetchArgs) -> anyhow::Result<()> {
 }
 
 /// Credentials from the environment: arguments are for everybody on the machine to read.
-fn credentials() -> anyhow::Result<Credentials> {
-    let variable = |name| std::env::var(name).ok().filter(|value| !value.is_empty());
-    if let Some(token) = variable("HEARTH_MODEL_TOKEN") {
+fn credentials(environment: &Environment) -> anyhow::Result<Credentials> {
+    if let Some(token) = environment.model_token.clone() {
         return Ok(Credentials::Bearer { token });
     }
-    let username = variable("HEARTH_MODEL_USERNAME").context(
+    let username = environment.model_username.clone().context(
         "--credentials was given, and neither HEARTH_MODEL_TOKEN nor HEARTH_MODEL_USERNAME is set\n  set one of them, or leave --credentials out",
     )?;
-    let password = variable("HEARTH_MODEL_PASSWORD").unwrap_or_default();
+    let password = environment.model_password.clone().unwrap_or_default();
     Ok(Credentials::Basic { username, password })
 }
 

@@ -13,6 +13,7 @@ use serde::Serialize;
 
 use crate::cli::ModelArgs;
 use crate::device::on_device;
+use crate::environment::Environment;
 use crate::load::{self, LoadOptions};
 use crate::logging::{print_data, say};
 
@@ -77,7 +78,7 @@ struct Timings {
 }
 
 /// Generates and prints.
-pub(crate) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
+pub(crate) fn run(args: &GenerateArgs, environment: &Environment) -> anyhow::Result<()> {
     let began = Instant::now();
     let directory = &args.model.model;
     let tokenizer = match &args.prompt {
@@ -98,7 +99,11 @@ pub(crate) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
     } else {
         stop_tokens(args, &config.eos_token_ids)?
     };
-    let loaded = load::open(directory, LoadOptions::from_args(&args.model)?, &mut |_| {})?;
+    let loaded = load::open(
+        directory,
+        LoadOptions::from_args(&args.model, environment)?,
+        &mut |_| {},
+    )?;
     let options = engine_options(args, prompt.len(), config.max_position_embeddings);
     let engine = on_device!(loaded, loaded => Engine::start(loaded.model, options))?;
     let load_ms = milliseconds_since(began);

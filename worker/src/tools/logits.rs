@@ -11,6 +11,7 @@ use safetensors::tensor::{Dtype, TensorView};
 use super::session::Session;
 use crate::cli::ModelArgs;
 use crate::device::on_device;
+use crate::environment::Environment;
 use crate::load::{self, LoadOptions};
 
 /// Arguments of `logits`.
@@ -30,8 +31,8 @@ pub(crate) struct LogitsArgs {
 }
 
 /// Computes and writes.
-pub(crate) fn run(args: &LogitsArgs) -> anyhow::Result<()> {
-    let options = LoadOptions::from_args(&args.model)?;
+pub(crate) fn run(args: &LogitsArgs, environment: &Environment) -> anyhow::Result<()> {
+    let options = LoadOptions::from_args(&args.model, environment)?;
     let loaded = load::open(&args.model.model, options, &mut |_| {})?;
     on_device!(loaded, loaded => compute(args, &loaded.model))
 }

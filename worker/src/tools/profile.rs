@@ -11,6 +11,7 @@ use hearth_profiler::{
 use crate::cli::GpuArgs;
 #[cfg(feature = "cuda")]
 use crate::device::KernelDirectories;
+use crate::environment::Environment;
 use crate::logging::{self, print_data};
 
 /// Arguments of `profile`.
@@ -77,7 +78,7 @@ enum ScopeArg {
 }
 
 /// Measures and prints.
-pub(crate) fn run(args: &ProfileArgs) -> anyhow::Result<()> {
+pub(crate) fn run(args: &ProfileArgs, environment: &Environment) -> anyhow::Result<()> {
     let options = ProfileOptions {
         node: args.node.clone(),
         scope: match args.scope {
@@ -103,7 +104,7 @@ pub(crate) fn run(args: &ProfileArgs) -> anyhow::Result<()> {
         tracing::warn!("profile: {warning}");
     }
     if matches!(args.scope, ScopeArg::Process) && !profile.gpus.is_empty() {
-        let obstacle = gpu_obstacle(&args.gpu);
+        let obstacle = gpu_obstacle(&args.gpu, environment);
         profile
             .gpus
             .iter_mut()
@@ -118,12 +119,12 @@ pub(crate) fn run(args: &ProfileArgs) -> anyhow::Result<()> {
 
 /// Why this program cannot compute on the GPUs that the driver's management library shows.
 #[cfg(feature = "cuda")]
-fn gpu_obstacle(args: &GpuArgs) -> Option<String> {
-    let KernelDirectories { image, nvrtc, .. } = args.options(None, None).kernels;
+fn gpu_obstacle(args: &GpuArgs, environment: &Environment) -> Option<String> {
+    let KernelDirectories { image, nvrtc, .. } = args.options(environment, None, None).kernels;
     hearth_cuda::obstacle(image.as_slice(), nvrtc.as_deref())
 }
 
 #[cfg(not(feature = "cuda"))]
-fn gpu_obstacle(_args: &GpuArgs) -> Option<String> {
+fn gpu_obstacle(_args: &GpuArgs, _environment: &Environment) -> Option<String> {
     Some("this hearth-worker was built without GPUs".to_owned())
 }

@@ -70,16 +70,16 @@ pub struct InferenceDeploymentSpec {
     /// workers; PipedRing and Interleaved pass activations around a ring of nodes.
     #[serde(default)]
     pub strategy: Strategy,
-    /// The workers that read prompts.
+    /// Workers that read prompts (prefill).
     #[serde(default)]
     pub prefill: PrefillSpec,
-    /// The workers that write answers.
+    /// Workers that write answers (decode).
     #[serde(default)]
     pub decode: DecodeSpec,
     /// Where workers may run and how tightly they hold their CPUs.
     #[serde(default)]
     pub placement: PlacementSpec,
-    /// What the service should achieve. The plan says when its prediction falls short.
+    /// Latency objectives of the service. The plan warns where its prediction misses them.
     #[serde(default)]
     pub objectives: ObjectivesSpec,
     /// How pools grow and shrink between minReplicas and maxReplicas.
@@ -88,7 +88,7 @@ pub struct InferenceDeploymentSpec {
     /// How clients reach the service.
     #[serde(default)]
     pub endpoint: EndpointSpec,
-    /// How a change replaces what runs.
+    /// How a change replaces the running workers.
     #[serde(default)]
     pub rollout: RolloutSpec,
 }
@@ -108,7 +108,7 @@ pub enum Strategy {
     Interleaved,
 }
 
-/// The workers that read prompts.
+/// Workers that read prompts (prefill).
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[cfg_attr(
@@ -127,11 +127,11 @@ pub struct PrefillSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::REPLICAS).message(rules::REPLICAS_SAYS)))]
     pub replicas: Option<u32>,
-    /// The fewest workers that autoscaling leaves.
+    /// Lower bound of autoscaling.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::MIN_REPLICAS).message(rules::MIN_REPLICAS_SAYS)))]
     pub min_replicas: Option<u32>,
-    /// The most workers that autoscaling makes.
+    /// Upper bound of autoscaling.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::MAX_REPLICAS).message(rules::MAX_REPLICAS_SAYS)))]
     pub max_replicas: Option<u32>,
@@ -168,7 +168,7 @@ fn default_max_batch() -> u32 {
     6
 }
 
-/// The workers that write answers.
+/// Workers that write answers (decode).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[cfg_attr(
@@ -185,15 +185,15 @@ pub struct DecodeSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::REPLICAS).message(rules::REPLICAS_SAYS)))]
     pub replicas: Option<u32>,
-    /// The fewest workers that autoscaling leaves.
+    /// Lower bound of autoscaling.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::MIN_REPLICAS).message(rules::MIN_REPLICAS_SAYS)))]
     pub min_replicas: Option<u32>,
-    /// The most workers that autoscaling makes.
+    /// Upper bound of autoscaling.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::MAX_REPLICAS).message(rules::MAX_REPLICAS_SAYS)))]
     pub max_replicas: Option<u32>,
-    /// The most streams that one worker decodes at a time.
+    /// Maximum number of streams that one worker decodes at a time.
     #[serde(default = "default_max_batch")]
     #[cfg_attr(
         feature = "kube",
@@ -203,7 +203,7 @@ pub struct DecodeSpec {
     /// Two half batches, one in attention while the other is in its experts. Quote the value: kubectl reads a bare On or Off as a boolean.
     #[serde(default)]
     pub dual_batch: DualBatch,
-    /// What a worker keeps of the tokens it has seen.
+    /// The KV cache of each worker.
     #[serde(default)]
     pub kv_cache: KvCacheSpec,
 }
@@ -234,7 +234,7 @@ pub enum DualBatch {
     Off,
 }
 
-/// What a worker keeps of the tokens it has seen.
+/// The KV cache of each worker.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -248,7 +248,7 @@ pub struct KvCacheSpec {
     /// Memory of the cache of each decode worker. By default room for maxBatch streams of contextLength tokens, as far as memory goes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<MemoryQuantity>,
-    /// Where blocks go that no longer fit. By default nowhere: requests wait.
+    /// Where blocks that no longer fit are stored. By default nowhere: requests wait.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub spill: Option<SpillSpec>,
 }
@@ -389,10 +389,10 @@ pub enum Pinning {
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct ObjectivesSpec {
-    /// From the request to its first token, such as 2s.
+    /// Time from the request to its first token, such as 2s.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub time_to_first_token: Option<DurationText>,
-    /// From one token to the next, such as 50ms.
+    /// Time from one token to the next, such as 50ms.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub time_per_output_token: Option<DurationText>,
 }
@@ -410,7 +410,7 @@ pub struct AutoscalingSpec {
     pub scale_down_stabilization: Option<DurationText>,
 }
 
-/// How a change replaces what runs.
+/// How a change replaces the running workers.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -430,14 +430,14 @@ pub struct EndpointSpec {
     /// The type of the gateway's Service.
     #[serde(default, rename = "type")]
     pub type_: EndpointType,
-    /// The Secret whose values are the accepted API keys. By default no key is asked for.
+    /// The Secret whose values are the accepted API keys. By default no key is required.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api_keys_secret_ref: Option<SecretRef>,
     /// How long a client's connection is kept for its next request, such as 10m: longer than the proxies in front of the
     /// gateway keep theirs. By default 2m.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keep_alive: Option<DurationText>,
-    /// A client that takes no byte of its answer for as long is cut off, such as 1m. By default 30s.
+    /// How long a client may take no byte of its answer before it is disconnected, such as 1m. By default 30s.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub client_stall: Option<DurationText>,
     /// The Gateway (gateway.networking.k8s.io) that gets a route to the service.

@@ -70,9 +70,9 @@ pub struct InferencePlanSpec {
     pub ranks: Vec<PlanRank>,
     /// How the gateway routes requests.
     pub routing: PlanRouting,
-    /// What the service should achieve by this plan.
+    /// Predicted performance of the service.
     pub predicted: PlanPrediction,
-    /// What the deployment asks for.
+    /// Objectives of the deployment.
     #[serde(default)]
     pub objectives: ObjectivesSpec,
     /// One line per pool whose workers compute with different bits, so that a stream which moves between them may go on with
@@ -142,7 +142,7 @@ pub struct PlanModel {
 pub struct PlanRank {
     /// Role and index, such as `prefill-0`: unique in the plan.
     pub name: String,
-    /// What it does.
+    /// Its role.
     pub role: PlanRole,
     /// Its index among the ranks of its role, from 0.
     pub index: u32,
@@ -188,7 +188,7 @@ pub struct PlanRank {
     /// `host:port` that it serves on. The planner leaves it open unless told: who executes the plan fills it before publishing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub endpoint: Option<String>,
-    /// What this rank should achieve; unset for the gateway.
+    /// Predicted performance; unset for the gateway.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub predicted: Option<RankPrediction>,
 }
@@ -302,7 +302,7 @@ impl PlanRank {
     }
 }
 
-/// What a rank does.
+/// Role of a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 pub enum PlanRole {
@@ -394,7 +394,7 @@ impl PlanKvType {
     }
 }
 
-/// What a rank should achieve by the profile's rates.
+/// Predicted performance of a rank by the profile's rates.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]

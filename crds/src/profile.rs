@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// What one node has and how fast it is. All rates are measured; a device that is missing is an empty list.
+/// Hardware of one node and how fast it is. All rates are measured; a device that is missing is an empty list.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::CustomResource, kube::KubeSchema))]
 #[cfg_attr(
@@ -162,7 +162,7 @@ pub struct ComputeProfile {
     pub f32_all_threads_gflops: f64,
 }
 
-/// One GPU. What the driver does not tell is absent, or 0.
+/// One GPU. What the driver does not report is unset, or 0.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
@@ -194,10 +194,10 @@ pub struct GpuProfile {
     /// number of multiprocessors and their highest clock.
     #[serde(default)]
     pub bf16_gflops: f64,
-    /// The most power that it may draw, in watts.
+    /// Power limit in watts.
     #[serde(default)]
     pub power_limit_watts: u32,
-    /// Why workers cannot compute on it as the machine is, such as a driver that is too old; absent: they can, as far as is known.
+    /// Why workers cannot compute on it, such as a driver that is too old; unset where they can, as far as is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub obstacle: Option<String>,
 }
@@ -245,7 +245,7 @@ pub struct DiskProfile {
     pub read_gbps: f64,
     /// Free bytes of its file system.
     pub free_bytes: u64,
-    /// Bytes of the directory's own files that the page cache held, by samples; absent when that was not looked for.
+    /// Bytes of the directory's own files that the page cache held, by samples; unset when that was not measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cached_bytes: Option<u64>,
 }

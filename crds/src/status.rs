@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// What is, as far as the operator has seen it. There is no phase: conditions say what holds and why.
+/// Observed state, as far as the operator has seen it. There is no phase: conditions say what holds and why.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
@@ -18,16 +18,16 @@ pub struct InferenceDeploymentStatus {
     /// The plan in force.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub plan: Option<PlanRef>,
-    /// Wanted and ready workers.
+    /// Desired and ready workers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pools: Option<PoolsStatus>,
-    /// The model and how far its files have come.
+    /// The model and the progress of its files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<ModelStatus>,
     /// The topology that runs, such as `hybrid on office`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub topology: Option<String>,
-    /// What each rank got of its machine, as its process tells: the achieved topology.
+    /// Resources that each rank has, as its process reports: the achieved topology.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(length(max = 256)))]
     #[cfg_attr(feature = "kube", x_kube(merge_strategy = ListMerge::Map(vec!["rank".into()])))]
@@ -79,7 +79,7 @@ pub struct PlanRef {
     pub generation: u64,
 }
 
-/// Wanted and ready workers of each pool.
+/// Desired and ready workers of each pool.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
@@ -92,7 +92,7 @@ pub struct PoolsStatus {
     pub decode: PoolStatus,
 }
 
-/// Wanted and ready workers.
+/// Desired and ready workers.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
@@ -108,7 +108,7 @@ pub struct PoolStatus {
     pub summary: String,
 }
 
-/// The model and how far its files have come.
+/// The model and the progress of its files.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
@@ -126,7 +126,7 @@ pub struct ModelStatus {
     pub percent: Option<u32>,
 }
 
-/// What a rank got of its machine, as its process tells. Lists are written as the kernel writes them, such as `0-3,8`.
+/// Resources of a rank, as its process reports. Lists are written as the kernel writes them, such as `0-3,8`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
@@ -157,10 +157,10 @@ pub struct RankPlacement {
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct LatencyStatus {
-    /// From the request to its first token.
+    /// Time from the request to its first token.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub time_to_first_token: Option<String>,
-    /// From one token to the next.
+    /// Time from one token to the next.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub time_per_output_token: Option<String>,
 }

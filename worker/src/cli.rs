@@ -33,12 +33,12 @@ enum Command {
     Agent(roles::AgentArgs),
     /// Write the logits of every position of a token sequence to a safetensors file
     Logits(tools::LogitsArgs),
-    /// Compile the kernels of a GPU's architecture ahead of their first use
+    /// Compile the kernels of a GPU architecture ahead of time
     #[cfg(feature = "cuda")]
     CudaCompile(tools::CudaCompileArgs),
     /// Continue a prompt, greedily unless asked otherwise
     Generate(tools::GenerateArgs),
-    /// Time prefill and decode beside this machine's read bandwidth
+    /// Time prefill and decode, and set them beside this machine's read bandwidth
     Bench(tools::BenchArgs),
     /// Write a random-weight checkpoint of a supported architecture
     Random(tools::RandomArgs),
@@ -50,9 +50,9 @@ enum Command {
     Fetch(tools::FetchArgs),
     /// Check that a model can be served and leave its facts in a file
     Inspect(tools::InspectArgs),
-    /// Give a directory to a user, as an agent's Pod does before it starts
+    /// Change the owner of a directory, as an agent's Pod does before it starts
     Own(tools::OwnArgs),
-    /// Wait, so that a process which is about to end is left alone first
+    /// Wait, so that traffic leaves a process before it is told to end
     Linger(roles::LingerArgs),
 }
 
@@ -122,7 +122,7 @@ pub(crate) struct ComputeArgs {
     /// Compute threads (default: the CPUs this process may use)
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) threads: Option<u32>,
-    /// Bytes of the GPU's memory that may be taken (default: what is free)
+    /// Bytes of the GPU's memory that may be used (default: what is free)
     #[arg(long, value_name = "BYTES")]
     device_memory: Option<u64>,
     #[command(flatten)]
@@ -288,6 +288,6 @@ pub(crate) enum KvDTypeArg {
 pub(crate) enum ResidencyArg {
     /// All weights stay in memory
     Resident,
-    /// Read ahead and dropped behind, within a budget
+    /// Weights are read ahead and dropped after use, within a budget
     MmapPrefetch,
 }

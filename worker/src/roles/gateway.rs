@@ -21,28 +21,28 @@ use crate::signals;
 pub(crate) struct GatewayArgs {
     #[command(flatten)]
     process: ProcessArgs,
-    /// File with the workers as JSON, followed while it changes; it may be empty. Without it they are the plan's ranks
+    /// File with the workers as JSON, read again when it changes; it may be empty (default: the plan's ranks)
     #[arg(long, value_name = "FILE")]
     routes: Option<PathBuf>,
-    /// Address of /metrics, a port of its own; without it there are none
+    /// Address of /metrics, on a port of its own (default: no metrics)
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<String>,
-    /// File with one API key a line, or a directory of such files; without it no key is asked
+    /// File with one API key per line, or a directory of such files (default: no key is required)
     #[arg(long, value_name = "PATH")]
     api_keys: Option<PathBuf>,
-    /// PEM certificate of the HTTPS endpoint; without it the endpoint is plain HTTP
+    /// PEM certificate of the HTTPS endpoint (default: plain HTTP)
     #[arg(long, value_name = "FILE", requires = "https_key")]
     https_cert: Option<PathBuf>,
-    /// PEM key of --https-cert
+    /// PEM private key for --https-cert
     #[arg(long, value_name = "FILE", requires = "https_cert")]
     https_key: Option<PathBuf>,
-    /// Origin whose web pages may use the endpoint, such as http://localhost:3000; may be repeated, * is any
+    /// Origin whose web pages may use the endpoint, such as http://localhost:3000; may be repeated; * allows any
     #[arg(long = "cors-origin", value_name = "ORIGIN")]
     cors_origins: Vec<CorsOrigin>,
-    /// Seconds that a connection is kept for the next request: longer than proxies in front keep theirs
+    /// Seconds that an idle connection is kept open: longer than proxies in front keep theirs
     #[arg(long, value_name = "SECONDS", default_value_t = 120, value_parser = clap::value_parser!(u32).range(1..))]
     keep_alive: u32,
-    /// Seconds after which a client that takes no byte of its answer is cut off
+    /// Seconds after which a client that reads no byte of its answer is cut off
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u32).range(1..))]
     client_stall: u32,
 }

@@ -14,7 +14,7 @@ use crate::signals;
 /// Arguments of `linger`.
 #[derive(Args)]
 pub(crate) struct LingerArgs {
-    /// How long
+    /// How long to wait
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(..=3600))]
     seconds: u32,
 }

@@ -17,15 +17,15 @@ pub(crate) struct ProcessArgs {
     /// The plan, as JSON
     #[arg(long, value_name = "FILE")]
     pub(crate) plan: PathBuf,
-    /// The rank of the plan that this process is, such as decode-0
+    /// This process's rank in the plan, such as decode-0
     #[arg(long, value_name = "NAME")]
     pub(crate) rank: String,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
-    /// Seconds that requests in flight get to finish after SIGTERM
+    /// Seconds for requests in flight to finish after SIGTERM
     #[arg(long, default_value_t = 30, value_name = "SECONDS")]
     pub(crate) grace: u32,
-    /// How often the CPUs that the system allows are looked at again
+    /// Milliseconds between looks at the CPUs that the system allows
     #[arg(
         long,
         hide = true,
@@ -33,7 +33,7 @@ pub(crate) struct ProcessArgs {
         default_value_t = 10_000
     )]
     placement_interval_ms: u64,
-    /// End when the process that started this one ends
+    /// End when the parent process ends
     #[arg(long, hide = true)]
     pub(crate) with_parent: bool,
 }
@@ -82,7 +82,7 @@ impl ProcessArgs {
 /// The certificates of a process.
 #[derive(Args)]
 pub(crate) struct TlsArgs {
-    /// Directory with tls.crt, tls.key and ca.crt: speak mutual TLS with the other processes. Read again when it changes
+    /// Directory with tls.crt, tls.key and ca.crt: use mutual TLS with the other processes. Reloaded when it changes
     #[arg(long, value_name = "DIR")]
     tls_dir: Option<PathBuf>,
     /// DNS name that certificates of the others must carry, whatever their address (default: a worker's is its address)

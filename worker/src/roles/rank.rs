@@ -58,7 +58,7 @@ pub(crate) struct RankArgs {
     /// Address of plain gRPC health for probes, open while the model loads: service "" is ready, "live" is alive
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) health: Option<String>,
-    /// Seconds without a byte of the weights read after which loading is given up
+    /// Seconds without reading a byte of the weights after which loading is abandoned
     #[arg(
         long,
         hide = true,

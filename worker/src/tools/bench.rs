@@ -29,10 +29,10 @@ pub(crate) struct BenchArgs {
     /// Decode steps
     #[arg(long, default_value = "64", value_parser = clap::value_parser!(u32).range(1..))]
     decode: u32,
-    /// Sequences that decode together
+    /// Sequences that are decoded together
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..=512))]
     batch: u32,
-    /// Prompt tokens of one step
+    /// Prompt tokens per step
     #[arg(long, default_value = "512", value_parser = clap::value_parser!(u32).range(1..))]
     chunk: u32,
     /// Print one JSON object

@@ -27,7 +27,7 @@ pub(crate) struct FetchArgs {
         hide_env_values = true
     )]
     url: String,
-    /// What sha256sum prints for the archive
+    /// SHA-256 of the archive, as sha256sum prints it
     #[arg(long, value_name = "HEX")]
     sha256: String,
     /// Open the URL with HEARTH_MODEL_TOKEN, or with HEARTH_MODEL_USERNAME and HEARTH_MODEL_PASSWORD

@@ -28,7 +28,7 @@ const CHUNK_TOKENS: usize = 512;
 pub(crate) struct GenerateArgs {
     #[command(flatten)]
     model: ModelArgs,
-    /// Text to continue, taken as it is (no chat template)
+    /// Text to continue, used as it is (no chat template)
     #[arg(long, group = "input", allow_hyphen_values = true)]
     prompt: Option<String>,
     /// Token ids to continue, comma separated; needs no tokenizer
@@ -37,19 +37,19 @@ pub(crate) struct GenerateArgs {
     /// Maximum number of tokens to generate
     #[arg(long, default_value = "128", value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: u32,
-    /// Go on past the model's end-of-text tokens
+    /// Continue past the model's end-of-text tokens
     #[arg(long)]
     ignore_eos: bool,
-    /// 0 is greedy
+    /// Sampling temperature; 0 is greedy
     #[arg(long, default_value_t = 0.0)]
     temperature: f32,
     /// Sample from the smallest set of tokens with this much probability
     #[arg(long, default_value_t = 1.0)]
     top_p: f32,
-    /// Sample from this many likeliest tokens; 0: all
+    /// Sample from this many most likely tokens; 0: all
     #[arg(long, default_value_t = 0)]
     top_k: u32,
-    /// Makes sampling repeatable
+    /// Seed that makes sampling reproducible
     #[arg(long, default_value_t = 0)]
     seed: u64,
     /// Print one JSON object

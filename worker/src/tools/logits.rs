@@ -25,7 +25,7 @@ pub(crate) struct LogitsArgs {
     /// Where to write tensor `logits` [T, V] float32
     #[arg(long, value_name = "FILE.safetensors")]
     out: PathBuf,
-    /// Prompt tokens of one step (default: all at once); the logits are the same bits either way
+    /// Prompt tokens per step (default: all at once); the logits are the same bits either way
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     chunk: Option<u32>,
 }

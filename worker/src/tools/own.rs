@@ -12,10 +12,10 @@ use rustix::fs::{Gid, Uid};
 /// Arguments of `own`.
 #[derive(Args)]
 pub(crate) struct OwnArgs {
-    /// The directory; what is in it stays as it is
+    /// The directory itself; its contents keep their owners
     #[arg(long, value_name = "DIR")]
     directory: PathBuf,
-    /// Number of the user, and of the group
+    /// Numeric id of the user, and of the group
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..=0xFFFF_FFFE))]
     user: u32,
 }

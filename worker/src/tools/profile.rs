@@ -23,22 +23,22 @@ pub(crate) struct ProfileArgs {
     /// Measure the disk that holds this directory
     #[arg(long, value_name = "DIR")]
     disk: Option<PathBuf>,
-    /// Where DIR has too little to read, write a file into it, which is removed at once
+    /// If DIR has too little to read, write a temporary file into it
     #[arg(long, requires = "disk")]
     probe_disk: bool,
-    /// Whose machine: what this process may use of it, or the whole node around its container
+    /// What to measure: what this process may use, or the whole node around its container
     #[arg(long, value_enum, default_value = "process")]
     scope: ScopeArg,
     /// Name of the node (default: the host's)
     #[arg(long, value_name = "NAME")]
     node: Option<String>,
-    /// Take the rates of a quiet moment from FILE, and keep them there
+    /// Reuse the rates that FILE has of a quiet moment, and keep new ones there
     #[arg(long, value_name = "FILE")]
     keep: Option<PathBuf>,
-    /// Measure although FILE has rates
+    /// Measure even if FILE has rates
     #[arg(long, requires = "keep")]
     anew: bool,
-    /// Say on standard error what is measured, a line each
+    /// Report on standard error what is being measured, one line each
     #[arg(long)]
     progress: bool,
     #[command(flatten)]
@@ -71,7 +71,7 @@ const PROGRESS: &str = "measuring ";
 
 #[derive(Clone, Copy, ValueEnum)]
 enum ScopeArg {
-    /// CPU set, CPU quota and memory limit of this process are the machine
+    /// What this process's CPU set, CPU quota and memory limit allow
     Process,
     /// All CPUs and all memory of the node
     Node,

@@ -20,7 +20,7 @@ pub(crate) struct RandomArgs {
     /// Directory to write config.json and safetensors into
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// Makes the weights repeatable
+    /// Seed that makes the weights reproducible
     #[arg(long, default_value_t = 0)]
     seed: u64,
 }

@@ -41,7 +41,7 @@ pub(crate) struct AgentArgs {
     /// Address of plain gRPC health for probes: service "" is ready, "live" is alive
     #[arg(long, value_name = "ADDRESS")]
     health: Option<String>,
-    /// Directory with tls.crt, tls.key and ca.crt: the operator of that authority alone may call. Read again when it changes
+    /// Directory with tls.crt, tls.key and ca.crt: only the operator of that authority may call. Reloaded when it changes
     #[arg(long, value_name = "DIR")]
     tls_dir: Option<PathBuf>,
     /// File with this Pod's token for the operator, which gives this agent a certificate of its own for it
@@ -56,14 +56,14 @@ pub(crate) struct AgentArgs {
     /// Directory for models, parts of them, and what was measured
     #[arg(long, value_name = "DIR", default_value = "/var/lib/hearth")]
     cache_dir: PathBuf,
-    /// Percent of the disk that models leave free: more than the kubelet wants, which ends Pods below it
+    /// Percent of the disk that models leave free: more than the kubelet's threshold, below which it evicts Pods
     #[arg(long, value_name = "PERCENT", default_value_t = 17,
         value_parser = clap::value_parser!(u8).range(0..=99))]
     disk_reserve: u8,
-    /// Range of addresses to fetch from although it is the node's, its link's or the cluster's; may be repeated
+    /// Range of addresses that may be fetched from although it is the node's own, link-local or the cluster's; may be repeated
     #[arg(long = "allow-range", value_name = "CIDR")]
     allow_ranges: Vec<IpNet>,
-    /// Hours that a fetched model stays after nobody names it any more, unless its room is needed
+    /// Hours that a fetched model is kept once no deployment names it, unless its space is needed
     #[arg(long, value_name = "HOURS", default_value_t = 24)]
     keep_models: u32,
     /// Seconds that a server with a private address is tried, and after which each of its failures is told, whatever it is

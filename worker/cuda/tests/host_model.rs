@@ -39,7 +39,7 @@ const fn planted(kernel: &'static str, begins: &'static [&'static str]) -> Plant
     }
 }
 
-/// By the tensor cores of a warpgroup.
+/// Kernel that runs on the tensor cores of a warpgroup.
 const fn warpgroup(kernel: &'static str, begins: &'static [&'static str]) -> Planted {
     Planted {
         threads: 128,

@@ -185,7 +185,7 @@ struct Layer {
     hidden: usize,
     tokens: usize,
     x: Vec<f32>,
-    /// For each expert: rows and weights.
+    /// Rows and weights of each expert.
     calls: Vec<(Vec<u32>, Vec<f32>)>,
 }
 

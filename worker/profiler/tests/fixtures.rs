@@ -225,7 +225,7 @@ fn what_is_read_anew_takes_the_rates_of_before() {
     );
 }
 
-/// As [`PerCpu`], and keeps over how much memory it was asked to read.
+/// A meter as [`PerCpu`] is, which keeps over how much memory it was asked to read.
 struct Reads(std::cell::RefCell<Vec<usize>>);
 
 impl Meter for Reads {

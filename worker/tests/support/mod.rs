@@ -117,7 +117,7 @@ pub struct AgentOptions<'a> {
     pub cache: &'a Path,
     /// Another user than that of the test.
     pub user: Option<u32>,
-    /// Until failures of this machine's own servers, which are private ones, are told.
+    /// Seconds until failures of this machine's own servers, which are private ones, are told.
     pub private_patience_s: u32,
 }
 
@@ -211,13 +211,13 @@ impl Agent {
             .unwrap()
     }
 
-    /// As `kill -9`.
+    /// Ends it as `kill -9` does.
     pub fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
 
-    /// As a kubelet ends it; gives the time that it took.
+    /// Ends it as a kubelet does; gives the time that it took.
     pub fn terminate(&mut self) -> (Option<i32>, Duration) {
         let began = Instant::now();
         let pid = rustix::process::Pid::from_child(&self.child);

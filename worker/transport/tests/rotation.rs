@@ -24,7 +24,7 @@ use rustls::{
 use tokio_rustls::TlsConnector;
 
 const NAME: &str = "demo.default.hearth";
-/// By then a change is used.
+/// Time by which a change is used.
 const LATEST: Duration = Duration::from_secs(5);
 /// The same on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(20);

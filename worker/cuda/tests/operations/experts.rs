@@ -80,7 +80,7 @@ impl Layer {
         calls
     }
 
-    /// By the host's calls, in several goes of so many experts.
+    /// Runs the host's calls, several times of so many experts.
     pub(crate) fn called(&self, gpu: &CudaBackend, goes: &[usize]) -> Vec<f32> {
         let calls = self.calls(gpu);
         let x = gpu.upload(self.tokens, self.hidden, &self.x).unwrap();
@@ -102,7 +102,7 @@ impl Layer {
         gpu.download(&out).unwrap()
     }
 
-    /// From a bank.
+    /// Runs the experts of a bank.
     pub(crate) fn banked(&self, gpu: &CudaBackend) -> Vec<f32> {
         let experts: Vec<_> = self
             .weights

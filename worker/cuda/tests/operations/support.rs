@@ -115,7 +115,7 @@ pub(crate) fn own(budget_bytes: u64) -> Own {
     }
 }
 
-/// Without sentinels memory is used again: the next tensor of this shape lies where NaN is.
+/// Leaves NaN where the next tensor of this shape lies: without sentinels memory is used again.
 pub(crate) fn leave_nan(gpu: &CudaBackend, rows: usize, cols: usize) {
     let nan = vec![f32::NAN; rows * cols];
     drop(gpu.upload(rows, cols, &nan).unwrap());

@@ -26,7 +26,7 @@ pub enum Fault {
     StallAfter(usize),
     /// Sends the whole file whatever range was asked for.
     IgnoreRange,
-    /// Both of these.
+    /// Does both of these.
     IgnoreRangeAndCutAfter(usize),
     /// No Content-Length.
     Chunked,
@@ -108,7 +108,7 @@ impl FileServer {
         shared.etag = etag.map(str::to_owned);
     }
 
-    /// From now on only requests with this `Authorization` are answered.
+    /// Opens by a header: from now on only requests with this `Authorization` are answered.
     pub fn open_by(&self, authorization: &str) {
         self.shared.lock().unwrap().opened_by = Some(authorization.to_owned());
     }

@@ -105,7 +105,7 @@ pub(crate) struct AtHand {
 }
 
 impl AtHand {
-    /// At most `group` experts are held at once.
+    /// A runner that holds at most `group` experts at once.
     pub(crate) fn new(golden: &Golden, backend: &CpuBackend, group: usize) -> Self {
         let load = |spec: &_| {
             let weights = ModuleWeights::load(spec, &golden.checkpoint, backend).unwrap();

@@ -20,7 +20,7 @@ macro_rules! cases {
     };
 }
 
-/// As `cases!`, for every golden.
+/// Makes cases as `cases!` does, for every golden.
 macro_rules! all_cases {
     ($($property:ident),+ $(,)?) => {
         $($crate::cases! {

@@ -6,13 +6,13 @@ use hearth_schedule::ScheduleError;
 /// How a request ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
-    /// Not yet; in no report of a simulation that ended.
+    /// Has not ended; in no report of a simulation that ended.
     Open,
-    /// With its whole answer, or its whole export.
+    /// Ended with its whole answer, or its whole export.
     Complete,
-    /// By its client.
+    /// Ended by its client.
     Cancelled,
-    /// At the door.
+    /// Refused at the door.
     Refused(ScheduleError),
 }
 

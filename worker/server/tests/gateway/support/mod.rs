@@ -53,7 +53,7 @@ pub(crate) async fn gateway(
     running
 }
 
-/// As [`gateway`], without the wait.
+/// Starts as [`gateway`] does, without the wait.
 pub(crate) async fn unready_gateway(
     workers: &[&FakeWorker],
     adjust: impl FnOnce(&mut GatewayConfig),

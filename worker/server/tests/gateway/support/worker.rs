@@ -45,7 +45,7 @@ pub(crate) struct Behaviour {
     pub(crate) faults: Mutex<VecDeque<Fault>>,
     /// Every call, with what it carried.
     pub(crate) calls: Mutex<Vec<(GenerateRequest, CallContext)>>,
-    /// Between tokens.
+    /// Time between tokens.
     pub(crate) pace: Mutex<Duration>,
     /// Answers that are not from `say:` have so many tokens before the end.
     pub(crate) length: AtomicUsize,

@@ -20,7 +20,7 @@ use tokio_stream::wrappers::ReceiverStream;
 
 type Events<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
-/// Number of tokens for which nothing comes after the start.
+/// Number of tokens that asks for a stream of which nothing comes after the start.
 #[allow(dead_code)] // not every test file uses it
 pub(crate) const SILENT: u32 = u32::MAX;
 

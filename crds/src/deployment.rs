@@ -82,7 +82,7 @@ pub struct InferenceDeploymentSpec {
     /// Latency objectives of the service. The plan warns where its prediction misses them.
     #[serde(default)]
     pub objectives: ObjectivesSpec,
-    /// How pools grow and shrink between minReplicas and maxReplicas.
+    /// Autoscaling of pools between minReplicas and maxReplicas.
     #[serde(default)]
     pub autoscaling: AutoscalingSpec,
     /// How clients reach the service.
@@ -239,10 +239,10 @@ pub enum DualBatch {
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct KvCacheSpec {
-    /// How keys are stored.
+    /// Number format of keys.
     #[serde(default)]
     pub key_type: KvType,
-    /// How values are stored.
+    /// Number format of values.
     #[serde(default)]
     pub value_type: KvType,
     /// Memory of the cache of each decode worker. By default room for maxBatch streams of contextLength tokens, as far as memory goes.
@@ -384,7 +384,7 @@ pub enum Pinning {
     None,
 }
 
-/// What the service should achieve.
+/// Latency objectives of a service.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -397,7 +397,7 @@ pub struct ObjectivesSpec {
     pub time_per_output_token: Option<DurationText>,
 }
 
-/// How pools grow and shrink.
+/// Autoscaling of pools.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]

@@ -39,7 +39,7 @@ impl ModuleBytes {
     }
 }
 
-/// What a token leaves in the KV cache of one layer.
+/// KV cache entry of one token in one layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum KvShape {
@@ -89,7 +89,7 @@ pub struct ModelFacts {
     pub experts_per_token: u32,
     /// Attention heads of the queries.
     pub heads: u32,
-    /// What a token leaves in the KV cache of one layer.
+    /// KV cache entry of one token in one layer.
     pub kv: KvShape,
     /// Weights by class.
     pub bytes: ModuleBytes,

@@ -150,7 +150,7 @@ pub struct HttpSource {
         x_kube(validation = Rule::new("self.matches('^https?://[^/ ]+/[^ ]+$')").message("write a URL such as https://nas.lan/models/qwen3.tar"))
     )]
     pub url: String,
-    /// The SHA-256 of what the URL gives, in 64 hexadecimal digits.
+    /// The SHA-256 of the file at the URL, in 64 hexadecimal digits.
     #[cfg_attr(feature = "kube", schemars(length(max = 64)))]
     #[cfg_attr(
         feature = "kube",
@@ -190,7 +190,7 @@ pub struct SecretRef {
     pub name: String,
 }
 
-/// What is done to the weights on loading.
+/// Conversion of the weights on loading.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 pub enum Quantization {

@@ -402,7 +402,7 @@ pub struct RankPrediction {
     /// Milliseconds to the first token of a prompt of `prompt_tokens`, with nothing else running.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ttft_ms: Option<f64>,
-    /// The prompt's length that `ttft_ms` speaks of.
+    /// The prompt length that `ttft_ms` refers to.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prompt_tokens: Option<u32>,
     /// Milliseconds a token at batch 1.
@@ -431,14 +431,14 @@ impl PlanRouting {
     pub const ALWAYS_CHUNKED: u32 = u32::MAX;
 }
 
-/// What the service should achieve.
+/// Predicted performance of the service.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct PlanPrediction {
     /// Milliseconds to the first token of a prompt of `ttft_prompt_tokens`, with nothing else running.
     pub ttft_ms: f64,
-    /// The prompt's length that `ttft_ms` speaks of.
+    /// The prompt length that `ttft_ms` refers to.
     pub ttft_prompt_tokens: u32,
     /// Milliseconds a token at batch 1.
     pub tpot_ms: f64,

@@ -39,7 +39,7 @@ pub struct NodeProfileSpec {
     pub node: String,
     /// Logical CPUs that may be used, by ascending id.
     pub cpus: Vec<CpuProfile>,
-    /// What the CPUs can do.
+    /// Instruction sets of the CPUs.
     pub isa: IsaProfile,
     /// NUMA nodes, by ascending id; at least one.
     pub numa_nodes: Vec<NumaNodeProfile>,
@@ -60,7 +60,7 @@ pub struct NodeProfileSpec {
     #[cfg_attr(feature = "kube", schemars(extend("format" = "date-time")))]
     pub measured_at: String,
     /// The share of the CPUs' time that other programs had while it was measured, in percent: rates are lower than the machine
-    /// can do. Absent: the machine was quiet.
+    /// can do. Unset: the machine was quiet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub busy_percent: Option<u32>,
 }
@@ -139,7 +139,7 @@ pub struct NumaNodeProfile {
 pub struct MemoryProfile {
     /// All of it in bytes; inside a limited container, the limit.
     pub total_bytes: u64,
-    /// What a new program can have, page cache counted as free, in bytes.
+    /// Memory available to a new program, page cache counted as free, in bytes.
     pub available_bytes: u64,
     /// Read bandwidth of one thread in GB/s.
     pub read_one_thread_gbps: f64,
@@ -202,7 +202,7 @@ pub struct GpuProfile {
     pub obstacle: Option<String>,
 }
 
-/// What a GPU's multiprocessors can do, such as 8.9; ordered.
+/// CUDA compute capability, such as 8.9; ordered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct InferenceDeploymentStatus {
-    /// The generation of the spec that this status speaks of.
+    /// The generation of the spec that this status describes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub observed_generation: Option<i64>,
     /// Ready, Planned, ModelReady, PrefillReady, DecodeReady, Placed, Progressing, Degraded.
@@ -32,10 +32,10 @@ pub struct InferenceDeploymentStatus {
     #[cfg_attr(feature = "kube", schemars(length(max = 256)))]
     #[cfg_attr(feature = "kube", x_kube(merge_strategy = ListMerge::Map(vec!["rank".into()])))]
     pub placement: Vec<RankPlacement>,
-    /// What the plan predicts.
+    /// Latencies that the plan predicts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub predicted: Option<LatencyStatus>,
-    /// What the gateway measures (median of the last minutes).
+    /// Latencies that the gateway measures (median of the last minutes).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured: Option<LatencyStatus>,
     /// The base URL for OpenAI clients.
@@ -56,7 +56,7 @@ pub struct Condition {
     pub type_: String,
     /// True, False or Unknown.
     pub status: String,
-    /// The generation of the spec that this condition speaks of.
+    /// The generation of the spec that this condition describes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub observed_generation: Option<i64>,
     /// When `status` last changed (RFC 3339).

@@ -180,7 +180,7 @@ fn what_is_missing_is_said_with_its_remedy() {
     );
     refused(
         with("HEARTH_HOST_MODEL_DRIVER", "11080", &[]),
-        &["speaks CUDA 11.8", "update the driver to 525"],
+        &["supports CUDA 11.8", "update the driver to 525"],
     );
     refused(
         with("HEARTH_HOST_MODEL_CAPABILITY", "7.5", &[]),

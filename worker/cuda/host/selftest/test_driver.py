@@ -146,6 +146,23 @@ def test_memory_budget(m):
     assert m.code("cuMemcpyDtoH_v2", pointer, C.c_uint64(m.x.value + 8), C.c_size_t(256)) == 1
 
 
+def test_a_freed_buffer_leaves_its_neighbours_alone(m):
+    # Granules are shorter than pages, so that neighbours share some, and long buffers begin and end everywhere in them.
+    for size in [*range((1 << 20) - 512, (1 << 20) + 8192, 512), (3 << 20) + 1]:
+        for _ in range(8):
+            before, freed, after = m.upload(np.full(4096, 3, np.uint8)), m.allocate(size), m.upload(np.full(4096, 4, np.uint8))
+            m.call("cuMemsetD8_v2", freed, 7, C.c_size_t(size))
+            m.free(freed)
+            # The model's device memory is the process's own.
+            rest = np.frombuffer(C.string_at(freed.value, size), np.uint8)
+            assert not (rest == 7).any(), f"{size} bytes keep their content at {freed.value:#x}"
+            for neighbour, value in [(before, 3), (after, 4)]:
+                bytes_now = m.download(neighbour, np.zeros(4096, np.uint8))
+                changed = (bytes_now != value).sum()
+                assert changed == 0, f"{changed} bytes of a neighbour of {size} bytes at {freed.value:#x} changed"
+                m.free(neighbour)
+
+
 def test_launch_limits(m):
     def code(name, block, shared, arguments):
         try:

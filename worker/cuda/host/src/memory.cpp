@@ -26,6 +26,20 @@ char* reserve(size_t bytes) {
     return static_cast<char*>(memory);
 }
 
+// Freed bytes become NaN in every format of floats. Whole pages of a large range go back to the system instead and read as zeros; a
+// granule is shorter than a page, so those at its ends may be a neighbour's too.
+void spoil(char* address, size_t bytes) {
+    static const uintptr_t page = sysconf(_SC_PAGESIZE);
+    auto begin = (uintptr_t)address, end = begin + bytes;
+    uintptr_t first = (begin + page - 1) / page * page, last = end / page * page;
+    if (bytes <= POISON_BYTES || madvise((void*)first, last - first, MADV_DONTNEED) != 0) {
+        memset(address, 0xff, bytes);
+        return;
+    }
+    memset(address, 0xff, first - begin);
+    memset((void*)last, 0xff, end - last);
+}
+
 size_t round_up(size_t bytes) { return (bytes + DeviceMemory::GRANULE - 1) / DeviceMemory::GRANULE * DeviceMemory::GRANULE; }
 
 // The operating system copies, since it answers an address that is gone with an error instead of a signal. It moves less than 2 GiB
@@ -85,12 +99,7 @@ bool DeviceMemory::free(char* address) {
     auto found = live_.find(offset);
     if (found == live_.end()) return false;
     size_t bytes = found->second, whole = round_up(bytes);
-    // NaN in every format of floats; a large range goes back to the system and reads as zeros.
-    if (bytes <= POISON_BYTES) {
-        memset(address, 0xff, bytes);
-    } else {
-        madvise(address, whole, MADV_DONTNEED);
-    }
+    spoil(address, bytes);
     std::fill_n(ends_ + offset / GRANULE, whole / GRANULE, 0);
     live_.erase(found);
     freed_[offset] = bytes;

@@ -6,18 +6,21 @@ use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::{
     CustomResourceDefinition, JSONSchemaProps, JSONSchemaPropsOrArray, JSONSchemaPropsOrBool,
 };
 use kube::CustomResourceExt;
+use kube::core::cel::{CompiledSchema, compile_schema};
 
-use crate::{InferenceDeployment, InferencePlan, NodeProfile};
+use crate::{InferenceDeployment, InferencePlan, InferencePoolScaler, NodeProfile};
 
-/// The definitions of all resources, in the order InferenceDeployment, InferencePlan, NodeProfile.
+/// The definitions of all resources, in the order InferenceDeployment, InferencePlan, NodeProfile, InferencePoolScaler.
 ///
 /// Use these rather than `InferenceDeployment::crd()`: number formats that the API server does not know are turned
-/// into those that it knows (it would warn about each), and `null` is not a value of optional fields.
+/// into those that it knows (it would warn about each), `null` is not a value of optional fields, and the bounds of CEL rules
+/// stand natively too.
 pub fn crds() -> Vec<CustomResourceDefinition> {
     let mut crds = vec![
         InferenceDeployment::crd(),
         InferencePlan::crd(),
         NodeProfile::crd(),
+        InferencePoolScaler::crd(),
     ];
     for crd in &mut crds {
         for version in &mut crd.spec.versions {
@@ -41,6 +44,7 @@ fn tidy(schema: &mut JSONSchemaProps) {
         schema.format = Some("int64".to_owned());
     }
     schema.nullable = None;
+    crate::bounds::write(schema);
     for property in schema
         .properties
         .iter_mut()
@@ -121,4 +125,11 @@ pub(crate) fn deployment_schema() -> Result<&'static serde_json::Value, String> 
         })
         .as_ref()
         .map_err(Clone::clone)
+}
+
+/// The CEL rules of that schema, compiled once.
+pub(crate) fn deployment_rules() -> Result<&'static CompiledSchema, String> {
+    static RULES: OnceLock<CompiledSchema> = OnceLock::new();
+    let schema = deployment_schema()?;
+    Ok(RULES.get_or_init(|| compile_schema(schema)))
 }

@@ -7,10 +7,14 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+#[cfg(feature = "kube")]
+use crate::capability::{KV_TYPES_SAYS, NO_RINGS_SAYS};
 use crate::model::{ModelSpec, SecretRef};
+use crate::pod_template::PodTemplateSpec;
 use crate::quantity::{DurationText, MemoryQuantity};
 #[cfg(feature = "kube")]
 use crate::rules;
+use crate::scaling::{ScalingSpec, planned};
 #[cfg(feature = "kube")]
 use crate::status::InferenceDeploymentStatus;
 
@@ -34,16 +38,16 @@ use crate::status::InferenceDeploymentStatus;
             .message("write a metadata.name of at most 40 lower-case letters, digits and '-', beginning with a letter: Pods and Services are named after it"),
         scale(
             spec_replicas_path = ".spec.decode.replicas",
-            status_replicas_path = ".status.pools.decode.ready",
+            status_replicas_path = ".status.replicas",
             label_selector_path = ".status.selector"
         ),
         printcolumn(name = "Model", type_ = "string", json_path = ".status.model.servedName"),
         printcolumn(name = "Ready", type_ = "string", json_path = ".status.conditions[?(@.type==\"Ready\")].status"),
         printcolumn(name = "Plan", type_ = "integer", json_path = ".status.plan.generation"),
-        printcolumn(name = "Prefill", type_ = "string", json_path = ".status.pools.prefill.summary"),
-        printcolumn(name = "Decode", type_ = "string", json_path = ".status.pools.decode.summary"),
-        printcolumn(name = "TTFT", type_ = "string", json_path = ".status.measured.timeToFirstToken"),
-        printcolumn(name = "TPOT", type_ = "string", json_path = ".status.measured.timePerOutputToken"),
+        printcolumn(name = "Prefill", type_ = "string", json_path = ".status.poolStatuses[?(@.name==\"prefill\")].summary"),
+        printcolumn(name = "Decode", type_ = "string", json_path = ".status.poolStatuses[?(@.name==\"decode\")].summary"),
+        printcolumn(name = "TTFT-ms", type_ = "number", json_path = ".status.measured.timeToFirstTokenMilliseconds"),
+        printcolumn(name = "TPOT-ms", type_ = "number", json_path = ".status.measured.timePerOutputTokenMilliseconds"),
         printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp"),
         printcolumn(name = "Strategy", type_ = "string", json_path = ".status.topology", priority = 1),
         printcolumn(name = "Reason", type_ = "string", json_path = ".status.conditions[?(@.type==\"Ready\")].reason", priority = 1),
@@ -54,12 +58,9 @@ use crate::status::InferenceDeploymentStatus;
 #[cfg_attr(
     feature = "kube",
     x_kube(
-        validation = Rule::new("!has(self.decode) || !has(self.decode.minReplicas) || self.decode.minReplicas > 0 || (has(self.autoscaling) && has(self.autoscaling.scaleToZeroAfter))")
-            .message("write autoscaling.scaleToZeroAfter (such as 15m) beside minReplicas: 0, or minReplicas: 1")
-            .field_path(".decode.minReplicas"),
-        validation = Rule::new("!has(self.prefill) || !has(self.prefill.minReplicas) || self.prefill.minReplicas > 0 || (has(self.autoscaling) && has(self.autoscaling.scaleToZeroAfter))")
-            .message("write autoscaling.scaleToZeroAfter (such as 15m) beside minReplicas: 0, or minReplicas: 1")
-            .field_path(".prefill.minReplicas"),
+        validation = Rule::new("!has(self.placement) || !has(self.placement.runtimeClassName) || !has(self.podTemplate) || !has(self.podTemplate.runtimeClassName)")
+            .message("write podTemplate.runtimeClassName alone: placement.runtimeClassName is its deprecated name")
+            .field_path(".placement.runtimeClassName"),
     )
 )]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -67,8 +68,10 @@ pub struct InferenceDeploymentSpec {
     /// The model and how it is offered.
     pub model: ModelSpec,
     /// How the model is spread over devices and nodes. Auto lets the planner choose; Hybrid has prefill and decode
-    /// workers; PipedRing and Interleaved pass activations around a ring of nodes.
+    /// workers. PipedRing and Interleaved would pass activations around a ring of nodes and are refused: this engine has
+    /// neither yet.
     #[serde(default)]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NO_RINGS).message(NO_RINGS_SAYS)))]
     pub strategy: Strategy,
     /// Workers that read prompts (prefill).
     #[serde(default)]
@@ -82,7 +85,7 @@ pub struct InferenceDeploymentSpec {
     /// Latency objectives of the service. The plan warns where its prediction misses them.
     #[serde(default)]
     pub objectives: ObjectivesSpec,
-    /// Autoscaling of pools between minReplicas and maxReplicas.
+    /// Autoscaling of pools with scaling.mode Auto.
     #[serde(default)]
     pub autoscaling: AutoscalingSpec,
     /// How clients reach the service.
@@ -91,6 +94,16 @@ pub struct InferenceDeploymentSpec {
     /// How a change replaces the running workers.
     #[serde(default)]
     pub rollout: RolloutSpec,
+    /// Gateways: the processes that take requests and pass them on to the workers.
+    #[serde(default, skip_serializing_if = "GatewaySpec::is_default")]
+    pub gateway: GatewaySpec,
+    /// What the deployment's Pods have beside what Hearth gives them.
+    #[serde(default, skip_serializing_if = "PodTemplateSpec::is_empty")]
+    pub pod_template: PodTemplateSpec,
+    /// Whether the deployment is at rest: its Pods end as in a rollout, its nodes are free for others, and its plan, objects
+    /// and fetched models stay. What is changed meanwhile is planned when it is false again.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub suspend: bool,
 }
 
 /// How the model is spread over devices and nodes.
@@ -115,29 +128,35 @@ pub enum Strategy {
     feature = "kube",
     x_kube(
         validation = Rule::new(rules::REPLICAS_XOR_RANGE).message(rules::REPLICAS_XOR_RANGE_SAYS),
-        validation = Rule::new(rules::RANGE_IS_WHOLE).message(rules::RANGE_IS_WHOLE_SAYS),
-        validation = Rule::new(rules::MIN_UP_TO_MAX).message(rules::MIN_UP_TO_MAX_SAYS).field_path(".minReplicas"),
-        validation = Rule::new("!has(self.mode) || self.mode != 'Chunked' || !(has(self.replicas) || has(self.minReplicas) || has(self.maxReplicas))")
+        validation = Rule::new(rules::SCALING_XOR_RANGE).message(rules::SCALING_XOR_RANGE_SAYS),
+        validation = Rule::new("!has(self.mode) || self.mode != 'Chunked' || !(has(self.replicas) || has(self.scaling) || has(self.minReplicas) || has(self.maxReplicas))")
             .message("remove the number of prefill workers, or write another mode: with mode Chunked the decode workers read the prompts"),
     )
 )]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct PrefillSpec {
-    /// A fixed number of workers. By default 1.
+    /// The number of workers. By default 1. With scaling.mode External it is the number to begin with: the InferencePoolScaler
+    /// NAME-prefill has the number from then on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", schemars(range(min = 1, max = 64)))]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::REPLICAS).message(rules::REPLICAS_SAYS)))]
     pub replicas: Option<u32>,
-    /// Lower bound of autoscaling.
+    /// Who may change the number of workers, and within which bounds. By default its author alone (mode Static).
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::MIN_REPLICAS).message(rules::MIN_REPLICAS_SAYS)))]
+    pub scaling: Option<ScalingSpec>,
+    /// Deprecated: write replicas, or scaling.minReplicas.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NO_RANGE).message(rules::NO_PREFILL_RANGE_SAYS)))]
     pub min_replicas: Option<u32>,
-    /// Upper bound of autoscaling.
+    /// Deprecated: write replicas, or scaling.maxReplicas.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::MAX_REPLICAS).message(rules::MAX_REPLICAS_SAYS)))]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NO_RANGE).message(rules::NO_PREFILL_RANGE_SAYS)))]
     pub max_replicas: Option<u32>,
     /// Auto lets the planner choose. Chunked has no prefill workers: decode workers read prompts in pieces.
-    /// StreamLoading streams the experts through the GPU; DistributedStreamLoading does so on several.
+    /// StreamLoading and DistributedStreamLoading would stream the experts through one GPU or several and are refused: this
+    /// engine has neither yet.
     #[serde(default)]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NO_STREAMING).message(rules::NO_STREAMING_SAYS)))]
     pub mode: PrefillMode,
     /// GPUs of each prefill worker, which computes on one of them; 0: no worker uses a GPU. By default what the planner
     /// chooses with strategy Auto, and none with Hybrid.
@@ -175,23 +194,26 @@ fn default_max_batch() -> u32 {
     feature = "kube",
     x_kube(
         validation = Rule::new(rules::REPLICAS_XOR_RANGE).message(rules::REPLICAS_XOR_RANGE_SAYS),
-        validation = Rule::new(rules::RANGE_IS_WHOLE).message(rules::RANGE_IS_WHOLE_SAYS),
-        validation = Rule::new(rules::MIN_UP_TO_MAX).message(rules::MIN_UP_TO_MAX_SAYS).field_path(".minReplicas"),
+        validation = Rule::new(rules::SCALING_XOR_RANGE).message(rules::SCALING_XOR_RANGE_SAYS),
     )
 )]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct DecodeSpec {
-    /// A fixed number of workers. By default 1.
+    /// The number of workers. By default 1. The scale subresource reads and writes it, and an autoscaler needs it written.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", schemars(range(min = 1, max = 64)))]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::REPLICAS).message(rules::REPLICAS_SAYS)))]
     pub replicas: Option<u32>,
-    /// Lower bound of autoscaling.
+    /// Who may change the number of workers, and within which bounds. By default its author alone (mode Static).
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::MIN_REPLICAS).message(rules::MIN_REPLICAS_SAYS)))]
+    pub scaling: Option<ScalingSpec>,
+    /// Deprecated: write replicas, or scaling.minReplicas.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NO_RANGE).message(rules::NO_DECODE_RANGE_SAYS)))]
     pub min_replicas: Option<u32>,
-    /// Upper bound of autoscaling.
+    /// Deprecated: write replicas, or scaling.maxReplicas.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::MAX_REPLICAS).message(rules::MAX_REPLICAS_SAYS)))]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NO_RANGE).message(rules::NO_DECODE_RANGE_SAYS)))]
     pub max_replicas: Option<u32>,
     /// Maximum number of streams that one worker decodes at a time.
     #[serde(default = "default_max_batch")]
@@ -200,8 +222,10 @@ pub struct DecodeSpec {
         x_kube(validation = Rule::new("self >= 1 && self <= 512").message("at least 1 stream must be able to decode, at most 512; the default is 6"))
     )]
     pub max_batch: u32,
-    /// Two half batches, one in attention while the other is in its experts. Quote the value: kubectl reads a bare On or Off as a boolean.
+    /// Two half batches, one in attention while the other is in its experts. On is refused: this engine does not overlap them
+    /// yet. Quote the value: kubectl reads a bare On or Off as a boolean.
     #[serde(default)]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NO_DUAL_BATCH).message(rules::NO_DUAL_BATCH_SAYS)))]
     pub dual_batch: DualBatch,
     /// The KV cache of each worker.
     #[serde(default)]
@@ -212,6 +236,7 @@ impl Default for DecodeSpec {
     fn default() -> Self {
         Self {
             replicas: None,
+            scaling: None,
             min_replicas: None,
             max_replicas: None,
             max_batch: default_max_batch(),
@@ -239,17 +264,20 @@ pub enum DualBatch {
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct KvCacheSpec {
-    /// Number format of keys.
+    /// Number format of keys: BF16 or F32. Int8 and FP8 are refused: this engine has neither yet.
     #[serde(default)]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::KV_TYPES).message(KV_TYPES_SAYS)))]
     pub key_type: KvType,
-    /// Number format of values.
+    /// Number format of values: BF16 or F32. Int8 and FP8 are refused: this engine has neither yet.
     #[serde(default)]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::KV_TYPES).message(KV_TYPES_SAYS)))]
     pub value_type: KvType,
     /// Memory of the cache of each decode worker. By default room for maxBatch streams of contextLength tokens, as far as memory goes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<MemoryQuantity>,
-    /// Where blocks that no longer fit are stored. By default nowhere: requests wait.
+    /// Where blocks that no longer fit are stored. Refused: this engine keeps the KV cache in memory, and requests wait.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NEVER).message(rules::NO_SPILL_SAYS)))]
     pub spill: Option<SpillSpec>,
 }
 
@@ -314,7 +342,7 @@ pub struct PlacementSpec {
     /// Exclusive gives each worker cores of its own; Shared binds workers to sets of CPUs that may overlap; None binds nothing.
     #[serde(default)]
     pub pinning: Pinning,
-    /// RuntimeClass of workers that hold GPUs, such as nvidia. By default that of the operator's chart.
+    /// Deprecated: write podTemplate.runtimeClassName, which means the same.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 253)))]
     #[cfg_attr(
@@ -402,11 +430,14 @@ pub struct ObjectivesSpec {
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct AutoscalingSpec {
-    /// Idle time after which a pool with minReplicas 0 is stopped, such as 15m.
+    /// Idle time after which a pool is stopped, such as 15m. Refused: this engine does not scale by itself yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NEVER).message(rules::NO_AUTOSCALING_SAYS)))]
     pub scale_to_zero_after: Option<DurationText>,
-    /// How long a lower number of workers must suffice before the pool shrinks, such as 5m.
+    /// How long a lower number of workers must suffice before the pool shrinks, such as 5m. Refused: this engine does not
+    /// scale by itself yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NEVER).message(rules::NO_AUTOSCALING_SAYS)))]
     pub scale_down_stabilization: Option<DurationText>,
 }
 
@@ -420,6 +451,41 @@ pub struct RolloutSpec {
     /// By default 10m.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub progress_deadline: Option<DurationText>,
+}
+
+fn default_gateways() -> u32 {
+    1
+}
+
+/// Gateways: the processes that take requests and pass them on to the workers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct GatewaySpec {
+    /// Number of gateways, on different nodes where there is room. Each reaches all workers, so that new requests are answered
+    /// by the others while one is missing.
+    #[serde(default = "default_gateways")]
+    #[cfg_attr(feature = "kube", schemars(range(min = 1, max = 8)))]
+    #[cfg_attr(
+        feature = "kube",
+        x_kube(validation = Rule::new("self >= 1 && self <= 8").message("write 1 to 8 gateways; the default is 1"))
+    )]
+    pub replicas: u32,
+}
+
+impl Default for GatewaySpec {
+    fn default() -> Self {
+        Self {
+            replicas: default_gateways(),
+        }
+    }
+}
+
+impl GatewaySpec {
+    /// Whether nothing differs from the defaults.
+    pub fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
 /// How clients reach the service.
@@ -440,8 +506,23 @@ pub struct EndpointSpec {
     /// How long a client may take no byte of its answer before it is disconnected, such as 1m. By default 30s.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub client_stall: Option<DurationText>,
-    /// The Gateway (gateway.networking.k8s.io) that gets a route to the service.
+    /// Annotations of the gateway's Service, such as those of load balancers and of external-dns. Others that are there stay.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    #[cfg_attr(
+        feature = "kube",
+        schemars(extend("maxProperties" = 32, "additionalProperties" = {"type": "string", "maxLength": 4096}))
+    )]
+    #[cfg_attr(
+        feature = "kube",
+        x_kube(
+            validation = Rule::new(rules::QUALIFIED_KEYS).message(rules::ANNOTATION_KEYS_SAYS),
+            validation = Rule::new(rules::KEYS_OF_HEARTH).message(rules::KEYS_OF_HEARTH_SAYS),
+        )
+    )]
+    pub annotations: BTreeMap<String, String>,
+    /// The Gateway (gateway.networking.k8s.io) that gets a route to the service. Refused: this engine attaches none yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NEVER).message(rules::NO_ROUTES_SAYS)))]
     pub gateway: Option<GatewayRef>,
 }
 
@@ -485,23 +566,19 @@ impl InferenceDeploymentSpec {
 }
 
 impl PrefillSpec {
-    /// Workers to plan for before autoscaling has seen any load: 0 with mode Chunked.
+    /// Workers to plan for, within the bounds of scaling: 0 with mode Chunked.
     pub fn planned_replicas(&self) -> u32 {
         if self.mode == PrefillMode::Chunked {
             0
         } else {
-            planned(self.replicas, self.min_replicas)
+            planned(self.replicas, self.scaling.as_ref())
         }
     }
 }
 
 impl DecodeSpec {
-    /// Workers to plan for before autoscaling has seen any load.
+    /// Workers to plan for, within the bounds of scaling.
     pub fn planned_replicas(&self) -> u32 {
-        planned(self.replicas, self.min_replicas)
+        planned(self.replicas, self.scaling.as_ref())
     }
-}
-
-fn planned(replicas: Option<u32>, min_replicas: Option<u32>) -> u32 {
-    replicas.or(min_replicas).unwrap_or(1).max(1)
 }

@@ -1,7 +1,7 @@
-//! API types of `hearth.dev/v1alpha1`: [`InferenceDeploymentSpec`], [`InferencePlanSpec`], [`NodeProfileSpec`].
+//! API types of `hearth.dev/v1alpha1`: [`InferenceDeploymentSpec`], [`InferencePlanSpec`], [`NodeProfileStatus`].
 //!
 //! Without features the crate is plain serde types: that is what the planner and the workers use.
-//! Feature `kube` adds the custom resources themselves (`InferenceDeployment`, `InferencePlan`, `NodeProfile`),
+//! Feature `kube` adds the custom resources themselves (`InferenceDeployment`, `InferencePlan`, `NodeProfile`, `InferencePoolScaler`),
 //! their schemas with CEL rules, the generated YAML ([`crd_yaml`]) and [`parse_deployment`], which checks a file
 //! in process by the very rules that the API server runs at admission.
 //!
@@ -14,19 +14,27 @@
 #![cfg_attr(feature = "kube", allow(clippy::duplicated_attributes))]
 
 mod capability;
+mod convert;
 mod deployment;
 mod error;
 mod facts;
 mod model;
 mod plan;
+mod plan_record;
+mod pod_template;
 mod profile;
 mod quantity;
 mod reader;
 mod routes;
+mod scaler;
+mod scaling;
 mod status;
 mod store;
+mod translate;
 mod url;
 
+#[cfg(feature = "kube")]
+mod bounds;
 #[cfg(feature = "kube")]
 mod crd;
 #[cfg(feature = "kube")]
@@ -40,16 +48,21 @@ mod rules;
 #[cfg(feature = "kube")]
 mod structural;
 
-pub use capability::{BUILTIN_MODELS, Target, unsupported};
+pub use capability::{BUILTIN_MODELS, KV_TYPES_SAYS, NO_RINGS_SAYS, Target, unsupported};
+pub use convert::Conversion;
 pub use deployment::*;
 pub use error::{FieldError, sentence};
 pub use facts::{KvShape, ModelFacts, ModuleBytes};
 pub use model::*;
 pub use plan::*;
+pub use plan_record::*;
+pub use pod_template::*;
 pub use profile::*;
 pub use quantity::{DurationText, MemoryQuantity, QuantityError, format_bytes};
 pub use reader::{READER_VERSION, ReadError, read_versioned, read_versioned_value};
 pub use routes::{Route, Routes};
+pub use scaler::*;
+pub use scaling::{ScalingMode, ScalingSpec};
 pub use status::*;
 pub use store::{STORE_KEY_DIGITS, store_key};
 pub use url::shown_url;

@@ -48,7 +48,7 @@ fn closest<'a>(known: &[&'a str], text: &str) -> Option<&'a str> {
     let text = text.to_lowercase();
     known
         .iter()
-        .map(|name| (edit_distance(&name.to_lowercase(), &text), *name))
+        .map(|name| (strsim::levenshtein(&name.to_lowercase(), &text), *name))
         .min()
         .filter(|(distance, name)| *distance <= 2.min(name.len() / 2))
         .map(|(_, name)| name)
@@ -100,33 +100,9 @@ fn number_and_unit(text: &str) -> Option<(String, String)> {
     (is_number && unit.chars().all(char::is_alphabetic)).then_some((number, unit))
 }
 
-/// Levenshtein distance over characters.
-fn edit_distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, ca) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, cb) in b.iter().enumerate() {
-            let substitute = diagonal + usize::from(ca != *cb);
-            diagonal = row[j + 1];
-            row[j + 1] = substitute.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn distance_counts_edits() {
-        assert_eq!(edit_distance("maxbatch", "maxbatch"), 0);
-        assert_eq!(edit_distance("maxbach", "maxbatch"), 1);
-        assert_eq!(edit_distance("", "abc"), 3);
-        assert_eq!(edit_distance("kitten", "sitting"), 3);
-    }
 
     #[test]
     fn units_of_other_habits_are_understood() {

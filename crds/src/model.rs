@@ -11,7 +11,7 @@ use crate::url::shown_url;
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct ModelSpec {
-    /// Where the model's files come from: exactly one of builtin, huggingFace, persistentVolumeClaim, hostPath, http.
+    /// Where the model's files come from: exactly one of builtin, persistentVolumeClaim, hostPath, http.
     pub source: ModelSource,
     /// The model's name in the OpenAI API. By default the name that the source gives it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -28,12 +28,15 @@ pub struct ModelSpec {
         x_kube(validation = Rule::new("self >= 16 && self <= 16777216").message("write a context of 16 to 16777216 tokens, or leave it out for the model's own, at most 8192"))
     )]
     pub context_length: Option<u32>,
-    /// Native keeps the weights as the checkpoint has them. W8A8 and W4A8 requantise on loading.
+    /// Native keeps the weights as the checkpoint has them. W8A8 and W4A8 would requantise on loading and are refused: this
+    /// engine has neither yet.
     #[serde(default)]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NATIVE_WEIGHTS).message(rules::NATIVE_WEIGHTS_SAYS)))]
     pub quantization: Quantization,
-    /// LoRA adapters that requests may name.
+    /// LoRA adapters that requests may name. Refused: this engine runs none yet.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(length(max = 32)))]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NO_ITEMS).message(rules::NO_ADAPTERS_SAYS)))]
     pub adapters: Vec<AdapterSpec>,
 }
 
@@ -44,7 +47,7 @@ pub struct ModelSpec {
     feature = "kube",
     x_kube(
         validation = Rule::new("[has(self.builtin), has(self.huggingFace), has(self.persistentVolumeClaim), has(self.hostPath), has(self.http)].exists_one(chosen, chosen)")
-            .message("write exactly one of builtin, huggingFace, persistentVolumeClaim, hostPath, http; for the model that comes with Hearth: builtin: {name: hearth-demo}")
+            .message("write exactly one of builtin, persistentVolumeClaim, hostPath, http; for the model that comes with Hearth: builtin: {name: hearth-demo}")
     )
 )]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -52,8 +55,9 @@ pub struct ModelSource {
     /// A model that comes with Hearth.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub builtin: Option<BuiltinSource>,
-    /// A repository of the Hugging Face Hub.
+    /// A repository of the Hugging Face Hub. Refused: this engine does not download from it yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NEVER).message(rules::NO_HUB_SAYS)))]
     pub hugging_face: Option<HuggingFaceSource>,
     /// A directory of a persistent volume.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -75,7 +79,7 @@ pub struct BuiltinSource {
     #[cfg_attr(feature = "kube", schemars(length(max = 64)))]
     #[cfg_attr(
         feature = "kube",
-        x_kube(validation = Rule::new("self.matches('^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$')").message("write the name of a model that comes with Hearth, such as hearth-demo"))
+        x_kube(validation = Rule::new(rules::BUILTIN_NAME).message(rules::BUILTIN_NAME_SAYS))
     )]
     pub name: String,
 }
@@ -119,7 +123,7 @@ pub struct PersistentVolumeClaimSource {
     #[cfg_attr(feature = "kube", schemars(length(max = 1024)))]
     #[cfg_attr(
         feature = "kube",
-        x_kube(validation = Rule::new("!self.matches('^/') && !self.matches('(^|/)[.][.](/|$)')").message("write a path inside the volume, without a leading / and without .."))
+        x_kube(validation = Rule::new("self.matches('^([^/]|$)') && !self.matches('(^|/)[.][.](/|$)')").message("write a path inside the volume, without a leading / and without .."))
     )]
     pub path: Option<String>,
 }

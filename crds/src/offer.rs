@@ -1,17 +1,19 @@
 //! Values and fields that a message may suggest. One that is refused at the target helps nobody, so each is tried
-//! with [`unsupported`] in a spec that sets just that; there is no second list of what the engine can do.
+//! by its own rules and with [`unsupported`] in a spec that sets just that; there is no second list of what the engine can do.
 
+use kube::core::cel::Validator;
 use serde_json::{Map, Value, json};
 
 use crate::InferenceDeploymentSpec;
 use crate::capability::{BUILTIN_MODELS, Target, unsupported};
+use crate::rules;
 
 /// Values that every field of type string accepts one of: text, an amount of memory, a duration.
 const TEXTS: [&str; 2] = ["1Mi", "1s"];
 /// Start of a list of members in the message of a rule or in a description.
 const LIST: &str = "exactly one of ";
 
-/// What is accepted at one target; everything for `None`.
+/// What is accepted at one target, or by the API alone for `None`.
 #[derive(Clone, Copy)]
 pub(crate) struct Offer(Option<Target>);
 
@@ -26,13 +28,13 @@ impl Offer {
         let values = schema["enum"].as_array()?;
         let words: Vec<&str> = values
             .iter()
-            .filter(|value| self.accepts(path, value))
+            .filter(|value| self.takes(schema, path, value))
             .filter_map(Value::as_str)
             .collect();
         Some(words.join(", "))
     }
 
-    /// The fields of the object at `path` that are accepted.
+    /// The fields of the object at `path` that are accepted and not deprecated.
     pub(crate) fn fields<'s>(
         self,
         properties: &'s Map<String, Value>,
@@ -40,6 +42,7 @@ impl Offer {
     ) -> impl Iterator<Item = &'s str> {
         properties
             .iter()
+            .filter(|(_, schema)| !is_deprecated(schema))
             .filter(move |(name, schema)| self.has_use(schema, &join(path, name)))
             .map(|(name, _)| name.as_str())
     }
@@ -69,7 +72,10 @@ impl Offer {
     /// Whether any value at `path` is accepted.
     fn has_use(self, schema: &Value, path: &str) -> bool {
         if let Some(values) = schema["enum"].as_array() {
-            return values.iter().any(|value| self.accepts(path, value));
+            return values.iter().any(|value| self.takes(schema, path, value));
+        }
+        if has_rule(schema, &[rules::NEVER, rules::NO_ITEMS]) {
+            return false;
         }
         match schema["properties"].as_object() {
             Some(members) if schema["required"].as_array().is_none_or(Vec::is_empty) => {
@@ -81,7 +87,12 @@ impl Offer {
         }
     }
 
-    /// Whether `value` is accepted at `path`. What cannot be tried counts as accepted.
+    /// Whether a word of the enum at `path` is accepted: by its own rules, and at the target.
+    fn takes(self, schema: &Value, path: &str, value: &Value) -> bool {
+        Validator::new().validate(schema, value, None).is_ok() && self.accepts(path, value)
+    }
+
+    /// Whether `value` is accepted at `path` of the target. What cannot be tried counts as accepted.
     fn accepts(self, path: &str, value: &Value) -> bool {
         let (Some(target), Some(inner)) = (self.0, path.strip_prefix("spec.")) else {
             return true;
@@ -102,6 +113,19 @@ impl Offer {
             .iter()
             .all(|error| error.field != path)
     }
+}
+
+/// Whether one of `rules` stands at a field.
+fn has_rule(schema: &Value, rules: &[&str]) -> bool {
+    let found = schema["x-kubernetes-validations"].as_array();
+    let mut found = found.into_iter().flatten();
+    found.any(|rule| rule["rule"].as_str().is_some_and(|r| rules.contains(&r)))
+}
+
+/// Whether a field's description says that it is deprecated.
+fn is_deprecated(schema: &Value) -> bool {
+    let description = schema["description"].as_str();
+    description.is_some_and(|text| text.starts_with("Deprecated:"))
 }
 
 /// The least value of a schema, with `text` for every string.

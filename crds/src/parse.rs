@@ -8,6 +8,7 @@ use crate::capability::{Target, unsupported};
 use crate::error::FieldError;
 use crate::meant;
 use crate::offer::Offer;
+use crate::rules;
 use crate::structural;
 use crate::{API_VERSION, InferenceDeployment};
 
@@ -66,6 +67,7 @@ impl ParseError {
 }
 
 /// Reads one `InferenceDeployment` and checks it as the API server would: shape, then CEL rules on the defaulted object.
+/// Deprecated fields of it are translated.
 ///
 /// # Errors
 /// [`ParseError`]; all faults of one stage are reported together.
@@ -255,21 +257,30 @@ fn check_object(object: Value, target: Option<Target>) -> Result<InferenceDeploy
         errors.extend(unsupported(&deployment.spec, target));
     }
     if errors.is_empty() {
-        Ok(deployment)
+        let spec = deployment.spec.translated();
+        Ok(InferenceDeployment { spec, ..deployment })
     } else {
         Err(ParseError::Fields(errors))
     }
 }
 
-/// The CEL rules of `schema` that `object` breaks.
+/// The CEL rules of `schema` that `object` breaks, in the order of their fields.
 fn broken_rules(
     schema: &Value,
     object: &Value,
     offer: Offer,
 ) -> Result<Vec<FieldError>, ParseError> {
-    let Err(broken) = Validator::new().validate(schema, object, None) else {
+    let rules = crate::crd::deployment_rules().map_err(ParseError::Schema)?;
+    let Err(broken) = Validator::new().validate_compiled(rules, object, None) else {
         return Ok(Vec::new());
     };
+    let mut broken = broken.into_vec();
+    broken.sort_by(|a, b| a.field_path.cmp(&b.field_path));
+    let refused: Vec<String> = broken
+        .iter()
+        .filter(|error| error.rule == rules::NEVER)
+        .map(|error| error.field_path.clone())
+        .collect();
     let mut errors: Vec<FieldError> = Vec::new();
     for error in &broken {
         if error.kind != ErrorKind::ValidationFailure {
@@ -277,6 +288,10 @@ fn broken_rules(
                 "{} at {}: {}",
                 error.rule, error.field_path, error.message
             )));
+        }
+        // How to write what is refused anyway helps nobody.
+        if error.rule != rules::NEVER && refused.contains(&error.field_path) {
+            continue;
         }
         let field = if error.field_path.is_empty() {
             "metadata.name"
@@ -288,7 +303,10 @@ fn broken_rules(
         let problem = FieldError::describe(value);
         let member = structural::schema_at(schema, field);
         let remedy = offer.narrow(&error.message, member, field);
-        let remedy = meant::with_quantity(member, value, remedy);
+        let remedy = match error.rule.as_str() {
+            rules::NEVER => remedy,
+            _ => meant::with_quantity(member, value, remedy),
+        };
         let fault = FieldError::new(field, problem, remedy);
         if !errors.contains(&fault) {
             errors.push(fault);

@@ -6,6 +6,9 @@
 use serde::{Deserialize, Serialize};
 
 use crate::deployment::{ObjectivesSpec, Pinning};
+#[cfg(feature = "kube")]
+use crate::plan_record::InferencePlanStatus;
+use crate::plan_record::PlanInputs;
 
 /// All choices for one generation of a deployment. It never changes: a new decision is a new plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -19,6 +22,7 @@ use crate::deployment::{ObjectivesSpec, Pinning};
         namespaced,
         shortname = "infp",
         category = "hearth",
+        status = "InferencePlanStatus",
         derive = "PartialEq",
         doc = "Every choice for one generation of an InferenceDeployment: ranks, devices, memory and predictions. Immutable.",
         printcolumn(
@@ -28,6 +32,7 @@ use crate::deployment::{ObjectivesSpec, Pinning};
         ),
         printcolumn(name = "Generation", type_ = "integer", json_path = ".spec.generation"),
         printcolumn(name = "Strategy", type_ = "string", json_path = ".spec.strategy"),
+        printcolumn(name = "Outcome", type_ = "string", json_path = ".status.outcome"),
         printcolumn(
             name = "TTFT-ms",
             type_ = "number",
@@ -79,6 +84,9 @@ pub struct InferencePlanSpec {
     /// other tokens; empty: failover keeps every token.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mixed_numerics: Vec<String>,
+    /// What the plan was made from; unset outside of a cluster, and in plans of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub inputs: Option<PlanInputs>,
     /// One line per decision.
     pub why: Vec<String>,
     /// One line per alternative, with the number that decided against it.
@@ -324,6 +332,11 @@ impl PlanRole {
             Self::Gateway => false,
             Self::Prefill | Self::Decode => true,
         }
+    }
+
+    /// The role of that name; `None` for a name that no role has.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|role| role.as_str() == name)
     }
 
     /// The role in lower case, as rank names have it.

@@ -2,7 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Hardware of one node and how fast it is. All rates are measured; a device that is missing is an empty list.
+/// Wishes about one node: none yet. What was measured on it is in the status; profiles of earlier versions have it here, and it is
+/// read from here until the node is measured again.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::CustomResource, kube::KubeSchema))]
 #[cfg_attr(
@@ -12,29 +13,36 @@ use serde::{Deserialize, Serialize};
         version = "v1alpha1",
         kind = "NodeProfile",
         category = "hearth",
+        status = "NodeProfileStatus",
         derive = "PartialEq",
         doc = "What Hearth measured on one node: CPUs, memory, GPUs, disks and links.",
         printcolumn(
             name = "Memory",
             type_ = "integer",
-            json_path = ".spec.memory.totalBytes"
+            json_path = ".status.memory.totalBytes"
         ),
         printcolumn(
             name = "Available",
             type_ = "integer",
-            json_path = ".spec.memory.availableBytes"
+            json_path = ".status.memory.availableBytes"
         ),
         printcolumn(
             name = "Read-GBps",
             type_ = "number",
-            json_path = ".spec.memory.readAllThreadsGbps"
+            json_path = ".status.memory.readAllThreadsGbps"
         ),
-        printcolumn(name = "GPU", type_ = "string", json_path = ".spec.gpus[0].name"),
-        printcolumn(name = "Measured", type_ = "date", json_path = ".spec.measuredAt"),
+        printcolumn(name = "GPU", type_ = "string", json_path = ".status.gpus[0].name"),
+        printcolumn(name = "Measured", type_ = "date", json_path = ".status.measuredAt"),
     )
 )]
+#[cfg_attr(feature = "kube", schemars(extend("x-kubernetes-preserve-unknown-fields" = true)))]
+pub struct NodeProfileSpec {}
+
+/// Hardware of one node and how fast it is. All rates are measured; a device that is missing is an empty list.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
-pub struct NodeProfileSpec {
+pub struct NodeProfileStatus {
     /// The node's name.
     pub node: String,
     /// Logical CPUs that may be used, by ascending id.

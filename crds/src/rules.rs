@@ -3,19 +3,64 @@
 pub(crate) const REPLICAS_XOR_RANGE: &str =
     "!has(self.replicas) || (!has(self.minReplicas) && !has(self.maxReplicas))";
 pub(crate) const REPLICAS_XOR_RANGE_SAYS: &str =
-    "write either replicas (a fixed number) or minReplicas with maxReplicas (a range), not both";
-pub(crate) const RANGE_IS_WHOLE: &str = "has(self.minReplicas) == has(self.maxReplicas)";
-pub(crate) const RANGE_IS_WHOLE_SAYS: &str = "write minReplicas and maxReplicas together";
+    "write replicas alone: minReplicas and maxReplicas are deprecated";
+pub(crate) const SCALING_XOR_RANGE: &str =
+    "!has(self.scaling) || (!has(self.minReplicas) && !has(self.maxReplicas))";
+pub(crate) const SCALING_XOR_RANGE_SAYS: &str =
+    "write scaling alone: minReplicas and maxReplicas beside it are deprecated, and belong into it";
+/// Of the deprecated bounds, which asked this engine to scale a pool.
+pub(crate) const NO_RANGE: &str = "self < 0";
+pub(crate) const NO_PREFILL_RANGE_SAYS: &str = "this engine does not scale by itself: write spec.prefill.replicas: 1 or another number instead";
+pub(crate) const NO_DECODE_RANGE_SAYS: &str = "this engine does not scale by itself: write spec.decode.replicas: 1 or another number instead; in a cluster a HorizontalPodAutoscaler can change it (manifests/examples/hpa.yaml)";
 pub(crate) const MIN_UP_TO_MAX: &str =
     "!has(self.minReplicas) || !has(self.maxReplicas) || self.minReplicas <= self.maxReplicas";
 pub(crate) const MIN_UP_TO_MAX_SAYS: &str = "write a minReplicas that is not above maxReplicas";
 pub(crate) const REPLICAS: &str = "self >= 1 && self <= 64";
 pub(crate) const REPLICAS_SAYS: &str = "write 1 to 64 workers; the default is 1";
-pub(crate) const MIN_REPLICAS: &str = "self >= 0 && self <= 64";
-pub(crate) const MIN_REPLICAS_SAYS: &str = "write 0 to 64 workers";
-pub(crate) const MAX_REPLICAS: &str = "self >= 1 && self <= 64";
-pub(crate) const MAX_REPLICAS_SAYS: &str = "write 1 to 64 workers";
 pub(crate) const OBJECT_NAME: &str = "self.matches('^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$')";
 pub(crate) const OBJECT_NAME_SAYS: &str =
     "write the object's name: lower-case letters, digits, '-' and '.', at most 253 of them";
 pub(crate) const ABSOLUTE: &str = "self.matches('^/') && !self.matches('(^|/)[.][.](/|$)')";
+pub(crate) const QUALIFIED_KEYS: &str = "self.all(k, k.size() <= 317 && k.matches('^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$'))";
+pub(crate) const LABEL_KEYS_SAYS: &str = "write label keys such as team or example.com/team: at most 63 letters, digits, '-', '_' and '.' after the prefix";
+pub(crate) const PREFIXED_KEYS: &str = "self.all(k, k.size() <= 317 && k.matches('^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$'))";
+pub(crate) const PREFIXED_KEYS_SAYS: &str = "write annotation keys with a prefix, such as example.com/team: at most 63 letters, digits, '-', '_' and '.' after it";
+/// Prefixes by which Hearth and Kubernetes know and steer Pods, with all their subdomains.
+pub(crate) const KEYS_OF_OTHERS: &str =
+    "self.all(k, !k.matches('^([^/]*[.])?(hearth[.]dev|kubernetes[.]io|k8s[.]io)/'))";
+pub(crate) const KEYS_OF_OTHERS_SAYS: &str = "keys of hearth.dev, kubernetes.io and k8s.io are Hearth's and the cluster's own: write one with another prefix";
+/// Prefixes by which container runtimes and their plugins take devices, mounts and profiles from a Pod's annotations.
+pub(crate) const KEYS_OF_RUNTIMES: &str = "self.all(k, !k.matches('^(io[.]|([^/]*[.])?(nri[.]io|containerd[.]io|crio[.]io|cri-o[.]io)/)'))";
+pub(crate) const KEYS_OF_RUNTIMES_SAYS: &str = "annotations of container runtimes could give a Pod devices and mounts that its plan does not count: remove them";
+/// Variables that Hearth, the loader, TLS libraries, GPU drivers or the runtime go by: one of them could have a process load
+/// other code, or see GPUs that its plan does not give it.
+pub(crate) const OPEN_VARIABLE: &str = "!self.matches('^(HEARTH_|LD_|GLIBC_|GCONV_|SSL_CERT_|CUDA_|NVIDIA_|NVRTC_|KUBERNETES_)') && !(self in ['PATH', 'HOME', 'HOSTNAME', 'LOCPATH'])";
+pub(crate) const OPEN_VARIABLE_SAYS: &str = "PATH, HOME, HOSTNAME, LOCPATH and names that begin with HEARTH_, LD_, GLIBC_, GCONV_, SSL_CERT_, CUDA_, NVIDIA_, NVRTC_ or KUBERNETES_ are set by Hearth or steer the loader and the GPU driver: write another name";
+pub(crate) const ANNOTATION_KEYS_SAYS: &str = "write annotation keys such as external-dns.alpha.kubernetes.io/hostname: at most 63 letters, digits, '-', '_' and '.' after the prefix";
+/// Keys that are no user's on any object.
+pub(crate) const KEYS_OF_HEARTH: &str =
+    "self.all(k, !k.matches('^(([^/]*[.])?hearth[.]dev|kubectl[.]kubernetes[.]io)/'))";
+pub(crate) const KEYS_OF_HEARTH_SAYS: &str = "keys of hearth.dev and kubectl.kubernetes.io are written by Hearth and kubectl: write one with another prefix";
+/// Of a field that no value can be right for yet.
+pub(crate) const NEVER: &str = "false";
+/// Of a list that may have no items yet.
+pub(crate) const NO_ITEMS: &str = "self.size() == 0";
+/// The models that come with Hearth.
+pub(crate) const BUILTIN_NAME: &str = "self == 'hearth-demo'";
+pub(crate) const BUILTIN_NAME_SAYS: &str = "the models that come with Hearth are: hearth-demo";
+pub(crate) const NO_HUB_SAYS: &str = "this engine does not download from the hub: fetch the files yourself and name their directory by hostPath: {path: /models/NAME}, or offer them as an archive by http: {url, sha256}";
+pub(crate) const NATIVE_WEIGHTS: &str = "self == 'Native'";
+pub(crate) const NATIVE_WEIGHTS_SAYS: &str = "this engine runs weights as the checkpoint has them: write Native, and choose a checkpoint in FP8 for less memory";
+pub(crate) const NO_ADAPTERS_SAYS: &str =
+    "this engine does not run LoRA adapters: remove them, or merge them into the checkpoint";
+pub(crate) const NO_RINGS: &str = "self in ['Auto', 'Hybrid']";
+pub(crate) const NO_STREAMING: &str = "self in ['Auto', 'Chunked']";
+pub(crate) const NO_STREAMING_SAYS: &str = "this engine keeps a worker's weights where they are used and does not stream them: write Auto or Chunked";
+pub(crate) const NO_DUAL_BATCH: &str = "self in ['Auto', 'Off']";
+pub(crate) const NO_DUAL_BATCH_SAYS: &str = "dual batch overlaps a GPU's attention with the CPU's experts and this engine runs each worker on one device: write Auto or \"Off\"";
+pub(crate) const KV_TYPES: &str = "self in ['BF16', 'F32']";
+pub(crate) const NO_SPILL_SAYS: &str = "this engine keeps the KV cache in memory: remove spill, and lower contextLength or maxBatch if memory is short";
+pub(crate) const NO_AUTOSCALING_SAYS: &str =
+    "this engine does not scale by itself: remove spec.autoscaling";
+pub(crate) const NO_ROUTES_SAYS: &str =
+    "this engine does not attach routes to a Gateway: remove it and use the endpoint directly";

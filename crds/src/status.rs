@@ -10,7 +10,7 @@ pub struct InferenceDeploymentStatus {
     /// The generation of the spec that this status describes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub observed_generation: Option<i64>,
-    /// Ready, Planned, ModelReady, PrefillReady, DecodeReady, Placed, Progressing, Degraded.
+    /// Ready, Planned, ModelReady, GatewayReady, PrefillReady, DecodeReady, Placed, Progressing, Degraded.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(length(max = 16)))]
     #[cfg_attr(feature = "kube", x_kube(merge_strategy = ListMerge::Map(vec!["type".into()])))]
@@ -18,9 +18,11 @@ pub struct InferenceDeploymentStatus {
     /// The plan in force.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub plan: Option<PlanRef>,
-    /// Desired and ready workers.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub pools: Option<PoolsStatus>,
+    /// Pools of the deployment: gateway, prefill and decode.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(feature = "kube", schemars(length(max = 16)))]
+    #[cfg_attr(feature = "kube", x_kube(merge_strategy = ListMerge::Map(vec!["name".into()])))]
+    pub pool_statuses: Vec<PoolStatus>,
     /// The model and the progress of its files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<ModelStatus>,
@@ -41,7 +43,11 @@ pub struct InferenceDeploymentStatus {
     /// The base URL for OpenAI clients.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub endpoint_url: Option<String>,
-    /// Label selector of the decode workers, for the scale subresource.
+    /// Pods of decode workers, of all plans, counted as a Deployment counts its own: without those that have ended or are
+    /// ending. For the scale subresource.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replicas: Option<u32>,
+    /// Label selector of the decode workers of all plans, for the scale subresource.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub selector: Option<String>,
 }
@@ -79,32 +85,24 @@ pub struct PlanRef {
     pub generation: u64,
 }
 
-/// Desired and ready workers of each pool.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
-#[serde(rename_all = "camelCase")]
-pub struct PoolsStatus {
-    /// Prefill workers.
-    #[serde(default)]
-    pub prefill: PoolStatus,
-    /// Decode workers.
-    #[serde(default)]
-    pub decode: PoolStatus,
-}
-
-/// Desired and ready workers.
+/// The Pods of one pool.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct PoolStatus {
-    /// Workers that the plan wants.
-    #[serde(default)]
+    /// The pool's name: gateway, prefill or decode.
+    pub name: String,
+    /// Role of its Pods: Gateway, Prefill or Decode.
+    pub role: String,
+    /// Pods that the plan wants; without a plan, those that the spec asks for.
     pub desired: u32,
-    /// Workers that are ready.
-    #[serde(default)]
+    /// Pods that exist, of this plan or an earlier one, and are not being deleted.
+    pub replicas: u32,
+    /// Wanted Pods that are ready, be it as an earlier plan made them.
     pub ready: u32,
-    /// Both in one text for the printed column, such as `1/2`.
-    #[serde(default)]
+    /// Pods of them that are as the plan wants them.
+    pub updated: u32,
+    /// Ready and desired Pods in one text for the printed column, such as `1/2`.
     pub summary: String,
 }
 
@@ -152,15 +150,22 @@ pub struct RankPlacement {
     pub shortfalls: Option<String>,
 }
 
-/// Latencies for people, such as `1.4s` and `41ms`.
+/// Latencies in milliseconds with two significant digits, such as 1400 and 41.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct LatencyStatus {
     /// Time from the request to its first token.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub time_to_first_token: Option<String>,
+    pub time_to_first_token_milliseconds: Option<f64>,
     /// Time from one token to the next.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub time_per_output_token: Option<String>,
+    pub time_per_output_token_milliseconds: Option<f64>,
+}
+
+impl InferenceDeploymentStatus {
+    /// The status of the pool of that name.
+    pub fn pool(&self, name: &str) -> Option<&PoolStatus> {
+        self.pool_statuses.iter().find(|pool| pool.name == name)
+    }
 }

@@ -47,7 +47,7 @@ fn the_smallest_file_is_accepted_with_defaults() {
 }
 
 #[test]
-fn every_field_of_the_design_is_accepted() {
+fn every_field_of_the_design_is_read_and_what_the_engine_lacks_is_refused() {
     let text = deployment(
         r#"
   model:
@@ -57,10 +57,9 @@ fn every_field_of_the_design_is_accepted() {
     quantization: W4A8
     adapters: [{name: poems, source: {http: {url: https://nas.lan/poems.tar, sha256: "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"}}}]
   strategy: PipedRing
-  prefill: {minReplicas: 0, maxReplicas: 2, mode: DistributedStreamLoading, gpusPerWorker: 2}
+  prefill: {scaling: {mode: External}, mode: DistributedStreamLoading, gpusPerWorker: 2}
   decode:
-    minReplicas: 1
-    maxReplicas: 4
+    scaling: {mode: External, minReplicas: 2, maxReplicas: 4}
     maxBatch: 8
     dualBatch: "On"
     kvCache: {keyType: Int8, valueType: FP8, memory: 11.5Gi, spill: {path: /var/kv, size: 64Gi}}
@@ -74,7 +73,9 @@ fn every_field_of_the_design_is_accepted() {
   endpoint: {type: LoadBalancer, apiKeysSecretRef: {name: keys}, gateway: {name: public, namespace: infra}}
 "#,
     );
-    let spec = parse_deployment(&text).unwrap().spec;
+    let object: serde_json::Value = serde_norway::from_str(&text).unwrap();
+    let spec: hearth_crds::InferenceDeploymentSpec =
+        serde_json::from_value(object["spec"].clone()).unwrap();
     assert_eq!(spec.decode.kv_cache.memory.unwrap().bytes(), 23 << 29);
     assert_eq!(
         spec.objectives
@@ -83,7 +84,7 @@ fn every_field_of_the_design_is_accepted() {
             .as_millis_f64(),
         50.0
     );
-    assert_eq!(spec.decode.planned_replicas(), 1);
+    assert_eq!(spec.decode.planned_replicas(), 2);
     let round: hearth_crds::InferenceDeploymentSpec =
         serde_json::from_str(&serde_json::to_string(&spec).unwrap()).unwrap();
     assert_eq!(round, spec);
@@ -100,8 +101,8 @@ fn every_field_of_the_design_is_accepted() {
         "spec.strategy",
         "spec.prefill.mode",
         "spec.prefill.gpusPerWorker",
-        "spec.prefill.maxReplicas",
-        "spec.decode.maxReplicas",
+        "spec.prefill.scaling.mode",
+        "spec.decode.scaling.mode",
         "spec.decode.dualBatch",
         "spec.decode.kvCache.keyType",
         "spec.decode.kvCache.valueType",
@@ -135,24 +136,8 @@ fn numbers_out_of_range_say_what_to_write() {
         "spec.decode.replicas is 0\n  write 1 to 64 workers; the default is 1",
     );
     refused(
-        "  prefill: {minReplicas: 3, maxReplicas: 2}",
-        "spec.prefill.minReplicas is 3\n  write a minReplicas that is not above maxReplicas",
-    );
-    refused(
-        "  prefill: {minReplicas: 1}",
-        "spec.prefill sets minReplicas\n  write minReplicas and maxReplicas together",
-    );
-    refused(
-        "  decode: {replicas: 1, minReplicas: 1, maxReplicas: 2}",
-        "spec.decode sets replicas, minReplicas and maxReplicas\n  write either replicas (a fixed number) or minReplicas with maxReplicas (a range), not both",
-    );
-    refused(
         "  prefill: {replicas: 2, mode: Chunked}",
         "spec.prefill sets replicas and mode\n  remove the number of prefill workers, or write another mode: with mode Chunked the decode workers read the prompts",
-    );
-    refused(
-        "  decode: {minReplicas: 0, maxReplicas: 2}",
-        "spec.decode.minReplicas is 0\n  write autoscaling.scaleToZeroAfter (such as 15m) beside minReplicas: 0, or minReplicas: 1",
     );
     let short =
         deployment("  model: {source: {builtin: {name: hearth-demo}}, contextLength: 15}\n");
@@ -165,11 +150,9 @@ fn numbers_out_of_range_say_what_to_write() {
 #[test]
 fn sources_are_exactly_one_and_well_formed() {
     let source = |text: &str| refusal(&deployment(&format!("  model: {{source: {text}}}\n")));
-    assert!(
-        source("{}").starts_with(
-            "spec.model.source is empty\n  write exactly one of builtin, huggingFace,"
-        )
-    );
+    assert!(source("{}").starts_with(
+        "spec.model.source is empty\n  write exactly one of builtin, persistentVolumeClaim,"
+    ));
     assert!(
         source("{builtin: {name: hearth-demo}, hostPath: {path: /m}}")
             .starts_with("spec.model.source sets builtin and hostPath\n  write exactly one of")
@@ -179,7 +162,11 @@ fn sources_are_exactly_one_and_well_formed() {
         "spec.model.source.hostPath.path is \"models/qwen3\"\n  write the absolute path of the model's directory, such as /models/qwen3-30b-a3b, without .."
     );
     assert!(source("{hostPath: {path: /models/../etc}}").contains("without .."));
-    assert!(source("{huggingFace: {repo: Qwen3}}").starts_with(
+    let hub = source("{huggingFace: {repo: Qwen3}}");
+    assert!(hub.starts_with(
+        "spec.model.source.huggingFace sets repo\n  this engine does not download from the hub: fetch the files yourself"
+    ));
+    assert!(hub.contains(
         "spec.model.source.huggingFace.repo is \"Qwen3\"\n  write the repository as owner/name"
     ));
     assert!(
@@ -242,7 +229,7 @@ fn texts_of_amounts_are_checked() {
 fn shapes_are_checked_before_rules() {
     refused(
         "  decode: {maxbatch: 4}",
-        "spec.decode.maxbatch is not a field of spec.decode\n  did you mean maxBatch? The fields are dualBatch, kvCache, maxBatch, maxReplicas, minReplicas, replicas",
+        "spec.decode.maxbatch is not a field of spec.decode\n  did you mean maxBatch? The fields are dualBatch, kvCache, maxBatch, replicas, scaling",
     );
     refused(
         "  decode: {maxBatch: many}",
@@ -254,7 +241,7 @@ fn shapes_are_checked_before_rules() {
     );
     refused(
         "  strategy: Fast",
-        "spec.strategy is \"Fast\"\n  write one of Auto, Hybrid, PipedRing, Interleaved",
+        "spec.strategy is \"Fast\"\n  write one of Auto, Hybrid",
     );
     refused(
         "  decode:",
@@ -262,7 +249,7 @@ fn shapes_are_checked_before_rules() {
     );
     assert_eq!(
         refusal(&deployment("  model: {}\n")),
-        "spec.model.source is missing\n  write it: where the model's files come from: exactly one of builtin, huggingFace, persistentVolumeClaim, hostPath, http"
+        "spec.model.source is missing\n  write it: where the model's files come from: exactly one of builtin, persistentVolumeClaim, hostPath, http"
     );
     refused(
         "  placement: {nodeSelector: {disk: 1}}",
@@ -381,8 +368,8 @@ fn what_was_meant_is_asked() {
             "spec.placement.pinning is \"exclusive\"\n  did you mean Exclusive? Write one of Exclusive, Shared, None",
         ),
         (
-            "  strategy: Pipedring\n",
-            "spec.strategy is \"Pipedring\"\n  did you mean PipedRing? Write one of ",
+            "  strategy: hybrit\n",
+            "spec.strategy is \"hybrit\"\n  did you mean Hybrid? Write one of ",
         ),
         (
             "  decode: {kvCache: {memory: much}}\n",
@@ -391,5 +378,86 @@ fn what_was_meant_is_asked() {
     ] {
         let said = refusal(&deployment(&format!("{MODEL}{spec}")));
         assert!(said.starts_with(question), "{said}");
+    }
+}
+
+#[test]
+fn what_the_engine_lacks_is_refused_in_the_same_words_at_either_target() {
+    for (path, value, words) in [
+        (
+            "model.quantization",
+            "W8A8",
+            "spec.model.quantization is \"W8A8\"\n  this engine runs weights as the checkpoint has them: write Native, and choose a checkpoint in FP8 for less memory",
+        ),
+        (
+            "model.adapters",
+            "[{name: a, source: {hostPath: {path: /a}}}]",
+            "spec.model.adapters has 1 items\n  this engine does not run LoRA adapters: remove them, or merge them into the checkpoint",
+        ),
+        (
+            "strategy",
+            "Interleaved",
+            "spec.strategy is \"Interleaved\"\n  this engine has no rings of nodes: write Auto or Hybrid",
+        ),
+        (
+            "prefill.mode",
+            "StreamLoading",
+            "spec.prefill.mode is \"StreamLoading\"\n  this engine keeps a worker's weights where they are used and does not stream them: write Auto or Chunked",
+        ),
+        (
+            "decode.dualBatch",
+            "\"On\"",
+            "spec.decode.dualBatch is \"On\"\n  dual batch overlaps a GPU's attention with the CPU's experts and this engine runs each worker on one device: write Auto or \"Off\"",
+        ),
+        (
+            "decode.kvCache.keyType",
+            "Int8",
+            "spec.decode.kvCache.keyType is \"Int8\"\n  this engine keeps keys and values in BF16 or F32: write one of these",
+        ),
+        (
+            "decode.kvCache.valueType",
+            "FP8",
+            "spec.decode.kvCache.valueType is \"FP8\"\n  this engine keeps keys and values in BF16 or F32: write one of these",
+        ),
+        (
+            "decode.kvCache.spill",
+            "{path: /var/kv, size: 1Gi}",
+            "spec.decode.kvCache.spill sets path and size\n  this engine keeps the KV cache in memory: remove spill, and lower contextLength or maxBatch if memory is short",
+        ),
+        (
+            "autoscaling.scaleToZeroAfter",
+            "15m",
+            "spec.autoscaling.scaleToZeroAfter is \"15m\"\n  this engine does not scale by itself: remove spec.autoscaling",
+        ),
+        (
+            "autoscaling.scaleDownStabilization",
+            "soon",
+            "spec.autoscaling.scaleDownStabilization is \"soon\"\n  this engine does not scale by itself: remove spec.autoscaling",
+        ),
+        (
+            "endpoint.gateway",
+            "{name: public}",
+            "spec.endpoint.gateway sets name\n  this engine does not attach routes to a Gateway: remove it and use the endpoint directly",
+        ),
+    ] {
+        let mut object: serde_json::Value = serde_norway::from_str(&deployment(MODEL)).unwrap();
+        let place = path
+            .split('.')
+            .fold(&mut object["spec"], |node, part| &mut node[part]);
+        *place = serde_norway::from_str(value).unwrap();
+        let text = object.to_string();
+        assert_eq!(refusal(&text), words);
+        for target in [Target::Machine, Target::Cluster] {
+            let error = parse_deployment_for(&text, target).unwrap_err();
+            assert_eq!(error.to_string(), words, "{target:?}");
+        }
+    }
+}
+
+#[test]
+fn every_model_that_comes_with_hearth_is_admitted() {
+    for name in hearth_crds::BUILTIN_MODELS {
+        let model = format!("  model: {{source: {{builtin: {{name: {name}}}}}}}\n");
+        assert!(parse_deployment(&deployment(&model)).is_ok(), "{name}");
     }
 }

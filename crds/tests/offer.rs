@@ -133,8 +133,7 @@ fn only_fields_that_are_obeyed_are_listed() {
     );
     let message = refusal(&with("placement.numa2", &json!(1)), Target::Cluster);
     assert!(
-        message
-            .ends_with("The fields are nodeSelector, numa, pinning, runtimeClassName, tolerations"),
+        message.ends_with("The fields are nodeSelector, numa, pinning, tolerations"),
         "{message}"
     );
 }
@@ -149,7 +148,7 @@ fn a_broken_rule_and_what_the_engine_lacks_come_together() {
         Target::Machine,
     );
     assert!(
-        message.contains("write either replicas (a fixed number)"),
+        message.contains("write replicas alone: minReplicas and maxReplicas are deprecated"),
         "{message}"
     );
     assert!(

@@ -25,7 +25,7 @@ fn checked_in_yaml_is_current() {
             path.display()
         );
         assert!(
-            text.len() < 64 << 10,
+            text.len() < 96 << 10,
             "{name} has {} bytes: kubectl apply must stay far from its limit",
             text.len()
         );
@@ -48,7 +48,12 @@ fn the_stream_holds_every_definition() {
         .collect();
     assert_eq!(
         kinds,
-        ["InferenceDeployment", "InferencePlan", "NodeProfile"]
+        [
+            "InferenceDeployment",
+            "InferencePlan",
+            "NodeProfile",
+            "InferencePoolScaler"
+        ]
     );
 }
 
@@ -108,9 +113,9 @@ fn rules_carry_messages_and_bounded_strings() {
                 rule["message"].is_string(),
                 "{path} has a rule without a message"
             );
-            // The API server estimates a rule's cost by the length that a string may have.
+            // The API server estimates a rule's cost by the length that a string may have, or by the words of its enum.
             assert!(
-                node["type"] != "string" || node["maxLength"].is_u64(),
+                node["type"] != "string" || node["maxLength"].is_u64() || node["enum"].is_array(),
                 "{path} has a rule and no maxLength"
             );
         }
@@ -136,7 +141,7 @@ fn names_columns_and_scale_are_as_designed() {
     assert_eq!(
         columns,
         [
-            "Model", "Ready", "Plan", "Prefill", "Decode", "TTFT", "TPOT", "Age"
+            "Model", "Ready", "Plan", "Prefill", "Decode", "TTFT-ms", "TPOT-ms", "Age"
         ]
     );
     assert_eq!(
@@ -147,10 +152,25 @@ fn names_columns_and_scale_are_as_designed() {
         version["subresources"]["scale"]["labelSelectorPath"],
         ".status.selector"
     );
+    assert_eq!(
+        version["subresources"]["scale"]["statusReplicasPath"],
+        ".status.replicas"
+    );
+    let scaler = &value[3]["spec"];
+    assert_eq!(scaler["names"]["shortNames"][0], "infps");
+    assert_eq!(scaler["names"]["plural"], "inferencepoolscalers");
+    let scale = &scaler["versions"][0]["subresources"]["scale"];
+    assert_eq!(scale["specReplicasPath"], ".spec.replicas");
+    assert_eq!(scale["statusReplicasPath"], ".status.replicas");
+    assert_eq!(scale["labelSelectorPath"], ".status.selector");
     let conditions =
         &version["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]["conditions"];
     assert_eq!(conditions["x-kubernetes-list-type"], "map");
     assert_eq!(conditions["x-kubernetes-list-map-keys"][0], "type");
+    let pools =
+        &version["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]["poolStatuses"];
+    assert_eq!(pools["x-kubernetes-list-type"], "map");
+    assert_eq!(pools["x-kubernetes-list-map-keys"][0], "name");
     let text = serde_json::to_string(&version["schema"]).unwrap();
     assert!(!text.contains("\"phase\""), "status has a phase");
     assert_eq!(value[2]["spec"]["scope"], "Cluster");
@@ -167,7 +187,7 @@ fn defaults_are_written_and_replicas_have_none() {
         spec["placement"]["properties"]["pinning"]["default"],
         "Shared"
     );
-    // A default here would clash with minReplicas and maxReplicas, and take the field from kubectl scale.
+    // A default here would take the field from kubectl scale.
     assert!(
         spec["decode"]["properties"]["replicas"]
             .get("default")
@@ -190,5 +210,103 @@ fn no_plain_word_is_a_boolean_of_yaml_1_1() {
             !(plain && ["On", "Off", "Yes", "No", "on", "off"].contains(&scalar)),
             "{line}"
         );
+    }
+}
+
+/// What `kubectl explain` and editors can read, beside what the API server says in words.
+#[test]
+fn every_bound_of_a_rule_stands_natively_and_in_the_description() {
+    let value = serde_json::to_value(&crds()[0]).unwrap();
+    let schema = &value["spec"]["versions"][0]["schema"]["openAPIV3Schema"];
+    let (mut numbers, mut patterns, mut words) = (0, 0, 0);
+    visit(&schema["properties"]["spec"], "spec", &mut |node, path| {
+        let description = node["description"].as_str().unwrap_or_default();
+        assert!(!description.contains('\n'), "{path}: {description}");
+        let rules: Vec<&str> = node["x-kubernetes-validations"]
+            .as_array()
+            .into_iter()
+            .flatten()
+            .map(|rule| rule["rule"].as_str().unwrap())
+            .collect();
+        let compares = |rule: &&str| rule.starts_with("self >") || rule.starts_with("self <");
+        if let Some(rule) = rules.iter().find(|rule| compares(rule))
+            && !description.starts_with("Deprecated:")
+        {
+            let bounds = [&node["minimum"], &node["maximum"]].map(|bound| bound.as_f64().unwrap());
+            let [least, most] = bounds;
+            assert_eq!(
+                *rule,
+                format!("self >= {least} && self <= {most}"),
+                "{path}"
+            );
+            assert!(
+                description.contains(&format!("From {least} to {most}.")),
+                "{path}: {description}"
+            );
+            numbers += 1;
+        }
+        if rules.iter().any(|rule| rule.contains("self.matches('")) {
+            let pattern = node["pattern"].as_str().unwrap_or_default();
+            assert!(!pattern.is_empty(), "{path} has no pattern: {rules:?}");
+            assert!(rules.iter().any(|rule| rule.contains(pattern)), "{path}");
+            // What CEL and OpenAPI would read in different ways.
+            assert!(!pattern.contains(['\\', '\'']), "{path}: {pattern}");
+            patterns += 1;
+        }
+        if rules.iter().any(|rule| rule.starts_with("self in [")) {
+            assert!(node["enum"].is_array(), "{path} has no enum: {rules:?}");
+            words += 1;
+        }
+        // A bound without a rule would be refused by the API server alone, and in its words.
+        let is_bounded = node["minimum"].as_f64().is_some_and(|least| least != 0.0)
+            || ["maximum", "pattern"]
+                .iter()
+                .any(|keyword| node.get(keyword).is_some());
+        assert!(
+            !is_bounded || !rules.is_empty(),
+            "{path} has bounds and no rule"
+        );
+    });
+    assert!(numbers >= 7, "{numbers}");
+    assert!(patterns >= 20, "{patterns}");
+    assert!(words >= 7, "{words}");
+}
+
+/// An embedded type of Kubernetes would change the schema with each of its versions, and bind the planner and workers to it.
+#[test]
+fn no_type_of_kubernetes_is_embedded() {
+    let here = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    let mut seen = 0;
+    for file in std::fs::read_dir(here.join("src")).unwrap().flatten() {
+        let name = file.file_name();
+        // Of the definitions themselves, and of objects as they are written.
+        if ["crd.rs", "bounds.rs"].iter().any(|own| name == *own) {
+            continue;
+        }
+        seen += 1;
+        let text = std::fs::read_to_string(file.path()).unwrap();
+        for foreign in [
+            "k8s_openapi",
+            "ObjectMeta",
+            "EmbeddedResource",
+            "IntOrString",
+        ] {
+            assert!(!text.contains(foreign), "{name:?} names {foreign}");
+        }
+    }
+    assert!(seen > 15, "{seen} files");
+    let value = serde_json::to_value(crds()).unwrap().to_string();
+    for keyword in ["embedded-resource", "int-or-string"] {
+        assert!(!value.contains(keyword), "a schema has {keyword}");
+    }
+    let manifest = std::fs::read_to_string(here.join("Cargo.toml")).unwrap();
+    let (_, dependencies) = manifest.split_once("\n[dependencies]\n").unwrap();
+    let (dependencies, _) = dependencies.split_once("\n[").unwrap();
+    for library in ["kube", "k8s-openapi", "schemars"] {
+        let line = dependencies
+            .lines()
+            .find(|line| line.starts_with(&format!("{library} ")))
+            .unwrap();
+        assert!(line.contains("optional = true"), "{line}");
     }
 }

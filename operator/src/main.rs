@@ -10,13 +10,15 @@ mod apply;
 mod cluster;
 mod commands;
 mod controller;
+mod environment;
 mod http;
 mod services;
 mod telemetry;
 mod terminal;
 mod up;
 
-use commands::{chat, logs, plan, probe, status};
+use commands::{chat, convert, logs, plan, probe, status};
+use environment::Environment;
 use terminal::ui;
 
 /// The operator keeps many small things for long beside large ones for moments; this allocator keeps them in half of the
@@ -25,7 +27,8 @@ use terminal::ui;
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 fn main() -> ExitCode {
-    match Cli::parse().run() {
+    let environment = Environment::read(|name| std::env::var_os(name));
+    match Cli::parse().run(&environment) {
         Ok(code) => code,
         Err(error) => {
             ui::print_error(&error);
@@ -62,6 +65,8 @@ enum Command {
     Operator(Box<controller::OperatorArgs>),
     /// Ask an HTTP address whether it is well
     Probe(probe::ProbeArgs),
+    /// Write the InferenceDeployments of a cluster, or of a file, in the words of this version: before helm upgrade
+    Convert(convert::ConvertArgs),
     /// Print the CustomResourceDefinitions
     #[command(
         after_help = "Examples:\n  hearth crd > crds.yaml\n  hearth crd | kubectl apply -f -"
@@ -79,15 +84,16 @@ enum Command {
 
 impl Cli {
     /// Runs the chosen command.
-    fn run(self) -> anyhow::Result<ExitCode> {
+    fn run(self, environment: &Environment) -> anyhow::Result<ExitCode> {
         match self.command {
-            Command::Up(args) => return up::run(&args),
-            Command::Plan(args) => plan::run(&args)?,
-            Command::Status(args) => return status::run(&args),
-            Command::Chat(args) => chat::run(&args)?,
-            Command::Logs(args) => logs::run(&args)?,
+            Command::Up(args) => return up::run(&args, environment),
+            Command::Plan(args) => plan::run(&args, environment)?,
+            Command::Status(args) => return status::run(&args, environment),
+            Command::Chat(args) => chat::run(&args, environment)?,
+            Command::Logs(args) => logs::run(&args, environment)?,
             Command::Probe(args) => probe::run(&args)?,
-            Command::Operator(args) => return controller::run(&args),
+            Command::Operator(args) => return controller::run(&args, environment),
+            Command::Convert(args) => convert::run(&args)?,
             Command::Crd => ui::print_data(&hearth_crds::crd_yaml()?)?,
             Command::Completion { shell } => {
                 let mut script = Vec::new();

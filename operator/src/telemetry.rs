@@ -189,18 +189,18 @@ pub(crate) enum LogFormat {
 /// Begins to log on standard error.
 ///
 /// # Errors
-/// When the filter is none.
+/// If the filter is not valid.
 pub(crate) fn start_log(filter: &str, format: LogFormat) -> anyhow::Result<()> {
-    // A word that is no level would be taken for a module, and silence all others.
+    // A word that is not a level would be taken for a module, and silence all others.
     let is_level = |word: &str| word.contains('=') || word.parse::<LevelFilter>().is_ok();
     anyhow::ensure!(
         filter.split(',').all(is_level),
-        "--log {filter:?} is no filter\n  write error, warn, info or debug"
+        "--log {filter:?} is not a valid filter\n  write error, warn, info or debug"
     );
     // What the libraries say of every broken watch is told once, by the watch itself.
     let quiet = "kube_client=off,kube_runtime=off,tower=warn,hyper=warn,h2=warn,rustls=warn";
     let filter = EnvFilter::try_new(format!("{quiet},{filter}")).with_context(|| {
-        format!("--log {filter:?} is no filter\n  write error, warn, info or debug")
+        format!("--log {filter:?} is not a valid filter\n  write error, warn, info or debug")
     })?;
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)

@@ -140,3 +140,94 @@ fn the_old_object_keeps_its_path(cluster: &Cluster) {
     changed(&source("/models/new")).expect("an allowed path");
     changed(&source("/srv/old")).expect_err("there is no way back");
 }
+
+/// What a template may not ask for, the API server itself refuses.
+#[test]
+fn templates_take_nothing_that_plans_and_pod_security_do_not_count() {
+    let Some(cluster) = Cluster::start_or_skip(&Options::default()) else {
+        return;
+    };
+    let Some(helm) = cluster.find_tool("helm") else {
+        skipped("helm is not built: run tests/cluster/build.sh, which needs Go");
+        return;
+    };
+    cluster.apply(&rendered(&helm, r#"["/"]"#));
+    takes_effect(&cluster, "the definitions are there", "/models/m", true);
+    let with = |template: &Value| {
+        let mut object = deployment("probe", "/models/m");
+        object["spec"]["podTemplate"] = template.clone();
+        verdict(&cluster, &object)
+    };
+    let whole = json!({
+        "labels": {"team": "search"},
+        "annotations": {"prometheus.io/scrape": "true"},
+        "env": [{"name": "RUST_LOG", "value": "debug"}],
+        "caBundles": [{"configMap": "house", "key": "ca.crt"}],
+        "runtimeClassName": "nvidia",
+        "priorityClassName": "batch",
+        "resourceClaims": [{"name": "nic", "resourceClaimName": "shared"}],
+    });
+    assert_eq!(with(&whole), Ok(()));
+    for (template, words) in refused_templates() {
+        let refusal = with(&template).expect_err(&template.to_string());
+        assert!(refusal.contains(words), "{template}: {refusal}");
+    }
+    let mut both = deployment("probe", "/models/m");
+    both["spec"]["podTemplate"] = json!({"runtimeClassName": "a"});
+    both["spec"]["placement"] = json!({"runtimeClassName": "a"});
+    let refusal = verdict(&cluster, &both).expect_err("two names of one thing");
+    assert!(
+        refusal.contains("write podTemplate.runtimeClassName alone"),
+        "{refusal}"
+    );
+}
+
+/// Templates of Pods, each with words of its refusal.
+fn refused_templates() -> Vec<(Value, &'static str)> {
+    vec![
+        (
+            json!({"labels": {"hearth.dev/role": "gateway"}}),
+            "Hearth's and the cluster's own",
+        ),
+        (
+            json!({"annotations": {"container.apparmor.security.beta.kubernetes.io/decode": "unconfined"}}),
+            "the cluster's own",
+        ),
+        (
+            json!({"annotations": {"devices.nri.io/container.decode": "/dev/mem"}}),
+            "container runtimes",
+        ),
+        (
+            json!({"annotations": {"io.kubernetes.cri-o.Devices": "/dev/mem"}}),
+            "with a prefix",
+        ),
+        (
+            json!({"env": [{"name": "LD_PRELOAD", "value": "/tmp/x.so"}]}),
+            "write another name",
+        ),
+        (
+            json!({"env": [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]}),
+            "write another name",
+        ),
+        (
+            json!({"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}),
+            "Duplicate",
+        ),
+        (
+            json!({"priorityClassName": "system-node-critical"}),
+            "the cluster's own",
+        ),
+        (
+            json!({"resourceClaims": [{"name": "gpus", "resourceClaimName": "a"}]}),
+            "Hearth's own claim",
+        ),
+        (
+            json!({"caBundles": [{"secret": "a", "configMap": "b", "key": "c"}]}),
+            "exactly one of",
+        ),
+        (
+            json!({"securityContext": {"privileged": true}}),
+            "unknown field",
+        ),
+    ]
+}

@@ -175,10 +175,11 @@ fn start_agent(node: &str, address: Ipv4Addr, secret: &Value, token: &str) -> Ag
 fn profile(cluster: &Cluster, operator: &mut Operator, node: &str) {
     let node = format!("node-{node}");
     let found = try_wait_until(&format!("{node} has a profile"), PATIENCE, || {
-        cluster.get("nodeprofile", "", &node)
+        let found = cluster.get("nodeprofile", "", &node)?;
+        found["status"].is_object().then_some(found)
     });
     let found = found.unwrap_or_else(|error| panic!("{error}: {}", operator.log()));
-    assert_eq!(found["spec"]["node"], *node);
+    assert_eq!(found["status"]["node"], *node);
 }
 
 /// Waits until the operator has logged it, in what comes after so many bytes.

@@ -219,7 +219,7 @@ fn what_is_generated_is_as_new_as_its_sources() {
         crds.flatten()
             .map(|entry| PathBuf::from("charts/hearth/files/crds").join(entry.file_name())),
     );
-    assert_eq!(files.len(), 4, "{files:?}");
+    assert_eq!(files.len(), 5, "{files:?}");
     for file in files {
         let [here, generated] = [root().join(&file), directory.path().join(&file)]
             .map(|path| std::fs::read_to_string(path).unwrap_or_default());
@@ -257,6 +257,16 @@ fn rights(role: &Value) -> BTreeSet<String> {
     rights
 }
 
+/// What it needs to see of Pods and devices of others.
+const SEEING: [&str; 6] = [
+    "list /pods",
+    "watch /pods",
+    "list resource.k8s.io/resourceclaims",
+    "list resource.k8s.io/resourceslices",
+    "watch resource.k8s.io/resourceclaims",
+    "watch resource.k8s.io/resourceslices",
+];
+
 #[test]
 fn the_operator_has_the_rights_that_it_needs_and_no_others() {
     let Some(helm) = helm() else { return };
@@ -271,6 +281,7 @@ fn the_operator_has_the_rights_that_it_needs_and_no_others() {
         "list hearth.dev/nodeprofiles",
         "patch hearth.dev/nodeprofiles",
         "watch hearth.dev/nodeprofiles",
+        "patch hearth.dev/nodeprofiles/status",
         "get hearth.dev/inferencedeployments",
         "list hearth.dev/inferencedeployments",
         "watch hearth.dev/inferencedeployments",
@@ -288,15 +299,7 @@ fn the_operator_has_the_rights_that_it_needs_and_no_others() {
         rights(one(&unseeing, "ClusterRole", "hearth-operator")),
         wanted
     );
-    let seeing = [
-        "list /pods",
-        "watch /pods",
-        "list resource.k8s.io/resourceclaims",
-        "list resource.k8s.io/resourceslices",
-        "watch resource.k8s.io/resourceclaims",
-        "watch resource.k8s.io/resourceslices",
-    ];
-    wanted.extend(seeing.map(str::to_owned));
+    wanted.extend(SEEING.map(str::to_owned));
     assert_eq!(cluster, wanted);
 
     let roles = of_kind(&objects, "Role", "hearth-deployments");
@@ -558,8 +561,8 @@ fn what_it_means_to_serve_all_namespaces_is_said() {
 fn definitions_are_kept_unless_asked_otherwise() {
     let Some(helm) = helm() else { return };
     for (values, count, kept) in [
-        ("{}", 3, json!("keep")),
-        ("{crds: {keep: false}}", 3, json!(null)),
+        ("{}", 4, json!("keep")),
+        ("{crds: {keep: false}}", 4, json!(null)),
         ("{crds: {install: false}}", 0, json!(null)),
     ] {
         let objects = defaults(&helm, values);

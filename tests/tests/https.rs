@@ -129,7 +129,9 @@ fn files_that_cannot_serve_https_are_told_before_anything_starts() {
     let output = up.output();
     assert!(output.contains("error: --https-cert is "), "{output}");
     assert!(
-        output.contains("which is no file\n  name a PEM file with the certificate of the endpoint"),
+        output.contains(
+            "which is not a file\n  name a PEM file with the certificate of the endpoint"
+        ),
         "{output}"
     );
     let (code, _, errors) = run(hearth().args(["up", "-f", "x.yaml", "--https-cert", "x.pem"]));

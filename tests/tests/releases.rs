@@ -15,13 +15,24 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 #[test]
 fn an_upgrade_keeps_old_objects_and_a_rollback_gives_them_back() {
-    let Some(cluster) = Cluster::start_or_skip(&Options::default()) else {
+    let Some((cluster, helm)) = cluster_and_helm() else {
         return;
     };
+    for release in releases() {
+        from_release_and_back(&cluster, &helm, &release);
+    }
+}
+
+fn cluster_and_helm() -> Option<(Cluster, PathBuf)> {
+    let cluster = Cluster::start_or_skip(&Options::default())?;
     let Some(helm) = cluster.find_tool("helm") else {
         skipped("helm is not built: run tests/cluster/build.sh, which needs Go");
-        return;
+        return None;
     };
+    Some((cluster, helm))
+}
+
+fn releases() -> Vec<PathBuf> {
     let mut releases: Vec<PathBuf> = std::fs::read_dir(root().join("tests/releases"))
         .expect("releases")
         .flatten()
@@ -30,9 +41,184 @@ fn an_upgrade_keeps_old_objects_and_a_rollback_gives_them_back() {
         .collect();
     releases.sort();
     assert!(!releases.is_empty());
-    for release in releases {
-        from_release_and_back(&cluster, &helm, &release);
+    releases
+}
+
+/// Values that earlier versions took when they were applied, and refused later: two objects that have each of them.
+fn refused_now() -> [Value; 2] {
+    let object = |name: &str, spec: Value| {
+        json!({
+            "apiVersion": "hearth.dev/v1alpha1", "kind": "InferenceDeployment",
+            "metadata": {"name": name, "namespace": "default"}, "spec": spec,
+        })
+    };
+    let spill = json!({"path": "/var/kv", "size": "64Gi"});
+    let adapters = json!([{"name": "poems", "source": {"huggingFace": {"repo": "a/poems"}}}]);
+    [
+        object(
+            "refused",
+            json!({
+                "model": {"source": {"huggingFace": {"repo": "Qwen/Qwen3-30B-A3B"}}, "quantization": "W4A8", "adapters": adapters},
+                "strategy": "PipedRing",
+                "prefill": {"minReplicas": 0, "maxReplicas": 2, "mode": "DistributedStreamLoading"},
+                "decode": {
+                    "minReplicas": 1, "maxReplicas": 4, "dualBatch": "On",
+                    "kvCache": {"keyType": "Int8", "valueType": "FP8", "spill": spill},
+                },
+                "autoscaling": {"scaleToZeroAfter": "15m", "scaleDownStabilization": "5m"},
+                "endpoint": {"gateway": {"name": "public", "namespace": "infra"}},
+            }),
+        ),
+        object(
+            "refused-too",
+            json!({
+                "model": {"source": {"builtin": {"name": "nosuch"}}, "quantization": "W8A8"},
+                "strategy": "Interleaved",
+                "prefill": {"mode": "StreamLoading"},
+                "decode": {"kvCache": {"keyType": "FP8", "valueType": "Int8"}},
+            }),
+        ),
+    ]
+}
+
+/// Fields of [`refused_now`], and a few words of what is said of each.
+const REFUSALS: [(&str, &str); 17] = [
+    (
+        "spec.model.source.huggingFace",
+        "does not download from the hub",
+    ),
+    (
+        "spec.model.source.builtin.name",
+        "the models that come with Hearth are: hearth-demo",
+    ),
+    ("spec.model.quantization", "write Native"),
+    ("spec.model.adapters", "does not run LoRA adapters"),
+    ("spec.strategy", "no rings of nodes: write Auto or Hybrid"),
+    ("spec.prefill.mode", "write Auto or Chunked"),
+    ("spec.prefill.minReplicas", "write spec.prefill.replicas"),
+    ("spec.prefill.maxReplicas", "write spec.prefill.replicas"),
+    ("spec.decode.minReplicas", "write spec.decode.replicas"),
+    ("spec.decode.maxReplicas", "write spec.decode.replicas"),
+    ("spec.decode.dualBatch", "write Auto or \"Off\""),
+    ("spec.decode.kvCache.keyType", "BF16 or F32"),
+    ("spec.decode.kvCache.valueType", "BF16 or F32"),
+    ("spec.decode.kvCache.spill", "remove spill"),
+    (
+        "spec.autoscaling.scaleToZeroAfter",
+        "remove spec.autoscaling",
+    ),
+    (
+        "spec.autoscaling.scaleDownStabilization",
+        "remove spec.autoscaling",
+    ),
+    ("spec.endpoint.gateway", "does not attach routes"),
+];
+
+#[test]
+fn an_old_object_with_a_value_that_is_refused_now_stays_writable() {
+    for release in releases() {
+        let Some((cluster, helm)) = cluster_and_helm() else {
+            return;
+        };
+        let old = release.join("hearth");
+        let old = old.to_str().expect("a path");
+        install(&cluster, &helm, &["install", "hearth", old]);
+        let objects = refused_now();
+        for object in &objects {
+            let name = object["metadata"]["name"].as_str().expect("a name");
+            cluster.apply(&object.to_string());
+            let status = json!({
+                "observedGeneration": 1,
+                "pools": {"decode": {"desired": 1, "ready": 0, "summary": "0/1"}},
+                "predicted": {"timeToFirstToken": "1.4s", "timePerOutputToken": "41ms"},
+                "selector": "hearth.dev/role=decode",
+            });
+            apply_status(&cluster, name, &status);
+            let stored = cluster.get("infd", "default", name).expect("it is stored");
+            assert_eq!(stored["status"]["pools"]["decode"]["summary"], "0/1");
+        }
+
+        install(&cluster, &helm, &["upgrade", "hearth", "charts/hearth"]);
+        wait_until("this version's definitions are served", PATIENCE, || {
+            is_served(&cluster, &root().join("crds/yaml")).then_some(())
+        });
+        let mut said = String::new();
+        for object in &objects {
+            said += &refusal_of_a_new_one(&cluster, object);
+            assert_refused_value_stays_writable(&cluster, object);
+        }
+        for (field, words) in REFUSALS {
+            let mut lines = said.lines();
+            let is_said =
+                lines.any(|line| line.contains(&format!("{field}: ")) && line.contains(words));
+            assert!(is_said, "{field}, {words}: {said}");
+        }
     }
+}
+
+/// Writes a status as the operator does.
+fn apply_status(cluster: &Cluster, name: &str, status: &Value) {
+    let file = tempfile::NamedTempFile::new().expect("file");
+    let object = json!({
+        "apiVersion": "hearth.dev/v1alpha1", "kind": "InferenceDeployment",
+        "metadata": {"name": name, "namespace": "default"}, "status": status,
+    });
+    std::fs::write(file.path(), object.to_string()).expect("object");
+    cluster.kubectl(&[
+        "apply",
+        "--server-side",
+        "--subresource=status",
+        "--field-manager=hearth",
+        "--force-conflicts",
+        "--filename",
+        file.path().to_str().expect("path"),
+    ]);
+}
+
+/// What is said of the same object under another name.
+fn refusal_of_a_new_one(cluster: &Cluster, object: &Value) -> String {
+    let mut new = object.clone();
+    new["metadata"]["name"] = json!("new");
+    let refused = cluster.try_apply(&new.to_string());
+    refused.expect_err("a new object with values that are refused was taken")
+}
+
+fn assert_refused_value_stays_writable(cluster: &Cluster, object: &Value) {
+    let name = object["metadata"]["name"].as_str().expect("a name");
+    let patch = |patch: Value| {
+        let patch = patch.to_string();
+        cluster.try_kubectl(&["patch", "infd", name, "--type=merge", "--patch", &patch])
+    };
+    let labelled = patch(json!({"metadata": {"labels": {"a": "b"}}}));
+    assert!(labelled.is_ok(), "a label: {labelled:?}");
+    // Beside refused values in the same objects, too.
+    let edited = patch(json!({"spec": {
+        "model": {"servedName": "other"}, "prefill": {"gpusPerWorker": 1},
+        "decode": {"maxBatch": 3, "kvCache": {"memory": "1Gi"}}, "endpoint": {"keepAlive": "3m"},
+    }}));
+    assert!(edited.is_ok(), "unrelated edits: {edited:?}");
+    let applied = cluster.try_apply(&object.to_string());
+    assert!(applied.is_ok(), "its manifest again: {applied:?}");
+
+    let decode = json!({
+        "name": "decode", "role": "Decode", "desired": 1, "replicas": 1, "ready": 1, "updated": 1, "summary": "1/1",
+    });
+    let status = json!({
+        "observedGeneration": 2, "poolStatuses": [decode], "selector": "hearth.dev/role=decode", "replicas": 1,
+        "predicted": {"timeToFirstTokenMilliseconds": 1400.0, "timePerOutputTokenMilliseconds": 41.0},
+    });
+    apply_status(cluster, name, &status);
+    let found = cluster.get("infd", "default", name).expect("still there");
+    assert!(covers(&found["status"], &status), "{found:#}");
+    assert!(found["status"].get("pools").is_none(), "{found:#}");
+    assert!(covers(&found["spec"], &object["spec"]), "{found:#}");
+
+    let worse = patch(
+        json!({"spec": {"strategy": "Interleaved", "model": {"quantization": "W4A8"}, "decode": {"dualBatch": "On"}}}),
+    );
+    assert!(worse.is_err(), "another refused value: {worse:?}");
+    let better = patch(json!({"spec": {"strategy": "Hybrid"}}));
+    assert!(better.is_ok(), "a value that is obeyed: {better:?}");
 }
 
 fn from_release_and_back(cluster: &Cluster, helm: &Path, release: &Path) {
@@ -200,12 +386,23 @@ impl Stored {
         cluster.try_kubectl(&self.within(&arguments))
     }
 
-    /// All that it said is said still; new fields may have defaults.
+    /// All that it said is said still; new fields may have defaults. Of a status, what has another name now is gone until the
+    /// operator writes the next one.
     fn assert_unchanged(&self, cluster: &Cluster, when: &str) {
         let found = self.get(cluster);
         let found = found.unwrap_or_else(|| panic!("{} is gone {when}", self.name));
+        let mut object = self.object.clone();
+        if let Some(status) = object["status"].as_object_mut() {
+            status.remove("pools");
+            for latencies in ["predicted", "measured"] {
+                if let Some(latencies) = status.get_mut(latencies).and_then(Value::as_object_mut) {
+                    latencies.remove("timeToFirstToken");
+                    latencies.remove("timePerOutputToken");
+                }
+            }
+        }
         for part in ["spec", "status"] {
-            let (found, wanted) = (&found[part], &self.object[part]);
+            let (found, wanted) = (&found[part], &object[part]);
             assert!(
                 wanted.is_null() || covers(found, wanted),
                 "{} {when}: {found:#}\ninstead of {wanted:#}",

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use hearth_crds::{NodeProfileSpec, PlacementSpec, TolerationSpec};
+use hearth_crds::{NodeProfileStatus, PlacementSpec, TolerationSpec};
 use hearth_planner::CpuRoom;
 use jiff::Timestamp;
 
@@ -14,7 +14,7 @@ use crate::observed::{Holding, NodeView, Observed, PASSING_TAINT, Requests, Tain
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Candidates {
     /// What each node can give, by name: its profile less what others hold.
-    pub(crate) free: BTreeMap<String, NodeProfileSpec>,
+    pub(crate) free: BTreeMap<String, NodeProfileStatus>,
     /// GPUs that each of them can give.
     pub(crate) gpus_free: BTreeMap<String, u32>,
     /// UUIDs that may be claimed of those whose GPUs are had by claims.
@@ -258,7 +258,7 @@ struct OccupiedNode<'a> {
 }
 
 impl OccupiedNode<'_> {
-    fn free_profile(self, placement: &PlacementSpec) -> Result<NodeProfileSpec, String> {
+    fn free_profile(self, placement: &PlacementSpec) -> Result<NodeProfileStatus, String> {
         let Self { node, held, .. } = self;
         if !node.is_ready {
             return Err("is not Ready".to_owned());

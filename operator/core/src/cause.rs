@@ -1,9 +1,9 @@
 //! Why a Pod is not ready, as a reason that a program can match and a sentence that a person can act on.
 
-use hearth_crds::format_bytes;
+use hearth_crds::{PlanRole, format_bytes};
 
 use crate::observed::forbidden::is_quota;
-use crate::observed::{ContainerEnd, PodView};
+use crate::observed::{ContainerEnd, PodRole, PodView};
 
 /// The most characters of another program's words that a message repeats.
 const QUOTED_CHARS: usize = 300;
@@ -63,16 +63,16 @@ pub(crate) fn cause(what: &str, pod: &PodView) -> Cause {
     if pod.is_setting_up {
         return setting_up(what, pod);
     }
-    match pod.role.as_str() {
-        "gateway" => Cause::waiting(
+    match pod.role {
+        PodRole::Rank(PlanRole::Gateway) => Cause::waiting(
             "Starting",
             format!("{what} is starting on {}", node_of(pod)),
         ),
-        "inspect" => Cause::waiting(
+        PodRole::Inspect => Cause::waiting(
             "Inspecting",
             format!("{what} is reading the model on {}", node_of(pod)),
         ),
-        _ => Cause::waiting(
+        PodRole::Rank(PlanRole::Prefill | PlanRole::Decode) | PodRole::Other => Cause::waiting(
             "LoadingModel",
             format!("{what} is loading the model on {}", node_of(pod)),
         ),
@@ -359,7 +359,7 @@ mod tests {
     fn pod() -> PodView {
         PodView {
             name: "demo-decode-0-0123abcd".to_owned(),
-            role: "decode".to_owned(),
+            role: PodRole::Rank(PlanRole::Decode),
             rank: "decode-0".to_owned(),
             node: "office".to_owned(),
             wanted_node: "office".to_owned(),
@@ -513,7 +513,7 @@ mod tests {
             (pod(), "LoadingModel"),
             (
                 PodView {
-                    role: "gateway".to_owned(),
+                    role: PodRole::Rank(PlanRole::Gateway),
                     ..pod()
                 },
                 "Starting",

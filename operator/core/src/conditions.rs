@@ -1,6 +1,7 @@
 //! Conditions as the Kubernetes API conventions have them, written so that a reconcile that sees nothing new writes the same.
 
 use hearth_crds::{Condition, InferenceDeploymentStatus};
+use jiff::Timestamp;
 
 use crate::cause::Cause;
 use crate::observed::Observed;
@@ -11,6 +12,8 @@ pub const READY: &str = "Ready";
 pub const PLANNED: &str = "Planned";
 /// The model is known, and there are nodes that have it.
 pub const MODEL_READY: &str = "ModelReady";
+/// All gateways are ready.
+pub const GATEWAY_READY: &str = "GatewayReady";
 /// All prefill workers are ready.
 pub const PREFILL_READY: &str = "PrefillReady";
 /// All decode workers are ready.
@@ -93,6 +96,28 @@ pub fn of<'a>(status: Option<&'a InferenceDeploymentStatus>, type_: &str) -> Opt
         .conditions
         .iter()
         .find(|condition| condition.type_ == type_)
+}
+
+/// Reason of every condition of a deployment that is at rest.
+pub const SUSPENDED: &str = "Suspended";
+/// Reason of Progressing while Pods of a deployment that is to be at rest end.
+pub const SUSPENDING: &str = "Suspending";
+/// Reason of Progressing from the end of the rest until the plan serves again.
+pub const RESUMING: &str = "Resuming";
+
+/// When a deployment that was suspended was so last, as its status tells; `None` once its plan has served again.
+pub(crate) fn last_suspended(observed: &Observed) -> Option<Timestamp> {
+    let old = of(observed.deployment.status.as_ref(), PROGRESSING)?;
+    match old.reason.as_str() {
+        SUSPENDED | SUSPENDING => Some(observed.now),
+        RESUMING => Some(old.last_transition_time.parse().unwrap_or(observed.now)),
+        _ => None,
+    }
+}
+
+/// Whether a deployment is on its way back from being suspended.
+pub(crate) fn is_resuming(observed: &Observed) -> bool {
+    !observed.deployment.spec.suspend && last_suspended(observed).is_some()
 }
 
 /// The condition for a verdict. The time changes only with the status, and a vague message never takes the place of

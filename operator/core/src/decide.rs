@@ -4,29 +4,33 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use hearth_crds::{DurationText, FieldError, InferenceDeployment, InferencePlan};
+use hearth_crds::{
+    DurationText, FieldError, InferenceDeployment, InferencePlan, InferencePlanStatus,
+};
 use jiff::Timestamp;
 use kube_core::ResourceExt;
 
-use crate::build::{
-    BuildContext, DesiredPod, ROLE_INSPECT, deployment_of_plan, model_key_of, objects, rank_pods,
-};
-use crate::candidates::{Candidates, away, is_down, next_judgement, rooms};
+use crate::build::{BuildContext, DesiredPod, deployment_of_plan, objects, rank_pods};
+use crate::candidates::{away, is_down, next_judgement, rooms};
 use crate::cause::node_of;
+use crate::choose::scale::rollout_of;
 use crate::choose::{self, Choice};
+use crate::conditions;
 use crate::decision::{Decision, Marks};
 use crate::events::transitions;
-use crate::model::{self, Model, ModelState, ModelStep, More};
+use crate::model::{ModelStep, Search};
 use crate::names::{
-    ANNOTATION_CERTIFICATE, ANNOTATION_ENDS, ANNOTATION_OUTCOME, ANNOTATION_OUTCOME_MESSAGE,
-    ANNOTATION_PLAN_GENERATION, ANNOTATION_ROUTES, ANNOTATION_TURN, OUTCOME_FAILED,
+    ANNOTATION_CERTIFICATE, ANNOTATION_PLAN_GENERATION, ANNOTATION_ROUTES, OUTCOME_FAILED,
     OUTCOME_SERVING,
 };
 use crate::observed::forbidden::Quota;
-use crate::observed::{FetchView, Observed, PodView};
-use crate::plan_annotations;
+use crate::observed::{FetchView, Observed, PodRole, PodView};
+use crate::plan_record::{
+    PlanStatusChange, has_served, model_key_of, passes_turn, source_digest_of,
+};
 use crate::rollout::ends::{Ended, Ends};
 use crate::rollout::{self, RolloutInput, Steps, Want};
+use crate::scaling::{self, resolved};
 use crate::status::{self, StatusInput};
 use crate::turns::{LONGEST_TURN, is_no_images_fault};
 use crate::validate::{progress_deadline, serves, validate};
@@ -49,12 +53,14 @@ pub fn decide(observed: &Observed) -> Decision {
         let errors = validity.err().unwrap_or_default();
         return refused(observed, &errors);
     }
-    let (model, choice) = match &validity {
-        Ok(_) => {
-            let (step, choice) = plan(observed);
-            (Some(step), choice)
-        }
-        Err(_) => (None, choose::choose(observed, None)),
+    let observed = &*resolved(observed);
+    let mut search = validity.is_ok().then(|| Search::of(observed));
+    let (choice, model) = if deployment.spec.suspend {
+        let choice = choose::rest::keep(observed);
+        (choice, search.map(|search| search.at_rest(observed)))
+    } else {
+        let choice = choose::choose(observed, search.as_mut());
+        (choice, search.map(Search::into_step))
     };
     let mut reconcile = Reconcile {
         observed,
@@ -64,6 +70,7 @@ pub fn decide(observed: &Observed) -> Decision {
     };
     reconcile.model(model.as_ref());
     reconcile.run(model.as_ref());
+    reconcile.scaler();
     reconcile.decision
 }
 
@@ -71,13 +78,7 @@ pub fn decide(observed: &Observed) -> Decision {
 fn refused(observed: &Observed, errors: &[FieldError]) -> Decision {
     let choice = Choice {
         target: None,
-        is_new: false,
-        marks: Vec::new(),
-        refusal: None,
-        wants_nodes: false,
-        trouble: None,
-        look_again: None,
-        held: None,
+        ..choose::rest::keep(observed)
     };
     let status = status::write(&StatusInput {
         observed,
@@ -94,43 +95,6 @@ fn refused(observed: &Observed, errors: &[FieldError]) -> Decision {
         events: transitions(observed.deployment.status.as_ref(), &status),
         status,
         ..Decision::default()
-    }
-}
-
-/// The model, then the plan. Where the nodes that have the model do not suffice, others are asked for it.
-fn plan(observed: &Observed) -> (ModelStep, Choice) {
-    let candidates = Candidates::of(observed, &observed.deployment.spec.placement);
-    let step = model::find(observed, &candidates, None);
-    let mut choice = choose::choose(observed, known(&step));
-    let Some(model) = known(&step).filter(|model| model.nodes.is_some()) else {
-        return (step, choice);
-    };
-    if !choice.wants_nodes || choice.is_new {
-        return (step, choice);
-    }
-    let more = More {
-        known: model,
-        draft: choose::draft_nodes(observed, model),
-    };
-    let mut wider = model::find(observed, &candidates, Some(&more));
-    if let ModelState::Unknown(cause) = &wider.state {
-        if choice.target.is_none() && !more.draft.is_empty() && !cause.is_trouble {
-            // It will do where it is on its way to.
-            choice.refusal = None;
-        } else {
-            // What is known stays known while more is looked for.
-            wider.state = step.state;
-        }
-        return (wider, choice);
-    }
-    let again = choose::choose(observed, known(&wider));
-    (wider, again)
-}
-
-fn known(step: &ModelStep) -> Option<&Model> {
-    match &step.state {
-        ModelState::Known(model) => Some(model),
-        ModelState::Unknown(_) => None,
     }
 }
 
@@ -154,7 +118,7 @@ impl Reconcile<'_> {
     }
 
     fn run(&mut self, model: Option<&ModelStep>) {
-        self.decision.mark_plans = std::mem::take(&mut self.choice.marks);
+        self.decision.plan_statuses = std::mem::take(&mut self.choice.plan_statuses);
         self.look_again(self.choice.look_again);
         self.decision.waits_for_turn = self.choice.held.is_some();
         let Some(target) = self.choice.target.clone() else {
@@ -171,19 +135,27 @@ impl Reconcile<'_> {
             model_key: model_key.as_deref(),
         };
         self.objects(&context, &target);
-        let built = rank_pods(&context, &target.spec);
+        let is_suspended = self.observed.deployment.spec.suspend;
+        let built = match is_suspended {
+            true => Vec::new(),
+            false => rank_pods(&context, &target.spec),
+        };
         let wants: Vec<Want> = built.iter().map(Want::of).collect();
         let pods: Vec<&PodView> = self.workers().collect();
-        let steps = rollout::step(&RolloutInput {
+        let mut steps = rollout::step(&RolloutInput {
             wants: &wants,
             pods: &pods,
             rooms: &rooms(self.observed),
             away: &away(self.observed),
             compatible_generations: &self.compatible_generations(&target),
+            begun_generations: &begun_generations(self.observed, &target),
             ends: &Ends::of(&target),
             quota: self.quota(&target, &wants),
             now: self.observed.now,
         });
+        if is_suspended {
+            (steps.progress.is_serving, steps.progress.is_complete) = (false, pods.is_empty());
+        }
         let planned = target.spec.ranks.iter().map(|rank| &*rank.node);
         let nodes = planned.chain(pods.iter().map(|pod| node_of(pod)));
         let judged = next_judgement(self.observed, nodes);
@@ -193,15 +165,22 @@ impl Reconcile<'_> {
         self.annotate_ends(&wants, &target, &steps);
         self.decision.delete_pods.extend(steps.end.iter().cloned());
         self.look_again(steps.look_again);
-        if plan_annotations::has_served(&target) && steps.progress.is_complete {
+        if has_served(&target) && steps.progress.is_complete {
             self.decision.delete_plans = choose::unneeded(self.observed, &target);
         }
         self.tell(model, &wants, Some(&steps));
     }
 
+    /// An invalid spec changes nothing of it.
+    fn scaler(&mut self) {
+        if self.invalid.is_empty() {
+            self.decision.scaler = scaling::step(self.observed, &self.decision.status);
+        }
+    }
+
     fn workers(&self) -> impl Iterator<Item = &PodView> {
         let pods = self.observed.pods.iter().map(|pod| &**pod);
-        pods.filter(|pod| pod.role != ROLE_INSPECT)
+        pods.filter(|pod| pod.role != PodRole::Inspect)
     }
 
     /// The deployment as the plan was made for it, with what needs no new plan as it is asked for now.
@@ -212,6 +191,7 @@ impl Reconcile<'_> {
             deployment.spec.endpoint = now.spec.endpoint.clone();
             deployment.spec.rollout = now.spec.rollout.clone();
         }
+        deployment.spec.suspend = now.spec.suspend;
         deployment
     }
 
@@ -330,7 +310,14 @@ impl Reconcile<'_> {
             ends.take(pod, self.observed.now);
         }
         if ends != before {
-            self.mark_plan(target, vec![(ANNOTATION_ENDS, ends.text())]);
+            let ended_pods = Some(ends.to_status());
+            self.change_status(
+                target,
+                InferencePlanStatus {
+                    ended_pods,
+                    ..InferencePlanStatus::default()
+                },
+            );
         }
     }
 
@@ -343,11 +330,15 @@ impl Reconcile<'_> {
         let has_yet_to_serve = left.is_some();
         let mut given_up = None;
         if let (Some(plan), Some(steps)) = (&target, steps) {
-            if steps.progress.is_serving
-                && !plan_annotations::has_served(plan)
-                && !self.choice.is_new
-            {
-                self.mark_plan(plan, vec![(ANNOTATION_OUTCOME, OUTCOME_SERVING.to_owned())]);
+            if steps.progress.is_serving && !has_served(plan) && !self.choice.is_new {
+                let outcome = Some(OUTCOME_SERVING.to_owned());
+                self.change_status(
+                    plan,
+                    InferencePlanStatus {
+                        outcome,
+                        ..InferencePlanStatus::default()
+                    },
+                );
             } else if has_yet_to_serve
                 && (is_late || self.is_in_vain(plan, wants))
                 && choose::way_back(self.observed, plan).is_some()
@@ -356,12 +347,13 @@ impl Reconcile<'_> {
                     true => self.why_late(wants, steps),
                     false => self.why_in_vain(),
                 };
-                self.mark_plan(
+                self.change_status(
                     plan,
-                    vec![
-                        (ANNOTATION_OUTCOME, OUTCOME_FAILED.to_owned()),
-                        (ANNOTATION_OUTCOME_MESSAGE, why.clone()),
-                    ],
+                    InferencePlanStatus {
+                        outcome: Some(OUTCOME_FAILED.to_owned()),
+                        message: Some(why.clone()),
+                        ..InferencePlanStatus::default()
+                    },
                 );
                 given_up = Some(why);
             }
@@ -396,10 +388,10 @@ impl Reconcile<'_> {
         steps: &Steps,
         is_given_up: bool,
     ) {
+        let is_under_way =
+            !has_served(plan) && !self.choice.is_new && !self.observed.deployment.spec.suspend;
         let made = plan.metadata.creation_timestamp.as_ref();
-        let Some(made) =
-            made.filter(|_| !plan_annotations::has_served(plan) && !self.choice.is_new)
-        else {
+        let Some(made) = made.filter(|_| is_under_way) else {
             return;
         };
         let cause = status::first_cause(self.observed, wants, steps.progress.mode);
@@ -414,8 +406,15 @@ impl Reconcile<'_> {
             None if is_given_up && age < LONGEST_TURN => "ProgressDeadlineExceeded",
             _ => "",
         };
-        if plan_annotations::annotation(plan, ANNOTATION_TURN) != reason {
-            self.mark_plan(plan, vec![(ANNOTATION_TURN, reason.to_owned())]);
+        if passes_turn(plan) != reason {
+            let passes_turn = Some(reason.to_owned());
+            self.change_status(
+                plan,
+                InferencePlanStatus {
+                    passes_turn,
+                    ..InferencePlanStatus::default()
+                },
+            );
         }
     }
 
@@ -439,49 +438,66 @@ impl Reconcile<'_> {
         pods
     }
 
-    /// How much longer the target may take; `None` when it has served, or does now.
+    /// How much longer the target may take; `None` when it has served, or does now, or is suspended.
     fn time_left(&self, plan: &InferencePlan, steps: Option<&Steps>) -> Option<Duration> {
-        if plan_annotations::has_served(plan)
+        if has_served(plan)
             || steps.is_some_and(|steps| steps.progress.is_serving)
+            || self.observed.deployment.spec.suspend
         {
             return None;
         }
         let deadline = progress_deadline(&self.observed.deployment);
-        let Some(made) = plan.metadata.creation_timestamp.as_ref() else {
+        // Another number of workers is no progress of what has not served with the number before.
+        let rollout = rollout_of(self.observed, plan);
+        let first = rollout.first().unwrap_or(&plan);
+        let Some(made) = first.metadata.creation_timestamp.as_ref() else {
             return Some(deadline);
         };
-        let last = self
-            .progressed(plan)
-            .map_or(made.0, |last| last.max(made.0));
+        let resumed = conditions::last_suspended(self.observed);
+        let went_on = self.progressed(&rollout).into_iter().chain(resumed);
+        let last = went_on.fold(made.0, Timestamp::max);
         let age_ms = self.observed.now.as_millisecond() - last.as_millisecond();
         let age = Duration::from_millis(u64::try_from(age_ms).unwrap_or(0));
         Some(deadline.saturating_sub(age))
     }
 
-    /// When something last went on for the plan: bytes of its model came to one of its nodes, or one of its Pods was made,
-    /// placed, set up, started or ready. A worker that loads its model goes on until it says otherwise: it ends itself when
-    /// loading stands still, and after that its next start is no progress. Neither is a Pod that is made again because the
-    /// one before was rejected or evicted, until it runs for the first time.
-    fn progressed(&self, plan: &InferencePlan) -> Option<Timestamp> {
+    /// When something last went on for the plans of a rollout: bytes of their model came to one of their nodes, or one of their
+    /// Pods was made, placed, set up, started or ready. A worker that loads its model goes on until it says otherwise: it ends
+    /// itself when loading stands still, and after that its next start is no progress. Neither is a Pod that is made again
+    /// because the one before was rejected or evicted, until it runs for the first time, nor one that another number of workers
+    /// adds while those that the rollout began with are not ready.
+    fn progressed(&self, rollout: &[&InferencePlan]) -> Option<Timestamp> {
         let observed = self.observed;
         let is_coming = |rank: &hearth_crds::PlanRank| {
             let fetch = observed.fetches.get(&rank.node);
             matches!(fetch, Some(FetchView::Fetching { bytes_per_second, .. }) if *bytes_per_second > 0)
         };
-        if plan.spec.ranks.iter().any(is_coming) {
+        let newest = rollout.last()?;
+        if newest.spec.ranks.iter().any(is_coming) {
             return Some(observed.now);
         }
+        let first = rollout.first()?.spec.generation;
+        let awaits_first = self
+            .workers()
+            .any(|pod| pod.plan_generation == first && !pod.is_ready && !pod.is_deleting);
+        let counts = |generation: u64| match awaits_first {
+            true => generation == first,
+            false => rollout
+                .iter()
+                .any(|plan| plan.spec.generation == generation),
+        };
         // Of a node that is away nothing new is heard.
-        let pods = self.workers().filter(|pod| {
-            pod.plan_generation == plan.spec.generation && !is_down(observed, node_of(pod))
-        });
-        let ends = Ends::of(plan);
+        let pods = self
+            .workers()
+            .filter(|pod| counts(pod.plan_generation) && !is_down(observed, node_of(pod)));
+        let ends: Vec<Ends> = rollout.iter().map(|plan| Ends::of(plan)).collect();
         let of_pod = |pod: &PodView| {
             let is_running = |pod: &PodView| {
                 let container = pod.container.as_ref();
                 container.is_some_and(|container| container.running_since.is_some())
             };
-            if let Some(ended) = ends.get(&pod.name)
+            let mut ended = ends.iter().filter_map(|ends| ends.get(&pod.name));
+            if let Some(ended) = ended.next_back()
                 && (ended.has_run || !is_running(pod))
             {
                 return None;
@@ -502,7 +518,7 @@ impl Reconcile<'_> {
                 .flatten()
                 .max()
         };
-        let ended = ends.all().map(Ended::first);
+        let ended = ends.iter().flat_map(Ends::all).map(Ended::first);
         pods.filter_map(of_pod).chain(ended).max()
     }
 
@@ -511,7 +527,7 @@ impl Reconcile<'_> {
         let forbidden = self.observed.forbidden.as_ref();
         let is_wanted = |pod: &PodView| wants.iter().any(|want| want.name == pod.name);
         let mut workers = self.workers();
-        let has_old = workers.any(|pod| pod.is_ready && pod.role != "gateway" && !is_wanted(pod));
+        let has_old = workers.any(|pod| pod.is_ready && !pod.role.is_gateway() && !is_wanted(pod));
         !has_old
             && forbidden.is_some_and(|it| {
                 it.was_made_room_in_vain(plan.spec.generation, Want::counted(wants))
@@ -532,18 +548,12 @@ impl Reconcile<'_> {
         format!("nothing went on for {deadline}{words}")
     }
 
-    fn mark_plan(&mut self, plan: &InferencePlan, annotations: Vec<(&str, String)>) {
+    fn change_status(&mut self, plan: &InferencePlan, status: InferencePlanStatus) {
+        let changes = &mut self.decision.plan_statuses;
         let name = plan.name_any();
-        let annotations = annotations
-            .into_iter()
-            .map(|(key, value)| (key.to_owned(), value));
-        let marks = &mut self.decision.mark_plans;
-        match marks.iter_mut().find(|marks| marks.name == name) {
-            Some(marks) => marks.annotations.extend(annotations),
-            None => marks.push(Marks {
-                name,
-                annotations: annotations.collect(),
-            }),
+        match changes.iter_mut().find(|change| change.name == name) {
+            Some(change) => change.status.merge(status),
+            None => changes.push(PlanStatusChange::of(plan, status)),
         }
     }
 
@@ -553,7 +563,15 @@ impl Reconcile<'_> {
     }
 }
 
+/// Generations of the plans before `target` in its rollout.
+fn begun_generations(observed: &Observed, target: &InferencePlan) -> BTreeSet<u64> {
+    let plans = rollout_of(observed, target).into_iter();
+    let generations = plans.map(|plan| plan.spec.generation);
+    generations
+        .filter(|generation| *generation != target.spec.generation)
+        .collect()
+}
+
 fn is_same_source(a: &Arc<InferencePlan>, b: &InferencePlan) -> bool {
-    use crate::names::ANNOTATION_SOURCE;
-    a.annotations().get(ANNOTATION_SOURCE) == b.annotations().get(ANNOTATION_SOURCE)
+    source_digest_of(a) == source_digest_of(b)
 }

@@ -2,15 +2,19 @@
 
 use std::time::Duration;
 
-use hearth_crds::{InferenceDeploymentStatus, InferencePlan};
+use hearth_crds::{
+    InferenceDeploymentStatus, InferencePlan, InferencePoolScaler, InferencePoolScalerStatus,
+};
 use k8s_openapi::api::core::v1::Pod;
 use kube_core::DynamicObject;
+
+use crate::plan_record::PlanStatusChange;
 
 /// Time that a Pod without streams gets to end in order, before the kubelet kills.
 pub const EXIT_S: u32 = 10;
 
-/// What is to be done, in this order: objects, plans, marks, Pods made, Pods patched, Pods deleted, plans deleted,
-/// fetches, status, events.
+/// What is to be done, in this order: objects, plans and their status, Pods made, Pods patched, Pods deleted, plans deleted,
+/// the scaler, fetches, status, events.
 #[derive(Clone, Debug, Default)]
 pub struct Decision {
     /// Service, PodDisruptionBudgets, NetworkPolicies: applied where they differ from what is there.
@@ -19,8 +23,8 @@ pub struct Decision {
     pub remove_objects: Vec<(String, String)>,
     /// A new plan; never changed afterwards.
     pub create_plan: Option<InferencePlan>,
-    /// Annotations of plans that are there.
-    pub mark_plans: Vec<Marks>,
+    /// What is known now of plans that are there.
+    pub plan_statuses: Vec<PlanStatusChange>,
     /// What claims of Pods are made from; they never change.
     pub create_templates: Vec<DynamicObject>,
     /// Pods to make. One that is there already is no error.
@@ -31,6 +35,8 @@ pub struct Decision {
     pub delete_pods: Vec<PodEnd>,
     /// Plans that nothing refers to any more, by name.
     pub delete_plans: Vec<String>,
+    /// What becomes of the scaler of the prefill workers.
+    pub scaler: Option<ScalerStep>,
     /// Whether the agents of these nodes are to hold the model behind the URL.
     pub fetch_on: Vec<String>,
     /// The whole status.
@@ -43,10 +49,33 @@ pub struct Decision {
     pub requeue_after: Option<Duration>,
 }
 
-/// Annotations for one object.
+/// What is to be done about an InferencePoolScaler.
+#[derive(Clone, Debug, PartialEq)]
+pub enum ScalerStep {
+    /// It is not there and wanted: its number is written now, and never again.
+    Create(Box<InferencePoolScaler>),
+    /// It is told what came of its number.
+    Status {
+        /// Its name.
+        name: String,
+        /// Precondition: only this very scaler.
+        uid: String,
+        /// The whole status.
+        status: InferencePoolScalerStatus,
+    },
+    /// Nobody scales the pool from outside any more.
+    Remove {
+        /// Its name.
+        name: String,
+        /// Precondition: only this very scaler.
+        uid: String,
+    },
+}
+
+/// Annotations for one Pod.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Marks {
-    /// Name of the Pod or plan.
+    /// Name of the Pod.
     pub name: String,
     /// Keys with their values.
     pub annotations: Vec<(String, String)>,
@@ -101,10 +130,11 @@ impl Decision {
     /// Whether anything is written by it beside the status.
     pub fn writes_objects(&self) -> bool {
         self.create_plan.is_some()
-            || !(self.mark_plans.is_empty()
+            || !(self.plan_statuses.is_empty()
                 && self.create_pods.is_empty()
                 && self.mark_pods.is_empty()
                 && self.delete_pods.is_empty()
-                && self.delete_plans.is_empty())
+                && self.delete_plans.is_empty()
+                && self.scaler.is_none())
     }
 }

@@ -3,11 +3,11 @@
 //! Each is derived from a difference between the status as last written and the new one, so a reconcile that changes
 //! nothing tells nothing.
 
-use hearth_crds::{Condition, InferenceDeploymentStatus, PoolStatus};
+use hearth_crds::{Condition, InferenceDeploymentStatus};
 
 use crate::conditions::{
-    DECODE_READY, DEGRADED, MODEL_READY, PLANNED, PREFILL_READY, PROGRESSING, READY, ROLLED_BACK,
-    of,
+    DECODE_READY, DEGRADED, GATEWAY_READY, MODEL_READY, PLANNED, PREFILL_READY, PROGRESSING, READY,
+    ROLLED_BACK, SUSPENDED, of,
 };
 use crate::decision::Transition;
 
@@ -22,6 +22,7 @@ pub(crate) fn transitions(
     events.extend(change.refused());
     events.extend(change.model());
     events.extend(change.scaled());
+    events.extend(change.gateway());
     events.extend(change.pool(PREFILL_READY, "prefill"));
     events.extend(change.pool(DECODE_READY, "decode"));
     events.extend(change.degraded());
@@ -80,7 +81,7 @@ impl<'a> Change<'a> {
         let planned = self.entered(PLANNED, "False")?;
         let is_quiet = matches!(
             planned.reason.as_str(),
-            "NotPlanned" | "WaitingForModel" | ROLLED_BACK
+            "NotPlanned" | "WaitingForModel" | ROLLED_BACK | SUSPENDED
         );
         (!is_quiet).then(|| warning(&planned.reason, planned.message.clone()))
     }
@@ -98,29 +99,25 @@ impl<'a> Change<'a> {
         is_failure.then(|| warning(&failed.reason, failed.message.clone()))
     }
 
-    fn pools(
-        &self,
-        pick: impl Fn(&InferenceDeploymentStatus) -> Option<&PoolStatus>,
-    ) -> (u32, u32) {
-        let desired =
-            |status: &InferenceDeploymentStatus| pick(status).map_or(0, |pool| pool.desired);
-        (self.old.map_or(0, desired), desired(self.new))
+    /// Pods that were and are desired of a pool; `None` where the old status does not say.
+    fn desired(&self, pool: &str) -> Option<(u32, u32)> {
+        let desired = |status: &InferenceDeploymentStatus| Some(status.pool(pool)?.desired);
+        Some((desired(self.old?)?, desired(self.new)?))
     }
 
     fn scaled(&self) -> Vec<Transition> {
-        let (old_prefill, prefill) =
-            self.pools(|status| status.pools.as_ref().map(|pools| &pools.prefill));
-        let (old_decode, decode) =
-            self.pools(|status| status.pools.as_ref().map(|pools| &pools.decode));
-        let had_plan = self.old.is_some_and(|old| old.plan.is_some());
-        [
-            ("ScaledPrefill", "prefill", old_prefill, prefill),
-            ("ScaledDecode", "decode", old_decode, decode),
-        ]
-        .into_iter()
-        .filter(|(_, _, old, new)| had_plan && old != new)
-        .map(|(reason, pool, old, new)| normal(reason, format!("{old} to {new} {pool} workers")))
-        .collect()
+        // To rest and back is another number of Pods, and not another one of those that are asked for.
+        let is_at_rest = self.is_at_rest(self.old) || self.is_at_rest(Some(self.new));
+        let had_plan = !is_at_rest && self.old.is_some_and(|old| old.plan.is_some());
+        [("ScaledPrefill", "prefill"), ("ScaledDecode", "decode")]
+            .into_iter()
+            .filter(|_| had_plan)
+            .filter_map(|(reason, pool)| Some((reason, pool, self.desired(pool)?)))
+            .filter(|(_, _, (old, new))| old != new)
+            .map(|(reason, pool, (old, new))| {
+                normal(reason, format!("{old} to {new} {pool} workers"))
+            })
+            .collect()
     }
 
     fn pool(&self, type_: &str, pool: &str) -> Option<Transition> {
@@ -134,12 +131,20 @@ impl<'a> Change<'a> {
             ));
         }
         let lost = self.turned(type_, "False")?;
+        if lost.reason == SUSPENDED {
+            return None;
+        }
         // More workers are wanted than before: none was lost.
-        let (old, new) = match pool {
-            "prefill" => self.pools(|status| status.pools.as_ref().map(|pools| &pools.prefill)),
-            _ => self.pools(|status| status.pools.as_ref().map(|pools| &pools.decode)),
-        };
-        (new <= old).then(|| warning("WorkerLost", lost.message.clone()))
+        let has_grown = self.desired(pool).is_some_and(|(old, new)| new > old);
+        (!has_grown).then(|| warning("WorkerLost", lost.message.clone()))
+    }
+
+    /// One of several gateways that is missing; where none is left, nothing is Ready.
+    fn gateway(&self) -> Option<Transition> {
+        let lost = self.turned(GATEWAY_READY, "False")?;
+        let is_ready = of(Some(self.new), READY).is_some_and(|ready| ready.status == "True");
+        let has_grown = self.desired("gateway").is_some_and(|(old, new)| new > old);
+        (is_ready && !has_grown).then(|| warning("GatewayLost", lost.message.clone()))
     }
 
     fn degraded(&self) -> Option<Transition> {
@@ -157,9 +162,23 @@ impl<'a> Change<'a> {
         is_late.then(|| warning(&late.reason, late.message.clone()))
     }
 
+    /// Whether the deployment is suspended, by that status.
+    fn is_at_rest(&self, status: Option<&InferenceDeploymentStatus>) -> bool {
+        of(status, READY).is_some_and(|ready| ready.reason == SUSPENDED)
+    }
+
     fn ready(&self) -> Option<Transition> {
         if let Some(ready) = self.turned(READY, "True") {
             return Some(normal("Ready", ready.message.clone()));
+        }
+        let (was, is) = (self.is_at_rest(self.old), self.is_at_rest(Some(self.new)));
+        match (was, is) {
+            (false, true) => {
+                let ready = of(Some(self.new), READY)?;
+                return Some(normal(SUSPENDED, ready.message.clone()));
+            }
+            (true, false) => return Some(normal("Resumed", "spec.suspend is false again")),
+            (true, true) | (false, false) => {}
         }
         let lost = self.turned(READY, "False")?;
         let is_planned = lost.reason == "Replacing";

@@ -16,7 +16,7 @@ impl HostPath {
     /// What is wrong with one that is relative or climbs by `..`.
     pub fn parse(text: &str) -> Result<Self, String> {
         if !text.starts_with('/') {
-            return Err(format!("{text:?} is no absolute path"));
+            return Err(format!("{text:?} is not an absolute path"));
         }
         let parts = text.split('/').filter(|part| !matches!(*part, "" | "."));
         let parts: Vec<String> = parts.map(str::to_owned).collect();
@@ -26,7 +26,7 @@ impl HostPath {
         Ok(Self(parts))
     }
 
-    /// What is left of the path below `prefix`; none when it does not lie there.
+    /// The rest of the path below `prefix`; `None` when it does not lie there.
     fn below(&self, prefix: &Self) -> Option<&[String]> {
         self.0.strip_prefix(prefix.0.as_slice())
     }

@@ -23,10 +23,11 @@ pub mod ledger;
 mod model;
 pub mod names;
 pub mod observed;
-mod plan_annotations;
+pub mod plan_record;
 pub mod quantity;
 mod rollout;
 pub mod routes;
+mod scaling;
 mod status;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;

@@ -17,6 +17,8 @@ pub const LABEL_COMPONENT: &str = "app.kubernetes.io/component";
 pub const LABEL_DEPLOYMENT: &str = "hearth.dev/deployment";
 /// Label: gateway, prefill, decode or inspect.
 pub const LABEL_ROLE: &str = "hearth.dev/role";
+/// Role and component of Pods that read a model's facts.
+pub const ROLE_INSPECT: &str = "inspect";
 /// Label: the rank's name in the plan, such as `decode-0`.
 pub const LABEL_RANK: &str = "hearth.dev/rank";
 
@@ -82,6 +84,8 @@ pub const PLACE_DIRECTORY: &str = "/etc/hearth/place";
 pub const TLS_DIRECTORY: &str = "/etc/hearth/tls";
 /// Files of the Secret with API keys.
 pub const KEYS_DIRECTORY: &str = "/etc/hearth/keys";
+/// Certificate authorities of `spec.podTemplate.caBundles`.
+pub const AUTHORITIES_DIRECTORY: &str = "/etc/hearth/authorities";
 /// Models of the worker image.
 pub const BUILTIN_DIRECTORY: &str = "/usr/share/hearth/models";
 /// Where a node's directory or a claim is mounted.
@@ -133,6 +137,11 @@ pub fn certificates_secret(deployment: &str) -> String {
 /// The name in earlier versions, which Ingresses like to use as well. Pods that were made then still mount it.
 pub fn old_certificates_secret(deployment: &str) -> String {
     format!("{deployment}-tls")
+}
+
+/// Name of the scaler of a deployment's prefill workers.
+pub fn scaler_name(deployment: &str) -> String {
+    format!("{deployment}-prefill")
 }
 
 /// Name of a plan.

@@ -35,7 +35,7 @@ pub fn is_planned_gateway(pod: &PodView, deployment: &str, plans: &[Arc<Inferenc
 
 /// Whether a Pod is a gateway.
 pub fn is_gateway(pod: &PodView) -> bool {
-    pod.role == PlanRole::Gateway.as_str()
+    pod.role.is_gateway()
 }
 
 /// `host:port` of a Pod that has an address.
@@ -81,7 +81,7 @@ mod tests {
             let pod = PodView {
                 name: name.to_owned(),
                 rank: rank.to_owned(),
-                role: "gateway".to_owned(),
+                role: crate::observed::PodRole::Rank(PlanRole::Gateway),
                 ..PodView::default()
             };
             is_planned_gateway(&pod, "demo", &plans)

@@ -6,8 +6,7 @@ use std::sync::Arc;
 use hearth_crds::InferencePlan;
 use jiff::{SignedDuration, Timestamp};
 
-use crate::names::ANNOTATION_TURN;
-use crate::plan_annotations::{annotation, has_failed, has_served};
+use crate::plan_record::{has_failed, has_served, passes_turn};
 
 /// A deployment that is not ready with an image for so long keeps nobody else from it: its own deadline is whatever its
 /// owner writes.
@@ -81,7 +80,7 @@ impl Turns {
             image: image.map(|image| self.shared(image)),
             outcome,
             made: plan.metadata.creation_timestamp.as_ref().map(|at| at.0),
-            passes: !annotation(plan, ANNOTATION_TURN).is_empty(),
+            passes: !passes_turn(plan).is_empty(),
         }
     }
 
@@ -168,7 +167,7 @@ mod tests {
     use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
     use super::*;
-    use crate::names::{ANNOTATION_OUTCOME, OUTCOME_FAILED, OUTCOME_SERVING};
+    use crate::names::{OUTCOME_FAILED, OUTCOME_SERVING};
     use crate::testing::at;
     use crate::testing::samples;
 
@@ -177,8 +176,7 @@ mod tests {
         spec.generation = generation;
         spec.worker_image = Some(image.to_owned());
         let mut plan = InferencePlan::new(&format!("demo-{generation}"), spec);
-        let annotations = plan.metadata.annotations.get_or_insert_default();
-        annotations.insert(ANNOTATION_OUTCOME.to_owned(), outcome.to_owned());
+        plan.status.get_or_insert_default().outcome = Some(outcome.to_owned());
         plan
     }
 
@@ -265,18 +263,14 @@ mod tests {
         };
         assert_eq!(held(&turns, 1799), Some(Outcome::Open));
         assert_eq!(held(&turns, 1800), None);
-        let annotation = |plan: &mut InferencePlan, key: &str, value: &str| {
-            let annotations = plan.metadata.annotations.get_or_insert_default();
-            annotations.insert(key.to_owned(), value.to_owned());
-        };
-        annotation(&mut next, ANNOTATION_TURN, "MountFailed");
+        next.status.get_or_insert_default().passes_turn = Some("MountFailed".to_owned());
         assert!(turns.put(one, &next), "somebody else's turn has come");
         assert_eq!(held(&turns, 1), None);
-        annotation(&mut next, ANNOTATION_OUTCOME, OUTCOME_FAILED);
+        next.status.get_or_insert_default().outcome = Some(OUTCOME_FAILED.to_owned());
         turns.put(one, &next);
         assert_eq!(held(&turns, 1), None);
         // It crashes by now: the image may be to blame.
-        annotation(&mut next, ANNOTATION_TURN, "");
+        next.status.get_or_insert_default().passes_turn = Some(String::new());
         turns.put(one, &next);
         assert_eq!(held(&turns, 3600), Some(Outcome::Failed));
     }

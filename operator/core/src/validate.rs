@@ -1,21 +1,19 @@
 //! Validate: whether this operator serves the deployment, and whether its spec asks for what can be done.
 //!
-//! The rules of admission are checked again: an object may have been made while an older definition was installed.
+//! The rules of admission are checked at each reconcile: an object may have been made while an older definition was installed,
+//! the API server takes what it had already as long as it does not change, and an older operator may have found it valid.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use hearth_crds::{
-    FieldError, InferenceDeployment, InferencePlan, ParseError, Target, unsupported,
-    validate_deployment,
+    FieldError, InferenceDeployment, InferencePlan, ParseError, Target, validate_deployment,
 };
-use kube_core::ResourceExt;
 
 use crate::build::deployment_of_plan;
-use crate::conditions::{self, PLANNED};
 use crate::host_paths;
-use crate::names::ANNOTATION_SPEC;
 use crate::observed::{Observed, Settings};
+use crate::plan_record::tells_spec;
 
 /// How long a new plan may take when the spec does not say.
 const PROGRESS_DEADLINE: Duration = Duration::from_secs(600);
@@ -40,13 +38,8 @@ pub fn validate(observed: &Observed) -> Result<(), Vec<FieldError>> {
     if !serves(&observed.settings, namespace) {
         return Err(vec![not_served(&observed.settings, namespace)]);
     }
-    let lacking = unsupported(&deployment.spec, Target::Cluster);
-    if !lacking.is_empty() {
-        return Err(lacking);
-    }
-    if !was_found_valid(deployment) {
-        check_rules(deployment)?;
-    }
+    check_rules(deployment)?;
+    check_claims(observed)?;
     check_host_paths(observed)
 }
 
@@ -54,6 +47,19 @@ pub fn validate(observed: &Observed) -> Result<(), Vec<FieldError>> {
 pub fn progress_deadline(deployment: &InferenceDeployment) -> Duration {
     let asked = deployment.spec.rollout.progress_deadline;
     asked.map_or(PROGRESS_DEADLINE, |text| text.get())
+}
+
+/// A cluster without dynamic resource allocation would leave the claims out of the Pods, and say nothing.
+fn check_claims(observed: &Observed) -> Result<(), Vec<FieldError>> {
+    let claims = &observed.deployment.spec.pod_template.resource_claims;
+    if claims.is_empty() || observed.has_device_claims {
+        return Ok(());
+    }
+    Err(vec![FieldError::new(
+        "spec.podTemplate.resourceClaims",
+        format!("has {} items", claims.len()),
+        "this cluster does not serve resource.k8s.io/v1, or the chart's gpu.claims is false: remove it",
+    )])
 }
 
 /// At each reconcile, since what is allowed changes with the operator's settings. A model that was taken before goes on.
@@ -75,8 +81,7 @@ fn check_host_paths(observed: &Observed) -> Result<(), Vec<FieldError>> {
     };
     let asked = model(deployment);
     let is_known = |plan: &Arc<InferencePlan>| {
-        plan.annotations().contains_key(ANNOTATION_SPEC)
-            && model(&deployment_of_plan(deployment, plan)) == asked
+        tells_spec(plan) && model(&deployment_of_plan(deployment, plan)) == asked
     };
     match observed.plans.iter().any(is_known) {
         true => Ok(()),
@@ -94,19 +99,6 @@ fn not_served(settings: &Settings, namespace: &str) -> FieldError {
             settings.operator_namespace
         ),
     )
-}
-
-/// Whether the last reconcile found this very generation valid; the rules are costly and never change their mind.
-fn was_found_valid(deployment: &InferenceDeployment) -> bool {
-    let planned = deployment
-        .status
-        .as_ref()
-        .and_then(|status| status.conditions.iter().find(|c| c.type_ == PLANNED));
-    planned.is_some_and(|condition| {
-        condition.observed_generation.is_some()
-            && condition.observed_generation == deployment.metadata.generation
-            && condition.reason != conditions::INVALID_SPEC
-    })
 }
 
 fn check_rules(deployment: &InferenceDeployment) -> Result<(), Vec<FieldError>> {
@@ -159,23 +151,22 @@ mod tests {
     }
 
     #[test]
-    fn a_valid_generation_is_not_checked_twice_and_a_new_one_is() {
+    fn what_an_older_operator_found_valid_is_checked_all_the_same() {
         let mut deployment = deployment("");
-        deployment.spec.decode.max_batch = 0;
+        deployment.spec.strategy = hearth_crds::Strategy::PipedRing;
         deployment.metadata.generation = Some(7);
         let mut status = hearth_crds::InferenceDeploymentStatus::default();
         status.conditions.push(hearth_crds::Condition {
-            type_: PLANNED.to_owned(),
+            type_: crate::conditions::PLANNED.to_owned(),
             status: "True".to_owned(),
-            observed_generation: Some(6),
+            observed_generation: Some(7),
             last_transition_time: "2026-01-01T00:00:00Z".to_owned(),
             reason: "Planned".to_owned(),
             message: String::new(),
         });
         deployment.status = Some(status);
-        assert!(validate(&observed(deployment.clone())).is_err());
-        deployment.metadata.generation = Some(6);
-        assert!(validate(&observed(deployment)).is_ok());
+        let errors = validate(&observed(deployment)).unwrap_err();
+        assert_eq!(errors[0].field, "spec.strategy");
     }
 
     #[test]
@@ -196,8 +187,10 @@ mod tests {
         assert!(validate(&observed(before.clone())).is_err());
         // One whose model is being served goes on, and may change in all but the path.
         let mut plan = InferencePlan::new("demo-1", crate::testing::samples::plan());
-        let spec = serde_json::to_string(&before.spec).unwrap();
-        plan.metadata.annotations = Some([(ANNOTATION_SPEC.to_owned(), spec)].into());
+        plan.spec.inputs = Some(hearth_crds::PlanInputs {
+            deployment_spec: serde_json::to_value(&before.spec).unwrap(),
+            ..hearth_crds::PlanInputs::default()
+        });
         before.spec.decode.max_batch = 2;
         let mut served = observed(before);
         served.plans.push(plan.clone().into());

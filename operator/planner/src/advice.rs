@@ -1,6 +1,6 @@
 //! Changes that would fit instead: each is tried before it is advised.
 
-use hearth_crds::{InferenceDeploymentSpec, NodeProfileSpec, Pinning, PlanRole, format_bytes};
+use hearth_crds::{InferenceDeploymentSpec, NodeProfileStatus, Pinning, PlanRole, format_bytes};
 
 use crate::cpus::{CpuLack, CpuRoom, core_count};
 use crate::error::{Advice, PlanError};
@@ -132,7 +132,7 @@ fn no_gpu(
 
 /// The shortage of all ranks together where there is one node: it says more than that of the first rank without room.
 fn whole_need(
-    nodes: &[&NodeProfileSpec],
+    nodes: &[&NodeProfileStatus],
     demand: &Demand<'_>,
     wanted: Wanted,
     what: String,
@@ -319,9 +319,23 @@ impl Trial<'_> {
         advice
     }
 
+    /// The most gateways that fit; `None` where fewer of them do not help.
+    fn gateways(&self, demand: &Demand<'_>) -> Option<Advice> {
+        let fits = |gateways: u32| {
+            let wanted = Wanted {
+                gateways,
+                ..self.wanted
+            };
+            self.fits(demand, wanted)
+        };
+        let fewer = (1..self.wanted.gateways).rev().find(|count| fits(*count));
+        fewer.map(Advice::GatewayReplicas)
+    }
+
     /// Advice to have fewer decode workers, or no prefill workers, where that fits.
     fn fewer_workers(&self, demand: &Demand<'_>) -> Vec<Advice> {
-        let mut advice: Vec<Advice> = self.replicas(demand).into_iter().collect();
+        let mut advice: Vec<Advice> = self.gateways(demand).into_iter().collect();
+        advice.extend(self.replicas(demand));
         if self.wanted.prefill > 0
             && self.fits(
                 demand,

@@ -1,7 +1,8 @@
 //! Checks before anything is placed: usable profiles, a context that the model supports, a KV cache that it can use.
 
 use hearth_crds::{
-    FieldError, InferenceDeploymentSpec, KvShape, KvType, ModelFacts, NodeProfileSpec, PlanKvType,
+    FieldError, InferenceDeploymentSpec, KV_TYPES_SAYS, KvShape, KvType, ModelFacts, NO_RINGS_SAYS,
+    NodeProfileStatus, PlanKvType, Strategy,
 };
 
 use crate::error::PlanError;
@@ -13,8 +14,8 @@ const DEFAULT_CONTEXT_TOKENS: u32 = 8192;
 /// Nodes by name, each with a usable profile.
 pub(crate) fn checked_nodes<'a>(
     input: &PlanInput<'a>,
-) -> Result<Vec<&'a NodeProfileSpec>, PlanError> {
-    let mut nodes: Vec<&NodeProfileSpec> = input.profiles.iter().collect();
+) -> Result<Vec<&'a NodeProfileStatus>, PlanError> {
+    let mut nodes: Vec<&NodeProfileStatus> = input.profiles.iter().collect();
     nodes.sort_by(|a, b| a.node.cmp(&b.node));
     if nodes.is_empty() {
         return Err(PlanError::NoNodes(input.name.to_owned()));
@@ -61,18 +62,37 @@ pub(crate) fn context_length(
     }
 }
 
+/// Refuses a strategy that this planner has no plan for.
+pub(crate) fn check_strategy(spec: &InferenceDeploymentSpec) -> Result<(), PlanError> {
+    match spec.strategy {
+        Strategy::Auto | Strategy::Hybrid => Ok(()),
+        Strategy::PipedRing | Strategy::Interleaved => {
+            Err(PlanError::Unsupported(vec![FieldError::new(
+                "spec.strategy",
+                format!("is \"{:?}\"", spec.strategy),
+                NO_RINGS_SAYS,
+            )]))
+        }
+    }
+}
+
 /// Number formats of keys and values; the same one for a latent cache, where both are the same bytes.
 pub(crate) fn kv_types(
     spec: &InferenceDeploymentSpec,
     facts: &ModelFacts,
 ) -> Result<(PlanKvType, PlanKvType), PlanError> {
-    let plan_type = |kv_type| match kv_type {
-        KvType::F32 => PlanKvType::F32,
-        KvType::BF16 | KvType::Int8 | KvType::FP8 => PlanKvType::BF16,
+    let plan_type = |kv_type, field: &str| match kv_type {
+        KvType::F32 => Ok(PlanKvType::F32),
+        KvType::BF16 => Ok(PlanKvType::BF16),
+        KvType::Int8 | KvType::FP8 => Err(PlanError::Unsupported(vec![FieldError::new(
+            format!("spec.decode.kvCache.{field}"),
+            format!("is \"{kv_type:?}\""),
+            KV_TYPES_SAYS,
+        )])),
     };
     let (key, value) = (
-        plan_type(spec.decode.kv_cache.key_type),
-        plan_type(spec.decode.kv_cache.value_type),
+        plan_type(spec.decode.kv_cache.key_type, "keyType")?,
+        plan_type(spec.decode.kv_cache.value_type, "valueType")?,
     );
     if matches!(facts.kv, KvShape::Latent { .. }) && key != value {
         return Err(PlanError::Unsupported(vec![FieldError::new(

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use hearth_crds::{NodeProfileSpec, NumaPolicy, Pinning, PlanRole, cpu_request_millis};
+use hearth_crds::{NodeProfileStatus, NumaPolicy, Pinning, PlanRole, cpu_request_millis};
 
 use crate::node_ranks::NodeRanks;
 
@@ -39,7 +39,7 @@ impl CpuRoom {
 
 impl CpuOffer<'_> {
     /// CPU that may be requested on a node; `None` where requests are not counted.
-    pub(crate) fn room(self, node: &NodeProfileSpec) -> Option<CpuRoom> {
+    pub(crate) fn room(self, node: &NodeProfileStatus) -> Option<CpuRoom> {
         match self {
             Self::Machine => None,
             Self::Requests(rooms) => Some(rooms.get(&node.node).copied().unwrap_or_default()),
@@ -58,7 +58,7 @@ pub(crate) enum CpuLack {
         cores: usize,
         /// Logical CPUs of one core.
         core_cpus: usize,
-        /// What the gateway's Pod requests of the same node.
+        /// What gateways' Pods request of the same node.
         gateway_millis: u64,
     },
     /// Less CPU than the ranks' Pods request.
@@ -127,7 +127,7 @@ struct Core {
 }
 
 /// The cores of a node, by NUMA node and then by number.
-fn cores_of(node: &NodeProfileSpec) -> Vec<Core> {
+fn cores_of(node: &NodeProfileStatus) -> Vec<Core> {
     let mut cores: BTreeMap<(u32, u32), Vec<u32>> = BTreeMap::new();
     for cpu in &node.cpus {
         cores
@@ -145,7 +145,7 @@ fn cores_of(node: &NodeProfileSpec) -> Vec<Core> {
 }
 
 /// Number of cores of a node.
-pub(crate) fn core_count(node: &NodeProfileSpec) -> usize {
+pub(crate) fn core_count(node: &NodeProfileStatus) -> usize {
     cores_of(node).len()
 }
 
@@ -175,7 +175,7 @@ fn set_of(cores: &[Core], numa: NumaPolicy) -> CpuSet {
 /// CPU sets of a node's ranks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct NodeCpus {
-    pub gateway: Option<CpuSet>,
+    pub gateways: Vec<CpuSet>,
     pub prefill: Vec<CpuSet>,
     pub decode: Vec<CpuSet>,
 }
@@ -183,7 +183,7 @@ pub(crate) struct NodeCpus {
 impl NodeCpus {
     pub(crate) fn of(&self, role: PlanRole) -> &[CpuSet] {
         match role {
-            PlanRole::Gateway => self.gateway.as_slice(),
+            PlanRole::Gateway => &self.gateways,
             PlanRole::Prefill => &self.prefill,
             PlanRole::Decode => &self.decode,
         }
@@ -199,7 +199,7 @@ pub(crate) struct Binding {
 
 /// Divides the CPUs of `node` among its ranks.
 pub(crate) fn divide(
-    node: &NodeProfileSpec,
+    node: &NodeProfileStatus,
     ranks: NodeRanks,
     Binding { pinning, numa }: Binding,
     offer: CpuOffer<'_>,
@@ -211,7 +211,7 @@ pub(crate) fn divide(
         Pinning::None => {
             let all = set_of(&cores_of(node), NumaPolicy::Any);
             NodeCpus {
-                gateway: ranks.gateway.then(|| gateway_of(&all)),
+                gateways: vec![gateway_of(&all); ranks.gateways as usize],
                 prefill: vec![all.clone(); ranks.prefill as usize],
                 decode: vec![all; ranks.decode as usize],
             }
@@ -236,7 +236,7 @@ pub(crate) fn divide(
 fn within(sets: NodeCpus, pinning: Pinning, room: CpuRoom) -> Result<NodeCpus, CpuLack> {
     let workers = sets.prefill.iter().chain(&sets.decode);
     let needs_millis = workers.map(|set| request_millis(set, pinning)).sum::<u64>()
-        + sets.gateway.as_ref().map_or(0, gateway_millis);
+        + sets.gateways.iter().map(gateway_millis).sum::<u64>();
     let free_millis = room.free_millis();
     if needs_millis <= free_millis {
         return Ok(sets);
@@ -251,7 +251,7 @@ fn request_millis(set: &CpuSet, pinning: Pinning) -> u64 {
     cpu_request_millis(pinning, set.cpus.len(), set.threads)
 }
 
-/// What the gateway's Pod requests: it never has CPUs of its own.
+/// What a gateway's Pod requests: it never has CPUs of its own.
 fn gateway_millis(set: &CpuSet) -> u64 {
     request_millis(set, GATEWAY_UNDER_EXCLUSIVE)
 }
@@ -270,7 +270,7 @@ fn gateway_of(all: &CpuSet) -> CpuSet {
 }
 
 /// Sets that may overlap: with `Compact` one NUMA node per rank in turn, else all CPUs.
-fn divide_shared(node: &NodeProfileSpec, ranks: NodeRanks, numa: NumaPolicy) -> NodeCpus {
+fn divide_shared(node: &NodeProfileStatus, ranks: NodeRanks, numa: NumaPolicy) -> NodeCpus {
     let cores = cores_of(node);
     let all = set_of(&cores, numa);
     let ids: BTreeSet<u32> = cores.iter().map(|core| core.numa).collect();
@@ -296,7 +296,7 @@ fn divide_shared(node: &NodeProfileSpec, ranks: NodeRanks, numa: NumaPolicy) -> 
     let decode = take(ranks.decode);
     let prefill = take(ranks.prefill);
     NodeCpus {
-        gateway: ranks.gateway.then(|| gateway_of(&all)),
+        gateways: vec![gateway_of(&all); ranks.gateways as usize],
         prefill,
         decode,
     }
@@ -305,17 +305,15 @@ fn divide_shared(node: &NodeProfileSpec, ranks: NodeRanks, numa: NumaPolicy) -> 
 /// Disjoint sets of whole cores: one core for each rank on a GPU; of the others, decode takes as many as saturate memory,
 /// at most half; prefill, which is compute-bound, takes the rest. The gateway runs on the cores that no worker has.
 fn divide_exclusive(
-    node: &NodeProfileSpec,
+    node: &NodeProfileStatus,
     ranks: NodeRanks,
     numa: NumaPolicy,
     room: Option<CpuRoom>,
 ) -> Result<NodeCpus, CpuLack> {
     let all = cores_of(node);
     let workers = (ranks.prefill + ranks.decode) as usize;
-    let gateway = ranks
-        .gateway
-        .then(|| gateway_of(&set_of(&all, NumaPolicy::Any)));
-    let gateway_millis = gateway.as_ref().map_or(0, gateway_millis);
+    let gateway = gateway_of(&set_of(&all, NumaPolicy::Any));
+    let gateway_millis = gateway_millis(&gateway) * u64::from(ranks.gateways);
     let may_request = room.map(|room| room.free_millis().saturating_sub(gateway_millis));
     let mut free = own_cores(&all, ranks, may_request);
     if free.len() < workers {
@@ -360,7 +358,7 @@ fn divide_exclusive(
         .flat_map(|set| set.cpus.iter().copied())
         .collect();
     Ok(NodeCpus {
-        gateway: ranks.gateway.then(|| gateway_beside(&all, &taken)),
+        gateways: vec![gateway_beside(&all, &taken); ranks.gateways as usize],
         prefill: prefill_sets,
         decode: decode_sets,
     })
@@ -382,7 +380,7 @@ fn own_cores(all: &[Core], ranks: NodeRanks, may_request_millis: Option<u64>) ->
     let workers = (ranks.prefill + ranks.decode) as usize;
     let mut cpus = match may_request_millis {
         Some(millis) => usize::try_from(millis / 1000).unwrap_or(usize::MAX),
-        None if ranks.gateway && all.len() > workers => {
+        None if ranks.gateways > 0 && all.len() > workers => {
             cpus - all.first().map_or(0, |core| core.cpus.len())
         }
         None => cpus,
@@ -441,7 +439,7 @@ fn take_cores(free: &mut Vec<Core>, count: usize, numa: NumaPolicy) -> Vec<Core>
 }
 
 /// Restricts a set to the CPUs on a GPU's NUMA node, if it has any there: the others reach the GPU only through that node.
-pub(crate) fn keep_beside(set: &mut CpuSet, node: &NodeProfileSpec, numa_node: u32) {
+pub(crate) fn keep_beside(set: &mut CpuSet, node: &NodeProfileStatus, numa_node: u32) {
     let is_beside = |id: &u32| {
         node.cpus
             .iter()
@@ -465,7 +463,7 @@ pub(crate) fn keep_beside(set: &mut CpuSet, node: &NodeProfileSpec, numa_node: u
 
 /// Adds NUMA nodes to a `Compact` set until their free memory holds `needs_bytes`: threads stay, memory may come
 /// from neighbouring NUMA nodes.
-pub(crate) fn widen_memory(set: &mut CpuSet, node: &NodeProfileSpec, needs_bytes: u64) {
+pub(crate) fn widen_memory(set: &mut CpuSet, node: &NodeProfileStatus, needs_bytes: u64) {
     if set.numa_nodes.is_empty() {
         return;
     }

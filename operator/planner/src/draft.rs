@@ -1,6 +1,6 @@
 //! A finished placement, before it is written down as a plan.
 
-use hearth_crds::{NodeProfileSpec, PlanKvType, PlanRank, PlanRole, RankDevice, ResidencyPolicy};
+use hearth_crds::{NodeProfileStatus, PlanKvType, PlanRank, PlanRole, RankDevice, ResidencyPolicy};
 
 use crate::cpus::CpuSet;
 use crate::estimator::Estimator;
@@ -11,7 +11,7 @@ use crate::place::{Placement, Refused};
 /// A placement with all that is needed to write it down as a plan.
 pub(crate) struct Draft<'a> {
     pub input: &'a PlanInput<'a>,
-    pub nodes: &'a [&'a NodeProfileSpec],
+    pub nodes: &'a [&'a NodeProfileStatus],
     pub demand: Demand<'a>,
     pub placement: Placement,
     /// Devices that would have been preferred, with what they lack.
@@ -23,7 +23,7 @@ pub(crate) struct Draft<'a> {
 
 impl<'a> Draft<'a> {
     /// The node of a rank, with its index among the nodes.
-    pub(crate) fn node_of(&self, rank: &PlanRank) -> Option<(usize, &'a NodeProfileSpec)> {
+    pub(crate) fn node_of(&self, rank: &PlanRank) -> Option<(usize, &'a NodeProfileStatus)> {
         let n = self.nodes.iter().position(|node| node.node == rank.node)?;
         Some((n, self.nodes[n]))
     }

@@ -17,6 +17,8 @@ pub enum Advice {
     KvMemory(u64),
     /// Write this `spec.decode.replicas`.
     DecodeReplicas(u32),
+    /// Lower `spec.gateway.replicas`.
+    GatewayReplicas(u32),
     /// Remove the prefill workers and write `spec.prefill.mode: Chunked`.
     Chunked,
     /// Write `spec.placement.pinning: Shared`.
@@ -42,6 +44,9 @@ impl fmt::Display for Advice {
                 write!(f, "lower spec.decode.kvCache.memory to {}Mi", bytes >> 20)
             }
             Self::DecodeReplicas(replicas) => write!(f, "lower spec.decode.replicas to {replicas}"),
+            Self::GatewayReplicas(replicas) => {
+                write!(f, "lower spec.gateway.replicas to {replicas}")
+            }
             Self::Chunked => {
                 f.write_str("write spec.prefill.mode: Chunked without prefill replicas")
             }

@@ -1,6 +1,6 @@
 //! Predicted costs of placing a rank.
 
-use hearth_crds::{InferenceDeploymentSpec, NodeProfileSpec, Pinning};
+use hearth_crds::{InferenceDeploymentSpec, NodeProfileStatus, Pinning};
 
 use crate::cpus::{Binding, CpuLack, CpuOffer, CpuRoom, CpuSet, NodeCpus, divide};
 use crate::gpus::{GpuLack, GpuOffer, GpuSlot, GpuSlots, assign_slots};
@@ -19,7 +19,7 @@ const PREDICTED_CONTEXT_TOKENS: u32 = 1024;
 /// Predicts what placing a rank costs.
 #[derive(Clone, Copy)]
 pub(crate) struct Estimator<'a> {
-    nodes: &'a [&'a NodeProfileSpec],
+    nodes: &'a [&'a NodeProfileStatus],
     demand: &'a Demand<'a>,
     spec: &'a InferenceDeploymentSpec,
     gpus: GpuOffer<'a>,
@@ -28,7 +28,7 @@ pub(crate) struct Estimator<'a> {
 
 impl<'a> Estimator<'a> {
     pub(crate) fn new(
-        nodes: &'a [&'a NodeProfileSpec],
+        nodes: &'a [&'a NodeProfileStatus],
         demand: &'a Demand<'a>,
         spec: &'a InferenceDeploymentSpec,
         (gpus, cpus): (GpuOffer<'a>, CpuOffer<'a>),
@@ -140,7 +140,7 @@ impl<'a> Estimator<'a> {
         self.cpus.room(self.nodes[node])
     }
 
-    pub(crate) fn nodes(&self) -> &'a [&'a NodeProfileSpec] {
+    pub(crate) fn nodes(&self) -> &'a [&'a NodeProfileStatus] {
         self.nodes
     }
 

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
-use hearth_crds::{ComputeCapability, GpuProfile, NodeProfileSpec, PlanRole, format_bytes};
+use hearth_crds::{ComputeCapability, GpuProfile, NodeProfileStatus, PlanRole, format_bytes};
 
 use crate::memory::{BLOCK_TOKENS, Demand};
 use crate::node_ranks::NodeRanks;
@@ -40,7 +40,7 @@ pub(crate) enum NodeOffer<'a> {
 }
 
 impl<'a> GpuOffer<'a> {
-    pub(crate) fn at(self, node: &NodeProfileSpec) -> NodeOffer<'a> {
+    pub(crate) fn at(self, node: &NodeProfileStatus) -> NodeOffer<'a> {
         match self {
             Self::Machine => NodeOffer::Machine,
             Self::Cluster { plugin, claimable } => match claimable.get(&node.node) {
@@ -167,7 +167,7 @@ fn usable_bytes(bytes: u64) -> u64 {
 /// # Errors
 /// Why there is none.
 fn gpu_rooms<'a>(
-    node: &'a NodeProfileSpec,
+    node: &'a NodeProfileStatus,
     offer: GpuOffer<'_>,
 ) -> Result<Vec<GpuRoom<'a>>, String> {
     let mut reasons = node.gpus.iter().filter_map(|gpu| {
@@ -221,14 +221,14 @@ fn gpu_rooms<'a>(
 }
 
 /// Whether `node` has any GPU that ranks could be assigned to, memory aside.
-pub(crate) fn has_usable(node: &NodeProfileSpec, offer: GpuOffer<'_>) -> bool {
+pub(crate) fn has_usable(node: &NodeProfileStatus, offer: GpuOffer<'_>) -> bool {
     offer.at(node).count() != Some(0) && gpu_rooms(node, offer).is_ok()
 }
 
 /// Assigns the ranks of a node to its GPUs: each to the one with the most memory left, prefill ranks first. What is left
 /// then becomes KV. A prefill rank holds `gpus_per_prefill` GPUs and computes on one of them.
 pub(crate) fn assign_slots<'a>(
-    node: &'a NodeProfileSpec,
+    node: &'a NodeProfileStatus,
     ranks: NodeRanks,
     demand: &Demand<'_>,
     offer: GpuOffer<'_>,
@@ -285,7 +285,7 @@ pub(crate) fn assign_slots<'a>(
 
 /// Reserves the least that a rank needs on the GPU with the most memory left (the first of equals); returns its index.
 fn take(
-    node: &NodeProfileSpec,
+    node: &NodeProfileStatus,
     rooms: &mut [GpuRoom<'_>],
     used: &[usize],
     role: PlanRole,

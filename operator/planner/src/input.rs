@@ -1,6 +1,6 @@
 //! Input of the planner.
 
-use hearth_crds::{InferenceDeploymentSpec, ModelFacts, NodeProfileSpec};
+use hearth_crds::{InferenceDeploymentSpec, ModelFacts, NodeProfileStatus};
 
 use crate::cpus::CpuOffer;
 use crate::gpus::GpuOffer;
@@ -21,7 +21,7 @@ pub struct PlanInput<'a> {
     /// The directory of the model on each node.
     pub model_path: &'a str,
     /// Profiles of the nodes, in any order.
-    pub profiles: &'a [NodeProfileSpec],
+    pub profiles: &'a [NodeProfileStatus],
     /// GPUs that may be used.
     pub gpus: GpuOffer<'a>,
     /// CPUs that may be requested.

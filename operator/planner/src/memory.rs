@@ -1,6 +1,6 @@
 //! Division of a node's memory: one copy of the weights, and each rank's KV cache and scratch.
 
-use hearth_crds::{ModelFacts, NodeProfileSpec, PlanRole, ResidencyPolicy};
+use hearth_crds::{ModelFacts, NodeProfileStatus, PlanRole, ResidencyPolicy};
 
 use crate::node_ranks::NodeRanks;
 
@@ -134,16 +134,11 @@ impl Demand<'_> {
     }
 
     fn scratch_bytes(&self, ranks: NodeRanks) -> u64 {
-        let gateway = if ranks.gateway {
-            self.gateway_scratch_bytes()
-        } else {
-            0
-        };
         let (on_cpus, on_gpus) = (
             ranks.prefill_on_cpus() + ranks.decode_on_cpus(),
             ranks.on_gpus(),
         );
-        gateway
+        self.gateway_scratch_bytes() * u64::from(ranks.gateways)
             + self.worker_scratch_bytes() * u64::from(on_cpus)
             + self.gpu_worker_scratch_bytes() * u64::from(on_gpus)
     }
@@ -168,19 +163,21 @@ impl Demand<'_> {
     /// Bytes of `node` that its ranks leave to the page cache when each has so many bytes of KV.
     fn page_cache_bytes(
         &self,
-        node: &NodeProfileSpec,
+        node: &NodeProfileStatus,
         ranks: NodeRanks,
         decode_kv_bytes: u64,
         prefill_kv_bytes: u64,
     ) -> u64 {
         let decode = u64::from(ranks.decode_on_cpus());
         let prefill = u64::from(ranks.prefill_on_cpus());
+        // One process more than the workers wherever it is, for what else runs beside them.
+        let gateways = u64::from(ranks.gateways.max(1));
         node.memory
             .available_bytes
             .saturating_sub(decode_kv_bytes.saturating_mul(decode))
             .saturating_sub(prefill_kv_bytes.saturating_mul(prefill))
             .saturating_sub((decode + prefill) * self.step_bytes(ACTIVATION_WIDTHS))
-            .saturating_sub((decode + prefill + 1) * RUNNING_PROCESS_BYTES)
+            .saturating_sub((decode + prefill + gateways) * RUNNING_PROCESS_BYTES)
     }
 
     /// Number of windows over prefetched weights for `workers` of a node: one each where they have memory limits of their own.
@@ -198,7 +195,7 @@ impl Demand<'_> {
     /// others share one.
     pub(crate) fn fit(
         &self,
-        node: &NodeProfileSpec,
+        node: &NodeProfileStatus,
         ranks: NodeRanks,
     ) -> Result<NodeBudget, Shortage> {
         let free = free_bytes(node);
@@ -283,7 +280,7 @@ pub(crate) fn available_for(needs_bytes: u64) -> u64 {
 }
 
 /// Bytes of a node that ranks may use: what is available less a twentieth, and at least 128 MiB, for other programs.
-pub(crate) fn free_bytes(node: &NodeProfileSpec) -> u64 {
+pub(crate) fn free_bytes(node: &NodeProfileStatus) -> u64 {
     let available = node.memory.available_bytes;
     available.saturating_sub(LEAST_RESERVE_BYTES.max(available / 20))
 }

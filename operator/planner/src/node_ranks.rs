@@ -5,7 +5,7 @@ use hearth_crds::PlanRole;
 /// Number of ranks of each role on one node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct NodeRanks {
-    pub gateway: bool,
+    pub gateways: u32,
     pub prefill: u32,
     pub decode: u32,
     /// Which of them compute on GPUs.
@@ -14,12 +14,12 @@ pub(crate) struct NodeRanks {
 
 impl NodeRanks {
     pub(crate) fn count(self) -> usize {
-        usize::from(self.gateway) + self.prefill as usize + self.decode as usize
+        (self.gateways + self.prefill + self.decode) as usize
     }
 
     pub(crate) fn of(self, role: PlanRole) -> u32 {
         match role {
-            PlanRole::Gateway => u32::from(self.gateway),
+            PlanRole::Gateway => self.gateways,
             PlanRole::Prefill => self.prefill,
             PlanRole::Decode => self.decode,
         }

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use hearth_crds::{
-    ComputeCapability, IsaProfile, NodeProfileSpec, PlanRank, PlanRole, RankDevice, ResidencyPolicy,
+    ComputeCapability, IsaProfile, NodeProfileStatus, PlanRank, PlanRole, RankDevice,
+    ResidencyPolicy,
 };
 
 use crate::cpus::CpuLack;
@@ -47,7 +48,7 @@ fn of_cpus(isa: &IsaProfile) -> Numerics {
     }
 }
 
-fn of_rank(node: &NodeProfileSpec, rank: &PlanRank) -> Numerics {
+fn of_rank(node: &NodeProfileStatus, rank: &PlanRank) -> Numerics {
     match rank.device() {
         RankDevice::Cpus => of_cpus(&node.isa),
         RankDevice::Gpu(uuid) => {
@@ -58,14 +59,14 @@ fn of_rank(node: &NodeProfileSpec, rank: &PlanRank) -> Numerics {
 }
 
 /// One line for each pool whose ranks compute different bits.
-pub(crate) fn mixed_pools(nodes: &[&NodeProfileSpec], ranks: &[PlanRank]) -> Vec<String> {
+pub(crate) fn mixed_pools(nodes: &[&NodeProfileStatus], ranks: &[PlanRank]) -> Vec<String> {
     [PlanRole::Prefill, PlanRole::Decode]
         .into_iter()
         .filter_map(|role| mixed_pool(nodes, ranks, role))
         .collect()
 }
 
-fn mixed_pool(nodes: &[&NodeProfileSpec], ranks: &[PlanRank], role: PlanRole) -> Option<String> {
+fn mixed_pool(nodes: &[&NodeProfileStatus], ranks: &[PlanRank], role: PlanRole) -> Option<String> {
     let mut kinds: BTreeMap<Numerics, Vec<&str>> = BTreeMap::new();
     for rank in ranks.iter().filter(|rank| rank.role == role) {
         let node = nodes.iter().find(|node| node.node == rank.node)?;
@@ -132,7 +133,7 @@ fn prefetched(placement: &Placement) -> usize {
         .count()
 }
 
-fn is_alike(nodes: &[&NodeProfileSpec], placement: &Placement) -> bool {
+fn is_alike(nodes: &[&NodeProfileStatus], placement: &Placement) -> bool {
     let is_one = |ranks_of: fn(NodeRanks) -> u32| {
         let placed = nodes.iter().zip(&placement.ranks);
         let mut kinds = placed

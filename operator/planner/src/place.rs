@@ -1,6 +1,6 @@
 //! Assignment of ranks to nodes.
 
-use hearth_crds::NodeProfileSpec;
+use hearth_crds::NodeProfileStatus;
 
 use crate::cpus::CpuLack;
 use crate::gpus::GpuLack;
@@ -10,6 +10,7 @@ use crate::node_ranks::{NodeRanks, OnGpu};
 /// Ranks of each role that the spec asks for, and where they compute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Wanted {
+    pub gateways: u32,
     pub prefill: u32,
     pub decode: u32,
     pub on_gpu: OnGpu,
@@ -19,7 +20,7 @@ impl Wanted {
     /// All ranks on one node.
     pub(crate) fn on_one_node(self) -> NodeRanks {
         NodeRanks {
-            gateway: true,
+            gateways: self.gateways,
             prefill: self.prefill,
             decode: self.decode,
             on_gpu: self.on_gpu,
@@ -31,6 +32,8 @@ impl Wanted {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Placement {
     pub ranks: Vec<NodeRanks>,
+    /// The node of each gateway, by its index.
+    pub gateways: Vec<usize>,
     pub budgets: Vec<Option<NodeBudget>>,
 }
 
@@ -70,9 +73,10 @@ pub(crate) trait Cost {
 }
 
 /// Places decode ranks first, each on the node where a token takes the least time with the ranks already there; then
-/// prefill ranks likewise. The gateway runs on the node of the first decode rank. Ties go to the first node.
+/// prefill ranks likewise. The first gateway runs on the node of the first decode rank, each further one on a node with the
+/// fewest of them. Ties go to the first node.
 pub(crate) fn place(
-    nodes: &[&NodeProfileSpec],
+    nodes: &[&NodeProfileStatus],
     demand: &Demand<'_>,
     wanted: Wanted,
     cost: &dyn Cost,
@@ -82,10 +86,11 @@ pub(crate) fn place(
         ..NodeRanks::default()
     };
     let mut placed = vec![nobody; nodes.len()];
+    let mut gateways = Vec::new();
     for i in 0..wanted.decode {
         let with = |ranks: NodeRanks| NodeRanks {
             decode: ranks.decode + 1,
-            gateway: ranks.gateway || i == 0,
+            gateways: ranks.gateways + u32::from(i == 0),
             ..ranks
         };
         let node = {
@@ -99,6 +104,7 @@ pub(crate) fn place(
             .cheapest(&format!("decode-{i}"), with, &ms)?
         };
         placed[node] = with(placed[node]);
+        gateways.extend((i == 0).then_some(node));
     }
     for i in 0..wanted.prefill {
         let with = |ranks: NodeRanks| NodeRanks {
@@ -117,6 +123,8 @@ pub(crate) fn place(
         };
         placed[node] = with(placed[node]);
     }
+    let further = wanted.gateways.saturating_sub(1);
+    gateways.extend(place_gateways(nodes, demand, further, cost, &mut placed)?);
     let budgets = nodes
         .iter()
         .zip(&placed)
@@ -130,24 +138,75 @@ pub(crate) fn place(
         .collect();
     Ok(Placement {
         ranks: placed,
+        gateways,
         budgets,
     })
 }
 
+/// Places further gateways beside the first; their nodes.
+fn place_gateways(
+    nodes: &[&NodeProfileStatus],
+    demand: &Demand<'_>,
+    count: u32,
+    cost: &dyn Cost,
+    placed: &mut [NodeRanks],
+) -> Result<Vec<usize>, NoRoom> {
+    let mut gateways = Vec::new();
+    for i in 1..=count {
+        let with = |ranks: NodeRanks| NodeRanks {
+            gateways: ranks.gateways + 1,
+            ..ranks
+        };
+        let cost_of = |n: usize, ranks: NodeRanks| gateway_cost(demand, nodes[n], placed[n], ranks);
+        let node = Candidates {
+            nodes,
+            demand,
+            placed,
+            cost,
+        }
+        .cheapest(&format!("gateway-{i}"), with, &cost_of)?;
+        placed[node] = with(placed[node]);
+        gateways.push(node);
+    }
+    Ok(gateways)
+}
+
+/// What one more gateway costs on `node`, which goes from `before` to `after`: most of all weights or KV cache that would
+/// leave the memory for it, then gateways that could be lost with one node, then a node that has no worker yet.
+fn gateway_cost(
+    demand: &Demand<'_>,
+    node: &NodeProfileStatus,
+    before: NodeRanks,
+    after: NodeRanks,
+) -> f64 {
+    let memory = |ranks: NodeRanks| {
+        let budget = demand.fit(node, ranks).ok()?;
+        Some((
+            budget.policy,
+            budget.weight_budget_bytes,
+            budget.decode_kv_bytes,
+        ))
+    };
+    let takes_memory = before.count() > 0 && memory(before) != memory(after);
+    let is_idle = before.count() == 0;
+    f64::from(u32::from(takes_memory) * 1000 + after.gateways * 2 + u32::from(is_idle))
+}
+
 struct Candidates<'a> {
-    nodes: &'a [&'a NodeProfileSpec],
+    nodes: &'a [&'a NodeProfileStatus],
     demand: &'a Demand<'a>,
     placed: &'a [NodeRanks],
     cost: &'a dyn Cost,
 }
 
 impl Candidates<'_> {
-    /// The node where one more rank costs the least, of those that have room for it.
+    /// The node where one more rank costs the least, of those that have room for it. `cost_of` takes a node and the ranks that
+    /// it would have.
     fn cheapest(
         &self,
         what: &str,
         with: impl Fn(NodeRanks) -> NodeRanks,
-        cost_ms: &dyn Fn(usize, NodeRanks) -> f64,
+        cost_of: &dyn Fn(usize, NodeRanks) -> f64,
     ) -> Result<usize, NoRoom> {
         let mut best: Option<(f64, usize)> = None;
         let mut nearest: Option<Shortage> = None;
@@ -172,9 +231,9 @@ impl Candidates<'_> {
             }
             match self.demand.fit(node, ranks) {
                 Ok(_) => {
-                    let ms = cost_ms(n, ranks);
-                    if best.is_none_or(|(least, _)| ms < least) {
-                        best = Some((ms, n));
+                    let cost = cost_of(n, ranks);
+                    if best.is_none_or(|(least, _)| cost < least) {
+                        best = Some((cost, n));
                     }
                 }
                 Err(shortage) => {

@@ -1,11 +1,9 @@
 //! The planner's entry point: from its input to a plan.
 
-use hearth_crds::{
-    InferenceDeploymentSpec, InferencePlanSpec, Pinning, Strategy, Target, unsupported,
-};
+use hearth_crds::{InferenceDeploymentSpec, InferencePlanSpec, Pinning, Strategy};
 
 use crate::advice;
-use crate::checks::{checked_nodes, context_length, kv_types};
+use crate::checks::{check_strategy, checked_nodes, context_length, kv_types};
 use crate::draft::Draft;
 use crate::error::PlanError;
 use crate::estimator::Estimator;
@@ -28,10 +26,7 @@ const PREFILL_CHUNK_TOKENS: u32 = 512;
 /// [`PlanError`] with the numbers that do not fit and a change that was tried and does.
 pub fn plan(input: &PlanInput<'_>) -> Result<InferencePlanSpec, PlanError> {
     let spec = input.spec;
-    let lacking = unsupported(spec, Target::Cluster);
-    if !lacking.is_empty() {
-        return Err(PlanError::Unsupported(lacking));
-    }
+    check_strategy(spec)?;
     let nodes = checked_nodes(input)?;
     let (key_type, value_type) = kv_types(spec, input.facts)?;
     let context_length = context_length(spec, input.facts)?;
@@ -69,6 +64,7 @@ fn placed(
     spec: &InferenceDeploymentSpec,
 ) -> Result<(Placement, Vec<Refused>), PlanError> {
     let mut wanted = Wanted {
+        gateways: spec.gateway.replicas,
         prefill: spec.prefill.planned_replicas(),
         decode: spec.decode.planned_replicas(),
         on_gpu: OnGpu::NONE,

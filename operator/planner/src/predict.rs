@@ -3,7 +3,7 @@
 //! A roofline with a few constants for each kind of device; the measured figures beside each prediction (metrics, status)
 //! show how far it is off.
 
-use hearth_crds::{GpuProfile, ModelFacts, NodeProfileSpec};
+use hearth_crds::{GpuProfile, ModelFacts, NodeProfileStatus};
 
 use crate::cpus::CpuSet;
 
@@ -48,7 +48,7 @@ pub(crate) struct Rates {
 impl Rates {
     /// The rates of `set` on `node`: one thread's times the threads, at most all threads', and at most what the
     /// NUMA nodes of the set can read.
-    pub(crate) fn of(node: &NodeProfileSpec, set: &CpuSet) -> Self {
+    pub(crate) fn of(node: &NodeProfileStatus, set: &CpuSet) -> Self {
         let threads = f64::from(set.threads);
         let of_numa: f64 = node
             .numa_nodes

@@ -79,6 +79,7 @@ impl Draft<'_> {
             predicted,
             objectives: input.spec.objectives.clone(),
             mixed_numerics,
+            inputs: None,
             why,
             not_chosen,
         }
@@ -92,6 +93,9 @@ impl Draft<'_> {
 
     /// Ranks of one role, node by node, numbered across the nodes.
     fn ranks_of_role(&self, role: PlanRole) -> Vec<PlanRank> {
+        if role == PlanRole::Gateway {
+            return self.gateways();
+        }
         let mut ranks = Vec::new();
         for (n, node_ranks) in self.placement.ranks.iter().enumerate() {
             let (Some(budget), Ok(cpus), Ok(slots)) = (
@@ -109,6 +113,25 @@ impl Draft<'_> {
             }
         }
         ranks
+    }
+
+    /// The gateways in the order in which they were placed: with more or fewer of them the others keep their names.
+    fn gateways(&self) -> Vec<PlanRank> {
+        let ranks = self.placement.gateways.iter().enumerate();
+        ranks
+            .filter_map(|(index, &n)| {
+                let budget = self.placement.budgets[n].as_ref()?;
+                let cpus = self.estimator.cpus(n, self.placement.ranks[n]).ok()?;
+                let host = RankHost {
+                    n,
+                    budget,
+                    slot: None,
+                };
+                let set = cpus.of(PlanRole::Gateway).first()?.clone();
+                let index = u32::try_from(index).unwrap_or(u32::MAX);
+                Some(self.rank(&host, PlanRole::Gateway, index, set))
+            })
+            .collect()
     }
 
     fn rank(&self, host: &RankHost<'_>, role: PlanRole, index: u32, mut set: CpuSet) -> PlanRank {

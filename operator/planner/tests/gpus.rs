@@ -7,7 +7,7 @@ mod support;
 use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_crds::{
-    ComputeCapability, GpuProfile, InferencePlanSpec, NodeProfileSpec, PlanRank, ResidencyPolicy,
+    ComputeCapability, GpuProfile, InferencePlanSpec, NodeProfileStatus, PlanRank, ResidencyPolicy,
 };
 use hearth_planner::{Advice, PlanError, plan};
 use support::{
@@ -16,8 +16,8 @@ use support::{
 };
 
 /// The small machine with GPUs.
-fn here(gpus: Vec<GpuProfile>) -> NodeProfileSpec {
-    NodeProfileSpec { gpus, ..small_vm() }
+fn here(gpus: Vec<GpuProfile>) -> NodeProfileStatus {
+    NodeProfileStatus { gpus, ..small_vm() }
 }
 
 fn rank<'a>(plan: &'a InferencePlanSpec, name: &str) -> &'a PlanRank {
@@ -105,7 +105,7 @@ fn workers_go_to_the_gpu_with_the_most_memory_left() {
 
 #[test]
 fn a_model_too_large_for_the_gpu_runs_on_cpus_and_the_plan_says_by_how_much() {
-    let profiles = [NodeProfileSpec {
+    let profiles = [NodeProfileStatus {
         gpus: vec![gpu("NVIDIA L4", 1, 24)],
         ..server()
     }];
@@ -342,7 +342,7 @@ fn gpus_that_can_be_claimed_are_chosen_by_uuid() {
 fn a_rank_on_a_gpu_uses_the_cores_beside_it() {
     let mut card = gpu("NVIDIA L4", 1, 24);
     card.numa_node = Some(1);
-    let profiles = [NodeProfileSpec {
+    let profiles = [NodeProfileStatus {
         gpus: vec![card],
         ..server()
     }];

@@ -7,7 +7,7 @@ mod support;
 use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_crds::{
-    ComputeCapability, GpuProfile, InferenceDeploymentSpec, InferencePlanSpec, NodeProfileSpec,
+    ComputeCapability, GpuProfile, InferenceDeploymentSpec, InferencePlanSpec, NodeProfileStatus,
     Pinning, PlanRole,
 };
 use hearth_planner::{Advice, CpuOffer, CpuRoom, GpuOffer, PlanError, PlanInput, plan};
@@ -16,7 +16,7 @@ use support::{
     GIB, MIB, Machine, cpu_rooms, demo_model, dense_1_7b, gpu, plan_input, qwen3_30b, spec,
 };
 
-fn machine() -> impl Strategy<Value = NodeProfileSpec> {
+fn machine() -> impl Strategy<Value = NodeProfileStatus> {
     (
         1_u32..=2,
         1_u32..=12,
@@ -66,8 +66,9 @@ fn deployment() -> impl Strategy<Value = InferenceDeploymentSpec> {
     let numa = prop_oneof![Just("Compact"), Just("Spread"), Just("Any")];
     let kv = prop_oneof![3 => Just(None), 1 => (1_u64..20_000).prop_map(Some)];
     let gpus_per_worker = prop_oneof![3 => Just(None), 1 => (0_u32..=1).prop_map(Some)];
-    (1_u32..=64, 1_u32..=3, 0_u32..=2, 16_u32..4096, pinning, numa, kv, gpus_per_worker).prop_map(
-        |(batch, decode, prefill, context, pinning, numa, kv, gpus_per_worker)| {
+    let gateways = prop_oneof![3 => Just(1), 1 => 2_u32..=4];
+    (1_u32..=64, 1_u32..=3, 0_u32..=2, 16_u32..4096, pinning, numa, kv, gpus_per_worker, gateways).prop_map(
+        |(batch, decode, prefill, context, pinning, numa, kv, gpus_per_worker, gateways)| {
             let prefill = if prefill == 0 { "mode: Chunked".to_owned() } else { format!("replicas: {prefill}") };
             let kv = kv.map(|mib| format!(", kvCache: {{memory: {mib}Mi}}")).unwrap_or_default();
             let mut spec = spec(&format!(
@@ -75,13 +76,14 @@ fn deployment() -> impl Strategy<Value = InferenceDeploymentSpec> {
             ));
             spec.model.context_length = Some(context);
             spec.prefill.gpus_per_worker = gpus_per_worker;
+            spec.gateway.replicas = gateways;
             spec
         },
     )
 }
 
 /// Memory of each node: the weights once, and all else of every rank, within what is available.
-fn assert_memory_fits(plan: &InferencePlanSpec, profiles: &[NodeProfileSpec]) {
+fn assert_memory_fits(plan: &InferencePlanSpec, profiles: &[NodeProfileStatus]) {
     let mut used: BTreeMap<&str, u64> = BTreeMap::new();
     let mut weights: BTreeMap<&str, u64> = BTreeMap::new();
     for rank in &plan.ranks {
@@ -102,7 +104,7 @@ fn assert_memory_fits(plan: &InferencePlanSpec, profiles: &[NodeProfileSpec]) {
 }
 
 /// Memory of each GPU: all of every rank on it, within what is free; on a device plugin's, one rank each.
-fn assert_gpus_fit(plan: &InferencePlanSpec, profiles: &[NodeProfileSpec], offer: GpuOffer<'_>) {
+fn assert_gpus_fit(plan: &InferencePlanSpec, profiles: &[NodeProfileStatus], offer: GpuOffer<'_>) {
     for profile in profiles {
         let here = || plan.ranks.iter().filter(|rank| rank.node == profile.node);
         if let GpuOffer::Cluster { plugin, claimable } = offer {
@@ -146,7 +148,7 @@ fn assert_gpus_fit(plan: &InferencePlanSpec, profiles: &[NodeProfileSpec], offer
 
 /// CPUs that are there, given to one alone where they are exclusive, and requests within what a node can give. On a machine
 /// of one's own the gateway may run beside workers that have every core.
-fn assert_cpus_fit(plan: &InferencePlanSpec, profiles: &[NodeProfileSpec], offer: CpuOffer<'_>) {
+fn assert_cpus_fit(plan: &InferencePlanSpec, profiles: &[NodeProfileStatus], offer: CpuOffer<'_>) {
     if let CpuOffer::Requests(rooms) = offer {
         for profile in profiles {
             let here = plan.ranks.iter().filter(|rank| rank.node == profile.node);
@@ -222,7 +224,7 @@ proptest! {
             GpuOffer::Machine
         };
         if two {
-            profiles.push(NodeProfileSpec { node: "cellar".into(), ..b });
+            profiles.push(NodeProfileStatus { node: "cellar".into(), ..b });
         }
         let rooms = cpu_rooms(&profiles, requested.unwrap_or(0));
         let cpus = if requested.is_some() { CpuOffer::Requests(&rooms) } else { CpuOffer::Machine };
@@ -232,7 +234,7 @@ proptest! {
                 assert_gpus_fit(&made, &profiles, offer);
                 assert_memory_fits(&made, &profiles);
                 assert_cpus_fit(&made, &profiles, cpus);
-                prop_assert_eq!(made.ranks_of(PlanRole::Gateway).count(), 1);
+                prop_assert_eq!(made.ranks_of(PlanRole::Gateway).count(), deployment.gateway.replicas as usize);
                 prop_assert_eq!(made.ranks_of(PlanRole::Decode).count() as u32, deployment.decode.planned_replicas());
                 prop_assert_eq!(made.ranks_of(PlanRole::Prefill).count() as u32, deployment.prefill.planned_replicas());
                 for rank in made.ranks.iter().filter(|rank| rank.role != PlanRole::Gateway) {
@@ -266,10 +268,10 @@ type Rooms = BTreeMap<String, CpuRoom>;
 /// Does what a refusal says, each advice by itself, and expects a plan.
 fn follow(
     error: &PlanError,
-    (deployment, profiles, rooms): (&InferenceDeploymentSpec, &[NodeProfileSpec], &Rooms),
+    (deployment, profiles, rooms): (&InferenceDeploymentSpec, &[NodeProfileStatus], &Rooms),
     plan: impl Fn(
         &InferenceDeploymentSpec,
-        &[NodeProfileSpec],
+        &[NodeProfileStatus],
         &Rooms,
     ) -> Result<InferencePlanSpec, PlanError>,
 ) {
@@ -292,6 +294,7 @@ fn follow(
                     Some(hearth_crds::MemoryQuantity::from_bytes(*bytes));
             }
             Advice::DecodeReplicas(replicas) => changed.decode.replicas = Some(*replicas),
+            Advice::GatewayReplicas(replicas) => changed.gateway.replicas = *replicas,
             Advice::Chunked => {
                 changed.prefill.replicas = None;
                 changed.prefill.mode = hearth_crds::PrefillMode::Chunked;

@@ -4,6 +4,7 @@
 //! of it. After a start, an object that is there is read once instead. Drift is put right.
 
 pub(crate) mod report;
+mod scaler;
 #[cfg(test)]
 mod tests;
 
@@ -12,10 +13,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use hearth_controller_core::decision::{Decision, Marks, PodEnd};
 use hearth_controller_core::key::Key;
-use hearth_controller_core::names::{
-    ANNOTATION_INPUTS, ANNOTATION_PLAN_GENERATION, DEVICE_GROUP, LABEL_ROLE,
-};
-use hearth_crds::InferencePlan;
+use hearth_controller_core::names::{ANNOTATION_PLAN_GENERATION, DEVICE_GROUP, LABEL_ROLE};
+use hearth_controller_core::plan_record::{PlanStatusChange, inputs_digest};
+use hearth_crds::{API_VERSION, InferencePlan};
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use kube::api::{ApiResource, DynamicObject, ObjectMeta};
@@ -35,6 +35,10 @@ const KINDS: [(&str, &str, &str); 3] = [
     ("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets"),
     ("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),
 ];
+
+/// What to do about definitions that drop fields.
+const OLD_DEFINITIONS: &str = "the CustomResourceDefinition of InferencePlan is older than this operator and drops \
+    spec.inputs and the status: run helm upgrade with crds.install=true, or hearth crd | kubectl apply --server-side -f -";
 
 /// Carries decisions out.
 pub(crate) struct Applier {
@@ -96,8 +100,8 @@ impl Applier {
         if let Some(plan) = &decision.create_plan {
             self.create_plan(subject, plan).await?;
         }
-        for marks in &decision.mark_plans {
-            self.mark_plan(subject, marks).await?;
+        for change in &decision.plan_statuses {
+            self.plan_status(subject, change).await?;
         }
         for template in &decision.create_templates {
             self.create_template(subject, template).await?;
@@ -112,7 +116,8 @@ impl Applier {
         for name in &decision.delete_plans {
             self.delete_plan(subject, name).await?;
         }
-        refused.map_or(Ok(()), Err)
+        let scaled = self.scaler(subject, decision.scaler.as_ref()).await;
+        refused.map_or(scaled, Err)
     }
 
     /// Makes Pods. What is refused by the API server, which is the answer, stops neither the other Pods nor the ends: they may
@@ -174,7 +179,9 @@ impl Applier {
         let is_there = match self.requests.get::<Value>(&place, &name).await {
             Ok(live) => {
                 check_owner(subject, kind, &name, &live)?;
-                if digest::is_within(&desired, &live) {
+                if digest::is_within(&desired, &live)
+                    && !digest::has_dropped_annotation(&desired, &live)
+                {
                     self.remember(subject, kind, &name, wanted, &live);
                     return Ok(());
                 }
@@ -237,21 +244,19 @@ impl Applier {
         let made = self.requests.create::<LeanPlan>(&place, &name, plan).await;
         let made = match made {
             Ok(made) => {
+                self.check_inputs(&place, plan, &made).await?;
                 tracing::info!(namespace = subject.namespace, name, "InferencePlan made");
                 made
             }
             Err(Failure::Conflict(why)) => {
                 let there: LeanPlan = self.requests.get(&place, &name).await?;
-                let annotation = |meta: &ObjectMeta| {
-                    let annotations = meta.annotations.as_ref();
-                    annotations.and_then(|annotations| annotations.get(ANNOTATION_INPUTS).cloned())
-                };
                 let owner = crate::cluster::lean::owner(&there.metadata);
                 if owner.is_empty() && there.metadata.deletion_timestamp.is_none() {
                     return Err(orphan("InferencePlan", &name));
                 }
                 let is_ours = owner == subject.uid;
-                let is_same = annotation(&there.metadata) == annotation(&plan.metadata);
+                let it = there.plan.as_ref().ok();
+                let is_same = it.is_some_and(|it| inputs_digest(it) == inputs_digest(plan));
                 if !is_ours {
                     return Err(Failure::Terminating(format!("InferencePlan {name}")));
                 }
@@ -267,20 +272,58 @@ impl Applier {
         Ok(())
     }
 
-    async fn mark_plan(&self, subject: Subject<'_>, marks: &Marks) -> Result<(), Failure> {
+    /// Older definitions drop what a plan was made from, and plans would be made without end.
+    async fn check_inputs(
+        &self,
+        place: &Collection,
+        sent: &InferencePlan,
+        made: &LeanPlan,
+    ) -> Result<(), Failure> {
+        let has_inputs = |plan: &InferencePlan| plan.spec.inputs.is_some();
+        if !has_inputs(sent) || made.plan.as_ref().map_or(true, has_inputs) {
+            return Ok(());
+        }
+        let name = sent.name_any();
+        let uid = made.metadata.uid.as_deref().unwrap_or_default();
+        self.requests.delete(place, &name, uid, None).await?;
+        Err(old_definitions(&name))
+    }
+
+    async fn plan_status(
+        &self,
+        subject: Subject<'_>,
+        change: &PlanStatusChange,
+    ) -> Result<(), Failure> {
         let place = Collection::of::<InferencePlan>(subject.namespace);
-        let key = Key::new(subject.namespace, &marks.name);
-        let uid = {
+        let key = Key::new(subject.namespace, &change.name);
+        let version = {
             let state = self.notifier.cache.lock();
-            state.plans.get(&key).map(|row| Arc::clone(&row.uid))
+            state.plans.get(&key).map(|row| row.version)
         };
-        let fields = annotations(marks, uid.as_deref());
-        let made = self
-            .requests
-            .merge::<LeanPlan>(&place, &marks.name, &fields)
-            .await;
-        self.drop_if_gone(&made, |state| state.remove_plan(&key, ""));
-        self.take_plan(made?);
+        let mut metadata = json!({"name": change.name});
+        if let Some(version) = version {
+            // A plan of that name may have been made anew.
+            metadata["resourceVersion"] = json!(version.to_string());
+        }
+        let object = json!({
+            "apiVersion": API_VERSION, "kind": "InferencePlan", "metadata": metadata, "status": change.status,
+        });
+        let requests = &self.requests;
+        let made = requests.apply_status::<LeanPlan>(&place, &change.name, &object);
+        match made.await {
+            Ok(made) => self.take_plan(made),
+            // Older definitions have no status of plans.
+            Err(Failure::NotFound(_))
+                if requests.get::<Value>(&place, &change.name).await.is_ok() =>
+            {
+                return Err(old_definitions(&change.name));
+            }
+            Err(failure) => {
+                let answer: Result<(), Failure> = Err(failure);
+                self.drop_if_gone(&answer, |state| state.remove_plan(&key, ""));
+                return answer;
+            }
+        }
         Ok(())
     }
 
@@ -457,7 +500,7 @@ fn resource(kind: &str) -> Result<(&'static str, ApiResource), Failure> {
     let known = KINDS.iter().find(|(_, known, _)| *known == kind);
     let Some((api_version, kind, plural)) = known else {
         return Err(Failure::Invalid(format!(
-            "{kind:?} is no kind that the operator makes"
+            "{kind:?} is not a kind that the operator makes"
         )));
     };
     let (group, version) = api_version.split_once('/').unwrap_or(("", api_version));
@@ -481,6 +524,10 @@ fn check_owner(subject: Subject<'_>, kind: &str, name: &str, live: &Value) -> Re
     Err(Failure::Invalid(format!(
         "there is a {kind} {name} already that is not Hearth's: rename it, or give the deployment another name"
     )))
+}
+
+fn old_definitions(plan: &str) -> Failure {
+    Failure::Invalid(format!("InferencePlan {plan}: {OLD_DEFINITIONS}"))
 }
 
 /// What a deployment left that was deleted without what it owned.

@@ -5,6 +5,8 @@ use std::sync::{Arc, Mutex};
 
 use hearth_controller_core::decision::Grace;
 use hearth_controller_core::observed::forbidden::{Counted, Quota};
+use hearth_controller_core::testing::samples;
+use hearth_crds::{InferencePlanStatus, PlanInputs};
 use http::{Method, Request, Response};
 use jiff::Timestamp;
 use kube::Client;
@@ -28,6 +30,8 @@ struct Server {
     asked: Mutex<Vec<String>>,
     /// Words with which Pods are forbidden.
     forbids: Mutex<Option<&'static str>>,
+    /// Its definition of plans is of an earlier version: without inputs, and without a status.
+    has_old_plans: bool,
 }
 
 impl Server {
@@ -74,9 +78,15 @@ impl Server {
                 if objects.contains_key(&path) {
                     return (409, refusal(409, "AlreadyExists"));
                 }
-                let object = stored(body.clone(), count);
+                let mut object = stored(body.clone(), count);
+                if self.has_old_plans && object["kind"] == "InferencePlan" {
+                    object["spec"].as_object_mut().unwrap().remove("inputs");
+                }
                 objects.insert(path, object.clone());
                 (201, object)
+            }
+            Method::PATCH if self.has_old_plans && path.ends_with("/status") => {
+                (404, refusal(404, "NotFound"))
             }
             Method::PATCH => {
                 let object = stored(body, count);
@@ -288,6 +298,52 @@ async fn a_failed_write_stops_the_rest() {
     let failure = applier.apply(SUBJECT, &decision).await.unwrap_err();
     assert!(failure.to_string().contains("Ingress"), "{failure}");
     assert_eq!(server.take_asked(), [""; 0]);
+}
+
+/// Definitions that drop what a plan was made from would have plans made without end, and a plan that serves is not forgotten
+/// because its status has no place.
+#[tokio::test]
+async fn older_definitions_are_told_and_no_plan_is_lost() {
+    let server = Arc::new(Server {
+        has_old_plans: true,
+        ..Server::default()
+    });
+    let cache = Arc::new(Cache::default());
+    let applier = applier(&server, &cache);
+    let mut spec = samples::plan();
+    let mut before = InferencePlan::new("demo-1", spec.clone());
+    before.metadata = serde_json::from_value(metadata("demo-1", OWNER)).unwrap();
+    let decision = Decision {
+        create_plan: Some(before.clone()),
+        ..Decision::default()
+    };
+    applier.apply(SUBJECT, &decision).await.unwrap();
+    server.take_asked();
+
+    spec.generation = 2;
+    spec.inputs = Some(PlanInputs::default());
+    let decision = Decision {
+        create_plan: Some(InferencePlan::new("demo-2", spec)),
+        ..Decision::default()
+    };
+    let failure = applier.apply(SUBJECT, &decision).await.unwrap_err();
+    assert!(failure.to_string().contains("hearth crd"), "{failure}");
+    assert_eq!(
+        server.take_asked(),
+        ["POST inferenceplans", "DELETE demo-2"]
+    );
+
+    let decision = Decision {
+        plan_statuses: vec![PlanStatusChange {
+            name: before.name_any(),
+            status: InferencePlanStatus::default(),
+        }],
+        ..Decision::default()
+    };
+    let failure = applier.apply(SUBJECT, &decision).await.unwrap_err();
+    assert!(failure.to_string().contains("hearth crd"), "{failure}");
+    let key = Key::new("default", "demo-1");
+    assert!(cache.lock().plans.get(&key).is_some());
 }
 
 /// What is forbidden must not keep from ending what stands in its way.

@@ -5,15 +5,15 @@ use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use hearth_controller_core::build::model_key_of;
 use hearth_controller_core::key::Key;
 use hearth_controller_core::ledger::Ledger;
 use hearth_controller_core::ledger::holdings::Holdings;
 use hearth_controller_core::observed::forbidden::Forbidden;
-use hearth_controller_core::observed::{AgentEndpoint, NodeView, PodView};
+use hearth_controller_core::observed::{AgentEndpoint, NodeView, PodView, ScalerView};
+use hearth_controller_core::plan_record::model_key_of;
 use hearth_controller_core::routes::is_planned_gateway;
 use hearth_controller_core::turns::Turns;
-use hearth_crds::{InferenceDeployment, InferencePlan, NodeProfileSpec};
+use hearth_crds::{InferenceDeployment, InferencePlan, NodeProfileStatus};
 use jiff::Timestamp;
 use kube::api::ObjectMeta;
 
@@ -38,7 +38,7 @@ pub(crate) type ReadPlan = Result<Packed<InferencePlan>, Box<UnreadablePlan>>;
 pub(crate) struct UnreadablePlan {
     /// Why it cannot be read.
     pub(crate) why: String,
-    /// The name of its model in the nodes' stores; none for other sources.
+    /// The name of its model in the nodes' stores; `None` for other sources.
     pub(crate) model_key: Option<String>,
 }
 
@@ -48,7 +48,7 @@ pub(crate) struct Unreadable {
     pub(crate) metadata: ObjectMeta,
     /// What is wrong with it.
     pub(crate) reason: String,
-    /// The name of its model in the nodes' stores; none for other sources, and where it names none that was ever fetched.
+    /// The name of its model in the nodes' stores; `None` for other sources, and for one that was never fetched.
     pub(crate) model_key: Option<String>,
 }
 
@@ -94,16 +94,20 @@ pub(crate) struct State {
     pub(crate) deployments: Table<ReadDeployment>,
     pub(crate) plans: Table<ReadPlan>,
     pub(crate) pods: Table<PodView>,
+    pub(crate) scalers: Table<ScalerView>,
     /// By kind: Service, Secret, PodDisruptionBudget, NetworkPolicy.
     pub(crate) objects: HashMap<&'static str, Table<Facts>>,
     pub(crate) nodes: BTreeMap<String, Arc<NodeView>>,
     node_uids: HashMap<String, String>,
-    profiles: HashMap<String, NodeProfileSpec>,
+    profiles: HashMap<String, NodeProfileStatus>,
+    pub(crate) profiles_in_spec: HashSet<String>,
     /// Running agents by their Pod.
     agents: HashMap<Key, AgentEndpoint>,
     pub(crate) holdings: Holdings,
     pub(crate) ledger: Ledger,
     devices: Devices,
+    /// See `Observed::has_device_claims`.
+    pub(crate) has_device_claims: bool,
     /// Plans that were sent to the API server and not seen since, by owner.
     pub(crate) reserved: HashMap<Arc<str>, (Arc<InferencePlan>, Instant)>,
     /// Pods that the API server forbids, by owner.
@@ -111,6 +115,8 @@ pub(crate) struct State {
     /// Deployments that wait for room, for a node, or for their turn with a worker image.
     waiting: HashSet<Key>,
     pub(crate) turns: Turns,
+    /// Uids of deployments that are suspended: their plans hold nothing, and no turn.
+    pub(crate) suspended: HashSet<Arc<str>>,
     /// Deployments by uid.
     pub(crate) keys: HashMap<Arc<str>, Key>,
 }
@@ -140,7 +146,8 @@ impl State {
             Put::Changed(before) => {
                 // Its Pods and plans may have been seen before it.
                 let is_new = self.keys.insert(Arc::clone(&uid), key.clone()).is_none();
-                let has_freed = is_new && self.recount(&uid);
+                let is_other = is_new | self.suspend(&uid, &after);
+                let has_freed = is_other && self.recount(&uid);
                 // The status is our own writing. Who else writes it is corrected at the next resync.
                 let mut touched = match before.is_some_and(|before| is_same_wish(&before, &after)) {
                     true => Touched::default(),
@@ -149,6 +156,19 @@ impl State {
                 touched.waiting |= has_freed;
                 touched
             }
+        }
+    }
+
+    /// Notes whether a deployment is suspended; whether that is news. One that cannot be read is as it was.
+    fn suspend(&mut self, uid: &Arc<str>, deployment: &ReadDeployment) -> bool {
+        let deployment = deployment
+            .as_ref()
+            .ok()
+            .and_then(|packed| packed.get().ok());
+        match deployment.map(|deployment| deployment.spec.suspend) {
+            Some(true) => self.suspended.insert(Arc::clone(uid)),
+            Some(false) => self.suspended.remove(uid),
+            None => false,
         }
     }
 
@@ -246,8 +266,20 @@ impl State {
         }
     }
 
+    /// Notes whether a profile is where an earlier version wrote it.
+    pub(crate) fn note_profile_in_spec(&mut self, name: &str, is_in_spec: bool) {
+        match is_in_spec {
+            true => self.profiles_in_spec.insert(name.to_owned()),
+            false => self.profiles_in_spec.remove(name),
+        };
+    }
+
     /// Takes what was measured of a node; `None`: nothing any more.
-    pub(crate) fn put_profile(&mut self, name: &str, profile: Option<NodeProfileSpec>) -> Touched {
+    pub(crate) fn put_profile(
+        &mut self,
+        name: &str,
+        profile: Option<NodeProfileStatus>,
+    ) -> Touched {
         if self.profiles.get(name) == profile.as_ref() {
             return Touched::default();
         }
@@ -317,6 +349,7 @@ impl State {
         self.waiting.remove(key);
         self.keys.remove(&row.uid);
         self.reserved.remove(&row.uid);
+        self.suspended.remove(&row.uid);
         self.forbidden.remove(&row.uid);
         let mut touched = self.owned_changed(&row.uid);
         touched.keys.push(key.clone());
@@ -389,7 +422,7 @@ impl State {
         let nodes: HashSet<&IpAddr> = self.nodes.values().flat_map(|it| &it.addresses).collect();
         let ready = self.pods.all().filter(|(_, row)| {
             let pod = &row.value;
-            pod.role == "gateway" && pod.is_ready && !pod.is_deleting
+            pod.role.is_gateway() && pod.is_ready && !pod.is_deleting
         });
         ready
             .filter_map(|(pod, row)| {
@@ -421,7 +454,7 @@ impl State {
     }
 
     /// What was measured of a node.
-    pub(crate) fn profile(&self, node: &str) -> Option<&NodeProfileSpec> {
+    pub(crate) fn profile(&self, node: &str) -> Option<&NodeProfileStatus> {
         self.profiles.get(node)
     }
 
@@ -479,7 +512,7 @@ impl State {
         touched
     }
 
-    fn touch_owner(&self, owner: &Arc<str>) -> Touched {
+    pub(crate) fn touch_owner(&self, owner: &Arc<str>) -> Touched {
         match self.keys.get(owner) {
             Some(key) => Touched::one(key.clone()),
             None => Touched::default(),

@@ -1,5 +1,6 @@
 //! Digests of objects, and whether an object already is as it is wanted.
 
+use hearth_controller_core::names::FIELD_MANAGER;
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
 
@@ -79,6 +80,21 @@ pub(crate) fn is_within(desired: &Value, live: &Value) -> bool {
     }
 }
 
+/// Whether we once applied an annotation to `live` that `desired` does not have any more. The API server removes it when
+/// the object is applied again; annotations of others stay.
+pub(crate) fn has_dropped_annotation(desired: &Value, live: &Value) -> bool {
+    let entries = live["metadata"]["managedFields"].as_array();
+    let ours = entries.into_iter().flatten().filter(|entry| {
+        entry["manager"].as_str() == Some(FIELD_MANAGER)
+            && entry["operation"].as_str() == Some("Apply")
+    });
+    let wanted = &desired["metadata"]["annotations"];
+    ours.filter_map(|entry| entry["fieldsV1"]["f:metadata"]["f:annotations"].as_object())
+        .flat_map(|fields| fields.keys())
+        .filter_map(|field| field.strip_prefix("f:"))
+        .any(|key| wanted.get(key).is_none())
+}
+
 fn short(hash: Sha256) -> Digest {
     let mut digest = Digest::default();
     digest.copy_from_slice(&hash.finalize()[..16]);
@@ -150,6 +166,28 @@ mod tests {
         ] {
             assert!(!is_within(&desired, &live), "{live}");
         }
+    }
+
+    #[test]
+    fn an_annotation_that_we_applied_and_want_no_more_is_a_difference() {
+        let live = |manager: &str, operation: &str| {
+            json!({"metadata": {
+                "annotations": {"a": "1", "theirs": "2"},
+                "managedFields": [
+                    {"manager": manager, "operation": operation,
+                     "fieldsV1": {"f:metadata": {"f:annotations": {"f:a": {}}, "f:labels": {"f:b": {}}}}},
+                    {"manager": "cloud", "operation": "Update",
+                     "fieldsV1": {"f:metadata": {"f:annotations": {".": {}, "f:theirs": {}}}}},
+                ],
+            }})
+        };
+        let with = json!({"metadata": {"annotations": {"a": "1"}}});
+        let without = json!({"metadata": {}});
+        assert!(!has_dropped_annotation(&with, &live("hearth", "Apply")));
+        assert!(has_dropped_annotation(&without, &live("hearth", "Apply")));
+        assert!(!has_dropped_annotation(&without, &live("hearth", "Update")));
+        assert!(!has_dropped_annotation(&without, &live("kubectl", "Apply")));
+        assert!(!has_dropped_annotation(&without, &json!({"metadata": {}})));
     }
 
     #[test]

@@ -147,6 +147,7 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
 
 #[cfg(test)]
 mod tests {
+    use hearth_controller_core::observed::forbidden::FULL_FOR;
     use kube::core::Status;
 
     use super::*;
@@ -169,6 +170,15 @@ mod tests {
             (422, "Invalid"),
         ] {
             assert_eq!(refused(code).label(), label, "{code}");
+        }
+    }
+
+    #[test]
+    fn a_full_quota_is_asked_again_while_it_counts_as_full() {
+        let full = Failure::Forbidden("exceeded quota: gpus".to_owned());
+        for random in [0.0, 1.0] {
+            let wait = full.wait(u32::MAX, random);
+            assert!(wait < FULL_FOR, "{wait:?}");
         }
     }
 

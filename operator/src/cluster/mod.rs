@@ -11,5 +11,6 @@ pub(crate) mod lean;
 mod packed;
 pub(crate) mod queue;
 mod room;
+mod scalers;
 pub(crate) mod table;
 pub(crate) mod watches;

@@ -5,18 +5,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hearth_controller_core::age::is_older;
-use hearth_controller_core::build::ROLE_INSPECT;
 use hearth_controller_core::key::Key;
 use hearth_controller_core::ledger::Charge;
 use hearth_controller_core::ledger::holdings;
-use hearth_controller_core::names::{ANNOTATION_OUTCOME, OUTCOME_FAILED};
 use hearth_controller_core::observed::Turn;
 use hearth_controller_core::observed::forbidden::{Counted, Forbidden};
-use hearth_controller_core::observed::{Holding, Others, PodView, Sight};
+use hearth_controller_core::observed::{Holding, Others, PodRole, PodView, Sight};
+use hearth_controller_core::plan_record::has_failed;
 use hearth_controller_core::turns::Outcome;
 use hearth_crds::InferencePlan;
 use jiff::Timestamp;
-use kube::ResourceExt;
 
 use crate::cluster::cache::{State, Touched};
 use crate::cluster::table::Row;
@@ -69,8 +67,9 @@ impl State {
     /// What the Pods of a deployment of `namespace` count of a ResourceQuota.
     pub(crate) fn counted(&self, owner: &str, namespace: &str) -> Counted {
         let pods = self.pods.of(owner);
-        let own = pods
-            .filter(|(key, row)| *key.namespace == *namespace && row.value.role != ROLE_INSPECT);
+        let own = pods.filter(|(key, row)| {
+            *key.namespace == *namespace && row.value.role != PodRole::Inspect
+        });
         Counted::of_pods(own.map(|(_, row)| &*row.value))
     }
 
@@ -192,8 +191,11 @@ impl State {
     /// by others.
     pub(crate) fn recount(&mut self, owner: &Arc<str>) -> bool {
         let plans = self.plans_of(owner);
-        let ends_turn = self.turns.set(owner, &plans);
+        let is_suspended = self.suspended.contains(owner);
+        let under_way = if is_suspended { &[] } else { &plans[..] };
+        let ends_turn = self.turns.set(owner, under_way);
         let ahead = self.plan_ahead(owner, &plans);
+        let ahead = ahead.filter(|_| !is_suspended);
         let (ours, foreign): (Vec<_>, Vec<_>) = self
             .pods
             .of(owner)
@@ -231,12 +233,7 @@ impl State {
     ) -> Option<Arc<InferencePlan>> {
         let reserved = self.reserved.get(owner).map(|(plan, _)| Arc::clone(plan));
         let reserved = reserved.filter(|_| self.keys.contains_key(owner));
-        let is_alive = |plan: &&Arc<InferencePlan>| {
-            plan.annotations()
-                .get(ANNOTATION_OUTCOME)
-                .map(String::as_str)
-                != Some(OUTCOME_FAILED)
-        };
+        let is_alive = |plan: &&Arc<InferencePlan>| !has_failed(plan);
         let ahead = reserved.or_else(|| plans.iter().rfind(is_alive).cloned())?;
         let dropped = self.forbidden.get(owner).filter(|it| it.is_dropped);
         let is_dropped = dropped.is_some_and(|it| it.generation == ahead.spec.generation);
@@ -246,7 +243,7 @@ impl State {
 
 #[cfg(test)]
 mod tests {
-    use hearth_controller_core::names::OUTCOME_SERVING;
+    use hearth_controller_core::names::{OUTCOME_FAILED, OUTCOME_SERVING};
     use hearth_controller_core::testing::samples;
     use hearth_controller_core::testing::{at, deployment};
     use hearth_crds::InferenceDeployment;
@@ -293,8 +290,7 @@ mod tests {
         spec.worker_image = Some(image.to_owned());
         let mut plan = InferencePlan::new(&format!("demo-{generation}"), spec);
         plan.metadata.namespace = Some(namespace.to_owned());
-        let annotations = plan.metadata.annotations.get_or_insert_default();
-        annotations.insert(ANNOTATION_OUTCOME.to_owned(), outcome.to_owned());
+        plan.status.get_or_insert_default().outcome = Some(outcome.to_owned());
         plan
     }
 
@@ -325,6 +321,41 @@ mod tests {
         assert!(state.reserved.contains_key("0b1c"), "it is not seen yet");
         state.give_back("0b1c");
         assert_eq!(held(&state), before);
+    }
+
+    #[test]
+    fn a_suspended_deployment_holds_what_its_pods_hold_and_no_turn() {
+        let mut state = State::default();
+        let put = |state: &mut State, version: u64, yaml: &str| {
+            let read = Packed::new(&deployment(yaml)).map_err(|_| unreachable!());
+            let mut identity = identity("default", "demo", "0b1c", "");
+            identity.version = version;
+            state.put_deployment(identity, read)
+        };
+        put(&mut state, 1, "");
+        let served = plan("default", 1, "x:1", OUTCOME_SERVING);
+        state.put_plan(identity("default", "demo-1", "p1", "0b1c"), Ok(&served));
+        let next = plan("default", 2, "x:2", "");
+        state.put_plan(identity("default", "demo-2", "p2", "0b1c"), Ok(&next));
+        let held = |state: &State| state.held_by_others("somebody");
+        let before = held(&state);
+        assert!(!before.is_empty());
+        assert!(state.turn_holder(at(0)).is_some());
+        assert!(
+            put(&mut state, 2, "suspend: true").waiting,
+            "others have room"
+        );
+        assert_eq!(held(&state), BTreeMap::new());
+        assert_eq!(state.turn_holder(at(0)), None);
+        state.put_pod(
+            identity("default", "demo-x", "demo-x", "0b1c"),
+            pod("demo-x"),
+        );
+        assert_eq!(held(&state)["n"].memory_bytes, 5, "it has not ended yet");
+        state.remove_pod(&Key::new("default", "demo-x"), "demo-x");
+        put(&mut state, 3, "");
+        assert_eq!(held(&state), before);
+        assert!(state.turn_holder(at(0)).is_some());
     }
 
     /// `kubectl delete --cascade=orphan` leaves plans whose failed change of the image is nobody's any more.

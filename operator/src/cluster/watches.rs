@@ -25,7 +25,7 @@ use crate::cluster::client::WATCH_SECONDS;
 use crate::cluster::failure::{Failure, chain};
 use crate::cluster::lean::{
     AgentPod, AnyPod, Budget, LeanClaim, LeanDeployment, LeanNode, LeanObject, LeanPlan, LeanPod,
-    LeanProfile, LeanSlice, ObjectKind, Policy, SecretKind, ServiceKind,
+    LeanProfile, LeanScaler, LeanSlice, ObjectKind, Policy, SecretKind, ServiceKind,
 };
 use crate::cluster::table::Identity;
 
@@ -98,6 +98,10 @@ impl Watches {
             self.watch::<AnyPod>(&mut tasks, Api::all(client.clone()), None, all);
         }
         if settings.claims && serves_devices(client).await {
+            self.notifier.change(|state| {
+                state.has_device_claims = true;
+                Touched::default()
+            });
             self.cluster::<LeanSlice>(&mut tasks, client);
             self.namespaced::<LeanClaim>(&mut tasks, client, &[], "");
         }
@@ -107,6 +111,7 @@ impl Watches {
 
         let served = &settings.namespaces;
         self.namespaced::<LeanPlan>(&mut tasks, client, served, "");
+        self.namespaced::<LeanScaler>(&mut tasks, client, served, "");
         self.namespaced::<LeanPod>(&mut tasks, client, served, LABEL_DEPLOYMENT);
         self.namespaced::<LeanObject<ServiceKind>>(&mut tasks, client, served, LABEL_DEPLOYMENT);
         self.namespaced::<LeanObject<SecretKind>>(&mut tasks, client, served, LABEL_DEPLOYMENT);
@@ -281,6 +286,9 @@ impl Listener {
         let kind = K::kind(&());
         let words = match cause(error) {
             Some(Failure::NotFound(_)) if K::group(&()) == hearth_crds::GROUP => {
+                if !K::IS_NEEDED {
+                    self.fill();
+                }
                 format!(
                     "the cluster does not know {kind}s\n  install them: hearth crd | kubectl apply -f -"
                 )
@@ -414,6 +422,30 @@ impl Cached for LeanPlan {
     }
 }
 
+impl Cached for LeanScaler {
+    /// The numbers in force stay.
+    const IS_NEEDED: bool = false;
+
+    fn put(self, state: &mut State) -> Touched {
+        let identity = Identity::of(&self.metadata);
+        match self.scaler {
+            Ok(scaler) => state.put_scaler(identity, scaler),
+            Err(reason) => {
+                tracing::warn!(scaler = %identity.key, reason, "an InferencePoolScaler cannot be read");
+                state.remove_scaler(&identity.key, "")
+            }
+        }
+    }
+
+    fn forget(state: &mut State, key: &Key, uid: &str) -> Touched {
+        state.remove_scaler(key, uid)
+    }
+
+    fn keys(state: &State) -> Vec<Key> {
+        state.scalers.keys().cloned().collect()
+    }
+}
+
 impl Cached for LeanPod {
     fn put(self, state: &mut State) -> Touched {
         let identity = Identity::of(&self.metadata);
@@ -522,13 +554,15 @@ impl Cached for LeanNode {
 impl Cached for LeanProfile {
     fn put(self, state: &mut State) -> Touched {
         let name = self.metadata.name.unwrap_or_default();
-        if let Err(reason) = &self.spec {
+        if let Err(reason) = &self.status {
             tracing::warn!(name, reason, "a NodeProfile cannot be read");
         }
-        state.put_profile(&name, self.spec.ok())
+        state.note_profile_in_spec(&name, self.is_in_spec);
+        state.put_profile(&name, self.status.ok().flatten())
     }
 
     fn forget(state: &mut State, key: &Key, _uid: &str) -> Touched {
+        state.note_profile_in_spec(&key.name, false);
         state.put_profile(&key.name, None)
     }
 

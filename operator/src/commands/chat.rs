@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::Args;
 use serde_json::{Value, json};
 
+use crate::environment::Environment;
 use crate::http::openai::Client;
 use crate::terminal::ui;
 use crate::up::state::StateArgs;
@@ -55,12 +56,12 @@ fn base_url(text: &str) -> Result<String, String> {
 }
 
 /// Talks until the end of input.
-pub(crate) fn run(args: &ChatArgs) -> anyhow::Result<()> {
+pub(crate) fn run(args: &ChatArgs, environment: &Environment) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
     runtime.block_on(async {
-        let client = connect(args).await?;
+        let client = connect(args, environment).await?;
         let mut messages = Vec::new();
         if let Some(system) = &args.system {
             messages.push(json!({"role": "system", "content": system}));
@@ -72,11 +73,11 @@ pub(crate) fn run(args: &ChatArgs) -> anyhow::Result<()> {
     })
 }
 
-async fn connect(args: &ChatArgs) -> anyhow::Result<Client> {
+async fn connect(args: &ChatArgs, environment: &Environment) -> anyhow::Result<Client> {
     let key = args.api_key.as_deref();
     let Some(url) = &args.url else {
-        let running =
-            StateDir::locate(args.state.state_dir.as_deref())?.choose(args.name.as_deref())?;
+        let running = StateDir::locate(args.state.state_dir.as_deref(), environment)?
+            .choose(args.name.as_deref())?;
         let trusted = args.ca.as_ref().or(running.certificate.as_ref());
         return Client::new(&running.endpoint, &running.served_name, key, trusted);
     };

@@ -8,6 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, anyhow, bail};
 use clap::Args;
 
+use crate::environment::Environment;
 use crate::terminal::ui;
 use crate::up::state::StateArgs;
 use crate::up::state::StateDir;
@@ -33,8 +34,8 @@ pub(crate) struct LogsArgs {
 }
 
 /// Prints.
-pub(crate) fn run(args: &LogsArgs) -> anyhow::Result<()> {
-    let state = StateDir::locate(args.state.state_dir.as_deref())?;
+pub(crate) fn run(args: &LogsArgs, environment: &Environment) -> anyhow::Result<()> {
+    let state = StateDir::locate(args.state.state_dir.as_deref(), environment)?;
     let name = match &args.name {
         Some(name) => name.clone(),
         None => latest(&state)?,

@@ -1,6 +1,7 @@
-//! Commands that show what runs, and why.
+//! Commands beside `hearth up` and `hearth operator`: what runs and why, talking to it, and converting objects.
 
 pub(crate) mod chat;
+pub(crate) mod convert;
 pub(crate) mod logs;
 pub(crate) mod plan;
 pub(crate) mod probe;

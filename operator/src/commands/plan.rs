@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
+use crate::environment::Environment;
 use crate::terminal::table::OutputFormat;
 use crate::terminal::ui::Steps;
 use crate::terminal::{table, ui};
@@ -32,9 +33,15 @@ pub(crate) struct PlanArgs {
 }
 
 /// Plans and prints.
-pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
-    let state = StateDir::locate(args.state.state_dir.as_deref())?;
-    let planned = up::plan(&args.file, &state, args.measure, &Steps::new())?;
+pub(crate) fn run(args: &PlanArgs, environment: &Environment) -> anyhow::Result<()> {
+    let state = StateDir::locate(args.state.state_dir.as_deref(), environment)?;
+    let planned = up::plan(
+        &args.file,
+        &state,
+        args.measure,
+        environment,
+        &Steps::new(environment),
+    )?;
     match args.output {
         OutputFormat::Table => ui::print_data(&table::plan(&planned.plan)),
         OutputFormat::Json => ui::print_data(&format!(

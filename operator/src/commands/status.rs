@@ -8,6 +8,7 @@ use comfy_table::{Table, presets};
 use hearth_crds::InferencePlanSpec;
 use serde::Serialize;
 
+use crate::environment::Environment;
 use crate::http;
 use crate::terminal::table::OutputFormat;
 use crate::terminal::ui::{self, milliseconds};
@@ -52,8 +53,8 @@ struct Measured {
 }
 
 /// Prints. Exit code 1 when nothing runs.
-pub(crate) fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
-    let state = StateDir::locate(args.state.state_dir.as_deref())?;
+pub(crate) fn run(args: &StatusArgs, environment: &Environment) -> anyhow::Result<ExitCode> {
+    let state = StateDir::locate(args.state.state_dir.as_deref(), environment)?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;

@@ -214,10 +214,9 @@ fn host_path(text: &str) -> Result<Option<HostPath>, String> {
 fn range(text: &str) -> Result<Option<IpNet>, String> {
     match text.trim() {
         "" => Ok(None),
-        text => text
-            .parse()
-            .map(Some)
-            .map_err(|_| format!("{text:?} is no range of addresses\n  write one as 10.42.0.0/16")),
+        text => text.parse().map(Some).map_err(|_| {
+            format!("{text:?} is not a range of addresses\n  write one as 10.42.0.0/16")
+        }),
     }
 }
 

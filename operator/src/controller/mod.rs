@@ -37,6 +37,7 @@ use crate::cluster::dereference::Dereferencer;
 use crate::cluster::failure::Failure;
 use crate::cluster::queue::Queue;
 use crate::cluster::watches::Watches;
+use crate::environment::Environment;
 
 use crate::services::agents::Agents;
 use crate::services::authority::Authority;
@@ -61,14 +62,14 @@ const OWNER_AGAIN: Duration = Duration::from_secs(2);
 const HOUSEKEEPING: Duration = Duration::from_secs(30);
 
 /// Runs the operator until it is told to end.
-pub(crate) fn run(args: &OperatorArgs) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(args: &OperatorArgs, environment: &Environment) -> anyhow::Result<ExitCode> {
     telemetry::start_log(&args.log, args.log_format)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(THREADS)
         .max_blocking_threads(4)
         .enable_all()
         .build()?;
-    let code = runtime.block_on(operate(args))?;
+    let code = runtime.block_on(operate(args, environment))?;
     // Watches and pooled connections need no farewell.
     runtime.shutdown_background();
     Ok(code)
@@ -84,12 +85,12 @@ struct Parts {
     authority: Arc<Authority>,
 }
 
-async fn operate(args: &OperatorArgs) -> anyhow::Result<ExitCode> {
+async fn operate(args: &OperatorArgs, environment: &Environment) -> anyhow::Result<ExitCode> {
     // The first process of a container ignores what it does not wait for.
     let mut signals = ShutdownSignals::new()?;
     let telemetry = Arc::new(Telemetry::new());
     let client = client::connect(Arc::clone(&telemetry)).await?;
-    let namespace = std::env::var("POD_NAMESPACE").ok();
+    let namespace = environment.pod_namespace.clone();
     let settings = Arc::new(args.settings(namespace));
     let cache = ClusterCache {
         cache: Arc::new(Cache::default()),

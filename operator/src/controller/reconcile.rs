@@ -38,7 +38,7 @@ pub(crate) struct Reconciler {
     pub(crate) applier: Applier,
     pub(crate) reporting: Reporting,
     pub(crate) authority: Arc<Authority>,
-    /// None where nodes have no agents.
+    /// `None` where nodes have no agents.
     pub(crate) agents: Option<Arc<Agents<ClusterCache>>>,
     pub(crate) measures: Arc<Measures>,
     pub(crate) telemetry: Arc<Telemetry>,
@@ -288,8 +288,8 @@ impl Reconciler {
                 .iter()
                 .any(|c| c.type_ == name && c.status == value)
         };
-        let waits =
-            !is_true(PLANNED, "True") || is_true(DEGRADED, "True") || decision.waits_for_turn;
+        let waits = !deployment.spec.suspend
+            && (!is_true(PLANNED, "True") || is_true(DEGRADED, "True") || decision.waits_for_turn);
         let key = Key::new(
             &deployment.namespace().unwrap_or_default(),
             &deployment.name_any(),

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use hearth_controller_core::build::{model_key, model_key_of};
+use hearth_controller_core::build::model_key;
 use hearth_controller_core::key::Key;
 use hearth_controller_core::observed::{AgentEndpoint, NodeView};
-use hearth_crds::NodeProfileSpec;
+use hearth_controller_core::plan_record::model_key_of;
+use hearth_crds::NodeProfileStatus;
 use ipnet::IpNet;
 
 use crate::cluster::cache::Cache;
@@ -41,7 +42,11 @@ impl AgentDirectory for ClusterCache {
         self.cache.lock().node_uid(node).map(ToOwned::to_owned)
     }
 
-    fn profile(&self, node: &str) -> Option<NodeProfileSpec> {
+    fn is_profile_in_spec(&self, node: &str) -> bool {
+        self.cache.lock().profiles_in_spec.contains(node)
+    }
+
+    fn profile(&self, node: &str) -> Option<NodeProfileStatus> {
         self.cache.lock().profile(node).cloned()
     }
 

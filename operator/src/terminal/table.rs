@@ -136,18 +136,20 @@ fn predicted(rank: &PlanRank) -> String {
     let Some(predicted) = &rank.predicted else {
         return "-".to_owned();
     };
-    match (
-        rank.role,
-        predicted.ttft_ms,
-        predicted.prompt_tokens,
-        predicted.tpot_ms,
-    ) {
-        (PlanRole::Prefill, Some(ttft_ms), Some(tokens), _) => {
-            format!("TTFT {} at {tokens} tokens", milliseconds(ttft_ms))
-        }
-        (_, _, _, Some(tpot_ms)) => format!("TPOT {} at batch 1", milliseconds(tpot_ms)),
-        _ => format!("{:.0} tokens/s", predicted.tokens_per_second),
-    }
+    let ttft = || {
+        let (ms, tokens) = (predicted.ttft_ms?, predicted.prompt_tokens?);
+        Some(format!("TTFT {} at {tokens} tokens", milliseconds(ms)))
+    };
+    let tpot = || {
+        let ms = predicted.tpot_ms?;
+        Some(format!("TPOT {} at batch 1", milliseconds(ms)))
+    };
+    let latency = match rank.role {
+        PlanRole::Gateway => None,
+        PlanRole::Prefill => ttft(),
+        PlanRole::Decode => tpot(),
+    };
+    latency.unwrap_or_else(|| format!("{:.0} tokens/s", predicted.tokens_per_second))
 }
 
 #[cfg(test)]

@@ -9,6 +9,8 @@ use std::time::Duration;
 use anyhow::Context;
 use indicatif::{ProgressBar, ProgressStyle};
 
+use crate::environment::Environment;
+
 /// How wide the left part of a step may grow before its note.
 const STEP_WIDTH: usize = 52;
 
@@ -25,11 +27,10 @@ pub(crate) struct Steps {
 
 impl Steps {
     /// Colour and spinners only on a terminal that can, and no colour with `NO_COLOR`.
-    pub(crate) fn new() -> Self {
-        let is_dumb = std::env::var_os("TERM").is_some_and(|name| name == "dumb");
-        let terminal = std::io::stderr().is_terminal() && !is_dumb;
+    pub(crate) fn new(environment: &Environment) -> Self {
+        let terminal = std::io::stderr().is_terminal() && environment.has_cursor;
         Self {
-            colour: terminal && std::env::var_os("NO_COLOR").is_none(),
+            colour: terminal && environment.wants_colour,
             terminal,
         }
     }

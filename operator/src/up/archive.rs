@@ -9,6 +9,7 @@ use anyhow::{Context, bail};
 use hearth_crds::HttpSource;
 use serde::Deserialize;
 
+use crate::environment::Environment;
 use crate::terminal::ui::{self, Busy, Steps};
 use crate::up::worker;
 
@@ -33,21 +34,29 @@ struct Progress {
 ///
 /// # Errors
 /// The worker's own words; no home directory for the cache.
-pub(crate) fn fetch(source: &HttpSource, name: &str, steps: &Steps) -> anyhow::Result<PathBuf> {
+pub(crate) fn fetch(
+    source: &HttpSource,
+    name: &str,
+    environment: &Environment,
+    steps: &Steps,
+) -> anyhow::Result<PathBuf> {
     const TOOL: &str = "fetch";
-    let program = worker::program()?;
+    let program = worker::program(environment)?;
     let mut command = Command::new(&program);
     command
         .args([TOOL, "--json", "--sha256", &source.sha256])
         // Arguments are for everybody on the machine to read, and a URL may hold its permission.
         .env("HEARTH_MODEL_URL", &source.url);
     if let Some(secret) = &source.secret_ref {
-        check_credentials(&secret.name)?;
+        check_credentials(&secret.name, environment)?;
         command.arg("--credentials");
     }
+    let cache = environment.model_directory().context(
+        "there is no home directory to keep models in\n  name a directory: HEARTH_CACHE=DIR",
+    )?;
     let mut child = command
         .arg("--into")
-        .arg(cache()?)
+        .arg(cache)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -71,30 +80,14 @@ pub(crate) fn fetch(source: &HttpSource, name: &str, steps: &Steps) -> anyhow::R
 }
 
 /// What stands for a Secret on one machine is in the environment, which the worker has too.
-fn check_credentials(secret: &str) -> anyhow::Result<()> {
-    let is_set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty());
-    if is_set("HEARTH_MODEL_TOKEN") || is_set("HEARTH_MODEL_USERNAME") {
+fn check_credentials(secret: &str, environment: &Environment) -> anyhow::Result<()> {
+    if environment.has_model_credentials {
         return Ok(());
     }
     bail!(
         "spec.model.source.http.secretRef names {secret}, and Secrets exist only in a cluster\n  \
          set HEARTH_MODEL_TOKEN, or HEARTH_MODEL_USERNAME and HEARTH_MODEL_PASSWORD, or remove secretRef"
     )
-}
-
-/// Models are kept for all deployments of the user: `HEARTH_CACHE`, else below the user's cache directory.
-fn cache() -> anyhow::Result<PathBuf> {
-    let named = |name| std::env::var_os(name).filter(|value| !value.is_empty());
-    if let Some(directory) = named("HEARTH_CACHE") {
-        return Ok(directory.into());
-    }
-    if let Some(directory) = named("XDG_CACHE_HOME") {
-        return Ok(Path::new(&directory).join("hearth"));
-    }
-    let home = named("HOME").context(
-        "there is no home directory to keep models in\n  name a directory: HEARTH_CACHE=DIR",
-    )?;
-    Ok(Path::new(&home).join(".cache/hearth"))
 }
 
 /// Shows progress until the child closes its output; gives the directory, and what it wrote to standard error.
@@ -135,7 +128,7 @@ struct Screen<'a> {
     steps: &'a Steps,
     bar: Busy,
     began: Instant,
-    /// Of the archive; none when nothing had to be fetched.
+    /// Size of the archive; `None` when nothing had to be fetched.
     fetched_bytes: Option<u64>,
 }
 

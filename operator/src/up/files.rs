@@ -14,7 +14,7 @@ pub(super) fn check(args: &UpArgs) -> anyhow::Result<()> {
         && !keys.is_file()
     {
         bail!(
-            "--api-keys is {}, which is no file\n  write one key a line into it",
+            "--api-keys is {}, which is not a file\n  write one key a line into it",
             keys.display()
         );
     }
@@ -34,7 +34,7 @@ pub(super) fn check(args: &UpArgs) -> anyhow::Result<()> {
             && !file.is_file()
         {
             bail!(
-                "{flag} is {}, which is no file\n  name a PEM file with the {what} of the endpoint",
+                "{flag} is {}, which is not a file\n  name a PEM file with the {what} of the endpoint",
                 file.display()
             );
         }

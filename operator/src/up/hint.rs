@@ -39,13 +39,6 @@ impl Hint<'_> {
     }
 }
 
-/// What `hearth` is in a shell of this environment.
-pub(super) fn on_path() -> Option<PathBuf> {
-    let path = std::env::var_os("PATH")?;
-    let mut programs = std::env::split_paths(&path).map(|directory| directory.join("hearth"));
-    programs.find(|file| file.is_file())?.canonicalize().ok()
-}
-
 /// A path as a shell takes it.
 fn quoted(path: &Path) -> String {
     let text = path.display().to_string();

@@ -20,6 +20,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 
+use crate::environment::Environment;
 use crate::up::state::StateArgs;
 
 const EXAMPLES: &str = "Examples:\n  \
@@ -85,11 +86,11 @@ fn ip_address(text: &str) -> Result<IpAddr, String> {
 }
 
 /// Serves until Ctrl-C, or until the answer with `--once`.
-pub(crate) fn run(args: &UpArgs) -> anyhow::Result<ExitCode> {
-    let prepared = prepare::prepare(args)?;
+pub(crate) fn run(args: &UpArgs, environment: &Environment) -> anyhow::Result<ExitCode> {
+    let prepared = prepare::prepare(args, environment)?;
     // One thread: children ask the kernel to end them with the thread that started them.
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
-    runtime.block_on(supervise::supervise(args, prepared))
+    runtime.block_on(supervise::supervise(args, prepared, environment))
 }

@@ -1,9 +1,10 @@
 //! Ports: whether one is free, who holds it, and free ones.
 
-use std::fs;
 use std::net::{IpAddr, SocketAddr, TcpListener};
 
 use anyhow::{Context, bail};
+use procfs::net::TcpState;
+use procfs::process::FDTarget;
 
 /// Checks that `address` can be listened on. `flag`: what chooses another, up to the port.
 ///
@@ -46,42 +47,22 @@ impl FreePorts {
 }
 
 /// Process id and name of who listens on `port`, as far as /proc shows it to us.
-fn holder(port: u16) -> Option<(u32, String)> {
-    let inode = ["/proc/net/tcp", "/proc/net/tcp6"]
-        .iter()
-        .find_map(|table| listening_inode(&fs::read_to_string(table).ok()?, port))?;
-    let wanted = format!("socket:[{inode}]");
-    for entry in fs::read_dir("/proc").ok()?.flatten() {
-        let Some(pid) = entry
-            .file_name()
-            .to_str()
-            .and_then(|name| name.parse::<u32>().ok())
-        else {
-            continue;
-        };
-        let Ok(descriptors) = fs::read_dir(entry.path().join("fd")) else {
-            continue;
-        };
-        let holds = descriptors.flatten().any(|fd| {
-            fs::read_link(fd.path()).is_ok_and(|target| target.as_os_str() == wanted.as_str())
-        });
-        if holds {
-            let name = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
-            return Some((pid, name.trim().to_owned()));
-        }
-    }
-    None
-}
-
-/// The socket's inode from a /proc/net/tcp table: fields are `sl local remote state … inode`.
-fn listening_inode(table: &str, port: u16) -> Option<u64> {
-    const LISTEN: &str = "0A";
-    table.lines().skip(1).find_map(|line| {
-        let fields: Vec<&str> = line.split_whitespace().collect();
-        let local_port = fields.get(1)?.rsplit_once(':')?.1;
-        let listens = *fields.get(3)? == LISTEN && u16::from_str_radix(local_port, 16) == Ok(port);
-        listens.then(|| fields.get(9)?.parse().ok()).flatten()
-    })
+fn holder(port: u16) -> Option<(i32, String)> {
+    let tables = [procfs::net::tcp(), procfs::net::tcp6()];
+    let mut sockets = tables.into_iter().flatten().flatten();
+    let listener = sockets
+        .find(|socket| socket.state == TcpState::Listen && socket.local_address.port() == port)?;
+    procfs::process::all_processes()
+        .ok()?
+        .flatten()
+        .find_map(|process| {
+            let mut descriptors = process.fd().ok()?.flatten();
+            let holds = descriptors.any(|it| it.target == FDTarget::Socket(listener.inode));
+            holds.then(|| {
+                let name = process.stat().map(|stat| stat.comm).unwrap_or_default();
+                (process.pid(), name)
+            })
+        })
 }
 
 #[cfg(test)]

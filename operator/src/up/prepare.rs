@@ -8,13 +8,14 @@ use std::time::Instant;
 
 use anyhow::{Context, bail};
 use hearth_crds::{
-    GpuProfile, InferenceDeployment, InferencePlanSpec, ModelFacts, NodeProfileSpec, PlanRole,
+    GpuProfile, InferenceDeployment, InferencePlanSpec, ModelFacts, NodeProfileStatus, PlanRole,
     Target,
 };
 use hearth_planner::{CpuOffer, GpuOffer, PlanInput};
 use serde::Deserialize;
 
 use super::{UpArgs, files};
+use crate::environment::Environment;
 use crate::terminal::ui::Steps;
 use crate::terminal::{table, ui};
 use crate::up::ports::FreePorts;
@@ -68,9 +69,10 @@ pub(crate) fn plan(
     file: &Path,
     state: &StateDir,
     anew: bool,
+    environment: &Environment,
     steps: &Steps,
 ) -> anyhow::Result<Planned> {
-    plan_of(&deployment(file)?, state, anew, steps)
+    plan_of(&deployment(file)?, state, anew, environment, steps)
 }
 
 /// The deployment that a file holds, checked.
@@ -84,6 +86,7 @@ fn plan_of(
     deployment: &InferenceDeployment,
     state: &StateDir,
     anew: bool,
+    environment: &Environment,
     steps: &Steps,
 ) -> anyhow::Result<Planned> {
     let name = deployment.metadata.name.clone().unwrap_or_default();
@@ -92,14 +95,18 @@ fn plan_of(
         "hearth.dev/v1alpha1 InferenceDeployment",
     );
 
-    let directory = source::dereference(&deployment.spec.model.source, steps)?;
-    let profile = measure(&directory, state, anew, steps)?;
+    let directory = source::dereference(&deployment.spec.model.source, environment, steps)?;
+    let profile = measure(&directory, state, anew, environment, steps)?;
     let mut busy = steps.busy("reading the model's headers and its tokenizer");
     let facts = ["facts", "--serving", "--json", "--model"].map(OsStr::new);
     let Inspected {
         facts,
         chat_template,
-    } = worker::ask(&[&facts[..], &[directory.as_os_str()]].concat(), |_| {})?;
+    } = worker::ask(
+        environment,
+        &[&facts[..], &[directory.as_os_str()]].concat(),
+        |_| {},
+    )?;
     busy.finish();
     let model_name = deployment.spec.model.source.default_name();
     steps.done(&format!("model {}", model(&facts, &model_name)));
@@ -132,8 +139,9 @@ fn measure(
     model: &Path,
     state: &StateDir,
     anew: bool,
+    environment: &Environment,
     steps: &Steps,
-) -> anyhow::Result<NodeProfileSpec> {
+) -> anyhow::Result<NodeProfileStatus> {
     let started = jiff::Timestamp::now();
     let mut busy = steps.busy("measuring this machine");
     let kept = state.profile();
@@ -143,7 +151,7 @@ fn measure(
     arguments.push(kept.as_os_str());
     arguments.extend(anew.then_some(OsStr::new("--anew")));
     arguments.extend([OsStr::new("--disk"), model.as_os_str()]);
-    let profile: NodeProfileSpec = worker::ask(&arguments, |what| {
+    let profile: NodeProfileStatus = worker::ask(environment, &arguments, |what| {
         busy.say(format!("measuring this machine: {what}"));
     })?;
     busy.finish();
@@ -179,10 +187,10 @@ fn read(file: &Path) -> anyhow::Result<String> {
 ///
 /// # Errors
 /// As [`plan`]; a port in use; a deployment that already runs.
-pub(crate) fn prepare(args: &UpArgs) -> anyhow::Result<Prepared> {
+pub(crate) fn prepare(args: &UpArgs, environment: &Environment) -> anyhow::Result<Prepared> {
     let started = Instant::now();
-    let steps = Steps::new();
-    let state = StateDir::locate(args.state.state_dir.as_deref())?;
+    let steps = Steps::new(environment);
+    let state = StateDir::locate(args.state.state_dir.as_deref(), environment)?;
     let mut free = FreePorts::default();
     let deployment = deployment(&args.file)?;
     // Before its port: one that runs holds that too, and another port would not help.
@@ -206,7 +214,7 @@ pub(crate) fn prepare(args: &UpArgs) -> anyhow::Result<Prepared> {
         name,
         mut plan,
         can_chat,
-    } = plan_of(&deployment, &state, args.measure, &steps)?;
+    } = plan_of(&deployment, &state, args.measure, environment, &steps)?;
     if args.ask.is_some() && !can_chat {
         bail!(
             "--ask needs a chat template, and the model of {name} has none\n  \
@@ -248,7 +256,7 @@ pub(crate) fn prepare(args: &UpArgs) -> anyhow::Result<Prepared> {
     })
 }
 
-fn machine(profile: &NodeProfileSpec) -> String {
+fn machine(profile: &NodeProfileStatus) -> String {
     let mut features = Vec::new();
     let isa = &profile.isa;
     for (has, name) in [
@@ -322,7 +330,7 @@ mod tests {
             memory_bytes: gib << 30,
             ..GpuProfile::default()
         };
-        let mut profile = NodeProfileSpec::default();
+        let mut profile = NodeProfileStatus::default();
         assert!(machine(&profile).contains(", no GPU, "));
         profile.gpus = vec![gpu("NVIDIA GeForce RTX 4090", 24), gpu("NVIDIA L4", 0)];
         let text = machine(&profile);

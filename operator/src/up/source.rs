@@ -6,16 +6,14 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, anyhow, bail};
 use hearth_crds::ModelSource;
 
+use crate::environment::Environment;
 use crate::terminal::ui::Steps;
 use crate::up::archive;
 
 /// Where built-in models are looked for, first match wins: `HEARTH_MODELS`, `share/hearth/models` beside the
 /// programs, the system's share directories, and `models/` of the source tree that the programs were built in.
-fn builtin_places() -> Vec<PathBuf> {
-    let mut places: Vec<PathBuf> = std::env::var_os("HEARTH_MODELS")
-        .map(PathBuf::from)
-        .into_iter()
-        .collect();
+fn builtin_places(environment: &Environment) -> Vec<PathBuf> {
+    let mut places: Vec<PathBuf> = environment.models.iter().cloned().collect();
     let executable = std::env::current_exe()
         .ok()
         .and_then(|path| path.canonicalize().ok());
@@ -37,11 +35,15 @@ fn builtin_places() -> Vec<PathBuf> {
 /// The directory of a model source; an archive is fetched first.
 ///
 /// # Errors
-/// A built-in model that is not installed, with the places searched; a path that is no directory; an archive that
+/// A built-in model that is not installed, with the places searched; a path that is not a directory; an archive that
 /// cannot be fetched.
-pub(crate) fn dereference(source: &ModelSource, steps: &Steps) -> anyhow::Result<PathBuf> {
+pub(crate) fn dereference(
+    source: &ModelSource,
+    environment: &Environment,
+    steps: &Steps,
+) -> anyhow::Result<PathBuf> {
     if let Some(builtin) = &source.builtin {
-        if let Some(named) = std::env::var_os("HEARTH_MODELS").map(PathBuf::from)
+        if let Some(named) = &environment.models
             && !named.join(&builtin.name).join("config.json").is_file()
         {
             bail!(
@@ -50,7 +52,7 @@ pub(crate) fn dereference(source: &ModelSource, steps: &Steps) -> anyhow::Result
                 builtin.name
             );
         }
-        let places = builtin_places();
+        let places = builtin_places(environment);
         let found = places
             .iter()
             .map(|place| place.join(&builtin.name))
@@ -75,7 +77,7 @@ pub(crate) fn dereference(source: &ModelSource, steps: &Steps) -> anyhow::Result
         return on_host(&host_path.path);
     }
     if let Some(http) = &source.http {
-        return archive::fetch(http, &source.default_name(), steps);
+        return archive::fetch(http, &source.default_name(), environment, steps);
     }
     bail!(
         "spec.model.source names nothing that hearth up can open\n  write builtin: {{name: hearth-demo}}, hostPath: {{path: /models/NAME}} or http: {{url, sha256}}"
@@ -100,7 +102,7 @@ fn on_host(path: &str) -> anyhow::Result<PathBuf> {
     }
     if !directory.is_dir() {
         bail!(
-            "spec.model.source.hostPath.path is {:?}, which is no directory on this machine\n  \
+            "spec.model.source.hostPath.path is {:?}, which is not a directory on this machine\n  \
              name the directory with config.json and the weights",
             path
         );

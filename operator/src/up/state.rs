@@ -9,6 +9,8 @@ use hearth_crds::InferencePlanSpec;
 use rustix::fs::{CWD, RenameFlags, rename, renameat_with};
 use serde::{Deserialize, Serialize};
 
+use crate::environment::Environment;
+
 /// Where state is kept; shared by all commands.
 #[derive(clap::Args, Clone)]
 pub(crate) struct StateArgs {
@@ -52,7 +54,7 @@ pub(crate) struct Running {
     pub(crate) plan_generation: u64,
     /// RFC 3339.
     pub(crate) started_at: String,
-    /// When requests were first served; none while starting.
+    /// Whether requests have been served; `false` while starting.
     pub(crate) ready: bool,
     /// Each process with its restarts.
     pub(crate) processes: Vec<RunningProcess>,
@@ -66,7 +68,7 @@ pub(crate) struct RunningProcess {
     pub(crate) rank: String,
     /// Role in lower case.
     pub(crate) role: String,
-    /// Process id; none while it is being started again.
+    /// Process id; `None` while it is being started again.
     pub(crate) pid: Option<u32>,
     /// Whether it serves.
     pub(crate) ready: bool,
@@ -82,22 +84,15 @@ impl StateDir {
     ///
     /// # Errors
     /// When neither it nor a home directory is known.
-    pub(crate) fn locate(asked: Option<&Path>) -> anyhow::Result<Self> {
+    pub(crate) fn locate(asked: Option<&Path>, environment: &Environment) -> anyhow::Result<Self> {
         // An environment variable that is set to nothing asks for nothing.
         if let Some(directory) = asked.filter(|directory| !directory.as_os_str().is_empty()) {
             return Ok(Self(directory.to_owned()));
         }
-        let base = match std::env::var_os("XDG_STATE_HOME") {
-            Some(directory) if !directory.is_empty() => PathBuf::from(directory),
-            _ => {
-                let home = std::env::var_os("HOME").filter(|home| !home.is_empty());
-                let home = home.context(
-                    "there is no home directory to keep state in\n  name one: --state-dir DIR",
-                )?;
-                PathBuf::from(home).join(".local/state")
-            }
-        };
-        Ok(Self(base.join("hearth")))
+        let directory = environment.state_directory();
+        directory
+            .map(Self)
+            .context("there is no home directory to keep state in\n  name one: --state-dir DIR")
     }
 
     /// The directory itself; it may not exist.
@@ -145,7 +140,7 @@ impl StateDir {
         Ok(names)
     }
 
-    /// The deployment that was started last, whether it still runs or not; none where none ever ran.
+    /// The deployment that was started last, whether it still runs or not; `None` if none ever ran.
     ///
     /// # Errors
     /// As [`StateDir::running`].
@@ -376,10 +371,14 @@ mod tests {
         }
     }
 
+    fn environment() -> Environment {
+        Environment::read(|name| (name == "HOME").then(|| "/home/ann".into()))
+    }
+
     #[test]
     fn what_runs_is_read_back_however_often_it_changes() {
         let root = tempfile::tempdir().unwrap();
-        let state = StateDir::locate(Some(root.path())).unwrap();
+        let state = StateDir::locate(Some(root.path()), &environment()).unwrap();
         let directory = state.deployment("demo");
         let _lock = directory.acquire("demo").unwrap();
         for restarts in 0..5 {
@@ -398,7 +397,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let file = root.path().join("file");
         fs::write(&file, "").unwrap();
-        let state = StateDir::locate(Some(&file)).unwrap();
+        let state = StateDir::locate(Some(&file), &environment()).unwrap();
         for error in [
             state.running().map(|_| ()).unwrap_err(),
             state
@@ -414,11 +413,7 @@ mod tests {
                 "{words}"
             );
         }
-        assert!(
-            StateDir::locate(Some(Path::new("")))
-                .unwrap()
-                .0
-                .ends_with("hearth")
-        );
+        let usual = StateDir::locate(Some(Path::new("")), &environment()).unwrap();
+        assert_eq!(usual.path(), Path::new("/home/ann/.local/state/hearth"));
     }
 }

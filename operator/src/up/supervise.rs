@@ -11,10 +11,11 @@ use hearth_crds::{PlanRank, PlanRole};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
-use super::hint::{self, Hint};
+use super::hint::Hint;
 use super::prepare::Prepared;
 use super::process::{self, ProcessEvent, ProcessEventKind, ProcessSpec, Wanted};
 use super::{UpArgs, ask};
+use crate::environment::Environment;
 use crate::terminal::ui::Busy;
 use crate::up::state::{Running, RunningProcess, StateDir};
 use crate::up::worker;
@@ -25,10 +26,14 @@ const MAX_FAILED_STARTS: u32 = 3;
 const END_MARGIN: Duration = Duration::from_secs(4);
 
 /// Runs the plan's processes until Ctrl-C, or until the answer with `--once`.
-pub(super) async fn supervise(args: &UpArgs, prepared: Prepared) -> anyhow::Result<ExitCode> {
-    let mut deployment = Deployment::start(args, prepared)?;
+pub(super) async fn supervise(
+    args: &UpArgs,
+    prepared: Prepared,
+    environment: &Environment,
+) -> anyhow::Result<ExitCode> {
+    let mut deployment = Deployment::start(args, prepared, environment)?;
     let outcome = tokio::select! {
-        outcome = deployment.serve(args) => outcome,
+        outcome = deployment.serve(args, environment) => outcome,
         () = interrupted() => Ok(ExitCode::SUCCESS),
     };
     deployment
@@ -53,8 +58,8 @@ struct Deployment {
 }
 
 impl Deployment {
-    fn start(args: &UpArgs, prepared: Prepared) -> anyhow::Result<Self> {
-        let program = worker::program()?;
+    fn start(args: &UpArgs, prepared: Prepared, environment: &Environment) -> anyhow::Result<Self> {
+        let program = worker::program(environment)?;
         let (sender, events) = mpsc::unbounded_channel();
         let mut wanted = BTreeMap::new();
         let mut tasks = JoinSet::new();
@@ -87,14 +92,18 @@ impl Deployment {
     }
 
     /// Follows the processes; ends only with `--once` or when a process does not come up.
-    async fn serve(&mut self, args: &UpArgs) -> anyhow::Result<ExitCode> {
+    async fn serve(
+        &mut self,
+        args: &UpArgs,
+        environment: &Environment,
+    ) -> anyhow::Result<ExitCode> {
         while !self.running.processes.iter().all(|process| process.ready) {
             let Some(event) = self.events.recv().await else {
                 bail!("all processes ended")
             };
             self.take(event)?;
         }
-        self.announce(args);
+        self.announce(args, environment);
         if let Some(question) = &args.ask {
             let key = args.api_keys.as_deref().and_then(ask::first_key);
             let running = self.running.clone();
@@ -225,7 +234,7 @@ impl Deployment {
         Ok(())
     }
 
-    fn announce(&mut self, args: &UpArgs) {
+    fn announce(&mut self, args: &UpArgs, environment: &Environment) {
         self.spinner.finish();
         self.running.ready = true;
         self.publish();
@@ -261,7 +270,7 @@ impl Deployment {
             )
         };
         if self.prepared.can_chat {
-            let chat = self.chat_line(args);
+            let chat = self.chat_line(args, environment);
             steps.detail(&format!("try               {chat}      or"));
             steps.detail(&curl(
                 "chat/completions",
@@ -278,9 +287,9 @@ impl Deployment {
     }
 
     /// The command with which to talk to it, from another terminal.
-    fn chat_line(&self, args: &UpArgs) -> String {
+    fn chat_line(&self, args: &UpArgs, environment: &Environment) -> String {
         let name = self.running.name.as_str();
-        let state = StateDir::locate(args.state.state_dir.as_deref());
+        let state = StateDir::locate(args.state.state_dir.as_deref(), environment);
         let others = state.as_ref().ok().and_then(|state| state.running().ok());
         let runs_alone = others.is_none_or(|all| all.iter().all(|one| one.name == name));
         let asked = args.state.state_dir.as_deref();
@@ -294,7 +303,9 @@ impl Deployment {
         let program = std::env::current_exe().and_then(|program| program.canonicalize());
         Hint {
             program: program.ok(),
-            found: hint::on_path(),
+            found: environment
+                .program("hearth")
+                .and_then(|program| program.canonicalize().ok()),
             name: (!runs_alone).then_some(name),
             state_dir: state_dir.as_deref(),
             has_keys: args.api_keys.is_some(),

@@ -8,18 +8,20 @@ use std::process::{Command, ExitStatus, Stdio};
 use anyhow::{Context, bail};
 use serde::de::DeserializeOwned;
 
+use crate::environment::Environment;
+
 /// The worker's program: `HEARTH_WORKER`, else beside this program, else on the PATH.
 ///
 /// # Errors
 /// When none of the three is there.
-pub(crate) fn program() -> anyhow::Result<PathBuf> {
+pub(crate) fn program(environment: &Environment) -> anyhow::Result<PathBuf> {
     const NAME: &str = "hearth-worker";
-    if let Some(path) = std::env::var_os("HEARTH_WORKER").map(PathBuf::from) {
+    if let Some(path) = &environment.worker {
         if path.is_file() {
-            return Ok(path);
+            return Ok(path.clone());
         }
         bail!(
-            "HEARTH_WORKER is {}, which is no file\n  name the hearth-worker program, or unset it",
+            "HEARTH_WORKER is {}, which is not a file\n  name the hearth-worker program, or unset it",
             path.display()
         );
     }
@@ -29,11 +31,7 @@ pub(crate) fn program() -> anyhow::Result<PathBuf> {
     if let Some(path) = beside.filter(|path| path.is_file()) {
         return Ok(path);
     }
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let found = std::env::split_paths(&path)
-        .map(|directory| directory.join(NAME))
-        .find(|path| path.is_file());
-    found.context(
+    environment.program(NAME).context(
         "hearth-worker is neither beside hearth nor on the PATH\n  install both programs in one directory, or set HEARTH_WORKER",
     )
 }
@@ -46,10 +44,11 @@ const PROGRESS: &str = "measuring ";
 /// # Errors
 /// The tool's own words when it fails.
 pub(crate) fn ask<T: DeserializeOwned>(
+    environment: &Environment,
     arguments: &[&OsStr],
     mut hear: impl FnMut(&str),
 ) -> anyhow::Result<T> {
-    let program = program()?;
+    let program = program(environment)?;
     let mut child = Command::new(&program)
         .args(arguments)
         .stdin(Stdio::null())

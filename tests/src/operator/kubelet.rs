@@ -213,8 +213,10 @@ async fn make_profile(
     let all: Vec<u32> = (0..cpus).collect();
     let cpu = |id: &u32| json!({"id": id, "core": id, "numaNode": 0, "maxMhz": 3000, "cacheBytes": 1 << 20});
     let profile = json!({
-        "apiVersion": "hearth.dev/v1alpha1", "kind": "NodeProfile", "metadata": {"name": name},
-        "spec": {
+        "apiVersion": "hearth.dev/v1alpha1", "kind": "NodeProfile", "metadata": {"name": name}, "spec": {},
+    });
+    let status = json!({
+        "status": {
             "node": name,
             "cpus": all.iter().map(cpu).collect::<Vec<_>>(),
             "isa": {"avx2": true},
@@ -230,6 +232,12 @@ async fn make_profile(
     let request = axum::http::Request::post("/apis/hearth.dev/v1alpha1/nodeprofiles")
         .header("content-type", "application/json")
         .body(profile.to_string().into_bytes())
+        .map_err(kube::Error::HttpError)?;
+    client.request_text(request).await?;
+    let path = format!("/apis/hearth.dev/v1alpha1/nodeprofiles/{name}/status");
+    let request = axum::http::Request::patch(path)
+        .header("content-type", "application/merge-patch+json")
+        .body(status.to_string().into_bytes())
         .map_err(kube::Error::HttpError)?;
     client.request_text(request).await?;
     Ok(())

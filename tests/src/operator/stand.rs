@@ -13,9 +13,10 @@ use crate::cluster::{Cluster, Options, wait_until};
 use crate::programs::{hearth, run};
 
 /// Kinds that an operator makes in the namespace of a deployment, as paths.
-const KINDS: [&str; 7] = [
+const KINDS: [&str; 8] = [
     "apis/hearth.dev/v1alpha1/NS/inferencedeployments",
     "apis/hearth.dev/v1alpha1/NS/inferenceplans",
+    "apis/hearth.dev/v1alpha1/NS/inferencepoolscalers",
     "api/v1/NS/pods",
     "api/v1/NS/services",
     "api/v1/NS/secrets",

@@ -29,7 +29,7 @@ pub(super) fn are_not_held_for_nothing(cluster: &Cluster) {
 pub(super) fn that_cannot_be_opened_are_told(cluster: &Cluster) {
     let gpu = json!({"uuid": "GPU-fake", "name": "fake", "memoryBytes": 24_u64 << 30, "freeBytes": 24_u64 << 30,
         "computeCapability": {"major": 8, "minor": 9}, "pcieGbps": 31.5, "readGbps": 300.0, "bf16Gflops": 100_000.0});
-    let patch = json!({"spec": {"gpus": [gpu]}}).to_string();
+    let patch = json!({"status": {"gpus": [gpu]}}).to_string();
     // Agents write what they see when they look again: the plan is made before.
     let message = wait_until("the worker says what it lacks", 2 * PATIENCE, || {
         let planned = cluster.get("inferencedeployment", "default", "demo");
@@ -38,6 +38,7 @@ pub(super) fn that_cannot_be_opened_are_told(cluster: &Cluster) {
                 "patch",
                 "nodeprofile",
                 "node-2",
+                "--subresource=status",
                 "--type=merge",
                 "--patch",
                 &patch,
@@ -129,7 +130,7 @@ fn plan_with_profile(cluster: &Cluster, node: &str, gpus: &[(&str, u64)]) {
             "bf16Gflops": 100_000.0})
     };
     let gpus: Vec<Value> = gpus.iter().map(gpu).collect();
-    let patch = json!({"spec": {"gpus": gpus}}).to_string();
+    let patch = json!({"status": {"gpus": gpus}}).to_string();
     let spec = json!({"prefill": {"gpusPerWorker": 1},
         "placement": {"nodeSelector": {"kubernetes.io/hostname": node}}});
     wait_until("a plan with a GPU", PATIENCE, || {
@@ -137,6 +138,7 @@ fn plan_with_profile(cluster: &Cluster, node: &str, gpus: &[(&str, u64)]) {
             "patch",
             "nodeprofile",
             node,
+            "--subresource=status",
             "--type=merge",
             "--patch",
             &patch,
@@ -149,11 +151,12 @@ fn plan_with_profile(cluster: &Cluster, node: &str, gpus: &[(&str, u64)]) {
 
 /// The profile as the agent sees it: whoever is planned next is not to wait for GPUs that nobody can open.
 fn show_no_gpus(cluster: &Cluster, node: &str) {
-    let patch = json!({"spec": {"gpus": null}}).to_string();
+    let patch = json!({"status": {"gpus": null}}).to_string();
     cluster.kubectl(&[
         "patch",
         "nodeprofile",
         node,
+        "--subresource=status",
         "--type=merge",
         "--patch",
         &patch,

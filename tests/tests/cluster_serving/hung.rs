@@ -6,7 +6,7 @@ use hearth_tests::cluster::{Cluster, condition, wait_until};
 use hearth_tests::{Metrics, chat_body, chat_stream};
 use rustix::process::Signal;
 
-use super::release::{infd, names, pods, said, wait_until_settled};
+use super::release::{infd, names, pods, pool, said, wait_until_settled};
 use super::streams::{self, Streams};
 
 /// A gateway finds it in 3 s, where the machine lets it.
@@ -54,7 +54,7 @@ pub(super) fn is_said_and_left(cluster: &Cluster) {
     let (reason, message) = said(&status, "Degraded");
     assert_eq!(reason, "Hung", "{status:#}");
     assert!(message.contains(rank), "{message}");
-    assert_eq!(status["status"]["pools"]["decode"]["summary"], "1/2");
+    assert_eq!(pool(&status, "decode")["summary"], "1/2");
     assert_eq!(condition(&status, "Ready"), Some("True"), "{status:#}");
     // Streams went on, and so do new ones.
     streams.wait_for(2 * streams::STREAMS);

@@ -106,6 +106,13 @@ pub(crate) fn infd(cluster: &Cluster, name: &str) -> Value {
     found.unwrap_or_else(|| panic!("no InferenceDeployment {name}"))
 }
 
+/// What the status of a deployment says of a pool.
+pub(crate) fn pool<'a>(deployment: &'a Value, name: &str) -> &'a Value {
+    let pools = deployment["status"]["poolStatuses"].as_array();
+    let found = pools.and_then(|pools| pools.iter().find(|pool| pool["name"] == name));
+    found.unwrap_or_else(|| panic!("no pool {name}: {deployment:#}"))
+}
+
 /// Changes the spec by a merge patch.
 pub(crate) fn patch(cluster: &Cluster, name: &str, spec: &Value) {
     let patch = json!({ "spec": spec }).to_string();

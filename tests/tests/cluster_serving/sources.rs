@@ -118,7 +118,7 @@ pub(super) fn a_secret_opens_an_archive_and_is_seen_nowhere(cluster: &Cluster) {
             .all(|seen| seen.authorization.as_deref() == Some("Bearer hush-token"))
     );
 
-    let kinds = "inferenceplans,nodeprofiles,pods,services,networkpolicies,poddisruptionbudgets,\
+    let kinds = "inferenceplans,inferencepoolscalers,nodeprofiles,pods,services,networkpolicies,poddisruptionbudgets,\
                  configmaps,events,events.events.k8s.io,leases";
     let all = cluster.kubectl(&["get", kinds, "--all-namespaces", "--output=json"]);
     assert!(all.contains("opened-decode-0"));

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use hearth_crds::{MemoryProfile, NodeProfileSpec};
+use hearth_crds::{MemoryProfile, NodeProfileStatus};
 
 use crate::summary::isa_names;
 use crate::tree::{Tree, format_id_list};
@@ -15,7 +15,7 @@ const CPU_NAMES: [&str; 4] = ["model name", "CPU implementer", "CPU part", "CPU 
 /// The version is in it, for kernels are measured with.
 ///
 /// Not in it: how much memory there is, for it says nothing of rates and changes with a virtual machine's balloon.
-pub fn hardware(profile: &NodeProfileSpec, root: &Path) -> String {
+pub fn hardware(profile: &NodeProfileStatus, root: &Path) -> String {
     let cpuinfo = Tree::new(root).read("/proc/cpuinfo").unwrap_or_default();
     let names: BTreeSet<&str> = cpuinfo
         .lines()
@@ -41,7 +41,7 @@ pub fn hardware(profile: &NodeProfileSpec, root: &Path) -> String {
 }
 
 /// Gives a profile that was only observed the rates of a measured one, with the time when they were measured.
-pub fn take_rates(profile: &mut NodeProfileSpec, measured: &NodeProfileSpec) {
+pub fn take_rates(profile: &mut NodeProfileStatus, measured: &NodeProfileStatus) {
     let MemoryProfile {
         total_bytes: _,
         available_bytes: _,

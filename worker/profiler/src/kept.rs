@@ -4,7 +4,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use hearth_crds::NodeProfileSpec;
+use hearth_crds::NodeProfileStatus;
 use serde::{Deserialize, Serialize};
 
 use crate::tree::Tree;
@@ -22,7 +22,7 @@ pub struct Kept {
     /// Hardware that the rates were measured on: [`hardware`].
     pub hardware: String,
     /// The profile as it was measured.
-    pub profile: NodeProfileSpec,
+    pub profile: NodeProfileStatus,
 }
 
 impl Kept {

@@ -1,4 +1,4 @@
-//! Measures this machine: CPUs, NUMA nodes, memory, disk and GPUs, into a [`NodeProfileSpec`].
+//! Measures this machine: CPUs, NUMA nodes, memory, disk and GPUs, into a [`NodeProfileStatus`].
 //!
 //! What the kernel tells is read below a root path, so that tests run on recorded trees; what must be measured
 //! goes through a [`Meter`]. Limits of a container count, unless the node around it is asked for: its CPU set, its
@@ -29,7 +29,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use hearth_crds::{
-    ComputeProfile, DiskProfile, IsaProfile, MemoryProfile, NodeProfileSpec, NumaNodeProfile,
+    ComputeProfile, DiskProfile, IsaProfile, MemoryProfile, NodeProfileStatus, NumaNodeProfile,
 };
 
 pub use error::ProfileError;
@@ -96,7 +96,7 @@ impl Default for ProfileOptions {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Measured {
     /// The profile.
-    pub profile: NodeProfileSpec,
+    pub profile: NodeProfileStatus,
     /// One line for each fact that was missing or odd, with what was assumed instead.
     pub warnings: Vec<String>,
 }
@@ -144,8 +144,8 @@ pub fn measure(options: &ProfileOptions, meter: &dyn Meter) -> Result<Measured, 
 
 /// Leaves three digits of each measured rate: those behind them are noise, and a short number is the same after it was
 /// written and read again, so that a stored profile can be compared.
-fn round_rates(profile: &mut NodeProfileSpec) {
-    let NodeProfileSpec {
+fn round_rates(profile: &mut NodeProfileStatus) {
+    let NodeProfileStatus {
         memory,
         compute,
         numa_nodes,
@@ -191,7 +191,7 @@ fn facts(
     options: &ProfileOptions,
     meter: &dyn Meter,
     own: &Limits,
-) -> Result<NodeProfileSpec, ProfileError> {
+) -> Result<NodeProfileStatus, ProfileError> {
     let unlimited = Limits::default();
     let limits = match options.scope {
         Scope::Process => own,
@@ -201,7 +201,7 @@ fn facts(
     let memory = memory::memory(tree, limits)?;
     let numa_nodes = memory::numa_nodes(tree, &mut cpus, &memory, options.scope);
     let disk = options.disk.as_deref();
-    Ok(NodeProfileSpec {
+    Ok(NodeProfileStatus {
         node: options.node.clone().unwrap_or_else(|| tree.host_name()),
         cpus,
         isa: isa(tree, meter),

@@ -2,13 +2,13 @@
 
 use std::fmt::Write;
 
-use hearth_crds::{GpuProfile, NodeProfileSpec, format_bytes};
+use hearth_crds::{GpuProfile, NodeProfileStatus, format_bytes};
 
 /// The profile in a few lines, each ended by a line feed.
-pub fn summary(profile: &NodeProfileSpec) -> String {
+pub fn summary(profile: &NodeProfileStatus) -> String {
     let mut text = String::new();
     let mut line = |name: &str, value: String| add_line(&mut text, name, &value);
-    let NodeProfileSpec {
+    let NodeProfileStatus {
         node,
         cpus,
         memory,
@@ -56,7 +56,7 @@ fn add_line(text: &mut String, name: &str, value: &str) {
 }
 
 /// One line for each NUMA node, GPU, disk and link.
-fn add_devices(text: &mut String, profile: &NodeProfileSpec) {
+fn add_devices(text: &mut String, profile: &NodeProfileStatus) {
     let mut line = |name: &str, value: String| add_line(text, name, &value);
     for numa in &profile.numa_nodes {
         line(
@@ -143,7 +143,7 @@ fn gpu_text(gpu: &GpuProfile) -> String {
 }
 
 /// Names of the instruction sets, such as `avx2 avx512f`.
-pub(crate) fn isa_names(profile: &NodeProfileSpec) -> String {
+pub(crate) fn isa_names(profile: &NodeProfileStatus) -> String {
     let isa = &profile.isa;
     let flags = [
         ("avx2", isa.avx2),

@@ -6,7 +6,7 @@ use std::io::Write;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
-use hearth_crds::{IsaProfile, NodeProfileSpec};
+use hearth_crds::{IsaProfile, NodeProfileStatus};
 use hearth_profiler::{
     CpuMeter, Gflops, Measured, Meter, ProfileError, ProfileOptions, Scope, hardware, measure,
     memory_limit_bytes, observe, summary, take_rates,
@@ -80,13 +80,13 @@ fn options(root: &Path) -> ProfileOptions {
     }
 }
 
-fn profile(tree: &str) -> (NodeProfileSpec, Vec<String>) {
+fn profile(tree: &str) -> (NodeProfileStatus, Vec<String>) {
     let root = unpack(tree);
     let Measured { profile, warnings } = measure(&options(root.path()), &PerCpu).unwrap();
     (profile, warnings)
 }
 
-fn ids(profile: &NodeProfileSpec) -> Vec<u32> {
+fn ids(profile: &NodeProfileStatus) -> Vec<u32> {
     profile.cpus.iter().map(|cpu| cpu.id).collect()
 }
 
@@ -458,7 +458,7 @@ fn a_disk_with_nothing_to_read_is_measured_with_a_file_that_is_gone_after() {
 fn a_profile_survives_json_and_is_told_in_lines() {
     let (p, _) = profile(include_str!("fixtures/server.tree"));
     let json = serde_json::to_string(&p).unwrap();
-    assert_eq!(serde_json::from_str::<NodeProfileSpec>(&json).unwrap(), p);
+    assert_eq!(serde_json::from_str::<NodeProfileStatus>(&json).unwrap(), p);
     let text = summary(&p);
     for part in [
         "rack-1",

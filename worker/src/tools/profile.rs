@@ -17,7 +17,7 @@ use crate::logging::{self, print_data};
 /// Arguments of `profile`.
 #[derive(Args)]
 pub(crate) struct ProfileArgs {
-    /// Print the profile as JSON (the spec of a NodeProfile)
+    /// Print the profile as JSON (the status of a NodeProfile)
     #[arg(long)]
     json: bool,
     /// Measure the disk that holds this directory

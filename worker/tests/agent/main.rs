@@ -14,7 +14,7 @@ use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use hearth_crds::{ModelFacts, NodeProfileSpec, store_key};
+use hearth_crds::{ModelFacts, NodeProfileStatus, store_key};
 use hearth_transport::tonic::{Code, Status};
 use hearth_transport::tonic_health::pb::HealthCheckRequest;
 use hearth_transport::tonic_health::pb::health_check_response::ServingStatus;
@@ -82,7 +82,7 @@ async fn model(operator: &Worker, request: &ModelRequest) -> ModelResponse {
         .into_inner()
 }
 
-async fn profile(operator: &Worker) -> Result<NodeProfileSpec, Status> {
+async fn profile(operator: &Worker) -> Result<NodeProfileStatus, Status> {
     let answer = operator.agent().profile(ProfileRequest {}).await?;
     Ok(serde_json::from_str(&answer.into_inner().node_profile_json).unwrap())
 }
@@ -131,7 +131,7 @@ async fn settled(operator: &Worker, request: &ModelRequest) -> Vec<ModelResponse
 }
 
 /// The profile as soon as the node is measured.
-async fn first_profile(operator: &Worker) -> NodeProfileSpec {
+async fn first_profile(operator: &Worker) -> NodeProfileStatus {
     let mut measured = None;
     until("the node is measured", async || {
         measured = profile(operator).await.ok();

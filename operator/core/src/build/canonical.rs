@@ -14,6 +14,8 @@ use hearth_crds::{
 };
 use sha2::{Digest, Sha256};
 
+use super::template;
+
 /// The plan as one rank is told it: with this rank alone, and without the reasons.
 pub(super) fn slice(
     plan: &InferencePlanSpec,
@@ -25,6 +27,7 @@ pub(super) fn slice(
     InferencePlanSpec {
         ranks: vec![rank],
         mixed_numerics: Vec::new(),
+        inputs: None,
         objectives: ObjectivesSpec::default(),
         worker_image: None,
         why: Vec::new(),
@@ -69,14 +72,17 @@ impl Essence<'_> {
             tolerations,
             numa: _,
             pinning: _,
-            runtime_class_name,
+            // Deprecated: the template has it.
+            runtime_class_name: _,
         } = &self.spec.placement;
+        let template = &self.spec.pod_template;
         for toleration in tolerations {
             put_toleration(lines, toleration);
         }
         if self.rank.gpus > 0 {
-            lines.put_some("runtime-class", runtime_class_name.as_ref());
+            lines.put_some("runtime-class", template.runtime_class_name.as_ref());
         }
+        template::write(template, self.rank.role.is_worker(), lines);
         put_plan(lines, self.plan, self.rank.role);
         put_rank(lines, self.rank);
         if self.rank.role == PlanRole::Gateway {
@@ -85,6 +91,7 @@ impl Essence<'_> {
                 api_keys_secret_ref,
                 keep_alive,
                 client_stall,
+                annotations: _,
                 gateway: _,
             } = &self.spec.endpoint;
             let keys = api_keys_secret_ref.as_ref();
@@ -144,6 +151,7 @@ fn put_plan(lines: &mut Lines, plan: &InferencePlanSpec, role: PlanRole) {
         why: _,
         not_chosen: _,
         mixed_numerics: _,
+        inputs: _,
     } = plan;
     let strategy = match strategy {
         PlanStrategy::Hybrid => "hybrid",
@@ -281,10 +289,10 @@ fn numbers(numbers: &[u32]) -> String {
 
 /// Keys with their values, each with its length, so that no two contents are written alike.
 #[derive(Default)]
-struct Lines(String);
+pub(super) struct Lines(String);
 
 impl Lines {
-    fn put(&mut self, key: &str, value: impl Display) {
+    pub(super) fn put(&mut self, key: &str, value: impl Display) {
         let value = value.to_string();
         self.0 += &format!("{key} {} {value}\n", value.len());
     }
@@ -295,7 +303,7 @@ impl Lines {
         }
     }
 
-    fn put_some(&mut self, key: &str, value: Option<impl Display>) {
+    pub(super) fn put_some(&mut self, key: &str, value: Option<impl Display>) {
         if let Some(value) = value {
             self.put(key, value);
         }

@@ -30,7 +30,7 @@ pub(super) fn hold_gpus(
     spec: &mut PodSpec,
 ) -> Option<DynamicObject> {
     if rank.gpus > 0 {
-        let asked = &context.deployment.spec.placement.runtime_class_name;
+        let asked = &context.deployment.spec.pod_template.runtime_class_name;
         let default = &context.settings.gpu_runtime_class;
         spec.runtime_class_name = asked.clone().or_else(|| default.clone());
     }

@@ -117,7 +117,7 @@ const CHANGES: &[Change] = &[
         "runtime class of Pods without GPUs",
         |s, d, _| {
             s.gpu_runtime_class = Some("nvidia".to_owned());
-            d.spec.placement.runtime_class_name = Some("other".to_owned());
+            d.spec.pod_template.runtime_class_name = Some("other".to_owned());
         },
         &[],
     ),

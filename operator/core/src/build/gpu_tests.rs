@@ -68,7 +68,7 @@ fn pods_that_hold_gpus_have_the_runtime_class_of_the_spec_or_of_the_chart() {
         (classes[0].as_deref(), classes[1].as_deref()),
         (None, Some("nvidia"))
     );
-    deployment.spec.placement.runtime_class_name = Some("nvidia-cdi".to_owned());
+    deployment.spec.pod_template.runtime_class_name = Some("nvidia-cdi".to_owned());
     assert_eq!(
         class(&settings, &deployment)[1].as_deref(),
         Some("nvidia-cdi")

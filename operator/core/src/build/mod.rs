@@ -24,6 +24,9 @@ mod policy_tests;
 mod probes;
 #[cfg(test)]
 mod secrets_tests;
+mod template;
+#[cfg(test)]
+mod template_tests;
 #[cfg(test)]
 mod tests;
 
@@ -31,25 +34,24 @@ use std::collections::BTreeMap;
 
 use hearth_crds::{
     InferenceDeployment, InferenceDeploymentSpec, InferencePlan, InferencePlanSpec, ModelSource,
-    PlanRank, STORE_KEY_DIGITS,
+    PlanRank, PlanRole,
 };
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube_core::DynamicObject;
 use kube_core::{Resource, ResourceExt};
+use serde_json::Value;
 
 use self::canonical::source_identity;
 use crate::names::{
-    ANNOTATION_MODEL_KEY, ANNOTATION_SPEC, APP, BUILTIN_DIRECTORY, LABEL_APP, LABEL_COMPONENT,
-    LABEL_DEPLOYMENT, LABEL_MANAGED_BY, LABEL_ROLE, MANAGER, SOURCE_DIRECTORY, plan_name,
+    APP, BUILTIN_DIRECTORY, LABEL_APP, LABEL_COMPONENT, LABEL_DEPLOYMENT, LABEL_MANAGED_BY,
+    LABEL_ROLE, MANAGER, SOURCE_DIRECTORY, plan_name,
 };
 use crate::observed::Settings;
+use crate::plan_record::{model_key_of, spec_of_plan};
 pub use canonical::short_digest;
-pub use objects::objects;
+pub use objects::{objects, prefill_scaler, role_selector};
 pub use pod::{inspect_pod, rank_holding, rank_pod};
-
-/// Role and component of Pods that read a model's facts.
-pub const ROLE_INSPECT: &str = "inspect";
 
 /// What objects are made from, beside the plan.
 #[derive(Clone, Copy, Debug)]
@@ -58,7 +60,7 @@ pub struct BuildContext<'a> {
     pub settings: &'a Settings,
     /// The deployment, with the spec that the plan was made for: see [`deployment_of_plan`].
     pub deployment: &'a InferenceDeployment,
-    /// The name of a fetched model in the nodes' stores: see [`model_key_of`]. None for other sources.
+    /// The name of a fetched model in the nodes' stores: see [`model_key_of`]. `None` for other sources.
     pub model_key: Option<&'a str>,
 }
 
@@ -67,8 +69,8 @@ pub struct BuildContext<'a> {
 pub struct DesiredPod {
     /// The rank's name, such as `decode-0`.
     pub rank: String,
-    /// gateway, prefill or decode.
-    pub role: &'static str,
+    /// Its role.
+    pub role: PlanRole,
     /// Digest of the Pod as this operator writes it.
     pub form: String,
     /// The Pod's name, which ends in the digest of all that makes the Pod what it is.
@@ -97,22 +99,19 @@ pub fn rank_pods(context: &BuildContext<'_>, plan: &InferencePlanSpec) -> Vec<De
     plan.ranks.iter().map(pod).collect()
 }
 
-/// The plan as it is kept: with the spec that it was made for, and `annotations`.
-pub fn plan_object(
-    context: &BuildContext<'_>,
-    spec: InferencePlanSpec,
-    annotations: BTreeMap<String, String>,
-) -> InferencePlan {
+/// The plan as it is kept.
+pub fn plan_object(context: &BuildContext<'_>, spec: InferencePlanSpec) -> InferencePlan {
     let name = plan_name(&context.name(), spec.generation);
     let mut plan = InferencePlan::new(&name, spec);
     plan.metadata = context.metadata(&name, "plan");
-    let mut made_for = context.deployment.spec.clone();
-    made_for.model = made_for.model.shown();
-    let made_for = serde_json::to_string(&made_for).unwrap_or_default();
-    let mut annotations = annotations;
-    annotations.insert(ANNOTATION_SPEC.to_owned(), made_for);
-    plan.metadata.annotations = Some(annotations);
     plan
+}
+
+/// A deployment's spec as its plans keep it: with its URLs as they may be shown.
+pub fn kept_spec(spec: &InferenceDeploymentSpec) -> Value {
+    let mut kept = spec.clone();
+    kept.model = kept.model.shown();
+    serde_json::to_value(kept).unwrap_or_default()
 }
 
 /// The deployment with the spec that `plan` was made for, to build the plan's Pods from. A plan that does not tell
@@ -126,38 +125,12 @@ pub fn deployment_of_plan(
         // A plan shows no secrets of URLs. Where it is of the source as it is now, that one has them.
         let now = &deployment.spec.model;
         let key = model_key(&deployment, &now.source);
-        if plan.annotations().get(ANNOTATION_MODEL_KEY) == key.as_ref()
-            && spec.model.source == now.shown().source
-        {
+        if model_key_of(plan) == key && spec.model.source == now.shown().source {
             spec.model.source = now.source.clone();
         }
         deployment.spec = spec;
     }
     deployment
-}
-
-/// The spec that `plan` was made for; none where it does not tell it, or not in words of this version.
-pub fn spec_of_plan(plan: &InferencePlan) -> Option<InferenceDeploymentSpec> {
-    serde_json::from_str(plan.annotations().get(ANNOTATION_SPEC)?).ok()
-}
-
-/// The name of a plan's fetched model in the nodes' stores; none for other sources.
-pub fn model_key_of(plan: &InferencePlan) -> Option<String> {
-    model_key_in_annotations(plan.annotations())
-}
-
-/// See [`model_key_of`]; also of a plan that cannot be read otherwise.
-pub fn model_key_in_annotations(annotations: &BTreeMap<String, String>) -> Option<String> {
-    if let Some(key) = annotations.get(ANNOTATION_MODEL_KEY) {
-        return Some(key.clone());
-    }
-    // Plans of earlier versions tell the spec alone; then a model was kept under the half of its checksum.
-    let text = annotations
-        .get(ANNOTATION_SPEC)
-        .filter(|text| text.contains("\"http\""))?;
-    let spec: InferenceDeploymentSpec = serde_json::from_str(text).ok()?;
-    let sha256 = spec.model.source.http?.sha256;
-    Some(sha256.get(..STORE_KEY_DIGITS).unwrap_or(&sha256).to_owned())
 }
 
 /// The model's directory inside worker Pods.
@@ -177,7 +150,7 @@ pub fn model_path(_context: &BuildContext<'_>, source: &ModelSource) -> String {
     }
 }
 
-/// The name of a deployment's fetched model in the nodes' stores; none for a source that is not fetched.
+/// The name of a deployment's fetched model in the nodes' stores; `None` for a source that is not fetched.
 pub fn model_key(deployment: &InferenceDeployment, source: &ModelSource) -> Option<String> {
     let namespace = deployment.metadata.namespace.as_deref().unwrap_or_default();
     let http = source.http.as_ref()?;

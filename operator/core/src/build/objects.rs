@@ -1,6 +1,9 @@
 //! What stands around the Pods of a deployment: its Service, what evictions must leave, and who may talk to whom.
 
-use hearth_crds::{EndpointType, InferencePlanSpec, PlanRole};
+use hearth_crds::{
+    EndpointType, InferencePlanSpec, InferencePoolScaler, InferencePoolScalerSpec, PlanRole,
+    ScaledPool,
+};
 use k8s_openapi::api::core::v1::Service;
 use k8s_openapi::api::networking::v1::NetworkPolicy;
 use k8s_openapi::api::policy::v1::PodDisruptionBudget;
@@ -8,18 +11,22 @@ use kube_core::Resource;
 use kube_core::{ApiResource, DynamicObject};
 use serde_json::{Value, json};
 
-use super::{BuildContext, ROLE_INSPECT};
+use super::BuildContext;
 use crate::names::{
-    GATEWAY_PORT, LABEL_DEPLOYMENT, LABEL_ROLE, METRICS_PORT, SERVICE_PORT, WORKER_PORT,
+    GATEWAY_PORT, LABEL_DEPLOYMENT, LABEL_ROLE, METRICS_PORT, ROLE_INSPECT, SERVICE_PORT,
+    WORKER_PORT, scaler_name,
 };
 
 /// Service, PodDisruptionBudgets of the roles that the plan has, and NetworkPolicies unless they are switched off.
 pub fn objects(context: &BuildContext<'_>, plan: &InferencePlanSpec) -> Vec<DynamicObject> {
+    let is_suspended = context.deployment.spec.suspend;
     let mut objects = vec![service(context)];
     for role in [PlanRole::Gateway, PlanRole::Prefill, PlanRole::Decode] {
         let ranks = plan.ranks_of(role).count();
         if ranks > 0 {
-            objects.push(disruption_budget(context, role.as_str(), ranks));
+            // Of a deployment at rest nothing is missing.
+            let least = if is_suspended { 0 } else { ranks };
+            objects.push(disruption_budget(context, role.as_str(), least));
         }
     }
     if context.settings.network_policies {
@@ -27,6 +34,29 @@ pub fn objects(context: &BuildContext<'_>, plan: &InferencePlanSpec) -> Vec<Dyna
         objects.push(workers_policy(context));
     }
     objects
+}
+
+/// The scaler of the prefill workers, as it is made: with the number to begin with.
+pub fn prefill_scaler(context: &BuildContext<'_>, replicas: u32) -> InferencePoolScaler {
+    let name = scaler_name(&context.name());
+    let mut scaler = InferencePoolScaler::new(
+        &name,
+        InferencePoolScalerSpec {
+            deployment: context.name(),
+            pool: ScaledPool::Prefill,
+            replicas,
+        },
+    );
+    scaler.metadata = context.metadata(&name, PlanRole::Prefill.as_str());
+    scaler
+}
+
+/// Labels that select the Pods of one role, as a scale subresource tells them.
+pub fn role_selector(deployment: &str, role: PlanRole) -> String {
+    format!(
+        "{LABEL_DEPLOYMENT}={deployment},{LABEL_ROLE}={}",
+        role.as_str()
+    )
 }
 
 fn service(context: &BuildContext<'_>) -> DynamicObject {
@@ -48,16 +78,21 @@ fn service(context: &BuildContext<'_>) -> DynamicObject {
             "appProtocol": "http",
         }],
     });
-    object::<Service>(context, &context.name(), PlanRole::Gateway.as_str(), spec)
+    let mut service = object::<Service>(context, &context.name(), PlanRole::Gateway.as_str(), spec);
+    let annotations = &context.deployment.spec.endpoint.annotations;
+    if !annotations.is_empty() {
+        service.metadata.annotations = Some(annotations.clone());
+    }
+    service
 }
 
 /// An eviction waits until as many others are ready: the operator sees the cordon and moves the rank first.
 ///
 /// A number of Pods, not `maxUnavailable`: for that, the cluster would ask the deployment's scale subresource, which
 /// counts decode workers only. Pods that are not ready are in nobody's way.
-fn disruption_budget(context: &BuildContext<'_>, role: &str, ranks: usize) -> DynamicObject {
+fn disruption_budget(context: &BuildContext<'_>, role: &str, least: usize) -> DynamicObject {
     let spec = json!({
-        "minAvailable": ranks,
+        "minAvailable": least,
         "selector": {"matchLabels": context.role_labels(role)},
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
     });

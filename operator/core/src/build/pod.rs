@@ -15,13 +15,13 @@ use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use super::canonical::{Essence, short_digest, slice};
 use super::claims::{claimed, hold_gpus};
 use super::probes::watch_over;
-use super::{BuildContext, DesiredPod, ROLE_INSPECT, model_path, source_digest, texts};
+use super::{BuildContext, DesiredPod, model_path, source_digest, template, texts};
 use crate::decision::EXIT_S;
 use crate::names::{
     ANNOTATION_FORM, ANNOTATION_PLAN, ANNOTATION_PLAN_GENERATION, ANNOTATION_RANK_HASH,
     ANNOTATION_ROUTES, ANNOTATION_SOURCE, GATEWAY_PORT, GPU_RESOURCE, HEALTH_PORT, KEYS_DIRECTORY,
-    LABEL_RANK, LABEL_ROLE, METRICS_PORT, PLACE_DIRECTORY, SOURCE_DIRECTORY, TLS_DIRECTORY,
-    WORKER_PORT, WORKER_PROGRAM, certificates_secret, tls_name,
+    LABEL_RANK, LABEL_ROLE, METRICS_PORT, PLACE_DIRECTORY, ROLE_INSPECT, SOURCE_DIRECTORY,
+    TLS_DIRECTORY, WORKER_PORT, WORKER_PROGRAM, certificates_secret, tls_name,
 };
 use crate::observed::PASSING_TAINT;
 
@@ -54,16 +54,14 @@ pub fn rank_pod(
     container.ports = Some(ports(is_gateway));
     container.resources = Some(holding.resources());
     watch_over(&mut container, rank);
-    let grace_s = if is_gateway {
-        GATEWAY_GRACE_S + LINGER_S
-    } else {
-        WORKER_GRACE_S
-    };
     let mut spec = pod_spec(context, container, rank_volumes(context, is_gateway));
     spec.affinity = Some(on_node(&rank.node));
     let claim_template = hold_gpus(context, rank, &mut spec);
     spec.restart_policy = Some("Always".to_owned());
-    spec.termination_grace_period_seconds = Some(grace_s + i64::from(EXIT_S));
+    spec.termination_grace_period_seconds = Some(match rank.role {
+        PlanRole::Gateway => LINGER_S + GATEWAY_GRACE_S + i64::from(EXIT_S),
+        PlanRole::Prefill | PlanRole::Decode => WORKER_GRACE_S + i64::from(EXIT_S),
+    });
 
     let mut pod = Pod {
         metadata: context.metadata("", role),
@@ -75,6 +73,11 @@ pub fn rank_pod(
         .get_or_insert_default()
         .extend(texts([(LABEL_ROLE, role), (LABEL_RANK, &rank.name)]));
     let deployment = context.deployment;
+    template::add(
+        &deployment.spec.pod_template,
+        rank.role.is_worker(),
+        &mut pod,
+    );
     let essence = Essence {
         owner: deployment.metadata.uid.as_deref().unwrap_or_default(),
         image,
@@ -88,18 +91,19 @@ pub fn rank_pod(
     let form = short_digest(serde_json::to_string(&pod).unwrap_or_default());
     let name = format!("{}-{}-{hash}", context.name(), rank.name);
     pod.metadata.name = Some(name.clone());
-    pod.metadata.annotations = Some(texts([
-        (
-            ANNOTATION_PLAN,
-            &*serde_json::to_string(&slice).unwrap_or_default(),
-        ),
-        (ANNOTATION_PLAN_GENERATION, &plan.generation.to_string()),
+    let slice = serde_json::to_string(&slice).unwrap_or_default();
+    let generation = plan.generation.to_string();
+    let annotations = [
+        (ANNOTATION_PLAN, &*slice),
+        (ANNOTATION_PLAN_GENERATION, &generation),
         (ANNOTATION_RANK_HASH, &hash),
         (ANNOTATION_FORM, &form),
-    ]));
+    ];
+    let all = pod.metadata.annotations.get_or_insert_default();
+    all.extend(texts(annotations));
     DesiredPod {
         rank: rank.name.clone(),
-        role,
+        role: rank.role,
         form,
         name,
         node: rank.node.clone(),
@@ -168,10 +172,12 @@ pub fn inspect_pod(context: &BuildContext<'_>, source: &ModelSource, node: Optio
         .labels
         .get_or_insert_default()
         .extend(texts([(LABEL_ROLE, ROLE_INSPECT)]));
+    template::add(&context.deployment.spec.pod_template, false, &mut pod);
     let content = serde_json::to_string(&pod).unwrap_or_default();
     let hash = super::short_digest(&content);
     pod.metadata.name = Some(format!("{}-{ROLE_INSPECT}-{hash}", context.name()));
-    pod.metadata.annotations = Some(texts([(
+    let annotations = pod.metadata.annotations.get_or_insert_default();
+    annotations.extend(texts([(
         ANNOTATION_SOURCE,
         &*source_digest(source, context.model_key),
     )]));
@@ -513,7 +519,7 @@ fn secret_volume(name: &str, secret: &str) -> Volume {
     }
 }
 
-/// Where the model's files come from; none for those of the image.
+/// Where the model's files come from; `None` for those of the image.
 fn source_volume(context: &BuildContext<'_>, source: &ModelSource) -> Option<Volume> {
     let directory = |path: String| Volume {
         host_path: Some(HostPathVolumeSource {

@@ -1,12 +1,11 @@
 //! What of a URL and of certificates reaches the objects of a deployment.
 
-use std::collections::BTreeMap;
-
-use hearth_crds::InferenceDeployment;
+use hearth_crds::{InferenceDeployment, PlanInputs};
 use serde_json::json;
 
-use super::{deployment_of_plan, model_key, model_key_of, plan_object, rank_pods};
-use crate::names::{ANNOTATION_MODEL_KEY, ANNOTATION_SPEC};
+use super::{deployment_of_plan, kept_spec, model_key, plan_object, rank_pods};
+use crate::names::ANNOTATION_SPEC;
+use crate::plan_record::model_key_of;
 use crate::testing::samples::{context_of, deployment_of, plan, settings};
 
 fn http(url: &str) -> InferenceDeployment {
@@ -21,8 +20,13 @@ fn a_plan_shows_no_secret_of_a_url_and_its_pods_find_their_model() {
     let key = model_key(&now, &now.spec.model.source).expect("a key");
     let mut context = context_of(&settings, &now);
     context.model_key = Some(&key);
-    let annotations = BTreeMap::from([(ANNOTATION_MODEL_KEY.to_owned(), key.clone())]);
-    let kept = plan_object(&context, plan(), annotations);
+    let mut spec = plan();
+    spec.inputs = Some(PlanInputs {
+        deployment_spec: kept_spec(&now.spec),
+        model_key: Some(key.clone()),
+        ..PlanInputs::default()
+    });
+    let kept = plan_object(&context, spec);
     let text = serde_json::to_string(&kept).expect("JSON");
     assert!(
         text.contains("nas.lan/m.tar") && !text.contains("hush"),
@@ -51,19 +55,17 @@ fn a_plan_shows_no_secret_of_a_url_and_its_pods_find_their_model() {
 fn a_plan_of_before_finds_its_model_under_the_half_of_its_checksum() {
     let settings = settings();
     let deployment = http("https://nas.lan/m.tar");
-    let kept = plan_object(&context_of(&settings, &deployment), plan(), BTreeMap::new());
-    assert!(
-        kept.metadata
-            .annotations
-            .as_ref()
-            .expect("annotations")
-            .contains_key(ANNOTATION_SPEC)
-    );
+    let of_before = |deployment: &InferenceDeployment| {
+        let mut kept = plan_object(&context_of(&settings, deployment), plan());
+        let spec = serde_json::to_string(&deployment.spec).expect("JSON");
+        kept.metadata.annotations = Some([(ANNOTATION_SPEC.to_owned(), spec)].into());
+        kept
+    };
+    let kept = of_before(&deployment);
     assert_eq!(
         model_key_of(&kept).as_deref(),
         Some("0123456789abcdef0123456789abcdef")
     );
     let builtin = deployment_of(json!({"builtin": {"name": "hearth-demo"}}));
-    let kept = plan_object(&context_of(&settings, &builtin), plan(), BTreeMap::new());
-    assert_eq!(model_key_of(&kept), None);
+    assert_eq!(model_key_of(&of_before(&builtin)), None);
 }

@@ -3,17 +3,20 @@
 use std::collections::BTreeMap;
 
 use hearth_crds::{
-    EndpointType, InferenceDeployment, InferencePlanSpec, Pinning, ResidencyPolicy, TolerationSpec,
+    EndpointType, InferenceDeployment, InferencePlanSpec, Pinning, PlanInputs, PlanRole,
+    ResidencyPolicy, TolerationSpec,
 };
 use k8s_openapi::api::core::v1::{Pod, Volume};
 use serde_json::json;
 
 use super::digest_tests::hashes;
 use super::{
-    DesiredPod, deployment_of_plan, inspect_pod, model_path, objects, plan_object, rank_pods,
+    DesiredPod, deployment_of_plan, inspect_pod, kept_spec, model_path, objects, plan_object,
+    rank_pods,
 };
-use crate::names::{ANNOTATION_INPUTS, ANNOTATION_PLAN, ANNOTATION_SPEC};
+use crate::names::{ANNOTATION_PLAN, ANNOTATION_SPEC};
 use crate::observed::Settings;
+use crate::plan_record::inputs_digest;
 use crate::testing::samples::{context_of, deployment, deployment_of, plan, settings};
 
 pub(super) fn pods_of(
@@ -169,7 +172,11 @@ fn a_rank_is_told_its_own_part_of_the_plan() {
             serde_json::from_str(&annotations[ANNOTATION_PLAN]).expect("plan");
         assert_eq!(told.ranks.len(), 1);
         assert_eq!(told.ranks[0].name, pod.rank);
-        let port = if pod.role == "gateway" { 8080 } else { 9400 };
+        let port = if pod.role == PlanRole::Gateway {
+            8080
+        } else {
+            9400
+        };
         assert_eq!(told.ranks[0].endpoint, Some(format!("[::]:{port}")));
         assert!(told.why.is_empty() && told.not_chosen.is_empty());
     }
@@ -182,13 +189,15 @@ fn a_plan_remembers_the_spec_that_it_was_made_for() {
         deployment_of(json!({"hostPath": {"path": "/models/old"}})),
     );
     let context = context_of(&settings, &before);
-    let annotations = BTreeMap::from([(ANNOTATION_INPUTS.to_owned(), "abc".to_owned())]);
-    let kept = plan_object(&context, plan(), annotations);
+    let mut spec = plan();
+    spec.inputs = Some(PlanInputs {
+        digest: "abc".to_owned(),
+        deployment_spec: kept_spec(&before.spec),
+        ..PlanInputs::default()
+    });
+    let kept = plan_object(&context, spec);
     assert_eq!(kept.metadata.name.as_deref(), Some("demo-1"));
-    assert_eq!(
-        kept.metadata.annotations.as_ref().expect("annotations")[ANNOTATION_INPUTS],
-        "abc"
-    );
+    assert_eq!(inputs_digest(&kept), "abc");
 
     let mut now = deployment_of(json!({"hostPath": {"path": "/models/new"}}));
     now.metadata.generation = Some(2);
@@ -200,13 +209,13 @@ fn a_plan_remembers_the_spec_that_it_was_made_for() {
         hashes(&settings, &before, &plan())
     );
 
-    let mut silent = kept;
-    silent
-        .metadata
-        .annotations
-        .as_mut()
-        .expect("annotations")
-        .remove(ANNOTATION_SPEC);
+    // One of before, whose annotation says it.
+    let mut annotated = plan_object(&context, plan());
+    let text = serde_json::to_string(&before.spec).expect("JSON");
+    annotated.metadata.annotations = Some([(ANNOTATION_SPEC.to_owned(), text)].into());
+    assert_eq!(deployment_of_plan(&now, &annotated).spec, before.spec);
+
+    let silent = plan_object(&context, plan());
     assert_eq!(deployment_of_plan(&now, &silent).spec, now.spec);
 }
 
@@ -322,7 +331,7 @@ fn volumes(pod: &Pod) -> &[Volume] {
 }
 
 /// What Pod Security `restricted` (and `baseline` within it) forbids in a Pod; empty: it is let in.
-fn restricted_violations(pod: &Pod) -> Vec<String> {
+pub(super) fn restricted_violations(pod: &Pod) -> Vec<String> {
     const VOLUMES: [&str; 8] = [
         "configMap",
         "csi",

@@ -2,15 +2,17 @@
 
 pub(crate) mod refusals;
 mod renew;
+pub(crate) mod rest;
 pub(crate) mod scale;
+pub(crate) mod stand_in;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use hearth_crds::{
-    InferenceDeployment, InferenceDeploymentSpec, InferencePlan, InferencePlanSpec, ModelFacts,
-    PlanPrediction,
+    InferenceDeployment, InferenceDeploymentSpec, InferencePlan, InferencePlanSpec,
+    InferencePlanStatus, ModelFacts, PlanInputs, PlanPrediction, PodTemplateSpec, ServedSpec,
 };
 use hearth_planner::{CpuOffer, GpuOffer, PlanError, PlanInput};
 use kube_core::ResourceExt;
@@ -18,18 +20,17 @@ use serde::Serialize;
 use sha2::{Digest, Sha256};
 
 use self::refusals::Refusals;
-use self::scale::in_place;
+use self::scale::scaled;
 use crate::build::{
-    BuildContext, deployment_of_plan, model_key, model_path, plan_object, source_digest,
-    spec_of_plan,
+    BuildContext, deployment_of_plan, kept_spec, model_key, model_path, plan_object, source_digest,
 };
 use crate::candidates::{Candidates, is_lost, is_to_be_left};
 use crate::cause::Cause;
-use crate::decision::Marks;
-use crate::model::{Model, annotations_of, told_by};
-use crate::names::{ANNOTATION_INPUTS, ANNOTATION_SOURCE, ANNOTATION_SPEC};
+use crate::model::{Model, Search, Widened, told_by};
 use crate::observed::Observed;
-use crate::plan_annotations::{annotation, has_failed, has_served};
+use crate::plan_record::{
+    PlanStatusChange, has_failed, has_served, inputs_digest, source_digest_of, spec_of_plan,
+};
 
 /// What is to run, and what stands in the way of something better.
 #[derive(Clone, Debug)]
@@ -38,7 +39,8 @@ pub(crate) struct Choice {
     pub(crate) target: Option<Arc<InferencePlan>>,
     /// It is not there yet.
     pub(crate) is_new: bool,
-    pub(crate) marks: Vec<Marks>,
+    /// What is known now of plans that are there.
+    pub(crate) plan_statuses: Vec<PlanStatusChange>,
     /// Why there is no plan for the spec as it is.
     pub(crate) refusal: Option<Cause>,
     /// The planner found no place for the ranks on the nodes that have the model.
@@ -51,21 +53,39 @@ pub(crate) struct Choice {
     pub(crate) held: Option<Cause>,
 }
 
-/// Chooses. `wanted` is the model of the spec as it is; `None` while it is not known, or when the spec is no good.
-pub(crate) fn choose(observed: &Observed, wanted: Option<&Model>) -> Choice {
-    let newest = observed.plans.last();
-    let mut choice = Choice {
-        target: in_force(observed),
-        is_new: false,
-        marks: Vec::new(),
-        refusal: None,
-        wants_nodes: false,
-        trouble: None,
-        look_again: None,
-        held: None,
+/// Chooses for the model that `search` finds; `None` when the spec is invalid. Where the nodes that are known to have it do
+/// not suffice, others are searched, and what is found there counts at once.
+pub(crate) fn choose(observed: &Observed, search: Option<&mut Search<'_>>) -> Choice {
+    let Some(search) = search else {
+        return choose_for(observed, None);
     };
+    let mut choice = choose_for(observed, search.known());
+    let Some(model) = search.known().filter(|model| model.nodes.is_some()) else {
+        return choice;
+    };
+    if !choice.wants_nodes || choice.is_new {
+        return choice;
+    }
+    let draft = draft_nodes(observed, model);
+    let can_wait = choice.target.is_none() && !draft.is_empty();
+    match search.widen(draft, can_wait) {
+        Widened::Known => choose_for(observed, search.known()),
+        Widened::Coming => {
+            choice.refusal = None;
+            choice
+        }
+        Widened::Nothing => choice,
+    }
+}
+
+/// Chooses for a model of the spec as it is; `None` while it is not known, or when the spec is invalid.
+fn choose_for(observed: &Observed, wanted: Option<&Model>) -> Choice {
+    let newest = observed.plans.last();
+    let mut choice = rest::keep(observed);
     let deployment = &observed.deployment;
-    if let Some(model) = wanted
+    if let Some(given_up) = stand_in::given_up(observed).filter(|_| wanted.is_some()) {
+        stand_in::choose(observed, &mut choice, given_up);
+    } else if let Some(model) = wanted
         && newest.is_none_or(|plan| !is_made_for(plan, deployment, &model.facts))
     {
         let image = renew::image_of_next(observed);
@@ -127,7 +147,7 @@ pub(crate) fn unneeded(observed: &Observed, target: &InferencePlan) -> Vec<Strin
 }
 
 /// The newest plan, unless it was given up: then the newest that served.
-fn in_force(observed: &Observed) -> Option<Arc<InferencePlan>> {
+pub(crate) fn in_force(observed: &Observed) -> Option<Arc<InferencePlan>> {
     let newest = observed.plans.last()?;
     if !has_failed(newest) {
         return Some(newest.clone());
@@ -144,7 +164,7 @@ pub(crate) fn next_generation(observed: &Observed) -> u64 {
 /// Whether a plan was made for this spec and this model. The words in which another version of the operator noted that
 /// do not count, but what they say.
 fn is_made_for(plan: &InferencePlan, deployment: &InferenceDeployment, facts: &ModelFacts) -> bool {
-    if annotation(plan, ANNOTATION_INPUTS) == inputs(&deployment.spec, facts) {
+    if inputs_digest(plan) == inputs(&deployment.spec, facts) {
         return true;
     }
     let (Some(mut then), Some(told)) = (spec_of_plan(plan), told_by(plan)) else {
@@ -167,11 +187,16 @@ struct Inputs<'a> {
     decode: &'a hearth_crds::DecodeSpec,
     placement: &'a hearth_crds::PlacementSpec,
     objectives: &'a hearth_crds::ObjectivesSpec,
-    facts: &'a ModelFacts,
+    #[serde(skip_serializing_if = "hearth_crds::GatewaySpec::is_default")]
+    gateway: &'a hearth_crds::GatewaySpec,
+    #[serde(skip_serializing_if = "PodTemplateSpec::is_empty")]
+    pod_template: &'a PodTemplateSpec,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    facts: Option<&'a ModelFacts>,
 }
 
 impl<'a> Inputs<'a> {
-    fn of(spec: &'a InferenceDeploymentSpec, facts: &'a ModelFacts) -> Self {
+    fn of(spec: &'a InferenceDeploymentSpec, facts: impl Into<Option<&'a ModelFacts>>) -> Self {
         // A field that is added to the spec is to be thought of here.
         let InferenceDeploymentSpec {
             model,
@@ -183,6 +208,9 @@ impl<'a> Inputs<'a> {
             autoscaling: _,
             endpoint: _,
             rollout: _,
+            gateway,
+            pod_template,
+            suspend: _,
         } = spec;
         Self {
             model,
@@ -191,12 +219,17 @@ impl<'a> Inputs<'a> {
             decode,
             placement,
             objectives,
-            facts,
+            gateway,
+            pod_template,
+            facts: facts.into(),
         }
     }
 }
 
-fn inputs(spec: &InferenceDeploymentSpec, facts: &ModelFacts) -> String {
+fn inputs<'a>(
+    spec: &'a InferenceDeploymentSpec,
+    facts: impl Into<Option<&'a ModelFacts>>,
+) -> String {
     let text = serde_json::to_string(&Inputs::of(spec, facts)).unwrap_or_default();
     let digest = Sha256::digest(text.as_bytes());
     digest
@@ -247,15 +280,22 @@ pub(crate) fn made(
     });
     let mut planned = planned.map_err(|error| Box::new(Refusal { error, candidates }))?;
     planned.worker_image = Some(image.to_owned());
-    let mut annotations = annotations_of(&spec.model.source, model);
-    annotations.insert(ANNOTATION_INPUTS.to_owned(), inputs(spec, &model.facts));
-    let mut plan = plan_object(&context, planned, annotations);
-    refusals::remember(&mut plan, refusals);
-    Ok(plan)
+    planned.why.extend(refusals::sentences(refusals));
+    planned.inputs = Some(PlanInputs {
+        digest: inputs(spec, &model.facts),
+        deployment_spec: kept_spec(spec),
+        model_facts: serde_json::to_value(&model.facts).unwrap_or_default(),
+        model_nodes: model.nodes.iter().flatten().cloned().collect(),
+        source_digest: source_digest(&spec.model.source, model.key.as_deref()),
+        model_key: model.key.clone(),
+        refusals: refusals::as_inputs(refusals),
+        instead_of: None,
+    });
+    Ok(plan_object(&context, planned))
 }
 
 /// The nodes that a plan of the spec would be for, if every node had the model; empty where none fits.
-pub(crate) fn draft_nodes(observed: &Observed, model: &Model) -> Vec<String> {
+fn draft_nodes(observed: &Observed, model: &Model) -> Vec<String> {
     let everywhere = Model {
         nodes: None,
         ..model.clone()
@@ -268,33 +308,6 @@ pub(crate) fn draft_nodes(observed: &Observed, model: &Model) -> Vec<String> {
         Err(_) => BTreeSet::new(),
     };
     nodes.into_iter().collect()
-}
-
-/// `plan`, unless the newest plan needs no more than another number of decode workers.
-fn scaled(
-    observed: &Observed,
-    newest: Option<&Arc<InferencePlan>>,
-    mut plan: InferencePlan,
-    facts: &ModelFacts,
-) -> InferencePlan {
-    let Some(newest) = newest.filter(|newest| !has_failed(newest)) else {
-        return plan;
-    };
-    let spec = &observed.deployment.spec;
-    let before = deployment_of_plan(&observed.deployment, newest);
-    let but_for_number = |spec: &InferenceDeploymentSpec| {
-        let mut spec = spec.clone();
-        spec.decode.replicas = None;
-        inputs(&spec, facts)
-    };
-    if but_for_number(spec) != but_for_number(&before.spec) {
-        return plan;
-    }
-    let free = Candidates::of(observed, &spec.placement);
-    if let Some(in_place) = in_place(&newest.spec, &plan.spec, &free) {
-        plan.spec = in_place;
-    }
-    plan
 }
 
 /// The planner's answer with what was offered to it.
@@ -370,20 +383,19 @@ fn take(choice: &mut Choice, newest: Option<&Arc<InferencePlan>>, plan: Inferenc
         && !has_failed(newest)
         && is_same_work(newest, &plan)
     {
-        let keys = [ANNOTATION_INPUTS, ANNOTATION_SPEC];
-        choice.marks.push(Marks {
-            name: newest.name_any(),
-            annotations: keys
-                .iter()
-                .map(|key| ((*key).to_owned(), annotation(&plan, key).to_owned()))
-                .collect(),
+        let served = plan.spec.inputs.map(|inputs| ServedSpec {
+            digest: inputs.digest,
+            deployment_spec: inputs.deployment_spec,
         });
-        // Its Pods are built from the spec of the marks from now on.
+        let status = InferencePlanStatus {
+            serves: served,
+            ..InferencePlanStatus::default()
+        };
+        let change = PlanStatusChange::of(newest, status);
+        // Its Pods are built from that spec from now on.
         let mut kept = (**newest).clone();
-        let annotations = kept.metadata.annotations.get_or_insert_default();
-        for key in keys {
-            annotations.insert(key.to_owned(), annotation(&plan, key).to_owned());
-        }
+        kept.status = Some(change.status.clone());
+        choice.plan_statuses.push(change);
         choice.target = Some(Arc::new(kept));
         return;
     }
@@ -396,13 +408,25 @@ fn is_same_work(old: &InferencePlan, new: &InferencePlan) -> bool {
     // Plans of operators that did not write it.
     let image = old_work.worker_image.take();
     old_work.worker_image = image.or_else(|| new_work.worker_image.clone());
-    annotation(old, ANNOTATION_SOURCE) == annotation(new, ANNOTATION_SOURCE) && old_work == new_work
+    source_digest_of(old) == source_digest_of(new)
+        && old_work == new_work
+        && is_same_template(old, new)
+}
+
+/// Whether the Pods of both plans have the same template: one that they do not get ready with is rolled back, as a plan is.
+fn is_same_template(old: &InferencePlan, new: &InferencePlan) -> bool {
+    match (spec_of_plan(old), spec_of_plan(new)) {
+        (Some(old), Some(new)) => old.pod_template == new.pod_template,
+        // Plans of operators that did not write it.
+        _ => true,
+    }
 }
 
 /// The plan without what says nothing about what is run.
 fn work(plan: &InferencePlanSpec) -> InferencePlanSpec {
     let mut plan = plan.clone();
     plan.generation = 0;
+    plan.inputs = None;
     plan.why.clear();
     plan.not_chosen.clear();
     plan.predicted = PlanPrediction {
@@ -423,24 +447,7 @@ fn move_on(observed: &Observed, choice: &mut Choice, wanted: Option<&Model>) {
         return;
     };
     let deployment = deployment_of_plan(&observed.deployment, &target);
-    let lost = nodes_of(&target).find(|node| is_lost(observed, node));
-    let closed = nodes_of(&target).find_map(|node| {
-        let view = observed.nodes.get(node)?;
-        let why = is_to_be_left(observed, view, &deployment.spec.placement)?;
-        Some((node, why))
-    });
-    let trouble = match (lost, closed) {
-        (Some(node), _) => Some(Cause::trouble("NodeLost", lost_words(observed, node))),
-        (None, Some((node, why))) => {
-            let reason = if why == "is cordoned" {
-                "NodeCordoned"
-            } else {
-                "NodeTainted"
-            };
-            Some(Cause::trouble(reason, format!("{node} {why}")))
-        }
-        (None, None) => None,
-    };
+    let trouble = trouble_of_nodes(observed, &target, &deployment);
     let refused = refusals::standing(observed, &target);
     choice.look_again = refusals::look_again(observed, &target);
     if trouble.is_none() && refused.is_empty() {
@@ -473,7 +480,7 @@ fn move_on(observed: &Observed, choice: &mut Choice, wanted: Option<&Model>) {
     let trouble = trouble.or_else(|| refusal_trouble(&refused));
     match next {
         Ok(plan) if is_worth_it(observed, trouble.is_some(), &target, &plan) => {
-            choice.target = Some(Arc::new(plan));
+            choice.target = Some(Arc::new(stand_in::of(plan, stand_in::instead_of(&target))));
             choice.is_new = true;
         }
         Ok(_) => choice.trouble = trouble,
@@ -490,6 +497,36 @@ fn move_on(observed: &Observed, choice: &mut Choice, wanted: Option<&Model>) {
                 )
             });
         }
+    }
+}
+
+/// What is wrong with the nodes of `target`, whose deployment was then `deployment`; `None` where nothing is.
+fn trouble_of_nodes(
+    observed: &Observed,
+    target: &InferencePlan,
+    deployment: &InferenceDeployment,
+) -> Option<Cause> {
+    let lost = nodes_of(target).find(|node| is_lost(observed, node));
+    let closed = nodes_of(target).find_map(|node| {
+        let view = observed.nodes.get(node)?;
+        let why = is_to_be_left(observed, view, &deployment.spec.placement)?;
+        Some((node, why))
+    });
+    match (lost, closed) {
+        (Some(node), _) => Some(Cause::trouble("NodeLost", lost_words(observed, node))),
+        (None, Some((node, why))) => {
+            let reason = if why == "is cordoned" {
+                "NodeCordoned"
+            } else {
+                "NodeTainted"
+            };
+            Some(Cause::trouble(reason, format!("{node} {why}")))
+        }
+        (None, None) if rest::has_lost_its_place(observed, target) => Some(Cause::trouble(
+            "NodesTaken",
+            "its nodes were given to others while it was suspended".to_owned(),
+        )),
+        (None, None) => None,
     }
 }
 
@@ -534,7 +571,7 @@ fn needs_less(target: &InferencePlan, plan: &InferencePlan) -> bool {
 fn is_of_source(plan: &InferencePlan, deployment: &InferenceDeployment) -> bool {
     let source = &deployment.spec.model.source;
     let key = model_key(deployment, source);
-    annotation(plan, ANNOTATION_SOURCE) == source_digest(source, key.as_deref())
+    source_digest_of(plan) == source_digest(source, key.as_deref())
 }
 
 pub(crate) fn nodes_of(plan: &InferencePlan) -> impl Iterator<Item = &str> {

@@ -7,15 +7,13 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use hearth_crds::InferencePlan;
-use kube_core::ResourceExt;
+use hearth_crds::{InferencePlan, NodeRefusal};
 
 use crate::age::age;
-use crate::build::ROLE_INSPECT;
 use crate::cause::{node_of, quoted, scheduler_words};
 use crate::names::ANNOTATION_REFUSALS;
-use crate::observed::{Observed, PodView};
-use crate::plan_annotations::has_served;
+use crate::observed::{Observed, PodRole, PodView};
+use crate::plan_record::{annotation, has_served};
 use crate::rollout::ends::{Ends, is_rejected};
 
 /// A worker that is refused for so long has its plan looked at again.
@@ -59,10 +57,15 @@ pub(crate) fn look_again(observed: &Observed, target: &InferencePlan) -> Option<
 
 /// The nodes that a plan leaves out because they refused workers of the plans before.
 pub(crate) fn left_out(plan: &InferencePlan) -> Refusals {
-    let annotation = plan.annotations().get(ANNOTATION_REFUSALS);
-    annotation
-        .and_then(|text| serde_json::from_str(text).ok())
-        .unwrap_or_default()
+    match &plan.spec.inputs {
+        Some(inputs) => {
+            let refusals = inputs.refusals.iter();
+            refusals
+                .map(|it| (it.node.clone(), it.message.clone()))
+                .collect()
+        }
+        None => serde_json::from_str(annotation(plan, ANNOTATION_REFUSALS)).unwrap_or_default(),
+    }
 }
 
 /// What the plan after `target` is to leave out: what `target` does, and nothing once it has served, since that has shown
@@ -91,15 +94,15 @@ pub(crate) fn ways_out(told: &Refusals, new: &Refusals) -> Vec<Refusals> {
     ways
 }
 
-/// Has `plan` remember them.
-pub(crate) fn remember(plan: &mut InferencePlan, refusals: &Refusals) {
-    if refusals.is_empty() {
-        return;
-    }
-    let annotation = serde_json::to_string(refusals).unwrap_or_default();
-    plan.annotations_mut()
-        .insert(ANNOTATION_REFUSALS.to_owned(), annotation);
-    plan.spec.why.extend(sentences(refusals));
+/// As a plan keeps them among its inputs.
+pub(crate) fn as_inputs(refusals: &Refusals) -> Vec<NodeRefusal> {
+    let refusals = refusals.iter();
+    refusals
+        .map(|(node, message)| NodeRefusal {
+            node: node.clone(),
+            message: message.clone(),
+        })
+        .collect()
 }
 
 /// What a plan says of the nodes that it leaves out: one sentence each.
@@ -130,7 +133,7 @@ fn pods<'a>(
     };
     let workers = observed.pods.iter().map(|pod| &**pod).filter(move |pod| {
         pod.plan_generation == generation
-            && pod.role != ROLE_INSPECT
+            && pod.role != PodRole::Inspect
             && !has_served(target)
             && !pod.is_deleting
     });
@@ -138,7 +141,7 @@ fn pods<'a>(
     refused.map(move |(pod, since)| {
         let mut others = observed.pods.iter();
         let has_others = others.any(|other| {
-            other.role != ROLE_INSPECT
+            other.role != PodRole::Inspect
                 && other.plan_generation != generation
                 && node_of(other) == pod.wanted_node
         });

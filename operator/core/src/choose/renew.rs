@@ -6,22 +6,19 @@
 
 use std::sync::Arc;
 
-use hearth_crds::InferencePlan;
-use kube_core::ResourceExt;
+use hearth_crds::{InferenceDeploymentSpec, InferencePlan, PlanInputs};
 
-use crate::build::{BuildContext, deployment_of_plan, model_key_of, plan_object};
+use crate::build::{BuildContext, deployment_of_plan, kept_spec, plan_object};
 use crate::candidates::is_down;
 use crate::cause::Cause;
-use crate::choose::refusals::Refusals;
+use crate::choose::refusals::{self, Refusals};
+use crate::choose::stand_in::instead_of;
 use crate::choose::{Choice, Refusal, made, next_generation, nodes_of, refuse};
 use crate::model::builtin;
 use crate::model::{Model, told_by};
-use crate::names::{
-    ANNOTATION_ENDS, ANNOTATION_OUTCOME, ANNOTATION_OUTCOME_MESSAGE, ANNOTATION_TURN,
-};
 use crate::observed::Observed;
 use crate::observed::Turn;
-use crate::plan_annotations::{has_failed, has_served};
+use crate::plan_record::{has_failed, has_served, inputs_digest, model_key_of, source_digest_of};
 
 /// The image of a plan for another spec. What serves changes to the operator's image in its turn, and not on the way.
 pub(crate) fn image_of_next(observed: &Observed) -> &str {
@@ -47,7 +44,9 @@ pub(crate) fn renew(observed: &Observed, choice: &mut Choice) {
         return;
     };
     let is_tried = |newest: &Arc<InferencePlan>| {
+        let instead_of = instead_of(newest).filter(|it| it.worker_image.as_ref() == Some(image));
         has_failed(newest) && newest.spec.worker_image.as_ref() == Some(image)
+            || instead_of.is_some()
     };
     let is_down = |node: &str| is_down(observed, node);
     if observed.plans.last().is_some_and(is_tried) || nodes_of(&target).any(is_down) {
@@ -101,18 +100,23 @@ fn renewed(observed: &Observed, target: &InferencePlan) -> Result<InferencePlan,
         "the workers' image is {image} now; all else is as in plan {}",
         target.spec.generation
     ));
-    let is_history = |key: &str| {
-        [
-            ANNOTATION_OUTCOME,
-            ANNOTATION_OUTCOME_MESSAGE,
-            ANNOTATION_ENDS,
-            ANNOTATION_TURN,
-        ]
-        .contains(&key)
-    };
-    let mut annotations = target.annotations().clone();
-    annotations.retain(|key, _| !is_history(key));
-    Ok(plan_object(&context, spec, annotations))
+    spec.inputs = inputs_of(target, &deployment.spec);
+    Ok(plan_object(&context, spec))
+}
+
+/// What the target was made from, of the spec that it serves now.
+fn inputs_of(target: &InferencePlan, spec: &InferenceDeploymentSpec) -> Option<PlanInputs> {
+    let told = told_by(target)?;
+    Some(PlanInputs {
+        digest: inputs_digest(target).to_owned(),
+        deployment_spec: kept_spec(spec),
+        model_facts: serde_json::to_value(&told.facts).ok()?,
+        model_nodes: told.nodes.into_iter().flatten().collect(),
+        source_digest: source_digest_of(target).to_owned(),
+        model_key: told.key,
+        refusals: refusals::as_inputs(&refusals::left_out(target)),
+        instead_of: None,
+    })
 }
 
 fn held_words(turn: &Turn, before: &str, image: &str) -> Cause {

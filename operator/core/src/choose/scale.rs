@@ -1,15 +1,99 @@
-//! More or fewer decode workers, with all others left where they are.
+//! More or fewer workers of a pool, with all others left where they are.
 //!
-//! The planner places everything anew each time. For a change of the number alone, which an autoscaler makes under load,
-//! that would replace workers that do well where they are.
+//! The planner places everything anew each time. For a change of numbers alone, which an autoscaler makes under load, that
+//! would replace workers that do well where they are.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
-use hearth_crds::{InferencePlanSpec, PlanRank, PlanRole};
+use hearth_crds::{
+    InferenceDeploymentSpec, InferencePlan, InferencePlanSpec, ModelFacts, PlanRank, PlanRole,
+};
 
+use super::inputs;
+use crate::build::deployment_of_plan;
 use crate::candidates::Candidates;
+use crate::model::told_by;
+use crate::observed::Observed;
+use crate::plan_record::{has_failed, has_served, spec_of_plan};
 
-/// `old` with as many decode workers as `new` has: the last ones go, or more come on the nodes where `new` has more.
+/// The pools whose workers have a number in the spec.
+const POOLS: [PlanRole; 2] = [PlanRole::Prefill, PlanRole::Decode];
+
+/// `plan`, unless the newest plan needs no more than other numbers of workers.
+pub(super) fn scaled(
+    observed: &Observed,
+    newest: Option<&Arc<InferencePlan>>,
+    mut plan: InferencePlan,
+    facts: &ModelFacts,
+) -> InferencePlan {
+    let Some(newest) = newest.filter(|newest| !has_failed(newest)) else {
+        return plan;
+    };
+    let spec = &observed.deployment.spec;
+    let before = deployment_of_plan(&observed.deployment, newest);
+    if but_for_numbers(spec, facts) != but_for_numbers(&before.spec, facts) {
+        return plan;
+    }
+    if has_same_numbers(&newest.spec, &plan.spec) {
+        // Another number is asked for, and the bounds leave the one that there is.
+        plan.spec = InferencePlanSpec {
+            generation: plan.spec.generation,
+            inputs: plan.spec.inputs,
+            ..newest.spec.clone()
+        };
+        return plan;
+    }
+    let free = Candidates::of(observed, &spec.placement);
+    if let Some(in_place) = in_place(&newest.spec, &plan.spec, &free) {
+        plan.spec = in_place;
+    }
+    plan
+}
+
+fn has_same_numbers(old: &InferencePlanSpec, new: &InferencePlanSpec) -> bool {
+    let count = |plan: &InferencePlanSpec, role| plan.ranks_of(role).count();
+    let mut roles = PlanRole::ALL.into_iter();
+    roles.all(|role| count(old, role) == count(new, role))
+}
+
+/// Digest of what a plan follows from, apart from the nodes, the numbers of workers and who changes them; with the facts of a
+/// model, or without.
+pub(super) fn but_for_numbers<'a>(
+    spec: &InferenceDeploymentSpec,
+    facts: impl Into<Option<&'a ModelFacts>>,
+) -> String {
+    let mut spec = spec.clone();
+    (spec.prefill.replicas, spec.decode.replicas) = (None, None);
+    (spec.prefill.scaling, spec.decode.scaling) = (None, None);
+    inputs(&spec, facts.into())
+}
+
+/// The plans of the rollout that `plan` ends, oldest first: those before it that did not serve and differ from it in numbers of
+/// workers alone. An autoscaler changes a number whenever it likes, and each number is another plan.
+pub(crate) fn rollout_of<'a>(
+    observed: &'a Observed,
+    plan: &'a InferencePlan,
+) -> Vec<&'a InferencePlan> {
+    let wish = |plan: &InferencePlan| {
+        let spec = spec_of_plan(plan)?;
+        let image = plan.spec.worker_image.clone();
+        Some((but_for_numbers(&spec, &told_by(plan)?.facts), image))
+    };
+    let (generation, wanted) = (plan.spec.generation, wish(plan));
+    let older = observed.plans.iter().rev().map(|older| &**older);
+    let mut plans: Vec<&InferencePlan> = older
+        .filter(|older| older.spec.generation < generation)
+        .take_while(|older| {
+            !has_served(older) && !has_failed(older) && wanted.is_some() && wish(older) == wanted
+        })
+        .collect();
+    plans.reverse();
+    plans.push(plan);
+    plans
+}
+
+/// `old` with as many workers of each pool as `new` has: the last ones go, or more come on the nodes where `new` has more.
 ///
 /// `None` when the plans differ in something else, or when the old places do not suffice; then `new` is the plan.
 /// `free` is what each node can give to this deployment.
@@ -19,25 +103,30 @@ pub(crate) fn in_place(
     free: &Candidates,
 ) -> Option<InferencePlanSpec> {
     let count = |plan: &InferencePlanSpec, role| plan.ranks_of(role).count();
-    // Which GPU another worker would get, the planner alone knows.
-    let is_on_gpu =
-        |plan: &InferencePlanSpec| plan.ranks_of(PlanRole::Decode).any(PlanRank::is_on_gpu);
     let is_alike = old.model == new.model
         && old.strategy == new.strategy
-        && count(old, PlanRole::Gateway) == count(new, PlanRole::Gateway)
-        && count(old, PlanRole::Prefill) == count(new, PlanRole::Prefill);
-    let (had, wanted) = (count(old, PlanRole::Decode), count(new, PlanRole::Decode));
-    if !is_alike || had == wanted || is_on_gpu(old) || is_on_gpu(new) {
+        && count(old, PlanRole::Gateway) == count(new, PlanRole::Gateway);
+    let changed = POOLS.map(|role| (role, count(old, role), count(new, role)));
+    let changed: Vec<_> = changed.into_iter().filter(|it| it.1 != it.2).collect();
+    // Which GPU another worker would get, the planner alone knows; so it does whether there is a pool at all.
+    let is_planners = |(role, had, wanted): &(PlanRole, usize, usize)| {
+        let is_on_gpu = |plan: &InferencePlanSpec| plan.ranks_of(*role).any(PlanRank::is_on_gpu);
+        *had == 0 || *wanted == 0 || is_on_gpu(old) || is_on_gpu(new)
+    };
+    if !is_alike || changed.is_empty() || changed.iter().any(is_planners) {
         return None;
     }
-    let mut ranks: Vec<PlanRank> = old
-        .ranks
-        .iter()
-        .filter(|rank| rank.role != PlanRole::Decode || (rank.index as usize) < wanted)
-        .cloned()
-        .collect();
-    for index in had..wanted {
-        ranks.push(one_more(&ranks, new, index)?);
+    let mut ranks = old.ranks.clone();
+    let mut why = Vec::new();
+    for (role, had, wanted) in changed {
+        ranks.retain(|rank| rank.role != role || (rank.index as usize) < wanted);
+        for index in had..wanted {
+            ranks.push(one_more(&ranks, new, role, index)?);
+        }
+        why.push(format!(
+            "{wanted} instead of {had} {} workers: the others stay where they are",
+            role.as_str()
+        ));
     }
     let nodes: BTreeSet<&str> = ranks.iter().map(|rank| rank.node.as_str()).collect();
     if !nodes.into_iter().all(|node| holds(node, &ranks, free)) {
@@ -45,6 +134,7 @@ pub(crate) fn in_place(
     }
     let mut plan = InferencePlanSpec {
         generation: new.generation,
+        inputs: new.inputs.clone(),
         routing: new.routing.clone(),
         objectives: new.objectives.clone(),
         ranks,
@@ -54,21 +144,24 @@ pub(crate) fn in_place(
         .ranks_of(PlanRole::Decode)
         .filter_map(|rank| Some(rank.predicted.as_ref()?.tokens_per_second))
         .sum();
-    plan.why.push(format!(
-        "{wanted} instead of {had} decode workers: the others stay where they are"
-    ));
+    plan.why.extend(why);
     Some(plan)
 }
 
 /// A copy of a worker of `new`, on the node where `new` has the most that `ranks` has not.
-fn one_more(ranks: &[PlanRank], new: &InferencePlanSpec, index: usize) -> Option<PlanRank> {
+fn one_more(
+    ranks: &[PlanRank],
+    new: &InferencePlanSpec,
+    role: PlanRole,
+    index: usize,
+) -> Option<PlanRank> {
     let here = |ranks: &mut dyn Iterator<Item = &PlanRank>, node: &str| {
         ranks
-            .filter(|rank| rank.role == PlanRole::Decode && rank.node == node)
+            .filter(|rank| rank.role == role && rank.node == node)
             .count()
     };
     let mut best: Option<(usize, &PlanRank)> = None;
-    for rank in new.ranks_of(PlanRole::Decode) {
+    for rank in new.ranks_of(role) {
         let wanted = here(&mut new.ranks.iter(), &rank.node);
         let lacking = wanted.saturating_sub(here(&mut ranks.iter(), &rank.node));
         if lacking > best.map_or(0, |(most, _)| most) {
@@ -77,7 +170,7 @@ fn one_more(ranks: &[PlanRank], new: &InferencePlanSpec, index: usize) -> Option
     }
     let (_, rank) = best?;
     Some(PlanRank {
-        name: format!("{}-{index}", PlanRole::Decode.as_str()),
+        name: format!("{}-{index}", role.as_str()),
         index: u32::try_from(index).ok()?,
         ..rank.clone()
     })

@@ -5,14 +5,13 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use hearth_crds::format_bytes;
-use kube_core::ResourceExt;
 
 use crate::build::{model_key, source_digest};
 use crate::candidates::{Candidates, is_lost};
 use crate::cause::{Cause, quoted};
 use crate::model::{Model, ModelState, ModelStep, More, known, nowhere};
-use crate::names::ANNOTATION_SOURCE;
 use crate::observed::{FetchView, Observed};
+use crate::plan_record::source_digest_of;
 
 /// Nodes that are tried one after the other when a model cannot be fetched.
 const FIRST_FETCHES: usize = 4;
@@ -71,7 +70,7 @@ fn in_use(observed: &Observed) -> Vec<String> {
     let source = &deployment.spec.model.source;
     let digest = source_digest(source, model_key(deployment, source).as_deref());
     let plans = observed.plans.iter();
-    let of_source = plans.filter(|plan| plan.annotations().get(ANNOTATION_SOURCE) == Some(&digest));
+    let of_source = plans.filter(|plan| source_digest_of(plan) == digest);
     let ranks = of_source.flat_map(|plan| &plan.spec.ranks);
     let nodes: BTreeSet<&String> = ranks.map(|rank| &rank.node).collect();
     let here = nodes.into_iter().filter(|name| !is_lost(observed, name));

@@ -3,7 +3,7 @@
 pub(crate) mod builtin;
 pub(crate) mod fetched;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,17 +13,13 @@ use k8s_openapi::api::core::v1::Pod;
 
 use self::fetched::{Download, fetched};
 use crate::age::is_older;
-use crate::build::{
-    BuildContext, ROLE_INSPECT, inspect_pod, model_key, model_key_of, source_digest,
-};
+use crate::build::{BuildContext, inspect_pod, model_key, source_digest};
 use crate::candidates::{Candidates, is_lost};
 use crate::cause::{Cause, cause, last_words, node_of, quoted};
-use crate::conditions::{self, MODEL_READY};
+use crate::conditions::{self, MODEL_READY, SUSPENDED};
 use crate::decision::{Grace, PodEnd};
-use crate::names::{
-    ANNOTATION_MODEL, ANNOTATION_MODEL_KEY, ANNOTATION_MODEL_NODES, ANNOTATION_SOURCE,
-};
-use crate::observed::{Observed, PodView};
+use crate::observed::{Observed, PodRole, PodView};
+use crate::plan_record::{model_facts, model_key_of, model_nodes, source_digest_of};
 
 /// Nodes whose directory is looked into, or that a model is fetched on, at most.
 const MOST_NODES: usize = 16;
@@ -81,7 +77,7 @@ impl ModelStep {
     }
 }
 
-/// The nodes that are known to have a model do not suffice.
+/// Nodes that are wanted beyond those that are known to have a model.
 #[derive(Clone, Debug)]
 pub(crate) struct More<'a> {
     /// What is known.
@@ -90,15 +86,90 @@ pub(crate) struct More<'a> {
     pub(crate) draft: Vec<String>,
 }
 
-/// Looks for the model of the spec among `candidates`.
-///
-/// With `more`, nodes beyond those that are known to have it are looked at too. A model behind a URL is fetched where the
-/// draft of a plan wants it.
-pub(crate) fn find(
-    observed: &Observed,
-    candidates: &Candidates,
-    more: Option<&More<'_>>,
-) -> ModelStep {
+/// The search for the model of one deployment.
+#[derive(Debug)]
+pub(crate) struct Search<'a> {
+    observed: &'a Observed,
+    candidates: Candidates,
+    step: ModelStep,
+}
+
+/// What came of looking at more nodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Widened {
+    /// The model is known with the nodes that have it by now.
+    Known,
+    /// It is on its way to nodes that will do; until then it counts as unknown.
+    Coming,
+    /// Nothing more is known.
+    Nothing,
+}
+
+impl<'a> Search<'a> {
+    /// What the plans tell of the model, or a look at the nodes.
+    pub(crate) fn of(observed: &'a Observed) -> Self {
+        let candidates = Candidates::of(observed, &observed.deployment.spec.placement);
+        let step = find(observed, &candidates, None);
+        Self {
+            observed,
+            candidates,
+            step,
+        }
+    }
+
+    /// The model, as far as it is known.
+    pub(crate) fn known(&self) -> Option<&Model> {
+        match &self.step.state {
+            ModelState::Known(model) => Some(model),
+            ModelState::Unknown(_) => None,
+        }
+    }
+
+    /// Looks at nodes beyond those that are known to have the model. A model behind a URL is fetched where `draft` wants it,
+    /// the nodes of a plan that would be if all had it. `can_wait`: nothing runs that could go on, and the draft would do.
+    pub(crate) fn widen(&mut self, draft: Vec<String>, can_wait: bool) -> Widened {
+        let Some(known) = self.known() else {
+            return Widened::Nothing;
+        };
+        let more = More { known, draft };
+        let mut wider = find(self.observed, &self.candidates, Some(&more));
+        let widened = match &wider.state {
+            ModelState::Known(_) => Widened::Known,
+            ModelState::Unknown(cause) if can_wait && !cause.is_trouble => Widened::Coming,
+            ModelState::Unknown(_) => Widened::Nothing,
+        };
+        if widened == Widened::Nothing {
+            // What is known stays known while more is looked for.
+            wider.state = self.step.state.clone();
+        }
+        self.step = wider;
+        widened
+    }
+
+    /// What is known while the deployment is suspended: nothing more is looked for, and what was fetched stays.
+    pub(crate) fn at_rest(self, observed: &Observed) -> ModelStep {
+        let mut step = self.step;
+        if let ModelState::Unknown(cause) = &mut step.state
+            && !cause.is_trouble
+        {
+            let message = "the model is looked for when the deployment is resumed";
+            *cause = Cause::waiting(SUSPENDED, message.to_owned());
+            step.fetch_on.clear();
+        }
+        step.create.clear();
+        step.look_again = None;
+        step.end = end_inspections(observed, |_| true);
+        step
+    }
+
+    /// What is known, and what is done to know more.
+    pub(crate) fn into_step(self) -> ModelStep {
+        self.step
+    }
+}
+
+/// Looks for the model of the spec among `candidates`; with `more`, at nodes beyond those that are known to have it too.
+fn find(observed: &Observed, candidates: &Candidates, more: Option<&More<'_>>) -> ModelStep {
     let source = &observed.deployment.spec.model.source;
     let key = model_key(&observed.deployment, source);
     let digest = source_digest(source, key.as_deref());
@@ -128,33 +199,13 @@ pub(crate) fn find(
     step
 }
 
-/// The model as a plan's annotations tell it.
+/// The model as a plan tells it.
 pub(crate) fn told_by(plan: &InferencePlan) -> Option<Model> {
-    let annotations = plan.metadata.annotations.as_ref()?;
-    let facts = serde_json::from_str(annotations.get(ANNOTATION_MODEL)?).ok()?;
-    let nodes: BTreeSet<String> = annotations
-        .get(ANNOTATION_MODEL_NODES)?
-        .split(',')
-        .filter(|name| !name.is_empty())
-        .map(str::to_owned)
-        .collect();
-    let nodes = Some(nodes).filter(|nodes| !nodes.is_empty());
+    let facts = model_facts(plan)?;
+    let nodes = model_nodes(plan).into_iter().map(str::to_owned);
+    let nodes = Some(nodes.collect()).filter(|nodes: &BTreeSet<String>| !nodes.is_empty());
     let key = model_key_of(plan);
     Some(Model { facts, nodes, key })
-}
-
-/// Annotations for a plan of that model.
-pub(crate) fn annotations_of(source: &ModelSource, model: &Model) -> BTreeMap<String, String> {
-    let facts = serde_json::to_string(&model.facts).unwrap_or_default();
-    let nodes: Vec<&str> = model.nodes.iter().flatten().map(String::as_str).collect();
-    let key = model.key.as_deref();
-    let mut annotations = BTreeMap::from([
-        (ANNOTATION_SOURCE.to_owned(), source_digest(source, key)),
-        (ANNOTATION_MODEL.to_owned(), facts),
-        (ANNOTATION_MODEL_NODES.to_owned(), nodes.join(",")),
-    ]);
-    annotations.extend(key.map(|key| (ANNOTATION_MODEL_KEY.to_owned(), key.to_owned())));
-    annotations
 }
 
 pub(crate) fn known(
@@ -166,13 +217,7 @@ pub(crate) fn known(
 }
 
 fn told_by_plans(plans: &[Arc<InferencePlan>], digest: &str) -> Option<Model> {
-    let is_of_source = |plan: &&Arc<InferencePlan>| {
-        let annotations = plan.metadata.annotations.as_ref();
-        annotations
-            .and_then(|annotations| annotations.get(ANNOTATION_SOURCE))
-            .map(String::as_str)
-            == Some(digest)
-    };
+    let is_of_source = |plan: &&Arc<InferencePlan>| source_digest_of(plan) == digest;
     plans
         .iter()
         .rev()
@@ -181,7 +226,10 @@ fn told_by_plans(plans: &[Arc<InferencePlan>], digest: &str) -> Option<Model> {
 }
 
 fn inspections(observed: &Observed) -> impl Iterator<Item = &Arc<PodView>> {
-    observed.pods.iter().filter(|pod| pod.role == ROLE_INSPECT)
+    observed
+        .pods
+        .iter()
+        .filter(|pod| pod.role == PodRole::Inspect)
 }
 
 fn end_inspections(observed: &Observed, which: impl Fn(&PodView) -> bool) -> Vec<PodEnd> {

@@ -19,7 +19,7 @@ pub const BACKOFF_MAX: Duration = Duration::from_secs(60);
 
 /// For how long after it was met a full quota is taken to be full still, if nothing of the deployment has gone since: the next
 /// reconcile, which comes after the longest wait at the latest, knows of it.
-const FULL_FOR: Duration = BACKOFF_MAX.saturating_mul(2);
+pub const FULL_FOR: Duration = BACKOFF_MAX.saturating_mul(2);
 
 /// A quota that refuses so long after something of the deployment has gone does not count that any more.
 const RECOUNT: Duration = Duration::from_secs(30);

@@ -5,6 +5,7 @@ mod node;
 pub mod placement;
 mod pod;
 mod requests;
+mod scaler;
 mod settings;
 mod turn;
 
@@ -18,8 +19,9 @@ use jiff::Timestamp;
 pub use forbidden::Forbidden;
 pub use node::{AgentEndpoint, NodeView, Taint};
 pub use placement::Placement;
-pub use pod::{ContainerEnd, ContainerView, PodView};
+pub use pod::{ContainerEnd, ContainerView, PodRole, PodView};
 pub use requests::{Holding, Others, Requests, Sight};
+pub use scaler::ScalerView;
 pub use settings::{LedgerSettings, NodeSettings, PASSING_TAINT, Settings};
 pub use turn::Turn;
 
@@ -36,6 +38,8 @@ pub struct Observed {
     pub plans: Vec<Arc<InferencePlan>>,
     /// Its Pods, inspect Pods among them, in the order of their names.
     pub pods: Vec<Arc<PodView>>,
+    /// The scaler of its prefill workers; `None` where it has none, and where it may not be seen.
+    pub scaler: Option<ScalerView>,
     /// All nodes of the cluster, by name.
     pub nodes: BTreeMap<String, Arc<NodeView>>,
     /// What other deployments hold of the nodes, by node.
@@ -44,6 +48,8 @@ pub struct Observed {
     pub others: Others,
     /// UUIDs of GPUs that this deployment may claim or has claimed, by node; a node that is not named has none to claim.
     pub claimable: BTreeMap<String, BTreeSet<String>>,
+    /// Whether Pods can claim devices: the cluster has dynamic resource allocation, and the settings allow it.
+    pub has_device_claims: bool,
     /// Access modes of the claim that its model lies in; empty for other sources, and where they are not known.
     pub claim_modes: Vec<String>,
     /// Whether it may change to another worker image now.
@@ -58,7 +64,7 @@ pub struct Observed {
     pub placements: BTreeMap<IpAddr, Placement>,
     /// Serial of the deployment's newest certificate; `None` while its Secret is not there.
     pub certificate: Option<String>,
-    /// Address of the Service's load balancer, or its node port as `port`; none for a ClusterIP.
+    /// Address of the Service's load balancer, or its node port as `port`; `None` for a ClusterIP.
     pub external: Option<String>,
 }
 

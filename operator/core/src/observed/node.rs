@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use hearth_crds::NodeProfileSpec;
+use hearth_crds::NodeProfileStatus;
 use jiff::Timestamp;
 
 /// A node as placement sees it.
@@ -18,7 +18,7 @@ pub struct NodeView {
     pub is_ready: bool,
     /// Since when it does.
     pub ready_since: Option<Timestamp>,
-    /// Since when it does not; none while it does.
+    /// Since when it does not; `None` while it does.
     pub not_ready_since: Option<Timestamp>,
     /// Whether it is cordoned.
     pub is_cordoned: bool,
@@ -33,7 +33,7 @@ pub struct NodeView {
     /// Its own addresses.
     pub addresses: Vec<std::net::IpAddr>,
     /// What the agent measured; none before the first measurement.
-    pub profile: Option<NodeProfileSpec>,
+    pub profile: Option<NodeProfileStatus>,
 }
 
 /// A taint of a node.

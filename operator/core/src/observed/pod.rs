@@ -1,6 +1,37 @@
 //! Pods of a deployment, reduced to what decisions need.
 
+use hearth_crds::PlanRole;
 use jiff::Timestamp;
+
+use crate::names::ROLE_INSPECT;
+
+/// Role of a Pod among those of its deployment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PodRole {
+    /// It runs a rank of a plan.
+    Rank(PlanRole),
+    /// It reads a model's facts.
+    Inspect,
+    /// A role that this version does not have: of a rank, as far as can be told.
+    #[default]
+    Other,
+}
+
+impl PodRole {
+    /// The role that a label names.
+    pub fn of_label(label: &str) -> Self {
+        match PlanRole::named(label) {
+            Some(role) => Self::Rank(role),
+            None if label == ROLE_INSPECT => Self::Inspect,
+            None => Self::Other,
+        }
+    }
+
+    /// Whether it runs a gateway.
+    pub fn is_gateway(self) -> bool {
+        self == Self::Rank(PlanRole::Gateway)
+    }
+}
 
 /// A Pod of a deployment, reduced to what decisions need.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -9,8 +40,8 @@ pub struct PodView {
     pub name: String,
     /// Unique over time.
     pub uid: String,
-    /// gateway, prefill, decode or inspect.
-    pub role: String,
+    /// Its role among the Pods of its deployment.
+    pub role: PodRole,
     /// The rank's name; empty for inspect Pods.
     pub rank: String,
     /// See [`crate::names::ANNOTATION_FORM`].
@@ -74,7 +105,7 @@ pub struct PodView {
 pub struct ContainerView {
     /// Starts after the first.
     pub restarts: u32,
-    /// When its process began; none while there is none.
+    /// When its process began; `None` while there is none.
     pub running_since: Option<Timestamp>,
     /// It runs, and its startup probe has not succeeded yet: it loads its model.
     pub is_starting: bool,

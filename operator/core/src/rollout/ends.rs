@@ -4,14 +4,14 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use hearth_crds::InferencePlan;
+use hearth_crds::{EndedPod, InferencePlan};
 use jiff::Timestamp;
-use kube_core::ResourceExt;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 
 use crate::age::age;
 use crate::names::ANNOTATION_ENDS;
 use crate::observed::PodView;
+use crate::plan_record::annotation;
 
 /// A Pod that failed is made again no sooner than this after it was made: a node may refuse it again at once. With each
 /// end the time doubles.
@@ -21,12 +21,12 @@ const REMAKE_AFTER_MAX: Duration = Duration::from_secs(300);
 /// A Pod that lived for so long did well: the count of its name begins anew.
 const LONG_LIFE: Duration = Duration::from_secs(900);
 
-/// Ends by the Pod's name, as their plan annotations them.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+/// Ends by the Pod's name, as their plan remembers them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 pub(crate) struct Ends(BTreeMap<String, Ended>);
 
 /// Pods of one name that have ended.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(crate) struct Ended {
     /// The last of them.
@@ -47,12 +47,22 @@ impl Ended {
 }
 
 impl Ends {
-    /// As the plan annotations them.
+    /// As the plan remembers them.
     pub(crate) fn of(plan: &InferencePlan) -> Self {
-        let annotation = plan.annotations().get(ANNOTATION_ENDS);
-        annotation
-            .and_then(|text| serde_json::from_str(text).ok())
-            .unwrap_or_default()
+        let told = plan.status.as_ref();
+        let Some(ended) = told.and_then(|status| status.ended_pods.as_ref()) else {
+            return serde_json::from_str(annotation(plan, ANNOTATION_ENDS)).unwrap_or_default();
+        };
+        let ends = ended.iter().map(|pod| {
+            let ended = Ended {
+                uid: pod.uid.clone(),
+                times: pod.times,
+                first_seconds: pod.first_seconds,
+                has_run: pod.has_run,
+            };
+            (pod.name.clone(), ended)
+        });
+        Self(ends.collect())
     }
 
     /// The Pods of that name that have ended.
@@ -95,9 +105,17 @@ impl Ends {
         self.0.retain(|name, _| is_wanted(name));
     }
 
-    /// The annotation.
-    pub(crate) fn text(&self) -> String {
-        serde_json::to_string(self).unwrap_or_default()
+    /// As the plan's status has them.
+    pub(crate) fn to_status(&self) -> Vec<EndedPod> {
+        let ends = self.0.iter();
+        ends.map(|(name, ended)| EndedPod {
+            name: name.clone(),
+            uid: ended.uid.clone(),
+            times: ended.times,
+            first_seconds: ended.first_seconds,
+            has_run: ended.has_run,
+        })
+        .collect()
     }
 }
 

@@ -10,10 +10,13 @@
 //! - **Old down first**, when they do not, or when the namespace's quota has room for either but not for both: the gateway
 //!   is made (it holds requests), when it is ready the old gateway goes, when it is gone the old workers go, when they are
 //!   gone the new ones are made.
+//! - Of several gateways all are to be ready before an old one goes. Where there is no room for that, the old ones make room
+//!   one after the other, and none while a new one starts.
 //! - A node whose kubelet is away keeps what the target wants there: its containers may well go on. What is not wanted there
 //!   ends when the target serves, or when the node has been away for long; of a node that has left the cluster, at once.
 //! - A gateway that is kept goes on with the extras that it routes to until the target's workers are ready (Surge) or
 //!   must make room (old down first). Nobody is ended while a gateway that will stay routes to them.
+//! - An extra worker of a plan that the target only changes the number of ends at once while it is not ready.
 
 pub(crate) mod ends;
 mod want;
@@ -49,6 +52,8 @@ pub(crate) struct RolloutInput<'a> {
     pub(crate) away: &'a BTreeMap<String, bool>,
     /// Generations of plans that serve the same model in the same way: their gateways can use the target's workers.
     pub(crate) compatible_generations: &'a BTreeSet<u64>,
+    /// Generations of plans that have not served and that the target takes the place of with other numbers of workers.
+    pub(crate) begun_generations: &'a BTreeSet<u64>,
     /// Pods of the target that ended as a whole and were made again.
     pub(crate) ends: &'a Ends,
     pub(crate) quota: Quota,
@@ -309,12 +314,24 @@ impl<'a> Sorted<'a> {
                     .map(|(index, _)| index)
                     .collect()
             }
-            Mode::OldDownFirst if self.blocked_gateway(mode).is_some() => Vec::new(),
-            Mode::OldDownFirst => missing
-                .filter(|(_, want)| want.is_gateway())
-                .map(|(index, _)| index)
-                .collect(),
+            Mode::OldDownFirst => match self.blocked_gateway(mode) {
+                Some(Place::Namespace) => Vec::new(),
+                _ => self.gateways_that_fit(),
+            },
         }
+    }
+
+    /// Gateways that are missing, but for those for which something on their node is to make room.
+    fn gateways_that_fit(&self) -> Vec<usize> {
+        let (mut indices, mut wants) = (Vec::new(), Vec::new());
+        for (index, want) in self.missing().filter(|(_, want)| want.is_gateway()) {
+            wants.push(want);
+            match self.fits(&wants) || !self.has_leftovers_on(&want.node) {
+                true => indices.push(index),
+                false => _ = wants.pop(),
+            }
+        }
+        indices
     }
 
     fn has_serving_extra_gateway(&self) -> bool {
@@ -370,8 +387,18 @@ impl<'a> Sorted<'a> {
                 _ => !gateways && !self.is_routed(pod),
             }
         };
-        let ended = self.extra.iter().filter(may_go);
+        let ended = self
+            .extra
+            .iter()
+            .filter(|pod| self.is_useless(pod) || may_go(pod));
         ended.map(|pod| end_of(pod, grace_of(pod))).collect()
+    }
+
+    /// Whether nothing is lost with a worker that nobody wants: another number of workers was asked for before it was ready. It
+    /// would hold room that others need.
+    fn is_useless(&self, pod: &PodView) -> bool {
+        let is_of_rollout = self.input.begun_generations.contains(&pod.plan_generation);
+        is_of_rollout && !is_gateway(pod) && !pod.is_ready
     }
 
     /// Where the target's gateway finds no room beside what must go.
@@ -393,12 +420,19 @@ impl<'a> Sorted<'a> {
         Some(Place::Node(&gateway.node))
     }
 
-    /// Workers make room first; the gateway itself when no worker is left there.
+    /// Workers make room first, then gateways when no worker is left there: one after the other, and none while one of the
+    /// target starts, so that requests are held by some gateway as long as there are several.
     fn may_unblock(&self, pod: &PodView, place: Place<'_>) -> bool {
-        let has_workers = self
-            .leftovers()
-            .any(|other| !is_gateway(other) && place.has(other));
-        !is_gateway(pod) || !has_workers
+        if !is_gateway(pod) {
+            return true;
+        }
+        let mut leftovers = self.leftovers().filter(|other| place.has(other));
+        let is_before = |other: &PodView| other.is_deleting || other.name < pod.name;
+        let has_to_wait = leftovers.any(|other| !is_gateway(other) || is_before(other));
+        let mut made = self.made.iter().flatten();
+        let is_starting = |pod: &PodView| is_gateway(pod) && !pod.is_ready && !is_refused(pod);
+        let is_next = !self.gateways_that_fit().is_empty();
+        !has_to_wait && !is_next && !made.any(|pod| is_starting(pod))
     }
 
     /// Whether a gateway of the target was last told to send requests to `pod`.
@@ -452,7 +486,8 @@ impl<'a> Sorted<'a> {
             Mode::OldDownFirst => !self.leftovers().any(is_gateway),
         };
         let kept = self.made.iter().flatten().filter(|_| !is_target);
-        let others = self.extra.iter().filter(|_| !extras_leave).chain(kept);
+        let stays = |pod: &&&PodView| !extras_leave && !self.is_useless(pod);
+        let others = self.extra.iter().filter(stays).chain(kept);
         let absent = self.absent.iter().filter(|_| !self.workers_are_ready());
         let alive: Vec<String> = others
             .chain(absent)

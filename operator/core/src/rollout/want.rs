@@ -24,16 +24,11 @@ pub(crate) struct Want {
 impl Want {
     /// What the rollout needs of a Pod as it was built.
     pub(crate) fn of(pod: &DesiredPod) -> Self {
-        let role = match pod.role {
-            "gateway" => PlanRole::Gateway,
-            "prefill" => PlanRole::Prefill,
-            _ => PlanRole::Decode,
-        };
         Self {
             name: pod.name.clone(),
             rank: pod.rank.clone(),
             form: pod.form.clone(),
-            role,
+            role: pod.role,
             node: pod.node.clone(),
             cpu_millis: pod.cpu_millis,
             memory_bytes: pod.memory_bytes,

@@ -3,7 +3,8 @@
 use std::collections::BTreeSet;
 
 use hearth_crds::{
-    DurationText, EndpointType, InferencePlan, LatencyStatus, PlanRole, PlanStrategy, format_bytes,
+    EndpointType, InferenceDeploymentSpec, InferencePlan, LatencyStatus, PlanRole, PlanStrategy,
+    format_bytes,
 };
 use kube_core::ResourceExt;
 
@@ -38,6 +39,27 @@ fn left_out(plan: &InferencePlan) -> String {
         [] => String::new(),
         all => format!("; {}", all.join("; ")),
     }
+}
+
+/// What is said of numbers of workers that the bounds of their pool's scaling do not allow; empty where they do.
+pub(crate) fn bounds_words(spec: &InferenceDeploymentSpec) -> String {
+    let (prefill, decode) = (&spec.prefill, &spec.decode);
+    let pools = [
+        ("prefill", prefill.replicas, &prefill.scaling),
+        ("decode", decode.replicas, &decode.scaling),
+    ];
+    let words = pools.iter().filter_map(|(pool, replicas, scaling)| {
+        let (asked, scaling) = ((*replicas)?, scaling.as_ref()?);
+        let (bound, limit) = match scaling.bounded(asked) {
+            kept if kept < asked => ("maxReplicas", kept),
+            kept if kept > asked => ("minReplicas", kept),
+            _ => return None,
+        };
+        Some(format!(
+            "; {asked} {pool} workers are asked for, and spec.{pool}.scaling.{bound} is {limit}"
+        ))
+    });
+    words.collect()
 }
 
 /// What is said of a plan that was made without sight of other Pods; empty where all are seen.
@@ -86,26 +108,13 @@ pub(crate) fn list<'a>(names: impl Iterator<Item = &'a str>) -> String {
     }
 }
 
-/// A latency with two significant digits: `0.62ms`, `41ms`, `1.4s`; `None` for none.
-pub(crate) fn latency_text(latency_ms: f64) -> Option<String> {
+/// A latency in milliseconds with two significant digits; `None` for one that is no positive number.
+pub(crate) fn latency_ms(latency_ms: f64) -> Option<f64> {
     if !(latency_ms.is_finite() && latency_ms > 0.0) {
         return None;
     }
-    let two_digits = |value: f64| {
-        let scale = 10_f64.powi(1 - value.log10().floor() as i32);
-        let rounded = (value * scale).round() / scale;
-        let decimals = usize::try_from(scale.log10().round() as i64).unwrap_or(0);
-        let text = format!("{rounded:.decimals$}");
-        match text.contains('.') {
-            true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
-            false => text,
-        }
-    };
-    Some(if latency_ms < 995.0 {
-        format!("{}ms", two_digits(latency_ms))
-    } else {
-        format!("{}s", two_digits(latency_ms / 1e3))
-    })
+    // Through the text: 0.62 is to be the number that is nearest to it.
+    format!("{latency_ms:.1e}").parse().ok()
 }
 
 /// What is measured now, unless it is nearly what was told last. Where nothing is measured the last words stay.
@@ -117,23 +126,22 @@ pub(crate) fn measured(observed: &Observed) -> Option<LatencyStatus> {
     };
     let old = old.unwrap_or_default();
     let measured = LatencyStatus {
-        time_to_first_token: steady(old.time_to_first_token, new.ttft_ms),
-        time_per_output_token: steady(old.time_per_output_token, new.tpot_ms),
+        time_to_first_token_milliseconds: steady(old.time_to_first_token_milliseconds, new.ttft_ms),
+        time_per_output_token_milliseconds: steady(
+            old.time_per_output_token_milliseconds,
+            new.tpot_ms,
+        ),
     };
     (measured != LatencyStatus::default()).then_some(measured)
 }
 
-fn steady(old: Option<String>, new_ms: Option<f64>) -> Option<String> {
-    let Some(text) = new_ms.and_then(latency_text) else {
-        return old;
+fn steady(old_ms: Option<f64>, new_ms: Option<f64>) -> Option<f64> {
+    let Some(rounded_ms) = new_ms.and_then(latency_ms) else {
+        return old_ms;
     };
-    let told_ms = old
-        .as_deref()
-        .and_then(|old| old.parse::<DurationText>().ok())
-        .map(DurationText::as_millis_f64);
-    match (told_ms, new_ms) {
-        (Some(told), Some(new)) if (new - told).abs() <= told * WORTH_TELLING => old,
-        _ => Some(text),
+    match (old_ms, new_ms) {
+        (Some(old), Some(new)) if (new - old).abs() <= old * WORTH_TELLING => Some(old),
+        _ => Some(rounded_ms),
     }
 }
 
@@ -167,21 +175,21 @@ mod tests {
 
     #[test]
     fn latencies_have_two_digits() {
-        for (ms, text) in [
-            (0.624, "0.62ms"),
-            (0.6, "0.6ms"),
-            (9.96, "10ms"),
-            (41.2, "41ms"),
-            (118.0, "120ms"),
-            (994.0, "990ms"),
-            (999.0, "1s"),
-            (1432.0, "1.4s"),
-            (61_000.0, "61s"),
+        for (ms, told) in [
+            (0.624, 0.62),
+            (0.6, 0.6),
+            (9.96, 10.0),
+            (41.2, 41.0),
+            (118.0, 120.0),
+            (994.0, 990.0),
+            (999.0, 1000.0),
+            (1432.0, 1400.0),
+            (61_000.0, 61_000.0),
         ] {
-            assert_eq!(latency_text(ms).as_deref(), Some(text), "{ms}");
+            assert_eq!(latency_ms(ms), Some(told), "{ms}");
         }
-        assert_eq!(latency_text(0.0), None);
-        assert_eq!(latency_text(f64::NAN), None);
+        assert_eq!(latency_ms(0.0), None);
+        assert_eq!(latency_ms(f64::NAN), None);
     }
 
     #[test]
@@ -198,20 +206,18 @@ mod tests {
 
     #[test]
     fn a_measurement_is_told_again_only_when_it_moved() {
-        let old = Some("41ms".to_owned());
-        assert_eq!(steady(old.clone(), Some(44.9)), old);
-        assert_eq!(steady(old.clone(), Some(45.2)), Some("45ms".to_owned()));
-        assert_eq!(steady(old.clone(), None), old);
+        let old = Some(41.0);
+        assert_eq!(steady(old, Some(44.9)), old);
+        assert_eq!(steady(old, Some(45.2)), Some(45.0));
+        assert_eq!(steady(old, None), old);
         let mut observed = observed(deployment(""));
         assert_eq!(measured(&observed), None);
         observed.measured = Some(Measured {
             ttft_ms: Some(1400.0),
             tpot_ms: None,
         });
-        assert_eq!(
-            measured(&observed).unwrap().time_to_first_token.as_deref(),
-            Some("1.4s")
-        );
+        let told = measured(&observed).unwrap();
+        assert_eq!(told.time_to_first_token_milliseconds, Some(1400.0));
     }
 
     #[test]

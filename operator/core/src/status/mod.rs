@@ -2,31 +2,33 @@
 
 mod format;
 mod placements;
+mod rest;
 
 use std::sync::Arc;
 
 use hearth_crds::{
     DurationText, FieldError, InferenceDeploymentStatus, InferencePlan, LatencyStatus, ModelStatus,
-    PlanRef, PlanRole, PoolStatus, PoolsStatus, format_bytes,
+    PlanRef, PlanRole, PoolStatus, format_bytes,
 };
 use kube_core::ResourceExt;
 
 use self::format::{
-    endpoint_url, latency_text, list, measured, plan_sentence, sight_words, topology,
+    bounds_words, endpoint_url, latency_ms, list, measured, plan_sentence, sight_words, topology,
 };
+use crate::build::role_selector;
 use crate::candidates::is_down;
 use crate::cause::{Cause, cause, lost_readiness, not_allowed};
 use crate::choose::Choice;
+use crate::choose::stand_in::{instead_of, is_of};
 use crate::conditions::{
-    self, DECODE_READY, DEGRADED, EXACT_FAILOVER, INVALID_SPEC, MODEL_READY, PLACED, PLANNED,
-    PREFILL_READY, PROGRESSING, READY, ROLLED_BACK, Verdict,
+    self, DECODE_READY, DEGRADED, EXACT_FAILOVER, GATEWAY_READY, INVALID_SPEC, MODEL_READY, PLACED,
+    PLANNED, PREFILL_READY, PROGRESSING, READY, RESUMING, ROLLED_BACK, Verdict,
 };
 use crate::model::fetched::{Download, percent};
 use crate::model::{ModelState, ModelStep};
-use crate::names::{LABEL_DEPLOYMENT, LABEL_ROLE};
 use crate::observed::forbidden::is_quota;
-use crate::observed::{Observed, PodView};
-use crate::plan_annotations::{failure, has_failed, has_served};
+use crate::observed::{Observed, PodRole, PodView};
+use crate::plan_record::{failure, has_failed, has_served};
 use crate::rollout::{Mode, Progress, Want};
 use crate::routes::reachable;
 
@@ -36,7 +38,7 @@ pub(crate) struct StatusInput<'a> {
     pub(crate) observed: &'a Observed,
     /// What is wrong with the spec.
     pub(crate) invalid: &'a [FieldError],
-    /// None when the spec is wrong.
+    /// `None` when the spec is wrong.
     pub(crate) model: Option<&'a ModelStep>,
     pub(crate) choice: &'a Choice,
     /// The target's Pods; empty without a target.
@@ -60,6 +62,7 @@ pub(crate) fn write(input: &StatusInput<'_>) -> InferenceDeploymentStatus {
         (READY, input.ready()),
         (PLANNED, input.planned()),
         (MODEL_READY, input.model_ready()),
+        (GATEWAY_READY, input.pool_ready(PlanRole::Gateway)),
         (PREFILL_READY, input.pool_ready(PlanRole::Prefill)),
         (DECODE_READY, input.pool_ready(PlanRole::Decode)),
         (
@@ -70,14 +73,13 @@ pub(crate) fn write(input: &StatusInput<'_>) -> InferenceDeploymentStatus {
         (DEGRADED, input.degraded()),
     ];
     let inexact = input.inexact_failover().map(|no| (EXACT_FAILOVER, no));
-    let conditions = verdicts
-        .into_iter()
-        .chain(inexact)
-        .map(|(type_, verdict)| conditions::write(observed, type_, verdict));
-    let pools = PoolsStatus {
-        prefill: input.pool(PlanRole::Prefill),
-        decode: input.pool(PlanRole::Decode),
-    };
+    let conditions = verdicts.into_iter().chain(inexact).map(|(type_, verdict)| {
+        let verdict = match deployment.spec.suspend {
+            true => rest::verdict(input, type_, verdict),
+            false => verdict,
+        };
+        conditions::write(observed, type_, verdict)
+    });
     InferenceDeploymentStatus {
         observed_generation: deployment.metadata.generation,
         conditions: conditions.collect(),
@@ -85,22 +87,23 @@ pub(crate) fn write(input: &StatusInput<'_>) -> InferenceDeploymentStatus {
             name: plan.name_any(),
             generation: plan.spec.generation,
         }),
-        pools: Some(pools),
+        pool_statuses: PlanRole::ALL.map(|role| input.pool(role)).into(),
         model: Some(input.model_status()),
         topology: target.map(topology),
         placement,
         predicted: target.map(|plan| LatencyStatus {
-            time_to_first_token: latency_text(plan.spec.predicted.ttft_ms),
-            time_per_output_token: latency_text(plan.spec.predicted.tpot_ms),
+            time_to_first_token_milliseconds: latency_ms(plan.spec.predicted.ttft_ms),
+            time_per_output_token_milliseconds: latency_ms(plan.spec.predicted.tpot_ms),
         }),
         measured: measured(observed),
         endpoint_url: Some(endpoint_url(observed, target)),
-        selector: Some(format!(
-            "{LABEL_DEPLOYMENT}={},{LABEL_ROLE}={}",
-            deployment.name_any(),
-            PlanRole::Decode.as_str()
-        )),
+        replicas: Some(count(input.existing(PlanRole::Decode).count())),
+        selector: Some(role_selector(&deployment.name_any(), PlanRole::Decode)),
     }
+}
+
+fn count(pods: usize) -> u32 {
+    u32::try_from(pods).unwrap_or(u32::MAX)
 }
 
 /// The cause that speaks for a target that is not ready: trouble before what only takes time.
@@ -205,20 +208,28 @@ impl StatusInput<'_> {
                 target.spec.generation
             ));
         }
+        let spec = &self.observed.deployment.spec;
         let newest = self.observed.plans.last()?;
-        if !has_failed(newest) || newest.spec.generation <= target.spec.generation {
-            return None;
-        }
-        let way = if newest.spec.worker_image == target.spec.worker_image {
+        let is_given_up = has_failed(newest) && newest.spec.generation > target.spec.generation;
+        let (generation, image, why) = match instead_of(target) {
+            Some(given_up) if is_of(given_up, spec) => {
+                let image = given_up.worker_image.as_ref();
+                (given_up.generation, image, &*given_up.message)
+            }
+            _ if is_given_up => {
+                let image = newest.spec.worker_image.as_ref();
+                (newest.spec.generation, image, failure(newest))
+            }
+            _ => return None,
+        };
+        let way = if image == target.spec.worker_image.as_ref() {
             "Change the spec to try again"
         } else {
             "Set another worker image, or change the spec, to try again"
         };
         Some(format!(
-            "plan {} was given up, and plan {} runs: {}. {way}",
-            newest.spec.generation,
-            target.spec.generation,
-            failure(newest)
+            "plan {generation} was given up, and plan {} runs: {why}. {way}",
+            target.spec.generation
         ))
     }
 
@@ -265,8 +276,9 @@ impl StatusInput<'_> {
         }
         match self.target() {
             Some(plan) => {
-                let sight = sight_words(self.observed);
-                Verdict::yes("Planned", format!("{}{sight}", plan_sentence(plan)))
+                let spec = &self.observed.deployment.spec;
+                let (bounds, sight) = (bounds_words(spec), sight_words(self.observed));
+                Verdict::yes("Planned", format!("{}{bounds}{sight}", plan_sentence(plan)))
             }
             None => Verdict::no("NotPlanned", "there is no plan yet"),
         }
@@ -306,16 +318,38 @@ impl StatusInput<'_> {
 
     fn pool(&self, role: PlanRole) -> PoolStatus {
         let spec = &self.observed.deployment.spec;
+        let asked = match role {
+            PlanRole::Gateway => spec.gateway.replicas as usize,
+            PlanRole::Prefill => spec.prefill.planned_replicas() as usize,
+            PlanRole::Decode => spec.decode.planned_replicas() as usize,
+        };
         let (desired, ready) = match self.target() {
             Some(_) => (self.wants_of(role).count(), self.ready_count(role)),
-            None if role == PlanRole::Prefill => (spec.prefill.planned_replicas() as usize, 0),
-            None => (spec.decode.planned_replicas() as usize, 0),
+            None if spec.suspend => (0, 0),
+            None => (asked, 0),
         };
+        let replicas = self.existing(role).count();
+        let is_wanted = |pod: &&Arc<PodView>| self.wants.iter().any(|want| want.name == pod.name);
+        let updated = self.existing(role).filter(is_wanted).count();
         PoolStatus {
-            desired: u32::try_from(desired).unwrap_or(u32::MAX),
-            ready: u32::try_from(ready).unwrap_or(u32::MAX),
+            name: role.as_str().to_owned(),
+            role: format!("{role:?}"),
+            desired: count(desired),
+            replicas: count(replicas),
+            ready: count(ready),
+            updated: count(updated),
             summary: format!("{ready}/{desired}"),
         }
+    }
+
+    /// The role's Pods of any plan that run or are to run, as a Deployment counts its own: without those that have ended or are
+    /// ending.
+    fn existing(&self, role: PlanRole) -> impl Iterator<Item = &Arc<PodView>> {
+        self.left.iter().filter(move |pod| {
+            pod.role == PodRole::Rank(role)
+                && !pod.is_deleting
+                && !matches!(pod.phase.as_str(), "Succeeded" | "Failed")
+        })
     }
 
     fn wants_of(&self, role: PlanRole) -> impl Iterator<Item = &Want> {
@@ -364,7 +398,7 @@ impl StatusInput<'_> {
     /// Whether some gateway can have a request answered when all that is decided now is done.
     fn is_reachable(&self) -> bool {
         let pods: Vec<&PodView> = self.left.iter().map(|pod| &**pod).collect();
-        let is_open = |pod: &&&PodView| pod.role == PlanRole::Gateway.as_str() && self.is_up(pod);
+        let is_open = |pod: &&&PodView| pod.role.is_gateway() && self.is_up(pod);
         pods.iter()
             .filter(is_open)
             .any(|gateway| reachable(gateway, &pods).0 > 0)
@@ -449,6 +483,9 @@ impl StatusInput<'_> {
                 "OldDownFirst",
                 format!("plan {plan} starts when what runs has made room; requests wait{words}"),
             ),
+            Mode::Alone if conditions::is_resuming(self.observed) => {
+                Verdict::yes(RESUMING, format!("plan {plan} starts again{words}"))
+            }
             Mode::Alone if has_served(target) => Verdict::yes(
                 "Recovering",
                 format!("plan {plan} is being restored{words}"),
@@ -464,7 +501,9 @@ impl StatusInput<'_> {
         if let Some(why) = self.rolled_back() {
             return Verdict::yes(ROLLED_BACK, why);
         }
-        let cause = self.cause();
+        let is_expected =
+            |cause: &Cause| !cause.is_trouble && conditions::is_resuming(self.observed);
+        let cause = self.cause().filter(|cause| !is_expected(cause));
         match (self.target(), cause) {
             (Some(target), Some(cause)) if has_served(target) && self.mode() == Mode::Alone => {
                 Verdict {

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hearth_crds::{
-    ComputeProfile, CpuProfile, InferenceDeployment, MemoryProfile, NodeProfileSpec,
-    NumaNodeProfile,
+    ComputeProfile, CpuProfile, InferenceDeployment, InferenceDeploymentSpec, MemoryProfile,
+    NodeProfileStatus, NumaNodeProfile,
 };
 use jiff::Timestamp;
 
@@ -68,7 +68,8 @@ pub fn deployment(yaml: &str) -> InferenceDeployment {
     } else {
         "model: {source: {builtin: {name: hearth-demo}}, contextLength: 2048}\n"
     };
-    let spec = serde_norway::from_str(&format!("{source}{yaml}")).expect("a spec");
+    let spec: InferenceDeploymentSpec =
+        serde_norway::from_str(&format!("{source}{yaml}")).expect("a spec");
     let mut deployment = InferenceDeployment::new("demo", spec);
     deployment.metadata.namespace = Some("default".to_owned());
     deployment.metadata.uid = Some("0b1c".to_owned());
@@ -78,7 +79,7 @@ pub fn deployment(yaml: &str) -> InferenceDeployment {
 
 /// A measured node with `cpus` cores and `memory_bytes`, all of it available.
 pub fn node(name: &str, cpus: u32, memory_bytes: u64) -> NodeView {
-    let profile = NodeProfileSpec {
+    let profile = NodeProfileStatus {
         node: name.to_owned(),
         cpus: (0..cpus)
             .map(|id| CpuProfile {
@@ -107,7 +108,7 @@ pub fn node(name: &str, cpus: u32, memory_bytes: u64) -> NodeView {
             f32_all_threads_gflops: 80.0,
         },
         measured_at: "2026-01-01T00:00:00Z".to_owned(),
-        ..NodeProfileSpec::default()
+        ..NodeProfileStatus::default()
     };
     NodeView {
         name: name.to_owned(),
@@ -129,9 +130,11 @@ pub fn observed(deployment: InferenceDeployment) -> Observed {
         deployment: Arc::new(deployment),
         plans: Vec::new(),
         pods: Vec::new(),
+        scaler: None,
         nodes: BTreeMap::from(nodes),
         held_by_others: BTreeMap::new(),
         claimable: BTreeMap::new(),
+        has_device_claims: true,
         others: Others {
             sight: Sight::All,
             requests: BTreeMap::new(),

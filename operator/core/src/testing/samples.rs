@@ -110,6 +110,7 @@ pub fn plan() -> InferencePlanSpec {
         },
         objectives: ObjectivesSpec::default(),
         mixed_numerics: Vec::new(),
+        inputs: None,
         why: vec!["hybrid: no GPU".to_owned()],
         not_chosen: vec!["a ring needs more nodes".to_owned()],
     }

@@ -46,18 +46,28 @@ fn the_demo_becomes_ready_and_is_then_left_alone() {
     let status = cluster.status().clone();
     let told = |type_| status.conditions.iter().any(|c| c.type_ == type_);
     assert!(!told(EXACT_FAILOVER), "said only where it does not hold");
-    let pools = status.pools.unwrap();
-    assert_eq!(
-        (pools.prefill.summary, pools.decode.summary),
-        ("1/1".to_owned(), "1/1".to_owned())
-    );
+    for (name, role) in [
+        ("gateway", "Gateway"),
+        ("prefill", "Prefill"),
+        ("decode", "Decode"),
+    ] {
+        let pool = status.pool(name).unwrap();
+        assert_eq!((&*pool.role, &*pool.summary), (role, "1/1"));
+        assert_eq!((pool.replicas, pool.ready, pool.updated), (1, 1, 1));
+    }
     assert_eq!(status.plan.unwrap().name, "demo-1");
     assert_eq!(status.endpoint_url.unwrap(), "http://demo.default.svc/v1");
     assert_eq!(
         status.selector.unwrap(),
         "hearth.dev/deployment=demo,hearth.dev/role=decode"
     );
-    assert!(status.predicted.unwrap().time_to_first_token.is_some());
+    assert!(
+        status
+            .predicted
+            .unwrap()
+            .time_to_first_token_milliseconds
+            .is_some()
+    );
     assert_eq!(
         cluster.told(),
         [
@@ -105,7 +115,7 @@ fn a_gateway_is_made_with_certificate_and_routes() {
         .observed
         .pods
         .iter()
-        .find(|pod| pod.role == "gateway")
+        .find(|pod| pod.role.is_gateway())
         .unwrap();
     assert_eq!(gateway.certificate, "1");
     assert!(gateway.routes.contains("decode-0") && gateway.routes.contains("prefill-0"));
@@ -190,15 +200,14 @@ fn scaling_keeps_what_runs_and_says_so() {
     let before = cluster.observed.pods.clone();
     cluster.change("decode: {replicas: 2}\n");
     cluster.settle();
-    let pools = cluster.status().pools.clone().unwrap();
-    assert_eq!(pools.decode.summary, "2/2");
+    assert_eq!(cluster.status().pool("decode").unwrap().summary, "2/2");
     let told = cluster.told();
     assert!(told.contains(&"PlanReplaced".to_owned()), "{told:?}");
     assert!(told.contains(&"ScaledDecode".to_owned()), "{told:?}");
     assert!(!told.contains(&"WorkerLost".to_owned()), "{told:?}");
     assert!(!told.contains(&"NotReady".to_owned()), "{told:?}");
     let uids = |pods: &[Arc<PodView>]| -> BTreeSet<String> {
-        let workers = pods.iter().filter(|pod| pod.role != "gateway");
+        let workers = pods.iter().filter(|pod| !pod.role.is_gateway());
         workers.map(|pod| pod.uid.clone()).collect()
     };
     let (before, two) = (uids(&before), uids(&cluster.observed.pods));
@@ -224,7 +233,7 @@ fn a_spec_that_says_the_same_in_other_words_makes_no_plan() {
     cluster.change("decode: {replicas: 1}\n");
     let decision = cluster.reconcile();
     assert!(decision.create_plan.is_none());
-    assert_eq!(decision.mark_plans.len(), 1);
+    assert_eq!(decision.plan_statuses.len(), 1);
     cluster.settle();
     assert_eq!(cluster.status().observed_generation, Some(2));
     assert_eq!(cluster.observed.plans.len(), 1);
@@ -236,7 +245,7 @@ fn keys_change_the_gateway_and_no_plan() {
     cluster.settle();
     let workers = |cluster: &FakeCluster| -> Vec<String> {
         let pods = cluster.observed.pods.iter();
-        pods.filter(|pod| pod.role != "gateway")
+        pods.filter(|pod| !pod.role.is_gateway())
             .map(|pod| pod.uid.clone())
             .collect()
     };
@@ -245,7 +254,7 @@ fn keys_change_the_gateway_and_no_plan() {
         .observed
         .pods
         .iter()
-        .find(|pod| pod.role == "gateway")
+        .find(|pod| pod.role.is_gateway())
         .unwrap()
         .uid
         .clone();

@@ -1,6 +1,6 @@
 //! Transitions are told once.
 
-use hearth_crds::{Condition, InferenceDeploymentStatus, PlanRef, PoolStatus, PoolsStatus};
+use hearth_crds::{Condition, InferenceDeploymentStatus, PlanRef, PoolStatus};
 
 use crate::conditions::{DECODE_READY, DEGRADED, PLANNED, READY};
 use crate::events::transitions;
@@ -20,13 +20,11 @@ fn status(conditions: &[(&str, &str, &str)], plan: u64, decode: u32) -> Inferenc
             name: format!("demo-{plan}"),
             generation: plan,
         }),
-        pools: Some(PoolsStatus {
-            decode: PoolStatus {
-                desired: decode,
-                ..PoolStatus::default()
-            },
-            ..PoolsStatus::default()
-        }),
+        pool_statuses: vec![PoolStatus {
+            name: "decode".to_owned(),
+            desired: decode,
+            ..PoolStatus::default()
+        }],
         ..InferenceDeploymentStatus::default()
     }
 }

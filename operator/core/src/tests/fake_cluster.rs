@@ -10,12 +10,12 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube_core::ResourceExt;
 
 use crate::decide::decide;
-use crate::decision::{Decision, Grace, Transition};
+use crate::decision::{Decision, Grace, ScalerStep, Transition};
 use crate::names::{
     ANNOTATION_CERTIFICATE, ANNOTATION_FORM, ANNOTATION_PLAN_GENERATION, ANNOTATION_ROUTES,
     ANNOTATION_SOURCE, LABEL_RANK, LABEL_ROLE,
 };
-use crate::observed::{NodeView, Observed, PodView};
+use crate::observed::{NodeView, Observed, PodRole, PodView, ScalerView};
 use crate::testing::{deployment, observed};
 
 pub(super) struct FakeCluster {
@@ -80,11 +80,10 @@ impl FakeCluster {
             plan.metadata.creation_timestamp = Some(Time(now));
             plans.push(Arc::new(plan));
         }
-        for marks in &decision.mark_plans {
-            let plan = plans.iter_mut().find(|plan| plan.name_any() == marks.name);
-            let plan = Arc::make_mut(plan.expect("marks of a plan that is there"));
-            let annotations = plan.metadata.annotations.get_or_insert_default();
-            annotations.extend(marks.annotations.iter().cloned());
+        for change in &decision.plan_statuses {
+            let plan = plans.iter_mut().find(|plan| plan.name_any() == change.name);
+            let plan = Arc::make_mut(plan.expect("the status of a plan that is there"));
+            plan.status = Some(change.status.clone());
         }
         plans.retain(|plan| !decision.delete_plans.contains(&plan.name_any()));
         for pod in &decision.create_pods {
@@ -120,11 +119,36 @@ impl FakeCluster {
                 Arc::make_mut(pod).is_deleting = true;
             }
         }
+        self.scale(decision.scaler.as_ref());
         self.observed.pods.sort_by(|a, b| a.name.cmp(&b.name));
         let mut deployment = (*self.observed.deployment).clone();
         deployment.status = Some(decision.status.clone());
         self.observed.deployment = Arc::new(deployment);
         self.events.extend(decision.events.iter().cloned());
+    }
+
+    fn scale(&mut self, step: Option<&ScalerStep>) {
+        let scaler = &mut self.observed.scaler;
+        match step {
+            None => {}
+            Some(ScalerStep::Create(made)) => {
+                assert_eq!(*scaler, None, "a scaler is there");
+                *scaler = Some(ScalerView {
+                    name: made.name_any(),
+                    uid: "scaler".to_owned(),
+                    generation: Some(1),
+                    replicas: made.spec.replicas,
+                    status: None,
+                });
+            }
+            Some(ScalerStep::Status { status, .. }) => {
+                let scaler = scaler
+                    .as_mut()
+                    .expect("the status of a scaler that is there");
+                scaler.status = Some(status.clone());
+            }
+            Some(ScalerStep::Remove { .. }) => *scaler = None,
+        }
     }
 
     fn view(&mut self, pod: &Pod, now: Timestamp) -> PodView {
@@ -141,7 +165,7 @@ impl FakeCluster {
         PodView {
             name: pod.name_any(),
             uid: self.made.to_string(),
-            role: label(LABEL_ROLE),
+            role: PodRole::of_label(&label(LABEL_ROLE)),
             rank: label(LABEL_RANK),
             form: annotation(ANNOTATION_FORM),
             plan_generation: annotation(ANNOTATION_PLAN_GENERATION).parse().unwrap_or(0),
@@ -166,7 +190,7 @@ impl FakeCluster {
         observed.pods.retain(|pod| !pod.is_deleting);
         for (index, pod) in observed.pods.iter_mut().enumerate() {
             let pod = Arc::make_mut(pod);
-            if pod.role == "inspect" || pod.unschedulable.is_some() {
+            if pod.role == PodRole::Inspect || pod.unschedulable.is_some() {
                 continue;
             }
             let node = observed.nodes.get(&pod.wanted_node);
@@ -179,7 +203,7 @@ impl FakeCluster {
                 pod.ip = format!("10.0.{}.{index}", pod.uid);
                 pod.phase = "Running".to_owned();
             } else if pod.container.is_none()
-                && (pod.role == "gateway" || pod.plan_generation < self.broken_from)
+                && (pod.role.is_gateway() || pod.plan_generation < self.broken_from)
             {
                 pod.is_ready = true;
             }

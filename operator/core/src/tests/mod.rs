@@ -3,12 +3,16 @@
 mod decide;
 mod events;
 mod fake_cluster;
+mod gateways;
 mod models;
 mod nodes;
 mod progress;
 mod refusals;
 mod rollout;
 mod scale;
+mod scaling;
 mod sim;
+mod suspend;
+mod template;
 mod upgrade;
 mod weather;

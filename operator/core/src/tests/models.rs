@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::fake_cluster::FakeCluster;
 use crate::conditions::{MODEL_READY, PLANNED, READY};
 use crate::model::builtin;
-use crate::observed::{ContainerEnd, ContainerView, FetchView, PodView};
+use crate::observed::{ContainerEnd, ContainerView, FetchView, PodRole, PodView};
 use crate::testing::{GIB, node};
 
 const HOST: &str = "model: {source: {hostPath: {path: /models/m}}, contextLength: 2048}\n";
@@ -24,7 +24,7 @@ fn http() -> String {
 fn end(cluster: &mut FakeCluster, node: &str, exit_code: i32, message: &str) {
     let pods = &mut cluster.observed.pods;
     let pod = pods.iter_mut().find(|pod| {
-        pod.role == "inspect" && (pod.wanted_node == node || pod.wanted_node.is_empty())
+        pod.role == PodRole::Inspect && (pod.wanted_node == node || pod.wanted_node.is_empty())
     });
     let pod = Arc::make_mut(pod.expect("an inspect Pod"));
     pod.node = node.to_owned();
@@ -50,7 +50,7 @@ fn facts() -> String {
 
 fn inspections(cluster: &FakeCluster) -> usize {
     let pods = cluster.observed.pods.iter();
-    pods.filter(|pod| pod.role == "inspect").count()
+    pods.filter(|pod| pod.role == PodRole::Inspect).count()
 }
 
 #[test]

@@ -293,8 +293,5 @@ fn no_node_is_told_by_name() {
         "{message}"
     );
     assert_eq!(cluster.says(READY), ("False", "NoNodes"));
-    assert_eq!(
-        cluster.status().pools.as_ref().unwrap().decode.summary,
-        "0/1"
-    );
+    assert_eq!(cluster.status().pool("decode").unwrap().summary, "0/1");
 }

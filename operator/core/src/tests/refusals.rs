@@ -388,7 +388,11 @@ fn a_plan_that_has_served_is_not_given_up_for_a_quota() {
                 .into_iter()
                 .any(|pod| pod.metadata.name.as_ref() == Some(&evicted))
         );
-        assert!(decision.mark_plans.is_empty(), "{:?}", decision.mark_plans);
+        assert!(
+            decision.plan_statuses.is_empty(),
+            "{:?}",
+            decision.plan_statuses
+        );
         assert_ne!(cluster.says(PROGRESSING).1, "RollingBack");
     }
 }

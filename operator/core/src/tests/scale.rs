@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use hearth_crds::{InferencePlanSpec, NodeProfileSpec, PlanRole};
+use hearth_crds::{InferencePlanSpec, NodeProfileStatus, PlanRank, PlanRole};
 use hearth_planner::{CpuOffer, CpuRoom, GpuOffer, PlanInput, plan};
 
 use crate::candidates::Candidates;
@@ -26,7 +26,7 @@ fn profiles(memory_bytes: u64) -> Candidates {
 
 fn planned(yaml: &str, generation: u64, free: &Candidates) -> InferencePlanSpec {
     let deployment = deployment(yaml);
-    let profiles: Vec<NodeProfileSpec> = free.free.values().cloned().collect();
+    let profiles: Vec<NodeProfileStatus> = free.free.values().cloned().collect();
     plan(&PlanInput {
         name: "demo",
         namespace: "default",
@@ -79,11 +79,29 @@ fn fewer_workers_are_the_first_ones() {
 }
 
 #[test]
+fn both_numbers_change_at_once_and_everybody_stays() {
+    let free = profiles(4 * GIB);
+    let old = planned("decode: {replicas: 2}\n", 1, &free);
+    let new = planned("decode: {replicas: 1}\nprefill: {replicas: 2}\n", 2, &free);
+    let scaled = in_place(&old, &new, &free).unwrap();
+    assert_eq!(decodes(&scaled), decodes(&old)[..1]);
+    let prefills = |plan: &InferencePlanSpec| -> Vec<PlanRank> {
+        plan.ranks_of(PlanRole::Prefill).cloned().collect()
+    };
+    assert_eq!(prefills(&scaled)[..1], prefills(&old));
+    let names: Vec<String> = prefills(&scaled)
+        .into_iter()
+        .map(|rank| rank.name)
+        .collect();
+    assert_eq!(names, ["prefill-0", "prefill-1"]);
+    assert_eq!(scaled.why.len(), old.why.len() + 2);
+}
+
+#[test]
 fn what_changes_more_than_the_number_is_planned_anew() {
     let free = profiles(4 * GIB);
     let old = planned("", 1, &free);
     for yaml in [
-        "decode: {replicas: 2}\nprefill: {replicas: 2}\n",
         "decode: {replicas: 2}\nprefill: {mode: Chunked}\n",
         "decode: {replicas: 1}\n",
     ] {

@@ -7,7 +7,7 @@ use jiff::Timestamp;
 
 use crate::decision::Grace;
 use crate::observed::forbidden::Quota;
-use crate::observed::{ContainerView, PodView, Requests};
+use crate::observed::{ContainerView, PodRole, PodView, Requests};
 use crate::rollout::ends::Ends;
 use crate::rollout::{Mode, RolloutInput, Steps, Want, step};
 use crate::routes::endpoint;
@@ -101,6 +101,7 @@ impl Sim {
                 .map(|name| (name.clone(), self.is_patience_over))
                 .collect(),
             compatible_generations: &self.compatible_generations,
+            begun_generations: &BTreeSet::new(),
             ends: &Ends::default(),
             quota: self.quota_state(),
             now: self.now(),
@@ -138,9 +139,9 @@ impl Sim {
             }
             assert!(!paper.view.is_deleting, "{} is ended twice", end.name);
             paper.view.is_deleting = true;
-            paper.end = Some(match paper.view.role.as_str() {
-                "gateway" => self.pace.gateway_end,
-                _ => self.pace.worker_end,
+            paper.end = Some(match paper.view.role.is_gateway() {
+                true => self.pace.gateway_end,
+                false => self.pace.worker_end,
             });
         }
         steps
@@ -161,7 +162,7 @@ impl Sim {
         let view = PodView {
             name: want.name.clone(),
             uid: self.made.to_string(),
-            role: want.role.as_str().to_owned(),
+            role: PodRole::Rank(want.role),
             rank: want.rank.clone(),
             form: want.form.clone(),
             plan_generation: self.generation,
@@ -284,7 +285,7 @@ impl Sim {
 
     /// Ready gateways that get requests.
     pub(super) fn open_gateways(&self) -> impl Iterator<Item = &PodView> {
-        self.open().filter(|view| view.role == "gateway")
+        self.open().filter(|view| view.role.is_gateway())
     }
 
     fn open(&self) -> impl Iterator<Item = &PodView> {

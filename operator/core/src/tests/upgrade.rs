@@ -7,10 +7,9 @@ use super::fake_cluster::FakeCluster;
 use crate::conditions::{PLANNED, PROGRESSING, READY};
 use crate::decide::decide;
 use crate::key::Key;
-use crate::names::{ANNOTATION_INPUTS, ANNOTATION_OUTCOME, ANNOTATION_TURN, OUTCOME_FAILED};
 use crate::observed::Turn;
 use crate::observed::{ContainerEnd, ContainerView, PodView};
-use crate::plan_annotations::annotation;
+use crate::plan_record::{has_failed, passes_turn};
 
 /// Names and uids of all Pods.
 fn identities(cluster: &FakeCluster) -> Vec<(String, String)> {
@@ -59,8 +58,9 @@ fn another_operator_restarts_no_worker() {
     cluster.observed.settings = Arc::new(settings);
     // It counts what a plan follows from in another way, and keeps more of it.
     let plan = Arc::make_mut(&mut cluster.observed.plans[0]);
-    let annotations = plan.metadata.annotations.get_or_insert_default();
-    annotations.insert(ANNOTATION_INPUTS.to_owned(), "v2:0123".to_owned());
+    let inputs = plan.spec.inputs.as_mut().unwrap();
+    inputs.digest = "v2:0123".to_owned();
+    inputs.model_facts["quirks"] = serde_json::json!(["none"]);
     let mut json = serde_json::to_value(&*plan).unwrap();
     json["spec"]["fairness"] = serde_json::json!({"by": "user"});
     json["spec"]["ranks"][1]["window"] = serde_json::json!([0, 5]);
@@ -214,10 +214,7 @@ fn trouble_that_is_no_images_fault_passes_the_turn_on() {
     cluster.pod("demo-decode-0", |pod| pod.is_ready = false);
     let newest = |cluster: &FakeCluster| {
         let plan = cluster.observed.plans.last().expect("a plan");
-        (
-            plan.spec.generation,
-            annotation(plan, ANNOTATION_TURN).to_owned(),
-        )
+        (plan.spec.generation, passes_turn(plan).to_owned())
     };
     let generation = newest(&cluster).0;
     let trouble = |cluster: &mut FakeCluster, restarts: u32| {
@@ -276,8 +273,8 @@ fn a_plan_that_is_given_up_early_holds_others_only_where_its_image_is_to_blame()
         let mut plans = cluster.observed.plans.iter();
         let plan = plans.find(|plan| plan.spec.generation == 2);
         let plan = plan.expect("the plan with the new image");
-        assert_eq!(annotation(plan, ANNOTATION_OUTCOME), OUTCOME_FAILED);
-        annotation(plan, ANNOTATION_TURN).to_owned()
+        assert!(has_failed(plan));
+        passes_turn(plan).to_owned()
     };
     let nothing: fn(&mut PodView) = |_| ();
     assert_eq!(given_up("1s", 2, nothing), "ProgressDeadlineExceeded");

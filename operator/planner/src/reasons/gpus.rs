@@ -1,7 +1,7 @@
 //! Sentences about GPUs: those that ranks run on, and all others.
 
 use hearth_crds::{
-    GpuProfile, NodeProfileSpec, PlanRank, PlanRole, PlanRouting, RankDevice, Strategy,
+    GpuProfile, NodeProfileStatus, PlanRank, PlanRole, PlanRouting, RankDevice, Strategy,
     format_bytes,
 };
 
@@ -38,7 +38,12 @@ pub(super) fn used(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>)
     }
 }
 
-fn on_gpu(draft: &Draft<'_>, rank: &PlanRank, node: &NodeProfileSpec, gpu: &GpuProfile) -> String {
+fn on_gpu(
+    draft: &Draft<'_>,
+    rank: &PlanRank,
+    node: &NodeProfileStatus,
+    gpu: &GpuProfile,
+) -> String {
     let need = draft.demand.on_gpu(rank.role);
     let kv_bytes = rank.kv.as_ref().map_or(0, |kv| kv.memory_bytes);
     let (free, tail) = match draft.estimator.gpus().at(node) {
@@ -122,7 +127,7 @@ pub(super) fn not_chosen(draft: &Draft<'_>, ranks: &[PlanRank], lines: &mut Vec<
 }
 
 /// Why no rank runs on a GPU.
-fn left_out(draft: &Draft<'_>, node: &NodeProfileSpec, gpu: &GpuProfile) -> String {
+fn left_out(draft: &Draft<'_>, node: &NodeProfileStatus, gpu: &GpuProfile) -> String {
     let spec = draft.input.spec;
     let offer = draft.estimator.gpus().at(node);
     if let Some(why) = unusable(gpu) {

@@ -21,6 +21,7 @@ pub(crate) fn write(
 ) -> (Vec<String>, Vec<String>) {
     let mut why = Vec::new();
     topology(draft, ranks, &mut why);
+    gateways(ranks, &mut why);
     moment(draft, &mut why);
     weights(draft, ranks, &mut why);
     kv(draft, ranks, &mut why);
@@ -59,6 +60,21 @@ fn topology(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
     });
 }
 
+/// Where several gateways run; one is where the first decode rank is.
+fn gateways(ranks: &[PlanRank], why: &mut Vec<String>) {
+    let all: Vec<&PlanRank> = ranks_of(ranks, PlanRole::Gateway).collect();
+    let mut nodes: Vec<&str> = all.iter().map(|rank| rank.node.as_str()).collect();
+    nodes.sort_unstable();
+    nodes.dedup();
+    if all.len() > 1 {
+        why.push(format!(
+            "{} gateways on {}: while one of them is missing, the others answer new requests",
+            all.len(),
+            nodes.join(", ")
+        ));
+    }
+}
+
 /// Nodes that were busy while they were measured.
 fn moment(draft: &Draft<'_>, why: &mut Vec<String>) {
     for node in draft.nodes {
@@ -81,7 +97,7 @@ fn weights(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
             .iter()
             .filter(|r| r.node == node.node && r.role.is_worker() && !r.is_on_gpu())
             .count();
-        if workers == 0 && draft.placement.ranks[n].on_gpus() > 0 {
+        if workers == 0 {
             continue;
         }
         let free = format_bytes(budget.free_bytes);

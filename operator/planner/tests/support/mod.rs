@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_crds::{
     ComputeCapability, ComputeProfile, CpuProfile, DiskProfile, GpuProfile,
-    InferenceDeploymentSpec, IsaProfile, MemoryProfile, NodeProfileSpec, NumaNodeProfile,
+    InferenceDeploymentSpec, IsaProfile, MemoryProfile, NodeProfileStatus, NumaNodeProfile,
 };
 use hearth_crds::{KvShape, ModelFacts, ModuleBytes};
 use hearth_planner::{CpuOffer, CpuRoom, GpuOffer, PlanInput};
@@ -26,7 +26,7 @@ pub struct Machine {
 }
 
 impl Machine {
-    pub fn profile(&self) -> NodeProfileSpec {
+    pub fn profile(&self) -> NodeProfileStatus {
         let cores = self.sockets * self.cores;
         let cpus: Vec<CpuProfile> = (0..cores * self.smt)
             .map(|id| {
@@ -53,7 +53,7 @@ impl Machine {
                 read_gbps: self.socket_gbps,
             })
             .collect();
-        NodeProfileSpec {
+        NodeProfileStatus {
             node: self.name.to_owned(),
             cpus,
             isa: IsaProfile {
@@ -91,7 +91,7 @@ impl Machine {
 }
 
 /// Two cores and 22 GiB.
-pub fn small_vm() -> NodeProfileSpec {
+pub fn small_vm() -> NodeProfileStatus {
     Machine {
         name: "here",
         sockets: 1,
@@ -106,7 +106,7 @@ pub fn small_vm() -> NodeProfileSpec {
 }
 
 /// Two sockets of 16 cores with two threads each, 256 GiB.
-pub fn server() -> NodeProfileSpec {
+pub fn server() -> NodeProfileStatus {
     Machine {
         name: "tower",
         sockets: 2,
@@ -121,7 +121,7 @@ pub fn server() -> NodeProfileSpec {
 }
 
 /// A laptop with 8 GiB, of which `available_bytes` are free, and a small GPU.
-pub fn laptop(available_bytes: u64) -> NodeProfileSpec {
+pub fn laptop(available_bytes: u64) -> NodeProfileStatus {
     let mut profile = Machine {
         name: "office",
         sockets: 1,
@@ -278,7 +278,7 @@ pub fn claims(uuids: &BTreeMap<String, BTreeSet<String>>) -> GpuOffer<'_> {
 pub fn plan_input<'a>(
     spec: &'a InferenceDeploymentSpec,
     facts: &'a ModelFacts,
-    profiles: &'a [NodeProfileSpec],
+    profiles: &'a [NodeProfileStatus],
 ) -> PlanInput<'a> {
     PlanInput {
         name: "demo",
@@ -294,8 +294,11 @@ pub fn plan_input<'a>(
 }
 
 /// Every CPU of each node, of which others request `requested_millis` and 100m are kept free.
-pub fn cpu_rooms(profiles: &[NodeProfileSpec], requested_millis: u64) -> BTreeMap<String, CpuRoom> {
-    let room = |profile: &NodeProfileSpec| CpuRoom {
+pub fn cpu_rooms(
+    profiles: &[NodeProfileStatus],
+    requested_millis: u64,
+) -> BTreeMap<String, CpuRoom> {
+    let room = |profile: &NodeProfileStatus| CpuRoom {
         allocatable_millis: profile.cpus.len() as u64 * 1000,
         requested_millis,
         reserve_millis: 100,
@@ -310,7 +313,7 @@ pub fn cpu_rooms(profiles: &[NodeProfileSpec], requested_millis: u64) -> BTreeMa
 pub fn plan_input_here<'a>(
     spec: &'a InferenceDeploymentSpec,
     facts: &'a ModelFacts,
-    profiles: &'a [NodeProfileSpec],
+    profiles: &'a [NodeProfileStatus],
 ) -> PlanInput<'a> {
     PlanInput {
         gpus: GpuOffer::Machine,

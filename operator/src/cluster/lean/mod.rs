@@ -19,7 +19,7 @@ use serde::{Deserialize, Deserializer};
 pub(crate) use devices::{LeanClaim, LeanSlice};
 pub(crate) use node::LeanNode;
 pub(crate) use object::{Budget, Facts, LeanObject, ObjectKind, Policy, SecretKind, ServiceKind};
-pub(crate) use own::{LeanDeployment, LeanPlan, LeanProfile};
+pub(crate) use own::{LeanDeployment, LeanPlan, LeanProfile, LeanScaler};
 pub(crate) use pod::{AgentPod, LeanPod};
 pub(crate) use requests::AnyPod;
 
@@ -138,6 +138,14 @@ resource!(
     hearth_crds::VERSION,
     "InferencePlan",
     "inferenceplans"
+);
+resource!(
+    LeanScaler,
+    NamespaceResourceScope,
+    hearth_crds::GROUP,
+    hearth_crds::VERSION,
+    "InferencePoolScaler",
+    "inferencepoolscalers"
 );
 resource!(
     LeanProfile,

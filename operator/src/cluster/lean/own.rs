@@ -1,10 +1,11 @@
 //! Hearth's own kinds. One that this version cannot read is kept as the reason why, and stops no other.
 
-use hearth_controller_core::build::model_key_in_annotations;
+use hearth_controller_core::observed::ScalerView;
+use hearth_controller_core::plan_record::model_key_of_raw;
 use hearth_crds::{
     HttpSource, InferenceDeployment, InferenceDeploymentSpec, InferenceDeploymentStatus,
-    InferencePlan, InferencePlanSpec, NodeProfileSpec, READER_VERSION, ReadError, SecretRef,
-    read_versioned_value,
+    InferencePlan, InferencePlanSpec, InferencePoolScalerSpec, NodeProfileStatus, READER_VERSION,
+    ReadError, SecretRef, read_versioned_value,
 };
 use kube::api::ObjectMeta;
 use serde::{Deserialize, Deserializer};
@@ -36,8 +37,18 @@ pub(crate) struct LeanPlan {
 #[derive(Clone, Debug)]
 pub(crate) struct LeanProfile {
     pub(crate) metadata: ObjectMeta,
+    /// What was measured, or why it cannot be read; `None` before there is anything.
+    pub(crate) status: Result<Option<NodeProfileStatus>, String>,
+    /// An earlier version wrote it, into the spec.
+    pub(crate) is_in_spec: bool,
+}
+
+/// An InferencePoolScaler.
+#[derive(Clone, Debug)]
+pub(crate) struct LeanScaler {
+    pub(crate) metadata: ObjectMeta,
     /// It, or why it cannot be read.
-    pub(crate) spec: Result<NodeProfileSpec, String>,
+    pub(crate) scaler: Result<ScalerView, String>,
 }
 
 impl LeanDeployment {
@@ -112,9 +123,13 @@ impl<'de> Deserialize<'de> for LeanPlan {
         let raw = Raw::deserialize(deserializer)?;
         let metadata = raw.metadata;
         let min_version = raw.spec.get("minVersion").and_then(Value::as_u64);
+        let model_key = model_key_of_raw(&raw.spec, metadata.annotations.as_ref());
+        // A status that cannot be read says as little as none.
+        let status = raw.status.and_then(|it| serde_json::from_value(it).ok());
         let plan = read_versioned_value(raw.spec).map(|spec: InferencePlanSpec| InferencePlan {
             metadata: metadata.clone(),
             spec,
+            status,
         });
         let plan = plan.map_err(|error| {
             let why = match error {
@@ -126,10 +141,7 @@ impl<'de> Deserialize<'de> for LeanPlan {
                 why: format!(
                     "its minVersion is {version}, this operator reads up to {READER_VERSION}{why}"
                 ),
-                model_key: metadata
-                    .annotations
-                    .as_ref()
-                    .and_then(model_key_in_annotations),
+                model_key,
             }
         });
         Ok(Self { metadata, plan })
@@ -139,9 +151,39 @@ impl<'de> Deserialize<'de> for LeanPlan {
 impl<'de> Deserialize<'de> for LeanProfile {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let raw = Raw::deserialize(deserializer)?;
+        let is_blank = raw.spec.as_object().is_none_or(serde_json::Map::is_empty);
+        let is_in_spec = raw.status.is_none() && !is_blank;
+        let measured = match is_in_spec {
+            true => Some(raw.spec),
+            false => raw.status,
+        };
+        let status = measured.map(serde_json::from_value).transpose();
         Ok(Self {
             metadata: raw.metadata,
-            spec: serde_json::from_value(raw.spec).map_err(|error| error.to_string()),
+            status: status.map_err(|error| error.to_string()),
+            is_in_spec,
+        })
+    }
+}
+
+impl<'de> Deserialize<'de> for LeanScaler {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let raw = Raw::deserialize(deserializer)?;
+        let metadata = raw.metadata;
+        let scaler = serde_json::from_value::<InferencePoolScalerSpec>(raw.spec);
+        let scaler = scaler.map(|spec| ScalerView {
+            name: metadata.name.clone().unwrap_or_default(),
+            uid: metadata.uid.clone().unwrap_or_default(),
+            generation: metadata.generation,
+            replicas: spec.replicas,
+            // A status that cannot be read is written anew.
+            status: raw
+                .status
+                .and_then(|status| serde_json::from_value(status).ok()),
+        });
+        Ok(Self {
+            metadata,
+            scaler: scaler.map_err(|error| error.to_string()),
         })
     }
 }
@@ -167,6 +209,19 @@ mod tests {
         assert_eq!(deployment.metadata.name.as_deref(), Some("demo"));
         let status = deployment.status.as_ref().unwrap();
         assert_eq!(status.observed_generation, Some(3));
+    }
+
+    /// What is refused is named as it was written: deprecated fields are translated where they are acted on.
+    #[test]
+    fn a_deployment_is_kept_as_it_was_written() {
+        let lean: LeanDeployment = serde_json::from_value(json!({
+            "metadata": {"name": "demo", "uid": "u"},
+            "spec": {"model": {"source": {"builtin": {"name": "hearth-demo"}}}, "decode": {"maxReplicas": 4}},
+        }))
+        .unwrap();
+        let spec = lean.deployment.unwrap().spec;
+        assert_eq!(spec.decode.max_replicas, Some(4));
+        assert_eq!(spec.decode.scaling, None);
     }
 
     #[test]

@@ -7,7 +7,9 @@ use hearth_controller_core::names::{
     ANNOTATION_ROUTES, ANNOTATION_SOURCE, LABEL_DEPLOYMENT, LABEL_RANK, LABEL_ROLE,
     old_certificates_secret,
 };
-use hearth_controller_core::observed::{AgentEndpoint, ContainerEnd, ContainerView, PodView};
+use hearth_controller_core::observed::{
+    AgentEndpoint, ContainerEnd, ContainerView, PodRole, PodView,
+};
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::api::ObjectMeta;
@@ -230,7 +232,7 @@ impl LeanPod {
         PodView {
             name: self.metadata.name.clone().unwrap_or_default(),
             uid: self.metadata.uid.clone().unwrap_or_default(),
-            role: label(LABEL_ROLE),
+            role: PodRole::of_label(&label(LABEL_ROLE)),
             rank: label(LABEL_RANK),
             form: annotation(ANNOTATION_FORM),
             plan_generation: annotation(ANNOTATION_PLAN_GENERATION)

@@ -27,7 +27,7 @@ use hearth_controller_core::names::{
     host_port,
 };
 use hearth_controller_core::observed::{AgentEndpoint, FetchView, Settings};
-use hearth_crds::{HttpSource, NodeProfile, NodeProfileSpec};
+use hearth_crds::{API_VERSION, HttpSource, NodeProfile, NodeProfileSpec, NodeProfileStatus};
 use hearth_transport::Endpoint;
 use hearth_transport::tonic::Request;
 use hearth_transport::v1::{ModelRequest, ProfileRequest, RetainRequest};
@@ -36,6 +36,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::Client;
 use kube::api::{Api, Patch, PatchParams};
 use profile::due_profile;
+use serde_json::json;
 use tokio::time::Instant;
 
 use crate::services::authority::Authority;
@@ -57,10 +58,12 @@ const CONCURRENCY: usize = 16;
 pub(crate) trait AgentDirectory: Send + Sync + 'static {
     /// Running agents.
     fn agents(&self) -> Vec<AgentEndpoint>;
-    /// The uid of the node; none when there is no such node.
+    /// The uid of the node; `None` when there is no such node.
     fn node_uid(&self, node: &str) -> Option<String>;
     /// The node's profile as it is in the cluster.
-    fn profile(&self, node: &str) -> Option<NodeProfileSpec>;
+    fn profile(&self, node: &str) -> Option<NodeProfileStatus>;
+    /// Whether that is where an earlier version wrote it, in the profile's spec.
+    fn is_profile_in_spec(&self, node: &str) -> bool;
     /// Memory that Hearth's Pods on the node ask for.
     fn held_bytes(&self, node: &str) -> u64;
     /// Names in the nodes' stores of the fetched models that deployments and plans name; none as long as not all of
@@ -259,7 +262,7 @@ impl<G: AgentDirectory> Agents<G> {
                 stub.profile(timed(ProfileRequest {})).await
             })
             .await?;
-        let measured: NodeProfileSpec =
+        let measured: NodeProfileStatus =
             serde_json::from_str(&answer.node_profile_json).map_err(|error| {
                 format!("its profile cannot be read ({error}); is it of another version?")
             })?;
@@ -268,15 +271,43 @@ impl<G: AgentDirectory> Agents<G> {
         }
         let stored = self.directory.profile(agent.node());
         let held = self.directory.held_bytes(agent.node());
-        let Some(spec) = due_profile(stored.as_ref(), measured, held) else {
+        let due = due_profile(stored.as_ref(), measured, held);
+        // An earlier version's is moved as it is, so that nothing is planned anew for it.
+        let moved = stored.filter(|_| self.directory.is_profile_in_spec(agent.node()));
+        let Some(status) = due.or(moved) else {
             return Ok(());
         };
-        let profile = profile_object(spec, uid);
         let api: Api<NodeProfile> = Api::all(self.client.clone());
-        let parameters = PatchParams::apply(FIELD_MANAGER).force();
-        api.patch(agent.node(), &parameters, &Patch::Apply(&profile))
+        self.write_profile(&api, status, uid)
             .await
-            .map_err(|error| error.to_string())?;
+            .map_err(|error| error.to_string())
+    }
+
+    /// Makes the object where it is not there, and takes the measurements of an earlier version out of its spec: once they are
+    /// in its status, so that the node always has a profile.
+    async fn write_profile(
+        &self,
+        api: &Api<NodeProfile>,
+        status: NodeProfileStatus,
+        node_uid: String,
+    ) -> Result<(), kube::Error> {
+        let node = status.node.clone();
+        let parameters = PatchParams::apply(FIELD_MANAGER).force();
+        let object = profile_object(&node, node_uid);
+        let is_there = self.directory.profile(&node).is_some();
+        if !is_there {
+            api.patch(&node, &parameters, &Patch::Apply(&object))
+                .await?;
+        }
+        let status = json!({
+            "apiVersion": API_VERSION, "kind": "NodeProfile", "status": status,
+        });
+        api.patch_status(&node, &parameters, &Patch::Apply(&status))
+            .await?;
+        if is_there {
+            api.patch(&node, &parameters, &Patch::Apply(&object))
+                .await?;
+        }
         Ok(())
     }
 
@@ -404,8 +435,8 @@ fn timed<T>(message: T) -> Request<T> {
     request
 }
 
-fn profile_object(spec: NodeProfileSpec, node_uid: String) -> NodeProfile {
-    let mut profile = NodeProfile::new(&spec.node.clone(), spec);
+fn profile_object(node: &str, node_uid: String) -> NodeProfile {
+    let mut profile = NodeProfile::new(node, NodeProfileSpec {});
     let labels = [
         (LABEL_APP, APP),
         (LABEL_MANAGED_BY, MANAGER),
@@ -416,12 +447,14 @@ fn profile_object(spec: NodeProfileSpec, node_uid: String) -> NodeProfile {
     profile.metadata.owner_references = Some(vec![OwnerReference {
         api_version: "v1".to_owned(),
         kind: "Node".to_owned(),
-        name: profile.spec.node.clone(),
+        name: node.to_owned(),
         uid: node_uid,
         ..OwnerReference::default()
     }]);
     profile
 }
 
+#[cfg(test)]
+mod played;
 #[cfg(test)]
 mod tests;

@@ -1,6 +1,6 @@
 //! When a node's profile is written again: pure.
 
-use hearth_crds::NodeProfileSpec;
+use hearth_crds::NodeProfileStatus;
 
 /// What is to be written of a node, if anything. `held_bytes` is what Hearth's Pods on it ask for.
 ///
@@ -10,10 +10,10 @@ use hearth_crds::NodeProfileSpec;
 /// stays as long as it is not more than a tenth of the memory outside of them: a profile is no clock, and each change
 /// of it makes every deployment be planned again.
 pub(super) fn due_profile(
-    stored: Option<&NodeProfileSpec>,
-    mut measured: NodeProfileSpec,
+    stored: Option<&NodeProfileStatus>,
+    mut measured: NodeProfileStatus,
     held_bytes: u64,
-) -> Option<NodeProfileSpec> {
+) -> Option<NodeProfileStatus> {
     let total = measured.memory.total_bytes;
     let least = measured.memory.available_bytes;
     let most = least.saturating_add(held_bytes).min(total.max(least));
@@ -37,7 +37,7 @@ pub(super) fn due_profile(
 }
 
 /// The profile without what changes from minute to minute.
-fn hardware(mut profile: NodeProfileSpec) -> NodeProfileSpec {
+fn hardware(mut profile: NodeProfileStatus) -> NodeProfileStatus {
     profile.memory.available_bytes = 0;
     profile.measured_at = String::new();
     for numa in &mut profile.numa_nodes {
@@ -62,8 +62,8 @@ mod tests {
 
     use super::*;
 
-    fn profile(available_bytes: u64) -> NodeProfileSpec {
-        NodeProfileSpec {
+    fn profile(available_bytes: u64) -> NodeProfileStatus {
+        NodeProfileStatus {
             node: "a".to_owned(),
             cpus: vec![CpuProfile::default()],
             numa_nodes: vec![NumaNodeProfile {
@@ -76,7 +76,7 @@ mod tests {
                 ..MemoryProfile::default()
             },
             measured_at: available_bytes.to_string(),
-            ..NodeProfileSpec::default()
+            ..NodeProfileStatus::default()
         }
     }
 
@@ -149,7 +149,7 @@ mod tests {
                 pcie: Some(link),
                 ..GpuProfile::default()
             };
-            NodeProfileSpec {
+            NodeProfileStatus {
                 gpus: vec![gpu],
                 ..profile(800)
             }

@@ -9,7 +9,7 @@ use serde_json::Value;
 /// Where the API server (1.33 and later) tells the ranges of Services.
 const SERVICE_CIDRS: &str = "/apis/networking.k8s.io/v1/servicecidrs";
 
-/// The ranges of Services by the API server's own words; none where it says nothing now.
+/// The ranges of Services as the API server lists them; `None` when the request fails.
 pub(super) async fn of_services(client: &Client) -> Option<Vec<IpNet>> {
     let request = http::Request::get(SERVICE_CIDRS).body(Vec::new()).ok()?;
     match client.request::<Value>(request).await {

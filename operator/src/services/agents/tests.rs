@@ -3,140 +3,22 @@
 
 use std::net::SocketAddr;
 
-use hearth_crds::{MemoryProfile, SecretRef};
+use hearth_crds::SecretRef;
 use hearth_transport::tonic::service::Routes;
-use hearth_transport::tonic::{Code, Response, Status};
-use hearth_transport::v1::agent_server::{Agent as AgentService, AgentServer};
-use hearth_transport::v1::{
-    CertifyRequest, CertifyResponse, IdentifyRequest, IdentifyResponse, ModelResponse, ModelState,
-    ProfileResponse, RetainResponse,
-};
+use hearth_transport::v1::agent_server::AgentServer;
+use hearth_transport::v1::{ModelResponse, ModelState};
 use hearth_transport::{ClientOptions, Clients, Listener, ServerOptions, Tls, TlsNames, serve};
 use jiff::Timestamp;
 use rcgen::KeyPair;
 use serde_json::json;
 
+use super::played::{Played, Service};
 use super::*;
 use crate::services::authority::AGENT_SECRET;
 use crate::services::authority::fake::{FakeApi, settings};
 
 /// Token of the Pod `uid-a` on node `a`.
-const TOKEN: &str = "of a";
-
-/// An agent whose answers are set by the test.
-struct Played {
-    token: Mutex<String>,
-    key: KeyPair,
-    node: Mutex<String>,
-    /// Answers to `Model`, one a call; the last one stays.
-    models: Mutex<Vec<ModelResponse>>,
-    asked: Mutex<Vec<ModelRequest>>,
-    retained: Mutex<Vec<Vec<String>>>,
-    /// What it shows, and the nodes that it was given certificates of.
-    tls: Mutex<Option<Tls>>,
-    certified: Mutex<Vec<String>>,
-}
-
-impl Default for Played {
-    fn default() -> Self {
-        Self {
-            token: Mutex::new(TOKEN.to_owned()),
-            key: KeyPair::generate().expect("key"),
-            node: Mutex::default(),
-            models: Mutex::default(),
-            asked: Mutex::default(),
-            retained: Mutex::default(),
-            tls: Mutex::default(),
-            certified: Mutex::default(),
-        }
-    }
-}
-
-/// The played agent as a service.
-struct Service(Arc<Played>);
-
-#[hearth_transport::tonic::async_trait]
-impl AgentService for Service {
-    async fn identify(
-        &self,
-        _: Request<IdentifyRequest>,
-    ) -> Result<Response<IdentifyResponse>, Status> {
-        Ok(Response::new(IdentifyResponse {
-            token: self.0.token.lock().expect("token").clone(),
-            public_key: self.0.key.public_key_pem(),
-        }))
-    }
-
-    async fn certify(
-        &self,
-        request: Request<CertifyRequest>,
-    ) -> Result<Response<CertifyResponse>, Status> {
-        let request = request.into_inner();
-        let tls = self.0.tls.lock().expect("tls").clone().expect("TLS");
-        tls.adopt(&request.certificate, &self.0.key.serialize_pem())
-            .map_err(|error| Status::invalid_argument(error.to_string()))?;
-        self.0
-            .certified
-            .lock()
-            .expect("certified")
-            .push(request.node);
-        Ok(Response::new(CertifyResponse {}))
-    }
-
-    async fn profile(
-        &self,
-        _: Request<ProfileRequest>,
-    ) -> Result<Response<ProfileResponse>, Status> {
-        let node = self.0.node.lock().expect("node").clone();
-        if node.is_empty() {
-            return Err(Status::new(
-                Code::Unavailable,
-                "this node is being measured",
-            ));
-        }
-        let profile = NodeProfileSpec {
-            node,
-            memory: MemoryProfile {
-                total_bytes: 1000,
-                available_bytes: 700,
-                ..MemoryProfile::default()
-            },
-            measured_at: "2026-11-20T12:00:00Z".to_owned(),
-            ..NodeProfileSpec::default()
-        };
-        let node_profile_json = serde_json::to_string(&profile).expect("JSON");
-        Ok(Response::new(ProfileResponse { node_profile_json }))
-    }
-
-    async fn model(
-        &self,
-        request: Request<ModelRequest>,
-    ) -> Result<Response<ModelResponse>, Status> {
-        self.0
-            .asked
-            .lock()
-            .expect("asked")
-            .push(request.into_inner());
-        let mut models = self.0.models.lock().expect("models");
-        let next = models[0].clone();
-        if models.len() > 1 {
-            models.remove(0);
-        }
-        Ok(Response::new(next))
-    }
-
-    async fn retain(
-        &self,
-        request: Request<RetainRequest>,
-    ) -> Result<Response<RetainResponse>, Status> {
-        self.0
-            .retained
-            .lock()
-            .expect("retained")
-            .push(request.into_inner().keys);
-        Ok(Response::new(RetainResponse::default()))
-    }
-}
+pub(super) const TOKEN: &str = "of a";
 
 /// A cluster of one node `a`.
 #[derive(Default)]
@@ -154,11 +36,16 @@ impl AgentDirectory for Paper {
     fn node_uid(&self, node: &str) -> Option<String> {
         (node == "a").then(|| "uid-a".to_owned())
     }
-    fn profile(&self, node: &str) -> Option<NodeProfileSpec> {
+    fn is_profile_in_spec(&self, node: &str) -> bool {
+        let path = format!("/apis/hearth.dev/v1alpha1/nodeprofiles/{node}");
+        let profile = self.api.object(&path);
+        profile.is_some_and(|profile| profile.get("status").is_none())
+    }
+    fn profile(&self, node: &str) -> Option<NodeProfileStatus> {
         let profile = self
             .api
             .object(&format!("/apis/hearth.dev/v1alpha1/nodeprofiles/{node}"))?;
-        serde_json::from_value(profile["spec"].clone()).ok()
+        serde_json::from_value(profile["status"].clone()).ok()
     }
     fn held_bytes(&self, _: &str) -> u64 {
         100
@@ -201,13 +88,13 @@ fn reviewed(node: &str, pod_uid: &str) -> serde_json::Value {
     })
 }
 
-struct RolloutInput {
+struct Fixture {
     directory: Arc<Paper>,
     played: Arc<Played>,
     agents: Arc<Agents<Paper>>,
 }
 
-impl RolloutInput {
+impl Fixture {
     /// Serves the agent with the certificate that the authority made for agents, and lets the operator run.
     async fn start() -> Self {
         Self::with(TOKEN).await
@@ -274,40 +161,44 @@ async fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
 
 #[tokio::test]
 async fn a_measured_node_gets_its_profile_once() {
-    let input = RolloutInput::start().await;
+    let fixture = Fixture::start().await;
     tokio::time::sleep(Duration::from_millis(300)).await;
-    assert_eq!(input.directory.profile("a"), None, "the agent is measuring");
-    *input.played.node.lock().expect("node") = "a".to_owned();
-    until("a profile", || input.directory.profile("a")).await;
+    assert_eq!(
+        fixture.directory.profile("a"),
+        None,
+        "the agent is measuring"
+    );
+    *fixture.played.node.lock().expect("node") = "a".to_owned();
+    until("a profile", || fixture.directory.profile("a")).await;
     let path = "/apis/hearth.dev/v1alpha1/nodeprofiles/a";
-    let object = input.directory.api.object(path).expect("profile");
+    let object = fixture.directory.api.object(path).expect("profile");
     assert_eq!(
         object["metadata"]["ownerReferences"],
         json!([{"apiVersion": "v1", "kind": "Node", "name": "a", "uid": "uid-a"}])
     );
     assert_eq!(
-        object["spec"]["memory"]["availableBytes"], 800,
+        object["status"]["memory"]["availableBytes"], 800,
         "700 and the 100 that our Pods ask for"
     );
     tokio::time::sleep(Duration::from_millis(2500)).await;
-    let writes = input.directory.api.writes();
+    let writes = fixture.directory.api.writes();
     assert_eq!(
         writes
             .iter()
             .filter(|write| write.contains("nodeprofiles"))
             .count(),
-        1,
-        "{writes:?}"
+        2,
+        "the object and its status: {writes:?}"
     );
 }
 
 #[tokio::test]
 async fn an_agent_of_another_node_is_not_believed() {
-    let input = RolloutInput::start().await;
-    *input.played.node.lock().expect("node") = "b".to_owned();
+    let fixture = Fixture::start().await;
+    *fixture.played.node.lock().expect("node") = "b".to_owned();
     tokio::time::sleep(Duration::from_millis(2500)).await;
     assert!(
-        input
+        fixture
             .directory
             .api
             .writes()
@@ -318,7 +209,7 @@ async fn an_agent_of_another_node_is_not_believed() {
 
 #[tokio::test]
 async fn a_fetch_is_started_followed_and_told() {
-    let input = RolloutInput::start().await;
+    let fixture = Fixture::start().await;
     let fetching = |bytes| ModelResponse {
         state: ModelState::Fetching.into(),
         bytes,
@@ -331,7 +222,7 @@ async fn a_fetch_is_started_followed_and_told() {
         message: "the server says 404".to_owned(),
         ..ModelResponse::default()
     };
-    *input.played.models.lock().expect("models") = vec![fetching(10), fetching(500), failed];
+    *fixture.played.models.lock().expect("models") = vec![fetching(10), fetching(500), failed];
     let source = HttpSource {
         url: "http://nas.lan/m.tar".to_owned(),
         sha256: "a".repeat(64),
@@ -339,10 +230,10 @@ async fn a_fetch_is_started_followed_and_told() {
     };
     let key = source.store_key("default");
     let demo = Key::new("default", "demo");
-    input
+    fixture
         .agents
         .want(&demo, Some(&source), &["a".to_owned(), "gone".to_owned()]);
-    let view = |node: &str| input.agents.fetches(&key).remove(node);
+    let view = |node: &str| fixture.agents.fetches(&key).remove(node);
     until("half", || {
         matches!(view("a"), Some(FetchView::Fetching { bytes: 500, .. })).then_some(())
     })
@@ -354,7 +245,7 @@ async fn a_fetch_is_started_followed_and_told() {
     assert!(
         matches!(view("gone"), Some(FetchView::Unknown(why)) if why.contains("gone has no running agent"))
     );
-    let asked = input.played.asked.lock().expect("asked").clone();
+    let asked = fixture.played.asked.lock().expect("asked").clone();
     assert_eq!(
         (&*asked[0].key, &*asked[0].url),
         (&*key, "http://nas.lan/m.tar")
@@ -364,69 +255,76 @@ async fn a_fetch_is_started_followed_and_told() {
         ["10.42.0.0/24", "10.43.0.0/16", "192.168.7.1/32"]
     );
     assert_eq!((&*asked[0].holder, &asked[0].credentials), ("", &None));
-    assert!(input.directory.woken.lock().expect("woken").contains(&demo));
+    assert!(
+        fixture
+            .directory
+            .woken
+            .lock()
+            .expect("woken")
+            .contains(&demo)
+    );
 }
 
 #[tokio::test]
 async fn the_cluster_s_ranges_are_those_of_now() {
     const PATH: &str = "/apis/networking.k8s.io/v1/servicecidrs";
-    let input = RolloutInput::start().await;
-    let told = || input.agents.cluster_ranges();
+    let fixture = Fixture::start().await;
+    let told = || fixture.agents.cluster_ranges();
     let known = ["10.42.0.0/24", "10.43.0.0/16", "192.168.7.1/32"];
     assert_eq!(told(), known);
     let services = |ranges: &[&str]| {
         let list = json!({"items": [{"spec": {"cidrs": ranges}}]});
-        input.directory.api.put(PATH, list);
+        fixture.directory.api.put(PATH, list);
     };
     // The API server did not answer at the start; later a range is added, and taken away again.
     services(&["10.96.0.0/16", "10.97.0.0/16"]);
-    input.agents.read_services().await;
+    fixture.agents.read_services().await;
     assert!(told().contains(&"10.97.0.0/16".to_owned()));
     services(&["10.96.0.0/16"]);
-    input.agents.read_services().await;
+    fixture.agents.read_services().await;
     assert!(!told().contains(&"10.97.0.0/16".to_owned()));
     // What it told holds while it tells nothing.
-    input.directory.api.remove(PATH);
-    input.agents.read_services().await;
+    fixture.directory.api.remove(PATH);
+    fixture.agents.read_services().await;
     assert!(told().contains(&"10.96.0.0/16".to_owned()));
 
     // The one agent is a Pod at 127.0.0.1: Pods are outside of all of these.
     until("it is noted", || {
-        (*input.directory.outside.lock().expect("outside") == Some(1)).then_some(())
+        (*fixture.directory.outside.lock().expect("outside") == Some(1)).then_some(())
     })
     .await;
     let mut before = BTreeSet::new();
-    let mut agents = input.agents.agents();
-    input.agents.look_outside(&agents, &mut before);
+    let mut agents = fixture.agents.agents();
+    fixture.agents.look_outside(&agents, &mut before);
     assert_eq!(before, BTreeSet::from(["127.0.0.1".to_owned()]));
     agents[0].place.address = "10.42.0.7".to_owned();
-    input.agents.look_outside(&agents, &mut before);
+    fixture.agents.look_outside(&agents, &mut before);
     assert!(before.is_empty());
 }
 
 #[tokio::test]
 async fn nothing_is_dropped_before_all_is_known() {
-    let input = RolloutInput::start().await;
-    *input.played.node.lock().expect("node") = "a".to_owned();
-    until("a profile", || input.directory.profile("a")).await;
-    assert!(input.played.retained.lock().expect("retained").is_empty());
+    let fixture = Fixture::start().await;
+    *fixture.played.node.lock().expect("node") = "a".to_owned();
+    until("a profile", || fixture.directory.profile("a")).await;
+    assert!(fixture.played.retained.lock().expect("retained").is_empty());
 
-    let input = RolloutInput::start().await;
-    *input.directory.in_use.lock().expect("in use") = Some(BTreeSet::from(["k1".to_owned()]));
+    let fixture = Fixture::start().await;
+    *fixture.directory.in_use.lock().expect("in use") = Some(BTreeSet::from(["k1".to_owned()]));
     let source = HttpSource {
         url: "http://nas.lan/m.tar".to_owned(),
         sha256: "b".repeat(64),
         secret_ref: None,
     };
-    *input.played.models.lock().expect("models") = vec![ModelResponse::default()];
-    input.agents.want(
+    *fixture.played.models.lock().expect("models") = vec![ModelResponse::default()];
+    fixture.agents.want(
         &Key::new("default", "demo"),
         Some(&source),
         &["a".to_owned()],
     );
-    *input.played.node.lock().expect("node") = "a".to_owned();
+    *fixture.played.node.lock().expect("node") = "a".to_owned();
     let kept = until("a call of Retain with the wish in it", || {
-        let retained = input.played.retained.lock().expect("retained");
+        let retained = fixture.played.retained.lock().expect("retained");
         retained.iter().find(|keys| keys.len() == 2).cloned()
     })
     .await;
@@ -437,8 +335,8 @@ async fn nothing_is_dropped_before_all_is_known() {
 
 #[tokio::test]
 async fn a_secret_opens_the_url_of_its_own_namespace() {
-    let input = RolloutInput::start().await;
-    *input.played.models.lock().expect("models") = vec![ModelResponse::default()];
+    let fixture = Fixture::start().await;
+    *fixture.played.models.lock().expect("models") = vec![ModelResponse::default()];
     let source = HttpSource {
         url: "http://nas.lan/m.tar".to_owned(),
         sha256: "a".repeat(64),
@@ -453,9 +351,9 @@ async fn a_secret_opens_the_url_of_its_own_namespace() {
         "apiVersion": "v1", "kind": "Secret", "metadata": {"name": "nas"}, "type": "Opaque",
         "data": {"token": "aHVzaA=="},
     });
-    input.directory.api.put(path, secret);
+    fixture.directory.api.put(path, secret);
     for deployment in [&one, &two] {
-        input
+        fixture
             .agents
             .want(deployment, Some(&source), &["a".to_owned()]);
     }
@@ -463,20 +361,20 @@ async fn a_secret_opens_the_url_of_its_own_namespace() {
     assert_ne!(own, other);
     // The other namespace names the same URL and digest, and has no such Secret.
     until("the refusal", || {
-        let view = input.agents.fetches(&other).remove("a");
+        let view = fixture.agents.fetches(&other).remove("a");
         matches!(view, Some(FetchView::Failed(why)) if why.contains("Secret two/nas")).then_some(())
     })
     .await;
     let asked = until("a call", || {
-        input.played.asked.lock().expect("asked").first().cloned()
+        fixture.played.asked.lock().expect("asked").first().cloned()
     })
     .await;
     assert_eq!((&*asked.key, &*asked.holder), (&*own, "one/nas"));
     assert_eq!(asked.credentials.expect("credentials").token, "hush");
-    let all = input.played.asked.lock().expect("asked").clone();
+    let all = fixture.played.asked.lock().expect("asked").clone();
     assert!(all.iter().all(|asked| asked.key == own));
     assert!(
-        !input
+        !fixture
             .directory
             .api
             .writes()
@@ -487,17 +385,17 @@ async fn a_secret_opens_the_url_of_its_own_namespace() {
 
 #[tokio::test]
 async fn each_agent_is_given_a_certificate_of_its_node_and_trusted_by_that_alone() {
-    let input = RolloutInput::start().await;
-    *input.played.node.lock().expect("node") = "a".to_owned();
-    until("a profile", || input.directory.profile("a")).await;
-    assert_eq!(*input.played.certified.lock().expect("certified"), ["a"]);
+    let fixture = Fixture::start().await;
+    *fixture.played.node.lock().expect("node") = "a".to_owned();
+    until("a profile", || fixture.directory.profile("a")).await;
+    assert_eq!(*fixture.played.certified.lock().expect("certified"), ["a"]);
 
     // A new operator finds the agent with its certificate and renews it by that.
-    let [first, second] = [&input, &input].map(|input| {
-        let authority = Arc::clone(&input.agents.authority);
-        let client = input.directory.api.client();
-        let mut agents = Agents::new(client, authority, input.directory.clone(), &settings());
-        agents.port = input.agents.port;
+    let [first, second] = [&fixture, &fixture].map(|fixture| {
+        let authority = Arc::clone(&fixture.agents.authority);
+        let client = fixture.directory.api.client();
+        let mut agents = Agents::new(client, authority, fixture.directory.clone(), &settings());
+        agents.port = fixture.agents.port;
         agents
     });
     let agent = first.agents().remove(0);
@@ -508,7 +406,7 @@ async fn each_agent_is_given_a_certificate_of_its_node_and_trusted_by_that_alone
         called.await
     };
     assert!(profile(first, agent.clone()).await.is_ok());
-    assert_eq!(input.played.certified.lock().expect("certified").len(), 2);
+    assert_eq!(fixture.played.certified.lock().expect("certified").len(), 2);
     // Who has the certificate of node a is not node b, wherever it answers.
     let impostor = Agent {
         place: place("b", "uid-b"),
@@ -516,18 +414,18 @@ async fn each_agent_is_given_a_certificate_of_its_node_and_trusted_by_that_alone
     };
     let error = profile(second, impostor).await.expect_err("an impostor");
     assert!(error.contains("node.agent.hearth"), "{error}");
-    assert_eq!(input.played.certified.lock().expect("certified").len(), 2);
+    assert_eq!(fixture.played.certified.lock().expect("certified").len(), 2);
 }
 
 #[tokio::test]
 async fn who_has_the_first_certificate_and_another_node_s_token_gets_nothing() {
     // All that a compromised node b has, at the address of node a's agent, which would be called for the first time.
     for (token, words) in [("of b", "of another Pod"), ("guessed", "unknown token")] {
-        let input = RolloutInput::with(token).await;
-        *input.played.node.lock().expect("node") = "a".to_owned();
-        *input.played.models.lock().expect("models") = vec![ModelResponse::default()];
-        let agent = input.agents.agents().remove(0);
-        let called = input.agents.call(&agent, |mut stub| async move {
+        let fixture = Fixture::with(token).await;
+        *fixture.played.node.lock().expect("node") = "a".to_owned();
+        *fixture.played.models.lock().expect("models") = vec![ModelResponse::default()];
+        let agent = fixture.agents.agents().remove(0);
+        let called = fixture.agents.call(&agent, |mut stub| async move {
             stub.profile(timed(ProfileRequest {})).await
         });
         let error = called.await.expect_err("an impostor");
@@ -536,25 +434,32 @@ async fn who_has_the_first_certificate_and_another_node_s_token_gets_nothing() {
             "{token}: {error}"
         );
         tokio::time::sleep(Duration::from_millis(2500)).await;
-        assert!(input.played.certified.lock().expect("certified").is_empty());
-        assert_eq!(input.directory.profile("a"), None);
+        assert!(
+            fixture
+                .played
+                .certified
+                .lock()
+                .expect("certified")
+                .is_empty()
+        );
+        assert_eq!(fixture.directory.profile("a"), None);
         // As soon as it is the node's own, all is well: nothing stuck.
-        *input.played.token.lock().expect("token") = TOKEN.to_owned();
-        until("a profile", || input.directory.profile("a")).await;
-        assert_eq!(*input.played.certified.lock().expect("certified"), ["a"]);
+        *fixture.played.token.lock().expect("token") = TOKEN.to_owned();
+        until("a profile", || fixture.directory.profile("a")).await;
+        assert_eq!(*fixture.played.certified.lock().expect("certified"), ["a"]);
     }
 }
 
 #[tokio::test]
 async fn an_agent_that_begins_anew_is_certified_again_and_calls_nobody() {
-    let input = RolloutInput::start().await;
-    *input.played.node.lock().expect("node") = "a".to_owned();
-    until("a profile", || input.directory.profile("a")).await;
+    let fixture = Fixture::start().await;
+    *fixture.played.node.lock().expect("node") = "a".to_owned();
+    until("a profile", || fixture.directory.profile("a")).await;
     // What all agents begin with, and what this one was given, open no door: not even that of an agent.
     let path = format!("/api/v1/namespaces/hearth-system/secrets/{AGENT_SECRET}");
-    let text = |name: &str| input.directory.api.secret_text(&path, name);
+    let text = |name: &str| fixture.directory.api.secret_text(&path, name);
     let key = KeyPair::generate().expect("key");
-    let given = input
+    let given = fixture
         .agents
         .authority
         .agent("a", &key.public_key_pem(), Timestamp::now())
@@ -573,25 +478,25 @@ async fn an_agent_that_begins_anew_is_certified_again_and_calls_nobody() {
             tls: Some(tls),
             ..ClientOptions::default()
         };
-        let agent = input.agents.agents().remove(0);
+        let agent = fixture.agents.agents().remove(0);
         let worker = Clients::new(options)
             .worker(&agent.endpoint)
             .expect("worker");
         let request = RetainRequest { keys: Vec::new() };
         assert!(worker.agent().retain(request).await.is_err());
     }
-    assert!(input.played.retained.lock().expect("retained").is_empty());
+    assert!(fixture.played.retained.lock().expect("retained").is_empty());
 
     // Its process begins anew, at the same address.
     let played = Arc::new(Played::default());
     *played.node.lock().expect("node") = "a".to_owned();
     *played.models.lock().expect("models") = vec![ModelResponse::default()];
-    let address = serve_agent(&input.directory.api, played.clone());
+    let address = serve_agent(&fixture.directory.api, played.clone());
     let agent = Agent {
         place: place("a", "uid-a"),
         endpoint: address.to_string().parse().expect("endpoint"),
     };
-    let called = input.agents.call(&agent, |mut stub| async move {
+    let called = fixture.agents.call(&agent, |mut stub| async move {
         stub.profile(timed(ProfileRequest {})).await
     });
     assert!(called.await.is_ok());

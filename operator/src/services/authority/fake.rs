@@ -147,45 +147,65 @@ impl FakeApi {
             _ => path.to_owned(),
         };
         state.writes.push(format!("{method} {path}"));
-        let version = state
-            .objects
-            .get(&path)
-            .map(|object| object["metadata"]["resourceVersion"].clone());
-        match (method, version) {
-            (&Method::POST, Some(_)) => return refusal(StatusCode::CONFLICT, "AlreadyExists"),
-            (&Method::PUT, None) => return refusal(StatusCode::NOT_FOUND, "NotFound"),
-            // A uid that is applied is a precondition: of another object, or of none.
-            (&Method::PATCH, _)
-                if !object["metadata"]["uid"].is_null()
-                    && state
-                        .objects
-                        .get(&path)
-                        .map(|there| &there["metadata"]["uid"])
-                        != Some(&object["metadata"]["uid"]) =>
-            {
-                return refusal(StatusCode::CONFLICT, "Conflict");
-            }
-            (&Method::PUT, Some(version)) if version != object["metadata"]["resourceVersion"] => {
-                return refusal(StatusCode::CONFLICT, "Conflict");
-            }
-            _ => {}
+        if let Some(path) = path.strip_suffix("/status") {
+            return state.put_status(path, &object);
         }
-        state.version += 1;
-        object["metadata"]["resourceVersion"] = json!(state.version.to_string());
-        if object["metadata"]["uid"].is_null() {
-            let before = state
-                .objects
-                .get(&path)
-                .map(|there| there["metadata"]["uid"].clone());
-            let made = json!(format!("made-{}", state.version));
-            object["metadata"]["uid"] = before.filter(|uid| !uid.is_null()).unwrap_or(made);
+        if let Some(reason) = state.conflict(method, &path, &object) {
+            return reason;
         }
-        state.objects.insert(path, object.clone());
-        (StatusCode::OK, object)
+        (StatusCode::OK, state.put(path, object))
     }
 }
 
 impl State {
+    /// What the API server refuses: a name taken, an object gone, or one that changed meanwhile.
+    fn conflict(&self, method: &Method, path: &str, object: &Value) -> Option<(StatusCode, Value)> {
+        let there = self.objects.get(path);
+        let of = |key: &str| there.map(|there| &there["metadata"][key]);
+        let differs = |key: &str| of(key) != Some(&object["metadata"][key]);
+        match *method {
+            Method::POST if there.is_some() => Some(refusal(StatusCode::CONFLICT, "AlreadyExists")),
+            Method::PUT if there.is_none() => Some(refusal(StatusCode::NOT_FOUND, "NotFound")),
+            Method::PUT if differs("resourceVersion") => {
+                Some(refusal(StatusCode::CONFLICT, "Conflict"))
+            }
+            // A uid that is applied is a precondition: of another object, or of none.
+            Method::PATCH if !object["metadata"]["uid"].is_null() && differs("uid") => {
+                Some(refusal(StatusCode::CONFLICT, "Conflict"))
+            }
+            _ => None,
+        }
+    }
+
+    /// Stores an object with the uid and the status of the one before it.
+    fn put(&mut self, path: String, mut object: Value) -> Value {
+        self.version += 1;
+        object["metadata"]["resourceVersion"] = json!(self.version.to_string());
+        let there = self.objects.get(&path);
+        if object["metadata"]["uid"].is_null() {
+            let before = there.map(|there| there["metadata"]["uid"].clone());
+            let made = json!(format!("made-{}", self.version));
+            object["metadata"]["uid"] = before.filter(|uid| !uid.is_null()).unwrap_or(made);
+        }
+        if let Some(status) = there.and_then(|there| there.get("status")) {
+            object["status"] = status.clone();
+        }
+        self.objects.insert(path, object.clone());
+        object
+    }
+
+    /// The status alone is written, of an object that is there.
+    fn put_status(&mut self, path: &str, object: &Value) -> (StatusCode, Value) {
+        self.version += 1;
+        let version = self.version.to_string();
+        let Some(there) = self.objects.get_mut(path) else {
+            return refusal(StatusCode::NOT_FOUND, "NotFound");
+        };
+        there["status"] = object["status"].clone();
+        there["metadata"]["resourceVersion"] = json!(version);
+        (StatusCode::OK, there.clone())
+    }
+
     fn review(&self, asked: &Value) -> Value {
         let token = asked["spec"]["token"].as_str().expect("token");
         let status = self.tokens.get(token).cloned();

@@ -49,7 +49,7 @@ pub(super) struct Facts {
 }
 
 impl Facts {
-    /// Reads the first certificate of a PEM text; none when there is none that can be read.
+    /// Reads the first certificate of a PEM text; `None` when no certificate can be read.
     pub(super) fn read(pem: &str) -> Option<Self> {
         let (_, pem) = parse_x509_pem(pem.as_bytes()).ok()?;
         let certificate = pem.parse_x509().ok()?;
@@ -87,7 +87,7 @@ fn dns_name(name: &GeneralName<'_>) -> Option<String> {
 }
 
 impl Pair {
-    /// Reads a pair; none when the certificate cannot be read or the key is of another one.
+    /// Reads a pair; `None` when the certificate cannot be read or the key is of another one.
     pub(super) fn read(certificate: &str, key: &str) -> Option<Self> {
         let pair = KeyPair::from_pem(key).ok()?;
         let (_, pem) = parse_x509_pem(certificate.as_bytes()).ok()?;

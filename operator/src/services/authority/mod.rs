@@ -61,9 +61,9 @@ pub(crate) struct Authority {
     client: Client,
     settings: Arc<Settings>,
     /// The operator's Deployment, so that its removal removes the agents' certificate, and the authority unless that is to
-    /// be kept; none when it could not be found.
+    /// be kept; `None` when it could not be found.
     owner: Option<OwnerReference>,
-    /// As last read; none before the first read.
+    /// As last read; `None` before the first read.
     keys: tokio::sync::Mutex<Option<Arc<Keys>>>,
     /// What is known of deployments' Secrets, by namespace and name.
     known: Mutex<BTreeMap<String, Known>>,

@@ -32,7 +32,7 @@ pub(super) struct Keys {
 }
 
 impl Keys {
-    /// Reads the Secret; none when it does not hold what it should.
+    /// Reads the Secret; `None` when it does not hold what it should.
     pub(super) fn read(secret: &Secret) -> Option<Self> {
         let pair = |certificate, key| match (text(secret, certificate), text(secret, key)) {
             (Some(certificate), Some(key)) => Pair::read(&certificate, &key),
@@ -125,7 +125,7 @@ pub(super) struct StoredLeaf {
 }
 
 impl StoredLeaf {
-    /// Reads the Secret; none when it does not hold a certificate with its key.
+    /// Reads the Secret; `None` when it does not hold a certificate with its key.
     pub(super) fn read(secret: &Secret) -> Option<Self> {
         let pair = Pair::read(&text(secret, "tls.crt")?, &text(secret, "tls.key")?)?;
         let leaf = Leaf {

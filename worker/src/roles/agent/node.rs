@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use hearth_crds::NodeProfileSpec;
+use hearth_crds::NodeProfileStatus;
 use hearth_profiler::{Kept, Measured, ProfileOptions, Scope, hardware, observe, take_rates};
 use tonic::Status;
 
@@ -63,7 +63,7 @@ impl Node {
     ///
     /// # Errors
     /// UNAVAILABLE while there are no rates yet, or when they could not be measured.
-    pub(super) async fn profile(self: &Arc<Self>) -> Result<NodeProfileSpec, Status> {
+    pub(super) async fn profile(self: &Arc<Self>) -> Result<NodeProfileStatus, Status> {
         let node = Arc::clone(self);
         let observed = tokio::task::spawn_blocking(move || observe(&node.options));
         let Measured {
@@ -129,7 +129,7 @@ impl Node {
         });
     }
 
-    async fn ask(&self) -> Result<NodeProfileSpec, String> {
+    async fn ask(&self) -> Result<NodeProfileStatus, String> {
         let name = self.options.node.as_deref().unwrap_or_default();
         let disk = self.options.disk.as_deref().unwrap_or(Path::new("/"));
         let arguments = [
@@ -148,7 +148,7 @@ impl Node {
     }
 
     /// The measured node in a line.
-    fn words(&self, profile: &NodeProfileSpec) -> String {
+    fn words(&self, profile: &NodeProfileStatus) -> String {
         let summary = hearth_profiler::summary(profile);
         let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
         summary.lines().map(words).collect::<Vec<_>>().join("; ")

@@ -1,0 +1,176 @@
+//! What an `InferencePlan` was made from, fixed with it, and what became of it, in its status.
+//!
+//! Plans of earlier versions say both in annotations, which a `kubectl replace` loses.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// What a plan was made from.
+///
+/// The deployment's spec and the model's facts are kept as they were written, fields of other versions included.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct PlanInputs {
+    /// Digest of the spec, as far as a plan follows from it, and of the model's facts.
+    pub digest: String,
+    /// The deployment's spec, its URLs without secrets. The plan's Pods are built from it.
+    #[cfg_attr(
+        feature = "kube",
+        schemars(schema_with = "crate::plan_record::any_object")
+    )]
+    pub deployment_spec: Value,
+    /// Facts of the model.
+    #[cfg_attr(
+        feature = "kube",
+        schemars(schema_with = "crate::plan_record::any_object")
+    )]
+    pub model_facts: Value,
+    /// Nodes that have the model; empty: every node.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub model_nodes: Vec<String>,
+    /// Digest of the model's source.
+    pub source_digest: String,
+    /// Name of a fetched model in the nodes' stores; unset for other sources.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model_key: Option<String>,
+    /// Nodes that are left out because they refused workers of earlier plans.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(feature = "kube", schemars(length(max = 64)))]
+    #[cfg_attr(feature = "kube", x_kube(merge_strategy = ListMerge::Map(vec!["node".into()])))]
+    pub refusals: Vec<NodeRefusal>,
+    /// The plan that was given up, where this one is the plan before it with the number of workers that is asked for now.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub instead_of: Option<GivenUpPlan>,
+}
+
+/// A plan that was given up.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct GivenUpPlan {
+    /// Its generation.
+    pub generation: u64,
+    /// Digest of what it was made for, apart from numbers of workers.
+    pub digest: String,
+    /// Its worker image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub worker_image: Option<String>,
+    /// Why it was given up.
+    pub message: String,
+}
+
+/// A node that refused workers.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct NodeRefusal {
+    /// The node's name.
+    pub node: String,
+    /// Who refused which worker, and the words.
+    pub message: String,
+}
+
+/// What became of a plan.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct InferencePlanStatus {
+    /// Serving once all its ranks were ready, Failed when it was given up; unset before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub outcome: Option<String>,
+    /// Why it was given up.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub message: Option<String>,
+    /// Why it keeps no other deployment from another worker image though it does not serve: a reason that is no image's
+    /// fault. Empty or unset: it does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub passes_turn: Option<String>,
+    /// Pods that ended as a whole and were made again.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", schemars(length(max = 256)))]
+    #[cfg_attr(feature = "kube", x_kube(merge_strategy = ListMerge::Map(vec!["name".into()])))]
+    pub ended_pods: Option<Vec<EndedPod>>,
+    /// The newest spec that the plan serves as it is; unset: the one that it was made for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub serves: Option<ServedSpec>,
+}
+
+/// Pods of one name that have ended.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct EndedPod {
+    /// The Pod's name.
+    pub name: String,
+    /// Uid of the last of them.
+    pub uid: String,
+    /// How many, one after the other.
+    pub times: u32,
+    /// When the first was noted, in seconds since 1970.
+    pub first_seconds: i64,
+    /// Whether a container of one of them ever ran.
+    pub has_run: bool,
+}
+
+/// A spec that leads to a plan like the one that is there.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct ServedSpec {
+    /// Digest, as that of the plan's inputs.
+    pub digest: String,
+    /// The deployment's spec, its URLs without secrets. The plan's Pods are built from it.
+    #[cfg_attr(
+        feature = "kube",
+        schemars(schema_with = "crate::plan_record::any_object")
+    )]
+    pub deployment_spec: Value,
+}
+
+impl InferencePlanStatus {
+    /// Takes what `other` sets.
+    pub fn merge(&mut self, other: Self) {
+        let Self {
+            outcome,
+            message,
+            passes_turn,
+            ended_pods,
+            serves,
+        } = other;
+        self.outcome = outcome.or(self.outcome.take());
+        self.message = message.or(self.message.take());
+        self.passes_turn = passes_turn.or(self.passes_turn.take());
+        self.ended_pods = ended_pods.or(self.ended_pods.take());
+        self.serves = serves.or(self.serves.take());
+    }
+}
+
+/// An object of any fields, which the API server keeps as they are.
+#[cfg(feature = "kube")]
+pub(crate) fn any_object(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+    schemars::json_schema!({"type": "object", "x-kubernetes-preserve-unknown-fields": true})
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_set_later_counts_and_the_rest_stays() {
+        let told = |text: &str| Some(text.to_owned());
+        let mut status = InferencePlanStatus {
+            outcome: told("Serving"),
+            passes_turn: told("MountFailed"),
+            ..InferencePlanStatus::default()
+        };
+        status.merge(InferencePlanStatus {
+            passes_turn: told(""),
+            message: told("why"),
+            ..InferencePlanStatus::default()
+        });
+        assert_eq!(status.outcome, told("Serving"));
+        assert_eq!(status.passes_turn, told(""));
+        assert_eq!(status.message, told("why"));
+    }
+}

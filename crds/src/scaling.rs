@@ -1,0 +1,112 @@
+//! Who may change the number of workers of a pool, and within which bounds.
+
+use serde::{Deserialize, Serialize};
+
+#[cfg(feature = "kube")]
+use crate::rules;
+
+/// Who may change `replicas` of a pool, and within which bounds.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[cfg_attr(
+    feature = "kube",
+    x_kube(
+        validation = Rule::new("(has(self.mode) && self.mode != 'Static') || (!has(self.minReplicas) && !has(self.maxReplicas))")
+            .message("remove minReplicas and maxReplicas: with mode Static the number is that of replicas. In a cluster, mode External keeps an autoscaler's number within them"),
+        validation = Rule::new(rules::MIN_UP_TO_MAX).message(rules::MIN_UP_TO_MAX_SAYS).field_path(".minReplicas"),
+    )
+)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct ScalingSpec {
+    /// Static: replicas is what its author wrote, and nothing in the cluster is expected to change it. External: an autoscaler
+    /// changes it, such as a HorizontalPodAutoscaler or KEDA, for decode through the scale subresource of the deployment, for
+    /// prefill through that of the InferencePoolScaler NAME-prefill, which the operator makes. Auto: Hearth itself, between
+    /// minReplicas and maxReplicas; this engine does not yet, and refuses it.
+    #[serde(default)]
+    #[cfg_attr(feature = "kube", schemars(extend("maxLength" = 16)))]
+    #[cfg_attr(
+        feature = "kube",
+        x_kube(validation = Rule::new("self != 'Auto'").message("this engine does not scale by itself: write Static and the number in replicas; in a cluster, External lets an autoscaler change it"))
+    )]
+    pub mode: ScalingMode,
+    /// The fewest workers, whatever the autoscaler asks for. By default 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", schemars(range(min = 0, max = 64)))]
+    #[cfg_attr(
+        feature = "kube",
+        x_kube(validation = Rule::new("self >= 1 && self <= 64").message("write 1 to 64 workers: this engine keeps at least one worker of a pool"))
+    )]
+    pub min_replicas: Option<u32>,
+    /// The most workers, whatever the autoscaler asks for. By default 64.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", schemars(range(min = 0, max = 64)))]
+    #[cfg_attr(
+        feature = "kube",
+        x_kube(validation = Rule::new("self >= 1 && self <= 64").message("write 1 to 64 workers"))
+    )]
+    pub max_replicas: Option<u32>,
+}
+
+/// Who may change the number of workers of a pool.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+pub enum ScalingMode {
+    /// Whoever writes the deployment.
+    #[default]
+    Static,
+    /// Hearth.
+    Auto,
+    /// An autoscaler of the cluster.
+    External,
+}
+
+impl ScalingSpec {
+    /// The number within the bounds that is nearest to `replicas`; at least 1.
+    pub fn bounded(&self, replicas: u32) -> u32 {
+        let at_least = replicas.max(self.min_replicas.unwrap_or(1));
+        at_least.min(self.max_replicas.unwrap_or(u32::MAX)).max(1)
+    }
+}
+
+/// Workers to plan for.
+pub(crate) fn planned(replicas: Option<u32>, scaling: Option<&ScalingSpec>) -> u32 {
+    match scaling {
+        None => replicas.unwrap_or(1).max(1),
+        Some(scaling) => scaling.bounded(replicas.unwrap_or(1)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_is_kept_within_the_bounds_that_are_written() {
+        let scaling = |min_replicas, max_replicas| ScalingSpec {
+            mode: ScalingMode::External,
+            min_replicas,
+            max_replicas,
+        };
+        for (min, max, asked, kept) in [
+            (None, None, 40, 40),
+            (None, None, 0, 1),
+            (Some(2), Some(4), 1, 2),
+            (Some(2), Some(4), 3, 3),
+            (Some(2), Some(4), 1000, 4),
+            (None, Some(4), 5, 4),
+            (Some(3), None, 1, 3),
+            // Admission refuses them; here they must not panic.
+            (Some(4), Some(2), 3, 2),
+            (Some(0), Some(0), 3, 1),
+        ] {
+            assert_eq!(
+                scaling(min, max).bounded(asked),
+                kept,
+                "{min:?} {max:?} {asked}"
+            );
+        }
+        assert_eq!(planned(None, Some(&scaling(Some(2), None))), 2);
+        assert_eq!(planned(Some(3), None), 3);
+        assert_eq!(planned(None, None), 1);
+    }
+}

@@ -1,0 +1,93 @@
+//! The spec that is acted on, and the object by which an autoscaler changes the number of prefill workers.
+//!
+//! The number of decode workers is in the deployment, where its scale subresource writes it. That of prefill workers whose
+//! mode is External is in an `InferencePoolScaler`, which is made with a number once. From then on the scaler has the number,
+//! and that of the deployment counts no more; nobody but its autoscaler writes it.
+
+use std::borrow::Cow;
+use std::sync::Arc;
+
+use hearth_crds::{
+    InferenceDeployment, InferenceDeploymentSpec, InferenceDeploymentStatus,
+    InferencePoolScalerStatus, PlanRole, ScalingMode,
+};
+use kube_core::ResourceExt;
+
+use crate::build::{BuildContext, prefill_scaler, role_selector};
+use crate::choose::in_force;
+use crate::decision::ScalerStep;
+use crate::observed::Observed;
+use crate::plan_record::spec_of_plan;
+
+/// The same with the spec that is acted on: in today's words, and with the number of prefill workers that their scaler has.
+/// Whether it is valid is decided before, of the spec as it was written.
+pub(crate) fn resolved(observed: &Observed) -> Cow<'_, Observed> {
+    let written = &*observed.deployment;
+    let mut spec = written.spec.clone().translated();
+    if is_external(&spec) {
+        spec.prefill.replicas = asked(observed).or(spec.prefill.replicas);
+    }
+    if spec == written.spec {
+        return Cow::Borrowed(observed);
+    }
+    let deployment = InferenceDeployment {
+        spec,
+        ..written.clone()
+    };
+    Cow::Owned(Observed {
+        deployment: Arc::new(deployment),
+        ..observed.clone()
+    })
+}
+
+/// What becomes of the scaler of a deployment that is valid; `None`: nothing, it is as it should be.
+pub(crate) fn step(observed: &Observed, status: &InferenceDeploymentStatus) -> Option<ScalerStep> {
+    let deployment = &observed.deployment;
+    let scaler = observed.scaler.as_ref();
+    let Some(scaler) = scaler.filter(|_| is_external(&deployment.spec)) else {
+        if !is_external(&deployment.spec) {
+            return scaler.map(|scaler| ScalerStep::Remove {
+                name: scaler.name.clone(),
+                uid: scaler.uid.clone(),
+            });
+        }
+        let context = BuildContext {
+            settings: &observed.settings,
+            deployment,
+            model_key: None,
+        };
+        let replicas = deployment.spec.prefill.planned_replicas();
+        return Some(ScalerStep::Create(Box::new(prefill_scaler(
+            &context, replicas,
+        ))));
+    };
+    let name = PlanRole::Prefill.as_str();
+    let mut pools = status.pool_statuses.iter();
+    let pool = pools.find(|pool| pool.name == name);
+    let wanted = InferencePoolScalerStatus {
+        observed_generation: scaler.generation,
+        replicas: pool.map_or(0, |pool| pool.replicas),
+        desired_replicas: deployment.spec.prefill.planned_replicas(),
+        selector: role_selector(&deployment.name_any(), PlanRole::Prefill),
+    };
+    (scaler.status.as_ref() != Some(&wanted)).then(|| ScalerStep::Status {
+        name: scaler.name.clone(),
+        uid: scaler.uid.clone(),
+        status: wanted,
+    })
+}
+
+fn is_external(spec: &InferenceDeploymentSpec) -> bool {
+    let scaling = spec.prefill.scaling.as_ref();
+    scaling.is_some_and(|scaling| scaling.mode == ScalingMode::External)
+}
+
+/// The number of prefill workers that their scaler asks for. Of a scaler that is not seen, since somebody deleted it or the
+/// operator may not see it, the number in force stays: a pool under load does not shrink for that.
+fn asked(observed: &Observed) -> Option<u32> {
+    if let Some(scaler) = &observed.scaler {
+        return Some(scaler.replicas);
+    }
+    let spec = spec_of_plan(&*in_force(observed)?)?;
+    spec.prefill.replicas.filter(|_| is_external(&spec))
+}

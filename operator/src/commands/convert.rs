@@ -1,0 +1,383 @@
+//! `hearth convert`: writes InferenceDeployments in today's words, in a cluster before `helm upgrade`, or in a file.
+//!
+//! In a cluster the definition comes first, since an older one would prune the new fields. Whoever owned a field before
+//! (helm, `kubectl apply`) owns its successor: this command leaves no trace in `managedFields` that a later apply would
+//! conflict with.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, anyhow, bail};
+use clap::Args;
+use hearth_crds::{
+    Conversion, InferenceDeployment, InferenceDeploymentSpec, ParseError, Target, crds,
+    validate_deployment,
+};
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube::api::{Api, ApiResource, DynamicObject, ListParams, Patch, PatchParams};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+use crate::cluster::client;
+use crate::telemetry::Telemetry;
+use crate::terminal::ui;
+
+const EXAMPLES: &str = "Examples:\n  hearth convert --dry-run\n  hearth convert && helm upgrade hearth charts/hearth -n hearth-system\n  hearth convert -f old.yaml > new.yaml";
+/// Name of the definition that the objects are of.
+const DEFINITION: &str = "inferencedeployments.hearth.dev";
+/// Who writes, until the fields are given to whoever had them before.
+const MANAGER: &str = "hearth-convert";
+/// How long the API server may take to serve a definition that it was given.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// And how often it is asked.
+const PACE: Duration = Duration::from_millis(500);
+
+/// Arguments of `hearth convert`.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct ConvertArgs {
+    /// Convert this file instead of a cluster's objects, and print it; - reads standard input
+    #[arg(short = 'f', long = "file", value_name = "FILE")]
+    file: Option<PathBuf>,
+    /// Convert the objects of this namespace. By default those of all namespaces
+    #[arg(short, long, conflicts_with = "file")]
+    namespace: Option<String>,
+    /// Say what would change, and change nothing
+    #[arg(long, conflicts_with = "file")]
+    dry_run: bool,
+}
+
+/// Converts, and says what changed and what only a person can decide.
+pub(crate) fn run(args: &ConvertArgs) -> anyhow::Result<()> {
+    match &args.file {
+        Some(file) => convert_file(file),
+        None => tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()?
+            .block_on(convert_cluster(args)),
+    }
+}
+
+/// Prints the documents of a file; others than InferenceDeployments stay as they are.
+fn convert_file(file: &Path) -> anyhow::Result<()> {
+    let text = match file.to_str() {
+        Some("-") => {
+            std::io::read_to_string(std::io::stdin()).context("standard input cannot be read")
+        }
+        _ => std::fs::read_to_string(file).with_context(|| {
+            format!(
+                "{} cannot be read\n  name a file of InferenceDeployments with -f",
+                file.display()
+            )
+        }),
+    }?;
+    let mut documents = Vec::new();
+    let mut is_changed = false;
+    for document in serde_norway::Deserializer::from_str(&text) {
+        let mut object = Value::deserialize(document)
+            .map_err(|error| anyhow!("the file is not YAML: {error}\n  check the indentation and the colons at that place"))?;
+        if object["kind"] == "InferenceDeployment" {
+            let found = Found::of(&object)?;
+            found.report("");
+            is_changed |= !found.conversion.is_empty();
+            merge(&mut object["spec"], &Value::Object(found.conversion.patch));
+        }
+        if !object.is_null() {
+            documents.push(serde_norway::to_string(&object)?);
+        }
+    }
+    if is_changed {
+        ui::say("comments of the file are not kept");
+        return ui::print_data(&documents.join("---\n"));
+    }
+    ui::print_data(&text)
+}
+
+/// One object, what changes, and what is refused then.
+struct Found {
+    name: String,
+    conversion: Conversion,
+    refused: Vec<String>,
+}
+
+impl Found {
+    fn of(object: &Value) -> anyhow::Result<Self> {
+        let text = |field: &str| object["metadata"][field].as_str();
+        let name = text("name").unwrap_or("without a name").to_owned();
+        let shown = match text("namespace") {
+            Some(namespace) => format!("{namespace}/{name}"),
+            None => name.clone(),
+        };
+        let read = |spec: &Value| serde_json::from_value::<InferenceDeploymentSpec>(spec.clone());
+        let unreadable = || format!("{shown} cannot be read\n  correct its spec, then convert it");
+        let spec = read(&object["spec"]).with_context(unreadable)?;
+        let conversion = Conversion::of(&spec)?;
+        let mut converted = object["spec"].clone();
+        merge(&mut converted, &Value::Object(conversion.patch.clone()));
+        let mut bare = InferenceDeployment::new(&name, read(&converted).with_context(unreadable)?);
+        bare.metadata.namespace = text("namespace").map(str::to_owned);
+        let refused = match validate_deployment(&bare, Target::Cluster) {
+            Ok(()) => Vec::new(),
+            Err(ParseError::Fields(fields)) => fields.iter().map(ToString::to_string).collect(),
+            Err(other) => bail!(other),
+        };
+        Ok(Self {
+            name: shown,
+            conversion,
+            refused,
+        })
+    }
+
+    /// Says what changes, `would` or not, and what is left to its author.
+    fn report(&self, would: &str) {
+        let (old, new) = (&self.conversion.removed, &self.conversion.added);
+        if !self.conversion.is_empty() {
+            ui::say(format_args!(
+                "{}: {would}{} → {}",
+                self.name,
+                old.join(", "),
+                new.join(", ")
+            ));
+        }
+        for refusal in &self.refused {
+            ui::say(format_args!(
+                "{}: only its author can decide this: {refusal}",
+                self.name
+            ));
+        }
+    }
+}
+
+async fn convert_cluster(args: &ConvertArgs) -> anyhow::Result<()> {
+    let client = client::connect(Arc::new(Telemetry::new())).await?;
+    let definitions = ApiResource::erase::<CustomResourceDefinition>(&());
+    let definitions = Api::<DynamicObject>::all_with(client.clone(), &definitions);
+    let definition = definitions.get_opt(DEFINITION).await;
+    let definition = definition.context("the cluster's definitions cannot be read")?;
+    let Some(definition) = definition else {
+        ui::say("this cluster has no InferenceDeployments: there is nothing to convert");
+        return Ok(());
+    };
+    let kind = ApiResource::erase::<InferenceDeployment>(&());
+    let all = match &args.namespace {
+        Some(namespace) => Api::namespaced_with(client.clone(), namespace, &kind),
+        None => Api::<DynamicObject>::all_with(client.clone(), &kind),
+    };
+    let objects = all.list(&ListParams::default()).await;
+    let mut pending = Vec::new();
+    for object in objects.context("the InferenceDeployments cannot be listed")? {
+        let found = Found::of(&serde_json::to_value(&object)?)?;
+        found.report(if args.dry_run { "would change " } else { "" });
+        if !found.conversion.is_empty() {
+            pending.push((object, found));
+        }
+    }
+    if pending.is_empty() {
+        ui::say("no InferenceDeployment has a deprecated field that can be converted");
+        return Ok(());
+    }
+    if args.dry_run {
+        ui::say("--dry-run: nothing was changed");
+        return Ok(());
+    }
+    update_definition(&definitions, &definition).await?;
+    for (object, found) in &pending {
+        let namespace = object.metadata.namespace.as_deref().unwrap_or_default();
+        let api = Api::namespaced_with(client.clone(), namespace, &kind);
+        write(&api, object, found).await?;
+    }
+    ui::say(format_args!(
+        "converted {} of them; convert the manifests that they come from too: hearth convert -f FILE",
+        pending.len()
+    ));
+    Ok(())
+}
+
+/// Gives the cluster this version's definition of the objects, in the name of whoever owns it.
+async fn update_definition(
+    definitions: &Api<DynamicObject>,
+    current: &DynamicObject,
+) -> anyhow::Result<()> {
+    let wanted = crds()
+        .into_iter()
+        .find(|crd| crd.metadata.name.as_deref() == Some(DEFINITION));
+    let wanted = serde_json::to_value(wanted.context("this program has no such definition")?)?;
+    let versions = &wanted["spec"]["versions"];
+    let spec_of =
+        |versions: &Value| versions[0]["schema"]["openAPIV3Schema"]["properties"]["spec"].clone();
+    let (there, here) = (
+        spec_of(&current.data["spec"]["versions"]),
+        spec_of(versions),
+    );
+    // A field of the spec never leaves the schema.
+    if let Some(field) = unknown(&there, &here, "spec") {
+        bail!(
+            "the cluster's definition is newer than this program: it has {field}\n  run hearth convert of that version or a newer one"
+        );
+    }
+    let change = json!({"spec": {"versions": versions}});
+    let changed = patched(definitions, DEFINITION, &change, false).await;
+    let changed = changed.context("the definition cannot be updated")?;
+    let managers = serde_json::to_value(&current.metadata.managed_fields)?;
+    give_back(definitions, &changed, managers).await
+}
+
+/// The first field that `there` has and `here` has not.
+fn unknown(there: &Value, here: &Value, path: &str) -> Option<String> {
+    let known = here["properties"].as_object();
+    let properties = there["properties"].as_object();
+    properties.into_iter().flatten().find_map(|(name, schema)| {
+        let path = format!("{path}.{name}");
+        match known.and_then(|known| known.get(name)) {
+            Some(known) => unknown(schema, known, &path),
+            None => Some(path),
+        }
+    })
+}
+
+/// Writes one object once the API server keeps its new fields.
+async fn write(
+    api: &Api<DynamicObject>,
+    object: &DynamicObject,
+    found: &Found,
+) -> anyhow::Result<()> {
+    let name = object.metadata.name.as_deref().unwrap_or_default();
+    let shown = &found.name;
+    let change = json!({
+        "metadata": {"resourceVersion": object.metadata.resource_version},
+        "spec": found.conversion.patch,
+    });
+    let cannot = || format!("{shown} cannot be converted\n  run hearth convert again");
+    let deadline = tokio::time::Instant::now() + PATIENCE;
+    loop {
+        let tried = patched(api, name, &change, true).await;
+        if keeps(&tried.with_context(cannot)?, found) {
+            break;
+        }
+        if tokio::time::Instant::now() > deadline {
+            bail!(
+                "{shown} was not converted: the API server does not serve the new definition yet\n  run hearth convert again"
+            );
+        }
+        tokio::time::sleep(PACE).await;
+    }
+    let written = patched(api, name, &change, false).await;
+    let written = written.with_context(cannot)?;
+    if !keeps(&written, found) {
+        // One of several API servers was behind.
+        let undo = json!({"spec": object.data["spec"]});
+        let undone = patched(api, name, &undo, false).await;
+        undone.with_context(|| {
+            format!(
+                "{shown} lost {}\n  write it again",
+                found.conversion.added.join(", ")
+            )
+        })?;
+        bail!(
+            "{shown} was not converted: an API server does not serve the new definition yet\n  run hearth convert again"
+        );
+    }
+    let managers = serde_json::to_value(&object.metadata.managed_fields)?;
+    let managers = managers.as_array().map_or(&[][..], Vec::as_slice);
+    give_back(
+        api,
+        &written,
+        found.conversion.managed_fields(managers).into(),
+    )
+    .await
+}
+
+/// Whether an object has all fields that a conversion adds.
+fn keeps(object: &DynamicObject, found: &Found) -> bool {
+    found.conversion.added.iter().all(|path| {
+        let mut parts = path.split('.');
+        parts
+            .try_fold(&object.data, |value, part| value.get(part))
+            .is_some()
+    })
+}
+
+/// Has `managers` own the fields of an object: without this command's own entry, a later apply would conflict with it.
+async fn give_back(
+    api: &Api<DynamicObject>,
+    object: &DynamicObject,
+    managers: Value,
+) -> anyhow::Result<()> {
+    if managers.as_array().is_none_or(Vec::is_empty) {
+        return Ok(());
+    }
+    let name = object.metadata.name.as_deref().unwrap_or_default();
+    let change = json!({
+        "metadata": {"managedFields": managers},
+    });
+    let given = patched(api, name, &change, false).await;
+    given.with_context(|| {
+        format!("{name} was converted, and {MANAGER} owns fields of it\n  a later server-side apply of it may need --force-conflicts")
+    })?;
+    Ok(())
+}
+
+/// Merges a change into an object; a trial writes nothing.
+async fn patched(
+    api: &Api<DynamicObject>,
+    name: &str,
+    change: &Value,
+    is_trial: bool,
+) -> kube::Result<DynamicObject> {
+    let parameters = PatchParams {
+        dry_run: is_trial,
+        field_manager: Some(MANAGER.to_owned()),
+        ..PatchParams::default()
+    };
+    api.patch(name, &parameters, &Patch::Merge(change)).await
+}
+
+/// Applies a JSON merge patch (RFC 7396).
+fn merge(target: &mut Value, patch: &Value) {
+    let Some(changes) = patch.as_object() else {
+        target.clone_from(patch);
+        return;
+    };
+    if !target.is_object() {
+        *target = Value::Object(Map::new());
+    }
+    for (name, change) in changes {
+        match change {
+            Value::Null => {
+                if let Some(members) = target.as_object_mut() {
+                    members.remove(name);
+                }
+            }
+            change => merge(&mut target[name], change),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_patch_removes_replaces_and_adds() {
+        let mut object = json!({"a": {"b": 1, "c": 2}, "d": 3});
+        merge(
+            &mut object,
+            &json!({"a": {"b": null}, "d": 4, "e": {"f": 5}}),
+        );
+        assert_eq!(object, json!({"a": {"c": 2}, "d": 4, "e": {"f": 5}}));
+    }
+
+    #[test]
+    fn a_definition_that_knows_more_is_newer() {
+        let schema = |names: &[&str]| {
+            let members = names
+                .iter()
+                .map(|name| ((*name).to_owned(), json!({"type": "string"})));
+            json!({"properties": {"model": {"properties": Value::Object(members.collect())}}})
+        };
+        let (old, new) = (schema(&["a"]), schema(&["a", "b"]));
+        assert_eq!(unknown(&old, &new, "spec"), None);
+        assert_eq!(unknown(&new, &old, "spec").as_deref(), Some("spec.model.b"));
+    }
+}

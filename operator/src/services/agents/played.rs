@@ -1,0 +1,130 @@
+//! An agent that is played by a test.
+
+use std::sync::{Arc, Mutex};
+
+use hearth_crds::{MemoryProfile, NodeProfileStatus};
+use hearth_transport::Tls;
+use hearth_transport::tonic::{Code, Request, Response, Status};
+use hearth_transport::v1::agent_server::Agent as AgentService;
+use hearth_transport::v1::{
+    CertifyRequest, CertifyResponse, IdentifyRequest, IdentifyResponse, ModelRequest,
+    ModelResponse, ProfileRequest, ProfileResponse, RetainRequest, RetainResponse,
+};
+use rcgen::KeyPair;
+
+use super::tests::TOKEN;
+
+/// An agent whose answers are set by the test.
+pub(super) struct Played {
+    pub(super) token: Mutex<String>,
+    pub(super) key: KeyPair,
+    pub(super) node: Mutex<String>,
+    /// Answers to `Model`, one a call; the last one stays.
+    pub(super) models: Mutex<Vec<ModelResponse>>,
+    pub(super) asked: Mutex<Vec<ModelRequest>>,
+    pub(super) retained: Mutex<Vec<Vec<String>>>,
+    /// What it shows, and the nodes that it was given certificates of.
+    pub(super) tls: Mutex<Option<Tls>>,
+    pub(super) certified: Mutex<Vec<String>>,
+}
+
+impl Default for Played {
+    fn default() -> Self {
+        Self {
+            token: Mutex::new(TOKEN.to_owned()),
+            key: KeyPair::generate().expect("key"),
+            node: Mutex::default(),
+            models: Mutex::default(),
+            asked: Mutex::default(),
+            retained: Mutex::default(),
+            tls: Mutex::default(),
+            certified: Mutex::default(),
+        }
+    }
+}
+
+/// The played agent as a service.
+pub(super) struct Service(pub(super) Arc<Played>);
+
+#[hearth_transport::tonic::async_trait]
+impl AgentService for Service {
+    async fn identify(
+        &self,
+        _: Request<IdentifyRequest>,
+    ) -> Result<Response<IdentifyResponse>, Status> {
+        Ok(Response::new(IdentifyResponse {
+            token: self.0.token.lock().expect("token").clone(),
+            public_key: self.0.key.public_key_pem(),
+        }))
+    }
+
+    async fn certify(
+        &self,
+        request: Request<CertifyRequest>,
+    ) -> Result<Response<CertifyResponse>, Status> {
+        let request = request.into_inner();
+        let tls = self.0.tls.lock().expect("tls").clone().expect("TLS");
+        tls.adopt(&request.certificate, &self.0.key.serialize_pem())
+            .map_err(|error| Status::invalid_argument(error.to_string()))?;
+        self.0
+            .certified
+            .lock()
+            .expect("certified")
+            .push(request.node);
+        Ok(Response::new(CertifyResponse {}))
+    }
+
+    async fn profile(
+        &self,
+        _: Request<ProfileRequest>,
+    ) -> Result<Response<ProfileResponse>, Status> {
+        let node = self.0.node.lock().expect("node").clone();
+        if node.is_empty() {
+            return Err(Status::new(
+                Code::Unavailable,
+                "this node is being measured",
+            ));
+        }
+        let profile = NodeProfileStatus {
+            node,
+            memory: MemoryProfile {
+                total_bytes: 1000,
+                available_bytes: 700,
+                ..MemoryProfile::default()
+            },
+            measured_at: "2026-11-20T12:00:00Z".to_owned(),
+            ..NodeProfileStatus::default()
+        };
+        let node_profile_json = serde_json::to_string(&profile).expect("JSON");
+        Ok(Response::new(ProfileResponse { node_profile_json }))
+    }
+
+    async fn model(
+        &self,
+        request: Request<ModelRequest>,
+    ) -> Result<Response<ModelResponse>, Status> {
+        self.0
+            .asked
+            .lock()
+            .expect("asked")
+            .push(request.into_inner());
+        let mut models = self.0.models.lock().expect("models");
+        let next = models[0].clone();
+        if models.len() > 1 {
+            models.remove(0);
+        }
+        Ok(Response::new(next))
+    }
+
+    async fn retain(
+        &self,
+        request: Request<RetainRequest>,
+    ) -> Result<Response<RetainResponse>, Status> {
+        self.0
+            .retained
+            .lock()
+            .expect("retained")
+            .push(request.into_inner().keys);
+        Ok(Response::new(RetainResponse::default()))
+    }
+}

@@ -1,0 +1,146 @@
+//! The number of workers as autoscalers and `kubectl scale` change it.
+
+use std::time::Duration;
+
+use hearth_tests::cluster::{Cluster, wait_until};
+use hearth_tests::root;
+use serde_json::{Value, json};
+
+use crate::release::{PATIENCE, deployment, infd, names, patch, pods, said, wait_until_settled};
+
+fn scaler(cluster: &Cluster) -> Option<Value> {
+    cluster.get("inferencepoolscaler", "default", "demo-prefill")
+}
+
+/// Waits until the scaler says that so many workers exist, as many as the deployment keeps, and the deployment runs them.
+fn prefill_workers(cluster: &Cluster, count: usize) -> Vec<String> {
+    wait_until(&format!("{count} prefill workers run"), PATIENCE, || {
+        let status = scaler(cluster)?["status"].clone();
+        let is_told = status["replicas"] == count && status["desiredReplicas"] == count;
+        let running = names(&pods(cluster, "demo", "prefill"));
+        (is_told && running.len() == count).then_some(())
+    });
+    wait_until_settled(cluster, "demo");
+    names(&pods(cluster, "demo", "prefill"))
+}
+
+/// From a deployment without a scaler to one whose autoscaler has it, and back.
+pub(crate) fn of_prefill_workers(cluster: &Cluster) {
+    let spec = json!({"prefill": {"replicas": 1}, "decode": {"replicas": 1, "maxBatch": 4}});
+    cluster.apply(&deployment("demo", spec).to_string());
+    wait_until_settled(cluster, "demo");
+    assert_eq!(scaler(cluster), None);
+    let external = json!({"prefill": {"scaling": {"mode": "External", "maxReplicas": 2}}});
+    patch(cluster, "demo", &external);
+    let first = prefill_workers(cluster, 1);
+    let decode = names(&pods(cluster, "demo", "decode"));
+
+    cluster.kubectl(&["scale", "infps/demo-prefill", "--replicas=2"]);
+    let two = prefill_workers(cluster, 2);
+    assert!(
+        first.iter().all(|pod| two.contains(pod)),
+        "{first:?} {two:?}"
+    );
+    assert_eq!(names(&pods(cluster, "demo", "decode")), decode);
+    assert_eq!(infd(cluster, "demo")["spec"]["prefill"]["replicas"], 1);
+    what_autoscalers_may_ask_for(cluster, &two);
+    a_deleted_scaler_comes_again(cluster, &two);
+
+    cluster.kubectl(&["scale", "infps/demo-prefill", "--replicas=1"]);
+    assert_eq!(prefill_workers(cluster, 1), first);
+    an_autoscaler_uses_the_scaler(cluster);
+
+    let own = json!({"prefill": {"scaling": {"mode": "Static", "maxReplicas": null}}});
+    patch(cluster, "demo", &own);
+    wait_until("the scaler goes with its mode", PATIENCE, || {
+        scaler(cluster).is_none().then_some(())
+    });
+    wait_until_settled(cluster, "demo");
+    assert_eq!(names(&pods(cluster, "demo", "prefill")), first);
+    another_s_scaler_is_told(cluster);
+}
+
+fn what_autoscalers_may_ask_for(cluster: &Cluster, two: &[String]) {
+    for number in ["0", "1000"] {
+        let replicas = format!("--replicas={number}");
+        let refusal = cluster
+            .try_kubectl(&["scale", "infps/demo-prefill", &replicas])
+            .expect_err(number);
+        assert!(refusal.contains("write 1 to 64 workers"), "{refusal}");
+    }
+    // More than the deployment keeps is taken, and both say what is kept.
+    cluster.kubectl(&["scale", "infps/demo-prefill", "--replicas=40"]);
+    let words = "40 prefill workers are asked for, and spec.prefill.scaling.maxReplicas is 2";
+    wait_until("the bound is told", PATIENCE, || {
+        let (_, message) = said(&infd(cluster, "demo"), "Planned");
+        message.contains(words).then_some(())
+    });
+    let there = scaler(cluster).expect("the scaler");
+    assert_eq!(there["status"]["desiredReplicas"], 2, "{there:#}");
+    assert_eq!(prefill_workers(cluster, 2), two);
+    // What it scales is not its autoscaler's to choose.
+    let other = json!({"spec": {"deployment": "other"}}).to_string();
+    let arguments = ["patch", "infps", "demo-prefill", "--type=merge", "--patch"];
+    let refusal = cluster
+        .try_kubectl(&[&arguments[..], &[&other]].concat())
+        .expect_err("another deployment");
+    assert!(refusal.contains("it cannot be changed"), "{refusal}");
+    cluster.kubectl(&["scale", "infps/demo-prefill", "--replicas=2"]);
+}
+
+fn a_deleted_scaler_comes_again(cluster: &Cluster, two: &[String]) {
+    let uid = |scaler: &Value| scaler["metadata"]["uid"].clone();
+    let before = uid(&scaler(cluster).expect("the scaler"));
+    cluster.kubectl(&["delete", "infps", "demo-prefill"]);
+    let made = wait_until("another scaler is made", PATIENCE, || {
+        scaler(cluster).filter(|scaler| uid(scaler) != before)
+    });
+    assert_eq!(made["spec"]["replicas"], 2, "{made:#}");
+    assert_eq!(made["metadata"]["ownerReferences"][0]["name"], "demo");
+    assert_eq!(prefill_workers(cluster, 2), two);
+}
+
+/// The cluster's own autoscaler, by a metric that it meets in any case: a worker has more than a MiB.
+fn an_autoscaler_uses_the_scaler(cluster: &Cluster) {
+    let path = root().join("manifests/examples/hpa-prefill.yaml");
+    let text = std::fs::read_to_string(path).expect("hpa-prefill.yaml");
+    let mut hpa: Value = serde_norway::from_str(&text).expect("YAML");
+    let memory =
+        json!({"name": "memory", "target": {"type": "AverageValue", "averageValue": "1Mi"}});
+    hpa["spec"]["metrics"][0]["resource"] = memory;
+    cluster.apply(&hpa.to_string());
+    wait_until(
+        "the autoscaler asks for more prefill workers",
+        Duration::from_secs(150),
+        || (scaler(cluster)?["spec"]["replicas"].as_u64()? > 1).then_some(()),
+    );
+    prefill_workers(cluster, 2);
+    cluster.kubectl(&["delete", "hpa", "demo-prefill"]);
+    cluster.kubectl(&["scale", "infps/demo-prefill", "--replicas=1"]);
+    prefill_workers(cluster, 1);
+}
+
+/// A scaler of that name that the deployment does not own is not obeyed.
+fn another_s_scaler_is_told(cluster: &Cluster) {
+    let foreign = json!({
+        "apiVersion": "hearth.dev/v1alpha1", "kind": "InferencePoolScaler",
+        "metadata": {"name": "demo-prefill", "namespace": "default"},
+        "spec": {"deployment": "demo", "pool": "Prefill", "replicas": 2},
+    });
+    cluster.apply(&foreign.to_string());
+    let external = json!({"prefill": {"scaling": {"mode": "External"}}});
+    patch(cluster, "demo", &external);
+    let words = "InferencePoolScaler demo-prefill already that belongs to no deployment: delete it";
+    wait_until("the other scaler is told", PATIENCE, || {
+        let found = infd(cluster, "demo");
+        let told = found["status"]["conditions"].to_string().contains(words);
+        told.then_some(())
+    });
+    assert_eq!(pods(cluster, "demo", "prefill").len(), 1);
+    cluster.kubectl(&["delete", "infps", "demo-prefill"]);
+    prefill_workers(cluster, 1);
+    cluster.kubectl(&["delete", "infd", "demo"]);
+    wait_until("the scaler goes with its deployment", PATIENCE, || {
+        scaler(cluster).is_none().then_some(())
+    });
+}

@@ -1,0 +1,193 @@
+//! `hearth convert`: objects in words of an earlier version, in a file and on an API server, before `helm upgrade`.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use hearth_tests::cluster::{Cluster, Options, wait_until};
+use hearth_tests::{hearth, root, run, skipped};
+use serde_json::{Value, json};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn deployment(name: &str, spec: &Value) -> Value {
+    let mut object = json!({
+        "apiVersion": "hearth.dev/v1alpha1", "kind": "InferenceDeployment",
+        "metadata": {"name": name, "namespace": "default"},
+        "spec": {"model": {"source": {"builtin": {"name": "hearth-demo"}}}},
+    });
+    for (field, value) in spec.as_object().expect("an object") {
+        object["spec"][field] = value.clone();
+    }
+    object
+}
+
+/// A spec with each field that moved.
+fn old_spec() -> Value {
+    json!({"placement": {"runtimeClassName": "nvidia", "numa": "Compact"}, "decode": {"replicas": 2}})
+}
+
+#[test]
+fn a_file_is_printed_in_todays_words() {
+    let directory = tempfile::tempdir().expect("directory");
+    let file = directory.path().join("old.yaml");
+    let range = json!({"decode": {"minReplicas": 1, "maxReplicas": 4}});
+    let text = format!(
+        "{}\n---\nkind: Service\nmetadata: {{name: other}}\n---\n{}\n",
+        deployment("old", &old_spec()),
+        deployment("range", &range)
+    );
+    std::fs::write(&file, &text).expect("a file");
+    let (code, stdout, stderr) = run(hearth().args(["convert", "-f"]).arg(&file));
+    assert_eq!(code, 0, "{stderr}");
+    let said = "default/old: spec.placement.runtimeClassName → spec.podTemplate.runtimeClassName";
+    assert!(stderr.contains(said), "{stderr}");
+    assert!(
+        stderr.contains(
+            "default/range: only its author can decide this: spec.decode.maxReplicas is 4"
+        ),
+        "{stderr}"
+    );
+    let documents: Vec<Value> = stdout
+        .split("---\n")
+        .map(|text| serde_norway::from_str(text).expect("YAML"))
+        .collect();
+    assert_eq!(documents.len(), 3, "{stdout}");
+    let new = &documents[0]["spec"];
+    assert_eq!(new["podTemplate"]["runtimeClassName"], "nvidia");
+    assert_eq!(new["placement"], json!({"numa": "Compact"}));
+    assert_eq!(
+        new["decode"],
+        json!({"replicas": 2}),
+        "no default was written"
+    );
+    assert_eq!(documents[1]["kind"], "Service");
+    assert_eq!(documents[2], deployment("range", &range));
+
+    // What needs no change is printed as it is, comments and all.
+    let demo = root().join("manifests/examples/demo.yaml");
+    let (code, stdout, stderr) = run(hearth().args(["convert", "-f"]).arg(&demo));
+    assert_eq!((code, stderr.as_str()), (0, ""));
+    assert_eq!(stdout, std::fs::read_to_string(&demo).expect("demo.yaml"));
+}
+
+#[test]
+fn a_cluster_is_converted_before_an_upgrade_and_helm_keeps_its_definitions() {
+    let Some(cluster) = Cluster::start_or_skip(&Options::default()) else {
+        return;
+    };
+    let Some(helm) = cluster.find_tool("helm") else {
+        skipped("helm is not built: run tests/cluster/build.sh, which needs Go");
+        return;
+    };
+    let directory = tempfile::tempdir().expect("directory");
+    let old = directory.path().join("hearth");
+    old_chart(&old);
+    installed(&cluster, &helm, "install", &old);
+    let stored = deployment("old", &old_spec());
+    wait_until("the old definition is served", PATIENCE, || {
+        cluster.try_apply(&stored.to_string()).ok()
+    });
+    let new = json!({"decode": {"replicas": 1}});
+    cluster.apply(&deployment("plain", &new).to_string());
+    let spec = || cluster.get("infd", "default", "old").expect("it is there")["spec"].clone();
+    let before = spec();
+    assert_eq!(before["placement"]["runtimeClassName"], "nvidia");
+
+    let convert = |arguments: &[&str]| {
+        let kubeconfig = cluster.kubeconfig();
+        let mut command = hearth();
+        command
+            .arg("convert")
+            .args(arguments)
+            .env("KUBECONFIG", kubeconfig);
+        let (code, _, stderr) = run(&mut command);
+        assert_eq!(code, 0, "{stderr}");
+        stderr
+    };
+    let moves = "spec.placement.runtimeClassName → spec.podTemplate.runtimeClassName";
+    let said = convert(&["--dry-run"]);
+    assert!(
+        said.contains(&format!("default/old: would change {moves}")),
+        "{said}"
+    );
+    assert_eq!(spec(), before);
+    let said = convert(&[]);
+    assert!(said.contains(&format!("default/old: {moves}")), "{said}");
+    assert!(!said.contains("plain"), "{said}");
+    let mut wanted = before.clone();
+    wanted["placement"]
+        .as_object_mut()
+        .expect("an object")
+        .remove("runtimeClassName");
+    wanted["podTemplate"] = json!({"runtimeClassName": "nvidia"});
+    assert_eq!(spec(), wanted);
+    let said = convert(&[]);
+    assert!(
+        said.contains("no InferenceDeployment has a deprecated field"),
+        "{said}"
+    );
+
+    installed(&cluster, &helm, "upgrade", &root().join("charts/hearth"));
+    assert_eq!(spec(), wanted);
+    // Who applied the old manifest applies a converted one, and changes it, without a conflict.
+    for class in ["nvidia", "nvidia-legacy"] {
+        let manifest = json!({
+            "placement": {"numa": "Compact"}, "decode": {"replicas": 2}, "podTemplate": {"runtimeClassName": class},
+        });
+        applied(&cluster, &deployment("old", &manifest));
+        assert_eq!(spec()["podTemplate"]["runtimeClassName"], class);
+    }
+    installed(&cluster, &helm, "uninstall", Path::new(""));
+}
+
+/// The chart as it was before fields moved to `podTemplate`.
+fn old_chart(directory: &Path) {
+    let copied = Command::new("cp")
+        .arg("-R")
+        .arg(root().join("charts/hearth"))
+        .arg(directory)
+        .status();
+    assert!(copied.expect("cp").success());
+    let file = directory.join("files/crds/inferencedeployments.yaml");
+    let text = std::fs::read_to_string(&file).expect("the definition");
+    let mut definition: Value = serde_norway::from_str(&text).expect("YAML");
+    let schema = &mut definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"];
+    let spec = &mut schema["properties"]["spec"];
+    let properties = spec["properties"].as_object_mut().expect("fields");
+    assert!(properties.remove("podTemplate").is_some());
+    let rules = spec["x-kubernetes-validations"]
+        .as_array_mut()
+        .expect("rules");
+    rules.retain(|rule| {
+        !rule["rule"]
+            .as_str()
+            .is_some_and(|rule| rule.contains("podTemplate"))
+    });
+    let text = serde_norway::to_string(&definition).expect("YAML");
+    // The chart's template looks for the line of metadata behind another one.
+    std::fs::write(&file, format!("# An older definition.\n{text}")).expect("the definition");
+}
+
+/// Runs helm to its end; nobody starts the Pods here, so it waits for none.
+fn installed(cluster: &Cluster, helm: &Path, verb: &str, chart: &Path) {
+    let mut command = Command::new(helm);
+    command.args([verb, "hearth", "--namespace", "hearth-system"]);
+    if verb != "uninstall" {
+        command.arg(chart);
+    }
+    if verb == "install" {
+        command.arg("--create-namespace");
+    }
+    command.arg("--kubeconfig").arg(cluster.kubeconfig());
+    let (code, stdout, stderr) = run(&mut command);
+    assert_eq!(code, 0, "helm {verb}\n{stdout}\n{stderr}");
+}
+
+/// A server-side apply that gives way to conflicts.
+fn applied(cluster: &Cluster, object: &Value) {
+    let file = tempfile::NamedTempFile::new().expect("file");
+    std::fs::write(file.path(), object.to_string()).expect("object");
+    let path = file.path().to_str().expect("a path");
+    cluster.kubectl(&["apply", "--server-side", "--filename", path]);
+}

@@ -66,21 +66,21 @@ pub fn check(
 
 fn allowed(path: &str, prefixes: &[HostPath], store: &str) -> Result<(), (String, String)> {
     let remedy = || match prefixes {
-        [] => "this cluster allows no directories of nodes: use persistentVolumeClaim or http, or \
-               have hostPath.allowedPrefixes of Hearth's chart name a directory"
+        [] => "this cluster allows no node directories: use persistentVolumeClaim or http, or add \
+               a directory to hostPath.allowedPrefixes in the values of the Hearth chart"
             .to_owned(),
         prefixes => {
             let listed: Vec<String> = prefixes.iter().map(ToString::to_string).collect();
             format!(
-                "put the model below {}, or have hostPath.allowedPrefixes of Hearth's chart name \
-                 another directory",
+                "put the model below {}, or add the directory to hostPath.allowedPrefixes in the \
+                 values of the Hearth chart",
                 listed.join(" or ")
             )
         }
     };
     let found = HostPath::parse(path).map_err(|why| (why, remedy()))?;
     if !prefixes.iter().any(|prefix| found.below(prefix).is_some()) {
-        let problem = format!("is {path:?}, which is no directory that deployments may use");
+        let problem = format!("is {path:?}, which is not a directory that deployments may use");
         return Err((problem, remedy()));
     }
     let store = HostPath::parse(store).ok();

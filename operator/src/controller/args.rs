@@ -28,7 +28,7 @@ pub(crate) struct OperatorArgs {
     #[arg(long, value_name = "POLICY", env = "HEARTH_PULL_POLICY", default_value = "IfNotPresent",
         value_parser = ["Always", "IfNotPresent", "Never"])]
     pub(crate) pull_policy: String,
-    /// Secret that image pulls use; may be repeated, or given with commas
+    /// Image pull Secret; repeat it or separate several with commas
     #[arg(
         long = "pull-secret",
         value_name = "NAME",
@@ -39,10 +39,10 @@ pub(crate) struct OperatorArgs {
     /// Namespace of the operator and its agents [default: POD_NAMESPACE]
     #[arg(long, value_name = "NAMESPACE", env = "HEARTH_OPERATOR_NAMESPACE")]
     pub(crate) operator_namespace: Option<String>,
-    /// Name of the operator's own Deployment, which owns what the operator keeps for itself
+    /// Name of the operator's own Deployment, the owner of the objects it keeps for itself
     #[arg(long, value_name = "NAME", env = "HEARTH_OPERATOR_DEPLOYMENT")]
     pub(crate) operator_deployment: Option<String>,
-    /// Serve the deployments of these namespaces alone, with commas [default: all namespaces]
+    /// Namespaces to serve, comma-separated [default: all namespaces]
     #[arg(
         long,
         value_name = "A,B",
@@ -50,28 +50,28 @@ pub(crate) struct OperatorArgs {
         value_delimiter = ','
     )]
     pub(crate) namespaces: Vec<String>,
-    /// Whether replicas of the operator agree on one that works, by the Lease hearth-operator
+    /// Elect a leader among the operator's replicas with the Lease hearth-operator
     #[arg(long, value_name = "BOOL", env = "HEARTH_LEADER_ELECT", default_value_t = true, action = clap::ArgAction::Set)]
     pub(crate) leader_elect: bool,
     /// This replica's name in the Lease [default: POD_NAME, or the host's name]
     #[arg(long, value_name = "NAME", env = "POD_NAME", hide = true)]
     pub(crate) identity: Option<String>,
-    /// RuntimeClass of Pods that hold GPUs, such as nvidia, where a deployment names none [default: the cluster's]
+    /// RuntimeClass of GPU Pods, such as nvidia, unless the deployment names one [default: the cluster's]
     #[arg(long, value_name = "NAME", env = "HEARTH_GPU_RUNTIME_CLASS")]
     pub(crate) gpu_runtime_class: Option<String>,
-    /// Whether GPUs are claimed by UUID where the cluster has dynamic resource allocation with NVIDIA's driver
+    /// Claim GPUs by UUID where the cluster has dynamic resource allocation with NVIDIA's driver
     #[arg(long, value_name = "BOOL", env = "HEARTH_GPU_CLAIMS", default_value_t = true, action = clap::ArgAction::Set)]
     pub(crate) gpu_claims: bool,
-    /// Whether the Pods of the whole cluster are watched, so that plans leave them what they request
+    /// Watch the Pods of the whole cluster, so that plans leave them what they request
     #[arg(long, value_name = "BOOL", env = "HEARTH_LEDGER_ALL_PODS", default_value_t = true, action = clap::ArgAction::Set)]
     pub(crate) ledger_all_pods: bool,
-    /// CPU of each node that is never planned with
+    /// CPU that plans leave unused on each node
     #[arg(long, value_name = "CPU", env = "HEARTH_LEDGER_RESERVE_CPU", default_value = "100m", value_parser = cpu_millis)]
     pub(crate) ledger_reserve_cpu: u64,
-    /// CPU of each node that is left to other Pods where those cannot be watched
+    /// CPU left to other Pods on each node where those cannot be watched
     #[arg(long, value_name = "CPU", env = "HEARTH_LEDGER_UNSEEN_CPU", default_value = "500m", value_parser = cpu_millis)]
     pub(crate) ledger_unseen_cpu: u64,
-    /// Memory of each node that is left to other Pods where those cannot be watched
+    /// Memory left to other Pods on each node where those cannot be watched
     #[arg(
         long,
         value_name = "MEMORY",
@@ -87,7 +87,7 @@ pub(crate) struct OperatorArgs {
         default_value = "/var/lib/hearth/models"
     )]
     pub(crate) model_cache: String,
-    /// Directories of the nodes below which deployments may name one, with commas; none: no directory of a node
+    /// Node directories that deployments may read models below, comma-separated; empty for none
     #[arg(
         long,
         value_name = "A,B",
@@ -97,8 +97,8 @@ pub(crate) struct OperatorArgs {
         value_parser = host_path
     )]
     pub(crate) host_paths: Vec<Option<HostPath>>,
-    /// Ranges of addresses of the cluster's Pods and Services, from which no model is fetched, with commas; nodes' ranges of
-    /// Pods and the cluster's ServiceCIDRs are known without
+    /// Address ranges of Pods and Services, from which no model is fetched, comma-separated; nodes' Pod CIDRs and the
+    /// cluster's ServiceCIDRs are found without this option
     #[arg(
         long = "cluster-range",
         value_name = "CIDR",
@@ -107,13 +107,13 @@ pub(crate) struct OperatorArgs {
         value_parser = range
     )]
     pub(crate) cluster_ranges: Vec<Option<IpNet>>,
-    /// Address of the API server's Service, as the kubelet tells it to every Pod
+    /// Address of the API server's Service, which the kubelet sets in every Pod
     #[arg(long, env = "KUBERNETES_SERVICE_HOST", hide = true)]
     pub(crate) api_address: Option<String>,
-    /// Whether NetworkPolicies are made
+    /// Create NetworkPolicies
     #[arg(long, value_name = "BOOL", env = "HEARTH_NETWORK_POLICIES", default_value_t = true, action = clap::ArgAction::Set)]
     pub(crate) network_policies: bool,
-    /// How long the certificates of a deployment are valid; they are renewed after two thirds of it
+    /// Lifetime of a deployment's certificates, renewed after two thirds of it
     #[arg(
         long,
         value_name = "DURATION",
@@ -122,10 +122,10 @@ pub(crate) struct OperatorArgs {
         value_parser = certificate_lifetime
     )]
     pub(crate) certificate_lifetime: DurationText,
-    /// Whether the certificate authority outlives the operator's Deployment, as the definitions do
+    /// Keep the certificate authority when the operator's Deployment is deleted, as the CRDs are kept
     #[arg(long, value_name = "BOOL", env = "HEARTH_KEEP_AUTHORITY", default_value_t = false, action = clap::ArgAction::Set)]
     pub(crate) keep_authority: bool,
-    /// How long a node may be NotReady before its work is planned on others
+    /// Time a node may be NotReady before its work moves to other nodes
     #[arg(
         long,
         value_name = "DURATION",
@@ -133,7 +133,7 @@ pub(crate) struct OperatorArgs {
         default_value = "20s"
     )]
     pub(crate) node_move_after: DurationText,
-    /// How long a node may be NotReady before what nobody wants on it is removed without its kubelet
+    /// Time a node may be NotReady before its leftover Pods are force-deleted
     #[arg(
         long,
         value_name = "DURATION",
@@ -141,7 +141,7 @@ pub(crate) struct OperatorArgs {
         default_value = "5m"
     )]
     pub(crate) node_forget_after: DurationText,
-    /// Keys of NoExecute taints that pass, such as a network plugin's: workers stay for 300 s
+    /// Keys of short-lived NoExecute taints, such as a network plugin's, that workers tolerate for 300 s
     #[arg(
         long,
         value_name = "A,B",
@@ -150,14 +150,14 @@ pub(crate) struct OperatorArgs {
         default_value = "node.cilium.io/agent-not-ready"
     )]
     pub(crate) passing_taints: Vec<String>,
-    /// Whether nodes have agents, which measure them and fetch models
+    /// Run an agent on each node, to measure it and fetch models
     #[arg(long, value_name = "BOOL", env = "HEARTH_AGENTS", default_value_t = true, action = clap::ArgAction::Set)]
     pub(crate) agents: bool,
-    /// Deployments that are worked on at a time
+    /// Deployments reconciled at a time
     #[arg(long, value_name = "N", env = "HEARTH_CONCURRENCY", default_value_t = 8,
         value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) concurrency: u32,
-    /// How often a deployment is looked at although nothing was reported
+    /// Longest time between two reconciles of a deployment
     #[arg(
         long,
         value_name = "DURATION",
@@ -166,7 +166,7 @@ pub(crate) struct OperatorArgs {
         value_parser = resync
     )]
     pub(crate) resync: DurationText,
-    /// Address of /healthz, /readyz and /metrics; [::] is any, of IPv4 too
+    /// Address of /healthz, /readyz and /metrics; [::] is any address, IPv4 included
     #[arg(
         long,
         value_name = "ADDRESS",
@@ -174,7 +174,7 @@ pub(crate) struct OperatorArgs {
         default_value = "[::]:8081"
     )]
     pub(crate) listen: SocketAddr,
-    /// What is logged: error, warn, info, debug, or a filter by module
+    /// Log level: error, warn, info, debug, or a filter by module
     #[arg(
         long,
         value_name = "FILTER",
@@ -182,7 +182,7 @@ pub(crate) struct OperatorArgs {
         default_value = "info"
     )]
     pub(crate) log: String,
-    /// How log lines are written
+    /// Format of log lines
     #[arg(
         long,
         value_name = "FORMAT",

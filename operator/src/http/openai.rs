@@ -72,7 +72,7 @@ impl Client {
                     return Ok(());
                 }
                 let event: Value =
-                    serde_json::from_str(data).context("the endpoint sent what is no JSON")?;
+                    serde_json::from_str(data).context("the endpoint sent invalid JSON")?;
                 if let Some(message) = event["error"]["message"].as_str() {
                     bail!("{message}");
                 }
@@ -103,7 +103,7 @@ impl Client {
         let list: Value = response
             .json()
             .await
-            .context("the endpoint sent what is no JSON")?;
+            .context("the endpoint sent invalid JSON")?;
         let id = list["data"][0]["id"].as_str();
         id.map(str::to_owned)
             .with_context(|| format!("{} serves no model", self.base))

@@ -232,7 +232,7 @@ fn parse_schema(text: &str) -> Result<TopLevelGrammar, GrammarError> {
         reason,
     };
     let schema: serde_json::Value =
-        serde_json::from_str(text).map_err(|e| invalid(format!("it is no JSON: {e}")))?;
+        serde_json::from_str(text).map_err(|e| invalid(format!("invalid JSON: {e}")))?;
     match schema {
         serde_json::Value::Object(_) => Ok(json_schema(schema)),
         serde_json::Value::Bool(true) => Ok(json_schema(serde_json::json!({}))),

@@ -297,7 +297,7 @@ impl Writer<'_> {
             }
             if !temporary.join(target).is_file() {
                 let reason = format!(
-                    "is a link to {:?}, which is no file of the archive",
+                    "is a link to {:?}, which is not a file of the archive",
                     target.display()
                 );
                 return Err(self.unpacking.unsafe_entry(&shown, &reason));

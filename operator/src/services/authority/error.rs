@@ -30,7 +30,7 @@ pub(crate) enum AuthorityError {
     #[error("a certificate that was just made cannot be read")]
     Unreadable,
     /// What an agent says to be its key is none.
-    #[error("its public key is no P-256 key")]
+    #[error("its public key is not a P-256 key")]
     PublicKey,
     /// No certificate could be made.
     #[error("no certificate can be made: {0}")]

@@ -265,7 +265,7 @@ fn unusable_grammars_say_what_is_wrong() {
         text
     };
     let schema = |text: &str| Grammar::JsonSchema(text.to_owned());
-    assert!(error(schema("{")).starts_with("json_schema is not usable: it is no JSON"));
+    assert!(error(schema("{")).starts_with("json_schema is not usable: invalid JSON"));
     assert!(error(schema("[1]")).contains("a schema is a JSON object"));
     assert!(error(schema(r#"{"type":"objekt"}"#)).contains("objekt"));
     let text = error(schema(

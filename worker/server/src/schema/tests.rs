@@ -85,15 +85,15 @@ fn what_is_wrong_is_told_with_its_place_and_what_to_do() {
     let cases = [
         (
             code(json!({"type": "string", "pattern": "(abc"})),
-            "at properties.code, the pattern \"(abc\" is no regular expression that can be followed: unclosed group. Correct it or leave it out",
+            "at properties.code, the pattern \"(abc\" is not a supported regular expression: unclosed group. Correct it or leave it out",
         ),
         (
             code(json!({"type": "string", "pattern": "(?=a)b"})),
-            "at properties.code, the pattern \"(?=a)b\" is no regular expression that can be followed: look-around, including look-ahead and look-behind, is not supported. Correct it or leave it out",
+            "at properties.code, the pattern \"(?=a)b\" is not a supported regular expression: look-around, including look-ahead and look-behind, is not supported. Correct it or leave it out",
         ),
         (
             json!({"type": "object", "patternProperties": {"[a-": {}}}),
-            "the pattern \"[a-\" is no regular expression that can be followed: unclosed character class. Correct it or leave it out",
+            "the pattern \"[a-\" is not a supported regular expression: unclosed character class. Correct it or leave it out",
         ),
         (
             json!({"type": "array", "items": {"type": "array", "uniqueItems": true}}),

@@ -31,7 +31,7 @@ pub(super) fn explain(reason: &str, path: &str) -> String {
     let first = first_line(reason);
     if let Some((pattern, problem)) = regex_error(reason) {
         return format!(
-            "{at}the pattern {pattern:?} is no regular expression that can be followed: {problem}. Correct it or leave it out"
+            "{at}the pattern {pattern:?} is not a supported regular expression: {problem}. Correct it or leave it out"
         );
     }
     if first.contains(NOTHING_FOLLOWS) {

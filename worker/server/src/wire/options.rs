@@ -206,7 +206,7 @@ fn read_logit_bias(fields: &mut Fields) -> Result<Vec<(u32, f32)>, ApiError> {
         let Ok(token) = name.parse::<u32>() else {
             return Err(ApiError::parameter(
                 path.clone(),
-                format!("'{path}': {} is no token id", show(&Value::String(name))),
+                format!("'{path}': {} is not a token id", show(&Value::String(name))),
             ));
         };
         match value

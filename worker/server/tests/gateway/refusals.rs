@@ -267,7 +267,7 @@ async fn values_out_of_range_are_named() {
         (
             json!({"logit_bias": {"x": 1}}),
             "logit_bias.x",
-            "is no token id",
+            "is not a token id",
         ),
         (
             json!({"logit_bias": {"1": 101}}),

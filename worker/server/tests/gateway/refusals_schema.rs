@@ -16,7 +16,7 @@ async fn schemas_are_checked_before_a_worker_sees_them() {
         (json!({"$ref": "#"}), "'$ref' refers to itself without end"),
         (
             json!({"type": "string", "pattern": "("}),
-            "the pattern \"(\" is no regular expression that can be followed: unclosed group",
+            "the pattern \"(\" is not a supported regular expression: unclosed group",
         ),
     ] {
         refused(

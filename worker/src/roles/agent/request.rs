@@ -60,7 +60,7 @@ pub(super) fn ranges(texts: &[String]) -> Result<Vec<IpNet>, Status> {
     let range = |text: &String| {
         text.parse().map_err(|_| {
             Status::invalid_argument(format!(
-                "{text:?} is no range of addresses, as 10.42.0.0/16"
+                "{text:?} is not an address range such as 10.42.0.0/16"
             ))
         })
     };

@@ -5,7 +5,7 @@ use hearth_crds::{PlanRole, format_bytes};
 use crate::observed::forbidden::is_quota;
 use crate::observed::{ContainerEnd, PodRole, PodView};
 
-/// Most characters of another program's message that are quoted.
+/// Maximum number of characters that are quoted from another program's message.
 const QUOTED_CHARS: usize = 300;
 
 /// Cause of a deviation from the desired state.

@@ -190,7 +190,8 @@ fn put_plan(lines: &mut Lines, plan: &InferencePlanSpec, role: PlanRole) {
     }
 }
 
-/// As with [`put_plan`], a new field is written only where it differs from the behaviour before it existed.
+/// Writes a rank's fields. As with [`put_plan`], a new field is written only where it differs from the behaviour
+/// before it existed.
 fn put_rank(lines: &mut Lines, rank: &PlanRank) {
     let PlanRank {
         name,

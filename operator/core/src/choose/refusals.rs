@@ -22,7 +22,7 @@ use crate::rollout::ends::{Ends, is_rejected};
 const PATIENCE: Duration = Duration::from_secs(30);
 /// The same while workers of another plan are on the node, which may be about to make room.
 const PATIENCE_WITH_OTHERS: Duration = Duration::from_secs(150);
-/// Most nodes that are left out; beyond that, the last plan stays and waits.
+/// Maximum number of nodes that are left out; beyond that, the last plan stays and waits.
 const MOST_NODES: usize = 4;
 
 /// Nodes that refuse workers, each with who refused which worker, and the message.

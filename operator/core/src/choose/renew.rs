@@ -34,7 +34,7 @@ pub(crate) fn image_of<'a>(observed: &'a Observed, plan: &'a InferencePlan) -> &
     image.unwrap_or(&observed.settings.worker_image)
 }
 
-/// Replaces the target by the same plan with the operator's worker image, if it has a different one. Serving
+/// Replaces the target with the same plan for the operator's worker image, if it has a different one. Serving
 /// deployments do so in turn, and not at all if the image has failed before.
 pub(crate) fn renew(observed: &Observed, choice: &mut Choice) {
     let image = &observed.settings.worker_image;

@@ -24,7 +24,7 @@ pub struct Ledger {
     sight: Sight,
     /// Namespaces whose deployments are served; empty: all.
     served: Vec<String>,
-    /// By namespace and name.
+    /// Charges by namespace and name.
     pods: HashMap<Arc<str>, HashMap<Box<str>, Charge>>,
     /// Sums by node, with the number of Pods.
     sums: HashMap<Arc<str>, (u32, Sum)>,

@@ -18,7 +18,7 @@ pub const GATEWAY_READY: &str = "GatewayReady";
 pub const PREFILL_READY: &str = "PrefillReady";
 /// All decode workers are ready.
 pub const DECODE_READY: &str = "DecodeReady";
-/// The workers got the resources of their machines that the plan assigns to them.
+/// The workers got the resources of their machines that the plan assigns.
 pub const PLACED: &str = "Placed";
 /// A change is under way.
 pub const PROGRESSING: &str = "Progressing";

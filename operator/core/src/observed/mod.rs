@@ -61,7 +61,8 @@ pub struct Observed {
     pub fetches: BTreeMap<String, FetchView>,
     /// Latencies that the gateway measured recently.
     pub measured: Option<Measured>,
-    /// Resources of their machines that workers got, by the workers' addresses, as far as a gateway has reported them.
+    /// Resources that workers actually got on their machines, by the workers' addresses, as far as a gateway has
+    /// reported them.
     pub placements: BTreeMap<IpAddr, Placement>,
     /// Serial of the deployment's newest certificate; `None` while its Secret does not exist.
     pub certificate: Option<String>,

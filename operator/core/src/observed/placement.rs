@@ -1,5 +1,5 @@
-//! Resources of their machines that workers got, as their gateway reports them in the labels of one series for each
-//! worker.
+//! Resources that workers actually got on their machines, as their gateway reports them in the labels of one series
+//! each.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;

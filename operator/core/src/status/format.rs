@@ -11,7 +11,7 @@ use kube_core::ResourceExt;
 use crate::choose::refusals;
 use crate::observed::{Observed, Sight};
 
-/// Relative change from which a measured latency is reported anew.
+/// Relative change above which a measured latency is reported anew.
 const WORTH_TELLING: f64 = 0.1;
 
 /// `plan 3: hybrid on attic and office, 1 prefill and 2 decode workers`.

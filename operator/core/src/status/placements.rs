@@ -1,5 +1,5 @@
-//! Resources of their machines that workers got: reported by their gateway in the labels of one series each, and
-//! written into the status.
+//! Resources that workers actually got on their machines: reported by their gateway in the labels of one series each,
+//! and written into the status.
 
 use std::net::IpAddr;
 
@@ -18,8 +18,8 @@ pub(crate) fn of_pod<'a>(observed: &'a Observed, pod: &PodView) -> Option<&'a Pl
     observed.placements.get(&ip)
 }
 
-/// Resources that the target's ranks got, in its order. If a gateway has not reported on a Pod (again), the last
-/// report stays.
+/// Resources that the target's ranks actually got, in its order. If a gateway has not reported on a Pod (again), the
+/// last report stays.
 pub(crate) fn status(observed: &Observed, wants: &[Want]) -> Vec<RankPlacement> {
     let old = observed.deployment.status.as_ref();
     let old = old.map_or(&[][..], |status| &status.placement);

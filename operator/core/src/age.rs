@@ -1,15 +1,15 @@
-//! How long ago something was.
+//! Age of a timestamp.
 
 use std::time::Duration;
 
 use jiff::Timestamp;
 
-/// From `since` to `now`; zero where that lies ahead, as clocks of two machines may have it.
+/// Returns the time from `since` to `now`; zero if `since` is later, which happens when two machines' clocks differ.
 pub fn age(since: Timestamp, now: Timestamp) -> Duration {
     Duration::try_from(now.duration_since(since)).unwrap_or_default()
 }
 
-/// Whether something is at least so old; not where it is not known.
+/// Whether `since` is at least `than` ago; `false` if it is unknown.
 pub fn is_older(since: Option<Timestamp>, now: Timestamp, than: Duration) -> bool {
     since.is_some_and(|since| age(since, now) >= than)
 }

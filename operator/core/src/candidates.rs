@@ -1,4 +1,4 @@
-//! Which nodes may take ranks, and what each can still give.
+//! Nodes that may take ranks, and the resources that each can still provide.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -10,18 +10,18 @@ use jiff::Timestamp;
 use crate::age::age;
 use crate::observed::{Holding, NodeView, Observed, PASSING_TAINT, Requests, Taint};
 
-/// Nodes that may take ranks of one deployment, and why the others may not.
+/// Nodes that may take ranks of one deployment, and the reasons why the others may not.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Candidates {
-    /// What each node can give, by name: its profile less what others hold.
+    /// Resources that each node can provide, by name: its profile minus what others hold.
     pub(crate) free: BTreeMap<String, NodeProfileStatus>,
-    /// GPUs that each of them can give.
+    /// GPUs that each of them can provide.
     pub(crate) gpus_free: BTreeMap<String, u32>,
-    /// UUIDs that may be claimed of those whose GPUs are had by claims.
+    /// UUIDs that may be claimed, for nodes whose GPUs are allocated by claims.
     pub(crate) claimable: BTreeMap<String, BTreeSet<String>>,
-    /// CPU that may be requested of each of them.
+    /// CPU that may be requested on each of them.
     pub(crate) cpu_rooms: BTreeMap<String, CpuRoom>,
-    /// Why a node is left out, by name, as `is cordoned`.
+    /// Reason why each of the other nodes is left out, by name, such as `is cordoned`.
     pub(crate) left_out: BTreeMap<String, String>,
 }
 
@@ -57,7 +57,7 @@ impl Candidates {
         candidates
     }
 
-    /// Only the nodes that `keep` names; the others are left out because of `why`.
+    /// Keeps only the nodes for which `keep` holds; the others are left out because of `why`.
     pub(crate) fn only(mut self, keep: impl Fn(&str) -> bool, why: &str) -> Self {
         let dropped: Vec<String> = self
             .free
@@ -75,7 +75,7 @@ impl Candidates {
         self
     }
 
-    /// Who is left out and why, as one sentence; `None` when nobody is.
+    /// The nodes that are left out, with the reasons, as one sentence; `None` if there are none.
     pub(crate) fn left_out_sentence(&self) -> Option<String> {
         const NAMED: usize = 5;
         let count = self.left_out.len();
@@ -100,15 +100,15 @@ impl Candidates {
     }
 }
 
-/// Whether what runs on that node cannot be told to answer: the node is not Ready, or not there. A kubelet that is away
-/// for a moment leaves its containers running.
+/// Whether a node is not Ready or not in the cluster, so that nothing on it can be assumed to answer. A kubelet that
+/// is briefly unreachable leaves its containers running.
 pub(crate) fn is_down(observed: &Observed, node: &str) -> bool {
     observed.nodes.get(node).is_none_or(|node| !node.is_ready)
 }
 
-/// Whether that node's work is to be done elsewhere: it is not there, or has not been Ready for a while in which another
-/// that is open to the deployment's workers was. When all were away, by a switch or a power cut, the first that is back does
-/// not take the work of the others.
+/// Whether a node's work should move elsewhere: it is not in the cluster, or has not been Ready for a while in which
+/// another node that is open to the deployment's workers was. If all were down, after a power cut or with a failed
+/// switch, the first one that is back does not take over the work of the others.
 pub(crate) fn is_lost(observed: &Observed, node: &str) -> bool {
     let Some(view) = observed.nodes.get(node) else {
         return true;
@@ -126,7 +126,7 @@ pub(crate) fn is_lost(observed: &Observed, node: &str) -> bool {
     has_other && has_been_down(observed, view, patience)
 }
 
-/// Nodes that are there and not Ready, with whether they have been so for so long that nobody waits for them.
+/// Nodes that are in the cluster but not Ready, with whether they have been so for long enough to be forgotten.
 pub(crate) fn away(observed: &Observed) -> BTreeMap<String, bool> {
     let forget_after = observed.settings.nodes.forget_after;
     let nodes = observed.nodes.iter().filter(|(_, node)| !node.is_ready);
@@ -135,7 +135,7 @@ pub(crate) fn away(observed: &Observed) -> BTreeMap<String, bool> {
         .collect()
 }
 
-/// When a node of these is next to be judged anew though nothing is reported of it.
+/// Time until one of these nodes must be judged again even if nothing is reported about it.
 pub(crate) fn next_judgement<'a>(
     observed: &Observed,
     nodes: impl IntoIterator<Item = &'a str>,
@@ -169,19 +169,20 @@ fn has_been_down(observed: &Observed, node: &NodeView, patience: Duration) -> bo
     !node.is_ready && since.is_none_or(|since| age(since, observed.now) >= patience)
 }
 
-/// Why a node that is there takes no new Pod: it is cordoned, or has a taint that is not tolerated.
+/// Reason why a node takes no new Pod: it is cordoned, or has a taint that is not tolerated.
 pub(crate) fn is_closed(node: &NodeView, placement: &PlacementSpec) -> Option<String> {
     closed_by(node, placement, |_| true)
 }
 
-/// The first label that is asked for and that a node does not have.
+/// The first label that is required and that a node does not have.
 fn lacking<'a>(node: &NodeView, placement: &'a PlacementSpec) -> Option<(&'a String, &'a String)> {
     let mut wanted = placement.node_selector.iter();
     wanted.find(|(key, value)| node.labels.get(*key) != Some(value))
 }
 
-/// Why what runs on a node is to leave it: the node is cordoned, or has a NoExecute taint that is not tolerated. What the
-/// cluster itself says of the node's state passes, and so do the taints that the settings name, for a while.
+/// Reason why whatever runs on a node must leave it: the node is cordoned, or has a NoExecute taint that is not
+/// tolerated. Taints with which the cluster itself marks the node's state are ignored, and those that the settings
+/// name are ignored for a while.
 pub(crate) fn is_to_be_left(
     observed: &Observed,
     node: &NodeView,
@@ -229,7 +230,7 @@ fn closed_by(
     ))
 }
 
-/// As the scheduler matches them.
+/// Whether a toleration matches a taint, by the scheduler's rules.
 fn tolerates(toleration: &TolerationSpec, taint: &Taint) -> bool {
     let given = |text: &Option<String>| text.as_deref().filter(|text| !text.is_empty()).is_some();
     if given(&toleration.effect) && toleration.effect.as_deref() != Some(taint.effect.as_str()) {
@@ -247,13 +248,13 @@ fn tolerates(toleration: &TolerationSpec, taint: &Taint) -> bool {
     }
 }
 
-/// A node with all that others have of it.
+/// A node, with everything on it that belongs to others.
 #[derive(Clone, Copy)]
 struct OccupiedNode<'a> {
     node: &'a NodeView,
-    /// What other deployments hold.
+    /// Resources that other deployments hold.
     held: Option<&'a Holding>,
-    /// What Pods of nobody's deployment request.
+    /// Requests of Pods that belong to no deployment.
     others: Requests,
 }
 
@@ -292,8 +293,8 @@ impl OccupiedNode<'_> {
         Ok(profile)
     }
 
-    /// What Pods of this deployment may hold of the node's memory in all. The scheduler counts what Pods request, used
-    /// or not; the agent measured what is in use, requested or not: the smaller answer holds.
+    /// Bytes of the node's memory that this deployment's Pods may hold in total. The scheduler counts what Pods
+    /// request, used or not; the agent measured what is in use, requested or not: the smaller result applies.
     fn available_bytes(self) -> u64 {
         let by_requests = match self.node.memory_bytes {
             0 => u64::MAX,
@@ -333,14 +334,14 @@ fn scaled(bytes: u64, numerator: u64, denominator: u64) -> u64 {
     u64::try_from(wide).unwrap_or(u64::MAX)
 }
 
-/// What the planner gives away of what is available: a twentieth, and at least 128 MiB, is left to all else that runs
-/// on a node.
+/// Bytes of the available memory that the planner may assign: a twentieth, and at least 128 MiB, is left to everything
+/// else that runs on a node.
 pub(crate) fn usable(available_bytes: u64) -> u64 {
     const LEAST_RESERVE_BYTES: u64 = 128 << 20;
     available_bytes.saturating_sub(LEAST_RESERVE_BYTES.max(available_bytes / 20))
 }
 
-/// What Pods of this deployment may request of each node that is there, with the reserves left.
+/// Resources that this deployment's Pods may request on each Ready node, after the reserves.
 pub(crate) fn rooms(observed: &Observed) -> BTreeMap<String, Requests> {
     let ledger = &observed.settings.ledger;
     let nodes = observed.nodes.iter().filter(|(_, node)| node.is_ready);
@@ -487,7 +488,7 @@ mod tests {
         assert_eq!(free.memory.available_bytes, 5 * GIB);
         assert_eq!(candidates.gpus_free["office"], 1);
         assert_eq!(candidates.cpu_rooms["office"].free_millis(), 2400);
-        // Where they request little and use much, what was measured holds.
+        // Where they request little and use much, the measurement applies.
         let mut view = (*observed.nodes["office"]).clone();
         if let Some(profile) = &mut view.profile {
             profile.memory.available_bytes = 2 * GIB;
@@ -517,7 +518,7 @@ mod tests {
         let mut observed = observed(deployment(""));
         observed.others.sight = Sight::Forbidden;
         let room = rooms(&observed)["office"];
-        // 500m and 512 MiB stand for them, and 100m are kept free.
+        // 500m and 512 MiB are assumed for them, and 100m are kept free.
         assert_eq!(room.cpu_millis, 4000 - 500 - 100);
         assert_eq!(room.memory_bytes, usable(4 * GIB - (512 << 20)));
     }

@@ -1,23 +1,23 @@
-//! Why a Pod is not ready, as a reason that a program can match and a sentence that a person can act on.
+//! Causes for a Pod not being ready: a reason for programs to match and a sentence for people to act on.
 
 use hearth_crds::{PlanRole, format_bytes};
 
 use crate::observed::forbidden::is_quota;
 use crate::observed::{ContainerEnd, PodRole, PodView};
 
-/// The most characters of another program's words that a message repeats.
+/// Maximum number of characters that are quoted from another program's message.
 const QUOTED_CHARS: usize = 300;
 
-/// Why something is not as it should be.
+/// Cause of a deviation from the desired state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Cause {
-    /// In CamelCase.
+    /// Reason in CamelCase.
     pub(crate) reason: &'static str,
-    /// A sentence with what to do.
+    /// Sentence for people, with the remedy.
     pub(crate) message: String,
-    /// It will not pass by waiting a little.
+    /// Whether it will not resolve itself within a short time.
     pub(crate) is_trouble: bool,
-    /// It says less than what was said of the same trouble before, which is kept then.
+    /// Whether it says less than an earlier message about the same trouble, which is then kept.
     pub(crate) is_vague: bool,
 }
 
@@ -39,7 +39,7 @@ impl Cause {
     }
 }
 
-/// Why `pod` is not ready; `what` names it, such as `decode-0`.
+/// Cause that keeps `pod` from being ready; `what` names it, such as `decode-0`.
 pub(crate) fn cause(what: &str, pod: &PodView) -> Cause {
     if pod.is_deleting {
         return Cause::waiting("Stopping", format!("{what} is being stopped"));
@@ -79,7 +79,7 @@ pub(crate) fn cause(what: &str, pod: &PodView) -> Cause {
     }
 }
 
-/// Why a Pod is not there that the API server forbids.
+/// Cause of a missing Pod: the API server forbids it.
 pub(crate) fn not_allowed(what: &str, words: &str) -> Cause {
     let (reason, remedy) = if is_quota(words) {
         (
@@ -101,7 +101,7 @@ pub(crate) fn not_allowed(what: &str, words: &str) -> Cause {
     Cause::trouble(reason, format!("{what} may not be made: {words}; {remedy}"))
 }
 
-/// Why a process that was ready is not any more; `is_hung`: a gateway hears nothing from it.
+/// Cause of a process losing its readiness; `is_hung`: a gateway receives nothing from it.
 pub(crate) fn lost_readiness(what: &str, pod: &PodView, is_hung: bool) -> Cause {
     let node = node_of(pod);
     if is_hung {
@@ -122,7 +122,7 @@ pub(crate) fn lost_readiness(what: &str, pod: &PodView, is_hung: bool) -> Cause 
     )
 }
 
-/// The node of a Pod: where it is, or where it is to be.
+/// The node of a Pod: the one that it is bound to, or else the one that it was made for.
 pub(crate) fn node_of(pod: &PodView) -> &str {
     if pod.node.is_empty() {
         &pod.wanted_node
@@ -131,7 +131,7 @@ pub(crate) fn node_of(pod: &PodView) -> &str {
     }
 }
 
-/// The words of an error in the last lines of a log: from the last line that begins with `error:`, or the last line.
+/// The error in the last lines of a log: from the last line that begins with `error:`, or the last line.
 pub(crate) fn last_words(log: &str) -> String {
     let lines: Vec<&str> = log
         .lines()
@@ -147,7 +147,7 @@ pub(crate) fn last_words(log: &str) -> String {
     quoted(words)
 }
 
-/// Foreign words on one line, and not too many.
+/// Another program's message on one line, truncated.
 pub(crate) fn quoted(text: &str) -> String {
     let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
     let text = text.trim_end_matches('.');
@@ -220,7 +220,7 @@ fn not_placed(what: &str, pod: &PodView) -> Option<Cause> {
     ))
 }
 
-/// The scheduler's sentence without what it says of preemption.
+/// The scheduler's message without the part about preemption.
 pub(crate) fn scheduler_words(words: &str) -> String {
     let words = words.strip_prefix("Unschedulable: ").unwrap_or(words);
     let main = words.split(" preemption:").next().unwrap_or(words);
@@ -274,7 +274,7 @@ fn waiting_container(what: &str, pod: &PodView) -> Option<Cause> {
     }
 }
 
-/// What the registry said. The kubelet tells it in turn with a line that says only that it waits.
+/// The registry's message. The kubelet alternates it with a line that only says that it is waiting.
 fn pull_words(message: &str) -> String {
     let told = match message.split_once("ErrImagePull: ") {
         Some((_, told)) => told,
@@ -431,7 +431,7 @@ mod tests {
         );
         let (reason, message) = says(&detailed);
         assert_eq!(reason, "ImagePullFailed");
-        // The Pod's, which may be of another plan than the operator's own image.
+        // The Pod's image, which may be of another plan than the operator's own image.
         assert!(
             message.contains("the image hearth/worker:1 cannot"),
             "{message}"

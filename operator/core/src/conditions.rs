@@ -1,4 +1,4 @@
-//! Conditions as the Kubernetes API conventions have them, written so that a reconcile that sees nothing new writes the same.
+//! Conditions as in the Kubernetes API conventions, written so that a reconcile that sees nothing new writes the same.
 
 use hearth_crds::{Condition, InferenceDeploymentStatus};
 use jiff::Timestamp;
@@ -8,7 +8,7 @@ use crate::observed::Observed;
 
 /// Requests are answered.
 pub const READY: &str = "Ready";
-/// There is a plan for the spec as it is.
+/// There is a plan for the current spec.
 pub const PLANNED: &str = "Planned";
 /// The model is known, and there are nodes that have it.
 pub const MODEL_READY: &str = "ModelReady";
@@ -18,36 +18,36 @@ pub const GATEWAY_READY: &str = "GatewayReady";
 pub const PREFILL_READY: &str = "PrefillReady";
 /// All decode workers are ready.
 pub const DECODE_READY: &str = "DecodeReady";
-/// The workers got what the plan gives them of their machines.
+/// The workers got the resources of their machines that the plan assigns.
 pub const PLACED: &str = "Placed";
-/// Something is on its way.
+/// A change is under way.
 pub const PROGRESSING: &str = "Progressing";
-/// Something that ran does not run any more, or not as asked.
+/// Something that ran no longer runs, or not as requested.
 pub const DEGRADED: &str = "Degraded";
 
-/// A stream that moves to another worker keeps every token. Told only where it is not so.
+/// A stream that moves to another worker keeps every token. Reported only where that does not hold.
 pub const EXACT_FAILOVER: &str = "ExactFailover";
 
-/// Reason of Planned when the spec is wrong.
+/// Reason of Planned if the spec is invalid.
 pub const INVALID_SPEC: &str = "InvalidSpec";
-/// Reason when a plan was given up for the one before.
+/// Reason if a plan was given up for the previous one.
 pub const ROLLED_BACK: &str = "RolledBack";
 
-/// What holds, before it is compared with what was written last.
+/// Content of a condition, before it is compared with what was last written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Verdict {
-    /// `None`: unknown.
+    /// Whether the condition holds; `None` if unknown.
     pub holds: Option<bool>,
-    /// In CamelCase, for programs.
+    /// Reason in CamelCase, for programs.
     pub reason: String,
-    /// A sentence for people.
+    /// Sentence for people.
     pub message: String,
-    /// Whether it says less than what may have been said of the same before.
+    /// Whether it says less than an earlier message about the same.
     pub is_vague: bool,
 }
 
 impl Verdict {
-    /// It holds.
+    /// The condition holds.
     pub(crate) fn yes(reason: &str, message: impl Into<String>) -> Self {
         Self {
             holds: Some(true),
@@ -57,7 +57,7 @@ impl Verdict {
         }
     }
 
-    /// It does not hold.
+    /// The condition does not hold.
     pub(crate) fn no(reason: &str, message: impl Into<String>) -> Self {
         Self {
             holds: Some(false),
@@ -65,7 +65,7 @@ impl Verdict {
         }
     }
 
-    /// It is not known.
+    /// It is unknown whether the condition holds.
     pub(crate) fn unknown(reason: &str, message: impl Into<String>) -> Self {
         Self {
             holds: None,
@@ -73,7 +73,7 @@ impl Verdict {
         }
     }
 
-    /// It does not hold, because of `cause`.
+    /// The condition does not hold, because of `cause`.
     pub(crate) fn not_for(cause: &Cause) -> Self {
         Self {
             is_vague: cause.is_vague,
@@ -98,14 +98,14 @@ pub fn of<'a>(status: Option<&'a InferenceDeploymentStatus>, type_: &str) -> Opt
         .find(|condition| condition.type_ == type_)
 }
 
-/// Reason of every condition of a deployment that is at rest.
+/// Reason of every condition of a suspended deployment.
 pub const SUSPENDED: &str = "Suspended";
-/// Reason of Progressing while Pods of a deployment that is to be at rest end.
+/// Reason of Progressing while the Pods of a deployment that is being suspended end.
 pub const SUSPENDING: &str = "Suspending";
-/// Reason of Progressing from the end of the rest until the plan serves again.
+/// Reason of Progressing from the resumption until the plan serves again.
 pub const RESUMING: &str = "Resuming";
 
-/// When a deployment that was suspended was so last, as its status tells; `None` once its plan has served again.
+/// Time at which a deployment was last suspended, according to its status; `None` once its plan has served again.
 pub(crate) fn last_suspended(observed: &Observed) -> Option<Timestamp> {
     let old = of(observed.deployment.status.as_ref(), PROGRESSING)?;
     match old.reason.as_str() {
@@ -115,13 +115,13 @@ pub(crate) fn last_suspended(observed: &Observed) -> Option<Timestamp> {
     }
 }
 
-/// Whether a deployment is on its way back from being suspended.
+/// Whether a deployment is being resumed.
 pub(crate) fn is_resuming(observed: &Observed) -> bool {
     !observed.deployment.spec.suspend && last_suspended(observed).is_some()
 }
 
-/// The condition for a verdict. The time changes only with the status, and a vague message never takes the place of
-/// a better one about the same.
+/// The condition for a verdict. Its time changes only with its status, and a vague message never replaces a better one
+/// about the same.
 pub(crate) fn write(observed: &Observed, type_: &str, verdict: Verdict) -> Condition {
     let old = of(observed.deployment.status.as_ref(), type_);
     let status = verdict.status();
@@ -142,7 +142,7 @@ pub(crate) fn write(observed: &Observed, type_: &str, verdict: Verdict) -> Condi
     }
 }
 
-/// RFC 3339 in whole seconds.
+/// The time of this reconcile as RFC 3339, in whole seconds.
 fn time_text(observed: &Observed) -> String {
     observed.now.strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
 }

@@ -1,4 +1,4 @@
-//! One reconcile, from what was read to what is wanted: validate → model → plan → Pods → status. Pure.
+//! One reconcile, from observation to decision: validate → model → plan → Pods → status. Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -35,7 +35,7 @@ use crate::status::{self, StatusInput};
 use crate::turns::{LONGEST_TURN, is_no_images_fault};
 use crate::validate::{progress_deadline, serves, validate};
 
-/// Trouble with a younger plan passes no turn on: it may pass by itself.
+/// Age below which a plan's trouble passes no turn on: it may resolve itself.
 const TURN_PATIENCE: Duration = Duration::from_secs(60);
 
 /// Decides what one deployment needs now.
@@ -74,7 +74,7 @@ pub fn decide(observed: &Observed) -> Decision {
     reconcile.decision
 }
 
-/// A deployment of a namespace that is not served gets its status, and nothing else is touched.
+/// Decision for a deployment in a namespace that is not served: it gets its status, and nothing else is touched.
 fn refused(observed: &Observed, errors: &[FieldError]) -> Decision {
     let choice = Choice {
         target: None,
@@ -171,7 +171,7 @@ impl Reconcile<'_> {
         self.tell(model, &wants, Some(&steps));
     }
 
-    /// An invalid spec changes nothing of it.
+    /// Decides about the scaler, which an invalid spec leaves as it is.
     fn scaler(&mut self) {
         if self.invalid.is_empty() {
             self.decision.scaler = scaling::step(self.observed, &self.decision.status);
@@ -183,7 +183,7 @@ impl Reconcile<'_> {
         pods.filter(|pod| pod.role != PodRole::Inspect)
     }
 
-    /// The deployment as the plan was made for it, with what needs no new plan as it is asked for now.
+    /// The deployment as the plan was made for it, with the current values of the fields that need no new plan.
     fn effective(&self, target: &InferencePlan) -> InferenceDeployment {
         let now = &self.observed.deployment;
         let mut deployment = deployment_of_plan(now, target);
@@ -269,7 +269,7 @@ impl Reconcile<'_> {
             {
                 mark(&pod.name, ANNOTATION_CERTIFICATE, serial);
             }
-            // A Pod that was kept belongs to the plan that keeps it, once that plan serves.
+            // A kept Pod belongs to the plan that keeps it, once that plan serves.
             let is_kept = wants.iter().any(|want| want.name == pod.name);
             if is_kept && steps.progress.is_complete && pod.plan_generation != generation {
                 mark(
@@ -296,7 +296,7 @@ impl Reconcile<'_> {
         })
     }
 
-    /// Has the plan remember which of its Pods ended, before they are made again.
+    /// Records in the plan's status which of its Pods ended, before they are created again.
     fn annotate_ends(&mut self, wants: &[Want], target: &InferencePlan, steps: &Steps) {
         let before = Ends::of(target);
         let is_wanted = |name: &str| wants.iter().any(|want| want.name == name);
@@ -321,12 +321,12 @@ impl Reconcile<'_> {
         }
     }
 
-    /// Outcomes of the target, then the status with its transitions.
+    /// Records the target's outcome, then writes the status with its transitions.
     fn tell(&mut self, model: Option<&ModelStep>, wants: &[Want], steps: Option<&Steps>) {
         let target = self.choice.target.clone();
         let left = target.as_ref().and_then(|plan| self.time_left(plan, steps));
         let is_late = left == Some(Duration::ZERO);
-        // What has served outlasts a quota that is short for a while.
+        // A plan that has served outlasts a temporary shortage in a quota.
         let has_yet_to_serve = left.is_some();
         let mut given_up = None;
         if let (Some(plan), Some(steps)) = (&target, steps) {
@@ -378,9 +378,9 @@ impl Reconcile<'_> {
         self.decision.status = status;
     }
 
-    /// A plan that something else than its image keeps from serving for a while keeps no other deployment from that image.
-    /// Neither does one that is given up early with nothing to be said against the image: how long its owner waits is no
-    /// measure for others.
+    /// Passes the turn on to other deployments if something other than its image has kept a plan from serving for a
+    /// while, or if it is given up early with no evidence against the image: its owner's deadline is no measure for
+    /// others.
     fn pass_turn(
         &mut self,
         plan: &InferencePlan,
@@ -418,7 +418,7 @@ impl Reconcile<'_> {
         }
     }
 
-    /// The Pods as they are when the steps are done: Ready is not to be said of what is about to end.
+    /// The Pods as they will be after the steps: a Pod that is about to end must not count as ready.
     fn left(&self, steps: Option<&Steps>) -> Vec<Arc<PodView>> {
         let mut pods = self.observed.pods.clone();
         let Some(steps) = steps else {
@@ -438,7 +438,7 @@ impl Reconcile<'_> {
         pods
     }
 
-    /// How much longer the target may take; `None` when it has served, or does now, or is suspended.
+    /// Time left for the target; `None` if it has served, serves now, or is suspended.
     fn time_left(&self, plan: &InferencePlan, steps: Option<&Steps>) -> Option<Duration> {
         if has_served(plan)
             || steps.is_some_and(|steps| steps.progress.is_serving)
@@ -447,7 +447,7 @@ impl Reconcile<'_> {
             return None;
         }
         let deadline = progress_deadline(&self.observed.deployment);
-        // Another number of workers is no progress of what has not served with the number before.
+        // Another number of workers is not progress for what has not served with the previous number.
         let rollout = rollout_of(self.observed, plan);
         let first = rollout.first().unwrap_or(&plan);
         let Some(made) = first.metadata.creation_timestamp.as_ref() else {
@@ -461,11 +461,11 @@ impl Reconcile<'_> {
         Some(deadline.saturating_sub(age))
     }
 
-    /// When something last went on for the plans of a rollout: bytes of their model came to one of their nodes, or one of their
-    /// Pods was made, placed, set up, started or ready. A worker that loads its model goes on until it says otherwise: it ends
-    /// itself when loading stands still, and after that its next start is no progress. Neither is a Pod that is made again
-    /// because the one before was rejected or evicted, until it runs for the first time, nor one that another number of workers
-    /// adds while those that the rollout began with are not ready.
+    /// Time of the last progress of a rollout's plans: bytes of their model arrived on one of their nodes, or one of
+    /// their Pods was created, placed, set up, started or became ready. A worker that loads its model counts as making
+    /// progress until it exits: it exits by itself when loading stalls, and its next start is not progress. Neither is
+    /// a Pod that is created again because the previous one was rejected or evicted, until it runs for the first time,
+    /// nor one that another number of workers adds while those that the rollout began with are not ready.
     fn progressed(&self, rollout: &[&InferencePlan]) -> Option<Timestamp> {
         let observed = self.observed;
         let is_coming = |rank: &hearth_crds::PlanRank| {
@@ -486,7 +486,7 @@ impl Reconcile<'_> {
                 .iter()
                 .any(|plan| plan.spec.generation == generation),
         };
-        // Of a node that is away nothing new is heard.
+        // A node that is down reports nothing new.
         let pods = self
             .workers()
             .filter(|pod| counts(pod.plan_generation) && !is_down(observed, node_of(pod)));
@@ -522,7 +522,8 @@ impl Reconcile<'_> {
         pods.filter_map(of_pod).chain(ended).max()
     }
 
-    /// Whether the old has ended for room in a ResourceQuota that has none for the target either, and nobody serves.
+    /// Whether the old Pods ended for room in a ResourceQuota that has none for the target either, so that nothing
+    /// serves.
     fn is_in_vain(&self, plan: &InferencePlan, wants: &[Want]) -> bool {
         let forbidden = self.observed.forbidden.as_ref();
         let is_wanted = |pod: &PodView| wants.iter().any(|want| want.name == pod.name);
@@ -563,7 +564,7 @@ impl Reconcile<'_> {
     }
 }
 
-/// Generations of the plans before `target` in its rollout.
+/// Generations of the earlier plans of the target's rollout.
 fn begun_generations(observed: &Observed, target: &InferencePlan) -> BTreeSet<u64> {
     let plans = rollout_of(observed, target).into_iter();
     let generations = plans.map(|plan| plan.spec.generation);

@@ -10,64 +10,64 @@ use kube_core::DynamicObject;
 
 use crate::plan_record::PlanStatusChange;
 
-/// Time that a Pod without streams gets to end in order, before the kubelet kills.
+/// Seconds that a Pod without streams gets for an orderly exit before the kubelet kills it.
 pub const EXIT_S: u32 = 10;
 
-/// What is to be done, in this order: objects, plans and their status, Pods made, Pods patched, Pods deleted, plans deleted,
-/// the scaler, fetches, status, events.
+/// Actions of one reconcile, in this order: objects, plans and their status, Pods created, Pods patched, Pods deleted,
+/// plans deleted, the scaler, fetches, status, events.
 #[derive(Clone, Debug, Default)]
 pub struct Decision {
-    /// Service, PodDisruptionBudgets, NetworkPolicies: applied where they differ from what is there.
+    /// Service, PodDisruptionBudgets, NetworkPolicies: applied where they differ from the existing ones.
     pub objects: Vec<DynamicObject>,
-    /// Objects of ours that are there no longer wanted, as kind and name.
+    /// Our own objects that are no longer wanted, as kind and name.
     pub remove_objects: Vec<(String, String)>,
     /// A new plan; never changed afterwards.
     pub create_plan: Option<InferencePlan>,
-    /// What is known now of plans that are there.
+    /// Status changes of existing plans.
     pub plan_statuses: Vec<PlanStatusChange>,
-    /// What claims of Pods are made from; they never change.
+    /// ResourceClaimTemplates of the Pods; they never change.
     pub create_templates: Vec<DynamicObject>,
-    /// Pods to make. One that is there already is no error.
+    /// Pods to create. One that already exists is not an error.
     pub create_pods: Vec<Pod>,
-    /// Annotations of Pods that are there.
+    /// Annotations for existing Pods.
     pub mark_pods: Vec<Marks>,
-    /// Pods to end.
+    /// Pods to delete.
     pub delete_pods: Vec<PodEnd>,
     /// Plans that nothing refers to any more, by name.
     pub delete_plans: Vec<String>,
-    /// What becomes of the scaler of the prefill workers.
+    /// Action on the scaler of the prefill workers.
     pub scaler: Option<ScalerStep>,
-    /// Whether the agents of these nodes are to hold the model behind the URL.
+    /// Nodes whose agents should hold the model behind the URL.
     pub fetch_on: Vec<String>,
     /// The whole status.
     pub status: InferenceDeploymentStatus,
-    /// Transitions that a person is told of; none on a reconcile that changes nothing.
+    /// Transitions to report to people; none on a reconcile that changes nothing.
     pub events: Vec<Transition>,
-    /// It waits for its turn with a worker image.
+    /// Whether it is waiting for its turn with a worker image.
     pub waits_for_turn: bool,
-    /// When to look again though nothing is reported; `None`: at the next resync.
+    /// Time after which to look again even if nothing is reported; `None`: at the next resync.
     pub requeue_after: Option<Duration>,
 }
 
-/// What is to be done about an InferencePoolScaler.
+/// Action on an InferencePoolScaler.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ScalerStep {
-    /// It is not there and wanted: its number is written now, and never again.
+    /// It is wanted and does not exist: its number is written now, and never again.
     Create(Box<InferencePoolScaler>),
-    /// It is told what came of its number.
+    /// Its status is updated with the effect of its number.
     Status {
         /// Its name.
         name: String,
-        /// Precondition: only this very scaler.
+        /// Its UID, as a precondition.
         uid: String,
         /// The whole status.
         status: InferencePoolScalerStatus,
     },
-    /// Nobody scales the pool from outside any more.
+    /// It is deleted: nothing scales the pool from outside any more.
     Remove {
         /// Its name.
         name: String,
-        /// Precondition: only this very scaler.
+        /// Its UID, as a precondition.
         uid: String,
     },
 }
@@ -81,30 +81,30 @@ pub struct Marks {
     pub annotations: Vec<(String, String)>,
 }
 
-/// The end of a Pod.
+/// Deletion of a Pod.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PodEnd {
     /// Name of the Pod.
     pub name: String,
-    /// Precondition: only this very Pod.
+    /// Its UID, as a precondition.
     pub uid: String,
-    /// How long it gets.
+    /// Grace period that it gets.
     pub grace: Grace,
 }
 
-/// What a Pod gets from being told to end until its kubelet kills it.
+/// Grace period of a Pod: the time from being told to end until its kubelet kills it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Grace {
-    /// What the Pod itself says: its streams end.
+    /// The Pod's own grace period: its streams end.
     Whole,
-    /// Time to exit, as it has never served. The kubelet may tell a process to end that is too young to listen.
+    /// Time to exit, as it has never served: the kubelet may signal a process before it handles signals.
     Exit,
-    /// None: its node is lost, or it has ended already.
+    /// None: its node is lost, or it has already ended.
     None,
 }
 
 impl Grace {
-    /// As the API server is asked for it; `None`: as the Pod has it.
+    /// Grace period for the API server; `None`: the Pod's own.
     pub fn seconds(self) -> Option<u32> {
         match self {
             Self::Whole => None,
@@ -117,7 +117,7 @@ impl Grace {
 /// One line of `kubectl describe`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Transition {
-    /// Planned, PlanReplaced, WorkerReady, WorkerLost, ScaledDecode, ModelDownloaded, RolledBack …
+    /// Reason: Planned, PlanReplaced, WorkerReady, WorkerLost, ScaledDecode, ModelDownloaded, RolledBack …
     pub reason: String,
     /// A sentence.
     pub message: String,
@@ -127,7 +127,7 @@ pub struct Transition {
 
 #[cfg(test)]
 impl Decision {
-    /// Whether anything is written by it beside the status.
+    /// Whether it writes anything besides the status.
     pub fn writes_objects(&self) -> bool {
         self.create_plan.is_some()
             || !(self.plan_statuses.is_empty()

@@ -1,7 +1,7 @@
-//! Transitions: what is new in a status, told once.
+//! Transitions: changes of a status, each reported once.
 //!
 //! Each is derived from a difference between the status as last written and the new one, so a reconcile that changes
-//! nothing tells nothing.
+//! nothing reports nothing.
 
 use hearth_crds::{Condition, InferenceDeploymentStatus};
 
@@ -11,7 +11,7 @@ use crate::conditions::{
 };
 use crate::decision::Transition;
 
-/// What the new status tells that the old one did not.
+/// Transitions from the old status to the new one.
 pub(crate) fn transitions(
     old: Option<&InferenceDeploymentStatus>,
     new: &InferenceDeploymentStatus,
@@ -41,7 +41,7 @@ impl<'a> Change<'a> {
         (of(self.old, type_), of(Some(self.new), type_))
     }
 
-    /// The condition, when it is in a state that it was not in before: another status, or another reason.
+    /// The condition, if it was in another state before: another status, or another reason.
     fn entered(&self, type_: &str, status: &str) -> Option<&'a Condition> {
         let (old, new) = self.pair(type_);
         let new = new.filter(|new| new.status == status)?;
@@ -49,7 +49,7 @@ impl<'a> Change<'a> {
         is_new.then_some(new)
     }
 
-    /// The condition, when its status changed to `status`; a first reconcile counts for True only.
+    /// The condition, if its status changed to `status`; on a first reconcile only True counts.
     fn turned(&self, type_: &str, status: &str) -> Option<&'a Condition> {
         let (old, new) = self.pair(type_);
         let new = new.filter(|new| new.status == status)?;
@@ -99,14 +99,14 @@ impl<'a> Change<'a> {
         is_failure.then(|| warning(&failed.reason, failed.message.clone()))
     }
 
-    /// Pods that were and are desired of a pool; `None` where the old status does not say.
+    /// Desired Pods of a pool, before and now; `None` if the old status does not say.
     fn desired(&self, pool: &str) -> Option<(u32, u32)> {
         let desired = |status: &InferenceDeploymentStatus| Some(status.pool(pool)?.desired);
         Some((desired(self.old?)?, desired(self.new)?))
     }
 
     fn scaled(&self) -> Vec<Transition> {
-        // To rest and back is another number of Pods, and not another one of those that are asked for.
+        // Suspending or resuming changes the number of Pods, but not the number that is asked for.
         let is_at_rest = self.is_at_rest(self.old) || self.is_at_rest(Some(self.new));
         let had_plan = !is_at_rest && self.old.is_some_and(|old| old.plan.is_some());
         [("ScaledPrefill", "prefill"), ("ScaledDecode", "decode")]
@@ -139,7 +139,7 @@ impl<'a> Change<'a> {
         (!has_grown).then(|| warning("WorkerLost", lost.message.clone()))
     }
 
-    /// One of several gateways that is missing; where none is left, nothing is Ready.
+    /// One of several gateways is missing; if none is left, the deployment is not Ready.
     fn gateway(&self) -> Option<Transition> {
         let lost = self.turned(GATEWAY_READY, "False")?;
         let is_ready = of(Some(self.new), READY).is_some_and(|ready| ready.status == "True");
@@ -162,7 +162,7 @@ impl<'a> Change<'a> {
         is_late.then(|| warning(&late.reason, late.message.clone()))
     }
 
-    /// Whether the deployment is suspended, by that status.
+    /// Whether the deployment is suspended, according to that status.
     fn is_at_rest(&self, status: Option<&InferenceDeploymentStatus>) -> bool {
         of(status, READY).is_some_and(|ready| ready.reason == SUSPENDED)
     }

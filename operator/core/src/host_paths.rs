@@ -1,5 +1,5 @@
-//! Which directories of nodes a deployment may name. The chart's ValidatingAdmissionPolicy says the same at admission,
-//! in CEL: what is changed here is to be changed there (`charts/hearth/templates/admission.yaml`).
+//! Directories of nodes that a deployment may name. The chart's ValidatingAdmissionPolicy enforces the same at
+//! admission, in CEL: a change here must be made there too (`charts/hearth/templates/admission.yaml`).
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ impl HostPath {
     /// Reads an absolute path.
     ///
     /// # Errors
-    /// What is wrong with one that is relative or climbs by `..`.
+    /// Describes the problem if the path is relative or contains `..`.
     pub fn parse(text: &str) -> Result<Self, String> {
         if !text.starts_with('/') {
             return Err(format!("{text:?} is not an absolute path"));
@@ -26,7 +26,7 @@ impl HostPath {
         Ok(Self(parts))
     }
 
-    /// The rest of the path below `prefix`; `None` when it does not lie there.
+    /// The rest of the path below `prefix`; `None` if it is not below it.
     fn below(&self, prefix: &Self) -> Option<&[String]> {
         self.0.strip_prefix(prefix.0.as_slice())
     }
@@ -38,11 +38,11 @@ impl fmt::Display for HostPath {
     }
 }
 
-/// The rule for all sources of a spec: a directory of nodes lies below one of `prefixes`, and is none that agents fetched
-/// into `store`, since those are for the deployments whose source gives them.
+/// Checks all sources of a spec: a directory of nodes must be below one of `prefixes`, and must not be one that agents
+/// fetched into `store`, since those are for the deployments whose source names them.
 ///
 /// # Errors
-/// The first field that breaks it.
+/// Returns the first field that breaks the rule.
 pub fn check(
     spec: &InferenceDeploymentSpec,
     prefixes: &[HostPath],
@@ -97,7 +97,7 @@ fn allowed(path: &str, prefixes: &[HostPath], store: &str) -> Result<(), (String
     Ok(())
 }
 
-/// Whether a name in the store is a fetched model's, or of one that is being fetched.
+/// Whether a name in the store belongs to a fetched model, or to one that is being fetched.
 fn is_the_agents(name: &str) -> bool {
     let is_hex = |byte: u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
     name.starts_with('.') || (name.len() == STORE_KEY_DIGITS && name.bytes().all(is_hex))

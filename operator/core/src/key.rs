@@ -1,18 +1,18 @@
-//! Which object is meant.
+//! Keys of objects.
 
 use std::sync::Arc;
 
 /// Namespace and name of an object.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Key {
-    /// Empty for objects of the whole cluster.
+    /// Namespace; empty for cluster-scoped objects.
     pub namespace: Arc<str>,
-    /// Within the namespace.
+    /// Name within the namespace.
     pub name: Arc<str>,
 }
 
 impl Key {
-    /// A key.
+    /// Makes a key.
     pub fn new(namespace: &str, name: &str) -> Self {
         Self {
             namespace: namespace.into(),

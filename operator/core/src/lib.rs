@@ -1,7 +1,7 @@
-//! What the operator decides, and nothing of how it asks or writes: everything here follows from what was observed.
+//! The operator's decisions, separate from how it reads and writes: everything here follows from what was observed.
 //!
-//! [`decide::decide`] turns one [`observed::Observed`] into one [`decision::Decision`], in the order that its stages are
-//! read in: `validate` → `model` → `choose` → [`build`] → `rollout` → `status` → `events`.
+//! [`decide::decide`] turns one [`observed::Observed`] into one [`decision::Decision`], through these stages in order:
+//! `validate` → `model` → `choose` → [`build`] → `rollout` → `status` → `events`.
 //!
 //! **Invariants**
 //! - No client, no runtime, no clock and no randomness: `layers.txt` forbids the crates that would bring one, and the time is

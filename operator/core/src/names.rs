@@ -7,7 +7,7 @@ pub const FIELD_MANAGER: &str = "hearth";
 pub const LABEL_APP: &str = "app.kubernetes.io/name";
 /// Value of [`LABEL_APP`].
 pub const APP: &str = "hearth";
-/// Label: who made the object, always [`MANAGER`].
+/// Label: the program that made the object, always [`MANAGER`].
 pub const LABEL_MANAGED_BY: &str = "app.kubernetes.io/managed-by";
 /// Value of [`LABEL_MANAGED_BY`].
 pub const MANAGER: &str = "hearth";
@@ -26,9 +26,9 @@ pub const LABEL_RANK: &str = "hearth.dev/rank";
 pub const ANNOTATION_PLAN: &str = "hearth.dev/plan";
 /// Annotation: generation of the plan that the Pod was made for.
 pub const ANNOTATION_PLAN_GENERATION: &str = "hearth.dev/plan-generation";
-/// Annotation: digest of all that makes the Pod what it is.
+/// Annotation: digest of everything that defines the Pod.
 pub const ANNOTATION_RANK_HASH: &str = "hearth.dev/rank-hash";
-/// Annotation: digest of the Pod as the operator that made it wrote it.
+/// Annotation: digest of the Pod as written by the operator that created it.
 pub const ANNOTATION_FORM: &str = "hearth.dev/form";
 /// Annotation of gateways: the workers that requests may go to, as JSON; shown to the container as a file.
 pub const ANNOTATION_ROUTES: &str = "hearth.dev/routes";
@@ -37,31 +37,31 @@ pub const ANNOTATION_CERTIFICATE: &str = "hearth.dev/certificate";
 /// Annotation of inspect Pods: digest of the model source.
 pub const ANNOTATION_SOURCE: &str = "hearth.dev/model-source";
 
-/// Annotation of plans: digest of what the plan follows from.
+/// Annotation of plans: digest of the plan's inputs.
 pub const ANNOTATION_INPUTS: &str = "hearth.dev/inputs";
-/// Annotation of plans: [`OUTCOME_SERVING`] once all its ranks were ready, [`OUTCOME_FAILED`] when it was given up.
+/// Annotation of plans: [`OUTCOME_SERVING`] once all its ranks were ready, [`OUTCOME_FAILED`] if it was given up.
 pub const ANNOTATION_OUTCOME: &str = "hearth.dev/outcome";
 /// See [`ANNOTATION_OUTCOME`].
 pub const OUTCOME_SERVING: &str = "Serving";
 /// See [`ANNOTATION_OUTCOME`].
 pub const OUTCOME_FAILED: &str = "Failed";
-/// Annotation of plans: why it was given up.
+/// Annotation of plans: the reason why it was given up.
 pub const ANNOTATION_OUTCOME_MESSAGE: &str = "hearth.dev/outcome-message";
 /// Annotation of plans: the model's facts as JSON, so that they need not be read again.
 pub const ANNOTATION_MODEL: &str = "hearth.dev/model";
-/// Annotation of plans: nodes that have the model, with commas; empty: every node.
+/// Annotation of plans: nodes that have the model, comma-separated; empty: every node.
 pub const ANNOTATION_MODEL_NODES: &str = "hearth.dev/model-nodes";
-/// Annotation of plans: the nodes that are left out because they refused workers of the plans before, with who did
-/// and the words, as JSON.
+/// Annotation of plans: the nodes that are left out because they refused workers of earlier plans, with who refused
+/// and the message, as JSON.
 pub const ANNOTATION_REFUSALS: &str = "hearth.dev/refusals";
-/// Annotation of plans: why it keeps no other deployment from another worker image though it does not serve: a reason that is
-/// no image's fault; empty: none.
+/// Annotation of plans: the reason why it does not hold back other deployments from its worker image although it does
+/// not serve; never the image's fault. Empty: none.
 pub const ANNOTATION_TURN: &str = "hearth.dev/passes-turn";
-/// Annotation of plans: its Pods that ended as a whole and were made again, as JSON by their names.
+/// Annotation of plans: its Pods that ended as a whole and were created again, as JSON by name.
 pub const ANNOTATION_ENDS: &str = "hearth.dev/ends";
-/// Annotation of plans: the name of a fetched model in the nodes' stores; none for other sources.
+/// Annotation of plans: name of a fetched model in the nodes' stores; absent for other sources.
 pub const ANNOTATION_MODEL_KEY: &str = "hearth.dev/model-key";
-/// Annotation of plans: the spec that the plan was made for, as JSON, with its URLs as they may be shown. The plan's Pods
+/// Annotation of plans: the spec that the plan was made for, as JSON, without the secrets of its URLs. The plan's Pods
 /// are built from it, so that an older plan comes back with its own model.
 pub const ANNOTATION_SPEC: &str = "hearth.dev/spec";
 
@@ -69,32 +69,32 @@ pub const ANNOTATION_SPEC: &str = "hearth.dev/spec";
 pub const GATEWAY_PORT: u16 = 8080;
 /// Port of the endpoint's Service.
 pub const SERVICE_PORT: u16 = 80;
-/// Metrics of gateways: not of the Service, so that who reaches the endpoint does not reach them.
+/// Port of gateways' metrics: not part of the Service, so that clients of the endpoint cannot reach it.
 pub const METRICS_PORT: u16 = 9402;
-/// gRPC of workers and agents, over mutual TLS.
+/// Port of workers' and agents' gRPC service, with mutual TLS.
 pub const WORKER_PORT: u16 = 9400;
-/// Plain gRPC health of workers and agents, for the kubelet.
+/// Port of workers' and agents' plain gRPC health service, for the kubelet.
 pub const HEALTH_PORT: u16 = 9401;
 
-/// The worker's program in its image.
+/// Path of the worker's program in its image.
 pub const WORKER_PROGRAM: &str = "/usr/bin/hearth-worker";
-/// Files of the downward API: `plan.json` and `routes.json`.
+/// Directory of the downward API's files: `plan.json` and `routes.json`.
 pub const PLACE_DIRECTORY: &str = "/etc/hearth/place";
-/// Files of the Secret with certificates.
+/// Directory of the Secret with certificates.
 pub const TLS_DIRECTORY: &str = "/etc/hearth/tls";
-/// Files of the Secret with API keys.
+/// Directory of the Secret with API keys.
 pub const KEYS_DIRECTORY: &str = "/etc/hearth/keys";
-/// Certificate authorities of `spec.podTemplate.caBundles`.
+/// Directory of the certificate authorities of `spec.podTemplate.caBundles`.
 pub const AUTHORITIES_DIRECTORY: &str = "/etc/hearth/authorities";
-/// Models of the worker image.
+/// Directory of the models in the worker image.
 pub const BUILTIN_DIRECTORY: &str = "/usr/share/hearth/models";
-/// Where a node's directory or a claim is mounted.
+/// Mount path of a node's directory or a claim.
 pub const SOURCE_DIRECTORY: &str = "/models/source";
 
-/// Resource that GPU device plugins offer.
+/// Resource that GPU device plugins provide.
 pub const GPU_RESOURCE: &str = "nvidia.com/gpu";
 
-/// `host:port` of an address, an IPv6 one in brackets.
+/// Formats `host:port`, with brackets around an IPv6 address.
 pub fn host_port(address: &str, port: u16) -> String {
     if address.contains(':') {
         format!("[{address}]:{port}")
@@ -115,13 +115,13 @@ pub fn tls_name(deployment: &str, namespace: &str) -> String {
 
 /// The agents' ServiceAccount, as the chart names it.
 pub const AGENT_ACCOUNT: &str = "hearth-agent";
-/// Audience of the token by which an agent says whose Pod it is: nobody else takes it.
+/// Audience of the token with which an agent proves whose Pod it is: nothing else accepts it.
 pub const TOKEN_AUDIENCE: &str = "hearth-operator";
 
-/// DNS name in the certificate that all agents begin with.
+/// DNS name in the certificate that all agents start with.
 pub const AGENT_TLS_NAME: &str = "agent.hearth";
 
-/// DNS name in the certificate of the agent of one node; no deployment has a name of so many parts.
+/// DNS name in the certificate of one node's agent; no deployment's name has as many parts.
 pub fn agent_tls_name(node: &str) -> String {
     format!("{node}.node.{AGENT_TLS_NAME}")
 }
@@ -134,7 +134,7 @@ pub fn certificates_secret(deployment: &str) -> String {
     format!("{deployment}-hearth-certificates")
 }
 
-/// The name in earlier versions, which Ingresses like to use as well. Pods that were made then still mount it.
+/// The Secret's name in earlier versions, which Ingresses often use as well. Pods created then still mount it.
 pub fn old_certificates_secret(deployment: &str) -> String {
     format!("{deployment}-tls")
 }

@@ -1,6 +1,6 @@
-//! What a plan was made from and what became of it.
+//! Records of what a plan was made from and of its outcome.
 //!
-//! Plans of earlier versions say it in annotations; each field is read from there where the plan itself does not say it.
+//! Plans of earlier versions have them in annotations; each field is read from there if the plan itself lacks it.
 
 use std::collections::BTreeMap;
 
@@ -18,17 +18,17 @@ use crate::names::{
     ANNOTATION_TURN, OUTCOME_FAILED, OUTCOME_SERVING,
 };
 
-/// The status that a plan is to have.
+/// The status that a plan should have.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PlanStatusChange {
     /// Name of the plan.
     pub name: String,
-    /// All of its status.
+    /// Its whole status.
     pub status: InferencePlanStatus,
 }
 
 impl PlanStatusChange {
-    /// The status of `plan` with what `news` sets.
+    /// The status of `plan`, with the fields that `news` sets.
     pub(crate) fn of(plan: &InferencePlan, news: InferencePlanStatus) -> Self {
         let mut status = plan.status.clone().unwrap_or_default();
         status.merge(news);
@@ -39,7 +39,7 @@ impl PlanStatusChange {
     }
 }
 
-/// Whether all ranks of the plan were ready once.
+/// Whether all ranks of the plan have ever been ready at once.
 pub fn has_served(plan: &InferencePlan) -> bool {
     outcome(plan) == OUTCOME_SERVING
 }
@@ -49,14 +49,15 @@ pub fn has_failed(plan: &InferencePlan) -> bool {
     outcome(plan) == OUTCOME_FAILED
 }
 
-/// Why a plan was given up.
+/// Reason why a plan was given up.
 pub(crate) fn failure(plan: &InferencePlan) -> &str {
     let told = plan.status.as_ref();
     told.and_then(|status| status.message.as_deref())
         .unwrap_or_else(|| annotation(plan, ANNOTATION_OUTCOME_MESSAGE))
 }
 
-/// Why the plan keeps no other deployment from its worker image though it does not serve; empty: it does.
+/// Reason why the plan does not hold back other deployments from its worker image although it does not serve; empty:
+/// it does hold them back.
 pub(crate) fn passes_turn(plan: &InferencePlan) -> &str {
     let told = plan.status.as_ref();
     told.and_then(|status| status.passes_turn.as_deref())
@@ -69,7 +70,7 @@ fn outcome(plan: &InferencePlan) -> &str {
         .unwrap_or_else(|| annotation(plan, ANNOTATION_OUTCOME))
 }
 
-/// Digest of the newest inputs that lead to the plan; empty where it does not say.
+/// Digest of the newest inputs that lead to the plan; empty if it is not recorded.
 pub fn inputs_digest(plan: &InferencePlan) -> &str {
     let served = served(plan).map(|served| served.digest.as_str());
     let made = || Some(plan.spec.inputs.as_ref()?.digest.as_str());
@@ -78,7 +79,7 @@ pub fn inputs_digest(plan: &InferencePlan) -> &str {
         .unwrap_or_else(|| annotation(plan, ANNOTATION_INPUTS))
 }
 
-/// The newest spec that leads to the plan; `None` where the plan does not say it or this version cannot read it.
+/// The newest spec that leads to the plan; `None` if it is not recorded or this version cannot read it.
 pub fn spec_of_plan(plan: &InferencePlan) -> Option<InferenceDeploymentSpec> {
     let served = served(plan).map(|served| &served.deployment_spec);
     let made = || Some(&plan.spec.inputs.as_ref()?.deployment_spec);
@@ -97,7 +98,7 @@ pub(crate) fn model_facts(plan: &InferencePlan) -> Option<ModelFacts> {
     }
 }
 
-/// Nodes that have the plan's model, as far as it says; none: every node.
+/// Nodes that have the plan's model, as far as recorded; empty: every node.
 pub(crate) fn model_nodes(plan: &InferencePlan) -> Vec<&str> {
     match &plan.spec.inputs {
         Some(inputs) => inputs.model_nodes.iter().map(String::as_str).collect(),
@@ -108,7 +109,7 @@ pub(crate) fn model_nodes(plan: &InferencePlan) -> Vec<&str> {
     }
 }
 
-/// Digest of the source of the plan's model; empty where it does not say.
+/// Digest of the source of the plan's model; empty if it is not recorded.
 pub(crate) fn source_digest_of(plan: &InferencePlan) -> &str {
     match &plan.spec.inputs {
         Some(inputs) => &inputs.source_digest,
@@ -116,7 +117,7 @@ pub(crate) fn source_digest_of(plan: &InferencePlan) -> &str {
     }
 }
 
-/// The name of a plan's fetched model in the nodes' stores; `None` for other sources.
+/// Name of a plan's fetched model in the nodes' stores; `None` for other sources.
 pub fn model_key_of(plan: &InferencePlan) -> Option<String> {
     match &plan.spec.inputs {
         Some(inputs) => inputs.model_key.clone(),
@@ -124,7 +125,7 @@ pub fn model_key_of(plan: &InferencePlan) -> Option<String> {
     }
 }
 
-/// See [`model_key_of`]: that of a plan which cannot be read otherwise, from its spec and its annotations.
+/// See [`model_key_of`]: the key of a plan that cannot be parsed, from its spec and its annotations.
 pub fn model_key_of_raw(
     spec: &Value,
     annotations: Option<&BTreeMap<String, String>>,
@@ -139,7 +140,7 @@ fn model_key_in_annotations(annotations: &BTreeMap<String, String>) -> Option<St
     if let Some(key) = annotations.get(ANNOTATION_MODEL_KEY) {
         return Some(key.clone());
     }
-    // The first plans tell the spec alone; then a model was kept under the half of its checksum.
+    // The first plans record the spec alone; a model was then stored under the first half of its checksum.
     let text = annotations
         .get(ANNOTATION_SPEC)
         .filter(|text| text.contains("\"http\""))?;
@@ -148,7 +149,7 @@ fn model_key_in_annotations(annotations: &BTreeMap<String, String>) -> Option<St
     Some(sha256.get(..STORE_KEY_DIGITS).unwrap_or(&sha256).to_owned())
 }
 
-/// Whether the plan says what it was made for.
+/// Whether the plan records the spec that it was made for.
 pub(crate) fn tells_spec(plan: &InferencePlan) -> bool {
     plan.spec.inputs.is_some() || !annotation(plan, ANNOTATION_SPEC).is_empty()
 }
@@ -161,7 +162,7 @@ fn read<T: DeserializeOwned>(value: &Value) -> Option<T> {
     T::deserialize(value).ok()
 }
 
-/// An annotation; empty where it is not there.
+/// An annotation; empty if it is missing.
 pub(crate) fn annotation<'a>(plan: &'a InferencePlan, key: &str) -> &'a str {
     let annotations = plan.metadata.annotations.as_ref();
     annotations

@@ -1,6 +1,6 @@
-//! Quantities as Kubernetes writes them.
+//! Quantities in the notation of Kubernetes.
 
-/// Suffixes of Kubernetes quantities and what they multiply by.
+/// Suffixes of Kubernetes quantities with their multipliers.
 const SUFFIXES: [(&str, u128); 13] = [
     ("Ki", 1 << 10),
     ("Mi", 1 << 20),
@@ -17,22 +17,22 @@ const SUFFIXES: [(&str, u128); 13] = [
     ("", 1),
 ];
 
-/// A quantity in thousandths, rounded down; `None` for a text that is none, and beyond 2^64.
+/// Parses a quantity in thousandths, rounded down; `None` for text that is not one, and beyond 2^64.
 pub fn millis(text: &str) -> Option<u64> {
     thousandths(text).and_then(|thousandths| u64::try_from(thousandths).ok())
 }
 
-/// A quantity in whole units, rounded down; `None` for a text that is none, and beyond 2^64.
+/// Parses a quantity in whole units, rounded down; `None` for text that is not one, and beyond 2^64.
 pub fn bytes(text: &str) -> Option<u64> {
     thousandths(text).and_then(|thousandths| u64::try_from(thousandths / 1000).ok())
 }
 
-/// A small count.
+/// Parses a small count.
 pub fn whole(text: &str) -> Option<u32> {
     bytes(text).and_then(|count| u32::try_from(count).ok())
 }
 
-/// Of any text: webhooks write some of those that are read here.
+/// Accepts any text: some of the quantities that are read here are written by webhooks.
 fn thousandths(text: &str) -> Option<u128> {
     if let Some(milli) = text.strip_suffix('m') {
         return digits(milli);
@@ -42,7 +42,7 @@ fn thousandths(text: &str) -> Option<u128> {
         Some((number, *unit))
     };
     let (number, unit) = SUFFIXES.iter().find_map(has_suffix)?;
-    // The API server writes exponents as they were given, such as 128e6 or 5E-1; at the end an E is a suffix.
+    // The API server keeps exponents as they were given, such as 128e6 or 5E-1; an E at the end is a suffix.
     let Some((number, exponent)) = number.split_once(['e', 'E']).filter(|_| unit == 1) else {
         return scaled(number, unit.checked_mul(1000)?);
     };
@@ -54,7 +54,7 @@ fn thousandths(text: &str) -> Option<u128> {
     }
 }
 
-/// A decimal number times `unit`, rounded down; digits after the ninth behind the point are left out.
+/// A decimal number times `unit`, rounded down; digits after the ninth decimal place are ignored.
 fn scaled(number: &str, unit: u128) -> Option<u128> {
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
     let whole = digits(whole)?.checked_mul(unit)?;
@@ -67,7 +67,7 @@ fn scaled(number: &str, unit: u128) -> Option<u128> {
     whole.checked_add(digits(nine)?.checked_mul(unit)? / 10_u128.pow(places))
 }
 
-/// A number of nothing but ASCII digits.
+/// Parses a number that consists of ASCII digits only.
 fn digits(text: &str) -> Option<u128> {
     let is_number = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     is_number.then(|| text.parse().ok()).flatten()
@@ -98,7 +98,7 @@ mod tests {
             ("1.123456789123", Some(1123)),
             ("", None),
             ("x", None),
-            // Of a webhook, in its own language.
+            // From a webhook, in its own language.
             ("1.12345678ä", None),
             ("1.123456789ä", None),
             ("é", None),

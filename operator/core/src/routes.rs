@@ -1,4 +1,4 @@
-//! What a gateway is told of the workers, and whom it reaches by that.
+//! Routes from gateways to workers, and the Pods that a gateway reaches by them.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use hearth_crds::{InferencePlan, PlanRank, PlanRole, Route, Routes};
 use crate::names::{GATEWAY_PORT, WORKER_PORT, host_port};
 use crate::observed::PodView;
 
-/// The ready Pods that a gateway can send requests to now, by role: `(decode, prefill)`.
+/// Numbers of ready Pods that a gateway can send requests to now, by role: `(decode, prefill)`.
 pub fn reachable(gateway: &PodView, pods: &[&PodView]) -> (usize, usize) {
     let routes: Routes = serde_json::from_str(&gateway.routes).unwrap_or_default();
     let is_up = |route: &&Route| {
@@ -22,8 +22,8 @@ pub fn reachable(gateway: &PodView, pods: &[&PodView]) -> (usize, usize) {
     (count(PlanRole::Decode), count(PlanRole::Prefill))
 }
 
-/// Whether the Pod is a gateway that one of the deployment's plans has: by its rank, and by the name that follows from
-/// that. Anybody who may make Pods can give one the labels of a gateway.
+/// Whether the Pod is a gateway of one of the deployment's plans: by its rank, and by the name that follows from that.
+/// Anyone who may create Pods can give one the labels of a gateway.
 pub fn is_planned_gateway(pod: &PodView, deployment: &str, plans: &[Arc<InferencePlan>]) -> bool {
     let is_its = |rank: &PlanRank| rank.role == PlanRole::Gateway && rank.name == pod.rank;
     let digest = pod
@@ -38,7 +38,7 @@ pub fn is_gateway(pod: &PodView) -> bool {
     pod.role.is_gateway()
 }
 
-/// `host:port` of a Pod that has an address.
+/// `host:port` of a Pod; `None` if it has no address.
 pub fn endpoint(pod: &PodView) -> Option<String> {
     let port = if is_gateway(pod) {
         GATEWAY_PORT
@@ -51,13 +51,13 @@ pub fn endpoint(pod: &PodView) -> Option<String> {
     }
 }
 
-/// The routes that a gateway was told last.
+/// The routes that a gateway was last given.
 pub fn routes_of(gateway: &PodView) -> Vec<Route> {
     let routes: Result<Routes, _> = serde_json::from_str(&gateway.routes);
     routes.unwrap_or_default().workers
 }
 
-/// Routes as gateways read them.
+/// Encodes routes as gateways read them.
 pub fn text(routes: &[Route]) -> String {
     let routes = Routes {
         min_version: 0,

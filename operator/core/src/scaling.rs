@@ -1,8 +1,8 @@
-//! The spec that is acted on, and the object by which an autoscaler changes the number of prefill workers.
+//! The effective spec, and the object through which an autoscaler changes the number of prefill workers.
 //!
-//! The number of decode workers is in the deployment, where its scale subresource writes it. That of prefill workers whose
-//! mode is External is in an `InferencePoolScaler`, which is made with a number once. From then on the scaler has the number,
-//! and that of the deployment counts no more; nobody but its autoscaler writes it.
+//! The number of decode workers is in the deployment, where its scale subresource writes it. The number of prefill
+//! workers whose mode is External is in an `InferencePoolScaler`, which is created with a number once. From then on
+//! the scaler's number counts and the deployment's does not; only its autoscaler writes it.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -19,8 +19,8 @@ use crate::decision::ScalerStep;
 use crate::observed::Observed;
 use crate::plan_record::spec_of_plan;
 
-/// The same with the spec that is acted on: in today's words, and with the number of prefill workers that their scaler has.
-/// Whether it is valid is decided before, of the spec as it was written.
+/// The observation with the effective spec: in today's fields, and with the number of prefill workers from their
+/// scaler. Validity is decided before, for the spec as it was written.
 pub(crate) fn resolved(observed: &Observed) -> Cow<'_, Observed> {
     let written = &*observed.deployment;
     let mut spec = written.spec.clone().translated();
@@ -40,7 +40,7 @@ pub(crate) fn resolved(observed: &Observed) -> Cow<'_, Observed> {
     })
 }
 
-/// What becomes of the scaler of a deployment that is valid; `None`: nothing, it is as it should be.
+/// Action on the scaler of a valid deployment; `None` if it is as it should be.
 pub(crate) fn step(observed: &Observed, status: &InferenceDeploymentStatus) -> Option<ScalerStep> {
     let deployment = &observed.deployment;
     let scaler = observed.scaler.as_ref();
@@ -82,8 +82,8 @@ fn is_external(spec: &InferenceDeploymentSpec) -> bool {
     scaling.is_some_and(|scaling| scaling.mode == ScalingMode::External)
 }
 
-/// The number of prefill workers that their scaler asks for. Of a scaler that is not seen, since somebody deleted it or the
-/// operator may not see it, the number in force stays: a pool under load does not shrink for that.
+/// The number of prefill workers that their scaler asks for. If the scaler cannot be seen, because it was deleted or
+/// the operator lacks permission, the number in force stays: a pool under load must not shrink for that.
 fn asked(observed: &Observed) -> Option<u32> {
     if let Some(scaler) = &observed.scaler {
         return Some(scaler.replicas);

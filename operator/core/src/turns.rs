@@ -1,4 +1,4 @@
-//! Worker images come to one deployment after the other: which of them are on their way to one, and how it went.
+//! Rollout of worker images to one deployment after another: those that are changing to one, and the outcome.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -8,27 +8,27 @@ use jiff::{SignedDuration, Timestamp};
 
 use crate::plan_record::{has_failed, has_served, passes_turn};
 
-/// A deployment that is not ready with an image for so long keeps nobody else from it: its own deadline is whatever its
-/// owner writes.
+/// Time after which a deployment that is not ready with an image no longer holds back others: its own deadline is up
+/// to its owner.
 pub const LONGEST_TURN: SignedDuration = SignedDuration::from_mins(30);
 
-/// How far a plan has come.
+/// Outcome of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// It is being carried out.
     Open,
-    /// All its ranks were ready once.
+    /// All its ranks have been ready at once.
     Served,
     /// It was given up.
     Failed,
 }
 
-/// The plans of all deployments, as far as images go.
+/// The plans of all deployments, as far as images are concerned.
 #[derive(Debug, Default)]
 pub struct Turns {
-    /// By owner and generation.
+    /// Plans by owner and generation.
     plans: HashMap<Arc<str>, BTreeMap<u64, Step>>,
-    /// Each image's name once.
+    /// Names of the images, each once.
     images: Vec<Arc<str>>,
 }
 
@@ -37,12 +37,12 @@ struct Step {
     image: Option<Arc<str>>,
     outcome: Outcome,
     made: Option<Timestamp>,
-    /// What keeps it from serving is no image's fault.
+    /// Whether what keeps it from serving is not its image's fault.
     passes: bool,
 }
 
 impl Step {
-    /// Whether it keeps nobody from its image, whatever became of it.
+    /// Whether it holds nobody back from its image, whatever its outcome.
     fn has_passed(&self, now: Timestamp) -> bool {
         let is_old = |made: Timestamp| now.duration_since(made) >= LONGEST_TURN;
         self.passes || self.outcome == Outcome::Open && self.made.is_some_and(is_old)
@@ -50,7 +50,8 @@ impl Step {
 }
 
 impl Turns {
-    /// Takes all plans of a deployment; none: it has none, or is gone. Returns whether another's turn may have come.
+    /// Replaces all plans of a deployment; empty: it has none, or is deleted. Returns whether another's turn may have
+    /// come.
     pub fn set(&mut self, owner: &Arc<str>, plans: &[Arc<InferencePlan>]) -> bool {
         let steps = plans.iter();
         let steps = steps.map(|plan| (plan.spec.generation, self.step(plan)));
@@ -99,12 +100,12 @@ impl Turns {
         first(others)
     }
 
-    /// The owner that others wait for, whichever the image.
+    /// The owner that others wait for, whatever the image.
     pub fn holder(&self, now: Timestamp) -> Option<(&Arc<str>, Outcome)> {
         first(self.ways(now))
     }
 
-    /// Owners that go from an image that served to another one, or have failed to.
+    /// Owners that are changing, or have failed to change, from an image that served to another one.
     fn ways(&self, now: Timestamp) -> impl Iterator<Item = (&Arc<str>, &Step)> {
         self.plans.iter().filter_map(move |(owner, steps)| {
             let (generation, newest) = steps.last_key_value()?;
@@ -139,7 +140,7 @@ impl Turns {
     }
 }
 
-/// A failure is the better reason; of several, the same each time.
+/// Prefers a failure, which is the better reason; among several, always the same one.
 fn first<'a>(
     ways: impl Iterator<Item = (&'a Arc<str>, &'a Step)>,
 ) -> Option<(&'a Arc<str>, Outcome)> {
@@ -147,7 +148,7 @@ fn first<'a>(
     ways.min_by_key(|(owner, outcome)| (*outcome != Outcome::Failed, Arc::clone(owner)))
 }
 
-/// Whether what keeps workers from running is no fault of their image.
+/// Whether workers are kept from running by something that is not their image's fault.
 pub fn is_no_images_fault(reason: &str) -> bool {
     matches!(
         reason,
@@ -180,7 +181,7 @@ mod tests {
         plan
     }
 
-    /// Turns, and the plans that they were told of.
+    /// Turns, and the plans that they were given.
     #[derive(Default)]
     struct Plans {
         turns: Turns,
@@ -236,7 +237,7 @@ mod tests {
         assert!(turns.put(one, &plan(2, "x:2", OUTCOME_SERVING)));
         assert_eq!(under_way(&turns), None);
         assert_eq!(turns.turns.newest_image("one"), Some("x:2"));
-        // A first plan holds nobody up, and neither does one that is gone.
+        // A first plan holds nobody back, and neither does a deleted one.
         let three = "three";
         turns.put(three, &plan(1, "x:2", ""));
         assert_eq!(under_way(&turns), None);
@@ -247,7 +248,7 @@ mod tests {
         assert_eq!(under_way(&turns), None);
     }
 
-    /// One tenant's deadline, or missing directory, is not everybody's.
+    /// One tenant's deadline or missing directory must not hold up everyone.
     #[test]
     fn a_turn_ends_by_itself_and_is_passed_on_where_the_image_is_not_to_blame() {
         let mut turns = Plans::default();
@@ -269,7 +270,7 @@ mod tests {
         next.status.get_or_insert_default().outcome = Some(OUTCOME_FAILED.to_owned());
         turns.put(one, &next);
         assert_eq!(held(&turns, 1), None);
-        // It crashes by now: the image may be to blame.
+        // By now it crashes: the image may be to blame.
         next.status.get_or_insert_default().passes_turn = Some(String::new());
         turns.put(one, &next);
         assert_eq!(held(&turns, 3600), Some(Outcome::Failed));

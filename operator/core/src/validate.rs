@@ -1,7 +1,8 @@
-//! Validate: whether this operator serves the deployment, and whether its spec asks for what can be done.
+//! Checks whether this operator serves the deployment, and whether its spec asks for something that can be done.
 //!
-//! The rules of admission are checked at each reconcile: an object may have been made while an older definition was installed,
-//! the API server takes what it had already as long as it does not change, and an older operator may have found it valid.
+//! The rules of admission are checked at each reconcile: an object may have been created while an older CRD was
+//! installed, the API server accepts existing values as long as they do not change, and an older operator may have
+//! found it valid.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,15 +16,15 @@ use crate::host_paths;
 use crate::observed::{Observed, Settings};
 use crate::plan_record::tells_spec;
 
-/// How long a new plan may take when the spec does not say.
+/// Longest time without progress for a new plan if the spec does not say.
 const PROGRESS_DEADLINE: Duration = Duration::from_secs(600);
 
-/// Whether deployments of `namespace` are this operator's business.
+/// Whether this operator serves deployments of `namespace`.
 pub fn serves(settings: &Settings, namespace: &str) -> bool {
     is_among(&settings.namespaces, namespace)
 }
 
-/// Whether `namespace` is one of those that are served; none named: all are.
+/// Whether `namespace` is served; an empty list serves all.
 pub fn is_among(namespaces: &[String], namespace: &str) -> bool {
     namespaces.is_empty() || namespaces.iter().any(|name| name == namespace)
 }
@@ -43,13 +44,13 @@ pub fn validate(observed: &Observed) -> Result<(), Vec<FieldError>> {
     check_host_paths(observed)
 }
 
-/// How long a new plan may take until all its workers are ready.
+/// Longest time without progress for a new plan until all its workers are ready.
 pub fn progress_deadline(deployment: &InferenceDeployment) -> Duration {
     let asked = deployment.spec.rollout.progress_deadline;
     asked.map_or(PROGRESS_DEADLINE, |text| text.get())
 }
 
-/// A cluster without dynamic resource allocation would leave the claims out of the Pods, and say nothing.
+/// Checks the device claims: a cluster without dynamic resource allocation would silently drop them from the Pods.
 fn check_claims(observed: &Observed) -> Result<(), Vec<FieldError>> {
     let claims = &observed.deployment.spec.pod_template.resource_claims;
     if claims.is_empty() || observed.has_device_claims {
@@ -62,7 +63,8 @@ fn check_claims(observed: &Observed) -> Result<(), Vec<FieldError>> {
     )])
 }
 
-/// At each reconcile, since what is allowed changes with the operator's settings. A model that was taken before goes on.
+/// Runs at each reconcile, since what is allowed depends on the operator's settings. A model that was accepted before
+/// stays.
 fn check_host_paths(observed: &Observed) -> Result<(), Vec<FieldError>> {
     let (settings, deployment) = (&observed.settings, &observed.deployment);
     let check = |deployment: &InferenceDeployment| {
@@ -182,10 +184,10 @@ mod tests {
             assert!(refusal.contains(words), "{refusal}");
         }
 
-        // A spec that was found valid under wider settings, and has no plan.
+        // A spec that was valid under wider settings, and has no plan.
         let mut before = deployment(&host("/srv/m"));
         assert!(validate(&observed(before.clone())).is_err());
-        // One whose model is being served goes on, and may change in all but the path.
+        // A deployment whose model is being served continues, and may change in everything but the path.
         let mut plan = InferencePlan::new("demo-1", crate::testing::samples::plan());
         plan.spec.inputs = Some(hearth_crds::PlanInputs {
             deployment_spec: serde_json::to_value(&before.spec).unwrap(),

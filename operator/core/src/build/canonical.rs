@@ -1,9 +1,9 @@
-//! What makes a Pod what it is, as a digest.
+//! Digest of everything that defines a Pod.
 //!
-//! A Pod whose digest is as wanted is left alone, whatever else a newer operator would write into it. So the digest is made
-//! from values under keys that stand here, and not from the Pod's fields nor from the names in the API types: a label, an
-//! argument or a probe may change, a field may be renamed or be added with a default, and no worker is restarted for it.
-//! What was changed that way reaches Pods as they are made the next time.
+//! A Pod whose digest is as wanted is left alone, whatever else a newer operator would write into it. The digest is
+//! therefore computed from values under keys of its own, not from the Pod's fields or the names in the API types: a
+//! label, an argument or a probe may change, a field may be renamed or added with a default, and no worker is
+//! restarted for it. Such changes reach a Pod the next time it is created.
 
 use std::fmt::Display;
 
@@ -16,7 +16,7 @@ use sha2::{Digest, Sha256};
 
 use super::template;
 
-/// The plan as one rank is told it: with this rank alone, and without the reasons.
+/// The plan as one rank receives it: with this rank alone, and without the reasons.
 pub(super) fn slice(
     plan: &InferencePlanSpec,
     rank: &PlanRank,
@@ -36,23 +36,23 @@ pub(super) fn slice(
     }
 }
 
-/// What a rank's Pod follows from.
+/// Everything that a rank's Pod is derived from.
 pub(super) struct Essence<'a> {
     /// Uid of the deployment that owns it.
     pub(super) owner: &'a str,
     pub(super) image: &'a str,
     pub(super) plan: &'a InferencePlanSpec,
     pub(super) rank: &'a PlanRank,
-    /// The rank asks for the memory of the weights that the ranks of its node map.
+    /// Whether the rank requests the memory for the weights that the ranks of its node map.
     pub(super) holds_weights: bool,
-    /// The name of a fetched model in the nodes' stores.
+    /// Name of a fetched model in the nodes' stores.
     pub(super) model_key: Option<&'a str>,
     /// The spec that the plan was made for.
     pub(super) spec: &'a InferenceDeploymentSpec,
 }
 
 impl Essence<'_> {
-    /// The first 8 hexadecimal digits of its SHA-256.
+    /// Returns the first 8 hexadecimal digits of the SHA-256.
     pub(super) fn digest(&self) -> String {
         let mut lines = Lines::default();
         self.write(&mut lines);
@@ -72,7 +72,7 @@ impl Essence<'_> {
             tolerations,
             numa: _,
             pinning: _,
-            // Deprecated: the template has it.
+            // Deprecated: it moved to the template.
             runtime_class_name: _,
         } = &self.spec.placement;
         let template = &self.spec.pod_template;
@@ -103,7 +103,7 @@ impl Essence<'_> {
     }
 }
 
-/// Which model it is, whatever the way to it.
+/// Identity of the model, regardless of how it is obtained.
 pub(crate) fn source_identity(source: &ModelSource) -> String {
     let ModelSource {
         builtin,
@@ -128,14 +128,14 @@ pub(crate) fn source_identity(source: &ModelSource) -> String {
         lines.put("host-path", &host.path);
     }
     if let Some(http) = http {
-        // Whoever gives it, these are the bytes.
+        // The checksum identifies the bytes, whichever server they come from.
         lines.put("sha256", &http.sha256);
     }
     lines.0
 }
 
-/// What a rank reads of its plan. A field of the plan that is new is put here only where it differs from what plans
-/// without it meant.
+/// Writes the fields of the plan that a rank reads. A newly added field is written only where it differs from what
+/// plans without it meant.
 fn put_plan(lines: &mut Lines, plan: &InferencePlanSpec, role: PlanRole) {
     let InferencePlanSpec {
         generation: _,
@@ -190,7 +190,8 @@ fn put_plan(lines: &mut Lines, plan: &InferencePlanSpec, role: PlanRole) {
     }
 }
 
-/// As with [`put_plan`]: a new field is put only where it differs from what it was before there was one.
+/// Writes a rank's fields. As with [`put_plan`], a new field is written only where it differs from the behaviour
+/// before it existed.
 fn put_rank(lines: &mut Lines, rank: &PlanRank) {
     let PlanRank {
         name,
@@ -287,7 +288,7 @@ fn numbers(numbers: &[u32]) -> String {
     texts.join(",")
 }
 
-/// Keys with their values, each with its length, so that no two contents are written alike.
+/// Keys with their values, each with its length, so that different contents never have the same encoding.
 #[derive(Default)]
 pub(super) struct Lines(String);
 
@@ -310,7 +311,7 @@ impl Lines {
     }
 }
 
-/// The first 8 hexadecimal digits of the SHA-256.
+/// Returns the first 8 hexadecimal digits of the SHA-256.
 pub fn short_digest(content: impl AsRef<[u8]>) -> String {
     let digest = Sha256::digest(content);
     digest

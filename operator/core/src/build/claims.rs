@@ -10,7 +10,7 @@ use serde_json::json;
 use super::{BuildContext, short_digest};
 use crate::names::{DEVICE_GROUP, GPU_DRIVER};
 
-/// The claim's name within its Pod.
+/// Name of the claim within its Pod.
 const CLAIM: &str = "gpus";
 
 /// UUIDs that a rank claims.
@@ -22,8 +22,8 @@ pub(super) fn claimed(rank: &PlanRank) -> &[String] {
     }
 }
 
-/// Gives the Pod of a rank with GPUs its runtime class, and has it claim them where they are had by claims. Returns the
-/// template that its claim is made from.
+/// Gives the Pod of a rank with GPUs its runtime class, and makes it claim them where GPUs are allocated by claims.
+/// Returns the template of its claim.
 pub(super) fn hold_gpus(
     context: &BuildContext<'_>,
     rank: &PlanRank,
@@ -37,8 +37,8 @@ pub(super) fn hold_gpus(
     claim(context, rank, spec)
 }
 
-/// The cluster makes the claim with the Pod and removes it after it. Templates never change, since their names are
-/// digests of what they ask for, and go with their deployment.
+/// The cluster creates the claim with the Pod and deletes it afterwards. Templates never change, since their names are
+/// digests of what they request; they are deleted with their deployment.
 fn claim(context: &BuildContext<'_>, rank: &PlanRank, spec: &mut PodSpec) -> Option<DynamicObject> {
     if claimed(rank).is_empty() {
         return None;
@@ -68,14 +68,14 @@ fn claim(context: &BuildContext<'_>, rank: &PlanRank, spec: &mut PodSpec) -> Opt
         }),
         metadata,
         data: json!({"spec": {
-            // By these the ledger tells whose claim it is.
+            // The ledger uses these labels to find the claim's owner.
             "metadata": {"labels": labels},
             "spec": {"devices": {"requests": requests}},
         }}),
     })
 }
 
-/// The GPU that the rank computes on by its UUID, and others that it holds beside it.
+/// Requests the GPU that the rank computes on by its UUID, and any further GPUs that it holds by count.
 fn requests(rank: &PlanRank) -> serde_json::Value {
     let by_uuid = rank.gpu_uuids.iter().enumerate().map(|(n, uuid)| {
         let expression = format!("device.attributes[\"{GPU_DRIVER}\"].uuid == \"{uuid}\"");

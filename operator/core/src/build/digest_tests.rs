@@ -1,4 +1,4 @@
-//! When digests change, and that they are the same in every version.
+//! Tests of which changes alter digests, and that digests are the same in every version.
 
 use std::collections::BTreeMap;
 
@@ -23,7 +23,7 @@ pub(super) fn hashes(
     pods.into_iter().filter_map(digest).collect()
 }
 
-/// One change that reaches Pods, and the ranks whose Pods it reaches.
+/// A change that reaches Pods, and the ranks whose Pods it reaches.
 type Change = (
     &'static str,
     fn(&mut Settings, &mut InferenceDeployment, &mut InferencePlanSpec),
@@ -176,7 +176,7 @@ fn a_digest_outlives_its_plan() {
     assert_eq!(before, hashes(&settings(), &deployment, &later));
 }
 
-/// These never change: a version that gives other ones restarts every worker of every cluster that is upgraded to it.
+/// These never change: a version with other digests restarts every worker of every cluster that is upgraded to it.
 #[test]
 fn digests_are_the_same_in_every_version() {
     assert_eq!(

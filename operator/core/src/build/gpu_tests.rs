@@ -1,4 +1,4 @@
-//! Pods that hold GPUs: of the device plugin, or by claims.
+//! Pods that hold GPUs: through the device plugin, or by claims.
 
 use hearth_crds::InferenceDeployment;
 use serde_json::json;

@@ -1,15 +1,15 @@
-//! From a plan to objects of the cluster: pure, no client.
+//! Builds objects of the cluster from a plan: pure, no client.
 //!
-//! - [`rank_pod`]: the Pod of one rank, named after a digest of all that makes it what it is, so that an unchanged
-//!   rank keeps its Pod over plans.
+//! - [`rank_pod`]: the Pod of one rank, named after a digest of everything that defines it, so that an unchanged rank
+//!   keeps its Pod across plans.
 //! - [`inspect_pod`]: a Pod that reads a model's facts where only a Pod can.
 //! - [`objects`]: Service, PodDisruptionBudgets and NetworkPolicies.
-//! - [`plan_object`]: the plan as it is kept.
+//! - [`plan_object`]: the plan as it is stored.
 //!
 //! **Invariants**
-//! - Everything follows from the spec that the plan was made for: [`deployment_of_plan`] gives the deployment as it was
-//!   then, so that an older plan comes back with its own model.
-//! - Pods satisfy Pod Security `restricted`, but for models in directories of nodes, which need hostPath volumes.
+//! - Everything is derived from the spec that the plan was made for: [`deployment_of_plan`] returns the deployment as
+//!   it was then, so that an older plan comes back with its own model.
+//! - Pods satisfy Pod Security `restricted`, except for models in directories of nodes, which need hostPath volumes.
 
 mod canonical;
 mod claims;
@@ -53,18 +53,18 @@ pub use canonical::short_digest;
 pub use objects::{objects, prefill_scaler, role_selector};
 pub use pod::{inspect_pod, rank_holding, rank_pod};
 
-/// What objects are made from, beside the plan.
+/// Inputs to the objects besides the plan.
 #[derive(Clone, Copy, Debug)]
 pub struct BuildContext<'a> {
-    /// How the operator was started.
+    /// The operator's settings.
     pub settings: &'a Settings,
     /// The deployment, with the spec that the plan was made for: see [`deployment_of_plan`].
     pub deployment: &'a InferenceDeployment,
-    /// The name of a fetched model in the nodes' stores: see [`model_key_of`]. `None` for other sources.
+    /// Name of a fetched model in the nodes' stores: see [`model_key_of`]. `None` for other sources.
     pub model_key: Option<&'a str>,
 }
 
-/// The Pod that a rank of a plan is to have, and what it holds of its node.
+/// The Pod that a rank of a plan should have, and the node's resources that it holds.
 #[derive(Clone, Debug)]
 pub struct DesiredPod {
     /// The rank's name, such as `decode-0`.
@@ -73,21 +73,21 @@ pub struct DesiredPod {
     pub role: PlanRole,
     /// Digest of the Pod as this operator writes it.
     pub form: String,
-    /// The Pod's name, which ends in the digest of all that makes the Pod what it is.
+    /// Name of the Pod, which ends in the digest of everything that defines it.
     pub name: String,
-    /// The node that it runs on.
+    /// The node that it is to run on.
     pub node: String,
-    /// CPU that it asks for, in thousandths of one.
+    /// CPU that it requests, in thousandths of a CPU.
     pub cpu_millis: u64,
-    /// Memory that it asks for; the weights are in it for the first worker of a node only.
+    /// Memory that it requests; only the first worker of a node includes the weights.
     pub memory_bytes: u64,
-    /// GPUs that it asks for.
+    /// GPUs that it requests.
     pub gpus: u32,
-    /// CPUs that are its own, by the kernel's number.
+    /// CPUs that it has exclusively, by the kernel's number.
     pub exclusive_cpus: Vec<u32>,
     /// UUIDs of the GPUs that it claims.
     pub claimed_gpus: Vec<String>,
-    /// What its claim is made from, where it claims GPUs.
+    /// Template of its claim, if it claims GPUs.
     pub claim_template: Option<DynamicObject>,
     /// The Pod itself.
     pub pod: Pod,
@@ -99,7 +99,7 @@ pub fn rank_pods(context: &BuildContext<'_>, plan: &InferencePlanSpec) -> Vec<De
     plan.ranks.iter().map(pod).collect()
 }
 
-/// The plan as it is kept.
+/// The plan as it is stored.
 pub fn plan_object(context: &BuildContext<'_>, spec: InferencePlanSpec) -> InferencePlan {
     let name = plan_name(&context.name(), spec.generation);
     let mut plan = InferencePlan::new(&name, spec);
@@ -107,22 +107,22 @@ pub fn plan_object(context: &BuildContext<'_>, spec: InferencePlanSpec) -> Infer
     plan
 }
 
-/// A deployment's spec as its plans keep it: with its URLs as they may be shown.
+/// The deployment's spec as its plans store it: with secrets removed from its URLs.
 pub fn kept_spec(spec: &InferenceDeploymentSpec) -> Value {
     let mut kept = spec.clone();
     kept.model = kept.model.shown();
     serde_json::to_value(kept).unwrap_or_default()
 }
 
-/// The deployment with the spec that `plan` was made for, to build the plan's Pods from. A plan that does not tell
-/// it is taken to be of the spec as it is now.
+/// The deployment with the spec that `plan` was made for, to build the plan's Pods from. A plan that does not record
+/// its spec is assumed to be for the current one.
 pub fn deployment_of_plan(
     deployment: &InferenceDeployment,
     plan: &InferencePlan,
 ) -> InferenceDeployment {
     let mut deployment = deployment.clone();
     if let Some(mut spec) = spec_of_plan(plan) {
-        // A plan shows no secrets of URLs. Where it is of the source as it is now, that one has them.
+        // A plan stores no secrets of URLs. If its source is the current one, they are taken from there.
         let now = &deployment.spec.model;
         let key = model_key(&deployment, &now.source);
         if model_key_of(plan) == key && spec.model.source == now.shown().source {
@@ -150,14 +150,14 @@ pub fn model_path(_context: &BuildContext<'_>, source: &ModelSource) -> String {
     }
 }
 
-/// The name of a deployment's fetched model in the nodes' stores; `None` for a source that is not fetched.
+/// Name of a deployment's fetched model in the nodes' stores; `None` for a source that is not fetched.
 pub fn model_key(deployment: &InferenceDeployment, source: &ModelSource) -> Option<String> {
     let namespace = deployment.metadata.namespace.as_deref().unwrap_or_default();
     let http = source.http.as_ref()?;
     Some(http.store_key(namespace))
 }
 
-/// Digest of a model source, for [`crate::names::ANNOTATION_SOURCE`]. `key` tells fetched ones apart.
+/// Digest of a model source, for [`crate::names::ANNOTATION_SOURCE`]. `key` distinguishes fetched models.
 pub fn source_digest(source: &ModelSource, key: Option<&str>) -> String {
     match key {
         Some(key) => short_digest(key),

@@ -1,4 +1,4 @@
-//! What stands around the Pods of a deployment: its Service, what evictions must leave, and who may talk to whom.
+//! Objects around the Pods of a deployment: its Service, its PodDisruptionBudgets and its NetworkPolicies.
 
 use hearth_crds::{
     EndpointType, InferencePlanSpec, InferencePoolScaler, InferencePoolScalerSpec, PlanRole,
@@ -17,14 +17,14 @@ use crate::names::{
     WORKER_PORT, scaler_name,
 };
 
-/// Service, PodDisruptionBudgets of the roles that the plan has, and NetworkPolicies unless they are switched off.
+/// Service, PodDisruptionBudgets of the roles that the plan has, and NetworkPolicies unless they are disabled.
 pub fn objects(context: &BuildContext<'_>, plan: &InferencePlanSpec) -> Vec<DynamicObject> {
     let is_suspended = context.deployment.spec.suspend;
     let mut objects = vec![service(context)];
     for role in [PlanRole::Gateway, PlanRole::Prefill, PlanRole::Decode] {
         let ranks = plan.ranks_of(role).count();
         if ranks > 0 {
-            // Of a deployment at rest nothing is missing.
+            // A suspended deployment needs no Pods.
             let least = if is_suspended { 0 } else { ranks };
             objects.push(disruption_budget(context, role.as_str(), least));
         }
@@ -36,7 +36,7 @@ pub fn objects(context: &BuildContext<'_>, plan: &InferencePlanSpec) -> Vec<Dyna
     objects
 }
 
-/// The scaler of the prefill workers, as it is made: with the number to begin with.
+/// The scaler of the prefill workers as it is created, with the initial number.
 pub fn prefill_scaler(context: &BuildContext<'_>, replicas: u32) -> InferencePoolScaler {
     let name = scaler_name(&context.name());
     let mut scaler = InferencePoolScaler::new(
@@ -51,7 +51,7 @@ pub fn prefill_scaler(context: &BuildContext<'_>, replicas: u32) -> InferencePoo
     scaler
 }
 
-/// Labels that select the Pods of one role, as a scale subresource tells them.
+/// Labels that select the Pods of one role, in the form that a scale subresource reports.
 pub fn role_selector(deployment: &str, role: PlanRole) -> String {
     format!(
         "{LABEL_DEPLOYMENT}={deployment},{LABEL_ROLE}={}",
@@ -67,7 +67,7 @@ fn service(context: &BuildContext<'_>) -> DynamicObject {
     };
     let spec = json!({
         "type": endpoint_type,
-        // An address of each IP version that the cluster has.
+        // One address for each IP version of the cluster.
         "ipFamilyPolicy": "PreferDualStack",
         "selector": context.role_labels(PlanRole::Gateway.as_str()),
         "ports": [{
@@ -88,8 +88,8 @@ fn service(context: &BuildContext<'_>) -> DynamicObject {
 
 /// An eviction waits until as many others are ready: the operator sees the cordon and moves the rank first.
 ///
-/// A number of Pods, not `maxUnavailable`: for that, the cluster would ask the deployment's scale subresource, which
-/// counts decode workers only. Pods that are not ready are in nobody's way.
+/// This is a number of Pods rather than `maxUnavailable`, for which the cluster would query the deployment's scale
+/// subresource, which counts decode workers only. Pods that are not ready may always be evicted.
 fn disruption_budget(context: &BuildContext<'_>, role: &str, least: usize) -> DynamicObject {
     let spec = json!({
         "minAvailable": least,
@@ -100,8 +100,8 @@ fn disruption_budget(context: &BuildContext<'_>, role: &str, least: usize) -> Dy
     object::<PodDisruptionBudget>(context, &name, role, spec)
 }
 
-/// Whoever may reach the Service may ask, and Pods of the cluster may read metrics; the gateway itself speaks to the workers
-/// of its deployment and to no one else.
+/// Anyone who can reach the Service may send requests, and Pods of the cluster may read metrics; the gateway itself
+/// talks to the workers of its deployment and to nothing else.
 fn gateway_policy(context: &BuildContext<'_>) -> DynamicObject {
     let spec = json!({
         "podSelector": {"matchLabels": context.role_labels(PlanRole::Gateway.as_str())},
@@ -119,7 +119,7 @@ fn gateway_policy(context: &BuildContext<'_>) -> DynamicObject {
     object::<NetworkPolicy>(context, &name, PlanRole::Gateway.as_str(), spec)
 }
 
-/// Workers are called by the gateway and by decode workers, and call prefill workers. Addresses are given to them, so
+/// Workers are called by the gateway and by decode workers, and call prefill workers. They are given addresses, so
 /// they need no DNS. The kubelet's probes come from the node itself, which is always allowed.
 fn workers_policy(context: &BuildContext<'_>) -> DynamicObject {
     let (gateway, prefill, decode) = (

@@ -1,4 +1,4 @@
-//! Pods: of ranks, and of those that read a model's facts.
+//! Pods of ranks, and Pods that read a model's facts.
 
 use std::collections::BTreeMap;
 
@@ -25,17 +25,17 @@ use crate::names::{
 };
 use crate::observed::PASSING_TAINT;
 
-/// Where a gateway shows its metrics.
+/// Flag with the address at which a gateway serves its metrics.
 const METRICS_FLAG: &str = "--metrics";
-/// User and group of all processes.
+/// User and group ID of all processes.
 const USER: i64 = 65532;
-/// What a gateway's streams get to end after its Pod was asked to, in seconds.
+/// Grace period of a gateway's Pod in seconds, in which its streams end.
 const GATEWAY_GRACE_S: i64 = 300;
-/// The same of workers: their streams end, or move.
+/// Grace period of a worker's Pod in seconds, in which its streams end or move.
 const WORKER_GRACE_S: i64 = 120;
-/// How long a gateway goes on as if nothing had happened, so that every node hears that its address is withdrawn.
+/// Seconds for which a terminating gateway keeps serving, so that every node learns that its address is withdrawn.
 pub(super) const LINGER_S: i64 = 5;
-/// A model's headers are read in seconds; a mount that hangs is given up after this.
+/// Deadline of an inspect Pod in seconds: reading a model's headers takes seconds, but a mount may hang.
 const INSPECT_DEADLINE_S: i64 = 900;
 
 /// The Pod of one rank.
@@ -117,7 +117,7 @@ pub fn rank_pod(
     }
 }
 
-/// The volumes of a rank's Pod, each with its directory.
+/// The volumes of a rank's Pod, each with its mount path.
 fn rank_volumes(context: &BuildContext<'_>, is_gateway: bool) -> Vec<(Volume, &'static str)> {
     let spec = &context.deployment.spec;
     let certificates = certificates_secret(&context.name());
@@ -133,7 +133,7 @@ fn rank_volumes(context: &BuildContext<'_>, is_gateway: bool) -> Vec<(Volume, &'
     volumes
 }
 
-/// A Pod that writes the model's facts to its termination message: on `node`, or where the volume can be had.
+/// A Pod that writes the model's facts to its termination message: on `node`, or wherever the volume can be mounted.
 pub fn inspect_pod(context: &BuildContext<'_>, source: &ModelSource, node: Option<&str>) -> Pod {
     let arguments = words([
         "inspect",
@@ -184,7 +184,7 @@ pub fn inspect_pod(context: &BuildContext<'_>, source: &ModelSource, node: Optio
     pod
 }
 
-/// What a rank holds of its node once its Pod is there.
+/// Resources of its node that a rank holds once its Pod exists.
 pub fn rank_holding(plan: &InferencePlanSpec, rank: &PlanRank) -> crate::observed::Holding {
     let holding = Holding::of(plan, rank);
     crate::observed::Holding {
@@ -196,26 +196,26 @@ pub fn rank_holding(plan: &InferencePlanSpec, rank: &PlanRank) -> crate::observe
     }
 }
 
-/// Bytes of mapped weights for which a process has one byte of page tables: eight for a page of 4 KiB.
+/// Bytes of mapped weights for each byte of page tables: a 4 KiB page takes an entry of eight bytes.
 const MAPPED_BYTES_PER_TABLE_BYTE: u64 = 512;
 
-/// What a rank holds of its node.
+/// Resources of its node that a rank holds.
 struct Holding {
     memory_bytes: u64,
-    /// Of them, for the weights that ranks of the node share.
+    /// The part of `memory_bytes` for the weights that the node's ranks share.
     weight_bytes: u64,
     cpu_millis: u64,
     exclusive_cpus: Vec<u32>,
     gpus: u32,
-    /// Those of them that the device plugin is asked for.
+    /// The part of `gpus` that is requested from the device plugin.
     plugin_gpus: u32,
 }
 
 impl Holding {
-    /// The first worker on a node's CPUs answers for the weights, which all of those map: the kernel charges their pages to
-    /// whoever touches them first, and workers whose limit has no room for them wait for it. A worker that reads them again and
-    /// again within a limit of its own answers for its window. What is on a GPU takes no memory of the node. Page tables are
-    /// charged to each process.
+    /// The first worker on a node's CPUs accounts for the weights, which all workers there map: the kernel charges
+    /// their pages to the process that touches them first, and workers whose limit has no room for them wait for it. A
+    /// worker that rereads them within a limit of its own accounts for its window. Weights on a GPU take none of the
+    /// node's memory. Page tables are charged to each process.
     fn of(plan: &InferencePlanSpec, rank: &PlanRank) -> Self {
         let first = plan
             .ranks
@@ -239,8 +239,8 @@ impl Holding {
         }
     }
 
-    /// With CPUs of its own a Pod is Guaranteed, which is what the kubelet's static policy asks for. Any other has no
-    /// limits: idle CPUs are for whoever has work, and the plan bounds the memory.
+    /// A Pod with exclusive CPUs is Guaranteed, as the kubelet's static policy requires. Any other has no limits: idle
+    /// CPUs are for any Pod that has work, and the plan bounds the memory.
     fn resources(&self) -> ResourceRequirements {
         let cpu = if self.cpu_millis.is_multiple_of(1000) {
             (self.cpu_millis / 1000).to_string()
@@ -273,7 +273,7 @@ fn endpoint(is_gateway: bool) -> String {
     any_address(port)
 }
 
-/// Any address of both IP versions, or of the one that the node has.
+/// The unspecified address: both IP versions, or the one that the node has.
 fn any_address(port: u16) -> String {
     format!("[::]:{port}")
 }
@@ -329,7 +329,7 @@ fn rank_arguments(context: &BuildContext<'_>, rank: &PlanRank, is_gateway: bool)
     arguments
 }
 
-/// The plan's image; plans of operators that did not write it have the operator's.
+/// The plan's image; for plans of operators that did not record one, the operator's.
 fn image<'a>(context: &BuildContext<'a>, plan: &'a InferencePlanSpec) -> &'a str {
     let of_plan = plan.worker_image.as_deref();
     of_plan.unwrap_or(&context.settings.worker_image)
@@ -358,7 +358,7 @@ fn container(
             run_as_non_root: Some(true),
             ..SecurityContext::default()
         }),
-        // The last lines of the log become the cause in the deployment's conditions.
+        // The last lines of the log become the cause shown in the deployment's conditions.
         termination_message_policy: Some("FallbackToLogsOnError".to_owned()),
         ..Container::default()
     }
@@ -417,7 +417,7 @@ fn pod_spec(
     }
 }
 
-/// The node is named by a field, not by `nodeName`: the scheduler still looks at resources, taints and cordons.
+/// The node is selected by a field, not by `nodeName`: the scheduler still checks resources, taints and cordons.
 fn on_node(node: &str) -> Affinity {
     let term = NodeSelectorTerm {
         match_fields: Some(vec![NodeSelectorRequirement {
@@ -438,9 +438,9 @@ fn on_node(node: &str) -> Affinity {
     }
 }
 
-/// Those of the spec, and those that leave a lost node's Pods to the operator: it knows whether there is another place
-/// for them, and without it the cluster would end them after five minutes though their node may come back. Taints that
-/// pass are outlasted for a while.
+/// Tolerations of the spec, and those that leave a lost node's Pods to the operator: it knows whether they fit
+/// elsewhere, whereas the cluster would end them after five minutes although their node may come back. Passing taints
+/// are tolerated for a while.
 fn tolerations(context: &BuildContext<'_>) -> Vec<Toleration> {
     let asked = &context.deployment.spec.placement.tolerations;
     let mut tolerations: Vec<Toleration> = asked.iter().map(toleration).collect();
@@ -482,7 +482,7 @@ fn toleration(asked: &TolerationSpec) -> Toleration {
     }
 }
 
-/// Annotations as files. A file of an annotation that is not there yet is empty.
+/// Annotations as files. The file of a missing annotation is empty.
 fn place_volume(is_gateway: bool) -> Volume {
     let file = |path: &str, annotation: &str| DownwardAPIVolumeFile {
         path: path.to_owned(),
@@ -506,7 +506,7 @@ fn place_volume(is_gateway: bool) -> Volume {
     }
 }
 
-/// Readable to the container's one user, whoever owns the files: an fsGroup would also change the model's volume.
+/// Readable by the container's one user, whoever owns the files: an fsGroup would also change the model's volume.
 fn secret_volume(name: &str, secret: &str) -> Volume {
     Volume {
         name: name.to_owned(),
@@ -519,7 +519,7 @@ fn secret_volume(name: &str, secret: &str) -> Volume {
     }
 }
 
-/// Where the model's files come from; `None` for those of the image.
+/// Volume that holds the model's files; `None` for models of the image.
 fn source_volume(context: &BuildContext<'_>, source: &ModelSource) -> Option<Volume> {
     let directory = |path: String| Volume {
         host_path: Some(HostPathVolumeSource {

@@ -1,8 +1,8 @@
-//! The NetworkPolicies against the flows that the roles need and those that they must not have.
+//! Checks the NetworkPolicies against the flows that the roles need and those that they must not have.
 //!
-//! The evaluator reads the policies as the specification of `networking.k8s.io/v1` has them: a Pod that some policy
-//! selects for a direction accepts there what one of these policies allows, and nothing else; a flow passes when its
-//! source may send it and its destination accepts it.
+//! The evaluator follows the specification of `networking.k8s.io/v1`: a Pod that some policy selects for a direction
+//! accepts there what one of these policies allows, and nothing else; a flow passes when its source may send it and
+//! its destination accepts it.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use super::{inspect_pod, objects, rank_pods};
 use crate::testing::samples::{context_of, deployment, plan, settings};
 
-/// One end of a flow: a Pod with its namespace and labels, or an address outside of the cluster.
+/// One end of a flow: a Pod with its namespace and labels, or an address outside the cluster.
 #[derive(Clone, Debug)]
 enum End {
     Pod(String, BTreeMap<String, String>),
@@ -59,7 +59,7 @@ fn names_peer(namespace: &str, peers: Option<&Vec<NetworkPolicyPeer>>, end: &End
         return true;
     };
     peers.iter().any(|peer| {
-        // Of namespaces: this one, or all that the cluster has.
+        // Namespace scope: the policy's own namespace, or all namespaces of the cluster.
         let all = LabelSelector::default();
         assert!(
             peer.ip_block.is_none() && peer.namespace_selector.as_ref().is_none_or(|it| *it == all),
@@ -142,7 +142,7 @@ struct Cluster {
     ends: BTreeMap<&'static str, End>,
 }
 
-/// Two deployments in one namespace, and what stands around them.
+/// Two deployments in one namespace, with the objects around them.
 fn cluster() -> Cluster {
     let settings = settings();
     let demo = deployment();
@@ -177,7 +177,7 @@ fn cluster() -> Cluster {
     let pod = |namespace: &str, labels: &[(&str, &str)]| {
         End::Pod(namespace.to_owned(), super::texts(labels.iter().copied()))
     };
-    // One that calls itself a decode worker, in a namespace without policies.
+    // A Pod that poses as a decode worker, in a namespace without policies.
     let pretender = [
         ("hearth.dev/deployment", "demo"),
         ("hearth.dev/role", "decode"),
@@ -200,19 +200,19 @@ fn cluster() -> Cluster {
     Cluster { policies, ends }
 }
 
-/// From, to, port, and whether it must pass.
+/// Source, destination, port, and whether the flow must pass.
 const FLOWS: &[(&str, &str, u16, bool)] = &[
-    // What the roles need.
+    // Flows that the roles need.
     ("client", "gateway", 8080, true),
     ("internet", "gateway", 8080, true),
-    // Metrics are for the cluster, not for who comes from outside to the endpoint.
+    // Metrics are for the cluster, not for clients that reach the endpoint from outside.
     ("operator", "gateway", 9402, true),
     ("client", "gateway", 9402, true),
     ("internet", "gateway", 9402, false),
     ("gateway", "decode", 9400, true),
     ("gateway", "prefill", 9400, true),
     ("decode", "prefill", 9400, true),
-    // Nobody else talks to workers.
+    // Nothing else talks to workers.
     ("client", "decode", 9400, false),
     ("client", "prefill", 9400, false),
     ("internet", "decode", 9400, false),
@@ -223,12 +223,12 @@ const FLOWS: &[(&str, &str, u16, bool)] = &[
     ("other decode", "prefill", 9400, false),
     ("gateway", "other decode", 9400, false),
     ("pretender elsewhere", "prefill", 9400, false),
-    // Only the ports that are served; probes of other Pods are not.
+    // Only the ports that serve requests; not the probe ports of other Pods.
     ("client", "gateway", 9400, false),
     ("client", "decode", 9401, false),
     ("gateway", "decode", 9401, false),
     ("client", "gateway", 22, false),
-    // No way out with a prompt or a model.
+    // No way to exfiltrate a prompt or a model.
     ("gateway", "internet", 443, false),
     ("gateway", "internet", 8080, false),
     ("gateway", "dns", 53, false),
@@ -240,7 +240,7 @@ const FLOWS: &[(&str, &str, u16, bool)] = &[
     ("prefill", "internet", 443, false),
     ("prefill", "decode", 9400, false),
     ("inspect", "internet", 443, false),
-    // What is not ours is left alone.
+    // Pods that are not ours are left alone.
     ("client", "internet", 443, true),
     ("operator", "client", 80, true),
 ];

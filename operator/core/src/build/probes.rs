@@ -1,4 +1,4 @@
-//! What the kubelet asks of a rank's container, and what a gateway does before it ends.
+//! Probes of a rank's container, and the `preStop` hook of a gateway.
 
 use hearth_crds::{PlanRank, PlanRole};
 use k8s_openapi::api::core::v1::{
@@ -9,7 +9,7 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use super::pod::{LINGER_S, words};
 use crate::names::{GATEWAY_PORT, HEALTH_PORT, WORKER_PROGRAM};
 
-/// Probes of a rank's container, and what a gateway does before it ends.
+/// Sets the probes of a rank's container, and the `preStop` hook of a gateway.
 pub(super) fn watch_over(container: &mut Container, rank: &PlanRank) {
     if rank.role == PlanRole::Gateway {
         container.readiness_probe = Some(http_probe(READINESS));
@@ -22,20 +22,20 @@ pub(super) fn watch_over(container: &mut Container, rank: &PlanRank) {
     }
 }
 
-/// Rhythm of a probe: period, timeout, failures.
+/// Timing of a probe: period and timeout in seconds, and the failure threshold.
 type Rhythm = (i32, i32, i32);
 
-/// Out of rotation soon, but not for one slow answer of a busy machine.
+/// Takes a Pod out of rotation soon, but not for one slow answer of a busy machine.
 const READINESS: Rhythm = (2, 2, 3);
-/// A process that computes is alive though it answers late: only one that hangs is killed.
+/// A process that is computing is alive even if it answers late: only one that hangs is killed.
 const LIVENESS: Rhythm = (10, 5, 6);
 
-/// A worker that loads is left alone for as long as a slow disk takes for its weights. Until the probe has succeeded the
-/// kubelet tells that the container has not started, which is how the operator knows that it still loads.
+/// Startup probe of a worker, which may take as long to load as a slow disk needs for its weights. Until the probe has
+/// succeeded, the kubelet reports the container as not started, which tells the operator that it is still loading.
 fn loading(rank: &PlanRank) -> Rhythm {
-    /// A network share over a slow line.
+    /// A network share over a slow link.
     const SLOWEST_BYTES_PER_S: u64 = 5_000_000;
-    /// For all that is not reading: compiling kernels, a tokenizer.
+    /// Allowance for everything other than reading: compiling kernels, loading a tokenizer.
     const BESIDE_S: u64 = 900;
     let weights = rank
         .residency

@@ -1,4 +1,4 @@
-//! What of a URL and of certificates reaches the objects of a deployment.
+//! Parts of URLs and certificates that reach the objects of a deployment.
 
 use hearth_crds::{InferenceDeployment, PlanInputs};
 use serde_json::json;
@@ -41,9 +41,9 @@ fn a_plan_shows_no_secret_of_a_url_and_its_pods_find_their_model() {
         );
     }
 
-    // As long as it is of the source as it is, the plan is of the very same spec.
+    // As long as the plan's source is the current one, the plan has the very same spec.
     assert_eq!(deployment_of_plan(&now, &kept).spec, now.spec);
-    // Of an older source it keeps what may be shown, and the key of what was fetched.
+    // For an older source it keeps what may be shown, and the key of what was fetched.
     let other = http("https://ann:other@nas.lan/m.tar?sig=other");
     let then = deployment_of_plan(&other, &kept);
     let url = &then.spec.model.source.http.as_ref().expect("http").url;

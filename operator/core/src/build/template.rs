@@ -1,4 +1,4 @@
-//! What `spec.podTemplate` adds to a Pod. Whatever Hearth says of a Pod itself takes precedence.
+//! Parts of a Pod that `spec.podTemplate` adds. Anything that Hearth itself sets takes precedence.
 
 use hearth_crds::{CaBundle, PodTemplateSpec, ResourceClaimRef};
 use k8s_openapi::api::core::v1::{
@@ -10,12 +10,12 @@ use k8s_openapi::api::core::v1::{
 use super::canonical::Lines;
 use crate::names::AUTHORITIES_DIRECTORY;
 
-/// The certificate authorities of the system beside those of the template, as a search path of directories.
+/// The system's certificate authorities, which are searched along with those of the template.
 const SYSTEM_AUTHORITIES_DIRECTORY: &str = "/etc/ssl/certs";
-/// The volume of [`AUTHORITIES_DIRECTORY`].
+/// Name of the volume for [`AUTHORITIES_DIRECTORY`].
 const AUTHORITIES_VOLUME: &str = "authorities";
 
-/// Adds the template to a Pod of any role; its claims of devices to workers alone.
+/// Adds the template to a Pod of any role; its device claims only to workers.
 pub(super) fn add(template: &PodTemplateSpec, is_worker: bool, pod: &mut Pod) {
     if !template.labels.is_empty() {
         let own = pod.metadata.labels.take().unwrap_or_default();
@@ -55,7 +55,7 @@ pub(super) fn add(template: &PodTemplateSpec, is_worker: bool, pod: &mut Pod) {
     }
 }
 
-/// Adds claims of devices, beside those of GPUs.
+/// Adds device claims besides those for GPUs.
 fn claim_devices(claims: &[ResourceClaimRef], spec: &mut PodSpec) {
     for claim in claims {
         spec.resource_claims
@@ -78,14 +78,14 @@ fn claim_devices(claims: &[ResourceClaimRef], spec: &mut PodSpec) {
     }
 }
 
-/// The template's lines of a Pod's digest; none where it is empty.
+/// Writes the template's lines of a Pod's digest; none if it is empty.
 pub(super) fn write(template: &PodTemplateSpec, is_worker: bool, lines: &mut Lines) {
     let PodTemplateSpec {
         labels,
         annotations,
         env,
         ca_bundles,
-        // Of Pods that hold GPUs alone.
+        // Applies only to Pods that hold GPUs.
         runtime_class_name: _,
         priority_class_name,
         resource_claims,
@@ -115,7 +115,7 @@ pub(super) fn write(template: &PodTemplateSpec, is_worker: bool, lines: &mut Lin
     }
 }
 
-/// One directory with a file of each bundle.
+/// Mounts one directory with a file for each bundle.
 fn mount_authorities(bundles: &[CaBundle], spec: &mut PodSpec) {
     let projection = |(index, bundle): (usize, &CaBundle)| {
         let items = Some(vec![KeyToPath {

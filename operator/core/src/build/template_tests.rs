@@ -1,4 +1,4 @@
-//! What a Pod has of `spec.podTemplate`, and what it does not.
+//! Tests of what a Pod takes from `spec.podTemplate`, and what it does not.
 
 use hearth_crds::{InferenceDeployment, PodTemplateSpec};
 use k8s_openapi::api::core::v1::Pod;
@@ -45,7 +45,7 @@ fn every_pod_has_the_template_and_workers_alone_its_claims() {
         let (metadata, spec) = (&pod["metadata"], &pod["spec"]);
         assert_eq!(metadata["labels"]["team"], "search");
         assert_eq!(metadata["annotations"]["prometheus.io/scrape"], "true");
-        // Admission refuses these; the Pod's own would stand all the same.
+        // Admission rejects these; the Pod's own values would take precedence anyway.
         assert_eq!(metadata["labels"]["app.kubernetes.io/name"], "hearth");
         assert_ne!(metadata["labels"]["hearth.dev/role"], "mine");
         if metadata["labels"]["hearth.dev/role"] != "inspect" {
@@ -144,7 +144,7 @@ fn each_member_is_in_the_digests_of_the_pods_that_have_it() {
     assert_eq!(set.len(), distinct.len(), "{distinct:?}");
 }
 
-/// A worker that holds GPUs is not replaced because its runtime class is written elsewhere.
+/// A worker that holds GPUs is not replaced because its runtime class moves to another field.
 #[test]
 fn the_deprecated_runtime_class_makes_the_same_pods() {
     let mut plan = plan();
@@ -157,7 +157,7 @@ fn the_deprecated_runtime_class_makes_the_same_pods() {
     let (settings, bare) = (settings(), deployment());
     assert_eq!(translated.spec, new.spec);
     let hashes = |deployment: &InferenceDeployment| hashes(&settings, deployment, &plan);
-    // As it was when placement had it.
+    // The same digest as when `placement` had it.
     assert_eq!(hashes(&new)[1], "a4bdf0f7");
     assert_ne!(hashes(&new)[1], hashes(&bare)[1]);
     assert_eq!(hashes(&new)[2..], hashes(&bare)[2..]);
@@ -179,7 +179,7 @@ fn the_service_has_the_annotations_of_the_endpoint() {
     deployment.spec.endpoint.annotations = [(key.to_owned(), "llm.example.com".to_owned())].into();
     let written = annotations(&deployment).expect("annotations");
     assert_eq!(written[key], "llm.example.com");
-    // It is nothing of the gateway's.
+    // It does not affect the gateway.
     assert_eq!(
         hashes(&settings, &deployment, &plan()),
         hashes(&settings, &with_template(json!({})), &plan())

@@ -1,4 +1,4 @@
-//! What Pods look like, when their digests change, and that Pod Security `restricted` lets them in.
+//! Tests of the Pods that are built, of when their digests change, and that Pod Security `restricted` admits them.
 
 use std::collections::BTreeMap;
 
@@ -108,7 +108,7 @@ fn a_worker_with_a_limit_of_its_own_requests_its_window_over_prefetched_weights(
     };
     let alone = 15_728_640 + 80_150_528 + window / 512;
     assert_eq!(held(Pinning::Exclusive), [alone + window; 3]);
-    // Without limits all of a node read ahead into the memory that one requests.
+    // Without limits, all workers of a node read ahead into the memory that one of them requests.
     assert_eq!(
         held(Pinning::Shared),
         [alone + window, alone, alone + window]
@@ -136,7 +136,7 @@ fn weights_and_kv_on_a_gpu_take_no_memory_of_the_node() {
     let held: Vec<u64> = pods.iter().map(|pod| pod.memory_bytes).collect();
     // KV cache, scratch, and the page tables of the mapped weights.
     let alone = 15_728_640 + 80_150_528 + 7_733_248 / 512;
-    // The decode worker beside it is now the first that maps the weights there.
+    // The decode worker beside it is now the first to map the weights there.
     assert_eq!(
         held,
         [
@@ -209,7 +209,7 @@ fn a_plan_remembers_the_spec_that_it_was_made_for() {
         hashes(&settings, &before, &plan())
     );
 
-    // One of before, whose annotation says it.
+    // A plan of an earlier version, with the spec in its annotation.
     let mut annotated = plan_object(&context, plan());
     let text = serde_json::to_string(&before.spec).expect("JSON");
     annotated.metadata.annotations = Some([(ANNOTATION_SPEC.to_owned(), text)].into());
@@ -330,7 +330,7 @@ fn volumes(pod: &Pod) -> &[Volume] {
         .unwrap_or_default()
 }
 
-/// What Pod Security `restricted` (and `baseline` within it) forbids in a Pod; empty: it is let in.
+/// Violations of Pod Security `restricted` (and the `baseline` within it) by a Pod; empty if it is admitted.
 pub(super) fn restricted_violations(pod: &Pod) -> Vec<String> {
     const VOLUMES: [&str; 8] = [
         "configMap",

@@ -1,4 +1,4 @@
-//! Which plan is to run: the one that is there, a new one, or an older one that served.
+//! Chooses the plan to run: the existing one, a new one, or an older one that served.
 
 pub(crate) mod refusals;
 mod renew;
@@ -32,29 +32,29 @@ use crate::plan_record::{
     PlanStatusChange, has_failed, has_served, inputs_digest, source_digest_of, spec_of_plan,
 };
 
-/// What is to run, and what stands in the way of something better.
+/// The plan to run, and the obstacles to a better one.
 #[derive(Clone, Debug)]
 pub(crate) struct Choice {
-    /// The plan that is to run.
+    /// The plan to run.
     pub(crate) target: Option<Arc<InferencePlan>>,
-    /// It is not there yet.
+    /// Whether it does not exist yet.
     pub(crate) is_new: bool,
-    /// What is known now of plans that are there.
+    /// Status changes of existing plans.
     pub(crate) plan_statuses: Vec<PlanStatusChange>,
-    /// Why there is no plan for the spec as it is.
+    /// Reason why there is no plan for the current spec.
     pub(crate) refusal: Option<Cause>,
-    /// The planner found no place for the ranks on the nodes that have the model.
+    /// Whether the planner found no place for the ranks on the nodes that have the model.
     pub(crate) wants_nodes: bool,
-    /// What is wrong with the target that cannot be helped.
+    /// Trouble with the target that no other plan can resolve.
     pub(crate) trouble: Option<Cause>,
-    /// When the target is to be looked at again though nothing is reported.
+    /// Time after which to reconsider the target even if nothing is reported.
     pub(crate) look_again: Option<Duration>,
-    /// Why it does not change to the operator's worker image yet.
+    /// Reason why it does not change to the operator's worker image yet.
     pub(crate) held: Option<Cause>,
 }
 
-/// Chooses for the model that `search` finds; `None` when the spec is invalid. Where the nodes that are known to have it do
-/// not suffice, others are searched, and what is found there counts at once.
+/// Chooses for the model that `search` finds; `search` is `None` if the spec is invalid. If the nodes that are known
+/// to have the model do not suffice, others are searched, and what is found there counts at once.
 pub(crate) fn choose(observed: &Observed, search: Option<&mut Search<'_>>) -> Choice {
     let Some(search) = search else {
         return choose_for(observed, None);
@@ -78,7 +78,7 @@ pub(crate) fn choose(observed: &Observed, search: Option<&mut Search<'_>>) -> Ch
     }
 }
 
-/// Chooses for a model of the spec as it is; `None` while it is not known, or when the spec is invalid.
+/// Chooses for a model of the current spec; `wanted` is `None` while it is unknown, or if the spec is invalid.
 fn choose_for(observed: &Observed, wanted: Option<&Model>) -> Choice {
     let newest = observed.plans.last();
     let mut choice = rest::keep(observed);
@@ -106,7 +106,7 @@ fn choose_for(observed: &Observed, wanted: Option<&Model>) -> Choice {
     choice
 }
 
-/// The newest plan that served before `plan` and whose nodes are all there.
+/// The newest plan that served before `plan` and that has no lost nodes.
 pub(crate) fn way_back<'a>(
     observed: &'a Observed,
     plan: &InferencePlan,
@@ -124,7 +124,7 @@ pub(crate) fn way_back<'a>(
 }
 
 /// Plans that nothing needs once `target` serves: all but the target, the one that served before it, and the newest,
-/// which tells what was tried last.
+/// which records what was tried last.
 pub(crate) fn unneeded(observed: &Observed, target: &InferencePlan) -> Vec<String> {
     let generation = target.spec.generation;
     let newest = observed.plans.last().map_or(0, |plan| plan.spec.generation);
@@ -146,7 +146,7 @@ pub(crate) fn unneeded(observed: &Observed, target: &InferencePlan) -> Vec<Strin
         .collect()
 }
 
-/// The newest plan, unless it was given up: then the newest that served.
+/// The newest plan; if it was given up, the newest that served, preferably one without lost nodes.
 pub(crate) fn in_force(observed: &Observed) -> Option<Arc<InferencePlan>> {
     let newest = observed.plans.last()?;
     if !has_failed(newest) {
@@ -161,8 +161,8 @@ pub(crate) fn next_generation(observed: &Observed) -> u64 {
     observed.plans.last().map_or(0, |plan| plan.spec.generation) + 1
 }
 
-/// Whether a plan was made for this spec and this model. The words in which another version of the operator noted that
-/// do not count, but what they say.
+/// Whether a plan was made for this spec and this model. If another version of the operator encoded its inputs
+/// differently, their meaning counts, not the encoding.
 fn is_made_for(plan: &InferencePlan, deployment: &InferenceDeployment, facts: &ModelFacts) -> bool {
     if inputs_digest(plan) == inputs(&deployment.spec, facts) {
         return true;
@@ -170,14 +170,14 @@ fn is_made_for(plan: &InferencePlan, deployment: &InferenceDeployment, facts: &M
     let (Some(mut then), Some(told)) = (spec_of_plan(plan), told_by(plan)) else {
         return false;
     };
-    // A plan shows no secrets of URLs; the key of the model tells them apart.
+    // A plan stores no secrets of URLs; the model's key distinguishes them.
     let mut now = deployment.spec.clone();
     (now.model, then.model) = (now.model.shown(), then.model.shown());
     let key = model_key(deployment, &deployment.spec.model.source);
     told.key == key && Inputs::of(&then, &told.facts) == Inputs::of(&now, facts)
 }
 
-/// What a plan follows from, apart from the nodes.
+/// Inputs of a plan, apart from the nodes.
 #[derive(PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 struct Inputs<'a> {
@@ -197,7 +197,7 @@ struct Inputs<'a> {
 
 impl<'a> Inputs<'a> {
     fn of(spec: &'a InferenceDeploymentSpec, facts: impl Into<Option<&'a ModelFacts>>) -> Self {
-        // A field that is added to the spec is to be thought of here.
+        // A field that is added to the spec must be considered here.
         let InferenceDeploymentSpec {
             model,
             strategy,
@@ -294,7 +294,7 @@ pub(crate) fn made(
     Ok(plan_object(&context, planned))
 }
 
-/// The nodes that a plan of the spec would be for, if every node had the model; empty where none fits.
+/// The nodes of the plan that the spec would get if every node had the model; empty if none fits.
 fn draft_nodes(observed: &Observed, model: &Model) -> Vec<String> {
     let everywhere = Model {
         nodes: None,
@@ -310,7 +310,7 @@ fn draft_nodes(observed: &Observed, model: &Model) -> Vec<String> {
     nodes.into_iter().collect()
 }
 
-/// The planner's answer with what was offered to it.
+/// The planner's error, with the candidates that it was offered.
 pub(crate) struct Refusal {
     error: PlanError,
     candidates: Candidates,
@@ -366,7 +366,7 @@ fn lacks_nodes(error: &PlanError) -> bool {
     )
 }
 
-/// Two lines, what is wrong and what to do, as one sentence.
+/// Joins two lines, the problem and the remedy, into one sentence.
 pub(crate) fn one_line(text: &str) -> String {
     let lines: Vec<&str> = text.lines().map(str::trim).collect();
     lines.join("; ")
@@ -377,7 +377,7 @@ pub(crate) fn refuse(choice: &mut Choice, observed: &Observed, refusal: &Refusal
     choice.wants_nodes = lacks_nodes(&refusal.error) && !observed.nodes.is_empty();
 }
 
-/// A plan that does what the newest one does takes its place in name only.
+/// Makes `plan` the target. If it does the same work as the newest plan, that one stays and only records the new spec.
 fn take(choice: &mut Choice, newest: Option<&Arc<InferencePlan>>, plan: InferencePlan) {
     if let Some(newest) = newest
         && !has_failed(newest)
@@ -405,7 +405,7 @@ fn take(choice: &mut Choice, newest: Option<&Arc<InferencePlan>>, plan: Inferenc
 
 fn is_same_work(old: &InferencePlan, new: &InferencePlan) -> bool {
     let (mut old_work, new_work) = (work(&old.spec), work(&new.spec));
-    // Plans of operators that did not write it.
+    // Plans of operators that did not record it.
     let image = old_work.worker_image.take();
     old_work.worker_image = image.or_else(|| new_work.worker_image.clone());
     source_digest_of(old) == source_digest_of(new)
@@ -413,16 +413,17 @@ fn is_same_work(old: &InferencePlan, new: &InferencePlan) -> bool {
         && is_same_template(old, new)
 }
 
-/// Whether the Pods of both plans have the same template: one that they do not get ready with is rolled back, as a plan is.
+/// Whether the Pods of both plans have the same template: a template with which they do not become ready is rolled
+/// back, too.
 fn is_same_template(old: &InferencePlan, new: &InferencePlan) -> bool {
     match (spec_of_plan(old), spec_of_plan(new)) {
         (Some(old), Some(new)) => old.pod_template == new.pod_template,
-        // Plans of operators that did not write it.
+        // Plans of operators that did not record it.
         _ => true,
     }
 }
 
-/// The plan without what says nothing about what is run.
+/// The plan without the fields that have no effect on what runs.
 fn work(plan: &InferencePlanSpec) -> InferencePlanSpec {
     let mut plan = plan.clone();
     plan.generation = 0;
@@ -441,7 +442,7 @@ fn work(plan: &InferencePlanSpec) -> InferencePlanSpec {
     plan
 }
 
-/// A plan whose nodes are lost, closed or too full is made again, of its own spec, where that is possible.
+/// Replans a target whose nodes are lost, closed or too full, from its own spec, where that is possible.
 fn move_on(observed: &Observed, choice: &mut Choice, wanted: Option<&Model>) {
     let Some(target) = choice.target.clone() else {
         return;
@@ -457,7 +458,7 @@ fn move_on(observed: &Observed, choice: &mut Choice, wanted: Option<&Model>) {
         choice.trouble = trouble;
         return;
     };
-    // More nodes may be known to have it by now.
+    // More nodes may be known to have the model by now.
     let is_same = is_of_source(&target, &observed.deployment);
     let model = wanted
         .filter(|model| is_same && model.facts == known.facts)
@@ -467,7 +468,7 @@ fn move_on(observed: &Observed, choice: &mut Choice, wanted: Option<&Model>) {
     let told = refusals::told_by(&target);
     let mut next = made(observed, &deployment, &model, image, &told);
     let is_way_out = |plan: &InferencePlan| is_worth_it(observed, trouble.is_some(), &target, plan);
-    // Where the ledger shows nothing that speaks against the nodes, the scheduler knows better.
+    // If nothing in the ledger speaks against the nodes, the scheduler knows better.
     for way in refusals::ways_out(&told, &refused) {
         if next.as_ref().is_ok_and(is_way_out) {
             break;
@@ -500,7 +501,7 @@ fn move_on(observed: &Observed, choice: &mut Choice, wanted: Option<&Model>) {
     }
 }
 
-/// What is wrong with the nodes of `target`, whose deployment was then `deployment`; `None` where nothing is.
+/// Trouble with the nodes of `target`, which was made for `deployment`; `None` if they are fine.
 fn trouble_of_nodes(
     observed: &Observed,
     target: &InferencePlan,
@@ -530,15 +531,15 @@ fn trouble_of_nodes(
     }
 }
 
-/// What is said while workers are refused and nothing else fits.
+/// Cause that is reported while workers are refused and nothing else fits.
 fn refusal_trouble(refused: &Refusals) -> Option<Cause> {
     let (node, told) = refused.first_key_value()?;
     let message = format!("{node} does not take its work: {told}");
     Some(Cause::trouble("Unschedulable", message))
 }
 
-/// A plan like the one that runs, or like one that failed already, changes nothing. Without trouble on its nodes a
-/// plan is only left for one that asks them for something else.
+/// Whether `plan` is worth replacing the target. A plan like the one that runs, or like one that already failed, is
+/// not. Without trouble on its nodes, the target is only replaced by a plan that asks the nodes for something else.
 fn is_worth_it(
     observed: &Observed,
     has_trouble: bool,
@@ -553,8 +554,8 @@ fn is_worth_it(
         && (has_trouble || moves())
 }
 
-/// Whether nodes are asked for less CPU, or for less memory by a tenth: small changes of what is free are no reason to
-/// begin anew.
+/// Whether the nodes are asked for less CPU, or for less memory by more than a tenth: small changes in what is free
+/// are no reason to start over.
 fn needs_less(target: &InferencePlan, plan: &InferencePlan) -> bool {
     let total = |plan: &InferencePlan| -> u64 {
         let held = |rank: &hearth_crds::PlanRank| rank.host_weight_bytes() + rank.host_kv_bytes();
@@ -578,7 +579,7 @@ pub(crate) fn nodes_of(plan: &InferencePlan) -> impl Iterator<Item = &str> {
     plan.spec.ranks.iter().map(|rank| rank.node.as_str())
 }
 
-/// What is wrong with a node that is down.
+/// Words for a node that is down.
 pub(crate) fn lost_words(observed: &Observed, node: &str) -> String {
     match observed.nodes.get(node) {
         Some(_) => format!("node {node} is not Ready"),

@@ -1,8 +1,10 @@
-//! Workers that the scheduler or a kubelet refuses: which nodes refuse them, and what a plan without those nodes remembers.
+//! Workers that the scheduler or a kubelet refuses: the nodes that refuse them, and the record of these nodes in a
+//! plan that leaves them out.
 //!
-//! The planner reckons with what Pods request, taints and labels. Whatever else the scheduler goes by, such as a volume
-//! that is tied to another node, and the kubelet, such as its topology policy, shows only in what they say of a Pod. The
-//! nodes that refused a worker are left out of the next plan, which names them, so that the tries are bounded.
+//! The planner considers requests, taints and labels. Whatever else the scheduler considers, such as a volume that is
+//! tied to another node, or the kubelet, such as its topology policy, shows only in what they report about a Pod.
+//! Nodes that refused a worker are left out of the next plan, which records them, so that the number of attempts is
+//! bounded.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -16,17 +18,17 @@ use crate::observed::{Observed, PodRole, PodView};
 use crate::plan_record::{annotation, has_served};
 use crate::rollout::ends::{Ends, is_rejected};
 
-/// A worker that is refused for so long has its plan looked at again.
+/// Time for which a worker is refused before its plan is reconsidered.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// The same where workers of another plan are on the node, which may be about to make room.
+/// The same while workers of another plan are on the node, which may be about to make room.
 const PATIENCE_WITH_OTHERS: Duration = Duration::from_secs(150);
-/// Nodes that are left out at most; then the last plan stays, and waits.
+/// Maximum number of nodes that are left out; beyond that, the last plan stays and waits.
 const MOST_NODES: usize = 4;
 
-/// Nodes that refuse workers, each with who refused which worker, and the words.
+/// Nodes that refuse workers, each with who refused which worker, and the message.
 pub(crate) type Refusals = BTreeMap<String, String>;
 
-/// The nodes that refuse workers of `target` for long enough.
+/// Nodes that have refused workers of `target` for long enough.
 pub(crate) fn standing(observed: &Observed, target: &InferencePlan) -> Refusals {
     let refused = pods(observed, target);
     let standing = refused.filter(|(_, left)| left.is_zero());
@@ -49,13 +51,13 @@ fn words_of(pod: &PodView) -> String {
     }
 }
 
-/// When the next refusal will have stood for long enough.
+/// Time until the next refusal has lasted long enough.
 pub(crate) fn look_again(observed: &Observed, target: &InferencePlan) -> Option<Duration> {
     let left = pods(observed, target).map(|(_, left)| left);
     left.filter(|left| !left.is_zero()).min()
 }
 
-/// The nodes that a plan leaves out because they refused workers of the plans before.
+/// The nodes that a plan leaves out because they refused workers of earlier plans.
 pub(crate) fn left_out(plan: &InferencePlan) -> Refusals {
     match &plan.spec.inputs {
         Some(inputs) => {
@@ -68,8 +70,8 @@ pub(crate) fn left_out(plan: &InferencePlan) -> Refusals {
     }
 }
 
-/// What the plan after `target` is to leave out: what `target` does, and nothing once it has served, since that has shown
-/// that it had no need to.
+/// Nodes for the plan after `target` to leave out: those that `target` leaves out, or none once it has served, which
+/// shows that there is no need to.
 pub(crate) fn told_by(target: &InferencePlan) -> Refusals {
     match has_served(target) {
         true => Refusals::new(),
@@ -77,8 +79,8 @@ pub(crate) fn told_by(target: &InferencePlan) -> Refusals {
     }
 }
 
-/// `told` with more of `new`: with all of it, then with each by itself. Nothing that would leave out too many nodes, or
-/// no more than before.
+/// Extensions of `told` by `new`: by all of it, then by each entry alone; without those that would leave out too many
+/// nodes, or no more than before.
 pub(crate) fn ways_out(told: &Refusals, new: &Refusals) -> Vec<Refusals> {
     let with = |more: &Refusals| {
         let mut all = told.clone();
@@ -94,7 +96,7 @@ pub(crate) fn ways_out(told: &Refusals, new: &Refusals) -> Vec<Refusals> {
     ways
 }
 
-/// As a plan keeps them among its inputs.
+/// Converts refusals into the form in which a plan's inputs store them.
 pub(crate) fn as_inputs(refusals: &Refusals) -> Vec<NodeRefusal> {
     let refusals = refusals.iter();
     refusals
@@ -105,14 +107,14 @@ pub(crate) fn as_inputs(refusals: &Refusals) -> Vec<NodeRefusal> {
         .collect()
 }
 
-/// What a plan says of the nodes that it leaves out: one sentence each.
+/// Sentences in which a plan reports the nodes that it leaves out, one for each.
 pub(crate) fn sentences(refusals: &Refusals) -> impl Iterator<Item = String> {
     let refusals = refusals.iter();
     refusals.map(|(node, told)| format!("{node} is left out: {told}"))
 }
 
-/// Workers of `target` that the scheduler refuses, or that a kubelet has rejected more than once, with how much longer that
-/// is to be borne. A claim that is missing is no fault of a node.
+/// Workers of `target` that the scheduler refuses, or that a kubelet has rejected more than once, with the patience
+/// left for each. A missing claim is not a node's fault.
 fn pods<'a>(
     observed: &'a Observed,
     target: &'a InferencePlan,

@@ -1,8 +1,8 @@
-//! A new worker image: when a deployment changes to it, and what is planned for it.
+//! Changes to a new worker image: the time for a deployment to change, and the plan for it.
 //!
-//! An image is part of a plan, so that a change to another one is a rollout like any other: beside what runs or after it, and
-//! back to the plan with the image before when its workers do not get ready. The operator's new image comes to one deployment
-//! after the other; the first that is given up holds the rest back.
+//! An image is part of a plan, so that a change of image is a rollout like any other: beside what runs or after it,
+//! and back to the plan with the previous image if its workers do not become ready. The operator's new image reaches
+//! one deployment after another; the first one that is given up holds back the rest.
 
 use std::sync::Arc;
 
@@ -20,21 +20,22 @@ use crate::observed::Observed;
 use crate::observed::Turn;
 use crate::plan_record::{has_failed, has_served, inputs_digest, model_key_of, source_digest_of};
 
-/// The image of a plan for another spec. What serves changes to the operator's image in its turn, and not on the way.
+/// The image of a plan for another spec. A serving deployment changes to the operator's image in its turn, not along
+/// with another change.
 pub(crate) fn image_of_next(observed: &Observed) -> &str {
     let serves = observed.plans.iter().rev().find(|plan| has_served(plan));
     let image = serves.and_then(|plan| plan.spec.worker_image.as_deref());
     image.unwrap_or(&observed.settings.worker_image)
 }
 
-/// The image of a plan; plans of operators that did not write it have this one's.
+/// The image of a plan; for plans of operators that did not record one, this operator's.
 pub(crate) fn image_of<'a>(observed: &'a Observed, plan: &'a InferencePlan) -> &'a str {
     let image = plan.spec.worker_image.as_deref();
     image.unwrap_or(&observed.settings.worker_image)
 }
 
-/// The target again with the operator's worker image, where it has another one. Deployments that serve do so in turn, and
-/// none where it has failed before.
+/// Replaces the target with the same plan for the operator's worker image, if it has a different one. Serving
+/// deployments do so in turn, and not at all if the image has failed before.
 pub(crate) fn renew(observed: &Observed, choice: &mut Choice) {
     let image = &observed.settings.worker_image;
     let Some(target) = choice.target.clone() else {
@@ -54,7 +55,7 @@ pub(crate) fn renew(observed: &Observed, choice: &mut Choice) {
     }
     let served = observed.plans.iter().rev().find(|plan| has_served(plan));
     match served {
-        // Something else is on its way, with the image that is known to serve.
+        // Another change is under way, with the image that is known to serve.
         Some(served)
             if !has_served(&target) && served.spec.worker_image.as_ref() == Some(before) =>
         {
@@ -75,8 +76,8 @@ pub(crate) fn renew(observed: &Observed, choice: &mut Choice) {
     }
 }
 
-/// The same ranks in the same places. A model that comes with the image may be another one in another image: then all is
-/// planned anew.
+/// A plan with the same ranks in the same places. A built-in model may be another one in another image: then
+/// everything is planned anew.
 fn renewed(observed: &Observed, target: &InferencePlan) -> Result<InferencePlan, Box<Refusal>> {
     let image = &observed.settings.worker_image;
     let deployment = deployment_of_plan(&observed.deployment, target);
@@ -104,7 +105,7 @@ fn renewed(observed: &Observed, target: &InferencePlan) -> Result<InferencePlan,
     Ok(plan_object(&context, spec))
 }
 
-/// What the target was made from, of the spec that it serves now.
+/// Inputs of the target, with the spec that it serves now.
 fn inputs_of(target: &InferencePlan, spec: &InferenceDeploymentSpec) -> Option<PlanInputs> {
     let told = told_by(target)?;
     Some(PlanInputs {
@@ -129,7 +130,7 @@ fn held_words(turn: &Turn, before: &str, image: &str) -> Cause {
             ),
         ),
         Turn::After(_) | Turn::Free => {
-            // Not by name: the words would change with each deployment that is through.
+            // Not by name: the message would change with each deployment that is done.
             Cause::waiting(
                 "WaitingForTurn",
                 format!(

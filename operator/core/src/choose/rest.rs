@@ -1,5 +1,5 @@
-//! Suspended deployments: nothing is planned while they are at rest, and their plan may have lost its place when they come
-//! back.
+//! Suspended deployments: nothing is planned while they are suspended, and their plan may have lost its place when
+//! they resume.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -27,15 +27,15 @@ pub(crate) fn keep(observed: &Observed) -> Choice {
     }
 }
 
-/// Whether `plan` was made for the spec as it is, as far as the plan itself tells the model.
+/// Whether `plan` was made for the current spec, as far as the plan itself records the model.
 pub(crate) fn is_up_to_date(observed: &Observed, plan: &InferencePlan) -> bool {
     let deployment = &observed.deployment;
     is_of_source(plan, deployment)
         && told_by(plan).is_some_and(|model| is_made_for(plan, deployment, &model.facts))
 }
 
-/// Whether the nodes of a plan that is being resumed have no room for it any more: while it was suspended, others could be
-/// planned there. Once one of its Pods is there, the plan has its place.
+/// Whether the nodes of a plan that is being resumed no longer have room for it: while it was suspended, others could
+/// be planned there. Once one of its Pods exists, the plan has its place.
 pub(super) fn has_lost_its_place(observed: &Observed, plan: &InferencePlan) -> bool {
     let is_made = |pod: &Arc<PodView>| pod.role != PodRole::Inspect;
     if !conditions::is_resuming(observed) || observed.pods.iter().any(is_made) {

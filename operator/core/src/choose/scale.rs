@@ -1,7 +1,7 @@
-//! More or fewer workers of a pool, with all others left where they are.
+//! Changes the number of workers of a pool, and leaves all others where they are.
 //!
-//! The planner places everything anew each time. For a change of numbers alone, which an autoscaler makes under load, that
-//! would replace workers that do well where they are.
+//! The planner places everything anew each time. For a change in number alone, which an autoscaler makes under load,
+//! that would replace workers that are fine where they are.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -17,10 +17,10 @@ use crate::model::told_by;
 use crate::observed::Observed;
 use crate::plan_record::{has_failed, has_served, spec_of_plan};
 
-/// The pools whose workers have a number in the spec.
+/// Pools whose number of workers is in the spec.
 const POOLS: [PlanRole; 2] = [PlanRole::Prefill, PlanRole::Decode];
 
-/// `plan`, unless the newest plan needs no more than other numbers of workers.
+/// Returns `plan`, or the newest plan with other numbers of workers if that suffices.
 pub(super) fn scaled(
     observed: &Observed,
     newest: Option<&Arc<InferencePlan>>,
@@ -36,7 +36,7 @@ pub(super) fn scaled(
         return plan;
     }
     if has_same_numbers(&newest.spec, &plan.spec) {
-        // Another number is asked for, and the bounds leave the one that there is.
+        // Another number is requested, and the bounds keep the current one.
         plan.spec = InferencePlanSpec {
             generation: plan.spec.generation,
             inputs: plan.spec.inputs,
@@ -57,8 +57,8 @@ fn has_same_numbers(old: &InferencePlanSpec, new: &InferencePlanSpec) -> bool {
     roles.all(|role| count(old, role) == count(new, role))
 }
 
-/// Digest of what a plan follows from, apart from the nodes, the numbers of workers and who changes them; with the facts of a
-/// model, or without.
+/// Digest of a plan's inputs, apart from the nodes, the numbers of workers and who changes them; with a model's facts,
+/// or without.
 pub(super) fn but_for_numbers<'a>(
     spec: &InferenceDeploymentSpec,
     facts: impl Into<Option<&'a ModelFacts>>,
@@ -69,8 +69,8 @@ pub(super) fn but_for_numbers<'a>(
     inputs(&spec, facts.into())
 }
 
-/// The plans of the rollout that `plan` ends, oldest first: those before it that did not serve and differ from it in numbers of
-/// workers alone. An autoscaler changes a number whenever it likes, and each number is another plan.
+/// The plans of the rollout that `plan` ends, oldest first: earlier plans that did not serve and differ from it only
+/// in numbers of workers. An autoscaler may change a number at any time, and each number is another plan.
 pub(crate) fn rollout_of<'a>(
     observed: &'a Observed,
     plan: &'a InferencePlan,
@@ -93,10 +93,11 @@ pub(crate) fn rollout_of<'a>(
     plans
 }
 
-/// `old` with as many workers of each pool as `new` has: the last ones go, or more come on the nodes where `new` has more.
+/// `old` with as many workers in each pool as `new`: the last ones are removed, or more are added on the nodes where
+/// `new` has more.
 ///
-/// `None` when the plans differ in something else, or when the old places do not suffice; then `new` is the plan.
-/// `free` is what each node can give to this deployment.
+/// Returns `None` if the plans differ in anything else, or if the old places do not suffice; then `new` is the plan.
+/// `free` is what each node can provide to this deployment.
 pub(crate) fn in_place(
     old: &InferencePlanSpec,
     new: &InferencePlanSpec,
@@ -108,7 +109,7 @@ pub(crate) fn in_place(
         && count(old, PlanRole::Gateway) == count(new, PlanRole::Gateway);
     let changed = POOLS.map(|role| (role, count(old, role), count(new, role)));
     let changed: Vec<_> = changed.into_iter().filter(|it| it.1 != it.2).collect();
-    // Which GPU another worker would get, the planner alone knows; so it does whether there is a pool at all.
+    // Only the planner knows which GPU another worker would get, and whether a pool should exist at all.
     let is_planners = |(role, had, wanted): &(PlanRole, usize, usize)| {
         let is_on_gpu = |plan: &InferencePlanSpec| plan.ranks_of(*role).any(PlanRank::is_on_gpu);
         *had == 0 || *wanted == 0 || is_on_gpu(old) || is_on_gpu(new)
@@ -148,7 +149,7 @@ pub(crate) fn in_place(
     Some(plan)
 }
 
-/// A copy of a worker of `new`, on the node where `new` has the most that `ranks` has not.
+/// A copy of a worker of `new`, on the node where `ranks` lacks the most workers compared to `new`.
 fn one_more(
     ranks: &[PlanRank],
     new: &InferencePlanSpec,
@@ -176,8 +177,8 @@ fn one_more(
     })
 }
 
-/// Whether a node holds its ranks: one copy of the weights, everybody's own memory and requests of CPU, and no CPU given
-/// away twice.
+/// Whether a node holds its ranks: one copy of the weights, each rank's own memory and CPU requests, and no CPU
+/// assigned twice.
 fn holds(node: &str, ranks: &[PlanRank], free: &Candidates) -> bool {
     let (Some(profile), Some(room)) = (free.free.get(node), free.cpu_rooms.get(node)) else {
         return false;

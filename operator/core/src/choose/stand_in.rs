@@ -1,7 +1,8 @@
-//! Numbers of workers after a plan was given up.
+//! Changes in the number of workers after a plan was given up.
 //!
-//! What was given up is tried again when the spec asks for something else, and another number of workers is nothing else: an
-//! autoscaler asks for one whenever it likes. So the plan that serves gets the number, and says instead of which plan it runs.
+//! A plan that was given up is tried again when the spec asks for something else, and another number of workers does
+//! not count as that: an autoscaler may ask for one at any time. The serving plan gets the number instead, and records
+//! the plan that it replaces.
 
 use std::sync::Arc;
 
@@ -17,7 +18,7 @@ use crate::model::told_by;
 use crate::observed::Observed;
 use crate::plan_record::{failure, has_failed, spec_of_plan};
 
-/// The plan that was given up for the spec as it is, where no more than numbers of workers have changed since.
+/// The plan that was given up for the current spec, if only numbers of workers have changed since.
 pub(super) fn given_up(observed: &Observed) -> Option<GivenUpPlan> {
     let (newest, deployment) = (observed.plans.last()?, &observed.deployment);
     let before = spec_of_plan(newest)?;
@@ -35,13 +36,13 @@ pub(super) fn given_up(observed: &Observed) -> Option<GivenUpPlan> {
     })
 }
 
-/// Chooses the plan in force with the numbers of the spec.
+/// Chooses the plan in force with the spec's numbers of workers.
 pub(super) fn choose(observed: &Observed, choice: &mut Choice, given_up: GivenUpPlan) {
     let now = &observed.deployment.spec;
     let has_numbers = |plan: &Arc<InferencePlan>| {
         spec_of_plan(plan).is_some_and(|spec| numbers(&spec) == numbers(now))
     };
-    // One that was given up for its numbers is not tried again with the same ones.
+    // A plan that was given up for its numbers is not tried again with the same ones.
     if observed.plans.last().is_some_and(has_numbers) {
         return;
     }
@@ -73,7 +74,7 @@ pub(super) fn choose(observed: &Observed, choice: &mut Choice, given_up: GivenUp
     }
 }
 
-/// `plan`, which says instead of which plan it runs.
+/// Returns `plan` with a record of the plan that it runs instead of, if any.
 pub(super) fn of(mut plan: InferencePlan, instead_of: Option<&GivenUpPlan>) -> InferencePlan {
     if let Some(inputs) = &mut plan.spec.inputs {
         inputs.instead_of = instead_of.cloned();
@@ -81,17 +82,17 @@ pub(super) fn of(mut plan: InferencePlan, instead_of: Option<&GivenUpPlan>) -> I
     plan
 }
 
-/// The plan that was given up and instead of which `plan` runs.
+/// The given-up plan that `plan` runs instead of.
 pub(crate) fn instead_of(plan: &InferencePlan) -> Option<&GivenUpPlan> {
     plan.spec.inputs.as_ref()?.instead_of.as_ref()
 }
 
-/// Whether the spec asks for what was given up then, apart from numbers of workers.
+/// Whether the spec asks for what was given up, apart from numbers of workers.
 pub(crate) fn is_of(given_up: &GivenUpPlan, spec: &InferenceDeploymentSpec) -> bool {
     given_up.digest == wish(spec)
 }
 
-/// Digest of what plans follow from, apart from the nodes, the model's facts and numbers of workers.
+/// Digest of a plan's inputs, apart from the nodes, the model's facts and numbers of workers.
 fn wish(spec: &InferenceDeploymentSpec) -> String {
     but_for_numbers(spec, None)
 }
@@ -101,8 +102,8 @@ fn numbers(spec: &InferenceDeploymentSpec) -> (u32, u32) {
     (prefill.planned_replicas(), decode.planned_replicas())
 }
 
-/// Whether `plan`, made for the spec `before`, was made for the deployment as it is, apart from numbers of workers. A plan
-/// shows no secrets of URLs; the key of the model tells them apart.
+/// Whether `plan`, made for the spec `before`, was made for the current deployment, apart from numbers of workers. A
+/// plan stores no secrets of URLs; the model's key distinguishes them.
 fn is_same_but_for_numbers(
     plan: &InferencePlan,
     before: &InferenceDeploymentSpec,

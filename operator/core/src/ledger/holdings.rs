@@ -1,4 +1,5 @@
-//! What the deployments hold of the nodes: their Pods, and the plans whose Pods are not made yet.
+//! Resources of the nodes that the deployments hold: through their Pods, and through plans whose Pods are not created
+//! yet.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -12,27 +13,27 @@ use crate::observed::{Holding, PodView};
 /// Holdings by node.
 pub type ByNode = BTreeMap<String, Holding>;
 
-/// What all deployments hold, kept up while they change.
+/// Holdings of all deployments, updated as they change.
 #[derive(Debug, Default)]
 pub struct Holdings {
-    /// Sorted: an owner has few nodes, and a map's smallest piece has room for eleven.
+    /// Sorted slices: an owner has few nodes, and the smallest node of a map has room for eleven entries.
     by_owner: HashMap<Arc<str>, Box<[(String, Holding)]>>,
     totals: HashMap<String, Total>,
 }
 
-/// Sums that lose nothing: what is added can be taken away again, however absurd it is.
+/// Sums that lose nothing: anything that is added can be subtracted again, however absurd it is.
 #[derive(Debug, Default)]
 struct Total {
     owners: usize,
     amounts: Sum,
-    /// How many hold each CPU as their own.
+    /// Number of owners that hold each CPU exclusively.
     exclusive_cpus: BTreeMap<u32, u32>,
-    /// How many claim each GPU.
+    /// Number of owners that claim each GPU.
     claimed_gpus: BTreeMap<String, u32>,
 }
 
 impl Holdings {
-    /// Says anew what one deployment holds. Returns whether some node has more room than before.
+    /// Replaces one deployment's holdings. Returns whether some node has more room than before.
     pub fn set(&mut self, owner: &Arc<str>, holding: ByNode) -> bool {
         let known = self.by_owner.get(owner);
         if known.is_some_and(|known| known.iter().map(|(node, held)| (node, held)).eq(&holding)) {
@@ -62,7 +63,7 @@ impl Holdings {
         has_freed
     }
 
-    /// What all but `owner` hold.
+    /// Holdings of all deployments but `owner`.
     pub fn of_others(&self, owner: &str) -> ByNode {
         let own = self.by_owner.get(owner);
         let mut others = ByNode::new();
@@ -76,7 +77,7 @@ impl Holdings {
         others
     }
 
-    /// Owners that hold something of a node.
+    /// Owners that hold resources of a node.
     pub fn owners_on<'a>(&'a self, node: &'a str) -> impl Iterator<Item = &'a Arc<str>> {
         let owners = self.by_owner.iter();
         owners.filter_map(move |(owner, nodes)| held_on(nodes, node).map(|_| owner))
@@ -157,11 +158,11 @@ impl Total {
     }
 }
 
-/// What one deployment holds: on each node, what its Pods hold or what its plan is going to, whichever is more.
+/// Holdings of one deployment: on each node, those of its Pods or those that its plan will have, whichever are more.
 ///
-/// Anybody who may make Pods can write on one what they like. A Pod that is bound holds what it requests, since the
-/// scheduler has found room for that; which CPUs and GPUs it has to itself, and where one that waits is to go, says its plan.
-/// Where there is none any more, it says itself which CPUs, as many as it requests.
+/// Anyone who may create Pods can write anything on one. A bound Pod holds what it requests, since the scheduler has
+/// found room for that; which CPUs and GPUs it has exclusively, and where a waiting Pod is to go, is read from its
+/// plan. If there is no plan any more, the Pod itself says which CPUs, up to as many as it requests.
 pub fn of_deployment<'a>(
     pods: impl Iterator<Item = &'a PodView>,
     plans: &[Arc<InferencePlan>],
@@ -175,7 +176,7 @@ pub fn of_deployment<'a>(
         }
         let planned = rank_of(pod, plans);
         if pod.node.is_empty() {
-            // Of one rank one Pod at most.
+            // At most one Pod for each rank.
             let rank = planned.filter(|_| waiting.insert((pod.plan_generation, &*pod.rank)));
             if let Some((plan, rank)) = rank {
                 let held = by_pods.entry(rank.node.clone()).or_default();
@@ -220,14 +221,14 @@ pub fn of_deployment<'a>(
     by_pods
 }
 
-/// The CPUs that a bound Pod without a plan says it has to itself, no more than it requests: its deployment may be gone, and
-/// its process goes on on them.
+/// CPUs that a bound Pod without a plan says it has exclusively, no more than it requests: its deployment may be
+/// deleted while its process still runs on them.
 fn told_cpus(pod: &PodView) -> Vec<u32> {
     let most = usize::try_from(pod.cpu_millis / 1000).unwrap_or(usize::MAX);
     pod.exclusive_cpus.iter().copied().take(most).collect()
 }
 
-/// The rank that a Pod is of, in the plan that it was made for.
+/// The rank of a Pod, in the plan that it was made for.
 fn rank_of<'a>(
     pod: &PodView,
     plans: &'a [Arc<InferencePlan>],
@@ -322,7 +323,7 @@ mod tests {
         );
     }
 
-    /// Whoever may make Pods can write anything on one.
+    /// Anyone who may create Pods can write anything on one.
     #[test]
     fn a_forged_pod_holds_no_more_than_the_scheduler_gave_it() {
         let forged = |node: &str, generation: u64| PodView {
@@ -340,13 +341,13 @@ mod tests {
             assert!(!count("").contains_key("node-1"));
             assert_eq!(count("node-1"), on("node-1", held(4, 0, &[])));
         }
-        // Of no deployment's.
+        // A Pod of no deployment.
         let count = |node: &str| of_deployment([&pod(node, "n", "")].into_iter(), &[], None);
         assert_eq!(count("n"), on("n", held(4, 0, &[])));
         assert_eq!(count(""), ByNode::new());
     }
 
-    /// The Pods of a deployment that is gone, or that was orphaned, compute on until they end.
+    /// The Pods of a deployment that was deleted or orphaned keep computing until they end.
     #[test]
     fn a_pod_without_a_plan_keeps_as_many_cpus_as_it_requests() {
         let orphan = |node: &str, cpu_millis: u64| PodView {
@@ -366,7 +367,7 @@ mod tests {
             ..orphan("n", 3200)
         };
         assert_eq!(count(ended), [0; 0]);
-        // What its plan says counts, where there is one.
+        // Where there is a plan, the plan counts.
         let planned = orphan("n", 3200);
         let sum = of_deployment([&planned].into_iter(), &[plan(1, "n", &[6])], None);
         assert_eq!(sum["n"].exclusive_cpus, [6]);

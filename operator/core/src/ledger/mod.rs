@@ -1,4 +1,4 @@
-//! What Pods that are not ours request of the nodes, as sums: of each Pod only its node and its amounts are kept.
+//! Requests of Pods that are not ours, as sums: of each Pod only its node and its amounts are kept.
 
 pub mod holdings;
 
@@ -9,12 +9,12 @@ use crate::key::Key;
 use crate::observed::{Others, Requests, Sight};
 use crate::validate::is_among;
 
-/// What one Pod takes of its node.
+/// Resources that one Pod takes from its node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Charge {
     /// The node that it is bound to.
     pub node: Arc<str>,
-    /// What it requests there.
+    /// Its requests there.
     pub requests: Requests,
 }
 
@@ -24,13 +24,13 @@ pub struct Ledger {
     sight: Sight,
     /// Namespaces whose deployments are served; empty: all.
     served: Vec<String>,
-    /// By namespace and name.
+    /// Charges by namespace and name.
     pods: HashMap<Arc<str>, HashMap<Box<str>, Charge>>,
     /// Sums by node, with the number of Pods.
     sums: HashMap<Arc<str>, (u32, Sum)>,
 }
 
-/// A sum of requests that loses nothing: what was added can be taken away again, however absurd it is.
+/// A sum of requests that loses nothing: anything that was added can be subtracted again, however absurd it is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sum {
     cpu_millis: u128,
@@ -39,14 +39,14 @@ pub struct Sum {
 }
 
 impl Sum {
-    /// Adds what a Pod requests.
+    /// Adds a Pod's requests.
     pub fn add(&mut self, requests: Requests) {
         self.cpu_millis += u128::from(requests.cpu_millis);
         self.memory_bytes += u128::from(requests.memory_bytes);
         self.gpus += u64::from(requests.gpus);
     }
 
-    /// Takes away what was added before.
+    /// Subtracts what was added before.
     pub fn subtract(&mut self, requests: Requests) {
         let less = |sum: u128, part: u64| sum.saturating_sub(u128::from(part));
         self.cpu_millis = less(self.cpu_millis, requests.cpu_millis);
@@ -54,7 +54,7 @@ impl Sum {
         self.gpus = self.gpus.saturating_sub(u64::from(requests.gpus));
     }
 
-    /// The sum; what is too large is as large as can be.
+    /// The sum; amounts that are too large saturate.
     pub fn total(self) -> Requests {
         Requests::new(
             u64::try_from(self.cpu_millis).unwrap_or(u64::MAX),
@@ -65,7 +65,7 @@ impl Sum {
 }
 
 impl Ledger {
-    /// Says whose deployments are served: their Pods are counted with them.
+    /// Sets the namespaces whose deployments are served: their Pods are counted with the deployments.
     pub fn serve(&mut self, namespaces: &[String]) {
         self.served = namespaces.to_vec();
     }
@@ -75,7 +75,7 @@ impl Ledger {
         is_among(&self.served, namespace)
     }
 
-    /// Takes what a Pod takes; `None`: nothing any more. Returns whether its node has more room than before.
+    /// Records what a Pod takes; `None`: nothing any more. Returns whether its node has more room than before.
     pub fn put(&mut self, pod: &Key, charge: Option<Charge>) -> bool {
         let before = match charge {
             Some(mut charge) => {
@@ -104,7 +104,7 @@ impl Ledger {
         true
     }
 
-    /// Says whether all Pods are seen. What is not seen any more is forgotten.
+    /// Sets whether all Pods are seen. If they are not, those known are forgotten.
     pub fn see(&mut self, sight: Sight) {
         if sight != Sight::All {
             self.pods.clear();
@@ -118,7 +118,7 @@ impl Ledger {
         self.sight
     }
 
-    /// What is known of others' requests.
+    /// Known requests of other Pods.
     pub fn others(&self) -> Others {
         let sums = self.sums.iter();
         Others {
@@ -152,7 +152,7 @@ impl Ledger {
         charge
     }
 
-    /// One name a node, whoever names it.
+    /// Shares one copy of each node's name.
     fn shared(&self, node: &Arc<str>) -> Arc<str> {
         let known = self.sums.get_key_value(node);
         known.map_or_else(|| Arc::clone(node), |(known, _)| Arc::clone(known))
@@ -186,7 +186,7 @@ mod tests {
         assert!(!ledger.put(&b, charge("office", 50)));
         assert!(!ledger.put(&b, charge("office", 50)), "told twice");
         assert_eq!(cpu(&ledger, "office"), Some(150));
-        // A Pod of that name is made again elsewhere.
+        // A Pod of that name is created again elsewhere.
         assert!(ledger.put(&b, charge("attic", 70)));
         assert_eq!(
             (cpu(&ledger, "office"), cpu(&ledger, "attic")),
@@ -202,7 +202,7 @@ mod tests {
         assert_eq!(cpu(&ledger, "attic"), Some(70));
     }
 
-    /// A request of more CPU than a number holds is possible: the scheduler is not asked where `nodeName` is given.
+    /// A request for more CPU than a number can hold is possible: a Pod with `nodeName` bypasses the scheduler.
     #[test]
     fn an_absurd_request_leaves_nothing_behind() {
         let mut ledger = Ledger::default();

@@ -1,4 +1,4 @@
-//! Facts of the models that come with Hearth. They are known without a node: the weights travel in the worker's image.
+//! Facts of the built-in models. They are known without a node: the weights are part of the worker's image.
 
 use hearth_crds::ModelFacts;
 

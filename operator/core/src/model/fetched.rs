@@ -1,4 +1,4 @@
-//! A model behind a URL: on which nodes it is to be, and how far it is there.
+//! Models behind a URL: the nodes that should have one, and its progress there.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -13,19 +13,19 @@ use crate::model::{Model, ModelState, ModelStep, More, known, nowhere};
 use crate::observed::{FetchView, Observed};
 use crate::plan_record::source_digest_of;
 
-/// Nodes that are tried one after the other when a model cannot be fetched.
+/// Maximum number of nodes that are tried one after another while a model cannot be fetched.
 const FIRST_FETCHES: usize = 4;
-/// How often agents are asked about a fetch.
+/// Interval at which agents are asked about a fetch.
 const FETCH_POLL: Duration = Duration::from_secs(2);
 
-/// Bytes of a fetch.
+/// Progress of a fetch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Download {
     pub(crate) bytes: u64,
     pub(crate) total_bytes: u64,
 }
 
-/// A model behind a URL: fetched on one node to know it, and then where a plan wants it.
+/// A model behind a URL: fetched on one node to learn its facts, then wherever a plan wants it.
 pub(crate) fn fetched(
     observed: &Observed,
     candidates: &Candidates,
@@ -64,7 +64,7 @@ pub(crate) fn fetched(
     step
 }
 
-/// Nodes on which a plan for the source, the one that runs or the one before it, has workers.
+/// Nodes on which a plan for the source, the running one or an earlier one, has workers.
 fn in_use(observed: &Observed) -> Vec<String> {
     let deployment = &observed.deployment;
     let source = &deployment.spec.model.source;
@@ -77,8 +77,8 @@ fn in_use(observed: &Observed) -> Vec<String> {
     here.cloned().collect()
 }
 
-/// Where the model is fetched to know it: where it is, or is on its way, before the node with the most memory; the next one
-/// when that node cannot.
+/// Nodes on which the model is fetched to learn its facts: those that have it or are fetching it come before the node
+/// with the most memory; the next one follows if a node cannot fetch it.
 fn first_fetch(observed: &Observed, candidates: &Candidates) -> Vec<String> {
     let rank = |name: &&String| {
         let progress = match observed.fetches.get(*name) {
@@ -102,7 +102,7 @@ fn first_fetch(observed: &Observed, candidates: &Candidates) -> Vec<String> {
     asked
 }
 
-/// What is known once it is on all of the `asked` nodes, or on one while it is not known at all.
+/// Finds the model's state: known once it is on all of the `asked` nodes, or on one while nothing is known yet.
 fn fetch_verdict(
     observed: &Observed,
     asked: &[String],
@@ -130,7 +130,7 @@ fn fetch_verdict(
             }
         }
     }
-    // A plan that needs two nodes is not made when one of them has it.
+    // A plan that needs two nodes is not made when only one of them has it.
     let has_more = told.is_none_or(|told| told.nodes.as_ref() != Some(&nodes));
     if let (Some(facts), true, false) = (facts, has_more, is_waiting) {
         let deployment = &observed.deployment;
@@ -159,7 +159,7 @@ fn fetch_verdict(
     ModelState::Unknown(cause)
 }
 
-/// The fetch that is the furthest.
+/// The fetch that is furthest along.
 fn furthest<'a>(observed: &'a Observed, asked: &'a [String]) -> Option<(&'a str, Download)> {
     let mut best: Option<(&str, Download)> = None;
     for name in asked {
@@ -179,14 +179,14 @@ fn furthest<'a>(observed: &'a Observed, asked: &'a [String]) -> Option<(&'a str,
     best
 }
 
-/// Whole percent of a download; `None` while its size is not known.
+/// Whole percent of a download; `None` while its size is unknown.
 pub(crate) fn percent(download: Download) -> Option<u32> {
     let percent =
         (u128::from(download.bytes) * 100).checked_div(u128::from(download.total_bytes))?;
     u32::try_from(percent.min(100)).ok()
 }
 
-/// Changes with each whole percent, not with each byte.
+/// Describes the progress; changes with each whole percent, not with each byte.
 fn progress(observed: &Observed, asked: &[String]) -> Option<String> {
     let (node, download) = furthest(observed, asked)?;
     Some(match percent(download) {

@@ -1,4 +1,4 @@
-//! From a model source to its facts and the nodes that have it, or to what is to be done to learn them.
+//! Finds a model source's facts and the nodes that have it, or the steps to learn them.
 
 pub(crate) mod builtin;
 pub(crate) mod fetched;
@@ -21,22 +21,22 @@ use crate::decision::{Grace, PodEnd};
 use crate::observed::{Observed, PodRole, PodView};
 use crate::plan_record::{model_facts, model_key_of, model_nodes, source_digest_of};
 
-/// Nodes whose directory is looked into, or that a model is fetched on, at most.
+/// Maximum number of nodes whose directory is inspected, or on which a model is fetched.
 const MOST_NODES: usize = 16;
-/// A mount that does not come about is given up after this.
+/// Time after which a mount that has not succeeded is given up.
 const MOUNT_PATIENCE: Duration = Duration::from_secs(10);
-/// Once a model was found somewhere, other nodes are waited for so long.
+/// Longest wait for other nodes once a model was found somewhere.
 const OTHERS_PATIENCE: Duration = Duration::from_secs(60);
-/// A look that failed is repeated after this: the model may have been put there.
+/// Time after which a failed inspection is repeated: the model may have been put there since.
 const LOOK_AGAIN: Duration = Duration::from_secs(300);
 
-/// Reason of ModelReady when the model is nowhere.
+/// Reason of ModelReady when the model was not found on any node.
 pub(crate) const NOT_FOUND: &str = "ModelNotFound";
 
 /// A model that can be planned.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Model {
-    /// What placement must know of it.
+    /// Facts that placement needs.
     pub(crate) facts: ModelFacts,
     /// The nodes that have it; `None`: every node.
     pub(crate) nodes: Option<BTreeSet<String>>,
@@ -44,16 +44,16 @@ pub(crate) struct Model {
     pub(crate) key: Option<String>,
 }
 
-/// What is known of the model.
+/// State of knowledge about the model.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum ModelState {
-    /// Enough to plan with.
+    /// Known well enough to plan with.
     Known(Box<Model>),
-    /// Not yet, or not at all.
+    /// Not known yet, or not found, with the cause.
     Unknown(Cause),
 }
 
-/// What is known, and what is done to know more.
+/// Current knowledge about the model, and the actions to learn more.
 #[derive(Clone, Debug)]
 pub(crate) struct ModelStep {
     pub(crate) state: ModelState,
@@ -77,12 +77,12 @@ impl ModelStep {
     }
 }
 
-/// Nodes that are wanted beyond those that are known to have a model.
+/// Nodes that are wanted beyond those known to have a model.
 #[derive(Clone, Debug)]
 pub(crate) struct More<'a> {
-    /// What is known.
+    /// The model as it is known.
     pub(crate) known: &'a Model,
-    /// The nodes that a plan would be for, if all of them had it; empty: there is no such plan.
+    /// The nodes of the plan that would be made if all of them had it; empty: there is no such plan.
     pub(crate) draft: Vec<String>,
 }
 
@@ -94,19 +94,19 @@ pub(crate) struct Search<'a> {
     step: ModelStep,
 }
 
-/// What came of looking at more nodes.
+/// Result of looking at more nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Widened {
-    /// The model is known with the nodes that have it by now.
+    /// The model is known, with the nodes that have it by now.
     Known,
-    /// It is on its way to nodes that will do; until then it counts as unknown.
+    /// It is on its way to sufficient nodes; until then it counts as unknown.
     Coming,
     /// Nothing more is known.
     Nothing,
 }
 
 impl<'a> Search<'a> {
-    /// What the plans tell of the model, or a look at the nodes.
+    /// Starts from what the plans record of the model, or by inspecting the nodes.
     pub(crate) fn of(observed: &'a Observed) -> Self {
         let candidates = Candidates::of(observed, &observed.deployment.spec.placement);
         let step = find(observed, &candidates, None);
@@ -125,8 +125,9 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Looks at nodes beyond those that are known to have the model. A model behind a URL is fetched where `draft` wants it,
-    /// the nodes of a plan that would be if all had it. `can_wait`: nothing runs that could go on, and the draft would do.
+    /// Looks at nodes beyond those that are known to have the model. A model behind a URL is fetched on the nodes of
+    /// `draft`, the plan that would be made if all had it. `can_wait`: nothing is running that could continue, and the
+    /// draft would do.
     pub(crate) fn widen(&mut self, draft: Vec<String>, can_wait: bool) -> Widened {
         let Some(known) = self.known() else {
             return Widened::Nothing;
@@ -139,14 +140,14 @@ impl<'a> Search<'a> {
             ModelState::Unknown(_) => Widened::Nothing,
         };
         if widened == Widened::Nothing {
-            // What is known stays known while more is looked for.
+            // What is known stays known while the search continues.
             wider.state = self.step.state.clone();
         }
         self.step = wider;
         widened
     }
 
-    /// What is known while the deployment is suspended: nothing more is looked for, and what was fetched stays.
+    /// Returns the step for a suspended deployment: nothing more is looked for, and what was fetched stays.
     pub(crate) fn at_rest(self, observed: &Observed) -> ModelStep {
         let mut step = self.step;
         if let ModelState::Unknown(cause) = &mut step.state
@@ -162,7 +163,7 @@ impl<'a> Search<'a> {
         step
     }
 
-    /// What is known, and what is done to know more.
+    /// Returns what is known, and the actions to learn more.
     pub(crate) fn into_step(self) -> ModelStep {
         self.step
     }
@@ -174,7 +175,7 @@ fn find(observed: &Observed, candidates: &Candidates, more: Option<&More<'_>>) -
     let key = model_key(&observed.deployment, source);
     let digest = source_digest(source, key.as_deref());
     if let Some(builtin) = &source.builtin {
-        // What a plan tells is of the image that it has.
+        // A plan's record is for the image that it has.
         let told = told_by_plans(&observed.plans, &digest).map(|model| model.facts);
         let state = match told.or_else(|| builtin::facts(&builtin.name)) {
             Some(facts) => known(facts, None, None),
@@ -199,7 +200,7 @@ fn find(observed: &Observed, candidates: &Candidates, more: Option<&More<'_>>) -
     step
 }
 
-/// The model as a plan tells it.
+/// The model as a plan records it.
 pub(crate) fn told_by(plan: &InferencePlan) -> Option<Model> {
     let facts = model_facts(plan)?;
     let nodes = model_nodes(plan).into_iter().map(str::to_owned);
@@ -239,7 +240,7 @@ fn end_inspections(observed: &Observed, which: impl Fn(&PodView) -> bool) -> Vec
         .collect()
 }
 
-/// Inspect Pods hold nothing that needs grace.
+/// Deletion of an inspect Pod, which holds nothing that needs grace.
 fn end_of(pod: &PodView) -> PodEnd {
     PodEnd {
         name: pod.name.clone(),
@@ -248,7 +249,7 @@ fn end_of(pod: &PodView) -> PodEnd {
     }
 }
 
-/// A model that was nowhere to be found is not called "being looked for" again each time it is looked for.
+/// Keeps reporting a model as not found, instead of as being looked for each time the search is repeated.
 fn keep_refusal(observed: &Observed, step: &mut ModelStep) {
     let ModelState::Unknown(cause) = &mut step.state else {
         return;
@@ -262,7 +263,7 @@ fn keep_refusal(observed: &Observed, step: &mut ModelStep) {
     }
 }
 
-/// What the looks at nodes have brought so far.
+/// Results of the inspections so far.
 #[derive(Default)]
 struct Looks {
     found: Vec<(String, ModelFacts)>,
@@ -332,13 +333,13 @@ fn inspected(
     step
 }
 
-/// Whether the model's claim can be mounted by Pods of any node; where a claim for one node is mounted, it stays.
+/// Whether the model's claim can be mounted by Pods of any node; a claim for one node stays where it is mounted.
 fn is_mounted_anywhere(observed: &Observed) -> bool {
     let mut modes = observed.claim_modes.iter();
     modes.any(|mode| matches!(mode.as_str(), "ReadOnlyMany" | "ReadWriteMany"))
 }
 
-/// One inspect Pod: what it found, or what is to be done about it.
+/// Evaluates one inspect Pod: what it found, or the action that follows.
 fn look(observed: &Observed, target: Option<&str>, looks: &mut Looks, step: &mut ModelStep) {
     let source = &observed.deployment.spec.model.source;
     let context = BuildContext {
@@ -390,7 +391,7 @@ fn look(observed: &Observed, target: Option<&str>, looks: &mut Looks, step: &mut
     }
 }
 
-/// What the kubelet says of a directory that is not there, without volume names and numbers.
+/// The kubelet's message about a missing directory, without volume names and numbers.
 fn mount_words(words: &str) -> &str {
     match words.find("hostPath type check failed") {
         Some(start) => &words[start..],
@@ -425,7 +426,7 @@ fn repeat(observed: &Observed, pod: &PodView, step: &mut ModelStep) {
     }
 }
 
-/// Nodes whose directories hold different models are not mixed: the larger group counts.
+/// Result of all inspections. Nodes whose directories hold different models are not mixed: the larger group counts.
 fn verdict(
     source: &ModelSource,
     told: Option<&Model>,

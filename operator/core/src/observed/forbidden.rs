@@ -1,8 +1,8 @@
-//! Pods that the API server forbids: a full ResourceQuota, a LimitRange, Pod Security, or somebody's webhook.
+//! Pods that the API server forbids: because of a full ResourceQuota, a LimitRange, Pod Security, or a webhook.
 //!
-//! No Pod tells of it, since there is none. It is remembered here from the answers to the writes, and after a start the next
-//! write tells again. What had gone before the start is told by nobody: a plan for which the old made room in vain is then
-//! given up when its deadline is over, no sooner.
+//! No Pod reports this, since there is none. It is remembered here from the responses to the writes, and after a
+//! restart the next write shows it again. What ended before the restart is not remembered: a plan for which the old
+//! Pods made room in vain is then given up only when its deadline is over.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -17,68 +17,70 @@ use crate::quantity::{bytes, millis};
 /// Longest wait between two reconciles of a deployment whose writes fail, in the hope that the failure passes by itself.
 pub const BACKOFF_MAX: Duration = Duration::from_secs(60);
 
-/// For how long after it was met a full quota is taken to be full still, if nothing of the deployment has gone since: the next
-/// reconcile, which comes after the longest wait at the latest, knows of it.
+/// Time for which a quota that was found full is assumed to be full, if nothing of the deployment has gone since: the
+/// next reconcile, which comes after the longest wait at the latest, still knows of it.
 pub const FULL_FOR: Duration = BACKOFF_MAX.saturating_mul(2);
 
-/// A quota that refuses so long after something of the deployment has gone does not count that any more.
+/// Time after which a quota no longer counts what has gone from the deployment.
 const RECOUNT: Duration = Duration::from_secs(30);
 
-/// What came of making the Pods of one plan.
+/// Result of creating the Pods of one plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Forbidden {
-    /// The plan's.
+    /// Generation of the plan.
     pub generation: u64,
-    /// The API server's words.
+    /// The API server's message.
     pub words: String,
     /// Whether a gateway was among the Pods.
     pub has_gateway: bool,
-    /// What the quota leaves to the deployment's Pods, all of them together: the most that was told
-    /// of each resource, since its counts lag behind the Pods. None: it is not known.
+    /// Amount of each resource that the quota leaves to all of the deployment's Pods together: the largest that was
+    /// reported, since its counts lag behind the Pods. `None`: unknown.
     rooms: BTreeMap<String, Option<u64>>,
-    /// When it was first forbidden since one was made, of whichever plan; none: one was made since.
+    /// Time at which a Pod, of whichever plan, was first forbidden since the last one was created; `None`: one was
+    /// created since.
     pub since: Option<Timestamp>,
-    /// When it was forbidden last; none since then something of the deployment has gone, or a Pod was made.
+    /// Time at which a Pod was last forbidden; `None`: since then something of the deployment has gone, or a Pod was
+    /// created.
     pub last: Option<Timestamp>,
-    /// What of the deployment has gone since it was first forbidden.
+    /// Record of what has gone from the deployment since the first refusal.
     gone: Option<Gone>,
-    /// The plan has lost its place on the nodes.
+    /// Whether the plan has lost its place on the nodes.
     pub is_dropped: bool,
 }
 
-/// That something of the deployment has gone.
+/// Record that something of the deployment has gone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Gone {
-    /// The last of it.
+    /// Time of the latest such event.
     at: Timestamp,
-    /// The resources that quotas were known to be short of when the first of it went.
+    /// Resources that quotas were known to be short of at the first such event.
     known: BTreeSet<String>,
 }
 
-/// How a rollout finds the namespace's ResourceQuota.
+/// State of the namespace's ResourceQuota for a rollout.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Quota {
-    /// It was not in the way.
+    /// It is not in the way.
     #[default]
     Free,
-    /// It has no room for the plan beside the one before, and would have it for the plan alone.
+    /// It has no room for the plan beside the previous one, but would have room for the plan alone.
     Tight,
-    /// As [`Self::Tight`], and it had none for a gateway, a moment ago.
+    /// Like [`Self::Tight`], and it recently had none for a gateway.
     Full,
 }
 
-/// What Pods count of a ResourceQuota.
+/// Amounts that Pods count towards a ResourceQuota.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counted {
     pods: u64,
     cpu_millis: u64,
     memory_bytes: u64,
-    /// Those that are asked of the device plugin.
+    /// GPUs that are requested from the device plugin.
     gpus: u64,
 }
 
 impl Counted {
-    /// The Pods of a deployment that are not over.
+    /// Amounts of a deployment's Pods, except those that have ended.
     pub fn of_pods<'a>(pods: impl Iterator<Item = &'a PodView>) -> Self {
         let alive = pods.filter(|pod| !matches!(pod.phase.as_str(), "Failed" | "Succeeded"));
         alive.fold(Self::default(), |sum, pod| {
@@ -87,7 +89,7 @@ impl Counted {
         })
     }
 
-    /// With one more Pod: its CPU in thousandths, its memory, and the GPUs that it asks of the device plugin.
+    /// Adds one Pod: its CPU in thousandths, its memory, and the GPUs that it requests from the device plugin.
     #[must_use]
     pub const fn with(self, cpu_millis: u64, memory_bytes: u64, gpus: u32) -> Self {
         Self {
@@ -98,7 +100,7 @@ impl Counted {
         }
     }
 
-    /// The amount of a resource as a quota names it; none: it is not known what Pods count of it.
+    /// The amount of a resource as a quota names it; `None` if it is unknown what Pods count towards it.
     fn of(self, resource: &str) -> Option<u64> {
         match kind(resource)? {
             Kind::Pods => Some(self.pods),
@@ -117,7 +119,7 @@ enum Kind {
     Gpus,
 }
 
-/// What a quota counts, of what is known here. Limits are not: most Pods get theirs from a LimitRange.
+/// The resource that a quota's name means, if known here. Limits are not: most Pods get theirs from a LimitRange.
 fn kind(resource: &str) -> Option<Kind> {
     match resource {
         "pods" | "count/pods" => Some(Kind::Pods),
@@ -128,8 +130,8 @@ fn kind(resource: &str) -> Option<Kind> {
     }
 }
 
-/// What a full quota leaves to a deployment that has `own` of what it counts as used, in the unit of [`Counted`] by resource,
-/// from words such as `exceeded quota: small, requested: pods=1, used: pods=3, limited: pods=3`.
+/// Amounts that a full quota leaves to a deployment that accounts for `own` of the used ones, by resource in the unit
+/// of [`Counted`], from a message such as `exceeded quota: small, requested: pods=1, used: pods=3, limited: pods=3`.
 fn rooms(words: &str, own: Counted) -> BTreeMap<String, Option<u64>> {
     let amounts = |name: &str| -> BTreeMap<&str, &str> {
         let list = words.split_once(name).map_or("", |(_, list)| list);
@@ -154,7 +156,8 @@ fn rooms(words: &str, own: Counted) -> BTreeMap<String, Option<u64>> {
 }
 
 impl Forbidden {
-    /// A Pod of that plan is forbidden now, while the deployment's Pods count `own`, after what was known `before`.
+    /// Records that a Pod of that plan is forbidden now, while the deployment's Pods count `own`, given what was known
+    /// `before`.
     pub fn after(
         before: Option<Self>,
         generation: u64,
@@ -163,7 +166,7 @@ impl Forbidden {
         own: Counted,
         now: Timestamp,
     ) -> Self {
-        // Another plan whose Pods may not be made is no fresh start.
+        // Another plan whose Pods are forbidden is not a fresh start.
         let since = before.as_ref().and_then(|before| before.since);
         let is_dropped = before.as_ref().is_some_and(|before| before.is_dropped);
         let mut rooms = rooms(words, own);
@@ -187,7 +190,7 @@ impl Forbidden {
         }
     }
 
-    /// Something of the deployment has gone: the plan's Pods are worth another try.
+    /// Records that something of the deployment has gone: the plan's Pods are worth another try.
     pub fn goes(&mut self, now: Timestamp) {
         self.last = None;
         let known = || self.rooms.keys().cloned().collect();
@@ -195,8 +198,9 @@ impl Forbidden {
         self.gone = Some(Gone { at: now, known });
     }
 
-    /// Whether what served has gone for that plan in vain: a quota is short of something else too, which it did not tell as
-    /// long as it was short of the first. It tells no more than what one Pod is too much for.
+    /// Whether the Pods that served have ended for that plan in vain: a quota is also short of something else, which
+    /// it did not report while it was short of the first. It reports no more than the resources that one Pod is too
+    /// much for.
     pub fn was_made_room_in_vain(&self, generation: u64, needs: Counted) -> bool {
         let (Some(gone), Some(last)) = (&self.gone, self.last) else {
             return false;
@@ -208,8 +212,8 @@ impl Forbidden {
             && !self.fits(needs, |_| true)
     }
 
-    /// How the rollout of that plan, whose Pods count `needs`, finds the quota. Nothing that runs makes room for a plan that the
-    /// quota would not have alone either.
+    /// State of the quota for the rollout of that plan, whose Pods count `needs`. Nothing that runs makes room for a
+    /// plan that the quota would not admit on its own either.
     pub fn quota(&self, generation: u64, needs: Counted, now: Timestamp) -> Quota {
         if self.generation != generation || !is_quota(&self.words) || !self.fits(needs, |_| true) {
             return Quota::Free;
@@ -221,7 +225,8 @@ impl Forbidden {
         }
     }
 
-    /// Whether the quota is known to have room for all of a plan's Pods without those before, as far as these resources go.
+    /// Whether the quota is known to have room for all of a plan's Pods without the previous ones, for the resources
+    /// that `counts` selects.
     fn fits(&self, needs: Counted, counts: impl Fn(&str) -> bool) -> bool {
         let fits = |(resource, room): (&String, &Option<u64>)| {
             let room = room.zip(needs.of(resource));
@@ -232,7 +237,7 @@ impl Forbidden {
     }
 }
 
-/// Whether a Pod is forbidden for want of room in a ResourceQuota, which others may make.
+/// Whether a Pod is forbidden because a ResourceQuota has no room, which others may free.
 pub fn is_quota(words: &str) -> bool {
     words.contains("exceeded quota")
 }
@@ -242,7 +247,7 @@ mod tests {
     use super::*;
     use crate::testing::{GIB, at};
 
-    /// What Pods of so many bytes count.
+    /// Amounts of Pods with these bytes of memory.
     fn needs(memory_bytes: &[u64]) -> Counted {
         let pods = memory_bytes.iter();
         pods.fold(Counted::default(), |sum, bytes| sum.with(1500, *bytes, 1))
@@ -265,7 +270,7 @@ mod tests {
         )
     }
 
-    /// What serves makes room only for what may be made then.
+    /// Serving Pods make room only for Pods that can then be created.
     #[test]
     fn a_quota_makes_the_old_end_first_only_where_the_new_fits_it_alone() {
         let quota = |used: &str, limited: &str, wants: &[u64]| {
@@ -298,7 +303,7 @@ mod tests {
         let both = "memory=32Gi,pods=9";
         assert_eq!(quota(both, "memory=48Gi,pods=9", &[32]), Quota::Tight);
         assert_eq!(quota(both, "memory=48Gi,pods=8", &[32]), Quota::Free);
-        // What cannot be counted is no evidence.
+        // Amounts that cannot be counted are no evidence.
         assert_eq!(quota("limits.cpu=1", "limits.cpu=9", &[1]), Quota::Free);
         assert_eq!(quota("cpu=x", "cpu=9", &[1]), Quota::Free);
         assert_eq!(of("1.12345678ä", "4Ei", &[1]), Quota::Free);
@@ -316,7 +321,7 @@ mod tests {
         assert_eq!(reconciled(3 * BACKOFF_MAX), Quota::Tight);
     }
 
-    /// A quota names what one Pod is too much for, and no more.
+    /// A quota names the resources that one Pod is too much for, and no more.
     #[test]
     fn a_quota_that_is_short_of_something_else_is_known_when_its_counts_are_new() {
         let small = own(GIB);
@@ -349,7 +354,7 @@ mod tests {
         let more = told(Some(more), "requests.memory=1Gi", memory, 31);
         assert!(more.was_made_room_in_vain(1, wants), "the last one ended");
         assert!(!more.was_made_room_in_vain(2, wants));
-        // It is short of what it was known to be short of, and others may have that now.
+        // It is short of what it was known to be short of, and others may have taken that by now.
         let same = told(Some(gone()), "pods=4", "pods=4", 31);
         assert!(!same.was_made_room_in_vain(1, wants));
         let next = Forbidden::after(
@@ -363,7 +368,7 @@ mod tests {
         assert_eq!(next.gone, None);
     }
 
-    /// A Pod that has just gone is counted for a moment still.
+    /// A Pod that has just gone is still counted for a moment.
     #[test]
     fn what_was_seen_to_fit_fits_until_the_next_plan() {
         let full = words("pods=1", "pods=1");

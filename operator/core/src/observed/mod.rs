@@ -25,12 +25,12 @@ pub use scaler::ScalerView;
 pub use settings::{LedgerSettings, NodeSettings, PASSING_TAINT, Settings};
 pub use turn::Turn;
 
-/// What is known of one deployment and of the cluster around it at `now`.
+/// State of one deployment and of the cluster around it at `now`.
 #[derive(Clone, Debug)]
 pub struct Observed {
     /// The one clock of a reconcile.
     pub now: Timestamp,
-    /// How the operator was started.
+    /// The operator's settings.
     pub settings: Arc<Settings>,
     /// The deployment, with its status as last written.
     pub deployment: Arc<InferenceDeployment>,
@@ -38,62 +38,64 @@ pub struct Observed {
     pub plans: Vec<Arc<InferencePlan>>,
     /// Its Pods, inspect Pods among them, in the order of their names.
     pub pods: Vec<Arc<PodView>>,
-    /// The scaler of its prefill workers; `None` where it has none, and where it may not be seen.
+    /// The scaler of its prefill workers; `None` if it has none, or if it may not be seen.
     pub scaler: Option<ScalerView>,
     /// All nodes of the cluster, by name.
     pub nodes: BTreeMap<String, Arc<NodeView>>,
-    /// What other deployments hold of the nodes, by node.
+    /// Resources that other deployments hold, by node.
     pub held_by_others: BTreeMap<String, Holding>,
-    /// What Pods of nobody's deployment request of the nodes.
+    /// Requests of Pods that belong to no deployment.
     pub others: Others,
-    /// UUIDs of GPUs that this deployment may claim or has claimed, by node; a node that is not named has none to claim.
+    /// UUIDs of GPUs that this deployment may claim or has claimed, by node; a node without an entry has none to
+    /// claim.
     pub claimable: BTreeMap<String, BTreeSet<String>>,
     /// Whether Pods can claim devices: the cluster has dynamic resource allocation, and the settings allow it.
     pub has_device_claims: bool,
-    /// Access modes of the claim that its model lies in; empty for other sources, and where they are not known.
+    /// Access modes of the claim that holds its model; empty for other sources, and if unknown.
     pub claim_modes: Vec<String>,
     /// Whether it may change to another worker image now.
     pub turn: Turn,
     /// Pods of its plan that the API server forbids.
     pub forbidden: Option<Forbidden>,
-    /// What the agents say of a model behind a URL, by node; empty for other sources.
+    /// State of the model behind a URL as the agents report it, by node; empty for other sources.
     pub fetches: BTreeMap<String, FetchView>,
-    /// Latencies that the gateway measured lately.
+    /// Latencies that the gateway measured recently.
     pub measured: Option<Measured>,
-    /// What workers got of their machines, by their addresses, as far as a gateway has told.
+    /// Resources that workers actually got on their machines, by the workers' addresses, as far as a gateway has
+    /// reported them.
     pub placements: BTreeMap<IpAddr, Placement>,
-    /// Serial of the deployment's newest certificate; `None` while its Secret is not there.
+    /// Serial of the deployment's newest certificate; `None` while its Secret does not exist.
     pub certificate: Option<String>,
     /// Address of the Service's load balancer, or its node port as `port`; `None` for a ClusterIP.
     pub external: Option<String>,
 }
 
-/// A fetch of one model on one node.
+/// State of one model's fetch on one node.
 #[derive(Clone, Debug, PartialEq)]
 pub enum FetchView {
-    /// The agent was not asked yet, or cannot be reached: why.
+    /// The agent was not asked yet, or cannot be reached; with the reason.
     Unknown(String),
-    /// On its way.
+    /// Under way.
     Fetching {
-        /// Bytes that are there.
+        /// Bytes fetched so far.
         bytes: u64,
         /// Bytes of the whole model.
         total_bytes: u64,
-        /// Speed of the last moments; 0: nothing comes.
+        /// Recent speed; 0: nothing arrives.
         bytes_per_second: u64,
     },
-    /// In place, with its facts.
+    /// Fetched and in place, with its facts.
     Ready {
         /// Its facts.
         facts: Box<ModelFacts>,
         /// Bytes on the disk.
         bytes: u64,
     },
-    /// Given up for now: why.
+    /// Given up for now; with the reason.
     Failed(String),
 }
 
-/// Medians of the last minutes in milliseconds.
+/// Medians of the last minutes, in milliseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Measured {
     /// Time to the first token.

@@ -1,17 +1,18 @@
-//! What workers got of their machines, as their gateway tells it in the labels of one series each.
+//! Resources that workers actually got on their machines, as their gateway reports them in the labels of one series
+//! each.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
-/// The gateway's series: one a worker.
+/// The gateway's series with one sample for each worker.
 const SERIES: &str = "hearth_worker_placement_info{";
-/// The gateway's series of those from which nothing comes.
+/// The gateway's series of workers that send nothing.
 const HUNG_SERIES: &str = "hearth_worker_hung{";
 
-/// What a gateway tells of a worker, before it is known which Pod it is: what it got, and whether it hangs.
+/// A gateway's report on a worker, before its Pod is identified: what it got, and whether it hangs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Placement {
-    /// Ids of CPUs, as `0-3,8`.
+    /// IDs of its CPUs, such as `0-3,8`.
     pub cpus: String,
     /// NUMA nodes of its threads.
     pub numa_nodes: String,
@@ -19,13 +20,13 @@ pub struct Placement {
     pub memory_numa_nodes: String,
     /// UUID of its GPU; empty: none.
     pub gpu_uuid: String,
-    /// What it did not get; empty: all is as planned.
+    /// Planned resources that it did not get; empty: all is as planned.
     pub shortfalls: String,
-    /// Whether nothing comes from it.
+    /// Whether it sends nothing.
     pub is_hung: bool,
 }
 
-/// Reads what a gateway tells, by the workers' addresses.
+/// Reads a gateway's reports, by the workers' addresses.
 pub fn read(metrics: &str) -> BTreeMap<IpAddr, Placement> {
     let hung = metrics.lines().filter_map(|line| {
         let labels_and_value = line.strip_prefix(HUNG_SERIES)?;
@@ -59,7 +60,7 @@ fn host(endpoint: &str) -> Option<IpAddr> {
     host.trim_matches(['[', ']']).parse().ok()
 }
 
-/// The labels of a series behind its opening brace: `a="b",c="d \"e\""} 1`.
+/// Parses the labels of a series after its opening brace: `a="b",c="d \"e\""} 1`.
 fn labels(text: &str) -> Option<BTreeMap<&str, String>> {
     let mut labels = BTreeMap::new();
     let mut rest = text;

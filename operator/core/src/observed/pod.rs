@@ -38,7 +38,7 @@ impl PodRole {
 pub struct PodView {
     /// Name of the Pod.
     pub name: String,
-    /// Unique over time.
+    /// UID, unique over time.
     pub uid: String,
     /// Its role among the Pods of its deployment.
     pub role: PodRole,
@@ -48,41 +48,41 @@ pub struct PodView {
     pub form: String,
     /// Generation of the plan that it was made for.
     pub plan_generation: u64,
-    /// Digest of the model source, of inspect Pods.
+    /// Digest of the model source, for inspect Pods.
     pub source: String,
-    /// The routes that it was given last, of gateways.
+    /// The routes that it was last given, for gateways.
     pub routes: String,
-    /// The annotation that it reads its routes from, where that is not [`crate::names::ANNOTATION_ROUTES`].
+    /// The annotation that it reads its routes from, if that is not [`crate::names::ANNOTATION_ROUTES`].
     pub routes_annotation: Option<String>,
-    /// The certificate's serial that it was told last.
+    /// Serial of the certificate that it was last told of.
     pub certificate: String,
-    /// Whether it was made when the Secret with certificates had another name, and mounts that.
+    /// Whether it was created when the Secret with certificates had another name, and mounts that one.
     pub mounts_old_certificates: bool,
     /// Node that it is bound to; empty before that.
     pub node: String,
     /// Node that it was made for (required affinity); empty: any.
     pub wanted_node: String,
-    /// Its address; empty before it has one.
+    /// Its address; empty until it has one.
     pub ip: String,
     /// Pending, Running, Succeeded, Failed or Unknown.
     pub phase: String,
     /// Whether its Ready condition is True.
     pub is_ready: bool,
-    /// Whether its process was ready, still runs, and is not ready any more.
+    /// Whether its process was ready, still runs, and is no longer ready.
     pub has_lost_readiness: bool,
-    /// Whether it has been asked to end.
+    /// Whether its deletion has been requested.
     pub is_deleting: bool,
-    /// When it was made.
+    /// Time at which it was created.
     pub created: Option<Timestamp>,
-    /// When the last step on its way was done: placed, set up, ready.
+    /// Time at which the last step towards readiness was done: placed, set up, ready.
     pub progressed: Option<Timestamp>,
-    /// CPU that it requests, in thousandths of one.
+    /// CPU that it requests, in thousandths of a CPU.
     pub cpu_millis: u64,
     /// Bytes of memory that it requests.
     pub memory_bytes: u64,
     /// GPUs that it requests.
     pub gpus: u32,
-    /// CPUs that it says it has to itself, by the kernel's number.
+    /// CPUs that it says it has exclusively, by the kernel's number.
     pub exclusive_cpus: Vec<u32>,
     /// UUIDs of the GPUs that it claims.
     pub claimed_gpus: Vec<String>,
@@ -96,34 +96,34 @@ pub struct PodView {
     pub reason: String,
     /// See `reason`.
     pub message: String,
-    /// Its one container; none before the kubelet reports it.
+    /// Its one container; `None` before the kubelet reports it.
     pub container: Option<ContainerView>,
 }
 
 /// The container of a worker Pod.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ContainerView {
-    /// Starts after the first.
+    /// Number of restarts.
     pub restarts: u32,
-    /// When its process began; `None` while there is none.
+    /// Time at which its process started; `None` while there is none.
     pub running_since: Option<Timestamp>,
-    /// It runs, and its startup probe has not succeeded yet: it loads its model.
+    /// Whether it runs and its startup probe has not succeeded yet: it is loading its model.
     pub is_starting: bool,
-    /// Reason and message of waiting, such as ImagePullBackOff or CrashLoopBackOff.
+    /// Reason and message of its waiting state, such as ImagePullBackOff or CrashLoopBackOff.
     pub waiting: Option<(String, String)>,
-    /// What it is to be made of, while it waits; empty afterwards.
+    /// Its image, while it waits; empty afterwards.
     pub image: String,
-    /// How it ended last: exit code, reason such as OOMKilled, message (the last lines of its log).
+    /// Its last termination: exit code, reason such as OOMKilled, message (the last lines of its log).
     pub last_end: Option<ContainerEnd>,
 }
 
-/// How a container ended.
+/// Termination of a container.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ContainerEnd {
-    /// As the kernel has it: 137 after SIGKILL.
+    /// Exit code as the kernel reports it: 137 after SIGKILL.
     pub exit_code: i32,
-    /// Such as OOMKilled or Error.
+    /// Reason, such as OOMKilled or Error.
     pub reason: String,
-    /// The last lines of its log.
+    /// Message: the last lines of its log.
     pub message: String,
 }

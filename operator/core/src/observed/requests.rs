@@ -1,20 +1,20 @@
-//! What Pods request and hold of nodes.
+//! Resources of nodes that Pods request and hold.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What Pods request.
+/// Requests of Pods.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Requests {
-    /// CPU in thousandths of one.
+    /// CPU in thousandths of a CPU.
     pub cpu_millis: u64,
     /// Bytes of memory.
     pub memory_bytes: u64,
-    /// GPUs of the device plugin.
+    /// GPUs from the device plugin.
     pub gpus: u32,
 }
 
 impl Requests {
-    /// CPU in thousandths of one, bytes of memory, and GPUs.
+    /// Takes CPU in thousandths of a CPU, bytes of memory, and GPUs.
     pub fn new(cpu_millis: u64, memory_bytes: u64, gpus: u32) -> Self {
         Self {
             cpu_millis,
@@ -23,12 +23,12 @@ impl Requests {
         }
     }
 
-    /// The sum of each.
+    /// The sum of each amount.
     pub fn plus(self, other: Self) -> Self {
         self.each(other, u64::saturating_add, u32::saturating_add)
     }
 
-    /// The larger amount of each.
+    /// The larger of each amount.
     pub fn max(self, other: Self) -> Self {
         self.each(other, u64::max, u32::max)
     }
@@ -45,26 +45,26 @@ impl Requests {
 /// Whether the Pods of others can be seen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Sight {
-    /// They are not watched, as the operator was told.
+    /// They are not watched, as configured.
     #[default]
     Off,
-    /// They may not be watched.
+    /// The operator may not watch them.
     Forbidden,
-    /// All of them.
+    /// All of them can be seen.
     All,
 }
 
-/// What Pods of nobody's deployment request, by node.
+/// Requests of Pods that belong to no deployment, by node.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Others {
-    /// Whether they can be.
+    /// Whether they can be seen.
     pub sight: Sight,
-    /// Empty unless all are seen.
+    /// Requests by node; empty unless all are seen.
     pub requests: BTreeMap<String, Requests>,
 }
 
 impl Others {
-    /// What is to be reckoned with on a node; `unseen` where nothing can be seen.
+    /// Requests to assume on a node; `unseen` if nothing can be seen.
     pub fn on(&self, node: &str, unseen: Requests) -> Requests {
         match self.sight {
             Sight::All => self.requests.get(node).copied().unwrap_or_default(),
@@ -73,10 +73,10 @@ impl Others {
     }
 }
 
-/// What Pods hold of one node.
+/// Resources of one node that Pods hold.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Holding {
-    /// CPU that they request, in thousandths of one.
+    /// CPU that they request, in thousandths of a CPU.
     pub cpu_millis: u64,
     /// Bytes of memory.
     pub memory_bytes: u64,
@@ -89,12 +89,12 @@ pub struct Holding {
 }
 
 impl Holding {
-    /// What is requested.
+    /// The amounts that are requested.
     pub fn requests(&self) -> Requests {
         Requests::new(self.cpu_millis, self.memory_bytes, self.gpus)
     }
 
-    /// Adds what another Pod holds.
+    /// Adds another Pod's holding.
     pub fn add(&mut self, other: &Self) {
         let sum = self.requests().plus(other.requests());
         self.cpu_millis = sum.cpu_millis;

@@ -11,7 +11,7 @@ pub struct ScalerView {
     pub uid: String,
     /// The generation of its spec.
     pub generation: Option<i64>,
-    /// The number of workers that is asked for.
+    /// Number of workers that it asks for.
     pub replicas: u32,
     /// Its status as last written.
     pub status: Option<InferencePoolScalerStatus>,

@@ -1,4 +1,4 @@
-//! How the operator was started.
+//! The operator's settings.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use ipnet::IpNet;
 use super::requests::Requests;
 use crate::host_paths::HostPath;
 
-/// How the operator was started.
+/// The operator's settings.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// Image of the workers and the agents.
@@ -20,49 +20,49 @@ pub struct Settings {
     pub operator_namespace: String,
     /// Namespaces whose deployments are served; empty: all.
     pub namespaces: Vec<String>,
-    /// RuntimeClass of Pods that hold GPUs, where the deployment names none; `None`: the cluster's default.
+    /// RuntimeClass of Pods that hold GPUs, if the deployment names none; `None`: the cluster's default.
     pub gpu_runtime_class: Option<String>,
     /// Whether GPUs are claimed by UUID where the cluster has dynamic resource allocation.
     pub claims: bool,
-    /// What of the nodes is left to others.
+    /// Share of the nodes that is left to others.
     pub ledger: LedgerSettings,
     /// Directory on the nodes where agents keep fetched models.
     pub model_cache: String,
     /// Directories of nodes below which deployments may name one; empty: none.
     pub host_paths: Vec<HostPath>,
-    /// Ranges of Pods' and Services' addresses that are given, or that follow from the API server's.
+    /// Address ranges of Pods and Services, as configured or derived from the API server's addresses.
     pub cluster_ranges: Vec<IpNet>,
     /// Whether NetworkPolicies are made.
     pub network_policies: bool,
-    /// Whether the certificate authority outlives the operator's Deployment, as the definitions do.
+    /// Whether the certificate authority outlives the operator's Deployment, as the CRDs do.
     pub keeps_authority: bool,
-    /// How long a deployment's certificate is valid.
+    /// Lifetime of a deployment's certificate.
     pub certificate_lifetime: Duration,
-    /// What is done about nodes that are NotReady or have taints.
+    /// Handling of nodes that are NotReady or have taints.
     pub nodes: NodeSettings,
 }
 
-/// How Pods that are not ours are reckoned with.
+/// Accounting of Pods that are not ours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LedgerSettings {
     /// Whether all Pods of the cluster are watched.
     pub all_pods: bool,
-    /// CPU of each node that is never planned with, in thousandths of a CPU.
+    /// CPU of each node that is never planned, in thousandths of a CPU.
     pub reserve_cpu_millis: u64,
-    /// What other Pods are taken to request of each node where they cannot be seen.
+    /// Requests that other Pods are assumed to have on each node if they cannot be seen.
     pub unseen: Requests,
 }
 
-/// What is done about nodes that are NotReady or have taints.
+/// Handling of nodes that are NotReady or have taints.
 #[derive(Clone, Debug)]
 pub struct NodeSettings {
-    /// A node that is NotReady for so long has its work planned on others, where it fits.
+    /// Time after which the work of a NotReady node is planned on others, where it fits.
     pub move_after: Duration,
-    /// What nobody wants on a node that is NotReady for so long is removed without waiting for its kubelet.
+    /// Time after which unwanted Pods of a NotReady node are deleted without waiting for its kubelet.
     pub forget_after: Duration,
-    /// Keys of NoExecute taints that pass: workers stay for [`PASSING_TAINT`].
+    /// Keys of NoExecute taints that are temporary: workers stay for [`PASSING_TAINT`].
     pub passing_taints: Vec<String>,
 }
 
-/// How long workers tolerate a NoExecute taint that passes.
+/// Time for which workers tolerate a temporary NoExecute taint.
 pub const PASSING_TAINT: Duration = Duration::from_secs(300);

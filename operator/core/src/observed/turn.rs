@@ -1,4 +1,4 @@
-//! Whose turn it is with another worker image.
+//! Turns of deployments to change to another worker image.
 
 use crate::key::Key;
 
@@ -8,8 +8,8 @@ pub enum Turn {
     /// It may.
     #[default]
     Free,
-    /// When that deployment is ready with it.
+    /// It may once that deployment is ready with it.
     After(Key),
-    /// That deployment did not get ready with it: nobody else begins.
+    /// That deployment did not become ready with it: no other one begins.
     HeldBack(Key),
 }

@@ -1,5 +1,5 @@
-//! Pods that ended as a whole, such as those that a kubelet rejected or evicted. Each is made again under its name and tells
-//! nothing of the one before, so their plan remembers.
+//! Pods that ended as a whole, such as those that a kubelet rejected or evicted. Each is created again under its name
+//! and says nothing about the previous one, so their plan keeps a record.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -13,15 +13,15 @@ use crate::names::ANNOTATION_ENDS;
 use crate::observed::PodView;
 use crate::plan_record::annotation;
 
-/// A Pod that failed is made again no sooner than this after it was made: a node may refuse it again at once. With each
-/// end the time doubles.
+/// Minimum time from the creation of a Pod that failed until it is created again: a node may refuse it again at once.
+/// It doubles with each end.
 const REMAKE_AFTER: Duration = Duration::from_secs(10);
-/// The longest such time.
+/// Maximum of that time.
 const REMAKE_AFTER_MAX: Duration = Duration::from_secs(300);
-/// A Pod that lived for so long did well: the count of its name begins anew.
+/// Lifetime from which a Pod counts as healthy: the count for its name starts over.
 const LONG_LIFE: Duration = Duration::from_secs(900);
 
-/// Ends by the Pod's name, as their plan remembers them.
+/// Ends by the Pod's name, as their plan records them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 pub(crate) struct Ends(BTreeMap<String, Ended>);
 
@@ -29,25 +29,25 @@ pub(crate) struct Ends(BTreeMap<String, Ended>);
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(crate) struct Ended {
-    /// The last of them.
+    /// UID of the last of them.
     uid: String,
-    /// How many, one after the other.
+    /// Number of them, one after the other.
     times: u32,
-    /// When the first was noted, in seconds since 1970.
+    /// Time at which the first was recorded, in seconds since 1970.
     first_seconds: i64,
     /// Whether a container of one of them ever ran.
     pub(crate) has_run: bool,
 }
 
 impl Ended {
-    /// When the first was noted.
+    /// Time at which the first was recorded.
     pub(crate) fn first(&self) -> Timestamp {
         Timestamp::from_second(self.first_seconds).unwrap_or(Timestamp::UNIX_EPOCH)
     }
 }
 
 impl Ends {
-    /// As the plan remembers them.
+    /// The ends that the plan has recorded.
     pub(crate) fn of(plan: &InferencePlan) -> Self {
         let told = plan.status.as_ref();
         let Some(ended) = told.and_then(|status| status.ended_pods.as_ref()) else {
@@ -75,14 +75,15 @@ impl Ends {
         self.0.values()
     }
 
-    /// How long after it was made a Pod that has ended is to be made again.
+    /// Time from its creation after which a Pod that has ended is created again.
     pub(crate) fn remake_after(&self, pod: &str) -> Duration {
         let times = self.get(pod).map_or(0, |ended| ended.times);
         let wait = REMAKE_AFTER.saturating_mul(1 << times.min(8));
         wait.min(REMAKE_AFTER_MAX)
     }
 
-    /// Takes a Pod that has ended and is about to be made again. One that was taken before is not counted twice.
+    /// Records a Pod that has ended and is about to be created again. One that was recorded before is not counted
+    /// twice.
     pub(crate) fn take(&mut self, pod: &PodView, now: Timestamp) {
         let life = age(pod.created.unwrap_or(now), now);
         let ended = self.0.entry(pod.name.clone()).or_default();
@@ -100,12 +101,12 @@ impl Ends {
         ended.has_run |= has_run(pod);
     }
 
-    /// Forgets Pods of names that are not among these.
+    /// Forgets Pods whose names are not wanted.
     pub(crate) fn keep(&mut self, is_wanted: impl Fn(&str) -> bool) {
         self.0.retain(|name, _| is_wanted(name));
     }
 
-    /// As the plan's status has them.
+    /// Converts them for the plan's status.
     pub(crate) fn to_status(&self) -> Vec<EndedPod> {
         let ends = self.0.iter();
         ends.map(|(name, ended)| EndedPod {
@@ -119,7 +120,7 @@ impl Ends {
     }
 }
 
-/// Whether a Pod ended before its container ran: its kubelet did not take it.
+/// Whether a Pod ended before its container ran: its kubelet rejected it.
 pub(crate) fn is_rejected(pod: &PodView) -> bool {
     pod.phase == "Failed" && !has_run(pod)
 }

@@ -1,22 +1,24 @@
-//! From the Pods that are there to those that the target plan wants, one safe step at a time.
+//! Replaces the existing Pods with those that the target plan wants, one safe step at a time.
 //!
-//! Pure and without memory: each reconcile decides from what it sees, so a reconcile may be repeated, late, or the last one
+//! Pure and stateless: each reconcile decides from what it sees, so a reconcile may be repeated, late, or the last one
 //! before a restart.
 //!
 //! - Pods whose rank and digest the target wants are kept. The rest are extra.
-//! - Without extras, everything that is missing is made.
-//! - **Surge**, when the extras and the whole target fit the nodes: workers are made, when all are ready the gateway is
-//!   made, when it is ready the old gateway goes, when it is gone its workers go.
-//! - **Old down first**, when they do not, or when the namespace's quota has room for either but not for both: the gateway
-//!   is made (it holds requests), when it is ready the old gateway goes, when it is gone the old workers go, when they are
-//!   gone the new ones are made.
-//! - Of several gateways all are to be ready before an old one goes. Where there is no room for that, the old ones make room
-//!   one after the other, and none while a new one starts.
-//! - A node whose kubelet is away keeps what the target wants there: its containers may well go on. What is not wanted there
-//!   ends when the target serves, or when the node has been away for long; of a node that has left the cluster, at once.
-//! - A gateway that is kept goes on with the extras that it routes to until the target's workers are ready (Surge) or
-//!   must make room (old down first). Nobody is ended while a gateway that will stay routes to them.
-//! - An extra worker of a plan that the target only changes the number of ends at once while it is not ready.
+//! - Without extras, everything that is missing is created.
+//! - **Surge**, if the extras and the whole target fit the nodes: the workers are created; when all are ready, the
+//!   gateway is created; when it is ready, the old gateway is deleted; when it is gone, its workers are deleted.
+//! - **Old down first**, if they do not fit, or if the namespace's quota has room for either but not for both: the
+//!   gateway is created (it holds requests); when it is ready, the old gateway is deleted; when it is gone, the old
+//!   workers are deleted; when they are gone, the new ones are created.
+//! - If there are several gateways, all must be ready before an old one is deleted. Where there is no room for that,
+//!   the old ones make room one after the other, but none while a new one is starting.
+//! - A node whose kubelet is away keeps what the target wants there: its containers may well be running. Unwanted Pods
+//!   there are deleted when the target serves, or when the node has been away for long; on a node that has left the
+//!   cluster, at once.
+//! - A gateway that is kept continues with the extras that it routes to until the target's workers are ready (Surge)
+//!   or the extras must make room (old down first). No Pod is deleted while a gateway that will stay routes to it.
+//! - An extra worker is deleted at once while it is not ready if its plan differs from the target only in numbers of
+//!   workers.
 
 pub(crate) mod ends;
 mod want;
@@ -36,34 +38,35 @@ use crate::observed::forbidden::Quota;
 use crate::observed::{PodView, Requests};
 use crate::routes::{endpoint, is_gateway, routes_of, text};
 
-/// A Pod that waits in another form than it would have now is made again no sooner than this after it was made.
+/// Minimum age of a waiting Pod before it is created again because its form would be different now.
 const REFORM_AFTER: Duration = Duration::from_secs(10);
 
-/// What one reconcile sees.
+/// Input of one step.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RolloutInput<'a> {
-    /// The target's Pods.
+    /// The Pods that the target wants.
     pub(crate) wants: &'a [Want],
     /// The deployment's gateways and workers.
     pub(crate) pods: &'a [&'a PodView],
-    /// What each node that is Ready can hold.
+    /// Resources that each Ready node can hold.
     pub(crate) rooms: &'a BTreeMap<String, Requests>,
-    /// Nodes that are there and not Ready, with whether nobody waits for them any more. Any other node has left.
+    /// Nodes that are in the cluster but not Ready, with whether they are no longer waited for. Any other node has
+    /// left.
     pub(crate) away: &'a BTreeMap<String, bool>,
     /// Generations of plans that serve the same model in the same way: their gateways can use the target's workers.
     pub(crate) compatible_generations: &'a BTreeSet<u64>,
-    /// Generations of plans that have not served and that the target takes the place of with other numbers of workers.
+    /// Generations of plans that have not served and that the target replaces with other numbers of workers.
     pub(crate) begun_generations: &'a BTreeSet<u64>,
-    /// Pods of the target that ended as a whole and were made again.
+    /// Pods of the target that ended as a whole and were created again.
     pub(crate) ends: &'a Ends,
     pub(crate) quota: Quota,
     pub(crate) now: Timestamp,
 }
 
-/// How the target comes about.
+/// Mode of a rollout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mode {
-    /// There is nothing else.
+    /// Nothing else is there.
     Alone,
     /// Beside what it replaces.
     Surge,
@@ -71,22 +74,22 @@ pub(crate) enum Mode {
     OldDownFirst,
 }
 
-/// How far the target is.
+/// Progress of the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Progress {
     pub(crate) mode: Mode,
-    /// Every Pod of the target is ready.
+    /// Whether every Pod of the target is ready.
     pub(crate) is_serving: bool,
-    /// And nothing else is there.
+    /// Whether, in addition, nothing else is there.
     pub(crate) is_complete: bool,
 }
 
-/// What is to be done.
+/// Actions to take.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Steps {
-    /// Indices of wants to make, with their routes (gateways).
+    /// Indices of wants to create, with their routes (gateways).
     pub(crate) create: Vec<(usize, Option<String>)>,
-    /// Gateways that get other routes, by name.
+    /// Gateways whose routes change, by name.
     pub(crate) routes: Vec<(String, String)>,
     pub(crate) end: Vec<PodEnd>,
     pub(crate) progress: Progress,
@@ -122,24 +125,24 @@ pub(crate) fn step(input: &RolloutInput<'_>) -> Steps {
     }
 }
 
-/// The Pods, by what is to become of them.
+/// The Pods, sorted by what happens to them.
 struct Sorted<'a> {
     input: RolloutInput<'a>,
-    /// For each want: its Pod, when it is there and stays.
+    /// Each want's Pod, if it exists and stays.
     made: Vec<Option<&'a PodView>>,
-    /// For each want: its name is taken by a Pod that is about to go.
+    /// Whether each want's name is taken by a Pod that is about to go.
     is_taken: Vec<bool>,
-    /// Not wanted, and not asked to end yet.
+    /// Unwanted Pods that are not asked to end yet.
     extra: Vec<&'a PodView>,
-    /// Asked to end, wanted or not; they hold what they hold.
+    /// Pods that are asked to end, wanted or not; they still hold their resources.
     ending: Vec<&'a PodView>,
-    /// Over, but still listed.
+    /// Pods that have ended, but are still listed.
     over: Vec<&'a PodView>,
-    /// Made in another form than they would be now, and not able to run as they are.
+    /// Pods created in another form than they would be now, and unable to run as they are.
     stuck: Vec<&'a PodView>,
-    /// Not wanted, on nodes that are away.
+    /// Pods that are unwanted or asked to end, on nodes that are away.
     absent: Vec<&'a PodView>,
-    /// On nodes that have left, or asked to end on nodes that nobody waits for.
+    /// Pods on nodes that have left, or asked to end on nodes that are no longer waited for.
     lost: Vec<&'a PodView>,
 }
 
@@ -196,8 +199,8 @@ impl<'a> Sorted<'a> {
         }
     }
 
-    /// Whether a Pod's container has never run, and another operator, or this one with other settings, made it in another
-    /// form: it may be the form that it waits for, such as a Secret for its image.
+    /// Whether a Pod's container has never run, and another operator, or this one with other settings, created it in
+    /// another form: the new form may be what it is waiting for, such as a Secret for its image.
     fn is_stuck(&self, pod: &PodView, want: &Want) -> bool {
         let has_run = pod.container.as_ref().is_some_and(|container| {
             container.waiting.is_none() || container.restarts > 0 || container.last_end.is_some()
@@ -212,7 +215,7 @@ impl<'a> Sorted<'a> {
         self.input.wants.iter().enumerate()
     }
 
-    /// Whether the Pods of all wants that `which` names are ready.
+    /// Whether the Pods of all wants that `which` selects are ready.
     fn is_ready(&self, which: impl Fn(&Want) -> bool) -> bool {
         let is_up = |pod: &PodView| pod.is_ready && self.input.rooms.contains_key(node_of(pod));
         self.wants()
@@ -228,7 +231,7 @@ impl<'a> Sorted<'a> {
         self.is_ready(Want::is_gateway)
     }
 
-    /// Wants that are not there and could be made.
+    /// Wants that have no Pod and can be created.
     fn missing(&self) -> impl Iterator<Item = (usize, &'a Want)> + Clone {
         self.wants().filter(|(index, want)| {
             self.made[*index].is_none()
@@ -237,7 +240,7 @@ impl<'a> Sorted<'a> {
         })
     }
 
-    /// Pods that are there though the target does not want them, those that are about to end among them.
+    /// Pods that exist although the target does not want them, including those that are about to end.
     fn leftovers(&self) -> impl Iterator<Item = &'a PodView> {
         let ending = self.ending.iter().filter(|pod| !self.is_wanted(pod));
         self.extra.iter().chain(ending).copied()
@@ -251,13 +254,13 @@ impl<'a> Sorted<'a> {
         self.leftovers().next().is_some()
     }
 
-    /// All Pods that hold something.
+    /// All Pods that hold resources.
     fn holders(&self) -> impl Iterator<Item = &'a PodView> {
         let made = self.made.iter().flatten();
         made.chain(&self.extra).chain(&self.ending).copied()
     }
 
-    /// Where nothing is missing there is nothing to make room for.
+    /// The mode of this step. If nothing is missing, there is nothing to make room for.
     fn mode(&self) -> Mode {
         if !self.has_extras() {
             return Mode::Alone;
@@ -270,7 +273,7 @@ impl<'a> Sorted<'a> {
         }
     }
 
-    /// Whether `new` fit beside all that is there.
+    /// Whether `new` fit beside everything that exists.
     fn fits(&self, new: &[&Want]) -> bool {
         let nodes: BTreeSet<&str> = new.iter().map(|want| want.node.as_str()).collect();
         nodes.into_iter().all(|node| {
@@ -292,7 +295,7 @@ impl<'a> Sorted<'a> {
         })
     }
 
-    /// Whether the scheduler finds less room than was reckoned, while there are Pods that could make some.
+    /// Whether the scheduler finds less room than was calculated, while there are Pods that could make some.
     fn is_crowded(&self) -> bool {
         let mut made = self.made.iter().flatten();
         made.any(|pod| is_refused(pod) && self.has_leftovers_on(&pod.wanted_node))
@@ -321,7 +324,7 @@ impl<'a> Sorted<'a> {
         }
     }
 
-    /// Gateways that are missing, but for those for which something on their node is to make room.
+    /// Missing gateways, except those for which something on their node must make room.
     fn gateways_that_fit(&self) -> Vec<usize> {
         let (mut indices, mut wants) = (Vec::new(), Vec::new());
         for (index, want) in self.missing().filter(|(_, want)| want.is_gateway()) {
@@ -338,7 +341,7 @@ impl<'a> Sorted<'a> {
         self.extra.iter().any(|pod| is_gateway(pod) && pod.is_ready)
     }
 
-    /// Pods that are over, that cannot run, and those of nodes that are away or have left.
+    /// Deletions of Pods that have ended, that cannot run, or that are on nodes that are away or have left.
     fn ends_of_the_dead(&self) -> Vec<PodEnd> {
         let now = self.input.now;
         let over = self.over.iter().filter(|pod| {
@@ -365,7 +368,7 @@ impl<'a> Sorted<'a> {
         ends
     }
 
-    /// Extras that have done their part.
+    /// Deletions of extras that are no longer needed.
     fn end(&self, mode: Mode) -> Vec<PodEnd> {
         if mode == Mode::Alone {
             return Vec::new();
@@ -394,14 +397,14 @@ impl<'a> Sorted<'a> {
         ended.map(|pod| end_of(pod, grace_of(pod))).collect()
     }
 
-    /// Whether nothing is lost with a worker that nobody wants: another number of workers was asked for before it was ready. It
-    /// would hold room that others need.
+    /// Whether nothing is lost with an unwanted worker: another number of workers was requested before it was ready.
+    /// It would hold room that others need.
     fn is_useless(&self, pod: &PodView) -> bool {
         let is_of_rollout = self.input.begun_generations.contains(&pod.plan_generation);
         is_of_rollout && !is_gateway(pod) && !pod.is_ready
     }
 
-    /// Where the target's gateway finds no room beside what must go.
+    /// Place in which the target's gateway finds no room beside what must go.
     fn blocked_gateway(&self, mode: Mode) -> Option<Place<'a>> {
         if mode != Mode::OldDownFirst {
             return None;
@@ -420,8 +423,9 @@ impl<'a> Sorted<'a> {
         Some(Place::Node(&gateway.node))
     }
 
-    /// Workers make room first, then gateways when no worker is left there: one after the other, and none while one of the
-    /// target starts, so that requests are held by some gateway as long as there are several.
+    /// Whether a Pod may end to make room: workers first, then, when none is left there, gateways: one after the
+    /// other, and none while one of the target is starting, so that some gateway holds requests as long as there are
+    /// several.
     fn may_unblock(&self, pod: &PodView, place: Place<'_>) -> bool {
         if !is_gateway(pod) {
             return true;
@@ -465,9 +469,9 @@ impl<'a> Sorted<'a> {
             .collect()
     }
 
-    /// The routes of `gateway` as they should be.
+    /// The routes that `gateway` should have.
     ///
-    /// An extra stays where it is routed to already: that gateway is known to serve its model.
+    /// An extra stays if it is already routed to: that gateway is known to serve its model.
     fn routes(&self, gateway: &PodView, mode: Mode) -> Vec<Route> {
         let is_target = self.is_wanted(gateway);
         let mut routes = Vec::new();
@@ -531,12 +535,12 @@ impl<'a> Sorted<'a> {
     }
 }
 
-/// Where room is to be made.
+/// Place in which room must be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place<'a> {
-    /// On a node.
+    /// A node.
     Node(&'a str),
-    /// Within the quota of the namespace.
+    /// The quota of the namespace.
     Namespace,
 }
 
@@ -549,7 +553,7 @@ impl Place<'_> {
     }
 }
 
-/// What Pods of one node hold together.
+/// Resources that Pods of one node hold together.
 #[derive(Default)]
 struct Need {
     amounts: Requests,
@@ -558,7 +562,7 @@ struct Need {
 }
 
 impl Need {
-    /// Adds a Pod; `false` when it wants a CPU or a GPU that another one has to itself.
+    /// Adds a Pod; `false` if it wants a CPU or a GPU that another one has exclusively.
     fn add(&mut self, amounts: Requests, exclusive_cpus: &[u32], claimed_gpus: &[String]) -> bool {
         self.amounts = self.amounts.plus(amounts);
         let fresh = exclusive_cpus
@@ -581,7 +585,7 @@ fn end_of(pod: &PodView, grace: Grace) -> PodEnd {
     }
 }
 
-/// What a Pod gets whose kubelet is there.
+/// Grace period of a Pod whose kubelet is there.
 fn grace_of(pod: &PodView) -> Grace {
     let container = pod.container.as_ref();
     let has_begun = container.is_some_and(|c| c.running_since.is_some() && !c.is_starting);
@@ -591,7 +595,7 @@ fn grace_of(pod: &PodView) -> Grace {
     }
 }
 
-/// Whether the scheduler found too little of something for it.
+/// Whether the scheduler found too little of some resource for it.
 fn is_refused(pod: &PodView) -> bool {
     let words = pod.unschedulable.as_deref();
     pod.node.is_empty() && words.is_some_and(|words| words.contains("Insufficient"))

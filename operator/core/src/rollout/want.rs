@@ -22,7 +22,7 @@ pub(crate) struct Want {
 }
 
 impl Want {
-    /// What the rollout needs of a Pod as it was built.
+    /// Properties of a built Pod that the rollout needs.
     pub(crate) fn of(pod: &DesiredPod) -> Self {
         Self {
             name: pod.name.clone(),
@@ -38,7 +38,7 @@ impl Want {
         }
     }
 
-    /// What such Pods count of a ResourceQuota.
+    /// Amounts that such Pods count towards a ResourceQuota.
     pub(crate) fn counted(wants: &[Self]) -> Counted {
         wants.iter().fold(Counted::default(), |sum, want| {
             let gpus = want.gpus * u32::from(want.claimed_gpus.is_empty());

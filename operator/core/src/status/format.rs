@@ -1,4 +1,4 @@
-//! Words of a status: places, latencies, addresses.
+//! Wording of a status: places, latencies, addresses.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,7 @@ use kube_core::ResourceExt;
 use crate::choose::refusals;
 use crate::observed::{Observed, Sight};
 
-/// A measured latency is told anew when it moved by more than this share.
+/// Relative change above which a measured latency is reported anew.
 const WORTH_TELLING: f64 = 0.1;
 
 /// `plan 3: hybrid on attic and office, 1 prefill and 2 decode workers`.
@@ -31,7 +31,7 @@ pub(crate) fn plan_sentence(plan: &InferencePlan) -> String {
     )
 }
 
-/// The nodes that a plan leaves out because they refused workers of the plans before; empty where none did.
+/// The nodes that a plan leaves out because they refused workers of earlier plans; empty if there are none.
 fn left_out(plan: &InferencePlan) -> String {
     let told = refusals::left_out(plan);
     let sentences: Vec<String> = refusals::sentences(&told).collect();
@@ -41,7 +41,7 @@ fn left_out(plan: &InferencePlan) -> String {
     }
 }
 
-/// What is said of numbers of workers that the bounds of their pool's scaling do not allow; empty where they do.
+/// Note about numbers of workers outside the bounds of their pool's scaling; empty if they are within.
 pub(crate) fn bounds_words(spec: &InferenceDeploymentSpec) -> String {
     let (prefill, decode) = (&spec.prefill, &spec.decode);
     let pools = [
@@ -62,7 +62,7 @@ pub(crate) fn bounds_words(spec: &InferenceDeploymentSpec) -> String {
     words.collect()
 }
 
-/// What is said of a plan that was made without sight of other Pods; empty where all are seen.
+/// Note about a plan that was made without seeing other Pods; empty if all are seen.
 pub(crate) fn sight_words(observed: &Observed) -> String {
     let why = match observed.others.sight {
         Sight::All => return String::new(),
@@ -93,7 +93,7 @@ pub(crate) fn topology(plan: &InferencePlan) -> String {
     format!("{strategy} on {}", list(nodes.into_iter()))
 }
 
-/// `a`, `a and b`, `a, b and c`; of many only the first.
+/// `a`, `a and b`, `a, b and c`; only the first of many.
 pub(crate) fn list<'a>(names: impl Iterator<Item = &'a str>) -> String {
     const NAMED: usize = 8;
     let mut names: Vec<String> = names.map(str::to_owned).collect();
@@ -108,16 +108,17 @@ pub(crate) fn list<'a>(names: impl Iterator<Item = &'a str>) -> String {
     }
 }
 
-/// A latency in milliseconds with two significant digits; `None` for one that is no positive number.
+/// A latency in milliseconds with two significant digits; `None` if it is not a positive number.
 pub(crate) fn latency_ms(latency_ms: f64) -> Option<f64> {
     if !(latency_ms.is_finite() && latency_ms > 0.0) {
         return None;
     }
-    // Through the text: 0.62 is to be the number that is nearest to it.
+    // Goes through the text, so that 0.62 becomes the number nearest to it.
     format!("{latency_ms:.1e}").parse().ok()
 }
 
-/// What is measured now, unless it is nearly what was told last. Where nothing is measured the last words stay.
+/// Latencies measured now, unless they are close to those last reported. If nothing is measured, the last report
+/// stays.
 pub(crate) fn measured(observed: &Observed) -> Option<LatencyStatus> {
     let status = observed.deployment.status.as_ref();
     let old = status.and_then(|status| status.measured.clone());
@@ -145,7 +146,7 @@ fn steady(old_ms: Option<f64>, new_ms: Option<f64>) -> Option<f64> {
     }
 }
 
-/// The address for clients: the Service's name, or what leads there from outside.
+/// The address for clients: the Service's name, or an external address that leads to it.
 pub(crate) fn endpoint_url(observed: &Observed, target: Option<&InferencePlan>) -> String {
     let deployment = &observed.deployment;
     let inside = format!(

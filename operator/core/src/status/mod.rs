@@ -32,13 +32,13 @@ use crate::plan_record::{failure, has_failed, has_served};
 use crate::rollout::{Mode, Progress, Want};
 use crate::routes::reachable;
 
-/// Everything that a status tells.
+/// Everything that a status reports.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StatusInput<'a> {
     pub(crate) observed: &'a Observed,
-    /// What is wrong with the spec.
+    /// Errors in the spec.
     pub(crate) invalid: &'a [FieldError],
-    /// `None` when the spec is wrong.
+    /// `None` if the spec is invalid.
     pub(crate) model: Option<&'a ModelStep>,
     pub(crate) choice: &'a Choice,
     /// The target's Pods; empty without a target.
@@ -46,9 +46,9 @@ pub(crate) struct StatusInput<'a> {
     pub(crate) progress: Option<Progress>,
     /// The Pods as this reconcile leaves them.
     pub(crate) left: &'a [Arc<PodView>],
-    /// The target took too long; with a way back it is given up.
+    /// Whether the target took too long; if there is a way back, it is given up.
     pub(crate) is_late: bool,
-    /// It is given up now, and why.
+    /// Reason why it is given up now, if it is.
     pub(crate) given_up: Option<&'a str>,
 }
 
@@ -106,7 +106,7 @@ fn count(pods: usize) -> u32 {
     u32::try_from(pods).unwrap_or(u32::MAX)
 }
 
-/// The cause that speaks for a target that is not ready: trouble before what only takes time.
+/// The cause to report for a target that is not ready: trouble comes before what only takes time.
 pub(crate) fn first_cause(observed: &Observed, wants: &[Want], mode: Mode) -> Option<Cause> {
     let mut causes = wants
         .iter()
@@ -127,7 +127,7 @@ pub(crate) fn field_sentence(errors: &[FieldError]) -> String {
     lines.join("; ")
 }
 
-/// The API server's words about Pods of the newest plan that it forbids.
+/// The API server's message about Pods of the newest plan that it forbids.
 fn forbidden(observed: &Observed) -> Option<&str> {
     let forbidden = observed.forbidden.as_ref()?;
     let newest = observed.plans.last()?;
@@ -185,7 +185,7 @@ impl StatusInput<'_> {
         self.choice.target.as_deref()
     }
 
-    /// Where workers of one pool compute with different bits.
+    /// Verdict if workers of one pool compute with different bits.
     fn inexact_failover(&self) -> Option<Verdict> {
         let mixed = &self.target()?.spec.mixed_numerics;
         (!mixed.is_empty()).then(|| Verdict::no("MixedNumerics", mixed.join(". ")))
@@ -199,7 +199,7 @@ impl StatusInput<'_> {
         self.progress.is_some_and(|progress| progress.is_serving)
     }
 
-    /// The newest plan, when it was given up and another runs; with the reason.
+    /// The newest plan, if it was given up and another runs; with the reason.
     fn rolled_back(&self) -> Option<String> {
         let target = self.target()?;
         if let Some(why) = self.given_up {
@@ -233,7 +233,7 @@ impl StatusInput<'_> {
         ))
     }
 
-    /// Why there is nothing to run, or not what the spec asks for now.
+    /// Obstacle to having a plan for what the spec asks for now.
     fn obstacle(&self) -> Option<Cause> {
         if !self.invalid.is_empty() {
             let is_elsewhere = self.invalid[0].field == "metadata.namespace";
@@ -342,8 +342,8 @@ impl StatusInput<'_> {
         }
     }
 
-    /// The role's Pods of any plan that run or are to run, as a Deployment counts its own: without those that have ended or are
-    /// ending.
+    /// The role's Pods of any plan that run or are to run, as a Deployment counts its own: without those that have
+    /// ended or are ending.
     fn existing(&self, role: PlanRole) -> impl Iterator<Item = &Arc<PodView>> {
         self.left.iter().filter(move |pod| {
             pod.role == PodRole::Rank(role)
@@ -356,7 +356,7 @@ impl StatusInput<'_> {
         self.wants.iter().filter(move |want| want.role == role)
     }
 
-    /// Ranks that have a ready Pod, be it of the plan before.
+    /// Number of ranks that have a ready Pod, possibly of the previous plan.
     fn ready_count(&self, role: PlanRole) -> usize {
         let is_up = |want: &&Want| {
             let mut pods = self.observed.pods.iter();
@@ -395,7 +395,7 @@ impl StatusInput<'_> {
         first_cause(self.observed, self.wants, self.mode())
     }
 
-    /// Whether some gateway can have a request answered when all that is decided now is done.
+    /// Whether some gateway can get a request answered once everything that is decided now is done.
     fn is_reachable(&self) -> bool {
         let pods: Vec<&PodView> = self.left.iter().map(|pod| &**pod).collect();
         let is_open = |pod: &&&PodView| pod.role.is_gateway() && self.is_up(pod);
@@ -404,7 +404,7 @@ impl StatusInput<'_> {
             .any(|gateway| reachable(gateway, &pods).0 > 0)
     }
 
-    /// Once it serves it is Ready as long as a request can be answered; at first everything must be there.
+    /// Once it serves, it is Ready as long as a request can be answered; at first everything must be there.
     fn ready(&self) -> Verdict {
         let Some(target) = self.target() else {
             return match self.obstacle() {
@@ -447,7 +447,7 @@ impl StatusInput<'_> {
         if progress.is_complete {
             return match (back, self.obstacle()) {
                 (Some(why), _) => Verdict::no(ROLLED_BACK, why),
-                // What runs is whole, and what is asked for now is not planned yet.
+                // What runs is complete, and what is requested now is not planned yet.
                 (None, Some(cause)) if !cause.is_trouble => {
                     Verdict::yes("WaitingForModel", cause.message)
                 }
@@ -527,7 +527,7 @@ impl StatusInput<'_> {
             .and_then(|model| model.download)
             .map(download_status);
         let (downloaded_bytes, total_bytes, percent) = match (now, old) {
-            // Bytes are told with each new percent only.
+            // Bytes are updated with each new percent only.
             (Some((_, total, percent)), Some(old))
                 if percent.is_some() && (old.percent, old.total_bytes) == (percent, total) =>
             {

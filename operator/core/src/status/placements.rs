@@ -1,4 +1,5 @@
-//! What workers got of their machines: told by their gateway in the labels of one series each, and written into the status.
+//! Resources that workers actually got on their machines: reported by their gateway in the labels of one series each,
+//! and written into the status.
 
 use std::net::IpAddr;
 
@@ -8,16 +9,17 @@ use crate::conditions::Verdict;
 use crate::observed::{Observed, Placement, PodView};
 use crate::rollout::Want;
 
-/// Shortfalls that the condition names; the status has all.
+/// Maximum number of shortfalls that the condition names; the status has all.
 const NAMED: usize = 3;
 
-/// What a gateway told of a Pod.
+/// A gateway's report on a Pod.
 pub(crate) fn of_pod<'a>(observed: &'a Observed, pod: &PodView) -> Option<&'a Placement> {
     let ip: IpAddr = pod.ip.parse().ok()?;
     observed.placements.get(&ip)
 }
 
-/// What the ranks of the target got, in its order. Where a gateway has not told of a Pod (again), the last words stay.
+/// Resources that the target's ranks actually got, in its order. If a gateway has not reported on a Pod (again), the
+/// last report stays.
 pub(crate) fn status(observed: &Observed, wants: &[Want]) -> Vec<RankPlacement> {
     let old = observed.deployment.status.as_ref();
     let old = old.map_or(&[][..], |status| &status.placement);
@@ -31,7 +33,7 @@ pub(crate) fn status(observed: &Observed, wants: &[Want]) -> Vec<RankPlacement> 
     placed.collect()
 }
 
-/// Whether the workers that run have what the plan gives them.
+/// Whether the running workers have what the plan assigns to them.
 pub(crate) fn verdict(observed: &Observed, wants: &[Want], placed: &[RankPlacement]) -> Verdict {
     let short: Vec<String> = placed
         .iter()
@@ -76,7 +78,7 @@ fn of(pod: &PodView, placement: &Placement) -> RankPlacement {
     }
 }
 
-/// The running worker of that rank; none of the gateway, which tells nothing of itself.
+/// The running worker of that rank; `None` for the gateway, which reports nothing about itself.
 fn pod_of<'a>(observed: &'a Observed, want: &Want) -> Option<&'a PodView> {
     let is_worker = want.role != hearth_crds::PlanRole::Gateway;
     let pods = observed.pods.iter().filter(|_| is_worker);

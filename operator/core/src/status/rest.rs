@@ -1,4 +1,4 @@
-//! What is said of a suspended deployment.
+//! Status of a suspended deployment.
 
 use super::StatusInput;
 use crate::choose::rest::is_up_to_date;
@@ -7,7 +7,7 @@ use crate::conditions::{
     SUSPENDING, Verdict,
 };
 
-/// The verdict while the deployment is suspended; `verdict` where that makes no difference.
+/// The verdict while the deployment is suspended; `verdict` if that makes no difference.
 pub(super) fn verdict(input: &StatusInput<'_>, type_: &str, verdict: Verdict) -> Verdict {
     match type_ {
         READY | GATEWAY_READY | PREFILL_READY | DECODE_READY => Verdict::no(

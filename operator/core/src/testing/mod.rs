@@ -1,4 +1,4 @@
-//! Clusters on paper, for the tests of this crate and of those above it.
+//! Simulated clusters, for the tests of this crate and of those above it.
 
 pub mod samples;
 
@@ -23,7 +23,7 @@ pub const GIB: u64 = 1 << 30;
 /// Bytes in a MiB.
 pub const MIB: u64 = 1 << 20;
 
-/// The clock of the tests.
+/// Time at `second` seconds of the tests' clock.
 pub fn at(second: i64) -> Timestamp {
     Timestamp::from_second(1_800_000_000 + second).expect("a time")
 }
@@ -61,7 +61,7 @@ pub fn settings() -> Settings {
     }
 }
 
-/// `demo` in `default`: the built-in model, and what `yaml` adds to its spec.
+/// The deployment `demo` in `default`: the built-in model, and what `yaml` adds to its spec.
 pub fn deployment(yaml: &str) -> InferenceDeployment {
     let source = if yaml.contains("model:") {
         ""

@@ -48,7 +48,7 @@ pub fn deployment() -> InferenceDeployment {
     serde_json::from_value(value).expect("deployment")
 }
 
-/// For a model that is not fetched.
+/// Build context for a model that is not fetched.
 pub fn context_of<'a>(
     settings: &'a Settings,
     deployment: &'a InferenceDeployment,

@@ -386,7 +386,7 @@ fn a_worker_that_the_scheduler_refuses_is_planned_again_where_there_is_room() {
     }
     cluster.reconcile();
     assert_eq!(cluster.says(DECODE_READY), ("False", "Unschedulable"));
-    // Others have taken the node meanwhile.
+    // Others have taken the node in the meantime.
     let held = crate::observed::Holding {
         memory_bytes: 4000 * MIB,
         ..Default::default()
@@ -442,7 +442,7 @@ fn what_workers_got_stands_in_the_status_and_less_than_planned_is_a_condition() 
         "{message}"
     );
 
-    // A new operator has asked nobody yet: what was told stays.
+    // A new operator has not asked any gateway yet: the last report stays.
     cluster.observed.placements.clear();
     let before = cluster.status().clone();
     cluster.reconcile();

@@ -1,4 +1,4 @@
-//! Transitions are told once.
+//! Transitions are reported once.
 
 use hearth_crds::{Condition, InferenceDeploymentStatus, PlanRef, PoolStatus};
 

@@ -1,4 +1,4 @@
-//! A cluster on paper around one deployment: decisions are carried out, and Pods come up.
+//! A simulated cluster around one deployment: decisions are carried out, and Pods come up.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -36,7 +36,7 @@ impl FakeCluster {
         }
     }
 
-    /// Another spec.
+    /// Changes the spec.
     pub(super) fn change(&mut self, yaml: &str) {
         let mut changed = (*self.observed.deployment).clone();
         changed.spec = deployment(yaml).spec;
@@ -60,7 +60,7 @@ impl FakeCluster {
         self.observed.now += jiff::SignedDuration::try_from(time).unwrap();
     }
 
-    /// A decision, carried out.
+    /// Decides, and carries the decision out.
     pub(super) fn reconcile(&mut self) -> Decision {
         let decision = decide(&self.observed);
         self.apply(&decision);
@@ -183,7 +183,7 @@ impl FakeCluster {
         }
     }
 
-    /// A second passes; Pods are bound, then ready, or gone.
+    /// Lets a second pass: Pods are bound, then ready, or gone.
     pub(super) fn turn(&mut self) {
         self.pass(Duration::from_secs(1));
         let observed = &mut self.observed;
@@ -210,7 +210,7 @@ impl FakeCluster {
         }
     }
 
-    /// Until two reconciles say the same and write nothing.
+    /// Reconciles until two reconciles agree and write nothing.
     pub(super) fn settle(&mut self) {
         for _ in 0..100 {
             let before = self.observed.deployment.status.clone();

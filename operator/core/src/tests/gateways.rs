@@ -1,4 +1,4 @@
-//! Several gateways: where they are, how they are replaced, and what is said of them.
+//! Several gateways: their placement, their replacement, and their status.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ fn open(sim: &Sim) -> usize {
     sim.open_gateways().count()
 }
 
-/// Replaces the gateways; the modes, and the least number of gateways that were open at a time.
+/// Replaces the gateways; returns the modes, and the least number of gateways that were open at a time.
 fn replaced(mib: &[(&str, u64)], second: &str) -> (Vec<Mode>, usize) {
     let (old, new) = (plan("a", second), plan("b", second));
     let mut sim = Sim::new(rooms(mib), PACE);
@@ -127,7 +127,7 @@ fn gateways_are_planned_apart_and_each_is_told_of() {
     assert_eq!(pool(&cluster), (2, 2, "2/2".to_owned()));
     cluster.told();
 
-    // One ends: what is asked of the other is answered.
+    // One ends: requests to the other one are answered.
     let name = format!("demo-{}", placed[0].0);
     cluster.pod(&name, |pod| {
         pod.is_ready = false;
@@ -164,7 +164,7 @@ fn gateways_are_planned_apart_and_each_is_told_of() {
     }
 }
 
-/// A plan that says nothing of gateways is the plan that it was before they could be counted.
+/// A plan that does not mention gateways is the same plan as before their number could be set.
 #[test]
 fn one_gateway_is_the_default() {
     let mut cluster = FakeCluster::new("");

@@ -1,4 +1,4 @@
-//! Tests of the pure part: whole reconciles and whole rollouts against a cluster on paper.
+//! Tests of the pure part: whole reconciles and whole rollouts against a simulated cluster.
 
 mod decide;
 mod events;

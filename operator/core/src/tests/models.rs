@@ -117,7 +117,7 @@ fn a_directory_that_is_nowhere_is_told_for_each_node_and_looked_for_again_in_sil
     assert!(decision.requeue_after.is_some());
     assert_eq!(cluster.told(), ["ModelNotFound"]);
     cluster.settle();
-    // After a while it is looked for again, and the words stay until there are others.
+    // After a while it is looked for again, and the message stays until there is a new one.
     cluster.pass(Duration::from_secs(300));
     assert_eq!(cluster.reconcile().delete_pods.len(), 2);
     assert_eq!(cluster.reconcile().create_pods.len(), 2);
@@ -215,7 +215,7 @@ fn a_claim_of_many_nodes_pins_nothing() {
         end(&mut cluster, "attic", 0, &facts());
         cluster.settle();
         assert_eq!(cluster.says(READY), ("True", "Serving"), "{mode}");
-        // Asked for no more once it is known.
+        // No longer queried once it is known.
         cluster.observed.claim_modes.clear();
         cluster.node("attic", |node| node.is_cordoned = true);
         cluster.settle();

@@ -1,4 +1,4 @@
-//! Nodes that are lost, away for a moment, cordoned or tainted, or not there at all.
+//! Nodes that are lost, briefly away, cordoned, tainted, or missing.
 
 use std::time::Duration;
 
@@ -169,7 +169,7 @@ fn a_node_that_is_away_for_a_moment_keeps_its_pods() {
     cluster.settle();
     assert_eq!(cluster.says(READY), ("True", "Serving"));
     assert_eq!(identities(&cluster), before);
-    // When it stays away, its work is done elsewhere, and ends there when it is.
+    // When it stays away, its work moves elsewhere, and ends on the old node after that.
     goes_away(&mut cluster, &home);
     cluster.pass(Duration::from_secs(20));
     let decision = cluster.reconcile();
@@ -200,7 +200,7 @@ fn all_nodes_away_at_once_move_nothing() {
     assert_eq!(cluster.observed.plans.len(), 1);
 }
 
-/// As after a power cut: kubelets come back one by one.
+/// Models a power cut: kubelets come back one by one.
 #[test]
 fn the_first_node_that_is_back_waits_for_the_others_before_it_takes_their_work() {
     for comes in [true, false] {
@@ -232,7 +232,7 @@ fn the_first_node_that_is_back_waits_for_the_others_before_it_takes_their_work()
     }
 }
 
-/// Nodes that take nothing of it, such as a control plane, may have been there all the time.
+/// Nodes that take none of its Pods, such as a control plane, may have been there all the time.
 #[test]
 fn a_node_that_is_closed_to_the_deployment_does_not_tell_that_the_others_are_lost() {
     type Change = fn(&mut NodeView);

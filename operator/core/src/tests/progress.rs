@@ -1,4 +1,4 @@
-//! Plans that do not come up: what is progress, when one is given up, and what is said.
+//! Plans that do not come up: what counts as progress, when one is given up, and what is reported.
 
 use std::time::Duration;
 
@@ -116,7 +116,7 @@ fn a_worker_that_hangs_is_told_from_one_that_loads() {
     assert_eq!(cluster.says(READY).0, "True", "the other one answers");
     let told = cluster.told();
     assert!(told.iter().any(|reason| reason == "Hung"), "{told:?}");
-    // It comes back by itself: nothing was made anew, and an old word of its gateway says nothing any more.
+    // It comes back by itself: nothing was created anew, and an old report of its gateway no longer counts.
     cluster.pod("demo-decode-1", |pod| {
         pod.is_ready = true;
         pod.has_lost_readiness = false;
@@ -148,7 +148,7 @@ fn loading_is_progress_as_long_as_the_worker_does_not_end() {
         cluster.reconcile();
         assert_eq!(cluster.says(PROGRESSING), ("True", "Starting"));
     }
-    // It has ended itself once: its second attempt is no progress.
+    // It has exited once: its second attempt is not progress.
     cluster.pod("demo-decode-0", |pod| pod.container = Some(loading(1)));
     cluster.reconcile();
     assert_eq!(

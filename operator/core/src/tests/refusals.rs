@@ -1,4 +1,4 @@
-//! What the scheduler refuses is planned elsewhere, a bounded number of times.
+//! Workers that the scheduler refuses are planned elsewhere, a bounded number of times.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +13,7 @@ const VOLUME: &str = "Unschedulable: 0/2 nodes are available: 1 node(s) had volu
 const CLAIM: &str =
     "Unschedulable: 0/2 nodes are available: persistentvolumeclaim \"weights\" not found.";
 
-/// The scheduler refuses all that waits for a node of these.
+/// Makes the scheduler refuse everything that waits for one of these nodes.
 fn refuse(cluster: &mut FakeCluster, nodes: &[&str], words: &str) {
     for pod in &mut cluster.observed.pods {
         if pod.node.is_empty() && nodes.contains(&pod.wanted_node.as_str()) {
@@ -81,7 +81,7 @@ fn a_claim_that_is_missing_is_no_fault_of_the_node() {
     assert_eq!(cluster.says(DECODE_READY), ("False", "Unschedulable"));
 }
 
-/// Between plan and Pod, somebody else's Pod takes the room.
+/// Between plan and Pod, a foreign Pod takes the room.
 #[test]
 fn a_foreign_pod_that_comes_between_moves_the_plan() {
     let mut cluster = FakeCluster::new("");
@@ -103,7 +103,7 @@ fn a_foreign_pod_that_comes_between_moves_the_plan() {
     assert!(!cluster.condition(PLANNED).message.contains("left out"));
 }
 
-/// What is taken is said in the numbers of the refusal, and what Pods may request of it.
+/// The message has the numbers of the refusal: what others have taken, and what Pods may request.
 #[test]
 fn too_little_cpu_is_told_with_its_accounts() {
     let mut cluster = FakeCluster::new("placement: {pinning: Exclusive}\n");
@@ -129,7 +129,7 @@ fn too_little_cpu_is_told_with_its_accounts() {
 
 const REJECTION: &str = "SMT Alignment Error: requested 1 cpus not multiple cpus per core = 2";
 
-/// The kubelets of these nodes reject all that is not running. Returns how many Pods they rejected.
+/// Makes the kubelets of these nodes reject everything that is not running. Returns how many Pods they rejected.
 fn reject(cluster: &mut FakeCluster, nodes: &[&str]) -> usize {
     let mut rejected = 0;
     for pod in &mut cluster.observed.pods {
@@ -145,7 +145,7 @@ fn reject(cluster: &mut FakeCluster, nodes: &[&str]) -> usize {
     rejected
 }
 
-/// A Pod that is made again because a kubelet rejected it is no progress, and is made ever more rarely.
+/// A Pod that is created again because a kubelet rejected it is not progress, and is created ever more rarely.
 #[test]
 fn a_plan_whose_pods_every_kubelet_rejects_is_late() {
     let mut cluster = FakeCluster::new("rollout: {progressDeadline: 10m}\n");
@@ -163,7 +163,7 @@ fn a_plan_whose_pods_every_kubelet_rejects_is_late() {
     let late_after = late_after.expect("no deadline ends while Pods are rejected");
     assert!((600..1500).contains(&late_after), "{late_after} s");
     assert_eq!(cluster.observed.plans.len(), 2, "one for each node");
-    // Three Pods a plan, each made again after 10 s at first, and after 5 minutes in the end.
+    // Three Pods for each plan, each created again after 10 s at first, and after 5 minutes in the end.
     assert!((20..200).contains(&rejected), "{rejected} Pods");
     assert_eq!(cluster.says(DECODE_READY), ("False", "Rejected"));
 }
@@ -178,7 +178,7 @@ fn what_a_kubelet_rejects_is_planned_on_another_node() {
         cluster.pass(Duration::from_secs(1));
         cluster.reconcile();
     }
-    // What was rejected and is not wanted any more goes.
+    // Rejected Pods that are no longer wanted are deleted.
     cluster.settle();
     assert_eq!(cluster.says(READY), ("True", "Serving"));
     assert!(cluster.observed.pods.iter().all(|pod| pod.node != home));
@@ -190,7 +190,8 @@ fn what_a_kubelet_rejects_is_planned_on_another_node() {
     );
 }
 
-/// The kubelet had not given back the CPUs of the Pod before: the next one is taken, and may load for as long as it does.
+/// The kubelet had not released the CPUs of the previous Pod: the next one is accepted, and may load for as long as it
+/// needs.
 #[test]
 fn a_pod_that_was_rejected_once_goes_on_as_if_nothing_had_been() {
     let mut cluster = FakeCluster::new("rollout: {progressDeadline: 1m}\n");
@@ -219,7 +220,7 @@ fn a_pod_that_was_rejected_once_goes_on_as_if_nothing_had_been() {
     assert_eq!(cluster.observed.plans.len(), 1);
 }
 
-/// There is no Pod that could tell of it.
+/// There is no Pod that could report it.
 #[test]
 fn what_the_api_server_forbids_is_told_in_its_words() {
     let quota = "pods \"demo-decode-0\" is forbidden: exceeded quota: small, requested: pods=1, used: pods=3, limited: pods=3";
@@ -248,7 +249,7 @@ fn what_the_api_server_forbids_is_told_in_its_words() {
     }
 }
 
-/// A quota that the new plan would not fit alone either ends nothing that serves.
+/// A quota that the new plan would not fit even alone ends nothing that serves.
 #[test]
 fn what_serves_goes_on_where_the_quota_would_not_have_the_new_plan_alone() {
     let told = |most: usize| {
@@ -291,7 +292,7 @@ fn what_serves_goes_on_where_the_quota_would_not_have_the_new_plan_alone() {
     assert!(!message.contains("what runs goes on"), "{message}");
 }
 
-/// A quota names what one Pod is too much for, so that it may be short of more than was known when the old ended.
+/// A quota names what one Pod is too much for, so it may be short of more than was known when the old Pods ended.
 #[test]
 fn a_plan_that_the_quota_has_no_room_for_either_is_given_up_when_what_served_has_ended_for_it() {
     let mut cluster = FakeCluster::new("");
@@ -347,7 +348,7 @@ fn a_plan_that_the_quota_has_no_room_for_either_is_given_up_when_what_served_has
     assert!(serving.into_iter().all(|generation| generation == 1));
 }
 
-/// One of its Pods is made again, and others have the room for the moment.
+/// One of its Pods is created again, while others have the room for the moment.
 #[test]
 fn a_plan_that_has_served_is_not_given_up_for_a_quota() {
     let mut cluster = FakeCluster::new("");
@@ -379,7 +380,7 @@ fn a_plan_that_has_served_is_not_given_up_for_a_quota() {
     cluster.observed.forbidden = Some(forbidden);
     let evicted = cluster.observed.pods[0].name.clone();
     for _ in 0..3 {
-        // It is made at every reconcile, and refused.
+        // It is created at every reconcile, and refused.
         cluster.observed.pods.retain(|pod| pod.name != evicted);
         let decision = cluster.reconcile();
         let again = decision.create_pods.iter();

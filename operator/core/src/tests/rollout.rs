@@ -1,4 +1,4 @@
-//! Rollouts, each a row of the rules.
+//! Rollouts, one for each of the rules.
 
 use std::collections::BTreeSet;
 
@@ -14,7 +14,7 @@ fn plan(gateway: &str, decode: &str) -> Vec<Want> {
     ]
 }
 
-/// A cluster where `wants` run.
+/// A cluster in which `wants` run.
 fn running(mib: u64, wants: &[Want]) -> Sim {
     let mut sim = Sim::new(rooms(&[("office", mib)]), PACE);
     let modes = sim.settle(wants, |_, _| {});
@@ -23,7 +23,7 @@ fn running(mib: u64, wants: &[Want]) -> Sim {
     sim
 }
 
-/// Watches what must hold at every step of an undisturbed change from `old` to `new`.
+/// Watches the invariants of every step of an undisturbed change from `old` to `new`.
 pub(super) fn watch<'a>(old: &'a [Want], new: &'a [Want]) -> impl FnMut(&Sim, &Steps) + use<'a> {
     let mut has_surged_only = true;
     move |sim, steps| {
@@ -103,7 +103,7 @@ fn another_model_goes_old_down_first_where_both_do_not_fit() {
     assert!(sim.serves(&new));
 }
 
-/// The nodes have room for both, and the namespace's quota for none more than run, or for one.
+/// The nodes have room for both; the namespace's quota has room for no more Pods than run, or for one more.
 #[test]
 fn a_full_quota_turns_a_surge_round() {
     for most_pods in [2, 3] {
@@ -260,7 +260,7 @@ fn a_broken_plan_goes_no_further_than_its_workers_and_the_way_back_is_short() {
     assert_eq!(sim.pods.len(), 2);
 }
 
-/// The kubelet may tell a process to end that is too young to listen.
+/// The kubelet may signal a process before it handles signals.
 #[test]
 fn what_never_served_gets_only_time_to_exit_and_what_did_all_that_it_asks_for() {
     let (old, new) = (plan("a", "a"), plan("b", "b"));
@@ -272,7 +272,7 @@ fn what_never_served_gets_only_time_to_exit_and_what_did_all_that_it_asks_for() 
         });
         graces
     };
-    // A change that is taken back while its worker starts.
+    // A change that is reverted while its worker starts.
     assert!(!sim.reconcile(&new).create.is_empty());
     let back = graces(&mut sim, &old);
     assert!(!back.is_empty() && back.iter().all(|grace| *grace == Grace::Exit));
@@ -289,14 +289,14 @@ fn a_pod_that_failed_is_made_again_after_a_while() {
     assert!(sim.decide(&wants).look_again.is_some());
     sim.settle(&wants, |_, _| {});
     assert_ne!(sim.pods["demo-decode-0-a"].view.uid, before);
-    // One that fails as soon as it is made waits.
+    // One that fails as soon as it is created waits.
     sim.pods.remove("demo-decode-0-a");
     sim.reconcile(&wants);
     sim.fail("demo-decode-0-a");
     assert!(sim.decide(&wants).end.is_empty());
 }
 
-/// `old` on the attic, `new` on the office.
+/// `old` on node attic, `new` on node office.
 fn moving() -> (Vec<Want>, Vec<Want>, Sim) {
     let old = vec![
         want("gateway-0", "a", "attic", 50),

@@ -116,11 +116,11 @@ fn places_that_do_not_suffice_are_given_up() {
     let new = planned("decode: {replicas: 2}\n", 2, &profiles(4 * GIB));
     // Nothing is left on the nodes.
     assert_eq!(in_place(&old, &new, &profiles(200 * MIB)), None);
-    // A node of the old plan takes nothing any more.
+    // A node of the old plan takes nothing any longer.
     let mut one = profiles(4 * GIB);
     one.free.remove("attic");
     assert_eq!(in_place(&old, &new, &one), None);
-    // Others request the CPU of a node by now.
+    // By now, others request the CPU of a node.
     let mut busy = profiles(4 * GIB);
     for room in busy.cpu_rooms.values_mut() {
         room.requested_millis = 3900;

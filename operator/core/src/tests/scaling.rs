@@ -1,4 +1,4 @@
-//! Who changes the number of workers, within which bounds, and what an autoscaler is told.
+//! Numbers of workers: who changes them, within which bounds, and what an autoscaler is told.
 
 use crate::conditions::{PLANNED, READY};
 use crate::decision::ScalerStep;
@@ -52,7 +52,7 @@ fn more_beyond_the_bound_makes_no_other_plan() {
     let mut cluster = FakeCluster::new(&spec(3));
     cluster.settle();
     let ranks = cluster.ranks();
-    // A plan that is made anew would be another one by now.
+    // A plan that is made anew would be a different one by now.
     for name in ["attic", "office"] {
         cluster.node(name, |node| {
             let profile = node.profile.as_mut().unwrap();
@@ -83,7 +83,7 @@ fn the_scale_subresource_counts_the_pods_of_all_plans() {
     }
     assert_eq!(most, 4, "two of the old plan beside two of the new one");
     assert_eq!(cluster.status().replicas, Some(2));
-    // One that has ended is not there.
+    // A Pod that has ended does not count.
     cluster.pod("demo-decode-0", |pod| pod.phase = "Failed".to_owned());
     cluster.reconcile();
     assert_eq!(cluster.status().replicas, Some(1));
@@ -103,7 +103,7 @@ fn the_deprecated_range_is_refused_by_its_own_name_and_old_work_goes_on() {
     assert_eq!(count(&cluster, PlanRole::Decode), 2);
 }
 
-/// Prefill workers of a deployment whose autoscaler asks for so many.
+/// Makes the autoscaler of the prefill workers ask for this many.
 fn ask(cluster: &mut FakeCluster, replicas: u32) {
     let scaler = cluster.observed.scaler.as_mut().expect("a scaler");
     scaler.replicas = replicas;
@@ -160,7 +160,7 @@ fn prefill_workers_follow_their_scaler() {
     let words = "60 prefill workers are asked for, and spec.prefill.scaling.maxReplicas is 3";
     assert!(message.contains(words), "{message}");
 
-    // The number of the deployment counts no more.
+    // The deployment's number no longer counts.
     cluster.change("prefill: {replicas: 1, scaling: {mode: External, maxReplicas: 3}}\n");
     cluster.settle();
     assert_eq!(workers(&cluster), after);
@@ -186,7 +186,7 @@ fn a_scaler_goes_with_its_mode_and_then_the_deployment_has_the_number() {
     cluster.settle();
     ask(&mut cluster, 3);
     cluster.settle();
-    // A spec that is refused changes nothing of it.
+    // A rejected spec does not affect it.
     cluster.change("prefill: {replicas: 2}\ndecode: {maxBatch: 0}\n");
     cluster.settle();
     assert!(cluster.observed.scaler.is_some());
@@ -195,7 +195,7 @@ fn a_scaler_goes_with_its_mode_and_then_the_deployment_has_the_number() {
     cluster.settle();
     assert_eq!(cluster.observed.scaler, None);
     assert_eq!(count(&cluster, PlanRole::Prefill), 2);
-    // And it begins with the number of the deployment when it comes back.
+    // When it comes back, it starts with the deployment's number.
     cluster.change("prefill: {replicas: 2, scaling: {mode: External, minReplicas: 2}}\n");
     cluster.settle();
     let scaler = cluster.observed.scaler.clone().unwrap();
@@ -215,7 +215,7 @@ fn a_scaler_of_a_deployment_that_scales_nothing_else_is_not_made() {
     }
 }
 
-/// Reconciles for so many seconds.
+/// Reconciles for this many seconds.
 fn go_on(cluster: &mut FakeCluster, seconds: u32) {
     for _ in 0..seconds {
         cluster.turn();
@@ -299,7 +299,7 @@ fn workers_that_load_are_progress_whatever_number_is_asked_for_meanwhile() {
             });
         }
     }
-    // One worker less adds no Pod: what loads is of the plan before.
+    // One worker less adds no Pod: the one that is loading is of the previous plan.
     cluster.change(&spec(1));
     go_on(&mut cluster, 90);
     assert_eq!(cluster.says(PLANNED), ("True", "Planned"));
@@ -343,7 +343,7 @@ fn after_a_rollback_the_number_is_that_of_what_serves_and_nothing_is_tried_again
         let ranks = cluster.observed.plans.last().unwrap().spec.ranks.clone();
         assert!(ranks.iter().all(|rank| rank.max_batch != 3));
     }
-    // Anything else of the spec tries again.
+    // Any other change of the spec is tried again.
     cluster.change(&spec(2, 4));
     cluster.settle();
     assert_eq!(cluster.says(PLANNED), ("True", "Planned"));

@@ -1,4 +1,4 @@
-//! A scheduler and kubelets on paper, which take their time, and the eye that watches a rollout.
+//! A simulated scheduler and kubelets, which take their time, and the checks that watch a rollout.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,7 +13,7 @@ use crate::rollout::{Mode, RolloutInput, Steps, Want, step};
 use crate::routes::endpoint;
 use crate::testing::{MIB, at};
 
-/// A Pod on paper.
+/// A simulated Pod.
 #[derive(Clone, Debug)]
 pub(super) struct Paper {
     pub(super) view: PodView,
@@ -21,11 +21,11 @@ pub(super) struct Paper {
     start: u32,
     /// Ticks until it is gone.
     end: Option<u32>,
-    /// It never becomes ready.
+    /// Whether it never becomes ready.
     is_broken: bool,
 }
 
-/// How long things take, in ticks.
+/// Durations in ticks.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pace {
     pub(super) worker_start: u32,
@@ -41,15 +41,15 @@ pub(super) struct Sim {
     pub(super) rooms: BTreeMap<String, Requests>,
     pub(super) away: BTreeMap<String, Requests>,
     pub(super) pace: Pace,
-    /// Nobody waits for the nodes that are away.
+    /// Whether the nodes that are away are no longer waited for.
     pub(super) is_patience_over: bool,
     /// Forms whose Pods never become ready.
     pub(super) broken: BTreeSet<String>,
     /// Bytes of each node that other Pods take, unknown to the operator.
     pub(super) hidden_bytes: u64,
-    /// Pods that the namespace may have; none: any number.
+    /// Maximum number of Pods that the namespace may have; `None`: any number.
     pub(super) most_pods: Option<usize>,
-    /// The plan's Pods met that limit: a gateway among them, and no Pod has gone since.
+    /// Set if the plan's Pods met that limit and no Pod has gone since: whether a gateway was among them.
     met: Option<bool>,
     pub(super) compatible_generations: BTreeSet<u64>,
     pub(super) generation: u64,
@@ -88,7 +88,7 @@ impl Sim {
         }
     }
 
-    /// What the operator decides now.
+    /// The operator's decision for the current state.
     pub(super) fn decide(&self, wants: &[Want]) -> Steps {
         let pods: Vec<&PodView> = self.pods.values().map(|paper| &paper.view).collect();
         step(&RolloutInput {
@@ -108,7 +108,7 @@ impl Sim {
         })
     }
 
-    /// The operator's reconcile, then the cluster's turn.
+    /// Carries out one reconcile of the operator.
     pub(super) fn reconcile(&mut self, wants: &[Want]) -> Steps {
         let steps = self.decide(wants);
         let mut refused = None;
@@ -189,12 +189,12 @@ impl Sim {
         self.pods.insert(want.name.clone(), paper);
     }
 
-    /// Time passes, and nobody does anything.
+    /// Lets time pass without any action.
     pub(super) fn tick(&mut self) {
         self.tick += 1;
     }
 
-    /// Scheduler and kubelets do a tick's work.
+    /// Lets the scheduler and the kubelets do a tick's work.
     pub(super) fn turn(&mut self) {
         self.tick();
         let gone: Vec<String> = self
@@ -268,7 +268,7 @@ impl Sim {
         self.rooms.append(&mut self.away);
     }
 
-    /// Its process ends and begins anew.
+    /// Restarts its process.
     pub(super) fn crash(&mut self, name: &str) {
         if let Some(paper) = self.pods.get_mut(name) {
             paper.view.is_ready = false;
@@ -312,7 +312,7 @@ impl Sim {
         })
     }
 
-    /// No node holds, or is asked to hold, more than it has.
+    /// Asserts that no node holds, or is asked to hold, more than it has.
     pub(super) fn assert_capacity(&self) {
         for (name, room) in &self.rooms {
             let here = || {
@@ -336,7 +336,7 @@ impl Sim {
         }
     }
 
-    /// Visits until nothing more is wanted; the modes that it went through.
+    /// Reconciles until nothing more is wanted; returns the modes that it went through.
     pub(super) fn settle(
         &mut self,
         wants: &[Want],
@@ -359,7 +359,7 @@ impl Sim {
     }
 }
 
-/// Whether nothing is to be done.
+/// Whether there is nothing to do.
 pub(super) fn is_quiet(steps: &Steps) -> bool {
     steps.create.is_empty() && steps.routes.is_empty() && steps.end.is_empty()
 }
@@ -390,7 +390,7 @@ pub(super) fn rooms(mib: &[(&str, u64)]) -> BTreeMap<String, Requests> {
         .collect()
 }
 
-/// A Pod of `mib` on `node`, in its version `hash`.
+/// A wanted Pod of `mib` MiB on `node`, in version `hash`.
 pub(super) fn want(rank: &str, hash: &str, node: &str, mib: u64) -> Want {
     let role = match rank.split('-').next() {
         Some("gateway") => PlanRole::Gateway,

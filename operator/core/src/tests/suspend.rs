@@ -1,4 +1,4 @@
-//! `spec.suspend`: to rest, and back.
+//! `spec.suspend`: suspending and resuming.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -130,7 +130,7 @@ fn nothing_is_planned_nor_looked_for_while_it_is_suspended() {
     cluster.change(model);
     cluster.reconcile();
     assert!(!cluster.observed.pods.is_empty());
-    // The looks end with the rest.
+    // The inspections end with the rest.
     cluster.change(&format!("suspend: true\n{model}"));
     cluster.settle();
     assert!(cluster.observed.pods.is_empty());
@@ -194,7 +194,7 @@ fn a_place_that_others_took_is_not_fought_for() {
     assert!(cluster.ranks().iter().all(|(_, other)| *other != node));
 }
 
-/// The rest is no time in which a plan stood still.
+/// Time spent suspended does not count as time without progress.
 #[test]
 fn a_plan_that_had_not_served_has_its_whole_deadline_again() {
     let yaml = "rollout: {progressDeadline: 1m}\ndecode: {replicas: 2}";

@@ -1,4 +1,4 @@
-//! A change of `spec.podTemplate`, which is a plan of its own.
+//! Changes of `spec.podTemplate`, each of which is a plan of its own.
 
 use super::fake_cluster::FakeCluster;
 use crate::conditions::{PLANNED, PROGRESSING, READY, ROLLED_BACK};
@@ -23,7 +23,7 @@ fn a_template_is_a_new_plan_with_the_same_ranks() {
     let after = names(&cluster);
     assert!(before.iter().all(|name| !after.contains(name)), "{after:?}");
     assert_eq!(cluster.says(READY), ("True", "Serving"));
-    // Written otherwise, it says the same.
+    // Written differently, it means the same.
     cluster.change("podTemplate: {labels: {team: search}, annotations: {}, env: []}");
     cluster.settle();
     assert_eq!(names(&cluster), after);
@@ -53,7 +53,7 @@ fn a_template_that_does_not_get_ready_is_rolled_back() {
     assert_eq!(names(&cluster), before);
 }
 
-/// What was planned when the runtime class had another place is not planned again because it has a new one.
+/// A plan that was made while the runtime class was in its old field is not replanned because it moves to the new one.
 #[test]
 fn a_runtime_class_may_move_to_its_new_field() {
     let mut cluster = FakeCluster::new("placement: {runtimeClassName: nvidia}");

@@ -1,4 +1,4 @@
-//! Another version of the operator, and another image of the workers.
+//! Another version of the operator, and another worker image.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -56,7 +56,7 @@ fn another_operator_restarts_no_worker() {
         .push("example.com/starting".to_owned());
     settings.model_cache = "/srv/models".to_owned();
     cluster.observed.settings = Arc::new(settings);
-    // It counts what a plan follows from in another way, and keeps more of it.
+    // It computes the digest of a plan's inputs differently, and records more of them.
     let plan = Arc::make_mut(&mut cluster.observed.plans[0]);
     let inputs = plan.spec.inputs.as_mut().unwrap();
     inputs.digest = "v2:0123".to_owned();
@@ -93,7 +93,7 @@ fn a_new_image_rolls_like_any_other_plan_and_keeps_the_places() {
     assert_eq!(cluster.says(READY), ("True", "Serving"));
 }
 
-/// The new image does not start: everything is as it was, or is made so again.
+/// The new image does not start: everything stays as it was, or becomes so again.
 fn fails_and_comes_back(mut cluster: FakeCluster, is_kept: bool) {
     cluster.settle();
     let before = identities(&cluster);
@@ -120,7 +120,7 @@ fn fails_and_comes_back(mut cluster: FakeCluster, is_kept: bool) {
     };
     assert_eq!(names(&identities(&cluster)), names(&before));
     assert_eq!(identities(&cluster) == before, is_kept);
-    // Not again with the same image, and with another one at once.
+    // Not retried with the same image, but at once with another one.
     cluster.pass(Duration::from_secs(3600));
     assert!(decide(&cluster.observed).create_plan.is_none());
     cluster.broken_from = u64::MAX;
@@ -253,7 +253,7 @@ fn trouble_that_is_no_images_fault_passes_the_turn_on() {
     assert_eq!(newest(&cluster), (generation, String::new()), "it has gone");
 }
 
-/// How long its owner waits is no measure for others.
+/// Its owner's patience is no measure for others.
 #[test]
 fn a_plan_that_is_given_up_early_holds_others_only_where_its_image_is_to_blame() {
     let given_up = |deadline: &str, seconds: u64, change: fn(&mut PodView)| {

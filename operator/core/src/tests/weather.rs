@@ -1,4 +1,4 @@
-//! Rollouts between any two plans, at any pace and under any weather.
+//! Rollouts between any two plans, at any pace and with any disturbances.
 
 use std::collections::BTreeSet;
 
@@ -10,7 +10,7 @@ use crate::rollout::Want;
 
 const NODES: [&str; 3] = ["attic", "den", "office"];
 
-/// A plan: per worker its node, memory and version; versions of two plans that agree are the same Pod.
+/// A plan: node, memory and version of each worker; equal versions in two plans are the same Pod.
 fn any_plan() -> impl Strategy<Value = Vec<Want>> {
     let worker = (0..NODES.len(), 1_u64..4, 0..3_u32, 0..4_u32);
     let workers = prop::collection::vec(worker, 1..4);
@@ -50,7 +50,7 @@ fn any_pace() -> impl Strategy<Value = Pace> {
     )
 }
 
-/// Nodes that hold each plan by itself and one gateway more, and `slack` MiB.
+/// Nodes that can hold each plan by itself and one more gateway, plus `slack` MiB.
 fn roomy(plans: &[&[Want]], slack: u64) -> Sim {
     let need = |node: &str| {
         let of = |wants: &[Want]| -> u64 {
@@ -66,7 +66,7 @@ fn roomy(plans: &[&[Want]], slack: u64) -> Sim {
     Sim::new(rooms(&sizes), PACE)
 }
 
-/// What happens to a cluster between two reconciles.
+/// Events in a cluster between two reconciles.
 #[derive(Clone, Debug)]
 enum Weather {
     Nothing,

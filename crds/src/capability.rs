@@ -125,6 +125,13 @@ fn surroundings(spec: &InferenceDeploymentSpec, target: Target, errors: &mut Vec
             "one machine has one gateway: write 1, or remove it",
         ));
     }
+    if let Some(deadline) = spec.rollout.progress_deadline {
+        errors.push(FieldError::new(
+            "spec.rollout.progressDeadline",
+            format!("is {deadline}"),
+            "plans are rolled out only in a cluster: remove it",
+        ));
+    }
     if spec.suspend {
         errors.push(FieldError::new(
             "spec.suspend",

@@ -64,6 +64,16 @@ fn a_file_is_printed_in_todays_words() {
     assert_eq!(documents[1]["kind"], "Service");
     assert_eq!(documents[2], deployment("range", &range));
 
+    // As `kubectl get infd -o yaml` prints them.
+    let list =
+        json!({"apiVersion": "v1", "kind": "List", "items": [deployment("old", &old_spec())]});
+    std::fs::write(&file, list.to_string()).expect("a file");
+    let (code, stdout, stderr) = run(hearth().args(["convert", "-f"]).arg(&file));
+    assert_eq!(code, 0, "{stderr}");
+    assert!(stderr.contains(said), "{stderr}");
+    let list: Value = serde_norway::from_str(&stdout).expect("YAML");
+    assert_eq!(list["items"][0], documents[0]);
+
     // What needs no change is printed as it is, comments and all.
     let demo = root().join("manifests/examples/demo.yaml");
     let (code, stdout, stderr) = run(hearth().args(["convert", "-f"]).arg(&demo));

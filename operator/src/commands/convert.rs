@@ -77,12 +77,7 @@ fn convert_file(file: &Path) -> anyhow::Result<()> {
     for document in serde_norway::Deserializer::from_str(&text) {
         let mut object = Value::deserialize(document)
             .map_err(|error| anyhow!("the file is not YAML: {error}\n  check the indentation and the colons at that place"))?;
-        if object["kind"] == "InferenceDeployment" {
-            let found = Found::of(&object)?;
-            found.report("");
-            is_changed |= !found.conversion.is_empty();
-            merge(&mut object["spec"], &Value::Object(found.conversion.patch));
-        }
+        is_changed |= convert_object(&mut object)?;
         if !object.is_null() {
             documents.push(serde_norway::to_string(&object)?);
         }
@@ -92,6 +87,26 @@ fn convert_file(file: &Path) -> anyhow::Result<()> {
         return ui::print_data(&documents.join("---\n"));
     }
     ui::print_data(&text)
+}
+
+/// Converts an InferenceDeployment, or those of a list such as `kubectl get -o yaml` prints; returns whether one changed.
+fn convert_object(object: &mut Value) -> anyhow::Result<bool> {
+    let kind = object["kind"].as_str().unwrap_or_default();
+    if kind.ends_with("List") {
+        let mut is_changed = false;
+        for item in object["items"].as_array_mut().into_iter().flatten() {
+            is_changed |= convert_object(item)?;
+        }
+        return Ok(is_changed);
+    }
+    if kind != "InferenceDeployment" {
+        return Ok(false);
+    }
+    let found = Found::of(object)?;
+    found.report("");
+    let is_changed = !found.conversion.is_empty();
+    merge(&mut object["spec"], &Value::Object(found.conversion.patch));
+    Ok(is_changed)
 }
 
 /// One object, what changes, and what is refused then.
@@ -188,7 +203,7 @@ async fn convert_cluster(args: &ConvertArgs) -> anyhow::Result<()> {
         write(&api, object, found).await?;
     }
     ui::say(format_args!(
-        "converted {} of them; convert the manifests that they come from too: hearth convert -f FILE",
+        "converted {}; run helm upgrade now: until then the operator writes no status\n  convert their manifests too: hearth convert -f FILE",
         pending.len()
     ));
     Ok(())

@@ -482,7 +482,7 @@ impl Default for GatewaySpec {
 }
 
 impl GatewaySpec {
-    /// Whether nothing differs from the defaults.
+    /// Whether all fields have their defaults.
     pub fn is_default(&self) -> bool {
         *self == Self::default()
     }
@@ -556,7 +556,7 @@ pub struct GatewayRef {
 }
 
 impl InferenceDeploymentSpec {
-    /// The model's name in the OpenAI API: `servedName`, or what the source calls it.
+    /// Returns the model's name in the OpenAI API: `servedName`, or the source's default name.
     pub fn served_name(&self) -> String {
         if let Some(name) = &self.model.served_name {
             return name.clone();

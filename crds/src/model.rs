@@ -1,4 +1,4 @@
-//! The model part of a deployment: where its files come from and how it is offered.
+//! The model part of a deployment: the source of its files and how it is offered.
 
 use serde::{Deserialize, Serialize};
 
@@ -208,8 +208,8 @@ pub enum Quantization {
 }
 
 impl ModelSource {
-    /// The name that the source gives its model: a builtin's name, a repository, the last part of a path, or an
-    /// archive's name without its ending.
+    /// Returns the name that the source gives its model: a builtin's name, a repository, the last part of a path, or
+    /// an archive's name without its extension.
     pub fn default_name(&self) -> String {
         let last = |path: &str| {
             let part = path
@@ -235,7 +235,7 @@ impl ModelSource {
                 .as_deref()
                 .map_or_else(|| claim.claim_name.clone(), last)
         } else if let Some(http) = &self.http {
-            // What follows the path may be a permission to read it.
+            // The part behind the path may be a credential.
             let path = http.url.split(['?', '#']).next().unwrap_or_default();
             let name = last(path);
             let endings = [".tar", ".tar.gz", ".tgz", ".tar.zst"];
@@ -247,7 +247,7 @@ impl ModelSource {
         }
     }
 
-    /// The source in a few words, such as `builtin hearth-demo` or `hostPath /models/qwen3`.
+    /// Describes the source in a few words, such as `builtin hearth-demo` or `hostPath /models/qwen3`.
     pub fn describe(&self) -> String {
         if let Some(builtin) = &self.builtin {
             format!("builtin {}", builtin.name)
@@ -274,7 +274,7 @@ impl ModelSource {
 }
 
 impl ModelSpec {
-    /// The spec as it may be copied to other objects: its URLs without secrets.
+    /// Returns the spec in a form that may be copied to other objects: its URLs without secrets.
     #[must_use]
     pub fn shown(&self) -> Self {
         let mut spec = self.clone();

@@ -209,9 +209,9 @@ fn is_none_of_bytes(bytes: &u64) -> bool {
     *bytes == 0
 }
 
-/// What the Pod of a rank requests of its node's CPU, in thousandths of a CPU: with `Exclusive` each of its logical CPUs
-/// whole, since the kubelet's static policy gives whole ones alone; else a tenth of a CPU a thread, since idle CPUs are for
-/// whoever has work.
+/// CPU request of a rank's Pod in millicores. With `Exclusive` it is all of its logical CPUs, since the kubelet's
+/// static policy assigns only whole ones; otherwise a tenth of a CPU per thread, since idle CPUs are for any process
+/// with work.
 pub fn cpu_request_millis(pinning: Pinning, cpus: usize, threads: u32) -> u64 {
     match pinning {
         Pinning::Exclusive if cpus > 0 => cpus as u64 * 1000,
@@ -219,16 +219,17 @@ pub fn cpu_request_millis(pinning: Pinning, cpus: usize, threads: u32) -> u64 {
     }
 }
 
-/// What the driver takes of a GPU for each process, beside what the process asks for: its context and the compiled kernels.
+/// GPU memory that the driver takes per process in addition to what the process allocates: its context and the
+/// compiled kernels.
 pub const GPU_CONTEXT_BYTES: u64 = 512 << 20;
 
-/// What a rank computes on. A plan writes it twice, as [`PlanRank::device_name`] and [`PlanRank::gpu_uuids`], since workers of
-/// another version read it; code asks [`PlanRank::device`].
+/// Device that a rank computes on. A plan writes it twice, as [`PlanRank::device_name`] and [`PlanRank::gpu_uuids`],
+/// since workers of another version read it; code uses [`PlanRank::device`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RankDevice<'a> {
     /// The CPUs of its node.
     Cpus,
-    /// The GPU of this UUID. Where a device plugin hands out another GPU of the node, that one is meant.
+    /// The GPU with this UUID. If a device plugin hands out another GPU of the node, that one is meant.
     Gpu(&'a str),
 }
 
@@ -251,7 +252,7 @@ impl<'a> RankDevice<'a> {
 }
 
 impl PlanRank {
-    /// What weights, KV and arithmetic of this rank are on.
+    /// Returns the device that holds this rank's weights and KV cache and does its arithmetic.
     pub fn device(&self) -> RankDevice<'_> {
         match self.gpu_uuids.first() {
             Some(uuid) => RankDevice::Gpu(uuid),
@@ -259,22 +260,22 @@ impl PlanRank {
         }
     }
 
-    /// Whether weights, KV and arithmetic of this rank are on a GPU.
+    /// Whether this rank's weights, KV cache and arithmetic are on a GPU.
     pub fn is_on_gpu(&self) -> bool {
         matches!(self.device(), RankDevice::Gpu(_))
     }
 
-    /// Bytes of a GPU's memory that it may ask for: its share without what the driver takes for the process.
+    /// Bytes of GPU memory that it may allocate: its share minus what the driver takes for the process.
     pub fn gpu_budget_bytes(&self) -> u64 {
         self.gpu_memory_bytes.saturating_sub(GPU_CONTEXT_BYTES)
     }
 
-    /// What its Pod requests of its node's CPU, in thousandths of a CPU.
+    /// CPU request of its Pod, in millicores.
     pub fn cpu_millis(&self) -> u64 {
         cpu_request_millis(self.pinning, self.cpus.len(), self.threads)
     }
 
-    /// CPUs that are its own, by the kernel's number.
+    /// CPUs that it has to itself, by the kernel's numbers.
     pub fn exclusive_cpus(&self) -> &[u32] {
         match self.pinning {
             Pinning::Exclusive => &self.cpus,
@@ -282,7 +283,7 @@ impl PlanRank {
         }
     }
 
-    /// Bytes of weights that it keeps in its node's memory; ranks of one node map one copy.
+    /// Bytes of weights that it keeps in its node's memory; ranks on one node map one copy.
     pub fn host_weight_bytes(&self) -> u64 {
         match &self.residency {
             Some(residency) if !self.is_on_gpu() => residency.budget_bytes,
@@ -290,8 +291,8 @@ impl PlanRank {
         }
     }
 
-    /// Bytes of weights that its node grants to it alone: its window over weights that it reads again and again, where its
-    /// memory limit is what it requests. It would have the window in nobody else's memory: what it reads is charged to it.
+    /// Bytes of weights that its node grants to it alone: its window over weights that it reads repeatedly, if its
+    /// memory limit equals its request. The window cannot be in another's memory: what it reads is charged to it.
     pub fn own_weight_bytes(&self) -> u64 {
         let residency = self.residency.as_ref();
         let has_window = residency.is_some_and(|r| r.policy == ResidencyPolicy::MmapPrefetch);
@@ -334,12 +335,12 @@ impl PlanRole {
         }
     }
 
-    /// The role of that name; `None` for a name that no role has.
+    /// Returns the role with that name; `None` if no role has it.
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|role| role.as_str() == name)
     }
 
-    /// The role in lower case, as rank names have it.
+    /// The role in lower case, as in rank names.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Gateway => "gateway",
@@ -460,12 +461,12 @@ pub struct PlanPrediction {
 }
 
 impl InferencePlanSpec {
-    /// The rank of that name.
+    /// Returns the rank with that name.
     pub fn rank(&self, name: &str) -> Option<&PlanRank> {
         self.ranks.iter().find(|rank| rank.name == name)
     }
 
-    /// All ranks of a role, by ascending index.
+    /// Returns all ranks of a role, by ascending index.
     pub fn ranks_of(&self, role: PlanRole) -> impl Iterator<Item = &PlanRank> {
         self.ranks.iter().filter(move |rank| rank.role == role)
     }

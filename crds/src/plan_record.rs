@@ -129,7 +129,7 @@ pub struct ServedSpec {
 }
 
 impl InferencePlanStatus {
-    /// Takes what `other` sets.
+    /// Takes over the fields that `other` sets.
     pub fn merge(&mut self, other: Self) {
         let Self {
             outcome,

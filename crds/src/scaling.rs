@@ -61,14 +61,14 @@ pub enum ScalingMode {
 }
 
 impl ScalingSpec {
-    /// The number within the bounds that is nearest to `replicas`; at least 1.
+    /// Returns the number within the bounds that is nearest to `replicas`; at least 1.
     pub fn bounded(&self, replicas: u32) -> u32 {
         let at_least = replicas.max(self.min_replicas.unwrap_or(1));
         at_least.min(self.max_replicas.unwrap_or(u32::MAX)).max(1)
     }
 }
 
-/// Workers to plan for.
+/// Returns the number of workers to plan for.
 pub(crate) fn planned(replicas: Option<u32>, scaling: Option<&ScalingSpec>) -> u32 {
     match scaling {
         None => replicas.unwrap_or(1).max(1),
@@ -95,7 +95,7 @@ mod tests {
             (Some(2), Some(4), 1000, 4),
             (None, Some(4), 5, 4),
             (Some(3), None, 1, 3),
-            // Admission refuses them; here they must not panic.
+            // Admission refuses these; here they must not panic.
             (Some(4), Some(2), 3, 2),
             (Some(0), Some(0), 3, 1),
         ] {

@@ -164,7 +164,7 @@ pub struct LatencyStatus {
 }
 
 impl InferenceDeploymentStatus {
-    /// The status of the pool of that name.
+    /// Returns the status of the pool with that name.
     pub fn pool(&self, name: &str) -> Option<&PoolStatus> {
         self.pool_statuses.iter().find(|pool| pool.name == name)
     }

@@ -1,7 +1,7 @@
-//! `InferenceDeployment`: what a person asks for.
+//! `InferenceDeployment`: the user's request.
 //!
-//! Every rule is a CEL expression in the schema, so the API server and `hearth up` refuse the same specs with the
-//! same words. A message says what to write instead; the field and its value are named around it.
+//! Every rule is a CEL expression in the schema, so the API server and `hearth up` refuse the same specs with the same
+//! messages. A message gives the remedy; the field and its value are added around it.
 
 use std::collections::BTreeMap;
 

@@ -1,7 +1,7 @@
-//! `InferencePlan`: every choice, made before anything runs. Workers read it as JSON and make no choice of their own.
+//! `InferencePlan`: every decision, made before anything runs. Workers read it as JSON and decide nothing themselves.
 //!
-//! A worker may be older or newer than the writer of its plan: it passes over fields that it does not know, and refuses a
-//! plan whose `minVersion` is above [`READER_VERSION`]. What the API server keeps is held to the schema by the API server.
+//! A worker may be older or newer than the writer of its plan: it ignores fields that it does not know, and refuses a
+//! plan whose `minVersion` is above [`READER_VERSION`]. The API server validates stored plans against the schema.
 
 use serde::{Deserialize, Serialize};
 

@@ -1,6 +1,6 @@
-//! What an `InferencePlan` was made from, fixed with it, and what became of it, in its status.
+//! Inputs of an `InferencePlan`, fixed with it, and its outcome, in its status.
 //!
-//! Plans of earlier versions say both in annotations, which a `kubectl replace` loses.
+//! Plans of earlier versions keep both in annotations, which a `kubectl replace` loses.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -146,7 +146,7 @@ impl InferencePlanStatus {
     }
 }
 
-/// An object of any fields, which the API server keeps as they are.
+/// Returns the schema of an object with any fields, which the API server preserves.
 #[cfg(feature = "kube")]
 pub(crate) fn any_object(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
     schemars::json_schema!({"type": "object", "x-kubernetes-preserve-unknown-fields": true})

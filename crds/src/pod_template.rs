@@ -1,7 +1,7 @@
-//! `spec.podTemplate`: the few things of a Pod that the author of a deployment may add to those that Hearth makes.
+//! `spec.podTemplate`: the few things that a deployment's author may add to the Pods that Hearth creates.
 //!
-//! It is no foreign type: what is not here cannot be asked for, so Pods keep to Pod Security `restricted` and to what
-//! the plan counts.
+//! It is deliberately not a Kubernetes type: anything missing here cannot be requested, so Pods comply with Pod
+//! Security `restricted` and with what the plan accounts for.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! `NodeProfile`: what the profiler measured on one node. Cluster-scoped, one a node, named after it.
+//! `NodeProfile`: the profiler's measurements of one node. Cluster-scoped, one per node, named after it.
 
 use serde::{Deserialize, Serialize};
 

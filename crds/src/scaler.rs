@@ -1,7 +1,7 @@
 //! `InferencePoolScaler`: the number of prefill workers, as an autoscaler reads and writes it.
 //!
-//! An object has one scale subresource, and that of an `InferenceDeployment` is its decode workers'. A deployment whose
-//! `prefill.scaling.mode` is External gets one of these beside it.
+//! An object has one scale subresource, and an `InferenceDeployment`'s is for its decode workers. A deployment whose
+//! `prefill.scaling.mode` is External gets one of these as well.
 
 use serde::{Deserialize, Serialize};
 

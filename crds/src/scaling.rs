@@ -1,4 +1,4 @@
-//! Who may change the number of workers of a pool, and within which bounds.
+//! Permission to change the number of workers of a pool, and its bounds.
 
 use serde::{Deserialize, Serialize};
 

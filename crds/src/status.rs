@@ -1,4 +1,4 @@
-//! Status of an `InferenceDeployment`: what is, as far as the operator has seen it.
+//! Status of an `InferenceDeployment`: its state as observed by the operator.
 
 use serde::{Deserialize, Serialize};
 

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 const NAMESPACE: &str = "hearth-system";
-/// Secret with an agent's certificates.
+/// Secret with the first certificate of all agents.
 const FIRST: &str = "hearth-agent-tls";
 /// Longest wait: an agent measures its node first, which takes seconds, or longer next to other work.
 const PATIENCE: Duration = Duration::from_secs(120);

@@ -32,7 +32,7 @@ async fn cpu_time_at_leaving(worker: &Rank, gateway: &Rank, body: Value) -> Dura
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     client.abort();
-    // How soon the gateway notices depends on the other load on this machine's CPUs.
+    // The delay until the gateway notices depends on the other load on this machine's CPUs.
     let told = "the gateway asks nothing of the worker";
     Metrics::wait_for(&gateway.metrics_base(), told, |metrics| {
         metrics.values("hearth_worker_requests", &[]) == [0.0]

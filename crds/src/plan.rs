@@ -10,7 +10,7 @@ use crate::deployment::{ObjectivesSpec, Pinning};
 use crate::plan_record::InferencePlanStatus;
 use crate::plan_record::PlanInputs;
 
-/// All choices for one generation of a deployment. It never changes: a new decision is a new plan.
+/// All decisions for one generation of a deployment. Immutable: a new decision is a new plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::CustomResource, kube::KubeSchema))]
 #[cfg_attr(
@@ -56,35 +56,35 @@ use crate::plan_record::PlanInputs;
 )]
 #[serde(rename_all = "camelCase")]
 pub struct InferencePlanSpec {
-    /// Counts the plans of a deployment upwards; a worker refuses one that is older than its own.
+    /// Number of the plan, ascending among a deployment's plans; a worker refuses one that is older than its own.
     pub generation: u64,
-    /// The least version of plans that a reader must know to carry this one out; 0: any.
+    /// Lowest version of plans that a reader must know to carry this one out; 0: any.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub min_version: u32,
-    /// The image of all ranks' Pods; unset outside of a cluster, where the ranks are processes of one program. A new image
-    /// is a new plan, so that a worker that does not start with it is given up for the plan with the image before.
+    /// Image of all ranks' Pods; unset outside a cluster, where the ranks are processes of one program. A new image is
+    /// a new plan, so that a worker that does not start with it is given up for the plan with the previous image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub worker_image: Option<String>,
-    /// The deployment that is planned.
+    /// The planned deployment.
     pub deployment: DeploymentRef,
     /// The topology.
     pub strategy: PlanStrategy,
-    /// The model's facts that all ranks share.
+    /// Facts of the model, shared by all ranks.
     pub model: PlanModel,
     /// One entry per process, gateway first, then prefill, then decode, each by ascending index.
     pub ranks: Vec<PlanRank>,
-    /// How the gateway routes requests.
+    /// Request routing of the gateway.
     pub routing: PlanRouting,
     /// Predicted performance of the service.
     pub predicted: PlanPrediction,
     /// Objectives of the deployment.
     #[serde(default)]
     pub objectives: ObjectivesSpec,
-    /// One line per pool whose workers compute with different bits, so that a stream which moves between them may go on with
-    /// other tokens; empty: failover keeps every token.
+    /// One line per pool whose workers compute different bits, so that a stream that moves between them may continue
+    /// with other tokens; empty: failover keeps every token.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mixed_numerics: Vec<String>,
-    /// What the plan was made from; unset outside of a cluster, and in plans of earlier versions.
+    /// Inputs of the plan; unset outside a cluster, and in plans of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub inputs: Option<PlanInputs>,
     /// One line per decision.
@@ -93,7 +93,7 @@ pub struct InferencePlanSpec {
     pub not_chosen: Vec<String>,
 }
 
-/// The deployment that is planned.
+/// The planned deployment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
@@ -116,7 +116,7 @@ pub enum PlanStrategy {
     Interleaved,
 }
 
-/// The model's facts that all ranks share.
+/// Facts of the model, shared by all ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
@@ -125,7 +125,7 @@ pub struct PlanModel {
     pub served_name: String,
     /// The directory with config.json and the weights, on each node.
     pub path: String,
-    /// Where it came from, in words, such as `builtin hearth-demo`.
+    /// Source of the model in words, such as `builtin hearth-demo`.
     pub source: String,
     /// The architecture's name in config.json, such as `deepseek_v3`.
     pub architecture: String,
@@ -133,13 +133,13 @@ pub struct PlanModel {
     pub parameter_count: u64,
     /// Bytes of all weights as stored.
     pub weight_bytes: u64,
-    /// The most tokens that prompt and answer may have together.
+    /// Maximum number of tokens of prompt and answer together.
     pub context_length: u32,
     /// Number of layers.
     pub layers: u32,
-    /// Bytes of KV cache of one token over all layers, with the plan's key and value types.
+    /// KV cache bytes of one token over all layers, with the plan's key and value types.
     pub kv_bytes_per_token: u64,
-    /// How most of the weights are stored, such as `FP8` or `BF16`.
+    /// Storage format of most of the weights, such as `FP8` or `BF16`.
     pub dtype: String,
 }
 
@@ -162,38 +162,41 @@ pub struct PlanRank {
     pub numa_nodes: Vec<u32>,
     /// Compute threads (for the gateway: threads of the async runtime).
     pub threads: u32,
-    /// How tightly it holds `cpus`.
+    /// Binding to `cpus`.
     pub pinning: Pinning,
     /// `cpu`, or the UUID of a GPU.
     #[serde(rename = "device")]
     pub device_name: String,
-    /// GPUs that it holds; its Pod asks the cluster's device plugin for them.
+    /// GPUs that it holds; its Pod requests them from the cluster's device plugin.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub gpus: u32,
-    /// Its Pod claims the GPUs that it computes on by their UUIDs (dynamic resource allocation) instead of asking a device
-    /// plugin for any.
+    /// Whether its Pod claims the GPUs that it computes on by their UUIDs (dynamic resource allocation) instead of
+    /// requesting any from a device plugin.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub claims_gpus: bool,
-    /// UUIDs of the GPUs that it computes on; empty: it computes on CPUs. Where a device plugin hands out another GPU of
+    /// UUIDs of the GPUs that it computes on; empty: it computes on CPUs. If a device plugin hands out another GPU of
     /// the node, that one is meant: the plan holds for each of them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub gpu_uuids: Vec<String>,
-    /// Bytes of each of these GPUs' memory that it may use: weights, KV, working room, and what the driver takes for the process.
+    /// Bytes of memory that it may use of each of these GPUs: weights, KV, working room, and what the driver takes for
+    /// the process.
     #[serde(default, skip_serializing_if = "is_none_of_bytes")]
     pub gpu_memory_bytes: u64,
-    /// How its weights live in memory; unset for the gateway.
+    /// Residency of its weights in memory; unset for the gateway.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub residency: Option<PlanResidency>,
     /// Its KV cache; unset for the gateway.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kv: Option<PlanKv>,
-    /// Streams that it runs at a time (decode), or prompts in progress (prefill); 0 for the gateway.
+    /// Concurrent streams (decode), or prompts in progress (prefill); 0 for the gateway.
     pub max_batch: u32,
-    /// Prompt tokens of one step; 0 for the gateway.
+    /// Prompt tokens per step; 0 for the gateway.
     pub chunk_tokens: u32,
-    /// Bytes of the node's memory for activations and logits beside weights and KV; the process itself counted in.
+    /// Bytes of the node's memory for activations and logits in addition to weights and KV; includes the process
+    /// itself.
     pub scratch_bytes: u64,
-    /// `host:port` that it serves on. The planner leaves it open unless told: who executes the plan fills it before publishing.
+    /// `host:port` that it serves on. The planner leaves it unset unless told: the executor of the plan sets it before
+    /// publishing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub endpoint: Option<String>,
     /// Predicted performance; unset for the gateway.
@@ -350,7 +353,7 @@ impl PlanRole {
     }
 }
 
-/// How a rank's weights live in memory.
+/// Residency of a rank's weights in memory.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
@@ -359,15 +362,15 @@ pub struct PlanResidency {
     pub policy: ResidencyPolicy,
     /// Bytes of the weights that the rank maps. Ranks of one node map one copy; a rank on a GPU has its own there.
     pub weight_bytes: u64,
-    /// Bytes of them that may be in memory (the GPU's, of a rank on one) at a time: all with Resident.
+    /// Bytes of them that may be in memory at a time (in the GPU's for a rank on one): all with Resident.
     pub budget_bytes: u64,
 }
 
-/// How weights come to be where they are used.
+/// Policy that brings weights to where they are used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 pub enum ResidencyPolicy {
-    /// All of them are mapped and stay in memory, or are copied to the rank's GPU and stay there.
+    /// All weights are mapped and stay in memory, or are copied to the rank's GPU and stay there.
     Resident,
     /// Mapped; the kernel is asked to read the next layers and to drop the last ones.
     MmapPrefetch,
@@ -380,9 +383,9 @@ pub enum ResidencyPolicy {
 pub struct PlanKv {
     /// Its memory in bytes.
     pub memory_bytes: u64,
-    /// How keys (of MLA: the latent and the rotary part) are stored.
+    /// Number format of keys (for MLA: of the latent and the rotary part).
     pub key_type: PlanKvType,
-    /// How values are stored; equal to `key_type` for MLA.
+    /// Number format of values; equal to `key_type` for MLA.
     pub value_type: PlanKvType,
     /// Tokens of one block.
     pub block_tokens: u32,
@@ -392,9 +395,9 @@ pub struct PlanKv {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 pub enum PlanKvType {
-    /// bfloat16, 2 bytes an element.
+    /// bfloat16, 2 bytes per element.
     BF16,
-    /// float32, 4 bytes an element.
+    /// float32, 4 bytes per element.
     F32,
 }
 
@@ -408,7 +411,7 @@ impl PlanKvType {
     }
 }
 
-/// Predicted performance of a rank by the profile's rates.
+/// Predicted performance of a rank, from the profile's rates.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
@@ -419,20 +422,20 @@ pub struct RankPrediction {
     /// The prompt length that `ttft_ms` refers to.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prompt_tokens: Option<u32>,
-    /// Milliseconds a token at batch 1.
+    /// Milliseconds per token at batch 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tpot_ms: Option<f64>,
-    /// Tokens a second: prompt tokens of a prefill rank, output tokens at `max_batch` of a decode rank.
+    /// Tokens per second: prompt tokens for a prefill rank, output tokens at `max_batch` for a decode rank.
     pub tokens_per_second: f64,
 }
 
-/// How the gateway routes requests.
+/// Request routing of the gateway.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct PlanRouting {
     /// Prompts with fewer tokens are read by the decode rank itself, in chunks between its steps;
-    /// 4294967295: all of them, there is no prefill rank.
+    /// 4294967295: all of them, as there is no prefill rank.
     pub chunked_below_tokens: u32,
     /// Requests that may wait; further ones get 429.
     pub max_queue: u32,
@@ -454,9 +457,9 @@ pub struct PlanPrediction {
     pub ttft_ms: f64,
     /// The prompt length that `ttft_ms` refers to.
     pub ttft_prompt_tokens: u32,
-    /// Milliseconds a token at batch 1.
+    /// Milliseconds per token at batch 1.
     pub tpot_ms: f64,
-    /// Output tokens a second with all decode ranks at their full batch.
+    /// Output tokens per second with all decode ranks at their full batch.
     pub tokens_per_second: f64,
 }
 

@@ -1,10 +1,10 @@
-//! The bounds of CEL rules as keywords of OpenAPI, for editors and generators that know no CEL, and in descriptions, which is
-//! what `kubectl explain` prints. A bound is written once, as a rule.
+//! Bounds of CEL rules as OpenAPI keywords, for editors and generators without CEL, and in descriptions, which
+//! `kubectl explain` prints. Each bound is written once, as a rule.
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::{JSON, JSONSchemaProps};
 use serde_json::Value;
 
-/// Writes what the rules of one field and its default say into its keywords and its description.
+/// Writes one field's rules and default into its keywords and description.
 pub(crate) fn write(schema: &mut JSONSchemaProps) {
     let rules: Vec<String> = schema
         .x_kubernetes_validations
@@ -18,7 +18,7 @@ pub(crate) fn write(schema: &mut JSONSchemaProps) {
     describe(schema);
 }
 
-/// One part of a rule; a part of another form has no keyword.
+/// Turns one conjunct of a rule into a keyword; a conjunct in another form has none.
 fn bound(schema: &mut JSONSchemaProps, conjunct: &str) {
     let number = |operator: &str| conjunct.strip_prefix(operator)?.parse::<f64>().ok();
     let quoted = |head: &str, tail: &str| conjunct.strip_prefix(head)?.strip_suffix(tail);
@@ -40,7 +40,7 @@ fn bound(schema: &mut JSONSchemaProps, conjunct: &str) {
     }
 }
 
-/// Lines of a paragraph become one, and what a keyword says is said in words.
+/// Joins the lines of each paragraph, and spells out bounds and default in words.
 fn describe(schema: &mut JSONSchemaProps) {
     let Some(description) = &mut schema.description else {
         return;
@@ -50,7 +50,7 @@ fn describe(schema: &mut JSONSchemaProps) {
         .map(|lines| lines.replace('\n', " "))
         .collect();
     *description = paragraphs.join("\n\n");
-    // Of a deprecated field, there is nothing to write.
+    // Nobody should set a deprecated field, so its bounds and default are left out.
     if description.starts_with("Deprecated:") {
         return;
     }

@@ -1,7 +1,7 @@
-//! Capabilities of this engine. A spec that asks for more gets an error for each field, and nothing is ignored.
+//! Capabilities of this engine. A spec that asks for more gets an error for each field; nothing is ignored.
 //!
-//! What the engine does nowhere yet is refused by a CEL rule at its field, by the API server and by `hearth up` alike. Here is
-//! what is done at one target and not at the other.
+//! A CEL rule refuses what the engine cannot do anywhere, at the field, in the API server and in `hearth up` alike.
+//! This module covers what is supported at one target but not at the other.
 
 use crate::deployment::{EndpointType, InferenceDeploymentSpec, PlacementSpec};
 use crate::error::FieldError;
@@ -12,14 +12,14 @@ use crate::scaling::ScalingMode;
 /// Models that come with Hearth.
 pub const BUILTIN_MODELS: [&str; 1] = ["hearth-demo"];
 
-/// What to write instead of a strategy that needs a ring of nodes.
+/// Remedy for a strategy that needs a ring of nodes.
 pub const NO_RINGS_SAYS: &str = "this engine has no rings of nodes: write Auto or Hybrid";
 
-/// What to write instead of a number format of the KV cache that the engine lacks.
+/// Remedy for a KV cache number format that the engine lacks.
 pub const KV_TYPES_SAYS: &str =
     "this engine keeps keys and values in BF16 or F32: write one of these";
 
-/// Where a deployment runs.
+/// Environment in which a deployment runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
     /// One machine without a cluster: `hearth up`.
@@ -28,9 +28,9 @@ pub enum Target {
     Cluster,
 }
 
-/// Every field of the spec that asks for a capability that this engine has, and not at `target`.
+/// Returns an error for every field of the spec that asks for a capability that this engine has, but not at `target`.
 ///
-/// Pure. An empty answer for a spec that breaks no rule of the schema means that nothing in it would be ignored.
+/// Pure. An empty result for a spec that passes the schema's rules means that nothing in it would be ignored.
 pub fn unsupported(spec: &InferenceDeploymentSpec, target: Target) -> Vec<FieldError> {
     let mut errors = Vec::new();
     source(&spec.model.source, target, &mut errors);
@@ -143,7 +143,7 @@ fn surroundings(spec: &InferenceDeploymentSpec, target: Target, errors: &mut Vec
     placement(&spec.placement, errors);
 }
 
-/// Where workers run is a matter of clusters.
+/// Rejects placement fields: placement applies only in a cluster.
 fn placement(placement: &PlacementSpec, errors: &mut Vec<FieldError>) {
     if !placement.tolerations.is_empty() {
         errors.push(FieldError::new(
@@ -173,7 +173,7 @@ fn placement(placement: &PlacementSpec, errors: &mut Vec<FieldError>) {
     }
 }
 
-/// On one machine there are processes and no Pods.
+/// Rejects Pod template fields: one machine runs processes, not Pods.
 fn pod_template(template: &PodTemplateSpec, errors: &mut Vec<FieldError>) {
     let PodTemplateSpec {
         labels,

@@ -1,25 +1,25 @@
-//! Stored specs in today's words: what of one is written under another name now, as a change that loses nothing.
+//! Conversion of stored specs to current field names, as a patch that loses nothing.
 
 use serde_json::{Map, Value, json};
 
 use crate::deployment::InferenceDeploymentSpec;
 
-/// A change of an object's spec to today's names.
+/// A change that renames fields of an object's spec to their current names.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Conversion {
     /// The change as a JSON merge patch of the spec.
     pub patch: Map<String, Value>,
-    /// Fields that go, such as `spec.placement.runtimeClassName`.
+    /// Fields that are removed, such as `spec.placement.runtimeClassName`.
     pub removed: Vec<String>,
-    /// Fields that take their place.
+    /// Fields that replace them.
     pub added: Vec<String>,
 }
 
 impl Conversion {
-    /// What changes where the fields of `spec` that are deprecated and still obeyed get today's names.
+    /// Returns the change that moves deprecated fields of `spec` that are still obeyed to their current names.
     ///
-    /// A deprecated field that is refused (`minReplicas` and `maxReplicas`, which asked Hearth to scale a pool) stays: what to
-    /// write instead, its author knows.
+    /// A deprecated field that is refused (`minReplicas` and `maxReplicas`, which asked Hearth to scale a pool) stays:
+    /// only its author knows what to write instead.
     ///
     /// # Errors
     /// When a spec cannot be written as JSON.
@@ -38,12 +38,12 @@ impl Conversion {
         Ok(conversion)
     }
 
-    /// Whether the spec is in today's words.
+    /// Whether the spec already uses current names.
     pub fn is_empty(&self) -> bool {
         self.patch.is_empty()
     }
 
-    /// The change between two objects at `path`, whose fields are noted.
+    /// Returns the patch between two objects at `path`, recording removed and added fields.
     fn difference(&mut self, old: &Value, new: &Value, path: &str) -> Map<String, Value> {
         let empty = Map::new();
         let old = old.as_object().unwrap_or(&empty);
@@ -73,8 +73,8 @@ impl Conversion {
         patch
     }
 
-    /// An object's `metadata.managedFields` after the change: whoever had a field that went has those that came, so that
-    /// its next server-side apply of a converted manifest meets no conflict.
+    /// Returns an object's `metadata.managedFields` after the change: a manager that owned a removed field owns the
+    /// added ones, so that its next server-side apply of a converted manifest has no conflict.
     pub fn managed_fields(&self, entries: &[Value]) -> Vec<Value> {
         let mut entries = entries.to_vec();
         for entry in &mut entries {
@@ -93,7 +93,7 @@ impl Conversion {
     }
 }
 
-/// Paths of the leaves of a value.
+/// Collects the paths of a value's leaves.
 fn leaves(value: &Value, path: &str, found: &mut Vec<String>) {
     match value.as_object() {
         Some(members) if !members.is_empty() => {
@@ -105,12 +105,12 @@ fn leaves(value: &Value, path: &str, found: &mut Vec<String>) {
     }
 }
 
-/// The path `spec.decode` as `managedFields` write it: `f:spec`, `f:decode`.
+/// Returns the path `spec.decode` as `managedFields` write it: `f:spec`, `f:decode`.
 fn keys(path: &str) -> Vec<String> {
     path.split('.').map(|part| format!("f:{part}")).collect()
 }
 
-/// Puts a field into a set.
+/// Adds a field to a field set.
 fn own(fields: &mut Value, path: &[String]) {
     let Some((key, rest)) = path.split_first() else {
         return;
@@ -124,7 +124,7 @@ fn own(fields: &mut Value, path: &[String]) {
     own(&mut fields[key], rest);
 }
 
-/// Takes a field out of a set, with what is empty then. Returns whether it was there.
+/// Removes a field from a field set, along with parents that this empties. Returns whether it was there.
 fn disown(fields: &mut Value, path: &[String]) -> bool {
     let (Some((key, rest)), Some(members)) = (path.split_first(), fields.as_object_mut()) else {
         return false;
@@ -136,7 +136,7 @@ fn disown(fields: &mut Value, path: &[String]) -> bool {
         return false;
     };
     let was_there = disown(member, rest);
-    // An empty set would say that the whole object is owned.
+    // An empty set would mean that the whole object is owned.
     if was_there && member.as_object().is_some_and(Map::is_empty) {
         members.remove(key);
     }

@@ -12,9 +12,9 @@ use crate::{InferenceDeployment, InferencePlan, InferencePoolScaler, NodeProfile
 
 /// The definitions of all resources, in the order InferenceDeployment, InferencePlan, NodeProfile, InferencePoolScaler.
 ///
-/// Use these rather than `InferenceDeployment::crd()`: number formats that the API server does not know are turned
-/// into those that it knows (it would warn about each), `null` is not a value of optional fields, and the bounds of CEL rules
-/// stand natively too.
+/// Use these rather than `InferenceDeployment::crd()`: they replace number formats that the API server does not know
+/// (it would warn about each), do not allow `null` for optional fields, and state the bounds of CEL rules natively
+/// too.
 pub fn crds() -> Vec<CustomResourceDefinition> {
     let mut crds = vec![
         InferenceDeployment::crd(),
@@ -65,7 +65,7 @@ fn tidy(schema: &mut JSONSchemaProps) {
 /// File name and YAML text of each definition, as checked in under `crds/yaml/`.
 ///
 /// # Errors
-/// Only when a definition does not serialize, which the tests rule out.
+/// If a definition does not serialize, which the tests rule out.
 pub fn crd_yaml_files() -> Result<Vec<(String, String)>, serde_norway::Error> {
     crds()
         .iter()
@@ -79,7 +79,7 @@ pub fn crd_yaml_files() -> Result<Vec<(String, String)>, serde_norway::Error> {
         .collect()
 }
 
-/// Puts quotes around plain `On` and `Off` (and the like): kubectl reads YAML 1.1, where they are booleans.
+/// Quotes plain `On`, `Off` and the like: kubectl reads YAML 1.1, where they are booleans.
 fn quote_old_booleans(yaml: &str) -> String {
     const OLD: [&str; 8] = ["y", "n", "yes", "no", "on", "off", "Y", "N"];
     let is_old =
@@ -100,7 +100,7 @@ fn quote_old_booleans(yaml: &str) -> String {
 /// All definitions as one YAML stream, ready for `kubectl apply -f -`.
 ///
 /// # Errors
-/// Only when a definition does not serialize, which the tests rule out.
+/// If a definition does not serialize, which the tests rule out.
 pub fn crd_yaml() -> Result<String, serde_norway::Error> {
     let files = crd_yaml_files()?;
     Ok(files
@@ -110,7 +110,7 @@ pub fn crd_yaml() -> Result<String, serde_norway::Error> {
         .join("---\n"))
 }
 
-/// The OpenAPI schema of an InferenceDeployment, made once.
+/// The OpenAPI schema of an InferenceDeployment, built once.
 pub(crate) fn deployment_schema() -> Result<&'static serde_json::Value, String> {
     static SCHEMA: OnceLock<Result<serde_json::Value, String>> = OnceLock::new();
     SCHEMA

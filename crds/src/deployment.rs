@@ -1,7 +1,7 @@
-//! `InferenceDeployment`: what a person asks for.
+//! `InferenceDeployment`: the user's request.
 //!
-//! Every rule is a CEL expression in the schema, so the API server and `hearth up` refuse the same specs with the
-//! same words. A message says what to write instead; the field and its value are named around it.
+//! Every rule is a CEL expression in the schema, so the API server and `hearth up` refuse the same specs with the same
+//! messages. A message gives the remedy; the field and its value are added around it.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ use crate::scaling::{ScalingSpec, planned};
 #[cfg(feature = "kube")]
 use crate::status::InferenceDeploymentStatus;
 
-/// An inference service: which model, how it is run, and what it must achieve.
+/// An inference service: its model, how it runs, and its objectives.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::CustomResource, kube::KubeSchema))]
 #[cfg_attr(
@@ -67,9 +67,9 @@ use crate::status::InferenceDeploymentStatus;
 pub struct InferenceDeploymentSpec {
     /// The model and how it is offered.
     pub model: ModelSpec,
-    /// How the model is spread over devices and nodes. Auto lets the planner choose; Hybrid has prefill and decode
-    /// workers. PipedRing and Interleaved would pass activations around a ring of nodes and are refused: this engine has
-    /// neither yet.
+    /// Distribution of the model over devices and nodes. Auto lets the planner choose; Hybrid has prefill and decode
+    /// workers. PipedRing and Interleaved would pass activations around a ring of nodes and are refused: this engine
+    /// has neither yet.
     #[serde(default)]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NO_RINGS).message(NO_RINGS_SAYS)))]
     pub strategy: Strategy,
@@ -79,34 +79,34 @@ pub struct InferenceDeploymentSpec {
     /// Workers that write answers (decode).
     #[serde(default)]
     pub decode: DecodeSpec,
-    /// Where workers may run and how tightly they hold their CPUs.
+    /// Placement of workers on nodes, and their binding to CPUs.
     #[serde(default)]
     pub placement: PlacementSpec,
-    /// Latency objectives of the service. The plan warns where its prediction misses them.
+    /// Latency objectives of the service. The plan warns if its prediction misses them.
     #[serde(default)]
     pub objectives: ObjectivesSpec,
     /// Autoscaling of pools with scaling.mode Auto.
     #[serde(default)]
     pub autoscaling: AutoscalingSpec,
-    /// How clients reach the service.
+    /// Client access to the service.
     #[serde(default)]
     pub endpoint: EndpointSpec,
-    /// How a change replaces the running workers.
+    /// Replacement of the running workers after a change.
     #[serde(default)]
     pub rollout: RolloutSpec,
     /// Gateways: the processes that take requests and pass them on to the workers.
     #[serde(default, skip_serializing_if = "GatewaySpec::is_default")]
     pub gateway: GatewaySpec,
-    /// What the deployment's Pods have beside what Hearth gives them.
+    /// Additions to the Pods that Hearth creates for the deployment.
     #[serde(default, skip_serializing_if = "PodTemplateSpec::is_empty")]
     pub pod_template: PodTemplateSpec,
-    /// Whether the deployment is at rest: its Pods end as in a rollout, its nodes are free for others, and its plan, objects
-    /// and fetched models stay. What is changed meanwhile is planned when it is false again.
+    /// Whether the deployment is suspended: its Pods end as in a rollout, its nodes are free for others, and its plan,
+    /// objects and fetched models stay. Changes made meanwhile are planned when it is false again.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub suspend: bool,
 }
 
-/// How the model is spread over devices and nodes.
+/// Distribution of the model over devices and nodes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 pub enum Strategy {
@@ -115,7 +115,7 @@ pub enum Strategy {
     Auto,
     /// Prefill and decode workers over one shared copy of the weights.
     Hybrid,
-    /// A ring of nodes, several rounds a token, weights prefetched from flash (prima.cpp).
+    /// A ring of nodes, several rounds per token, weights prefetched from flash (prima.cpp).
     PipedRing,
     /// A ring of nodes with block-level offload and interleaved micro-batches (LIME).
     Interleaved,
@@ -135,13 +135,14 @@ pub enum Strategy {
 )]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct PrefillSpec {
-    /// The number of workers. By default 1. With scaling.mode External it is the number to begin with: the InferencePoolScaler
-    /// NAME-prefill has the number from then on.
+    /// Number of workers. By default 1. With scaling.mode External it is the initial number: from then on the
+    /// InferencePoolScaler NAME-prefill has it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", schemars(range(min = 1, max = 64)))]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::REPLICAS).message(rules::REPLICAS_SAYS)))]
     pub replicas: Option<u32>,
-    /// Who may change the number of workers, and within which bounds. By default its author alone (mode Static).
+    /// Permission to change the number of workers, and its bounds. By default only its author may change it (mode
+    /// Static).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scaling: Option<ScalingSpec>,
     /// Deprecated: write replicas, or scaling.minReplicas.
@@ -158,8 +159,8 @@ pub struct PrefillSpec {
     #[serde(default)]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NO_STREAMING).message(rules::NO_STREAMING_SAYS)))]
     pub mode: PrefillMode,
-    /// GPUs of each prefill worker, which computes on one of them; 0: no worker uses a GPU. By default what the planner
-    /// chooses with strategy Auto, and none with Hybrid.
+    /// GPUs of each prefill worker, which computes on one of them; 0: no worker uses a GPU. By default the planner's
+    /// choice with strategy Auto, and none with Hybrid.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(
         feature = "kube",
@@ -168,18 +169,18 @@ pub struct PrefillSpec {
     pub gpus_per_worker: Option<u32>,
 }
 
-/// How prompts are read.
+/// Method of reading prompts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 pub enum PrefillMode {
     /// The planner chooses.
     #[default]
     Auto,
-    /// Decode workers read prompts in chunks between their steps; there is no prefill worker.
+    /// Decode workers read prompts in chunks between their steps; there are no prefill workers.
     Chunked,
     /// Experts stream from host memory through a ring of device buffers (SLP).
     StreamLoading,
-    /// The same over several GPUs, with the prompt and the experts split among them (DSLP).
+    /// The same over several GPUs, which share the prompt and the experts (DSLP).
     DistributedStreamLoading,
 }
 
@@ -199,12 +200,14 @@ fn default_max_batch() -> u32 {
 )]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct DecodeSpec {
-    /// The number of workers. By default 1. The scale subresource reads and writes it, and an autoscaler needs it written.
+    /// Number of workers. By default 1. The scale subresource reads and writes it, and an autoscaler requires it to be
+    /// set.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", schemars(range(min = 1, max = 64)))]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::REPLICAS).message(rules::REPLICAS_SAYS)))]
     pub replicas: Option<u32>,
-    /// Who may change the number of workers, and within which bounds. By default its author alone (mode Static).
+    /// Permission to change the number of workers, and its bounds. By default only its author may change it (mode
+    /// Static).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scaling: Option<ScalingSpec>,
     /// Deprecated: write replicas, or scaling.minReplicas.
@@ -272,10 +275,11 @@ pub struct KvCacheSpec {
     #[serde(default)]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::KV_TYPES).message(KV_TYPES_SAYS)))]
     pub value_type: KvType,
-    /// Memory of the cache of each decode worker. By default room for maxBatch streams of contextLength tokens, as far as memory goes.
+    /// Memory of the cache of each decode worker. By default enough for maxBatch streams of contextLength tokens, as
+    /// far as memory permits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<MemoryQuantity>,
-    /// Where blocks that no longer fit are stored. Refused: this engine keeps the KV cache in memory, and requests wait.
+    /// Storage for blocks that no longer fit. Refused: this engine keeps the KV cache in memory, and requests wait.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NEVER).message(rules::NO_SPILL_SAYS)))]
     pub spill: Option<SpillSpec>,
@@ -285,12 +289,12 @@ pub struct KvCacheSpec {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 pub enum KvType {
-    /// bfloat16, 2 bytes an element.
+    /// bfloat16, 2 bytes per element.
     #[default]
     BF16,
-    /// float32, 4 bytes an element.
+    /// float32, 4 bytes per element.
     F32,
-    /// 8-bit integers with a scale a row.
+    /// 8-bit integers with a scale per row.
     Int8,
     /// FP8 E4M3.
     FP8,
@@ -307,7 +311,7 @@ impl KvType {
     }
 }
 
-/// Where cold KV blocks are kept.
+/// Storage for cold KV blocks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -319,11 +323,11 @@ pub struct SpillSpec {
         x_kube(validation = Rule::new(rules::ABSOLUTE).message("write the absolute path of a directory on flash, such as /var/lib/hearth/kv, without .."))
     )]
     pub path: String,
-    /// The most that is kept there.
+    /// Maximum amount kept there.
     pub size: MemoryQuantity,
 }
 
-/// Where workers may run and how tightly they hold their CPUs.
+/// Placement of workers on nodes, and their binding to CPUs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -336,10 +340,12 @@ pub struct PlacementSpec {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(length(max = 32)))]
     pub tolerations: Vec<TolerationSpec>,
-    /// Spread uses the CPUs and the memory bandwidth of all NUMA nodes; Compact takes as few NUMA nodes as hold the worker; Any leaves it to the kernel.
+    /// Spread uses the CPUs and the memory bandwidth of all NUMA nodes; Compact uses the fewest NUMA nodes that hold
+    /// the worker; Any leaves it to the kernel.
     #[serde(default)]
     pub numa: NumaPolicy,
-    /// Exclusive gives each worker cores of its own; Shared binds workers to sets of CPUs that may overlap; None binds nothing.
+    /// Exclusive gives each worker its own cores; Shared binds workers to sets of CPUs that may overlap; None binds
+    /// nothing.
     #[serde(default)]
     pub pinning: Pinning,
     /// Deprecated: write podTemplate.runtimeClassName, which means the same.
@@ -381,29 +387,29 @@ pub struct TolerationSpec {
         x_kube(validation = Rule::new("self in ['NoSchedule', 'PreferNoSchedule', 'NoExecute']").message("write NoSchedule, PreferNoSchedule or NoExecute"))
     )]
     pub effect: Option<String>,
-    /// How long a NoExecute taint is tolerated, in seconds.
+    /// Time for which a NoExecute taint is tolerated, in seconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub toleration_seconds: Option<i64>,
 }
 
-/// How a worker uses the NUMA nodes of its machine.
+/// Use of a machine's NUMA nodes by a worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 pub enum NumaPolicy {
-    /// As few NUMA nodes as hold the worker.
+    /// The fewest NUMA nodes that hold the worker.
     Compact,
-    /// All of them, evenly: the most memory bandwidth.
+    /// All NUMA nodes, evenly: the most memory bandwidth.
     #[default]
     Spread,
     /// Not bound to NUMA nodes.
     Any,
 }
 
-/// How tightly a worker holds its CPUs.
+/// Binding of a worker to CPUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 pub enum Pinning {
-    /// Cores of its own, shared with no other worker.
+    /// Its own cores, shared with no other worker.
     Exclusive,
     /// A set of CPUs that other workers may use too.
     #[default]
@@ -434,21 +440,21 @@ pub struct AutoscalingSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NEVER).message(rules::NO_AUTOSCALING_SAYS)))]
     pub scale_to_zero_after: Option<DurationText>,
-    /// How long a lower number of workers must suffice before the pool shrinks, such as 5m. Refused: this engine does not
-    /// scale by itself yet.
+    /// Time for which a lower number of workers must suffice before the pool shrinks, such as 5m. Refused: this engine
+    /// does not scale by itself yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NEVER).message(rules::NO_AUTOSCALING_SAYS)))]
     pub scale_down_stabilization: Option<DurationText>,
 }
 
-/// How a change replaces the running workers.
+/// Replacement of the running workers after a change.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct RolloutSpec {
-    /// How long a new plan may stand still until all its workers are ready; then the last plan that served comes back. Bytes of
-    /// the model that arrive, Pods that are made, placed or ready, and workers that load their weights are no standstill.
-    /// By default 10m.
+    /// Longest time that a new plan may go without progress before all its workers are ready; then the last plan that
+    /// served comes back. Bytes of the model that arrive, Pods that are created, placed or ready, and workers that
+    /// load their weights count as progress. By default 10m.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub progress_deadline: Option<DurationText>,
 }
@@ -462,8 +468,8 @@ fn default_gateways() -> u32 {
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct GatewaySpec {
-    /// Number of gateways, on different nodes where there is room. Each reaches all workers, so that new requests are answered
-    /// by the others while one is missing.
+    /// Number of gateways, on different nodes if there is room. Each reaches all workers, so that new requests are
+    /// answered by the others while one is missing.
     #[serde(default = "default_gateways")]
     #[cfg_attr(feature = "kube", schemars(range(min = 1, max = 8)))]
     #[cfg_attr(
@@ -482,13 +488,13 @@ impl Default for GatewaySpec {
 }
 
 impl GatewaySpec {
-    /// Whether nothing differs from the defaults.
+    /// Whether all fields have their defaults.
     pub fn is_default(&self) -> bool {
         *self == Self::default()
     }
 }
 
-/// How clients reach the service.
+/// Client access to the service.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -499,14 +505,15 @@ pub struct EndpointSpec {
     /// The Secret whose values are the accepted API keys. By default no key is required.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api_keys_secret_ref: Option<SecretRef>,
-    /// How long a client's connection is kept for its next request, such as 10m: longer than the proxies in front of the
-    /// gateway keep theirs. By default 2m.
+    /// Time for which a client's connection is kept for its next request, such as 10m: longer than the proxies in
+    /// front of the gateway keep theirs. By default 2m.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keep_alive: Option<DurationText>,
-    /// How long a client may take no byte of its answer before it is disconnected, such as 1m. By default 30s.
+    /// Time after which a client that takes no byte of its answer is disconnected, such as 1m. By default 30s.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub client_stall: Option<DurationText>,
-    /// Annotations of the gateway's Service, such as those of load balancers and of external-dns. Others that are there stay.
+    /// Annotations of the gateway's Service, such as those of load balancers and of external-dns. Other existing
+    /// annotations stay.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     #[cfg_attr(
         feature = "kube",
@@ -530,7 +537,7 @@ pub struct EndpointSpec {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 pub enum EndpointType {
-    /// Reached from inside the cluster; on one machine from the machine itself.
+    /// A cluster address, reached from inside the cluster; on one machine from the machine itself.
     #[default]
     ClusterIP,
     /// A port on every node.
@@ -556,7 +563,7 @@ pub struct GatewayRef {
 }
 
 impl InferenceDeploymentSpec {
-    /// The model's name in the OpenAI API: `servedName`, or what the source calls it.
+    /// Returns the model's name in the OpenAI API: `servedName`, or the source's default name.
     pub fn served_name(&self) -> String {
         if let Some(name) = &self.model.served_name {
             return name.clone();

@@ -1,10 +1,10 @@
-//! Errors about fields: which field, what is wrong with it, what to write instead.
+//! Errors about fields: the field, what is wrong with it, and what to write instead.
 
 use std::fmt;
 
 /// A field of a spec that cannot be accepted.
 ///
-/// Displays as two lines, the second indented by two blanks:
+/// Displays as two lines, the second indented by two spaces:
 ///
 /// ```text
 /// spec.decode.maxBatch is 0
@@ -14,14 +14,14 @@ use std::fmt;
 pub struct FieldError {
     /// JSON path from the root of the file, such as `spec.decode.maxBatch` or `spec.model.adapters[0].name`.
     pub field: String,
-    /// What is wrong with it, with the value: `is 0`, `is missing`, `sets builtin and hostPath`.
+    /// The problem, with the value: `is 0`, `is missing`, `sets builtin and hostPath`.
     pub problem: String,
-    /// What to write instead, and why.
+    /// The remedy: what to write instead, and why.
     pub remedy: String,
 }
 
 impl FieldError {
-    /// An error about `field`.
+    /// Creates an error about `field`.
     pub fn new(
         field: impl Into<String>,
         problem: impl Into<String>,
@@ -34,7 +34,7 @@ impl FieldError {
         }
     }
 
-    /// Describes the JSON value of a field: scalars as written, objects by the keys that they set.
+    /// Describes the JSON value of a field: scalars as written, objects by the keys they set.
     pub fn describe(value: Option<&serde_json::Value>) -> String {
         use serde_json::Value;
         match value {
@@ -65,8 +65,8 @@ impl FieldError {
     }
 }
 
-/// An error and its innermost cause as one message: what happened, why, and on further lines what to do. A cause that
-/// the message already contains is not repeated.
+/// Combines an error and its innermost cause into one message: what happened, why, and the remedy on further lines. A
+/// cause that the message already contains is not repeated.
 pub fn sentence(message: &str, cause: &str) -> String {
     if message.contains(cause) {
         return message.to_owned();

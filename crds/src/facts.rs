@@ -1,4 +1,5 @@
-//! What a plan must know of a model. The worker reads it from config.json and the headers of the weights; the planner reasons with it.
+//! Model facts that a plan is based on. The worker reads them from config.json and the weight headers; the planner
+//! computes with them.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,7 +7,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ModuleBytes {
-    /// The embedding table; 0 when it is the head's (tied).
+    /// The embedding table; 0 when it is tied to the head.
     pub embedding: u64,
     /// Attention projections with their norms.
     pub attention: u64,
@@ -14,7 +15,7 @@ pub struct ModuleBytes {
     pub dense_ffn: u64,
     /// Experts that every token uses.
     pub shared_expert: u64,
-    /// Routers with their correction biases.
+    /// Routers and their correction biases.
     pub router: u64,
     /// All routed experts.
     pub routed_experts: u64,
@@ -63,17 +64,18 @@ pub enum KvShape {
     },
 }
 
-/// Everything that placement and prediction need to know of a model.
+/// Everything that placement and prediction need to know about a model.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ModelFacts {
     /// `model_type` of config.json, such as `deepseek_v3`.
     pub architecture: String,
-    /// How most of the weights are stored, such as `FP8` or `BF16`.
+    /// Storage format of most of the weights, such as `FP8` or `BF16`.
     pub dtype: String,
-    /// Parameters in all.
+    /// Total number of parameters.
     pub parameter_count: u64,
-    /// Parameters that take part in one token: routed experts count `experts_per_token` of `experts`, the embedding not at all.
+    /// Parameters used for one token: of the routed experts `experts_per_token` of `experts`, and none of the
+    /// embedding.
     pub active_parameter_count: u64,
     /// Layers.
     pub layers: u32,
@@ -81,13 +83,13 @@ pub struct ModelFacts {
     pub hidden: u32,
     /// Rows of the output projection.
     pub vocab: u32,
-    /// The most positions that the model was made for (after rope scaling).
+    /// Largest number of positions that the model was made for (after RoPE scaling).
     pub max_context: u32,
     /// Routed experts of one layer; 0 for a dense model.
     pub experts: u32,
-    /// Routed experts that one token uses in a layer.
+    /// Routed experts that one token uses per layer.
     pub experts_per_token: u32,
-    /// Attention heads of the queries.
+    /// Query heads.
     pub heads: u32,
     /// KV cache entry of one token in one layer.
     pub kv: KvShape,
@@ -116,9 +118,9 @@ impl ModelFacts {
         layer.saturating_mul(u64::from(self.layers))
     }
 
-    /// Floating-point operations of attention for one token per position that it looks at, over all layers.
+    /// Floating-point operations of attention for one token per position that it attends to, over all layers.
     ///
-    /// A multiply-add counts two. With the latent cache this is the absorbed form.
+    /// A multiply-add counts as two. With the latent cache this is the absorbed form.
     pub fn attention_flops_per_position(&self) -> f64 {
         let per_head = match self.kv {
             KvShape::Heads {
@@ -129,7 +131,7 @@ impl ModelFacts {
         2.0 * f64::from(self.heads) * per_head * f64::from(self.layers)
     }
 
-    /// Expected number of distinct routed experts of one layer that `tokens` tokens use, choosing evenly and
+    /// Expected number of distinct routed experts of one layer that `tokens` tokens use, if each chooses uniformly and
     /// independently: `E · (1 − (1 − k/E)^tokens)`.
     pub fn expected_distinct_experts(&self, tokens: u32) -> f64 {
         if self.experts == 0 {
@@ -141,15 +143,16 @@ impl ModelFacts {
         experts * (1.0 - missed)
     }
 
-    /// Bytes of weights that one step over `tokens` tokens reads: everything but the embedding, and of the routed
-    /// experts those that some token uses.
+    /// Bytes of weights that one step over `tokens` tokens reads: everything except the embedding, and only those
+    /// routed experts that some token uses.
     pub fn step_bytes(&self, tokens: u32) -> f64 {
         self.always_bytes() as f64 + self.expert_step_bytes(tokens)
     }
 
-    /// Of [`Self::step_bytes`] what must come from the disk when the system keeps `kept_bytes` of the weights in memory. It
-    /// keeps what was read last: with routed experts that is what every step reads, and then experts, chosen evenly. Without,
-    /// no part of the weights is kept rather than another. The same holds of a window over mapped weights and what must be mapped.
+    /// Part of [`Self::step_bytes`] that must be read from disk when the system keeps `kept_bytes` of the weights in
+    /// memory. It keeps what was read last: with routed experts, first the weights that every step reads, then a
+    /// uniform share of the experts. In a dense model no part of the weights is favoured. The same holds for a window
+    /// over mapped weights and what must be mapped.
     pub fn absent_step_bytes(&self, tokens: u32, kept_bytes: u64) -> f64 {
         let share = |kept: u64, of: u64| kept.min(of) as f64 / of.max(1) as f64;
         if self.experts == 0 {
@@ -161,12 +164,12 @@ impl ModelFacts {
         always.saturating_sub(kept_bytes) as f64 + self.expert_step_bytes(tokens) * absent
     }
 
-    /// Of [`Self::step_bytes`] what must come from the disk when a window of `mapped_bytes` is mapped and the system keeps
-    /// `kept_bytes` in memory, the window among them.
+    /// Part of [`Self::step_bytes`] that must be read from disk when a window of `mapped_bytes` is mapped and the
+    /// system keeps `kept_bytes` in memory, including the window.
     ///
-    /// The layers of a dense model are read in a circle: beside what stays in the window from one step to the next, the page
-    /// cache lets go of what was read longest ago, which is what is read next. The kernel keeps some of it only where it sees
-    /// that it comes back soon after it went: while about three quarters of the circle fit, by measurements on Linux 6.18
+    /// The layers of a dense model are read in a cycle: apart from what stays in the window between steps, the page
+    /// cache evicts what was read longest ago, which is what is read next. The kernel keeps some of it only if it sees
+    /// pages return soon after their eviction: while about three quarters of the cycle fit, as measured on Linux 6.18
     /// (docs/benchmarks.md, "Prefetched weights").
     pub fn disk_step_bytes(&self, tokens: u32, mapped_bytes: u64, kept_bytes: u64) -> f64 {
         let stays = mapped_bytes.saturating_sub(self.least_resident_bytes());
@@ -178,7 +181,7 @@ impl ModelFacts {
         self.absent_step_bytes(tokens, kept_bytes)
     }
 
-    /// Bytes that every step reads, whatever its tokens.
+    /// Bytes that every step reads, regardless of its tokens.
     fn always_bytes(&self) -> u64 {
         self.bytes
             .attention
@@ -197,7 +200,7 @@ impl ModelFacts {
         self.bytes.routed_experts as f64 * share
     }
 
-    /// The least of the weights that must be in memory at a time with `MmapPrefetch`: the layer at work, the next
+    /// Smallest part of the weights that must be in memory at once with `MmapPrefetch`: the current layer, the next
     /// one, and the head.
     pub fn least_resident_bytes(&self) -> u64 {
         self.largest_layer_bytes

@@ -1,14 +1,14 @@
 //! API types of `hearth.dev/v1alpha1`: [`InferenceDeploymentSpec`], [`InferencePlanSpec`], [`NodeProfileStatus`].
 //!
 //! Without features the crate is plain serde types: that is what the planner and the workers use.
-//! Feature `kube` adds the custom resources themselves (`InferenceDeployment`, `InferencePlan`, `NodeProfile`, `InferencePoolScaler`),
-//! their schemas with CEL rules, the generated YAML ([`crd_yaml`]) and [`parse_deployment`], which checks a file
-//! in process by the very rules that the API server runs at admission.
+//! Feature `kube` adds the custom resources themselves (`InferenceDeployment`, `InferencePlan`, `NodeProfile`,
+//! `InferencePoolScaler`), their schemas with CEL rules, the generated YAML ([`crd_yaml`]) and [`parse_deployment`],
+//! which checks a file in process by the same rules that the API server runs at admission.
 //!
 //! Architecture invariant: nothing here reads a file, a clock or the network.
 
 #![forbid(unsafe_code)]
-// KubeSchema copies each type into the body of a function, where `pub` reaches nowhere.
+// KubeSchema copies each type into a function body, where `pub` is unreachable.
 #![cfg_attr(feature = "kube", allow(unreachable_pub))]
 // Several printed columns have the same type.
 #![cfg_attr(feature = "kube", allow(clippy::duplicated_attributes))]
@@ -74,7 +74,7 @@ pub use parse::{ParseError, parse_deployment, parse_deployment_for, validate_dep
 
 /// API group of all resources.
 pub const GROUP: &str = "hearth.dev";
-/// The one served version.
+/// The only served version.
 pub const VERSION: &str = "v1alpha1";
-/// `apiVersion` as a file writes it.
+/// `apiVersion` as written in a file.
 pub const API_VERSION: &str = "hearth.dev/v1alpha1";

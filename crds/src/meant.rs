@@ -4,8 +4,8 @@ use serde_json::Value;
 
 use crate::quantity::{DURATION_PATTERN, DurationText, MEMORY_PATTERN, MemoryQuantity};
 
-/// Prefixes `remedy` with "did you mean" and the amount of memory or the time that `value` looks like; returns it unchanged
-/// where `schema` is neither, or the value looks like neither.
+/// Prefixes `remedy` with "did you mean" and the memory amount or duration that `value` resembles; returns it
+/// unchanged if `schema` is neither, or the value resembles neither.
 pub(crate) fn with_quantity(schema: &Value, value: Option<&Value>, remedy: String) -> String {
     let rules = schema["x-kubernetes-validations"].as_array();
     let has = |pattern: &str| {
@@ -27,7 +27,7 @@ pub(crate) fn with_quantity(schema: &Value, value: Option<&Value>, remedy: Strin
     ask(meant.as_deref(), remedy)
 }
 
-/// Prefixes `remedy` with "did you mean" and the one of `known` that is closest to `text`, if any is close.
+/// Prefixes `remedy` with "did you mean" and the closest name in `known` to `text`, if any is close.
 pub(crate) fn with_name(known: &[&str], text: &str, remedy: String) -> String {
     ask(closest(known, text), remedy)
 }
@@ -43,7 +43,7 @@ fn ask(meant: Option<&str>, remedy: String) -> String {
     format!("did you mean {meant}? {first}{rest}")
 }
 
-/// The name that is at most two letters away, ignoring case; `None` where no name is.
+/// Returns the name that is at most two edits away, ignoring case; `None` if there is none.
 fn closest<'a>(known: &[&'a str], text: &str) -> Option<&'a str> {
     let text = text.to_lowercase();
     known
@@ -54,7 +54,7 @@ fn closest<'a>(known: &[&'a str], text: &str) -> Option<&'a str> {
         .map(|(_, name)| name)
 }
 
-/// `4GB`, `4 GiB` and `4gb` as `4Gi`.
+/// Reads `4GB`, `4 GiB` and `4gb` as `4Gi`.
 fn memory(text: &str) -> Option<String> {
     let (number, unit) = number_and_unit(text)?;
     let unit = match unit.trim_end_matches("bytes").trim_end_matches('b') {
@@ -70,7 +70,7 @@ fn memory(text: &str) -> Option<String> {
     meant.parse::<MemoryQuantity>().ok().map(|_| meant)
 }
 
-/// `30 sec` as `30s`, `2d` as `48h`; a number alone as seconds.
+/// Reads `30 sec` as `30s` and `2d` as `48h`; a bare number as seconds.
 fn duration(text: &str) -> Option<String> {
     let (number, unit) = number_and_unit(text)?;
     let unit = match unit.as_str() {
@@ -88,7 +88,7 @@ fn duration(text: &str) -> Option<String> {
     meant.parse::<DurationText>().ok().map(|_| meant)
 }
 
-/// Digits with at most one point, which may be a comma, and the letters behind them in lower case.
+/// Splits digits with at most one decimal point or comma from the unit behind them, in lower case.
 fn number_and_unit(text: &str) -> Option<(String, String)> {
     let text: String = text.split_whitespace().collect();
     let end = text

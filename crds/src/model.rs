@@ -1,4 +1,4 @@
-//! The model part of a deployment: where its files come from and how it is offered.
+//! The model part of a deployment: the source of its files and how it is offered.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,7 +11,7 @@ use crate::url::shown_url;
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct ModelSpec {
-    /// Where the model's files come from: exactly one of builtin, persistentVolumeClaim, hostPath, http.
+    /// Source of the model's files: exactly one of builtin, persistentVolumeClaim, hostPath, http.
     pub source: ModelSource,
     /// The model's name in the OpenAI API. By default the name that the source gives it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -21,7 +21,8 @@ pub struct ModelSpec {
         x_kube(validation = Rule::new("self.matches('^[A-Za-z0-9][A-Za-z0-9._:/-]*$')").message("write a name of letters, digits and ._:/- that begins with a letter or digit"))
     )]
     pub served_name: Option<String>,
-    /// The most tokens that prompt and answer may have together. By default what the model was trained for, at most 8192.
+    /// Maximum number of tokens of prompt and answer together. By default what the model was trained for, at most
+    /// 8192.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(
         feature = "kube",
@@ -40,7 +41,7 @@ pub struct ModelSpec {
     pub adapters: Vec<AdapterSpec>,
 }
 
-/// Where files come from: exactly one of the members.
+/// Source of files: exactly one of the members.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[cfg_attr(
@@ -161,8 +162,8 @@ pub struct HttpSource {
         x_kube(validation = Rule::new("self.matches('^[0-9a-f]{64}$')").message("write the 64 lower-case hexadecimal digits that sha256sum prints"))
     )]
     pub sha256: String,
-    /// The Secret that opens the URL, in the deployment's namespace: username and password, or token. Its type is Opaque or
-    /// kubernetes.io/basic-auth.
+    /// The Secret with the credentials for the URL, in the deployment's namespace: username and password, or token.
+    /// Its type is Opaque or kubernetes.io/basic-auth.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub secret_ref: Option<SecretRef>,
 }
@@ -172,14 +173,14 @@ pub struct HttpSource {
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct AdapterSpec {
-    /// The name under which requests ask for it.
+    /// Name by which requests select it.
     #[cfg_attr(feature = "kube", schemars(length(max = 128)))]
     #[cfg_attr(
         feature = "kube",
         x_kube(validation = Rule::new("self.matches('^[A-Za-z0-9][A-Za-z0-9._:/-]*$')").message("write a name of letters, digits and ._:/- that begins with a letter or digit"))
     )]
     pub name: String,
-    /// Where its files come from.
+    /// Source of its files.
     pub source: ModelSource,
 }
 
@@ -198,7 +199,7 @@ pub struct SecretRef {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 pub enum Quantization {
-    /// Nothing: they stay as the checkpoint has them.
+    /// None: the weights stay as the checkpoint has them.
     #[default]
     Native,
     /// 8-bit weights, 8-bit activations.
@@ -208,8 +209,8 @@ pub enum Quantization {
 }
 
 impl ModelSource {
-    /// The name that the source gives its model: a builtin's name, a repository, the last part of a path, or an
-    /// archive's name without its ending.
+    /// Returns the name that the source gives its model: a builtin's name, a repository, the last part of a path, or
+    /// an archive's name without its extension.
     pub fn default_name(&self) -> String {
         let last = |path: &str| {
             let part = path
@@ -235,7 +236,7 @@ impl ModelSource {
                 .as_deref()
                 .map_or_else(|| claim.claim_name.clone(), last)
         } else if let Some(http) = &self.http {
-            // What follows the path may be a permission to read it.
+            // The part behind the path may be a credential.
             let path = http.url.split(['?', '#']).next().unwrap_or_default();
             let name = last(path);
             let endings = [".tar", ".tar.gz", ".tgz", ".tar.zst"];
@@ -247,7 +248,7 @@ impl ModelSource {
         }
     }
 
-    /// The source in a few words, such as `builtin hearth-demo` or `hostPath /models/qwen3`.
+    /// Describes the source in a few words, such as `builtin hearth-demo` or `hostPath /models/qwen3`.
     pub fn describe(&self) -> String {
         if let Some(builtin) = &self.builtin {
             format!("builtin {}", builtin.name)
@@ -274,7 +275,7 @@ impl ModelSource {
 }
 
 impl ModelSpec {
-    /// The spec as it may be copied to other objects: its URLs without secrets.
+    /// Returns the spec in a form that may be copied to other objects: its URLs without secrets.
     #[must_use]
     pub fn shown(&self) -> Self {
         let mut spec = self.clone();

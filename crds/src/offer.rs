@@ -1,5 +1,6 @@
-//! Values and fields that a message may suggest. One that is refused at the target helps nobody, so each is tried
-//! by its own rules and with [`unsupported`] in a spec that sets just that; there is no second list of what the engine can do.
+//! Values and fields that a message may suggest. Suggesting one that the target refuses helps nobody, so each is tried
+//! against its own rules and with [`unsupported`] in a spec that sets just that; there is no second list of what the
+//! engine supports.
 
 use kube::core::cel::Validator;
 use serde_json::{Map, Value, json};
@@ -8,22 +9,22 @@ use crate::InferenceDeploymentSpec;
 use crate::capability::{BUILTIN_MODELS, Target, unsupported};
 use crate::rules;
 
-/// Values that every field of type string accepts one of: text, an amount of memory, a duration.
+/// Sample texts, one of which every string field accepts: free text, an amount of memory, or a duration.
 const TEXTS: [&str; 2] = ["1Mi", "1s"];
-/// Start of a list of members in the message of a rule or in a description.
+/// Prefix of a list of members in a rule's message or a description.
 const LIST: &str = "exactly one of ";
 
-/// What is accepted at one target, or by the API alone for `None`.
+/// Values and fields accepted at one target, or by the API alone for `None`.
 #[derive(Clone, Copy)]
 pub(crate) struct Offer(Option<Target>);
 
 impl Offer {
-    /// What is accepted at `target`.
+    /// Returns the offer at `target`.
     pub(crate) fn at(target: Option<Target>) -> Self {
         Self(target)
     }
 
-    /// The values of an enum that are accepted at `path`, as a list in words; `None` where the schema has no enum.
+    /// Returns the enum values accepted at `path` as a comma-separated list; `None` if the schema has no enum.
     pub(crate) fn values(self, schema: &Value, path: &str) -> Option<String> {
         let values = schema["enum"].as_array()?;
         let words: Vec<&str> = values
@@ -34,7 +35,7 @@ impl Offer {
         Some(words.join(", "))
     }
 
-    /// The fields of the object at `path` that are accepted and not deprecated.
+    /// Returns the accepted, non-deprecated fields of the object at `path`.
     pub(crate) fn fields<'s>(
         self,
         properties: &'s Map<String, Value>,
@@ -47,7 +48,7 @@ impl Offer {
             .map(|(name, _)| name.as_str())
     }
 
-    /// `text` with its list `exactly one of a, b, c` cut down to those fields of the object at `path` that are accepted.
+    /// Returns `text` with its list `exactly one of a, b, c` reduced to the accepted fields of the object at `path`.
     pub(crate) fn narrow(self, text: &str, schema: &Value, path: &str) -> String {
         let cut_down = || {
             let properties = schema["properties"].as_object()?;
@@ -87,12 +88,12 @@ impl Offer {
         }
     }
 
-    /// Whether a word of the enum at `path` is accepted: by its own rules, and at the target.
+    /// Whether an enum value is accepted at `path`: by its own rules, and at the target.
     fn takes(self, schema: &Value, path: &str, value: &Value) -> bool {
         Validator::new().validate(schema, value, None).is_ok() && self.accepts(path, value)
     }
 
-    /// Whether `value` is accepted at `path` of the target. What cannot be tried counts as accepted.
+    /// Whether the target accepts `value` at `path`. A value that cannot be tried counts as accepted.
     fn accepts(self, path: &str, value: &Value) -> bool {
         let (Some(target), Some(inner)) = (self.0, path.strip_prefix("spec.")) else {
             return true;
@@ -115,7 +116,7 @@ impl Offer {
     }
 }
 
-/// Whether one of `rules` stands at a field.
+/// Whether a field has one of `rules`.
 fn has_rule(schema: &Value, rules: &[&str]) -> bool {
     let found = schema["x-kubernetes-validations"].as_array();
     let mut found = found.into_iter().flatten();
@@ -128,7 +129,7 @@ fn is_deprecated(schema: &Value) -> bool {
     description.is_some_and(|text| text.starts_with("Deprecated:"))
 }
 
-/// The least value of a schema, with `text` for every string.
+/// Returns the smallest value that fits a schema, with `text` for every string.
 fn sample(schema: &Value, text: &str) -> Value {
     match schema["type"].as_str().unwrap_or_default() {
         "object" => {
@@ -150,7 +151,7 @@ fn sample(schema: &Value, text: &str) -> Value {
     }
 }
 
-/// The path of a member.
+/// Returns the path of a member.
 pub(crate) fn join(path: &str, name: &str) -> String {
     if path.is_empty() {
         name.to_owned()

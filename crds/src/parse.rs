@@ -1,4 +1,4 @@
-//! Parsing of a file into a checked `InferenceDeployment`, with the errors that the API server would give.
+//! Parsing of a file into a validated `InferenceDeployment`, with the errors that the API server would give.
 
 use kube::core::cel::{ErrorKind, Validator};
 use serde::Deserialize;
@@ -12,18 +12,18 @@ use crate::rules;
 use crate::structural;
 use crate::{API_VERSION, InferenceDeployment};
 
-/// The one kind of object that a file may hold.
+/// The only kind of object that a file may hold.
 const KIND: &str = "InferenceDeployment";
 
-/// Errors of a file that is no acceptable `InferenceDeployment`.
+/// Errors of a file that does not hold a valid `InferenceDeployment`.
 ///
-/// Displays without a leading `error:`; a second line says what to do.
+/// Displays without a leading `error:`; a second line gives the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum ParseError {
     /// The text is not YAML.
     #[error("the file is not YAML: {0}\n  check the indentation and the colons at that place")]
     Yaml(String),
-    /// There is no document in the file.
+    /// The file has no document.
     #[error(
         "the file is empty\n  write an InferenceDeployment; manifests/examples/demo.yaml is a small one to begin with"
     )]
@@ -33,12 +33,12 @@ pub enum ParseError {
         "the file has {count} documents ({kinds})\n  write one InferenceDeployment a file and no second '---'"
     )]
     MultipleDocuments {
-        /// How many.
+        /// Number of documents.
         count: usize,
         /// Their kinds, in order.
         kinds: String,
     },
-    /// Fields that cannot be accepted; at least one.
+    /// Fields that are invalid; at least one.
     #[error("{}", join(.0))]
     Fields(Vec<FieldError>),
     /// The schema compiled into this program cannot be used.
@@ -57,7 +57,7 @@ fn join(errors: &[FieldError]) -> String {
 }
 
 impl ParseError {
-    /// The fields at fault; empty when the text did not come so far.
+    /// The invalid fields; empty if parsing did not get that far.
     pub fn fields(&self) -> &[FieldError] {
         match self {
             Self::Fields(fields) => fields,
@@ -66,17 +66,17 @@ impl ParseError {
     }
 }
 
-/// Reads one `InferenceDeployment` and checks it as the API server would: shape, then CEL rules on the defaulted object.
-/// Deprecated fields of it are translated.
+/// Reads one `InferenceDeployment` and checks it as the API server would: structure, then CEL rules on the defaulted
+/// object. Deprecated fields are translated.
 ///
 /// # Errors
-/// [`ParseError`]; all faults of one stage are reported together.
+/// [`ParseError`]; all errors of one stage are reported together.
 pub fn parse_deployment(yaml_text: &str) -> Result<InferenceDeployment, ParseError> {
     parse(yaml_text, None)
 }
 
-/// [`parse_deployment`], and every field that asks for what this engine cannot do at `target` is refused too. Messages
-/// offer only what is accepted there.
+/// Like [`parse_deployment`], but also refuses every field that asks for something that this engine cannot do at
+/// `target`. Messages suggest only what is accepted there.
 ///
 /// # Errors
 /// [`ParseError`].
@@ -93,10 +93,10 @@ fn parse(yaml_text: &str, target: Option<Target>) -> Result<InferenceDeployment,
     check_object(object, target)
 }
 
-/// Checks a deployment that did not come from a file (the operator's, read from the API server) by the same rules.
+/// Checks a deployment that did not come from a file (the operator reads it from the API server) by the same rules.
 ///
 /// # Errors
-/// [`ParseError::Fields`] with all faults.
+/// [`ParseError::Fields`] with all errors.
 pub fn validate_deployment(
     deployment: &InferenceDeployment,
     target: Target,
@@ -109,7 +109,7 @@ pub fn validate_deployment(
 fn one_document(text: &str) -> Result<Value, ParseError> {
     let mut documents = Vec::new();
     for document in serde_norway::Deserializer::from_str(text) {
-        // Through the YAML value first: it refuses a key that is written twice, where JSON would keep the last.
+        // Through a YAML value first: it rejects a duplicate key, where JSON would keep the last.
         let value =
             serde_norway::Value::deserialize(document).map_err(|error| not_yaml(text, &error))?;
         if !value.is_null() {
@@ -134,7 +134,7 @@ fn one_document(text: &str) -> Result<Value, ParseError> {
     }
 }
 
-/// A key that is written twice or a number that no field can hold, by its field; anything else in the reader's words.
+/// Names the field of a duplicate key or of a number that no field can hold; otherwise keeps the parser's message.
 fn not_yaml(text: &str, error: &serde_norway::Error) -> ParseError {
     let message = error.to_string();
     let twice = || {
@@ -168,7 +168,8 @@ fn not_yaml(text: &str, error: &serde_norway::Error) -> ParseError {
     }
 }
 
-/// The numbers of the lines that begin with `key` in the mapping whose first key stands at that line and column, from 1.
+/// Returns the 1-based numbers of the lines that begin with `key` in the mapping whose first key is at that line and
+/// column.
 fn lines_of(text: &str, key: &str, line: usize, column: usize) -> Vec<String> {
     let indent = column.saturating_sub(1);
     text.lines()
@@ -236,7 +237,8 @@ fn check_header(object: &Value) -> Result<(), ParseError> {
     }
 }
 
-/// Shape first: rules may then rely on the types. Faults of rules and what the engine lacks come together.
+/// Checks structure first, so that rules may rely on the types. Broken rules and unsupported capabilities are reported
+/// together.
 fn check_object(object: Value, target: Option<Target>) -> Result<InferenceDeployment, ParseError> {
     let schema = crate::crd::deployment_schema().map_err(ParseError::Schema)?;
     let offer = Offer::at(target);
@@ -264,7 +266,7 @@ fn check_object(object: Value, target: Option<Target>) -> Result<InferenceDeploy
     }
 }
 
-/// The CEL rules of `schema` that `object` breaks, in the order of their fields.
+/// Returns the CEL rules of `schema` that `object` breaks, in order of their fields.
 fn broken_rules(
     schema: &Value,
     object: &Value,
@@ -289,7 +291,7 @@ fn broken_rules(
                 error.rule, error.field_path, error.message
             )));
         }
-        // How to write what is refused anyway helps nobody.
+        // Advice on how to write a field that is refused anyway helps nobody.
         if error.rule != rules::NEVER && refused.contains(&error.field_path) {
             continue;
         }
@@ -298,7 +300,7 @@ fn broken_rules(
         } else {
             error.field_path.as_str()
         };
-        // Rules of whole objects speak of what is written, not of defaults.
+        // Rules on whole objects concern what is written, not defaults.
         let value = structural::lookup(object, field);
         let problem = FieldError::describe(value);
         let member = structural::schema_at(schema, field);

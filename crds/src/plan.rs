@@ -1,7 +1,7 @@
-//! `InferencePlan`: every choice, made before anything runs. Workers read it as JSON and make no choice of their own.
+//! `InferencePlan`: every decision, made before anything runs. Workers read it as JSON and decide nothing themselves.
 //!
-//! A worker may be older or newer than the writer of its plan: it passes over fields that it does not know, and refuses a
-//! plan whose `minVersion` is above [`READER_VERSION`]. What the API server keeps is held to the schema by the API server.
+//! A worker may be older or newer than the writer of its plan: it ignores fields that it does not know, and refuses a
+//! plan whose `minVersion` is above [`READER_VERSION`]. The API server validates stored plans against the schema.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,7 +10,7 @@ use crate::deployment::{ObjectivesSpec, Pinning};
 use crate::plan_record::InferencePlanStatus;
 use crate::plan_record::PlanInputs;
 
-/// All choices for one generation of a deployment. It never changes: a new decision is a new plan.
+/// All decisions for one generation of a deployment. Immutable: a new decision is a new plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::CustomResource, kube::KubeSchema))]
 #[cfg_attr(
@@ -56,35 +56,35 @@ use crate::plan_record::PlanInputs;
 )]
 #[serde(rename_all = "camelCase")]
 pub struct InferencePlanSpec {
-    /// Counts the plans of a deployment upwards; a worker refuses one that is older than its own.
+    /// Number of the plan, ascending among a deployment's plans; a worker refuses one that is older than its own.
     pub generation: u64,
-    /// The least version of plans that a reader must know to carry this one out; 0: any.
+    /// Lowest version of plans that a reader must know to carry this one out; 0: any.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub min_version: u32,
-    /// The image of all ranks' Pods; unset outside of a cluster, where the ranks are processes of one program. A new image
-    /// is a new plan, so that a worker that does not start with it is given up for the plan with the image before.
+    /// Image of all ranks' Pods; unset outside a cluster, where the ranks are processes of one program. A new image is
+    /// a new plan, so that a worker that does not start with it is given up for the plan with the previous image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub worker_image: Option<String>,
-    /// The deployment that is planned.
+    /// The planned deployment.
     pub deployment: DeploymentRef,
     /// The topology.
     pub strategy: PlanStrategy,
-    /// The model's facts that all ranks share.
+    /// Facts of the model, shared by all ranks.
     pub model: PlanModel,
     /// One entry per process, gateway first, then prefill, then decode, each by ascending index.
     pub ranks: Vec<PlanRank>,
-    /// How the gateway routes requests.
+    /// Request routing of the gateway.
     pub routing: PlanRouting,
     /// Predicted performance of the service.
     pub predicted: PlanPrediction,
     /// Objectives of the deployment.
     #[serde(default)]
     pub objectives: ObjectivesSpec,
-    /// One line per pool whose workers compute with different bits, so that a stream which moves between them may go on with
-    /// other tokens; empty: failover keeps every token.
+    /// One line per pool whose workers compute different bits, so that a stream that moves between them may continue
+    /// with other tokens; empty: failover keeps every token.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mixed_numerics: Vec<String>,
-    /// What the plan was made from; unset outside of a cluster, and in plans of earlier versions.
+    /// Inputs of the plan; unset outside a cluster, and in plans of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub inputs: Option<PlanInputs>,
     /// One line per decision.
@@ -93,7 +93,7 @@ pub struct InferencePlanSpec {
     pub not_chosen: Vec<String>,
 }
 
-/// The deployment that is planned.
+/// The planned deployment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
@@ -116,7 +116,7 @@ pub enum PlanStrategy {
     Interleaved,
 }
 
-/// The model's facts that all ranks share.
+/// Facts of the model, shared by all ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
@@ -125,7 +125,7 @@ pub struct PlanModel {
     pub served_name: String,
     /// The directory with config.json and the weights, on each node.
     pub path: String,
-    /// Where it came from, in words, such as `builtin hearth-demo`.
+    /// Source of the model in words, such as `builtin hearth-demo`.
     pub source: String,
     /// The architecture's name in config.json, such as `deepseek_v3`.
     pub architecture: String,
@@ -133,13 +133,13 @@ pub struct PlanModel {
     pub parameter_count: u64,
     /// Bytes of all weights as stored.
     pub weight_bytes: u64,
-    /// The most tokens that prompt and answer may have together.
+    /// Maximum number of tokens of prompt and answer together.
     pub context_length: u32,
     /// Number of layers.
     pub layers: u32,
-    /// Bytes of KV cache of one token over all layers, with the plan's key and value types.
+    /// KV cache bytes of one token over all layers, with the plan's key and value types.
     pub kv_bytes_per_token: u64,
-    /// How most of the weights are stored, such as `FP8` or `BF16`.
+    /// Storage format of most of the weights, such as `FP8` or `BF16`.
     pub dtype: String,
 }
 
@@ -162,38 +162,41 @@ pub struct PlanRank {
     pub numa_nodes: Vec<u32>,
     /// Compute threads (for the gateway: threads of the async runtime).
     pub threads: u32,
-    /// How tightly it holds `cpus`.
+    /// Binding to `cpus`.
     pub pinning: Pinning,
     /// `cpu`, or the UUID of a GPU.
     #[serde(rename = "device")]
     pub device_name: String,
-    /// GPUs that it holds; its Pod asks the cluster's device plugin for them.
+    /// GPUs that it holds; its Pod requests them from the cluster's device plugin.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub gpus: u32,
-    /// Its Pod claims the GPUs that it computes on by their UUIDs (dynamic resource allocation) instead of asking a device
-    /// plugin for any.
+    /// Whether its Pod claims the GPUs that it computes on by their UUIDs (dynamic resource allocation) instead of
+    /// requesting any from a device plugin.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub claims_gpus: bool,
-    /// UUIDs of the GPUs that it computes on; empty: it computes on CPUs. Where a device plugin hands out another GPU of
+    /// UUIDs of the GPUs that it computes on; empty: it computes on CPUs. If a device plugin hands out another GPU of
     /// the node, that one is meant: the plan holds for each of them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub gpu_uuids: Vec<String>,
-    /// Bytes of each of these GPUs' memory that it may use: weights, KV, working room, and what the driver takes for the process.
+    /// Bytes of memory that it may use of each of these GPUs: weights, KV, working room, and what the driver takes for
+    /// the process.
     #[serde(default, skip_serializing_if = "is_none_of_bytes")]
     pub gpu_memory_bytes: u64,
-    /// How its weights live in memory; unset for the gateway.
+    /// Residency of its weights in memory; unset for the gateway.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub residency: Option<PlanResidency>,
     /// Its KV cache; unset for the gateway.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kv: Option<PlanKv>,
-    /// Streams that it runs at a time (decode), or prompts in progress (prefill); 0 for the gateway.
+    /// Concurrent streams (decode), or prompts in progress (prefill); 0 for the gateway.
     pub max_batch: u32,
-    /// Prompt tokens of one step; 0 for the gateway.
+    /// Prompt tokens per step; 0 for the gateway.
     pub chunk_tokens: u32,
-    /// Bytes of the node's memory for activations and logits beside weights and KV; the process itself counted in.
+    /// Bytes of the node's memory for activations and logits in addition to weights and KV; includes the process
+    /// itself.
     pub scratch_bytes: u64,
-    /// `host:port` that it serves on. The planner leaves it open unless told: who executes the plan fills it before publishing.
+    /// `host:port` that it serves on. The planner leaves it unset unless told: the executor of the plan sets it before
+    /// publishing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub endpoint: Option<String>,
     /// Predicted performance; unset for the gateway.
@@ -209,9 +212,9 @@ fn is_none_of_bytes(bytes: &u64) -> bool {
     *bytes == 0
 }
 
-/// What the Pod of a rank requests of its node's CPU, in thousandths of a CPU: with `Exclusive` each of its logical CPUs
-/// whole, since the kubelet's static policy gives whole ones alone; else a tenth of a CPU a thread, since idle CPUs are for
-/// whoever has work.
+/// CPU request of a rank's Pod in millicores. With `Exclusive` it is all of its logical CPUs, since the kubelet's
+/// static policy assigns only whole ones; otherwise a tenth of a CPU per thread, since idle CPUs are for any process
+/// with work.
 pub fn cpu_request_millis(pinning: Pinning, cpus: usize, threads: u32) -> u64 {
     match pinning {
         Pinning::Exclusive if cpus > 0 => cpus as u64 * 1000,
@@ -219,16 +222,17 @@ pub fn cpu_request_millis(pinning: Pinning, cpus: usize, threads: u32) -> u64 {
     }
 }
 
-/// What the driver takes of a GPU for each process, beside what the process asks for: its context and the compiled kernels.
+/// GPU memory that the driver takes per process in addition to what the process allocates: its context and the
+/// compiled kernels.
 pub const GPU_CONTEXT_BYTES: u64 = 512 << 20;
 
-/// What a rank computes on. A plan writes it twice, as [`PlanRank::device_name`] and [`PlanRank::gpu_uuids`], since workers of
-/// another version read it; code asks [`PlanRank::device`].
+/// Device that a rank computes on. A plan writes it twice, as [`PlanRank::device_name`] and [`PlanRank::gpu_uuids`],
+/// since workers of another version read it; code uses [`PlanRank::device`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RankDevice<'a> {
     /// The CPUs of its node.
     Cpus,
-    /// The GPU of this UUID. Where a device plugin hands out another GPU of the node, that one is meant.
+    /// The GPU with this UUID. If a device plugin hands out another GPU of the node, that one is meant.
     Gpu(&'a str),
 }
 
@@ -251,7 +255,7 @@ impl<'a> RankDevice<'a> {
 }
 
 impl PlanRank {
-    /// What weights, KV and arithmetic of this rank are on.
+    /// Returns the device that holds this rank's weights and KV cache and does its arithmetic.
     pub fn device(&self) -> RankDevice<'_> {
         match self.gpu_uuids.first() {
             Some(uuid) => RankDevice::Gpu(uuid),
@@ -259,22 +263,22 @@ impl PlanRank {
         }
     }
 
-    /// Whether weights, KV and arithmetic of this rank are on a GPU.
+    /// Whether this rank's weights, KV cache and arithmetic are on a GPU.
     pub fn is_on_gpu(&self) -> bool {
         matches!(self.device(), RankDevice::Gpu(_))
     }
 
-    /// Bytes of a GPU's memory that it may ask for: its share without what the driver takes for the process.
+    /// Bytes of GPU memory that it may allocate: its share minus what the driver takes for the process.
     pub fn gpu_budget_bytes(&self) -> u64 {
         self.gpu_memory_bytes.saturating_sub(GPU_CONTEXT_BYTES)
     }
 
-    /// What its Pod requests of its node's CPU, in thousandths of a CPU.
+    /// CPU request of its Pod, in millicores.
     pub fn cpu_millis(&self) -> u64 {
         cpu_request_millis(self.pinning, self.cpus.len(), self.threads)
     }
 
-    /// CPUs that are its own, by the kernel's number.
+    /// CPUs that it has to itself, by the kernel's numbers.
     pub fn exclusive_cpus(&self) -> &[u32] {
         match self.pinning {
             Pinning::Exclusive => &self.cpus,
@@ -282,7 +286,7 @@ impl PlanRank {
         }
     }
 
-    /// Bytes of weights that it keeps in its node's memory; ranks of one node map one copy.
+    /// Bytes of weights that it keeps in its node's memory; ranks on one node map one copy.
     pub fn host_weight_bytes(&self) -> u64 {
         match &self.residency {
             Some(residency) if !self.is_on_gpu() => residency.budget_bytes,
@@ -290,8 +294,8 @@ impl PlanRank {
         }
     }
 
-    /// Bytes of weights that its node grants to it alone: its window over weights that it reads again and again, where its
-    /// memory limit is what it requests. It would have the window in nobody else's memory: what it reads is charged to it.
+    /// Bytes of weights that its node grants to it alone: its window over weights that it reads repeatedly, if its
+    /// memory limit equals its request. The window cannot be in another's memory: what it reads is charged to it.
     pub fn own_weight_bytes(&self) -> u64 {
         let residency = self.residency.as_ref();
         let has_window = residency.is_some_and(|r| r.policy == ResidencyPolicy::MmapPrefetch);
@@ -334,12 +338,12 @@ impl PlanRole {
         }
     }
 
-    /// The role of that name; `None` for a name that no role has.
+    /// Returns the role with that name; `None` if no role has it.
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|role| role.as_str() == name)
     }
 
-    /// The role in lower case, as rank names have it.
+    /// The role in lower case, as in rank names.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Gateway => "gateway",
@@ -349,7 +353,7 @@ impl PlanRole {
     }
 }
 
-/// How a rank's weights live in memory.
+/// Residency of a rank's weights in memory.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
@@ -358,15 +362,15 @@ pub struct PlanResidency {
     pub policy: ResidencyPolicy,
     /// Bytes of the weights that the rank maps. Ranks of one node map one copy; a rank on a GPU has its own there.
     pub weight_bytes: u64,
-    /// Bytes of them that may be in memory (the GPU's, of a rank on one) at a time: all with Resident.
+    /// Bytes of them that may be in memory at a time (in the GPU's for a rank on one): all with Resident.
     pub budget_bytes: u64,
 }
 
-/// How weights come to be where they are used.
+/// Policy that brings weights to where they are used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 pub enum ResidencyPolicy {
-    /// All of them are mapped and stay in memory, or are copied to the rank's GPU and stay there.
+    /// All weights are mapped and stay in memory, or are copied to the rank's GPU and stay there.
     Resident,
     /// Mapped; the kernel is asked to read the next layers and to drop the last ones.
     MmapPrefetch,
@@ -379,9 +383,9 @@ pub enum ResidencyPolicy {
 pub struct PlanKv {
     /// Its memory in bytes.
     pub memory_bytes: u64,
-    /// How keys (of MLA: the latent and the rotary part) are stored.
+    /// Number format of keys (for MLA: of the latent and the rotary part).
     pub key_type: PlanKvType,
-    /// How values are stored; equal to `key_type` for MLA.
+    /// Number format of values; equal to `key_type` for MLA.
     pub value_type: PlanKvType,
     /// Tokens of one block.
     pub block_tokens: u32,
@@ -391,9 +395,9 @@ pub struct PlanKv {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 pub enum PlanKvType {
-    /// bfloat16, 2 bytes an element.
+    /// bfloat16, 2 bytes per element.
     BF16,
-    /// float32, 4 bytes an element.
+    /// float32, 4 bytes per element.
     F32,
 }
 
@@ -407,7 +411,7 @@ impl PlanKvType {
     }
 }
 
-/// Predicted performance of a rank by the profile's rates.
+/// Predicted performance of a rank, from the profile's rates.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
@@ -418,20 +422,20 @@ pub struct RankPrediction {
     /// The prompt length that `ttft_ms` refers to.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prompt_tokens: Option<u32>,
-    /// Milliseconds a token at batch 1.
+    /// Milliseconds per token at batch 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tpot_ms: Option<f64>,
-    /// Tokens a second: prompt tokens of a prefill rank, output tokens at `max_batch` of a decode rank.
+    /// Tokens per second: prompt tokens for a prefill rank, output tokens at `max_batch` for a decode rank.
     pub tokens_per_second: f64,
 }
 
-/// How the gateway routes requests.
+/// Request routing of the gateway.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct PlanRouting {
     /// Prompts with fewer tokens are read by the decode rank itself, in chunks between its steps;
-    /// 4294967295: all of them, there is no prefill rank.
+    /// 4294967295: all of them, as there is no prefill rank.
     pub chunked_below_tokens: u32,
     /// Requests that may wait; further ones get 429.
     pub max_queue: u32,
@@ -453,19 +457,19 @@ pub struct PlanPrediction {
     pub ttft_ms: f64,
     /// The prompt length that `ttft_ms` refers to.
     pub ttft_prompt_tokens: u32,
-    /// Milliseconds a token at batch 1.
+    /// Milliseconds per token at batch 1.
     pub tpot_ms: f64,
-    /// Output tokens a second with all decode ranks at their full batch.
+    /// Output tokens per second with all decode ranks at their full batch.
     pub tokens_per_second: f64,
 }
 
 impl InferencePlanSpec {
-    /// The rank of that name.
+    /// Returns the rank with that name.
     pub fn rank(&self, name: &str) -> Option<&PlanRank> {
         self.ranks.iter().find(|rank| rank.name == name)
     }
 
-    /// All ranks of a role, by ascending index.
+    /// Returns all ranks of a role, by ascending index.
     pub fn ranks_of(&self, role: PlanRole) -> impl Iterator<Item = &PlanRank> {
         self.ranks.iter().filter(move |rank| rank.role == role)
     }

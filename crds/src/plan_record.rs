@@ -1,18 +1,18 @@
-//! What an `InferencePlan` was made from, fixed with it, and what became of it, in its status.
+//! Inputs of an `InferencePlan`, fixed with it, and its outcome, in its status.
 //!
-//! Plans of earlier versions say both in annotations, which a `kubectl replace` loses.
+//! Plans of earlier versions keep both in annotations, which a `kubectl replace` loses.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// What a plan was made from.
+/// Inputs of a plan.
 ///
-/// The deployment's spec and the model's facts are kept as they were written, fields of other versions included.
+/// The deployment's spec and the model's facts are kept as they were written, including fields of other versions.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct PlanInputs {
-    /// Digest of the spec, as far as a plan follows from it, and of the model's facts.
+    /// Digest of the spec, as far as it affects the plan, and of the model's facts.
     pub digest: String,
     /// The deployment's spec, its URLs without secrets. The plan's Pods are built from it.
     #[cfg_attr(
@@ -39,7 +39,7 @@ pub struct PlanInputs {
     #[cfg_attr(feature = "kube", schemars(length(max = 64)))]
     #[cfg_attr(feature = "kube", x_kube(merge_strategy = ListMerge::Map(vec!["node".into()])))]
     pub refusals: Vec<NodeRefusal>,
-    /// The plan that was given up, where this one is the plan before it with the number of workers that is asked for now.
+    /// The plan that was given up, if this one is the plan before it with the number of workers requested now.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub instead_of: Option<GivenUpPlan>,
 }
@@ -56,7 +56,7 @@ pub struct GivenUpPlan {
     /// Its worker image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub worker_image: Option<String>,
-    /// Why it was given up.
+    /// Reason it was given up.
     pub message: String,
 }
 
@@ -67,11 +67,11 @@ pub struct GivenUpPlan {
 pub struct NodeRefusal {
     /// The node's name.
     pub node: String,
-    /// Who refused which worker, and the words.
+    /// The refusing component, the refused worker, and the reason given.
     pub message: String,
 }
 
-/// What became of a plan.
+/// Outcome of a plan.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
@@ -79,19 +79,19 @@ pub struct InferencePlanStatus {
     /// Serving once all its ranks were ready, Failed when it was given up; unset before.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub outcome: Option<String>,
-    /// Why it was given up.
+    /// Reason it was given up.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,
-    /// Why it keeps no other deployment from another worker image though it does not serve: a reason that is no image's
-    /// fault. Empty or unset: it does.
+    /// Reason it does not hold other deployments back from another worker image although it does not serve: one that
+    /// is not an image's fault. Empty or unset: it holds them back.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub passes_turn: Option<String>,
-    /// Pods that ended as a whole and were made again.
+    /// Pods that ended as a whole and were recreated.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", schemars(length(max = 256)))]
     #[cfg_attr(feature = "kube", x_kube(merge_strategy = ListMerge::Map(vec!["name".into()])))]
     pub ended_pods: Option<Vec<EndedPod>>,
-    /// The newest spec that the plan serves as it is; unset: the one that it was made for.
+    /// Newest spec that the unchanged plan serves; unset: the one that it was made for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub serves: Option<ServedSpec>,
 }
@@ -105,20 +105,20 @@ pub struct EndedPod {
     pub name: String,
     /// Uid of the last of them.
     pub uid: String,
-    /// How many, one after the other.
+    /// Number of them, one after the other.
     pub times: u32,
-    /// When the first was noted, in seconds since 1970.
+    /// Time at which the first was noted, in seconds since 1970.
     pub first_seconds: i64,
     /// Whether a container of one of them ever ran.
     pub has_run: bool,
 }
 
-/// A spec that leads to a plan like the one that is there.
+/// A spec that leads to a plan equal to the existing one.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct ServedSpec {
-    /// Digest, as that of the plan's inputs.
+    /// Digest like that of the plan's inputs.
     pub digest: String,
     /// The deployment's spec, its URLs without secrets. The plan's Pods are built from it.
     #[cfg_attr(
@@ -129,7 +129,7 @@ pub struct ServedSpec {
 }
 
 impl InferencePlanStatus {
-    /// Takes what `other` sets.
+    /// Takes over the fields that `other` sets.
     pub fn merge(&mut self, other: Self) {
         let Self {
             outcome,
@@ -146,7 +146,7 @@ impl InferencePlanStatus {
     }
 }
 
-/// An object of any fields, which the API server keeps as they are.
+/// Returns the schema of an object with any fields, which the API server preserves.
 #[cfg(feature = "kube")]
 pub(crate) fn any_object(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
     schemars::json_schema!({"type": "object", "x-kubernetes-preserve-unknown-fields": true})

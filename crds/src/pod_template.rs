@@ -1,7 +1,7 @@
-//! `spec.podTemplate`: the few things of a Pod that the author of a deployment may add to those that Hearth makes.
+//! `spec.podTemplate`: the few things that a deployment's author may add to the Pods that Hearth creates.
 //!
-//! It is no foreign type: what is not here cannot be asked for, so Pods keep to Pod Security `restricted` and to what
-//! the plan counts.
+//! It is deliberately not a Kubernetes type: anything missing here cannot be requested, so Pods comply with Pod
+//! Security `restricted` and with what the plan accounts for.
 
 use std::collections::BTreeMap;
 
@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 #[cfg(feature = "kube")]
 use crate::rules;
 
-/// What the deployment's Pods have beside what Hearth gives them. A change of it is a new plan, whose Pods replace the old
-/// ones and which is rolled back if they do not get ready.
+/// Additions to the Pods that Hearth creates for the deployment. A change is a new plan, whose Pods replace the old
+/// ones and which is rolled back if they do not become ready.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -32,8 +32,8 @@ pub struct PodTemplateSpec {
         )
     )]
     pub labels: BTreeMap<String, String>,
-    /// Annotations of every Pod of the deployment, each with a prefix such as prometheus.io/. Prefixes of Hearth, Kubernetes
-    /// and of container runtimes are refused: they could give a Pod more than its plan counts.
+    /// Annotations of every Pod of the deployment, each with a prefix such as prometheus.io/. Prefixes of Hearth,
+    /// Kubernetes and container runtimes are refused: they could give a Pod more than its plan accounts for.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     #[cfg_attr(
         feature = "kube",
@@ -53,9 +53,9 @@ pub struct PodTemplateSpec {
     #[cfg_attr(feature = "kube", schemars(length(max = 32)))]
     #[cfg_attr(feature = "kube", x_kube(merge_strategy = ListMerge::Map(vec!["name".into()])))]
     pub env: Vec<EnvVariable>,
-    /// Certificate authorities in ConfigMaps or Secrets, mounted read-only in every Pod of the deployment and named to TLS
-    /// libraries by SSL_CERT_DIR. Today these processes call no server outside the deployment, whose own calls have an
-    /// authority of their own, so this changes nothing that they do yet. Models behind URLs are fetched by the agents.
+    /// Certificate authorities in ConfigMaps or Secrets, mounted read-only in every Pod of the deployment and passed
+    /// to TLS libraries in SSL_CERT_DIR. Today these processes call no server outside the deployment, and calls inside
+    /// it use an authority of their own, so this has no effect yet. Models behind URLs are fetched by the agents.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(length(max = 8)))]
     pub ca_bundles: Vec<CaBundle>,
@@ -78,8 +78,9 @@ pub struct PodTemplateSpec {
         )
     )]
     pub priority_class_name: Option<String>,
-    /// Claims of devices that every worker has beside its GPUs, such as network adapters; the gateway has none. GPUs are asked for
-    /// by gpusPerWorker: a claim of them is not in the plan. It needs a cluster that serves resource.k8s.io/v1.
+    /// Device claims of every worker in addition to its GPUs, such as network adapters; the gateway has none. GPUs are
+    /// requested by gpusPerWorker: a claim of them is not in the plan. Requires a cluster that serves
+    /// resource.k8s.io/v1.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(length(max = 8)))]
     #[cfg_attr(feature = "kube", x_kube(merge_strategy = ListMerge::Map(vec!["name".into()])))]
@@ -91,7 +92,7 @@ pub struct PodTemplateSpec {
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct EnvVariable {
-    /// The variable's name. Those of Hearth, the loader, TLS libraries and GPU drivers are refused.
+    /// The variable's name. Names used by Hearth, the loader, TLS libraries and GPU drivers are refused.
     #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 128)))]
     #[cfg_attr(
         feature = "kube",
@@ -101,13 +102,13 @@ pub struct EnvVariable {
         )
     )]
     pub name: String,
-    /// Its value. $(NAME) stands for a variable before it in the list, as in a Pod.
+    /// Its value. $(NAME) refers to a variable before it in the list, as in a Pod.
     #[serde(default)]
     #[cfg_attr(feature = "kube", schemars(length(max = 4096)))]
     pub value: String,
 }
 
-/// Certificate authorities in PEM, of a ConfigMap or a Secret of the deployment's namespace.
+/// Certificate authorities in PEM, from a ConfigMap or a Secret in the deployment's namespace.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[cfg_attr(
@@ -156,7 +157,7 @@ pub struct ResourceClaimRef {
     #[cfg_attr(feature = "kube", schemars(length(max = 253)))]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::OBJECT_NAME).message(rules::OBJECT_NAME_SAYS)))]
     pub resource_claim_name: Option<String>,
-    /// A ResourceClaimTemplate from which each worker has a claim of its own.
+    /// A ResourceClaimTemplate from which each worker gets its own claim.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", schemars(length(max = 253)))]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::OBJECT_NAME).message(rules::OBJECT_NAME_SAYS)))]

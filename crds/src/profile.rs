@@ -1,9 +1,9 @@
-//! `NodeProfile`: what the profiler measured on one node. Cluster-scoped, one a node, named after it.
+//! `NodeProfile`: the profiler's measurements of one node. Cluster-scoped, one per node, named after it.
 
 use serde::{Deserialize, Serialize};
 
-/// Wishes about one node: none yet. What was measured on it is in the status; profiles of earlier versions have it here, and it is
-/// read from here until the node is measured again.
+/// Settings for one node: none yet. Measurements are in the status; profiles of earlier versions have them here, and
+/// they are read from here until the node is measured again.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::CustomResource, kube::KubeSchema))]
 #[cfg_attr(
@@ -38,7 +38,8 @@ use serde::{Deserialize, Serialize};
 #[cfg_attr(feature = "kube", schemars(extend("x-kubernetes-preserve-unknown-fields" = true)))]
 pub struct NodeProfileSpec {}
 
-/// Hardware of one node and how fast it is. All rates are measured; a device that is missing is an empty list.
+/// Hardware of one node and its speed. All rates are measured, except those of GPUs, which are estimates; a device
+/// that is missing is an empty list.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
@@ -64,11 +65,11 @@ pub struct NodeProfileStatus {
     /// Links to other nodes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub links: Vec<LinkProfile>,
-    /// When it was measured (RFC 3339).
+    /// Time of the measurement (RFC 3339).
     #[cfg_attr(feature = "kube", schemars(extend("format" = "date-time")))]
     pub measured_at: String,
-    /// The share of the CPUs' time that other programs had while it was measured, in percent: rates are lower than the machine
-    /// can do. Unset: the machine was quiet.
+    /// Share of the CPUs' time that other programs had during the measurement, in percent: rates are lower than the
+    /// machine can reach. Unset: the machine was quiet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub busy_percent: Option<u32>,
 }
@@ -145,7 +146,7 @@ pub struct NumaNodeProfile {
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct MemoryProfile {
-    /// All of it in bytes; inside a limited container, the limit.
+    /// All of it in bytes; in a limited container, the limit.
     pub total_bytes: u64,
     /// Memory available to a new program, page cache counted as free, in bytes.
     pub available_bytes: u64,
@@ -170,7 +171,7 @@ pub struct ComputeProfile {
     pub f32_all_threads_gflops: f64,
 }
 
-/// One GPU. What the driver does not report is unset, or 0.
+/// One GPU. Values that the driver does not report are unset, or 0.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
@@ -205,7 +206,7 @@ pub struct GpuProfile {
     /// Power limit in watts.
     #[serde(default)]
     pub power_limit_watts: u32,
-    /// Why workers cannot compute on it, such as a driver that is too old; unset where they can, as far as is known.
+    /// Reason workers cannot compute on it, such as a driver that is too old; unset if they can, as far as is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub obstacle: Option<String>,
 }

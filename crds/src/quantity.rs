@@ -1,4 +1,4 @@
-//! Amounts of memory and of time as people write them in YAML: `512Mi`, `11.5Gi`, `30s`, `50ms`.
+//! Amounts of memory and durations as people write them in YAML: `512Mi`, `11.5Gi`, `30s`, `50ms`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -21,10 +21,10 @@ pub enum QuantityError {
     Duration(String),
 }
 
-/// The pattern that both this parser and the CEL rule of the schema accept.
+/// Pattern accepted by both this parser and the schema's CEL rule.
 #[cfg(feature = "kube")]
 pub(crate) const MEMORY_PATTERN: &str = "^[0-9]{1,15}([.][0-9]{1,9})?(Ki|Mi|Gi|Ti|k|M|G|T)?$";
-/// The pattern that both this parser and the CEL rule of the schema accept.
+/// Pattern accepted by both this parser and the schema's CEL rule.
 #[cfg(feature = "kube")]
 pub(crate) const DURATION_PATTERN: &str = "^([0-9]{1,9}([.][0-9]{1,9})?(ms|s|m|h))+$";
 
@@ -35,7 +35,7 @@ pub(crate) const DURATION_PATTERN: &str = "^([0-9]{1,9}([.][0-9]{1,9})?(ms|s|m|h
 pub struct MemoryQuantity(u64);
 
 impl MemoryQuantity {
-    /// An amount of `bytes`.
+    /// Creates an amount of `bytes`.
     pub const fn from_bytes(bytes: u64) -> Self {
         Self(bytes)
     }
@@ -61,7 +61,7 @@ const MEMORY_UNITS: [(&str, u64); 9] = [
 impl FromStr for MemoryQuantity {
     type Err = QuantityError;
 
-    /// Reads digits, at most one decimal point and one unit. A fraction of a byte is rounded down.
+    /// Parses digits, at most one decimal point and one unit. A fraction of a byte is rounded down.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let error = || QuantityError::Memory(text.to_owned());
         let (number, unit) = MEMORY_UNITS
@@ -73,7 +73,7 @@ impl FromStr for MemoryQuantity {
     }
 }
 
-/// `number × unit` in integers, where `number` is `digits[.digits]`; `None` for any other text.
+/// Computes `number × unit` in integers, where `number` is `digits[.digits]`; `None` for any other text.
 fn scaled(number: &str, unit: u128) -> Option<u128> {
     let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
     let is_digits =
@@ -103,7 +103,7 @@ impl fmt::Display for MemoryQuantity {
 pub struct DurationText(Duration);
 
 impl DurationText {
-    /// A span of `duration`.
+    /// Creates a span of `duration`.
     pub const fn new(duration: Duration) -> Self {
         Self(duration)
     }
@@ -129,7 +129,7 @@ const DURATION_UNITS: [(&str, u128); 4] = [
 impl FromStr for DurationText {
     type Err = QuantityError;
 
-    /// Reads one or more `number unit` pairs and adds them up, in whole nanoseconds.
+    /// Parses one or more `number unit` pairs and adds them up, in whole nanoseconds.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let error = || QuantityError::Duration(text.to_owned());
         let mut rest = text;
@@ -169,7 +169,7 @@ impl FromStr for DurationText {
 }
 
 impl fmt::Display for DurationText {
-    /// The shortest exact form of hours, minutes, seconds and milliseconds.
+    /// Writes the shortest exact form in hours, minutes, seconds and milliseconds.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let total_s = self.0.as_secs();
         let (hours, minutes, seconds) = (total_s / 3600, total_s / 60 % 60, total_s % 60);
@@ -194,7 +194,7 @@ impl fmt::Display for DurationText {
     }
 }
 
-/// Bytes for people, with one decimal: `7.4 MiB`, `11.2 GiB`, `512 B`.
+/// Formats bytes for people, with one decimal: `7.4 MiB`, `11.2 GiB`, `512 B`.
 pub fn format_bytes(bytes: u64) -> String {
     const UNITS: [(&str, u64); 4] = [
         ("TiB", 1 << 40),

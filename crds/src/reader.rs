@@ -1,37 +1,37 @@
-//! Reading of plans and routes that a program of another version has written.
+//! Reading of plans and routes written by another version of the program.
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-/// The version of plans and routes that this program reads. It is raised when a field is added that no reader may pass over;
-/// a plan or routes that use such a field carry the number as `minVersion`.
+/// Highest `minVersion` of plans and routes that this program reads. It is raised when a field is added that no reader
+/// may ignore; a plan or routes that use such a field carry the number as `minVersion`.
 pub const READER_VERSION: u32 = 1;
 
-/// Why a plan or routes cannot be read.
+/// Reason a plan or routes cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum ReadError {
-    /// Written for a newer reader.
+    /// Written for a newer reader; carries its `minVersion`.
     #[error(
         "minVersion is {0}, and this program reads up to {READER_VERSION}\n  \
          run it in a newer version (in a cluster: image.workerTag of the chart), or plan again with the operator of this one"
     )]
     TooNew(u32),
-    /// No JSON, or a field that is missing or has another type.
+    /// Not JSON, or a field is missing or has another type.
     #[error(transparent)]
     Malformed(#[from] serde_json::Error),
 }
 
-/// Reads a plan or routes from JSON. What a newer writer may have added is passed over.
+/// Reads a plan or routes from JSON. Fields added by a newer writer are ignored.
 ///
 /// # Errors
-/// [`ReadError::TooNew`] when the writer says that this program does not know enough, whatever else is in the text.
+/// [`ReadError::TooNew`] if the writer requires a newer reader, whatever else is in the text.
 pub fn read_versioned<T: DeserializeOwned>(text: &[u8]) -> Result<T, ReadError> {
     check(serde_json::from_slice(text))?;
     Ok(serde_json::from_slice(text)?)
 }
 
-/// The same for JSON that was parsed already.
+/// Like [`read_versioned`], for JSON that is already parsed.
 ///
 /// # Errors
 /// As [`read_versioned`].

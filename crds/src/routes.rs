@@ -4,17 +4,17 @@ use serde::{Deserialize, Serialize};
 
 use crate::plan::PlanRole;
 
-/// Whom a gateway may send requests to. Whoever places the workers writes it; the gateway reads it again and again.
+/// Workers that a gateway may send requests to. The operator writes the file; the gateway re-reads it repeatedly.
 ///
-/// Fields that an older gateway does not know are passed over: the writer may be newer than the reader. Routes that it
-/// could not follow without them say so by `min_version`.
+/// An older gateway ignores fields that it does not know: the writer may be newer than the reader. Routes that cannot
+/// be followed without them set `min_version`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Routes {
-    /// The least version of routes that a reader must know to follow these; 0: any.
+    /// Lowest version of routes that a reader must know to follow these; 0: any.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub min_version: u32,
-    /// One entry a worker.
+    /// One entry per worker.
     pub workers: Vec<Route>,
 }
 

@@ -1,4 +1,4 @@
-//! CEL rules used at more than one place.
+//! CEL rules used in more than one place.
 
 pub(crate) const REPLICAS_XOR_RANGE: &str =
     "!has(self.replicas) || (!has(self.minReplicas) && !has(self.maxReplicas))";
@@ -8,7 +8,7 @@ pub(crate) const SCALING_XOR_RANGE: &str =
     "!has(self.scaling) || (!has(self.minReplicas) && !has(self.maxReplicas))";
 pub(crate) const SCALING_XOR_RANGE_SAYS: &str =
     "write scaling alone: minReplicas and maxReplicas beside it are deprecated, and belong into it";
-/// Of the deprecated bounds, which asked this engine to scale a pool.
+/// Rule for the deprecated bounds, which asked this engine to scale a pool; no value passes.
 pub(crate) const NO_RANGE: &str = "self < 0";
 pub(crate) const NO_PREFILL_RANGE_SAYS: &str = "this engine does not scale by itself: write spec.prefill.replicas: 1 or another number instead";
 pub(crate) const NO_DECODE_RANGE_SAYS: &str = "this engine does not scale by itself: write spec.decode.replicas: 1 or another number instead; in a cluster a HorizontalPodAutoscaler can change it (manifests/examples/hpa.yaml)";
@@ -25,25 +25,26 @@ pub(crate) const QUALIFIED_KEYS: &str = "self.all(k, k.size() <= 317 && k.matche
 pub(crate) const LABEL_KEYS_SAYS: &str = "write label keys such as team or example.com/team: at most 63 letters, digits, '-', '_' and '.' after the prefix";
 pub(crate) const PREFIXED_KEYS: &str = "self.all(k, k.size() <= 317 && k.matches('^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$'))";
 pub(crate) const PREFIXED_KEYS_SAYS: &str = "write annotation keys with a prefix, such as example.com/team: at most 63 letters, digits, '-', '_' and '.' after it";
-/// Prefixes by which Hearth and Kubernetes know and steer Pods, with all their subdomains.
+/// Rule against prefixes by which Hearth and Kubernetes identify and control Pods, including all subdomains.
 pub(crate) const KEYS_OF_OTHERS: &str =
     "self.all(k, !k.matches('^([^/]*[.])?(hearth[.]dev|kubernetes[.]io|k8s[.]io)/'))";
 pub(crate) const KEYS_OF_OTHERS_SAYS: &str = "keys of hearth.dev, kubernetes.io and k8s.io are Hearth's and the cluster's own: write one with another prefix";
-/// Prefixes by which container runtimes and their plugins take devices, mounts and profiles from a Pod's annotations.
+/// Rule against prefixes by which container runtimes and their plugins take devices, mounts and profiles from a Pod's
+/// annotations.
 pub(crate) const KEYS_OF_RUNTIMES: &str = "self.all(k, !k.matches('^(io[.]|([^/]*[.])?(nri[.]io|containerd[.]io|crio[.]io|cri-o[.]io)/)'))";
 pub(crate) const KEYS_OF_RUNTIMES_SAYS: &str = "annotations of container runtimes could give a Pod devices and mounts that its plan does not count: remove them";
-/// Variables that Hearth, the loader, TLS libraries, GPU drivers or the runtime go by: one of them could have a process load
-/// other code, or see GPUs that its plan does not give it.
+/// Rule against variables that Hearth, the loader, TLS libraries, GPU drivers or the runtime obey: one of them could
+/// make a process load other code, or see GPUs that its plan does not give it.
 pub(crate) const OPEN_VARIABLE: &str = "!self.matches('^(HEARTH_|LD_|GLIBC_|GCONV_|SSL_CERT_|CUDA_|NVIDIA_|NVRTC_|KUBERNETES_)') && !(self in ['PATH', 'HOME', 'HOSTNAME', 'LOCPATH'])";
 pub(crate) const OPEN_VARIABLE_SAYS: &str = "PATH, HOME, HOSTNAME, LOCPATH and names that begin with HEARTH_, LD_, GLIBC_, GCONV_, SSL_CERT_, CUDA_, NVIDIA_, NVRTC_ or KUBERNETES_ are set by Hearth or steer the loader and the GPU driver: write another name";
 pub(crate) const ANNOTATION_KEYS_SAYS: &str = "write annotation keys such as external-dns.alpha.kubernetes.io/hostname: at most 63 letters, digits, '-', '_' and '.' after the prefix";
-/// Keys that are no user's on any object.
+/// Rule against keys that no user may set on any object.
 pub(crate) const KEYS_OF_HEARTH: &str =
     "self.all(k, !k.matches('^(([^/]*[.])?hearth[.]dev|kubectl[.]kubernetes[.]io)/'))";
 pub(crate) const KEYS_OF_HEARTH_SAYS: &str = "keys of hearth.dev and kubectl.kubernetes.io are written by Hearth and kubectl: write one with another prefix";
-/// Of a field that no value can be right for yet.
+/// Rule for a field that has no valid value yet.
 pub(crate) const NEVER: &str = "false";
-/// Of a list that may have no items yet.
+/// Rule for a list that may have no items yet.
 pub(crate) const NO_ITEMS: &str = "self.size() == 0";
 /// The models that come with Hearth.
 pub(crate) const BUILTIN_NAME: &str = "self == 'hearth-demo'";

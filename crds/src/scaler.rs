@@ -1,14 +1,14 @@
 //! `InferencePoolScaler`: the number of prefill workers, as an autoscaler reads and writes it.
 //!
-//! An object has one scale subresource, and that of an `InferenceDeployment` is its decode workers'. A deployment whose
-//! `prefill.scaling.mode` is External gets one of these beside it.
+//! An object has one scale subresource, and an `InferenceDeployment`'s is for its decode workers. A deployment whose
+//! `prefill.scaling.mode` is External gets one of these as well.
 
 use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "kube")]
 use crate::rules;
 
-/// How many workers of a pool an autoscaler asks for.
+/// Number of workers of a pool that an autoscaler requests.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::CustomResource, kube::KubeSchema))]
 #[cfg_attr(
@@ -46,7 +46,7 @@ use crate::rules;
 )]
 #[serde(rename_all = "camelCase")]
 pub struct InferencePoolScalerSpec {
-    /// The InferenceDeployment, in the same namespace. It cannot be changed.
+    /// The InferenceDeployment, in the same namespace. Immutable.
     #[cfg_attr(feature = "kube", schemars(length(max = 253)))]
     #[cfg_attr(
         feature = "kube",
@@ -56,15 +56,15 @@ pub struct InferencePoolScalerSpec {
         )
     )]
     pub deployment: String,
-    /// The pool of that deployment. It cannot be changed.
+    /// The pool of that deployment. Immutable.
     #[cfg_attr(feature = "kube", schemars(extend("maxLength" = 16)))]
     #[cfg_attr(
         feature = "kube",
         x_kube(validation = Rule::new("self == oldSelf").message("it cannot be changed: the operator makes a scaler for each pool that wants one"))
     )]
     pub pool: ScaledPool,
-    /// The number of workers that is asked for. The operator writes it once, when it makes the scaler; from then on it is its
-    /// autoscaler's. What is kept is the nearest number within the bounds of the deployment's scaling.
+    /// Requested number of workers. The operator writes it once, when it creates the scaler; from then on it is the
+    /// autoscaler's. The number kept is the nearest one within the bounds of the deployment's scaling.
     #[cfg_attr(feature = "kube", schemars(range(min = 1, max = 64)))]
     #[cfg_attr(
         feature = "kube",
@@ -73,7 +73,7 @@ pub struct InferencePoolScalerSpec {
     pub replicas: u32,
 }
 
-/// A pool that has a scaler of its own.
+/// A pool with its own scaler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 pub enum ScaledPool {
@@ -81,7 +81,7 @@ pub enum ScaledPool {
     Prefill,
 }
 
-/// What came of the number that was asked for.
+/// Effect of the requested number.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
@@ -92,7 +92,7 @@ pub struct InferencePoolScalerStatus {
     /// Pods of the pool, of all plans, counted as a Deployment counts its own: without those that have ended or are ending.
     #[serde(default)]
     pub replicas: u32,
-    /// What is kept of the number that was asked for: the nearest one within the bounds of the deployment's scaling.
+    /// Number kept of the requested one: the nearest within the bounds of the deployment's scaling.
     #[serde(default)]
     pub desired_replicas: u32,
     /// Label selector of the pool's Pods.

@@ -1,11 +1,11 @@
-//! Who may change the number of workers of a pool, and within which bounds.
+//! Permission to change the number of workers of a pool, and its bounds.
 
 use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "kube")]
 use crate::rules;
 
-/// Who may change `replicas` of a pool, and within which bounds.
+/// Permission to change `replicas` of a pool, and its bounds.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[cfg_attr(
@@ -18,10 +18,10 @@ use crate::rules;
 )]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct ScalingSpec {
-    /// Static: replicas is what its author wrote, and nothing in the cluster is expected to change it. External: an autoscaler
-    /// changes it, such as a HorizontalPodAutoscaler or KEDA, for decode through the scale subresource of the deployment, for
-    /// prefill through that of the InferencePoolScaler NAME-prefill, which the operator makes. Auto: Hearth itself, between
-    /// minReplicas and maxReplicas; this engine does not yet, and refuses it.
+    /// Static: replicas is what its author wrote, and nothing in the cluster is expected to change it. External: an
+    /// autoscaler changes it, such as a HorizontalPodAutoscaler or KEDA, for decode through the deployment's scale
+    /// subresource, for prefill through that of the InferencePoolScaler NAME-prefill, which the operator creates.
+    /// Auto: Hearth itself, between minReplicas and maxReplicas; this engine does not do that yet and refuses it.
     #[serde(default)]
     #[cfg_attr(feature = "kube", schemars(extend("maxLength" = 16)))]
     #[cfg_attr(
@@ -29,7 +29,7 @@ pub struct ScalingSpec {
         x_kube(validation = Rule::new("self != 'Auto'").message("this engine does not scale by itself: write Static and the number in replicas; in a cluster, External lets an autoscaler change it"))
     )]
     pub mode: ScalingMode,
-    /// The fewest workers, whatever the autoscaler asks for. By default 1.
+    /// Minimum number of workers, whatever the autoscaler requests. By default 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", schemars(range(min = 0, max = 64)))]
     #[cfg_attr(
@@ -37,7 +37,7 @@ pub struct ScalingSpec {
         x_kube(validation = Rule::new("self >= 1 && self <= 64").message("write 1 to 64 workers: this engine keeps at least one worker of a pool"))
     )]
     pub min_replicas: Option<u32>,
-    /// The most workers, whatever the autoscaler asks for. By default 64.
+    /// Maximum number of workers, whatever the autoscaler requests. By default 64.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", schemars(range(min = 0, max = 64)))]
     #[cfg_attr(
@@ -47,28 +47,28 @@ pub struct ScalingSpec {
     pub max_replicas: Option<u32>,
 }
 
-/// Who may change the number of workers of a pool.
+/// Party that may change the number of workers of a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 pub enum ScalingMode {
-    /// Whoever writes the deployment.
+    /// The author of the deployment.
     #[default]
     Static,
     /// Hearth.
     Auto,
-    /// An autoscaler of the cluster.
+    /// An autoscaler in the cluster.
     External,
 }
 
 impl ScalingSpec {
-    /// The number within the bounds that is nearest to `replicas`; at least 1.
+    /// Returns the number within the bounds that is nearest to `replicas`; at least 1.
     pub fn bounded(&self, replicas: u32) -> u32 {
         let at_least = replicas.max(self.min_replicas.unwrap_or(1));
         at_least.min(self.max_replicas.unwrap_or(u32::MAX)).max(1)
     }
 }
 
-/// Workers to plan for.
+/// Returns the number of workers to plan for.
 pub(crate) fn planned(replicas: Option<u32>, scaling: Option<&ScalingSpec>) -> u32 {
     match scaling {
         None => replicas.unwrap_or(1).max(1),
@@ -95,7 +95,7 @@ mod tests {
             (Some(2), Some(4), 1000, 4),
             (None, Some(4), 5, 4),
             (Some(3), None, 1, 3),
-            // Admission refuses them; here they must not panic.
+            // Admission refuses these; here they must not panic.
             (Some(4), Some(2), 3, 2),
             (Some(0), Some(0), 3, 1),
         ] {

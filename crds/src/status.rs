@@ -1,8 +1,8 @@
-//! Status of an `InferenceDeployment`: what is, as far as the operator has seen it.
+//! Status of an `InferenceDeployment`: its state as observed by the operator.
 
 use serde::{Deserialize, Serialize};
 
-/// Observed state, as far as the operator has seen it. There is no phase: conditions say what holds and why.
+/// State as observed by the operator. There is no phase: conditions state what holds and why.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
@@ -10,7 +10,7 @@ pub struct InferenceDeploymentStatus {
     /// The generation of the spec that this status describes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub observed_generation: Option<i64>,
-    /// Ready, Planned, ModelReady, GatewayReady, PrefillReady, DecodeReady, Placed, Progressing, Degraded.
+    /// Conditions Ready, Planned, ModelReady, GatewayReady, PrefillReady, DecodeReady, Placed, Progressing, Degraded.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(length(max = 16)))]
     #[cfg_attr(feature = "kube", x_kube(merge_strategy = ListMerge::Map(vec!["type".into()])))]
@@ -26,10 +26,10 @@ pub struct InferenceDeploymentStatus {
     /// The model and the progress of its files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<ModelStatus>,
-    /// The topology that runs, such as `hybrid on office`.
+    /// Running topology, such as `hybrid on office`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub topology: Option<String>,
-    /// Resources that each rank has, as its process reports: the achieved topology.
+    /// Resources of each rank, as reported by its process: the achieved topology.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(length(max = 256)))]
     #[cfg_attr(feature = "kube", x_kube(merge_strategy = ListMerge::Map(vec!["rank".into()])))]
@@ -52,7 +52,7 @@ pub struct InferenceDeploymentStatus {
     pub selector: Option<String>,
 }
 
-/// One condition, as the Kubernetes API conventions have it.
+/// One condition, following the Kubernetes API conventions.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
@@ -65,10 +65,10 @@ pub struct Condition {
     /// The generation of the spec that this condition describes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub observed_generation: Option<i64>,
-    /// When `status` last changed (RFC 3339).
+    /// Time at which `status` last changed (RFC 3339).
     #[cfg_attr(feature = "kube", schemars(extend("format" = "date-time")))]
     pub last_transition_time: String,
-    /// A word in CamelCase that a program can match.
+    /// A CamelCase word that a program can match.
     pub reason: String,
     /// A sentence that a person can act on.
     pub message: String,
@@ -94,13 +94,13 @@ pub struct PoolStatus {
     pub name: String,
     /// Role of its Pods: Gateway, Prefill or Decode.
     pub role: String,
-    /// Pods that the plan wants; without a plan, those that the spec asks for.
+    /// Pods that the plan requires; without a plan, those that the spec requests.
     pub desired: u32,
     /// Pods that exist, of this plan or an earlier one, and are not being deleted.
     pub replicas: u32,
-    /// Wanted Pods that are ready, be it as an earlier plan made them.
+    /// Required Pods that are ready, including those in the form of an earlier plan.
     pub ready: u32,
-    /// Pods of them that are as the plan wants them.
+    /// Existing Pods that match the plan.
     pub updated: u32,
     /// Ready and desired Pods in one text for the printed column, such as `1/2`.
     pub summary: String,
@@ -113,18 +113,18 @@ pub struct PoolStatus {
 pub struct ModelStatus {
     /// The model's name in the OpenAI API.
     pub served_name: String,
-    /// Bytes that are there and verified.
+    /// Bytes that are present and verified.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub downloaded_bytes: Option<u64>,
-    /// Bytes in all.
+    /// Total bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub total_bytes: Option<u64>,
-    /// Whole percent of them.
+    /// Present and verified share in whole percent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub percent: Option<u32>,
 }
 
-/// Resources of a rank, as its process reports. Lists are written as the kernel writes them, such as `0-3,8`.
+/// Resources of a rank, as reported by its process. Lists use the kernel's format, such as `0-3,8`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
@@ -145,7 +145,7 @@ pub struct RankPlacement {
     /// UUID of the GPU that it computes on; unset on CPUs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu_uuid: Option<String>,
-    /// Shortfalls against the plan, in words; unset where there are none.
+    /// Shortfalls against the plan, in words; unset if there are none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shortfalls: Option<String>,
 }
@@ -164,7 +164,7 @@ pub struct LatencyStatus {
 }
 
 impl InferenceDeploymentStatus {
-    /// The status of the pool of that name.
+    /// Returns the status of the pool with that name.
     pub fn pool(&self, name: &str) -> Option<&PoolStatus> {
         self.pool_statuses.iter().find(|pool| pool.name == name)
     }

@@ -1,4 +1,4 @@
-//! Name under which a node keeps a fetched model, and who may use it.
+//! Name under which a node stores a fetched model, and who may use it.
 
 use sha2::{Digest, Sha256};
 
@@ -8,8 +8,9 @@ use crate::url::shown_url;
 /// Digits of the name of a fetched model in a node's store.
 pub const STORE_KEY_DIGITS: usize = 32;
 
-/// The name of a fetched model in a node's store: different for each archive, URL and holder, so that a model is
-/// given only to those whose own source provides it. `holder` says who may use the URL; empty for anybody.
+/// Returns the name of a fetched model in a node's store: different for each archive, URL and holder, so that a model
+/// is given only to deployments whose own source provides it. `holder` identifies who may use the URL; empty for
+/// anyone.
 pub fn store_key(url: &str, sha256: &str, holder: &str) -> String {
     let mut digest = Sha256::new();
     for part in ["hearth model 1", sha256, url, holder] {
@@ -23,8 +24,8 @@ pub fn store_key(url: &str, sha256: &str, holder: &str) -> String {
 }
 
 impl HttpSource {
-    /// Who may use the model: empty for anybody who names the URL, or else the namespace whose Secret, or whose URL with a
-    /// user, password or query, gives access.
+    /// Returns who may use the model: empty for anyone who knows the URL, otherwise the namespace whose Secret, or
+    /// whose URL with a user, password or query, gives access.
     pub fn holder(&self, namespace: &str) -> String {
         match &self.secret_ref {
             Some(secret) => format!("{namespace}/{}", secret.name),
@@ -33,7 +34,7 @@ impl HttpSource {
         }
     }
 
-    /// See [`store_key`].
+    /// Returns the model's [`store_key`].
     pub fn store_key(&self, namespace: &str) -> String {
         store_key(&self.url, &self.sha256, &self.holder(namespace))
     }
@@ -67,7 +68,7 @@ mod tests {
             signed.store_key("one"),
             signed.store_key("two"),
             source("https://ann:pw@nas/a.tar", None).store_key("one"),
-            // Parts do not run into each other.
+            // Parts are delimited.
             store_key("https://nas/a.tar", &"a".repeat(63), "a"),
         ];
         keys.sort();

@@ -1,6 +1,6 @@
-//! What the API server checks before CEL: unknown fields, missing fields, types, enums, lengths.
+//! Checks that the API server makes before CEL: unknown fields, missing fields, types, enums, lengths.
 //!
-//! It walks the same schema, so the rules are written once. Paths are those of the file (`spec.decode.maxBatch`).
+//! It walks the same schema, so rules are written only once. Paths are those of the file (`spec.decode.maxBatch`).
 
 use serde_json::{Map, Value};
 
@@ -8,10 +8,11 @@ use crate::error::FieldError;
 use crate::meant;
 use crate::offer::{Offer, join};
 
-/// Members of every object, which no schema lists.
+/// Members of every object that no schema lists.
 const HEADER: [&str; 3] = ["apiVersion", "kind", "metadata"];
 
-/// Every place where `value`, a whole object, does not have the shape of `schema`. Remedies name what is in `offer`.
+/// Returns an error for every place where `value`, a whole object, does not match `schema`. Remedies name only what is
+/// in `offer`.
 pub(crate) fn check(schema: &Value, value: &Value, offer: Offer) -> Vec<FieldError> {
     let mut walk = Walk {
         offer,
@@ -21,7 +22,7 @@ pub(crate) fn check(schema: &Value, value: &Value, offer: Offer) -> Vec<FieldErr
     walk.errors
 }
 
-/// The schema of the value at a path such as `spec.model.adapters[0].name`.
+/// Returns the schema at a path such as `spec.model.adapters[0].name`.
 pub(crate) fn schema_at<'s>(root: &'s Value, path: &str) -> &'s Value {
     path.split('.')
         .filter(|part| !part.is_empty())
@@ -31,7 +32,7 @@ pub(crate) fn schema_at<'s>(root: &'s Value, path: &str) -> &'s Value {
         })
 }
 
-/// The value at a path such as `spec.model.adapters[0].name`.
+/// Returns the value at a path such as `spec.model.adapters[0].name`.
 pub(crate) fn lookup<'v>(root: &'v Value, path: &str) -> Option<&'v Value> {
     path.split('.')
         .filter(|part| !part.is_empty())
@@ -81,7 +82,7 @@ impl Walk {
             ("integer", Value::Number(number)) if number.is_i64() || number.is_u64() => return,
             ("object", _) => "write fields below it, indented by two blanks",
             ("array", _) => "write a list: one line a member, each beginning with \"- \"",
-            // The rule of a text says more than that it is one: `write an amount of memory …`.
+            // A string's rule has a more specific message than its type: `write an amount of memory …`.
             ("string", _) => schema["x-kubernetes-validations"][0]["message"].as_str().unwrap_or(
                 "write a text; put it in quotes if it looks like a number or like yes, no, on, off",
             ),
@@ -93,7 +94,7 @@ impl Walk {
             Some(words) if value.is_object() => {
                 let key = path.rsplit('.').next().unwrap_or(path);
                 let mut list = words.split(", ");
-                // As other APIs write a choice, `strategy: {type: Hybrid}`.
+                // Other APIs write a choice as an object: `strategy: {type: Hybrid}`.
                 let meant = value.as_object().and_then(|object| {
                     let mut texts = object.values().filter_map(Value::as_str);
                     texts.find(|text| list.clone().any(|word| word == *text))
@@ -166,7 +167,7 @@ impl Walk {
         self.limit(schema, "maxLength", size, value, path);
     }
 
-    /// Refuses a value of more items (or characters …) than `keyword` of the schema allows.
+    /// Refuses a value with more items (or characters …) than the schema's `keyword` allows.
     fn limit(
         &mut self,
         schema: &Value,

@@ -1,14 +1,14 @@
-//! Deprecated fields, in today's words: whatever acts on a spec reads the translated one.
+//! Translation of deprecated fields to current names: code that acts on a spec reads the translated one.
 //!
-//! A deprecated field stays in the schema, since stored objects have it and a field that leaves the schema is pruned without a
-//! word, and is named here alone. Admission refuses a spec that writes both; where an object has both anyway, the new field
-//! counts. Checks come before the translation, so that they name the field that was written.
+//! A deprecated field stays in the schema, since stored objects have it and a field removed from the schema is pruned
+//! silently; this is the only place that names it. Admission refuses a spec that sets both; if an object has both
+//! anyway, the new field wins. Checks come before translation, so that they name the field that was written.
 
 use crate::deployment::InferenceDeploymentSpec;
 use crate::scaling::{ScalingMode, ScalingSpec};
 
 impl InferenceDeploymentSpec {
-    /// The spec in which only fields that are not deprecated are set.
+    /// Returns the spec with no deprecated fields set.
     #[must_use]
     pub fn translated(mut self) -> Self {
         let runtime_class = self.placement.runtime_class_name.take();
@@ -29,7 +29,7 @@ impl InferenceDeploymentSpec {
     }
 }
 
-/// `minReplicas` and `maxReplicas` of a pool: they asked Hearth to scale it.
+/// Turns a pool's `minReplicas` and `maxReplicas` into scaling: they asked Hearth to scale it.
 fn translate_range(
     scaling: &mut Option<ScalingSpec>,
     min_replicas: Option<u32>,

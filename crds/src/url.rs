@@ -1,8 +1,9 @@
 //! URLs without their secrets.
 
-/// A URL as it may be shown: without user, password, query and fragment, which can hold secrets. Text that is no URL
-/// loses all that could be one of these; so does a URL whose password ends its authority too early, by a `/` or `?` that
-/// was not written as `%2F` or `%3F`. Of one with an `@` in its path, what follows that is shown.
+/// Returns a URL as it may be shown: without user, password, query and fragment, which can hold secrets. Text that is
+/// not a URL loses everything that could be one of these; so does a URL whose password ends its authority too early,
+/// with a `/` or `?` that was not written as `%2F` or `%3F`. If a URL's only `@` is in its path, only what follows it
+/// is shown.
 pub fn shown_url(url: &str) -> String {
     let kept = url.split(['?', '#']).next().unwrap_or_default();
     let Some((scheme, rest)) = kept.split_once("://") else {
@@ -21,7 +22,7 @@ pub fn shown_url(url: &str) -> String {
     format!("{scheme}://{host}{path}")
 }
 
-/// Whether what follows the host can be a port: otherwise it is the beginning of a password.
+/// Whether the text behind the host can be a port: otherwise it is the beginning of a password.
 fn has_port(authority: &str) -> bool {
     let after = match authority.rsplit_once(']') {
         Some((_, after)) => after,
@@ -51,10 +52,10 @@ mod tests {
             ("http://nas?pw", "http://nas"),
             ("http://nas#pw@x/y", "http://nas"),
             ("http://ann:pw@[::1]:80/x", "http://[::1]:80/x"),
-            // Parsers of URLs skip slashes, and take a backslash for one.
+            // URL parsers skip slashes and treat a backslash as one.
             ("http:///ann:pw@nas/x", "http://nas/x"),
             ("http://nas\\a@b/x", "http://b/x"),
-            // A password that ends the authority for a parser.
+            // Passwords that end the authority for a parser.
             ("https://ann:sec/ret@nas/m.tar", "https://nas/m.tar"),
             ("https://ann:1/ret@nas/m.tar", "https://nas/m.tar"),
             ("https://ann:sec\\ret@nas/m.tar", "https://nas/m.tar"),

@@ -1,4 +1,4 @@
-//! What a file may say, and the words of every refusal.
+//! Accepted files, and the wording of every refusal.
 #![cfg(feature = "kube")]
 #![allow(clippy::unwrap_used)]
 
@@ -6,7 +6,7 @@ use hearth_crds::{
     ParseError, Target, parse_deployment, parse_deployment_for, validate_deployment,
 };
 
-/// A deployment with `lines` as its spec, each already indented by two blanks.
+/// Builds a deployment with `spec` as its spec, each line already indented by two spaces.
 fn deployment(spec: &str) -> String {
     format!(
         "apiVersion: hearth.dev/v1alpha1\nkind: InferenceDeployment\nmetadata: {{name: demo}}\nspec:\n{spec}"
@@ -89,7 +89,7 @@ fn every_field_of_the_design_is_read_and_what_the_engine_lacks_is_refused() {
         serde_json::from_str(&serde_json::to_string(&spec).unwrap()).unwrap();
     assert_eq!(round, spec);
 
-    // Everything of it that this engine lacks is refused by name, nothing is ignored.
+    // Each field that this engine lacks is refused by name; nothing is ignored.
     let fields: Vec<String> = match parse_deployment_for(&text, Target::Machine) {
         Err(ParseError::Fields(fields)) => fields.into_iter().map(|field| field.field).collect(),
         other => panic!("{other:?}"),
@@ -249,7 +249,7 @@ fn shapes_are_checked_before_rules() {
     );
     assert_eq!(
         refusal(&deployment("  model: {}\n")),
-        "spec.model.source is missing\n  write it: where the model's files come from: exactly one of builtin, persistentVolumeClaim, hostPath, http"
+        "spec.model.source is missing\n  write it: source of the model's files: exactly one of builtin, persistentVolumeClaim, hostPath, http"
     );
     refused(
         "  placement: {nodeSelector: {disk: 1}}",

@@ -1,4 +1,4 @@
-//! Every InferenceDeployment of manifests/examples is one that `hearth up` takes as it stands.
+//! Checks that `hearth up` accepts every InferenceDeployment in manifests/examples as it is.
 #![cfg(feature = "kube")]
 #![allow(clippy::unwrap_used)]
 
@@ -13,7 +13,7 @@ fn every_example_is_accepted_on_one_machine_and_in_a_cluster() {
     for entry in std::fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         let text = std::fs::read_to_string(&path).unwrap();
-        // What stands beside deployments in a cluster, such as an autoscaler.
+        // Other objects that accompany deployments in a cluster, such as an autoscaler.
         if !text.contains("\nkind: InferenceDeployment\n") {
             continue;
         }

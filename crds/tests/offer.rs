@@ -1,4 +1,4 @@
-//! What a refusal offers is accepted: nobody is sent from one refusal to the next.
+//! Checks that suggestions in a refusal are accepted: nobody is sent from one refusal to the next.
 #![cfg(feature = "kube")]
 #![allow(clippy::unwrap_used)]
 
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 const TARGETS: [Target; 2] = [Target::Machine, Target::Cluster];
 
-/// A deployment whose spec has `value` at `path` (`decode.kvCache.keyType`).
+/// Builds a deployment whose spec has `value` at `path` (`decode.kvCache.keyType`).
 fn with(path: &str, value: &Value) -> String {
     let mut deployment = json!({
         "apiVersion": "hearth.dev/v1alpha1", "kind": "InferenceDeployment", "metadata": {"name": "demo"},
@@ -29,7 +29,7 @@ fn refusal(text: &str, target: Target) -> String {
     }
 }
 
-/// Every enum of the spec: its path and values.
+/// Collects every enum of the spec: its path and values.
 fn enums(schema: &Value, path: &str, found: &mut Vec<(String, Vec<String>)>) {
     if let Some(values) = schema["enum"].as_array() {
         let words = values
@@ -111,7 +111,7 @@ fn only_sources_that_are_accepted_are_offered() {
         assert_eq!(
             refusal(&with("model", &json!({})), target),
             format!(
-                "spec.model.source is missing\n  write it: where the model's files come from: exactly one of {sources}"
+                "spec.model.source is missing\n  write it: source of the model's files: exactly one of {sources}"
             )
         );
     }

@@ -1,4 +1,4 @@
-//! What a template of Pods and the annotations of the Service may say.
+//! Accepted and refused contents of the Pod template and the Service's annotations.
 #![cfg(feature = "kube")]
 #![allow(clippy::unwrap_used)]
 

@@ -1,4 +1,4 @@
-//! Who may change the number of workers: what is accepted, and what is refused with which words.
+//! Permission to change the number of workers: what is accepted, what is refused, and the wording.
 #![cfg(feature = "kube")]
 #![allow(clippy::unwrap_used)]
 
@@ -11,7 +11,7 @@ fn text(spec: &str) -> String {
     )
 }
 
-/// Every fault of a spec, one a line: the field, what is wrong, what to write.
+/// Returns every error of a spec, one per line: the field, the problem, the remedy.
 fn faults(spec: &str, target: Target) -> Vec<String> {
     match parse_deployment_for(&text(spec), target) {
         Ok(_) => panic!("accepted: {spec}"),

@@ -1,4 +1,4 @@
-//! The checked-in YAML is what the types say, and the API server can take it.
+//! Checks that the checked-in YAML matches the types, and that the API server can take it.
 #![cfg(feature = "kube")]
 #![allow(clippy::unwrap_used)]
 
@@ -113,7 +113,7 @@ fn rules_carry_messages_and_bounded_strings() {
                 rule["message"].is_string(),
                 "{path} has a rule without a message"
             );
-            // The API server estimates a rule's cost by the length that a string may have, or by the words of its enum.
+            // The API server estimates a rule's cost from a string's maximum length, or from its enum's words.
             assert!(
                 node["type"] != "string" || node["maxLength"].is_u64() || node["enum"].is_array(),
                 "{path} has a rule and no maxLength"
@@ -187,7 +187,7 @@ fn defaults_are_written_and_replicas_have_none() {
         spec["placement"]["properties"]["pinning"]["default"],
         "Shared"
     );
-    // A default here would take the field from kubectl scale.
+    // A default here would take the field away from kubectl scale.
     assert!(
         spec["decode"]["properties"]["replicas"]
             .get("default")
@@ -213,7 +213,7 @@ fn no_plain_word_is_a_boolean_of_yaml_1_1() {
     }
 }
 
-/// What `kubectl explain` and editors can read, beside what the API server says in words.
+/// Bounds readable by `kubectl explain` and editors, in addition to the API server's messages.
 #[test]
 fn every_bound_of_a_rule_stands_natively_and_in_the_description() {
     let value = serde_json::to_value(&crds()[0]).unwrap();
@@ -249,7 +249,7 @@ fn every_bound_of_a_rule_stands_natively_and_in_the_description() {
             let pattern = node["pattern"].as_str().unwrap_or_default();
             assert!(!pattern.is_empty(), "{path} has no pattern: {rules:?}");
             assert!(rules.iter().any(|rule| rule.contains(pattern)), "{path}");
-            // What CEL and OpenAPI would read in different ways.
+            // Characters that CEL and OpenAPI would read differently.
             assert!(!pattern.contains(['\\', '\'']), "{path}: {pattern}");
             patterns += 1;
         }
@@ -257,7 +257,7 @@ fn every_bound_of_a_rule_stands_natively_and_in_the_description() {
             assert!(node["enum"].is_array(), "{path} has no enum: {rules:?}");
             words += 1;
         }
-        // A bound without a rule would be refused by the API server alone, and in its words.
+        // Only the API server would enforce a bound without a rule, and with its own message.
         let is_bounded = node["minimum"].as_f64().is_some_and(|least| least != 0.0)
             || ["maximum", "pattern"]
                 .iter()
@@ -272,14 +272,15 @@ fn every_bound_of_a_rule_stands_natively_and_in_the_description() {
     assert!(words >= 7, "{words}");
 }
 
-/// An embedded type of Kubernetes would change the schema with each of its versions, and bind the planner and workers to it.
+/// An embedded Kubernetes type would change the schema with each Kubernetes version, and tie the planner and workers
+/// to it.
 #[test]
 fn no_type_of_kubernetes_is_embedded() {
     let here = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
     let mut seen = 0;
     for file in std::fs::read_dir(here.join("src")).unwrap().flatten() {
         let name = file.file_name();
-        // Of the definitions themselves, and of objects as they are written.
+        // These handle the definitions themselves, and objects as they are written.
         if ["crd.rs", "bounds.rs"].iter().any(|own| name == *own) {
             continue;
         }

@@ -1,10 +1,10 @@
-//! Certificates made on the spot.
+//! Test certificates, generated on demand.
 
 use std::path::Path;
 
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 
-/// Writes ca.crt, tls.crt and tls.key: an authority, and one certificate of it for these names.
+/// Writes ca.crt, tls.crt and tls.key: a certificate authority and one certificate signed by it for these names.
 ///
 /// # Panics
 /// When they cannot be made or written.

@@ -1,11 +1,11 @@
-//! Control groups of a test's own, made by hand in the v1 hierarchies of this machine and removed at the end.
+//! Control groups of a test, made directly in this machine's v1 hierarchies and removed at the end.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 const ROOT: &str = "/sys/fs/cgroup";
-/// The last process of a group may have just ended.
+/// Longest wait to remove a group, whose last process may have only just ended.
 const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A group of one v1 controller.
@@ -15,7 +15,7 @@ pub struct Cgroup {
 }
 
 impl Cgroup {
-    /// Why there can be no v1 groups of `controller` here; `None` when there can. A test that is left out prints it.
+    /// Returns the reason that v1 groups of `controller` are unavailable here, or `None`. A skipped test prints it.
     pub fn unavailable(controller: &str) -> Option<String> {
         let file = Path::new(ROOT).join(controller).join("cgroup.procs");
         if !file.exists() {
@@ -25,7 +25,7 @@ impl Cgroup {
         (!is_root).then(|| "groups are made by root".to_owned())
     }
 
-    /// A new group below the one that this process is in.
+    /// Creates a group below the one that this process is in.
     ///
     /// # Panics
     /// When it cannot be made.
@@ -43,7 +43,7 @@ impl Cgroup {
         std::fs::create_dir(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         let group = Self { path };
         if controller == "cpuset" {
-            // A new cpuset is empty, and an empty one takes no process.
+            // A new cpuset is empty, and an empty one accepts no process.
             let above = group.path.parent().unwrap_or(Path::new(ROOT));
             for file in ["cpuset.mems", "cpuset.cpus"] {
                 let text = std::fs::read_to_string(above.join(file)).unwrap_or_default();
@@ -53,7 +53,7 @@ impl Cgroup {
         group
     }
 
-    /// Its directory.
+    /// Returns its directory.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -80,7 +80,7 @@ impl Cgroup {
             .to_owned()
     }
 
-    /// A number in `memory.stat`; 0 where it is not there.
+    /// Returns a value in `memory.stat`; 0 if it is missing.
     pub fn stat(&self, name: &str) -> u64 {
         let text = self.read("memory.stat");
         let line = text
@@ -103,7 +103,7 @@ impl Drop for Cgroup {
     }
 }
 
-/// The path of this process's group in a v1 hierarchy, without its leading slash.
+/// Returns the path of this process's group in a v1 hierarchy, without the leading slash.
 fn own(controller: &str) -> String {
     let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let path = groups.lines().find_map(|line| {
@@ -114,7 +114,7 @@ fn own(controller: &str) -> String {
             .then_some(path)
     });
     let path = path.unwrap_or_default().trim_matches('/').to_owned();
-    // In a container the mount may be the group already.
+    // In a container the mount may already be the group.
     match Path::new(ROOT).join(controller).join(&path).is_dir() {
         true => path,
         false => String::new(),

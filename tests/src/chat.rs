@@ -1,25 +1,25 @@
-//! A plain client: one streamed chat completion, event by event.
+//! A simple client: one streamed chat completion, event by event.
 
 use anyhow::{Context, bail};
 use futures::StreamExt;
 use serde_json::{Value, json};
 
-/// A streamed answer, taken together.
+/// A streamed answer, put together.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Answer {
-    /// All of its text.
+    /// The full text.
     pub text: String,
-    /// Token texts in order, from `logprobs`, when asked for.
+    /// Token texts in order, from `logprobs` if requested.
     pub tokens: Vec<String>,
-    /// Their log-probabilities: equal ones come of equal bits.
+    /// Their log-probabilities: equal bits give equal values.
     pub logprobs: Vec<f64>,
     /// `stop`, `length` …
     pub finish_reason: String,
-    /// Number of completion tokens by `usage`, when asked for.
+    /// Number of completion tokens according to `usage`, if requested.
     pub completion_tokens: u64,
 }
 
-/// A greedy, streamed request with usage and token texts.
+/// Builds a greedy, streamed request with usage and token texts.
 pub fn chat_body(model: &str, question: &str, max_tokens: u32) -> Value {
     json!({
         "model": model,
@@ -32,10 +32,10 @@ pub fn chat_body(model: &str, question: &str, max_tokens: u32) -> Value {
     })
 }
 
-/// Sends `body` (with `"stream": true`) and collects the answer; `each` hears of every piece of text.
+/// Sends `body` (with `"stream": true`) and collects the answer; `each` receives every piece of text.
 ///
 /// # Errors
-/// What the endpoint said instead, or that the stream broke.
+/// The endpoint's error response, or a broken stream.
 pub async fn chat_stream(
     v1: &str,
     body: &Value,

@@ -1,4 +1,4 @@
-//! Deployments and models of a test's own, made from those in the tree.
+//! Deployments and models for a test, made from those in the source tree.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use crate::programs::root;
 
-/// A copy of the demo model in `directory`, to be damaged.
+/// Copies the demo model into `directory`, to be damaged.
 ///
 /// # Panics
 /// When it cannot be written.
@@ -24,10 +24,10 @@ pub fn copy_of_demo(directory: &Path) -> PathBuf {
     model
 }
 
-/// The demo's deployment with changes, as a file in `directory`.
+/// Writes the demo's deployment with changes to a file in `directory`.
 ///
 /// # Panics
-/// When the demo's deployment cannot be read or the file not be written.
+/// When the demo's deployment cannot be read or the file cannot be written.
 pub fn deployment(directory: &Path, edit: impl FnOnce(&mut Value)) -> PathBuf {
     let demo = root().join("manifests/examples/demo.yaml");
     let text = std::fs::read_to_string(demo).unwrap_or_else(|error| panic!("demo.yaml: {error}"));

@@ -1,5 +1,5 @@
 //! Container images written without a container engine: one layer of chosen files, as an archive that `docker load`,
-//! `podman load`, `ctr images import` and `skopeo copy` take. The same files give the same bytes.
+//! `podman load`, `ctr images import` and `skopeo copy` accept. The same files give the same bytes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -15,17 +15,17 @@ use sha2::{Digest, Sha256};
 
 use crate::programs::root;
 
-/// The user of the images: no one in particular, as Pod Security `restricted` asks.
+/// User id of the images: unprivileged, as Pod Security `restricted` requires.
 const USER: u32 = 65532;
 
-/// An image to be written.
+/// An image to write.
 #[derive(Clone, Debug)]
 pub struct Image {
     reference: String,
     entrypoint: Vec<String>,
     user: Option<u32>,
     compressed: bool,
-    /// By path without the leading slash.
+    /// Entries by path, without the leading slash.
     files: BTreeMap<PathBuf, Entry>,
 }
 
@@ -35,12 +35,12 @@ struct Entry {
     mode: u32,
 }
 
-/// What an image takes, in bytes.
+/// Sizes of an image, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {
-    /// Its files on a node.
+    /// Size of its files on a node.
     pub unpacked: u64,
-    /// Its archive.
+    /// Size of its archive.
     pub archive: u64,
 }
 
@@ -54,7 +54,7 @@ pub enum Program {
 }
 
 impl Image {
-    /// An image with the files that every program may look for, and no program yet.
+    /// Creates an image with the files that any program may look for, but no program yet.
     pub fn new(reference: &str) -> Self {
         let image = Self {
             reference: reference.to_owned(),
@@ -71,7 +71,7 @@ impl Image {
             .text("/etc/nsswitch.conf", "hosts: files dns\n")
     }
 
-    /// One of Hearth's images, from the program of a build.
+    /// Builds one of Hearth's images from the programs of a build.
     ///
     /// # Errors
     /// When a file cannot be read.
@@ -95,7 +95,7 @@ impl Image {
         Ok(image)
     }
 
-    /// What NVIDIA's driver, which a container runtime brings in, names beside the program's own libraries.
+    /// Adds the libraries that NVIDIA's driver, mounted by the container runtime, links besides the program's own.
     fn driver_libraries(mut self) -> anyhow::Result<Self> {
         let directory = self
             .files
@@ -114,14 +114,14 @@ impl Image {
         Ok(self)
     }
 
-    /// What the container runs.
+    /// Sets the command that the container runs.
     #[must_use]
     pub fn entrypoint(mut self, words: &[&str]) -> Self {
         self.entrypoint = words.iter().map(ToString::to_string).collect();
         self
     }
 
-    /// Has the layer compressed, for images that travel.
+    /// Compresses the layer, for images that are transferred.
     #[must_use]
     pub fn compressed(mut self) -> Self {
         self.compressed = true;
@@ -145,7 +145,7 @@ impl Image {
         Ok(self)
     }
 
-    /// Adds the files of a directory, not of those in it.
+    /// Adds the files directly in a directory, not those in its subdirectories.
     ///
     /// # Errors
     /// When one cannot be read.
@@ -161,7 +161,7 @@ impl Image {
         Ok(self)
     }
 
-    /// Adds a program without its symbols, and the shared libraries that it names.
+    /// Adds a program without its symbols, along with the shared libraries that it links.
     ///
     /// # Errors
     /// When one of them cannot be read.
@@ -206,7 +206,7 @@ impl Image {
             "org.opencontainers.image.ref.name": self.reference,
         });
         let index = json!({"schemaVersion": 2, "manifests": [entry]});
-        // The same blobs under the name that `docker load` looks for.
+        // The same blobs under the name that `docker load` expects.
         let docker = json!([{
             "Config": blob(&config),
             "RepoTags": [self.reference],
@@ -256,7 +256,7 @@ impl Image {
         })
     }
 
-    /// The files as a tar, each after the directories that it lies in.
+    /// Builds a tar of the files, each after the directories that contain it.
     fn layer(&self) -> anyhow::Result<Vec<u8>> {
         let mut tar = tar::Builder::new(Vec::new());
         let mut directories: BTreeSet<PathBuf> =
@@ -309,7 +309,7 @@ fn blob(bytes: &[u8]) -> String {
     format!("blobs/{}", digest(bytes).replace(':', "/"))
 }
 
-/// The libraries that the dynamic loader would map for a program, the loader among them; none for a static one.
+/// Returns the libraries that the dynamic loader would map for a program, including the loader; none for a static one.
 fn shared_libraries(program: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let output = Command::new("ldd").arg(program).output().context("ldd")?;
     if !output.status.success() {
@@ -332,7 +332,7 @@ fn shared_libraries(program: &Path) -> anyhow::Result<Vec<PathBuf>> {
     Ok(libraries)
 }
 
-/// `/usr/lib/x/../y` as `/usr/lib/y`: an image has no links to get lost in.
+/// Turns `/usr/lib/x/../y` into `/usr/lib/y`, which is safe because an image has no symbolic links.
 fn without_dots(path: &str) -> PathBuf {
     let mut plain = PathBuf::new();
     for part in Path::new(path).components() {
@@ -346,7 +346,7 @@ fn without_dots(path: &str) -> PathBuf {
     plain
 }
 
-/// A program without symbols and debug information.
+/// Returns a program without symbols and debug information.
 fn stripped(program: &Path) -> anyhow::Result<Vec<u8>> {
     let copy = tempfile::NamedTempFile::new()?;
     let output = Command::new("strip")

@@ -1,5 +1,5 @@
-//! What the multi-process tests share: the programs, a running `hearth up`, a Kubernetes cluster, an operator with a
-//! proxy that breaks things, an emulated machine, container images, and a plain HTTP client.
+//! Shared code of the multi-process tests: the programs, a running `hearth up`, a Kubernetes cluster, an operator with
+//! a fault-injecting proxy, an emulated machine, container images, and a simple HTTP client.
 
 #![forbid(unsafe_code)]
 

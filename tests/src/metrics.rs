@@ -1,4 +1,4 @@
-//! `/metrics` of a running deployment, read without an async runtime: from within a stream's callback too.
+//! `/metrics` of a running deployment, read without an async runtime, so also from inside a stream's callback.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -6,15 +6,16 @@ use std::time::{Duration, Instant};
 
 use crate::up::Up;
 
-/// How long a state is waited for.
+/// Longest wait for a state.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// One look at `/metrics`.
+/// One snapshot of `/metrics`.
 #[derive(Clone, Debug)]
 pub struct Metrics(String);
 
 impl Up {
-    /// All metrics now. Those of workers are as old as the gateway's last look at them: a second or two.
+    /// Reads all metrics now. Those of workers are a second or two old: they date from the gateway's last scrape of
+    /// them.
     ///
     /// # Panics
     /// When the gateway does not answer.
@@ -22,17 +23,17 @@ impl Up {
         Metrics::of(&self.metrics_base())
     }
 
-    /// Waits until `holds` of the metrics.
+    /// Waits until the metrics satisfy `holds`.
     ///
     /// # Panics
-    /// When it does not come to that in time; `what` is in the message.
+    /// When that does not happen in time; `what` is in the message.
     pub fn wait_for(&self, what: &str, holds: impl Fn(&Metrics) -> bool) -> Metrics {
         Metrics::wait_for(&self.metrics_base(), what, holds)
     }
 }
 
 impl Metrics {
-    /// All metrics at `base` (`http://127.0.0.1:PORT`) now.
+    /// Reads all metrics at `base` (`http://127.0.0.1:PORT`) now.
     ///
     /// # Panics
     /// When the gateway does not answer.
@@ -48,10 +49,10 @@ impl Metrics {
         Self(exchange().unwrap_or_else(|error| panic!("/metrics: {error}")))
     }
 
-    /// Waits until `holds` of the metrics at `base`.
+    /// Waits until the metrics at `base` satisfy `holds`.
     ///
     /// # Panics
-    /// When it does not come to that in time; `what` is in the message.
+    /// When that does not happen in time; `what` is in the message.
     pub fn wait_for(base: &str, what: &str, holds: impl Fn(&Self) -> bool) -> Self {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -68,7 +69,7 @@ impl Metrics {
         }
     }
 
-    /// Values of a metric's series that have each of `labels` (`role="decode"`).
+    /// Returns the values of a metric's series that have all of `labels` (`role="decode"`).
     pub fn values(&self, name: &str, labels: &[&str]) -> Vec<f64> {
         self.0
             .lines()
@@ -78,22 +79,23 @@ impl Metrics {
             .collect()
     }
 
-    /// Sum of a metric over all series that have each of `labels` (`role="decode"`).
+    /// Returns a metric's sum over all series that have all of `labels` (`role="decode"`).
     ///
     /// # Panics
-    /// When there is none.
+    /// When no series matches.
     pub fn sum(&self, name: &str, labels: &[&str]) -> f64 {
         let series = self.values(name, labels);
         assert!(!series.is_empty(), "no {name}{labels:?} in\n{}", self.0);
         series.iter().sum()
     }
 
-    /// How often something happened that has no series before it first does.
+    /// Returns the number of occurrences of an event whose series appears only after the first one.
     pub fn count(&self, name: &str) -> f64 {
         self.values(name, &[]).iter().sum()
     }
 
-    /// An upper bound of a histogram's quantile: that of the bucket that it lies in; 0 without any count.
+    /// Returns an upper bound of a histogram's quantile: the bound of the bucket that it falls in; 0 if there are no
+    /// samples.
     pub fn quantile(&self, name: &str, share: f64) -> f64 {
         let bucket = format!("{name}_bucket");
         let bounds = self.0.lines().filter_map(|line| {
@@ -110,12 +112,12 @@ impl Metrics {
         found.map_or(0.0, |(bound, _)| *bound)
     }
 
-    /// A metric of one rank.
+    /// Returns a metric of one rank.
     pub fn of_rank(&self, name: &str, rank: &str) -> f64 {
         self.sum(name, &[&format!("worker=\"{rank}\"")])
     }
 
-    /// A metric of all ranks of a role.
+    /// Returns a metric summed over all ranks of a role.
     pub fn of_role(&self, name: &str, role: &str) -> f64 {
         self.sum(name, &[&format!("role=\"{role}\"")])
     }

@@ -1,15 +1,15 @@
 use std::net::TcpListener;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Below the ports that Linux gives to whoever asks for any, so that nobody gets one meanwhile.
+/// First port: below the ephemeral ports of Linux, so that no other process is assigned one in the meantime.
 const FIRST: u32 = 20_000;
 const COUNT: u32 = 10_000;
 
-/// A port of 127.0.0.1 that nobody listens on, for a program that is told where to listen. No two calls of a process give
-/// the same one soon, and other processes begin elsewhere.
+/// Returns a free port of 127.0.0.1, for a program that is told which port to listen on. Calls in one process do not
+/// repeat a port soon, and other processes start elsewhere.
 ///
 /// # Panics
-/// When all are taken.
+/// When no port is free.
 pub fn free_port() -> u16 {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let first = std::process::id().wrapping_mul(97);

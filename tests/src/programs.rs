@@ -1,18 +1,18 @@
-//! Where the programs are, and how one is run to its end.
+//! Locations of the programs, and running one to completion.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// The source tree.
+/// Returns the root of the source tree.
 pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .parent()
         .map_or_else(PathBuf::new, Path::to_path_buf)
 }
 
-/// Where cargo puts the programs: target/PROFILE.
+/// Returns cargo's output directory of the programs: target/PROFILE.
 pub(crate) fn target_directory() -> PathBuf {
-    // Tests lie in deps below it.
+    // Test binaries are in its `deps` subdirectory.
     let exe = std::env::current_exe().unwrap_or_default();
     let directory = exe.parent().unwrap_or(&exe);
     let above = directory.parent().unwrap_or(directory);
@@ -24,7 +24,7 @@ pub(crate) fn target_directory() -> PathBuf {
     .to_path_buf()
 }
 
-/// One of the programs of the workspace.
+/// Returns the path of one of the workspace's programs.
 ///
 /// # Panics
 /// When it is not built.
@@ -38,17 +38,17 @@ pub(crate) fn program(name: &str) -> PathBuf {
     path
 }
 
-/// The `hearth` program.
+/// Creates a command for the `hearth` program.
 pub fn hearth() -> Command {
     Command::new(program("hearth"))
 }
 
-/// The `hearth-worker` program.
+/// Creates a command for the `hearth-worker` program.
 pub fn worker() -> Command {
     Command::new(program("hearth-worker"))
 }
 
-/// The Python interpreter with the packages that the tests use.
+/// Returns the Python interpreter with the packages that the tests use.
 ///
 /// # Panics
 /// When `scripts/bootstrap.sh test` has not prepared it.
@@ -66,16 +66,16 @@ pub fn python() -> PathBuf {
     python
 }
 
-/// Says what is not tested on this machine, past the test harness, which shows only what failed tests print.
+/// Reports a skipped test directly on stderr: the test harness shows only what failed tests print.
 pub fn skipped(why: &str) {
     use std::io::Write;
     let test = std::thread::current();
     let test = test.name().unwrap_or("a test");
-    // A closed stderr is no reason to fail.
+    // A closed stderr is not a reason to fail.
     let _ = writeln!(std::io::stderr(), "SKIPPED: {test}: {why}");
 }
 
-/// Runs a command to its end: exit code, standard output, standard error.
+/// Runs a command to completion; returns its exit code, standard output and standard error.
 ///
 /// # Panics
 /// When it cannot be run or is killed by a signal.

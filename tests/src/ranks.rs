@@ -1,4 +1,5 @@
-//! Ranks of a plan as single processes, started by hand as a cluster starts Pods: each has a plan with itself alone.
+//! Ranks of a plan as single processes, started by hand the way a cluster starts Pods: each has a plan with only
+//! itself.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -13,12 +14,12 @@ use crate::cgroup::Cgroup;
 use crate::ports::free_port;
 use crate::programs::{hearth, root, run, worker};
 
-/// How long a process may take to serve; a busy machine with an unoptimised build needs some.
+/// Longest time until a process serves; a busy machine with an unoptimised build needs some.
 const START_TIMEOUT: Duration = Duration::from_secs(120);
-/// How long a process may take to end.
+/// Longest time until a process ends.
 const STOP_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A directory for processes of one plan: that of the demo.
+/// A directory for processes of one plan: the demo's.
 pub struct Ranks {
     directory: TempDir,
     plan: Value,
@@ -29,7 +30,7 @@ pub struct Ranks {
 pub struct Rank {
     /// Its name in the plan, such as `decode-0`.
     pub name: String,
-    /// `host:port` where it serves.
+    /// `host:port` that it serves on.
     pub endpoint: String,
     metrics: String,
     role: &'static str,
@@ -62,22 +63,22 @@ impl Ranks {
         }
     }
 
-    /// Where its files lie.
+    /// Directory of its files.
     pub fn directory(&self) -> &Path {
         self.directory.path()
     }
 
-    /// Changes the plan of processes that are started from now on.
+    /// Changes the plan of processes started from now on.
     pub fn edit(&mut self, edit: impl FnOnce(&mut Value)) {
         edit(&mut self.plan);
     }
 
-    /// Lets processes that are started from now on write standard error to `path`, and not to their logs.
+    /// Makes processes started from now on write standard error to `path` instead of their logs.
     pub fn write_errors_to(&mut self, path: &Path) {
         self.errors = Some(path.to_owned());
     }
 
-    /// Starts a rank of `role` (`gateway`, `prefill`, `decode`) under a name of its own on a free port.
+    /// Starts a rank of `role` (`gateway`, `prefill`, `decode`) with the given name on a free port.
     ///
     /// # Panics
     /// When the plan has no such role or the process cannot be started.
@@ -85,10 +86,10 @@ impl Ranks {
         self.start_in(role, name, arguments, &[])
     }
 
-    /// As [`Ranks::start`], in control groups.
+    /// Starts a rank like [`Ranks::start`], in control groups.
     ///
     /// # Panics
-    /// As [`Ranks::start`].
+    /// Like [`Ranks::start`].
     pub fn start_in(
         &self,
         role: &'static str,
@@ -135,7 +136,7 @@ impl Ranks {
         }
     }
 
-    /// The plan of one process.
+    /// Returns the plan of one process.
     ///
     /// # Panics
     /// When the plan has no such role.
@@ -156,12 +157,12 @@ impl Ranks {
         plan
     }
 
-    /// The file that tells a gateway of its workers.
+    /// Returns the path of the file that lists a gateway's workers.
     pub fn routes(&self) -> PathBuf {
         self.directory().join("routes.json")
     }
 
-    /// Makes these the gateway's workers, as a file that is swapped.
+    /// Makes these the gateway's workers, by replacing the file atomically.
     ///
     /// # Panics
     /// When it cannot be written.
@@ -195,7 +196,7 @@ impl Rank {
         format!("http://{}", self.metrics)
     }
 
-    /// Waits until a gateway shows its metrics.
+    /// Waits until a gateway serves its metrics.
     ///
     /// # Panics
     /// When that takes too long.
@@ -217,7 +218,7 @@ impl Rank {
         self.child.id()
     }
 
-    /// All that it wrote so far.
+    /// Returns all that it has written so far.
     pub fn output(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
@@ -252,7 +253,7 @@ impl Rank {
         !matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// Waits for its end.
+    /// Waits for it to end.
     ///
     /// # Panics
     /// When it does not end in time.
@@ -275,7 +276,7 @@ impl Rank {
     }
 }
 
-/// The command, run by a shell that joins the groups first.
+/// Wraps the command in a shell that joins the groups first.
 fn in_groups(command: Command, groups: &[&Cgroup]) -> Command {
     if groups.is_empty() {
         return command;

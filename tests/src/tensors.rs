@@ -1,4 +1,4 @@
-//! Safetensors files, read and written without any code of what is under test.
+//! Safetensors files, read and written without any of the code under test.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -24,7 +24,7 @@ impl Tensors {
     /// Reads a file.
     ///
     /// # Panics
-    /// When it is none.
+    /// When it is not a safetensors file.
     pub fn read(path: &Path) -> Self {
         let file =
             std::fs::read(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
@@ -44,7 +44,7 @@ impl Tensors {
         Self(tensors.collect())
     }
 
-    /// Writes a file without holes.
+    /// Writes a file without gaps between tensors.
     ///
     /// # Panics
     /// When it cannot be written.
@@ -99,17 +99,17 @@ impl Tensors {
             .collect()
     }
 
-    /// Values of an I32 tensor as programs take them: `1,2,3`.
+    /// Returns the values of an I32 tensor in the form that programs accept: `1,2,3`.
     pub fn list(&self, name: &str) -> String {
         let values: Vec<String> = self.integers(name).iter().map(u32::to_string).collect();
         values.join(",")
     }
 }
 
-/// Changes the header of a file, and nothing else of it.
+/// Changes only the header of a file.
 ///
 /// # Panics
-/// When the file is none or cannot be written.
+/// When it is not a safetensors file or cannot be written.
 pub fn edit_header(path: &Path, edit: impl FnOnce(&mut Map<String, Value>)) {
     let file = std::fs::read(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     let (mut header, data) = split(&file);

@@ -1,4 +1,4 @@
-//! A running `hearth up` of one test's own.
+//! A running `hearth up` for one test.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -12,20 +12,20 @@ use tempfile::TempDir;
 use crate::ports::free_port;
 use crate::programs::{hearth, root, run};
 
-/// How long a start may take; a busy machine with an unoptimised build needs some.
+/// Longest time a start may take; a busy machine with an unoptimised build needs some.
 const START_TIMEOUT: Duration = Duration::from_secs(120);
 const STOP_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What is served, and how.
+/// Options of a `hearth up`: the deployment and how it is served.
 #[derive(Default)]
 pub struct UpOptions {
-    /// The InferenceDeployment; none: the demo example.
+    /// The InferenceDeployment; `None`: the demo example.
     pub file: Option<PathBuf>,
-    /// Further arguments of `hearth up`.
+    /// Additional arguments of `hearth up`.
     pub arguments: Vec<String>,
-    /// Further environment of all processes.
+    /// Additional environment variables of all processes.
     pub environment: Vec<(String, String)>,
-    /// Where the state directory is made; none: where temporary directories are.
+    /// Parent of the state directory; `None`: the default temporary directory.
     pub state_in: Option<PathBuf>,
 }
 
@@ -43,10 +43,10 @@ impl Up {
         Self::start(&UpOptions::default())
     }
 
-    /// Serves and waits until it is ready.
+    /// Starts it and waits until it is ready.
     ///
     /// # Panics
-    /// When it does not come up; its output is in the message.
+    /// When it does not become ready; its output is in the message.
     pub fn start(options: &UpOptions) -> Self {
         let mut up = Self::spawn(options);
         let deadline = Instant::now() + START_TIMEOUT;
@@ -107,17 +107,17 @@ impl Up {
         }
     }
 
-    /// `http://127.0.0.1:PORT`.
+    /// Base URL of the gateway: `http://127.0.0.1:PORT`.
     pub fn base(&self) -> String {
         format!("http://127.0.0.1:{}", self.port)
     }
 
-    /// `http://127.0.0.1:PORT` of the metrics.
+    /// Base URL of the metrics: `http://127.0.0.1:PORT`.
     pub fn metrics_base(&self) -> String {
         format!("http://127.0.0.1:{}", self.metrics_port)
     }
 
-    /// Base of the OpenAI API.
+    /// Base URL of the OpenAI API.
     pub fn v1(&self) -> String {
         format!("{}/v1", self.base())
     }
@@ -127,7 +127,7 @@ impl Up {
         self.state.path()
     }
 
-    /// All that `hearth up` wrote so far.
+    /// Returns all that `hearth up` has written so far.
     pub fn output(&self) -> String {
         std::fs::read_to_string(self.state.path().join("output")).unwrap_or_default()
     }
@@ -135,11 +135,11 @@ impl Up {
     /// Waits until `hearth up` has written `text`.
     ///
     /// # Panics
-    /// When it ends before, or does not write it in time.
+    /// When it ends first, or does not write it in time.
     pub fn wait_for_output(&mut self, text: &str) {
         let deadline = Instant::now() + START_TIMEOUT;
         loop {
-            // In this order: what it wrote last is not missed.
+            // In this order, so that its last output is not missed.
             let ended = self.child.try_wait();
             if self.output().contains(text) {
                 return;
@@ -153,7 +153,7 @@ impl Up {
         }
     }
 
-    /// The logs of its processes, each behind its name.
+    /// Returns the logs of its processes, each after its name.
     pub fn logs(&self) -> String {
         let (_, stdout, _) = run(hearth()
             .args(["logs", &self.name(), "-n", "40", "--state-dir"])
@@ -173,7 +173,7 @@ impl Up {
         )
     }
 
-    /// What `hearth status -o json` says of it; null when it does not run.
+    /// Returns the output of `hearth status -o json` for it; null if it is not running.
     pub fn status(&self) -> Value {
         let (_, stdout, _) = run(hearth()
             .args(["status", "-o", "json", "--state-dir"])
@@ -190,7 +190,7 @@ impl Up {
     /// The process id of a rank.
     ///
     /// # Panics
-    /// When the rank does not run.
+    /// When the rank is not running.
     pub fn pid(&self, rank: &str) -> u32 {
         let status = self.status();
         let processes = status["processes"].as_array().cloned().unwrap_or_default();
@@ -210,7 +210,7 @@ impl Up {
         send(self.child.id(), signal);
     }
 
-    /// Waits for the end of `hearth up`: its exit code.
+    /// Waits for `hearth up` to end and returns its exit code.
     ///
     /// # Panics
     /// When it does not end in time or is killed.

@@ -1,5 +1,5 @@
-//! An emulated machine for what this one may lack: cgroup v2, several NUMA nodes, a kernel older than 6.2. Programs run in it
-//! ten to twenty times slower: it shows behaviour, never speed.
+//! An emulated machine for features that this one may lack: cgroup v2, several NUMA nodes, a kernel older than 6.2.
+//! Programs run in it ten to twenty times slower, so it shows behaviour, never speed.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 use crate::programs::{program, root};
 
-/// What the machine has, and the files that are copied into it.
+/// Hardware of the machine, and the files that are copied into it.
 #[derive(Clone, Debug)]
 pub struct Vm {
     memory_mib: u32,
@@ -18,7 +18,7 @@ pub struct Vm {
     limit_s: u32,
     files: Vec<(PathBuf, String)>,
     disks: Vec<(PathBuf, String)>,
-    /// What files hold, and where they are in the machine.
+    /// Contents of files and their paths in the machine.
     texts: Vec<(String, String)>,
 }
 
@@ -37,7 +37,7 @@ impl Default for Vm {
 }
 
 impl Vm {
-    /// Why there can be none on this machine; `None` when there can. A test that is left out prints it.
+    /// Returns the reason that no machine can be emulated here, or `None`. A skipped test prints it.
     pub fn unavailable() -> Option<String> {
         let built = Command::new(root().join("tests/vm/build.sh")).output();
         match built {
@@ -47,21 +47,21 @@ impl Vm {
         }
     }
 
-    /// Memory, shared evenly among the NUMA nodes.
+    /// Sets the memory, split evenly among the NUMA nodes.
     #[must_use]
     pub fn memory_mib(mut self, mib: u32) -> Self {
         self.memory_mib = mib;
         self
     }
 
-    /// CPUs, shared evenly among the NUMA nodes in ascending order.
+    /// Sets the CPUs, split evenly among the NUMA nodes in ascending order.
     #[must_use]
     pub fn cpus(mut self, cpus: u32, numa_nodes: u32) -> Self {
         (self.cpus, self.numa_nodes) = (cpus, numa_nodes);
         self
     }
 
-    /// A directory of this machine as a disk of the other, read-only at `target`.
+    /// Attaches a host directory as a disk of the machine, read-only at `target`.
     #[must_use]
     pub fn disk(mut self, directory: impl AsRef<Path>, target: &str) -> Self {
         self.disks
@@ -69,7 +69,7 @@ impl Vm {
         self
     }
 
-    /// A file or directory of this machine, and where it is in the other: in its memory.
+    /// Copies a host file or directory into the machine's memory at `target`.
     #[must_use]
     pub fn file(mut self, path: impl AsRef<Path>, target: &str) -> Self {
         self.files
@@ -77,14 +77,14 @@ impl Vm {
         self
     }
 
-    /// A file of JSON in the machine's memory.
+    /// Adds a JSON file in the machine's memory.
     #[must_use]
     pub fn json(mut self, content: &Value, target: &str) -> Self {
         self.texts.push((content.to_string(), target.to_owned()));
         self
     }
 
-    /// `hearth-worker` as `/bin/hearth-worker`.
+    /// Adds `hearth-worker` as `/bin/hearth-worker`.
     ///
     /// # Panics
     /// When it is not built.
@@ -93,7 +93,7 @@ impl Vm {
         self.file(program("hearth-worker"), "/bin/hearth-worker")
     }
 
-    /// `hearth` as `/bin/hearth`, and the workers that it starts.
+    /// Adds `hearth` as `/bin/hearth`, and the workers that it starts.
     ///
     /// # Panics
     /// When they are not built.
@@ -102,10 +102,10 @@ impl Vm {
         self.worker().file(program("hearth"), "/bin/hearth")
     }
 
-    /// Boots, runs a script of the shell to its end, and gives what it printed. The script ends at its first failure.
+    /// Boots, runs a shell script to completion and returns its output. The script stops at its first failure.
     ///
     /// # Panics
-    /// When the script fails or the machine does not come to its end; the message has all that was printed.
+    /// When the script fails or the machine does not finish; the message has all output.
     pub fn run(&self, script: &str) -> String {
         let mut command = Command::new(root().join("tests/vm/run.sh"));
         command

@@ -1,4 +1,4 @@
-//! The chart's ValidatingAdmissionPolicy on a real API server: which directories of nodes a deployment may name.
+//! The chart's ValidatingAdmissionPolicy on a real API server: the host directories that a deployment may name.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,10 +8,10 @@ use hearth_tests::cluster::{Cluster, Options, wait_until};
 use hearth_tests::{root, run, skipped};
 use serde_json::{Value, json};
 
-/// A policy takes effect within a second or two of its making.
+/// Longest wait for a policy, which takes effect within a second or two of its creation.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What helm renders of the definitions and the policy for these values.
+/// Renders the definitions and the policy with helm for these prefixes.
 fn rendered(helm: &Path, prefixes: &str) -> String {
     let (code, stdout, stderr) = run(Command::new(helm)
         .args(["template", "hearth", "charts/hearth", "--set-json"])
@@ -31,7 +31,7 @@ fn deployment(name: &str, path: &str) -> Value {
     })
 }
 
-/// Whether the API server would take the object; with its words where it would not.
+/// Whether the API server would accept the object; its message if not.
 fn verdict(cluster: &Cluster, object: &Value) -> Result<(), String> {
     let file = tempfile::NamedTempFile::new().expect("file");
     std::fs::write(file.path(), object.to_string()).expect("object");
@@ -114,8 +114,8 @@ fn directories_of_nodes_are_those_that_the_chart_allows() {
     assert_eq!(verdict(&cluster, &demo), Ok(()));
 }
 
-/// What was applied under other rules is scaled, labelled and told its status as before; its path only changes to one
-/// that is allowed.
+/// Checks that an object applied under other rules can still be scaled, labelled and given a status; its path can only
+/// change to an allowed one.
 fn the_old_object_keeps_its_path(cluster: &Cluster) {
     let changed = |patch: &Value| {
         let patch = patch.to_string();
@@ -141,7 +141,7 @@ fn the_old_object_keeps_its_path(cluster: &Cluster) {
     changed(&source("/srv/old")).expect_err("there is no way back");
 }
 
-/// What a template may not ask for, the API server itself refuses.
+/// Checks that the API server itself refuses what a template may not request.
 #[test]
 fn templates_take_nothing_that_plans_and_pod_security_do_not_count() {
     let Some(cluster) = Cluster::start_or_skip(&Options::default()) else {
@@ -182,7 +182,7 @@ fn templates_take_nothing_that_plans_and_pod_security_do_not_count() {
     );
 }
 
-/// Templates of Pods, each with words of its refusal.
+/// Returns Pod templates, each with words of its refusal.
 fn refused_templates() -> Vec<(Value, &'static str)> {
     vec![
         (

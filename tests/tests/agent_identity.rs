@@ -1,5 +1,5 @@
-//! Agents as processes, the operator, and a real API server that makes and reviews their tokens: who has all that a
-//! compromised node has, at another node's address, is not taken for that node.
+//! Agents as processes, the operator, and a real API server that issues and reviews their tokens: an attacker with
+//! everything that a compromised node has, at another node's address, is not mistaken for that node.
 
 use std::fs;
 use std::net::Ipv4Addr;
@@ -13,12 +13,12 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 const NAMESPACE: &str = "hearth-system";
-/// What an agent is told of its directory of certificates.
+/// Secret with the first certificate of all agents.
 const FIRST: &str = "hearth-agent-tls";
-/// An agent measures its node first, which takes seconds; beside other work some more.
+/// Longest wait: an agent measures its node first, which takes seconds, or longer next to other work.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Killed when dropped.
+/// An agent process, killed when dropped.
 struct Agent {
     child: Child,
     _files: TempDir,
@@ -44,7 +44,7 @@ fn a_node_s_agent_is_who_has_a_token_of_its_pod() {
         "metadata": {"name": "hearth-agent", "namespace": NAMESPACE},
     });
     cluster.apply(&account.to_string());
-    // Loopback addresses of this test's own: agents all listen on one port.
+    // Loopback addresses for this test alone: all agents listen on the same port.
     let [_, x, y, ..] = std::process::id().to_be_bytes().map(|byte| byte.max(1));
     let [a, b] = [2, 3].map(|host| Ipv4Addr::new(127, x ^ 0x40, y, host));
     make_pod(cluster, "a", a);
@@ -56,7 +56,7 @@ fn a_node_s_agent_is_who_has_a_token_of_its_pod() {
         cluster.get("secret", NAMESPACE, FIRST)
     });
 
-    // Node b is compromised: it has the first certificate and its own agent's token, and answers at a's address.
+    // Node b is compromised: it has the first certificate and its own agent's token, and listens at a's address.
     let impostor = start_agent(
         "a",
         a,
@@ -73,7 +73,7 @@ fn a_node_s_agent_is_who_has_a_token_of_its_pod() {
     let words = "another Pod than the agent's of node node-a";
     says(&mut operator, 0, words);
     drop(impostor);
-    // Tokens that other programs hold are for the API server, also those of the right Pod.
+    // Tokens that other programs hold are for the API server, even those of the right Pod.
     let impostor = start_agent("a", a, &secret, &token(cluster, "a", None));
     says(&mut operator, 0, "its token is not valid");
     drop(impostor);
@@ -83,7 +83,7 @@ fn a_node_s_agent_is_who_has_a_token_of_its_pod() {
     let genuine = start_agent("a", a, &secret, &of_a);
     profile(cluster, &mut operator, "a");
     drop(genuine);
-    // The API server forgets a token with its Pod.
+    // The API server revokes a token along with its Pod.
     cluster.kubectl(&["delete", "nodeprofile", "node-a"]);
     let delete = ["delete", "pod", "agent-a", "-n", NAMESPACE];
     cluster.kubectl(&[&delete[..], &["--grace-period=0", "--force"]].concat());
@@ -94,7 +94,7 @@ fn a_node_s_agent_is_who_has_a_token_of_its_pod() {
     assert!(cluster.get("nodeprofile", "", "node-a").is_none());
 }
 
-/// A node with the running Pod of its agent.
+/// Creates a node with its agent's running Pod.
 fn make_pod(cluster: &Cluster, name: &str, address: Ipv4Addr) {
     let node =
         json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": format!("node-{name}")}});
@@ -125,7 +125,7 @@ fn make_pod(cluster: &Cluster, name: &str, address: Ipv4Addr) {
     );
 }
 
-/// A token as the kubelet of the Pod's node gets it.
+/// Requests a token as the kubelet of the Pod's node does.
 fn token(cluster: &Cluster, pod: &str, audience: Option<&str>) -> String {
     let pod = format!("agent-{pod}");
     let found = cluster.get("pod", NAMESPACE, &pod).expect("the Pod");
@@ -171,7 +171,7 @@ fn start_agent(node: &str, address: Ipv4Addr, secret: &Value, token: &str) -> Ag
     }
 }
 
-/// Waits until the operator has taken the node's measurements.
+/// Waits until the operator has stored the node's measurements.
 fn profile(cluster: &Cluster, operator: &mut Operator, node: &str) {
     let node = format!("node-{node}");
     let found = try_wait_until(&format!("{node} has a profile"), PATIENCE, || {
@@ -182,7 +182,7 @@ fn profile(cluster: &Cluster, operator: &mut Operator, node: &str) {
     assert_eq!(found["status"]["node"], *node);
 }
 
-/// Waits until the operator has logged it, in what comes after so many bytes.
+/// Waits until the operator's log contains `words` after byte `after`.
 fn says(operator: &mut Operator, after: usize, words: &str) {
     let said = try_wait_until(&format!("the operator says {words:?}"), PATIENCE, || {
         operator.log()[after..].contains(words).then_some(())

@@ -1,4 +1,4 @@
-//! Bad input gets a clear error: over HTTP, and from `hearth up`.
+//! Bad input gets a clear error, over HTTP and from `hearth up`.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -8,7 +8,7 @@ use hearth_tests::{Up, UpOptions, chat_body, chat_stream, copy_of_demo, deployme
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-/// The demo's deployment over a model of the test's own.
+/// Returns options to serve the demo's deployment with the test's own model.
 fn over(directory: &Path, model: &Path) -> UpOptions {
     let file = deployment(directory, |spec| {
         spec["model"]["source"] = json!({"hostPath": {"path": model}});
@@ -71,7 +71,8 @@ async fn weights_deleted_under_a_running_worker_do_not_stop_it() {
         .expect("mapped weights outlive their file");
     assert_eq!(after, before);
 
-    // What no longer finds its weights says so where its user looks, and what still has them goes on.
+    // A worker that no longer finds its weights reports it where the user looks; one that still has them keeps
+    // serving.
     up.signal("decode-0", Signal::KILL);
     up.wait_for_output("model.safetensors");
     let status = up.status();
@@ -84,11 +85,11 @@ async fn weights_deleted_under_a_running_worker_do_not_stop_it() {
 
 const HUGE_BYTES: usize = 100 << 20;
 
-/// One raw HTTP exchange: status and body.
+/// Performs one raw HTTP exchange; returns status and body.
 fn raw(up: &Up, head: &str, body: &[u8]) -> (u16, String) {
     let mut stream = TcpStream::connect(up.base().trim_start_matches("http://")).expect("connect");
     stream.write_all(head.as_bytes()).expect("head");
-    // The server may answer and close before it has read a hostile body to its end.
+    // The server may answer and close before it has read all of a hostile body.
     let _ = stream.write_all(body);
     let mut response = Vec::new();
     let _ = stream.read_to_end(&mut response);
@@ -113,7 +114,7 @@ fn post_chunked(path: &str) -> String {
     )
 }
 
-/// A body of spaces in chunks of a mebibyte.
+/// Builds a body of spaces in chunks of one mebibyte.
 fn chunked(bytes: usize) -> Vec<u8> {
     let piece = vec![b' '; 1 << 20];
     let mut body = Vec::new();
@@ -155,7 +156,7 @@ fn hostile_requests_get_openai_errors_and_the_server_stays_up() {
         );
     }
 
-    // 100 MB, with their length told before and not.
+    // 100 MB, with and without their length announced.
     let (status, text) = raw(&up, &post(path, HUGE_BYTES), &vec![b' '; HUGE_BYTES]);
     assert_eq!(status, 413, "{text}");
     assert!(text.contains("\"error\""), "{text}");

@@ -1,4 +1,4 @@
-//! Damaged models are refused by the programs, with the file, the tensor or the field named.
+//! The programs refuse damaged models and name the file, tensor or field.
 
 use std::path::Path;
 
@@ -24,7 +24,7 @@ fn generate(model: &Path) -> String {
     stderr
 }
 
-/// What is damaged next was whole before.
+/// Asserts that the model is valid before it is damaged.
 fn accepted(model: &Path) {
     let (code, _, stderr) = run(worker()
         .args([
@@ -118,13 +118,13 @@ fn damaged_models_are_refused_by_name() {
     }
 }
 
-/// Where a tensor's bytes lie, as its file's header says.
+/// Returns the byte range of a tensor, according to its file's header.
 fn offsets(header: &Map<String, Value>, name: &str) -> [u64; 2] {
     let offsets = &header[name]["data_offsets"];
     [0, 1].map(|end| offsets[end].as_u64().expect("offset"))
 }
 
-/// The tensor that ends where the file does, or the one that begins there.
+/// Returns the tensor at the end of the file, or the one at the start.
 fn outermost(header: &Map<String, Value>, last: bool) -> String {
     let names = header.keys().filter(|name| *name != "__metadata__");
     let name = match last {

@@ -1,4 +1,4 @@
-//! `scripts/bootstrap.sh` on machines that lack something: what it says to do works there.
+//! `scripts/bootstrap.sh` on machines that lack something: the remedy that it prints works there.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -7,13 +7,13 @@ use std::process::Command;
 
 use hearth_tests::{root, run};
 
-/// What every system has, and the script uses.
+/// Programs that every system has and the script uses.
 const COMMON: [&str; 9] = [
     "bash", "dirname", "uname", "cut", "sed", "sort", "head", "grep", "sh",
 ];
 
-/// A machine of a user without rights: `directory` holds all its programs, the common ones and `scripts` by name and
-/// body. Gives what the script ends with and says there.
+/// Runs the script as an unprivileged user on a machine whose programs are all in `directory`: the common ones and
+/// `scripts`, given by name and body. Returns its exit code and message.
 fn bootstrap(directory: &Path, scripts: &[(&str, &str)], has_home: bool) -> (i32, String) {
     for name in COMMON {
         let (code, found, _) = run(Command::new("bash").args(["-c", &format!("type -P {name}")]));

@@ -1,13 +1,13 @@
-//! A client that leaves while its prompt is read frees the worker's CPUs at once, not when the chunk ends.
+//! A client that leaves while its prompt is being read frees the worker's CPUs at once, not at the end of the chunk.
 
 use std::time::{Duration, Instant};
 
 use hearth_tests::{Metrics, Rank, Ranks, chat_body, chat_stream, cpu_time};
 use serde_json::{Value, json};
 
-/// CPU time that a worker may still take for a client that has left, once the gateway has heard of it.
+/// CPU time that a worker may still spend on a client after the gateway has noticed that it left.
 const FREE_WITHIN: Duration = Duration::from_millis(250);
-/// CPU time when it has not grown for half a second.
+/// Returns the CPU time once it has not grown for half a second.
 async fn settled(rank: &Rank) -> Duration {
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
@@ -21,7 +21,7 @@ async fn settled(rank: &Rank) -> Duration {
     }
 }
 
-/// CPU time of the worker when the gateway has heard that a client has left, whose prompt the worker reads.
+/// Returns the worker's CPU time when the gateway notices that a client has left while the worker reads its prompt.
 async fn cpu_time_at_leaving(worker: &Rank, gateway: &Rank, body: Value) -> Duration {
     let before = cpu_time(worker.pid());
     let v1 = format!("{}/v1", gateway.base());
@@ -32,7 +32,7 @@ async fn cpu_time_at_leaving(worker: &Rank, gateway: &Rank, body: Value) -> Dura
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     client.abort();
-    // How soon the gateway hears of it is a matter of who else wants this machine's CPUs.
+    // The delay until the gateway notices depends on the other load on this machine's CPUs.
     let told = "the gateway asks nothing of the worker";
     Metrics::wait_for(&gateway.metrics_base(), told, |metrics| {
         metrics.values("hearth_worker_requests", &[]) == [0.0]
@@ -43,7 +43,7 @@ async fn cpu_time_at_leaving(worker: &Rank, gateway: &Rank, body: Value) -> Dura
 #[tokio::test(flavor = "multi_thread")]
 async fn a_client_that_leaves_frees_the_cpu_within_a_quarter_of_a_second() {
     let mut ranks = Ranks::of_demo();
-    // The reference kernels on one thread stand for a slow machine, and the whole prompt is one chunk.
+    // The reference kernels on one thread simulate a slow machine, and the whole prompt is one chunk.
     ranks.edit(|plan| {
         for rank in plan["ranks"].as_array_mut().into_iter().flatten() {
             rank["chunkTokens"] = json!(1024);
@@ -78,7 +78,7 @@ async fn a_client_that_leaves_frees_the_cpu_within_a_quarter_of_a_second() {
         "a whole prompt took {whole:?} only: this would show nothing"
     );
 
-    // On a busy machine the gateway may hear of it when hardly anything is left to be spared.
+    // On a busy machine the gateway may notice when hardly anything is left to save.
     let mut tries = 0;
     let (at_leaving, left) = loop {
         tries += 1;

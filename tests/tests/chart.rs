@@ -1,5 +1,5 @@
-//! The chart: what helm renders from it, for every set of values that matters, is valid Kubernetes of all versions that
-//! it says to support, gives nobody more rights than the table of docs/cluster.md, and is what manifests/ holds.
+//! The chart: for every relevant set of values, helm renders valid Kubernetes objects of all versions that it claims
+//! to support, grants no more rights than the table in docs/cluster.md, and matches manifests/.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 const VERSIONS: &str = "1.30,1.31,1.32,1.33,1.34,1.35,1.36";
 
-/// Values that reach every branch of the templates.
+/// Values that cover every branch of the templates.
 const VALUES: [(&str, &str); 5] = [
     ("defaults", "{}"),
     ("two namespaces", "{namespaces: [team-a, team-b]}"),
@@ -35,7 +35,7 @@ const VALUES: [(&str, &str); 5] = [
     ),
 ];
 
-/// Helm of the test cluster, or of the system.
+/// Returns the helm of the test cluster or of the system.
 fn helm() -> Option<PathBuf> {
     let (_, directories, _) =
         run(Command::new(root().join("tests/cluster/build.sh")).arg("directories"));
@@ -57,7 +57,7 @@ fn chart() -> PathBuf {
     root().join("charts/hearth")
 }
 
-/// What helm writes for the values: standard output, or the complaint.
+/// Renders the chart with the values; returns standard output, or helm's error.
 fn render(helm: &Path, values: &str, arguments: &[&str]) -> Result<String, String> {
     let file = tempfile::NamedTempFile::new().expect("file");
     std::fs::write(file.path(), values).expect("values");
@@ -146,7 +146,7 @@ fn every_set_of_values_renders_valid_kubernetes() {
         .args(&files));
     assert_eq!(code, 0, "{stdout}\n{stderr}");
 
-    // The validator sees what is wrong.
+    // The validator detects an error.
     let wrong = directory.path().join("wrong.yaml");
     let object = json!({"apiVersion": "v1", "kind": "Service", "metadata": {"name": "x"}, "spec": {"prots": []}});
     std::fs::write(&wrong, object.to_string()).expect("file");
@@ -231,7 +231,7 @@ fn what_is_generated_is_as_new_as_its_sources() {
     }
 }
 
-/// Rights as lines of `verb group/resource`, with the names that they are for.
+/// Returns rights as lines of `verb group/resource`, with the names that they apply to.
 fn rights(role: &Value) -> BTreeSet<String> {
     let texts = |value: &Value| -> Vec<String> {
         let items = value.as_array().into_iter().flatten();
@@ -257,7 +257,7 @@ fn rights(role: &Value) -> BTreeSet<String> {
     rights
 }
 
-/// What it needs to see of Pods and devices of others.
+/// Rights to see other users' Pods and devices.
 const SEEING: [&str; 6] = [
     "list /pods",
     "watch /pods",
@@ -287,7 +287,7 @@ fn the_operator_has_the_rights_that_it_needs_and_no_others() {
         "watch hearth.dev/inferencedeployments",
         "patch hearth.dev/inferencedeployments/status",
         "list networking.k8s.io/servicecidrs",
-        // Whose an agent's token is: documented beside the agents' certificates.
+        // The owner of an agent's token: documented with the agents' certificates.
         "create authentication.k8s.io/tokenreviews",
     ];
     let mut wanted: BTreeSet<String> = wanted.map(str::to_owned).into();
@@ -323,7 +323,7 @@ fn the_operator_has_the_rights_that_it_needs_and_no_others() {
             "{right}"
         );
         assert!(!right.contains("pods/"), "{right}");
-        // The one that signs all certificates is never deleted by its operator.
+        // The Secret that signs all certificates is never deleted by its operator.
         assert!(
             right != "delete /secrets hearth-ca,hearth-agent-tls",
             "{right}"
@@ -332,7 +332,7 @@ fn the_operator_has_the_rights_that_it_needs_and_no_others() {
     assert!(!rights(own).contains("delete /secrets"));
     assert!(all.contains("get /secrets hearth-ca,hearth-agent-tls"));
 
-    // Everywhere is said, never meant by default.
+    // All namespaces must be requested explicitly; it is never the default.
     let everywhere = defaults(&helm, "{namespaces: []}");
     assert!(of_kind(&everywhere, "Role", "hearth-deployments").is_empty());
     let cluster = rights(one(&everywhere, "ClusterRole", "hearth-operator"));
@@ -355,7 +355,7 @@ fn only_the_operator_is_known_to_the_api_server() {
     }
     let agent = &one(&objects, "DaemonSet", "hearth-agent")["spec"]["template"]["spec"];
     assert_eq!(agent["automountServiceAccountToken"], false);
-    // The one token that it has is for the operator: the API server does not take it.
+    // Its only token is for the operator: the API server does not accept it.
     let volumes = agent["volumes"].as_array().expect("volumes").iter();
     let tokens: Vec<&Value> = volumes
         .flat_map(|volume| {
@@ -401,7 +401,7 @@ fn pods_are_restricted_but_for_what_the_docs_name() {
             assert!(pod[field].is_null(), "{field}");
         }
     }
-    // The exceptions: a directory of the node, and the step that gives it to the agent's user.
+    // The exceptions: a host directory, and the step that hands it to the agent's user.
     let [operator, agent, test] = pods;
     assert!(
         operator["volumes"].is_null()
@@ -430,7 +430,7 @@ fn pods_are_restricted_but_for_what_the_docs_name() {
     assert_eq!(agent["initContainers"][0]["securityContext"], own);
 }
 
-/// The environment of the operator's container.
+/// Returns the environment of the operator's container.
 fn environment(objects: &[Value]) -> BTreeMap<String, Value> {
     let pod = &one(objects, "Deployment", "hearth-operator")["spec"]["template"]["spec"];
     let variables = pod["containers"][0]["env"].as_array().expect("env").iter();

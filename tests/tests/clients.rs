@@ -91,7 +91,7 @@ async fn async_openai_makes_its_everyday_calls() {
     assert!(error.to_string().contains("hearth-demo"), "{error}");
 }
 
-/// A completion of a prompt without a conversation.
+/// Requests a completion of a prompt without a conversation.
 async fn completes(client: &Client<OpenAIConfig>) {
     use async_openai::types::completions::CreateCompletionRequestArgs;
 

@@ -1,4 +1,4 @@
-//! The test cluster itself: it does what the other cluster tests build on, and leaves nothing behind.
+//! The test cluster itself: it does what other cluster tests rely on, and leaves nothing behind.
 
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -13,7 +13,7 @@ use serde_json::Value;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The tests here look at the whole machine: one at a time.
+/// Serializes the tests here, which inspect the whole machine.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -73,7 +73,7 @@ fn in_toolbox(cluster: &Cluster, command: &str) -> String {
     cluster.kubectl(&[&exec[..], &["bash", "-c", command]].concat())
 }
 
-/// Of a Pod by its resolver, and of the test by the DNS Service, which it reaches like any other.
+/// Checks that a Pod resolves names by its resolver, and the test by the DNS Service, which it reaches like any other.
 fn names_resolve(cluster: &Cluster) {
     let name = "kubernetes.default.svc.cluster.local";
     let found = in_toolbox(cluster, &format!("getent hosts {name}"));
@@ -90,7 +90,7 @@ fn assert_dns_answers(cluster: &Cluster, address: &str) {
     let dns = cluster.reach("kube-system", "kube-dns", 53);
     let mut stream = TcpStream::connect(dns.address()).expect("connect");
     stream.set_read_timeout(Some(PATIENCE)).expect("timeout");
-    // A header with one question, the name by its parts, type A, class IN.
+    // A header with one question, the name's labels, type A, class IN.
     let mut query = vec![0, 7, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0];
     for part in name.split('.') {
         query.push(u8::try_from(part.len()).expect("a short name"));
@@ -131,7 +131,7 @@ fn the_fake_gpu_is_allocated(cluster: &Cluster) {
     assert!(log.starts_with("GPU-fake-"), "{log}");
 }
 
-/// The worker's image has the model that the demo serves, and runs as nobody on a root that it cannot write to.
+/// Checks that the worker's image has the demo's model and runs unprivileged with a read-only root.
 fn hearths_own_images_run(cluster: &Cluster) {
     let (name, tag) = cluster.import_hearth().worker;
     let model = "/usr/share/hearth/models/hearth-demo";
@@ -152,7 +152,7 @@ fn hearths_own_images_run(cluster: &Cluster) {
     assert!(facts.is_object(), "{facts}");
 }
 
-/// As `make test-cluster KUBECONFIG=…` does, in a process of its own.
+/// Runs a test as `make test-cluster KUBECONFIG=…` does, in its own process.
 fn a_test_uses_the_cluster_that_it_is_given(cluster: &Cluster) {
     let mut command = Process::of_test("uses_somebodys_cluster");
     command.env("HEARTH_TEST_KUBECONFIG", cluster.kubeconfig());
@@ -213,13 +213,13 @@ fn writes_are_on_record(cluster: &Cluster) {
     assert_eq!(first.namespace, "default");
     assert_eq!(first.code, 201);
     assert!(first.user_agent.starts_with("kubectl"), "{first:?}");
-    // From before the API server was started again.
+    // Written before the API server was restarted.
     assert!(log.iter().any(|entry| entry.name == "toolbox"));
 }
 
 fn a_killed_node_is_lost(cluster: &Cluster) {
     cluster.node(2).kill();
-    // At one look: a loaded machine may keep the other's heartbeat back for a while too, but not for good.
+    // Both in one look: a loaded machine may delay the other's heartbeat too, but only for a while.
     wait_until("node-2 alone is not Ready", PATIENCE, || {
         let [other, killed] = ["node-1", "node-2"].map(|name| cluster.get("node", "", name));
         let lost = condition(&killed?, "Ready") == Some("Unknown");
@@ -317,7 +317,7 @@ fn what_a_killed_keeper_left_is_removed_later() {
     assert_eq!(Machine::now(), before);
 }
 
-/// A process whose output is read line by line, killed when dropped.
+/// A process whose output is read line by line; killed when dropped.
 struct Process {
     child: std::process::Child,
     output: BufReader<std::process::ChildStdout>,
@@ -331,15 +331,15 @@ impl Process {
         Self { child, output }
     }
 
-    /// This very program, to run one test that is ignored otherwise.
+    /// Returns a command that runs this test program with one test that is otherwise ignored.
     fn of_test(name: &str) -> Command {
         let mut command = Command::new(std::env::current_exe().expect("this program"));
         command.args(["--ignored", "--exact", "--nocapture", name]);
         command
     }
 
-    /// This very program, running the one test that starts a cluster and waits; none where clusters cannot be had.
-    /// With it the cluster's name.
+    /// Starts this test program with the one test that starts a cluster and waits. Returns it with the cluster's name,
+    /// or `None` where clusters are unavailable.
     fn holding_a_cluster() -> Option<(Self, String)> {
         let mut process = Self::start(&mut Self::of_test("holds_a_cluster"));
         loop {
@@ -366,7 +366,7 @@ impl Process {
         self.child.wait().expect("its end");
     }
 
-    /// Closes its standard input, as the end of a test does.
+    /// Closes its standard input, as happens when a test ends.
     fn end(&mut self) {
         drop(self.child.stdin.take());
         assert!(self.child.wait().expect("its end").success());
@@ -380,11 +380,11 @@ impl Drop for Process {
     }
 }
 
-/// The keeper of another cluster with nodes, which must wait for its turn.
+/// Starts the keeper of another cluster with nodes, which must wait for its turn.
 fn keeper(id: &str) -> Process {
     let mut command = Command::new(env!("CARGO_BIN_EXE_hearth-cluster"));
     let process = Process::start(command.args(["keep", id, "--nodes"]));
-    // It made its directory, but has no turn.
+    // It has created its directory, but does not have a turn yet.
     wait_until(
         "the keeper has a directory",
         Duration::from_secs(30),
@@ -395,7 +395,7 @@ fn keeper(id: &str) -> Process {
     process
 }
 
-/// What of one cluster can be seen on the machine.
+/// Visible traces of one cluster on the machine.
 #[derive(Debug, Default, PartialEq)]
 struct Traces {
     processes: BTreeSet<u32>,
@@ -446,7 +446,7 @@ impl Traces {
     }
 }
 
-/// What of the machine a cluster must not change, or must change back.
+/// State of the machine that a cluster must not change, or must restore.
 #[derive(Debug, PartialEq)]
 struct Machine {
     links: BTreeSet<String>,
@@ -456,8 +456,8 @@ struct Machine {
 }
 
 impl Machine {
-    /// As it is while no cluster with nodes is up; another one may have come to its turn, whose interface and routes are
-    /// left out.
+    /// Reads the state as it is while no cluster with nodes is up; another one may have had its turn, whose interface
+    /// and routes are left out.
     fn now() -> Self {
         let settings = [
             "vm/overcommit_memory",
@@ -486,7 +486,7 @@ impl Machine {
     }
 }
 
-/// The state directory of a cluster.
+/// Returns the state directory of a cluster.
 fn state(id: &str) -> std::path::PathBuf {
     let user = rustix::process::geteuid().as_raw();
     Path::new("/var/tmp")

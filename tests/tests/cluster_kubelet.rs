@@ -1,4 +1,4 @@
-//! What the test cluster's kubelets are told to do with CPUs and devices: other cluster tests build on it.
+//! CPU and device settings of the test cluster's kubelets, which other cluster tests rely on.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ fn kubelets_give_cpus_and_devices_away() {
     a_claim_selects_a_gpu_by_its_uuid(&cluster);
 }
 
-/// A Guaranteed Pod of one CPU has it for itself, and none is left for a second one.
+/// Checks that a Guaranteed Pod with one CPU has it exclusively, and none is left for a second one.
 fn whole_cpus_are_exclusive(cluster: &Cluster) {
     cluster.run_pod(&guaranteed("exclusive"));
     let exclusive = allowed_cpus(cluster, "exclusive");
@@ -66,7 +66,7 @@ fn allowed_cpus(cluster: &Cluster, pod: &str) -> String {
     })
 }
 
-/// The second of two, which nobody would get by chance.
+/// Claims the second of two GPUs, which would not be assigned by chance.
 fn a_claim_selects_a_gpu_by_its_uuid(cluster: &Cluster) {
     let wanted = "GPU-fake-node-1-1";
     let selector = format!("device.attributes['gpu.nvidia.com'].uuid == '{wanted}'");

@@ -1,4 +1,4 @@
-//! The commands beside `hearth up` when something is not as usual, by reading the message.
+//! The commands besides `hearth up` under unusual conditions, checked by their messages.
 
 use std::io::Write;
 use std::path::Path;
@@ -128,7 +128,7 @@ fn an_empty_home_is_none() {
     );
 }
 
-/// The demo without any chat template, as a deployment in `directory`.
+/// Returns options for the demo without a chat template, as a deployment in `directory`.
 fn without_template(directory: &Path) -> UpOptions {
     let model = copy_of_demo(directory);
     let _ = std::fs::remove_file(model.join("chat_template.jinja"));
@@ -177,7 +177,7 @@ fn a_model_without_a_chat_template_is_offered_for_texts() {
     );
 }
 
-/// Runs in a mount namespace of its own, where a small file system can be filled.
+/// Script that runs in its own mount namespace, where a small file system can be filled.
 const FULL_DISK: &str = r#"
 set -e
 mount -t tmpfs -o size=4m none "$STATE"
@@ -268,7 +268,7 @@ fn port_0_is_one_that_answers() {
     assert!(port.parse::<u16>().expect("a port") > 0, "{stderr}");
 }
 
-/// `hearth plan` of a model in `state`'s neighbourhood: exit code, plan, and what was said.
+/// Runs `hearth plan` with a state directory; returns exit code, plan and messages.
 fn plan(file: &Path, state: &Path, further: &[&str]) -> (i32, Value, String) {
     let (code, stdout, stderr) = run(hearth()
         .args(["plan", "-o", "json", "-f"])
@@ -324,7 +324,7 @@ fn rates_of_a_quiet_moment_are_kept_and_those_of_a_busy_one_are_marked() {
     let state = tempfile::tempdir().expect("directory");
     let demo = root().join("manifests/examples/demo.yaml");
     let kept = state.path().join("profile.json");
-    // Whatever else runs: what is found is one of both.
+    // Whatever else runs, the rates are either kept or marked as busy.
     let (code, first, stderr) = plan(&demo, state.path(), &[]);
     assert_eq!(code, 0, "{stderr}");
     let is_marked = |plan: &Value| plan["why"].to_string().contains("other programs had ");
@@ -353,7 +353,7 @@ fn rates_of_a_quiet_moment_are_kept_and_those_of_a_busy_one_are_marked() {
     let (code, again, stderr) = again;
     assert_eq!(code, 0, "{stderr}");
     if kept.exists() {
-        // Of the quiet moment, whatever runs beside it.
+        // Measured at a quiet moment, whatever else runs now.
         assert!(!is_marked(&again), "{stderr}");
         assert!(stderr.contains(" (measured "), "{stderr}");
         assert_eq!(again["predicted"], first["predicted"]);

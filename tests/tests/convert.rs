@@ -1,4 +1,5 @@
-//! `hearth convert`: objects in words of an earlier version, in a file and on an API server, before `helm upgrade`.
+//! `hearth convert`: objects with field names of an earlier version, in a file and on an API server, before `helm
+//! upgrade`.
 
 use std::path::Path;
 use std::process::Command;
@@ -22,7 +23,7 @@ fn deployment(name: &str, spec: &Value) -> Value {
     object
 }
 
-/// A spec with each field that moved.
+/// Returns a spec with every field that moved.
 fn old_spec() -> Value {
     json!({"placement": {"runtimeClassName": "nvidia", "numa": "Compact"}, "decode": {"replicas": 2}})
 }
@@ -74,7 +75,7 @@ fn a_file_is_printed_in_todays_words() {
     let list: Value = serde_norway::from_str(&stdout).expect("YAML");
     assert_eq!(list["items"][0], documents[0]);
 
-    // What needs no change is printed as it is, comments and all.
+    // A file that needs no change is printed unchanged, including comments.
     let demo = root().join("manifests/examples/demo.yaml");
     let (code, stdout, stderr) = run(hearth().args(["convert", "-f"]).arg(&demo));
     assert_eq!((code, stderr.as_str()), (0, ""));
@@ -140,7 +141,7 @@ fn a_cluster_is_converted_before_an_upgrade_and_helm_keeps_its_definitions() {
 
     installed(&cluster, &helm, "upgrade", &root().join("charts/hearth"));
     assert_eq!(spec(), wanted);
-    // Who applied the old manifest applies a converted one, and changes it, without a conflict.
+    // The user who applied the old manifest applies a converted one, then changes it, without conflicts.
     for class in ["nvidia", "nvidia-legacy"] {
         let manifest = json!({
             "placement": {"numa": "Compact"}, "decode": {"replicas": 2}, "podTemplate": {"runtimeClassName": class},
@@ -151,7 +152,7 @@ fn a_cluster_is_converted_before_an_upgrade_and_helm_keeps_its_definitions() {
     installed(&cluster, &helm, "uninstall", Path::new(""));
 }
 
-/// The chart as it was before fields moved to `podTemplate`.
+/// Copies the chart as it was before fields moved to `podTemplate`.
 fn old_chart(directory: &Path) {
     let copied = Command::new("cp")
         .arg("-R")
@@ -175,11 +176,11 @@ fn old_chart(directory: &Path) {
             .is_some_and(|rule| rule.contains("podTemplate"))
     });
     let text = serde_norway::to_string(&definition).expect("YAML");
-    // The chart's template looks for the line of metadata behind another one.
+    // The chart's template finds the metadata line behind another line.
     std::fs::write(&file, format!("# An older definition.\n{text}")).expect("the definition");
 }
 
-/// Runs helm to its end; nobody starts the Pods here, so it waits for none.
+/// Runs helm to completion; nothing starts the Pods here, so it does not wait for them.
 fn installed(cluster: &Cluster, helm: &Path, verb: &str, chart: &Path) {
     let mut command = Command::new(helm);
     command.args([verb, "hearth", "--namespace", "hearth-system"]);
@@ -194,7 +195,7 @@ fn installed(cluster: &Cluster, helm: &Path, verb: &str, chart: &Path) {
     assert_eq!(code, 0, "helm {verb}\n{stdout}\n{stderr}");
 }
 
-/// A server-side apply that gives way to conflicts.
+/// Applies server-side without forcing conflicts.
 fn applied(cluster: &Cluster, object: &Value) {
     let file = tempfile::NamedTempFile::new().expect("file");
     std::fs::write(file.path(), object.to_string()).expect("object");

@@ -1,4 +1,5 @@
-//! A dead worker loses nothing: kill -9 in mid-stream, and the stream goes on with the tokens it would have had.
+//! A dead worker loses nothing: after a kill -9 in mid-stream, the stream continues with the tokens that it would have
+//! had.
 
 use std::time::{Duration, Instant};
 
@@ -7,14 +8,14 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 const QUESTION: &str = "What is Hearth?";
-/// Tokens of a stream that is long enough to be disturbed.
+/// Tokens of a stream that is long enough to be interrupted.
 const LONG: u32 = 400;
 
 fn greedy() -> Value {
     chat_body("hearth-demo", QUESTION, LONG)
 }
 
-/// Sampled, and never at an end before `LONG`: the end-of-text token is banned.
+/// Returns a sampled request that never ends before `LONG`: the end-of-text token is banned.
 fn seeded(seed: u64) -> Value {
     let mut body = chat_body("hearth-demo", QUESTION, LONG);
     body["temperature"] = json!(1.1);
@@ -23,7 +24,7 @@ fn seeded(seed: u64) -> Value {
     body
 }
 
-/// Runs `body` and kills `victims` one after another, each after so many pieces of text.
+/// Runs `body` and kills `victims` one after another, each after the given number of text pieces.
 async fn with_kills(up: &Up, body: &Value, victims: &[(&str, usize)]) -> (Answer, usize) {
     let mut killed = 0;
     let answer = chat_stream(&up.v1(), body, |pieces, _| {
@@ -76,7 +77,7 @@ async fn a_killed_prefill_worker_costs_nothing_of_running_and_following_streams(
     let (answer, killed) = with_kills(&up, &body, &[("prefill-0", 2)]).await;
     assert_eq!(killed, 1);
     assert_eq!(answer, expected);
-    // At once, while the prefill worker may still be starting.
+    // Immediately, while the prefill worker may still be starting.
     up.signal("decode-0", Signal::KILL);
     let after = chat_stream(&up.v1(), &body, |_, _| {})
         .await
@@ -84,7 +85,7 @@ async fn a_killed_prefill_worker_costs_nothing_of_running_and_following_streams(
     assert_eq!(after, expected);
 }
 
-/// Prompts near the context's length, none of which begins like another.
+/// Returns prompts near the context length, no two with a common prefix.
 fn long_prompts() -> Vec<Value> {
     let filler = "Say more about the KV cache and the ring. ".repeat(110);
     (0..6)
@@ -92,7 +93,7 @@ fn long_prompts() -> Vec<Value> {
         .collect()
 }
 
-/// All at once.
+/// Sends all requests at once.
 fn ask_all(up: &Up) -> tokio::task::JoinSet<(usize, Answer)> {
     let mut requests = tokio::task::JoinSet::new();
     for (number, body) in long_prompts().into_iter().enumerate() {
@@ -117,7 +118,7 @@ async fn a_prefill_worker_killed_while_it_computes_costs_nothing() {
         let up = Up::demo();
         in_order(ask_all(&up)).await
     };
-    // Another deployment: a cached prefix would leave the prefill worker nothing to compute.
+    // Another deployment: with a cached prefix the prefill worker would have nothing to compute.
     let up = Up::demo();
     assert!(up.metrics().count("hearth_failovers_total") == 0.0);
     let requests = ask_all(&up);
@@ -130,7 +131,7 @@ async fn a_prefill_worker_killed_while_it_computes_costs_nothing() {
     println!("{reading} prompts were with the prefill worker when it was killed");
     assert_eq!(in_order(requests).await, expected);
     assert!(up.metrics().count("hearth_failovers_total") >= 1.0);
-    // Answers do not wait for it to be back.
+    // Answers do not wait for its return.
     let deadline = Instant::now() + Duration::from_secs(30);
     while restarts(&up, "prefill-0") != 1 {
         assert!(Instant::now() < deadline, "{:#}", up.status());

@@ -1,4 +1,4 @@
-//! A disk that is full costs log lines, and nothing that is served.
+//! A full disk costs log lines, but does not affect serving.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 const TOKENS: u32 = 200;
 const STREAMS: u64 = 6;
 
-/// Sampled, and never at an end before `TOKENS`: the end-of-text token is banned.
+/// Returns a sampled request that never ends before `TOKENS`: the end-of-text token is banned.
 fn seeded(seed: u64) -> Value {
     let mut body = chat_body("hearth-demo", "What is Hearth?", TOKENS);
     body["temperature"] = json!(1.1);
@@ -22,7 +22,7 @@ fn seeded(seed: u64) -> Value {
     body
 }
 
-/// All at once; `kill` is called when the first of them has some tokens.
+/// Sends all requests at once; `kill` is called when the first one has some tokens.
 async fn ask_all(v1: &str, kill: impl Fn()) -> Vec<Answer> {
     let mut others = tokio::task::JoinSet::new();
     for seed in 1..STREAMS {
@@ -75,11 +75,11 @@ async fn processes_whose_standard_error_takes_nothing_serve_on() {
     assert!(!second.has_ended());
 }
 
-/// A file system of a few MiB, taken away when dropped.
+/// A file system of a few MiB, unmounted when dropped.
 struct SmallDisk(PathBuf);
 
 impl SmallDisk {
-    /// None where nothing may be mounted.
+    /// Mounts it; `None` if mounting is not permitted.
     fn mount(at: &Path) -> Option<Self> {
         let mounted = Command::new("mount")
             .args(["-t", "tmpfs", "-o", "size=4m", "tmpfs"])
@@ -90,7 +90,7 @@ impl SmallDisk {
             .then(|| Self(at.to_owned()))
     }
 
-    /// Leaves no byte: neither a block nor the rest of one in a log.
+    /// Leaves no byte free: neither a block nor the rest of a log's last block.
     fn fill(&self, logs: &Path) -> PathBuf {
         let filler = self.0.join("filler");
         let mut file = File::create(&filler).expect("filler");
@@ -131,7 +131,7 @@ async fn a_full_state_directory_costs_no_stream_and_no_worker() {
     let filler = disk.fill(&up.state_dir().join("demo/logs"));
     let answers = ask_all(&up.v1(), || up.signal("decode-0", Signal::KILL)).await;
     assert_eq!(answers, expected);
-    // The disk is as full as before, and the worker that was started again serves.
+    // The disk is as full as before, and the restarted worker serves.
     let answers = ask_all(&up.v1(), || {}).await;
     assert_eq!(answers, expected);
     std::fs::remove_file(filler).expect("filler");

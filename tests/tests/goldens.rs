@@ -1,18 +1,18 @@
-//! The programs against what transformers computed: `logits` and `generate` of every golden checkpoint, on every
-//! instruction set that this CPU has. What is compared was written by the binary that users run.
+//! The programs compared with transformers: `logits` and `generate` of every golden checkpoint, on every instruction
+//! set of this CPU. The output compared is that of the binary that users run.
 
 use std::path::PathBuf;
 
 use hearth_tests::{Tensors, root, run, skipped, worker};
 use serde_json::Value;
 
-/// Farthest that reference kernels may be from transformers, in standard deviations of a position's logits.
+/// Largest deviation of the reference kernels from transformers, in standard deviations of a position's logits.
 const SCALAR_ERROR_STDS: f32 = 1e-3;
-/// Farthest that fast kernels with their BF16 cache may be.
+/// Largest deviation of the fast kernels with their BF16 cache.
 const FAST_ERROR_STDS: f32 = 2e-2;
-/// Where the best token leads by more, it must be the same.
+/// Lead of the best token above which it must be the same.
 const CLEAR_LEAD_STDS: f32 = 0.1;
-/// Fewer cases would mean that this test looks in the wrong place.
+/// Minimum number of cases; fewer would mean that this test looks in the wrong place.
 const LEAST_CASES: usize = 14;
 
 #[test]
@@ -34,7 +34,7 @@ fn avx512_kernels() {
     );
 }
 
-/// What runs when nobody chooses.
+/// Checks the kernels that run if none are selected.
 #[test]
 fn the_default_kernels() {
     agree("auto", FAST_ERROR_STDS, &[]);
@@ -58,7 +58,8 @@ fn agree(isa: &str, bound_stds: f32, flags: &[&str]) {
     }
 }
 
-/// Largest error at any position in standard deviations; asserts it, and the best token where it leads clearly.
+/// Checks and returns the largest error at any position in standard deviations; checks the best token where its lead
+/// is clear.
 fn logits_agree(case: &PathBuf, golden: &Tensors, isa: &str, bound_stds: f32) -> f32 {
     let out = tempfile::tempdir().expect("directory");
     let file = out.path().join("logits.safetensors");
@@ -78,7 +79,7 @@ fn logits_agree(case: &PathBuf, golden: &Tensors, isa: &str, bound_stds: f32) ->
     for (position, (got, want)) in rows.enumerate() {
         let std = standard_deviation(want);
         let far = got.iter().zip(want).map(|(got, want)| (got - want).abs());
-        // A NaN is no distance: `max` would drop it.
+        // `max` would drop a NaN.
         assert!(got.iter().all(|logit| logit.is_finite()), "{case:?} {isa}");
         let error = far.fold(0.0, f32::max) / std;
         assert!(
@@ -133,7 +134,7 @@ fn standard_deviation(values: &[f32]) -> f32 {
     variance.sqrt()
 }
 
-/// The best token, and by how much it leads.
+/// Returns the best token and its lead.
 fn best_and_lead(logits: &[f32]) -> (usize, f32) {
     let mut order: Vec<usize> = (0..logits.len()).collect();
     order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));

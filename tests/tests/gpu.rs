@@ -1,9 +1,9 @@
-//! `hearth up` on a machine with a GPU: the host model of CUDA stands in for one, and the programs do not know.
+//! `hearth up` on a machine with a GPU: the host model of CUDA simulates one, unknown to the programs.
 
 use hearth_tests::{Answer, Up, UpOptions, chat_body, chat_stream};
 use rustix::process::Signal;
 
-/// Serves the demo where the GPU has so much memory.
+/// Serves the demo on a GPU with this much memory.
 fn serve(gpu_bytes: u64) -> Up {
     serve_with(gpu_bytes, &[])
 }
@@ -36,7 +36,7 @@ async fn answer(up: &Up, question: &str, max_tokens: u32) -> Answer {
     answer.unwrap_or_else(|error| panic!("{error:#}\n{}", up.logs()))
 }
 
-/// Long enough for the prefill worker.
+/// Returns a question long enough for the prefill worker.
 fn long_question(salt: &str) -> String {
     format!(
         "{salt}{}What is Hearth?",
@@ -44,7 +44,7 @@ fn long_question(salt: &str) -> String {
     )
 }
 
-/// An answer without its log-probabilities: a GPU and a CPU choose the same tokens by other bits.
+/// Removes an answer's log-probabilities: a GPU and a CPU choose the same tokens, but with different bits.
 fn words(mut answer: Answer) -> Answer {
     answer.logprobs.clear();
     answer
@@ -60,7 +60,7 @@ async fn a_gpu_computes_the_prompt_and_the_cpu_the_answer() {
     }
     drop(cpu);
 
-    // Room for one worker on the GPU, and not for two.
+    // Room for one worker on the GPU, but not for two.
     let up = serve(1200 << 20);
     let output = up.output();
     let row = |role: &str| {
@@ -77,11 +77,11 @@ async fn a_gpu_computes_the_prompt_and_the_cpu_the_answer() {
         let got = answer(&up, question, 20).await;
         assert_eq!(words(got), words(want), "{question}");
     }
-    // Workers report what they count once in a while.
+    // Workers report their counters periodically.
     up.wait_for("the GPU's keys and values have come", |metrics| {
         metrics.of_rank("hearth_worker_kv_moved_bytes_total", "decode-0") > 0.0
     });
-    // Each worker tells which device it got.
+    // Each worker reports which device it got.
     for (rank, gpu) in [
         ("prefill-0", "gpu_uuid=\"GPU-48656172"),
         ("decode-0", "gpu_uuid=\"\""),
@@ -119,7 +119,7 @@ async fn a_stream_survives_its_gpu_worker() {
     );
 }
 
-/// A GPU that the worker cannot use is left alone, and the plan says why: the CPUs serve.
+/// Checks that a GPU which the worker cannot use is left alone and the plan says why: the CPUs serve.
 #[tokio::test]
 async fn an_old_driver_leaves_the_work_to_the_cpus() {
     let up = serve_with(2 << 30, &[("HEARTH_HOST_MODEL_DRIVER", "11080")]);

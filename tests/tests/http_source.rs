@@ -1,4 +1,4 @@
-//! `hearth up` with a model behind a URL.
+//! `hearth up` with a model from a URL.
 
 #[path = "../../worker/fetch/tests/support/mod.rs"]
 mod server;
@@ -35,7 +35,7 @@ fn ask(file: &Path, cache: &Path) -> (i32, String) {
 async fn an_archive_is_fetched_once_and_served() {
     let archive = demo_tar();
     let server = FileServer::start(archive.clone()).await;
-    // Half a download, and then the rest.
+    // Half a download, then the rest.
     server.faults([Fault::CutAfter(archive.len() / 2)]);
     let directory = tempfile::tempdir().expect("directory");
     let cache = directory.path().join("cache");
@@ -89,7 +89,7 @@ async fn what_cannot_be_fetched_is_told_with_a_remedy() {
     }
 }
 
-/// On one machine the environment stands for the Secret, and only where the file names one.
+/// Environment variables replace the Secret on one machine, and only if the file names one.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_environment_opens_what_a_secret_opens_in_a_cluster() {
     let archive = demo_tar();
@@ -133,7 +133,7 @@ async fn the_environment_opens_what_a_secret_opens_in_a_cluster() {
     assert_eq!(code, 0, "{stderr}");
 }
 
-/// What stands in arguments is for everybody on the machine to read.
+/// Arguments are readable by every user of the machine.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_url_with_its_permission_is_in_no_argument() {
     use std::os::unix::fs::PermissionsExt;

@@ -1,10 +1,10 @@
-//! The endpoint over HTTPS: with a certificate that signs itself, with one of an authority, and for web pages.
+//! The endpoint over HTTPS: with a self-signed certificate, with one from an authority, and for web pages.
 
 use std::path::Path;
 
 use hearth_tests::{Up, UpOptions, hearth, run, write_certificates};
 
-/// `hearth up` with the certificate of a directory.
+/// Returns options for `hearth up` with the certificate in a directory.
 fn options(directory: &Path, further: &[&str]) -> UpOptions {
     let path = |name: &str| directory.join(name).display().to_string();
     let (cert, key) = (path("tls.crt"), path("tls.key"));
@@ -18,7 +18,7 @@ fn options(directory: &Path, further: &[&str]) -> UpOptions {
     }
 }
 
-/// Asks by `hearth chat`: exit code, answer, errors.
+/// Asks with `hearth chat`; returns exit code, answer and errors.
 fn chat(arguments: &[&str]) -> (i32, String, String) {
     run(hearth()
         .args(["chat", "--message", "What is Hearth?"])
@@ -28,7 +28,7 @@ fn chat(arguments: &[&str]) -> (i32, String, String) {
 #[tokio::test]
 async fn a_certificate_that_signs_itself_serves_this_machine_and_who_trusts_it() {
     let directory = tempfile::tempdir().expect("directory");
-    // Not the name by which this machine asks itself.
+    // Not the name that this machine uses for itself.
     let made = rcgen::generate_simple_self_signed(["hearth.lan".to_owned()]).expect("certificate");
     let cert = directory.path().join("tls.crt");
     std::fs::write(&cert, made.cert.pem()).expect("write");
@@ -63,7 +63,7 @@ async fn a_certificate_that_signs_itself_serves_this_machine_and_who_trusts_it()
     assert_eq!(code, 0, "{errors}");
     assert!(answer.contains("Hearth"), "{answer}");
 
-    // Nobody else is trusted.
+    // No other authority is trusted.
     write_certificates(directory.path(), &["127.0.0.1"]);
     let other = directory.path().join("ca.crt").display().to_string();
     for trust in [&["--url", address][..], &["--url", address, "--ca", &other]] {

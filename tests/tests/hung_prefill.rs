@@ -1,4 +1,4 @@
-//! A prefill worker that stands still, its connections open: no request waits for it for long.
+//! A prefill worker that hangs with its connections open: no request waits for it for long.
 
 use std::time::{Duration, Instant};
 
@@ -6,10 +6,10 @@ use hearth_tests::{Up, chat_body, chat_stream};
 use rustix::process::Signal;
 use serde_json::Value;
 
-/// A worker is left after 3 s of silence; the prompt's way to another one and its computation there come on top.
+/// Longest wait: a worker is abandoned after 3 s of silence; moving the prompt and computing it elsewhere come on top.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// A prompt that is worth a prefill worker.
+/// Returns a prompt long enough for a prefill worker.
 fn long_prompt() -> Value {
     let text = "The lab has a server and a laptop. ".repeat(120);
     chat_body("hearth-demo", &text, 32)

@@ -1,4 +1,4 @@
-//! `manifests/install.yaml` as its first lines say: applied by plain `kubectl apply`, twice, and deleted.
+//! `manifests/install.yaml`, used as its first lines say: applied with plain `kubectl apply`, twice, and deleted.
 
 use hearth_tests::cluster::{Cluster, Options};
 use hearth_tests::root;

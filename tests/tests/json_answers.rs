@@ -1,9 +1,9 @@
-//! Answers held to a form by the model's own tokens: no blank space is wasted, and no schema is the end of a worker.
+//! Constrained answers with the model's own tokens: no whitespace is wasted, and no schema kills a worker.
 
 use hearth_tests::{Up, chat_body};
 use serde_json::{Map, Value, json};
 
-/// Posts a whole (not streamed) request: status and body.
+/// Posts a complete (not streamed) request; returns status and body.
 async fn ask(up: &Up, format: &Value, seed: u64) -> (u16, Value) {
     let mut body = chat_body("hearth-demo", "Describe your cluster.", 80);
     let members = body.as_object_mut().expect("object");
@@ -25,7 +25,7 @@ fn schema(schema: Value) -> Value {
     json!({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
 }
 
-/// What stands between the strings of a JSON text, which may be cut off.
+/// Returns the text between the strings of a JSON text, which may be cut off.
 fn outside_strings(json: &str) -> String {
     let mut outside = String::new();
     let (mut in_string, mut escaped) = (false, false);
@@ -45,7 +45,7 @@ fn object(count: usize, member: impl Fn(usize) -> Value) -> Value {
     json!({"type": "object", "properties": properties})
 }
 
-/// Definitions of which each demands the next.
+/// Returns definitions, each of which requires the next.
 fn chain(count: usize) -> Value {
     let link = |i: usize| match i + 1 == count {
         true => json!({"type": "null"}),
@@ -81,7 +81,7 @@ async fn no_answer_in_json_wastes_tokens_on_blank_space() {
     assert!(blanks > 0, "the answers have no blank at all");
 }
 
-/// Objects that name their properties have no others, unless the schema opens them.
+/// Checks that objects with named properties have no others, unless the schema allows them.
 #[tokio::test]
 async fn no_answer_invents_keys() {
     let up = Up::demo();
@@ -114,7 +114,7 @@ async fn no_answer_invents_keys() {
     assert!(keys > 0, "all objects are empty");
 }
 
-/// JSON pointers of all members.
+/// Collects JSON pointers to all members.
 fn paths(value: &Value, at: &str, found: &mut Vec<String>) {
     for (key, member) in value.as_object().into_iter().flatten() {
         let path = format!("{at}/{key}");

@@ -1,4 +1,4 @@
-//! Many requests while workers are killed one after another: each has the answer that it would have had.
+//! Many requests while workers are killed one after another: each gets the answer that it would have had.
 //!
 //! `HEARTH_KILL_REQUESTS` and `HEARTH_KILLS` set the size (default 60 and 3; docs/benchmarks.md has 800 and 40).
 
@@ -12,9 +12,9 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 
-/// Clients at a time.
+/// Concurrent clients.
 const CLIENTS: usize = 16;
-/// How long a killed worker may take to be ready again; a busy machine with an unoptimised build needs some.
+/// Longest time until a killed worker is ready again; a busy machine with an unoptimised build needs some.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn size(variable: &str, default: usize) -> usize {
@@ -26,7 +26,7 @@ fn size(variable: &str, default: usize) -> usize {
     }
 }
 
-/// A request of its own for each number: greedy or sampled, of mixed length.
+/// Returns a different request for each number: greedy or sampled, of varying length.
 fn body(number: usize) -> Value {
     let filler = "The lab has an old server and a laptop. ".repeat(number * 7 % 23);
     let question = format!("{filler}What is Hearth? {number}");
@@ -39,7 +39,7 @@ fn body(number: usize) -> Value {
     body
 }
 
-/// What clients do: they begin a request for each permit.
+/// Clients that begin one request per permit.
 struct Clients {
     permits: Arc<Semaphore>,
     begun: Arc<AtomicUsize>,
@@ -76,14 +76,14 @@ impl Clients {
         }
     }
 
-    /// Lets all go on, and waits until nothing is left to ask.
+    /// Releases all remaining requests and waits until they are answered.
     async fn finish(self) -> BTreeMap<usize, Result<Answer, String>> {
         self.permits.add_permits(1 << 20);
         self.tasks.join_all().await.into_iter().flatten().collect()
     }
 }
 
-/// How often a rank has been started again, if it is ready now.
+/// Returns a rank's restart count, if it is ready now.
 fn ready(up: &Up, rank: &str) -> Option<u64> {
     let status = up.status();
     let processes = status["processes"].as_array()?;
@@ -91,7 +91,7 @@ fn ready(up: &Up, rank: &str) -> Option<u64> {
     (process["ready"] == true).then(|| process["restarts"].as_u64())?
 }
 
-/// Kills the worker as soon as it is ready for the time after its kill number `before`.
+/// Kills the worker as soon as it is ready after `before` earlier kills.
 async fn kill(up: &Up, rank: &str, before: u64) {
     let deadline = Instant::now() + PATIENCE;
     while ready(up, rank) != Some(before) {
@@ -109,7 +109,7 @@ async fn many_requests_survive_many_kills() {
         let up = Up::demo();
         Clients::start(&up, requests).finish().await
     };
-    // Another one: what a worker remembers of a prompt would spare it the work.
+    // A new deployment: a worker's prefix cache would spare it the work.
     let up = Up::demo();
     let began = Instant::now();
     let clients = Clients::start(&up, requests);
@@ -117,7 +117,7 @@ async fn many_requests_survive_many_kills() {
     let mut killed = BTreeMap::from([("decode-0", 0), ("prefill-0", 0)]);
     for number in 0..kills {
         clients.permits.add_permits(wave);
-        // In the middle of a wave: half of it has begun.
+        // In mid-wave: half of it has begun.
         let deadline = Instant::now() + PATIENCE;
         while clients.begun.load(Ordering::Relaxed) < number * wave + wave / 2 {
             assert!(Instant::now() < deadline, "wave {number} does not begin");

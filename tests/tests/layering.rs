@@ -1,10 +1,11 @@
-//! The architecture's arrows, read from `layers.txt`, the limit on file size, and who reads the environment (house rules 1, 2 and 4).
+//! The architecture's dependency arrows, from `layers.txt`, the limit on file size, and access to the environment
+//! (house rules 1, 2 and 4).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Lines of a source file, its tests included (house rule 2).
+/// Maximum lines of a source file, including its tests (house rule 2).
 const MAX_FILE_LINES: usize = 600;
 
 fn root() -> PathBuf {
@@ -43,7 +44,7 @@ fn read_layers() -> BTreeMap<String, Layer> {
         .collect()
 }
 
-/// Normal and build dependencies of every workspace crate.
+/// Reads the normal and build dependencies of every workspace crate.
 fn read_dependencies() -> BTreeMap<String, BTreeSet<String>> {
     let output = Command::new(env!("CARGO"))
         .args(["metadata", "--format-version=1", "--no-deps", "--offline"])
@@ -109,7 +110,7 @@ fn crates_depend_only_along_the_arrows() {
     assert!(faults.is_empty(), "layering:\n  {}", faults.join("\n  "));
 }
 
-/// The modules of its own crate that a text names by `crate::`.
+/// Returns the modules of its own crate that a text names by `crate::`.
 fn named_modules(text: &str) -> BTreeSet<String> {
     let is_name = |letter: char| letter.is_alphanumeric() || letter == '_';
     let named = text.split("crate::").skip(1).map(|rest| {
@@ -119,7 +120,7 @@ fn named_modules(text: &str) -> BTreeSet<String> {
     named.filter(|name| !name.is_empty()).collect()
 }
 
-/// What `path` imports of its crate: a folder of modules, or one file.
+/// Returns the modules that `path`, a folder of modules or one file, imports from its crate.
 fn module_imports(path: &Path) -> BTreeSet<String> {
     let mut files = Vec::new();
     if path.is_dir() {
@@ -169,7 +170,7 @@ fn folders_import_only_along_the_arrows() {
     assert!(faults.is_empty(), "layering:\n  {}", faults.join("\n  "));
 }
 
-/// Rust, CUDA and C++: what the rule is about.
+/// File extensions that the rule applies to: Rust, CUDA and C++.
 const SOURCES: [&str; 6] = ["rs", "cu", "cuh", "cpp", "h", "c"];
 
 fn source_files(directory: &Path, found: &mut Vec<PathBuf>) {
@@ -215,7 +216,8 @@ fn files_stay_short() {
     );
 }
 
-/// Sources that may read the environment: programs, tests, benchmarks, and the host model, which stands for a driver.
+/// Whether a source file may read the environment: programs, tests, benchmarks, and the host model, which simulates a
+/// driver.
 fn may_read_environment(path: &Path) -> bool {
     let shown = path.to_str().unwrap_or_default();
     let allowed = [

@@ -1,6 +1,6 @@
-//! Many streams at once: none fails, memory is flat afterwards, cancelled clients free their KV.
+//! Many concurrent streams: none fails, memory is flat afterwards, and cancelled clients free their KV.
 //!
-//! `HEARTH_LOAD_SECONDS` sets the length (default 20; the published figure in docs/benchmarks.md is of 300).
+//! `HEARTH_LOAD_SECONDS` sets the duration (default 20; the figure in docs/benchmarks.md is for 300).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,8 +10,8 @@ use hearth_tests::{Up, chat_body, chat_stream};
 use serde_json::{Value, json};
 
 const STREAMS: usize = 64;
-/// Growth of a process between the warm state and the end that is not a leak: the tokenizer remembers words, up to
-/// 10,000 a thread, and the allocator keeps pages. 22,400 cancelled streams with words of their own were 12 MB.
+/// Growth of a process between the warm state and the end that is not a leak: the tokenizer caches words, up to 10,000
+/// per thread, and the allocator keeps pages. 22,400 cancelled streams with distinct words took 12 MB.
 const SLACK_BYTES: u64 = 24 << 20;
 
 fn seconds() -> u64 {
@@ -21,7 +21,7 @@ fn seconds() -> u64 {
         .unwrap_or(20)
 }
 
-/// A request of mixed prompt and answer length, different for each number.
+/// Returns a request with varying prompt and answer length, different for each number.
 fn body(number: usize) -> Value {
     let filler = "The lab has an old server and a laptop. ".repeat(number * 7 % 23);
     let mut body = chat_body(
@@ -51,7 +51,7 @@ async fn metric(up: &Up, name: &str) -> f64 {
     values.iter().sum()
 }
 
-/// Anonymous memory of a rank's process: mapped weights are shared and may come and go.
+/// Returns the anonymous memory of a rank's process: mapped weights are shared and may be evicted.
 fn anonymous_bytes(up: &Up, rank: &str) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{}/status", up.pid(rank))).expect("status");
     let line = status
@@ -76,7 +76,7 @@ async fn run_streams(up: &Up, duration: Duration, first: usize) -> usize {
             while Instant::now() < deadline {
                 let number = next.fetch_add(1, Ordering::Relaxed);
                 let request = body(number);
-                // Every eighth client leaves in mid-stream.
+                // Every eighth client leaves mid-stream.
                 if number.is_multiple_of(8) {
                     let stream = chat_stream(&v1, &request, |_, _| {});
                     let _ = tokio::time::timeout(

@@ -1,6 +1,6 @@
-//! Two workers over one copy of weights that is larger than the limit of one of them, in control groups as a kubelet makes
-//! them: the one whose limit has room for the weights reads them first, whoever starts first and also after it was
-//! killed, and nobody is kept below its limit by having pages taken away and read again.
+//! Two workers over one copy of weights that is larger than the limit of one of them, in control groups like a
+//! kubelet's: the one whose limit has room for the weights reads them first, whichever starts first and also after a
+//! kill, and neither stays within its limit by evicting pages and reading them again.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -14,10 +14,10 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// Weights that are read a second time, as a share of all: a page now and then is of no account.
+/// Allowed re-reads as a share of all weights: an occasional page does not matter.
 const MOST_READ_AGAIN: f64 = 0.02;
 
-/// A random model of 250 MiB, most of it experts, with the demo's tokenizer.
+/// Creates a random model of 250 MiB, most of it experts, with the demo's tokenizer.
 fn large_model() -> (TempDir, u64) {
     let directory = tempfile::tempdir().expect("directory");
     let model = directory.path().join("model");
@@ -62,7 +62,7 @@ fn weights(model: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Puts the weights out of the page cache: what one test read is charged to its groups.
+/// Evicts the weights from the page cache: pages that an earlier test read are charged to its groups.
 fn forget(model: &Path) {
     for path in weights(model) {
         let file = File::open(path).expect("weights");
@@ -71,7 +71,8 @@ fn forget(model: &Path) {
     }
 }
 
-/// The demo's plan for the model at `path`, and the memory of a worker with the weights and of one without, in bytes.
+/// Returns the demo's plan for the model at `path`, and the memory in bytes of a worker with the weights and of one
+/// without.
 fn plan(path: &Path, weight_bytes: u64) -> (Ranks, u64, u64) {
     let mut ranks = Ranks::of_demo();
     let mut alone = 0;
@@ -85,7 +86,7 @@ fn plan(path: &Path, weight_bytes: u64) -> (Ranks, u64, u64) {
             rank["residency"]["weightBytes"] = json!(weight_bytes);
             rank["residency"]["budgetBytes"] = json!(weight_bytes);
             let number = |value: &Value| value.as_u64().expect("number");
-            // As the Pod of a rank asks for: KV cache, scratch, page tables.
+            // As in the request of the rank's Pod: KV cache, scratch, page tables.
             let needs = number(&rank["kv"]["memoryBytes"]) + number(&rank["scratchBytes"]);
             alone = alone.max(needs + weight_bytes / 512);
         }
@@ -97,14 +98,14 @@ fn plan(path: &Path, weight_bytes: u64) -> (Ranks, u64, u64) {
     (ranks, alone + weight_bytes, alone)
 }
 
-/// A group with that limit.
+/// Creates a group with that limit.
 fn limited(bytes: u64) -> Cgroup {
     let group = Cgroup::new("memory");
     group.write("memory.limit_in_bytes", &bytes.to_string());
     group
 }
 
-/// Both groups with the limits of a plan, over one model.
+/// Both groups with a plan's limits, over one model.
 struct Node {
     ranks: Ranks,
     model: PathBuf,
@@ -137,7 +138,7 @@ impl Node {
             .start_in("decode", "decode-0", &[], &[&self.other])
     }
 
-    /// Asks a question that both workers compute, twice, and looks at what was read again meanwhile.
+    /// Asks a question that both workers compute, twice, and checks how much was re-read.
     async fn serves(&self, what: &str, workers: &mut [&mut Rank]) {
         for worker in workers.iter_mut() {
             worker.wait_until_ready();
@@ -180,7 +181,7 @@ impl Node {
     }
 }
 
-/// Bytes that one process alone reads again with the other's limit: what is measured here does tell who thrashes.
+/// Returns the bytes that a single process re-reads under the other's limit: shows that the measure detects thrashing.
 fn read_again_alone(node: &Node) -> u64 {
     let script = "echo $$ > \"$0/cgroup.procs\" && exec \"$@\"";
     let program = worker();
@@ -196,7 +197,7 @@ fn read_again_alone(node: &Node) -> u64 {
     node.other.stat("workingset_refault_file") * 4096
 }
 
-/// Asserts that the other worker waits and has mapped nothing.
+/// Asserts that the other worker is waiting and has mapped nothing.
 fn waits(node: &Node, other: &mut Rank) {
     let deadline = std::time::Instant::now() + Duration::from_secs(60);
     while !other
@@ -247,14 +248,14 @@ async fn workers_over_a_model_larger_than_a_limit_start_in_either_order_and_agai
     node.serves("other first", &mut [&mut holder, &mut other])
         .await;
 
-    // The holder is killed while the other goes on.
+    // The holder is killed while the other keeps running.
     holder.signal(Signal::KILL);
     holder.wait();
     let mut holder = node.start_holder();
     node.serves("holder again", &mut [&mut holder, &mut other])
         .await;
 
-    // Both are gone, the pages are not, and the other comes back first.
+    // Both are gone, the pages are not, and the other returns first.
     for rank in [&mut holder, &mut other] {
         rank.signal(Signal::KILL);
         rank.wait();
@@ -268,10 +269,10 @@ async fn workers_over_a_model_larger_than_a_limit_start_in_either_order_and_agai
     forget(&node.model);
 }
 
-/// Context of the deployment that `hearth up` asks a question on the emulated machine.
+/// Context length of the deployment that `hearth up` serves on the emulated machine.
 const ANSWERED_TOKENS: u32 = 64;
 
-/// The same on a kernel with cgroup v2 alone. Prints `STAT moment group name value`.
+/// Script of the same test on a kernel with only cgroup v2. Prints `STAT moment group name value`.
 const ON_V2: &str = r#"
 cd /sys/fs/cgroup
 echo '+memory +cpuset' > cgroup.subtree_control
@@ -339,7 +340,7 @@ echo UP_LIMIT > up/memory.max
 sed "s/^/STAT up up /" up/memory.events
 "#;
 
-/// Both workers, their gateway and `hearth up` on the emulated machine: what it printed.
+/// Runs both workers, their gateway and `hearth up` on the emulated machine; returns the output.
 fn on_v2(model: &Path, (ranks, with_weights, alone): &(Ranks, u64, u64)) -> String {
     let (prefill, decode) = ("127.0.0.1:9001", "127.0.0.1:9000");
     let routes = json!({"workers": [
@@ -350,7 +351,7 @@ fn on_v2(model: &Path, (ranks, with_weights, alone): &(Ranks, u64, u64)) -> Stri
     let body = json!({"model": "hearth-demo", "prompt": question, "max_tokens": 6});
     let deployment = deployment(ranks.directory(), |spec| {
         spec["model"]["source"] = json!({"hostPath": {"path": "/model"}});
-        // A random model ends no answer: `--ask` is answered until the context is full.
+        // A random model never ends an answer: `--ask` is answered until the context is full.
         spec["model"]["contextLength"] = json!(ANSWERED_TOKENS);
     });
     let script = ON_V2
@@ -410,7 +411,7 @@ fn workers_over_a_model_larger_than_a_limit_serve_under_cgroup_v2() {
         }
     }
     assert_eq!(stat("up", "up", "oom_kill"), 0, "{output}");
-    // What is measured in a group is the group's.
+    // A profile measured inside a group shows the group's limit.
     let limit = (planned.2 / 4096 * 4096).to_string();
     let mut lines = output.lines();
     let profile = lines.find_map(|line| line.strip_prefix("PROFILE "));

@@ -1,5 +1,5 @@
-//! Prompts that one device reads and answers that another writes: two instruction sets stand for two devices. Whoever dies,
-//! streams go on with the bits of an undisturbed run of the same pair, which their log-probabilities show.
+//! Prompts read by one device and answers written by another: two instruction sets simulate two devices. If either
+//! dies, streams continue with the bits of an undisturbed run of the same pair, as their log-probabilities show.
 
 use std::cell::RefCell;
 
@@ -7,7 +7,7 @@ use hearth_tests::{Answer, Metrics, Rank, Ranks, chat_body, chat_stream, skipped
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-/// Tokens of a stream that is long enough to be disturbed.
+/// Tokens of a stream that is long enough to be interrupted.
 const LONG: u32 = 80;
 
 /// A gateway with one worker that reads prompts and one that writes answers.
@@ -18,14 +18,14 @@ struct Pair {
     started: RefCell<u32>,
 }
 
-/// Which of the two.
+/// One of the two workers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Who {
     Reader,
     Writer,
 }
 
-/// The instruction sets that stand for two devices: all but the reference kernels, which are slow.
+/// Returns the instruction sets that simulate two devices: not the reference kernels, which are slow.
 fn instruction_sets() -> Option<[&'static str; 2]> {
     let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let has = |flag: &str| cpu.split_whitespace().any(|word| word == flag);
@@ -45,7 +45,7 @@ fn instruction_sets() -> Option<[&'static str; 2]> {
 }
 
 impl Pair {
-    /// Starts both; `is_tight`: the writer's KV holds one context, and that a short one.
+    /// Starts both; with `is_tight` the writer's KV cache holds one context, and a short one.
     fn start([reader, writer]: [&'static str; 2], is_tight: bool) -> Self {
         let mut ranks = Ranks::of_demo();
         if is_tight {
@@ -76,7 +76,7 @@ impl Pair {
         }
     }
 
-    /// `kill -9`, and another in its place, elsewhere.
+    /// Kills a worker with `kill -9` and starts another in its place, at another address.
     fn replace(&self, who: Who, isa_name: &str) {
         *self.started.borrow_mut() += 1;
         let number = *self.started.borrow();
@@ -101,7 +101,7 @@ impl Pair {
     }
 }
 
-/// Starts a gateway before the workers of the routes, and waits until it has both.
+/// Starts a gateway with the workers of the routes, and waits until it has both.
 fn gateway(ranks: &Ranks, name: &str) -> Rank {
     let routes = ranks.routes().display().to_string();
     let gateway = ranks.start("gateway", name, &["--routes".to_owned(), routes]);
@@ -112,7 +112,7 @@ fn gateway(ranks: &Ranks, name: &str) -> Rank {
     gateway
 }
 
-/// Workers of a role that take requests.
+/// Returns the number of a role's workers that accept requests.
 fn ready(metrics: &Metrics, role: &str) -> f64 {
     let label = format!("role=\"{role}\"");
     metrics
@@ -125,7 +125,7 @@ fn isa(name: &str) -> Vec<String> {
     vec!["--isa".to_owned(), name.to_owned()]
 }
 
-/// A prompt that is worth a prefill worker, its answer seeded and never at an end before `LONG`.
+/// Returns a prompt long enough for a prefill worker, with a seeded answer that never ends before `LONG`.
 fn long_prompt(number: usize) -> Value {
     let text = format!(
         "{number}. {}What is Hearth?",
@@ -147,7 +147,7 @@ async fn whoever_dies_the_answer_has_the_bits_of_its_pair() {
     let body = long_prompt(0);
     let expected = Pair::start(sets, false).ask(&body, |_, _| {}).await;
     assert_eq!(expected.logprobs.len(), LONG as usize);
-    // The bits tell who read the prompt, or this test would show nothing.
+    // The bits must show which worker read the prompt; otherwise this test would prove nothing.
     let alike = Pair::start([writes, writes], false)
         .ask(&body, |_, _| {})
         .await;
@@ -208,7 +208,7 @@ async fn streams_that_lose_their_kv_read_the_prompt_where_it_was_read() {
     }
     let preemptions =
         |metrics: &Metrics| metrics.of_role("hearth_worker_preemptions_total", "decode");
-    // A worker reports what it counts once in a while.
+    // A worker reports its counters periodically.
     let metrics = Metrics::wait_for(
         &pair.gateway.metrics_base(),
         "somebody had to yield",
@@ -225,7 +225,7 @@ async fn what_one_device_has_cached_is_not_taken_for_the_others() {
     let body = long_prompt(0);
     let expected = Pair::start(sets, false).ask(&body, |_, _| {}).await;
     let mut pair = Pair::start(sets, false);
-    // While the reader is away the writer reads the same prompt by itself, and keeps it.
+    // While the reader is away, the writer reads the same prompt itself and caches it.
     pair.ranks.route_to(&[&pair.workers.borrow()[1]]);
     Metrics::wait_for(
         &pair.gateway.metrics_base(),
@@ -234,7 +234,7 @@ async fn what_one_device_has_cached_is_not_taken_for_the_others() {
     );
     let alone = pair.ask(&body, |_, _| {}).await;
     assert_ne!(alone.logprobs, expected.logprobs);
-    // The gateway knows that, and would spare the reader; another one does not.
+    // The gateway knows that and would skip the reader; a new one does not.
     {
         let workers = pair.workers.borrow();
         pair.ranks.route_to(&[&workers[0], &workers[1]]);

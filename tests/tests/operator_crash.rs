@@ -1,7 +1,7 @@
-//! The operator is killed before and after each single write that it makes, while a deployment is made, changed, scaled
-//! and removed; another one takes over. Every time it comes to the same end, and nothing is left over; and whenever the
-//! deployment says Ready, before, during and after, a request would be answered.
-//! Its own writes are meant: without agents and election, for a model that need not be looked for.
+//! The operator is killed before and after every single write that it makes, while a deployment is created, changed,
+//! scaled and deleted; another one takes over. Each run reaches the same end state with nothing left over; and
+//! whenever the deployment reports Ready, before, during and after, a request would be answered.
+//! This covers the operator's own writes: without agents and leader election, for a model that needs no inspection.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -11,27 +11,27 @@ use hearth_tests::cluster::{Options, condition, wait_until};
 use hearth_tests::operator::{Kill, Operator, Proxy, Side, Stand, is_settled};
 use serde_json::{Value, json};
 
-/// Runs at a time: an operator waits most of the time.
+/// Concurrent runs: an operator spends most of its time waiting.
 const RUNS: usize = 6;
-/// How long one run may take.
+/// Longest duration of one run.
 const PATIENCE: Duration = Duration::from_secs(90);
-/// An end is an end when nothing was written for so long.
+/// Time without writes after which a run has ended.
 const QUIET: Duration = Duration::from_millis(1200);
-/// More writes than any scenario has.
+/// Upper bound of any scenario's number of writes.
 const MOST_WRITES: u64 = 120;
 
-/// What is done while the operator dies.
+/// Operation during which the operator dies.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Scenario {
-    /// A deployment is made.
+    /// A deployment is created.
     Create,
     /// Its plan changes, and the nodes have room for both plans.
     Surge,
-    /// Its plan changes, and they do not.
+    /// Its plan changes, and they do not have room.
     OldDownFirst,
-    /// The scale subresource gets another number.
+    /// The scale subresource sets another number.
     Scale,
-    /// It is deleted in the middle of a change: nothing is to be written for a deployment that is gone.
+    /// It is deleted in the middle of a change: nothing may be written for a deployment that is gone.
     Delete,
 }
 
@@ -60,8 +60,8 @@ fn a_deletion() {
     crash_everywhere(Scenario::Delete);
 }
 
-/// Runs a scenario undisturbed, then again and again with a crash at its first write, its second …, until no write is
-/// left to crash at.
+/// Runs a scenario undisturbed, then repeatedly with a crash at its first write, its second and so on, until no write
+/// is left to crash at.
 fn crash_everywhere(scenario: Scenario) {
     let options = Options {
         controllers: true,
@@ -108,7 +108,7 @@ fn crash_everywhere(scenario: Scenario) {
                     if has_crashed {
                         crashes.fetch_add(1, Ordering::Relaxed);
                     } else {
-                        // There are fewer writes than that.
+                        // The scenario has fewer writes than that.
                         last.fetch_min(write, Ordering::Relaxed);
                     }
                     if end != expected {
@@ -136,7 +136,7 @@ fn crash_everywhere(scenario: Scenario) {
     }
 }
 
-/// After a deletion there is nothing but what the operator keeps for itself.
+/// Asserts that a deletion leaves only the operator's own objects.
 fn assert_only_its_own_is_left(stand: &Stand) {
     let left = stand.objects("delete-undisturbed");
     let names: Vec<&Value> = left
@@ -146,8 +146,8 @@ fn assert_only_its_own_is_left(stand: &Stand) {
     assert_eq!(names, ["hearth-agent-tls", "hearth-ca"], "left over");
 }
 
-/// One run in a namespace of its own: what is there in the end, and whether the operator was killed. `checked` counts how often
-/// a deployment said Ready and was looked into.
+/// Runs a scenario once in its own namespace; returns the final objects, and whether the operator was killed.
+/// `checked` counts the times that a deployment reported Ready and was verified.
 fn run(
     stand: &Stand,
     scenario: Scenario,
@@ -158,7 +158,7 @@ fn run(
     let namespace = format!("{scenario:?}-{name}").to_lowercase();
     stand.make_namespace(&namespace);
     let proxy = stand.proxy();
-    // Each run has the nodes to itself, as it were: it sees no Pods of the runs beside it.
+    // Each run behaves as if it had the nodes to itself: it does not see the Pods of concurrent runs.
     let alone = [
         "--ledger-all-pods=false",
         "--ledger-unseen-cpu=0",
@@ -204,8 +204,8 @@ fn run(
     (stand.dump(&namespace), proxy.has_killed())
 }
 
-/// Waits until the deployment is as it should be, or gone with all that was its, and nothing is written any more; an
-/// operator that was killed is followed by another.
+/// Waits until the deployment is as it should be, or gone with everything it owned, and writes have stopped; restarts
+/// an operator that was killed.
 fn wait_for_end(
     stand: &Stand,
     proxy: &Proxy,
@@ -253,9 +253,9 @@ fn wait_for_end(
     }
 }
 
-/// Where the deployment was Ready before and after its Pods were read, some ready gateway had a route to a ready decode
-/// worker all the while; and they are those of the plan that the status names, when nothing is on its way any more.
-/// Returns whether it was Ready.
+/// Asserts that while the deployment was Ready, before and after its Pods were read, some ready gateway had a route to
+/// a ready decode worker; and that they belong to the plan in the status if nothing is in progress. Returns whether it
+/// was Ready.
 fn assert_ready_is_true(stand: &Stand, namespace: &str, before: &[Value]) -> bool {
     let ready = |objects: &[Value]| -> Option<Value> {
         let mut deployments = objects
@@ -321,7 +321,7 @@ fn spec(size: &str, context: u32) -> Value {
     })
 }
 
-/// The lines that differ, with those around them.
+/// Returns the lines that differ, with context.
 fn difference(expected: &str, found: &str) -> String {
     let (expected, found): (Vec<&str>, Vec<&str>) =
         (expected.lines().collect(), found.lines().collect());

@@ -1,5 +1,6 @@
-//! What others do to an operator's objects on a real API server: a newer operator leaves a plan that this one cannot
-//! read, and somebody makes its Secret of certificates anew. It says so, touches nothing of theirs, and repeats nothing.
+//! Foreign changes to an operator's objects on a real API server: a newer operator leaves a plan that this one cannot
+//! read, and a user recreates its certificate Secret. It reports this, leaves their objects alone, and does not repeat
+//! itself.
 
 use std::collections::BTreeSet;
 use std::thread::sleep;
@@ -11,12 +12,12 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Long enough for several of the first waits after a failure.
+/// Observation time: long enough for several of the first backoff delays after a failure.
 const WATCHED: Duration = Duration::from_secs(5);
 const NAMESPACE: &str = "others";
 const SECRET: &str = "demo-hearth-certificates";
 
-/// A deployment that is ready.
+/// A scene with a deployment that is ready.
 struct Scene {
     operator: Operator,
     proxy: Proxy,
@@ -42,7 +43,7 @@ impl Scene {
         Some(scene)
     }
 
-    /// Waits until the deployment is so.
+    /// Waits until `is_so` holds for the deployment.
     fn until(&mut self, what: &str, is_so: impl Fn(&Value) -> bool) -> Value {
         let found = try_wait_until(what, PATIENCE, || {
             let deployment = self.stand.deployment(NAMESPACE, "demo")?;
@@ -54,7 +55,7 @@ impl Scene {
         })
     }
 
-    /// Does something in a moment in which the operator does nothing.
+    /// Does something while the operator is paused.
     fn while_it_stands(&self, work: impl FnOnce(&Cluster)) {
         let send = |signal| {
             let pid = i32::try_from(self.operator.pid()).ok();
@@ -72,7 +73,7 @@ impl Scene {
         uids.collect()
     }
 
-    /// Waits until nothing more is written: events come after the status that a test waits for.
+    /// Waits until nothing more is written: events follow the status that a test waits for.
     fn wait_until_quiet(&mut self) {
         let mut last = (self.proxy.write_count(), Instant::now());
         let quiet = try_wait_until("nothing more is written", PATIENCE, || {
@@ -85,7 +86,7 @@ impl Scene {
         quiet.unwrap_or_else(|error| panic!("{error}\n{}", self.operator.log()));
     }
 
-    /// Paths of what is written in the next seconds.
+    /// Returns the paths of writes in the next seconds.
     fn writes(&self) -> Vec<String> {
         let before = self.proxy.write_count();
         let began = Instant::now();
@@ -119,7 +120,7 @@ fn a_plan_of_a_newer_operator_is_named_and_all_stays_as_it_is() {
     };
     let pods = scene.pods();
     assert!(!pods.is_empty());
-    // What the next version would leave behind.
+    // A plan as the next version would leave it.
     let plan = scene
         .stand
         .cluster()
@@ -150,7 +151,7 @@ fn a_plan_of_a_newer_operator_is_named_and_all_stays_as_it_is() {
         "{writes:?}"
     );
     assert_eq!(scene.writes(), [""; 0], "it was said already");
-    // Another wish changes nothing, nor does another start of the operator.
+    // Neither a changed spec nor a restart of the operator changes anything.
     scaled(&scene.stand, 2);
     let deployment = scene.until("the wish is seen", |deployment| {
         let conditions = deployment["status"]["conditions"].as_array();
@@ -190,7 +191,7 @@ fn a_secret_that_others_make_anew_is_no_conflict_for_ever() {
     for field in ["resourceVersion", "creationTimestamp", "managedFields"] {
         ours["metadata"][field] = Value::Null;
     }
-    // What a renewal relies on: applied with a uid, a Secret that is gone or another one is refused.
+    // A renewal relies on this: applying with a uid is refused if the Secret is gone or is another one.
     let mut renewal = ours.clone();
     renewal["metadata"]["uid"] = uid;
     let delete = ["delete", "secret", SECRET, "-n", NAMESPACE];
@@ -215,7 +216,7 @@ fn a_secret_that_others_make_anew_is_no_conflict_for_ever() {
     let now = cluster.get("secret", NAMESPACE, SECRET).expect("theirs");
     assert_eq!(now["data"], json!({"tls.crt": "dGhlaXJz"}));
 
-    // A backup of ours, made anew: taken as it is.
+    // A recreated backup of ours is accepted as it is.
     scene.while_it_stands(|cluster| {
         cluster.kubectl(&delete);
         cluster.apply(&ours.to_string());

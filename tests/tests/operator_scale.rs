@@ -1,4 +1,4 @@
-//! Many deployments: fifty here; `hearth-scale` runs as many as one likes.
+//! Many deployments: fifty here; `hearth-scale` runs any number.
 
 use std::time::Duration;
 

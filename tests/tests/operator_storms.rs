@@ -1,5 +1,5 @@
-//! The operator while the API server is busy, refuses, says things late, or is not there: it comes to its end all the
-//! same, and does not make things worse. When nothing changes, it writes nothing.
+//! The operator while the API server is busy, refuses requests, delivers events late, or is down: it reaches the same
+//! end state and does not make things worse. When nothing changes, it writes nothing.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use hearth_tests::operator::{Faults, Operator, Proxy, Stand, is_settled};
 use serde_json::json;
 
 const PATIENCE: Duration = Duration::from_secs(120);
-/// More than a deployment of three Pods needs to be made and changed, by far less than a loop would write.
+/// More writes than it takes to create and change a deployment with three Pods, and far fewer than a loop would make.
 const MOST_WRITES: usize = 120;
 
 fn stand(options: &Options) -> Option<Stand> {
@@ -38,7 +38,7 @@ fn change(stand: &Stand, namespace: &str, context: u32) {
     stand.patch_deployment(namespace, "demo", "", &fields);
 }
 
-/// Waits until the deployment is settled, with Pods of its newest plan alone.
+/// Waits until the deployment is settled, with Pods of only its newest plan.
 fn settle(stand: &Stand, namespace: &str) {
     wait_until("the deployment is settled", PATIENCE, || {
         let deployment = stand.deployment(namespace, "demo")?;
@@ -159,7 +159,7 @@ fn what_changes_nothing_writes_nothing() {
     let (proxy, mut operator) = start(&stand, "idle", "500ms");
     make(&stand, "idle");
     settle(&stand, "idle");
-    // The echoes of the last writes.
+    // Echoes of the last writes.
     std::thread::sleep(Duration::from_secs(3));
     let (writes, requests) = (proxy.write_count(), proxy.request_count());
     let audited = |stand: &Stand| {
@@ -187,11 +187,11 @@ fn what_changes_nothing_writes_nothing() {
         &proxy.writes()[writes..]
     );
     assert_eq!(audited(&stand), on_record);
-    // Nor does it read: watches tell.
+    // It does not read either: watches deliver changes.
     let asked = proxy.request_count() - requests;
     assert!(asked < 10, "{asked} requests though nothing changed");
 
-    // It ends in order when asked to.
+    // It terminates cleanly when asked to.
     assert_eq!(operator.terminate(), Some(0), "{}", operator.log());
     let log = operator.log();
     assert!(log.contains("ending"), "{log}");

@@ -1,4 +1,4 @@
-//! The plan's CPUs are the processes' CPUs where the system gives them, and what it gives where it does not: read from the
+//! Processes use the plan's CPUs where the system grants them, and otherwise those that it does grant: read from the
 //! kernel, thread by thread, while control groups are written by hand as a kubelet writes them.
 
 use std::path::Path;
@@ -9,7 +9,7 @@ use hearth_tests::{
 };
 use serde_json::{Value, json};
 
-/// The demo with a placement, and decode workers that read prompts themselves.
+/// Writes the demo with a placement, and decode workers that read prompts themselves.
 fn deployment(directory: &Path, placement: &str) -> std::path::PathBuf {
     let demo =
         std::fs::read_to_string(root().join("manifests/examples/demo.yaml")).expect("demo.yaml");
@@ -21,7 +21,7 @@ fn deployment(directory: &Path, placement: &str) -> std::path::PathBuf {
     file
 }
 
-/// `(thread name, CPUs that it may run on)` of all threads of a process.
+/// Returns `(thread name, CPUs that it may run on)` of all threads of a process.
 fn threads(pid: u32) -> Vec<(String, String)> {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("tasks");
     tasks
@@ -92,18 +92,18 @@ async fn exclusive_ranks_keep_to_their_own_cpus() {
     assert!(up.logs().contains("CPUs"), "{}", up.logs());
 }
 
-/// A decode worker of two threads on CPUs 0 and 1 that other workers may use too, in a cpuset of its own, with a gateway.
+/// A decode worker of two threads on CPUs 0 and 1, which other workers may use too, in its own cpuset, with a gateway.
 struct Claimed {
     decode: Rank,
     gateway: Rank,
-    /// Behind its process: only an empty group can be removed.
+    /// Dropped after its process: only an empty group can be removed.
     group: Cgroup,
-    /// Where their files lie.
+    /// Owns the directory of their files.
     _ranks: Ranks,
 }
 
 impl Claimed {
-    /// Starts both; the worker's cpuset has `cpus` by then.
+    /// Starts both; the worker's cpuset already contains `cpus`.
     fn start(cpus: &str, planned: &[u32]) -> Self {
         let mut ranks = Ranks::of_demo();
         ranks.edit(|plan| {
@@ -130,7 +130,7 @@ impl Claimed {
         }
     }
 
-    /// Waits until the threads of the worker may run on these CPUs, and the gateway says so with the shortfall.
+    /// Waits until the worker's threads may run on these CPUs, and the gateway reports this with the shortfall.
     fn wait_for(&self, cpus: &str, compute: &[&str], shortfall: &str) {
         let deadline = Instant::now() + Duration::from_secs(20);
         loop {
@@ -169,7 +169,7 @@ impl Claimed {
     }
 }
 
-/// Why the tests with cpusets are left out here.
+/// Returns the reason to skip the tests with cpusets here, if any.
 fn without_cpusets() -> Option<String> {
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
     let few = (cpus < 2).then(|| "two CPUs are needed".to_owned());
@@ -185,12 +185,12 @@ async fn a_shared_worker_outlives_the_claim_on_its_cpu_and_takes_it_back() {
     let claimed = Claimed::start("0-1", &[0, 1]);
     claimed.wait_for("0-1", &["0", "1"], "");
     claimed.answers().await;
-    // Another Pod gets CPU 0 for itself.
+    // Another Pod gets CPU 0 exclusively.
     claimed.group.write("cpuset.cpus", "1");
     let less = "CPUs 1 where 2 are planned (0-1); 1 of 2 threads compute";
     claimed.wait_for("1", &["1", "1"], less);
     claimed.answers().await;
-    // It gives it back.
+    // It releases the CPU.
     claimed.group.write("cpuset.cpus", "0-1");
     claimed.wait_for("0-1", &["0", "1"], "");
     claimed.answers().await;
@@ -210,8 +210,8 @@ async fn a_worker_starts_on_other_cpus_than_planned() {
 /// KV cache of that worker: most of its own memory.
 const KV_BYTES: u32 = 64 << 20;
 
-/// What the emulated machine runs: a worker on NUMA node 1 of two, in a group of cgroup v2 whose CPUs change, then one on node
-/// 0, and their gateway.
+/// Script for the emulated machine: a worker on NUMA node 1 of two, in a cgroup v2 group whose CPUs change, then one
+/// on node 0, and their gateway.
 /// Prints `AT moment: thread=CPUs ...` and the gateway's series.
 const ON_TWO_NODES: &str = r#"
 group=/sys/fs/cgroup/worker
@@ -284,7 +284,7 @@ echo '{"model": "hearth-demo", "prompt": "What is", "max_tokens": 4}' > /body
 wget -q -O - --header 'Content-Type: application/json' --post-file /body http://127.0.0.1:8000/v1/completions
 "#;
 
-/// The CPUs of the threads of the moment, by the thread's name.
+/// Returns the CPUs of the threads at that moment, by thread name.
 fn at(output: &str, moment: &str) -> Vec<(String, String)> {
     let start = format!("AT {moment}: ");
     let line = output.lines().find_map(|line| line.strip_prefix(&start));
@@ -296,7 +296,8 @@ fn at(output: &str, moment: &str) -> Vec<(String, String)> {
     line.split_whitespace().filter_map(thread).collect()
 }
 
-/// A decode worker that is planned on NUMA node 1, and on node 0 its gateway and a prefill worker, on the emulated machine: what it printed.
+/// Runs a decode worker planned on NUMA node 1, and its gateway and a prefill worker on node 0, on the emulated
+/// machine; returns the output.
 fn on_two_nodes() -> String {
     let mut ranks = Ranks::of_demo();
     ranks.edit(|plan| {
@@ -347,11 +348,11 @@ fn on_two_numa_nodes_threads_and_memory_are_where_the_plan_says_and_bound_again_
     };
     let compute = |moment: &str| [on(moment, "engine"), on(moment, "kernels-1")];
     assert_eq!(compute("start"), ["2", "3"]);
-    // This kernel is older than 6.2: the masks are gone although the new set has both CPUs.
+    // This kernel is older than 6.2: the masks are lost although the new set has both CPUs.
     assert_eq!(compute("widened-by-the-kernel"), ["1-3", "1-3"], "{output}");
     assert_eq!(compute("bound-again"), ["2", "3"]);
     assert_eq!(on("bound-again", "hearth-worker"), "2-3");
-    // CPU 3 was given to somebody else: one of another NUMA node is better than none, and it is said.
+    // CPU 3 was given to another Pod: a CPU of another NUMA node is better than none, and this is reported.
     assert_eq!(compute("claimed"), ["0,2", "0,2"]);
     assert_eq!(compute("adapted"), ["0", "2"]);
 
@@ -366,7 +367,8 @@ fn on_two_numa_nodes_threads_and_memory_are_where_the_plan_says_and_bound_again_
     weights_are_where_the_first_worker_wants_them(&output);
 }
 
-/// The weights were in the page cache of node 0, the worker that came first is planned on node 1, and the other on node 0.
+/// Checks the weights' placement: they were in node 0's page cache, the first worker is planned on node 1, and the
+/// other on node 0.
 fn weights_are_where_the_first_worker_wants_them(output: &str) {
     let cached_kib = |moment: &str| -> u64 {
         let start = format!("CACHED {moment} ");
@@ -386,11 +388,11 @@ fn weights_are_where_the_first_worker_wants_them(output: &str) {
     series(output, &[PREFILL, "numa_nodes=\"0\"", less]);
 }
 
-/// How the workers are labelled in the metrics.
+/// Labels of the workers in the metrics.
 const DECODE: &str = "worker=\"decode-0\"";
 const PREFILL: &str = "worker=\"prefill-0\"";
 
-/// A line of the metrics with all those parts.
+/// Returns the metrics line that contains all the parts.
 fn series<'a>(output: &'a str, wanted: &[&str]) -> &'a str {
     let found = find_series(output, wanted);
     found.unwrap_or_else(|| panic!("no {wanted:?} in\n{output}"))
@@ -401,7 +403,7 @@ fn find_series<'a>(output: &'a str, wanted: &[&str]) -> Option<&'a str> {
     lines.find(|line| wanted.iter().all(|part| line.contains(part)))
 }
 
-/// Bytes that a worker has on a NUMA node; it tells nothing of a node on which it has none at all.
+/// Returns a worker's bytes on a NUMA node; it does not report a node on which it has none.
 fn numa_bytes(output: &str, worker: &str, node: u32, kind: &str) -> f64 {
     let labels = format!("numa_node=\"{node}\",kind=\"{kind}\"");
     let Some(line) = find_series(output, &[worker, &labels]) else {

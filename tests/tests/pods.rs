@@ -1,4 +1,4 @@
-//! The commands that Pods consist of: what probes are told, the pause before an end, the look at a model.
+//! The commands that Pods run: answers to probes, the pause before termination, inspection of a model.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -10,10 +10,10 @@ use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
-/// What a container's termination message holds.
+/// Size limit of a container's termination message.
 const REPORT_BYTES: u64 = 4096;
 
-/// Asks as a kubelet does: SERVING is 1, NOT_SERVING 2; `None` while nobody answers.
+/// Probes as a kubelet does: SERVING is 1, NOT_SERVING 2; `None` while nothing answers.
 async fn probe(address: &str, service: &str) -> Option<u8> {
     let mut message = vec![0x0a, service.len() as u8];
     message.extend(service.as_bytes());
@@ -46,7 +46,7 @@ async fn until_probe(rank: &mut Rank, address: &str, service: &str, expected: u8
     }
 }
 
-/// Puts a file that does not end in the tokenizer's place, where a load stops: its path, and what was there.
+/// Replaces the tokenizer with a FIFO, at which a load blocks; returns its path and the old content.
 fn stop_loads_of(model: &Path) -> (PathBuf, Vec<u8>) {
     let tokenizer = model.join("tokenizer.json");
     let content = std::fs::read(&tokenizer).expect("tokenizer");
@@ -78,7 +78,7 @@ async fn probes_follow_a_worker_that_loads_serves_and_drains() {
         .expect("write");
     until_probe(&mut rank, &health, "", 1).await;
 
-    // A request that is read slowly is in flight for as long as it takes; the worker is not ready meanwhile.
+    // A request that is read slowly stays in flight for that long; meanwhile the worker is not ready.
     std::fs::remove_file(model.join("tokenizer.json")).expect("remove");
     std::fs::copy(
         root().join("models/hearth-demo/tokenizer.json"),
@@ -109,11 +109,11 @@ async fn probes_follow_a_worker_that_loads_serves_and_drains() {
     assert!(rank.wait().success(), "{}", rank.output());
 }
 
-/// A program as the first process of a container, which the system protects from signals that it does not handle.
+/// A program run as the first process of a container, which the kernel shields from signals that it does not handle.
 struct Container(Child);
 
 impl Container {
-    /// `None` where there are no namespaces.
+    /// Starts it; `None` where namespaces are unavailable.
     fn start(arguments: &[&OsStr]) -> Option<Self> {
         let unshare = || {
             let mut command = Command::new("unshare");
@@ -136,7 +136,7 @@ impl Container {
         Some(Self(child.expect("unshare")))
     }
 
-    /// Tells the program to end, each second, as its first seconds may pass before it listens at all; its exit code.
+    /// Tells the program to terminate every second, as it may not listen at all at first; returns its exit code.
     fn end(mut self) -> Option<i32> {
         let parent = self.0.id();
         let children = format!("/proc/{parent}/task/{parent}/children");
@@ -149,7 +149,7 @@ impl Container {
             let first = children.split_whitespace().next();
             let pid = first.and_then(|pid| Pid::from_raw(pid.parse().ok()?));
             if let Some(pid) = pid {
-                // Gone just now.
+                // It has just exited.
                 let _ = kill_process(pid, Signal::TERM);
             }
             assert!(Instant::now() < deadline, "it does not end");
@@ -165,7 +165,7 @@ impl Drop for Container {
     }
 }
 
-/// A Pod that is deleted while it loads gives its memory and CPUs back at once, and not at the end of its grace.
+/// Checks that a Pod deleted while it loads frees its memory and CPUs at once, not at the end of its grace period.
 #[tokio::test(flavor = "multi_thread")]
 async fn what_a_pod_runs_ends_when_told_while_it_loads() {
     const TOLD: i32 = 128 + 15;
@@ -281,7 +281,7 @@ fn linger_waits_and_ends_at_once_when_told() {
     assert!(code != 0 && stderr.contains("soon"), "{stderr}");
 }
 
-/// Waits until a process has a handler of a signal, which the kernel would end it by before.
+/// Waits until a process has a handler for a signal; before that, the kernel would kill it.
 fn wait_until_it_heeds(pid: u32, signal: Signal) {
     let deadline = Instant::now() + Duration::from_secs(30);
     let heeds = || {
@@ -298,8 +298,8 @@ fn wait_until_it_heeds(pid: u32, signal: Signal) {
     }
 }
 
-/// Exit code, report and standard error of a look at a model. The report is a file that is there already, and that
-/// may not be replaced, as a container's is.
+/// Runs an inspection of a model; returns exit code, report and standard error. The report is an existing file that
+/// may not be replaced, like a container's.
 fn inspect(model: &Path, report: &Path) -> (i32, String, String) {
     let stale = "x".repeat(9000);
     std::fs::write(report, stale).expect("write");

@@ -1,4 +1,4 @@
-//! Deployments of other shapes than the demo's: pools of several workers, no prefill worker, another cache.
+//! Deployments shaped differently from the demo: pools of several workers, no prefill worker, another cache.
 
 use std::time::{Duration, Instant};
 
@@ -30,12 +30,12 @@ fn two_of_each() -> (Up, TempDir) {
     })
 }
 
-/// A prompt long enough for the prefill worker.
+/// Returns a prompt long enough for the prefill worker.
 fn long_question() -> String {
     format!("{}{QUESTION}", "The lab has a server. ".repeat(30))
 }
 
-/// Seeded, and never at an end before its 300 tokens: the end-of-text token is banned.
+/// Returns a seeded request that never ends before its 300 tokens: the end-of-text token is banned.
 fn seeded() -> Value {
     let mut body = chat_body("hearth-demo", QUESTION, 300);
     body["temperature"] = json!(1.1);
@@ -44,7 +44,7 @@ fn seeded() -> Value {
     body
 }
 
-/// A long answer that a schema prescribes, seeded so that its words are drawn.
+/// Returns a request for a long answer prescribed by a schema, seeded so that its words are drawn.
 fn structured() -> Value {
     let mut body = chat_body("hearth-demo", QUESTION, 800);
     body["temperature"] = json!(1.0);
@@ -59,7 +59,7 @@ fn structured() -> Value {
     body
 }
 
-/// The decode worker that runs the one stream there is; none while it is on its way from one to the other.
+/// Returns the decode worker that runs the only stream; `None` while it moves from one to the other.
 fn running(metrics: &Metrics) -> Option<&'static str> {
     let has_it = |rank: &&str| metrics.of_rank("hearth_worker_requests", rank) > 0.0;
     DECODE.into_iter().find(has_it)
@@ -71,7 +71,8 @@ async fn undisturbed(up: &Up, body: &Value) -> Answer {
         .expect("undisturbed")
 }
 
-/// Kills the worker that runs the stream; the answer, the killed worker, and the one that ran the stream some tokens later.
+/// Kills the worker that runs the stream; returns the answer, the killed worker, and the one that ran the stream some
+/// tokens later.
 async fn with_its_worker_killed(
     up: &Up,
     body: &Value,
@@ -83,7 +84,7 @@ async fn with_its_worker_killed(
             up.signal(killed, Signal::KILL);
             at = pieces;
         } else if at > 0 && next.is_none() {
-            // Until the connection breaks, what it had sent is still read.
+            // Until the connection breaks, data that it had sent is still read.
             next = running(&up.metrics()).filter(|rank| *rank != killed);
         }
     })
@@ -131,7 +132,7 @@ async fn a_worker_that_stands_still_is_told_as_hung_and_its_stream_goes_on_at_th
             up.signal(stopped, Signal::STOP);
             at = Instant::now();
         }
-        // The longest silence of the stream: what had been sent before is still read.
+        // Longest silence of the stream: data sent before is still read.
         if !stopped.is_empty() {
             waited = waited.max(at.elapsed());
             at = Instant::now();
@@ -172,7 +173,7 @@ async fn both_workers_of_each_pool_take_part() {
     let requests = (0..8).map(|number| {
         let v1 = &v1;
         async move {
-            // Each has a beginning of its own: no worker has it in its cache.
+            // Each has a distinct prefix, which no worker has cached.
             let question = format!("{number}. {}", long_question());
             let body = chat_body("hearth-demo", &question, 24);
             chat_stream(v1, &body, |_, _| {}).await.expect("answer")
@@ -239,7 +240,7 @@ async fn the_cache_has_the_type_and_the_size_that_the_spec_says() {
         (&json!("F32"), &json!(8 << 20))
     );
     let block_tokens = kv["blockTokens"].as_f64().expect("block");
-    // A report in the middle of the request tells of a part: all has moved when nothing is held any more.
+    // A report in the middle of the request covers a part; everything has moved once no blocks are held.
     let metrics = up.wait_for("the KV has moved", |metrics| {
         metrics.of_rank("hearth_worker_kv_moved_bytes_total", "decode-0") > 0.0
             && metrics.of_rank("hearth_worker_kv_blocks_used", "decode-0") == 0.0

@@ -1,15 +1,15 @@
-//! How well the demo model answers through the endpoint, beside transformers on the same weights
-//! (for Hearth what Table 2 is for the hybrid MoE paper: no quality is lost to the engine).
+//! Quality of the demo model's answers through the endpoint, compared with transformers on the same weights (Hearth's
+//! counterpart of Table 2 in the hybrid MoE paper: the engine costs no quality).
 
 use futures::StreamExt;
 use hearth_tests::{Up, chat_body, chat_stream, root};
 use serde_json::Value;
 
-/// Least share of exact answers, greedy.
+/// Lowest allowed share of exact answers, greedy.
 const LEAST_EXACT: f64 = 0.95;
-/// Farthest that Hearth may be from transformers.
+/// Largest allowed difference between Hearth and transformers.
 const FARTHEST: f64 = 0.01;
-/// Questions asked at a time: batching must not change an answer.
+/// Questions asked concurrently: batching must not change an answer.
 const CONCURRENT: usize = 8;
 
 struct Reference {

@@ -1,5 +1,6 @@
-//! From an earlier release to this one and back, on an API server alone: by `make test` on the cluster's own version, by
-//! `make test-oldest` on the oldest that the chart allows, which checks a status whole even where the change left the fault alone.
+//! Upgrade from an earlier release to this one and rollback, on an API server alone: by `make test` on the cluster's
+//! own version, by `make test-oldest` on the oldest that the chart supports, which validates all of a status even if a
+//! change left the invalid part alone.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -44,7 +45,8 @@ fn releases() -> Vec<PathBuf> {
     releases
 }
 
-/// Values that earlier versions took when they were applied, and refused later: two objects that have each of them.
+/// Returns values that earlier versions accepted when they were applied, and later refused: two objects that have each
+/// of them.
 fn refused_now() -> [Value; 2] {
     let object = |name: &str, spec: Value| {
         json!({
@@ -81,7 +83,7 @@ fn refused_now() -> [Value; 2] {
     ]
 }
 
-/// Fields of [`refused_now`], and a few words of what is said of each.
+/// Fields of [`refused_now`], and a few words of each refusal.
 const REFUSALS: [(&str, &str); 17] = [
     (
         "spec.model.source.huggingFace",
@@ -175,7 +177,7 @@ fn apply_status(cluster: &Cluster, name: &str, status: &Value) {
     ]);
 }
 
-/// What is said of the same object under another name.
+/// Returns the refusal of the same object under another name.
 fn refusal_of_a_new_one(cluster: &Cluster, object: &Value) -> String {
     let mut new = object.clone();
     new["metadata"]["name"] = json!("new");
@@ -191,7 +193,7 @@ fn assert_refused_value_stays_writable(cluster: &Cluster, object: &Value) {
     };
     let labelled = patch(json!({"metadata": {"labels": {"a": "b"}}}));
     assert!(labelled.is_ok(), "a label: {labelled:?}");
-    // Beside refused values in the same objects, too.
+    // Next to refused values in the same objects, too.
     let edited = patch(json!({"spec": {
         "model": {"servedName": "other"}, "prefill": {"gpusPerWorker": 1},
         "decode": {"maxBatch": 3, "kvCache": {"memory": "1Gi"}}, "endpoint": {"keepAlive": "3m"},
@@ -247,7 +249,7 @@ fn from_release_and_back(cluster: &Cluster, helm: &Path, release: &Path) {
     for object in &stored {
         object.assert_writable(cluster, "rolled-back");
     }
-    // And forth again: what a rollback left is what an upgrade finds.
+    // And upgrade again: an upgrade finds what a rollback left.
     install(cluster, helm, &["upgrade", "hearth", "charts/hearth"]);
     install(cluster, helm, &["uninstall", "hearth"]);
     for object in &stored {
@@ -260,7 +262,7 @@ fn from_release_and_back(cluster: &Cluster, helm: &Path, release: &Path) {
     }
 }
 
-/// Runs helm to its end; nobody starts the Pods here, so it waits for none.
+/// Runs helm to completion; nothing starts the Pods here, so it does not wait for them.
 fn install(cluster: &Cluster, helm: &Path, arguments: &[&str]) {
     let creates = (arguments[0] == "install").then_some("--create-namespace");
     let (code, stdout, stderr) = run(Command::new(helm)
@@ -281,7 +283,7 @@ fn objects(file: &Path) -> Vec<Value> {
         .collect()
 }
 
-/// Whether the API server has the schemas of the definitions in a directory, and has taken them up.
+/// Whether the API server has the schemas of the definitions in a directory and serves them.
 fn is_served(cluster: &Cluster, directory: &Path) -> bool {
     let files = std::fs::read_dir(directory).expect("definitions");
     files.flatten().all(|file| {
@@ -308,7 +310,7 @@ fn is_served(cluster: &Cluster, directory: &Path) -> bool {
     })
 }
 
-/// Whether `found` says all that `wanted` says; the API server adds defaults of its own.
+/// Whether `found` contains everything in `wanted`; the API server adds its own defaults.
 fn covers(found: &Value, wanted: &Value) -> bool {
     match (found, wanted) {
         (Value::Object(found), Value::Object(wanted)) => wanted
@@ -386,8 +388,8 @@ impl Stored {
         cluster.try_kubectl(&self.within(&arguments))
     }
 
-    /// All that it said is said still; new fields may have defaults. Of a status, what has another name now is gone until the
-    /// operator writes the next one.
+    /// Asserts that all its fields are unchanged; new fields may have defaults. Renamed status fields are gone until
+    /// the operator next writes the status.
     fn assert_unchanged(&self, cluster: &Cluster, when: &str) {
         let found = self.get(cluster);
         let found = found.unwrap_or_else(|| panic!("{} is gone {when}", self.name));
@@ -411,7 +413,7 @@ impl Stored {
         }
     }
 
-    /// Each write has the whole object checked, its status too.
+    /// Asserts that it can be written: each write validates the whole object, including its status.
     fn assert_writable(&self, cluster: &Cluster, label: &str) {
         let metadata = json!({"metadata": {"labels": {"tests.hearth.dev/release": label}}});
         let written = self.patch(cluster, &metadata, false);
@@ -435,7 +437,7 @@ impl Stored {
     }
 }
 
-/// The rules of the API are in force on this version too, with their words.
+/// Checks that the API's rules are enforced on this version too, with their messages.
 fn assert_rules_hold(cluster: &Cluster) {
     let wrong = json!({
         "apiVersion": "hearth.dev/v1alpha1", "kind": "InferenceDeployment",

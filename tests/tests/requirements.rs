@@ -1,4 +1,5 @@
-//! What Python scripts import stands in a list of requirements: a package that happens to be installed must not hide that none names it.
+//! Imports of Python scripts are in a list of requirements: a package that happens to be installed must not hide that
+//! no list names it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -7,9 +8,9 @@ use std::process::Command;
 use hearth_tests::{python, root, run};
 
 const LIST: &str = "requirements.txt";
-/// Scripts that run with the packages of a list which does not lie beside or above them.
+/// Scripts that run with the packages of a list that is not next to or above them.
 const ELSEWHERE: [(&str, &str); 1] = [("worker/cuda/host/selftest", "tests/python")];
-/// Modules that are not called as their packages are.
+/// Modules whose names differ from their packages'.
 const MODULES: [(&str, &str); 1] = [("yaml", "pyyaml")];
 /// Packages that no script imports: libraries for programs that are not Python.
 const LIBRARIES: [&str; 1] = ["nvidia-cuda-nvrtc-cu12"];
@@ -58,7 +59,7 @@ fn every_import_of_a_script_is_in_its_requirements() {
     assert!(faults.is_empty(), "{}", faults.join("\n"));
 }
 
-/// Python files of the source tree, as paths below its root.
+/// Returns the Python files of the source tree, as paths relative to its root.
 fn scripts(root: &Path) -> Vec<String> {
     let mut scripts = Vec::new();
     let mut directories = vec![root.to_owned()];
@@ -70,7 +71,7 @@ fn scripts(root: &Path) -> Vec<String> {
             let (path, name) = (entry.path(), entry.file_name());
             let name = name.to_string_lossy();
             if path.is_dir() {
-                // Neither what builds leave, nor an environment of somebody's own.
+                // Neither build output nor a user's own environment.
                 let is_ours =
                     !name.starts_with('.') && name != "target" && !path.join("pyvenv.cfg").exists();
                 directories.extend(is_ours.then_some(path));
@@ -84,7 +85,7 @@ fn scripts(root: &Path) -> Vec<String> {
     scripts
 }
 
-/// The list of requirements nearest above a script, as a path below the root.
+/// Returns the list of requirements nearest above a script, as a path relative to the root.
 fn list_of(root: &Path, script: &str) -> Option<PathBuf> {
     let elsewhere = ELSEWHERE
         .iter()
@@ -97,7 +98,7 @@ fn list_of(root: &Path, script: &str) -> Option<PathBuf> {
         .find(|list| root.join(list).is_file())
 }
 
-/// The packages that a list names, as the index writes them: in lower case, with hyphens.
+/// Returns the packages that a list names, in the index's spelling: lower case, with hyphens.
 fn packages(list: &Path) -> BTreeSet<String> {
     let text = std::fs::read_to_string(list).expect("a list");
     text.lines()
@@ -111,7 +112,7 @@ fn packages(list: &Path) -> BTreeSet<String> {
         .collect()
 }
 
-/// The package that a module comes from.
+/// Returns the package that a module comes from.
 fn package(module: &str) -> String {
     let named = MODULES.iter().find(|(known, _)| *known == module);
     named.map_or_else(|| normal(module), |(_, package)| (*package).to_owned())

@@ -1,5 +1,5 @@
-//! Workers that join, leave and die behind a running gateway, which a file tells of them, as it is in a cluster.
-//! All speak mutual TLS by a name that is theirs together, whatever their addresses.
+//! Workers that join, leave and die behind a running gateway, which learns of them from a file, as in a cluster.
+//! All use mutual TLS under one shared name, whatever their addresses.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -11,14 +11,14 @@ use serde_json::{Value, json};
 const QUESTION: &str = "What is Hearth?";
 const NAME: &str = "demo.default.hearth";
 
-/// A gateway that follows a file, and the workers that a test gives it.
+/// A gateway that follows a file, and the workers that a test starts for it.
 struct Service {
     ranks: Ranks,
     gateway: Rank,
 }
 
 impl Service {
-    /// Starts the gateway and waits until it can hold requests.
+    /// Starts the gateway and waits until it can queue requests.
     async fn start() -> Self {
         let ranks = Ranks::of_demo();
         write_certificates(ranks.directory(), &[NAME]);
@@ -55,7 +55,7 @@ impl Service {
         Metrics::of(&self.gateway.metrics_base()).count("hearth_failovers_total")
     }
 
-    /// The one of these that runs the one stream there is.
+    /// Returns the worker that runs the only stream, and the other one.
     fn busy<'a>(&self, workers: [&'a Rank; 2]) -> (&'a Rank, &'a Rank) {
         let metrics = Metrics::of(&self.gateway.metrics_base());
         let [first, second] = workers;
@@ -65,8 +65,8 @@ impl Service {
         }
     }
 
-    /// Takes `busy` out of the routes in the middle of its stream: it stands still until that is seen, or a short
-    /// stream would end before.
+    /// Removes `busy` from the routes in mid-stream: it is stopped until that is seen, since a short stream would end
+    /// before.
     fn leaves_while_busy(&self, busy: &Rank, other: &Rank) {
         busy.signal(Signal::STOP);
         self.ranks.route_to(&[other]);
@@ -95,10 +95,10 @@ fn tls(directory: &Path) -> Vec<String> {
         .to_vec()
 }
 
-/// Tokens of a stream that is long enough to be caught in its middle.
+/// Tokens of a stream that is long enough to be caught in mid-stream.
 const LONG_TOKENS: u32 = 300;
 
-/// Seeded, and never at an end before its last token: the end-of-text token is banned.
+/// Returns a seeded request that never ends before its last token: the end-of-text token is banned.
 fn seeded(seed: u64) -> Value {
     let mut body = chat_body("hearth-demo", QUESTION, LONG_TOKENS);
     body["temperature"] = json!(1.1);
@@ -145,7 +145,7 @@ async fn a_gateway_holds_requests_until_its_first_worker_is_named() {
         status(&format!("{}/ready", service.gateway.base())).await,
         200
     );
-    // What cannot be understood changes nothing, and is complained of once.
+    // An unreadable file changes nothing, and is reported once.
     std::fs::write(service.ranks.routes(), "{\"workers\": [nonsense").expect("write");
     tokio::time::sleep(Duration::from_secs(2)).await;
     let answer = service
@@ -158,7 +158,7 @@ async fn a_gateway_holds_requests_until_its_first_worker_is_named() {
         .matches("keeping the previous routes")
         .count();
     assert_eq!(complaints, 1, "{}", service.gateway.output());
-    // Told to end, it does.
+    // It terminates when told to.
     service.gateway.signal(Signal::TERM);
     assert!(service.gateway.wait().success());
 }
@@ -178,12 +178,12 @@ async fn a_worker_that_leaves_finishes_its_stream_and_one_that_dies_costs_no_tok
             Some(u64::from(LONG_TOKENS))
         );
     }
-    // One more joins, of the same name, as the next plan's does.
+    // Another one joins with the same name, as the next plan's does.
     let second = service.worker("decode", "decode-0");
     service.ranks.route_to(&[&first, &second]);
     service.wait_until_ready(&[&first, &second]);
 
-    // It leaves under a stream, which it finishes.
+    // It leaves during a stream, which it finishes.
     let mut left = None;
     let answer = service
         .ask(&bodies[0], |pieces| {
@@ -202,7 +202,7 @@ async fn a_worker_that_leaves_finishes_its_stream_and_one_that_dies_costs_no_tok
         !metrics.has(READY, left, 0.0)
     });
 
-    // Both again. One leaves under a stream and dies before its end.
+    // Both again. One leaves during a stream and dies before its end.
     service.ranks.route_to(&[&first, &second]);
     service.wait_until_ready(&[&first, &second]);
     let mut died = None;
@@ -219,7 +219,7 @@ async fn a_worker_that_leaves_finishes_its_stream_and_one_that_dies_costs_no_tok
     assert_eq!(answer, expected[1]);
     assert_eq!(service.failovers(), 1.0);
 
-    // The last one is killed as a member, and a new one takes its place only then.
+    // The last one is killed while a member, and a new one takes its place only then.
     let (_, survivor) = died.expect("a worker died");
     let mut third = None;
     let answer = service
@@ -282,7 +282,7 @@ async fn prefill_workers_join_too() {
     service.wait_for("KV has moved", |metrics| {
         metrics.of_rank("hearth_worker_kv_moved_bytes_total", "prefill-0") > 0.0
     });
-    // The same answer, whoever reads the prompt: nothing of the first is in a cache of a new worker.
+    // The same answer, whichever reads the prompt: a new worker has nothing of the first in its cache.
     let fresh = service.worker("decode", "decode-1");
     service.ranks.route_to(&[&fresh, &prefill]);
     service.wait_until_ready(&[&fresh, &prefill]);

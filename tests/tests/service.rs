@@ -1,4 +1,4 @@
-//! What holds while it serves: keys, clients that leave, prompts that come again, a gateway that dies.
+//! Behaviour while serving: keys, clients that leave, repeated prompts, a gateway that dies.
 
 use std::time::{Duration, Instant};
 
@@ -58,7 +58,7 @@ async fn only_holders_of_a_key_are_served() {
     );
 }
 
-/// A prompt near the context's length that shares no beginning with another.
+/// Returns a prompt near the context length that shares no prefix with another.
 fn long_prompt(number: usize) -> Value {
     let text = format!(
         "{number}. {}",
@@ -79,7 +79,7 @@ fn is_idle(metrics: &Metrics) -> bool {
 async fn clients_that_leave_while_their_prompts_are_read_free_both_workers() {
     const CLIENTS: usize = 8;
     let up = Up::demo();
-    // One prompt's worth of KV, to know when the others were not computed.
+    // KV of one prompt, to know when the others were not computed.
     let mut one = long_prompt(100);
     one["max_tokens"] = json!(1);
     chat_stream(&up.v1(), &one, |_, _| {})
@@ -149,7 +149,7 @@ async fn a_prompt_that_comes_again_is_not_computed_again() {
     let (prompt, cached, first) = usage(&question).await;
     assert_eq!(cached, 0);
     let (_, cached, second) = usage(&question).await;
-    // All but the last block's tokens, whose logits must be computed.
+    // All except the last block's tokens, whose logits must be computed.
     assert!(
         cached < prompt && cached + 2 * 16 >= prompt,
         "{cached} of {prompt} tokens"
@@ -166,7 +166,7 @@ async fn a_prompt_that_comes_again_is_not_computed_again() {
     );
 }
 
-/// A client that asks for a long stream with all log-probabilities, and takes no more of it than a few packets.
+/// Connects a client that asks for a long stream with all log-probabilities and reads only a few packets of it.
 async fn mute_client(up: &Up, number: usize) -> TcpStream {
     let base = up.base();
     let address = base.trim_start_matches("http://").parse().expect("address");
@@ -202,12 +202,12 @@ async fn clients_that_never_read_starve_nobody() {
     let answer = chat_stream(&up.v1(), &body, |_, _| {}).await;
     assert_eq!(answer.expect("another is served").completion_tokens, 16);
     println!("another was served in {:?}", began.elapsed());
-    // Their answers are computed although nobody takes them, and no worker's place is held.
+    // Their answers are computed although nobody reads them, and no worker's slot is held.
     let up = tokio::task::spawn_blocking(move || {
         up.wait_for("all of their answers are done", |metrics| {
             metrics.count("hearth_choices_finished_total") > CLIENTS as f64 && is_idle(metrics)
         });
-        // Whoever takes nothing is let go.
+        // Clients that read nothing are disconnected.
         up.wait_for("they are cut off", |metrics| {
             metrics.count("hearth_clients_cut_total") >= CLIENTS as f64
         });
@@ -248,7 +248,7 @@ async fn one_request_for_many_choices_starves_nobody() {
     greedy.abort();
 }
 
-/// A field of a process's memory in bytes, such as VmHWM, the most that it ever was.
+/// Returns a field of a process's memory in bytes, such as VmHWM, its peak.
 fn memory_bytes(pid: u32, field: &str) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("status");
     let line = status.lines().find_map(|line| line.strip_prefix(field));
@@ -258,7 +258,7 @@ fn memory_bytes(pid: u32, field: &str) -> u64 {
         * 1024
 }
 
-/// Posts a body; the status, the error's code, and how long it took.
+/// Posts a body; returns the status, the error's code, and the time taken.
 async fn post(client: &reqwest::Client, v1: &str, body: String) -> (u16, String, Duration) {
     let began = Instant::now();
     let request = client.post(format!("{v1}/chat/completions"));
@@ -275,7 +275,7 @@ async fn post(client: &reqwest::Client, v1: &str, body: String) -> (u16, String,
     (status, code, began.elapsed())
 }
 
-/// What a request with this beside model and message looks like.
+/// Returns a request with additional members besides model and message.
 fn with(extra: Value) -> String {
     let mut body =
         json!({"model": "hearth-demo", "messages": [{"role": "user", "content": "Hello"}]});
@@ -284,7 +284,7 @@ fn with(extra: Value) -> String {
     body.to_string()
 }
 
-/// Bodies near the limit of 8 MiB, each hard in its own way, with the codes by which they may be refused.
+/// Returns bodies near the limit of 8 MiB, each hard in a different way, with the codes by which they may be refused.
 fn hard_bodies() -> Vec<(&'static str, String, &'static str)> {
     let message = |text: String| with(json!({"messages": [{"role": "user", "content": text}]}));
     let schema = |schema: Value| {
@@ -394,7 +394,8 @@ async fn large_requests_are_refused_soon_and_delay_nobody() {
         );
         assert!((400..500).contains(&status), "{what}: {status}");
         assert!(expected.split(' ').any(|one| one == code), "{what}: {code}");
-        // Half a second where the machine and the build are fast; this is of neither. What others compute beside is not its.
+        // Half a second on a fast machine with a fast build; this bound assumes neither. Other processes' CPU time
+        // does not count.
         assert!(computed < Duration::from_secs(5), "{what}: {computed:?}");
     }
     println!(
@@ -466,7 +467,7 @@ async fn a_killed_gateway_serves_again() {
 #[tokio::test]
 async fn a_second_ctrl_c_stops_at_once() {
     let mut up = Up::demo();
-    // A stream that does not end, since its worker stands still: the first Ctrl-C would wait for all of its grace.
+    // An endless stream, since its worker is stopped: the first Ctrl-C would wait for all of its grace period.
     let mut body = chat_body("hearth-demo", "What is Hearth?", 1500);
     body["logit_bias"] = json!({"1": -100});
     let (v1, began) = (up.v1(), tokio::sync::oneshot::channel());

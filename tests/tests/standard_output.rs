@@ -1,10 +1,10 @@
-//! What the programs print when standard output is a full disk, or a reader that leaves early.
+//! Behaviour of the programs when standard output is a full disk or a reader that leaves early.
 
 use std::process::Command;
 
 use hearth_tests::{Up, hearth, root, run, worker};
 
-/// Runs a line of shell with both programs in `$HEARTH` and `$WORKER`: exit code and standard error.
+/// Runs a shell line with both programs in `$HEARTH` and `$WORKER`; returns exit code and standard error.
 fn shell(line: &str, state: &str) -> (i32, String) {
     let (code, _, errors) = run(Command::new("bash")
         .args(["-o", "pipefail", "-c", line])
@@ -15,7 +15,7 @@ fn shell(line: &str, state: &str) -> (i32, String) {
     (code, errors)
 }
 
-/// Each command tells that its output is lost on a full disk, and is content with a reader that wants none of it.
+/// Checks that each command reports lost output on a full disk, and accepts a reader that reads none of it.
 fn check(commands: &[&str], state: &str) {
     for command in commands {
         let (code, errors) = shell(&format!("{command} > /dev/full"), state);

@@ -19,7 +19,7 @@ async fn workers_speak_only_to_holders_of_a_certificate() {
         arguments,
         ..UpOptions::default()
     });
-    // Long enough that the prompt is computed by the prefill worker: both hops are encrypted.
+    // Long enough for the prefill worker to compute the prompt: both hops are encrypted.
     let question = format!(
         "{}What is Hearth?",
         "The lab has a server and a laptop. ".repeat(12)

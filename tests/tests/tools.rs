@@ -1,4 +1,4 @@
-//! The worker's tools, as their user calls them.
+//! The worker's tools, as a user runs them.
 
 use std::path::Path;
 
@@ -20,7 +20,7 @@ fn json_of(command: &mut std::process::Command) -> Value {
     serde_json::from_str(&stdout).unwrap_or_else(|error| panic!("{error} in {stdout}"))
 }
 
-/// Shape and values of tensor `logits` of a safetensors file.
+/// Reads shape and values of tensor `logits` from a safetensors file.
 fn logits(path: &Path) -> (Vec<u64>, Vec<u8>) {
     let bytes = std::fs::read(path).expect("file");
     let header_bytes = u64::from_le_bytes(bytes[..8].try_into().expect("length")) as usize;
@@ -262,7 +262,8 @@ fn wrong_calls_are_told_why() {
     );
 }
 
-/// The operator plans with these without a node; `hearth-worker facts --json --model DIR > DIR/facts.json` renews them.
+/// Checks facts that the operator plans with before it has a node; `hearth-worker facts --json --model DIR >
+/// DIR/facts.json` updates them.
 #[test]
 fn checked_in_facts_of_the_builtin_model_are_current() {
     let directory = demo();

@@ -1,4 +1,4 @@
-//! `hearth up` as its user meets it: the screens, the commands beside it, the ends.
+//! `hearth up` as users see it: its output, the other commands, and how it ends.
 
 use std::io::Write;
 use std::process::Stdio;

@@ -1,4 +1,4 @@
-//! The test cluster by hand.
+//! Manual control of the test cluster.
 //!
 //!     hearth-cluster up [NODES]    a cluster with DNS, metrics and a fake GPU on its last node, until Ctrl-C
 //!     hearth-cluster down          removes what runs that were killed have left
@@ -36,7 +36,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Starts a cluster and holds it until standard input ends or the process is killed, which the keeper sees.
+/// Starts a cluster and holds it until standard input ends or the process is killed, which the keeper notices.
 fn up(nodes: usize) -> anyhow::Result<()> {
     let options = Options {
         nodes,

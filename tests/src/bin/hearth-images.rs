@@ -1,8 +1,8 @@
-//! Writes the archives of both container images, and prints their sizes.
+//! Writes the archives of both container images and prints their sizes.
 //!
 //!     hearth-images OPERATOR_PROGRAM WORKER_PROGRAM KERNELS OUTPUT_DIRECTORY REGISTRY
 //!
-//! KERNELS is a directory that `hearth-worker cuda-compile` filled.
+//! KERNELS is a directory filled by `hearth-worker cuda-compile`.
 
 #![forbid(unsafe_code)]
 
@@ -13,7 +13,7 @@ use anyhow::{Context, bail};
 use hearth_tests::image::{Image, Program};
 
 const MIB: u64 = 1 << 20;
-/// What the operator may take on a node: it should fit anywhere.
+/// Size limit of the operator's image on a node: it should fit anywhere.
 const OPERATOR_LIMIT_BYTES: u64 = 25 * MIB;
 
 fn main() -> ExitCode {

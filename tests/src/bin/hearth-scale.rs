@@ -1,6 +1,6 @@
 //! Many deployments on a control plane of its own: `hearth-scale [DEPLOYMENTS [NODES [IDLE_SECONDS [FOREIGN_PODS]]]]
-//! [--then COMMAND]`, by default 1000 on 300, 600 s, and 5000 Pods of somebody else's. At the end the shell runs the
-//! command while all is still there, with `KUBECONFIG` set.
+//! [--then COMMAND]`, by default 1000 on 300, 600 s, and 5000 Pods that are not Hearth's. At the end the shell runs
+//! the command while everything is still there, with `KUBECONFIG` set.
 
 #![forbid(unsafe_code)]
 

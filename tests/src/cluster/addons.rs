@@ -1,4 +1,4 @@
-//! What runs in the cluster besides the tests' own: system Pods and their images, made from the programs themselves.
+//! Cluster components besides the tests' own: system Pods and their images, built from the programs themselves.
 
 use std::path::PathBuf;
 
@@ -8,24 +8,24 @@ use super::node::PAUSE_IMAGE;
 use super::process::Ground;
 use crate::image::Image;
 
-/// What every cluster with nodes has.
+/// Manifests of every cluster with nodes.
 pub(super) const BASE: &str = include_str!("../../cluster/manifests/base.yaml");
-/// What a ResourceClaim names to ask for a GPU of [`super::Options::fake_dra`].
+/// DeviceClass that a ResourceClaim names to request a GPU of [`super::Options::fake_dra`].
 pub(super) const DEVICE_CLASS: &str = include_str!("../../cluster/manifests/device-class.yaml");
 
-/// CoreDNS.
+/// Returns the manifests of CoreDNS.
 pub(super) fn dns(family: AddressFamily) -> String {
     let manifests = include_str!("../../cluster/manifests/dns.yaml");
     manifests.replace("$DNS_SERVICE", family.first().dns_service)
 }
 
-/// The resource metrics API.
+/// Returns the manifests of the resource metrics API.
 pub(super) fn metrics_server(family: AddressFamily) -> String {
     let manifests = include_str!("../../cluster/manifests/metrics-server.yaml");
     manifests.replace("$ANY_ADDRESS", family.any())
 }
 
-/// Writes the archives of the images that the system's Pods run.
+/// Writes the image archives of the system Pods.
 pub(super) fn images(ground: &Ground, options: &Options) -> anyhow::Result<Vec<PathBuf>> {
     let mut wanted = vec![("pause", PAUSE_IMAGE)];
     wanted.extend(options.dns.then_some(("coredns", "hearth.test/coredns:1")));

@@ -1,4 +1,4 @@
-//! The API server's own record of who wrote what.
+//! The API server's audit log of writes.
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _, SeekFrom};
@@ -6,7 +6,7 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-/// Records each completed write with its user and object, and no read.
+/// Records each completed write with its user and object, but no reads.
 pub(super) const POLICY: &str = r#"{
   "apiVersion": "audit.k8s.io/v1",
   "kind": "Policy",
@@ -24,23 +24,23 @@ pub struct AuditEntry {
     pub verb: String,
     /// `system:serviceaccount:NAMESPACE:NAME`, `system:node:node-1` …
     pub user: String,
-    /// The client's name of itself.
+    /// The client's user agent.
     pub user_agent: String,
     /// Empty for the core group.
     pub group: String,
-    /// In plural: `pods`.
+    /// Plural name: `pods`.
     pub resource: String,
     /// `status`, `scale`, `eviction` …; empty for the object itself.
     pub subresource: String,
-    /// Empty for what belongs to the whole cluster.
+    /// Empty for cluster-scoped objects.
     pub namespace: String,
-    /// Empty when the server chose it or it is a collection.
+    /// Empty if the server chose it, or for a collection.
     pub name: String,
-    /// The HTTP status of the answer.
+    /// HTTP status of the response.
     pub code: u16,
-    /// When the answer was complete, as RFC 3339 with microseconds: entries sort by it.
+    /// Time at which the response was complete, as RFC 3339 with microseconds: entries sort by it.
     pub at: String,
-    /// What was asked for, with its parameters (`?fieldManager=hearth&force=true`).
+    /// Request URI with its parameters (`?fieldManager=hearth&force=true`).
     pub uri: String,
 }
 
@@ -82,7 +82,7 @@ struct ResponseStatus {
     code: u16,
 }
 
-/// The entries of a log from its byte `offset` on, which is moved behind the last whole line.
+/// Returns the entries of a log from byte `offset`, which is advanced past the last complete line.
 pub(super) fn read(log: &Path, offset: &mut u64) -> std::io::Result<Vec<AuditEntry>> {
     let mut file = File::open(log)?;
     file.seek(SeekFrom::Start(*offset))?;
@@ -97,7 +97,7 @@ pub(super) fn read(log: &Path, offset: &mut u64) -> std::io::Result<Vec<AuditEnt
     Ok(parse(&String::from_utf8_lossy(&new)))
 }
 
-/// The entries of a log; a last line that is still being written is left out.
+/// Parses the entries of a log, ignoring a last line that is still being written.
 fn parse(log: &str) -> Vec<AuditEntry> {
     log.lines()
         .filter_map(|line| serde_json::from_str::<Event>(line).ok())

@@ -1,4 +1,5 @@
-//! The groups of a cluster's nodes: one tree of its name, in each hierarchy of cgroup v1 or in the one of v2.
+//! Control groups of a cluster's nodes: one tree with the cluster's name, in each cgroup v1 hierarchy or in the v2
+//! one.
 
 use std::path::{Path, PathBuf};
 
@@ -8,7 +9,7 @@ use anyhow::Context;
 const HIERARCHIES: [&str; 9] = [
     "blkio", "cpu", "cpuacct", "cpuset", "devices", "freezer", "memory", "pids", "systemd",
 ];
-/// What a kubelet needs of v2, for its Pods' groups.
+/// v2 controllers that a kubelet needs for its Pods' groups.
 const CONTROLLERS: [&str; 6] = ["cpuset", "cpu", "io", "memory", "hugetlb", "pids"];
 
 /// The control groups of a machine.
@@ -18,7 +19,7 @@ pub(super) struct Groups {
 }
 
 impl Groups {
-    /// Those of this machine.
+    /// Returns this machine's groups.
     pub(super) fn of_machine() -> Self {
         Self::at(Path::new("/sys/fs/cgroup"))
     }
@@ -30,12 +31,12 @@ impl Groups {
         }
     }
 
-    /// Whether there are groups of the kind that clusters ran in: memory in a v1 hierarchy.
+    /// Whether v1 groups of the kind that clusters have run in are present: memory in a v1 hierarchy.
     pub(super) fn are_v1(&self) -> bool {
         self.root.join("memory/cgroup.procs").exists()
     }
 
-    /// Makes the group of a node and in it `sys`, for the node's own processes, in each hierarchy.
+    /// Creates a node's group and, in it, `sys` for the node's own processes, in each hierarchy.
     pub(super) fn make(&self, id: &str, node: &str) -> anyhow::Result<()> {
         if self.is_v2 {
             return self.make_v2(id, node);
@@ -48,7 +49,7 @@ impl Groups {
             for part in [tree(id).as_str(), node, "sys"] {
                 path.push(part);
                 std::fs::create_dir_all(&path).with_context(|| path.display().to_string())?;
-                // A new cpuset is empty, and no process may enter it.
+                // A new cpuset is empty, and no process can enter it.
                 for file in ["cpuset.cpus", "cpuset.mems"] {
                     if let Ok(all) = std::fs::read(hierarchy.join(file)) {
                         write(&path.join(file), &all)?;
@@ -59,7 +60,7 @@ impl Groups {
         Ok(())
     }
 
-    /// Each group above `sys` hands its controllers down; processes stand in `sys` alone, as v2 demands then.
+    /// Delegates controllers from each group above `sys`; processes are only in `sys`, as v2 then requires.
     fn make_v2(&self, id: &str, node: &str) -> anyhow::Result<()> {
         let available = read(&self.root.join("cgroup.controllers"))?;
         let wanted: Vec<String> = available
@@ -79,7 +80,7 @@ impl Groups {
         Ok(())
     }
 
-    /// All processes in the groups of a cluster.
+    /// Returns all processes in the groups of a cluster.
     pub(super) fn processes(&self, id: &str) -> Vec<u32> {
         self.trees(id)
             .iter()
@@ -87,12 +88,12 @@ impl Groups {
             .collect()
     }
 
-    /// All processes in the groups of a node.
+    /// Returns all processes in the groups of a node.
     pub(super) fn processes_of_node(&self, id: &str, node: &str) -> Vec<u32> {
         processes_in(&self.one_tree(id).join(node))
     }
 
-    /// All processes in the group of a container, which has the container's id for its name.
+    /// Returns all processes in the group of a container, which is named after the container's id.
     pub(super) fn processes_of_container(&self, id: &str, node: &str, container: &str) -> Vec<u32> {
         groups(&self.one_tree(id).join(node))
             .iter()
@@ -111,13 +112,13 @@ impl Groups {
         Ok(())
     }
 
-    /// The tree in which each process of a cluster stands once.
+    /// Returns the tree that contains each process of a cluster once.
     fn one_tree(&self, id: &str) -> PathBuf {
         let hierarchy = if self.is_v2 { "" } else { "memory" };
         self.root.join(hierarchy).join(tree(id))
     }
 
-    /// A cluster's tree in each hierarchy where it exists; runc makes one in the unified hierarchy of v1 too.
+    /// Returns a cluster's tree in each hierarchy where it exists; runc creates one in v1's unified hierarchy too.
     fn trees(&self, id: &str) -> Vec<PathBuf> {
         if self.is_v2 {
             let tree = self.one_tree(id);
@@ -132,17 +133,17 @@ impl Groups {
     }
 }
 
-/// The name of a cluster's tree.
+/// Returns the name of a cluster's tree.
 fn tree(id: &str) -> String {
     format!("hearth-{id}")
 }
 
-/// The group of a node, as the kubelet is told of it.
+/// Returns a node's group in the form that the kubelet is given.
 pub(super) fn of_node(id: &str, node: &str) -> String {
     format!("/{}/{node}", tree(id))
 }
 
-/// A group and all below it, each before what is in it.
+/// Returns a group and all below it, parents first.
 fn groups(top: &Path) -> Vec<PathBuf> {
     let mut found = vec![top.to_path_buf()];
     let mut next = 0;
@@ -184,8 +185,8 @@ mod tests {
 
     use super::*;
 
-    /// Lays a tree out: each file with its content. Groups of a real machine come with their files; here those of a Pod are
-    /// written too, as runc leaves them.
+    /// Lays out a tree: each file with its content. On a real machine the kernel creates a group's files; here a Pod's
+    /// are written too, as runc leaves them.
     fn laid_out(files: &[(&str, &str)]) -> (tempfile::TempDir, Groups) {
         let directory = tempfile::tempdir().unwrap();
         for (file, content) in files {
@@ -201,7 +202,7 @@ mod tests {
         std::fs::read_to_string(directory.path().join(file)).unwrap()
     }
 
-    /// Debian 11's v1 hierarchies with runc's group in the unified one.
+    /// Debian 11's v1 hierarchies, with runc's group in the unified one.
     const V1: [(&str, &str); 8] = [
         ("cpuset/cpuset.cpus", "0-1\n"),
         ("cpuset/cpuset.mems", "0\n"),
@@ -215,7 +216,7 @@ mod tests {
         ("memory/hearth-c1/node-2/sys/cgroup.procs", "50\n"),
         ("unified/hearth-c1/node-1/cgroup.procs", ""),
     ];
-    /// Debian 12's one hierarchy.
+    /// Debian 12's single hierarchy.
     const V2: [(&str, &str); 6] = [
         (
             "cgroup.controllers",
@@ -275,7 +276,7 @@ mod tests {
                 "+cpuset +cpu +io +memory +hugetlb +pids"
             );
         }
-        // A group with processes may not hand anything down.
+        // A group with processes cannot delegate controllers.
         let own = directory.path().join("hearth-c2/node-1/sys");
         assert!(own.is_dir() && !own.join("cgroup.subtree_control").exists());
     }

@@ -9,7 +9,7 @@ use super::network::AddressFamily;
 use super::pki::{Pki, service_account_keys};
 use super::process::{Ground, Launch, Place};
 
-/// Where the control plane listens.
+/// Addresses that the control plane listens on.
 #[derive(Clone, Debug)]
 pub(super) struct Endpoints {
     pub(super) api: String,
@@ -20,9 +20,9 @@ pub(super) struct Endpoints {
 }
 
 impl Endpoints {
-    /// On the loopback address, with ports that are free now: for a control plane without nodes.
+    /// Uses the loopback address with currently free ports: for a control plane without nodes.
     pub(super) fn on_loopback() -> anyhow::Result<Self> {
-        // All are held until all are known, or the kernel would give the same one twice.
+        // All are held until all are known; otherwise the kernel could return the same one twice.
         let listeners = (0..3)
             .map(|_| TcpListener::bind("127.0.0.1:0"))
             .collect::<Result<Vec<_>, _>>()?;
@@ -39,7 +39,7 @@ impl Endpoints {
         })
     }
 
-    /// In the network namespace of the process `control`.
+    /// Uses the network namespace of the process `control`.
     pub(super) fn in_namespace(control: u32, family: AddressFamily) -> Self {
         Self {
             api: format!("https://{}:6443", in_url(family.first().control)),
@@ -51,7 +51,7 @@ impl Endpoints {
     }
 }
 
-/// All certificates, keys and kubeconfigs, in the directory `pki` of the cluster's state.
+/// Writes all certificates, keys and kubeconfigs to the directory `pki` of the cluster's state.
 pub(super) fn write_pki(ground: &Ground, nodes: usize, server: &str) -> anyhow::Result<()> {
     let directory = ground.file("pki");
     std::fs::create_dir(&directory)?;
@@ -98,7 +98,7 @@ pub(super) fn write_pki(ground: &Ground, nodes: usize, server: &str) -> anyhow::
     Ok(())
 }
 
-/// etcd of one member, which does not wait for the disk.
+/// A single etcd member that does not wait for the disk.
 pub(super) fn etcd(ground: &Ground, at: &Endpoints) -> anyhow::Result<Launch> {
     let launch = Launch::new("etcd", ground.tools.get("etcd")?, &at.place)
         .flag("name", "hearth")
@@ -153,12 +153,12 @@ pub(super) fn api_server(
         launch = launch
             .flag("bind-address", ground.family.any())
             .flag("enable-admission-plugins", "NodeRestriction")
-            // There is no kube-proxy between the API server and aggregated APIs.
+            // No kube-proxy runs between the API server and aggregated APIs.
             .flag("enable-aggregator-routing", "true");
     } else {
         launch = launch
             .flag("bind-address", "127.0.0.1")
-            // Nobody makes service accounts here, and Pods that nobody runs need none.
+            // No controller creates service accounts here, and Pods that nothing runs do not need them.
             .flag("disable-admission-plugins", "ServiceAccount");
     }
     if options.audit {
@@ -171,7 +171,7 @@ pub(super) fn api_server(
     Ok(launch)
 }
 
-/// The controllers; without nodes only those that clean up after deleted objects.
+/// The controllers; without nodes, only those that clean up after deleted objects.
 pub(super) fn controllers(
     ground: &Ground,
     at: &Endpoints,
@@ -199,11 +199,11 @@ pub(super) fn controllers(
                 "controllers",
                 "garbage-collector-controller,namespace-controller",
             )
-            // It serves nothing that a test asks for, and its usual port may be another's.
+            // It serves nothing that a test uses, and its usual port may be taken.
             .flag("secure-port", "0"));
     }
     Ok(launch
-        // Four of a kubelet's signs of life.
+        // Four kubelet heartbeats.
         .flag("node-monitor-grace-period", "12s")
         .flag("node-monitor-period", "2s")
         .flag("horizontal-pod-autoscaler-sync-period", "5s")
@@ -223,7 +223,7 @@ pub(super) fn scheduler(ground: &Ground, at: &Endpoints) -> anyhow::Result<Launc
         .flag("leader-elect", "false"))
 }
 
-/// A kube-proxy in `place`, as the one of `node`.
+/// Returns a kube-proxy that runs in `place` as the one of `node`.
 pub(super) fn proxy(
     ground: &Ground,
     name: &str,
@@ -238,7 +238,7 @@ pub(super) fn proxy(
         "clusterCIDR": ground.family.list(|ranges| ranges.pods),
         "hostnameOverride": super::node::name(node),
         "oomScoreAdj": 0,
-        // Only the machine's first network namespace may set these.
+        // Only the machine's initial network namespace may set these.
         "conntrack": {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
         "nftables": {"syncPeriod": "30s", "minSyncPeriod": "0s"},
     });
@@ -247,7 +247,7 @@ pub(super) fn proxy(
     Ok(Launch::new(name, ground.tools.get("kube-proxy")?, place).flag("config", file))
 }
 
-/// An address as it stands in a URL.
+/// Formats an address for use in a URL.
 fn in_url(address: &str) -> String {
     if address.contains(':') {
         format!("[{address}]")

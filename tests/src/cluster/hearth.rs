@@ -1,4 +1,4 @@
-//! Hearth on a cluster: its images, made of the programs that the tests are built with.
+//! Hearth on a cluster: its images, built from the programs of the test build.
 
 use std::path::{Path, PathBuf};
 
@@ -8,18 +8,18 @@ use super::Cluster;
 use crate::image::{Image, Program};
 use crate::programs::{program, target_directory};
 
-/// The images that the chart is to use.
+/// Images for the chart to use.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Images {
-    /// `REGISTRY/NAME`, and the tag apart.
+    /// `REGISTRY/NAME` and the tag, separately.
     pub operator: (String, String),
-    /// The same of the worker.
+    /// The same for the worker.
     pub worker: (String, String),
 }
 
 impl Cluster {
-    /// Makes Hearth's images known to all nodes. On a cluster of somebody's, they are those of
-    /// `HEARTH_TEST_REGISTRY`, under the tag `test`.
+    /// Imports Hearth's images into all nodes. On a foreign cluster they are those of `HEARTH_TEST_REGISTRY`, with the
+    /// tag `test`.
     ///
     /// # Panics
     /// When they cannot be made.
@@ -52,8 +52,8 @@ impl Cluster {
 
 const TAG: &str = "test";
 
-/// The archive of a program's image, written anew when the program is another. The archive carries the program's time: a
-/// build with other features puts an older program in the place of a newer one.
+/// Returns the image archive of a program, rewritten if the program has changed. The archive gets the program's
+/// modification time: a build with other features replaces a newer program with an older one.
 fn archive(which: Program, name: &str, registry: &str) -> anyhow::Result<PathBuf> {
     let built = program(name);
     let directory = target_directory().join("images");
@@ -61,7 +61,7 @@ fn archive(which: Program, name: &str, registry: &str) -> anyhow::Result<PathBuf
     let archive = directory.join(format!("{name}.tar"));
     let time = built.metadata()?.modified()?;
     if modified(&archive)? != Some(time) {
-        // Under another name until it is complete: a test that is killed leaves no half of one.
+        // Written under another name until complete, so that a killed test leaves no partial archive.
         let unfinished = directory.join(format!("{name}.{}", std::process::id()));
         Image::of(which, &format!("{registry}/{name}:{TAG}"), &built)?.write(&unfinished)?;
         std::fs::File::options()
@@ -73,7 +73,7 @@ fn archive(which: Program, name: &str, registry: &str) -> anyhow::Result<PathBuf
     Ok(archive)
 }
 
-/// When a file was written; none: it is not there.
+/// Returns a file's modification time; `None` if it does not exist.
 fn modified(file: &Path) -> anyhow::Result<Option<std::time::SystemTime>> {
     match file.metadata() {
         Ok(found) => Ok(Some(found.modified()?)),

@@ -1,4 +1,4 @@
-//! What a cluster needs of the machine, and where on it a cluster keeps its state.
+//! Requirements of a cluster on the machine, and the location of its state.
 
 use std::fmt;
 use std::fs::DirBuilder;
@@ -13,7 +13,7 @@ use super::cgroups::Groups;
 use super::network::{AddressFamily, UPLINK};
 use super::tools::{Tools, in_system};
 
-/// Why a cluster cannot be had here: one line for a person.
+/// Reason that a cluster is unavailable here: one line for the user.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Skip(pub String);
 
@@ -23,14 +23,14 @@ impl fmt::Display for Skip {
     }
 }
 
-/// The kubeconfig of somebody else's cluster that the tests are to use, from `make test-cluster KUBECONFIG=…`.
+/// Returns the kubeconfig of a foreign cluster that the tests are to use, from `make test-cluster KUBECONFIG=…`.
 pub(super) fn foreign_kubeconfig() -> Option<PathBuf> {
     std::env::var_os("HEARTH_TEST_KUBECONFIG")
         .filter(|path| !path.is_empty())
         .map(PathBuf::from)
 }
 
-/// Whether a cluster as in `options` can be had, and of which programs.
+/// Checks whether a cluster with `options` is possible, and returns its programs.
 pub(super) fn check(options: &Options) -> Result<Tools, Skip> {
     if !cfg!(target_os = "linux") {
         return Err(Skip("a Kubernetes node needs Linux".to_owned()));
@@ -86,7 +86,7 @@ fn check_foreign(options: &Options) -> Result<(), Skip> {
     )))
 }
 
-/// What real kubelets in namespaces need.
+/// Checks the requirements of real kubelets in namespaces.
 fn check_nodes(family: AddressFamily) -> Result<(), Skip> {
     if !rustix::process::geteuid().is_root() {
         return Err(Skip(
@@ -115,7 +115,7 @@ fn check_nodes(family: AddressFamily) -> Result<(), Skip> {
     check_routes(family)
 }
 
-/// No route of the machine may lie in the ranges that the cluster takes, but for those of a cluster of ours.
+/// Checks that no route of the machine is in the cluster's ranges, except those of our own clusters.
 fn check_routes(family: AddressFamily) -> Result<(), Skip> {
     if family != AddressFamily::Ipv4 && !Path::new("/proc/sys/net/ipv6").exists() {
         return Err(Skip("this machine's kernel has no IPv6".to_owned()));
@@ -141,7 +141,8 @@ fn check_routes(family: AddressFamily) -> Result<(), Skip> {
     Ok(())
 }
 
-/// The directory of all clusters of this user. It survives the process that made it, so that the next one can clean up.
+/// Returns the directory of all this user's clusters. It outlives the process that made it, so that the next one can
+/// clean up.
 pub(super) fn base() -> anyhow::Result<PathBuf> {
     let uid = rustix::process::geteuid().as_raw();
     let base = PathBuf::from(format!("/var/tmp/hearth-cluster-{uid}"));

@@ -1,8 +1,8 @@
 //! The keeper: a process that outlives the test and tears its cluster down, however the test ended.
 //!
-//! It is told of the test's end by a pipe that the kernel closes. A run whose keeper was killed too is swept by the next
-//! keeper. The processes of a cluster are known by a mark in their environment, which they inherit and nobody else has;
-//! those of Pods die with the first process of their node's PID namespace.
+//! It learns of the test's end from a pipe that the kernel closes. A run whose keeper was killed too is swept by the
+//! next keeper. A cluster's processes are identified by a mark in their environment, which only their children
+//! inherit; Pods' processes die with the first process of their node's PID namespace.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -18,24 +18,24 @@ use super::host;
 use super::network::UPLINK;
 use crate::programs::program;
 
-/// The environment variable that names the cluster of a process.
+/// Environment variable that names a process's cluster.
 pub(super) const MARK: &str = "HEARTH_CLUSTER";
-/// In the state directory of a cluster that has nodes.
+/// File in the state directory of a cluster that has nodes.
 const HAS_NODES: &str = "nodes";
-/// How long another cluster with nodes may take until this one gets its turn.
+/// Longest time that this cluster waits for another one with nodes.
 const TURN_TIMEOUT: Duration = Duration::from_secs(1200);
 const TEARDOWN_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The test's end of a keeper.
+/// The test's handle to a keeper.
 pub(super) struct Keeper {
     child: Child,
 }
 
 impl Keeper {
-    /// Starts a keeper for the cluster `id` and waits until what dead runs left is gone, and for a cluster with nodes
-    /// until no other has any.
+    /// Starts a keeper for the cluster `id` and waits until leftovers of dead runs are gone and, for a cluster with
+    /// nodes, until no other has any.
     pub(super) fn start(id: &str, nodes: bool) -> anyhow::Result<Self> {
-        // A session of its own: Ctrl-C in the terminal of the tests does not reach it.
+        // Its own session, so that Ctrl-C in the tests' terminal does not reach it.
         let mut command = Command::new("setsid");
         command.arg(program("hearth-cluster")).arg("keep").arg(id);
         command.args(nodes.then_some("--nodes"));
@@ -59,7 +59,7 @@ impl Keeper {
         drop(self.child.stdin.take());
     }
 
-    /// Whether the teardown is complete; false as long as it goes on.
+    /// Whether the teardown is complete.
     pub(super) fn is_done(&mut self) -> anyhow::Result<bool> {
         match self.child.try_wait()? {
             None => Ok(false),
@@ -74,10 +74,10 @@ pub(super) fn state_dir(id: &str) -> anyhow::Result<PathBuf> {
     Ok(host::base()?.join(id))
 }
 
-/// The keeper's whole life: what `hearth-cluster keep` does.
+/// Runs the keeper: the whole of `hearth-cluster keep`.
 ///
 /// # Errors
-/// When something of the cluster is left.
+/// When anything of the cluster is left.
 pub fn keep(id: &str, nodes: bool) -> anyhow::Result<()> {
     let base = host::base()?;
     let state = base.join(id);
@@ -99,7 +99,7 @@ pub fn keep(id: &str, nodes: bool) -> anyhow::Result<()> {
     tear_down(&state)
 }
 
-/// Removes what dead runs left: what `hearth-cluster down` does.
+/// Removes leftovers of dead runs: the whole of `hearth-cluster down`.
 ///
 /// # Errors
 /// When something cannot be removed.
@@ -130,7 +130,7 @@ fn wait_for_turn(turn: &File) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Tears down each cluster whose keeper is dead, which is one whose `alive` file nobody holds locked.
+/// Tears down each cluster whose keeper is dead, that is, whose `alive` file nobody has locked.
 fn sweep_others(base: &Path) -> anyhow::Result<()> {
     for entry in std::fs::read_dir(base)?.flatten() {
         let state = entry.path();
@@ -152,7 +152,7 @@ fn tear_down(state: &Path) -> anyhow::Result<()> {
         .map(|name| name.to_string_lossy().into_owned())
         .unwrap_or_default();
     let deadline = Instant::now() + TEARDOWN_TIMEOUT;
-    // Twice nothing: a process may be between its fork and taking its mark.
+    // Nothing, twice: a process may be between its fork and taking its mark.
     let mut quiet = 0;
     while quiet < 2 {
         let mut pids = marked(&id);
@@ -173,7 +173,7 @@ fn tear_down(state: &Path) -> anyhow::Result<()> {
         std::thread::sleep(Duration::from_millis(20));
     }
     if state.join(HAS_NODES).exists() {
-        // Its other end went with the namespace that it was in, if the kernel has got round to that.
+        // Its peer vanishes with its namespace, if the kernel has got round to that.
         let _ = Command::new("ip")
             .args(["link", "delete", UPLINK])
             .stderr(Stdio::null())
@@ -188,7 +188,7 @@ fn tear_down(state: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The processes that carry the mark of a cluster.
+/// Returns the processes that carry a cluster's mark.
 fn marked(id: &str) -> Vec<u32> {
     let mark = format!("{MARK}={id}");
     let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
@@ -203,12 +203,12 @@ fn marked(id: &str) -> Vec<u32> {
         .collect()
 }
 
-/// SIGKILL to a process; one that is gone is no error.
+/// Sends SIGKILL to a process; one that is gone is not an error.
 pub(super) fn kill(pid: u32) {
     signal(pid, Signal::KILL);
 }
 
-/// A signal to a process; one that is gone is no error.
+/// Sends a signal to a process; one that is gone is not an error.
 pub(super) fn signal(pid: u32, signal: Signal) {
     if let Some(pid) = Pid::from_raw(pid.cast_signed()) {
         let _ = kill_process(pid, signal);

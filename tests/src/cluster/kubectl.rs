@@ -1,4 +1,4 @@
-//! What tests do to a cluster by `kubectl`.
+//! Test operations on a cluster by `kubectl`.
 
 use std::io::Write;
 use std::net::{IpAddr, SocketAddr, TcpStream};
@@ -16,7 +16,7 @@ const READY_TIMEOUT: Duration = Duration::from_secs(60);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Cluster {
-    /// A `kubectl` command for this cluster.
+    /// Creates a `kubectl` command for this cluster.
     pub fn kubectl_command(&self) -> Command {
         let mut command = Command::new(self.tool("kubectl"));
         if let Some(own) = &self.own {
@@ -27,7 +27,7 @@ impl Cluster {
         command
     }
 
-    /// Runs `kubectl` to its end: its output.
+    /// Runs `kubectl` to completion and returns its output.
     ///
     /// # Panics
     /// When it fails.
@@ -36,7 +36,7 @@ impl Cluster {
             .unwrap_or_else(|error| panic!("{error}"))
     }
 
-    /// Runs `kubectl` to its end: its output, or what it wrote to standard error.
+    /// Runs `kubectl` to completion; returns its output, or its standard error.
     ///
     /// # Errors
     /// When it fails.
@@ -44,26 +44,27 @@ impl Cluster {
         finish(self.kubectl_command().args(arguments), "")
     }
 
-    /// Applies manifests, YAML or JSON.
+    /// Applies YAML or JSON manifests.
     ///
     /// # Panics
-    /// When the API server refuses them.
+    /// When the API server rejects them.
     pub fn apply(&self, manifests: &str) {
         self.try_apply(manifests)
             .unwrap_or_else(|error| panic!("{error}"));
     }
 
-    /// Applies manifests: what `kubectl` says of them.
+    /// Applies manifests and returns `kubectl`'s output.
     ///
     /// # Errors
-    /// What the API server says against them.
+    /// The API server's objections.
     pub fn try_apply(&self, manifests: &str) -> Result<String, String> {
         let mut command = self.kubectl_command();
         command.args(["apply", "--server-side", "--force-conflicts"]);
         finish(command.args(["--filename", "-"]), manifests)
     }
 
-    /// One object (`pod`, `default`, `name`); none: it is not there. Cluster-wide kinds have the namespace `""`.
+    /// Returns one object (`pod`, `default`, `name`); `None` if it does not exist. Cluster-scoped kinds have the
+    /// namespace `""`.
     ///
     /// # Panics
     /// When the API server does not answer.
@@ -73,7 +74,7 @@ impl Cluster {
         (!text.trim().is_empty()).then(|| parse(&text))
     }
 
-    /// All objects of a kind in a namespace that have the labels of `selector`, or all for an empty one.
+    /// Returns all objects of a kind in a namespace with the labels of `selector`; all of them if it is empty.
     ///
     /// # Panics
     /// When the API server does not answer.
@@ -86,7 +87,8 @@ impl Cluster {
         }
     }
 
-    /// The log of a Pod's container, the earlier one's too if it was restarted; empty when there is none yet.
+    /// Returns the logs of a Pod's containers, including the previous ones after a restart; empty if there are none
+    /// yet.
     pub fn pod_logs(&self, namespace: &str, pod: &str) -> String {
         let arguments = ["logs", pod, "--all-containers"];
         let now = self.try_kubectl(&within(namespace, &arguments));
@@ -95,18 +97,18 @@ impl Cluster {
         before.unwrap_or_default() + &now.unwrap_or_default()
     }
 
-    /// SIGKILL to all processes of a Pod's containers, as its node sees them: how many.
+    /// Sends SIGKILL to all processes of a Pod's containers, as seen by its node; returns their number.
     ///
     /// # Panics
-    /// When there is no such Pod on a node of the test's own.
+    /// When there is no such Pod on one of the test's own nodes.
     pub fn kill_pod_processes(&self, namespace: &str, pod: &str) -> usize {
         self.signal_pod_processes(namespace, pod, Signal::KILL)
     }
 
-    /// A signal to all processes of a Pod's containers, as its node sees them: how many.
+    /// Sends a signal to all processes of a Pod's containers, as seen by its node; returns their number.
     ///
     /// # Panics
-    /// When there is no such Pod on a node of the test's own.
+    /// When there is no such Pod on one of the test's own nodes.
     pub fn signal_pod_processes(&self, namespace: &str, pod: &str, signal: Signal) -> usize {
         let found = self.pod_processes(namespace, pod);
         for &pid in &found {
@@ -115,10 +117,10 @@ impl Cluster {
         found.len()
     }
 
-    /// All processes of a Pod's containers, as the machine counts.
+    /// Returns all processes of a Pod's containers, by the machine's process ids.
     ///
     /// # Panics
-    /// When there is no such Pod on a node of the test's own.
+    /// When there is no such Pod on one of the test's own nodes.
     pub fn pod_processes(&self, namespace: &str, pod: &str) -> Vec<u32> {
         let found = self.get("pod", namespace, pod);
         let found = found.unwrap_or_else(|| panic!("no Pod {namespace}/{pod}"));
@@ -133,7 +135,8 @@ impl Cluster {
             .collect()
     }
 
-    /// A way to a port of a Service, once it can be connected to: a Service's rules follow its endpoints a moment later.
+    /// Opens a route to a Service's port and waits until it accepts connections: a Service's rules lag behind its
+    /// endpoints.
     ///
     /// # Panics
     /// When there is no such Service, or nothing behind it.
@@ -147,7 +150,7 @@ impl Cluster {
         self.reach_address(address, port)
     }
 
-    /// A way to a port of a Service or of a Pod by one of its addresses, once it can be connected to.
+    /// Opens a route to a port of a Service or Pod at one of its addresses and waits until it accepts connections.
     ///
     /// # Panics
     /// When it cannot.
@@ -157,7 +160,7 @@ impl Cluster {
             .unwrap_or_else(|error| panic!("{address:?} is no address: {error}"));
         let address = SocketAddr::new(ip, port);
         let what = format!("{address} can be connected to");
-        // Rules that still lead to a lost node answer nothing, and one attempt would outlast all patience.
+        // Rules that still lead to a lost node never answer, and a single attempt would use up the whole timeout.
         wait_until(&what, READY_TIMEOUT, || {
             TcpStream::connect_timeout(&address, CONNECT_TIMEOUT).ok()
         });
@@ -172,7 +175,7 @@ impl Cluster {
         let target = format!("service/{service}");
         let ports = format!(":{port}");
         let arguments = ["port-forward", target.as_str(), ports.as_str()];
-        // It ends when its standard input does, and so with a test that is killed too.
+        // It ends when its standard input does, so also if the test is killed.
         let mut command = Command::new("sh");
         command
             .args(["-c", r#""$@" & read -r _; kill $!"#, "-"])
@@ -189,7 +192,7 @@ impl Cluster {
         if let Some(stdout) = child.stdout.take() {
             let mut stdout = BufReader::new(stdout);
             let _ = stdout.read_line(&mut line);
-            // It says a line for each connection, and would end if nobody read them.
+            // It prints a line per connection, and would stop if nobody read them.
             std::thread::spawn(move || std::io::copy(&mut stdout, &mut std::io::sink()));
         }
         // "Forwarding from 127.0.0.1:43615 -> 8080"
@@ -260,7 +263,7 @@ impl Cluster {
     }
 }
 
-/// Where a test connects to; a forwarded port ends with it.
+/// An address that a test connects to; dropping it ends a forwarded port.
 pub struct Reach {
     address: String,
     forward: Option<Child>,
@@ -272,7 +275,7 @@ impl Reach {
         &self.address
     }
 
-    /// Base of the OpenAI API there.
+    /// Base URL of the OpenAI API there.
     pub fn v1(&self) -> String {
         format!("http://{}/v1", self.address)
     }
@@ -287,7 +290,7 @@ impl Drop for Reach {
     }
 }
 
-/// The status of an object's condition.
+/// Returns the status of an object's condition.
 pub fn condition<'a>(object: &'a Value, kind: &str) -> Option<&'a str> {
     let conditions = object["status"]["conditions"].as_array()?;
     let condition = conditions
@@ -296,7 +299,7 @@ pub fn condition<'a>(object: &'a Value, kind: &str) -> Option<&'a str> {
     condition["status"].as_str()
 }
 
-/// Arguments with the namespace that they are about.
+/// Prepends the namespace to arguments.
 fn within<'a>(namespace: &'a str, arguments: &[&'a str]) -> Vec<&'a str> {
     let mut all = arguments.to_vec();
     if !namespace.is_empty() {

@@ -1,4 +1,4 @@
-//! A Kubernetes cluster of a test's own: a real control plane and real kubelets, up in seconds and gone without a trace.
+//! A Kubernetes cluster for a test: a real control plane and real kubelets, up in seconds and removed without a trace.
 //!
 //! ```no_run
 //! use hearth_tests::cluster::{Cluster, Options};
@@ -9,8 +9,8 @@
 //! println!("{}", cluster.kubectl(&["get", "nodes"]));
 //! ```
 //!
-//! The programs come from `tests/cluster/build.sh`. Where a cluster cannot be had, a test is skipped with a line that
-//! says why. However a test ends, a [keeper](keep) tears its cluster down.
+//! The programs come from `tests/cluster/build.sh`. Where a cluster is unavailable, a test is skipped with a line that
+//! gives the reason. However a test ends, a [keeper](keep) tears its cluster down.
 
 mod addons;
 mod audit;
@@ -50,67 +50,67 @@ pub use wait::{try_wait_until, wait_until};
 use own::Own;
 use tools::Tools;
 
-/// What a test needs of its cluster.
+/// Requirements of a test for its cluster.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// How many nodes with real kubelets, at most 2. None: etcd and an API server alone, on a port of the loopback
-    /// address, without root and beside other clusters. With nodes, one cluster is up at a time, and others wait.
+    /// Number of nodes with real kubelets, at most 2. 0: only etcd and an API server, on a loopback port, without root
+    /// and alongside other clusters. With nodes, only one cluster is up at a time, and others wait.
     pub nodes: usize,
-    /// Without nodes: garbage collection and the end of namespaces too. With nodes, all controllers run.
+    /// Without nodes: also garbage collection and namespace deletion. With nodes, all controllers run.
     pub controllers: bool,
-    /// The IP versions of nodes, Pods and Services. Without nodes: IPv4.
+    /// IP versions of nodes, Pods and Services. Without nodes: IPv4.
     pub family: AddressFamily,
     /// Cluster DNS.
     pub dns: bool,
-    /// The resource metrics that `kubectl top` and a HorizontalPodAutoscaler read.
+    /// The resource metrics used by `kubectl top` and HorizontalPodAutoscalers.
     pub metrics_server: bool,
-    /// The nodes, from 1, that offer two GPUs which are not there.
+    /// Nodes, numbered from 1, that offer two fake GPUs.
     pub fake_gpu: Vec<usize>,
-    /// The nodes, from 1, whose ResourceSlice offers two GPUs which are not there: devices of the driver, and of the
-    /// DeviceClass, `gpu.nvidia.com`, with the attributes of NVIDIA's own, `uuid` (`GPU-fake-NODE-N`) among them. A
-    /// container with a claim finds the UUID of its device N in `GPU_DEVICE_N`.
+    /// Nodes, numbered from 1, whose ResourceSlice offers two fake GPUs: devices of the driver and DeviceClass
+    /// `gpu.nvidia.com`, with the attributes of NVIDIA's own, including `uuid` (`GPU-fake-NODE-N`). A container with a
+    /// claim finds the UUID of its device N in `GPU_DEVICE_N`.
     pub fake_dra: Vec<usize>,
-    /// Kubelets with the CPU manager's and the memory manager's static policy: a Guaranteed Pod of whole CPUs gets them
-    /// for itself. A reserve of 100m takes one whole CPU, so two CPUs leave one a node. Both nodes are this machine's
-    /// CPUs: nothing keeps their choices apart.
+    /// Kubelets use the static policies of the CPU manager and memory manager: a Guaranteed Pod with whole CPUs has
+    /// them to itself. A reserve of 100m takes one whole CPU, so two CPUs leave one per node. Both nodes share this
+    /// machine's CPUs: nothing keeps their choices apart.
     pub static_policies: bool,
     /// The API server records each write: see [`Cluster::audit_log`].
     pub audit: bool,
-    /// The test kills nodes or the API server: it cannot run on the cluster that `KUBECONFIG` names.
+    /// The test kills nodes or the API server, so it cannot run on the cluster that `KUBECONFIG` names.
     pub breaks: bool,
 }
 
 /// A running cluster, torn down when dropped.
 ///
-/// Its methods are for tests: they panic with what a person needs to know when Kubernetes does not do as it is told.
+/// Its methods are for tests: they panic with enough detail for a person when Kubernetes does not do as told.
 pub struct Cluster {
     tools: Tools,
     kubeconfig: PathBuf,
     own: Option<Own>,
-    /// When its turn came, of one of the test's own.
+    /// Time at which its turn came, for one of the test's own.
     began: Option<Instant>,
 }
 
-/// Whether tests are to run on a cluster that somebody has named, instead of their own.
+/// Whether tests are to run on a cluster that the user has named, instead of their own.
 pub fn is_somebodys() -> bool {
     host::foreign_kubeconfig().is_some()
 }
 
 impl Cluster {
-    /// Starts a cluster and waits until its nodes are Ready and the add-ons that were asked for answer; on
-    /// `make test-cluster KUBECONFIG=…`, the cluster of that kubeconfig.
+    /// Starts a cluster and waits until its nodes are Ready and the requested add-ons respond; with `make test-cluster
+    /// KUBECONFIG=…`, uses the cluster of that kubeconfig.
     ///
     /// # Errors
-    /// Why there can be none here, for a test that is skipped then.
+    /// The reason that none is available here; the test is then skipped.
     ///
     /// # Panics
-    /// When it does not come up although it should.
+    /// When it should come up but does not.
     pub fn start(options: &Options) -> Result<Self, Skip> {
         let tools = host::check(options)?;
         Ok(Self::up(options, tools).unwrap_or_else(|error| panic!("no cluster: {error:#}")))
     }
 
-    /// Like [`Cluster::start`]; where there can be none, says so on standard error, also of a test that passes.
+    /// Like [`Cluster::start`]; if no cluster is available, says so on standard error, even for a test that passes.
     pub fn start_or_skip(options: &Options) -> Option<Self> {
         match Self::start(options) {
             Ok(cluster) => Some(cluster),
@@ -150,12 +150,12 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// Whether the cluster is the test's own, and not that of `KUBECONFIG`.
+    /// Whether the cluster is the test's own rather than that of `KUBECONFIG`.
     pub fn is_own(&self) -> bool {
         self.own.is_some()
     }
 
-    /// What its processes, groups and state directory are known by.
+    /// Returns the id that identifies its processes, groups and state directory.
     ///
     /// # Panics
     /// When it is not the test's own.
@@ -163,34 +163,34 @@ impl Cluster {
         &self.own().ground.id
     }
 
-    /// The kubeconfig of an administrator.
+    /// Returns an administrator's kubeconfig.
     pub fn kubeconfig(&self) -> &Path {
         &self.kubeconfig
     }
 
-    /// A node, from 1.
+    /// Returns a node, numbered from 1.
     ///
     /// # Panics
-    /// When there is no such node of the test's own.
+    /// When the test has no such node of its own.
     pub fn node(&self, index: usize) -> &Node {
         let nodes = &self.own().nodes;
         let node = nodes.iter().find(|node| node.index == index);
         node.unwrap_or_else(|| panic!("node {index} is none of {}", nodes.len()))
     }
 
-    /// The node of that name.
+    /// Returns the node with that name.
     ///
     /// # Panics
-    /// When there is no such node of the test's own.
+    /// When the test has no such node of its own.
     pub fn node_named(&self, name: &str) -> &Node {
         let node = self.own().nodes.iter().find(|node| node.name() == name);
         node.unwrap_or_else(|| panic!("{name} is no node of this cluster"))
     }
 
-    /// Makes the images of an archive known to all nodes.
+    /// Imports the images of an archive into all nodes.
     ///
     /// # Panics
-    /// When containerd does not take it.
+    /// When containerd rejects it.
     pub fn import_image(&self, archive: &Path) {
         std::thread::scope(|scope| {
             let imports: Vec<_> = self
@@ -231,29 +231,29 @@ impl Cluster {
         self.start_api_server();
     }
 
-    /// All writes so far, oldest first. Asked for by [`Options::audit`].
+    /// Returns all writes so far, oldest first. Requires [`Options::audit`].
     ///
     /// # Panics
-    /// When it was not asked for.
+    /// When the option was not set.
     pub fn audit_log(&self) -> Vec<AuditEntry> {
         self.audit_log_from(&mut 0)
     }
 
-    /// The writes that the record holds from its byte `offset` on, which is moved behind the last of them.
+    /// Returns the logged writes from byte `offset`, which is advanced past the last of them.
     ///
     /// # Panics
-    /// When it was not asked for.
+    /// When [`Options::audit`] was not set.
     pub fn audit_log_from(&self, offset: &mut u64) -> Vec<AuditEntry> {
         let log = self.own().ground.log("audit");
         audit::read(&log, offset)
             .unwrap_or_else(|error| panic!("Options::audit? {}: {error}", log.display()))
     }
 
-    /// A client with an administrator's rights, for who asks too often to start a program each time. It belongs to the
-    /// runtime that it is made in.
+    /// Returns a client with administrator rights, for callers whose requests are too frequent to start a program each
+    /// time. It belongs to the runtime that it is created in.
     ///
     /// # Panics
-    /// When the cluster's kubeconfig is none.
+    /// When the cluster's kubeconfig is invalid.
     pub async fn client(&self) -> kube::Client {
         let read = Kubeconfig::read_from(self.kubeconfig());
         let read = read.unwrap_or_else(|error| panic!("kubeconfig: {error}"));
@@ -263,21 +263,21 @@ impl Cluster {
         kube::Client::try_from(config).unwrap_or_else(|error| panic!("client: {error}"))
     }
 
-    /// The directory with the logs of all processes of the cluster. It stays.
+    /// Returns the directory with the logs of all the cluster's processes. It is kept.
     pub fn logs(&self) -> &Path {
         &self.own().ground.logs
     }
 
-    /// One of the cluster's programs: `helm`, `kubectl`.
+    /// Returns one of the cluster's programs: `helm`, `kubectl`.
     ///
     /// # Panics
-    /// When it is neither built nor in the system.
+    /// When it is neither built nor installed.
     pub fn tool(&self, name: &str) -> PathBuf {
         self.find_tool(name)
             .unwrap_or_else(|| panic!("{name} is not there: run tests/cluster/build.sh"))
     }
 
-    /// The same; none: it is neither built nor in the system.
+    /// Like [`Cluster::tool`]; `None` if it is neither built nor installed.
     pub fn find_tool(&self, name: &str) -> Option<PathBuf> {
         self.tools.built(name).or_else(|| tools::in_system(name))
     }
@@ -290,7 +290,7 @@ impl Cluster {
     fn bring_up(&mut self, options: &Options) -> anyhow::Result<()> {
         let own = self.own.as_mut().context("a cluster of one's own")?;
         own.start_control(options)?;
-        // Containerd starts and takes the system's images while the API server does.
+        // Containerd starts and imports the system images while the API server starts.
         own.start_nodes(options)?;
         self.wait_for_api_server()?;
         let own = self.own();
@@ -313,7 +313,7 @@ impl Cluster {
         self.wait_for_addons(options)
     }
 
-    /// What a person needs to find out why a test failed: the state of the cluster, and where the logs are.
+    /// Describes the cluster's state and the location of the logs, to find out why a test failed.
     fn failure(&self) -> String {
         let Some(own) = &self.own else {
             return String::new();

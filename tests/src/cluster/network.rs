@@ -1,8 +1,8 @@
 //! The cluster's network: a bridge in a namespace of its own, with the control plane, each node and the machine on it.
 //!
-//! The ranges are those that RFC 2544 and RFC 5180 keep for tests. The machine reaches Pods through their nodes, and
-//! Services through the control plane's namespace, where a kube-proxy runs too: so a lost node takes nothing from a test
-//! but its Pods.
+//! The ranges are those that RFC 2544 and RFC 5180 reserve for tests. The machine reaches Pods through their nodes,
+//! and Services through the control plane's namespace, where a kube-proxy runs too: so a lost node costs a test only
+//! its Pods.
 
 use std::ffi::OsStr;
 use std::io::Write;
@@ -10,19 +10,19 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, bail};
 
-/// The IP versions of a cluster: of its nodes, Pods and Services alike.
+/// IP versions of a cluster's nodes, Pods and Services.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AddressFamily {
-    /// IPv4 alone.
+    /// IPv4 only.
     #[default]
     Ipv4,
-    /// IPv6 alone.
+    /// IPv6 only.
     Ipv6,
-    /// Both, IPv4 first: Pods have an address of each, Services if they ask for it.
+    /// Both, IPv4 first: Pods have an address of each, Services if they request it.
     Dual,
 }
 
-/// The ranges of one IP version.
+/// Address ranges of one IP version.
 #[derive(Debug, PartialEq)]
 pub(super) struct Ranges {
     /// The control plane, the nodes and the machine itself.
@@ -39,11 +39,11 @@ pub(super) struct Ranges {
     pub(super) api_service: &'static str,
     /// The Service of the cluster's DNS.
     pub(super) dns_service: &'static str,
-    /// What any address is written as.
+    /// The unspecified address.
     pub(super) any: &'static str,
 }
 
-/// The machine's IPv4 address on the bridge: what a Pod connects to in order to reach a server of the test's own.
+/// The machine's IPv4 address on the bridge, at which a Pod reaches a server of the test.
 pub const HOST_ADDRESS: &str = IPV4.host;
 /// The machine's interface on the bridge.
 pub(super) const UPLINK: &str = "hearth0";
@@ -71,7 +71,7 @@ const IPV6: Ranges = Ranges {
 };
 
 impl AddressFamily {
-    /// The ranges of each IP version that the cluster has, the first one's first.
+    /// Returns the ranges of each of the cluster's IP versions, the primary one first.
     pub(super) fn ranges(self) -> &'static [Ranges] {
         const BOTH: [Ranges; 2] = [IPV4, IPV6];
         let both: &[Ranges] = const { &BOTH };
@@ -82,17 +82,17 @@ impl AddressFamily {
         }
     }
 
-    /// The ranges of the IP version that addresses are of where only one can be.
+    /// Returns the ranges of the IP version used where only one is possible.
     pub(super) fn first(self) -> &'static Ranges {
         &self.ranges()[0]
     }
 
-    /// Where to listen for all that the cluster has; `::` takes IPv4 too.
+    /// Returns the address for listening on all of the cluster's addresses; `::` accepts IPv4 too.
     pub(super) fn any(self) -> &'static str {
         self.ranges()[self.ranges().len() - 1].any
     }
 
-    /// Values of all IP versions, as Kubernetes' flags take them.
+    /// Lists values for all IP versions, as Kubernetes flags expect them.
     pub(super) fn list<T: Into<String>>(self, value: impl Fn(&Ranges) -> T) -> String {
         let values: Vec<String> = self.ranges().iter().map(|r| value(r).into()).collect();
         values.join(",")
@@ -104,7 +104,7 @@ impl Ranges {
         self.machines.contains(':')
     }
 
-    /// A node's address on the bridge.
+    /// Returns a node's address on the bridge.
     pub(super) fn machine(&self, node: usize) -> String {
         let network = if self.is_ipv6() {
             "2001:2::"
@@ -114,7 +114,7 @@ impl Ranges {
         format!("{network}{}", 10 + node)
     }
 
-    /// The addresses of a node's Pods.
+    /// Returns the address range of a node's Pods.
     pub(super) fn pods_of(&self, node: usize) -> String {
         if self.is_ipv6() {
             format!("2001:2:0:1{node:02x}::/64")
@@ -123,19 +123,19 @@ impl Ranges {
         }
     }
 
-    /// An address on the bridge with the length of its prefix, for `ip address add`.
+    /// Returns an address on the bridge with its prefix length, for `ip address add`.
     fn on_bridge(&self, address: &str) -> String {
         let prefix = self.machines.rsplit('/').next().unwrap_or_default();
         format!("{address}/{prefix}")
     }
 
-    /// What `ip address add` is told besides: no other machine can have the address, and it is good at once.
+    /// Returns the extra option of `ip address add`: no other machine can have the address, so it is usable at once.
     fn unchallenged(&self) -> &'static str {
         if self.is_ipv6() { "nodad" } else { "" }
     }
 }
 
-/// Makes the bridge in the control plane's namespace, which `control` lives in, and joins the machine to it.
+/// Creates the bridge in the control plane's namespace, which `control` is in, and connects the machine to it.
 pub(super) fn join_machine(control: u32, family: AddressFamily) -> anyhow::Result<()> {
     let mut inside = "link set lo up\nlink add bridge0 type bridge\n".to_owned();
     let mut outside = format!("link add {UPLINK} type veth peer name machine netns {control}\n");
@@ -151,13 +151,13 @@ pub(super) fn join_machine(control: u32, family: AddressFamily) -> anyhow::Resul
     ip(Some(control), &format!("{inside}link set bridge0 up\n"))?;
     ip(None, &format!("{outside}link set {UPLINK} up\n{routes}"))?;
     ip(Some(control), "link set machine master bridge0 up\n")?;
-    // Packets to Services come in and go out by the same interface: no advice to take a shorter way.
+    // Packets to Services enter and leave on the same interface, so no redirects to a shorter route.
     sysctl(control, "ipv4/conf/all/send_redirects", "0")?;
     sysctl(control, "ipv4/conf/bridge0/send_redirects", "0")?;
     forward(control, family)
 }
 
-/// Joins a node, whose namespace the process `pid` lives in, to the bridge. `nodes` is how many there will be.
+/// Connects a node, whose namespace the process `pid` is in, to the bridge. `nodes` is the final number of nodes.
 pub(super) fn join_node(
     control: u32,
     pid: u32,
@@ -192,7 +192,7 @@ pub(super) fn join_node(
     forward(pid, family)
 }
 
-/// Lets a network namespace pass packets on.
+/// Enables packet forwarding in a network namespace.
 fn forward(inside: u32, family: AddressFamily) -> anyhow::Result<()> {
     sysctl(inside, "ipv4/ip_forward", "1")?;
     if family == AddressFamily::Ipv4 {
@@ -201,12 +201,12 @@ fn forward(inside: u32, family: AddressFamily) -> anyhow::Result<()> {
     sysctl(inside, "ipv6/conf/all/forwarding", "1")
 }
 
-/// Runs `ip` commands, one a line, in the network namespace of a process or in the machine's own.
+/// Runs `ip` commands, one per line, in a process's network namespace or the machine's own.
 fn ip(inside: Option<u32>, commands: &str) -> anyhow::Result<()> {
     within(inside, "ip", &["-batch", "-"], commands)
 }
 
-/// Sets a value below `/proc/sys/net` of a process's network namespace.
+/// Sets a value below `/proc/sys/net` in a process's network namespace.
 fn sysctl(inside: u32, name: &str, value: &str) -> anyhow::Result<()> {
     let file = format!("/proc/sys/net/{name}");
     within(Some(inside), "tee", &[&file], value)

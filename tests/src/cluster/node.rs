@@ -1,5 +1,5 @@
 //! A node: mount, UTS, network and PID namespaces with containerd, a real kubelet and kube-proxy in them.
-//! Killing its first process takes all of that and its Pods along, as when a machine loses power.
+//! Killing its first process takes all of these and its Pods with it, like a machine that loses power.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -18,32 +18,32 @@ use super::{control, keeper, network};
 use crate::programs::root;
 
 const START_TIMEOUT: Duration = Duration::from_secs(30);
-/// What Pods are made of first; the tests' images bear the same host name.
+/// Image of the Pods' sandbox containers; the tests' images use the same registry host.
 pub(super) const PAUSE_IMAGE: &str = "hearth.test/pause:1";
-/// Free memory under which a kubelet evicts Pods.
+/// Free memory below which a kubelet evicts Pods.
 const EVICTION_MIB: u64 = 50;
-/// What the static policies keep for the kubelet itself.
+/// Memory that the static policies reserve for the kubelet itself.
 const KUBE_RESERVED_MIB: u64 = 64;
 
-/// A node's name.
+/// Returns a node's name.
 pub(super) fn name(node: usize) -> String {
     format!("node-{node}")
 }
 
-/// A running node. Nodes count from 1.
+/// A running node. Nodes are numbered from 1.
 pub struct Node {
     pub(super) index: usize,
     ground: Ground,
     place: Place,
     group: String,
-    /// Its first process, as the machine counts.
+    /// Its first process, by the machine's process id.
     pid: u32,
-    /// What the test is the parent of.
+    /// Child processes of the test.
     children: Mutex<Vec<Child>>,
 }
 
 impl Node {
-    /// Makes a node's groups and namespaces, joins it to the network and starts containerd.
+    /// Creates a node's groups and namespaces, connects it to the network and starts containerd.
     pub(super) fn start(
         ground: &Ground,
         control: u32,
@@ -94,7 +94,7 @@ impl Node {
         Ok(node)
     }
 
-    /// Starts the kubelet and kube-proxy. The images of system Pods must be there.
+    /// Starts the kubelet and kube-proxy. The images of system Pods must already be imported.
     pub(super) fn start_kubelet(&self, static_policies: bool) -> anyhow::Result<()> {
         let name = name(self.index);
         let config = self.state().join("kubelet.json");
@@ -127,10 +127,10 @@ impl Node {
         self.spawn(&launch)
     }
 
-    /// Kills the kubelet alone: containers and their network go on, and the cluster hears nothing of the node.
+    /// Kills only the kubelet: containers and their network keep running, and the cluster hears nothing from the node.
     ///
     /// # Panics
-    /// When there is none.
+    /// When no kubelet is running.
     pub fn stop_kubelet(&self) {
         let program = self.ground.tools.get("kubelet").expect("kubelet");
         let killed = self.kill_process(&program.display().to_string());
@@ -150,7 +150,7 @@ impl Node {
     /// Gives an image of the node a second name.
     ///
     /// # Panics
-    /// What containerd says.
+    /// With containerd's error.
     pub fn tag_image(&self, from: &str, to: &str) {
         let output = self
             .ctr(&["images", "tag", "--force", from, to])
@@ -164,12 +164,12 @@ impl Node {
         );
     }
 
-    /// Offers GPUs that are not there.
+    /// Offers fake GPUs.
     pub(super) fn start_fake_gpu(&self) -> anyhow::Result<()> {
         self.spawn(&self.launch("fake-gpu", "fake-gpu")?)
     }
 
-    /// Offers GPUs that are not there as devices of ResourceClaims.
+    /// Offers fake GPUs as devices of ResourceClaims.
     pub(super) fn start_fake_dra(&self) -> anyhow::Result<()> {
         let name = self.name();
         let kubeconfig = self.ground.file(format!("pki/{name}.kubeconfig"));
@@ -178,17 +178,17 @@ impl Node {
         self.spawn(&launch.flag("kubeconfig", kubeconfig))
     }
 
-    /// Its name in the cluster.
+    /// Returns its name in the cluster.
     pub fn name(&self) -> String {
         name(self.index)
     }
 
-    /// Its address, which the machine reaches too.
+    /// Returns its address, which the machine can reach too.
     pub fn address(&self) -> String {
         self.ground.family.first().machine(self.index)
     }
 
-    /// Runs a command of the machine inside the node, to its end.
+    /// Runs one of the machine's commands inside the node, to completion.
     ///
     /// # Panics
     /// When it cannot be run.
@@ -198,10 +198,10 @@ impl Node {
             .unwrap_or_else(|error| panic!("{command:?} on {}: {error}", self.name()))
     }
 
-    /// Makes the images of an archive known to the node.
+    /// Imports the images of an archive into the node.
     ///
     /// # Errors
-    /// What containerd says of the archive.
+    /// With containerd's complaint about the archive.
     pub fn import_image(&self, archive: &Path) -> anyhow::Result<()> {
         let archive = archive.display().to_string();
         let arguments = ["images", "import", "--local", archive.as_str()];
@@ -229,13 +229,14 @@ impl Node {
         }
     }
 
-    /// SIGKILL to each process of the node, Pods' processes among them, whose command line holds `pattern`: how many.
+    /// Sends SIGKILL to each process of the node, including Pods', whose command line contains `pattern`; returns
+    /// their number.
     pub fn kill_process(&self, pattern: &str) -> usize {
         self.signal_process(pattern, Signal::KILL).len()
     }
 
-    /// A signal to each process of the node, Pods' processes among them, whose command line holds `pattern`: their ids
-    /// as the machine counts.
+    /// Sends a signal to each process of the node, including Pods', whose command line contains `pattern`; returns
+    /// their ids on the machine.
     pub fn signal_process(&self, pattern: &str, signal: Signal) -> Vec<u32> {
         let found: Vec<_> = Groups::of_machine()
             .processes_of_node(&self.ground.id, &self.name())
@@ -248,7 +249,7 @@ impl Node {
         found
     }
 
-    /// All processes of one container, as the machine counts.
+    /// Returns all processes of one container, by the machine's process ids.
     pub fn container_processes(&self, id: &str) -> Vec<u32> {
         Groups::of_machine().processes_of_container(&self.ground.id, &self.name(), id)
     }
@@ -262,7 +263,7 @@ impl Node {
         .with_context(|| self.ground.log_tail(&format!("{}-containerd", self.name())))
     }
 
-    /// Takes note of ended processes, so that none stays a zombie.
+    /// Reaps ended processes, so that none stays a zombie.
     pub(super) fn reap(&self) {
         for child in self
             .children
@@ -326,7 +327,7 @@ fn containerd_config(ground: &Ground, state: &Path) -> anyhow::Result<String> {
     let state = state.display();
     let runc = ground.tools.get("runc")?;
     let cni = ground.tools.directory("bridge")?;
-    // Not every machine lets root lower a process's oom_score_adj.
+    // Some machines do not let root lower a process's oom_score_adj.
     Ok(format!(
         r#"version = 3
 root = "{state}/containerd"
@@ -410,19 +411,19 @@ fn kubelet_config(ground: &Ground, name: &str, group: &str) -> Map<String, Value
         "clusterDNS": [ground.family.first().dns_service],
         "clusterDomain": "cluster.local",
         "resolvConf": "",
-        // Changed Secrets reach their Pods within this, instead of a minute.
+        // Changed Secrets reach their Pods within this time instead of a minute.
         "syncFrequency": "10s",
-        // The machine's disk is not the node's: what matters is only that there is some room.
+        // The machine's disk is not the node's: it only needs some free space.
         "evictionHard": {
             "memory.available": format!("{EVICTION_MIB}Mi"),
             "nodefs.available": "200Mi",
             "imagefs.available": "200Mi",
             "nodefs.inodesFree": "1000",
         },
-        // Images come by import and not again.
+        // Images are imported once and cannot be pulled again.
         "imageGCHighThresholdPercent": 100,
         "volumePluginDir": "/var/lib/kubelet/volumeplugins",
-        // A sign of life every 3 s.
+        // A heartbeat every 3 s.
         "nodeLeaseDurationSeconds": 12,
         "nodeStatusUpdateFrequency": "5s",
         "maxPods": 60,
@@ -430,14 +431,15 @@ fn kubelet_config(ground: &Ground, name: &str, group: &str) -> Map<String, Value
     object(config)
 }
 
-/// The CPU manager and the memory manager with the policy `static`. The reserve takes one whole CPU from the exclusive ones.
+/// Settings of the CPU manager and memory manager with the policy `static`. The reserve takes one whole CPU from the
+/// exclusive ones.
 fn static_managers() -> Map<String, Value> {
     let kept_mib = KUBE_RESERVED_MIB + EVICTION_MIB;
     object(json!({
         "cpuManagerPolicy": "static",
         "kubeReserved": {"cpu": "100m", "memory": format!("{KUBE_RESERVED_MIB}Mi")},
         "memoryManagerPolicy": "Static",
-        // The kubelet starts only where this is exactly what it reserves and keeps free.
+        // The kubelet starts only if this is exactly what it reserves and keeps free.
         "reservedMemory": [{"numaNode": 0, "limits": {"memory": format!("{kept_mib}Mi")}}],
     }))
 }

@@ -1,4 +1,4 @@
-//! The processes of a cluster of a test's own, in the order in which they start.
+//! The processes of a test's own cluster, in the order in which they start.
 
 use std::path::PathBuf;
 use std::process::Child;
@@ -17,10 +17,10 @@ use super::wait::try_wait_until;
 use super::{Options, addons, network};
 use crate::programs::target_directory;
 
-/// How many clusters' logs are kept.
+/// Number of clusters whose logs are kept.
 const LOGS_KEPT: usize = 8;
 
-/// Clusters that this process has begun.
+/// Number of clusters that this process has begun.
 static BEGUN: AtomicU64 = AtomicU64::new(0);
 
 /// A cluster that the test started.
@@ -28,7 +28,7 @@ pub(super) struct Own {
     pub(super) ground: Ground,
     pub(super) keeper: Mutex<Keeper>,
     pub(super) nodes: Vec<Node>,
-    /// Processes of the control plane that the test is the parent of, the API server apart.
+    /// Control plane processes that are children of the test, apart from the API server.
     children: Mutex<Vec<Child>>,
     api_server: Mutex<ApiServer>,
     endpoints: Option<Endpoints>,
@@ -41,11 +41,11 @@ struct ApiServer {
 }
 
 impl Own {
-    /// Takes the cluster's turn and makes its state directory; nothing runs yet but its keeper.
+    /// Waits for the cluster's turn and creates its state directory; only its keeper runs yet.
     pub(super) fn begin(options: &Options, tools: &Tools) -> anyhow::Result<Self> {
         assert!(options.nodes <= 2, "{} nodes are too many", options.nodes);
         let since = SystemTime::UNIX_EPOCH.elapsed()?.as_millis();
-        // Tests of one process begin in the same millisecond.
+        // Tests in one process begin in the same millisecond.
         let count = BEGUN.fetch_add(1, Ordering::Relaxed);
         let id = format!("{since:x}-{}-{count}", std::process::id());
         let keeper = Keeper::start(&id, options.nodes > 0)?;
@@ -96,7 +96,7 @@ impl Own {
         }
     }
 
-    /// Starts the nodes, but for their kubelets, and imports the images that the system's Pods are made of.
+    /// Starts the nodes without their kubelets, and imports the images of the system Pods.
     pub(super) fn start_nodes(&mut self, options: &Options) -> anyhow::Result<()> {
         if options.nodes == 0 {
             return Ok(());
@@ -128,7 +128,7 @@ impl Own {
         })
     }
 
-    /// Starts what acts on objects: the API server must be ready.
+    /// Starts the components that act on objects; the API server must be ready.
     pub(super) fn start_controllers(&self, options: &Options) -> anyhow::Result<()> {
         let endpoints = self.endpoints()?;
         if options.nodes > 0 || options.controllers {
@@ -136,7 +136,7 @@ impl Own {
         }
         if options.nodes > 0 {
             self.spawn(&control::scheduler(&self.ground, endpoints)?)?;
-            // The way of the machine to Services. It needs some node's name, and has no part in that node.
+            // The machine's route to Services. It needs some node's name, but is not part of that node.
             let entry = control::proxy(&self.ground, "entry-proxy", 1, &endpoints.place)?;
             self.spawn(&entry)?;
         }
@@ -156,7 +156,7 @@ impl Own {
         Ok(())
     }
 
-    /// Takes note of ended processes, so that none stays a zombie.
+    /// Reaps ended processes, so that none stays a zombie.
     pub(super) fn reap(&self) {
         for child in lock(&self.children).iter_mut() {
             let _ = child.try_wait();
@@ -169,7 +169,7 @@ impl Own {
         }
     }
 
-    /// A network namespace with the bridge, and the process that holds it.
+    /// Creates a network namespace with the bridge, and the process that holds it.
     fn make_network(&self) -> anyhow::Result<u32> {
         let own = std::fs::read_link("/proc/self/ns/net")?;
         let holder = Launch::new("network", "unshare", &Place::Host);
@@ -204,15 +204,15 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Logs of a cluster that began so long ago may go, however many there are: it may be up, or wait for its turn.
+/// Shortest time that logs are kept: a younger cluster may be up, or waiting for its turn.
 const LOGS_KEPT_FOR: Duration = Duration::from_secs(3 * 3600);
 
-/// A new directory for logs beside what cargo builds; all but the newest and the young of the others are removed.
+/// Creates a directory for logs next to cargo's output; removes all others except the newest and those too young.
 fn logs_directory(id: &str) -> anyhow::Result<PathBuf> {
     let all = target_directory().join("cluster-logs");
     let logs = all.join(id);
     std::fs::create_dir_all(&logs).with_context(|| logs.display().to_string())?;
-    // Names begin with the time.
+    // Names start with the time.
     let mut names: Vec<_> = std::fs::read_dir(&all)?
         .flatten()
         .map(|entry| entry.path())

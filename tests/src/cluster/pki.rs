@@ -9,7 +9,7 @@ use rcgen::{
 };
 use serde_json::json;
 
-/// A directory with an authority and the certificates that it signed: `NAME.crt` and `NAME.key`.
+/// A directory with a certificate authority and the certificates that it signed: `NAME.crt` and `NAME.key`.
 pub(super) struct Pki {
     directory: PathBuf,
     name: String,
@@ -17,7 +17,7 @@ pub(super) struct Pki {
 }
 
 impl Pki {
-    /// A new authority, `NAME.crt` in `directory`.
+    /// Creates an authority, `NAME.crt` in `directory`.
     pub(super) fn new(directory: &Path, name: &str) -> anyhow::Result<Self> {
         let key = KeyPair::generate()?;
         let mut parameters = CertificateParams::new(Vec::new())?;
@@ -34,7 +34,7 @@ impl Pki {
         })
     }
 
-    /// Signs a certificate for `user` of `group`, good for servers of these names and addresses too.
+    /// Signs a certificate for `user` of `group`, also valid for servers with these names and addresses.
     pub(super) fn sign(
         &self,
         file: &str,
@@ -56,7 +56,7 @@ impl Pki {
         write(directory, &format!("{file}.key"), &key.serialize_pem())
     }
 
-    /// Writes `NAME.kubeconfig` beside the certificate of that name.
+    /// Writes `NAME.kubeconfig` next to the certificate of that name.
     pub(super) fn kubeconfig(&self, name: &str, server: &str) -> anyhow::Result<()> {
         let file = |name: String| self.directory.join(name).display().to_string();
         let config = json!({
@@ -81,7 +81,7 @@ impl Pki {
     }
 }
 
-/// The key pair that signs service-account tokens: `sa.key` and `sa.pub`.
+/// Writes the key pair that signs service account tokens: `sa.key` and `sa.pub`.
 pub(super) fn service_account_keys(directory: &Path) -> anyhow::Result<()> {
     let key = KeyPair::generate()?;
     write(directory, "sa.key", &key.serialize_pem())?;

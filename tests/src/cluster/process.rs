@@ -1,4 +1,4 @@
-//! The long-running processes of a cluster: marked as its own, each with a log.
+//! Long-running processes of a cluster: marked as its own, each with a log.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -21,18 +21,18 @@ done
 exec nsenter --target "$target" --mount --uts --net --pid -- "$@"
 "#;
 
-/// Where a process runs.
+/// Namespaces that a process runs in.
 #[derive(Clone, Debug)]
 pub(super) enum Place {
-    /// In the namespaces of the test.
+    /// The namespaces of the test.
     Host,
-    /// In the network namespace of a process.
+    /// The network namespace of a process.
     Network(u32),
-    /// In the namespaces of a node's first process and in the node's groups.
+    /// The namespaces of a node's first process, and the node's groups.
     Node { pid: u32, group: String },
 }
 
-/// A program to be started, as often as need be.
+/// A program to start, any number of times.
 #[derive(Clone, Debug)]
 pub(super) struct Launch {
     pub(super) name: String,
@@ -58,7 +58,7 @@ impl Launch {
         self
     }
 
-    /// `--NAME=VALUE`.
+    /// Adds `--NAME=VALUE`.
     pub(super) fn flag(mut self, name: &str, value: impl AsRef<OsStr>) -> Self {
         let mut flag = OsString::from(format!("--{name}="));
         flag.push(value);
@@ -67,7 +67,7 @@ impl Launch {
     }
 }
 
-/// What all processes of one cluster share.
+/// State shared by all processes of one cluster.
 #[derive(Clone, Debug)]
 pub(super) struct Ground {
     pub(super) id: String,
@@ -78,7 +78,7 @@ pub(super) struct Ground {
 }
 
 impl Ground {
-    /// Starts a process; its output is in the log of its name.
+    /// Starts a process; its output goes to the log of its name.
     pub(super) fn spawn(&self, launch: &Launch) -> anyhow::Result<Child> {
         let log = self.log(&launch.name);
         let output = File::options()
@@ -86,7 +86,7 @@ impl Ground {
             .append(true)
             .open(&log)
             .with_context(|| log.display().to_string())?;
-        // A session of its own: Ctrl-C is for the test, and the keeper sees to the rest.
+        // Its own session: Ctrl-C is for the test, and the keeper handles the rest.
         let mut command = Command::new("setsid");
         match &launch.place {
             Place::Host => &mut command,
@@ -110,7 +110,7 @@ impl Ground {
             .with_context(|| format!("{} cannot be started", launch.program.display()))
     }
 
-    /// Gives a command the cluster's programs, and nothing of the user's: no proxy, no other kubeconfig.
+    /// Gives a command the cluster's programs and none of the user's settings: no proxy, no other kubeconfig.
     pub(super) fn environment(&self, command: &mut Command) {
         command
             .env_clear()
@@ -119,17 +119,17 @@ impl Ground {
             .env("LC_ALL", "C.UTF-8");
     }
 
-    /// A file in the state directory.
+    /// Returns the path of a file in the state directory.
     pub(super) fn file(&self, name: impl AsRef<Path>) -> PathBuf {
         self.state.join(name)
     }
 
-    /// The log of a process.
+    /// Returns the path of a process's log.
     pub(super) fn log(&self, name: &str) -> PathBuf {
         self.logs.join(format!("{name}.log"))
     }
 
-    /// The last lines of a log.
+    /// Returns the last lines of a log.
     pub(super) fn log_tail(&self, name: &str) -> String {
         let text = std::fs::read(self.log(name)).unwrap_or_default();
         let text = String::from_utf8_lossy(&text);

@@ -1,4 +1,4 @@
-//! Pods of a test's own: the shell and some tools of this machine, in a Pod that fits Pod Security `restricted`.
+//! Test Pods with this machine's shell and some of its tools, compliant with Pod Security `restricted`.
 
 use std::path::Path;
 use std::time::Duration;
@@ -9,16 +9,17 @@ use super::Cluster;
 use super::wait::wait_until;
 use crate::image::Image;
 
-/// The image of [`Cluster::import_toolbox`]: its containers take a command of bash.
+/// Image of [`Cluster::import_toolbox`]: its containers take a bash command.
 pub const TOOLBOX: &str = "hearth.test/toolbox:1";
-/// The namespace of these Pods.
+/// Namespace of these Pods.
 pub const STRICT: &str = "strict";
 
 impl Cluster {
-    /// Makes the image of toolbox Pods known to all nodes, and their namespace, which enforces Pod Security `restricted`.
+    /// Imports the toolbox image into all nodes and creates the Pods' namespace, which enforces Pod Security
+    /// `restricted`.
     ///
     /// # Panics
-    /// When a tool is not there.
+    /// When a tool is missing.
     pub fn import_toolbox(&self) {
         let mut image = Image::new(TOOLBOX).entrypoint(&["/bin/bash", "-c"]);
         for program in ["bash", "cat", "getent", "sleep"] {
@@ -43,12 +44,12 @@ impl Cluster {
         self.apply(&namespace.to_string());
     }
 
-    /// Makes a Pod and waits until it is Ready.
+    /// Creates a Pod and waits until it is Ready.
     ///
     /// # Panics
     /// When it does not become Ready.
     pub fn run_pod(&self, pod: &Value) {
-        // The namespace's service account is made a moment after it.
+        // The namespace's service account is created a moment after it.
         wait_until("the Pod is accepted", Duration::from_secs(60), || {
             self.try_apply(&pod.to_string()).ok()
         });
@@ -60,7 +61,7 @@ impl Cluster {
     }
 }
 
-/// A Pod that runs a command of bash, and fits Pod Security `restricted`.
+/// Returns a Pod that runs a bash command and complies with Pod Security `restricted`.
 pub fn toolbox_pod(name: &str, command: &str) -> Value {
     json!({
         "apiVersion": "v1",

@@ -1,4 +1,4 @@
-//! The programs of the test cluster: found where `tests/cluster/build.sh` puts them, or in the system.
+//! Programs of the test cluster: found where `tests/cluster/build.sh` puts them, or in the system.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -8,13 +8,13 @@ use anyhow::{Context, bail};
 
 use crate::programs::root;
 
-/// Directories with the cluster's own programs, in the order in which they are searched.
+/// Directories with the cluster's own programs, in search order.
 #[derive(Clone, Debug)]
 pub(crate) struct Tools(Vec<PathBuf>);
 
 impl Tools {
-    /// Asks the build script where it puts what it builds. With `HEARTH_TEST_OLDEST`, the API server is the oldest that
-    /// the chart allows.
+    /// Asks the build script for its output directories. With `HEARTH_TEST_OLDEST`, the API server is the oldest
+    /// version that the chart allows.
     pub(crate) fn find() -> anyhow::Result<Self> {
         let script = root().join("tests/cluster/build.sh");
         let oldest = std::env::var_os("HEARTH_TEST_OLDEST").map(|_| "oldest");
@@ -34,7 +34,7 @@ impl Tools {
         Ok(Self(lines.lines().map(PathBuf::from).collect()))
     }
 
-    /// A program that the script builds; none: it has not been built.
+    /// Returns a program that the script builds; `None` if it has not been built.
     pub(crate) fn built(&self, name: &str) -> Option<PathBuf> {
         self.0
             .iter()
@@ -42,20 +42,20 @@ impl Tools {
             .find(|path| path.is_file())
     }
 
-    /// A program that the script builds.
+    /// Returns a program that the script builds.
     pub(crate) fn get(&self, name: &str) -> anyhow::Result<PathBuf> {
         self.built(name).with_context(|| {
             format!("{name} is not built\n  run tests/cluster/build.sh, which needs Go")
         })
     }
 
-    /// The directory of one of its programs.
+    /// Returns the directory of one of its programs.
     pub(crate) fn directory(&self, name: &str) -> anyhow::Result<PathBuf> {
         let path = self.get(name)?;
         Ok(path.parent().unwrap_or(Path::new("/")).to_path_buf())
     }
 
-    /// A `PATH` with all of them before the system's own.
+    /// Returns a `PATH` with all of them before the system's own.
     pub(crate) fn path(&self) -> OsString {
         let system = ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin"]
             .into_iter()
@@ -65,7 +65,7 @@ impl Tools {
     }
 }
 
-/// A program of the system, found by `PATH` or where system programs lie.
+/// Returns a system program, found by `PATH` or in the usual directories.
 pub(crate) fn in_system(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)

@@ -4,24 +4,24 @@ use std::time::{Duration, Instant};
 
 use anyhow::bail;
 
-/// How often a state is looked at.
+/// Polling interval.
 const INTERVAL: Duration = Duration::from_millis(100);
 
-/// Waits from which on a test's time comes: they are told.
+/// Shortest wait that is worth reporting, since it adds to a test's time.
 const WORTH_TELLING: Duration = Duration::from_secs(3);
 
 /// Waits until `look` finds something.
 ///
 /// # Panics
-/// When it does not in time; `what` is in the message.
+/// When it does not find it in time; `what` is in the message.
 pub fn wait_until<T>(what: &str, timeout: Duration, look: impl FnMut() -> Option<T>) -> T {
     try_wait_until(what, timeout, look).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// The same, for callers that have more to say about a failure.
+/// Like [`wait_until`], for callers that have more to say about a failure.
 ///
 /// # Errors
-/// When it does not find anything in time.
+/// When it finds nothing in time.
 pub fn try_wait_until<T>(
     what: &str,
     timeout: Duration,

@@ -1,10 +1,10 @@
-//! Objects without what differs from run to run.
+//! Objects without the fields that differ between runs.
 
 use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-/// Fields of metadata that differ from run to run.
+/// Metadata fields that differ between runs.
 const METADATA: [&str; 4] = [
     "resourceVersion",
     "uid",
@@ -17,12 +17,12 @@ const NOTES: [&str; 3] = [
     "hearth.dev/form",
     "hearth.dev/certificate",
 ];
-/// Annotation with a plan as JSON, in the text of which a prediction that was read and written again may differ in its
-/// last digit.
+/// Annotation that holds a plan as JSON, in which a prediction that was read and written again may differ in its last
+/// digit.
 const PLAN: &str = "hearth.dev/plan";
 
-/// The objects of a namespace as text, in the order of their kinds and names. Left out or replaced is what differs from
-/// run to run: uids, times, versions, addresses, digests over uids, the contents of Secrets, and the namespace's name.
+/// Writes the objects of a namespace as text, ordered by kind and name. Values that differ between runs are removed or
+/// replaced: uids, times, versions, addresses, digests over uids, the contents of Secrets, and the namespace's name.
 pub(super) fn normal(namespace: &str, objects: Vec<Value>) -> String {
     let mut replaced = replacements(&objects);
     replaced.insert(namespace.to_owned(), "NAMESPACE".to_owned());
@@ -31,7 +31,7 @@ pub(super) fn normal(namespace: &str, objects: Vec<Value>) -> String {
         .map(|object| {
             let object = plain(object);
             let text = serde_json::to_string_pretty(&object).unwrap_or_default();
-            // Longer texts first: the name of a deployment is a part of those of its Pods.
+            // Longest first: a deployment's name is part of its Pods' names.
             let mut pairs: Vec<(&String, &String)> = replaced.iter().collect();
             pairs.sort_by_key(|(from, _)| std::cmp::Reverse(from.len()));
             pairs
@@ -43,7 +43,7 @@ pub(super) fn normal(namespace: &str, objects: Vec<Value>) -> String {
     texts.join("\n")
 }
 
-/// What Pods are called and where they are, by rank.
+/// Returns replacements for Pods' names and addresses that do not differ between runs.
 fn replacements(objects: &[Value]) -> BTreeMap<String, String> {
     let mut replaced = BTreeMap::new();
     for object in objects.iter().filter(|object| object["kind"] == "pods") {
@@ -89,7 +89,7 @@ fn plain(mut object: Value) -> Value {
     }
     match object["kind"].as_str() {
         Some("secrets") => {
-            // Keys and certificates are made anew; that they are there is what counts.
+            // Keys and certificates are generated anew; only their presence counts.
             for part in ["/data", "/metadata/annotations"] {
                 if let Some(values) = object.pointer_mut(part).and_then(Value::as_object_mut) {
                     values

@@ -1,4 +1,5 @@
-//! Stands in for scheduler and kubelets: Pods of the test's nodes are bound, run, become ready, and end when asked to.
+//! Stand-in for the scheduler and kubelets: Pods of the test's nodes are bound, run, become ready, and end when asked
+//! to.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::Duration;
@@ -12,16 +13,16 @@ use kube::{Client, ResourceExt};
 use serde_json::json;
 use tokio::task::JoinHandle;
 
-/// Time from a step of a Pod to its next.
+/// Time between two steps of a Pod.
 const STEP: Duration = Duration::from_millis(30);
 
-/// The stand-in. It ends when it is dropped.
+/// The stand-in. It stops when dropped.
 pub struct Kubelets {
     task: JoinHandle<()>,
 }
 
 impl Kubelets {
-    /// Serves all Pods of the cluster.
+    /// Starts serving all Pods of the cluster.
     pub fn start(client: Client) -> Self {
         let task = tokio::spawn(async move {
             let config = Config::default().timeout(60);
@@ -32,7 +33,7 @@ impl Kubelets {
                 .for_each_concurrent(64, |pod| {
                     let client = client.clone();
                     async move {
-                        // What fails is tried again at the next change, or below.
+                        // A failed step is retried at the next change, or below.
                         for _ in 0..20 {
                             match serve(&client, &pod).await {
                                 Ok(()) => return,
@@ -53,7 +54,7 @@ impl Drop for Kubelets {
     }
 }
 
-/// Takes one Pod one step on.
+/// Advances one Pod by one step.
 async fn serve(client: &Client, pod: &Pod) -> Result<(), kube::Error> {
     let namespace = pod.namespace().unwrap_or_default();
     let pods: Api<Pod> = Api::namespaced(client.clone(), &namespace);
@@ -83,7 +84,7 @@ async fn serve(client: &Client, pod: &Pod) -> Result<(), kube::Error> {
     if is_running {
         return Ok(());
     }
-    // As the real one waits for volumes.
+    // A real kubelet waits for volumes too.
     for volume in spec.volumes.iter().flatten() {
         if let Some(secret) = volume.secret.as_ref().and_then(|s| s.secret_name.as_ref()) {
             let secrets: Api<Secret> = Api::namespaced(client.clone(), &namespace);
@@ -93,7 +94,7 @@ async fn serve(client: &Client, pod: &Pod) -> Result<(), kube::Error> {
     run(&pods, &now).await.or_else(gone)
 }
 
-/// The node that the Pod must be on, by its affinity.
+/// Binds the Pod to the node that its affinity requires.
 async fn bind(client: &Client, pod: &Pod, namespace: &str) -> Result<(), kube::Error> {
     let spec = serde_json::to_value(&pod.spec).unwrap_or_default();
     let node = spec.pointer(
@@ -118,7 +119,7 @@ async fn bind(client: &Client, pod: &Pod, namespace: &str) -> Result<(), kube::E
     Ok(())
 }
 
-/// Running and ready, at an address of its own.
+/// Marks the Pod running and ready, at its own address.
 async fn run(pods: &Api<Pod>, pod: &Pod) -> Result<(), kube::Error> {
     let name = pod.name_any();
     let container = pod
@@ -148,7 +149,7 @@ async fn run(pods: &Api<Pod>, pod: &Pod) -> Result<(), kube::Error> {
     Ok(())
 }
 
-/// An address that follows from the Pod's name.
+/// Derives an address from the Pod's name.
 fn address(pod: &Pod) -> String {
     let mut hasher = DefaultHasher::new();
     (pod.namespace(), pod.name_any()).hash(&mut hasher);
@@ -156,7 +157,7 @@ fn address(pod: &Pod) -> String {
     format!("10.{a}.{b}.{c}")
 }
 
-/// What is gone needs no step.
+/// Ignores errors about objects that are gone or have changed.
 fn gone(error: kube::Error) -> Result<(), kube::Error> {
     match &error {
         kube::Error::Api(status) if matches!(status.code, 404 | 409) => Ok(()),
@@ -164,10 +165,10 @@ fn gone(error: kube::Error) -> Result<(), kube::Error> {
     }
 }
 
-/// Makes a node with a profile, Ready, with labels.
+/// Creates a Ready node with a profile and labels.
 ///
 /// # Errors
-/// What the API server says.
+/// The API server's error.
 pub async fn make_node(
     client: &Client,
     name: &str,
@@ -196,7 +197,7 @@ pub async fn make_node(
     nodes
         .patch_status(name, &parameters, &Patch::Merge(&status))
         .await?;
-    // Admission marks new nodes as not ready, and the controller that takes that back is not there.
+    // Admission marks new nodes as not ready, and the controller that undoes this is not running.
     let untainted = json!({"spec": {"taints": null}});
     nodes
         .patch(name, &parameters, &Patch::Merge(&untainted))

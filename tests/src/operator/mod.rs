@@ -1,5 +1,5 @@
-//! An operator on a control plane without nodes: a proxy that breaks things, stand-ins for kubelets, and what is
-//! there in the end, made comparable.
+//! An operator on a control plane without nodes: a fault-injecting proxy, stand-ins for kubelets, and dumps of the
+//! final state for comparison.
 
 mod dump;
 mod kubelet;

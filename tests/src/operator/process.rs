@@ -1,4 +1,4 @@
-//! An operator as a process of the test's own.
+//! An operator as a child process of the test.
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _, SeekFrom};
@@ -22,8 +22,8 @@ pub struct Operator {
 }
 
 impl Operator {
-    /// Starts an operator that talks to `api` by plain HTTP, and has `namespace` for its own. Without election, and without
-    /// agents unless `arguments`, which are added, speak of them.
+    /// Starts an operator that talks to `api` over plain HTTP and runs in `namespace`. It has no leader election, and
+    /// no agents unless `arguments`, which are added, configure them.
     ///
     /// # Panics
     /// When it cannot be started.
@@ -48,7 +48,7 @@ impl Operator {
         }
     }
 
-    /// Starts it again, after it has ended.
+    /// Restarts it after it has ended.
     pub fn restart(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -66,12 +66,12 @@ impl Operator {
         self.child.id()
     }
 
-    /// How it ended, if it has.
+    /// Returns its exit status, if it has ended.
     pub fn ended(&mut self) -> Option<ExitStatus> {
         self.child.try_wait().ok().flatten()
     }
 
-    /// All that it has logged.
+    /// Returns everything that it has logged.
     pub fn log(&mut self) -> String {
         let mut text = String::new();
         let _ = self.log.seek(SeekFrom::Start(0));
@@ -79,10 +79,10 @@ impl Operator {
         text
     }
 
-    /// Where its metrics are, by its log.
+    /// Returns the address of its metrics, from its log.
     ///
     /// # Panics
-    /// When it does not say so in 10 s.
+    /// When it does not log it within 10 s.
     pub fn metrics_address(&mut self) -> SocketAddr {
         let found = try_wait_until(
             "the operator serves metrics",
@@ -96,10 +96,10 @@ impl Operator {
         found.unwrap_or_else(|error| panic!("{error}: {}", self.log()))
     }
 
-    /// Asks it to end, and waits for that: its exit code.
+    /// Asks it to terminate, waits for that and returns its exit code.
     ///
     /// # Panics
-    /// When it does not end in 12 s.
+    /// When it does not end within 12 s.
     pub fn terminate(&mut self) -> Option<i32> {
         let pid = i32::try_from(self.pid()).ok();
         if let Some(pid) = pid.and_then(rustix::process::Pid::from_raw) {
@@ -113,7 +113,7 @@ impl Operator {
             .code()
     }
 
-    /// Resident memory now, and the most that it was, in KiB.
+    /// Returns current and peak resident memory, in KiB.
     pub fn resident_kib(&self) -> (u64, u64) {
         let path = format!("/proc/{}/status", self.pid());
         let text = std::fs::read_to_string(path).unwrap_or_default();
@@ -124,7 +124,7 @@ impl Operator {
         (line("VmRSS:").unwrap_or(0), line("VmHWM:").unwrap_or(0))
     }
 
-    /// Processor time so far, in seconds.
+    /// CPU time so far, in seconds.
     pub fn cpu_seconds(&self) -> f64 {
         crate::cpu_time(self.pid()).as_secs_f64()
     }

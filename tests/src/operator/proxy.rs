@@ -1,4 +1,4 @@
-//! A proxy between an operator and the API server that breaks what a test asks it to break.
+//! A proxy between an operator and the API server that injects the faults a test asks for.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -16,15 +16,15 @@ use kube::Client;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 
-/// Largest body that is passed on.
+/// Largest body that is forwarded.
 const BODY_BYTES: usize = 16 << 20;
 
-/// Which write ends the operator, counted from 1.
+/// The write at which the operator is killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kill {
-    /// The write, counted from when this was asked for.
+    /// Number of the write, counting from 1 since this was requested.
     pub write: u64,
-    /// Before the API server hears of it, or after it was done and before the operator hears of that.
+    /// Side of the write: before it reaches the API server, or after it is done but before the operator is told.
     pub side: Side,
 }
 
@@ -37,39 +37,39 @@ pub enum Side {
     After,
 }
 
-/// What is broken for a while.
+/// Faults to inject for a while.
 #[derive(Clone, Debug, Default)]
 pub struct Faults {
-    /// Requests of a hundred that are answered so, by status.
+    /// Percentage of requests answered with each status.
     pub refused_percent: BTreeMap<u16, u32>,
     /// Whether reads are refused too.
     pub refuse_reads: bool,
-    /// Watches end after this long.
+    /// Lifetime of watches.
     pub watch_life: Option<Duration>,
-    /// What a watch says is held back for so long.
+    /// Delay of watch events.
     pub watch_delay: Option<Duration>,
-    /// And each time for another while up to this long, so that watches say things in another order than they happened.
+    /// Upper bound of a further random delay of each event, so that watches report events out of order.
     pub watch_jitter: Option<Duration>,
-    /// Messages of a hundred that watches lose. A watch that may lose some ends with 410 Gone.
+    /// Percentage of events that watches lose. A watch that may lose some ends with 410 Gone.
     pub watch_lost_percent: u32,
 }
 
-/// A write that passed.
+/// A write that was answered.
 #[derive(Clone, Debug)]
 pub struct Write {
-    /// When.
+    /// Time of the answer.
     pub at: Instant,
     /// POST, PUT, PATCH or DELETE.
     pub method: Method,
-    /// The path of the object.
+    /// Path of the object.
     pub path: String,
-    /// The answer's status; 0: none was awaited.
+    /// Status of the response; 0 if none was awaited.
     pub code: u16,
 }
 
-/// The proxy. It ends when it is dropped.
+/// The proxy. It stops when dropped.
 pub struct Proxy {
-    /// Where it listens, by plain HTTP.
+    /// Address that it listens on, plain HTTP.
     pub address: SocketAddr,
     inner: Arc<Inner>,
     task: JoinHandle<()>,
@@ -78,7 +78,7 @@ pub struct Proxy {
 struct Inner {
     upstream: Client,
     state: Mutex<Inside>,
-    /// A fixed sequence of pseudo-random numbers.
+    /// State of a fixed pseudo-random sequence.
     dice: AtomicU64,
 }
 
@@ -86,7 +86,7 @@ struct Inner {
 struct Inside {
     faults: Faults,
     kill: Option<Kill>,
-    /// Writes since `kill` was set.
+    /// Number of writes since `kill` was set.
     counted: u64,
     victim: Option<u32>,
     writes: Vec<Write>,
@@ -94,10 +94,10 @@ struct Inside {
 }
 
 impl Proxy {
-    /// Starts it before `upstream`.
+    /// Starts it in front of `upstream`.
     ///
     /// # Panics
-    /// When no port can be had.
+    /// When no port is available.
     pub async fn start(upstream: Client) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await;
         let listener = listener.unwrap_or_else(|error| panic!("no port: {error}"));
@@ -121,7 +121,7 @@ impl Proxy {
         }
     }
 
-    /// Ends the process `victim` at a write from now on.
+    /// Kills the process `victim` at a later write.
     pub fn kill(&self, kill: Kill, victim: u32) {
         let mut state = self.inner.lock();
         state.kill = Some(kill);
@@ -129,28 +129,28 @@ impl Proxy {
         state.victim = Some(victim);
     }
 
-    /// Whether the operator has been killed, which is done once.
+    /// Whether the operator has been killed, which happens once.
     pub fn has_killed(&self) -> bool {
         let state = self.inner.lock();
         state.victim.is_some() && state.kill.is_none()
     }
 
-    /// Breaks this from now on.
+    /// Injects these faults from now on.
     pub fn set_faults(&self, faults: Faults) {
         self.inner.lock().faults = faults;
     }
 
-    /// All writes that the API server has answered.
+    /// Returns all writes that the API server has answered.
     pub fn writes(&self) -> Vec<Write> {
         self.inner.lock().writes.clone()
     }
 
-    /// How many writes the API server has answered.
+    /// Returns the number of writes that the API server has answered.
     pub fn write_count(&self) -> usize {
         self.inner.lock().writes.len()
     }
 
-    /// Requests of all kinds, refused ones too.
+    /// Returns the number of requests of all kinds, including refused ones.
     pub fn request_count(&self) -> u64 {
         self.inner.lock().requests
     }
@@ -167,7 +167,7 @@ impl Inner {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A number below `limit`.
+    /// Returns a number below `limit`.
     fn roll(&self, limit: u32) -> u32 {
         let step = |seed: u64| {
             let seed = seed ^ (seed << 13);
@@ -181,7 +181,7 @@ impl Inner {
         u32::try_from((seed >> 16) % u64::from(limit.max(1))).unwrap_or(0)
     }
 
-    /// The status that this request is refused with.
+    /// Returns the status that refuses this request, if any.
     fn refusal(&self, faults: &Faults, is_write: bool) -> Option<u16> {
         if !is_write && !faults.refuse_reads {
             return None;
@@ -197,14 +197,14 @@ impl Inner {
         None
     }
 
-    /// The number of a write.
+    /// Returns the number of the current write.
     fn number(&self) -> u64 {
         let mut state = self.lock();
         state.counted += 1;
         state.counted
     }
 
-    /// Whether the operator ends at this side of a write; if so, it has.
+    /// Whether the operator is to be killed at this side of a write; if so, kills it.
     fn is_last(&self, write: u64, side: Side) -> bool {
         let mut state = self.lock();
         if state.kill != Some(Kill { write, side }) {
@@ -274,11 +274,11 @@ async fn forward(upstream: &Client, request: Request) -> Result<Response, String
     Ok(Response::from_parts(parts, Body::new(body)))
 }
 
-/// What ends a watch whose client must list anew.
+/// Event that ends a watch whose client must list again.
 const GONE: &str = r#"{"type":"ERROR","object":{"kind":"Status","apiVersion":"v1","metadata":{},"status":"Failure","message":"the test has forgotten that version","reason":"Expired","code":410}}
 "#;
 
-/// A watch that says things late, loses some, or ends early.
+/// Returns a watch that delivers events late, loses some, or ends early.
 fn broken_watch(inner: Arc<Inner>, answer: Response, faults: &Faults) -> Response {
     let Faults {
         watch_life: life,

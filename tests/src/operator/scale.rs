@@ -1,4 +1,4 @@
-//! Many deployments on many nodes: how long it takes until all are planned and their Pods exist, and at what cost.
+//! Many deployments on many nodes: the time until all are planned and their Pods exist, and the cost.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,49 +11,49 @@ use super::process::Operator;
 use super::stand::{Stand, is_settled};
 use crate::metrics::Metrics;
 
-/// How much.
+/// Size of a scale test.
 #[derive(Clone, Copy, Debug)]
 pub struct Scale {
     /// Deployments of the built-in model, each of a gateway, a prefill worker and a decode worker.
     pub deployments: usize,
     /// Nodes with 32 CPUs and 64 GiB each: four deployments fit one.
     pub nodes: usize,
-    /// Pods of somebody else's, evenly over the nodes.
+    /// Pods that are not Hearth's, evenly over the nodes.
     pub foreign_pods: usize,
-    /// How long nothing changes at the end.
+    /// Length of the idle phase at the end.
     pub idle: Duration,
 }
 
-/// What came of it.
+/// Results of a scale test.
 #[derive(Clone, Debug)]
 pub struct ScaleReport {
-    /// What was asked for.
+    /// Its size.
     pub scale: Scale,
-    /// Until every deployment had a plan and all its Pods.
+    /// Time until every deployment had a plan and all its Pods.
     pub planned: Duration,
-    /// Until every deployment was ready.
+    /// Time until every deployment was ready.
     pub ready: Duration,
-    /// Reconciles until then.
+    /// Number of reconciles until then.
     pub reconciles: u64,
-    /// Median and 99th percentile of a reconcile's time, as upper bounds of the histogram's buckets, in milliseconds.
+    /// Median and 99th percentile of reconcile times, as upper bounds of the histogram's buckets, in milliseconds.
     pub reconcile_ms: (f64, f64),
-    /// Resident memory at the end and at most, in MiB.
+    /// Resident memory at the end and at its peak, in MiB.
     pub resident_mib: (f64, f64),
-    /// Processor time until all were ready, in seconds.
+    /// CPU time until all were ready, in seconds.
     pub cpu_s: f64,
-    /// Requests that changed something, by method and resource.
+    /// Number of modifying requests, by method and resource.
     pub writes: BTreeMap<String, usize>,
-    /// Writes while nothing changed.
+    /// Number of writes while nothing changed.
     pub idle_writes: usize,
-    /// Processor time while nothing changed, in seconds.
+    /// CPU time while nothing changed, in seconds.
     pub idle_cpu_s: f64,
 }
 
 impl Scale {
-    /// Runs it on a control plane that has nothing else to do.
+    /// Runs it on an otherwise idle control plane.
     ///
     /// # Panics
-    /// When it does not get there in twenty minutes.
+    /// When it does not finish within twenty minutes.
     pub fn run(self, stand: &Stand) -> ScaleReport {
         let Self {
             deployments,
@@ -94,7 +94,7 @@ impl Scale {
         let ready = began.elapsed();
         let cpu_s = operator.cpu_seconds() - cpu_before;
         let scraped = Metrics::of(&format!("http://{metrics}"));
-        // Echoes of the last writes are not idle yet.
+        // Echoes of the last writes do not count as idle.
         std::thread::sleep(Duration::from_secs(3));
         let writes = proxy.writes();
         let idle_cpu = operator.cpu_seconds();
@@ -126,7 +126,7 @@ impl Scale {
 }
 
 impl ScaleReport {
-    /// Writes per deployment.
+    /// Returns the number of writes per deployment.
     pub fn writes_per_deployment(&self) -> f64 {
         self.writes.values().sum::<usize>() as f64 / self.scale.deployments as f64
     }
@@ -185,7 +185,7 @@ impl fmt::Display for ScaleReport {
     }
 }
 
-/// Pods as others run them: some containers with names, requests and an environment, in ten namespaces.
+/// Creates Pods as other users run them: some containers with names, requests and an environment, in ten namespaces.
 fn make_foreign(stand: &Stand, count: usize, nodes: usize) {
     for team in 0..10.min(count) {
         stand.make_namespace(&format!("team-{team}"));
@@ -244,7 +244,7 @@ fn make_all(stand: &Stand, deployments: usize) {
 }
 
 fn count(stand: &Stand, path: &str) -> usize {
-    // One item, and how many more there are.
+    // One item, and the number of remaining ones.
     let page = stand.try_get(&format!("{path}?limit=1"));
     let page = page.unwrap_or_default();
     let more = page["metadata"]["remainingItemCount"].as_u64().unwrap_or(0);
@@ -261,7 +261,7 @@ fn ready(stand: &Stand) -> usize {
         .count()
 }
 
-/// The method and the resource of a path, such as `PATCH inferencedeployments/status`.
+/// Returns the method and resource of a path, such as `PATCH inferencedeployments/status`.
 fn kind(method: &str, path: &str) -> String {
     let parts: Vec<&str> = path.trim_matches('/').split('/').collect();
     let skip = if parts.first() == Some(&"api") { 2 } else { 3 };

@@ -1,4 +1,4 @@
-//! What the tests of the operator stand on.
+//! Test fixture of the operator's tests.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use super::proxy::Proxy;
 use crate::cluster::{Cluster, Options, wait_until};
 use crate::programs::{hearth, run};
 
-/// Kinds that an operator makes in the namespace of a deployment, as paths.
+/// Kinds that an operator creates in the namespace of a deployment, as paths.
 const KINDS: [&str; 8] = [
     "apis/hearth.dev/v1alpha1/NS/inferencedeployments",
     "apis/hearth.dev/v1alpha1/NS/inferenceplans",
@@ -24,7 +24,7 @@ const KINDS: [&str; 8] = [
     "apis/networking.k8s.io/v1/NS/networkpolicies",
 ];
 
-/// How long a list may be refused.
+/// Longest time that a list may be refused.
 const LIST_PATIENCE: Duration = Duration::from_secs(20);
 
 /// A control plane with Hearth's definitions, a client of it, and stand-ins for kubelets.
@@ -37,10 +37,10 @@ pub struct Stand {
 }
 
 impl Stand {
-    /// Starts it, or says why there can be none.
+    /// Starts it, or reports why it is unavailable.
     ///
     /// # Panics
-    /// When it does not come up although it should.
+    /// When it should come up but does not.
     pub fn start_or_skip(options: &Options) -> Option<Self> {
         let cluster = Cluster::start_or_skip(options)?;
         let (code, crds, errors) = run(hearth().arg("crd"));
@@ -66,22 +66,22 @@ impl Stand {
         Some(stand)
     }
 
-    /// The control plane.
+    /// Returns the control plane.
     pub fn cluster(&self) -> &Cluster {
         &self.cluster
     }
 
-    /// A client with all rights.
+    /// Returns a client with all rights.
     pub fn client(&self) -> &Client {
         &self.client
     }
 
-    /// Runs a future to its end.
+    /// Runs a future to completion.
     pub fn block_on<F: Future>(&self, future: F) -> F::Output {
         self.runtime.block_on(future)
     }
 
-    /// A proxy before the API server.
+    /// Starts a proxy in front of the API server.
     pub fn proxy(&self) -> Proxy {
         self.runtime.block_on(Proxy::start(self.client.clone()))
     }
@@ -91,7 +91,7 @@ impl Stand {
         self.kubelets = None;
     }
 
-    /// Makes a namespace.
+    /// Creates a namespace.
     ///
     /// # Panics
     /// When the API server refuses it.
@@ -100,7 +100,7 @@ impl Stand {
         self.post("/api/v1/namespaces", &object);
     }
 
-    /// Makes a node with a profile.
+    /// Creates a node with a profile.
     ///
     /// # Panics
     /// When the API server refuses it.
@@ -110,7 +110,7 @@ impl Stand {
         made.unwrap_or_else(|error| panic!("node {name}: {error}"));
     }
 
-    /// Makes a deployment named `demo` of the built-in model with a spec.
+    /// Creates a deployment of the built-in model with a spec.
     ///
     /// # Panics
     /// When the API server refuses it.
@@ -123,7 +123,7 @@ impl Stand {
         self.post(&path, &object);
     }
 
-    /// Merges fields into a deployment; with `subresource` `/scale`, into that.
+    /// Merges fields into a deployment, or with `subresource` `/scale` into its scale.
     ///
     /// # Panics
     /// When the API server refuses it.
@@ -145,19 +145,19 @@ impl Stand {
         self.send(request, &path);
     }
 
-    /// A deployment as it is.
+    /// Returns a deployment as it is now.
     pub fn deployment(&self, namespace: &str, name: &str) -> Option<Value> {
         self.try_get(&deployment_path(namespace, name))
     }
 
-    /// What is at a path of the API.
+    /// Returns the object at an API path.
     pub fn try_get(&self, path: &str) -> Option<Value> {
         let request = http::Request::get(path).body(Vec::new()).ok()?;
         let answer = self.block_on(self.client.request_text(request));
         serde_json::from_str(&answer.ok()?).ok()
     }
 
-    /// All objects in a namespace, as the API server has them.
+    /// Returns all objects in a namespace, as the API server has them.
     ///
     /// # Panics
     /// When they cannot be listed.
@@ -168,7 +168,8 @@ impl Stand {
                 "/{}",
                 kind.replace("NS", &format!("namespaces/{namespace}"))
             );
-            // Kinds that were just defined, and an API server that has just come back, are not served at once.
+            // Kinds that were just defined are not served at once, nor is anything by an API server that has just come
+            // back.
             let mut list = wait_until(&format!("{path} can be listed"), LIST_PATIENCE, || {
                 self.try_get(&path)
             });
@@ -183,7 +184,7 @@ impl Stand {
         all
     }
 
-    /// All objects in a namespace without what differs from run to run: see [`dump::normal`].
+    /// Returns all objects in a namespace without values that differ between runs: see [`dump::normal`].
     pub fn dump(&self, namespace: &str) -> String {
         dump::normal(namespace, self.objects(namespace))
     }
@@ -202,7 +203,7 @@ impl Stand {
     }
 }
 
-/// Whether a deployment is ready in its newest generation and nothing goes on.
+/// Whether a deployment is ready in its newest generation and nothing is in progress.
 pub fn is_settled(deployment: &Value) -> bool {
     let status = &deployment["status"];
     let holds = |name: &str, value: &str| {

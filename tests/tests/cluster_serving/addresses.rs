@@ -1,4 +1,4 @@
-//! Clusters of IPv6 alone, and of both IP versions.
+//! Clusters with only IPv6, and with both IP versions.
 
 use std::net::IpAddr;
 
@@ -17,7 +17,7 @@ fn a_cluster_of_ipv6_alone_serves() {
     let Some(cluster) = start(AddressFamily::Ipv6, true) else {
         return;
     };
-    // The operator's Service is asked by its name, and the cluster's DNS by IPv6.
+    // The operator's Service is reached by its name, and the cluster's DNS over IPv6.
     release::helm_test(&cluster);
     let addresses = service_addresses(&cluster, "default", "demo");
     assert!(matches!(addresses[..], [IpAddr::V6(_)]), "{addresses:?}");
@@ -52,7 +52,7 @@ fn a_cluster_of_both_ip_versions_serves_by_both() {
     }
 }
 
-/// A cluster with Hearth and the demo, which has settled.
+/// Starts a cluster with Hearth and the demo, and waits until it has settled.
 fn start(family: AddressFamily, dns: bool) -> Option<Cluster> {
     let options = Options {
         family,
@@ -61,7 +61,7 @@ fn start(family: AddressFamily, dns: bool) -> Option<Cluster> {
     };
     let cluster = Cluster::start_or_skip(&options)?;
     let images = cluster.import_hearth();
-    // Both nodes are measured: the operator has reached an agent on another node than its own.
+    // Both nodes are measured: the operator has reached an agent on a node other than its own.
     release::install(&cluster, &images, 1);
     cluster.apply(&super::demo().to_string());
     wait_until_settled(&cluster, "demo");
@@ -77,7 +77,8 @@ fn service_addresses(cluster: &Cluster, namespace: &str, name: &str) -> Vec<IpAd
         .collect()
 }
 
-/// Each of the Service's addresses gives whole answers: the prompt is read by one worker, and written by another.
+/// Checks that each of the Service's addresses gives complete answers: one worker reads the prompt, another writes the
+/// answer.
 fn streams_flow(cluster: &Cluster, addresses: &[IpAddr]) {
     for address in addresses {
         let reach = cluster.reach_address(&address.to_string(), 80);
@@ -87,7 +88,7 @@ fn streams_flow(cluster: &Cluster, addresses: &[IpAddr]) {
     }
 }
 
-/// The way in from outside is told as a URL, also where it is a bare IPv6 address.
+/// Checks that the external address is shown as a URL, even if it is a bare IPv6 address.
 fn urls_have_brackets(cluster: &Cluster) {
     patch(
         cluster,

@@ -1,11 +1,11 @@
-//! GPUs that are not there: none is held for nothing, and a worker that cannot open its own says so.
+//! Fake GPUs: none is held for nothing, and a worker that cannot open its own reports it.
 
 use hearth_tests::cluster::{Cluster, STRICT, condition, toolbox_pod, wait_until};
 use serde_json::{Value, json};
 
 use super::release::{PATIENCE, deployment, infd, pods, said};
 
-/// A device plugin offers them, and no agent can see them.
+/// A device plugin offers them, but no agent can see them.
 pub(super) fn are_not_held_for_nothing(cluster: &Cluster) {
     let spec = json!({"prefill": {"gpusPerWorker": 2}});
     cluster.apply(&deployment("demo", spec).to_string());
@@ -25,12 +25,12 @@ pub(super) fn are_not_held_for_nothing(cluster: &Cluster) {
     cluster.kubectl(&["delete", "infd", "demo"]);
 }
 
-/// The profile shows a GPU, the device plugin hands it out, and no driver is there to open it with.
+/// The profile shows a GPU and the device plugin hands it out, but there is no driver to open it with.
 pub(super) fn that_cannot_be_opened_are_told(cluster: &Cluster) {
     let gpu = json!({"uuid": "GPU-fake", "name": "fake", "memoryBytes": 24_u64 << 30, "freeBytes": 24_u64 << 30,
         "computeCapability": {"major": 8, "minor": 9}, "pcieGbps": 31.5, "readGbps": 300.0, "bf16Gflops": 100_000.0});
     let patch = json!({"status": {"gpus": [gpu]}}).to_string();
-    // Agents write what they see when they look again: the plan is made before.
+    // Agents overwrite this with what they see when they look again: the plan is made before.
     let message = wait_until("the worker says what it lacks", 2 * PATIENCE, || {
         let planned = cluster.get("inferencedeployment", "default", "demo");
         if planned.is_none_or(|found| condition(&found, "Planned") != Some("True")) {
@@ -62,7 +62,8 @@ pub(super) fn that_cannot_be_opened_are_told(cluster: &Cluster) {
     });
 }
 
-/// Somebody has claimed the larger of two GPUs: the plan names the other one, and the worker's claim gets that very one.
+/// Another user has claimed the larger of two GPUs: the plan names the other one, and the worker's claim gets exactly
+/// that.
 pub(super) fn are_claimed_by_uuid(cluster: &Cluster) {
     let slices = cluster.list("resourceslices", "", "");
     let devices = slices[0]["spec"]["devices"].as_array().expect("devices");
@@ -121,8 +122,8 @@ pub(super) fn are_claimed_by_uuid(cluster: &Cluster) {
     ]);
 }
 
-/// Has the demo planned with a GPU while the profile of a node shows these, by UUID and GiB. The agent of the node writes
-/// what it sees itself when it looks again, a minute later at most: the plan is made before.
+/// Makes a plan for the demo with a GPU while a node's profile shows these GPUs, by UUID and GiB. The node's agent
+/// overwrites this with what it sees at its next look, within a minute: the plan is made before.
 fn plan_with_profile(cluster: &Cluster, node: &str, gpus: &[(&str, u64)]) {
     let gpu = |(uuid, gib): &(&str, u64)| {
         json!({"uuid": uuid, "name": "fake", "memoryBytes": gib << 30, "freeBytes": gib << 30,
@@ -149,7 +150,7 @@ fn plan_with_profile(cluster: &Cluster, node: &str, gpus: &[(&str, u64)]) {
     });
 }
 
-/// The profile as the agent sees it: whoever is planned next is not to wait for GPUs that nobody can open.
+/// Restores the profile to what the agent sees: later plans must not wait for GPUs that cannot be opened.
 fn show_no_gpus(cluster: &Cluster, node: &str) {
     let patch = json!({"status": {"gpus": null}}).to_string();
     cluster.kubectl(&[

@@ -1,4 +1,4 @@
-//! A worker that stands still: its connections are open, and nothing comes from it.
+//! A hung worker: its connections are open, but nothing comes from it.
 
 use std::time::{Duration, Instant};
 
@@ -9,13 +9,13 @@ use rustix::process::Signal;
 use super::release::{infd, names, pods, pool, said, wait_until_settled};
 use super::streams::{self, Streams};
 
-/// A gateway finds it in 3 s, where the machine lets it.
+/// Longest time for detection: a gateway takes 3 s, if the machine permits.
 const FOUND: Duration = Duration::from_secs(10);
-/// The kubelet takes three failed probes, each of 2 s, to say so; then the operator asks the gateway.
+/// Longest time for the report: the kubelet needs three failed probes of 2 s each; then the operator asks the gateway.
 const SAID: Duration = Duration::from_secs(20);
 
-/// One of two decode workers is stopped under streams. The gateway finds it hung and moves its streams, the deployment's
-/// status says so, and when the worker goes on all is as before.
+/// One of two decode workers is stopped during streams. The gateway finds it hung and moves its streams, the
+/// deployment's status says so, and when the worker continues everything is as before.
 pub(super) fn is_said_and_left(cluster: &Cluster) {
     let decode = pods(cluster, "demo", "decode");
     assert_eq!(decode.len(), 2, "{:?}", names(&decode));
@@ -56,7 +56,7 @@ pub(super) fn is_said_and_left(cluster: &Cluster) {
     assert!(message.contains(rank), "{message}");
     assert_eq!(pool(&status, "decode")["summary"], "1/2");
     assert_eq!(condition(&status, "Ready"), Some("True"), "{status:#}");
-    // Streams went on, and so do new ones.
+    // Streams continued, and so do new ones.
     streams.wait_for(2 * streams::STREAMS);
     assert_eq!(
         of_hung(&Metrics::of(&gateway), "hearth_worker_requests"),
@@ -71,7 +71,7 @@ pub(super) fn is_said_and_left(cluster: &Cluster) {
     let after = cluster.get("pod", "default", &hung).expect("the Pod");
     let restarts = &after["status"]["containerStatuses"][0]["restartCount"];
     assert_eq!(*restarts, 0, "it was ended meanwhile: {after:#}");
-    // It takes streams again.
+    // It accepts streams again.
     let runtime = tokio::runtime::Runtime::new().expect("runtime");
     let known = &streams::known()[0];
     let answer = runtime.block_on(chat_stream(
@@ -85,7 +85,7 @@ pub(super) fn is_said_and_left(cluster: &Cluster) {
     });
 }
 
-/// A Pod whose processes stand still, until it is dropped.
+/// A Pod whose processes are stopped until it is dropped.
 struct Stopped<'a> {
     cluster: &'a Cluster,
     pod: &'a str,

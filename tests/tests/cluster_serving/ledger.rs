@@ -1,4 +1,4 @@
-//! Nodes that are shared: plans leave other Pods, and other deployments, what they request.
+//! Shared nodes: plans leave other Pods and other deployments what they request.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,10 +9,10 @@ use serde_json::{Value, json};
 use super::release::{self, PATIENCE, deployment, infd, pods, said, wait_until_settled};
 use super::streams::{self, Streams};
 
-/// What the chart's `ledger.reserve` keeps free of each node's CPU, in thousandths of one.
+/// CPU of each node that the chart's `ledger.reserve` keeps free, in millicores.
 pub(super) const RESERVE_MILLIS: u64 = 100;
 
-/// The demo with cores of its own, on nodes of two CPUs where system Pods and agents request some.
+/// The demo with exclusive cores, on nodes with two CPUs where system Pods and agents request some.
 pub(super) fn exclusive_runs_with_the_default_chart(cluster: &Cluster) {
     let spec = json!({"placement": {"pinning": "Exclusive"}, "prefill": {"mode": "Chunked"}});
     cluster.apply(&deployment("demo", spec).to_string());
@@ -28,7 +28,7 @@ pub(super) fn exclusive_runs_with_the_default_chart(cluster: &Cluster) {
     cluster.kubectl(&["delete", "infd", "demo"]);
     wait_until_gone(cluster);
 
-    // More workers than there are cores to give away, on both nodes together.
+    // More workers than there are cores to give away on both nodes together.
     let spec = json!({"placement": {"pinning": "Exclusive"}, "decode": {"replicas": 8}});
     cluster.apply(&deployment("greedy", spec).to_string());
     let (reason, message) = wait_until("too many workers are refused", PATIENCE, || {
@@ -47,9 +47,9 @@ pub(super) fn exclusive_runs_with_the_default_chart(cluster: &Cluster) {
     wait_until_gone(cluster);
 }
 
-/// Two deployments and somebody's Pod on one node: nobody is planned where nothing is left.
+/// Two deployments and a foreign Pod on one node: nothing is planned where no room is left.
 pub(super) fn two_deployments_and_a_foreign_pod_share_the_nodes(cluster: &Cluster) {
-    // A gateway with a decode worker fits what remains of the node, a whole deployment does not.
+    // A gateway with a decode worker fits in the rest of the node; a whole deployment does not.
     occupy_all_but(cluster, "node-1", 600);
     for name in ["one", "two"] {
         cluster.apply(&deployment(name, json!({})).to_string());
@@ -58,7 +58,7 @@ pub(super) fn two_deployments_and_a_foreign_pod_share_the_nodes(cluster: &Cluste
         wait_until_settled(cluster, name);
     }
     assert_that_all_fit(cluster);
-    // A third finds no room, says with numbers why, and comes up by itself when there is some.
+    // A third finds no room, reports why with numbers, and comes up by itself once there is some.
     let spec = json!({"decode": {"replicas": 3}, "placement": {"nodeSelector": {"kubernetes.io/hostname": "node-1"}}});
     cluster.apply(&deployment("three", spec).to_string());
     let message = wait_until("a third is refused", PATIENCE, || {
@@ -73,7 +73,7 @@ pub(super) fn two_deployments_and_a_foreign_pod_share_the_nodes(cluster: &Cluste
     wait_until_gone(cluster);
 }
 
-/// The same on one node, which has room for both and not for a worker more.
+/// The same on one node, which has room for both but for no further worker.
 pub(super) fn two_deployments_and_a_foreign_pod_run_on_one_node(cluster: &Cluster) {
     const NODE: &str = "node-1";
     let whole = json!({"placement": {"nodeSelector": {"kubernetes.io/hostname": NODE}}});
@@ -108,7 +108,7 @@ pub(super) fn two_deployments_and_a_foreign_pod_run_on_one_node(cluster: &Cluste
     wait_until_gone(cluster);
 }
 
-/// No node has more requests than it can serve, and no Pod of a deployment ever waited for room.
+/// Asserts that no node has more requests than it can serve, and that no Pod of a deployment ever waited for room.
 fn assert_that_all_fit(cluster: &Cluster) {
     for (node, requested) in requested(cluster) {
         let found = cluster.get("node", "", &node).expect("a node");
@@ -124,11 +124,11 @@ fn assert_that_all_fit(cluster: &Cluster) {
     }
 }
 
-/// Without sight of others' Pods the scheduler refuses what was planned: the plan moves, and says what it knows.
+/// Without access to foreign Pods the scheduler refuses the plan: it moves, and reports what it knows.
 pub(super) fn what_the_scheduler_refuses_moves(cluster: &Cluster) {
     release::upgrade(cluster, "ledger.allPods=false");
     let demo = deployment("demo", json!({})).to_string();
-    // On whichever node was measured to be the faster.
+    // On whichever node was measured as faster.
     cluster.apply(&demo);
     wait_until_settled(cluster, "demo");
     let decode = &pods(cluster, "demo", "decode")[0];
@@ -158,8 +158,8 @@ pub(super) fn what_the_scheduler_refuses_moves(cluster: &Cluster) {
     release::upgrade(cluster, "ledger.allPods=true");
 }
 
-/// The chart's value asks for the sight of all Pods, and somebody takes that right away: the operator plans with what it is
-/// told to leave free instead, and says so. The release is not to be used after this.
+/// The chart's value requires access to all Pods, and a user revokes that right: the operator instead plans with the
+/// reserve that it is configured to leave free, and says so. The release cannot be used after this.
 pub(super) fn a_right_that_was_taken_away_is_told(cluster: &Cluster) {
     let role = cluster.get("clusterrole", "", "hearth-operator");
     let mut role = role.expect("the operator's ClusterRole");
@@ -170,7 +170,7 @@ pub(super) fn a_right_that_was_taken_away_is_told(cluster: &Cluster) {
     let rules = json!({ "rules": rules }).to_string();
     let target = "clusterrole/hearth-operator";
     cluster.kubectl(&["patch", target, "--type=merge", "--patch", &rules]);
-    // What it watches already it would see for some minutes more.
+    // Its existing watches would keep working for some minutes.
     let selector = "--selector=app.kubernetes.io/component=operator";
     cluster.kubectl(&["delete", "pods", selector, "--namespace", release::SYSTEM]);
     cluster.apply(&deployment("demo", json!({})).to_string());
@@ -188,7 +188,7 @@ pub(super) fn a_right_that_was_taken_away_is_told(cluster: &Cluster) {
     wait_until_gone(cluster);
 }
 
-/// A Pod of somebody's that requests all but so much of a node's CPU, and uses none.
+/// Creates a foreign Pod that requests all but `left_millis` of a node's CPU, and uses none.
 pub(super) fn occupy_all_but(cluster: &Cluster, node: &str, left_millis: u64) {
     let found = cluster.get("node", "", node).expect("a node");
     let allocatable = millis(&found["status"]["allocatable"]["cpu"]);
@@ -201,7 +201,7 @@ pub(super) fn occupy_all_but(cluster: &Cluster, node: &str, left_millis: u64) {
     cluster.run_pod(&pod);
 }
 
-/// Removes it.
+/// Removes the Pod.
 pub(super) fn leave(cluster: &Cluster, node: &str) {
     let pod = format!("occupier-{node}");
     cluster.kubectl(&["delete", "pod", &pod, "--namespace", STRICT]);
@@ -214,7 +214,7 @@ fn wait_until_gone(cluster: &Cluster) {
     });
 }
 
-/// What the containers of all Pods that have not ended request of each node's CPU, in thousandths of one.
+/// Returns the CPU that containers of all Pods that have not ended request on each node, in millicores.
 fn requested(cluster: &Cluster) -> BTreeMap<String, u64> {
     let all = cluster.kubectl(&["get", "pods", "--all-namespaces", "--output=json"]);
     let all: Value = serde_json::from_str(&all).expect("JSON");

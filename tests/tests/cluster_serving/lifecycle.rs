@@ -1,4 +1,4 @@
-//! What a deployment asks of its Pods and its Service, several gateways, and a rest.
+//! A deployment's settings for its Pods and its Service, several gateways, and suspension.
 
 use std::time::{Duration, Instant};
 
@@ -11,11 +11,11 @@ use super::release::{
 };
 use super::streams::{self, Streams};
 
-/// An annotation that somebody else puts on the Service.
+/// An annotation that another user puts on the Service.
 const THEIRS: &str = "example.com/theirs";
 const OURS: &str = "external-dns.alpha.kubernetes.io/hostname";
 
-/// A template in Pods that run, in a namespace that enforces Pod Security `restricted`.
+/// A template in running Pods, in a namespace that enforces Pod Security `restricted`.
 pub(super) fn a_template_is_in_running_pods(cluster: &Cluster) {
     for object in [
         json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "house", "namespace": "default"},
@@ -63,7 +63,7 @@ pub(super) fn a_template_is_in_running_pods(cluster: &Cluster) {
             "{pod:#}"
         );
     }
-    // One that cannot be is given up for what runs.
+    // An impossible one is given up in favour of the running plan.
     let broken = json!({"podTemplate": {"priorityClassName": "none-such"}, "rollout": {"progressDeadline": "5s"}});
     patch(cluster, "demo", &broken);
     wait_until("the plan before it comes back", PATIENCE, || {

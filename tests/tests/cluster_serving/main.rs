@@ -1,4 +1,4 @@
-//! Hearth on a cluster of two real kubelets, as its users see it: from `helm install` to an empty namespace.
+//! Hearth on a cluster with two real kubelets, as its users see it: from `helm install` to an empty namespace.
 
 mod addresses;
 mod gpus;
@@ -29,7 +29,7 @@ use serde_json::{Value, json};
 use release::{PATIENCE, SYSTEM, infd, names, patch, pods, pool, wait_until_settled};
 use streams::Streams;
 
-/// What every test needs; names and metrics take some seconds until they are there.
+/// Requirements of every test; DNS and metrics need some seconds until they work.
 const OPTIONS: Options = Options {
     nodes: 2,
     controllers: true,
@@ -43,10 +43,10 @@ const OPTIONS: Options = Options {
     breaks: true,
 };
 
-/// The operator's count of visits.
+/// Metric of the operator's reconciles.
 const VISITS: &str = "hearth_operator_reconciles_total";
 
-/// Connects to a worker, shows no certificate, and prints how that ends.
+/// Connects to a worker without a certificate and prints how that ends.
 const WITHOUT_CERTIFICATE: &str = r#"
 import socket, ssl, sys
 context = ssl.create_default_context()
@@ -64,7 +64,7 @@ except ssl.SSLError as error:
 
 #[test]
 fn from_install_to_uninstall() {
-    // Somebody's cluster keeps its nodes' processes, its operator and its audit log to itself.
+    // On a foreign cluster, the nodes' processes, the operator and the audit log are out of reach.
     let is_own = !hearth_tests::cluster::is_somebodys();
     let options = Options {
         dns: true,
@@ -82,7 +82,7 @@ fn from_install_to_uninstall() {
     release::helm_test(&cluster);
     the_demo_answers(&cluster);
     scales_by_kubectl(&cluster, is_own);
-    // Models on the nodes' disks are what `restricted` forbids.
+    // `restricted` forbids models on the nodes' disks.
     let unlabelled = format!("{POD_SECURITY}-");
     cluster.kubectl(&["label", "namespace", "default", &unlabelled]);
     refusals::are_refused_with_help(&cluster);
@@ -159,7 +159,7 @@ fn what_two_cannot_hold_makes_room_and_a_lost_node_is_left() {
     };
     let images = cluster.import_hearth();
     cluster.import_toolbox();
-    // Nobody waits for a node that is lost longer than this takes to see that all of its work has moved.
+    // Pods on a lost node are removed after this time: long enough to see first that all of its work has moved.
     release::install_with(&cluster, &images, 1, &["nodes.forgetAfter=40s"]);
     old_down_first_drops_nothing(&cluster);
     certificates_change_under_streams(&cluster);
@@ -215,7 +215,7 @@ fn demo() -> Value {
     serde_norway::from_str(&text).expect("YAML")
 }
 
-/// What the namespace of the deployments enforces on Pods.
+/// Label with the Pod Security level of the deployments' namespace.
 const POD_SECURITY: &str = "pod-security.kubernetes.io/enforce";
 
 fn the_demo_answers(cluster: &Cluster) {
@@ -253,7 +253,7 @@ fn the_demo_answers(cluster: &Cluster) {
     let streams = Streams::start(&reach.v1());
     streams.wait_for(2 * streams::STREAMS);
     streams.finish();
-    // Pods have no way into the API server.
+    // Pods have no access to the API server.
     for pod in pods(cluster, "demo", "") {
         assert_eq!(
             pod["spec"]["automountServiceAccountToken"], false,
@@ -279,7 +279,7 @@ fn scales_by_kubectl(cluster: &Cluster, is_own: bool) {
     wait_until_settled(cluster, "demo");
 }
 
-/// A directory that workers can read: nodes of the test share the machine's file system.
+/// Creates a directory that workers can read: the test's nodes share the machine's file system.
 fn open_directory() -> tempfile::TempDir {
     use std::os::unix::fs::PermissionsExt;
     let directory = tempfile::tempdir_in("/var/tmp").expect("directory");
@@ -288,7 +288,7 @@ fn open_directory() -> tempfile::TempDir {
     directory
 }
 
-/// A model on the nodes' disks.
+/// Returns a model on the nodes' disks.
 fn model_on_disk(directory: &tempfile::TempDir) -> Value {
     let model = copy_of_demo(directory.path());
     json!({"source": {"builtin": null, "hostPath": {"path": model}}, "servedName": "hearth-demo"})
@@ -321,7 +321,8 @@ fn a_new_model_comes_beside_the_old_one(cluster: &Cluster) {
     );
 }
 
-/// Waits until the spec as it is now runs whole, and tells how many Pods of a role ran at once until then.
+/// Waits until the current spec runs completely; returns the deployment and the largest number of a role's Pods that
+/// ran at once until then.
 fn settled_with_most(cluster: &Cluster, role: &str) -> (Value, usize) {
     let mut most = 0;
     let found = wait_until("the new model serves", PATIENCE, || {
@@ -352,7 +353,7 @@ fn an_autoscaler_follows_the_cpu(cluster: &Cluster) {
     let path = root().join("manifests/examples/hpa.yaml");
     let text = std::fs::read_to_string(path).expect("hpa.yaml");
     let mut hpa: Value = serde_norway::from_str(&text).expect("YAML");
-    // Two cores are shared with the whole cluster here, so that less of them must do.
+    // Two cores are shared with the whole cluster here, so a lower target must do.
     hpa["spec"]["metrics"][0]["resource"]["target"]["averageUtilization"] = json!(30);
     hpa["spec"]["maxReplicas"] = json!(2);
     cluster.apply(&hpa.to_string());
@@ -369,9 +370,9 @@ fn an_autoscaler_follows_the_cpu(cluster: &Cluster) {
     cluster.kubectl(&["delete", "hpa", "demo"]);
 }
 
-/// The columns and the description of a deployment that has served for a while.
+/// Checks the columns and the description of a deployment that has served for a while.
 fn newcomers_see_what_goes_on(cluster: &Cluster) {
-    // The operator measures anew while it is looked at.
+    // The operator updates the measurements meanwhile.
     wait_until("measured latencies are columns", PATIENCE, || {
         let found = infd(cluster, "demo");
         let measured = &found["status"]["measured"];
@@ -388,7 +389,7 @@ fn newcomers_see_what_goes_on(cluster: &Cluster) {
     for reason in ["AllReady", "Planned", "WorkerReady", "answers at http://"] {
         assert!(told.contains(reason), "no {reason} in\n{told}");
     }
-    // Of transitions alone: nothing is said over and over.
+    // Only of transitions: nothing is reported repeatedly.
     let events = cluster.list("events.events.k8s.io", "default", "");
     let repeated = |event: &&Value| {
         event["regarding"]["kind"] == "InferenceDeployment"
@@ -421,9 +422,9 @@ fn another_operator_takes_over(cluster: &Cluster) {
     assert_ne!(holder(), first);
 }
 
-/// Looking at everything every few seconds, and at the profiles of the nodes every minute, writes nothing.
+/// Checks that reconciling everything every few seconds, and the node profiles every minute, writes nothing.
 fn a_quiet_operator_writes_nothing(cluster: &Cluster) {
-    // The definitions and the authority are to be kept, for what comes next.
+    // The definitions and the authority are kept for the following tests.
     release::upgrade(cluster, "operator.resync=2s,crds.keep=true");
     let writes = || {
         let log = cluster.audit_log();
@@ -432,11 +433,11 @@ fn a_quiet_operator_writes_nothing(cluster: &Cluster) {
             .filter(|entry| entry.user.contains(":hearth-operator") && entry.resource != "leases");
         by_us.collect::<Vec<_>>()
     };
-    // What is measured settles after the last stream.
+    // Measurements settle after the last stream.
     std::thread::sleep(Duration::from_secs(15));
     let operators = cluster.reach(SYSTEM, "hearth-operator", 8081);
     let operators = format!("http://{}", operators.address());
-    // Of either replica: only the leader's grow.
+    // Of either replica: only the leader's counter grows.
     let visits = || {
         let scrapes = (0..16).map(|_| Metrics::of(&operators).count(VISITS));
         scrapes.fold(0.0, f64::max)
@@ -449,7 +450,7 @@ fn a_quiet_operator_writes_nothing(cluster: &Cluster) {
     assert!(visited > 10.0, "{visited} visits in 65 s");
 }
 
-/// Old and new do not fit beside each other where somebody's Pods leave room for a second gateway alone.
+/// Old and new do not fit together if foreign Pods leave room for only a second gateway.
 fn old_down_first_drops_nothing(cluster: &Cluster) {
     cluster.apply(&demo().to_string());
     wait_until_settled(cluster, "demo");
@@ -482,7 +483,7 @@ fn old_down_first_drops_nothing(cluster: &Cluster) {
     wait_until_settled(cluster, "demo");
 }
 
-/// A Secret that is gone is written with new certificates, which every process takes up under way, as at a renewal.
+/// A missing Secret is rewritten with new certificates, which every process loads while running, as at a renewal.
 fn certificates_change_under_streams(cluster: &Cluster) {
     let shown = |pod: &Value| {
         let ip = pod["status"]["podIP"].as_str().expect("an address");
@@ -508,10 +509,10 @@ fn certificates_change_under_streams(cluster: &Cluster) {
             workers.iter().zip(&before).all(is_new).then_some(())
         },
     );
-    // New connections and the old ones alike go on.
+    // New and old connections alike continue.
     streams.wait_for(4 * streams::STREAMS);
     println!("{} answers through new certificates", streams.finish());
-    // Nobody without a certificate is let in.
+    // No client without a certificate is let in.
     let ip = workers[0]["status"]["podIP"].as_str().expect("an address");
     let (_, told, stderr) = run(Command::new(python()).args(["-c", WITHOUT_CERTIFICATE, ip]));
     assert!(told.contains("CERTIFICATE_REQUIRED"), "{told}{stderr}");
@@ -541,7 +542,7 @@ fn the_operator_dies_in_the_middle_of_a_rollout(cluster: &Cluster) {
     assert_eq!(names.len(), 3, "{names:?}");
 }
 
-/// A model that is damaged after it was inspected keeps the new workers from starting.
+/// A model that is damaged after its inspection prevents the new workers from starting.
 fn a_failing_plan_rolls_back(cluster: &Cluster) {
     let reach = cluster.reach("default", "demo", 80);
     let directory = open_directory();
@@ -554,7 +555,7 @@ fn a_failing_plan_rolls_back(cluster: &Cluster) {
         "demo",
         &json!({"model": model, "rollout": {"progressDeadline": "20s"}}),
     );
-    // The model is inspected while it is whole, and damaged before the workers read it.
+    // The model is inspected while it is intact, and damaged before the workers read it.
     wait_until("the new plan is made", PATIENCE, || {
         (infd(cluster, "demo")["status"]["plan"]["name"] != good).then_some(())
     });

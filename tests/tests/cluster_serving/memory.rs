@@ -1,4 +1,4 @@
-//! Workers whose containers have memory limits, on one copy of weights that is larger than most of these.
+//! Workers whose containers have memory limits, with one copy of weights that is larger than most of these.
 
 use std::fs::File;
 use std::path::Path;
@@ -12,10 +12,10 @@ use super::release::{PATIENCE, deployment, names, pods, wait_until_settled};
 use super::sources;
 
 const NAME: &str = "limited";
-/// Pages that may be read from disk while an answer is computed: a worker that thrashes reads a hundred thousand.
+/// Pages that may be read from disk while an answer is computed: a thrashing worker reads a hundred thousand.
 const FEW_FAULTS: u64 = 500;
 
-/// Limits as an administrator sets them for every Pod that names none: what it requests.
+/// Policy that sets memory limits as an administrator might: for every Pod without one, its request.
 const LIMITS: &str = r#"
 apiVersion: admissionregistration.k8s.io/v1
 kind: MutatingAdmissionPolicy
@@ -39,8 +39,8 @@ metadata: {name: memory-limits}
 spec: {policyName: memory-limits}
 "#;
 
-/// The first worker's limit has room for the weights and the other's has not; both map all of them, also after the first
-/// one was killed, and neither is killed for memory nor reads them again.
+/// The first worker's limit has room for the weights and the other's does not; both map all of them, also after the
+/// first is killed, and neither is OOM-killed or reads them again.
 pub(super) fn limited_workers_share_one_copy(cluster: &Cluster) {
     let directory = super::open_directory();
     let model = directory.path().join("model");
@@ -77,7 +77,7 @@ pub(super) fn limited_workers_share_one_copy(cluster: &Cluster) {
     cluster.kubectl(&["delete", "infd", NAME]);
 }
 
-/// The workers' Pods, by what their limits have room for.
+/// The workers' Pods, by whether their limit has room for the weights.
 struct Workers {
     holder: String,
     other: String,
@@ -102,7 +102,7 @@ impl Workers {
         }
     }
 
-    /// Both have all weights mapped, and read next to nothing from disk while they answer.
+    /// Checks that both have all weights mapped, and read next to nothing from disk while they answer.
     fn compute_without_reading(&self, cluster: &Cluster, model_bytes: u64) {
         let faults = || {
             [&self.holder, &self.other].map(|pod| {
@@ -121,7 +121,7 @@ impl Workers {
     }
 }
 
-/// Writes a model of random weights that no cache has: its bytes.
+/// Writes a model of random weights that no cache holds; returns its bytes.
 fn random_model(model: &Path) -> u64 {
     let config = root().join("docs/benchmarks/configs/qwen3-moe.json");
     let text = std::fs::read_to_string(config).expect("config");
@@ -147,14 +147,14 @@ fn random_model(model: &Path) -> u64 {
     for entry in std::fs::read_dir(model).expect("model").flatten() {
         let file = File::open(entry.path()).expect("file");
         file.sync_all().expect("sync");
-        // What the writer touched is on the writer's account, not on the workers'.
+        // Pages that the writer touched are charged to it, not to the workers.
         fadvise(&file, 0, None, Advice::DontNeed).expect("fadvise");
         bytes += file.metadata().expect("file").len();
     }
     bytes
 }
 
-/// Whether the policy is in force: the API server takes it up a moment after it was made.
+/// Whether the policy is in force: the API server enforces it a moment after its creation.
 fn has_limits(cluster: &Cluster) -> bool {
     let pod = json!({
         "apiVersion": "v1", "kind": "Pod",
@@ -186,7 +186,7 @@ fn main_process(cluster: &Cluster, pod: &str) -> u32 {
     *processes.first().expect("a process")
 }
 
-/// A line of /proc/PID/status, in bytes.
+/// Returns a line of /proc/PID/status, in bytes.
 fn status_bytes(pid: u32, field: &str) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("status");
     let line = status.lines().find_map(|line| line.strip_prefix(field));
@@ -194,16 +194,16 @@ fn status_bytes(pid: u32, field: &str) -> u64 {
     kib.parse::<u64>().expect("a number") * 1024
 }
 
-/// Pages that the process had to wait for.
+/// Returns the number of major page faults of a process.
 fn major_faults(pid: u32) -> u64 {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("stat");
-    // The name, which may hold anything, ends with the last bracket; the field is the twelfth.
+    // The name may contain anything and ends with the last parenthesis; the field is the twelfth.
     let (_, fields) = stat.rsplit_once(") ").expect("fields");
     let field = fields.split(' ').nth(9).expect("majflt");
     field.parse().expect("a number")
 }
 
-/// A prompt that is long enough for the prefill worker, with an answer.
+/// Asks with a prompt long enough for the prefill worker and checks for an answer.
 fn answers(cluster: &Cluster) {
     let reach = cluster.reach("default", NAME, 80);
     let question = "Say it again. ".repeat(40);

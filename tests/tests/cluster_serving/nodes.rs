@@ -1,4 +1,4 @@
-//! Nodes that are emptied, and nodes that are lost.
+//! Nodes that are drained, and nodes that are lost.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use super::release::{PATIENCE, SYSTEM, deployment, infd, pods, wait_until_settled};
 use super::streams::{self, Streams};
 
-/// The node with the decode worker is emptied as before a restart of it.
+/// The decode worker's node is drained, as before a restart of it.
 pub(super) fn drained_drops_nothing(cluster: &Cluster) {
     let reach = cluster.reach("default", "demo", 80);
     let streams = Streams::start(&reach.v1());
@@ -35,7 +35,7 @@ pub(super) fn drained_drops_nothing(cluster: &Cluster) {
     cluster.kubectl(&["uncordon", node]);
 }
 
-/// A node whose kubelet and Pods are gone at once.
+/// A node whose kubelet and Pods are suddenly gone.
 pub(super) fn lost_is_left(cluster: &Cluster) {
     cluster.kubectl(&["delete", "infd", "--all"]);
     wait_until("the last Pods are gone", PATIENCE, || {
@@ -52,7 +52,7 @@ pub(super) fn lost_is_left(cluster: &Cluster) {
         left.iter().filter(gone).all(is_asked),
         "Pods of the lost node are not asked to end: {left:#?}"
     );
-    // Nobody waits for its kubelet for ever.
+    // Its kubelet is not waited for indefinitely.
     wait_until(
         "Pods of the lost node are gone",
         Duration::from_secs(150),
@@ -60,8 +60,8 @@ pub(super) fn lost_is_left(cluster: &Cluster) {
     );
 }
 
-/// All kubelets are away for longer than the cluster waits for them, and for longer than work stays on a node that is
-/// away; containers go on. Nothing is ended, made or moved, and whoever is connected is answered all the time.
+/// All kubelets are away for longer than the cluster waits for them, and for longer than work stays on such a node;
+/// containers keep running. Nothing is ended, created or moved, and connected clients are answered all the time.
 pub(super) fn away_end_nothing(cluster: &Cluster) {
     cluster.apply(&deployment("demo", json!({})).to_string());
     wait_until_settled(cluster, "demo");
@@ -87,7 +87,7 @@ pub(super) fn away_end_nothing(cluster: &Cluster) {
         assert_eq!(identities(cluster), before);
     }
     assert_eq!(plans(), 1);
-    // One after the other: the first one does not take the others' work.
+    // One after the other: the first to return does not take over the others' work.
     for node in &nodes {
         cluster.node_named(node).start_kubelet_again();
         wait_until("the node is Ready again", Duration::from_secs(90), || {
@@ -105,12 +105,12 @@ pub(super) fn away_end_nothing(cluster: &Cluster) {
         .map(|pod| pod["status"]["containerStatuses"][0]["restartCount"].clone())
         .collect();
     assert!(restarted.iter().all(|count| *count == 0), "{restarted:?}");
-    // New connections come back with Ready.
+    // New connections work again with Ready.
     a_new_connection_answers(cluster);
 }
 
-/// One kubelet is away beside a healthy node: what runs stays for less than `nodes.moveAfter` (20 s); then a successor is made
-/// beside it, and what the node still has ends when it is back.
+/// One kubelet is away next to a healthy node: its work stays for less than `nodes.moveAfter` (20 s); then successors
+/// are created on the other node, and leftovers end when the node is back.
 pub(super) fn one_away_moves_late_and_comes_back(cluster: &Cluster) {
     cluster.kubectl(&["delete", "infd", "--all"]);
     wait_until("the last Pods are gone", PATIENCE, || {
@@ -141,7 +141,7 @@ pub(super) fn one_away_moves_late_and_comes_back(cluster: &Cluster) {
 
     cluster.node_named(&goes).stop_kubelet();
     wait_until_moved(cluster, &stays);
-    // Whoever is connected is answered by what runs on the node that is away.
+    // Connected clients are answered by the Pods on the node that is away.
     println!("{} answers over one connection", held.finish());
     a_new_connection_answers(cluster);
     cluster.node_named(&goes).start_kubelet_again();
@@ -154,7 +154,7 @@ pub(super) fn one_away_moves_late_and_comes_back(cluster: &Cluster) {
     a_new_connection_answers(cluster);
 }
 
-/// A NoExecute taint of `nodes.passingTaints` moves nothing before its 300 s are over; another one moves all.
+/// A NoExecute taint in `nodes.passingTaints` moves nothing before its 300 s are over; any other moves everything.
 pub(super) fn taints_move_unless_they_pass(cluster: &Cluster) {
     let before = identities(cluster);
     let on = pods(cluster, "demo", "")[0]["spec"]["nodeName"].clone();
@@ -177,13 +177,13 @@ fn other_than(node: &str) -> &'static str {
     if node == "node-1" { "node-2" } else { "node-1" }
 }
 
-/// The demo, whole, on the node without the operator: what is tested is the work, not the operator's own move. The node that
-/// has the operator, and the one that has the demo.
+/// Places the whole demo on the node without the operator: the test is of the work's move, not the operator's. Returns
+/// the operator's node and the demo's.
 fn demo_off_the_operators_node(cluster: &Cluster) -> [String; 2] {
     let operator = cluster.list("pods", SYSTEM, "app.kubernetes.io/component=operator");
     let stays = operator[0]["spec"]["nodeName"].as_str().expect("a node");
     let goes = other_than(stays);
-    // A cordon keeps the plan off the other node, and what runs stays when it is lifted.
+    // A cordon keeps the plan off the other node; work that runs stays when it is lifted.
     cluster.kubectl(&["cordon", stays]);
     cluster.apply(&deployment("demo", json!({})).to_string());
     wait_until_settled(cluster, "demo");
@@ -196,7 +196,7 @@ fn demo_off_the_operators_node(cluster: &Cluster) -> [String; 2] {
     [stays.to_owned(), goes.to_owned()]
 }
 
-/// Waits until all three of the demo's Pods have others on this node, and are ready there.
+/// Waits until all three of the demo's Pods have successors on this node that are ready.
 fn wait_until_moved(cluster: &Cluster, node: &str) {
     wait_until("the work has moved", Duration::from_secs(120), || {
         let found = infd(cluster, "demo");
@@ -206,7 +206,7 @@ fn wait_until_moved(cluster: &Cluster, node: &str) {
     });
 }
 
-/// The Service's rules follow its endpoints a moment later.
+/// Checks a new connection; the Service's rules lag behind its endpoints.
 fn a_new_connection_answers(cluster: &Cluster) {
     let runtime = tokio::runtime::Runtime::new().expect("runtime");
     let known = &streams::known()[0];
@@ -219,7 +219,7 @@ fn a_new_connection_answers(cluster: &Cluster) {
     assert_eq!(answer.text.trim(), known.answer);
 }
 
-/// Names and uids of the demo's Pods, with whether they were asked to end.
+/// Returns names and uids of the demo's Pods, and whether they were asked to end.
 fn identities(cluster: &Cluster) -> Vec<(String, String, bool)> {
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let pods = pods(cluster, "demo", "");
@@ -233,7 +233,7 @@ fn identities(cluster: &Cluster) -> Vec<(String, String, bool)> {
     identities
 }
 
-/// A client that asks over one connection, again and again.
+/// A client that asks repeatedly over one connection.
 struct Held {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<usize>,
@@ -274,14 +274,14 @@ impl Held {
         Self { stop, thread }
     }
 
-    /// How many answers came; every one was whole and right.
+    /// Stops the client; returns the number of answers, all of which were complete and correct.
     fn finish(self) -> usize {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.join().expect("the client")
     }
 }
 
-/// One answer in chunks, to its last one.
+/// Reads one chunked answer up to its last chunk.
 fn read_stream(connection: &mut TcpStream) -> String {
     let mut answer = Vec::new();
     let mut buffer = [0; 4096];
@@ -293,7 +293,7 @@ fn read_stream(connection: &mut TcpStream) -> String {
     String::from_utf8(answer).expect("UTF-8")
 }
 
-/// The text of a streamed answer.
+/// Returns the text of a streamed answer.
 fn content(answer: &str) -> String {
     let events = answer.split("data: ").skip(1);
     let deltas = events.filter_map(|event| {

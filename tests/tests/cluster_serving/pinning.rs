@@ -1,4 +1,4 @@
-//! Workers with a CPU of their own: where the kubelet chooses it, and where all share all.
+//! Workers with a CPU of their own: where the kubelet chooses it, and where all share all CPUs.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -13,12 +13,13 @@ use super::release::{
 use super::streams::{self, Streams};
 use super::{OPTIONS, memory};
 
-/// The kubelet's shared pool shrinks and grows this long after Pods came and went, and workers look every 10 s.
+/// Longest time until the kubelet's shared pool has changed after Pods came or went, and workers, which look every 10
+/// s, have noticed.
 const RECONCILED: Duration = Duration::from_secs(60);
 
 #[test]
 fn an_exclusive_worker_computes_on_the_cpu_that_the_kubelet_gives_it() {
-    // The kubelet's reserve of 100m costs a whole one of two CPUs.
+    // The kubelet's reserve of 100m costs one whole CPU of two.
     let Some(cluster) = start(true) else {
         return;
     };
@@ -27,7 +28,7 @@ fn an_exclusive_worker_computes_on_the_cpu_that_the_kubelet_gives_it() {
     for thread in threads(&cluster, &worker) {
         assert_eq!(thread.cpus, own, "{thread:?} of {worker}");
     }
-    // Nobody else has it.
+    // No other process has it.
     let gateway = names(&pods(&cluster, "demo", "gateway")).remove(0);
     wait_until("the gateway leaves the worker's CPU", RECONCILED, || {
         let threads = threads(&cluster, &gateway);
@@ -68,7 +69,7 @@ fn start(static_policies: bool) -> Option<Cluster> {
     Some(cluster)
 }
 
-/// Why the numbers that are asserted here are not those of this machine.
+/// Returns the reason that the asserted numbers do not apply to this machine, if any.
 fn not_two_cores() -> Option<String> {
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
     let siblings = "/sys/devices/system/cpu/cpu0/topology/thread_siblings_list";
@@ -82,7 +83,7 @@ fn not_two_cores() -> Option<String> {
     })
 }
 
-/// One worker, which reads prompts and writes answers: its Pod's name. It answers.
+/// Deploys one worker, which reads prompts and writes answers, and checks that it answers; returns its Pod's name.
 fn one_is_placed(cluster: &Cluster) -> String {
     let spec = json!({
         "prefill": {"mode": "Chunked"},
@@ -108,7 +109,7 @@ fn one_is_placed(cluster: &Cluster) -> String {
     names(&workers).remove(0)
 }
 
-/// The one CPU that the worker says it has.
+/// Returns the one CPU that the worker reports.
 fn own_cpu(cluster: &Cluster) -> String {
     let found = infd(cluster, "demo");
     let placement = found["status"]["placement"].as_array();
@@ -122,7 +123,7 @@ fn own_cpu(cluster: &Cluster) -> String {
     cpus.to_owned()
 }
 
-/// Says what there is and what to write; the first one stays and answers.
+/// Checks that the refusal names what is available and what to write; the first one stays and answers.
 fn a_second_is_refused(cluster: &Cluster, allocatable: &str) {
     let before = names(&pods(cluster, "demo", ""));
     patch(cluster, "demo", &json!({"decode": {"replicas": 2}}));
@@ -149,11 +150,11 @@ fn a_second_is_refused(cluster: &Cluster, allocatable: &str) {
     streams.finish();
 }
 
-/// A thread of a Pod, as the kernel tells.
+/// A thread of a Pod, according to the kernel.
 #[derive(Debug)]
 struct Thread {
     name: String,
-    /// Where it may run, such as `0-1`.
+    /// CPUs that it may run on, such as `0-1`.
     cpus: String,
 }
 
@@ -163,7 +164,7 @@ fn threads(cluster: &Cluster, pod: &str) -> Vec<Thread> {
         let tasks = std::fs::read_dir(format!("/proc/{pid}/task"));
         tasks.into_iter().flatten().flatten()
     });
-    // Those that end meanwhile are none.
+    // Threads that end meanwhile are skipped.
     tasks
         .filter_map(|task| {
             let read = |file: &str| -> Option<String> {

@@ -1,4 +1,4 @@
-//! Ready, as clients find it while the operator dies after each of its writes.
+//! Ready as clients experience it while the operator dies after each of its writes.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,24 +13,24 @@ use serde_json::{Value, json};
 use super::release::{self, PATIENCE, SYSTEM, infd, patch, pods, wait_until_settled};
 use super::{OPTIONS, demo, ledger};
 
-/// The deployment.
+/// Path of the deployment.
 const PATH: &str = "/apis/hearth.dev/v1alpha1/namespaces/default/inferencedeployments/demo";
-/// An answer may take so long while Pods start on both CPUs.
+/// Longest time for an answer while Pods start on both CPUs.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
-/// Between looks; the machine is for those that are looked at.
+/// Pause between looks, to leave the machine to the workload.
 const PAUSE: Duration = Duration::from_millis(30);
-/// Between looks at the record of writes: death comes before the next of them, or soon after it.
+/// Pause between looks at the audit log: the operator dies before its next write, or soon after.
 const HASTE: Duration = Duration::from_millis(1);
-/// Looks at a deployment that has come to its end.
+/// Looks at a deployment that has reached its end state.
 const LOOKS_AT_THE_END: usize = 10;
-/// More than a change has writes one after the other; what is written again and again ends here.
+/// More than the sequential writes of any change; repeated writes fail here.
 const MOST_DEATHS: usize = 40;
-/// What an operator requests of the node where the next one starts.
+/// CPU request of an operator on the node where the next one starts.
 const OPERATOR_MILLIS: u64 = 50;
 
-/// A change beside what runs, one that must make room first, and another number of workers: at each moment when the
-/// deployment says Ready a client is answered, and by what the spec asks for where it says that nothing is on its way.
-/// Which generation answers is told by the length of its context.
+/// A change next to the running plan, one that must make room first, and another number of workers: whenever the
+/// deployment reports Ready a client is answered, and according to the current spec if it reports that nothing is in
+/// progress. The context length identifies the generation that answers.
 #[test]
 fn ready_is_true_whenever_the_operator_dies() {
     let options = Options {
@@ -73,7 +73,7 @@ fn ready_is_true_whenever_the_operator_dies() {
     }
     let back = reaper.reap("one that makes room first", changed_to(2048));
     back.assert(4, 1);
-    // Without workers it is not Ready.
+    // It is not Ready without workers.
     assert!(back.ready_deaths < back.deaths, "{back:?}");
     for node in ["node-1", "node-2"] {
         ledger::leave(cluster, node);
@@ -86,21 +86,21 @@ fn ready_is_true_whenever_the_operator_dies() {
     prober.finish();
 }
 
-/// Who ends the operator's lives.
+/// Kills the operator repeatedly.
 struct Reaper<'a> {
     cluster: &'a Cluster,
     prober: &'a Prober,
-    /// How far the record of writes was read.
+    /// Offset up to which the audit log was read.
     offset: u64,
-    /// The operator's process, once it is there: what is looked for first does not die at once.
+    /// The operator's processes once they run, found before the next write so that the kill is immediate.
     alive: Vec<u32>,
 }
 
-/// What came of one change.
+/// Results of one change.
 #[derive(Debug)]
 struct Toll {
     deaths: usize,
-    /// After which the deployment said Ready, and answered while nobody looked after it.
+    /// Deaths after which the deployment reported Ready, and answered without an operator.
     ready_deaths: usize,
 }
 
@@ -114,8 +114,8 @@ impl Toll {
 }
 
 impl Reaper<'_> {
-    /// Makes a change and has the operator die after its next write, again and again, at most [`MOST_DEATHS`]
-    /// times; then waits until the change has come to its end, and some looks longer.
+    /// Makes a change and kills the operator after its next write, repeatedly, at most [`MOST_DEATHS`] times; then
+    /// waits until the change is complete, and some looks longer.
     fn reap(&mut self, what: &str, change: impl FnOnce()) -> Toll {
         let began = Instant::now();
         let before = self.prober.tally().ready;
@@ -150,7 +150,7 @@ impl Reaper<'_> {
         }
     }
 
-    /// Whether the operator has written anything about deployments since this was asked last.
+    /// Whether the operator has written anything about deployments since the last call.
     fn has_written(&mut self) -> bool {
         let entries = self.cluster.audit_log_from(&mut self.offset);
         entries.iter().any(|entry| {
@@ -160,7 +160,7 @@ impl Reaper<'_> {
         })
     }
 
-    /// Waits for its next write; `false`: the change has come to its end without any.
+    /// Waits for its next write; `false` if the change is complete without any.
     fn writes_before_the_end_of(&mut self, generation: u64) -> bool {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -168,7 +168,7 @@ impl Reaper<'_> {
                 return true;
             }
             if self.alive.is_empty() {
-                // A process that runs takes no notice of it.
+                // SIGCONT has no effect on a running process.
                 let nodes = [1, 2].map(|index| self.cluster.node(index));
                 let alive = nodes.map(|node| node.signal_process("hearth operator", Signal::CONT));
                 self.alive = alive.concat();
@@ -185,11 +185,11 @@ impl Reaper<'_> {
         }
     }
 
-    /// Ends the operator and its Pod at once; `false`: it was not at work, and the write that was seen was one that the API
-    /// server still had of the operator before. Its Lease stays, and keeps back the next one for
-    /// longer than any answer is waited for.
+    /// Kills the operator and its Pod at once; `false` if it was not leading, and the write seen was an earlier
+    /// operator's that the API server processed late. Its Lease stays, and holds off the next one for longer than any
+    /// answer is waited for.
     fn kill(&mut self) -> bool {
-        // From here on it does nothing, and its container is not started again before its Pod is gone.
+        // From here on it does nothing, and its container is not restarted before its Pod is gone.
         let stopped = std::mem::take(&mut self.alive);
         stopped.iter().for_each(|&pid| send(pid, Signal::STOP));
         if stopped.is_empty() {
@@ -212,19 +212,19 @@ impl Reaper<'_> {
         has_led
     }
 
-    /// Waits until the deployment was looked at since the operator's death: whether it was Ready.
+    /// Waits until the deployment has been looked at since the operator's death; returns whether it was Ready.
     fn is_ready_without_operator(&self) -> bool {
         let before = self.prober.tally();
         let (looks, ready) = (before.looks, before.ready);
         drop(before);
-        // The first may have begun before.
+        // The first look may have begun before.
         wait_until("the deployment is looked at", PATIENCE, || {
             (self.prober.tally().looks >= looks + 2).then_some(())
         });
         self.prober.tally().ready > ready
     }
 
-    /// As if the time of the dead one's Lease were over.
+    /// Deletes the dead operator's Lease, which has the same effect as its expiry.
     fn let_another_lead(&mut self) {
         let arguments = ["delete", "lease", "hearth-operator", "--ignore-not-found"];
         self.has_written();
@@ -237,30 +237,30 @@ impl Reaper<'_> {
     }
 }
 
-/// A signal to a process; one that is gone is no error.
+/// Sends a signal to a process; one that is gone is not an error.
 fn send(pid: u32, signal: Signal) {
     if let Some(pid) = Pid::from_raw(pid.cast_signed()) {
         let _ = kill_process(pid, signal);
     }
 }
 
-/// A client who never stops looking at the deployment, and asks it for an answer whenever it says Ready.
+/// A client that continuously looks at the deployment, and requests an answer whenever it reports Ready.
 struct Prober {
     stop: Arc<AtomicBool>,
     tally: Arc<Mutex<Tally>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// What it has seen.
+/// Observations of the client.
 #[derive(Debug, Default)]
 struct Tally {
-    /// Looks at a deployment that was the same before and after.
+    /// Looks at a deployment that was unchanged before and after.
     looks: usize,
-    /// Of these, at one that said Ready.
+    /// Looks of these at a Ready deployment.
     ready: usize,
-    /// Of these, at one that said that its spec runs and nothing is on its way, by the spec's generation.
+    /// Looks of these at a deployment whose spec runs with nothing in progress, by the spec's generation.
     current: BTreeMap<u64, usize>,
-    /// What was answered instead.
+    /// Wrong answers.
     wrong: Vec<String>,
 }
 
@@ -271,7 +271,7 @@ impl Prober {
             .build()
             .expect("runtime");
         let api = runtime.block_on(cluster.client());
-        // Each time over a connection of its own, as another client's.
+        // A new connection each time, like another client's.
         let http = reqwest::Client::builder()
             .pool_max_idle_per_host(0)
             .timeout(ANSWER_TIMEOUT)
@@ -300,14 +300,14 @@ impl Prober {
         lock(&self.tally)
     }
 
-    /// How often the spec's generation was found to run, with nothing on its way.
+    /// Returns how many times the spec's generation was found running, with nothing in progress.
     fn looks_at_the_end_of(&self, generation: u64) -> usize {
         let tally = self.tally();
         assert!(tally.wrong.is_empty(), "{:#?}", tally.wrong);
         tally.current.get(&generation).copied().unwrap_or(0)
     }
 
-    /// Whenever it said Ready it must have answered.
+    /// Stops, and asserts that it answered whenever it reported Ready.
     fn finish(mut self) {
         self.stop.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
@@ -349,7 +349,7 @@ impl Looker {
         }
     }
 
-    /// One look: an answer counts where the deployment was the same before it and after.
+    /// Looks once: an answer counts if the deployment was unchanged before and after it.
     async fn look(&self) -> Result<(), String> {
         let before = self.read().await?;
         if condition(&before, "Ready") != Some("True") {
@@ -381,7 +381,7 @@ impl Looker {
         Ok(())
     }
 
-    /// The deployment; an API server that does not answer once is asked again.
+    /// Reads the deployment, with a retry if the API server does not answer.
     async fn read(&self) -> Result<Value, String> {
         let mut tries = 0;
         let text = loop {
@@ -397,7 +397,7 @@ impl Looker {
         serde_json::from_str(&text).map_err(|error| format!("{error} in {text}"))
     }
 
-    /// Has a token written, and asks for the length of the context.
+    /// Requests one token, then the context length.
     async fn ask(&self) -> Result<Value, String> {
         let body = json!({"model": "hearth-demo", "prompt": "Hello", "max_tokens": 1});
         let request = self.http.post(format!("{}/completions", self.v1));
@@ -407,7 +407,7 @@ impl Looker {
     }
 }
 
-/// What is answered with 200.
+/// Returns the body of a 200 response.
 async fn answer(request: reqwest::RequestBuilder) -> Result<Value, String> {
     let response = request.send().await;
     let response = response.map_err(|error| format!("nobody answers: {error:?}"))?;

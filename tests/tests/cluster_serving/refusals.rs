@@ -1,11 +1,11 @@
-//! Bad specs: most are refused at admission, the rest by a condition; each says what to write instead.
+//! Bad specs: most are refused at admission, the rest by a condition; each names the remedy.
 
 use hearth_tests::cluster::{Cluster, wait_until};
 use serde_json::{Value, json};
 
 use crate::release::{PATIENCE, deployment, infd, said};
 
-/// Specs that the API server itself refuses, with words that must be in its answer.
+/// Returns specs that the API server itself refuses, with words that its answer must contain.
 fn at_admission() -> Vec<(&'static str, Value, [&'static str; 2])> {
     let demo = json!({"builtin": {"name": "hearth-demo"}});
     vec![
@@ -56,7 +56,7 @@ fn at_admission() -> Vec<(&'static str, Value, [&'static str; 2])> {
     ]
 }
 
-/// Specs that only a look at model and nodes can refuse: condition, reason, words.
+/// Returns specs that only inspection of model and nodes can refuse: condition, reason, words.
 fn by_condition() -> Vec<(&'static str, Value, [&'static str; 3])> {
     vec![
         (
@@ -90,7 +90,7 @@ fn by_condition() -> Vec<(&'static str, Value, [&'static str; 3])> {
     ]
 }
 
-/// Applies them all and reads what is said.
+/// Applies them all and checks the messages.
 pub(crate) fn are_refused_with_help(cluster: &Cluster) {
     for (name, spec, words) in at_admission() {
         let refusal = cluster

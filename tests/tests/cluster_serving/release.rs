@@ -1,4 +1,4 @@
-//! Hearth as its users install it, and what they ask `kubectl` about it.
+//! Hearth as users install it, and its state as `kubectl` shows it.
 
 use std::process::Command;
 use std::time::Duration;
@@ -7,12 +7,12 @@ use hearth_tests::cluster::{Cluster, Images, condition, wait_until};
 use hearth_tests::{root, run};
 use serde_json::{Value, json};
 
-/// For anything that a cluster does by itself.
+/// Longest wait for anything that a cluster does by itself.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
-/// Where the release lives.
+/// Namespace of the release.
 pub(crate) const SYSTEM: &str = "hearth-system";
 
-/// Runs helm to its end.
+/// Runs helm to completion.
 fn helm(cluster: &Cluster, arguments: &[&str]) -> String {
     let (code, stdout, stderr) = run(Command::new(cluster.tool("helm"))
         .args(arguments)
@@ -29,7 +29,7 @@ pub(crate) fn install(cluster: &Cluster, images: &Images, replicas: u32) {
     install_with(cluster, images, replicas, &[]);
 }
 
-/// The same, with other values: `A=B` each.
+/// Installs the chart with additional values, each `A=B`.
 pub(crate) fn install_with(cluster: &Cluster, images: &Images, replicas: u32, more: &[&str]) {
     let registry = images.operator.0.trim_end_matches("/hearth");
     let values = [
@@ -38,14 +38,14 @@ pub(crate) fn install_with(cluster: &Cluster, images: &Images, replicas: u32, mo
         "image.pullPolicy=IfNotPresent".to_owned(),
         format!("operator.replicas={replicas}"),
         "crds.keep=false".to_owned(),
-        // Where the tests put models, on a disk that may be full.
+        // Models of the tests are here, on a disk that may be full.
         "hostPath.allowedPrefixes={/models,/var/tmp}".to_owned(),
         "agent.diskReservePercent=0".to_owned(),
-        // Tests see that what nobody names goes, and need not wait a day for it.
+        // Tests check that unused models are removed, without waiting a day.
         "agent.keepModels=0".to_owned(),
-        // All servers of the tests are private ones.
+        // All servers of the tests have private addresses.
         "agent.fetch.privatePatienceSeconds=5".to_owned(),
-        // As long as a node may be away in the tests: longer than these wait for anything else.
+        // Longest time that a node may be away in the tests: longer than other waits.
         "nodes.forgetAfter=100s".to_owned(),
     ];
     let mut arguments = vec!["install", "hearth", "charts/hearth", "--create-namespace"];
@@ -81,12 +81,12 @@ pub(crate) fn helm_test(cluster: &Cluster) {
     helm(cluster, &["test", "hearth"]);
 }
 
-/// Takes the release away.
+/// Uninstalls the release.
 pub(crate) fn uninstall(cluster: &Cluster) {
     helm(cluster, &["uninstall", "hearth", "--wait"]);
 }
 
-/// An InferenceDeployment with this spec beside the demo's model.
+/// Returns an InferenceDeployment with this spec, by default with the demo's model.
 pub(crate) fn deployment(name: &str, spec: Value) -> Value {
     let mut spec = spec;
     if spec["model"].is_null() {
@@ -100,13 +100,13 @@ pub(crate) fn deployment(name: &str, spec: Value) -> Value {
     })
 }
 
-/// The deployment as it is.
+/// Returns the deployment as it is now.
 pub(crate) fn infd(cluster: &Cluster, name: &str) -> Value {
     let found = cluster.get("inferencedeployment", "default", name);
     found.unwrap_or_else(|| panic!("no InferenceDeployment {name}"))
 }
 
-/// What the status of a deployment says of a pool.
+/// Returns the status of a deployment's pool.
 pub(crate) fn pool<'a>(deployment: &'a Value, name: &str) -> &'a Value {
     let pools = deployment["status"]["poolStatuses"].as_array();
     let found = pools.and_then(|pools| pools.iter().find(|pool| pool["name"] == name));
@@ -120,14 +120,14 @@ pub(crate) fn patch(cluster: &Cluster, name: &str, spec: &Value) {
     cluster.kubectl(&["patch", &target, "--type=merge", "--patch", &patch]);
 }
 
-/// Waits until the spec as it is now runs whole: Ready, and nothing on its way.
+/// Waits until the current spec runs completely: Ready, with nothing in progress.
 pub(crate) fn wait_until_settled(cluster: &Cluster, name: &str) -> Value {
     wait_until(&format!("{name} runs as asked"), PATIENCE, || {
         settled(cluster, name)
     })
 }
 
-/// The deployment, if its spec runs whole.
+/// Returns the deployment if its spec runs completely.
 pub(crate) fn settled(cluster: &Cluster, name: &str) -> Option<Value> {
     let found = infd(cluster, name);
     let is_current = found["status"]["observedGeneration"] == found["metadata"]["generation"];
@@ -137,7 +137,8 @@ pub(crate) fn settled(cluster: &Cluster, name: &str) -> Option<Value> {
     (is_current && is_ready && is_quiet).then_some(found)
 }
 
-/// Pods of a deployment, all roles or one, without those that are over and only wait to be removed.
+/// Returns the Pods of a deployment, of all roles or one, without those that have ended and are only waiting for
+/// removal.
 pub(crate) fn pods(cluster: &Cluster, name: &str, role: &str) -> Vec<Value> {
     let mut selector = format!("hearth.dev/deployment={name}");
     if !role.is_empty() {
@@ -148,13 +149,13 @@ pub(crate) fn pods(cluster: &Cluster, name: &str, role: &str) -> Vec<Value> {
     pods
 }
 
-/// Names of Pods.
+/// Returns the names of Pods.
 pub(crate) fn names(pods: &[Value]) -> Vec<String> {
     let name = |pod: &Value| pod["metadata"]["name"].as_str().map(str::to_owned);
     pods.iter().filter_map(name).collect()
 }
 
-/// Reason and message of a condition.
+/// Returns reason and message of a condition.
 pub(crate) fn said(found: &Value, kind: &str) -> (String, String) {
     let conditions = found["status"]["conditions"].as_array();
     let condition = conditions

@@ -12,7 +12,8 @@ fn scaler(cluster: &Cluster) -> Option<Value> {
     cluster.get("inferencepoolscaler", "default", "demo-prefill")
 }
 
-/// Waits until the scaler says that so many workers exist, as many as the deployment keeps, and the deployment runs them.
+/// Waits until the scaler reports that `count` workers exist and are desired, and the deployment runs them; returns
+/// their Pods.
 fn prefill_workers(cluster: &Cluster, count: usize) -> Vec<String> {
     wait_until(&format!("{count} prefill workers run"), PATIENCE, || {
         let status = scaler(cluster)?["status"].clone();
@@ -24,7 +25,7 @@ fn prefill_workers(cluster: &Cluster, count: usize) -> Vec<String> {
     names(&pods(cluster, "demo", "prefill"))
 }
 
-/// From a deployment without a scaler to one whose autoscaler has it, and back.
+/// Moves a deployment without a scaler to one controlled by an autoscaler, and back.
 pub(crate) fn of_prefill_workers(cluster: &Cluster) {
     let spec = json!({"prefill": {"replicas": 1}, "decode": {"replicas": 1, "maxBatch": 4}});
     cluster.apply(&deployment("demo", spec).to_string());
@@ -68,7 +69,7 @@ fn what_autoscalers_may_ask_for(cluster: &Cluster, two: &[String]) {
             .expect_err(number);
         assert!(refusal.contains("write 1 to 64 workers"), "{refusal}");
     }
-    // More than the deployment keeps is taken, and both say what is kept.
+    // More than the deployment keeps is accepted, and both report the number kept.
     cluster.kubectl(&["scale", "infps/demo-prefill", "--replicas=40"]);
     let words = "40 prefill workers are asked for, and spec.prefill.scaling.maxReplicas is 2";
     wait_until("the bound is told", PATIENCE, || {
@@ -78,7 +79,7 @@ fn what_autoscalers_may_ask_for(cluster: &Cluster, two: &[String]) {
     let there = scaler(cluster).expect("the scaler");
     assert_eq!(there["status"]["desiredReplicas"], 2, "{there:#}");
     assert_eq!(prefill_workers(cluster, 2), two);
-    // What it scales is not its autoscaler's to choose.
+    // An autoscaler cannot choose what it scales.
     let other = json!({"spec": {"deployment": "other"}}).to_string();
     let arguments = ["patch", "infps", "demo-prefill", "--type=merge", "--patch"];
     let refusal = cluster
@@ -100,7 +101,7 @@ fn a_deleted_scaler_comes_again(cluster: &Cluster, two: &[String]) {
     assert_eq!(prefill_workers(cluster, 2), two);
 }
 
-/// The cluster's own autoscaler, by a metric that it meets in any case: a worker has more than a MiB.
+/// The cluster's own autoscaler, with a metric that is met in any case: a worker uses more than a MiB.
 fn an_autoscaler_uses_the_scaler(cluster: &Cluster) {
     let path = root().join("manifests/examples/hpa-prefill.yaml");
     let text = std::fs::read_to_string(path).expect("hpa-prefill.yaml");
@@ -120,7 +121,7 @@ fn an_autoscaler_uses_the_scaler(cluster: &Cluster) {
     prefill_workers(cluster, 1);
 }
 
-/// A scaler of that name that the deployment does not own is not obeyed.
+/// A scaler with that name that the deployment does not own is ignored.
 fn another_s_scaler_is_told(cluster: &Cluster) {
     let foreign = json!({
         "apiVersion": "hearth.dev/v1alpha1", "kind": "InferencePoolScaler",

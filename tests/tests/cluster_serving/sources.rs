@@ -21,7 +21,7 @@ pub(super) fn a_claim_serves(cluster: &Cluster) {
     cluster.kubectl(&["delete", "pvc/models", "pv/models"]);
 }
 
-/// A claim with its volume, which is there for everybody, as one over NFS is: the nodes share the machine's disk.
+/// Creates a claim with its volume, available on every node like one over NFS: the nodes share the machine's disk.
 pub(super) fn claim(cluster: &Cluster, name: &str, directory: &Path) {
     let volume = json!({
         "apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": name},
@@ -41,7 +41,7 @@ pub(super) fn claim(cluster: &Cluster, name: &str, directory: &Path) {
     cluster.apply(&claim.to_string());
 }
 
-/// The archive comes slowly and breaks off once. Only the node that the plan then wants has it.
+/// The archive arrives slowly and breaks off once. Only the node that the plan selects then has it.
 pub(super) fn an_archive_is_fetched_and_serves(cluster: &Cluster) {
     let runtime = tokio::runtime::Runtime::new().expect("runtime");
     let mut archive = tar::Builder::new(Vec::new());
@@ -63,7 +63,7 @@ pub(super) fn an_archive_is_fetched_and_serves(cluster: &Cluster) {
         })
     });
     assert!(percents.is_sorted(), "{percents:?}");
-    // The server is private, and what it serves is an archive.
+    // The server is private, and it serves an archive.
     assert!(
         percents.iter().any(|percent| (1..100).contains(percent)),
         "{percents:?}"
@@ -78,7 +78,7 @@ pub(super) fn an_archive_is_fetched_and_serves(cluster: &Cluster) {
     let kept = kept_models(cluster);
     assert_eq!(kept.len(), workers.len(), "{kept:?} for {workers:?}");
     serves(cluster, "fetched", &source);
-    // `agent.keepModels` is an hour here, until it is none.
+    // `agent.keepModels` is an hour here, until it is set to zero.
     std::thread::sleep(Duration::from_secs(10));
     assert_eq!(kept_models(cluster), kept, "gone with its last deployment");
     super::release::upgrade(cluster, "agent.keepModels=0");
@@ -87,7 +87,7 @@ pub(super) fn an_archive_is_fetched_and_serves(cluster: &Cluster) {
     });
 }
 
-/// Neither a token nor a signature in the URL is in any object but those that the user made himself, nor in a log.
+/// Checks that neither a token nor a signature in the URL is in any object except the user's own, nor in a log.
 pub(super) fn a_secret_opens_an_archive_and_is_seen_nowhere(cluster: &Cluster) {
     let runtime = tokio::runtime::Runtime::new().expect("runtime");
     let mut archive = tar::Builder::new(Vec::new());
@@ -137,7 +137,7 @@ pub(super) fn a_secret_opens_an_archive_and_is_seen_nowhere(cluster: &Cluster) {
             .map(|at| &text[at.saturating_sub(200)..at + 20]);
         assert_eq!(found, None);
     }
-    // Whoever knows the URL and the digest from another source has nothing of it.
+    // Knowing the URL and the digest from another source does not give access.
     let plain = json!({"url": server.url(), "sha256": sha256(&archive)});
     let other = deployment("other", json!({"model": {"source": {"http": plain}}}));
     cluster.apply(&other.to_string());
@@ -154,7 +154,7 @@ pub(super) fn a_secret_opens_an_archive_and_is_seen_nowhere(cluster: &Cluster) {
     });
 }
 
-/// The models in the agents' directories.
+/// Returns the models in the agents' directories.
 fn kept_models(cluster: &Cluster) -> Vec<String> {
     let list = "ls /var/lib/hearth/models | grep -v '^\\.' || true";
     let nodes = cluster.list("nodes", "", "");
@@ -169,7 +169,7 @@ fn kept_models(cluster: &Cluster) -> Vec<String> {
     nodes.iter().flat_map(of_node).collect()
 }
 
-/// Applies a deployment with this source, asks it, and takes it away.
+/// Applies a deployment with this source, asks it a question, and deletes it.
 fn serves(cluster: &Cluster, name: &str, source: &Value) {
     let model = json!({"source": source, "servedName": "hearth-demo"});
     cluster.apply(&deployment(name, json!({"model": model})).to_string());

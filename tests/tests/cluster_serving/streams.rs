@@ -1,4 +1,4 @@
-//! Clients that never stop asking, so that a change happens under streams.
+//! Clients that never stop asking, so that changes happen during streams.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,18 +8,18 @@ use std::time::Duration;
 use hearth_tests::{chat_body, chat_stream, root};
 use serde_json::Value;
 
-/// Streams at a time.
+/// Concurrent streams.
 pub(crate) const STREAMS: usize = 8;
 const MOST_TOKENS: u32 = 200;
 
-/// A question with the demo model's own answer, as transformers gives it on the same weights.
+/// A question with the demo model's own answer, from transformers on the same weights.
 #[derive(Clone)]
 pub(crate) struct Known {
     pub(crate) question: String,
     pub(crate) answer: String,
 }
 
-/// Questions whose answers are long enough to be in mid-stream when something happens.
+/// Returns questions whose answers are long enough to be in mid-stream when something happens.
 pub(crate) fn known() -> Vec<Known> {
     let path = root().join("models/training/transformers_answers.jsonl");
     let text = std::fs::read_to_string(&path)
@@ -35,7 +35,7 @@ pub(crate) fn known() -> Vec<Known> {
     known.filter(|known| known.answer.len() > 120).collect()
 }
 
-/// Clients at work.
+/// Running clients.
 pub(crate) struct Streams {
     stop: Arc<AtomicBool>,
     tally: Arc<Mutex<Tally>>,
@@ -49,7 +49,7 @@ struct Tally {
 }
 
 impl Streams {
-    /// [`STREAMS`] clients ask `v1` one question after another.
+    /// Starts [`STREAMS`] clients that ask `v1` one question after another.
     pub(crate) fn start(v1: &str) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let tally = Arc::new(Mutex::new(Tally::default()));
@@ -64,12 +64,12 @@ impl Streams {
         }
     }
 
-    /// Whole right answers so far.
+    /// Returns the number of complete, correct answers so far.
     pub(crate) fn right(&self) -> usize {
         lock(&self.tally).right
     }
 
-    /// Waits until `more` further answers are there.
+    /// Waits for `more` further answers.
     pub(crate) fn wait_for(&self, more: usize) {
         let goal = self.right() + more;
         hearth_tests::cluster::wait_until("streams go on", Duration::from_secs(150), || {
@@ -77,7 +77,7 @@ impl Streams {
         });
     }
 
-    /// Lets the streams in flight end. Every answer must have been whole and right.
+    /// Lets streams in flight end, and asserts that every answer was complete and correct.
     pub(crate) fn finish(mut self) -> usize {
         self.stop.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {

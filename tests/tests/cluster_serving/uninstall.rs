@@ -1,4 +1,4 @@
-//! What an uninstall leaves: nothing, or what it is told to keep.
+//! Leftovers of an uninstall: nothing, or what it is told to keep.
 
 use hearth_tests::Metrics;
 use hearth_tests::cluster::{Cluster, Images, wait_until};
@@ -9,7 +9,7 @@ use super::streams::{self, Streams};
 
 const AUTHORITY: &str = "hearth-ca";
 
-/// Deployments go on when the release goes, and the next one is trusted by what runs: streams between Pods of both
+/// Deployments keep running when the release goes, and running Pods trust the next one: streams between Pods of both
 /// releases never break.
 pub(super) fn keeps_the_authority_with_the_definitions(cluster: &Cluster, images: &Images) {
     let authority = || {
@@ -22,7 +22,7 @@ pub(super) fn keeps_the_authority_with_the_definitions(cluster: &Cluster, images
     streams.wait_for(streams::STREAMS);
     let running = names(&pods(cluster, "demo", ""));
     release::uninstall(cluster);
-    // What the release's Deployment owned goes a moment after it.
+    // Objects owned by the release's Deployment go a moment after it.
     wait_until("the authority alone is left", PATIENCE, || {
         let secrets = names(&cluster.list("secrets", SYSTEM, ""));
         let pods = cluster.list("pods", SYSTEM, "");
@@ -44,7 +44,7 @@ pub(super) fn keeps_the_authority_with_the_definitions(cluster: &Cluster, images
     );
     streams.wait_for(2 * streams::STREAMS);
     println!("{} answers while the release was away", streams.finish());
-    // The new worker has certificates of the new release, and is heard by the gateway of the old one.
+    // The new worker has certificates of the new release, and the gateway of the old one accepts them.
     let gateway = pods(cluster, "demo", "gateway").remove(0);
     let gateway = gateway["status"]["podIP"].as_str().expect("an address");
     let gateway = format!("http://{gateway}:9402");
@@ -54,7 +54,7 @@ pub(super) fn keeps_the_authority_with_the_definitions(cluster: &Cluster, images
     });
 }
 
-/// Every kind of namespaced and cluster-wide resource with the names of its objects.
+/// Lists the objects of namespaced and cluster-scoped kinds by kind, namespace and name.
 pub(super) fn kinds_in_use(cluster: &Cluster) -> Vec<String> {
     let kinds = cluster.kubectl(&["api-resources", "--verbs=list", "--output=name"]);
     let passing = [
@@ -99,7 +99,7 @@ pub(super) fn leaves_nothing(cluster: &Cluster, before: &[String]) {
         },
     );
     release::uninstall(cluster);
-    // What the operator keeps for itself goes with its Deployment, the Lease among it.
+    // The operator's own objects go with its Deployment, including the Lease.
     wait_until("the release's namespace is empty", PATIENCE, || {
         let kinds = "pods,secrets,services,leases,networkpolicies,poddisruptionbudgets,serviceaccounts,roles";
         let arguments = ["get", kinds, "--namespace", SYSTEM, "--output=name"];
@@ -111,7 +111,7 @@ pub(super) fn leaves_nothing(cluster: &Cluster, before: &[String]) {
     let is_gone =
         hearth_tests::cluster::try_wait_until("nothing of ours is left", PATIENCE, || {
             left = kinds_in_use(cluster);
-            // Kubernetes keeps what it made for itself, such as roots in ConfigMaps; ours bear our name.
+            // Kubernetes keeps its own objects, such as root certificates in ConfigMaps; ours have our name.
             left.retain(|line| !before.contains(line));
             left.retain(|line| {
                 ["hearth", "demo", "infd"]

@@ -1,4 +1,4 @@
-//! A new operator, and new images of the workers, under streams.
+//! A new operator, and new worker images, during streams.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -10,18 +10,18 @@ use super::release::{self, PATIENCE, deployment, infd, patch, pods, said, wait_u
 use super::streams::{self, Streams};
 
 const DEPLOYMENTS: [&str; 2] = ["demo", "other"];
-/// A gateway goes on for 5 s so that all nodes hear of it, lets streams of a few seconds end, and closes what is idle
-/// after 2 s.
+/// Longest shutdown: a gateway continues for 5 s so that all nodes notice, lets streams of a few seconds end, and
+/// closes idle connections after 2 s.
 const GATEWAY_END: Duration = Duration::from_secs(40);
 
-/// Uids of the Pods of both deployments.
+/// Returns the uids of both deployments' Pods.
 fn uids(cluster: &Cluster) -> BTreeSet<String> {
     let pods = DEPLOYMENTS.iter().flat_map(|name| pods(cluster, name, ""));
     pods.filter_map(|pod| pod["metadata"]["uid"].as_str().map(str::to_owned))
         .collect()
 }
 
-/// The images of a deployment's Pods.
+/// Returns the images of a deployment's Pods.
 fn images_of(cluster: &Cluster, name: &str) -> BTreeSet<String> {
     let image = |pod: &Value| {
         pod["spec"]["containers"][0]["image"]
@@ -31,9 +31,10 @@ fn images_of(cluster: &Cluster, name: &str) -> BTreeSet<String> {
     pods(cluster, name, "").iter().filter_map(image).collect()
 }
 
-/// Deployments with Pods of that image that are not ready yet, of one list of all Pods.
+/// Returns deployments that have Pods with that image that are not ready yet, from a list of all Pods.
 ///
-/// `served`: uids of Pods that were ready once, kept from look to look: a probe that fails later is no start.
+/// `served`: uids of Pods that were ready once, kept between calls: a probe that fails later does not count as a
+/// start.
 fn starting_with(pods: &[Value], image: &str, served: &mut BTreeSet<String>) -> BTreeSet<String> {
     let uid = |pod: &Value| pod["metadata"]["uid"].to_string();
     let ready = pods
@@ -84,7 +85,7 @@ pub(super) fn of_operator_and_workers(cluster: &Cluster, images: &Images) {
     println!("{} answers through four upgrades", streams.finish());
 }
 
-/// Another tag, another version of the chart's labels, other settings of the Pods; the workers' image is as it was.
+/// Changes the tag, the version in the chart's labels, and other settings of the Pods; the workers' image stays.
 fn a_new_operator_restarts_nobody(cluster: &Cluster, worker_tag: &str) {
     let before = uids(cluster);
     let values = [
@@ -126,7 +127,7 @@ fn a_new_image_comes_in_turn(cluster: &Cluster, worker: &str) {
     assert!(longest < GATEWAY_END, "{:?}", ends.0);
 }
 
-/// When gateways were first and last seen after they had been asked to end, by name.
+/// First and last times at which gateways were seen after being asked to end, by name.
 #[derive(Default)]
 struct Ends(BTreeMap<String, (Instant, Instant)>);
 
@@ -143,14 +144,14 @@ impl Ends {
         }
     }
 
-    /// Of all of them.
+    /// Returns the longest of all shutdowns.
     fn longest(&self) -> Duration {
         let took = self.0.values().map(|(first, last)| *last - *first);
         took.max().expect("gateways that ended")
     }
 }
 
-/// A change that is taken back while its workers start.
+/// A change that is reverted while its workers start.
 fn a_revert_in_the_middle_is_one(cluster: &Cluster) {
     let before = uids(cluster);
     patch(cluster, "demo", &json!({"decode": {"maxBatch": 3}}));

@@ -1,6 +1,6 @@
 //! Bounded reading of the files beside the weights, which are read whole. A model may come from an untrusted source,
-//! and a
-//! file of spaces compresses to almost nothing: each kind of file has a size limit, and a longer file is not read.
+//! and a file of spaces compresses to almost nothing: each kind of file has a size limit, and a longer file is not
+//! read.
 
 use std::fs::File;
 use std::io::Read;

@@ -49,8 +49,7 @@ impl GenerationConfig {
     ///
     /// # Errors
     /// [`FormatError::Io`], [`FormatError::TooLarge`], [`FormatError::Malformed`] (not JSON, or a value of the wrong
-    /// type or
-    /// out of range).
+    /// type or out of range).
     pub fn read(dir: &Path) -> Result<Option<Self>, FormatError> {
         let path = dir.join(FILE);
         let remedy = "make the file readable for this user.";

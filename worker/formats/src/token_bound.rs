@@ -2,8 +2,7 @@
 //!
 //! A token of L bytes contributes 1/L per byte. Let w(b) be the smallest such 1/L over all tokens that contain byte b.
 //! The bytes of any token then weigh at most 1 together, so a text has at least as many tokens as its bytes weigh.
-//! This
-//! detects a text much too long for a model's context without tokenising it, which takes a second per megabyte.
+//! This detects a text much too long for a model's context without tokenising it, which takes a second per megabyte.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -42,8 +41,7 @@ impl TokenBound {
     }
 
     /// Computes the bound for the tokenizer.json `json` from the bytes that its tokens stand for. `strips`: whether
-    /// one of
-    /// its added tokens absorbs adjacent white space.
+    /// one of its added tokens absorbs adjacent white space.
     pub(crate) fn new(
         json: &[u8],
         token_bytes: impl Iterator<Item = Vec<u8>>,

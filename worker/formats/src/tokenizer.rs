@@ -179,8 +179,7 @@ impl Tokenizer {
     }
 
     /// Returns an incremental version of [`Tokenizer::decode`] that keeps special tokens, for answers in which they
-    /// mark
-    /// tool calls.
+    /// mark tool calls.
     pub fn decoder_with_special(&self) -> StreamDecoder {
         StreamDecoder::new(self.clone(), false)
     }

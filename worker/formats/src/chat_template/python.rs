@@ -6,8 +6,7 @@ use minijinja::value::{Kwargs, Rest, ValueKind};
 use minijinja::{Error, ErrorKind, State, Value};
 
 /// `tojson(ensure_ascii=False, indent=None, separators=None, sort_keys=False)`: Python's `json.dumps`, without the
-/// HTML
-/// escapes of Jinja's own `tojson`.
+/// HTML escapes of Jinja's own `tojson`.
 pub(super) fn tojson(
     value: &Value,
     positional: Rest<Value>,

@@ -1,4 +1,5 @@
-//! Llama 2 (arXiv:2307.09288) and 3 (arXiv:2407.21783): the plain decoder. Llama 3.1 scales its rotary frequencies by wavelength.
+//! Llama 2 (arXiv:2307.09288) and 3 (arXiv:2407.21783): the plain decoder. Llama 3.1 scales its rotary frequencies by
+//! wavelength.
 //!
 //! | part | published tensors of a layer |
 //! | --- | --- |

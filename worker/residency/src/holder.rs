@@ -177,7 +177,7 @@ mod tests {
         assert_eq!(second.held().unwrap(), Held::Loading);
         holder.say_loaded().unwrap();
         assert_eq!(second.held().unwrap(), Held::Loaded);
-        // A query is invisible to all, including the process itself, and another machine's locks do not count.
+        // A query is invisible to others, a lock to the process that holds it, and locks from another boot do not count.
         assert_eq!(holder.held().unwrap(), Held::Nowhere);
         assert_eq!(open("after a reboot").held().unwrap(), Held::Nowhere);
         assert_eq!(third.held().unwrap(), Held::Loaded);

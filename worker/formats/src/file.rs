@@ -1,5 +1,6 @@
-//! Bounded reading of the files beside the weights, which are read whole. A model may come from an untrusted source,
-//! and a file of spaces compresses to almost nothing: each kind of file has a size limit, and a longer file is not
+//! Bounded reading of the files that accompany the weights, which are read whole. A model may come from an untrusted
+//! source, and a file of spaces compresses to almost nothing: each kind of file has a size limit, and a longer file is
+//! not read.
 //! read.
 
 use std::fs::File;

@@ -204,7 +204,7 @@ impl KvCache {
     }
 }
 
-/// The part of a prompt that may come from the cache: all but its last token.
+/// Returns the part of a prompt that may come from the cache: all but its last token.
 fn reusable(prompt: &[KvToken]) -> &[KvToken] {
     &prompt[..prompt.len().saturating_sub(1)]
 }

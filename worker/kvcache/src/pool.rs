@@ -49,7 +49,7 @@ pub struct CacheStats {
     pub free_blocks: usize,
     /// Tokens of all prompts that were looked up in the prefix index.
     pub lookup_tokens: u64,
-    /// How many of those tokens were found.
+    /// Number of those tokens that were found.
     pub hit_tokens: u64,
     /// Cached blocks that were evicted to make room for new tokens.
     pub evictions: u64,
@@ -315,7 +315,7 @@ impl BlockPool {
         found
     }
 
-    /// The registered block with exactly these tokens after exactly this parent.
+    /// Finds the registered block with exactly these tokens after exactly this parent.
     fn find(&self, hash: u64, parent: Option<u64>, tokens: &[KvToken]) -> Option<BlockId> {
         let candidates = self.index.get(&hash)?;
         candidates.iter().copied().find(|id| {

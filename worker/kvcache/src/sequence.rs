@@ -52,7 +52,7 @@ impl SequenceBlocks {
             .chain(self.reserved.iter().map(Block::id))
     }
 
-    /// The blocks that hold the first `tokens` tokens.
+    /// Ids of the blocks that hold the first `tokens` tokens.
     pub fn ids_for(&self, tokens: usize) -> Vec<BlockId> {
         self.ids()
             .take(tokens.div_ceil(self.block_tokens))

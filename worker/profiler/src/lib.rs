@@ -66,7 +66,7 @@ pub enum Scope {
 /// Options of a measurement.
 #[derive(Clone, Debug)]
 pub struct ProfileOptions {
-    /// Name of the node; `None`: the host name.
+    /// Name of the node; `None` means the host name.
     pub node: Option<String>,
     /// Part of the machine to measure.
     pub scope: Scope,

@@ -4,7 +4,7 @@
 //! result. There is no device handle, no clock and no random number here: the same calls give the same steps.
 //!
 //! **Policy**
-//! - Each step decodes every sequence that can decode (at most `max_batch`), and beside them computes at most
+//! - Each step decodes every sequence that can decode (at most `max_batch`), and in addition computes at most
 //!   `chunk_tokens` prompt tokens, first come, first served. Neither waits for the other.
 //! - Requests are admitted in order of arrival, once there is a place in the batch and there are blocks for all
 //!   their tokens. No request overtakes the first in the queue.

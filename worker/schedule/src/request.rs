@@ -44,7 +44,7 @@ pub struct Request {
 /// Phase of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// In the queue; holds no blocks.
+    /// Waiting in the queue; holds no blocks.
     Waiting,
     /// Holds blocks that another actor fills with the prompt's imported KV.
     WaitingKv,

@@ -1,4 +1,4 @@
-//! Identity of this process, and what it exposes to others.
+//! Identity of this process, and its certificates.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -20,7 +20,7 @@ pub enum TransportError {
     Bind {
         /// Address to listen on.
         address: String,
-        /// The system's reason.
+        /// The system's error.
         reason: std::io::Error,
     },
     /// tonic rejects the configuration.

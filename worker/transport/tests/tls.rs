@@ -120,11 +120,11 @@ async fn a_name_is_asked_for_in_both_directions() {
         Some(&intruder(ours.issue("no-name", "10.0.0.1"))),
     ))
     .await;
-    // The operator has no such name, and may call.
+    // The operator's certificate has another name, but it may call.
     let operator = intruder(ours.issue("operator", "operator.hearth"));
     let operator = dialled(&endpoint, Some(&operator));
     assert!(operator.decode().generate(ask(1)).await.is_ok());
-    // A name that another authority vouches for is none.
+    // A name certified by another authority does not count.
     let theirs = Authority::new(dir.path(), "theirs");
     let forged = TlsFiles {
         ca: ours.dir.join("ca.pem"),

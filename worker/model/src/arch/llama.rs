@@ -3,7 +3,7 @@
 //!
 //! | part | published tensors of a layer |
 //! | --- | --- |
-//! | attention | `self_attn.{q,k,v,o}_proj`, with `.bias` where `attention_bias` says so |
+//! | attention | `self_attn.{q,k,v,o}_proj`, with `.bias` if `attention_bias` is set |
 //! | feed-forward | `mlp.{gate,up,down}_proj` |
 
 use hearth_formats::ModelConfig;

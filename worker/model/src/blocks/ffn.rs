@@ -13,7 +13,7 @@ pub(crate) struct SwiGlu {
 }
 
 impl SwiGlu {
-    /// The three matrices under `model.layers.{layer}.{prefix}`.
+    /// Lists the three matrices under `model.layers.{layer}.{prefix}`.
     pub(crate) fn tensors(&self, layer: u32, prefix: &str) -> Vec<TensorSpec> {
         let Self {
             hidden,

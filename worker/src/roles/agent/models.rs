@@ -111,7 +111,7 @@ struct Ready {
 struct Failure {
     why: String,
     blame: Blame,
-    /// Whether the next try may cost as much.
+    /// Whether the next try may cost as much again.
     costs_all_again: bool,
 }
 

@@ -91,7 +91,7 @@ pub(crate) enum SimulationError {
     /// The scheduler rejected the result of its own step.
     #[error(transparent)]
     Schedule(#[from] ScheduleError),
-    /// The scheduler asked the device for something wrong.
+    /// The scheduler made an invalid request to the device.
     #[error(transparent)]
     Device(#[from] DeviceError),
     /// Requests are left, and neither a step nor an event can advance them.

@@ -1,4 +1,4 @@
-//! Between messages of the wire and the engine's own types.
+//! Conversions between wire messages and the engine's own types.
 
 use hearth_engine::{
     EngineError, FinishReason, GenerateEvent, GenerateInput, Grammar, PrefillLocation,
@@ -7,7 +7,7 @@ use hearth_engine::{
 use hearth_transport::v1;
 use tonic::{Code, Status};
 
-/// A request of the wire as the engine's input.
+/// Converts a wire request to the engine's input.
 ///
 /// # Errors
 /// `INVALID_ARGUMENT` naming the field.
@@ -65,7 +65,7 @@ fn grammar(wire: v1::Grammar) -> Result<Grammar, Status> {
     }
 }
 
-/// An event of the engine for the wire; `None` for those that concern only this worker.
+/// Converts an engine event for the wire; `None` for events that concern only this worker.
 pub(crate) fn generate_event(event: GenerateEvent) -> Result<Option<v1::GenerateEvent>, Status> {
     use v1::generate_event::Event;
     let event = match event {
@@ -104,8 +104,8 @@ pub(crate) fn generate_event(event: GenerateEvent) -> Result<Option<v1::Generate
     Ok(Some(v1::GenerateEvent { event: Some(event) }))
 }
 
-/// The status that tells the caller whether to try elsewhere: the request's own fault, a full queue, or
-/// a worker that cannot go on.
+/// Returns the status that tells the caller whether to try another worker: the request is at fault, the queue is full,
+/// or this worker cannot continue.
 pub(crate) fn status(error: &EngineError) -> Status {
     let code = match error {
         error if error.is_request_fault() => Code::InvalidArgument,

@@ -1,4 +1,4 @@
-//! Which device computes: the one place where backends are joined to the rest.
+//! Selection of the device: the only place that connects backends with the rest of the worker.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -6,13 +6,13 @@ use std::sync::Arc;
 
 use hearth_kernels::{CpuBackend, CpuOptions};
 
-/// A device by name, as `--device` takes it.
+/// A device by name, as accepted by `--device`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) enum DeviceArg {
     /// This machine's CPU.
     #[default]
     Cpu,
-    /// An NVIDIA GPU: the one of this UUID, or the first.
+    /// An NVIDIA GPU: the one with this UUID, or the first.
     Cuda(Option<String>),
 }
 
@@ -29,29 +29,29 @@ impl FromStr for DeviceArg {
     }
 }
 
-/// What a GPU is opened with.
+/// Options for opening a GPU.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct GpuOptions {
-    /// Its UUID; `None`: the first.
+    /// UUID of the GPU; `None` means the first.
     pub(crate) uuid: Option<String>,
-    /// Take another where that one is not to be seen.
+    /// Whether to use another GPU if that one is not visible.
     pub(crate) or_any: bool,
-    /// Bytes of its memory that may be taken; `None`: what is free.
+    /// Bytes of its memory that may be used; `None` means all free memory.
     pub(crate) budget_bytes: Option<u64>,
-    /// How activations enter products.
+    /// Representation of activations in products.
     pub(crate) activations: ActivationsArg,
-    /// Where compiled kernels lie.
+    /// Directories of compiled kernels.
     pub(crate) kernels: KernelDirectories,
 }
 
-/// Directories with compiled kernels: those of the image are read, the cache is read and written.
+/// Directories with compiled kernels: the image's is read, the cache is read and written.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct KernelDirectories {
-    /// Compiled ahead.
+    /// Kernels compiled ahead of time.
     pub(crate) image: Option<PathBuf>,
-    /// Compiled at first use.
+    /// Kernels compiled at first use.
     pub(crate) cache: Option<PathBuf>,
-    /// Where their compiler lies if the system does not find it.
+    /// Directory of the kernel compiler, if the system does not find it.
     pub(crate) nvrtc: Option<PathBuf>,
 }
 
@@ -67,7 +67,7 @@ pub(crate) enum ActivationsArg {
     Fp8,
 }
 
-/// A device and how it is opened.
+/// A device and the options for opening it.
 pub(crate) enum DeviceOptions {
     /// The CPU.
     Cpu(CpuOptions),
@@ -75,7 +75,7 @@ pub(crate) enum DeviceOptions {
     Gpu(GpuOptions),
 }
 
-/// Something on one of the devices that this build has.
+/// A value that belongs to one of the devices that this build supports.
 pub(crate) enum OnDevice<C, G> {
     /// Value on the CPU.
     Cpu(C),
@@ -87,14 +87,14 @@ pub(crate) enum OnDevice<C, G> {
 /// The GPU backend of this build.
 #[cfg(feature = "cuda")]
 pub(crate) type GpuBackend = hearth_cuda::CudaBackend;
-/// A build without GPUs has a backend that cannot be made.
+/// Placeholder in a build without GPU support: it is never created.
 #[cfg(not(feature = "cuda"))]
 pub(crate) type GpuBackend = CpuBackend;
 
-/// A backend, of either kind.
+/// A backend of either kind.
 pub(crate) type AnyBackend = OnDevice<Arc<CpuBackend>, Arc<GpuBackend>>;
 
-/// Evaluates an expression with what is on the device, whatever the device is.
+/// Evaluates an expression with the value on the device, whichever device it is.
 macro_rules! on_device {
     ($value:expr, $name:ident => $body:expr) => {
         match $value {
@@ -106,11 +106,11 @@ macro_rules! on_device {
 pub(crate) use on_device;
 
 impl DeviceOptions {
-    /// Threads that read files into memory.
+    /// Number of threads that read files into memory.
     pub(crate) fn touch_threads(&self) -> usize {
         match self {
             Self::Cpu(options) => options.threads,
-            // Weights are copied to the device, and pages come in as they are.
+            // Weights are copied to the device, which loads the pages.
             Self::Gpu(_) => 0,
         }
     }
@@ -118,7 +118,7 @@ impl DeviceOptions {
     /// Opens the device.
     ///
     /// # Errors
-    /// What it lacks, with the remedy.
+    /// An error that says what is missing, with the remedy.
     pub(crate) fn open(self) -> anyhow::Result<AnyBackend> {
         match self {
             Self::Cpu(options) => Ok(OnDevice::Cpu(Arc::new(CpuBackend::new(options)?))),

@@ -1,4 +1,4 @@
-//! What the environment says, beside the variables that stand for arguments (`env` of `cli`).
+//! Environment variables, except those that stand for arguments (`env` of `cli`).
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -7,9 +7,9 @@ use std::path::PathBuf;
 pub(crate) struct Environment {
     /// `HOME`: the user's home directory.
     home: Option<PathBuf>,
-    /// `RUST_LOG`: which logs are written.
+    /// `RUST_LOG`: the logs to write.
     pub(crate) log_filter: Option<String>,
-    /// Whether the terminal takes colours, by `TERM` and `NO_COLOR`.
+    /// Whether the terminal supports colours, according to `TERM` and `NO_COLOR`.
     pub(crate) has_colour: bool,
     /// `HEARTH_MODEL_TOKEN`.
     pub(crate) model_token: Option<String>,
@@ -20,7 +20,7 @@ pub(crate) struct Environment {
 }
 
 impl Environment {
-    /// Reads it by `variable`, such as [`std::env::var_os`].
+    /// Reads the environment through `variable`, such as [`std::env::var_os`].
     pub(crate) fn read(variable: impl Fn(&str) -> Option<OsString>) -> Self {
         let text = |name: &str| variable(name).and_then(|value| value.into_string().ok());
         let filled = |name: &str| text(name).filter(|value| !value.is_empty());
@@ -37,7 +37,7 @@ impl Environment {
         }
     }
 
-    /// A directory of the user's cache.
+    /// Returns a directory in the user's cache.
     pub(crate) fn in_cache(&self, name: &str) -> Option<PathBuf> {
         let home = self.home.as_ref()?;
         Some(home.join(".cache/hearth").join(name))

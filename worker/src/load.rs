@@ -1,4 +1,4 @@
-//! From a model directory to a model that is ready to run.
+//! Opens a model directory as a model that is ready to run.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -15,48 +15,48 @@ use crate::cli::{ModelArgs, ResidencyArg};
 use crate::device::{DeviceOptions, GpuBackend, OnDevice};
 use crate::environment::Environment;
 
-/// How many modules ahead of the running one `MmapPrefetch` asks the kernel for.
+/// Number of modules beyond the running one that `MmapPrefetch` requests from the kernel.
 const PREFETCH_MODULES: usize = 8;
 
-/// What decides how a model is opened.
+/// Options for opening a model.
 pub(crate) struct LoadOptions<'a> {
-    /// The device, with kernels, threads and pinning.
+    /// The device, with its kernels, threads and pinning.
     pub(crate) device: DeviceOptions,
-    /// Residency, with the bytes of weights that may be in memory at a time.
+    /// Residency policy, with the bytes of weights that may be in memory at a time.
     pub(crate) residency: ResidencyPolicy,
-    /// NUMA nodes for weights that stay in the machine's memory; none: wherever the system puts them.
+    /// NUMA nodes for weights that stay in the machine's memory; `None` leaves their placement to the system.
     pub(crate) placing: Option<Placing<'a>>,
 }
 
-/// How weights come to be where they are used.
+/// Policy for keeping weights in memory.
 pub(crate) enum ResidencyPolicy {
-    /// All stay in memory.
+    /// All weights stay in memory.
     Resident,
-    /// Read ahead and dropped behind.
+    /// Weights are read ahead of use and dropped after it.
     MmapPrefetch {
-        /// Bytes of weights in memory at a time; `None`: half of them.
+        /// Bytes of weights in memory at a time; `None` means half of them.
         budget_bytes: Option<u64>,
     },
 }
 
-/// A model on a device, with what the tools report about it.
+/// A model on a device, with the data that the tools report about it.
 pub(crate) struct LoadedOn<B: Backend> {
-    /// Ready to run.
+    /// The model, ready to run.
     pub(crate) model: Model<B>,
-    /// Its weights' policy, for statistics.
+    /// Residency policy of its weights, for statistics.
     pub(crate) residency: Arc<dyn Residency<B>>,
     /// The mapped files.
     pub(crate) checkpoint: Checkpoint,
 }
 
-/// A model on the device that was asked for.
+/// A model on the requested device.
 pub(crate) type Loaded = OnDevice<LoadedOn<CpuBackend>, LoadedOn<GpuBackend>>;
 
 impl LoadOptions<'_> {
-    /// The tools' arguments as options; no pinning.
+    /// Converts the tools' arguments to options, without pinning.
     ///
     /// # Errors
-    /// Options that do not go together.
+    /// An error if options conflict.
     pub(crate) fn from_args(args: &ModelArgs, environment: &Environment) -> anyhow::Result<Self> {
         let residency = match args.residency {
             ResidencyArg::Resident if args.residency_budget.is_some() => anyhow::bail!(
@@ -75,10 +75,11 @@ impl LoadOptions<'_> {
     }
 }
 
-/// Opens the model in `directory`; with `Resident` its pages are read in, or copied to the GPU, and `progress` hears how far that is.
+/// Opens the model in `directory`; with `Resident`, its pages are read or copied to the GPU. `progress` receives
+/// updates.
 ///
 /// # Errors
-/// Whatever is wrong with the directory's files, by name; or a device that cannot be had.
+/// An error that names the faulty file in the directory, or a device that cannot be opened.
 pub(crate) fn open(
     directory: &Path,
     options: LoadOptions<'_>,
@@ -111,7 +112,7 @@ pub(crate) fn open(
     })
 }
 
-/// A model's files, read and mapped.
+/// A model's files, opened and mapped.
 struct Files<'a> {
     directory: &'a Path,
     config: ModelConfig,
@@ -164,7 +165,8 @@ impl Files<'_> {
     }
 }
 
-/// What two workers must share for their bits to be equal: kernels, cache type and form of latent attention, not threads.
+/// Identifies everything that must be equal for two workers to compute the same bits: kernels, cache type and form of
+/// latent attention, but not threads.
 pub(crate) fn numerics<B: Backend>(model: &Model<B>, kv_dtype: KvDType) -> String {
     let is_latent = model.kv_layout(1, kv_dtype).value_in_key;
     let form = if is_latent { " mla=absorbed" } else { "" };

@@ -7,7 +7,7 @@ use tracing_subscriber::EnvFilter;
 
 use crate::environment::Environment;
 
-/// Starts logging; `RUST_LOG` chooses what, `info` of Hearth's own crates by default.
+/// Starts logging; `RUST_LOG` selects the logs, by default `info` of Hearth's own crates.
 pub(crate) fn init(environment: &Environment) {
     let asked = environment.log_filter.as_deref();
     let filter = asked
@@ -16,21 +16,21 @@ pub(crate) fn init(environment: &Environment) {
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
-        // It would tell of a line that cannot be written by `eprintln!`, which panics where that cannot be written either.
+        // It reports a failed write with `eprintln!`, which panics if that write fails too.
         .log_internal_errors(false)
         .with_ansi(std::io::stderr().is_terminal() && environment.has_colour)
         .init();
 }
 
-/// Writes a line to standard error. Where the disk behind it is full the line is lost, and nothing else.
+/// Writes a line to standard error. If the write fails, as on a full disk, only the line is lost.
 pub(crate) fn say(line: impl std::fmt::Display) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 
-/// Prints data to standard output. A reader that has gone (`| head`) is no error: nobody wants the rest.
+/// Prints data to standard output. A closed reader (`| head`) is not an error: the rest is not wanted.
 ///
 /// # Errors
-/// Another fault of standard output, such as a full disk.
+/// Any other failure of standard output, such as a full disk.
 pub(crate) fn print_data(text: &str) -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -39,7 +39,7 @@ pub(crate) fn print_data(text: &str) -> anyhow::Result<()> {
     }
 }
 
-/// An error as one message.
+/// Formats an error as a single message.
 pub(crate) fn sentence(error: &anyhow::Error) -> String {
     hearth_crds::sentence(&error.to_string(), &error.root_cause().to_string())
 }

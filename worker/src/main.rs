@@ -1,4 +1,4 @@
-//! `hearth-worker`: one process of a plan (gateway, prefill, decode), and the tools that work on a model.
+//! `hearth-worker`: a single process of a plan (gateway, prefill, decode), and the tools that work on a model.
 
 use std::process::ExitCode;
 

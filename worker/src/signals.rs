@@ -1,18 +1,18 @@
-//! What the process does when the system tells it something.
+//! Signal handling of the process.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Whether somebody waits for SIGTERM and ends the process in order.
+/// Whether a task waits for SIGTERM and shuts the process down in order.
 static IS_AWAITED: AtomicBool = AtomicBool::new(false);
 
-/// Lets SIGTERM end the process until [`termination`] waits for it. The first process of a container is not ended by
-/// a signal that it has no handler for (`pid_namespaces(7)`): told to end while it loads, it would go on until the
-/// kubelet kills it at the end of its grace, minutes later.
+/// Makes SIGTERM end the process until [`termination`] waits for it. The first process of a container is not ended by
+/// a signal that it has no handler for (`pid_namespaces(7)`): if told to stop while it loads, it would continue until
+/// the kubelet kills it at the end of its grace period, minutes later.
 pub(crate) fn end_when_told() {
-    /// What a shell gives for a process that SIGTERM ended.
+    /// Exit code that a shell reports for a process ended by SIGTERM.
     const CODE: libc::c_int = 128 + libc::SIGTERM;
     extern "C" fn handler(_signal: libc::c_int) {
-        // Whoever waits has put a handler before this one, which calls it.
+        // The task that waits has installed another handler, which calls this one.
         if !IS_AWAITED.load(Ordering::Relaxed) {
             // SAFETY: _exit is async-signal-safe.
             unsafe { libc::_exit(CODE) };
@@ -30,8 +30,8 @@ pub(crate) fn end_when_told() {
     }
 }
 
-/// Says why before the process dies of SIGBUS: reading past the end of a mapped file that was cut off.
-/// The supervisor starts the worker again, which then reports the file by name.
+/// Prints an explanation before the process dies of SIGBUS, from reading past the end of a truncated mapped file.
+/// The supervisor restarts the worker, which then reports the file by name.
 pub(crate) fn explain_bus_errors() {
     extern "C" fn handler(_signal: libc::c_int) {
         const MESSAGE: &[u8] = b"error: a weights file was truncated or its disk failed while it was mapped (SIGBUS)\n  \

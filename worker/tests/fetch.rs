@@ -1,4 +1,4 @@
-//! `hearth-worker fetch` as its user calls it.
+//! `hearth-worker fetch` from a user's point of view.
 
 #![allow(clippy::unwrap_used)] // helpers of tests
 
@@ -33,7 +33,7 @@ fn fetch(url: &str, sha256: &str, into: &Path) -> Command {
     command
 }
 
-/// Runs to the end, beside the servers of the test.
+/// Runs the command to its end, concurrently with the test's servers.
 async fn run(mut command: Command) -> (i32, String, String) {
     let Output {
         status,
@@ -133,7 +133,7 @@ async fn a_killed_fetch_is_gone_on_with() {
         fs::metadata(&part).is_ok_and(|metadata| metadata.len() == 1_700_000)
     })
     .await;
-    // As kill -9.
+    // Same as kill -9.
     drop(first);
     let (code, _, stderr) = run(fetch(&server.url(), &checksum, cache.path())).await;
     assert_eq!(code, 0, "{stderr}");
@@ -148,7 +148,7 @@ async fn a_killed_fetch_is_gone_on_with() {
 async fn of_many_processes_one_fetches() {
     let archive = model_tar(2_000_000);
     let server = FileServer::start(archive.clone()).await;
-    // So slow that all four have started before the first is done.
+    // Slow enough that all four start before the first is done.
     server.pace(Duration::from_millis(20));
     let cache = TempDir::new().unwrap();
     let checksum = sha256(&archive);
@@ -207,7 +207,7 @@ async fn faults_are_told_with_a_remedy() {
     }
 }
 
-/// Serves one file over TLS, to whoever accepts the certificate.
+/// Serves one file over TLS, to any client that accepts the certificate.
 async fn serve_tls(config: ServerConfig, file: Vec<u8>) -> String {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();

@@ -1,4 +1,5 @@
-//! `--device cuda` of the worker's own binary, unchanged, on the host model of CUDA: answers, what is missing, and where kernels are kept.
+//! `--device cuda` of the unmodified worker binary on the host model of CUDA: answers, missing parts, and the kernel
+//! cache.
 
 #![allow(clippy::unwrap_used)] // a test that cannot set itself up has failed
 
@@ -10,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
-/// The worker beside the host model, with a kernel cache of the tests' own. The checks of the model are those of the backend's tests; here they
-/// are off, for speed.
+/// Runs the worker with the host model and the tests' own kernel cache. The model's checks are exercised by the
+/// backend's tests; here they are off, for speed.
 fn worker(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_hearth-worker"));
     let kernels = hearth_cuda_host::libraries().join("unchecked");
@@ -51,7 +52,7 @@ fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// The command fails with these words, and does not panic.
+/// Asserts that the command fails with these words and does not panic.
 fn refused(mut command: Command, words: &[&str]) {
     let output = command.output().unwrap();
     let text = text(&output);
@@ -67,7 +68,7 @@ fn a_gpu_answers_as_the_cpu_does() {
     let want = tokens(&ask("cpu", &[]).output().unwrap());
     assert_eq!(want.len(), 6);
     assert_eq!(tokens(&ask("cuda", &[]).output().unwrap()), want);
-    // Weights by another way: the driver cannot register pages that may only be read, or none at all.
+    // Other ways of copying weights: the driver cannot register read-only pages, or no pages at all.
     for refusal in [
         "HEARTH_HOST_MODEL_NO_READ_ONLY_REGISTER",
         "HEARTH_HOST_MODEL_NO_REGISTER",
@@ -107,7 +108,8 @@ fn one_of_several_gpus_is_chosen_by_its_uuid() {
     );
 }
 
-/// What a decode worker says on standard error until it serves, where its plan has that GPU and a device plugin the model's.
+/// Returns a decode worker's standard error up to the point where it serves, if its plan names GPU `planned` and the
+/// device plugin provides the host model's.
 fn served_with(planned: &str) -> String {
     let directory = TempDir::new().unwrap();
     let plan = directory.path().join("plan.json");
@@ -156,7 +158,7 @@ fn served_with(planned: &str) -> String {
     said
 }
 
-/// A device plugin hands out whichever GPU it likes.
+/// A device plugin may assign any GPU.
 #[test]
 fn another_gpu_than_planned_serves_and_is_told() {
     let there = "GPU-48656172-7468-486f-7374-4d6f64656c00";
@@ -238,7 +240,7 @@ fn what_is_missing_is_said_with_its_remedy() {
     }
 }
 
-/// A driver without NVRTC: kernels that were compiled ahead are enough, and without them it is said what to install.
+/// A driver without NVRTC: kernels compiled ahead of time are enough; without them, the error says what to install.
 #[test]
 fn kernels_come_from_ahead_or_from_a_compiler() {
     let directory = TempDir::new().unwrap();
@@ -264,14 +266,15 @@ fn kernels_come_from_ahead_or_from_a_compiler() {
         );
     }
 
-    // The compiler's directory named outright, into an empty cache: all that the model uses is kept there.
+    // With the compiler's directory given explicitly and an empty cache: all kernels that the model uses are stored
+    // there.
     let mut compiled = without_compiler();
     compiled.env("HEARTH_NVRTC", hearth_cuda_host::libraries());
     let want = tokens(&compiled.output().unwrap());
     let kept = fs::read_dir(&empty).unwrap().count();
     assert!(kept > 10, "{kept} kernels");
 
-    // Every file cut short: the compiler is asked again. Whole again: it is not needed.
+    // Every file truncated: the compiler is used again. Complete again: it is not needed.
     for entry in fs::read_dir(&empty).unwrap() {
         let path = entry.unwrap().path();
         let bytes = fs::read(&path).unwrap();
@@ -369,7 +372,7 @@ fn unknown_architectures_are_refused_by_name() {
     refused(compile("gfx942"), &["gfx942", "sm_89"]);
 }
 
-/// A machine without GPU loses nothing: the worker does not even look for the driver unless it is told to.
+/// A machine without a GPU pays nothing: the worker does not even look for the driver unless told to.
 #[test]
 fn nothing_of_cuda_is_loaded_on_the_cpu() {
     let output = ask("cpu", &[]).env("LD_DEBUG", "libs").output().unwrap();

@@ -1,4 +1,4 @@
-//! Compiles the protobuf by protox: no protoc is needed on the machine.
+//! Compiles the protobuf definitions with protox, so no protoc is needed.
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let files = protox::compile(
@@ -8,7 +8,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     tonic_prost_build::configure()
         .bytes(".hearth.v1.KvLayer.data")
         .bytes(".hearth.v1.PrefillDone.logits")
-        // What is printed of a message may end in a log: see secret.rs.
+        // A message's debug output may end up in a log: see secret.rs.
         .skip_debug([".hearth.v1.Credentials", ".hearth.v1.IdentifyResponse"])
         .compile_fds(files)?;
     println!("cargo:rerun-if-changed=proto");

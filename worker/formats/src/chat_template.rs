@@ -1,6 +1,6 @@
-//! Chat templates: messages to the text that the model was trained on.
+//! Chat templates: convert messages to the text format that the model was trained on.
 //!
-//! Templates are Jinja, written for transformers' environment: trimmed blocks, loop controls, Python's methods on
+//! Templates are Jinja, written for transformers' environment: trimmed blocks, loop controls, Python's methods of
 //! strings and maps, `raise_exception`, `strftime_now`, and a `tojson` that is Python's `json.dumps`.
 
 mod python;
@@ -18,27 +18,27 @@ use serde_json::Map;
 use crate::FormatError;
 use crate::file::{MAX_CONFIG_BYTES, read_file};
 
-/// Instructions that one rendering may take: far more than a full context of short messages needs, and about a second.
+/// Instruction limit of one rendering: far more than a full context of short messages needs, and about a second.
 const FUEL: u64 = 20_000_000;
 const CONFIG_FILE: &str = "tokenizer_config.json";
 const NAME: &str = "chat_template";
 
-/// Tells the time to `strftime_now`.
+/// Clock read by `strftime_now`.
 pub type Clock = Arc<dyn Fn() -> Zoned + Send + Sync>;
 
-/// The chat template of a model, compiled.
+/// A model's compiled chat template.
 #[derive(Clone)]
 pub struct ChatTemplate {
     default: Option<Arc<Environment<'static>>>,
-    /// Preferred when tools are given.
+    /// Used instead of `default` when tools are given.
     tool_use: Option<Arc<Environment<'static>>>,
-    /// `bos_token`, `eos_token` and their like.
+    /// `bos_token`, `eos_token` and similar variables.
     special_tokens: Map<String, serde_json::Value>,
 }
 
 impl ChatTemplate {
-    /// Reads `chat_template.jinja`, or `chat_template` of `tokenizer_config.json`; `None` if the model has neither.
-    /// `strftime_now` tells the system's time.
+    /// Reads `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`; `None` if the model has neither.
+    /// `strftime_now` returns the system time.
     ///
     /// # Errors
     /// [`FormatError::Io`], [`FormatError::Malformed`], [`FormatError::Template`] (does not compile).
@@ -46,10 +46,10 @@ impl ChatTemplate {
         Self::open_with_clock(dir, Arc::new(Zoned::now))
     }
 
-    /// Opens as [`ChatTemplate::open`] does, with a clock.
+    /// Same as [`ChatTemplate::open`], with the given clock.
     ///
     /// # Errors
-    /// As [`ChatTemplate::open`].
+    /// Same as [`ChatTemplate::open`].
     pub fn open_with_clock(dir: &Path, clock: Clock) -> Result<Option<Self>, FormatError> {
         let config = match read(&dir.join(CONFIG_FILE))? {
             Some(text) => parse_config(&text)?,
@@ -71,7 +71,7 @@ impl ChatTemplate {
         }))
     }
 
-    /// A template from its source, without special tokens.
+    /// Compiles a template from its source, without special tokens.
     ///
     /// # Errors
     /// [`FormatError::Template`].
@@ -83,11 +83,11 @@ impl ChatTemplate {
         })
     }
 
-    /// The prompt for `messages`. `tools` are OpenAI's objects; `extra` are further variables of the template
-    /// (`enable_thinking`), which may not replace those that this function sets.
+    /// Renders the prompt for `messages`. `tools` are OpenAI tool objects; `extra` are additional template variables
+    /// (such as `enable_thinking`), which cannot replace those that this function sets.
     ///
     /// # Errors
-    /// [`FormatError::TemplateRefused`] when the template raises an exception, [`FormatError::Template`] when it fails
+    /// [`FormatError::TemplateRefused`] if the template raises an exception, [`FormatError::Template`] if it fails
     /// or runs too long.
     pub fn render(
         &self,
@@ -140,7 +140,7 @@ struct Sources {
 }
 
 impl Sources {
-    /// `chat_template`: a string, or a list of `{name, template}`.
+    /// Reads `chat_template`: a string, or a list of `{name, template}`.
     fn from_config(config: &Map<String, serde_json::Value>) -> Result<Self, FormatError> {
         let mut sources = Self::default();
         match config.get("chat_template") {
@@ -192,7 +192,7 @@ fn bad_config(problem: String) -> FormatError {
     FormatError::malformed(CONFIG_FILE, problem, "download the file again.")
 }
 
-/// The `…_token` entries: a string, or an object with `content`.
+/// Reads the `…_token` entries: each is a string or an object with `content`.
 fn special_tokens(config: &Map<String, serde_json::Value>) -> Map<String, serde_json::Value> {
     let text = |value: &serde_json::Value| {
         value
@@ -253,7 +253,7 @@ fn compile(source: String, clock: &Clock) -> Result<Arc<Environment<'static>>, F
     Ok(Arc::new(environment))
 }
 
-/// What `raise_exception` was given.
+/// Argument of `raise_exception`.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Raised(String);
@@ -286,8 +286,8 @@ fn describe(error: &Error) -> String {
     }
 }
 
-/// `{% generation %}` marks the assistant's words for training and renders as its content: here a block that is
-/// always taken.
+/// Replaces `{% generation %}`, which marks the assistant's words for training and renders as its content, by a
+/// block that is always taken.
 fn without_generation_marks(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;

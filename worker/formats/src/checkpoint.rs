@@ -1,4 +1,4 @@
-//! A model's weights: one safetensors file, or the shards that `model.safetensors.index.json` names.
+//! A model's weights: one safetensors file, or the shards listed in `model.safetensors.index.json`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -21,9 +21,9 @@ pub(crate) const SINGLE_FILE: &str = "model.safetensors";
 pub(crate) const INDEX_FILE: &str = "model.safetensors.index.json";
 const GIVE_A_CHECKPOINT: &str =
     "give the folder of a checkpoint: config.json beside model.safetensors or its shards.";
-/// Pieces of a file's weights that its fingerprint looks at.
+/// Number of samples that a file's fingerprint hashes.
 const SAMPLES: usize = 64;
-/// Bytes of one of them.
+/// Bytes of one sample.
 const SAMPLE_BYTES: usize = 4096;
 const WRONG_CONFIG: &str =
     "weights and config.json belong to different models; take both from the same checkpoint.";
@@ -31,7 +31,7 @@ const WRONG_CONFIG: &str =
 /// The weights of a model, memory-mapped; clones share the mapping.
 ///
 /// Slices that it hands out keep the mapping alive, so weights may be deleted or replaced (by rename) under
-/// a running worker; only truncating a mapped file in place would end the process.
+/// a running worker; only truncating a mapped file in place would kill the process.
 #[derive(Clone, Debug)]
 pub struct Checkpoint {
     inner: Arc<Inner>,
@@ -48,11 +48,11 @@ struct Inner {
 /// One file of a checkpoint.
 #[derive(Clone, Debug)]
 pub struct CheckpointFile {
-    /// Name without folder.
+    /// Name without directory.
     pub name: String,
-    /// Where it was opened; empty for a checkpoint in memory.
+    /// Path it was opened at; empty for a checkpoint in memory.
     pub path: PathBuf,
-    /// The whole file.
+    /// Contents of the whole file.
     pub data: Bytes,
 }
 
@@ -62,33 +62,33 @@ struct Located {
     entry: Entry,
 }
 
-/// What is known of a tensor without reading it.
+/// Metadata of a tensor, known without reading it.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorInfo<'a> {
-    /// Type as stored; [`StoredType::weight`] tells whether a model can use it.
+    /// Stored element type; [`StoredType::weight`] tells whether a model can use it.
     pub dtype: StoredType,
-    /// Dimensions, slowest first.
+    /// Dimensions, outermost first.
     pub shape: &'a [usize],
     /// Length in bytes.
     pub size_bytes: u64,
     /// Index into [`Checkpoint::files`].
     pub file: usize,
-    /// First byte in that file.
+    /// Offset of the first byte in that file.
     pub offset: u64,
 }
 
 impl Checkpoint {
-    /// Maps the checkpoint in `dir`: `model.safetensors` if there is one, else the shards of
+    /// Maps the checkpoint in `dir`: `model.safetensors` if it exists, else the shards listed in
     /// `model.safetensors.index.json`, else the only `*.safetensors` file.
     ///
-    /// Only headers are read. All of them are checked, and each name of the index against its shard.
+    /// Only headers are read. All of them are checked, and each name in the index against its shard.
     ///
     /// # Errors
-    /// [`FormatError::Io`], [`FormatError::Missing`] (folder without weights, missing shard, tensor absent from
+    /// [`FormatError::Io`], [`FormatError::Missing`] (directory without weights, missing shard, tensor absent from
     /// its shard), [`FormatError::Truncated`], [`FormatError::TooLarge`], [`FormatError::Malformed`].
     pub fn open(dir: &Path) -> Result<Self, FormatError> {
         fs::read_dir(dir).map_err(|e| FormatError::io(dir, e, GIVE_A_CHECKPOINT))?;
-        // What is wrong with it is told by who needs what it says.
+        // An unreadable config.json is reported by the code that needs its contents.
         let config = read_file(&dir.join("config.json"), MAX_CONFIG_BYTES, "");
         let config = config.unwrap_or_default();
         if dir.join(SINGLE_FILE).exists() {
@@ -118,10 +118,10 @@ impl Checkpoint {
         )
     }
 
-    /// A checkpoint over bytes in memory: one safetensors file.
+    /// Opens a checkpoint in memory, given the bytes of one safetensors file.
     ///
     /// # Errors
-    /// As [`Checkpoint::open`].
+    /// Same as [`Checkpoint::open`].
     pub fn from_bytes(name: &str, data: Bytes) -> Result<Self, FormatError> {
         let file = CheckpointFile {
             name: name.into(),
@@ -145,7 +145,7 @@ impl Checkpoint {
             hash.update(&source.data[..header.data_start as usize]);
             sample(&source.data[header.data_start as usize..], &mut hash);
             for (name, entry) in header.tensors {
-                // A tensor that the index places elsewhere, or does not know, is not part of the model.
+                // A tensor that the index places in another file, or does not list, is not part of the model.
                 if index.is_none_or(|index| index.get(&name) == Some(&source.name)) {
                     tensors.insert(name, Located { file, entry });
                 }
@@ -180,17 +180,17 @@ impl Checkpoint {
         })
     }
 
-    /// Names of all tensors, in order.
+    /// Names of all tensors, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.inner.tensors.keys().map(String::as_str)
     }
 
-    /// Whether there is such a tensor.
+    /// Whether the checkpoint has a tensor of that name.
     pub fn contains(&self, name: &str) -> bool {
         self.inner.tensors.contains_key(name)
     }
 
-    /// Type, shape and place of a tensor.
+    /// Type, shape and location of a tensor.
     pub fn tensor_info(&self, name: &str) -> Option<TensorInfo<'_>> {
         let Located { file, entry } = self.inner.tensors.get(name)?;
         Some(TensorInfo {
@@ -202,7 +202,7 @@ impl Checkpoint {
         })
     }
 
-    /// The bytes of a tensor, as mapped.
+    /// Returns a tensor's mapped bytes.
     ///
     /// # Errors
     /// [`FormatError::Missing`].
@@ -211,11 +211,11 @@ impl Checkpoint {
         Ok(self.slice(located))
     }
 
-    /// The matrix `[rows, cols]` of that name, over the mapped bytes. An FP8 matrix takes its scales from
+    /// Returns the matrix `[rows, cols]` of that name, backed by the mapped bytes. An FP8 matrix takes its scales from
     /// `{name}_scale_inv`, F32 or BF16, `[ceil(rows / 128), ceil(cols / 128)]`.
     ///
     /// # Errors
-    /// [`FormatError::Missing`] (tensor or scales), [`FormatError::Tensor`] (other type or shape).
+    /// [`FormatError::Missing`] (tensor or scales), [`FormatError::Tensor`] (wrong type or shape).
     pub fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<HostMatrix, FormatError> {
         let (located, dtype) = self.find_matrix(name, rows, cols)?;
         let scales = match dtype {
@@ -226,19 +226,20 @@ impl Checkpoint {
             .map_err(|e| self.mismatch(name, located, format!("cannot be used: {e}")))
     }
 
-    /// The vector of that name as f32 (exact from F16 and BF16).
+    /// Returns the vector of that name as f32 (exact from F16 and BF16).
     ///
     /// # Errors
-    /// [`FormatError::Missing`], [`FormatError::Tensor`] (other type or length, or FP8).
+    /// [`FormatError::Missing`], [`FormatError::Tensor`] (wrong type or length, or FP8).
     pub fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, FormatError> {
         let located = self.find_vector(name, len)?;
         Ok(self.floats(located))
     }
 
-    /// Checks type and shape of the matrix `[rows, cols]` of that name and of its scales by the headers: nothing is read.
+    /// Checks type and shape of the matrix `[rows, cols]` of that name and of its scales from the headers; reads no
+    /// weights.
     ///
     /// # Errors
-    /// As [`Checkpoint::matrix`], but for values of scales.
+    /// Same as [`Checkpoint::matrix`], except for invalid scale values.
     pub fn check_matrix(&self, name: &str, rows: usize, cols: usize) -> Result<(), FormatError> {
         let (_, dtype) = self.find_matrix(name, rows, cols)?;
         match dtype {
@@ -247,20 +248,20 @@ impl Checkpoint {
         }
     }
 
-    /// Checks type and length of the vector of that name by the headers.
+    /// Checks type and length of the vector of that name from the headers.
     ///
     /// # Errors
-    /// As [`Checkpoint::vector`].
+    /// Same as [`Checkpoint::vector`].
     pub fn check_vector(&self, name: &str, len: usize) -> Result<(), FormatError> {
         self.find_vector(name, len).map(drop)
     }
 
-    /// Bytes of all tensors.
+    /// Total size of all tensors in bytes.
     pub fn total_bytes(&self) -> u64 {
         self.inner.total_bytes
     }
 
-    /// Bytes of the tensors whose name the predicate accepts.
+    /// Total size in bytes of the tensors whose names `accept` accepts.
     pub fn bytes_of(&self, mut accept: impl FnMut(&str) -> bool) -> u64 {
         let accepted = self.inner.tensors.iter().filter(|(name, _)| accept(name));
         accepted.map(|(_, t)| t.entry.size_bytes).sum()
@@ -271,8 +272,8 @@ impl Checkpoint {
         &self.inner.files
     }
 
-    /// SHA-256 of config.json, of all headers and of 64 samples of each file's weights, in hexadecimal: tells checkpoints
-    /// apart, also of equal shape, without reading the weights.
+    /// SHA-256 of config.json, of all headers and of 64 samples of each file's weights, in hexadecimal: distinguishes
+    /// checkpoints, even those of equal shape, without reading all weights.
     pub fn fingerprint(&self) -> String {
         self.inner.fingerprint.clone()
     }
@@ -307,7 +308,7 @@ impl Checkpoint {
         Ok(located)
     }
 
-    /// The scales of an FP8 matrix, by their own name.
+    /// Finds the scales of an FP8 matrix by their own name.
     fn find_scales(
         &self,
         weight: &str,
@@ -329,7 +330,7 @@ impl Checkpoint {
     }
 
     fn slice(&self, Located { file, entry }: &Located) -> Bytes {
-        // `Header::parse` proved that the range lies in the file, whose length is a usize.
+        // `Header::parse` proved that the range lies within the file, whose length is a usize.
         let start = entry.offset as usize;
         self.inner.files[*file]
             .data
@@ -404,7 +405,7 @@ impl Checkpoint {
         }
     }
 
-    /// The values of a tensor that [`Self::expect_floats`] has passed.
+    /// Returns the values of a tensor that has passed [`Self::expect_floats`].
     fn floats(&self, located: &Located) -> Vec<f32> {
         let data = self.slice(located);
         match located.entry.dtype.weight() {
@@ -431,14 +432,14 @@ impl Checkpoint {
     }
 }
 
-/// Hashes [`SAMPLES`] evenly spread pieces of `data`; all of it where it is small.
+/// Hashes [`SAMPLES`] evenly spread pieces of `data`, or all of it if it is small.
 fn sample(data: &[u8], hash: &mut Sha256) {
     if data.len() <= SAMPLES * SAMPLE_BYTES {
         return hash.update(data);
     }
     let last = data.len() - SAMPLE_BYTES;
     for piece in 0..SAMPLES {
-        // In u128, since files may have any size.
+        // Computed in u128, since files may have any size.
         let start = (last as u128 * piece as u128 / (SAMPLES as u128 - 1)) as usize;
         hash.update(&data[start..start + SAMPLE_BYTES]);
     }
@@ -449,9 +450,9 @@ fn map_file(dir: &Path, name: &str) -> Result<CheckpointFile, FormatError> {
     let failed =
         |e: io::Error| FormatError::io(&path, e, "make the weights readable for this user.");
     let file = File::open(&path).map_err(failed)?;
-    // SAFETY: the mapping is private and read-only, and lives in the `Bytes` as long as any slice of it. Another
-    // process could write to the file; the bytes are then other numbers, which no code here takes for valid
-    // anything (all header text was copied and checked). Truncation in place raises SIGBUS, as the type's docs say.
+    // SAFETY: the mapping is private and read-only, and lives in the `Bytes` as long as any slice of it. If another
+    // process writes to the file, the numbers change, but no code here relies on their validity
+    // (all header text was copied and checked). Truncation in place raises SIGBUS, as the type's docs say.
     let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
     Ok(CheckpointFile {
         name: name.into(),
@@ -465,7 +466,7 @@ struct Index {
     weight_map: StrictMap<String>,
 }
 
-/// Tensor name → shard.
+/// Reads the index as a map from tensor name to shard.
 fn read_index(dir: &Path) -> Result<BTreeMap<String, String>, FormatError> {
     let path = dir.join(INDEX_FILE);
     let remedy = "make the index readable for this user.";
@@ -508,7 +509,7 @@ fn missing_shard(dir: &Path, shard: &str, others: usize) -> FormatError {
     }
 }
 
-/// The only `*.safetensors` of a folder without the usual names.
+/// Finds the only `*.safetensors` file in a directory without the usual names.
 fn only_weights_file(dir: &Path) -> Result<String, FormatError> {
     let entries = fs::read_dir(dir).map_err(|e| FormatError::io(dir, e, GIVE_A_CHECKPOINT))?;
     let names: Vec<String> = entries

@@ -1,8 +1,8 @@
-//! `config.json`: one file in each architecture's own words becomes one [`ModelConfig`].
+//! `config.json`: converts each architecture's own field names into one [`ModelConfig`].
 //!
-//! Both ages of the format are read: `rope_theta` beside `rope_scaling`, and `rope_parameters`. Sizes must be there;
-//! flags that transformers defaults are defaulted alike. What would change the numbers and is not
-//! implemented (sliding windows, partial rotary embedding, other quantisations) is refused, never ignored.
+//! Both generations of the format are read: `rope_theta` beside `rope_scaling`, and `rope_parameters`. Sizes are
+//! required; flags default to the same values as in transformers. Anything that would change the numbers and is not
+//! implemented (sliding windows, partial rotary embedding, other quantisations) is rejected, never ignored.
 
 mod deepseek_v3;
 mod fields;
@@ -27,10 +27,10 @@ use crate::error::without_bom;
 use crate::file::{MAX_CONFIG_BYTES, read_file};
 use fields::Fields;
 
-/// The model families that Hearth runs.
+/// Model families that Hearth runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Architecture {
-    /// `deepseek_v3`, and `kimi_k2`, which is another name for the same.
+    /// `deepseek_v3`, and `kimi_k2`, which is another name for the same architecture.
     DeepseekV3,
     /// `qwen3_moe`.
     Qwen3Moe,
@@ -52,13 +52,13 @@ const MODEL_TYPES: [(&str, Architecture); 6] = [
 ];
 
 impl Architecture {
-    /// The architecture of a `model_type`.
+    /// Returns the architecture of a `model_type`.
     pub fn from_model_type(model_type: &str) -> Option<Self> {
         let known = MODEL_TYPES.iter().find(|(name, _)| *name == model_type);
         known.map(|(_, architecture)| *architecture)
     }
 
-    /// All values of `model_type`, for messages.
+    /// All supported values of `model_type`, for messages.
     pub fn names() -> String {
         MODEL_TYPES.map(|(name, _)| name).join(", ")
     }
@@ -77,114 +77,114 @@ impl fmt::Display for Architecture {
 /// The shape of a model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    /// Family.
+    /// Model family.
     pub architecture: Architecture,
     /// `model_type` as written (`kimi_k2` stays `kimi_k2`).
     pub model_type: String,
-    /// Rows of the embedding and of the head; may exceed the tokenizer's vocabulary (padding).
+    /// Rows of the embedding and of the head; may exceed the tokenizer's vocabulary because of padding.
     pub vocab_size: usize,
     /// Width of the residual stream.
     pub hidden_size: usize,
     /// Decoder layers (without multi-token-prediction layers).
     pub layers: usize,
-    /// Width of dense feed-forward blocks; 0 when every layer is a mixture of experts and the file names none.
+    /// Width of dense feed-forward blocks; 0 if every layer is a mixture of experts and the file specifies none.
     pub intermediate_size: usize,
     /// Epsilon of all RMS norms.
     pub rms_norm_eps: f32,
-    /// The head is the embedding.
+    /// Whether the head shares the embedding's weights.
     pub tie_word_embeddings: bool,
-    /// Longest context.
+    /// Longest context, in tokens.
     pub max_position_embeddings: usize,
-    /// Attention.
+    /// Attention parameters.
     pub attention: AttentionConfig,
     /// Rotary embedding.
     pub rope: RopeConfig,
-    /// Mixture of experts.
+    /// Mixture-of-experts parameters; `None` for a dense model.
     pub moe: Option<MoeConfig>,
-    /// Tokens that end a text; generation_config.json may name more.
+    /// Tokens that end a text; generation_config.json may add more.
     pub eos_token_ids: Vec<u32>,
     /// Token that begins a text.
     pub bos_token_id: Option<u32>,
-    /// Weights are FP8 with 128×128 block scales.
+    /// `Some` if weights are FP8 with 128×128 block scales.
     pub fp8: Option<Fp8Config>,
 }
 
-/// Attention of one layer; all layers are alike.
+/// Attention of one layer; all layers are the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AttentionConfig {
     /// Grouped-query attention (multi-head when `kv_heads == heads`).
     Gqa {
         /// Query heads; a multiple of `kv_heads`.
         heads: usize,
-        /// Heads of keys and values.
+        /// Key and value heads.
         kv_heads: usize,
-        /// Elements of a head; even.
+        /// Elements per head; even.
         head_dim: usize,
-        /// q, k and v projections have a bias.
+        /// Whether the q, k and v projections have a bias.
         qkv_bias: bool,
-        /// The output projection has a bias.
+        /// Whether the output projection has a bias.
         o_bias: bool,
-        /// Queries and keys are normalised for each head.
+        /// Whether queries and keys are normalised per head.
         qk_norm: bool,
     },
     /// Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
     Mla {
-        /// Heads.
+        /// Number of heads.
         heads: usize,
-        /// Rank of the compressed queries; `None`: queries are projected directly.
+        /// Rank of the compressed queries; `None` if queries are projected directly.
         q_lora_rank: Option<usize>,
         /// Rank of the compressed keys and values.
         kv_lora_rank: usize,
-        /// Elements of a query or key without position.
+        /// Elements of the query or key part without position.
         qk_nope_head_dim: usize,
-        /// Elements of a query or key with position; even.
+        /// Elements of the query or key part with position; even.
         qk_rope_head_dim: usize,
-        /// Elements of a value.
+        /// Elements per value.
         v_head_dim: usize,
-        /// Element `2i` rotates with `2i + 1` (else `i` with `i + dim / 2`).
+        /// Whether element `2i` rotates with `2i + 1` (else `i` with `i + dim / 2`).
         interleaved_rope: bool,
     },
 }
 
-/// How router logits become scores.
+/// Function that turns router logits into scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ScoreFunction {
     /// Softmax over all experts.
     Softmax,
-    /// Sigmoid of each.
+    /// Sigmoid of each logit.
     Sigmoid,
 }
 
-/// Mixture of experts.
+/// Mixture-of-experts parameters.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MoeConfig {
-    /// Routed experts.
+    /// Number of routed experts.
     pub experts: usize,
-    /// Routed experts of one token.
+    /// Routed experts per token.
     pub experts_per_token: usize,
     /// Width of one expert; the shared experts are one block of `shared_experts` times this width.
     pub intermediate_size: usize,
-    /// Shared experts; 0: none.
+    /// Number of shared experts; 0 if there are none.
     pub shared_experts: usize,
-    /// Layers before this one are dense.
+    /// Number of leading layers that are dense.
     pub first_dense_layers: usize,
-    /// DeepSeek: a layer is sparse when its index is a multiple of this.
+    /// DeepSeek: a layer is sparse if its index is a multiple of this.
     pub moe_layer_freq: usize,
-    /// Qwen: a layer is sparse when its index + 1 is a multiple of this.
+    /// Qwen: a layer is sparse if its index + 1 is a multiple of this.
     pub decoder_sparse_step: usize,
-    /// Further dense layers.
+    /// Additional dense layers, by index.
     pub mlp_only_layers: Vec<usize>,
-    /// Groups of experts; 1: no grouping.
+    /// Groups of experts; 1 means no grouping.
     pub groups: usize,
-    /// Groups that stay eligible for a token.
+    /// Groups that remain eligible for a token.
     pub top_groups: usize,
-    /// The chosen scores are divided by their sum.
+    /// Whether the chosen scores are divided by their sum.
     pub normalize: bool,
-    /// Factor of the weights afterwards.
+    /// Factor applied to the weights afterwards.
     pub scaling: f32,
     /// Score function.
     pub score: ScoreFunction,
-    /// A bias corrects the choice of experts, not their weights.
+    /// Whether a bias corrects the choice of experts (not their weights).
     pub correction_bias: bool,
 }
 
@@ -201,7 +201,7 @@ impl ModelConfig {
     /// Reads `dir/config.json`.
     ///
     /// # Errors
-    /// [`FormatError::Io`], [`FormatError::TooLarge`], and those of [`ModelConfig::parse`].
+    /// [`FormatError::Io`], [`FormatError::TooLarge`], and the errors of [`ModelConfig::parse`].
     pub fn read(dir: &Path) -> Result<Self, FormatError> {
         let path = dir.join("config.json");
         let remedy = "give the folder of a checkpoint, with its config.json.";
@@ -217,7 +217,8 @@ impl ModelConfig {
     ///
     /// # Errors
     /// [`FormatError::Malformed`] (not JSON), [`FormatError::UnsupportedArchitecture`],
-    /// [`FormatError::Config`] (a field is missing, of another type, out of range, or asks for what is not supported).
+    /// [`FormatError::Config`] (a field is missing, of the wrong type, out of range, or requests something
+    /// unsupported).
     pub fn parse(json: &str) -> Result<Self, FormatError> {
         let value: Value = serde_json::from_slice(without_bom(json.as_bytes()))
             .map_err(|e| not_json(format!("is not valid JSON: {e}")))?;
@@ -249,7 +250,7 @@ impl ModelConfig {
     }
 }
 
-/// What each architecture reads in its own words.
+/// Fields that each architecture reads under its own names.
 struct Parts {
     attention: AttentionConfig,
     moe: Option<MoeConfig>,
@@ -297,7 +298,7 @@ fn common(
     })
 }
 
-/// Bounds on products, so that later arithmetic on shapes cannot overflow and plans stay enumerable.
+/// Bounds products of sizes, so that later arithmetic on shapes cannot overflow and plans stay enumerable.
 fn check_sizes(config: &ModelConfig) -> Result<(), FormatError> {
     const MAX_MODULES: usize = 1_000_000;
     let too_large = |field: &str, product: usize, limit: usize| {

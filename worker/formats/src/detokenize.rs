@@ -1,26 +1,26 @@
-//! Tokens to text, one at a time, exactly as the whole would be decoded at once.
+//! Converts tokens to text one at a time, with exactly the result of decoding the whole sequence at once.
 //!
-//! tokenizers' decoders work on whole sequences. Those that language models use are recognised here and turned
-//! into machines with a little state: the bytes of an unfinished character, a run of byte tokens, a
-//! space that only the first token loses. A decoder that is none of them is refused when the tokenizer is opened.
+//! tokenizers' decoders work on whole sequences. The ones that language models use are recognised here and turned
+//! into machines with a little state: the bytes of an incomplete character, a run of byte tokens, a
+//! space that only the first token loses. Any other decoder is rejected when the tokenizer is opened.
 
 use serde_json::Value;
 
 use crate::FormatError;
 use crate::tokenizer::Tokenizer;
 
-/// How tokens of a vocabulary become text.
+/// Decoder of a vocabulary's tokens.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Detokenizer {
     /// GPT-2's byte alphabet: each character of a token is a byte.
     ByteLevel,
-    /// Steps on whole tokens.
+    /// Steps applied to whole tokens.
     Pieces(Vec<Step>),
     /// No decoder: tokens are words.
     Words,
 }
 
-/// One step of a sequence of decoders.
+/// One step in a sequence of decoders.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Step {
     Replace {
@@ -32,7 +32,7 @@ pub(crate) enum Step {
         first_loses_it: bool,
     },
     ByteFallback,
-    /// Strips at most so many leading `content` of the whole text.
+    /// Strips up to `count` leading `content` characters from the whole text.
     StripStart {
         content: char,
         count: usize,
@@ -68,7 +68,7 @@ impl Detokenizer {
         Ok(Self::Pieces(steps))
     }
 
-    /// The bytes of one token in the middle of a text.
+    /// Returns the bytes of one token in the middle of a text.
     pub(crate) fn bytes_of(&self, token: &str) -> Vec<u8> {
         match self {
             Self::ByteLevel => byte_level_bytes(token),
@@ -94,9 +94,10 @@ impl Detokenizer {
     }
 }
 
-/// A step after `before`; `Some(None)` for Fuse, which only tells that later steps see the whole; `None` if not supported.
+/// Parses the step that follows `before`; `Some(None)` for Fuse, which only means that later steps see the whole text;
+/// `None` if the step is not supported.
 fn step(part: &Value, before: &[Step], fused: bool) -> Option<Option<Step>> {
-    // Bytes that became text would pass through the later steps, the whole run at once.
+    // Bytes decoded to text would pass through the later steps, the whole run at once.
     let after_bytes = before.contains(&Step::ByteFallback);
     let text = |field: &str| part[field].as_str();
     let single = |field: &str| text(field).and_then(|s| s.parse::<char>().ok());
@@ -136,7 +137,7 @@ fn unsupported(part: &Value) -> FormatError {
 }
 
 impl Step {
-    /// A step on one token by itself.
+    /// Applies a per-token step to one token.
     fn apply(&self, token: &str, first: bool) -> String {
         match self {
             Self::Replace { pattern, content } => token.replace(pattern.as_str(), content),
@@ -152,20 +153,20 @@ impl Step {
     }
 }
 
-/// Decodes tokens as they come. The texts of all [`StreamDecoder::push`] and of [`StreamDecoder::finish`], joined, are
-/// [`Tokenizer::decode`] of all tokens; no text ends within a character.
+/// Decodes tokens as they arrive. The concatenated texts of all [`StreamDecoder::push`] and
+/// [`StreamDecoder::finish`] calls equal [`Tokenizer::decode`] of all tokens; no text ends within a character.
 ///
-/// Where a vocabulary falls back to byte tokens (Llama 2), a run of them is held until it ends: an invalid byte
+/// If a vocabulary falls back to byte tokens (Llama 2), a run of them is held until it ends: an invalid byte
 /// changes the text of the whole run.
 #[derive(Clone, Debug)]
 pub struct StreamDecoder {
     tokenizer: Tokenizer,
     skip_special: bool,
-    /// A token was pushed that is part of the text.
+    /// Whether a token that is part of the text was pushed.
     started: bool,
-    /// Bytes that are not text yet: an unfinished character, or a run of byte tokens.
+    /// Bytes that are not text yet: an incomplete character, or a run of byte tokens.
     held: Vec<u8>,
-    /// Characters that `StripStart` may still take.
+    /// Number of characters that `StripStart` may still remove.
     strip_left: usize,
 }
 
@@ -184,7 +185,7 @@ impl StreamDecoder {
         }
     }
 
-    /// Takes one token; returns the text that is now certain, if any.
+    /// Takes one token; returns the text that is now final, if any.
     pub fn push(&mut self, id: u32) -> Option<String> {
         let token = self.tokenizer.token_text(id)?;
         if self.skip_special && self.tokenizer.is_special_text(&token) {
@@ -204,7 +205,7 @@ impl StreamDecoder {
         Some(text).filter(|text| !text.is_empty())
     }
 
-    /// The rest, once no token follows: U+FFFD for a character that was never finished.
+    /// Returns the rest once no more tokens follow: U+FFFD for a character that was never completed.
     pub fn finish(mut self) -> String {
         match self.tokenizer.detokenizer() {
             Detokenizer::ByteLevel => String::from_utf8_lossy(&self.held).into_owned(),
@@ -234,7 +235,7 @@ impl StreamDecoder {
         self.strip(steps, text)
     }
 
-    /// The held run of byte tokens as text: valid as a whole, or U+FFFD for each byte.
+    /// Takes the held run of byte tokens as text: decoded if valid as a whole, else U+FFFD for each byte.
     fn take_run(&mut self) -> String {
         let run = std::mem::take(&mut self.held);
         let bytes = run.len();
@@ -275,7 +276,7 @@ impl Step {
     }
 }
 
-/// `<0x0A>` → 10.
+/// Parses a byte token: `<0x0A>` → 10.
 fn byte_token(token: &str) -> Option<u8> {
     let hex = token.strip_prefix("<0x")?.strip_suffix('>')?;
     (hex.len() == 2)
@@ -283,13 +284,14 @@ fn byte_token(token: &str) -> Option<u8> {
         .flatten()
 }
 
-/// The bytes of a token of a byte-level vocabulary; a token with other characters (an added one) is its own text.
+/// Returns the bytes of a token in a byte-level vocabulary; a token with other characters (an added one) is literal
+/// text.
 fn byte_level_bytes(token: &str) -> Vec<u8> {
     let bytes: Option<Vec<u8>> = token.chars().map(byte_of).collect();
     bytes.unwrap_or_else(|| token.as_bytes().to_vec())
 }
 
-/// GPT-2's alphabet: printable bytes are themselves, the others follow from U+0100 in order.
+/// Maps GPT-2's alphabet: printable bytes are themselves, the others follow from U+0100 in order.
 fn byte_of(c: char) -> Option<u8> {
     match c {
         '!'..='~' | '\u{A1}'..='\u{AC}' | '\u{AE}'..='\u{FF}' => u8::try_from(u32::from(c)).ok(),
@@ -300,7 +302,7 @@ fn byte_of(c: char) -> Option<u8> {
     }
 }
 
-/// Takes all whole characters off the front, invalid bytes as U+FFFD; what stays is the beginning of a character.
+/// Takes all complete characters off the front, with invalid bytes as U+FFFD; leaves the start of an incomplete one.
 fn take_characters(held: &mut Vec<u8>) -> String {
     let mut text = String::new();
     let mut taken = 0;

@@ -1,22 +1,23 @@
-//! What can be wrong with a model's files, said so that a person can act on it.
+//! Errors in a model's files, worded so that a user can act on them.
 
 use std::io;
 use std::path::PathBuf;
 
 use crate::config::Architecture;
 
-/// A model's files cannot be used. The first line says what is wrong and where, the indented one what to do.
+/// A model's files cannot be used. The first line of the message says what is wrong and where, the indented one what
+/// to do.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FormatError {
-    /// A file or folder cannot be read or written.
+    /// A file or directory cannot be read or written.
     #[error("{}: {source}\n  {remedy}", path.display())]
     Io {
-        /// What was opened.
+        /// Path that was opened.
         path: PathBuf,
-        /// The system's answer.
+        /// The system's error.
         source: io::Error,
-        /// What to do.
+        /// The remedy, as shown to the user.
         remedy: String,
     },
     /// A file ends before the data that its header describes.
@@ -28,12 +29,12 @@ pub enum FormatError {
     Truncated {
         /// File name.
         file: String,
-        /// Its length.
+        /// Its actual length.
         have_bytes: u64,
-        /// The length that the header implies.
+        /// Length implied by the header.
         want_bytes: u64,
     },
-    /// A file that is read whole is longer than any of its kind.
+    /// A file that is read whole is longer than any published file of its kind.
     #[error(
         "{file} has {} bytes, and at most {} are read\n  take the file from the published checkpoint.",
         thousands(*bytes),
@@ -42,51 +43,51 @@ pub enum FormatError {
     TooLarge {
         /// File name.
         file: String,
-        /// Its length, as far as it was looked at.
+        /// Its length, as far as it was read.
         bytes: u64,
-        /// The bound.
+        /// The limit.
         max_bytes: u64,
     },
-    /// A file's content is not what its format demands.
+    /// A file's content does not conform to its format.
     #[error("{file} {problem}\n  {remedy}")]
     Malformed {
         /// File name.
         file: String,
-        /// What is wrong, with the value, as the rest of a sentence: `is not valid JSON: …`.
+        /// The problem, with the value, as the rest of a sentence: `is not valid JSON: …`.
         problem: String,
-        /// What to do.
+        /// The remedy, as shown to the user.
         remedy: String,
     },
-    /// A file or tensor that something else names is not there.
+    /// A file or tensor that something else refers to is missing.
     #[error("{what} is missing: {needed_by}\n  {remedy}")]
     Missing {
-        /// File or tensor.
+        /// Name of the file or tensor.
         what: String,
-        /// Who needs it.
+        /// The file or component that needs it.
         needed_by: String,
-        /// What to do.
+        /// The remedy, as shown to the user.
         remedy: String,
     },
-    /// A tensor is there, with another type or shape than the model needs.
+    /// A tensor has a type or shape other than the model needs.
     #[error("tensor {name} in {file} {problem}\n  {remedy}")]
     Tensor {
         /// Tensor name.
         name: String,
         /// File name.
         file: String,
-        /// What is wrong, with both values.
+        /// The problem, with both values.
         problem: String,
-        /// What to do.
+        /// The remedy, as shown to the user.
         remedy: String,
     },
-    /// A field of config.json is missing, of the wrong type, out of range, or asks for what is not supported.
+    /// A field of config.json is missing, of the wrong type, out of range, or requests something unsupported.
     #[error("config.json: {field} {problem}\n  {remedy}")]
     Config {
-        /// Field, with dots for nesting.
+        /// Field name, with dots for nesting.
         field: String,
-        /// What is wrong, with the value.
+        /// The problem, with the value.
         problem: String,
-        /// What to do.
+        /// The remedy, as shown to the user.
         remedy: String,
     },
     /// The tokenizer has ids for which the model has no rows.
@@ -104,7 +105,7 @@ pub enum FormatError {
         "the text cannot be tokenised: {reason}\n  its vocabulary lacks a token for some character of it."
     )]
     Tokenize {
-        /// The tokenizer's words.
+        /// The tokenizer's error message.
         reason: String,
     },
     /// The chat template cannot be compiled or run.
@@ -112,13 +113,13 @@ pub enum FormatError {
         "the model's chat template {problem}\n  download chat_template.jinja or tokenizer_config.json again, or write a template there."
     )]
     Template {
-        /// What is wrong, with the place.
+        /// The problem, with its location.
         problem: String,
     },
-    /// The chat template refuses the messages, by `raise_exception`: the request is at fault.
+    /// The chat template rejects the messages through `raise_exception`: the request is at fault.
     #[error("the model's chat template refuses these messages: {message}")]
     TemplateRefused {
-        /// The template's words.
+        /// The template's message.
         message: String,
     },
     /// `model_type` is not one that Hearth runs.
@@ -133,7 +134,7 @@ pub enum FormatError {
 }
 
 impl FormatError {
-    /// Whether a file is not there.
+    /// Whether the error is that a file does not exist.
     pub(crate) fn is_not_found(&self) -> bool {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
     }
@@ -163,12 +164,12 @@ impl FormatError {
     }
 }
 
-/// A text without the byte order mark that some editors put in front; no JSON reader takes it.
+/// Strips the byte order mark that some editors prepend; no JSON reader accepts it.
 pub(crate) fn without_bom(text: &[u8]) -> &[u8] {
     text.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(text)
 }
 
-/// `4982131216` → `4,982,131,216`.
+/// Groups digits: `4982131216` → `4,982,131,216`.
 pub(crate) fn thousands(n: u64) -> String {
     let digits = n.to_string();
     let mut grouped = String::with_capacity(digits.len() + digits.len() / 3);

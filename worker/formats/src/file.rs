@@ -1,5 +1,7 @@
-//! The files beside the weights are read whole. Who packed a model may be nobody that is trusted, and a file of spaces
-//! compresses to nothing: each kind has a bound, and nothing is read of a file that is longer.
+//! Bounded reading of the files that accompany the weights, which are read whole. A model may come from an untrusted
+//! source, and a file of spaces compresses to almost nothing: each kind of file has a size limit, and a longer file is
+//! not read.
+//! read.
 
 use std::fs::File;
 use std::io::Read;
@@ -7,15 +9,15 @@ use std::path::Path;
 
 use crate::FormatError;
 
-/// Most bytes of config.json, generation_config.json, tokenizer_config.json and a chat template: the largest published are
-/// below 1 MiB.
+/// Largest accepted size of config.json, generation_config.json, tokenizer_config.json and a chat template, in bytes:
+/// the largest published ones are below 1 MiB.
 pub const MAX_CONFIG_BYTES: u64 = 16 << 20;
-/// Most bytes of model.safetensors.index.json: 90,000 tensors take 9 MiB.
+/// Largest accepted size of model.safetensors.index.json, in bytes: 90,000 tensors take 9 MiB.
 pub(crate) const MAX_INDEX_BYTES: u64 = 64 << 20;
-/// Most bytes of tokenizer.json: the largest published have about 35 MiB.
+/// Largest accepted size of tokenizer.json, in bytes: the largest published ones have about 35 MiB.
 pub(crate) const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
 
-/// The bytes of a file that has at most `max_bytes`. `remedy`: what to do when it cannot be read.
+/// Reads a file of at most `max_bytes`. `remedy` tells the user what to do if it cannot be read.
 ///
 /// # Errors
 /// [`FormatError::Io`], [`FormatError::TooLarge`].
@@ -25,7 +27,7 @@ pub fn read_file(path: &Path, max_bytes: u64, remedy: &str) -> Result<Vec<u8>, F
     let told_bytes = file.metadata().map_err(failed)?.len();
     let mut bytes = Vec::new();
     if told_bytes <= max_bytes {
-        // A pipe tells no length, and a file can grow.
+        // A pipe reports no length, and a file can grow.
         let limit_bytes = max_bytes.saturating_add(1);
         file.take(limit_bytes)
             .read_to_end(&mut bytes)

@@ -1,4 +1,4 @@
-//! `generation_config.json`: how the model's makers sample it.
+//! `generation_config.json`: the sampling settings recommended by the model's authors.
 
 use std::path::Path;
 
@@ -11,24 +11,24 @@ use crate::file::{MAX_CONFIG_BYTES, read_file};
 
 const FILE: &str = "generation_config.json";
 
-/// Defaults of sampling; what the file does not say is `None`. A request's own values go first.
+/// Default sampling parameters; `None` if the file does not set them. A request's own values take precedence.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GenerationConfig {
-    /// Tokens that end an answer, besides those of config.json; empty: none named.
+    /// Tokens that end an answer, in addition to those in config.json; empty if none are named.
     pub eos_token_ids: Vec<u32>,
-    /// False: greedy, whatever the temperature.
+    /// `Some(false)` means greedy, whatever the temperature.
     pub do_sample: Option<bool>,
     /// Temperature, 0 or more.
     pub temperature: Option<f32>,
-    /// Nucleus, in (0, 1].
+    /// Nucleus sampling threshold, in (0, 1].
     pub top_p: Option<f32>,
-    /// Most likely tokens to keep; `None` when the file says 0 or -1 (no limit).
+    /// Number of most likely tokens to keep; `None` if the file says 0 or -1 (no limit).
     pub top_k: Option<u32>,
-    /// Least probability, relative to the most likely token's.
+    /// Smallest probability, relative to the most likely token's.
     pub min_p: Option<f32>,
-    /// Divisor of the logits of tokens that were there before; positive.
+    /// Divisor of the logits of tokens that already occurred; positive.
     pub repetition_penalty: Option<f32>,
-    /// Tokens to generate at most.
+    /// Largest number of tokens to generate.
     pub max_new_tokens: Option<u32>,
 }
 
@@ -45,10 +45,11 @@ struct Raw {
 }
 
 impl GenerationConfig {
-    /// Reads `dir/generation_config.json`; `None` if there is no such file.
+    /// Reads `dir/generation_config.json`; `None` if the file does not exist.
     ///
     /// # Errors
-    /// [`FormatError::Io`], [`FormatError::TooLarge`], [`FormatError::Malformed`] (not JSON, a value of the wrong type or out of range).
+    /// [`FormatError::Io`], [`FormatError::TooLarge`], [`FormatError::Malformed`] (not JSON, or a value of the wrong
+    /// type or out of range).
     pub fn read(dir: &Path) -> Result<Option<Self>, FormatError> {
         let path = dir.join(FILE);
         let remedy = "make the file readable for this user.";

@@ -1,10 +1,10 @@
-//! Model files: safetensors, config.json, tokenizer, chat template; bytes become typed views.
+//! Model files as typed views of their bytes: safetensors, config.json, tokenizer, chat template.
 //!
 //! **Invariant:** nothing here knows how a model computes. A file is checked whole before any of it is used: every
-//! offset lies in the file, every shape fits its bytes, every dimension is bounded, so that later layers
+//! offset lies within the file, every shape matches its bytes, every dimension is bounded, so later layers
 //! may trust sizes. Weights are handed out as slices of the mapped file, never copied or altered.
 //!
-//! **Invariant:** no input panics. Each error names the file or field, the value, and what to do.
+//! **Invariant:** no input causes a panic. Each error names the file or field, the value, and the remedy.
 
 mod chat_template;
 mod checkpoint;

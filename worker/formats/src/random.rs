@@ -1,5 +1,5 @@
-//! Random checkpoints of any size, for benchmarks: the shapes and types of a real model, numbers that keep
-//! activations sane, written as a stream.
+//! Random checkpoints of any size, for benchmarks: the shapes and types of a real model, with numbers that keep
+//! activations in a sane range, written as a stream.
 
 use std::fs;
 use std::path::Path;
@@ -11,38 +11,38 @@ use serde_json::{Map, Value, json};
 use crate::FormatError;
 use crate::writer::{CheckpointWriter, TensorPlan};
 
-/// What to write.
+/// Description of the checkpoint to write.
 #[derive(Clone, Debug)]
 pub struct RandomCheckpoint<'a> {
-    /// The text of a config.json; `quantization_config` and `torch_dtype` are set to what is written.
+    /// Text of a config.json; `quantization_config` and `torch_dtype` are set to match what is written.
     pub config_json: &'a str,
     /// All tensors of the model: checkpoint name and shape, without scales.
     pub tensors: &'a [(String, Vec<usize>)],
-    /// Linear weights are FP8 with block scales (else all is BF16).
+    /// Whether linear weights are FP8 with block scales (otherwise everything is BF16).
     pub fp8: bool,
-    /// The same seed gives the same numbers to a tensor of the same name.
+    /// Seed; the same seed and tensor name give the same numbers.
     pub seed: u64,
-    /// Bytes of tensors in one file, at most.
+    /// Largest size of the tensors in one file, in bytes.
     pub max_shard_bytes: u64,
 }
 
-/// What a tensor is, which decides its numbers and whether FP8 is for it.
+/// Kind of a tensor, which determines its numbers and whether it can be FP8.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TensorKind {
-    /// A linear layer: N(0, 0.02), FP8 where asked for.
+    /// Linear layer: N(0, 0.02), FP8 if requested.
     Linear,
-    /// Embedding, head, router: N(0, 0.02), always BF16, as published FP8 models have it.
+    /// Embedding, head or router: N(0, 0.02), always BF16, as in published FP8 models.
     Plain,
-    /// Weight of a norm: near 1, BF16.
+    /// Norm weight: near 1, BF16.
     Norm,
     /// Bias: N(0, 0.02), BF16.
     Bias,
-    /// The router's correction of its choice: N(0, 0.01), F32.
+    /// Correction bias of the router: N(0, 0.01), F32.
     CorrectionBias,
 }
 
 impl TensorKind {
-    /// The kind by the names that all supported architectures use.
+    /// Derives the kind from the names that all supported architectures use.
     pub fn of(name: &str) -> Self {
         const PLAIN: [&str; 3] = ["embed_tokens.weight", "lm_head.weight", "mlp.gate.weight"];
         if name.ends_with("e_score_correction_bias") {
@@ -67,12 +67,12 @@ impl TensorKind {
     }
 }
 
-/// Writes `spec` into `dir`, which must be empty or absent. `progress` hears of (bytes written, bytes in all).
+/// Writes `spec` into `dir`, which must be empty or absent. `progress` is called with (bytes written, total bytes).
 ///
-/// Returns the bytes of all tensors.
+/// Returns the size of all tensors in bytes.
 ///
 /// # Errors
-/// [`FormatError::Malformed`] (folder not empty, config not JSON, name repeated), [`FormatError::Io`].
+/// [`FormatError::Malformed`] (directory not empty, config not JSON, duplicate name), [`FormatError::Io`].
 pub fn write_random(
     dir: &Path,
     spec: &RandomCheckpoint<'_>,
@@ -114,12 +114,12 @@ const CHECK_DISK: &str = "check the free space of the disk and the permissions o
 /// A multiple of 8, so that chunks end between random words and elements.
 const CHUNK_BYTES: usize = 1 << 20;
 const WEIGHT_STD: f32 = 0.02;
-/// Standard deviation of the stored E4M3 numbers, of which the largest is 448.
+/// Standard deviation of the stored E4M3 numbers; the largest of them is 448.
 const FP8_STD: f32 = 64.0;
 
 fn plan((name, shape): &(String, Vec<usize>), fp8: bool) -> Vec<TensorPlan> {
     let dtype = match TensorKind::of(name).dtype(fp8) {
-        // Scales belong to matrices; there is no FP8 vector.
+        // Scales belong to matrices; an FP8 vector does not exist.
         DType::F8E4m3 if shape.len() != 2 => DType::Bf16,
         dtype => dtype,
     };
@@ -172,7 +172,7 @@ fn prepare_folder(dir: &Path) -> Result<(), FormatError> {
     Ok(())
 }
 
-/// Numbers of a tensor.
+/// Distribution of a tensor's numbers.
 #[derive(Clone, Copy)]
 enum Fill {
     Bf16 { mean: f32, std: f32 },
@@ -251,7 +251,7 @@ fn table_index(draw: &[u8]) -> usize {
     usize::from(u16::from_le_bytes(pair)) % NORMAL_TABLE
 }
 
-/// Samples to draw from: an index is quicker than a normal deviate.
+/// Precomputed samples to draw from: an index is cheaper than a normal deviate.
 struct Tables {
     /// N(0, 1), mirrored about 0.
     normal: [f32; NORMAL_TABLE],
@@ -264,7 +264,7 @@ impl Tables {
         let mut random = SplitMix(0x5EED);
         let mut normal = [0.0; NORMAL_TABLE];
         for pair in normal.chunks_mut(2) {
-            // The sum of twelve uniform numbers has variance 1 and stays within ±6.
+            // The sum of twelve uniform numbers has variance 1 and, centred, stays within ±6.
             let sum: f64 = (0..12)
                 .map(|_| random.next() as f64 / u64::MAX as f64)
                 .sum();
@@ -281,11 +281,11 @@ impl Tables {
     }
 }
 
-/// The nearest E4M3FN code, saturating at ±448; ties to the even code.
+/// Returns the nearest E4M3FN code, saturating at ±448; ties go to the even code.
 fn e4m3_from_f32(value: f32) -> u8 {
     let sign = if value.is_sign_negative() { 0x80 } else { 0 };
     let magnitude = value.abs().min(448.0);
-    // Codes of one sign ascend with their values, so the nearest is found by comparing with midpoints.
+    // Codes of one sign ascend with their values, so comparing with midpoints finds the nearest.
     let mut best = 0;
     for code in 1..=0x7E {
         let (low, high) = (e4m3_to_f32(code - 1), e4m3_to_f32(code));
@@ -297,7 +297,7 @@ fn e4m3_from_f32(value: f32) -> u8 {
     sign | best
 }
 
-/// The value of a non-negative code below NaN (0x7F).
+/// Returns the value of a non-negative code below NaN (0x7F).
 fn e4m3_to_f32(code: u8) -> f32 {
     let (exponent, mantissa) = (i32::from(code >> 3), f32::from(code & 7));
     match exponent {
@@ -306,7 +306,7 @@ fn e4m3_to_f32(code: u8) -> f32 {
     }
 }
 
-/// SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): a counter and a mix, which compilers vectorise.
+/// SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): a counter and a mixing function, which compilers vectorise.
 struct SplitMix(u64);
 
 impl SplitMix {

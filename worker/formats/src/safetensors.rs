@@ -1,8 +1,8 @@
 //! The safetensors container: `u64` header length, little-endian; a JSON object from tensor names to
 //! `{dtype, shape, data_offsets}`; the tensors' bytes. Format: <https://github.com/huggingface/safetensors#format>.
 //!
-//! [`Header::parse`] accepts a file only whole: no duplicate name, no overlap, no hole, no byte left over, every
-//! shape equal to its bytes.
+//! [`Header::parse`] accepts only a file that is valid as a whole: no duplicate names, no overlaps, no holes, no bytes
+//! left over, and every shape equal to its bytes.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -14,7 +14,7 @@ use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
 use crate::FormatError;
 use crate::error::thousands;
 
-/// Largest header accepted, as in the reference implementation.
+/// Largest header accepted, same as in the reference implementation.
 pub const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 const DOWNLOAD_AGAIN: &str =
@@ -25,29 +25,29 @@ const DOWNLOAD_AGAIN: &str =
 pub struct Header {
     /// Tensors by name.
     pub tensors: BTreeMap<String, Entry>,
-    /// The free `__metadata__` strings.
+    /// The free-form `__metadata__` strings.
     pub metadata: BTreeMap<String, String>,
-    /// Where the tensors' bytes begin: 8 + header length.
+    /// Offset of the tensor data: 8 + header length.
     pub data_start: u64,
 }
 
-/// Type, shape and place of one tensor.
+/// Type, shape and location of one tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
     /// Element type.
     pub dtype: StoredType,
-    /// Dimensions, slowest first.
+    /// Dimensions, outermost first.
     pub shape: Vec<usize>,
-    /// First byte, from the beginning of the file.
+    /// Offset of the first byte from the beginning of the file.
     pub offset: u64,
     /// Length in bytes.
     pub size_bytes: u64,
 }
 
-/// An element type of safetensors; [`StoredType::weight`] tells those that a model may use.
+/// An element type of safetensors; [`StoredType::weight`] returns the ones that a model may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoredType {
-    /// Name as the format spells it.
+    /// Name as spelled by the format.
     pub name: &'static str,
     /// Bits of one element.
     pub bits: u32,
@@ -83,12 +83,12 @@ const fn stored(name: &'static str, bits: u32) -> StoredType {
 }
 
 impl StoredType {
-    /// The type of a given name.
+    /// Returns the type with the given name.
     pub fn from_name(name: &str) -> Option<Self> {
         STORED_TYPES.into_iter().find(|t| t.name == name)
     }
 
-    /// The type as a weight's, where kernels can read it.
+    /// Returns the type as a weight type if kernels can read it.
     pub fn weight(self) -> Option<DType> {
         [DType::F32, DType::F16, DType::Bf16, DType::F8E4m3]
             .into_iter()
@@ -99,10 +99,10 @@ impl StoredType {
 impl Header {
     /// Parses and checks the header of `file` (its name, for messages).
     ///
-    /// `start` is the beginning of the file, at least through the header; `file_bytes` is the length of the whole.
+    /// `start` is the beginning of the file, at least up to the end of the header; `file_bytes` is its total length.
     ///
     /// # Errors
-    /// [`FormatError::Truncated`] when the file ends before its data; [`FormatError::Malformed`] for the rest.
+    /// [`FormatError::Truncated`] if the file ends before its data; [`FormatError::Malformed`] for everything else.
     pub fn parse(file: &str, start: &[u8], file_bytes: u64) -> Result<Self, FormatError> {
         let bad = |problem: String| FormatError::malformed(file, problem, DOWNLOAD_AGAIN);
         let header = header_json(file, start, file_bytes)?;
@@ -146,7 +146,7 @@ impl Header {
     }
 }
 
-/// The JSON bytes of the header, copied: what is checked must not change under a mapped file.
+/// Copies the JSON bytes of the header: what is checked must not change under a mapped file.
 fn header_json(file: &str, start: &[u8], file_bytes: u64) -> Result<Vec<u8>, FormatError> {
     let bad = |problem: String| FormatError::malformed(file, problem, DOWNLOAD_AGAIN);
     if start.starts_with(b"version https://git-lfs") {
@@ -220,9 +220,9 @@ fn check_entry(name: &str, raw: RawEntry, data_start: u64) -> Result<Entry, Stri
     }
 }
 
-/// Bytes of a shape; `None` on overflow, or when sub-byte elements do not fill the last byte.
+/// Size of a shape in bytes; `None` on overflow, or if sub-byte elements do not fill the last byte.
 fn byte_size(shape: &[u64], bits: u32) -> Option<u64> {
-    // A zero among the dimensions must not hide an overflow of the others.
+    // A zero dimension must not hide an overflow of the others.
     shape
         .iter()
         .try_fold(u64::from(bits), |n, &d| n.checked_mul(d.max(1)))?;
@@ -230,7 +230,7 @@ fn byte_size(shape: &[u64], bits: u32) -> Option<u64> {
     bits.is_multiple_of(8).then_some(bits / 8)
 }
 
-/// Tensors must cover the data without overlap and without holes; returns where the last one ends.
+/// Checks that tensors cover the data without overlaps or holes; returns the end of the last one.
 fn check_coverage(tensors: &BTreeMap<String, Entry>, data_start: u64) -> Result<u64, String> {
     let mut by_offset: Vec<(&String, &Entry)> = tensors.iter().collect();
     by_offset.sort_by_key(|(_, e)| (e.offset, e.size_bytes));
@@ -303,7 +303,7 @@ impl<'de> Deserialize<'de> for RawHeader {
     }
 }
 
-/// A JSON object in which no key may come twice.
+/// A JSON object whose keys must be unique.
 pub(crate) struct StrictMap<V>(pub(crate) BTreeMap<String, V>);
 
 impl<'de, V: Deserialize<'de>> Deserialize<'de> for StrictMap<V> {

@@ -1,22 +1,22 @@
-//! How few tokens a text can have, by its bytes alone.
+//! Lower bound on the number of tokens in a text, from its bytes alone.
 //!
-//! A token of L bytes that holds a byte b pays for it at most 1/L. With w(b) the least of 1/L over all tokens that hold b,
-//! the bytes of any token weigh at most 1 together, so that a text has no fewer tokens than its bytes weigh. A text much too
-//! long for a model's context is known by that without being tokenised, which takes a second a megabyte.
+//! A token of L bytes contributes 1/L per byte. Let w(b) be the smallest such 1/L over all tokens that contain byte b.
+//! The bytes of any token then weigh at most 1 together, so a text has at least as many tokens as its bytes weigh.
+//! This detects a text much too long for a model's context without tokenising it, which takes a second per megabyte.
 
 use serde::Deserialize;
 use serde_json::Value;
 
-/// Normalisation to composed characters can make three bytes one.
+/// Normalisation to composed characters can turn three bytes into one.
 const NFC_SHRINKS: f64 = 3.0;
-/// Sums of floats are not exact.
+/// Compensates for inexact sums of floats.
 const ROUNDING: f64 = 0.999;
 
 /// The weight of each byte, in tokens.
 #[derive(Clone, Debug)]
 pub(crate) struct TokenBound([f64; 256]);
 
-/// What decides whether tokens spell out a text byte by byte.
+/// Parts of tokenizer.json that decide whether tokens spell out a text byte by byte.
 #[derive(Deserialize)]
 struct Parts {
     #[serde(default)]
@@ -35,13 +35,13 @@ struct ModelPart {
 }
 
 impl TokenBound {
-    /// Nothing is known.
+    /// A bound that says nothing.
     pub(crate) fn none() -> Self {
         Self([0.0; 256])
     }
 
-    /// Bound of the tokenizer.json `json` with the bytes that its tokens stand for. `strips`: one of its added tokens takes the
-    /// white space beside it along.
+    /// Computes the bound for the tokenizer.json `json` from the bytes that its tokens stand for. `strips`: whether
+    /// one of its added tokens absorbs adjacent white space.
     pub(crate) fn new(
         json: &[u8],
         token_bytes: impl Iterator<Item = Vec<u8>>,
@@ -59,7 +59,7 @@ impl TokenBound {
             }
         }
         if longest.contains(&0) {
-            // What has no token of its own may become one with its neighbours.
+            // A byte without a token of its own may be merged with its neighbours into one.
             return Self::none();
         }
         let mut weights = longest.map(|longest| 1.0 / (longest as f64 * shrinks));
@@ -71,7 +71,7 @@ impl TokenBound {
         Self(weights)
     }
 
-    /// The least number of tokens of a text.
+    /// Smallest possible number of tokens in a text.
     pub(crate) fn least_tokens(&self, text: &[u8]) -> usize {
         let mut counts = [0u64; 256];
         for byte in text {
@@ -87,7 +87,8 @@ impl TokenBound {
 }
 
 impl Parts {
-    /// Factor by which a text may lose bytes before it is spelt out by tokens; `None` when bytes may go without a token.
+    /// Factor by which a text may lose bytes before tokens spell it out; `None` if bytes may be dropped without a
+    /// token.
     fn shrinks(&self) -> Option<f64> {
         let steps = |value: &Value, list: &str| -> Vec<Value> {
             match value["type"].as_str() {
@@ -127,7 +128,7 @@ impl Parts {
     }
 }
 
-/// All bytes that white space is made of in UTF-8.
+/// All bytes that occur in the UTF-8 encoding of white space.
 fn white_space_bytes() -> impl Iterator<Item = u8> {
     let spaces = ('\0'..='\u{3000}').filter(|c| c.is_whitespace());
     spaces.flat_map(|c| {

@@ -1,4 +1,4 @@
-//! `tokenizer.json`: text to token ids and back.
+//! `tokenizer.json`: converts text to token ids and back.
 
 use std::cell::Cell;
 use std::path::Path;
@@ -16,7 +16,7 @@ use crate::token_bound::TokenBound;
 const TOKENIZER_FILE: &str = "tokenizer.json";
 const DOWNLOAD_AGAIN: &str = "download the file again, from where the weights came from.";
 
-/// A tokenizer; clones share it.
+/// A tokenizer; clones share its data.
 #[derive(Clone)]
 pub struct Tokenizer {
     pub(crate) inner: Arc<Inner>,
@@ -29,14 +29,14 @@ pub(crate) struct Inner {
     bound: TokenBound,
 }
 
-/// What came of encoding a text that may be too long.
+/// Result of encoding a text that may be too long.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Encoded {
     /// All token ids.
     Whole(Vec<u32>),
-    /// Encoding was told to stop when it had as many.
+    /// Encoding was stopped early.
     Stopped {
-        /// Tokens until then.
+        /// Number of tokens at that point.
         tokens: usize,
     },
 }
@@ -45,7 +45,8 @@ impl Tokenizer {
     /// Reads `dir/tokenizer.json`.
     ///
     /// # Errors
-    /// [`FormatError::Missing`] (no such file), [`FormatError::Io`], [`FormatError::TooLarge`], and those of [`Tokenizer::from_bytes`].
+    /// [`FormatError::Missing`] (no such file), [`FormatError::Io`], [`FormatError::TooLarge`], and the errors of
+    /// [`Tokenizer::from_bytes`].
     pub fn open(dir: &Path) -> Result<Self, FormatError> {
         let path = dir.join(TOKENIZER_FILE);
         let remedy = "make the file readable for this user.";
@@ -56,10 +57,11 @@ impl Tokenizer {
         }
     }
 
-    /// Parses the content of a tokenizer.json. Truncation and padding that it asks for are for training and switched off.
+    /// Parses the content of a tokenizer.json. Truncation and padding settings are meant for training and switched
+    /// off.
     ///
     /// # Errors
-    /// [`FormatError::Malformed`]: not a tokenizer.json, an empty vocabulary, or a decoder that is not supported.
+    /// [`FormatError::Malformed`]: not a tokenizer.json, an empty vocabulary, or an unsupported decoder.
     pub fn from_bytes(json: &[u8]) -> Result<Self, FormatError> {
         let bad = |problem: String| FormatError::malformed(TOKENIZER_FILE, problem, DOWNLOAD_AGAIN);
         let mut tokenizer = tokenizers::Tokenizer::from_bytes(without_bom(json))
@@ -99,8 +101,9 @@ impl Tokenizer {
         })
     }
 
-    /// Token ids of a text. `add_special` adds what the tokenizer puts around a text, such as a begin token; leave it
-    /// off after a chat template, which writes them itself. Special tokens spelt out in the text become themselves.
+    /// Encodes a text as token ids. `add_special` adds what the tokenizer puts around a text, such as a begin token;
+    /// leave it off after a chat template, which writes them itself. Special tokens spelled out in the text are
+    /// recognised.
     ///
     /// # Errors
     /// [`FormatError::Tokenize`].
@@ -112,7 +115,8 @@ impl Tokenizer {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// Encodes as [`Tokenizer::encode`] does, as long as `go_on`, which is asked again and again with the number of tokens so far.
+    /// Same as [`Tokenizer::encode`], but stops once `go_on`, called repeatedly with the number of tokens so far, is
+    /// false.
     ///
     /// # Errors
     /// [`FormatError::Tokenize`].
@@ -122,7 +126,7 @@ impl Tokenizer {
         add_special: bool,
         go_on: &dyn Fn(usize) -> bool,
     ) -> Result<Encoded, FormatError> {
-        // What `encode_fast` does, step by step.
+        // The steps of `encode_fast`.
         let tokenizer = &self.inner.tokenizer;
         let (tokens, is_stopped) = (Cell::new(0), Cell::new(false));
         let encode = || {
@@ -155,13 +159,13 @@ impl Tokenizer {
         }
     }
 
-    /// No encoding of the text has fewer tokens; found by its bytes alone, in a moment. 0 where the tokenizer allows for no
-    /// such statement.
+    /// Returns a lower bound on the number of tokens in any encoding of the text, found quickly from its bytes alone;
+    /// 0 if this tokenizer permits no bound.
     pub fn least_tokens(&self, text: &str) -> usize {
         self.inner.bound.least_tokens(text.as_bytes())
     }
 
-    /// The text of token ids; bytes that are not UTF-8 become U+FFFD, and ids without a token nothing.
+    /// Decodes token ids; invalid UTF-8 becomes U+FFFD, and ids without a token are skipped.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
         let mut decoder = StreamDecoder::new(self.clone(), skip_special);
         let mut text: String = ids.iter().filter_map(|id| decoder.push(*id)).collect();
@@ -169,12 +173,13 @@ impl Tokenizer {
         text
     }
 
-    /// An incremental [`Tokenizer::decode`] that leaves out special tokens.
+    /// Returns an incremental version of [`Tokenizer::decode`] that omits special tokens.
     pub fn decoder(&self) -> StreamDecoder {
         StreamDecoder::new(self.clone(), true)
     }
 
-    /// An incremental [`Tokenizer::decode`] that keeps special tokens, for answers whose tool calls they mark.
+    /// Returns an incremental version of [`Tokenizer::decode`] that keeps special tokens, for answers in which they
+    /// mark tool calls.
     pub fn decoder_with_special(&self) -> StreamDecoder {
         StreamDecoder::new(self.clone(), false)
     }
@@ -184,12 +189,12 @@ impl Tokenizer {
         self.inner.vocab_size
     }
 
-    /// The vocabulary's spelling of a token (`Ġhello`), added tokens as themselves.
+    /// Returns a token as spelled in the vocabulary (`Ġhello`); added tokens are spelled as themselves.
     pub fn token_text(&self, id: u32) -> Option<String> {
         self.inner.tokenizer.id_to_token(id)
     }
 
-    /// The bytes that a token stands for within a text, special tokens as spelt.
+    /// Returns the bytes that a token stands for within a text; special tokens as spelled.
     pub fn token_bytes(&self, id: u32) -> Option<Vec<u8>> {
         let token = self.token_text(id)?;
         if self
@@ -204,18 +209,18 @@ impl Tokenizer {
         Some(self.inner.detokenizer.bytes_of(&token))
     }
 
-    /// The id of a token by its spelling in the vocabulary.
+    /// Returns the id of a token by its spelling in the vocabulary.
     pub fn token_id(&self, token: &str) -> Option<u32> {
         self.inner.tokenizer.token_to_id(token)
     }
 
-    /// Whether a token is special: a mark of the format, never text.
+    /// Whether a token is special: part of the format, never text.
     pub fn is_special(&self, id: u32) -> bool {
         self.token_text(id)
             .is_some_and(|token| self.is_special_text(&token))
     }
 
-    /// Refuses a tokenizer whose ids the model has no rows for. Fewer are fine: vocabularies are padded.
+    /// Rejects a tokenizer with ids for which the model has no rows. Fewer ids are fine: vocabularies are padded.
     ///
     /// # Errors
     /// [`FormatError::VocabularyMismatch`].

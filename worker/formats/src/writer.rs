@@ -1,4 +1,4 @@
-//! Writes sharded safetensors checkpoints as a stream: no tensor is ever held whole.
+//! Writes sharded safetensors checkpoints as a stream: no tensor is ever held in memory as a whole.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -13,14 +13,14 @@ use crate::checkpoint::{INDEX_FILE, SINGLE_FILE};
 
 const CHECK_DISK: &str = "check the free space of the disk and the permissions of the folder.";
 
-/// A tensor to come.
+/// A tensor to be written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorPlan {
     /// Name.
     pub name: String,
     /// Element type.
     pub dtype: DType,
-    /// Dimensions, slowest first.
+    /// Dimensions, outermost first.
     pub shape: Vec<usize>,
 }
 
@@ -35,14 +35,14 @@ impl TensorPlan {
     }
 }
 
-/// Writes the planned tensors in order, over as many files as the limit demands, and an index if there are
-/// several. Files appear under their names only when all is written.
+/// Writes the planned tensors in order, over as many files as the size limit requires, and an index if there are
+/// several. Files get their final names only when everything is written.
 #[derive(Debug)]
 pub struct CheckpointWriter {
     dir: PathBuf,
     shards: Vec<Shard>,
     total_bytes: u64,
-    /// The shard being written, and how many of its bytes are still to come.
+    /// The shard being written, and how many of its bytes are still missing.
     open: Option<(BufWriter<File>, u64)>,
     next_shard: usize,
 }
@@ -56,11 +56,11 @@ struct Shard {
 }
 
 impl CheckpointWriter {
-    /// Begins a checkpoint in `dir`, which must exist, with files of at most `max_shard_bytes` of tensors each (a larger
-    /// tensor has a file to itself).
+    /// Begins a checkpoint in `dir`, which must exist, with at most `max_shard_bytes` of tensors per file (a larger
+    /// tensor gets a file of its own).
     ///
     /// # Errors
-    /// [`FormatError::Malformed`] for a plan with a repeated name or a size beyond u64; [`FormatError::Io`].
+    /// [`FormatError::Malformed`] for a plan with a duplicate name or a size beyond u64; [`FormatError::Io`].
     pub fn create(
         dir: &Path,
         tensors: &[TensorPlan],
@@ -79,16 +79,16 @@ impl CheckpointWriter {
         Ok(writer)
     }
 
-    /// Bytes of all planned tensors.
+    /// Total size of all planned tensors in bytes.
     pub fn total_bytes(&self) -> u64 {
         self.total_bytes
     }
 
-    /// Appends bytes, row-major and little-endian, of the planned tensors in their order; a call may end within
+    /// Appends bytes, row-major and little-endian, of the planned tensors in order; a call may end within
     /// a tensor or span several.
     ///
     /// # Errors
-    /// [`FormatError::Io`]; [`FormatError::Malformed`] when more is written than planned.
+    /// [`FormatError::Io`]; [`FormatError::Malformed`] if more is written than planned.
     pub fn write(&mut self, mut bytes: &[u8]) -> Result<(), FormatError> {
         while !bytes.is_empty() {
             let Some((file, left)) = &mut self.open else {
@@ -107,10 +107,10 @@ impl CheckpointWriter {
         Ok(())
     }
 
-    /// Ends the checkpoint: writes the index, and gives all files their names.
+    /// Completes the checkpoint: writes the index, and renames all files to their final names.
     ///
     /// # Errors
-    /// [`FormatError::Io`]; [`FormatError::Malformed`] when less was written than planned.
+    /// [`FormatError::Io`]; [`FormatError::Malformed`] if less was written than planned.
     pub fn finish(self) -> Result<(), FormatError> {
         if self.open.is_some() {
             return Err(wrong_length("fewer bytes were written than planned"));
@@ -133,7 +133,7 @@ impl CheckpointWriter {
         fs::write(&path, format!("{index:#}\n")).map_err(|e| FormatError::io(&path, e, CHECK_DISK))
     }
 
-    /// Closes the full shard and opens the next that has data.
+    /// Closes the full shard and opens the next one that has data.
     fn advance(&mut self) -> Result<(), FormatError> {
         if let Some((mut file, _)) = self.open.take() {
             file.flush()
@@ -160,10 +160,10 @@ impl CheckpointWriter {
 }
 
 impl Drop for CheckpointWriter {
-    /// Leaves no partial file behind when writing was given up; after [`CheckpointWriter::finish`] there is none.
+    /// Removes partial files if writing was abandoned; after [`CheckpointWriter::finish`] there are none.
     fn drop(&mut self) {
         for shard in &self.shards {
-            // A file that was never begun, or is already renamed, is not there to remove.
+            // A file that was never begun or is already renamed does not exist.
             let _ = fs::remove_file(self.partial(shard));
         }
     }
@@ -221,7 +221,7 @@ fn plan_shards(tensors: &[TensorPlan], max_shard_bytes: u64) -> Result<Vec<Shard
     Ok(shards.collect())
 }
 
-/// Length and JSON, padded with spaces so that the data begin at a multiple of 8.
+/// Builds the header: length and JSON, padded with spaces so that the data begin at a multiple of 8.
 fn header(tensors: &[(&TensorPlan, u64)]) -> Vec<u8> {
     let mut entries = Map::new();
     entries.insert("__metadata__".into(), json!({"format": "pt"}));

@@ -1,14 +1,14 @@
-//! The states of a block as types.
+//! Block states as types.
 
 use hearth_kernels::BlockId;
 
 use crate::KvToken;
 
-/// Allocated, holds no token.
+/// Allocated, but holds no tokens yet.
 #[derive(Debug)]
 pub struct Reset;
 
-/// Holds the first tokens of its room; takes more.
+/// Holds some tokens and has room for more.
 #[derive(Debug)]
 pub struct Partial {
     tokens: Vec<KvToken>,
@@ -20,10 +20,10 @@ pub struct Complete {
     tokens: Vec<KvToken>,
 }
 
-/// Full, immutable and found by its tokens; may have many holders.
+/// Full, immutable and found by its tokens; may have several holders.
 #[derive(Debug)]
 pub struct Registered {
-    /// Unique for each registration and never used again, unlike the block's id.
+    /// Unique to this registration and never reused, unlike the block's id.
     pub(crate) serial: u64,
 }
 
@@ -54,8 +54,8 @@ impl BlockState for Registered {
     const SHARED: bool = true;
 }
 
-/// A block of the cache in state `S`. Holding the value is holding the block: it goes back by
-/// [`crate::BlockPool::release`].
+/// A block of the cache in state `S`. Holding the value means holding the block; [`crate::BlockPool::release`]
+/// returns it.
 #[derive(Debug)]
 #[must_use = "a block that is dropped and not released is lost to its pool"]
 pub struct Block<S> {
@@ -98,14 +98,14 @@ impl Block<Reset> {
 }
 
 impl Block<Partial> {
-    /// Takes as many of `tokens` as there is room for, and returns how many.
+    /// Takes as many of `tokens` as fit and returns how many it took.
     pub fn append(&mut self, tokens: &[KvToken]) -> usize {
         let taken = tokens.len().min(self.room_tokens());
         self.state.tokens.extend_from_slice(&tokens[..taken]);
         taken
     }
 
-    /// Tokens that the block still takes.
+    /// Number of tokens that still fit.
     pub fn room_tokens(&self) -> usize {
         self.block_tokens - self.state.tokens.len()
     }
@@ -118,7 +118,7 @@ impl Block<Partial> {
     /// Closes a full block.
     ///
     /// # Errors
-    /// Hands the block back while it has room.
+    /// Returns the block unchanged if it still has room.
     pub fn complete(self) -> Result<Block<Complete>, Self> {
         if self.room_tokens() > 0 {
             return Err(self);
@@ -139,7 +139,7 @@ impl Block<Complete> {
         &self.state.tokens
     }
 
-    /// The same block, seen as a partial one without room.
+    /// Turns the block back into a partial one that has no room.
     pub fn reopen(self) -> Block<Partial> {
         Block {
             id: self.id,

@@ -1,4 +1,4 @@
-//! The cache as the scheduler sees it: sequences that begin, grow and end.
+//! The cache as seen by the scheduler: sequences that begin, grow and end.
 
 use crate::{
     Block, BlockPool, CacheStats, KvCacheError, KvToken, OutOfBlocks, Partial, PrefixHash,
@@ -8,8 +8,8 @@ use crate::{
 /// Paged KV of many sequences over one [`BlockPool`].
 ///
 /// A sequence's life: [`begin`](Self::begin) finds what is already cached, [`reserve`](Self::reserve) makes
-/// room before the device writes, [`commit`](Self::commit) tells what was written, and
-/// [`release`](Self::release) ends it. What was reserved and not committed counts as never written.
+/// room before the device writes, [`commit`](Self::commit) records what was written, and
+/// [`release`](Self::release) ends it. Tokens that were reserved but not committed count as never written.
 #[derive(Debug)]
 pub struct KvCache {
     pool: BlockPool,
@@ -18,7 +18,7 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// A cache of `blocks` blocks of `block_tokens` tokens each.
+    /// Creates a cache of `blocks` blocks of `block_tokens` tokens each.
     ///
     /// # Errors
     /// [`KvCacheError::Size`], see [`BlockPool::new`].
@@ -26,7 +26,7 @@ impl KvCache {
         BlockPool::new(blocks, block_tokens).map(Self::over)
     }
 
-    /// A cache with a hash of the caller's, see [`BlockPool::with_hash`].
+    /// Creates a cache with the caller's hash function, see [`BlockPool::with_hash`].
     ///
     /// # Errors
     /// [`KvCacheError::Size`].
@@ -46,22 +46,22 @@ impl KvCache {
         }
     }
 
-    /// The pool, for its numbers.
+    /// The pool, for reading its statistics.
     pub fn pool(&self) -> &BlockPool {
         &self.pool
     }
 
-    /// Tokens of one block.
+    /// Tokens per block.
     pub fn block_tokens(&self) -> usize {
         self.pool.block_tokens()
     }
 
-    /// Blocks that hold `tokens` tokens.
+    /// Number of blocks needed for `tokens` tokens.
     pub fn blocks_for(&self, tokens: usize) -> usize {
         tokens.div_ceil(self.pool.block_tokens())
     }
 
-    /// How the blocks are used, and how often prefixes were found.
+    /// Usage of the blocks, and the hit rate of the prefix index.
     pub fn stats(&self) -> CacheStats {
         CacheStats {
             lookup_tokens: self.lookup_tokens,
@@ -70,13 +70,13 @@ impl KvCache {
         }
     }
 
-    /// Tokens of a prompt that [`KvCache::begin`] would find cached now.
+    /// Number of tokens of a prompt that [`KvCache::begin`] would find cached now.
     pub fn cached_tokens(&self, prompt: &[KvToken]) -> usize {
         self.pool.peek_prefix(reusable(prompt)) * self.pool.block_tokens()
     }
 
-    /// Blocks that would be left over if a sequence with this prompt began now and reserved `tokens` tokens;
-    /// `None` if it does not fit. Unlike [`KvCache::begin`] it holds nothing and counts nothing.
+    /// Blocks that would remain if a sequence with this prompt began now and reserved `tokens` tokens;
+    /// `None` if it does not fit. Unlike [`KvCache::begin`], it holds no blocks and updates no counters.
     pub fn room_after(&self, prompt: &[KvToken], tokens: usize) -> Option<usize> {
         let (found, evictable) = self.pool.peek_prefix_blocks(reusable(prompt));
         let needed = self.blocks_for(tokens).saturating_sub(found);
@@ -84,7 +84,7 @@ impl KvCache {
     }
 
     /// Begins a sequence with the longest cached prefix of `prompt`, in whole blocks and shorter than the
-    /// prompt: one token at least stays to be computed, for its logits.
+    /// prompt: at least one token is left to compute, for its logits.
     pub fn begin(&mut self, prompt: &[KvToken]) -> SequenceBlocks {
         let mut sequence = SequenceBlocks::empty(self.pool.block_tokens());
         self.lookup_tokens += prompt.len() as u64;
@@ -92,8 +92,8 @@ impl KvCache {
         sequence
     }
 
-    /// Takes further blocks of `prompt` that others have registered since, in place of reserved ones, and
-    /// returns how many tokens that saves. Nothing is taken once the sequence is within a block.
+    /// Replaces reserved blocks with further blocks of `prompt` that other sequences have registered since, and
+    /// returns how many tokens that saves. Takes nothing if the sequence ends within a block.
     pub fn extend_from_cache(
         &mut self,
         sequence: &mut SequenceBlocks,
@@ -115,10 +115,10 @@ impl KvCache {
         saved_tokens
     }
 
-    /// Makes room for `tokens` tokens altogether, counted from position 0.
+    /// Makes room for `tokens` tokens in total, counted from position 0.
     ///
     /// # Errors
-    /// [`OutOfBlocks`], and the sequence is as before.
+    /// [`OutOfBlocks`]; the sequence is left unchanged.
     pub fn reserve(
         &mut self,
         sequence: &mut SequenceBlocks,
@@ -130,11 +130,11 @@ impl KvCache {
     }
 
     /// Records that the KV of the next `tokens` has been written. Blocks that become full enter the prefix
-    /// index; one that is already there is replaced by its equal (see [`BlockPool::register`]), so ask for
-    /// [`SequenceBlocks::ids`] anew.
+    /// index; a block whose equal is already there is replaced by it (see [`BlockPool::register`]), so call
+    /// [`SequenceBlocks::ids`] again.
     ///
     /// # Errors
-    /// [`KvCacheError::NoRoom`] when too little was reserved, and nothing is recorded.
+    /// [`KvCacheError::NoRoom`] if too little was reserved; nothing is recorded.
     pub fn commit(
         &mut self,
         sequence: &mut SequenceBlocks,
@@ -160,7 +160,7 @@ impl KvCache {
         Ok(())
     }
 
-    /// Registers a block that is full, and keeps one that is not as the tail.
+    /// Registers a full block, and keeps a partial one as the tail.
     fn close(
         &mut self,
         sequence: &mut SequenceBlocks,
@@ -179,7 +179,7 @@ impl KvCache {
         Ok(())
     }
 
-    /// Ends a sequence. Its registered blocks stay cached until they are evicted, the last ones first.
+    /// Ends a sequence. Its registered blocks stay cached until they are evicted, last blocks first.
     pub fn release(&mut self, sequence: SequenceBlocks) {
         let SequenceBlocks {
             block_tokens: _,
@@ -198,13 +198,13 @@ impl KvCache {
         }
     }
 
-    /// Forgets every cached prefix that no sequence holds.
+    /// Drops every cached prefix that no sequence holds.
     pub fn clear_cached(&mut self) {
         self.pool.clear_cached();
     }
 }
 
-/// The part of a prompt that may come from the cache: all but its last token.
+/// Returns the part of a prompt that may come from the cache: all but its last token.
 fn reusable(prompt: &[KvToken]) -> &[KvToken] {
     &prompt[..prompt.len().saturating_sub(1)]
 }

@@ -1,39 +1,39 @@
-//! What can go wrong with logical blocks.
+//! Errors of logical blocks.
 
 use crate::{Block, Complete};
 
-/// Fewer blocks are free or evictable than were asked for; nothing was allocated.
+/// Fewer blocks are free or evictable than were requested; nothing was allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the KV cache has {available} of the {needed} blocks needed")]
 pub struct OutOfBlocks {
-    /// Blocks that were asked for.
+    /// Blocks that were requested.
     pub needed: usize,
     /// Blocks that are free or can be evicted.
     pub available: usize,
 }
 
-/// A complete block that could not enter the prefix index; it is handed back.
+/// A complete block that could not enter the prefix index; the caller gets it back.
 #[derive(Debug, thiserror::Error)]
 #[error("block {} cannot be registered: {reason}", .block.id().0)]
 pub struct RegisterError {
     /// The block, still owned by the caller.
     pub block: Block<Complete>,
-    /// Why.
+    /// Reason for the rejection.
     pub reason: &'static str,
 }
 
-/// A call that the cache refuses.
+/// A call rejected by the cache.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum KvCacheError {
-    /// The cache cannot be made with these sizes.
+    /// The cache cannot be created with these sizes.
     #[error("a KV cache of {blocks} blocks of {block_tokens} tokens cannot be made\n  {remedy}")]
     Size {
-        /// Blocks asked for.
+        /// Requested number of blocks.
         blocks: usize,
-        /// Tokens of one block asked for.
+        /// Requested tokens per block.
         block_tokens: usize,
-        /// What to change.
+        /// The remedy, as shown to the user.
         remedy: &'static str,
     },
     /// More tokens were committed than blocks were reserved for.
@@ -41,15 +41,15 @@ pub enum KvCacheError {
         "{tokens} tokens were committed to a sequence with room for {room}: reserve before commit"
     )]
     NoRoom {
-        /// Tokens given.
+        /// Tokens that were committed.
         tokens: usize,
-        /// Tokens that the reserved blocks still take.
+        /// Tokens that still fit into the reserved blocks.
         room: usize,
     },
     /// The sequence's blocks belong to another cache.
     #[error("the sequence belongs to another cache: {0}")]
     Foreign(&'static str),
-    /// No block is left.
+    /// No blocks are left.
     #[error(transparent)]
     OutOfBlocks(#[from] OutOfBlocks),
 }

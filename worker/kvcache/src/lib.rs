@@ -1,7 +1,7 @@
-//! Logical KV blocks: who owns which block of the paged cache, and what is in it.
+//! Logical KV blocks: ownership and contents of each block of the paged cache.
 //!
-//! Nothing here touches memory of a device. A [`KvCache`] hands out [`BlockId`]s; the engine passes them to
-//! the backend, which owns the bytes. The life of a block is told by its type:
+//! Nothing here touches device memory. A [`KvCache`] hands out [`BlockId`]s; the engine passes them to
+//! the backend, which owns the bytes. A block's type tracks its life cycle:
 //!
 //! ```text
 //!            allocate          begin            complete            register
@@ -16,7 +16,7 @@
 //! - Only `Reset` and `Partial` blocks can take tokens, and neither can be cloned: no sequence ever writes
 //!   into a block that another one reads.
 //! - A prefix is reused only if its tokens are equal, one by one: their ids, and what computed their keys and
-//!   values ([`Provenance`]). The hash finds candidates; it decides nothing.
+//!   values ([`Provenance`]). The hash only finds candidates.
 //! - Blocks are neither lost nor handed out twice: free + used + cached = total, after every operation.
 //! - No clock and no random number: the same calls give the same blocks.
 

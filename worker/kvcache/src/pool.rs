@@ -1,13 +1,13 @@
-//! The pool of blocks with its prefix index.
+//! The block pool and its prefix index.
 //!
 //! The index maps a chained hash, `h(i) = hash(h(i-1), tokens of block i)`, to the registered blocks that
 //! have it. A candidate counts only if its own tokens are equal and its parent is the very registration
-//! that the walk came from; by induction, the whole prefix is equal. Parents are named by the serial
-//! number of their registration, which is never used again, so that a block evicted and filled anew is
-//! never taken for what it was.
+//! that the walk came from; by induction, the whole prefix is equal. Parents are identified by the serial
+//! number of their registration, which is never reused, so a block that is evicted and refilled is
+//! never mistaken for its former contents.
 //!
 //! Eviction takes the unreferenced block that was released first. Holders release a sequence from its end,
-//! so that a prefix outlives its continuations.
+//! so a prefix outlives its continuations.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hasher};
@@ -36,22 +36,22 @@ fn sip_hash(parent: u64, tokens: &[KvToken]) -> u64 {
     hasher.finish()
 }
 
-/// How the blocks of a cache are used.
+/// Usage of a cache's blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheStats {
-    /// All blocks.
+    /// Number of blocks.
     pub total_blocks: usize,
-    /// Blocks that sequences hold.
+    /// Blocks held by sequences.
     pub used_blocks: usize,
-    /// Blocks that no sequence holds but the prefix index knows; they are evicted when needed.
+    /// Blocks that no sequence holds but that are in the prefix index; they are evicted when needed.
     pub cached_blocks: usize,
     /// Blocks that hold nothing.
     pub free_blocks: usize,
     /// Tokens of all prompts that were looked up in the prefix index.
     pub lookup_tokens: u64,
-    /// Tokens of them that were found.
+    /// Number of those tokens that were found.
     pub hit_tokens: u64,
-    /// Cached blocks that were given up for new tokens.
+    /// Cached blocks that were evicted to make room for new tokens.
     pub evictions: u64,
 }
 
@@ -79,7 +79,7 @@ pub struct BlockPool {
     slots: Vec<Slot>,
     free: Vec<BlockId>,
     index: HashMap<u64, Vec<BlockId>>,
-    /// Unreferenced registered blocks by the tick of their release.
+    /// Unreferenced registered blocks, keyed by the tick of their release.
     evictable: BTreeMap<u64, BlockId>,
     tick: u64,
     hash: PrefixHash,
@@ -87,18 +87,18 @@ pub struct BlockPool {
 }
 
 impl BlockPool {
-    /// A pool of `blocks` blocks of `block_tokens` tokens.
+    /// Creates a pool of `blocks` blocks of `block_tokens` tokens each.
     ///
     /// # Errors
-    /// [`KvCacheError::Size`] for no blocks, more than `u32::MAX`, or `block_tokens` that is no power of two.
+    /// [`KvCacheError::Size`] for 0 or more than `u32::MAX` blocks, or if `block_tokens` is not a power of two.
     pub fn new(blocks: usize, block_tokens: usize) -> Result<Self, KvCacheError> {
         Self::with_hash(blocks, block_tokens, sip_hash)
     }
 
-    /// A pool with a hash of the caller's; any function is right, a poor one is slow.
+    /// Creates a pool with the caller's hash function; any function is correct, a poor one is slow.
     ///
     /// # Errors
-    /// As [`BlockPool::new`].
+    /// Same as [`BlockPool::new`].
     pub fn with_hash(
         blocks: usize,
         block_tokens: usize,
@@ -121,7 +121,7 @@ impl BlockPool {
         Ok(Self {
             block_tokens,
             slots: (0..count).map(|_| Slot::Free).collect(),
-            // Popped from the end: block 0 goes first.
+            // Popped from the end, so that block 0 is used first.
             free: (0..count).rev().map(BlockId).collect(),
             index: HashMap::new(),
             evictable: BTreeMap::new(),
@@ -131,22 +131,22 @@ impl BlockPool {
         })
     }
 
-    /// Tokens of one block.
+    /// Tokens per block.
     pub fn block_tokens(&self) -> usize {
         self.block_tokens
     }
 
-    /// All blocks.
+    /// Number of blocks.
     pub fn total_blocks(&self) -> usize {
         self.slots.len()
     }
 
-    /// Blocks that [`BlockPool::allocate`] can give: free ones and evictable ones.
+    /// Number of blocks that [`BlockPool::allocate`] can provide, free or evictable.
     pub fn available_blocks(&self) -> usize {
         self.free.len() + self.evictable.len()
     }
 
-    /// Blocks in use, cached and free; the counters of lookups are left at zero.
+    /// Numbers of used, cached and free blocks; the lookup counters are left at zero.
     pub fn stats(&self) -> CacheStats {
         let (total_blocks, cached_blocks) = (self.slots.len(), self.evictable.len());
         CacheStats {
@@ -159,7 +159,7 @@ impl BlockPool {
         }
     }
 
-    /// Holders of a block: 1 for one that is exclusively owned, 0 for free and cached ones.
+    /// Number of holders of a block: 1 if it is exclusively owned, 0 if it is free or cached.
     pub fn references(&self, id: BlockId) -> u32 {
         match self.slots.get(id.0 as usize) {
             Some(Slot::Registered(r)) => r.references,
@@ -168,10 +168,10 @@ impl BlockPool {
         }
     }
 
-    /// Takes `count` empty blocks, evicting cached ones when none is free.
+    /// Takes `count` empty blocks, evicting cached ones if none are free.
     ///
     /// # Errors
-    /// [`OutOfBlocks`], and nothing is taken or evicted.
+    /// [`OutOfBlocks`]; nothing is taken or evicted.
     pub fn allocate(&mut self, count: usize) -> Result<Vec<Block<Reset>>, OutOfBlocks> {
         let available = self.available_blocks();
         if count > available {
@@ -194,11 +194,11 @@ impl BlockPool {
 
     /// Enters a complete block into the prefix index, after `parent` (`None`: it starts the sequence).
     ///
-    /// When the index already has an equal block, that one is returned with a reference more and the given
-    /// one becomes free: numerics are batch-invariant, so that equal prefixes of one provenance have equal KV.
+    /// If the index already has an equal block, that block is returned with one more reference and the given
+    /// one becomes free: numerics are batch-invariant, so equal prefixes of one provenance have equal KV.
     ///
     /// # Errors
-    /// [`RegisterError`] with the block when it, or its parent, is not of this pool.
+    /// [`RegisterError`] with the block if the block or its parent does not belong to this pool.
     pub fn register(
         &mut self,
         block: Block<Complete>,
@@ -237,7 +237,7 @@ impl BlockPool {
         Ok(Block::registered(id, self.block_tokens, serial))
     }
 
-    /// Holds the longest registered run of whole blocks of `tokens` that continues `after`
+    /// Takes references to the longest run of registered whole blocks of `tokens` that continues `after`
     /// (`None`: from the start of the sequence).
     pub fn match_prefix(
         &mut self,
@@ -250,19 +250,19 @@ impl BlockPool {
             .collect()
     }
 
-    /// Number of blocks that [`BlockPool::match_prefix`] would hold from the start.
+    /// Number of blocks that [`BlockPool::match_prefix`] would find from the start.
     pub fn peek_prefix(&self, tokens: &[KvToken]) -> usize {
         self.walk(None, tokens).len()
     }
 
-    /// The same number, and how many of those blocks nobody holds.
+    /// The same number, and how many of those blocks have no holder.
     pub(crate) fn peek_prefix_blocks(&self, tokens: &[KvToken]) -> (usize, usize) {
         let found = self.walk(None, tokens);
         let unheld = found.iter().filter(|id| self.references(**id) == 0);
         (found.len(), unheld.count())
     }
 
-    /// Gives a block back. An exclusively owned one becomes free; a registered one stays in the index and
+    /// Releases a block. An exclusively owned one becomes free; a registered one stays in the index and
     /// can be evicted once its last holder has released it.
     pub fn release<S: BlockState>(&mut self, block: Block<S>) {
         let id = block.id();
@@ -282,12 +282,12 @@ impl BlockPool {
                     self.evictable.insert(self.tick, id);
                 }
             }
-            // A block of another pool: this one has nothing to take back.
+            // The block belongs to another pool, so there is nothing to release here.
             Slot::Free | Slot::Owned | Slot::Registered(_) => {}
         }
     }
 
-    /// Forgets all cached blocks that nobody holds.
+    /// Drops all cached blocks without a holder.
     pub fn clear_cached(&mut self) {
         while !self.evictable.is_empty() {
             self.evict_oldest();
@@ -315,7 +315,7 @@ impl BlockPool {
         found
     }
 
-    /// The registered block with exactly these tokens after exactly this parent.
+    /// Finds the registered block with exactly these tokens after exactly this parent.
     fn find(&self, hash: u64, parent: Option<u64>, tokens: &[KvToken]) -> Option<BlockId> {
         let candidates = self.index.get(&hash)?;
         candidates.iter().copied().find(|id| {
@@ -331,7 +331,7 @@ impl BlockPool {
         }
     }
 
-    /// A reference more to a block that is registered.
+    /// Adds a reference to a registered block.
     fn hold(&mut self, id: BlockId) -> Block<Registered> {
         let mut serial = 0;
         if let Slot::Registered(r) = &mut self.slots[id.0 as usize] {

@@ -6,7 +6,7 @@ use hearth_kernels::BlockId;
 
 use crate::{Block, Partial, Registered, Reset};
 
-/// Blocks of one sequence in the order of positions: registered ones, then at most one partial, then
+/// Blocks of one sequence, ordered by position: registered ones, then at most one partial, then
 /// reserved empty ones. Only the last two kinds can take tokens.
 #[derive(Debug)]
 #[must_use = "a sequence's blocks go back by KvCache::release"]
@@ -27,13 +27,13 @@ impl SequenceBlocks {
         }
     }
 
-    /// Tokens whose KV is in the blocks.
+    /// Number of tokens whose KV is in the blocks.
     pub fn tokens(&self) -> usize {
         let tail = self.tail.as_ref().map_or(0, |b| b.tokens().len());
         self.registered.len() * self.block_tokens + tail
     }
 
-    /// Tokens that the blocks have room for, with those already in them.
+    /// Number of tokens that the blocks can hold, including those already in them.
     pub fn capacity_tokens(&self) -> usize {
         self.blocks() * self.block_tokens
     }
@@ -43,7 +43,7 @@ impl SequenceBlocks {
         self.registered.len() + usize::from(self.tail.is_some()) + self.reserved.len()
     }
 
-    /// All blocks in the order of positions.
+    /// All block ids, ordered by position.
     pub fn ids(&self) -> impl Iterator<Item = BlockId> + '_ {
         let registered = self.registered.iter().map(Block::id);
         let tail = self.tail.iter().map(Block::id);
@@ -52,7 +52,7 @@ impl SequenceBlocks {
             .chain(self.reserved.iter().map(Block::id))
     }
 
-    /// The blocks that hold the first `tokens` tokens.
+    /// Ids of the blocks that hold the first `tokens` tokens.
     pub fn ids_for(&self, tokens: usize) -> Vec<BlockId> {
         self.ids()
             .take(tokens.div_ceil(self.block_tokens))

@@ -1,4 +1,4 @@
-//! The life of blocks, seen from outside.
+//! The life cycle of blocks through the public API.
 
 #![allow(clippy::unwrap_used)] // A test may panic.
 
@@ -33,7 +33,7 @@ fn a_second_prompt_reuses_whole_blocks_and_leaves_one_token_to_compute() {
     let second = c.begin(&own(&prompt));
     assert_eq!((second.tokens(), second.ids().next()), (4, Some(ids[0])));
     assert_eq!(c.pool().references(ids[0]), 2);
-    // One more token, and both blocks are reused.
+    // With one more token, both blocks are reused.
     let longer: Vec<u32> = (0..9).collect();
     assert_eq!(c.cached_tokens(&own(&longer)), 8);
     c.release(first);
@@ -61,7 +61,7 @@ fn a_hash_that_always_collides_gives_no_wrong_block() {
     let mut c = KvCache::with_hash(8, 4, |_, _| 7).unwrap();
     let a = run(&mut c, &[1, 1, 1, 1, 7, 7, 7, 7]);
     let b = run(&mut c, &[2, 2, 2, 2, 7, 7, 7, 7]);
-    // Four blocks of four contents, the last two with equal tokens.
+    // Four blocks with different prefixes, the last two with equal tokens.
     assert_eq!(c.stats().used_blocks, 4);
     assert_eq!(c.cached_tokens(&own(&[2, 2, 2, 2, 7, 7, 7, 7, 0])), 8);
     assert_eq!(c.cached_tokens(&own(&[3, 3, 3, 3, 7, 7, 7, 7, 0])), 0);
@@ -79,7 +79,7 @@ fn eviction_takes_the_oldest_and_the_end_of_a_prompt_first() {
     c.release(old);
     let new = run(&mut c, &[3, 3, 3, 3]);
     c.release(new);
-    // One block is free; the second one to be taken is the end of the oldest prompt.
+    // One block is free; the second one taken is the end of the oldest prompt.
     let s = run(&mut c, &[9; 8]);
     assert_eq!(c.stats().evictions, 1);
     assert_eq!(c.cached_tokens(&own(&[1, 1, 1, 1, 2, 2, 2, 2, 0])), 4);
@@ -89,7 +89,7 @@ fn eviction_takes_the_oldest_and_the_end_of_a_prompt_first() {
 
 #[test]
 fn an_evicted_parent_does_not_lend_its_children_to_the_next_owner_of_its_block() {
-    // Every hash collides, so that only the parent's identity tells the children apart.
+    // Every hash collides, so only the parent's identity tells the children apart.
     let mut pool = BlockPool::with_hash(2, 2, |_, _| 0).unwrap();
     let fill = |pool: &mut BlockPool, tokens: &[u32]| {
         let mut block = pool.allocate(1).unwrap().remove(0).begin();
@@ -100,7 +100,7 @@ fn an_evicted_parent_does_not_lend_its_children_to_the_next_owner_of_its_block()
     let parent = pool.register(parent, None).unwrap();
     let child = pool.register(child, Some(&parent)).unwrap();
     let parent_id = parent.id();
-    // The parent first: the wrong way round, so that it is evicted before its child.
+    // The parent first: the wrong order, so it is evicted before its child.
     pool.release(parent);
     pool.release(child);
     let other = fill(&mut pool, &[2, 2]);
@@ -164,7 +164,7 @@ fn blocks_registered_meanwhile_replace_reserved_ones() {
     assert_eq!(c.extend_from_cache(&mut late, &own(&prompt)), 8);
     assert_eq!((late.tokens(), late.blocks()), (8, 3));
     assert_eq!(c.stats().free_blocks, 8 - 4);
-    // Within a block nothing is exchanged.
+    // Within a block, nothing is replaced.
     c.commit(&mut late, &own(&[8])).unwrap();
     assert_eq!(c.extend_from_cache(&mut late, &own(&prompt)), 0);
     c.release(early);
@@ -216,7 +216,7 @@ fn a_prefix_is_found_only_with_what_computed_it() {
         ids.iter().map(token).collect()
     };
     let mut c = cache(8);
-    // A prompt of six tokens that another device read, and an answer of our own: the border lies within a block.
+    // A six-token prompt computed by another device and an answer of our own: the boundary lies within a block.
     let mixed = [by(1, &[1, 2, 3, 4, 5, 6]), own(&[7, 8, 9, 9, 9, 9])].concat();
     let mut s = c.begin(&mixed);
     c.reserve(&mut s, 12).unwrap();
@@ -226,9 +226,9 @@ fn a_prefix_is_found_only_with_what_computed_it() {
     assert_eq!(found([&mixed[..], &own(&[0])].concat()), 12);
     assert_eq!(found(own(&ids)), 0, "computed here, it has other bits");
     assert_eq!(found(by(2, &ids)), 0);
-    // The whole conversation as a prompt of the other device: what was answered here is read again.
+    // The whole conversation as a prompt for the other device: the answer computed here must be recomputed.
     assert_eq!(found(by(1, &ids)), 4);
-    // The same border one token later.
+    // The same boundary one token later.
     let later = [by(1, &ids[..7]), own(&ids[7..])].concat();
     assert_eq!(found(later), 4);
     c.release(s);

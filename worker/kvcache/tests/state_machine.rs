@@ -1,5 +1,5 @@
-//! Arbitrary operations against a naive model: a device memory that is really written, and sequences as
-//! plain vectors. Run with the real hash and with hashes that collide.
+//! Arbitrary operations checked against a naive model: a device memory that is really written, and sequences as
+//! plain vectors. Run with the real hash and with colliding hashes.
 
 #![allow(clippy::unwrap_used)] // A test may panic.
 
@@ -15,7 +15,7 @@ const BLOCKS: usize = 10;
 enum Op {
     /// Begin with a prompt and reserve all of it.
     Begin(Vec<KvToken>),
-    /// Write and commit some of the tokens that the prompt still has, or new ones.
+    /// Write and commit some of the prompt's remaining tokens, or new ones.
     Grow(usize, Vec<KvToken>),
     Rematch(usize),
     Release(usize),
@@ -23,7 +23,7 @@ enum Op {
 }
 
 fn ops() -> impl Strategy<Value = Vec<Op>> {
-    // Few token ids and lengths around the block size: prefixes meet often.
+    // Few token ids, and lengths around the block size, so that prefixes often coincide.
     let token = || {
         (0u32..2, prop::bool::weighted(0.1)).prop_map(|(id, elsewhere)| KvToken {
             id,
@@ -50,7 +50,7 @@ struct Live {
 struct World {
     cache: KvCache,
     live: Vec<Live>,
-    /// What the device holds: the whole prefix up to each slot, as KV depends on all of it.
+    /// Contents of the device memory: the whole prefix up to each slot, as KV depends on all of it.
     memory: BTreeMap<(BlockId, usize), Vec<KvToken>>,
     /// Every prefix of whole blocks that was ever committed.
     committed: BTreeSet<Vec<KvToken>>,
@@ -173,7 +173,7 @@ impl World {
             for id in &ids {
                 *holders.entry(*id).or_default() += 1;
             }
-            // Reading the sequence back through its blocks gives its own KV, each slot with its whole past.
+            // Reading the sequence back through its blocks yields its own KV, each slot with its whole past.
             for position in 0..s.written.len() {
                 let slot = (ids[position / BLOCK_TOKENS], position % BLOCK_TOKENS);
                 assert_eq!(self.memory[&slot], s.written[..=position]);
@@ -204,7 +204,7 @@ impl World {
             self.cache.release(s.blocks);
         }
         assert_eq!(self.cache.stats().used_blocks, 0, "a block leaked");
-        // All of the capacity can be had again.
+        // The whole capacity is available again.
         let mut all = self.cache.begin(&[]);
         self.cache.reserve(&mut all, BLOCKS * BLOCK_TOKENS).unwrap();
         assert_eq!(all.ids().collect::<BTreeSet<_>>().len(), BLOCKS);

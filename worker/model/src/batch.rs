@@ -1,17 +1,17 @@
-//! What one forward pass computes.
+//! Input of one forward pass.
 
 use hearth_kernels::Span;
 
 use crate::ModelError;
 
-/// Tokens of one step, of any mixture of sequences: prompt chunks and single decode tokens.
+/// Tokens of one step, from any mixture of sequences: prompt chunks and single decode tokens.
 #[derive(Clone, Debug, Default)]
 pub struct Batch {
-    /// One token a row.
+    /// One token per row.
     pub tokens: Vec<u32>,
-    /// The sequences: consecutive runs of rows, from row 0, together all rows.
+    /// The sequences: consecutive runs of rows, starting at row 0 and covering all rows.
     pub spans: Vec<Span>,
-    /// Rows whose logits are wanted, in the order in which they are returned.
+    /// Rows whose logits are wanted, in the order in which the logits are returned.
     pub logit_rows: Vec<u32>,
 }
 
@@ -24,7 +24,7 @@ impl Batch {
             .collect()
     }
 
-    /// Checks that the parts fit each other and the vocabulary.
+    /// Checks that the parts are consistent with each other and with the vocabulary.
     pub(crate) fn check(&self, vocab_size: usize) -> Result<(), ModelError> {
         let rows = self.tokens.len();
         let mut next_row = 0;

@@ -1,4 +1,4 @@
-//! The declarative description of a decoder-only model: which blocks, of which shape, under which names.
+//! Declarative description of a decoder-only model: its blocks, their shapes and the names of their tensors.
 
 use hearth_formats::ModelConfig;
 use hearth_kernels::{KvDType, KvLayout};
@@ -15,11 +15,11 @@ use crate::{ModuleId, ModuleSpec, TensorSpec};
 pub(crate) struct Decoder {
     pub(crate) vocab: usize,
     pub(crate) hidden: usize,
-    /// Epsilon of the norms of the residual stream.
+    /// Epsilon of the residual stream's norms.
     pub(crate) eps: f32,
-    /// The head is the embedding.
+    /// Whether the head shares the embedding's weights.
     pub(crate) tied: bool,
-    /// Attention, alike in all layers.
+    /// Attention, the same in all layers.
     pub(crate) attention: Attention,
     /// Feed-forward block of each layer.
     pub(crate) feed_forward: Vec<FeedForward>,
@@ -40,7 +40,7 @@ pub(crate) enum FeedForward {
 }
 
 impl Decoder {
-    /// A decoder whose sizes are the configuration's; `feed_forward` gives each layer's block.
+    /// Creates a decoder with the configuration's sizes; `feed_forward` returns each layer's block.
     pub(crate) fn new(
         config: &ModelConfig,
         attention: Attention,
@@ -56,7 +56,7 @@ impl Decoder {
         }
     }
 
-    /// All modules in the order of execution; a layer's experts stand in the order of their index.
+    /// All modules in execution order; a layer's experts are in index order.
     pub(crate) fn modules(&self) -> Vec<ModuleSpec> {
         let embedding = "model.embed_tokens.weight";
         let mut modules = vec![ModuleSpec {
@@ -81,7 +81,7 @@ impl Decoder {
         modules
     }
 
-    /// What one token stores in each layer.
+    /// Layout of the KV that one token stores in each layer.
     pub(crate) fn kv_layout(&self, block_tokens: usize, dtype: KvDType) -> KvLayout {
         let layers = self.feed_forward.len();
         match &self.attention {

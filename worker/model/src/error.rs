@@ -1,4 +1,4 @@
-//! What can go wrong between a checkpoint and its logits.
+//! Errors between a checkpoint and its logits.
 
 use hearth_formats::FormatError;
 use hearth_kernels::KernelError;
@@ -9,84 +9,85 @@ use crate::ModuleId;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ResidencyError {
-    /// The checkpoint does not hold what the module needs.
+    /// The checkpoint lacks something that the module needs.
     #[error(transparent)]
     Format(#[from] FormatError),
-    /// The backend could not take a module's weights.
+    /// The backend could not load a module's weights.
     #[error("{module}: {source}")]
     Kernel {
-        /// Which module.
+        /// Module whose weights failed to load.
         module: ModuleId,
-        /// Why.
+        /// The backend's error.
         source: KernelError,
     },
-    /// The policy was opened without this module: the plan gave it to another rank.
+    /// The policy was opened without this module: the plan assigned it to another rank.
     #[error(
         "{module} is not among the modules of this worker\n  its layers are those that the plan gave it"
     )]
     Unknown {
-        /// Which module.
+        /// Module that was requested.
         module: ModuleId,
     },
-    /// The system refused what the policy needs.
+    /// The system rejected an operation that the policy needs.
     #[error("cannot {what}: {source}\n  {remedy}")]
     System {
-        /// What was to be done.
+        /// Operation that was attempted.
         what: String,
-        /// The system's answer.
+        /// The system's error.
         source: std::io::Error,
-        /// What to do.
+        /// The remedy, as shown to the user.
         remedy: &'static str,
     },
-    /// The memory budget is smaller than what one step must hold.
+    /// The memory budget is smaller than what a single step must hold.
     #[error(
         "the weights' budget of {budget_bytes} bytes cannot hold {module} ({module_bytes} bytes)\n  raise the budget to at least {module_bytes} bytes"
     )]
     Budget {
         /// The largest module.
         module: ModuleId,
-        /// Its bytes.
+        /// Its size in bytes.
         module_bytes: u64,
-        /// The budget.
+        /// The budget in bytes.
         budget_bytes: u64,
     },
 }
 
-/// A forward pass could not be made.
+/// A forward pass failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModelError {
-    /// The configuration describes what its architecture does not have; a fault of the caller, since reading config.json checks it.
+    /// The configuration describes something that its architecture does not have; a bug in the caller, since reading
+    /// config.json checks it.
     #[error("{architecture} cannot have {what}")]
     Config {
         /// Name of the architecture.
         architecture: String,
-        /// What does not fit.
+        /// The part that does not fit.
         what: &'static str,
     },
-    /// A batch whose parts do not fit each other; a fault of the caller.
+    /// The parts of a batch are inconsistent; a bug in the caller.
     #[error("batch: {0}")]
     Batch(String),
-    /// A module came without one of its weights; a fault of the residency policy.
+    /// A module lacks one of its weights; a bug in the residency policy.
     #[error("{module} has no weight {field}")]
     Field {
-        /// Which module.
+        /// Module that lacks the weight.
         module: ModuleId,
-        /// What the block asked for.
+        /// Weight that the block requested.
         field: &'static str,
     },
-    /// The observer did not want the pass to go on.
+    /// The observer cancelled the pass.
     #[error("the forward pass was given up")]
     GivenUp,
-    /// A module could not be had.
+    /// A module could not be acquired.
     #[error(transparent)]
     Residency(#[from] ResidencyError),
-    /// The device could not carry out an operation.
+    /// The device could not execute an operation.
     #[error("{}{source}", module.map(|m| format!("{m}: ")).unwrap_or_default())]
     Kernel {
-        /// Module in which it is.
+        /// Module in which it failed, if known.
         module: Option<ModuleId>,
-        /// Why.
+        /// The device's error.
         source: KernelError,
     },
 }
@@ -101,7 +102,7 @@ impl From<KernelError> for ModelError {
 }
 
 impl ModelError {
-    /// Says in which module the device failed, unless that is known.
+    /// Adds the module in which the device failed, unless it is already known.
     pub(crate) fn within(self, id: ModuleId) -> Self {
         match self {
             Self::Kernel {

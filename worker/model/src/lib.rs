@@ -1,14 +1,14 @@
 //! Shared blocks and one file per architecture, generic over the backend.
 //!
-//! A model is a `Decoder`: a declarative description of blocks, made by one file per architecture under
-//! `arch`. [`Model`] runs any of them; [`modules`] lists their weights by module, which is the grain at which a
+//! A model is a `Decoder`: a declarative description of blocks, built by one file per architecture under
+//! `arch`. [`Model`] runs any of them; [`modules`] lists their weights by module, the granularity at which a
 //! [`Residency`] policy brings weights to where they are used.
 //!
-//! **Invariant**: no block knows where its weights lie, how they are stored or which device runs them. Weights come by
-//! [`Residency::acquire`], computation goes through [`hearth_kernels::Backend`].
+//! **Invariant**: no block knows where its weights are, how they are stored or which device runs them. Weights are
+//! obtained from [`Residency::acquire`], and all computation goes through [`hearth_kernels::Backend`].
 //!
-//! **Invariant**: a row's result is a function of its tokens, its positions and the weights. Nothing here looks at the size of the batch
-//! or at the bounds of a chunk; routed experts are summed in the order of their index.
+//! **Invariant**: a row's result is a function of its tokens, its positions and the weights. Nothing here depends on
+//! batch size or chunk boundaries; routed experts are summed in index order.
 #![forbid(unsafe_code)]
 
 mod arch;

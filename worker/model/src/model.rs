@@ -1,4 +1,4 @@
-//! A decoder, the backend that runs it, and the policy that brings its weights.
+//! A decoder, the backend that runs it, and the policy that provides its weights.
 
 use std::sync::Arc;
 
@@ -10,18 +10,18 @@ use crate::blocks::Pass;
 use crate::decoder::{Attention, Decoder, FeedForward};
 use crate::{Batch, ModelError, ModuleId, ModuleSpec, Observer, Residency};
 
-/// All modules of a model in the order of execution, with the names and shapes of their tensors.
+/// Lists all modules of a model in execution order, with the names and shapes of their tensors.
 ///
 /// # Errors
-/// [`ModelError::Config`] when the configuration does not fit its architecture, which one read from a file does.
+/// [`ModelError::Config`] if the configuration does not fit its architecture; one read from a file always does.
 pub fn modules(config: &ModelConfig) -> Result<Vec<ModuleSpec>, ModelError> {
     arch::modules(config)
 }
 
-/// What one token stores in each layer, without a model at hand.
+/// Layout of the KV that one token stores in each layer, without needing a model.
 ///
 /// # Errors
-/// As [`modules`].
+/// Same as [`modules`].
 pub fn kv_layout(
     config: &ModelConfig,
     block_tokens: usize,
@@ -39,18 +39,18 @@ pub struct Model<B: Backend> {
 }
 
 impl<B: Backend> Model<B> {
-    /// [`modules`], where the backend's type is at hand.
+    /// Calls [`modules`]; for callers that name the backend's type.
     ///
     /// # Errors
-    /// As [`modules`].
+    /// Same as [`modules`].
     pub fn modules(config: &ModelConfig) -> Result<Vec<ModuleSpec>, ModelError> {
         modules(config)
     }
 
-    /// Joins a configuration with the policy that was opened with its [`modules`].
+    /// Combines a configuration with the policy that was opened with its [`modules`].
     ///
     /// # Errors
-    /// As [`modules`].
+    /// Same as [`modules`].
     pub fn new(
         config: ModelConfig,
         backend: Arc<B>,
@@ -65,7 +65,7 @@ impl<B: Backend> Model<B> {
         })
     }
 
-    /// The layout of the KV cache that [`Model::forward`] reads and writes.
+    /// Layout of the KV cache that [`Model::forward`] reads and writes.
     pub fn kv_layout(&self, block_tokens: usize, dtype: KvDType) -> KvLayout {
         self.decoder.kv_layout(block_tokens, dtype)
     }
@@ -75,7 +75,7 @@ impl<B: Backend> Model<B> {
         &self.backend
     }
 
-    /// The policy that brings the weights.
+    /// The policy that provides the weights.
     pub fn residency(&self) -> &Arc<dyn Residency<B>> {
         &self.residency
     }
@@ -87,12 +87,12 @@ impl<B: Backend> Model<B> {
 
     /// Runs a batch: stores its keys and values, and returns logits `[batch.logit_rows.len(), vocab]`, row-major.
     ///
-    /// The observer sees, besides what the blocks list: `embedding` and, for each layer, `attn_norm`, `ffn_norm`, `ffn_out`
-    /// and `layer_out`, all `[rows, hidden]`; then `final_norm` `[logit rows, hidden]` and `logits`.
+    /// Besides the blocks' intermediates, the observer sees `embedding` and, for each layer, `attn_norm`, `ffn_norm`,
+    /// `ffn_out` and `layer_out`, all `[rows, hidden]`; then `final_norm` `[logit rows, hidden]` and `logits`.
     ///
     /// # Errors
-    /// [`ModelError::Batch`], [`ModelError::Residency`], [`ModelError::Kernel`]; [`ModelError::GivenUp`] where the observer ended it. The positions of the batch are then undefined in the
-    /// cache; earlier ones are untouched.
+    /// [`ModelError::Batch`], [`ModelError::Residency`], [`ModelError::Kernel`]; [`ModelError::GivenUp`] if the
+    /// observer ended it. The cache is then undefined at the positions of the batch; earlier positions are untouched.
     pub fn forward(
         &self,
         batch: &Batch,
@@ -104,10 +104,11 @@ impl<B: Backend> Model<B> {
         logits.map_err(|e| ModelError::from(e).within(ModuleId::Head))
     }
 
-    /// Runs as [`Model::forward`] does, with the logits left on the device, where a token may be chosen; `None` when no rows are wanted.
+    /// Same as [`Model::forward`], but leaves the logits on the device, where a token may be chosen; `None` if no rows
+    /// are wanted.
     ///
     /// # Errors
-    /// As [`Model::forward`].
+    /// Same as [`Model::forward`].
     pub fn forward_logits(
         &self,
         batch: &Batch,
@@ -238,16 +239,16 @@ impl<B: Backend> Model<B> {
     }
 }
 
-/// The residual stream between two blocks: what a block has computed is added when the next norm reads the sum.
+/// The residual stream between two blocks: a block's output is added when the next norm reads the sum.
 struct Stream<B: Backend> {
     /// `[rows, hidden]`.
     residual: B::Tensor,
-    /// `[rows, hidden]`, yet to be added.
+    /// `[rows, hidden]`, still to be added.
     delta: Option<B::Tensor>,
 }
 
 impl<B: Backend> Stream<B> {
-    /// Adds what is to be added and returns the norm of the sum, `[rows, hidden]`.
+    /// Adds the pending output and returns the norm of the sum, `[rows, hidden]`.
     fn norm(
         &mut self,
         pass: &Pass<'_, B>,

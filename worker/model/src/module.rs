@@ -1,4 +1,4 @@
-//! Modules: the grain of residency, topology and schedule. A module is a unit of weights with its computation.
+//! Modules: the granularity of residency, topology and schedule. A module is a set of weights with its computation.
 
 use std::fmt;
 
@@ -7,10 +7,10 @@ use hearth_kernels::Backend;
 
 use crate::{ModelError, ResidencyError};
 
-/// One module of a model. Layers and experts count from 0.
+/// One module of a model. Layers and experts are numbered from 0.
 ///
-/// The derived order is the order of execution within a layer but not across layers; [`crate::modules`] lists
-/// modules in the order of execution.
+/// The derived order is the execution order within a layer but not across layers; [`crate::modules`] lists
+/// modules in execution order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum ModuleId {
     /// Token embedding.
@@ -21,7 +21,7 @@ pub enum ModuleId {
     DenseFfn(u32),
     /// Router of a layer, with the norm before the layer's experts.
     Router(u32),
-    /// Shared experts of a layer, which every token passes.
+    /// Shared experts of a layer, which process every token.
     SharedExpert(u32),
     /// Routed expert: layer, index.
     Expert(u32, u32),
@@ -30,7 +30,7 @@ pub enum ModuleId {
 }
 
 impl ModuleId {
-    /// The layer, for modules that belong to one.
+    /// Returns the layer of a module that belongs to one.
     pub const fn layer(self) -> Option<u32> {
         match self {
             Self::Embedding | Self::Head => None,
@@ -77,9 +77,9 @@ pub enum TensorShape {
 /// One tensor of a module.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorSpec {
-    /// What the block calls it.
+    /// Name used by the block.
     pub field: &'static str,
-    /// What the checkpoint calls it.
+    /// Name in the checkpoint.
     pub name: String,
     /// Its shape.
     pub shape: TensorShape,
@@ -100,14 +100,14 @@ impl TensorSpec {
 /// One module and its tensors.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModuleSpec {
-    /// Which module.
+    /// Id of the module.
     pub id: ModuleId,
     /// Its tensors.
     pub tensors: Vec<TensorSpec>,
 }
 
 impl ModuleSpec {
-    /// Bytes of the module in a checkpoint, scales included; tensors that it lacks count nothing.
+    /// Size of the module in a checkpoint in bytes, including scales; missing tensors count as 0.
     pub fn stored_bytes(&self, checkpoint: &Checkpoint) -> u64 {
         let size = |name: &str| {
             checkpoint
@@ -130,11 +130,11 @@ pub struct ModuleWeights<B: Backend> {
 }
 
 impl<B: Backend> ModuleWeights<B> {
-    /// Takes a module's tensors from a checkpoint and makes them usable. On the CPU this borrows the mapped bytes.
+    /// Loads a module's tensors from a checkpoint onto the backend. On the CPU this borrows the mapped bytes.
     ///
     /// # Errors
-    /// [`ResidencyError::Format`] when a tensor is missing or of another type or shape, [`ResidencyError::Kernel`]
-    /// when the backend cannot take it.
+    /// [`ResidencyError::Format`] if a tensor is missing or has another type or shape, [`ResidencyError::Kernel`]
+    /// if the backend cannot load it.
     pub fn load(
         spec: &ModuleSpec,
         checkpoint: &Checkpoint,
@@ -165,20 +165,20 @@ impl<B: Backend> ModuleWeights<B> {
         })
     }
 
-    /// Which module.
+    /// Id of the module.
     pub fn id(&self) -> ModuleId {
         self.id
     }
 
-    /// Bytes as stored in the checkpoint, scales included.
+    /// Size in bytes as stored in the checkpoint, including scales.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The matrix of that field.
+    /// Returns the matrix of that field.
     ///
     /// # Errors
-    /// [`ModelError::Field`] when the module has none: its specification was of another model.
+    /// [`ModelError::Field`] if the module does not have it: its specification came from another model.
     pub fn matrix(&self, field: &'static str) -> Result<&B::Weight, ModelError> {
         find(&self.matrices, field).ok_or(ModelError::Field {
             module: self.id,
@@ -186,10 +186,10 @@ impl<B: Backend> ModuleWeights<B> {
         })
     }
 
-    /// The vector of that field.
+    /// Returns the vector of that field.
     ///
     /// # Errors
-    /// As [`ModuleWeights::matrix`].
+    /// Same as [`ModuleWeights::matrix`].
     pub fn vector(&self, field: &'static str) -> Result<&B::Vector, ModelError> {
         self.optional_vector(field).ok_or(ModelError::Field {
             module: self.id,
@@ -197,7 +197,7 @@ impl<B: Backend> ModuleWeights<B> {
         })
     }
 
-    /// The vector of that field, if the architecture has it (biases).
+    /// Returns the vector of that field, if the architecture has it (biases).
     pub fn optional_vector(&self, field: &str) -> Option<&B::Vector> {
         find(&self.vectors, field)
     }

@@ -1,19 +1,21 @@
-//! A look into a forward pass while it runs.
+//! Observation of a forward pass while it runs.
 
 use hearth_kernels::Backend;
 
-/// Sees what a forward pass computes, as soon as it is computed. It runs on the pass's own thread: what takes long belongs elsewhere.
+/// Observes the results of a forward pass as soon as they are computed. Runs on the pass's own thread, so long work
+/// belongs elsewhere.
 pub trait Observer<B: Backend> {
-    /// The keys and values of this layer are final for every row of the batch; later layers have yet to run.
+    /// Called when this layer's keys and values are final for every row of the batch; later layers have yet to run.
     fn layer_done(&mut self, _layer: usize, _kv: &B::Kv) {}
 
-    /// Asked between operations that take long: whether the pass goes on, `done` of its `blocks` blocks being computed, of which
-    /// attention and feed-forward of a layer are one each. False ends it with [`crate::ModelError::GivenUp`].
+    /// Returns whether the pass continues; called between long operations, when `done` of its `blocks` blocks have
+    /// been computed (a layer's attention and feed-forward are one each). False ends it with
+    /// [`crate::ModelError::GivenUp`].
     fn goes_on(&mut self, _done: usize, _blocks: usize) -> bool {
         true
     }
 
-    /// A named intermediate, `[rows, …]`; the names are listed in the blocks' documentation.
+    /// Receives a named intermediate, `[rows, …]`; the blocks' documentation lists the names.
     fn tensor(&mut self, _name: &'static str, _layer: Option<usize>, _backend: &B, _x: &B::Tensor) {
     }
 }

@@ -1,28 +1,28 @@
-//! Limits of the control group that this process is in, v2, v1, or v1 beside v2.
+//! Limits of the control group that this process is in: v2, v1, or v1 beside v2.
 //!
-//! A limit of any ancestor holds too, so the group's path is walked up to the mount. In a container the mount
-//! itself often is the group, while `/proc/self/cgroup` may name a path that only the host sees: then the mount
-//! alone is read.
+//! The limits of all ancestors apply too, so the group's path is walked up to the mount. In a container the mount
+//! itself often is the group, while `/proc/self/cgroup` may name a path that only the host sees: then only the
+//! mount is read.
 
 use std::collections::BTreeSet;
 
 use crate::tree::Tree;
 
-/// Where v2 is mounted: alone, or beside v1.
+/// Mount points of v2: alone, or beside v1.
 const V2_MOUNTS: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
-/// v1 says "no limit" by a number near 2⁶³; no machine has that much memory.
+/// v1 expresses "no limit" as a number near 2⁶³; no machine has that much memory.
 const V1_UNLIMITED_BYTES: u64 = 1 << 60;
 
-/// What the control group allows; `None`: no limit.
+/// Limits of the control group; `None` means no limit.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Limits {
-    /// CPUs.
+    /// CPUs that may be used.
     pub(crate) cpus: Option<BTreeSet<u32>>,
     /// CPU time, in CPUs.
     pub(crate) quota_cpus: Option<f64>,
     /// Memory in bytes.
     pub(crate) memory_bytes: Option<u64>,
-    /// Memory that is not used yet, page cache counted as free, in bytes.
+    /// Unused memory within the limit, in bytes; page cache counts as unused.
     pub(crate) available_bytes: Option<u64>,
 }
 
@@ -66,7 +66,7 @@ pub(crate) fn limits(tree: &Tree) -> Limits {
 
 type Reader = fn(&Tree, &[String], &mut Limits);
 
-/// The group's directory and those of its ancestors, the innermost first.
+/// Directories of the group and its ancestors, innermost first.
 fn directories(tree: &Tree, mount: &str, path: &str) -> Vec<String> {
     let mut directories = Vec::new();
     let mut path = path.trim_matches('/');
@@ -84,7 +84,7 @@ fn read_v2(tree: &Tree, directories: &[String], limits: &mut Limits) {
     let effective = |d: &String| tree.ids(&format!("{d}/cpuset.cpus.effective"));
     restrict(&mut limits.cpus, directories.iter().find_map(effective));
     for directory in directories {
-        // `max 100000`, or `200000 100000`: microseconds of CPU time in a period.
+        // `max 100000`, or `200000 100000`: microseconds of CPU time per period.
         if let Some(text) = tree.read(&format!("{directory}/cpu.max")) {
             let (quota, period) = text.split_once(' ').unwrap_or((&text, "100000"));
             if quota != "max" {
@@ -178,7 +178,7 @@ fn memory_of(
     limits.available_bytes = least(limits.available_bytes, available_bytes);
 }
 
-/// The number behind a name in `memory.stat`.
+/// Returns the number that follows a name in `memory.stat`.
 fn stat(text: &str, name: &str) -> u64 {
     text.lines()
         .find_map(|line| {
@@ -191,7 +191,7 @@ fn stat(text: &str, name: &str) -> u64 {
         .unwrap_or(0)
 }
 
-/// What both allow. An empty set in a group means that the parent's holds.
+/// Intersects two CPU sets. An empty set in a group means that the parent's applies.
 fn restrict(cpus: &mut Option<BTreeSet<u32>>, other: Option<BTreeSet<u32>>) {
     let Some(other) = other.filter(|set| !set.is_empty()) else {
         return;

@@ -10,8 +10,8 @@ use crate::{ProfileError, Scope};
 
 const CPUS: &str = "/sys/devices/system/cpu";
 
-/// The CPUs that this process may use, or those of the node, ascending. Under a CPU quota there are only as many as the quota pays
-/// for: more threads than that would be stopped in the middle of a step.
+/// Returns the CPUs that this process may use, or those of the node, in ascending order. Under a CPU quota, returns
+/// only as many as the quota covers: more threads would be throttled in the middle of a step.
 pub(crate) fn usable_cpus(
     tree: &Tree,
     limits: &Limits,
@@ -56,14 +56,14 @@ pub(crate) fn usable_cpus(
     Ok(cpus)
 }
 
-/// The first usable CPU of each core, ascending.
+/// Returns the first usable CPU of each core, in ascending order.
 pub(crate) fn one_of_each_core(cpus: &[CpuProfile]) -> Vec<u32> {
     let mut seen = BTreeSet::new();
     let first = cpus.iter().filter(|cpu| seen.insert(cpu.core));
     first.map(|cpu| cpu.id).collect()
 }
 
-/// A list of ids in `/proc/self/status`.
+/// Reads a list of ids in `/proc/self/status`.
 pub(crate) fn status_list(status: &str, name: &str) -> Option<BTreeSet<u32>> {
     let line = status
         .lines()
@@ -93,8 +93,8 @@ pub(crate) fn online(tree: &Tree) -> BTreeSet<u32> {
     ids
 }
 
-/// The lowest of the CPUs that share a core with this one: unique in the node, unlike the kernel's `core_id`,
-/// which begins anew in each package.
+/// Returns the lowest of the CPUs that share a core with this one: unique in the node, unlike the kernel's `core_id`,
+/// which restarts in each package.
 pub(crate) fn core_of(tree: &Tree, id: u32) -> u32 {
     let names = ["core_cpus_list", "thread_siblings_list"];
     let siblings = names
@@ -122,7 +122,7 @@ fn l2_bytes(tree: &Tree, id: u32) -> u64 {
     l2.map_or(0, |cache| cache.bytes)
 }
 
-/// The last-level caches of all sockets or chiplets together.
+/// Total size of the last-level caches of all sockets or chiplets.
 pub(crate) fn last_level_cache_bytes(tree: &Tree, cpus: &[CpuProfile]) -> u64 {
     let mut counted = BTreeSet::new();
     let mut bytes = 0;
@@ -160,7 +160,7 @@ fn caches(tree: &Tree, id: u32) -> Vec<Cache> {
         .collect()
 }
 
-/// `2048K`, `1M` or a number of bytes.
+/// Parses `2048K`, `1M` or a number of bytes.
 fn size_bytes(text: &str) -> Option<u64> {
     let (digits, factor) = match text.strip_suffix('K') {
         Some(digits) => (digits, 1 << 10),
@@ -172,7 +172,7 @@ fn size_bytes(text: &str) -> Option<u64> {
     digits.parse::<u64>().ok()?.checked_mul(factor)
 }
 
-/// The NUMA node of each CPU, as far as it is told.
+/// Returns the NUMA node of each CPU, where the kernel reports it.
 pub(crate) fn numa_of_cpus(tree: &Tree) -> BTreeMap<u32, u32> {
     let mut nodes = BTreeMap::new();
     for node in numa_node_ids(tree) {
@@ -184,7 +184,7 @@ pub(crate) fn numa_of_cpus(tree: &Tree) -> BTreeMap<u32, u32> {
 
 pub(crate) const NODES: &str = "/sys/devices/system/node";
 
-/// NUMA nodes that the kernel lists; none on a kernel without NUMA.
+/// NUMA nodes listed by the kernel; empty on a kernel without NUMA.
 pub(crate) fn numa_node_ids(tree: &Tree) -> Vec<u32> {
     let names = tree.names(NODES).unwrap_or_default();
     let mut ids: Vec<u32> = names
@@ -195,7 +195,7 @@ pub(crate) fn numa_node_ids(tree: &Tree) -> Vec<u32> {
     ids
 }
 
-/// Keeps as many CPUs as the quota pays for: whole cores of the lowest NUMA node first, one CPU of each core
+/// Keeps as many CPUs as the quota covers: whole cores of the lowest NUMA node first, one CPU of each core
 /// before any sibling.
 fn limit_to_quota(tree: &Tree, cpus: &mut Vec<CpuProfile>, quota_cpus: f64) {
     let keep = (quota_cpus.floor() as usize).max(1);

@@ -1,4 +1,4 @@
-//! How fast the disk below a directory reads, past the page cache.
+//! Read rate of the disk below a directory, bypassing the page cache.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -12,19 +12,20 @@ use rustix::io::{Errno, ReadWriteFlags};
 
 use crate::tree::Tree;
 
-/// Most bytes that are read, and longest time.
+/// Limits of a measurement: most bytes to read, and longest time.
 const MAX_BYTES: u64 = 256 << 20;
 const MAX_TIME: Duration = Duration::from_millis(400);
-/// Fewer bytes say nothing about a disk.
+/// Fewer bytes say nothing about a disk's speed.
 const MIN_BYTES: u64 = 1 << 20;
 const CHUNK_BYTES: usize = 4 << 20;
-/// A file that is written to be read, where so much is free.
+/// Size of the file written for reading, and the free space required for it.
 const PROBE_BYTES: usize = 128 << 20;
 const PROBE_FREE_BYTES: u64 = 8 * PROBE_BYTES as u64;
-/// Alignment that direct reads need on every common file system.
+/// Alignment required by direct reads on all common file systems.
 const ALIGN_BYTES: usize = 4096;
 
-/// The disk below `directory` with its free bytes and no rate; `None`, with a warning, when it cannot be asked.
+/// Returns the disk below `directory` with its free bytes and no rate; `None`, with a warning, if it cannot be
+/// queried.
 pub(crate) fn unmeasured(tree: &Tree, directory: &Path) -> Option<DiskProfile> {
     let shown = directory.display();
     match rustix::fs::statvfs(directory) {
@@ -41,8 +42,8 @@ pub(crate) fn unmeasured(tree: &Tree, directory: &Path) -> Option<DiskProfile> {
     }
 }
 
-/// The sequential read rate of the disk below `directory`, by reading its largest files, or with `probe` one that is
-/// written where they are too small; `None`, with a warning, when there is nothing to read.
+/// Measures the sequential read rate of the disk below `directory` by reading its largest files or, with `probe`, a
+/// file written for this purpose if they are too small; returns `None`, with a warning, if there is nothing to read.
 pub(crate) fn measure(tree: &Tree, directory: &Path, probe: bool) -> Option<DiskProfile> {
     let disk = unmeasured(tree, directory)?;
     let shown = directory.display();
@@ -79,7 +80,8 @@ pub(crate) fn measure(tree: &Tree, directory: &Path, probe: bool) -> Option<Disk
     })
 }
 
-/// The disk, with how much of its directory's files is in the page cache: what is there need not be read, whoever brought it in.
+/// Adds the size of the directory's files that are in the page cache: those need not be read, whichever process loaded
+/// them.
 pub(crate) fn with_cached(disk: DiskProfile) -> DiskProfile {
     let files = largest_files(Path::new(&disk.path));
     let cached: Option<u64> = files.iter().map(|file| cached_bytes(file)).sum();
@@ -89,12 +91,12 @@ pub(crate) fn with_cached(disk: DiskProfile) -> DiskProfile {
     }
 }
 
-/// Bytes of a file in the page cache, by [`SAMPLES`] samples; `None` where the file system does not tell.
+/// Estimates a file's bytes in the page cache from [`SAMPLES`] samples; `None` if the file system does not support it.
 fn cached_bytes(path: &Path) -> Option<u64> {
     const SAMPLES: u64 = 256;
     let file = File::open(path).ok()?;
     let len = file.metadata().ok()?.len();
-    // A sample that misses must not bring in what lies around it.
+    // A sample that misses must not trigger read-ahead around it.
     rustix::fs::fadvise(&file, 0, None, Advice::Random).ok()?;
     let samples = len.div_ceil(ALIGN_BYTES as u64).clamp(1, SAMPLES);
     let mut found = 0;
@@ -111,7 +113,7 @@ fn cached_bytes(path: &Path) -> Option<u64> {
     Some(len / samples * found)
 }
 
-/// Writes a file and reads it. It has no name from the start, so that it is gone whatever happens.
+/// Writes a file and reads it. The file is unlinked at once, so it disappears whatever happens.
 fn read_probe(directory: &Path) -> std::io::Result<(u64, Duration)> {
     let path = directory.join(format!(".hearth-probe-{}", std::process::id()));
     let mut file = File::options()
@@ -120,7 +122,7 @@ fn read_probe(directory: &Path) -> std::io::Result<(u64, Duration)> {
         .create_new(true)
         .open(&path)?;
     std::fs::remove_file(&path)?;
-    // Other bytes in each block, so that no file system stores them once or squeezes them.
+    // Different bytes in each block, so that no file system deduplicates or compresses them.
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut chunk = Vec::with_capacity(CHUNK_BYTES);
     for _ in 0..PROBE_BYTES / CHUNK_BYTES {
@@ -138,14 +140,14 @@ fn read_probe(directory: &Path) -> std::io::Result<(u64, Duration)> {
     read_file(&nameless, MAX_BYTES, MAX_TIME)
 }
 
-/// Regular files of a directory, the largest first.
+/// Regular files in a directory, largest first.
 fn largest_files(directory: &Path) -> Vec<PathBuf> {
     let Ok(entries) = std::fs::read_dir(directory) else {
         return Vec::new();
     };
     let mut files: Vec<(u64, PathBuf)> = entries
         .flatten()
-        // Model directories of a hub are links into its cache: follow them.
+        // Model directories of a hub contain links into its cache: follow them.
         .filter_map(|e| Some((std::fs::metadata(e.path()).ok()?, e.path())))
         .filter(|(metadata, _)| metadata.is_file())
         .map(|(metadata, path)| (metadata.len(), path))
@@ -154,8 +156,8 @@ fn largest_files(directory: &Path) -> Vec<PathBuf> {
     files.into_iter().map(|(_, path)| path).collect()
 }
 
-/// Reads a file from its start, directly where the file system can, otherwise after its pages were dropped.
-/// Returns how much and how long.
+/// Reads a file from its start, with direct I/O if the file system supports it, otherwise after dropping its pages.
+/// Returns the number of bytes and the time taken.
 fn read_file(path: &Path, max_bytes: u64, max_time: Duration) -> std::io::Result<(u64, Duration)> {
     let direct = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::DIRECT;
     let mut buffer = vec![0u8; CHUNK_BYTES + ALIGN_BYTES];
@@ -167,7 +169,7 @@ fn read_file(path: &Path, max_bytes: u64, max_time: Duration) -> std::io::Result
         return Ok(read);
     }
     let file = File::open(path)?;
-    // Pages that somebody has mapped stay; then this measures the cache in part.
+    // Pages mapped by a process are not dropped; then this partly measures the cache.
     rustix::fs::fadvise(file.as_fd(), 0, None, Advice::DontNeed)?;
     read_timed(file, chunk, max_bytes, max_time)
 }

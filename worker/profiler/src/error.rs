@@ -1,6 +1,6 @@
-//! What makes a profile impossible.
+//! Errors that make a profile impossible.
 
-/// Nothing can be planned on such a machine.
+/// A machine for which nothing can be planned.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ProfileError {
@@ -10,18 +10,18 @@ pub enum ProfileError {
          check the container's CPU set (cpuset.cpus) and the service's CPUAffinity"
     )]
     NoCpu {
-        /// CPUs that are online, as the kernel lists them.
+        /// CPUs that are online, as listed by the kernel.
         online: String,
         /// CPUs that the process may use.
         allowed: String,
     },
-    /// The kernel does not tell how much memory there is.
+    /// The kernel does not report the amount of memory.
     #[error("{path} does not report MemTotal\n  mount /proc into the container")]
     NoMemory {
-        /// The file.
+        /// Path of the file.
         path: String,
     },
-    /// The clock is outside of the calendar.
+    /// The clock's time is outside the calendar.
     #[error("the time of the measurement cannot be written as a date: {0}\n  set the clock")]
     Clock(String),
 }

@@ -1,7 +1,7 @@
-//! GPUs: what the driver's library tells of them, and rates that follow from it.
+//! GPUs: data from the driver's library, and rates derived from it.
 //!
-//! Rates are estimates: clock times width for memory and link, clock times units for arithmetic. Nothing is run on a GPU,
-//! which a process of somebody else may be using.
+//! Rates are estimates: clock times width for memory and link, clock times units for arithmetic. Nothing is run on a
+//! GPU, since another process may be using it.
 
 use hearth_crds::{ComputeCapability, GpuProfile, PcieLink};
 
@@ -11,10 +11,11 @@ use crate::tree::Tree;
 
 const LISTED: &str = "/proc/driver/nvidia/gpus";
 
-/// The GPUs, in the order of the PCI bus.
+/// Profiles of the GPUs, in PCI bus order.
 ///
-/// The library speaks of this machine: where the tree is another one, and where the library is not there though the
-/// driver is (in a container without NVIDIA's runtime), the GPUs that the kernel's tree lists are given by name.
+/// The library describes this machine. If the tree belongs to another one, or the library is missing although the
+/// driver is present (in a container without NVIDIA's runtime), the GPUs listed in the kernel's tree are returned by
+/// name.
 pub(crate) fn gpus(tree: &Tree) -> Vec<GpuProfile> {
     if !tree.is_this_machine() {
         return listed(tree);
@@ -35,7 +36,7 @@ pub(crate) fn gpus(tree: &Tree) -> Vec<GpuProfile> {
     }
 }
 
-/// One GPU's profile; `None` for a GPU that no process can have whole.
+/// Profile of one GPU; `None` for a GPU that no process can use as a whole.
 fn profile(tree: &Tree, reading: &GpuReading) -> Option<GpuProfile> {
     let GpuReading {
         uuid,
@@ -86,7 +87,7 @@ fn profile(tree: &Tree, reading: &GpuReading) -> Option<GpuProfile> {
         read_gbps: three_digits(read_gbps),
         bf16_gflops: three_digits(capability.map_or(0.0, |of| bf16_gflops(of, reading))),
         power_limit_watts: power_limit_milliwatts.unwrap_or(0) / 1000,
-        // Whoever would compute on it knows.
+        // Determined by the program that would compute on it.
         obstacle: None,
     })
 }
@@ -102,7 +103,8 @@ fn link(reading: &GpuReading) -> Option<PcieLink> {
     Some(link)
 }
 
-/// One direction of a link at its highest generation and width, framing taken off and protocol not.
+/// Bandwidth of a link in one direction at its highest generation and width, net of framing but not of protocol
+/// overhead.
 fn link_gbps(link: PcieLink) -> f64 {
     // From generation 3 on, 128 of 130 bits are data; generation 6 sends 242 of 256 bytes.
     let lane_gbps = match link.max_generation {
@@ -117,12 +119,12 @@ fn link_gbps(link: PcieLink) -> f64 {
     lane_gbps * f64::from(link.max_width)
 }
 
-/// Bandwidth of memory that sends twice in each period of the clock that the driver tells, as GDDR and HBM do there.
+/// Bandwidth of memory that transfers twice per period of the reported clock, as is the case for GDDR and HBM.
 fn memory_gbps(clock_mhz: u32, bus_bits: u32) -> f64 {
     f64::from(clock_mhz) * 2.0 * f64::from(bus_bits) / 8.0 / 1e3
 }
 
-/// Peak of dense bf16 products with f32 sums; 0 where the number of multiprocessors or their clock is not known.
+/// Peak rate of dense bf16 products with f32 sums; 0 if the number of multiprocessors or their clock is unknown.
 fn bf16_gflops(capability: ComputeCapability, reading: &GpuReading) -> f64 {
     let (Some(cores), Some(clock_mhz)) = (reading.cores, reading.max_sm_clock_mhz) else {
         return 0.0;
@@ -132,7 +134,7 @@ fn bf16_gflops(capability: ComputeCapability, reading: &GpuReading) -> f64 {
         (7, _) | (8, 0) => 64,
         _ => 128,
     };
-    // Operations of one multiprocessor in one clock, a multiply-add counted as two, by NVIDIA's white papers.
+    // Operations per multiprocessor and clock, a multiply-add counted as two, from NVIDIA's white papers.
     let per_clock = match (major, minor) {
         (0..=7, _) => return 0.0,
         (8, 0) => 2048,
@@ -140,7 +142,7 @@ fn bf16_gflops(capability: ComputeCapability, reading: &GpuReading) -> f64 {
         (10 | 11, _) => 8192,
         _ => 1024,
     };
-    // GeForce sums bf16 products in f32 at half the rate of the same chip on a professional card.
+    // GeForce accumulates bf16 products in f32 at half the rate of the same chip on a professional card.
     let per_clock = if reading.name.contains("GeForce") {
         per_clock / 2
     } else {
@@ -149,7 +151,7 @@ fn bf16_gflops(capability: ComputeCapability, reading: &GpuReading) -> f64 {
     f64::from(cores / cores_per_sm) * f64::from(per_clock) * f64::from(clock_mhz) / 1e3
 }
 
-/// The library's `00000000:17:00.0` as the kernel writes it, `0000:17:00.0`.
+/// Converts the library's `00000000:17:00.0` to the kernel's `0000:17:00.0`.
 fn sysfs_address(pci_bus_id: &str) -> String {
     let id = pci_bus_id.to_ascii_lowercase();
     match id.split_once(':') {
@@ -159,12 +161,12 @@ fn sysfs_address(pci_bus_id: &str) -> String {
 }
 
 fn numa_node(tree: &Tree, address: &str) -> Option<u32> {
-    // The kernel writes -1 where it does not know.
+    // The kernel writes -1 if it does not know.
     let node: Option<i64> = tree.number(&format!("/sys/bus/pci/devices/{address}/numa_node"));
     node.and_then(|n| u32::try_from(n).ok())
 }
 
-/// GPUs that the driver lists in the kernel's tree, by name.
+/// GPUs listed by the driver in the kernel's tree, by name.
 fn listed(tree: &Tree) -> Vec<GpuProfile> {
     let addresses = tree.names(LISTED).unwrap_or_default();
     addresses
@@ -173,7 +175,7 @@ fn listed(tree: &Tree) -> Vec<GpuProfile> {
         .collect()
 }
 
-/// The GPU at a PCI address such as `0000:01:00.0`.
+/// Returns the GPU at a PCI address such as `0000:01:00.0`.
 fn listed_gpu(tree: &Tree, address: &str) -> Option<GpuProfile> {
     let name = format!("{LISTED}/{address}/information");
     let text = tree.read(&name).unwrap_or_default();
@@ -211,7 +213,7 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    /// What the driver tells of a GeForce RTX 4090 that idles.
+    /// Reading of an idle GeForce RTX 4090.
     fn rtx_4090() -> GpuReading {
         GpuReading {
             uuid: "GPU-11111111-2222-3333-4444-555555555555".to_owned(),
@@ -277,7 +279,7 @@ mod tests {
 
     #[test]
     fn estimates_are_near_the_data_sheets() {
-        // (name, capability, cores, SM clock, memory clock, bus, GB/s and GFLOP/s of the data sheet)
+        // (name, capability, cores, SM clock, memory clock, bus, GB/s and GFLOP/s from the data sheet)
         let cards = [
             (
                 "NVIDIA A100-SXM4-40GB",

@@ -1,4 +1,4 @@
-//! What of a profile stays while the hardware is the same.
+//! Parts of a profile that remain valid while the hardware is the same.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -8,13 +8,13 @@ use hearth_crds::{MemoryProfile, NodeProfileStatus};
 use crate::summary::isa_names;
 use crate::tree::{Tree, format_id_list};
 
-/// Lines of `/proc/cpuinfo` that name a CPU: the first on x86, the others on ARM.
+/// Lines of `/proc/cpuinfo` that identify a CPU: the first on x86, the others on ARM.
 const CPU_NAMES: [&str; 4] = ["model name", "CPU implementer", "CPU part", "CPU variant"];
 
-/// Hardware that rates were measured on, in words: two texts are equal where the rates of one hold for the other.
-/// The version is in it, for kernels are measured with.
+/// Describes the hardware that rates were measured on: if two descriptions are equal, the rates of one apply to the
+/// other. Includes Hearth's version, since the rates depend on its kernels.
 ///
-/// Not in it: how much memory there is, for it says nothing of rates and changes with a virtual machine's balloon.
+/// Excludes the amount of memory, which does not affect rates and changes with a virtual machine's balloon.
 pub fn hardware(profile: &NodeProfileStatus, root: &Path) -> String {
     let cpuinfo = Tree::new(root).read("/proc/cpuinfo").unwrap_or_default();
     let names: BTreeSet<&str> = cpuinfo
@@ -40,7 +40,7 @@ pub fn hardware(profile: &NodeProfileStatus, root: &Path) -> String {
     )
 }
 
-/// Gives a profile that was only observed the rates of a measured one, with the time when they were measured.
+/// Copies the rates of a measured profile, and the time of their measurement, into one that was only observed.
 pub fn take_rates(profile: &mut NodeProfileStatus, measured: &NodeProfileStatus) {
     let MemoryProfile {
         total_bytes: _,

@@ -1,4 +1,4 @@
-//! Rates of a quiet moment, kept in a file: predictions do not follow the load of the moment.
+//! Rates measured at a quiet moment, stored in a file, so that predictions do not follow the momentary load.
 
 use std::fs;
 use std::io;
@@ -12,21 +12,21 @@ use crate::{
     Measured, Meter, ProfileError, ProfileOptions, disk, hardware, measure, observe, take_rates,
 };
 
-/// Older rates are measured again, in a quiet moment.
+/// Age in days beyond which rates are measured again.
 const MOST_DAYS: i64 = 7;
 
-/// A profile, and the machine that it is of.
+/// A profile and the hardware it belongs to.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Kept {
-    /// Hardware that the rates were measured on: [`hardware`].
+    /// Hardware that the rates were measured on, see [`hardware`].
     pub hardware: String,
-    /// The profile as it was measured.
+    /// The measured profile.
     pub profile: NodeProfileStatus,
 }
 
 impl Kept {
-    /// What a file keeps; `None` where it is missing or of another version.
+    /// Reads a file; `None` if it is missing or was written by another version.
     pub fn read(path: &Path) -> Option<Self> {
         let text = match fs::read(path) {
             Ok(text) => text,
@@ -41,10 +41,10 @@ impl Kept {
             .ok()
     }
 
-    /// Written beside and renamed, so that nobody reads half a file.
+    /// Writes to a temporary file and renames it, so that readers never see half a file.
     ///
     /// # Errors
-    /// What the file system says.
+    /// Errors of the file system.
     pub fn write(&self, path: &Path) -> io::Result<()> {
         if let Some(parent) = path.parent() {
             fs::create_dir_all(parent)?;
@@ -63,11 +63,11 @@ impl Kept {
     }
 }
 
-/// The profile with the rates that `file` keeps of this hardware. They are measured where there are none or old ones, and kept
-/// when the moment is quiet; a busy one falls back to old ones. `anew`: measured in any case.
+/// Returns the profile with the rates stored in `file` for this hardware. Missing or old rates are measured, and
+/// stored if the machine is quiet; if it is busy, old ones are used. `anew` forces a measurement.
 ///
 /// # Errors
-/// As [`measure`].
+/// Same as [`measure`].
 pub fn measure_once(
     options: &ProfileOptions,
     meter: &dyn Meter,
@@ -83,7 +83,7 @@ pub fn measure_once(
     let mut measured = measure(options, meter)?;
     if measured.profile.busy_percent.is_none() {
         let mut profile = measured.profile.clone();
-        // Other directories' disks are as fast as they were.
+        // The disks of other directories keep their rates.
         let known = kept.map(|kept| kept.profile.disks).unwrap_or_default();
         let is_other = |path: &str| profile.disks.iter().all(|disk| disk.path != path);
         let others: Vec<_> = known.into_iter().filter(|d| is_other(&d.path)).collect();
@@ -98,7 +98,7 @@ pub fn measure_once(
     })
 }
 
-/// What was observed with rates that were measured before; a disk that is new is measured.
+/// Adds rates that were measured before to an observed profile; a new disk is measured.
 fn with_rates(
     observed: Measured,
     mut kept: Kept,

@@ -1,12 +1,13 @@
 //! Measures this machine: CPUs, NUMA nodes, memory, disk and GPUs, into a [`NodeProfileStatus`].
 //!
-//! What the kernel tells is read below a root path, so that tests run on recorded trees; what must be measured
-//! goes through a [`Meter`]. Limits of a container count, unless the node around it is asked for: its CPU set, its
-//! CPU quota and its memory limit are the machine. Whatever is missing or malformed is replaced by a plain fallback and a line in
-//! [`Measured::warnings`]; only a machine without a usable CPU or without memory is an error.
+//! Facts reported by the kernel are read below a root path, so that tests run on recorded trees; rates that must be
+//! measured go through a [`Meter`]. A container's limits apply, unless the node around it is requested: its CPU set,
+//! its CPU quota and its memory limit define the machine. Anything missing or malformed is replaced by a simple
+//! fallback and a line in [`Measured::warnings`]; only a machine without a usable CPU or without memory is an error.
 //!
-//! A whole profile takes about a second. What changes without new hardware is read anew by [`observe`], and [`take_rates`] gives it
-//! the rates of an earlier profile, as long as [`hardware`] is the same; [`measure_once`] keeps such rates in a file.
+//! A whole profile takes about a second. [`observe`] rereads whatever can change without new hardware, and
+//! [`take_rates`] adds the rates of an earlier profile, as long as [`hardware`] is the same; [`measure_once`] stores
+//! such rates in a file.
 
 #![forbid(unsafe_code)]
 
@@ -44,38 +45,38 @@ use cgroup::Limits;
 use load::Load;
 use tree::Tree;
 
-/// The memory that the control group of this process allows, and each around it; `None`: no limit. `root`: where `proc` and
-/// `sys` are.
+/// Memory limit of this process's control group, including its ancestors' limits; `None` if there is no limit. `root`
+/// is the directory that contains `proc` and `sys`.
 pub fn memory_limit_bytes(root: &Path) -> Option<u64> {
     cgroup::limits(&Tree::new(root)).memory_bytes
 }
 
-/// Whose machine is measured.
+/// Scope of a measurement.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Scope {
-    /// What this process may use.
+    /// The resources that this process may use.
     #[default]
     Process,
-    /// The node, whatever this process may use of it: what an agent in a small container measures for others.
-    /// CPUs are those online and not isolated, for a container that holds CPUs for itself takes them from the others'
-    /// sets and not from the node.
+    /// The node, regardless of what this process may use of it: an agent in a small container measures it for other
+    /// processes. CPUs are those online and not isolated, since a container with exclusive CPUs takes them from the
+    /// sets of other containers and not from the node.
     Node,
 }
 
-/// What to measure, and how it is called.
+/// Options of a measurement.
 #[derive(Clone, Debug)]
 pub struct ProfileOptions {
-    /// Name of the node; `None`: the host name.
+    /// Name of the node; `None` means the host name.
     pub node: Option<String>,
-    /// What of the machine counts.
+    /// Part of the machine to measure.
     pub scope: Scope,
-    /// A directory whose disk is measured, by reading the files in it; `None`: no disk.
+    /// Directory whose disk is measured by reading the files in it; `None` measures no disk.
     pub disk: Option<PathBuf>,
-    /// Where the directory has too little to read, write a file for it, which is removed at once.
+    /// Whether to write a temporary file, removed at once, if the directory has too little to read.
     pub probe_disk: bool,
-    /// When it is measured; `None`: now.
+    /// Time of the measurement; `None` uses the current time.
     pub measured_at: Option<SystemTime>,
-    /// Where `proc` and `sys` are found; `/` but in tests.
+    /// Directory that contains `proc` and `sys`; `/` except in tests.
     pub root: PathBuf,
 }
 
@@ -92,20 +93,20 @@ impl Default for ProfileOptions {
     }
 }
 
-/// A profile, and what had to be guessed for it.
+/// A profile, and the assumptions made for it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Measured {
     /// The profile.
     pub profile: NodeProfileStatus,
-    /// One line for each fact that was missing or odd, with what was assumed instead.
+    /// One line for each fact that was missing or implausible, with the assumption made instead.
     pub warnings: Vec<String>,
 }
 
-/// Reads the facts below `options.root` and takes rates from `meter`.
+/// Reads the facts below `options.root` and gets rates from `meter`.
 ///
 /// # Errors
-/// [`ProfileError::NoCpu`] and [`ProfileError::NoMemory`] when nothing can be found out about either;
-/// [`ProfileError::Clock`] for a time outside of the calendar.
+/// [`ProfileError::NoCpu`] and [`ProfileError::NoMemory`] if nothing can be found out about either;
+/// [`ProfileError::Clock`] for a time outside the calendar.
 pub fn measure(options: &ProfileOptions, meter: &dyn Meter) -> Result<Measured, ProfileError> {
     let tree = Tree::new(&options.root);
     let own = cgroup::limits(&tree);
@@ -142,8 +143,8 @@ pub fn measure(options: &ProfileOptions, meter: &dyn Meter) -> Result<Measured, 
     })
 }
 
-/// Leaves three digits of each measured rate: those behind them are noise, and a short number is the same after it was
-/// written and read again, so that a stored profile can be compared.
+/// Rounds each measured rate to three digits: the rest is noise, and a short number survives being written and read
+/// again, so stored profiles can be compared.
 fn round_rates(profile: &mut NodeProfileStatus) {
     let NodeProfileStatus {
         memory,
@@ -171,10 +172,10 @@ fn three_digits(rate: f64) -> f64 {
     format!("{rate:.2e}").parse().unwrap_or(rate)
 }
 
-/// What can be read without measuring, in a millisecond: all rates are 0.
+/// Reads everything that needs no measurement, in about a millisecond: all rates are 0.
 ///
 /// # Errors
-/// As [`measure`].
+/// Same as [`measure`].
 pub fn observe(options: &ProfileOptions) -> Result<Measured, ProfileError> {
     let tree = Tree::new(&options.root);
     let own = cgroup::limits(&tree);
@@ -185,7 +186,7 @@ pub fn observe(options: &ProfileOptions) -> Result<Measured, ProfileError> {
     })
 }
 
-/// The profile without its rates. `own`: the limits of this process.
+/// Builds the profile without its rates. `own` is this process's limits.
 fn facts(
     tree: &Tree,
     options: &ProfileOptions,
@@ -223,7 +224,7 @@ fn facts(
     })
 }
 
-/// Instruction sets; tiles only where the kernel tells of them, for it must save them.
+/// Instruction sets; AMX tiles only if the kernel reports them, since it must save their state.
 fn isa(tree: &Tree, meter: &dyn Meter) -> IsaProfile {
     let cpuinfo = tree.read("/proc/cpuinfo").unwrap_or_default();
     let flags = cpuinfo.lines().find(|line| line.starts_with("flags"));
@@ -233,12 +234,12 @@ fn isa(tree: &Tree, meter: &dyn Meter) -> IsaProfile {
     }
 }
 
-/// What the meter tells, and a warning with a rate of 0 where it cannot.
+/// Rates from the meter; where it fails, a rate of 0 and a warning.
 struct Rates<'a> {
     tree: &'a Tree,
     meter: &'a dyn Meter,
     cache_bytes: u64,
-    /// What the limits of this process leave it; `None`: no limit.
+    /// Memory left within this process's limits; `None` if there is no limit.
     own_bytes: Option<u64>,
 }
 
@@ -266,7 +267,7 @@ impl Rates<'_> {
         })
     }
 
-    /// `all`: one CPU of each core.
+    /// Measures memory rates. `all` has one CPU of each core.
     fn of_memory(&self, all: &[u32], memory: &mut MemoryProfile, nodes: &mut [NumaNodeProfile]) {
         let one = self.read_gbps(&all[..1], memory.available_bytes);
         let together = if all.len() > 1 {
@@ -275,7 +276,7 @@ impl Rates<'_> {
             one
         };
         memory.read_one_thread_gbps = one;
-        // Neighbours on a shared host can make the longer measurement the slower one.
+        // Because of neighbours on a shared host, the longer measurement may be the slower one.
         memory.read_all_threads_gbps = together.max(one);
         if let [only] = nodes {
             only.read_gbps = memory.read_all_threads_gbps;
@@ -317,7 +318,7 @@ fn threads(count: usize) -> String {
     }
 }
 
-/// Whole seconds of UTC, such as `2026-11-21T09:00:00Z`.
+/// Formats a time as whole seconds of UTC, such as `2026-11-21T09:00:00Z`.
 fn rfc3339(time: SystemTime) -> Result<String, ProfileError> {
     let time = jiff::Timestamp::try_from(time).map_err(|e| ProfileError::Clock(e.to_string()))?;
     let seconds = jiff::Timestamp::from_second(time.as_second())

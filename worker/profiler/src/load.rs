@@ -1,25 +1,25 @@
-//! What other programs did while something was measured.
+//! Load from other programs during a measurement.
 
 use crate::tree::Tree;
 
-/// Below this many percent a machine is quiet.
+/// Percentage below which a machine counts as quiet.
 const QUIET_PERCENT: u64 = 10;
 
 /// Ticks since the machine started.
 pub(crate) struct Load {
-    /// Time of all CPUs.
+    /// CPU time of all CPUs.
     all: u64,
-    /// Time in which a CPU had nothing to do.
+    /// Time in which CPUs were idle.
     idle: u64,
     /// Time of this process, on all CPUs.
     own: u64,
 }
 
 impl Load {
-    /// The counters as they are; `None` where the kernel does not tell.
+    /// Reads the current counters; `None` if the kernel does not report them.
     pub(crate) fn now(tree: &Tree) -> Option<Self> {
         let stat = tree.read("/proc/stat")?;
-        // user nice system idle iowait irq softirq steal: guests are in user already.
+        // user nice system idle iowait irq softirq steal; user already includes guests.
         let ticks: Vec<u64> = stat
             .lines()
             .find_map(|line| line.strip_prefix("cpu "))?
@@ -28,7 +28,7 @@ impl Load {
             .map_while(|field| field.parse().ok())
             .collect();
         let own = tree.read("/proc/self/stat").unwrap_or_default();
-        // The name in parentheses may hold anything; utime and stime are the 12th and 13th field behind it.
+        // The name in parentheses may contain anything; utime and stime are the 12th and 13th fields after it.
         let own = own.rsplit_once(')').map_or("", |(_, fields)| fields);
         let own = own
             .split_whitespace()
@@ -43,7 +43,7 @@ impl Load {
         })
     }
 
-    /// The share of the CPUs' time that others had since, in percent; `None`: the machine was quiet.
+    /// Share of CPU time used by other programs since then, in percent; `None` if the machine was quiet.
     pub(crate) fn others_percent(&self, tree: &Tree) -> Option<u32> {
         let now = Self::now(tree)?;
         let all = now.all.saturating_sub(self.all);
@@ -70,7 +70,7 @@ mod tests {
     #[test]
     fn what_others_had_is_what_was_neither_idle_nor_our_own() {
         let before = Load::now(&at("100 0 100 1000 0 0 0 0 0 0", "50 10")).unwrap();
-        // 200 ticks: 40 idle, 100 our own, 60 of others.
+        // 200 ticks: 40 idle, 100 our own, 60 from others.
         let busy = at("230 0 120 1030 10 0 0 10 0 0", "140 20");
         assert_eq!(before.others_percent(&busy), Some(30));
         let quiet = at("200 0 110 1190 0 0 0 0 0 0", "140 20");

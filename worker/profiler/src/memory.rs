@@ -9,7 +9,7 @@ use crate::{ProfileError, Scope};
 
 const MEMINFO: &str = "/proc/meminfo";
 
-/// Memory in bytes; the rates are left at 0.
+/// Reads the memory sizes in bytes; the rates are left at 0.
 pub(crate) fn memory(tree: &Tree, limits: &Limits) -> Result<MemoryProfile, ProfileError> {
     let text = tree.read(MEMINFO).unwrap_or_default();
     let Some(total_bytes) = kib_line(&text, "MemTotal").filter(|n| *n > 0) else {
@@ -35,8 +35,8 @@ pub(crate) fn memory(tree: &Tree, limits: &Limits) -> Result<MemoryProfile, Prof
     })
 }
 
-/// NUMA nodes that have usable CPUs or usable memory; one with everything where the kernel tells of none. CPUs
-/// that belong to no node of the result go to its first one. The rates are left at 0.
+/// NUMA nodes that have usable CPUs or usable memory; a single one with everything if the kernel reports none. CPUs
+/// that belong to no node of the result are assigned to the first one. The rates are left at 0.
 pub(crate) fn numa_nodes(
     tree: &Tree,
     cpus: &mut [CpuProfile],
@@ -87,7 +87,7 @@ pub(crate) fn numa_nodes(
         }];
     }
     if let ([only], 1) = (nodes.as_mut_slice(), numa_node_ids(tree).len()) {
-        // The whole tells better what can be had than one node's own counters do.
+        // The totals are a better estimate of available memory than a single node's own counters.
         only.memory_bytes = memory.total_bytes;
         only.free_bytes = memory.available_bytes;
     }
@@ -95,7 +95,7 @@ pub(crate) fn numa_nodes(
     nodes
 }
 
-/// Memory of a NUMA node and what of it is free or page cache, in bytes, within the limits of the whole.
+/// Memory of a NUMA node, and how much of it is free or page cache, in bytes, within the overall limits.
 fn node_memory(tree: &Tree, id: u32, memory: &MemoryProfile) -> (u64, u64) {
     let name = format!("{NODES}/node{id}/meminfo");
     let text = tree.read(&name).unwrap_or_default();

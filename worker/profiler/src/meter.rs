@@ -1,42 +1,42 @@
-//! What must be measured rather than read: rates of the CPUs.
+//! Rates of the CPUs, which must be measured rather than read.
 
 use std::sync::Barrier;
 
 use hearth_crds::IsaProfile;
 use hearth_kernels::{Isa, PeakGflops, peak_gflops, read_bandwidth_gbps};
 
-/// Arithmetic in GFLOP/s; a multiply-add counts as two.
+/// Arithmetic rates in GFLOP/s; a multiply-add counts as two.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Gflops {
-    /// Products of bfloat16 weights with f32 activations, as prefill runs them.
+    /// Products of bfloat16 weights and f32 activations, as in prefill.
     pub bf16: f64,
-    /// Multiply-adds of f32 at best.
+    /// Peak of f32 multiply-adds.
     pub f32: f64,
 }
 
-/// Measures rates on given CPUs, one thread a CPU.
+/// Measures rates on given CPUs, one thread per CPU.
 pub trait Meter {
     /// Instruction sets of the CPUs.
     fn isa(&self) -> IsaProfile;
 
-    /// Read bandwidth over `bytes` of memory in GB/s (10⁹ bytes a second).
+    /// Measures read bandwidth over `bytes` of memory in GB/s (10⁹ bytes per second).
     ///
     /// # Errors
-    /// Why it could not be measured, in words.
+    /// The reason it could not be measured.
     fn read_gbps(&self, cpus: &[u32], bytes: usize) -> Result<f64, String>;
 
-    /// Arithmetic of all the CPUs together.
+    /// Measures the arithmetic rates of all given CPUs together.
     ///
     /// # Errors
-    /// Why it could not be measured, in words.
+    /// The reason it could not be measured.
     fn gflops(&self, cpus: &[u32]) -> Result<Gflops, String>;
 
-    /// Hears what is measured next, in words such as `arithmetic with 2 threads`.
+    /// Called with what is measured next, such as `arithmetic with 2 threads`.
     fn tell(&self, _what: &str) {}
 }
 
-/// How much memory a read probe uses: more than the last-level cache of `cache_bytes` holds, little of what is
-/// available, and no more than the half of what this process may still have.
+/// Memory that a read probe uses, in bytes: more than the last-level cache of `cache_bytes` holds, a small part of
+/// what is available, and at most half of what this process may still allocate.
 pub(crate) fn probe_bytes(available_bytes: u64, own_bytes: Option<u64>, cache_bytes: u64) -> usize {
     const LEAST: u64 = 8 << 20;
     const MOST: u64 = 512 << 20;
@@ -49,8 +49,8 @@ pub(crate) fn probe_bytes(available_bytes: u64, own_bytes: Option<u64>, cache_by
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
-/// Runs `measure` on a thread that is bound to `cpus`, and so are the threads that it starts; their memory comes
-/// from the NUMA node that they run on. Where binding is not allowed, the system's choice of CPUs is measured.
+/// Runs `measure` on a thread bound to `cpus`, as are the threads that it starts; their memory comes from the NUMA
+/// node that they run on. If binding is not allowed, the system's choice of CPUs is measured.
 fn on_cpus<T: Send>(
     cpus: &[u32],
     measure: impl FnOnce() -> Result<T, String> + Send,
@@ -79,7 +79,7 @@ fn bind(cpus: &[u32]) {
     }
 }
 
-/// The CPUs of this machine.
+/// Meter for the CPUs of this machine.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CpuMeter;
 
@@ -95,7 +95,7 @@ impl Meter for CpuMeter {
         })
     }
 
-    /// All CPUs at once, for they share power and, as siblings, their units.
+    /// All CPUs at once, since they share power and, as siblings, execution units.
     fn gflops(&self, cpus: &[u32]) -> Result<Gflops, String> {
         let isa = Isa::detect();
         let together = Barrier::new(cpus.len());
@@ -134,7 +134,7 @@ fn detect_isa() -> IsaProfile {
         avx512vbmi: is_x86_feature_detected!("avx512vbmi"),
         avx512bf16: is_x86_feature_detected!("avx512bf16"),
         avx512vnni: is_x86_feature_detected!("avx512vnni"),
-        // Detecting it is not stable in std: the caller reads it from the kernel's flags.
+        // Its detection is not stable in std: the caller reads it from the kernel's flags.
         amx: false,
         neon: false,
     }

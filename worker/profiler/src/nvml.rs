@@ -1,4 +1,4 @@
-//! What NVIDIA's management library tells of the GPUs. The library belongs to the driver and is loaded at run time: a
+//! GPU data from NVIDIA's management library (NVML). The library is part of the driver and loaded at run time: a
 //! machine without it has no GPUs.
 
 use std::ffi::OsStr;
@@ -9,15 +9,15 @@ use nvml_wrapper::{Device, Nvml};
 
 /// The driver's name for its library.
 pub(crate) const LIBRARY: &str = "libnvidia-ml.so.1";
-/// `MigMode::current` of a GPU that is cut into instances.
+/// `MigMode::current` of a GPU that is partitioned into instances.
 const MIG_IS_ON: u32 = 1;
 
-/// What is known of one GPU; what the library does not report is `None`.
+/// Data of one GPU; anything that the library does not report is `None`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct GpuReading {
     pub uuid: String,
     pub name: String,
-    /// Such as `00000000:17:00.0`.
+    /// PCI address, such as `00000000:17:00.0`.
     pub pci_bus_id: Option<String>,
     pub memory: Option<MemoryReading>,
     pub compute_capability: Option<(i32, i32)>,
@@ -25,11 +25,11 @@ pub(crate) struct GpuReading {
     pub power_limit_milliwatts: Option<u32>,
     pub max_memory_clock_mhz: Option<u32>,
     pub memory_bus_bits: Option<u32>,
-    /// The highest clock of the multiprocessors.
+    /// Highest clock of the multiprocessors.
     pub max_sm_clock_mhz: Option<u32>,
-    /// Multiprocessors times their float32 lanes.
+    /// Number of multiprocessors times their float32 lanes.
     pub cores: Option<u32>,
-    /// The GPU is cut into instances, and no process can have it whole.
+    /// Whether the GPU is partitioned into instances, so that no process can use it as a whole.
     pub is_partitioned: bool,
 }
 
@@ -40,7 +40,7 @@ pub(crate) struct MemoryReading {
     pub free_bytes: u64,
 }
 
-/// The link of a GPU.
+/// PCIe link of a GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct PcieReading {
     pub generation: Option<u32>,
@@ -49,16 +49,16 @@ pub(crate) struct PcieReading {
     pub max_width: Option<u32>,
 }
 
-/// Why nothing can be read.
+/// Reason nothing can be read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Silence {
-    /// No library, no driver or no GPU: most machines.
+    /// No library, no driver or no GPU, as on most machines.
     NoGpus(String),
-    /// GPUs that should be there: a person can do something about it.
+    /// GPUs should be present but cannot be read: the user can fix it.
     Trouble(String),
 }
 
-/// Reads every GPU, in the order of the PCI bus.
+/// Reads every GPU, in PCI bus order.
 pub(crate) fn read(library: &str) -> Result<Vec<GpuReading>, Silence> {
     let nvml = Nvml::builder()
         .lib_path(OsStr::new(library))
@@ -108,7 +108,7 @@ fn of_device(device: &Device<'_>) -> Result<GpuReading, NvmlError> {
     })
 }
 
-/// What an error means for a profile.
+/// Classifies an error by its meaning for a profile.
 fn silence(library: &str, error: &NvmlError) -> Silence {
     match error {
         NvmlError::LibloadingError(_)

@@ -1,4 +1,4 @@
-//! Where a process is on its machine: the cores and NUMA nodes of CPUs, and the NUMA nodes that hold its memory.
+//! Placement of a process on its machine: the cores and NUMA nodes of CPUs, and the NUMA nodes that hold its memory.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -6,27 +6,28 @@ use std::path::{Path, PathBuf};
 use crate::cpu;
 use crate::tree::{Tree, kib_line};
 
-/// A CPU and what it belongs to.
+/// A CPU with its core and NUMA node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CpuTopology {
-    /// The kernel's number.
+    /// The kernel's CPU number.
     pub id: u32,
-    /// The lowest of the CPUs that share its core.
+    /// Lowest of the CPUs that share its core.
     pub core: u32,
-    /// Its NUMA node; 0 on a kernel that tells of none.
+    /// Its NUMA node; 0 on a kernel that reports none.
     pub numa_node: u32,
 }
 
-/// What a process has in the memory of one NUMA node, in bytes.
+/// Memory of a process on one NUMA node, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NumaMemory {
-    /// Pages of weights that it has mapped.
+    /// Mapped pages of weights.
     pub weight_bytes: u64,
-    /// Memory of its own: KV cache, activations, heap.
+    /// The process's own memory: KV cache, activations, heap.
     pub own_bytes: u64,
 }
 
-/// The CPUs that are online, ascending, whether or not this process may use them. `root`: where `proc` and `sys` are.
+/// Returns all online CPUs, in ascending order, whether or not this process may use them. `root` is the directory that
+/// contains `proc` and `sys`.
 pub fn cpu_topology(root: &Path) -> Vec<CpuTopology> {
     let tree = Tree::new(root);
     let nodes = cpu::numa_of_cpus(&tree);
@@ -38,9 +39,9 @@ pub fn cpu_topology(root: &Path) -> Vec<CpuTopology> {
     cpu::online(&tree).into_iter().map(place).collect()
 }
 
-/// What this process has in the memory of each NUMA node, by `/proc/self/numa_maps`: containers may read it where they may
-/// not ask for single pages (`move_pages`). Pages of `weights` count where this process has mapped them. Empty on a kernel that
-/// tells nothing. The kernel walks all pages for it, about a second for 100 GiB.
+/// Reads this process's memory on each NUMA node from `/proc/self/numa_maps`: containers may read it even if they may
+/// not query single pages (`move_pages`). Pages of `weights` count if this process has mapped them. Empty on a kernel
+/// that does not report it. The kernel walks all pages for this, which takes about a second for 100 GiB.
 pub fn own_memory(root: &Path, weights: &[PathBuf]) -> BTreeMap<u32, NumaMemory> {
     let real = |path: &PathBuf| path.canonicalize().unwrap_or_else(|_| path.clone());
     let weights: Vec<PathBuf> = weights.iter().map(real).collect();
@@ -52,7 +53,7 @@ pub fn own_memory(root: &Path, weights: &[PathBuf]) -> BTreeMap<u32, NumaMemory>
         };
         let is_weights = match &mapping.file {
             Some(file) if weights.contains(file) => true,
-            // Code and other files.
+            // Program code and other files.
             Some(_) => continue,
             None => false,
         };
@@ -67,13 +68,15 @@ pub fn own_memory(root: &Path, weights: &[PathBuf]) -> BTreeMap<u32, NumaMemory>
     memory
 }
 
-/// Bytes of a NUMA node's memory that nothing has, page cache neither: the kernel goes to another node before it takes that away.
+/// Bytes of a NUMA node's memory that are completely free, without page cache: the kernel allocates on another node
+/// before it reclaims page cache.
 pub fn numa_free_bytes(root: &Path, node: u32) -> u64 {
     let text = Tree::new(root).read(&format!("{}/node{node}/meminfo", cpu::NODES));
     kib_line(&text.unwrap_or_default(), "MemFree").unwrap_or(0)
 }
 
-/// A line such as `7f12a000 default file=/models/a.safetensors mapped=30 N0=20 N1=10 kernelpagesize_kB=4`.
+/// Parsed form of a line such as `7f12a000 default file=/models/a.safetensors mapped=30 N0=20 N1=10
+/// kernelpagesize_kB=4`.
 struct Mapping {
     file: Option<PathBuf>,
     bytes: Vec<(u32, u64)>,
@@ -96,7 +99,7 @@ impl Mapping {
     }
 }
 
-/// The kernel writes white space, `=` and `\` of a path as octal numbers: `\040`.
+/// Undoes the kernel's escapes: it writes white space, `=` and `\` in a path as octal numbers, such as `\040`.
 fn unescape(path: &str) -> String {
     let mut parts = path.split('\\');
     let mut plain = parts.next().unwrap_or_default().to_owned();

@@ -1,10 +1,10 @@
-//! A profile for people.
+//! Human-readable summary of a profile.
 
 use std::fmt::Write;
 
 use hearth_crds::{GpuProfile, NodeProfileStatus, format_bytes};
 
-/// The profile in a few lines, each ended by a line feed.
+/// Summarises the profile in a few lines, each ending in a newline.
 pub fn summary(profile: &NodeProfileStatus) -> String {
     let mut text = String::new();
     let mut line = |name: &str, value: String| add_line(&mut text, name, &value);
@@ -55,7 +55,7 @@ fn add_line(text: &mut String, name: &str, value: &str) {
     let _ = writeln!(text, "{name:<9} {value}");
 }
 
-/// One line for each NUMA node, GPU, disk and link.
+/// Adds one line for each NUMA node, GPU, disk and link.
 fn add_devices(text: &mut String, profile: &NodeProfileStatus) {
     let mut line = |name: &str, value: String| add_line(text, name, &value);
     for numa in &profile.numa_nodes {
@@ -92,7 +92,7 @@ fn add_devices(text: &mut String, profile: &NodeProfileStatus) {
     }
 }
 
-/// A GPU with what is known of it.
+/// Describes a GPU with its known data.
 fn gpu_text(gpu: &GpuProfile) -> String {
     let GpuProfile {
         uuid,

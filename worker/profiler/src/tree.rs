@@ -1,10 +1,10 @@
-//! Reads the small files of `/proc` and `/sys` below a root, and collects what was odd about them.
+//! Reads the small files of `/proc` and `/sys` below a root, and collects warnings about anything unexpected in them.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// A file of sysfs is a page at most; `/proc/cpuinfo` of a large server is larger.
+/// Limit of a file's size: a sysfs file has at most a page, but `/proc/cpuinfo` of a large server is larger.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
 pub(crate) struct Tree {
@@ -20,7 +20,7 @@ impl Tree {
         }
     }
 
-    /// Whether the root is that of the running machine, and not a recorded tree.
+    /// Whether the root belongs to the running machine, not to a recorded tree.
     pub(crate) fn is_this_machine(&self) -> bool {
         self.root == Path::new("/")
     }
@@ -36,12 +36,12 @@ impl Tree {
         self.warnings.into_inner()
     }
 
-    /// The path of `name` (`/sys/…`) below the root.
+    /// Returns the path of `name` (`/sys/…`) below the root.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.root.join(name.trim_start_matches('/'))
     }
 
-    /// The text of a file without the white space around it; `None` if it is missing, unreadable or huge.
+    /// Reads a file's text, trimmed of white space; `None` if it is missing, unreadable or too large.
     pub(crate) fn read(&self, name: &str) -> Option<String> {
         use std::io::Read;
         let file = std::fs::File::open(self.path(name)).ok()?;
@@ -50,7 +50,8 @@ impl Tree {
         Some(String::from_utf8_lossy(&bytes).trim().to_owned())
     }
 
-    /// A number in a file; `None` if it is missing, and `None` with a warning if it is no number.
+    /// Reads a number from a file; `None` if the file is missing, `None` with a warning if it does not contain a
+    /// number.
     pub(crate) fn number<N: std::str::FromStr>(&self, name: &str) -> Option<N> {
         let text = self.read(name)?;
         let number = text.parse().ok();
@@ -62,7 +63,8 @@ impl Tree {
         number
     }
 
-    /// A list such as `0-3,8`; `None` if it is missing, and `None` with a warning if it is no list.
+    /// Reads a list such as `0-3,8`; `None` if the file is missing, `None` with a warning if it does not contain a
+    /// list.
     pub(crate) fn ids(&self, name: &str) -> Option<BTreeSet<u32>> {
         let text = self.read(name)?;
         let ids = parse_id_list(&text);
@@ -74,7 +76,7 @@ impl Tree {
         ids
     }
 
-    /// Names in a directory, sorted; none if it cannot be listed.
+    /// Returns the names in a directory, sorted; `None` if it cannot be listed.
     pub(crate) fn names(&self, directory: &str) -> Option<Vec<String>> {
         let entries = std::fs::read_dir(self.path(directory)).ok()?;
         let mut names: Vec<String> = entries
@@ -95,9 +97,9 @@ impl Tree {
     }
 }
 
-/// Reads a list of ids as the kernel writes it: `0-3,8` is 0, 1, 2, 3 and 8; an empty text is no id.
+/// Parses a list of ids in the kernel's format: `0-3,8` is 0, 1, 2, 3 and 8; an empty text contains no ids.
 ///
-/// `None` for anything else, ids above 65535 among it.
+/// `None` for anything else, including ids above 65535.
 pub fn parse_id_list(text: &str) -> Option<BTreeSet<u32>> {
     const MAX_ID: u32 = u16::MAX as u32;
     let mut ids = BTreeSet::new();
@@ -112,7 +114,7 @@ pub fn parse_id_list(text: &str) -> Option<BTreeSet<u32>> {
     Some(ids)
 }
 
-/// Writes a list of ids as the kernel does, `0-3,8`; `none` for no id.
+/// Formats a list of ids like the kernel, `0-3,8`; `none` if it is empty.
 pub fn format_id_list(ids: &BTreeSet<u32>) -> String {
     let mut runs: Vec<(u32, u32)> = Vec::new();
     for &id in ids {
@@ -138,7 +140,7 @@ pub fn format_id_list(ids: &BTreeSet<u32>) -> String {
     }
 }
 
-/// The value in bytes of a line `Name:   123 kB`.
+/// Returns the value in bytes of a line `Name:   123 kB`.
 pub(crate) fn kib_line(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| {
         // Lines of a NUMA node's meminfo begin with `Node 0 `.

@@ -1,4 +1,4 @@
-//! Recorded trees of several machines, with a meter that tells which CPUs it was asked about.
+//! Recorded trees of several machines, with meters whose rates show which CPUs they were asked to measure.
 
 #![allow(clippy::unwrap_used)] // A test may panic.
 
@@ -15,7 +15,7 @@ use tempfile::TempDir;
 
 const GIB: u64 = 1 << 30;
 
-/// Ten GB/s a CPU; 100 GFLOP/s in bf16 and 50 in f32.
+/// Meter that reports 10 GB/s per CPU, 100 GFLOP/s in bf16 and 50 in f32.
 struct PerCpu;
 
 impl Meter for PerCpu {
@@ -39,7 +39,7 @@ impl Meter for PerCpu {
     }
 }
 
-/// A machine on which nothing can be measured.
+/// Meter of a machine on which nothing can be measured.
 struct Broken;
 
 impl Meter for Broken {
@@ -56,7 +56,7 @@ impl Meter for Broken {
     }
 }
 
-/// Unpacks a tree: `@ path` lines, each followed by the text of the file.
+/// Unpacks a tree: `@ path` lines, each followed by the text of that file.
 fn unpack(text: &str) -> TempDir {
     let root = TempDir::new().unwrap();
     for part in text.split("\n@ ").skip(1) {
@@ -96,7 +96,7 @@ fn a_two_socket_server() {
     assert_eq!(p.node, "rack-1");
     assert_eq!(p.measured_at, "2026-11-18T11:06:40Z");
     assert_eq!(ids(&p), (0..16).collect::<Vec<_>>());
-    // Siblings share a core and sit on one NUMA node.
+    // Siblings share a core and belong to one NUMA node.
     let cpu = |id: usize| (p.cpus[id].core, p.cpus[id].numa_node);
     assert_eq!((cpu(5), cpu(13)), ((5, 1), (5, 1)));
     assert_eq!((p.cpus[0].max_mhz, p.cpus[0].cache_bytes), (3900, 2 << 20));
@@ -108,7 +108,7 @@ fn a_two_socket_server() {
     assert_eq!(p.numa_nodes[1].free_bytes, 61_500_000 * 1024);
     assert_eq!(p.memory.total_bytes, 131_867_852 * 1024);
     assert_eq!(p.memory.available_bytes, 120_000_000 * 1024);
-    // One thread a core: 8 of them, 4 on each node.
+    // One thread per core: 8 of them, 4 on each node.
     assert_eq!(p.memory.read_one_thread_gbps, 10.0);
     assert_eq!(p.memory.read_all_threads_gbps, 80.0);
     assert_eq!(p.numa_nodes[1].read_gbps, 40.0);
@@ -137,7 +137,7 @@ fn a_laptop_with_unequal_cores() {
     assert_eq!(p.memory.read_all_threads_gbps, 60.0);
     assert_eq!(p.numa_nodes.len(), 1);
     assert_eq!(p.numa_nodes[0].read_gbps, 60.0);
-    // Never more than is available altogether.
+    // Never more than the total available.
     assert_eq!(p.numa_nodes[0].free_bytes, 9_000_000 * 1024);
     assert!(!p.isa.amx && p.gpus.is_empty());
 }
@@ -145,14 +145,14 @@ fn a_laptop_with_unequal_cores() {
 #[test]
 fn a_container_is_its_limits() {
     let (p, warnings) = profile(include_str!("fixtures/container.tree"));
-    // CPUs 2-7 are three cores; a quota of 2.5 CPUs pays for two threads, on two cores.
+    // CPUs 2-7 are three cores; a quota of 2.5 CPUs covers two threads, on two cores.
     assert_eq!(ids(&p), [2, 4]);
     assert!(
         warnings[0].contains("2.5 of 6 CPUs: 2 are used"),
         "{warnings:?}"
     );
     assert_eq!(p.memory.total_bytes, 8 * GIB);
-    // 8 GiB less the 2 GiB that are no cache.
+    // 8 GiB minus the 2 GiB that are not cache.
     assert_eq!(p.memory.available_bytes, 6 * GIB);
     assert_eq!(p.numa_nodes[0].free_bytes, 6 * GIB);
     assert_eq!(p.numa_nodes[0].memory_bytes, 8 * GIB);
@@ -173,7 +173,7 @@ fn an_agent_in_a_container_sees_the_node_around_it() {
     assert_eq!(profile.memory.available_bytes, 60_000_000 * 1024);
     assert_eq!(profile.numa_nodes[0].memory_bytes, 65_933_926 * 1024);
     assert_eq!(profile.numa_nodes[0].cpus.len(), 16);
-    // Isolated CPUs are somebody else's.
+    // Isolated CPUs are reserved for others.
     write(root.path(), "/sys/devices/system/cpu/isolated", "12-15\n");
     let profile = measure(&options, &PerCpu).unwrap().profile;
     assert_eq!(ids(&profile), (0..12).collect::<Vec<_>>());
@@ -191,7 +191,7 @@ fn what_is_read_anew_takes_the_rates_of_before() {
         let mut profile = observe(options).unwrap().profile;
         assert_eq!(profile.memory.read_one_thread_gbps, 0.0);
         take_rates(&mut profile, &measured);
-        // The set of instructions is this machine's.
+        // The instruction sets are those of the machine running the test.
         profile.isa = measured.isa.clone();
         for (disk, before) in profile.disks.iter_mut().zip(&measured.disks) {
             disk.free_bytes = before.free_bytes;
@@ -200,7 +200,7 @@ fn what_is_read_anew_takes_the_rates_of_before() {
     };
     assert_eq!(again(&options), measured);
 
-    // Memory is read anew, and the time is that of the rates.
+    // Memory is read again, and the time is that of the rates.
     let meminfo = "MemTotal: 131867852 kB\nMemAvailable: 1000000 kB\n";
     write(root.path(), "/proc/meminfo", meminfo);
     options.measured_at = None;
@@ -212,7 +212,7 @@ fn what_is_read_anew_takes_the_rates_of_before() {
         hardware(&measured, root.path())
     );
 
-    // One CPU less is other hardware.
+    // Removing a CPU makes it different hardware.
     write(root.path(), "/sys/devices/system/cpu/online", "0-14\n");
     let smaller = again(&options);
     assert_ne!(
@@ -225,7 +225,7 @@ fn what_is_read_anew_takes_the_rates_of_before() {
     );
 }
 
-/// A meter as [`PerCpu`] is, which keeps over how much memory it was asked to read.
+/// A meter like [`PerCpu`] that records how much memory it was asked to read.
 struct Reads(std::cell::RefCell<Vec<usize>>);
 
 impl Meter for Reads {
@@ -246,7 +246,7 @@ impl Meter for Reads {
 #[test]
 fn a_small_container_is_not_filled_by_measuring_its_node() {
     let root = unpack(include_str!("fixtures/container.tree"));
-    // 96 MiB may still be had, and the caches hold 64 MiB.
+    // 96 MiB are still available, and the caches hold 64 MiB.
     write(root.path(), "/sys/fs/cgroup/memory.max", "134217728\n");
     write(root.path(), "/sys/fs/cgroup/memory.current", "33554432\n");
     write(root.path(), "/sys/fs/cgroup/memory.stat", "active_file 0\n");
@@ -266,7 +266,7 @@ fn a_small_container_is_not_filled_by_measuring_its_node() {
 #[test]
 fn limits_of_ancestors_hold_under_cgroup_v1() {
     let (p, _) = profile(include_str!("fixtures/cgroup-v1.tree"));
-    // The pod's CPU set 1-3, and 1.5 CPUs of its parent.
+    // The pod's CPU set 1-3, and its parent's quota of 1.5 CPUs.
     assert_eq!(ids(&p), [1]);
     assert_eq!(p.memory.total_bytes, 4 * GIB);
     assert_eq!(p.memory.available_bytes, 4 * GIB - GIB / 2);
@@ -364,7 +364,7 @@ fn garbage_is_a_warning_and_no_panic() {
     assert_eq!(p.cpus.len(), 16);
     assert_eq!((p.cpus[3].core, p.cpus[3].max_mhz), (3, 0));
     assert_eq!(p.memory.total_bytes, 131_867_852 * 1024);
-    // The node's CPUs are still there; its memory is not known.
+    // The node's CPUs are still listed; its memory is unknown.
     assert_eq!(
         (p.numa_nodes[1].cpus.len(), p.numa_nodes[1].memory_bytes),
         (8, 0)
@@ -440,7 +440,7 @@ fn a_disk_with_nothing_to_read_is_measured_with_a_file_that_is_gone_after() {
     options.probe_disk = true;
     let free_bytes = observe(&options).unwrap().profile.disks[0].free_bytes;
     if free_bytes < 1 << 30 {
-        // Past the test harness, which shows only what failed tests print.
+        // Bypasses the test harness, which shows output only of failed tests.
         let _ = writeln!(
             std::io::stderr(),
             "SKIPPED: {} has less than 1 GiB free",
@@ -484,7 +484,7 @@ fn what_cannot_be_measured_is_0_and_a_warning() {
     assert_eq!(measured.warnings, expected);
 }
 
-/// The machine that the test runs on: real figures, in about a second.
+/// Profiles the machine that the test runs on: real numbers, in about a second.
 #[test]
 fn this_machine() {
     let start = std::time::Instant::now();
@@ -492,7 +492,7 @@ fn this_machine() {
     let seconds = start.elapsed().as_secs_f64();
     let p = measured.profile;
     eprintln!("{seconds:.2} s\n{}{:?}", summary(&p), measured.warnings);
-    // Unoptimised and beside other tests; a release build takes well under 2 s.
+    // Unoptimised, and in parallel with other tests; a release build takes well under 2 s.
     assert!(seconds < 20.0, "{seconds} s");
     assert!(!p.cpus.is_empty() && !p.numa_nodes.is_empty());
     assert!(p.memory.available_bytes <= p.memory.total_bytes);

@@ -1,8 +1,9 @@
-//! How much of the disk's time hides behind computing: a token over weights that do not fit the memory, without advice, with
-//! one request to the kernel for each region of a module, and in pieces that the kernel obeys.
+//! Share of the disk time that overlaps with computing: a token over weights that exceed memory, without advice, with
+//! one request to the kernel per region of a module, and in pieces that the kernel honours.
 //!
-//! `sudo cargo bench -p hearth-residency`. It limits its own memory and disk by control groups of version 1, which needs root;
-//! elsewhere it says so and measures nothing. `HEARTH_BENCH_DIR` is a folder on the disk to measure (default: the target folder).
+//! `sudo cargo bench -p hearth-residency`. It limits its own memory and disk by cgroup v1, which needs root;
+//! without it, it says so and measures nothing. `HEARTH_BENCH_DIR` is a directory on the disk to measure (default: the
+//! target directory).
 #![allow(
     clippy::unwrap_used,
     reason = "a benchmark may panic; clippy.toml's exemption does not reach its helpers"
@@ -28,9 +29,9 @@ const CONFIG: &str = r#"{"model_type": "llama", "vocab_size": 256, "hidden_size"
     "num_hidden_layers": 8, "num_attention_heads": 8, "max_position_embeddings": 64}"#;
 const MEMORY_BYTES: u64 = 64 << 20;
 const DISK_BYTES_PER_SECOND: u64 = 40 << 20;
-/// What a layer is taken to compute: two thirds of the time that the disk needs for it.
+/// Simulated compute time of a layer: two thirds of the time that the disk needs for it.
 const COMPUTE: Duration = Duration::from_millis(330);
-/// Two layers: the one that runs and the one that comes.
+/// Two layers: the running one and the next one.
 const BUDGET_BYTES: u64 = 42 << 20;
 const LOOKAHEAD: usize = 8;
 const TOKENS: u32 = 3;
@@ -69,7 +70,7 @@ fn main() -> io::Result<()> {
         fs::metadata(&file)?.len() as f64 / DISK_BYTES_PER_SECOND as f64 * f64::from(TOKENS);
     let mut without = None;
     for way in ["none", "whole", "pieces"] {
-        // Every way begins with nothing in memory.
+        // Each variant starts with nothing in memory.
         fadvise(File::open(&file)?, 0, None, Advice::DontNeed)?;
         let seconds = groups.measure(directory.path(), way)?;
         let without = *without.get_or_insert(seconds);
@@ -82,7 +83,7 @@ fn main() -> io::Result<()> {
     Ok(())
 }
 
-/// Runs tokens over the weights, and returns seconds.
+/// Runs tokens over the weights, and returns the time in seconds.
 fn run(directory: &Path, way: &str) -> f64 {
     let config = ModelConfig::read(directory).unwrap();
     let checkpoint = Checkpoint::open(directory).unwrap();
@@ -112,7 +113,7 @@ fn run(directory: &Path, way: &str) -> f64 {
     began.elapsed().as_secs_f64()
 }
 
-/// Reads a byte of each page, as arithmetic would; returns the module's bytes.
+/// Reads one byte of each page, as arithmetic would; returns the module's size in bytes.
 fn touch(spec: &ModuleSpec, checkpoint: &Checkpoint) -> u64 {
     let tensors = spec.tensors.iter();
     let tensors = tensors.filter_map(|tensor| checkpoint.tensor_info(&tensor.name));
@@ -127,7 +128,7 @@ fn touch(spec: &ModuleSpec, checkpoint: &Checkpoint) -> u64 {
         .sum()
 }
 
-/// Zeros in the shapes of the model, on the disk.
+/// Writes zeros in the shapes of the model to disk.
 fn write_checkpoint(directory: &Path) -> io::Result<PathBuf> {
     fs::write(directory.join("config.json"), CONFIG)?;
     let specs = modules(&ModelConfig::parse(CONFIG).unwrap()).unwrap();
@@ -158,7 +159,7 @@ fn write_checkpoint(directory: &Path) -> io::Result<PathBuf> {
     Ok(path)
 }
 
-/// Groups that limit memory and the disk of a file; removed at the end.
+/// Control groups that limit memory and I/O on the file's disk; removed at the end.
 struct Groups {
     memory: PathBuf,
     blkio: PathBuf,
@@ -187,7 +188,7 @@ impl Groups {
         Ok(groups)
     }
 
-    /// Runs one way in a process of these groups; seconds.
+    /// Runs one variant in a process in these groups; returns the time in seconds.
     fn measure(&self, directory: &Path, way: &str) -> io::Result<f64> {
         let script =
             r#"echo $$ > "$1/cgroup.procs" && echo $$ > "$2/cgroup.procs" && shift 2 && exec "$@""#;

@@ -1,14 +1,15 @@
-//! Which process of a machine has brought the weights into memory.
+//! Coordination of the processes on a machine that load the same weights.
 //!
-//! Pages of a file are charged to the control group of the process that touches them first, and stay charged to it, whoever
-//! maps them later. A process whose limit has no room for the weights must therefore come second: alone it would be kept
-//! below its limit by having the pages taken away again, one after the other, at each token. Processes of several containers
-//! share neither a network nor a directory that they may write to, but they have the file, so they tell each other by
-//! read locks on two bytes far behind its end. The kernel gives such locks up when a process ends, however it ends.
+//! Pages of a file are charged to the control group of the process that touches them first, and stay charged to it, no
+//! matter which process maps them later. A process whose limit has no room for the weights must therefore come second:
+//! alone it would be kept below its limit by having pages reclaimed, one after the other, at each token. Processes in
+//! different containers share neither a network nor a writable directory, but they have the file, so they signal each
+//! other through read locks on two bytes far beyond its end. The kernel releases such locks when a process ends,
+//! however it ends.
 //!
-//! Pages also lie on the NUMA node of the thread that touches them first, so of several processes that could read the
-//! weights first only one does, where the plan says on which nodes they are to lie: the one with the claim on the file. It gives the
-//! claim up when it has read them.
+//! Pages are also allocated on the NUMA node of the thread that touches them first. If the plan names nodes for them,
+//! then of several processes that could read the weights first only one does: the holder of the claim on the file. It
+//! releases the claim once it has read them.
 
 use std::fs::File;
 use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
@@ -18,36 +19,36 @@ use std::path::Path;
 
 use rustix::fs::{FlockOperation, flock};
 
-/// Far behind the end of any file, so that no lock of another program is met.
+/// Far beyond the end of any file, so as not to conflict with another program's locks.
 const FIRST_BYTE: i64 = 1 << 60;
-/// Types of SMB file systems, by `statfs` (`linux/magic.h`).
+/// File system types of SMB, from `statfs` (`linux/magic.h`).
 const SMB: [u64; 3] = [0x517b, 0xff53_4d42, 0xfe53_4d42];
 
-/// A file of weights that several processes map.
+/// A weights file that several processes map.
 #[derive(Debug)]
 pub struct WeightFile {
     file: File,
-    /// The byte that is locked while weights are in memory; the next one is while they are being read.
+    /// Byte that is locked while weights are in memory; the next byte is locked while they are being read.
     at: i64,
 }
 
-/// How far the weights are in memory, by other processes.
+/// Extent to which other processes have loaded the weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Held {
-    /// No process has them or reads them.
+    /// No process has loaded them or is reading them.
     Nowhere,
-    /// A process reads them.
+    /// A process is reading them.
     Loading,
     /// A process has touched all of them.
     Loaded,
 }
 
 impl WeightFile {
-    /// Opens the file. `boot` is of this machine and of its uptime (`/proc/sys/kernel/random/boot_id`): locks on a shared
-    /// file system are seen by other machines too, whose memory is none of ours.
+    /// Opens the file. `boot` identifies this boot of this machine (`/proc/sys/kernel/random/boot_id`): other machines
+    /// also see the locks on a shared file system, but do not share our memory.
     ///
     /// # Errors
-    /// When it cannot be opened.
+    /// An error if it cannot be opened.
     pub fn open(path: &Path, boot: &str) -> io::Result<Self> {
         let hasher = BuildHasherDefault::<DefaultHasher>::default();
         let place = i64::from(hasher.hash_one(boot) as u32) * 2;
@@ -57,10 +58,10 @@ impl WeightFile {
         })
     }
 
-    /// What other processes say.
+    /// Returns the state that other processes signal.
     ///
     /// # Errors
-    /// When the file system has no locks.
+    /// An error if the file system does not support locks.
     pub fn held(&self) -> io::Result<Held> {
         if self.is_locked(self.at)? {
             return Ok(Held::Loaded);
@@ -71,28 +72,28 @@ impl WeightFile {
         })
     }
 
-    /// Says for as long as this value lives that the weights are being read into memory, which is charged to this process.
+    /// Signals, for as long as this value lives, that this process is reading the weights into memory charged to it.
     ///
     /// # Errors
-    /// When the file system has no locks.
+    /// An error if the file system does not support locks.
     pub fn say_loading(&self) -> io::Result<()> {
         self.lock(self.at + 1)
     }
 
-    /// Says for as long as this value lives that all weights are in memory.
+    /// Signals, for as long as this value lives, that all weights are in memory.
     ///
     /// # Errors
-    /// When the file system has no locks.
+    /// An error if the file system does not support locks.
     pub fn say_loaded(&self) -> io::Result<()> {
         self.lock(self.at)
     }
 
-    /// Makes this process the one that places the weights, until it releases the claim or this value ends: no other has it
-    /// meanwhile. Tells whether it has it.
+    /// Tries to claim placement of the weights for this process, until it releases the claim or this value is dropped;
+    /// no other process can have it in the meantime. Returns whether this process has it.
     ///
     /// # Errors
-    /// When the file system has no such locks for files that are open for reading, or keeps other machines from reading
-    /// what is locked, as SMB does.
+    /// An error if the file system does not support such locks on files open for reading, or if, like SMB, it keeps
+    /// other machines from reading locked files.
     pub fn claim(&self) -> io::Result<bool> {
         if SMB.contains(&(rustix::fs::fstatfs(&self.file)?.f_type as u64)) {
             return Err(io::ErrorKind::Unsupported.into());
@@ -104,10 +105,10 @@ impl WeightFile {
         }
     }
 
-    /// Gives the claim up, if this process has it.
+    /// Releases the claim, if this process has it.
     ///
     /// # Errors
-    /// When the file system has no such locks.
+    /// An error if the file system does not support such locks.
     pub fn release_claim(&self) -> io::Result<()> {
         Ok(flock(&self.file, FlockOperation::Unlock)?)
     }
@@ -116,7 +117,7 @@ impl WeightFile {
         self.control(libc::F_OFD_SETLK, &mut byte(libc::F_RDLCK, at))
     }
 
-    /// Asks for the lock that no other lock goes with, without taking it.
+    /// Tests for a conflicting lock by querying an exclusive one, without taking it.
     fn is_locked(&self, at: i64) -> io::Result<bool> {
         let mut lock = byte(libc::F_WRLCK, at);
         self.control(libc::F_OFD_GETLK, &mut lock)?;
@@ -124,7 +125,8 @@ impl WeightFile {
     }
 
     fn control(&self, command: libc::c_int, lock: &mut libc::flock) -> io::Result<()> {
-        // SAFETY: the descriptor is open as long as `self`, and the kernel reads and writes the one struct, which it outlives.
+        // SAFETY: the descriptor is open as long as `self`, and the kernel accesses only the one struct, which
+        // outlives the call.
         let status =
             unsafe { libc::fcntl(self.file.as_raw_fd(), command, std::ptr::from_mut(lock)) };
         if status == -1 {
@@ -134,7 +136,7 @@ impl WeightFile {
     }
 }
 
-/// A lock of one byte.
+/// Describes a lock on one byte.
 fn byte(kind: libc::c_int, at: i64) -> libc::flock {
     libc::flock {
         l_type: kind as libc::c_short,
@@ -175,7 +177,7 @@ mod tests {
         assert_eq!(second.held().unwrap(), Held::Loading);
         holder.say_loaded().unwrap();
         assert_eq!(second.held().unwrap(), Held::Loaded);
-        // Who only asks is heard by nobody, not by itself either, and another machine's words do not count.
+        // A query is invisible to others, a lock to the process that holds it, and locks from another boot do not count.
         assert_eq!(holder.held().unwrap(), Held::Nowhere);
         assert_eq!(open("after a reboot").held().unwrap(), Held::Nowhere);
         assert_eq!(third.held().unwrap(), Held::Loaded);

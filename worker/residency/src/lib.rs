@@ -1,15 +1,17 @@
-//! Where a module's weights live and how they come to be where they are used.
+//! Residency policies: storage of a module's weights, and their transfer to where they are used.
 //!
-//! Each policy is one file and one [`hearth_model::Residency`]: a guard in, an event out.
+//! Each policy is one file and one implementation of [`hearth_model::Residency`]: a guard per use, an event on its
+//! drop.
 //!
 //! | policy | a module's weights | for |
 //! | --- | --- | --- |
-//! | [`Resident`] | all stay, from the start | models that fit |
-//! | [`MmapPrefetch`] | come before use and go after it, by advice to the kernel | models larger than memory |
+//! | [`Resident`] | all stay in memory from the start | models that fit |
+//! | [`MmapPrefetch`] | loaded before use and released after it, by advice to the kernel | models larger than memory |
 //!
-//! **Invariant**: a policy changes when bytes are in memory, never which bytes are read: every policy gives the same bits.
+//! **Invariant**: a policy changes when bytes are in memory, never which bytes are read: every policy gives the same
+//! results.
 //!
-//! **Invariant**: while a guard is held, nothing gives its module's pages back.
+//! **Invariant**: while a guard is held, its module's pages are not released.
 
 mod holder;
 mod mmap_prefetch;

@@ -1,8 +1,8 @@
-//! Weights larger than memory: mapped pages come before use and go after it, by advice to the kernel.
+//! Weights larger than memory: mapped pages are loaded before use and released after it, by advice to the kernel.
 //!
-//! The method is prima.cpp's (section 3.1): the upcoming modules are marked WILLNEED while the current one computes, and the kernel reads
-//! them in the background. What is given back is unmapped and marked COLD; it stays in the page cache until memory is short, so
-//! memory pressure stays low (section 4.3) and what comes back soon costs no disk read.
+//! The method is prima.cpp's (section 3.1): upcoming modules are marked WILLNEED while the current one computes, and
+//! the kernel reads them in the background. Released pages are unmapped and marked COLD; they stay in the page cache
+//! until memory is short, so memory pressure stays low (section 4.3) and pages needed again soon cost no disk read.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -20,39 +20,40 @@ use crate::pages::{self, Releasable};
 use crate::store::Store;
 use crate::window::{Action, Index, Kind, Window};
 
-/// What the policy does, in the order in which it happens.
+/// Events of the policy, in the order in which they happen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PrefetchEvent {
     /// A guard was handed out.
     Acquired(ModuleId),
     /// A guard was dropped.
     Dropped(ModuleId),
-    /// The kernel is asked for a module's pages.
+    /// The kernel was asked for a module's pages.
     Prefetched(ModuleId),
-    /// A module's pages are given back.
+    /// A module's pages were released.
     Released(ModuleId),
 }
 
-/// Hears of every event, under the policy's lock: it must not call the policy.
+/// Callback for every event. It is called under the policy's lock, so it must not call the policy.
 pub type Listener = Box<dyn Fn(PrefetchEvent) + Send + Sync>;
 
-/// How [`MmapPrefetch`] runs.
+/// Options of [`MmapPrefetch`].
 #[derive(Default)]
 pub struct MmapPrefetchOptions {
-    /// Bytes of weights that stay resident at most.
+    /// Largest size of resident weights, in bytes.
     pub budget_bytes: u64,
-    /// While a module runs, so many of the next modules that run for every token are asked for.
+    /// Number of upcoming modules, among those that run for every token, to request while a module runs.
     pub lookahead: usize,
-    /// Bytes of one piece of advice; `None`: what the kernel obeys for the device of the files.
+    /// Size of one piece of advice in bytes; `None` uses the size that the kernel honours for the files' device.
     pub advice_bytes: Option<usize>,
-    /// Hears what happens.
+    /// Callback for events.
     pub listener: Option<Listener>,
 }
 
 /// All modules of a mapped checkpoint within a budget of resident bytes.
 ///
-/// The budget bounds the pages that this process maps and asks for; modules that are held at the same time may exceed it together. The
-/// embedding does not count, since a token reads one row of it. A checkpoint in memory is never given back.
+/// The budget limits the pages that this process maps and requests; modules that are held at the same time may exceed
+/// it together. The embedding does not count, since a token reads only one row of it. A checkpoint in memory is never
+/// released.
 pub struct MmapPrefetch<B: Backend> {
     store: Store<B>,
     index: HashMap<ModuleId, Index>,
@@ -60,13 +61,13 @@ pub struct MmapPrefetch<B: Backend> {
     reader: Option<JoinHandle<()>>,
 }
 
-/// What guards need when they are dropped.
+/// State shared with guards, used when they are dropped.
 struct Shared {
     ids: Vec<ModuleId>,
     index: HashMap<ModuleId, Index>,
     /// Pages of each module.
     pages: Vec<Vec<Releasable>>,
-    /// Whether each module is to be in memory. Advice may wait for the disk for so long that it is out of date.
+    /// Whether each module should be in memory. Advice may wait for the disk so long that it becomes outdated.
     wanted: Vec<AtomicBool>,
     advice_bytes: usize,
     state: Mutex<State>,
@@ -77,7 +78,7 @@ struct Shared {
 
 struct State {
     window: Window,
-    /// Channel to the thread that asks the kernel; `None` once the policy is closed.
+    /// Channel to the thread that advises the kernel; `None` once the policy is closed.
     requests: Option<Sender<Index>>,
 }
 
@@ -85,8 +86,8 @@ impl<B: Backend> MmapPrefetch<B> {
     /// Makes all modules usable without reading them.
     ///
     /// # Errors
-    /// [`ResidencyError::Format`], [`ResidencyError::Kernel`]; [`ResidencyError::Budget`] when a module is larger than the budget;
-    /// [`ResidencyError::System`] when the process cannot see its own mappings or start a thread.
+    /// [`ResidencyError::Format`], [`ResidencyError::Kernel`]; [`ResidencyError::Budget`] if a module is larger than
+    /// the budget; [`ResidencyError::System`] if the process cannot read its own mappings or start a thread.
     pub fn open(
         checkpoint: &Checkpoint,
         modules: Vec<ModuleSpec>,
@@ -106,7 +107,8 @@ impl<B: Backend> MmapPrefetch<B> {
         check_budget(&modules, &sizes, budget_bytes)?;
         let store = Store::open(checkpoint, &modules, &*backend, |_| {})?;
         let pages = releasable_pages(checkpoint, &modules)?;
-        // Reading the norms has mapped what lay around them, up to megabytes each where the page cache uses large folios.
+        // Reading the norms has mapped the pages around them, up to megabytes each if the page cache uses large
+        // folios.
         pages.iter().flatten().for_each(|region| {
             pages::give_back(region);
         });
@@ -133,7 +135,7 @@ impl<B: Backend> MmapPrefetch<B> {
             lookahead,
             "weights are read ahead"
         );
-        // Advice waits for the disk's queue; the thread that computes must not.
+        // Advice waits for the disk queue; the computing thread must not.
         let reading = Arc::clone(&shared);
         let reader = thread::Builder::new()
             .name("hearth-prefetch".into())
@@ -197,7 +199,7 @@ impl<B: Backend> Drop for MmapPrefetch<B> {
     fn drop(&mut self) {
         self.shared.lock().requests = None;
         if let Some(reader) = self.reader.take() {
-            // It holds nothing and only advises; a panic there left nothing to clean up.
+            // The thread holds nothing and only advises; a panic there leaves nothing to clean up.
             let _ = reader.join();
         }
     }
@@ -217,11 +219,11 @@ impl Release for Shared {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // The window is consistent after each call on it, and a listener that panicked did not touch it.
+        // The window is consistent after each call to it, and a listener that panicked did not touch it.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Asks the kernel for a module, unless it was given back since, or while that is done.
+    /// Asks the kernel for a module, unless it was released before or is released during the call.
     fn read_ahead(&self, index: Index) {
         let is_wanted = || self.wanted[index].load(Ordering::Relaxed);
         for region in &self.pages[index] {
@@ -245,7 +247,7 @@ impl Shared {
                         .fetch_add(sizes.sum(), Ordering::Relaxed);
                     self.wanted[index].store(true, Ordering::Relaxed);
                     if let Some(requests) = &state.requests {
-                        // Without the thread a page comes in when it is first read.
+                        // Without the thread, a page is loaded when it is first read.
                         let _ = requests.send(index);
                     }
                 }
@@ -260,7 +262,7 @@ impl Shared {
     }
 }
 
-/// The pages of each module that may be given back. A tied embedding is the head's to give.
+/// Returns the releasable pages of each module. A tied embedding belongs to the head.
 fn releasable_pages(
     checkpoint: &Checkpoint,
     modules: &[ModuleSpec],

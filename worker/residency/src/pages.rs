@@ -1,4 +1,4 @@
-//! Pages of mapped weights: asking for them, touching them, giving them back.
+//! Pages of mapped weights: requesting, touching and releasing them.
 
 use std::fs;
 use std::io;
@@ -12,10 +12,11 @@ use hearth_model::ModuleSpec;
 use rustix::fs::{major, minor};
 use rustix::mm::{Advice, madvise};
 
-/// Bytes of one piece of advice where the device does not tell: the kernel's own default read-ahead.
+/// Size of one piece of advice in bytes if the device does not report one: the kernel's default read-ahead.
 const DEFAULT_ADVICE_BYTES: usize = 128 << 10;
 
-/// The regions of mapped files that a module occupies; neighbours are joined. Empty for a checkpoint in memory.
+/// Returns the regions of mapped files that a module occupies, with neighbours joined; empty for a checkpoint in
+/// memory.
 pub(crate) fn regions(spec: &ModuleSpec, checkpoint: &Checkpoint) -> Vec<Bytes> {
     let mut ranges: Vec<(usize, Range<usize>)> = spec
         .tensors
@@ -46,15 +47,17 @@ pub(crate) fn regions(spec: &ModuleSpec, checkpoint: &Checkpoint) -> Vec<Bytes> 
         .collect()
 }
 
-/// Bytes of one piece of advice on these files that the kernel obeys. Of one request it reads no more than the device's
-/// read-ahead, or its largest transfer where that is more (`force_page_cache_ra` in mm/readahead.c), and says nothing of the rest.
+/// Largest size of one piece of advice, in bytes, that the kernel honours on these files. It reads at most the
+/// device's read-ahead per request, or its largest transfer if that is larger (`force_page_cache_ra` in
+/// mm/readahead.c), and silently ignores the rest.
 pub(crate) fn advice_bytes(checkpoint: &Checkpoint) -> usize {
     let files = checkpoint.files().iter();
     let read_ahead = files.filter_map(|file| read_ahead_bytes(&file.path));
     read_ahead.min().unwrap_or(DEFAULT_ADVICE_BYTES)
 }
 
-/// Read-ahead of the device that holds a file; `None` where the system has no such figure, as for stacked file systems.
+/// Read-ahead of the device that holds a file, in bytes; `None` if the system does not report it, as for stacked file
+/// systems.
 fn read_ahead_bytes(file: &Path) -> Option<usize> {
     let device = fs::metadata(file).ok()?.dev();
     let (major, minor) = (major(device), minor(device));
@@ -63,18 +66,18 @@ fn read_ahead_bytes(file: &Path) -> Option<usize> {
     (kib > 0).then_some(kib << 10)
 }
 
-/// Asks the kernel to read pages in the background, `piece_bytes` at a time, for as long as `is_wanted`.
+/// Asks the kernel to read pages in the background, `piece_bytes` at a time, as long as `is_wanted` returns true.
 pub(crate) fn will_need(bytes: &Bytes, piece_bytes: usize, is_wanted: impl Fn() -> bool) {
     for piece in pieces(covering(bytes), piece_bytes) {
         if !is_wanted() {
             return;
         }
-        // Advice that the kernel does not take costs a page fault later, nothing else.
+        // Advice that the kernel ignores only costs a page fault later.
         let _ = advise(piece, Advice::WillNeed);
     }
 }
 
-/// A range of pages in pieces of whole pages.
+/// Splits a range of pages into pieces of whole pages.
 fn pieces(range: Range<usize>, piece_bytes: usize) -> impl Iterator<Item = Range<usize>> {
     let page = rustix::param::page_size();
     let step = (piece_bytes / page * page).max(page);
@@ -84,10 +87,10 @@ fn pieces(range: Range<usize>, piece_bytes: usize) -> impl Iterator<Item = Range
         .map(move |start| start..end.min(start.saturating_add(step)))
 }
 
-/// Reads pages in and maps them, so that the first use does not wait for them.
+/// Reads pages and maps them, so that the first use does not wait for them.
 ///
 /// # Errors
-/// When the file cannot be read (it was cut off after it was opened, or the disk fails).
+/// An error if the file cannot be read (it was truncated after it was opened, or the disk fails).
 pub(crate) fn populate(bytes: &Bytes) -> io::Result<()> {
     match advise(covering(bytes), Advice::LinuxPopulateRead) {
         // Before Linux 5.14.
@@ -103,14 +106,14 @@ pub(crate) fn populate(bytes: &Bytes) -> io::Result<()> {
     }
 }
 
-/// Unmaps whole pages and marks them as the first to reclaim; returns their bytes. They stay in the page cache until someone
-/// needs the memory, so a module that comes back soon costs no disk read.
+/// Unmaps whole pages and marks them as the first to reclaim; returns their size in bytes. They stay in the page cache
+/// until the memory is needed, so a module needed again soon costs no disk read.
 pub(crate) fn give_back(released: &Releasable) -> u64 {
     let range = within(&released.0);
     if range.is_empty() {
         return 0;
     }
-    // Before Linux 5.4 there is no COLD; unmapping alone then leaves the pages in their place in the kernel's list.
+    // Before Linux 5.4, COLD does not exist; unmapping alone leaves the pages at their place in the kernel's LRU list.
     let _ = advise(range.clone(), Advice::LinuxCold);
     match advise(range.clone(), Advice::LinuxDontNeed) {
         Ok(()) => range.len() as u64,
@@ -118,11 +121,11 @@ pub(crate) fn give_back(released: &Releasable) -> u64 {
     }
 }
 
-/// Unmaps the files of a checkpoint and drops them from the page cache, as far as no other process has them mapped: they are
-/// read from the disk when they are touched again.
+/// Unmaps the files of a checkpoint and drops them from the page cache, unless another process has them mapped: they
+/// are read from disk when they are touched again.
 ///
 /// # Errors
-/// When a file cannot be opened again.
+/// An error if a file cannot be reopened.
 pub(crate) fn forget(checkpoint: &Checkpoint) -> io::Result<()> {
     let mappings = read_only_file_mappings()?;
     let files = checkpoint.files().iter();
@@ -131,21 +134,18 @@ pub(crate) fn forget(checkpoint: &Checkpoint) -> io::Result<()> {
             advise(covering(&whole), Advice::LinuxDontNeed)?;
         }
         let opened = fs::File::open(&file.path)?;
-        // What was just written is dropped only once it is on the disk; a read-only mount has nothing to write.
+        // Pages just written are dropped only once they are on disk; a read-only mount has nothing to write.
         let _ = opened.sync_all();
         rustix::fs::fadvise(&opened, 0, None, rustix::fs::Advice::DontNeed)?;
     }
     Ok(())
 }
 
-/// Bytes of a read-only mapping of a file: giving their pages back loses nothing.
+/// Bytes in a read-only file mapping: releasing their pages loses nothing.
 pub(crate) struct Releasable(Bytes);
 
 impl Releasable {
-    /// Those regions that lie in read-only file mappings of this process, by `/proc/self/maps`.
-    ///
-    /// # Errors
-    /// When that file cannot be read.
+    /// Returns the regions that lie within `mappings`, this process's read-only file mappings.
     pub(crate) fn among(regions: Vec<Bytes>, mappings: &[Range<usize>]) -> Vec<Self> {
         let inside = |bytes: &Bytes| {
             let range = addresses(bytes);
@@ -164,7 +164,7 @@ impl Releasable {
 /// Address ranges of this process's read-only file mappings.
 ///
 /// # Errors
-/// When `/proc/self/maps` cannot be read.
+/// An error if `/proc/self/maps` cannot be read.
 pub(crate) fn read_only_file_mappings() -> io::Result<Vec<Range<usize>>> {
     Ok(fs::read_to_string("/proc/self/maps")?
         .lines()
@@ -172,7 +172,7 @@ pub(crate) fn read_only_file_mappings() -> io::Result<Vec<Range<usize>>> {
         .collect())
 }
 
-/// `7f00-7f10 r--p 00000000 fe:00 1234 /path`: the range, if the mapping is of a file and not writable.
+/// Parses `7f00-7f10 r--p 00000000 fe:00 1234 /path`: returns the range if the mapping is a file's and not writable.
 fn read_only_file(line: &str) -> Option<Range<usize>> {
     let mut fields = line.split_ascii_whitespace();
     let (start, end) = fields.next()?.split_once('-')?;
@@ -189,13 +189,13 @@ fn addresses(bytes: &Bytes) -> Range<usize> {
     start..start + bytes.len()
 }
 
-/// The pages that hold any of the bytes.
+/// Range of the pages that hold any of the bytes.
 fn covering(bytes: &Bytes) -> Range<usize> {
     let (range, page) = (addresses(bytes), rustix::param::page_size());
     range.start / page * page..range.end.next_multiple_of(page)
 }
 
-/// The pages that hold nothing else.
+/// Range of the pages that hold only these bytes.
 fn within(bytes: &Bytes) -> Range<usize> {
     let (range, page) = (addresses(bytes), rustix::param::page_size());
     let start = range.start.next_multiple_of(page);
@@ -206,9 +206,10 @@ fn advise(range: Range<usize>, advice: Advice) -> rustix::io::Result<()> {
     if range.is_empty() {
         return Ok(());
     }
-    // SAFETY: WILLNEED, COLD and POPULATE_READ change no content. DONTNEED comes from `give_back` and `forget` alone, for pages
-    // of a `Releasable`: a read-only mapping of a file, which its `Bytes` keeps alive, and of which the last page may lie behind
-    // the end of the file. The next read of such a page brings the same file content back, so no reference into it sees a change.
+    // SAFETY: WILLNEED, COLD and POPULATE_READ change no content. DONTNEED is used only by `give_back` and `forget`,
+    // on pages of a `Releasable`: a read-only file mapping, which its `Bytes` keeps alive, and whose last page may
+    // extend beyond the end of the file. The next read of such a page restores the same file content, so no reference
+    // into it sees a change.
     unsafe { madvise(range.start as *mut _, range.len(), advice) }
 }
 

@@ -1,4 +1,4 @@
-//! Every module stays where it is used, from the start.
+//! Policy that keeps every module in place from the start.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -17,56 +17,57 @@ use hearth_model::{
 use crate::pages;
 use crate::store::Store;
 
-/// All modules, made usable at the start and never given back.
+/// All modules, made usable at the start and never released.
 pub struct Resident<B: Backend> {
     store: Store<B>,
     banks: HashMap<u32, LayerBank<B>>,
-    /// Bytes of experts that banks were asked for.
+    /// Bytes of experts counted for bank requests.
     banked_bytes: AtomicU64,
 }
 
-/// The routed experts of a layer, where the device chooses among them.
+/// The routed experts of a layer, if the device chooses among them.
 struct LayerBank<B: Backend> {
     bank: Arc<B::ExpertBank>,
     experts: usize,
     expert_bytes: u64,
 }
 
-/// How the modules are brought in.
+/// Options for loading the modules.
 #[derive(Default)]
 pub struct ResidentOptions<'a> {
-    /// Threads that read the mapped pages in before [`Resident::open_with`] returns; 0: each comes in when it is first used.
+    /// Threads that read the mapped pages before [`Resident::open_with`] returns; 0 loads each page on first use.
     pub touch_threads: usize,
-    /// Where the pages are to lie; none: wherever the system puts them.
+    /// Required placement of the pages; `None` leaves it to the system.
     pub placing: Option<Placing<'a>>,
 }
 
-/// NUMA nodes that mapped pages are to lie on. A page that is in the page cache already lies where its first reader ran.
+/// NUMA nodes to place mapped pages on. A page already in the page cache is on the node where its first reader ran.
 pub struct Placing<'a> {
-    /// CPUs by NUMA node: those of the threads that read.
+    /// CPUs of the reading threads, by NUMA node.
     pub numa_cpus: Vec<Vec<usize>>,
-    /// Whether pages, now that all are in memory, lie elsewhere and should be dropped and read again. Asked once.
+    /// Returns whether the pages, once all are in memory, are misplaced and should be dropped and read again. Called
+    /// once.
     pub is_misplaced: &'a dyn Fn(&Checkpoint) -> bool,
 }
 
-/// How far loading is.
+/// Progress of loading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoadProgress {
-    /// Modules that are usable.
+    /// Modules that are ready for use.
     pub modules_done: usize,
-    /// All modules.
+    /// Total number of modules.
     pub modules: usize,
-    /// Bytes that are in memory, or usable where pages are not touched.
+    /// Bytes that are in memory, or of usable modules if pages are not touched.
     pub bytes_done: u64,
-    /// All bytes.
+    /// Total bytes.
     pub bytes: u64,
 }
 
-/// Bytes that a thread reads in before it reports.
+/// Bytes that a thread reads before it reports progress.
 const TOUCH_BYTES: usize = 16 << 20;
 
 impl<B: Backend> Resident<B> {
-    /// Makes all modules usable. Mapped pages come in when they are first used.
+    /// Makes all modules usable. Mapped pages are loaded on first use.
     ///
     /// # Errors
     /// [`ResidencyError::Format`], [`ResidencyError::Kernel`].
@@ -79,11 +80,11 @@ impl<B: Backend> Resident<B> {
         Self::open_with(checkpoint, modules, backend, options, &mut |_| {})
     }
 
-    /// Makes all modules usable, with their pages in memory if asked, and tells `progress` after each module and each
-    /// 16 MiB of pages.
+    /// Makes all modules usable, with their pages in memory if requested, and calls `progress` after each module and
+    /// each 16 MiB of pages.
     ///
     /// # Errors
-    /// As [`Resident::open`]; [`ResidencyError::System`] when a page cannot be read.
+    /// Same as [`Resident::open`]; [`ResidencyError::System`] if a page cannot be read.
     pub fn open_with(
         checkpoint: &Checkpoint,
         modules: Vec<ModuleSpec>,
@@ -129,7 +130,7 @@ impl<B: Backend> Resident<B> {
     }
 }
 
-/// Joins the routed experts of each layer where the device takes them so.
+/// Joins the routed experts of each layer if the device supports it.
 fn banks<B: Backend>(
     store: &Store<B>,
     modules: &[ModuleSpec],
@@ -176,7 +177,7 @@ impl<B: Backend> Residency<B> for Resident<B> {
         Ok(Guard::new(self.store.acquire(id)?, None))
     }
 
-    /// Counts as read the most experts that so many choices can fall on: the host does not know which they are.
+    /// Counts the most experts that `choices` choices can select as read: the host does not know which ones were.
     fn expert_bank(&self, layer: u32, choices: usize) -> Option<Arc<B::ExpertBank>> {
         let LayerBank {
             bank,
@@ -214,7 +215,7 @@ fn expert<B: Backend>(
     })
 }
 
-/// All mapped regions, cut into pieces of 16 MiB.
+/// All mapped regions, split into pieces of 16 MiB.
 fn pieces(checkpoint: &Checkpoint, modules: &[ModuleSpec]) -> Vec<Bytes> {
     let regions = modules
         .iter()
@@ -227,7 +228,8 @@ fn pieces(checkpoint: &Checkpoint, modules: &[ModuleSpec]) -> Vec<Bytes> {
     regions.flat_map(cut).collect()
 }
 
-/// Reads all pieces in on several threads, in turn on the CPUs of each NUMA node; `done` is called here with the bytes of each.
+/// Reads all pieces on several threads, alternating between the CPUs of each NUMA node; `done` is called on this
+/// thread with the size of each piece in bytes.
 fn touch_all(
     pieces: &[Bytes],
     threads: usize,

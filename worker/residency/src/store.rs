@@ -1,4 +1,4 @@
-//! Modules made usable once, and the counters that every policy keeps.
+//! Modules made usable once, and the counters common to all policies.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use hearth_formats::Checkpoint;
 use hearth_kernels::Backend;
 use hearth_model::{ModuleId, ModuleSpec, ModuleWeights, ResidencyError, ResidencyStats};
 
-/// The modules of a worker by their id.
+/// A worker's modules by id.
 pub(crate) struct Store<B: Backend> {
     modules: HashMap<ModuleId, Arc<ModuleWeights<B>>>,
     total_bytes: u64,
@@ -17,7 +17,7 @@ pub(crate) struct Store<B: Backend> {
 }
 
 impl<B: Backend> Store<B> {
-    /// Makes all modules usable; `loaded` is called after each with its bytes.
+    /// Makes all modules usable; `loaded` is called after each with its size in bytes.
     pub(crate) fn open(
         checkpoint: &Checkpoint,
         specs: &[ModuleSpec],
@@ -41,11 +41,11 @@ impl<B: Backend> Store<B> {
         })
     }
 
-    /// A module's weights, counted as acquired and read.
+    /// Returns a module's weights, counting them as acquired and read.
     pub(crate) fn acquire(&self, id: ModuleId) -> Result<Arc<ModuleWeights<B>>, ResidencyError> {
         let weights = self.get(id)?;
         self.acquired.fetch_add(1, Ordering::Relaxed);
-        // A token reads one row of the embedding.
+        // A token reads only one row of the embedding.
         if id != ModuleId::Embedding {
             self.read_bytes
                 .fetch_add(weights.bytes(), Ordering::Relaxed);
@@ -53,7 +53,7 @@ impl<B: Backend> Store<B> {
         Ok(weights.clone())
     }
 
-    /// A module's weights, without counting.
+    /// Returns a module's weights without counting.
     pub(crate) fn get(&self, id: ModuleId) -> Result<&Arc<ModuleWeights<B>>, ResidencyError> {
         let weights = self.modules.get(&id);
         weights.ok_or(ResidencyError::Unknown { module: id })
@@ -63,7 +63,7 @@ impl<B: Backend> Store<B> {
         self.total_bytes
     }
 
-    /// The counters that do not depend on the policy.
+    /// Counters that do not depend on the policy.
     pub(crate) fn stats(&self) -> ResidencyStats {
         ResidencyStats {
             total_bytes: self.total_bytes,
@@ -74,7 +74,7 @@ impl<B: Backend> Store<B> {
     }
 }
 
-/// Says in the log that a checkpoint holds more than the model needs: layers that predict further tokens, or another model's.
+/// Logs that a checkpoint holds more than the model needs: multi-token-prediction layers, or another model's tensors.
 fn note_unused(checkpoint: &Checkpoint, specs: &[ModuleSpec]) {
     let tensors = specs.iter().flat_map(|spec| &spec.tensors);
     let used: HashSet<&str> = tensors.map(|tensor| tensor.name.as_str()).collect();

@@ -1,38 +1,40 @@
-//! Which modules to ask for and which to give back, as a pure state machine.
+//! Choice of the modules to request and to release, as a pure state machine.
 //!
-//! Modules run in a cycle: embedding, layers, head, and again for the next token. The policy follows prima.cpp (section 3.1): when a
-//! module runs, those that come next are asked for. What prima.cpp calls the prefetch–release effect (appendix A.1: what is
-//! prefetched last overwrites what was prefetched first, and all is loaded twice) cannot happen: nothing is asked for ahead of
-//! its use if that would give back something that is needed sooner.
+//! Modules run in a cycle: embedding, layers, head, and again for the next token. The policy follows prima.cpp
+//! (section 3.1): while a module runs, the next ones are requested. prima.cpp's prefetch–release effect (appendix A.1:
+//! the pages prefetched last displace those prefetched first, and everything is loaded twice) cannot happen: nothing
+//! is requested ahead of its use if that would release something that is needed sooner.
 //!
-//! Over a cycle, the module that has just run is the one that is needed last, so that one goes first; least recently used would be the worst
-//! choice. Routed experts are asked for when the router has chosen them; within a layer those that were chosen least go first.
+//! Over a cycle, the module that has just run is the one needed last, so it is released first; least recently used
+//! would be the worst choice. Routed experts are requested once the router has chosen them; within a layer, the ones
+//! chosen least often are released first.
 
 use std::cmp::Reverse;
 
 /// Index of a module in the order of execution.
 pub(crate) type Index = usize;
 
-/// What the policy does to a module's pages.
+/// Action of the policy on a module's pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Action {
-    /// Ask for its pages.
+    /// Request its pages.
     Prefetch(Index),
-    /// Give its pages back.
+    /// Release its pages.
     Release(Index),
 }
 
-/// What a module is to the policy.
+/// Usage pattern of a module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// Runs for every token.
     Always,
-    /// Runs when chosen; the layer it belongs to.
+    /// Runs only when chosen by the router.
     Expert {
-        /// Layer.
+        /// Layer that the expert belongs to.
         layer: u32,
     },
-    /// A module of which a token reads next to nothing: neither asked for nor counted, and given back after each use (the embedding).
+    /// Module of which a token reads very little: neither requested nor counted, and released after each use (the
+    /// embedding).
     Sparse,
 }
 
@@ -41,16 +43,16 @@ struct Entry {
     kind: Kind,
     bytes: u64,
     resident: bool,
-    /// Guards.
+    /// Number of guards.
     held: usize,
-    /// The router chose it and it has yet to run.
+    /// Whether the router chose it and it has yet to run.
     announced: bool,
     uses: u64,
-    /// Where its next use is reckoned from: its own index, or that of its layer's first expert.
+    /// Position from which its next use is computed: its own index, or that of its layer's first expert.
     place: Index,
 }
 
-/// The state of all modules.
+/// State of all modules.
 #[derive(Debug)]
 pub(crate) struct Window {
     entries: Vec<Entry>,
@@ -62,7 +64,7 @@ pub(crate) struct Window {
     held_bytes: u64,
     /// The module that ran last.
     current: Index,
-    /// Layer whose router has chosen: its other experts are a whole cycle away.
+    /// Layer whose router has chosen: its other experts are at least a whole cycle away.
     decided_layer: Option<u32>,
 }
 
@@ -97,12 +99,12 @@ impl Window {
         }
     }
 
-    /// Bytes of the modules that were asked for and not given back.
+    /// Bytes of the modules that were requested and not released.
     pub(crate) fn resident_bytes(&self) -> u64 {
         self.resident_bytes
     }
 
-    /// A guard is handed out.
+    /// Records that a guard was handed out.
     pub(crate) fn acquire(&mut self, index: Index) -> Vec<Action> {
         let mut actions = Vec::new();
         if self.entries[index].held == 0 {
@@ -126,7 +128,7 @@ impl Window {
         actions
     }
 
-    /// A guard is dropped.
+    /// Records that a guard was dropped.
     pub(crate) fn release(&mut self, index: Index) -> Vec<Action> {
         let entry = &mut self.entries[index];
         entry.held -= 1;
@@ -142,7 +144,7 @@ impl Window {
         actions
     }
 
-    /// A router has chosen these experts.
+    /// Records that a router has chosen these experts.
     pub(crate) fn announce(&mut self, chosen: &[Index]) -> Vec<Action> {
         let mut actions = Vec::new();
         for &index in chosen {
@@ -163,7 +165,7 @@ impl Window {
         actions
     }
 
-    /// How many of these modules, from the first, fit the budget at once; at least 1.
+    /// Number of these modules, counted from the first, that fit the budget at once; at least 1.
     pub(crate) fn group(&self, upcoming: &[Index]) -> usize {
         let mut free = self.budget_bytes.saturating_sub(self.held_bytes);
         let fits = |index: &&Index| {
@@ -174,7 +176,7 @@ impl Window {
         upcoming.iter().take_while(fits).count().max(1)
     }
 
-    /// Asks for the next modules that run for every token, as far as they displace nothing that is needed sooner.
+    /// Requests the next modules that run for every token, unless they would displace something that is needed sooner.
     fn look_ahead(&mut self, actions: &mut Vec<Action>) {
         let after = self.always.partition_point(|&index| index <= self.current);
         let count = self.lookahead.min(self.always.len());
@@ -196,8 +198,8 @@ impl Window {
         actions.push(Action::Prefetch(index));
     }
 
-    /// Gives back modules that are needed later than `distance` until `bytes` more fit. Where they cannot be made to fit,
-    /// a module that is needed at once (distance 0) exceeds the budget, and nothing is given back for any other.
+    /// Releases modules that are needed later than `distance` until `bytes` more fit. If they cannot be made to fit,
+    /// a module that is needed at once (distance 0) exceeds the budget; for any other, nothing is released.
     fn make_room(&mut self, bytes: u64, distance: usize, actions: &mut Vec<Action>) -> bool {
         let mut left = self.resident_bytes;
         let mut victims = Vec::new();
@@ -220,7 +222,8 @@ impl Window {
         fits
     }
 
-    /// The resident module that nobody holds, is needed latest but later than `distance`, and is not among `taken`.
+    /// Finds the module needed last among those that are resident, not held, needed later than `distance`, and not in
+    /// `taken`.
     fn needed_last(&self, distance: usize, taken: &[Index]) -> Option<Index> {
         let free = |&i: &Index| {
             let entry = &self.entries[i];
@@ -232,7 +235,8 @@ impl Window {
             .max_by_key(|&i| (self.distance(i), Reverse(self.entries[i].uses), i))
     }
 
-    /// Steps until a module's next use: 1 for what is chosen, more than a cycle for experts that the router has passed over.
+    /// Steps until a module's next use: 1 for a chosen expert, more than a cycle for experts that the router did not
+    /// choose.
     fn distance(&self, index: Index) -> usize {
         let entry = &self.entries[index];
         if entry.announced {
@@ -284,7 +288,7 @@ mod tests {
         for index in 3..=7 {
             run(&mut window, index);
         }
-        // The window reaches into the next token.
+        // The window extends into the next token.
         assert_eq!(window.resident_bytes(), 70);
         assert!((1..=7).all(|index| run(&mut window, index).is_empty()));
     }
@@ -296,10 +300,10 @@ mod tests {
             run(&mut window, 1),
             vec![Prefetch(1), Prefetch(2), Prefetch(3)]
         );
-        // 1 has just run: it is needed last.
+        // Module 1 has just run, so it is needed last.
         assert_eq!(run(&mut window, 2), vec![Release(1), Prefetch(4)]);
         assert_eq!(run(&mut window, 3), vec![Release(2), Prefetch(5)]);
-        // A window wider than the budget stops at what it would displace (prima.cpp, appendix A.1).
+        // A window wider than the budget stops at modules that it would displace (prima.cpp, appendix A.1).
         let mut wide = dense(30, 6);
         assert_eq!(
             run(&mut wide, 1),
@@ -367,7 +371,7 @@ mod tests {
         assert_eq!(window.group(&[3, 5]), 2);
         run(&mut window, 3);
         run(&mut window, 5);
-        // The next token chooses 3 again, then 6: 5 was chosen less often and goes.
+        // The next token chooses 3 again, then 6: 5 was chosen less often, so it is released.
         assert_eq!(window.announce(&[3]), vec![]);
         run(&mut window, 3);
         assert_eq!(window.announce(&[6]), vec![Release(5), Prefetch(6)]);

@@ -1,4 +1,4 @@
-//! What the policies promise: the same bits, a budget that the kernel confirms, guards that hold, events in order.
+//! Guarantees of the policies: the same bits, a budget confirmed by the kernel, guards that hold, events in order.
 #![allow(
     clippy::unwrap_used,
     reason = "a test may panic; clippy.toml's exemption does not reach helpers of integration tests"
@@ -26,7 +26,7 @@ fn backend() -> Arc<CpuBackend> {
     Arc::new(CpuBackend::new(options).unwrap())
 }
 
-/// A budget and how many modules are asked for ahead.
+/// Options with a budget and a number of modules to request ahead.
 fn within(budget_bytes: u64, lookahead: usize) -> MmapPrefetchOptions {
     MmapPrefetchOptions {
         budget_bytes,
@@ -41,12 +41,12 @@ fn golden(case: &str) -> PathBuf {
         .join(case)
 }
 
-/// A folder on a disk (the system's folder for temporary files may be memory), removed at the end.
+/// Creates a directory on a disk (the system's temporary directory may be in memory), removed at the end.
 fn disk_folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-/// A Llama of 4 layers whose feed-forward blocks have 3 MiB each, about 16 MiB in all.
+/// A Llama with 4 layers, whose feed-forward blocks have 3 MiB each, about 16 MiB in total.
 fn write_checkpoint(dir: &Path) -> (ModelConfig, Checkpoint, Vec<ModuleSpec>) {
     let json = r#"{"model_type": "llama", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 1024,
         "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 64}"#;
@@ -75,7 +75,7 @@ fn write_checkpoint(dir: &Path) -> (ModelConfig, Checkpoint, Vec<ModuleSpec>) {
         .unwrap();
     file.write_all(&header).unwrap();
     file.write_all(&data).unwrap();
-    // Dirty pages cannot leave the page cache.
+    // Dirty pages cannot be dropped from the page cache.
     file.sync_all().unwrap();
     (config, Checkpoint::open(dir).unwrap(), specs)
 }
@@ -171,7 +171,7 @@ fn mapped_bytes(path: &Path) -> u64 {
     total
 }
 
-/// Watches how much is mapped after each layer's attention.
+/// Records the mapped size after each layer's attention.
 struct Peak {
     file: PathBuf,
     bytes: u64,
@@ -200,7 +200,7 @@ fn the_kernel_confirms_that_the_budget_holds() {
     for _ in 0..2 {
         forward(&config, policy.clone(), &tokens, &mut peak);
     }
-    // A fault maps up to 64 KiB around it, so each bound of a module may bring some of its neighbour.
+    // A fault maps up to 64 KiB around it, so each end of a module may load some of its neighbour.
     let slack = (specs.len() as u64 + tokens.len() as u64) * (64 << 10);
     assert!(
         peak.bytes > budget / 4,
@@ -229,7 +229,7 @@ fn the_kernel_confirms_that_the_budget_holds() {
     );
 }
 
-/// Pages of a module's largest tensor that are in the page cache, and pages that it has.
+/// Pages of a module's largest tensor that are in the page cache, and its total number of pages.
 fn cached_pages(checkpoint: &Checkpoint, name: &str) -> (usize, usize) {
     let bytes = checkpoint.bytes(name).unwrap();
     let page = 4096;
@@ -274,7 +274,7 @@ fn released_pages_can_be_reclaimed_and_held_ones_cannot() {
     drop_what_the_kernel_may(&file);
     let (left, pages) = cached_pages(&checkpoint, &name(2));
     if left == pages {
-        // Past the test harness, which shows only what failed tests print.
+        // Bypasses the test harness, which shows output only of failed tests.
         let _ = writeln!(
             std::io::stderr(),
             "SKIPPED: {} is on a file system that keeps its pages",
@@ -286,7 +286,7 @@ fn released_pages_can_be_reclaimed_and_held_ones_cannot() {
     let (left, pages) = cached_pages(&checkpoint, &name(1));
     assert_eq!(left, pages, "pages under a guard went");
     drop(held);
-    // Another module takes the budget; now those pages may go too.
+    // Once another module takes the budget, those pages may be released too.
     drop(policy.acquire(ModuleId::DenseFfn(3)).unwrap());
     drop_what_the_kernel_may(&file);
     assert_eq!(cached_pages(&checkpoint, &name(1)).0, 0);
@@ -331,7 +331,7 @@ fn events_come_in_the_order_of_the_work() {
     let second = policy.acquire(ffn(0)).unwrap();
     assert_eq!(take(), [Acquired(ffn(0)), Prefetched(attention(1))]);
     let third = policy.acquire(attention(1)).unwrap();
-    // The next feed-forward block would displace one that is held: it waits until it is needed.
+    // The next feed-forward block would displace one that is held, so it is not requested until it is needed.
     assert_eq!(take(), [Acquired(attention(1))]);
     drop(second);
     drop(third);

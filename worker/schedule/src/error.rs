@@ -1,29 +1,29 @@
-//! What the scheduler refuses.
+//! Errors of the scheduler.
 
 use crate::SequenceId;
 
-/// A call that the scheduler refuses; nothing has changed.
+/// A call rejected by the scheduler; its state is unchanged.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ScheduleError {
     /// An option is out of its range.
     #[error("{field} is 0: give at least 1")]
     Option {
-        /// The option.
+        /// Name of the option.
         field: &'static str,
     },
-    /// No place in the queue.
+    /// The queue is full.
     #[error("the queue is full: {waiting} requests wait, the limit is {limit}; try again later")]
     QueueFull {
-        /// Requests that wait.
+        /// Requests in the queue.
         waiting: usize,
-        /// Upper bound.
+        /// Largest number of requests in the queue.
         limit: usize,
     },
     /// A request without tokens has no logits.
     #[error("the prompt is empty: give at least one token")]
     EmptyPrompt,
-    /// Nothing to generate.
+    /// The request asks for no tokens.
     #[error("max_new_tokens is 0: ask for at least 1")]
     NothingToGenerate,
     /// The request would not fit even alone.
@@ -34,21 +34,21 @@ pub enum ScheduleError {
     TooLong {
         /// Tokens whose KV is stored.
         tokens: usize,
-        /// Blocks that they fill.
+        /// Blocks needed for them.
         needed_blocks: usize,
-        /// Blocks of the cache.
+        /// Blocks in the cache.
         blocks: usize,
     },
-    /// The sequence has ended, was cancelled or never was.
+    /// The sequence has ended, was cancelled or never existed.
     #[error("sequence {} is not known: it has ended or was cancelled", .0.0)]
     UnknownSequence(SequenceId),
-    /// The sequence does not wait for KV.
+    /// The sequence is not waiting for KV.
     #[error("sequence {} does not wait for KV", .0.0)]
     NotImporting(SequenceId),
-    /// The sequence is no finished export.
+    /// The sequence is not a finished export.
     #[error("sequence {} has no finished prefill to release", .0.0)]
     NotExporting(SequenceId),
-    /// An imported prompt without the token behind it, or with one that an earlier worker sampled already.
+    /// An imported prompt without the token that follows it, or with one that an earlier worker already sampled.
     #[error(
         "sequence {}: a token behind an imported prompt is due where the answer has none (came: {sampled}, answer: {generated} tokens)",
         .sequence.0
@@ -56,9 +56,9 @@ pub enum ScheduleError {
     ImportedToken {
         /// The sequence.
         sequence: SequenceId,
-        /// Whether a token came.
+        /// Whether a token was given.
         sampled: bool,
-        /// Answer tokens that were there.
+        /// Number of answer tokens that already existed.
         generated: usize,
     },
     /// The result of a step that is not in flight.
@@ -69,7 +69,7 @@ pub enum ScheduleError {
         /// The last step that was scheduled.
         last: u64,
     },
-    /// A span wanted logits, and no token came.
+    /// A span requested logits, but the result has no token for it.
     #[error("step {step} has no token for sequence {}", .sequence.0)]
     MissingToken {
         /// The step.
@@ -77,7 +77,7 @@ pub enum ScheduleError {
         /// The sequence.
         sequence: SequenceId,
     },
-    /// A token for a span that wanted none, or a second one.
+    /// A token for a span that requested none, or a second token for one that did.
     #[error("step {step} has a token too many for sequence {}", .sequence.0)]
     UnexpectedToken {
         /// The step.
@@ -85,12 +85,12 @@ pub enum ScheduleError {
         /// The sequence.
         sequence: SequenceId,
     },
-    /// The block cache refused; a fault of the scheduler.
+    /// The block cache rejected a call; a bug in the scheduler.
     #[error("KV blocks of sequence {}: {reason}", .sequence.0)]
     Blocks {
         /// The sequence.
         sequence: SequenceId,
-        /// What the cache said.
+        /// The cache's error.
         reason: String,
     },
 }

@@ -1,16 +1,16 @@
-//! Which rows the next forward pass has: pure scheduling.
+//! Pure scheduling: choice of the rows of the next forward pass.
 //!
-//! [`Scheduler::schedule`] decides a [`Step`], the engine runs it, and [`Scheduler::update`] takes what came of
-//! it. There is no device handle, no clock and no random number here: the same calls give the same steps.
+//! [`Scheduler::schedule`] decides a [`Step`], the engine runs it, and [`Scheduler::update`] takes the
+//! result. There is no device handle, no clock and no random number here: the same calls give the same steps.
 //!
 //! **Policy**
-//! - Each step decodes every sequence that can decode (at most `max_batch`), and beside them computes at most
-//!   `chunk_tokens` prompt tokens, first come first served. Neither waits for the other.
-//! - Requests are admitted in the order of arrival, when a place in the batch and blocks for all their tokens
-//!   are there. Nobody overtakes the first in the queue.
-//! - When decoding needs a block and none is left, the youngest sequence gives up its blocks and is computed
-//!   again later, prompt and answer; numerics are batch-invariant, so that nobody sees it. A prompt that another
-//!   device computed is imported from there again. The oldest is never preempted, so that something always finishes.
+//! - Each step decodes every sequence that can decode (at most `max_batch`), and in addition computes at most
+//!   `chunk_tokens` prompt tokens, first come, first served. Neither waits for the other.
+//! - Requests are admitted in order of arrival, once there is a place in the batch and there are blocks for all
+//!   their tokens. No request overtakes the first in the queue.
+//! - When decoding needs a block and none is left, the youngest sequence gives up its blocks, and its prompt and
+//!   answer are recomputed later; numerics are batch-invariant, so the output is the same. A prompt that another
+//!   device computed is imported from there again. The oldest is never preempted, so progress is guaranteed.
 //!
 //! **Invariant**: a token that was sampled is never sampled again, whatever is preempted, imported or repeated.
 

@@ -1,25 +1,25 @@
-//! What is asked of the scheduler, and where a sequence stands.
+//! Requests to the scheduler, and the phases of a sequence.
 
 use hearth_kernels::BlockId;
 use hearth_kvcache::Provenance;
 
-/// Names a sequence in one scheduler; a smaller one came earlier.
+/// Identifies a sequence within one scheduler; ids increase in order of arrival.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SequenceId(pub u64);
 
-/// What a request asks for.
+/// The work that a request asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
     /// Compute the prompt here, then decode.
     Generate,
-    /// Another worker, of this provenance, computes the prompt; its KV is imported, then decode.
+    /// Import the KV of a prompt that another worker, with this provenance, computes; then decode.
     ImportThenGenerate(Provenance),
-    /// Compute the prompt only; the blocks stay until [`crate::Scheduler::export_done`].
+    /// Compute only the prompt; the blocks are kept until [`crate::Scheduler::export_done`].
     Export,
 }
 
 impl Work {
-    /// What computes the prompt. What is generated is always computed here.
+    /// Provenance of the prompt. The answer is always computed here.
     pub fn prompt(self) -> Provenance {
         match self {
             Self::ImportThenGenerate(provenance) => provenance,
@@ -33,45 +33,45 @@ impl Work {
 pub struct Request {
     /// The prompt, at least one token.
     pub prompt: Vec<u32>,
-    /// The answer tokens so far, where a stream moved here.
+    /// Answer tokens so far, if the stream moved here from another worker.
     pub generated: Vec<u32>,
-    /// Upper bound of tokens to sample; of no effect for [`Work::Export`].
+    /// Largest number of tokens to sample; ignored for [`Work::Export`].
     pub max_new_tokens: usize,
-    /// What to do.
+    /// The work to do.
     pub work: Work,
 }
 
-/// Where a sequence stands.
+/// Phase of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// Waits in the queue; holds no block.
+    /// Waiting in the queue; holds no blocks.
     Waiting,
-    /// Holds blocks that another actor fills with imported KV of the prompt.
+    /// Holds blocks that another actor fills with the prompt's imported KV.
     WaitingKv,
     /// Its tokens (after a preemption: prompt and answer) are being computed in chunks.
     Prefilling,
-    /// Yields a token each step.
+    /// Yields one token per step.
     Decoding,
-    /// Its prompt is computed; its blocks are kept for the reader.
+    /// Its prompt has been computed; its blocks are kept until they are read.
     Exporting,
 }
 
-/// Why an answer ended.
+/// Reason an answer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinishReason {
-    /// The engine called the token the last.
+    /// The engine marked the token as the last one.
     Stop,
-    /// `max_new_tokens` are there.
+    /// `max_new_tokens` have been sampled.
     Length,
 }
 
-/// Where imported KV goes.
+/// Destination of imported KV.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ImportTarget {
-    /// Blocks of the sequence from position 0; cover `tokens` tokens.
+    /// Blocks of the sequence from position 0; they cover `tokens` tokens.
     pub blocks: Vec<BlockId>,
-    /// First token whose KV is missing. KV before it lies in blocks that others share: never write there.
+    /// First token whose KV is missing. KV before it is in blocks shared with other sequences: never write there.
     pub first_token: usize,
-    /// Tokens of the prompt.
+    /// Tokens in the prompt.
     pub tokens: usize,
 }

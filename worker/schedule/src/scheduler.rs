@@ -9,47 +9,47 @@ use crate::{
     SequenceId, SpanKind, Step, StepResult, StepSpan, Update, Work,
 };
 
-/// Limits, fixed at the start.
+/// Limits, fixed at creation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SchedulerOptions {
-    /// Sequences that hold a place for decoding; exports need none.
+    /// Sequences that may hold a place for decoding; exports need none.
     pub max_batch: usize,
-    /// Prompt tokens of one step, all sequences together.
+    /// Prompt tokens per step, over all sequences.
     pub chunk_tokens: usize,
-    /// Requests in the queue. Preempted sequences are not counted: what was accepted is kept.
+    /// Requests in the queue. Preempted sequences do not count: an accepted request is never dropped.
     pub max_waiting: usize,
 }
 
-/// Gauges, and counters from the start.
+/// Gauges, and counters since creation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SchedulerStats {
     /// Sequences in the queue.
     pub waiting: usize,
     /// Sequences that hold blocks.
     pub running: usize,
-    /// Times that a sequence gave up its blocks.
+    /// Number of times that a sequence gave up its blocks.
     pub preemptions: u64,
-    /// Blocks and prefix hits.
+    /// Block usage and prefix hits.
     pub kv: CacheStats,
 }
 
 #[derive(Debug)]
 struct Sequence {
     work: Work,
-    /// Prompt and answer, each token with what computes it.
+    /// Prompt and answer, each token with its provenance.
     tokens: Vec<KvToken>,
     prompt_tokens: usize,
-    /// Length of `tokens` at which the answer is cut.
+    /// Length of `tokens` at which the answer is cut off.
     limit_tokens: usize,
     phase: Phase,
-    /// Present in every phase but `Waiting`.
+    /// `Some` in every phase but `Waiting`.
     kv: Option<SequenceBlocks>,
-    /// Was admitted before.
+    /// Whether it was admitted before.
     again: bool,
 }
 
 impl Sequence {
-    /// Tokens whose KV is ever stored: the last sampled one is never fed back.
+    /// Largest number of tokens whose KV is stored: the last sampled one is never fed back.
     fn stored_tokens_max(&self) -> usize {
         match self.work {
             Work::Export => self.tokens.len(),
@@ -61,8 +61,8 @@ impl Sequence {
         self.kv.as_ref().map_or(0, SequenceBlocks::tokens)
     }
 
-    /// Whether another worker must compute what is missing of the prompt. KV of equal bits that was imported once is
-    /// computed here when it was lost.
+    /// Whether another worker must compute the missing part of the prompt. If an imported KV with the same bits
+    /// was lost, it is recomputed here.
     fn needs_import(&self) -> bool {
         let imports = match self.work {
             Work::ImportThenGenerate(provenance) => provenance != Provenance::OWN || !self.again,
@@ -71,13 +71,13 @@ impl Sequence {
         imports && self.computed_tokens() < self.prompt_tokens
     }
 
-    /// May lose its blocks: nobody else reads or writes them, and it would not end soon by itself.
+    /// Whether it may lose its blocks: no one else reads or writes them, and it would not end soon anyway.
     fn is_preemptible(&self) -> bool {
         self.work != Work::Export && matches!(self.phase, Phase::Prefilling | Phase::Decoding)
     }
 }
 
-/// What the scheduler remembers of a step in flight.
+/// Record of a step in flight.
 #[derive(Debug)]
 struct InFlight {
     sequence: SequenceId,
@@ -87,8 +87,8 @@ struct InFlight {
 
 /// Continuous batching with chunked prefill over a [`KvCache`].
 ///
-/// Call [`schedule`](Self::schedule), compute the step, call [`update`](Self::update), and so on. A step that
-/// failed needs no update: nothing of it is recorded, and the next `schedule` decides anew.
+/// Call [`schedule`](Self::schedule), compute the step, call [`update`](Self::update), and repeat. A step that
+/// failed needs no update: none of it is recorded, and the next `schedule` decides afresh.
 #[derive(Debug)]
 pub struct Scheduler {
     options: SchedulerOptions,
@@ -103,7 +103,7 @@ pub struct Scheduler {
 }
 
 impl Scheduler {
-    /// A scheduler over an empty cache.
+    /// Creates a scheduler over an empty cache.
     ///
     /// # Errors
     /// [`ScheduleError::Option`] for a limit of 0.
@@ -135,11 +135,11 @@ impl Scheduler {
         })
     }
 
-    /// Takes a request into the queue.
+    /// Queues a request.
     ///
     /// # Errors
-    /// [`ScheduleError::EmptyPrompt`], [`ScheduleError::NothingToGenerate`], [`ScheduleError::TooLong`] for what
-    /// would not fit into an empty cache, [`ScheduleError::QueueFull`].
+    /// [`ScheduleError::EmptyPrompt`], [`ScheduleError::NothingToGenerate`], [`ScheduleError::TooLong`] for a
+    /// request that would not fit into an empty cache, [`ScheduleError::QueueFull`].
     pub fn submit(&mut self, request: Request) -> Result<SequenceId, ScheduleError> {
         let Request {
             prompt,
@@ -191,14 +191,14 @@ impl Scheduler {
         Ok(id)
     }
 
-    /// Ends a sequence in whatever phase, and returns whether there was one. Its blocks are free for the next
-    /// [`Scheduler::schedule`]; a step in flight may still write into them.
+    /// Ends a sequence in any phase, and returns whether it existed. Its blocks are free for the next
+    /// [`Scheduler::schedule`]; a step in flight may still write to them.
     pub fn cancel(&mut self, id: SequenceId) -> bool {
         self.remove(id)
     }
 
-    /// Where the KV of a sequence in [`Phase::WaitingKv`] goes; `None` for any other. Ask before each write: a
-    /// sequence that was cancelled must not be written.
+    /// Destination of the KV of a sequence in [`Phase::WaitingKv`]; `None` in any other phase. Call this before each
+    /// write: a cancelled sequence must not be written to.
     pub fn import_target(&self, id: SequenceId) -> Option<ImportTarget> {
         let sequence = self.sequences.get(&id)?;
         match (&sequence.kv, sequence.phase) {
@@ -211,8 +211,8 @@ impl Scheduler {
         }
     }
 
-    /// The KV of the whole prompt has been imported. `sampled` is the first answer token, which follows from the
-    /// logits that came with it; `None` where the answer has tokens already, which are then computed here.
+    /// Records that the KV of the whole prompt has been imported. `sampled` is the first answer token, which follows
+    /// from the logits that came with it; `None` if the answer already has tokens, which are then computed here.
     ///
     /// # Errors
     /// [`ScheduleError::UnknownSequence`], [`ScheduleError::NotImporting`], [`ScheduleError::ImportedToken`].
@@ -248,7 +248,7 @@ impl Scheduler {
         Ok(sampled.and_then(|s| self.push_token(id, s)))
     }
 
-    /// The KV of an export was read: its blocks are released, and it ends.
+    /// Records that an export's KV was read: its blocks are released, and it ends.
     ///
     /// # Errors
     /// [`ScheduleError::UnknownSequence`], [`ScheduleError::NotExporting`].
@@ -263,7 +263,7 @@ impl Scheduler {
         }
     }
 
-    /// Decides the next step. A step still in flight is given up: nothing of it is recorded.
+    /// Decides the next step. A step still in flight is abandoned: none of it is recorded.
     pub fn schedule(&mut self) -> Step {
         self.step += 1;
         let mut step = Step {
@@ -282,7 +282,7 @@ impl Scheduler {
         step
     }
 
-    /// Records a step that was computed.
+    /// Records a computed step.
     ///
     /// # Errors
     /// [`ScheduleError::StaleStep`], [`ScheduleError::MissingToken`], [`ScheduleError::UnexpectedToken`]; then
@@ -315,18 +315,18 @@ impl Scheduler {
         Ok(update)
     }
 
-    /// Where a sequence stands; `None` when it has ended.
+    /// Phase of a sequence; `None` if it has ended.
     pub fn phase(&self, id: SequenceId) -> Option<Phase> {
         self.sequences.get(&id).map(|s| s.phase)
     }
 
-    /// Tokens of a sequence, prompt and answer; `None` when it has ended.
+    /// Tokens of a sequence, prompt and answer; `None` if it has ended.
     pub fn tokens(&self, id: SequenceId) -> Option<Vec<u32>> {
         let sequence = self.sequences.get(&id)?;
         Some(sequence.tokens.iter().map(|token| token.id).collect())
     }
 
-    /// Whether no sequence is left.
+    /// Whether no sequences are left.
     pub fn is_idle(&self) -> bool {
         self.sequences.is_empty()
     }
@@ -341,7 +341,7 @@ impl Scheduler {
         }
     }
 
-    /// The tokens of a result by sequence, if it fits the step in flight.
+    /// Returns a result's tokens by sequence, if it matches the step in flight.
     fn check_result(
         &self,
         result: &StepResult,
@@ -380,7 +380,7 @@ impl Scheduler {
         }
     }
 
-    /// Appends a sampled token; ends the sequence if it is the last.
+    /// Appends a sampled token; ends the sequence if it is the last one.
     fn push_token(&mut self, id: SequenceId, sampled: Sampled) -> Option<Finished> {
         let sequence = self.sequences.get_mut(&id)?;
         sequence.tokens.push(KvToken::own(sampled.token));
@@ -399,12 +399,12 @@ impl Scheduler {
         })
     }
 
-    /// A row for each sequence that decodes, oldest first. One that finds no block, and no younger sequence to
-    /// take it from, keeps what it has and sits the step out.
+    /// Adds a row for each decoding sequence, oldest first. A sequence that finds neither a block nor a younger
+    /// sequence to take one from keeps what it has and sits the step out.
     fn add_decodes(&mut self, step: &mut Step) {
         let ids: Vec<SequenceId> = self.running.iter().copied().collect();
         for id in ids {
-            // Asked anew: an older one may just have taken its blocks.
+            // Checked again: an older sequence may just have taken its blocks.
             if self.phase(id) != Some(Phase::Decoding) || !self.make_room(id, step) {
                 continue;
             }
@@ -414,7 +414,7 @@ impl Scheduler {
         }
     }
 
-    /// Room for all tokens of a decoding sequence, at the cost of younger ones.
+    /// Makes room for all tokens of a decoding sequence, at the expense of younger ones.
     fn make_room(&mut self, id: SequenceId, step: &mut Step) -> bool {
         loop {
             let Some(sequence) = self.sequences.get_mut(&id) else {
@@ -452,7 +452,7 @@ impl Scheduler {
         }
     }
 
-    /// Admits from the head of the queue while it fits.
+    /// Admits sequences from the head of the queue while they fit.
     fn admit(&mut self, step: &mut Step) {
         while let Some(&id) = self.waiting.first() {
             let Some(room) = self.room_for(id) else {
@@ -487,11 +487,11 @@ impl Scheduler {
         }
     }
 
-    /// How many tokens to reserve for a sequence if it can be admitted now: all it has and one to decode.
+    /// Number of tokens to reserve for a sequence if it can be admitted now: all it has and one to decode.
     fn room_for(&self, id: SequenceId) -> Option<usize> {
         let sequence = self.sequences.get(&id)?;
         if sequence.work == Work::Export {
-            // Exports have no bound of their own: the next one comes when the chunk reaches it.
+            // Exports have no limit of their own: the next one is admitted when the chunk can reach it.
             if self.pending_prefill_tokens() >= self.options.chunk_tokens {
                 return None;
             }
@@ -500,11 +500,11 @@ impl Scheduler {
         }
         let tokens = (sequence.tokens.len() + 1).min(sequence.stored_tokens_max());
         let left = self.kv.room_after(&sequence.tokens, tokens)?;
-        // Everyone who decodes may need a block soon: without this margin the newcomer would be preempted.
+        // Every decoding sequence may soon need a block: without this margin the newcomer would be preempted.
         (left >= self.decoders().count()).then_some(tokens)
     }
 
-    /// Chunks of prompts, oldest first, up to the budget.
+    /// Adds chunks of prompts, oldest first, up to the budget.
     fn add_chunks(&mut self, step: &mut Step) {
         let mut budget = self.options.chunk_tokens;
         let ids: Vec<SequenceId> = self.running.iter().copied().collect();
@@ -519,7 +519,7 @@ impl Scheduler {
                 continue;
             }
             if let Some(kv) = sequence.kv.as_mut() {
-                // Others may have computed the same prefix while this one waited.
+                // Another sequence may have computed the same prefix while this one waited.
                 self.kv.extend_from_cache(kv, &sequence.tokens);
             }
             if let Some(span) = self.span(id, budget, SpanKind::Prefill) {
@@ -529,7 +529,7 @@ impl Scheduler {
         }
     }
 
-    /// The next rows of a sequence, at most `rows`.
+    /// Returns the next rows of a sequence, at most `rows`.
     fn span(&self, id: SequenceId, rows: usize, kind: SpanKind) -> Option<StepSpan> {
         let sequence = self.sequences.get(&id)?;
         let kv = sequence.kv.as_ref()?;

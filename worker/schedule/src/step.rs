@@ -4,7 +4,7 @@ use hearth_kernels::BlockId;
 
 use crate::{FinishReason, ImportTarget, SequenceId};
 
-/// What a span computes.
+/// Kind of computation of a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SpanKind {
     /// One row: the last sampled token.
@@ -18,15 +18,15 @@ pub enum SpanKind {
 pub struct StepSpan {
     /// The sequence.
     pub sequence: SequenceId,
-    /// What it computes.
+    /// The computation.
     pub kind: SpanKind,
     /// Tokens of the rows, at least one.
     pub tokens: Vec<u32>,
     /// Absolute position of the first row.
     pub start: usize,
-    /// Blocks from position 0; cover `start + tokens.len()` tokens.
+    /// Blocks from position 0; they cover `start + tokens.len()` tokens.
     pub blocks: Vec<BlockId>,
-    /// The last row's logits are wanted. Except for exports, a token must come back for them.
+    /// Whether the last row's logits are needed. Except for exports, the result must have a token for them.
     pub wants_logits: bool,
 }
 
@@ -37,24 +37,25 @@ pub struct Admission {
     pub sequence: SequenceId,
     /// Its tokens, prompt and answer.
     pub tokens: usize,
-    /// Tokens whose KV was found. Later steps may find more; [`StepSpan::start`] tells.
+    /// Tokens whose KV was found. Later steps may find more; see [`StepSpan::start`].
     pub cached_tokens: usize,
-    /// Where to import the prompt's KV, where it is computed elsewhere; after a preemption too, if its bits are not ours.
+    /// Destination of the prompt's KV if it is computed elsewhere; also after a preemption if its bits differ from
+    /// ours.
     pub import: Option<ImportTarget>,
     /// Whether it ran before and was preempted.
     pub again: bool,
 }
 
-/// What the engine is to do next.
+/// The engine's next step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Step {
-    /// Counts from 1.
+    /// Number of the step, counted from 1.
     pub number: u64,
     /// Decode rows by age, then chunks by age.
     pub spans: Vec<StepSpan>,
     /// Sequences that left the queue.
     pub admitted: Vec<Admission>,
-    /// Sequences that gave up their blocks and are in the queue again.
+    /// Sequences that gave up their blocks and are queued again.
     pub preempted: Vec<SequenceId>,
 }
 
@@ -81,13 +82,13 @@ pub struct Sampled {
     pub last: bool,
 }
 
-/// What came of a step that was computed.
+/// Result of a computed step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepResult {
     /// [`Step::number`].
     pub step: u64,
-    /// One token for each span that wanted logits, exports excepted. Tokens of sequences cancelled meanwhile
-    /// are ignored.
+    /// One token for each span that wanted logits, except exports. Tokens of sequences that were cancelled in the
+    /// meantime are ignored.
     pub sampled: Vec<Sampled>,
 }
 
@@ -96,11 +97,11 @@ pub struct StepResult {
 pub struct Finished {
     /// The sequence; its blocks are released.
     pub sequence: SequenceId,
-    /// Why.
+    /// Reason for the end.
     pub reason: FinishReason,
 }
 
-/// What an update changed.
+/// Changes made by an update.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Update {
     /// Sequences that ended.

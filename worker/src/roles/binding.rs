@@ -1,9 +1,9 @@
-//! Where a process of a plan runs: on the plan's CPUs as far as the system gives them, and on others where it does not.
+//! CPU binding of a plan's process: to the plan's CPUs as far as the system allows them, and to others otherwise.
 //!
-//! In a container the kubelet chooses: its static policy hands out CPUs by itself, and takes them out of the sets of all other
-//! containers while those run. So the plan's numbers are a preference, what the control group has is looked at again and
-//! again, and threads are bound anew: also where nothing seems to have changed, for kernels before 6.2 discard what threads
-//! were bound to whenever their cpuset is written.
+//! In a container the kubelet decides: its static policy assigns CPUs by itself, and removes them from the sets of all
+//! other containers while those run. So the plan's CPU numbers are a preference, the control group's CPUs are checked
+//! repeatedly, and threads are bound again even if nothing seems to have changed, since kernels before 6.2 discard
+//! threads' affinity whenever their cpuset is written.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -19,14 +19,14 @@ use hearth_profiler::{
 };
 use hearth_transport::v1;
 
-/// The share of a worker's memory from which on a NUMA node is worth a word: some of it the kernel puts wherever it likes.
+/// Share of a worker's memory above which a NUMA node is reported: the kernel places some of it wherever it likes.
 const TOLD_SHARE: f64 = 0.1;
 
-/// Binds the threads of this process, and knows what they got.
+/// Binds the threads of this process, and records the resources they got.
 pub(super) struct Binding {
     rank: PlanRank,
     machine: Vec<CpuTopology>,
-    /// The CPUs that whoever started this process left it, where that is fewer than its control group has.
+    /// CPUs that this process was restricted to at its start, if fewer than its control group has.
     asked: Option<Vec<usize>>,
     state: Mutex<State>,
 }
@@ -35,31 +35,31 @@ type BindThreads = Box<dyn Fn(&[usize]) -> Result<usize, KernelError> + Send>;
 
 #[derive(Default)]
 struct State {
-    /// CPUs that the process runs on, ascending.
+    /// CPUs that the process runs on, in ascending order.
     home: Vec<usize>,
-    /// Binds the threads that compute.
+    /// Binds the compute threads.
     bind: Option<BindThreads>,
     got: Got,
 }
 
-/// What a process got of its machine.
+/// Resources that a process actually got.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Got {
     cpus: BTreeSet<u32>,
     numa_nodes: BTreeSet<u32>,
-    /// Threads that compute on CPUs.
+    /// Number of threads that compute on CPUs.
     threads: usize,
     gpu_uuid: Option<String>,
-    /// Memory by NUMA node, once the model is loaded.
+    /// Memory by NUMA node, known once the model is loaded.
     memory: BTreeMap<u32, NumaMemory>,
 }
 
 impl Binding {
-    /// Binds this thread, and with it those that it starts, and looks after all threads of the process every `interval` from
-    /// then on. To be called before there are others.
+    /// Binds this thread and those that it starts, then checks all threads of the process every `interval`. Must be
+    /// called before there are other threads.
     ///
     /// # Errors
-    /// When the system tells nothing of CPUs. Other CPUs than planned, or fewer, are no error.
+    /// An error if the system does not report the CPUs. Getting other or fewer CPUs than planned is not an error.
     pub(super) fn start(rank: &PlanRank, interval: Duration) -> anyhow::Result<Arc<Self>> {
         let asking = "the system does not report which CPUs this process may run on";
         let started = affinity::bound(None).context(asking)?;
@@ -84,7 +84,7 @@ impl Binding {
         Ok(binding)
     }
 
-    /// CPUs by NUMA node whose threads touch the rank's memory first; none where it may lie anywhere.
+    /// CPUs, by NUMA node, whose threads touch the rank's memory first; empty if the memory may be on any node.
     pub(super) fn numa_cpus(&self) -> Vec<Vec<usize>> {
         let machine_nodes: BTreeSet<u32> = self.machine.iter().map(|cpu| cpu.numa_node).collect();
         if !self.is_pinned() || self.rank.numa_nodes.is_empty() || machine_nodes.len() < 2 {
@@ -103,7 +103,7 @@ impl Binding {
         nodes.into_values().collect()
     }
 
-    /// A backend has started its threads: they are bound now and from now on.
+    /// Binds a backend's threads, now and at every later check. To be called once it has started them.
     pub(super) fn take<B: Backend>(&self, backend: &Arc<B>) {
         let mut state = self.lock();
         state.got.gpu_uuid = backend.gpu_uuid();
@@ -116,8 +116,9 @@ impl Binding {
         self.look();
     }
 
-    /// Whether weights that are in memory, as `weights` are mapped now, lie on other NUMA nodes than planned though the planned
-    /// ones have room: whoever read the files before ran elsewhere. To read them again costs as much as the first time.
+    /// Whether weights in memory, as `weights` are mapped now, are on other NUMA nodes than planned although the
+    /// planned nodes have room: the process that read the files first ran elsewhere. Reading them again costs as much
+    /// as the first time.
     pub(super) fn should_read_again(&self, weights: &[PathBuf]) -> bool {
         let memory = own_memory(Path::new("/"), weights);
         let bytes = |node: &u32| memory.get(node).map_or(0, |memory| memory.weight_bytes);
@@ -143,7 +144,7 @@ impl Binding {
         has_room
     }
 
-    /// All memory of the process is in its place: tells where, by NUMA node. `weights`: the files of the model.
+    /// Records the process's memory by NUMA node, once all of it is allocated. `weights` are the model's files.
     pub(super) fn loaded(&self, weights: &[PathBuf]) {
         let memory = own_memory(Path::new("/"), weights);
         let mut state = self.lock();
@@ -152,7 +153,7 @@ impl Binding {
         self.warn(&state.got);
     }
 
-    /// What the process got, for whoever asks.
+    /// Returns the resources that the process got, for its status.
     pub(super) fn placement(&self) -> v1::Placement {
         let got = self.lock().got.clone();
         let memory_numa_nodes: BTreeSet<u32> = memory_shares(&got).map(|(node, _)| node).collect();
@@ -179,7 +180,7 @@ impl Binding {
     }
 
     fn look(&self) {
-        // This thread is bound with all others again before anything is computed.
+        // This thread is bound again with all others before anything is computed.
         match affinity::release() {
             Ok(available) => self.bind(available),
             Err(error) => tracing::warn!(%error, "this process's CPUs cannot be read"),
@@ -197,14 +198,15 @@ impl Binding {
         };
         let mut state = self.lock();
         let has_changed = state.home != home;
-        // Where nothing is asked the system places threads, and a mask would only keep them from CPUs that are added.
+        // Unless binding was requested, the system places threads, and a mask would only keep them off newly added
+        // CPUs.
         if self.is_pinned() || self.asked.is_some() {
             bind_threads(&home, has_changed);
         }
         if let Some(place) = &state.bind {
             match place(&one_of_each_core_first(&home, &self.machine)) {
                 Ok(threads) => state.got.threads = threads,
-                // The set changed again meanwhile: the next look sees it.
+                // The set changed again in the meantime: the next check sees it.
                 Err(error) => tracing::debug!(%error, "CPUs have changed while threads were bound"),
             }
         }
@@ -243,8 +245,8 @@ impl Binding {
     }
 }
 
-/// Binds every thread of this process that may run elsewhere than `cpus`, or all of them. Those that compute are bound more
-/// tightly afterwards.
+/// Binds every thread of this process that may run outside `cpus`, or all threads if `all`. Compute threads are bound
+/// more tightly afterwards.
 fn bind_threads(cpus: &[usize], all: bool) {
     let threads = std::fs::read_dir("/proc/self/task").into_iter().flatten();
     let numbers = threads.flatten().filter_map(|entry| {
@@ -254,7 +256,7 @@ fn bind_threads(cpus: &[usize], all: bool) {
     for thread in numbers {
         let is_inside =
             || affinity::bound(Some(thread)).is_ok_and(|bound| both(&bound, cpus) == bound);
-        // A thread that has ended meanwhile needs no binding, and a cpuset that has changed is seen at the next look.
+        // A thread that ended in the meantime needs no binding, and the next check sees a changed cpuset.
         if (all || !is_inside())
             && let Err(error) = affinity::bind(Some(thread), cpus)
         {
@@ -263,8 +265,8 @@ fn bind_threads(cpus: &[usize], all: bool) {
     }
 }
 
-/// The CPUs to run on: the planned ones that are available, and for each that is not another, of the planned NUMA nodes first.
-/// As many as planned, or all that there are.
+/// Selects the CPUs to run on: the planned ones that are available, and a substitute for each of the others,
+/// preferably from the planned NUMA nodes. Returns as many as planned, or all available if there are fewer.
 fn home(rank: &PlanRank, machine: &[CpuTopology], available: &[usize]) -> Vec<usize> {
     let planned: Vec<usize> = rank.cpus.iter().map(|&cpu| cpu as usize).collect();
     let mut home = both(available, &planned);
@@ -283,7 +285,7 @@ fn home(rank: &PlanRank, machine: &[CpuTopology], available: &[usize]) -> Vec<us
     home
 }
 
-/// The CPUs in the order in which threads take them: no two on one core before every core has one.
+/// Orders the CPUs for assignment to threads: one of each core before any core's second.
 fn one_of_each_core_first(cpus: &[usize], machine: &[CpuTopology]) -> Vec<usize> {
     let core = |cpu: usize| {
         let place = machine.iter().find(|place| place.id as usize == cpu);
@@ -302,7 +304,8 @@ fn one_of_each_core_first(cpus: &[usize], machine: &[CpuTopology]) -> Vec<usize>
     turns.into_iter().map(|(_, cpu)| cpu).collect()
 }
 
-/// What a process has less of than its plan says, one sentence each. Other CPUs of the same NUMA nodes are no shortfall.
+/// Lists the resources that a process lacks compared with its plan, one sentence each. Other CPUs on the same NUMA
+/// nodes do not count.
 fn shortfalls(rank: &PlanRank, got: &Got) -> Vec<String> {
     let mut found = Vec::new();
     let list = |ids: &[u32]| format_id_list(&ids.iter().copied().collect());
@@ -321,7 +324,7 @@ fn shortfalls(rank: &PlanRank, got: &Got) -> Vec<String> {
     } else if !is_pinned && has < wanted {
         found.push(format!("{wanted} threads share {has} CPUs"));
     }
-    // A rank without a UUID of its own takes whichever GPU there is.
+    // A rank without a UUID takes any GPU.
     if let (Some(gpu), Some(planned)) = (got.gpu_uuid.as_deref(), rank.device().gpu_uuid())
         && gpu != planned
     {
@@ -363,7 +366,7 @@ fn shortfalls(rank: &PlanRank, got: &Got) -> Vec<String> {
     found
 }
 
-/// NUMA nodes that hold a share of the memory which is worth a word, with the share.
+/// NUMA nodes that hold enough of the memory to be reported, with their share.
 fn memory_shares(got: &Got) -> impl Iterator<Item = (u32, f64)> {
     let bytes = |memory: &NumaMemory| (memory.weight_bytes + memory.own_bytes) as f64;
     let all: f64 = got.memory.values().map(bytes).sum();
@@ -379,7 +382,7 @@ fn numa_node(machine: &[CpuTopology], cpu: usize) -> Option<u32> {
     place.map(|place| place.numa_node)
 }
 
-/// Those of `these` that are among `those`.
+/// Returns the elements of `these` that are also in `those`.
 fn both(these: &[usize], those: &[usize]) -> Vec<usize> {
     these
         .iter()
@@ -392,7 +395,7 @@ fn both(these: &[usize], those: &[usize]) -> Vec<usize> {
 mod tests {
     use super::*;
 
-    /// Two NUMA nodes of two cores with two threads each: CPUs 0 to 3 and 4 to 7, siblings side by side.
+    /// Two NUMA nodes of two cores with two threads each: CPUs 0 to 3 and 4 to 7, with adjacent siblings.
     fn machine() -> Vec<CpuTopology> {
         let place = |id| CpuTopology {
             id,
@@ -415,10 +418,10 @@ mod tests {
         let rank = rank(&[2, 3], &[0], 2);
         let home = |available: &[usize]| home(&rank, &machine(), available);
         assert_eq!(home(&[0, 1, 2, 3, 4, 5, 6, 7]), [2, 3]);
-        // One was given to somebody else: the next of the same NUMA node takes its place.
+        // One was assigned to another container: the next CPU of the same NUMA node takes its place.
         assert_eq!(home(&[0, 3, 4, 5]), [0, 3]);
         assert_eq!(home(&[3, 4, 5]), [3, 4]);
-        // What the kubelet chose has nothing of the plan.
+        // The kubelet chose none of the planned CPUs.
         assert_eq!(home(&[6, 7]), [6, 7]);
         assert_eq!(home(&[5]), [5]);
     }

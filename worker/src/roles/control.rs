@@ -1,4 +1,4 @@
-//! What every worker tells about itself.
+//! Information that every worker provides about itself.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use tonic::{Request, Response, Status};
 
 use super::rank::Worker;
 
-/// `hearth.v1.Control` of one worker.
+/// Implements `hearth.v1.Control` for one worker.
 pub(super) struct ControlService {
     worker: Arc<Worker>,
 }

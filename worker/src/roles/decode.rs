@@ -1,4 +1,4 @@
-//! The decode worker's service: a stream of tokens, its prompt computed here or fetched from a prefill worker.
+//! The decode worker's service: streams tokens for a prompt that is computed here or fetched from a prefill worker.
 
 use std::pin::{Pin, pin};
 use std::sync::Arc;
@@ -15,12 +15,12 @@ use tonic::{Request, Response, Status};
 use super::rank::Worker;
 use crate::convert;
 
-/// Time for a prefill worker to say whether it works.
+/// Time limit for a prefill worker to report its progress.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(2);
-/// Looks at a worker that answers, computes nothing and does not deliver, before it is left.
+/// Number of checks after which a worker that responds, but neither computes nor delivers, is given up.
 const IDLE_LOOKS: u32 = 30;
 
-/// `hearth.v1.Decode` over the engine.
+/// Implements `hearth.v1.Decode` on the engine.
 pub(super) struct DecodeService {
     worker: Arc<Worker>,
     prefill: Clients,
@@ -28,8 +28,8 @@ pub(super) struct DecodeService {
 }
 
 impl DecodeService {
-    /// A prefill worker that says nothing for `silence` is asked whether it works at all. A prompt that waits behind others
-    /// is silent for long, and so is a layer on a slow machine.
+    /// Creates the service. A prefill worker that sends nothing for `silence` is asked whether it makes progress: a
+    /// prompt queued behind others stays silent for long, and so does a layer on a slow machine.
     pub(super) fn new(worker: Arc<Worker>, prefill: Clients, silence: Duration) -> Self {
         Self {
             worker,
@@ -38,7 +38,7 @@ impl DecodeService {
         }
     }
 
-    /// What to ask of the prefill worker, where the request names one.
+    /// Builds the request to the prefill worker, if the caller's request names one.
     fn remote(
         &self,
         request: &v1::GenerateRequest,
@@ -89,7 +89,7 @@ impl v1::decode_server::Decode for DecodeService {
         let (sender, mut receiver) = mpsc::unbounded_channel();
         let sink = Box::new(move |event| sender.send(event).is_ok());
         let engine = self.worker.engine.clone();
-        // A grammar may take a second to make: the threads that answer looks stay free.
+        // Compiling a grammar may take a second: keep the threads that answer health checks free.
         let accepted = tokio::task::spawn_blocking(move || engine.generate(input, sink)).await;
         let handle = accepted
             .map_err(|error| Status::internal(error.to_string()))?
@@ -123,13 +123,13 @@ impl v1::decode_server::Decode for DecodeService {
     }
 }
 
-/// A prompt to be computed by a prefill worker.
+/// A prompt that a prefill worker computes.
 #[derive(Clone)]
 struct RemotePrefill {
     endpoint: Endpoint,
     request: v1::PrefillRequest,
     context: CallContext,
-    /// The caller's; nobody waits for KV beyond it.
+    /// The caller's deadline, after which the KV is no longer needed.
     deadline: Option<Instant>,
     clients: Clients,
     silence: Duration,
@@ -137,8 +137,8 @@ struct RemotePrefill {
 }
 
 impl RemotePrefill {
-    /// Fetches the KV from `first_token` on into the engine. A prefill worker that is lost ends the request
-    /// with an error that is tried again: the gateway knows the other workers and sends it again.
+    /// Fetches the KV from `first_token` on into the engine. If the prefill worker is lost, the request ends
+    /// with a retryable error: the gateway knows the other workers and sends it again.
     async fn import(mut self, id: RequestId, first_token: usize) {
         self.request.first_token = first_token as u32;
         let engine = self.engine.clone();
@@ -195,16 +195,16 @@ impl RemotePrefill {
     }
 }
 
-/// What a worker says of its work.
+/// Progress reported by a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct WorkDone {
-    /// Forward passes that it has done.
+    /// Number of forward passes completed.
     steps: u64,
-    /// One is running.
+    /// Whether a forward pass is running.
     is_computing: bool,
 }
 
-/// What a worker is doing; `None` when it does not answer.
+/// Asks a worker for its progress; `None` if it does not answer.
 async fn work_of(worker: Peer) -> Option<WorkDone> {
     let mut control = worker.control();
     let stats = control.stats(v1::StatsRequest {});
@@ -215,12 +215,12 @@ async fn work_of(worker: Peer) -> Option<WorkDone> {
     })
 }
 
-/// What `call` comes to. A call may take as long as its worker computes, for others perhaps, and one step may be long: a
-/// worker whose computation stands still finds that out itself, and ends.
+/// Waits for `call`, unless its worker hangs. A call may take as long as its worker computes, possibly for other
+/// callers, and one step may take long; a worker whose computation is stuck detects that itself and exits.
 ///
 /// # Errors
-/// Those of `call`; `UNAVAILABLE`, which is tried elsewhere, when the worker does not say what it does, or does nothing for
-/// [`IDLE_LOOKS`] silences.
+/// The errors of `call`; `UNAVAILABLE`, which is retried elsewhere, if the worker does not report its progress, or
+/// makes none for [`IDLE_LOOKS`] silences.
 async fn unless_hung<T, L: Future<Output = Option<WorkDone>>>(
     call: impl Future<Output = Result<T, Status>>,
     silence: Duration,
@@ -259,11 +259,11 @@ mod tests {
     use super::*;
 
     const SILENCE: Duration = Duration::from_millis(5);
-    /// Silences of a call that outlasts every test.
+    /// Duration, in silences, of a call that outlasts every test.
     const NEVER: u32 = 1_000_000;
 
-    /// How a call that takes `silences` fares with a worker whose looks come to `works`, the last again and again; and how
-    /// many looks that took.
+    /// Outcome of a call that takes `silences` with a worker whose checks return `works`, the last one repeatedly; and
+    /// the number of checks that it took.
     async fn fate(silences: u32, works: &[Option<WorkDone>]) -> (Result<(), Status>, usize) {
         let looks = Cell::new(0);
         let look = || {

@@ -47,7 +47,7 @@ pub(crate) struct GatewayArgs {
     client_stall: u32,
 }
 
-/// Serves until told to end.
+/// Serves until told to stop.
 pub(crate) fn run(args: &GatewayArgs) -> anyhow::Result<()> {
     let (plan, rank) = args.process.find(PlanRole::Gateway)?;
     let _binding = args.process.bind(&rank)?;

@@ -1,19 +1,19 @@
-//! Whether the threads that compute stand still.
+//! Detection of stuck compute threads.
 //!
-//! The gateway sees whether a process answers; its looks are answered beside the computation, so that a long step on a slow
-//! machine is no hang. What it cannot see is a computation that never ends: that shows in one layer that takes longer than
-//! any layer may, and the process ends itself.
+//! The gateway checks whether a process responds; its checks are answered on a separate thread, so a long step on a
+//! slow machine does not count as a hang. It cannot detect a computation that never ends: that shows as one layer
+//! taking longer than any layer should, and the process then ends itself.
 
 use std::time::Duration;
 
 use crate::logging;
 
-/// One layer of a forward pass may take as long on any machine.
+/// Time that a layer of a forward pass may take on any machine.
 const LONGEST: Duration = Duration::from_secs(300);
-/// Factor of the longest that was done.
+/// Largest allowed ratio to the longest completed layer.
 const FACTOR: u32 = 10;
 
-/// What was seen of layers, looked at again and again.
+/// Observations of layers, from repeated checks.
 #[derive(Debug, Default)]
 pub(super) struct Layers {
     longest_done: Duration,
@@ -21,7 +21,7 @@ pub(super) struct Layers {
 }
 
 impl Layers {
-    /// Ends the process when it stands still; nothing else would, since the threads that compute never come to an end.
+    /// Ends the process if it is stuck; nothing else would, since the compute threads never finish.
     pub(super) fn end_if_stuck(&mut self, at_layer_for: Option<Duration>) {
         if self.is_stuck(at_layer_for) {
             logging::say(format_args!(
@@ -37,7 +37,7 @@ impl Layers {
     fn is_stuck(&mut self, at_layer_for: Option<Duration>) -> bool {
         let now = at_layer_for.unwrap_or_default();
         if now < self.present {
-            // Another layer: the one of the last look took at least as long as was seen of it.
+            // A new layer: the one at the last check took at least as long as was observed.
             self.longest_done = self.longest_done.max(self.present);
         }
         self.present = now;
@@ -58,7 +58,7 @@ mod tests {
         let mut layers = Layers::default();
         let mut first = (1..1000).filter(|time| layers.is_stuck(seconds(*time)));
         assert_eq!(first.next(), Some(300));
-        // A machine on which layers take a minute.
+        // A machine on which a layer takes a minute.
         let mut slow = Layers::default();
         for _ in 0..3 {
             assert!((1..=60).all(|time| !slow.is_stuck(seconds(time))));

@@ -1,8 +1,8 @@
-//! `hearth-worker linger`: a pause before a process is told to end.
+//! `hearth-worker linger`: a pause before a process is told to stop.
 //!
-//! When a Pod is deleted, its address is withdrawn from the Service and its processes are told to end at the same
-//! time. A gateway that closes its port at once would refuse clients whose node has not heard of it yet. As a
-//! container's preStop this command holds the end back for as long as that takes; an image without a shell has no
+//! When a Pod is deleted, its address is removed from the Service and its processes are told to stop at the same
+//! time. A gateway that closes its port at once would refuse clients whose node has not seen the change yet. As a
+//! container's preStop hook, this command delays the stop for as long as that takes; an image without a shell has no
 //! other way to wait.
 
 use std::time::Duration;
@@ -19,7 +19,7 @@ pub(crate) struct LingerArgs {
     seconds: u32,
 }
 
-/// Waits; ends at once on SIGTERM.
+/// Waits; returns at once on SIGTERM.
 pub(crate) fn run(args: &LingerArgs) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()

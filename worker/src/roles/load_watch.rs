@@ -1,4 +1,4 @@
-//! Whoever loads for hours is well; whoever reads nothing for minutes is not.
+//! Watchdog for loading: it may take hours, but not minutes without reading anything.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -7,14 +7,14 @@ use tokio::task::AbortHandle;
 
 use crate::logging;
 
-/// Ends the process when loading stands still, until it is dropped. A supervisor sees a process that has ended, and could
-/// not tell one that hangs in a read from one that reads.
+/// Ends the process if loading stalls; stops watching when dropped. A supervisor can see that a process has ended, but
+/// cannot tell one that hangs in a read from one that makes progress.
 pub(super) struct LoadWatch {
     last: Arc<Mutex<Last>>,
     task: AbortHandle,
 }
 
-/// How far loading was, and when.
+/// Progress of loading, and its time.
 #[derive(Clone, Copy)]
 struct Last {
     percent: u32,
@@ -22,7 +22,7 @@ struct Last {
 }
 
 impl LoadWatch {
-    /// Counts from now. Needs a tokio runtime with a thread beside the one that loads.
+    /// Starts watching. Requires a tokio runtime with a thread other than the one that loads.
     pub(super) fn start(patience: Duration) -> Self {
         Self::with(patience, move |percent| {
             logging::say(format_args!(
@@ -54,7 +54,7 @@ impl LoadWatch {
         }
     }
 
-    /// Bytes were read.
+    /// Records that bytes were read.
     pub(super) fn went_on(&self, percent: u32) {
         *lock(&self.last) = Last {
             percent,

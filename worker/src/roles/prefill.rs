@@ -1,4 +1,4 @@
-//! The prefill worker's service: the KV of a prompt, layer by layer while later layers still compute.
+//! The prefill worker's service: streams the KV of a prompt layer by layer, while later layers are still computed.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use tonic::{Request, Response, Status};
 use super::rank::Worker;
 use crate::convert;
 
-/// `hearth.v1.Prefill` over the engine.
+/// Implements `hearth.v1.Prefill` on the engine.
 pub(super) struct PrefillService {
     worker: Arc<Worker>,
 }

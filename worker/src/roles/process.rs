@@ -1,4 +1,4 @@
-//! Which process this is, and what it shows to others.
+//! Identity of this process, and its certificates.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -39,10 +39,10 @@ pub(crate) struct ProcessArgs {
 }
 
 impl ProcessArgs {
-    /// Reads the plan and finds the rank in it.
+    /// Reads the plan and finds this rank in it.
     ///
     /// # Errors
-    /// A plan that cannot be read, a rank that is not in it or has another role.
+    /// An error if the plan cannot be read, or the rank is not in it or has another role.
     pub(crate) fn find(&self, role: PlanRole) -> anyhow::Result<(InferencePlanSpec, PlanRank)> {
         if self.with_parent {
             rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::TERM))
@@ -70,10 +70,10 @@ impl ProcessArgs {
         Ok((plan, rank))
     }
 
-    /// Binds this process to CPUs for as long as it runs: see [`Binding::start`].
+    /// Binds this process to CPUs for as long as it runs, see [`Binding::start`].
     ///
     /// # Errors
-    /// When the system tells nothing of CPUs.
+    /// An error if the system does not report the CPUs.
     pub(super) fn bind(&self, rank: &PlanRank) -> anyhow::Result<Arc<Binding>> {
         Binding::start(rank, Duration::from_millis(self.placement_interval_ms))
     }
@@ -91,10 +91,10 @@ pub(crate) struct TlsArgs {
 }
 
 impl TlsArgs {
-    /// The certificates of `--tls-dir`.
+    /// Reads the certificates in `--tls-dir`.
     ///
     /// # Errors
-    /// A file that is missing or is no certificate, by name.
+    /// An error that names the file if it is missing or not a certificate.
     pub(crate) fn read(&self) -> anyhow::Result<Option<Tls>> {
         let Some(directory) = &self.tls_dir else {
             return Ok(None);

@@ -1,4 +1,4 @@
-//! Prefill and decode: a model behind gRPC.
+//! Prefill and decode ranks: a model served over gRPC.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -31,18 +31,18 @@ use crate::environment::Environment;
 use crate::load::{self, LoadOptions, LoadedOn, ResidencyPolicy};
 use crate::signals;
 
-/// Silence of a prefill worker after which it is asked whether it works at all.
+/// Silence of a prefill worker after which it is asked whether it makes progress.
 const PREFILL_SILENCE: Duration = Duration::from_secs(1);
-/// Requests beside the running ones that an engine takes before it says that its queue is full.
-/// The gateway holds the real queue; this bounds what one worker is sent at a time.
+/// Requests beyond the running ones that an engine accepts before it reports a full queue.
+/// The gateway holds the real queue; this limits what one worker is sent at a time.
 const WORKER_QUEUE: usize = 256;
 
-/// Grammars are made by recursion over the request's schema, which the gateway holds to 500 levels.
+/// Stack size for compiling grammars, which recurses over the request's schema; the gateway limits it to 500 levels.
 const STACK_BYTES: usize = 32 << 20;
 
-/// How often the engine is asked how it is.
+/// Time between two health checks of the engine.
 const HEALTH_PERIOD: Duration = Duration::from_secs(1);
-/// An engine that is unhealthy for as long ends the worker.
+/// Time that an engine may be unhealthy before the worker ends.
 const FAULT_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Arguments of `prefill` and `decode`.
@@ -68,12 +68,12 @@ pub(crate) struct RankArgs {
     load_patience: u64,
 }
 
-/// Runs a decode worker until it is told to end.
+/// Runs a decode worker until it is told to stop.
 pub(crate) fn decode(args: &RankArgs, environment: &Environment) -> anyhow::Result<()> {
     run(args, PlanRole::Decode, environment)
 }
 
-/// Runs a prefill worker until it is told to end.
+/// Runs a prefill worker until it is told to stop.
 pub(crate) fn prefill(args: &RankArgs, environment: &Environment) -> anyhow::Result<()> {
     run(args, PlanRole::Prefill, environment)
 }
@@ -108,7 +108,7 @@ async fn serve(
     let listener = Listener::bind(endpoint)?;
     Report::Loading { percent: 0 }.send();
     let watch = LoadWatch::start(Duration::from_secs(args.load_patience));
-    // Others go by the turn for as long as the weights are in memory.
+    // Other workers wait for the turn as long as the weights are in memory.
     let (worker, device, _turn) =
         tokio::task::block_in_place(|| open(plan, rank, binding, device, &watch))?;
     drop(watch);
@@ -165,7 +165,7 @@ fn routes(worker: &Arc<Worker>, routes: Routes, tls: Option<Tls>) -> Routes {
     }
 }
 
-/// Tells probes how the engine is; returns when it has been unhealthy for [`FAULT_PATIENCE`].
+/// Reports the engine's health to probes; returns when it has been unhealthy for [`FAULT_PATIENCE`].
 async fn lasting_fault(engine: &Engine, health: &Health) -> String {
     let mut since = None;
     let mut layers = Layers::default();
@@ -189,7 +189,7 @@ async fn lasting_fault(engine: &Engine, health: &Health) -> String {
     }
 }
 
-/// What the services of one worker share.
+/// State shared by the services of one worker.
 pub(super) struct Worker {
     pub(super) engine: Engine,
     pub(super) name: String,
@@ -218,7 +218,7 @@ fn open(
     kv_dtype(kv)?;
     let limit_bytes = hearth_profiler::memory_limit_bytes(Path::new("/"));
     let numa_cpus = binding.numa_cpus();
-    // Who waits for another worker does not hang.
+    // Waiting for another worker does not count as a stall.
     let waits = || watch.went_on(0);
     let turn = Turn::take(directory, rank, limit_bytes, !numa_cpus.is_empty(), &waits);
     let is_misplaced = |checkpoint: &Checkpoint| {
@@ -246,7 +246,7 @@ fn open(
     Ok((worker, device, turn))
 }
 
-/// Starts the engine of a rank on a loaded model; also what computes, in words.
+/// Starts a rank's engine on a loaded model; also returns a description of the device.
 fn start<B: Backend>(
     plan: &InferencePlanSpec,
     rank: &PlanRank,
@@ -295,7 +295,7 @@ fn weight_files(checkpoint: &Checkpoint) -> Vec<PathBuf> {
     files.map(|file| file.path.clone()).collect()
 }
 
-/// Grammars need the text of every token; prefill workers sample nothing.
+/// Opens the tokenizer for grammars, which need every token's text; prefill workers do not sample, so they need none.
 fn grammar_tokenizer(
     directory: &Path,
     role: PlanRole,
@@ -348,7 +348,7 @@ fn load_options<'a>(
     })
 }
 
-/// The device that the plan names: a GPU, or the CPUs.
+/// Returns the device that the plan names: a GPU or the CPUs.
 fn device_options(
     args: &RankArgs,
     environment: &Environment,
@@ -362,7 +362,8 @@ fn device_options(
             Some(rank.gpu_budget_bytes()),
         );
         return DeviceOptions::Gpu(GpuOptions {
-            // A device plugin may hand out another GPU of the node, and the plan holds for each; a claim names its GPU.
+            // A device plugin may assign another GPU of the node, and the plan is valid for each; a claim names its
+            // GPU.
             or_any: rank.gpus > 0 && !rank.claims_gpus,
             ..options
         });
@@ -375,7 +376,7 @@ fn device_options(
 }
 
 impl Worker {
-    /// Refuses a request that was made for other weights.
+    /// Rejects a request made for other weights.
     pub(super) fn check_fingerprint(&self, asked: &str) -> Result<(), tonic::Status> {
         if asked.is_empty() || asked == self.model_fingerprint {
             return Ok(());
@@ -386,7 +387,7 @@ impl Worker {
         )))
     }
 
-    /// Refuses a prompt that is to be read in other bits than this worker's.
+    /// Rejects a prompt that must be computed with other numerics than this worker's.
     pub(super) fn check_numerics(&self, asked: &str) -> Result<(), tonic::Status> {
         if asked.is_empty() || asked == self.numerics {
             return Ok(());

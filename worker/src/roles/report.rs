@@ -1,41 +1,41 @@
-//! Lines of JSON on standard output, by which a supervisor follows the start of a worker.
+//! Lines of JSON on standard output, from which a supervisor follows the start of a worker.
 
 use std::convert::Infallible;
 use std::time::Duration;
 
 use serde::Serialize;
 
-/// What a worker tells its supervisor.
+/// A report from a worker to its supervisor.
 #[derive(Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub(crate) enum Report<'a> {
     /// Weights are being mapped and warmed up.
     Loading {
-        /// 0 to 100.
+        /// Progress, from 0 to 100.
         percent: u32,
     },
-    /// Requests are served.
+    /// Requests are being served.
     Ready {
         /// `host:port`.
         endpoint: &'a str,
         /// Device and kernels.
         device: &'a str,
     },
-    /// The process is alive; said every [`ALIVE_PERIOD`].
+    /// The process is alive; sent every [`ALIVE_PERIOD`].
     Alive,
-    /// No new requests are taken.
+    /// New requests are no longer accepted.
     Draining,
-    /// The time to finish what is in flight is over.
+    /// The time for finishing requests in flight is over.
     CutOff {
-        /// That had not ended.
+        /// Number of answers that had not ended.
         answers: u64,
     },
 }
 
-/// How often a process that serves says that it is alive.
+/// Time between two reports that a serving process is alive.
 const ALIVE_PERIOD: Duration = Duration::from_secs(1);
 
-/// Says again and again that the process is alive.
+/// Reports repeatedly that the process is alive.
 pub(crate) async fn stay_alive() -> Infallible {
     loop {
         Report::Alive.send();
@@ -44,7 +44,7 @@ pub(crate) async fn stay_alive() -> Infallible {
 }
 
 impl Report<'_> {
-    /// Prints the line; a supervisor that has gone is no reason to stop serving.
+    /// Prints the line; if the supervisor has gone, the process continues to serve.
     pub(crate) fn send(&self) {
         use std::io::Write;
         if let Ok(line) = serde_json::to_string(self) {

@@ -1,4 +1,4 @@
-//! The file that tells a running gateway which workers there are.
+//! The file that lists the workers for a running gateway.
 
 use std::convert::Infallible;
 use std::io::ErrorKind;
@@ -10,11 +10,11 @@ use anyhow::{Context, bail};
 use hearth_crds::{PlanRole, Route, Routes, read_versioned};
 use hearth_server::router::{Role, WorkerPool, WorkerRoute};
 
-/// Time between two looks at the file. It is a link that is swapped, on a file system that may tell of no changes.
+/// Time between two reads of the file. It is a link that is swapped, on a file system that may not report changes.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 
-/// Makes the workers that the file names the members of `pool`, again whenever it names others. A file that is
-/// empty, or is not there yet, names none; one that cannot be understood changes nothing, and is complained of once.
+/// Makes the workers listed in the file the members of `pool`, and updates them whenever the list changes. A file that
+/// is empty or does not exist yet lists none; one that cannot be parsed changes nothing, and is reported once.
 pub(super) async fn follow(path: PathBuf, pool: Arc<WorkerPool>) -> Infallible {
     let mut follower = Follower::default();
     loop {
@@ -35,20 +35,20 @@ fn complain(path: &Path, error: &anyhow::Error) {
     tracing::warn!(routes = %path.display(), error = format!("{error:#}"), "keeping the previous routes");
 }
 
-/// What was seen of the file.
+/// State of following the file.
 #[derive(Default)]
 struct Follower {
     last: Option<Vec<u8>>,
-    /// The file was empty at the last look: only for a moment, perhaps, while it is written.
+    /// Whether the file was empty at the last read: possibly only for a moment, while it is being written.
     was_empty: bool,
     has_complained: bool,
 }
 
 impl Follower {
-    /// The members, when the file names others than before.
+    /// Returns the members, if the file lists other ones than before.
     ///
     /// # Errors
-    /// What is wrong with the file, the first time it is.
+    /// The problem with the file, the first time it occurs.
     fn look(&mut self, text: std::io::Result<Vec<u8>>) -> anyhow::Result<Option<Vec<WorkerRoute>>> {
         let text = match text {
             Ok(text) => text,
@@ -125,7 +125,7 @@ mod tests {
         let one = follower.look(Ok(ONE.to_vec())).unwrap();
         assert_eq!(names(one), Some(vec!["decode-0".to_owned()]));
         assert_eq!(follower.look(Ok(ONE.to_vec())).unwrap(), None);
-        // A file that has gone says nothing, and that once.
+        // A file that disappears changes nothing, and is reported once.
         assert!(follower.look(missing()).is_err());
         assert_eq!(follower.look(missing()).unwrap(), None);
         assert_eq!(follower.look(Ok(ONE.to_vec())).unwrap(), None);

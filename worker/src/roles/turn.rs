@@ -1,5 +1,6 @@
-//! The order in which workers of one machine map its weights: first one whose memory limit has room for them, and, where the
-//! plan says on which NUMA nodes they are to lie, only one of those at a time: their pages lie where they are touched first.
+//! The order in which workers on one machine map its weights. A worker whose memory limit has room for them comes
+//! first. If the plan assigns the weights to NUMA nodes, only one of those maps them at a time, since pages are
+//! allocated where they are first touched.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -7,28 +8,29 @@ use std::time::{Duration, Instant};
 use hearth_crds::{PlanRank, ResidencyPolicy, format_bytes};
 use hearth_residency::{Held, WeightFile};
 
-/// How often a worker that waits looks.
+/// Time between two checks by a waiting worker.
 const LOOK_PERIOD: Duration = Duration::from_millis(200);
-/// How often it says that it waits.
+/// Time between two log messages of a waiting worker.
 const TELL_PERIOD: Duration = Duration::from_secs(30);
-/// How long it waits while no worker with room is there at all. Then it maps the weights in spite of its limit: on a file
-/// system whose locks others do not see, nobody would ever come.
+/// Longest wait if there is no worker with room at all. After it, the worker maps the weights in spite of its limit:
+/// on a file system that does not share locks, it would wait forever.
 const PATIENCE: Duration = Duration::from_secs(600);
-/// How long a worker with the claim on the weights may take to say that it reads them.
+/// Time within which a worker with the claim on the weights must signal that it reads them.
 const CLAIM_PATIENCE: Duration = Duration::from_secs(2);
-/// Limits are rounded down to whole pages.
+/// Tolerance for limits, which are rounded down to whole pages.
 const ROUNDING_BYTES: u64 = 64 << 10;
-/// The type of an overlay, by `statfs`: files in images, on which every container has locks of its own.
+/// File system type of an overlay, from `statfs`: for files in images, on which every container has separate locks.
 const OVERLAY: u64 = 0x794c_7630;
 
-/// A worker's turn to map the weights. Others go by it for as long as it lives.
+/// A worker's turn to map the weights. While it lives, other workers know that they are in memory or being read.
 pub(super) struct Turn {
     file: Option<WeightFile>,
 }
 
 impl Turn {
-    /// Waits until it is this rank's turn, and calls `waits` again and again meanwhile. `limit_bytes`: of its control group;
-    /// without one it has room. `is_placed`: the plan says on which NUMA nodes the rank's memory is to lie.
+    /// Waits until it is this rank's turn, calling `waits` repeatedly in the meantime. `limit_bytes` is the memory
+    /// limit of its control group; without a limit it has room. `is_placed`: whether the plan assigns the rank's
+    /// memory to NUMA nodes.
     pub(super) fn take(
         directory: &Path,
         rank: &PlanRank,
@@ -55,7 +57,8 @@ impl Turn {
         Self { file: None }
     }
 
-    /// Whether no other worker has the weights mapped, or is about to: what this one drops from the page cache is gone.
+    /// Whether no other worker has mapped the weights or is about to, so that pages dropped from the page cache are
+    /// really gone.
     pub(super) fn is_alone(&self) -> bool {
         let file = self.file.as_ref();
         file.is_some_and(|file| {
@@ -63,8 +66,8 @@ impl Turn {
         })
     }
 
-    /// All weights are in memory: the next worker may place its own. Nothing is locked any more that another machine, or
-    /// somebody who exchanges the file, could meet.
+    /// Signals that all weights are in memory, so the next worker may place its own. Releases the locks that could get
+    /// in the way of another machine or of a process that replaces the file.
     pub(super) fn loaded(&self) {
         let Some(file) = &self.file else {
             return;
@@ -78,14 +81,14 @@ impl Turn {
     }
 }
 
-/// Waits while another worker reads the weights: it puts them where its plan says, and they lie there for both.
+/// Waits while another worker reads the weights: it places them as its plan says, and both use them there.
 fn wait_for_placing(file: &WeightFile, rank: &str, waits: &dyn Fn()) {
     let mut heard = Instant::now();
     let mut has_told = false;
     while matches!(file.claim(), Ok(false)) {
         match file.held() {
             Ok(Held::Loading) => heard = Instant::now(),
-            // Who has the claim is about to say that it loads, or is none of us.
+            // The holder of the claim is about to signal that it loads, or is not one of our workers.
             Ok(Held::Nowhere) if heard.elapsed() < CLAIM_PATIENCE => {}
             Ok(Held::Nowhere | Held::Loaded) | Err(_) => return,
         }
@@ -134,13 +137,13 @@ fn wait(file: &WeightFile, rank: &PlanRank, limit_bytes: u64, waits: &dyn Fn()) 
     }
 }
 
-/// Whether the rank keeps all weights mapped on this machine.
+/// Whether the rank keeps all weights mapped in this machine's memory.
 fn maps_all(rank: &PlanRank) -> bool {
     let residency = rank.residency.as_ref();
     !rank.is_on_gpu() && residency.is_some_and(|r| r.policy == ResidencyPolicy::Resident)
 }
 
-/// Bytes of the rank with the weights in them.
+/// Memory that the rank needs on the host, including the weights, in bytes.
 fn needs(rank: &PlanRank) -> u64 {
     let sum = rank
         .host_weight_bytes()
@@ -148,7 +151,7 @@ fn needs(rank: &PlanRank) -> u64 {
     sum.saturating_add(rank.scratch_bytes)
 }
 
-/// The first file of weights, where the processes of a machine see each other's locks.
+/// Opens the first weights file, if the processes of a machine see each other's locks on it.
 fn open(directory: &Path) -> Option<WeightFile> {
     let entries = std::fs::read_dir(directory).ok()?.flatten();
     let is_weights = |path: &PathBuf| path.extension().is_some_and(|ext| ext == "safetensors");

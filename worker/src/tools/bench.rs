@@ -1,4 +1,4 @@
-//! `hearth-worker bench`: prefill and decode beside what the memory can deliver, in one run.
+//! `hearth-worker bench`: prefill and decode rates compared with the memory's bandwidth, in one run.
 
 use std::time::Instant;
 
@@ -13,9 +13,9 @@ use crate::environment::Environment;
 use crate::load::{self, LoadOptions, LoadedOn};
 use crate::logging::print_data;
 
-/// Bytes that the bandwidth probe reads: far more than any cache.
+/// Bytes read by the bandwidth probe: far more than any cache holds.
 const PROBE_BYTES: usize = 1 << 30;
-/// Decode steps before the clock starts.
+/// Decode steps before timing starts.
 const WARMUP_STEPS: usize = 2;
 
 /// Arguments of `bench`.
@@ -40,7 +40,7 @@ pub(crate) struct BenchArgs {
     json: bool,
 }
 
-/// One benchmark's figures. Times are medians for decode, wall time for prefill.
+/// Results of one benchmark. Times are medians for decode, wall time for prefill.
 #[derive(Serialize)]
 struct Report {
     model: String,
@@ -53,18 +53,18 @@ struct Report {
     decode_steps: u32,
     decode_step_ms: f64,
     decode_tokens_per_s: f64,
-    /// Bytes of weights that one decode step reads.
+    /// Bytes of weights read by one decode step.
     weight_bytes_per_step: u64,
     /// `weight_bytes_per_step` over `decode_step_ms`.
     effective_gbps: f64,
-    /// What the same threads, or the GPU, read from memory, measured before and after; the mean.
+    /// Read bandwidth of the same threads, or of the GPU: the mean of measurements before and after.
     read_bandwidth_gbps: f64,
     /// `effective_gbps / read_bandwidth_gbps`.
     bandwidth_ratio: f64,
     peak_rss_bytes: u64,
 }
 
-/// Measures and prints.
+/// Measures and prints the results.
 pub(crate) fn run(args: &BenchArgs, environment: &Environment) -> anyhow::Result<()> {
     let options = LoadOptions::from_args(&args.model, environment)?;
     let loaded = load::open(&args.model.model, options, &mut |_| {})?;
@@ -96,7 +96,7 @@ fn measure<B: Backend>(args: &BenchArgs, loaded: &LoadedOn<B>) -> anyhow::Result
     let batch = args.batch as usize;
     let capacity = args.prefill as usize + args.decode as usize + WARMUP_STEPS + 1;
     let mut session = Session::new(&loaded.model, batch, capacity, args.model.kv_dtype())?;
-    // Distinct, spread tokens: repeated ones would route to the same experts.
+    // Distinct, spread-out tokens: repeated ones would route to the same experts.
     let prompt = |sequence: usize| -> Vec<u32> {
         (0..args.prefill)
             .map(|index| (index * 7919 + sequence as u32 * 104_729 + 1) % vocab)
@@ -186,7 +186,7 @@ fn report<B: Backend>(
     }
 }
 
-/// `VmHWM` of this process; 0 where /proc does not tell.
+/// Reads `VmHWM` of this process; 0 if /proc does not report it.
 fn peak_rss_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));

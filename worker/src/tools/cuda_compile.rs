@@ -1,4 +1,5 @@
-//! `hearth-worker cuda-compile`: kernels for an architecture, ahead of their first use. It needs NVRTC and no GPU.
+//! `hearth-worker cuda-compile`: compiles kernels for an architecture ahead of their first use. Needs NVRTC but no
+//! GPU.
 
 use std::path::PathBuf;
 
@@ -22,7 +23,7 @@ pub(crate) struct CudaCompileArgs {
     nvrtc: NvrtcArgs,
 }
 
-/// Compiles and prints what came of it.
+/// Compiles and prints the results.
 pub(crate) fn run(args: &CudaCompileArgs, environment: &Environment) -> anyhow::Result<()> {
     let nvrtc = args.nvrtc.directory(environment);
     for arch in &args.arch {

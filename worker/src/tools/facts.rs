@@ -1,4 +1,4 @@
-//! `hearth-worker facts`: what a planner must know of a model, from config.json and the weights' headers.
+//! `hearth-worker facts`: a model's facts for the planner, from config.json and the weights' headers.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -28,18 +28,18 @@ pub(crate) struct FactsArgs {
     serving: bool,
 }
 
-/// What `--json` prints.
+/// Output of `--json`.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 struct Printed<'a> {
     #[serde(flatten)]
     facts: &'a ModelFacts,
-    /// Whether the model can be talked with; only with `--serving`.
+    /// Whether the model has a chat template; only with `--serving`.
     #[serde(skip_serializing_if = "Option::is_none")]
     chat_template: Option<bool>,
 }
 
-/// Reads and prints.
+/// Reads the facts and prints them.
 pub(crate) fn run(args: &FactsArgs) -> anyhow::Result<()> {
     let facts = read(&args.model, args.serving)?;
     if args.json {
@@ -95,11 +95,11 @@ fn table(facts: &ModelFacts) -> String {
     text
 }
 
-/// The facts of the model in `directory`; with `serving` it is also checked for what serving needs beside the
-/// weights: tokenizer, chat template, generation defaults.
+/// Reads the facts of the model in `directory`; with `serving`, also checks everything else that serving needs:
+/// tokenizer, chat template, generation defaults.
 ///
 /// # Errors
-/// What is missing or wrong, by file, tensor or field.
+/// An error that names the missing or invalid file, tensor or field.
 pub(crate) fn read(directory: &Path, serving: bool) -> anyhow::Result<ModelFacts> {
     let config = ModelConfig::read(directory)?;
     let checkpoint = Checkpoint::open(directory)?;
@@ -131,7 +131,7 @@ fn facts(config: &ModelConfig, checkpoint: &Checkpoint) -> anyhow::Result<ModelF
         (moe.experts as u32, moe.experts_per_token as u32)
     });
     if config.tie_word_embeddings {
-        // One table serves both; the head reads it whole at every step.
+        // One table serves both; the head reads all of it at every step.
         bytes.embedding = 0;
     }
     let (heads, kv) = kv_shape(&config.attention);
@@ -187,7 +187,7 @@ impl Parameters {
     }
 }
 
-/// Bytes of a module as stored, its scales included; adds to the sums by element type.
+/// Size of a module as stored, including scales; adds to the sums by element type.
 fn module_bytes(
     module: &ModuleSpec,
     checkpoint: &Checkpoint,
@@ -195,7 +195,7 @@ fn module_bytes(
 ) -> anyhow::Result<u64> {
     let mut sum = 0;
     for tensor in &module.tensors {
-        // As a worker would, so that what cannot be loaded is not planned either.
+        // Checked as a worker would, so that a model that cannot be loaded is not planned either.
         match tensor.shape {
             TensorShape::Matrix { rows, cols } => {
                 checkpoint.check_matrix(&tensor.name, rows, cols)?;
@@ -270,7 +270,7 @@ fn kv_shape(attention: &AttentionConfig) -> (u32, KvShape) {
     }
 }
 
-/// The element type that most bytes have, as people call it.
+/// Common name of the element type that accounts for most bytes.
 fn dtype_name(stored: &BTreeMap<&'static str, u64>) -> String {
     let most = stored
         .iter()

@@ -1,4 +1,4 @@
-//! `hearth-worker fetch`: a model from an archive behind a URL.
+//! `hearth-worker fetch`: fetches a model from an archive at a URL.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,7 +13,7 @@ use serde::Serialize;
 use crate::environment::Environment;
 use crate::logging;
 
-/// Time between two lines for people about one phase.
+/// Minimum time between two human-readable lines about one phase.
 const LINE_PERIOD: Duration = Duration::from_secs(1);
 
 /// Arguments of `fetch`.
@@ -41,30 +41,30 @@ pub(crate) struct FetchArgs {
     json: bool,
 }
 
-/// A line of JSON.
+/// One line of JSON output.
 #[derive(Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 enum Event<'a> {
-    /// How far it is.
+    /// Progress of the fetch.
     Progress {
         /// `waiting`, `checking`, `connecting`, `downloading` or `unpacking`.
         phase: &'a str,
-        /// Bytes of the archive.
+        /// Bytes of the archive processed so far.
         bytes: u64,
-        /// Bytes of the archive; null as long as it is not known.
+        /// Size of the archive in bytes; null until it is known.
         total_bytes: Option<u64>,
         bytes_per_second: u64,
-        /// Why the connection was lost; null when it was not.
+        /// Reason the connection was lost; null if it was not.
         trouble: Option<&'a str>,
     },
-    /// The model is there.
+    /// The model is complete.
     Fetched {
         /// Its directory.
         directory: &'a Path,
     },
 }
 
-/// Fetches and prints the directory.
+/// Fetches the model and prints its directory.
 pub(crate) fn run(args: &FetchArgs, environment: &Environment) -> anyhow::Result<()> {
     let mut source = Source::new(&args.url, &args.sha256)?;
     if args.credentials {
@@ -94,7 +94,7 @@ pub(crate) fn run(args: &FetchArgs, environment: &Environment) -> anyhow::Result
     }
 }
 
-/// Credentials from the environment: arguments are for everybody on the machine to read.
+/// Reads credentials from the environment: arguments are visible to all users of the machine.
 fn credentials(environment: &Environment) -> anyhow::Result<Credentials> {
     if let Some(token) = environment.model_token.clone() {
         return Ok(Credentials::Bearer { token });
@@ -106,7 +106,7 @@ fn credentials(environment: &Environment) -> anyhow::Result<Credentials> {
     Ok(Credentials::Basic { username, password })
 }
 
-/// Progress on standard output as JSON, or on standard error for people.
+/// Prints progress on standard output as JSON, or on standard error as text.
 struct Lines {
     json: bool,
     last: Mutex<Option<(Instant, Phase)>>,
@@ -139,7 +139,7 @@ impl Lines {
     }
 }
 
-/// Such as `downloading: 1.2 GiB of 4 GiB, 110.5 MiB/s`.
+/// Formats progress, such as `downloading: 1.2 GiB of 4 GiB, 110.5 MiB/s`.
 pub(crate) fn sentence(progress: &Progress) -> String {
     let mut text = progress.phase.as_str().to_owned();
     if progress.phase == Phase::Waiting {
@@ -162,7 +162,7 @@ pub(crate) fn sentence(progress: &Progress) -> String {
 
 fn print_event(event: &Event<'_>) {
     if let Ok(line) = serde_json::to_string(event) {
-        // What cannot be written now is told of the last line, which says where the model is.
+        // If a line cannot be written, the error surfaces at the last line, which contains the model's directory.
         let _ = logging::print_data(&format!("{line}\n"));
     }
 }

@@ -1,4 +1,4 @@
-//! `hearth-worker generate`: continues a prompt through the engine that serves, without any server.
+//! `hearth-worker generate`: continues a prompt with the same engine that serves, without a server.
 
 use std::sync::mpsc;
 use std::time::Instant;
@@ -17,9 +17,9 @@ use crate::environment::Environment;
 use crate::load::{self, LoadOptions};
 use crate::logging::{print_data, say};
 
-/// Tokens of one KV block.
+/// Tokens per KV block.
 const BLOCK_TOKENS: usize = 16;
-/// Prompt tokens of one step.
+/// Prompt tokens per step.
 const CHUNK_TOKENS: usize = 512;
 
 /// Arguments of `generate`.
@@ -60,7 +60,7 @@ pub(crate) struct GenerateArgs {
 #[derive(Serialize)]
 struct Answer {
     tokens: Vec<u32>,
-    /// `null` without a tokenizer.
+    /// Generated text; `null` without a tokenizer.
     text: Option<String>,
     finish_reason: &'static str,
     timings: Timings,
@@ -70,14 +70,14 @@ struct Answer {
 struct Timings {
     load_ms: f64,
     prompt_tokens: usize,
-    /// Milliseconds until the first token.
+    /// Milliseconds to the first token.
     prefill_ms: f64,
     decode_tokens: usize,
     decode_ms: f64,
     decode_tokens_per_s: f64,
 }
 
-/// Generates and prints.
+/// Generates and prints the answer.
 pub(crate) fn run(args: &GenerateArgs, environment: &Environment) -> anyhow::Result<()> {
     let began = Instant::now();
     let directory = &args.model.model;
@@ -124,7 +124,7 @@ pub(crate) fn run(args: &GenerateArgs, environment: &Environment) -> anyhow::Res
     print(args, &answer)
 }
 
-/// Prints what was not streamed.
+/// Prints the part that was not streamed.
 fn print(args: &GenerateArgs, answer: &Answer) -> anyhow::Result<()> {
     if args.json {
         return print_data(&format!("{}\n", serde_json::to_string(answer)?));
@@ -204,7 +204,7 @@ fn collect(
     let stop_tokens = input.stop_tokens.clone();
     let (sender, events) = mpsc::channel();
     let began = Instant::now();
-    // The clock is read where events happen, not where they are printed.
+    // Take the time when events happen, not when they are printed.
     let sink = move |event| sender.send((began.elapsed(), event)).is_ok();
     let _handle = engine.generate(input, Box::new(sink))?;
     let mut decoder = tokenizer.map(Tokenizer::decoder);

@@ -1,7 +1,7 @@
-//! `hearth-worker inspect`: a model's facts, left where a supervisor reads the last words of a process.
+//! `hearth-worker inspect`: writes a model's facts as the container's termination message.
 //!
-//! A kubelet keeps at most 4,096 bytes of a container's termination message. What cannot be served is refused here,
-//! before anything is planned for it.
+//! A kubelet keeps at most 4,096 bytes of a container's termination message. A model that cannot be served is rejected
+//! here, before anything is planned for it.
 
 use std::path::{Path, PathBuf};
 
@@ -11,7 +11,7 @@ use clap::Args;
 use super::facts;
 use crate::logging;
 
-/// What a termination message holds.
+/// Size limit of a termination message in bytes.
 const REPORT_BYTES: usize = 4096;
 
 /// Arguments of `inspect`.
@@ -25,14 +25,14 @@ pub(crate) struct InspectArgs {
     report: PathBuf,
 }
 
-/// Reads the model and reports.
+/// Reads the model and writes the report.
 pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<()> {
     let outcome = inspect(&args.model);
     let text = match &outcome {
         Ok(json) => json.clone(),
         Err(error) => clip(&logging::sentence(error)).to_owned(),
     };
-    // In place: the file may be a mount, which cannot be renamed over.
+    // Written in place: the file may be a mount, which cannot be replaced by renaming.
     std::fs::write(&args.report, text)
         .with_context(|| format!("--report {} cannot be written", args.report.display()))?;
     outcome.map(drop)
@@ -50,7 +50,7 @@ fn inspect(directory: &Path) -> anyhow::Result<String> {
     Ok(json)
 }
 
-/// Clips a text to what a report holds.
+/// Clips a text to the size of a report.
 fn clip(text: &str) -> &str {
     &text[..text.floor_char_boundary(REPORT_BYTES)]
 }

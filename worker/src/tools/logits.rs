@@ -1,4 +1,4 @@
-//! `hearth-worker logits`: every position's logits, for comparison with other engines.
+//! `hearth-worker logits`: writes every position's logits, for comparison with other engines.
 
 use std::path::{Path, PathBuf};
 
@@ -30,7 +30,7 @@ pub(crate) struct LogitsArgs {
     chunk: Option<u32>,
 }
 
-/// Computes and writes.
+/// Computes the logits and writes them.
 pub(crate) fn run(args: &LogitsArgs, environment: &Environment) -> anyhow::Result<()> {
     let options = LoadOptions::from_args(&args.model, environment)?;
     let loaded = load::open(&args.model.model, options, &mut |_| {})?;
@@ -54,7 +54,7 @@ fn compute<B: Backend>(args: &LogitsArgs, model: &Model<B>) -> anyhow::Result<()
     Ok(())
 }
 
-/// A safetensors file with the one tensor.
+/// Writes a safetensors file with this single tensor.
 fn write(path: &Path, rows: usize, vocab: usize, logits: &[f32]) -> anyhow::Result<()> {
     let bytes: Vec<u8> = logits
         .iter()

@@ -1,4 +1,4 @@
-//! Tools that work on a model without any server.
+//! Tools that work on a model without a server.
 
 mod bench;
 #[cfg(feature = "cuda")]

@@ -1,7 +1,7 @@
-//! `hearth-worker own`: gives a directory to a user.
+//! `hearth-worker own`: changes the owner of a directory.
 //!
-//! A kubelet makes missing directories of its node for root. An agent's image has no shell, so the one step that needs
-//! root is a command of its own, run before the agent and with no other right than this.
+//! The kubelet creates missing host directories as root. An agent's image has no shell, so the one step that needs
+//! root is a separate command, run before the agent and with no other privilege.
 
 use std::path::PathBuf;
 
@@ -20,7 +20,7 @@ pub(crate) struct OwnArgs {
     user: u32,
 }
 
-/// Changes the owner; a directory that is the user's already is left alone.
+/// Changes the owner; a directory that already belongs to the user is left alone.
 pub(crate) fn run(args: &OwnArgs) -> anyhow::Result<()> {
     let OwnArgs { directory, user } = args;
     let found = rustix::fs::lstat(directory)
@@ -52,7 +52,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let found = rustix::fs::lstat(directory.path()).unwrap();
         if found.st_uid == 0 {
-            // Root may give it away, and finds it given.
+            // Root may change the owner, and accepts one that is already correct.
             let args = OwnArgs {
                 directory: directory.path().to_owned(),
                 user: 65532,

@@ -1,4 +1,4 @@
-//! `hearth-worker profile`.
+//! `hearth-worker profile`: measures this machine.
 
 use std::path::PathBuf;
 
@@ -45,7 +45,7 @@ pub(crate) struct ProfileArgs {
     gpu: GpuArgs,
 }
 
-/// The CPUs of this machine, with a line for what is measured.
+/// Meter for this machine's CPUs that prints a line for each measurement.
 struct TellingMeter;
 
 impl Meter for TellingMeter {
@@ -66,7 +66,7 @@ impl Meter for TellingMeter {
     }
 }
 
-/// How a line of `--progress` begins.
+/// Start of each line printed with `--progress`.
 const PROGRESS: &str = "measuring ";
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -77,7 +77,7 @@ enum ScopeArg {
     Node,
 }
 
-/// Measures and prints.
+/// Measures and prints the profile.
 pub(crate) fn run(args: &ProfileArgs, environment: &Environment) -> anyhow::Result<()> {
     let options = ProfileOptions {
         node: args.node.clone(),
@@ -117,7 +117,7 @@ pub(crate) fn run(args: &ProfileArgs, environment: &Environment) -> anyhow::Resu
     }
 }
 
-/// Why this program cannot compute on the GPUs that the driver's management library shows.
+/// Reason this program cannot compute on the GPUs that NVML reports.
 #[cfg(feature = "cuda")]
 fn gpu_obstacle(args: &GpuArgs, environment: &Environment) -> Option<String> {
     let KernelDirectories { image, nvrtc, .. } = args.options(environment, None, None).kernels;

@@ -33,7 +33,7 @@ enum DTypeArg {
     Fp8,
 }
 
-/// Bytes of one shard, as large published checkpoints have them.
+/// Size of one shard in bytes, typical of large published checkpoints.
 const SHARD_BYTES: u64 = 4 << 30;
 
 /// Writes the checkpoint.

@@ -1,10 +1,10 @@
-//! A model with a cache of its own, driven step by step without a scheduler.
+//! A model with its own cache, driven step by step without a scheduler.
 
 use anyhow::bail;
 use hearth_kernels::{Backend, BlockId, KvDType, KvLayout, Span};
 use hearth_model::{Batch, Model};
 
-/// Tokens of one cache block.
+/// Tokens per cache block.
 const BLOCK_TOKENS: usize = 64;
 
 /// Several sequences of equal capacity, each with contiguous blocks.
@@ -17,7 +17,7 @@ pub(crate) struct Session<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> Session<'a, B> {
-    /// Room for `sequences` sequences of `capacity_tokens` tokens each.
+    /// Creates a session with room for `sequences` sequences of `capacity_tokens` tokens each.
     pub(crate) fn new(
         model: &'a Model<B>,
         sequences: usize,
@@ -45,7 +45,7 @@ impl<'a, B: Backend> Session<'a, B> {
         })
     }
 
-    /// Appends tokens to sequences (`(sequence, tokens)`, each at most once) and returns the logits
+    /// Appends tokens to sequences (`(sequence, tokens)`, each sequence at most once) and returns the logits
     /// `[rows, vocab]` of the last appended token of each, or of every token.
     pub(crate) fn step(
         &mut self,
@@ -91,7 +91,7 @@ impl<'a, B: Backend> Session<'a, B> {
     }
 }
 
-/// Index of the greatest logit; the lowest index of equals.
+/// Index of the largest logit; the lowest index in case of a tie.
 pub(crate) fn argmax(logits: &[f32]) -> u32 {
     let mut best = 0;
     for (index, value) in logits.iter().enumerate() {

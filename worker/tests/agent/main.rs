@@ -1,4 +1,4 @@
-//! The agent as its operator calls it: a process of its own, over mutual TLS.
+//! The agent as the operator calls it: a separate process, over mutual TLS.
 
 #![allow(clippy::unwrap_used)] // helpers of tests
 
@@ -28,7 +28,7 @@ use server::{Fault, FileServer, sha256};
 use support::{Agent, AgentOptions, Authority, USER, demo_tar, skipped, until};
 use tempfile::TempDir;
 
-/// One agent with an operator that may call it.
+/// An agent and an operator that may call it.
 struct World {
     authority: Authority,
     cache: TempDir,
@@ -41,7 +41,7 @@ impl World {
         Self::in_cache(Authority::new(), TempDir::new().unwrap(), 60)
     }
 
-    /// The agent tells failures of private servers soon.
+    /// Starts an agent that reports failures of private servers early.
     fn impatient() -> Self {
         Self::in_cache(Authority::new(), TempDir::new().unwrap(), 3)
     }
@@ -63,7 +63,7 @@ impl World {
         }
     }
 
-    /// `kill -9`, and another agent in its place.
+    /// Kills the agent with `kill -9` and starts another in its place.
     fn restarted(mut self) -> Self {
         self.agent.kill();
         Self::in_cache(self.authority, self.cache, 60)
@@ -93,7 +93,7 @@ async fn retain(operator: &Worker, keys: &[&ModelRequest]) -> BTreeSet<String> {
     answer.unwrap().into_inner().removed.into_iter().collect()
 }
 
-/// What the operator asks for an archive.
+/// Builds the operator's request for an archive.
 fn request(server: &FileServer, sha256: &str) -> ModelRequest {
     ModelRequest {
         key: store_key(&server.url(), sha256, ""),
@@ -103,7 +103,7 @@ fn request(server: &FileServer, sha256: &str) -> ModelRequest {
     }
 }
 
-/// The same for a holder (`NAMESPACE/SECRET`) of its own, which opens the server by a token.
+/// The same for another holder (`NAMESPACE/SECRET`), which opens the server with a token.
 fn held(server: &FileServer, archive: &[u8], holder: &str, token: Option<&str>) -> ModelRequest {
     let sha256 = sha256(archive);
     ModelRequest {
@@ -117,7 +117,7 @@ fn held(server: &FileServer, archive: &[u8], holder: &str, token: Option<&str>) 
     }
 }
 
-/// Polls until the model is ready or has failed; gives all answers.
+/// Polls until the model is ready or has failed; returns all answers.
 async fn settled(operator: &Worker, request: &ModelRequest) -> Vec<ModelResponse> {
     let mut answers = Vec::new();
     until("the model is ready or has failed", async || {
@@ -130,7 +130,7 @@ async fn settled(operator: &Worker, request: &ModelRequest) -> Vec<ModelResponse
     answers
 }
 
-/// The profile as soon as the node is measured.
+/// Waits until the node is measured, and returns its profile.
 async fn first_profile(operator: &Worker) -> NodeProfileStatus {
     let mut measured = None;
     until("the node is measured", async || {
@@ -141,7 +141,7 @@ async fn first_profile(operator: &Worker) -> NodeProfileStatus {
     measured.unwrap()
 }
 
-/// Changes what the agent keeps of the node.
+/// Changes the profile that the agent stored.
 fn edit_kept(world: &World, change: impl FnOnce(&mut Value)) {
     let kept = world.cache.path().join("profile.json");
     let text = fs::read_to_string(&kept).unwrap();
@@ -150,7 +150,7 @@ fn edit_kept(world: &World, change: impl FnOnce(&mut Value)) {
     fs::write(&kept, value.to_string()).unwrap();
 }
 
-/// The value of `MemTotal` or the like, in bytes.
+/// Returns the value of `MemTotal` or a similar line, in bytes.
 fn meminfo(name: &str) -> u64 {
     let text = fs::read_to_string("/proc/meminfo").unwrap();
     let line = text
@@ -169,7 +169,7 @@ fn meminfo(name: &str) -> u64 {
 async fn only_the_operator_is_answered() {
     let world = World::new();
     let stranger = Authority::new();
-    // Of another authority, of ours with another name, without any certificate.
+    // From another authority, from ours with another name, and without any certificate.
     let other_authority = {
         let mixed = stranger.issue("operator.hearth");
         fs::copy(
@@ -191,20 +191,20 @@ async fn only_the_operator_is_answered() {
         let mut caller = world.agent.called_by(certificates).agent();
         let refused = caller.retain(RetainRequest { keys: Vec::new() }).await;
         let status = refused.expect_err(who);
-        // It came from the connection, not from the service.
+        // The error came from the connection, not from the service.
         assert!(
             std::error::Error::source(&status).is_some(),
             "{who}: {status}"
         );
     }
-    // Neither is an agent, be it the one that all begin with or another node's.
+    // Agents are rejected too, whether with the certificate that all start with or with another node's.
     for name in ["agent.hearth", "node-2.node.agent.hearth"] {
         let other = world.authority.issue(name);
         let mut caller = world.agent.called_by(Some(&other)).agent();
         let refused = caller.retain(RetainRequest { keys: Vec::new() }).await;
         assert!(refused.is_err(), "{name}");
     }
-    // And the operator asks for an agent.
+    // The operator likewise requires an agent's name.
     let worker = Agent::start(&AgentOptions {
         tls: &world.authority.issue("other.default.hearth"),
         cache: world.cache.path(),
@@ -249,7 +249,7 @@ async fn an_agent_tells_its_newest_token_and_one_key() {
     let told = told.unwrap().into_inner();
     assert_eq!(told.token, "a token");
     assert!(told.public_key.starts_with("-----BEGIN PUBLIC KEY-----"));
-    // The kubelet writes another token: that one is told.
+    // The kubelet writes another token: the agent returns the new one.
     let token = world.authority.place("agent.hearth").join("token");
     fs::write(&token, "the next").unwrap();
     let again = world.operator.agent().identify(IdentifyRequest {}).await;
@@ -284,7 +284,7 @@ async fn an_agent_shows_the_certificate_that_it_was_given_until_its_files_change
             .await
             .is_err()
     );
-    // Another node's is not taken, nor what is none.
+    // A certificate for another node is rejected, and so is text that is not a certificate.
     let request = certificate("node-2.node.agent.hearth", "node-2");
     let refused = world.operator.agent().certify(request).await.unwrap_err();
     assert_eq!(refused.code(), Code::FailedPrecondition);
@@ -320,7 +320,8 @@ async fn an_agent_shows_the_certificate_that_it_was_given_until_its_files_change
             .await
             .is_err()
     );
-    // The same authority's next first certificate: what was given is forgotten, as after a change of authorities.
+    // The same authority issues another initial certificate: the adopted one is dropped, as after a change of
+    // authorities.
     world.authority.issue("agent.hearth");
     until("the first certificate is shown again", async || {
         first()
@@ -406,7 +407,7 @@ async fn an_agent_needs_no_more_than_its_cache() {
         chown(directory);
     }
     chown(&tls.join("tls.key"));
-    // Readable, not writable.
+    // Readable, but not writable.
     let cache = TempDir::new().unwrap();
     let mode = |mode| std::os::unix::fs::PermissionsExt::from_mode(mode);
     fs::set_permissions(cache.path(), mode(0o755)).unwrap();
@@ -421,7 +422,7 @@ async fn an_agent_needs_no_more_than_its_cache() {
     says_so_and_measures(&start(), &authority).await;
     assert!(!cache.path().join("profile.json").exists());
 
-    // Its own.
+    // Owned by the agent's user.
     chown(cache.path());
     let agent = start();
     let operator = agent.called_by(Some(&authority.issue("operator.hearth")));

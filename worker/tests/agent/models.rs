@@ -1,4 +1,4 @@
-//! Models are fetched and removed.
+//! Fetching and removing models.
 
 use super::*;
 
@@ -10,7 +10,7 @@ async fn a_model_is_fetched_in_the_background_and_told_with_its_facts() {
     server.pace(Duration::from_millis(1));
     let wanted = request(&server, &sha256(&archive));
 
-    // Only looked for.
+    // Only queried, not fetched.
     let look = ModelRequest {
         url: String::new(),
         ..wanted.clone()
@@ -37,7 +37,7 @@ async fn a_model_is_fetched_in_the_background_and_told_with_its_facts() {
     assert!(ready.bytes > facts.bytes.total());
     assert!(world.has(&wanted));
 
-    // Asked again, by a second operator, and by another agent after this one: fetched once.
+    // Requested again by a second operator, and from the next agent: fetched only once.
     assert_eq!(
         model(&world.operator, &wanted).await.state(),
         ModelState::Ready
@@ -57,7 +57,7 @@ async fn a_model_is_fetched_in_the_background_and_told_with_its_facts() {
     );
     assert_eq!(server.seen().len(), 1);
 
-    // Its disk was exchanged: fetched again.
+    // Its disk was replaced: fetched again.
     fs::remove_dir_all(world.cache.path().join("models")).unwrap();
     assert_eq!(
         model(&world.operator, &look).await.state(),
@@ -78,7 +78,7 @@ async fn what_failed_is_told_and_tried_again_later() {
     let began = Instant::now();
     let failed = settled(&world.operator, &wanted).await.pop().unwrap();
     assert_eq!(failed.state(), ModelState::Failed);
-    // The server is none that anybody on the internet could ask: what it answered is in the agent's log alone.
+    // The server is not publicly reachable: its answer appears only in the agent's log.
     let told = failed
         .message
         .replace(&server.url(), "")
@@ -86,14 +86,14 @@ async fn what_failed_is_told_and_tried_again_later() {
     assert!(!told.contains("404"), "{told}");
     assert!(failed.message.contains(&server.url()) && failed.message.contains("\n  check"));
     assert!(failed.message.contains("log of this node's agent"));
-    // At once: the same words, and the server is left alone.
+    // Immediately afterwards: the same message, and the server is not contacted.
     assert_eq!(model(&world.operator, &wanted).await, failed);
     assert_eq!(server.seen().len(), 1);
     until("it is tried again", async || {
         model(&world.operator, &wanted).await.state() != ModelState::Failed
     })
     .await;
-    // Told after three seconds, and left alone for four times that.
+    // Reported after three seconds, and left alone for four times as long.
     assert!(began.elapsed() >= Duration::from_secs(15));
     assert_eq!(
         settled(&world.operator, &wanted)
@@ -104,7 +104,7 @@ async fn what_failed_is_told_and_tried_again_later() {
         ModelState::Ready
     );
 
-    // Another file than was asked for is told with the checksum that was asked for, and not fetched again at once.
+    // If the file is not the requested one, the failure names the requested checksum, and is not retried at once.
     let wrong = request(&server, &sha256(b"something else"));
     let failed = settled(&world.operator, &wrong).await.pop().unwrap();
     assert_eq!(failed.state(), ModelState::Failed);
@@ -114,7 +114,7 @@ async fn what_failed_is_told_and_tried_again_later() {
         "{}",
         failed.message
     );
-    // A URL that was put right is tried at once.
+    // A corrected URL is tried at once.
     let other = FileServer::start(&b"something else"[..]).await;
     let right = request(&other, &wrong.sha256);
     let failed = settled(&world.operator, &right).await.pop().unwrap();
@@ -149,12 +149,12 @@ async fn an_agent_knows_what_those_before_it_tried() {
     );
     let asked = server.seen().len();
 
-    // What costs a download to find out is not found out anew by each agent.
+    // A failure that costs a download to detect is remembered across agents.
     let world = world.restarted();
     assert_eq!(model(&world.operator, &wanted).await, failed);
     assert_eq!(server.seen().len(), asked);
 
-    // Agents that ended while they unpacked a model: one may have been exchanged, two were not.
+    // Agents that ended while unpacking a model: one may have been replaced, but not two.
     let archive = demo_tar();
     let server = FileServer::start(archive.clone()).await;
     let wanted = request(&server, &sha256(&archive));
@@ -183,7 +183,7 @@ async fn an_agent_knows_what_those_before_it_tried() {
     assert!(!note.exists(), "a model that is ready has nothing to tell");
 }
 
-/// A download of hours that broke off near its end is not hours away from its end again.
+/// A download of hours that broke off near its end resumes there, so its wait need not be as long.
 #[tokio::test]
 async fn what_is_gone_on_with_does_not_wait_for_as_long_as_it_took() {
     let world = World::in_cache(Authority::new(), TempDir::new().unwrap(), 1);
@@ -210,7 +210,7 @@ async fn what_is_gone_on_with_does_not_wait_for_as_long_as_it_took() {
     server.faults(off);
     let waits = waits_s(&request(&server, &sha256(&archive))).await;
     assert!(waits <= 5, "{waits} s");
-    // Another file than was asked for comes anew from its start.
+    // A file other than the requested one is downloaded from the start again.
     let server = FileServer::start(archive).await;
     server.pace(pace);
     let waits = waits_s(&request(&server, &sha256(b"something else"))).await;
@@ -270,7 +270,7 @@ async fn what_can_never_be_fetched_is_refused() {
     let file = "file:///etc/passwd";
     for (key, url, sha256) in [
         ("../../etc", server.url(), wanted.sha256.clone()),
-        // Whoever knows the digest of somebody's model does not get it by that.
+        // Knowing the digest of another user's model does not give access to it.
         (&wanted.sha256[..32], server.url(), wanted.sha256.clone()),
         (wanted.key.as_str(), server.url(), wrong.sha256.clone()),
         (
@@ -306,18 +306,18 @@ async fn a_cached_model_is_handed_to_those_whose_own_source_gives_it() {
     let own = of("one/nas", Some("t0ken"));
     let ready = settled(&world.operator, &own).await.pop().unwrap();
     assert_eq!(ready.state(), ModelState::Ready, "{}", ready.message);
-    // The same URL and digest from another namespace, with no or a wrong token.
+    // The same URL and digest from another namespace, with no token or a wrong one.
     for other in [of("", None), of("two/nas", Some("guess"))] {
         let refused = settled(&world.operator, &other).await.pop().unwrap();
         assert_eq!(refused.state(), ModelState::Failed);
         assert!(!world.has(&other));
     }
-    // With a right one it is put right at once, and fetched for itself.
+    // With the right token it succeeds at once, and is fetched separately.
     let other = of("two/nas", Some("t0ken"));
     let ready = settled(&world.operator, &other).await.pop().unwrap();
     assert_eq!(ready.state(), ModelState::Ready, "{}", ready.message);
     assert!(world.has(&own) && world.has(&other));
-    // Nothing of the token is on the disk.
+    // The token is not stored on the disk.
     let found = std::process::Command::new("grep")
         .args(["-r", "-l", "t0ken"])
         .arg(world.cache.path())
@@ -373,7 +373,7 @@ async fn models_that_nobody_names_are_removed_and_those_in_work_are_not() {
         let ready = settled(&world.operator, wanted).await.pop().unwrap();
         assert_eq!(ready.state(), ModelState::Ready, "{}", ready.message);
     }
-    // A third is half here.
+    // A third model is half downloaded.
     let three = server::model_tar(1_000_000);
     let server_three = FileServer::start(three.clone()).await;
     server_three.faults([Fault::StallAfter(500_000)]);
@@ -399,7 +399,7 @@ async fn models_that_nobody_names_are_removed_and_those_in_work_are_not() {
         model(&world.operator, &wanted_two).await.state(),
         ModelState::Ready
     );
-    // Killed in mid-fetch, the part is nobody's.
+    // After a kill in mid-fetch, no one needs the part.
     let world = world.restarted();
     let removed = retain(&world.operator, &[]).await;
     assert_eq!(

@@ -1,4 +1,4 @@
-//! A node is measured.
+//! Measuring a node.
 
 use super::*;
 
@@ -18,7 +18,7 @@ async fn a_node_is_measured_once_and_looked_at_each_time() {
     let disk = &first.disks[0];
     assert_eq!(disk.path, world.cache.path().display().to_string());
     assert!(disk.free_bytes > 0 && disk.read_gbps > 0.0, "{disk:?}");
-    // Measuring left nothing but its result.
+    // Measuring left only its result behind.
     let names: BTreeSet<_> = fs::read_dir(world.cache.path())
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
@@ -30,7 +30,7 @@ async fn a_node_is_measured_once_and_looked_at_each_time() {
             .into()
     );
 
-    // What a child measured does not stay in the agent: it never was there.
+    // Memory used by a measuring child does not stay in the agent, since it was never there.
     let (now_mib, peak_mib) = (
         world.agent.kib("VmRSS") >> 10,
         world.agent.kib("VmHWM") >> 10,
@@ -38,7 +38,7 @@ async fn a_node_is_measured_once_and_looked_at_each_time() {
     eprintln!("agent: {now_mib} MiB, at most {peak_mib} MiB");
     assert!(peak_mib < 64, "the agent took {peak_mib} MiB");
 
-    // Another agent takes the rates over, and looks at memory and disk itself.
+    // The next agent takes over the rates, and reads memory and disk itself.
     edit_kept(&world, |value| {
         value["profile"]["memory"]["availableBytes"] = 1.into();
         value["profile"]["disks"][0]["freeBytes"] = 1.into();
@@ -67,6 +67,6 @@ async fn other_hardware_is_measured_again() {
         .expect_err("these rates are another machine's");
     assert!(status.message().contains("it has changed"), "{status}");
     let again = first_profile(&world.operator).await;
-    // RFC 3339 of one time zone sorts by time.
+    // RFC 3339 times in the same time zone sort chronologically.
     assert!(again.measured_at >= first.measured_at);
 }

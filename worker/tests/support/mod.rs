@@ -15,14 +15,14 @@ use rcgen::{
 };
 use tempfile::TempDir;
 
-/// The user of Hearth's images.
+/// The user in Hearth's images.
 pub const USER: u32 = 65532;
 
 pub fn program() -> Command {
     Command::new(env!("CARGO_BIN_EXE_hearth-worker"))
 }
 
-/// The demo model as a tar, in a directory of its own.
+/// Returns the demo model as a tar, in a top-level directory.
 pub fn demo_tar() -> Vec<u8> {
     let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/hearth-demo");
     let mut builder = tar::Builder::new(Vec::new());
@@ -30,13 +30,13 @@ pub fn demo_tar() -> Vec<u8> {
     builder.into_inner().unwrap()
 }
 
-/// Says what is not tested on this machine, past the test harness, which shows only what failed tests print.
+/// Reports what is not tested on this machine, bypassing the test harness, which shows output only of failed tests.
 pub fn skipped(why: &str) {
     // A closed stderr is no reason to fail.
     let _ = writeln!(std::io::stderr(), "SKIPPED: {why}");
 }
 
-/// Waits for something that another process does.
+/// Waits for another process to reach a state.
 pub async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(90);
     while !is_so().await {
@@ -45,7 +45,7 @@ pub async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
     }
 }
 
-/// An authority whose certificates lie below a directory.
+/// An authority that stores its certificates below a directory.
 pub struct Authority {
     issuer: CertifiedIssuer<'static, KeyPair>,
     directory: TempDir,
@@ -62,19 +62,19 @@ impl Authority {
         }
     }
 
-    /// A certificate for a name and somebody's public key, as PEM.
+    /// Issues a certificate for a name and a given public key; returns it as PEM.
     pub fn sign(&self, name: &str, public_key_pem: &str) -> String {
         let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
         let key = SubjectPublicKeyInfo::from_pem(public_key_pem).unwrap();
         params.signed_by(&key, &self.issuer).unwrap().pem()
     }
 
-    /// Where [`Self::issue`] puts what is a name's.
+    /// Directory of the files that [`Self::issue`] writes for a name.
     pub fn place(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }
 
-    /// A directory with `tls.crt`, `tls.key` and `ca.crt` for a name, and a `token`.
+    /// Creates a directory with `tls.crt`, `tls.key` and `ca.crt` for a name, and a `token`.
     pub fn issue(&self, name: &str) -> PathBuf {
         let key = KeyPair::generate().unwrap();
         let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
@@ -93,7 +93,7 @@ impl Authority {
     }
 }
 
-/// The program where every user may run it: cargo's directory may lie in a home that is closed to others.
+/// Copies the program to where every user may run it: cargo's directory may be in a home that others cannot access.
 fn open_program() -> TempDir {
     let directory = TempDir::new().unwrap();
     let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
@@ -111,18 +111,18 @@ pub struct Agent {
     pub health: String,
 }
 
-/// How an agent is started.
+/// Options for starting an agent.
 pub struct AgentOptions<'a> {
     pub tls: &'a Path,
     pub cache: &'a Path,
-    /// Another user than that of the test.
+    /// User to run as, if not the test's.
     pub user: Option<u32>,
-    /// Seconds until failures of this machine's own servers, which are private ones, are told.
+    /// Seconds until failures of this machine's own servers, which count as private, are reported.
     pub private_patience_s: u32,
 }
 
 impl Agent {
-    /// Waits until it serves.
+    /// Starts the agent and waits until it serves.
     pub fn start(options: &AgentOptions<'_>) -> Self {
         let health = free_address();
         let (mut command, copy) = match options.user {
@@ -135,16 +135,16 @@ impl Agent {
         command
             .args(["agent", "--node", "node-1", "--listen", "127.0.0.1:0"])
             .args(["--health", &health])
-            // The servers of the tests are on this machine, whose disk may be full to the brim.
+            // The tests' servers are on this machine, whose disk may be almost full.
             .args(["--allow-range", "127.0.0.1/32", "--disk-reserve", "0"])
             .arg("--tls-dir")
             .arg(options.tls)
             .env("HEARTH_IDENTITY_TOKEN", options.tls.join("token"))
             .arg("--cache-dir")
             .arg(options.cache)
-            // What is not named goes at once.
+            // Models that are no longer named are removed at once.
             .args(["--keep-models", "0"])
-            // This machine's own servers are private ones, whose failures take their time.
+            // This machine's own servers count as private, and their failures are reported late.
             .args([
                 "--private-patience",
                 &options.private_patience_s.to_string(),
@@ -171,12 +171,12 @@ impl Agent {
         }
     }
 
-    /// A connection of its own, as the holder of a certificate.
+    /// Opens a separate connection with the given certificates.
     pub fn called_by(&self, certificates: Option<&Path>) -> Worker {
         self.called_as("agent.hearth", certificates)
     }
 
-    /// The same, to an agent that must show this name.
+    /// The same, to an agent that must present this name.
     pub fn called_as(&self, name: &str, certificates: Option<&Path>) -> Worker {
         let tls = certificates.map(|directory| {
             let files = TlsFiles {
@@ -197,7 +197,7 @@ impl Agent {
         Clients::new(options).worker(&self.endpoint).unwrap()
     }
 
-    /// A number of `/proc/PID/status` in KiB.
+    /// Returns a number from `/proc/PID/status`, in KiB.
     pub fn kib(&self, name: &str) -> u64 {
         let path = format!("/proc/{}/status", self.child.id());
         let text = std::fs::read_to_string(path).unwrap();
@@ -211,13 +211,13 @@ impl Agent {
             .unwrap()
     }
 
-    /// Ends it as `kill -9` does.
+    /// Kills it with `kill -9`.
     pub fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
 
-    /// Ends it as a kubelet does; gives the time that it took.
+    /// Terminates it like a kubelet does; returns its exit code and the time that it took.
     pub fn terminate(&mut self) -> (Option<i32>, Duration) {
         let began = Instant::now();
         let pid = rustix::process::Pid::from_child(&self.child);
@@ -234,7 +234,7 @@ impl Drop for Agent {
     }
 }
 
-/// An address that nobody else listens on: of a host of this process' own within 127.0.0.0/8.
+/// Returns an address in use by no one else: its host within 127.0.0.0/8 is unique to this process.
 fn free_address() -> String {
     static NEXT: AtomicU16 = AtomicU16::new(10_000);
     // Linux numbers processes with at most 22 bits.

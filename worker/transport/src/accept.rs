@@ -1,4 +1,4 @@
-//! The TLS handshakes of a server. They run beside the accepting: a client that is slow holds up nobody.
+//! TLS handshakes of a server. They run concurrently with accepting, so a slow client does not block others.
 
 use std::{io, net::SocketAddr, time::Duration};
 
@@ -13,16 +13,16 @@ use tonic::transport::server::TcpIncoming;
 
 use crate::Tls;
 
-/// Time for one handshake.
+/// Time limit for one handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Handshakes at a time; beyond it callers wait to be accepted.
+/// Largest number of concurrent handshakes; beyond it, callers wait to be accepted.
 const MAX_HANDSHAKES: usize = 1024;
-/// Time between two lines in the log: whoever is refused may come again and again.
+/// Minimum time between two log lines: a rejected client may retry continually.
 const LOG_EVERY: Duration = Duration::from_secs(1);
 
 type Secured = TlsStream<TcpStream>;
 
-/// The connections of `incoming` whose handshakes succeed, each with the certificates of its moment.
+/// Yields the connections of `incoming` whose handshakes succeed, each using the certificates current at that time.
 pub(crate) fn secured(
     incoming: TcpIncoming,
     tls: Tls,
@@ -42,7 +42,7 @@ pub(crate) fn secured(
 struct Accepting {
     incoming: TcpIncoming,
     tls: Tls,
-    /// Dropped with the server, and its handshakes with it.
+    /// Dropped with the server, which cancels the handshakes.
     handshakes: JoinSet<Result<Secured, Refused>>,
     logged: Option<Instant>,
 }

@@ -1,4 +1,4 @@
-//! The calling end: one kept connection for each worker.
+//! The client side: one persistent connection per worker.
 
 use std::{
     collections::HashMap,
@@ -25,16 +25,16 @@ use crate::{
     },
 };
 
-/// How a client treats its connections.
+/// Options for a client's connections.
 #[derive(Clone)]
 pub struct ClientOptions {
-    /// Certificates; `None`: plain.
+    /// Certificates; `None` uses plaintext.
     pub tls: Option<Tls>,
-    /// Time to connect.
+    /// Time limit for connecting.
     pub connect_timeout: Duration,
-    /// Time between pings, also of a connection without calls.
+    /// Time between pings, including on connections without calls.
     pub keepalive_interval: Duration,
-    /// Time after which a ping without answer ends the connection and its calls.
+    /// Time after which an unanswered ping closes the connection and its calls.
     pub keepalive_timeout: Duration,
 }
 
@@ -49,7 +49,7 @@ impl Default for ClientOptions {
     }
 }
 
-/// Connections to workers. Clones share them. Needs a tokio runtime.
+/// Connections to workers; clones share them. Requires a tokio runtime.
 #[derive(Clone, Default)]
 pub struct Clients {
     options: ClientOptions,
@@ -57,7 +57,7 @@ pub struct Clients {
 }
 
 impl Clients {
-    /// No connection yet.
+    /// Creates a client without any connections.
     pub fn new(options: ClientOptions) -> Self {
         Self {
             options,
@@ -65,11 +65,11 @@ impl Clients {
         }
     }
 
-    /// The worker at `endpoint`. It is dialled by the first call, and again by the first call after its
-    /// connection broke: a call to a worker that is not there fails with [`crate::RpcErrorKind::Gone`].
+    /// Returns the worker at `endpoint`. The first call dials it, and so does the first call after its connection
+    /// broke: a call to a worker that is down fails with [`crate::RpcErrorKind::Gone`].
     ///
     /// # Errors
-    /// [`TransportError::Configuration`] when tonic refuses the address or the certificates.
+    /// [`TransportError::Configuration`] if tonic rejects the address or the certificates.
     pub fn worker(&self, endpoint: &Endpoint) -> Result<Worker, TransportError> {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(worker) = kept.get(endpoint) {
@@ -80,13 +80,13 @@ impl Clients {
         Ok(worker)
     }
 
-    /// Keeps a worker that was connected otherwise, as [`crate::loopback`] does.
+    /// Keeps a worker that was connected by other means, such as [`crate::loopback`].
     pub fn keep(&self, worker: Worker) {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         kept.insert(worker.endpoint.clone(), worker);
     }
 
-    /// Drops the connection to a worker that left; calls in flight go on.
+    /// Drops the connection to a worker that left; calls in flight continue.
     pub fn forget(&self, endpoint: &Endpoint) {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         kept.remove(endpoint);
@@ -101,7 +101,7 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Over a channel that is there already.
+    /// Creates a worker over an existing channel.
     pub fn over(endpoint: Endpoint, channel: Channel) -> Self {
         Self { endpoint, channel }
     }
@@ -111,7 +111,7 @@ impl Worker {
         &self.endpoint
     }
 
-    /// Sorts a failed call to this worker.
+    /// Classifies a failed call to this worker.
     pub fn error(&self, status: &Status) -> RpcError {
         RpcError::new(&self.endpoint, status)
     }
@@ -162,7 +162,7 @@ fn dial(endpoint: &Endpoint, options: &ClientOptions) -> Result<Channel, Transpo
         reason: innermost(&e),
     };
     let uri = |scheme| format!("{scheme}://{endpoint}");
-    // The connector speaks TLS, of which tonic knows nothing: it would refuse an https address.
+    // The connector does TLS, unknown to tonic, which would reject an https address.
     let tonic = TonicEndpoint::from_shared(uri("http"))
         .map_err(refused)?
         .tcp_nodelay(true)
@@ -186,7 +186,7 @@ fn dial(endpoint: &Endpoint, options: &ClientOptions) -> Result<Channel, Transpo
         .connect_with_connector_lazy(connector))
 }
 
-/// A new connection with the certificates of this moment.
+/// Opens a new connection with the current certificates.
 async fn secured(endpoint: &Endpoint, tls: &Tls) -> io::Result<TlsStream<TcpStream>> {
     let name = tls.server_name(endpoint.host())?;
     let stream = TcpStream::connect((endpoint.host(), endpoint.port())).await?;
@@ -194,7 +194,7 @@ async fn secured(endpoint: &Endpoint, tls: &Tls) -> io::Result<TlsStream<TcpStre
     tls.connector().connect(name, stream).await
 }
 
-/// The last message of an error's chain: tonic's own says no more than "transport error".
+/// Returns the last message in an error's chain: tonic's own says only "transport error".
 pub(crate) fn innermost(error: &(dyn std::error::Error + 'static)) -> String {
     let mut last = error;
     while let Some(source) = last.source() {

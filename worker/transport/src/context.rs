@@ -10,22 +10,22 @@ use tonic::{
 const REQUEST_ID: &str = "x-request-id";
 const TRACEPARENT: &str = "traceparent";
 
-/// Longest request id that is read.
+/// Largest request id that is accepted.
 const MAX_REQUEST_ID_BYTES: usize = 128;
 
 /// W3C trace context, version 00 (<https://www.w3.org/TR/trace-context/>).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TraceParent {
-    /// Trace, not zero.
+    /// Trace id, not zero.
     pub trace_id: u128,
-    /// The caller's span, not zero.
+    /// Id of the caller's span, not zero.
     pub parent_id: u64,
     /// Bit 0: sampled.
     pub flags: u8,
 }
 
 impl TraceParent {
-    /// The same trace with another span as parent.
+    /// Returns the same trace with another span as parent.
     pub fn child(self, span_id: u64) -> Self {
         Self {
             parent_id: span_id,
@@ -34,7 +34,7 @@ impl TraceParent {
     }
 }
 
-/// Text that is no `traceparent`; the standard asks to go on without.
+/// Text that is not a valid `traceparent`; the standard says to continue without one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a traceparent is 00-<32 hex digits>-<16 hex digits>-<2 hex digits>")]
 pub struct TraceParentError;
@@ -59,7 +59,7 @@ impl FromStr for TraceParent {
             parent_id: u64::from_str_radix(field(16)?, 16).map_err(hex)?,
             flags: u8::from_str_radix(field(2)?, 16).map_err(hex)?,
         };
-        // A later version may have more fields; ff is no version.
+        // A later version may have more fields; ff is not a version.
         let more = parts.next().is_some();
         let known = version == "00" && !more || version != "00" && version != "ff";
         (known && parsed.trace_id != 0 && parsed.parent_id != 0)
@@ -79,17 +79,17 @@ impl fmt::Display for TraceParent {
     }
 }
 
-/// What a call carries beside its message.
+/// Context that a call carries besides its message.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CallContext {
-    /// Identifier of the request at the gateway.
+    /// Id of the request at the gateway.
     pub request_id: Option<String>,
     /// Trace that the call belongs to.
     pub trace: Option<TraceParent>,
 }
 
 impl CallContext {
-    /// Reads what a caller sent; what is malformed is left out.
+    /// Reads the context sent by a caller; malformed parts are omitted.
     pub fn of(metadata: &MetadataMap) -> Self {
         let text = |key| metadata.get(key).and_then(|v| v.to_str().ok());
         Self {
@@ -100,7 +100,7 @@ impl CallContext {
         }
     }
 
-    /// Puts a message into a request that carries this context.
+    /// Wraps a message in a request that carries this context.
     pub fn request<T>(&self, message: T) -> Request<T> {
         let mut request = Request::new(message);
         let mut put = |key, value: Option<String>| {

@@ -1,4 +1,4 @@
-//! Limits on how long a stream may take: tonic's own timeout ends with the response's first byte.
+//! Time limits on streams: tonic's own timeout ends with the first byte of the response.
 
 use std::{
     pin::Pin,
@@ -10,7 +10,7 @@ use futures::{Stream, stream::BoxStream};
 use tokio::time::{Instant, Sleep, sleep_until};
 use tonic::{Status, metadata::MetadataMap};
 
-/// What is left of the caller's deadline, from the `grpc-timeout` that [`tonic::Request::set_timeout`] sends.
+/// Time remaining until the caller's deadline, from the `grpc-timeout` that [`tonic::Request::set_timeout`] sends.
 pub fn remaining(metadata: &MetadataMap) -> Option<Duration> {
     let text = metadata.get("grpc-timeout")?.to_str().ok()?;
     let (digits, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
@@ -29,8 +29,9 @@ pub fn remaining(metadata: &MetadataMap) -> Option<Duration> {
     }
 }
 
-/// A stream that ends with `DEADLINE_EXCEEDED` when it takes longer than `total`, and with `UNAVAILABLE` when no
-/// item comes for `idle`: the other end hangs, and a caller may try elsewhere. The inner stream is dropped at that moment, which cancels what it stands for.
+/// Limits a stream: it ends with `DEADLINE_EXCEEDED` if it takes longer than `total`, and with `UNAVAILABLE` if no
+/// item arrives for `idle`, since the other end hangs and the caller may try another worker. The inner stream is
+/// dropped at that moment, which cancels the work behind it.
 pub fn limited<T: Send + 'static>(
     stream: impl Stream<Item = Result<T, Status>> + Send + 'static,
     total: Option<Duration>,

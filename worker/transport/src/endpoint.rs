@@ -9,7 +9,7 @@ pub struct Endpoint {
     port: u16,
 }
 
-/// Text that is no endpoint.
+/// Text that is not an endpoint.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("endpoint {text:?} is not host:port: {detail}, as in 127.0.0.1:7001 or [::1]:7001")]
 pub struct EndpointError {

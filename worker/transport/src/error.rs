@@ -1,4 +1,4 @@
-//! Errors of calls, sorted by what the caller should do about them.
+//! Errors of calls, classified by what the caller should do about them.
 
 use std::error::Error as _;
 
@@ -6,60 +6,60 @@ use tonic::{Code, Status};
 
 use crate::{Endpoint, EndpointError, TlsError};
 
-/// Why a connection or a listener cannot be set up.
+/// Reason a connection or a listener cannot be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum TransportError {
-    /// Certificates.
+    /// The certificates are unusable.
     #[error(transparent)]
     Tls(#[from] TlsError),
-    /// Text that is no endpoint.
+    /// The text is not an endpoint.
     #[error(transparent)]
     Endpoint(#[from] EndpointError),
-    /// The address is taken or not ours.
+    /// The address is in use or not ours.
     #[error("cannot listen on {address}: {reason}; stop what listens there or choose another port")]
     Bind {
-        /// Address.
+        /// Address to listen on.
         address: String,
-        /// The system's reason.
+        /// The system's error.
         reason: std::io::Error,
     },
-    /// tonic refuses the configuration.
+    /// tonic rejects the configuration.
     #[error("connection to {endpoint} cannot be configured: {reason}")]
     Configuration {
-        /// Address.
+        /// Address of the worker.
         endpoint: String,
-        /// tonic's reason.
+        /// tonic's error.
         reason: String,
     },
     /// The listener failed.
     #[error("serving on {address} ended: {reason}")]
     Serve {
-        /// Address.
+        /// Address of the listener.
         address: String,
-        /// tonic's reason.
+        /// tonic's error.
         reason: String,
     },
 }
 
-/// What failed, for decisions and as a metric label.
+/// Kind of failure, for decisions and as a metric label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RpcErrorKind {
     /// No connection, a broken one, or a worker that is shutting down.
     Gone,
-    /// The worker is full.
+    /// The worker is at capacity.
     Busy,
-    /// The worker failed at its own work: a forward pass, damaged weights.
+    /// The worker failed in its own work, such as a forward pass or damaged weights.
     WorkerFault,
     /// The worker serves another model or layout than the caller expects.
     Mismatch,
     /// The call took longer than its deadline.
     Deadline,
-    /// The request is wrong; every worker would say so.
+    /// The request is invalid; every worker would reject it.
     Rejected,
 }
 
 impl RpcErrorKind {
-    /// Metric label.
+    /// The metric label.
     pub const fn label(self) -> &'static str {
         match self {
             Self::Gone => "gone",
@@ -82,9 +82,9 @@ pub struct RpcError {
 }
 
 impl RpcError {
-    /// Sorts the status of a call to `endpoint`.
+    /// Classifies the status of a call to `endpoint`.
     ///
-    /// A status with a source was made on this side, by a connection that broke; one without was sent by
+    /// A status with a source was created on this side, because a connection broke; one without was sent by
     /// the worker.
     pub fn new(endpoint: &Endpoint, status: &Status) -> Self {
         let broken = status.source().is_some();
@@ -113,7 +113,7 @@ impl RpcError {
         }
     }
 
-    /// A stream that ended without its last event: the worker died between two messages.
+    /// Error for a stream that ended without its last event: the worker died between two messages.
     pub fn cut_short(endpoint: &Endpoint) -> Self {
         Self {
             kind: RpcErrorKind::Gone,
@@ -122,7 +122,7 @@ impl RpcError {
         }
     }
 
-    /// An error of a given kind, found by the caller itself.
+    /// Creates an error of a given kind, detected by the caller itself.
     pub fn of(kind: RpcErrorKind, endpoint: &Endpoint, message: impl Into<String>) -> Self {
         Self {
             kind,
@@ -131,12 +131,12 @@ impl RpcError {
         }
     }
 
-    /// What failed.
+    /// Kind of the failure.
     pub fn kind(&self) -> RpcErrorKind {
         self.kind
     }
 
-    /// The worker's own words, or the connection's.
+    /// The message of the worker or of the connection.
     pub fn message(&self) -> &str {
         &self.message
     }

@@ -1,7 +1,7 @@
-//! How a process is, told to whoever supervises it by `grpc.health.v1`.
+//! Health of a process, reported to its supervisor through `grpc.health.v1`.
 //!
-//! A probe carries no certificate, so the same answers can be had in plain on a port of their own
-//! ([`Health::listen`]), which is open while a worker still loads.
+//! A probe has no certificate, so the same answers are available in plaintext on a separate port
+//! ([`Health::listen`]), which is already open while a worker loads.
 
 use std::{net::SocketAddr, sync::Arc};
 
@@ -15,20 +15,20 @@ use tonic_health::{
 
 use crate::{Listener, ServerOptions, TransportError, serve};
 
-/// Name of the service that is SERVING for as long as the process answers at all: a liveness probe asks for it.
-/// The service of readiness probes has the empty name.
+/// Name of the service that is SERVING as long as the process answers at all, for liveness probes.
+/// Readiness probes use the service with the empty name.
 pub const LIVE: &str = "live";
 
-/// What a process says of itself: `""` is SERVING while it takes requests, [`LIVE`] always. Clones share it.
+/// Health status of a process: `""` is SERVING while it takes requests, [`LIVE`] always. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Health {
     reporter: HealthReporter,
-    /// The process is ending; held while a status is written, so that none of before is written after it.
+    /// Whether the process is ending; locked while a status is written, so that no earlier one is written afterwards.
     is_ending: Arc<Mutex<bool>>,
 }
 
 impl Health {
-    /// Alive, and not ready yet.
+    /// Creates the status of a process that is alive but not ready yet.
     pub async fn starting() -> Self {
         let reporter = HealthReporter::new();
         reporter
@@ -43,7 +43,7 @@ impl Health {
         }
     }
 
-    /// Whether requests are taken. Once the process is ending this changes nothing.
+    /// Sets whether requests are taken. Has no effect once the process is ending.
     pub async fn set_ready(&self, is_ready: bool) {
         let is_ending = self.is_ending.lock().await;
         if !*is_ending {
@@ -51,7 +51,7 @@ impl Health {
         }
     }
 
-    /// No requests are taken from now on; those in flight may go on.
+    /// Stops taking requests; those in flight may continue.
     pub async fn end(&self) {
         let mut is_ending = self.is_ending.lock().await;
         *is_ending = true;
@@ -67,15 +67,15 @@ impl Health {
         self.reporter.set_service_status("", status).await;
     }
 
-    /// The service, beside others of a server.
+    /// The health service, to be added to a server.
     pub fn service(&self) -> HealthServer<HealthService> {
         HealthServer::new(HealthService::from_health_reporter(self.reporter.clone()))
     }
 
-    /// Answers on `address` too, in plain, until the port is dropped. Needs a tokio runtime.
+    /// Also serves it on `address` in plaintext, until the returned port is dropped. Requires a tokio runtime.
     ///
     /// # Errors
-    /// [`TransportError::Bind`] when the address is taken, is not ours or does not resolve.
+    /// [`TransportError::Bind`] if the address is in use, is not ours or does not resolve.
     pub fn listen(&self, address: &str) -> Result<HealthPort, TransportError> {
         let listener = Listener::bind(address)?;
         let address = listener.address();
@@ -99,7 +99,7 @@ pub struct HealthPort {
 }
 
 impl HealthPort {
-    /// The address, with the port that was taken.
+    /// The address, with the actual port.
     pub fn address(&self) -> SocketAddr {
         self.address
     }

@@ -1,4 +1,4 @@
-//! Who a client is: a certificate of the authority is not enough where only some may call.
+//! Client identity: where only some clients may call, a certificate from the authority is not enough.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use rustls::{
     },
 };
 
-/// Accepts what another verifier accepts, if the certificate carries one of the names.
+/// Accepts a client that another verifier accepts, if its certificate carries one of the names.
 #[derive(Debug)]
 pub(crate) struct NamedClients {
     authority: Arc<dyn ClientCertVerifier>,
@@ -20,7 +20,7 @@ pub(crate) struct NamedClients {
 }
 
 impl NamedClients {
-    /// `authority` alone where there are no names.
+    /// Wraps `authority`, or returns it unchanged if there are no names.
     pub(crate) fn over(
         authority: Arc<dyn ClientCertVerifier>,
         names: Vec<ServerName<'static>>,

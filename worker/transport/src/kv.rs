@@ -1,16 +1,16 @@
-//! KV messages of bounded size, so that no single message holds up the others of a connection.
+//! KV messages of bounded size, so that no single message blocks the others on a connection.
 
 use bytes::Bytes;
 
 use crate::v1::KvLayer;
 
-/// Most KV bytes in one message.
+/// Largest size of the KV in one message, in bytes.
 pub const MAX_PIECE_BYTES: usize = 4 << 20;
 
-/// Cuts the KV of `tokens` tokens of one layer into messages of whole tokens, at most [`MAX_PIECE_BYTES`] each
-/// unless one token alone is larger. The pieces share the memory of `data`.
+/// Splits the KV of `tokens` tokens of one layer into messages of whole tokens, at most [`MAX_PIECE_BYTES`] each
+/// unless a single token is larger. The pieces share the memory of `data`.
 ///
-/// Gives nothing when `data` is not a whole number of bytes for each token: there would be no right cut.
+/// Yields nothing if `data` is not a whole number of bytes per token, since it could not be split correctly.
 pub fn pieces(
     layer: u32,
     first_token: u32,

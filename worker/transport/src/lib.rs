@@ -1,15 +1,15 @@
-//! Protobuf and tonic: what flows between gateway and workers, and how its connections are set up.
+//! Protobuf and tonic: messages between gateway and workers, and the setup of their connections.
 //!
 //! - [`v1`]: messages and services, generated from `proto/hearth/v1`.
-//! - [`client`]: one kept connection for each worker; [`server`]: the other end; [`tls`]: mutual TLS for both.
-//! - [`RpcError`]: tells a worker that is gone from a request that is wrong, which decides failover.
+//! - [`client`]: one persistent connection per worker; [`server`]: the other end; [`tls`]: mutual TLS for both.
+//! - [`RpcError`]: distinguishes a worker that is gone from an invalid request, which decides failover.
 //! - [`CallContext`]: request id and trace context, carried as metadata; [`deadline`]: limits on streams.
-//! - [`Health`]: what probes are told, on a port of its own too.
-//! - [`origin`]: which origins of web pages the endpoint may be opened to.
+//! - [`Health`]: answers to probes, also on a separate port.
+//! - [`origin`]: the origins of web pages that the endpoint may be opened to.
 //! - [`kv`]: KV messages of bounded size; [`loopback`]: a worker without a port, for tests.
 //!
 //! **Invariants**
-//! - Nothing here knows a model or an engine.
+//! - Nothing here depends on a model or an engine.
 //! - Dropping a response stream reaches the other end as a reset of that stream: cancellation needs no message.
 
 #![forbid(unsafe_code)]
@@ -47,10 +47,10 @@ pub mod v1 {
     tonic::include_proto!("hearth.v1");
 }
 
-/// Largest message that either end accepts: a piece of KV is far smaller, the logits of a prefill may not be.
+/// Largest message that either end accepts: a piece of KV is far smaller, but the logits of a prefill may not be.
 pub const MAX_MESSAGE_BYTES: usize = 64 << 20;
 
-/// Bytes in flight on one stream before the receiver must have read some.
+/// Bytes in flight on one stream until the receiver has read some.
 pub const STREAM_WINDOW_BYTES: u32 = 8 << 20;
 
 /// Bytes in flight on one connection.

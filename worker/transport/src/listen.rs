@@ -1,18 +1,18 @@
-//! Listening on IPv6 and IPv4 alike.
+//! Listens on both IPv6 and IPv4.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs};
 
 use socket2::{Domain, Protocol, Socket, Type};
 
-/// Connections that the kernel keeps until they are accepted.
+/// Connections that the kernel queues until they are accepted.
 const BACKLOG: i32 = 1024;
 
-/// Listens on the first of `address`'s addresses that can be listened on. `[::]` is any address of both IP versions,
-/// whatever the system's default for such sockets is; where the system has no IPv6, it is any IPv4 address.
+/// Listens on the first of `address`'s addresses that allows it. `[::]` means any address of both IP versions,
+/// whatever the system's default for such sockets; on a system without IPv6 it means any IPv4 address.
 ///
 /// # Errors
-/// When the name resolves to no address, or none of its addresses is ours and free.
+/// An error if the name resolves to no address, or none of its addresses is ours and free.
 pub fn listen(address: impl ToSocketAddrs) -> io::Result<TcpListener> {
     let mut failure = io::Error::other("the name resolves to no address");
     for address in address.to_socket_addrs()? {
@@ -41,7 +41,7 @@ fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     if address.is_ipv6() && address.ip().is_unspecified() {
         socket.set_only_v6(false)?;
     }
-    // As the standard library does: a restarted worker gets its port although old connections linger.
+    // Same as the standard library: a restarted worker gets its port even if old connections linger.
     #[cfg(unix)]
     socket.set_reuse_address(true)?;
     socket.bind(&address.into())?;
@@ -67,7 +67,7 @@ mod tests {
             return;
         }
         TcpStream::connect(("::1", port)).unwrap();
-        // Held for IPv4 too, and no other address is taken in its place.
+        // In use for IPv4 too, and no other address is used instead.
         for held in ["[::]", "0.0.0.0"] {
             let error = listen(format!("{held}:{port}")).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::AddrInUse, "{held}");
@@ -84,7 +84,7 @@ mod tests {
         };
         let any = listen_by("[::]:9400".parse().unwrap(), lacks_ipv6);
         assert_eq!(any.unwrap(), "0.0.0.0:9400");
-        // What names one address means that one.
+        // An address that names one interface means only that one.
         assert!(listen_by("[::1]:9400".parse().unwrap(), lacks_ipv6).is_err());
         let ipv4 = listen_by("127.0.0.1:9400".parse().unwrap(), lacks_ipv6);
         assert_eq!(ipv4.unwrap(), "127.0.0.1:9400");

@@ -1,6 +1,6 @@
-//! A worker in this process, over pipes in memory: the same services and messages, without a port.
+//! A worker in this process, over in-memory pipes: the same services and messages, without a port.
 //!
-//! For tests. [`Loopback::kill`] breaks the pipes in mid-message, as `kill -9` of a worker would.
+//! For tests. [`Loopback::kill`] breaks the pipes in mid-message, like `kill -9` of a worker.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -14,20 +14,20 @@ use tonic::{
 
 use crate::{Endpoint, ServerOptions, TransportError, Worker, server::builder};
 
-/// Bytes in a pipe.
+/// Capacity of a pipe in bytes.
 const PIPE_BYTES: usize = 1 << 20;
 
-/// A worker that lives until it is killed or dropped.
+/// A worker that runs until it is killed or dropped.
 pub struct Loopback {
     worker: Worker,
     server: Mutex<Option<Runtime>>,
 }
 
 impl Loopback {
-    /// Serves `routes` on a thread of its own under the given name.
+    /// Serves `routes` on a separate thread under the given name.
     ///
     /// # Errors
-    /// [`TransportError::Serve`] when no thread can be had.
+    /// [`TransportError::Serve`] if the thread cannot be started.
     pub fn start(endpoint: Endpoint, routes: Routes) -> Result<Self, TransportError> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -65,12 +65,12 @@ impl Loopback {
         })
     }
 
-    /// The connection to it.
+    /// Returns the connection to it.
     pub fn worker(&self) -> Worker {
         self.worker.clone()
     }
 
-    /// Ends it at once, with all that it was doing; later calls are refused as by a closed port.
+    /// Ends the worker and all its work at once; later calls are refused as by a closed port.
     pub fn kill(&self) {
         let mut server = self.server.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(runtime) = server.take() {

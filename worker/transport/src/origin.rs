@@ -1,9 +1,9 @@
 //! Origins of web pages, as browsers send them (RFC 6454, section 7): `http://localhost:3000`.
 
-/// Checks that `text` is an origin, or `*` for every one; `null` is that of files.
+/// Checks that `text` is an origin, or `*` for all origins; `null` is the origin of files.
 ///
 /// # Errors
-/// What to write instead.
+/// A message that says what to write instead.
 pub fn check(text: &str) -> Result<(), String> {
     let is_host = |host: &str| {
         let is_part =

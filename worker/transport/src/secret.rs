@@ -1,4 +1,4 @@
-//! Messages that hold secrets print without them.
+//! `Debug` for messages that contain secrets, without the secrets.
 
 use std::fmt;
 

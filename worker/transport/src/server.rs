@@ -1,4 +1,4 @@
-//! The listening end.
+//! The server side.
 
 use std::{future::Future, net::SocketAddr, time::Duration};
 
@@ -19,18 +19,18 @@ use crate::{
     },
 };
 
-/// Calls of one connection. A gateway has a single one to each worker: the usual 200 would hold its calls back
-/// unseen, and 20 callers that leave at once would look like an attack.
+/// Concurrent calls on one connection. A gateway has a single connection to each worker: the usual 200 would
+/// silently delay its calls, and 20 callers that disconnect at once would look like an attack.
 const MAX_STREAMS: u32 = 8192;
 
-/// How a server treats its connections.
+/// Options for a server's connections.
 #[derive(Clone)]
 pub struct ServerOptions {
-    /// Certificates; `None`: plain.
+    /// Certificates; `None` uses plaintext.
     pub tls: Option<Tls>,
-    /// Time between pings of a connection.
+    /// Time between pings on a connection.
     pub keepalive_interval: Duration,
-    /// Time after which a ping without answer ends the connection, and with it the requests of a caller that
+    /// Time after which an unanswered ping closes the connection, and with it the requests of a caller that
     /// is gone.
     pub keepalive_timeout: Duration,
 }
@@ -45,18 +45,18 @@ impl Default for ServerOptions {
     }
 }
 
-/// A bound address.
+/// A bound listening socket.
 pub struct Listener {
     incoming: TcpIncoming,
     address: SocketAddr,
 }
 
 impl Listener {
-    /// Binds `address`, as in `127.0.0.1:7001`, or `[::]:7001` for any; port 0 takes a free one. See [`listen`]. Needs a
-    /// tokio runtime.
+    /// Binds `address`, such as `127.0.0.1:7001`, or `[::]:7001` for any; port 0 picks a free one. See [`listen`].
+    /// Requires a tokio runtime.
     ///
     /// # Errors
-    /// [`TransportError::Bind`] when the address is taken, is not ours or does not resolve.
+    /// [`TransportError::Bind`] if the address is in use, is not ours or does not resolve.
     pub fn bind(address: &str) -> Result<Self, TransportError> {
         let failed = |reason| TransportError::Bind {
             address: address.to_owned(),
@@ -72,16 +72,16 @@ impl Listener {
         })
     }
 
-    /// The address, with the port that was taken.
+    /// The address, with the actual port.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 }
 
-/// Serves until `shutdown` is ready and the calls in flight have ended.
+/// Serves until `shutdown` completes and the calls in flight have ended.
 ///
 /// # Errors
-/// [`TransportError::Serve`] when the listener fails.
+/// [`TransportError::Serve`] if the listener fails.
 pub async fn serve(
     listener: Listener,
     routes: Routes,
@@ -123,28 +123,28 @@ pub(crate) fn builder(options: &ServerOptions) -> Server {
         .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
 }
 
-/// The decode service with this crate's message limits.
+/// Wraps the decode service with this crate's message limits.
 pub fn decode<T: Decode>(service: T) -> DecodeServer<T> {
     DecodeServer::new(service)
         .max_decoding_message_size(MAX_MESSAGE_BYTES)
         .max_encoding_message_size(MAX_MESSAGE_BYTES)
 }
 
-/// The prefill service with this crate's message limits.
+/// Wraps the prefill service with this crate's message limits.
 pub fn prefill<T: Prefill>(service: T) -> PrefillServer<T> {
     PrefillServer::new(service)
         .max_decoding_message_size(MAX_MESSAGE_BYTES)
         .max_encoding_message_size(MAX_MESSAGE_BYTES)
 }
 
-/// The control service with this crate's message limits.
+/// Wraps the control service with this crate's message limits.
 pub fn control<T: Control>(service: T) -> ControlServer<T> {
     ControlServer::new(service)
         .max_decoding_message_size(MAX_MESSAGE_BYTES)
         .max_encoding_message_size(MAX_MESSAGE_BYTES)
 }
 
-/// The agent service with this crate's message limits.
+/// Wraps the agent service with this crate's message limits.
 pub fn agent<T: Agent>(service: T) -> AgentServer<T> {
     AgentServer::new(service)
         .max_decoding_message_size(MAX_MESSAGE_BYTES)

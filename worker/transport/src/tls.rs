@@ -1,7 +1,7 @@
-//! Mutual TLS: both ends show a certificate of the same authority, and each may ask for the other's name.
+//! Mutual TLS: both ends present a certificate from the same authority, and each may require the other's name.
 //!
-//! Certificates change while a process runs. Those of files are looked at again as connections are made, and each new
-//! connection uses the newest ones; open connections go on with what they were made with.
+//! Certificates change while a process runs. Files are checked for changes as connections are made, and each new
+//! connection uses the latest certificates; open connections keep the ones they were made with.
 
 use std::{
     io,
@@ -24,39 +24,40 @@ use rustls::{
 
 use crate::identity::NamedClients;
 
-/// Time between two looks at the files.
+/// Time between two checks of the files.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
-/// Protocol of both ends: HTTP/2 and nothing else.
+/// Protocol of both ends: HTTP/2 only.
 const PROTOCOL: &[u8] = b"h2";
 
-/// Name in the operator's certificate: with a name of its own a server lets in its like, and the operator.
+/// Name in the operator's certificate: a server with a name of its own accepts clients with that name, and the
+/// operator.
 pub const OPERATOR_NAME: &str = "operator.hearth";
 
-/// Where the certificates of a process lie, and whose it accepts.
+/// Paths of a process's certificates, and the names that it accepts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TlsFiles {
-    /// PEM: this process's certificate, then intermediate ones.
+    /// PEM: this process's certificate, followed by intermediate ones.
     pub cert: PathBuf,
     /// PEM: the private key of that certificate.
     pub key: PathBuf,
-    /// PEM: the authorities that signed the certificates of both ends; several while one takes another's place.
+    /// PEM: the authorities that signed the certificates of both ends; several while one replaces another.
     pub ca: PathBuf,
-    /// Names that the other end must carry.
+    /// Names required of the other end.
     pub names: TlsNames,
 }
 
-/// Names that the other end's certificate must carry.
+/// Names required in the other end's certificate.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TlsNames {
-    /// DNS name of a server, whatever address is dialled; `None`: the host that is dialled.
+    /// DNS name of a server, whatever address is dialled; `None` requires the dialled host.
     pub server: Option<String>,
-    /// DNS names of which a client must carry one; empty: any certificate of the authority will do.
+    /// DNS names of which a client must carry one; if empty, any certificate from the authority is accepted.
     pub clients: Vec<String>,
 }
 
 impl TlsNames {
-    /// Names of a process among others that all carry `name`; the operator may call it too.
+    /// Names for a process among others that all carry `name`; the operator may call it too.
     pub fn shared(name: &str) -> Self {
         Self {
             server: Some(name.to_owned()),
@@ -64,7 +65,7 @@ impl TlsNames {
         }
     }
 
-    /// Names of a server that the operator alone may call.
+    /// Names for a server that only the operator may call.
     pub fn for_operator() -> Self {
         Self {
             server: None,
@@ -73,7 +74,7 @@ impl TlsNames {
     }
 }
 
-/// Certificates that cannot be used.
+/// Reason certificates cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
     /// The file cannot be read.
@@ -81,29 +82,29 @@ pub enum TlsError {
     Read {
         /// `certificate`, `key` or `authority`.
         what: &'static str,
-        /// File.
+        /// Path of the file.
         path: PathBuf,
-        /// The system's reason.
+        /// The system's error.
         reason: io::Error,
     },
-    /// The file holds something else.
+    /// The file does not hold what it should.
     #[error("the TLS {what} {path} is not usable: {detail}")]
     Content {
         /// `certificate`, `key` or `authority`.
         what: &'static str,
-        /// File.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong.
+        /// The problem.
         detail: String,
     },
-    /// Key and certificate are of different pairs.
+    /// Key and certificate do not belong together.
     #[error("the TLS key {key} does not belong to the certificate {cert}: {detail}")]
     Pair {
-        /// File.
+        /// Path of the certificate.
         cert: PathBuf,
-        /// File.
+        /// Path of the key.
         key: PathBuf,
-        /// The library's reason.
+        /// The library's error.
         detail: String,
     },
     /// A name that no certificate can carry.
@@ -114,8 +115,8 @@ pub enum TlsError {
     },
 }
 
-/// Checks that `cert`, a PEM file with a certificate and intermediate ones, and `key`, one with a private key, can be
-/// read and belong together.
+/// Checks that `cert`, a PEM file with a certificate and intermediate ones, and `key`, a PEM file with a private key,
+/// can be read and belong together.
 ///
 /// # Errors
 /// [`TlsError`] naming the file.
@@ -142,11 +143,11 @@ fn read(what: &'static str, path: &Path) -> Result<Vec<u8>, TlsError> {
     })
 }
 
-/// Checked certificates of this process. Clones share them, and their changes.
+/// Validated certificates of this process. Clones share them and see their changes.
 #[derive(Clone)]
 pub struct Tls {
     shared: Arc<Shared>,
-    /// That servers must carry.
+    /// Name that servers must carry.
     server_name: Option<ServerName<'static>>,
 }
 
@@ -156,7 +157,7 @@ struct Shared {
     state: Mutex<State>,
 }
 
-/// Where the certificates come from; for memory, words that stand for the paths.
+/// Paths of the certificates; for certificates in memory, placeholder names.
 struct Source {
     cert: PathBuf,
     key: PathBuf,
@@ -169,11 +170,11 @@ struct State {
     server: Arc<ServerConfig>,
     client: Arc<ClientConfig>,
     looked: Instant,
-    /// Why the last look changed nothing, if it failed: said once.
+    /// Error of the last check, if it failed, so that it is logged only once.
     complaint: Option<String>,
 }
 
-/// What the certificates in use were made of.
+/// PEM data of the certificates in use.
 #[derive(PartialEq, Eq)]
 struct Pem {
     cert: Vec<u8>,
@@ -183,8 +184,8 @@ struct Pem {
 
 impl Tls {
     /// Reads and checks the files: each holds what it should, and the key belongs to the certificate. They are read
-    /// again as connections are made, at most every two seconds. Files that have become unusable, or are being
-    /// written, leave the certificates as they were.
+    /// again as connections are made, at most every two seconds. If files have become unusable, or are being
+    /// written, the previous certificates stay in use.
     ///
     /// # Errors
     /// [`TlsError`] naming the file.
@@ -199,19 +200,19 @@ impl Tls {
         Self::with(source, pem, &files.names)
     }
 
-    /// Reads PEM that the caller holds: its certificate (then intermediate ones), the key of that, and the authorities.
+    /// Reads PEM data: a certificate (followed by intermediate ones), its key, and the authorities.
     ///
     /// # Errors
-    /// [`TlsError`] saying which of them is unusable.
+    /// [`TlsError`] naming the unusable one.
     pub fn from_pem(cert: &str, key: &str, ca: &str, names: &TlsNames) -> Result<Self, TlsError> {
         Self::with(Source::in_memory(), Pem::of(cert, key, ca), names)
     }
 
-    /// Uses other PEM for new connections from now on; [`Tls::from_pem`]'s counterpart for certificates that expire.
-    /// Those of [`Tls::read`] follow their files, and take no others.
+    /// Uses other PEM data for new connections from now on; for certificates from [`Tls::from_pem`] that expire.
+    /// Certificates from [`Tls::read`] follow their files and are not replaced.
     ///
     /// # Errors
-    /// [`TlsError`] saying which of them is unusable; those of before stay in use.
+    /// [`TlsError`] naming the unusable one; the previous certificates stay in use.
     pub fn replace(&self, cert: &str, key: &str, ca: &str) -> Result<(), TlsError> {
         let mut state = self.lock();
         let pem = Pem::of(cert, key, ca);
@@ -223,11 +224,11 @@ impl Tls {
         Ok(())
     }
 
-    /// Shows another certificate of the authorities, with its key, in new connections from now on; [`Tls::read`]'s
-    /// counterpart for a process that is given a name of its own. When the files change, they count again.
+    /// Presents another certificate from the authorities, with its key, in new connections from now on; for a process
+    /// with certificates from [`Tls::read`] that is given a name of its own. If the files change, they apply again.
     ///
     /// # Errors
-    /// [`TlsError`] saying which of them is unusable; that of before stays in use.
+    /// [`TlsError`] naming the unusable one; the previous certificate stays in use.
     pub fn adopt(&self, cert: &str, key: &str) -> Result<(), TlsError> {
         let mut state = self.newest();
         let source = Source::in_memory();
@@ -239,7 +240,7 @@ impl Tls {
         Ok(())
     }
 
-    /// These certificates, for connections to servers that carry `name`.
+    /// Returns these certificates for connections to servers that carry `name`.
     ///
     /// # Errors
     /// [`TlsError::Name`].
@@ -274,18 +275,18 @@ impl Tls {
         })
     }
 
-    /// Acceptor of a server's next connection: callers without a certificate of the authority, or of none of the names, are
-    /// refused.
+    /// Acceptor for a server's next connection: callers without a certificate from the authority, or with none of the
+    /// names, are rejected.
     pub(crate) fn acceptor(&self) -> tokio_rustls::TlsAcceptor {
         self.newest().server.clone().into()
     }
 
-    /// Connector of a client's next connection.
+    /// Connector for a client's next connection.
     pub(crate) fn connector(&self) -> tokio_rustls::TlsConnector {
         self.newest().client.clone().into()
     }
 
-    /// The name that a server at `host` must carry.
+    /// Returns the name that a server at `host` must carry.
     pub(crate) fn server_name(&self, host: &str) -> io::Result<ServerName<'static>> {
         match &self.server_name {
             Some(name) => Ok(name.clone()),
@@ -300,7 +301,7 @@ impl Tls {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The certificates, after a look at the files when the last one was a while ago.
+    /// Returns the certificates, after checking the files if the last check was a while ago.
     fn newest(&self) -> MutexGuard<'_, State> {
         let mut state = self.lock();
         if self.shared.source.is_files && state.looked.elapsed() >= LOOK_EVERY {
@@ -391,7 +392,7 @@ fn configs(
         .with_client_cert_verifier(clients)
         .with_cert_resolver(identity.clone());
     server.alpn_protocols = vec![PROTOCOL.to_vec()];
-    // A resumed session would not show its certificate again. Connections last; handshakes are few.
+    // A resumed session would not present its certificate again. Connections are long-lived, so handshakes are rare.
     server.session_storage = Arc::new(NoServerSessionStorage {});
     server.send_tls13_tickets = 0;
 
@@ -405,7 +406,7 @@ fn configs(
     Ok((Arc::new(server), Arc::new(client)))
 }
 
-/// Certificate and key, which belong together.
+/// Returns the certificate and its matching key.
 fn identity(
     source: &Source,
     pem: &Pem,
@@ -424,7 +425,7 @@ fn identity(
     Ok(Arc::new(pair.into()))
 }
 
-/// The certificates in a file's bytes, one at least.
+/// Parses the certificates in a file's bytes; there must be at least one.
 fn certificates(
     what: &'static str,
     path: &Path,
@@ -450,7 +451,7 @@ fn dns_name(name: &str) -> Result<ServerName<'static>, TlsError> {
     let wrong = |_| TlsError::Name {
         name: name.to_owned(),
     };
-    // An address is written like a name and is none.
+    // An address looks like a name but is not one.
     if IpAddr::try_from(name).is_ok() {
         return Err(TlsError::Name {
             name: name.to_owned(),

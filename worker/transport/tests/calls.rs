@@ -18,7 +18,7 @@ fn endpoint(text: &str) -> Endpoint {
     text.parse().unwrap()
 }
 
-/// Serves on a free port until the sender is dropped or used.
+/// Serves on a free port until the sender is used or dropped.
 fn on_tcp() -> (
     Worker,
     tokio::sync::oneshot::Sender<()>,

@@ -1,4 +1,4 @@
-//! What probes are told, from the start of a process to its end.
+//! Answers to probes, from the start of a process to its end.
 
 #![allow(clippy::unwrap_used)] // helpers of tests
 
@@ -34,7 +34,7 @@ async fn probes_follow_a_process_from_start_to_end() {
     health.set_ready(true).await;
     health.clone().end().await;
     assert_eq!(ask(&worker, "").await, Ok(ServingStatus::NotServing));
-    // An engine that recovers while the process drains takes no requests all the same.
+    // An engine that recovers while the process drains does not take requests again.
     health.set_ready(true).await;
     assert_eq!(ask(&worker, "").await, Ok(ServingStatus::NotServing));
     assert_eq!(ask(&worker, LIVE).await, Ok(ServingStatus::Serving));

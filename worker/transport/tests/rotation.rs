@@ -24,12 +24,12 @@ use rustls::{
 use tokio_rustls::TlsConnector;
 
 const NAME: &str = "demo.default.hearth";
-/// Time by which a change is used.
+/// Time within which a change takes effect.
 const LATEST: Duration = Duration::from_secs(5);
-/// The same on a busy machine.
+/// The same, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A mounted Secret: links into a directory that is swapped whole, as the kubelet does it.
+/// A mounted Secret: links into a directory that is swapped atomically, as the kubelet does.
 struct Mount {
     dir: PathBuf,
     version: u32,
@@ -76,7 +76,7 @@ impl Mount {
     }
 }
 
-/// The certificate that a server shows to a new connection.
+/// Returns the certificate that a server presents to a new connection.
 async fn leaf(endpoint: &Endpoint, ca: &str, pair: &(String, String)) -> Vec<u8> {
     let mut roots = RootCertStore::empty();
     for authority in CertificateDer::pem_slice_iter(ca.as_bytes()) {
@@ -119,7 +119,7 @@ async fn answers(worker: &Worker) -> bool {
     }
 }
 
-/// Waits until it holds, for as long as a change may take.
+/// Waits until the condition holds, for as long as a change may take.
 async fn in_time<F: Future<Output = bool>>(mut holds: impl FnMut() -> F) {
     let began = Instant::now();
     while !holds().await {
@@ -149,7 +149,7 @@ async fn a_stream_goes_on_while_both_ends_get_new_certificates() {
     mount.swap([&second.0, &second.1, &ca]);
     in_time(|| async { leaf(&endpoint, &ca, &first).await == der(&second.0).to_vec() }).await;
     assert!(answers(&dialled(&endpoint, Some(&mount.files()))).await);
-    // Its start and its end are events too.
+    // The stream's start and end are events too.
     assert_eq!(stream.map(Result::unwrap).count().await, 8_001);
 }
 
@@ -170,12 +170,12 @@ async fn an_authority_takes_the_place_of_another() {
     let [old_client, new_client] = [old_client, new_client].map(|mount| mount.files());
     assert!(answers(&dialled(&endpoint, Some(&old_client))).await);
     assert!(!answers(&dialled(&endpoint, Some(&new_client))).await);
-    // Both are trusted while one takes the other's place.
+    // Both are trusted while one replaces the other.
     server.swap([&old_pair.0, &old_pair.1, &both]);
     in_time(|| async { answers(&dialled(&endpoint, Some(&new_client))).await }).await;
     let kept = dialled(&endpoint, Some(&old_client));
     assert!(answers(&kept).await);
-    // The old one is trusted no more, by those who connect from now on.
+    // The old one is no longer trusted for new connections.
     server.swap([&new_pair.0, &new_pair.1, &new_ca]);
     in_time(|| async { !answers(&dialled(&endpoint, Some(&old_client))).await }).await;
     assert!(answers(&dialled(&endpoint, Some(&new_client))).await);
@@ -204,7 +204,7 @@ async fn certificates_in_memory_are_replaced_at_once() {
     assert!(answers(&dial_with(&endpoint, Some(client))).await);
 }
 
-/// Lines of the log.
+/// Captured log lines.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<u8>>>);
 
@@ -225,7 +225,7 @@ impl Write for Log {
     }
 }
 
-// On one thread, so that all that is logged is seen here.
+// On one thread, so that everything logged is captured here.
 #[tokio::test(flavor = "current_thread")]
 async fn files_that_are_being_written_change_nothing_and_are_complained_of_once() {
     let log = Log::default();
@@ -245,7 +245,7 @@ async fn files_that_are_being_written_change_nothing_and_are_complained_of_once(
     let client = ours.sign(NAME);
     let endpoint = served(&files);
     let (cert, key) = ours.sign(NAME);
-    // Half of the certificate, then all of it with the key of before, then the key.
+    // Half of the certificate, then all of it with the previous key, then the key.
     std::fs::write(&files.cert, &cert[..cert.len() / 2]).unwrap();
     let began = Instant::now();
     while began.elapsed() < LATEST {

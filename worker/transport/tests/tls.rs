@@ -1,4 +1,4 @@
-//! Mutual TLS with certificates made on the spot.
+//! Mutual TLS with certificates generated for the tests.
 
 #![allow(clippy::unwrap_used)] // helpers of tests
 
@@ -42,7 +42,7 @@ async fn certificates_of_another_authority_are_refused_by_either_end() {
     let stranger = theirs.issue("client", "gateway");
     let message = refused(&dialled(&endpoint, Some(&stranger))).await;
     assert!(message.contains("certificate"), "{message}");
-    // The client trusts the server, and the server does not trust the client.
+    // The client trusts the server, but the server does not trust the client.
     let mixed = TlsFiles {
         ca: ours.dir.join("ca.pem"),
         ..stranger
@@ -84,7 +84,7 @@ async fn a_certificate_for_another_host_is_refused_unless_its_name_is_expected()
     assert!(worker.decode().generate(ask(1)).await.is_ok());
 }
 
-/// A process that is called `name` and takes its like for granted.
+/// A process called `name` that expects the same name of others.
 fn named(authority: &Authority, name: &str) -> TlsFiles {
     TlsFiles {
         names: TlsNames::shared(name),
@@ -120,11 +120,11 @@ async fn a_name_is_asked_for_in_both_directions() {
         Some(&intruder(ours.issue("no-name", "10.0.0.1"))),
     ))
     .await;
-    // The operator has no such name, and may call.
+    // The operator's certificate has another name, but it may call.
     let operator = intruder(ours.issue("operator", "operator.hearth"));
     let operator = dialled(&endpoint, Some(&operator));
     assert!(operator.decode().generate(ask(1)).await.is_ok());
-    // A name that another authority vouches for is none.
+    // A name certified by another authority does not count.
     let theirs = Authority::new(dir.path(), "theirs");
     let forged = TlsFiles {
         ca: ours.dir.join("ca.pem"),

@@ -1,12 +1,12 @@
-//! What templates take from Python: `json.dumps`, and methods of `str` that minijinja's own set lacks.
+//! Python features that templates use: `json.dumps`, and methods of `str` that minijinja's own set lacks.
 
 use std::fmt::Write;
 
 use minijinja::value::{Kwargs, Rest, ValueKind};
 use minijinja::{Error, ErrorKind, State, Value};
 
-/// `tojson(ensure_ascii=False, indent=None, separators=None, sort_keys=False)`: `json.dumps`, without the HTML escapes
-/// of Jinja's own.
+/// `tojson(ensure_ascii=False, indent=None, separators=None, sort_keys=False)`: Python's `json.dumps`, without the
+/// HTML escapes of Jinja's own `tojson`.
 pub(super) fn tojson(
     value: &Value,
     positional: Rest<Value>,
@@ -77,7 +77,7 @@ struct Dump {
     depth: usize,
 }
 
-/// Deeper values would exhaust the stack; Python stops at a similar depth.
+/// Depth limit: deeper values would exhaust the stack. Python stops at a similar depth.
 const MAX_DEPTH: usize = 500;
 
 impl Dump {
@@ -149,7 +149,7 @@ impl Dump {
         }
     }
 
-    /// Keys are strings; numbers, booleans and none become strings, as in Python.
+    /// Writes a key. Keys are strings; numbers, booleans and none become strings, as in Python.
     fn key(&mut self, key: &Value) -> Result<(), Error> {
         match key.kind() {
             ValueKind::String => self.string(key.as_str().unwrap_or_default()),
@@ -194,7 +194,7 @@ impl Dump {
     }
 }
 
-/// A number as Python's `repr` writes it: floats keep a fraction or an exponent of two digits.
+/// Formats a number like Python's `repr`: floats keep a fraction, or an exponent of at least two digits.
 fn number(value: &Value) -> String {
     if value.is_integer() {
         return value.to_string();
@@ -208,7 +208,8 @@ fn number(value: &Value) -> String {
     if float.is_infinite() {
         return if float > 0.0 { "Infinity" } else { "-Infinity" }.into();
     }
-    // Rust's debug format switches to exponents where Python does; it writes them shorter, and no sign.
+    // Rust's debug format switches to exponents at the same magnitudes as Python, but writes them unpadded and without
+    // `+`.
     let text = format!("{float:?}");
     match text.split_once('e') {
         None => text,

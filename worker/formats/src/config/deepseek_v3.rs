@@ -103,7 +103,7 @@ fn moe(fields: &Fields<'_>) -> Result<MoeConfig, FormatError> {
     })
 }
 
-/// Absent: 1, as in transformers; null: none.
+/// Reads `n_shared_experts`: absent means 1, as in transformers; null means none.
 fn shared_experts(fields: &Fields<'_>) -> Result<usize, FormatError> {
     let default = usize::from(!fields.is_written("n_shared_experts"));
     Ok(fields

@@ -1,4 +1,4 @@
-//! Typed access to the fields of a JSON object, with errors that name field, value and remedy.
+//! Typed access to the fields of a JSON object; errors name the field, its value and a remedy.
 
 use serde_json::{Map, Value};
 
@@ -11,12 +11,12 @@ pub(super) const MAX_VOCABULARY: usize = 1 << 24;
 pub(super) const MAX_HEADS: usize = 1 << 14;
 pub(super) const MAX_HEAD_DIM: usize = 1 << 14;
 pub(super) const MAX_EXPERTS: usize = 1 << 16;
-/// Positions are u32, and half of their range is more than any model's context.
+/// Positions are u32, and half of their range exceeds any model's context.
 pub(super) const MAX_POSITIONS: usize = 1 << 31;
 
 const DOWNLOAD_AGAIN: &str = "the file is damaged or not of this architecture; download it again.";
 
-/// An object and the path to it.
+/// A JSON object and its path.
 pub(super) struct Fields<'a> {
     object: &'a Map<String, Value>,
     path: String,
@@ -30,7 +30,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A nested object; `None` when absent or null.
+    /// Returns a nested object; `None` if absent or null.
     pub(super) fn nested(&self, field: &str) -> Result<Option<Fields<'a>>, FormatError> {
         match self.get(field) {
             None => Ok(None),
@@ -55,12 +55,12 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// The value of a field; null is absent, as in transformers.
+    /// Returns the value of a field; null counts as absent, as in transformers.
     pub(super) fn get(&self, field: &str) -> Option<&'a Value> {
         self.object.get(field).filter(|v| !v.is_null())
     }
 
-    /// Whether the field is written at all, be it null.
+    /// Whether the field is present, even if it is null.
     pub(super) fn is_written(&self, field: &str) -> bool {
         self.object.contains_key(field)
     }
@@ -73,7 +73,7 @@ impl<'a> Fields<'a> {
         self.object.keys().map(String::as_str)
     }
 
-    /// A dimension or count between 1 and `limit`.
+    /// Reads a dimension or count between 1 and `limit`.
     pub(super) fn size(&self, field: &str, limit: usize) -> Result<usize, FormatError> {
         self.optional_size(field, limit)?
             .ok_or_else(|| self.missing(field))
@@ -106,7 +106,7 @@ impl<'a> Fields<'a> {
         Ok(Some(size))
     }
 
-    /// Reads as [`Fields::optional_size`] does, and 0 is allowed.
+    /// Same as [`Fields::optional_size`], but allows 0.
     pub(super) fn optional_count(
         &self,
         field: &str,
@@ -167,7 +167,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A token id or a list of them; empty when absent.
+    /// Reads a token id or a list of them; empty if absent.
     pub(super) fn token_ids(&self, field: &str) -> Result<Vec<u32>, FormatError> {
         let one = |value: &Value| {
             let id = value.as_u64().and_then(|n| u32::try_from(n).ok());
@@ -195,7 +195,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Refuses every value but those given; absent is fine.
+    /// Rejects every value except those given; the field may be absent.
     pub(super) fn expect_or_absent(
         &self,
         field: &str,
@@ -211,7 +211,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Refuses `true`.
+    /// Rejects `true`.
     pub(super) fn refuse_flag(&self, field: &str, remedy: &str) -> Result<(), FormatError> {
         if self.bool_or(field, false)? {
             return Err(self.error(field, "is true, which is not supported", remedy));

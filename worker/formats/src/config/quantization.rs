@@ -1,4 +1,4 @@
-//! `quantization_config`: block-scaled FP8 as DeepSeek-V3 publishes it, or nothing.
+//! `quantization_config`: block-scaled FP8 as published for DeepSeek-V3, or none.
 
 use super::fields::Fields;
 use crate::FormatError;
@@ -9,7 +9,7 @@ use hearth_kernels::SCALE_BLOCK;
 /// Activations are never quantised here, whatever `activation_scheme` says: the dequantised product is the exact one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fp8Config {
-    /// Rows and columns of one scale: `[128, 128]`.
+    /// Rows and columns covered by one scale: `[128, 128]`.
     pub block: [usize; 2],
 }
 

@@ -4,7 +4,7 @@ use super::fields::{Fields, MAX_HEADS};
 use super::{AttentionConfig, Parts};
 use crate::FormatError;
 
-/// transformers' default, which is not hidden size over heads.
+/// Default in transformers, which is not hidden size over heads.
 const DEFAULT_HEAD_DIM: usize = 128;
 
 pub(super) fn read(fields: &Fields<'_>) -> Result<Parts, FormatError> {
@@ -15,7 +15,7 @@ pub(super) fn read(fields: &Fields<'_>) -> Result<Parts, FormatError> {
     })
 }
 
-/// Shared with `qwen3_moe`, whose default of `head_dim` differs.
+/// Attention parameters; shared with `qwen3_moe`, which has a different default for `head_dim`.
 pub(super) fn attention(
     fields: &Fields<'_>,
     default_head_dim: Option<usize>,

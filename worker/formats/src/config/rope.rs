@@ -8,48 +8,48 @@ use crate::FormatError;
 pub struct RopeConfig {
     /// Base of the geometric series of frequencies.
     pub theta: f32,
-    /// Stretching beyond the context of pretraining.
+    /// Scaling beyond the pretraining context.
     pub scaling: RopeScaling,
 }
 
-/// How angles are stretched.
+/// Method of scaling the angles.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RopeScaling {
     /// No scaling.
     None,
     /// Positions are divided by `factor` (position interpolation, arXiv:2306.15595).
     Linear {
-        /// Stretch.
+        /// Scaling factor.
         factor: f32,
     },
     /// Scaling by wavelength, with a ramp between two bounds (Llama 3.1).
     Llama3 {
-        /// Stretch of long wavelengths.
+        /// Scaling factor for long wavelengths.
         factor: f32,
-        /// Wavelengths above `original / low_freq_factor` are stretched whole.
+        /// Wavelengths above `original / low_freq_factor` are fully scaled.
         low_freq_factor: f32,
-        /// Wavelengths below `original / high_freq_factor` stay.
+        /// Wavelengths below `original / high_freq_factor` are unchanged.
         high_freq_factor: f32,
-        /// Context of pretraining, tokens.
+        /// Pretraining context, in tokens.
         original_max_position_embeddings: usize,
     },
     /// YaRN (arXiv:2309.00071).
     Yarn {
-        /// Stretch. Absent in the file: the context divided by that of pretraining.
+        /// Scaling factor. If absent from the file: the context divided by the pretraining context.
         factor: f32,
-        /// Rotations over the original context above which a frequency stays.
+        /// Rotations over the original context above which a frequency is unchanged.
         beta_fast: f32,
-        /// Rotations below which a frequency is stretched whole.
+        /// Rotations below which a frequency is fully scaled.
         beta_slow: f32,
-        /// Numerator of the magnitude, DeepSeek's extension.
+        /// Numerator of the magnitude, a DeepSeek extension.
         mscale: Option<f32>,
-        /// Denominator of the magnitude, and factor of the attention's scale.
+        /// Denominator of the magnitude, and factor of the attention scale.
         mscale_all_dim: Option<f32>,
-        /// Magnitude, when given outright.
+        /// Magnitude, if given explicitly.
         attention_factor: Option<f32>,
-        /// The ramp's bounds are rounded to whole dimensions.
+        /// Whether the ramp's bounds are rounded to whole dimensions.
         truncate: bool,
-        /// Context of pretraining, tokens.
+        /// Pretraining context, in tokens.
         original_max_position_embeddings: usize,
     },
 }
@@ -200,7 +200,7 @@ fn read_yarn(
     })
 }
 
-/// Beside the parameters, in them, or the context itself, in transformers' order.
+/// Reads the pretraining context: beside the parameters, else in them, else the context itself, like transformers.
 fn original_positions(
     fields: &Fields<'_>,
     object: &Fields<'_>,

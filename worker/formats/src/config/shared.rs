@@ -1,10 +1,10 @@
-//! Fields that several architectures read alike.
+//! Fields that several architectures read the same way.
 
 use super::fields::{Fields, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH};
 use crate::FormatError;
 
 impl Fields<'_> {
-    /// `num_key_value_heads`, which must divide the query heads; absent: as many as those.
+    /// Reads `num_key_value_heads`, which must divide the number of query heads; defaults to that number.
     pub(super) fn kv_heads(&self, heads: usize) -> Result<usize, FormatError> {
         let kv_heads = self.size_or("num_key_value_heads", MAX_HEADS, heads)?;
         if heads.is_multiple_of(kv_heads) {
@@ -17,7 +17,7 @@ impl Fields<'_> {
         ))
     }
 
-    /// `head_dim`; absent: the default, or hidden size over heads.
+    /// Reads `head_dim`; defaults to `default`, or to hidden size over heads.
     pub(super) fn head_dim(
         &self,
         heads: usize,
@@ -41,7 +41,7 @@ impl Fields<'_> {
         Ok(dim)
     }
 
-    /// Rotary embedding turns pairs.
+    /// Rejects an odd dimension: rotary embedding rotates pairs.
     pub(super) fn expect_even(&self, field: &str, dim: usize) -> Result<(), FormatError> {
         if dim.is_multiple_of(2) {
             return Ok(());
@@ -53,7 +53,7 @@ impl Fields<'_> {
         ))
     }
 
-    /// A size under either of two names.
+    /// Reads a size that may have either of two names.
     pub(super) fn size_either(
         &self,
         field: &str,
@@ -66,7 +66,7 @@ impl Fields<'_> {
         }
     }
 
-    /// Refuses configurations in which a layer attends to a window only (Qwen).
+    /// Rejects configurations in which a layer attends only to a window (Qwen).
     pub(super) fn refuse_sliding_window(&self) -> Result<(), FormatError> {
         let layer_types = self.get("layer_types").and_then(|v| v.as_array());
         if let Some(other) = layer_types

@@ -1,4 +1,4 @@
-//! Chat templates against what jinja2 renders (templates/expect.py makes expected.json).
+//! Chat templates compared with jinja2's output (templates/expect.py generates expected.json).
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -164,7 +164,7 @@ fn templates_are_found_where_models_keep_them() {
     ];
     assert_eq!(render(&both, None), "J <s>");
     assert_eq!(render(&[("chat_template.jinja", "J")], None), "J");
-    // A byte order mark is no part of a text.
+    // A byte order mark is not part of the text.
     assert_eq!(render(&[("chat_template.jinja", "\u{feff}J")], None), "J");
     assert_eq!(
         render(&[(CONFIG, "\u{feff}{\"chat_template\":\"D\"}")], None),

@@ -1,4 +1,4 @@
-//! Checkpoints on disk: one file, shards, FP8 scales, and what can be missing.
+//! Checkpoints on disk: one file, shards, FP8 scales, and missing parts.
 
 use bytes::Bytes;
 use hearth_formats::{Checkpoint, DType};

@@ -1,4 +1,4 @@
-//! config.json of each architecture, in both ages of the format.
+//! config.json of each architecture, in both generations of the format.
 
 use hearth_formats::{Architecture, AttentionConfig, ModelConfig, RopeScaling, ScoreFunction};
 use serde_json::{Value, json};
@@ -12,7 +12,7 @@ pub(crate) const LLAMA: &str = r#"{
     "original_max_position_embeddings": 1024, "rope_type": "llama3"}
 }"#;
 
-/// The published style, with DeepSeek-V3's own numbers.
+/// A config in the published style, with DeepSeek-V3's own numbers.
 pub(crate) const DEEPSEEK: &str = r#"{
   "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "attention_bias": false,
   "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu",
@@ -41,7 +41,7 @@ pub(crate) fn value(text: &str) -> Value {
     serde_json::from_str(text).unwrap()
 }
 
-/// `base` with fields set, or removed where the value is the string "REMOVE".
+/// Returns `base` with fields set, or removed if the value is the string "REMOVE".
 pub(crate) fn edited(base: &str, edits: &Value) -> Value {
     let mut config = value(base);
     for (field, new) in edits.as_object().unwrap() {

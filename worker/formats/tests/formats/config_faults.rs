@@ -1,4 +1,4 @@
-//! config.json with faults: each is told by field, value and remedy.
+//! Faulty config.json files: each fault is reported with field, value and remedy.
 
 use hearth_formats::{FormatError, ModelConfig};
 use proptest::prelude::*;
@@ -314,7 +314,7 @@ fn text_that_is_no_config_is_told() {
 }
 
 proptest! {
-    /// Whatever a field becomes, parsing ends in a config or a message.
+    /// Whatever value a field gets, parsing returns a config or an error.
     #[test]
     fn no_value_of_a_field_panics(base in 0_usize..3, field in any::<prop::sample::Index>(), new in 0_usize..12) {
         let base = [LLAMA, DEEPSEEK, QWEN3_MOE][base];

@@ -1,9 +1,9 @@
-//! Makes small safetensors files, right and wrong.
+//! Builders for small safetensors files, valid and invalid.
 
 use std::fs;
 use std::path::Path;
 
-/// A file from the text of its header and its data.
+/// Builds a file from its header text and its data.
 pub(crate) fn with_header(header: &str, data: &[u8]) -> Vec<u8> {
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
     file.extend_from_slice(header.as_bytes());
@@ -11,7 +11,7 @@ pub(crate) fn with_header(header: &str, data: &[u8]) -> Vec<u8> {
     file
 }
 
-/// A file of tensors (name, dtype, shape, bytes), in order.
+/// Builds a file of tensors (name, dtype, shape, bytes), in order.
 pub(crate) fn safetensors(tensors: &[(&str, &str, &[usize], Vec<u8>)]) -> Vec<u8> {
     let mut data = Vec::new();
     let mut entries = Vec::new();

@@ -1,4 +1,4 @@
-//! Files that compress to nothing: none is read whole whose size no published model comes near.
+//! Sparse oversized files: a file far larger than any published model's is never read whole.
 
 use std::fs::File;
 use std::path::Path;
@@ -9,7 +9,7 @@ use hearth_formats::{
 
 const MIB: u64 = 1 << 20;
 
-/// A file of zeros that takes no room on the disk.
+/// Creates a file of zeros that takes no disk space.
 fn long(dir: &Path, name: &str, bytes: u64) {
     File::create(dir.join(name))
         .unwrap()

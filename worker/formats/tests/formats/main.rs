@@ -1,6 +1,6 @@
-//! The formats as seen from outside: files in, typed views or messages out.
+//! The formats through the public API: files in, typed views or errors out.
 
-// In a test, a panic is the message.
+// In a test, the panic is the message.
 #![allow(clippy::unwrap_used)]
 
 mod chat_template;

@@ -1,4 +1,4 @@
-//! The writer and the random checkpoints that it writes.
+//! The checkpoint writer and the random checkpoints that it writes.
 
 use std::fs;
 
@@ -173,7 +173,7 @@ fn random_fp8_checkpoints_are_sane() {
     assert!(bias.iter().all(|b| b.abs() < 0.1) && bias.iter().any(|b| *b != 0.0));
 }
 
-/// Value of a code by the definition of E4M3FN.
+/// Value of a code according to the definition of E4M3FN.
 fn fp8_value(code: u8) -> f32 {
     let sign = if code & 0x80 == 0 { 1.0 } else { -1.0 };
     let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));

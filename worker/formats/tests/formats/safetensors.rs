@@ -1,4 +1,4 @@
-//! The container's header: what is accepted, and how each fault is told.
+//! The container's header: accepted files, and the message for each fault.
 
 use hearth_formats::FormatError;
 use hearth_formats::safetensors::Header;

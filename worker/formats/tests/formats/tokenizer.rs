@@ -1,10 +1,10 @@
-//! Tokenizers of three families, and streams of tokens against tokenizers' own decoding of the whole.
+//! Tokenizers of three families, and token streams compared with tokenizers' own decoding of the whole.
 
 use hearth_formats::{Encoded, ModelConfig, Tokenizer};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-/// GPT-2's character for a byte, from its definition: printable ones, then the rest in order.
+/// GPT-2's character for a byte, by definition: printable ones, then the rest in order.
 fn byte_char(byte: u8) -> char {
     let printable = |b: &u8| matches!(b, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     if printable(&byte) {
@@ -44,7 +44,7 @@ fn tokenizer_json(
     })
 }
 
-/// Bytes 0..=255, merges, an end token that is special and a tag that is not.
+/// Vocabulary: bytes 0..=255, merges, an end token that is special and a tag that is not.
 fn byte_level() -> Value {
     let mut vocab: Vec<String> = (0..=255).map(|b| byte_char(b).to_string()).collect();
     let merges = [["a", "b"], ["Ġ", "ab"], ["Ã", "©"], ["ð", "Ł"]];
@@ -56,7 +56,7 @@ fn byte_level() -> Value {
     json
 }
 
-/// Llama 2's kind: pieces with ▁ for space, byte tokens for all else.
+/// Vocabulary in Llama 2's style: pieces with ▁ for space, byte tokens for everything else.
 fn byte_fallback() -> Value {
     let mut vocab: Vec<String> = ["<unk>", "<s>", "</s>"].map(String::from).into();
     vocab.extend((0..=255).map(|b| format!("<0x{b:02X}>")));
@@ -140,7 +140,7 @@ proptest! {
     ) {
         let json = &families()[family];
         let tokenizer = open(json);
-        // Byte tokens would be too rare in small vocabularies otherwise.
+        // Otherwise byte tokens would be too rare in small vocabularies.
         for id in &mut ids {
             *id %= tokenizer.vocab_size() as u32 + 2;
         }
@@ -298,7 +298,7 @@ fn a_bound_is_given_only_where_tokens_spell_out_the_text() {
         json[member] = value;
         assert_eq!(open(&json).least_tokens("xxxxxxxx"), 0, "{member}");
     }
-    // White space beside such a token goes with it.
+    // Such a token absorbs adjacent white space.
     let mut json = byte_level();
     json["added_tokens"][0]["lstrip"] = json!(true);
     assert_eq!(open(&json).least_tokens(&" ".repeat(1000)), 0);

@@ -1,4 +1,4 @@
-//! DeepSeek-V3 (arXiv:2412.19437) and Kimi K2 (arXiv:2507.20534), which differs in sizes alone.
+//! DeepSeek-V3 (arXiv:2412.19437) and Kimi K2 (arXiv:2507.20534), which differs only in sizes.
 //!
 //! | part | published tensors of a layer |
 //! | --- | --- |

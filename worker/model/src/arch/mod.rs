@@ -1,5 +1,5 @@
-//! One file per architecture, composed from shared blocks. A file says which blocks; quantisation is a weight's type and has no
-//! place here.
+//! One file per architecture, composed from shared blocks. A file only selects blocks; quantisation is a property of
+//! the weight's type and does not belong here.
 
 mod deepseek_v3;
 mod llama;
@@ -15,7 +15,7 @@ use crate::blocks::moe::Moe;
 use crate::decoder::{Attention, Decoder, FeedForward};
 use crate::{ModelError, ModuleSpec};
 
-/// The decoder that a configuration describes.
+/// Returns the decoder that a configuration describes.
 pub(crate) fn describe(config: &ModelConfig) -> Result<Decoder, ModelError> {
     match config.architecture {
         Architecture::DeepseekV3 => deepseek_v3::describe(config),
@@ -26,7 +26,7 @@ pub(crate) fn describe(config: &ModelConfig) -> Result<Decoder, ModelError> {
     }
 }
 
-/// Modules of the decoder, or none for a configuration that no file can describe.
+/// Returns the decoder's modules. Fails for a configuration that does not fit its architecture.
 pub(crate) fn modules(config: &ModelConfig) -> Result<Vec<ModuleSpec>, ModelError> {
     Ok(describe(config)?.modules())
 }
@@ -37,7 +37,7 @@ fn gqa(config: &ModelConfig) -> Result<Attention, ModelError> {
         .ok_or_else(|| unfit(config, "latent attention"))
 }
 
-/// A dense block in every layer.
+/// Uses a dense block in every layer.
 fn dense(config: &ModelConfig) -> impl FnMut(usize) -> FeedForward {
     let block = SwiGlu {
         hidden: config.hidden_size,
@@ -46,7 +46,7 @@ fn dense(config: &ModelConfig) -> impl FnMut(usize) -> FeedForward {
     move |_| FeedForward::Dense(block)
 }
 
-/// A mixture of experts where the configuration places one, a dense block elsewhere.
+/// Uses a mixture of experts where the configuration places one, a dense block elsewhere.
 fn sparse(config: &ModelConfig) -> Result<impl FnMut(usize) -> FeedForward, ModelError> {
     let moe = config
         .moe

@@ -5,7 +5,7 @@ use hearth_kernels::Backend;
 use super::{Pass, layer_name};
 use crate::{ModelError, ModuleWeights, TensorSpec};
 
-/// A dense feed-forward block: a layer's own, a shared expert, or (for its tensors only) a routed expert.
+/// A dense feed-forward block: a layer's own, a shared expert, or (only for its tensors) a routed expert.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SwiGlu {
     pub(crate) hidden: usize,
@@ -13,7 +13,7 @@ pub(crate) struct SwiGlu {
 }
 
 impl SwiGlu {
-    /// The three matrices under `model.layers.{layer}.{prefix}`.
+    /// Lists the three matrices under `model.layers.{layer}.{prefix}`.
     pub(crate) fn tensors(&self, layer: u32, prefix: &str) -> Vec<TensorSpec> {
         let Self {
             hidden,

@@ -1,4 +1,4 @@
-//! Grouped-query attention (arXiv:2305.13245); multi-head attention is the case of one query head a group.
+//! Grouped-query attention (arXiv:2305.13245); multi-head attention is the special case of one query head per group.
 
 use hearth_formats::{AttentionConfig, ModelConfig};
 use hearth_kernels::{AttentionSpec, Backend, KvDType, KvLayout, RopeLayout, RopeTable};
@@ -8,7 +8,7 @@ use super::{Pass, layer_name};
 use crate::{ModelError, ModuleWeights, TensorSpec};
 
 /// Intermediates, by name: `q` `[rows, heads * dim]`, `k` and `v` `[rows, kv_heads * dim]` as projected,
-/// `q_norm` and `k_norm` (where there are such norms), `q_rope` and `k_rope` after rotation,
+/// `q_norm` and `k_norm` (if the architecture has them), `q_rope` and `k_rope` after rotation,
 /// `attn_heads` `[rows, heads * dim]`, `attn_out` `[rows, hidden]`.
 #[derive(Clone, Debug)]
 pub(crate) struct Gqa {
@@ -24,7 +24,7 @@ pub(crate) struct Gqa {
 }
 
 impl Gqa {
-    /// The block that a configuration describes; `None` when it describes latent attention.
+    /// Creates the block that a configuration describes; `None` if it describes latent attention.
     pub(crate) fn new(config: &ModelConfig) -> Option<Self> {
         let AttentionConfig::Gqa {
             heads,
@@ -129,7 +129,7 @@ impl Gqa {
         Ok(out)
     }
 
-    /// Queries or keys: projected, normalised for each head where the architecture does so (Qwen3), rotated.
+    /// Queries or keys: projected, normalised per head if the architecture does so (Qwen3), rotated.
     fn project<B: Backend>(
         &self,
         pass: &mut Pass<'_, B>,

@@ -1,8 +1,8 @@
 //! Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1; DeepSeek-V3, arXiv:2412.19437, equations 1 to 11).
 //!
-//! The cache holds one latent a token: the normalised `c_KV` and the rotated shared key. Queries are absorbed
-//! (`q · W_UK`) and outputs expanded (`W_UV · o`) with `kv_b_proj` as it is stored. Prompt and generated tokens
-//! all take this form: the expanded form is equal in algebra and differs in bits, so mixing the two would break replay.
+//! The cache holds one latent per token: the normalised `c_KV` and the rotated shared key. Queries are absorbed
+//! (`q · W_UK`) and outputs expanded (`W_UV · o`) with `kv_b_proj` as it is stored. Both prompt and generated tokens
+//! use this form: the expanded form is algebraically equal but differs in bits, so mixing the two would break replay.
 
 use hearth_formats::{AttentionConfig, ModelConfig};
 use hearth_kernels::{AttentionSpec, Backend, KvDType, KvLayout, MlaHeads, RopeLayout, RopeTable};
@@ -11,7 +11,7 @@ use super::rope::{rope_table, yarn_softmax_factor};
 use super::{Pass, layer_name};
 use crate::{ModelError, ModuleWeights, TensorSpec};
 
-/// Epsilon of the latents' norms: DeepSeek-V3's code leaves it at its default, whatever `rms_norm_eps` says.
+/// Epsilon of the latents' norms: DeepSeek-V3's code leaves it at its default, regardless of `rms_norm_eps`.
 const LATENT_NORM_EPS: f32 = 1e-6;
 
 /// Intermediates, by name: `q_a_norm` `[rows, q_rank]`, `q` `[rows, heads * (nope + rope)]`, `kv_a` `[rows, rank + rope]`,
@@ -28,7 +28,7 @@ pub(crate) struct Mla {
 }
 
 impl Mla {
-    /// The block that a configuration describes; `None` when it describes grouped-query attention.
+    /// Creates the block that a configuration describes; `None` if it describes grouped-query attention.
     pub(crate) fn new(config: &ModelConfig) -> Option<Self> {
         let AttentionConfig::Mla {
             heads,
@@ -135,7 +135,7 @@ impl Mla {
         Ok(out)
     }
 
-    /// What the cache holds: `[norm(c_KV), rope(k_R)]`, `[rows, rank + rope]` (DeepSeek-V3, equations 1, 3 and 4).
+    /// Cached keys: `[norm(c_KV), rope(k_R)]`, `[rows, rank + rope]` (DeepSeek-V3, equations 1, 3 and 4).
     fn key<B: Backend>(
         &self,
         pass: &mut Pass<'_, B>,
@@ -157,8 +157,8 @@ impl Mla {
         Ok(backend.interleave(&latent, &k_rope, 1)?)
     }
 
-    /// Absorbed queries: for each head `[W_UKᵀ q_C, rope(q_R)]`, `[rows, heads * (rank + rope)]` (equations 6 to 9, with
-    /// `W_UK` moved from the key to the query as DeepSeek-V2, section 2.1.2, notes).
+    /// Absorbed queries: for each head `[W_UKᵀ q_C, rope(q_R)]`, `[rows, heads * (rank + rope)]` (equations 6 to 9,
+    /// with `W_UK` moved from the key to the query, as noted in DeepSeek-V2, section 2.1.2).
     fn query<B: Backend>(
         &self,
         pass: &mut Pass<'_, B>,

@@ -1,4 +1,4 @@
-//! Blocks that architectures are composed of. Each lists its tensors and computes its output from a normalised input.
+//! Building blocks of architectures. Each lists its tensors and computes its output from a normalised input.
 
 pub(crate) mod ffn;
 pub(crate) mod gqa;
@@ -10,7 +10,7 @@ use hearth_kernels::{Backend, Span};
 
 use crate::{ModelError, Observer, Residency};
 
-/// What a block needs of the running forward pass.
+/// State of the running forward pass, as seen by a block.
 pub(crate) struct Pass<'a, B: Backend> {
     pub(crate) backend: &'a B,
     pub(crate) residency: &'a dyn Residency<B>,
@@ -19,16 +19,16 @@ pub(crate) struct Pass<'a, B: Backend> {
     /// `[rows]` absolute positions.
     pub(crate) positions: &'a [u32],
     pub(crate) observer: &'a mut dyn Observer<B>,
-    /// The layer that runs.
+    /// Index of the running layer.
     pub(crate) layer: usize,
-    /// Blocks before the one that runs: attention and feed-forward of a layer are one each.
+    /// Number of blocks before the running one: a layer's attention and feed-forward count as one each.
     pub(crate) blocks_done: usize,
-    /// All blocks.
+    /// Total number of blocks.
     pub(crate) blocks: usize,
 }
 
 impl<B: Backend> Pass<'_, B> {
-    /// Ends the pass where nobody wants it any more; asked between operations that take long.
+    /// Ends the pass if its result is no longer wanted; called between long operations.
     pub(crate) fn ask(&mut self) -> Result<(), ModelError> {
         match self.observer.goes_on(self.blocks_done, self.blocks) {
             true => Ok(()),
@@ -36,14 +36,14 @@ impl<B: Backend> Pass<'_, B> {
         }
     }
 
-    /// Shows a named intermediate of this layer.
+    /// Shows a named intermediate of this layer to the observer.
     pub(crate) fn show(&mut self, name: &'static str, x: &B::Tensor) {
         self.observer
             .tensor(name, Some(self.layer), self.backend, x);
     }
 }
 
-/// `model.layers.{layer}.{rest}`: how all published checkpoints name what belongs to a layer.
+/// Returns `model.layers.{layer}.{rest}`, the name that all published checkpoints use for a layer's tensors.
 pub(crate) fn layer_name(layer: u32, rest: &str) -> String {
     format!("model.layers.{layer}.{rest}")
 }

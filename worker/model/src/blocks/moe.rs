@@ -1,4 +1,4 @@
-//! Mixture of experts: a router chooses, the chosen experts run in the order of their index, shared experts see every token
+//! Mixture of experts: a router chooses, the chosen experts run in index order, shared experts process every token
 //! (DeepSeekMoE, arXiv:2401.06066; routing of DeepSeek-V3, arXiv:2412.19437, equations 12 to 16).
 
 use hearth_formats::{MoeConfig, ScoreFunction};
@@ -8,7 +8,7 @@ use super::ffn::SwiGlu;
 use super::{Pass, layer_name};
 use crate::{Guard, ModelError, ModuleId, ModuleSpec, ModuleWeights, TensorSpec};
 
-/// Intermediates, by name: `router_logits` `[rows, experts]`, `shared_out` `[rows, hidden]` (where there are shared
+/// Intermediates, by name: `router_logits` `[rows, experts]`, `shared_out` `[rows, hidden]` (if there are shared
 /// experts), `experts_out` `[rows, hidden]`.
 #[derive(Clone, Debug)]
 pub(crate) struct Moe {
@@ -47,7 +47,7 @@ impl Moe {
         }
     }
 
-    /// Router, shared expert and routed experts, in the order in which they run; the layer's norm is the router's.
+    /// Router, shared expert and routed experts, in execution order; the layer's norm belongs to the router.
     pub(crate) fn modules(&self, layer: u32, norm: TensorSpec) -> Vec<ModuleSpec> {
         let gate = |part: &str| layer_name(layer, &format!("mlp.gate.{part}"));
         let hidden = self.expert.hidden;
@@ -74,7 +74,7 @@ impl Moe {
         modules
     }
 
-    /// `x` `[rows, hidden]`, normalised → `[rows, hidden]`. `router` is dropped as soon as it has chosen.
+    /// `x` `[rows, hidden]`, normalised → `[rows, hidden]`. `router` is dropped as soon as the experts are chosen.
     pub(crate) fn forward<B: Backend>(
         &self,
         pass: &mut Pass<'_, B>,
@@ -105,8 +105,8 @@ impl Moe {
         Ok(out)
     }
 
-    /// Brings in the chosen experts and runs them into `out`, as many at once as the policy can hold. The shared expert, whose output is
-    /// returned, computes while they come in.
+    /// Loads the chosen experts and adds their outputs to `out`, as many at once as the policy can hold. The shared
+    /// expert, whose output is returned, computes while they load.
     fn run_chosen<B: Backend>(
         &self,
         pass: &mut Pass<'_, B>,
@@ -168,7 +168,7 @@ impl Moe {
     }
 }
 
-/// Runs some of the chosen experts while all of their guards are held.
+/// Runs some of the chosen experts while holding all of their guards.
 fn run_experts<B: Backend>(
     pass: &Pass<'_, B>,
     out: &mut B::Tensor,
@@ -196,7 +196,7 @@ fn run_experts<B: Backend>(
     Ok(pass.backend.experts(out, x, &calls)?)
 }
 
-/// An expert that at least one token chose.
+/// An expert chosen by at least one token.
 #[derive(Debug, PartialEq)]
 struct ChosenExpert {
     expert: u32,
@@ -204,7 +204,7 @@ struct ChosenExpert {
     weights: Vec<f32>,
 }
 
-/// Turns tokens' experts into experts' tokens: experts and rows ascend.
+/// Inverts the routing, from experts by token to tokens by expert; experts and rows are in ascending order.
 fn by_expert(routing: &Routing, experts: usize) -> Vec<ChosenExpert> {
     let mut all: Vec<ChosenExpert> = (0..experts as u32)
         .map(|expert| ChosenExpert {

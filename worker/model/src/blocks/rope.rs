@@ -1,13 +1,13 @@
-//! Rotary position embedding (RoFormer, arXiv:2104.09864, equation 15): the table of frequencies.
+//! Rotary position embedding (RoFormer, arXiv:2104.09864, equation 15): the frequency table.
 //!
-//! Scalings follow transformers' `modeling_rope_utils.py`, whose numbers checkpoints are published against.
+//! Scaling follows transformers' `modeling_rope_utils.py`, the reference for published checkpoints.
 
 use std::f64::consts::PI;
 
 use hearth_formats::{RopeConfig, RopeScaling};
 use hearth_kernels::{RopeLayout, RopeTable};
 
-/// The table for `rotary_dim` elements of a head: `inv_freq[i] = theta^(-2i / rotary_dim)`, scaled.
+/// Builds the table for `rotary_dim` elements of a head: `inv_freq[i] = theta^(-2i / rotary_dim)`, scaled.
 pub fn rope_table(rope: &RopeConfig, rotary_dim: usize, layout: RopeLayout) -> RopeTable {
     // pos_freq [rotary_dim / 2]: theta^(2i / rotary_dim).
     let pos_freq: Vec<f32> = (0..rotary_dim / 2)
@@ -65,7 +65,7 @@ pub fn rope_table(rope: &RopeConfig, rotary_dim: usize, layout: RopeLayout) -> R
     }
 }
 
-/// What latent attention multiplies its softmax scale by: `yarn_get_mscale(factor, mscale_all_dim)²`
+/// Factor of latent attention's softmax scale: `yarn_get_mscale(factor, mscale_all_dim)²`
 /// (DeepSeek-V3's `modeling_deepseek.py`, `softmax_scale * mscale * mscale`); 1 without YaRN.
 pub fn yarn_softmax_factor(rope: &RopeConfig) -> f32 {
     match rope.scaling {
@@ -126,7 +126,7 @@ struct YarnRamp {
 
 impl YarnRamp {
     fn new(dim: usize, theta: f64, original_tokens: f64, betas: [f32; 2], truncate: bool) -> Self {
-        // The dimension that turns `rotations` times over the original context.
+        // The dimension that makes `rotations` rotations over the original context.
         let dimension = |rotations: f32| {
             dim as f64 * (original_tokens / (f64::from(rotations) * 2.0 * PI)).ln()
                 / (2.0 * theta.ln())
@@ -144,10 +144,10 @@ impl YarnRamp {
         Self { low, high }
     }
 
-    /// Frequency `i`: extrapolated below the ramp, interpolated above.
+    /// Blends frequency `i`: extrapolated below the ramp, interpolated above.
     fn blend(&self, i: usize, extrapolated: f32, interpolated: f32) -> f32 {
         let ramp = ((i as f64 - self.low) / (self.high - self.low)).clamp(0.0, 1.0) as f32;
-        // transformers takes 1 - (1 - ramp); so do we, for the same rounding.
+        // transformers computes 1 - (1 - ramp); so do we, for the same rounding.
         let keep = 1.0 - ramp;
         interpolated * (1.0 - keep) + extrapolated * keep
     }
@@ -184,7 +184,7 @@ mod tests {
         rope_table(&RopeConfig { theta, scaling }, dim, RopeLayout::Half)
     }
 
-    // The expected numbers are those of transformers 5.23, `ROPE_INIT_FUNCTIONS[rope_type](config)`, printed in full.
+    // The expected numbers come from transformers 5.23, `ROPE_INIT_FUNCTIONS[rope_type](config)`, printed in full.
 
     #[test]
     fn llama3_scales_by_wavelength() {
@@ -258,7 +258,7 @@ mod tests {
             rope_table(&published, 64, RopeLayout::Interleaved).magnitude,
             1.0
         );
-        // (0.1 * ln 40 + 1)², DeepSeek-V3's.
+        // (0.1 * ln 40 + 1)², DeepSeek-V3's value.
         assert!((yarn_softmax_factor(&published) - 1.873_854_2).abs() < 1e-6);
 
         let unequal = rope(Some(0.7), Some(1.0));

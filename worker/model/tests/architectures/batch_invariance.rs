@@ -1,5 +1,5 @@
-//! A token's logits are the same bits whatever else is in the batch, however the prompt was chunked, after prefix reuse and in
-//! replay, on any number of threads.
+//! A token's logits have the same bits regardless of what else is in the batch and how the prompt was chunked, after
+//! prefix reuse and in replay, on any number of threads.
 
 use hearth_kernels::{CpuBackend, Isa, KvDType, Span};
 use hearth_model::{Batch, ModelError, Observer};
@@ -12,7 +12,7 @@ all_cases!(chunks, given_up, neighbours, replay, shared_prefix, threads);
 const PROMPT_TOKENS: usize = 70;
 const GENERATED_TOKENS: usize = 6;
 
-/// Prompts that differ from each other; none is a golden's, so nothing hangs on well-chosen tokens.
+/// Prompts that differ from each other; none is a golden's, so nothing depends on well-chosen tokens.
 fn prompt(golden: &Golden, number: usize, tokens: usize) -> Vec<u32> {
     let vocab = golden.config.vocab_size;
     let token = |i: usize| ((i * (2 * number + 37) + 11 * number + i * i % 13) % vocab) as u32;
@@ -26,7 +26,8 @@ fn each_isa(case: &str, property: impl Fn(&Golden, Isa)) {
     }
 }
 
-/// The plain run: one sequence, prompt in one piece. Returns (tokens with those generated, logits of all but the last).
+/// The reference run: one sequence, prompt in one piece. Returns (tokens including generated ones, logits of all but
+/// the last).
 fn plain(golden: &Golden, isa: Isa) -> (Vec<u32>, Vec<Vec<f32>>) {
     let mut runner = Runner::new(golden, isa, KvDType::Bf16);
     let mut sequence = runner.sequence(PROMPT_TOKENS + GENERATED_TOKENS);
@@ -51,7 +52,7 @@ fn assert_same_bits(got: &[Vec<f32>], want: &[Vec<f32>], what: &str) {
     }
 }
 
-/// Ends a pass before its block `at`, and remembers how many there are.
+/// Ends a pass before its block `at`, and records the number of blocks.
 struct Ending {
     at: usize,
     blocks: usize,
@@ -65,7 +66,7 @@ impl Observer<CpuBackend> for Ending {
     }
 }
 
-/// A pass that ends between two blocks keeps no guard, and the next one over the same blocks of KV gives the same bits.
+/// A pass that ends between two blocks keeps no guard, and the next pass over the same KV blocks gives the same bits.
 fn given_up(case: &str) {
     let golden = Golden::load(case);
     let isa = Isa::detect();
@@ -162,7 +163,7 @@ fn neighbours(case: &str) {
     });
 }
 
-/// A second sequence reads the first one's full blocks and computes the rest itself.
+/// A second sequence reuses the first one's full blocks and computes the rest itself.
 fn shared_prefix(case: &str) {
     each_isa(case, |golden, isa| {
         let (tokens, want) = plain(golden, isa);
@@ -170,7 +171,7 @@ fn shared_prefix(case: &str) {
         let shared = PROMPT_TOKENS / BLOCK_TOKENS;
         let prefix = shared * BLOCK_TOKENS;
         let mut first = runner.sequence(PROMPT_TOKENS);
-        // The first sequence goes another way after the shared blocks.
+        // The first sequence diverges after the shared blocks.
         let mut other = tokens[..prefix].to_vec();
         other.extend(prompt(golden, 5, PROMPT_TOKENS - prefix));
         runner.prefill(&mut first, &other, 7);
@@ -186,7 +187,7 @@ fn shared_prefix(case: &str) {
     });
 }
 
-/// More threads, and experts one at a time.
+/// Runs with more threads, and with experts one at a time.
 fn threads(case: &str) {
     each_isa(case, |golden, isa| {
         let (tokens, want) = plain(golden, isa);

@@ -12,12 +12,12 @@ use crate::{all_cases, cases};
 all_cases!(scalar_logits, logits_on_every_isa, continuation);
 cases!(every_layer: deepseek_v3, qwen3_moe);
 
-/// Reference kernels with an exact cache: only the rounding of float32 may differ. The project allows 1e-3; errors are below
-/// 1e-5, and the closer bound leaves room for no mistake of the formulas.
+/// Reference kernels with an exact cache: only float32 rounding may differ. The project allows 1e-3; errors are below
+/// 1e-5, and the tighter bound would expose a mistake in the formulas.
 const SCALAR_ERROR_STDS: f32 = 5e-5;
-/// Fast kernels and a BF16 cache: what the project allows them. A BF16 cache alone costs up to 0.013 in these cases.
+/// Fast kernels and a BF16 cache: the project's tolerance. A BF16 cache alone costs up to 0.013 in these cases.
 const FAST_ERROR_STDS: f32 = 2e-2;
-/// Where the best token leads by more, it must be the same.
+/// Lead of the best token above which it must be the same.
 const CLEAR_LEAD_STDS: f32 = 0.1;
 
 fn scalar_logits(case: &str) {
@@ -40,7 +40,7 @@ fn logits_on_every_isa(case: &str) {
     }
 }
 
-/// Largest error at any position in standard deviations; asserts the best token where it leads clearly.
+/// Returns the largest error at any position in standard deviations; asserts the best token if it leads clearly.
 fn worst_error(case: &str, isa: Isa, dtype: KvDType) -> f32 {
     let golden = Golden::load(case);
     let prompt = golden.prompt();
@@ -84,7 +84,7 @@ fn continuation(case: &str) {
     }
 }
 
-/// Keeps every intermediate under the name that the goldens use.
+/// Records every intermediate under the name that the goldens use.
 #[derive(Default)]
 struct Recorder {
     tensors: HashMap<String, (usize, Vec<f32>)>,

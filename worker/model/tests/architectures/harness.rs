@@ -34,7 +34,7 @@ impl Stored {
     }
 }
 
-/// One golden: a checkpoint and what transformers made of it.
+/// One golden: a checkpoint and the outputs of transformers for it.
 pub(crate) struct Golden {
     pub(crate) config: ModelConfig,
     pub(crate) checkpoint: Checkpoint,
@@ -68,7 +68,7 @@ pub(crate) fn goldens() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens")
 }
 
-/// Reads all tensors of a file. It shares no code with what it helps to test.
+/// Reads all tensors of a file. Shares no code with what it helps to test.
 fn read_safetensors(path: &Path) -> HashMap<String, Stored> {
     let file = fs::read(path).unwrap();
     let header_len = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
@@ -97,7 +97,7 @@ fn read_safetensors(path: &Path) -> HashMap<String, Stored> {
         .collect()
 }
 
-/// All weights at hand; keeps a record of what was acquired and how much at once.
+/// Policy that holds all weights; records what was acquired and how much at once.
 pub(crate) struct AtHand {
     modules: HashMap<ModuleId, Arc<ModuleWeights<CpuBackend>>>,
     group: usize,
@@ -105,7 +105,7 @@ pub(crate) struct AtHand {
 }
 
 impl AtHand {
-    /// A runner that holds at most `group` experts at once.
+    /// Creates a policy that holds at most `group` experts at once.
     pub(crate) fn new(golden: &Golden, backend: &CpuBackend, group: usize) -> Self {
         let load = |spec: &_| {
             let weights = ModuleWeights::load(spec, &golden.checkpoint, backend).unwrap();
@@ -118,7 +118,7 @@ impl AtHand {
         }
     }
 
-    /// Whether no guard is held.
+    /// Whether no guards are held.
     pub(crate) fn is_idle(&self) -> bool {
         self.modules
             .values()
@@ -190,7 +190,7 @@ impl Runner {
         }
     }
 
-    /// A sequence with room for `tokens` tokens. Its blocks are neither adjacent nor in order.
+    /// Creates a sequence with room for `tokens` tokens. Its blocks are neither adjacent nor in order.
     pub(crate) fn sequence(&mut self, tokens: usize) -> Sequence {
         let count = self.layout.blocks_for(tokens) as u32;
         let first = self.next_block;
@@ -201,7 +201,7 @@ impl Runner {
         Sequence { blocks, len: 0 }
     }
 
-    /// Runs the next tokens of several sequences in one batch; logits of all rows, a vector for each row.
+    /// Runs the next tokens of several sequences in one batch; returns the logits of all rows, one vector per row.
     pub(crate) fn step(&mut self, work: &mut [(&mut Sequence, &[u32])]) -> Vec<Vec<f32>> {
         self.observed_step(work, &mut ())
     }
@@ -230,7 +230,7 @@ impl Runner {
         logits.chunks(vocab).map(<[f32]>::to_vec).collect()
     }
 
-    /// Runs tokens of one sequence in chunks; logits of every position.
+    /// Runs tokens of one sequence in chunks; returns the logits of every position.
     pub(crate) fn prefill(
         &mut self,
         sequence: &mut Sequence,
@@ -244,11 +244,11 @@ impl Runner {
     }
 }
 
-/// The instruction sets of this machine. Those that it lacks are named on stderr: they were not tested.
+/// Instruction sets of this machine. Missing ones are named on stderr as not tested.
 pub(crate) fn isas() -> Vec<Isa> {
     let (have, lack): (Vec<Isa>, Vec<Isa>) = Isa::ALL.into_iter().partition(|i| i.is_available());
     for isa in lack {
-        // Past the test harness, which shows only what failed tests print.
+        // Bypasses the test harness, which shows output only of failed tests.
         let _ = writeln!(
             std::io::stderr(),
             "SKIPPED: this CPU has no {isa}; its kernels were not tested"
@@ -276,7 +276,7 @@ pub(crate) fn error_in_stds(got: &[f32], want: &[f32]) -> f32 {
     differences.fold(0.0, f32::max) / std(want)
 }
 
-/// Lead of the best over the second in standard deviations.
+/// Lead of the best over the second-best in standard deviations.
 pub(crate) fn lead(row: &[f32]) -> f32 {
     let mut sorted = row.to_vec();
     sorted.sort_by(|a, b| b.total_cmp(a));

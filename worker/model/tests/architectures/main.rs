@@ -1,6 +1,7 @@
-//! Every architecture against transformers, layer by layer and end to end, and against itself in other batches.
+//! Every architecture compared with transformers, layer by layer and end to end, and with itself in other batches.
 //!
-//! The cases are the folders of `tests/goldens`, whose README says what each adds. Each property runs for each case.
+//! The cases are the directories in `tests/goldens`, whose README says what each one adds. Each property runs for each
+//! case.
 #![allow(
     clippy::unwrap_used,
     reason = "a test may panic; clippy.toml's exemption does not reach helpers of integration tests"
@@ -11,7 +12,7 @@ mod goldens;
 mod harness;
 mod residency;
 
-/// One `#[test]` for each case: `cases!(property: case, case)` makes `property::case` call `property("case")`.
+/// Defines one `#[test]` per case: `cases!(property: case, case)` makes `property::case` call `property("case")`.
 macro_rules! cases {
     ($property:ident: $($case:ident),+ $(,)?) => {
         mod $property {
@@ -20,7 +21,7 @@ macro_rules! cases {
     };
 }
 
-/// Makes cases as `cases!` does, for every golden.
+/// Same as `cases!`, for every golden.
 macro_rules! all_cases {
     ($($property:ident),+ $(,)?) => {
         $($crate::cases! {

@@ -1,4 +1,4 @@
-//! What a forward pass asks of the residency policy, tells its observer, and refuses.
+//! A forward pass's calls to the residency policy and its observer, and the inputs that it rejects.
 
 use std::collections::BTreeSet;
 
@@ -127,7 +127,7 @@ fn a_missing_tensor_is_named() {
     );
 }
 
-/// Notes the order of events.
+/// Records the order of events.
 #[derive(Default)]
 struct Events(Vec<String>);
 

@@ -25,7 +25,7 @@ fn request(tokens: impl IntoIterator<Item = u32>, max_new_tokens: usize) -> Requ
     }
 }
 
-/// A prompt that another worker computes; of provenance 1: with other bits than ours.
+/// A prompt that another worker computes; provenance 1 means that its bits differ from ours.
 fn imported(
     tokens: impl IntoIterator<Item = u32>,
     max_new_tokens: usize,
@@ -45,7 +45,7 @@ fn sampled(sequence: SequenceId, token: u32) -> Sampled {
     }
 }
 
-/// Answers token 7 wherever logits are wanted.
+/// Answers with token 7 wherever logits are wanted.
 fn answer(s: &mut Scheduler, step: &Step) -> Update {
     let wanting = step.spans.iter().filter(|span| span.wants_logits);
     s.update(StepResult {
@@ -171,7 +171,7 @@ fn the_youngest_gives_way_and_comes_back_with_its_answer() {
         let again = step.admitted.iter().find(|a| a.again);
         if let (Some(admission), Some((_, tokens))) = (again, &preempted_at) {
             assert_eq!(admission.sequence, young);
-            // Nothing of the answer was lost.
+            // No part of the answer was lost.
             assert_eq!(s.tokens(young).as_ref(), Some(tokens));
         }
         answer(&mut s, &step);
@@ -238,7 +238,7 @@ fn an_imported_prompt_ends_with_the_token_that_nobody_sampled_before() {
         .import_done(replayed, Some(sampled(replayed, 7)))
         .unwrap_err();
     assert!(error.to_string().contains("came: true, answer: 2 tokens"));
-    // What was answered before is computed here, whoever read the prompt.
+    // The earlier answer is computed here, regardless of what computed the prompt.
     s.import_done(replayed, None).unwrap();
     assert_eq!(shape(&s.schedule()), [(2, SpanKind::Prefill, 9, 2)]);
 }
@@ -288,7 +288,7 @@ fn a_replay_whose_prompt_is_cached_imports_nothing() {
         generated: vec![7; generated],
         ..imported(0..8, 9, provenance)
     };
-    // One token must be computed: of the answer, where there is one; and by whom the prompt was read matters.
+    // At least one token must be computed: of the answer if it has any. What computed the prompt matters.
     for (provenance, generated, expected) in
         [(1, 3, (8, false)), (1, 0, (4, true)), (2, 3, (0, true))]
     {
@@ -430,7 +430,7 @@ fn a_result_must_fit_its_step() {
     assert_eq!(s.update(r), too_many(b));
     let r = result(vec![sampled(a, 7), sampled(a, 7)]);
     assert_eq!(s.update(r), too_many(a));
-    // After all that, the right one still counts.
+    // After all that, the correct result still counts.
     s.update(result(vec![sampled(a, 7)])).unwrap();
     assert_eq!(s.tokens(a), Some(vec![1, 2, 7]));
 }
@@ -449,7 +449,7 @@ fn bad_requests_are_refused_with_a_remedy() {
         s.submit(request([1], 0)),
         Err(ScheduleError::NothingToGenerate)
     );
-    // 17 tokens: the last one is never stored, so that 16 fill the four blocks.
+    // 17 tokens: the last one is never stored, so 16 fill the four blocks.
     assert!(s.submit(request(0..10, 7)).is_ok());
     let error = s.submit(request(0..10, 8)).unwrap_err();
     assert_eq!(
@@ -497,7 +497,7 @@ fn who_finds_no_block_waits_with_what_it_has_and_takes_no_import_away() {
         assert!(!step.is_empty());
         answer(&mut s, &step);
     }
-    // Two blocks are the import's, and nobody may take them while they are written.
+    // Two blocks belong to the import and must not be taken while they are being written.
     let step = s.schedule();
     assert!(step.is_empty() && step.preempted.is_empty());
     assert_eq!(s.phase(old), Some(Phase::Decoding));
@@ -514,7 +514,7 @@ fn a_newcomer_leaves_a_block_for_each_of_those_that_decode() {
     s.submit(request(0..7, 4)).unwrap();
     let second = s.submit(request(20..27, 2)).unwrap();
     let step = s.schedule();
-    // Two blocks would do for it now, but then the first could not go on.
+    // Two blocks would be enough for it now, but then the first could not continue.
     assert_eq!(shape(&step).len(), 1);
     assert_eq!(s.phase(second), Some(Phase::Waiting));
     answer(&mut s, &step);

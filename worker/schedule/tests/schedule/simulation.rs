@@ -76,7 +76,7 @@ fn a_long_prompt_slows_the_streams_by_a_chunk_and_no_more() {
     };
     let busy = simulate(&options, &arrivals).unwrap();
     let tpot = |r: &SimulationReport| r.requests[0].tpot_us().unwrap();
-    // 300 tokens of prompt take 10 of the 59 steps: each is longer by a chunk of 32 tokens at most.
+    // 300 prompt tokens take 10 of the 59 steps: each is longer by a chunk of at most 32 tokens.
     assert!(tpot(&busy) > tpot(&quiet));
     let chunk_us = 32.0 * COSTS.prefill_token_us;
     assert!(tpot(&busy) <= tpot(&quiet) + (chunk_us * 10.0 + 3.0 * 50.0) / 59.0 + 1.0);
@@ -94,7 +94,7 @@ fn a_burst_is_served_in_order_and_by_everyone_in_turn() {
     assert!(admitted.is_sorted_by(|a, b| a.unwrap() <= b.unwrap()));
     assert_eq!(report.peak_batch, 4);
     assert!(report.peak_chunk_tokens <= 32);
-    // The wait of the last one is the work of those before it: 40 requests over 4 places.
+    // The last one waits for the work of those before it: 40 requests over 4 places.
     let alone_us = 100.0 + 200.0 + 9.0 * 150.0;
     assert!(report.ttft_us().max().unwrap() <= 40.0 * alone_us);
 }
@@ -118,7 +118,7 @@ fn a_cache_too_small_for_all_preempts_and_loses_nothing() {
             .all(|r| r.outcome == Outcome::Complete)
     );
     check_answers(&report, &arrivals, 8);
-    // Replays cost something, but less than everything twice.
+    // Replays cost something, but less than computing everything twice.
     let needed = 8 * (16 + 39);
     assert!(report.computed_tokens >= needed && report.computed_tokens < 2 * needed);
 }
@@ -133,7 +133,7 @@ fn remote_prefill_spares_the_streams() {
     let report = simulate(&OPTIONS, &arrivals).unwrap();
     check_answers(&report, &arrivals, 8);
     let tpot = |r: &SimulationReport| r.requests[0].tpot_us().unwrap();
-    // One decode step of the other, nothing else.
+    // One decode step of the other sequence, nothing else.
     assert!(tpot(&report) <= tpot(&quiet) + 50.0 / 59.0 + 1e-6);
     assert_eq!(report.peak_chunk_tokens, 8);
     assert!(report.requests[1].ttft_us().unwrap() >= 300.0 * 5.0);
@@ -231,7 +231,7 @@ proptest! {
         prop_assert!(report.peak_batch <= max_batch);
         prop_assert!(report.peak_chunk_tokens <= chunk_tokens);
         prop_assert!(report.peak_used_blocks <= blocks);
-        // Whatever was computed, one row after the other, and the remote prefills: an upper bound of any wait.
+        // All computed rows, one after the other, and the remote prefills: an upper bound on any wait.
         let remote_us: f64 = arrivals.iter().map(|a| 5.0 * a.request.prompt.len() as f64).sum();
         let all_us = report.computed_tokens as f64 * 160.0 + remote_us;
         for (r, a) in report.requests.iter().zip(&arrivals) {

@@ -1,4 +1,4 @@
-//! Arbitrary calls in arbitrary order, step by step, on a device that notices every mistake.
+//! Arbitrary calls in arbitrary order, step by step, on a device that detects every mistake.
 
 use std::collections::BTreeMap;
 
@@ -150,7 +150,7 @@ impl World {
         for span in &step.spans {
             let token = self.device.compute(span).unwrap();
             let export = self.requests[&span.sequence].work == Work::Export;
-            // What fails, or was cancelled, emits nothing.
+            // A failed or cancelled span emits nothing.
             if span.wants_logits && !export && !fails && cancel != Some(span.sequence) {
                 let sampled = self.emit(span.sequence, token);
                 result.sampled.push(sampled);
@@ -172,7 +172,7 @@ impl World {
                 && self.scheduler.phase(*id) != Some(Phase::Waiting)
         });
         assert!(decoders.count() <= self.options.max_batch);
-        // One span a sequence, and no two write into the same block.
+        // One span per sequence, and no two write to the same block.
         let mut ids: Vec<_> = step.spans.iter().map(|s| s.sequence).collect();
         ids.sort_unstable();
         ids.dedup();
@@ -186,7 +186,7 @@ impl World {
         written.sort_unstable();
         written.dedup();
         assert_eq!(written.len(), count, "two spans write into one block");
-        // Every sequence that decodes does so, unless an import or an export holds what it needs.
+        // Every decoding sequence gets a row, unless an import or an export holds the blocks that it needs.
         let held = self.live().into_iter().any(|id| {
             self.scheduler.phase(id) == Some(Phase::WaitingKv)
                 || self.requests[&id].work != Work::Generate
@@ -220,7 +220,7 @@ impl World {
         }
     }
 
-    /// Everything that is left comes to its end, in a bounded number of steps.
+    /// Runs everything that is left to its end, in a bounded number of steps.
     fn drain(&mut self) {
         let left = self.live().len();
         for _ in 0..2000 {

@@ -1,4 +1,5 @@
-//! Whose agent this is: a token says so to the operator, which gives a certificate for a key that never leaves the process.
+//! Identity of this agent: the operator exchanges its token for a certificate; the private key never leaves the
+//! process.
 
 use std::path::{Path, PathBuf};
 
@@ -7,21 +8,21 @@ use hearth_transport::v1::{CertifyRequest, CertifyResponse, IdentifyResponse};
 use rcgen::KeyPair;
 use tonic::Status;
 
-/// How this agent becomes its node's.
+/// Credentials with which this agent proves its node.
 pub(super) struct Identity {
     /// Name of the node.
     node: String,
     tls: Tls,
-    /// File of the token; the kubelet writes it anew before it expires.
+    /// Path of the token; the kubelet renews it before it expires.
     token: PathBuf,
     key: KeyPair,
 }
 
 impl Identity {
-    /// Asks for a certificate with a new key.
+    /// Creates the identity with a new key.
     ///
     /// # Errors
-    /// When no key can be made.
+    /// An error if no key can be generated.
     pub(super) fn new(node: &str, tls: Tls, token: &Path) -> Result<Self, rcgen::Error> {
         Ok(Self {
             node: node.to_owned(),
@@ -31,10 +32,10 @@ impl Identity {
         })
     }
 
-    /// The token as it is now, and the public key.
+    /// Returns the current token and the public key.
     ///
     /// # Errors
-    /// FAILED_PRECONDITION when there is no token.
+    /// FAILED_PRECONDITION if there is no token.
     pub(super) async fn tell(&self) -> Result<IdentifyResponse, Status> {
         let token = tokio::fs::read_to_string(&self.token).await;
         let token = token.map_err(|error| {
@@ -47,10 +48,10 @@ impl Identity {
         })
     }
 
-    /// Shows the certificate from now on.
+    /// Uses the certificate from now on.
     ///
     /// # Errors
-    /// FAILED_PRECONDITION for another node's, INVALID_ARGUMENT for one that is of another key.
+    /// FAILED_PRECONDITION for another node's certificate, INVALID_ARGUMENT for one with another key.
     pub(super) fn take(&self, request: CertifyRequest) -> Result<CertifyResponse, Status> {
         let CertifyRequest { node, certificate } = request;
         if node != self.node {

@@ -1,7 +1,7 @@
-//! The agent of a node: it measures the node and holds the models that are fetched for it. It has no rights in the
-//! cluster, and a token that tells the operator whose Pod it is; the operator calls it.
+//! The agent of a node: it measures the node and stores the models fetched for it. It has no rights in the
+//! cluster, and a token that proves to the operator which Pod it is; the operator calls it.
 //!
-//! What needs much memory (measuring, reading a model) is done by child processes, which give all of it back.
+//! Work that needs much memory (measuring, reading a model) is done by child processes, which return all of it.
 
 mod identity;
 mod models;
@@ -26,7 +26,7 @@ use identity::Identity;
 use models::{Limits, Models};
 use node::Node;
 
-/// Calls are answered at once; a caller that does not let its connection go is not waited for.
+/// Time to wait for open connections at the end; calls are answered at once, so a lingering connection is idle.
 const END_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Arguments of `agent`.
@@ -45,7 +45,7 @@ pub(crate) struct AgentArgs {
     #[arg(long, value_name = "DIR")]
     tls_dir: Option<PathBuf>,
     /// File with this Pod's token for the operator, which gives this agent a certificate of its own for it
-    // By the environment, so that images from before it start beside a newer chart.
+    // Set through the environment, so that older images start with a newer chart.
     #[arg(
         long,
         value_name = "FILE",
@@ -67,7 +67,7 @@ pub(crate) struct AgentArgs {
     #[arg(long, value_name = "HOURS", default_value_t = 24)]
     keep_models: u32,
     /// Seconds that a server with a private address is tried, and after which each of its failures is told, whatever it is
-    // By the environment, so that images from before it start beside a newer chart.
+    // Set through the environment, so that older images start with a newer chart.
     #[arg(long, value_name = "SECONDS", default_value_t = 60, env = "HEARTH_PRIVATE_PATIENCE",
         value_parser = clap::value_parser!(u32).range(1..=3600))]
     private_patience: u32,
@@ -84,14 +84,14 @@ impl AgentArgs {
     }
 }
 
-/// Serves until told to end.
+/// Serves until told to stop.
 pub(crate) fn run(args: &AgentArgs) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
         .build()?;
     let outcome = runtime.block_on(serve(args));
-    // A model that is being unpacked is no reason to wait: the next agent begins that anew.
+    // A model being unpacked is not worth waiting for: the next agent starts that step again.
     runtime.shutdown_background();
     outcome
 }
@@ -145,7 +145,7 @@ async fn serve(args: &AgentArgs) -> anyhow::Result<()> {
     }
 }
 
-/// The certificate that all agents begin with. Nobody but the operator may call.
+/// Reads the certificate that all agents start with. Only the operator may call.
 fn read_tls(directory: &Path) -> anyhow::Result<Tls> {
     let files = TlsFiles {
         cert: directory.join("tls.crt"),
@@ -156,7 +156,7 @@ fn read_tls(directory: &Path) -> anyhow::Result<Tls> {
     Ok(Tls::read(&files)?)
 }
 
-/// `hearth.v1.Agent`.
+/// Implements `hearth.v1.Agent`.
 struct AgentService {
     node: Arc<Node>,
     models: Arc<Models>,

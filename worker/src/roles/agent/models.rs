@@ -1,4 +1,4 @@
-//! The models of this node: fetched in the background, told when asked.
+//! The models on this node: fetched in the background, with their state reported on request.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
@@ -20,28 +20,28 @@ use super::request::{checked, parsed, ranges};
 use super::tool;
 use crate::tools::progress_sentence;
 
-/// Reading a model's headers takes a second; from a disk that is busy some more.
+/// Time limit for reading a model's headers, which takes a second, or longer from a busy disk.
 const FACTS_PATIENCE: Duration = Duration::from_secs(300);
-/// A failure is told for no longer than this before the next call tries again.
+/// Longest time that a failure is reported before the next call tries again.
 const MOST_WAIT: Duration = Duration::from_secs(6 * 3600);
 
-/// All models of this node.
+/// All models on this node.
 pub(super) struct Models {
     cache: Cache,
     limits: Limits,
     entries: Mutex<BTreeMap<Key, Entry>>,
-    /// What was named last; `None` before anybody has said.
+    /// Keys in the last `retain` request; `None` before the first one.
     named: Mutex<Option<BTreeSet<Key>>>,
 }
 
-/// What fetches leave alone.
+/// Limits on fetching and keeping models.
 #[derive(Clone, Debug)]
 pub(super) struct Limits {
-    /// Percent of the disk.
+    /// Percentage of the disk to leave free.
     pub(super) disk_reserve: u8,
-    /// Ranges that are fetched from although they are the node's, its link's or the cluster's.
+    /// Address ranges that may be fetched from even though they are the node's own, link-local or the cluster's.
     pub(super) allow_ranges: Vec<IpNet>,
-    /// How long a model stays that nobody names any more, unless its room is needed.
+    /// Time that a model is kept after it was last named, unless its space is needed.
     pub(super) keep: Duration,
     /// See [`FetchOptions::private_patience`].
     pub(super) private_patience: Duration,
@@ -57,10 +57,11 @@ impl Limits {
         }
     }
 
-    /// How long a failure is told before the next call tries again. What lies behind a URL costs a whole download to find
-    /// out; a new checksum is another key, and need not wait. What is kept back waits equally long whatever it was, and
-    /// not long: a server at home that was off for a moment is the usual cause; but for twice what the try took where all
-    /// of that was in vain (`wasted`), or the wrong archive would come over the network without end.
+    /// Time that a failure is reported before the next call tries again. A failure of content is found out only by a
+    /// whole download; a new checksum is another key and need not wait. A failure whose details are withheld waits
+    /// equally long whatever it was, and not long, since the usual cause is a server at home that was briefly off. But
+    /// the wait is at least twice the time of a try that was entirely in vain (`wasted`), or the wrong archive would
+    /// be downloaded endlessly.
     fn wait_after(&self, blame: Blame, failures: u32, wasted: Duration) -> Duration {
         let (first, most) = match blame {
             Blame::Content => (Duration::from_secs(600), MOST_WAIT),
@@ -80,10 +81,10 @@ impl Limits {
     }
 }
 
-/// A model that was asked for.
+/// A model that was requested.
 struct Entry {
     state: State,
-    /// Attempts in a row; why the last one failed is told while the state is [`State::Failed`].
+    /// Consecutive attempts; the reason for the last failure is reported while the state is [`State::Failed`].
     tries: Tries,
 }
 
@@ -102,15 +103,15 @@ enum State {
 #[derive(Clone)]
 struct Ready {
     facts_json: String,
-    /// Bytes of its files.
+    /// Size of its files in bytes.
     bytes: u64,
 }
 
-/// Why a model is not ready, and who can change that.
+/// Reason a model is not ready, and who can fix it.
 struct Failure {
     why: String,
     blame: Blame,
-    /// Whether the next try may cost as much.
+    /// Whether the next try may cost as much again.
     costs_all_again: bool,
 }
 
@@ -125,7 +126,7 @@ impl From<FetchError> for Failure {
 }
 
 impl Models {
-    /// Nothing is looked at yet.
+    /// Creates an empty table; nothing is checked yet.
     pub(super) fn new(cache: Cache, limits: Limits) -> Self {
         Self {
             cache,
@@ -135,10 +136,10 @@ impl Models {
         }
     }
 
-    /// How far the model is; has it fetched if it is not here. Needs a tokio runtime.
+    /// Returns the model's state; starts fetching it if it is not present. Requires a tokio runtime.
     ///
     /// # Errors
-    /// INVALID_ARGUMENT for what can never be fetched.
+    /// INVALID_ARGUMENT for a request that can never succeed.
     pub(super) fn model(self: &Arc<Self>, request: &ModelRequest) -> Result<ModelResponse, Status> {
         let (key, source) = checked(request)?;
         let options = self.limits.options(ranges(&request.cluster_ranges)?);
@@ -160,7 +161,7 @@ impl Models {
                 _ => {}
             }
         } else if source.is_some() || self.cache.model(&key).is_some() {
-            // An agent before this one may have tried it.
+            // An earlier agent may have tried it.
             tries = self.cache.tries(&key);
             if let Some(entry) = waiting(&tries, source.as_ref(), SystemTime::now()) {
                 let answer = failed(&tries.why);
@@ -190,10 +191,11 @@ impl Models {
         Ok(working(None))
     }
 
-    /// Removes all models and parts but those named, those in work, and those named not long ago; gives their keys.
+    /// Removes all models and parts except those named, those in work, and those named recently; returns the removed
+    /// keys.
     ///
     /// # Errors
-    /// INVALID_ARGUMENT for a name that is no key; FAILED_PRECONDITION when the cache does not let itself be changed.
+    /// INVALID_ARGUMENT if a name is not a key; FAILED_PRECONDITION if the cache cannot be changed.
     pub(super) async fn retain(self: &Arc<Self>, keys: &[String]) -> Result<Vec<String>, Status> {
         let named = keys
             .iter()
@@ -229,7 +231,7 @@ impl Models {
         Ok(removed)
     }
 
-    /// Makes room by what is only kept in case it is wanted again. Whether there is more room now.
+    /// Frees space by removing models that are kept only in case they are needed again. Returns whether it freed any.
     async fn make_room(self: &Arc<Self>) -> bool {
         let named = self
             .named
@@ -243,7 +245,7 @@ impl Models {
         removed.is_ok_and(|removed| !removed.is_empty())
     }
 
-    /// Fetches the model, checks it, and notes what came of it.
+    /// Fetches the model, checks it, and records the outcome.
     async fn work(self: Arc<Self>, key: Key, source: Option<Source>, options: FetchOptions) {
         let began = Instant::now();
         let outcome = self.ready(&key, source.as_ref(), &options).await;
@@ -278,7 +280,7 @@ impl Models {
         self.keep_tries(&key, &entry.tries);
     }
 
-    /// Counts a try as lost until it has an outcome: what an archive holds may end this process.
+    /// Counts a try as lost until it has an outcome: an archive's content may crash this process.
     fn begin_risk(&self, key: &Key) {
         let mut entries = self.lock();
         let Some(entry) = entries.get_mut(key) else {
@@ -299,7 +301,7 @@ impl Models {
         self.keep_tries(key, &entry.tries);
     }
 
-    /// Notes the attempts; without the note, the next agent only begins anew.
+    /// Records the attempts; without the record, the next agent merely starts again.
     fn keep_tries(&self, key: &Key, tries: &Tries) {
         if let Err(error) = self.cache.note_tries(key, tries) {
             tracing::warn!(%key, "earlier attempts cannot be recorded: {error}");
@@ -414,9 +416,9 @@ fn failed(why: &str) -> ModelResponse {
     }
 }
 
-/// The state of a model that an agent before this one has tried, while it is to be left alone.
+/// Returns the state of a model that an earlier agent tried, while it should be left alone.
 fn waiting(tries: &Tries, source: Option<&Source>, now: SystemTime) -> Option<Entry> {
-    // An agent that ends once while it unpacks was exchanged, as all Pods are now and then.
+    // An agent that ends once while unpacking was probably replaced, as happens to all Pods now and then.
     let is_known = tries.failures > 0 || tries.lost > 1;
     let is_same = source.is_none_or(|source| tries.are_of(source));
     let left = tries.left(now, MOST_WAIT);
@@ -428,7 +430,7 @@ fn waiting(tries: &Tries, source: Option<&Source>, now: SystemTime) -> Option<En
     })
 }
 
-/// Bytes of all files below a directory.
+/// Total size of all files below a directory in bytes.
 fn bytes_in(directory: &Path) -> u64 {
     let mut bytes = 0;
     let mut directories: Vec<PathBuf> = vec![directory.to_owned()];

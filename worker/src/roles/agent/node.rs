@@ -1,4 +1,4 @@
-//! What the node is: measured once, kept on disk, and joined with what is read anew at each call.
+//! Profile of the node: rates are measured once and stored on disk; everything else is read again at each call.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -11,14 +11,14 @@ use tonic::Status;
 
 use super::tool;
 
-/// File in the cache's directory.
+/// File in the cache directory.
 const KEPT: &str = "profile.json";
-/// Measuring takes seconds; on a machine that is busy some more.
+/// Time limit for measuring, which takes seconds, or longer on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// Time after which a call has a failed measurement done again.
+/// Time after which a call repeats a failed measurement.
 const AGAIN_AFTER: Duration = Duration::from_secs(30);
 
-/// The node and its rates.
+/// The node and its measured rates.
 pub(super) struct Node {
     options: ProfileOptions,
     kept: PathBuf,
@@ -26,7 +26,7 @@ pub(super) struct Node {
 }
 
 enum State {
-    /// Measuring for the first time, or on other hardware than before; why.
+    /// Measuring for the first time, or after a hardware change; with the reason.
     Measuring(String),
     Measured(Box<Kept>),
     Failed {
@@ -36,7 +36,7 @@ enum State {
 }
 
 impl Node {
-    /// Takes the rates that an earlier agent kept, or begins to measure. Needs a tokio runtime.
+    /// Takes the rates stored by an earlier agent, or starts measuring. Requires a tokio runtime.
     pub(super) fn start(name: &str, cache_dir: &Path) -> Arc<Self> {
         let first = "this node is being measured; ask again in some seconds";
         let node = Arc::new(Self {
@@ -59,10 +59,10 @@ impl Node {
         node
     }
 
-    /// Rates as measured, memory and disk as they are now.
+    /// Returns the profile with measured rates, and the current memory and disk.
     ///
     /// # Errors
-    /// UNAVAILABLE while there are no rates yet, or when they could not be measured.
+    /// UNAVAILABLE while there are no rates yet, or if they could not be measured.
     pub(super) async fn profile(self: &Arc<Self>) -> Result<NodeProfileStatus, Status> {
         let node = Arc::clone(self);
         let observed = tokio::task::spawn_blocking(move || observe(&node.options));
@@ -99,7 +99,7 @@ impl Node {
         Err(Status::unavailable(why))
     }
 
-    /// Measures in the background; the state is `Measuring`.
+    /// Measures in the background; the state must be `Measuring`.
     fn measure(self: &Arc<Self>) {
         let node = Arc::clone(self);
         tokio::spawn(async move {
@@ -147,7 +147,7 @@ impl Node {
         tool::ask(&arguments, PATIENCE).await
     }
 
-    /// The measured node in a line.
+    /// Describes the measured node in one line.
     fn words(&self, profile: &NodeProfileStatus) -> String {
         let summary = hearth_profiler::summary(profile);
         let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");

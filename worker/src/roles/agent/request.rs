@@ -1,4 +1,4 @@
-//! What a request for a model names, checked before anything is fetched.
+//! Validation of a request for a model, before anything is fetched.
 
 use hearth_crds::store_key;
 use hearth_fetch::{Credentials, Key, Source};
@@ -6,8 +6,8 @@ use hearth_transport::v1::{self, ModelRequest};
 use ipnet::IpNet;
 use tonic::Status;
 
-/// Key and source of a request; no source where it has no URL. The key must follow from all that opens the model: what
-/// lies here is handed to nobody for its checksum alone.
+/// Returns key and source of a request; no source if it has no URL. The key must follow from everything needed to open
+/// the model: knowing only its checksum does not give access to a stored model.
 pub(super) fn checked(request: &ModelRequest) -> Result<(Key, Option<Source>), Status> {
     let key = parsed(&request.key)?;
     if request.url.is_empty() {
@@ -55,7 +55,7 @@ fn credentials(given: Option<&v1::Credentials>) -> Result<Option<Credentials>, S
     }
 }
 
-/// Ranges of addresses in CIDR notation.
+/// Parses address ranges in CIDR notation.
 pub(super) fn ranges(texts: &[String]) -> Result<Vec<IpNet>, Status> {
     let range = |text: &String| {
         text.parse().map_err(|_| {
@@ -67,7 +67,7 @@ pub(super) fn ranges(texts: &[String]) -> Result<Vec<IpNet>, Status> {
     texts.iter().map(range).collect()
 }
 
-/// A key as it is written.
+/// Parses a key.
 pub(super) fn parsed(text: &str) -> Result<Key, Status> {
     Key::parse(text).ok_or_else(|| {
         Status::invalid_argument(format!(
@@ -98,7 +98,7 @@ mod tests {
         let file = "file:///etc/passwd";
         for (key, url) in [
             ("../../etc", nas),
-            // The digest alone, and the name that another holder has for it.
+            // Only the digest, and the key of another holder.
             (&sha256[..32], nas),
             (&key_of(nas, "other/secret"), nas),
             (&key_of("http://other/m.tar", ""), nas),

@@ -1,4 +1,4 @@
-//! Tools of this program, run as children: their memory is given back, and a crash is theirs alone.
+//! Tools of this program, run as child processes: their memory is returned, and a crash affects only them.
 
 use std::ffi::OsStr;
 use std::process::Stdio;
@@ -8,13 +8,13 @@ use serde::de::DeserializeOwned;
 use tokio::process::Command;
 use tokio::time::timeout;
 
-/// This program, also when its file was replaced meanwhile.
+/// This program, even if its file was replaced in the meantime.
 const OURSELVES: &str = "/proc/self/exe";
 
-/// Runs a tool that prints one JSON object. The child ends with the future.
+/// Runs a tool that prints one JSON object. Dropping the future kills the child.
 ///
 /// # Errors
-/// The tool's own words, or why it could not be run.
+/// The tool's error message, or the reason it could not be run.
 pub(super) async fn ask<T: DeserializeOwned>(
     arguments: &[&OsStr],
     patience: Duration,

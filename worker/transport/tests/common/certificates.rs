@@ -1,4 +1,4 @@
-//! Certificates made on the spot, and both ends of a connection that uses them.
+//! Certificates generated for tests, and both ends of a connection that uses them.
 
 use std::path::{Path, PathBuf};
 
@@ -10,7 +10,7 @@ use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair}
 
 use super::counting;
 
-/// An authority that signs certificates into a directory.
+/// An authority that writes the certificates it signs into a directory.
 pub(crate) struct Authority {
     pub(crate) issuer: CertifiedIssuer<'static, KeyPair>,
     pub(crate) dir: PathBuf,
@@ -27,7 +27,7 @@ impl Authority {
         Self { issuer, dir }
     }
 
-    /// A certificate and its key as PEM.
+    /// Issues a certificate; returns it and its key as PEM.
     pub(crate) fn sign(&self, host: &str) -> (String, String) {
         let key = KeyPair::generate().unwrap();
         let params = CertificateParams::new(vec![host.to_owned()]).unwrap();
@@ -49,7 +49,7 @@ impl Authority {
     }
 }
 
-/// Serves with these certificates; gives the address.
+/// Serves with these certificates; returns the address.
 pub(crate) fn served(files: &TlsFiles) -> Endpoint {
     serve_with(Tls::read(files).unwrap())
 }
@@ -66,7 +66,7 @@ pub(crate) fn serve_with(tls: Tls) -> Endpoint {
     address
 }
 
-/// A worker to be called with these certificates, over a connection of its own.
+/// Connects to a worker with these certificates, over a separate connection.
 pub(crate) fn dialled(endpoint: &Endpoint, files: Option<&TlsFiles>) -> Worker {
     dial_with(endpoint, files.map(|files| Tls::read(files).unwrap()))
 }

@@ -20,13 +20,13 @@ use tokio_stream::wrappers::ReceiverStream;
 
 type Events<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
-/// Number of tokens that asks for a stream of which nothing comes after the start.
+/// Number of tokens that requests a stream that stays silent after its start.
 #[allow(dead_code)] // not every test file uses it
 pub(crate) const SILENT: u32 = u32::MAX;
 
-/// Sends `max_tokens` tokens, one each millisecond; reports each request id, and each stream that was let go.
+/// Sends `max_tokens` tokens, one per millisecond; reports each request id, and each stream that was dropped.
 pub(crate) struct Counting {
-    /// What happened: `begin ID`, `gone ID`.
+    /// Events: `begin ID`, `gone ID`.
     pub(crate) log: mpsc::UnboundedSender<String>,
 }
 
@@ -80,7 +80,7 @@ impl Decode for Counting {
 impl Prefill for Counting {
     type PrefillStream = Events<PrefillEvent>;
 
-    /// `tokens[0]` messages of KV, 4 MiB each, then 8 MiB of logits.
+    /// Sends `tokens[0]` messages of KV, 4 MiB each, then 8 MiB of logits.
     async fn prefill(
         &self,
         request: Request<PrefillRequest>,
@@ -106,7 +106,7 @@ impl Prefill for Counting {
     }
 }
 
-/// Its services, and its log.
+/// Returns its services and its log.
 pub(crate) fn counting() -> (Routes, mpsc::UnboundedReceiver<String>) {
     let (log, seen) = mpsc::unbounded_channel();
     let routes = Routes::new(server::decode(Counting { log: log.clone() }))
@@ -114,7 +114,7 @@ pub(crate) fn counting() -> (Routes, mpsc::UnboundedReceiver<String>) {
     (routes, seen)
 }
 
-/// A request for so many tokens.
+/// Creates a request for `max_tokens` tokens.
 pub(crate) fn ask(max_tokens: u32) -> GenerateRequest {
     GenerateRequest {
         prompt_tokens: vec![1],

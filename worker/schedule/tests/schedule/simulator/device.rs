@@ -1,6 +1,6 @@
 //! A device whose arithmetic is a hash: each token's KV is a digest of all tokens up to it, and the answer's
-//! next token is drawn from what is read back through the blocks. What another device computes has other digests.
-//! Whatever the scheduler mixes up shows.
+//! next token is drawn from what is read back through the blocks. Another device computes other digests.
+//! Anything that the scheduler mixes up changes the output.
 
 use hearth_kernels::BlockId;
 
@@ -9,7 +9,7 @@ use hearth_schedule::{ImportTarget, Provenance, Request, SequenceId, StepSpan};
 /// Tokens that the device samples from.
 pub(crate) const VOCAB: u32 = 32_000;
 
-/// A fault of the scheduler that the device noticed.
+/// A scheduler bug that the device detected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum DeviceError {
     /// A span without rows, or with too few blocks.
@@ -29,7 +29,7 @@ pub(crate) enum DeviceError {
     Block(BlockId),
 }
 
-/// KV of `blocks` blocks, one digest a token.
+/// KV of `blocks` blocks, one digest per token.
 #[derive(Debug)]
 pub(crate) struct Device {
     block_tokens: usize,
@@ -37,7 +37,7 @@ pub(crate) struct Device {
 }
 
 impl Device {
-    /// A device with empty KV.
+    /// Creates a device with empty KV.
     pub(crate) fn new(blocks: usize, block_tokens: usize) -> Self {
         Self {
             block_tokens,
@@ -45,10 +45,10 @@ impl Device {
         }
     }
 
-    /// Computes a span: stores its KV, and returns the token that its last row's logits would give.
+    /// Computes a span: stores its KV, and returns the token sampled from its last row's logits.
     ///
     /// # Errors
-    /// [`DeviceError`] for a span that a real device would refuse.
+    /// [`DeviceError`] for a span that a real device would reject.
     pub(crate) fn compute(&mut self, span: &StepSpan) -> Result<u32, DeviceError> {
         let end = span.start + span.tokens.len();
         if span.tokens.is_empty() || span.blocks.len() * self.block_tokens < end {
@@ -92,7 +92,7 @@ impl Device {
         self.sample(&target.blocks, prompt.len())
     }
 
-    /// Attention of the last of `tokens` tokens: reads the end of each block, where its whole past is told.
+    /// Attention of the last of `tokens` tokens: reads the end of each block, which encodes its whole past.
     fn sample(&self, blocks: &[BlockId], tokens: usize) -> Result<u32, DeviceError> {
         let mut read = ROOT;
         for end in block_ends(tokens, self.block_tokens) {
@@ -115,8 +115,8 @@ impl Device {
     }
 }
 
-/// What a device with blocks of `block_tokens` answers to a request behind what was generated already, computed
-/// without any block.
+/// Expected answer of a device with blocks of `block_tokens` to a request, after the tokens generated already,
+/// computed without any blocks.
 pub(crate) fn expected_answer(request: &Request, tokens: usize, block_tokens: usize) -> Vec<u32> {
     let mut past = ROOT;
     let mut digests = Vec::new();
@@ -141,14 +141,14 @@ pub(crate) fn expected_answer(request: &Request, tokens: usize, block_tokens: us
     answer
 }
 
-/// What a token adds to the digest: other bits for another device.
+/// Contribution of a token to the digest: other bits for another device.
 fn value(token: u32, provenance: Provenance) -> u64 {
     u64::from(token) | u64::from(provenance.0) << 32
 }
 
 const ROOT: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Ends of the blocks that hold `tokens` tokens, the last one cut.
+/// Ends of the blocks that hold `tokens` tokens; the last one is truncated.
 fn block_ends(tokens: usize, block_tokens: usize) -> impl Iterator<Item = usize> {
     (0..tokens.div_ceil(block_tokens)).map(move |b| ((b + 1) * block_tokens).min(tokens))
 }

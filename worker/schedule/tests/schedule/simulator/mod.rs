@@ -1,7 +1,7 @@
 //! Drives the scheduler over a trace of arrivals without any device, in virtual time.
 //!
 //! Costs are a model ([`CostModel`]); answers are computed by a [`device`] that keeps KV in blocks as a real one
-//! does, so that a wrong block, a lost token or a repeated one changes the answer
+//! does, so a wrong block, a lost token or a repeated one changes the answer
 //! ([`SimulationReport::requests`] against [`device::expected_answer`]).
 
 pub(crate) mod device;
@@ -22,15 +22,16 @@ pub(crate) use report::{Distribution, Outcome, SimulationReport};
 /// context_token * KV tokens read`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct CostModel {
-    /// What every step costs.
+    /// Fixed cost of a step.
     pub(crate) step_us: f64,
-    /// A token of a prompt.
+    /// Cost of a prompt token.
     pub(crate) prefill_token_us: f64,
-    /// A decode row.
+    /// Cost of a decode row.
     pub(crate) decode_sequence_us: f64,
-    /// A token of KV that a row reads.
+    /// Cost of a KV token that a row reads.
     pub(crate) context_token_us: f64,
-    /// A token that a prefill worker computes and sends, for [`Work::ImportThenGenerate`]; one prompt at a time.
+    /// Cost of a token that a prefill worker computes and sends, for [`Work::ImportThenGenerate`]; one prompt at a
+    /// time.
     pub(crate) remote_token_us: f64,
 }
 
@@ -58,17 +59,17 @@ impl CostModel {
 /// A request of the trace.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Arrival {
-    /// When it comes, in microseconds from the start.
+    /// Time of arrival, in microseconds from the start.
     pub(crate) at_us: f64,
     /// The request.
     pub(crate) request: Request,
-    /// The answer stops by itself after so many tokens (at most `max_new_tokens` are given anyhow).
+    /// Number of tokens after which the answer stops by itself (at most `max_new_tokens` are generated in any case).
     pub(crate) answer_tokens: usize,
-    /// When the client goes away, in microseconds from the start.
+    /// Time at which the client disconnects, in microseconds from the start.
     pub(crate) cancel_at_us: Option<f64>,
 }
 
-/// What is simulated.
+/// Parameters of a simulation.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct SimulationOptions {
     /// Limits of the scheduler.
@@ -77,32 +78,32 @@ pub(crate) struct SimulationOptions {
     pub(crate) blocks: usize,
     /// Tokens of one block.
     pub(crate) block_tokens: usize,
-    /// What steps cost.
+    /// Costs of steps.
     pub(crate) costs: CostModel,
 }
 
-/// Why a simulation ended early.
+/// Reason a simulation ended early.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SimulationError {
-    /// The cache cannot be made.
+    /// The cache cannot be created.
     #[error(transparent)]
     KvCache(#[from] KvCacheError),
-    /// The scheduler refused a result of its own step.
+    /// The scheduler rejected the result of its own step.
     #[error(transparent)]
     Schedule(#[from] ScheduleError),
-    /// The scheduler asked the device for something wrong.
+    /// The scheduler made an invalid request to the device.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// Requests are left, and neither a step nor an event can move them.
+    /// Requests are left, and neither a step nor an event can advance them.
     #[error("{left} requests are left and nothing moves them")]
     Stuck {
-        /// Requests without an end.
+        /// Requests that have not ended.
         left: usize,
     },
-    /// A time of the trace is negative or no number.
+    /// A time in the trace is negative or not a number.
     #[error("arrival {index} has the time {at_us} µs: times count from 0")]
     Time {
-        /// Which arrival.
+        /// Index of the arrival.
         index: usize,
         /// Its time.
         at_us: f64,
@@ -112,7 +113,7 @@ pub(crate) enum SimulationError {
 /// Runs a trace to its end. Arrivals may be in any order.
 ///
 /// # Errors
-/// [`SimulationError`]; each but `KvCache`, `Time` and `Schedule` with an option of 0 is a fault of the scheduler.
+/// [`SimulationError`]; all but `KvCache`, `Time` and `Schedule` with an option of 0 are bugs in the scheduler.
 pub(crate) fn simulate(
     options: &SimulationOptions,
     arrivals: &[Arrival],
@@ -134,7 +135,7 @@ struct Simulation<'a> {
     costs: CostModel,
     scheduler: Scheduler,
     device: Device,
-    /// Coming events by time, and by order of their making where times are equal.
+    /// Future events by time; ties are broken by order of creation.
     events: BTreeMap<(u64, usize), Event>,
     made_events: usize,
     by_sequence: BTreeMap<SequenceId, usize>,
@@ -178,13 +179,13 @@ impl<'a> Simulation<'a> {
     }
 
     fn plan(&mut self, at_us: f64, event: Event) {
-        // The bits of numbers that are not negative have the order of the numbers.
+        // The bit patterns of non-negative floats sort like their values.
         self.events
             .insert((at_us.to_bits(), self.made_events), event);
         self.made_events += 1;
     }
 
-    /// Handles what is due, then computes a step; false at the end.
+    /// Handles due events, then computes a step; returns false at the end.
     fn advance(&mut self) -> Result<bool, SimulationError> {
         while let Some(entry) = self.events.first_entry()
             && f64::from_bits(entry.key().0) <= self.now_us
@@ -195,7 +196,7 @@ impl<'a> Simulation<'a> {
         let step = self.scheduler.schedule();
         self.note_step(&step);
         if step.is_empty() {
-            // Nothing to compute: on to the next event.
+            // Nothing to compute: skip to the next event.
             return match self.events.first_key_value() {
                 Some((key, _)) => {
                     self.now_us = self.now_us.max(f64::from_bits(key.0));
@@ -235,7 +236,7 @@ impl<'a> Simulation<'a> {
         Ok(())
     }
 
-    /// The prefill worker's KV and first token arrive.
+    /// Receives the prefill worker's KV and first token.
     fn import(&mut self, index: usize) -> Result<(), SimulationError> {
         let Some(id) = self.sequence_of.get(&index).copied() else {
             return Ok(());
@@ -311,7 +312,7 @@ impl<'a> Simulation<'a> {
         Ok(())
     }
 
-    /// A token as the engine reports it: the last one when the answer has its length.
+    /// A token as the engine reports it: marked as the last one once the answer has its full length.
     fn sampled(&self, sequence: SequenceId, token: u32) -> Sampled {
         let index = self.by_sequence.get(&sequence);
         let last = index.is_some_and(|&i| {

@@ -1,33 +1,33 @@
-//! What a simulation yields.
+//! Results of a simulation.
 
 use super::Arrival;
 use hearth_schedule::ScheduleError;
 
-/// How a request ended.
+/// Outcome of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
-    /// Has not ended; in no report of a simulation that ended.
+    /// Has not ended; absent from the report of a completed simulation.
     Open,
     /// Ended with its whole answer, or its whole export.
     Complete,
-    /// Ended by its client.
+    /// Cancelled by its client.
     Cancelled,
-    /// Refused at the door.
+    /// Rejected on submission.
     Refused(ScheduleError),
 }
 
 /// One request of the trace. Times are microseconds from the start.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct RequestReport {
-    /// When it came.
+    /// Time of arrival.
     pub(crate) arrived_us: f64,
-    /// When it left the queue.
+    /// Time at which it left the queue.
     pub(crate) admitted_us: Option<f64>,
-    /// When its first token was there.
+    /// Time of its first token.
     pub(crate) first_token_us: Option<f64>,
-    /// When it ended.
+    /// Time at which it ended.
     pub(crate) ended_us: Option<f64>,
-    /// How it ended.
+    /// Outcome of the request.
     pub(crate) outcome: Outcome,
     /// Prompt tokens whose KV was found at admission.
     pub(crate) cached_tokens: usize,
@@ -41,7 +41,7 @@ impl RequestReport {
         Some(self.first_token_us? - self.arrived_us)
     }
 
-    /// Time per output token behind the first, in microseconds.
+    /// Time per output token after the first, in microseconds.
     pub(crate) fn tpot_us(&self) -> Option<f64> {
         let intervals = self.answer.len().checked_sub(1).filter(|n| *n > 0)?;
         Some((self.ended_us? - self.first_token_us?) / intervals as f64)
@@ -68,13 +68,14 @@ impl Distribution {
         self.sorted.len()
     }
 
-    /// Arithmetic mean; `None` without values.
+    /// Arithmetic mean; `None` if there are no values.
     pub(crate) fn mean(&self) -> Option<f64> {
         let count = self.sorted.len();
         (count > 0).then(|| self.sorted.iter().sum::<f64>() / count as f64)
     }
 
-    /// The smallest value that `percent` of 100 values do not exceed (nearest rank); `None` without values.
+    /// Smallest value that at least `percent` percent of the values do not exceed (nearest rank); `None` if there are
+    /// none.
     pub(crate) fn percentile(&self, percent: f64) -> Option<f64> {
         let rank = (percent / 100.0 * self.sorted.len() as f64).ceil() as usize;
         self.sorted
@@ -85,30 +86,30 @@ impl Distribution {
             .copied()
     }
 
-    /// The largest value; `None` without values.
+    /// Largest value; `None` if there are no values.
     pub(crate) fn max(&self) -> Option<f64> {
         self.sorted.last().copied()
     }
 }
 
-/// A simulation that ended.
+/// Report of a completed simulation.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct SimulationReport {
-    /// One for each arrival, in their order.
+    /// One entry per arrival, in the same order.
     pub(crate) requests: Vec<RequestReport>,
     /// Steps that computed something.
     pub(crate) steps: usize,
-    /// Rows computed, replays included.
+    /// Rows that were computed, including replays.
     pub(crate) computed_tokens: usize,
-    /// Times that a sequence gave up its blocks.
+    /// Number of times that a sequence gave up its blocks.
     pub(crate) preemptions: usize,
-    /// Most decode rows of a step.
+    /// Most decode rows in a step.
     pub(crate) peak_batch: usize,
-    /// Most prompt tokens of a step.
+    /// Most prompt tokens in a step.
     pub(crate) peak_chunk_tokens: usize,
     /// Most blocks in use.
     pub(crate) peak_used_blocks: usize,
-    /// When the last request ended, in microseconds.
+    /// Time at which the last request ended, in microseconds.
     pub(crate) makespan_us: f64,
 }
 

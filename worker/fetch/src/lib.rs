@@ -15,7 +15,7 @@
 //! - Nothing in an archive is unpacked before its checksum has been verified.
 //! - No entry of an archive reaches outside the model's directory: links become hard links to files in it.
 //! - Where the reach is limited, nothing about a non-public server is disclosed before the checksum holds: neither in
-//! messages, nor in sizes (except of an archive that comes from a single server), nor by the time a failure takes.
+//!   messages, nor in sizes (except of an archive that comes from a single server), nor by the time a failure takes.
 //! - A server can neither make this machine hold more than it announced nor fill its disk.
 
 #![forbid(unsafe_code)]

@@ -405,7 +405,7 @@ impl Download<'_> {
     /// Waits before the next try.
     ///
     /// # Errors
-    /// [`FetchError::Lost`] if there is none.
+    /// [`FetchError::Lost`] if no try is left.
     async fn wait(
         &self,
         part: &Part,

@@ -92,7 +92,7 @@ pub enum FetchError {
     KeptBack {
         /// URL without secrets.
         url: String,
-        /// The checksum that was asked for.
+        /// The requested checksum.
         sha256: String,
         /// The error that is not shown.
         cause: Box<FetchError>,

@@ -42,7 +42,7 @@ pub(crate) struct FileFacts {
 }
 
 impl FileFacts {
-    /// Validator for If-Range, which tells this file from another one under the same URL.
+    /// Validator for If-Range, which distinguishes this file from another one under the same URL.
     pub(crate) fn validator(&self) -> Option<&str> {
         self.etag.as_deref().or(self.last_modified.as_deref())
     }

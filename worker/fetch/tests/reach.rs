@@ -181,7 +181,7 @@ async fn of_a_server_inside_only_that_it_gave_no_such_archive_is_told() {
     assert!(told[0].contains("log of this node's agent"), "{}", told[0]);
 }
 
-/// Limits what the time of the next try reveals to what the progress told: for archives, whether all of it arrived.
+/// Limits what the time of the next try reveals to what the progress showed: for archives, whether all of it arrived.
 #[tokio::test]
 async fn that_a_part_is_gone_on_with_is_said_of_archives_alone() {
     let archive = model_tar(1_000_000);

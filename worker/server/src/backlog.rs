@@ -1,6 +1,6 @@
 //! Output that was produced for clients and that they have not read yet.
 //!
-//! An answer is written as fast as its worker yields tokens, whoever reads it: a slow client never occupies a worker's
+//! An answer is written as fast as its worker yields tokens: a slow client never occupies a worker's
 //! slot. Output that a client has not read waits here, within one budget of bytes for all of them. When it is spent,
 //! the client with the most waiting output is cut off, provided that it has read nothing for a moment.
 

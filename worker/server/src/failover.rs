@@ -279,7 +279,7 @@ impl Attempt {
         progress: &mut Progress,
         observer: &dyn FailoverObserver,
     ) -> Result<Self, Failure> {
-        // After two failures the decode worker does everything by itself, as far as the tokens that the client has
+        // After two failures the decode worker does everything by itself, as far as the tokens already delivered
         // allow it: the fault may lie in the hand-over.
         let alone = progress.fruitless > 1;
         if alone

@@ -25,9 +25,9 @@ use crate::router::{AcquireError, Pin as WorkerPin};
 use crate::schema;
 use crate::wire::response::{FinishReason, PromptTokensDetails, Usage};
 
-/// Wait that a client is told when the queue is full.
+/// Retry delay given to clients when the queue is full.
 const RETRY_FULL: Duration = Duration::from_secs(2);
-/// Wait that it is told while workers start.
+/// Retry delay given to clients while workers start.
 const RETRY_STARTING: Duration = Duration::from_secs(5);
 
 /// A request that passed all checks.
@@ -93,7 +93,7 @@ pub(crate) type ChoiceStream = Pin<Box<dyn Stream<Item = Result<ChoiceEvent, Api
 
 /// Runs a submission. The stream ends after `Done` or an error; dropping it cancels all choices.
 ///
-/// The very first choice waits alone for a worker, as one request in the queue. Of each prompt the first choice goes
+/// The very first choice waits alone for a worker, as one request in the queue. For each prompt, the first choice goes
 /// ahead; the others follow once it has its first token, so that they find the prompt's KV cache computed. At most
 /// the pool's share for one request runs at a time: when one choice has ended, the next one goes to the end of the
 /// queue, behind requests that arrived in the meantime.

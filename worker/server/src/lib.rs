@@ -2,7 +2,7 @@
 //!
 //! A request passes [`wire`] (every parameter is understood or refused by name), the model's chat template and
 //! tokenizer, and becomes jobs on workers that [`router`] chooses; [`failover`] keeps each stream whole when a worker
-//! dies; tokens become text, stop strings end it, and [`tools`] tells calls from content.
+//! dies; tokens become text, stop strings end it, and [`tools`] separates calls from content.
 //!
 //! **Invariants**
 //! - The gateway holds no weights and computes no logits. All it keeps of a stream is its tokens, which is what

@@ -14,7 +14,7 @@ use crate::error::{ApiError, ErrorType};
 
 /// Time for a client to read the refusal of a body that it is still sending.
 const LINGER: Duration = Duration::from_secs(1);
-/// Wait that a client with a large body is told when too many of them are being read.
+/// Retry delay given to clients with a large body when too many of them are being read.
 const RETRY_ROOM: Duration = Duration::from_secs(2);
 
 /// Reads the bytes of a JSON body. A body longer than `large` bytes waits, unread, for room as it arrives.

@@ -1,7 +1,7 @@
 //! Memory for large bodies that are being read.
 //!
 //! A body takes a share of it as its bytes arrive, so one that was announced and does not arrive takes nothing. When
-//! all of it is taken by incomplete bodies, one at a time may be read to its end beyond the limit; it must arrive soon.
+//! all of it is taken by incomplete bodies, one at a time may be read to its end beyond the limit, but quickly.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -385,7 +385,7 @@ impl Lease {
         self.member.heard();
     }
 
-    /// Returns when the worker has stopped answering although its connection stands.
+    /// Returns when the worker has stopped answering although its connection is open.
     pub async fn lost(&mut self) {
         changed(&mut self.epoch).await;
     }
@@ -409,7 +409,7 @@ impl PrefillLease {
         self.member.id
     }
 
-    /// Returns when the worker has stopped answering although its connection stands.
+    /// Returns when the worker has stopped answering although its connection is open.
     pub async fn lost(&mut self) {
         changed(&mut self.epoch).await;
     }

@@ -64,7 +64,7 @@ pub enum Health {
     Suspect,
     /// Does not answer.
     Lost,
-    /// Its connection stands, but nothing arrives: the process is stuck.
+    /// Its connection is open, but nothing arrives: the process is stuck.
     Hung,
     /// Finishes its requests and takes no new ones.
     Draining,

@@ -1,4 +1,4 @@
-//! What a server's answer says of the file, and what its lack or its refusal means for the download.
+//! Interpretation of a server's answer: facts about the file, and whether a refusal or no answer ends the download.
 
 use std::time::{Duration, SystemTime};
 
@@ -11,14 +11,14 @@ use crate::reach::{Guard, Refused};
 use crate::retry::retry_after;
 use crate::{FetchError, Source};
 
-/// A try that did not end the download.
+/// A try that did not complete the download.
 pub(crate) enum Failure {
     /// No further try can help.
     Final(FetchError),
     /// Worth another try.
     Lost {
         reason: String,
-        /// How long the server asks to wait.
+        /// Wait that the server asks for.
         asked: Option<Duration>,
     },
 }
@@ -32,7 +32,7 @@ impl Failure {
     }
 }
 
-/// What the server says of the whole file.
+/// Collects what the answer says about the whole file.
 pub(crate) fn facts(source: &Source, response: &Response, guard: &Guard) -> FileFacts {
     let text = |name: HeaderName| {
         let value = response.headers().get(name)?.to_str().ok()?;
@@ -44,7 +44,7 @@ pub(crate) fn facts(source: &Source, response: &Response, guard: &Guard) -> File
         last_modified: text(LAST_MODIFIED),
         total_bytes: response.content_length(),
         asked: guard.asked(),
-        // The same name may lead elsewhere by now.
+        // The same name may resolve to another server by now.
         from_sha256: sha256_of(&format!("{} {:?}", response.url(), response.remote_addr())),
         is_inside: guard.keeps_back(),
     }
@@ -60,7 +60,7 @@ pub(crate) fn content_range(headers: &HeaderMap) -> Option<(Option<u64>, Option<
     Some((first, total.parse().ok()))
 }
 
-/// An answer that is no file.
+/// Returns the failure for an answer that is not a file.
 pub(crate) fn refusal(source: &Source, status: StatusCode, headers: &HeaderMap) -> Failure {
     let url = source.shown();
     let shown = status.to_string();
@@ -85,7 +85,7 @@ pub(crate) fn refusal(source: &Source, status: StatusCode, headers: &HeaderMap) 
     })
 }
 
-/// A request that had no answer.
+/// Returns the failure for a request that got no answer.
 pub(crate) fn unanswered(source: &Source, error: &reqwest::Error) -> Failure {
     let url = source.shown();
     if let Some(refused) = cause_of::<Refused>(error) {
@@ -106,7 +106,7 @@ pub(crate) fn unanswered(source: &Source, error: &reqwest::Error) -> Failure {
     Failure::lost(format!("{what}: {}", innermost(error)))
 }
 
-/// A URL that Hearth is not allowed to ask.
+/// Returns the error for a URL that Hearth is not allowed to fetch.
 pub(crate) fn forbidden(source: &Source, refused: Refused) -> FetchError {
     FetchError::Forbidden {
         url: source.shown(),

@@ -1,14 +1,14 @@
-//! Where models and parts of archives lie.
+//! Directory of models and of parts of archives.
 //!
 //! ```text
 //! DIR/models/KEY/              a complete model, put there by one rename
 //! DIR/models/.unpack-KEY/      being unpacked
 //! DIR/models/.remove-KEY/      being removed
-//! DIR/partial/KEY.part         an archive as far as it is here
-//! DIR/partial/KEY.json         of which file it is a part
+//! DIR/partial/KEY.part         the downloaded part of an archive
+//! DIR/partial/KEY.json         facts about the file that the part belongs to
 //! DIR/partial/KEY.lock         held by the process that fetches
-//! DIR/partial/KEY.tries        what became of earlier tries
-//! DIR/partial/KEY.used         its time: when the model was last named
+//! DIR/partial/KEY.tries        the record of earlier tries
+//! DIR/partial/KEY.used         its mtime: when the model was last named
 //! ```
 
 use std::collections::BTreeSet;
@@ -30,7 +30,7 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// Nothing is read or made yet.
+    /// Creates a handle; reads and creates nothing on disk yet.
     pub fn new(directory: impl Into<PathBuf>) -> Self {
         Self {
             directory: directory.into(),
@@ -42,10 +42,10 @@ impl Cache {
         Some(self.directory(key)).filter(|path| path.is_dir())
     }
 
-    /// Makes what is missing of the cache.
+    /// Creates the missing directories of the cache.
     ///
     /// # Errors
-    /// [`FetchError::Cache`] when this user may not.
+    /// [`FetchError::Cache`] if this user may not create or write them.
     pub fn create(&self) -> Result<(), FetchError> {
         for directory in [self.models(), self.partial()] {
             fs::create_dir_all(&directory).map_err(FetchError::in_cache(&directory))?;
@@ -55,12 +55,12 @@ impl Cache {
         Ok(())
     }
 
-    /// Removes parts whose keys are not named, and models that have not been named for `keep`; tells which. What a running
-    /// fetch works on stays.
+    /// Removes parts whose keys are not named, and models that have not been named for `keep`; returns the removed
+    /// keys. Anything that a running fetch works on stays.
     ///
     /// # Errors
-    /// [`FetchError::Cache`] when the directory cannot be read or something in it cannot be removed; what could be
-    /// removed is gone.
+    /// [`FetchError::Cache`] if the directory cannot be read or something in it cannot be removed; what was removed
+    /// before that stays removed.
     pub fn retain(
         &self,
         keys: &BTreeSet<Key>,
@@ -87,7 +87,7 @@ impl Cache {
         Ok(removed)
     }
 
-    /// Whether the model was named less than `keep` ago. One of which that is not known counts from `now` on.
+    /// Whether the model was named less than `keep` ago. A model without a recorded time counts from `now` on.
     fn is_kept(&self, key: &Key, keep: Duration, now: SystemTime) -> Result<bool, FetchError> {
         let used = fs::metadata(self.used(key)).and_then(|it| it.modified());
         let Ok(used) = used else {
@@ -97,7 +97,7 @@ impl Cache {
         Ok(now.duration_since(used).is_ok_and(|age| age < keep))
     }
 
-    /// Written now and then only: a disk is not to be woken each minute.
+    /// Records the time of use, at most every ten minutes, so as not to keep waking the disk.
     fn note_use(&self, key: &Key, now: SystemTime) -> Result<(), FetchError> {
         const PRECISION: Duration = Duration::from_secs(600);
         let path = self.used(key);
@@ -113,7 +113,7 @@ impl Cache {
         noted.map_err(|error| FetchError::file(&path, error))
     }
 
-    /// Every key of which something is here.
+    /// Returns every key that anything in the cache belongs to.
     fn keys(&self) -> Result<BTreeSet<Key>, FetchError> {
         let mut keys = BTreeSet::new();
         for directory in [self.models(), self.partial()] {
@@ -122,7 +122,7 @@ impl Cache {
                 Err(error) if error.kind() == ErrorKind::NotFound => continue,
                 Err(error) => return Err(FetchError::file(&directory, error)),
             };
-            // A name that is no key is not ours.
+            // A name that is not a key is not ours.
             keys.extend(entries.flatten().filter_map(|entry| {
                 let name = entry.file_name();
                 let name = name.to_str()?;
@@ -136,11 +136,11 @@ impl Cache {
         Ok(keys)
     }
 
-    /// Removes all of a key but its lock, which the caller holds.
+    /// Removes everything of a key except its lock, which the caller holds.
     fn remove(&self, key: &Key) -> Result<(), FetchError> {
         let going = self.models().join(format!("{REMOVE}{key}"));
         remove_directory(&going)?;
-        // First out of its place: half a model is never seen there.
+        // Moved out of its place first: half a model is never seen there.
         match fs::rename(self.directory(key), &going) {
             Ok(()) => remove_directory(&going)?,
             Err(error) if error.kind() == ErrorKind::NotFound => {}
@@ -191,7 +191,7 @@ impl Cache {
     }
 }
 
-/// Removes a directory with all in it; one that is not there is removed already.
+/// Removes a directory and its contents; succeeds if it does not exist.
 pub(crate) fn remove_directory(path: &Path) -> Result<(), FetchError> {
     match fs::remove_dir_all(path) {
         Err(error) if error.kind() != ErrorKind::NotFound => Err(FetchError::file(path, error)),
@@ -199,7 +199,7 @@ pub(crate) fn remove_directory(path: &Path) -> Result<(), FetchError> {
     }
 }
 
-/// Removes a file; one that is not there is removed already.
+/// Removes a file; succeeds if it does not exist.
 pub(crate) fn remove_file(path: &Path) -> Result<(), FetchError> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != ErrorKind::NotFound => Err(FetchError::file(path, error)),
@@ -230,7 +230,7 @@ mod tests {
             fs::create_dir(cache.directory(&key(digit))).unwrap();
             fs::write(cache.directory(&key(digit)).join("config.json"), "{}").unwrap();
         }
-        // A part, half an unpacked model, half a removed one, and what is not ours.
+        // A part, a half-unpacked model, a half-removed one, and a directory that is not ours.
         fs::write(cache.part(&key('d')), "half").unwrap();
         fs::write(cache.part_facts(&key('d')), "{}").unwrap();
         fs::create_dir(cache.unpacking(&key('e'))).unwrap();
@@ -277,7 +277,7 @@ mod tests {
         let (hour, day) = (Duration::from_secs(3600), Duration::from_secs(86_400));
         let retain =
             |keys: &BTreeSet<Key>, after: Duration| cache.retain(keys, day, began + after).unwrap();
-        // Of `b` nobody knows since when it is not wanted; a part is worth nothing.
+        // It is unknown since when `b` is unwanted; a part is not worth keeping.
         assert_eq!(retain(&named, Duration::ZERO), [key('c')]);
         assert_eq!(retain(&named, 12 * hour), []);
         assert_eq!(retain(&none, 23 * hour), []);
@@ -286,7 +286,7 @@ mod tests {
         assert_eq!(retain(&none, 36 * hour), [key('a')]);
         assert_eq!(retain(&none, 37 * hour), []);
         assert!(fs::read_dir(cache.partial()).unwrap().next().is_none());
-        // Where a disk is needed, nothing is kept.
+        // When disk space is needed, nothing is kept.
         fs::create_dir(cache.directory(&key('a'))).unwrap();
         retain(&named, 38 * hour);
         assert_eq!(

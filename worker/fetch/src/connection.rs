@@ -1,4 +1,4 @@
-//! The HTTP client of a download, and what its errors say.
+//! The HTTP client of a download, and the causes in its errors.
 
 use std::error::Error;
 use std::io;
@@ -8,10 +8,10 @@ use reqwest::Client;
 use crate::reach::Guard;
 use crate::{FetchError, FetchOptions, Source};
 
-/// Redirects that are followed.
+/// Maximum number of redirects to follow.
 pub(crate) const MAX_REDIRECTS: usize = 10;
 
-/// A client that dials what `guard` lets it.
+/// Builds a client that connects only to addresses that `guard` allows.
 ///
 /// # Errors
 /// [`FetchError::Tls`].
@@ -20,7 +20,7 @@ pub(crate) fn client(
     options: &FetchOptions,
     guard: &Guard,
 ) -> Result<Client, FetchError> {
-    // Images without certificates of authorities still reach public servers.
+    // Public servers can still be reached from images without CA certificates.
     let roots = webpki_root_certs::TLS_SERVER_ROOT_CERTS
         .iter()
         .filter_map(|der| reqwest::Certificate::from_der(der).ok());
@@ -28,10 +28,10 @@ pub(crate) fn client(
         .install(Client::builder(), MAX_REDIRECTS)
         .user_agent(concat!("hearth/", env!("CARGO_PKG_VERSION")))
         .connect_timeout(options.connect_timeout)
-        // A redirect's server need not learn the query of the URL that led to it.
+        // The target of a redirect need not learn the query of the URL that led to it.
         .referer(false)
         .tls_certs_merge(roots)
-        // The checksum is of the bytes as they lie on the server.
+        // The checksum covers the bytes as they are stored on the server.
         .no_gzip()
         .no_brotli()
         .no_zstd()
@@ -43,19 +43,19 @@ pub(crate) fn client(
         })
 }
 
-/// Why TLS refused, if it did.
+/// Returns the TLS error's message, if TLS is the cause.
 pub(crate) fn tls_reason(error: &reqwest::Error) -> Option<String> {
     cause_of::<rustls::Error>(error).map(ToString::to_string)
 }
 
-/// The cause of this type in an error's chain.
+/// Finds the cause of this type in an error's chain.
 pub(crate) fn cause_of<T: Error + 'static>(error: &reqwest::Error) -> Option<&T> {
     let mut next: Option<&(dyn Error + 'static)> = Some(error);
     while let Some(error) = next {
         if let Some(found) = error.downcast_ref::<T>() {
             return Some(found);
         }
-        // An I/O error hides what it wraps from the chain.
+        // An I/O error hides the error that it wraps from the chain.
         let inner = error
             .downcast_ref::<io::Error>()
             .and_then(io::Error::get_ref);
@@ -67,7 +67,7 @@ pub(crate) fn cause_of<T: Error + 'static>(error: &reqwest::Error) -> Option<&T>
     None
 }
 
-/// The last message of an error's chain: the first ones say no more than that there was an error.
+/// Returns the last message of an error's chain: the outer ones say no more than that there was an error.
 pub(crate) fn innermost(error: &(dyn Error + 'static)) -> String {
     let mut last = error;
     while let Some(source) = last.source() {

@@ -1,4 +1,4 @@
-//! Bytes from the server into the part, however often the connection breaks.
+//! Streams bytes from the server into the part, however often the connection breaks.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -20,17 +20,17 @@ use crate::retry::backoff;
 use crate::unpack::{HEAD_BYTES, is_archive};
 use crate::{Blame, Credentials, FetchError, FetchOptions, Phase, Source};
 
-/// How often the progress of a silent download is told.
+/// Interval at which progress is reported while a download is silent.
 const SILENCE_PERIOD: Duration = Duration::from_secs(1);
-/// Pieces that may wait for the disk.
+/// Maximum number of pieces that wait for the disk.
 const CHANNEL_PIECES: usize = 32;
-/// The disk's free space is looked at after so many bytes.
+/// Bytes between two checks of the disk's free space.
 const ROOM_PERIOD_BYTES: u64 = 64 << 20;
 
 /// Completes the part and checks its SHA-256.
 ///
 /// # Errors
-/// Those of [`crate::fetch`] that network, server, disk and checksum cause.
+/// The errors of [`crate::fetch`] that network, server, disk and checksum cause.
 pub(crate) async fn download(
     source: &Source,
     options: &FetchOptions,
@@ -41,7 +41,7 @@ pub(crate) async fn download(
     let began = Instant::now();
     let error = match complete(source, options, part, reporter, &guard).await {
         Ok(part) => {
-            // Whoever knows the checksum knows the archive.
+            // A caller that knows the checksum knows the archive.
             reporter.hide(false);
             return Ok(part);
         }
@@ -64,11 +64,11 @@ pub(crate) async fn download(
     })
 }
 
-/// Whether others than this machine's owner must not read the error.
+/// Whether only the owner of this machine may read the error.
 fn is_kept_back(error: &FetchError, guard: &Guard) -> bool {
     let is_answer = match error {
         FetchError::Ended { .. } => false,
-        // How much is missing follows from the length that the server told.
+        // The number of missing bytes follows from the length that the server announced.
         FetchError::DiskFull { .. } => true,
         _ => matches!(error.blame(), Blame::Remote | Blame::Content),
     };
@@ -76,7 +76,7 @@ fn is_kept_back(error: &FetchError, guard: &Guard) -> bool {
     is_answer && (guard.keeps_back() || is_of_unknown)
 }
 
-/// Time from a failure until it is told: at the end of the `patience` that it falls into.
+/// Time from a failure until it is reported: at the end of the `patience` period that it falls into.
 fn until_told(elapsed: Duration, patience: Duration) -> Duration {
     let patience_ms = patience.as_millis().max(1);
     let past_ms = elapsed.as_millis() % patience_ms;
@@ -115,7 +115,7 @@ async fn complete(
         let received_bytes = part.received_bytes();
         let (back, outcome) = download.attempt(part, idle_since).await?;
         part = back;
-        // Whoever sends is not silent, though it be what came before: a server without ranges begins anew each time.
+        // A server that sends is not silent, even if it repeats bytes: one without ranges starts over each time.
         if part.received_bytes() > received_bytes {
             idle_since = Instant::now();
         }
@@ -147,25 +147,25 @@ struct Download<'a> {
     client: Client,
 }
 
-/// What was tried.
+/// State of the retries.
 #[derive(Clone, Copy)]
 struct Tried {
-    /// Tries in a row that brought nothing new.
+    /// Consecutive tries that brought nothing new.
     failures: u32,
-    /// When the last try ended in which a byte came, or the first one began.
+    /// End of the last try that received a byte, or start of the first one.
     idle_since: Instant,
 }
 
-/// How the bytes of an answer join those that are here.
+/// Position of an answer's bytes relative to those already in the part.
 enum Join {
-    /// Bytes behind those that are there.
+    /// The bytes follow those already there.
     Append(FileFacts),
-    /// Instead of them.
+    /// The bytes replace them.
     Restart(FileFacts),
 }
 
 impl Download<'_> {
-    /// One request and what comes of it. The part comes back with what was added.
+    /// Makes one request and handles its answer. Returns the part with whatever was added.
     async fn attempt(
         &self,
         mut part: Part,
@@ -173,8 +173,8 @@ impl Download<'_> {
     ) -> Result<(Part, Result<(), Failure>), FetchError> {
         self.guard.begin(self.source.url());
         let answer = self.request(&part, idle_since).await;
-        // How long an archive is gives nothing of the network away; how long another answer is may, and the head of an
-        // archive is no evidence of what another server goes on with.
+        // An archive's length reveals nothing about the network; another answer's may, and the head of an archive says
+        // nothing about the bytes with which another server continues.
         let is_told = part.facts().is_of_one(&self.guard.asked()) && part.is_archive();
         self.reporter.hide(self.guard.keeps_back() && !is_told);
         let response = match answer {
@@ -200,7 +200,7 @@ impl Download<'_> {
                     {
                         Join::Append(facts)
                     }
-                    // Another file than the one that we have a part of.
+                    // Not the file that we have a part of.
                     _ => return restarted(part).await,
                 }
             }
@@ -246,7 +246,7 @@ impl Download<'_> {
         if part.len_bytes() > 0 {
             request = request.header(RANGE, format!("bytes={}-", part.len_bytes()));
             let facts = part.facts();
-            // Another URL's validator says nothing; then the length and in the end the checksum tell.
+            // A validator of another URL says nothing; then the length, and finally the checksum, decide.
             let is_same = facts.url_sha256 == sha256_of(self.source.url().as_str());
             if let Some(validator) = facts.validator().filter(|_| is_same) {
                 request = request.header(IF_RANGE, validator);
@@ -268,7 +268,7 @@ impl Download<'_> {
         }
     }
 
-    /// How often it is looked at whether a silence lasts too long.
+    /// Interval between two checks for too long a silence.
     fn look_period(&self) -> Duration {
         let options = self.options;
         let period = SILENCE_PERIOD.min(options.stall_timeout);
@@ -278,7 +278,7 @@ impl Download<'_> {
         }
     }
 
-    /// How long a server that is not public is tried: a little less than until its failure is told.
+    /// Time for which a non-public server is tried: slightly less than the time until its failure is reported.
     fn patience(&self) -> Duration {
         self.options.private_patience / 10 * 9
     }
@@ -287,7 +287,7 @@ impl Download<'_> {
         self.guard.keeps_back() && idle_since.elapsed() >= self.patience()
     }
 
-    /// Writes what comes, on a thread of its own, until it ends one way or another.
+    /// Writes the incoming bytes on a blocking thread, until they end one way or another.
     async fn receive(
         &self,
         response: Response,
@@ -317,7 +317,7 @@ impl Download<'_> {
         Ok((part, received))
     }
 
-    /// Hands pieces to the writer; ends without an error when the writer has one.
+    /// Passes pieces to the writer; returns `Ok` if the writer has stopped with an error of its own.
     async fn pass_on(
         &self,
         mut response: Response,
@@ -355,7 +355,7 @@ impl Download<'_> {
         }
     }
 
-    /// The next piece of the body; tells now and then that there is none yet.
+    /// Returns the next piece of the body; reports progress at intervals while waiting for it.
     async fn piece(
         &self,
         response: &mut Response,
@@ -381,7 +381,7 @@ impl Download<'_> {
         }
     }
 
-    /// Room for what is missing of the archive and for its files.
+    /// Checks that there is room for the rest of the archive and for its files.
     fn check_room(
         &self,
         part: &Part,
@@ -391,7 +391,7 @@ impl Download<'_> {
         let Some(total_bytes) = total_bytes else {
             return Ok(());
         };
-        // Weights hardly shrink by compression; what more they take is seen while they are unpacked.
+        // Weights hardly compress; any excess is noticed while unpacking.
         let missing_bytes = total_bytes.saturating_sub(here_bytes);
         let what = format!(
             "{} MiB to fetch of the archive, {} MiB for its files",
@@ -405,7 +405,7 @@ impl Download<'_> {
     /// Waits before the next try.
     ///
     /// # Errors
-    /// [`FetchError::Lost`] when there is none.
+    /// [`FetchError::Lost`] if no try is left.
     async fn wait(
         &self,
         part: &Part,
@@ -458,7 +458,7 @@ impl Download<'_> {
     }
 }
 
-/// The body of the writer's thread.
+/// Body of the writer thread.
 fn write(
     part: &mut Part,
     join: Join,
@@ -481,7 +481,7 @@ fn write(
     Ok(())
 }
 
-/// The part without its bytes: the next request asks for the whole file.
+/// Empties the part, so that the next request asks for the whole file.
 async fn restarted(mut part: Part) -> Result<(Part, Result<(), Failure>), FetchError> {
     tracing::info!("the file behind the URL has changed: starting over");
     let emptied = tokio::task::spawn_blocking(move || {
@@ -498,7 +498,7 @@ fn ended(mut part: Part) -> Result<(Part, Result<(), Failure>), FetchError> {
     Ok((part, Ok(())))
 }
 
-/// Another checksum than the one that was asked for removes the part.
+/// Checks the checksum; removes the part if it is not the requested one.
 fn verify(source: &Source, part: Part) -> Result<Part, FetchError> {
     let found = part.sha256();
     if found == source.sha256() {

@@ -1,4 +1,4 @@
-//! What can go wrong with a fetch, each with what to do.
+//! Errors of a fetch, each with its remedy.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ pub enum FetchError {
     Url {
         /// The value as given.
         url: String,
-        /// What is wrong with it.
+        /// Reason that it was rejected.
         reason: String,
     },
     /// The value is not a SHA-256.
@@ -35,7 +35,7 @@ pub enum FetchError {
         /// `404 Not Found` or `410 Gone`.
         status: String,
     },
-    /// The server wants to know who asks.
+    /// The server requires authentication or denies access.
     #[error(
         "{url} may not be read: the server answered {status}\n  allow this machine to read it, or use a URL that carries its own permission"
     )]
@@ -45,27 +45,27 @@ pub enum FetchError {
         /// `401 …`, `403 …`, `407 …`.
         status: String,
     },
-    /// An answer that is no file.
+    /// An answer that is not a file.
     #[error(
         "{url} returned no file: the server answered {answer}\n  open the URL from this machine to see why"
     )]
     Answer {
         /// URL without secrets.
         url: String,
-        /// Status, and what is odd about it.
+        /// Status of the answer.
         answer: String,
     },
-    /// Redirects without end.
+    /// Too many redirects.
     #[error(
         "{url} redirects in a loop: more than {limit} redirects\n  use the URL of the file itself"
     )]
     Redirects {
         /// URL without secrets.
         url: String,
-        /// How many were followed.
+        /// Maximum number of redirects.
         limit: usize,
     },
-    /// The server's certificate is not accepted, or it speaks no TLS.
+    /// The server's certificate was rejected, or the server does not speak TLS.
     #[error(
         "TLS verification failed for {url}: {reason}\n  add its certificate authority to this machine's certificates (or name its PEM file in SSL_CERT_FILE), or use http:// for a server without TLS"
     )]
@@ -75,31 +75,31 @@ pub enum FetchError {
         /// The library's reason.
         reason: String,
     },
-    /// Where the machine that fetches must not look.
+    /// The address is off limits to the machine that fetches.
     #[error(
         "{url} is not allowed: its address is {why}\n  put the archive on a server outside the cluster, or name its range in agent.fetch.allowedRanges of Hearth's chart"
     )]
     Forbidden {
         /// URL without secrets.
         url: String,
-        /// What the address is.
+        /// Kind of address that it is.
         why: &'static str,
     },
-    /// A server that is not public gave something else than the archive, or nothing: all of these failures look alike.
+    /// A non-public server gave something other than the archive, or nothing: all of these failures look alike.
     #[error(
         "{url} did not yield the archive with the sha256 {sha256}: its address is not public, so the details are only in the log of this node's agent\n  check the URL, the checksum, that the server lets this node read the file, and that the node's disk has room for it"
     )]
     KeptBack {
         /// URL without secrets.
         url: String,
-        /// The checksum that was asked for.
+        /// The requested checksum.
         sha256: String,
-        /// What is kept back.
+        /// The error that is not shown.
         cause: Box<FetchError>,
-        /// Whether what came stays for the next try, and whoever asks could read so from the progress.
+        /// Whether the downloaded bytes stay for the next try, and the progress already showed that to the requester.
         is_resumed: bool,
     },
-    /// The connection broke again and again, or could not be made.
+    /// The connection broke repeatedly, or could not be made.
     #[error(
         "{url} cannot be fetched: {reason} ({attempts} attempts made no progress)\n  check the network and the server; the next attempt resumes with the {bytes} bytes that are here"
     )]
@@ -108,7 +108,7 @@ pub enum FetchError {
         url: String,
         /// Reason of the last attempt.
         reason: String,
-        /// Tries in a row without a new byte.
+        /// Consecutive tries without a new byte.
         attempts: u32,
         /// Bytes of the archive that are kept.
         bytes: u64,
@@ -120,31 +120,31 @@ pub enum FetchError {
     TooLong {
         /// URL without secrets.
         url: String,
-        /// Length of the file by the server's own words.
+        /// Length of the file as announced by the server.
         announced_bytes: u64,
     },
-    /// Another file than the one that was asked for.
+    /// A file with another checksum than the requested one.
     #[error(
         "{url} has the sha256\n  {found}, not\n  {expected}: the download was removed\n  check that the sha256 is that of the archive behind the URL"
     )]
     Mismatch {
         /// URL without secrets.
         url: String,
-        /// The checksum that was asked for.
+        /// The requested checksum.
         expected: String,
-        /// Checksum of the bytes that came.
+        /// Checksum of the received bytes.
         found: String,
     },
-    /// No room.
+    /// Not enough free disk space.
     #[error("{path} has {free} MiB free, and {need} MiB are needed: {what}\n  free space on that disk, or keep models on another one", path = path.display(), free = free_bytes >> 20, need = need_bytes.div_ceil(1 << 20))]
     DiskFull {
         /// Directory of the cache.
         path: PathBuf,
-        /// What the space is for.
+        /// Purpose of the space.
         what: String,
-        /// That must be free.
+        /// Bytes that must be free.
         need_bytes: u64,
-        /// That are free.
+        /// Bytes that are free.
         free_bytes: u64,
     },
     /// The cache's own files cannot be used.
@@ -157,27 +157,27 @@ pub enum FetchError {
         /// Effective user id of this process.
         user: u32,
     },
-    /// Something else than an archive.
+    /// Not an archive.
     #[error(
         "{url} is not an archive that can be unpacked: {what}\n  pack the model's directory as .tar, .tar.gz or .tar.zst: tar -cf model.tar -C /models/NAME ."
     )]
     NotAnArchive {
         /// URL without secrets.
         url: String,
-        /// What it is instead.
+        /// Kind of file it is instead, or the reason that it cannot be read.
         what: String,
     },
-    /// An archive that is cut off or broken.
+    /// An archive that is truncated or corrupt.
     #[error(
         "{url} is a broken archive: {reason}\n  its sha256 is right, so the file was broken when that was computed: pack it again"
     )]
     Corrupt {
         /// URL without secrets.
         url: String,
-        /// Where it breaks off.
+        /// Place and cause of the damage.
         reason: String,
     },
-    /// An entry that would reach outside, or is no file of a model.
+    /// An entry that would reach outside the directory, or is not a model's file.
     #[error(
         "{url} was not unpacked: its entry {entry:?} {reason}\n  pack the model's own files, links followed: tar -chf model.tar -C /models/NAME ."
     )]
@@ -186,7 +186,7 @@ pub enum FetchError {
         url: String,
         /// Name in the archive.
         entry: String,
-        /// What is wrong with it.
+        /// Reason that it was refused.
         reason: String,
     },
     /// More files than any model has.
@@ -194,45 +194,45 @@ pub enum FetchError {
     TooMany {
         /// URL without secrets.
         url: String,
-        /// Most that are unpacked.
+        /// Maximum number of entries.
         limit: u64,
     },
-    /// An archive of something else.
+    /// An archive without a model.
     #[error(
         "{url} holds no model: config.json is neither at its top nor in a single directory there (it has {names})\n  pack the model's directory: tar -cf model.tar -C /models/NAME ."
     )]
     NoModel {
         /// URL without secrets.
         url: String,
-        /// What is at the top.
+        /// Names at the top level.
         names: String,
     },
     /// The work was stopped from outside.
     #[error("the fetch was interrupted: {reason}\n  fetch again: it resumes where it stopped")]
     Ended {
-        /// Why.
+        /// Cause of the interruption.
         reason: String,
     },
 }
 
-/// Who can change that a fetch fails; decides when it is tried again.
+/// Party that can fix a failed fetch; decides when it is tried again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Blame {
-    /// What was asked for: the same answer every time.
+    /// The request: the answer is the same every time.
     Request,
-    /// Network or server: may work soon.
+    /// The network or the server: may work soon.
     Remote,
-    /// What lies behind the URL: costs a whole download to find out again.
+    /// The content behind the URL: finding out again costs a whole download.
     Content,
     /// This machine's disk.
     Local,
-    /// Kept back: who asks must not learn it, not even by when it is tried again.
+    /// Kept back: the requester must not learn it, not even from the time of the next try.
     Unknown,
 }
 
 impl FetchError {
-    /// Whether the next try costs as much as this one did, or may: of a server that is not public that is said of all
-    /// failures but those where the progress told it.
+    /// Whether the next try costs, or may cost, as much as this one. For a non-public server that is assumed of all
+    /// failures, except where the progress already showed that the bytes are kept.
     pub fn costs_all_again(&self) -> bool {
         match self {
             Self::KeptBack { is_resumed, .. } => !is_resumed,
@@ -240,7 +240,7 @@ impl FetchError {
         }
     }
 
-    /// Who can change it.
+    /// Party that can fix the failure.
     pub fn blame(&self) -> Blame {
         match self {
             Self::Url { .. } | Self::Checksum { .. } | Self::Forbidden { .. } => Blame::Request,
@@ -263,7 +263,7 @@ impl FetchError {
         }
     }
 
-    /// Whether more room on this machine's disk could help, kept back or not.
+    /// Whether more free space on this machine's disk could help, even if the cause is kept back.
     pub fn is_disk_full(&self) -> bool {
         match self {
             Self::DiskFull { .. } => true,
@@ -272,7 +272,7 @@ impl FetchError {
         }
     }
 
-    /// A file operation of the cache that failed: a full disk is told apart.
+    /// Error of a failed file operation in the cache; distinguishes a full disk from other causes.
     pub(crate) fn file(path: &Path, reason: io::Error) -> Self {
         let is_full = matches!(
             reason.kind(),
@@ -294,13 +294,13 @@ impl FetchError {
         }
     }
 
-    /// The lock of a key, or the file behind it, cannot be used.
+    /// Returns a function for `map_err` that reports I/O errors at `path` as [`Self::file`] does.
     pub(crate) fn in_cache(path: &Path) -> impl Fn(io::Error) -> Self + '_ {
         move |reason| Self::file(path, reason)
     }
 }
 
-/// Bytes that this user may still write to the disk of `path`, or of the nearest directory above it.
+/// Bytes that this user may still write to the disk of `path`, or of its nearest existing ancestor.
 pub(crate) fn free_bytes(path: &Path) -> Option<u64> {
     path.ancestors().find_map(|path| {
         let stat = rustix::fs::statvfs(path).ok()?;
@@ -308,7 +308,7 @@ pub(crate) fn free_bytes(path: &Path) -> Option<u64> {
     })
 }
 
-/// Bytes that stay free on the disk of `path`.
+/// Bytes to leave free on the disk of `path`.
 pub(crate) fn reserve_bytes(path: &Path, options: &FetchOptions) -> u64 {
     let total_bytes = path.ancestors().find_map(|path| {
         let stat = rustix::fs::statvfs(path).ok()?;
@@ -319,7 +319,7 @@ pub(crate) fn reserve_bytes(path: &Path, options: &FetchOptions) -> u64 {
     options.reserve_bytes.max(part_bytes)
 }
 
-/// Refuses to go on where the disk would have less than `reserve_bytes` after `need_bytes` more.
+/// Checks that `reserve_bytes` would still be free on the disk after writing `need_bytes` more.
 ///
 /// # Errors
 /// [`FetchError::DiskFull`].
@@ -361,7 +361,7 @@ mod tests {
         assert!(tenth > 7 && reserve_bytes(path, &options(tenth + 1, 10)) == tenth + 1);
         let stat = rustix::fs::statvfs("/tmp").unwrap();
         assert_eq!(tenth, stat.f_blocks * stat.f_frsize / 100 * 10);
-        // A disk that has less free than that takes nothing more.
+        // A disk with less than that free takes nothing more.
         let all = reserve_bytes(path, &options(0, 100));
         let error = check_room(path, 0, all, "a model").unwrap_err();
         assert!(matches!(error, FetchError::DiskFull { .. }), "{error}");

@@ -1,22 +1,22 @@
-//! From an archive behind a URL to a model's directory on this machine.
+//! Downloads a model's archive from a URL and unpacks it into a directory on this machine.
 //!
-//! [`fetch`] downloads (and goes on where an earlier try stopped), verifies the archive's SHA-256, unpacks it and puts
-//! the directory in place by one rename: a directory of the cache is complete or not there. Processes that want
-//! the same model wait for the one that fetches it.
+//! [`fetch`] downloads the archive (resuming where an earlier try stopped), verifies its SHA-256, unpacks it and puts
+//! the directory in place by one rename: a directory in the cache is complete or absent. Processes that want the same
+//! model wait for the one that fetches it.
 //!
-//! - [`Source`]: what is fetched, what opens it, and its [`Key`] in the cache.
-//! - [`Reach`]: from which addresses.
-//! - [`Cache`]: where models and parts lie; what is not wanted any more is removed by [`Cache::retain`].
-//! - [`Tries`]: what became of earlier ones, kept for the next process.
-//! - [`Progress`]: how far it is.
-//! - [`FetchError`]: what went wrong and what to do, and whether trying again can help ([`FetchError::blame`]).
+//! - [`Source`]: the archive to fetch, its credentials, and its [`Key`] in the cache.
+//! - [`Reach`]: the addresses that may be fetched from.
+//! - [`Cache`]: the directory of models and parts; [`Cache::retain`] removes what is no longer wanted.
+//! - [`Tries`]: the record of earlier tries, kept for the next process.
+//! - [`Progress`]: a report on a running fetch.
+//! - [`FetchError`]: the failure and its remedy, and whether trying again can help ([`FetchError::blame`]).
 //!
 //! **Invariants**
-//! - Nothing of an archive is unpacked before its checksum is right.
-//! - No entry of an archive reaches outside of the model's directory: links become second names of files in it.
-//! - Where the reach is limited, nothing of a server that is not public is told before the checksum holds: neither in
-//!   words, nor in sizes but those of an archive that one server gives, nor by the time that a failure takes.
-//! - A server never makes this machine hold more than it announced, nor fill its disk.
+//! - Nothing in an archive is unpacked before its checksum has been verified.
+//! - No entry of an archive reaches outside the model's directory: links become hard links to files in it.
+//! - Where the reach is limited, nothing about a non-public server is disclosed before the checksum holds: neither in
+//!   messages, nor in sizes (except of an archive that comes from a single server), nor by the time a failure takes.
+//! - A server can neither make this machine hold more than it announced nor fill its disk.
 
 #![forbid(unsafe_code)]
 
@@ -49,34 +49,34 @@ use lock::Lock;
 use part::Part;
 use progress::Reporter;
 
-/// How often a process that waits for another looks whether it has ended.
+/// Interval at which a process that waits for another checks whether it has finished.
 const LOOK_PERIOD: Duration = Duration::from_millis(200);
 
-/// How patient a fetch is, and what it leaves free.
+/// Timeouts, retries and limits of a fetch.
 #[derive(Clone, Debug)]
 pub struct FetchOptions {
     /// Time to connect.
     pub connect_timeout: Duration,
     /// Silence of the server after which the connection counts as lost.
     pub stall_timeout: Duration,
-    /// Tries in a row that bring nothing new before the fetch gives up.
+    /// Consecutive tries without new bytes after which the fetch gives up.
     pub attempts: u32,
-    /// Wait before the second of such tries; each further one is twice as long.
+    /// Wait before the second of these tries; doubled for each further one.
     pub first_backoff: Duration,
     /// Longest of these waits.
     pub max_backoff: Duration,
-    /// Longest wait that a server may ask for by Retry-After; for a longer one the fetch gives up.
+    /// Longest wait that a server may request with Retry-After; if it requests more, the fetch gives up.
     pub max_retry_after: Duration,
-    /// How long a server that is not public is tried without a byte, where the reach is limited. Every failure there
-    /// is told after it, or after a multiple of it: when one comes says nothing of the server.
+    /// Time for which a non-public server that sends no byte is tried, where the reach is limited. Every failure there
+    /// is reported after this time or a multiple of it, so that its timing reveals nothing about the server.
     pub private_patience: Duration,
-    /// Bytes of the disk that stay free.
+    /// Bytes of disk space to leave free.
     pub reserve_bytes: u64,
-    /// The same in percent of the disk: the more of both counts.
+    /// The same as a percentage of the disk; the larger of the two applies.
     pub reserve_percent: u8,
     /// Addresses that may be fetched from.
     pub reach: Reach,
-    /// Most files and directories of an archive.
+    /// Maximum number of files and directories in an archive.
     pub max_entries: u64,
 }
 
@@ -98,11 +98,11 @@ impl Default for FetchOptions {
     }
 }
 
-/// The model's directory in the cache; fetched if it is not there. Dropping the future stops the download at once,
-/// and what is there of the archive stays for the next call. Needs a tokio runtime with time and I/O.
+/// Returns the model's directory in the cache, fetching the model first if it is not there. Dropping the future stops
+/// the download at once; the part downloaded so far stays for the next call. Needs a tokio runtime with time and I/O.
 ///
 /// # Errors
-/// [`FetchError`], as each of its variants says.
+/// See the variants of [`FetchError`].
 pub async fn fetch(
     source: &Source,
     cache: &Cache,
@@ -120,7 +120,7 @@ pub async fn fetch(
         ..options.clone()
     };
     let reporter = Arc::new(Reporter::new(observer));
-    // Until its server is known to be public, or the file to be an archive, its size is nobody's business.
+    // The size stays hidden until the server is known to be public, or the file to be an archive.
     reporter.hide(options.reach.is_limited());
     let lock = Arc::new(wait_for_lock(cache, &key, &reporter).await?);
     if let Some(directory) = cache.model(&key) {
@@ -149,7 +149,7 @@ pub async fn fetch(
     .await
 }
 
-/// Holds the key's lock as soon as nobody else does; tells meanwhile how far the other is.
+/// Waits for the key's lock and takes it; meanwhile reports how far the other process is.
 async fn wait_for_lock(cache: &Cache, key: &Key, reporter: &Reporter) -> Result<Lock, FetchError> {
     loop {
         if let Some(lock) = Lock::try_acquire(&cache.lock_file(key))? {
@@ -161,7 +161,7 @@ async fn wait_for_lock(cache: &Cache, key: &Key, reporter: &Reporter) -> Result<
     }
 }
 
-/// Runs what blocks on a thread of its own.
+/// Runs blocking work on a blocking thread.
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, FetchError> + Send + 'static,
 ) -> Result<T, FetchError> {

@@ -1,4 +1,4 @@
-//! One fetch of a key at a time, over all processes of a machine.
+//! Lock of a key: one fetch at a time, across all processes of a machine.
 
 use std::fs::{self, File, TryLockError};
 use std::os::unix::fs::MetadataExt;
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::FetchError;
 
-/// Held until it is dropped, and by the system no longer than the process lives.
+/// A held lock, until it is dropped; the system releases it when the process ends.
 #[derive(Debug)]
 pub(crate) struct Lock {
     path: PathBuf,
@@ -14,10 +14,10 @@ pub(crate) struct Lock {
 }
 
 impl Lock {
-    /// Takes the lock; `None` when another holds it.
+    /// Takes the lock; `None` if another process or handle holds it.
     ///
     /// # Errors
-    /// [`FetchError::Cache`] when the file cannot be made.
+    /// [`FetchError::Cache`] if the file cannot be created.
     pub(crate) fn try_acquire(path: &Path) -> Result<Option<Self>, FetchError> {
         let failed = FetchError::in_cache(path);
         loop {
@@ -32,7 +32,7 @@ impl Lock {
                 Err(TryLockError::WouldBlock) => return Ok(None),
                 Err(TryLockError::Error(reason)) => return Err(failed(reason)),
             }
-            // The one before may have removed the file between our open and our lock: then it locks nothing.
+            // The previous holder may have removed the file between our open and our lock: then ours locks nothing.
             let ours = file.metadata().map_err(&failed)?;
             if fs::metadata(path)
                 .is_ok_and(|there| (there.dev(), there.ino()) == (ours.dev(), ours.ino()))
@@ -45,7 +45,7 @@ impl Lock {
         }
     }
 
-    /// Removes the file; whoever waits makes a new one once this lock is dropped.
+    /// Removes the file: from then on, others lock a new one.
     pub(crate) fn remove(&self) {
         if let Err(error) = fs::remove_file(&self.path) {
             tracing::debug!("{}: {error}", self.path.display());
@@ -64,7 +64,7 @@ mod tests {
         let first = Lock::try_acquire(&path).unwrap().unwrap();
         assert!(Lock::try_acquire(&path).unwrap().is_none());
         first.remove();
-        // The name is free again: a second lock is of another file.
+        // The name is free again: a second lock is on another file.
         let second = Lock::try_acquire(&path).unwrap().unwrap();
         drop(first);
         assert!(Lock::try_acquire(&path).unwrap().is_none());

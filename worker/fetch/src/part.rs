@@ -1,4 +1,4 @@
-//! The archive as far as it is here, and of which file it is a part.
+//! The downloaded part of an archive, and the file that it belongs to.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -16,13 +16,13 @@ use crate::progress::Reporter;
 use crate::unpack::{HEAD_BYTES, is_archive};
 use crate::{Cache, FetchError, Key, Phase};
 
-/// Bytes that are read at a time.
+/// Bytes read at a time.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// What a server said of the file that a part is of.
+/// Facts from a server about the file that a part belongs to.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct FileFacts {
-    /// Digest of the URL: a validator means something to its own server alone, and a URL may hold a secret.
+    /// Digest of the URL: a validator is meaningful only to its own server, and a URL may hold a secret.
     pub(crate) url_sha256: String,
     /// ETag, if it is a strong one.
     pub(crate) etag: Option<String>,
@@ -30,31 +30,31 @@ pub(crate) struct FileFacts {
     pub(crate) last_modified: Option<String>,
     /// Bytes of the whole file.
     pub(crate) total_bytes: Option<u64>,
-    /// SHA-256 of each URL and address that was asked for the first bytes; `None` where the bytes are of several servers.
+    /// SHA-256 of each URL and address that was asked for the first bytes; empty if several servers sent the bytes.
     #[serde(default)]
     pub(crate) asked: BTreeSet<String>,
-    /// SHA-256 of the URL and address that gave them.
+    /// SHA-256 of the URL and address that sent them.
     #[serde(default)]
     pub(crate) from_sha256: String,
-    /// Whether a server that is not public was asked for any of the bytes.
+    /// Whether a non-public server was asked for any of the bytes.
     #[serde(default)]
     pub(crate) is_inside: bool,
 }
 
 impl FileFacts {
-    /// Validator for If-Range: what tells this file from another one under the same URL.
+    /// Validator for If-Range, which distinguishes this file from another one under the same URL.
     pub(crate) fn validator(&self) -> Option<&str> {
         self.etag.as_deref().or(self.last_modified.as_deref())
     }
 
-    /// Whether all bytes are of one server, and a try that asked these met nothing that was not asked for the first of them.
-    /// Where else it leads, whoever leads it there must not learn what is found, nor whether something is.
+    /// Whether all bytes come from one server, and everything in `asked` was also asked for the first of them. If a
+    /// server leads elsewhere, it must not learn what is found there, or whether anything is.
     pub(crate) fn is_of_one(&self, asked: &BTreeSet<String>) -> bool {
         !self.asked.is_empty() && asked.is_subset(&self.asked)
     }
 }
 
-/// Bytes of an archive from its first on, and their checksum.
+/// Bytes of an archive from its start, and their checksum.
 #[derive(Debug)]
 pub(crate) struct Part {
     file: File,
@@ -68,7 +68,7 @@ pub(crate) struct Part {
 }
 
 impl Part {
-    /// What an earlier fetch left, its checksum computed anew; empty where there is none.
+    /// Opens what an earlier fetch left and computes its checksum anew; empty if there is nothing.
     ///
     /// # Errors
     /// [`FetchError::Cache`].
@@ -111,47 +111,47 @@ impl Part {
         Ok(part)
     }
 
-    /// Bytes that are here.
+    /// Number of bytes in the part.
     pub(crate) fn len_bytes(&self) -> u64 {
         self.len_bytes
     }
 
-    /// Bytes that were added since it was opened, those too that were thrown away again.
+    /// Number of bytes added since it was opened, including those that were discarded again.
     pub(crate) fn received_bytes(&self) -> u64 {
         self.received_bytes
     }
 
-    /// The file that they are of.
+    /// Facts about the file that they belong to.
     pub(crate) fn facts(&self) -> &FileFacts {
         &self.facts
     }
 
-    /// Where they are.
+    /// Path of the part's file.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Whether the whole file is here.
+    /// Whether the part is the whole file.
     pub(crate) fn is_complete(&self) -> bool {
         self.facts.total_bytes == Some(self.len_bytes)
     }
 
-    /// The length of the file, where the server had not told it before.
+    /// Sets the length of the file, which the server had not announced before.
     pub(crate) fn learn_total(&mut self, total_bytes: u64) {
         self.facts.total_bytes = Some(total_bytes);
     }
 
-    /// The end of a file whose length was not known before.
+    /// Marks the current length as the end of a file of unknown length.
     pub(crate) fn end_here(&mut self) {
         self.facts.total_bytes = Some(self.len_bytes);
     }
 
-    /// Throws the bytes away, for those of another file or of the same from its start.
+    /// Discards the bytes, before those of another file or of the same one from its start.
     ///
     /// # Errors
     /// [`FetchError::Cache`], [`FetchError::DiskFull`].
     pub(crate) fn restart(&mut self, facts: FileFacts) -> Result<(), FetchError> {
-        // In this order: bytes never lie beside facts of another file.
+        // In this order, bytes are never stored beside the facts of another file.
         self.file
             .set_len(0)
             .map_err(FetchError::in_cache(&self.path))?;
@@ -161,7 +161,7 @@ impl Part {
         self.keep_facts()
     }
 
-    /// The next bytes are of the file that an answer with these facts goes on with.
+    /// Continues with the bytes of an answer with these facts.
     ///
     /// # Errors
     /// [`FetchError::Cache`], [`FetchError::DiskFull`].
@@ -185,13 +185,13 @@ impl Part {
             .map_err(FetchError::in_cache(&self.facts_path))
     }
 
-    /// Adds bytes.
+    /// Appends bytes.
     ///
     /// # Errors
-    /// [`FetchError::DiskFull`], [`FetchError::Cache`]; the part is as before.
+    /// [`FetchError::DiskFull`], [`FetchError::Cache`]; the part is unchanged.
     pub(crate) fn append(&mut self, bytes: &[u8]) -> Result<(), FetchError> {
         if let Err(reason) = self.file.write_all_at(bytes, self.len_bytes) {
-            // Some of them may be there: the file must not be longer than what was hashed.
+            // Some of them may have been written: the file must not be longer than what was hashed.
             let _ = self.file.set_len(self.len_bytes);
             return Err(FetchError::file(&self.path, reason));
         }
@@ -206,7 +206,7 @@ impl Part {
         hex(&self.hasher.clone().finalize())
     }
 
-    /// Whether what is here begins as an archive does.
+    /// Whether the bytes begin like an archive.
     pub(crate) fn is_archive(&self) -> bool {
         let mut head = Vec::new();
         let read = File::open(&self.path)
@@ -214,7 +214,7 @@ impl Part {
         read.is_ok() && is_archive(&head)
     }
 
-    /// The bytes from their start.
+    /// Opens a reader at the start of the bytes.
     ///
     /// # Errors
     /// [`FetchError::Cache`].
@@ -248,7 +248,7 @@ impl Part {
     }
 }
 
-/// Bytes that are here of an archive that another process fetches, and of how many if that is known.
+/// Bytes present of an archive that another process fetches, and its size if known.
 pub(crate) fn seen(cache: &Cache, key: &Key) -> (u64, Option<u64>) {
     let bytes = fs::metadata(cache.part(key)).map_or(0, |metadata| metadata.len());
     let facts = read_facts(&cache.part_facts(key));
@@ -320,7 +320,7 @@ mod tests {
         let cache = Cache::new(directory.path());
         cache.create().unwrap();
         let key = Key::parse(KEY).unwrap();
-        // Without facts, with facts that are cut off, and with more bytes than the file has.
+        // Without facts, with truncated facts, and with more bytes than the file has.
         for facts in [
             "",
             "{\"url_sha256\":",

@@ -1,28 +1,28 @@
-//! How far a fetch is.
+//! Progress reports of a fetch.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Time between two reports of one phase.
+/// Minimum time between two reports of one phase.
 const PERIOD: Duration = Duration::from_millis(100);
-/// The rate is that of so much time.
+/// Time over which the rate is averaged.
 const RATE_WINDOW: Duration = Duration::from_secs(5);
-/// How often a download whose size is hidden is logged.
+/// Interval at which a download whose size is hidden is logged.
 const LOG_PERIOD: Duration = Duration::from_secs(30);
 
-/// What is being done.
+/// Phase of a fetch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// Another process fetches the same model.
+    /// Another process is fetching the same model.
     Waiting,
-    /// What is here of the archive is read again for its checksum.
+    /// The downloaded part of the archive is being read again for its checksum.
     Checking,
-    /// The server is asked.
+    /// A request is being made to the server.
     Connecting,
-    /// Bytes come.
+    /// Bytes are arriving.
     Downloading,
-    /// Files are written; bytes are those read of the archive.
+    /// Files are being written; bytes are those read from the archive.
     Unpacking,
 }
 
@@ -39,25 +39,25 @@ impl Phase {
     }
 }
 
-/// A report.
+/// A progress report.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Progress {
-    /// What is being done.
+    /// Current phase.
     pub phase: Phase,
-    /// Bytes of the archive that this phase has done.
+    /// Bytes of the archive that this phase has processed.
     pub bytes: u64,
-    /// Bytes of the archive, where the server told.
+    /// Size of the archive in bytes, if the server announced it.
     pub total_bytes: Option<u64>,
-    /// Over the last seconds; 0 where nothing is known.
+    /// Rate over the last few seconds; 0 if unknown.
     pub bytes_per_second: u64,
-    /// Why the connection was lost, until bytes come again.
+    /// Reason for the lost connection, until bytes arrive again.
     pub trouble: Option<String>,
 }
 
-/// Whom progress is told; called at most every 100 ms and at each change of phase, from any thread.
+/// Callback for progress; called at most every 100 ms and at each change of phase, from any thread.
 pub type Observer = Arc<dyn Fn(&Progress) + Send + Sync>;
 
-/// Thins reports out and adds the rate.
+/// Thins out reports and adds the rate.
 pub(crate) struct Reporter {
     observer: Observer,
     state: Mutex<State>,
@@ -68,7 +68,7 @@ struct State {
     last: Option<(Instant, Phase)>,
     rate: Rate,
     trouble: Option<String>,
-    /// Whether sizes and troubles are for the log alone.
+    /// Whether sizes and troubles go to the log only.
     is_hidden: bool,
     logged: Option<Instant>,
 }
@@ -81,19 +81,19 @@ impl Reporter {
         }
     }
 
-    /// Whether sizes and troubles are kept from the observer from now on.
+    /// Sets whether sizes and troubles are hidden from the observer from now on.
     pub(crate) fn hide(&self, is_hidden: bool) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.is_hidden = is_hidden;
     }
 
-    /// Whether they are kept from the observer.
+    /// Whether they are hidden from the observer.
     pub(crate) fn is_hidden(&self) -> bool {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.is_hidden
     }
 
-    /// Where the fetch is.
+    /// Reports the phase and how far it is.
     pub(crate) fn tell(&self, phase: Phase, bytes: u64, total_bytes: Option<u64>) {
         let now = Instant::now();
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -131,7 +131,7 @@ impl Reporter {
         (self.observer)(&progress);
     }
 
-    /// The connection was lost, and is made again.
+    /// Reports that the connection was lost and will be made again.
     pub(crate) fn trouble(&self, why: String, bytes: u64, total_bytes: Option<u64>) {
         {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -142,7 +142,7 @@ impl Reporter {
     }
 }
 
-/// Bytes a second over [`RATE_WINDOW`].
+/// Bytes per second over [`RATE_WINDOW`].
 #[derive(Default)]
 struct Rate {
     seen: VecDeque<(Instant, u64)>,
@@ -151,7 +151,7 @@ struct Rate {
 impl Rate {
     fn add(&mut self, now: Instant, bytes: u64) -> u64 {
         if self.seen.back().is_some_and(|&(_, before)| before > bytes) {
-            // It began anew.
+            // The download started over.
             self.seen.clear();
         }
         self.seen.push_back((now, bytes));

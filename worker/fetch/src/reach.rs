@@ -1,5 +1,5 @@
-//! From which addresses a model may be fetched. Each address is checked where it is dialled: what a name resolves to at
-//! that very moment, what a redirect leads to, and addresses that are written out.
+//! Addresses that a model may be fetched from. Each address is checked at the moment of dialling: those that a name
+//! resolves to right then, those that a redirect leads to, and literal ones.
 
 use std::collections::BTreeSet;
 use std::error::Error;
@@ -15,7 +15,7 @@ use reqwest::{ClientBuilder, Url};
 
 use crate::part::sha256_of;
 
-/// Which addresses are fetched from.
+/// Policy on the addresses that may be fetched from.
 #[derive(Clone, Debug, Default)]
 pub struct Reach {
     limits: Option<Limits>,
@@ -23,32 +23,32 @@ pub struct Reach {
 
 #[derive(Clone, Debug)]
 struct Limits {
-    /// The cluster's own.
+    /// The cluster's own ranges.
     cluster: Vec<IpNet>,
     allowed: Vec<IpNet>,
 }
 
 impl Reach {
-    /// Anything that this machine reaches: for a person who fetches for their own use.
+    /// Allows any address that this machine can reach: for users who fetch for themselves.
     pub fn anywhere() -> Self {
         Self::default()
     }
 
-    /// Reach of a machine that fetches what others ask for: neither itself (loopback), nor its link, nor the ranges of
-    /// `cluster`, but for those of `allowed`. What a server inside answered is told to nobody, and proxies are not
-    /// asked, since what they resolve cannot be checked.
+    /// Limits a machine that fetches what others ask for: neither itself (loopback), nor its link, nor the ranges of
+    /// `cluster`, except those in `allowed`. Answers of non-public servers are not disclosed, and proxies are not
+    /// used, since what they resolve cannot be checked.
     pub fn outside(cluster: Vec<IpNet>, allowed: Vec<IpNet>) -> Self {
         Self {
             limits: Some(Limits { cluster, allowed }),
         }
     }
 
-    /// Whether it is not anywhere.
+    /// Whether any limits apply.
     pub(crate) fn is_limited(&self) -> bool {
         self.limits.is_some()
     }
 
-    /// Why the address is not fetched from.
+    /// Checks that the address may be fetched from.
     fn check(&self, address: IpAddr) -> Result<(), Refused> {
         let Some(limits) = &self.limits else {
             return Ok(());
@@ -68,7 +68,7 @@ impl Reach {
     }
 }
 
-/// An address that is not fetched from, and what it is.
+/// Description of an address that may not be fetched from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Refused(pub(crate) &'static str);
 
@@ -80,13 +80,13 @@ impl fmt::Display for Refused {
 
 impl Error for Refused {}
 
-/// The [`Reach`] of one download, and whether it has met a server inside.
+/// The [`Reach`] of one download, and whether it has met a non-public server.
 #[derive(Clone)]
 pub(crate) struct Guard {
     reach: Reach,
     has_met_inside: Arc<AtomicBool>,
     has_met_any: Arc<AtomicBool>,
-    /// URLs, and addresses of names, of one attempt.
+    /// SHA-256 of the URLs and resolved addresses of one attempt.
     asked: Arc<Mutex<BTreeSet<String>>>,
 }
 
@@ -100,13 +100,13 @@ impl Guard {
         }
     }
 
-    /// A try begins with this URL.
+    /// Starts a try at this URL.
     pub(crate) fn begin(&self, url: &Url) {
         let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
         *asked = BTreeSet::from([sha256_of(url.as_str())]);
     }
 
-    /// What was asked, or was to be, since the try began: SHA-256 of each URL and of each address of a name.
+    /// SHA-256 of each URL and each resolved address that was contacted, or was about to be, since the try began.
     pub(crate) fn asked(&self) -> BTreeSet<String> {
         let asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
         asked.clone()
@@ -118,24 +118,24 @@ impl Guard {
         all.insert(asked);
     }
 
-    /// A server inside gave a part that lies here.
+    /// Records that the part on disk came from a non-public server.
     pub(crate) fn keep_back(&self) {
         let is_limited = self.reach.is_limited();
         self.has_met_inside.store(is_limited, Ordering::Relaxed);
     }
 
-    /// Whether answers are to be kept back: a server that is not public was asked, and others than the one who asks may
-    /// read what is said of it.
+    /// Whether answers are kept back: a non-public server was asked, and others than the owner of this machine may
+    /// read the reports.
     pub(crate) fn keeps_back(&self) -> bool {
         self.has_met_inside.load(Ordering::Relaxed)
     }
 
-    /// Whether it is not known where a part that lies here came from: nobody was asked.
+    /// Whether the origin of the part on disk is unknown, since no server was asked.
     pub(crate) fn knows_nothing(&self) -> bool {
         self.reach.is_limited() && !self.has_met_any.load(Ordering::Relaxed)
     }
 
-    /// A client that dials what may be fetched from alone, and follows `max` redirects.
+    /// Configures a client to connect only to allowed addresses, and to follow at most `max` redirects.
     pub(crate) fn install(&self, builder: ClientBuilder, max: usize) -> ClientBuilder {
         let limited = Policy::limited(max);
         if !self.reach.is_limited() {
@@ -152,7 +152,7 @@ impl Guard {
             .no_proxy()
     }
 
-    /// Checks an address that is written out; names are checked when they are resolved.
+    /// Checks a literal address; names are checked when they are resolved.
     pub(crate) fn check_url(&self, url: &Url) -> Result<(), Refused> {
         self.note(url.as_str());
         let host = url.host_str().unwrap_or_default();
@@ -195,7 +195,7 @@ impl Resolve for Guard {
     }
 }
 
-/// The IPv4 address that an IPv6 one stands for, where it does: mapped, compatible, or through NAT64.
+/// Returns the IPv4 address that an IPv6 one stands for, if it does: mapped, compatible, or through NAT64.
 fn plain(address: IpAddr) -> IpAddr {
     let IpAddr::V6(v6) = address else {
         return address;
@@ -216,7 +216,7 @@ fn plain(address: IpAddr) -> IpAddr {
     }
 }
 
-/// What an address is that no model lies behind.
+/// Description of an address that no model is ever fetched from; `None` for others.
 fn always_refused(address: IpAddr) -> Option<&'static str> {
     let (is_own, is_link, is_many) = match address {
         IpAddr::V4(v4) => (
@@ -241,7 +241,7 @@ fn always_refused(address: IpAddr) -> Option<&'static str> {
     }
 }
 
-/// Where clouds tell a machine its own credentials, beside 169.254.169.254, which is link-local.
+/// Addresses where clouds hand a machine its own credentials, besides 169.254.169.254, which is link-local.
 const METADATA_V4: [Ipv4Addr; 3] = [
     Ipv4Addr::new(100, 100, 100, 200),
     Ipv4Addr::new(168, 63, 129, 16),
@@ -249,7 +249,7 @@ const METADATA_V4: [Ipv4Addr; 3] = [
 ];
 const METADATA_V6: Ipv6Addr = Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x254);
 
-/// Whether anybody on the internet could ask there as well (RFC 6890's table, as far as it names unicast).
+/// Whether anyone on the internet could reach the address too (RFC 6890's table, as far as it covers unicast).
 fn is_public(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(v4) => {
@@ -264,7 +264,7 @@ fn is_public(address: IpAddr) -> bool {
                 || (a == 198 && b & 0xfe == 18)
                 || (a == 192 && b == 0 && c == 0))
         }
-        // Global unicast without documentation and 6to4.
+        // Global unicast except documentation and 6to4.
         IpAddr::V6(v6) => {
             let [a, b, ..] = v6.segments();
             a & 0xe000 == 0x2000 && !(a == 0x2001 && b == 0xdb8) && a != 0x2002

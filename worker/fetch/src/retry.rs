@@ -1,15 +1,15 @@
-//! When a failed request is made again.
+//! Timing of retries.
 
 use std::time::{Duration, SystemTime};
 
-/// The wait before try `attempt` (1 for the first repetition), doubled each time up to `most`. `jitter` in 0..1
-/// spreads those who lost the same server over the second half of it.
+/// Wait before retry `attempt` (1 for the first), doubled each time up to `most`. `jitter` in 0..1 spreads clients
+/// that lost the same server over the second half of it.
 pub(crate) fn backoff(attempt: u32, first: Duration, most: Duration, jitter: f64) -> Duration {
     let doubled = first.saturating_mul(1 << attempt.saturating_sub(1).min(16));
     doubled.min(most).mul_f64(0.5 + 0.5 * jitter)
 }
 
-/// How long Retry-After asks to wait: seconds, or a date. `None` for anything else.
+/// Wait that Retry-After asks for: seconds, or a date. `None` for anything else.
 pub(crate) fn retry_after(header: &str, now: SystemTime) -> Option<Duration> {
     let header = header.trim();
     if let Ok(seconds) = header.parse::<u64>() {
@@ -42,7 +42,7 @@ mod tests {
         let asked = |text| retry_after(text, now).map(|wait| wait.as_secs());
         assert_eq!(asked(" 120 "), Some(120));
         assert_eq!(asked("Sun, 06 Nov 1994 08:49:47 GMT"), Some(10));
-        // A date that has passed asks for no wait.
+        // A date in the past asks for no wait.
         assert_eq!(asked("Sun, 06 Nov 1994 08:49:27 GMT"), Some(0));
         assert_eq!(asked("soon"), None);
     }

@@ -1,4 +1,4 @@
-//! What is fetched, and under which key it is kept.
+//! The archive to fetch, and the key that it is kept under.
 
 use std::fmt;
 
@@ -12,7 +12,7 @@ use crate::part::sha256_of;
 const SHA256_DIGITS: usize = 64;
 const KEY_DIGITS: usize = STORE_KEY_DIGITS;
 
-/// An archive: where it is, and what it must be.
+/// An archive: its URL, and the checksum that it must have.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Source {
     url: Url,
@@ -21,12 +21,12 @@ pub struct Source {
     credentials: Option<Credentials>,
 }
 
-/// What opens a URL.
+/// Credentials for a URL.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Credentials {
     /// `Authorization: Basic`.
     Basic {
-        /// Who asks.
+        /// The user's name.
         username: String,
         /// The user's password.
         password: String,
@@ -54,10 +54,10 @@ impl fmt::Debug for Credentials {
 }
 
 impl Source {
-    /// Checks both.
+    /// Validates the URL and the checksum.
     ///
     /// # Errors
-    /// [`FetchError::Url`] for what is no http or https URL, [`FetchError::Checksum`] for what is no SHA-256.
+    /// [`FetchError::Url`] if it is not an http or https URL, [`FetchError::Checksum`] if it is not a SHA-256.
     pub fn new(url: &str, sha256: &str) -> Result<Self, FetchError> {
         let sha256 = sha256.trim().to_ascii_lowercase();
         if sha256.len() != SHA256_DIGITS || !is_hex(&sha256) {
@@ -79,13 +79,13 @@ impl Source {
         })
     }
 
-    /// The same, kept under another key: where several have models in one cache, the digest alone must not open them.
+    /// The same source under another key: where several users share one cache, the digest alone must not give access.
     #[must_use]
     pub fn kept_as(self, key: Key) -> Self {
         Self { key, ..self }
     }
 
-    /// The same, opened by credentials. They are sent to the URL's own server alone.
+    /// The same source with credentials, which are sent only to the URL's own server.
     #[must_use]
     pub fn opened_by(self, credentials: Credentials) -> Self {
         Self {
@@ -99,7 +99,7 @@ impl Source {
         self.key.clone()
     }
 
-    /// Checksum of the archive, 64 lower-case digits.
+    /// Checksum of the archive, 64 lower-case hexadecimal digits.
     pub fn sha256(&self) -> &str {
         &self.sha256
     }
@@ -109,7 +109,7 @@ impl Source {
         shown_url(self.url.as_str())
     }
 
-    /// SHA-256 of the key and of what opens the URL, 64 lower-case digits: tells whether a secret was exchanged.
+    /// SHA-256 of the key and the credentials, 64 lower-case digits: shows whether a secret was replaced.
     pub(crate) fn fingerprint(&self) -> String {
         let (username, secret) = match &self.credentials {
             None => (None, None),

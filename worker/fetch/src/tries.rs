@@ -1,5 +1,5 @@
-//! What became of earlier tries to have a model, on disk: an agent that ends, or that is killed for what a model does to
-//! it, begins where it was and not from zero.
+//! Record of earlier tries to get a model, on disk: an agent that ends, or that is killed because of what a model does
+//! to it, continues where it was instead of starting from zero.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -10,30 +10,30 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Cache, FetchError, Key, Source};
 
-/// Tries of one model in a row that gave nothing.
+/// Consecutive tries of one model that did not succeed.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Tries {
-    /// That failed.
+    /// Tries that failed.
     pub failures: u32,
-    /// Attempts at whose end no process was there any more to say why. One that is about to unpack or read the model counts itself
-    /// here, and takes that back when it has an outcome.
+    /// Tries that ended without a process left to say why. A process that is about to unpack or read the model counts
+    /// itself here, and takes that back when it has an outcome.
     pub lost: u32,
-    /// What the last failure was; empty where that is not known.
+    /// Description of the last failure; empty if unknown.
     pub why: String,
-    /// Seconds since 1970: not tried again before.
+    /// Earliest time of the next try, in seconds since 1970.
     pub again_at_s: u64,
-    /// SHA-256 of what the URL was opened by, never that itself; empty where that is not known.
+    /// SHA-256 of the key and the credentials, never those themselves; empty if unknown.
     pub source_sha256: String,
 }
 
 impl Tries {
-    /// Whether they were of this source, as far as that is known: a secret that was put right need not wait.
+    /// Whether they were of this source, as far as is known: a corrected secret need not wait.
     pub fn are_of(&self, source: &Source) -> bool {
         self.source_sha256.is_empty() || self.source_sha256 == source.fingerprint()
     }
 
-    /// Further tries are of this source. What another secret failed of counts no longer.
+    /// Continues with this source. Failures with another secret no longer count.
     pub fn go_on_with(&mut self, source: &Source) {
         if !self.are_of(source) {
             self.failures = 0;
@@ -41,12 +41,12 @@ impl Tries {
         self.source_sha256 = source.fingerprint();
     }
 
-    /// Sets [`Self::again_at_s`].
+    /// Sets [`Self::again_at_s`] to `wait` after `now`.
     pub fn wait(&mut self, now: SystemTime, wait: Duration) {
         self.again_at_s = since_epoch(now + wait).as_secs();
     }
 
-    /// How long it is still to be left alone; never longer than `most`, whatever clocks did meanwhile.
+    /// Remaining wait before the next try; never longer than `most`, even if the clock was set in between.
     pub fn left(&self, now: SystemTime, most: Duration) -> Duration {
         let again_at = Duration::from_secs(self.again_at_s);
         again_at.saturating_sub(since_epoch(now)).min(most)
@@ -54,13 +54,13 @@ impl Tries {
 }
 
 impl Cache {
-    /// Tries of this model; `None` where there is nothing to tell. A note that cannot be read is none.
+    /// Tries of this model; the default if there is no record, or none that can be read.
     pub fn tries(&self, key: &Key) -> Tries {
         let text = fs::read(self.tries_file(key)).unwrap_or_default();
         serde_json::from_slice(&text).unwrap_or_default()
     }
 
-    /// Notes them, or that there is nothing to tell.
+    /// Writes the record, or removes it if there is nothing to record.
     ///
     /// # Errors
     /// [`FetchError::Cache`], [`FetchError::DiskFull`].
@@ -71,7 +71,7 @@ impl Cache {
         }
         let temporary = path.with_extension("tries-new");
         let text = serde_json::to_vec(tries).map_err(io::Error::from);
-        // Short secrets could be guessed by their checksum.
+        // Short secrets could be guessed from their checksum.
         let mut options = File::options();
         options.create(true).write(true).truncate(true).mode(0o600);
         text.and_then(|text| options.open(&temporary)?.write_all(&text))
@@ -167,7 +167,7 @@ mod tests {
         );
         fs::write(cache.tries_file(&key), "{\"failures\":").unwrap();
         assert_eq!(cache.tries(&key), Tries::default());
-        // A model that nobody names takes its note along.
+        // A model that is no longer named takes its record along.
         cache
             .retain(&Default::default(), Duration::ZERO, now)
             .unwrap();

@@ -1,7 +1,7 @@
-//! From a verified archive to a model's directory.
+//! Unpacks a verified archive into a model's directory.
 //!
-//! Only regular files and directories are made. Links become second names of files of the same archive when all of
-//! these are there, so no path can lead outside: nothing is ever written through a link.
+//! Only regular files and directories are created. Links become hard links to files of the same archive once all of
+//! these exist, so no path can lead outside: nothing is ever written through a link.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -21,45 +21,45 @@ use crate::part::Part;
 use crate::progress::Reporter;
 use crate::{FetchError, Phase};
 
-/// Bytes that are copied at a time.
+/// Bytes copied at a time.
 const CHUNK_BYTES: usize = 1 << 20;
-/// The disk's free space is looked at after so many bytes.
+/// Bytes between two checks of the disk's free space.
 const ROOM_PERIOD_BYTES: u64 = 64 << 20;
-/// Headers and long names of one entry are no longer.
+/// Maximum size of one entry's headers and long names.
 const MAX_HEADER_BYTES: u64 = 1 << 20;
-/// Zeros behind the last entry are no more.
+/// Maximum size of the zeros after the last entry.
 const MAX_PADDING_BYTES: u64 = 16 << 20;
-/// Directories in directories.
+/// Maximum nesting depth of a path.
 const MAX_DEPTH: usize = 32;
-/// A path in an archive; with the cache's own directory before it, it stays below the system's 4,096 bytes.
+/// Maximum length of a path in an archive; below the cache's own directory, it stays under the system's 4,096 bytes.
 const MAX_PATH_BYTES: usize = 2048;
-/// A name between two slashes: file systems take no longer ones.
+/// Maximum length of a name between two slashes: file systems take no longer ones.
 const MAX_NAME_BYTES: usize = 255;
-/// Paths and targets of all links, which are kept in memory until every file is there.
+/// Maximum size of the paths and targets of all links, which are kept in memory until every file exists.
 const MAX_LINK_BYTES: usize = 16 << 20;
-/// Bytes of a refused entry's name that are told.
+/// Bytes of a refused entry's name that are shown.
 const SHOWN_BYTES: usize = 200;
-/// Links to links.
+/// Maximum length of a chain of links.
 const MAX_LINKS: usize = 8;
-/// The largest window of a Zstandard frame (`--ultra --long=27`): its memory is ours while unpacking.
+/// Largest window of a Zstandard frame, as a power of two (`--ultra --long=27`): it costs us memory while unpacking.
 const MAX_WINDOW_LOG: u32 = 27;
-/// Readable by every worker, writable by whom it belongs to.
+/// Readable by every worker, writable by its owner.
 const FILE_MODE: u32 = 0o644;
 const DIRECTORY_MODE: u32 = 0o755;
 
-/// An unpacking: its source and its target.
+/// An unpacking: its source, its target and its limits.
 pub(crate) struct Unpacking {
     /// The URL, without secrets.
     pub(crate) shown: String,
-    /// What the archive is known to have.
+    /// Verified checksum of the archive.
     pub(crate) sha256: String,
-    /// Beside the target, on the same file system.
+    /// Temporary directory beside the target, on the same file system.
     pub(crate) temporary: PathBuf,
-    /// The model's directory; not there yet.
+    /// The model's directory, which does not exist yet.
     pub(crate) target: PathBuf,
-    /// Bytes of the disk that stay free.
+    /// Bytes of disk space to leave free.
     pub(crate) reserve_bytes: u64,
-    /// Most files and directories.
+    /// Maximum number of files and directories.
     pub(crate) max_entries: u64,
 }
 
@@ -68,14 +68,14 @@ pub(crate) struct Unpacking {
 /// An archive that can never be unpacked is removed too.
 ///
 /// # Errors
-/// Those of [`crate::fetch`] that content and disk cause; nothing is left of what was unpacked.
+/// The errors of [`crate::fetch`] that content and disk cause; nothing that was unpacked is left.
 pub(crate) fn put_in_place(
     unpacking: &Unpacking,
     part: Part,
     reporter: &Reporter,
 ) -> Result<PathBuf, FetchError> {
     let temporary = &unpacking.temporary;
-    // Left by a process that was killed.
+    // Left behind by a process that was killed.
     remove_directory(temporary)?;
     let outcome = unpack(unpacking, &part, reporter).and_then(|()| rename(unpacking));
     match outcome {
@@ -140,7 +140,7 @@ fn unpack(unpacking: &Unpacking, part: &Part, reporter: &Reporter) -> Result<(),
         budget.set(u64::MAX);
         writer.entry(entry)?;
     }
-    // The checksum of a compressed file stands behind its last byte.
+    // The checksum of a compressed file comes after its last byte.
     budget.set(MAX_PADDING_BYTES);
     io::copy(&mut archive.into_inner(), &mut io::sink())
         .map_err(|error| unpacking.corrupt(format!("after its last entry: {error}")))?;
@@ -152,11 +152,11 @@ struct Writer<'a> {
     unpacking: &'a Unpacking,
     chunk: Vec<u8>,
     unchecked_bytes: u64,
-    /// Links by their own path, with the path that they lead to, both within the archive.
+    /// Links by their own path, with the path that they point to, both within the archive.
     links: BTreeMap<PathBuf, PathBuf>,
     /// Bytes of all links' paths.
     link_bytes: usize,
-    /// Made so far.
+    /// Number of directories created so far.
     directories: u64,
 }
 
@@ -191,7 +191,7 @@ impl Writer<'_> {
                     return Err(refused(TOO_LONG));
                 }
                 let target = Path::new(std::ffi::OsStr::from_bytes(&target));
-                // A hard link names its file from the archive's top, a symbolic one from where it lies.
+                // A hard link names its file from the archive's top, a symbolic one from its own directory.
                 let from = match kind {
                     EntryType::Symlink => path.parent().unwrap_or(Path::new("")),
                     _ => Path::new(""),
@@ -281,7 +281,7 @@ impl Writer<'_> {
         file.sync_data().map_err(&failed)
     }
 
-    /// Gives files their second names.
+    /// Creates the links as hard links.
     fn make_links(mut self) -> Result<(), FetchError> {
         let temporary = &self.unpacking.temporary;
         let links = std::mem::take(&mut self.links);
@@ -322,7 +322,7 @@ impl Writer<'_> {
     }
 }
 
-/// The model among what was unpacked goes to its place; the rest is removed.
+/// Moves the model into place from among the unpacked files, and removes the rest.
 fn rename(unpacking: &Unpacking) -> Result<(), FetchError> {
     let Unpacking {
         temporary, target, ..
@@ -333,11 +333,11 @@ fn rename(unpacking: &Unpacking) -> Result<(), FetchError> {
     if let Some(models) = target.parent() {
         sync(models)?;
     }
-    // Where the model was a directory in the archive, its surroundings are left over.
+    // If the model was a subdirectory in the archive, its surroundings are left over.
     remove_directory(temporary)
 }
 
-/// The directory with config.json: the top, or the only directory there that has one.
+/// Finds the directory with config.json: the top, or the only directory there that has one.
 fn model_in(unpacking: &Unpacking) -> Result<PathBuf, FetchError> {
     let top = &unpacking.temporary;
     if top.join("config.json").is_file() {
@@ -375,16 +375,16 @@ fn model_in(unpacking: &Unpacking) -> Result<PathBuf, FetchError> {
     })
 }
 
-/// Why a path or a link's target is refused.
+/// Reason that a path or a link's target is refused.
 const TOO_LONG: &str = "has a path or a name in it that is too long";
 
-/// Whether a path, or a name in it, is longer than those of files can be.
+/// Whether a path, or a name in it, is longer than the limits.
 fn is_too_long(path: &[u8]) -> bool {
     let mut names = path.split(|byte| *byte == b'/');
     path.len() > MAX_PATH_BYTES || names.any(|name| name.len() > MAX_NAME_BYTES)
 }
 
-/// `path` seen from `from`, without `.` and `..`; `None` when it leads out of the top.
+/// Resolves `path` relative to `from`, without `.` and `..`; `None` if it leads out of the top.
 fn inside(from: &Path, path: &Path) -> Option<PathBuf> {
     let mut parts: Vec<OsString> = from.iter().map(OsString::from).collect();
     for component in path.components() {
@@ -409,7 +409,7 @@ fn set_mode(path: &Path, mode: u32) -> Result<(), FetchError> {
     fs::set_permissions(path, Permissions::from_mode(mode)).map_err(FetchError::in_cache(path))
 }
 
-/// Names of files reach the disk before the directory gets its own.
+/// Syncs the directories bottom-up: file names reach the disk before their directory is renamed.
 fn sync_directories(directory: &Path) -> Result<(), FetchError> {
     let failed = FetchError::in_cache(directory);
     for entry in fs::read_dir(directory).map_err(&failed)? {
@@ -427,19 +427,19 @@ fn sync(directory: &Path) -> Result<(), FetchError> {
         .map_err(FetchError::in_cache(directory))
 }
 
-/// Where a tar says that it is one.
+/// Offset of a tar's magic.
 const MAGIC_AT: usize = 257;
-/// Number of a file's first bytes that tell what it is.
+/// Number of leading bytes that tell a file's type.
 pub(crate) const HEAD_BYTES: usize = MAGIC_AT + 5;
 
-/// Whether a file with these first bytes is one that can be unpacked: gzip, zstd, or a tar that says so.
+/// Whether a file with these first bytes can be unpacked: gzip, zstd, or a tar with a magic.
 pub(crate) fn is_archive(head: &[u8]) -> bool {
     let is_compressed = matches!(head, [0x1f, 0x8b, ..] | [0x28, 0xb5, 0x2f, 0xfd, ..]);
     is_compressed || head.get(MAGIC_AT..HEAD_BYTES) == Some(b"ustar".as_slice())
 }
 
 impl Unpacking {
-    /// The tar inside of the file, by its first bytes.
+    /// Returns a reader of the tar inside the file, chosen by its first bytes.
     fn decoder<'a>(&self, mut file: Counted<'a>) -> Result<Box<dyn Read + 'a>, FetchError> {
         let mut head = Vec::new();
         let peek = (&mut file).take(512).read_to_end(&mut head);
@@ -469,7 +469,7 @@ impl Unpacking {
         let is_tar = is_archive(&head);
         match known {
             Some(what) if !is_tar => Err(self.not_an_archive(what.to_owned())),
-            // The oldest kind of tar has no magic: its header's checksum tells.
+            // The oldest kind of tar has no magic: its header's checksum decides.
             _ => Ok(Box::new(whole)),
         }
     }
@@ -504,7 +504,7 @@ impl Unpacking {
     }
 }
 
-/// Tells how much of the archive is read.
+/// Reports how much of the archive has been read.
 struct Counted<'a> {
     file: File,
     bytes: u64,
@@ -522,7 +522,7 @@ impl Read for Counted<'_> {
     }
 }
 
-/// Ends when more is read than the budget allows: what lies between files is read into memory.
+/// Fails once more is read than the budget allows: what lies between files is read into memory.
 struct Budgeted<R> {
     inner: R,
     budget: Rc<Cell<u64>>,

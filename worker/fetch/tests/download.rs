@@ -106,7 +106,7 @@ async fn a_model_is_fetched_once() {
         .unwrap();
     assert_eq!(downloading.total_bytes, Some(archive.len() as u64));
 
-    // It is there: nobody is asked.
+    // It is already there: no server is asked.
     assert_eq!(fetcher.fetch().await.unwrap(), directory);
     assert_eq!(server.seen().len(), 1);
 }
@@ -189,7 +189,7 @@ async fn a_file_that_changed_meanwhile_is_fetched_from_its_start() {
     for etag in [Some("\"two\""), None] {
         let server = FileServer::start(old.clone()).await;
         if etag.is_none() {
-            // Without any validator the length tells.
+            // Without a validator, the length decides.
             server.replace(old.clone(), None);
         }
         server.faults([Fault::CutAfter(1_000_000), Fault::Status(403, Vec::new())]);
@@ -218,7 +218,7 @@ async fn a_server_that_ignores_ranges_gives_all_again() {
 async fn a_server_that_ignores_ranges_and_always_breaks_is_left() {
     let archive = model_tar(2_000_000);
     let server = FileServer::start(archive.clone()).await;
-    // Each try brings bytes, and none brings a new one after the first.
+    // Each try brings bytes, but only the first brings new ones.
     server.faults((0..9).map(|_| Fault::IgnoreRangeAndCutAfter(900_000)));
     let fetcher = Fetcher::new(&server, &sha256(&archive));
     let error = fetcher.fetch().await.unwrap_err();
@@ -252,7 +252,7 @@ async fn a_part_that_is_the_whole_file_is_not_fetched_again() {
     fs::create_dir_all(&partial).unwrap();
     let key = fetcher.source.key();
     fs::write(partial.join(format!("{key}.part")), &archive).unwrap();
-    // Its length was never told, so the server is asked: nothing lies behind the last byte.
+    // Its length was never announced, so the server is asked: nothing follows the last byte.
     let facts = "{\"url_sha256\":\"\",\"etag\":null,\"last_modified\":null,\"total_bytes\":null}";
     fs::write(partial.join(format!("{key}.json")), facts).unwrap();
     fetcher.fetch().await.unwrap();
@@ -265,7 +265,7 @@ async fn more_than_announced_is_not_taken() {
     let server = FileServer::start(archive.clone()).await;
     server.faults([Fault::TooLong]);
     let fetcher = Fetcher::new(&server, &sha256(&archive));
-    // A part of a file whose length was not told, so that the claimed one is believed.
+    // A part of a file of unannounced length, so that the claimed one is believed.
     let partial = fetcher.directory.path().join("partial");
     fs::create_dir_all(&partial).unwrap();
     let key = fetcher.source.key();
@@ -379,7 +379,7 @@ async fn a_busy_server_is_given_the_time_it_asks_for() {
         "{trouble}"
     );
 
-    // Longer than anyone waits.
+    // Longer than any fetch waits.
     server.faults([Fault::Status(503, retry_after("86400"))]);
     let error = Fetcher::new(&server, &sha256(&archive))
         .fetch()
@@ -400,12 +400,12 @@ async fn a_silent_server_is_asked_again_and_a_slow_one_is_not() {
     fetcher.options.stall_timeout = Duration::from_millis(1500);
     fetcher.fetch().await.unwrap();
     assert_eq!(first_byte(&server.seen()[1]), 100_000);
-    // While it was silent, all that had come was told.
+    // During the silence, everything that had arrived was reported.
     let told =
         |progress: &Progress| progress.phase == Phase::Downloading && progress.bytes == 100_000;
     assert!(fetcher.progress.lock().unwrap().iter().any(told));
 
-    // Slower altogether than the silence that is borne.
+    // Slower in total than the tolerated silence.
     let slow = FileServer::start(archive.clone()).await;
     slow.pace(Duration::from_millis(100));
     let mut fetcher = Fetcher::new(&slow, &sha256(&archive));

@@ -1,4 +1,4 @@
-//! From where models are fetched, who sees the credentials, and what is told of servers inside.
+//! Addresses that models are fetched from, servers that see the credentials, and reports about non-public servers.
 
 #![allow(clippy::unwrap_used)] // helpers of tests
 
@@ -14,10 +14,10 @@ use hearth_fetch::{
 use support::{Fault, FileServer, model_tar, sha256};
 use tempfile::TempDir;
 
-/// Time after which failures of private servers are told.
+/// Time after which failures of private servers are reported.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Like an agent of a cluster, on a machine where the range of tests is open.
+/// Options like those of an agent in a cluster, on a machine where the tests' range is open.
 fn inside(allowed: &str) -> FetchOptions {
     let cluster = vec!["127.0.3.0/24".parse().unwrap()];
     FetchOptions {
@@ -39,7 +39,7 @@ async fn fetched(source: &Source, options: &FetchOptions) -> Result<PathBuf, Fet
     outcome.await.expect("it hangs")
 }
 
-/// What is told of a fetch that fails, and by when: in whole patiences.
+/// Returns the error of a fetch that fails; checks that it is reported at a multiple of the patience.
 async fn told_of(source: &Source, options: &FetchOptions) -> String {
     let seen = Arc::new(Mutex::new(Vec::new()));
     let sink = Arc::clone(&seen);
@@ -97,7 +97,7 @@ async fn what_is_inside_is_not_asked() {
             reserve_bytes: 0,
             ..FetchOptions::default()
         };
-        // Whoever fetches for their own use reaches all of it.
+        // Users who fetch for themselves reach all of it.
         let own = match host.starts_with('[') {
             true => continue,
             false => fetched(&source, &anywhere).await,
@@ -116,7 +116,7 @@ async fn a_redirect_leads_no_further_than_the_url_itself_may() {
     let error = fetched(&source, &inside("127.0.0.1/32")).await.unwrap_err();
     assert!(matches!(error, FetchError::Forbidden { .. }), "{error}");
     assert!(other.seen().is_empty(), "the redirect was followed");
-    // Neither does a second one, nor a name that resolves to it.
+    // Nor is a second one, or a name that resolves to it.
     let port = other.address().port();
     open.faults([
         redirect(&open.url()),
@@ -124,13 +124,13 @@ async fn a_redirect_leads_no_further_than_the_url_itself_may() {
     ]);
     let error = fetched(&source, &inside("127.0.0.2/32")).await.unwrap_err();
     assert!(matches!(error, FetchError::Forbidden { .. }), "{error}");
-    // Where both are allowed it is followed.
+    // Where both are allowed, it is followed.
     open.faults([redirect(&other.url())]);
     fetched(&source, &inside("127.0.0.0/30")).await.unwrap();
     assert_eq!(other.seen().len(), 1);
 }
 
-/// Otherwise whoever may name URLs could read a network through the errors: which ports are open, which paths are there.
+/// Keeps those who may name URLs from scanning a network through errors: which ports are open, which paths exist.
 #[tokio::test]
 async fn of_a_server_inside_only_that_it_gave_no_such_archive_is_told() {
     let page = "an answer of somebody's ".repeat(100).into_bytes();
@@ -156,13 +156,13 @@ async fn of_a_server_inside_only_that_it_gave_no_such_archive_is_told() {
         server.faults(fault.into_iter().cycle().take(times));
         told.push(told_of(&source, &inside("127.0.0.1/32")).await);
     }
-    // A disk without room tells how long the answer is.
+    // A disk without room would reveal the answer's length.
     let full = FetchOptions {
         reserve_bytes: 1 << 60,
         ..inside("127.0.0.1/32")
     };
     told.push(told_of(&source, &full).await);
-    // A port that nobody listens on.
+    // A port without a listener.
     let closed = {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         listener.local_addr().unwrap()
@@ -173,7 +173,7 @@ async fn of_a_server_inside_only_that_it_gave_no_such_archive_is_told() {
     told.push(error.replace(&url, &server.url()));
     told.dedup();
     assert_eq!(told.len(), 1, "{told:#?}");
-    // Without the port, whose digits are anybody's.
+    // Without the port, whose digits are arbitrary.
     let words = told[0].replace(&server.url(), "");
     for secret in ["404", "refused", "4000", &sha256(&page)] {
         assert!(!words.contains(secret), "{words}");
@@ -181,7 +181,7 @@ async fn of_a_server_inside_only_that_it_gave_no_such_archive_is_told() {
     assert!(told[0].contains("log of this node's agent"), "{}", told[0]);
 }
 
-/// By when it is tried again nobody learns more than the progress told: that of an archive shows whether all of it came.
+/// Limits what the time of the next try reveals to what the progress showed: for archives, whether all of it arrived.
 #[tokio::test]
 async fn that_a_part_is_gone_on_with_is_said_of_archives_alone() {
     let archive = model_tar(1_000_000);
@@ -249,7 +249,7 @@ async fn sizes_are_told_of_archives() {
     );
 }
 
-/// All that a fetch told in this cache.
+/// All progress that a fetch into this cache reported.
 async fn progress_in(
     directory: &TempDir,
     source: &Source,
@@ -266,7 +266,7 @@ async fn progress_in(
     (outcome, seen)
 }
 
-/// Otherwise a server that begins an archive and then leads to another one reads how long that one's file is.
+/// Keeps a server that begins an archive and then redirects from learning the length of the other server's file.
 #[tokio::test]
 async fn no_size_is_told_of_what_another_server_goes_on_with() {
     let archive = model_tar(1_000_000);
@@ -279,7 +279,7 @@ async fn no_size_is_told_of_what_another_server_goes_on_with() {
         ]
     };
     let mut told = Vec::new();
-    // The other one has it, or has not; it answers all of it, or breaks off.
+    // The other server has it or not; it sends all of it or breaks off.
     for fault in [
         None,
         Some(Fault::CutAfter(300_000)),
@@ -301,7 +301,7 @@ async fn no_size_is_told_of_what_another_server_goes_on_with() {
         assert_eq!(asked[0].range.as_deref(), Some("bytes=600-"), "{asked:?}");
         told.extend(seen.iter().map(|progress| progress.bytes));
         if matches!(fault, Some(Fault::CutAfter(_))) {
-            // Nor by the next process, which asks the first server alone.
+            // Nor by the next process, which asks only the first server.
             server.faults(off());
             let (outcome, seen) = progress_in(&directory, &source, &options).await;
             let error = outcome.unwrap_err();
@@ -359,7 +359,7 @@ async fn credentials_open_the_url_and_go_nowhere_else() {
         .await
         .unwrap();
 
-    // Another server, where this one leads, learns neither them nor the query that led there.
+    // The server that this one redirects to learns neither the credentials nor the query.
     let elsewhere = FileServer::start_at("127.0.0.2", archive.clone()).await;
     server.open_by("Bearer t0ken");
     server.faults([redirect(&elsewhere.url())]);
@@ -394,7 +394,7 @@ async fn a_model_lies_under_the_name_that_it_is_asked_for_by() {
         .await
         .unwrap();
     assert!(found.ends_with(mine.as_str()));
-    // Somebody else with the same digest brings his own, or has none.
+    // Another user with the same digest brings their own, or has none.
     server.faults([Fault::Status(404, Vec::new())]);
     let theirs = Key::parse(&"b".repeat(32)).unwrap();
     let other = Source::new(&server.url(), &sha)

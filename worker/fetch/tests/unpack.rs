@@ -1,4 +1,4 @@
-//! Archives of every kind, and what is not unpacked.
+//! Archives of every kind, and archives that are refused.
 
 #![allow(clippy::unwrap_used)] // helpers of tests
 
@@ -38,7 +38,7 @@ async fn unpacked_up_to(
     (directory, outcome)
 }
 
-/// What is refused, and that nothing is left of it.
+/// Returns the error of a refused archive; checks that nothing of it is left.
 async fn refused(archive: Vec<u8>) -> FetchError {
     let (directory, outcome) = unpacked(archive).await;
     let error = outcome.expect_err("it was unpacked");
@@ -66,7 +66,7 @@ fn files(directory: &Path) -> Vec<String> {
     names
 }
 
-/// A tar with entries that no packer would make: name, kind, where a link leads, content.
+/// Packs a tar with entries that no packer would make: name, kind, link target, content.
 fn raw_tar(entries: &[(&str, EntryType, &str, &[u8])]) -> Vec<u8> {
     let mut builder = Builder::new(Vec::new());
     for (name, kind, link, content) in entries {
@@ -130,7 +130,7 @@ async fn a_model_in_a_single_directory_is_found() {
         let (_cache, outcome) = unpacked(tar_of(&files)).await;
         let directory = outcome.unwrap();
         assert!(directory.join("config.json").is_file());
-        // Nothing of the surroundings is left.
+        // Nothing of its surroundings is left.
         let siblings = fs::read_dir(directory.parent().unwrap()).unwrap().count();
         assert_eq!(siblings, 1);
         assert!(!directory.join("README.md").exists());
@@ -197,7 +197,7 @@ async fn nothing_is_written_through_a_link() {
         evil,
     ]))
     .await;
-    // Inside by their words, outside once they are followed: z → d/e/up/.. where up → ../..
+    // Inside by their text, outside once they are followed: z → d/e/up/.. where up → ../..
     refused(raw_tar(&[
         CONFIG,
         ("d/e/file", EntryType::Regular, "", b"x"),
@@ -209,7 +209,7 @@ async fn nothing_is_written_through_a_link() {
     assert_eq!(files(outside.path()), [""; 0]);
 }
 
-/// Entries that an enemy of ours might think of: each number of `dice` chooses something.
+/// Makes entries that an attacker might think of: each number of `dice` chooses something.
 fn wild_entries(dice: &mut impl Iterator<Item = u8>) -> Vec<(String, EntryType, String)> {
     const WORDS: [&str; 8] = ["..", ".", "a", "b", "config.json", "", "outside", "link"];
     const KINDS: [EntryType; 6] = [
@@ -246,7 +246,7 @@ async fn whatever_an_archive_holds_nothing_is_touched_outside() {
                 .map(|(name, kind, link)| (name.as_str(), *kind, link.as_str(), b"".as_slice())),
         );
         let archive = raw_tar(&entries);
-        // All of it is here already: no server is asked.
+        // All of it is in the cache already: no server is asked.
         let directory = TempDir::new().unwrap();
         fs::write(directory.path().join("outside"), "untouched").unwrap();
         let cache = directory.path().join("cache");
@@ -297,7 +297,7 @@ async fn whatever_an_archive_holds_nothing_is_touched_outside() {
     );
 }
 
-/// ext4 lets a file have 65,000 names.
+/// Exceeds ext4's limit of 65,000 names per file.
 #[tokio::test]
 async fn a_file_with_more_names_than_the_disk_has_is_told_as_such() {
     let names: Vec<String> = (0..66_000).map(|number| format!("l{number}")).collect();
@@ -323,7 +323,7 @@ async fn a_file_with_more_names_than_the_disk_has_is_told_as_such() {
 async fn links_inside_are_second_names() {
     let blob = ("blobs/abc", EntryType::Regular, "", b"weights".as_slice());
     let (_cache, outcome) = unpacked(raw_tar(&[
-        // Before what they lead to, and over another link.
+        // Before their targets, and through another link.
         ("model.safetensors", EntryType::Symlink, "./links/one", b""),
         ("links/one", EntryType::Symlink, "../blobs/abc", b""),
         ("hard", EntryType::Link, "blobs/abc", b""),
@@ -341,7 +341,7 @@ async fn links_inside_are_second_names() {
         assert!(!directory.join(name).is_symlink());
         assert_eq!(inode(name), inode("blobs/abc"));
     }
-    // No bit of a set-user-id file survives.
+    // The set-user-id bit does not survive.
     let mode = fs::metadata(directory.join("blobs/abc"))
         .unwrap()
         .permissions()
@@ -364,7 +364,7 @@ async fn an_archive_that_is_cut_off_is_told_as_broken() {
         assert!(matches!(error, FetchError::Corrupt { .. }), "{error}");
         assert!(error.to_string().contains("its sha256 is right"), "{error}");
     }
-    // A checksum of gzip that is wrong.
+    // A wrong gzip checksum.
     let mut wrong = gz.clone();
     let at = wrong.len() - 8;
     wrong[at] ^= 1;
@@ -420,7 +420,7 @@ async fn archives_without_end_are_left() {
     assert!(error.to_string().contains("too deep"), "{error}");
 }
 
-/// A tar of a model with links whose paths are as given; links of links and long names as GNU's tar writes them.
+/// Packs a model with links of the given paths; long link targets and long names as GNU tar writes them.
 fn tar_of_links(links: impl Iterator<Item = (String, String)>) -> Vec<u8> {
     let mut builder = Builder::new(Vec::new());
     let mut append = |kind, content: &[u8]| {
@@ -467,7 +467,7 @@ async fn links_take_no_more_memory_than_a_model_s_could() {
         assert!(text.len() < 1000, "{} bytes are told", text.len());
     }
 
-    // Each as long as it may be; together they are too much, long before the archive's end.
+    // Each as long as allowed; together they are too much, long before the archive's end.
     let directory = format!("{}/", "d".repeat(250)).repeat(7);
     let links = (0..6000).map(|n| (format!("{directory}{n}"), format!("{directory}{}", n + 1)));
     let archive = tar_of_links(links);

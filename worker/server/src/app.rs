@@ -1,4 +1,4 @@
-//! What all handlers share.
+//! Shared state of all handlers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
@@ -24,18 +24,18 @@ pub(crate) struct App {
     pub(crate) cors_origins: Vec<CorsOrigin>,
     pub(crate) routing: Routing,
     pub(crate) limits: Limits,
-    /// Unix time in seconds of the start.
+    /// Start time, as Unix time in seconds.
     pub(crate) created: u64,
-    /// No new requests are taken.
+    /// Set once no new requests are taken.
     pub(crate) is_draining: AtomicBool,
-    /// The time for streams in flight is over.
+    /// Cancelled once the time for streams in flight is over.
     pub(crate) closing: CancellationToken,
-    /// Requests that had not been answered by then.
+    /// Number of requests that had not been answered by then.
     pub(crate) cut_off: AtomicU64,
 }
 
 impl App {
-    /// Tokens of prompt and answer together: the model's, or less where the workers hold less.
+    /// Maximum tokens of prompt and answer together: the model's limit, or less if the workers hold less.
     pub(crate) fn context_length(&self) -> u32 {
         let own = self.model.context_length;
         self.pool
@@ -44,7 +44,7 @@ impl App {
     }
 }
 
-/// Unix time in seconds.
+/// Current Unix time in seconds.
 pub(crate) fn unix_seconds() -> u64 {
     SystemTime::now()
         .duration_since(UNIX_EPOCH)

@@ -1,8 +1,8 @@
-//! What was made for clients and has not been taken by them.
+//! Output that was produced for clients and that they have not read yet.
 //!
-//! An answer is written as fast as its worker gives tokens, whoever reads it: a worker's place is never held by a client
-//! that is slow. What such a client leaves waits here, within a budget of bytes for all of them. When it is spent, the
-//! one for whom most waits is cut off, provided that it took nothing for a moment.
+//! An answer is written as fast as its worker yields tokens: a slow client never occupies a worker's
+//! slot. Output that a client has not read waits here, within one budget of bytes for all of them. When it is spent,
+//! the client with the most waiting output is cut off, provided that it has read nothing for a moment.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -20,15 +20,15 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::error::ApiError;
 use crate::metrics::{CutReason, Metrics};
 
-/// A client that took something within this time reads, and is not cut off for want of memory.
+/// Time within which a client that took something counts as reading, and is not cut off for lack of memory.
 const READS_WITHIN: Duration = Duration::from_secs(1);
-/// Pieces of a whole answer.
+/// Size of the pieces that a whole answer is split into.
 const PIECE_BYTES: usize = 16 << 10;
 
-/// What a client that is cut off is told at the end of its answer.
+/// Encodes the error that a client is sent at the end of its answer when it is cut off.
 pub(crate) type LastWords = fn(&ApiError) -> Bytes;
 
-/// All answers that wait.
+/// All waiting answers.
 pub(crate) struct Backlog {
     budget_bytes: usize,
     stall: Duration,
@@ -41,30 +41,30 @@ struct State {
     held_bytes: usize,
     next_id: u64,
     answers: HashMap<u64, Waiting>,
-    /// Room will be made in a moment.
+    /// Whether a task to make room is already scheduled.
     is_due: bool,
 }
 
-/// One answer.
+/// One waiting answer.
 struct Waiting {
     pieces: VecDeque<Bytes>,
     bytes: usize,
     reader: Option<Waker>,
-    /// When the client last took something, or had taken all.
+    /// Time when the client last took something, or last had everything.
     taken: Instant,
-    /// Nothing more comes.
+    /// Whether nothing more follows.
     has_ended: bool,
     is_cut: bool,
     last_words: Option<LastWords>,
 }
 
-/// The end at which an answer is written.
+/// The writing end of an answer.
 pub(crate) struct Outbox {
     backlog: Arc<Backlog>,
     id: u64,
 }
 
-/// The end from which it is sent, the body of a response. Its drop ends the work for it.
+/// The reading end of an answer, the body of a response. Dropping it ends the work on the answer.
 pub(crate) struct Delivery {
     backlog: Arc<Backlog>,
     id: u64,
@@ -72,7 +72,7 @@ pub(crate) struct Delivery {
 }
 
 impl Backlog {
-    /// A backlog of at most `budget_bytes`; a client that takes nothing for `stall` is cut off.
+    /// Creates a backlog of at most `budget_bytes`; a client that takes nothing for `stall` is cut off.
     pub(crate) fn new(budget_bytes: usize, stall: Duration, metrics: Arc<Metrics>) -> Arc<Self> {
         Arc::new(Self {
             budget_bytes,
@@ -82,7 +82,7 @@ impl Backlog {
         })
     }
 
-    /// A new answer. Without `last_words` it breaks off when its client is cut off.
+    /// Opens a new answer. Without `last_words` it breaks off when its client is cut off.
     pub(crate) fn open(self: &Arc<Self>, last_words: Option<LastWords>) -> (Outbox, Delivery) {
         let mut state = self.lock();
         let id = state.next_id;
@@ -109,7 +109,7 @@ impl Backlog {
         (outbox, delivery)
     }
 
-    /// The body of an answer that is there as a whole.
+    /// Returns the body of an answer that is already complete.
     pub(crate) fn whole(self: &Arc<Self>, mut bytes: Bytes, version: Version) -> Delivery {
         let (outbox, delivery) = self.open(None);
         while !bytes.is_empty() {
@@ -124,7 +124,7 @@ impl Backlog {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Cuts off whoever is in the way of the others, now or as soon as it is known who does not read.
+    /// Cuts off the client in the way of the others, now or as soon as it is known which one does not read.
     fn make_room(self: &Arc<Self>, state: &mut State) {
         while state.held_bytes > self.budget_bytes {
             let idle = state.answers.iter().filter(|(_, waiting)| {
@@ -178,7 +178,7 @@ impl Backlog {
 }
 
 impl Outbox {
-    /// Takes the next piece; false when nobody will ever read it.
+    /// Appends the next piece; false if it will never be read.
     pub(crate) fn push(&self, piece: Bytes) -> bool {
         let mut guard = self.backlog.lock();
         let state = &mut *guard;
@@ -202,14 +202,14 @@ impl Outbox {
         true
     }
 
-    /// Nothing waits.
+    /// Whether nothing is waiting.
     pub(crate) fn is_empty(&self) -> bool {
         let state = self.backlog.lock();
         let waiting = state.answers.get(&self.id);
         waiting.is_none_or(|waiting| waiting.pieces.is_empty())
     }
 
-    /// Nothing more comes.
+    /// Marks the end of the answer.
     pub(crate) fn end(&self) {
         let mut state = self.backlog.lock();
         if let Some(waiting) = state.answers.get_mut(&self.id) {
@@ -220,8 +220,9 @@ impl Outbox {
         }
     }
 
-    /// Returns when the client was cut off, since something waited and nothing of it was taken for long enough. A
-    /// connection of HTTP/1 is watched byte by byte, and ended; one of HTTP/2 has other clients' streams on it.
+    /// Returns when the client was cut off because it took nothing of the waiting output for too long. Never returns
+    /// for HTTP/1, whose connection is watched byte by byte and ended; one of HTTP/2 also carries the streams
+    /// of other clients.
     pub(crate) async fn stalled(&self, version: Version) {
         let stall = self.backlog.stall;
         if version < Version::HTTP_2 {
@@ -251,7 +252,7 @@ impl Drop for Outbox {
 }
 
 impl Delivery {
-    /// Ends the work of `writer` when nobody reads any more.
+    /// Ties the work of `writer` to the body: it ends when the body is dropped.
     pub(crate) fn owning(mut self, writer: AbortOnDropHandle<()>) -> Self {
         self.writer = Some(writer);
         self

@@ -1,4 +1,4 @@
-//! One choice of an answer: tokens become text, text ends at stop strings, calls are told from content.
+//! One choice of an answer: tokens become text, text ends at stop strings, calls are separated from content.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -11,25 +11,25 @@ use crate::stop::StopMatcher;
 use crate::tools::{AnswerPart, ToolFormat, ToolParser};
 use crate::wire::response::{FinishReason, FunctionDelta, TokenLogprob, ToolCallDelta, TopLogprob};
 
-/// What shapes the choices of one request.
+/// Options of the choices of one request.
 pub(crate) struct ChoiceOptions {
     /// The model's tokenizer.
     pub(crate) tokenizer: Tokenizer,
     /// Strings that end the answer.
     pub(crate) stop: Arc<[String]>,
-    /// Tokens that end the answer; they are no text.
+    /// Tokens that end the answer; they produce no text.
     pub(crate) stop_tokens: Arc<[u32]>,
-    /// Log-probabilities are wanted.
+    /// Whether log-probabilities are wanted.
     pub(crate) logprobs: bool,
-    /// Calls are looked for: their form, and the names of the tools.
+    /// Form of the tool calls to look for, and the names of the tools; `None` if none are looked for.
     pub(crate) tools: Option<(ToolFormat, Vec<String>)>,
-    /// The answer ends behind its first call.
+    /// Whether the answer ends after its first call.
     pub(crate) single_call: bool,
-    /// The answer is held to calls: what is none of them is one that was cut off, and no text.
+    /// Whether the answer is constrained to calls: anything else is a call that was cut off, and not text.
     pub(crate) is_calls_alone: bool,
 }
 
-/// What is new in a choice.
+/// New output of a choice.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Delta {
     /// Text.
@@ -43,14 +43,14 @@ pub(crate) struct Delta {
 /// A token's log-probability and its place.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct LoggedToken {
-    /// Log-probability as the chat format has it.
+    /// Log-probability in the chat format.
     pub(crate) logprob: TokenLogprob,
-    /// Characters of the choice's text before it.
+    /// Number of characters of the choice's text before it.
     pub(crate) offset_chars: usize,
 }
 
 impl Delta {
-    /// Nothing is new.
+    /// Whether nothing is new.
     pub(crate) fn is_empty(&self) -> bool {
         self.text.is_empty() && self.calls.is_empty() && self.logprobs.is_empty()
     }
@@ -62,7 +62,7 @@ pub(crate) struct Choice {
     decoder: Option<StreamDecoder>,
     stop: StopMatcher,
     parser: Option<Box<dyn ToolParser>>,
-    /// Tokens whose text is not released, with the bytes of text before them.
+    /// Tokens whose text is not released yet, with the number of bytes of text before each.
     pending: VecDeque<(usize, LoggedToken)>,
     decoded_bytes: usize,
     decoded_chars: usize,
@@ -71,10 +71,10 @@ pub(crate) struct Choice {
 }
 
 impl Choice {
-    /// A choice of which no token has come.
+    /// Creates a choice that has received no token yet.
     pub(crate) fn new(options: Arc<ChoiceOptions>) -> Self {
         let tokenizer = &options.tokenizer;
-        // The marks of calls are special tokens in some vocabularies.
+        // In some vocabularies the marks of calls are special tokens.
         let decoder = match options.tools {
             Some(_) => tokenizer.decoder_with_special(),
             None => tokenizer.decoder(),
@@ -95,7 +95,7 @@ impl Choice {
         }
     }
 
-    /// Takes the next token. A reason: the answer ends here, whatever the worker would go on with.
+    /// Takes the next token. Returns a reason if the answer ends here, whatever the worker would continue with.
     pub(crate) fn push(&mut self, token: &Token) -> (Delta, Option<FinishReason>) {
         if self.options.stop_tokens.contains(&token.id) {
             return (Delta::default(), None);
@@ -114,7 +114,7 @@ impl Choice {
         self.text(&text.unwrap_or_default())
     }
 
-    /// The worker ended the answer.
+    /// Ends the choice, after the worker has ended the answer.
     pub(crate) fn finish(&mut self, reason: v1::FinishReason) -> (Delta, FinishReason) {
         let rest = self
             .decoder
@@ -173,7 +173,7 @@ impl Choice {
         (delta, ended.then(|| self.stop_reason()))
     }
 
-    /// Puts pieces into a delta; true when the only call that is allowed is complete.
+    /// Puts pieces into a delta; true if the only allowed call is complete.
     fn collect(&mut self, pieces: Vec<AnswerPart>, delta: &mut Delta) -> bool {
         for piece in pieces {
             match piece {
@@ -231,13 +231,13 @@ impl Choice {
     fn token_text(&self, id: u32) -> (String, Option<Vec<u8>>) {
         match self.options.tokenizer.token_bytes(id) {
             Some(bytes) => (String::from_utf8_lossy(&bytes).into_owned(), Some(bytes)),
-            // Padding of the vocabulary has no text.
+            // Vocabulary padding has no text.
             None => (format!("<token {id}>"), None),
         }
     }
 }
 
-/// Appends to the same call's last delta, so that a piece of text makes one.
+/// Appends to the same call's last delta, so that a piece of text yields one.
 fn add_arguments(delta: &mut Delta, index: u32, text: String) {
     match delta.calls.last_mut().filter(|call| call.index == index) {
         Some(call) => call.function.arguments.push_str(&text),
@@ -253,7 +253,7 @@ fn add_arguments(delta: &mut Delta, index: u32, text: String) {
     }
 }
 
-/// JSON has no infinity; this is what OpenAI shows for it.
+/// Replaces infinity, which JSON lacks, with the value that OpenAI shows for it.
 fn finite(logprob: f32) -> f32 {
     if logprob.is_finite() {
         logprob

@@ -1,4 +1,4 @@
-//! What a gateway is told at its start. The environment is not read here.
+//! Configuration of a gateway. The environment is not read here.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -18,35 +18,36 @@ pub struct GatewayConfig {
     pub model_dir: PathBuf,
     /// Decode workers; at least one, unless members may change.
     pub decode: Vec<Endpoint>,
-    /// Prefill workers; none: decode workers compute prompts themselves.
+    /// Prefill workers; if empty, decode workers compute prompts themselves.
     pub prefill: Vec<Endpoint>,
-    /// Workers come and go while the gateway runs ([`crate::router::WorkerPool::set_members`]): it may start without any.
+    /// Whether workers join and leave at run time ([`crate::router::WorkerPool::set_members`]): it may then start
+    /// without any.
     pub has_changing_members: bool,
-    /// Tokens of prompt and answer together; `None`: the model's own limit. Workers may lower it.
+    /// Maximum tokens of prompt and answer together; `None` for the model's own limit. Workers may lower it.
     pub context_length: Option<u32>,
-    /// How tool calls are written; `None`: found from the chat template, then the architecture.
+    /// Format of tool calls; `None` to detect it from the chat template, then the architecture.
     pub tool_format: Option<ToolFormat>,
-    /// Queue and choice of workers.
+    /// Queueing and choice of workers.
     pub routing: Routing,
-    /// Sizes and times.
+    /// Size and time limits.
     pub limits: Limits,
-    /// A file with one API key a line (`#` begins a comment), or a directory of such files; read again when it
-    /// changes. `None`: no key is asked.
+    /// A file with one API key per line (`#` begins a comment), or a directory of such files; read again when it
+    /// changes. `None` if no key is required.
     pub api_keys: Option<PathBuf>,
-    /// Mutual TLS towards the workers; `None`: plain.
+    /// Mutual TLS towards the workers; `None` for plaintext.
     pub worker_tls: Option<Tls>,
-    /// HTTPS for clients; `None`: plain HTTP.
+    /// HTTPS for clients; `None` for plain HTTP.
     pub https: Option<HttpsFiles>,
-    /// Origins whose web pages may use the endpoint from a browser; none: no page may.
+    /// Origins whose web pages may use the endpoint from a browser; if empty, no page may.
     pub cors_origins: Vec<CorsOrigin>,
-    /// What the plan promised, for `/metrics`.
+    /// Predictions of the plan, for `/metrics`.
     pub predicted: Predicted,
 }
 
-/// Certificate and key of the HTTPS endpoint, PEM files.
+/// Certificate and key of the HTTPS endpoint, as PEM files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HttpsFiles {
-    /// The certificate, then intermediate ones.
+    /// The certificate, followed by intermediate ones.
     pub cert: PathBuf,
     /// Its private key.
     pub key: PathBuf,
@@ -61,29 +62,29 @@ pub struct Predicted {
     pub tpot_seconds: Option<f64>,
 }
 
-/// Queue and choice of workers.
+/// Queueing and choice of workers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Routing {
-    /// Prompts with fewer new tokens are computed by the decode worker in chunks.
+    /// Number of new tokens below which the decode worker computes a prompt itself, in chunks.
     pub chunked_below_tokens: u32,
-    /// Requests (choices) that may wait for a worker; beyond it, 429.
+    /// Maximum number of requests (choices) that wait for a worker; beyond it, 429.
     pub max_queue: usize,
-    /// How long one waits, for a place or for a pool that starts.
+    /// Longest wait, for a slot or for a pool that is starting.
     pub queue_timeout: Duration,
-    /// Requests that a decode worker is given beyond its batch, so that the next is at hand when a place
+    /// Requests that a decode worker is given beyond its batch, so that the next is at hand when a slot
     /// is free. `None`: as many as its batch.
     pub ahead_per_worker: Option<u32>,
-    /// How long a stream whose worker died waits for one with the same numerics before it takes another.
+    /// Time that a stream whose worker died waits for one with the same numerics before it takes another.
     pub same_numerics_wait: Duration,
-    /// Attempts of one request that may end without a new token before the request fails: it may be what
+    /// Attempts of one request that may end without a new token before the request fails: it may itself be what
     /// breaks each worker.
     pub max_fruitless_attempts: u32,
-    /// Time between two looks at a worker that is well.
+    /// Time between two probes of a healthy worker.
     pub look_interval: Duration,
-    /// A worker from which nothing came for as long, neither a token nor the answer to a look, is taken for hung: its
-    /// streams move. Looks are answered beside the computation, so that a long step is no silence.
+    /// Time after which a worker that sent nothing, neither a token nor the answer to a probe, is considered hung: its
+    /// streams move. Probes are answered on a separate thread from the computation, so a long step is not silence.
     pub hang_after: Duration,
-    /// The model that workers must serve; `None`: whatever they serve.
+    /// Fingerprint of the model that workers must serve; `None` for any model.
     pub model_fingerprint: Option<String>,
 }
 
@@ -103,16 +104,16 @@ impl Default for Routing {
     }
 }
 
-/// Sizes and times of the HTTP side.
+/// Size and time limits of the HTTP side.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Bytes of a request's body; beyond it, 413.
+    /// Maximum bytes of a request's body; beyond it, 413.
     pub body_bytes: usize,
-    /// Bytes of a request's line and headers; beyond it, 431.
+    /// Maximum bytes of a request's line and headers; beyond it, 431.
     pub header_bytes: usize,
-    /// Headers of a request; beyond it, 431.
+    /// Maximum number of headers of a request; beyond it, 431.
     pub headers: usize,
-    /// Time for the headers of a request to arrive, and for a new client to say anything.
+    /// Time for the headers of a request to arrive, and for a new client to send anything.
     pub header_timeout: Duration,
     /// Time for the body of a request to arrive; beyond it, 408.
     pub body_timeout: Duration,
@@ -120,19 +121,19 @@ pub struct Limits {
     pub body_stall: Duration,
     /// Time for a whole answer, waiting included; beyond it, 504 or an error at the end of the stream.
     pub request_timeout: Duration,
-    /// Connections at the same time.
+    /// Maximum number of open connections.
     pub connections: usize,
-    /// How long a connection is kept between an answer and the next request. Longer than the proxies in front of the
-    /// gateway keep theirs: whoever closes first must not be the one that does not know of a request under way.
+    /// Time that a connection is kept between an answer and the next request. Longer than the proxies in front of the
+    /// gateway keep theirs: the side that closes first must be the one that knows of every request under way.
     pub keep_alive: Duration,
-    /// A client that takes no byte of its answer for as long is cut off, and its work ends.
+    /// Time after which a client that takes no byte of its answer is cut off, and its work ends.
     pub client_stall: Duration,
-    /// Bytes of answers that may wait for clients, all together.
+    /// Maximum bytes of answers that wait for clients, in total.
     pub backlog_bytes: usize,
-    /// Time for streams in flight when the gateway is told to end.
+    /// Time for streams in flight to finish once the gateway is told to stop.
     pub drain_grace: Duration,
-    /// How long a connection on which nothing is asked is kept once the gateway is told to end: a client that uses
-    /// it within that time has its answer, and is told by it that the connection ends.
+    /// Time that an idle connection is kept once the gateway is told to stop: a client that uses it within that time
+    /// gets its answer, which tells it that the connection ends.
     pub drain_idle: Duration,
 }
 
@@ -157,7 +158,7 @@ impl Default for Limits {
 }
 
 impl GatewayConfig {
-    /// A gateway with the defaults, for one model and its decode workers.
+    /// Creates a configuration with the defaults, for one model and its decode workers.
     pub fn new(
         served_name: impl Into<String>,
         model_dir: impl Into<PathBuf>,
@@ -182,7 +183,7 @@ impl GatewayConfig {
     }
 }
 
-/// Why a gateway cannot start or go on.
+/// Reason a gateway cannot start or continue.
 #[derive(Debug, thiserror::Error)]
 pub enum GatewayError {
     /// A model's file cannot be used.
@@ -194,14 +195,14 @@ pub enum GatewayError {
     /// No decode worker was given.
     #[error("the gateway has no decode worker\n  name at least one")]
     NoWorkers,
-    /// The context that was asked for is longer than the model's.
+    /// The requested context is longer than the model's.
     #[error(
         "contextLength is {asked}: the model's own limit is {limit} tokens (max_position_embeddings)\n  lower it to {limit} or less"
     )]
     ContextTooLong {
-        /// Asked for.
+        /// The requested length.
         asked: u32,
-        /// The model's.
+        /// The model's limit.
         limit: u32,
     },
     /// A file of API keys cannot be read.
@@ -209,13 +210,13 @@ pub enum GatewayError {
     ApiKeys {
         /// The file or directory.
         path: PathBuf,
-        /// The system's answer.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// No file of API keys holds any.
+    /// The file or directory holds no API key.
     #[error("{} holds no API key\n  write one key a line; lines that begin with # are comments", path.display())]
     NoApiKeys {
-        /// The file.
+        /// The file or directory.
         path: PathBuf,
     },
     /// Certificate or key of the HTTPS endpoint cannot be used.
@@ -223,9 +224,9 @@ pub enum GatewayError {
     Https {
         /// The file.
         path: PathBuf,
-        /// What it should hold.
+        /// Expected content.
         what: &'static str,
-        /// What is wrong.
+        /// Problem with the content.
         problem: String,
     },
     /// The listening socket failed.
@@ -233,7 +234,7 @@ pub enum GatewayError {
     Listen {
         /// The address.
         address: SocketAddr,
-        /// The system's answer.
+        /// The system's error.
         source: std::io::Error,
     },
 }

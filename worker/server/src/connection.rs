@@ -1,12 +1,12 @@
 //! One client's connection, and how it ends without losing a request.
 //!
-//! A client keeps its connection and may use it at any moment. To close it in that moment loses the request, and the
-//! client cannot know whether it was served. So a gateway that ends tells before it closes: an answer by HTTP/1 says
-//! `Connection: close`, HTTP/2 has its GOAWAY. A connection that nothing was asked on for a while is closed too, but
-//! never with bytes of a request in it.
+//! A client keeps its connection and may use it at any moment. Closing it at that moment loses the request, and the
+//! client cannot know whether it was served. So a gateway that shuts down announces it before it closes: an HTTP/1
+//! answer says `Connection: close`, HTTP/2 has its GOAWAY. A connection that has been idle for a while is closed too,
+//! but never with bytes of a request in it.
 //!
-//! A client that takes nothing of its answer for a while is cut off, and its work with it: it may hold memory, and
-//! would for ever.
+//! A client that takes nothing of its answer for a while is cut off, and its work with it: otherwise it could hold
+//! memory for ever.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -32,14 +32,14 @@ use tower::ServiceExt as _;
 
 use crate::metrics::{CutReason, Metrics};
 
-/// What a client of HTTP/2 says first.
+/// First bytes that an HTTP/2 client sends.
 const HTTP2_BEGIN: &[u8] = b"PRI * HTTP/2.0";
 
-/// Whether the gateway is ending, and what it leaves its clients.
+/// Whether the gateway is shutting down, and the time that it leaves idle clients.
 #[derive(Clone)]
 pub(crate) struct Drain {
     began: CancellationToken,
-    /// Time for a connection that nothing is asked on.
+    /// Time for an idle connection.
     idle: Duration,
 }
 
@@ -51,7 +51,7 @@ impl Drain {
         }
     }
 
-    /// The gateway is ending from now on.
+    /// Starts the shutdown.
     pub(crate) fn begin(&self) {
         self.began.cancel();
     }
@@ -60,17 +60,17 @@ impl Drain {
         self.began.is_cancelled()
     }
 
-    /// Returns when a connection that has been idle since now is to be closed.
+    /// Returns when a connection that has been idle since the call is to be closed.
     async fn patience(self) {
         self.began.cancelled().await;
         sleep(self.idle).await;
     }
 }
 
-/// How long a connection may be without what it is there for.
+/// Time limits of a connection.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Patience {
-    /// Time from the first byte of a request to the end of its headers, and for a client that has not said anything yet.
+    /// Time from the first byte of a request to the end of its headers, and for a client that has sent nothing yet.
     pub(crate) headers: Duration,
     /// Time between an answer and the next request.
     pub(crate) keep_alive: Duration,
@@ -78,11 +78,11 @@ pub(crate) struct Patience {
     pub(crate) stall: Duration,
 }
 
-/// Marks a request that came on a connection which was opened after the gateway began to end.
+/// Marks a request on a connection that was opened after the shutdown began.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Late;
 
-/// What all connections of a gateway have in common.
+/// Shared parts of all connections of a gateway.
 #[derive(Clone)]
 pub(crate) struct Service {
     pub(crate) router: Router,
@@ -91,7 +91,7 @@ pub(crate) struct Service {
     pub(crate) metrics: Arc<Metrics>,
 }
 
-/// Serves one connection until it ends: by its client, in a drain, or since nothing happens on it.
+/// Serves one connection until it ends: by its client, in a drain, or because nothing happens on it.
 pub(crate) async fn serve(
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     builder: &auto::Builder<TokioExecutor>,
@@ -137,8 +137,8 @@ pub(crate) async fn serve(
     }
 }
 
-/// Returns when a client is to be told by the protocol itself that the connection ends: by HTTP/2 at once. By HTTP/1
-/// that closes a connection on which a request may have come in; answers and [`Watched`] do it there.
+/// Returns when the protocol itself is to announce the end of the connection: at once with HTTP/2. With HTTP/1 that
+/// would close a connection on which a request may have arrived, so answers and [`Watched`] do it there.
 async fn goodbye(drain: Drain, activity: Arc<Activity>) {
     drain.began.cancelled().await;
     tokio::select! {
@@ -171,20 +171,20 @@ async fn answer(
     }))
 }
 
-/// What goes on on a connection.
+/// Activity on a connection.
 #[derive(Default)]
 struct Activity {
-    /// Requests without their whole answer.
+    /// Requests whose answer is not complete.
     in_flight: AtomicUsize,
-    /// Bytes came that may be a part of a request.
+    /// Whether bytes arrived that may be part of a request.
     has_unanswered: AtomicBool,
     has_asked: AtomicBool,
-    /// The first bytes are those that HTTP/2 begins with.
+    /// Whether the first bytes are those that HTTP/2 begins with.
     begins_http2: AtomicBool,
     is_http2: CancellationToken,
 }
 
-/// What a connection waits for.
+/// Event that a connection waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Awaited {
     /// The first byte.
@@ -205,14 +205,14 @@ impl Activity {
         InFlight(self)
     }
 
-    /// What is to come from the client; `None` while it is the gateway's turn, and with HTTP/2, which has pings.
+    /// Returns what the client is to send next; `None` on the gateway's turn, and with HTTP/2, which has pings.
     fn awaited(&self) -> Option<Awaited> {
         if self.in_flight.load(Ordering::Relaxed) > 0 || self.is_http2.is_cancelled() {
             return None;
         }
         let has_bytes = self.has_unanswered.load(Ordering::Relaxed);
         Some(match self.has_asked.load(Ordering::Relaxed) {
-            // HTTP/2 may be made ready for requests that come later.
+            // An HTTP/2 connection may be opened ahead of its requests.
             false if self.begins_http2.load(Ordering::Relaxed) => Awaited::Next,
             _ if has_bytes => Awaited::Headers,
             false => Awaited::Beginning,
@@ -221,7 +221,7 @@ impl Activity {
     }
 }
 
-/// A request, until its answer is made or nobody waits for it.
+/// A request, until its answer is complete or the client has left.
 struct InFlight(Arc<Activity>);
 
 impl Drop for InFlight {
@@ -257,19 +257,19 @@ impl Body for Watching {
     }
 }
 
-/// A stream that ends, as if the client had ended it, when what is awaited has not come for long enough, and that fails
-/// when the client takes nothing of what is sent.
+/// A stream that ends, as though the client had ended it, when what is awaited has not arrived for too long, and that
+/// fails when the client takes nothing of what is sent.
 struct Watched<S> {
     stream: S,
     activity: Arc<Activity>,
     drain: Drain,
     patience: Patience,
     metrics: Arc<Metrics>,
-    /// Runs while the client is to say something.
+    /// Runs while the client is expected to send something.
     waiting: Option<(Awaited, Timer)>,
     /// Runs while the client takes nothing.
     stalled: Option<Timer>,
-    /// Some of an answer may not have been sent.
+    /// Whether some of an answer may not have been sent.
     is_unflushed: bool,
     has_ended: bool,
 }
@@ -291,7 +291,7 @@ impl<S> Watched<S> {
                 Awaited::Beginning | Awaited::Headers => self.patience.headers,
                 Awaited::Next => self.patience.keep_alive,
             };
-            // Nobody ends a connection in the middle of a request, or of what may be the beginning of HTTP/2.
+            // A drain ends no connection in the middle of a request, or of what may be the beginning of HTTP/2.
             let has_bytes = self.activity.has_unanswered.load(Ordering::Relaxed);
             let drained = self.drain.clone().patience();
             let timer: Timer = Box::pin(async move {
@@ -308,7 +308,7 @@ impl<S> Watched<S> {
         self.has_ended
     }
 
-    /// Passes on how sending went; an error once the client has taken nothing for too long.
+    /// Passes on the outcome of sending; fails once the client has taken nothing for too long.
     fn sent<T>(
         &mut self,
         cx: &mut Context<'_>,
@@ -342,7 +342,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Watched<S> {
             if !bytes.is_empty() {
                 let begins_http2 = HTTP2_BEGIN.starts_with(&bytes[..bytes.len().min(4)]);
                 if !self.activity.has_unanswered.swap(true, Ordering::Relaxed) {
-                    // The first of a request: headers that go on coming byte by byte get no more time.
+                    // The first bytes of a request: headers that trickle in byte by byte get no more time.
                     self.waiting = None;
                     let is_first = !self.activity.has_asked.load(Ordering::Relaxed);
                     let begins_http2 = is_first && begins_http2;

@@ -1,4 +1,4 @@
-//! Which web pages may use the endpoint from a browser (CORS). Other clients are not concerned.
+//! Web pages that may use the endpoint from a browser (CORS). Other clients are not affected.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use hearth_transport::origin;
 use http::{HeaderName, HeaderValue, Method};
 use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
-/// How long a browser keeps what it was told.
+/// Time that a browser may cache the answer.
 const MAX_AGE: Duration = Duration::from_secs(600);
 
 /// An origin whose pages may use the endpoint.
@@ -22,7 +22,7 @@ pub enum CorsOrigin {
 impl FromStr for CorsOrigin {
     type Err = String;
 
-    /// Reads `*`, or an origin such as `http://localhost:3000`; `null` is that of files.
+    /// Parses `*`, or an origin such as `http://localhost:3000`; `null` is the origin of local files.
     fn from_str(text: &str) -> Result<Self, String> {
         if text == "*" {
             return Ok(Self::Any);
@@ -34,7 +34,7 @@ impl FromStr for CorsOrigin {
     }
 }
 
-/// What tells browsers that pages of `origins` may send requests and read answers; `None` without any.
+/// Layer that tells browsers that pages of `origins` may send requests and read answers; `None` if there are none.
 pub(crate) fn layer(origins: &[CorsOrigin]) -> Option<CorsLayer> {
     if origins.is_empty() {
         return None;

@@ -1,4 +1,4 @@
-//! Errors as the OpenAI API shows them: one object, the right status, words that say what to do.
+//! Errors as the OpenAI API shows them: one object, the right status, and a message that says what to do.
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -8,16 +8,16 @@ use bytes::Bytes;
 use http::{HeaderValue, StatusCode, header};
 use serde::Serialize;
 
-/// The `type` of an error object: what a client library chooses its exception by.
+/// The `type` of an error object, by which client libraries choose their exception.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorType {
     /// The request is wrong; repeating it will not help.
     InvalidRequest,
-    /// No key, or a key that is not known.
+    /// No key, or an unknown one.
     Authentication,
-    /// More than this gateway takes at the moment.
+    /// More requests than this gateway takes at the moment.
     RateLimit,
-    /// The gateway or its workers could not do it.
+    /// The gateway or its workers failed.
     Server,
 }
 
@@ -41,13 +41,13 @@ pub struct ApiError {
     pub status: StatusCode,
     /// The object's `type`.
     pub kind: ErrorType,
-    /// What is wrong, with the value, and what to do.
+    /// The problem, with the value, and the remedy.
     pub message: String,
     /// Parameter at fault, as a path: `messages[2].content`.
     pub param: Option<String>,
-    /// A word that a program can match.
+    /// Code that a program can match.
     pub code: Option<Cow<'static, str>>,
-    /// When to try again; becomes the `Retry-After` header, in whole seconds, at least 1.
+    /// Time to wait before trying again; becomes the `Retry-After` header, in whole seconds, at least 1.
     pub retry_after: Option<Duration>,
 }
 

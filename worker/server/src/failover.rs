@@ -1,14 +1,14 @@
 //! One stream of tokens over workers that may die: **a dead worker loses nothing**.
 //!
-//! A stream that breaks is asked for again, with the tokens that came so far, of another worker or of the same one
-//! after its restart. The new worker computes those tokens again without sending them, and goes on. Since logits
-//! are batch-invariant and sampling is a function of seed and position, it goes on with the tokens that the first
-//! would have given; the index that each token carries shows that none is lost or doubled.
+//! A broken stream is requested again, with the tokens received so far, from another worker or from the same one after
+//! its restart. The new worker recomputes those tokens without sending them, and continues. Since logits are
+//! batch-invariant and sampling is a function of seed and position, it continues with the tokens that the first would
+//! have produced; the index that each token carries shows that none is lost or duplicated.
 //!
-//! Workers of the same model but other numerics (another instruction set, a GPU) may choose other tokens where two are
-//! nearly equal. A request is therefore pinned to what read its prompt and to what writes its answer, which need not be
-//! the same; the border between the two never moves. A broken stream waits for workers of the same numerics, for a
-//! bounded time while they may come back, and only then takes others.
+//! Workers of the same model but with other numerics (another instruction set, a GPU) may choose other tokens where
+//! two are nearly equal. A request is therefore pinned to the numerics that read its prompt and to those that write
+//! its answer, which need not be the same; the boundary between the two never moves. A broken stream waits for workers
+//! with the same numerics, for a bounded time while they may come back, and only then takes others.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,47 +24,47 @@ use crate::router::{AcquireError, Lease, Pin, PrefillLease, Route, Want, WorkerI
 
 /// First and longest pause between attempts.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(1));
-/// Time by which a worker's deadline lies behind ours.
+/// Time by which a worker's deadline exceeds ours.
 const SLACK: Duration = Duration::from_secs(2);
-/// Longest error text that is shown.
+/// Maximum number of characters of an error text that are shown.
 const MESSAGE_CHARS: usize = 400;
 
-/// What is to be generated.
+/// One choice to generate.
 #[derive(Clone, Debug)]
 pub struct Job {
-    /// Identifier of the choice; each attempt adds its number.
+    /// Identifier of the choice; each attempt appends its number.
     pub request_id: String,
     /// The prompt, at least one token.
     pub prompt: Arc<[u32]>,
-    /// How tokens are chosen; the seed is that of choice 0.
+    /// Sampling parameters; their seed is that of choice 0.
     pub sampling: Arc<Sampling>,
     /// Seed of this choice.
     pub seed: u64,
-    /// Upper bound of generated tokens; prompt and this fit the context.
+    /// Upper bound on generated tokens; together with the prompt it fits the context.
     pub max_tokens: u32,
     /// Tokens that end the answer.
     pub stop_tokens: Arc<[u32]>,
-    /// The form of the answer.
+    /// Grammar that the answer must follow.
     pub grammar: Option<Arc<Grammar>>,
-    /// Alternatives to report; `None`: no log-probabilities.
+    /// Number of alternatives to report; `None` for no log-probabilities.
     pub logprobs: Option<u32>,
     /// The client's trace.
     pub trace: Option<TraceParent>,
-    /// Time to wait for a first worker. `None`: it belongs to a request that was let in, and waits until the deadline for the whole,
-    /// whatever the length of the queue, as long as there are workers.
+    /// Time until which to wait for a first worker. `None` if the request was already admitted: it waits until the
+    /// overall deadline, however long the queue is, as long as there are workers.
     pub queue_deadline: Option<Instant>,
-    /// Time for another worker to take the place of one that died in mid-stream, or of all for a request that was let in.
+    /// Time for a worker to replace one that died mid-stream, and for any to be ready for an admitted request.
     pub replacement_timeout: Duration,
-    /// Deadline of the whole.
+    /// Deadline of the whole job.
     pub deadline: Instant,
-    /// Attempts that may end without a new token.
+    /// Number of attempts that may end without a new token.
     pub max_fruitless_attempts: u32,
 }
 
-/// What a job yields: one `Started`, tokens without a gap, one `Finished`.
+/// Output of a job: one `Started`, tokens without a gap, one `Finished`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
-    /// A worker has begun.
+    /// A worker has started.
     Started {
         /// Prompt tokens whose KV was reused.
         cached_tokens: u32,
@@ -77,43 +77,43 @@ pub enum Event {
     Finished(FinishReason),
 }
 
-/// Why a job ended without its answer.
+/// Reason a job ended without its answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JobError {
-    /// No worker was to be had.
+    /// No worker was available.
     Acquire(AcquireError),
-    /// A worker refuses the request: any would.
+    /// A worker rejected the request, as any other would.
     Rejected(String),
-    /// The time for the whole answer is over.
+    /// The time for the whole answer ran out.
     Deadline {
-        /// Tokens that came.
+        /// Number of tokens received.
         tokens: usize,
     },
     /// The worker died, and none took its place in time.
     Lost {
-        /// Tokens that came.
+        /// Number of tokens received.
         tokens: usize,
-        /// How long the stream waited.
+        /// Time that the stream waited.
         waited: Duration,
     },
-    /// Workers failed again and again.
+    /// Workers failed repeatedly.
     Failed {
         /// Attempts without a new token.
         attempts: u32,
-        /// What the last one said.
+        /// Error of the last attempt.
         last: String,
     },
 }
 
-/// What broken streams report, for the metrics.
+/// Receiver of reports about broken streams, for the metrics.
 pub trait FailoverObserver: Send + Sync {
-    /// A stream is moved; `kind` is [`RpcErrorKind::label`], `tokens` those that it keeps.
+    /// Reports that a stream is moved; `kind` is [`RpcErrorKind::label`], `tokens` the number that it keeps.
     fn moved(&self, kind: &'static str, tokens: usize);
-    /// A stream goes on with other numerics than it began with: its tokens may be others than an undisturbed run's.
+    /// Reports that a stream continues with other numerics: its tokens may differ from those of an undisturbed run.
     fn changed_numerics(&self);
 }
 
-/// Runs a job. Dropping the stream cancels it on the worker, and on the prefill worker behind that.
+/// Runs a job. Dropping the stream cancels it on the worker, and on the prefill worker behind it.
 pub fn run(
     pool: Arc<WorkerPool>,
     job: Job,
@@ -150,7 +150,7 @@ pub fn run(
                     Err(failure) => break failure,
                 }
             };
-            // The place on the worker is free while the next one is sought.
+            // The slot on the worker is free while the next worker is sought.
             drop(attempt);
             let ended = match error {
                 Failure::Fatal(error) => Err(error),
@@ -176,13 +176,13 @@ enum Failure {
     Fatal(JobError),
 }
 
-/// What is kept from attempt to attempt.
+/// State that is kept across attempts.
 #[derive(Default)]
 struct Progress {
     tokens: Vec<u32>,
     pin: Option<Pin>,
     avoid: Option<WorkerId>,
-    /// The prefill worker of the attempt, until it delivered.
+    /// The attempt's prefill worker, until it has delivered.
     prefill: Option<WorkerId>,
     has_started: bool,
     attempts: u32,
@@ -191,7 +191,7 @@ struct Progress {
 }
 
 impl Progress {
-    /// The end, when all tokens came and only the word of it is missing.
+    /// Returns the finish reason if all tokens arrived and only the final message is missing.
     fn ended(&self, job: &Job) -> Option<FinishReason> {
         let last = self.tokens.last()?;
         if job.stop_tokens.contains(last) {
@@ -200,7 +200,7 @@ impl Progress {
         (self.tokens.len() as u64 >= u64::from(job.max_tokens)).then_some(FinishReason::Length)
     }
 
-    /// Notes a failed attempt and pauses, or gives up.
+    /// Records a failed attempt and pauses, or gives up.
     async fn failed(
         &mut self,
         pool: &WorkerPool,
@@ -221,7 +221,7 @@ impl Progress {
         if is_busy && self.tokens.is_empty() && job.queue_deadline.is_some_and(is_too_late) {
             return Err(JobError::Acquire(AcquireError::TimedOut));
         }
-        // A full worker is no failure of the request.
+        // A full worker is not a failure of the request.
         self.fruitless += u32::from(!is_busy);
         observer.moved(error.kind().label(), self.tokens.len());
         tracing::warn!(
@@ -243,7 +243,7 @@ impl Progress {
             .map_err(|_| self.out_of_time())
     }
 
-    /// Numerics follow the workers that serve; the weights never change within a request.
+    /// Pins the job to the worker's numerics; the weights never change within a request.
     fn pin_to(&mut self, pin: &Pin, job: &Job, observer: &dyn FailoverObserver) {
         let before = self.pin.replace(pin.clone());
         if let Some(before) = before.filter(|before| before != pin && !self.tokens.is_empty()) {
@@ -265,7 +265,7 @@ impl Progress {
     }
 }
 
-/// One stream of one worker.
+/// One stream from one worker.
 struct Attempt {
     lease: Lease,
     prefill: Option<PrefillLease>,
@@ -279,8 +279,8 @@ impl Attempt {
         progress: &mut Progress,
         observer: &dyn FailoverObserver,
     ) -> Result<Self, Failure> {
-        // After two failures the decode worker does all by itself, as far as the tokens that the client has allow it: the
-        // fault may lie in the hand-over.
+        // After two failures the decode worker does everything by itself, as far as the tokens already delivered
+        // allow it: the fault may lie in the hand-over.
         let alone = progress.fruitless > 1;
         if alone
             && progress.tokens.is_empty()
@@ -349,7 +349,7 @@ impl Attempt {
         }
     }
 
-    /// The next event that the client has not had.
+    /// Returns the next event that the client has not received.
     async fn next(&mut self, job: &Job, progress: &mut Progress) -> Result<Event, Failure> {
         loop {
             let worker = self.lease.worker.clone();
@@ -360,7 +360,7 @@ impl Attempt {
                 }
                 () = self.lease.lost() => return Err(hung(&worker, "it stopped answering")),
                 () = lost(self.prefill.as_mut()) => {
-                    // The decode worker is well, and would wait for it.
+                    // The decode worker is healthy, and would wait for it.
                     progress.avoid = None;
                     return Err(hung(&worker, "its prefill worker stopped answering"));
                 }
@@ -406,9 +406,9 @@ impl Attempt {
     }
 }
 
-/// A place for a job. One that was let in and has no worker yet has none of its own to be replaced: it gives up when
-/// nobody could have given it a place for as long as a replacement may take. In a gateway that ends, one that
-/// was not let in gives up when no worker is left: another gateway has some.
+/// Acquires workers for a job. An admitted one that has no worker yet has none to be replaced: it gives up once no
+/// worker has been ready for as long as a replacement may take. While the gateway shuts down, a job that was not
+/// admitted gives up when no worker is left: another gateway has some.
 async fn acquire(
     pool: &Arc<WorkerPool>,
     job: &Job,
@@ -425,7 +425,7 @@ async fn acquire(
     }
 }
 
-/// Returns when a prefill worker that is waited for hangs.
+/// Returns when a prefill worker that is still waited for hangs.
 async fn lost(prefill: Option<&mut PrefillLease>) {
     match prefill {
         Some(prefill) => prefill.lost().await,
@@ -469,7 +469,7 @@ impl Job {
                 .map(|trace| trace.child(rand::random_range(1..=u64::MAX))),
         };
         let mut request = context.request(message);
-        // Workers end what nobody waits for any more; our own clock goes first.
+        // Workers end requests that are no longer waited for; our own deadline comes first.
         request.set_timeout(self.deadline.saturating_duration_since(Instant::now()) + SLACK);
         request
     }
@@ -482,7 +482,7 @@ fn hung(worker: &Worker, words: &str) -> Failure {
 fn sort(error: RpcError) -> Failure {
     match error.kind() {
         RpcErrorKind::Rejected => Failure::Fatal(JobError::Rejected(clip(error.message()))),
-        // A worker's own limit on a step behind it, such as a prefill worker that hangs; ours is checked here.
+        // A deadline here is the worker's own, such as for a hung prefill worker; ours is checked in the gateway.
         _ => Failure::Retry(error),
     }
 }

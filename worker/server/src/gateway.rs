@@ -1,4 +1,4 @@
-//! The listening side: connections, their limits, and the orderly end.
+//! The listening side: connections, their limits, and graceful shutdown.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -33,30 +33,30 @@ use crate::metrics::Metrics;
 use crate::model::ServedModel;
 use crate::router::{Role, WorkerPool, WorkerRoute};
 
-/// hyper takes no smaller buffer.
+/// Smallest buffer that hyper takes.
 const LEAST_HEADER_BYTES: usize = 8192;
-/// Bytes of one connection that the system keeps until its client has taken them; it doubles them for its own use. It tells of
-/// what was taken when a third is free: that is what a client must take within the time after which it is cut off.
+/// Send buffer of one connection in bytes, which the system doubles for its own use. It reports that bytes were taken
+/// once a third is free: that is what a client must take within the time after which it is cut off.
 const SEND_BYTES: usize = 32 << 10;
-/// Bytes of one stream of HTTP/2 that are kept beside what the backlog counts.
+/// Bytes of one HTTP/2 stream that are buffered in addition to what the backlog counts.
 const HTTP2_SEND_BYTES: usize = 64 << 10;
 /// Time for a TLS handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time for streams to carry the error that ends them, once the grace period is over.
 const CUT_OFF: Duration = Duration::from_secs(2);
-/// Connections of scrapers at a time: there are few, and each is quick.
+/// Maximum number of scrapers' connections: there are few scrapers, and each is quick.
 const METRICS_CONNECTIONS: usize = 32;
 /// Pause after an error of the listener, such as too many open files.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// A gateway that can serve.
+/// A gateway that is ready to serve.
 pub struct Gateway {
     app: Arc<App>,
     acceptor: Option<TlsAcceptor>,
 }
 
-/// Serves the OpenAI API on `listener` until `shutdown` is ready, then finishes the requests of the connections that are open
-/// within `limits.drain_grace` and refuses those of new ones with 503. Returns when all of the former have ended, with
+/// Serves the OpenAI API on `listener` until `shutdown` is ready, then finishes requests on open connections within
+/// `limits.drain_grace` and refuses those on new ones with 503. Returns once all open connections have ended, with
 /// the number of requests that had to be cut off. Dropping the future stops at once.
 ///
 /// # Errors
@@ -70,7 +70,7 @@ pub async fn serve(
 }
 
 impl Gateway {
-    /// Reads the model's directory and begins to look after the workers. Needs a tokio runtime.
+    /// Reads the model's directory and starts watching the workers. Needs a tokio runtime.
     ///
     /// # Errors
     /// [`GatewayError`] when the configuration cannot be used.
@@ -82,7 +82,7 @@ impl Gateway {
         Self::start_with(config, &clients)
     }
 
-    /// Starts as [`Gateway::start`] does, over connections that are there already.
+    /// Starts as [`Gateway::start`] does, over existing clients.
     ///
     /// # Errors
     /// [`GatewayError`] when the configuration cannot be used.
@@ -129,17 +129,17 @@ impl Gateway {
         Ok(Self { app, acceptor })
     }
 
-    /// The HTTP service by itself, without a socket.
+    /// Returns the HTTP service by itself, without a socket.
     pub fn router(&self) -> Router {
         api::router(self.app.clone())
     }
 
-    /// Workers, their health and load.
+    /// The pool of workers, with their health and load.
     pub fn pool(&self) -> &Arc<WorkerPool> {
         &self.app.pool
     }
 
-    /// Serves `/metrics` on a listener of its own for as long as it is polled; beside [`Gateway::serve`].
+    /// Serves `/metrics` on a separate listener for as long as it is polled; runs beside [`Gateway::serve`].
     pub fn serve_metrics(&self, listener: TcpListener) -> impl Future<Output = ()> + use<> {
         let router = api::metrics_router(self.app.clone());
         let drain = Drain::new(self.app.limits.drain_idle);
@@ -193,7 +193,7 @@ impl Gateway {
         shutdown: impl Future<Output = ()>,
     ) -> Result<u64, GatewayError> {
         let limits = &self.app.limits;
-        // Connections inherit it. The system would take megabytes for a client that does not read.
+        // Connections inherit it. By default the system would buffer megabytes for a client that does not read.
         if let Err(error) = SockRef::from(&listener).set_send_buffer_size(SEND_BYTES) {
             tracing::warn!(%error, "the size of send buffers cannot be set");
         }
@@ -238,8 +238,8 @@ impl Gateway {
     }
 }
 
-/// Takes connections that come when the gateway is ending already. What they ask for is refused in words, by which
-/// clients know to try again, and how the gateway is can still be seen; nobody waits for them.
+/// Answers connections that arrive while the gateway is shutting down. Requests on them are refused with an error that
+/// tells clients to try again, and the gateway's health can still be read; the shutdown does not wait for them.
 async fn turn_away(
     listener: Option<TcpListener>,
     places: &Arc<Semaphore>,
@@ -261,7 +261,7 @@ async fn turn_away(
     }
 }
 
-/// A connection; `None` after an error, which is told, and a pause.
+/// Returns the connection; after an error, logs it, pauses and returns `None`.
 async fn taken<T>(accepted: io::Result<T>) -> Option<T> {
     match accepted {
         Ok(accepted) => Some(accepted),
@@ -273,7 +273,7 @@ async fn taken<T>(accepted: io::Result<T>) -> Option<T> {
     }
 }
 
-/// A connection and its place among those that may be open.
+/// A connection and its permit among those that may be open.
 type Accepted = (TcpStream, OwnedSemaphorePermit);
 
 async fn accept(listener: &TcpListener, places: &Arc<Semaphore>) -> io::Result<Accepted> {
@@ -287,7 +287,7 @@ async fn accept(listener: &TcpListener, places: &Arc<Semaphore>) -> io::Result<A
     Ok((stream, place))
 }
 
-/// The connections that clients had opened by now: their requests may be in them. The listener is given back, if the
+/// Accepts the connections that clients have already opened, which may carry requests. Gives back the listener if the
 /// system allows.
 fn waiting(listener: TcpListener, places: &Arc<Semaphore>) -> (Vec<Accepted>, Option<TcpListener>) {
     let mut accepted = Vec::new();
@@ -314,8 +314,8 @@ fn builder(limits: &Limits) -> auto::Builder<TokioExecutor> {
     builder
         .http1()
         .timer(TokioTimer::new())
-        // It ends connections that wait for their next request too; ours tells the two apart. Without it a connection is
-        // not read from between two requests, and would not be seen to be idle.
+        // This also ends connections that wait for their next request; our own timers tell the two apart. Without it a
+        // connection is not read between two requests, and would not be seen to be idle.
         .header_read_timeout(limits.keep_alive + limits.header_timeout)
         .max_headers(limits.headers)
         .max_buf_size(limits.header_bytes.max(LEAST_HEADER_BYTES));
@@ -328,7 +328,7 @@ fn builder(limits: &Limits) -> auto::Builder<TokioExecutor> {
     builder
 }
 
-/// What every connection needs.
+/// Shared state of all connections.
 struct Connections {
     builder: auto::Builder<TokioExecutor>,
     acceptor: Option<TlsAcceptor>,

@@ -25,9 +25,9 @@ use crate::router::{AcquireError, Pin as WorkerPin};
 use crate::schema;
 use crate::wire::response::{FinishReason, PromptTokensDetails, Usage};
 
-/// What a client is told to wait when the queue is full.
+/// Retry delay given to clients when the queue is full.
 const RETRY_FULL: Duration = Duration::from_secs(2);
-/// What it is told to wait while workers start.
+/// Retry delay given to clients while workers start.
 const RETRY_STARTING: Duration = Duration::from_secs(5);
 
 /// A request that passed all checks.
@@ -35,7 +35,7 @@ pub(crate) struct Submission {
     /// `chatcmpl-…` or `cmpl-…`.
     pub(crate) id: String,
     pub(crate) operation: Operation,
-    /// Prompts, with the bound on generated tokens of each.
+    /// Prompts, each with its bound on generated tokens.
     pub(crate) prompts: Vec<(Arc<[u32]>, u32)>,
     /// Choices for each prompt.
     pub(crate) n: u32,
@@ -45,9 +45,9 @@ pub(crate) struct Submission {
     pub(crate) logprobs: Option<u32>,
     pub(crate) choice: Arc<ChoiceOptions>,
     pub(crate) trace: Option<TraceParent>,
-    /// When the request was whole.
+    /// Time when the request had arrived in full.
     pub(crate) arrived: Instant,
-    /// Its share of the memory for large ones.
+    /// Its share of the memory for large requests.
     pub(crate) room: Option<OwnedSemaphorePermit>,
 }
 
@@ -72,31 +72,31 @@ impl Submission {
     }
 }
 
-/// What a submission yields.
+/// Event of a submission.
 #[derive(Debug)]
 pub(crate) enum ChoiceEvent {
-    /// A worker has begun with the choice.
+    /// A worker has started the choice.
     Started { index: u32, fingerprint: String },
-    /// Something new.
+    /// New output.
     Delta { index: u32, delta: Delta },
-    /// The end of the choice; what is new comes first.
+    /// The end of the choice, with its last output.
     Finished {
         index: u32,
         delta: Delta,
         reason: FinishReason,
     },
-    /// The end of all.
+    /// The end of all choices.
     Done(Usage),
 }
 
 pub(crate) type ChoiceStream = Pin<Box<dyn Stream<Item = Result<ChoiceEvent, ApiError>> + Send>>;
 
-/// Runs a submission. The stream ends behind `Done` or an error; dropping it cancels all choices.
+/// Runs a submission. The stream ends after `Done` or an error; dropping it cancels all choices.
 ///
-/// The first choice of all waits alone for a worker, as one request in the queue. Of each prompt the first choice goes
-/// ahead; the others follow when it has its first token, so that they find the prompt's keys and values computed. No more
-/// than the pool's share for one request are under way at a time: the next one goes to the end of the queue when one has
-/// ended, behind whoever came meanwhile.
+/// The very first choice waits alone for a worker, as one request in the queue. For each prompt, the first choice goes
+/// ahead; the others follow once it has its first token, so that they find the prompt's KV cache computed. At most
+/// the pool's share for one request runs at a time: when one choice has ended, the next one goes to the end of the
+/// queue, behind requests that arrived in the meantime.
 pub(crate) fn run(app: Arc<App>, submission: Submission) -> ChoiceStream {
     let events = AssertUnwindSafe(run_choices(app.clone(), submission)).catch_unwind();
     Box::pin(async_stream::stream! {
@@ -155,7 +155,7 @@ fn run_choices(
             }
             if let RunEvent::FirstToken { index } = event {
                 if index % n == 0 {
-                    // Before other prompts, while this one's keys and values are still there.
+                    // Before other prompts, while this one's KV cache is still there.
                     (index + 1..index + n).rev().for_each(|other| due.push_front(other));
                 }
                 continue;
@@ -255,7 +255,7 @@ fn job_of(app: &App, submission: &Submission, index: u32) -> Job {
         grammar: submission.grammar.clone(),
         logprobs: submission.logprobs,
         trace: submission.trace,
-        // The queue lets a request in with its first choice, and does not refuse it in its middle.
+        // The queue admits a request with its first choice, and does not refuse it midway.
         queue_deadline: (index == 0).then(|| Instant::now() + app.routing.queue_timeout),
         replacement_timeout: app.routing.queue_timeout,
         deadline: submission.arrived + app.limits.request_timeout,
@@ -263,7 +263,7 @@ fn job_of(app: &App, submission: &Submission, index: u32) -> Job {
     }
 }
 
-/// Equal fingerprints mean equal model, numerics and seed: an equal request gives an equal answer.
+/// Returns a fingerprint of model, numerics and seed: where it is equal, an equal request gives an equal answer.
 pub(crate) fn system_fingerprint(pin: &WorkerPin, seed: u64) -> String {
     let mut hasher = Sha256::new();
     hasher.update(pin.fingerprint.as_bytes());
@@ -282,7 +282,7 @@ pub(crate) fn system_fingerprint(pin: &WorkerPin, seed: u64) -> String {
     format!("fp_{hex}_seed_{seed}")
 }
 
-/// Counts of one request; one that is dropped without an end was cancelled.
+/// Counters of one request; one that is dropped without an end was cancelled.
 struct RequestTally {
     metrics: Arc<Metrics>,
     operation: Operation,
@@ -371,7 +371,7 @@ impl Drop for RequestTally {
     }
 }
 
-/// Counts of one choice.
+/// Counters of one choice.
 struct ChoiceTally {
     metrics: Arc<Metrics>,
     operation: Operation,
@@ -433,12 +433,12 @@ impl Drop for ChoiceTally {
     }
 }
 
-/// A panic of ours ends one answer, which says so.
+/// Error for a panic of the gateway, which ends one answer.
 fn fault() -> ApiError {
     ApiError::internal("an internal error of the gateway ended the answer: see its log")
 }
 
-/// Error for requests that come, and for answers that do not end, once the gateway ends.
+/// Error for new requests, and for answers that do not end in time, once the gateway shuts down.
 pub(crate) fn closing_error() -> ApiError {
     ApiError::unavailable(
         "the gateway is shutting down: try again in a moment, another will answer",
@@ -498,7 +498,7 @@ fn error_of(error: JobError, limit: Duration, grammar: Option<&Grammar>) -> ApiE
     }
 }
 
-/// A seed for a request that names none: below 2^53, so that every client can repeat it as a JSON number.
+/// Draws a seed for a request that names none: below 2^53, so that every client can repeat it as a JSON number.
 pub(crate) fn random_seed() -> u64 {
     rand::random_range(0..1 << 53)
 }

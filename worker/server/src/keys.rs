@@ -1,4 +1,4 @@
-//! API keys: a file with one a line, or a directory of such files, compared in constant time.
+//! API keys: a file with one key per line, or a directory of such files, compared in constant time.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,12 +10,12 @@ use sha2::{Digest, Sha256};
 use crate::config::GatewayError;
 use crate::error::{ApiError, ErrorType};
 
-/// Time between two looks at the files.
+/// Time between two checks of the files.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
 type Hash = [u8; 32];
 
-/// The keys that are let in.
+/// The accepted keys.
 pub(crate) struct ApiKeys {
     path: PathBuf,
     state: Mutex<State>,
@@ -24,7 +24,7 @@ pub(crate) struct ApiKeys {
 struct State {
     hashes: Arc<[Hash]>,
     looked: Instant,
-    /// Why the last look changed nothing, if it failed: said once.
+    /// Error of the last check, if it failed; logged once.
     complaint: Option<String>,
 }
 
@@ -45,7 +45,7 @@ impl ApiKeys {
         })
     }
 
-    /// Lets a request in that carries one of the keys.
+    /// Accepts a request that carries one of the keys.
     ///
     /// # Errors
     /// 401.
@@ -66,7 +66,7 @@ impl ApiKeys {
                 unauthorised("the Authorization header is not of the form 'Bearer KEY'")
             })?;
         let given = hash(key);
-        // Every key is compared, and every byte of each: the time tells nothing of either.
+        // Every key is compared, and every byte of each: the time reveals nothing about either.
         let is_known = self.hashes().iter().fold(0u8, |found, known| {
             found | u8::from(is_equal(known, &given))
         });
@@ -79,8 +79,8 @@ impl ApiKeys {
         }
     }
 
-    /// The keys, read again every [`LOOK_EVERY`]. Files that cannot be read or hold none leave the keys as they were:
-    /// a mistake must not open or close the door.
+    /// Returns the keys, read again every [`LOOK_EVERY`]. Files that cannot be read or hold no key leave the keys as
+    /// they were: a mistake must neither let everyone in nor lock everyone out.
     fn hashes(&self) -> Arc<[Hash]> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.looked.elapsed() >= LOOK_EVERY {
@@ -127,8 +127,8 @@ fn read(path: &Path) -> Result<Arc<[Hash]>, GatewayError> {
     Ok(hashes.into())
 }
 
-/// The file itself, or a directory's files by name. What begins with a dot is left out: a mounted Secret keeps its
-/// versions there, behind links that are swapped.
+/// Returns the file itself, or a directory's files by name. Names that begin with a dot are left out: a mounted
+/// Secret keeps its versions there, behind links that are swapped.
 fn files(path: &Path) -> Result<Vec<PathBuf>, GatewayError> {
     if !path.is_dir() {
         return Ok(vec![path.to_owned()]);

@@ -2,15 +2,15 @@
 //!
 //! A request passes [`wire`] (every parameter is understood or refused by name), the model's chat template and
 //! tokenizer, and becomes jobs on workers that [`router`] chooses; [`failover`] keeps each stream whole when a worker
-//! dies; tokens become text, stop strings end it, and [`tools`] tells calls from content.
+//! dies; tokens become text, stop strings end it, and [`tools`] separates calls from content.
 //!
 //! **Invariants**
-//! - The gateway holds no weights and computes no logits. All it keeps of a stream is its tokens, which is what another
-//!   worker needs to go on with it.
-//! - Nothing accepted is lost: a request ends in a whole answer or in an error that says why.
-//! - A worker's place is held by its work alone: what a client does not take waits here, within a budget.
-//! - No parameter is ignored in silence.
-//! - A client that is gone takes its work with it: dropping a response drops the workers' streams.
+//! - The gateway holds no weights and computes no logits. All it keeps of a stream is its tokens, which is what
+//!   another worker needs to continue it.
+//! - No accepted request is lost: it ends in a complete answer or in an error that says why.
+//! - Only work occupies a worker's slot: output that a client has not taken waits here, within a budget.
+//! - No parameter is silently ignored.
+//! - A client that disconnects takes its work with it: dropping a response drops the workers' streams.
 //!
 //! Decisions that clients see: `<think>` blocks stay in `content`, as the model wrote them. `max_tokens` is an upper
 //! bound, so one beyond the context ends with `finish_reason: "length"`, while a prompt that leaves no room is

@@ -21,12 +21,12 @@ use crate::config::Predicted;
 use crate::failover::FailoverObserver;
 use crate::router::{Health, Role, WorkerPool, WorkerView};
 
-/// Content type of the text that [`Metrics::encode`] gives.
+/// Content type of the text that [`Metrics::encode`] returns.
 pub(crate) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 type Labels = Vec<(&'static str, String)>;
 
-/// Upper bounds in seconds.
+/// Upper bounds of a histogram's buckets, in seconds.
 #[derive(Clone, Copy)]
 struct Buckets(&'static [f64]);
 
@@ -49,7 +49,7 @@ impl MetricConstructor<Histogram> for Buckets {
     }
 }
 
-/// Which API a request used; OpenTelemetry's `gen_ai.operation.name`.
+/// API that a request used; OpenTelemetry's `gen_ai.operation.name`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Operation {
     /// `/v1/chat/completions`.
@@ -67,12 +67,12 @@ impl Operation {
     }
 }
 
-/// Why a client was cut off.
+/// Reason a client was cut off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CutReason {
     /// The client took nothing for too long.
     Stalled,
-    /// Too much waited for it and others.
+    /// Too much output waited for it and for others.
     Backlog,
 }
 
@@ -105,7 +105,7 @@ pub(crate) struct Metrics {
 }
 
 impl Metrics {
-    /// Metrics of a gateway that serves `model` from `pool`.
+    /// Creates the metrics of a gateway that serves `model` from `pool`.
     pub(crate) fn new(model: &str, pool: Arc<WorkerPool>, predicted: Predicted) -> Self {
         let mut metrics = Self {
             registry: Registry::default(),
@@ -203,7 +203,7 @@ impl Metrics {
         );
     }
 
-    /// The text of a scrape.
+    /// Renders the text of a scrape.
     pub(crate) fn encode(&self) -> Result<String, fmt::Error> {
         let mut out = String::new();
         text::encode(&mut out, &self.registry)?;
@@ -217,7 +217,7 @@ impl Metrics {
         ]
     }
 
-    /// A choice has begun; the gauge of running ones falls when the guard is dropped.
+    /// Counts a choice that has started; the gauge of running choices falls when the guard is dropped.
     pub(crate) fn choice_started(&self, prompt_tokens: usize, cached_tokens: u32) -> RunningGuard {
         self.running.inc();
         self.prompt_tokens.inc_by(prompt_tokens as u64);
@@ -225,19 +225,19 @@ impl Metrics {
         RunningGuard(self.running.clone())
     }
 
-    /// The first token of a choice.
+    /// Records the first token of a choice.
     pub(crate) fn first_token(&self, operation: Operation, after: Duration) {
         self.first_token
             .get_or_create(&self.labels(operation))
             .observe(after.as_secs_f64());
     }
 
-    /// Any token.
+    /// Counts any token.
     pub(crate) fn token(&self) {
         self.generated_tokens.inc();
     }
 
-    /// The end of a choice with `tokens` tokens, `span` between the first and the last.
+    /// Records the end of a choice with `tokens` tokens, `span` between the first and the last.
     pub(crate) fn choice_finished(
         &self,
         operation: Operation,
@@ -256,7 +256,7 @@ impl Metrics {
         }
     }
 
-    /// The end of a request; `error` is its code when it failed.
+    /// Records the end of a request; `error` is its code if it failed.
     pub(crate) fn request_finished(
         &self,
         operation: Operation,
@@ -272,19 +272,19 @@ impl Metrics {
             .observe(took.as_secs_f64());
     }
 
-    /// A client was cut off.
+    /// Counts a client that was cut off.
     pub(crate) fn client_cut(&self, reason: CutReason) {
         self.cut
             .get_or_create(&vec![("reason", reason.as_str().to_owned())])
             .inc();
     }
 
-    /// Bytes of answers that clients have not read.
+    /// Sets the bytes of answers that clients have not read.
     pub(crate) fn answers_waiting(&self, bytes: usize) {
         self.waiting_bytes.set(bytes as i64);
     }
 
-    /// An HTTP response; `route` is the pattern, never the path.
+    /// Counts an HTTP response; `route` is the pattern, never the path.
     pub(crate) fn response(&self, route: &str, status: u16) {
         let labels = vec![("route", route.to_owned()), ("status", status.to_string())];
         self.responses.get_or_create(&labels).inc();
@@ -312,7 +312,7 @@ impl Drop for RunningGuard {
     }
 }
 
-/// What is read at the moment of a scrape.
+/// Values that are read at the moment of a scrape.
 struct Scrape {
     pool: Arc<WorkerPool>,
     predicted: Predicted,
@@ -348,7 +348,7 @@ impl Scrape {
             "Choices that wait, here and at decode workers",
             (self.pool.waiting() as u64 + waiting) as f64,
         )?;
-        // What leaves is no room for new requests.
+        // A leaving worker has no room for new requests.
         let staying = || decode().filter(|worker| worker.health != Health::Leaving);
         let sum = |part: fn(&WorkerView) -> u32| staying().map(|w| f64::from(part(w))).sum::<f64>();
         let total = sum(|worker| worker.stats.kv_blocks_total);
@@ -434,7 +434,7 @@ fn worker_gauges(writer: &mut Writer<'_>, workers: &[WorkerView]) -> Result<(), 
     Ok(())
 }
 
-/// What workers got of their machines: one series a worker whose labels tell it, and its memory by NUMA node.
+/// Writes what workers got from their machines: one series per worker with labels, and its memory by NUMA node.
 fn placements(writer: &mut Writer<'_>, workers: &[WorkerView]) -> Result<(), fmt::Error> {
     let placed = || {
         workers.iter().filter_map(|worker| {
@@ -531,7 +531,7 @@ fn worker_counters(writer: &mut Writer<'_>, workers: &[WorkerView]) -> Result<()
     Ok(())
 }
 
-/// A name alone would not do: while one plan follows another, both have a `decode-0`.
+/// Returns a worker's labels. The name alone is not enough: while one plan follows another, both have a `decode-0`.
 fn labels_of(worker: &WorkerView) -> Labels {
     vec![
         ("worker", worker.name.clone()),

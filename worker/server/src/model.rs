@@ -1,4 +1,4 @@
-//! The served model as the gateway sees it: words and limits, no weights.
+//! The served model as the gateway sees it: vocabulary and limits, no weights.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -16,22 +16,22 @@ use crate::tools::{MarkToken, ToolFormat, has_word};
 use crate::wire::{GenerationOptions, Message, Prompt, Role};
 use hearth_transport::v1::{LogitBias, Sampling};
 
-/// A text of as many bytes is tokenised in a moment.
+/// Maximum size of a text that is tokenised in a moment.
 const QUICK_BYTES: usize = 64 << 10;
 
-/// What is known of the served model.
+/// Tokenizer, template, defaults and limits of the served model.
 pub(crate) struct ServedModel {
-    /// The name that requests give.
+    /// Name that requests give.
     pub(crate) name: String,
     /// Text to tokens and back.
     pub(crate) tokenizer: Tokenizer,
-    /// Tokens of the model, padding included.
+    /// Vocabulary size, padding included.
     pub(crate) vocab_size: u32,
-    /// Tokens of prompt and answer together.
+    /// Maximum tokens of prompt and answer together.
     pub(crate) context_length: u32,
-    /// How tool calls are written.
+    /// Format of tool calls.
     pub(crate) tool_format: ToolFormat,
-    /// The chat template shows tools to the model.
+    /// Whether the chat template shows tools to the model.
     pub(crate) shows_tools: bool,
     /// Tokens that end an answer.
     pub(crate) stop_tokens: Arc<[u32]>,
@@ -81,7 +81,7 @@ impl ServedModel {
         })
     }
 
-    /// The tokens of a conversation, ready for the answer.
+    /// Encodes a conversation into tokens, ready for the answer.
     ///
     /// # Errors
     /// 400 when the model has no chat template, its template refuses the messages, or they are too long.
@@ -99,7 +99,7 @@ impl ServedModel {
             ))
             .with_code("no_chat_template"));
         };
-        // Each is a token at least, and templates show what was said to the model as it is, but for white space around it.
+        // Each message is at least one token, and templates keep its text verbatim, except surrounding whitespace.
         let of_texts = messages.iter().map(|message| self.least_tokens(message));
         room.check(of_texts.sum::<usize>().max(messages.len()))?;
         let values: Vec<Value> = messages
@@ -113,14 +113,14 @@ impl ServedModel {
                 FormatError::TemplateRefused { .. } => {
                     ApiError::parameter("messages", one_line(&error)).with_code("template_refused")
                 }
-                // A template fails on what it did not expect of messages or arguments more often than by itself.
+                // A template fails on unexpected messages or arguments more often than through its own fault.
                 _ => ApiError::parameter("messages", one_line(&error)).with_code("template_failed"),
             })?;
         drop(values);
         self.encode(&text, false, room)
     }
 
-    /// The tokens of a prompt.
+    /// Encodes a prompt into tokens.
     ///
     /// # Errors
     /// 400 for an empty prompt, one that is too long, or a token that the model does not have.
@@ -151,7 +151,7 @@ impl ServedModel {
         Ok(tokens)
     }
 
-    /// The sampling of a request: its own values, else generation_config.json's, else OpenAI's defaults.
+    /// Returns a request's sampling parameters: its own values, else generation_config.json's, else OpenAI's defaults.
     ///
     /// `do_sample: false` there makes greedy the default; any of `temperature`, `top_p`, `top_k` and `min_p` in the
     /// request asks for sampling.
@@ -184,7 +184,7 @@ impl ServedModel {
             (None, Some(false)) if !asks_to_sample => 0.0,
             (None, _) => defaults.temperature.unwrap_or(1.0),
         };
-        // 0 means "off" on the wire to the workers; the nucleus of nothing is its most probable token.
+        // 0 means "off" on the wire to the workers; an empty nucleus is its most probable token.
         let top_p = options
             .top_p
             .or(defaults.top_p)
@@ -213,11 +213,11 @@ impl ServedModel {
         })
     }
 
-    /// The bound on generated tokens for a prompt: the request's, else the model's default, and never more than
-    /// the context holds, since it is an upper bound.
+    /// Returns the bound on generated tokens for a prompt: the request's, else the model's default, and never more
+    /// than the context holds, since it is an upper bound.
     ///
     /// # Errors
-    /// 400 with the numbers when the prompt leaves no room.
+    /// 400 with the numbers if the prompt leaves no room.
     pub(crate) fn max_tokens(
         &self,
         asked: Option<u32>,
@@ -236,7 +236,7 @@ impl ServedModel {
             .clamp(1, left))
     }
 
-    /// How a mark of the tool format is tokenised, when it is one token.
+    /// Returns the token of a mark of the tool format, if it is a single token.
     pub(crate) fn mark(&self, mark: &str) -> Option<MarkToken> {
         let id = self.tokenizer.token_id(mark)?;
         Some(MarkToken {
@@ -245,8 +245,8 @@ impl ServedModel {
         })
     }
 
-    /// Tokens that a long message has at least, without looking at what a template makes of it. Of what the model said itself
-    /// some templates leave out parts.
+    /// Returns the least number of tokens that a long message has, without rendering the template; 0 for short
+    /// messages, and for the model's own, of which some templates leave out parts.
     fn least_tokens(&self, message: &Message) -> usize {
         let content = message.template_value["content"].as_str();
         let text = content.unwrap_or_default().trim();
@@ -258,7 +258,7 @@ impl ServedModel {
     }
 
     fn encode(&self, text: &str, add_special: bool, room: &Room<'_>) -> Result<Vec<u32>, ApiError> {
-        // A shorter one is told how long it is.
+        // A shorter text is tokenised, so that the error can give its length.
         if text.len() > QUICK_BYTES {
             room.check(self.tokenizer.least_tokens(text))?;
         }
@@ -274,7 +274,7 @@ impl ServedModel {
         }
     }
 
-    /// Arguments of earlier calls as the template wants them.
+    /// Returns the message for the template, with the arguments of earlier calls in the form that it expects.
     fn for_template(&self, message: &Message) -> Value {
         let mut value = message.template_value.clone();
         if !self.tool_format.arguments_as_object() {
@@ -294,18 +294,18 @@ impl ServedModel {
     }
 }
 
-/// What a prompt must fit into, and for whom it is prepared.
+/// Limit that a prompt must fit into, and the work of preparing it.
 pub(crate) struct Room<'a> {
-    /// Tokens of prompt and answer together.
+    /// Maximum tokens of prompt and answer together.
     pub(crate) context_length: u32,
     /// The parameter that holds the prompt.
     pub(crate) param: &'a str,
-    /// Stops when nobody waits for it.
+    /// The preparation, which stops when the client has left.
     pub(crate) work: &'a Work,
 }
 
 impl Room<'_> {
-    /// Refuses a prompt of which so many tokens are known before it is tokenised.
+    /// Refuses a prompt that is known to be too long before it is tokenised.
     ///
     /// # Errors
     /// 400 with the numbers.
@@ -316,7 +316,7 @@ impl Room<'_> {
         Err(self.too_long(&format!("at least {least_tokens}"), least_tokens))
     }
 
-    /// A prompt is counted to this number of tokens; how much longer it is helps nobody.
+    /// Number of tokens up to which a prompt is counted; how much longer it is would not help the client.
     fn counted_tokens(&self) -> usize {
         (self.context_length as usize).saturating_mul(2)
     }
@@ -334,8 +334,8 @@ impl Room<'_> {
     }
 }
 
-/// The text of the chat template, to see what it was written for. What cannot be read is absent:
-/// [`ChatTemplate::open`] has reported it.
+/// Returns the text of the chat template, to detect what it was written for. Files that cannot be read count as
+/// absent: [`ChatTemplate::open`] has reported them.
 fn template_source(dir: &Path) -> Option<String> {
     let read = |name: &str| {
         let bytes = read_file(&dir.join(name), MAX_CONFIG_BYTES, "").ok()?;

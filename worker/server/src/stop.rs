@@ -1,4 +1,4 @@
-//! Stop strings over streamed text: what may still become one is held back, nothing else is.
+//! Stop strings over streamed text: only text that may still become one is held back.
 
 use std::sync::Arc;
 
@@ -9,17 +9,17 @@ pub struct StopMatcher {
     held: String,
 }
 
-/// What a piece of text released.
+/// Outcome of a piece of text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Released {
     /// Text that is certainly part of the answer.
     pub text: String,
-    /// A stop string was completed: the answer ends here, without it.
+    /// Whether a stop string was completed: the answer ends here, without it.
     pub stopped: bool,
 }
 
 impl StopMatcher {
-    /// A matcher of `stops`, none of which is empty.
+    /// Creates a matcher of `stops`, none of which is empty.
     pub fn new(stops: impl Into<Arc<[String]>>) -> Self {
         Self {
             stops: stops.into(),
@@ -27,7 +27,7 @@ impl StopMatcher {
         }
     }
 
-    /// Takes the next piece. The string that is complete first wins, the longer of two that end together.
+    /// Takes the next piece. The string that is completed first wins; of two that end together, the longer one.
     pub fn push(&mut self, piece: &str) -> Released {
         if self.stops.is_empty() {
             return Released {
@@ -67,13 +67,13 @@ impl StopMatcher {
         }
     }
 
-    /// The answer ended: what was held back was no stop string after all.
+    /// Returns the held-back text once the answer has ended: it was not a stop string after all.
     pub fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }
 }
 
-/// Bytes of the longest end of `text` that is a proper beginning of `marker`.
+/// Length in bytes of the longest suffix of `text` that is a proper prefix of `marker`.
 pub(crate) fn overlap(text: &str, marker: &str) -> usize {
     let longest = text.len().min(marker.len().saturating_sub(1));
     (1..=longest)
@@ -90,7 +90,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Feeds `pieces` and gives the whole released text and whether it stopped.
+    /// Feeds `pieces`; returns all released text and whether it stopped.
     fn run(stops: &[&str], pieces: &[&str]) -> (String, bool) {
         let stops: Vec<String> = stops.iter().map(|stop| (*stop).to_owned()).collect();
         let mut matcher = StopMatcher::new(stops);

@@ -1,4 +1,4 @@
-//! A file server that misbehaves as it is told, and archives.
+//! A file server that misbehaves on demand, and archives.
 
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)] // Each test uses a part of it, and may panic.
 
@@ -14,29 +14,29 @@ use axum::response::Response;
 use futures::StreamExt;
 use http::{HeaderMap, StatusCode, header};
 
-/// Bytes that are sent at a time.
+/// Bytes sent at a time.
 const PIECE_BYTES: usize = 8 << 10;
 
-/// What the server does with one request.
+/// Misbehaviour of the server in one request.
 #[derive(Clone, Debug)]
 pub enum Fault {
-    /// Ends the connection after so many bytes of the body.
+    /// Ends the connection after this many bytes of the body.
     CutAfter(usize),
-    /// Sends so many bytes of the body and then nothing, with the connection open.
+    /// Sends this many bytes of the body and then nothing, with the connection open.
     StallAfter(usize),
-    /// Sends the whole file whatever range was asked for.
+    /// Sends the whole file, whatever range was asked for.
     IgnoreRange,
-    /// Does both of these.
+    /// Combines `IgnoreRange` and `CutAfter`.
     IgnoreRangeAndCutAfter(usize),
-    /// No Content-Length.
+    /// Sends no Content-Length.
     Chunked,
-    /// Promises a shorter file in Content-Range than it sends.
+    /// Announces a shorter file in Content-Range than it sends.
     TooLong,
-    /// Says so, with these headers.
+    /// Answers with this status and these headers.
     Status(u16, Vec<(&'static str, String)>),
 }
 
-/// One request as it came.
+/// One request as received.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Seen {
     pub range: Option<String>,
@@ -55,13 +55,13 @@ pub struct FileServer {
 struct Shared {
     file: Bytes,
     etag: Option<String>,
-    /// Faults of the next requests, one each; then the server behaves.
+    /// Faults of the next requests, one each; after them the server behaves.
     faults: VecDeque<Fault>,
-    /// Pace of every request.
+    /// Pause after each piece of every answer.
     pace: Duration,
     seen: Vec<Seen>,
     sent_bytes: usize,
-    /// The one `Authorization` that it takes.
+    /// The only `Authorization` that it accepts.
     opened_by: Option<String>,
 }
 
@@ -108,12 +108,12 @@ impl FileServer {
         shared.etag = etag.map(str::to_owned);
     }
 
-    /// Opens by a header: from now on only requests with this `Authorization` are answered.
+    /// Answers only requests with this `Authorization` from now on.
     pub fn open_by(&self, authorization: &str) {
         self.shared.lock().unwrap().opened_by = Some(authorization.to_owned());
     }
 
-    /// Waits so long after each piece.
+    /// Pauses for this long after each piece.
     pub fn pace(&self, pace: Duration) {
         self.shared.lock().unwrap().pace = pace;
     }
@@ -122,7 +122,7 @@ impl FileServer {
         self.shared.lock().unwrap().seen.clone()
     }
 
-    /// Bytes of bodies that were handed to the connection.
+    /// Bytes of bodies handed to the connection.
     pub fn sent_bytes(&self) -> usize {
         self.shared.lock().unwrap().sent_bytes
     }
@@ -237,7 +237,7 @@ fn stream(shared: Arc<Mutex<Shared>>, body: Bytes, fault: Option<Fault>, pace: D
             match then {
                 None => None,
                 Some(true) => {
-                    // What was sent before shall arrive.
+                    // Lets what was sent before arrive.
                     tokio::time::sleep(Duration::from_millis(100)).await;
                     Some((Err(std::io::Error::other("cut")), at))
                 }
@@ -248,7 +248,7 @@ fn stream(shared: Arc<Mutex<Shared>>, body: Bytes, fault: Option<Fault>, pace: D
     Body::from_stream(pieces.boxed())
 }
 
-/// Bytes without any pattern that compresses.
+/// Returns incompressible bytes.
 pub fn noise(len: usize, seed: u64) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -265,7 +265,7 @@ pub fn noise(len: usize, seed: u64) -> Vec<u8> {
     bytes
 }
 
-/// A tar of files.
+/// Packs files into a tar.
 pub fn tar_of(files: &[(&str, &[u8])]) -> Vec<u8> {
     let mut builder = tar::Builder::new(Vec::new());
     for (name, content) in files {
@@ -277,7 +277,7 @@ pub fn tar_of(files: &[(&str, &[u8])]) -> Vec<u8> {
     builder.into_inner().unwrap()
 }
 
-/// A tar of a made-up model with so many bytes of weights.
+/// Packs a made-up model with this many bytes of weights into a tar.
 pub fn model_tar(weights_bytes: usize) -> Vec<u8> {
     tar_of(&[
         ("config.json", b"{\"model_type\":\"llama\"}"),

@@ -14,14 +14,14 @@ use crate::error::{ApiError, ErrorType};
 
 /// Time for a client to read the refusal of a body that it is still sending.
 const LINGER: Duration = Duration::from_secs(1);
-/// What a client with a large body is told to wait when too many of them are being read.
+/// Retry delay given to clients with a large body when too many of them are being read.
 const RETRY_ROOM: Duration = Duration::from_secs(2);
 
-/// The bytes of a JSON body. What is longer than `large` bytes waits, unread, for room as it arrives.
+/// Reads the bytes of a JSON body. A body longer than `large` bytes waits, unread, for room as it arrives.
 ///
 /// # Errors
-/// 415 for another type, 413 for a longer one (found by its Content-Length before a byte is read, else at the limit),
-/// 408 for one that does not come, 503 for one that found no room in time, 400 for one that breaks off.
+/// 415 for another type, 413 for a body that is too long (found by its Content-Length before a byte is read, else at
+/// the limit), 408 for one that does not arrive, 503 for one that found no room in time, 400 for one that breaks off.
 pub(super) async fn read(
     headers: &HeaderMap,
     mut body: Body,
@@ -50,7 +50,7 @@ pub(super) async fn read(
             if is_last {
                 deadline = deadline.min(Instant::now() + LAST_WITHIN);
             }
-            // At once, so that growing copies nothing; only what comes is taken of the machine.
+            // Reserved at once, so that growing copies nothing; only what arrives takes physical memory.
             bytes.reserve(longest.saturating_sub(bytes.len()));
         }
         let stalled = Instant::now() + limits.body_stall;
@@ -91,7 +91,7 @@ fn too_slow(limits: &Limits, has_stalled: bool) -> ApiError {
     .with_code("body_timeout")
 }
 
-/// Refusal of a large request where others are being `done` and leave it no memory.
+/// Refusal of a large request while others are being `done` and leave it no memory.
 pub(super) fn no_room(done: &str) -> ApiError {
     ApiError::unavailable(
         format!("other large requests are being {done}, and the time to wait for them ran out. Try again in a moment"),
@@ -118,8 +118,8 @@ fn too_large(size: &str, limit: usize) -> ApiError {
     .with_code("body_too_large")
 }
 
-/// Refuses what is compressed on the way. (Of a request with a Content-Length too hyper ends the connection behind the
-/// answer, as RFC 9112, 6.3 has it.)
+/// Refuses transfer codings other than chunked. (If the request also has a Content-Length, hyper ends the connection
+/// after the answer, as RFC 9112, 6.3 requires.)
 fn check_coding(headers: &HeaderMap) -> Result<(), ApiError> {
     let mut codings = headers.get_all(header::TRANSFER_ENCODING).iter();
     let Some(coding) = codings.next() else {
@@ -139,7 +139,7 @@ fn check_coding(headers: &HeaderMap) -> Result<(), ApiError> {
     .with_code("unsupported_media_type"))
 }
 
-/// A body without a type is taken as JSON; one of another type is refused, since curl's `-d` alone would say so.
+/// Checks the body's type: a missing one counts as JSON, another is refused, such as the one that curl's `-d` sends.
 fn check_type(headers: &HeaderMap) -> Result<(), ApiError> {
     let refused = |message: String| {
         Err(ApiError::new(

@@ -139,7 +139,7 @@ fn prepare(app: &App, asked: &Asked<'_, ChatRequest>, id: String) -> Result<Subm
     })
 }
 
-/// Refuses tools that are more than a template can be asked to show.
+/// Refuses tools that are too large in total for a template to show.
 fn check_tools(tools: &[Tool]) -> Result<(), ApiError> {
     let sizes = tools
         .iter()
@@ -157,7 +157,7 @@ fn check_tools(tools: &[Tool]) -> Result<(), ApiError> {
     ))
 }
 
-/// Tools to whose schemas calls are held, with their places.
+/// Tools whose schemas constrain their calls, with their indices.
 fn held_tools(request: &ChatRequest) -> impl Iterator<Item = (usize, &Tool)> {
     let is_held = |tool: &Tool| match request.tool_choice {
         ToolChoice::None => false,
@@ -168,7 +168,7 @@ fn held_tools(request: &ChatRequest) -> impl Iterator<Item = (usize, &Tool)> {
     tools.filter(move |(_, tool)| is_held(tool))
 }
 
-/// The form that the workers hold the answer to.
+/// Builds the grammar that the workers constrain the answer to.
 fn grammar_of(app: &App, request: &ChatRequest, work: &Work) -> Result<Option<Grammar>, ApiError> {
     let is_wanted = || work.is_wanted();
     let mut schemas = Schemas::new(&is_wanted);
@@ -198,7 +198,7 @@ fn grammar_of(app: &App, request: &ChatRequest, work: &Work) -> Result<Option<Gr
     Ok(Some(Grammar { kind: Some(kind) }))
 }
 
-/// The whole answer.
+/// Collects the whole answer.
 async fn collect(
     mut events: ChoiceStream,
     mut writer: ChatWriter,
@@ -237,7 +237,7 @@ async fn collect(
     })
 }
 
-/// What one choice has brought so far.
+/// Output of one choice so far.
 #[derive(Default)]
 struct Whole {
     text: String,

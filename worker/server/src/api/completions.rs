@@ -63,7 +63,7 @@ impl Endpoint for Completions {
     }
 }
 
-/// The submission, and the text that each prompt's choices begin with.
+/// Builds the submission, and the text that each prompt's choices begin with.
 fn prepare(
     app: &App,
     asked: &Asked<'_, CompletionRequest>,
@@ -119,7 +119,7 @@ fn prepare(
     Ok((submission, echoes))
 }
 
-/// The whole answer.
+/// Collects the whole answer.
 async fn collect(
     mut events: ChoiceStream,
     mut writer: CompletionWriter,
@@ -171,7 +171,7 @@ pub(super) struct CompletionWriter {
     head: Head,
     logprobs: Option<u32>,
     n: u32,
-    /// Echoes by prompt; empty: no echo.
+    /// Echoes by prompt; empty if no echo is requested.
     echoes: Vec<String>,
 }
 

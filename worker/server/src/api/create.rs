@@ -1,4 +1,4 @@
-//! What all routes that generate have in common: from a request's body to its answer, streamed or whole.
+//! Common part of all routes that generate: from a request's body to its answer, streamed or whole.
 
 use std::sync::Arc;
 
@@ -20,32 +20,32 @@ use crate::wire::response::Usage;
 
 /// One route that generates.
 pub(super) trait Endpoint: 'static {
-    /// What its ids begin with.
+    /// Prefix of its ids.
     const ID: &'static str;
-    /// A request that was understood.
+    /// A parsed request.
     type Request: Send + 'static;
-    /// Writes its answers.
+    /// Writer of its chunks.
     type Writer: ChunkWriter;
     /// A whole answer.
     type Answer: Serialize;
 
-    /// Reads a body.
+    /// Parses a body.
     fn parse(body: &[u8]) -> Result<Self::Request, ApiError>;
 
-    /// The model that is asked for, and how it is to generate.
+    /// Returns the requested model and the generation options.
     fn asks(request: &Self::Request) -> (&str, &GenerationOptions);
 
-    /// Bytes of the schemas that answers are held to, as JSON text.
+    /// Bytes of the schemas that constrain answers, as JSON text.
     fn schema_bytes(request: &Self::Request) -> usize;
 
-    /// Templates, tokenisation and schemas: what takes time on long prompts.
+    /// Renders templates, tokenises and checks schemas: the part that takes time on long prompts.
     fn prepare(
         app: &App,
         asked: Asked<'_, Self::Request>,
         head: Head,
     ) -> Result<(Submission, Self::Writer), ApiError>;
 
-    /// The whole answer of `choices` choices.
+    /// Collects the whole answer of `choices` choices.
     fn collect(
         events: ChoiceStream,
         writer: Self::Writer,
@@ -113,14 +113,14 @@ pub(super) async fn create<E: Endpoint>(
 /// A request to be prepared.
 pub(super) struct Asked<'a, R> {
     pub(super) request: &'a R,
-    /// The client's.
+    /// The client's trace.
     pub(super) trace: Option<TraceParent>,
-    /// When the request was whole.
+    /// Time when the request had arrived in full.
     pub(super) arrived: Instant,
     pub(super) work: &'a Work,
 }
 
-/// What all chunks of an answer carry.
+/// Fields that all chunks of an answer carry.
 pub(super) struct Head {
     /// `chatcmpl-…` or `cmpl-…`.
     pub(super) id: String,
@@ -128,21 +128,21 @@ pub(super) struct Head {
     pub(super) created: u64,
     /// The served model.
     pub(super) model: String,
-    /// Empty until a worker has begun.
+    /// Empty until a worker has started.
     pub(super) fingerprint: String,
-    /// A stream ends with the usage.
+    /// Whether a stream ends with the usage.
     pub(super) include_usage: bool,
 }
 
 impl Head {
-    /// The first choice's worker stands for all.
+    /// Keeps the fingerprint of the first choice's worker for all choices.
     pub(super) fn note_fingerprint(&mut self, fingerprint: String) {
         if self.fingerprint.is_empty() {
             self.fingerprint = fingerprint;
         }
     }
 
-    /// `usage` of a chunk: absent where it is not asked for, null before the last chunk.
+    /// `usage` of a chunk: absent if not requested, null before the last chunk.
     pub(super) fn usage(&self, usage: Option<Usage>) -> Option<Option<Usage>> {
         self.include_usage.then_some(usage)
     }

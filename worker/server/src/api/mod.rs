@@ -1,4 +1,4 @@
-//! The HTTP side: routes, and what every request passes through.
+//! The HTTP side: routes, and the middleware that every request passes through.
 
 mod body;
 mod chat;
@@ -55,20 +55,20 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .layer(middleware::from_fn_with_state(app.clone(), observe))
         .with_state(app);
     match cors {
-        // Outermost: a browser asks without a key whether it may ask.
+        // Outermost: a browser's preflight request carries no key.
         Some(cors) => router.layer(cors),
         None => router,
     }
 }
 
-/// The routes of the port for metrics.
+/// Routes of the metrics port.
 pub(crate) fn metrics_router(app: Arc<App>) -> Router {
     Router::new()
         .route("/metrics", get(status::metrics))
         .with_state(app)
 }
 
-/// What the handlers know of a request beside its body.
+/// Context of a request for its handlers, besides its body.
 #[derive(Clone)]
 pub(crate) struct Context {
     /// Unique part of the answer's id; also the `x-request-id` header of the response.
@@ -107,7 +107,7 @@ async fn observe(State(app): State<Arc<App>>, mut request: Request, next: Next) 
     response
 }
 
-/// Lets those in who may come in, as long as the gateway is not ending.
+/// Admits requests with a valid key, except on connections that were opened after the shutdown began.
 async fn authorise(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
     if request.extensions().get::<Late>().is_some() {
         return generation::closing_error().into_response();
@@ -118,7 +118,7 @@ async fn authorise(State(app): State<Arc<App>>, request: Request, next: Next) ->
     }
 }
 
-/// W3C trace context; what is malformed is left out, as the standard asks.
+/// Parses the W3C trace context; a malformed one is ignored, as the standard requires.
 fn trace_of(headers: &HeaderMap) -> Option<TraceParent> {
     headers.get("traceparent")?.to_str().ok()?.parse().ok()
 }

@@ -34,7 +34,7 @@ pub(super) async fn one(
 /// Refuses a model that is not served.
 ///
 /// # Errors
-/// 404 with the names that are.
+/// 404 with the name that is served.
 pub(super) fn check(app: &App, asked: &str) -> Result<(), ApiError> {
     if asked == app.model.name {
         return Ok(());

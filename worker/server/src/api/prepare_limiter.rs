@@ -1,10 +1,10 @@
-//! Limits on reading and preparing requests: they are parsed, put through the chat template, tokenised, their schemas
-//! checked. All of that is computation, and much of it for a large request.
+//! Limits on reading and preparing requests: parsing, the chat template, tokenisation and checks of schemas. All of
+//! that is computation, and much of it for a large request.
 //!
-//! As many are prepared at a time as there are CPUs: the tokenizer keeps the words that it has seen once for each thread,
-//! so that threads must be few. Large requests are prepared one at a time, so that they take no memory beyond what one
-//! needs and leave places to the others. Requests with schemas, of which grammars are made, have places of their own, so
-//! that the others never wait for those. Of a client that has left nothing is prepared, and what was begun stops.
+//! As many requests are prepared at a time as there are CPUs: the tokenizer caches seen words once per thread, so
+//! threads must be few. Large requests are prepared one at a time, so that they take no memory beyond what one needs
+//! and leave slots to the others. Requests with schemas, from which grammars are built, have slots of their own, so
+//! that the others never wait for them. Nothing is prepared for a client that has left, and what was begun stops.
 
 use std::num::NonZero;
 use std::sync::Arc;
@@ -22,18 +22,18 @@ use super::room::{LAST_WITHIN, Room, Rooms};
 use crate::config::Limits;
 use crate::error::ApiError;
 
-/// Fewest and most requests that are prepared at a time.
+/// Minimum and maximum number of slots.
 const PLACES: (usize, usize) = (2, 8);
-/// A request with a longer body is a large one.
+/// Body size above which a request counts as large.
 const LARGE_BYTES: usize = 256 << 10;
-/// A request with longer schemas is prepared like a large one: making a grammar takes much longer than reading.
+/// Schema size above which a request is prepared like a large one: building a grammar takes much longer than reading.
 const HEAVY_SCHEMA_BYTES: usize = 16 << 10;
-/// Bytes that requests of more than [`LARGE_BYTES`] hold while they wait for a worker or are answered.
+/// Maximum bytes that requests of more than [`LARGE_BYTES`] hold while they wait for a worker or are answered.
 const LARGE_REQUESTS_BYTES: usize = 64 << 20;
-/// Unit in which those are counted.
+/// Unit in which those bytes are counted.
 const UNIT_BYTES: usize = 1 << 10;
 
-/// The places of one gateway; clones share them.
+/// The slots of one gateway; clones share them.
 #[derive(Clone)]
 pub(super) struct PrepareLimiter {
     places: Arc<Semaphore>,
@@ -50,7 +50,7 @@ pub(super) struct Held {
     room: Arc<Room>,
 }
 
-/// What was made of a body, which keeps the body's share until it is dropped.
+/// Result of preparing a body, which keeps the body's share until it is dropped.
 pub(super) struct Prepared<T> {
     pub(super) value: T,
     pub(super) body_room: Arc<Room>,
@@ -62,14 +62,14 @@ pub(crate) struct Work {
     class: RequestClass,
 }
 
-/// What a request is prepared among.
+/// Class of requests that share slots.
 #[derive(Clone, Copy)]
 enum RequestClass {
-    /// Small ones without a schema.
+    /// Small requests without a schema.
     Plain,
-    /// Small ones with small schemas.
+    /// Small requests with small schemas.
     WithSchemas,
-    /// Large ones, whatever they have.
+    /// Large requests, with or without schemas.
     Large,
 }
 
@@ -79,7 +79,7 @@ impl Work {
         !self.is_over.load(Ordering::Relaxed)
     }
 
-    /// Whether a request with schemas of so many bytes is prepared here; else elsewhere.
+    /// Whether a request with this many bytes of schemas is prepared in this class; otherwise in a later one.
     pub(super) fn takes(&self, schema_bytes: usize) -> bool {
         match self.class {
             RequestClass::Plain => schema_bytes == 0,
@@ -88,10 +88,10 @@ impl Work {
         }
     }
 
-    /// Asked between the steps.
+    /// Checks between two steps whether to continue.
     ///
     /// # Errors
-    /// When the client has left; nobody reads it.
+    /// If the client has left; the error is never read.
     pub(crate) fn go_on(&self) -> Result<(), ApiError> {
         match self.is_wanted() {
             true => Ok(()),
@@ -101,8 +101,8 @@ impl Work {
 }
 
 impl PrepareLimiter {
-    /// A place for each CPU that this process may use, half as many for requests with schemas, both within [`PLACES`], and
-    /// one for large requests.
+    /// Creates a slot for each CPU that this process may use, half as many for requests with schemas, both within
+    /// [`PLACES`], and one for large requests.
     pub(super) fn new() -> Self {
         let cpus = std::thread::available_parallelism().map_or(PLACES.0, NonZero::get);
         let semaphore = |permits| Arc::new(Semaphore::new(permits));
@@ -133,11 +133,11 @@ impl PrepareLimiter {
         })
     }
 
-    /// Does `work` for a body. Work that finds that a request belongs elsewhere gives none and is done again there.
-    /// Dropping the future tells the work to stop, and it keeps its place until it has.
+    /// Runs `work` on a body. Work that finds that the request belongs to another class returns `None` and is repeated
+    /// there. Dropping the future tells the work to stop, and it keeps its slot until it has.
     ///
     /// # Errors
-    /// Those of the work; 500 when it panicked.
+    /// Those of the work; 500 if it panicked.
     pub(super) async fn prepare<T: Send + 'static>(
         &self,
         body: Held,
@@ -170,12 +170,12 @@ impl PrepareLimiter {
         })
     }
 
-    /// The share of a request that holds so many bytes for as long as it lasts; `None` for a small one, of which the queue
-    /// bounds the number. Waits at most `patience`, and no longer than [`LAST_WITHIN`]: meanwhile it keeps the memory that
-    /// other bodies wait for.
+    /// Reserves memory for a request that holds this many bytes, for as long as it lasts; `None` for a small one,
+    /// since the queue bounds their number. Waits at most `patience`, and no longer than [`LAST_WITHIN`]: meanwhile it
+    /// keeps the memory that other bodies wait for.
     ///
     /// # Errors
-    /// 503 when the others held theirs all the time.
+    /// 503 if the others kept theirs all the time.
     pub(super) async fn keep(
         &self,
         bytes: usize,
@@ -191,7 +191,7 @@ impl PrepareLimiter {
     }
 }
 
-/// Does work in one of `places`.
+/// Runs work in one of `places`.
 async fn run<T: Send + 'static>(
     places: &Arc<Semaphore>,
     class: RequestClass,
@@ -213,7 +213,7 @@ fn lost() -> ApiError {
     ApiError::internal("the request could not be prepared")
 }
 
-/// A share of the memory for large things, at most all of it.
+/// Reserves a share of the memory for large requests, at most all of it.
 async fn room_for(
     of: &Arc<Semaphore>,
     bytes: usize,
@@ -224,7 +224,7 @@ async fn room_for(
     of.clone().acquire_many_owned(units).await.ok()
 }
 
-/// Tells work that nobody waits for it.
+/// Tells work, when dropped, that its result is no longer needed.
 struct Ending(Arc<AtomicBool>);
 
 impl Drop for Ending {
@@ -266,7 +266,7 @@ mod tests {
             }
         });
         began.1.recv_timeout(Duration::from_secs(10)).unwrap();
-        // Small requests have places of their own meanwhile, unless their schemas are large.
+        // Small requests have slots of their own meanwhile, unless their schemas are large.
         let small = limiter.prepare(held(10), |bytes, _| Ok(Some(bytes.len())));
         assert_eq!(small.await.unwrap().value, 10);
         let heavy = |_: Bytes, work: &Work| Ok(work.takes(HEAVY_SCHEMA_BYTES + 1).then_some(()));
@@ -284,7 +284,7 @@ mod tests {
         let is_held = Arc::new(AtomicBool::new(true));
         let under_way = Arc::new(AtomicUsize::new(0));
         let (mut tasks, places) = (Vec::new(), limiter.with_schemas.available_permits());
-        // More than all places of both kinds take.
+        // More than fit into all slots of both kinds.
         for _ in 0..2 * PLACES.1 + 1 {
             let (limiter, is_held, under_way) =
                 (limiter.clone(), is_held.clone(), under_way.clone());
@@ -332,7 +332,7 @@ mod tests {
         let error = limiter.keep(LARGE_BYTES + 1, patience).await.unwrap_err();
         assert_eq!(error.code.as_deref(), Some("large_requests"));
         assert!(limiter.keep(LARGE_BYTES, patience).await.unwrap().is_none());
-        // One that needs more than there is takes all of it.
+        // A request that needs more than there is takes all of it.
         let whole = tokio::spawn({
             let limiter = limiter.clone();
             async move { limiter.keep(1 << 30, 200 * patience).await.is_ok() }

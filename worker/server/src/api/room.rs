@@ -1,19 +1,19 @@
 //! Memory for large bodies that are being read.
 //!
-//! A body takes of it as its bytes arrive, so that one which was announced and does not come takes nothing. When all of it
-//! is taken by bodies that are not whole, one after another may be read to its end beyond it, and has to come soon.
+//! A body takes a share of it as its bytes arrive, so one that was announced and does not arrive takes nothing. When
+//! all of it is taken by incomplete bodies, one at a time may be read to its end beyond the limit, but quickly.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-/// Bytes of large bodies that are read or wait to be prepared, without the one that is read beyond them.
+/// Bytes of large bodies that are being read or wait to be prepared, without the one that is read beyond the limit.
 const SHARED_BYTES: usize = 16 << 20;
-/// What a body takes at a time.
+/// Bytes that a body takes at a time.
 const STEP_BYTES: usize = 256 << 10;
-/// How long the rest of a body that is read beyond the others may take, and how long one that was read waits for others
-/// to be answered.
+/// Time for the rest of a body that is read beyond the limit, and for one that was read to wait until others are
+/// answered.
 pub(super) const LAST_WITHIN: Duration = Duration::from_secs(10);
 
 /// The memory of one gateway; clones share it.
@@ -24,7 +24,7 @@ pub(super) struct Rooms {
     last: Arc<Semaphore>,
 }
 
-/// One body's share, given back when dropped.
+/// One body's share, released when dropped.
 pub(super) struct Room {
     rooms: Rooms,
     steps: Option<OwnedSemaphorePermit>,
@@ -39,7 +39,7 @@ impl Rooms {
         }
     }
 
-    /// A share of nothing yet.
+    /// Creates an empty share.
     pub(super) fn room(&self) -> Room {
         Room {
             rooms: self.clone(),
@@ -50,7 +50,7 @@ impl Rooms {
 }
 
 impl Room {
-    /// Waits until there is memory for `bytes` in all; true: for all that may come, within [`LAST_WITHIN`].
+    /// Waits until there is memory for `bytes` in all; true if for everything that may arrive, within [`LAST_WITHIN`].
     pub(super) async fn grow(&mut self, bytes: usize) -> bool {
         loop {
             let held = self
@@ -67,7 +67,7 @@ impl Room {
                     None => self.steps = Some(step),
                 },
                 Ok(last) = self.rooms.last.clone().acquire_owned() => self.last = Some(last),
-                // Nobody closes them.
+                // The semaphores are never closed.
                 else => return false,
             }
         }
@@ -87,7 +87,7 @@ mod tests {
         let reading = (0..20).map(|_| {
             let mut room = rooms.room();
             async move {
-                // All have a part before any is whole.
+                // All have a part before any is complete.
                 for part in 1..=8 {
                     room.grow(part * whole / 8).await;
                     tokio::task::yield_now().await;

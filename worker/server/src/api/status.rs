@@ -1,5 +1,5 @@
-//! `GET /health` and `/ready`, and on a port of their own the `/metrics`: open without a key, since probes and scrapers
-//! carry none.
+//! `GET /health` and `/ready`, and `/metrics` on a separate port: open without a key, since probes and scrapers carry
+//! none.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -16,12 +16,12 @@ use crate::error::{ApiError, ErrorType};
 use crate::metrics::CONTENT_TYPE;
 use crate::router::Role;
 
-/// The process works.
+/// Reports that the process works.
 pub(super) async fn health() -> Json<Value> {
     Json(json!({"status": "ok"}))
 }
 
-/// Requests are answered: a decode worker is ready, and the gateway is not ending.
+/// Reports whether requests are answered: a decode worker is ready, and the gateway is not shutting down.
 pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
     let is_draining = app.is_draining.load(Ordering::Relaxed);
     let pool = |role| {
@@ -62,7 +62,7 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
     response
 }
 
-/// What a worker got of its machine.
+/// Renders the resources that a worker got from its machine.
 fn placement(placement: &Placement) -> Value {
     let memory: Vec<Value> = placement
         .memory
@@ -86,7 +86,7 @@ fn placement(placement: &Placement) -> Value {
     })
 }
 
-/// OpenMetrics text.
+/// Returns the metrics as OpenMetrics text.
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
     match app.metrics.encode() {
         Ok(text) => ([(header::CONTENT_TYPE, CONTENT_TYPE)], text).into_response(),
@@ -94,7 +94,7 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
     }
 }
 
-/// Whoever reaches the API need not see how much it is used, and by how many.
+/// Refuses `/metrics` on the API's port: clients need not see how much it is used, and by how many.
 pub(super) async fn metrics_are_elsewhere() -> ApiError {
     ApiError::new(
         StatusCode::NOT_FOUND,

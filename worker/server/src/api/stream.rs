@@ -1,7 +1,7 @@
-//! How answers are sent: as server-sent events, one JSON object an event and `[DONE]` at the end, or whole.
+//! Sending of answers: as server-sent events, one JSON object per event and `[DONE]` at the end, or whole.
 //!
-//! Neither waits for the client ([`crate::backlog`]): events are written as the workers give tokens, and what the client
-//! has not taken waits here.
+//! Neither waits for the client ([`crate::backlog`]): events are written as the workers yield tokens, and what the
+//! client has not read waits there.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -22,9 +22,9 @@ use crate::generation::{ChoiceEvent, ChoiceStream};
 
 /// Time between comments that keep proxies from closing a silent stream.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
-/// Such a comment.
+/// That comment.
 const COMMENT: &[u8] = b":\n\n";
-/// The last event of a whole answer.
+/// The last event of a complete answer.
 const DONE: &[u8] = b"data: [DONE]\n\n";
 
 /// Turns events into the chunks of one API.
@@ -38,7 +38,7 @@ pub(super) trait ChunkWriter: Send + 'static {
 /// Waits for the first event, so that a request that fails before it begins gets its status.
 ///
 /// # Errors
-/// That of a first event which is one.
+/// The error that comes instead of a first event.
 pub(super) async fn begun(mut events: ChoiceStream) -> Result<ChoiceStream, ApiError> {
     match events.next().await {
         Some(Ok(first)) => Ok(Box::pin(
@@ -49,8 +49,8 @@ pub(super) async fn begun(mut events: ChoiceStream) -> Result<ChoiceStream, ApiE
     }
 }
 
-/// The response that streams `events`. An error in mid-stream is an event `{"error": …}`, behind which the stream ends
-/// without `[DONE]`.
+/// Returns the response that streams `events`. An error mid-stream is an event `{"error": …}`, after which the stream
+/// ends without `[DONE]`.
 pub(super) fn respond(
     backlog: &Arc<Backlog>,
     version: Version,
@@ -66,15 +66,15 @@ pub(super) fn respond(
         HeaderValue::from_static("text/event-stream"),
     );
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
-    // nginx would hold events back otherwise.
+    // Otherwise nginx would buffer events.
     headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
     response
 }
 
-/// The response that is one JSON object.
+/// Returns the response that is one JSON object.
 ///
 /// # Errors
-/// 500 for what cannot be written.
+/// 500 if the answer cannot be serialised.
 pub(super) fn whole(
     backlog: &Arc<Backlog>,
     version: Version,
@@ -93,7 +93,7 @@ pub(super) fn whole(
     Ok(response)
 }
 
-/// Writes events as they come, and sees to it that the client is there.
+/// Writes events as they come, and watches that the client keeps reading.
 async fn write(
     mut events: ChoiceStream,
     mut writer: impl ChunkWriter,
@@ -128,7 +128,7 @@ async fn write(
         }
     }
     outbox.end();
-    // The workers are free; the client may take its time.
+    // The workers are free by now; the client may take its time.
     drop(events);
     stalled.await;
 }
@@ -140,7 +140,7 @@ fn send(outbox: &Outbox, writer: &mut impl ChunkWriter, next: ChoiceEvent) -> bo
     })
 }
 
-/// JSON text, which has no line feed, as an event.
+/// Wraps JSON text, which has no line feed, in an event.
 fn event(text: &str) -> Bytes {
     Bytes::from(format!("data: {text}\n\n"))
 }

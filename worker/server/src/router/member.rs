@@ -1,4 +1,4 @@
-//! One worker as its pool knows it, and the task that looks after it.
+//! One worker as its pool sees it, and the task that watches it.
 
 use std::panic::AssertUnwindSafe;
 use std::pin::pin;
@@ -15,16 +15,16 @@ use super::pool::WorkerPool;
 use super::prefix::PrefixMemory;
 use super::types::{Health, Role, WorkerId, WorkerRoute, WorkerView};
 
-/// First and longest pause between looks at a worker that does not answer.
+/// First and longest pause between probes of a worker that does not answer.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(50), Duration::from_millis(500));
-/// Looks that were answered by an error after which a worker is lost.
+/// Number of failed probes in a row after which a worker counts as lost.
 const LOST_AFTER_LOOKS: u32 = 3;
 
-/// What a look came to.
+/// Outcome of a probe.
 enum Look {
     Well(Box<(DescribeResponse, StatsResponse)>),
     Failed(RpcError),
-    /// Neither an answer nor a token came for as long as a process that works may be silent.
+    /// Neither an answer nor a token arrived for longer than a working process may be silent.
     Silent,
 }
 
@@ -33,23 +33,23 @@ pub(super) struct Member {
     pub(super) id: WorkerId,
     pub(super) route: WorkerRoute,
     pub(super) worker: Worker,
-    /// Counts losses; streams watch it.
+    /// Counts hangs; streams watch it.
     pub(super) epoch: watch::Sender<u64>,
     poke: Notify,
     state: Mutex<MemberState>,
 }
 
-/// What changes about a worker.
+/// State of a worker that changes.
 pub(super) struct MemberState {
     pub(super) health: Health,
     pub(super) description: DescribeResponse,
     pub(super) stats: StatsResponse,
-    /// Whether it is no member any more: it keeps the streams that it has, and gets none.
+    /// Whether it is no longer a member: it keeps its streams, and gets no others.
     pub(super) is_leaving: bool,
     pub(super) in_flight: u32,
     pub(super) prefixes: PrefixMemory,
     failures: u32,
-    /// When the worker last gave a sign of life; `None` before its first.
+    /// Time of the worker's last sign of life; `None` before its first.
     heard: Option<Instant>,
 }
 
@@ -59,7 +59,7 @@ impl MemberState {
         self.health == Health::Ready && !self.is_leaving
     }
 
-    /// Whether it left, and nothing of it is needed any more.
+    /// Whether it left, and has no streams any more.
     pub(super) fn is_gone(&self) -> bool {
         self.is_leaving && self.in_flight == 0
     }
@@ -94,7 +94,7 @@ impl Member {
         self.route.role == role
     }
 
-    /// Has it looked at now, not at the end of its interval.
+    /// Triggers a probe now, not at the end of the interval.
     pub(super) fn poke(&self) {
         self.poke.notify_one();
     }
@@ -122,12 +122,12 @@ impl Member {
         }
     }
 
-    /// Notes a sign of life: a worker that gives tokens is none that hangs.
+    /// Notes a sign of life: a worker that yields tokens is not hung.
     pub(super) fn heard(&self) {
         self.lock().heard = Some(Instant::now());
     }
 
-    /// Looks at the worker again and again, for as long as its pool is there.
+    /// Probes the worker repeatedly, for as long as its pool exists.
     pub(super) async fn look_after(self: Arc<Self>, pool: Weak<WorkerPool>, hang_after: Duration) {
         let looks = || self.look_again_and_again(pool.clone(), hang_after);
         until_it_ends(looks).await;
@@ -144,13 +144,13 @@ impl Member {
         }
     }
 
-    /// Asks the worker how it is. Its answer comes from threads beside those that compute, however long a step takes.
+    /// Probes the worker. The answer comes from threads separate from the computation, however long a step takes.
     async fn look(&self, hang_after: Duration) -> Look {
         let began = Instant::now();
         let mut look = pin!(look_at(&self.worker));
         loop {
             let heard = self.lock().heard.unwrap_or(began);
-            // A worker that has been silent for long gets some time to answer all the same.
+            // A worker that has been silent for long still gets some time to answer.
             let until = (heard + hang_after).max(began + hang_after / 2);
             tokio::select! {
                 biased;
@@ -166,7 +166,7 @@ impl Member {
         }
     }
 
-    /// Notes the outcome of a look; gives the pause to the next.
+    /// Records the outcome of a probe; returns the pause before the next.
     fn note(&self, pool: &WorkerPool, look: Look, pause: &mut Duration) -> Duration {
         let is_silent = matches!(look, Look::Silent);
         let mut state = self.lock();
@@ -197,7 +197,7 @@ impl Member {
             }
             Look::Failed(error) => {
                 state.failures += 1;
-                // Streams of a dead process break by themselves, and those of one that only takes no more calls go on.
+                // Streams of a dead process break by themselves, and those of one that merely refuses calls go on.
                 let is_lost =
                     error.kind() == RpcErrorKind::Gone || state.failures >= LOST_AFTER_LOOKS;
                 if state.health != Health::Starting && is_lost {
@@ -231,7 +231,7 @@ impl Member {
     }
 }
 
-/// Begins `work` again when it panics: a worker that nobody looks after would stay what it last was for good.
+/// Restarts `work` when it panics: the state of a worker that is no longer watched would never change again.
 async fn until_it_ends<F: Future<Output = ()>>(work: impl Fn() -> F) {
     while AssertUnwindSafe(work()).catch_unwind().await.is_err() {
         tracing::error!("watching a worker panicked: restarted");

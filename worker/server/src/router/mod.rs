@@ -1,10 +1,10 @@
-//! Which worker answers: the pool and its health, the queue in front of it, the policy.
+//! Choice of the worker that answers: the pool and its health, the queue in front of it, the policy.
 //!
 //! **Invariants**
-//! - The policy is pure: it sees numbers and gives an index.
+//! - The policy is pure: it takes numbers and returns an index.
 //! - A worker is chosen only after it has described itself since it was last lost.
-//! - Members join and leave at any time; who left keeps its streams and gets no other.
-//! - A request that was once accepted is never turned away by the queue again: failover goes past it.
+//! - Members join and leave at any time; one that left keeps its streams and gets no others.
+//! - A request that was once accepted is never rejected by the queue again: failover bypasses it.
 
 mod member;
 mod policy;

@@ -1,33 +1,33 @@
 //! The choice of workers, as pure functions of numbers.
 
-/// What a choice of a decode worker looks at.
+/// Facts about a decode worker that the choice depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Candidate {
     /// Index of the worker in the pool.
     pub index: usize,
-    /// Requests that this gateway has there.
+    /// Number of requests that this gateway has on it.
     pub in_flight: u32,
-    /// Requests that it may have there.
+    /// Maximum number of those.
     pub capacity: u32,
-    /// Tokens of the prompt that it has seen before.
+    /// Number of tokens of the prompt that it has seen before.
     pub matched_tokens: u32,
-    /// Whether it just failed this request; another is better if there is one.
+    /// Whether it just failed this request; another is preferred if there is one.
     pub is_avoided: bool,
 }
 
-/// Who computes the prompt.
+/// Role of the worker that computes the prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PrefillRoute {
     /// The decode worker, in chunks between its decode steps.
     Decode,
-    /// A prefill worker, which hands the KV over; the decode worker where there is none.
+    /// A prefill worker, which hands over the KV cache; the decode worker if there is none.
     Prefill,
 }
 
-/// The routing policy of the hybrid MoE paper (section 3.3.2) for one pool of each kind: "use chunked prefill for short
-/// requests", which are not worth a transfer of KV and stall decoding little; long ones go to prefill workers while there
-/// are any. What counts is what has to be computed: tokens whose KV the decode worker has cost nothing. (The paper's third
-/// route, all GPUs reading one prompt while nobody decodes, has no ranks in a plan.)
+/// Applies the routing policy of the hybrid MoE paper (section 3.3.2) for one pool of each kind: "use chunked prefill
+/// for short requests", which are not worth a KV transfer and barely stall decoding; long ones go to prefill workers
+/// while there are any. Only tokens that must be computed count: those whose KV the decode worker has cost nothing.
+/// (The paper's third route, all GPUs reading one prompt while none decodes, has no ranks in a plan.)
 pub fn choose_prefill_route(new_tokens: u32, chunked_below_tokens: u32) -> PrefillRoute {
     if new_tokens < chunked_below_tokens {
         PrefillRoute::Decode
@@ -36,10 +36,10 @@ pub fn choose_prefill_route(new_tokens: u32, chunked_below_tokens: u32) -> Prefi
     }
 }
 
-/// The decode worker for a request; `None` when none has room.
+/// Chooses the decode worker for a request; `None` if none has room.
 ///
-/// The least loaded wins, unless one that knows the prompt's beginning is at most a quarter of its capacity busier:
-/// then the longest match among those. Ties go to the lower index, `turn` shifting which comes first.
+/// The least loaded wins, unless one that knows the start of the prompt is at most a quarter of its capacity busier:
+/// then the longest match among those. Ties go to the lower index, with `turn` rotating the order.
 pub fn choose_decode(candidates: &[Candidate], turn: usize) -> Option<usize> {
     let open = |avoided: bool| {
         candidates
@@ -71,7 +71,7 @@ pub fn choose_decode(candidates: &[Candidate], turn: usize) -> Option<usize> {
         .map(|c| c.index)
 }
 
-/// The prefill worker with the fewest requests; `(index, in_flight)` in, index out.
+/// Chooses the prefill worker with the fewest requests; takes `(index, in_flight)`, returns the index.
 pub fn choose_prefill(ready: &[(usize, u32)], turn: usize) -> Option<usize> {
     let count = ready.len().max(1);
     ready
@@ -80,7 +80,7 @@ pub fn choose_prefill(ready: &[(usize, u32)], turn: usize) -> Option<usize> {
         .map(|(index, _)| *index)
 }
 
-/// A shorter match is not worth waiting behind others.
+/// Shortest match that is worth waiting behind others.
 const MATCH_WORTH_TOKENS: u32 = 64;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The workers, who joins and leaves, and the queue in front of them.
+//! The workers, their joining and leaving, and the queue in front of them.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
@@ -19,10 +19,10 @@ mod route;
 
 pub use route::Route;
 
-/// Assumed of a worker that does not tell.
+/// Batch size assumed for a worker that reports none.
 const DEFAULT_BATCH: u32 = 16;
-/// A worker that is not ready for so long in a gateway that ends is not waited for. In a rollout whose old workers end first, new
-/// ones are there before.
+/// Time after which a gateway that is shutting down stops waiting for a ready worker. In a rollout that stops the old
+/// workers first, new ones are there sooner.
 const LEFT_AFTER: Duration = Duration::from_secs(30);
 
 /// The pools of one gateway. Members may join and leave at any time.
@@ -35,32 +35,32 @@ pub struct WorkerPool {
     changed: watch::Sender<()>,
     turn: AtomicUsize,
     waiting: AtomicUsize,
-    /// Those that wait beyond the bound of the queue.
+    /// Number of requests that wait beyond the bound of the queue.
     waiting_admitted: AtomicUsize,
-    /// First come, first served.
+    /// Makes the queue first come, first served.
     turnstile: tokio::sync::Mutex<()>,
-    /// The gateway ends.
+    /// Cancelled when the gateway shuts down.
     ending: CancellationToken,
 }
 
-/// A member with the task that looks after it.
+/// A member with the task that watches it.
 struct Kept {
     member: Arc<Member>,
     _looks: AbortOnDropHandle<()>,
 }
 
-/// A place on a decode worker; given back when dropped.
+/// A slot on a decode worker; released when dropped.
 pub struct Lease {
     pool: Arc<WorkerPool>,
     member: Arc<Member>,
     /// The connection to it.
     pub worker: Worker,
-    /// What a continuation elsewhere needs.
+    /// Requirements for continuing elsewhere.
     pub pin: Pin,
     epoch: watch::Receiver<u64>,
 }
 
-/// A prefill worker for one request; given back when dropped.
+/// A prefill worker for one request; released when dropped.
 pub struct PrefillLease {
     pool: Arc<WorkerPool>,
     member: Arc<Member>,
@@ -69,7 +69,7 @@ pub struct PrefillLease {
 }
 
 impl WorkerPool {
-    /// The pool of these workers, and the tasks that look after them for as long as the pool is alive.
+    /// Creates the pool of these workers, and starts the tasks that watch them for as long as the pool is alive.
     /// Needs a tokio runtime.
     ///
     /// # Errors
@@ -95,12 +95,12 @@ impl WorkerPool {
         Ok(pool)
     }
 
-    /// Makes `wanted` the members. A worker is known by role and address: one that stays keeps all that it has.
-    /// One that is not named any more gets no new requests; its streams go on until they end, or until it dies and
-    /// they move, and then its connection is dropped.
+    /// Makes `wanted` the members. A worker is identified by role and address: one that stays keeps all that it has.
+    /// One that is no longer named gets no new requests; its streams go on until they end, or until it dies and they
+    /// move, and then its connection is dropped.
     ///
     /// # Errors
-    /// [`TransportError`] for an address that cannot be used; the members are as before.
+    /// [`TransportError`] for an address that cannot be used; the members are unchanged.
     pub fn set_members(self: &Arc<Self>, wanted: &[WorkerRoute]) -> Result<(), TransportError> {
         let mut kept = self.members.write().unwrap_or_else(PoisonError::into_inner);
         let mut joining: Vec<Member> = Vec::new();
@@ -139,7 +139,7 @@ impl WorkerPool {
     }
 
     /// Waits for workers until `deadline`, which is the queue's for new requests and the request's own for those that
-    /// were begun. A prefill worker is among them where the policy wants one, or the pinned bits need one.
+    /// were begun. Includes a prefill worker if the policy wants one, or the pinned numerics need one.
     ///
     /// # Errors
     /// [`AcquireError`]; never [`AcquireError::QueueFull`] for a request with a pin, or one that is admitted.
@@ -168,20 +168,20 @@ impl WorkerPool {
         self.wait_for_worker(&want, &key, deadline).await
     }
 
-    /// The gateway takes no new connections any more.
+    /// Notes that the gateway is shutting down and takes no new connections.
     pub fn end(&self) {
         self.ending.cancel();
     }
 
-    /// Returns when the gateway ends and no decode worker is left for long enough, with the error of whoever waits for one.
-    /// Where a node is emptied at once, gateway and workers are told to end together; another gateway has others.
+    /// Returns when the gateway is shutting down and no decode worker has been ready for long enough, with the error
+    /// for waiting requests. When a node is drained, both are stopped together; another gateway has other workers.
     pub async fn left(&self) -> AcquireError {
         self.ending.cancelled().await;
         self.deserted(LEFT_AFTER).await;
         AcquireError::Ending
     }
 
-    /// Returns when no decode worker was ready for as long as `patience`, with the error of whoever waits for one.
+    /// Returns when no decode worker has been ready for `patience`, with the error for waiting requests.
     pub async fn deserted(&self, patience: Duration) -> AcquireError {
         let mut changed = self.changed.subscribe();
         let mut until = None;
@@ -205,7 +205,7 @@ impl WorkerPool {
         }
     }
 
-    /// A call to this worker failed as a broken connection does: it gets no other before it has answered a look.
+    /// Notes that a call to this worker failed like a broken connection: it gets no other until it answers a probe.
     pub fn suspect(&self, id: WorkerId) {
         let members = self.members();
         let Some(member) = members.iter().find(|member| member.id == id) else {
@@ -214,7 +214,7 @@ impl WorkerPool {
         let mut state = member.lock();
         if state.health == Health::Ready {
             state.health = Health::Suspect;
-            // It may be another process by the next look.
+            // By the next probe it may be another process.
             state.prefixes.forget();
             drop(state);
             self.tell();
@@ -222,17 +222,17 @@ impl WorkerPool {
         member.poke();
     }
 
-    /// All workers, those that left among them for as long as they have streams.
+    /// Returns all workers, including those that left for as long as they have streams.
     pub fn views(&self) -> Vec<WorkerView> {
         self.members().iter().map(|member| member.view()).collect()
     }
 
-    /// Requests that wait for a worker.
+    /// Number of requests that wait for a worker.
     pub fn waiting(&self) -> usize {
         self.waiting.load(Ordering::Relaxed) + self.waiting_admitted.load(Ordering::Relaxed)
     }
 
-    /// Ready and all members of a role.
+    /// Number of ready members of a role, and of all.
     pub fn count(&self, role: Role) -> (usize, usize) {
         let (mut ready, mut all) = (0, 0);
         for member in self.members().iter().filter(|member| member.is(role)) {
@@ -243,7 +243,7 @@ impl WorkerPool {
         (ready, all)
     }
 
-    /// The least context length that a decode worker told; `None` before one did.
+    /// Smallest context length that a decode worker reported; `None` until one has.
     pub fn context_length(&self) -> Option<u32> {
         self.members()
             .iter()
@@ -256,8 +256,8 @@ impl WorkerPool {
             .min()
     }
 
-    /// Choices of one request that may be at workers or in the queue at a time: half of what the workers compute at a time,
-    /// so that whoever asks for many choices leaves places to the others. At least one.
+    /// Maximum number of choices of one request at workers or in the queue at a time: half of what the workers compute
+    /// at a time, so that a request for many choices leaves slots to the others. At least one.
     pub fn share(&self) -> usize {
         let members = self.members();
         let decode = members.iter().filter(|member| member.is(Role::Decode));
@@ -275,7 +275,7 @@ impl WorkerPool {
         &self.routing
     }
 
-    /// Wakes those who wait: a worker may fit that did not before.
+    /// Wakes waiting requests: a worker may fit that did not before.
     pub(super) fn tell(&self) {
         self.changed.send_replace(());
     }
@@ -285,7 +285,7 @@ impl WorkerPool {
         kept.iter().map(|kept| kept.member.clone()).collect()
     }
 
-    /// Drops those that left and have no stream any more, and their connections.
+    /// Drops members that left and have no stream any more, and their connections.
     fn drop_gone(&self, kept: &mut Vec<Kept>) {
         let mut gone = Vec::new();
         kept.retain(|Kept { member, .. }| {
@@ -357,7 +357,7 @@ impl WorkerPool {
     }
 }
 
-/// Requests that a worker computes at a time.
+/// Number of requests that a worker computes at a time.
 fn batch(state: &MemberState) -> u32 {
     match state.description.max_batch {
         0 => DEFAULT_BATCH,
@@ -375,17 +375,17 @@ fn log(route: &WorkerRoute, what: &str) {
 }
 
 impl Lease {
-    /// The worker.
+    /// Id of the worker.
     pub fn id(&self) -> WorkerId {
         self.member.id
     }
 
-    /// Something came from the worker.
+    /// Notes that something arrived from the worker.
     pub fn heard(&self) {
         self.member.heard();
     }
 
-    /// Returns when the worker stopped answering although its connection stands.
+    /// Returns when the worker has stopped answering although its connection is open.
     pub async fn lost(&mut self) {
         changed(&mut self.epoch).await;
     }
@@ -404,17 +404,17 @@ impl Drop for Lease {
 }
 
 impl PrefillLease {
-    /// The worker.
+    /// Id of the worker.
     pub fn id(&self) -> WorkerId {
         self.member.id
     }
 
-    /// Returns when the worker stopped answering although its connection stands.
+    /// Returns when the worker has stopped answering although its connection is open.
     pub async fn lost(&mut self) {
         changed(&mut self.epoch).await;
     }
 
-    /// Where the decode worker finds it.
+    /// Address at which the decode worker reaches it.
     pub fn endpoint(&self) -> &Endpoint {
         &self.member.route.endpoint
     }

@@ -1,13 +1,14 @@
-//! Which worker has seen which beginnings of prompts, and what read them. A guess, never a promise: the worker's own cache decides.
+//! Prefixes of prompts that each worker has seen, and the numerics that read them. A guess, never a promise: the
+//! worker's own cache decides.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-/// Tokens that one entry stands for.
+/// Tokens per entry.
 const CHUNK_TOKENS: usize = 64;
-/// Chunks of a prompt that are remembered.
+/// Maximum number of chunks of a prompt that are remembered.
 const MAX_CHUNKS: usize = 256;
-/// Entries of one worker; beyond it the older half goes.
+/// Maximum number of entries per worker; beyond it, the older half is dropped.
 const MAX_ENTRIES: usize = 1 << 14;
 
 /// Chained hashes of a prompt's chunks.
@@ -36,7 +37,7 @@ impl PrefixKey {
     }
 }
 
-/// The beginnings that one worker has seen.
+/// Prefixes that one worker has seen.
 #[derive(Debug, Default)]
 pub(super) struct PrefixMemory {
     seen: HashMap<u64, u64>,
@@ -44,7 +45,7 @@ pub(super) struct PrefixMemory {
 }
 
 impl PrefixMemory {
-    /// Tokens at the front of the prompt that were seen, read by these numerics.
+    /// Number of tokens at the front of the prompt that were seen, read with these numerics.
     pub(super) fn matched_tokens(&self, key: &PrefixKey, numerics: &str) -> u32 {
         let entries = key.entries(numerics);
         let chunks = entries.take_while(|entry| self.seen.contains_key(entry));
@@ -63,7 +64,7 @@ impl PrefixMemory {
         }
     }
 
-    /// The worker was lost, and its cache with it.
+    /// Forgets everything: the worker was lost, and its cache with it.
     pub(super) fn forget(&mut self) {
         self.seen.clear();
     }

@@ -1,9 +1,9 @@
-//! What is said about workers, and asked of them.
+//! Descriptions of workers, and requirements on them.
 
 use hearth_transport::Endpoint;
 use hearth_transport::v1::{Placement, StatsResponse};
 
-/// What a worker is for.
+/// Purpose of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// Computes prompts.
@@ -22,14 +22,14 @@ impl Role {
     }
 }
 
-/// A member of a pool, for as long as it is one: one that leaves and joins again later is another.
+/// A member of a pool, for as long as it is one: a worker that leaves and joins again gets a new id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct WorkerId(pub(super) u64);
 
-/// Where a worker is, and what for.
+/// Address and role of a worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WorkerRoute {
-    /// Its rank, until it tells its name itself.
+    /// Name of its rank, until the worker reports its own.
     pub name: String,
     /// Its role.
     pub role: Role,
@@ -38,7 +38,7 @@ pub struct WorkerRoute {
 }
 
 impl WorkerRoute {
-    /// A worker that is known by its address alone.
+    /// Creates the route of a worker that is known only by its address.
     pub fn at(role: Role, endpoint: Endpoint) -> Self {
         Self {
             name: endpoint.to_string(),
@@ -47,35 +47,35 @@ impl WorkerRoute {
         }
     }
 
-    /// Whether both are one member: whatever they are called.
+    /// Whether both are the same member, whatever their names.
     pub(super) fn is_same(&self, other: &Self) -> bool {
         self.role == other.role && self.endpoint == other.endpoint
     }
 }
 
-/// How a worker is.
+/// State of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Health {
     /// Has not answered yet.
     Starting,
     /// Takes requests.
     Ready,
-    /// A call failed; it is looked at before it gets another.
+    /// A call failed; it is probed before it gets another.
     Suspect,
     /// Does not answer.
     Lost,
-    /// Its connection stands, and nothing comes: the process stands still.
+    /// Its connection is open, but nothing arrives: the process is stuck.
     Hung,
-    /// Finishes what it has and takes nothing new.
+    /// Finishes its requests and takes no new ones.
     Draining,
     /// Serves another model than this gateway.
     OtherModel,
-    /// Is no member any more, and finishes the streams that it has.
+    /// Is no longer a member, and finishes its streams.
     Leaving,
 }
 
 impl Health {
-    /// Word for people.
+    /// Human-readable name.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Starting => "starting",
@@ -90,25 +90,25 @@ impl Health {
     }
 }
 
-/// What a request that was begun elsewhere needs of workers.
+/// Requirements on workers for a request that was begun elsewhere.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pin {
-    /// The same weights: demanded.
+    /// Fingerprint of the weights; required.
     pub fingerprint: String,
-    /// Numerics of the worker that writes the answer; the same bits are waited for, for a while.
+    /// Numerics of the worker that writes the answer; a worker with the same ones is waited for, for a while.
     pub numerics: String,
-    /// Numerics of the worker that reads the prompt, which may be the same one; likewise.
+    /// Numerics of the worker that reads the prompt, which may be the same worker; likewise.
     pub prompt_numerics: String,
 }
 
 impl Pin {
-    /// Whether a prefill worker must read the prompt: the one that writes the answer would read it in other bits.
+    /// Whether a prefill worker must read the prompt, since the one that writes the answer has other numerics.
     pub(super) fn needs_reader(&self) -> bool {
         self.prompt_numerics != self.numerics
     }
 }
 
-/// A request's wish for workers.
+/// A request's requirements on its workers.
 #[derive(Clone, Copy, Debug)]
 pub struct Want<'a> {
     /// The prompt.
@@ -117,31 +117,31 @@ pub struct Want<'a> {
     pub pin: Option<&'a Pin>,
     /// The worker that just failed it.
     pub avoid: Option<WorkerId>,
-    /// The decode worker is to read the prompt by itself, unless other bits are pinned.
+    /// Whether the decode worker is to read the prompt itself, unless other numerics are pinned.
     pub alone: bool,
-    /// Whether the request was let in with its first choice: no bound of the queue refuses it. How many of one request wait
-    /// is up to [`WorkerPool::share`](super::WorkerPool::share).
+    /// Whether the request was admitted with its first choice: no limit of the queue refuses it. The number of waiting
+    /// choices of one request is bounded by [`WorkerPool::share`](super::WorkerPool::share).
     pub is_admitted: bool,
 }
 
-/// Why no worker was given.
+/// Reason no worker was given.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AcquireError {
     /// The queue is full.
     QueueFull {
-        /// Requests that wait.
+        /// Number of waiting requests.
         waiting: usize,
-        /// Most that may.
+        /// Maximum number of them.
         limit: usize,
     },
-    /// The wait ran out with workers at work.
+    /// The wait ran out while workers were busy.
     TimedOut,
     /// The wait ran out with no worker ready.
     NotReady {
-        /// Decode workers of the pool; 0: none has joined.
+        /// Number of decode workers in the pool; 0 if none has joined.
         workers: usize,
     },
-    /// The gateway ends, and no worker is left.
+    /// The gateway is shutting down, and no worker is left.
     Ending,
 }
 
@@ -156,14 +156,14 @@ pub struct WorkerView {
     pub role: Role,
     /// Its health.
     pub health: Health,
-    /// Requests that this gateway has there.
+    /// Number of requests that this gateway has on it.
     pub in_flight: u32,
-    /// Its last figures.
+    /// Its latest statistics.
     pub stats: StatsResponse,
-    /// The plan it was started by.
+    /// Generation of the plan that it was started with.
     pub plan_generation: u64,
-    /// Tokens of prompt and answer that it takes; 0: unknown.
+    /// Maximum tokens of prompt and answer; 0 if unknown.
     pub context_length: u32,
-    /// What it got of its machine; `None` for a worker that has not told.
+    /// Resources that it got from its machine; `None` if it has not reported them.
     pub placement: Option<Placement>,
 }

@@ -1,9 +1,9 @@
-//! Objects that name their properties have no others.
+//! Closes objects that name their properties, so that they have no others.
 //!
-//! JSON Schema leaves an object with `properties` open, and a model that may invent further keys does. Whoever names
-//! properties means those, so such an object is closed here, unless the schema opens it itself by
-//! `additionalProperties` or `patternProperties`. What `allOf`, `anyOf`, `oneOf` and `$ref` add to an object belongs to
-//! it: it is closed around the names of all of them, those of `required` among them.
+//! JSON Schema leaves an object with `properties` open, and a model that may invent further keys does. A schema that
+//! names properties means only those, so such an object is closed here, unless the schema opens it itself with
+//! `additionalProperties` or `patternProperties`. What `allOf`, `anyOf`, `oneOf` and `$ref` add to an object belongs
+//! to it: it is closed around the names of all of them, including those in `required`.
 
 use std::collections::{HashMap, HashSet};
 
@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 
 /// Members whose values hold schemas by name.
 const MAPS: [&str; 2] = ["properties", "patternProperties"];
-/// Members that hold schemas of something else than the object itself: one, or a list.
+/// Members that hold schemas of something other than the object itself: one, or a list.
 const BELOW: [&str; 5] = [
     "items",
     "prefixItems",
@@ -21,11 +21,11 @@ const BELOW: [&str; 5] = [
 ];
 /// Members of which one alternative must hold.
 const CHOICES: [&str; 2] = ["anyOf", "oneOf"];
-/// Members by which a schema says itself which other properties there may be.
+/// Members with which a schema itself says which other properties are allowed.
 const OPENING: [&str; 4] = ["additionalProperties", "patternProperties", "enum", "const"];
 
-/// The schema with its objects closed. References lead to `$defs` of the result, which holds what is referred to and
-/// nothing else. The schema passed [`super::Schemas::check`].
+/// Returns the schema with its objects closed. References lead to `$defs` of the result, which holds only what is
+/// referred to. The schema must have passed [`super::Schemas::check`].
 pub(crate) fn closed(schema: &Value) -> Value {
     let mut closing = Closing {
         root: schema,
@@ -51,33 +51,33 @@ pub(crate) fn closed(schema: &Value) -> Value {
     whole
 }
 
-/// Something that is referred to.
+/// Target of a reference.
 #[derive(Clone, Copy)]
 struct Definition<'s> {
     target: &'s Value,
-    /// Whether it is a part of the object that refers to it, which is closed as a whole.
+    /// Whether it is part of the object that refers to it, which is closed as a whole.
     is_part: bool,
 }
 
 struct Closing<'s> {
     root: &'s Value,
-    /// Number of each definition in `queue`, by reference and whether it is a part.
+    /// Index of each definition in `queue`, by reference and whether it is a part.
     names: HashMap<(&'s str, bool), usize>,
     queue: Vec<Definition<'s>>,
 }
 
-/// What a schema and all that holds together with it say of an object's properties.
+/// Properties that a schema, and everything that holds together with it, names for an object.
 #[derive(Default)]
 struct Named<'s> {
     names: Vec<&'s str>,
     has_properties: bool,
     is_open: bool,
-    /// Fewer properties than this are not enough.
+    /// Minimum number of properties.
     least: u64,
 }
 
 impl<'s> Closing<'s> {
-    /// A schema by itself: closed, and so is all within it.
+    /// Closes a schema by itself, and everything within it.
     fn schema(&mut self, schema: &'s Value) -> Value {
         let Some(members) = schema.as_object() else {
             return schema.clone();
@@ -85,7 +85,7 @@ impl<'s> Closing<'s> {
         let mut own = Named::default();
         self.note(members, false, &mut own, &mut Vec::new());
         if own.names.is_empty() && !own.has_properties {
-            // An alternative is an object by itself, and so is what is referred to.
+            // An alternative is an object by itself, and so is the target of a reference.
             return self.copy(members, false);
         }
         let is_alone = members.contains_key("$ref") && !has_object_members(members);
@@ -109,7 +109,7 @@ impl<'s> Closing<'s> {
         copy
     }
 
-    /// A part of an object, which is closed where its parts come together.
+    /// Copies a part of an object, which is closed where its parts come together.
     fn part(&mut self, schema: &'s Value) -> Value {
         match schema.as_object() {
             Some(members) => self.copy(members, true),
@@ -117,7 +117,7 @@ impl<'s> Closing<'s> {
         }
     }
 
-    /// A copy in which all that is below the object is closed. `is_whole`: alternatives and references are parts of it.
+    /// Copies a schema, closing everything below the object. `is_whole`: alternatives and references are its parts.
     fn copy(&mut self, members: &'s Map<String, Value>, is_whole: bool) -> Value {
         let mut copy = Map::new();
         for (word, value) in members {
@@ -149,7 +149,7 @@ impl<'s> Closing<'s> {
         Value::Object(copy)
     }
 
-    /// The reference's place in the result.
+    /// Returns the reference's location in the result.
     fn refer(&mut self, reference: &'s str, is_part: bool) -> Value {
         let Some(target) = self.resolve(reference) else {
             return Value::from(reference);
@@ -165,8 +165,8 @@ impl<'s> Closing<'s> {
         self.root.pointer(reference.strip_prefix('#')?)
     }
 
-    /// Adds what `members` say, with `allOf` and references, and `with_choices` all alternatives. `seen` holds the
-    /// references that led here.
+    /// Adds what `members` say, including `allOf` and references, and all alternatives if `with_choices`. `seen` holds
+    /// the references that led here.
     fn note(
         &self,
         members: &'s Map<String, Value>,
@@ -203,7 +203,7 @@ impl<'s> Closing<'s> {
     }
 }
 
-/// Whether a schema says something of an object beside its reference.
+/// Whether a schema says anything about an object besides its reference.
 fn has_object_members(members: &Map<String, Value>) -> bool {
     ["properties", "required", "allOf", "anyOf", "oneOf"]
         .iter()
@@ -230,7 +230,7 @@ mod tests {
             json!({"type": "object", "properties": {"a": {"type": "array", "items":
                 {"properties": {"b": {}}, "additionalProperties": false}}}, "additionalProperties": false}),
         );
-        // One that names none is any object.
+        // A schema that names none allows any object.
         for open in [json!({"type": "object"}), json!({}), json!(true)] {
             becomes(open.clone(), open);
         }
@@ -269,7 +269,7 @@ mod tests {
         // One of them opens it.
         let open = json!({"allOf": [{"properties": {"a": {}}}, {"additionalProperties": true}]});
         becomes(open.clone(), open);
-        // The same definition by itself is closed.
+        // The same definition is closed when it stands alone.
         let twice = closed(&json!({"$defs": {"base": base}, "properties": {
             "one": {"$ref": "#/$defs/base"}, "more": {"$ref": "#/$defs/base", "required": ["y"]}}}));
         assert_eq!(

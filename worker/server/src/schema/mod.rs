@@ -1,5 +1,5 @@
-//! Checks of JSON schemas before a worker sees them, so that a wrong one is a 400 at once, and one that would be the
-//! end of a worker is never sent.
+//! Checks of JSON schemas before a worker sees them, so that an invalid one is a 400 at once, and one that would bring
+//! down a worker is never sent.
 
 mod closed;
 mod survey;
@@ -21,19 +21,19 @@ use crate::error::ApiError;
 pub(crate) use closed::closed;
 use survey::{MAX_SCHEMAS, Part};
 
-/// Where a schema stands in a request.
+/// Parameter of a request that holds the schema.
 pub(crate) const PARAM: &str = "response_format.json_schema.schema";
-/// Stack for the deepest schema that [`survey`] lets pass, several times over.
+/// Stack size for the deepest schema that [`survey`] accepts, several times over.
 const STACK_BYTES: usize = 32 << 20;
-/// The part at fault is looked for among as many at most: each is compiled by itself.
+/// Maximum number of parts among which the one at fault is looked for: each is compiled by itself.
 const MAX_TRIALS: usize = 200;
-/// How long it is looked for: what is wrong is known by then, only its place is not.
+/// Time limit of that search: the problem is known by then, only its place is not.
 const TRIALS_WITHIN: Duration = Duration::from_millis(500);
 
-/// Bytes of all schemas of a request, as JSON text.
+/// Maximum bytes of all schemas of a request, as JSON text.
 pub(crate) const MAX_BYTES: usize = 1 << 20;
 
-/// The schemas of one request, which are checked together: each takes time and memory of its own.
+/// The schemas of one request, checked together since each takes time and memory.
 pub(crate) struct Schemas<'w> {
     bytes: usize,
     count: usize,
@@ -41,7 +41,7 @@ pub(crate) struct Schemas<'w> {
 }
 
 impl<'w> Schemas<'w> {
-    /// None yet. `is_wanted` tells whether the client is still there: work that takes long asks it.
+    /// Starts without any schema. `is_wanted` tells whether the client is still there: long work asks it.
     pub(crate) fn new(is_wanted: &'w (dyn Fn() -> bool + Sync)) -> Self {
         Self {
             bytes: 0,
@@ -50,11 +50,11 @@ impl<'w> Schemas<'w> {
         }
     }
 
-    /// Refuses a schema that cannot be made into a grammar, that asks for more than can be followed, by itself or with
-    /// those that were checked before, or that no answer can satisfy.
+    /// Refuses a schema that cannot be compiled into a grammar, that asks for more than can be followed, by itself or
+    /// together with those checked before, or that no answer can satisfy.
     ///
     /// # Errors
-    /// 400 at `param` with the part at fault and what to do.
+    /// 400 at `param` with the part at fault and the remedy.
     pub(crate) fn check(&mut self, schema: &Value, param: &str) -> Result<(), ApiError> {
         self.bytes += text_bytes(schema);
         if self.bytes > MAX_BYTES {
@@ -93,7 +93,7 @@ impl<'w> Schemas<'w> {
     }
 }
 
-/// The length of a value as JSON text.
+/// Length of a value as JSON text, in bytes.
 pub(crate) fn text_bytes(value: &Value) -> usize {
     struct Counted(usize);
     impl io::Write for Counted {
@@ -113,7 +113,7 @@ pub(crate) fn text_bytes(value: &Value) -> usize {
     }
 }
 
-/// A worker's refusal of a request that carried `grammar`, in words about the schema where it is about that.
+/// Returns a worker's refusal of a request with `grammar` as an error, about the schema if that is the cause.
 pub(crate) fn rejected(message: String, grammar: Option<&Grammar>) -> ApiError {
     let param = match grammar.and_then(|grammar| grammar.kind.as_ref()) {
         Some(grammar::Kind::JsonSchema(_)) => PARAM,
@@ -134,7 +134,7 @@ fn refused(param: &str, problem: &str) -> ApiError {
     .with_code("invalid_json_schema")
 }
 
-/// Makes a grammar of a schema and looks whether an answer can begin.
+/// Compiles a schema into a grammar and checks that an answer can begin.
 fn compile(schema: &Value) -> Result<(), String> {
     let mut schema = closed(schema);
     if let Some(members) = schema.as_object_mut() {
@@ -142,7 +142,7 @@ fn compile(schema: &Value) -> Result<(), String> {
         members.remove("x-guidance");
     }
     let compiled = panic_utils::catch_unwind(AssertUnwindSafe(|| {
-        // Bytes will do to see that something follows.
+        // Single bytes suffice as tokens to see that something follows.
         let mut factory = ParserFactory::new_simple(&ApproximateTokEnv::single_byte_env())?;
         factory.quiet();
         factory.limits_mut().verbose_errors = false;
@@ -153,8 +153,8 @@ fn compile(schema: &Value) -> Result<(), String> {
     compiled.map(drop).map_err(|error| error.to_string())
 }
 
-/// The path of the smallest part that fails by itself for the same reason; empty when it was not found in time, or
-/// nobody wants to know any more.
+/// Finds the path of the smallest part that fails by itself for the same reason; empty if it was not found in time, or
+/// the client has left.
 fn culprit<'p>(
     root: &Value,
     parts: &'p [Part<'_>],
@@ -189,10 +189,10 @@ fn culprit<'p>(
     ""
 }
 
-/// Runs `work` where recursion has room.
+/// Runs `work` on a thread whose stack has room for recursion.
 ///
 /// # Errors
-/// 500 when the system has no thread for it.
+/// 500 if the system has no thread for it.
 fn on_a_deep_stack<T: Send>(work: impl FnOnce() -> T + Send) -> Result<T, ApiError> {
     let done = thread::scope(|scope| {
         let thread = thread::Builder::new()

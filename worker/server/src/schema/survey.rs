@@ -1,4 +1,4 @@
-//! What a JSON schema consists of, seen before any grammar is made of it.
+//! Inventory of a JSON schema, taken before any grammar is built from it.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -25,31 +25,32 @@ const SINGLES: [&str; 9] = [
 ];
 /// Members whose schemas describe nothing until they are referred to.
 const DEFINITIONS: [&str; 2] = ["$defs", "definitions"];
-/// Most schemas in a schema, and in all of a request. Making a grammar takes about half a second for as many.
+/// Maximum number of schemas in a schema, and in all of a request. Building a grammar of that many takes about half a
+/// second.
 pub(super) const MAX_SCHEMAS: usize = 5000;
-/// Most schemas within each other, those behind `$ref` counted too: grammars are made by recursion.
+/// Maximum nesting depth of schemas, counting those behind `$ref`: grammars are built by recursion.
 const MAX_DEPTH: usize = 500;
-/// Most properties of one object that may be left out: behind each, any of those after it may follow.
+/// Maximum number of optional properties of one object: after each, any of the later ones may follow.
 const MAX_OPTIONAL: usize = 400;
-/// Most alternatives of one choice.
+/// Maximum number of alternatives of one choice.
 const MAX_ALTERNATIVES: usize = 1000;
-/// Most values of one enum.
+/// Maximum number of values of one enum.
 const MAX_VALUES: usize = 20_000;
-/// What an integer's bounds may be: doubles are whole up to here.
+/// Largest magnitude of an integer's bounds: doubles represent all integers up to here.
 const MAX_INTEGER: f64 = 9_007_199_254_740_991.0;
-/// What any number's bounds may be.
+/// Largest magnitude of any number's bounds.
 const MAX_NUMBER: f64 = 9e18;
 /// Members that bound a number.
 const BOUNDS: [&str; 4] = ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"];
 
 /// A schema within a schema.
 pub(super) struct Part<'s> {
-    /// Where it stands: `properties.code.items`, empty for the whole.
+    /// Path to it, such as `properties.code.items`; empty for the whole.
     pub(super) path: String,
-    /// Itself.
+    /// The schema itself.
     pub(super) schema: &'s Value,
     children: Vec<Child<'s>>,
-    /// Index of what its `$ref` points at.
+    /// Index of the part that its `$ref` points at.
     target: Option<usize>,
 }
 
@@ -57,9 +58,9 @@ pub(super) struct Part<'s> {
 struct Child<'s> {
     /// The member, such as `properties`.
     word: &'s str,
-    /// Its name or number there.
+    /// Its name or index there.
     name: String,
-    /// Which part it is.
+    /// Index of its part.
     index: usize,
 }
 
@@ -72,7 +73,7 @@ impl<'s> Part<'s> {
         self.schema[word].as_array().map_or(&[], Vec::as_slice)
     }
 
-    /// A bound of a number that is too large, with the largest that is not.
+    /// Returns a bound of a number that is too large, with the largest magnitude allowed.
     fn unheld_bound(&self) -> Option<(&'static str, &'s Value, f64)> {
         let kind = &self.schema["type"];
         let is_integer =
@@ -92,10 +93,10 @@ impl<'s> Part<'s> {
     }
 }
 
-/// All schemas within a schema, itself first; beyond [`MAX_SCHEMAS`] it is cut off.
+/// Collects all schemas within a schema, itself first; beyond [`MAX_SCHEMAS`] the rest is cut off.
 ///
 /// # Errors
-/// What is wrong with a reference: it leaves the schema, or leads to nothing.
+/// The problem with a reference: it leaves the schema, or leads to nothing.
 pub(super) fn parts(root: &Value) -> Result<Vec<Part<'_>>, String> {
     let mut found = Found::default();
     found.collect(root, String::new());
@@ -113,7 +114,7 @@ pub(super) fn parts(root: &Value) -> Result<Vec<Part<'_>>, String> {
         if let Some(reference) = part.schema["$ref"].as_str() {
             let target = resolve(root, part, reference)?;
             let known = found.places.get(&address(target)).copied();
-            // A schema may lie where no keyword says that one does.
+            // A schema may be in a place where no keyword expects one.
             let index = known.unwrap_or_else(|| {
                 let path = reference.trim_start_matches("#/").replace('/', ".");
                 found.collect(target, path)
@@ -125,8 +126,8 @@ pub(super) fn parts(root: &Value) -> Result<Vec<Part<'_>>, String> {
     Ok(found.parts)
 }
 
-/// What a schema asks for that cannot be followed, or is too large about it, in words that follow its name; `None` when
-/// nothing is.
+/// Describes what a schema asks for that cannot be followed, or what is too large about it, in words that follow its
+/// name; `None` if there is no problem.
 pub(super) fn excess(parts: &[Part<'_>]) -> Option<String> {
     if parts.len() > MAX_SCHEMAS {
         return Some(format!(
@@ -182,7 +183,7 @@ pub(super) fn excess(parts: &[Part<'_>]) -> Option<String> {
     })
 }
 
-/// Alternatives of a part whose choices, and those of its `allOf`, are multiplied out to hold them together.
+/// Number of alternatives of a part whose choices, and those of its `allOf`, are multiplied out to hold together.
 fn combinations(parts: &[Part<'_>], part: &Part<'_>) -> usize {
     let own = |part: &Part<'_>| {
         let [any, one] = ["anyOf", "oneOf"].map(|word| part.list(word).len().max(1));
@@ -196,9 +197,9 @@ fn combinations(parts: &[Part<'_>], part: &Part<'_>) -> usize {
     of_members.fold(own(part), usize::saturating_mul)
 }
 
-/// The path of a reference that no answer could ever complete, since it demands itself again.
+/// Finds the path of a reference that no answer could ever complete, since it requires itself again.
 pub(super) fn endless<'p>(parts: &'p [Part<'_>]) -> Option<&'p str> {
-    // From the ends backwards: in each round, what needs only what ended in those before.
+    // Backwards from the ends: each round adds what needs only what ended in earlier rounds.
     let mut ends = vec![false; parts.len()];
     loop {
         let mut has_changed = false;
@@ -221,7 +222,7 @@ pub(super) fn endless<'p>(parts: &'p [Part<'_>]) -> Option<&'p str> {
         .map(|(part, _)| part.path.as_str())
 }
 
-/// `at PATH, `; nothing for the whole.
+/// Returns `at PATH, `, or nothing for the whole.
 pub(super) fn place(path: &str) -> String {
     match path {
         "" => String::new(),
@@ -232,12 +233,12 @@ pub(super) fn place(path: &str) -> String {
 #[derive(Default)]
 struct Found<'s> {
     parts: Vec<Part<'s>>,
-    /// Index of each by its address.
+    /// Index of each part by its schema's address.
     places: HashMap<usize, usize>,
 }
 
 impl<'s> Found<'s> {
-    /// Takes a schema and those within it; its index.
+    /// Adds a schema and those within it; returns its index.
     fn collect(&mut self, schema: &'s Value, path: String) -> usize {
         let index = self.parts.len();
         self.places.insert(address(schema), index);
@@ -291,7 +292,7 @@ fn address(value: &Value) -> usize {
     std::ptr::from_ref(value).addr()
 }
 
-/// What a `$ref` points at, which must be in the same document.
+/// Resolves a `$ref`, whose target must be in the same document.
 fn resolve<'s>(root: &'s Value, part: &Part<'_>, reference: &str) -> Result<&'s Value, String> {
     let at = place(&part.path);
     let shown = crate::wire::clip(reference, 100);
@@ -305,7 +306,7 @@ fn resolve<'s>(root: &'s Value, part: &Part<'_>, reference: &str) -> Result<&'s 
         .ok_or_else(|| format!("{at}'$ref' is {shown:?}, which is not in the schema"))
 }
 
-/// Whether some finite JSON follows a part, as far as is known.
+/// Whether some finite JSON satisfies a part, as far as is known.
 fn part_ends(part: &Part<'_>, ends: &[bool]) -> bool {
     let child_ends = |child: &Child<'_>| ends[child.index];
     if part.target.is_some_and(|target| !ends[target]) || !part.children_of("allOf").all(child_ends)
@@ -313,7 +314,7 @@ fn part_ends(part: &Part<'_>, ends: &[bool]) -> bool {
         return false;
     }
     for word in ["anyOf", "oneOf"] {
-        // What is no object is true or false, and ends.
+        // A schema that is not an object is true or false, and ends.
         let is_simple = part.list(word).len() > part.children_of(word).count();
         let is_choice = !part.list(word).is_empty();
         if is_choice && !is_simple && !part.children_of(word).any(child_ends) {
@@ -323,7 +324,7 @@ fn part_ends(part: &Part<'_>, ends: &[bool]) -> bool {
     if !part.schema["enum"].is_null() || part.schema.get("const").is_some() {
         return true;
     }
-    // Where several types may be, another is a way out.
+    // Where several types are allowed, another is a way out.
     match part.schema["type"].as_str() {
         Some("object") => {
             let required = part.required();
@@ -343,7 +344,7 @@ fn part_ends(part: &Part<'_>, ends: &[bool]) -> bool {
     }
 }
 
-/// Lower bound of the levels that making a grammar goes down: those of the whole, and once those of all that is referred to.
+/// Lower bound on the recursion depth of building a grammar: the levels of the whole, plus once those of each target.
 fn depth(parts: &[Part<'_>]) -> usize {
     // Without definitions, which count where they are referred to.
     let is_used = |child: &&Child<'_>| !DEFINITIONS.contains(&child.word);

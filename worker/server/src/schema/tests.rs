@@ -13,7 +13,7 @@ fn check(schema: &Value, param: &str) -> Result<(), ApiError> {
     Schemas::new(&|| true).check(schema, param)
 }
 
-/// The message of a refusal, without its head.
+/// Returns the message of a refusal, without its beginning.
 #[track_caller]
 fn problem(schema: &Value) -> String {
     let error = check(schema, PARAM).expect_err("a refusal");
@@ -35,7 +35,7 @@ fn texts(count: usize) -> Value {
     object((0..count).map(|i| (format!("p{i}"), json!({"type": "string"}))))
 }
 
-/// Definitions of which each refers to the next.
+/// Definitions that each refer to the next.
 fn chain(count: usize) -> Value {
     let link = |i: usize| match i + 1 == count {
         true => json!({"type": "null"}),
@@ -397,7 +397,7 @@ fn divisors_that_can_be_followed_pass() {
     }
 }
 
-/// Schemas in which `inner` lies under each member that the library merges, `levels` deep.
+/// Schemas with `inner` under each member that the library merges, `levels` deep.
 fn merged(divisors: &[u64], levels: usize) -> Vec<Value> {
     let wraps: [fn(Value) -> Value; 5] = [
         |inner| json!({"type": "array", "minItems": 1, "items": inner}),
@@ -455,7 +455,7 @@ fn divisors_are_bounded_where_schemas_are_merged() {
         "patternProperties": {"^a": {"type": "integer", "multipleOf": 4993}}
     });
     assert!(problem(&both).contains("a least common multiple beyond 10000"));
-    // Twice the same would be beyond the numbers in which the library multiplies.
+    // The product of a divisor with itself exceeds the numbers in which the library multiplies.
     let same = json!({"type": "integer", "multipleOf": 100_000_000});
     let items = json!({"type": "array", "items": {"$ref": "#/$defs/x"}});
     let twice = json!({"$defs": {"x": same}, "allOf": [items, items]});
@@ -491,7 +491,7 @@ fn divisors_that_are_merged_or_lie_apart_pass_where_they_can_be_followed() {
 
 #[test]
 fn the_part_at_fault_is_not_looked_for_without_end() {
-    // Each part has to be tried, since they fail together only.
+    // Each part has to be tried, since they only fail together.
     let bound = |i: i32| json!({"type": "object", "properties": {"a": {"type": "integer", "minimum": i}}, "required": ["a"]});
     let mut members: Vec<Value> = (0..60).map(bound).collect();
     members.push(json!({"properties": {"a": {"maximum": -1}}}));
@@ -542,7 +542,7 @@ fn alternatives_that_stand_alone_are_bounded_by_their_combinations() {
     }
 }
 
-/// 3125 and 1.28 make a power of ten, whose remainders are all visited.
+/// 3125 and 1.28 make a power of ten, all of whose remainders are visited.
 #[test]
 fn a_power_of_ten_that_alternatives_make_is_no_small_one() {
     let of = |divisor: f64| json!({"type": "number", "multipleOf": divisor});
@@ -558,7 +558,7 @@ fn a_power_of_ten_that_alternatives_make_is_no_small_one() {
     }
 }
 
-/// As many digits as an answer may well have.
+/// Uses as many digits as an answer may well have.
 #[test]
 fn alternatives_that_are_let_in_can_be_followed() {
     let whole = |divisor: u32| json!({"type": "integer", "multipleOf": divisor});

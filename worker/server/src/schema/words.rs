@@ -1,14 +1,14 @@
-//! What the grammar library says of a schema, in words that its author can act on.
+//! Messages of the grammar library about a schema, reworded so that the schema's author can act on them.
 
 use super::survey::place;
 
-/// The library's word for a choice of which nothing is left.
+/// The library's word for a choice that has nothing left.
 const NOTHING_FOLLOWS: &str = "NoExtensionBias";
-/// What its words begin with where it gave up looking for a text.
+/// Beginning of its message when it gave up looking for a matching text.
 const UNDECIDED: &str = "Unable to determine if regex is empty";
-/// Its words where there is none.
+/// Its message if there is no such text.
 const NO_TEXT: &str = "Regex is empty";
-/// Parts of its words for what is beyond its limits.
+/// Parts of its messages about its limits.
 const TOO_LARGE: [&str; 8] = [
     "assertion failed: grammar.symbols",
     "schema too large",
@@ -20,12 +20,12 @@ const TOO_LARGE: [&str; 8] = [
     "stack level exceeded",
 ];
 
-/// Whether the library's words are about its limits: the schema is right, and more than can be followed.
+/// Whether the message is about the library's limits: the schema is valid, but more than can be followed.
 pub(super) fn is_limit(reason: &str) -> bool {
     TOO_LARGE.iter().any(|words| reason.contains(words))
 }
 
-/// What is wrong at `path` and what to do, by the library's `reason`.
+/// Describes the problem at `path` and the remedy, from the library's `reason`.
 pub(super) fn explain(reason: &str, path: &str) -> String {
     let at = place(path);
     let first = first_line(reason);
@@ -95,7 +95,7 @@ pub(super) fn explain(reason: &str, path: &str) -> String {
     }
 }
 
-/// The pattern and what is wrong with it, from lines such as `regex parse error:`, the pattern, `^`, `error: …`.
+/// Extracts the pattern and its problem from lines such as `regex parse error:`, the pattern, `^`, `error: …`.
 fn regex_error(reason: &str) -> Option<(&str, &str)> {
     let mut lines = reason.lines();
     lines.find(|line| line.contains("regex parse error"))?;
@@ -104,7 +104,7 @@ fn regex_error(reason: &str) -> Option<(&str, &str)> {
     Some((pattern, problem))
 }
 
-/// Grammars and backtraces stand behind the first line.
+/// Returns the first line, without the grammars and backtraces that follow it.
 fn first_line(reason: &str) -> &str {
     let mut lines = reason.lines().map(str::trim);
     lines

@@ -127,7 +127,7 @@ impl Form for Parser {
 }
 
 impl Parser {
-    /// JSON right behind the separator is the form where the header is the name.
+    /// Chooses the form: JSON right after the separator means that the header is the name.
     fn choose_form(&mut self, header: String, out: &mut Vec<AnswerPart>) -> bool {
         match self.tape.scanner.held().chars().next() {
             None => {
@@ -168,7 +168,7 @@ impl Parser {
         }
     }
 
-    /// A call whose name never came: what the model wrote is shown.
+    /// Emits a call whose name never came as the text that the model wrote.
     fn unfinished(&mut self, text: &str, out: &mut Vec<AnswerPart>) {
         self.tape.content.push(&format!("{CALL_BEGIN}{text}"), out);
     }

@@ -8,32 +8,32 @@ use super::{ToolFormat, deepseek, hermes, kimi};
 use crate::schema::closed;
 use crate::wire::{ResponseFormat, Tool, ToolChoice};
 
-/// How a tokenizer represents a mark that is one token.
+/// Token of a mark that is a single token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MarkToken {
     /// Its id.
     pub id: u32,
-    /// Whether it is never text; a grammar's text cannot match it.
+    /// Whether it is never text, so that a grammar's text cannot match it.
     pub is_special: bool,
 }
 
-/// What decides the grammar of a request with tools.
+/// Parts of a request with tools that determine its grammar.
 pub struct GrammarInput<'a> {
-    /// How calls are written.
+    /// Form of the calls.
     pub format: ToolFormat,
     /// The request's tools.
     pub tools: &'a [Tool],
-    /// Whether one must be called.
+    /// Whether a tool must be called.
     pub choice: &'a ToolChoice,
-    /// More than one call is allowed.
+    /// Whether more than one call is allowed.
     pub parallel: bool,
-    /// The form of an answer that is no call.
+    /// Form of an answer that is not a call.
     pub response_format: &'a ResponseFormat,
-    /// The token of a mark, where it is one.
+    /// Looks up the token of a mark, if it is a single one.
     pub mark: &'a dyn Fn(&str) -> Option<MarkToken>,
 }
 
-/// The grammar of the whole answer; `None` when the model is free: no call is demanded, no tool is `strict` and
+/// Builds the grammar of the whole answer; `None` if the model is free: no call is required, no tool is `strict` and
 /// the answer has no form.
 pub fn tool_grammar(input: &GrammarInput<'_>) -> Option<String> {
     let tools: Vec<&Tool> = match input.choice {
@@ -58,7 +58,7 @@ pub fn tool_grammar(input: &GrammarInput<'_>) -> Option<String> {
     Some(lark)
 }
 
-/// A part of how one call is written.
+/// A part of one call's form.
 enum Part {
     Mark(&'static str),
     /// Fixed text with `NAME` in place of the function's name.
@@ -69,9 +69,9 @@ enum Part {
 }
 
 struct Form {
-    /// The mark that begins the calls; `None` where they begin with text.
+    /// Mark that begins the calls; `None` if they begin with text.
     open: Option<&'static str>,
-    /// Every call begins with the opening mark, not only the first.
+    /// Whether every call begins with the opening mark, not only the first.
     opens_each: bool,
     close: Option<&'static str>,
     divider: &'static str,
@@ -149,7 +149,7 @@ impl Form {
     }
 }
 
-/// `start`, and what an answer without calls looks like.
+/// Builds `start`, and the rules of an answer without calls.
 fn start_rule(input: &GrammarInput<'_>, form: &Form, is_auto: bool, is_text: bool) -> String {
     const TEXT: &str = "TEXT: /(.|\\n)*/\n";
     let schema = match input.response_format {
@@ -166,12 +166,12 @@ fn start_rule(input: &GrammarInput<'_>, form: &Form, is_auto: bool, is_text: boo
         ) + &open_rule(input, form);
     }
     match form.open {
-        // An answer that begins like a call is one.
+        // An answer that begins like a call is a call.
         None => "start: calls | TEXT\nTEXT: /([^{](.|\\n)*)?/\nopen: \"\"\n".to_owned(),
         Some(mark) if (input.mark)(mark).is_some_and(|token| token.is_special) => {
             format!("start: TEXT | TEXT open calls\n{TEXT}") + &open_rule(input, form)
         }
-        // A mark that is text would match TEXT too; the lazy rule makes its end the begin of a call.
+        // A mark that is text would match TEXT too; with the lazy rule, a call begins where the mark ends.
         Some(mark) => {
             let head = format!("head[lazy]: TEXT {}\n", literal(mark));
             format!("start: TEXT | head calls\n{TEXT}{head}") + &open_rule(input, form)
@@ -236,7 +236,7 @@ fn mark_term(input: &GrammarInput<'_>, mark: &str) -> String {
     }
 }
 
-/// White space as models were trained with it, so that none can run on for ever.
+/// Builds a rule with white space as models were trained with it, so that none can run on for ever.
 fn json_rule(schema: &Value) -> String {
     let mut schema = closed(schema);
     if let Some(members) = schema.as_object_mut() {

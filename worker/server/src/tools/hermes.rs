@@ -80,7 +80,7 @@ impl Parser {
                     self.state = State::Tail;
                     return true;
                 }
-                // A call that broke off behind its name stays as far as it came.
+                // A call that broke off after its name stays as far as it was written.
                 Event::NotACall if was_named => {
                     self.state = State::Tail;
                     return true;

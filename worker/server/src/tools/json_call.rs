@@ -1,7 +1,7 @@
 //! A call written as one JSON object, `{"name": …, "arguments": {…}}`, read character by character, so that its
 //! arguments stream while they are written. `parameters` is Llama's word for `arguments`.
 
-/// What a character or a run of them brought.
+/// Result of reading one or more characters.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Event {
     /// The name is known.
@@ -10,7 +10,7 @@ pub(super) enum Event {
     Arguments(String),
     /// The object is complete.
     Done,
-    /// This is no call: not an object, or one without a name.
+    /// This is not a call: not an object, or one without a name.
     NotACall,
 }
 
@@ -38,7 +38,7 @@ enum State {
     Ended,
 }
 
-/// The reader of one object.
+/// Reader of one object.
 #[derive(Debug)]
 pub(super) struct JsonCall {
     state: State,
@@ -50,7 +50,7 @@ pub(super) struct JsonCall {
     /// Arguments that came before the name.
     early: String,
     has_arguments: bool,
-    /// All that was read, in case it is no call.
+    /// Everything read so far, in case it is not a call.
     raw: String,
 }
 
@@ -70,8 +70,8 @@ impl Default for JsonCall {
 }
 
 impl JsonCall {
-    /// Reads `text` until it knows the name, the object ends, or it turns out to be no call; the character that
-    /// shows the last is not used up. Gives the bytes used up: with text left, call again.
+    /// Reads `text` until it knows the name, the object ends, or it turns out not to be a call; the character that
+    /// shows the last is not consumed. Returns the bytes consumed: if text is left, call again.
     pub(super) fn push(&mut self, text: &str, out: &mut Vec<Event>) -> usize {
         let mut streamed = String::new();
         let mut used = 0;
@@ -99,7 +99,7 @@ impl JsonCall {
         &self.raw
     }
 
-    /// Whether the name was given out.
+    /// Whether the name was emitted.
     pub(super) fn is_named(&self) -> bool {
         self.named
     }
@@ -174,7 +174,7 @@ impl JsonCall {
         }
     }
 
-    /// A string is complete: the name, or arguments written as JSON text in a string.
+    /// Handles a complete string: the name, or arguments written as JSON text in a string.
     fn text_value(
         &mut self,
         member: Member,
@@ -234,11 +234,11 @@ impl JsonCall {
         }
     }
 
-    /// A character of a string whose opening quote was read; the decoded string when this one closes it.
+    /// Takes a character of a string whose opening quote was read; returns the decoded string if this closes it.
     fn string_character(&mut self, c: char) -> Option<String> {
         if c == '"' && !self.escaped {
             let quoted = format!("\"{}\"", std::mem::take(&mut self.value));
-            // A raw line feed or a wrong escape is no JSON; the text is then taken as it stands.
+            // A raw line feed or an invalid escape is not JSON; the text is then taken as it is.
             let inner = quoted[1..quoted.len() - 1].to_owned();
             return Some(serde_json::from_str(&quoted).unwrap_or(inner));
         }

@@ -99,7 +99,7 @@ impl Form for Parser {
 }
 
 impl Parser {
-    /// The id is what the model wrote, since its template shows it with the result.
+    /// Begins a call, whose id is what the model wrote, since its template shows it with the result.
     fn begin(&mut self, id: &str, out: &mut Vec<AnswerPart>) {
         let name = id.strip_prefix("functions.").unwrap_or(id);
         let name = match name.rsplit_once(':') {

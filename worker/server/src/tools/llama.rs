@@ -8,7 +8,7 @@ pub(super) const PYTHON_TAG: &str = "<|python_tag|>";
 
 #[derive(Debug)]
 enum State {
-    /// Nothing but space has come since the start, the tag or the last call's `;`.
+    /// Only white space has come since the start, the tag or the last call's `;`.
     Start,
     Call(Box<JsonCall>),
     /// The text after a call.
@@ -16,15 +16,15 @@ enum State {
     Text,
 }
 
-/// Parser of the form. An object is a call when its name is a tool's; any other is an answer in JSON.
+/// Parser of the form. An object is a call if its name is a tool's; any other is an answer in JSON.
 #[derive(Debug)]
 pub(super) struct Parser {
     names: Vec<String>,
     state: State,
     tape: Tape,
-    /// Space or a tag in front of what may be a call.
+    /// White space or a tag in front of a possible call.
     lead: String,
-    /// The name of the call being read is a tool's.
+    /// Whether the name of the call being read is a tool's.
     is_known: bool,
 }
 
@@ -116,7 +116,7 @@ impl Parser {
             self.tape.scanner.consume(length);
             self.state = State::Start;
         } else {
-            // No call: what stood in front of it is part of the answer too.
+            // Not a call: what preceded it is part of the answer too.
             let lead = std::mem::take(&mut self.lead);
             self.tape.content.push(&lead, out);
             self.state = State::Text;

@@ -1,4 +1,4 @@
-//! Calls of tools in an answer: each model writes them in its own form, all are parsed to the same pieces.
+//! Tool calls in an answer: each model writes them in its own form, and all are parsed into the same parts.
 //!
 //! | form | how a call is written |
 //! | --- | --- |
@@ -6,10 +6,10 @@
 //! | [`ToolFormat::DeepseekV31`] | the same marks, `NAME<｜tool▁sep｜>{…}` between them |
 //! | [`ToolFormat::KimiK2`] | `<\|tool_calls_section_begin\|><\|tool_call_begin\|>functions.NAME:0<\|tool_call_argument_begin\|>{…}<\|tool_call_end\|><\|tool_calls_section_end\|>` |
 //! | [`ToolFormat::Hermes`] (Qwen) | `<tool_call>⏎{"name": NAME, "arguments": {…}}⏎</tool_call>` |
-//! | [`ToolFormat::Llama3`] | `{"name": NAME, "parameters": {…}}`, also behind `<\|python_tag\|>`, several divided by `;` |
+//! | [`ToolFormat::Llama3`] | `{"name": NAME, "parameters": {…}}`, also after `<\|python_tag\|>`, several separated by `;` |
 //!
 //! Parsers take text as it streams in, hold back only what may be the beginning of a mark, and lose nothing:
-//! what turns out not to be a call comes out as content.
+//! what turns out not to be a call is returned as content.
 
 mod deepseek;
 mod grammar;
@@ -45,37 +45,37 @@ pub enum AnswerPart {
     Content(String),
     /// A call begins.
     Call {
-        /// Which call of the answer, from 0.
+        /// Index of the call in the answer, from 0.
         index: u32,
-        /// The id that the model wrote, where its form has one.
+        /// The id that the model wrote, if its form has one.
         id: Option<String>,
-        /// The function.
+        /// The function's name.
         name: String,
     },
     /// The next part of a call's arguments.
     Arguments {
-        /// Which call.
+        /// Index of the call.
         index: u32,
         /// JSON text.
         text: String,
     },
     /// A call is complete.
     CallEnd {
-        /// Which call.
+        /// Index of the call.
         index: u32,
     },
 }
 
-/// Parses streamed text into pieces.
+/// Parser of streamed text into parts.
 pub trait ToolParser: Send {
-    /// Takes the next text; appends the pieces that are now certain.
+    /// Takes the next text; appends the parts that are now certain.
     fn push(&mut self, text: &str, out: &mut Vec<AnswerPart>);
-    /// The answer ended; appends what was held back.
+    /// Ends the answer; appends what was held back.
     fn finish(&mut self, out: &mut Vec<AnswerPart>);
 }
 
 impl ToolFormat {
-    /// The form that a chat template was written for, else the one of the architecture.
+    /// Detects the form that a chat template was written for, else the architecture's.
     pub fn detect(template: Option<&str>, architecture: Architecture, model_type: &str) -> Self {
         let has = |mark: &str| template.is_some_and(|text| text.contains(mark));
         if has(kimi::SECTION_BEGIN) {
@@ -105,7 +105,7 @@ impl ToolFormat {
         }
     }
 
-    /// A parser for an answer to a request with tools of these names.
+    /// Creates a parser for an answer to a request with tools of these names.
     pub fn parser(self, names: Vec<String>) -> Box<dyn ToolParser> {
         match self {
             Self::DeepseekV3 | Self::DeepseekV31 => Box::new(deepseek::Parser::default()),
@@ -115,7 +115,7 @@ impl ToolFormat {
         }
     }
 
-    /// Whether the templates of this form want a call's arguments as an object, not as JSON text.
+    /// Whether the templates of this form expect a call's arguments as an object, not as JSON text.
     pub fn arguments_as_object(self) -> bool {
         match self {
             Self::DeepseekV3 | Self::DeepseekV31 | Self::KimiK2 => false,
@@ -124,7 +124,7 @@ impl ToolFormat {
     }
 }
 
-/// Whether `word` stands in a template as an identifier of its own.
+/// Whether `word` occurs in a template as a whole identifier.
 pub(crate) fn has_word(text: &str, word: &str) -> bool {
     let is_part = |c: char| c.is_alphanumeric() || c == '_';
     text.match_indices(word).any(|(at, _)| {

@@ -1,15 +1,15 @@
-//! What the forms have in common: searching streamed text for marks, and giving out what was found.
+//! Common parts of the forms: searching streamed text for marks, and emitting what was found.
 
 use super::{AnswerPart, ToolParser};
 use crate::stop::overlap;
 
-/// The reader of one form, a machine of states over a [`Tape`].
+/// The reader of one form, a state machine over a [`Tape`].
 pub(super) trait Form: Send {
-    /// What has been read and given out.
+    /// Returns the text that has been read and the calls that were emitted.
     fn tape(&mut self) -> &mut Tape;
-    /// One transition; false when more text is needed.
+    /// Makes one transition; false if more text is needed.
     fn step(&mut self, out: &mut Vec<AnswerPart>) -> bool;
-    /// The answer ended with `held` not used up.
+    /// Ends the answer, with `held` not consumed.
     fn rest(&mut self, held: String, out: &mut Vec<AnswerPart>);
 }
 
@@ -30,15 +30,15 @@ impl<F: Form> ToolParser for F {
 /// The text of an answer as it is read, and the calls that were found in it.
 #[derive(Debug, Default)]
 pub(super) struct Tape {
-    /// What has come in.
+    /// Incoming text.
     pub(super) scanner: Scanner,
-    /// What is no call.
+    /// Text that is not a call.
     pub(super) content: Content,
     calls: u32,
 }
 
 impl Tape {
-    /// A call begins.
+    /// Begins a call.
     pub(super) fn begin(&mut self, id: Option<String>, name: String, out: &mut Vec<AnswerPart>) {
         self.content.before_call();
         let index = self.calls;
@@ -46,7 +46,7 @@ impl Tape {
         out.push(AnswerPart::Call { index, id, name });
     }
 
-    /// More of the last call's arguments.
+    /// Emits more of the last call's arguments.
     pub(super) fn arguments(&self, text: String, out: &mut Vec<AnswerPart>) {
         if !text.is_empty() {
             let index = self.calls - 1;
@@ -54,25 +54,25 @@ impl Tape {
         }
     }
 
-    /// The last call is complete.
+    /// Completes the last call.
     pub(super) fn end(&self, out: &mut Vec<AnswerPart>) {
         let index = self.calls - 1;
         out.push(AnswerPart::CallEnd { index });
     }
 }
 
-/// Text that has come in and is not used up.
+/// Text that has arrived and is not consumed.
 #[derive(Debug, Default)]
 pub(super) struct Scanner {
     held: String,
 }
 
-/// What a search found.
+/// Result of a search.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Found {
-    /// The mark with this index in the list, and the text before it; both are used up.
+    /// The mark with this index in the list, and the text before it; both are consumed.
     Mark(usize, String),
-    /// No mark yet: text that is certainly none; the rest stays held.
+    /// No mark yet: text that is certainly not part of one; the rest stays held.
     Text(String),
 }
 
@@ -103,19 +103,19 @@ impl Scanner {
         Found::Text(std::mem::replace(&mut self.held, kept))
     }
 
-    /// Drops white space at the front; gives the first character behind it.
+    /// Drops white space at the front; returns the first character after it.
     pub(super) fn skip_space(&mut self) -> Option<char> {
         let space = self.held.len() - self.held.trim_start().len();
         self.held.drain(..space);
         self.held.chars().next()
     }
 
-    /// All that is held.
+    /// All held text.
     pub(super) fn held(&self) -> &str {
         &self.held
     }
 
-    /// Uses up `bytes` from the front.
+    /// Consumes `bytes` from the front.
     pub(super) fn consume(&mut self, bytes: usize) {
         self.held.drain(..bytes);
     }
@@ -125,7 +125,7 @@ impl Scanner {
     }
 }
 
-/// Content before calls: white space at its end belongs to the form of the calls, not to the answer, so it is
+/// Content before calls: trailing white space belongs to the form of the calls, not to the answer, so it is
 /// held until something else follows.
 #[derive(Debug, Default)]
 pub(super) struct Content {
@@ -133,7 +133,7 @@ pub(super) struct Content {
 }
 
 impl Content {
-    /// Takes text; gives what is certainly part of the answer.
+    /// Takes text; emits what is certainly part of the answer.
     pub(super) fn push(&mut self, text: &str, out: &mut Vec<AnswerPart>) {
         let solid = text.trim_end();
         if solid.is_empty() {
@@ -146,12 +146,12 @@ impl Content {
         out.push(AnswerPart::Content(whole));
     }
 
-    /// A call begins: the space before it is dropped.
+    /// Drops the white space before a call.
     pub(super) fn before_call(&mut self) {
         self.space.clear();
     }
 
-    /// The answer ended: its space at the end is its own, unless calls came before.
+    /// Ends the answer: trailing white space is part of it, unless calls came before.
     pub(super) fn finish(&mut self, had_calls: bool, out: &mut Vec<AnswerPart>) {
         let space = std::mem::take(&mut self.space);
         if !space.is_empty() && !had_calls {

@@ -1,4 +1,4 @@
-//! Every form: whole, cut anywhere, unfinished, and held to by its own grammar.
+//! Tests of every form: whole, cut anywhere, unfinished, and constrained by its own grammar.
 
 use llguidance::api::TopLevelGrammar;
 use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie};
@@ -42,7 +42,7 @@ fn parse(format: ToolFormat, pieces: &[&str]) -> Parsed {
     (content, calls)
 }
 
-/// An answer with text and two calls, as each model writes it, and the ids that it gives.
+/// An answer with text and two calls, as each model writes it, and the ids that the model gives them.
 fn two_calls(format: ToolFormat) -> (String, [Option<&'static str>; 2]) {
     match format {
         ToolFormat::DeepseekV3 => (
@@ -283,7 +283,7 @@ fn forms_are_found_from_templates_and_architectures() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
-    /// However the text is cut, the same comes out.
+    /// Cutting the text elsewhere changes nothing.
     #[test]
     fn cuts_do_not_matter(which in 0usize..5, cuts in prop::collection::vec(0usize..400, 0..12),
                           tail in "[ a{};\"<]{0,6}") {
@@ -306,7 +306,7 @@ proptest! {
     }
 }
 
-/// A tokenizer of bytes and the marks of all forms.
+/// A tokenizer of bytes and of the marks of all forms.
 struct Bytes {
     env: TokEnv,
     marks: Vec<&'static str>,
@@ -357,7 +357,7 @@ impl Bytes {
         })
     }
 
-    /// Tokens of a text, marks as one each.
+    /// Tokens of a text, with each mark as one.
     fn encode(&self, text: &str) -> Vec<u32> {
         let mut tokens = Vec::new();
         let mut rest = text;
@@ -380,7 +380,7 @@ impl Bytes {
         tokens
     }
 
-    /// How much of `text` the grammar takes, and whether it may end there.
+    /// Number of tokens of `text` that the grammar takes, and whether the answer may end there.
     fn follow(&self, lark: &str, text: &str) -> (usize, bool) {
         let mut factory =
             ParserFactory::new(&self.env, InferenceCapabilities::default(), &[]).unwrap();
@@ -453,7 +453,7 @@ fn tools(strict: bool) -> Vec<Tool> {
     ]
 }
 
-/// The answer without what is said before the calls.
+/// The answer without the text before the calls.
 fn calls_alone(format: ToolFormat) -> String {
     let text = two_calls(format).0;
     text.strip_prefix("Let me see.")

@@ -9,12 +9,12 @@ use super::options::{self, GenerationOptions};
 use super::tool::{self, Tool, ToolChoice};
 use crate::error::ApiError;
 
-/// The form that the answer must have.
+/// Form that the answer must have.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ResponseFormat {
     /// Any text.
     Text,
-    /// Some JSON object.
+    /// Any JSON object.
     JsonObject,
     /// JSON that follows this schema.
     JsonSchema(Value),
@@ -27,19 +27,19 @@ pub struct ChatRequest {
     pub model: String,
     /// The conversation so far; at least one message.
     pub messages: Vec<Message>,
-    /// How to generate.
+    /// Generation options.
     pub options: GenerationOptions,
-    /// Log-probabilities with this many alternatives; `None`: not asked.
+    /// Number of alternatives in the log-probabilities; `None` if none are requested.
     pub logprobs: Option<u32>,
-    /// The form of the answer.
+    /// Form of the answer.
     pub response_format: ResponseFormat,
     /// Functions that may be called.
     pub tools: Vec<Tool>,
-    /// Whether one is called.
+    /// Whether a tool is called.
     pub tool_choice: ToolChoice,
-    /// More than one call in one answer is allowed.
+    /// Whether one answer may have more than one call.
     pub parallel_tool_calls: bool,
-    /// Members that the chat template sees beside the messages (`chat_template_kwargs`).
+    /// Members that the chat template sees besides the messages (`chat_template_kwargs`).
     pub template_arguments: Map<String, Value>,
 }
 
@@ -72,7 +72,7 @@ pub(super) fn read(mut fields: Fields) -> Result<ChatRequest, ApiError> {
     })
 }
 
-/// `max_completion_tokens`, or its older name.
+/// Reads `max_completion_tokens`, or its older name.
 fn read_bound(fields: &mut Fields) -> Result<Option<u32>, ApiError> {
     let new = options::read_max_tokens(fields, "max_completion_tokens")?;
     let old = options::read_max_tokens(fields, "max_tokens")?;
@@ -144,7 +144,7 @@ fn read_format(fields: &mut Fields) -> Result<ResponseFormat, ApiError> {
     Ok(read)
 }
 
-/// Members that would replace what the request itself decides.
+/// Refuses members that would replace what the request itself decides.
 fn check_template_arguments(map: Map<String, Value>) -> Result<Map<String, Value>, ApiError> {
     for name in ["messages", "tools", "add_generation_prompt"] {
         if map.contains_key(name) {

@@ -7,15 +7,15 @@ use super::options::{self, GenerationOptions};
 use super::{MAX_CHOICES, MAX_PROMPTS, MAX_TOP_LOGPROBS};
 use crate::error::ApiError;
 
-/// OpenAI's bound for this endpoint when the request names none.
+/// OpenAI's bound on generated tokens for this endpoint if the request names none.
 const DEFAULT_MAX_TOKENS: u32 = 16;
 
 /// One prompt, as text or as token ids.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Prompt {
-    /// Text; the tokenizer adds what the model wants in front (BOS).
+    /// Text; the tokenizer puts in front what the model expects there (BOS).
     Text(String),
-    /// Token ids, taken as they are.
+    /// Token ids, used as they are.
     Tokens(Vec<u32>),
 }
 
@@ -26,11 +26,11 @@ pub struct CompletionRequest {
     pub model: String,
     /// One or more prompts; each gets `options.n` choices.
     pub prompts: Vec<Prompt>,
-    /// How to generate. `max_tokens` is always set: OpenAI's default here is 16.
+    /// Generation options. `max_tokens` is always set: OpenAI's default here is 16.
     pub options: GenerationOptions,
-    /// Log-probabilities with this many alternatives; `None`: not asked.
+    /// Number of alternatives in the log-probabilities; `None` if none are requested.
     pub logprobs: Option<u32>,
-    /// Begin each answer with its prompt.
+    /// Whether each answer begins with its prompt.
     pub echo: bool,
 }
 

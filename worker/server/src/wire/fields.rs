@@ -1,11 +1,11 @@
-//! Reading a JSON object by name, so that nothing in it is ignored in silence.
+//! Reader of a JSON object by name, so that nothing in it is silently ignored.
 
 use serde_json::{Map, Value};
 
 use crate::error::ApiError;
 
-/// The members of one JSON object that have not been read yet. A member that is `null` counts as absent,
-/// as client libraries send it. [`Fields::finish`] refuses what nobody asked for.
+/// Members of one JSON object that have not been read yet. A member that is `null` counts as absent, as client
+/// libraries send it. [`Fields::finish`] refuses members that were not read.
 #[derive(Debug)]
 pub(crate) struct Fields {
     path: String,
@@ -14,7 +14,7 @@ pub(crate) struct Fields {
 }
 
 impl Fields {
-    /// The members of `value`, which must be an object. `path` is empty for the request itself.
+    /// Takes the members of `value`, which must be an object. `path` is empty for the request itself.
     pub(crate) fn new(value: Value, path: impl Into<String>) -> Result<Self, ApiError> {
         let path = path.into();
         match value {
@@ -41,14 +41,14 @@ impl Fields {
         }
     }
 
-    /// Takes a member; `null` is absent.
+    /// Takes a member; `null` counts as absent.
     pub(crate) fn take(&mut self, name: &'static str) -> Option<Value> {
         self.known.push(name);
         // `swap_remove` is O(1); the order of what is left does not matter here.
         self.map.swap_remove(name).filter(|value| !value.is_null())
     }
 
-    /// Takes a member that must be there.
+    /// Takes a required member.
     pub(crate) fn require(&mut self, name: &'static str) -> Result<Value, ApiError> {
         self.take(name).ok_or_else(|| {
             let path = self.path_of(name);
@@ -57,7 +57,7 @@ impl Fields {
         })
     }
 
-    /// A boolean.
+    /// Takes a boolean.
     pub(crate) fn boolean(&mut self, name: &'static str) -> Result<Option<bool>, ApiError> {
         match self.take(name) {
             None => Ok(None),
@@ -66,7 +66,7 @@ impl Fields {
         }
     }
 
-    /// A string.
+    /// Takes a string.
     pub(crate) fn string(&mut self, name: &'static str) -> Result<Option<String>, ApiError> {
         match self.take(name) {
             None => Ok(None),
@@ -75,7 +75,7 @@ impl Fields {
         }
     }
 
-    /// A string that must be there.
+    /// Takes a required string.
     pub(crate) fn required_string(&mut self, name: &'static str) -> Result<String, ApiError> {
         match self.require(name)? {
             Value::String(value) => Ok(value),
@@ -83,7 +83,7 @@ impl Fields {
         }
     }
 
-    /// A number within `range`.
+    /// Takes a number within `range`.
     pub(crate) fn number(
         &mut self,
         name: &'static str,
@@ -99,7 +99,7 @@ impl Fields {
         }
     }
 
-    /// A whole number within `range`. `5.0` is taken as 5, as JSON has one kind of number.
+    /// Takes a whole number within `range`. `5.0` is taken as 5, as JSON has one kind of number.
     pub(crate) fn integer(
         &mut self,
         name: &'static str,
@@ -119,7 +119,7 @@ impl Fields {
         }
     }
 
-    /// An object's members.
+    /// Takes an object's members.
     pub(crate) fn object(&mut self, name: &'static str) -> Result<Option<Fields>, ApiError> {
         let path = self.path_of(name);
         self.take(name)
@@ -127,7 +127,7 @@ impl Fields {
             .transpose()
     }
 
-    /// An array's elements.
+    /// Takes an array's elements.
     pub(crate) fn array(&mut self, name: &'static str) -> Result<Option<Vec<Value>>, ApiError> {
         match self.take(name) {
             None => Ok(None),
@@ -136,7 +136,7 @@ impl Fields {
         }
     }
 
-    /// Refuses a parameter of the OpenAI API that Hearth does not have, unless its value asks for nothing.
+    /// Refuses an OpenAI API parameter that Hearth does not have, unless its value asks for nothing.
     pub(crate) fn refuse(
         &mut self,
         name: &'static str,
@@ -156,7 +156,7 @@ impl Fields {
         }
     }
 
-    /// Refuses what is left by its name, with the nearest name that is known.
+    /// Refuses what is left by its name, with the nearest known name.
     pub(crate) fn finish(self) -> Result<(), ApiError> {
         let Some(name) = self.map.keys().next() else {
             return Ok(());
@@ -180,7 +180,7 @@ impl Fields {
     }
 }
 
-/// A 400 that names the member, its value and what it must be.
+/// Returns a 400 that names the member, its value and what it must be.
 pub(crate) fn wrong(path: &str, value: &Value, must_be: &str) -> ApiError {
     ApiError::parameter(
         path,
@@ -188,7 +188,7 @@ pub(crate) fn wrong(path: &str, value: &Value, must_be: &str) -> ApiError {
     )
 }
 
-/// A value for a message: short, with its kind where the text alone does not tell.
+/// Formats a value for a message: short, with its kind if the text alone does not show it.
 pub(crate) fn show(value: &Value) -> String {
     match value {
         Value::String(_) | Value::Number(_) | Value::Bool(_) | Value::Null => {
@@ -199,7 +199,7 @@ pub(crate) fn show(value: &Value) -> String {
     }
 }
 
-/// The first `limit` characters, with an ellipsis when some are left out.
+/// Returns the first `limit` characters, with an ellipsis if some are left out.
 pub(crate) fn clip(text: &str, limit: usize) -> String {
     match text.char_indices().nth(limit) {
         None => text.to_owned(),
@@ -207,7 +207,7 @@ pub(crate) fn clip(text: &str, limit: usize) -> String {
     }
 }
 
-/// A whole number, also when it is written as `5.0`.
+/// Reads a whole number, even if it is written as `5.0`.
 pub(crate) fn whole(value: &Value) -> Option<i64> {
     value.as_i64().or_else(|| {
         value

@@ -1,5 +1,5 @@
-//! JSON text to a value. A name that an object has twice is refused, where a plain reader would keep the last one and
-//! drop the others in silence.
+//! Parses JSON text into a value. A name that occurs twice in an object is refused, where a plain parser would
+//! silently keep only the last one.
 
 use std::cell::{Cell, RefCell};
 use std::fmt;
@@ -11,11 +11,11 @@ use serde_json::{Map, Number, Value};
 use super::fields::clip;
 use crate::error::{ApiError, ErrorType};
 
-/// Longest path that is shown.
+/// Maximum number of characters of a path that are shown.
 const PATH_CHARS: usize = 120;
 
-/// Memory that the values of one text may take, beside their strings: many small ones take a hundred times what they take
-/// as text.
+/// Maximum memory for the values of one text, besides their strings: many small ones take a hundred times what they
+/// take as text.
 const VALUES_BYTES: usize = 32 << 20;
 /// Approximate bytes of an element of an array, of a member of an object, and of an object itself.
 const ELEMENT_BYTES: usize = 80;
@@ -25,7 +25,7 @@ const OBJECT_BYTES: usize = 160;
 /// Reads one JSON text.
 ///
 /// # Errors
-/// 400 with the position of what is no JSON, or with the path of what is given twice; 413 for too many values.
+/// 400 with the position of what is not JSON, or with the path of a name that occurs twice; 413 for too many values.
 pub(super) fn read(text: &str) -> Result<Value, ApiError> {
     let twice = RefCell::new(None);
     let left_bytes = Cell::new(Some(VALUES_BYTES));
@@ -66,7 +66,7 @@ fn too_many(error: &serde_json::Error) -> ApiError {
 }
 
 fn syntax(text: &str, error: &serde_json::Error) -> ApiError {
-    // serde_json ends its own words with the position; it stands once, in front.
+    // serde_json ends its message with the position; here it is given once, in front.
     let words = error.to_string();
     let mut words = words
         .split(" at line ")
@@ -86,12 +86,12 @@ fn syntax(text: &str, error: &serde_json::Error) -> ApiError {
     .with_code("invalid_json")
 }
 
-/// The escape at which reading ended, when it is a surrogate without its other half: `\ud83d`.
+/// Finds the escape at which parsing ended, if it is a surrogate without its other half: `\ud83d`.
 fn half_a_pair<'t>(text: &'t str, error: &serde_json::Error) -> Option<&'t str> {
     const ESCAPE_BYTES: usize = 6;
     let line = text.split('\n').nth(error.line().checked_sub(1)?)?;
     let end = error.column().min(line.len());
-    // The error is told at the end of the escape, or of the one behind it.
+    // The error is reported at the end of the escape, or of the one after it.
     let start = end.saturating_sub(2 * ESCAPE_BYTES + 1);
     let mut escapes = (start..end).filter_map(|at| line.get(at..at + ESCAPE_BYTES));
     let is_surrogate = |escape: &&str| {
@@ -103,7 +103,7 @@ fn half_a_pair<'t>(text: &'t str, error: &serde_json::Error) -> Option<&'t str> 
     escapes.find(is_surrogate)
 }
 
-/// Where a value stands; made into text only for an error.
+/// Path of a value; rendered as text only for an error.
 enum Path<'p> {
     Root,
     Member(&'p Path<'p>, &'p str),
@@ -121,17 +121,17 @@ impl fmt::Display for Path<'_> {
     }
 }
 
-/// Reads the value at a path; the first path that comes twice is left in `twice`.
+/// Reads the value at a path; leaves the first path that occurs twice in `twice`.
 #[derive(Clone, Copy)]
 struct ValueSeed<'p> {
     path: &'p Path<'p>,
     twice: &'p RefCell<Option<String>>,
-    /// `None`: it is spent.
+    /// Memory left; `None` once it is spent.
     left_bytes: &'p Cell<Option<usize>>,
 }
 
 impl ValueSeed<'_> {
-    /// Takes memory for a value.
+    /// Accounts for the memory of a value.
     fn spend<E: serde::de::Error>(&self, bytes: usize) -> Result<(), E> {
         let left = self
             .left_bytes

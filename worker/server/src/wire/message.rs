@@ -1,4 +1,4 @@
-//! Messages of a conversation, checked and brought to the form that chat templates expect.
+//! Messages of a conversation, validated and converted to the form that chat templates expect.
 
 use serde_json::{Map, Value};
 
@@ -6,14 +6,14 @@ use super::fields::{Fields, clip, wrong};
 use super::tool::check_name;
 use crate::error::ApiError;
 
-/// Who speaks.
+/// Author of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// Instructions of the application.
+    /// Instructions from the application.
     System,
-    /// The newer name of the same; shown to the template as `system`, which models were trained with.
+    /// The newer name for it; shown to the template as `system`, which models were trained with.
     Developer,
-    /// The person.
+    /// The user.
     User,
     /// The model.
     Assistant,
@@ -25,7 +25,7 @@ pub enum Role {
 /// assistant that called tools) and, where it has calls, arguments as the JSON text that the model wrote.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Message {
-    /// Who speaks.
+    /// Author of the message.
     pub role: Role,
     /// The message as a chat template reads it.
     pub template_value: Value,
@@ -78,7 +78,7 @@ fn read_message(value: Value, path: &str) -> Result<Message, ApiError> {
                 |_| false,
                 "it is deprecated; use 'tool_calls'",
             )?;
-            // OpenAI's client sends back what it was given, this empty list among it.
+            // OpenAI's client sends back what it was given, including this empty list.
             fields.refuse(
                 "annotations",
                 |value| value.as_array().is_some_and(Vec::is_empty),
@@ -210,7 +210,7 @@ fn read_call(value: Value, path: &str) -> Result<Value, ApiError> {
     }
     let function_path = format!("{path}.function");
     let mut function = Fields::new(call.require("function")?, function_path.clone())?;
-    // Streaming clients hand back the index that the deltas carried.
+    // Streaming clients send back the index that the deltas carried.
     call.integer("index", 0..=i64::from(u32::MAX))?;
     call.finish()?;
     let name = function.required_string("name")?;

@@ -1,5 +1,5 @@
 //! The OpenAI wire format: requests are read member by member, so that a parameter is either understood,
-//! refused with the reason, or refused as unknown; never ignored in silence.
+//! refused with the reason, or refused as unknown; never silently ignored.
 //!
 //! Three kinds of parameters ask for nothing that changes the answer and are accepted without effect, because
 //! the official clients send them: `user`, `safety_identifier`, `metadata`, `prompt_cache_key` (Hearth's prefix
@@ -27,15 +27,15 @@ use crate::error::ApiError;
 use fields::Fields;
 pub(crate) use fields::clip;
 
-/// Most choices that one request may ask for.
+/// Maximum number of choices that one request may ask for.
 pub const MAX_CHOICES: u32 = 128;
-/// Most stop strings.
+/// Maximum number of stop strings.
 pub const MAX_STOPS: usize = 4;
-/// Most bytes of one stop string: it is looked for behind every token.
+/// Maximum bytes of one stop string: it is searched for after every token.
 pub const MAX_STOP_BYTES: usize = 4096;
-/// Most alternatives a token's logprobs may show.
+/// Maximum number of alternatives in a token's logprobs.
 pub const MAX_TOP_LOGPROBS: u32 = 20;
-/// Most prompts of one completion request.
+/// Maximum number of prompts of one completion request.
 pub const MAX_PROMPTS: usize = 128;
 
 /// Reads the body of `POST /v1/chat/completions`.
@@ -61,7 +61,7 @@ fn parse_json(body: &[u8]) -> Result<Value, ApiError> {
         ))
         .with_code("invalid_utf8")
     })?;
-    // Some editors and shells put it in front of a file.
+    // Some editors and shells put it at the start of a file.
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     if text.trim().is_empty() {
         return Err(

@@ -1,4 +1,4 @@
-//! What chat and text completions have in common: sampling, limits, streaming.
+//! Options common to chat and text completions: sampling, limits, streaming.
 
 use serde_json::Value;
 
@@ -6,24 +6,24 @@ use super::fields::{Fields, show, whole, wrong};
 use super::{MAX_CHOICES, MAX_STOP_BYTES, MAX_STOPS};
 use crate::error::ApiError;
 
-/// How to generate. `None` leaves the choice to the model's generation_config.json, then to OpenAI's default.
+/// Generation options. `None` leaves the choice to the model's generation_config.json, then to OpenAI's default.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GenerationOptions {
-    /// Answer as server-sent events.
+    /// Whether to answer as server-sent events.
     pub stream: bool,
-    /// End the stream with a chunk that carries the usage.
+    /// Whether to end the stream with a chunk that carries the usage.
     pub include_usage: bool,
     /// Choices for each prompt.
     pub n: u32,
-    /// Upper bound of generated tokens.
+    /// Upper bound on generated tokens.
     pub max_tokens: Option<u32>,
-    /// 0 is greedy.
+    /// Sampling temperature; 0 is greedy.
     pub temperature: Option<f32>,
-    /// Nucleus; 1 is off.
+    /// Nucleus probability; 1 is off.
     pub top_p: Option<f32>,
-    /// Most probable tokens kept; 0 is off.
+    /// Number of most probable tokens kept; 0 is off.
     pub top_k: Option<u32>,
-    /// Least probability relative to the best token; 0 is off.
+    /// Minimum probability relative to the best token; 0 is off.
     pub min_p: Option<f32>,
     /// Penalty by how often a token was generated.
     pub frequency_penalty: Option<f32>,
@@ -31,13 +31,13 @@ pub struct GenerationOptions {
     pub presence_penalty: Option<f32>,
     /// Divides the logit of tokens seen in prompt or answer; 1 is off.
     pub repetition_penalty: Option<f32>,
-    /// Token id and what is added to its logit.
+    /// Token ids and the biases added to their logits.
     pub logit_bias: Vec<(u32, f32)>,
-    /// Makes the answer repeatable.
+    /// Seed, which makes the answer repeatable.
     pub seed: Option<u64>,
     /// Strings that end the answer; they are not part of it.
     pub stop: Vec<String>,
-    /// Go on to `max_tokens` through the model's own end token (for load tests).
+    /// Whether to continue to `max_tokens` past the model's own end token (for load tests).
     pub ignore_eos: bool,
 }
 
@@ -54,7 +54,7 @@ pub(super) fn read(fields: &mut Fields) -> Result<GenerationOptions, ApiError> {
         max_tokens: None,
         temperature: fields.number("temperature", 0.0..=2.0)?,
         top_p: fields.number("top_p", 0.0..=1.0)?,
-        // -1 is how other servers write "off".
+        // Other servers write "off" as -1.
         top_k: fields
             .integer("top_k", -1..=i64::from(u32::MAX))?
             .map(|k| k.max(0) as u32),
@@ -69,7 +69,7 @@ pub(super) fn read(fields: &mut Fields) -> Result<GenerationOptions, ApiError> {
     })
 }
 
-/// A bound on generated tokens under one of its names. It may be any number: no answer is longer than the context.
+/// Reads a bound on generated tokens under one of its names. It may be any number: no answer exceeds the context.
 pub(super) fn read_max_tokens(
     fields: &mut Fields,
     name: &'static str,
@@ -77,7 +77,7 @@ pub(super) fn read_max_tokens(
     let Some(value) = fields.take(name) else {
         return Ok(None);
     };
-    // What is beyond 64 bits is read as a floating-point number; `as` takes the nearest that there is.
+    // A number beyond 64 bits is read as floating point; `as` takes the nearest value that fits.
     let whole = value
         .as_f64()
         .filter(|bound| *bound >= 1.0 && bound.fract() == 0.0);
@@ -111,7 +111,7 @@ fn read_stream_options(fields: &mut Fields, stream: bool) -> Result<bool, ApiErr
     Ok(include_usage)
 }
 
-/// Members of both endpoints that do nothing here, or that this server cannot do.
+/// Handles members of both endpoints that have no effect here, or that this server does not support.
 fn refuse_stateful(fields: &mut Fields) -> Result<(), ApiError> {
     for name in ["user", "safety_identifier", "prompt_cache_key"] {
         fields.string(name)?;
@@ -140,7 +140,7 @@ fn read_seed(fields: &mut Fields) -> Result<Option<u64>, ApiError> {
     let Some(value) = fields.take("seed") else {
         return Ok(None);
     };
-    // Clients speak of a signed number; its bits are the seed.
+    // Clients may send a signed number; its bits are the seed.
     let seed = value
         .as_u64()
         .or_else(|| whole(&value).map(|seed| seed as u64));

@@ -1,9 +1,9 @@
-//! Answers, as the official client libraries read them.
+//! Answers in the form that the official client libraries read.
 
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-/// Why an answer ended.
+/// Reason an answer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FinishReason {
@@ -39,21 +39,21 @@ pub struct Usage {
     pub prompt_tokens_details: PromptTokensDetails,
 }
 
-/// A part of the prompt's tokens.
+/// Part of the prompt's tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct PromptTokensDetails {
-    /// Tokens whose keys and values were reused from an earlier request.
+    /// Tokens whose KV cache entries were reused from an earlier request.
     pub cached_tokens: u32,
 }
 
 /// `logprobs.content[i]` of a chat choice.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TokenLogprob {
-    /// The token's text; bytes that are no UTF-8 by themselves show as U+FFFD.
+    /// The token's text; bytes that are not UTF-8 by themselves show as U+FFFD.
     pub token: String,
     /// Natural logarithm; -9999 stands for minus infinity.
     pub logprob: f32,
-    /// The token's bytes; `null` for one that stands for no text.
+    /// The token's bytes; `null` for one without text.
     pub bytes: Option<Vec<u8>>,
     /// The most probable tokens at this position.
     pub top_logprobs: Vec<TopLogprob>,
@@ -75,7 +75,7 @@ pub struct TopLogprob {
 pub struct ChatLogprobs {
     /// One for each token of the answer.
     pub content: Vec<TokenLogprob>,
-    /// Always null: answers and refusals are not told apart.
+    /// Always null: refusals are not told apart from answers.
     pub refusal: Option<()>,
 }
 
@@ -86,21 +86,21 @@ pub struct CompletionLogprobs {
     pub tokens: Vec<String>,
     /// Their log-probabilities.
     pub token_logprobs: Vec<f32>,
-    /// Alternatives by text; `null` when none were asked.
+    /// Alternatives by text; `null` if none were requested.
     pub top_logprobs: Option<Vec<Map<String, Value>>>,
-    /// Characters before each token in the choice's text.
+    /// Number of characters before each token in the choice's text.
     pub text_offset: Vec<usize>,
 }
 
-/// A call of a tool, whole.
+/// A complete tool call.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ToolCall {
-    /// Ties the result to the call.
+    /// Id that ties the result to the call.
     pub id: String,
     /// `function`.
     #[serde(rename = "type")]
     pub kind: &'static str,
-    /// What is called.
+    /// Function that is called.
     pub function: FunctionCall,
 }
 
@@ -113,10 +113,10 @@ pub struct FunctionCall {
     pub arguments: String,
 }
 
-/// A call of a tool, or the next part of one, in a stream.
+/// A tool call, or the next part of one, in a stream.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ToolCallDelta {
-    /// Which call of the answer.
+    /// Index of the call in the answer.
     pub index: u32,
     /// Sent in the call's first delta.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -124,17 +124,17 @@ pub struct ToolCallDelta {
     /// Sent in the call's first delta.
     #[serde(rename = "type", skip_serializing_if = "Option::is_none")]
     pub kind: Option<&'static str>,
-    /// What is new.
+    /// New part of the function's name and arguments.
     pub function: FunctionDelta,
 }
 
-/// What is new of a call.
+/// New part of a call.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct FunctionDelta {
     /// Sent in the call's first delta.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-    /// Text to be appended.
+    /// Text to append.
     pub arguments: String,
 }
 
@@ -143,11 +143,11 @@ pub struct FunctionDelta {
 pub struct AssistantMessage {
     /// `assistant`.
     pub role: &'static str,
-    /// `null` when the answer is calls alone.
+    /// `null` if the answer consists of calls alone.
     pub content: Option<String>,
     /// Always null.
     pub refusal: Option<()>,
-    /// Absent when there are none.
+    /// Absent if there are none.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tool_calls: Vec<ToolCall>,
 }
@@ -159,9 +159,9 @@ pub struct ChatChoice {
     pub index: u32,
     /// The answer.
     pub message: AssistantMessage,
-    /// When asked.
+    /// Log-probabilities, if requested.
     pub logprobs: Option<ChatLogprobs>,
-    /// Why it ended.
+    /// Reason the choice ended.
     pub finish_reason: FinishReason,
 }
 
@@ -184,16 +184,16 @@ pub struct ChatCompletion {
     pub system_fingerprint: String,
 }
 
-/// What is new in a chat choice.
+/// New part of a chat choice.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct ChatDelta {
     /// Sent in the first chunk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub role: Option<&'static str>,
-    /// Text to be appended.
+    /// Text to append.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub content: Option<String>,
-    /// Calls to be merged by index.
+    /// Calls to merge by index.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tool_calls: Vec<ToolCallDelta>,
 }
@@ -203,7 +203,7 @@ pub struct ChatDelta {
 pub struct ChatChunkChoice {
     /// Index from 0.
     pub index: u32,
-    /// What is new.
+    /// New part of the choice.
     pub delta: ChatDelta,
     /// Log-probabilities of the tokens whose text is in this chunk.
     pub logprobs: Option<ChatLogprobs>,
@@ -234,11 +234,11 @@ pub struct ChatChunk {
 /// One choice of a text completion, whole or in part.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct CompletionChoice {
-    /// The text, or what is new of it.
+    /// The text, or its new part.
     pub text: String,
     /// Index from 0: prompt times `n` plus choice.
     pub index: u32,
-    /// When asked.
+    /// Log-probabilities, if requested.
     pub logprobs: Option<CompletionLogprobs>,
     /// `null` in all chunks but a choice's last.
     pub finish_reason: Option<FinishReason>,
@@ -257,25 +257,25 @@ pub struct Completion {
     pub model: String,
     /// Choices in order of their index; in a stream one, or none in the chunk that carries the usage.
     pub choices: Vec<CompletionChoice>,
-    /// Always there in a whole answer; in a stream as in [`ChatChunk`].
+    /// Always present in a whole answer; in a stream as in [`ChatChunk`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage: Option<Option<Usage>>,
     /// Fingerprint as in [`ChatCompletion`].
     pub system_fingerprint: String,
 }
 
-/// A model that is served.
+/// A served model.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Model {
-    /// The name that requests give.
+    /// Name that requests give.
     pub id: String,
     /// `model`.
     pub object: &'static str,
-    /// Unix time in seconds since when it is served.
+    /// Unix time in seconds since when it has been served.
     pub created: u64,
     /// `hearth`.
     pub owned_by: &'static str,
-    /// Tokens that prompt and answer may have together.
+    /// Maximum tokens of prompt and answer together.
     pub max_model_len: u32,
 }
 

@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 use super::fields::{Fields, show, wrong};
 use crate::error::ApiError;
 
-/// Most tools of one request.
+/// Maximum number of tools of one request.
 const MAX_TOOLS: usize = 128;
 
 /// A function that the model may call.
@@ -13,9 +13,9 @@ const MAX_TOOLS: usize = 128;
 pub struct Tool {
     /// Its name: letters, digits, `_`, `-` and `.`, at most 64.
     pub name: String,
-    /// JSON schema of its arguments; an object without members when the request gives none.
+    /// JSON schema of its arguments; an object without members if the request gives none.
     pub parameters: Value,
-    /// The arguments must follow the schema even when the choice to call is the model's own.
+    /// Whether the arguments must follow the schema even if the model may choose not to call.
     pub strict: bool,
     /// The definition as the chat template shows it.
     pub definition: Value,
@@ -24,13 +24,13 @@ pub struct Tool {
 /// Whether the model calls a tool.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ToolChoice {
-    /// Answers; tools are not shown to it.
+    /// The model answers; tools are not shown to it.
     None,
-    /// Decides by itself.
+    /// The model decides by itself.
     Auto,
-    /// Calls at least one.
+    /// The model calls at least one.
     Required,
-    /// Calls this one.
+    /// The model calls this one.
     Named(String),
 }
 

@@ -62,7 +62,7 @@ async fn a_stream_has_the_form_that_clients_read() {
         assert_eq!(chunk["system_fingerprint"], usage["system_fingerprint"]);
         assert_eq!(chunk.get("usage"), Some(&Value::Null));
     }
-    // No text ends within a character.
+    // No text ends inside a character.
     assert!(
         all.iter()
             .all(|chunk| !chunk.to_string().contains('\u{FFFD}'))
@@ -248,7 +248,7 @@ async fn stop_strings_end_the_answer_and_the_work() {
     );
     let all = chunks(&gateway.stream("/v1/chat/completions", body).await);
     assert_eq!(streamed_text(&all, 0), "one ENtwo ");
-    // What was held back comes out when the answer ends.
+    // Held-back text is released when the answer ends.
     let (_, answer) = gateway.chat("say:tail EN", json!({"stop": "END"})).await;
     assert_eq!(answer["choices"][0]["message"]["content"], "tail EN");
 }
@@ -284,7 +284,7 @@ async fn log_probabilities_come_with_bytes_and_alternatives() {
         json!([])
     );
 
-    // A stop string takes the log-probabilities of its tokens with it, streamed and not.
+    // A stop string removes the log-probabilities of its tokens too, streamed or not.
     let extra = json!({"logprobs": true, "stop": "cd", "stream": true});
     let all = chunks(
         &gateway
@@ -327,7 +327,7 @@ async fn response_formats_become_grammars() {
     let (status, _) = gateway
         .chat("say:{}", json!({"response_format": format}))
         .await;
-    // Who names properties means those.
+    // A schema that names properties means only those.
     let mut closed = schema.clone();
     closed["additionalProperties"] = json!(false);
     assert_eq!(

@@ -1,4 +1,4 @@
-//! Web pages of other origins, as their browser asks for them.
+//! Requests from web pages of other origins, as browsers send them.
 
 use hearth_server::CorsOrigin;
 use http::{HeaderMap, Method, StatusCode};
@@ -20,7 +20,7 @@ async fn gateway_for(worker: &FakeWorker, origins: &[&str]) -> Running {
     .await
 }
 
-/// What a browser asks before a page's request: without a key, and for leave to send one.
+/// Sends a browser's preflight request: without a key, asking whether one may be sent.
 async fn preflight(gateway: &Running, origin: &str) -> (StatusCode, HeaderMap) {
     let request = gateway
         .http
@@ -63,7 +63,7 @@ async fn a_page_of_a_named_origin_may_ask_and_read() {
             .json(&chat_body("hello", json!({})));
         let response = request.send().await.unwrap();
         assert_eq!(response.status(), expected);
-        // An error without it could not be read by the page.
+        // Without it, the page could not read the error.
         assert_eq!(allowed(response.headers()), Some(PAGE));
     }
 }

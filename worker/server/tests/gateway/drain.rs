@@ -1,4 +1,4 @@
-//! A gateway that ends loses no request of a client that kept its connection.
+//! Shutdown of a gateway, which loses no request of a client that kept its connection.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -12,7 +12,7 @@ use tokio::net::{TcpListener, TcpStream};
 use crate::failover::{PATH, body, paced, slow};
 use crate::support::{FakeWorker, Running, chat_body, eventually, gateway};
 
-/// Passes connections on to whichever gateway is in charge when they are made, as a Service does.
+/// Proxy that passes each new connection to the gateway currently in charge, as a Service does.
 struct Proxy {
     address: SocketAddr,
     target: Arc<Mutex<SocketAddr>>,
@@ -44,7 +44,7 @@ impl Proxy {
     }
 }
 
-/// Asks again and again over kept connections until told to stop: answers, and failures in words.
+/// Sends requests over kept connections until told to stop; returns the number of answers, and failures in words.
 async fn asks(
     http: reqwest::Client,
     url: String,
@@ -68,13 +68,13 @@ async fn asks(
             response.text().await
         };
         match outcome.await {
-            // A stream brings one letter an event.
+            // A stream carries one letter per event.
             Ok(answer) if is_streamed && answer.ends_with("data: [DONE]\n\n") => answers += 1,
             Ok(answer) if answer.contains(&format!("\"content\":\"{text}\"")) => answers += 1,
             Ok(answer) => failures.push(format!("{text}: {answer}")),
             Err(error) => failures.push(format!("{text}: {error:?}")),
         }
-        // Until the connection is free again, which is a little after the answer's end.
+        // Until the connection is free again, shortly after the end of the answer.
         tokio::time::sleep(Duration::from_millis(20 + number as u64 * 5)).await;
     }
     (answers, failures)
@@ -141,7 +141,7 @@ async fn send(stream: &mut TcpStream, body: &serde_json::Value) {
     stream.write_all(request.as_bytes()).await.unwrap();
 }
 
-/// Reads until `end` comes.
+/// Reads until `end` arrives.
 async fn read_until(stream: &mut TcpStream, end: &str) -> String {
     let mut text = String::new();
     while !text.contains(end) {
@@ -153,14 +153,14 @@ async fn read_until(stream: &mut TcpStream, end: &str) -> String {
     text
 }
 
-/// Reads the end of the stream, which is no reset, and gives what came before it.
+/// Reads to the end of the stream, which must not be a reset, and returns what came before it.
 async fn read_to_end(stream: &mut TcpStream) -> String {
     let mut text = String::new();
     stream.read_to_string(&mut text).await.unwrap();
     text
 }
 
-/// Waits until the drain has begun: a new client is told so.
+/// Waits until the drain has begun, as a new client can tell.
 async fn turns_new_clients_away(gateway: &Running) {
     eventually(|| async {
         let mut stream = TcpStream::connect(gateway.address).await.unwrap();
@@ -190,7 +190,7 @@ async fn new_clients_are_told_to_come_again() {
         "{answer}"
     );
     assert!(answer.contains("\"code\":\"shutting_down\""), "{answer}");
-    // How it is can still be seen.
+    // Its state can still be read.
     let (status, ready) = gateway.get("/ready").await;
     assert!(
         status == 503 && ready.contains("\"draining\":true"),
@@ -207,7 +207,7 @@ async fn new_clients_are_told_to_come_again() {
     );
 }
 
-/// Of a node that is emptied at once, gateway and workers are told to end together: another gateway has others.
+/// Stops gateway and workers together, as when a node is drained: another gateway has other workers.
 #[tokio::test(flavor = "multi_thread")]
 async fn who_waits_for_a_worker_when_none_is_left_is_told_to_come_again() {
     let worker = FakeWorker::start();
@@ -242,7 +242,7 @@ async fn who_waits_for_a_worker_when_none_is_left_is_told_to_come_again() {
     gateway.ended().await.unwrap();
 }
 
-/// Of a request that was let in, a choice that still waits for its place waits as the running ones do, which would end with it.
+/// Lets a choice of an admitted request wait as long as the running ones do, which would end with it.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_choice_that_waits_does_not_end_those_that_run() {
     let worker = FakeWorker::start();
@@ -337,7 +337,7 @@ async fn a_stream_that_outlives_the_drains_begin_leaves_room_for_one_more_reques
     slow(&worker);
     let mut gateway = gateway(&[&worker], |_| {}).await;
     let mut kept = TcpStream::connect(gateway.address).await.unwrap();
-    // The head of this answer was sent before anyone knew of the end.
+    // The head of this answer was sent before the shutdown began.
     send(&mut kept, &body(500)).await;
     read_until(&mut kept, "\"content\":").await;
     gateway.shut_down();
@@ -363,7 +363,7 @@ async fn requests_that_were_sent_in_time_are_answered() {
         read_until(&mut stream, "}}").await;
         kept.push(stream);
     }
-    // All at once: on kept connections, on new ones that may not have been accepted, and the end.
+    // All at once: on kept connections, on new ones that may not have been accepted, and the shutdown.
     let mut new = Vec::new();
     for stream in &mut kept {
         send(stream, &chat_body("say:last", json!({}))).await;
@@ -402,7 +402,7 @@ async fn a_connection_is_kept_for_longer_than_headers_may_take() {
         "{:?}",
         idle.elapsed()
     );
-    // Headers that do not end are another matter, also of a later request.
+    // Headers that do not end are another matter, even those of a later request.
     let mut slow = TcpStream::connect(gateway.address).await.unwrap();
     send(&mut slow, &chat_body("say:one", json!({}))).await;
     read_until(&mut slow, "}}").await;

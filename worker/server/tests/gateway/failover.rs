@@ -12,7 +12,7 @@ use crate::support::{
 
 pub(crate) const PATH: &str = "/v1/chat/completions";
 
-/// The answer of a worker that lives.
+/// Returns the answer of a worker that stays alive.
 pub(crate) async fn undisturbed(body: &Value) -> String {
     let worker = FakeWorker::start();
     let gateway = gateway(&[&worker], |_| {}).await;
@@ -30,13 +30,13 @@ pub(crate) fn slow(worker: &FakeWorker) {
     paced(worker, 5);
 }
 
-/// A worker that takes so long for each token, and ends no answer by itself.
+/// Makes a worker take this long for each token, and end no answer by itself.
 pub(crate) fn paced(worker: &FakeWorker, token_ms: u64) {
     *worker.behaviour.pace.lock().unwrap() = Duration::from_millis(token_ms);
     worker.behaviour.length.store(1000, Ordering::SeqCst);
 }
 
-/// Streams the body and gives its text; the stream must end well.
+/// Streams the body and returns its text; the stream must end well.
 pub(crate) async fn stream(gateway: &Running, body: Value) -> String {
     streamed_text(&chunks(&gateway.stream(PATH, body).await), 0)
 }
@@ -45,7 +45,7 @@ pub(crate) async fn stream(gateway: &Running, body: Value) -> String {
 async fn a_killed_workers_stream_goes_on_at_another_with_the_same_tokens() {
     let expected = undisturbed(&body(35)).await;
     let (first, second) = (FakeWorker::start(), FakeWorker::start());
-    // Long enough that the stream is not over when its worker is killed, on a busy machine too.
+    // Long enough that the stream is not over when its worker is killed, even on a busy machine.
     paced(&first, 100);
     paced(&second, 100);
     let gateway = gateway(&[&first, &second], |_| {}).await;
@@ -91,7 +91,7 @@ async fn a_killed_worker_that_comes_back_goes_on_itself() {
     let worker = FakeWorker::start();
     slow(&worker);
     let gateway = gateway(&[&worker], |_| {}).await;
-    // The stream is kept through two deaths, and while nobody listens.
+    // The stream survives two deaths, and a time without any worker.
     let mut events = gateway.open(PATH, body(30)).await;
     let mut text = events.next_text().await.unwrap();
     for _ in 0..2 {
@@ -112,7 +112,7 @@ async fn a_killed_worker_that_comes_back_goes_on_itself() {
 #[tokio::test(flavor = "multi_thread")]
 async fn many_streams_survive_a_death_together() {
     let worker = FakeWorker::start();
-    // All are under way at one time, on a busy machine too.
+    // All are running at the same time, even on a busy machine.
     paced(&worker, 20);
     let gateway = gateway(&[&worker], |_| {}).await;
     let ask = |i: u64| {
@@ -177,7 +177,7 @@ async fn a_worker_that_hangs_is_left() {
     .await;
     let mut events = gateway.open(PATH, body(40)).await;
     let mut text = events.next_text().await.unwrap();
-    // The process stands still, as under SIGSTOP: no look is answered, no connection breaks.
+    // The process is frozen, as under SIGSTOP: no probe is answered, no connection breaks.
     hung.behaviour.is_deaf.store(true, Ordering::SeqCst);
     well.behaviour.is_deaf.store(false, Ordering::SeqCst);
     let (found, stall) = until_hung(&gateway).await;
@@ -189,13 +189,13 @@ async fn a_worker_that_hangs_is_left() {
         text += &more;
     }
     assert_eq!(text, expected);
-    // It comes to again.
+    // The process resumes.
     hung.behaviour.is_deaf.store(false, Ordering::SeqCst);
     eventually(|| async { !gateway.get("/ready").await.1.contains("\"state\":\"hung\"") }).await;
 }
 
-/// How long it takes from now until a worker is found hung, and the longest of what this process itself was kept waiting
-/// meanwhile: the time between two of its looks.
+/// Returns the time from now until a worker is found hung, and the longest that this process itself was kept waiting
+/// meanwhile: the time between two of its checks.
 async fn until_hung(gateway: &Running) -> (Duration, Duration) {
     let began = Instant::now();
     let (mut last, mut longest) = (began, Duration::ZERO);
@@ -273,7 +273,7 @@ async fn a_worker_that_gives_tokens_is_none_that_hangs() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_prefill_worker_that_hangs_is_not_waited_for() {
     let (decode, prefill) = (FakeWorker::start(), FakeWorker::start());
-    // It waits for KV that does not come.
+    // It waits for KV that does not arrive.
     decode.behaviour.fault(Fault::Hang(0));
     let gateway = gateway(&[&decode], |config| {
         config.prefill = vec![prefill.endpoint()];
@@ -356,7 +356,7 @@ async fn a_request_that_breaks_every_worker_ends_in_an_error() {
         "{message}"
     );
 
-    // In mid-stream the error is the last event, and there is no [DONE].
+    // Mid-stream, the error is the last event, and there is no [DONE].
     for _ in 0..4 {
         worker
             .behaviour
@@ -381,7 +381,7 @@ async fn the_same_numerics_are_waited_for_and_the_same_weights_demanded() {
         FakeWorker::start(),
         FakeWorker::start(),
     );
-    // Long enough that the stream is not over when the other one is seen, on a busy machine too.
+    // Long enough that the stream is not over when the other one is seen, even on a busy machine.
     paced(&first, 100);
     slow(&same);
     other_bits.behaviour.description.lock().unwrap().numerics = "numerics-2".into();
@@ -455,7 +455,7 @@ async fn a_client_that_leaves_takes_its_work_with_it() {
     let worker = FakeWorker::start();
     slow(&worker);
     let gateway = gateway(&[&worker], |_| {}).await;
-    // In mid-stream.
+    // Mid-stream.
     let mut events = gateway.open(PATH, body(400)).await;
     events.next_text().await.unwrap();
     drop(events);
@@ -469,7 +469,7 @@ async fn a_client_that_leaves_takes_its_work_with_it() {
     eventually(|| async { worker.behaviour.open.load(Ordering::SeqCst) == 1 }).await;
     pending.abort();
     eventually(|| async { worker.behaviour.cancelled.load(Ordering::SeqCst) == 2 }).await;
-    // By a stop string, which the worker does not know of.
+    // Through a stop string, which the worker does not know of.
     gateway
         .chat("say:abcdefghijklmnopqrstuvwxyz", json!({"stop": "c"}))
         .await;

@@ -12,7 +12,7 @@ use crate::support::{FakeWorker, MODEL, Running, chat_body, gateway, unready_gat
 
 const CHAT: &str = "/v1/chat/completions";
 
-/// Sends raw bytes and reads until the end.
+/// Sends raw bytes and reads to the end.
 async fn raw(gateway: &Running, request: Vec<u8>) -> String {
     let address = gateway.address;
     let exchange = move || {
@@ -39,7 +39,7 @@ fn post(headers: &str, body: &[u8]) -> Vec<u8> {
     request
 }
 
-/// The status and error object of a raw answer.
+/// Status and error object of a raw answer.
 fn error_of(answer: &str) -> (u16, Value) {
     let status = answer
         .split(' ')
@@ -220,7 +220,7 @@ async fn bodies_that_are_no_json_are_told_where() {
         message.contains(r"\ud83d is half of a surrogate pair"),
         "{message}"
     );
-    // Some editors put a mark in front.
+    // Some editors put a byte order mark in front.
     let marked = format!("\u{feff}{}", chat_body("say:x", json!({})));
     let answer = raw(&gateway, post("", marked.as_bytes())).await;
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
@@ -243,7 +243,7 @@ async fn a_hundred_megabytes_are_refused_unread() {
             .contains("104857600 bytes: at most 8388608"),
         "{error}"
     );
-    // Sent all the same.
+    // Sent anyway.
     let sent = post("Content-Type: application/json\r\n", &vec![b' '; 100 << 20]);
     assert_eq!(error_of(&raw(&gateway, sent).await).0, 413);
     // Not announced: cut off at the limit.
@@ -256,7 +256,7 @@ async fn a_hundred_megabytes_are_refused_unread() {
         chunked.extend(b"\r\n");
     }
     assert_eq!(error_of(&raw(&gateway, chunked).await).0, 413);
-    // A common client reads the answer too.
+    // An ordinary client reads the answer too.
     let response = gateway
         .http
         .post(format!("{}{CHAT}", gateway.url))
@@ -335,7 +335,7 @@ async fn keys_are_asked_for_and_read_again() {
     for open in ["/health", "/ready"] {
         assert_eq!(gateway.get(open).await.0, 200, "{open}");
     }
-    // Metrics are for whoever reaches their own port, with a key or without.
+    // Metrics are served on their own port, with a key or without.
     let (status, text) = gateway.get("/metrics").await;
     assert_eq!(status, 404);
     assert!(

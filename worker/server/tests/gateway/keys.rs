@@ -1,4 +1,4 @@
-//! API keys in a directory, as a Secret is mounted: links into a version that is swapped whole.
+//! API keys in a directory that is mounted as a Secret is: links into a version that is swapped as a whole.
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
@@ -47,7 +47,7 @@ async fn keys_of_a_mounted_secret_follow_its_versions() {
         assert_eq!(status(&gateway, key).await, 401, "{key}");
     }
     mount(dir.path(), "..2", &[("ann", "ann-2\n"), ("bob", "bob\n")]);
-    // What is not in the new version is a link to nowhere until the kubelet takes it away, and changes nothing.
+    // A file that is missing in the new version is a dangling link until the kubelet removes it, and changes nothing.
     assert!(!dir.path().join("team").exists());
     tokio::time::sleep(std::time::Duration::from_millis(2_500)).await;
     assert_eq!(status(&gateway, "ann-1").await, 200);

@@ -1,4 +1,4 @@
-//! The gateway from outside: HTTP on one side, fake workers on real sockets on the other.
+//! Tests of the gateway from outside: HTTP on one side, fake workers on real sockets on the other.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![allow(clippy::too_many_lines, reason = "tables of cases")]

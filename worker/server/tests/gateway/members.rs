@@ -37,12 +37,12 @@ impl Running {
     }
 }
 
-/// A gateway whose workers are set later.
+/// Starts a gateway whose workers are set later.
 async fn empty_gateway() -> Running {
     unready_gateway(&[], |config| config.has_changing_members = true).await
 }
 
-/// A gateway with two slow workers, one stream, the worker that has it, and the other.
+/// Starts a gateway with two slow workers; returns one stream, the worker that has it, and the other.
 async fn with_a_stream<'a>(
     first: &'a FakeWorker,
     second: &'a FakeWorker,
@@ -62,7 +62,7 @@ async fn with_a_stream<'a>(
     (gateway, events, busy, other)
 }
 
-/// The answer of a worker that stays.
+/// Returns the answer of a worker that stays.
 async fn undisturbed(tokens: u32) -> String {
     let worker = FakeWorker::start();
     worker.behaviour.length.store(1000, Ordering::SeqCst);
@@ -70,7 +70,7 @@ async fn undisturbed(tokens: u32) -> String {
     stream(&gateway, body(tokens)).await
 }
 
-/// The text that is still to come.
+/// Returns the rest of the text.
 async fn rest(events: &mut Events) -> String {
     let mut text = String::new();
     while let Some(more) = events.next_text().await {
@@ -83,7 +83,7 @@ fn calls(worker: &FakeWorker) -> usize {
     worker.behaviour.calls.lock().unwrap().len()
 }
 
-/// Connections of this process to a worker's port.
+/// Number of connections of this process to a worker's port.
 fn connections(worker: &FakeWorker) -> usize {
     let port = format!(":{:04X}", worker.endpoint().port());
     let sockets = std::fs::read_to_string("/proc/self/net/tcp").unwrap();
@@ -375,6 +375,6 @@ async fn a_prefill_worker_that_left_is_not_named_to_decode_workers() {
     gateway.chat(&"y".repeat(200), json!({})).await;
     assert_eq!(decode.behaviour.last_call().prefill_endpoint, "");
     eventually(|| async { connections(&prefill) == 0 }).await;
-    // The decode worker was not taken for another by that.
+    // The decode worker was not mistaken for another.
     assert_eq!(stream(&gateway, body(40)).await.len(), 40);
 }

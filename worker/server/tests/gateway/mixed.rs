@@ -1,4 +1,4 @@
-//! Prompts and answers that different devices compute: a stream that moves keeps who did what.
+//! Prompts and answers computed by different devices: a stream that moves remembers which computed what.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use crate::support::{FakeWorker, Running, chat_body, eventually, gateway};
 
 const OTHER: &str = "numerics-2";
 
-/// A prompt that is worth a prefill worker, and an answer that can be disturbed.
+/// A prompt long enough for a prefill worker, and an answer that can be disturbed.
 fn long_body() -> Value {
     chat_body(
         &"x".repeat(200),
@@ -23,7 +23,7 @@ fn reader() -> FakeWorker {
     reader
 }
 
-/// A gateway before one worker of each kind; `wait`: for the same numerics.
+/// Starts a gateway with one worker of each kind; `wait` is the time to wait for the same numerics.
 async fn pair(decode: &FakeWorker, reader: &FakeWorker, wait: Duration) -> Running {
     gateway(&[decode], |config| {
         config.prefill = vec![reader.endpoint()];
@@ -37,13 +37,13 @@ async fn until_prefill(gateway: &Running, ready: u32) {
     eventually(|| async { gateway.ready().await["prefill"]["ready"] == ready }).await;
 }
 
-/// Its streams last for three seconds: a gateway looks at its workers once a second.
+/// Makes its streams last three seconds: a gateway probes its workers once a second.
 fn lasting(decode: &FakeWorker) {
     slow(decode);
     *decode.behaviour.pace.lock().unwrap() = Duration::from_millis(50);
 }
 
-/// Who reads the prompt, by each call: endpoint and numerics.
+/// Readers of the prompt, one per call: endpoint and numerics.
 fn readers(decode: &FakeWorker) -> Vec<(String, String)> {
     let calls = decode.behaviour.calls.lock().unwrap();
     let of = |(call, _): &(hearth_transport::v1::GenerateRequest, _)| {
@@ -57,7 +57,7 @@ async fn changed_numerics(gateway: &Running) -> bool {
     count.await == 1.0
 }
 
-/// The answer of a pair that nobody disturbs.
+/// Returns the answer of an undisturbed pair.
 async fn undisturbed() -> String {
     let (decode, reader) = (FakeWorker::start(), reader());
     lasting(&decode);
@@ -114,7 +114,7 @@ async fn a_prompt_that_was_chunked_stays_so() {
     let alone = (String::new(), "numerics-1".to_owned());
     assert!(readers(&decode).len() >= 2);
     assert!(readers(&decode).iter().all(|call| *call == alone));
-    // KV of other bits makes no prompt shorter for the decode worker itself.
+    // KV of other numerics does not make a prompt shorter for the decode worker itself.
     let long = "y".repeat(300);
     gateway.chat(&long, json!({"max_tokens": 3})).await;
     assert_eq!(decode.behaviour.last_call().prompt_numerics, OTHER);

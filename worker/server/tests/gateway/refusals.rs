@@ -1,4 +1,4 @@
-//! Parameters that are refused, by reading the message.
+//! Parameters that are refused, checked by the error message.
 
 use serde_json::{Value, json};
 
@@ -8,7 +8,7 @@ use crate::support::{FakeWorker, Running, chat_body, completion_body, gateway};
 pub(crate) const CHAT: &str = "/v1/chat/completions";
 pub(crate) const COMPLETIONS: &str = "/v1/completions";
 
-/// Posts and checks the whole error object; `words` must all stand in the message.
+/// Posts and checks the whole error object; the message must contain all `words`.
 pub(crate) async fn refused(
     gateway: &Running,
     path: &str,

@@ -1,4 +1,4 @@
-//! Messages and prompts that are refused, by reading the message.
+//! Messages and prompts that are refused, checked by the error message.
 
 use serde_json::{Value, json};
 
@@ -320,7 +320,7 @@ async fn bodies_of_two_lengths_end_their_connection_and_those_of_other_codings_a
         );
         stream.write_all(request.as_bytes()).await.unwrap();
         let mut answer = Vec::new();
-        // What was not read of a refused body may end the connection with a reset.
+        // Unread bytes of a refused body may end the connection with a reset.
         let _ = stream.read_to_end(&mut answer).await;
         let answer = String::from_utf8(answer).unwrap();
         assert!(

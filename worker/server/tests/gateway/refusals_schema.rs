@@ -1,4 +1,4 @@
-//! Forms of answers that are refused, by reading the message.
+//! Forms of answers that are refused, checked by the error message.
 
 use serde_json::{Value, json};
 
@@ -197,14 +197,14 @@ async fn keywords_that_a_named_draft_does_not_know_are_refused() {
             (schema, vec![word, words])
         })
         .collect();
-    // The draft around a schema holds within it, and behind a reference; one that is named within holds there.
+    // The draft of the enclosing schema applies within it and behind a reference, unless it names its own.
     let referred = json!({"$schema": DRAFT_7, "type": "array", "items": {"$ref": "#/definitions/pair"}, "definitions": {"pair": pair}});
     bodies.push((referred, vec!["at definitions.pair, 'prefixItems'"]));
     let mut old = pair.clone();
     old["$schema"] = json!(DRAFT_7);
     let nested = json!({"$schema": DRAFT_2020, "type": "object", "properties": {"p": old}});
     bodies.push((nested, vec!["at properties.p, 'prefixItems'", newer]));
-    // What no draft reads together.
+    // A combination that no draft reads.
     let mut both = pair.clone();
     both["additionalItems"] = json!(false);
     bodies.push((
@@ -233,7 +233,7 @@ async fn keywords_that_a_named_draft_does_not_know_are_refused() {
         )
         .await;
     }
-    // What a draft knows passes under it, and unused definitions say nothing.
+    // A keyword passes under a draft that knows it, and unused definitions do not matter.
     let mut new = pair.clone();
     new["$schema"] = json!(DRAFT_2020);
     let list = json!({"$schema": DRAFT_7, "type": "array", "items": [{"const": 1}, {"type": "null"}], "additionalItems": false});

@@ -1,4 +1,4 @@
-//! Which worker answers and when: requests that wait for one, a full queue, a drain, prefill workers, known prefixes.
+//! Choice of workers: requests that wait for one, a full queue, a drain, prefill workers, known prefixes.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -63,7 +63,7 @@ async fn a_pool_that_does_not_start_in_time_is_a_503() {
     );
 }
 
-/// A gateway with one worker, which takes its time, computes one choice at once and has none waiting.
+/// Starts a gateway with one slow worker, which computes one choice at a time and has none waiting.
 async fn with_one_place(adjust: impl FnOnce(&mut GatewayConfig)) -> (FakeWorker, Running) {
     let worker = FakeWorker::start();
     slow(&worker);
@@ -142,7 +142,7 @@ async fn a_full_queue_refuses_no_request_in_its_middle() {
         has_ended.store(true, Ordering::SeqCst);
         answer.expect("an answer within a minute")
     };
-    // As many as fill the queue all the time, and are refused by it.
+    // Enough others to fill the queue all the time, which refuses them.
     let refused = AtomicUsize::new(0);
     let others = all((0..OTHERS).map(|_| async {
         eventually(|| async { gateway.metric("hearth_requests_running", "").await >= 1.0 }).await;
@@ -181,7 +181,7 @@ async fn later_choices_wait_until_the_requests_own_deadline() {
     assert!(began.elapsed() >= Duration::from_millis(600));
 }
 
-/// A later choice for which no worker is left at all is not waited for as long as the whole may take.
+/// A later choice for which no worker is left at all does not wait for as long as the whole request may take.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_later_choice_for_which_no_worker_is_left_ends_its_request() {
     let (_worker, gateway) = with_one_place(|config| {
@@ -204,7 +204,7 @@ async fn a_later_choice_for_which_no_worker_is_left_ends_its_request() {
     assert!(began.elapsed() >= Duration::from_millis(500), "{answer}");
 }
 
-/// A request with many prompts is one in the queue until it is let in.
+/// A request with many prompts counts as one in the queue until it is admitted.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_request_that_waits_takes_one_place_in_the_queue_whatever_it_asks_for() {
     const PROMPTS: usize = 6;
@@ -331,10 +331,10 @@ async fn long_prompts_go_to_a_prefill_worker_that_fits() {
     let long = "x".repeat(200);
     gateway.chat(&long, json!({})).await;
     assert_eq!(decode.behaviour.last_call().prefill_endpoint, endpoint);
-    // What the decode worker has seen is not prefilled elsewhere.
+    // A prompt that the decode worker has seen is not prefilled elsewhere.
     gateway.chat(&long, json!({})).await;
     assert_eq!(decode.behaviour.last_call().prefill_endpoint, "");
-    // A prefill worker that fails is passed by.
+    // A prefill worker that fails is skipped.
     decode.behaviour.fault(Fault::Status(
         0,
         Status::unavailable("the prefill worker is gone"),
@@ -343,7 +343,7 @@ async fn long_prompts_go_to_a_prefill_worker_that_fits() {
     let (status, _) = gateway.chat(&"y".repeat(200), json!({})).await;
     assert_eq!(status, 200);
     assert_eq!(decode.behaviour.last_call().prefill_endpoint, "");
-    // One with another layout of KV is never asked.
+    // A prefill worker with another KV layout is never asked.
     prefill.behaviour.description.lock().unwrap().kv_layout = "layout-2".into();
     prefill.revive();
     eventually(|| async {

@@ -1,4 +1,4 @@
-//! Clients that do not read their answers: nobody else waits for them, and they are let go.
+//! Clients that do not read their answers: no other client waits for them, and they are cut off.
 
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
@@ -14,13 +14,13 @@ use crate::support::{FakeWorker, chat_body, eventually, gateway};
 const CHOICES: usize = 4;
 const TOKENS: usize = 480;
 
-/// A long stream whose every token has twenty alternatives: two megabytes, which is more than the system takes for itself.
+/// A long stream with twenty alternatives per token: two megabytes, more than the system buffers by itself.
 fn bulky(number: usize) -> Value {
     let extra = json!({"stream": true, "n": CHOICES, "logprobs": true, "top_logprobs": 20, "max_tokens": TOKENS, "ignore_eos": true});
     chat_body(&format!("client {number}"), extra)
 }
 
-/// A client that takes no more than a few packets, and has asked.
+/// Connects a client that sends a request and takes no more than a few packets.
 async fn mute(address: SocketAddr, body: &Value) -> TcpStream {
     let socket = TcpSocket::new_v4().unwrap();
     socket.set_recv_buffer_size(4096).unwrap();
@@ -34,14 +34,14 @@ async fn mute(address: SocketAddr, body: &Value) -> TcpStream {
     stream
 }
 
-/// All that comes until the end.
+/// Reads everything up to the end.
 async fn rest(stream: &mut TcpStream) -> String {
     let mut bytes = Vec::new();
     stream.read_to_end(&mut bytes).await.unwrap();
     String::from_utf8(bytes).unwrap()
 }
 
-/// A worker that gives its tokens one after another, as many as are asked for.
+/// Starts a worker that yields its tokens one after another, as many as are requested.
 fn long_winded() -> FakeWorker {
     let worker = FakeWorker::start();
     worker.behaviour.length.store(10_000, Ordering::SeqCst);
@@ -65,7 +65,7 @@ async fn clients_that_never_read_hold_no_place_on_a_worker() {
     eventually(|| async { worker.behaviour.calls.lock().unwrap().len() > 3 }).await;
     let (status, answer) = gateway.chat("say:here", json!({})).await;
     assert_eq!(status, 200, "{answer}");
-    // All of them are computed to their end, and wait.
+    // All answers are computed to their end, and wait.
     let began = Instant::now();
     let calls = || worker.behaviour.calls.lock().unwrap().len();
     while calls() <= 20 * CHOICES || worker.behaviour.open.load(Ordering::SeqCst) > 0 {
@@ -82,7 +82,7 @@ async fn clients_that_never_read_hold_no_place_on_a_worker() {
         20 * CHOICES + 1
     );
     assert!(gateway.metric("hearth_answers_waiting_bytes", "").await > 1e6);
-    // Whoever reads after all has the whole answer.
+    // A client that reads after all gets the whole answer.
     let text = rest(&mut clients.swap_remove(7)).await;
     assert!(text.contains("data: [DONE]"));
     assert_eq!(text.matches("\"top_logprobs\"").count(), TOKENS * CHOICES);
@@ -125,7 +125,7 @@ async fn a_client_that_reads_slowly_keeps_its_answer() {
     let mut client = mute(gateway.address, &bulky(0)).await;
     let began = Instant::now();
     let mut text = String::new();
-    // It takes something at least every 100 ms, and much longer than the limit for all.
+    // It takes something at least every 100 ms, for much longer in total than the limit.
     loop {
         let mut bytes = [0; 16 << 10];
         let count = client.read(&mut bytes).await.unwrap();
@@ -157,13 +157,13 @@ async fn what_waits_for_clients_is_bounded() {
     eventually(|| async { gateway.metric("hearth_clients_cut_total", "backlog").await > 1.0 })
         .await;
     eventually(|| async {
-        // Beyond it only for the moment in which a client may still begin to read.
+        // Beyond the budget only for the moment in which a client may still begin to read.
         gateway.metric("hearth_answers_waiting_bytes", "").await <= f64::from(4 << 20)
     })
     .await;
     let read = gateway.stream(PATH, bulky(99)).await;
     assert_eq!(read.last().map(String::as_str), Some("[DONE]"));
-    // Those that were cut off read why.
+    // Clients that were cut off read the reason.
     let mut told = 0;
     for client in &mut clients {
         told += usize::from(rest(client).await.contains("client_too_slow"));
@@ -238,7 +238,7 @@ async fn uploads_that_stand_still_hold_up_nobody_and_are_cut() {
     }
 }
 
-/// Posts bytes to the chat route on a connection of its own, and reads the answer until the connection ends.
+/// Posts bytes to the chat route on a separate connection, and reads the answer until the connection ends.
 async fn asked(address: SocketAddr, body: Vec<u8>) -> String {
     let mut stream = TcpStream::connect(address).await.unwrap();
     let head = format!(
@@ -250,7 +250,7 @@ async fn asked(address: SocketAddr, body: Vec<u8>) -> String {
     rest(&mut stream).await
 }
 
-/// What large requests that are answered hold is all taken, and as many more wait for it as the memory for bodies takes.
+/// Fills the memory for large requests in progress, with as many more waiting as the memory for bodies takes.
 #[tokio::test(flavor = "multi_thread")]
 async fn large_requests_that_wait_for_others_do_not_hold_up_those_that_need_nothing() {
     const HELD: usize = 67;
@@ -260,7 +260,7 @@ async fn large_requests_that_wait_for_others_do_not_hold_up_those_that_need_noth
     *worker.behaviour.pace.lock().unwrap() = Duration::from_millis(300);
     let gateway = gateway(&[&worker], |_| {}).await;
     let address = gateway.address;
-    // Each holds a megabyte as long as it is answered, which is longer than this test.
+    // Each holds a megabyte while it is answered, which is longer than this test.
     let schema = json!({"type": "null", "description": "x".repeat(1_000_000)});
     let format = json!({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}});
     let extra =
@@ -281,7 +281,7 @@ async fn large_requests_that_wait_for_others_do_not_hold_up_those_that_need_noth
         .map(|_| tokio::spawn(asked(address, large.clone())))
         .collect();
     tokio::time::sleep(Duration::from_secs(3)).await;
-    // A large body, of which almost nothing is left when it has been read.
+    // A large body, of which almost nothing is left once it has been parsed.
     let mut padded = chat_body("say:x", json!({"max_tokens": 1}))
         .to_string()
         .into_bytes();
@@ -289,7 +289,7 @@ async fn large_requests_that_wait_for_others_do_not_hold_up_those_that_need_noth
     let answer = tokio::time::timeout(Duration::from_secs(30), asked(address, padded)).await;
     let answer = answer.expect("it waited for the others");
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
-    // Those that need what others hold are told to come back.
+    // Requests that need memory held by others are told to try again.
     let mut refused = 0;
     for request in waiting {
         let answer = tokio::time::timeout(Duration::from_secs(30), request).await;

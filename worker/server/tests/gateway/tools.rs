@@ -1,4 +1,4 @@
-//! Tools: shown by the template, called in the model's form, parsed, demanded by grammar.
+//! Tools: shown by the template, called in the model's form, parsed, enforced by grammar.
 
 use hearth_server::tools::ToolFormat;
 use hearth_transport::v1::grammar::Kind;
@@ -14,7 +14,7 @@ fn tools() -> Value {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}])
 }
 
-/// The answer of a worker that writes a call, whatever the template put around the prompt.
+/// Returns the answer of a worker that writes a call, whatever the template put around the prompt.
 async fn ask(gateway: &Running, say: &str, extra: Value) -> Value {
     let mut body = chat_body(say, json!({"tools": tools()}));
     body.as_object_mut()
@@ -169,7 +169,7 @@ async fn a_conversation_with_results_is_rendered() {
     assert_eq!(status, 200, "{answer}");
     assert_eq!(answer["choices"][0]["message"]["content"], "Sunny.");
     let prompt = model::decode(&worker.behaviour.last_call().prompt_tokens);
-    // The form of this template wants arguments as an object.
+    // This template's form expects arguments as an object.
     let call = "<|assistant|><tool_call>{\"name\": \"get_weather\", \"arguments\": {\"city\": \"Bern\"}}</tool_call><|end|>";
     assert!(prompt.contains(call), "{prompt}");
     assert!(prompt.contains("<|user|>result:sunny"), "{prompt}");
@@ -320,7 +320,7 @@ async fn a_demanded_call_that_is_cut_off_shows_no_marks() {
             assert!(is_whole || choice["finish_reason"] == "length", "{answer}");
         }
     }
-    // Where the model chooses, what it wrote is its answer.
+    // Where the model may choose, its text is the answer.
     let answer = ask(&gateway, call, json!({"max_tokens": 5})).await;
     assert!(
         answer["choices"][0]["message"]["content"]

@@ -1,4 +1,4 @@
-//! Which workers a request is given: one that writes the answer, and where it is another, one that reads the prompt.
+//! Workers that a request is given: one that writes the answer and, if it is another, one that reads the prompt.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,22 +13,22 @@ use crate::router::policy::{
 use crate::router::prefix::PrefixKey;
 use crate::router::types::{Health, Pin, Role, Want};
 
-/// Where a request runs.
+/// Workers that a request runs on.
 pub struct Route {
     /// The worker that writes the answer.
     pub decode: Lease,
-    /// The worker that reads the prompt, where it is another one.
+    /// The worker that reads the prompt, if it is another one.
     pub prefill: Option<PrefillLease>,
 }
 
-/// What a request demands of the workers that it may be given.
+/// Requirement of a request on the workers that it may be given.
 #[derive(Clone, Copy)]
 enum Demand<'a> {
-    /// Nothing yet.
+    /// None yet.
     Any,
     /// The same weights.
     Model(&'a Pin),
-    /// The same weights and the same bits.
+    /// The same weights and the same numerics.
     Exact(&'a Pin),
 }
 
@@ -56,7 +56,7 @@ impl WorkerPool {
             return self.try_route(&members, want, key, Demand::Any);
         };
         let exact = self.try_route(&members, want, key, Demand::Exact(pin));
-        // Other bits are better than none, once no worker is left that may give the same.
+        // Other numerics are better than none, once no worker is left that may have the same.
         let may_be_exact = |role, numerics: &str| {
             let mut all = members.iter().filter(|member| member.is(role));
             all.any(|member| may_match(&member.lock(), pin, numerics))
@@ -69,7 +69,7 @@ impl WorkerPool {
         self.try_route(&members, want, key, Demand::Model(pin))
     }
 
-    /// A decode worker that meets the demand, and who reads the prompt.
+    /// Finds a decode worker that meets the demand, and the worker that reads the prompt.
     fn try_route(
         self: &Arc<Self>,
         members: &[Arc<Member>],
@@ -111,7 +111,7 @@ impl WorkerPool {
             Demand::Exact(wanted) => !(wanted.needs_reader() && reads_itself),
             Demand::Any | Demand::Model(_) => true,
         };
-        // One that left while it was being chosen woke us already: the next round sees the others.
+        // A worker that left while it was being chosen has woken us already: the next round sees the others.
         if !is_exact || !state.is_open() {
             return None;
         }
@@ -128,7 +128,7 @@ impl WorkerPool {
         Some(Route { decode, prefill })
     }
 
-    /// Decode workers that meet the demand. What they know of the prompt counts as read by whoever may read it.
+    /// Lists decode workers that meet the demand. A known prefix counts if any possible reader may have read it.
     fn candidates(
         &self,
         members: &[Arc<Member>],
@@ -164,7 +164,7 @@ impl WorkerPool {
             .collect()
     }
 
-    /// Prefill workers that take requests.
+    /// Lists the prefill workers that take requests.
     fn readers(members: &[Arc<Member>]) -> Vec<Reader> {
         let prefill = members.iter().enumerate();
         prefill
@@ -182,7 +182,7 @@ impl WorkerPool {
             .collect()
     }
 
-    /// A place on one of these prefill workers.
+    /// Leases one of these prefill workers.
     fn lease_reader<'a>(
         self: &Arc<Self>,
         members: &[Arc<Member>],
@@ -194,7 +194,7 @@ impl WorkerPool {
         let numerics = readers.iter().find(|r| r.index == index)?.numerics.clone();
         let member = members[index].clone();
         let mut state = member.lock();
-        // It may have left since it was looked at.
+        // It may have left since it was checked.
         if !state.is_open() {
             return None;
         }
@@ -224,7 +224,7 @@ struct Reader {
 }
 
 impl Reader {
-    /// Whether it may read a prompt for a decode worker of this description.
+    /// Whether it may read a prompt for a decode worker with this description.
     fn fits(&self, decode: &DescribeResponse, demand: Demand<'_>) -> bool {
         let reads_alike = match demand {
             Demand::Exact(pin) => self.numerics == pin.prompt_numerics,
@@ -236,7 +236,7 @@ impl Reader {
     }
 }
 
-/// Whether a worker gives the same bits, or may turn out to: one that has not described itself yet.
+/// Whether a worker has the same model and numerics, or may turn out to, since it has not described itself yet.
 fn may_match(state: &MemberState, pin: &Pin, numerics: &str) -> bool {
     let is_same = is_same_model(state, pin) && state.description.numerics == numerics;
     !state.is_leaving && (state.health == Health::Starting || is_same)

@@ -1,5 +1,5 @@
-//! What `multipleOf` may be. The library visits all remainders of a divisor, which takes a gigabyte for a million of them,
-//! and counts them in 32 bits, which wrap in silence.
+//! Limits on `multipleOf`. The library visits all remainders of a divisor, which takes a gigabyte for a million of
+//! them, and counts them in 32 bits, which wrap silently.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,13 +7,13 @@ use serde_json::Value;
 
 use super::{DEFINITIONS, Part, place};
 
-/// Most decimals.
+/// Maximum number of decimals.
 const MAX_DECIMALS: u32 = 8;
-/// Largest divisor without its decimal point: ten times it, and nine in the place of the first decimal, are below 2³².
+/// Largest divisor without its decimal point: ten times it, plus nine in place of the first decimal, is below 2³².
 const MAX_UNITS: u64 = 300_000_000;
-/// Most remainders of one divisor.
+/// Maximum number of remainders of one divisor.
 const MAX_REMAINDERS: u64 = 10_000;
-/// Most remainders of all divisors of a schema.
+/// Maximum number of remainders of all divisors of a schema.
 const MAX_REMAINDERS_OF_ALL: u64 = 20_000;
 /// Members whose schemas describe the same value as the schema that has them.
 const TOGETHER: [&str; 3] = ["allOf", "anyOf", "oneOf"];
@@ -26,7 +26,7 @@ struct Divisor {
 }
 
 impl Divisor {
-    /// Those that are visited: of a power of ten no more than it has digits.
+    /// Number of remainders that are visited: for a power of ten, no more than it has digits.
     fn remainders(self) -> u64 {
         match self.is_power_of_ten() {
             true => u64::from(self.units.ilog10()) + 1,
@@ -43,7 +43,7 @@ impl Divisor {
     }
 }
 
-/// What is wrong with a `multipleOf`, or with those that hold together.
+/// Describes the problem with a `multipleOf`, or with several that hold together.
 pub(super) fn excess(parts: &[Part<'_>]) -> Option<String> {
     let mut divisors = Vec::with_capacity(parts.len());
     for part in parts {
@@ -77,24 +77,24 @@ pub(super) fn excess(parts: &[Part<'_>]) -> Option<String> {
     })
 }
 
-/// Looks for the divisors that the library may make one of.
+/// Search for the divisors that the library may combine into one.
 struct Walk<'w, 's> {
     parts: &'w [Part<'s>],
     divisors: &'w [Option<Divisor>],
-    /// Last part from which each part was seen.
+    /// Last root from which each part was seen.
     seen_from: Vec<usize>,
-    /// Divisors of alternatives that stand alone, where their common multiple does not tell, each with its states.
+    /// Divisors of standalone alternatives whose common multiple is not decisive, each with its number of states.
     alternatives: BTreeMap<Vec<Divisor>, u64>,
 }
 
 impl Walk<'_, '_> {
-    /// The least common multiple of what holds together at a part: of the divisors at the same place, and where several
-    /// schemas are merged there, of all within them, since their items and properties are merged as well. Alternatives of
-    /// a choice that stands alone are not merged, but become one regular expression, whose states are the combinations of
-    /// their remainders: at most as many as the multiple, and at most as many as their numbers multiplied.
+    /// Returns the least common multiple of what holds together at a part: of the divisors at the same place and,
+    /// where several schemas are merged there, of all within them, since their items and properties are merged as
+    /// well. Alternatives of a standalone choice are not merged but become one regular expression, whose states are
+    /// the combinations of their remainders: at most the multiple, and at most the product of their numbers.
     ///
     /// # Errors
-    /// What is wrong when it is too large.
+    /// A description of the problem if it is too large.
     fn common(&mut self, root: usize) -> Result<Option<Divisor>, String> {
         let parts = self.parts;
         let is_merged = merges(&parts[root]);
@@ -124,7 +124,7 @@ impl Walk<'_, '_> {
         let common = others
             .iter()
             .try_fold(*first, |common, divisor| multiple(common, *divisor));
-        // A power of ten that others make, as 8 and 125 do, has all its remainders.
+        // A power of ten that other divisors produce, as 8 and 125 do, has all its remainders.
         let is_made = |common: Divisor| {
             common.is_power_of_ten() && !found.iter().all(|divisor| divisor.is_power_of_ten())
         };
@@ -140,7 +140,7 @@ impl Walk<'_, '_> {
             return Ok(None);
         }
         let common = common.ok_or_else(|| self.beyond(root))?;
-        // The library multiplies in any order, and multiples with each other.
+        // The library multiplies in any order, and multiplies multiples with each other.
         let is_too_large = |common: Divisor| common.units > MAX_REMAINDERS;
         if is_merged && is_repeated && is_too_large(common) {
             return Err(self.beyond(root));
@@ -156,8 +156,8 @@ impl Walk<'_, '_> {
     }
 }
 
-/// Whether the library makes one schema of several at a part: its own members, those of each schema in its `allOf`, of
-/// what it refers to, and of an alternative each of its choices; or properties by name and by pattern.
+/// Whether the library merges several schemas at a part: its own members, those of each schema in its `allOf`, of the
+/// target of its reference, and of one alternative of each choice; or properties by name and by pattern.
 fn merges(part: &Part<'_>) -> bool {
     let has = |word: &str| part.children_of(word).next().is_some();
     let is_own = |word: &str| !TOGETHER.contains(&word) && !DEFINITIONS.contains(&word);
@@ -171,16 +171,16 @@ fn merges(part: &Part<'_>) -> bool {
     merged > 1 || has("properties") && has("patternProperties")
 }
 
-/// Combinations of remainders.
+/// Number of combinations of remainders.
 fn combinations(divisors: &[Divisor]) -> u64 {
     let remainders = divisors.iter().map(|divisor| divisor.remainders());
     remainders.fold(1, u64::saturating_mul)
 }
 
-/// The divisor of a part, if it has one.
+/// Returns the divisor of a part, if it has one.
 ///
 /// # Errors
-/// What is wrong with it.
+/// A description of the problem with it.
 fn divisor(part: &Part<'_>) -> Result<Option<Divisor>, String> {
     let value = &part.schema["multipleOf"];
     if value.is_null() {
@@ -194,7 +194,7 @@ fn divisor(part: &Part<'_>) -> Result<Option<Divisor>, String> {
             shown(value)
         ));
     };
-    // As the library does it: decimals are shifted away until none is left.
+    // As in the library, decimals are shifted away until none is left.
     let (mut units, mut decimals) = (number, 0);
     while units.fract() != 0.0 && decimals <= MAX_DECIMALS {
         units *= 10.0;
@@ -221,7 +221,7 @@ fn divisor(part: &Part<'_>) -> Result<Option<Divisor>, String> {
     Ok(Some(divisor))
 }
 
-/// The least common multiple; `None` where the library, which multiplies first, would go beyond its numbers.
+/// Returns the least common multiple; `None` if the library, which multiplies first, would overflow.
 fn multiple(left: Divisor, right: Divisor) -> Option<Divisor> {
     let decimals = left.decimals.max(right.decimals);
     let scaled = |divisor: Divisor| divisor.units * 10_u64.pow(decimals - divisor.decimals);

@@ -1,5 +1,5 @@
-//! Keywords that the library skips in silence: those that the draft named by `$schema` does not know, and those of
-//! arrays that it reads in the sense of another draft.
+//! Keywords that the library silently skips: those that the draft named by `$schema` does not know, and those of
+//! arrays that it interprets as in another draft.
 
 use serde_json::Value;
 
@@ -15,7 +15,7 @@ enum Draft {
     Of2020,
 }
 
-/// Drafts by what `$schema` says of them, without a `#` at its end.
+/// Drafts by the value of `$schema`, without a trailing `#`.
 const NAMES: [(&str, Draft); 5] = [
     ("http://json-schema.org/draft-04/schema", Draft::Four),
     ("http://json-schema.org/draft-06/schema", Draft::Six),
@@ -27,9 +27,9 @@ const NAMES: [(&str, Draft); 5] = [
     (NEWEST, Draft::Of2020),
 ];
 const NEWEST: &str = "https://json-schema.org/draft/2020-12/schema";
-/// Constraints that are enforced, by the first draft in which the library takes them for such.
+/// Constraints that are enforced, by the first draft in which the library recognises them.
 const ENFORCED: [(&str, Draft); 2] = [("const", Draft::Six), ("prefixItems", Draft::Of2020)];
-/// Constraints that are not, by the first draft in which it says so.
+/// Constraints that are not enforced, by the first draft in which the library says so.
 const UNENFORCED: [(&str, Draft); 15] = [
     ("contains", Draft::Six),
     ("propertyNames", Draft::Six),
@@ -47,11 +47,11 @@ const UNENFORCED: [(&str, Draft); 15] = [
     ("$dynamicAnchor", Draft::Of2020),
     ("$dynamicRef", Draft::Of2020),
 ];
-/// Members that divide a schema: what stands before one and what stands behind it is made into schemas of their own.
+/// Members that divide a schema: what comes before one and what comes after it become separate schemas.
 const DIVIDING: [&str; 6] = ["const", "enum", "allOf", "anyOf", "oneOf", "$ref"];
 
 impl Draft {
-    /// The draft of a schema where `self` is in force around it. One with another name counts as the newest.
+    /// Returns the draft of a schema inside one with the draft `self`. An unknown name counts as the newest draft.
     fn within(self, schema: &Value) -> Self {
         let Some(name) = schema["$schema"].as_str() else {
             return self;
@@ -67,8 +67,8 @@ impl Draft {
     }
 }
 
-/// The first keyword that would be skipped, with its place and what to do. A schema is looked at in each draft in which
-/// it is used: that of the schema around it or of the one that refers to it, unless it names its own.
+/// Finds the first keyword that would be skipped, with its place and the remedy. A schema is checked in each draft in
+/// which it is used: that of the enclosing schema or of the one that refers to it, unless it names its own.
 pub(super) fn skipped(parts: &[Part<'_>]) -> Option<String> {
     let root = parts.first()?;
     let mut seen: Vec<Vec<Draft>> = vec![Vec::new(); parts.len()];
@@ -90,7 +90,7 @@ pub(super) fn skipped(parts: &[Part<'_>]) -> Option<String> {
     None
 }
 
-/// A keyword that the draft does not know.
+/// Finds a keyword that the draft does not know.
 fn unknown(part: &Part<'_>, draft: Draft) -> Option<String> {
     let first = |words: &[(&'static str, Draft)]| {
         let mut newer = words.iter().filter(|(_, since)| draft < *since);
@@ -109,7 +109,7 @@ fn unknown(part: &Part<'_>, draft: Draft) -> Option<String> {
     })
 }
 
-/// A keyword of arrays that is not read beside others.
+/// Finds a keyword of arrays that is not read beside others.
 fn unread(part: &Part<'_>) -> Option<String> {
     let has = |word: &str| part.schema.get(word).is_some();
     let is_list = part.schema["items"].is_array();

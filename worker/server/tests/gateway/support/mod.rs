@@ -1,7 +1,7 @@
-//! A gateway in this process before fake workers on real sockets.
+//! A gateway in this process with fake workers on real sockets.
 //!
 //! A fake worker's tokens are a function of prompt, seed and index, so that a stream that moved can be compared with
-//! one that did not. A prompt with `say:TEXT` is answered by TEXT, one byte a token.
+//! one that did not. A prompt with `say:TEXT` is answered with TEXT, one byte per token.
 
 pub(crate) mod model;
 pub(crate) mod worker;
@@ -21,21 +21,21 @@ use tokio::task::JoinHandle;
 pub(crate) use model::{MODEL, model_dir};
 pub(crate) use worker::{FakeWorker, Fault};
 
-/// A gateway that listens.
+/// A listening gateway.
 pub(crate) struct Running {
     pub(crate) url: String,
     pub(crate) address: std::net::SocketAddr,
     /// `http://HOST:PORT/metrics`.
     pub(crate) metrics_url: String,
     pub(crate) http: reqwest::Client,
-    /// Its workers, to be changed.
+    /// Its workers, which can be changed.
     pub(crate) pool: Arc<WorkerPool>,
     stop: Option<oneshot::Sender<()>>,
     task: JoinHandle<Result<u64, GatewayError>>,
     _model: tempfile::TempDir,
 }
 
-/// Starts a gateway before `workers`, changed by `adjust`, and waits until it is ready.
+/// Starts a gateway with `workers`, its configuration changed by `adjust`, and waits until it is ready.
 pub(crate) async fn gateway(
     workers: &[&FakeWorker],
     adjust: impl FnOnce(&mut GatewayConfig),
@@ -86,7 +86,7 @@ pub(crate) async fn unready_gateway(
 }
 
 impl Running {
-    /// Posts a body and gives the status and the answer.
+    /// Posts a body and returns the status and the answer.
     pub(crate) async fn post(&self, path: &str, body: Value) -> (u16, Value) {
         let response = self
             .http
@@ -109,7 +109,7 @@ impl Running {
             .await
     }
 
-    /// Streams a chat request; all events.
+    /// Streams a chat request and returns all events.
     pub(crate) async fn stream(&self, path: &str, body: Value) -> Vec<String> {
         let mut events = self.open(path, body).await;
         let mut all = Vec::new();
@@ -147,14 +147,14 @@ impl Running {
         (status, response.text().await.unwrap())
     }
 
-    /// All metrics.
+    /// Reads all metrics.
     pub(crate) async fn metrics(&self) -> String {
         let response = self.http.get(&self.metrics_url).send().await.unwrap();
         assert_eq!(response.status(), 200);
         response.text().await.unwrap()
     }
 
-    /// A metric's value, summed over labels that contain `labels`.
+    /// Reads a metric's value, summed over labels that contain `labels`.
     pub(crate) async fn metric(&self, name: &str, labels: &str) -> f64 {
         let text = self.metrics().await;
         text.lines()
@@ -168,7 +168,7 @@ impl Running {
             .sum()
     }
 
-    /// Asks the gateway to end; the handle is ready when it has.
+    /// Asks the gateway to stop; the handle is ready when it has.
     pub(crate) fn shut_down(&mut self) {
         let _ = self.stop.take().map(|stop| stop.send(()));
     }
@@ -178,7 +178,7 @@ impl Running {
     }
 }
 
-/// The data of server-sent events.
+/// Data of server-sent events.
 pub(crate) struct Events {
     response: reqwest::Response,
     buffer: Vec<u8>,
@@ -189,7 +189,7 @@ impl Events {
         loop {
             let end = self.buffer.windows(2).position(|pair| pair == b"\n\n");
             if let Some(end) = end {
-                // A packet may end within a character, an event does not.
+                // A packet may end inside a character, an event does not.
                 let event = String::from_utf8(self.buffer[..end].to_vec()).unwrap();
                 self.buffer.drain(..end + 2);
                 match event.strip_prefix("data: ") {
@@ -202,7 +202,7 @@ impl Events {
         }
     }
 
-    /// The next event that brings text.
+    /// Returns the next event with text.
     pub(crate) async fn next_text(&mut self) -> Option<String> {
         while let Some(event) = self.next().await {
             let value: Value = serde_json::from_str(&event).ok()?;
@@ -217,7 +217,7 @@ impl Events {
     }
 }
 
-/// A chat request to the served model.
+/// Builds a chat request to the served model.
 pub(crate) fn chat_body(say: &str, extra: Value) -> Value {
     let mut body =
         serde_json::json!({"model": MODEL, "messages": [{"role": "user", "content": say}]});
@@ -225,7 +225,7 @@ pub(crate) fn chat_body(say: &str, extra: Value) -> Value {
     body
 }
 
-/// A text completion request to the served model.
+/// Builds a text completion request to the served model.
 pub(crate) fn completion_body(prompt: Value, extra: Value) -> Value {
     let mut body = serde_json::json!({"model": MODEL, "prompt": prompt});
     merge(&mut body, extra);
@@ -238,7 +238,7 @@ fn merge(body: &mut Value, extra: Value) {
     }
 }
 
-/// The events as JSON, without `[DONE]`, which must be the last.
+/// Parses the events as JSON, without `[DONE]`, which must be the last.
 pub(crate) fn chunks(events: &[String]) -> Vec<Value> {
     let (last, rest) = events.split_last().unwrap();
     assert_eq!(last, "[DONE]", "{events:#?}");
@@ -247,7 +247,7 @@ pub(crate) fn chunks(events: &[String]) -> Vec<Value> {
         .collect()
 }
 
-/// The text of a streamed choice.
+/// Text of a streamed choice.
 pub(crate) fn streamed_text(chunks: &[Value], index: u64) -> String {
     chunks
         .iter()
@@ -261,7 +261,7 @@ pub(crate) fn streamed_text(chunks: &[Value], index: u64) -> String {
         .collect()
 }
 
-/// Waits until something holds; fails after ten seconds.
+/// Waits until a condition holds; fails after ten seconds.
 pub(crate) async fn eventually<F: Future<Output = bool>>(mut holds: impl FnMut() -> F) {
     for _ in 0..1000 {
         if holds().await {
@@ -272,7 +272,7 @@ pub(crate) async fn eventually<F: Future<Output = bool>>(mut holds: impl FnMut()
     panic!("it did not become true in ten seconds");
 }
 
-/// Runs requests at the same time.
+/// Runs requests concurrently.
 pub(crate) async fn all<T>(requests: impl IntoIterator<Item = impl Future<Output = T>>) -> Vec<T> {
     futures::stream::iter(requests)
         .buffered(1000)

@@ -2,9 +2,9 @@
 
 use serde_json::{Value, json};
 
-/// The name it is served by.
+/// Name under which it is served.
 pub(crate) const MODEL: &str = "fake-model";
-/// Tokens of prompt and answer together.
+/// Maximum tokens of prompt and answer together.
 pub(crate) const CONTEXT: usize = 512;
 /// Special tokens, from id 256.
 pub(crate) const SPECIAL: [&str; 7] = [
@@ -16,9 +16,9 @@ pub(crate) const SPECIAL: [&str; 7] = [
     "<tool_call>",
     "</tool_call>",
 ];
-/// The id of `<|end|>`.
+/// Id of `<|end|>`.
 pub(crate) const END: u32 = 257;
-/// The model has a few rows more than the tokenizer has tokens.
+/// Vocabulary size: the model has a few rows more than the tokenizer has tokens.
 pub(crate) const VOCAB: usize = 272;
 
 /// Writes the directory.
@@ -85,7 +85,7 @@ fn tokenizer() -> Value {
     })
 }
 
-/// GPT-2's alphabet of bytes.
+/// Letter that stands for a byte in GPT-2's alphabet.
 fn letter(byte: u8) -> char {
     let is_printable = |b: u8| matches!(b, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     if is_printable(byte) {
@@ -95,7 +95,7 @@ fn letter(byte: u8) -> char {
     char::from_u32(0x100 + before).unwrap()
 }
 
-/// Tokens of a text: its bytes, marks as one.
+/// Tokens of a text: its bytes, with each mark as one.
 pub(crate) fn encode(text: &str) -> Vec<u32> {
     let mut tokens = Vec::new();
     let mut rest = text.as_bytes();
@@ -117,7 +117,7 @@ pub(crate) fn encode(text: &str) -> Vec<u32> {
     tokens
 }
 
-/// The text of tokens, marks spelt out.
+/// Text of tokens, with marks spelt out.
 pub(crate) fn decode(tokens: &[u32]) -> String {
     let mut bytes = Vec::new();
     for token in tokens {

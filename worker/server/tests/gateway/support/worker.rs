@@ -23,40 +23,40 @@ use tokio::runtime::Runtime;
 
 use super::model::{self, CONTEXT, END};
 
-/// What goes wrong with the next call.
+/// Failure of the next call.
 #[derive(Clone, Debug)]
 pub(crate) enum Fault {
-    /// The stream ends with this status behind so many tokens.
+    /// The stream ends with this status after this many tokens.
     Status(usize, Status),
-    /// The stream ends without a word behind so many tokens.
+    /// The stream ends silently after this many tokens.
     Cut(usize),
-    /// An index is left out behind so many tokens.
+    /// An index is skipped after this many tokens.
     Gap(usize),
-    /// Nothing more comes behind so many tokens.
+    /// Nothing more arrives after this many tokens.
     Hang(usize),
-    /// All tokens come, and then the stream ends without its last event.
+    /// All tokens arrive, and then the stream ends without its last event.
     NoEnd,
 }
 
-/// What a worker is and does; shared by its lives.
+/// Properties and behaviour of a worker, shared by its lives.
 pub(crate) struct Behaviour {
     pub(crate) description: Mutex<DescribeResponse>,
     pub(crate) stats: Mutex<StatsResponse>,
     pub(crate) faults: Mutex<VecDeque<Fault>>,
-    /// Every call, with what it carried.
+    /// Every call, with its context.
     pub(crate) calls: Mutex<Vec<(GenerateRequest, CallContext)>>,
     /// Time between tokens.
     pub(crate) pace: Mutex<Duration>,
-    /// Answers that are not from `say:` have so many tokens before the end.
+    /// Number of tokens before the end in answers that are not from `say:`.
     pub(crate) length: AtomicUsize,
     pub(crate) cached_tokens: AtomicUsize,
     /// Streams that are open.
     pub(crate) open: AtomicUsize,
     /// Streams that were dropped before their end.
     pub(crate) cancelled: AtomicUsize,
-    /// No new calls are taken, looks neither.
+    /// Whether new calls are refused, probes included.
     pub(crate) is_closed: AtomicBool,
-    /// Looks are not answered.
+    /// Whether probes stay unanswered.
     pub(crate) is_deaf: AtomicBool,
 }
 
@@ -70,7 +70,7 @@ impl Behaviour {
     }
 }
 
-/// A worker on a port of its own, with a runtime of its own, so that it can die at once.
+/// A worker with its own port and its own runtime, so that it can die at once.
 pub(crate) struct FakeWorker {
     pub(crate) behaviour: Arc<Behaviour>,
     endpoint: Endpoint,
@@ -84,7 +84,7 @@ impl FakeWorker {
         worker
     }
 
-    /// A worker whose port is known and that does not run yet.
+    /// Creates a worker whose port is known and that does not run yet.
     pub(crate) fn dormant() -> Self {
         let port = std::net::TcpListener::bind("127.0.0.1:0")
             .unwrap()
@@ -143,14 +143,14 @@ impl FakeWorker {
         self.endpoint.clone()
     }
 
-    /// Ends the worker as `kill -9` would: its sockets close, nothing is said.
+    /// Ends the worker as `kill -9` would: its sockets close without a message.
     pub(crate) fn kill(&self) {
         if let Some(runtime) = self.life.lock().unwrap().take() {
             runtime.shutdown_background();
         }
     }
 
-    /// Starts it, again on the same port.
+    /// Starts the worker, always on the same port.
     pub(crate) fn revive(&self) {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -192,7 +192,7 @@ impl Drop for FakeWorker {
     }
 }
 
-/// Token `index` of the answer: the text behind the last `say:` and then the end, else letters by hash.
+/// Returns token `index` of the answer: the text after the last `say:` and then the end, else letters by hash.
 pub(crate) fn token_at(request: &GenerateRequest, index: usize, length: usize) -> u32 {
     let prompt = model::decode(&request.prompt_tokens);
     let seed = request

@@ -270,7 +270,7 @@ impl Demand<'_> {
     }
 }
 
-/// Bytes that must be available on a node so that `needs_bytes` are free for ranks: the inverse of [`free_bytes`].
+/// Bytes that must be available on a node for `needs_bytes` to be free for ranks: the inverse of [`free_bytes`].
 pub(crate) fn available_for(needs_bytes: u64) -> u64 {
     // 20/19 of the need still leaves a twentieth free.
     let with_share = needs_bytes

@@ -189,10 +189,11 @@ impl Demand<'_> {
         }
     }
 
-    /// Divides the memory of `node` among its ranks; excludes weights and KV of ranks on GPUs.  Resident weights take
-    /// precedence over a large KV cache: a missing weight is read again for every token, a missing block makes one
-    /// request wait. Workers with their own memory limits each have a window over prefetched weights; others share
-    /// one.
+    /// Divides the memory of `node` among its ranks; excludes weights and KV of ranks on GPUs.
+    ///
+    /// Resident weights take precedence over a large KV cache: a missing weight is read again for every token, a
+    /// missing block makes one request wait. Workers with their own memory limits each have a window over prefetched
+    /// weights; others share one.
     pub(crate) fn fit(
         &self,
         node: &NodeProfileStatus,

@@ -86,9 +86,10 @@ fn placed(
     Err(advice::refusal(estimator, demand, wanted, spec, no_room))
 }
 
-/// Devices that ranks may compute on, best first: a GPU helps prefill the most, as it is compute-bound.  All ranks of
-/// a role compute on the same kind of device, so a stream that moves between decode workers continues with the same
-/// bits.
+/// Devices that ranks may compute on, best first: a GPU helps prefill the most, as it is compute-bound.
+///
+/// All ranks of a role compute on the same kind of device, so a stream that moves between decode workers continues
+/// with the same bits.
 fn device_candidates(
     estimator: &Estimator<'_>,
     spec: &InferenceDeploymentSpec,

@@ -83,7 +83,10 @@ impl Applier {
     }
 
     /// Writes what the decision asks for, in its order, up to but not including the status. Stops at the first
-    /// failure, except for rejected Pods.  # Errors The reason that it stopped.
+    /// failure, except for rejected Pods.
+    ///
+    /// # Errors
+    /// The reason that it stopped.
     pub(crate) async fn apply(
         &self,
         subject: Subject<'_>,

@@ -97,7 +97,10 @@ impl Reporting {
     }
 
     /// Reports that a deployment's spec cannot be read. Its current status is read from the API server, as it is not
-    /// cached.  # Errors The API server's error.
+    /// cached.
+    ///
+    /// # Errors
+    /// The API server's error.
     pub(crate) async fn refuse(
         &self,
         metadata: &ObjectMeta,

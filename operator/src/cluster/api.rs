@@ -147,7 +147,10 @@ impl ApiClient {
     }
 
     /// Deletes an object, with a grace period of `grace_s` seconds or its own default. `Ok` also if it is gone, or if
-    /// another object has its name.  # Errors The API server's error.
+    /// another object has its name.
+    ///
+    /// # Errors
+    /// The API server's error.
     pub(crate) async fn delete(
         &self,
         place: &Collection,

@@ -81,9 +81,10 @@ impl Watches {
         }
     }
 
-    /// Starts all watches. They end when the set is dropped.  With `settings.namespaces`, namespaced objects are
-    /// watched in those namespaces only. InferenceDeployments are watched everywhere if that is allowed, so that one
-    /// that is not served is told so in its status.
+    /// Starts all watches. They end when the set is dropped.
+    ///
+    /// With `settings.namespaces`, namespaced objects are watched in those namespaces only. InferenceDeployments are
+    /// watched everywhere if that is allowed, so that one that is not served is told so in its status.
     pub(crate) async fn start(&self, client: &Client, settings: &Settings) -> JoinSet<()> {
         let mut tasks = JoinSet::new();
         self.cluster::<LeanNode>(&mut tasks, client);
@@ -179,7 +180,7 @@ impl Watches {
     }
 }
 
-/// The listener of one watch.
+/// The event handler of one watch.
 struct Listener {
     watches: Watches,
     namespace: Option<String>,

@@ -1,7 +1,9 @@
 //! `hearth convert`: rewrites deprecated fields of InferenceDeployments, in a cluster before `helm upgrade`, or in a
-//! file.  In a cluster the definition is updated first, since an older one would prune the new fields. The previous
-//! owner of a field (helm, `kubectl apply`) owns its successor: this command leaves no entry in `managedFields` that a
-//! later apply would conflict with.
+//! file.
+//!
+//! In a cluster the definition is updated first, since an older one would prune the new fields. The previous owner of
+//! a field (helm, `kubectl apply`) owns its successor: this command leaves no entry in `managedFields` that a later
+//! apply would conflict with.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

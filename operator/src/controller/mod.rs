@@ -1,9 +1,9 @@
 //! `hearth operator`: does with Pods what `hearth up` does with processes.
 //!
 //! - `cluster`: watches keep the cache current and fill the queue. [`reconcile`] takes one deployment through its
-//! stages:   dereference → decide (pure: the crate `hearth-controller-core`) → apply → report. - `services`, besides
-//! the reconciles: certificates, agents that measure nodes and fetch models, measurements by   gateways, the Lease
-//! that elects one of several replicas, health and metrics.
+//!   stages: dereference → decide (pure: the crate `hearth-controller-core`) → apply → report.
+//! - `services`, besides the reconciles: certificates, agents that measure nodes and fetch models, measurements by
+//!   gateways, the Lease that elects one of several replicas, health and metrics.
 //!
 //! **Invariants**
 //! - Only `apply`, `services` and `cluster` hold a client, and `cluster` writes nothing.

@@ -1,6 +1,8 @@
-//! Verification of an agent's identity by the token of its Pod, which the API server reviews.  A kubelet gets tokens
-//! only for the Pods of its own node, so one node's tokens prove nothing about another. The token is for the operator
-//! alone (its audience), and agents reveal it only to a caller with the operator's certificate.
+//! Verification of an agent's identity by the token of its Pod, which the API server reviews.
+//!
+//! A kubelet gets tokens only for the Pods of its own node, so one node's tokens prove nothing about another. The
+//! token is for the operator alone (its audience), and agents reveal it only to a caller with the operator's
+//! certificate.
 
 use hearth_controller_core::names::{AGENT_ACCOUNT, TOKEN_AUDIENCE};
 use k8s_openapi::api::authentication::v1::{

@@ -149,7 +149,7 @@ fn strip_node(node: &mut Node) {
     }
 }
 
-/// Returns a line of this process's status, in MiB.
+/// Reads a value of `/proc/self/status`, in MiB.
 fn resident_mib(name: &str) -> f64 {
     let text = std::fs::read_to_string("/proc/self/status").expect("status");
     let line = text

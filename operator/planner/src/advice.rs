@@ -130,8 +130,8 @@ fn no_gpu(
     }
 }
 
-/// Returns the shortage of all ranks together if there is only one node: it says more than the first rank's that has
-/// no room.
+/// Returns the shortage of all ranks together if there is only one node: it is more informative than the shortage of
+/// the first rank that has no room.
 fn whole_need(
     nodes: &[&NodeProfileStatus],
     demand: &Demand<'_>,
@@ -160,7 +160,7 @@ fn worker_names(ranks: NodeRanks) -> String {
     names.collect::<Vec<_>>().join(", ")
 }
 
-/// Breakdown of a node's CPU, as the end of a sentence; empty where requests are not counted.
+/// Breakdown of a node's CPU, as the end of a sentence; empty if requests are not counted.
 fn cpu_accounts(room: Option<CpuRoom>, gateway_millis: u64) -> String {
     let Some(room) = room else {
         return String::new();
@@ -222,7 +222,7 @@ impl Trial<'_> {
     }
 
     /// The error, with advice, for a rank that finds too little CPU. With one node, the need of all ranks together
-    /// says more than the need of the first one that has no room.
+    /// is more informative than the need of the first one that has no room.
     fn no_cpu(
         &self,
         demand: &Demand<'_>,

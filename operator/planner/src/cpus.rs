@@ -38,7 +38,7 @@ impl CpuRoom {
 }
 
 impl CpuOffer<'_> {
-    /// CPU that may be requested on a node; `None` where requests are not counted.
+    /// CPU that may be requested on a node; `None` if requests are not counted.
     pub(crate) fn room(self, node: &NodeProfileStatus) -> Option<CpuRoom> {
         match self {
             Self::Machine => None,

@@ -135,7 +135,7 @@ impl<'a> Estimator<'a> {
         self.gpus
     }
 
-    /// CPU that may be requested on a node; `None` where requests are not counted.
+    /// CPU that may be requested on a node; `None` if requests are not counted.
     pub(crate) fn cpu_room(&self, node: usize) -> Option<CpuRoom> {
         self.cpus.room(self.nodes[node])
     }

@@ -165,7 +165,7 @@ fn usable_bytes(bytes: u64) -> u64 {
 /// GPUs of `node` that ranks may be assigned to, the one with the most memory first.
 ///
 /// # Errors
-/// The reason that there is none.
+/// The reason that there is no usable GPU.
 fn gpu_rooms<'a>(
     node: &'a NodeProfileStatus,
     offer: GpuOffer<'_>,
@@ -180,7 +180,7 @@ fn gpu_rooms<'a>(
             gpus.filter(|gpu| unusable(gpu).is_none()).collect(),
             |gpu| gpu.free_bytes,
         ),
-        // Any of them may be allocated as a whole: its current user is asked to leave first.
+        // Any of them may be allocated, as a whole GPU: its current user has to release it first.
         NodeOffer::Plugin(_) => match reasons.next() {
             Some(why) => return Err(why),
             None => (gpus.collect(), |gpu| gpu.memory_bytes),

@@ -170,7 +170,7 @@ impl Demand<'_> {
     ) -> u64 {
         let decode = u64::from(ranks.decode_on_cpus());
         let prefill = u64::from(ranks.prefill_on_cpus());
-        // One process more than there are workers even without a gateway, for whatever else runs beside them.
+        // One process more than there are workers even without a gateway, for other processes that run on the node.
         let gateways = u64::from(ranks.gateways.max(1));
         node.memory
             .available_bytes

@@ -17,13 +17,13 @@ use crate::place::{Placement, Refused, Wanted, place};
 /// Prompt tokens per step of a prefill rank: enough for matrix products to be compute-bound.
 const PREFILL_CHUNK_TOKENS: u32 = 512;
 
-/// Makes the plan.
+/// Computes the plan.
+///
 /// Pure and deterministic; the order of `profiles` does not matter. `endpoint` of each rank is `None`: the executor
 /// fills it in before publishing the plan.
-/// the plan fills it in before publishing.
 ///
+/// # Errors
 /// [`PlanError`] with the numbers that do not fit and a change that has been tried and does.
-/// [`PlanError`] with the numbers that do not fit and a change that was tried and does.
 pub fn plan(input: &PlanInput<'_>) -> Result<InferencePlanSpec, PlanError> {
     let spec = input.spec;
     check_strategy(spec)?;

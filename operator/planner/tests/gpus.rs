@@ -258,7 +258,7 @@ fn a_plan_holds_for_each_gpu_that_the_device_plugin_may_give() {
     let spec = spec("prefill: {gpusPerWorker: 1}\n");
     let two = BTreeMap::from([("here".to_owned(), 2)]);
     let mut small = gpu("small", 2, 12);
-    // Its current user leaves first: a device plugin allocates whole GPUs.
+    // Its current user releases it first: a device plugin allocates whole GPUs.
     small.free_bytes = 0;
     let profiles = [here(vec![gpu("large", 1, 24), small])];
     let mut input = plan_input(&spec, &facts, &profiles);

@@ -300,7 +300,7 @@ async fn a_failed_write_stops_the_rest() {
     assert_eq!(server.take_asked(), [""; 0]);
 }
 
-/// Definitions that drop a plan's inputs, plans would be created endlessly; and a plan that serves is not
+/// Definitions that drop a plan's inputs must not lead to endless new plans, and a plan that serves must not be
 /// forgotten because its status cannot be stored.
 #[tokio::test]
 async fn older_definitions_are_told_and_no_plan_is_lost() {

@@ -79,7 +79,7 @@ impl Failure {
                 jitter(Duration::from_secs(1))
             }
             Self::Throttled { wait, .. } => {
-                // Clients that were told to wait should not all return at once, nor every second forever.
+                // Throttled clients should not all retry at once, nor every second forever.
                 *wait + jitter(exponential(failures))
             }
             // Our own terminating Pods may be what fills the quota.

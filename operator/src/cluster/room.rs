@@ -48,7 +48,7 @@ impl State {
         self.ledger.keys().collect()
     }
 
-    /// Reserves room for a plan that is about to be written: from now on other plans are made around it.
+    /// Reserves room for a plan that is about to be written: from now on other plans take it into account.
     pub(crate) fn reserve(&mut self, owner: &str, plan: &InferencePlan) {
         let owner: Arc<str> = owner.into();
         let plan = Arc::new(plan.clone());

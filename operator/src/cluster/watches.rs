@@ -84,7 +84,7 @@ impl Watches {
     /// Starts all watches. They end when the set is dropped.
     ///
     /// With `settings.namespaces`, namespaced objects are watched in those namespaces only. InferenceDeployments are
-    /// watched everywhere if that is allowed, so that one that is not served is told so in its status.
+    /// watched everywhere if that is allowed, so that the status of one that is not served says so.
     pub(crate) async fn start(&self, client: &Client, settings: &Settings) -> JoinSet<()> {
         let mut tasks = JoinSet::new();
         self.cluster::<LeanNode>(&mut tasks, client);

@@ -5,7 +5,7 @@ use k8s_openapi::api::core::v1::Secret;
 use kube::Client;
 use kube::api::Api;
 
-/// Types of Secrets that people create; others hold what the cluster created for itself, such as its own tokens.
+/// Types of Secrets that people create; others hold data of the cluster itself, such as its tokens.
 const TYPES: [&str; 2] = ["Opaque", "kubernetes.io/basic-auth"];
 
 /// Reads the credentials for a URL from a Secret.

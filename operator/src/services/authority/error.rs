@@ -26,7 +26,7 @@ pub(crate) enum AuthorityError {
         "Secret {0} does not hold a certificate authority of Hearth\n  restore it, or delete it: a new authority is made, and all Pods get new certificates"
     )]
     Spoilt(String),
-    /// A certificate that was just made cannot be read.
+    /// A certificate that was just created cannot be read.
     #[error("a certificate that was just made cannot be read")]
     Unreadable,
     /// The public key that an agent sent is invalid.

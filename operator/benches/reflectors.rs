@@ -1,5 +1,5 @@
-//! Memory of kube's reflectors over the objects that the operator watches, each stripped by `modify` of what no decision
-//! reads: what the operator's own tables are compared with.
+//! Memory use of kube's reflectors over the objects that the operator watches, each stripped by `modify` of what no
+//! decision reads: the baseline for the operator's own tables.
 //!
 //! Run by `hearth-scale … --then`, with `KUBECONFIG` of a control plane that has the objects; prints one line.
 
@@ -21,13 +21,13 @@ use kube::{Api, Client, Resource, ResourceExt as _};
 use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
 
-/// The operator's.
+/// The operator's allocator.
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
-/// Objects of one page of a list, as the operator's watches read them.
+/// Objects per page of a list, as in the operator's watches.
 const PAGE: u32 = 100;
-/// Until memory that a list took is given back.
+/// Time for memory that a list took to be returned to the system.
 const SETTLE: Duration = Duration::from_secs(20);
 
 #[tokio::main(flavor = "multi_thread", worker_threads = 2)]
@@ -88,7 +88,7 @@ async fn main() {
     );
 }
 
-/// A reflector of all objects of a kind, once it has listed them.
+/// Starts a reflector of all objects of a kind and returns its store once it has listed them.
 async fn hold<K>(
     tasks: &mut JoinSet<()>,
     client: &Client,
@@ -109,7 +109,7 @@ where
     store
 }
 
-/// Of other people's Pods, what the ledger reads; of one's own, what a rollout reads too.
+/// Strips a Pod to what the ledger reads; Pods of deployments also keep what a rollout reads.
 fn strip_pod(pod: &mut Pod) {
     pod.managed_fields_mut().clear();
     let is_own = pod.labels().contains_key("hearth.dev/deployment");
@@ -149,7 +149,7 @@ fn strip_node(node: &mut Node) {
     }
 }
 
-/// A line of this process's status, in MiB.
+/// Reads a value of `/proc/self/status`, in MiB.
 fn resident_mib(name: &str) -> f64 {
     let text = std::fs::read_to_string("/proc/self/status").expect("status");
     let line = text

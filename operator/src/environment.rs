@@ -1,4 +1,4 @@
-//! What the environment says, beside the variables that stand for arguments (`env` of the commands' arguments).
+//! The process environment, except for variables that provide arguments (`env` of the commands' arguments).
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -12,15 +12,15 @@ pub(crate) struct Environment {
     state_home: Option<PathBuf>,
     /// `XDG_CACHE_HOME`.
     cache_home: Option<PathBuf>,
-    /// `HEARTH_CACHE`: where models are kept.
+    /// `HEARTH_CACHE`: directory of models.
     model_cache: Option<PathBuf>,
     /// `PATH`.
     path: OsString,
-    /// `HEARTH_MODELS`: where models that come with Hearth are looked for first.
+    /// `HEARTH_MODELS`: directory searched first for models that come with Hearth.
     pub(crate) models: Option<PathBuf>,
     /// `HEARTH_WORKER`: the worker's program.
     pub(crate) worker: Option<PathBuf>,
-    /// Whether `HEARTH_MODEL_TOKEN` or `HEARTH_MODEL_USERNAME` says who asks for a model.
+    /// Whether `HEARTH_MODEL_TOKEN` or `HEARTH_MODEL_USERNAME` provides credentials for models.
     pub(crate) has_model_credentials: bool,
     /// `POD_NAMESPACE`: the namespace of the operator's Pod.
     pub(crate) pod_namespace: Option<String>,
@@ -31,7 +31,7 @@ pub(crate) struct Environment {
 }
 
 impl Environment {
-    /// Reads it by `variable`, such as [`std::env::var_os`]. A variable that is set to nothing names nothing.
+    /// Reads it through `variable`, such as [`std::env::var_os`]. An empty variable counts as unset.
     pub(crate) fn read(variable: impl Fn(&str) -> Option<OsString>) -> Self {
         let filled = |name: &str| variable(name).filter(|value| !value.is_empty());
         let path = |name: &str| filled(name).map(PathBuf::from);
@@ -59,7 +59,7 @@ impl Environment {
         Some(base.join("hearth"))
     }
 
-    /// Where models are kept for all deployments of the user; `None` without a home directory.
+    /// Directory of models for all deployments of the user; `None` without a home directory.
     pub(crate) fn model_directory(&self) -> Option<PathBuf> {
         let below_home = || Some(self.home.as_ref()?.join(".cache"));
         let base = || self.cache_home.clone().or_else(below_home);
@@ -67,7 +67,7 @@ impl Environment {
         named.or_else(|| Some(base()?.join("hearth")))
     }
 
-    /// The first program of that name on the search path.
+    /// Finds the first program of that name on the search path.
     pub(crate) fn program(&self, name: &str) -> Option<PathBuf> {
         let mut files = std::env::split_paths(&self.path).map(|directory| directory.join(name));
         files.find(|file| file.is_file())

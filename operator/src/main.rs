@@ -21,8 +21,8 @@ use commands::{chat, convert, logs, plan, probe, status};
 use environment::Environment;
 use terminal::ui;
 
-/// The operator keeps many small things for long beside large ones for moments; this allocator keeps them in half of the
-/// memory. `.cargo/config.toml` sets it up.
+/// Allocator that halves memory use here: the operator holds many small long-lived objects next to large short-lived
+/// ones. `.cargo/config.toml` configures it.
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 

@@ -13,7 +13,7 @@ use prometheus_client::registry::Registry;
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::EnvFilter;
 
-/// Counts of what the operator does.
+/// Metrics of the operator's activity.
 #[derive(Debug)]
 pub(crate) struct Telemetry {
     registry: Registry,
@@ -23,7 +23,7 @@ pub(crate) struct Telemetry {
     gauges: Gauges,
     /// Whether all caches have been filled once.
     pub(crate) is_synced: AtomicBool,
-    /// Whether this replica works.
+    /// Whether this replica is the leader.
     pub(crate) is_leader: AtomicBool,
 }
 
@@ -48,7 +48,7 @@ pub(crate) struct Holder {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Outcome {
-    /// `Ok`, or the name of the error.
+    /// `Ok`, or the name of the failure.
     outcome: &'static str,
 }
 
@@ -65,7 +65,7 @@ struct Kind {
 }
 
 impl Telemetry {
-    /// All counts at zero.
+    /// Creates the metrics with all counts at zero.
     pub(crate) fn new() -> Self {
         let mut registry = Registry::with_prefix("hearth_operator");
         let reconciles = Family::<Outcome, Counter>::default();
@@ -136,15 +136,15 @@ impl Telemetry {
         self.requests.get_or_create(&request).inc();
     }
 
-    /// See the gauge.
+    /// Sets the number of agents outside of the known ranges.
     pub(crate) fn outside(&self, agents: usize) {
         self.gauges.outside.set(agents as i64);
     }
 
-    /// All metrics as OpenMetrics, with what the caches hold now.
+    /// Encodes all metrics as OpenMetrics, with the current contents of the caches.
     ///
     /// # Errors
-    /// When a metric cannot be written as text.
+    /// A metric cannot be written as text.
     pub(crate) fn encode(&self, held: &Held) -> Result<String, std::fmt::Error> {
         self.gauges.queue.set(held.due as i64);
         self.gauges.at_work.set(held.at_work as i64);
@@ -164,12 +164,12 @@ impl Telemetry {
     }
 }
 
-/// What is counted anew for each look at the metrics.
+/// Values that are counted anew for each scrape.
 #[derive(Debug)]
 pub(crate) struct Held {
     /// Deployments that are due.
     pub(crate) due: usize,
-    /// Deployments that are worked on.
+    /// Deployments in progress.
     pub(crate) at_work: usize,
     /// The deployment that others wait for.
     pub(crate) turn_holder: Option<Holder>,
@@ -186,10 +186,10 @@ pub(crate) enum LogFormat {
     Json,
 }
 
-/// Begins to log on standard error.
+/// Starts logging to standard error.
 ///
 /// # Errors
-/// If the filter is not valid.
+/// The filter is not valid.
 pub(crate) fn start_log(filter: &str, format: LogFormat) -> anyhow::Result<()> {
     // A word that is not a level would be taken for a module, and silence all others.
     let is_level = |word: &str| word.contains('=') || word.parse::<LevelFilter>().is_ok();
@@ -197,7 +197,7 @@ pub(crate) fn start_log(filter: &str, format: LogFormat) -> anyhow::Result<()> {
         filter.split(',').all(is_level),
         "--log {filter:?} is not a valid filter\n  write error, warn, info or debug"
     );
-    // What the libraries say of every broken watch is told once, by the watch itself.
+    // Errors that the libraries report for every broken watch are logged once, by the watch itself.
     let quiet = "kube_client=off,kube_runtime=off,tower=warn,hyper=warn,h2=warn,rustls=warn";
     let filter = EnvFilter::try_new(format!("{quiet},{filter}")).with_context(|| {
         format!("--log {filter:?} is not a valid filter\n  write error, warn, info or debug")
@@ -206,7 +206,7 @@ pub(crate) fn start_log(filter: &str, format: LogFormat) -> anyhow::Result<()> {
         .with_env_filter(filter)
         .with_target(false)
         .with_ansi(false)
-        // A line that cannot be written is lost; to tell of it the same way would panic.
+        // A line that cannot be written is lost; reporting that the same way would panic.
         .log_internal_errors(false)
         .with_writer(std::io::stderr);
     match format {

@@ -1,4 +1,4 @@
-//! Changes that would fit instead: each is tried before it is advised.
+//! Changes that would fit instead; each is tried before it is suggested.
 
 use hearth_crds::{InferenceDeploymentSpec, NodeProfileStatus, Pinning, PlanRole, format_bytes};
 
@@ -13,7 +13,7 @@ use crate::place::{Cost, NoRoom, Wanted, place};
 /// The shortest context that a spec may ask for.
 const LEAST_CONTEXT_TOKENS: u32 = 16;
 
-/// Refuses an explicit KV budget that does not hold one stream of the context.
+/// Rejects an explicit KV budget that does not hold one stream of the whole context.
 pub(crate) fn check_kv_budget(
     spec: &InferenceDeploymentSpec,
     demand: &Demand<'_>,
@@ -72,7 +72,7 @@ pub(crate) fn refusal(
             if estimator.nodes().len() != 1 {
                 return trial.no_memory(demand, what, shortage);
             }
-            // More memory of the only node would not help where it lacks something else too.
+            // More memory on the only node would not help if it lacks something else too.
             if let Some(lack) = estimator.cpu_lack(0, ranks) {
                 return trial.no_cpu(demand, what, (0, ranks), lack);
             }
@@ -130,7 +130,8 @@ fn no_gpu(
     }
 }
 
-/// The shortage of all ranks together where there is one node: it says more than that of the first rank without room.
+/// Returns the shortage of all ranks together if there is only one node: it is more informative than the shortage of
+/// the first rank that has no room.
 fn whole_need(
     nodes: &[&NodeProfileStatus],
     demand: &Demand<'_>,
@@ -159,7 +160,7 @@ fn worker_names(ranks: NodeRanks) -> String {
     names.collect::<Vec<_>>().join(", ")
 }
 
-/// Breakdown of a node's CPU, as the end of a sentence; empty where requests are not counted.
+/// Breakdown of a node's CPU, as the end of a sentence; empty if requests are not counted.
 fn cpu_accounts(room: Option<CpuRoom>, gateway_millis: u64) -> String {
     let Some(room) = room else {
         return String::new();
@@ -220,8 +221,8 @@ impl Trial<'_> {
         }
     }
 
-    /// The error, with advice, for a rank that finds too little CPU. With one node, the need of all ranks together says
-    /// more than that of the first one without room.
+    /// The error, with advice, for a rank that finds too little CPU. With one node, the need of all ranks together
+    /// is more informative than the need of the first one that has no room.
     fn no_cpu(
         &self,
         demand: &Demand<'_>,
@@ -307,7 +308,7 @@ impl Trial<'_> {
         place(self.estimator.nodes(), demand, wanted, &estimator).is_ok()
     }
 
-    /// Single changes that fit, the mildest first.
+    /// Single changes that fit, mildest first.
     fn advice(&self, demand: &Demand<'_>) -> Vec<Advice> {
         let mut advice = Vec::new();
         if demand.kv_memory_bytes.is_some() {
@@ -319,7 +320,7 @@ impl Trial<'_> {
         advice
     }
 
-    /// The most gateways that fit; `None` where fewer of them do not help.
+    /// The most gateways that fit; `None` if fewer of them do not help.
     fn gateways(&self, demand: &Demand<'_>) -> Option<Advice> {
         let fits = |gateways: u32| {
             let wanted = Wanted {
@@ -332,7 +333,7 @@ impl Trial<'_> {
         fewer.map(Advice::GatewayReplicas)
     }
 
-    /// Advice to have fewer decode workers, or no prefill workers, where that fits.
+    /// Advice to run fewer decode workers, or no prefill workers, if that fits.
     fn fewer_workers(&self, demand: &Demand<'_>) -> Vec<Advice> {
         let mut advice: Vec<Advice> = self.gateways(demand).into_iter().collect();
         advice.extend(self.replicas(demand));
@@ -364,7 +365,7 @@ impl Trial<'_> {
             .then_some(Advice::RunOnCpus)
     }
 
-    /// The longest context that fits, in steps of 16 tokens, of 1024 when it is that long.
+    /// The longest context that fits, in steps of 16 tokens, or of 1024 if it is that long.
     fn context(&self, demand: &Demand<'_>) -> Option<u32> {
         let fits = |tokens: u32| {
             let shorter = Demand {
@@ -425,8 +426,8 @@ impl Trial<'_> {
     }
 }
 
-/// The largest `n` of `1..=most` that `fits`, where everything below a fitting one fits; where that does not quite
-/// hold (placement is greedy), still one that fits.
+/// The largest `n` in `1..=most` that `fits`, provided that everything below a fitting one fits; if that does not
+/// quite hold (placement is greedy), still one that fits.
 fn largest(most: u32, fits: impl Fn(u32) -> bool) -> Option<u32> {
     let (mut good, mut bad) = (0, most.checked_add(1)?);
     while bad - good > 1 {

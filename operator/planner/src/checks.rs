@@ -1,4 +1,4 @@
-//! Checks before anything is placed: usable profiles, a context that the model supports, a KV cache that it can use.
+//! Checks before placement: usable profiles, a context that the model supports, a KV cache that it can use.
 
 use hearth_crds::{
     FieldError, InferenceDeploymentSpec, KV_TYPES_SAYS, KvShape, KvType, ModelFacts, NO_RINGS_SAYS,
@@ -62,7 +62,7 @@ pub(crate) fn context_length(
     }
 }
 
-/// Refuses a strategy that this planner has no plan for.
+/// Rejects a strategy that this planner cannot plan.
 pub(crate) fn check_strategy(spec: &InferenceDeploymentSpec) -> Result<(), PlanError> {
     match spec.strategy {
         Strategy::Auto | Strategy::Hybrid => Ok(()),
@@ -76,7 +76,7 @@ pub(crate) fn check_strategy(spec: &InferenceDeploymentSpec) -> Result<(), PlanE
     }
 }
 
-/// Number formats of keys and values; the same one for a latent cache, where both are the same bytes.
+/// Number formats of keys and values; they must match for a latent cache, where both are the same bytes.
 pub(crate) fn kv_types(
     spec: &InferenceDeploymentSpec,
     facts: &ModelFacts,

@@ -14,7 +14,7 @@ const GPU_RANK_THREADS: u32 = 4;
 pub enum CpuOffer<'a> {
     /// One machine: all of its CPUs; nothing is requested.
     Machine,
-    /// A cluster: what the deployment's Pods may request, by node; nothing on a node that is missing.
+    /// A cluster: CPU that the deployment's Pods may request, by node; none on a node that is missing.
     Requests(&'a BTreeMap<String, CpuRoom>),
 }
 
@@ -23,14 +23,14 @@ pub enum CpuOffer<'a> {
 pub struct CpuRoom {
     /// Allocatable CPU of the node.
     pub allocatable_millis: u64,
-    /// What all other Pods of the node request.
+    /// Sum of the requests of all other Pods on the node.
     pub requested_millis: u64,
-    /// CPU that is kept free beside them.
+    /// CPU that is kept free in addition.
     pub reserve_millis: u64,
 }
 
 impl CpuRoom {
-    /// What Pods of the deployment may request together.
+    /// Returns the CPU that the deployment's Pods may request in total.
     pub fn free_millis(self) -> u64 {
         let taken = self.requested_millis.saturating_add(self.reserve_millis);
         self.allocatable_millis.saturating_sub(taken)
@@ -38,7 +38,7 @@ impl CpuRoom {
 }
 
 impl CpuOffer<'_> {
-    /// CPU that may be requested on a node; `None` where requests are not counted.
+    /// CPU that may be requested on a node; `None` if requests are not counted.
     pub(crate) fn room(self, node: &NodeProfileStatus) -> Option<CpuRoom> {
         match self {
             Self::Machine => None,
@@ -47,10 +47,10 @@ impl CpuOffer<'_> {
     }
 }
 
-/// What a node lacks of the CPUs that its ranks ask for.
+/// Shortage of CPUs on a node for the ranks placed there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CpuLack {
-    /// With `Exclusive`: fewer whole cores than workers, each of which needs one.
+    /// Fewer whole cores than workers, under `Exclusive`, which gives each worker at least one.
     Cores {
         /// Workers that need cores of their own.
         workers: usize,
@@ -58,7 +58,7 @@ pub(crate) enum CpuLack {
         cores: usize,
         /// Logical CPUs of one core.
         core_cpus: usize,
-        /// What gateways' Pods request of the same node.
+        /// Requests of gateway Pods on the same node.
         gateway_millis: u64,
     },
     /// Less CPU than the ranks' Pods request.
@@ -82,22 +82,22 @@ impl CpuLack {
 /// CPUs of one rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct CpuSet {
-    /// Logical CPUs, ascending.
+    /// Logical CPUs, in ascending order.
     pub cpus: Vec<u32>,
-    /// NUMA nodes that memory is bound to, ascending; any if empty.
+    /// NUMA nodes that memory is bound to, in ascending order; any if empty.
     pub numa_nodes: Vec<u32>,
-    /// One compute thread a core.
+    /// Compute threads, one per core.
     pub threads: u32,
 }
 
 impl CpuSet {
-    /// Whether the rank may use memory of that NUMA node.
+    /// Whether the rank may use memory of this NUMA node.
     pub(crate) fn touches_numa(&self, id: u32) -> bool {
         self.numa_nodes.is_empty() || self.numa_nodes.contains(&id)
     }
 }
 
-/// CPUs in the kernel's notation: `0-3,8`. Expects them ascending; `-` for none.
+/// CPUs in the kernel's notation: `0-3,8`. Expects ascending order; `-` if empty.
 pub fn format_cpu_list(cpus: &[u32]) -> String {
     let mut runs: Vec<(u32, u32)> = Vec::new();
     for &cpu in cpus {
@@ -149,7 +149,7 @@ pub(crate) fn core_count(node: &NodeProfileStatus) -> usize {
     cores_of(node).len()
 }
 
-/// The CPU set of whole cores.
+/// The CPU set made of whole cores.
 fn set_of(cores: &[Core], numa: NumaPolicy) -> CpuSet {
     let mut cpus: Vec<u32> = cores
         .iter()
@@ -232,7 +232,7 @@ pub(crate) fn divide(
     }
 }
 
-/// The sets, if what their Pods request is available.
+/// Returns the sets if the CPU that their Pods request is available.
 fn within(sets: NodeCpus, pinning: Pinning, room: CpuRoom) -> Result<NodeCpus, CpuLack> {
     let workers = sets.prefill.iter().chain(&sets.decode);
     let needs_millis = workers.map(|set| request_millis(set, pinning)).sum::<u64>()
@@ -251,13 +251,13 @@ fn request_millis(set: &CpuSet, pinning: Pinning) -> u64 {
     cpu_request_millis(pinning, set.cpus.len(), set.threads)
 }
 
-/// What a gateway's Pod requests: it never has CPUs of its own.
+/// CPU request of a gateway's Pod, which never has CPUs of its own.
 fn gateway_millis(set: &CpuSet) -> u64 {
     request_millis(set, GATEWAY_UNDER_EXCLUSIVE)
 }
 
-/// Pinning of the gateway of an `Exclusive` deployment: it copies and tokenises now and then, and a dedicated core would
-/// idle.
+/// Pinning of the gateway in an `Exclusive` deployment: it copies and tokenises only now and then, so a dedicated core
+/// would idle.
 pub(crate) const GATEWAY_UNDER_EXCLUSIVE: Pinning = Pinning::Shared;
 
 /// CPUs of the gateway, which tokenises and copies: two threads suffice, on any CPU.
@@ -269,7 +269,7 @@ fn gateway_of(all: &CpuSet) -> CpuSet {
     }
 }
 
-/// Sets that may overlap: with `Compact` one NUMA node per rank in turn, else all CPUs.
+/// Sets that may overlap: under `Compact` one NUMA node per rank in turn, otherwise all CPUs.
 fn divide_shared(node: &NodeProfileStatus, ranks: NodeRanks, numa: NumaPolicy) -> NodeCpus {
     let cores = cores_of(node);
     let all = set_of(&cores, numa);
@@ -286,7 +286,7 @@ fn divide_shared(node: &NodeProfileStatus, ranks: NodeRanks, numa: NumaPolicy) -
     } else {
         vec![all.clone()]
     };
-    // Decode first: it gets the first NUMA node; prefill the next one, if there is one.
+    // Decode first: it gets the first NUMA node; prefill gets the next one, if any.
     let mut turn = sets.iter().cycle();
     let mut take = |ranks: u32| -> Vec<CpuSet> {
         (0..ranks)
@@ -302,8 +302,9 @@ fn divide_shared(node: &NodeProfileStatus, ranks: NodeRanks, numa: NumaPolicy) -
     }
 }
 
-/// Disjoint sets of whole cores: one core for each rank on a GPU; of the others, decode takes as many as saturate memory,
-/// at most half; prefill, which is compute-bound, takes the rest. The gateway runs on the cores that no worker has.
+/// Disjoint sets of whole cores: one core for each rank on a GPU; among the others, decode takes as many as saturate
+/// memory bandwidth, at most half; prefill, which is compute-bound, takes the rest. The gateway runs on the cores that
+/// no worker owns.
 fn divide_exclusive(
     node: &NodeProfileStatus,
     ranks: NodeRanks,
@@ -364,7 +365,7 @@ fn divide_exclusive(
     })
 }
 
-/// CPUs of the gateway: those that no worker has to itself, or all of them where workers have every one.
+/// CPUs of the gateway: those that no worker owns, or all of them if workers own every one.
 fn gateway_beside(cores: &[Core], taken: &BTreeSet<u32>) -> CpuSet {
     let is_left = |core: &&Core| core.cpus.iter().all(|cpu| !taken.contains(cpu));
     let left: Vec<Core> = cores.iter().filter(is_left).cloned().collect();
@@ -372,9 +373,8 @@ fn gateway_beside(cores: &[Core], taken: &BTreeSet<u32>) -> CpuSet {
     gateway_of(&set_of(cores, NumaPolicy::Any))
 }
 
-/// Cores that workers may have to themselves: as many whole ones as their Pods may request. On a single machine one core
-/// is left to the gateway where there are enough. The first cores are left to other programs, as the kubelet does for the
-/// system.
+/// Cores that workers may own: as many whole ones as their Pods may request. On a single machine one core is left to
+/// the gateway if there are enough. The first cores are left to other programs, as the kubelet does for the system.
 fn own_cores(all: &[Core], ranks: NodeRanks, may_request_millis: Option<u64>) -> Vec<Core> {
     let cpus: usize = all.iter().map(|core| core.cpus.len()).sum();
     let workers = (ranks.prefill + ranks.decode) as usize;
@@ -397,7 +397,7 @@ fn own_cores(all: &[Core], ranks: NodeRanks, may_request_millis: Option<u64>) ->
     own
 }
 
-/// Takes `count` cores out of `free`, as the NUMA policy says.
+/// Takes `count` cores out of `free`, following the NUMA policy.
 fn take_cores(free: &mut Vec<Core>, count: usize, numa: NumaPolicy) -> Vec<Core> {
     let mut taken: Vec<Core> = Vec::new();
     while taken.len() < count && !free.is_empty() {
@@ -407,7 +407,7 @@ fn take_cores(free: &mut Vec<Core>, count: usize, numa: NumaPolicy) -> Vec<Core>
         }
         let wanted = count - taken.len();
         let chosen = match numa {
-            // The smallest NUMA node that holds all that is wanted, else the one with the most.
+            // The smallest NUMA node that holds all wanted cores, otherwise the one with the most.
             NumaPolicy::Compact => by_numa
                 .iter()
                 .filter(|(_, cores)| **cores >= wanted)
@@ -438,7 +438,8 @@ fn take_cores(free: &mut Vec<Core>, count: usize, numa: NumaPolicy) -> Vec<Core>
     taken
 }
 
-/// Restricts a set to the CPUs on a GPU's NUMA node, if it has any there: the others reach the GPU only through that node.
+/// Restricts a set to the CPUs on a GPU's NUMA node, if it has any there: the others reach the GPU only through that
+/// node.
 pub(crate) fn keep_beside(set: &mut CpuSet, node: &NodeProfileStatus, numa_node: u32) {
     let is_beside = |id: &u32| {
         node.cpus
@@ -461,7 +462,7 @@ pub(crate) fn keep_beside(set: &mut CpuSet, node: &NodeProfileStatus, numa_node:
         .min(u32::try_from(cores.len()).unwrap_or(u32::MAX));
 }
 
-/// Adds NUMA nodes to a `Compact` set until their free memory holds `needs_bytes`: threads stay, memory may come
+/// Adds NUMA nodes to a `Compact` set until their free memory holds `needs_bytes`: threads stay, memory may be taken
 /// from neighbouring NUMA nodes.
 pub(crate) fn widen_memory(set: &mut CpuSet, node: &NodeProfileStatus, needs_bytes: u64) {
     if set.numa_nodes.is_empty() {

@@ -8,7 +8,7 @@ use crate::input::PlanInput;
 use crate::memory::Demand;
 use crate::place::{Placement, Refused};
 
-/// A placement with all that is needed to write it down as a plan.
+/// A placement with everything needed to write it down as a plan.
 pub(crate) struct Draft<'a> {
     pub input: &'a PlanInput<'a>,
     pub nodes: &'a [&'a NodeProfileStatus],
@@ -28,7 +28,7 @@ impl<'a> Draft<'a> {
         Some((n, self.nodes[n]))
     }
 
-    /// Milliseconds to the first token of a prompt that a decode rank reads by itself, in its own chunks.
+    /// Milliseconds to the first token of a prompt that a decode rank prefills itself, in its own chunks.
     pub(crate) fn chunked_ttft_ms(&self, decode: &PlanRank) -> Option<f64> {
         let (n, _) = self.node_of(decode)?;
         let budget = self.placement.budgets[n].as_ref()?;
@@ -44,7 +44,7 @@ impl<'a> Draft<'a> {
         Some(predictor.prefill_ms(self.estimator.prompt_tokens(), decode.chunk_tokens))
     }
 
-    /// Whether any node keeps only a part of the weights in memory.
+    /// Whether any node keeps only part of the weights in memory.
     pub(crate) fn is_prefetching(&self) -> bool {
         self.placement
             .budgets

@@ -6,7 +6,7 @@ use hearth_crds::{FieldError, format_bytes};
 
 use crate::gpus::LEAST_CAPABILITY;
 
-/// A change of the spec that the planner has tried and that fits.
+/// A change to the spec that the planner has tried and found to fit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Advice {
     /// Write this `spec.model.contextLength`.
@@ -89,32 +89,32 @@ fn join(errors: &[FieldError]) -> String {
         .join("\nerror: ")
 }
 
-/// Why there is no plan. Displays as two lines: the numbers, then what would fit.
+/// Reason that there is no plan. Displays as two lines: the numbers, then what would fit.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum PlanError {
-    /// The spec asks for what this engine does not have.
+    /// The spec asks for something that this engine does not support.
     #[error("{}", join(.0))]
     Unsupported(Vec<FieldError>),
-    /// There is no node to place anything on.
+    /// There is no node to place ranks on.
     #[error(
         "there is no profiled node to place {0} on\n  profile one with hearth-worker profile, or wait for the agents"
     )]
     NoNodes(String),
-    /// A profile that cannot be used.
+    /// A profile that is unusable.
     #[error("the profile of node {node} {problem}\n  profile it again with hearth-worker profile")]
     BadProfile {
         /// The node.
         node: String,
-        /// What is wrong, such as `has no CPUs`.
+        /// The problem, such as `has no CPUs`.
         problem: String,
     },
-    /// Memory does not suffice on any node; the numbers are those of the node with the most.
+    /// No node has enough memory; the numbers are those of the node with the most.
     #[error(
         "{what} needs {}, node {node} has {} free ({breakdown})\n  {}",
         format_bytes(*.needs_bytes), format_bytes(*.free_bytes), any_of(.advice)
     )]
     InsufficientMemory {
-        /// What was to be placed, such as `decode-0`.
+        /// The rank or group that was to be placed, such as `decode-0`.
         what: String,
         /// The node with the most free memory.
         node: String,
@@ -124,35 +124,35 @@ pub enum PlanError {
         free_bytes: u64,
         /// Breakdown of the bytes, in words.
         breakdown: String,
-        /// Changes that fit, each by itself; at least one.
+        /// Changes that fit, each on its own; at least one.
         advice: Vec<Advice>,
     },
-    /// A KV budget that does not hold one stream of the asked length.
+    /// A KV budget that does not hold one stream of the requested length.
     #[error(
         "spec.decode.kvCache.memory is {memory} and holds {holds_tokens} tokens, contextLength is {context_length}\n  \
          raise it to {}Mi, or lower spec.model.contextLength to {fitting_context_length}",
         .needed_bytes.div_ceil(1 << 20)
     )]
     KvBudgetTooSmall {
-        /// The budget as the spec has it.
+        /// The budget in the spec.
         memory: hearth_crds::MemoryQuantity,
         /// Tokens that it holds.
         holds_tokens: u64,
-        /// The asked context.
+        /// The requested context length in tokens.
         context_length: u32,
-        /// Bytes that the asked context needs.
+        /// Bytes that the requested context needs.
         needed_bytes: u64,
         /// The longest context that the budget holds.
         fitting_context_length: u32,
     },
-    /// A KV budget that does not hold the shortest context there is.
+    /// A KV budget that does not even hold the shortest context allowed.
     #[error("spec.decode.kvCache.memory is {memory} and holds {holds_tokens} tokens\n  raise it to {}Mi", .needed_bytes.div_ceil(1 << 20))]
     KvBudgetTiny {
-        /// The budget as the spec has it.
+        /// The budget in the spec.
         memory: hearth_crds::MemoryQuantity,
         /// Tokens that it holds.
         holds_tokens: u64,
-        /// Bytes that the asked context needs.
+        /// Bytes that the requested context needs.
         needed_bytes: u64,
     },
     /// A context that the model does not support.
@@ -160,14 +160,14 @@ pub enum PlanError {
         "spec.model.contextLength is {asked}\n  {architecture} supports at most {max} tokens here: write at most {max}"
     )]
     ContextTooLong {
-        /// What the spec asks for.
+        /// The context length that the spec asks for.
         asked: u32,
-        /// What the model can do.
+        /// The longest context that the model supports.
         max: u32,
         /// The model's architecture.
         architecture: String,
     },
-    /// Too few cores for workers with cores of their own; the numbers are those of the node that lacks the least.
+    /// Too few cores for workers that need their own; the numbers are those of the node that lacks the least.
     #[error(
         "spec.placement.pinning is \"Exclusive\" and node {node} has {cores} whole core{} for {workers} worker{} ({names}){accounts}\n  {}",
         if *.cores == 1 { "" } else { "s" }, if *.workers == 1 { "" } else { "s" }, any_of(.advice)
@@ -183,7 +183,7 @@ pub enum PlanError {
         names: String,
         /// Breakdown of the node's CPU, such as `: of its 2000m CPU …`; empty on a single machine.
         accounts: String,
-        /// Changes that fit, each by itself; at least one.
+        /// Changes that fit, each on its own; at least one.
         advice: Vec<Advice>,
     },
     /// Less CPU than the Pods request; the numbers are those of the node that lacks the least.
@@ -192,17 +192,17 @@ pub enum PlanError {
         any_of(.advice)
     )]
     InsufficientCpu {
-        /// What was to be placed, such as `decode-0`.
+        /// The rank or group that was to be placed, such as `decode-0`.
         what: String,
         /// The node.
         node: String,
-        /// What all ranks of the node would request, in thousandths of a CPU.
+        /// Sum of the CPU that all ranks of the node would request, in thousandths of a CPU.
         needs_millis: u64,
-        /// What they may request.
+        /// CPU that they may request, in thousandths of a CPU.
         free_millis: u64,
         /// Breakdown of the node's CPU.
         accounts: String,
-        /// Changes that fit, each by itself; at least one.
+        /// Changes that fit, each on its own; at least one.
         advice: Vec<Advice>,
     },
     /// Fewer GPUs than needed are available.
@@ -211,7 +211,7 @@ pub enum PlanError {
          lower spec.prefill.gpusPerWorker, add a GPU node with its device plugin, or write 0 to run on CPUs", if *.needs == 1 { "" } else { "s" }
     )]
     TooFewGpus {
-        /// What was to be placed, such as `prefill-0`.
+        /// The rank that was to be placed, such as `prefill-0`.
         what: String,
         /// The node with the most free GPUs.
         node: String,
@@ -226,20 +226,20 @@ pub enum PlanError {
          write spec.prefill.gpusPerWorker: 0 to run on CPUs, or add a GPU of compute capability {LEAST_CAPABILITY} or higher"
     )]
     NoUsableGpu {
-        /// What was to be placed, such as `prefill-0`.
+        /// The rank that was to be placed, such as `prefill-0`.
         what: String,
         /// The node.
         node: String,
-        /// What is wrong with its GPUs.
+        /// The problem with its GPUs.
         why: String,
     },
-    /// A rank does not fit a GPU, whole; the numbers are those of the GPU with the most memory left.
+    /// A rank does not fit on any one GPU as a whole; the numbers are those of the GPU with the most memory left.
     #[error(
         "{what} needs {} of a GPU's memory, {gpu} has {} free ({breakdown})\n  {}",
         format_bytes(*.needs_bytes), format_bytes(*.free_bytes), any_of(.advice)
     )]
     InsufficientGpuMemory {
-        /// What was to be placed, such as `prefill-0`.
+        /// The rank that was to be placed, such as `prefill-0`.
         what: String,
         /// The GPU, such as `NVIDIA L4 of node office`.
         gpu: String,
@@ -249,7 +249,7 @@ pub enum PlanError {
         free_bytes: u64,
         /// Breakdown of the bytes, in words.
         breakdown: String,
-        /// Changes that fit, each by itself; at least one.
+        /// Changes that fit, each on its own; at least one.
         advice: Vec<Advice>,
     },
 }

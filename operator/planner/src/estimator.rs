@@ -11,9 +11,9 @@ use crate::predict::{LOOPBACK_GBPS, Predictor, Rates};
 
 /// GB/s between two nodes that have not measured their link: a little under gigabit Ethernet.
 const UNMEASURED_LINK_GBPS: f64 = 0.1;
-/// The prompt's length that TTFT is predicted at: a quarter of the context, at most this.
+/// Prompt length in tokens at which TTFT is predicted: a quarter of the context, capped at this.
 const PREDICTED_PROMPT_TOKENS: u32 = 512;
-/// The context that TPOT is predicted at: half of the context, at most this.
+/// Context length in tokens at which TPOT is predicted: half of the context, capped at this.
 const PREDICTED_CONTEXT_TOKENS: u32 = 1024;
 
 /// Predicts what placing a rank costs.
@@ -88,11 +88,11 @@ impl<'a> Estimator<'a> {
         }
     }
 
-    /// Bytes of the weights that a step need not read from the disk.
+    /// Bytes of the weights that a step does not have to read from disk.
     fn kept_bytes(&self, node: usize, budget: &NodeBudget) -> u64 {
         match self.gpus {
-            // A worker's pages stay in the page cache when it lets go of them, as long as the machine has memory; and what others
-            // have brought in is not charged to it.
+            // A worker's released pages stay in the page cache as long as the machine has memory, and pages that
+            // others brought in are not charged to it.
             GpuOffer::Machine => {
                 let disks = self.nodes[node].disks.iter();
                 let cached = disks.filter_map(|disk| disk.cached_bytes).max();
@@ -101,7 +101,7 @@ impl<'a> Estimator<'a> {
                     .max(budget.page_cache_bytes)
                     .max(cached.unwrap_or(0))
             }
-            // A Pod's limit is what the plan grants.
+            // A Pod is limited to what the plan grants.
             GpuOffer::Cluster { .. } => budget.weight_budget_bytes,
         }
     }
@@ -110,7 +110,7 @@ impl<'a> Estimator<'a> {
         self.spec.placement.pinning == Pinning::Exclusive
     }
 
-    /// GB/s of KV from a prefill rank on `node` to the nearest decode rank.
+    /// GB/s of KV transfer from a prefill rank on `node` to the nearest decode rank.
     pub(crate) fn link_gbps(&self, node: usize, placed: &[NodeRanks]) -> f64 {
         let to = |peer: usize| {
             if peer == node {
@@ -135,7 +135,7 @@ impl<'a> Estimator<'a> {
         self.gpus
     }
 
-    /// CPU that may be requested on a node; `None` where requests are not counted.
+    /// CPU that may be requested on a node; `None` if requests are not counted.
     pub(crate) fn cpu_room(&self, node: usize) -> Option<CpuRoom> {
         self.cpus.room(self.nodes[node])
     }
@@ -199,7 +199,7 @@ impl Cost for Estimator<'_> {
         predictor.decode_ms(1, self.stream_tokens())
     }
 
-    /// A decode rank on the same CPUs, or on the same GPU, halves what a prefill rank gets while streams run.
+    /// A decode rank on the same CPUs or the same GPU halves what a prefill rank gets while streams run.
     fn prefill_ms(&self, node: usize, ranks: NodeRanks, placed: &[NodeRanks]) -> f64 {
         let (Ok(cpus), Ok(slots), Ok(budget)) = (
             self.cpus(node, ranks),

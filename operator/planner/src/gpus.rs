@@ -1,4 +1,4 @@
-//! Assignment of ranks to GPUs: a rank on a GPU has its weights, its KV cache and its working room on that one GPU.
+//! Assignment of ranks to GPUs: a rank on a GPU has its weights, its KV cache and its working memory on that one GPU.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -10,7 +10,7 @@ use crate::node_ranks::NodeRanks;
 
 /// Compute capability that the engine's kernels need: bf16 on tensor cores.
 pub(crate) const LEAST_CAPABILITY: ComputeCapability = ComputeCapability { major: 8, minor: 0 };
-/// Minimum of a GPU's memory that is left to the driver and to other programs.
+/// Minimum of a GPU's memory that is left to the driver and other programs.
 const LEAST_RESERVE_BYTES: u64 = 512 << 20;
 /// Inverse of the share of a GPU's memory that is left free: fragmentation grows with the memory allocated.
 const RESERVE_SHARE: u64 = 32;
@@ -18,12 +18,12 @@ const RESERVE_SHARE: u64 = 32;
 /// Source of the GPUs that ranks may use.
 #[derive(Clone, Copy, Debug)]
 pub enum GpuOffer<'a> {
-    /// One machine: all that its profile shows. As many ranks share a GPU as its free memory holds.
+    /// One machine: every GPU that its profile shows. As many ranks share a GPU as fit its free memory.
     Machine,
-    /// A cluster, where each GPU is one rank's own.
+    /// A cluster, where no two ranks share a GPU.
     Cluster {
-        /// GPUs that device plugins can still allocate, by node; 0 for a node that is missing. The plugin picks the GPU,
-        /// so that a plan must fit on each GPU of the node.
+        /// GPUs that device plugins can still allocate, by node; 0 for a node that is missing. The plugin picks the
+        /// GPU, so a plan must fit on each GPU of the node.
         plugin: &'a BTreeMap<String, u32>,
         /// UUIDs that can still be claimed, by node: dynamic resource allocation, which allocates exactly the GPU that a
         /// claim names. A node in this map has no other GPUs.
@@ -52,7 +52,7 @@ impl<'a> GpuOffer<'a> {
 }
 
 impl NodeOffer<'_> {
-    /// GPUs that are still available on the node; `None` where only their memory limits it.
+    /// GPUs that are still available on the node; `None` if only their memory is the limit.
     pub(crate) fn count(self) -> Option<u32> {
         match self {
             Self::Machine => None,
@@ -66,12 +66,12 @@ impl NodeOffer<'_> {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct GpuSlot<'a> {
     pub gpu: &'a GpuProfile,
-    /// Bytes of this GPU that all ranks on it may use together.
+    /// Bytes of this GPU that all its ranks may use together.
     pub usable_bytes: u64,
     pub kv_bytes: u64,
-    /// Weights, KV and working room.
+    /// Weights, KV and working memory.
     pub memory_bytes: u64,
-    /// Ranks of the same role on the same GPU, this one among them.
+    /// Ranks of the same role on the same GPU, including this one.
     pub sharing: u32,
 }
 
@@ -92,12 +92,12 @@ impl<'a> GpuSlots<'a> {
     }
 }
 
-/// What a node lacks of the GPUs that its ranks would have.
+/// Shortage of GPUs on a node for the ranks placed there.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum GpuLack {
-    /// Fewer than needed are available from the device plugin.
+    /// Fewer GPUs available than needed.
     Count { node: String, needs: u32, free: u32 },
-    /// No GPU that this engine supports, and why.
+    /// No GPU that this engine supports, with the reason.
     Unusable { node: String, why: String },
     /// Too little memory on the GPU with the most left.
     Memory(GpuShortage),
@@ -116,7 +116,7 @@ impl GpuLack {
     }
 }
 
-/// Memory that a rank needs of a GPU, and what is free.
+/// Memory that a rank needs on a GPU, and the memory that is free.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct GpuShortage {
     pub node: String,
@@ -129,7 +129,7 @@ pub(crate) struct GpuShortage {
     pub working_bytes: u64,
 }
 
-/// Why the engine cannot compute on a GPU; `None` where it can.
+/// Returns the reason that the engine cannot compute on a GPU; `None` if it can.
 pub(crate) fn unusable(gpu: &GpuProfile) -> Option<String> {
     if let Some(obstacle) = &gpu.obstacle {
         return Some(obstacle.clone());
@@ -165,7 +165,7 @@ fn usable_bytes(bytes: u64) -> u64 {
 /// GPUs of `node` that ranks may be assigned to, the one with the most memory first.
 ///
 /// # Errors
-/// Why there is none.
+/// The reason that there is no usable GPU.
 fn gpu_rooms<'a>(
     node: &'a NodeProfileStatus,
     offer: GpuOffer<'_>,
@@ -180,7 +180,7 @@ fn gpu_rooms<'a>(
             gpus.filter(|gpu| unusable(gpu).is_none()).collect(),
             |gpu| gpu.free_bytes,
         ),
-        // Any of them may be handed out, whole: who uses it now is asked to leave first.
+        // Any of them may be allocated, as a whole GPU: its current user has to release it first.
         NodeOffer::Plugin(_) => match reasons.next() {
             Some(why) => return Err(why),
             None => (gpus.collect(), |gpu| gpu.memory_bytes),
@@ -225,8 +225,8 @@ pub(crate) fn has_usable(node: &NodeProfileStatus, offer: GpuOffer<'_>) -> bool 
     offer.at(node).count() != Some(0) && gpu_rooms(node, offer).is_ok()
 }
 
-/// Assigns the ranks of a node to its GPUs: each to the one with the most memory left, prefill ranks first. What is left
-/// then becomes KV. A prefill rank holds `gpus_per_prefill` GPUs and computes on one of them.
+/// Assigns the ranks of a node to its GPUs: each to the one with the most memory left, prefill ranks first. The memory
+/// left after that becomes KV cache. A prefill rank holds `gpus_per_prefill` GPUs and computes on one of them.
 pub(crate) fn assign_slots<'a>(
     node: &'a NodeProfileStatus,
     ranks: NodeRanks,
@@ -283,7 +283,8 @@ pub(crate) fn assign_slots<'a>(
     Ok(with_kv(&rooms, &taken, demand))
 }
 
-/// Reserves the least that a rank needs on the GPU with the most memory left (the first of equals); returns its index.
+/// Reserves the minimum that a rank needs on the GPU with the most memory left (the first if equal); returns its
+/// index.
 fn take(
     node: &NodeProfileStatus,
     rooms: &mut [GpuRoom<'_>],
@@ -318,8 +319,8 @@ fn take(
     Ok(n)
 }
 
-/// Divides what the GPUs have left among the ranks on them: prefill ranks up to what they can use, decode ranks share
-/// the rest in whole blocks.
+/// Divides the memory left on the GPUs among their ranks: prefill ranks get up to what they can use, decode ranks
+/// share the rest in whole blocks.
 fn with_kv<'a>(
     rooms: &[GpuRoom<'a>],
     taken: &[(PlanRole, usize)],
@@ -353,7 +354,7 @@ fn with_kv<'a>(
 }
 
 impl GpuShortage {
-    /// Bytes that must be freed on the GPU, the planner's reserve included.
+    /// Bytes that must be freed on the GPU, including the planner's reserve.
     pub(crate) fn missing_bytes(&self) -> u64 {
         let missing = self.needs_bytes.saturating_sub(self.free_bytes);
         let reserve = if self.free_bytes == 0 {
@@ -361,7 +362,7 @@ impl GpuShortage {
         } else {
             0
         };
-        // 32/31 of it leaves a 32nd over.
+        // 32/31 of it still leaves a 32nd free.
         missing
             .saturating_add(missing / (RESERVE_SHARE - 1))
             .saturating_add(reserve + 2)

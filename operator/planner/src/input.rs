@@ -18,7 +18,7 @@ pub struct PlanInput<'a> {
     pub spec: &'a InferenceDeploymentSpec,
     /// Facts about the model.
     pub facts: &'a ModelFacts,
-    /// The directory of the model on each node.
+    /// Directory of the model on each node.
     pub model_path: &'a str,
     /// Profiles of the nodes, in any order.
     pub profiles: &'a [NodeProfileStatus],

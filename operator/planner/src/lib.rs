@@ -1,8 +1,8 @@
-//! Pure: deployment spec, model facts and node profiles become a plan.
+//! Pure function from deployment spec, model facts and node profiles to a plan.
 //!
-//! [`plan`] makes every choice (ranks, nodes, CPUs, NUMA nodes, residency, KV budgets, chunk sizes, routing) and says
-//! why, with numbers; the operator and `hearth up` execute its answer and choose nothing. What does not fit is
-//! refused with the numbers and with a change that would fit.
+//! [`plan`] makes every choice (ranks, nodes, CPUs, NUMA nodes, residency, KV budgets, chunk sizes, routing) and
+//! explains it with numbers; the operator and `hearth up` execute the plan and choose nothing. What does not fit is
+//! rejected with the numbers and a change that would fit.
 //!
 //! Architecture invariant: no clock, no randomness, no I/O, no kube: the same input gives the same
 //! plan, byte for byte.

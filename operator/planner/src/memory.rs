@@ -6,17 +6,17 @@ use crate::node_ranks::NodeRanks;
 
 /// Tokens of one KV block.
 pub(crate) const BLOCK_TOKENS: u32 = 16;
-/// Prompts that a prefill rank has in progress: one being computed, one whose last layers are being transferred.
+/// Prompts that a prefill rank has in progress: one being computed, one with its last layers being transferred.
 pub(crate) const PREFILL_BATCH: u32 = 2;
-/// Bytes of a process with its code, runtime and tokenizer.
+/// Bytes of a process, including its code, runtime and tokenizer.
 const PROCESS_BYTES: u64 = 64 << 20;
-/// The same as measured, for predictions, which count what is used and not what must be granted.
+/// Measured bytes of the same process, for predictions, which count memory in use rather than memory to be granted.
 const RUNNING_PROCESS_BYTES: u64 = 16 << 20;
 /// Bytes of a process that computes on a GPU: the driver maps some hundred MiB, and weights pass through pinned buffers.
 const GPU_PROCESS_BYTES: u64 = 512 << 20;
 /// Inverse of the share of the weights that padding adds on a GPU: rows and tensors are aligned to whole blocks.
 const GPU_PADDING_SHARE: u64 = 64;
-/// Activations of a token on a GPU, where matrix products read the residual stream as three bf16 terms beside it.
+/// Activations of a token on a GPU, where matrix products read the residual stream as three bf16 terms in addition.
 const GPU_ACTIVATION_WIDTHS: u64 = 2 * ACTIVATION_WIDTHS;
 /// Activations of a token, as multiples of the residual stream in float32: queries, keys, the widest FFN, two buffers.
 const ACTIVATION_WIDTHS: u64 = 24;
@@ -32,9 +32,9 @@ pub(crate) struct Demand<'a> {
     pub max_batch: u32,
     /// `spec.decode.kvCache.memory` in bytes.
     pub kv_memory_bytes: Option<u64>,
-    /// The most tokens of one step of a rank.
+    /// Maximum tokens in one step of a rank.
     pub chunk_tokens: u32,
-    /// Workers have CPUs, and so memory limits, of their own.
+    /// Whether workers have their own CPUs, and so their own memory limits.
     pub exclusive: bool,
 }
 
@@ -42,20 +42,20 @@ pub(crate) struct Demand<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct NodeBudget {
     pub policy: ResidencyPolicy,
-    /// Bytes of weights that may be in memory at a time; of each worker where weights are prefetched and workers exclusive.
+    /// Bytes of weights that may be in memory at a time; per worker if weights are prefetched and workers exclusive.
     pub weight_budget_bytes: u64,
     pub decode_kv_bytes: u64,
     pub prefill_kv_bytes: u64,
-    /// KV of a decode rank if memory were plenty.
+    /// KV of a decode rank if memory were unlimited.
     pub decode_kv_wanted_bytes: u64,
-    /// Bytes that the ranks of the node may use in all.
+    /// Bytes that the ranks of the node may use in total.
     pub free_bytes: u64,
-    /// Bytes of files that stay in memory beside full KV caches: reserves and the budget of mapped weights do not bound the page
-    /// cache, and processes take less than they are granted.
+    /// Bytes of files that stay in memory alongside full KV caches: reserves and the budget of mapped weights do not
+    /// limit the page cache, and processes use less than they are granted.
     pub page_cache_bytes: u64,
 }
 
-/// Memory that ranks need of a node, and what is free.
+/// Memory that ranks need on a node, and the memory that is free.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Shortage {
     pub node: String,
@@ -66,13 +66,13 @@ pub(crate) struct Shortage {
     pub scratch_bytes: u64,
 }
 
-/// What a rank needs of a GPU.
+/// Memory that a rank needs on a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct GpuNeed {
     pub weights_bytes: u64,
     pub kv_least_bytes: u64,
     pub kv_best_bytes: u64,
-    /// Activations, logits, and the driver's context of the process.
+    /// Activations, logits, and the process's driver context.
     pub working_bytes: u64,
 }
 
@@ -91,7 +91,7 @@ impl Demand<'_> {
         (blocks * u64::from(BLOCK_TOKENS)).saturating_mul(self.kv_bytes_per_token)
     }
 
-    /// Bytes of a decode or prefill process beside weights and KV.
+    /// Bytes of a decode or prefill process in addition to weights and KV.
     pub(crate) fn worker_scratch_bytes(&self) -> u64 {
         PROCESS_BYTES + self.step_bytes(ACTIVATION_WIDTHS)
     }
@@ -101,7 +101,7 @@ impl Demand<'_> {
         GPU_PROCESS_BYTES + self.logits_bytes()
     }
 
-    /// What a rank needs of its GPU.
+    /// Returns the memory that a rank needs on its GPU.
     pub(crate) fn on_gpu(&self, role: PlanRole) -> GpuNeed {
         let weights = self.facts.bytes.total();
         let (kv_least_bytes, kv_best_bytes) = match role {
@@ -117,7 +117,7 @@ impl Demand<'_> {
         }
     }
 
-    /// Bytes of the largest step's activations and logits.
+    /// Bytes of activations and logits in the largest step.
     fn step_bytes(&self, activation_widths: u64) -> u64 {
         let tokens = u64::from(self.chunk_tokens) + u64::from(self.max_batch);
         let activations = tokens * u64::from(self.facts.hidden) * 4 * activation_widths;
@@ -143,7 +143,7 @@ impl Demand<'_> {
             + self.gpu_worker_scratch_bytes() * u64::from(on_gpus)
     }
 
-    /// KV of one decode rank: at least, and at best.
+    /// KV of one decode rank: minimum and optimum.
     fn decode_kv(&self) -> (u64, u64) {
         match self.kv_memory_bytes {
             Some(bytes) => (bytes, bytes),
@@ -154,13 +154,13 @@ impl Demand<'_> {
         }
     }
 
-    /// KV of one prefill rank: at least, and at best.
+    /// KV of one prefill rank: minimum and optimum.
     fn prefill_kv(&self) -> (u64, u64) {
         let one = self.kv_bytes(self.context_length);
         (one, one.saturating_mul(u64::from(PREFILL_BATCH)))
     }
 
-    /// Bytes of `node` that its ranks leave to the page cache when each has so many bytes of KV.
+    /// Bytes of `node` that its ranks leave to the page cache if each has this much KV.
     fn page_cache_bytes(
         &self,
         node: &NodeProfileStatus,
@@ -170,7 +170,7 @@ impl Demand<'_> {
     ) -> u64 {
         let decode = u64::from(ranks.decode_on_cpus());
         let prefill = u64::from(ranks.prefill_on_cpus());
-        // One process more than the workers wherever it is, for what else runs beside them.
+        // One process more than there are workers even without a gateway, for other processes that run on the node.
         let gateways = u64::from(ranks.gateways.max(1));
         node.memory
             .available_bytes
@@ -180,7 +180,8 @@ impl Demand<'_> {
             .saturating_sub((decode + prefill + gateways) * RUNNING_PROCESS_BYTES)
     }
 
-    /// Number of windows over prefetched weights for `workers` of a node: one each where they have memory limits of their own.
+    /// Number of windows over prefetched weights for a node's `workers`: one each if they have their own memory
+    /// limits.
     fn weight_windows(&self, workers: u64) -> u64 {
         match self.exclusive {
             true => workers.max(1),
@@ -188,11 +189,11 @@ impl Demand<'_> {
         }
     }
 
-    /// Divides the memory of `node` among its ranks; weights and KV of a rank on a GPU are not in it.
+    /// Divides the memory of `node` among its ranks; excludes weights and KV of ranks on GPUs.
     ///
-    /// Resident weights come before a large KV cache: a missing weight is read again for every token, a missing
-    /// block makes one request wait. Workers with memory limits of their own have a window over prefetched weights each;
-    /// others share one.
+    /// Resident weights take precedence over a large KV cache: a missing weight is read again for every token, a
+    /// missing block makes one request wait. Workers with their own memory limits each have a window over prefetched
+    /// weights; others share one.
     pub(crate) fn fit(
         &self,
         node: &NodeProfileStatus,
@@ -270,16 +271,16 @@ impl Demand<'_> {
     }
 }
 
-/// Bytes that must be available on a node so that `needs_bytes` are free for ranks: the inverse of [`free_bytes`].
+/// Bytes that must be available on a node for `needs_bytes` to be free for ranks: the inverse of [`free_bytes`].
 pub(crate) fn available_for(needs_bytes: u64) -> u64 {
-    // 20/19 of the need leaves a twentieth over.
+    // 20/19 of the need still leaves a twentieth free.
     let with_share = needs_bytes
         .saturating_add(needs_bytes / 19)
         .saturating_add(2);
     with_share.max(needs_bytes.saturating_add(LEAST_RESERVE_BYTES))
 }
 
-/// Bytes of a node that ranks may use: what is available less a twentieth, and at least 128 MiB, for other programs.
+/// Bytes of a node that ranks may use: available memory minus a twentieth, at least 128 MiB, for other programs.
 pub(crate) fn free_bytes(node: &NodeProfileStatus) -> u64 {
     let available = node.memory.available_bytes;
     available.saturating_sub(LEAST_RESERVE_BYTES.max(available / 20))

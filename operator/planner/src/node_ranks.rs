@@ -8,7 +8,7 @@ pub(crate) struct NodeRanks {
     pub gateways: u32,
     pub prefill: u32,
     pub decode: u32,
-    /// Which of them compute on GPUs.
+    /// Roles that compute on GPUs.
     pub on_gpu: OnGpu,
 }
 

@@ -1,5 +1,6 @@
-//! Ranks that compute the same bits. A stream that moves between workers of one pool continues with the same tokens only
-//! on these, so a pool is placed on nodes of one kind where it fits there, and the plan says so where it does not.
+//! Numerics of ranks: which ones compute identical bits. A stream that moves between workers of one pool is sure to
+//! continue with the same tokens only if they do, so a pool is placed on nodes of one kind if it fits there, and
+//! otherwise the plan reports it.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -16,7 +17,7 @@ use crate::memory::Demand;
 use crate::node_ranks::NodeRanks;
 use crate::place::{Cost, Placement, Wanted, place};
 
-/// Arithmetic of a rank, as far as a profile tells: equal ones compute the same bits.
+/// Arithmetic of a rank, as far as a profile shows it: equal values compute the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Numerics {
     Reference,
@@ -37,7 +38,7 @@ impl fmt::Display for Numerics {
     }
 }
 
-/// Kernels that a worker selects by default: the best that the CPUs support.
+/// Kernels that a worker selects by default: the best ones that the CPUs support.
 fn of_cpus(isa: &IsaProfile) -> Numerics {
     if isa.avx512f && isa.avx512bw && isa.avx512vbmi {
         Numerics::Avx512
@@ -58,7 +59,7 @@ fn of_rank(node: &NodeProfileStatus, rank: &PlanRank) -> Numerics {
     }
 }
 
-/// One line for each pool whose ranks compute different bits.
+/// Returns one line for each pool whose ranks compute different bits.
 pub(crate) fn mixed_pools(nodes: &[&NodeProfileStatus], ranks: &[PlanRank]) -> Vec<String> {
     [PlanRole::Prefill, PlanRole::Decode]
         .into_iter()
@@ -86,8 +87,8 @@ fn mixed_pool(nodes: &[&NodeProfileStatus], ranks: &[PlanRank], role: PlanRole) 
     ))
 }
 
-/// A placement in which the ranks of each pool on CPUs compute the same bits; `None` where `free` already is one, or where
-/// none keeps weights in memory on as many nodes. Kinds of nodes to which `free` assigns the most ranks are tried first.
+/// A placement in which the CPU ranks of each pool compute the same bits; `None` if `free` already is one, or if
+/// none keeps weights in memory on as many nodes. Kinds of nodes with the most ranks in `free` are tried first.
 pub(crate) fn alike(
     estimator: &Estimator<'_>,
     demand: &Demand<'_>,
@@ -125,7 +126,7 @@ pub(crate) fn alike(
     None
 }
 
-/// Number of nodes that keep only a part of the weights in memory.
+/// Number of nodes that keep only part of the weights in memory.
 fn prefetched(placement: &Placement) -> usize {
     let budgets = placement.budgets.iter().flatten();
     budgets
@@ -160,7 +161,7 @@ impl Cost for Only<'_> {
         {
             return self.estimator.cpu_lack(node, ranks);
         }
-        // None of its cores are of the kind.
+        // None of its cores is of that kind.
         Some(CpuLack::Cores {
             workers: ranks.count(),
             cores: 0,

@@ -7,7 +7,7 @@ use crate::gpus::GpuLack;
 use crate::memory::{Demand, NodeBudget, Shortage};
 use crate::node_ranks::{NodeRanks, OnGpu};
 
-/// Ranks of each role that the spec asks for, and where they compute.
+/// Number of ranks of each role that the spec asks for, and their devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Wanted {
     pub gateways: u32,
@@ -28,11 +28,12 @@ impl Wanted {
     }
 }
 
-/// Each node's ranks and memory budget, in the order of the nodes given; the budget is `None` for a node without ranks.
+/// Ranks and memory budget of each node, in the order of the nodes given; the budget is `None` for a node without
+/// ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Placement {
     pub ranks: Vec<NodeRanks>,
-    /// The node of each gateway, by its index.
+    /// The node of each gateway, by gateway index.
     pub gateways: Vec<usize>,
     pub budgets: Vec<Option<NodeBudget>>,
 }
@@ -40,41 +41,41 @@ pub(crate) struct Placement {
 /// A rank that no node can take.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum NoRoom {
-    /// Not enough memory, on the node that lacks the least.
+    /// Not enough memory; reports the node that lacks the least.
     Memory { what: String, shortage: Shortage },
-    /// Not enough CPUs, on the node that lacks the least.
+    /// Not enough CPUs; reports the node that lacks the least.
     Cpus {
         what: String,
         node: usize,
         ranks: NodeRanks,
         lack: CpuLack,
     },
-    /// Not enough GPUs or GPU memory, on the node that lacks the least.
+    /// Not enough GPUs or GPU memory; reports the node that lacks the least.
     Gpus { what: String, lack: GpuLack },
 }
 
-/// Devices on which no placement has room, and what they lack.
+/// Devices on which no placement has room, and the shortage.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Refused {
     pub on_gpu: OnGpu,
     pub no_room: NoRoom,
 }
 
-/// Costs and limits of a node with the ranks that it would have.
+/// Costs and limits of a node with a hypothetical set of ranks.
 pub(crate) trait Cost {
-    /// The CPUs that the node lacks for them; `None` where it has enough.
+    /// The CPUs that the node lacks for them; `None` if it has enough.
     fn cpu_lack(&self, node: usize, ranks: NodeRanks) -> Option<CpuLack>;
-    /// The GPUs that the node lacks for them; `None` where it has enough.
+    /// The GPUs that the node lacks for them; `None` if it has enough.
     fn gpu_lack(&self, node: usize, ranks: NodeRanks) -> Option<GpuLack>;
-    /// Time per output token of a further decode rank.
+    /// Time per output token of an additional decode rank, in milliseconds.
     fn decode_ms(&self, node: usize, ranks: NodeRanks) -> f64;
-    /// Time to first token through a further prefill rank; infinite where no link leads to a decode rank.
+    /// Time to first token through an additional prefill rank, in milliseconds; infinite if it cannot run there.
     fn prefill_ms(&self, node: usize, ranks: NodeRanks, placed: &[NodeRanks]) -> f64;
 }
 
-/// Places decode ranks first, each on the node where a token takes the least time with the ranks already there; then
-/// prefill ranks likewise. The first gateway runs on the node of the first decode rank, each further one on a node with the
-/// fewest of them. Ties go to the first node.
+/// Places decode ranks first, each on the node where a token takes the least time given the ranks already there; then
+/// prefill ranks likewise. The first gateway runs on the node of the first decode rank, each additional one on a node
+/// with the fewest of them. Ties are broken by node order.
 pub(crate) fn place(
     nodes: &[&NodeProfileStatus],
     demand: &Demand<'_>,
@@ -143,7 +144,7 @@ pub(crate) fn place(
     })
 }
 
-/// Places further gateways beside the first; their nodes.
+/// Places the gateways after the first; returns their nodes.
 fn place_gateways(
     nodes: &[&NodeProfileStatus],
     demand: &Demand<'_>,
@@ -171,8 +172,9 @@ fn place_gateways(
     Ok(gateways)
 }
 
-/// What one more gateway costs on `node`, which goes from `before` to `after`: most of all weights or KV cache that would
-/// leave the memory for it, then gateways that could be lost with one node, then a node that has no worker yet.
+/// Cost of one more gateway on `node`, whose ranks change from `before` to `after`: dominated by weights or KV cache
+/// that would lose memory to it, then gateways that could be lost with one node, then using a node that has no worker
+/// yet.
 fn gateway_cost(
     demand: &Demand<'_>,
     node: &NodeProfileStatus,
@@ -200,8 +202,8 @@ struct Candidates<'a> {
 }
 
 impl Candidates<'_> {
-    /// The node where one more rank costs the least, of those that have room for it. `cost_of` takes a node and the ranks that
-    /// it would have.
+    /// The node with room on which one more rank costs the least. `cost_of` takes a node and the ranks that it would
+    /// have.
     fn cheapest(
         &self,
         what: &str,

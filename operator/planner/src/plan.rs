@@ -14,16 +14,16 @@ use crate::node_ranks::OnGpu;
 use crate::numerics::alike;
 use crate::place::{Placement, Refused, Wanted, place};
 
-/// Prompt tokens of one step of a prefill rank: enough for matrix products to be compute-bound.
+/// Prompt tokens per step of a prefill rank: enough for matrix products to be compute-bound.
 const PREFILL_CHUNK_TOKENS: u32 = 512;
 
-/// Makes the plan.
+/// Computes the plan.
 ///
-/// Pure and deterministic; the order of `profiles` does not matter. `endpoint` of each rank is `None`: whoever executes
-/// the plan fills it in before publishing.
+/// Pure and deterministic; the order of `profiles` does not matter. `endpoint` of each rank is `None`: the executor
+/// fills it in before publishing the plan.
 ///
 /// # Errors
-/// [`PlanError`] with the numbers that do not fit and a change that was tried and does.
+/// [`PlanError`] with the numbers that do not fit and a change that has been tried and does.
 pub fn plan(input: &PlanInput<'_>) -> Result<InferencePlanSpec, PlanError> {
     let spec = input.spec;
     check_strategy(spec)?;
@@ -57,7 +57,7 @@ pub fn plan(input: &PlanInput<'_>) -> Result<InferencePlanSpec, PlanError> {
     Ok(draft.to_plan())
 }
 
-/// The placement on the best devices that have room, and the better devices that do not.
+/// The placement on the best devices with room, and the better devices that have none.
 fn placed(
     estimator: &Estimator<'_>,
     demand: &Demand<'_>,
@@ -86,10 +86,10 @@ fn placed(
     Err(advice::refusal(estimator, demand, wanted, spec, no_room))
 }
 
-/// Devices that ranks may compute on, the best first: a GPU helps prefill, which is compute-bound, the most.
+/// Devices that ranks may compute on, best first: a GPU helps prefill the most, as it is compute-bound.
 ///
-/// All ranks of a role compute on the same kind of device: a stream that moves between decode workers goes on with the
-/// same bits.
+/// All ranks of a role compute on the same kind of device, so a stream that moves between decode workers continues
+/// with the same bits.
 fn device_candidates(
     estimator: &Estimator<'_>,
     spec: &InferenceDeploymentSpec,

@@ -1,7 +1,7 @@
-//! Predicted duration of a step by the profile's rates: the larger of reading and computing.
+//! Predicted duration of a step from the profile's rates: the larger of read time and compute time.
 //!
-//! A roofline with a few constants for each kind of device; the measured figures beside each prediction (metrics, status)
-//! show how far it is off.
+//! A roofline with a few constants per kind of device; the measured values next to each prediction (metrics, status)
+//! show how far off it is.
 
 use hearth_crds::{GpuProfile, ModelFacts, NodeProfileStatus};
 
@@ -11,43 +11,43 @@ use crate::cpus::CpuSet;
 pub const READ_EFFICIENCY: f64 = 0.87;
 /// Share of the measured dot-product rate that matrix products over a chunk of a prompt reach.
 pub const COMPUTE_EFFICIENCY: f64 = 0.4;
-/// Milliseconds a layer costs a step beside its weights: hand-overs between threads, norms, routing.
+/// Milliseconds that a layer adds to a step besides its weights: hand-overs between threads, norms, routing.
 pub const LAYER_OVERHEAD_MS: f64 = 0.02;
-/// Share of a GPU's estimated bandwidth that the weights' kernels reach: the estimate is that of the data sheet.
+/// Share of a GPU's estimated bandwidth that the weights' kernels reach: the estimate is the data sheet's value.
 pub const GPU_READ_EFFICIENCY: f64 = 0.75;
-/// Share of a GPU's estimated bf16 peak that matrix products over a chunk of a prompt reach: activations are f32, as three
-/// bf16 terms, so that a third would be all.
+/// Share of a GPU's estimated bf16 peak that matrix products over a chunk of a prompt reach: activations are f32, as
+/// three bf16 terms, so one third is the upper bound.
 pub const GPU_COMPUTE_EFFICIENCY: f64 = 0.15;
-/// Milliseconds that a thread spends on page faults while it reads a GB of weights that are in the page cache and not mapped, more
-/// than the reading itself takes. Faults of a step are spread over its threads. Measured on Zen 4 with Linux 6.18, which maps a whole
-/// folio a fault (0.2 MB); docs/benchmarks.md, "Prefetched weights".
+/// Milliseconds that a thread spends on page faults while it reads a GB of weights that are in the page cache but not
+/// mapped, which is more than the read itself takes. A step's faults are spread over its threads. Measured on Zen 4
+/// with Linux 6.18, which maps a whole folio per fault (0.2 MB); docs/benchmarks.md, "Prefetched weights".
 pub(crate) const MAP_THREAD_MS_PER_GB: f64 = 14.0;
-/// Milliseconds that giving back a GB of mapped weights takes (`MADV_COLD`, then `MADV_DONTNEED`), by one thread while the others
-/// wait; measured with the former.
+/// Milliseconds to unmap a GB of weights (`MADV_COLD`, then `MADV_DONTNEED`), on one thread while the others
+/// wait; measured together with the former.
 pub(crate) const UNMAP_MS_PER_GB: f64 = 8.5;
-/// Milliseconds a layer costs a step on a GPU beside its weights: a dozen kernels that begin and end.
+/// Milliseconds that a layer adds to a step on a GPU besides its weights: a dozen kernel launches and completions.
 pub const GPU_LAYER_OVERHEAD_MS: f64 = 0.05;
-/// Bandwidth of KV between two processes of one node, over loopback, in GB/s.
+/// Bandwidth of KV transfer between two processes of one node, over loopback, in GB/s.
 pub(crate) const LOOPBACK_GBPS: f64 = 1.0;
 
-/// Rates of a rank's CPUs or GPU that its kernels reach.
+/// Rates that a rank's kernels reach on its CPUs or GPU.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Rates {
-    /// Reading memory, in GB/s.
+    /// Memory read bandwidth, in GB/s.
     pub read_gbps: f64,
-    /// Dot products, in GFLOP/s.
+    /// Dot-product rate, in GFLOP/s.
     pub gflops: f64,
-    /// What a layer costs a step beside its weights, in milliseconds.
+    /// Milliseconds that a layer adds to a step besides its weights.
     pub layer_overhead_ms: f64,
-    /// Reading the disk that weights come from, in GB/s; 0 when unknown.
+    /// Read bandwidth of the disk that holds the weights, in GB/s; 0 if unknown.
     pub disk_gbps: f64,
-    /// Mapping weights that are in the page cache, and giving others back for them, in milliseconds a GB.
+    /// Time to map weights that are in the page cache, and to unmap others for them, in milliseconds per GB.
     pub map_ms_per_gb: f64,
 }
 
 impl Rates {
-    /// The rates of `set` on `node`: one thread's times the threads, at most all threads', and at most what the
-    /// NUMA nodes of the set can read.
+    /// The rates of `set` on `node`: one thread's rate times the threads, capped at that of all threads and at the
+    /// read bandwidth of the set's NUMA nodes.
     pub(crate) fn of(node: &NodeProfileStatus, set: &CpuSet) -> Self {
         let threads = f64::from(set.threads);
         let of_numa: f64 = node
@@ -91,7 +91,7 @@ impl Rates {
         }
     }
 
-    /// The rates of a GPU by the profile's estimates. Weights on a GPU come from no disk.
+    /// The rates of a GPU from the profile's estimates. Weights on a GPU are not read from disk.
     pub(crate) fn of_gpu(gpu: &GpuProfile) -> Self {
         Self {
             read_gbps: gpu.read_gbps * GPU_READ_EFFICIENCY,
@@ -102,7 +102,7 @@ impl Rates {
         }
     }
 
-    /// The same with an n-th of the bandwidth and the arithmetic.
+    /// The same rates with an n-th of the bandwidth and compute.
     pub(crate) fn shared_by(self, ranks: u32) -> Self {
         let n = f64::from(ranks.max(1));
         Self {
@@ -118,7 +118,7 @@ impl Rates {
 /// Size of a step.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Step {
-    /// Tokens that go through the layers.
+    /// Tokens that pass through the layers.
     pub tokens: u32,
     /// Positions that attention reads, summed over the streams (each stream's cache once).
     pub cache_positions: f64,
@@ -126,20 +126,20 @@ pub(crate) struct Step {
     pub attended_positions: f64,
 }
 
-/// One model on one rank.
+/// Predictor of one model on one rank.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Predictor<'a> {
     pub facts: &'a ModelFacts,
     pub rates: Rates,
     pub kv_bytes_per_token: u64,
-    /// Bytes of the weights that stay in memory, all with `Resident`.
+    /// Bytes of the weights that stay in memory; all of them under `Resident`.
     pub kept_bytes: u64,
-    /// Bytes of the weights that stay mapped, all with `Resident`.
+    /// Bytes of the weights that stay mapped; all of them under `Resident`.
     pub mapped_bytes: u64,
 }
 
 impl Predictor<'_> {
-    /// Milliseconds of one step.
+    /// Duration of one step in milliseconds.
     pub(crate) fn step_ms(&self, step: Step) -> f64 {
         let weights = self.facts.step_bytes(step.tokens);
         let read_gb = (weights + step.cache_positions * self.kv_bytes_per_token as f64) / 1e9;
@@ -150,7 +150,7 @@ impl Predictor<'_> {
         let absent = self
             .facts
             .disk_step_bytes(step.tokens, self.mapped_bytes, self.kept_bytes);
-        // Without a measured disk, a slow one: 0.1 GB/s.
+        // Without a measurement, a slow disk is assumed: 0.1 GB/s.
         let disk_ms = absent
             / 1e9
             / if self.rates.disk_gbps > 0.0 {
@@ -159,14 +159,14 @@ impl Predictor<'_> {
                 0.1
             }
             * 1e3;
-        // By the threads that compute, while the disk reads on.
+        // Mapped by the computing threads, while the disk keeps reading.
         let unmapped = self.facts.absent_step_bytes(step.tokens, self.mapped_bytes);
         let map_ms = unmapped / 1e9 * self.rates.map_ms_per_gb;
         let overhead_ms = self.rates.layer_overhead_ms * f64::from(self.facts.layers);
         (read_ms.max(compute_ms) + map_ms).max(disk_ms) + overhead_ms
     }
 
-    /// Milliseconds of one decode step of `batch` streams of `context` tokens each: the time per output token.
+    /// Milliseconds of one decode step over `batch` streams of `context` tokens each: the time per output token.
     pub(crate) fn decode_ms(&self, batch: u32, context: u32) -> f64 {
         let positions = f64::from(batch) * f64::from(context);
         self.step_ms(Step {
@@ -176,7 +176,7 @@ impl Predictor<'_> {
         })
     }
 
-    /// Milliseconds of reading a prompt in chunks.
+    /// Milliseconds to prefill a prompt in chunks.
     pub(crate) fn prefill_ms(&self, prompt_tokens: u32, chunk_tokens: u32) -> f64 {
         let chunk_tokens = chunk_tokens.max(1);
         let mut done = 0;
@@ -194,15 +194,15 @@ impl Predictor<'_> {
         total_ms
     }
 
-    /// Milliseconds that a decode rank still waits for KV after the last layer of a prompt: layers go over as they
-    /// are done, so one layer's share is left.
+    /// Milliseconds that a decode rank still waits for KV after the last layer of a prompt: layers are sent as they
+    /// finish, so one layer's share remains.
     pub(crate) fn hand_over_ms(&self, prompt_tokens: u32, link_gbps: f64) -> f64 {
         let bytes = self.kv_bytes_per_token as f64 * f64::from(prompt_tokens);
         bytes / f64::from(self.facts.layers.max(1)) / 1e9 / link_gbps * 1e3
     }
 }
 
-/// A prediction to three decimals: more would be noise in the plan's text.
+/// A prediction rounded to three decimals: more would be noise in the plan's text.
 pub(crate) fn rounded(value: f64) -> f64 {
     (value * 1e3).round() / 1e3
 }

@@ -14,7 +14,7 @@ use crate::numerics::mixed_pools;
 use crate::predict::{Predictor, rounded};
 use crate::reasons;
 
-/// Longest stall of the streams on a decode rank by one chunk, where the spec sets no time per output token.
+/// Longest stall of a decode rank's streams caused by one chunk, if the spec sets no time per output token.
 const DEFAULT_STALL_MS: f64 = 100.0;
 /// Prompt tokens below which, on CPUs, the KV transfer from prefill to decode costs more than it saves.
 const CHUNKED_BELOW_TOKENS: u32 = 32;
@@ -23,12 +23,12 @@ const LEAST_QUEUE: u32 = 256;
 /// Longest time that a request may wait in the queue.
 const QUEUE_TIMEOUT_MS: u64 = 120_000;
 
-/// The node, the node's memory budget and the GPU that a rank is given.
+/// The node, its memory budget and the GPU that a rank is assigned.
 #[derive(Clone, Copy)]
 struct RankHost<'a> {
     n: usize,
     budget: &'a NodeBudget,
-    /// `None` on CPUs.
+    /// `None` for a rank on CPUs.
     slot: Option<&'a GpuSlot<'a>>,
 }
 
@@ -115,7 +115,7 @@ impl Draft<'_> {
         ranks
     }
 
-    /// The gateways in the order in which they were placed: with more or fewer of them the others keep their names.
+    /// The gateways in placement order: with more or fewer of them the others keep their names.
     fn gateways(&self) -> Vec<PlanRank> {
         let ranks = self.placement.gateways.iter().enumerate();
         ranks
@@ -218,7 +218,7 @@ impl Draft<'_> {
         }
     }
 
-    /// GPUs that a rank holds: the one that it computes on, or as many as the spec gives a prefill worker.
+    /// GPUs that a rank holds: the one that it computes on, or as many as the spec grants a prefill worker.
     fn held_gpus(&self, role: PlanRole, slot: Option<&GpuSlot<'_>>) -> u32 {
         let own = u32::from(slot.is_some());
         match role {
@@ -230,13 +230,14 @@ impl Draft<'_> {
         }
     }
 
-    /// Whether the GPUs of a node are obtained by resource claims.
+    /// Whether the GPUs of a node are obtained through resource claims.
     fn claims_gpus(&self, n: usize) -> bool {
         let offer = self.estimator.gpus().at(self.nodes[n]);
         matches!(offer, NodeOffer::Claims(_))
     }
 
-    /// The largest chunk (a power of two from 16 to 256) whose step stalls running streams no longer than allowed.
+    /// The largest chunk (a power of two from 16 to 256) whose step does not stall running streams longer than
+    /// allowed.
     fn decode_chunk_tokens(&self, host: &RankHost<'_>, set: &CpuSet) -> u32 {
         let predictor = self
             .estimator
@@ -255,7 +256,7 @@ impl Draft<'_> {
             .min(self.demand.context_length)
     }
 
-    /// What a rank should achieve; `None` for the gateway.
+    /// Predicted performance of a rank; `None` for the gateway.
     fn rank_prediction(
         &self,
         host: &RankHost<'_>,
@@ -318,7 +319,7 @@ impl Draft<'_> {
             chunked_below_tokens: if of(PlanRole::Prefill).next().is_none() {
                 PlanRouting::ALWAYS_CHUNKED
             } else if on_gpu(PlanRole::Prefill) && on_gpu(PlanRole::Decode) {
-                // In one step, which streams hardly feel.
+                // Takes one step, which streams hardly notice.
                 decode_chunk.unwrap_or(CHUNKED_BELOW_TOKENS)
             } else {
                 CHUNKED_BELOW_TOKENS
@@ -328,7 +329,7 @@ impl Draft<'_> {
         }
     }
 
-    /// The service's prediction: the best prefill rank and the slowest decode rank, since any may serve a request.
+    /// The service's prediction: the slowest prefill rank and the slowest decode rank, since any may serve a request.
     fn prediction(&self, ranks: &[PlanRank]) -> PlanPrediction {
         let of = |role: PlanRole| ranks_of(ranks, role).filter_map(|rank| rank.predicted.as_ref());
         let tpot_ms = of(PlanRole::Decode)

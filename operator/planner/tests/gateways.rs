@@ -1,4 +1,4 @@
-//! Several gateways: where they are placed, and what they take.
+//! Several gateways: their placement and their resources.
 
 #![allow(clippy::unwrap_used)]
 
@@ -15,7 +15,7 @@ fn named(name: &str) -> NodeProfileStatus {
     }
 }
 
-/// Nodes of the gateways, by their index.
+/// Nodes of the gateways, in index order.
 fn nodes(plan: &InferencePlanSpec) -> Vec<&str> {
     let gateways = plan.ranks_of(PlanRole::Gateway);
     gateways.map(|rank| rank.node.as_str()).collect()
@@ -77,7 +77,7 @@ fn a_node_whose_weights_would_have_to_leave_gets_no_further_gateway() {
     assert_eq!(nodes(&roomy).len(), 2, "both on the only node");
     let first = &roomy.ranks[0];
     assert_eq!(roomy.ranks[1].scratch_bytes, first.scratch_bytes);
-    // Room for one gateway beside the weights and the whole KV cache.
+    // Room for one gateway in addition to the weights and the whole KV cache.
     let tight_bytes = {
         let held: u64 = roomy
             .ranks

@@ -1,4 +1,4 @@
-//! Plans with GPUs: who runs on which, what is said of the others, and refusals.
+//! Plans with GPUs: which rank runs on which GPU, the reasons given for unused ones, and refusals.
 
 #![allow(clippy::unwrap_used)]
 
@@ -75,7 +75,7 @@ fn decode_stays_on_the_cpu_where_a_gpu_holds_one_worker_only() {
         "prefill-0 on NVIDIA RTX 2000 of here",
         "7 GiB free"
     ));
-    // The same machine without the GPU takes longer to the first token, and as long for each.
+    // The same machine without the GPU takes longer to the first token, and the same time per output token.
     let without = hearth_planner::plan(&plan_input_here(&spec(""), &facts, &[small_vm()])).unwrap();
     assert!(plan.predicted.ttft_ms < without.predicted.ttft_ms);
     assert_eq!(plan.predicted.tpot_ms, without.predicted.tpot_ms);
@@ -258,7 +258,7 @@ fn a_plan_holds_for_each_gpu_that_the_device_plugin_may_give() {
     let spec = spec("prefill: {gpusPerWorker: 1}\n");
     let two = BTreeMap::from([("here".to_owned(), 2)]);
     let mut small = gpu("small", 2, 12);
-    // What runs there now leaves before: a device plugin gives whole GPUs.
+    // Its current user releases it first: a device plugin allocates whole GPUs.
     small.free_bytes = 0;
     let profiles = [here(vec![gpu("large", 1, 24), small])];
     let mut input = plan_input(&spec, &facts, &profiles);
@@ -280,7 +280,7 @@ fn a_plan_holds_for_each_gpu_that_the_device_plugin_may_give() {
     ));
 }
 
-/// A GPU that is held while its worker computes on CPUs is a GPU that nobody else can use.
+/// A GPU that is held while its worker computes on CPUs is a GPU that no other Pod can use.
 #[test]
 fn gpus_that_nobody_knows_are_not_held() {
     let facts = dense_1_7b();
@@ -296,7 +296,7 @@ fn gpus_that_nobody_knows_are_not_held() {
     ");
 }
 
-/// A claim names the very GPU, so that a plan need not hold for all of them, and those of others are left alone.
+/// A claim names one specific GPU, so a plan need not fit on all of them, and GPUs claimed by others are left alone.
 #[test]
 fn gpus_that_can_be_claimed_are_chosen_by_uuid() {
     let facts = dense_1_7b();
@@ -355,7 +355,7 @@ fn a_rank_on_a_gpu_uses_the_cores_beside_it() {
     );
     let is_beside = |id: &u32| profiles[0].numa_nodes[1].cpus.contains(id);
     assert!(prefill.cpus.iter().all(is_beside), "{:?}", prefill.cpus);
-    // Of cores of its own it takes one; those of the decode worker stay where CPUs decode.
+    // It takes one dedicated core; the decode worker keeps its own where CPUs decode.
     let exclusive =
         spec("strategy: Hybrid\nprefill: {gpusPerWorker: 1}\nplacement: {pinning: Exclusive}\n");
     let plan = hearth_planner::plan(&plan_input_here(&exclusive, &facts, &profiles)).unwrap();

@@ -1,4 +1,4 @@
-//! Whole plans for several machines, and the words of every refusal.
+//! Whole plans for several machines, and the text of every refusal.
 
 #![allow(clippy::unwrap_used)]
 
@@ -81,7 +81,7 @@ fn exclusive_workers_have_a_window_each_over_prefetched_weights() {
     };
     let (shared, same, _) = windows("Shared");
     assert_eq!(shared, same);
-    // Each has half of what one window for both is: their memory limits hold both.
+    // Each gets half of what a shared window would be: their memory limits include both.
     let (prefill, decode, plan) = windows("Exclusive");
     assert_eq!((prefill, decode), (shared / 2, shared / 2));
     let told = |line: &String| line.contains(" for each of its exclusive workers fit beside");
@@ -96,7 +96,7 @@ fn compact_keeps_a_rank_on_one_numa_node() {
     let prefill = plan.rank("prefill-0").unwrap();
     assert_eq!(decode.numa_nodes.len(), 1);
     assert!(decode.cpus.iter().all(|cpu| !prefill.cpus.contains(cpu)));
-    // Both threads of a core go together.
+    // Both threads of a core stay together.
     assert!(
         decode
             .cpus
@@ -126,7 +126,7 @@ fn workers_of_a_pool_share_their_numerics_or_the_plan_says_so() {
     (new.isa.avx512vbmi, newer.isa.avx512vbmi) = (true, true);
     old.isa.avx512f = false;
     let facts = dense_1_7b();
-    // Apart from their kernels the three are alike, and a rank each would be the fastest.
+    // The three differ only in their kernels, and one rank on each would be the fastest.
     let alike = plan(&plan_input(
         &spec,
         &facts,
@@ -138,7 +138,8 @@ fn workers_of_a_pool_share_their_numerics_or_the_plan_says_so() {
         assert!([0, 2].contains(&on_old.count()), "{role:?} is mixed");
     }
     assert!(alike.mixed_numerics.is_empty());
-    // Memory for one decode worker beside the weights on each: there is no other way, and the plan says what it means.
+    // Each has memory for one decode worker in addition to the weights: mixing is the only option, and the plan says
+    // what it means.
     let spec =
         self::spec("prefill: {mode: Chunked}\ndecode: {replicas: 2, kvCache: {memory: 2Gi}}\n");
     for node in [&mut old, &mut new] {
@@ -294,7 +295,7 @@ fn exclusive_on_too_few_cores_says_what_to_write() {
     assert_eq!(decode.pinning, Pinning::Exclusive);
 }
 
-/// Two cores of a cluster's node, of which system Pods and the agent request some.
+/// Two cores of a cluster node, part of which system Pods and the agent request.
 #[test]
 fn exclusive_in_a_cluster_takes_whole_cpus_of_what_others_leave() {
     let profiles = [small_vm()];
@@ -408,7 +409,7 @@ fn predictions_follow_the_machine() {
     };
     let (fast, slow) = (on(server()), on(laptop(7 * GIB)));
     assert!(fast.tpot_ms * 5.0 < slow.tpot_ms, "{fast:?} {slow:?}");
-    // About 4 GiB are read a token, at 0.87 of 400 GB/s: 3 to 15 ms with 48 layers' overhead.
+    // About 4 GiB are read per token, at 0.87 of 400 GB/s: 3 to 15 ms with 48 layers' overhead.
     assert!((3.0..60.0).contains(&fast.tpot_ms), "{fast:?}");
     assert!(
         fast.tokens_per_second > 1e3 / fast.tpot_ms,
@@ -427,7 +428,7 @@ fn experts_that_a_batch_reads_are_counted_by_expectation() {
     assert_eq!(demo_model().kv_bytes_per_token(2, 2), 960);
 }
 
-/// The system lets go of what was read longest ago: never of what every step reads.
+/// The system evicts what was read longest ago, so never what every step reads.
 #[test]
 fn what_every_step_reads_is_kept_before_experts() {
     let facts = qwen3_30b();
@@ -446,7 +447,7 @@ fn what_every_step_reads_is_kept_before_experts() {
     ] {
         assert!(is_near(absent(kept), expected), "{kept}: {}", absent(kept));
     }
-    // Without experts one part is as likely to be there as another.
+    // Without experts every part is equally likely to be there.
     let dense = dense_1_7b();
     let half = dense.absent_step_bytes(1, dense.bytes.total() / 2);
     assert!(
@@ -456,12 +457,13 @@ fn what_every_step_reads_is_kept_before_experts() {
     );
 }
 
-/// What was read longest ago is what is read next, so that a page cache for less than three quarters of it is of no use.
+/// LRU eviction drops exactly what is read next, so a page cache for less than three quarters of the cycle is of no
+/// use.
 #[test]
 fn a_dense_model_that_is_read_in_a_circle_finds_nothing_in_a_small_page_cache() {
     let dense = dense_1_7b();
     let window = dense.bytes.total() / 5 * 2;
-    // The layer at work, the next one and the head come and go.
+    // The current layer, the next one and the head are mapped and released.
     let stays = window - dense.least_resident_bytes();
     let circle = dense.step_bytes(1) - stays as f64;
     let read = |beside: f64| dense.disk_step_bytes(1, window, stays + beside as u64);
@@ -477,7 +479,8 @@ fn a_dense_model_that_is_read_in_a_circle_finds_nothing_in_a_small_page_cache() 
     assert_eq!(moe.disk_step_bytes(1, window, kept), absent);
 }
 
-/// What the window over mapped weights lets go of costs page faults when it is read again, although it never left the page cache.
+/// Weights that the mapping window releases cost page faults when they are read again, even if they never left the
+/// page cache.
 #[test]
 fn weights_that_are_mapped_again_cost_their_page_faults() {
     let spec = spec("decode: {maxBatch: 1}\nprefill: {mode: Chunked}\n");
@@ -500,7 +503,7 @@ fn weights_that_are_mapped_again_cost_their_page_faults() {
             let (tpot_ms, residency) = on(&facts, total / 100 * percent);
             assert_eq!(residency.policy, ResidencyPolicy::MmapPrefetch);
             let mapped = facts.absent_step_bytes(1, residency.budget_bytes);
-            // Two threads share the faults (14 ms a GB), one gives back (8.5).
+            // Two threads share the faults (14 ms per GB), one unmaps (8.5).
             let expected_ms = resident_ms + mapped / 1e9 * 15.5;
             assert!(
                 (tpot_ms - expected_ms).abs() < 0.01,
@@ -525,16 +528,16 @@ fn pages_that_stay_in_the_page_cache_are_not_read_from_the_disk() {
     let mut profiles = [laptop(7 * GIB)];
     profiles[0].gpus.clear();
     let of_a_pod = tpot_ms(&plan_input(&spec, &facts, &profiles));
-    // On a machine, reserves and what processes do not take hold pages too.
+    // On a machine, reserves and memory that processes do not use hold pages too.
     let here = tpot_ms(&plan_input_here(&spec, &facts, &profiles));
     assert!(here < of_a_pod, "{here} and {of_a_pod}");
-    // What others have brought in counts, and no more than there is.
+    // Pages that others brought in count, up to the size of the model.
     profiles[0].disks[0].cached_bytes = Some(facts.bytes.total() / 2);
     let half = tpot_ms(&plan_input_here(&spec, &facts, &profiles));
     profiles[0].disks[0].cached_bytes = Some(facts.bytes.total() * 2);
     let all = tpot_ms(&plan_input_here(&spec, &facts, &profiles));
     assert!(all < half && half < here, "{all}, {half} and {here}");
-    // Then it is memory's pace: the bytes of a step by the rate at which they are read.
+    // Memory bandwidth is then the limit: the bytes of a step divided by the rate at which they are read.
     let memory = &profiles[0].memory;
     let least_ms = facts.step_bytes(1) / 1e9 / memory.read_all_threads_gbps * 1e3;
     assert!(

@@ -1,4 +1,4 @@
-//! What holds for every machine and every spec.
+//! Properties that hold for every machine and every spec.
 
 #![allow(clippy::unwrap_used)]
 
@@ -43,7 +43,7 @@ fn machine() -> impl Strategy<Value = NodeProfileStatus> {
         )
 }
 
-/// Up to three GPUs, of which some are too old or have little left.
+/// Up to three GPUs, some of them too old or with little memory left.
 fn gpus() -> impl Strategy<Value = Vec<GpuProfile>> {
     let one = (0_u32..4, 2_u64..48, 0_u64..48).prop_map(|(major, gib, used)| GpuProfile {
         compute_capability: Some(ComputeCapability {
@@ -82,7 +82,7 @@ fn deployment() -> impl Strategy<Value = InferenceDeploymentSpec> {
     )
 }
 
-/// Memory of each node: the weights once, and all else of every rank, within what is available.
+/// Checks each node's memory: the weights once, plus everything else of every rank, within what is available.
 fn assert_memory_fits(plan: &InferencePlanSpec, profiles: &[NodeProfileStatus]) {
     let mut used: BTreeMap<&str, u64> = BTreeMap::new();
     let mut weights: BTreeMap<&str, u64> = BTreeMap::new();
@@ -103,7 +103,7 @@ fn assert_memory_fits(plan: &InferencePlanSpec, profiles: &[NodeProfileStatus]) 
     }
 }
 
-/// Memory of each GPU: all of every rank on it, within what is free; on a device plugin's, one rank each.
+/// Checks each GPU's memory: all of every rank on it, within what is free; with a device plugin, one rank each.
 fn assert_gpus_fit(plan: &InferencePlanSpec, profiles: &[NodeProfileStatus], offer: GpuOffer<'_>) {
     for profile in profiles {
         let here = || plan.ranks.iter().filter(|rank| rank.node == profile.node);
@@ -146,8 +146,8 @@ fn assert_gpus_fit(plan: &InferencePlanSpec, profiles: &[NodeProfileStatus], off
     }
 }
 
-/// CPUs that are there, given to one alone where they are exclusive, and requests within what a node can give. On a machine
-/// of one's own the gateway may run beside workers that have every core.
+/// Checks that CPUs exist, that exclusive ones belong to one rank, and that requests stay within what a node can give.
+/// On a single machine the gateway may run beside workers that own every core.
 fn assert_cpus_fit(plan: &InferencePlanSpec, profiles: &[NodeProfileStatus], offer: CpuOffer<'_>) {
     if let CpuOffer::Requests(rooms) = offer {
         for profile in profiles {
@@ -265,7 +265,7 @@ proptest! {
 
 type Rooms = BTreeMap<String, CpuRoom>;
 
-/// Does what a refusal says, each advice by itself, and expects a plan.
+/// Applies the advice of a refusal, one piece at a time, and expects a plan.
 fn follow(
     error: &PlanError,
     (deployment, profiles, rooms): (&InferenceDeploymentSpec, &[NodeProfileStatus], &Rooms),
@@ -303,12 +303,12 @@ fn follow(
             Advice::FreeCpu(millis) => {
                 let room = rooms.get_mut(node).unwrap();
                 room.allocatable_millis += millis;
-                // It is what the rank at fault lacks; a later rank may lack more, or memory.
+                // This covers only the failing rank; a later rank may lack more, or memory.
                 let planned = plan(&changed, &machines, &rooms);
                 assert!(planned.as_ref().err() != Some(error), "{error}");
                 continue;
             }
-            // Another machine is no change of this one.
+            // A different machine cannot be simulated by changing this one.
             Advice::MoreCores(cores) => {
                 assert!(*cores > 0, "{error}");
                 continue;
@@ -319,7 +319,7 @@ fn follow(
                     gpu.free_bytes += bytes;
                     gpu.memory_bytes += bytes;
                 }
-                // It is what the rank at fault lacks; a later rank may lack more, or host memory.
+                // This covers only the failing rank; a later rank may lack more, or host memory.
                 let planned = plan(&changed, &machines, &rooms);
                 assert!(planned.as_ref().err() != Some(error), "{error}");
                 continue;
@@ -331,7 +331,7 @@ fn follow(
                     .unwrap();
                 machine.memory.available_bytes += bytes;
                 if profiles.len() > 1 {
-                    // It is what the rank at fault lacks; a later rank may lack more.
+                    // This covers only the failing rank; a later rank may lack more.
                     let planned = plan(&changed, &machines, &rooms);
                     assert!(planned.as_ref().err() != Some(error), "{error}");
                     continue;

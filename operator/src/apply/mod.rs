@@ -1,7 +1,7 @@
-//! Carries a decision out. Each write is idempotent, and nothing is written that would change nothing.
+//! Carries out a decision. Each write is idempotent, and a write that would change nothing is skipped.
 //!
-//! Services, budgets and policies are compared by digest: what was wanted when they were last applied, and what came
-//! of it. After a start, an object that is there is read once instead. Drift is put right.
+//! Services, budgets and policies are compared by digest: the object as it was desired when last applied, and the live
+//! object that resulted. After a restart, an existing object is read once instead. Drift is corrected.
 
 pub(crate) mod report;
 mod scaler;
@@ -29,29 +29,30 @@ use crate::cluster::failure::Failure;
 use crate::cluster::lean::{Facts, LeanPlan, LeanPod};
 use crate::cluster::table::Identity;
 
-/// The kinds of objects around a deployment's Pods: API version, kind, plural.
+/// The kinds of objects that accompany a deployment's Pods: API version, kind, plural.
 const KINDS: [(&str, &str, &str); 3] = [
     ("v1", "Service", "services"),
     ("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets"),
     ("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),
 ];
 
-/// What to do about definitions that drop fields.
+/// The remedy for CustomResourceDefinitions that drop fields, as shown to the user.
 const OLD_DEFINITIONS: &str = "the CustomResourceDefinition of InferencePlan is older than this operator and drops \
     spec.inputs and the status: run helm upgrade with crds.install=true, or hearth crd | kubectl apply --server-side -f -";
 
-/// Carries decisions out.
+/// Executor of decisions.
 pub(crate) struct Applier {
     requests: ApiClient,
     notifier: CacheNotifier,
-    /// What was applied, by owner.
+    /// Objects as last applied, by owner.
     applied: Mutex<AppliedByOwner>,
 }
 
-/// The objects of each owner: a few, by kind and name.
+/// The objects of each owner, as a short list by kind and name.
 type AppliedByOwner = HashMap<Arc<str>, Vec<(&'static str, Box<str>, Applied)>>;
 
-/// What was wanted of an object when it was last found or made right, and what the object was then.
+/// Digest desired of an object when it was last found in order or corrected, with the live digest and version at that
+/// time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Applied {
     desired: Digest,
@@ -59,7 +60,7 @@ struct Applied {
     version: u64,
 }
 
-/// The deployment that a decision is for.
+/// The deployment that a decision belongs to.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Subject<'a> {
     pub(crate) namespace: &'a str,
@@ -67,7 +68,7 @@ pub(crate) struct Subject<'a> {
 }
 
 impl Applier {
-    /// Writes by `requests`, and tells the cache what came of it.
+    /// Creates an applier that writes through `requests` and reports the results to the cache.
     pub(crate) fn new(requests: ApiClient, notifier: CacheNotifier) -> Self {
         Self {
             requests,
@@ -76,16 +77,16 @@ impl Applier {
         }
     }
 
-    /// Nothing is known any more of a deployment that is gone.
+    /// Forgets a deployment that is gone.
     pub(crate) fn forget(&self, uid: &str) {
         self.applied().remove(uid);
     }
 
-    /// Writes what the decision wants, in its order, up to the status. Stops at the first failure, but for Pods that are
-    /// refused.
+    /// Writes what the decision asks for, in its order, up to but not including the status. Stops at the first
+    /// failure, except for rejected Pods.
     ///
     /// # Errors
-    /// Why it stopped.
+    /// The reason that it stopped.
     pub(crate) async fn apply(
         &self,
         subject: Subject<'_>,
@@ -120,8 +121,8 @@ impl Applier {
         refused.map_or(scaled, Err)
     }
 
-    /// Makes Pods. What is refused by the API server, which is the answer, stops neither the other Pods nor the ends: they may
-    /// be what makes room for it.
+    /// Creates Pods. A Pod that the API server rejects, which is the result, stops neither the other Pods nor the
+    /// deletions, which may be what makes room for it.
     async fn create_pods(
         &self,
         subject: Subject<'_>,
@@ -129,7 +130,7 @@ impl Applier {
     ) -> Result<Option<Failure>, Failure> {
         let mut refused = None;
         let mut has_gateway = false;
-        // A quota that refuses one of them may not have counted those made after it.
+        // A quota that rejects one of them may not have counted those created after it.
         let own = {
             let state = self.notifier.cache.lock();
             state.counted(subject.uid, subject.namespace)
@@ -192,7 +193,8 @@ impl Applier {
         };
         let live = match self.requests.apply(&place, &name, &desired).await {
             Ok(live) if digest::is_within(&desired, &live) => live,
-            // Applying leaves what others put into a list beside ours: it is written whole.
+            // Server-side apply keeps what others added to a list next to our entries, so the list is written as a
+            // whole.
             Ok(_) | Err(Failure::Invalid(_)) if is_there => {
                 let whole = json!({"spec": desired["spec"]});
                 self.requests.merge::<Value>(&place, &name, &whole).await?
@@ -205,7 +207,7 @@ impl Applier {
         Ok(())
     }
 
-    /// Whether an object is known to be as it is wanted.
+    /// Whether an object is known to be in its desired state.
     fn is_in_order(&self, subject: Subject<'_>, kind: &str, name: &str, wanted: Digest) -> bool {
         let Some(known) = self.known(subject.uid, kind, name) else {
             return false;
@@ -272,7 +274,8 @@ impl Applier {
         Ok(())
     }
 
-    /// Older definitions drop what a plan was made from, and plans would be made without end.
+    /// Deletes a plan whose inputs an older definition has dropped, and fails: otherwise plans would be created
+    /// endlessly.
     async fn check_inputs(
         &self,
         place: &Collection,
@@ -302,7 +305,7 @@ impl Applier {
         };
         let mut metadata = json!({"name": change.name});
         if let Some(version) = version {
-            // A plan of that name may have been made anew.
+            // A plan of that name may have been recreated.
             metadata["resourceVersion"] = json!(version.to_string());
         }
         let object = json!({
@@ -312,7 +315,7 @@ impl Applier {
         let made = requests.apply_status::<LeanPlan>(&place, &change.name, &object);
         match made.await {
             Ok(made) => self.take_plan(made),
-            // Older definitions have no status of plans.
+            // Older definitions lack the status subresource of plans.
             Err(Failure::NotFound(_))
                 if requests.get::<Value>(&place, &change.name).await.is_ok() =>
             {
@@ -327,7 +330,7 @@ impl Applier {
         Ok(())
     }
 
-    /// One that is there already is the same: its name is a digest of what it asks for.
+    /// Creates a template. One that already exists is identical: its name is a digest of what it requests.
     async fn create_template(
         &self,
         subject: Subject<'_>,
@@ -361,7 +364,7 @@ impl Applier {
                 Ok(())
             }
             Err(Failure::Conflict(_)) => {
-                // A stale cache, or a crash before the answer: the name tells that it is the very Pod that is wanted.
+                // A stale cache, or a crash before the answer: the name shows that it is exactly the desired Pod.
                 let there: LeanPod = self.requests.get(&place, &name).await?;
                 let owner = crate::cluster::lean::owner(&there.metadata).to_owned();
                 let is_ending = there.metadata.deletion_timestamp.is_some();
@@ -406,7 +409,8 @@ impl Applier {
             grace = ?end.grace,
             "Pod asked to end"
         );
-        // Either it is ending now, which the watch tells, or it is gone: the next look must know either.
+        // Either it is now terminating, which the watch will report, or it is gone: the next reconcile must know
+        // either.
         let key = Key::new(subject.namespace, &end.name);
         match self.requests.get::<LeanPod>(&place, &end.name).await {
             Ok(there) => self.take_pod(there),
@@ -434,7 +438,7 @@ impl Applier {
         Ok(())
     }
 
-    /// Whoever was told by a write that its object is gone does not ask a second time.
+    /// Removes an object from the cache when a write has found it gone, so that the write is not repeated.
     fn drop_if_gone<T>(
         &self,
         answer: &Result<T, Failure>,
@@ -508,7 +512,7 @@ fn resource(kind: &str) -> Result<(&'static str, ApiResource), Failure> {
     Ok((kind, ApiResource::from_gvk_with_plural(&gvk, plural)))
 }
 
-/// Refuses to take over what is not this deployment's.
+/// Rejects taking over an object that another owner controls.
 fn check_owner(subject: Subject<'_>, kind: &str, name: &str, live: &Value) -> Result<(), Failure> {
     let owners = live.pointer("/metadata/ownerReferences");
     let mut owners = owners.and_then(Value::as_array).into_iter().flatten();
@@ -518,7 +522,7 @@ fn check_owner(subject: Subject<'_>, kind: &str, name: &str, live: &Value) -> Re
         return Ok(());
     }
     if text("kind") == Some("InferenceDeployment") {
-        // Of a deployment of the same name that was deleted: the cluster is about to collect it.
+        // It belongs to a deleted deployment of the same name: the cluster is about to collect it.
         return Err(Failure::Terminating(format!("{kind} {name}")));
     }
     Err(Failure::Invalid(format!(
@@ -530,7 +534,7 @@ fn old_definitions(plan: &str) -> Failure {
     Failure::Invalid(format!("InferencePlan {plan}: {OLD_DEFINITIONS}"))
 }
 
-/// What a deployment left that was deleted without what it owned.
+/// Error for an object left behind by a deployment that was deleted without its dependents.
 fn orphan(kind: &str, name: &str) -> Failure {
     Failure::Invalid(format!(
         "there is a {kind} {name} already that belongs to no deployment: delete it"

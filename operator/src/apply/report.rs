@@ -1,4 +1,4 @@
-//! The status, written when it differs from the one that is there, and events on transitions.
+//! Writes the status when it differs from the current one, and events on transitions.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -20,27 +20,27 @@ use crate::cluster::lean::LeanDeployment;
 use crate::cluster::table::Identity;
 
 const KIND: &str = "InferenceDeployment";
-/// Reason of a deployment whose plan is of a newer operator.
+/// Reason for a deployment whose plan was written by a newer operator.
 const NEWER_PLAN: &str = "NewerPlan";
-/// Longest text of an event's note.
+/// Maximum length of an event's note in bytes.
 const ANNOTATION_BYTES: usize = 1000;
-/// Longest message of a condition.
+/// Maximum length of a condition's message in bytes.
 const MESSAGE_BYTES: usize = 8 << 10;
 
-/// Events after which what the recorder remembers is forgotten: it counts repetitions, and never gives memory back.
+/// Number of events after which the recorder is replaced: it counts repetitions, and never frees its memory.
 const REMEMBERED_EVENTS: usize = 256;
 
-/// Writes status and events.
+/// Writer of status and events.
 pub(crate) struct Reporting {
     requests: ApiClient,
     notifier: CacheNotifier,
     reporter: Reporter,
-    /// With the number of events that it has written.
+    /// The recorder, with the number of events that it has written.
     recorder: Mutex<(Recorder, usize)>,
 }
 
 impl Reporting {
-    /// Writes by `requests`; `identity` is this replica's name in events.
+    /// Creates a reporter that writes through `requests`; `identity` is this replica's name in events.
     pub(crate) fn new(requests: ApiClient, notifier: CacheNotifier, identity: &str) -> Self {
         let reporter = Reporter {
             controller: "hearth-operator".to_owned(),
@@ -55,7 +55,7 @@ impl Reporting {
         }
     }
 
-    /// The recorder for one more event.
+    /// Returns the recorder for one more event.
     fn recorder(&self) -> Recorder {
         let mut recorder = self.recorder.lock().unwrap_or_else(PoisonError::into_inner);
         recorder.1 += 1;
@@ -66,10 +66,10 @@ impl Reporting {
         recorder.0.clone()
     }
 
-    /// Writes the status unless `current` is the same. Returns whether it was written.
+    /// Writes the status unless `current` already equals it. Returns whether it was written.
     ///
     /// # Errors
-    /// What the API server says.
+    /// The API server's error.
     pub(crate) async fn status(
         &self,
         metadata: &ObjectMeta,
@@ -84,7 +84,7 @@ impl Reporting {
         let body = json!({
             "apiVersion": API_VERSION,
             "kind": KIND,
-            // The uid is a precondition: a deployment that was made anew has a status of its own.
+            // The uid is a precondition: a deployment that was recreated has its own status.
             "metadata": {"name": name, "namespace": namespace, "uid": metadata.uid},
             "status": wanted,
         });
@@ -96,10 +96,11 @@ impl Reporting {
         Ok(true)
     }
 
-    /// Says of a deployment that its spec cannot be read. What was known of it is read from the API server: it is not kept.
+    /// Reports that a deployment's spec cannot be read. Its current status is read from the API server, as it is not
+    /// cached.
     ///
     /// # Errors
-    /// What the API server says.
+    /// The API server's error.
     pub(crate) async fn refuse(
         &self,
         metadata: &ObjectMeta,
@@ -118,10 +119,10 @@ impl Reporting {
         Ok(())
     }
 
-    /// Says of a deployment that it is left as it is, because of a plan that cannot be read.
+    /// Reports that a deployment is left as it is because of a plan that cannot be read.
     ///
     /// # Errors
-    /// What the API server says.
+    /// The API server's error.
     pub(crate) async fn leave(
         &self,
         deployment: &InferenceDeployment,
@@ -148,7 +149,7 @@ impl Reporting {
         Ok(())
     }
 
-    /// Tells of transitions. What cannot be told is logged: events are a help, and the conditions stay.
+    /// Publishes transitions as events. A failure is only logged: events are a convenience, and the conditions stay.
     pub(crate) async fn events(&self, deployment: &InferenceDeployment, events: &[Transition]) {
         for transition in events {
             let name = deployment.name_any();
@@ -185,7 +186,7 @@ impl Reporting {
 
 fn event(transition: &Transition) -> Event {
     let message = digest::of_value(&transition.message.as_str().into());
-    // Events of one action are counted as one: another message is another action.
+    // Events with the same action are counted as one, so a different message gets a different action.
     let action: String = message[..4].iter().map(|b| format!("{b:02x}")).collect();
     Event {
         type_: if transition.is_warning {
@@ -200,7 +201,7 @@ fn event(transition: &Transition) -> Event {
     }
 }
 
-/// The status with a condition that says what the API server refused.
+/// Returns the status with a condition that reports what the API server rejected.
 pub(crate) fn with_refusal(
     mut status: InferenceDeploymentStatus,
     current: Option<&InferenceDeploymentStatus>,
@@ -214,7 +215,7 @@ pub(crate) fn with_refusal(
     status
 }
 
-/// The status of a deployment whose spec cannot be read: what was known, and why nothing is done.
+/// The status of a deployment whose spec cannot be read: the last known status, with the reason that nothing is done.
 fn unreadable(
     current: Option<&InferenceDeploymentStatus>,
     generation: Option<i64>,
@@ -233,7 +234,7 @@ fn unreadable(
     status
 }
 
-/// The status of a deployment that is left to a newer operator: nobody here knows how it does.
+/// The status of a deployment that is left to a newer operator: readiness is unknown here.
 fn left(
     current: Option<&InferenceDeploymentStatus>,
     generation: Option<i64>,
@@ -248,7 +249,7 @@ fn left(
     status
 }
 
-/// A condition whose time [`set_condition`] finds.
+/// Creates a condition; [`set_condition`] fills in its time.
 fn condition(
     type_: &str,
     holds: &str,
@@ -266,7 +267,7 @@ fn condition(
     }
 }
 
-/// Sets a condition; its time is that of the last change of its status.
+/// Sets a condition; its time is that of its last status change.
 fn set_condition(
     status: &mut InferenceDeploymentStatus,
     current: Option<&InferenceDeploymentStatus>,

@@ -1,4 +1,4 @@
-//! The scaler of prefill workers: made with a number once, told what came of it, removed.
+//! The scaler of prefill workers: created with an initial number, given status updates, removed.
 
 use hearth_controller_core::decision::ScalerStep;
 use hearth_controller_core::key::Key;
@@ -58,7 +58,7 @@ impl Applier {
                 );
                 made
             }
-            // A stale cache, or somebody else's.
+            // A stale cache, or another owner's scaler.
             Err(Failure::Conflict(_)) => {
                 let there: LeanScaler = self.requests.get(&place, &name).await?;
                 let is_ending = there.metadata.deletion_timestamp.is_some();
@@ -98,7 +98,7 @@ impl Applier {
         self.drop_if_gone(&told, |state| state.remove_scaler(&key, ""));
         match told {
             Ok(told) => self.take_scaler(told),
-            // It is made again at the next look.
+            // It is created again at the next reconcile.
             Err(Failure::NotFound(_)) => {}
             Err(other) => return Err(other),
         }

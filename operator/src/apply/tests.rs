@@ -1,4 +1,4 @@
-//! The applier against an API server in memory: what is written, and what is not.
+//! The applier against an in-memory API server: requests that it makes, and those that it avoids.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -23,14 +23,14 @@ const SUBJECT: Subject<'static> = Subject {
     uid: OWNER,
 };
 
-/// Objects by path, and what was asked.
+/// Server with objects by path, and a record of requests.
 #[derive(Default)]
 struct Server {
     objects: Mutex<BTreeMap<String, Value>>,
     asked: Mutex<Vec<String>>,
-    /// Words with which Pods are forbidden.
+    /// Message with which Pods are forbidden.
     forbids: Mutex<Option<&'static str>>,
-    /// Its definition of plans is of an earlier version: without inputs, and without a status.
+    /// Whether its definition of plans is an earlier version, without inputs and without a status.
     has_old_plans: bool,
 }
 
@@ -112,7 +112,7 @@ impl Server {
     }
 }
 
-/// With what the API server adds.
+/// Adds the fields that the API server sets.
 fn stored(mut object: Value, version: usize) -> Value {
     object["metadata"]["uid"] = json!(format!("uid-of-{}", object["metadata"]["name"]));
     object["metadata"]["resourceVersion"] = json!(version.to_string());
@@ -171,7 +171,7 @@ async fn what_is_in_order_is_neither_written_nor_read() {
     first.apply(SUBJECT, &wants(service())).await.unwrap();
     assert_eq!(server.take_asked(), [""; 0]);
 
-    // After a start, a read tells.
+    // After a restart, a single read suffices.
     let second = applier(&server, &cache);
     second.apply(SUBJECT, &wants(service())).await.unwrap();
     second.apply(SUBJECT, &wants(service())).await.unwrap();
@@ -216,7 +216,7 @@ async fn what_is_not_ours_is_left_alone() {
         ..SUBJECT
     };
     server.take_asked();
-    // The cluster is about to collect what a deployment of the same name has left.
+    // The cluster is about to collect what a deployment of the same name left behind.
     let failure = applier.apply(other, &wants(service())).await.unwrap_err();
     assert_eq!(failure.label(), "Terminating");
     server.change(SERVICE_PATH, |live| {
@@ -242,7 +242,7 @@ async fn a_pod_that_is_there_is_as_good_as_made_unless_it_ends() {
     };
     applier.apply(SUBJECT, &decision).await.unwrap();
     assert_eq!(cache.lock().pods.of(OWNER).count(), 1);
-    // A stale cache asks again.
+    // A stale cache creates it again.
     applier.apply(SUBJECT, &decision).await.unwrap();
     assert_eq!(
         server.take_asked(),
@@ -279,7 +279,7 @@ async fn an_end_is_asked_for_and_known_at_once() {
     };
     applier.apply(SUBJECT, &end).await.unwrap();
     assert_eq!(cache.lock().pods.of(OWNER).count(), 0);
-    // It is gone: that is what was wanted.
+    // It is already gone, which is the desired result.
     applier.apply(SUBJECT, &end).await.unwrap();
 }
 
@@ -300,8 +300,8 @@ async fn a_failed_write_stops_the_rest() {
     assert_eq!(server.take_asked(), [""; 0]);
 }
 
-/// Definitions that drop what a plan was made from would have plans made without end, and a plan that serves is not forgotten
-/// because its status has no place.
+/// Definitions that drop a plan's inputs must not lead to endless new plans, and a plan that serves must not be
+/// forgotten because its status cannot be stored.
 #[tokio::test]
 async fn older_definitions_are_told_and_no_plan_is_lost() {
     let server = Arc::new(Server {
@@ -346,7 +346,7 @@ async fn older_definitions_are_told_and_no_plan_is_lost() {
     assert!(cache.lock().plans.get(&key).is_some());
 }
 
-/// What is forbidden must not keep from ending what stands in its way.
+/// A forbidden Pod must not prevent the deletion of what stands in its way.
 #[tokio::test]
 async fn a_forbidden_pod_stops_no_end_and_its_plan_holds_its_place_for_a_while_only() {
     let (server, cache) = (Arc::new(Server::default()), Arc::new(Cache::default()));
@@ -387,7 +387,7 @@ async fn a_forbidden_pod_stops_no_end_and_its_plan_holds_its_place_for_a_while_o
     let failure = applier.apply(SUBJECT, &decision).await.unwrap_err();
     assert_eq!(failure, Failure::Forbidden(words.to_owned()));
     assert_eq!(server.take_asked(), ["POST pods", "DELETE old", "GET old"]);
-    // The old one has gone: it is worth another try.
+    // The old one is gone, so another attempt is worthwhile.
     assert_eq!(quota(&cache), Some(Quota::Tight));
     let again = Decision {
         create_pods: vec![make("new")],

@@ -1,4 +1,4 @@
-//! Single requests to the API server, each with a limit on its time and an answer that is reduced while it is read.
+//! Single requests to the API server, each with a timeout and a response that is reduced as it is read.
 
 use std::time::Duration;
 
@@ -12,10 +12,10 @@ use serde_json::Value;
 
 use crate::cluster::failure::Failure;
 
-/// How long one request may take, its answer read.
+/// Time limit of one request, including reading its response.
 const WHOLE: Duration = Duration::from_secs(40);
 
-/// Sends requests.
+/// Sender of requests.
 #[derive(Clone)]
 pub(crate) struct ApiClient {
     client: Client,
@@ -24,12 +24,12 @@ pub(crate) struct ApiClient {
 /// The collection of objects of one kind in one namespace.
 pub(crate) struct Collection {
     request: Request,
-    /// For messages: kind and namespace.
+    /// Kind, as used in messages.
     what: String,
 }
 
 impl Collection {
-    /// Of a kind that is known when this is compiled.
+    /// Collection of a kind that is known at compile time.
     pub(crate) fn of<K: Resource<DynamicType = ()>>(namespace: &str) -> Self {
         Self {
             request: Request::new(K::url_path(&(), Some(namespace))),
@@ -37,7 +37,7 @@ impl Collection {
         }
     }
 
-    /// Of any kind.
+    /// Collection of any kind.
     pub(crate) fn of_resource(resource: &ApiResource, namespace: &str) -> Self {
         Self {
             request: Request::new(kube::api::DynamicObject::url_path(
@@ -50,12 +50,12 @@ impl Collection {
 }
 
 impl ApiClient {
-    /// Sends by `client`.
+    /// Creates an API client that sends through `client`.
     pub(crate) fn new(client: Client) -> Self {
         Self { client }
     }
 
-    /// The client itself.
+    /// Returns the underlying client.
     pub(crate) fn client(&self) -> &Client {
         &self.client
     }
@@ -63,7 +63,7 @@ impl ApiClient {
     /// Reads one object.
     ///
     /// # Errors
-    /// [`Failure::NotFound`] when it is not there.
+    /// [`Failure::NotFound`] if it does not exist.
     pub(crate) async fn get<T: DeserializeOwned>(
         &self,
         place: &Collection,
@@ -73,10 +73,10 @@ impl ApiClient {
         self.send(place, name, request).await
     }
 
-    /// Makes an object.
+    /// Creates an object.
     ///
     /// # Errors
-    /// [`Failure::Conflict`] when there is one of that name.
+    /// [`Failure::Conflict`] if one with that name exists.
     pub(crate) async fn create<T: DeserializeOwned>(
         &self,
         place: &Collection,
@@ -93,10 +93,10 @@ impl ApiClient {
             .await
     }
 
-    /// Applies an object: it has these fields from now on, and others keep theirs.
+    /// Applies an object server-side: sets these fields and leaves others alone.
     ///
     /// # Errors
-    /// What the API server says.
+    /// The API server's error.
     pub(crate) async fn apply<T: DeserializeOwned>(
         &self,
         place: &Collection,
@@ -112,7 +112,7 @@ impl ApiClient {
     /// Applies a status.
     ///
     /// # Errors
-    /// What the API server says.
+    /// The API server's error.
     pub(crate) async fn apply_status<T: DeserializeOwned>(
         &self,
         place: &Collection,
@@ -127,10 +127,10 @@ impl ApiClient {
         self.send(place, name, request).await
     }
 
-    /// Merges fields into an object. A uid in it is a precondition.
+    /// Merges fields into an object. A uid among them is a precondition.
     ///
     /// # Errors
-    /// What the API server says.
+    /// The API server's error.
     pub(crate) async fn merge<T: DeserializeOwned>(
         &self,
         place: &Collection,
@@ -146,10 +146,11 @@ impl ApiClient {
             .await
     }
 
-    /// Asks an object to end, within `grace_s` seconds or what it says itself. `Ok` also when it is gone, or when another object has its name.
+    /// Deletes an object, with a grace period of `grace_s` seconds or its own default. `Ok` also if it is gone, or if
+    /// another object has its name.
     ///
     /// # Errors
-    /// What the API server says.
+    /// The API server's error.
     pub(crate) async fn delete(
         &self,
         place: &Collection,
@@ -168,7 +169,7 @@ impl ApiClient {
         let request = place.request.delete(name, &parameters);
         match self.send::<Value>(place, name, request).await {
             Ok(_) | Err(Failure::NotFound(_)) => Ok(()),
-            // The precondition: the object that was meant is gone.
+            // The precondition failed: the intended object is gone.
             Err(Failure::Conflict(_)) if !uid.is_empty() => Ok(()),
             Err(other) => Err(other),
         }
@@ -194,7 +195,7 @@ impl ApiClient {
     }
 }
 
-/// Names the object in the words of a failure, unless the API server did.
+/// Names the object in a failure's message, unless the API server already did.
 fn in_words(what: &str, failure: Failure) -> Failure {
     let name = what.rsplit(' ').next().unwrap_or(what);
     let words = |why: String| {

@@ -1,4 +1,4 @@
-//! All that is known of the cluster, kept up by watches and by the answers to our own writes.
+//! Everything known about the cluster, kept current by watches and by the responses to our own writes.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::net::IpAddr;
@@ -23,42 +23,42 @@ use crate::cluster::packed::Packed;
 use crate::cluster::queue::Queue;
 use crate::cluster::table::{Identity, Put, Table};
 
-/// Changes of one moment are looked at together.
+/// Delay that batches changes made at about the same time.
 const DEBOUNCE: Duration = Duration::from_millis(100);
-/// Deployments that wait for room are looked at this long after some was freed.
+/// Delay before deployments that wait for room are reconciled after some was freed.
 const ROOM_DEBOUNCE: Duration = Duration::from_secs(1);
 
-/// A deployment as it was read.
+/// A deployment as it was read, or one that this version cannot read.
 pub(crate) type ReadDeployment = Result<Packed<InferenceDeployment>, Box<Unreadable>>;
 /// A plan, or one that this version cannot read.
 pub(crate) type ReadPlan = Result<Packed<InferencePlan>, Box<UnreadablePlan>>;
 
-/// A plan of another version of the API.
+/// A plan written in another version of the API.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct UnreadablePlan {
-    /// Why it cannot be read.
+    /// The reason that it cannot be read.
     pub(crate) why: String,
-    /// The name of its model in the nodes' stores; `None` for other sources.
+    /// Name of its model in the nodes' stores; `None` for other sources.
     pub(crate) model_key: Option<String>,
 }
 
-/// A deployment of another version of the API.
+/// A deployment written in another version of the API.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Unreadable {
     pub(crate) metadata: ObjectMeta,
-    /// What is wrong with it.
+    /// The reason that it cannot be read.
     pub(crate) reason: String,
-    /// The name of its model in the nodes' stores; `None` for other sources, and for one that was never fetched.
+    /// Name of its model in the nodes' stores; `None` for other sources, and for one that was never fetched.
     pub(crate) model_key: Option<String>,
 }
 
-/// What is known of the cluster.
+/// The operator's view of the cluster.
 #[derive(Debug, Default)]
 pub(crate) struct Cache {
     state: Mutex<State>,
 }
 
-/// A [`Cache`] whose changes have the deployments that they concern looked at.
+/// A [`Cache`] whose changes queue the deployments that they affect.
 #[derive(Clone, Debug)]
 pub(crate) struct CacheNotifier {
     pub(crate) cache: Arc<Cache>,
@@ -66,8 +66,8 @@ pub(crate) struct CacheNotifier {
 }
 
 impl CacheNotifier {
-    /// Changes the contents. Whatever was learnt, by a watch or by the answer to a write, is news to someone: an answer
-    /// shows what others changed too, and the watch does not tell that a second time.
+    /// Changes the contents. Any update, from a watch or from the response to a write, may affect a deployment: a
+    /// response also shows what others changed, and the watch does not report that again.
     pub(crate) fn change(&self, change: impl FnOnce(&mut State) -> Touched) {
         let (touched, waiting) = {
             let mut state = self.cache.lock();
@@ -95,37 +95,37 @@ pub(crate) struct State {
     pub(crate) plans: Table<ReadPlan>,
     pub(crate) pods: Table<PodView>,
     pub(crate) scalers: Table<ScalerView>,
-    /// By kind: Service, Secret, PodDisruptionBudget, NetworkPolicy.
+    /// Objects by kind: Service, Secret, PodDisruptionBudget, NetworkPolicy.
     pub(crate) objects: HashMap<&'static str, Table<Facts>>,
     pub(crate) nodes: BTreeMap<String, Arc<NodeView>>,
     node_uids: HashMap<String, String>,
     profiles: HashMap<String, NodeProfileStatus>,
     pub(crate) profiles_in_spec: HashSet<String>,
-    /// Running agents by their Pod.
+    /// Running agents, by Pod.
     agents: HashMap<Key, AgentEndpoint>,
     pub(crate) holdings: Holdings,
     pub(crate) ledger: Ledger,
     devices: Devices,
     /// See `Observed::has_device_claims`.
     pub(crate) has_device_claims: bool,
-    /// Plans that were sent to the API server and not seen since, by owner.
+    /// Plans that were sent to the API server and not yet seen in a watch, by owner.
     pub(crate) reserved: HashMap<Arc<str>, (Arc<InferencePlan>, Instant)>,
-    /// Pods that the API server forbids, by owner.
+    /// Pods that the API server rejected as forbidden, by owner.
     pub(crate) forbidden: HashMap<Arc<str>, Forbidden>,
-    /// Deployments that wait for room, for a node, or for their turn with a worker image.
+    /// Deployments that wait for room, for a node, or for their turn to roll out a worker image.
     waiting: HashSet<Key>,
     pub(crate) turns: Turns,
-    /// Uids of deployments that are suspended: their plans hold nothing, and no turn.
+    /// Uids of suspended deployments: their plans hold no resources and no turn.
     pub(crate) suspended: HashSet<Arc<str>>,
     /// Deployments by uid.
     pub(crate) keys: HashMap<Arc<str>, Key>,
 }
 
-/// Deployments that a change concerns.
+/// Deployments that a change affects.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Touched {
     pub(crate) keys: Vec<Key>,
-    /// Those that wait for room too.
+    /// Whether deployments that wait for room are affected too.
     pub(crate) waiting: bool,
 }
 
@@ -137,18 +137,18 @@ impl Cache {
 }
 
 impl State {
-    /// Takes a deployment.
+    /// Stores a deployment.
     pub(crate) fn put_deployment(&mut self, identity: Identity, value: ReadDeployment) -> Touched {
         let (key, uid) = (identity.key.clone(), Arc::clone(&identity.uid));
         let after = value.clone();
         match self.deployments.put(identity, value) {
             Put::Stale | Put::Same => Touched::default(),
             Put::Changed(before) => {
-                // Its Pods and plans may have been seen before it.
+                // Its Pods and plans may have been seen first.
                 let is_new = self.keys.insert(Arc::clone(&uid), key.clone()).is_none();
                 let is_other = is_new | self.suspend(&uid, &after);
                 let has_freed = is_other && self.recount(&uid);
-                // The status is our own writing. Who else writes it is corrected at the next resync.
+                // The status is written by us. Changes to it by others are corrected at the next resync.
                 let mut touched = match before.is_some_and(|before| is_same_wish(&before, &after)) {
                     true => Touched::default(),
                     false => Touched::one(key),
@@ -159,7 +159,7 @@ impl State {
         }
     }
 
-    /// Notes whether a deployment is suspended; whether that is news. One that cannot be read is as it was.
+    /// Records whether a deployment is suspended; returns whether that changed. An unreadable one keeps its state.
     fn suspend(&mut self, uid: &Arc<str>, deployment: &ReadDeployment) -> bool {
         let deployment = deployment
             .as_ref()
@@ -172,7 +172,7 @@ impl State {
         }
     }
 
-    /// Takes a plan, or why it cannot be read.
+    /// Stores a plan, or the reason that it cannot be read.
     pub(crate) fn put_plan(
         &mut self,
         mut identity: Identity,
@@ -203,7 +203,7 @@ impl State {
         }
     }
 
-    /// Takes a Pod of a deployment.
+    /// Stores a deployment's Pod.
     pub(crate) fn put_pod(&mut self, mut identity: Identity, value: PodView) -> Touched {
         identity.share(&self.keys);
         let owner = Arc::clone(&identity.owner);
@@ -214,7 +214,7 @@ impl State {
         }
     }
 
-    /// Takes an object of the four kinds.
+    /// Stores an object of one of the four kinds.
     pub(crate) fn put_object(
         &mut self,
         kind: &'static str,
@@ -229,19 +229,19 @@ impl State {
         }
     }
 
-    /// Takes a node, without its profile.
+    /// Stores a node, without its profile.
     pub(crate) fn put_node(&mut self, uid: &str, mut view: NodeView) -> Touched {
         self.node_uids.insert(view.name.clone(), uid.to_owned());
         view.profile = self.profiles.get(&view.name).cloned();
         let name = view.name.clone();
         let before = self.nodes.get(&name);
-        // Not everyone who adds a taint says when.
+        // Not every component that adds a taint sets its time.
         for taint in view.taints.iter_mut().filter(|t| t.since.is_none()) {
             let mut known = before.iter().flat_map(|before| &before.taints);
             let same = known.find(|known| known.key == taint.key && known.effect == taint.effect);
             taint.since = same.map_or_else(|| Some(Timestamp::now()), |same| same.since);
         }
-        // The clock of a machine that has just started may be ahead: it counts when the change was seen here.
+        // The clock of a freshly booted machine may be ahead; then the time at which the change was seen here is used.
         let now = Timestamp::now();
         let seen = |told: Option<Timestamp>, known: Option<Timestamp>| {
             let is_ahead = told.is_some_and(|told| told > now);
@@ -257,7 +257,7 @@ impl State {
         self.node_changed(&name)
     }
 
-    /// Forgets a node.
+    /// Removes a node.
     pub(crate) fn remove_node(&mut self, name: &str) -> Touched {
         self.node_uids.remove(name);
         match self.nodes.remove(name) {
@@ -266,7 +266,7 @@ impl State {
         }
     }
 
-    /// Notes whether a profile is where an earlier version wrote it.
+    /// Records whether a profile is stored where an earlier version wrote it.
     pub(crate) fn note_profile_in_spec(&mut self, name: &str, is_in_spec: bool) {
         match is_in_spec {
             true => self.profiles_in_spec.insert(name.to_owned()),
@@ -274,7 +274,7 @@ impl State {
         };
     }
 
-    /// Takes what was measured of a node; `None`: nothing any more.
+    /// Stores a node's measured profile; `None` removes it.
     pub(crate) fn put_profile(
         &mut self,
         name: &str,
@@ -300,7 +300,7 @@ impl State {
         }
     }
 
-    /// Says whose deployments are served.
+    /// Sets the namespaces whose deployments are served.
     pub(crate) fn serve(&mut self, namespaces: &[String]) {
         self.ledger.serve(namespaces);
     }
@@ -310,7 +310,7 @@ impl State {
         self.ledger.is_served(namespace)
     }
 
-    /// Takes what a slice offers of GPUs; `None`: none any more.
+    /// Stores the GPUs that a slice offers; `None` removes them.
     pub(crate) fn put_slice(&mut self, slice: Key, offered: Option<Offered>) -> Touched {
         Touched {
             keys: Vec::new(),
@@ -318,7 +318,7 @@ impl State {
         }
     }
 
-    /// Takes what a claim has of GPUs; `None`: none any more.
+    /// Stores the GPUs that a claim has; `None` removes them.
     pub(crate) fn put_claim(&mut self, claim: Key, claimed: Option<Claimed>) -> Touched {
         let has_freed = claimed.is_none();
         let is_news = self.devices.claim(claim, claimed);
@@ -328,12 +328,12 @@ impl State {
         }
     }
 
-    /// GPUs of drivers of dynamic resource allocation.
+    /// GPUs offered and claimed through dynamic resource allocation.
     pub(crate) fn devices(&self) -> &Devices {
         &self.devices
     }
 
-    /// Takes where an agent is; `None`: it is not.
+    /// Stores an agent's endpoint; `None` removes it.
     pub(crate) fn put_agent(&mut self, pod: Key, place: Option<AgentEndpoint>) {
         match place {
             Some(place) => self.agents.insert(pod, place),
@@ -341,7 +341,7 @@ impl State {
         };
     }
 
-    /// Forgets a deployment: what it held is free once its Pods are gone.
+    /// Removes a deployment: its resources are free once its Pods are gone.
     pub(crate) fn remove_deployment(&mut self, key: &Key, uid: &str) -> Touched {
         let Some(row) = self.deployments.remove(key, uid) else {
             return Touched::default();
@@ -356,7 +356,7 @@ impl State {
         touched
     }
 
-    /// Forgets a plan.
+    /// Removes a plan.
     pub(crate) fn remove_plan(&mut self, key: &Key, uid: &str) -> Touched {
         match self.plans.remove(key, uid) {
             None => Touched::default(),
@@ -364,7 +364,7 @@ impl State {
         }
     }
 
-    /// Forgets a Pod.
+    /// Removes a Pod.
     pub(crate) fn remove_pod(&mut self, key: &Key, uid: &str) -> Touched {
         match self.pods.remove(key, uid) {
             None => Touched::default(),
@@ -377,7 +377,7 @@ impl State {
         }
     }
 
-    /// Forgets an object of the four kinds.
+    /// Removes an object of one of the four kinds.
     pub(crate) fn remove_object(&mut self, kind: &'static str, key: &Key, uid: &str) -> Touched {
         let table = self.objects.entry(kind).or_default();
         match table.remove(key, uid) {
@@ -386,7 +386,7 @@ impl State {
         }
     }
 
-    /// Says whether a deployment waits for room, for a node, or for its turn.
+    /// Sets whether a deployment waits for room, for a node, or for its turn.
     pub(crate) fn set_waiting(&mut self, key: &Key, waits: bool) {
         if waits {
             self.waiting.insert(key.clone());
@@ -399,7 +399,7 @@ impl State {
         self.waiting.iter().cloned().collect()
     }
 
-    /// Running agents, one a node.
+    /// Running agents, one per node.
     pub(crate) fn agents(&self) -> Vec<AgentEndpoint> {
         let places = self.agents.values();
         let by_node: BTreeMap<&str, &AgentEndpoint> =
@@ -412,12 +412,12 @@ impl State {
         self.agents.keys().cloned().collect()
     }
 
-    /// The uid of a node.
+    /// Returns the uid of a node.
     pub(crate) fn node_uid(&self, node: &str) -> Option<&str> {
         self.node_uids.get(node).map(String::as_str)
     }
 
-    /// Ready gateways: their deployment, the Pod's uid and its address.
+    /// Ready gateways: their deployment, and their Pod's uid and address.
     pub(crate) fn gateways(&self) -> Vec<(Key, String, String)> {
         let nodes: HashSet<&IpAddr> = self.nodes.values().flat_map(|it| &it.addresses).collect();
         let ready = self.pods.all().filter(|(_, row)| {
@@ -427,8 +427,8 @@ impl State {
         ready
             .filter_map(|(pod, row)| {
                 let key = self.keys.get(&row.owner)?.clone();
-                // Anybody can name a deployment of another namespace on a Pod, and a Pod in its node's network answers with
-                // what the node has there; no gateway of ours is one.
+                // Anyone can name a deployment of another namespace on a Pod, and a Pod on the host network answers
+                // with whatever the node serves there; no gateway of ours does either.
                 let is_node = nodes.contains(&row.value.ip.parse::<IpAddr>().ok()?);
                 let is_elsewhere = key.namespace != pod.namespace || is_node;
                 let plans = self.plans_of(&row.owner);
@@ -438,7 +438,7 @@ impl State {
             .collect()
     }
 
-    /// Those of deployments with a worker that was ready, still runs, and is not ready any more.
+    /// Ready gateways of deployments that have a worker which was ready, still runs, and is no longer ready.
     pub(crate) fn gateways_in_doubt(&self) -> Vec<(Key, String, String)> {
         let rows = self.pods.all();
         let lost = rows.filter(|(_, row)| row.value.has_lost_readiness && !row.value.is_deleting);
@@ -453,7 +453,7 @@ impl State {
         gateways
     }
 
-    /// What was measured of a node.
+    /// Returns a node's measured profile.
     pub(crate) fn profile(&self, node: &str) -> Option<&NodeProfileStatus> {
         self.profiles.get(node)
     }
@@ -474,7 +474,7 @@ impl State {
         plans
     }
 
-    /// The name of a deployment's plan that cannot be read, and why; of several the last by name.
+    /// Name of a deployment's plan that cannot be read, with the reason; if there are several, the last one by name.
     pub(crate) fn unreadable_plan(&self, owner: &str) -> Option<(Box<str>, Box<str>)> {
         let rows = self.plans.of(owner);
         let ours = rows.filter(|(key, _)| self.is_ours(owner, key));
@@ -485,7 +485,7 @@ impl State {
         unreadable.max()
     }
 
-    /// An object of a deployment.
+    /// Returns an object of a deployment.
     pub(crate) fn object(
         &self,
         kind: &str,
@@ -502,8 +502,8 @@ impl State {
         }
     }
 
-    /// Something of `owner` has changed that was of `before` until now: an object may change its controller, and another one
-    /// of its name may come without the end of the first being seen.
+    /// Handles a change to an object of `owner` that belonged to `before` until now: an object may change its
+    /// controller, and another object of the same name may appear without the deletion of the first being seen.
     fn owners_changed(&mut self, before: Option<Arc<str>>, owner: &Arc<str>) -> Touched {
         let mut touched = self.owned_changed(owner);
         if let Some(before) = before.filter(|before| before != owner) {
@@ -530,7 +530,7 @@ impl State {
     }
 }
 
-/// Whether nothing but the status, and what the API server counts, differs.
+/// Whether only the status and fields maintained by the API server differ.
 fn is_same_wish(before: &ReadDeployment, after: &ReadDeployment) -> bool {
     match (before, after) {
         (Ok(before), Ok(after)) => {
@@ -567,7 +567,7 @@ mod tests {
 
     use super::*;
 
-    /// As of a machine that has started and not yet asked for the time.
+    /// The node's machine has booted and not yet synchronised its clock.
     #[test]
     fn a_node_whose_clock_is_ahead_is_as_it_is_since_that_was_seen() {
         for is_ready in [true, false] {

@@ -1,4 +1,4 @@
-//! The connection to the API server: limits on time, counts, and what it asks of us when it is busy.
+//! Connection to the API server: timeouts, request counts, and backoff that it requests when it is busy.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -17,18 +17,18 @@ use tower::{BoxError, Layer, Service};
 
 use crate::telemetry::Telemetry;
 
-/// How long the API server may take to begin an answer.
+/// Longest time that the API server may take to begin a response.
 const ANSWER: Duration = Duration::from_secs(30);
-/// How long a connection may be silent in an answer: longer than any watch is quiet.
+/// Longest time that a connection may be silent within a response: longer than any watch stays quiet.
 const SILENCE: Duration = Duration::from_secs(180);
 
-/// How long one watch lasts before it is renewed: a connection that died unseen is found out soon after.
+/// Duration of one watch before it is renewed, in seconds: a connection that died silently is detected soon after.
 pub(crate) const WATCH_SECONDS: u32 = 120;
 
-/// Connects by the usual rules: the kubeconfig of a person, or the Pod's service account.
+/// Connects by the usual rules: with the user's kubeconfig, or with the Pod's service account.
 ///
 /// # Errors
-/// When there is neither.
+/// There is neither.
 pub(crate) async fn connect(telemetry: Arc<Telemetry>) -> anyhow::Result<Client> {
     let mut config = Config::infer().await.context(
         "there is neither a kubeconfig nor a Pod's service account\n  set KUBECONFIG, or run this in the cluster",
@@ -37,19 +37,19 @@ pub(crate) async fn connect(telemetry: Arc<Telemetry>) -> anyhow::Result<Client>
     config.write_timeout = Some(ANSWER);
     config.read_timeout = Some(SILENCE);
     config.reset_reader_on_write = true;
-    // What is tried again, and when, the reconciler decides: it knows what it is for.
+    // Retries are up to the reconciler, which knows the purpose of each request.
     config.default_retry = false;
     let builder = ClientBuilder::try_from(config)?;
     Ok(builder.with_layer(&Counted { telemetry }).build())
 }
 
-/// Counts requests and bounds the time of their answers.
+/// Layer that counts requests and limits their response time.
 #[derive(Clone, Debug)]
 struct Counted {
     telemetry: Arc<Telemetry>,
 }
 
-/// See [`Counted`].
+/// Service created by [`Counted`].
 #[derive(Clone, Debug)]
 struct CountedService<S> {
     inner: S,
@@ -111,7 +111,7 @@ where
     }
 }
 
-/// Load shedding answers 429 in plain words with a header; put into a Status, its wait survives.
+/// Moves the wait of a 429 into a Status: load shedding answers in plain text with a header, which would be lost.
 async fn with_readable_refusal(
     response: Response<Box<DynBody>>,
 ) -> Result<Response<Box<DynBody>>, BoxError> {
@@ -153,7 +153,7 @@ fn verb(method: &Method) -> &'static str {
     }
 }
 
-/// The resource that a path is of, such as `pods` or `inferencedeployments/status`; names are left out.
+/// Resource that a path addresses, such as `pods` or `inferencedeployments/status`; names are left out.
 fn resource(path: &str) -> String {
     let mut parts = path.trim_matches('/').split('/');
     let skip = match parts.next() {

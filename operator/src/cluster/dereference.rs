@@ -1,5 +1,5 @@
-//! Dereference: all that one reconcile looks at, from the caches; the only requests are for events of a Pod that hangs, and for
-//! the claim of a model that is looked for.
+//! Dereference: collects all inputs of one reconcile from the caches; the only requests are for events of a Pod that
+//! hangs, and for the claim of a model whose files are still being located.
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
@@ -19,39 +19,39 @@ use kube::{Client, ResourceExt};
 
 use crate::cluster::cache::Cache;
 
-/// A Pod is not asked about before it has been there for this long.
+/// Minimum age of a Pod before its events are requested.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How long an answer about a Pod's events is good.
+/// Time for which a response about a Pod's events is reused.
 const EVENTS_FRESH: Duration = Duration::from_secs(10);
-/// How long the API server may take to list events or to read a claim: they are a help, no need.
+/// Longest time that the API server may take to list events or to read a claim: they are helpful, not essential.
 const EVENTS_WAIT: Duration = Duration::from_secs(5);
 
-/// What is known beside the caches.
+/// Inputs of a reconcile that are not in the caches.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Outside {
-    /// What the agents say of the model, by node.
+    /// Agents' reports about the model, by node.
     pub(crate) fetches: BTreeMap<String, FetchView>,
-    /// Access modes of the claim that the model lies in.
+    /// Access modes of the claim that holds the model.
     pub(crate) claim_modes: Vec<String>,
-    /// Latencies that the gateway measured lately.
+    /// Latencies that the gateway measured recently.
     pub(crate) measured: Option<Measured>,
-    /// What workers got of their machines, by their addresses.
+    /// Resources that workers actually got, and whether they hang, by worker address.
     pub(crate) placements: BTreeMap<IpAddr, Placement>,
     /// Serial of the newest certificate.
     pub(crate) certificate: Option<String>,
 }
 
-/// Reads what a reconcile needs.
+/// Reader of a reconcile's inputs.
 pub(crate) struct Dereferencer {
     client: Client,
     cache: Arc<Cache>,
     settings: Arc<Settings>,
-    /// The newest warning about a Pod, by its uid, and when it was asked for.
+    /// The newest warning about a Pod and the time of its request, by Pod uid.
     warnings: Mutex<HashMap<String, (Instant, Option<String>)>>,
 }
 
 impl Dereferencer {
-    /// Reads from `cache`.
+    /// Creates a dereferencer that reads from `cache`.
     pub(crate) fn new(client: Client, cache: Arc<Cache>, settings: Arc<Settings>) -> Self {
         Self {
             client,
@@ -61,7 +61,7 @@ impl Dereferencer {
         }
     }
 
-    /// All that is known of `deployment` and of the cluster around it.
+    /// Collects everything known about `deployment` and the cluster around it.
     pub(crate) fn observe(
         &self,
         deployment: &Arc<InferenceDeployment>,
@@ -110,8 +110,8 @@ impl Dereferencer {
         }
     }
 
-    /// Asks for the access modes of the claim that the model lies in, while it is being looked for. Empty: there is no such
-    /// claim, or the operator may not see it.
+    /// Requests the access modes of the claim that holds the model until the model has been found. Empty if the claim
+    /// does not exist, or the operator may not read it.
     pub(crate) async fn claim_modes(&self, deployment: &InferenceDeployment) -> Vec<String> {
         let source = &deployment.spec.model.source;
         let Some(claim) = &source.persistent_volume_claim else {
@@ -135,14 +135,14 @@ impl Dereferencer {
             }
             Err(_) => return Vec::new(),
         };
-        // What it was given counts; before it is bound, what it asks for.
+        // The granted modes count; before it is bound, the requested ones.
         let given = claim.status.and_then(|status| status.access_modes);
         let asked = claim.spec.and_then(|spec| spec.access_modes);
         given.or(asked).unwrap_or_default()
     }
 
-    /// Asks for the events of Pods that hang before their container is made: no condition of a Pod tells why.
-    /// Returns when to ask again.
+    /// Requests the events of Pods that hang before their container is created: no Pod condition gives the reason.
+    /// Returns the delay until the next request.
     pub(crate) async fn ask_about_hanging_pods(
         &self,
         deployment: &InferenceDeployment,

@@ -1,11 +1,11 @@
-//! GPUs that can be claimed by UUID, where the cluster has dynamic resource allocation.
+//! GPUs that can be claimed by UUID, if the cluster has dynamic resource allocation.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use hearth_controller_core::key::Key;
 use serde::Deserialize;
 
-/// A device as slices and claims name it.
+/// A device as named by slices and claims.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(default)]
 pub(crate) struct Device {
@@ -14,7 +14,7 @@ pub(crate) struct Device {
     pub(crate) device: String,
 }
 
-/// GPUs of a node.
+/// GPUs that a slice offers on a node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Offered {
     pub(crate) node: String,
@@ -22,30 +22,30 @@ pub(crate) struct Offered {
     pub(crate) gpus: BTreeMap<Device, String>,
 }
 
-/// GPUs that a claim has.
+/// GPUs that a claim holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Claimed {
-    /// The deployment whose claim it is; `None`: somebody else's.
+    /// The deployment that owns the claim; `None` if it belongs to someone else.
     pub(crate) deployment: Option<Key>,
     pub(crate) devices: Vec<Device>,
 }
 
-/// All GPUs that drivers offer, and all that are claimed.
+/// All GPUs that drivers offer, and all GPUs that are claimed.
 #[derive(Debug, Default)]
 pub(crate) struct Devices {
-    /// By slice.
+    /// Offered GPUs by slice.
     offered: HashMap<Key, Offered>,
-    /// By claim.
+    /// Claimed GPUs by claim.
     claimed: HashMap<Key, Claimed>,
 }
 
 impl Devices {
-    /// Takes a slice; `None`: it offers no GPU any more. Returns whether that is news.
+    /// Stores a slice; `None` if it no longer offers a GPU. Returns whether that is a change.
     pub(crate) fn offer(&mut self, slice: Key, offered: Option<Offered>) -> bool {
         put(&mut self.offered, slice, offered)
     }
 
-    /// Takes a claim; `None`: it has no GPU any more. Returns whether that is news.
+    /// Stores a claim; `None` if it no longer holds a GPU. Returns whether that is a change.
     pub(crate) fn claim(&mut self, claim: Key, claimed: Option<Claimed>) -> bool {
         put(&mut self.claimed, claim, claimed)
     }
@@ -55,12 +55,13 @@ impl Devices {
         self.offered.keys().cloned().collect()
     }
 
-    /// Claims that have GPUs.
+    /// Claims that hold GPUs.
     pub(crate) fn claims(&self) -> Vec<Key> {
         self.claimed.keys().cloned().collect()
     }
 
-    /// UUIDs that no claim has but those of `own`, by node; a node whose GPUs are all claimed is there with none.
+    /// UUIDs that no claim except those of `own` holds, by node; a node whose GPUs are all claimed is included with
+    /// none.
     pub(crate) fn free_for(&self, own: &Key) -> BTreeMap<String, BTreeSet<String>> {
         let others = self.claimed.values();
         let taken: BTreeSet<&Device> = others

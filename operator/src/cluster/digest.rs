@@ -1,13 +1,13 @@
-//! Digests of objects, and whether an object already is as it is wanted.
+//! Digests of objects, and checks whether an object is already in its desired state.
 
 use hearth_controller_core::names::FIELD_MANAGER;
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
 
-/// Tells two contents apart.
+/// Digest that distinguishes contents.
 pub(crate) type Digest = [u8; 16];
 
-/// Fields of metadata that the API server alone writes.
+/// Metadata fields that only the API server writes.
 const SERVER_SIDE: [&str; 9] = [
     "resourceVersion",
     "uid",
@@ -20,7 +20,7 @@ const SERVER_SIDE: [&str; 9] = [
     "generateName",
 ];
 
-/// The digest of an object as it is in the cluster, without its status and what changes by itself.
+/// The digest of an object in the cluster, without its status and fields that change on their own.
 pub(crate) fn of_live(object: &Value) -> Digest {
     let mut hash = Sha256::new();
     if let Value::Object(fields) = object {
@@ -28,7 +28,7 @@ pub(crate) fn of_live(object: &Value) -> Digest {
         names.sort();
         for name in names {
             match (name.as_str(), &fields[name]) {
-                // List items come without apiVersion and kind, watch events with them.
+                // List items lack apiVersion and kind, watch events have them.
                 ("status" | "apiVersion" | "kind", _) => {}
                 ("metadata", Value::Object(metadata)) => {
                     let mut keys: Vec<&String> = metadata
@@ -51,15 +51,15 @@ pub(crate) fn of_live(object: &Value) -> Digest {
     short(hash)
 }
 
-/// The digest of any JSON, whatever the order of its keys.
+/// The digest of any JSON value, independent of key order.
 pub(crate) fn of_value(value: &Value) -> Digest {
     let mut hash = Sha256::new();
     feed(&mut hash, value);
     short(hash)
 }
 
-/// Whether `live` has all that `desired` says. What others added, and what the API server filled in, is no difference;
-/// nor are empty lists and maps that are left out.
+/// Whether `live` has everything in `desired`. Additions by others and defaults filled in by the API server are not
+/// differences; nor are empty lists and maps that are missing.
 pub(crate) fn is_within(desired: &Value, live: &Value) -> bool {
     match (desired, live) {
         (Value::Object(desired), Value::Object(live)) => desired.iter().all(|(key, value)| {
@@ -80,7 +80,7 @@ pub(crate) fn is_within(desired: &Value, live: &Value) -> bool {
     }
 }
 
-/// Whether we once applied an annotation to `live` that `desired` does not have any more. The API server removes it when
+/// Whether we once applied an annotation to `live` that `desired` no longer has. The API server removes it when
 /// the object is applied again; annotations of others stay.
 pub(crate) fn has_dropped_annotation(desired: &Value, live: &Value) -> bool {
     let entries = live["metadata"]["managedFields"].as_array();
@@ -129,7 +129,7 @@ fn feed(hash: &mut Sha256, value: &Value) {
     }
 }
 
-/// The length first, so that no two sequences of texts are fed alike.
+/// Feeds the length first, so that no two sequences of strings produce the same input.
 fn feed_text(hash: &mut Sha256, text: &str) {
     hash.update((text.len() as u64).to_le_bytes());
     hash.update(text.as_bytes());

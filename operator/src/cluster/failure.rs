@@ -1,50 +1,50 @@
-//! Why a reconcile stopped, and when it is tried again.
+//! Reason that a reconcile stopped, and the delay before it is retried.
 
 use std::time::Duration;
 
 use hearth_controller_core::observed::forbidden::{BACKOFF_MAX, is_quota};
 
-/// Why the API server did not do as it was asked, or could not be asked.
+/// Reason that a request to the API server failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Failure {
-    /// Someone else wrote the object, or it is another object of that name.
+    /// Someone else modified the object, or another object has that name.
     #[error("{0}")]
     Conflict(String),
-    /// It is not there (any more).
+    /// The object does not exist (any more).
     #[error("{0}")]
     NotFound(String),
-    /// An object of that name is still ending.
+    /// An object of that name is still terminating.
     #[error("{0} is still ending")]
     Terminating(String),
     /// The API server asks to wait.
     #[error("the API server asks to wait {wait:?}: {why}")]
     Throttled {
-        /// How long.
+        /// Time to wait.
         wait: Duration,
-        /// In its words.
+        /// The API server's message.
         why: String,
     },
     /// The API server failed.
     #[error("{0}")]
     Server(String),
-    /// It was not reached, or its answer did not come.
+    /// The API server was unreachable, or its response did not arrive.
     #[error("{0}")]
     Network(String),
-    /// The operator may not do that.
+    /// The operator lacks the permission, or admission rejected the object.
     #[error("{0}")]
     Forbidden(String),
-    /// The API server refuses the content, or something else that was to be there is not as it must be.
+    /// The API server rejects the content, or another object is not in the required state.
     #[error("{0}")]
     Invalid(String),
 }
 
-/// First wait after a failure that may pass by itself.
+/// First delay after a failure that may resolve itself.
 const BACKOFF: Duration = Duration::from_millis(500);
-/// Wait where a person has to do something.
+/// Delay if a person has to act.
 const PERSON: Duration = Duration::from_secs(300);
 
 impl Failure {
-    /// The name of the variant, as metrics have it.
+    /// Returns the name of the variant, as used in metrics.
     pub(crate) const fn label(&self) -> &'static str {
         match self {
             Self::Conflict(_) => "Conflict",
@@ -58,12 +58,12 @@ impl Failure {
         }
     }
 
-    /// Whether a person has to do something about it, and so should read of it in the status.
+    /// Whether a person has to act, and so should see it in the status.
     pub(crate) const fn needs_a_person(&self) -> bool {
         matches!(self, Self::Forbidden(_) | Self::Invalid(_))
     }
 
-    /// After `wait`, or when something is `due` before that, unless the API server asks to wait.
+    /// Returns `wait`, or less if something is `due` earlier, unless the API server asks to wait.
     pub(crate) fn sooner(&self, wait: Duration, due: Option<Duration>) -> Duration {
         match self {
             Self::Throttled { .. } => wait,
@@ -71,7 +71,7 @@ impl Failure {
         }
     }
 
-    /// How long to wait after the `failures`-th failure in a row; `chance` is from 0 to 1.
+    /// Returns the delay after the `failures`-th failure in a row; `chance` is from 0 to 1.
     pub(crate) fn wait(&self, failures: u32, chance: f64) -> Duration {
         let jitter = |wait: Duration| wait.mul_f64(0.5 + chance.clamp(0.0, 1.0) / 2.0);
         match self {
@@ -79,10 +79,10 @@ impl Failure {
                 jitter(Duration::from_secs(1))
             }
             Self::Throttled { wait, .. } => {
-                // All that were told to wait do not come back at once, nor every second for ever.
+                // Throttled clients should not all retry at once, nor every second forever.
                 *wait + jitter(exponential(failures))
             }
-            // It may be our own Pods that are on their way out.
+            // Our own terminating Pods may be what fills the quota.
             Self::Forbidden(why) if is_quota(why) => jitter(exponential(failures)),
             Self::Forbidden(_) | Self::Invalid(_) => jitter(PERSON),
             _ => jitter(exponential(failures)),
@@ -121,17 +121,17 @@ impl From<&kube::Error> for Failure {
                     why: message,
                 }
             }
-            // A namespace that ends refuses all that is new: it soon takes its objects with it.
+            // A terminating namespace rejects all new objects, and its existing ones will soon be gone.
             403 if message.contains("being terminated") => Self::Conflict(message),
             401 | 403 => Self::Forbidden(message),
             400 | 405 | 406 | 413 | 415 | 422 => Self::Invalid(message),
-            // The API server's own deadline, or a proxy's: it may have done it.
+            // The API server's own deadline, or a proxy's: the request may have taken effect.
             _ => Self::Server(message),
         }
     }
 }
 
-/// An error with its causes, each said once.
+/// Formats an error with its causes, each mentioned once.
 pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
@@ -182,7 +182,7 @@ mod tests {
         }
     }
 
-    /// A full quota, or a policy that forbids a Pod, moves no deadline.
+    /// A full quota, or a policy that forbids a Pod, does not move a deadline.
     #[test]
     fn what_is_due_sooner_does_not_wait_for_a_person() {
         let [due, wait] = [40, 300].map(Duration::from_secs);

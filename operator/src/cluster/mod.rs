@@ -1,4 +1,4 @@
-//! What is seen of the cluster: the client, watches, caches, and objects reduced to what is read of them.
+//! The operator's view of the cluster: the client, watches, caches, and objects reduced to the fields that are read.
 
 pub(crate) mod api;
 pub(crate) mod cache;

@@ -1,4 +1,4 @@
-//! Values that are kept by the thousand and read seldom.
+//! Values that are kept by the thousand and rarely read.
 
 use std::io::{Read as _, Write as _};
 use std::marker::PhantomData;
@@ -9,8 +9,8 @@ use flate2::write::DeflateEncoder;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// A value as its JSON, deflated: one piece of memory, a third of what the JSON takes, and a sixth of what the value takes
-/// with all its parts.
+/// A value as deflated JSON: a single allocation, a third of the size of the JSON, and a sixth of the size of the
+/// value with all its parts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Packed<T> {
     deflated: Box<[u8]>,
@@ -22,7 +22,7 @@ impl<T: Serialize + DeserializeOwned> Packed<T> {
     /// Packs a value.
     ///
     /// # Errors
-    /// When it cannot be written as JSON.
+    /// The value cannot be serialised as JSON.
     pub(crate) fn new(value: &T) -> serde_json::Result<Self> {
         let json = serde_json::to_string(value)?;
         let mut encoder = DeflateEncoder::new(Vec::new(), Compression::default());
@@ -36,10 +36,10 @@ impl<T: Serialize + DeserializeOwned> Packed<T> {
         })
     }
 
-    /// The value.
+    /// Unpacks the value.
     ///
     /// # Errors
-    /// When what was written cannot be read.
+    /// The packed data cannot be read.
     pub(crate) fn get(&self) -> serde_json::Result<T> {
         let mut json = Vec::new();
         let read = DeflateDecoder::new(&*self.deflated).read_to_end(&mut json);
@@ -47,14 +47,14 @@ impl<T: Serialize + DeserializeOwned> Packed<T> {
         serde_json::from_slice(&json)
     }
 
-    /// Whether its model may be one that is fetched, because `http` stands somewhere in it: most need not be unpacked to
-    /// know that it is none.
+    /// Whether its model may be a fetched one, because `http` occurs somewhere in it: most values need not be unpacked
+    /// to rule that out.
     pub(crate) fn may_be_fetched(&self) -> bool {
         self.may_be_fetched
     }
 }
 
-/// Whether a word stands in JSON as a text of its own, or so in a text within the text.
+/// Whether a word occurs in JSON as a whole string, or as one in JSON nested in a string.
 fn is_word(json: &str, word: &str) -> bool {
     let [plain, within] = [format!("\"{word}\""), format!("\\\"{word}\\\"")];
     json.contains(&plain) || json.contains(&within)

@@ -1,4 +1,4 @@
-//! What is to be reconciled, and when: each deployment at most once in the queue and at most once at work.
+//! Queue of due reconciles: each deployment is at most once in the queue and at most once in progress.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -8,7 +8,7 @@ use hearth_controller_core::key::Key;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-/// Deployments by the time at which they are due.
+/// Deployments ordered by due time.
 #[derive(Debug, Default)]
 pub(crate) struct Queue {
     state: Mutex<State>,
@@ -18,13 +18,13 @@ pub(crate) struct Queue {
 #[derive(Debug, Default)]
 struct State {
     due: HashMap<Key, Instant>,
-    /// The entries of `due` whose deployment is not at work.
+    /// The entries of `due` whose deployment is not in progress.
     order: BTreeSet<(Instant, Key)>,
     at_work: HashSet<Key>,
 }
 
 impl Queue {
-    /// Wants `key` to be looked at in `delay`, or earlier where it is wanted earlier already.
+    /// Schedules `key` to be reconciled in `delay`, unless it is already due earlier.
     pub(crate) fn add(&self, key: Key, delay: Duration) {
         let at = Instant::now() + delay;
         let mut state = self.lock();
@@ -43,7 +43,7 @@ impl Queue {
         self.wake.notify_one();
     }
 
-    /// Waits for the next deployment that is due. It is at work until [`Queue::done`].
+    /// Waits for the next deployment that is due. It is in progress until [`Queue::done`].
     pub(crate) async fn take(&self) -> Key {
         loop {
             let next = {
@@ -69,7 +69,7 @@ impl Queue {
         }
     }
 
-    /// Ends the work on `key`.
+    /// Marks the work on `key` as finished.
     pub(crate) fn done(&self, key: &Key) {
         let mut state = self.lock();
         state.at_work.remove(key);
@@ -80,7 +80,7 @@ impl Queue {
         self.wake.notify_one();
     }
 
-    /// Deployments that are due now, and those at work.
+    /// Number of deployments that are due now, and of those in progress.
     pub(crate) fn depth(&self) -> (usize, usize) {
         let state = self.lock();
         let now = Instant::now();

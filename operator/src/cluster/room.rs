@@ -1,4 +1,4 @@
-//! What deployments and others hold of the nodes, and whose turn it is, as the caches know it.
+//! Resources that deployments and other Pods hold on the nodes, and rollout turns, as known from the caches.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,11 +19,11 @@ use jiff::Timestamp;
 use crate::cluster::cache::{State, Touched};
 use crate::cluster::table::Row;
 
-/// How long a plan that was sent and never seen keeps its place: its write may have failed unseen.
+/// Time for which a plan that was sent but never seen keeps its reservation: its write may have failed unnoticed.
 const RESERVATION: Duration = Duration::from_secs(120);
 
 impl State {
-    /// Takes what a Pod of nobody's deployment takes of its node; `None`: nothing any more.
+    /// Stores the resources that a foreign Pod takes on its node; `None` removes them.
     pub(crate) fn put_charge(&mut self, pod: &Key, charge: Option<Charge>) -> Touched {
         Touched {
             keys: Vec::new(),
@@ -31,7 +31,7 @@ impl State {
         }
     }
 
-    /// Says whether all Pods of the cluster are seen; whoever waits for room is looked at when that changes.
+    /// Sets whether all Pods of the cluster are visible; a change wakes the deployments that wait for room.
     pub(crate) fn see(&mut self, sight: Sight) -> Touched {
         let is_news = self.ledger.sight() != sight;
         if is_news {
@@ -43,12 +43,12 @@ impl State {
         }
     }
 
-    /// Pods of nobody's deployment that are counted.
+    /// Foreign Pods that are counted.
     pub(crate) fn charged(&self) -> Vec<Key> {
         self.ledger.keys().collect()
     }
 
-    /// Puts a plan that is about to be written in its place: other plans are made around it from now on.
+    /// Reserves room for a plan that is about to be written: from now on other plans take it into account.
     pub(crate) fn reserve(&mut self, owner: &str, plan: &InferencePlan) {
         let owner: Arc<str> = owner.into();
         let plan = Arc::new(plan.clone());
@@ -57,14 +57,14 @@ impl State {
         self.recount(&owner);
     }
 
-    /// Gives the place of a plan that was refused back.
+    /// Releases the reservation of a plan that was rejected.
     pub(crate) fn give_back(&mut self, owner: &str) -> Touched {
         let owner: Arc<str> = owner.into();
         self.reserved.remove(&owner);
         self.owned_changed(&owner)
     }
 
-    /// What the Pods of a deployment of `namespace` count of a ResourceQuota.
+    /// Returns what the Pods of a deployment in `namespace` count towards a ResourceQuota.
     pub(crate) fn counted(&self, owner: &str, namespace: &str) -> Counted {
         let pods = self.pods.of(owner);
         let own = pods.filter(|(key, row)| {
@@ -73,7 +73,8 @@ impl State {
         Counted::of_pods(own.map(|(_, row)| &*row.value))
     }
 
-    /// Some Pods of a plan are forbidden; `has_gateway`: a gateway is among them; `own`: what the deployment's counted.
+    /// Records that some Pods of a plan are forbidden, whether a gateway is among them, and the deployment's own quota
+    /// usage.
     pub(crate) fn forbid(
         &mut self,
         owner: &str,
@@ -95,12 +96,12 @@ impl State {
         self.forbidden.insert(owner.into(), forbidden);
         Touched {
             keys: Vec::new(),
-            // It may be another plan, which had its place until now.
+            // It may be a new plan, which had a reservation until now.
             waiting: is_dropped && self.recount(&owner.into()),
         }
     }
 
-    /// Some Pods of a deployment were made, and none was forbidden: its plan has its place.
+    /// Records that some Pods of a deployment were created and none was forbidden: its plan keeps its reservation.
     pub(crate) fn allow(&mut self, owner: &str) -> Touched {
         let Some(forbidden) = self.forbidden.get_mut(owner) else {
             return Touched::default();
@@ -114,7 +115,7 @@ impl State {
         Touched::default()
     }
 
-    /// Gives back the places of plans that never came to be, and of those whose Pods are forbidden.
+    /// Releases the reservations of plans that were never seen, and of those whose Pods are forbidden.
     pub(crate) fn expire_reservations(&mut self) -> Touched {
         let old = self.reserved.iter();
         let old: Vec<Arc<str>> = old
@@ -145,13 +146,14 @@ impl State {
         touched
     }
 
-    /// The deployment that others wait for before they change to their worker image, with whether it has failed to.
+    /// The deployment that others wait for before they switch to their worker image, and whether its switch has
+    /// failed.
     pub(crate) fn turn_holder(&self, now: Timestamp) -> Option<(&Key, bool)> {
         let (owner, outcome) = self.turns.holder(now)?;
         Some((self.keys.get(owner)?, outcome == Outcome::Failed))
     }
 
-    /// Whether a deployment whose newest plan has another worker image may change to `image` now.
+    /// Whether a deployment whose newest plan has another worker image may switch to `image` now.
     pub(crate) fn turn(&self, owner: &str, image: &str, now: Timestamp) -> Turn {
         let is_there = |newest: &str| newest == image;
         if self.turns.newest_image(owner).is_none_or(is_there) {
@@ -165,7 +167,7 @@ impl State {
                 Outcome::Open | Outcome::Served => Turn::After(key.clone()),
             };
         }
-        // Sent, and not seen yet.
+        // A plan that was sent and not seen yet.
         let begun = self.reserved.iter().find(|(other, (plan, _))| {
             let before = self.turns.newest_image(other);
             &***other != owner
@@ -176,19 +178,19 @@ impl State {
         begun.map_or(Turn::Free, |key| Turn::After(key.clone()))
     }
 
-    /// What Pods of nobody's deployment request.
+    /// Requests of foreign Pods.
     pub(crate) fn others(&self) -> Others {
         self.ledger.others()
     }
 
-    /// What all but this deployment hold.
+    /// Resources held by all deployments except this one.
     pub(crate) fn held_by_others(&self, owner: &str) -> BTreeMap<String, Holding> {
         self.holdings.of_others(owner)
     }
 
-    /// Counts anew what a deployment holds, and how far it is with its turn. Returns whether some node has more room than
-    /// before, or another's turn may have come. What Pods hold that name it and are not its own, or that name nobody, is held
-    /// by others.
+    /// Recomputes the resources that a deployment holds and its progress in its turn. Returns whether some node has
+    /// more room than before, or another deployment's turn may have come. Pods that name the deployment as controller
+    /// without being its own, and Pods without a controller, count as held by others.
     pub(crate) fn recount(&mut self, owner: &Arc<str>) -> bool {
         let plans = self.plans_of(owner);
         let is_suspended = self.suspended.contains(owner);
@@ -212,20 +214,21 @@ impl State {
         self.holdings.set(&nobody, others) || has_freed || ends_turn
     }
 
-    /// The Pods of a deployment, by name.
+    /// The Pods of a deployment, ordered by name.
     pub(crate) fn pods_of(&self, owner: &str) -> impl Iterator<Item = &Row<PodView>> {
         let pods = self.pods.of(owner);
         let ours = pods.filter(move |(key, _)| self.is_ours(owner, key));
         ours.map(|(_, row)| row)
     }
 
-    /// Whether what names a deployment as its controller is in the deployment's own namespace: anybody can write a uid.
+    /// Whether an object that names a deployment as its controller is in the deployment's namespace: anyone can write
+    /// a uid.
     pub(crate) fn is_ours(&self, owner: &str, object: &Key) -> bool {
         let deployment = self.keys.get(owner);
         deployment.is_some_and(|deployment| deployment.namespace == object.namespace)
     }
 
-    /// The plan that a deployment goes by: the newest that was not given up, of those seen and the one just sent.
+    /// The plan that a deployment follows: the one just sent, otherwise the newest seen that has not failed.
     fn plan_ahead(
         &self,
         owner: &Arc<str>,
@@ -294,7 +297,7 @@ mod tests {
         plan
     }
 
-    /// Anybody who may write plans in a namespace of his own can name a deployment of another one as their controller.
+    /// Anyone who may write plans in their own namespace can name a deployment of another namespace as controller.
     #[test]
     fn plans_of_another_namespace_are_nobodys() {
         let mut state = State::default();
@@ -358,7 +361,7 @@ mod tests {
         assert!(state.turn_holder(at(0)).is_some());
     }
 
-    /// `kubectl delete --cascade=orphan` leaves plans whose failed change of the image is nobody's any more.
+    /// `kubectl delete --cascade=orphan` leaves plans whose failed image change no longer belongs to any deployment.
     #[test]
     fn a_turn_goes_with_its_deployment() {
         for orphaned in [true, false] {
@@ -376,7 +379,7 @@ mod tests {
                 }
                 touched
             };
-            // Seen before its deployment.
+            // Plans are seen before their deployment.
             put(&mut state, "0b1c", 1);
             assert_eq!(state.turn_holder(at(0)), None);
             demo(&mut state);
@@ -388,7 +391,7 @@ mod tests {
             };
             assert!(touched.waiting, "another's turn has come");
             assert_eq!(state.turn_holder(at(0)), None);
-            // The next that fails is seen, though it sorts behind.
+            // The next one that fails is found, although it sorts later.
             let read = Packed::new(&deployment("")).map_err(|_| unreachable!());
             state.put_deployment(identity("default", "other", "zzzz", ""), read);
             put(&mut state, "zzzz", 3);
@@ -401,8 +404,8 @@ mod tests {
         }
     }
 
-    /// `kubectl delete --cascade=orphan` leaves Pods with our label and without a controller; anybody can make the like, or
-    /// name a deployment of another namespace.
+    /// `kubectl delete --cascade=orphan` leaves Pods with our label and without a controller; anyone can create such
+    /// Pods, or name a deployment of another namespace.
     #[test]
     fn pods_that_are_nobodys_take_their_room() {
         let mut state = State::default();
@@ -420,7 +423,8 @@ mod tests {
         assert_eq!(held(&state), 10);
     }
 
-    /// A Pod is adopted or orphaned, or another of its name comes while no watch stands: what it held it holds once.
+    /// A Pod is adopted or orphaned, or replaced by another of its name while the watch is down: its resources count
+    /// once.
     #[test]
     fn what_a_pod_held_goes_with_it_to_its_next_owner() {
         let mut state = State::default();
@@ -474,7 +478,7 @@ mod tests {
         assert_eq!(state.expire_reservations(), Touched::default());
         forbid(&mut state, 2);
         assert_eq!(others(&state), 0, "still");
-        // An edit is no fresh start, neither before it has lost its place nor after.
+        // An edit does not reset this, neither before nor after the reservation is lost.
         plan(&mut state, 3);
         assert_eq!(others(&state), nodes, "it may be allowed");
         assert!(forbid(&mut state, 3).waiting, "it is not");

@@ -1,18 +1,18 @@
-//! Objects of one kind by key and by owner, each in the newest state that was seen.
+//! Objects of one kind by key and by owner, each in the newest state seen.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 use hearth_controller_core::key::Key;
 
-/// Uids of objects that are gone and may still be reported.
+/// Number of remembered uids of objects that are gone and may still be reported.
 const REMEMBERED_ENDS: usize = 4096;
 
 /// Objects of one kind.
 #[derive(Debug)]
 pub(crate) struct Table<T> {
     rows: HashMap<Key, Row<T>>,
-    /// Sorted: an owner has a few, and a vector of a few is small.
+    /// Sorted keys: an owner has only a few, and a short vector is small.
     by_owner: HashMap<Arc<str>, Vec<Key>>,
     ended: HashSet<Arc<str>>,
     ended_order: VecDeque<Arc<str>>,
@@ -21,17 +21,17 @@ pub(crate) struct Table<T> {
 /// One object.
 #[derive(Debug)]
 pub(crate) struct Row<T> {
-    /// Its uid.
+    /// The object's uid.
     pub(crate) uid: Arc<str>,
-    /// The uid of its controller; empty: none.
+    /// The uid of its controller; empty if there is none.
     pub(crate) owner: Arc<str>,
-    /// The API server's count of its changes.
+    /// Its resource version.
     pub(crate) version: u64,
-    /// It.
+    /// The object itself.
     pub(crate) value: Arc<T>,
 }
 
-/// What tells an object's states apart.
+/// Fields that identify an object and its state.
 #[derive(Clone, Debug)]
 pub(crate) struct Identity {
     pub(crate) key: Key,
@@ -41,7 +41,7 @@ pub(crate) struct Identity {
 }
 
 impl Identity {
-    /// The identity in an object's metadata.
+    /// Reads the identity from an object's metadata.
     pub(crate) fn of(meta: &kube::api::ObjectMeta) -> Self {
         let text = |text: &Option<String>| text.as_deref().unwrap_or_default().to_owned();
         Self {
@@ -54,7 +54,7 @@ impl Identity {
 }
 
 impl Identity {
-    /// Shares the texts of the deployment that owns the object: thousands of objects name few deployments.
+    /// Shares the strings of the deployment that owns the object: thousands of objects name few deployments.
     pub(crate) fn share(&mut self, deployments: &HashMap<Arc<str>, Key>) {
         let Some((uid, deployment)) = deployments.get_key_value(&self.owner) else {
             return;
@@ -66,14 +66,14 @@ impl Identity {
     }
 }
 
-/// What became of a state that was handed in.
+/// Outcome of storing a state.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Put<T> {
-    /// Older than what is there, or of an object that has ended.
+    /// The state is older than the stored one, or its object has ended.
     Stale,
-    /// No more than the count changed.
+    /// Nothing but the version changed.
     Same,
-    /// New or different; the state before, if any.
+    /// The state is new or different; holds the previous state, if any.
     Changed(Option<Arc<T>>),
 }
 
@@ -89,7 +89,7 @@ impl<T> Default for Table<T> {
 }
 
 impl<T: PartialEq> Table<T> {
-    /// Takes a state, unless a newer one is there.
+    /// Stores a state, unless a newer one is present.
     pub(crate) fn put(&mut self, identity: Identity, value: T) -> Put<T> {
         if self.ended.contains(&identity.uid) {
             return Put::Stale;
@@ -111,7 +111,7 @@ impl<T: PartialEq> Table<T> {
                 }
                 self.take(&key)
             }
-            // Another object of the same name: counts are comparable all the same.
+            // Another object of the same name: versions are comparable nevertheless.
             Some(row) if version < row.version => return Put::Stale,
             Some(_) => {
                 let row = self.take(&key);
@@ -135,8 +135,8 @@ impl<T: PartialEq> Table<T> {
         Put::Changed(before.map(|row| row.value))
     }
 
-    /// Forgets an object that has ended: it does not come back. With `uid` empty, whichever has that name is forgotten
-    /// for now, as when a list does not name it, which may be older than the object.
+    /// Removes an object that has ended: it is not accepted again. With an empty `uid`, whichever object has that name
+    /// is removed for now, as when a list does not include it, since the list may be older than the object.
     pub(crate) fn remove(&mut self, key: &Key, uid: &str) -> Option<Row<T>> {
         let row = self.rows.get(key)?;
         if !uid.is_empty() && &*row.uid != uid {
@@ -176,33 +176,33 @@ impl<T: PartialEq> Table<T> {
 }
 
 impl<T> Table<T> {
-    /// The object of that name.
+    /// Returns the object of that name.
     pub(crate) fn get(&self, key: &Key) -> Option<&Row<T>> {
         self.rows.get(key)
     }
 
-    /// The owner of the object of that name.
+    /// Returns the owner of the object of that name.
     pub(crate) fn owner(&self, key: &Key) -> Option<Arc<str>> {
         self.rows.get(key).map(|row| Arc::clone(&row.owner))
     }
 
-    /// The objects of an owner, by name; those without a controller are the empty one's.
+    /// The objects of an owner, ordered by name; objects without a controller belong to the empty owner.
     pub(crate) fn of(&self, owner: &str) -> impl Iterator<Item = (&Key, &Row<T>)> {
         let keys = self.by_owner.get(owner).into_iter().flatten();
         keys.filter_map(|key| self.rows.get(key).map(|row| (key, row)))
     }
 
-    /// All names, in no order.
+    /// All keys, in arbitrary order.
     pub(crate) fn keys(&self) -> impl Iterator<Item = &Key> {
         self.rows.keys()
     }
 
-    /// All objects, in no order.
+    /// All objects, in arbitrary order.
     pub(crate) fn all(&self) -> impl Iterator<Item = (&Key, &Row<T>)> {
         self.rows.iter()
     }
 
-    /// How many there are.
+    /// Number of objects.
     pub(crate) fn len(&self) -> usize {
         self.rows.len()
     }

@@ -1,4 +1,4 @@
-//! Watches keep the caches up and say which deployments to look at.
+//! Watches that keep the caches current and queue affected deployments.
 
 use std::collections::HashSet;
 use std::fmt::Debug;
@@ -29,9 +29,9 @@ use crate::cluster::lean::{
 };
 use crate::cluster::table::Identity;
 
-/// Objects of one page of a list: what is read at a time bounds the memory.
+/// Objects per page of a list: the page size bounds the memory.
 const PAGE: u32 = 100;
-/// Version of the API of dynamic resource allocation.
+/// API version of dynamic resource allocation.
 const DEVICE_VERSION: &str = "resource.k8s.io/v1";
 /// Component of the agents' Pods, as the chart labels them.
 const AGENT: &str = "agent";
@@ -39,39 +39,39 @@ const AGENT: &str = "agent";
 /// Called with the namespace and the deployment of a Secret with certificates that changed.
 pub(crate) type SecretListener = Arc<dyn Fn(&str, &str) + Send + Sync>;
 
-/// What the watches fill and wake.
+/// All watches, with the cache and listener that they notify.
 #[derive(Clone)]
 pub(crate) struct Watches {
     pub(crate) notifier: CacheNotifier,
     secret_changed: SecretListener,
-    /// Watches that have not listed all once.
+    /// Number of watches that have not completed their first list.
     unfilled: Arc<AtomicUsize>,
     filled: Arc<Notify>,
 }
 
-/// A kind that the caches hold.
+/// A kind that is cached.
 trait Cached: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + 'static {
-    /// Whether nothing can be decided without it. What may not be watched is asked for again either way.
+    /// Whether decisions require it. If watching it is forbidden, it is retried either way.
     const IS_NEEDED: bool = true;
 
-    /// Takes an object that is there.
+    /// Stores an existing object.
     fn put(self, state: &mut State) -> Touched;
-    /// Forgets an object; an empty uid: whichever has that name, for now.
+    /// Removes an object; with an empty uid, whichever object has that name, for now.
     fn forget(state: &mut State, key: &Key, uid: &str) -> Touched;
-    /// The names of all that are held.
+    /// The keys of all cached objects.
     fn keys(state: &State) -> Vec<Key>;
-    /// All are known now.
+    /// Called when a list is complete.
     fn listed(_state: &mut State) -> Touched {
         Touched::default()
     }
-    /// They may not be watched.
+    /// Called when watching is forbidden.
     fn refused(_state: &mut State) -> Touched {
         Touched::default()
     }
 }
 
 impl Watches {
-    /// Nothing is watched yet.
+    /// Creates the watches without starting any.
     pub(crate) fn new(notifier: CacheNotifier, secret_changed: SecretListener) -> Self {
         Self {
             notifier,
@@ -83,8 +83,8 @@ impl Watches {
 
     /// Starts all watches. They end when the set is dropped.
     ///
-    /// With `settings.namespaces`, what lies in namespaces is watched in those alone. InferenceDeployments are watched
-    /// everywhere where that is allowed, so that one that is not served says so.
+    /// With `settings.namespaces`, namespaced objects are watched in those namespaces only. InferenceDeployments are
+    /// watched everywhere if that is allowed, so that the status of one that is not served says so.
     pub(crate) async fn start(&self, client: &Client, settings: &Settings) -> JoinSet<()> {
         let mut tasks = JoinSet::new();
         self.cluster::<LeanNode>(&mut tasks, client);
@@ -180,14 +180,14 @@ impl Watches {
     }
 }
 
-/// The listener of one watch.
+/// The event handler of one watch.
 struct Listener {
     watches: Watches,
     namespace: Option<String>,
-    /// Names in the list that is being read.
+    /// Keys in the list that is being read.
     seen: HashSet<Key>,
     is_filled: bool,
-    /// What went wrong last, so that it is said once.
+    /// The last problem, so that it is logged once.
     trouble: Option<String>,
 }
 
@@ -239,7 +239,7 @@ impl Listener {
         }
     }
 
-    /// What a complete list did not name is gone, and was not heard of.
+    /// Removes objects that a complete list did not include: they are gone, and their deletion was missed.
     fn forget_unseen<K: Cached>(&mut self) {
         let seen = std::mem::take(&mut self.seen);
         let is_listed = |key: &Key| match &self.namespace {
@@ -270,7 +270,7 @@ impl Listener {
         }
     }
 
-    /// Tells of a Secret that changed: someone may have altered it.
+    /// Notifies the listener of a Secret that changed: someone may have tampered with it.
     fn secret_changed<K: Cached>(&self, object: &K) {
         if K::kind(&()) != "Secret" {
             return;
@@ -300,7 +300,7 @@ impl Listener {
                 }
                 format!("{kind}s may not be watched: {why}\n  grant it, as the chart does")
             }
-            // Watches end all the time: a new list or watch follows.
+            // Watches end regularly: a new list or watch follows.
             _ if is_usual(error) => return tracing::debug!("{kind}s: {}", chain(error)),
             Some(other) => format!("{kind}s are not watched for now: {other}"),
             None => format!("{kind}s are not watched for now: {}", chain(error)),
@@ -312,7 +312,7 @@ impl Listener {
     }
 }
 
-/// Whether InferenceDeployments of all namespaces may be listed.
+/// Whether InferenceDeployments of all namespaces can be listed.
 async fn may_list_everywhere(client: &Client) -> bool {
     let api: Api<LeanDeployment> = Api::all(client.clone());
     let mut wait = Patience::default();
@@ -369,7 +369,7 @@ fn is_usual(error: &watcher::Error) -> bool {
     )
 }
 
-/// Waits between attempts to watch: from 0.2 s to 10 s, never all watches at once.
+/// Backoff between attempts to watch: from 0.2 s to 10 s, with jitter so that not all watches retry at once.
 #[derive(Debug, Default)]
 struct Patience {
     failures: u32,
@@ -423,7 +423,7 @@ impl Cached for LeanPlan {
 }
 
 impl Cached for LeanScaler {
-    /// The numbers in force stay.
+    /// The current replica numbers stay in force without it.
     const IS_NEEDED: bool = false;
 
     fn put(self, state: &mut State) -> Touched {

@@ -42,7 +42,7 @@ pub(crate) struct ChatArgs {
     state: StateArgs,
 }
 
-/// Base of the API at a URL: an address alone means the `/v1` there.
+/// Base of the API at a URL: a bare address means its `/v1`.
 fn base_url(text: &str) -> Result<String, String> {
     const EXAMPLE: &str = "write it as http://host:8080 or https://host:8080/v1";
     let mut url = reqwest::Url::parse(text).map_err(|error| format!("{error}; {EXAMPLE}"))?;
@@ -55,7 +55,7 @@ fn base_url(text: &str) -> Result<String, String> {
     Ok(url.as_str().trim_end_matches('/').to_owned())
 }
 
-/// Talks until the end of input.
+/// Chats until the end of input.
 pub(crate) fn run(args: &ChatArgs, environment: &Environment) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()

@@ -1,8 +1,9 @@
-//! `hearth convert`: writes InferenceDeployments in today's words, in a cluster before `helm upgrade`, or in a file.
+//! `hearth convert`: rewrites deprecated fields of InferenceDeployments, in a cluster before `helm upgrade`, or in a
+//! file.
 //!
-//! In a cluster the definition comes first, since an older one would prune the new fields. Whoever owned a field before
-//! (helm, `kubectl apply`) owns its successor: this command leaves no trace in `managedFields` that a later apply would
-//! conflict with.
+//! In a cluster the definition is updated first, since an older one would prune the new fields. The previous owner of
+//! a field (helm, `kubectl apply`) owns its successor: this command leaves no entry in `managedFields` that a later
+//! apply would conflict with.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -24,13 +25,13 @@ use crate::telemetry::Telemetry;
 use crate::terminal::ui;
 
 const EXAMPLES: &str = "Examples:\n  hearth convert --dry-run\n  hearth convert && helm upgrade hearth charts/hearth -n hearth-system\n  hearth convert -f old.yaml > new.yaml";
-/// Name of the definition that the objects are of.
+/// Name of the objects' definition.
 const DEFINITION: &str = "inferencedeployments.hearth.dev";
-/// Who writes, until the fields are given to whoever had them before.
+/// Field manager of the writes, until the fields are returned to their previous managers.
 const MANAGER: &str = "hearth-convert";
-/// How long the API server may take to serve a definition that it was given.
+/// Longest time that the API server may take to serve an updated definition.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// And how often it is asked.
+/// Interval at which it is polled.
 const PACE: Duration = Duration::from_millis(500);
 
 /// Arguments of `hearth convert`.
@@ -48,7 +49,7 @@ pub(crate) struct ConvertArgs {
     dry_run: bool,
 }
 
-/// Converts, and says what changed and what only a person can decide.
+/// Converts, and reports the changes and the decisions that only a person can make.
 pub(crate) fn run(args: &ConvertArgs) -> anyhow::Result<()> {
     match &args.file {
         Some(file) => convert_file(file),
@@ -59,7 +60,7 @@ pub(crate) fn run(args: &ConvertArgs) -> anyhow::Result<()> {
     }
 }
 
-/// Prints the documents of a file; others than InferenceDeployments stay as they are.
+/// Prints the documents of a file; kinds other than InferenceDeployment stay as they are.
 fn convert_file(file: &Path) -> anyhow::Result<()> {
     let text = match file.to_str() {
         Some("-") => {
@@ -109,7 +110,7 @@ fn convert_object(object: &mut Value) -> anyhow::Result<bool> {
     Ok(is_changed)
 }
 
-/// One object, what changes, and what is refused then.
+/// One object, its changes, and the errors that remain afterwards.
 struct Found {
     name: String,
     conversion: Conversion,
@@ -144,7 +145,7 @@ impl Found {
         })
     }
 
-    /// Says what changes, `would` or not, and what is left to its author.
+    /// Reports the changes, prefixed by `would`, and the decisions that are left to the author.
     fn report(&self, would: &str) {
         let (old, new) = (&self.conversion.removed, &self.conversion.added);
         if !self.conversion.is_empty() {
@@ -209,7 +210,7 @@ async fn convert_cluster(args: &ConvertArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Gives the cluster this version's definition of the objects, in the name of whoever owns it.
+/// Updates the cluster to this version's definition of the objects, on behalf of its current field managers.
 async fn update_definition(
     definitions: &Api<DynamicObject>,
     current: &DynamicObject,
@@ -225,7 +226,7 @@ async fn update_definition(
         spec_of(&current.data["spec"]["versions"]),
         spec_of(versions),
     );
-    // A field of the spec never leaves the schema.
+    // Fields of the spec are never removed from the schema.
     if let Some(field) = unknown(&there, &here, "spec") {
         bail!(
             "the cluster's definition is newer than this program: it has {field}\n  run hearth convert of that version or a newer one"
@@ -238,7 +239,7 @@ async fn update_definition(
     give_back(definitions, &changed, managers).await
 }
 
-/// The first field that `there` has and `here` has not.
+/// Returns the first field that `there` has and `here` lacks.
 fn unknown(there: &Value, here: &Value, path: &str) -> Option<String> {
     let known = here["properties"].as_object();
     let properties = there["properties"].as_object();
@@ -251,7 +252,7 @@ fn unknown(there: &Value, here: &Value, path: &str) -> Option<String> {
     })
 }
 
-/// Writes one object once the API server keeps its new fields.
+/// Writes one object as soon as the API server keeps its new fields.
 async fn write(
     api: &Api<DynamicObject>,
     object: &DynamicObject,
@@ -280,7 +281,7 @@ async fn write(
     let written = patched(api, name, &change, false).await;
     let written = written.with_context(cannot)?;
     if !keeps(&written, found) {
-        // One of several API servers was behind.
+        // One of several API servers was lagging behind.
         let undo = json!({"spec": object.data["spec"]});
         let undone = patched(api, name, &undo, false).await;
         undone.with_context(|| {
@@ -303,7 +304,7 @@ async fn write(
     .await
 }
 
-/// Whether an object has all fields that a conversion adds.
+/// Whether an object has all the fields that a conversion adds.
 fn keeps(object: &DynamicObject, found: &Found) -> bool {
     found.conversion.added.iter().all(|path| {
         let mut parts = path.split('.');
@@ -313,7 +314,7 @@ fn keeps(object: &DynamicObject, found: &Found) -> bool {
     })
 }
 
-/// Has `managers` own the fields of an object: without this command's own entry, a later apply would conflict with it.
+/// Returns field ownership to `managers`: an entry of this command would conflict with a later apply.
 async fn give_back(
     api: &Api<DynamicObject>,
     object: &DynamicObject,
@@ -333,7 +334,7 @@ async fn give_back(
     Ok(())
 }
 
-/// Merges a change into an object; a trial writes nothing.
+/// Applies a merge patch to an object; a trial run writes nothing.
 async fn patched(
     api: &Api<DynamicObject>,
     name: &str,

@@ -1,4 +1,4 @@
-//! `hearth logs`: what the processes of a deployment wrote.
+//! `hearth logs`: output of a deployment's processes.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -33,7 +33,7 @@ pub(crate) struct LogsArgs {
     state: StateArgs,
 }
 
-/// Prints.
+/// Prints the logs.
 pub(crate) fn run(args: &LogsArgs, environment: &Environment) -> anyhow::Result<()> {
     let state = StateDir::locate(args.state.state_dir.as_deref(), environment)?;
     let name = match &args.name {
@@ -76,7 +76,7 @@ pub(crate) fn run(args: &LogsArgs, environment: &Environment) -> anyhow::Result<
     }
 }
 
-/// The deployment that runs; where none does, the one that ran last.
+/// Returns the deployment that runs, or if none does, the one that ran last.
 fn latest(state: &StateDir) -> anyhow::Result<String> {
     if state.running()?.is_empty()
         && let Some(name) = state.latest()?
@@ -99,7 +99,7 @@ fn never_ran(name: &str, known: &[String]) -> anyhow::Error {
     }
 }
 
-/// Prints the last lines of what is left of a file, each with its process.
+/// Prints the last lines of the unread part of a file, each prefixed with its process.
 fn print_tail(rank: &str, file: &mut File, lines: usize) -> anyhow::Result<()> {
     let position = file.stream_position()?;
     if file.metadata()?.len() < position {

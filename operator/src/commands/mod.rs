@@ -1,4 +1,4 @@
-//! Commands beside `hearth up` and `hearth operator`: what runs and why, talking to it, and converting objects.
+//! Commands other than `hearth up` and `hearth operator`: inspecting what runs, talking to it, and converting objects.
 
 pub(crate) mod chat;
 pub(crate) mod convert;

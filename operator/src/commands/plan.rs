@@ -1,4 +1,4 @@
-//! `hearth plan`: what would run, why, and what was not chosen. It starts nothing.
+//! `hearth plan`: the plan that would run, its reasons, and the alternatives not chosen. It starts nothing.
 
 use std::path::PathBuf;
 
@@ -32,7 +32,7 @@ pub(crate) struct PlanArgs {
     state: StateArgs,
 }
 
-/// Plans and prints.
+/// Plans and prints the result.
 pub(crate) fn run(args: &PlanArgs, environment: &Environment) -> anyhow::Result<()> {
     let state = StateDir::locate(args.state.state_dir.as_deref(), environment)?;
     let planned = up::plan(

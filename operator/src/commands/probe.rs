@@ -1,4 +1,4 @@
-//! `hearth probe`: asks an HTTP address whether it is well. Images without a shell have no other way to ask.
+//! `hearth probe`: checks the health of an HTTP address, for images that have no shell to do so.
 
 use std::time::{Duration, Instant};
 
@@ -12,9 +12,9 @@ use crate::terminal::ui;
 const EXAMPLES: &str = "Examples:\n  hearth probe http://127.0.0.1:8080/health\n  \
     hearth probe http://hearth-operator.hearth-system:8081/readyz --wait 60s";
 
-/// Between two attempts.
+/// Delay between two attempts.
 const AGAIN: Duration = Duration::from_secs(1);
-/// One attempt.
+/// Timeout of one attempt.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Arguments of `probe`.
@@ -28,7 +28,7 @@ pub(crate) struct ProbeArgs {
     wait: DurationText,
 }
 
-/// Prints the answer; an error when it is none of success.
+/// Prints the response; fails unless its status is a success.
 pub(crate) fn run(args: &ProbeArgs) -> anyhow::Result<()> {
     let until = Instant::now() + args.wait.get();
     let client = http::client(&args.url, None, Some(PATIENCE))?;

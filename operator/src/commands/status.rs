@@ -1,4 +1,4 @@
-//! `hearth status`: what runs on this machine, and how fast it has been.
+//! `hearth status`: the deployments that run on this machine, and their measured speed.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use crate::up::state::StateArgs;
 use crate::up::state::{Running, RunningProcess, StateDir};
 
 const EXAMPLES: &str = "Examples:\n  hearth status\n  hearth status -o json";
-/// How long an endpoint may take to answer.
+/// Longest time that an endpoint may take to respond.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Arguments of `hearth status`.
@@ -36,14 +36,14 @@ pub(crate) struct StatusArgs {
 struct Status {
     #[serde(flatten)]
     running: Running,
-    /// The endpoint's own word.
+    /// Whether the endpoint reports that it is ready.
     serving: bool,
     measured: Option<Measured>,
     predicted_ttft_ms: Option<f64>,
     predicted_tpot_ms: Option<f64>,
 }
 
-/// Means since the gateway's start.
+/// Means since the gateway started.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 struct Measured {
@@ -52,7 +52,7 @@ struct Measured {
     tpot_ms: Option<f64>,
 }
 
-/// Prints. Exit code 1 when nothing runs.
+/// Prints the status. Exit code 1 if nothing runs.
 pub(crate) fn run(args: &StatusArgs, environment: &Environment) -> anyhow::Result<ExitCode> {
     let state = StateDir::locate(args.state.state_dir.as_deref(), environment)?;
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -172,7 +172,7 @@ fn table(all: &[Status]) -> String {
         .join("\n")
 }
 
-/// The endpoint's word, unless its process says nothing at all.
+/// Readiness reported by the endpoint, unless its process hangs.
 fn ready(status: &Status) -> &'static str {
     let is_hung = processes_of(&status.running, "gateway").any(|process| process.hung);
     match (is_hung, status.serving) {
@@ -205,7 +205,7 @@ fn processes_of<'r>(
     running.processes.iter().filter(of_role)
 }
 
-/// How long ago, in the largest unit that fits: `3d`, `2m`.
+/// Elapsed time in the largest unit that fits: `3d`, `2m`.
 fn age(started_at: &str) -> String {
     let Ok(started) = started_at.parse::<jiff::Timestamp>() else {
         return "-".to_owned();

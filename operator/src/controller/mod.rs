@@ -1,9 +1,9 @@
 //! `hearth operator`: does with Pods what `hearth up` does with processes.
 //!
-//! - `cluster`: watches keep the cache up and fill the queue. [`reconcile`] takes one deployment through its stages:
-//!   dereference → decide (pure: the crate `hearth-controller-core`) → apply → report.
-//! - `services`, beside the reconciles: certificates, agents that measure nodes and fetch models, what gateways measure,
-//!   the Lease by which one of several replicas works, health and metrics.
+//! - `cluster`: watches keep the cache current and fill the queue. [`reconcile`] takes one deployment through its
+//!   stages: dereference → decide (pure: the crate `hearth-controller-core`) → apply → report.
+//! - `services`, besides the reconciles: certificates, agents that measure nodes and fetch models, measurements by
+//!   gateways, the Lease that elects one of several replicas, health and metrics.
 //!
 //! **Invariants**
 //! - Only `apply`, `services` and `cluster` hold a client, and `cluster` writes nothing.
@@ -50,18 +50,18 @@ use crate::telemetry::{self, Telemetry};
 pub(crate) use self::args::OperatorArgs;
 use self::reconcile::Reconciler;
 
-/// Threads of the runtime: the operator waits more than it works.
+/// Threads of the runtime: the operator mostly waits.
 const THREADS: usize = 2;
-/// Running reconciles get this long to end.
+/// Grace period for running reconciles at shutdown.
 const GRACE: Duration = Duration::from_secs(6);
-/// The API server gets this long to tell the operator's own Deployment.
+/// Timeout of one request for the operator's own Deployment.
 const OWNER_TIMEOUT: Duration = Duration::from_secs(10);
-/// And is asked again after this.
+/// Delay before that request is retried.
 const OWNER_AGAIN: Duration = Duration::from_secs(2);
-/// How often plans that never came to be give their place back.
+/// Interval at which expired reservations are released.
 const HOUSEKEEPING: Duration = Duration::from_secs(30);
 
-/// Runs the operator until it is told to end.
+/// Runs the operator until it is told to stop.
 pub(crate) fn run(args: &OperatorArgs, environment: &Environment) -> anyhow::Result<ExitCode> {
     telemetry::start_log(&args.log, args.log_format)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -70,12 +70,12 @@ pub(crate) fn run(args: &OperatorArgs, environment: &Environment) -> anyhow::Res
         .enable_all()
         .build()?;
     let code = runtime.block_on(operate(args, environment))?;
-    // Watches and pooled connections need no farewell.
+    // Watches and pooled connections need no graceful shutdown.
     runtime.shutdown_background();
     Ok(code)
 }
 
-/// What all parts share.
+/// Dependencies shared by all parts.
 struct Parts {
     client: Client,
     settings: Arc<Settings>,
@@ -86,7 +86,7 @@ struct Parts {
 }
 
 async fn operate(args: &OperatorArgs, environment: &Environment) -> anyhow::Result<ExitCode> {
-    // The first process of a container ignores what it does not wait for.
+    // As PID 1 of a container, a process ignores signals that it has no handler for.
     let mut signals = ShutdownSignals::new()?;
     let telemetry = Arc::new(Telemetry::new());
     let client = client::connect(Arc::clone(&telemetry)).await?;
@@ -129,7 +129,7 @@ async fn operate(args: &OperatorArgs, environment: &Environment) -> anyhow::Resu
     work.await
 }
 
-/// Keeps the caches warm, waits for the Lease, and works while it is held.
+/// Keeps the caches warm, waits for the Lease, and works while holding it.
 async fn lead(
     args: &OperatorArgs,
     parts: Parts,
@@ -178,7 +178,7 @@ async fn lead(
         () = signals.wait() => false,
     };
     if is_lost {
-        // Another replica may be at work already: every further write could be one too many.
+        // Another replica may already be active: any further write could conflict with its writes.
         return Ok(ExitCode::FAILURE);
     }
     tracing::info!("ending");
@@ -192,7 +192,7 @@ async fn lead(
     Ok(ExitCode::SUCCESS)
 }
 
-/// Reconciles deployments, and sees to all that goes on beside.
+/// Reconciles deployments and runs the services besides.
 async fn work(args: &OperatorArgs, parts: Parts, notifier: CacheNotifier, permits: Arc<Semaphore>) {
     let Parts {
         client,
@@ -247,7 +247,7 @@ async fn work(args: &OperatorArgs, parts: Parts, notifier: CacheNotifier, permit
     );
 }
 
-/// Starts a reconcile for each deployment that is due, so many at a time.
+/// Starts a reconcile for each deployment that is due, limited by the permits.
 async fn dispatch(reconciler: &Arc<Reconciler>, permits: &Arc<Semaphore>) {
     loop {
         let Ok(permit) = Arc::clone(permits).acquire_owned().await else {
@@ -303,8 +303,8 @@ async fn expire_reservations(notifier: &CacheNotifier) {
     }
 }
 
-/// The operator's own Deployment, so that its removal removes what the operator keeps for itself. Asked for until it is
-/// told: what was made without an owner would stay for ever.
+/// Reference to the operator's own Deployment, so that deleting it also deletes what the operator keeps for itself.
+/// Retried until it is known: objects created without an owner would stay forever.
 async fn owner(client: &Client, settings: &Settings, name: Option<&str>) -> Option<OwnerReference> {
     let name = name?;
     let api: Api<Deployment> = Api::namespaced(client.clone(), &settings.operator_namespace);
@@ -325,7 +325,7 @@ async fn owner(client: &Client, settings: &Settings, name: Option<&str>) -> Opti
     }
 }
 
-/// This replica's name.
+/// Returns this replica's name.
 fn identity(args: &OperatorArgs) -> String {
     let host = || {
         let name = rustix::system::uname();
@@ -335,7 +335,7 @@ fn identity(args: &OperatorArgs) -> String {
     args.identity.clone().unwrap_or_else(host)
 }
 
-/// SIGTERM and Ctrl-C.
+/// Listener for SIGTERM and Ctrl-C.
 struct ShutdownSignals {
     term: tokio::signal::unix::Signal,
     interrupt: tokio::signal::unix::Signal,

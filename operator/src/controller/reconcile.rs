@@ -1,4 +1,4 @@
-//! One reconcile to one deployment: dereference → decide → apply → report.
+//! One reconcile of one deployment: dereference → decide → apply → report.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -27,7 +27,7 @@ use crate::services::cluster_cache::ClusterCache;
 use crate::services::measure::Measures;
 use crate::telemetry::Telemetry;
 
-/// A deployment that this operator does not serve is left to another one for this long.
+/// Time for which a deployment that this operator does not serve is left to another operator.
 const LEFT_TO_OTHERS: Duration = Duration::from_secs(20);
 
 /// Reconciles deployments.
@@ -38,18 +38,18 @@ pub(crate) struct Reconciler {
     pub(crate) applier: Applier,
     pub(crate) reporting: Reporting,
     pub(crate) authority: Arc<Authority>,
-    /// `None` where nodes have no agents.
+    /// `None` if nodes have no agents.
     pub(crate) agents: Option<Arc<Agents<ClusterCache>>>,
     pub(crate) measures: Arc<Measures>,
     pub(crate) telemetry: Arc<Telemetry>,
     pub(crate) resync: Duration,
-    /// Held from looking at the nodes until a new plan has its place there: no two plans take the same memory.
+    /// Held from reading the nodes until a new plan has its reservation there: no two plans claim the same memory.
     pub(crate) planning: tokio::sync::Mutex<()>,
-    /// Failures in a row, and uids of deployments that were reconciled.
+    /// Consecutive failures, and uids of deployments that were reconciled.
     pub(crate) known: Mutex<HashMap<Key, Known>>,
 }
 
-/// What is remembered of a deployment from one reconcile to the next.
+/// State kept about a deployment between reconciles.
 #[derive(Debug, Default)]
 pub(crate) struct Known {
     failures: u32,
@@ -57,7 +57,7 @@ pub(crate) struct Known {
 }
 
 impl Reconciler {
-    /// Reconciles a deployment and says when to come again.
+    /// Reconciles a deployment and returns the delay until the next reconcile.
     pub(crate) async fn reconcile(&self, key: &Key) -> Option<Duration> {
         let began = Instant::now();
         let result = self.try_reconcile(key).await;
@@ -74,7 +74,7 @@ impl Reconciler {
                 if let Some(known) = self.known().get_mut(key) {
                     known.failures = 0;
                 }
-                // Not all at the same time, and not in step with others' periods.
+                // Jitter, so that deployments are not resynced all at once or in step with other periodic work.
                 let resync = self.resync.mul_f64(0.625 + 0.625 * rand::random::<f64>());
                 Some(after.map_or(resync, |after| after.min(resync)))
             }
@@ -85,13 +85,13 @@ impl Reconciler {
         }
     }
 
-    /// After a reconcile that ended in a panic: the bug is one deployment's, the others go on.
+    /// Handles a reconcile that panicked: the bug affects one deployment, the others continue.
     pub(crate) fn panicked(&self, key: &Key) -> Duration {
         self.telemetry.reconciled("Panic", 0.0);
         self.failed(key, &Failure::Server("a reconcile panicked".to_owned()))
     }
 
-    /// Whether a Pod of the deployment was made when its Secret with certificates had another name.
+    /// Whether a Pod of the deployment was created when its certificate Secret had another name.
     fn mounts_old_certificates(&self, deployment: &InferenceDeployment) -> bool {
         let state = self.notifier.cache.lock();
         let uid = deployment.uid().unwrap_or_default();
@@ -99,7 +99,7 @@ impl Reconciler {
         pods.any(|row| row.value.mounts_old_certificates)
     }
 
-    /// `Ok(None)`: the deployment is gone. `Ok(Some(time))`: when to come again at the latest.
+    /// Returns `Ok(None)` if the deployment is gone, otherwise the longest delay until the next reconcile, if any.
     async fn try_reconcile(&self, key: &Key) -> Result<Option<Option<Duration>>, Failed> {
         let read = {
             let state = self.notifier.cache.lock();
@@ -118,7 +118,7 @@ impl Reconciler {
         };
         self.remember(key, &deployment);
         if deployment.metadata.deletion_timestamp.is_some() {
-            // The cluster collects what it owned.
+            // The garbage collector removes its dependents.
             return Ok(Some(None));
         }
         if let Some(wait) = self.is_left_to_others(&deployment) {
@@ -130,8 +130,8 @@ impl Reconciler {
         self.serve(key, &deployment).await.map(Some)
     }
 
-    /// A deployment that an operator of a newer version has planned in a way that this one cannot read: nothing of it is
-    /// changed but its certificates, and the status says so. `Some`: so it is; come again then.
+    /// Leaves a deployment alone if a newer operator has planned it in a way that this one cannot read: only its
+    /// certificates are renewed, and the status says so. Returns the delay until the next reconcile in that case.
     async fn leave_to_newer(
         &self,
         deployment: &InferenceDeployment,
@@ -158,10 +158,10 @@ impl Reconciler {
         let now = Timestamp::now();
         let mut again = Again::default();
 
-        // Dereference: what the caches do not hold.
+        // Dereference: inputs that the caches do not hold.
         let (outside, uncertified) = self.look_outside(key, deployment, now, &mut again).await;
 
-        // Decide: pure, over the caches and what was found beside them.
+        // Decide: pure, from the caches and those inputs.
         let (observed, decision) = self.decide(deployment, now, &outside).await;
         again.after(decision.requeue_after);
         tell_of_turn(key, &observed, &decision);
@@ -170,8 +170,8 @@ impl Reconciler {
             agents.want(key, http, &decision.fetch_on);
         }
 
-        // Report before the writes what they are about to end: whoever reads Ready must not be answered by nobody, also
-        // when this process ends between them.
+        // Report first what the writes are about to end: clients that read Ready must not find the service gone, even
+        // if this process is killed in between.
         let current = observed.deployment.status.as_ref();
         let is_told_first = loses_ready(current, &decision.status);
         if is_told_first {
@@ -191,8 +191,8 @@ impl Reconciler {
         reported.map_err(|failure| Failed::again(failure, again.0))
     }
 
-    /// What is known beside the caches, with why there is no certificate: without one no Pod starts, but what can be said
-    /// and done without one is.
+    /// Collects the inputs that are not in the caches, and the error if no certificate could be issued: no Pod starts
+    /// without one, but everything else is still reported and done.
     async fn look_outside(
         &self,
         key: &Key,
@@ -227,7 +227,7 @@ impl Reconciler {
         (outside, uncertified)
     }
 
-    /// Writes what was decided; the place of a plan that was refused is given back.
+    /// Writes the decision; the reservation of a rejected plan is released.
     async fn apply(
         &self,
         key: &Key,
@@ -249,7 +249,7 @@ impl Reconciler {
         applied
     }
 
-    /// Decides; a new plan gets its place on the nodes before another deployment is planned.
+    /// Decides; a new plan gets its reservation on the nodes before another deployment is planned.
     async fn decide(
         &self,
         deployment: &Arc<InferenceDeployment>,
@@ -328,13 +328,14 @@ impl Reconciler {
             .await
     }
 
-    /// Several operators may share a cluster, each with namespaces of its own. `Some`: leave it alone, and come again.
+    /// Several operators may share a cluster, each with its own namespaces. `Some` to leave it alone, with the next
+    /// delay.
     fn is_left_to_others(&self, deployment: &InferenceDeployment) -> Option<Option<Duration>> {
         let namespace = deployment.namespace().unwrap_or_default();
         if serves(&self.settings, &namespace) {
             return None;
         }
-        // Whoever has reconciled it looks after it, or has said already that nobody does.
+        // The operator that reconciled it serves it, or has already reported that none does.
         if deployment
             .status
             .as_ref()
@@ -364,7 +365,8 @@ impl Reconciler {
         wait
     }
 
-    /// A deployment of the same name that was made anew shares nothing with the one before.
+    /// Updates the state kept about a deployment; one that was recreated with the same name shares nothing with the
+    /// old one.
     fn remember(&self, key: &Key, deployment: &InferenceDeployment) {
         let uid = deployment.uid().unwrap_or_default();
         let mut known = self.known();
@@ -399,7 +401,7 @@ impl Reconciler {
 /// A reconcile that failed.
 struct Failed {
     failure: Failure,
-    /// When it would have come again at the latest: deadlines do not wait for what a person has to do.
+    /// Longest delay until the next reconcile had it not failed: deadlines do not wait for a person to act.
     due: Option<Duration>,
 }
 
@@ -415,7 +417,7 @@ impl From<Failure> for Failed {
     }
 }
 
-/// The earliest of several times to come again.
+/// The earliest of several times for the next reconcile.
 #[derive(Debug, Default)]
 struct Again(Option<Duration>);
 
@@ -426,12 +428,12 @@ impl Again {
 
     fn at(&mut self, now: Timestamp, time: Timestamp) {
         let wait = Duration::try_from(time.duration_since(now)).unwrap_or_default();
-        // Never at once: what is due now was just done.
+        // Never immediately: what is due now was just done.
         self.after(Some(wait.max(Duration::from_secs(1))));
     }
 }
 
-/// Whether a deployment that is Ready will not be when the decision is carried out.
+/// Whether a deployment that is Ready will no longer be once the decision is applied.
 fn loses_ready(
     current: Option<&InferenceDeploymentStatus>,
     decided: &InferenceDeploymentStatus,
@@ -440,7 +442,7 @@ fn loses_ready(
     is_ready(current) && !is_ready(Some(decided))
 }
 
-/// Who holds a turn is for the operator's log alone: the status is read by others than the holder's.
+/// Logs the turn's holder, which must not appear in the status: others than the holder's users can read it.
 fn tell_of_turn(key: &Key, observed: &Observed, decision: &Decision) {
     let current = observed.deployment.status.as_ref();
     let reason = |status| conditions::of(status, PROGRESSING).map(|it| it.reason.clone());
@@ -453,7 +455,7 @@ fn tell_of_turn(key: &Key, observed: &Observed, decision: &Decision) {
     }
 }
 
-/// Whether a write certainly did not happen.
+/// Whether a write certainly did not take effect.
 fn is_refusal(failure: &Failure) -> bool {
     !matches!(failure, Failure::Server(_) | Failure::Network(_))
 }

@@ -1,4 +1,4 @@
-//! HTTP clients of an endpoint, and whom they trust.
+//! HTTP clients of an endpoint, and the certificates that they trust.
 
 pub(crate) mod openai;
 
@@ -16,11 +16,11 @@ use rustls::{
     CertificateError, ClientConfig, DigitallySignedStruct, Error, RootCertStore, SignatureScheme,
 };
 
-/// A client for `url`. With `trusted`, a PEM file, an HTTPS server must show a certificate of that file, or one that is
-/// signed by one of them and carries the server's name; without it the system's authorities decide.
+/// Creates a client for `url`. With `trusted`, a PEM file, an HTTPS server must present a certificate from that file,
+/// or one signed by one of them and carrying the server's name; without it the system's authorities decide.
 ///
 /// # Errors
-/// A file that cannot be read or holds no certificate; a system without authorities.
+/// The file cannot be read or has no certificate; the system has no authorities.
 pub(crate) fn client(
     url: &str,
     trusted: Option<&Path>,
@@ -57,7 +57,7 @@ fn trusting(file: &Path) -> anyhow::Result<ClientConfig> {
     }
     let provider = Arc::new(aws_lc_rs::default_provider());
     let mut roots = RootCertStore::empty();
-    // What cannot be an authority is still known by its bytes.
+    // A certificate that cannot be an authority is still matched byte for byte.
     roots.add_parsable_certificates(certificates.iter().cloned());
     let by_authority =
         WebPkiServerVerifier::builder_with_provider(roots.into(), provider.clone()).build();
@@ -73,7 +73,8 @@ fn trusting(file: &Path) -> anyhow::Result<ClientConfig> {
     Ok(config.with_no_client_auth())
 }
 
-/// Takes the very certificates of a file, whatever name they carry, and those that they signed for the server's name.
+/// Accepts the certificates of a file themselves, whatever name they carry, and those that they signed for the
+/// server's name.
 #[derive(Debug)]
 struct Trusting {
     certificates: Vec<CertificateDer<'static>>,

@@ -1,4 +1,4 @@
-//! A client of the OpenAI API, as far as a conversation needs it.
+//! OpenAI API client with only what a conversation needs.
 
 use std::path::PathBuf;
 
@@ -11,17 +11,17 @@ pub(crate) struct Client {
     http: reqwest::Client,
     /// Base of the API, such as `http://host:8080/v1`.
     pub(crate) base: String,
-    /// Name of the model that is asked.
+    /// Name of the model to request.
     pub(crate) model: String,
     key: Option<String>,
 }
 
 impl Client {
-    /// A client of `base` (`http://host:port/v1`). `trusted` is a PEM file with the certificate of an HTTPS endpoint,
-    /// or of its authority.
+    /// Creates a client of `base` (`http://host:port/v1`). `trusted` is a PEM file with the certificate of an HTTPS
+    /// endpoint, or of its authority.
     ///
     /// # Errors
-    /// A file that holds no certificate.
+    /// The file has no certificate.
     pub(crate) fn new(
         base: &str,
         model: &str,
@@ -36,10 +36,10 @@ impl Client {
         })
     }
 
-    /// Streams the answer to `messages` into `sink`, piece by piece.
+    /// Streams the answer to `messages` into `sink`, chunk by chunk.
     ///
     /// # Errors
-    /// What the endpoint said instead of an answer, or that it cannot be reached; the sink's own errors.
+    /// The endpoint's error, or that it is unreachable; the sink's own errors.
     pub(crate) async fn stream(
         &self,
         messages: &[Value],
@@ -87,10 +87,10 @@ impl Client {
         )
     }
 
-    /// The name of the first model that the endpoint serves.
+    /// Returns the name of the first model that the endpoint serves.
     ///
     /// # Errors
-    /// What the endpoint said instead, or that it cannot be reached.
+    /// The endpoint's error, or that it is unreachable.
     pub(crate) async fn first_model(&self) -> anyhow::Result<String> {
         let request = self.authorise(self.http.get(format!("{}/models", self.base)));
         let response = checked(
@@ -127,7 +127,7 @@ impl Client {
     }
 }
 
-/// The response, or the endpoint's own error message.
+/// Returns the response, or the endpoint's own error message.
 async fn checked(response: reqwest::Response) -> anyhow::Result<reqwest::Response> {
     let status = response.status();
     if status.is_success() {

@@ -1,4 +1,4 @@
-//! What the caches tell those who talk to agents and gateways.
+//! The caches as seen by the services that call agents and gateways.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::services::agents::AgentDirectory;
 use crate::services::measure::Gateways;
 use crate::telemetry::Telemetry;
 
-/// The caches and the queue.
+/// The caches, the queue and the telemetry.
 #[derive(Clone, Debug)]
 pub(crate) struct ClusterCache {
     pub(crate) cache: Arc<Cache>,
@@ -88,7 +88,7 @@ impl AgentDirectory for ClusterCache {
     fn node_ranges(&self) -> Vec<IpNet> {
         let state = self.cache.lock();
         let of_node = |node: &Arc<NodeView>| {
-            // A range that an agent cannot read would stop all fetches.
+            // A malformed range is dropped: an agent that cannot parse it would refuse all fetches.
             let pods = node.pod_cidrs.iter().filter_map(|text| text.parse().ok());
             let own = node.addresses.iter().copied().map(IpNet::from);
             own.chain(pods).collect::<Vec<IpNet>>()

@@ -20,7 +20,7 @@ use crate::telemetry::{Held, Holder, Telemetry};
 /// Media type of OpenMetrics.
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// What /metrics and the probes read.
+/// State behind /metrics and the probes.
 #[derive(Clone, Debug)]
 pub(crate) struct HealthState {
     pub(crate) telemetry: Arc<Telemetry>,
@@ -57,7 +57,7 @@ impl HealthState {
 /// Serves /healthz, /readyz and /metrics until it is dropped.
 ///
 /// # Errors
-/// When the port is taken.
+/// The address is unavailable.
 pub(crate) async fn serve(
     address: SocketAddr,
     state: HealthState,

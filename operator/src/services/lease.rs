@@ -1,8 +1,8 @@
-//! Of several replicas one works: the holder of a Lease, as client-go does it.
+//! Leader election among replicas: one works, the holder of a Lease, as client-go does it.
 //!
 //! Time is measured by this process alone: another's claim counts from when its last renewal was *seen*, so clocks may
-//! differ. Each write carries the version that was read, so that of two claims one fails. A holder that could not renew
-//! in time stops working before another may begin.
+//! differ. Each write carries the version that was read, so one of two concurrent claims fails. A holder that could
+//! not renew in time stops working before another may begin.
 
 use std::time::Duration;
 
@@ -16,15 +16,15 @@ use tokio::time::Instant;
 
 use crate::cluster::failure::Failure;
 
-/// The Lease.
+/// Name of the Lease.
 pub(crate) const LEASE: &str = "hearth-operator";
-/// A claim that was not renewed for this long is over.
+/// Time after which a claim without renewal has expired.
 const DURATION: Duration = Duration::from_secs(15);
-/// A holder that could not renew for this long stops.
+/// Time after which a holder that could not renew stops.
 const GIVE_UP: Duration = Duration::from_secs(10);
 /// Time between attempts.
 const RETRY: Duration = Duration::from_secs(2);
-/// How long one request may take.
+/// Timeout of one attempt.
 const WAIT: Duration = Duration::from_secs(4);
 
 /// A candidate for the Lease.
@@ -35,7 +35,7 @@ pub(crate) struct Candidate {
     seen: Option<Seen>,
 }
 
-/// Another's claim, and when its last renewal was seen.
+/// Another replica's claim, and when its last renewal was seen.
 struct Seen {
     holder: String,
     renewed: Option<MicroTime>,
@@ -44,7 +44,7 @@ struct Seen {
 }
 
 impl Candidate {
-    /// A candidate named `identity`.
+    /// Creates a candidate named `identity`.
     pub(crate) fn new(
         client: Client,
         namespace: &str,
@@ -113,7 +113,7 @@ impl Candidate {
         }
     }
 
-    /// Gives the Lease back, so that another replica need not wait.
+    /// Releases the Lease, so that another replica need not wait.
     pub(crate) async fn release(&mut self) {
         let release = async {
             let mut lease = self.api.get(LEASE).await?;
@@ -139,7 +139,7 @@ impl Candidate {
         }
     }
 
-    /// One attempt to take or renew the Lease. Returns whether it is held.
+    /// Makes one attempt to take or renew the Lease. Returns whether it is held.
     async fn attempt(&mut self) -> Result<bool, Failure> {
         match tokio::time::timeout(WAIT, self.claim()).await {
             Ok(result) => result,
@@ -175,7 +175,7 @@ impl Candidate {
         lease.metadata.managed_fields = None;
         match self.api.replace(LEASE, &parameters(), &lease).await {
             Ok(_) => Ok(true),
-            // Someone wrote between: the next attempt reads who.
+            // Someone else wrote in between: the next attempt reads the holder.
             Err(kube::Error::Api(status)) if status.code == 409 => {
                 Err(Failure::Conflict("written by another".to_owned()))
             }
@@ -183,7 +183,7 @@ impl Candidate {
         }
     }
 
-    /// Whether another's claim is to be respected.
+    /// Whether another replica's claim is still valid.
     fn is_alive(&mut self, holder: &str, spec: &LeaseSpec) -> bool {
         let duration = spec.lease_duration_seconds.unwrap_or(0).clamp(1, 600);
         let duration = Duration::from_secs(duration.unsigned_abs().into());

@@ -1,5 +1,5 @@
-//! What the gateways tell, scraped from their `/metrics`: latencies as they measure them, as medians of the last minutes, and
-//! what their workers got of the machines.
+//! Measurements scraped from the gateways' `/metrics`: latencies as medians over the last few minutes, and the
+//! resources that their workers got from the machines.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::net::IpAddr;
@@ -13,37 +13,37 @@ use hearth_controller_core::observed::Measured;
 use hearth_controller_core::observed::placement::{self, Placement};
 use tokio::time::Instant;
 
-/// How often gateways are asked.
+/// Interval at which gateways are scraped.
 const EVERY: Duration = Duration::from_secs(30);
-/// How often those are asked of whose workers one is not ready any more: they know whether it hangs.
+/// Interval for gateways with a worker that is no longer ready: they know whether it hangs.
 const EVERY_IN_DOUBT: Duration = Duration::from_secs(2);
-/// The last minutes.
+/// Time window of the medians.
 const WINDOW: Duration = Duration::from_secs(5 * 60);
-/// A gateway that was not seen for so long is gone.
+/// Time after which an unseen gateway is considered gone.
 const FORGOTTEN: Duration = Duration::from_secs(3600);
-/// A gateway answers at once or is busy with better things.
+/// Scrape timeout: a gateway responds immediately or is busy with more important work.
 const TIMEOUT: Duration = Duration::from_secs(3);
-/// Gateways asked at a time.
+/// Number of gateways scraped concurrently.
 const CONCURRENCY: usize = 16;
-/// More than any gateway says.
+/// Response size limit, larger than any gateway's response.
 const MOST_BYTES: usize = 4 << 20;
-/// A median that moved by less than this share is no news.
+/// Share by which a median must move to count as changed.
 const NEWS: f64 = 0.1;
 
 const TTFT: &str = "gen_ai_server_time_to_first_token_seconds";
 const TPOT: &str = "gen_ai_server_time_per_output_token_seconds";
 
-/// What the operator's cache knows of gateways.
+/// Gateways known to the operator's cache.
 pub(crate) trait Gateways: Send + Sync + 'static {
     /// Ready gateways: their deployment, the Pod's uid and its address.
     fn gateways(&self) -> Vec<(Key, String, String)>;
-    /// Those of deployments with a worker that was ready, still runs, and is not ready any more.
+    /// Ready gateways of deployments that have a worker which was ready, still runs, and is no longer ready.
     fn in_doubt(&self) -> Vec<(Key, String, String)>;
-    /// Has a deployment looked at, since its latencies have changed.
+    /// Queues a deployment, since its measurements have changed.
     fn wake(&self, deployment: &Key);
 }
 
-/// Latencies by deployment. One task runs [`Measures::run`]; the others ask.
+/// Latencies by deployment. One task runs [`Measures::run`]; the others read them.
 #[derive(Debug, Default)]
 pub(crate) struct Measures {
     deployments: Mutex<BTreeMap<Key, Deployment>>,
@@ -51,20 +51,20 @@ pub(crate) struct Measures {
 
 #[derive(Debug, Default)]
 struct Deployment {
-    /// By the uid of the gateway's Pod.
+    /// Histories by uid of the gateway's Pod.
     gateways: BTreeMap<String, History>,
     told: Option<Measured>,
-    /// What its workers got, by their addresses.
+    /// Placements of its workers, by worker address.
     placements: BTreeMap<IpAddr, Placement>,
 }
 
 impl Measures {
-    /// What a deployment's gateways measured lately; none before the first request.
+    /// Recent measurements of a deployment's gateways; `None` before the first request.
     pub(crate) fn measured(&self, deployment: &Key) -> Option<Measured> {
         self.lock().get(deployment).and_then(|known| known.told)
     }
 
-    /// What a deployment's workers got of their machines, by their addresses.
+    /// Resources that a deployment's workers got from their machines, by worker address.
     pub(crate) fn placements(&self, deployment: &Key) -> BTreeMap<IpAddr, Placement> {
         let deployments = self.lock();
         let known = deployments.get(deployment);
@@ -76,7 +76,7 @@ impl Measures {
         self.lock().remove(deployment);
     }
 
-    /// Asks all gateways again and again until it is dropped.
+    /// Scrapes all gateways repeatedly until it is dropped.
     pub(crate) async fn run<G: Gateways>(&self, gateways: &G) {
         let Ok(client) = client().inspect_err(|error| tracing::error!(%error, "no HTTP client"))
         else {
@@ -113,7 +113,7 @@ impl Measures {
         }
     }
 
-    /// Takes what a gateway said; whether it is news.
+    /// Stores a gateway's response; returns whether the measurements changed.
     fn learn(&self, deployment: &Key, uid: &str, text: &str, now: Instant) -> bool {
         let mut deployments = self.lock();
         let known = deployments.entry(deployment.clone()).or_default();
@@ -131,12 +131,12 @@ impl Measures {
         };
         let (ttft_ms, tpot_ms) = (median(|sample| &sample.ttft), median(|sample| &sample.tpot));
         let before = known.told.unwrap_or_default();
-        // Where nothing was asked lately, what was measured last still holds.
+        // Without recent requests, the last measurements still hold.
         let after = Measured {
             ttft_ms: steady(before.ttft_ms, ttft_ms),
             tpot_ms: steady(before.tpot_ms, tpot_ms),
         };
-        // Gateways that are gone are remembered: the last word holds.
+        // Gateways that are gone are remembered; the latest report wins.
         let mut told: Vec<&History> = known.gateways.values().collect();
         told.sort_by_key(|history| history.last);
         let placements: BTreeMap<IpAddr, Placement> = told
@@ -158,7 +158,7 @@ impl Measures {
     }
 }
 
-/// The new value, unless it is about the old one.
+/// The new value, unless it is close to the old one.
 fn steady(before: Option<f64>, after: Option<f64>) -> Option<f64> {
     match (before, after) {
         (Some(before), Some(after)) if (after - before).abs() <= before * NEWS => Some(before),
@@ -166,8 +166,8 @@ fn steady(before: Option<f64>, after: Option<f64>) -> Option<f64> {
     }
 }
 
-/// Gateways are asked too seldom for a connection of each to be kept, and no proxy knows Pods' addresses. What a Pod
-/// answers sends the operator nowhere else.
+/// Builds the HTTP client. Gateways are scraped too rarely for their connections to be kept, no proxy knows Pods'
+/// addresses, and a Pod's response must not redirect the operator elsewhere.
 fn client() -> reqwest::Result<reqwest::Client> {
     reqwest::Client::builder()
         .tls_certs_only([])
@@ -178,7 +178,7 @@ fn client() -> reqwest::Result<reqwest::Client> {
         .build()
 }
 
-/// A gateway of an earlier version has its metrics beside the API.
+/// Scrapes a gateway; one of an earlier version has its metrics on the API port.
 async fn metrics(client: &reqwest::Client, address: &str) -> Result<String, String> {
     match scrape(client, &host_port(address, METRICS_PORT)).await {
         Ok(text) => Ok(text),
@@ -209,7 +209,7 @@ async fn scrape(client: &reqwest::Client, endpoint: &str) -> Result<String, Stri
     String::from_utf8(bytes).map_err(|error| error.to_string())
 }
 
-/// Both histograms of one scrape.
+/// Both histograms from one scrape.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Sample {
     ttft: Buckets,
@@ -225,12 +225,12 @@ impl Sample {
     }
 }
 
-/// The samples of one gateway that tell something: the newest before the window, and those in it.
+/// The relevant samples of one gateway: the newest before the window, and those in it.
 #[derive(Debug, Default)]
 struct History {
     samples: VecDeque<(Instant, Sample)>,
     last: Option<Instant>,
-    /// What it told last of its workers.
+    /// Placements of its workers that it last reported.
     placements: BTreeMap<IpAddr, Placement>,
 }
 
@@ -251,13 +251,13 @@ impl History {
         }
     }
 
-    /// Whether the gateway may still be there.
+    /// Whether the gateway may still exist.
     fn is_recent(&self, now: Instant) -> bool {
         self.last
             .is_none_or(|last| now.duration_since(last) < FORGOTTEN)
     }
 
-    /// What was counted in the window; all that was counted, by a gateway that was first seen in it.
+    /// Counts within the window; all counts if the gateway was first seen in it.
     fn recent(&self, part: fn(&Sample) -> &Buckets, now: Instant) -> Buckets {
         let Some((_, newest)) = self.samples.back() else {
             return Buckets::default();
@@ -272,12 +272,12 @@ impl History {
     }
 }
 
-/// Upper bounds in seconds with how many were counted up to each, ascending.
+/// Upper bounds in seconds with cumulative counts, in ascending order.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Buckets(Vec<(f64, f64)>);
 
 impl Buckets {
-    /// Reads the histogram of that name from OpenMetrics or Prometheus text, summed over all labels.
+    /// Reads the histogram of this name from OpenMetrics or Prometheus text, summed over all labels.
     fn read(text: &str, name: &str) -> Self {
         let mut counts: Vec<(f64, f64)> = Vec::new();
         for line in text.lines() {
@@ -303,7 +303,7 @@ impl Buckets {
         self
     }
 
-    /// What was counted since `base`; all of it when the gateway has counted anew since then.
+    /// Counts since `base`; all of them if the gateway has restarted its counters since then.
     fn minus(self, base: &Self) -> Self {
         if self
             .0
@@ -324,7 +324,7 @@ impl Buckets {
         below.last().map_or(0.0, |(_, count)| *count)
     }
 
-    /// The median in milliseconds, evenly spread within its bucket; none without any count.
+    /// The median in milliseconds, interpolated linearly within its bucket; `None` without any counts.
     fn median_ms(&self) -> Option<f64> {
         let total = self
             .0
@@ -335,7 +335,7 @@ impl Buckets {
         let (mut low_s, mut low_count) = (0.0, 0.0);
         for (bound, count) in &self.0 {
             if *count >= half {
-                // Beyond the last bound there is nothing to go by but that bound.
+                // Beyond the last finite bound, that bound is the best estimate.
                 if bound.is_infinite() {
                     return Some(low_s * 1e3);
                 }
@@ -348,10 +348,10 @@ impl Buckets {
     }
 }
 
-/// The bound and the count of a line of a histogram, such as `x_bucket{a="b",le="0.5"} 3`.
+/// Parses the bound and the count of a histogram line, such as `x_bucket{a="b",le="0.5"} 3`.
 fn bucket_line(line: &str, name: &str) -> Option<(f64, f64)> {
     let labels = line.strip_prefix(name)?.strip_prefix("_bucket{")?;
-    // A label's value may hold braces and spaces: what follows the last brace is the value, then perhaps a time.
+    // A label value may contain braces and spaces: after the last brace comes the value, then an optional timestamp.
     let (labels, value) = match labels.split_once(" # ") {
         Some((labels, _exemplar)) => labels,
         None => labels,
@@ -422,7 +422,7 @@ hearth_requests_running 0
         .concat()
     }
 
-    /// Feeds scrapes of gateways, each a number of seconds after the start, and tells the last median.
+    /// Feeds scrapes of gateways, each a number of seconds after the start, and returns the last median.
     fn after(scrapes: &[(u64, &str, String)]) -> (Measures, Option<f64>, usize) {
         let (measures, demo, start) = (
             Measures::default(),
@@ -445,10 +445,10 @@ hearth_requests_running 0
         let scrapes = [(0, "a", text(10, 0)), (30, "a", text(10, 0))];
         let (_, told, news) = after(&scrapes);
         assert_eq!((told, news), (Some(50.0), 1));
-        // Ten minutes later all is slow.
+        // Ten minutes later everything is slow.
         let later = [scrapes.to_vec(), vec![(600, "a", text(10, 4))]].concat();
         assert_eq!(after(&later).1, Some(550.0));
-        // And then nobody asks.
+        // And then there are no requests.
         let silent = [
             later,
             vec![(1200, "a", text(10, 4)), (1500, "a", text(10, 4))],

@@ -1,4 +1,4 @@
-//! What goes on beside the reconciles: certificates, agents, measurements, the Lease.
+//! Services that run besides the reconciles: certificates, agents, measurements, the Lease.
 
 pub(crate) mod agents;
 pub(crate) mod authority;

@@ -1,4 +1,4 @@
-//! What people see: messages, progress, tables.
+//! User-facing output: messages, progress, tables.
 
 pub(crate) mod table;
 pub(crate) mod ui;

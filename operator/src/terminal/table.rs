@@ -1,4 +1,4 @@
-//! A plan as a person reads it.
+//! Plans formatted for people.
 
 use clap::ValueEnum;
 use comfy_table::{ContentArrangement, Table, presets};
@@ -19,7 +19,7 @@ pub(crate) enum OutputFormat {
     Yaml,
 }
 
-/// The plan in a few words.
+/// One-line summary of the plan.
 pub(crate) fn headline(plan: &InferencePlanSpec) -> String {
     let mut nodes: Vec<&str> = plan.ranks.iter().map(|rank| rank.node.as_str()).collect();
     nodes.sort_unstable();
@@ -34,7 +34,7 @@ pub(crate) fn headline(plan: &InferencePlanSpec) -> String {
     )
 }
 
-/// One line a rank.
+/// Table with one line per rank.
 pub(crate) fn ranks(plan: &InferencePlanSpec) -> String {
     let mut table = Table::new();
     table
@@ -82,7 +82,7 @@ pub(crate) fn ranks(plan: &InferencePlanSpec) -> String {
         .join("\n")
 }
 
-/// The whole plan: ranks, why, and what was not chosen.
+/// The whole plan: ranks, reasons, and alternatives not chosen.
 pub(crate) fn plan(plan: &InferencePlanSpec) -> String {
     let mut text = format!(
         "plan {}: {}\n\n{}\n",
@@ -101,7 +101,7 @@ pub(crate) fn plan(plan: &InferencePlanSpec) -> String {
     text
 }
 
-/// `cpu`, or the begin of a GPU's UUID, as far as people tell GPUs apart, with what the rank may have of its memory.
+/// `cpu`, or the start of a GPU's UUID, enough to tell GPUs apart, with the rank's share of its memory.
 fn device(rank: &PlanRank) -> String {
     match rank.device() {
         RankDevice::Cpus => RankDevice::Cpus.name().to_owned(),
@@ -158,7 +158,7 @@ mod tests {
 
     use super::*;
 
-    /// A worker as a plan has it.
+    /// A worker as written in a plan.
     fn rank(role: &str, device: &Value) -> Value {
         let mut rank = json!({
             "name": format!("{}-0", role.to_lowercase()), "role": role, "index": 0, "node": "here", "cpus": [0, 1],
@@ -194,7 +194,7 @@ mod tests {
         );
         assert!(prefill.contains(" GPU-8f3c0d11 5 GiB "), "{table}");
         assert!(prefill.contains(" copied 3 MiB "), "{table}");
-        // The copy on the GPU is none that a rank on CPUs could share.
+        // A rank on CPUs cannot share the copy on the GPU.
         assert!(
             decode.contains(" cpu ") && decode.contains(" mapped 3 MiB "),
             "{table}"

@@ -1,4 +1,4 @@
-//! What a person sees: checked-off steps, a spinner on a terminal, errors. All of it on standard error.
+//! User-facing progress: checked-off steps, a spinner on a terminal, errors. All of it on standard error.
 
 use std::io::{IsTerminal, Write};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
@@ -11,22 +11,22 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::environment::Environment;
 
-/// How wide the left part of a step may grow before its note.
+/// Maximum width of the left part of a step, before its note.
 const STEP_WIDTH: usize = 52;
 
-/// What takes longer than this is told of where there is no terminal.
+/// Time after which a running step is first mentioned if there is no terminal.
 const FIRST_LINE: Duration = Duration::from_millis(700);
 /// Longest pause between two such lines.
 const MAX_LINE_PAUSE: Duration = Duration::from_secs(15);
 
-/// Steps of a command, told as they happen.
+/// Steps of a command, printed as they happen.
 pub(crate) struct Steps {
     colour: bool,
     terminal: bool,
 }
 
 impl Steps {
-    /// Colour and spinners only on a terminal that can, and no colour with `NO_COLOR`.
+    /// Detects the terminal: colour and spinners only on a capable one, and no colour with `NO_COLOR`.
     pub(crate) fn new(environment: &Environment) -> Self {
         let terminal = std::io::stderr().is_terminal() && environment.has_cursor;
         Self {
@@ -35,7 +35,7 @@ impl Steps {
         }
     }
 
-    /// A step that is done.
+    /// Prints a finished step.
     pub(crate) fn done(&self, text: &str) {
         let mark = if self.colour {
             "\u{1b}[32m✔\u{1b}[0m"
@@ -45,13 +45,13 @@ impl Steps {
         say(format_args!("{mark} {text}"));
     }
 
-    /// A step that is done, with a note on its right.
+    /// Prints a finished step, with a note on its right.
     pub(crate) fn done_with(&self, text: &str, note: &str) {
         let padding = STEP_WIDTH.saturating_sub(text.chars().count()).max(2);
         self.done(&format!("{text}{}{}", " ".repeat(padding), self.dim(note)));
     }
 
-    /// Something that went another way than planned.
+    /// Prints a warning about something that did not go as planned.
     pub(crate) fn warn(&self, text: &str) {
         let mark = if self.colour {
             "\u{1b}[33m!\u{1b}[0m"
@@ -61,12 +61,12 @@ impl Steps {
         say(format_args!("{mark} {text}"));
     }
 
-    /// A line that belongs to the step above.
+    /// Prints a line that belongs to the step above.
     pub(crate) fn detail(&self, text: &str) {
         say(format_args!("  {text}"));
     }
 
-    /// Something that takes time, with a text that may change: a spinner on a terminal, elsewhere a line now and then.
+    /// Starts a long step whose text may change: a spinner on a terminal, otherwise an occasional line.
     pub(crate) fn busy(&self, text: &str) -> Busy {
         if !self.terminal {
             let lines = Lines::start(text, FIRST_LINE, |text| {
@@ -87,7 +87,7 @@ impl Steps {
         Busy { bar, lines: None }
     }
 
-    /// The same with a bar on a terminal: see [`Busy::reached`].
+    /// Like `busy`, with a progress bar on a terminal: see [`Busy::reached`].
     pub(crate) fn bar(&self, text: &str) -> Busy {
         let busy = self.busy(text);
         if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} {wide_bar} {percent:>3} %")
@@ -106,14 +106,14 @@ impl Steps {
     }
 }
 
-/// Something that takes time; what is dropped is done.
+/// A step in progress; dropping it finishes it.
 pub(crate) struct Busy {
     bar: ProgressBar,
     lines: Option<Lines>,
 }
 
 impl Busy {
-    /// What is done now.
+    /// Updates the text of what is being done.
     pub(crate) fn say(&self, text: String) {
         if let Some(lines) = &self.lines {
             lines.text().clone_from(&text);
@@ -121,7 +121,7 @@ impl Busy {
         self.bar.set_message(text);
     }
 
-    /// How far a bar is.
+    /// Sets the progress of the bar.
     pub(crate) fn reached(&self, done: u64, all: u64) {
         self.bar.set_length(all.max(1));
         self.bar.set_position(done);
@@ -132,7 +132,7 @@ impl Busy {
         self.bar.suspend(print);
     }
 
-    /// It is done: the spinner goes, and no more lines come.
+    /// Finishes the step: removes the spinner and stops printing lines.
     pub(crate) fn finish(&mut self) {
         self.bar.finish_and_clear();
         self.lines = None;
@@ -145,7 +145,7 @@ impl Drop for Busy {
     }
 }
 
-/// A thread that says a text now and then, in pauses that grow.
+/// A thread that prints a text from time to time, with growing pauses.
 struct Lines {
     text: Arc<Mutex<String>>,
     /// Closed to end the thread.
@@ -169,7 +169,7 @@ impl Lines {
         Self {
             text,
             end: Some(end),
-            // Without a thread nothing is said, and all else goes on.
+            // Without a thread nothing is printed, and everything else continues.
             thread: thread.ok(),
         }
     }
@@ -188,7 +188,7 @@ impl Drop for Lines {
     }
 }
 
-/// Writes a line to standard error. Where the disk behind it is full the line is lost, and nothing that runs with it.
+/// Writes a line to standard error. If the disk behind it is full, the line is lost and execution continues.
 pub(crate) fn say(line: impl std::fmt::Display) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }
@@ -198,15 +198,15 @@ pub(crate) fn print_error(error: &anyhow::Error) {
     say(format_args!("error: {}", sentence(error)));
 }
 
-/// An error as one message.
+/// Formats an error as one message.
 pub(crate) fn sentence(error: &anyhow::Error) -> String {
     hearth_crds::sentence(&error.to_string(), &error.root_cause().to_string())
 }
 
-/// Prints data to standard output. A reader that has gone (`| head`) is no error: nobody wants the rest.
+/// Prints data to standard output. A closed reader (`| head`) is not an error: the process exits successfully.
 ///
 /// # Errors
-/// Another fault of standard output, such as a full disk.
+/// Another failure of standard output, such as a full disk.
 pub(crate) fn print_data(text: &str) -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -215,10 +215,10 @@ pub(crate) fn print_data(text: &str) -> anyhow::Result<()> {
     }
 }
 
-/// [`print_data`] of something that goes on behind its output: a reader that has gone changes nothing.
+/// Like [`print_data`], for a command that continues after its output: a closed reader is ignored.
 ///
 /// # Errors
-/// As [`print_data`].
+/// Those of [`print_data`].
 pub(crate) fn print_beside(text: &str) -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -231,12 +231,12 @@ fn unwritten(outcome: std::io::Result<()>) -> anyhow::Result<()> {
     outcome.context("standard output cannot be written")
 }
 
-/// Bytes in binary units, as people say them: `7.4 MiB`.
+/// Formats bytes in binary units: `7.4 MiB`.
 pub(crate) fn bytes(count: u64) -> String {
     hearth_crds::format_bytes(count)
 }
 
-/// Milliseconds with as many digits as matter: `0.6 ms`, `41 ms`, `1.4 s`.
+/// Formats milliseconds with a sensible number of digits: `0.6 ms`, `41 ms`, `1.4 s`.
 pub(crate) fn milliseconds(value_ms: f64) -> String {
     match value_ms {
         ms if ms < 10.0 => format!("{ms:.1} ms"),
@@ -259,7 +259,7 @@ mod tests {
         "two".clone_into(&mut lines.text());
         while heard.recv().unwrap() != "two" {}
         drop(lines);
-        // The thread has ended, and its end of the channel with it.
+        // The thread has ended, and with it its end of the channel.
         while heard.recv().is_ok() {}
     }
 

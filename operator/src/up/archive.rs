@@ -1,4 +1,4 @@
-//! Models behind URLs: `hearth-worker fetch` brings them into this user's cache.
+//! Models behind URLs: `hearth-worker fetch` downloads them into this user's cache.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -30,10 +30,10 @@ struct Progress {
     trouble: Option<String>,
 }
 
-/// The directory of the model in the archive; fetched if it is not in the cache. `name`: of the model.
+/// Returns the directory of the model in the archive, fetching it if it is not in the cache. `name` is the model's.
 ///
 /// # Errors
-/// The worker's own words; no home directory for the cache.
+/// The worker's own message; no home directory for the cache.
 pub(crate) fn fetch(
     source: &HttpSource,
     name: &str,
@@ -45,7 +45,7 @@ pub(crate) fn fetch(
     let mut command = Command::new(&program);
     command
         .args([TOOL, "--json", "--sha256", &source.sha256])
-        // Arguments are for everybody on the machine to read, and a URL may hold its permission.
+        // Arguments are visible to every user of the machine, and a URL may contain credentials.
         .env("HEARTH_MODEL_URL", &source.url);
     if let Some(secret) = &source.secret_ref {
         check_credentials(&secret.name, environment)?;
@@ -79,7 +79,7 @@ pub(crate) fn fetch(
     Ok(directory)
 }
 
-/// What stands for a Secret on one machine is in the environment, which the worker has too.
+/// Checks the environment for credentials, which replace a Secret on a single machine and are inherited by the worker.
 fn check_credentials(secret: &str, environment: &Environment) -> anyhow::Result<()> {
     if environment.has_model_credentials {
         return Ok(());
@@ -90,17 +90,17 @@ fn check_credentials(secret: &str, environment: &Environment) -> anyhow::Result<
     )
 }
 
-/// Shows progress until the child closes its output; gives the directory, and what it wrote to standard error.
+/// Shows progress until the child closes its output; returns the directory, and the child's standard error.
 fn follow(
     child: &mut Child,
     screen: &mut Screen<'_>,
 ) -> anyhow::Result<(Option<PathBuf>, Vec<u8>)> {
     let stderr = child.stderr.take();
-    // On a thread of its own: a full pipe would stop the child.
+    // On a separate thread: a full pipe would block the child.
     let errors = std::thread::spawn(move || {
         let mut text = Vec::new();
         if let Some(mut stderr) = stderr {
-            // What cannot be read is missing from the message alone.
+            // A read error only truncates the message.
             let _ = stderr.read_to_end(&mut text);
         }
         text
@@ -122,13 +122,13 @@ fn follow(
     Ok((directory, errors.join().unwrap_or_default()))
 }
 
-/// One fetch as a person sees it.
+/// One fetch as displayed to the user.
 struct Screen<'a> {
     name: &'a str,
     steps: &'a Steps,
     bar: Busy,
     began: Instant,
-    /// Size of the archive; `None` when nothing had to be fetched.
+    /// Size of the archive; `None` if nothing had to be fetched.
     fetched_bytes: Option<u64>,
 }
 

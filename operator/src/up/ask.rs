@@ -8,7 +8,7 @@ use crate::http::openai::Client;
 use crate::terminal::ui::{print_beside, say};
 use crate::up::state::Running;
 
-/// The first key of an API key file.
+/// Returns the first key of an API key file.
 pub(super) fn first_key(path: &Path) -> Option<String> {
     let text = std::fs::read_to_string(path).ok()?;
     text.lines()
@@ -17,10 +17,10 @@ pub(super) fn first_key(path: &Path) -> Option<String> {
         .map(str::to_owned)
 }
 
-/// Asks and prints.
+/// Asks the question and prints the answer.
 ///
 /// # Errors
-/// What the endpoint answered instead.
+/// The endpoint's error.
 pub(super) async fn ask(
     running: &Running,
     question: &str,

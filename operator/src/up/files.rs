@@ -1,14 +1,14 @@
-//! The files and values beside the deployment that `hearth up` is given for the gateway and the workers.
+//! Files and values passed to `hearth up` for the gateway and the workers, besides the deployment.
 
 use anyhow::{anyhow, bail};
 use hearth_transport::{Tls, TlsError, TlsFiles, TlsNames, origin, tls};
 
 use super::{UpArgs, ask};
 
-/// Checks what the gateway and the workers would read or refuse, before anything is measured.
+/// Checks the files and values that the gateway and the workers would reject, before anything is measured.
 ///
 /// # Errors
-/// What cannot be used: its flag, its value and what to do.
+/// An unusable file or value: its flag, its value and the remedy.
 pub(super) fn check(args: &UpArgs) -> anyhow::Result<()> {
     if let Some(keys) = &args.api_keys
         && !keys.is_file()
@@ -78,7 +78,7 @@ pub(super) fn check(args: &UpArgs) -> anyhow::Result<()> {
     })
 }
 
-/// A PEM file that cannot be used, by its flag. `flag` names the flag and what its file should hold.
+/// Error for an unusable PEM file, naming its flag. `flag` returns the flag and the expected contents of its file.
 fn unusable(error: &TlsError, flag: &dyn Fn(&str) -> (String, &'static str)) -> anyhow::Error {
     match error {
         TlsError::Read { what, path, reason } => {

@@ -2,22 +2,22 @@
 
 use std::path::{Path, PathBuf};
 
-/// What the command depends on.
+/// Facts that the command depends on.
 pub(super) struct Hint<'h> {
     /// This program.
     pub(super) program: Option<PathBuf>,
-    /// What `hearth` is in a shell, as the search path tells.
+    /// Program that `hearth` resolves to in a shell, according to the search path.
     pub(super) found: Option<PathBuf>,
-    /// The deployment, where others run too.
+    /// Name of the deployment, if others run too.
     pub(super) name: Option<&'h str>,
-    /// Where its state is kept, if not in the user's state directory.
+    /// Directory of its state, if not the user's state directory.
     pub(super) state_dir: Option<&'h Path>,
-    /// It asks for an API key.
+    /// Whether it requires an API key.
     pub(super) has_keys: bool,
 }
 
 impl Hint<'_> {
-    /// `hearth chat`, with whatever more it needs.
+    /// Returns the `hearth chat` command, with any arguments it needs.
     pub(super) fn line(&self) -> String {
         let mut line = match &self.program {
             Some(program) if self.found.as_ref() != Some(program) => quoted(program),
@@ -39,7 +39,7 @@ impl Hint<'_> {
     }
 }
 
-/// A path as a shell takes it.
+/// Quotes a path for a shell.
 fn quoted(path: &Path) -> String {
     let text = path.display().to_string();
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "/._-+".contains(c);

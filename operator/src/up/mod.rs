@@ -85,10 +85,10 @@ fn ip_address(text: &str) -> Result<IpAddr, String> {
         .map_err(|_| "write an IP address, such as 127.0.0.1 or ::".to_owned())
 }
 
-/// Serves until Ctrl-C, or until the answer with `--once`.
+/// Serves until Ctrl-C, or with `--once` until the answer.
 pub(crate) fn run(args: &UpArgs, environment: &Environment) -> anyhow::Result<ExitCode> {
     let prepared = prepare::prepare(args, environment)?;
-    // One thread: children ask the kernel to end them with the thread that started them.
+    // Single-threaded: children ask the kernel to kill them when the thread that started them ends.
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;

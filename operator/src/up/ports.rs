@@ -1,4 +1,4 @@
-//! Ports: whether one is free, who holds it, and free ones.
+//! Ports: availability, current holders, and selection of free ones.
 
 use std::net::{IpAddr, SocketAddr, TcpListener};
 
@@ -6,10 +6,10 @@ use anyhow::{Context, bail};
 use procfs::net::TcpState;
 use procfs::process::FDTarget;
 
-/// Checks that `address` can be listened on. `flag`: what chooses another, up to the port.
+/// Checks that `address` can be listened on. `flag` is the option that chooses another, up to the port.
 ///
 /// # Errors
-/// Names the process that holds the port, where /proc tells, and the flag that chooses another.
+/// Names the process that holds the port, if /proc shows it, and the flag that chooses another.
 pub(crate) fn check_free(address: SocketAddr, file: &str, flag: &str) -> anyhow::Result<()> {
     match hearth_transport::listen(address) {
         Ok(_) => Ok(()),
@@ -28,15 +28,15 @@ pub(crate) fn check_free(address: SocketAddr, file: &str, flag: &str) -> anyhow:
     }
 }
 
-/// Ports that are free now. They are held until this is dropped, or the system could give one away twice.
+/// Ports that are currently free. They are held until this is dropped, as the system could assign one twice.
 #[derive(Default)]
 pub(crate) struct FreePorts(Vec<TcpListener>);
 
 impl FreePorts {
-    /// An address of `ip` with another free port.
+    /// Returns an address of `ip` with another free port.
     ///
     /// # Errors
-    /// When the system has none.
+    /// The system has none.
     pub(crate) fn take(&mut self, ip: IpAddr) -> anyhow::Result<SocketAddr> {
         let listener =
             TcpListener::bind((ip, 0)).with_context(|| format!("no free port on {ip}"))?;
@@ -46,7 +46,7 @@ impl FreePorts {
     }
 }
 
-/// Process id and name of who listens on `port`, as far as /proc shows it to us.
+/// Process id and name of the listener on `port`, as far as /proc shows it to us.
 fn holder(port: u16) -> Option<(i32, String)> {
     let tables = [procfs::net::tcp(), procfs::net::tcp6()];
     let mut sockets = tables.into_iter().flatten().flatten();

@@ -1,4 +1,4 @@
-//! Everything before the first process: it reads files and measures, and changes nothing but the state directory.
+//! Preparation before the first process: reads files and measures, and changes nothing but the state directory.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -22,33 +22,33 @@ use crate::up::ports::FreePorts;
 use crate::up::state::{DeploymentDir, StateDir};
 use crate::up::{ports, source, worker};
 
-/// A plan with addresses, ready to be executed.
+/// A plan with addresses, ready to execute.
 pub(crate) struct Prepared {
-    /// Every choice.
+    /// The plan, with every decision.
     pub(crate) plan: InferencePlanSpec,
-    /// Where plan, logs and the list of processes are kept.
+    /// Directory of the plan, the logs and the list of processes.
     pub(crate) directory: DeploymentDir,
-    /// Held as long as this deployment runs.
+    /// Lock held as long as this deployment runs.
     pub(crate) lock: File,
-    /// The OpenAI endpoint's address.
+    /// Address of the OpenAI endpoint.
     pub(crate) listen: SocketAddr,
-    /// That of the metrics.
+    /// Address of the metrics.
     pub(crate) metrics: SocketAddr,
-    /// The model has a chat template.
+    /// Whether the model has a chat template.
     pub(crate) can_chat: bool,
-    /// When `hearth up` began.
+    /// Start time of `hearth up`.
     pub(crate) started: Instant,
-    /// What the person sees.
+    /// Progress shown to the user.
     pub(crate) steps: Steps,
 }
 
-/// The steps up to the plan, shared by `hearth up` and `hearth plan`.
+/// Result of the steps up to the plan, shared by `hearth up` and `hearth plan`.
 pub(crate) struct Planned {
     /// Name of the deployment.
     pub(crate) name: String,
-    /// Every choice, without addresses.
+    /// The plan, with every decision but without addresses.
     pub(crate) plan: InferencePlanSpec,
-    /// The model has a chat template.
+    /// Whether the model has a chat template.
     can_chat: bool,
 }
 
@@ -61,10 +61,10 @@ struct Inspected {
     chat_template: bool,
 }
 
-/// Dereference, validate and plan.
+/// Dereferences, validates and plans.
 ///
 /// # Errors
-/// Whatever is wrong with the file, the model or the machine, by field.
+/// Any problem with the file, the model or the machine, by field.
 pub(crate) fn plan(
     file: &Path,
     state: &StateDir,
@@ -75,7 +75,7 @@ pub(crate) fn plan(
     plan_of(&deployment(file)?, state, anew, environment, steps)
 }
 
-/// The deployment that a file holds, checked.
+/// Reads and validates the deployment in a file.
 fn deployment(file: &Path) -> anyhow::Result<InferenceDeployment> {
     let text = read(file)?;
     let text = text.trim_start_matches('\u{feff}');
@@ -134,7 +134,7 @@ fn plan_of(
     })
 }
 
-/// This machine, with the rates of a quiet moment where they are kept.
+/// Profiles this machine, using the rates kept from an idle moment if there are any.
 fn measure(
     model: &Path,
     state: &StateDir,
@@ -168,7 +168,7 @@ fn measure(
     Ok(profile)
 }
 
-/// The text of a file, or of standard input for `-`.
+/// Reads the text of a file, or of standard input for `-`.
 fn read(file: &Path) -> anyhow::Result<String> {
     let text = match file.to_str() {
         Some("-") => std::io::read_to_string(std::io::stdin()),
@@ -183,21 +183,21 @@ fn read(file: &Path) -> anyhow::Result<String> {
     })
 }
 
-/// All of the above, then addresses, and the plan on disk.
+/// Does all of the above, then assigns addresses and writes the plan to disk.
 ///
 /// # Errors
-/// As [`plan`]; a port in use; a deployment that already runs.
+/// Those of [`plan`]; a port in use; a deployment that already runs.
 pub(crate) fn prepare(args: &UpArgs, environment: &Environment) -> anyhow::Result<Prepared> {
     let started = Instant::now();
     let steps = Steps::new(environment);
     let state = StateDir::locate(args.state.state_dir.as_deref(), environment)?;
     let mut free = FreePorts::default();
     let deployment = deployment(&args.file)?;
-    // Before its port: one that runs holds that too, and another port would not help.
+    // Before its port: a running deployment also holds the port, and another port would not help.
     let name = deployment.metadata.name.as_deref().unwrap_or_default();
     state.deployment(name).check_free(name)?;
     let listen = match args.port {
-        // The system's choice, made here: the gateway keeps it when it is started again, and others are told of it.
+        // Chosen by the system, but here: a restarted gateway keeps it, and it is reported to others.
         0 => free.take(args.host)?,
         port => {
             let address = SocketAddr::new(args.host, port);

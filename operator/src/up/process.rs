@@ -1,4 +1,4 @@
-//! One worker process: started, followed by its reports, started again when it dies.
+//! One worker process: started, followed through its reports, restarted when it dies.
 
 use std::fs::{File, OpenOptions};
 use std::path::{Path, PathBuf};
@@ -12,26 +12,26 @@ use tokio::io::{AsyncBufReadExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
 use tokio::sync::{mpsc, watch};
 
-/// First pause before a process is started again; doubles up to [`MAX_PAUSE`].
+/// First delay before a process is restarted; doubles up to [`MAX_PAUSE`].
 const MIN_PAUSE: Duration = Duration::from_millis(100);
-/// Longest pause before a process is started again.
+/// Longest delay before a process is restarted.
 const MAX_PAUSE: Duration = Duration::from_secs(10);
-/// A process that ran as long as this starts again without pause growth.
+/// Running time after which the restart delay is reset.
 const STABLE: Duration = Duration::from_secs(10);
-/// A process that serves says so every second; one that is silent for as long hangs.
+/// Silence after which a serving process counts as hung; it normally reports every second.
 const HUNG_AFTER: Duration = Duration::from_secs(3);
-/// One that is silent for as long does not come back, and is ended.
+/// Silence after which a hung process is considered lost and is killed.
 const SILENCE: Duration = Duration::from_secs(20);
-/// For reading what a process that has ended wrote.
+/// Time limit for reading the remaining output of a process that has ended.
 const LAST_WORDS: Duration = Duration::from_secs(1);
-/// Exit code of a worker that does not take its arguments.
+/// Exit code of a worker that rejects its arguments.
 const USAGE: i32 = 2;
-/// How a worker begins the line that says why it ends.
+/// Prefix of the line in which a worker reports the reason that it ends.
 const ERROR: &str = "error: ";
-/// Lines of an error that are shown.
+/// Maximum number of lines of an error that are shown.
 const SHOWN_LOG_LINES: usize = 6;
 
-/// How a rank's process is started.
+/// Command of a rank's process.
 #[derive(Clone, Debug)]
 pub(crate) struct ProcessSpec {
     /// Name of the rank.
@@ -40,7 +40,7 @@ pub(crate) struct ProcessSpec {
     pub(crate) program: PathBuf,
     /// Its arguments.
     pub(crate) arguments: Vec<String>,
-    /// Where standard error goes.
+    /// Log file for standard error.
     pub(crate) log: PathBuf,
 }
 
@@ -55,57 +55,57 @@ enum Report {
     CutOff { answers: u64 },
 }
 
-/// Something that happened to a process.
+/// An event of a process.
 #[derive(Debug)]
 pub(crate) struct ProcessEvent {
     /// Name of the rank.
     pub(crate) rank: String,
-    /// What happened.
+    /// The event itself.
     pub(crate) kind: ProcessEventKind,
 }
 
-/// What happened.
+/// Kinds of process events.
 #[derive(Debug)]
 pub(crate) enum ProcessEventKind {
-    /// It runs with this process id.
+    /// It was started with this process id.
     Started(u32),
-    /// It maps its weights.
+    /// It is mapping its weights; in percent.
     Loading(u32),
-    /// It serves.
+    /// It is ready to serve.
     Ready,
-    /// It says nothing any more (true), or speaks again.
+    /// It has stopped reporting (true), or reports again.
     Hung(bool),
-    /// It ended without being asked, and is started again after the pause.
+    /// It ended without being asked to, and is restarted after the delay.
     Died {
-        /// In words: `killed by signal 9`.
+        /// Description in words: `killed by signal 9`.
         how: String,
-        /// The error that it wrote, if it wrote one.
+        /// The error that it printed, if any.
         why: Option<String>,
-        /// Until it is started again.
+        /// Delay before the restart.
         pause: Duration,
-        /// Whether it had served since its start.
+        /// Whether it had been ready since its start.
         was_ready: bool,
-        /// It does not take its arguments, and will not the next time.
+        /// Whether it rejected its arguments, and so will again.
         is_refused: bool,
     },
-    /// So many answers had not ended when the time to finish them was over.
+    /// Number of answers that were unfinished when the grace period ended.
     CutOff(u64),
-    /// It ended after being asked.
+    /// It ended after being asked to.
     Stopped,
 }
 
-/// What the supervisor wants of a process.
+/// State of a process that the supervisor wants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Wanted {
-    /// Run, and run again.
+    /// Running, and restarted if it ends.
     Running,
-    /// Finish what is in flight, then end.
+    /// Stopped after what is in flight has finished.
     Stopped,
-    /// End now.
+    /// Stopped immediately.
     Killed,
 }
 
-/// Keeps a process running until `wanted` says otherwise.
+/// Keeps a process running until `wanted` changes.
 pub(crate) async fn keep(
     spec: ProcessSpec,
     events: mpsc::UnboundedSender<ProcessEvent>,
@@ -168,7 +168,7 @@ fn spawn(spec: &ProcessSpec) -> anyhow::Result<Child> {
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(log)
-        // Ctrl-C reaches hearth alone, which then ends the processes in the right order.
+        // Ctrl-C reaches only hearth, which then ends the processes in the right order.
         .process_group(0)
         .kill_on_drop(true)
         .spawn()
@@ -183,17 +183,17 @@ fn open_log(path: &Path) -> anyhow::Result<File> {
         .with_context(|| format!("{} cannot be written", path.display()))
 }
 
-/// How a process ended.
+/// End of a process.
 struct End {
-    /// In words.
+    /// Description in words.
     how: String,
-    /// Whether it had served.
+    /// Whether it had been ready.
     was_ready: bool,
     /// See [`ProcessEventKind::Died`].
     is_refused: bool,
 }
 
-/// Follows a process to its end.
+/// Follows a process until it ends.
 async fn follow(
     mut child: Child,
     tell: &impl Fn(ProcessEventKind),
@@ -266,7 +266,7 @@ async fn follow(
     }
 }
 
-/// What a process said at its end, which may not have been read yet.
+/// Reads the remaining output of a process that has ended.
 async fn last_words(mut lines: Lines<BufReader<ChildStdout>>, tell: &impl Fn(ProcessEventKind)) {
     while let Ok(Some(line)) = lines.next_line().await {
         if let Ok(Report::CutOff { answers }) = serde_json::from_str(&line) {
@@ -287,7 +287,7 @@ fn describe(status: Option<&ExitStatus>) -> String {
     }
 }
 
-/// The last error that a process wrote behind `start` of its log, with what follows it.
+/// Returns the last error that a process wrote after `start` of its log, with the lines that follow.
 fn last_error(path: &Path, start: u64) -> Option<String> {
     let bytes = std::fs::read(path).ok()?;
     let own = bytes.get(usize::try_from(start).ok()?..)?;

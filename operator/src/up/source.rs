@@ -1,4 +1,4 @@
-//! Dereference: from a model source to a directory on this machine.
+//! Dereference: resolves a model source to a directory on this machine.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -10,8 +10,8 @@ use crate::environment::Environment;
 use crate::terminal::ui::Steps;
 use crate::up::archive;
 
-/// Where built-in models are looked for, first match wins: `HEARTH_MODELS`, `share/hearth/models` beside the
-/// programs, the system's share directories, and `models/` of the source tree that the programs were built in.
+/// Directories searched for built-in models, first match wins: `HEARTH_MODELS`, `share/hearth/models` next to the
+/// programs, `models/` of the source tree that the programs were built in, and the system's share directories.
 fn builtin_places(environment: &Environment) -> Vec<PathBuf> {
     let mut places: Vec<PathBuf> = environment.models.iter().cloned().collect();
     let executable = std::env::current_exe()
@@ -32,7 +32,7 @@ fn builtin_places(environment: &Environment) -> Vec<PathBuf> {
     places
 }
 
-/// The directory of a model source; an archive is fetched first.
+/// Returns the directory of a model source; an archive is fetched first.
 ///
 /// # Errors
 /// A built-in model that is not installed, with the places searched; a path that is not a directory; an archive that
@@ -84,7 +84,7 @@ pub(crate) fn dereference(
     )
 }
 
-/// A model's directory on this machine.
+/// Checks and returns a model's directory on this machine.
 fn on_host(path: &str) -> anyhow::Result<PathBuf> {
     let directory = PathBuf::from(path);
     let unreadable = |error: &std::io::Error| {
@@ -107,7 +107,7 @@ fn on_host(path: &str) -> anyhow::Result<PathBuf> {
             path
         );
     }
-    // A worker would name the file alone; the field is what a person can change.
+    // A worker would name only the file; the field is what a person can change.
     if !directory.join("config.json").is_file() {
         let mut files = std::fs::read_dir(&directory).map_err(|error| unreadable(&error))?;
         bail!(
@@ -124,7 +124,7 @@ fn on_host(path: &str) -> anyhow::Result<PathBuf> {
     Ok(directory)
 }
 
-/// Why the system refused, without its number.
+/// The system's reason, without its error number.
 fn reason(error: &std::io::Error) -> String {
     match error.kind() {
         ErrorKind::PermissionDenied => "permission denied".to_owned(),

@@ -1,4 +1,4 @@
-//! What is kept on disk between commands: plans, logs, and what runs.
+//! State kept on disk between commands: plans, logs, and running deployments.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};
@@ -19,7 +19,7 @@ pub(crate) struct StateArgs {
     pub(crate) state_dir: Option<PathBuf>,
 }
 
-/// The list of processes is written in multiples of this.
+/// Size granularity of the list of processes, in bytes.
 const RUNNING_BYTES: usize = 16 << 10;
 
 /// The directory of all deployments of this user.
@@ -30,7 +30,7 @@ pub(crate) struct StateDir(PathBuf);
 #[derive(Clone, Debug)]
 pub(crate) struct DeploymentDir(PathBuf);
 
-/// A running `hearth up`, as other commands see it.
+/// A running `hearth up`, as seen by other commands.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(crate) struct Running {
@@ -40,21 +40,21 @@ pub(crate) struct Running {
     pub(crate) pid: u32,
     /// Base of the OpenAI API, `http://host:port/v1`.
     pub(crate) endpoint: String,
-    /// Where its metrics are.
+    /// URL of its metrics.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) metrics: Option<String>,
-    /// Certificate of an HTTPS endpoint, as a PEM file; none: plain HTTP.
+    /// Certificate of an HTTPS endpoint, as a PEM file; `None` for plain HTTP.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) certificate: Option<PathBuf>,
     /// Model name in that API.
     pub(crate) served_name: String,
     /// The InferenceDeployment's file.
     pub(crate) file: PathBuf,
-    /// Generation of the plan that runs.
+    /// Generation of the running plan.
     pub(crate) plan_generation: u64,
-    /// RFC 3339.
+    /// Start time in RFC 3339.
     pub(crate) started_at: String,
-    /// Whether requests have been served; `false` while starting.
+    /// Whether all processes have become ready; `false` while starting.
     pub(crate) ready: bool,
     /// Each process with its restarts.
     pub(crate) processes: Vec<RunningProcess>,
@@ -64,28 +64,28 @@ pub(crate) struct Running {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(crate) struct RunningProcess {
-    /// Rank's name in the plan.
+    /// Name of the rank in the plan.
     pub(crate) rank: String,
     /// Role in lower case.
     pub(crate) role: String,
-    /// Process id; `None` while it is being started again.
+    /// Process id; `None` while it is being restarted.
     pub(crate) pid: Option<u32>,
-    /// Whether it serves.
+    /// Whether it is ready.
     pub(crate) ready: bool,
-    /// It served, and now says nothing: it stands still.
+    /// Whether it was ready and then stopped reporting.
     #[serde(default)]
     pub(crate) hung: bool,
-    /// How often it was started again.
+    /// Number of restarts.
     pub(crate) restarts: u32,
 }
 
 impl StateDir {
-    /// The directory asked for, else the user's state directory.
+    /// Returns the requested directory, otherwise the user's state directory.
     ///
     /// # Errors
-    /// When neither it nor a home directory is known.
+    /// Neither it nor a home directory is known.
     pub(crate) fn locate(asked: Option<&Path>, environment: &Environment) -> anyhow::Result<Self> {
-        // An environment variable that is set to nothing asks for nothing.
+        // An empty environment variable counts as unset.
         if let Some(directory) = asked.filter(|directory| !directory.as_os_str().is_empty()) {
             return Ok(Self(directory.to_owned()));
         }
@@ -95,25 +95,25 @@ impl StateDir {
             .context("there is no home directory to keep state in\n  name one: --state-dir DIR")
     }
 
-    /// The directory itself; it may not exist.
+    /// Returns the directory itself; it may not exist.
     pub(crate) fn path(&self) -> &Path {
         &self.0
     }
 
-    /// The directory of a deployment; it may not exist.
+    /// Returns the directory of a deployment; it may not exist.
     pub(crate) fn deployment(&self, name: &str) -> DeploymentDir {
         DeploymentDir(self.0.join(name))
     }
 
-    /// The file with this machine's rates, shared by all deployments; it may not exist.
+    /// Returns the file with this machine's rates, shared by all deployments; it may not exist.
     pub(crate) fn profile(&self) -> PathBuf {
         self.0.join("profile.json")
     }
 
-    /// All deployments whose `hearth up` is alive, by name.
+    /// All deployments whose `hearth up` is alive, sorted by name.
     ///
     /// # Errors
-    /// A directory that cannot be read; one that does not exist has none.
+    /// The directory cannot be read; a missing one counts as empty.
     pub(crate) fn running(&self) -> anyhow::Result<Vec<Running>> {
         let mut running: Vec<Running> = self
             .deployments()?
@@ -125,10 +125,10 @@ impl StateDir {
         Ok(running)
     }
 
-    /// The names of all deployments that run here or once did.
+    /// Names of all deployments that run here or once did.
     ///
     /// # Errors
-    /// As [`StateDir::running`].
+    /// Those of [`StateDir::running`].
     pub(crate) fn known(&self) -> anyhow::Result<Vec<String>> {
         let mut names: Vec<String> = self
             .deployments()?
@@ -143,7 +143,7 @@ impl StateDir {
     /// The deployment that was started last, whether it still runs or not; `None` if none ever ran.
     ///
     /// # Errors
-    /// As [`StateDir::running`].
+    /// Those of [`StateDir::running`].
     pub(crate) fn latest(&self) -> anyhow::Result<Option<String>> {
         let started = |name: &String| {
             let plan = self.deployment(name).plan_file();
@@ -164,10 +164,10 @@ impl StateDir {
             .collect())
     }
 
-    /// The running deployment of that name, or the only one.
+    /// Returns the running deployment of this name, or the only one.
     ///
     /// # Errors
-    /// When none runs, or several and none is named.
+    /// None runs, or several do and none is named.
     pub(crate) fn choose(&self, name: Option<&str>) -> anyhow::Result<Running> {
         let mut running = self.running()?;
         if let Some(name) = name {
@@ -195,10 +195,10 @@ impl StateDir {
 }
 
 impl DeploymentDir {
-    /// Makes the directory and takes its lock, which lasts as long as the file is held.
+    /// Creates the directory and takes its lock, which is held as long as the returned file.
     ///
     /// # Errors
-    /// When another `hearth up` holds it, or the disk refuses.
+    /// Another `hearth up` holds it, or the directory cannot be written.
     pub(crate) fn acquire(&self, name: &str) -> anyhow::Result<File> {
         let logs = self.logs();
         fs::create_dir_all(&logs).map_err(|error| trouble(&logs, "made", error))?;
@@ -210,10 +210,10 @@ impl DeploymentDir {
         Ok(lock)
     }
 
-    /// Tells early what [`DeploymentDir::acquire`] would; it changes nothing.
+    /// Checks in advance whether [`DeploymentDir::acquire`] would find the lock taken; changes nothing.
     ///
     /// # Errors
-    /// When another `hearth up` holds the directory.
+    /// Another `hearth up` holds the directory.
     pub(crate) fn check_free(&self, name: &str) -> anyhow::Result<()> {
         match self.is_held() {
             true => Err(self.held(name)),
@@ -231,28 +231,28 @@ impl DeploymentDir {
         )
     }
 
-    /// Whether a `hearth up` holds the directory.
+    /// Whether a `hearth up` holds the directory's lock.
     fn is_held(&self) -> bool {
         File::open(self.0.join("lock"))
             .is_ok_and(|lock| matches!(lock.try_lock(), Err(fs::TryLockError::WouldBlock)))
     }
 
-    /// Where logs are.
+    /// Directory of the logs.
     pub(crate) fn logs(&self) -> PathBuf {
         self.0.join("logs")
     }
 
-    /// The log of a process.
+    /// Log file of a process.
     pub(crate) fn log(&self, rank: &str) -> PathBuf {
         self.logs().join(format!("{rank}.log"))
     }
 
-    /// The plan's file.
+    /// File of the plan.
     pub(crate) fn plan_file(&self) -> PathBuf {
         self.0.join("plan.json")
     }
 
-    /// Generation for the next plan: one more than the last one's.
+    /// Generation of the next plan: one more than the last one's.
     pub(crate) fn next_generation(&self) -> u64 {
         let last = fs::read(self.plan_file())
             .ok()
@@ -260,7 +260,7 @@ impl DeploymentDir {
         last.map_or(1, |plan| plan.generation + 1)
     }
 
-    /// Keeps the plan.
+    /// Writes the plan atomically.
     pub(crate) fn write_plan(&self, plan: &InferencePlanSpec) -> anyhow::Result<()> {
         let (path, temporary) = (self.plan_file(), self.0.join("plan.tmp"));
         fs::write(&temporary, serde_json::to_vec_pretty(plan)?)
@@ -268,7 +268,7 @@ impl DeploymentDir {
         fs::rename(&temporary, &path).map_err(|error| trouble(&path, "written", error))
     }
 
-    /// Reads the plan that runs or last ran.
+    /// Reads the plan that is running or ran last.
     pub(crate) fn read_plan(&self) -> anyhow::Result<InferencePlanSpec> {
         let path = self.plan_file();
         let text = fs::read(&path).map_err(|error| trouble(&path, "read", error))?;
@@ -280,17 +280,17 @@ impl DeploymentDir {
         })
     }
 
-    /// Tells other commands what runs. Readers never see half of it, and it needs no more space than it was first
-    /// given, so that it stays true when others have filled the disk.
+    /// Publishes the running processes to other commands. Readers never see a partial file, and it needs no more space
+    /// than it was first given, so it stays accurate even if others have filled the disk.
     ///
     /// # Errors
-    /// When it cannot be written.
+    /// It cannot be written.
     pub(crate) fn write_running(&self, running: &Running) -> anyhow::Result<()> {
         let (path, spare) = (self.running_file(), self.0.join("running.spare"));
         let mut text = serde_json::to_vec_pretty(running)?;
         text.resize(text.len().next_multiple_of(RUNNING_BYTES), b'\n');
         let write = || {
-            // Over what is there: its blocks are ours already.
+            // Overwrites the existing file: its blocks are already allocated.
             let mut file = File::options()
                 .create(true)
                 .truncate(false)
@@ -303,7 +303,7 @@ impl DeploymentDir {
                     .or_else(|_| rename(&spare, &path))?;
             } else {
                 rename(&spare, &path)?;
-                // For the next change; without it that one needs space of its own.
+                // A spare for the next change, which would need additional space without it.
                 let _ = fs::write(&spare, &text);
             }
             Ok(())
@@ -319,14 +319,14 @@ impl DeploymentDir {
         Ok(serde_json::from_slice(&fs::read(self.running_file())?)?)
     }
 
-    /// Forgets what ran.
+    /// Removes the list of processes.
     pub(crate) fn clear_running(&self) {
         let _ = fs::remove_file(self.running_file());
         let _ = fs::remove_file(self.0.join("running.spare"));
     }
 }
 
-/// What a file system refused, and what to do about it.
+/// Error for a failed file operation, with the remedy.
 fn trouble(path: &Path, verb: &str, error: io::Error) -> anyhow::Error {
     const ELSEWHERE: &str = "or keep state elsewhere: --state-dir DIR";
     let remedy = match error.kind() {

@@ -1,4 +1,4 @@
-//! Executes a plan: one process a rank, told of as they come up, restarted when they die, ended in order.
+//! Executes a plan: one process per rank, reported as they become ready, restarted when they die, stopped in order.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -20,9 +20,10 @@ use crate::terminal::ui::Busy;
 use crate::up::state::{Running, RunningProcess, StateDir};
 use crate::up::worker;
 
-/// A process that dies this often before it has ever served will not come up.
+/// Number of deaths without ever having served after which a process is given up.
 const MAX_FAILED_STARTS: u32 = 3;
-/// Beyond the grace period: for a process to end. The gateway takes two seconds for streams to carry their last error.
+/// Time beyond the grace period for a process to end. The gateway takes two seconds for streams to send their last
+/// error.
 const END_MARGIN: Duration = Duration::from_secs(4);
 
 /// Runs the plan's processes until Ctrl-C, or until the answer with `--once`.
@@ -50,9 +51,9 @@ struct Deployment {
     tasks: JoinSet<()>,
     /// Deaths of each process since it last served.
     failed_starts: BTreeMap<String, u32>,
-    /// The last reason that was told of each process.
+    /// The last reported reason of death, by process.
     reasons: BTreeMap<String, String>,
-    /// Answers that the gateway did not finish in time.
+    /// Number of answers that the gateway did not finish in time.
     cut_off: u64,
     spinner: Busy,
 }
@@ -91,7 +92,7 @@ impl Deployment {
         Ok(deployment)
     }
 
-    /// Follows the processes; ends only with `--once` or when a process does not come up.
+    /// Follows the processes; returns only with `--once` or if a process does not start.
     async fn serve(
         &mut self,
         args: &UpArgs,
@@ -123,7 +124,7 @@ impl Deployment {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// Follows the processes for good.
+    /// Follows the processes until all have ended.
     async fn follow(&mut self) -> anyhow::Result<()> {
         while let Some(event) = self.events.recv().await {
             self.take(event)?;
@@ -196,7 +197,7 @@ impl Deployment {
         Ok(())
     }
 
-    /// Tells of a death; its reason once, until another one takes its place.
+    /// Reports a death; a repeated reason only once.
     fn died(
         &mut self,
         rank: &str,
@@ -286,7 +287,7 @@ impl Deployment {
         ));
     }
 
-    /// The command with which to talk to it, from another terminal.
+    /// Returns the command for talking to it from another terminal.
     fn chat_line(&self, args: &UpArgs, environment: &Environment) -> String {
         let name = self.running.name.as_str();
         let state = StateDir::locate(args.state.state_dir.as_deref(), environment);
@@ -313,7 +314,7 @@ impl Deployment {
         .line()
     }
 
-    /// Ends the gateway first, so that its streams still find their workers; then the workers.
+    /// Stops the gateway first, so that its streams can still reach their workers; then the workers.
     async fn stop(mut self, grace: Duration) {
         self.spinner.finish();
         if self.running.ready {
@@ -394,7 +395,7 @@ impl Deployment {
         }
     }
 
-    /// Tells other commands; a full disk must not end what serves.
+    /// Publishes the state to other commands; a full disk must not stop running processes.
     fn publish(&self) {
         if let Err(error) = self.prepared.directory.write_running(&self.running) {
             self.prepared
@@ -475,7 +476,7 @@ fn describe(args: &UpArgs, prepared: &Prepared) -> Running {
     }
 }
 
-/// As this machine reaches it.
+/// Address at which this machine can reach it.
 fn reached(address: SocketAddr) -> SocketAddr {
     let ip = match address.ip() {
         ip if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),

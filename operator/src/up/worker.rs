@@ -1,4 +1,4 @@
-//! Asks `hearth-worker` for what needs a model or a machine: the operator never sees a tensor.
+//! Runs `hearth-worker` tools for tasks that need a model or a machine: the operator never sees a tensor.
 
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
@@ -10,10 +10,10 @@ use serde::de::DeserializeOwned;
 
 use crate::environment::Environment;
 
-/// The worker's program: `HEARTH_WORKER`, else beside this program, else on the PATH.
+/// Finds the worker's program: `HEARTH_WORKER`, otherwise next to this program, otherwise on the PATH.
 ///
 /// # Errors
-/// When none of the three is there.
+/// `HEARTH_WORKER` is not a file, or none of the three exists.
 pub(crate) fn program(environment: &Environment) -> anyhow::Result<PathBuf> {
     const NAME: &str = "hearth-worker";
     if let Some(path) = &environment.worker {
@@ -36,13 +36,13 @@ pub(crate) fn program(environment: &Environment) -> anyhow::Result<PathBuf> {
     )
 }
 
-/// How a tool begins a line that says what it does.
+/// Prefix of a line in which a tool reports its progress.
 const PROGRESS: &str = "measuring ";
 
-/// Runs a tool of the worker that prints one JSON object. `hear` is called with what it says it does.
+/// Runs a tool of the worker that prints one JSON object. `hear` is called with its progress.
 ///
 /// # Errors
-/// The tool's own words when it fails.
+/// The tool's own message if it fails.
 pub(crate) fn ask<T: DeserializeOwned>(
     environment: &Environment,
     arguments: &[&OsStr],
@@ -61,7 +61,7 @@ pub(crate) fn ask<T: DeserializeOwned>(
                 program.display()
             )
         })?;
-    // Read by another thread: a full pipe would stop the child.
+    // Read by another thread: a full pipe would block the child.
     let stdout = child.stdout.take();
     let answer = std::thread::spawn(move || {
         let mut answer = Vec::new();
@@ -88,7 +88,7 @@ pub(crate) fn ask<T: DeserializeOwned>(
     serde_json::from_slice(&answer).with_context(|| misunderstood(tool))
 }
 
-/// What a tool that failed said on standard error.
+/// Error from what a failed tool wrote to standard error.
 pub(crate) fn failure(
     program: &Path,
     tool: &str,
@@ -108,7 +108,7 @@ pub(crate) fn failure(
     anyhow::anyhow!("{own}")
 }
 
-/// An answer of another version.
+/// Error message for an answer from another version.
 pub(crate) fn misunderstood(tool: &str) -> String {
     format!(
         "hearth-worker {tool} answered what hearth does not understand; both must be of one version"

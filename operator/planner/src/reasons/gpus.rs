@@ -1,4 +1,4 @@
-//! Sentences about GPUs: those that ranks run on, and all others.
+//! Sentences about GPUs: those that ranks run on, and the rest.
 
 use hearth_crds::{
     GpuProfile, NodeProfileStatus, PlanRank, PlanRole, PlanRouting, RankDevice, Strategy,
@@ -77,7 +77,7 @@ fn on_gpu(
     )
 }
 
-/// Number of tokens from which a prefill rank on a GPU reads a prompt.
+/// Explains the prompt length, in tokens, from which a prefill rank on a GPU takes a prompt.
 pub(super) fn route(ranks: &[PlanRank], routing: &PlanRouting, why: &mut Vec<String>) {
     let below = routing.chunked_below_tokens;
     why.push(if ranks_of(ranks, PlanRole::Decode).any(PlanRank::is_on_gpu) {
@@ -91,7 +91,7 @@ pub(super) fn route(ranks: &[PlanRank], routing: &PlanRouting, why: &mut Vec<Str
     });
 }
 
-/// One line for each GPU that no rank runs on, and for what GPUs rule out or would be needed for.
+/// One line for each GPU that no rank runs on, and for features that GPUs rule out or that need one.
 pub(super) fn not_chosen(draft: &Draft<'_>, ranks: &[PlanRank], lines: &mut Vec<String>) {
     let total = format_bytes(draft.demand.facts.bytes.total());
     for node in draft.nodes {
@@ -126,7 +126,7 @@ pub(super) fn not_chosen(draft: &Draft<'_>, ranks: &[PlanRank], lines: &mut Vec<
     });
 }
 
-/// Why no rank runs on a GPU.
+/// Reason that no rank runs on a GPU.
 fn left_out(draft: &Draft<'_>, node: &NodeProfileStatus, gpu: &GpuProfile) -> String {
     let spec = draft.input.spec;
     let offer = draft.estimator.gpus().at(node);
@@ -175,7 +175,7 @@ fn lack(refused: &Refused) -> Option<&GpuLack> {
     }
 }
 
-/// Devices that would have been preferred, and what they lack.
+/// Devices that would have been preferred, and the shortage there.
 fn refused(refused: &Refused) -> String {
     let OnGpu { prefill, decode } = refused.on_gpu;
     let which = match (prefill, decode) {

@@ -1,4 +1,4 @@
-//! The plan in sentences: one line for each decision, and one for each alternative with the number that decided against it.
+//! The plan in sentences: one line for each decision, and one for each alternative with the number that ruled it out.
 
 mod gpus;
 
@@ -12,7 +12,7 @@ use crate::memory::PREFILL_BATCH;
 use crate::node_ranks::NodeRanks;
 use crate::place::Cost;
 
-/// `(why, notChosen)`.
+/// Returns `(why, notChosen)`.
 pub(crate) fn write(
     draft: &Draft<'_>,
     ranks: &[PlanRank],
@@ -37,7 +37,7 @@ pub(crate) fn write(
     (why, not_chosen)
 }
 
-/// Names of ranks as a person lists them: `decode-0`, `decode-0 to decode-3`.
+/// Names of ranks as a person would list them: `decode-0`, `decode-0 to decode-3`.
 fn names(ranks: &[&PlanRank]) -> String {
     match ranks {
         [] => String::new(),
@@ -60,7 +60,7 @@ fn topology(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
     });
 }
 
-/// Where several gateways run; one is where the first decode rank is.
+/// Nodes of the gateways if there are several; a single one is on the first decode rank's node.
 fn gateways(ranks: &[PlanRank], why: &mut Vec<String>) {
     let all: Vec<&PlanRank> = ranks_of(ranks, PlanRole::Gateway).collect();
     let mut nodes: Vec<&str> = all.iter().map(|rank| rank.node.as_str()).collect();
@@ -75,7 +75,7 @@ fn gateways(ranks: &[PlanRank], why: &mut Vec<String>) {
     }
 }
 
-/// Nodes that were busy while they were measured.
+/// Warns of nodes that were busy while they were measured.
 fn moment(draft: &Draft<'_>, why: &mut Vec<String>) {
     for node in draft.nodes {
         if let Some(percent) = node.busy_percent {
@@ -359,7 +359,7 @@ fn pinning_alternative(
     }
 }
 
-/// Milliseconds for people: `0.6 ms`, `41 ms`, `1.4 s`.
+/// Milliseconds in readable form: `0.6 ms`, `41 ms`, `1.4 s`.
 fn ms(ms: f64) -> String {
     match ms {
         ms if ms < 10.0 => format!("{ms:.1} ms"),

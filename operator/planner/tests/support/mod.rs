@@ -1,4 +1,4 @@
-//! Machines and models that the planner's tests share.
+//! Machines and models shared by the planner's tests.
 #![allow(dead_code, missing_docs, unreachable_pub, clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,7 +13,7 @@ use hearth_planner::{CpuOffer, CpuRoom, GpuOffer, PlanInput};
 pub const GIB: u64 = 1 << 30;
 pub const MIB: u64 = 1 << 20;
 
-/// A machine of `sockets × cores` cores with `smt` threads each; rates are those of one thread and one socket.
+/// A machine of `sockets × cores` cores with `smt` threads each; rates are per thread, core and socket.
 pub struct Machine {
     pub name: &'static str,
     pub sockets: u32,
@@ -120,7 +120,7 @@ pub fn server() -> NodeProfileStatus {
     .profile()
 }
 
-/// A laptop with 8 GiB, of which `available_bytes` are free, and a small GPU.
+/// A laptop with `available_bytes` of free memory and a small GPU.
 pub fn laptop(available_bytes: u64) -> NodeProfileStatus {
     let mut profile = Machine {
         name: "office",
@@ -153,7 +153,7 @@ pub fn gpu(name: &str, number: u32, gib: u64) -> GpuProfile {
     }
 }
 
-/// A DeepSeek-V3 of 7 M parameters in FP8, as the demo is.
+/// A DeepSeek-V3 with 7 M parameters in FP8, like the demo.
 pub fn demo_model() -> ModelFacts {
     ModelFacts {
         architecture: "deepseek_v3".into(),
@@ -216,7 +216,7 @@ pub fn qwen3_30b() -> ModelFacts {
     }
 }
 
-/// A dense 1.7 B model in BF16 with a long context: 112 KiB of KV a token.
+/// A dense 1.7 B model in BF16 with a long context: 112 KiB of KV per token.
 pub fn dense_1_7b() -> ModelFacts {
     ModelFacts {
         architecture: "qwen3".into(),
@@ -248,18 +248,18 @@ pub fn dense_1_7b() -> ModelFacts {
     }
 }
 
-/// A spec from YAML below a builtin model.
+/// Parses a spec from YAML, with a builtin model added.
 pub fn spec(yaml: &str) -> InferenceDeploymentSpec {
     let text = format!("model: {{source: {{builtin: {{name: hearth-demo}}}}}}\n{yaml}");
     serde_norway::from_str(&text).unwrap()
 }
 
-/// No device plugin anywhere.
+/// No device plugin on any node.
 static NO_GPUS: BTreeMap<String, u32> = BTreeMap::new();
-/// Nothing to claim anywhere.
+/// No claimable GPUs on any node.
 static NO_CLAIMS: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
 
-/// What device plugins can give.
+/// Offer of GPUs that device plugins can allocate.
 pub fn plugin(free: &BTreeMap<String, u32>) -> GpuOffer<'_> {
     GpuOffer::Cluster {
         plugin: free,
@@ -267,7 +267,7 @@ pub fn plugin(free: &BTreeMap<String, u32>) -> GpuOffer<'_> {
     }
 }
 
-/// What can be claimed.
+/// Offer of GPUs that can be claimed.
 pub fn claims(uuids: &BTreeMap<String, BTreeSet<String>>) -> GpuOffer<'_> {
     GpuOffer::Cluster {
         plugin: &NO_GPUS,
@@ -293,7 +293,7 @@ pub fn plan_input<'a>(
     }
 }
 
-/// Every CPU of each node, of which others request `requested_millis` and 100m are kept free.
+/// Every CPU of each node, with `requested_millis` requested by others and 100m kept free.
 pub fn cpu_rooms(
     profiles: &[NodeProfileStatus],
     requested_millis: u64,
@@ -309,7 +309,7 @@ pub fn cpu_rooms(
         .collect()
 }
 
-/// The same on one machine without a cluster.
+/// The same input on one machine without a cluster.
 pub fn plan_input_here<'a>(
     spec: &'a InferenceDeploymentSpec,
     facts: &'a ModelFacts,

@@ -1,4 +1,4 @@
-//! Dynamic resource allocation (`resource.k8s.io/v1`): which GPUs there are, and which of them are claimed.
+//! Dynamic resource allocation (`resource.k8s.io/v1`): existing GPUs, and those of them that are claimed.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use serde::Deserialize;
 use super::slim;
 use crate::cluster::devices::{Claimed, Device, Offered};
 
-/// A ResourceSlice: devices of one driver, of one node as far as GPUs go.
+/// A ResourceSlice: devices of one driver, and in the case of GPUs of one node.
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct LeanSlice {
     #[serde(deserialize_with = "slim")]
@@ -47,7 +47,7 @@ struct Attribute {
     string: Option<String>,
 }
 
-/// A ResourceClaim with the devices that the scheduler gave it.
+/// A ResourceClaim with the devices allocated to it by the scheduler.
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct LeanClaim {
     #[serde(deserialize_with = "slim")]
@@ -75,7 +75,7 @@ struct Allocated {
 }
 
 impl LeanSlice {
-    /// The whole GPUs that it offers; none of another driver.
+    /// The whole GPUs that it offers; `None` for another driver.
     pub(crate) fn offered(&self) -> Option<Offered> {
         let spec = &self.spec;
         if spec.driver != GPU_DRIVER || spec.node_name.is_empty() {
@@ -83,7 +83,7 @@ impl LeanSlice {
         }
         let gpus = spec.devices.iter().filter_map(|device| {
             let text = |name: &str| device.attributes.get(name)?.string.clone();
-            // A part of a GPU has an UUID of its own, and another type.
+            // A GPU partition has its own UUID, and another type.
             let is_whole = text("type").is_none_or(|type_| type_ == "gpu");
             let uuid = text("uuid").filter(|_| is_whole)?;
             let device = Device {
@@ -101,7 +101,7 @@ impl LeanSlice {
 }
 
 impl LeanClaim {
-    /// The GPUs that it has, and the deployment that it is for; none without a GPU.
+    /// The GPUs that it holds, and the deployment that it is for; `None` without a GPU.
     pub(crate) fn claimed(&self) -> Option<Claimed> {
         let results = self.status.allocation.devices.results.iter();
         let devices: Vec<Device> = results

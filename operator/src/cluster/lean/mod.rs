@@ -1,4 +1,4 @@
-//! Kubernetes objects reduced to what the operator reads, already while they are parsed: a cache of thousands of Pods
+//! Kubernetes objects reduced to the fields that the operator reads, during parsing: a cache of thousands of Pods
 //! stays small, and no Secret's data is kept.
 
 mod devices;
@@ -25,7 +25,7 @@ pub(crate) use requests::AnyPod;
 
 use hearth_controller_core::names::DEVICE_GROUP;
 
-/// Metadata without what is not read: managed fields and finalizers above all.
+/// Metadata without unused fields, mainly managed fields and finalizers.
 #[derive(Deserialize, Default)]
 #[serde(rename_all = "camelCase", default)]
 struct SlimMeta {
@@ -41,7 +41,7 @@ struct SlimMeta {
     owner_references: Option<Vec<OwnerReference>>,
 }
 
-/// Reads metadata and leaves out what is not read.
+/// Deserializes metadata without unused fields.
 fn slim<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ObjectMeta, D::Error> {
     let slim = SlimMeta::deserialize(deserializer)?;
     Ok(ObjectMeta {
@@ -59,13 +59,13 @@ fn slim<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ObjectMeta, D::Err
     })
 }
 
-/// The count that the API server puts on each change; 0 where it is no number.
+/// The resource version as a number; 0 if it is not a number.
 pub(crate) fn version(meta: &ObjectMeta) -> u64 {
     let version = meta.resource_version.as_deref().unwrap_or_default();
     version.parse().unwrap_or_default()
 }
 
-/// The uid of the controller that owns an object; empty: none.
+/// The uid of the controller that owns an object; empty if there is none.
 pub(crate) fn owner(meta: &ObjectMeta) -> &str {
     meta.owner_references
         .iter()
@@ -74,7 +74,7 @@ pub(crate) fn owner(meta: &ObjectMeta) -> &str {
         .map_or("", |owner| owner.uid.as_str())
 }
 
-/// Gives a lean type the place of its kind in the API.
+/// Implements `kube::Resource` for a lean type.
 macro_rules! resource {
     ($type:ty, $scope:ty, $group:expr, $version:expr, $kind:expr, $plural:expr) => {
         impl kube::Resource for $type {

@@ -1,4 +1,4 @@
-//! Nodes as placement sees them.
+//! Nodes reduced to what placement reads.
 
 use std::collections::BTreeMap;
 
@@ -65,7 +65,7 @@ struct Condition {
 }
 
 impl LeanNode {
-    /// What placement needs; without a profile.
+    /// Converts it to the view that placement reads, without a profile.
     pub(crate) fn into_view(self) -> NodeView {
         let amount = |name: &str| self.status.allocatable.get(name).map(|q| q.0.as_str());
         let mut conditions = self.status.conditions.iter();
@@ -96,7 +96,7 @@ impl LeanNode {
             pod_cidrs: self.spec.pod_cidrs,
             addresses: {
                 let told = self.status.addresses.iter();
-                // Names of hosts are among them.
+                // Host names are among them.
                 told.filter_map(|told| told.address.parse().ok()).collect()
             },
             profile: None,

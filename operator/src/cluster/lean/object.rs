@@ -10,23 +10,23 @@ use serde_json::Value;
 use super::slim;
 use crate::cluster::digest::{self, Digest};
 
-/// One of the kinds that stand around a deployment's Pods.
+/// One of the kinds that accompany a deployment's Pods.
 pub(crate) trait ObjectKind: Clone + Debug + Send + Sync + 'static {
     const KIND: &'static str;
     const GROUP: &'static str;
     const PLURAL: &'static str;
 }
 
-/// Marks Services.
+/// Marker for Services.
 #[derive(Clone, Debug)]
 pub(crate) struct ServiceKind;
-/// Marks Secrets.
+/// Marker for Secrets.
 #[derive(Clone, Debug)]
 pub(crate) struct SecretKind;
-/// Marks PodDisruptionBudgets.
+/// Marker for PodDisruptionBudgets.
 #[derive(Clone, Debug)]
 pub(crate) struct Budget;
-/// Marks NetworkPolicies.
+/// Marker for NetworkPolicies.
 #[derive(Clone, Debug)]
 pub(crate) struct Policy;
 
@@ -51,7 +51,7 @@ impl ObjectKind for Policy {
     const PLURAL: &'static str = "networkpolicies";
 }
 
-/// Metadata, a digest of the rest, and where a Service is reached from outside.
+/// Metadata, a digest of the rest, and a Service's external address.
 #[derive(Clone, Debug)]
 pub(crate) struct LeanObject<K> {
     pub(crate) metadata: ObjectMeta,
@@ -59,17 +59,17 @@ pub(crate) struct LeanObject<K> {
     kind: PhantomData<K>,
 }
 
-/// What is kept of an object.
+/// Facts kept about an object.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Facts {
-    /// Digest of all but the status: see [`digest::of_live`].
+    /// Digest of everything but the status: see [`digest::of_live`].
     pub(crate) digest: Digest,
-    /// Of Services: the address of the load balancer, or the node port.
+    /// Address of the load balancer, or the node port; `None` for other kinds.
     pub(crate) external: Option<String>,
 }
 
 impl Facts {
-    /// The facts of an object as the API server answers it.
+    /// The facts of an object as returned by the API server.
     pub(crate) fn of(object: &Value) -> Self {
         Self {
             digest: digest::of_live(object),

@@ -1,4 +1,5 @@
-//! Hearth's own kinds. One that this version cannot read is kept as the reason why, and stops no other.
+//! Hearth's own kinds. For an object that this version cannot read, the reason is kept, and other objects are
+//! unaffected.
 
 use hearth_controller_core::observed::ScalerView;
 use hearth_controller_core::plan_record::model_key_of_raw;
@@ -19,7 +20,7 @@ use crate::cluster::packed::Packed;
 #[derive(Clone, Debug)]
 pub(crate) struct LeanDeployment {
     pub(crate) metadata: ObjectMeta,
-    /// It, or why it cannot be read.
+    /// The deployment, or the reason that it cannot be read.
     pub(crate) deployment: Result<InferenceDeployment, String>,
     /// See [`Unreadable::model_key`].
     model_key: Option<String>,
@@ -29,7 +30,7 @@ pub(crate) struct LeanDeployment {
 #[derive(Clone, Debug)]
 pub(crate) struct LeanPlan {
     pub(crate) metadata: ObjectMeta,
-    /// It, or why it cannot be read.
+    /// The plan, or the reason that it cannot be read.
     pub(crate) plan: Result<InferencePlan, UnreadablePlan>,
 }
 
@@ -37,9 +38,9 @@ pub(crate) struct LeanPlan {
 #[derive(Clone, Debug)]
 pub(crate) struct LeanProfile {
     pub(crate) metadata: ObjectMeta,
-    /// What was measured, or why it cannot be read; `None` before there is anything.
+    /// The measurement, or the reason that it cannot be read; `None` before the first one.
     pub(crate) status: Result<Option<NodeProfileStatus>, String>,
-    /// An earlier version wrote it, into the spec.
+    /// Whether an earlier version wrote it, into the spec.
     pub(crate) is_in_spec: bool,
 }
 
@@ -47,12 +48,12 @@ pub(crate) struct LeanProfile {
 #[derive(Clone, Debug)]
 pub(crate) struct LeanScaler {
     pub(crate) metadata: ObjectMeta,
-    /// It, or why it cannot be read.
+    /// The scaler, or the reason that it cannot be read.
     pub(crate) scaler: Result<ScalerView, String>,
 }
 
 impl LeanDeployment {
-    /// As it is kept.
+    /// Converts it to its cached form.
     pub(crate) fn into_read(self) -> ReadDeployment {
         let Self {
             metadata,
@@ -91,7 +92,7 @@ impl<'de> Deserialize<'de> for LeanDeployment {
             InferenceDeployment {
                 metadata: metadata.clone(),
                 spec,
-                // A status that cannot be read is written anew.
+                // A status that cannot be read is rewritten.
                 status: raw.status.and_then(|status| {
                     serde_json::from_value::<InferenceDeploymentStatus>(status).ok()
                 }),
@@ -105,8 +106,8 @@ impl<'de> Deserialize<'de> for LeanDeployment {
     }
 }
 
-/// The name in the nodes' stores of what a spec has fetched, read from as little of it as that takes: whatever else is new
-/// or wrong there, the model is in use.
+/// Name in the nodes' stores of the model that a spec fetches, read from as little of the spec as possible: whatever
+/// else is new or wrong there, the model is in use.
 fn model_key_in(spec: &Value, namespace: &str) -> Option<String> {
     let http = spec.pointer("/model/source/http")?;
     let text = |field: &str| Some(http.pointer(field)?.as_str()?.to_owned());
@@ -124,7 +125,7 @@ impl<'de> Deserialize<'de> for LeanPlan {
         let metadata = raw.metadata;
         let min_version = raw.spec.get("minVersion").and_then(Value::as_u64);
         let model_key = model_key_of_raw(&raw.spec, metadata.annotations.as_ref());
-        // A status that cannot be read says as little as none.
+        // A status that cannot be read is treated as missing.
         let status = raw.status.and_then(|it| serde_json::from_value(it).ok());
         let plan = read_versioned_value(raw.spec).map(|spec: InferencePlanSpec| InferencePlan {
             metadata: metadata.clone(),
@@ -176,7 +177,7 @@ impl<'de> Deserialize<'de> for LeanScaler {
             uid: metadata.uid.clone().unwrap_or_default(),
             generation: metadata.generation,
             replicas: spec.replicas,
-            // A status that cannot be read is written anew.
+            // A status that cannot be read is rewritten.
             status: raw
                 .status
                 .and_then(|status| serde_json::from_value(status).ok()),
@@ -211,7 +212,7 @@ mod tests {
         assert_eq!(status.observed_generation, Some(3));
     }
 
-    /// What is refused is named as it was written: deprecated fields are translated where they are acted on.
+    /// Errors name fields as they were written: deprecated fields are translated only where they take effect.
     #[test]
     fn a_deployment_is_kept_as_it_was_written() {
         let lean: LeanDeployment = serde_json::from_value(json!({

@@ -1,4 +1,4 @@
-//! Pods as decisions see them.
+//! Pods reduced to what decisions read.
 
 use std::collections::BTreeMap;
 
@@ -18,8 +18,8 @@ use serde::Deserialize;
 use super::requests::{Asking, Granted};
 use super::slim;
 
-/// A process is no sooner ready and then, by three failed probes two seconds apart, not ready. A new one may be told
-/// of within this time together with the end of the one before it.
+/// Lower bound on the time from a process's start to its loss of readiness, which takes three failed probes two
+/// seconds apart. A loss dated earlier may belong to the process before it.
 const LEAST_LIFE: SignedDuration = SignedDuration::from_secs(3);
 
 /// A Pod of a deployment.
@@ -45,7 +45,7 @@ pub(crate) struct AgentPod {
 }
 
 impl AgentPod {
-    /// Where it is; `None` before it runs.
+    /// The agent's endpoint; `None` before it runs.
     pub(crate) fn place(&self) -> Option<AgentEndpoint> {
         let is_running =
             self.status.phase == "Running" && self.metadata.deletion_timestamp.is_none();
@@ -196,7 +196,7 @@ struct Terminated {
     message: String,
 }
 
-/// What a Pod's copy of the plan says of the CPUs and GPUs that no request shows.
+/// The part of a Pod's copy of the plan that covers CPUs and GPUs not shown by any request.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Slice {
@@ -214,7 +214,7 @@ struct SliceRank {
 }
 
 impl LeanPod {
-    /// What decisions need.
+    /// Converts it to the view that decisions read.
     pub(crate) fn into_view(self) -> PodView {
         let label = |name: &str| text(self.metadata.labels.as_ref(), name);
         let annotation = |name: &str| text(self.metadata.annotations.as_ref(), name);
@@ -290,7 +290,8 @@ impl Spec {
         secrets.any(|secret| secret.secret_name == name)
     }
 
-    /// The annotation that is shown to the container as the file `path`. The operator that made the Pod chose its name.
+    /// Name of the annotation that the container sees as the file `path`. It was chosen by the operator that created
+    /// the Pod.
     fn note_of(&self, path: &str) -> Option<String> {
         let mut files = self.volumes.iter().flat_map(|v| &v.downward_api.items);
         let field = &files.find(|file| file.path == path)?.field_ref;
@@ -327,8 +328,8 @@ impl Status {
         self.condition(name).is_some_and(|c| c.status == "True")
     }
 
-    /// Whether its process has started, was ready and is not any more. A process that only became ready late, or whose Pod
-    /// was told to be unready when the process before it ended, was not.
+    /// Whether its process has started, was ready and no longer is. Excludes a process that is not yet ready, and one
+    /// whose Pod was marked unready when the previous process ended.
     fn has_lost_readiness(&self) -> bool {
         let Some(container) = self.container_statuses.first() else {
             return false;
@@ -345,7 +346,7 @@ impl Status {
         }
     }
 
-    /// When the newest of the conditions that hold came about.
+    /// Time of the most recent transition among the conditions that hold.
     fn progressed(&self) -> Option<Timestamp> {
         let holding = self.conditions.iter().filter(|c| c.status == "True");
         let times = holding.filter_map(|condition| condition.last_transition_time.as_ref());
@@ -362,7 +363,7 @@ impl Status {
         Some(format!("{reason}: {message}"))
     }
 
-    /// Bound, and no container has got as far as its image.
+    /// Whether it is bound and no container has got as far as its image.
     fn is_setting_up(&self) -> bool {
         let waits = match self.container_statuses.first() {
             None => true,
@@ -378,7 +379,7 @@ impl Status {
 }
 
 impl ContainerStatus {
-    /// `image`: as the Pod's spec has it.
+    /// Converts it to a view; `image` is taken from the Pod's spec.
     fn view(&self, image: &str) -> ContainerView {
         let ended = self.state.terminated.as_ref();
         let ended = ended.or(self.last_state.terminated.as_ref());

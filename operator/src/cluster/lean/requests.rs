@@ -1,4 +1,4 @@
-//! What a Pod asks of its node, counted as the scheduler counts it.
+//! Resource requests of a Pod, counted as the scheduler counts them.
 
 use std::collections::BTreeMap;
 
@@ -13,17 +13,17 @@ use serde::Deserialize;
 
 use super::slim;
 
-/// Amounts by resource, as `requests` and `limits` have them.
+/// Amounts by resource, as in `requests` and `limits`.
 pub(super) type Amounts = BTreeMap<String, Quantity>;
 
-/// The parts of a Pod's spec that ask for something.
+/// The parts of a Pod's spec that request resources.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(super) struct Asking {
     containers: Vec<Container>,
     init_containers: Vec<Container>,
     overhead: Amounts,
-    /// Of the Pod as a whole; in the place of the containers' sum where it names a resource.
+    /// Resources of the Pod as a whole; they replace the containers' sum for each resource named.
     resources: Resources,
 }
 
@@ -32,7 +32,7 @@ pub(super) struct Asking {
 struct Container {
     name: String,
     image: String,
-    /// `Always` makes a sidecar of an init container.
+    /// `Always` turns an init container into a sidecar.
     restart_policy: String,
     resources: Resources,
 }
@@ -43,7 +43,7 @@ struct Resources {
     requests: Amounts,
 }
 
-/// What the kubelet has granted a container, which may lag behind a resize of it.
+/// Resources that the kubelet has granted a container; they may lag behind a resize.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(super) struct Granted {
@@ -53,14 +53,15 @@ pub(super) struct Granted {
 }
 
 impl Asking {
-    /// Of the first container.
+    /// Image of the first container.
     pub(super) fn image(&self) -> &str {
         let first = self.containers.first();
         first.map_or("", |container| &container.image)
     }
 
-    /// Containers run together; init containers run before them one by one, each beside the sidecars before it. The
-    /// overhead of the runtime class comes on top. While a resize is under way the larger amount counts.
+    /// Returns the Pod's total requests. Containers run together; init containers run before them one by one, each
+    /// alongside the sidecars before it. The overhead of the runtime class is added. During a resize the larger amount
+    /// counts.
     pub(super) fn requests(&self, granted: &[Granted]) -> Requests {
         let of = |container: &Container| {
             let asked = requests_of(&container.resources.requests);
@@ -96,7 +97,7 @@ impl Asking {
     }
 }
 
-/// What `amounts` ask for; what is not named is zero.
+/// Converts `amounts` to requests; missing resources are zero.
 fn requests_of(amounts: &Amounts) -> Requests {
     let amount = |name: &str| amounts.get(name).map(|quantity| quantity.0.as_str());
     Requests {
@@ -106,7 +107,7 @@ fn requests_of(amounts: &Amounts) -> Requests {
     }
 }
 
-/// Any Pod of the cluster, as far as it takes room.
+/// Any Pod of the cluster, reduced to the resources that it takes.
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct AnyPod {
     #[serde(deserialize_with = "slim")]
@@ -134,7 +135,7 @@ struct AnyStatus {
 }
 
 impl AnyPod {
-    /// The Pods that take room, as a field selector: assigned to a node and unfinished.
+    /// Field selector for Pods that take resources: assigned to a node and unfinished.
     pub(crate) const FIELDS: &str = "spec.nodeName!=,status.phase!=Succeeded,status.phase!=Failed";
 
     /// Namespace and name.
@@ -143,8 +144,8 @@ impl AnyPod {
         Key::new(namespace, self.metadata.name.as_deref().unwrap_or_default())
     }
 
-    /// What it takes of which node; none of a Pod that is not assigned or has ended, and of one that belongs to a
-    /// deployment that is served, which is counted as that deployment's.
+    /// The node and the resources that it takes there; `None` for a Pod that is unassigned or has ended, and for one
+    /// of a served deployment, which is counted as part of that deployment.
     pub(crate) fn charge(&self, is_served: impl Fn(&str) -> bool) -> Option<Charge> {
         let labels = self.metadata.labels.as_ref();
         let namespace = self.metadata.namespace.as_deref().unwrap_or_default();
@@ -192,20 +193,20 @@ mod tests {
         let two = json!([container("a", "100m", "64Mi"), container("b", "1", "1Ki")]);
         let spec = json!({"nodeName": "office", "containers": two});
         assert_eq!(requests(spec, running.clone()), (1100, (64 << 20) + 1024));
-        // The largest init container, if it asks for more than all containers.
+        // The largest init container, if it requests more than all containers.
         let spec = json!({"nodeName": "office", "containers": two, "overhead": {"cpu": "250m", "memory": "1Mi"},
             "initContainers": [container("first", "3", "1Mi"), container("second", "10m", "1Mi")]});
         assert_eq!(requests(spec, running.clone()), (3250, (65 << 20) + 1024));
-        // A sidecar runs beside the init containers after it, and beside the containers.
+        // A sidecar runs alongside the init containers after it, and alongside the containers.
         let mut sidecar = container("sidecar", "500m", "0");
         sidecar["restartPolicy"] = "Always".into();
         let spec = json!({"nodeName": "office", "containers": [container("a", "1", "0")],
             "initContainers": [container("before", "1200m", "0"), sidecar, container("after", "1300m", "0")]});
         assert_eq!(requests(spec, running.clone()), (1800, 0));
-        // What the Pod asks for as a whole stands for its containers.
+        // Pod-level requests replace those of its containers.
         let spec = json!({"nodeName": "office", "containers": two, "resources": {"requests": {"cpu": "2"}}});
         assert_eq!(requests(spec, running), (2000, (64 << 20) + 1024));
-        // A container that is to shrink still holds what the kubelet gave it.
+        // A container that is being shrunk still holds what the kubelet granted it.
         let status = json!({"phase": "Running", "containerStatuses": [
             {"name": "a", "allocatedResources": {"cpu": "700m", "memory": "64Mi"}}]});
         let spec = json!({"nodeName": "office", "containers": [container("a", "100m", "64Mi")]});
@@ -235,7 +236,7 @@ mod tests {
                 .charge(|_| true)
                 .is_none()
         );
-        // Of a namespace that this operator does not serve, somebody else's deployment is as foreign as any Pod.
+        // In a namespace that this operator does not serve, a deployment's Pod counts like any other Pod.
         assert!(
             pod("office", "Running", ours)
                 .charge(|n| n != "team")

@@ -1,6 +1,6 @@
-//! Calls to agents. All agents begin with one certificate, which says nothing of them; so the first thing that the operator
-//! does is to have an agent prove whose Pod it is and to give it a certificate of its node, for a key that the agent alone
-//! has. From then on it talks to nobody else at that address.
+//! Calls to agents. All agents start with the same certificate, which identifies none of them; so the operator first
+//! has an agent prove which Pod it is and gives it a certificate for its node, for a key that only the agent has. From
+//! then on it talks to nothing else at that address.
 
 use hearth_controller_core::names::{AGENT_TLS_NAME, agent_tls_name};
 use hearth_transport::tonic::transport::Channel;
@@ -13,26 +13,26 @@ use jiff::Timestamp;
 use super::{Agent, AgentDirectory, Agents, identity, timed};
 use crate::services::authority::AuthorityError;
 
-/// What is told of an agent that does not know the call by which it proves whose it is.
+/// Message about an agent that lacks the call by which it proves its identity.
 const OLD_AGENT: &str = "it is of an older version, which cannot prove whose it is: let the DaemonSet hearth-agent have the \
                          worker image of the operator's version";
 
-/// A connection to an agent that shows its node's certificate.
+/// A connection to an agent that presents its node's certificate.
 #[derive(Clone)]
 pub(super) struct Certified {
     endpoint: Endpoint,
     worker: Worker,
-    /// Who was trusted when the certificate was made.
+    /// The CA bundle in force when the certificate was issued.
     bundle: String,
-    /// When it is due for another one.
+    /// Time at which the certificate is due for renewal.
     renew: Timestamp,
 }
 
 impl<G: AgentDirectory> Agents<G> {
-    /// Calls the agent. One that has begun anew meanwhile is given its certificate again.
+    /// Calls the agent. One that has restarted in the meantime is issued its certificate again.
     ///
     /// # Errors
-    /// What stands in the way, in words.
+    /// The obstacle, in words.
     pub(super) async fn call<T, F>(
         &self,
         agent: &Agent,
@@ -64,11 +64,11 @@ impl<G: AgentDirectory> Agents<G> {
         }
     }
 
-    /// The connection to an agent whose certificate is as it should be.
+    /// Returns the connection to an agent whose certificate is current.
     async fn known(&self, agent: &Agent) -> Result<Option<Worker>, AuthorityError> {
         let now = Timestamp::now();
         let bundle = self.authority.bundle(now).await?;
-        // Renewed behind the connections that there are.
+        // Renewed underneath existing connections.
         self.authority.operator(now).await?;
         let certified = self.certified();
         let known = certified.get(agent.node()).filter(|known| {
@@ -77,8 +77,8 @@ impl<G: AgentDirectory> Agents<G> {
         Ok(known.map(|known| known.worker.clone()))
     }
 
-    /// Gives the agent a certificate of its node when it has proved that it is that node's: one that has a certificate
-    /// already is called by that, another by the one that all begin with.
+    /// Issues the agent a certificate for its node once it has proved that it is that node's agent: an agent that
+    /// already has one is called by that name, others by the name that all start with.
     async fn certify(&self, agent: &Agent) -> Result<Worker, String> {
         let now = Timestamp::now();
         let words = |error: AuthorityError| error.to_string();
@@ -127,7 +127,7 @@ impl<G: AgentDirectory> Agents<G> {
     }
 }
 
-/// A connection to a server that must carry `name`.
+/// Creates a connection to a server that must present `name`.
 fn connection(tls: &Tls, name: &str, endpoint: &Endpoint) -> Result<Worker, String> {
     let tls = tls.expecting(name).map_err(|error| error.to_string())?;
     let clients = Clients::new(ClientOptions {

@@ -1,4 +1,4 @@
-//! Which models are wanted on which nodes, and how far they are: state without clock or client.
+//! Models that are wanted on nodes, and their progress: state without clock or client.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -10,22 +10,22 @@ use hearth_crds::{HttpSource, ModelFacts};
 use hearth_transport::v1::{ModelResponse, ModelState};
 use tokio::time::Instant;
 
-/// A model that is in place is asked for again after this: its node's disk may have been exchanged.
+/// Interval at which a model that is in place is polled: its node's disk may have been replaced.
 const READY_EVERY: Duration = Duration::from_secs(60);
-/// One that failed is tried again by its agent, later and later.
+/// Interval at which a failed model is polled; its agent retries it with growing delays.
 const FAILED_EVERY: Duration = Duration::from_secs(10);
 
-/// All wishes, and what became of them.
+/// All wanted models, with their progress.
 #[derive(Debug, Default)]
 pub(super) struct Fetches {
     wanted: BTreeMap<Key, Wanted>,
-    /// By model and node.
+    /// Progress by model and node.
     seen: BTreeMap<(String, String), Seen>,
 }
 
 #[derive(Debug)]
 struct Wanted {
-    /// The model's name in the nodes' stores.
+    /// Name of the model in the nodes' stores.
     key: String,
     source: HttpSource,
     nodes: BTreeSet<String>,
@@ -37,13 +37,13 @@ struct Seen {
     asked: Instant,
 }
 
-/// A question to one agent.
+/// A request to one agent.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Poll {
     pub(super) node: String,
-    /// Of a deployment that wants it: its Secrets open the URL.
+    /// Namespace of a deployment that wants it, whose Secrets open the URL.
     pub(super) namespace: Arc<str>,
-    /// The model's name in the nodes' stores.
+    /// Name of the model in the nodes' stores.
     pub(super) key: String,
     pub(super) source: HttpSource,
 }
@@ -72,7 +72,7 @@ impl Fetches {
         });
     }
 
-    /// What is known of a model, by node that was asked.
+    /// Progress of a model, by polled node.
     pub(super) fn views(&self, key: &str) -> BTreeMap<String, FetchView> {
         let wishes = self.wanted.values().filter(|wish| wish.key == key);
         let nodes: BTreeSet<&String> = wishes.flat_map(|wish| &wish.nodes).collect();
@@ -85,12 +85,12 @@ impl Fetches {
             .collect()
     }
 
-    /// Models that are wanted.
+    /// Names of the wanted models.
     pub(super) fn keys(&self) -> BTreeSet<String> {
         self.wanted.values().map(|wish| wish.key.clone()).collect()
     }
 
-    /// Whom to ask now. For deployments that share a model, an agent is asked once.
+    /// Polls that are due now. An agent is polled once for deployments that share a model.
     pub(super) fn due(&self, now: Instant) -> Vec<Poll> {
         let mut polls: BTreeMap<(&str, &String), Poll> = BTreeMap::new();
         for (deployment, wish) in &self.wanted {
@@ -118,7 +118,7 @@ impl Fetches {
         polls.into_values().collect()
     }
 
-    /// Takes an answer in; gives the deployments to which it is news.
+    /// Stores an answer; returns the deployments that it affects.
     pub(super) fn learn(&mut self, poll: &Poll, view: FetchView, now: Instant) -> Vec<Key> {
         let key = &poll.key;
         let waiting: Vec<Key> = self
@@ -138,7 +138,7 @@ impl Fetches {
     }
 }
 
-/// Whole percents are news, single bytes are not.
+/// Whether the difference is worth reporting: whole percents are, single bytes are not.
 fn is_news(before: &FetchView, after: &FetchView) -> bool {
     let percent = |view: &FetchView| match view {
         FetchView::Fetching {
@@ -155,7 +155,7 @@ fn is_news(before: &FetchView, after: &FetchView) -> bool {
     }
 }
 
-/// An agent's answer.
+/// Converts an agent's answer.
 pub(super) fn view_of(answer: ModelResponse) -> FetchView {
     let state = answer.state();
     let ModelResponse {
@@ -288,7 +288,7 @@ mod tests {
         let poll = poll.expect("a poll for both");
         assert_eq!(fetches.learn(poll, fetching(1), now), [one.clone(), two]);
         assert!(fetches.views(&mirror.store_key("t")).is_empty());
-        // The digest, and the URL, of somebody's private model.
+        // The digest and the URL of someone else's private model.
         assert_ne!(private.store_key("f"), key);
         assert_ne!(private.store_key("f"), private.store_key("o"));
         fetches.want(&one, None, &[]);

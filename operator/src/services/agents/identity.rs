@@ -1,7 +1,8 @@
-//! Whose agent answers: by the token of its Pod, which the API server reviews.
+//! Verification of an agent's identity by the token of its Pod, which the API server reviews.
 //!
-//! A kubelet gets tokens for the Pods of its own node alone, so what a node holds says nothing of another one. The token is
-//! for the operator alone (its audience), and agents tell it to nobody but a caller with the operator's certificate.
+//! A kubelet gets tokens only for the Pods of its own node, so one node's tokens prove nothing about another. The
+//! token is for the operator alone (its audience), and agents reveal it only to a caller with the operator's
+//! certificate.
 
 use hearth_controller_core::names::{AGENT_ACCOUNT, TOKEN_AUDIENCE};
 use k8s_openapi::api::authentication::v1::{
@@ -12,14 +13,14 @@ use kube::api::{Api, PostParams};
 
 use super::AgentEndpoint;
 
-/// Keys of what a token bound to a Pod says, beside the user's name. Kubernetes adds the node since 1.30.
+/// Keys of the claims in a Pod-bound token, besides the user's name. Kubernetes adds the node since 1.30.
 const POD_UID: &str = "authentication.kubernetes.io/pod-uid";
 const NODE_NAME: &str = "authentication.kubernetes.io/node-name";
 
-/// Has the API server say whether the token is of the Pod at this place.
+/// Asks the API server whether the token belongs to the Pod at this endpoint.
 ///
 /// # Errors
-/// Why it is not, or cannot be told; never with the token.
+/// The reason that it does not, or cannot be verified; never includes the token.
 pub(super) async fn prove(
     client: &Client,
     namespace: &str,
@@ -39,7 +40,7 @@ pub(super) async fn prove(
     is_of(&reviewed.status.unwrap_or_default(), namespace, agent)
 }
 
-/// Whether what was reviewed is the token of the agent's Pod. Its uid says which Pod, and the Pod's node never changes.
+/// Whether the reviewed token is the agent's Pod's. Its uid identifies the Pod, and a Pod's node never changes.
 fn is_of(status: &TokenReviewStatus, namespace: &str, agent: &AgentEndpoint) -> Result<(), String> {
     let audiences = status.audiences.as_deref().unwrap_or_default();
     let is_for_us = audiences.iter().any(|audience| audience == TOKEN_AUDIENCE);
@@ -65,7 +66,7 @@ fn is_of(status: &TokenReviewStatus, namespace: &str, agent: &AgentEndpoint) -> 
     }
 }
 
-/// The one value of a key.
+/// Returns the only value of a key.
 fn extra<'a>(user: &'a UserInfo, key: &str) -> Option<&'a str> {
     match user.extra.as_ref()?.get(key)?.as_slice() {
         [value] => Some(value),
@@ -79,7 +80,7 @@ mod tests {
 
     use super::*;
 
-    /// Of the agent's Pod `uid-1` on node `a`, changed.
+    /// Result for the token of the agent's Pod `uid-1` on node `a`, after `change`.
     fn verdict(change: impl FnOnce(&mut Value)) -> Result<(), String> {
         let mut status = json!({
             "authenticated": true, "audiences": [TOKEN_AUDIENCE],
@@ -101,7 +102,7 @@ mod tests {
     #[test]
     fn a_token_is_of_one_pod_of_the_agents() {
         assert_eq!(verdict(|_| {}), Ok(()));
-        // Before 1.30 a token does not say its node; the Pod's is known.
+        // Before 1.30 a token does not name its node, but the Pod's node is known.
         let extra = |status: &mut Value, key: &str, value: Value| {
             status["user"]["extra"][key] = value;
         };

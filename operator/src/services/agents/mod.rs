@@ -1,8 +1,8 @@
-//! What the operator has to do with the agents on the nodes: it reads what they measured and writes it as NodeProfiles,
-//! has them fetch models behind URLs, and has them drop those that nobody uses any more. Agents have no rights in
-//! the cluster, so they are called, by gRPC over mutual TLS. Each proves by a token whose Pod it is ([`identity`]), and shows
-//! a certificate of its own node, which the operator gave it for that ([`calls`]); a Secret that opens a URL is read for
-//! the one call that needs it ([`secrets`]).
+//! The operator's side of the agents on the nodes: it reads their measurements and writes them as NodeProfiles, has
+//! them fetch models behind URLs, and has them drop those that are no longer used. Agents have no permissions in the
+//! cluster, so the operator calls them, by gRPC over mutual TLS. Each proves its Pod's identity by a token
+//! ([`identity`]) and presents a certificate of its own node, which the operator issues in return ([`calls`]); a
+//! Secret that opens a URL is read for the one call that needs it ([`secrets`]).
 //!
 //! NodeProfiles are owned by their Nodes: the cluster removes them when a node leaves.
 
@@ -41,61 +41,61 @@ use tokio::time::Instant;
 
 use crate::services::authority::Authority;
 
-/// How often a node is asked what it is.
+/// Interval at which a node's profile is read.
 const PROFILE_EVERY: Duration = Duration::from_secs(60);
-/// How often as long as it has not been measured.
+/// Interval at which it is read as long as the node has not been measured.
 const FIRST_PROFILE_EVERY: Duration = Duration::from_secs(2);
-/// How often fetches are looked at.
+/// Interval at which due fetches are polled.
 const FETCH_EVERY: Duration = Duration::from_secs(2);
-/// How often the API server is asked for the ranges of Services.
+/// Interval at which the API server is asked for the Service ranges.
 const SERVICES_EVERY: Duration = Duration::from_secs(30);
-/// An agent answers at once; what takes long it does beside that.
+/// Timeout of a call: an agent answers immediately and does long work in the background.
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
-/// Calls at a time.
+/// Maximum number of concurrent calls.
 const CONCURRENCY: usize = 16;
 
-/// What the operator's cache knows of the cluster around the agents.
+/// The agents' view of the operator's cache.
 pub(crate) trait AgentDirectory: Send + Sync + 'static {
     /// Running agents.
     fn agents(&self) -> Vec<AgentEndpoint>;
-    /// The uid of the node; `None` when there is no such node.
+    /// The uid of the node; `None` if there is no such node.
     fn node_uid(&self, node: &str) -> Option<String>;
-    /// The node's profile as it is in the cluster.
+    /// The node's profile in the cluster.
     fn profile(&self, node: &str) -> Option<NodeProfileStatus>;
-    /// Whether that is where an earlier version wrote it, in the profile's spec.
+    /// Whether that profile is stored where an earlier version wrote it, in the spec.
     fn is_profile_in_spec(&self, node: &str) -> bool;
-    /// Memory that Hearth's Pods on the node ask for.
+    /// Memory requested by Hearth's Pods on the node.
     fn held_bytes(&self, node: &str) -> u64;
-    /// Names in the nodes' stores of the fetched models that deployments and plans name; none as long as not all of
+    /// Names in the nodes' stores of the fetched models that deployments and plans refer to; `None` until all of
     /// them have been read.
     fn models_in_use(&self) -> Option<BTreeSet<String>>;
-    /// Ranges of the Pods' addresses on all nodes, and the nodes' own addresses.
+    /// Pod address ranges of all nodes, and the nodes' own addresses.
     fn node_ranges(&self) -> Vec<IpNet>;
-    /// Notes how many agents have addresses outside of the ranges that are known.
+    /// Records how many agents have addresses outside of the known ranges.
     fn note_outside(&self, agents: usize);
-    /// Has a deployment looked at, since something that it waits for has changed.
+    /// Queues a deployment, since something that it waits for has changed.
     fn wake(&self, deployment: &Key);
 }
 
-/// All agents. One task runs [`Agents::run`]; the others ask and tell.
+/// Clients of all agents. One task runs [`Agents::run`]; others share it to request and read fetches.
 pub(crate) struct Agents<G> {
     client: Client,
-    /// Where the agents' Pods are.
+    /// Namespace of the agents' Pods.
     namespace: String,
     authority: Arc<Authority>,
     directory: Arc<G>,
-    /// Where agents listen.
+    /// Port that agents listen on.
     port: u16,
     fetches: Mutex<Fetches>,
-    /// Agents that were given a certificate, by their node.
+    /// Agents that were issued a certificate, by node.
     certified: Mutex<BTreeMap<String, Certified>>,
-    /// The cluster's ranges that do not come and go with nodes.
+    /// The cluster's address ranges that do not depend on its nodes.
     ranges: Vec<IpNet>,
-    /// Those of Services, as the API server told last.
+    /// Service ranges that the API server last reported.
     services: Mutex<Vec<IpNet>>,
 }
 
-/// One agent that is there.
+/// A running agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Agent {
     place: AgentEndpoint,
@@ -109,7 +109,7 @@ impl Agent {
 }
 
 impl<G: AgentDirectory> Agents<G> {
-    /// Calls nobody yet.
+    /// Creates the clients without calling any agent.
     pub(crate) fn new(
         client: Client,
         authority: Arc<Authority>,
@@ -129,9 +129,9 @@ impl<G: AgentDirectory> Agents<G> {
         }
     }
 
-    /// Looks after all agents until it is dropped.
+    /// Maintains all agents until it is dropped.
     pub(crate) async fn run(&self) {
-        // Before the first model is asked for.
+        // Before the first model is requested.
         self.read_services().await;
         tokio::join!(
             self.keep_profiles(),
@@ -140,7 +140,8 @@ impl<G: AgentDirectory> Agents<G> {
         );
     }
 
-    /// Ranges of Services are added to a cluster while it runs, and one answer of the API server may fail.
+    /// Rereads the Service ranges regularly: they may be added to a running cluster, and a request to the API server
+    /// may fail.
     async fn keep_services(&self) {
         loop {
             tokio::time::sleep(SERVICES_EVERY).await;
@@ -154,12 +155,12 @@ impl<G: AgentDirectory> Agents<G> {
         }
     }
 
-    /// What is known of a model on the nodes that it was wanted on. `key`: its name in the nodes' stores.
+    /// Progress of a model on the nodes where it is wanted. `key` is its name in the nodes' stores.
     pub(crate) fn fetches(&self, key: &str) -> BTreeMap<String, FetchView> {
         self.lock().views(key)
     }
 
-    /// Has the agents of `nodes` hold the model for a deployment. Without a source nothing is wanted for it any more.
+    /// Has the agents of `nodes` keep the model for a deployment. Without a source it no longer wants any.
     pub(crate) fn want(&self, deployment: &Key, source: Option<&HttpSource>, nodes: &[String]) {
         self.lock().want(deployment, source, nodes);
     }
@@ -229,7 +230,8 @@ impl<G: AgentDirectory> Agents<G> {
         }
     }
 
-    /// Agents are Pods: where one has an address that no known range holds, Pods are fetched from like anybody else.
+    /// Warns of agents outside of the known ranges: agents are Pods, so fetches from other Pods would not be blocked
+    /// there.
     fn look_outside(&self, agents: &[Agent], before: &mut BTreeSet<String>) {
         let ranges = self.known_ranges();
         let is_outside = |address: &str| {
@@ -252,7 +254,7 @@ impl<G: AgentDirectory> Agents<G> {
         *before = now;
     }
 
-    /// Reads what the agent measured and writes it, if that is due.
+    /// Reads the agent's measurements and writes them if they differ enough.
     async fn refresh_profile(&self, agent: &Agent) -> Result<(), String> {
         let Some(uid) = self.directory.node_uid(agent.node()) else {
             return Ok(());
@@ -272,7 +274,7 @@ impl<G: AgentDirectory> Agents<G> {
         let stored = self.directory.profile(agent.node());
         let held = self.directory.held_bytes(agent.node());
         let due = due_profile(stored.as_ref(), measured, held);
-        // An earlier version's is moved as it is, so that nothing is planned anew for it.
+        // A profile of an earlier version is moved unchanged, so that nothing is replanned for it.
         let moved = stored.filter(|_| self.directory.is_profile_in_spec(agent.node()));
         let Some(status) = due.or(moved) else {
             return Ok(());
@@ -283,8 +285,8 @@ impl<G: AgentDirectory> Agents<G> {
             .map_err(|error| error.to_string())
     }
 
-    /// Makes the object where it is not there, and takes the measurements of an earlier version out of its spec: once they are
-    /// in its status, so that the node always has a profile.
+    /// Creates the object if it does not exist, and removes an earlier version's measurements from its spec once they
+    /// are in its status, so that the node always has a profile.
     async fn write_profile(
         &self,
         api: &Api<NodeProfile>,
@@ -311,7 +313,7 @@ impl<G: AgentDirectory> Agents<G> {
         Ok(())
     }
 
-    /// Has the agent drop what nobody names.
+    /// Has the agent drop models that nothing refers to.
     async fn retain(&self, agent: &Agent) {
         let Some(mut keys) = self.directory.models_in_use() else {
             return;
@@ -338,7 +340,7 @@ impl<G: AgentDirectory> Agents<G> {
         }
     }
 
-    /// The agents that run.
+    /// Returns the running agents.
     fn agents(&self) -> Vec<Agent> {
         let agent = |place: AgentEndpoint| {
             let endpoint = host_port(&place.address, self.port).parse().ok()?;
@@ -351,7 +353,7 @@ impl<G: AgentDirectory> Agents<G> {
             .collect()
     }
 
-    /// Where no model is fetched from, unless an agent is told otherwise.
+    /// Ranges from which no model is fetched, unless an agent is configured otherwise.
     fn cluster_ranges(&self) -> Vec<String> {
         self.known_ranges().iter().map(IpNet::to_string).collect()
     }
@@ -399,7 +401,7 @@ impl<G: AgentDirectory> Agents<G> {
     }
 }
 
-/// Runs futures, so many at a time.
+/// Runs futures with limited concurrency.
 async fn at_a_time<F: Future>(futures: impl Iterator<Item = F>) -> Vec<F::Output> {
     futures::stream::iter(futures)
         .buffer_unordered(CONCURRENCY)
@@ -407,7 +409,7 @@ async fn at_a_time<F: Future>(futures: impl Iterator<Item = F>) -> Vec<F::Output
         .await
 }
 
-/// What is wrong with nodes' agents, logged once and not every time that they are asked.
+/// Problems with nodes' agents, logged once and not on every call.
 #[derive(Default)]
 struct Complaints(BTreeMap<String, String>);
 

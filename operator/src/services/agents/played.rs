@@ -1,4 +1,4 @@
-//! An agent that is played by a test.
+//! A fake agent for tests.
 
 use std::sync::{Arc, Mutex};
 
@@ -14,16 +14,16 @@ use rcgen::KeyPair;
 
 use super::tests::TOKEN;
 
-/// An agent whose answers are set by the test.
+/// An agent whose responses are set by the test.
 pub(super) struct Played {
     pub(super) token: Mutex<String>,
     pub(super) key: KeyPair,
     pub(super) node: Mutex<String>,
-    /// Answers to `Model`, one a call; the last one stays.
+    /// Responses to `Model`, one per call; the last one is repeated.
     pub(super) models: Mutex<Vec<ModelResponse>>,
     pub(super) asked: Mutex<Vec<ModelRequest>>,
     pub(super) retained: Mutex<Vec<Vec<String>>>,
-    /// What it shows, and the nodes that it was given certificates of.
+    /// TLS identity that it presents, and the nodes for which it was issued certificates.
     pub(super) tls: Mutex<Option<Tls>>,
     pub(super) certified: Mutex<Vec<String>>,
 }
@@ -43,7 +43,7 @@ impl Default for Played {
     }
 }
 
-/// The played agent as a service.
+/// The fake agent as a service.
 pub(super) struct Service(pub(super) Arc<Played>);
 
 #[hearth_transport::tonic::async_trait]

@@ -1,14 +1,14 @@
-//! When a node's profile is written again: pure.
+//! Decision whether a node's profile is rewritten: pure.
 
 use hearth_crds::NodeProfileStatus;
 
-/// What is to be written of a node, if anything. `held_bytes` is what Hearth's Pods on it ask for.
+/// Returns the profile to be written for a node, if any. `held_bytes` is the memory requested by Hearth's Pods on it.
 ///
-/// `memory.availableBytes` is what Hearth may use in all. A node tells what a new program can have; of what Hearth's
-/// Pods ask for, nobody knows how much they have taken already, since weights are page cache and a KV cache fills up
-/// slowly. So what Hearth may use lies between the two sums, with and without the Pods, and what was written before
-/// stays as long as it is not more than a tenth of the memory outside of them: a profile is no clock, and each change
-/// of it makes every deployment be planned again.
+/// `memory.availableBytes` is the total that Hearth may use. A node reports what a new program can have; how much of
+/// their requests Hearth's Pods have already taken is unknown, since weights are page cache and a KV cache fills up
+/// slowly. So the memory that Hearth may use lies between the two sums, with and without the Pods, and the written
+/// value stays unless it is outside of them by more than a tenth of the memory: a profile is not a clock, and each
+/// change to it causes every deployment to be replanned.
 pub(super) fn due_profile(
     stored: Option<&NodeProfileStatus>,
     mut measured: NodeProfileStatus,
@@ -36,7 +36,7 @@ pub(super) fn due_profile(
     Some(measured)
 }
 
-/// The profile without what changes from minute to minute.
+/// The profile without values that change from minute to minute.
 fn hardware(mut profile: NodeProfileStatus) -> NodeProfileStatus {
     profile.memory.available_bytes = 0;
     profile.measured_at = String::new();
@@ -46,7 +46,7 @@ fn hardware(mut profile: NodeProfileStatus) -> NodeProfileStatus {
     for gpu in &mut profile.gpus {
         gpu.free_bytes = 0;
         if let Some(link) = &mut gpu.pcie {
-            // An idle GPU lowers its link.
+            // An idle GPU downgrades its link.
             (link.generation, link.width) = (0, 0);
         }
     }
@@ -80,7 +80,7 @@ mod tests {
         }
     }
 
-    /// Stored, measured, held, and what is written.
+    /// Name, stored, measured and held bytes, and the value written.
     type Case = (&'static str, Option<u64>, u64, u64, Option<u64>);
 
     const CASES: [Case; 11] = [
@@ -110,7 +110,7 @@ mod tests {
             let due = due_profile(stored.as_ref(), profile(measured), held);
             let available = due.as_ref().map(|due| due.memory.available_bytes);
             assert_eq!(available, written, "{what}");
-            // What was written is not written again.
+            // A profile that was just written is not written again.
             if let Some(due) = due {
                 assert_eq!(
                     due_profile(Some(&due), profile(measured), held),

@@ -1,4 +1,4 @@
-//! The cluster's own ranges of addresses, as far as they can be known.
+//! The cluster's own address ranges, as far as they can be determined.
 
 use std::net::IpAddr;
 
@@ -6,10 +6,10 @@ use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use kube::Client;
 use serde_json::Value;
 
-/// Where the API server (1.33 and later) tells the ranges of Services.
+/// API path (1.33 and later) that lists the Service ranges.
 const SERVICE_CIDRS: &str = "/apis/networking.k8s.io/v1/servicecidrs";
 
-/// The ranges of Services as the API server lists them; `None` when the request fails.
+/// The Service ranges as listed by the API server; `None` if the request fails.
 pub(super) async fn of_services(client: &Client) -> Option<Vec<IpNet>> {
     let request = http::Request::get(SERVICE_CIDRS).body(Vec::new()).ok()?;
     match client.request::<Value>(request).await {
@@ -28,8 +28,8 @@ fn told(list: &Value) -> Vec<IpNet> {
     ranges.filter_map(|text| text.parse().ok()).collect()
 }
 
-/// The range of Services whose first address is the API server's: the widest that can begin there, of those that are
-/// usual (/12 with kubeadm, /16 with k3s, /24 with microk8s; /108 is the widest of IPv6).
+/// The Service range whose first address is the API server's: the widest of the usual ones that can start there
+/// (/12 with kubeadm, /16 with k3s, /24 with microk8s; /108 is the widest for IPv6).
 pub(crate) fn around_api(address: IpAddr) -> IpNet {
     match address {
         IpAddr::V4(address) => {

@@ -1,17 +1,17 @@
-//! Secrets that open URLs: read for one call, and kept nowhere.
+//! Secrets that open URLs: read for one call, and never stored.
 
 use hearth_transport::v1::Credentials;
 use k8s_openapi::api::core::v1::Secret;
 use kube::Client;
 use kube::api::Api;
 
-/// Types of Secrets that a person makes; others hold what the cluster made for itself, such as tokens of its own.
+/// Types of Secrets that people create; others hold data of the cluster itself, such as its tokens.
 const TYPES: [&str; 2] = ["Opaque", "kubernetes.io/basic-auth"];
 
-/// What a Secret holds to open a URL with.
+/// Reads the credentials for a URL from a Secret.
 ///
 /// # Errors
-/// Why it cannot be had, with what to do; never with what is in it.
+/// The reason that it is unavailable, with the remedy; never with its contents.
 pub(super) async fn credentials(
     client: &Client,
     namespace: &str,
@@ -38,7 +38,7 @@ fn read(secret: &Secret, namespace: &str, name: &str) -> Result<Credentials, Str
     let text = |key: &str| {
         let bytes = secret.data.as_ref()?.get(key)?;
         let text = String::from_utf8(bytes.0.clone()).ok()?;
-        // Whoever makes a Secret from a file has the end of its line in it.
+        // A Secret created from a file contains the file's trailing newline.
         Some(text.trim_end_matches(['\r', '\n']).to_owned()).filter(|text| !text.is_empty())
     };
     match (text("token"), text("username"), text("password")) {

@@ -1,5 +1,5 @@
-//! The operator's side against an agent that is played here, over mutual TLS with the authority's own certificates,
-//! beside an API server that is played too.
+//! The operator's side against a fake agent, over mutual TLS with the authority's own certificates,
+//! and with a fake API server.
 
 use std::net::SocketAddr;
 
@@ -20,7 +20,7 @@ use crate::services::authority::fake::{FakeApi, settings};
 /// Token of the Pod `uid-a` on node `a`.
 pub(super) const TOKEN: &str = "of a";
 
-/// A cluster of one node `a`.
+/// A cluster with one node `a`.
 #[derive(Default)]
 struct Paper {
     api: FakeApi,
@@ -74,7 +74,7 @@ fn place(node: &str, pod_uid: &str) -> AgentEndpoint {
     }
 }
 
-/// What the API server says of the token of an agent's Pod.
+/// The API server's review of the token of an agent's Pod.
 fn reviewed(node: &str, pod_uid: &str) -> serde_json::Value {
     json!({
         "authenticated": true, "audiences": ["hearth-operator"],
@@ -95,12 +95,12 @@ struct Fixture {
 }
 
 impl Fixture {
-    /// Serves the agent with the certificate that the authority made for agents, and lets the operator run.
+    /// Serves the agent with the certificate that the authority issued for agents, and starts the operator.
     async fn start() -> Self {
         Self::with(TOKEN).await
     }
 
-    /// The same; the agent has another token.
+    /// Like `start`, but the agent has another token.
     async fn with(token: &str) -> Self {
         let directory = Arc::new(Paper::default());
         let client = directory.api.client();
@@ -276,19 +276,19 @@ async fn the_cluster_s_ranges_are_those_of_now() {
         let list = json!({"items": [{"spec": {"cidrs": ranges}}]});
         fixture.directory.api.put(PATH, list);
     };
-    // The API server did not answer at the start; later a range is added, and taken away again.
+    // The API server did not answer at the start; later a range is added, and removed again.
     services(&["10.96.0.0/16", "10.97.0.0/16"]);
     fixture.agents.read_services().await;
     assert!(told().contains(&"10.97.0.0/16".to_owned()));
     services(&["10.96.0.0/16"]);
     fixture.agents.read_services().await;
     assert!(!told().contains(&"10.97.0.0/16".to_owned()));
-    // What it told holds while it tells nothing.
+    // The last reported ranges remain in force while it reports none.
     fixture.directory.api.remove(PATH);
     fixture.agents.read_services().await;
     assert!(told().contains(&"10.96.0.0/16".to_owned()));
 
-    // The one agent is a Pod at 127.0.0.1: Pods are outside of all of these.
+    // The only agent is a Pod at 127.0.0.1: Pods are outside of all of these.
     until("it is noted", || {
         (*fixture.directory.outside.lock().expect("outside") == Some(1)).then_some(())
     })
@@ -359,7 +359,7 @@ async fn a_secret_opens_the_url_of_its_own_namespace() {
     }
     let (own, other) = (source.store_key("one"), source.store_key("two"));
     assert_ne!(own, other);
-    // The other namespace names the same URL and digest, and has no such Secret.
+    // The other namespace names the same URL and digest, but has no such Secret.
     until("the refusal", || {
         let view = fixture.agents.fetches(&other).remove("a");
         matches!(view, Some(FetchView::Failed(why)) if why.contains("Secret two/nas")).then_some(())
@@ -390,7 +390,7 @@ async fn each_agent_is_given_a_certificate_of_its_node_and_trusted_by_that_alone
     until("a profile", || fixture.directory.profile("a")).await;
     assert_eq!(*fixture.played.certified.lock().expect("certified"), ["a"]);
 
-    // A new operator finds the agent with its certificate and renews it by that.
+    // A new operator finds the agent with its certificate and renews it using that one.
     let [first, second] = [&fixture, &fixture].map(|fixture| {
         let authority = Arc::clone(&fixture.agents.authority);
         let client = fixture.directory.api.client();
@@ -407,7 +407,7 @@ async fn each_agent_is_given_a_certificate_of_its_node_and_trusted_by_that_alone
     };
     assert!(profile(first, agent.clone()).await.is_ok());
     assert_eq!(fixture.played.certified.lock().expect("certified").len(), 2);
-    // Who has the certificate of node a is not node b, wherever it answers.
+    // The holder of node a's certificate is not accepted as node b, wherever it answers.
     let impostor = Agent {
         place: place("b", "uid-b"),
         ..agent.clone()
@@ -419,7 +419,7 @@ async fn each_agent_is_given_a_certificate_of_its_node_and_trusted_by_that_alone
 
 #[tokio::test]
 async fn who_has_the_first_certificate_and_another_node_s_token_gets_nothing() {
-    // All that a compromised node b has, at the address of node a's agent, which would be called for the first time.
+    // Everything that a compromised node b has, at the address of node a's agent, which has not been called yet.
     for (token, words) in [("of b", "of another Pod"), ("guessed", "unknown token")] {
         let fixture = Fixture::with(token).await;
         *fixture.played.node.lock().expect("node") = "a".to_owned();
@@ -443,7 +443,7 @@ async fn who_has_the_first_certificate_and_another_node_s_token_gets_nothing() {
                 .is_empty()
         );
         assert_eq!(fixture.directory.profile("a"), None);
-        // As soon as it is the node's own, all is well: nothing stuck.
+        // As soon as it presents the node's own token, it is accepted: nothing is stuck.
         *fixture.played.token.lock().expect("token") = TOKEN.to_owned();
         until("a profile", || fixture.directory.profile("a")).await;
         assert_eq!(*fixture.played.certified.lock().expect("certified"), ["a"]);
@@ -455,7 +455,7 @@ async fn an_agent_that_begins_anew_is_certified_again_and_calls_nobody() {
     let fixture = Fixture::start().await;
     *fixture.played.node.lock().expect("node") = "a".to_owned();
     until("a profile", || fixture.directory.profile("a")).await;
-    // What all agents begin with, and what this one was given, open no door: not even that of an agent.
+    // Neither the certificate that all agents start with nor this agent's own is accepted, not even by an agent.
     let path = format!("/api/v1/namespaces/hearth-system/secrets/{AGENT_SECRET}");
     let text = |name: &str| fixture.directory.api.secret_text(&path, name);
     let key = KeyPair::generate().expect("key");
@@ -487,7 +487,7 @@ async fn an_agent_that_begins_anew_is_certified_again_and_calls_nobody() {
     }
     assert!(fixture.played.retained.lock().expect("retained").is_empty());
 
-    // Its process begins anew, at the same address.
+    // Its process restarts, at the same address.
     let played = Arc::new(Played::default());
     *played.node.lock().expect("node") = "a".to_owned();
     *played.models.lock().expect("models") = vec![ModelResponse::default()];

@@ -1,8 +1,8 @@
-//! What is due of certificates at a given time: pure.
+//! Certificate actions that are due at a given time: pure.
 //!
-//! An authority lives ten years. After two thirds of them it makes its successor, which everyone is told to trust long
-//! before it signs anything; it is dropped when no certificate of its own can be valid any more. So at no time do two
-//! processes meet that do not trust each other, whichever of them has read its files first.
+//! An authority is valid for ten years. After two thirds of that time it creates its successor, which is distributed
+//! as trusted long before it signs anything; it is dropped once none of its certificates can be valid any more. So two
+//! processes that meet always trust each other, whichever of them has read its files first.
 
 use std::time::Duration;
 
@@ -10,23 +10,23 @@ use jiff::Timestamp;
 
 use super::issue::{Facts, SKEW, Usage};
 
-/// How long an authority is valid.
+/// Validity period of an authority.
 pub(super) const AUTHORITY_LIFETIME: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
-/// How long everyone has trusted an authority before it signs.
+/// Minimum time for which an authority has been trusted everywhere before it signs.
 const OVERLAP: Duration = Duration::from_secs(24 * 3600);
 
-/// What is to be done with the authority.
+/// Action due for the authority.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AuthorityDue {
-    /// Nothing before that time.
+    /// Nothing until that time.
     Nothing(Timestamp),
-    /// Make a successor and have it trusted.
+    /// Create a successor and distribute it as trusted.
     Announce,
-    /// The successor signs from now on.
+    /// Let the successor sign from now on.
     Promote,
-    /// The predecessor is no longer trusted.
+    /// Stop trusting the predecessor.
     DropOld,
-    /// It has expired, and no successor was made in time: begin anew.
+    /// It has expired without a successor: start over with a new one.
     Replace,
 }
 
@@ -35,11 +35,11 @@ pub(super) enum AuthorityDue {
 pub(super) struct AuthorityTimes<'a> {
     pub(super) signing: &'a Facts,
     pub(super) next: Option<&'a Facts>,
-    /// When the one that signs took over from a predecessor that is still trusted.
+    /// Time at which the signing authority took over from a predecessor that is still trusted.
     pub(super) promoted: Option<Timestamp>,
 }
 
-/// What is due at `now`, with leaves that live `leaf_lifetime`.
+/// Returns the action due at `now`, given leaves that are valid for `leaf_lifetime`.
 pub(super) fn authority_due(
     times: AuthorityTimes<'_>,
     leaf_lifetime: Duration,
@@ -79,43 +79,43 @@ pub(super) fn authority_due(
     AuthorityDue::Nothing(again)
 }
 
-/// What is to be done with a Secret of certificates.
+/// Action due for a Secret with certificates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LeafDue {
-    /// Nothing before that time.
+    /// Nothing until that time.
     Nothing(Timestamp),
-    /// Only the bundle of trusted authorities is written anew.
+    /// Rewrite only the bundle of trusted authorities.
     Trust,
-    /// A new certificate, with the bundle.
+    /// Issue a new certificate, and write the bundle.
     Issue,
 }
 
-/// A Secret of certificates as it is.
+/// Current contents of a Secret with certificates.
 #[derive(Clone, Debug)]
 pub(super) struct Leaf {
     pub(super) facts: Facts,
     /// `ca.crt`.
     pub(super) bundle: String,
-    /// Since when it has been so.
+    /// Time since which the bundle is unchanged.
     pub(super) bundle_since: Option<Timestamp>,
 }
 
-/// What a Secret of certificates should be.
+/// Desired contents of a Secret with certificates.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LeafWanted<'a> {
     /// DNS name in the certificate.
     pub(super) name: &'a str,
     pub(super) usage: Usage,
-    /// Who signs.
+    /// The authority that signs.
     pub(super) signing: &'a Facts,
-    /// Who is trusted: subjects.
+    /// Subjects of the trusted authorities.
     pub(super) trusted: &'a [String],
     /// `ca.crt`.
     pub(super) bundle: &'a str,
     pub(super) lifetime: Duration,
 }
 
-/// What is due at `now`; `leaf` is none when there is no Secret, or nothing usable in it.
+/// Returns the action due at `now`; `leaf` is `None` if there is no Secret, or nothing usable in it.
 pub(super) fn leaf_due(leaf: Option<&Leaf>, wanted: LeafWanted<'_>, now: Timestamp) -> LeafDue {
     let Some(leaf) = leaf else {
         return LeafDue::Issue;
@@ -142,12 +142,12 @@ pub(super) fn leaf_due(leaf: Option<&Leaf>, wanted: LeafWanted<'_>, now: Timesta
     }
 }
 
-/// How long processes get to read a new bundle before one of them shows a certificate that needs it.
+/// Time that processes get to read a new bundle before one of them presents a certificate that requires it.
 fn settling(lifetime: Duration) -> Duration {
     part(lifetime, 1, 12).min(Duration::from_secs(3600))
 }
 
-/// How long it is meant to be valid: the skew is not part of it.
+/// Intended validity period, excluding the skew.
 fn lifetime_of(facts: &Facts) -> Duration {
     let span = facts.not_after.duration_since(facts.not_before);
     Duration::try_from(span)
@@ -159,7 +159,7 @@ fn part(duration: Duration, numerator: u32, denominator: u32) -> Duration {
     duration * numerator / denominator
 }
 
-/// `at` and a duration later; the end of time when that is not to be had.
+/// The time `duration` after `at`; the end of time if that overflows.
 fn after(at: Timestamp, duration: Duration) -> Timestamp {
     at.checked_add(duration).unwrap_or(Timestamp::MAX)
 }
@@ -192,7 +192,7 @@ mod tests {
         }
     }
 
-    /// An authority through its life, asked every hour: each step with the days since its beginning.
+    /// An authority's whole life, in steps of the returned times: each action with the days since the start.
     #[test]
     fn an_authority_hands_over_without_a_gap() {
         let mut signing = facts("A", "A", start(), AUTHORITY_LIFETIME);

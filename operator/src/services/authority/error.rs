@@ -1,19 +1,19 @@
-//! Why the authority could not do as it was asked.
+//! Errors of the certificate authority.
 
 use crate::cluster::failure::Failure;
 
-/// Why there is no certificate.
+/// Reason that there is no certificate.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AuthorityError {
-    /// The API server refused or could not be reached.
+    /// The API server rejected the request or was unreachable.
     #[error("Secret {secret}: {source}")]
     Api {
         /// Namespace and name.
         secret: String,
-        /// Why.
+        /// The API error.
         source: Box<kube::Error>,
     },
-    /// A Secret of that name was made by someone else.
+    /// A Secret of that name was created by someone else.
     #[error(
         "Secret {0} is there already and is not Hearth's\n  rename it, or give the deployment another name: Hearth keeps certificates under this name"
     )]
@@ -26,19 +26,19 @@ pub(crate) enum AuthorityError {
         "Secret {0} does not hold a certificate authority of Hearth\n  restore it, or delete it: a new authority is made, and all Pods get new certificates"
     )]
     Spoilt(String),
-    /// A certificate that was just made cannot be read.
+    /// A certificate that was just created cannot be read.
     #[error("a certificate that was just made cannot be read")]
     Unreadable,
-    /// What an agent says to be its key is none.
+    /// The public key that an agent sent is invalid.
     #[error("its public key is not a P-256 key")]
     PublicKey,
-    /// No certificate could be made.
+    /// No certificate could be created.
     #[error("no certificate can be made: {0}")]
     Issue(#[from] rcgen::Error),
     /// A certificate cannot be used.
     #[error(transparent)]
     Tls(#[from] hearth_transport::TlsError),
-    /// Other replicas kept writing.
+    /// Other writers kept changing the Secret.
     #[error("Secret {0} keeps being changed by others")]
     Contended(String),
 }

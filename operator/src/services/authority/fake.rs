@@ -1,4 +1,4 @@
-//! An API server on paper: it keeps objects as JSON by path, with versions, and knows what a client of Secrets needs.
+//! A fake API server: it stores objects as JSON by path, with versions, and implements what a client of Secrets needs.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -35,7 +35,7 @@ pub(crate) fn settings() -> Settings {
     }
 }
 
-/// Clones share their objects.
+/// Fake API server whose clones share their objects.
 #[derive(Clone, Default)]
 pub(crate) struct FakeApi {
     state: Arc<Mutex<State>>,
@@ -46,9 +46,9 @@ struct State {
     objects: BTreeMap<String, Value>,
     writes: Vec<String>,
     version: u64,
-    /// What the review of a token says.
+    /// Results of token reviews, by token.
     tokens: BTreeMap<String, Value>,
-    /// Done before the next write of a kind is looked at: another replica is quicker.
+    /// Changes made just before the next write of a method is handled: another replica was faster.
     before_write: Vec<(Method, String, Value)>,
 }
 
@@ -69,7 +69,7 @@ impl FakeApi {
         Client::new(service, "default")
     }
 
-    /// The object at a path.
+    /// Returns the object at a path.
     pub(crate) fn object(&self, path: &str) -> Option<Value> {
         self.state.lock().expect("state").objects.get(path).cloned()
     }
@@ -91,19 +91,19 @@ impl FakeApi {
         self.state.lock().expect("state").writes.clone()
     }
 
-    /// Puts an object, or removes it (null), just before the next write by that method.
+    /// Stores an object, or removes it (null), just before the next write with that method.
     pub(crate) fn be_quicker(&self, method: Method, path: &str, object: Value) {
         let mut state = self.state.lock().expect("state");
         state.before_write.push((method, path.to_owned(), object));
     }
 
-    /// Has a token be of a user, as the API server tells it; any other token is of nobody.
+    /// Registers a token with its review result; any other token is unknown.
     pub(crate) fn knows_token(&self, token: &str, status: Value) {
         let mut state = self.state.lock().expect("state");
         state.tokens.insert(token.to_owned(), status);
     }
 
-    /// One value of a Secret as text.
+    /// Returns one value of a Secret as text.
     pub(crate) fn secret_text(&self, path: &str, key: &str) -> String {
         let secret = self.object(path).expect("secret");
         let secret: k8s_openapi::api::core::v1::Secret =
@@ -158,7 +158,7 @@ impl FakeApi {
 }
 
 impl State {
-    /// What the API server refuses: a name taken, an object gone, or one that changed meanwhile.
+    /// Conflicts that the API server rejects: a name taken, an object gone, or one that was changed in the meantime.
     fn conflict(&self, method: &Method, path: &str, object: &Value) -> Option<(StatusCode, Value)> {
         let there = self.objects.get(path);
         let of = |key: &str| there.map(|there| &there["metadata"][key]);
@@ -169,7 +169,7 @@ impl State {
             Method::PUT if differs("resourceVersion") => {
                 Some(refusal(StatusCode::CONFLICT, "Conflict"))
             }
-            // A uid that is applied is a precondition: of another object, or of none.
+            // An applied uid is a precondition, which another object, or none, does not meet.
             Method::PATCH if !object["metadata"]["uid"].is_null() && differs("uid") => {
                 Some(refusal(StatusCode::CONFLICT, "Conflict"))
             }
@@ -177,7 +177,7 @@ impl State {
         }
     }
 
-    /// Stores an object with the uid and the status of the one before it.
+    /// Stores an object with the uid and the status of its predecessor.
     fn put(&mut self, path: String, mut object: Value) -> Value {
         self.version += 1;
         object["metadata"]["resourceVersion"] = json!(self.version.to_string());
@@ -194,7 +194,7 @@ impl State {
         object
     }
 
-    /// The status alone is written, of an object that is there.
+    /// Writes only the status, of an existing object.
     fn put_status(&mut self, path: &str, object: &Value) -> (StatusCode, Value) {
         self.version += 1;
         let version = self.version.to_string();

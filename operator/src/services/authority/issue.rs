@@ -1,4 +1,4 @@
-//! Keys and certificates: made, and read. P-256 throughout.
+//! Creation and parsing of keys and certificates. P-256 throughout.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use x509_parser::pem::parse_x509_pem;
 
 use super::AuthorityError;
 
-/// Validity begins this much in the past: clocks of nodes differ.
+/// Backdating of the start of validity: clocks of nodes differ.
 pub(super) const SKEW: Duration = Duration::from_secs(5 * 60);
 
 /// A certificate with its key, as PEM.
@@ -25,19 +25,19 @@ pub(super) struct Pair {
     pub(super) facts: Facts,
 }
 
-/// What a certificate is good for.
+/// Purpose of a certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Usage {
     /// Servers and clients.
     Both,
-    /// Servers alone: its holder is called and calls nobody.
+    /// Servers only: its holder accepts calls and makes none.
     Server,
 }
 
-/// What is told by a certificate.
+/// Facts read from a certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Facts {
-    /// In hexadecimal digits.
+    /// Serial number in hexadecimal digits.
     pub(super) serial: String,
     pub(super) subject: String,
     pub(super) issuer: String,
@@ -49,7 +49,7 @@ pub(super) struct Facts {
 }
 
 impl Facts {
-    /// Reads the first certificate of a PEM text; `None` when no certificate can be read.
+    /// Reads the first certificate of a PEM text; `None` if no certificate can be read.
     pub(super) fn read(pem: &str) -> Option<Self> {
         let (_, pem) = parse_x509_pem(pem.as_bytes()).ok()?;
         let certificate = pem.parse_x509().ok()?;
@@ -87,7 +87,7 @@ fn dns_name(name: &GeneralName<'_>) -> Option<String> {
 }
 
 impl Pair {
-    /// Reads a pair; `None` when the certificate cannot be read or the key is of another one.
+    /// Reads a pair; `None` if the certificate cannot be read or the key belongs to another one.
     pub(super) fn read(certificate: &str, key: &str) -> Option<Self> {
         let pair = KeyPair::from_pem(key).ok()?;
         let (_, pem) = parse_x509_pem(certificate.as_bytes()).ok()?;
@@ -111,7 +111,7 @@ impl Pair {
         })
     }
 
-    /// A new authority. Its name has a part of its key's digest: while two of them are trusted, each is found by name.
+    /// Creates an authority. Its name includes part of its key's digest: while two are trusted, each is found by name.
     pub(super) fn authority(now: Timestamp, lifetime: Duration) -> Result<Self, AuthorityError> {
         let key = KeyPair::generate()?;
         let mut parameters = CertificateParams::new(Vec::new())?;
@@ -124,7 +124,7 @@ impl Pair {
         Self::new(certificate.pem(), &key)
     }
 
-    /// A certificate of this authority for `name`. It ends with its authority at the latest.
+    /// Issues a certificate of this authority for `name`. It expires no later than its authority.
     pub(super) fn issue(
         &self,
         name: &str,
@@ -137,7 +137,7 @@ impl Pair {
         Self::new(certificate, &key)
     }
 
-    /// The same for somebody else's key: the certificate as PEM.
+    /// Signs a certificate for someone else's key and returns it as PEM.
     pub(super) fn sign(
         &self,
         key: &impl PublicKeyData,
@@ -165,7 +165,7 @@ impl Pair {
 /// Reads a public key.
 ///
 /// # Errors
-/// What is no PEM, or not P-256.
+/// The text is not PEM, or the key is not P-256.
 pub(super) fn public_key_of(pem: &str) -> Result<SubjectPublicKeyInfo, AuthorityError> {
     let key = SubjectPublicKeyInfo::from_pem(pem).map_err(|_| AuthorityError::PublicKey)?;
     match key.algorithm() == &PKCS_ECDSA_P256_SHA256 {
@@ -177,7 +177,7 @@ pub(super) fn public_key_of(pem: &str) -> Result<SubjectPublicKeyInfo, Authority
 fn named(name: &str) -> DistinguishedName {
     let mut names = DistinguishedName::new();
     names.push(DnType::OrganizationName, "hearth");
-    // A common name has at most 64 characters; a deployment's may be longer, and its DNS name is what counts.
+    // A common name has at most 64 characters; a deployment's name may be longer, and only its DNS name matters.
     let common: String = name.chars().take(64).collect();
     names.push(DnType::CommonName, common);
     names

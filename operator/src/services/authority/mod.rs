@@ -1,10 +1,11 @@
-//! The operator is its own small certificate authority: gateway, workers, agents and operator know each other by it.
+//! Small certificate authority in the operator: gateway, workers, agents and operator authenticate each other through
+//! it.
 //!
-//! The authority lies in the Secret `hearth-ca` of the operator's namespace. Each deployment has a certificate in its
-//! Secret `NAME-hearth-certificates`. All agents begin with the one in `hearth-agent-tls`, which proves nothing; each is
-//! given its own, and that one and the operator's own are never written down.
-//! [`due`] says what is to be done when, [`issue`] makes and reads certificates, [`stored`] is how Secrets hold them;
-//! this file holds the client. Only the leader uses it.
+//! The authority is stored in the Secret `hearth-ca` of the operator's namespace. Each deployment has a certificate in
+//! its Secret `NAME-hearth-certificates`. All agents start with the one in `hearth-agent-tls`, which proves nothing;
+//! each is then issued its own, and neither that one nor the operator's own is ever stored. [`due`] decides which
+//! actions are due when, [`issue`] creates and reads certificates, [`stored`] maps them to Secrets; this file holds
+//! the client. Only the leader uses it.
 
 mod due;
 mod error;
@@ -42,35 +43,35 @@ pub(crate) const AUTHORITY_SECRET: &str = "hearth-ca";
 /// Secret of the agents' certificate, in the operator's namespace.
 pub(crate) const AGENT_SECRET: &str = "hearth-agent-tls";
 
-/// A Secret is looked at again after this, in case someone removed it.
+/// Interval at which a Secret is checked, in case someone removed it.
 const LOOK_AGAIN: Duration = Duration::from_secs(5 * 60);
-/// Attempts to write what another replica writes at the same time.
+/// Attempts to write an object that another replica writes concurrently.
 const ATTEMPTS: usize = 5;
 
 /// The newest certificate of a deployment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Issued {
-    /// Its serial number, for `Observed.certificate`.
+    /// Its serial number, for `Observed::certificate`.
     pub(crate) serial: String,
-    /// When there may be something to be done again.
+    /// Time by which the certificate must be checked again.
     pub(crate) again: Timestamp,
 }
 
-/// Issues certificates and keeps them fresh.
+/// Issuer of certificates, which also renews them.
 pub(crate) struct Authority {
     client: Client,
     settings: Arc<Settings>,
-    /// The operator's Deployment, so that its removal removes the agents' certificate, and the authority unless that is to
-    /// be kept; `None` when it could not be found.
+    /// The operator's Deployment, so that its deletion also deletes the agents' certificate, and the authority unless
+    /// that is to be kept; `None` if it could not be found.
     owner: Option<OwnerReference>,
-    /// As last read; `None` before the first read.
+    /// The authority's keys as last read; `None` before the first read.
     keys: tokio::sync::Mutex<Option<Arc<Keys>>>,
-    /// What is known of deployments' Secrets, by namespace and name.
+    /// State of deployments' Secrets, by namespace and name.
     known: Mutex<BTreeMap<String, Known>>,
     operator: Mutex<Option<Own>>,
 }
 
-/// A Secret that was in order when it was looked at.
+/// A Secret that was in order when it was last checked.
 #[derive(Clone)]
 struct Known {
     owner_uid: Option<String>,
@@ -78,22 +79,22 @@ struct Known {
     old: Old,
 }
 
-/// What is known of a Secret under the name of before.
+/// State of a Secret under the former name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Old {
-    /// There is none of ours.
+    /// No Secret of ours exists.
     Gone,
-    /// It is kept fresh for the Pods that mount it.
+    /// It is kept current for the Pods that mount it.
     Mounted,
 }
 
-/// A certificate for the agent of one node, handed over and forgotten.
+/// A certificate for the agent of one node, handed over and not stored.
 pub(crate) struct AgentCertificate {
     /// PEM.
     pub(crate) certificate: String,
-    /// Who was trusted when it was made: another bundle asks for another one.
+    /// The bundle when it was issued: a different bundle requires a new certificate.
     pub(crate) bundle: String,
-    /// When the next one is due.
+    /// Time at which the next one is due.
     pub(crate) renew: Timestamp,
 }
 
@@ -104,11 +105,11 @@ struct Own {
     bundle: String,
 }
 
-/// A Secret of certificates that there should be.
+/// A Secret with certificates that should exist.
 struct Wanted {
     namespace: String,
     secret: String,
-    /// Its component among Hearth's objects.
+    /// Its component label.
     component: &'static str,
     deployment: Option<String>,
     /// DNS name in the certificate.
@@ -118,8 +119,8 @@ struct Wanted {
 }
 
 impl Wanted {
-    /// A deployment's Secret is told by the uid of its owner, whatever it is called and labelled; the operator's own lie in
-    /// its own namespace.
+    /// Checks that an existing Secret is ours. A deployment's Secret is recognised by the uid of its owner, whatever
+    /// its name and labels; the operator's own Secrets are in its own namespace.
     fn check_owner(&self, secret: &Secret) -> Result<(), AuthorityError> {
         let path = || format!("{}/{}", self.namespace, self.secret);
         let Some(owner) = self.owner.as_ref().filter(|_| self.deployment.is_some()) else {
@@ -143,7 +144,7 @@ impl Wanted {
 }
 
 impl Authority {
-    /// Reads nothing yet.
+    /// Creates the authority without reading anything.
     pub(crate) fn new(
         client: Client,
         settings: Arc<Settings>,
@@ -159,8 +160,8 @@ impl Authority {
         }
     }
 
-    /// Loads the authority or makes it, does what is due of it, and sees to the agents' certificate. To be called at
-    /// the start, and again at the time that it gives at the latest.
+    /// Loads or creates the authority, carries out the action due for it, and maintains the agents' certificate. To be
+    /// called at startup, and again no later than the time it returns.
     pub(crate) async fn keep(&self, now: Timestamp) -> Result<Timestamp, AuthorityError> {
         let again = self.load(now).await?;
         let agents = Wanted {
@@ -176,8 +177,8 @@ impl Authority {
         Ok(again.min(issued.again))
     }
 
-    /// The deployment's newest certificate, made or renewed when that is due. `old_is_mounted`: Pods of it mount the Secret
-    /// under its name of before, which is kept fresh for them, and removed after the last of them.
+    /// Returns the deployment's newest certificate, issuing or renewing it if due. With `old_is_mounted`, Pods of it
+    /// mount the Secret under its former name, which is kept current for them, and removed after the last of them.
     pub(crate) async fn deployment(
         &self,
         deployment: &InferenceDeployment,
@@ -218,7 +219,7 @@ impl Authority {
             _ if old_is_mounted => {
                 match self.ensure(&before, now).await {
                     Ok(before) => issued.again = issued.again.min(before.again),
-                    // Somebody else's by now: those Pods go on with what they have read.
+                    // It now belongs to someone else: those Pods continue with what they have read.
                     Err(AuthorityError::Taken(_) | AuthorityError::Going(_)) => {}
                     Err(error) => return Err(error),
                 }
@@ -239,7 +240,7 @@ impl Authority {
         Ok(issued)
     }
 
-    /// A certificate for the agent of a node, whose public key this PEM is; it is written nowhere.
+    /// Issues a certificate for the agent of a node, given the agent's public key as PEM; it is not stored.
     pub(crate) async fn agent(
         &self,
         node: &str,
@@ -260,17 +261,17 @@ impl Authority {
         })
     }
 
-    /// Who is trusted now: see [`AgentCertificate::bundle`].
+    /// Returns the bundle of currently trusted authorities: see [`AgentCertificate::bundle`].
     pub(crate) async fn bundle(&self, now: Timestamp) -> Result<String, AuthorityError> {
         Ok(self.keys(now).await?.bundle())
     }
 
-    /// Nothing is known any more of a deployment that is gone.
+    /// Forgets a deployment that is gone.
     pub(crate) fn forget(&self, namespace: &str, name: &str) {
         self.known().remove(&format!("{namespace}/{name}"));
     }
 
-    /// The operator's own certificate as a client of agents; clones of it follow later renewals.
+    /// Returns the operator's own certificate as a client of agents; clones of it follow later renewals.
     pub(crate) async fn operator(&self, now: Timestamp) -> Result<Tls, AuthorityError> {
         let keys = self.keys(now).await?;
         let bundle = keys.bundle();
@@ -317,14 +318,14 @@ impl Authority {
         keys.ok_or_else(|| AuthorityError::Spoilt(self.authority_path()))
     }
 
-    /// Reads the authority's Secret and does what is due. When another replica was quicker, its work is read.
+    /// Reads the authority's Secret and carries out the action due. If another replica was faster, its result is read.
     async fn load(&self, now: Timestamp) -> Result<Timestamp, AuthorityError> {
         let mut held = self.keys.lock().await;
         let api = self.secrets(&self.settings.operator_namespace);
         let failed = |source| self.failed(&self.authority_path(), source);
         for _ in 0..ATTEMPTS {
             let Some(secret) = api.get_opt(AUTHORITY_SECRET).await.map_err(failed)? else {
-                // Who removed the Secret of a running operator does not make all Pods strangers to each other.
+                // Removing the Secret of a running operator must not make Pods distrust each other.
                 let keys = match held.take() {
                     Some(keys) => Arc::unwrap_or_clone(keys),
                     None => Keys::new(now)?,
@@ -364,7 +365,7 @@ impl Authority {
         Err(AuthorityError::Contended(self.authority_path()))
     }
 
-    /// Has a Secret of certificates be as wanted.
+    /// Brings a Secret with certificates into its desired state.
     async fn ensure(&self, wanted: &Wanted, now: Timestamp) -> Result<Issued, AuthorityError> {
         let keys = self.keys(now).await?;
         let api = self.secrets(&wanted.namespace);
@@ -374,7 +375,7 @@ impl Authority {
         let trusted = keys.trusted();
         let bundle = keys.bundle();
         let lifetime = self.settings.certificate_lifetime;
-        // At most: another replica is quicker, trust a new authority, then have it sign.
+        // At most: another replica is faster, a new authority becomes trusted, then it signs.
         for _ in 0..ATTEMPTS {
             found
                 .as_ref()
@@ -404,7 +405,7 @@ impl Authority {
             };
             let next = StoredLeaf::following(stored.as_ref(), pair, &bundle, now);
             let mut metadata = self.leaf_metadata(wanted);
-            // Another Secret in its place is not written over.
+            // The uid prevents overwriting another Secret in its place.
             metadata.uid = found.as_ref().and_then(ResourceExt::uid);
             let secret = next.secret(metadata);
             let written = match &found {
@@ -438,7 +439,7 @@ impl Authority {
         Err(AuthorityError::Contended(path))
     }
 
-    /// Removes a Secret that is ours and that nobody uses any more; one of somebody else's is left alone.
+    /// Removes a Secret of ours that is no longer used; a Secret of someone else is left alone.
     async fn remove(&self, wanted: &Wanted) -> Result<(), AuthorityError> {
         let api = self.secrets(&wanted.namespace);
         let path = format!("{}/{}", wanted.namespace, wanted.secret);
@@ -493,7 +494,8 @@ impl Authority {
         )
     }
 
-    /// Without an owner the authority outlives the operator: deployments that are kept go on trusting the next one.
+    /// The authority's owner; without one it outlives the operator, and deployments that are kept trust the next
+    /// operator too.
     fn authority_owner(&self) -> Option<OwnerReference> {
         self.owner
             .clone()
@@ -516,7 +518,7 @@ impl Authority {
 }
 
 impl Keys {
-    /// A first authority.
+    /// Creates a first authority.
     fn new(now: Timestamp) -> Result<Self, AuthorityError> {
         Ok(Self {
             signing: Pair::authority(now, AUTHORITY_LIFETIME)?,
@@ -526,7 +528,7 @@ impl Keys {
         })
     }
 
-    /// What is due done.
+    /// Carries out the action due.
     fn after(mut self, due: AuthorityDue, now: Timestamp) -> Result<Self, AuthorityError> {
         match due {
             AuthorityDue::Nothing(_) => {}

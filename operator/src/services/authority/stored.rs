@@ -1,4 +1,4 @@
-//! How Secrets hold authorities and certificates: pure.
+//! Mapping between Secrets and authorities or certificates: pure.
 
 use std::collections::BTreeMap;
 
@@ -13,26 +13,26 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference}
 use super::due::{AuthorityTimes, Leaf};
 use super::issue::{Facts, Pair};
 
-/// Annotation: since when `ca.crt` has been as it is.
+/// Annotation with the time since which `ca.crt` is unchanged.
 const ANNOTATION_TRUSTED_SINCE: &str = "hearth.dev/trusted-since";
-/// Annotation of the authority: when it took over from the one in `old.crt`.
+/// Annotation of the authority with the time at which it took over from the one in `old.crt`.
 const ANNOTATION_PROMOTED: &str = "hearth.dev/promoted";
 const TLS_TYPE: &str = "kubernetes.io/tls";
 
-/// The authority, with its successor and its predecessor while there are such.
+/// The authority, with its successor and its predecessor if they exist.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Keys {
-    /// The one that signs.
+    /// The authority that signs.
     pub(super) signing: Pair,
-    /// Trusted already, and signing soon.
+    /// The successor, which is already trusted and will sign soon.
     pub(super) next: Option<Pair>,
-    /// Still trusted: its certificate and what it tells.
+    /// The predecessor, which is still trusted: its certificate and facts.
     pub(super) old: Option<(String, Facts)>,
     pub(super) promoted: Option<Timestamp>,
 }
 
 impl Keys {
-    /// Reads the Secret; `None` when it does not hold what it should.
+    /// Reads the Secret; `None` if its contents are invalid.
     pub(super) fn read(secret: &Secret) -> Option<Self> {
         let pair = |certificate, key| match (text(secret, certificate), text(secret, key)) {
             (Some(certificate), Some(key)) => Pair::read(&certificate, &key),
@@ -50,7 +50,7 @@ impl Keys {
         })
     }
 
-    /// The Secret, with metadata that was read or made.
+    /// Builds the Secret, with metadata that was read or created.
     pub(super) fn secret(&self, mut metadata: ObjectMeta, immutable: Option<bool>) -> Secret {
         let mut data = BTreeMap::from([
             entry("tls.crt", &self.signing.certificate),
@@ -90,12 +90,12 @@ impl Keys {
         }
     }
 
-    /// Subjects of all that are trusted.
+    /// Subjects of all trusted authorities.
     pub(super) fn trusted(&self) -> Vec<String> {
         self.all().into_iter().map(|(subject, _)| subject).collect()
     }
 
-    /// All that are trusted as one PEM text, in an order that does not change when one takes over from another.
+    /// All trusted authorities as one PEM text, in an order that does not change when one takes over from another.
     pub(super) fn bundle(&self) -> String {
         let mut all = self.all();
         all.sort();
@@ -125,7 +125,7 @@ pub(super) struct StoredLeaf {
 }
 
 impl StoredLeaf {
-    /// Reads the Secret; `None` when it does not hold a certificate with its key.
+    /// Reads the Secret; `None` if it does not hold a certificate with its key.
     pub(super) fn read(secret: &Secret) -> Option<Self> {
         let pair = Pair::read(&text(secret, "tls.crt")?, &text(secret, "tls.key")?)?;
         let leaf = Leaf {
@@ -136,7 +136,7 @@ impl StoredLeaf {
         Some(Self { pair, leaf })
     }
 
-    /// What follows `before`: the time of the bundle stays while the bundle does.
+    /// Builds the successor of `before`: the bundle's time is kept as long as the bundle is unchanged.
     pub(super) fn following(
         before: Option<&Self>,
         pair: Pair,
@@ -154,7 +154,7 @@ impl StoredLeaf {
         Self { pair, leaf }
     }
 
-    /// The Secret, as it is applied.
+    /// Builds the Secret to be applied.
     pub(super) fn secret(&self, mut metadata: ObjectMeta) -> Secret {
         if let Some(since) = self.leaf.bundle_since {
             let annotations = metadata.annotations.get_or_insert_default();
@@ -173,13 +173,13 @@ impl StoredLeaf {
     }
 }
 
-/// Whether Hearth made the Secret.
+/// Whether Hearth created the Secret.
 pub(super) fn is_ours(secret: &Secret) -> bool {
     let labels = secret.metadata.labels.as_ref();
     labels.is_some_and(|labels| labels.get(LABEL_MANAGED_BY).is_some_and(|by| by == MANAGER))
 }
 
-/// Metadata of a Secret of ours.
+/// Builds the metadata of one of our Secrets.
 pub(super) fn metadata(
     namespace: &str,
     name: &str,
@@ -254,8 +254,8 @@ mod tests {
             .expect("time")
     }
 
-    /// The Secret of one deployment over the twenty years in which two authorities follow a first one, looked at every
-    /// day: at each time all certificates that are out there are trusted by all bundles that are out there.
+    /// Simulates the Secret of one deployment over the twenty years in which two authorities follow a first one, day
+    /// by day: at each time every certificate in use is trusted by every bundle in use.
     #[test]
     fn no_process_ever_meets_one_that_it_does_not_trust() {
         let mut keys = Keys::new(start()).expect("keys");

@@ -1,4 +1,4 @@
-//! The client part against an API server on paper.
+//! Tests of the client part against a fake API server.
 
 use http::Method;
 use serde_json::{Value, json};
@@ -54,7 +54,7 @@ async fn the_authority_is_made_once_and_owned_by_the_operator() {
     assert_eq!(object(&api, AGENT)["data"]["ca.crt"], ca["data"]["ca.crt"]);
     let writes = api.writes();
     assert_eq!(writes, [format!("POST {CA}"), format!("POST {AGENT}")]);
-    // Neither it nor a replica that starts later has anything to write.
+    // Neither this replica nor one that starts later has anything to write.
     first.keep(days(1)).await.expect("authority");
     authority(&api).keep(days(2)).await.expect("authority");
     assert_eq!(api.writes(), writes);
@@ -123,7 +123,7 @@ async fn a_removed_secret_comes_back_and_a_new_deployment_is_its_owner() {
         .await
         .expect("issued");
     assert_ne!(first.serial, second.serial);
-    // Deleted and made again under the same name: looked at, without waiting.
+    // Deleted and recreated under the same name: checked again without waiting.
     api.remove(DEMO);
     let mut again = deployment();
     again.metadata.uid = Some("u2".to_owned());
@@ -184,7 +184,7 @@ async fn ours_is_told_by_the_owner_s_uid_whatever_the_labels_say() {
         assert!(message.contains(words), "{message}");
         assert_eq!(object(&api, DEMO), theirs);
     }
-    // One that comes between the look and the write is not written over either.
+    // One that appears between the read and the write is not overwritten either.
     api.remove(DEMO);
     let theirs = json!({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "demo-hearth-certificates"}});
     api.be_quicker(Method::POST, DEMO, theirs.clone());
@@ -198,7 +198,7 @@ async fn ours_is_told_by_the_owner_s_uid_whatever_the_labels_say() {
     assert_eq!(object(&api, DEMO), theirs);
 }
 
-/// Between the look at a Secret and its renewal, it is deleted or made anew by others.
+/// Between the read of a Secret and its renewal, others delete or recreate it.
 #[tokio::test]
 async fn a_renewal_meets_another_secret_and_comes_to_an_end() {
     let due = days(60);
@@ -214,7 +214,7 @@ async fn a_renewal_meets_another_secret_and_comes_to_an_end() {
         writes.iter().filter(|w| w.starts_with("PATCH")).count()
     };
 
-    // Gone: made again.
+    // Gone: created again.
     let (api, authority, first, before) = input().await;
     api.be_quicker(Method::PATCH, DEMO, Value::Null);
     let issued = authority.deployment(&deployment(), false, due).await;
@@ -225,7 +225,7 @@ async fn a_renewal_meets_another_secret_and_comes_to_an_end() {
     );
     assert_eq!(patches(&api), 1);
 
-    // Somebody else's in its place: named, and left alone.
+    // Replaced by someone else's: reported, and left alone.
     let (api, authority, _, _) = input().await;
     let theirs = json!({"apiVersion": "v1", "kind": "Secret",
                         "metadata": {"name": "demo-hearth-certificates", "uid": "theirs"}});
@@ -238,7 +238,7 @@ async fn a_renewal_meets_another_secret_and_comes_to_an_end() {
     assert_eq!(object(&api, DEMO), theirs);
     assert_eq!(patches(&api), 1);
 
-    // A backup of ours, as old as before: renewed in its turn.
+    // A restored backup of ours, as old as before: renewed too.
     let (api, authority, first, before) = input().await;
     let mut backup = before;
     backup["metadata"]["uid"] = json!("backup");
@@ -259,7 +259,7 @@ async fn the_secret_under_the_old_name_is_kept_while_it_is_mounted_and_then_remo
         .expect("issued");
     let old = object(&api, OLD);
     assert_eq!(old["metadata"]["ownerReferences"][0]["uid"], "u1");
-    // Renewed as the new one is.
+    // Renewed like the new one.
     before
         .deployment(&deployment(), true, days(60))
         .await
@@ -272,7 +272,7 @@ async fn the_secret_under_the_old_name_is_kept_while_it_is_mounted_and_then_remo
     assert_eq!(api.object(OLD), None);
     assert!(api.object(DEMO).is_some());
 
-    // An Ingress's Secret of that name is nobody's business here.
+    // An Ingress's Secret of that name is left alone.
     let theirs =
         json!({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "demo-tls", "uid": "x"}});
     for is_mounted in [true, false] {
@@ -307,7 +307,7 @@ async fn an_authority_that_is_kept_has_no_owner() {
     let writes = api.writes();
     keeping(true).keep(start()).await.expect("authority");
     assert_eq!(api.writes(), writes);
-    // The next release in that namespace goes on with it, and may decide otherwise.
+    // The next release in that namespace continues with it, and may decide otherwise.
     keeping(false).keep(start()).await.expect("authority");
     assert_eq!(
         object(&api, CA)["metadata"]["ownerReferences"][0]["uid"],
@@ -398,7 +398,7 @@ async fn the_operator_s_own_certificate_is_renewed_in_place() {
     );
 }
 
-/// Years of one operator, looked at every ten days: writes are few, and a conflict is overcome.
+/// Years of one operator, checked at the times of due actions: writes are few, and a conflict is overcome.
 #[tokio::test]
 async fn an_authority_changes_under_a_running_operator() {
     let api = FakeApi::default();

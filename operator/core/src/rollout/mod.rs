@@ -8,10 +8,13 @@
 //! - **Surge**, if the extras and the whole target fit the nodes: the workers are created; when all are ready, the
 //!   gateway is created; when it is ready, the old gateway is deleted; when it is gone, its workers are deleted.
 //! - **Old down first**, if they do not fit, or if the namespace's quota has room for either but not for both: the
-//!   gateway is created (it holds requests); when it is ready, the old gateway is deleted; when it is gone, the old
-//!   workers are deleted; when they are gone, the new ones are created.
+//!   gateway is created (it sends requests to the old workers if they serve the same model, and holds them otherwise);
+//!   when it is ready, the old gateway is deleted; when it is gone, the old workers are deleted; when they are gone,
+//!   the new ones are created.
 //! - If there are several gateways, all must be ready before an old one is deleted. Where there is no room for that,
 //!   the old ones make room one after the other, but none while a new one is starting.
+//! - An old gateway is deleted while workers of its own are there for its requests, or after the last of them is gone:
+//!   a kubelet gives a Pod that is being deleted no new routes.
 //! - A node whose kubelet is away keeps what the target wants there: its containers may well be running. Unwanted Pods
 //!   there are deleted when the target serves, or when the node has been away for long; on a node that has left the
 //!   cluster, at once.
@@ -21,12 +24,12 @@
 //!   workers.
 
 pub(crate) mod ends;
+mod routing;
 mod want;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use hearth_crds::Route;
 use jiff::Timestamp;
 
 use self::ends::Ends;
@@ -36,10 +39,14 @@ use crate::cause::node_of;
 use crate::decision::{Grace, PodEnd};
 use crate::observed::forbidden::Quota;
 use crate::observed::{PodView, Requests};
-use crate::routes::{endpoint, is_gateway, routes_of, text};
+use crate::routes::{is_gateway, text};
 
 /// Minimum age of a waiting Pod before it is created again because its form would be different now.
 const REFORM_AFTER: Duration = Duration::from_secs(10);
+
+/// Minimum age of a Pod that the scheduler finds no room for before others make room for it: what is short may be held
+/// for a moment only, such as by a second operator during an upgrade.
+const REFUSED_FOR: Duration = Duration::from_secs(10);
 
 /// Input of one step.
 #[derive(Clone, Copy, Debug)]
@@ -107,7 +114,7 @@ pub(crate) fn step(input: &RolloutInput<'_>) -> Steps {
         .into_iter()
         .map(|index| {
             let is_gateway = input.wants[index].is_gateway();
-            let routes = is_gateway.then(|| text(&sorted.target_routes()));
+            let routes = is_gateway.then(|| text(&sorted.first_routes(mode)));
             (index, routes)
         })
         .collect();
@@ -298,7 +305,11 @@ impl<'a> Sorted<'a> {
     /// Whether the scheduler finds less room than was calculated, while there are Pods that could make some.
     fn is_crowded(&self) -> bool {
         let mut made = self.made.iter().flatten();
-        made.any(|pod| is_refused(pod) && self.has_leftovers_on(&pod.wanted_node))
+        made.any(|pod| self.is_refused_for_long(pod) && self.has_leftovers_on(&pod.wanted_node))
+    }
+
+    fn is_refused_for_long(&self, pod: &PodView) -> bool {
+        is_refused(pod) && is_older(pod.created, self.input.now, REFUSED_FOR)
     }
 
     fn has_leftovers_on(&self, node: &str) -> bool {
@@ -384,9 +395,8 @@ impl<'a> Sorted<'a> {
             }
             match mode {
                 Mode::Alone => false,
-                _ if is_gateway(pod) => {
-                    mode == Mode::OldDownFirst || self.workers_are_ready() || !pod.is_ready
-                }
+                _ if is_gateway(pod) && (self.workers_are_ready() || !pod.is_ready) => true,
+                _ if is_gateway(pod) => mode == Mode::OldDownFirst && !self.only_ending_workers(),
                 _ => !gateways && !self.is_routed(pod),
             }
         };
@@ -395,6 +405,13 @@ impl<'a> Sorted<'a> {
             .iter()
             .filter(|pod| self.is_useless(pod) || may_go(pod));
         ended.map(|pod| end_of(pod, grace_of(pod))).collect()
+    }
+
+    /// Whether the old workers that are left are all about to go. When they are gone, the target may fit beside the old
+    /// gateway and answer the requests that it holds.
+    fn only_ending_workers(&self) -> bool {
+        let mut workers = self.leftovers().filter(|pod| !is_gateway(pod)).peekable();
+        workers.peek().is_some() && workers.all(|pod| pod.is_deleting)
     }
 
     /// Whether nothing is lost with an unwanted worker: another number of workers was requested before it was ready.
@@ -416,7 +433,7 @@ impl<'a> Sorted<'a> {
             return Some(Place::Namespace);
         }
         let (_, gateway) = gateways.find(|(index, want)| {
-            let is_refused = self.made[*index].is_some_and(is_refused);
+            let is_refused = self.made[*index].is_some_and(|pod| self.is_refused_for_long(pod));
             (is_refused || is_missing(want) && !self.fits(&[want]))
                 && self.has_leftovers_on(&want.node)
         })?;
@@ -439,86 +456,6 @@ impl<'a> Sorted<'a> {
         !has_to_wait && !is_next && !made.any(|pod| is_starting(pod))
     }
 
-    /// Whether a gateway of the target was last told to send requests to `pod`.
-    fn is_routed(&self, pod: &PodView) -> bool {
-        let Some(endpoint) = endpoint(pod) else {
-            return false;
-        };
-        self.made
-            .iter()
-            .flatten()
-            .filter(|gateway| is_gateway(gateway))
-            .any(|gateway| {
-                routes_of(gateway)
-                    .iter()
-                    .any(|route| route.endpoint == endpoint)
-            })
-    }
-
-    /// The target's workers that have an address.
-    fn target_routes(&self) -> Vec<Route> {
-        self.wants()
-            .filter(|(_, want)| !want.is_gateway())
-            .filter_map(|(index, want)| {
-                Some(Route {
-                    name: want.rank.clone(),
-                    role: want.role,
-                    endpoint: endpoint(self.made[index]?)?,
-                })
-            })
-            .collect()
-    }
-
-    /// The routes that `gateway` should have.
-    ///
-    /// An extra stays if it is already routed to: that gateway is known to serve its model.
-    fn routes(&self, gateway: &PodView, mode: Mode) -> Vec<Route> {
-        let is_target = self.is_wanted(gateway);
-        let mut routes = Vec::new();
-        if is_target
-            || self
-                .input
-                .compatible_generations
-                .contains(&gateway.plan_generation)
-        {
-            routes = self.target_routes();
-        }
-        let extras_leave = match mode {
-            _ if !is_target => false,
-            Mode::Alone => true,
-            Mode::Surge => self.workers_are_ready(),
-            Mode::OldDownFirst => !self.leftovers().any(is_gateway),
-        };
-        let kept = self.made.iter().flatten().filter(|_| !is_target);
-        let stays = |pod: &&&PodView| !extras_leave && !self.is_useless(pod);
-        let others = self.extra.iter().filter(stays).chain(kept);
-        let absent = self.absent.iter().filter(|_| !self.workers_are_ready());
-        let alive: Vec<String> = others
-            .chain(absent)
-            .filter_map(|pod| endpoint(pod))
-            .collect();
-        for route in routes_of(gateway) {
-            let is_new = routes
-                .iter()
-                .all(|other: &Route| other.endpoint != route.endpoint);
-            if is_new && alive.contains(&route.endpoint) {
-                routes.push(route);
-            }
-        }
-        routes
-    }
-
-    fn changed_routes(&self, mode: Mode) -> Vec<(String, String)> {
-        let gateways = self.holders().filter(|pod| is_gateway(pod));
-        gateways
-            .filter_map(|gateway| {
-                let routes = self.routes(gateway, mode);
-                let is_same = !gateway.routes.is_empty() && routes == routes_of(gateway);
-                (!is_same).then(|| (gateway.name.clone(), text(&routes)))
-            })
-            .collect()
-    }
-
     fn look_again(&self) -> Option<Duration> {
         let has_old_form = |(index, want): (usize, &Want)| {
             self.made[index].is_some_and(|pod| pod.phase == "Pending" && pod.form != want.form)
@@ -530,7 +467,10 @@ impl<'a> Sorted<'a> {
             wait.saturating_sub(age(created, self.input.now))
         });
         let reformed = self.wants().any(has_old_form).then_some(REFORM_AFTER);
-        let soonest = remade.chain(reformed).min();
+        let mut made = self.made.iter().flatten();
+        let refused = made.any(|pod| is_refused(pod) && !self.is_refused_for_long(pod));
+        let refused = refused.then_some(REFUSED_FOR);
+        let soonest = remade.chain(reformed).chain(refused).min();
         soonest.map(|wait| wait.max(Duration::from_secs(1)))
     }
 }

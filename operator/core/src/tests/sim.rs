@@ -126,6 +126,7 @@ impl Sim {
                 .pods
                 .get_mut(name)
                 .expect("routes of a Pod that is there");
+            assert!(!paper.view.is_deleting, "its kubelet would not tell it");
             paper.view.routes.clone_from(routes);
         }
         for end in &steps.end {

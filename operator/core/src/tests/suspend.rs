@@ -17,6 +17,12 @@ fn names(cluster: &FakeCluster) -> Vec<String> {
     pods.map(|pod| pod.name.clone()).collect()
 }
 
+fn routes(cluster: &FakeCluster) -> Vec<String> {
+    let pods = cluster.observed.pods.iter();
+    let gateways = pods.filter(|pod| pod.role.is_gateway());
+    gateways.map(|pod| pod.routes.clone()).collect()
+}
+
 /// Kinds and names of the objects of a decision, and of what it removes.
 fn objects(decision: &Decision) -> (Vec<String>, usize) {
     let name = |object: &kube_core::DynamicObject| {
@@ -42,8 +48,10 @@ fn it_drains_like_a_rollout_and_comes_back_with_the_same_plan() {
     cluster.told();
     let before = names(&cluster);
     let kept = objects(&cluster.reconcile());
+    let told = routes(&cluster);
     cluster.change("suspend: true");
     let first = cluster.reconcile();
+    assert_eq!(routes(&cluster), told, "workers answer to the end");
     let ended = |decision: &Decision| -> Vec<String> {
         let ends = decision.delete_pods.iter();
         ends.map(|end| format!("{} {:?}", end.name, end.grace))

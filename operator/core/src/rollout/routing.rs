@@ -1,0 +1,127 @@
+//! The routes of gateways during a rollout.
+
+use hearth_crds::Route;
+
+use super::{Mode, Sorted};
+use crate::observed::{PodRole, PodView};
+use crate::routes::{endpoint, is_gateway, routes_of, text};
+
+impl Sorted<'_> {
+    /// Whether a gateway of the target was last told to send requests to `pod`.
+    pub(super) fn is_routed(&self, pod: &PodView) -> bool {
+        let Some(endpoint) = endpoint(pod) else {
+            return false;
+        };
+        self.made
+            .iter()
+            .flatten()
+            .filter(|gateway| is_gateway(gateway))
+            .any(|gateway| {
+                routes_of(gateway)
+                    .iter()
+                    .any(|route| route.endpoint == endpoint)
+            })
+    }
+
+    /// The target's workers that have an address.
+    fn target_routes(&self) -> Vec<Route> {
+        self.wants()
+            .filter(|(_, want)| !want.is_gateway())
+            .filter_map(|(index, want)| {
+                Some(Route {
+                    name: want.rank.clone(),
+                    role: want.role,
+                    endpoint: endpoint(self.made[index]?)?,
+                })
+            })
+            .collect()
+    }
+
+    /// Old workers that serve the target's model: its gateways send requests to them until its own workers are ready, or
+    /// they must make room.
+    fn compatible_routes(&self, mode: Mode) -> Vec<Route> {
+        let compatible = &self.input.compatible_generations;
+        let workers = self.extra.iter().filter(|pod| {
+            !is_gateway(pod)
+                && pod.is_ready
+                && compatible.contains(&pod.plan_generation)
+                && !self.is_useless(pod)
+                && !self.extras_leave(mode)
+        });
+        workers
+            .filter_map(|pod| {
+                let PodRole::Rank(role) = pod.role else {
+                    return None;
+                };
+                Some(Route {
+                    name: pod.rank.clone(),
+                    role,
+                    endpoint: endpoint(pod)?,
+                })
+            })
+            .collect()
+    }
+
+    /// Whether the target's gateways send no more requests to extras.
+    fn extras_leave(&self, mode: Mode) -> bool {
+        match mode {
+            Mode::Alone => true,
+            Mode::Surge => self.workers_are_ready(),
+            Mode::OldDownFirst => !self.leftovers().any(is_gateway),
+        }
+    }
+
+    /// The routes of a gateway of the target that is created now.
+    pub(super) fn first_routes(&self, mode: Mode) -> Vec<Route> {
+        let mut routes = self.target_routes();
+        routes.extend(self.compatible_routes(mode));
+        routes
+    }
+
+    /// The routes that `gateway` should have.
+    ///
+    /// An extra stays if it is already routed to: that gateway is known to serve its model.
+    fn routes(&self, gateway: &PodView, mode: Mode) -> Vec<Route> {
+        let is_target = self.is_wanted(gateway);
+        let mut routes = Vec::new();
+        if is_target {
+            routes = self.first_routes(mode);
+        } else if self
+            .input
+            .compatible_generations
+            .contains(&gateway.plan_generation)
+        {
+            routes = self.target_routes();
+        }
+        let extras_leave = is_target && self.extras_leave(mode);
+        let kept = self.made.iter().flatten().filter(|_| !is_target);
+        let stays = |pod: &&&PodView| !extras_leave && !self.is_useless(pod);
+        let others = self.extra.iter().filter(stays).chain(kept);
+        let absent = self.absent.iter().filter(|_| !self.workers_are_ready());
+        let alive: Vec<String> = others
+            .chain(absent)
+            .filter_map(|pod| endpoint(pod))
+            .collect();
+        for route in routes_of(gateway) {
+            let is_new = routes
+                .iter()
+                .all(|other: &Route| other.endpoint != route.endpoint);
+            if is_new && alive.contains(&route.endpoint) {
+                routes.push(route);
+            }
+        }
+        routes
+    }
+
+    pub(super) fn changed_routes(&self, mode: Mode) -> Vec<(String, String)> {
+        let made = self.made.iter().flatten();
+        let gateways = made.chain(&self.extra).filter(|pod| is_gateway(pod));
+        gateways
+            .filter_map(|gateway| {
+                let routes = self.routes(gateway, mode);
+                let is_same = !gateway.routes.is_empty() && routes == routes_of(gateway);
+                (!is_same).then(|| (gateway.name.clone(), text(&routes)))
+            })
+            .collect()
+    }
+}

@@ -182,32 +182,44 @@ async fn convert_cluster(args: &ConvertArgs) -> anyhow::Result<()> {
     };
     let objects = all.list(&ListParams::default()).await;
     let mut pending = Vec::new();
+    let mut unreadable = 0;
     for object in objects.context("the InferenceDeployments cannot be listed")? {
-        let found = Found::of(&serde_json::to_value(&object)?)?;
-        found.report(if args.dry_run { "would change " } else { "" });
-        if !found.conversion.is_empty() {
-            pending.push((object, found));
+        match Found::of(&serde_json::to_value(&object)?) {
+            Ok(found) => {
+                found.report(if args.dry_run { "would change " } else { "" });
+                if !found.conversion.is_empty() {
+                    pending.push(object);
+                }
+            }
+            // Anybody's; the others are converted all the same.
+            Err(error) => {
+                ui::say(format_args!("{error:#}"));
+                unreadable += 1;
+            }
         }
     }
     if pending.is_empty() {
         ui::say("no InferenceDeployment has a deprecated field that can be converted");
-        return Ok(());
-    }
-    if args.dry_run {
+    } else if args.dry_run {
         ui::say("--dry-run: nothing was changed");
-        return Ok(());
+    } else {
+        update_definition(&definitions, &definition).await?;
+        for object in &pending {
+            let namespace = object.metadata.namespace.as_deref().unwrap_or_default();
+            let api = Api::namespaced_with(client.clone(), namespace, &kind);
+            write(&api, object).await?;
+        }
+        ui::say(format_args!(
+            "converted {}; run helm upgrade now: until then the operator writes no status\n  convert their manifests too: hearth convert -f FILE",
+            pending.len()
+        ));
     }
-    update_definition(&definitions, &definition).await?;
-    for (object, found) in &pending {
-        let namespace = object.metadata.namespace.as_deref().unwrap_or_default();
-        let api = Api::namespaced_with(client.clone(), namespace, &kind);
-        write(&api, object, found).await?;
+    match unreadable {
+        0 => Ok(()),
+        _ => bail!(
+            "{unreadable} InferenceDeployments cannot be read\n  correct them, then run hearth convert again"
+        ),
     }
-    ui::say(format_args!(
-        "converted {}; run helm upgrade now: until then the operator writes no status\n  convert their manifests too: hearth convert -f FILE",
-        pending.len()
-    ));
-    Ok(())
 }
 
 /// Updates the cluster to this version's definition of the objects, on behalf of its current field managers.
@@ -234,9 +246,8 @@ async fn update_definition(
     }
     let change = json!({"spec": {"versions": versions}});
     let changed = patched(definitions, DEFINITION, &change, false).await;
-    let changed = changed.context("the definition cannot be updated")?;
-    let managers = serde_json::to_value(&current.metadata.managed_fields)?;
-    give_back(definitions, &changed, managers).await
+    changed.context("the definition cannot be updated")?;
+    give_back(definitions, DEFINITION, &managers_of(current)?).await
 }
 
 /// Returns the first field that `there` has and `here` lacks.
@@ -252,56 +263,83 @@ fn unknown(there: &Value, here: &Value, path: &str) -> Option<String> {
     })
 }
 
-/// Writes one object as soon as the API server keeps its new fields.
-async fn write(
+/// Result of one attempt to write an object.
+enum Attempt {
+    /// Written, with its new fields.
+    Written,
+    /// The API server does not know the new fields yet.
+    Behind,
+    /// Somebody, such as the operator, has written the object in the meantime.
+    Changed,
+}
+
+/// Writes one object as soon as the API server keeps its new fields, and again if somebody else writes it first.
+async fn write(api: &Api<DynamicObject>, object: &DynamicObject) -> anyhow::Result<()> {
+    let name = object.metadata.name.as_deref().unwrap_or_default();
+    let deadline = tokio::time::Instant::now() + PATIENCE;
+    let mut object = object.clone();
+    loop {
+        let found = Found::of(&serde_json::to_value(&object)?)?;
+        if found.conversion.is_empty() {
+            return Ok(());
+        }
+        let shown = &found.name;
+        let attempt = attempt(api, &object, &found).await;
+        let problem = match attempt
+            .with_context(|| format!("{shown} cannot be converted\n  run hearth convert again"))?
+        {
+            Attempt::Written => {
+                let managers = found.conversion.managed_fields(&managers_of(&object)?);
+                return give_back(api, name, &managers).await;
+            }
+            Attempt::Behind => "the API server does not serve the new definition yet",
+            Attempt::Changed => "others keep writing it",
+        };
+        if tokio::time::Instant::now() > deadline {
+            bail!("{shown} was not converted: {problem}\n  run hearth convert again");
+        }
+        tokio::time::sleep(PACE).await;
+        object = match api.get_opt(name).await? {
+            Some(object) => object,
+            None => return Ok(()),
+        };
+    }
+}
+
+async fn attempt(
     api: &Api<DynamicObject>,
     object: &DynamicObject,
     found: &Found,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<Attempt> {
     let name = object.metadata.name.as_deref().unwrap_or_default();
-    let shown = &found.name;
     let change = json!({
         "metadata": {"resourceVersion": object.metadata.resource_version},
         "spec": found.conversion.patch,
     });
-    let cannot = || format!("{shown} cannot be converted\n  run hearth convert again");
-    let deadline = tokio::time::Instant::now() + PATIENCE;
-    loop {
-        let tried = patched(api, name, &change, true).await;
-        if keeps(&tried.with_context(cannot)?, found) {
-            break;
+    for is_trial in [true, false] {
+        let written = match patched(api, name, &change, is_trial).await {
+            Err(error) if is_conflict(&error) => return Ok(Attempt::Changed),
+            written => written?,
+        };
+        if keeps(&written, found) {
+            continue;
         }
-        if tokio::time::Instant::now() > deadline {
-            bail!(
-                "{shown} was not converted: the API server does not serve the new definition yet\n  run hearth convert again"
-            );
+        if !is_trial {
+            // One of several API servers was lagging behind.
+            let undo = json!({"spec": object.data["spec"]});
+            let undone = patched(api, name, &undo, false).await;
+            undone.with_context(|| {
+                let lost = found.conversion.added.join(", ");
+                format!("{} lost {lost}\n  write it again", found.name)
+            })?;
         }
-        tokio::time::sleep(PACE).await;
+        return Ok(Attempt::Behind);
     }
-    let written = patched(api, name, &change, false).await;
-    let written = written.with_context(cannot)?;
-    if !keeps(&written, found) {
-        // One of several API servers was lagging behind.
-        let undo = json!({"spec": object.data["spec"]});
-        let undone = patched(api, name, &undo, false).await;
-        undone.with_context(|| {
-            format!(
-                "{shown} lost {}\n  write it again",
-                found.conversion.added.join(", ")
-            )
-        })?;
-        bail!(
-            "{shown} was not converted: an API server does not serve the new definition yet\n  run hearth convert again"
-        );
-    }
-    let managers = serde_json::to_value(&object.metadata.managed_fields)?;
-    let managers = managers.as_array().map_or(&[][..], Vec::as_slice);
-    give_back(
-        api,
-        &written,
-        found.conversion.managed_fields(managers).into(),
-    )
-    .await
+    Ok(Attempt::Written)
+}
+
+fn is_conflict(error: &kube::Error) -> bool {
+    matches!(error, kube::Error::Api(status) if status.code == 409)
 }
 
 /// Whether an object has all the fields that a conversion adds.
@@ -314,24 +352,54 @@ fn keeps(object: &DynamicObject, found: &Found) -> bool {
     })
 }
 
+/// The entries of an object's `metadata.managedFields`.
+fn managers_of(object: &DynamicObject) -> anyhow::Result<Vec<Value>> {
+    let managers = serde_json::to_value(&object.metadata.managed_fields)?;
+    Ok(managers.as_array().cloned().unwrap_or_default())
+}
+
 /// Returns field ownership to `managers`: an entry of this command would conflict with a later apply.
-async fn give_back(
-    api: &Api<DynamicObject>,
-    object: &DynamicObject,
-    managers: Value,
-) -> anyhow::Result<()> {
-    if managers.as_array().is_none_or(Vec::is_empty) {
-        return Ok(());
+async fn give_back(api: &Api<DynamicObject>, name: &str, managers: &[Value]) -> anyhow::Result<()> {
+    let deadline = tokio::time::Instant::now() + PATIENCE;
+    while !managers.is_empty() {
+        let current = api.get(name).await?;
+        let change = json!({"metadata": {
+            "resourceVersion": current.metadata.resource_version,
+            "managedFields": returned(managers, &managers_of(&current)?),
+        }});
+        match patched(api, name, &change, false).await {
+            Err(error) if is_conflict(&error) && tokio::time::Instant::now() < deadline => {}
+            given => {
+                given.with_context(|| {
+                    format!("{name} was converted, and {MANAGER} owns fields of it\n  a later server-side apply of it may need --force-conflicts")
+                })?;
+                break;
+            }
+        }
     }
-    let name = object.metadata.name.as_deref().unwrap_or_default();
-    let change = json!({
-        "metadata": {"managedFields": managers},
-    });
-    let given = patched(api, name, &change, false).await;
-    given.with_context(|| {
-        format!("{name} was converted, and {MANAGER} owns fields of it\n  a later server-side apply of it may need --force-conflicts")
-    })?;
     Ok(())
+}
+
+/// Owners of an object's fields as they were `before` this command wrote, with what others have written since: the status,
+/// and fields of managers that had none.
+fn returned(before: &[Value], current: &[Value]) -> Vec<Value> {
+    let owns_spec = |entry: &&Value| entry["subresource"].is_null();
+    let is_same = |one: &Value, other: &Value| {
+        one["manager"] == other["manager"] && one["operation"] == other["operation"]
+    };
+    let since = current.iter().filter(|entry| {
+        let was_there = before
+            .iter()
+            .filter(owns_spec)
+            .any(|other| is_same(entry, other));
+        entry["manager"] != MANAGER && !(owns_spec(entry) && was_there)
+    });
+    before
+        .iter()
+        .filter(owns_spec)
+        .chain(since)
+        .cloned()
+        .collect()
 }
 
 /// Applies a merge patch to an object; a trial run writes nothing.
@@ -382,6 +450,30 @@ mod tests {
             &json!({"a": {"b": null}, "d": 4, "e": {"f": 5}}),
         );
         assert_eq!(object, json!({"a": {"c": 2}, "d": 4, "e": {"f": 5}}));
+    }
+
+    #[test]
+    fn ownership_returns_and_what_was_written_since_stays() {
+        let entry = |manager: &str, subresource: Option<&str>, field: &str| {
+            let mut entry =
+                json!({"manager": manager, "operation": "Apply", "fieldsV1": {field: {}}});
+            if let Some(subresource) = subresource {
+                entry["subresource"] = json!(subresource);
+            }
+            entry
+        };
+        let before = [
+            entry("helm", None, "f:new"),
+            entry("hearth", Some("status"), "f:old-status"),
+        ];
+        let current = [
+            entry("helm", None, "f:rest"),
+            entry("hearth", Some("status"), "f:new-status"),
+            entry("ada", None, "f:label"),
+            entry(MANAGER, None, "f:new"),
+        ];
+        let wanted = [before[0].clone(), current[1].clone(), current[2].clone()];
+        assert_eq!(returned(&before, &current), wanted);
     }
 
     #[test]

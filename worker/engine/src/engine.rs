@@ -339,7 +339,7 @@ impl Engine {
         self.inner.options.max_batch + self.inner.options.max_queue
     }
 
-    /// Where the prompt is computed, with the numerics as an index.
+    /// The scheduler's work for a prefill location, its numerics given as an index.
     fn work(&self, prefill: PrefillLocation) -> Work {
         let PrefillLocation::Remote { numerics } = prefill else {
             return Work::Generate;

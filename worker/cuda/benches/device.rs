@@ -2,8 +2,8 @@
 //!
 //!     cargo bench -p hearth-cuda [-- linear | experts | attention | copies | compile]
 //!
-//! Shapes are DeepSeek-V3's and Qwen3's. Times are medians of runs of several launches each; docs/benchmarks/gpu.sh
-//! measures other engines.
+//! Shapes are DeepSeek-V3's and Qwen3's. Times are medians of runs of several launches
+//! each; docs/benchmarks/gpu.sh measures other engines.
 #![allow(clippy::unwrap_used)] // a benchmark that cannot set itself up has failed
 
 use std::path::PathBuf;

@@ -34,8 +34,7 @@ struct Cache {
     int last;
 };
 
-// This thread's two rows of work: position -1 if there is no such row, else also the row of `out`, batch row * heads +
-// head.
+// This thread's two rows of work: position -1 if there is no such row, else also the row of `out`, batch row * heads + head.
 struct Work {
     int positions[2];
     int rows[2];
@@ -180,8 +179,8 @@ __device__ __forceinline__ void walk_tiles(
 }
 
 // heads is a multiple of kv_heads; blocks are tables of block numbers, of which a tile's starts at tile.table; a block
-// holds block_tokens records of token_bytes: the keys of all kv heads, then their values unless the value is in the
-// key. q [rows][heads][K_DIM].
+// holds block_tokens records of token_bytes: the keys of all kv heads, then their values
+// unless the value is in the key. q [rows][heads][K_DIM].
 extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS, 1) attention(
     float* out, float* partials, const float* q, const unsigned char* layer, const AttentionTile* tiles, const unsigned* blocks,
     int heads, int kv_heads, int block_tokens, int token_bytes, float scale, int splits) {
@@ -227,8 +226,8 @@ extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS, 1) attention(
     walk_tiles({out, partials, splits}, stages, scores, queries, cache, work, first_tile, end_tile, at);
 }
 
-// Grid (rows, heads), 128 threads: computes out [rows][heads][V_DIM] from the splits that each row reaches; positions
-// are the rows' absolute ones.
+// Grid (rows, heads), 128 threads: computes out [rows][heads][V_DIM] from the splits that each
+// row reaches; positions are the rows' absolute ones.
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) attention_merge(
     float* out, const float* partials, const int* positions, int rows, int heads, int splits) {
     int row = blockIdx.x;

@@ -109,8 +109,7 @@ __device__ __forceinline__ void query_fragments(unsigned (&a)[TERMS][4], const Q
 }
 
 // Scores of the warp's rows with its share of the tile's keys, into `scores` [ROWS][SCORE_PITCH]. Each term of the
-// queries has a separate chain over ascending k, so that several products are in flight; the chains are added from the
-// least significant.
+// queries has a separate chain over ascending k, so that several products are in flight; the chains are added from the least significant.
 __device__ __forceinline__ void score_keys(float* scores, const Queries& queries, const unsigned short* keys, const Lane& at) {
     float sums[TERMS][WARP_KEYS / 8][4] = {};
     int first_key = at.column_warp * WARP_KEYS;
@@ -151,8 +150,8 @@ __device__ __forceinline__ void score_keys(float* scores, const Queries& queries
 }
 
 // One softmax step of row h over the tile from position `first`: its scores become probabilities relative to the new
-// m, as A fragments; a position after the row's own has probability 0. A tile wholly after it leaves m and l unchanged
-// and gives the factor 1.
+// m, as A fragments; a position after the row's own has probability 0. A tile wholly after it
+// leaves m and l unchanged and gives the factor 1.
 __device__ __forceinline__ float softmax_row(
     unsigned (&p)[KEY_TILE / STEP][TERMS][4], State& state, int h, const float* scores, int first, int position, const Lane& at) {
     const float* row = scores + (at.row + at.group + 8 * h) * SCORE_PITCH;
@@ -171,8 +170,7 @@ __device__ __forceinline__ float softmax_row(
     // Before the row's first score everything is -inf, and only differences from a finite number are defined.
     float origin = largest == minus_infinity() ? 0.0f : largest;
     float factor = expf(state.m[h] - origin);
-    // Added by intrinsic: a compiler that fused the last product inside expf into the sum would do so in one variant
-    // and not in another.
+    // Added by intrinsic: a compiler that fused the last product inside expf into the sum would do so in one variant and not in another.
     float sum = 0.0f;
 #pragma unroll
     for (int n = 0; n < KEY_TILE / 8; ++n) {
@@ -192,8 +190,7 @@ __device__ __forceinline__ float softmax_row(
 }
 
 // Softmax of the tile and its values: o = o * factor + Σ p v, the sum starting from zero over ascending keys, each
-// step's terms from the least significant. All warps of the same rows compute the same softmax, which is cheaper than
-// exchanging it.
+// step's terms from the least significant. All warps of the same rows compute the same softmax, which is cheaper than exchanging it.
 __device__ __forceinline__ void attend_tile(
     State& state, const float* scores, const unsigned short* values, int first, const int (&positions)[2], const Lane& at) {
     unsigned p[KEY_TILE / STEP][TERMS][4];

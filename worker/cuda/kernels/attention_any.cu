@@ -42,8 +42,7 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
-// Products of the query with `count` keys from position `first`, each by one warp, into `scores`; the tile's other
-// scores are -inf.
+// Products of the query with `count` keys from position `first`, each by one warp, into `scores`; the tile's other scores are -inf.
 __device__ __forceinline__ void score_tile(float* scores, const float* query, const Records& r, int first, int count, int k_dim) {
     int lane = threadIdx.x % 32;
     for (int j = threadIdx.x / 32; j < KEY_TILE; j += ANY_WARPS) {

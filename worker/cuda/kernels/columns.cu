@@ -26,8 +26,8 @@ extern "C" __global__ void columns(float* y, const float* x, int rows, int group
     }
 }
 
-// Grid (rows, ceil(groups * (a_cols + b_cols) / 1024)), 256 threads: y [rows][groups][a_cols + b_cols] is each group
-// of a followed by that of b.
+// Grid (rows, ceil(groups * (a_cols + b_cols) / 1024)), 256 threads: y [rows][groups][a_cols +
+// b_cols] is each group of a followed by that of b.
 extern "C" __global__ void interleave(float* y, const float* a, const float* b, int rows, int groups, int a_cols, int b_cols) {
     int row = blockIdx.x;
     int start = quad_column();

@@ -69,8 +69,8 @@ __device__ __forceinline__ unsigned short float_to_bf16(float x) {
 }
 
 // Converts two e4m3, each given as a signed 16-bit integer, to bf16. Exponent and mantissa shifted into place, below
-// the sign, form a bf16 that is too small by 2^120 (biases 127 and 7), including subnormals, so one exact product by
-// 2^120 (0x7b80) remains.
+// the sign, form a bf16 that is too small by 2^120 (biases 127 and 7), including subnormals,
+// so one exact product by 2^120 (0x7b80) remains.
 __device__ __forceinline__ unsigned e4m3x2_to_bf16x2(unsigned extended) {
     return multiply_bf16x2((extended << 4) & 0x87f087f0u, 0x7b807b80u);
 }

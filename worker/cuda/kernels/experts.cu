@@ -1,8 +1,7 @@
 // Routed experts, grouped: slots (a token's choice of an expert) are sorted by expert and cut into tiles of one expert
 // each by moe_sort.cu. A grid row is a tile, and rows past *tile_count return immediately, so that one launch fits
 // every routing. Tiles of the decode kernels have at most 8 slots, those of the tiled kernels at most 64; the tiled
-// kernels need 96 KiB of dynamic shared memory, and tiles of one expert run together, so that its weights come from
-// memory once.
+// kernels need 96 KiB of dynamic shared memory, and tiles of one expert run together, so that its weights come from memory once.
 //
 // Gate and up share a block: its first 64 outputs are the gate's and the others are the up's for the same columns, so
 // each token is read once and h is computed where both are available.
@@ -18,8 +17,7 @@ __device__ __forceinline__ Tokens tile_tokens(
     return {static_cast<const unsigned char*>(terms), scales, tile_rows, tile.first, tile.count, term_rows, padded};
 }
 
-// Stores the lane's sums of 16 outputs from `output` and the tile's slots `token` .. `token + 7` to y[slot][n] where
-// they exist.
+// Stores the lane's sums of 16 outputs from `output` and the tile's slots `token` .. `token + 7` to y[slot][n] where they exist.
 __device__ __forceinline__ void store_slots(float* y, const float (&sum)[4], const Tile& tile, int output, int token, int n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

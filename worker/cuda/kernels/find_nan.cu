@@ -1,8 +1,7 @@
 // FP8 weights are checked once for NaN codes (0x7f, 0xff), so that conversions need not handle them.
 #include "common.cuh"
 
-// Whether one of the four codes is NaN: without its sign a code is at most 0x7f, and adding one sets the sign bit of
-// that one only.
+// Whether one of the four codes is NaN: without its sign a code is at most 0x7f, and adding one sets the sign bit of that one only.
 __device__ __forceinline__ bool any_nan(unsigned codes) { return (((codes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u) != 0; }
 
 // Sets *found |= 1 if one of n bytes is NaN; `fp8` is aligned to 16. Any one-dimensional grid.

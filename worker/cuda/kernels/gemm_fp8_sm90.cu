@@ -3,8 +3,7 @@
 // grid (ceil(n / 128), ceil(rows / 128), segments or 1), 256 threads, SHARED_BYTES of dynamic shared memory. With
 // gridDim.z > 1 each z computes one segment into `partials`.
 //
-// Copies are cp.async, and waits are for copy groups and block barriers, so no wait depends on a count that could be
-// wrong.
+// Copies are cp.async, and waits are for copy groups and block barriers, so no wait depends on a count that could be wrong.
 //
 // The order of the sums is the contract's, but the bits are not those of mma.sync: for 9.0 the compiler builds an e4m3
 // mma.sync from f16 products, while wgmma adds the e4m3 products in the tensor core's own shorter format. To keep a
@@ -36,12 +35,10 @@ __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned shared)
     return (unsigned long long)(shared >> 4 & 0x3fffu) | 1ull << 16 | (unsigned long long)(PATTERN_BYTES >> 4) << 32 | 1ull << 62;
 }
 
-// The 128-byte swizzle permutes the 16-byte chunks of a row by the row's index modulo eight: address bits 4..6 ^= bits
-// 7..9.
+// The 128-byte swizzle permutes the 16-byte chunks of a row by the row's index modulo eight: address bits 4..6 ^= bits 7..9.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return row * BLOCK + (chunk ^ (row & 7)) * 16; }
 
-// A tile's operands: the first row of tokens and of weights, the number of rows that exist from there, and the row
-// distance.
+// A tile's operands: the first row of tokens and of weights, the number of rows that exist from there, and the row distance.
 struct Operands {
     const unsigned char* tokens;
     const unsigned char* weights;
@@ -51,8 +48,7 @@ struct Operands {
     int ld;
 };
 
-// Starts the copy of block `block`; rows that do not exist are zeros. From block `end` on, an empty group keeps the
-// group count.
+// Starts the copy of block `block`; rows that do not exist are zeros. From block `end` on, an empty group keeps the group count.
 __device__ __forceinline__ void copy_stage(unsigned char* shared, const Operands& from, int block, int end) {
     if (block < end) {
         unsigned char* stage = shared + block % STAGES * STAGE_BYTES;
@@ -113,8 +109,7 @@ __device__ __forceinline__ Scales load_scales(const ScaleRows& at, int block) {
     return scales;
 }
 
-// segment = fmaf(dot, scale, segment), as fold_block of matmul.cuh. All lanes take the same branch, and rarely the
-// second.
+// segment = fmaf(dot, scale, segment), as fold_block of matmul.cuh. All lanes take the same branch, and rarely the second.
 __device__ __forceinline__ void fold_block(float (&segment)[SUMS], const float (&dot)[SUMS], const Scales& scales, int change) {
     if (change == TILE) {
 #pragma unroll
@@ -138,8 +133,7 @@ __device__ __forceinline__ void multiply_tile(
     for (int i = 0; i < STAGES - 1; ++i) copy_stage(shared, from, first + i, end);
 #pragma unroll 1
     for (int block = first; block < end; ++block) {
-        // After the barrier this stage is complete, and both warpgroups have left the previous one, which is filled
-        // again.
+        // After the barrier this stage is complete, and both warpgroups have left the previous one, which is filled again.
         cp_async_wait<STAGES - 2>();
         fence_async_proxy();
         __syncthreads();

@@ -1,7 +1,6 @@
 // Records of the paged cache: written from f32 rows, and copied out and in as bytes. KV_TYPE: 0 f32, 1 bf16.
 //
-// A record is one token's keys of all heads, then its values of all heads; `offsets` are the records' byte offsets in
-// the layer.
+// A record is one token's keys of all heads, then its values of all heads; `offsets` are the records' byte offsets in the layer.
 
 #include "quads.cuh"
 
@@ -49,8 +48,7 @@ extern "C" __global__ void kv_append(
     }
 }
 
-// Copies one record with the whole block, 16 bytes at a time if records are aligned for it; every record has an even
-// length.
+// Copies one record with the whole block, 16 bytes at a time if records are aligned for it; every record has an even length.
 __device__ __forceinline__ void copy_record(unsigned char* to, const unsigned char* from, int record_bytes) {
     if (record_bytes % 16 == 0) {
         for (int i = 16 * threadIdx.x; i < record_bytes; i += 16 * blockDim.x) {

@@ -98,8 +98,7 @@ __device__ __forceinline__ void row_fragment(unsigned (&a)[WEIGHT_TERMS][4], con
 }
 
 // Position of 16-byte chunk `chunk` of row `row` in a shared memory matrix of CHUNKS chunks per row, when a quad reads
-// 64 consecutive bytes of its row: the eight lanes that are served together (two rows) hit 128 different bytes of the
-// banks.
+// 64 consecutive bytes of its row: the eight lanes that are served together (two rows) hit 128 different bytes of the banks.
 template <int CHUNKS>
 __device__ __forceinline__ int place_64(int row, int chunk) {
     return row * CHUNKS + (CHUNKS >= 8 ? chunk ^ ((row & 1) << 2) : chunk);
@@ -291,8 +290,7 @@ constexpr int DECODE_CHUNKS = DECODE_BLOCKS * BLOCK * TERM_BYTES / 16;          
 constexpr int DECODE_STAGE_BYTES = TERMS * DECODE_TOKENS * DECODE_CHUNKS * 16;
 static_assert(DECODE_BLOCKS * UNITS % RING == 0 && BLOCKS_OF_SEGMENT % DECODE_BLOCKS == 0, "a stage takes the ring round whole times");
 
-// Starts the copy of the stage of activations that begins at `block`; tokens from x.count on and columns from `end` on
-// are zeros.
+// Starts the copy of the stage of activations that begins at `block`; tokens from x.count on and columns from `end` on are zeros.
 __device__ __forceinline__ void decode_stage(unsigned char* stage, const Tokens& x, const unsigned char* row_terms, int block, int end) {
     int row = threadIdx.x / DECODE_CHUNKS, chunk = threadIdx.x % DECODE_CHUNKS;
     if (row < DECODE_TOKENS) {
@@ -402,8 +400,7 @@ struct Half {
     int first;
 };
 
-// Source of a thread's copies into each stage: one 16-byte column of chunks of the weights' rows, and one of the
-// tokens'.
+// Source of a thread's copies into each stage: one 16-byte column of chunks of the weights' rows, and one of the tokens'.
 struct TileCopy {
     static constexpr int WEIGHT_STEP = THREADS / WEIGHT_CHUNKS;                    // rows from one copy to the next
     static constexpr int WEIGHT_COPIES = HALF_OUTPUTS / WEIGHT_STEP;               // of each half
@@ -513,8 +510,7 @@ __device__ __forceinline__ void tiled_products(
 #pragma unroll 1
         for (int s = 0; s < BLOCK / STAGE_COLS; ++s) {
             int index = block * (BLOCK / STAGE_COLS) + s;
-            // After the barrier this stage is complete, and every warp has left the previous one, which is filled
-            // again.
+            // After the barrier this stage is complete, and every warp has left the previous one, which is filled again.
             cp_async_wait<STAGES - 2>();
             __syncthreads();
             tile_stage(shared, copy, index + STAGES - 1, stages);

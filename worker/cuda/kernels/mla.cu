@@ -15,8 +15,7 @@ constexpr int MLA_ROWS = 32;
 constexpr int MLA_STEP = 32;
 constexpr int MLA_QUADS = MLA_STEP * MLA_OUTPUTS / 4 / MLA_THREADS;            // weight quads of a thread in one step
 constexpr int MLA_INPUTS = MLA_STEP * MLA_ROWS / MLA_THREADS;                  // inputs of a thread in one step
-// Pitches are whole quads, to keep quads aligned, and not multiples of 32 banks, so that columns do not all fall into
-// one.
+// Pitches are whole quads, to keep quads aligned, and not multiples of 32 banks, so that columns do not all fall into one.
 constexpr int MLA_PITCH = MLA_OUTPUTS + 4;
 constexpr int MLA_INPUT_PITCH = MLA_ROWS + 4;
 

@@ -1,6 +1,5 @@
 // From routing to work: slots (token * top_k + j) sorted by expert, stably, and cut into tiles of one expert. One
-// block of 1024 threads. Each warp takes a run of slots in order and counts its own, so the order never depends on
-// which warp is faster.
+// block of 1024 threads. Each warp takes a run of slots in order and counts its own, so the order never depends on which warp is faster.
 #include "common.cuh"
 
 constexpr int THREADS = 1024;
@@ -30,8 +29,8 @@ __device__ __forceinline__ int sum_before(int value, int& all) {
 }
 
 // The warp's slots of 32 from `base`, before `end`: the expert of this lane's slot (MOST_EXPERTS: none), the number of
-// previous slots of the same expert in these 32, and whether it is the last of them. Experts that are not here have no
-// position in the order.
+// previous slots of the same expert in these 32, and whether it is the last of them.
+// Experts that are not here have no position in the order.
 struct Ranked {
     int expert;
     int rank;
@@ -47,8 +46,7 @@ __device__ __forceinline__ Ranked rank_slots(const unsigned* experts, int n_expe
     return {(int)expert, rank, expert < MOST_EXPERTS && rank == __popc(same) - 1};
 }
 
-// of_warp becomes the number of the same expert's slots in previous warps; first_slot and first_tile become each
-// expert's start.
+// of_warp becomes the number of the same expert's slots in previous warps; first_slot and first_tile become each expert's start.
 __device__ __forceinline__ void sum_counts(Counts& counts, int tile_rows, int* tile_count, int& slots, int& tiles) {
     int expert = threadIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     slots = 0;

@@ -1,5 +1,4 @@
-// Operations that CUDA C++ offers only as inline PTX, each as a function. The host model implements its own version of
-// each.
+// Operations that CUDA C++ offers only as inline PTX, each as a function. The host model implements its own version of each.
 #pragma once
 
 #ifdef HEARTH_HOST_MODEL

@@ -1,5 +1,4 @@
-// Rows of f32 in quads: each thread takes four neighbouring columns with one 16-byte access if rows are aligned for
-// it.
+// Rows of f32 in quads: each thread takes four neighbouring columns with one 16-byte access if rows are aligned for it.
 #pragma once
 
 #include "common.cuh"

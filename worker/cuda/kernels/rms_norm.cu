@@ -25,8 +25,7 @@ __device__ __forceinline__ float block_sum(float x) {
 }
 
 // Normalises one group with `width` lanes, of which this is lane `lane`. With a residual, x is the delta: their sum is
-// stored in the residual and normalised. In the second pass each lane reads only columns that it wrote itself in the
-// first.
+// stored in the residual and normalised. In the second pass each lane reads only columns that it wrote itself in the first.
 template <bool ADD>
 __device__ __forceinline__ void norm_group(
     float* y, float* residual, const float* x, const float* weight, float eps, int cols, int lane, int width) {

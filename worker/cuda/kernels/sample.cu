@@ -39,8 +39,7 @@ __device__ __forceinline__ Best best_of_block(SampleScratch& scratch, Best best)
     return best;
 }
 
-// The largest raw logit. Copies the logits if `copy` is not null; fault becomes 1 + the first token whose logit is not
-// finite.
+// The largest raw logit. Copies the logits if `copy` is not null; fault becomes 1 + the first token whose logit is not finite.
 __device__ __forceinline__ Best scan_logits(SampleScratch& scratch, float* copy, const float* logits, int vocab) {
     Range range = own_part(vocab);
     Best best = {bits_float(0xff800000u), vocab};
@@ -102,8 +101,8 @@ __device__ __forceinline__ Best scan_adjusted(SampleScratch& scratch, float* z, 
 }
 
 // Probabilities relative to the likeliest token's. The quotient is computed in f64, where neither a difference of
-// large logits nor a small temperature overflows; the inverse is corrected by the remainder, which costs less than a
-// division and is as exact.
+// large logits nor a small temperature overflows; the inverse is corrected by the remainder,
+// which costs less than a division and is as exact.
 __device__ __forceinline__ void weigh(float* weights, const float* adjusted, float largest, float temperature, int vocab) {
     Range range = own_part(vocab);
     double divisor = (double)temperature;
@@ -145,8 +144,7 @@ __device__ __forceinline__ Key filter(SelectScratch& scratch, const Weights& wei
     return threshold;
 }
 
-// By one warp: the first kept token of the range at which the running sum exceeds the target, or otherwise its last
-// kept token.
+// By one warp: the first kept token of the range at which the running sum exceeds the target, or otherwise its last kept token.
 __device__ __forceinline__ int draw_in_range(const Weights& weights, const Range& range, Key threshold, double sum, double target) {
     int lane = threadIdx.x % 32;
     int last = -1;

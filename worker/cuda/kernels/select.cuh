@@ -2,8 +2,7 @@
 //
 // Tokens rank by their key: weight bits, then the complement of the id, so that all keys differ, a greater weight
 // comes first and ties go to the lower id. A set of likeliest tokens is then "all keys from a threshold on", and a
-// search finds the threshold digit by digit from the top, with one histogram of the keys that share the digits found
-// so far.
+// search finds the threshold digit by digit from the top, with one histogram of the keys that share the digits found so far.
 //
 // Each warp owns a range of ids and walks it in ascending order; sums are lanes' sums in ascending order, a fixed tree
 // over the lanes, then the warps in order. Every result is therefore the same in every run.
@@ -86,8 +85,7 @@ __device__ __forceinline__ double warp_sum(double x) {
     return x;
 }
 
-// Each warp's sum, over its part of `whole`, of the weights with keys from `threshold` on, into scratch.sums, between
-// two barriers.
+// Each warp's sum, over its part of `whole`, of the weights with keys from `threshold` on, into scratch.sums, between two barriers.
 __device__ __forceinline__ void sum_parts(SelectScratch& scratch, const Weights& weights, const Range& whole, Key threshold) {
     __syncthreads();
     Range range = part_of(whole, threadIdx.x / 32);
@@ -166,8 +164,8 @@ __device__ __forceinline__ double bin_mass(const Histogram& histogram, int bin, 
 }
 
 // One warp's choice of the bin, from the greatest key down, in which count or mass is reached; if none, the last that
-// holds a key. `bin` becomes -1 if the histogram is empty. Each lane adds up eight bins, and the lane in which it is
-// reached walks them again.
+// holds a key. `bin` becomes -1 if the histogram is empty. Each lane adds up eight bins,
+// and the lane in which it is reached walks them again.
 __device__ __forceinline__ void choose_bin(SelectScratch& scratch, unsigned count, double mass, Key prefix, int shift) {
     constexpr int LANE_BINS = DIGITS / 32;
     const Histogram& histogram = scratch.histogram;

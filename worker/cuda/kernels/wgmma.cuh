@@ -34,8 +34,7 @@ __device__ __forceinline__ void wgmma_m64n128k32(float (&d)[64], unsigned long l
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
-// The compiler does not know that wgmma writes its accumulators until the wait: this keeps it from moving accesses
-// across.
+// The compiler does not know that wgmma writes its accumulators until the wait: this keeps it from moving accesses across.
 __device__ __forceinline__ void keep_in_order(float (&d)[64]) {
 #pragma unroll
     for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(d[i])::"memory");

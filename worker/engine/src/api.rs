@@ -33,8 +33,8 @@ pub struct EngineOptions {
     pub context_length: usize,
     /// Requests that may wait in addition to the `max_batch` that run.
     pub max_queue: usize,
-    /// Everything but the weights that the engine's results depend on, down to the bit; KV with other numerics is kept
-    /// apart from its own.
+    /// Everything but the weights that the engine's results depend on, down to the bit;
+    /// KV with other numerics is kept apart from its own.
     pub numerics: String,
     /// Needed for grammars; if `None`, a request with a grammar is refused.
     pub grammar_tokenizer: Option<Arc<GrammarTokenizer>>,

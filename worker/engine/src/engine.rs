@@ -423,8 +423,8 @@ impl Engine {
         }
     }
 
-    /// Reason the answer is already complete with `generated`: the worker that delivered it died before it could
-    /// report that.
+    /// Reason the answer is already complete with `generated`:
+    /// the worker that delivered it died before it could report that.
     fn finished_by(
         &self,
         prompt: &[u32],

@@ -170,8 +170,8 @@ pub struct GrammarState {
 }
 
 impl GrammarState {
-    /// Mask of the tokens that may follow: bit `t % 32` of word `t / 32`. Includes `stop_tokens` where the
-    /// grammar may end.
+    /// Mask of the tokens that may follow: bit `t % 32` of word `t / 32`.
+    /// Includes `stop_tokens` where the grammar may end.
     ///
     /// # Errors
     /// [`GrammarError::Exhausted`] if the parser reaches its limits.

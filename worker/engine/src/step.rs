@@ -103,8 +103,8 @@ impl<F: Forward> StepLoop<F> {
         })
     }
 
-    /// Runs until the last handle is gone or a shutdown is requested. Whatever happens, every request gets
-    /// its last event.
+    /// Runs until the last handle is gone or a shutdown is requested.
+    /// Whatever happens, every request gets its last event.
     pub(crate) fn run(mut self) {
         if let Err(reason) = self.forward.bind_thread() {
             tracing::warn!(

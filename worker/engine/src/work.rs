@@ -25,8 +25,8 @@ pub(crate) struct StepWork {
 
 impl StepWork {
     /// Builds a step's batch, without sequences that were cancelled since it was scheduled; `can_sample`: the device
-    /// chooses if the request allows it. Requests whose next token cannot be chosen are left out and returned with the
-    /// reason.
+    /// chooses if the request allows it. Requests whose next token cannot be chosen
+    /// are left out and returned with the reason.
     pub(crate) fn new(
         step: &Step,
         requests: &mut BTreeMap<SequenceId, EngineRequest>,

@@ -55,8 +55,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// Clock of a measurement: the CPU time of a single thread, which excludes time when others had its CPU; with more
-/// threads, wall-clock time.
+/// Clock of a measurement: the CPU time of a single thread, which excludes time when others
+/// had its CPU; with more threads, wall-clock time.
 enum Clock {
     Cpu(Duration),
     Wall(std::time::Instant),

@@ -1,8 +1,8 @@
 //! CPU affinity of threads: queried from the kernel, and set.
 //!
 //! The kernel keeps a mask for each thread, within the CPUs of its control group (its cpuset). Shrinking or widening
-//! the cpuset changes the masks of running threads: they never fail because of it, but kernels before 6.2 forget what
-//! the thread was bound to.
+//! the cpuset changes the masks of running threads: they never fail because of it,
+//! but kernels before 6.2 forget what the thread was bound to.
 
 use std::io;
 

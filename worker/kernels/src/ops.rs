@@ -21,8 +21,8 @@ impl<B: ElementwiseOps + LinearOps + AttentionOps + ExpertOps + SampleOps> Backe
 
 /// A device: its threads, its description, and the end of a pass.
 pub trait DeviceOps: Send + Sync + 'static {
-    /// Called once by the thread that makes all later calls: a backend with threads of its own binds
-    /// this one along with them.
+    /// Called once by the thread that makes all later calls: a backend with threads
+    /// of its own binds this one along with them.
     ///
     /// # Errors
     /// [`KernelError::Device`] if the system refuses.
@@ -50,8 +50,8 @@ pub trait DeviceOps: Send + Sync + 'static {
     fn describe(&self) -> String;
     /// Identifier that two backends must share for their bits to be equal: it covers kernels, not threads.
     fn numerics(&self) -> String;
-    /// Read bandwidth of the device's memory while it is otherwise idle, from a buffer of `bytes` bytes, GB/s: the
-    /// yardstick for decode.
+    /// Read bandwidth of the device's memory while it is otherwise idle,
+    /// from a buffer of `bytes` bytes, GB/s: the yardstick for decode.
     fn read_bandwidth_gbps(&self, bytes: usize) -> Result<f64, KernelError>;
 
     /// Ends a forward pass: launches all work that the device has deferred.
@@ -266,14 +266,14 @@ pub trait ExpertOps: RouterOps {
 
 /// Choice of tokens on the device.
 pub trait SampleOps: MemoryOps {
-    /// Whether [`SampleOps::sample`] can choose among `vocab` tokens; if not, as on the CPU, the host chooses from
-    /// downloaded logits.
+    /// Whether [`SampleOps::sample`] can choose among `vocab` tokens; if not,
+    /// as on the CPU, the host chooses from downloaded logits.
     fn can_sample(&self, _vocab: usize) -> bool {
         false
     }
 
-    /// Chooses a token from each of the first `rows.len()` rows of logits `[rows, vocab]`, so that only tokens are
-    /// copied to the host.
+    /// Chooses a token from each of the first `rows.len()` rows of logits `[rows,
+    /// vocab]`, so that only tokens are copied to the host.
     ///
     /// # Errors
     /// [`KernelError::Device`] if [`SampleOps::can_sample`] returns false.

@@ -22,8 +22,8 @@ pub struct SampleSpec {
     pub frequency_penalty: f32,
     /// Subtracted once from each token that occurs in the answer.
     pub presence_penalty: f32,
-    /// Tokens that the penalties affect, each once, with the number of occurrences in the answer; 0: in the prompt
-    /// only.
+    /// Tokens that the penalties affect, each once, with the number of
+    /// occurrences in the answer; 0: in the prompt only.
     pub used: Vec<(u32, u32)>,
     /// Added to the logits of these tokens, each listed once.
     pub biases: Vec<(u32, f32)>,

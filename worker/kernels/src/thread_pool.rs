@@ -41,8 +41,8 @@ struct Placement {
 pub struct Piece<'j> {
     /// Index of the piece, `0..pieces`.
     pub index: usize,
-    /// Number of the thread that computes it, `0..threads`; 0 is the caller. Threads never share a number at the same
-    /// time.
+    /// Number of the thread that computes it, `0..threads`; 0 is the caller.
+    /// Threads never share a number at the same time.
     pub worker: usize,
     aborted: &'j AtomicBool,
 }
@@ -110,8 +110,8 @@ impl Job<'_> {
 }
 
 impl ThreadPool {
-    /// Starts `threads - 1` threads; the caller of [`run`](Self::run) is the last one. They may run on the calling
-    /// thread's CPUs.
+    /// Starts `threads - 1` threads; the caller of [`run`](Self::run) is the last one.
+    /// They may run on the calling thread's CPUs.
     ///
     /// # Errors
     /// [`KernelError::Device`] if a thread cannot be started.
@@ -195,8 +195,8 @@ impl ThreadPool {
         outcome
     }
 
-    /// Makes the calling thread the caller of all later [`run`](Self::run)s: it is bound along with the others, now
-    /// and whenever they are.
+    /// Makes the calling thread the caller of all later [`run`](Self::run)s:
+    /// it is bound along with the others, now and whenever they are.
     ///
     /// # Errors
     /// [`KernelError::Device`] if the system refuses.

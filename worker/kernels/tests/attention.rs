@@ -77,7 +77,7 @@ impl Sequence {
         }
     }
 
-    /// Blocks in a non-contiguous order, none of them shared with another `first`.
+    /// Blocks from `first` on, in descending order.
     fn blocks(&self, first: u32) -> Vec<BlockId> {
         let n = self.layout.blocks_for(self.tokens) as u32;
         (0..n).rev().map(|i| BlockId(first + i)).collect()

@@ -216,8 +216,8 @@ impl CudaBackend {
         self.run_slots(out, 0, x.rows, &terms, self.host(&table)?, shape, &slots)
     }
 
-    /// Sorts the choices of `tokens` tokens from `first` on the device; the returned buffer holds the data that the
-    /// slots point to.
+    /// Sorts the choices of `tokens` tokens from `first` on the device;
+    /// the returned buffer holds the data that the slots point to.
     fn sort(
         &self,
         chosen: &CudaChosen,
@@ -358,8 +358,8 @@ impl CudaBackend {
     }
 }
 
-/// With few tokens per expert, tiles of the decode kernel, which is bound by the weights; else those of the tiled one.
-/// The bits are the same.
+/// Rows of a tile: those of the decode kernel, which is bound by the weights, for few tokens per expert; else those of
+/// the tiled one. The bits are the same.
 fn tile_rows(slots: usize, experts: usize) -> usize {
     if slots <= experts * DECODE_ROWS {
         DECODE_ROWS

@@ -1,5 +1,5 @@
-//! The paged KV cache on the device: the same bytes at the same offsets as on the CPU, so that workers exchange them
-//! as they are.
+//! The paged KV cache on the device: the same bytes at the same offsets as on the
+//! CPU, so that workers exchange them as they are.
 
 use hearth_kernels::ops::KvOps;
 use hearth_kernels::{BlockId, DType, KernelError, KvDType, KvLayout, Span, checks};

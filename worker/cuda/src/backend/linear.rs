@@ -165,8 +165,8 @@ impl CudaBackend {
         self.launch(kernel, grid, product.args(None))
     }
 
-    /// Converts the rows of `x` to the form that kernels for weights of `dtype` take; cached while the tensor does not
-    /// change.
+    /// Converts the rows of `x` to the form that kernels for weights of `dtype`
+    /// take; cached while the tensor does not change.
     pub(super) fn terms(&self, x: &CudaTensor, dtype: DType) -> Result<Arc<Terms>, KernelError> {
         let activations = self.activations_for(dtype);
         let is_own = activations == self.activations;

@@ -81,8 +81,8 @@ impl CudaBackend {
     /// Opens the GPU.
     ///
     /// # Errors
-    /// [`KernelError::Device`] if there is no driver, it is too old, there is no such GPU, or it does not support
-    /// `options`.
+    /// [`KernelError::Device`] if there is no driver, it is too old,
+    /// there is no such GPU, or it does not support `options`.
     pub fn new(options: CudaOptions) -> Result<Self, KernelError> {
         let CudaOptions {
             uuid,
@@ -153,8 +153,8 @@ impl CudaBackend {
         self.queue.synchronize()
     }
 
-    /// Checks, with [`CudaOptions::sentinels`], the patterns around every buffer that has existed since the last call,
-    /// and returns their number.
+    /// Checks, with [`CudaOptions::sentinels`], the patterns around every buffer that has
+    /// existed since the last call, and returns their number.
     ///
     /// # Errors
     /// [`KernelError::Device`] naming the first buffer whose pattern a kernel overwrote.
@@ -216,8 +216,8 @@ impl CudaBackend {
 
 impl Drop for CudaBackend {
     fn drop(&mut self) {
-        // Compilers still running use libraries that end with the process; pages are released while a context is
-        // current.
+        // Compilers still running use libraries that end with the process;
+        // pages are released while a context is current.
         self.modules.wait();
         let _ = self.uploader.release();
     }

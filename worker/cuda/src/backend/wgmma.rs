@@ -42,8 +42,8 @@ impl CudaBackend {
         })
     }
 
-    /// Computes the product with wgmma; if the blocks would leave half the device idle, each sum is cut into its
-    /// segments.
+    /// Computes the product with wgmma; if the blocks would leave half the device
+    /// idle, each sum is cut into its segments.
     pub(super) fn by_wgmma(&self, product: &Product<'_>) -> Result<(), KernelError> {
         let [columns, rows] = tiles(product.y);
         let is_few = 2 * columns * rows <= self.device.info.multiprocessors as usize;

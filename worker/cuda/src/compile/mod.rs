@@ -63,8 +63,8 @@ pub fn compile_all(
     Ok(report)
 }
 
-/// Reason workers on this machine cannot compute on its GPUs; `None` if they can. `ahead`: directories of kernels
-/// compiled ahead of time.
+/// Reason workers on this machine cannot compute on its GPUs; `None` if they can. `ahead`:
+/// directories of kernels compiled ahead of time.
 pub fn obstacle(ahead: &[PathBuf], nvrtc: Option<&Path>) -> Option<String> {
     let is_usable = || -> Result<(), KernelError> {
         let gpus = crate::driver::devices()?;

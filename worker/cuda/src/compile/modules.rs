@@ -135,8 +135,8 @@ impl Modules {
         }
     }
 
-    /// Loads the module from the cache if it has the variant and the driver accepts it; otherwise compiles and stores
-    /// it.
+    /// Loads the module from the cache if it has the variant and the driver
+    /// accepts it; otherwise compiles and stores it.
     fn load(&self, variant: &Variant) -> Result<Module, KernelError> {
         let architecture = self.device.info.architecture();
         let key = variant.cache_key(&architecture);

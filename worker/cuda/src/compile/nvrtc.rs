@@ -22,8 +22,8 @@ fn is_present() -> bool {
     unsafe { sys::is_culib_present() }
 }
 
-/// Loads the library permanently from a directory, so that it is then found by name; returns the reason if it exists
-/// but cannot be loaded.
+/// Loads the library permanently from a directory, so that it is then found by name;
+/// returns the reason if it exists but cannot be loaded.
 fn load_from(directory: &Path) -> Option<String> {
     let path = directory.join(LIBRARY);
     // SAFETY: as above.

@@ -51,8 +51,8 @@ pub(super) const HEADERS: &[(&str, &str)] = &[
     ("wgmma.cuh", include_str!("../../kernels/wgmma.cuh")),
 ];
 
-/// Options of every compilation. Contraction is NVRTC's default; where the order of rounding matters, the sources are
-/// explicit.
+/// Options of every compilation. Contraction is NVRTC's default; where the order of
+/// rounding matters, the sources are explicit.
 pub(super) const OPTIONS: &[&str] = &["-default-device", "--std=c++17"];
 
 /// `WEIGHT_TYPE`s: F32, F16, BF16, FP8 E4M3.
@@ -142,8 +142,8 @@ impl Variant {
     }
 }
 
-/// All variants that published models of supported architectures use. Models with other dimensions compile theirs at
-/// first use.
+/// All variants that published models of supported architectures use.
+/// Models with other dimensions compile theirs at first use.
 pub fn all_variants() -> Vec<Variant> {
     let mut out: Vec<Variant> = [
         "add",

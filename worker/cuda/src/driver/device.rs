@@ -32,8 +32,8 @@ pub struct DeviceInfo {
 }
 
 impl DeviceInfo {
-    /// NVRTC's name of the architecture, with the suffix if the hardware has architecture-specific instructions:
-    /// `sm_90a`.
+    /// NVRTC's name of the architecture, with the suffix if the hardware has
+    /// architecture-specific instructions: `sm_90a`.
     pub fn architecture(&self) -> String {
         let (major, minor) = self.capability;
         let suffix = if major >= 9 { "a" } else { "" };

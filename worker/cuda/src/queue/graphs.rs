@@ -1,8 +1,8 @@
 //! Lists of commands as CUDA graphs.
 //!
 //! A list is identified by its kernels, in order. When first seen it is launched command by command; when seen again,
-//! it becomes a graph; from then on only nodes whose arguments or grid changed are updated, and the whole list is one
-//! launch.
+//! it becomes a graph; from then on only nodes whose arguments or grid changed are
+//! updated, and the whole list is one launch.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 

@@ -54,8 +54,8 @@ pub(crate) struct Queue {
 }
 
 struct State {
-    /// The thread that owns the steps. A step of another thread would overwrite this one's tables, and buffers that it
-    /// still reads.
+    /// The thread that owns the steps. A step of another thread would overwrite this
+    /// one's tables, and buffers that it still reads.
     owner: Option<ThreadId>,
     /// Whether commands wait (a small step) or are launched immediately.
     recording: bool,
@@ -113,8 +113,8 @@ impl Queue {
         self.run(&command)
     }
 
-    /// Puts host data where kernels of this step can read it, and returns its device address. Equal data within one
-    /// step is sent only once.
+    /// Puts host data where kernels of this step can read it, and returns its device address.
+    /// Equal data within one step is sent only once.
     pub(crate) fn host_data(&self, bytes: &[u8]) -> Result<CUdeviceptr, KernelError> {
         let mut state = self.state()?;
         if let Some(address) = state.staging.put(bytes) {
@@ -179,8 +179,8 @@ impl Queue {
         bytes: usize,
     ) -> Result<(), KernelError> {
         if bytes > 0 {
-            // SAFETY: the caller's range lies in a live buffer; the landing buffer is as large and is read after the
-            // wait.
+            // SAFETY: the caller's range lies in a live buffer; the landing buffer
+            // is as large and is read after the wait.
             check("cuMemcpyDtoHAsync", unsafe {
                 sys::cuMemcpyDtoHAsync_v2(landing.as_mut_ptr(), address, bytes, self.stream.raw())
             })?;
@@ -230,8 +230,8 @@ impl Queue {
                 } = &**launch;
                 let mut pointers = args.pointers();
                 // SAFETY: the arguments are laid out as the kernel's parameters (the backend's operations are written
-                // alongside them and tested), and the buffers they point to are freed only for commands queued after
-                // this one.
+                // alongside them and tested), and the buffers they point to are freed
+                // only for commands queued after this one.
                 check("cuLaunchKernel", unsafe {
                     sys::cuLaunchKernel(
                         function.raw(),

@@ -102,8 +102,8 @@ impl Staging {
     }
 
     /// Switches to larger buffers, with room for `bytes` more. Everything queued must have been launched. The pieces
-    /// that the step has appended so far stay where they are: an operation may hold their address without having
-    /// queued anything yet.
+    /// that the step has appended so far stay where they are: an operation may hold their
+    /// address without having queued anything yet.
     pub(super) fn grow(&mut self, bytes: usize) -> Result<(), KernelError> {
         let memory = Arc::clone(&self.memory);
         let stream = memory.stream();

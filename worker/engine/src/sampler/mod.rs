@@ -4,8 +4,8 @@
 //! mask, temperature, `top_k`, `top_p`, `min_p`, draw. Log-probabilities are those of the raw logits.
 //!
 //! A device that chooses by itself gets the same input as a [`SampleSpec`](hearth_kernels::SampleSpec). Its
-//! exponential function may differ from the host's in the last bit, so only a draw at the very edge between two tokens
-//! may differ.
+//! exponential function may differ from the host's in the last bit, so only a draw at
+//! the very edge between two tokens may differ.
 //!
 //! **Invariant**: nothing here has state, reads a clock or depends on the batch, so a stream that moves to
 //! another worker continues with the tokens it would have had.

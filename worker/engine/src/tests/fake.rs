@@ -264,8 +264,8 @@ impl KvBytes for View<'_> {
     }
 }
 
-/// The logits after the last of `tokens`, without blocks, batches or caches; `salts` are those of the devices that
-/// compute each token.
+/// The logits after the last of `tokens`, without blocks, batches or caches;
+/// `salts` are those of the devices that compute each token.
 pub(super) fn salted_logits(tokens: &[u32], salts: &[u64], vocab: usize) -> Vec<f32> {
     let mut states: Vec<u64> = tokens.iter().map(|t| u64::from(*t) + 1).collect();
     for layer in 0..LAYERS {

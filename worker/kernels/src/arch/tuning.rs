@@ -6,13 +6,13 @@ use std::arch::x86_64::__cpuid;
 /// on one instruction set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Tuning {
-    /// Distance at which weights are prefetched ahead of the reads, over all streams of reads together; 0: none, as
-    /// the hardware does better.
+    /// Distance at which weights are prefetched ahead of the reads, over all streams of reads
+    /// together; 0: none, as the hardware does better.
     pub(super) prefetch_bytes: usize,
     /// The same, beside activations that do not stay in the first-level cache.
     pub(super) far_prefetch_bytes: usize,
-    /// Whether a product with a subnormal number takes no longer than any other; elsewhere it takes a hundred
-    /// cycles or more.
+    /// Whether a product with a subnormal number takes no longer than any other;
+    /// elsewhere it takes a hundred cycles or more.
     pub(super) fast_subnormals: bool,
 }
 

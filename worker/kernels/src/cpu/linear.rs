@@ -1,5 +1,5 @@
-//! Linear layers: activations are packed once and weight rows are split over the threads; also latent attention's
-//! per-head up-projections.
+//! Linear layers: activations are packed once and weight rows are split over the threads;
+//! also latent attention's per-head up-projections.
 
 use std::sync::Arc;
 

@@ -14,8 +14,8 @@ mod tiled;
 use stream::stream;
 use tiled::tiled;
 
-/// Number of activation elements, over all tokens, that stay in the first-level cache beside the weights that
-/// stream through it.
+/// Number of activation elements, over all tokens, that stay in the first-level
+/// cache beside the weights that stream through it.
 const NEAR_ELEMENTS: usize = (12 << 10) / 4;
 
 /// Maximum number of tokens for the streaming path.

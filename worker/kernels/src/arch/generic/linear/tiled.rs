@@ -185,8 +185,8 @@ struct Tokens<'a> {
     first: usize,
 }
 
-/// Multiplies all rows of the pass by `N` tokens, one register tile at a time; `sums` points at the first
-/// token's column.
+/// Multiplies all rows of the pass by `N` tokens, one register tile at a time;
+/// `sums` points at the first token's column.
 ///
 /// # Safety
 /// As [`multiply`], for those tokens.

@@ -39,7 +39,7 @@ fn load_from(directory: &Path) -> Option<String> {
 /// Refuses other major versions: the driver may reject their cubins.
 fn check_version() -> Result<(), KernelError> {
     let (mut major, mut minor) = (0, 0);
-    // SAFETY: the library is there, the out-pointers valid.
+    // SAFETY: the library is loaded, the out-pointers valid.
     check("nvrtcVersion", unsafe {
         sys::nvrtcVersion(&raw mut major, &raw mut minor)
     })?;
@@ -129,7 +129,7 @@ impl Compiler {
 /// Architectures that the library compiles for, as numbers such as 89.
 fn supported() -> Result<Vec<i32>, KernelError> {
     let mut count = 0;
-    // SAFETY: the library is there, the out-pointer valid.
+    // SAFETY: the library is loaded, the out-pointer valid.
     check("nvrtcGetNumSupportedArchs", unsafe {
         sys::nvrtcGetNumSupportedArchs(&raw mut count)
     })?;

@@ -39,7 +39,7 @@ fn try_init() -> Result<(), String> {
         ));
     }
     let mut version = 0;
-    // SAFETY: the library is there; both calls take no memory but a valid out-pointer.
+    // SAFETY: the library is loaded; both calls take no memory except a valid out-pointer.
     let (started, asked) = unsafe { (sys::cuInit(0), sys::cuDriverGetVersion(&raw mut version)) };
     if asked == CUresult::CUDA_SUCCESS && version < OLDEST_DRIVER {
         return Err(format!(
